@@ -1,0 +1,23 @@
+"""The differences between JAX versions that the clips meet, in one place."""
+
+from typing import Any
+
+import jax
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The manual mesh axes along which ``x`` differs; empty where they are not tracked."""
+    aval = jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(manual, "varying", None) or getattr(aval, "vma", None) or ())
+
+
+def tracks_varying(axis_name: str) -> bool:
+    """Whether ``axis_name`` belongs to a ``shard_map`` that knows what varies along it."""
+    return axis_name in varying_axes(jax.lax.axis_index(axis_name))
+
+
+def to_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """``x`` marked as varying along ``axes``, as a loop carry inside ``shard_map`` must be."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x

@@ -1,0 +1,159 @@
+"""Clipping the cotangent of a value: the one custom VJP of the clips."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend as jex
+import jax.numpy as jnp
+
+from clipgrad._compat import to_varying, varying_axes
+from clipgrad._rules import apply_rule, as_rule
+from clipgrad._stats import ClipStats
+from clipgrad._trees import is_none, takes_part
+
+Rule = Callable[..., Any]
+
+
+def clip_cotangent(x: Any, rule: Rule | None, *, probe: ClipStats | None = None) -> Any:
+    r"""Returns ``x`` as it is, and clips its cotangent in the backward pass.
+
+    With $\bar x$ the sum of the cotangents of all uses of the result, what flows back into the
+    program that produced ``x`` is $\mathrm{rule}(\bar x)$.
+
+    Guarantees:
+      * The value is that of ``x`` bit by bit, and the program of the forward pass is unchanged.
+      * The cotangent is clipped once, after it has been summed over all uses.
+      * Its structure, shapes and dtypes are kept, whatever the dtype of the thresholds.
+      * Nothing is saved for the backward pass except thresholds that are arrays, and ``x`` only
+        if the rule needs it (`AdaptiveClip`).
+      * Leaves without cotangents (integers, booleans, ``None``, PRNG keys, objects) are passed
+        over; a function as a rule sees ``None`` in their places.
+      * It works inside and outside of `jax.jit`, `jax.grad`, `jax.vjp`, `jax.vmap`,
+        `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`, `jax.shard_map` and `jax.custom_vjp`, and
+        can be differentiated again. Inside `jax.vmap` a norm rule is one per example; outside it
+        is one for the batch.
+      * Forward mode (`jax.jvp`) straight through it is refused by JAX, which has no cotangents
+        to clip there; pass ``rule=None`` where you need it.
+
+    Args:
+      x: a pytree of arrays.
+      rule: a `ClipRule`, a function of the cotangent tree, or ``None``: off.
+      probe: `ClipStats.zero()`, passed in as an argument of the differentiated function: its
+        gradient is what the clip did, summed over all uses of the probe. Inside a scan that runs
+        over ``ClipStats.zero((steps,))`` there is one entry for each step.
+
+    Returns:
+      ``x``.
+
+    Raises:
+      TypeError: if ``rule`` is no rule, or ``probe`` not a `ClipStats` without leading axes.
+      ValueError: if the rule can't be applied to ``x``, at once and not in the backward pass.
+
+    Example:
+      >>> import clipgrad as cg, jax
+      >>> def loss(x, rule=None, probe=None):
+      ...     h = cg.clip_cotangent(2 * x, rule, probe=probe)
+      ...     return 10 * h
+      >>> print(jax.grad(loss)(1.0), jax.grad(loss)(1.0, cg.ErrorClipByValue(max=5.0)))
+      20.0 10.0
+      >>> stats = jax.grad(loss, argnums=2)(1.0, cg.ErrorClipByValue(max=5.0), cg.ClipStats.zero())
+      >>> print(stats.norm, stats.clipped_norm)
+      10.0 5.0
+    """
+    rule = as_rule(rule)
+    _check_probe(probe)
+    leaves, structure = jax.tree.flatten(x, is_leaf=is_none)
+    chosen = [i for i, leaf in enumerate(leaves) if _has_cotangent(leaf, probe)]
+    if (rule is None and probe is None) or not chosen:
+        return x
+
+    def fill(arrays: list[jax.Array]) -> Any:
+        filled = dict(zip(chosen, arrays))
+        return structure.unflatten([filled.get(i) for i in range(len(leaves))])
+
+    arrays = [jnp.asarray(leaves[i]) for i in chosen]
+    backward, thresholds = _trace(functools.partial(_clip, rule, probe, fill), rule, arrays)
+    for i, leaf in zip(chosen, _identity(backward, arrays, thresholds, _spread(probe, arrays))):
+        leaves[i] = leaf
+    return structure.unflatten(leaves)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Backward:
+    """The traced backward pass of one clip; static, since it closes over nothing traced."""
+
+    jaxpr: jex.core.Jaxpr
+    outputs: Any
+    needs_params: bool
+
+    def __call__(self, thresholds: Any, cotangents: Any, params: Any) -> Any:
+        run = jex.core.jaxpr_as_fun(jex.core.ClosedJaxpr(self.jaxpr, thresholds))
+        return jax.tree.unflatten(self.outputs, run(*cotangents, *params))
+
+
+def _trace(clip: Callable[..., Any], rule: Any, arrays: list[Any]) -> tuple[_Backward, list[Any]]:
+    """``clip`` with the arrays that it closes over, thresholds above all, as arguments.
+
+    A backward pass may not close over tracers: inside of `jax.lax.scan` they would be those of
+    another trace by the time that it runs.
+    """
+    needs_params = getattr(rule, "needs_params", False)
+    operands = (arrays, arrays) if needs_params else (arrays, [])
+    traced, shapes = jax.make_jaxpr(clip, return_shape=True)(*operands)
+    return _Backward(traced.jaxpr, jax.tree.structure(shapes), needs_params), list(traced.consts)
+
+
+def _clip(
+    rule: Rule | None, probe: ClipStats | None, fill: Any, cotangents: Any, params: Any
+) -> tuple[list[jax.Array], ClipStats | None]:
+    tree = fill(cotangents)
+    clipped = tree if rule is None else apply_rule(rule, tree, fill(params) if params else None)
+    stats = None if probe is None else ClipStats.of(tree, clipped, probe.before.dtype)
+    return jax.tree.leaves(clipped), stats
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _identity(backward: _Backward, arrays: Any, thresholds: Any, probe: Any) -> Any:
+    return arrays
+
+
+def _forward(backward: _Backward, arrays: Any, thresholds: Any, probe: Any) -> Any:
+    return arrays, (thresholds, arrays if backward.needs_params else [])
+
+
+def _backward(backward: _Backward, residuals: Any, cotangents: Any) -> Any:
+    thresholds, params = residuals
+    clipped, stats = backward(thresholds, cotangents, params)
+    return clipped, None, stats
+
+
+_identity.defvjp(_forward, _backward)
+
+
+def _has_cotangent(leaf: Any, probe: ClipStats | None) -> bool:
+    """Python and NumPy numbers are constants; they stay what they are unless they are watched."""
+    return takes_part(leaf) and (isinstance(leaf, jax.Array) or probe is not None)
+
+
+def _spread(probe: ClipStats | None, arrays: list[Any]) -> ClipStats | None:
+    """The probe varying as the arrays do, so that its cotangent is summed over the devices."""
+    axes = frozenset().union(*map(varying_axes, arrays))
+    return jax.tree.map(lambda field: to_varying(field, axes), probe)
+
+
+def _check_probe(probe: Any) -> None:
+    if probe is None:
+        return
+    if not isinstance(probe, ClipStats):
+        raise TypeError(
+            f"probe: got {type(probe).__name__}, expected clipgrad.ClipStats.zero() that is passed "
+            "in as an argument of the differentiated function"
+        )
+    if jnp.shape(probe.before) != (3,):
+        raise TypeError(
+            f"probe: got one with leading axes {jnp.shape(probe.before)[:-1]}, expected none: let "
+            "jax.lax.scan run over its leading axis"
+        )

@@ -1,0 +1,141 @@
+"""Error clip as a decorator: on what goes into a function, and on what comes out of it."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from clipgrad._cotangent import clip_cotangent
+from clipgrad._rules import as_rule
+
+F = TypeVar("F", bound=Callable[..., Any])
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[F], F]:
+    r"""Decorates a function so that its cotangents are clipped in the backward pass.
+
+    For $y = f(x_1, \ldots, x_n)$ with the pull-back $f^*$, what is handed back is
+    $\bar x_i = \mathrm{rule}_i(f^*(\mathrm{rule}(\bar y))_i)$, with the rule of ``outputs`` inside.
+
+    Guarantees:
+      * The result of the function is unchanged, bit by bit.
+      * With one rule for all inputs, each input is a variable of its own: a norm rule sees the
+        tree of one input. ``self`` and ``cls`` of methods are no inputs, unless they are named.
+      * Inputs without cotangents (integers, ``None``, strings, objects, ...) are passed over.
+      * The signature, name, docstring and ``__wrapped__`` (the plain function) are kept.
+      * Everything that `clip_cotangent` guarantees.
+
+    Args:
+      inputs: a rule for all inputs, or a mapping from parameter names to rules, for arguments
+        passed by position or by name; ``None`` in place of a rule: off. The name of ``*args`` or
+        ``**kwargs`` stands for each of them.
+      outputs: a rule for the cotangent of the whole result, or a tree of rules that is a prefix
+        of the result's tree.
+
+    Returns:
+      The decorator.
+
+    Raises:
+      TypeError: for a rule that is none, or when something else than a function is decorated.
+      ValueError: for a parameter name that the function does not have, when it is decorated; for
+        ``outputs`` that are no prefix of the result, when it is called.
+
+    Example:
+      >>> import clipgrad as cg, jax
+      >>> @cg.error_clip({"h": cg.ErrorClipByValue(max=5.0)})
+      ... def cell(w, h):
+      ...     return w * h
+      >>> print(*jax.grad(cell, argnums=(0, 1))(7.0, 2.0))
+      2.0 5.0
+      >>> @cg.error_clip(outputs=cg.ErrorClipByValue(max=0.1))
+      ... def double(x):
+      ...     return 2 * x
+      >>> print(jax.grad(double)(1.0))
+      0.2
+    """
+    rules = inputs if isinstance(inputs, Mapping) else {None: inputs}
+    for rule in [*rules.values(), *jax.tree.leaves(outputs, is_leaf=_is_rule)]:
+        as_rule(rule)
+
+    def decorate(function: F) -> F:
+        signature = _signature(function)
+        chosen = _rules_by_parameter(function, signature, rules)
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _clip_inputs(signature, chosen, args, kwargs)
+            return _clip_outputs(function(*args, **kwargs), outputs)
+
+        return wrapped  # type: ignore[return-value]
+
+    return decorate
+
+
+def _signature(function: Any) -> inspect.Signature:
+    if not callable(function) or isinstance(function, type):
+        raise TypeError(
+            f"error_clip: got {function!r} of type {type(function).__name__} to decorate, expected "
+            "a function or a method; write @error_clip(rule), with a rule in the parentheses"
+        )
+    try:
+        return inspect.signature(function)
+    except ValueError:  # some functions that are written in C
+        parameters = zip(("args", "kwargs"), _VARIADIC)
+        return inspect.Signature([inspect.Parameter(n, kind) for n, kind in parameters])
+
+
+def _rules_by_parameter(
+    function: Any, signature: inspect.Signature, rules: Mapping[str | None, Any]
+) -> dict[str, Any]:
+    names = list(signature.parameters)
+    if None in rules:
+        inputs = names[1:] if names[:1] in (["self"], ["cls"]) else names
+        return dict.fromkeys(inputs, rules[None])
+    takes_any = any(p.kind is _VARIADIC[1] for p in signature.parameters.values())
+    for name in rules:
+        if name not in names and not (takes_any and isinstance(name, str)):
+            raise ValueError(
+                f"error_clip: {name!r} is no parameter of "
+                f"{getattr(function, '__name__', function)}; its parameters are {names}"
+            )
+    return {str(name): rule for name, rule in rules.items()}
+
+
+def _clip_inputs(
+    signature: inspect.Signature, rules: dict[str, Any], args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:  # which the call of the function raises in its own words
+        return args, kwargs
+    for name, value in bound.arguments.items():
+        bound.arguments[name] = _clip_argument(signature.parameters[name], value, rules)
+    return bound.args, bound.kwargs
+
+
+def _clip_argument(parameter: inspect.Parameter, value: Any, rules: dict[str, Any]) -> Any:
+    rule = rules.get(parameter.name)
+    if parameter.kind is _VARIADIC[0]:
+        return tuple(clip_cotangent(v, rule) for v in value)
+    if parameter.kind is _VARIADIC[1]:
+        return {k: clip_cotangent(v, rules.get(k, rule)) for k, v in value.items()}
+    return clip_cotangent(value, rule)
+
+
+def _clip_outputs(result: Any, rules: Any) -> Any:
+    each, structure = jax.tree.flatten(rules, is_leaf=_is_rule)
+    try:
+        parts = structure.flatten_up_to(result)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"outputs: got rules of the structure {structure}, which is no prefix of the result's, "
+            f"{jax.tree.structure(result)}: {error}"
+        ) from None
+    return structure.unflatten([clip_cotangent(p, rule) for p, rule in zip(parts, each)])
+
+
+def _is_rule(rules: Any) -> bool:
+    return rules is None or callable(rules)

@@ -1,0 +1,227 @@
+r"""Norms that neither overflow, nor underflow, nor lose low precision.
+
+A norm is held as ``root / scale``. In the ordinary case the scale is 1 and the root is what
+``sqrt(sum(g ** 2))`` gives, bit by bit. Where that sum leaves the range of its dtype, the loop
+in `_settle` sums once more with the leaves scaled by $2^{\pm 93}$ (float32). A loop, and not a
+branch, because its body is compiled once: one reduction per leaf, one all-reduce over devices.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._compat import to_varying, varying_axes
+from clipgrad._numbers import accumulator, over, real_product, square, times, widen
+from clipgrad._reductions import Arrays, Axes, Groups
+from clipgrad._trees import leaves_taking_part
+
+AxisName = str | Sequence[str] | None
+
+# Sums below TINY may have lost squares to underflow. Leaves times 2 ** SHIFT have not, and times
+# 2 ** -SHIFT leave room for 2 ** 40 elements of the largest magnitude.
+TINY = {"float32": 2.0**-60, "float64": 2.0**-900}
+SHIFT = {"float32": 93, "float64": 700}
+
+
+class Norm(NamedTuple):
+    """A norm as the quotient of a ``root`` in the middle of the range and a ``scale``."""
+
+    root: jax.Array
+    scale: jax.Array
+
+    @property
+    def value(self) -> jax.Array:
+        """The norm itself; inf where it is larger than its dtype can hold."""
+        return self.root / self.scale
+
+
+class _Kind(NamedTuple):
+    """Which norm: its order, and whether of the mean instead of the sum (rms)."""
+
+    ord: float
+    mean: bool = False
+
+
+def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Array:
+    r"""The norm of all leaves of a tree taken as one vector, $(\sum_i |g_i|^p)^{1/p}$.
+
+    Guarantees:
+      * Squares are summed in float32, in float64 if a leaf is float64, never in a dtype that is
+        narrower, and the result has that dtype.
+      * A finite tree whose squares over- or underflow still has the right norm.
+      * On a float32 tree in the ordinary range it equals ``optax.tree.norm`` bit by bit.
+      * Its derivative is finite everywhere; at zero it is 0.
+      * An empty tree has norm 0 for every ``ord``. ``None``, integer, boolean, ``float0`` and
+        PRNG-key leaves count nowhere; complex leaves count with their absolute values.
+      * NaN anywhere gives NaN; otherwise inf anywhere gives inf.
+
+    Args:
+      tree: a pytree of gradients.
+      ord: the order $p$, a number in (0, inf].
+      axis_name: inside `jax.shard_map`, `jax.pmap` or ``jax.vmap(axis_name=...)``, the name or
+        names of the mapped axes that the tree is spread over. Where `jax.shard_map` tracks what
+        varies (its default), a leaf that is the same on all devices is counted once; elsewhere
+        every leaf is taken to be spread. Under `jax.jit` nothing need be said.
+
+    Returns:
+      A scalar array, float32 or float64.
+
+    Raises:
+      ValueError: if ``ord`` is not in (0, inf], or ``axis_name`` is not a mapped axis here.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.global_norm({"w": jnp.array([3.0]), "b": jnp.array([4.0], jnp.bfloat16)})
+      Array(5., dtype=float32)
+      >>> cg.global_norm(jnp.full(4, 300.0, jnp.float16))    # 4 * 300 ** 2 is inf in float16
+      Array(600., dtype=float32)
+    """
+    return tree_norm(tree, ord, axis_name).value
+
+
+def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> Norm:
+    """`global_norm` as a `Norm`, which can be larger than its dtype can hold."""
+    kind, names = _Kind(check_order(ord)), _names(axis_name)
+    leaves = leaves_taking_part(tree)
+    if not leaves:
+        return Norm(jnp.float32(0), jnp.float32(1))
+    return _norms(leaves, Groups(None, names), kind)[0]
+
+
+def slice_norms(
+    leaves: Sequence[Any],
+    axes: Sequence[Axes],
+    ord: float = 2,
+    axis_name: AxisName = None,
+    mean: bool = False,
+) -> list[Norm]:
+    """An array of norms for each leaf, reduced over its axes, which are kept with size 1.
+
+    ``mean=True`` divides the sum by the number of its terms first: the root mean square.
+    """
+    kind, names = _Kind(check_order(ord), mean), _names(axis_name)
+    return _norms(list(leaves), Groups(tuple(axes), names), kind) if leaves else []
+
+
+def check_order(ord: float) -> float:
+    """The order of a norm, if it is one: a number in (0, inf]."""
+    # optax.inject_hyperparams makes arrays of all numbers, this one included.
+    if isinstance(ord, jax.Array) and not isinstance(ord, jax.core.Tracer):
+        ord = ord.item()
+    if isinstance(ord, bool) or not isinstance(ord, (int, float)) or not ord > 0:
+        raise ValueError(
+            f"ord: got {ord!r}, expected a number in (0, inf], such as 2 or jnp.inf, that is "
+            "known when the function is traced"
+        )
+    return ord
+
+
+def _names(axis_name: AxisName) -> tuple[str, ...]:
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    for name in names:
+        try:
+            jax.lax.axis_index(name)
+        except NameError:
+            raise ValueError(
+                f"axis_name: got {name!r}, which is not a mapped axis here; expected the name of "
+                "an axis of an enclosing shard_map, pmap or vmap. Under jit leave axis_name out"
+            ) from None
+    return names
+
+
+# Compiled even when called eagerly: otherwise the loop would be compiled anew at every call.
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[Norm]:
+    return _differentiable_norms(groups, kind, leaves)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) -> list[Norm]:
+    dtypes = _accumulators(groups, leaves)
+    if kind.ord == 2:
+        counts = groups.sizes(leaves) if kind.mean else [1] * len(leaves)
+        totals, scales = _settle(_sums_of_squares(groups, leaves, dtypes), groups, leaves, dtypes)
+        return [Norm(jnp.sqrt(t / max(n, 1)), s) for t, n, s in zip(totals, counts, scales)]
+    magnitudes = [jnp.abs(g).astype(d) for g, d in zip(leaves, dtypes)]
+    largest = groups.maxima(magnitudes, leaves)
+    scales = [_scale_of(m) for m in largest]
+    tops = [jnp.where((m > 0) & jnp.isfinite(m), m * s, 1) for m, s in zip(largest, scales)]
+    if kind.ord == math.inf:
+        return [Norm(m * s, s) for m, s in zip(largest, scales)]
+    shrunk = zip(magnitudes, groups.per_leaf(scales, leaves), groups.per_leaf(tops, leaves))
+    totals = groups.sums([(g * s / t) ** kind.ord for g, s, t in shrunk], leaves)
+    return [Norm(x ** (1 / kind.ord) * t, s) for x, t, s in zip(totals, tops, scales)]
+
+
+@_differentiable_norms.defjvp
+def _norms_jvp(groups: Groups, kind: _Kind, primals: Any, tangents: Any) -> Any:
+    r"""$d\,\mathrm{root} = \mathrm{scale} \sum \mathrm{Re}(\bar w\,dg)$, weights w bounded."""
+    (leaves,), (dleaves,) = primals, tangents
+    norms = _differentiable_norms(groups, kind, leaves)
+    weights = _weights(groups, kind, leaves, norms)
+    terms = [real_product(w, widen(dg, w.real.dtype.name)) for w, dg in zip(weights, dleaves)]
+    sums = groups.sums(terms, leaves)
+    droots = [total * norm.scale for total, norm in zip(sums, norms)]
+    return norms, [Norm(d, jnp.zeros_like(norm.scale)) for d, norm in zip(droots, norms)]
+
+
+def _weights(groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]) -> list[jax.Array]:
+    """The derivative of each norm by its elements; 0 where the norm is 0."""
+    roots = groups.per_leaf([jnp.where(n.root > 0, n.root, 1) for n in norms], leaves)
+    scales = groups.per_leaf([n.scale for n in norms], leaves)
+    units = [over(times(widen(g, r.dtype.name), s), r) for g, s, r in zip(leaves, scales, roots)]
+    if kind.ord == 2:
+        counts = groups.sizes(leaves) if kind.mean else [1] * len(leaves)
+        return [over(u, max(n, 1)) for u, n in zip(units, counts)]
+    sizes = [jnp.abs(jnp.where(u == 0, 1, u)) for u in units]
+    if kind.ord < math.inf:
+        return [times(u, size ** (kind.ord - 2)) for u, size in zip(units, sizes)]
+    ties = [((size == 1) & (u != 0)).astype(size.dtype) for u, size in zip(units, sizes)]
+    counts = groups.per_leaf(groups.sums(ties, leaves), leaves)
+    shares = [tie / jnp.maximum(n, 1) / size for tie, n, size in zip(ties, counts, sizes)]
+    return [times(u, share) for u, share in zip(units, shares)]
+
+
+def _settle(
+    sums: Callable[[Arrays], list[jax.Array]], groups: Groups, leaves: Arrays, dtypes: list[str]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Sums and the scales at which they are in range: 1 at first, another where it must be."""
+    start = groups.ones(leaves, dtypes)
+    varying = frozenset().union(*(varying_axes(one) for one in start))
+
+    def body(carry: Any) -> Any:
+        scales, _, _ = carry
+        totals = sums(scales)
+        wanted = [jnp.where(s == 1, _scale_of(t), s) for t, s in zip(totals, scales)]
+        moved = [jnp.any(w != s) for w, s in zip(wanted, scales)]
+        return wanted, totals, to_varying(functools.reduce(jnp.logical_or, moved), varying)
+
+    unsettled = to_varying(jnp.array(True), varying)
+    scales, totals, _ = jax.lax.while_loop(lambda carry: carry[2], body, (start, start, unsettled))
+    return totals, scales
+
+
+def _scale_of(total: jax.Array) -> jax.Array:
+    dtype = total.dtype.name
+    up, down = (jnp.array(2.0**k, dtype) for k in (SHIFT[dtype], -SHIFT[dtype]))
+    return jnp.where(total < TINY[dtype], up, jnp.where(jnp.isfinite(total), 1, down))
+
+
+def _sums_of_squares(groups: Groups, leaves: Arrays, dtypes: list[str]) -> Any:
+    wide = [widen(g, d) for g, d in zip(leaves, dtypes)]
+
+    def sums(scales: Arrays) -> list[jax.Array]:
+        scaled = [times(g, s) for g, s in zip(wide, groups.per_leaf(scales, leaves))]
+        return groups.sums([square(g) for g in scaled], leaves)
+
+    return sums
+
+
+def _accumulators(groups: Groups, leaves: Arrays) -> list[str]:
+    """For each leaf the dtype of its sums, the widest of its group."""
+    dtypes = [accumulator(leaf) for leaf in leaves]
+    return [max(dtypes)] * len(leaves) if groups.joint else dtypes

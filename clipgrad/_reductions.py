@@ -1,0 +1,97 @@
+"""Sums and maxima over groups of leaves: all leaves as one group, or slices of each leaf."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._compat import to_varying, tracks_varying, varying_axes
+
+Arrays = Sequence[jax.Array]
+Axes = tuple[int, ...] | None
+
+
+class Groups(NamedTuple):
+    """What is reduced together; hashable, so that it can be static under `jax.jit`.
+
+    Attributes:
+      axes: for each leaf the axes that are reduced and kept with size 1 (``None``: all of
+        them). ``None`` instead of the tuple makes one group of all leaves.
+      names: the mapped axes over which the leaves are spread.
+    """
+
+    axes: tuple[Axes, ...] | None
+    names: tuple[str, ...] = ()
+
+    @property
+    def joint(self) -> bool:
+        """Whether all leaves form one group."""
+        return self.axes is None
+
+    def sums(self, parts: Arrays, leaves: Arrays) -> list[jax.Array]:
+        """The sum of each group; ``parts`` has the shapes of ``leaves``."""
+        local = self._reduce(jnp.sum, parts)
+        return self._over_devices(local, leaves, jnp.add, jax.lax.psum)
+
+    def maxima(self, parts: Arrays, leaves: Arrays) -> list[jax.Array]:
+        """The maximum of each group, 0 for a group without elements."""
+        local = self._reduce(functools.partial(jnp.max, initial=0), parts)
+        return self._over_devices(local, leaves, jnp.maximum, jax.lax.pmax)
+
+    def ones(self, leaves: Arrays, dtypes: Sequence[str]) -> list[jax.Array]:
+        """A 1 for each group, typed as its sum is: its shape, sharding and varying axes."""
+        open_axes = [varying_axes(leaf) - set(self._axes_of(leaf)) for leaf in leaves]
+        if self.joint:
+            return [to_varying(jnp.ones((), dtypes[0]), frozenset().union(*open_axes))]
+        slices = [jnp.ones_like(s, dtype=d) for s, d in zip(self._reduce(jnp.sum, leaves), dtypes)]
+        return [
+            to_varying(jnp.ones(one.shape, one.dtype), axes) if self._axes_of(leaf) else one
+            for one, axes, leaf in zip(slices, open_axes, leaves)
+        ]
+
+    def per_leaf(self, values: Arrays, leaves: Arrays) -> list[jax.Array]:
+        """For each leaf the value of its group."""
+        return list(values) * len(leaves) if self.joint else list(values)
+
+    def sizes(self, leaves: Arrays) -> list[int]:
+        """The number of elements on this device in each group."""
+        if self.axes is None:
+            return [sum(leaf.size for leaf in leaves)]
+        every = [range(leaf.ndim) if a is None else a for a, leaf in zip(self.axes, leaves)]
+        return [math.prod(leaf.shape[i] for i in a) for a, leaf in zip(every, leaves)]
+
+    def _reduce(self, op: Callable[..., jax.Array], parts: Arrays) -> list[jax.Array]:
+        if self.axes is None:
+            return [op(part) for part in parts]
+        return [op(part, axis=a, keepdims=True) for a, part in zip(self.axes, parts)]
+
+    def _over_devices(
+        self,
+        local: Arrays,
+        leaves: Arrays,
+        merge: Callable[[jax.Array, jax.Array], jax.Array],
+        collective: Callable[..., list[jax.Array]],
+    ) -> list[jax.Array]:
+        """Merges ``local`` values: first on this device, then in one collective for each axis."""
+        places: dict[tuple[str, ...], list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            places.setdefault(self._axes_of(leaf), []).append(i)
+        if self.joint:
+            merged = {n: [functools.reduce(merge, [local[i] for i in p])] for n, p in places.items()}
+            totals = [collective(v, n)[0] if n else v[0] for n, v in merged.items()]
+            return [functools.reduce(merge, totals)]
+        totals = list(local)
+        for names, places_of in places.items():
+            if names:
+                reduced = collective([local[i] for i in places_of], names)
+                for i, value in zip(places_of, reduced):
+                    totals[i] = value
+        return totals
+
+    def _axes_of(self, leaf: jax.Array) -> tuple[str, ...]:
+        """The mapped axes over which this leaf is spread, where that is known, or else all."""
+        varying = varying_axes(leaf)
+        return tuple(n for n in self.names if n in varying or not tracks_varying(n))

@@ -1,0 +1,87 @@
+"""Scaling a whole tree to a maximal norm."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+from jax.typing import ArrayLike
+
+from clipgrad._norms import AxisName, Norm, check_order, tree_norm
+from clipgrad._numbers import over, times
+from clipgrad._rules._base import ClipRule, pytree_rule, static_field
+from clipgrad._rules._scaling import scale_down
+from clipgrad._rules._thresholds import check_threshold, require_numbers
+from clipgrad._trees import map_taking_part
+
+
+@pytree_rule
+class ClipByGlobalNorm(ClipRule):
+    r"""Scales all leaves by one factor: $g \cdot \min(1, \mathrm{max\_norm} / \|g\|_p)$.
+
+    The norm is `global_norm`, that of all leaves taken as one vector.
+
+    Guarantees:
+      * A tree whose norm is at most ``max_norm`` is unchanged, bit for bit.
+      * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
+        direction is kept.
+      * On float32 trees in the ordinary range the result is that of
+        ``optax.clip_by_global_norm`` under `jax.jit`, bit for bit.
+      * Under `jax.jit` with sharded leaves the compiled program holds one all-reduce.
+
+    ==========================  ==========================================================
+    norm or threshold           result
+    ==========================  ==========================================================
+    norm 0, empty tree          unchanged, with finite derivatives
+    ``max_norm=0``              exact zeros
+    ``max_norm`` traced, < 0    acts as 0
+    NaN or inf in any leaf      NaN throughout the tree
+    ==========================  ==========================================================
+
+    Args:
+      max_norm: the maximal norm, a number.
+      ord: the order $p$ of the norm, in (0, inf].
+      axis_name: the mapped axes that the tree is spread over; see `global_norm`.
+
+    Raises:
+      ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
+        called, for an ``axis_name`` that is not a mapped axis.
+      TypeError: for a threshold that is no number, array or schedule.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.ClipByGlobalNorm(1.0)({"b": jnp.array([3.0]), "w": jnp.array([4.0])})
+      {'b': Array([0.6], dtype=float32), 'w': Array([0.8], dtype=float32)}
+
+    References:
+      Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013.
+    """
+
+    max_norm: ArrayLike
+    _: dataclasses.KW_ONLY
+    ord: float = static_field(default=2)
+    axis_name: AxisName = static_field(default=None)
+    needs_params: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuses thresholds and orders that are none."""
+        check_threshold("max_norm", self.max_norm)
+        object.__setattr__(self, "ord", check_order(self.ord))
+        if isinstance(self.axis_name, list):
+            object.__setattr__(self, "axis_name", tuple(self.axis_name))
+
+    def __call__(self, grads: Any, params: Any = None) -> Any:
+        """The tree with a norm of at most ``max_norm``."""
+        require_numbers(self)
+        return self.scale(grads, self.measure(grads))
+
+    def measure(self, grads: Any) -> Norm:
+        """The norm that decides."""
+        return tree_norm(grads, self.ord, self.axis_name)
+
+    def scale(self, grads: Any, norm: Norm) -> Any:
+        """The tree scaled as one of this norm."""
+        return map_taking_part(lambda g: scale_down(g, norm, self.max_norm, _shrink), grads)
+
+
+def _shrink(leaf: jax.Array, root: jax.Array, limit: jax.Array) -> jax.Array:
+    return times(over(leaf, root), limit)

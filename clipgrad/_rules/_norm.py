@@ -1,0 +1,87 @@
+"""Scaling each leaf, or each slice of it, to a maximal norm."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+from jax.typing import ArrayLike
+
+from clipgrad._norms import check_order, slice_norms
+from clipgrad._numbers import over, times
+from clipgrad._rules._base import ClipRule, pytree_rule, static_field
+from clipgrad._rules._scaling import scale_down
+from clipgrad._rules._thresholds import check_threshold, require_numbers
+from clipgrad._rules._units import check_axis, reduced_axes
+from clipgrad._trees import map_groups
+
+
+@pytree_rule
+class ClipByNorm(ClipRule):
+    r"""Scales each leaf to a maximal norm: $g \cdot \min(1, \mathrm{max\_norm} / \|g\|_p)$.
+
+    With ``axis`` each slice of a leaf has a norm of its own: one for each index of the axes that
+    are not named. ``axis=-1`` clips rows, ``axis=(1, 2, 3)`` each example of a batch of images.
+
+    Guarantees:
+      * A leaf (slice) whose norm is at most ``max_norm`` is unchanged, bit for bit.
+      * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
+        direction is kept.
+      * Norms are taken in float32 or wider, without over- or underflow (see `global_norm`).
+
+    ============================  ======================================================
+    norm or threshold             result
+    ============================  ======================================================
+    norm 0                        unchanged, with finite derivatives
+    ``max_norm=0``                exact zeros
+    ``max_norm`` traced, < 0      acts as 0
+    NaN or inf in a leaf (slice)  NaN throughout that leaf (slice)
+    ============================  ======================================================
+
+    Args:
+      max_norm: the maximal norm: a number, or with ``axis`` an array that broadcasts to the
+        norms of the slices, which keep the reduced axes with size 1.
+      ord: the order $p$ of the norm, in (0, inf].
+      axis: the axis or axes over which norms are taken; ``None``: all.
+
+    Raises:
+      ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
+        called, for a leaf that lacks an axis.
+      TypeError: for a threshold that is no number, array or schedule.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.ClipByNorm(1.0)([jnp.array([3.0, 4.0]), jnp.array([0.3, 0.4])])
+      [Array([0.6, 0.8], dtype=float32), Array([0.3, 0.4], dtype=float32)]
+      >>> cg.ClipByNorm(1.0, axis=-1)(jnp.array([[3.0, 4.0], [0.3, 0.4]]))
+      Array([[0.6, 0.8],
+             [0.3, 0.4]], dtype=float32)
+
+    References:
+      Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013.
+    """
+
+    max_norm: ArrayLike
+    _: dataclasses.KW_ONLY
+    ord: float = static_field(default=2)
+    axis: int | tuple[int, ...] | None = static_field(default=None)
+    needs_params: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuses thresholds, orders and axes that are none."""
+        check_threshold("max_norm", self.max_norm)
+        object.__setattr__(self, "ord", check_order(self.ord))
+        object.__setattr__(self, "axis", check_axis(self.axis))
+
+    def __call__(self, grads: Any, params: Any = None) -> Any:
+        """The tree with the norm of each leaf, or slice, at most ``max_norm``."""
+        require_numbers(self)
+        return map_groups(self._clip, grads)
+
+    def _clip(self, paths: list[str], leaves: list[jax.Array]) -> list[jax.Array]:
+        axes = [reduced_axes(self.axis, path, leaf) for path, leaf in zip(paths, leaves)]
+        norms = slice_norms(leaves, axes, self.ord)
+        return [scale_down(g, n, self.max_norm, _shrink) for g, n in zip(leaves, norms)]
+
+
+def _shrink(leaf: jax.Array, root: jax.Array, limit: jax.Array) -> jax.Array:
+    return times(over(leaf, root), limit)

@@ -1,0 +1,66 @@
+"""Thresholds: checked where they are written, numbers or schedules, never negative in use."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def check_threshold(name: str, value: Any, negative: bool = False) -> None:
+    """Refuses what cannot be a threshold; a tracer or a schedule is believed.
+
+    Raises:
+      TypeError: if ``value`` is neither a number nor an array nor a function of the step.
+      ValueError: if it is NaN, or negative where that is not allowed.
+    """
+    if isinstance(value, jax.core.Tracer) or _is_schedule(value):
+        return
+    expected = "a number, an array or a schedule (a function of the step)"
+    if isinstance(value, (bool, str, type)) or not isinstance(
+        value, (int, float, np.ndarray, np.generic, jax.Array)
+    ):
+        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}")
+    numbers = np.asarray(value, np.float64)
+    if np.isnan(numbers).any():
+        raise ValueError(f"{name}: got {value!r}, expected a threshold that is not NaN")
+    if not negative and (numbers < 0).any():
+        raise ValueError(f"{name}: got {value!r}, expected a threshold that is not negative")
+
+
+def schedules_of(rule: Any) -> dict[str, Any]:
+    """The thresholds of a rule that are functions of the step, by field."""
+    if not dataclasses.is_dataclass(rule) or isinstance(rule, type):
+        return {}
+    fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
+    static = {f.name for f in dataclasses.fields(rule) if f.metadata.get("static")}
+    return {n: v for n, v in fields.items() if n not in static and _is_schedule(v)}
+
+
+def resolve_schedules(rule: Any, count: jax.Array) -> Any:
+    """``rule`` with its schedules evaluated at the step ``count``."""
+    values = {name: schedule(count) for name, schedule in schedules_of(rule).items()}
+    return dataclasses.replace(rule, **values) if values else rule
+
+
+def require_numbers(rule: Any) -> None:
+    """Refuses a rule with schedules, where there is no step to evaluate them at.
+
+    Raises:
+      TypeError: names the threshold.
+    """
+    for name in schedules_of(rule):
+        raise TypeError(
+            f"{name}: got a schedule, which only a gradient clip can evaluate since it counts "
+            f"the steps; expected a number or an array: {type(rule).__name__}({name}=schedule(step))"
+        )
+
+
+def nonnegative(value: Any, dtype: Any) -> jax.Array:
+    """A threshold as an array; a negative one, which only a tracer can be, acts as 0."""
+    return jnp.maximum(jnp.asarray(value).astype(dtype), 0)
+
+
+def _is_schedule(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)

@@ -1,0 +1,139 @@
+"""Clipping each element to an interval."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from clipgrad._numbers import over, times
+from clipgrad._rules._base import ClipRule, pytree_rule
+from clipgrad._rules._thresholds import check_threshold, nonnegative, require_numbers
+from clipgrad._trees import map_taking_part
+
+
+@pytree_rule
+class ClipByValue(ClipRule):
+    r"""Clips each element to an interval: $\min(\max(g, \mathrm{min}), \mathrm{max})$.
+
+    `ErrorClipByValue` is the same class under the name that it has in PaddlePaddle. A complex
+    element keeps its phase: its absolute value is clipped to ``max``.
+
+    Guarantees:
+      * Every element that is not NaN ends up in [min, max]; inside of it nothing changes.
+      * Structure, shapes and dtypes are kept, whatever the dtype of the bounds.
+      * Leaves that hold no floating or complex numbers are untouched.
+
+    ==========================  ==========================================================
+    element or bound            result
+    ==========================  ==========================================================
+    ``min=None``                the interval is [-max, max]
+    +-inf                       the bounds
+    NaN                         NaN, or ``nan`` clipped to the interval
+    ``max=0``                   exact zeros
+    ``max`` traced, negative    acts as 0, if ``min=None``
+    ==========================  ==========================================================
+
+    Args:
+      max: the upper bound: a number, or an array that broadcasts into each leaf.
+      min: the lower bound, likewise; ``None`` means ``-max``.
+      nan: what NaN is replaced with before clipping; ``None`` lets NaN through.
+
+    Raises:
+      ValueError: for a bound that is NaN, for ``min`` above ``max``, for a negative ``max``
+        without ``min``; when called, for a bound that would enlarge a leaf, and for complex
+        leaves with a ``min`` other than ``-max``.
+      TypeError: for a bound that is no number, array or schedule.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.ClipByValue(1.0)({"w": jnp.array([-3.0, 0.5, 3.0])})
+      {'w': Array([-1. ,  0.5,  1. ], dtype=float32)}
+      >>> cg.ClipByValue(max=2.0, min=-1.0, nan=0.0)(jnp.array([-3.0, jnp.nan, 3.0]))
+      Array([-1.,  0.,  2.], dtype=float32)
+
+    References:
+      Mikolov, Statistical Language Models Based on Neural Networks, 2012.
+    """
+
+    max: ArrayLike
+    min: ArrayLike | None = None
+    _: dataclasses.KW_ONLY
+    nan: ArrayLike | None = None
+    needs_params: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuses an empty interval."""
+        check_threshold("max", self.max, negative=self.min is not None)
+        if self.min is not None:
+            check_threshold("min", self.min, negative=True)
+            if _known(self.min) and _known(self.max) and _any_above(self.min, self.max):
+                raise ValueError(f"min: got {self.min!r}, expected at most max, {self.max!r}")
+        if self.nan is not None:
+            check_threshold("nan", self.nan, negative=True)
+
+    def __call__(self, grads: Any, params: Any = None) -> Any:
+        """The tree with each element in [min, max]."""
+        require_numbers(self)
+        return map_taking_part(self._clip, grads)
+
+    def _clip(self, leaf: jax.Array) -> jax.Array:
+        if self.nan is not None:
+            leaf = jnp.where(jnp.isnan(leaf), jnp.asarray(self.nan).astype(leaf.dtype), leaf)
+        if jnp.iscomplexobj(leaf):
+            return self._clip_complex(leaf)
+        upper = self._upper(leaf.dtype)
+        lower = -upper if self.min is None else jnp.asarray(self.min).astype(leaf.dtype)
+        upper, lower = _into(upper, leaf, "max"), _into(lower, leaf, "min")
+        return jnp.minimum(jnp.maximum(leaf, lower), upper)
+
+    def _clip_complex(self, leaf: jax.Array) -> jax.Array:
+        if self.min is not None and not (_known(self.min) and _known(self.max)
+                                         and np.all(np.asarray(self.min) == -np.asarray(self.max))):  # fmt: skip
+            raise ValueError(
+                f"min: got {self.min!r} with a complex leaf, whose absolute value is clipped to "
+                "max; expected None"
+            )
+        upper = _into(self._upper(leaf.real.dtype), leaf, "max")
+        infinite = jnp.isinf(leaf.real) | jnp.isinf(leaf.imag)
+        leaf = jnp.where(infinite, jax.lax.complex(_sign(leaf.real), _sign(leaf.imag)), leaf)
+        size = jnp.abs(jnp.where(leaf == 0, jnp.ones_like(leaf), leaf))
+        clipped = times(over(leaf, size), upper)
+        return jnp.where((size <= upper) & ~infinite, leaf, jnp.where(leaf == 0, leaf, clipped))
+
+    def _upper(self, dtype: Any) -> jax.Array:
+        if self.min is None:
+            return nonnegative(self.max, dtype)
+        return jnp.asarray(self.max).astype(dtype)
+
+
+ErrorClipByValue = ClipByValue
+
+
+def _sign(x: jax.Array) -> jax.Array:
+    """The direction of an infinite number: +-1 for an infinite part, 0 for a finite one."""
+    return jnp.where(jnp.isinf(x), jnp.sign(x), jnp.where(jnp.isnan(x), x, 0))
+
+
+def _known(bound: Any) -> bool:
+    return not callable(bound) and not isinstance(bound, jax.core.Tracer)
+
+
+def _any_above(lower: Any, upper: Any) -> bool:
+    return bool(np.any(np.asarray(lower, np.float64) > np.asarray(upper, np.float64)))
+
+
+def _into(bound: jax.Array, leaf: jax.Array, name: str) -> jax.Array:
+    """``bound`` broadcast into the shape of the leaf."""
+    try:
+        fits = np.broadcast_shapes(bound.shape, leaf.shape) == leaf.shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{name}: got an array of shape {bound.shape}, expected one that broadcasts into the "
+            f"leaf's shape {leaf.shape}"
+        )
+    return jnp.broadcast_to(bound, leaf.shape) if bound.ndim else bound

@@ -1,0 +1,149 @@
+"""What a clip did, as sums that may be added over steps, uses and devices."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._norms import SHIFT, TINY, Norm
+from clipgrad._numbers import square, times, widen
+from clipgrad._trees import leaves_taking_part
+
+
+class ClipStats(NamedTuple):
+    r"""What a clip did to a tree of gradients or cotangents.
+
+    All fields are sums over elements, so that statistics of several places, scan steps, vmap
+    lanes or devices add up field by field; what is asked of them is derived from the sums.
+    Squares are summed three times, of $2^{-k} g$, $g$ and $2^k g$ ($k=93$ in float32, 700 in
+    float64): of these a norm takes the sum that is in range, so that it is right from 1e-38
+    to 1e38. Under `jax.jit` what is not asked for is not computed.
+
+    Attributes:
+      before: sums of squares before the clip, shape ``(..., 3)``.
+      after: sums of squares after the clip, shape ``(..., 3)``.
+      changed: the number of elements that the clip changed; a clip that scales a whole tree
+        counts all of them.
+      nonfinite: the number of elements that were NaN or inf before the clip.
+      size: the number of elements.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> stats = cg.ClipStats.of(jnp.array([3.0, 4.0]), jnp.array([3.0, 1.0]))
+      >>> print(stats.norm, stats.clipped, stats.fraction)
+      5.0 True 0.5
+    """
+
+    before: jax.Array
+    after: jax.Array
+    changed: jax.Array
+    nonfinite: jax.Array
+    size: jax.Array
+
+    @property
+    def norm(self) -> jax.Array:
+        """The L2 norm before the clip."""
+        return _root(self.before)
+
+    @property
+    def clipped_norm(self) -> jax.Array:
+        """The L2 norm after the clip."""
+        return _root(self.after)
+
+    @property
+    def scale(self) -> jax.Array:
+        """The norm after the clip as a part of the norm before; 1 where that was 0."""
+        norm = self.norm
+        return jnp.where(norm == 0, 1, self.clipped_norm / jnp.where(norm == 0, 1, norm))
+
+    @property
+    def clipped(self) -> jax.Array:
+        """Whether the clip changed anything."""
+        return self.changed > 0
+
+    @property
+    def fraction(self) -> jax.Array:
+        """The part of the elements that the clip changed; 0 where there are none."""
+        return self.changed / jnp.maximum(self.size, 1)
+
+    @classmethod
+    def zero(cls, shape: tuple[int, ...] = (), dtype: Any = jnp.float32) -> "ClipStats":
+        """Statistics of nothing: the ``probe`` of `clip_cotangent`.
+
+        Args:
+          shape: the leading axes, such as ``(steps,)`` for a probe that a scan runs over.
+          dtype: float32 or float64.
+        """
+        triple, single = jnp.zeros((*shape, 3), dtype), jnp.zeros(shape, dtype)
+        return cls(triple, triple, single, single, single)
+
+    @classmethod
+    def of(cls, before: Any, after: Any, dtype: Any = jnp.float32) -> "ClipStats":
+        """The statistics of a clip, from the trees before and after it.
+
+        Leaves that no clip measures (integers, ``None``, PRNG keys, ...) count nowhere.
+        """
+        name = jnp.dtype(dtype).name
+        pairs = list(zip(leaves_taking_part(before), leaves_taking_part(after)))
+        return cls(
+            _sums_of_squares([b for b, _ in pairs], name),
+            _sums_of_squares([a for _, a in pairs], name),
+            _count([_differ(b, a) for b, a in pairs], name),
+            count_nonfinite(before, name),
+            _count([(b == b) | (b != b) for b, _ in pairs], name),
+        )
+
+    @classmethod
+    def of_scaling(cls, tree: Any, norm: Norm, limit: Any, clips: jax.Array) -> "ClipStats":
+        """The statistics of a whole tree scaled from a known norm to a limit, in closed form.
+
+        Nothing is summed over the elements, except that NaN and inf are counted if there are any.
+        """
+        dtype = norm.root.dtype
+        limit = jnp.where(jnp.isfinite(norm.root), jnp.asarray(limit).astype(dtype), norm.root)
+        before = _squares_of(norm)
+        after = _squares_of(Norm(limit, jnp.ones_like(norm.scale)))
+        size = jnp.array(sum(leaf.size for leaf in leaves_taking_part(tree)), dtype)
+        count = lambda: count_nonfinite(tree, dtype.name)  # noqa: E731
+        nonfinite = jax.lax.cond(jnp.isfinite(norm.root), lambda: jnp.zeros((), dtype), count)
+        changed = jnp.where(clips, size, 0)
+        return cls(before, jnp.where(clips, after, before), changed, nonfinite, size)
+
+
+def count_nonfinite(tree: Any, dtype: str) -> jax.Array:
+    """The number of elements of a tree that are NaN or inf."""
+    return _count([~jnp.isfinite(leaf) for leaf in leaves_taking_part(tree)], dtype)
+
+
+def _scales(dtype: str) -> list[jax.Array]:
+    shift = SHIFT[dtype]
+    return [jnp.array(2.0**k, dtype) for k in (-shift, 0, shift)]
+
+
+def _sums_of_squares(leaves: list[jax.Array], dtype: str) -> jax.Array:
+    wide = [widen(leaf, dtype) for leaf in leaves]
+    zero = jnp.zeros((), dtype)
+    sums = [[jnp.sum(square(times(leaf, s))) for leaf in wide] for s in _scales(dtype)]
+    return jnp.stack([sum(terms, zero) for terms in sums])
+
+
+def _squares_of(norm: Norm) -> jax.Array:
+    scales = _scales(norm.root.dtype.name)
+    return jnp.stack([jnp.square(norm.root * (s / norm.scale)) for s in scales])
+
+
+def _root(sums: jax.Array) -> jax.Array:
+    down, middle, up = sums[..., 0], sums[..., 1], sums[..., 2]
+    dtype = sums.dtype.name
+    small, _, large = _scales(dtype)
+    extreme = jnp.where(middle < TINY[dtype], jnp.sqrt(up) / large, jnp.sqrt(down) / small)
+    in_range = (middle >= TINY[dtype]) & jnp.isfinite(middle)
+    return jnp.where(in_range, jnp.sqrt(middle), extreme)
+
+
+def _count(flags: list[jax.Array], dtype: str) -> jax.Array:
+    return sum((jnp.sum(flag.astype(dtype)) for flag in flags), jnp.zeros((), dtype))
+
+
+def _differ(before: jax.Array, after: jax.Array) -> jax.Array:
+    return (before != after) & ~(jnp.isnan(before) & jnp.isnan(after))

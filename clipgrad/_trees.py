@@ -1,0 +1,75 @@
+"""Which leaves of a tree are clipped, and what their paths are called."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def takes_part(leaf: Any) -> bool:
+    """Whether a leaf is measured and clipped: floating or complex numbers are, nothing else.
+
+    ``None``, integers, booleans, ``float0``, PRNG keys and objects that are no arrays pass
+    through every clip untouched.
+    """
+    if isinstance(leaf, (float, complex)):
+        return True
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_none(leaf: Any) -> bool:
+    """``is_leaf`` for trees in which ``None`` holds a place."""
+    return leaf is None
+
+
+def leaves_taking_part(tree: Any) -> list[jax.Array]:
+    """The leaves of ``tree`` that are measured and clipped, as arrays."""
+    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if takes_part(leaf)]
+
+
+def map_taking_part(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """``jax.tree.map`` over the leaves that are clipped; the others come back as they are."""
+    return jax.tree.map(
+        lambda leaf, *others: f(jnp.asarray(leaf), *others) if takes_part(leaf) else leaf,
+        tree,
+        *rest,
+        is_leaf=is_none,
+    )
+
+
+def path_string(path: Any) -> str:
+    """The path of a leaf as text: ``"layers/0/kernel"``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """The paths, leaves (``None`` included) and structure of ``tree``."""
+    entries, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
+    return [path_string(path) for path, _ in entries], [leaf for _, leaf in entries], structure
+
+
+def map_groups(f: Callable[..., list[Any]], tree: Any, *rest: Any) -> Any:
+    """Maps ``f(paths, leaves, ...)`` over the leaves that are clipped, all of them at once.
+
+    Raises:
+      ValueError: if a tree in ``rest`` has another structure.
+    """
+    paths, leaves, structure = with_paths(tree)
+    others = [_like(structure, other) for other in rest]
+    chosen = [i for i, leaf in enumerate(leaves) if takes_part(leaf)]
+    arrays = [jnp.asarray(leaves[i]) for i in chosen]
+    results = f([paths[i] for i in chosen], arrays, *([o[i] for i in chosen] for o in others))
+    for i, result in zip(chosen, results):
+        leaves[i] = result
+    return structure.unflatten(leaves)
+
+
+def _like(structure: Any, other: Any) -> list[Any]:
+    try:
+        return structure.flatten_up_to(other)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"params: got another structure than that of the gradients, {structure}: {error}"
+        ) from None
