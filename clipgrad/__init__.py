@@ -2,9 +2,21 @@
 
 import importlib.metadata
 
+from clipgrad._clip_grads import clip_grads as clip_grads
+from clipgrad._clips import adaptive_grad_clip as adaptive_grad_clip
+from clipgrad._clips import clip_by_block_rms as clip_by_block_rms
+from clipgrad._clips import clip_by_global_norm as clip_by_global_norm
+from clipgrad._clips import clip_by_norm as clip_by_norm
+from clipgrad._clips import clip_by_value as clip_by_value
+from clipgrad._composer import apply_gradient_clipping as apply_gradient_clipping
 from clipgrad._cotangent import clip_cotangent as clip_cotangent
 from clipgrad._error_clip import error_clip as error_clip
+from clipgrad._gradient_clip import GradientClipState as GradientClipState
+from clipgrad._gradient_clip import gradient_clip as gradient_clip
 from clipgrad._norms import global_norm as global_norm
+from clipgrad._presets import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
+from clipgrad._presets import SuggestedThreshold as SuggestedThreshold
+from clipgrad._presets import suggest_threshold as suggest_threshold
 from clipgrad._rules import AdaptiveClip as AdaptiveClip
 from clipgrad._rules import ClipByBlockRMS as ClipByBlockRMS
 from clipgrad._rules import ClipByGlobalNorm as ClipByGlobalNorm
@@ -13,5 +25,8 @@ from clipgrad._rules import ClipByValue as ClipByValue
 from clipgrad._rules import ClipRule as ClipRule
 from clipgrad._rules import ErrorClipByValue as ErrorClipByValue
 from clipgrad._stats import ClipStats as ClipStats
+from clipgrad._train_step import TrainState as TrainState
+from clipgrad._train_step import TrainStep as TrainStep
+from clipgrad._train_step import train_step as train_step
 
 __version__ = importlib.metadata.version("clipgrad")

@@ -8,11 +8,13 @@ branch, because its body is compiled once: one reduction per leaf, one all-reduc
 
 import functools
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._numbers import accumulator, over, real_product, square, times, widen
@@ -37,6 +39,10 @@ class Norm(NamedTuple):
     def value(self) -> jax.Array:
         """The norm itself; inf where it is larger than its dtype can hold."""
         return self.root / self.scale
+
+    def exceeds(self, limit: jax.Array) -> jax.Array:
+        """Where the norm is above the limit, or not finite."""
+        return ~(jnp.isfinite(self.root) & (self.root <= limit * self.scale))
 
 
 class _Kind(NamedTuple):
@@ -107,17 +113,29 @@ def slice_norms(
     return _norms(list(leaves), Groups(tuple(axes), names), kind) if leaves else []
 
 
+def tree_total(part: Callable[..., jax.Array], tree: Any, axis_name: AxisName = None) -> jax.Array:
+    """The sum of ``part(leaf)`` over all elements of a tree, in the dtype of its norm."""
+    leaves = leaves_taking_part(tree)
+    groups, dtype = Groups(None, _names(axis_name)), widest(leaves)
+    parts = [part(leaf).astype(dtype) for leaf in leaves]
+    return groups.sums(parts, leaves)[0] if leaves else jnp.zeros((), dtype)
+
+
+def widest(leaves: Arrays) -> str:
+    """The dtype of a norm over all of these leaves."""
+    return max([accumulator(leaf) for leaf in leaves], default="float32")
+
+
 def check_order(ord: float) -> float:
     """The order of a norm, if it is one: a number in (0, inf]."""
-    # optax.inject_hyperparams makes arrays of all numbers, this one included.
-    if isinstance(ord, jax.Array) and not isinstance(ord, jax.core.Tracer):
+    if isinstance(ord, (jax.Array, np.ndarray)) and not isinstance(ord, jax.core.Tracer):
         ord = ord.item()
-    if isinstance(ord, bool) or not isinstance(ord, (int, float)) or not ord > 0:
+    if isinstance(ord, bool) or not isinstance(ord, numbers.Real) or not ord > 0:
         raise ValueError(
-            f"ord: got {ord!r}, expected a number in (0, inf], such as 2 or jnp.inf, that is "
-            "known when the function is traced"
+            f"ord: got {ord!r}, expected a number in (0, inf] that is no tracer, such as 2 or "
+            "jnp.inf; for optax.inject_hyperparams name it in static_args"
         )
-    return ord
+    return float(ord)
 
 
 def _names(axis_name: AxisName) -> tuple[str, ...]:
@@ -223,5 +241,5 @@ def _sums_of_squares(groups: Groups, leaves: Arrays, dtypes: list[str]) -> Any:
 
 def _accumulators(groups: Groups, leaves: Arrays) -> list[str]:
     """For each leaf the dtype of its sums, the widest of its group."""
-    dtypes = [accumulator(leaf) for leaf in leaves]
-    return [max(dtypes)] * len(leaves) if groups.joint else dtypes
+    joint = [widest(leaves)] * len(leaves)
+    return joint if groups.joint else [accumulator(leaf) for leaf in leaves]

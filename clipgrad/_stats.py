@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._norms import SHIFT, TINY, Norm
+from clipgrad._norms import SHIFT, TINY, AxisName, Norm, tree_total, widest
 from clipgrad._numbers import square, times, widen
 from clipgrad._trees import leaves_taking_part
 
@@ -78,41 +78,55 @@ class ClipStats(NamedTuple):
         return cls(triple, triple, single, single, single)
 
     @classmethod
-    def of(cls, before: Any, after: Any, dtype: Any = jnp.float32) -> "ClipStats":
+    def of(cls, before: Any, after: Any, dtype: Any = None) -> "ClipStats":
         """The statistics of a clip, from the trees before and after it.
 
         Leaves that no clip measures (integers, ``None``, PRNG keys, ...) count nowhere.
+
+        Args:
+          before: the tree that was clipped.
+          after: the clipped tree.
+          dtype: float32 or float64; by default float64 if a leaf is.
         """
-        name = jnp.dtype(dtype).name
+        dtype = stats_dtype(before) if dtype is None else jnp.dtype(dtype).name
         pairs = list(zip(leaves_taking_part(before), leaves_taking_part(after)))
         return cls(
-            _sums_of_squares([b for b, _ in pairs], name),
-            _sums_of_squares([a for _, a in pairs], name),
-            _count([_differ(b, a) for b, a in pairs], name),
-            count_nonfinite(before, name),
-            _count([(b == b) | (b != b) for b, _ in pairs], name),
+            _sums_of_squares([b for b, _ in pairs], dtype),
+            _sums_of_squares([a for _, a in pairs], dtype),
+            tree_total(jnp.asarray, [_differ(b, a).astype(dtype) for b, a in pairs]),
+            count_nonfinite(before).astype(dtype),
+            tree_total(_one, before).astype(dtype),
         )
 
     @classmethod
-    def of_scaling(cls, tree: Any, norm: Norm, limit: Any, clips: jax.Array) -> "ClipStats":
-        """The statistics of a whole tree scaled from a known norm to a limit, in closed form.
+    def of_scaling(
+        cls, tree: Any, norm: Norm, limit: jax.Array, axis_name: AxisName = None
+    ) -> "ClipStats":
+        """The statistics of a tree that was scaled as a whole from a known norm to a limit.
 
-        Nothing is summed over the elements, except that NaN and inf are counted if there are any.
+        In closed form: nothing is summed over the elements, except that NaN and inf are counted
+        if there are any.
         """
-        dtype = norm.root.dtype
-        limit = jnp.where(jnp.isfinite(norm.root), jnp.asarray(limit).astype(dtype), norm.root)
-        before = _squares_of(norm)
-        after = _squares_of(Norm(limit, jnp.ones_like(norm.scale)))
-        size = jnp.array(sum(leaf.size for leaf in leaves_taking_part(tree)), dtype)
-        count = lambda: count_nonfinite(tree, dtype.name)  # noqa: E731
-        nonfinite = jax.lax.cond(jnp.isfinite(norm.root), lambda: jnp.zeros((), dtype), count)
-        changed = jnp.where(clips, size, 0)
-        return cls(before, jnp.where(clips, after, before), changed, nonfinite, size)
+        clips, finite = norm.exceeds(limit), jnp.isfinite(norm.root)
+        before, size = _squares_of(norm), tree_total(_one, tree, axis_name)
+        after = jnp.where(clips, _squares_of(Norm(limit, jnp.ones_like(limit))), before)
+        return cls(
+            before,
+            jnp.where(finite, after, jnp.nan),
+            jnp.where(clips, size, 0),
+            jax.lax.cond(finite, lambda: size * 0, lambda: count_nonfinite(tree, axis_name)),
+            size,
+        )
 
 
-def count_nonfinite(tree: Any, dtype: str) -> jax.Array:
+def stats_dtype(tree: Any) -> str:
+    """The dtype of the statistics of a tree."""
+    return widest(leaves_taking_part(tree))
+
+
+def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
     """The number of elements of a tree that are NaN or inf."""
-    return _count([~jnp.isfinite(leaf) for leaf in leaves_taking_part(tree)], dtype)
+    return tree_total(lambda leaf: ~jnp.isfinite(leaf), tree, axis_name)
 
 
 def _scales(dtype: str) -> list[jax.Array]:
@@ -122,9 +136,8 @@ def _scales(dtype: str) -> list[jax.Array]:
 
 def _sums_of_squares(leaves: list[jax.Array], dtype: str) -> jax.Array:
     wide = [widen(leaf, dtype) for leaf in leaves]
-    zero = jnp.zeros((), dtype)
-    sums = [[jnp.sum(square(times(leaf, s))) for leaf in wide] for s in _scales(dtype)]
-    return jnp.stack([sum(terms, zero) for terms in sums])
+    sums = [tree_total(lambda g, s=s: square(times(g, s)), wide) for s in _scales(dtype)]
+    return jnp.stack(sums).astype(dtype)
 
 
 def _squares_of(norm: Norm) -> jax.Array:
@@ -141,8 +154,9 @@ def _root(sums: jax.Array) -> jax.Array:
     return jnp.where(in_range, jnp.sqrt(middle), extreme)
 
 
-def _count(flags: list[jax.Array], dtype: str) -> jax.Array:
-    return sum((jnp.sum(flag.astype(dtype)) for flag in flags), jnp.zeros((), dtype))
+def _one(leaf: jax.Array) -> jax.Array:
+    """1 for each element, computed from it so that vmap counts the elements of every lane."""
+    return (leaf == leaf) | (leaf != leaf)
 
 
 def _differ(before: jax.Array, after: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from clipgrad._norms import AxisName, Norm, check_order, tree_norm
 from clipgrad._numbers import over, times
 from clipgrad._rules._base import ClipRule, pytree_rule, static_field
 from clipgrad._rules._scaling import scale_down
-from clipgrad._rules._thresholds import check_threshold, require_numbers
+from clipgrad._rules._thresholds import check_threshold, nonnegative, require_numbers
 from clipgrad._trees import map_taking_part
 
 
@@ -77,6 +77,10 @@ class ClipByGlobalNorm(ClipRule):
     def measure(self, grads: Any) -> Norm:
         """The norm that decides."""
         return tree_norm(grads, self.ord, self.axis_name)
+
+    def limit(self, norm: Norm) -> jax.Array:
+        """The threshold as an array like the norm."""
+        return nonnegative(self.max_norm, norm.root.dtype)
 
     def scale(self, grads: Any, norm: Norm) -> Any:
         """The tree scaled as one of this norm."""

@@ -15,11 +15,6 @@ from clipgrad._rules._thresholds import nonnegative
 Formula = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def exceeds(norm: Norm, limit: jax.Array) -> jax.Array:
-    """Where the norm is above the limit or not finite, without leaving the range."""
-    return ~(jnp.isfinite(norm.root) & (norm.root <= limit * norm.scale))
-
-
 def scale_down(leaf: jax.Array, norm: Norm, limit: Any, formula: Formula) -> jax.Array:
     """The leaf itself where its norm is within the limit, bit for bit; shrunk elsewhere.
 
@@ -28,7 +23,7 @@ def scale_down(leaf: jax.Array, norm: Norm, limit: Any, formula: Formula) -> jax
     """
     dtype = norm.root.dtype
     limit = jnp.broadcast_to(nonnegative(limit, dtype), norm.root.shape)
-    clips = exceeds(norm, limit)
+    clips = norm.exceeds(limit)
     divisor = jnp.where(jnp.isfinite(norm.root), norm.root, jnp.nan)
     divisor, limit = jnp.where(clips, divisor, 1), jnp.where(clips, limit, 1)
     shrunk = formula(times(widen(leaf, dtype.name), norm.scale), divisor, limit)

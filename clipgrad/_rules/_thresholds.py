@@ -44,6 +44,14 @@ def resolve_schedules(rule: Any, count: jax.Array) -> Any:
     return dataclasses.replace(rule, **values) if values else rule
 
 
+def main_threshold(rule: Any) -> Any:
+    """The first field of a rule, which is its threshold; ``None`` for a function."""
+    if not dataclasses.is_dataclass(rule) or isinstance(rule, type):
+        return None
+    fields = [f for f in dataclasses.fields(rule) if not f.metadata.get("static")]
+    return getattr(rule, fields[0].name) if fields else None
+
+
 def require_numbers(rule: Any) -> None:
     """Refuses a rule with schedules, where there is no step to evaluate them at.
 

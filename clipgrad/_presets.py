@@ -1,0 +1,96 @@
+"""Published thresholds, and one's own from recorded norms."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class SuggestedThreshold(NamedTuple):
+    """A published threshold.
+
+    Attributes:
+      kind: ``"norm"`` (global norm), ``"value"`` or ``"adaptive"`` (the ratio of AGC).
+      value: the threshold.
+      setting: the model, or the batch sizes, that it was used for.
+      source: where it was published.
+    """
+
+    kind: str
+    value: float
+    setting: str
+    source: str
+
+
+_AGC = "Brock et al., High-Performance Large-Scale Image Recognition Without Normalization, 2021"
+
+SUGGESTED_THRESHOLDS: tuple[SuggestedThreshold, ...] = (
+    SuggestedThreshold(
+        "norm", 2.0, "Inception-v3",
+        "Szegedy et al., Rethinking the Inception Architecture for Computer Vision, 2016",
+    ),
+    SuggestedThreshold(
+        "norm", 0.25, "CTRL, a transformer language model",
+        "Keskar et al., CTRL: A Conditional Transformer Language Model, 2019",
+    ),
+    SuggestedThreshold(
+        "norm", 1.0, "TaBERT, pretraining on text and tables",
+        "Yin et al., TaBERT: Pretraining for Joint Understanding of Textual and Tabular Data, 2020",
+    ),
+    SuggestedThreshold(
+        "norm", 0.1, "Compressive Transformer",
+        "Rae et al., Compressive Transformers for Long-Range Sequence Modelling, 2019",
+    ),
+    SuggestedThreshold(
+        "norm", 0.1, "Gated convolutional language model",
+        "Dauphin et al., Language Modeling with Gated Convolutional Networks, 2017",
+    ),
+    SuggestedThreshold(
+        "value", 15.0, "recurrent language model",
+        "Mikolov, Statistical Language Models Based on Neural Networks, 2012",
+    ),
+    SuggestedThreshold(
+        "adaptive", 0.01, "batches of 1024 to 4096, all but the last linear layer", _AGC,
+    ),
+    SuggestedThreshold(
+        "adaptive", 0.08, "smaller batches (up to this value), all but the last linear layer", _AGC,
+    ),
+    SuggestedThreshold(
+        "adaptive", 0.16, "batches of 128 and 256 (at least this value)",
+        "Thakur, Adaptive Gradient Clipping, 2021",
+    ),
+)  # fmt: skip
+
+
+def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
+    """A threshold for the global norm from the norms of a run without clipping.
+
+    The given percentile of the finite norms: with 90, one step in ten would have been clipped.
+
+    Args:
+      norms: the raw gradient norms of past steps, of any shape; NaN and inf are left out.
+      percentile: a number in [0, 100].
+
+    Returns:
+      The threshold.
+
+    Raises:
+      ValueError: if no norm is finite, a norm is negative, or ``percentile`` is out of range.
+
+    Example:
+      >>> import clipgrad as cg
+      >>> cg.suggest_threshold([1.0, 2.0, 3.0, float("nan"), 1e9], percentile=50)
+      2.5
+
+    References:
+      Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013:
+      look at the norms over many updates, and take a multiple of that order.
+    """
+    if not 0 <= percentile <= 100:
+        raise ValueError(f"percentile: got {percentile!r}, expected a number in [0, 100]")
+    recorded = np.asarray(norms, np.float64).ravel()
+    finite = recorded[np.isfinite(recorded)]
+    if not finite.size:
+        raise ValueError(f"norms: got {recorded.size} norms, none of them finite")
+    if finite.min() < 0:
+        raise ValueError(f"norms: got {finite.min()}, expected norms, which are not negative")
+    return float(np.percentile(finite, percentile))
