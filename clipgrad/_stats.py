@@ -5,9 +5,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._norms import SHIFT, TINY, AxisName, Norm, tree_total, widest
-from clipgrad._numbers import square, times, widen
+from clipgrad._norms import AxisName, Norm, tree_total, widest
 from clipgrad._trees import leaves_taking_part
+
+# Exponents: below 2 ** low a norm is read off the sum that is scaled up, by 2 ** up; above
+# 2 ** high off the one that is scaled down, by 2 ** down.
+_RANGE = {"float32": (-30, 50, -70, 73), "float64": (-450, 450, -550, 600)}
 
 
 class ClipStats(NamedTuple):
@@ -15,9 +18,9 @@ class ClipStats(NamedTuple):
 
     All fields are sums over elements, so that statistics of several places, scan steps, vmap
     lanes or devices add up field by field; what is asked of them is derived from the sums.
-    Squares are summed three times, of $2^{-k} g$, $g$ and $2^k g$ ($k=93$ in float32, 700 in
-    float64): of these a norm takes the sum that is in range, so that it is right from 1e-38
-    to 1e38. Under `jax.jit` what is not asked for is not computed.
+    Squares are summed three times, of elements scaled down, as they are, and scaled up: the
+    norm is taken from the sum that is in range, so that it is right from 1e-38 to 1e38. Under
+    `jax.jit` what is not asked for is not computed.
 
     Attributes:
       before: sums of squares before the clip, shape ``(..., 3)``.
@@ -108,8 +111,9 @@ class ClipStats(NamedTuple):
         if there are any.
         """
         clips, finite = norm.exceeds(limit), jnp.isfinite(norm.root)
-        before, size = _squares_of(norm), tree_total(_one, tree, axis_name)
-        after = jnp.where(clips, _squares_of(Norm(limit, jnp.ones_like(limit))), before)
+        before = jnp.stack(_squares(norm.value))
+        size = tree_total(_one, tree, axis_name)
+        after = jnp.where(clips, jnp.stack(_squares(limit)), before)
         return cls(
             before,
             jnp.where(finite, after, jnp.nan),
@@ -129,29 +133,27 @@ def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
     return tree_total(lambda leaf: ~jnp.isfinite(leaf), tree, axis_name)
 
 
-def _scales(dtype: str) -> list[jax.Array]:
-    shift = SHIFT[dtype]
-    return [jnp.array(2.0**k, dtype) for k in (-shift, 0, shift)]
-
-
 def _sums_of_squares(leaves: list[jax.Array], dtype: str) -> jax.Array:
-    wide = [widen(leaf, dtype) for leaf in leaves]
-    sums = [tree_total(lambda g, s=s: square(times(g, s)), wide) for s in _scales(dtype)]
+    sizes = [jnp.abs(leaf).astype(dtype) for leaf in leaves]
+    sums = [tree_total(lambda g, i=i: _squares(g)[i], sizes) for i in range(3)]
     return jnp.stack(sums).astype(dtype)
 
 
-def _squares_of(norm: Norm) -> jax.Array:
-    scales = _scales(norm.root.dtype.name)
-    return jnp.stack([jnp.square(norm.root * (s / norm.scale)) for s in scales])
+def _squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Squares scaled down, as they are, and scaled up; the latter two stop where they are moot."""
+    low, high, down, up = _RANGE[size.dtype.name]
+    return (
+        jnp.square(size * 2.0**down),
+        jnp.square(jnp.minimum(size, 2.0**high)),
+        jnp.square(jnp.minimum(size, 2.0**low) * 2.0**up),
+    )
 
 
 def _root(sums: jax.Array) -> jax.Array:
-    down, middle, up = sums[..., 0], sums[..., 1], sums[..., 2]
-    dtype = sums.dtype.name
-    small, _, large = _scales(dtype)
-    extreme = jnp.where(middle < TINY[dtype], jnp.sqrt(up) / large, jnp.sqrt(down) / small)
-    in_range = (middle >= TINY[dtype]) & jnp.isfinite(middle)
-    return jnp.where(in_range, jnp.sqrt(middle), extreme)
+    low, high, down, up = _RANGE[sums.dtype.name]
+    large, middle, small = sums[..., 0], sums[..., 1], sums[..., 2]
+    root = jnp.where(middle < 2.0 ** (2 * low), jnp.sqrt(small) * 2.0**-up, jnp.sqrt(middle))
+    return jnp.where(large > 2.0 ** (2 * (high + down)), jnp.sqrt(large) * 2.0**-down, root)
 
 
 def _one(leaf: jax.Array) -> jax.Array:

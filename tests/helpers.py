@@ -1,0 +1,179 @@
+"""The registries that the law files run over: rules with NumPy references, and places."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import clipgrad as cg
+
+Tree = dict[str, np.ndarray]
+
+
+class Case(NamedTuple):
+    """A rule, what it should give, and how far a tree is from its limits.
+
+    ``reference(tree, params, c)`` computes the rule in float64; ``ratios(tree, params, c)`` gives
+    norm / limit of each of its groups.
+    """
+
+    name: str
+    make: Callable[[Any], Any]
+    reference: Callable[[Tree, Tree, float], Tree]
+    ratios: Callable[[Tree, Tree, float], list[np.ndarray]]
+    optax: Any = None
+
+
+def _norm(x, ord=2, axis=None):
+    size = np.abs(x)
+    if ord == np.inf:
+        return size.max(axis=axis, keepdims=True, initial=0)
+    return (size**ord).sum(axis=axis, keepdims=True) ** (1 / ord)
+
+
+def _unit_axis(x):
+    return tuple(range(x.ndim - 1)) if x.ndim >= 2 else None
+
+
+def _shrink(x, norm, limit):
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(norm > limit, x * (limit / norm), x)
+
+
+def _per_leaf(norm_of, limit_of):
+    """Reference and ratios of a rule that scales each leaf, or slice, on its own."""
+
+    def reference(tree, params, c):
+        return {k: _shrink(x, norm_of(x), limit_of(params[k], c)) for k, x in tree.items()}
+
+    def ratios(tree, params, c):
+        return [norm_of(x) / limit_of(params[k], c) for k, x in tree.items()]
+
+    return reference, ratios
+
+
+def _joint(ord):
+    def norm_of(tree):
+        parts = [np.ravel(x) for x in tree.values()]
+        return _norm(np.concatenate(parts) if parts else np.zeros(0), ord)
+
+    def reference(tree, params, c):
+        return {k: _shrink(x, norm_of(tree).reshape(()), c) for k, x in tree.items()}
+
+    return reference, lambda tree, params, c: [norm_of(tree) / c]
+
+
+def _threshold(w, c):
+    return c
+
+
+def _agc(axis_of):
+    return _per_leaf_with_axis(axis_of)
+
+
+def _per_leaf_with_axis(axis_of):
+    def limit(w, c):
+        return c * np.maximum(_norm(w, 2, axis_of(w)), 1e-3)
+
+    def reference(tree, params, c):
+        return {
+            k: _shrink(x, _norm(x, 2, axis_of(x)), limit(params[k], c)) for k, x in tree.items()
+        }
+
+    def ratios(tree, params, c):
+        return [_norm(x, 2, axis_of(x)) / limit(params[k], c) for k, x in tree.items()]
+
+    return reference, ratios
+
+
+def _rms(x):
+    return np.sqrt((np.abs(x) ** 2).mean(keepdims=True)) if x.size else np.zeros((1,) * x.ndim)
+
+
+def _value(tree, params, c):
+    return {k: np.clip(x, -c, c) for k, x in tree.items()}
+
+
+def _norm_case(ord, axis=None):
+    return _per_leaf(lambda x: _norm(x, ord, axis), _threshold)
+
+
+CASES = [
+    Case(
+        "ClipByValue",
+        lambda c: cg.ClipByValue(c),
+        _value,
+        lambda tree, params, c: [np.abs(x) / c for x in tree.values()],
+        "clip",
+    ),
+    Case("ClipByNorm", lambda c: cg.ClipByNorm(c), *_norm_case(2)),
+    Case("ClipByNorm(ord=1)", lambda c: cg.ClipByNorm(c, ord=1), *_norm_case(1)),
+    Case("ClipByNorm(ord=inf)", lambda c: cg.ClipByNorm(c, ord=jnp.inf), *_norm_case(np.inf)),
+    Case("ClipByNorm(axis=-1)", lambda c: cg.ClipByNorm(c, axis=-1), *_norm_case(2, -1)),
+    Case("ClipByGlobalNorm", lambda c: cg.ClipByGlobalNorm(c), *_joint(2), "clip_by_global_norm"),
+    Case("ClipByGlobalNorm(ord=3)", lambda c: cg.ClipByGlobalNorm(c, ord=3), *_joint(3)),
+    Case("ClipByBlockRMS", lambda c: cg.ClipByBlockRMS(c), *_per_leaf(_rms, _threshold),
+         "clip_by_block_rms"),
+    Case("AdaptiveClip", lambda c: cg.AdaptiveClip(c), *_agc(_unit_axis), "adaptive_grad_clip"),
+    Case("AdaptiveClip(axis=-1)", lambda c: cg.AdaptiveClip(c, axis=-1), *_agc(lambda x: -1)),
+]  # fmt: skip
+SCALING = [case for case in CASES if case.name != "ClipByValue"]
+
+
+def by_error_clip(rule: Any, grads: Any, params: Any) -> Any:
+    """The rule applied in the backward pass of the identity at ``params``."""
+    return jax.vjp(lambda x: cg.clip_cotangent(x, rule), params)[1](grads)[0]
+
+
+def by_gradient_clip(rule: Any, grads: Any, params: Any) -> Any:
+    """The rule applied before the optimizer."""
+    tx = cg.gradient_clip(rule)
+    return tx.update(grads, tx.init(params), params)[0]
+
+
+PLACES = {"error_clip": by_error_clip, "gradient_clip": by_gradient_clip}
+
+
+def tree_of(key: jax.Array, dtype: Any = jnp.float32, scale: float = 1.0) -> dict[str, jax.Array]:
+    """A tree with a convolution kernel, a dense kernel, a bias and an empty leaf."""
+    shapes = {"bias": (5,), "conv": (2, 3, 4), "dense": (4, 5), "empty": (0, 3)}
+    keys = jax.random.split(key, len(shapes))
+    normal = {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items())}
+    return {name: (x * scale).astype(dtype) for name, x in normal.items()}
+
+
+def float64(tree: Any) -> Any:
+    """The tree as NumPy arrays of float64 (or complex128)."""
+
+    def wide(x):
+        return np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)
+
+    return jax.tree.map(wide, tree)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equal structure, shapes, dtypes and bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), (a, b)
+
+
+def assert_close(actual: Any, expected: Any, rtol: float = 1e-6, atol: float = 0.0) -> None:
+    """Equal structure and close values, as float64."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(float64(actual)), jax.tree.leaves(float64(expected))):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
+def reductions(compiled: Any) -> int:
+    """The number of reduce instructions in a compiled program."""
+    return compiled.as_text().count(" reduce(")
+
+
+def all_reduces(compiled: Any) -> int:
+    """The number of all-reduces in a compiled program; a tuple counts as one."""
+    text = compiled.as_text()
+    return text.count(" all-reduce(") + text.count(" all-reduce-start(")

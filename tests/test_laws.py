@@ -1,0 +1,305 @@
+"""The semantics that hold for every rule, at both places."""
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import clipgrad as cg
+from tests.strategies import thresholds, trees
+from tests.helpers import CASES, PLACES, SCALING, assert_close, assert_same, float64, tree_of
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+every_scaling = pytest.mark.parametrize("case", SCALING, ids=lambda case: case.name)
+everywhere = pytest.mark.parametrize("apply", PLACES.values(), ids=PLACES)
+LIMIT = 0.3
+
+
+def params_like(tree, seed=1):
+    rng = np.random.default_rng(seed)
+    return {k: jnp.asarray(rng.normal(size=x.shape), x.dtype) for k, x in tree.items()}
+
+
+@everywhere
+@every_case
+@pytest.mark.parametrize("scale", [1e-30, 0.01, 1.0, 30.0, 1e19, 1e30])
+def test_the_result_is_that_of_the_reference_in_float64(case, apply, scale, key):
+    grads, params = tree_of(key, scale=scale), tree_of(jax.random.fold_in(key, 1))
+    clipped = apply(case.make(LIMIT), grads, params)
+    expected = case.reference(float64(grads), float64(params), np.float32(LIMIT))
+    assert_close(clipped, expected, rtol=3e-6, atol=1e-44)
+
+
+@every_case
+@hypothesis.given(tree=trees(min_rank=1), limit=thresholds)
+def test_any_tree_equals_the_reference(case, tree, limit):
+    params = params_like(tree)
+    expected = case.reference(float64(tree), float64(params), limit)
+    clipped = cg.clip_grads(tree, case.make(limit), params)[0]
+    assert_close(clipped, expected, rtol=3e-6, atol=1e-30 * limit)
+
+
+@everywhere
+@every_case
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("threshold", [0.3, np.float64(0.3), "array"], ids=str)
+def test_structure_shapes_and_dtypes_are_kept(case, apply, dtype, threshold, key):
+    threshold = jnp.float32(0.3) if isinstance(threshold, str) else threshold
+    grads, params = tree_of(key, dtype), tree_of(jax.random.fold_in(key, 1), dtype)
+    clipped = apply(case.make(threshold), grads, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(clipped, grads)
+    expected = case.reference(float64(grads), float64(params), 0.3)
+    assert_close(clipped, expected, rtol=4 * float(jnp.finfo(dtype).eps))
+
+
+@every_case
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_low_precision_gradients_with_float32_parameters_keep_their_dtype(case, dtype, key):
+    grads, params = tree_of(key, dtype), tree_of(jax.random.fold_in(key, 1))
+    clipped, _ = cg.clip_grads(grads, case.make(LIMIT), params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(clipped, grads)
+
+
+@everywhere
+@every_case
+def test_float64_is_clipped_in_float64(case, apply):
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        grads = {"a": jnp.asarray(rng.normal(size=(4, 3)) * 1e90)}
+        params = {"a": jnp.asarray(rng.normal(size=(4, 3)))}
+        clipped = apply(case.make(LIMIT), grads, params)
+        assert clipped["a"].dtype == jnp.float64
+        expected = case.reference(float64(grads), float64(params), LIMIT)
+        assert_close(clipped, expected, rtol=1e-13)
+
+
+@everywhere
+@every_case
+def test_what_is_within_the_limits_is_unchanged_bit_for_bit(case, apply, key):
+    grads = tree_of(key, scale=1e-4)
+    params = tree_of(jax.random.fold_in(key, 1))
+    assert_same(apply(case.make(LIMIT), grads, params), grads)
+
+
+@everywhere
+@every_case
+def test_at_the_threshold_nothing_changes(case, apply):
+    grads = {"a": jnp.array([[3.0, -4.0]])}
+    params = {"a": jnp.array([[6.0, 8.0]])}
+    (ratios,) = case.ratios(float64(grads), float64(params), 1.0)
+    assert_same(apply(case.make(float(np.max(ratios))), grads, params), grads)
+
+
+@everywhere
+@every_case
+def test_the_result_is_within_the_limits(case, apply, key):
+    for i in range(10):
+        k = jax.random.fold_in(key, i)
+        grads, params = tree_of(k, scale=10.0**i), tree_of(jax.random.fold_in(k, 1))
+        clipped = float64(apply(case.make(LIMIT), grads, params))
+        limit = float(np.float32(LIMIT))
+        for ratio in case.ratios(clipped, float64(params), limit):
+            assert np.max(ratio, initial=0) <= 1 + 4e-7 * (1 + 4 * ("ord" in case.name))
+
+
+@every_scaling
+@hypothesis.given(seed=st.integers(0, 999))
+def test_directions_are_kept(case, seed):
+    grads = {"a": jnp.asarray(np.random.default_rng(seed).normal(size=(1, 6)) * 9, jnp.float32)}
+    clipped = cg.clip_grads(grads, case.make(LIMIT), grads)[0]
+    a, b = (np.asarray(t["a"], np.float64) for t in (grads, clipped))
+    if case.name != "AdaptiveClip":  # whose units are single elements here
+        np.testing.assert_allclose(a / np.linalg.norm(a), b / np.linalg.norm(b), atol=3e-7)
+
+
+@everywhere
+@every_case
+def test_a_threshold_of_zero_gives_exact_zeros(case, apply, key):
+    params = tree_of(jax.random.fold_in(key, 1))
+    for grads in (tree_of(key), tree_of(key, scale=1e-30), tree_of(key, scale=0.0)):
+        for leaf in jax.tree.leaves(apply(case.make(0.0), grads, params)):
+            np.testing.assert_array_equal(leaf, 0)
+
+
+@everywhere
+@every_case
+def test_a_traced_negative_threshold_acts_as_zero(case, apply, key):
+    params = tree_of(jax.random.fold_in(key, 1))
+    clipped = jax.jit(lambda c: apply(case.make(c), tree_of(key), params))(-1.0)
+    for leaf in jax.tree.leaves(clipped):
+        np.testing.assert_array_equal(leaf, 0)
+
+
+@everywhere
+@every_case
+def test_an_infinite_threshold_changes_nothing(case, apply, key):
+    grads = tree_of(key, scale=1e10)
+    assert_same(apply(case.make(jnp.inf), grads, tree_of(key)), grads)
+
+
+@every_case
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), np.float32(-2), jnp.array(-1.0)])
+def test_a_static_threshold_that_is_negative_or_nan_is_refused(case, bad):
+    with pytest.raises(ValueError, match=r"got .*expected a threshold that is not"):
+        case.make(bad)
+
+
+@every_case
+@pytest.mark.parametrize("bad", ["1.0", None, True, [1.0]], ids=str)
+def test_a_threshold_that_is_no_number_is_refused(case, bad):
+    with pytest.raises(TypeError, match="expected a number, an array or a schedule"):
+        case.make(bad)
+
+
+@everywhere
+@every_case
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e20])
+def test_derivatives_through_a_clip_are_finite(case, apply, scale, key):
+    grads, params = tree_of(key, scale=scale), tree_of(jax.random.fold_in(key, 1))
+
+    def total(grads, limit):
+        clipped = apply(case.make(limit), grads, params)
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(clipped))
+
+    derivatives = jax.grad(total, argnums=(0, 1))(grads, LIMIT)
+    chex.assert_tree_all_finite(derivatives)
+
+
+@everywhere
+@every_scaling
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_bad_element_makes_its_whole_group_nan(case, apply, bad, key):
+    grads = {"a": jnp.array([[1.0, bad], [0.1, 0.2]]), "b": jnp.array([[0.3, 0.4]])}
+    params = params_like(grads)
+    clipped = apply(case.make(LIMIT), grads, params)
+    bad_ratio = [~np.isfinite(r) for r in case.ratios(float64(grads), float64(params), LIMIT)]
+    for leaf, where in zip(clipped.values(), bad_ratio * len(clipped)):
+        where = np.broadcast_to(where, leaf.shape) if where.ndim == 2 else np.full(leaf.shape, where)
+        np.testing.assert_array_equal(np.isnan(leaf), where)
+
+
+@everywhere
+def test_value_clip_turns_inf_into_the_bounds_and_lets_nan_through(apply):
+    grads = {"a": jnp.array([jnp.inf, -jnp.inf, jnp.nan, 0.5])}
+    rule = cg.ClipByValue(2.0, -1.0)
+    np.testing.assert_array_equal(apply(rule, grads, grads)["a"], [2, -1, np.nan, 0.5])
+    rule = cg.ClipByValue(2.0, -1.0, nan=0.25)
+    np.testing.assert_array_equal(apply(rule, grads, grads)["a"], [2, -1, 0.25, 0.5])
+    rule = cg.ClipByValue(2.0, -1.0, nan=7.0)
+    np.testing.assert_array_equal(apply(rule, grads, grads)["a"], [2, -1, 2, 0.5])
+
+
+def mixed_tree():
+    return {
+        "bool": jnp.array([True]),
+        "float": jnp.array([30.0, 40.0]),
+        "float0": np.zeros((2,), jax.dtypes.float0),
+        "int": jnp.array([1000, -1000]),
+        "key": jax.random.key(0),
+        "none": None,
+        "text": "a string",
+    }
+
+
+@every_case
+def test_leaves_that_hold_no_gradient_pass_through_untouched(case):
+    tree = mixed_tree()
+    clipped, stats = cg.clip_grads(tree, case.make(LIMIT), tree)
+    alone, _ = cg.clip_grads({"float": tree["float"]}, case.make(LIMIT), {"float": tree["float"]})
+    assert_same(clipped["float"], alone["float"])
+    assert all(clipped[k] is tree[k] for k in tree if k != "float")
+    assert stats.norm == 50 and stats.size == 2
+
+
+@every_case
+def test_inputs_that_have_no_cotangent_are_passed_over(case):
+    tree = mixed_tree()
+    del tree["float0"]
+
+    def loss(x):
+        out = cg.clip_cotangent({**tree, "float": x}, case.make(LIMIT))
+        assert all(out[k] is tree[k] for k in tree if k != "float")
+        return 7 * jnp.sum(out["float"])
+
+    x = jnp.array([30.0, 40.0])
+    assert_same(jax.grad(loss)(x), by_rule(case, jnp.array([7.0, 7.0]), x))
+
+
+def by_rule(case, grads, params):
+    return cg.clip_grads(grads, case.make(LIMIT), params)[0]
+
+
+@everywhere
+@every_case
+@pytest.mark.parametrize("empty", [{}, [], {"a": None}, {"a": jnp.zeros((0, 2))}], ids=str)
+def test_empty_trees_are_kept(case, apply, empty):
+    clipped = apply(case.make(LIMIT), empty, empty)
+    assert jax.tree.structure(clipped) == jax.tree.structure(empty)
+
+
+@everywhere
+@every_case
+def test_complex_gradients_are_measured_by_their_absolute_values(case, apply, key):
+    a, b = jax.random.normal(key, (2, 4, 3)) * 5
+    grads, params = {"z": jax.lax.complex(a, b)}, {"z": jax.lax.complex(b, a)}
+    clipped = apply(case.make(LIMIT), grads, params)["z"]
+    assert clipped.dtype == jnp.complex64
+    wide = float64(grads)
+    if case.name == "ClipByValue":
+        size = np.abs(wide["z"])
+        expected = wide["z"] * np.minimum(1, LIMIT / size)
+    else:
+        expected = case.reference(wide, float64(params), LIMIT)["z"]
+    np.testing.assert_allclose(clipped, expected, rtol=3e-6)
+
+
+@every_case
+def test_clipping_twice_is_clipping_once(case, key):
+    grads, params = tree_of(key, scale=10), tree_of(jax.random.fold_in(key, 1))
+    once = cg.clip_grads(grads, case.make(LIMIT), params)[0]
+    twice = cg.clip_grads(once, case.make(LIMIT), params)[0]
+    assert_close(twice, once, rtol=1e-6)
+
+
+@everywhere
+@every_case
+def test_compiled_and_eager_agree(case, apply, key):
+    grads, params = tree_of(key, scale=10), tree_of(jax.random.fold_in(key, 1))
+    eager = apply(case.make(LIMIT), grads, params)
+    compiled = jax.jit(lambda g, p: apply(case.make(LIMIT), g, p))(grads, params)
+    assert_close(compiled, eager, rtol=1e-6)
+
+
+@every_case
+def test_a_rule_is_a_pytree_of_its_thresholds(case):
+    rule = case.make(LIMIT)
+    doubled = jax.tree.map(lambda c: 2 * c, rule)
+    assert type(doubled) is type(rule) and isinstance(rule, cg.ClipRule)
+    assert jax.tree.leaves(doubled)[0] == 2 * LIMIT
+    negative = jax.tree.map(lambda c: -c, rule)  # a gradient with respect to a rule, say
+    assert jax.tree.leaves(negative)[0] == -LIMIT
+
+
+@everywhere
+@every_case
+def test_new_thresholds_retrace_nothing(case, apply, key):
+    grads, params = tree_of(key), tree_of(jax.random.fold_in(key, 1))
+    traces = []
+
+    @jax.jit
+    def clip(rule):
+        traces.append(rule)
+        return apply(rule, grads, params)
+
+    for limit in (0.1, 0.2, 0.3):
+        clip(case.make(limit))
+    assert len(traces) == 1
+
+
+@everywhere
+def test_python_numbers_as_gradients_are_clipped_or_constants(apply):
+    clipped = apply(cg.ClipByValue(1.0), {"a": 3.0}, {"a": 2.0})
+    assert clipped == {"a": 1.0}
