@@ -1,9 +1,10 @@
 r"""Norms that neither overflow, nor underflow, nor lose low precision.
 
 A norm is held as ``root / scale``. In the ordinary case the scale is 1 and the root is what
-``sqrt(sum(g ** 2))`` gives, bit by bit. Where that sum leaves the range of its dtype, the loop
-in `_settle` sums once more with the leaves scaled by $2^{\pm 93}$ (float32). A loop, and not a
-branch, because its body is compiled once: one reduction per leaf, one all-reduce over devices.
+``sqrt(sum(g ** 2))`` gives, bit by bit. The squares are summed twice more, of leaves scaled by
+$2^{\pm 93}$ (float32), for the cases in which that sum leaves its range. All three sums are
+taken at once, without a branch: on accelerators they are one pass over the leaves, without a
+wait for the host, and over several devices they are one all-reduce.
 """
 
 import functools
@@ -16,8 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compat import to_varying, varying_axes
-from clipgrad._numbers import accumulator, over, real_product, square, times, widen
+from clipgrad._numbers import accumulator, over, power_of_two, real_product, square, times, widen
 from clipgrad._reductions import Arrays, Axes, Groups
 from clipgrad._trees import leaves_taking_part
 
@@ -135,7 +135,7 @@ def check_order(ord: float) -> float:
             f"ord: got {ord!r}, expected a number in (0, inf] that is no tracer, such as 2 or "
             "jnp.inf; for optax.inject_hyperparams name it in static_args"
         )
-    return float(ord)
+    return int(ord) if ord < math.inf and ord == int(ord) else float(ord)
 
 
 def _names(axis_name: AxisName) -> tuple[str, ...]:
@@ -151,26 +151,28 @@ def _names(axis_name: AxisName) -> tuple[str, ...]:
     return names
 
 
-# Compiled even when called eagerly: otherwise the loop would be compiled anew at every call.
 @functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def _norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[Norm]:
-    return _differentiable_norms(groups, kind, leaves)
+    norms = _differentiable_norms(groups, kind, leaves)
+    return [Norm(norm.root, jax.lax.stop_gradient(norm.scale)) for norm in norms]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) -> list[Norm]:
-    dtypes = _accumulators(groups, leaves)
+    wide = [widen(leaf, dtype) for leaf, dtype in zip(leaves, _accumulators(groups, leaves))]
     if kind.ord == 2:
         counts = groups.sizes(leaves) if kind.mean else [1] * len(leaves)
-        totals, scales = _settle(_sums_of_squares(groups, leaves, dtypes), groups, leaves, dtypes)
-        return [Norm(jnp.sqrt(t / max(n, 1)), s) for t, n, s in zip(totals, counts, scales)]
-    magnitudes = [jnp.abs(g).astype(d) for g, d in zip(leaves, dtypes)]
-    largest = groups.maxima(magnitudes, leaves)
+        return [
+            Norm(jnp.sqrt(total / max(count, 1)), scale)
+            for (total, scale), count in zip(_sums_in_range(groups, wide, leaves), counts)
+        ]
+    sizes = [jnp.abs(g) for g in wide]
+    largest = groups.maxima(sizes, leaves)
     scales = [_scale_of(m) for m in largest]
-    tops = [jnp.where((m > 0) & jnp.isfinite(m), m * s, 1) for m, s in zip(largest, scales)]
     if kind.ord == math.inf:
         return [Norm(m * s, s) for m, s in zip(largest, scales)]
-    shrunk = zip(magnitudes, groups.per_leaf(scales, leaves), groups.per_leaf(tops, leaves))
+    tops = [jnp.where((m > 0) & jnp.isfinite(m), m * s, 1) for m, s in zip(largest, scales)]
+    shrunk = zip(sizes, groups.per_leaf(scales, leaves), groups.per_leaf(tops, leaves))
     totals = groups.sums([(g * s / t) ** kind.ord for g, s, t in shrunk], leaves)
     return [Norm(x ** (1 / kind.ord) * t, s) for x, t, s in zip(totals, tops, scales)]
 
@@ -204,39 +206,28 @@ def _weights(groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]) -> 
     return [times(u, share) for u, share in zip(units, shares)]
 
 
-def _settle(
-    sums: Callable[[Arrays], list[jax.Array]], groups: Groups, leaves: Arrays, dtypes: list[str]
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Sums and the scales at which they are in range: 1 at first, another where it must be."""
-    start = groups.ones(leaves, dtypes)
-    varying = frozenset().union(*(varying_axes(one) for one in start))
+def _sums_in_range(
+    groups: Groups, wide: list[jax.Array], leaves: Arrays
+) -> list[tuple[jax.Array, jax.Array]]:
+    """For each group a sum of squares of scaled leaves that is in range, and the scale."""
 
-    def body(carry: Any) -> Any:
-        scales, _, _ = carry
-        totals = sums(scales)
-        wanted = [jnp.where(s == 1, _scale_of(t), s) for t, s in zip(totals, scales)]
-        moved = [jnp.any(w != s) for w, s in zip(wanted, scales)]
-        return wanted, totals, to_varying(functools.reduce(jnp.logical_or, moved), varying)
+    def sums(sign: int) -> list[jax.Array]:
+        dtypes = [g.real.dtype.name for g in wide]
+        scales = [power_of_two(sign * SHIFT[dtype], dtype) for dtype in dtypes]
+        return groups.sums([square(times(g, s)) for g, s in zip(wide, scales)], leaves)
 
-    unsettled = to_varying(jnp.array(True), varying)
-    scales, totals, _ = jax.lax.while_loop(lambda carry: carry[2], body, (start, start, unsettled))
-    return totals, scales
+    plain = groups.sums([square(g) for g in wide], leaves)
+    scales = [_scale_of(total) for total in plain]
+    return [
+        (jnp.where(s > 1, up, jnp.where(s < 1, down, total)), s)
+        for total, up, down, s in zip(plain, sums(1), sums(-1), scales)
+    ]
 
 
 def _scale_of(total: jax.Array) -> jax.Array:
     dtype = total.dtype.name
     up, down = (jnp.array(2.0**k, dtype) for k in (SHIFT[dtype], -SHIFT[dtype]))
     return jnp.where(total < TINY[dtype], up, jnp.where(jnp.isfinite(total), 1, down))
-
-
-def _sums_of_squares(groups: Groups, leaves: Arrays, dtypes: list[str]) -> Any:
-    wide = [widen(g, d) for g, d in zip(leaves, dtypes)]
-
-    def sums(scales: Arrays) -> list[jax.Array]:
-        scaled = [times(g, s) for g, s in zip(wide, groups.per_leaf(scales, leaves))]
-        return groups.sums([square(g) for g in scaled], leaves)
-
-    return sums
 
 
 def _accumulators(groups: Groups, leaves: Arrays) -> list[str]:

@@ -44,3 +44,11 @@ def real_product(a: jax.Array, b: jax.Array) -> jax.Array:
     if not jnp.iscomplexobj(a):
         return a * b
     return a.real * b.real + a.imag * b.imag
+
+
+def power_of_two(exponent: int, dtype: Any) -> jax.Array:
+    """``2 ** exponent`` as a scalar whose value XLA doesn't know.
+
+    It would make ``(x * x) * (c * c)`` of ``(x * c) * (x * c)`` if ``c`` were a constant.
+    """
+    return jax.lax.optimization_barrier(jnp.array(2.0**exponent, dtype))

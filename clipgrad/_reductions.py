@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._compat import to_varying, tracks_varying, varying_axes
+from clipgrad._compat import tracks_varying, varying_axes
 
 Arrays = Sequence[jax.Array]
 Axes = tuple[int, ...] | None
@@ -40,17 +40,6 @@ class Groups(NamedTuple):
         """The maximum of each group, 0 for a group without elements."""
         local = self._reduce(functools.partial(jnp.max, initial=0), parts)
         return self._over_devices(local, leaves, jnp.maximum, jax.lax.pmax)
-
-    def ones(self, leaves: Arrays, dtypes: Sequence[str]) -> list[jax.Array]:
-        """A 1 for each group, typed as its sum is: its shape, sharding and varying axes."""
-        open_axes = [varying_axes(leaf) - set(self._axes_of(leaf)) for leaf in leaves]
-        if self.joint:
-            return [to_varying(jnp.ones((), dtypes[0]), frozenset().union(*open_axes))]
-        slices = [jnp.ones_like(s, dtype=d) for s, d in zip(self._reduce(jnp.sum, leaves), dtypes)]
-        return [
-            to_varying(jnp.ones(one.shape, one.dtype), axes) if self._axes_of(leaf) else one
-            for one, axes, leaf in zip(slices, open_axes, leaves)
-        ]
 
     def per_leaf(self, values: Arrays, leaves: Arrays) -> list[jax.Array]:
         """For each leaf the value of its group."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._norms import AxisName, Norm, tree_total, widest
+from clipgrad._numbers import power_of_two
 from clipgrad._trees import leaves_taking_part
 
 # Exponents: below 2 ** low a norm is read off the sum that is scaled up, by 2 ** up; above
@@ -143,9 +144,9 @@ def _squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Squares scaled down, as they are, and scaled up; the latter two stop where they are moot."""
     low, high, down, up = _RANGE[size.dtype.name]
     return (
-        jnp.square(size * 2.0**down),
+        jnp.square(size * power_of_two(down, size.dtype)),
         jnp.square(jnp.minimum(size, 2.0**high)),
-        jnp.square(jnp.minimum(size, 2.0**low) * 2.0**up),
+        jnp.square(jnp.minimum(size, 2.0**low) * power_of_two(up, size.dtype)),
     )
 
 

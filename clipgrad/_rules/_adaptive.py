@@ -123,4 +123,5 @@ def _axes(axis: UnitAxis, path: str, grad: Any, param: Any) -> Any:
 
 
 def _shrink(leaf: jax.Array, root: jax.Array, limit: jax.Array) -> jax.Array:
-    return times(leaf, limit / root)
+    # What XLA makes of optax's division of arrays that are broadcast to the shape of the leaf.
+    return times(leaf, limit / root if root.size == 1 else limit * (1 / root))

@@ -1,5 +1,6 @@
 """Scaling a leaf so that its norm does not exceed a limit."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,21 +11,49 @@ from clipgrad._norms import Norm
 from clipgrad._numbers import times, widen
 from clipgrad._rules._thresholds import nonnegative
 
-# How a widened leaf is shrunk, given its root and limit. The rules differ in the order of the
-# multiplication and the division, so that each rounds as the optax function of its name does.
+# How a leaf is shrunk, given its root and limit. The rules differ in the order of multiplication
+# and division, so that each rounds as the optax function of its name does.
 Formula = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def scale_down(leaf: jax.Array, norm: Norm, limit: Any, formula: Formula) -> jax.Array:
     """The leaf itself where its norm is within the limit, bit for bit; shrunk elsewhere.
 
-    All divisors are replaced with 1 where they are not used, so that derivatives through this
-    are finite. A group whose norm is not finite becomes NaN.
+    A group whose norm is not finite becomes NaN. Derivatives are finite, at zero too.
     """
-    dtype = norm.root.dtype
-    limit = jnp.broadcast_to(nonnegative(limit, dtype), norm.root.shape)
-    clips = norm.exceeds(limit)
-    divisor = jnp.where(jnp.isfinite(norm.root), norm.root, jnp.nan)
-    divisor, limit = jnp.where(clips, divisor, 1), jnp.where(clips, limit, 1)
-    shrunk = formula(times(widen(leaf, dtype.name), norm.scale), divisor, limit)
-    return jnp.where(clips, shrunk.astype(leaf.dtype), leaf)
+    limit = jnp.broadcast_to(nonnegative(limit, norm.root.dtype), norm.root.shape)
+    return _scale_down(formula, leaf, norm, limit)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _scale_down(formula: Formula, leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
+    return _select(formula, leaf, norm, limit, norm.root)
+
+
+@_scale_down.defjvp
+def _scale_down_jvp(formula: Formula, primals: Any, tangents: Any) -> Any:
+    """Differentiates with divisors of 1 where they are not used: they may be 0 there.
+
+    Only here, since XLA rounds a division by a select differently from one by a norm.
+    """
+
+    def safe(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
+        clips = norm.exceeds(limit)
+        root, limit_ = jnp.where(clips, norm.root, 1), jnp.where(clips, limit, 1)
+        return _select(formula, leaf, norm, limit_, root, clips)
+
+    return _scale_down(formula, *primals), jax.jvp(safe, primals, tangents)[1]
+
+
+def _select(
+    formula: Formula,
+    leaf: jax.Array,
+    norm: Norm,
+    limit: jax.Array,
+    root: jax.Array,
+    clips: jax.Array | None = None,
+) -> jax.Array:
+    wide = times(widen(leaf, root.dtype.name), norm.scale)
+    shrunk = formula(wide, root, limit)
+    shrunk = jnp.where(jnp.isfinite(norm.root), shrunk, jnp.nan).astype(leaf.dtype)
+    return jnp.where(norm.exceeds(limit) if clips is None else clips, shrunk, leaf)

@@ -1,0 +1,253 @@
+"""`clip_cotangent`: what it does to a value, to its cotangent and to a probe."""
+
+import ast
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests.helpers import CASES, assert_same, tree_of
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_value_is_unchanged_bit_by_bit(case, dtype):
+    values = [0.0, -0.0, 1e-40, 3.0, jnp.inf, -jnp.inf, jnp.nan]
+    x = {"x": jnp.asarray([values], "float32").astype(dtype), "n": jnp.arange(3), "none": None}
+    for f in (cg.clip_cotangent, jax.jit(cg.clip_cotangent, static_argnums=())):
+        result = cg.clip_cotangent(x, case.make(0.1)) if f is cg.clip_cotangent else f(x, None)
+        assert_same(result, x)
+    assert_same(jax.jit(lambda x: cg.clip_cotangent(x, case.make(0.1)))(x), x)
+
+
+def test_the_sum_over_all_uses_is_clipped_once():
+    """Paddle and hooks of PyTorch agree: 3 - 5 + 10 = 8 is clipped to 6, then doubled."""
+
+    def loss(x):
+        h = cg.clip_cotangent(2 * x, cg.ErrorClipByValue(max=6.0))
+        return 3 * h - 5 * h + 10 * h
+
+    assert jax.grad(loss)(1.0) == 12
+
+
+def test_the_value_itself_is_what_a_rule_that_needs_params_sees():
+    x = {"w": jnp.array([[3.0], [4.0]])}
+    _, pull_back = jax.vjp(lambda x: cg.clip_cotangent(x, cg.AdaptiveClip(0.5)), x)
+    np.testing.assert_allclose(pull_back(x)[0]["w"], [[1.5], [2.0]])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("threshold", [0.1, "array"])
+def test_only_array_thresholds_and_needed_values_are_saved(case, threshold, key):
+    threshold = jnp.float32(0.1) if isinstance(threshold, str) else threshold
+    rule, x = case.make(threshold), tree_of(key)
+
+    def residuals(rule):
+        pull_back = jax.vjp(lambda x: cg.clip_cotangent(x, rule), x)[1]
+        return [leaf.shape for leaf in jax.tree.leaves(pull_back)]
+
+    thresholds = [()] * sum(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(rule))
+    values = [leaf.shape for leaf in jax.tree.leaves(x)] if rule.needs_params else []
+    assert sorted(residuals(rule)) == sorted([*thresholds, *values])
+
+
+def test_a_function_sees_the_tree_with_none_where_there_is_no_cotangent():
+    seen = []
+
+    def rule(tree):
+        seen.append(jax.tree.structure(tree))
+        return jax.tree.map(lambda g: 2 * g, tree)
+
+    def loss(x):
+        out = cg.clip_cotangent({"i": jnp.arange(2), "s": "text", "x": x}, rule)
+        return jnp.sum(out["x"])
+
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(2)), [2, 2])
+    assert seen[0] == jax.tree.structure({"i": None, "s": None, "x": 0})
+
+
+def test_a_rule_written_as_a_class_is_used_and_gets_what_it_needs():
+    class Halve(cg.ClipRule):
+        needs_params = True
+
+        def __call__(self, grads, params=None):
+            return jax.tree.map(lambda g, p: 0.5 * g * p, grads, params)
+
+    gradient = jax.grad(lambda x: 8 * cg.clip_cotangent(x, Halve()))(jnp.float32(3.0))
+    assert gradient == 12
+
+
+def test_rules_compose_by_calling_one_after_another():
+    def both(tree):
+        return cg.ClipByGlobalNorm(1.0)(cg.ClipByValue(4.0, nan=0.0)(tree))
+
+    x = jnp.array([3.0, 9.0, jnp.nan])
+    gradient = jax.vjp(lambda x: cg.clip_cotangent(x, both), x)[1](x)[0]
+    np.testing.assert_allclose(gradient, [0.6, 0.8, 0.0], rtol=1e-6)
+
+
+def test_python_and_numpy_numbers_stay_what_they_are():
+    x = {"a": 1.5, "b": np.float64(2.0), "c": np.ones(2)}
+    result = cg.clip_cotangent(x, cg.ClipByValue(1.0))
+    assert all(result[k] is x[k] for k in x)
+
+
+@pytest.mark.parametrize(
+    "bad, hint",
+    [
+        (0.1, r"did you mean ErrorClipByValue\(max=0.1\)\?"),
+        (jnp.array(2.0), r"did you mean ErrorClipByValue\(max=2.0\)\?"),
+        (cg.ErrorClipByValue, r"did you mean an instance, ClipByValue\(...\)\?"),
+        ("value", "got 'value' of type str"),
+        ({"h": None}, "got {'h': None} of type dict"),
+    ],
+    ids=str,
+)
+def test_what_is_no_rule_is_refused_at_the_call(bad, hint):
+    with pytest.raises(TypeError, match=f"a ClipRule, a function of the cotangent or None.*{hint}|{hint}"):
+        cg.clip_cotangent(jnp.ones(2), bad)
+
+
+def test_a_schedule_is_refused_since_there_is_no_step():
+    with pytest.raises(TypeError, match="max_norm: got a schedule, which only a gradient clip"):
+        cg.clip_cotangent(jnp.ones(2), cg.ClipByNorm(lambda step: 1.0))
+
+
+@pytest.mark.parametrize(
+    "rule, match",
+    [
+        (cg.ClipByValue(jnp.ones(3)), r"max: got an array of shape \(3,\).*\(2,\)"),
+        (cg.ClipByValue(jnp.ones((5, 2))), r"max: got an array of shape \(5, 2\).*\(2,\)"),
+        (cg.ClipByValue(1.0, jnp.zeros(3)), r"min: got an array of shape \(3,\)"),
+        (cg.ClipByNorm(1.0, axis=1), r"axis: got 1 for the leaf of shape \(2,\)"),
+        (lambda tree: tree[:1], r"the rule returned \(1,\) for the leaf, expected the shape \(2,\)"),
+        (lambda tree: [tree], "the rule returned the structure"),
+        (lambda tree: None, "the rule returned the structure|the rule returned None"),
+        (cg.AdaptiveClip(axis={"nothing": 0}), "axis: 'nothing' matches no leaf"),
+    ],
+    ids=range(8),
+)
+def test_a_rule_that_does_not_fit_is_refused_in_the_forward_pass(rule, match):
+    with pytest.raises(ValueError, match=match):
+        cg.clip_cotangent(jnp.ones(2), rule)
+
+
+def test_complex_cotangents_have_no_asymmetric_interval():
+    with pytest.raises(ValueError, match="min: got 0.0 with a complex leaf"):
+        cg.clip_cotangent(jnp.ones(2, jnp.complex64), cg.ClipByValue(1.0, 0.0))
+    z = jnp.array([3 + 4j, 0.3 + 0.4j, complex(jnp.inf, 0), 0])
+    clipped = cg.ClipByValue(1.0, -1.0)(z)
+    np.testing.assert_allclose(clipped, [0.6 + 0.8j, 0.3 + 0.4j, 1, 0], rtol=1e-6)
+
+
+# The probe
+
+
+def loss(x, rule=None, probe=None):
+    return 10 * cg.clip_cotangent(2 * x, rule, probe=probe)
+
+
+def test_the_gradient_of_a_probe_is_what_the_clip_did():
+    rule = cg.ErrorClipByValue(max=5.0)
+    gradient, stats = jax.grad(loss, argnums=(0, 2))(1.0, rule, cg.ClipStats.zero())
+    assert gradient == 10
+    assert (stats.norm, stats.clipped_norm, stats.changed, stats.size) == (10, 5, 1, 1)
+
+
+def test_a_probe_without_a_rule_only_watches():
+    gradient, stats = jax.grad(loss, argnums=(0, 2))(1.0, None, cg.ClipStats.zero())
+    assert (gradient, stats.norm, stats.clipped) == (20, 10, False)
+
+
+def rnn(h, xs, probes, rule):
+    def step(h, inputs):
+        x, probe = inputs
+        return cg.clip_cotangent(jnp.tanh(2 * h + x), rule, probe=probe), None
+
+    return jnp.sum(jax.lax.scan(step, h, (xs, probes))[0] ** 2)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint])
+def test_probes_of_a_scan_hold_one_entry_for_each_step(transform, key):
+    xs = jax.random.normal(key, (6, 3))
+    rule = cg.ClipByNorm(0.05)
+
+    def run(h, probes):
+        return rnn(h, xs, probes, rule)
+
+    h = jnp.zeros(3)
+    stats = jax.grad(transform(run), argnums=1)(h, cg.ClipStats.zero((6,)))
+    assert stats.norm.shape == (6,)
+
+    def tail(h, start):
+        return rnn(h, xs[start:], cg.ClipStats.zero((6 - start,)), rule)
+
+    for start in range(6):
+        state = h
+        for x in xs[: start + 1]:
+            state = jnp.tanh(2 * state + x)
+        arriving = jax.grad(lambda s, start=start: tail(s, start + 1))(state)
+        np.testing.assert_allclose(stats.norm[start], jnp.linalg.norm(arriving), rtol=1e-5)
+    assert (stats.clipped_norm <= 0.05 * (1 + 4e-7)).all()
+
+
+def test_probes_that_are_shared_add_up_over_uses_lanes_and_devices(key):
+    x = jax.random.normal(key, (8, 3))
+    rule = cg.ClipByNorm(0.1)
+
+    def total(probe):
+        return jnp.sum(jax.vmap(lambda x: jnp.sum(cg.clip_cotangent(x, rule, probe=probe) ** 2))(x))
+
+    lanes = jax.grad(total)(cg.ClipStats.zero())
+    assert lanes.size == 24
+    np.testing.assert_allclose(lanes.norm, 2 * jnp.linalg.norm(x), rtol=1e-6)
+    np.testing.assert_allclose(lanes.clipped_norm, 0.1 * 8**0.5, rtol=1e-6)
+
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+    def mapped(x, probe):
+        y = cg.clip_cotangent(x, rule, probe=probe)
+        return jax.lax.psum(jnp.sum(y**2), "x")
+
+    sharded = jax.shard_map(mapped, mesh=mesh, in_specs=(P("x"), P()), out_specs=P())
+    devices = jax.jit(jax.grad(sharded, argnums=1))(x, cg.ClipStats.zero())
+    for a, b in zip(devices, lanes):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_a_probe_may_be_float64():
+    with jax.enable_x64(True):
+        zero = cg.ClipStats.zero(dtype=jnp.float64)
+        stats = jax.grad(loss, argnums=2)(jnp.float64(1e200), None, zero)
+        assert stats.norm == 10 and stats.norm.dtype == jnp.float64
+
+
+@pytest.mark.parametrize(
+    "bad, match",
+    [
+        (0.0, r"probe: got float, expected clipgrad.ClipStats.zero\(\)"),
+        (cg.ClipStats.zero((3,)), r"probe: got one with leading axes \(3,\)"),
+    ],
+)
+def test_what_is_no_probe_is_refused(bad, match):
+    with pytest.raises(TypeError, match=match):
+        cg.clip_cotangent(jnp.ones(2), None, probe=bad)
+
+
+def test_it_is_the_only_custom_vjp_of_the_clips():
+    import clipgrad
+
+    folder = inspect.getfile(clipgrad).removesuffix("__init__.py")
+    users = set()
+    for path in __import__("pathlib").Path(folder).rglob("*.py"):
+        if "_check" in path.parts:
+            continue
+        nodes = ast.walk(ast.parse(path.read_text()))
+        if any(isinstance(n, ast.Attribute) and n.attr == "custom_vjp" for n in nodes):
+            users.add(path.name)
+    assert users <= {"_cotangent.py", "_jaxpr.py", "_selftest.py"} and "_cotangent.py" in users

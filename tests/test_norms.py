@@ -1,0 +1,179 @@
+"""`global_norm`: right in every dtype and range, on every kind of leaf."""
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipgrad as cg
+from clipgrad._norms import slice_norms
+from tests.helpers import float64, reductions, tree_of
+from tests.strategies import trees
+
+ORDERS = [0.5, 1, 2, 3, 7.5, jnp.inf]
+every_order = pytest.mark.parametrize("ord", ORDERS)
+
+
+def reference(tree, ord=2):
+    parts = [np.ravel(x) for x in jax.tree.leaves(float64(tree))]
+    x = np.abs(np.concatenate(parts)) if parts else np.zeros(0)
+    top = x.max(initial=0)
+    return top if ord == np.inf or top == 0 else top * np.sum((x / top) ** ord) ** (1 / ord)
+
+
+@every_order
+@hypothesis.given(tree=trees())
+def test_any_tree_has_the_norm_of_the_reference(ord, tree):
+    np.testing.assert_allclose(cg.global_norm(tree, ord), reference(tree, ord), rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "tree, expected",
+    [
+        (jnp.full(4, 300.0, jnp.float16), 600.0),
+        (jnp.full(2**20, 1e-4, jnp.float16), 1024 * float(np.float16(1e-4))),
+        ([jnp.ones(1, jnp.bfloat16)] * 1000, 31.622777),
+        (jnp.array([1e20, 1e20]), 1.4142136e20),
+        (jnp.array([3e-30, 4e-30]), 5e-30),
+        ({"a": jnp.array([3.0]), "b": jnp.array([4.0], jnp.bfloat16)}, 5.0),
+        (jnp.array([3e38]), 3e38),
+        (jnp.array([3e38, 3e38]), np.inf),
+        (jnp.array([2e-38]), 2e-38),
+        ([jnp.array([1e25]), jnp.array([1e-25])], 1e25),
+        (jnp.array([3 + 4j]), 5.0),
+        (jnp.array(-2.0), 2.0),
+        (-3.0, 3.0),
+    ],
+    ids=str,
+)
+def test_known_norms(tree, expected):
+    norm = cg.global_norm(tree)
+    assert norm.dtype == jnp.float32
+    np.testing.assert_allclose(norm, expected, rtol=1e-6)
+
+
+def test_many_low_precision_leaves_add_up_in_float32(key):
+    leaves = [jax.random.normal(k, (64, 64), jnp.bfloat16) for k in jax.random.split(key, 16)]
+    np.testing.assert_allclose(cg.global_norm(leaves), reference(leaves), rtol=1e-6)
+
+
+def test_a_float64_leaf_makes_the_norm_float64():
+    with jax.enable_x64(True):
+        tree = [jnp.array([3e200]), jnp.array([4.0], jnp.float32)]
+        assert cg.global_norm(tree) == 3e200 and cg.global_norm(tree).dtype == jnp.float64
+        assert cg.global_norm(jnp.array([3e-200, 4e-200])) == pytest.approx(5e-200, rel=1e-15)
+        assert cg.global_norm(jnp.array([3e200 + 4e200j])) == pytest.approx(5e200, rel=1e-15)
+
+
+@every_order
+@pytest.mark.parametrize("empty", [{}, [], None, {"a": None}, jnp.zeros((0, 3))], ids=str)
+def test_an_empty_tree_has_norm_zero(ord, empty):
+    assert cg.global_norm(empty, ord) == 0
+
+
+def test_leaves_without_gradients_count_nowhere():
+    tree = {
+        "bool": jnp.array([True]),
+        "float0": np.zeros(3, jax.dtypes.float0),
+        "int": jnp.arange(5),
+        "key": jax.random.key(0),
+        "none": None,
+        "real": jnp.array([3.0, 4.0]),
+    }
+    assert cg.global_norm(tree) == 5
+
+
+@every_order
+def test_nan_gives_nan_and_otherwise_inf_gives_inf(ord):
+    assert jnp.isnan(cg.global_norm(jnp.array([jnp.nan, jnp.inf, 1.0]), ord))
+    assert cg.global_norm(jnp.array([-jnp.inf, 1.0]), ord) == jnp.inf
+
+
+@every_order
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e19, 1e30])
+def test_the_derivative_is_that_of_the_formula(ord, scale):
+    x = np.array([3.0, -4.0, 0.5, 1.0]) * scale
+    if ord == np.inf:
+        expected = np.array([0.0, -1.0, 0.0, 0.0])
+    else:
+        expected = np.sign(x) * (np.abs(x) / reference(x, ord)) ** (ord - 1)
+    actual = jax.grad(lambda x: cg.global_norm(x, ord))(jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-7)
+    tangent = jax.jvp(lambda x: cg.global_norm(x, ord), (jnp.float32(x),), (jnp.ones(4),))[1]
+    np.testing.assert_allclose(tangent, expected.sum(), rtol=2e-5)
+
+
+@every_order
+def test_the_derivative_at_zero_is_zero(ord):
+    def norm(tree):
+        return cg.global_norm(tree, ord)
+
+    zeros = {"a": jnp.zeros(3), "z": jnp.zeros(2, jnp.complex64)}
+    for leaf in jax.tree.leaves(jax.grad(norm)(zeros)):
+        np.testing.assert_array_equal(leaf, 0)
+    assert np.isfinite(jax.hessian(lambda x: cg.global_norm(x, ord))(jnp.zeros(3))).all()
+
+
+def test_the_second_derivative_is_that_of_the_formula():
+    x = jnp.array([3.0, -4.0])
+    unit = np.array([0.6, -0.8])
+    expected = (np.eye(2) - np.outer(unit, unit)) / 5
+    np.testing.assert_allclose(jax.hessian(cg.global_norm)(x), expected, atol=1e-7)
+
+
+def test_the_gradient_of_a_complex_norm_follows_jax():
+    z = jnp.array([3 + 4j, 1 - 2j])
+    plain = jax.grad(lambda z: jnp.sqrt(jnp.sum(jnp.abs(z) ** 2)))(z)
+    np.testing.assert_allclose(jax.grad(cg.global_norm)(z), plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e6])
+def test_it_equals_the_norm_of_optax_bit_by_bit(scale, key):
+    for i in range(10):
+        tree = tree_of(jax.random.fold_in(key, i), scale=scale)
+        assert jax.jit(cg.global_norm)(tree) == jax.jit(optax.tree.norm)(tree)
+
+
+def test_norms_under_vmap_are_per_lane_whatever_their_range():
+    x = jnp.ones((4, 4)) * jnp.array([[1e-30], [1.0], [0.0], [1e30]])
+    np.testing.assert_allclose(jax.vmap(cg.global_norm)(x), [2e-30, 2, 0, 2e30], rtol=1e-6)
+
+
+def test_each_slice_has_its_own_range():
+    x = jnp.array([[1e-30, 1e-30], [3, 4], [3e30, 4e30], [0, 0]])
+    (norm,) = slice_norms([x], [(1,)])
+    np.testing.assert_allclose(norm.value[:, 0], [1.4142136e-30, 5, 5e30, 0], rtol=1e-6)
+
+
+def test_a_norm_is_three_sums_per_leaf_without_loop_or_branch(key):
+    tree = tree_of(key)
+    del tree["empty"]
+    compiled = jax.jit(cg.global_norm).lower(tree).compile()
+    assert reductions(compiled) == 3 * len(tree)
+    assert not any(op in compiled.as_text() for op in (" while(", " conditional("))
+
+
+@pytest.mark.parametrize("bad", [0, -1, float("nan"), "2", None, True])
+def test_an_order_that_is_none_is_refused(bad):
+    with pytest.raises(ValueError, match=r"ord: got .*expected a number in \(0, inf\]"):
+        cg.global_norm(jnp.ones(2), bad)
+
+
+def test_a_traced_order_is_refused():
+    with pytest.raises(ValueError, match="static_args"):
+        jax.jit(lambda ord: cg.global_norm(jnp.ones(2), ord))(2)
+
+
+def test_an_axis_name_outside_of_a_mapped_context_is_refused():
+    with pytest.raises(ValueError, match="axis_name: got 'batch', which is not a mapped axis"):
+        cg.global_norm(jnp.ones(2), axis_name="batch")
+
+
+@every_order
+def test_vmap_and_pmap_with_an_axis_name_give_the_norm_of_the_whole(ord, key):
+    x = jax.random.normal(key, (8, 3))
+    for mapping in (jax.vmap, jax.pmap):
+        norms = mapping(lambda x: cg.global_norm(x, ord, axis_name="i"), axis_name="i")(x)
+        np.testing.assert_allclose(norms, [reference(x, ord)] * 8, rtol=2e-6)

@@ -1,0 +1,103 @@
+"""`ClipStats`: sums that add up, and what is derived from them."""
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from tests.helpers import assert_same
+from tests.strategies import trees
+
+
+def norm(tree):
+    parts = [np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)]
+    return np.linalg.norm(np.concatenate([*parts, np.zeros(1)]))
+
+
+@hypothesis.given(tree=trees())
+def test_norms_are_those_before_and_after(tree):
+    clipped = cg.ClipByValue(0.5)(tree)
+    stats = cg.ClipStats.of(tree, clipped)
+    np.testing.assert_allclose(stats.norm, norm(tree), rtol=1e-6)
+    np.testing.assert_allclose(stats.clipped_norm, norm(clipped), rtol=1e-6)
+    scale = norm(clipped) / norm(tree) if norm(tree) else 1
+    np.testing.assert_allclose(stats.scale, scale, rtol=1e-6)
+    changed = sum(int(np.sum(np.abs(x) > 0.5)) for x in jax.tree.leaves(tree))
+    size = sum(x.size for x in jax.tree.leaves(tree))
+    assert (stats.changed, stats.size, stats.nonfinite) == (changed, size, 0)
+    assert bool(stats.clipped) == (changed > 0)
+    np.testing.assert_allclose(stats.fraction, changed / max(size, 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("exponent", range(-37, 39, 5))
+def test_a_norm_is_right_in_the_whole_range_of_float32(exponent):
+    x = jnp.array([3.0, 4.0]) * 10.0 ** (exponent - 1)
+    for stats in (cg.ClipStats.of(x, x), cg.clip_grads(x, cg.ClipByGlobalNorm(1e38))[1]):
+        np.testing.assert_allclose(stats.norm, norm(x), rtol=1e-6)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(stats))
+
+
+@hypothesis.given(tree=trees(), other=trees())
+def test_statistics_add_up(tree, other):
+    rule = cg.ClipByValue(0.1)
+    stats = [cg.ClipStats.of(t, rule(t)) for t in (tree, other, [tree, other])]
+    total = jax.tree.map(jnp.add, *stats[:2])
+    for a, b in zip(total, stats[2]):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    np.testing.assert_allclose(total.norm, stats[2].norm, rtol=1e-6)
+
+
+def test_nan_and_inf_are_counted_and_show_in_the_norm():
+    x = jnp.array([jnp.nan, jnp.inf, 1.0])
+    stats = cg.ClipStats.of(x, x)
+    assert stats.nonfinite == 2 and jnp.isnan(stats.norm) and not stats.clipped
+    infinite = cg.ClipStats.of(x[1:], x[1:])
+    assert infinite.norm == jnp.inf and infinite.nonfinite == 1
+
+
+def test_float64_has_its_own_range():
+    with jax.enable_x64(True):
+        for scale in (1e-300, 1e-200, 1.0, 1e200, 1e300):
+            x = jnp.array([3.0, 4.0]) * scale
+            stats = cg.ClipStats.of(x, x)
+            assert stats.norm.dtype == jnp.float64
+            np.testing.assert_allclose(stats.norm, 5 * scale, rtol=1e-14)
+
+
+def test_the_closed_form_equals_the_sums(key):
+    for scale in (1e-20, 0.01, 1.0, 1e20):
+        grads = {"a": jax.random.normal(key, (3, 4)) * scale, "n": None, "i": jnp.arange(3)}
+        clipped, closed = cg.clip_grads(grads, cg.ClipByGlobalNorm(0.5))
+        measured = cg.ClipStats.of(grads, clipped)
+        for name in ("norm", "clipped_norm", "scale", "changed", "nonfinite", "size"):
+            np.testing.assert_allclose(getattr(closed, name), getattr(measured, name), rtol=1e-6)
+
+
+def test_the_closed_form_counts_what_is_not_finite():
+    grads = {"a": jnp.array([jnp.nan, 1.0]), "b": jnp.array([-jnp.inf])}
+    _, stats = cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0))
+    assert stats.nonfinite == 2 and jnp.isnan(stats.clipped_norm) and stats.clipped
+
+
+def test_zero_is_neutral_and_has_the_structure_of_all_others():
+    stats = cg.ClipStats.of(jnp.array([3.0]), jnp.array([1.0]))
+    assert_same(jax.tree.map(jnp.add, stats, cg.ClipStats.zero()), stats)
+    zero = cg.ClipStats.zero((5,))
+    assert zero.norm.shape == zero.clipped.shape == (5,) and zero.before.shape == (5, 3)
+    assert (zero.norm == 0).all() and (zero.scale == 1).all() and (zero.fraction == 0).all()
+
+
+def test_what_is_not_asked_for_is_not_computed(key):
+    grads = jax.random.normal(key, (64,))
+
+    def clip(g, name=None):
+        clipped, stats = cg.clip_grads(g, cg.ClipByValue(0.5))
+        return clipped if name is None else (clipped, getattr(stats, name))
+
+    plain = jax.jit(lambda g: jnp.clip(g, -0.5, 0.5)).lower(grads).compile()
+    ours = jax.jit(clip).lower(grads).compile()
+    assert ours.cost_analysis()["bytes accessed"] == plain.cost_analysis()["bytes accessed"]
+    counted = jax.jit(lambda g: clip(g, "changed")).lower(grads).compile()
+    assert counted.as_text().count(" reduce(") == 1

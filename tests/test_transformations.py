@@ -1,0 +1,379 @@
+"""The error clip under every transformation, against the composition that it stands for."""
+
+import functools
+
+import jax
+import jax.ad_checkpoint
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests.helpers import CASES, assert_close, assert_same
+
+LIMIT = 0.3
+RULES = {case.name: case.make(LIMIT) for case in CASES}
+RULES["a function"] = lambda tree: jax.tree.map(lambda g: 0.1 * g, tree)
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+X = jnp.linspace(-1, 2, 24).reshape(8, 3)
+A = jnp.linspace(-1, 1, 12).reshape(3, 4)
+
+
+def inner(x):
+    return jnp.tanh(x @ A)
+
+
+def outer(h):
+    return jnp.sum(jnp.sin(3 * h) @ jnp.arange(1.0, 5.0))
+
+
+def clipped_loss(x, rule, wrap=lambda f: f):
+    return wrap(lambda x: outer(cg.clip_cotangent(inner(x), rule)))(x)
+
+
+def expected_gradient(x, rule, inner=inner, outer=outer):
+    """The pull-back of ``inner`` applied to the clipped cotangent that ``outer`` sends."""
+    h, pull_back = jax.vjp(inner, x)
+    cotangent = jax.grad(outer)(h)
+    clipped, _ = cg.clip_grads(cotangent, rule, h)
+    return pull_back(clipped)[0]
+
+
+@every_rule
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_grad_value_and_grad_and_vjp(rule, wrap):
+    loss = wrap(functools.partial(clipped_loss, rule=rule))
+    expected = expected_gradient(X, rule)
+    assert_close(jax.grad(loss)(X), expected, rtol=1e-5, atol=1e-7)
+    value, gradient = jax.value_and_grad(loss)(X)
+    assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
+    assert value == wrap(lambda x: outer(inner(x)))(X)
+    assert_close(jax.vjp(loss, X)[1](2.0)[0], expected_twice(rule), rtol=1e-5, atol=1e-7)
+
+
+def expected_twice(rule):
+    return expected_gradient(X, rule, outer=lambda h: 2 * outer(h))
+
+
+@every_rule
+def test_vmap_clips_each_example_by_itself(rule):
+    gradient = jax.vmap(jax.grad(functools.partial(clipped_loss, rule=rule)))(X[:, None])
+    each = jnp.stack([expected_gradient(x[None], rule) for x in X])
+    assert_close(gradient, each, rtol=1e-5, atol=1e-7)
+
+
+def test_a_norm_rule_is_per_example_inside_vmap_and_joint_outside():
+    rule = cg.ClipByGlobalNorm(1.0)
+    x = jnp.array([[3.0, 4.0], [3.0, 4.0]])
+
+    def pull(x):
+        return jax.vjp(lambda x: cg.clip_cotangent(x, rule), x)[1](x)[0]
+
+    np.testing.assert_allclose(jax.vmap(pull)(x), [[0.6, 0.8]] * 2, rtol=1e-6)
+    np.testing.assert_allclose(pull(x), [[0.424264, 0.565685]] * 2, rtol=1e-6)
+
+
+def rnn(h, xs, clip, wrap=lambda step: step):
+    def step(h, x):
+        h = clip(jnp.tanh(1.5 * h + x))
+        return h, h
+
+    return jnp.sum(jax.lax.scan(wrap(step), h, xs)[1] ** 2)
+
+
+def unrolled(h, xs, clip):
+    total = 0.0
+    for x in xs:
+        h = clip(jnp.tanh(1.5 * h + x))
+        total = total + jnp.sum(h**2)
+    return total
+
+
+@every_rule
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["scan", "scan of remat"])
+def test_every_step_of_a_scan_is_clipped(rule, wrap):
+    h = jnp.full((3,), 0.1)
+
+    def clip(x):
+        return cg.clip_cotangent(x, rule)
+
+    scanned = jax.jit(jax.grad(lambda h: rnn(h, X, clip, wrap)))(h)
+    assert_close(scanned, jax.grad(lambda h: unrolled(h, X, clip))(h), rtol=2e-5, atol=1e-7)
+    plain = jax.grad(lambda h: rnn(h, X, lambda x: x))(h)
+    assert not np.allclose(scanned, plain)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@every_rule
+def test_scans_of_low_precision_keep_their_dtype(rule, dtype):
+    h, xs = jnp.full((3,), 0.1, dtype), X.astype(dtype)
+    gradient = jax.grad(lambda h: rnn(h, xs, lambda x: cg.clip_cotangent(x, rule)))(h)
+    assert gradient.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda c: cg.ClipByValue(c),
+        lambda c: cg.ClipByNorm(c),
+        lambda c: lambda tree: jnp.clip(tree, -c, c),
+        lambda c: lambda tree: cg.ClipByGlobalNorm(c)(tree),
+    ],
+)
+@pytest.mark.parametrize("limit", [0.3, 1])
+def test_a_traced_threshold_reaches_the_backward_pass_of_a_scan(make, limit):
+    def loss(h, limit):
+        return rnn(h, X, lambda x: cg.clip_cotangent(x, make(limit)))
+
+    h = jnp.full((3,), 0.1)
+    traced, by_limit = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True))(h, limit)
+    assert_close(traced, jax.grad(lambda h: loss(h, limit))(h), rtol=1e-6)
+    if isinstance(limit, float):
+        assert by_limit == 0
+
+
+def test_a_threshold_that_changes_inside_a_scan():
+    def loss(h, limits):
+        def step(h, c):
+            return cg.clip_cotangent(3.0 * h, cg.ClipByValue(c)), None
+
+        return jnp.sum(jax.lax.scan(step, h, limits)[0])
+
+    limits = jnp.array([0.25, 4.0])
+    np.testing.assert_allclose(jax.grad(loss)(jnp.ones(2), limits), 3 * 0.25 * np.ones(2))
+
+
+def test_a_sweep_over_thresholds_under_vmap():
+    sweep = jax.vmap(lambda c: jax.grad(clipped_loss)(X, cg.ClipByGlobalNorm(c)))
+    limits = jnp.array([0.1, 0.3, 100.0])
+    expected = [jax.grad(clipped_loss)(X, cg.ClipByGlobalNorm(c)) for c in (0.1, 0.3, 100.0)]
+    assert_close(sweep(limits), jnp.stack(expected), rtol=1e-5, atol=1e-7)
+
+
+@every_rule
+def test_loops_run_forward_and_fori_loops_backward(rule):
+    def clip(h):
+        return cg.clip_cotangent(jnp.tanh(2 * h), rule)
+
+    def while_(x):
+        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, clip(c[1])), (0, x))[1]
+
+    def fori(x):
+        return jax.lax.fori_loop(0, 3, lambda _, h: clip(h), x)
+
+    plain = jnp.tanh(2 * jnp.tanh(2 * jnp.tanh(2 * X)))
+    assert_close(jax.jit(while_)(X), plain)
+    loop = jax.grad(lambda x: outer(jnp.pad(fori(x), ((0, 0), (0, 1)))))(X)
+    unrolled = jax.grad(lambda x: outer(jnp.pad(clip(clip(clip(x))), ((0, 0), (0, 1)))))(X)
+    assert_close(loop, unrolled, rtol=1e-5, atol=1e-7)
+
+
+@every_rule
+@pytest.mark.parametrize("taken", [0, 1])
+def test_cond_and_switch_clip_in_the_branch_that_is_taken(rule, taken):
+    def branch(x):
+        return outer(cg.clip_cotangent(inner(x), rule))
+
+    def plain(x):
+        return outer(inner(x))
+
+    def cond(x, i):
+        return jax.lax.cond(i == 0, branch, plain, x)
+
+    def switch(x, i):
+        return jax.lax.switch(i, [branch, plain], x)
+
+    expected = expected_gradient(X, rule) if taken == 0 else jax.grad(plain)(X)
+    for f in (cond, switch):
+        assert_close(jax.jit(jax.grad(f))(X, taken), expected, rtol=1e-5, atol=1e-7)
+
+
+POLICIES = {
+    name: getattr(jax.checkpoint_policies, name)
+    for name in ("everything_saveable", "nothing_saveable", "dots_saveable",
+                 "checkpoint_dots_with_no_batch_dims")
+} | {
+    "save_only_these_names": jax.checkpoint_policies.save_only_these_names("h"),
+    "save_anything_except_these_names": jax.checkpoint_policies.save_anything_except_these_names(
+        "h"),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["h"], names_which_can_be_offloaded=[],
+        offload_src="device", offload_dst="pinned_host"),
+    "default": None,
+}  # fmt: skip
+
+
+@every_rule
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_the_clip_survives_rematerialisation(rule, policy):
+    def loss(x):
+        h = jax.ad_checkpoint.checkpoint_name(inner(x), "h")
+        return outer(cg.clip_cotangent(h, rule))
+
+    gradient = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy)))(X)
+    assert_close(gradient, expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
+
+
+@every_rule
+def test_the_checkpoint_of_a_decorated_function(rule):
+    decorated = jax.checkpoint(cg.error_clip(outputs=rule)(inner))
+    gradient = jax.grad(lambda x: outer(decorated(x)))(X)
+    assert_close(gradient, expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
+
+
+@every_rule
+def test_inside_and_outside_of_a_custom_vjp(rule):
+    @jax.custom_vjp
+    def tripled(x):
+        return x
+
+    tripled.defvjp(lambda x: (x, None), lambda _, g: (3 * g,))
+    outside = jax.grad(lambda x: outer(cg.clip_cotangent(tripled(inner(x)), rule)))(X)
+    assert_close(outside, 3 * expected_gradient(X, rule), rtol=1e-5, atol=1e-6)
+
+    @jax.custom_vjp
+    def squared(x):
+        return outer(cg.clip_cotangent(inner(x), rule))
+
+    def forward(x):
+        return jax.vjp(lambda x: outer(cg.clip_cotangent(inner(x), rule)), x)
+
+    squared.defvjp(forward, lambda pull_back, g: pull_back(g))
+    assert_close(jax.grad(squared)(X), expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
+
+
+def test_a_custom_jvp_function_may_contain_a_clip():
+    @jax.custom_jvp
+    def f(x):
+        return cg.clip_cotangent(x, cg.ClipByValue(0.1))
+
+    f.defjvp(lambda primals, tangents: (f(*primals), 2 * tangents[0]))
+    assert jax.jvp(f, (1.0,), (1.0,))[1] == 2
+
+
+@every_rule
+def test_derivatives_of_the_gradient(rule):
+    """Gradient, jacobian and hessian of the clipped gradient, against those of its composition."""
+    x = X[:1]
+
+    def actual(x):
+        return jax.grad(clipped_loss)(x, rule)
+
+    def expected(x):
+        return expected_gradient(x, rule)
+
+    for derivative in (jax.jacrev, jax.jacfwd):
+        assert_close(derivative(actual)(x), derivative(expected)(x), rtol=1e-4, atol=1e-5)
+    hessian = jax.hessian(clipped_loss)(x, rule)
+    assert_close(hessian, jax.jacfwd(expected)(x), rtol=1e-4, atol=1e-5)
+    actual_sum, expected_sum = (
+        jax.grad(lambda x, f=f: jnp.sum(f(x) ** 2))(x) for f in (actual, expected)
+    )
+    assert_close(actual_sum, expected_sum, rtol=1e-4, atol=1e-5)
+
+
+@every_rule
+def test_jacrev_clips_the_cotangent_of_each_output(rule):
+    def f(x):
+        return jnp.sin(3 * cg.clip_cotangent(inner(x), rule))
+
+    jacobian = jax.jacrev(f)(X[:1]).reshape(4, 1, 3)
+    for i in range(4):
+        row = expected_gradient(X[:1], rule, outer=lambda h, i=i: jnp.sin(3 * h)[0, i])
+        assert_close(jacobian[i], row, rtol=1e-5, atol=1e-7)
+
+
+def test_forward_mode_is_refused_by_jax_and_works_without_a_rule():
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: clipped_loss(x, cg.ClipByValue(1.0)), (X,), (X,))
+    jax.jvp(lambda x: clipped_loss(x, None), (X,), (X,))
+
+
+def mesh_of(kind):
+    return jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+
+
+@every_rule
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", [P("x"), P(("x", "y")), P(None, None)], ids=str)
+def test_jit_with_shardings(rule, kind, spec):
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, spec))
+        gradient = jax.jit(jax.grad(functools.partial(clipped_loss, rule=rule)))(x)
+        if kind == AxisType.Explicit:
+            assert jax.typeof(gradient).sharding == jax.typeof(x).sharding
+    assert_close(gradient, expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
+
+
+@every_rule
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_clips_the_shard_of_each_device(rule, check_vma):
+    gradient = jax.shard_map(
+        jax.grad(functools.partial(clipped_loss, rule=rule)),
+        mesh=jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)),
+        in_specs=P("x"),
+        out_specs=P("x"),
+        check_vma=check_vma,
+    )
+    each = jnp.concatenate([expected_gradient(x[None], rule) for x in X])
+    assert_close(jax.jit(gradient)(X), each, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_with_an_axis_name_clips_the_whole(check_vma):
+    def gradient(x):
+        return jax.grad(clipped_loss)(x, cg.ClipByGlobalNorm(LIMIT, axis_name="x"))
+
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    specs = dict(mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=check_vma)
+    expected = expected_gradient(X, cg.ClipByGlobalNorm(LIMIT))
+    assert_close(jax.jit(jax.shard_map(gradient, **specs))(X), expected, rtol=1e-5, atol=1e-7)
+
+
+@every_rule
+def test_pmap(rule):
+    gradient = jax.pmap(jax.grad(functools.partial(clipped_loss, rule=rule)))(X[:, None])
+    each = jnp.stack([expected_gradient(x[None], rule) for x in X])
+    assert_close(gradient, each, rtol=1e-5, atol=1e-7)
+
+
+@every_rule
+def test_donated_buffers(rule):
+    step = jax.jit(lambda x: x - 0.1 * jax.grad(clipped_loss)(x, rule), donate_argnums=0)
+    expected = X - 0.1 * expected_gradient(X, rule)
+    x = jnp.array(X)
+    assert_close(step(x), expected, rtol=1e-5, atol=1e-7)
+    assert x.is_deleted()
+
+
+@every_rule
+def test_an_exported_program_clips(rule):
+    gradient = jax.jit(jax.grad(functools.partial(clipped_loss, rule=rule)))
+    exported = jax.export.export(gradient)(jax.ShapeDtypeStruct(X.shape, X.dtype))
+    loaded = jax.export.deserialize(exported.serialize())
+    assert_close(loaded.call(X), expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
+
+
+def test_an_exported_function_can_still_be_differentiated():
+    def loss(x):
+        return clipped_loss(x, cg.ClipByGlobalNorm(LIMIT))
+
+    exported = jax.export.export(jax.jit(loss))(jax.ShapeDtypeStruct(X.shape, X.dtype))
+    loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
+    expected = expected_gradient(X, cg.ClipByGlobalNorm(LIMIT))
+    assert_close(jax.grad(loaded.call)(X), expected, rtol=1e-5, atol=1e-7)
+
+
+@every_rule
+def test_the_forward_pass_is_the_same_program(rule):
+    def program(rule):
+        f = jax.jit(lambda x: clipped_loss(x, rule))
+        text = f.lower(X).compile().as_text()
+        return [line.split(", metadata")[0] for line in text.splitlines()[1:] if " = " in line]
+
+    assert program(rule) == program(None)
+    assert_same(inner(X), cg.clip_cotangent(inner(X), rule))
