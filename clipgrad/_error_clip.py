@@ -111,6 +111,11 @@ def _clip_inputs(
         bound = signature.bind(*args, **kwargs)
     except TypeError:  # which the call of the function raises in its own words
         return args, kwargs
+    for name in rules:
+        if name not in signature.parameters and name not in kwargs:
+            raise ValueError(
+                f"error_clip: no argument {name!r} in this call, whose keywords are {list(kwargs)}"
+            )
     for name, value in bound.arguments.items():
         bound.arguments[name] = _clip_argument(signature.parameters[name], value, rules)
     return bound.args, bound.kwargs

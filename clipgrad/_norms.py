@@ -121,6 +121,14 @@ def tree_total(part: Callable[..., jax.Array], tree: Any, axis_name: AxisName = 
     return groups.sums(parts, leaves)[0] if leaves else jnp.zeros((), dtype)
 
 
+def tree_size(tree: Any, axis_name: AxisName = None) -> jax.Array:
+    """The number of elements of a tree that take part, in the dtype of its norm."""
+    leaves = leaves_taking_part(tree)
+    groups, dtype = Groups(None, _names(axis_name)), widest(leaves)
+    sizes = [jnp.array(leaf.size, dtype) for leaf in leaves]
+    return groups.totals(sizes, leaves)[0] if leaves else jnp.zeros((), dtype)
+
+
 def widest(leaves: Arrays) -> str:
     """The dtype of a norm over all of these leaves."""
     return max([accumulator(leaf) for leaf in leaves], default="float32")

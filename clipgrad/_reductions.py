@@ -33,7 +33,10 @@ class Groups(NamedTuple):
 
     def sums(self, parts: Arrays, leaves: Arrays) -> list[jax.Array]:
         """The sum of each group; ``parts`` has the shapes of ``leaves``."""
-        local = self._reduce(jnp.sum, parts)
+        return self.totals(self._reduce(jnp.sum, parts), leaves)
+
+    def totals(self, local: Arrays, leaves: Arrays) -> list[jax.Array]:
+        """The sum of each group, from the sums of the leaves on this device."""
         return self._over_devices(local, leaves, jnp.add, jax.lax.psum)
 
     def maxima(self, parts: Arrays, leaves: Arrays) -> list[jax.Array]:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._norms import AxisName, Norm, tree_total, widest
+from clipgrad._norms import AxisName, Norm, tree_size, tree_total, widest
 from clipgrad._numbers import power_of_two
 from clipgrad._trees import leaves_taking_part
 
@@ -113,7 +113,7 @@ class ClipStats(NamedTuple):
         """
         clips, finite = norm.exceeds(limit), jnp.isfinite(norm.root)
         before = jnp.stack(_squares(norm.value))
-        size = tree_total(_one, tree, axis_name)
+        size = tree_size(tree, axis_name)
         after = jnp.where(clips, jnp.stack(_squares(limit)), before)
         return cls(
             before,

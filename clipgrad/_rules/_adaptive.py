@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from clipgrad._norms import AxisName, slice_norms
+from clipgrad._norms import AxisName, Norm, slice_norms
 from clipgrad._numbers import times
 from clipgrad._rules._base import ClipRule, pytree_rule, static_field
 from clipgrad._rules._scaling import scale_down
@@ -105,8 +105,13 @@ class AdaptiveClip(ClipRule):
     def _clip(self, paths: list[str], grads: list[jax.Array], params: list[Any]) -> list[jax.Array]:
         axes = [_axes(self.axis, path, g, w) for path, g, w in zip(paths, grads, params)]
         norms = slice_norms([*grads, *map(jnp.asarray, params)], axes * 2, axis_name=self.axis_name)
-        pairs = zip(grads, norms[: len(grads)], norms[len(grads) :])
-        return [scale_down(g, n, self._limit(w.value, n.root.dtype), _shrink) for g, n, w in pairs]
+        triples = zip(grads, norms[: len(grads)], norms[len(grads) :], strict=True)
+        return [self._clip_leaf(g, n, w.value) for g, n, w in triples]
+
+    def _clip_leaf(self, grad: jax.Array, norm: Norm, weight: jax.Array) -> jax.Array:
+        root, scale, weight = (jnp.broadcast_to(x, grad.shape) for x in (*norm, weight))
+        limit = self._limit(weight, root.dtype)
+        return scale_down(grad, Norm(root, scale), limit, _shrink)
 
     def _limit(self, weight: jax.Array, dtype: Any) -> jax.Array:
         least = nonnegative(self.eps, dtype)
@@ -123,5 +128,6 @@ def _axes(axis: UnitAxis, path: str, grad: Any, param: Any) -> Any:
 
 
 def _shrink(leaf: jax.Array, root: jax.Array, limit: jax.Array) -> jax.Array:
-    # What XLA makes of optax's division of arrays that are broadcast to the shape of the leaf.
-    return times(leaf, limit / root if root.size == 1 else limit * (1 / root))
+    # The maximum changes nothing, but XLA rounds a quotient differently if it is written
+    # differently, and so it is in optax; likewise that norms have the shape of the leaf.
+    return times(leaf, limit / jnp.maximum(root, 2.0**-100))

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._norms import Norm
-from clipgrad._numbers import times, widen
+from clipgrad._numbers import over, times, widen
 from clipgrad._rules._thresholds import nonnegative
 
-# How a leaf is shrunk, given its root and limit. The rules differ in the order of multiplication
-# and division, so that each rounds as the optax function of its name does.
+# How a leaf is shrunk, given its norm and limit, in the ordinary range. The rules write it in
+# different ways, so that each rounds as the optax function of its name does.
 Formula = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -53,7 +53,8 @@ def _select(
     root: jax.Array,
     clips: jax.Array | None = None,
 ) -> jax.Array:
-    wide = times(widen(leaf, root.dtype.name), norm.scale)
-    shrunk = formula(wide, root, limit)
+    wide = widen(leaf, root.dtype.name)
+    extreme = times(over(times(wide, norm.scale), root), limit)
+    shrunk = jnp.where(norm.scale == 1, formula(wide, root, limit), extreme)
     shrunk = jnp.where(jnp.isfinite(norm.root), shrunk, jnp.nan).astype(leaf.dtype)
     return jnp.where(norm.exceeds(limit) if clips is None else clips, shrunk, leaf)

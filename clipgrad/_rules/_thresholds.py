@@ -67,7 +67,8 @@ def require_numbers(rule: Any) -> None:
 
 def nonnegative(value: Any, dtype: Any) -> jax.Array:
     """A threshold as an array; a negative one, which only a tracer can be, acts as 0."""
-    return jnp.maximum(jnp.asarray(value).astype(dtype), 0)
+    threshold = jnp.asarray(value).astype(dtype)
+    return jnp.maximum(threshold, 0) if isinstance(value, jax.Array) else threshold
 
 
 def _is_schedule(value: Any) -> bool:

@@ -1,0 +1,110 @@
+"""`apply_gradient_clipping`: Composer's arguments, and the values of its adaptive rule."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from tests.helpers import assert_same, tree_of
+
+
+def clip(grads, params=None, kind="adaptive", threshold=0.5):
+    return cg.apply_gradient_clipping(
+        grads, params, clipping_type=kind, clipping_threshold=threshold
+    )
+
+
+def reference(w, g, threshold):
+    """Composer's rule in float64: no least norm, NaN ratios count as 1."""
+    axes = tuple(range(1, w.ndim)) if w.ndim > 1 else None
+    norms = [np.sqrt(np.sum(np.square(x), axis=axes, keepdims=True)) for x in (w, g)]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = threshold * norms[0] / norms[1]
+    return g * np.minimum(np.where(np.isnan(ratio), 1.0, ratio), 1.0)
+
+
+W3 = np.array([[[3.0, 8], [2, 2]], [[1, 3], [3, 9]]])
+G3 = np.array([[[1.0, 1], [3, 5]], [[1, 1], [1, 1]]])
+C3 = np.array([[[0.5, 0.5], [1.5, 2.5]], [[1, 1], [1, 1]]])
+
+
+@pytest.mark.parametrize(
+    "weights, grads, threshold, expected",
+    [
+        ([3.0, 4.0], [7.0, 24.0], 0.5, [0.7, 2.4]),
+        ([0.0, 0.0], [1.0, 1.0], 1e-4, [0.0, 0.0]),
+        ([1.0, 1.0], [0.0, 0.0], 1e-4, [0.0, 0.0]),
+        ([0.0, 0.0], [0.0, 0.0], 1e-4, [0.0, 0.0]),
+        ([[3.0, 4], [9, 40]], [[7.0, 24], [5, 12]], 0.5, [[0.7, 2.4], [5, 12]]),
+        (W3, G3, 1 / 3, C3),
+        (W3[..., None], G3[..., None], 1 / 3, C3[..., None]),
+        (2.0, 8.0, 0.5, 1.0),
+    ],
+    ids=range(8),
+)
+def test_known_answers(weights, grads, threshold, expected):
+    weights, grads = jnp.float32(weights), jnp.float32(grads)
+    np.testing.assert_allclose(clip(grads, weights, threshold=threshold), expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        reference(np.float64(weights), np.float64(grads), threshold), expected, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (4, 5), (3, 4, 5), (2, 3, 4, 5), (1, 6)])
+def test_any_array_equals_the_reference(shape):
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        w, g = rng.normal(size=(2, *shape)) * 10.0 ** rng.integers(-3, 4, (2, *[1] * len(shape)))
+        clipped = clip(jnp.float32(g), jnp.float32(w))
+        np.testing.assert_allclose(clipped, reference(w, g, 0.5), rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "weights, grads, expected",
+    [
+        ([1.0, 1.0], [np.nan, 9.0], [np.nan, 9.0]),
+        ([np.nan, 1.0], [9.0, 9.0], [9.0, 9.0]),
+        ([1.0, 1.0], [np.inf, 9.0], [np.nan, 0.0]),
+    ],
+    ids=["nan gradient", "nan weight", "inf gradient"],
+)
+def test_what_is_not_finite_is_treated_as_composer_does(weights, grads, expected):
+    np.testing.assert_array_equal(clip(jnp.float32(grads), jnp.float32(weights)), expected)
+    with np.errstate(invalid="ignore"):
+        theirs = reference(np.array(weights), np.array(grads), 0.5)
+    np.testing.assert_array_equal(theirs, expected)
+
+
+def test_float16_norms_do_not_overflow():
+    x = jnp.full(4, 6e4, jnp.float16)
+    np.testing.assert_array_equal(clip(x, x), np.float16(3e4))
+
+
+def test_norm_and_value_are_the_rules_of_those_names(key):
+    grads = {**tree_of(key, scale=9.0), "i": jnp.arange(3), "n": None}
+    assert_same(clip(grads, kind="norm"), cg.clip_grads(grads, cg.ClipByGlobalNorm(0.5))[0])
+    assert_same(clip(grads, kind="value"), cg.clip_grads(grads, cg.ClipByValue(0.5))[0])
+
+
+def test_dtypes_and_other_leaves_are_kept():
+    grads = {"b": jnp.ones(2, jnp.bfloat16), "i": jnp.arange(2), "n": None}
+    clipped = clip(grads, {"b": jnp.ones(2), "i": jnp.arange(2), "n": None})
+    assert clipped["b"].dtype == jnp.bfloat16 and clipped["i"] is grads["i"]
+
+
+def test_an_unknown_type_is_refused():
+    with pytest.raises(ValueError, match="got 'agc', expected one of norm, value, adaptive"):
+        clip(jnp.ones(2), kind="agc")
+
+
+def test_missing_or_unfitting_parameters_are_refused():
+    with pytest.raises(ValueError, match="'adaptive' needs the parameters: got params=None"):
+        clip(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"params: got the shape \(3,\) for a"):
+        clip({"a": jnp.ones(2)}, {"a": jnp.ones(3)})
+
+
+@pytest.mark.parametrize("kind", ["norm", "value", "adaptive"])
+def test_a_wrong_threshold_is_refused(kind):
+    with pytest.raises(ValueError, match="clipping_threshold: got -1"):
+        clip(jnp.ones(2), jnp.ones(2), kind, threshold=-1)

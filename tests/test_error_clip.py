@@ -1,0 +1,261 @@
+"""`error_clip`: the decorator on inputs, by name and on outputs."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+
+VALUE = cg.ErrorClipByValue(max=5.0)
+
+
+def multiply(x, y=3.0, *, z=1.0):
+    """Multiplies."""
+    return 100 * x * y * z
+
+
+def test_one_rule_clips_what_is_handed_back_to_all_inputs():
+    clipped = cg.error_clip(VALUE)(multiply)
+    gradients = jax.grad(lambda x, y, z: clipped(x, y, z=z), argnums=(0, 1, 2))(1.0, 2.0, -3.0)
+    assert gradients == (-5, -5, 5)
+    assert clipped(1.0, 2.0, z=-3.0) == multiply(1.0, 2.0, z=-3.0)
+
+
+@pytest.mark.parametrize("call", [
+    lambda f, x, y: f(x, y),
+    lambda f, x, y: f(x, y=y),
+    lambda f, x, y: f(y=y, x=x),
+], ids=["positions", "mixed", "names"])  # fmt: skip
+def test_inputs_are_found_by_position_and_by_name(call):
+    clipped = cg.error_clip({"y": VALUE, "x": None})(multiply)
+    gradients = jax.grad(lambda x, y: call(clipped, x, y), argnums=(0, 1))(1.0, 2.0)
+    assert gradients == (200, 5)
+
+
+def test_each_name_has_its_own_rule():
+    clipped = cg.error_clip({"x": VALUE, "y": cg.ErrorClipByValue(max=7.0)})(multiply)
+    assert jax.grad(clipped, argnums=(0, 1))(1.0, 2.0) == (5, 7)
+
+
+def test_each_input_is_a_variable_of_its_own():
+    @cg.error_clip(cg.ClipByGlobalNorm(1.0))
+    def f(a, b):
+        return jnp.sum(a["u"] * 3 + a["v"] * 4) + 12 * jnp.sum(b)
+
+    x = jnp.ones(1)
+    a, b = jax.grad(f, argnums=(0, 1))({"u": x, "v": x}, x)
+    np.testing.assert_allclose([a["u"][0], a["v"][0], b[0]], [0.6, 0.8, 1.0], rtol=1e-6)
+
+
+def test_defaults_and_inputs_without_cotangents_are_passed_over():
+    @cg.error_clip(VALUE)
+    def f(x, n, name, fn, flag=True, table=None):
+        assert (n, name, flag, table) == (3, "text", True, None)
+        return fn(x) * n if flag and name else x
+
+    assert jax.grad(f)(1.0, 3, "text", lambda x: 100 * x) == 5
+    assert jax.jit(jax.grad(f), static_argnums=(1, 2, 3))(1.0, 3, "text", jnp.sin) > 0
+
+
+def test_integer_arrays_and_keys_are_inputs_like_any_other():
+    @cg.error_clip(VALUE)
+    def f(x, index, key):
+        return 100 * x[index] * jax.random.uniform(key)
+
+    gradient = jax.grad(f)(jnp.ones(3), jnp.array(1), jax.random.key(0))
+    assert gradient.max() <= 5 and gradient[1] > 0
+
+
+def test_args_and_kwargs_are_variables_of_their_own():
+    def f(*args, **kwargs):
+        return 100 * sum(args) + 200 * sum(kwargs.values())
+
+    def gradients(decorator):
+        g = decorator(f)
+        return jax.grad(lambda a, b, c, d: g(a, b, c=c, d=d), argnums=(0, 1, 2, 3))(1.0, 1.0, 1.0, 1.0)
+
+    assert gradients(cg.error_clip(VALUE)) == (5, 5, 5, 5)
+    assert gradients(cg.error_clip({"args": VALUE})) == (5, 5, 200, 200)
+    assert gradients(cg.error_clip({"kwargs": VALUE})) == (100, 100, 5, 5)
+    assert gradients(cg.error_clip({"d": VALUE})) == (100, 100, 200, 5)
+
+
+def test_a_name_for_kwargs_that_a_call_lacks_is_refused():
+    clipped = cg.error_clip({"d": VALUE})(lambda **kwargs: sum(kwargs.values()))
+    with pytest.raises(ValueError, match=r"error_clip: no argument 'd' in this call.*\['c'\]"):
+        clipped(c=1.0)
+
+
+def test_outputs_are_clipped_before_the_functions_own_vjp():
+    @cg.error_clip(outputs=cg.ErrorClipByValue(max=0.5))
+    def double(x):
+        return 2 * x
+
+    assert jax.grad(lambda x: 100 * double(x))(1.0) == 1
+
+
+def test_inputs_and_outputs_together():
+    @cg.error_clip(cg.ErrorClipByValue(max=0.1), outputs=cg.ErrorClipByValue(max=0.5))
+    def double(x):
+        return 2 * x
+
+    np.testing.assert_allclose(jax.grad(lambda x: 100 * double(x))(1.0), 0.1)
+
+
+def test_one_rule_for_outputs_sees_the_whole_result():
+    @cg.error_clip(outputs=cg.ClipByGlobalNorm(1.0))
+    def split(x):
+        return {"a": x, "b": x}
+
+    def loss(x):
+        out = split(x)
+        return 3 * out["a"] + 4 * out["b"]
+
+    np.testing.assert_allclose(jax.grad(loss)(1.0), 0.6 + 0.8, rtol=1e-6)
+
+
+def test_outputs_take_a_prefix_tree_of_rules():
+    @cg.error_clip(outputs={"a": cg.ClipByGlobalNorm(1.0), "b": None, "c": VALUE})
+    def split(x, y):
+        return {"a": (x, y), "b": x, "c": y}
+
+    def loss(x, y):
+        out = split(x, y)
+        return 3 * out["a"][0] + 4 * out["a"][1] + 50 * out["b"] + 60 * out["c"]
+
+    gradients = jax.grad(loss, argnums=(0, 1))(1.0, 1.0)
+    np.testing.assert_allclose(gradients, (50.6, 5.8), rtol=1e-6)
+
+
+def test_outputs_that_are_no_prefix_are_refused():
+    clipped = cg.error_clip(outputs={"a": VALUE})(lambda x: (x, x))
+    with pytest.raises(ValueError, match="outputs: got rules of the structure .* no prefix"):
+        clipped(1.0)
+
+
+def test_methods_are_decorated_and_self_is_no_input():
+    class Model:
+        scale = 100.0
+
+        @cg.error_clip(VALUE)
+        def method(self, x):
+            return self.scale * x
+
+        @classmethod
+        @cg.error_clip(VALUE)
+        def of_class(cls, x):
+            return cls.scale * x
+
+        @staticmethod
+        @cg.error_clip(VALUE)
+        def static(x):
+            return 100 * x
+
+    for f in (Model().method, Model.of_class, Model.static):
+        assert jax.grad(f)(1.0) == 5
+
+
+def test_self_can_be_named():
+    class Layer(dict):
+        @cg.error_clip({"self": VALUE})
+        def apply(self, x):
+            return 100 * self["w"] * x
+
+    jax.tree_util.register_pytree_node(
+        Layer, lambda m: ((m["w"],), None), lambda _, leaves: Layer(w=leaves[0])
+    )
+    layer, gradient = jax.grad(lambda m, x: m.apply(x), argnums=(0, 1))(Layer(w=2.0), 1.0)
+    assert layer["w"] == 5 and gradient == 200
+
+
+def test_signature_name_docstring_and_the_plain_function_are_kept():
+    clipped = cg.error_clip({"x": VALUE})(multiply)
+    assert clipped.__wrapped__ is multiply
+    assert clipped.__name__ == "multiply" and clipped.__doc__ == "Multiplies."
+    assert inspect.signature(clipped) == inspect.signature(multiply)
+
+
+@pytest.mark.parametrize(
+    "function", [jnp.sin, jax.jit(jnp.sin), functools.partial(jnp.multiply, 1.0), jnp.exp], ids=str
+)
+def test_callables_of_any_kind_are_decorated(function):
+    clipped = cg.error_clip(cg.ErrorClipByValue(max=0.01))(function)
+    assert jax.grad(clipped)(0.5) == np.float32(0.01)
+
+
+def test_none_turns_it_off():
+    for decorator in (cg.error_clip(None), cg.error_clip({"x": None}), cg.error_clip(outputs=None)):
+        assert jax.grad(decorator(multiply))(1.0) == 300
+
+
+def test_decorators_stack():
+    clipped = cg.error_clip({"x": VALUE})(cg.error_clip({"y": VALUE})(multiply))
+    assert jax.grad(clipped, argnums=(0, 1))(1.0, 2.0) == (5, 5)
+
+
+def test_a_wrong_call_is_reported_in_pythons_words():
+    with pytest.raises(TypeError, match=r"multiply\(\) missing 1 required positional argument: 'x'"):
+        cg.error_clip({"x": VALUE})(multiply)()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'q'"):
+        cg.error_clip({"x": VALUE})(multiply)(1.0, q=2)
+
+
+def test_an_unknown_parameter_is_refused_when_decorating():
+    with pytest.raises(ValueError, match=r"'h' is no parameter of multiply; its parameters are \['x', 'y', 'z'\]"):
+        cg.error_clip({"h": VALUE})(multiply)
+
+
+@pytest.mark.parametrize("bad", [0.1, {"x": 0.1}, [VALUE], "x"], ids=str)
+def test_what_is_no_rule_is_refused_before_decorating(bad):
+    with pytest.raises(TypeError, match="expected a ClipRule, a function of the cotangent or None"):
+        cg.error_clip(bad)
+    with pytest.raises(TypeError, match="expected a ClipRule, a function of the cotangent or None"):
+        cg.error_clip(outputs={"x": 0.1})
+
+
+@pytest.mark.parametrize("bad", [3, int, jnp.ones(2)], ids=["number", "class", "array"])
+def test_what_is_no_function_is_refused(bad):
+    with pytest.raises(TypeError, match=r"to decorate, expected a function .* @error_clip\(rule\)"):
+        cg.error_clip(VALUE)(bad)
+
+
+def test_a_decorator_without_parentheses_is_caught_at_the_call():
+    forgotten = cg.error_clip(multiply)
+    with pytest.raises(TypeError, match=r"write @error_clip\(rule\), with a rule in the parentheses"):
+        forgotten(1.0)
+
+
+def test_the_newcomers_recurrent_network(key):
+    @cg.error_clip({"h": cg.ErrorClipByValue(max=0.01)})
+    def cell(params, h, x):
+        return jnp.tanh(x @ params["in"] + h @ params["rec"])
+
+    def loss(cell, params, xs):
+        def step(h, x):
+            return cell(params, h, x), None
+
+        return jnp.sum(jax.lax.scan(step, jnp.zeros(4), xs)[0])
+
+    keys = jax.random.split(key, 3)
+    params = {"in": jax.random.normal(keys[0], (3, 4)), "rec": jax.random.normal(keys[1], (4, 4))}
+    xs = jax.random.normal(keys[2], (5, 3))
+    clipped = jax.jit(jax.grad(lambda p: loss(cell, p, xs)))(params)
+    plain = jax.grad(lambda p: loss(cell.__wrapped__, p, xs))(params)
+    assert loss(cell, params, xs) == loss(cell.__wrapped__, params, xs)
+
+    cotangent, total = jnp.ones(4), jax.tree.map(jnp.zeros_like, params)
+    states = [jnp.zeros(4)]
+    for x in xs:
+        states.append(cell(params, states[-1], x))
+    for h, x in list(zip(states, xs))[::-1]:
+        pull_back = jax.vjp(lambda p, h, x=x: cell.__wrapped__(p, h, x), params, h)[1]
+        by_params, by_state = pull_back(cotangent)
+        total = jax.tree.map(jnp.add, total, by_params)
+        cotangent = jnp.clip(by_state, -0.01, 0.01)
+    for name in params:
+        np.testing.assert_allclose(clipped[name], total[name], rtol=1e-4, atol=1e-6)
+        assert not np.allclose(clipped[name], plain[name])

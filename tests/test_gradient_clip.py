@@ -1,0 +1,394 @@
+"""Gradient transformations: state, schedules, selection, policies, optax around them."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import checkify
+
+import clipgrad as cg
+from tests.helpers import CASES, assert_close, assert_same, tree_of
+
+CLIPS = {
+    "clip_by_value": (cg.clip_by_value, optax.clip),
+    "clip_by_norm": (cg.clip_by_norm, None),
+    "clip_by_global_norm": (cg.clip_by_global_norm, optax.clip_by_global_norm),
+    "clip_by_block_rms": (cg.clip_by_block_rms, optax.clip_by_block_rms),
+    "adaptive_grad_clip": (cg.adaptive_grad_clip, optax.adaptive_grad_clip),
+}
+every_clip = pytest.mark.parametrize("name", CLIPS)
+SHAPES = [
+    {"w": (4, 5)},
+    {"w": (16, 16), "b": (16,)},
+    {"w": (3, 4), "b": (4,)},
+    {"a": (8, 16), "b": (16,), "c": (16, 4), "d": (4,)},
+    {"conv": (3, 3, 4, 8), "w": (128, 64), "b": (64,)},
+]
+
+
+def update(tx, grads, params=None, state=None, **extra):
+    return tx.update(grads, tx.init(params) if state is None else state, params, **extra)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, theirs) in CLIPS.items() if theirs])
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize("threshold", [0.01, 0.37, 0.5])
+def test_it_equals_optax_bit_for_bit_under_jit(name, shapes, threshold):
+    ours, theirs = CLIPS[name]
+    run = [jax.jit(lambda g, p, f=f: update(f(threshold), g, p)[0]) for f in (ours, theirs)]
+    rng = np.random.default_rng(0)
+    for scale in (1e-3, 1.0, 30.0, 1e4):
+        grads, params = (
+            {k: jnp.asarray(rng.normal(size=s) * c, jnp.float32) for k, s in shapes.items()}
+            for c in (scale, 1.0)
+        )
+        assert_same(run[0](grads, params), run[1](grads, params))
+
+
+@every_clip
+def test_the_state_is_that_of_the_optax_function(name):
+    params = {"w": jnp.ones((2, 2))}
+    tx = CLIPS[name][0](0.1)
+    assert tx.init(params) == optax.EmptyState()
+    with jax.numpy_dtype_promotion("standard"):
+        ours = optax.chain(tx, optax.adam(1e-3)).init(params)
+        theirs = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3)).init(params)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+
+
+@every_clip
+@pytest.mark.parametrize("threshold", [0.5, optax.linear_schedule(1.0, 0.0, 4)], ids=["number", "schedule"])
+@pytest.mark.parametrize("stats", [True, False])
+def test_the_state_keeps_its_structure_in_a_scan(name, threshold, stats, key):
+    tx = CLIPS[name][0](threshold, stats=stats)
+    params = tree_of(key, jnp.bfloat16)
+
+    def body(state, grads):
+        updates, new = tx.update(grads, state, params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, new)
+        return new, updates
+
+    grads = jax.tree.map(lambda x: jnp.stack([x] * 3), tree_of(key, jnp.bfloat16, 9.0))
+    state, updates = jax.lax.scan(body, tx.init(params), grads)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, grads)
+    if isinstance(state, cg.GradientClipState):
+        assert state.count == 3
+        assert (state.stats is None) == (not stats)
+
+
+def test_statistics_are_kept_and_found(key):
+    tx = optax.chain(cg.clip_by_global_norm(1.0, stats=True), optax.sgd(1.0))
+    params = {"w": jnp.zeros(2)}
+    state = tx.init(params)
+    for scale, clipped, bad in ((0.1, 0, 0), (1.0, 1, 0), (2.0, 2, 0), (np.nan, 3, 1)):
+        _, state = tx.update({"w": jnp.array([3.0, 4.0]) * scale}, state, params)
+        assert optax.tree.get(state, "clipped_count") == clipped
+        assert optax.tree.get(state, "nonfinite_count") == bad
+        np.testing.assert_allclose(optax.tree.get(state, "stats").norm, 5 * scale, rtol=1e-6)
+    assert optax.tree.get(state, "threshold") == 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_statistics_of_every_rule_are_those_of_one_call(case, key):
+    grads, params = tree_of(key, scale=3.0), tree_of(jax.random.fold_in(key, 1))
+    tx = cg.gradient_clip(case.make(0.3), stats=True)
+    updates, state = tx.update(grads, tx.init(params), params)
+    clipped, stats = cg.clip_grads(grads, case.make(0.3), params)
+    assert_same(updates, clipped)
+    assert_same(state.stats, stats)
+    assert state.threshold == np.float32(0.3)
+
+
+def test_a_schedule_is_evaluated_at_the_number_of_updates():
+    schedule = optax.linear_schedule(1.0, 0.0, transition_steps=4)
+    tx = cg.clip_by_global_norm(schedule)
+    state = tx.init(jnp.zeros(2))
+    for step in range(6):
+        updates, state = jax.jit(tx.update)(jnp.array([3.0, 4.0]), state)
+        np.testing.assert_allclose(jnp.linalg.norm(updates), schedule(step), rtol=1e-6)
+        assert state.threshold == schedule(step) and state.count == step + 1
+
+
+@pytest.mark.parametrize("rule", [
+    lambda t: cg.ClipByValue(t), lambda t: cg.ClipByValue(1.0, min=lambda s: -t(s)),
+    lambda t: cg.ClipByNorm(t), lambda t: cg.ClipByBlockRMS(t), lambda t: cg.AdaptiveClip(t),
+    lambda t: cg.AdaptiveClip(0.1, eps=t),
+], ids=range(6))  # fmt: skip
+def test_every_threshold_can_be_a_schedule(rule, key):
+    grads, params = tree_of(key, scale=9.0), tree_of(jax.random.fold_in(key, 1), scale=1e-2)
+    tx = cg.gradient_clip(rule(lambda step: 0.5 / (1.0 + jnp.float32(step))))
+    state = tx.init(params)
+    for step in range(3):
+        updates, state = tx.update(grads, state, params)
+        constant = rule(lambda _, step=step: 0.5 / (1.0 + step))
+        fixed = cg.gradient_clip(constant)
+        assert_close(updates, fixed.update(grads, fixed.init(params), params)[0])
+
+
+def test_a_schedule_traces_once():
+    traces = []
+    tx = cg.clip_by_value(optax.linear_schedule(1.0, 0.0, 100))
+
+    @jax.jit
+    def step(grads, state):
+        traces.append(1)
+        return tx.update(grads, state)
+
+    state = tx.init(jnp.zeros(2))
+    for i in range(20):
+        _, state = step(jnp.ones(2) * i, state)
+    assert len(traces) == 1
+
+
+def test_a_known_norm_is_used_instead_of_a_sum(key):
+    grads = tree_of(key, scale=3.0)
+    tx = optax.chain(cg.clip_by_global_norm(1.0, stats=True), optax.identity())
+    norm = cg.global_norm(grads)
+    expected, _ = update(tx, grads)
+    given, state = update(tx, grads, grad_norm=norm)
+    assert_same(given, expected)
+    assert optax.tree.get(state, "stats").norm == norm
+    halved, _ = update(tx, grads, grad_norm=norm / 2)
+    assert_close(halved, jax.tree.map(lambda g: 2 * g, expected), rtol=1e-6)
+    compiled = jax.jit(lambda g, n: update(cg.clip_by_global_norm(1.0), g, grad_norm=n)[0])
+    assert " reduce(" not in compiled.lower(grads, norm).compile().as_text()
+
+
+@every_clip
+def test_other_extra_arguments_are_left_to_others(name, key):
+    grads = tree_of(key)
+    expected, _ = update(CLIPS[name][0](0.1), grads, grads)
+    extra, _ = update(CLIPS[name][0](0.1), grads, grads, value=1.0, anything=None)
+    assert_same(extra, expected)
+
+
+# where
+
+TREE = {"layer": {"bias": jnp.array([30.0]), "kernel": jnp.array([3.0, 4.0])}, "head": jnp.array([9.0])}
+KERNEL_ONLY = {"layer": {"bias": False, "kernel": True}, "head": False}
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "kernel$",
+        KERNEL_ONLY,
+        lambda tree: jax.tree.map(lambda x: x.shape == (2,), tree),
+        {"layer": {"bias": np.False_, "kernel": np.True_}, "head": np.False_},
+    ],
+    ids=["expression", "mask", "function", "numpy"],
+)
+def test_what_where_leaves_out_is_neither_measured_nor_scaled(where):
+    clipped, stats = cg.clip_grads(TREE, cg.ClipByGlobalNorm(1.0), where=where)
+    np.testing.assert_allclose(clipped["layer"]["kernel"], [0.6, 0.8], rtol=1e-6)
+    assert clipped["head"] is TREE["head"] and clipped["layer"]["bias"] is TREE["layer"]["bias"]
+    assert stats.norm == 5 and stats.size == 2
+    tx = cg.clip_by_global_norm(1.0, where=where)
+    assert_same(update(tx, TREE, TREE)[0], clipped)
+
+
+def test_a_mask_may_be_a_prefix_of_the_tree():
+    clipped, stats = cg.clip_grads(TREE, cg.ClipByValue(1.0), where={"layer": True, "head": False})
+    assert stats.size == 3 and clipped["head"] is TREE["head"]
+    assert_same(clipped["layer"], cg.ClipByValue(1.0)(TREE["layer"]))
+
+
+def test_where_composes_with_adaptive_clipping():
+    params = jax.tree.map(jnp.ones_like, TREE)
+    where = {"layer": {"bias": True, "kernel": True}, "head": False}
+    clipped, _ = cg.clip_grads(TREE, cg.AdaptiveClip(0.5), params, where=where)
+    assert clipped["head"] is TREE["head"] and clipped["layer"]["bias"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "where, error, match",
+    [
+        ("nothing", ValueError, r"where: 'nothing' selects none of the leaves \['head', 'layer/bias'"),
+        (jax.tree.map(lambda _: False, KERNEL_ONLY), ValueError, "where: the mask selects none"),
+        (lambda tree: False, ValueError, "where: the mask selects none"),
+        ({"layer": True}, ValueError, "where: got a mask of the structure .* no prefix"),
+        ([True, False], ValueError, "where: got a mask of the structure .* no prefix"),
+        ({"layer": 1, "head": 0}, TypeError, "where: got [01] of type int in the mask"),
+    ],
+    ids=range(6),
+)
+def test_a_wrong_where_is_refused(where, error, match):
+    with pytest.raises(error, match=match):
+        cg.clip_grads(TREE, cg.ClipByValue(1.0), where=where)
+    with pytest.raises(error, match=match):
+        cg.clip_by_value(1.0, where=where).init(TREE)
+
+
+# nonfinite
+
+BAD = {"a": jnp.array([jnp.nan, 3.0]), "b": jnp.array([-jnp.inf, 4.0]), "c": jnp.array([0.0])}
+
+
+def test_zero_replaces_what_is_not_finite_before_the_norm():
+    clipped, stats = cg.clip_grads(BAD, cg.ClipByGlobalNorm(1.0), nonfinite="zero")
+    np.testing.assert_allclose(clipped["a"], [0, 0.6], rtol=1e-6)
+    np.testing.assert_allclose(clipped["b"], [0, 0.8], rtol=1e-6)
+    assert (stats.norm, stats.nonfinite) == (5, 2)
+    value, stats = cg.clip_grads(BAD, cg.ClipByValue(1.0), nonfinite="zero")
+    np.testing.assert_array_equal(value["b"], [0, 1])
+    assert stats.nonfinite == 2
+
+
+def test_propagate_hides_nothing():
+    clipped, stats = cg.clip_grads(BAD, cg.ClipByGlobalNorm(1.0))
+    assert all(jnp.isnan(leaf).all() for leaf in jax.tree.leaves(clipped))
+    assert stats.nonfinite == 2 and jnp.isnan(stats.norm)
+
+
+def test_error_names_the_leaves():
+    with pytest.raises(FloatingPointError, match=r"NaN or inf in 'a' \(1 elements\), 'b' \(1 elem"):
+        cg.clip_grads(BAD, cg.ClipByValue(1.0), nonfinite="error")
+    cg.clip_grads(TREE, cg.ClipByValue(1.0), nonfinite="error")
+    cg.clip_grads(BAD, cg.ClipByValue(1.0), nonfinite="error", where="c")
+
+
+def test_error_is_an_error_of_checkify_under_jit():
+    tx = cg.clip_by_global_norm(1.0, nonfinite="error")
+    checked = jax.jit(checkify.checkify(lambda grads: update(tx, grads)[0]))
+    error, _ = checked(BAD)
+    with pytest.raises(checkify.JaxRuntimeError, match="1 elements of the gradient 'a' are NaN or inf"):
+        error.throw()
+    checked({k: jnp.ones(2) for k in "ab"})[0].throw()
+
+
+def test_an_unknown_policy_is_refused():
+    for call in (
+        lambda: cg.clip_grads(TREE, cg.ClipByValue(1.0), nonfinite="ignore"),
+        lambda: cg.clip_by_value(1.0, nonfinite="ignore"),
+    ):
+        with pytest.raises(ValueError, match="got 'ignore', expected one of propagate, zero, error"):
+            call()
+
+
+# bad input
+
+
+@pytest.mark.parametrize("bad", [0.1, cg.ClipByValue, "norm"], ids=str)
+def test_what_is_no_rule_is_refused(bad):
+    for call in (lambda: cg.gradient_clip(bad), lambda: cg.clip_grads(TREE, bad)):
+        with pytest.raises(TypeError, match="expected a ClipRule, a function of the cotangent or None"):
+            call()
+
+
+def test_adaptive_clipping_without_parameters_is_refused():
+    tx = cg.adaptive_grad_clip(0.1)
+    with pytest.raises(ValueError, match=r"AdaptiveClip needs the parameters.*update\(grads, state, params\)"):
+        tx.update(TREE, tx.init(TREE))
+
+
+@pytest.mark.parametrize(
+    "params, match",
+    [
+        ({"a": jnp.ones(3)}, r"params: got \(3,\) for a, whose gradient has the shape \(2,\)"),
+        ({"b": jnp.ones(2)}, "params: got another structure than that of the gradients"),
+        ({"a": None}, "params: got None for a"),
+    ],
+    ids=range(3),
+)
+def test_parameters_that_do_not_fit_are_refused(params, match):
+    with pytest.raises(ValueError, match=match):
+        cg.clip_grads({"a": jnp.ones(2)}, cg.AdaptiveClip(0.1), params)
+
+
+def test_a_known_norm_is_refused_by_rules_that_do_not_use_it():
+    with pytest.raises(ValueError, match="norm: got one with .*expected ClipByGlobalNorm"):
+        cg.clip_grads(TREE, cg.ClipByValue(1.0), norm=1.0)
+
+
+def test_a_schedule_outside_of_a_gradient_clip_is_refused():
+    for call in (
+        lambda: cg.clip_grads(TREE, cg.ClipByNorm(lambda s: 1.0)),
+        lambda: cg.ClipByNorm(lambda s: 1.0)(TREE),
+    ):
+        with pytest.raises(TypeError, match="max_norm: got a schedule"):
+            call()
+
+
+def test_none_is_off():
+    assert_same(update(cg.gradient_clip(None), TREE)[0], TREE)
+    assert_same(cg.clip_grads(TREE, None)[0], TREE)
+
+
+def test_an_own_function_sees_only_what_takes_part():
+    tree = {"f": jnp.array([2.0]), "i": jnp.array([3]), "n": None}
+    halve = lambda grads: jax.tree.map(lambda g: 0.5 * g, grads)  # noqa: E731
+    tx = cg.gradient_clip(halve, stats=True)
+    updates, state = update(tx, tree, tree)
+    assert updates["f"] == 1 and updates["i"] is tree["i"] and state.threshold is None
+
+
+# optax around it
+
+
+def test_schedules_of_inject_hyperparams_on_bfloat16_gradients():
+    tx = optax.inject_hyperparams(cg.clip_by_global_norm)(optax.linear_schedule(1.0, 0.5, 10))
+    grads = {"w": jnp.full((4,), 3.0, jnp.bfloat16)}
+    for params in (grads, {"w": jnp.ones(4)}):
+        updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+        assert updates["w"].dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.float32(updates["w"]), 0.5, rtol=1e-2)
+        assert state.hyperparams["max_norm"] == 1
+
+
+@every_clip
+def test_inject_hyperparams_takes_every_clip(name, key):
+    grads = tree_of(key, scale=9.0)
+    tx = optax.inject_hyperparams(CLIPS[name][0])(0.25)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(grads), grads)
+    assert_close(updates, update(CLIPS[name][0](0.25), grads, grads)[0])
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_masked_partition_multisteps_apply_if_finite_and_named_chain(key):
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([30.0])}
+    masked = optax.masked(cg.clip_by_global_norm(1.0, stats=True), {"a": True, "b": False})
+    updates, state = update(masked, grads, grads)
+    np.testing.assert_allclose(updates["a"], [0.6, 0.8], rtol=1e-6)
+    assert updates["b"] == 30 and optax.tree.get(state, "stats").norm == 5
+
+    labels = {"a": "one", "b": "two"}
+    parts = optax.partition(
+        {"one": cg.clip_by_global_norm(1.0), "two": cg.clip_by_value(2.0)}, labels
+    )
+    updates, _ = update(parts, grads, grads)
+    np.testing.assert_allclose(updates["a"], [0.6, 0.8], rtol=1e-6)
+    assert updates["b"] == 2
+
+    steps = optax.MultiSteps(cg.clip_by_global_norm(1.0), every_k_schedule=2)
+    state = steps.init(grads)
+    first, state = steps.update(grads, state, grads)
+    second, state = steps.update(jax.tree.map(lambda g: -0.5 * g, grads), state, grads)
+    average = jax.tree.map(lambda g: 0.25 * g, grads)
+    assert_close(second, cg.ClipByGlobalNorm(1.0)(average), rtol=1e-6)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(first))
+
+    finite = optax.apply_if_finite(cg.clip_by_global_norm(1.0), 5)
+    bad = {"a": jnp.array([jnp.nan, 1.0]), "b": jnp.array([1.0])}
+    updates, state = update(finite, bad, grads)
+    assert state.total_notfinite == 1 and not any(u.any() for u in jax.tree.leaves(updates))
+
+    chain = optax.named_chain(("clip", cg.clip_by_value(1.0, stats=True)), ("sgd", optax.sgd(1.0)))
+    updates, state = update(chain, grads, grads)
+    assert updates["b"] == -1 and state["clip"].clipped_count == 1
+
+
+@every_clip
+def test_differentiating_through_an_update(name, key):
+    """Meta-learning: the gradient of a loss after a clipped step."""
+    params = tree_of(key)
+
+    def after(rate, scale):
+        tx = optax.chain(CLIPS[name][0](0.1), optax.sgd(rate))
+        grads = jax.tree.map(lambda p: scale * p, params)
+        updates, _ = update(tx, grads, params)
+        return cg.global_norm(optax.apply_updates(params, updates))
+
+    chex.assert_tree_all_finite(jax.grad(after, argnums=(0, 1))(0.1, 1.0))
+    chex.assert_tree_all_finite(jax.grad(after, argnums=(0, 1))(0.1, 0.0))

@@ -1,0 +1,51 @@
+"""Published thresholds, and one's own."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+
+
+def values(kind):
+    return [t.value for t in cg.SUGGESTED_THRESHOLDS if t.kind == kind]
+
+
+def test_the_published_thresholds():
+    assert values("norm") == [2.0, 0.25, 1.0, 0.1, 0.1]
+    assert values("value") == [15.0]
+    assert values("adaptive") == [0.01, 0.08, 0.16]
+
+
+def test_every_entry_says_where_it_is_from():
+    for entry in cg.SUGGESTED_THRESHOLDS:
+        assert entry.kind in ("norm", "value", "adaptive")
+        assert entry.setting and entry.source[-4:].isdigit()
+
+
+@pytest.mark.parametrize("percentile", [0, 50, 90.0, 100])
+def test_the_percentile_of_the_finite_norms(percentile):
+    norms = np.random.default_rng(0).lognormal(size=(7, 30))
+    expected = np.percentile(norms, percentile)
+    spoilt = np.concatenate([norms.ravel(), [np.nan, np.inf]])
+    assert cg.suggest_threshold(norms, percentile) == pytest.approx(expected)
+    assert cg.suggest_threshold(spoilt, percentile) == pytest.approx(expected)
+
+
+def test_the_default_is_the_ninetieth():
+    assert cg.suggest_threshold(jnp.arange(101.0)) == pytest.approx(90)
+
+
+@pytest.mark.parametrize(
+    "norms, percentile, match",
+    [
+        ([], 90, "got 0 norms, none of them finite"),
+        ([np.nan, np.inf], 90, "got 2 norms, none of them finite"),
+        ([1.0, -2.0], 90, r"got -2.0, expected norms, which are not negative"),
+        ([1.0], 101, r"percentile: got 101, expected a number in \[0, 100\]"),
+        ([1.0], -1, "percentile: got -1"),
+    ],
+)
+def test_bad_input_is_refused(norms, percentile, match):
+    with pytest.raises(ValueError, match=match):
+        cg.suggest_threshold(norms, percentile)

@@ -1,0 +1,170 @@
+"""Known answers of single rules: units, axes, bounds, orders."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+
+
+def test_error_clip_by_value_is_clip_by_value():
+    assert cg.ErrorClipByValue is cg.ClipByValue
+    assert cg.ErrorClipByValue(max=5.0) == cg.ClipByValue(5.0, None)
+
+
+@pytest.mark.parametrize(
+    "rule, expected",
+    [
+        (cg.ClipByValue(2.0), [-2, -1, 0, 1, 2]),
+        (cg.ClipByValue(2.0, 0.5), [0.5, 0.5, 0.5, 1, 2]),
+        (cg.ClipByValue(-1.0, -2.0), [-2, -1, -1, -1, -1]),
+        (cg.ClipByValue(max=1.0, min=1.0), [1, 1, 1, 1, 1]),
+        (cg.ClipByValue(np.array([9, 8, 7, 0.5, 1])), [-3, -1, 0, 0.5, 1]),
+        (cg.ClipByValue(jnp.inf, -2), [-2, -1, 0, 1, 3]),
+    ],
+    ids=range(6),
+)
+def test_value_clip(rule, expected):
+    np.testing.assert_array_equal(rule(jnp.array([-3.0, -1.0, 0.0, 1.0, 3.0])), expected)
+
+
+def test_bounds_broadcast_into_a_leaf():
+    x = jnp.full((2, 3), 9.0)
+    np.testing.assert_array_equal(cg.ClipByValue(jnp.array([1.0, 2, 3]))(x), [[1, 2, 3]] * 2)
+    np.testing.assert_array_equal(cg.ClipByValue(jnp.array([[1.0], [2]]))(x), [[1] * 3, [2] * 3])
+
+
+@pytest.mark.parametrize("bad", [(1.0, 2.0), (np.ones(2), np.array([0.0, 3.0]))], ids=str)
+def test_an_empty_interval_is_refused(bad):
+    with pytest.raises(ValueError, match="min: got .*expected at most max"):
+        cg.ClipByValue(*bad)
+
+
+def test_a_nan_replacement_must_be_a_number():
+    with pytest.raises(TypeError, match="nan: got 'zero'"):
+        cg.ClipByValue(1.0, nan="zero")
+    with pytest.raises(ValueError, match="nan: got nan"):
+        cg.ClipByValue(1.0, nan=float("nan"))
+
+
+@pytest.mark.parametrize(
+    "axis, expected",
+    [
+        (None, [[[0.4, 0.4]], [[0.4, 0.4]]]),
+        (-1, [[[0.5657, 0.5657]], [[0.5657, 0.5657]]]),
+        (0, [[[0.5657, 0.5657]], [[0.5657, 0.5657]]]),
+        (1, [[[0.8, 0.8]], [[0.8, 0.8]]]),
+        ((0, 2), [[[0.4, 0.4]], [[0.4, 0.4]]]),
+        ((), [[[0.8, 0.8]], [[0.8, 0.8]]]),
+    ],
+)
+def test_norms_over_slices(axis, expected):
+    clipped = cg.ClipByNorm(0.8, axis=axis)(jnp.ones((2, 1, 2)))
+    np.testing.assert_allclose(clipped, expected, rtol=1e-4)
+
+
+def test_slices_may_have_limits_of_their_own():
+    rule = cg.ClipByNorm(jnp.array([[1.0], [10.0]]), axis=-1)
+    np.testing.assert_allclose(rule(jnp.array([[3.0, 4], [3, 4]])), [[0.6, 0.8], [3, 4]], rtol=1e-6)
+
+
+def test_each_example_of_a_batch_is_clipped_by_itself(key):
+    x = jax.random.normal(key, (5, 4, 3, 2)) * jnp.arange(1.0, 6).reshape(5, 1, 1, 1)
+    batched = cg.ClipByNorm(1.0, axis=(1, 2, 3))(x)
+    np.testing.assert_allclose(batched, jax.vmap(cg.ClipByNorm(1.0))(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", ["rows", 1.5, True, (0, "x")], ids=str)
+def test_an_axis_that_is_none_is_refused(bad):
+    with pytest.raises(TypeError, match="axis: got .*expected an int, a tuple of them or None"):
+        cg.ClipByNorm(1.0, axis=bad)
+
+
+@pytest.mark.parametrize("axis", [2, -3, (0, 0), (0, -2)], ids=str)
+def test_an_axis_that_a_leaf_lacks_is_refused(axis):
+    with pytest.raises(ValueError, match=r"axis: got .* for layer/w of shape \(2, 2\)"):
+        cg.ClipByNorm(1.0, axis=axis)({"layer": {"w": jnp.ones((2, 2))}})
+
+
+# Adaptive clipping: what a unit is. A leaf of ones, a gradient with one spike in it.
+
+
+def spike(shape, value=0.05):
+    return jnp.zeros(shape).at[(0,) * len(shape)].set(value)
+
+
+@pytest.mark.parametrize(
+    "shape, unit",
+    [
+        ((4,), 4),
+        ((), 1),
+        ((1, 4), 1),
+        ((8, 4), 8),
+        ((3, 16, 8), 48),
+        ((2, 4, 3), 8),
+        ((3, 3, 4, 8), 36),
+        ((2, 2, 2, 2, 2, 2), 32),
+    ],
+    ids=str,
+)
+def test_a_unit_is_what_makes_one_output(shape, unit):
+    clipped = cg.AdaptiveClip(0.02)(spike(shape, 1.0), jnp.ones(shape))
+    np.testing.assert_allclose(jnp.max(clipped), 0.02 * unit**0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "axis, unit",
+    [
+        (-2, 4),
+        ((-2,), 4),
+        ((1, 2), 16),
+        ({"layers": -2}, 4),
+        ({"kernel$": (0, 1, 2)}, 64),
+        ({"layers/kernel": None}, 64),
+        ({"^layers": 0, "kernel": None}, 4),
+        ({"bias": None}, 16),
+        (lambda path, leaf: {"layers/kernel": -1, "bias": None}[path], 4),
+    ],
+    ids=range(9),
+)
+def test_units_by_axis_by_path_and_by_function(axis, unit):
+    params = {"layers": {"kernel": jnp.ones((4, 4, 4))}}
+    if isinstance(axis, dict) or callable(axis):
+        params["bias"] = jnp.ones(3)
+    grads = jax.tree.map(lambda p: spike(p.shape, 1.0), params)
+    clipped = cg.AdaptiveClip(0.02, axis=axis)(grads, params)
+    assert jnp.max(clipped["layers"]["kernel"]) == pytest.approx(0.02 * unit**0.5, rel=1e-6)
+
+
+def test_stacked_layers_keep_their_units_apart():
+    params = jnp.concatenate([jnp.full((3, 8, 8), 100.0), jnp.ones((1, 8, 8))])
+    grads = jnp.zeros((4, 8, 8)).at[3].set(1.0)
+    alone = cg.AdaptiveClip(0.02)(grads[3], params[3])
+    stacked = cg.AdaptiveClip(0.02, axis=-2)(grads, params)
+    np.testing.assert_allclose(stacked[3], alone, rtol=1e-6)
+    np.testing.assert_allclose(alone, 0.02, rtol=1e-6)
+
+
+def test_a_mapping_is_held_in_a_hashable_form():
+    rule = cg.AdaptiveClip(axis={"a": [0, 1], "b": None})
+    assert rule.axis == (("a", (0, 1)), ("b", None))
+    assert hash(jax.tree.structure(rule)) == hash(jax.tree.structure(cg.AdaptiveClip(axis=rule.axis)))
+
+
+def test_expressions_that_match_nothing_or_do_not_compile_are_refused():
+    x = {"a": jnp.ones((2, 2))}
+    with pytest.raises(ValueError, match=r"axis: 'kernel' matches no leaf; the paths are \['a'\]"):
+        cg.AdaptiveClip(axis={"a": 0, "kernel": 0})(x, x)
+    with pytest.raises(ValueError, match=r"axis: '\[' is no regular expression"):
+        cg.AdaptiveClip(axis={"[": 0})
+
+
+def test_axis_names_may_be_a_list():
+    assert cg.ClipByGlobalNorm(1.0, axis_name=["x", "y"]).axis_name == ("x", "y")
+    assert cg.AdaptiveClip(axis_name=["x", "y"]).axis_name == ("x", "y")
+
+
+def test_the_protocol_is_met_by_rules_and_not_by_functions():
+    assert isinstance(cg.ClipByNorm(1.0), cg.ClipRule)
+    assert not isinstance(lambda grads: grads, cg.ClipRule)

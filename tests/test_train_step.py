@@ -1,0 +1,207 @@
+"""The training step: compiled once, right metrics, one clip after accumulation."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipgrad as cg
+from tests.helpers import assert_close
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Of optax's optimizers, which mix integer counts with floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
+
+
+def data(key, n=8):
+    k = jax.random.split(key, 4)
+    params = {"w": jax.random.normal(k[0], (3, 5)), "v": jax.random.normal(k[1], (5,))}
+    return params, (jax.random.normal(k[2], (n, 3)), 50 * jax.random.normal(k[3], (n,)))
+
+
+def test_one_trace_for_a_thousand_steps_of_a_schedule(key):
+    params, _ = data(key)
+    traces = []
+
+    def counted(params, batch):
+        traces.append(1)
+        return loss_fn(params, batch)
+
+    schedule = optax.linear_schedule(1.0, 0.1, 1000)
+    tx = optax.chain(cg.clip_by_global_norm(schedule), optax.adam(optax.linear_schedule(1e-2, 0, 999)))
+    step = cg.train_step(counted, tx)
+    state = step.init(params)
+    xs, ys = jax.random.normal(key, (1000, 4, 3)), jax.random.normal(key, (1000, 4))
+    for x, y in zip(xs, ys):
+        state, metrics = step(state, (x, y))
+    assert len(traces) == 1 and step.update._cache_size() == 1
+    assert optax.tree.get(state.opt_state, "threshold") == pytest.approx(schedule(999))
+    assert np.isfinite(metrics["loss"])
+
+
+def test_it_is_value_and_grad_update_and_apply(key):
+    params, batch = data(key)
+    tx = optax.chain(cg.clip_by_global_norm(1.0), optax.adam(1e-2))
+    step = cg.train_step(loss_fn, tx)
+    state = step.init(params)
+    expected, opt_state = params, tx.init(params)
+    for _ in range(3):
+        loss, grads = jax.value_and_grad(loss_fn)(expected, batch)
+        updates, opt_state = tx.update(grads, opt_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+        np.testing.assert_allclose(metrics["grad_norm"], cg.global_norm(grads), rtol=1e-5)
+    assert_close(state.params, expected, rtol=1e-5)
+
+
+def test_the_metrics_say_what_was_clipped(key):
+    params, batch = data(key)
+    step = cg.train_step(loss_fn, optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    _, metrics = step(step.init(params), batch)
+    assert metrics["grad_norm"] > 1 and metrics["nonfinite"] == 0
+    np.testing.assert_allclose(metrics["clipped_norm"], 1, rtol=1e-6)
+    np.testing.assert_allclose(metrics["clip_scale"], 1 / metrics["grad_norm"], rtol=1e-6)
+    (clip,) = metrics["clips"]
+    assert isinstance(clip, cg.ClipStats) and clip.norm == metrics["grad_norm"]
+
+
+def test_a_gradient_that_is_not_finite_is_counted(key):
+    params, (x, y) = data(key)
+    step = cg.train_step(loss_fn, optax.sgd(0.1))
+    _, metrics = step(step.init(params), (x.at[0, 0].set(jnp.nan), y))
+    assert metrics["nonfinite"] > 0 and metrics["clips"] == ()
+    assert "clipped_norm" not in metrics
+
+
+def test_several_clips_are_listed_in_order(key):
+    params, batch = data(key)
+    tx = optax.chain(cg.clip_by_value(0.5), cg.clip_by_global_norm(0.1), optax.sgd(0.1))
+    _, metrics = cg.train_step(loss_fn, tx)(cg.train_step(loss_fn, tx).init(params), batch)
+    first, second = metrics["clips"]
+    assert first.norm == metrics["grad_norm"] and "clip_scale" not in metrics
+    np.testing.assert_allclose(second.norm, first.clipped_norm, rtol=1e-6)
+    np.testing.assert_allclose(second.clipped_norm, 0.1, rtol=1e-6)
+
+
+def test_the_state_of_the_optimizer_elsewhere_stays_empty(key):
+    params, _ = data(key)
+    tx = cg.clip_by_global_norm(1.0)
+    assert isinstance(cg.train_step(loss_fn, tx).init(params).opt_state, cg.GradientClipState)
+    assert tx.init(params) == optax.EmptyState()
+
+
+def test_a_state_without_statistics_is_taken_too(key):
+    """A checkpoint that was written with optax's function in the chain."""
+    params, batch = data(key)
+    old = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)).init(params)
+    step = cg.train_step(loss_fn, optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    state, metrics = step(cg.TrainState(params, old), batch)
+    assert metrics["clips"] == () and jax.tree.structure(state.opt_state) == jax.tree.structure(old)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_accumulated_gradients_are_clipped_once_after_averaging(parts, key):
+    params, batch = data(key)
+    tx = optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1))
+    whole, split = cg.train_step(loss_fn, tx), cg.train_step(loss_fn, tx, accumulate=parts)
+    expected, metrics = whole(whole.init(params), batch)
+    state, accumulated = split(split.init(params), batch)
+    assert_close(state.params, expected.params, rtol=1e-5)
+    np.testing.assert_allclose(accumulated["loss"], metrics["loss"], rtol=1e-5)
+    np.testing.assert_allclose(accumulated["grad_norm"], metrics["grad_norm"], rtol=1e-5)
+
+
+def test_low_precision_gradients_are_accumulated_in_float32():
+    params = {"w": jnp.ones((), jnp.bfloat16)}
+    step = cg.train_step(lambda p, b: p["w"] * b.mean(), optax.sgd(1.0), accumulate=512)
+    batch = jnp.ones(512, jnp.bfloat16)
+    state, metrics = step(step.init(params), batch)
+    assert metrics["grad_norm"] == 1 and state.params["w"] == 0
+    assert state.params["w"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_auxiliary_output(parts, key):
+    params, batch = data(key)
+
+    def with_aux(params, batch):
+        return loss_fn(params, batch), {"mean": batch[0].mean()}
+
+    step = cg.train_step(with_aux, optax.sgd(0.1), has_aux=True, accumulate=parts)
+    _, metrics = step(step.init(params), batch)
+    assert metrics["aux"]["mean"].shape == (() if parts == 1 else (parts,))
+    np.testing.assert_allclose(np.mean(metrics["aux"]["mean"]), batch[0].mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_buffers_are_donated_and_the_parameters_of_the_caller_are_not(donate, key):
+    params, batch = data(key)
+    step = cg.train_step(loss_fn, optax.sgd(0.1), donate=donate)
+    state = step.init(params)
+    step(state, batch)
+    assert all(leaf.is_deleted() == donate for leaf in jax.tree.leaves(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+
+def test_weakly_typed_parameters_do_not_retrace():
+    step = cg.train_step(lambda p, b: jnp.sum((p * b) ** 2), optax.sgd(0.1))
+    state = step.init(jnp.asarray(2.0))
+    for _ in range(3):
+        state, _ = step(state, jnp.ones(2))
+    assert step.update._cache_size() == 1
+
+
+def test_the_raw_norm_is_not_summed_twice(key):
+    params, batch = data(key)
+    tx = optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1))
+    step = cg.train_step(loss_fn, tx)
+    text = step.update.lower(step.init(params), batch).compile().as_text()
+    bare = jax.jit(lambda p, b: tx.update(jax.grad(loss_fn)(p, b), tx.init(p), p)[0])
+    plain = bare.lower(params, batch).compile().as_text()
+    # The loss is one sum more, and NaN and inf are counted in each of the two leaves: once for
+    # the metrics, and in the branch that the clip takes if there are any.
+    assert text.count(" reduce(") <= plain.count(" reduce(") + 1 + 2 * len(params)
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    lambda tx: optax.apply_if_finite(tx, 3),
+    lambda tx: optax.masked(tx, {"w": True, "v": False}),
+], ids=["MultiSteps", "apply_if_finite", "masked"])  # fmt: skip
+def test_statistics_are_found_through_wrappers(wrap, key):
+    params, batch = data(key)
+    step = cg.train_step(loss_fn, wrap(optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1))))
+    state = step.init(params)
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["clipped_norm"], 1, rtol=1e-6)
+    chex.assert_tree_all_finite(state.params)
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(TypeError, match="optimizer: got ClipByValue, expected an optax.Gradient"):
+        cg.train_step(loss_fn, cg.ClipByValue(1.0))
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True], ids=str)
+def test_a_wrong_number_of_parts_is_refused(bad):
+    with pytest.raises(ValueError, match="accumulate: got .*expected a positive integer"):
+        cg.train_step(loss_fn, optax.sgd(0.1), accumulate=bad)
+
+
+def test_a_batch_that_does_not_divide_is_refused(key):
+    params, batch = data(key)
+    step = cg.train_step(loss_fn, optax.sgd(0.1), accumulate=3)
+    with pytest.raises(ValueError, match=r"got a batch leaf of shape \(8, 3\).*3 microbatches"):
+        step(step.init(params), batch)
