@@ -7,6 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from clipgrad._demo import _task
 from clipgrad._demo._curves import band, first_nonfinite, span
@@ -24,13 +26,15 @@ _COLOURS = {
     _task.ZERO_NANS: "#8C8C8C",
 }
 _ROW = 0.075
+# How far up and down from the median a panel reaches: an explosion would flatten all the rest.
+_UP, _DOWN = 1e7, 1e5
 
 
 def figure(results: list[Result]) -> Figure:
-    """A row for each task: loss on the left, gradient norm on the right, then the legend."""
-    chart = Figure(figsize=(13, 4.2 * len(results)), layout="constrained")
+    """A row for each task: loss on the left, gradient norm in the middle, the legend."""
+    chart = Figure(figsize=(15, 4.3 * len(results)), layout="constrained")
     FigureCanvasAgg(chart)
-    rows = chart.subfigures(len(results), 1, squeeze=False)[:, 0]
+    rows = chart.subfigures(len(results), 1, squeeze=False, hspace=0.06)[:, 0]
     for part, result in zip(rows, results):
         _draw_task(part, result)
     return chart
@@ -38,58 +42,64 @@ def figure(results: list[Result]) -> Figure:
 
 def _draw_task(part: Any, result: Result) -> None:
     part.suptitle(f"{result.task.name}: {result.task.summary}", fontsize=12, fontweight="bold")
-    losses, norms = part.subplots(1, 2)
+    losses, norms, legend = part.subplots(1, 3, width_ratios=[1, 1, 0.78])
     _draw_panel(losses, "loss", {run.arm.label: run.loss for run in result.runs})
-    _draw_panel(norms, "norm of the raw gradient", {r.arm.label: r.norm for r in result.runs})
-    handles = [_handle(run) for run in result.runs]
+    norm = {run.arm.label: run.norm for run in result.runs}
+    _draw_panel(norms, "gradient norm, before any gradient clip", norm)
     seeds = len(result.runs[0].loss)
-    norms.legend(
-        handles=handles,
+    legend.set_axis_off()
+    box = legend.legend(
+        handles=[_handle(run) for run in result.runs],
         loc="center left",
-        bbox_to_anchor=(1.02, 0.5),
+        borderaxespad=0,
         frameon=False,
-        title=f"line: median, band: range of {seeds} seeds\n(n/{seeds}): {result.task.goal}",
+        title=f"line: median, band: range of {seeds} seeds over nearby steps\ngoal: {result.task.goal}",
+        title_fontsize=9,
         alignment="left",
-        labelspacing=0.8,
+        labelspacing=0.9,
         fontsize=9,
     )
+    box.set_in_layout(False)
 
 
 def _draw_panel(axes: Axes, title: str, curves: dict[str, np.ndarray]) -> None:
     steps = next(iter(curves.values())).shape[1]
-    axes.set(title=title, xlabel="step", xscale="log", yscale="log", xlim=(0.9, steps * 1.05))
+    axes.set(title=title, xlabel="step", xscale="log", yscale="log", xlim=(0.9, steps * 1.1))
     axes.grid(True, which="major", alpha=0.25)
     ended = {}
     for label, values in curves.items():
         _draw_curve(axes, label, values)
         if any(first_nonfinite(values)):
             ended[label] = values
-    _leave_room(axes, list(curves.values()), len(ended))
+    shown = _scale(axes, list(curves.values()), len(ended))
     for row, (label, values) in enumerate(ended.items()):
-        _draw_end(axes, label, values, row)
+        _draw_end(axes, label, np.clip(values, *shown), 0.95 - row * _ROW)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if _decades(axis) < 3.5 else (1,)))
+        axis.set_major_formatter(_number)
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _draw_curve(axes: Axes, label: str, values: np.ndarray) -> None:
-    low, middle, high = band(values)
-    steps = np.arange(1, len(middle) + 1)
-    colour = _COLOURS[label]
-    axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.plot(steps, middle, color=colour, linewidth=1.6, linestyle=_dash(label))
+    line, colour = band(values), _COLOURS[label]
+    axes.fill_between(line.steps, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
+    axes.plot(line.steps, line.middle, color=colour, linewidth=1.8, linestyle=_dash(label))
 
 
-def _draw_end(axes: Axes, label: str, values: np.ndarray, row: int) -> None:
-    ends = [end for end in first_nonfinite(values) if end]
+def _draw_end(axes: Axes, label: str, values: np.ndarray, height: float) -> None:
+    """A cross where each seed's curve stops, and one in a row of its own that says so."""
+    ends = [(end, seed) for seed, end in enumerate(first_nonfinite(values)) if end]
     style: Any = {"color": _COLOURS[label], "marker": "x", "linestyle": "", "markersize": 7}
-    before = [(e - 1, v[e - 2]) for e, v in zip(first_nonfinite(values), values) if e and e > 1]
-    axes.plot([step for step, _ in before], [value for _, value in before], **style)
-    height = 0.95 - row * _ROW
-    axes.plot(ends, [height] * len(ends), transform=axes.get_xaxis_transform(), **style)
-    first, last = min(ends), max(ends)
-    late = last > np.sqrt(values.shape[1]) * 2
+    last = [(end - 1, values[seed, end - 2]) for end, seed in ends if end > 1]
+    axes.plot([step for step, _ in last], [value for _, value in last], **style)
+    across = axes.get_xaxis_transform()
+    steps = [end for end, _ in ends]
+    axes.plot(steps, [height] * len(steps), transform=across, **style)
+    late = max(steps) ** 2 > values.shape[1]
     axes.annotate(
         f"{label}: NaN in {len(ends)} of {len(values)}",
-        xy=(first if late else last, height),
-        xycoords=axes.get_xaxis_transform(),
+        xy=(min(steps) if late else max(steps), height),
+        xycoords=across,
         xytext=(-8 if late else 8, 0),
         textcoords="offset points",
         ha="right" if late else "left",
@@ -99,21 +109,62 @@ def _draw_end(axes: Axes, label: str, values: np.ndarray, row: int) -> None:
     )
 
 
-def _leave_room(axes: Axes, curves: list[np.ndarray], rows: int) -> None:
-    values = np.concatenate([c[np.isfinite(c) & (c > 0)] for c in curves])
-    low, high = (values.min(), values.max()) if values.size else (0.1, 10.0)
+def _scale(axes: Axes, curves: list[np.ndarray], rows: int) -> tuple[float, float]:
+    """Sets the limits: rows of crosses lie above the curves, whose shown range is returned."""
+    values = np.concatenate([c[np.isfinite(c) & (c > 0)] for c in curves]).astype(float)
+    values = values if values.size else np.array([0.1, 10.0])
+    middle, highest = np.median(values), values.max()
+    low, high = max(values.min(), middle / _DOWN), min(highest, middle * _UP)
+    height = max(np.log(high / low), 0.1)
     share = 0.05 + rows * _ROW
-    top = np.log(high) + np.log(high / low) * share / (1 - share)
-    axes.set_ylim(low * 0.9, max(np.exp(top), high * 1.1))
+    axes.set_ylim(low * np.exp(-0.04 * height), high * np.exp(height * share / (1 - share)))
+    if highest > high:
+        _cut(axes, high, highest)
+    return low, high
+
+
+def _cut(axes: Axes, high: float, highest: float) -> None:
+    """Ends the curves at a line that says how far they go on."""
+    bottom, top = np.log(axes.get_ylim())
+    below = Rectangle((0, 0), 1, (np.log(high) - bottom) / (top - bottom), transform=axes.transAxes)
+    for artist in [*axes.lines, *axes.collections]:
+        artist.set_clip_path(below)
+    axes.axhline(high, color="0.5", linewidth=0.8, linestyle=":")
+    axes.annotate(
+        f"off the scale: up to {highest:.0e}",
+        xy=(0.99, high),
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(0, 2),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=8,
+        color="0.35",
+    )
+
+
+def _decades(axis: Any) -> float:
+    low, high = axis.get_view_interval()
+    return float(np.log10(high / low))
+
+
+def _number(value: float, position: int | None) -> str:
+    return f"{value:g}"
 
 
 def _dash(label: str) -> Any:
-    """Both clips together often act as one of them alone: it must be seen underneath."""
+    """Both clips together often act as one of them alone, which must be seen underneath."""
     return (0, (4, 2)) if label == _task.BOTH else "-"
 
 
 def _handle(run: Run) -> Line2D:
     name, values = next(iter(run.metrics.items()))
-    label = f"{run.arm.label}\n{name} {span(values)}  ({run.reached.sum()}/{run.reached.size})"
-    colour = _COLOURS[run.arm.label]
-    return Line2D([], [], color=colour, linestyle=_dash(run.arm.label), linewidth=2, label=label)
+    goal = f"goal {run.reached.sum()} of {run.reached.size}"
+    return Line2D(
+        [],
+        [],
+        color=_COLOURS[run.arm.label],
+        linestyle=_dash(run.arm.label),
+        linewidth=2.4,
+        label=f"{run.arm.label}\n{name} {span(values)}, {goal}",
+    )

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from clipgrad._demo._curves import span
+from clipgrad._demo._curves import short, span
 from clipgrad._demo._train import Result, Run
 
 
@@ -30,4 +30,4 @@ def _share(flags: np.ndarray) -> str:
 
 
 def _largest(norms: np.ndarray) -> str:
-    return f"{norms.max():#.3g}" if np.isfinite(norms).all() else "NaN"
+    return short(norms.max()) if np.isfinite(norms).all() else "NaN"
