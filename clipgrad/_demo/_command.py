@@ -50,31 +50,33 @@ def add_to(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the demo and returns the exit code."""
     if missing := _missing_extras():
-        return _refuse(f'needs {missing}; install it with: pip install "clipgrad[demo]"')
+        return _refuse(f'demo needs {missing}; install it with: pip install "clipgrad[demo]"')
+    start = time.perf_counter()
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
+        results = _train_all(arguments)
+        paths = _write(arguments.out, results, arguments.seeds, start)
     except OSError as error:
-        return _refuse(f"can't write to {arguments.out}: {error.strerror}")
-    start = time.perf_counter()
-    results = _train_all(arguments)
-    for path in _write(arguments.out, results, arguments.seeds, start):
-        print(path)
+        return _refuse(f"demo: can't write to {arguments.out}: {error.strerror or error}")
+    print(*paths, sep="\n")
     return 0
 
 
 def _train_all(arguments: argparse.Namespace) -> list[Result]:
     from tqdm import tqdm
 
-    tasks = [TASKS[name] for name in dict.fromkeys(arguments.task or DEFAULT)]
-    steps = [arguments.steps or task.steps for task in tasks]
-    total = sum(count * len(task.arms) for task, count in zip(tasks, steps))
+    plan = [(TASKS[name], arguments.steps or TASKS[name].steps) for name in _chosen(arguments)]
     results = []
-    with tqdm(total=total, unit="step") as bar:
-        for task, count in zip(tasks, steps):
+    with tqdm(total=sum(len(task.arms) * steps for task, steps in plan), unit="step") as bar:
+        for task, steps in plan:
             bar.set_description(task.name)
-            results.append(train(task, arguments.seeds, count, bar.update))
+            results.append(train(task, arguments.seeds, steps, bar.update))
             bar.write(table(results[-1]) + "\n")
     return results
+
+
+def _chosen(arguments: argparse.Namespace) -> list[str]:
+    return list(dict.fromkeys(arguments.task or DEFAULT))
 
 
 def _write(out: Path, results: list[Result], seeds: int, start: float) -> list[Path]:
@@ -94,7 +96,7 @@ def _missing_extras() -> str:
 
 
 def _refuse(reason: str) -> int:
-    print(f"clipgrad demo {reason}", file=sys.stderr)
+    print(f"clipgrad {reason}", file=sys.stderr)
     return 2
 
 

@@ -1,5 +1,6 @@
 """Curves of several seeds, some of which may end in NaN."""
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ def band(curves: np.ndarray, points: int = 80) -> Band:
     """
     steps = curves.shape[1]
     edges = np.unique(np.geomspace(1, steps + 1, points + 1).round().astype(int))
-    groups = [curves[:, a - 1 : b - 1] for a, b in zip(edges, edges[1:])]
+    groups = [curves[:, a - 1 : b - 1] for a, b in itertools.pairwise(edges)]
     rows = [_range(group[np.isfinite(group)]) for group in groups]
     centres = np.sqrt(edges[:-1] * (edges[1:] - 1))
     return Band(centres, *np.array(rows).T)

@@ -25,6 +25,7 @@ _COLOURS = {
     _task.IF_FINITE: "#E69F00",
     _task.ZERO_NANS: "#8C8C8C",
 }
+_KEY = "line: median, band: range of {} seeds over nearby steps"
 _ROW = 0.075
 # How far up and down from the median a panel reaches: an explosion would flatten all the rest.
 _UP, _DOWN = 1e7, 1e5
@@ -35,7 +36,7 @@ def figure(results: list[Result]) -> Figure:
     chart = Figure(figsize=(15, 4.3 * len(results)), layout="constrained")
     FigureCanvasAgg(chart)
     rows = chart.subfigures(len(results), 1, squeeze=False, hspace=0.06)[:, 0]
-    for part, result in zip(rows, results):
+    for part, result in zip(rows, results, strict=True):
         _draw_task(part, result)
     return chart
 
@@ -45,15 +46,14 @@ def _draw_task(part: Any, result: Result) -> None:
     losses, norms, legend = part.subplots(1, 3, width_ratios=[1, 1, 0.78])
     _draw_panel(losses, "loss", {run.arm.label: run.loss for run in result.runs})
     norm = {run.arm.label: run.norm for run in result.runs}
-    _draw_panel(norms, "gradient norm, before any gradient clip", norm)
-    seeds = len(result.runs[0].loss)
+    _draw_panel(norms, "gradient norm before any gradient clip", norm)
     legend.set_axis_off()
     box = legend.legend(
         handles=[_handle(run) for run in result.runs],
         loc="center left",
         borderaxespad=0,
         frameon=False,
-        title=f"line: median, band: range of {seeds} seeds over nearby steps\ngoal: {result.task.goal}",
+        title=f"{_KEY.format(len(result.runs[0].loss))}\ngoal: {result.task.goal}",
         title_fontsize=9,
         alignment="left",
         labelspacing=0.9,
@@ -62,9 +62,9 @@ def _draw_task(part: Any, result: Result) -> None:
     box.set_in_layout(False)
 
 
-def _draw_panel(axes: Axes, title: str, curves: dict[str, np.ndarray]) -> None:
+def _draw_panel(axes: Axes, quantity: str, curves: dict[str, np.ndarray]) -> None:
     steps = next(iter(curves.values())).shape[1]
-    axes.set(title=title, xlabel="step", xscale="log", yscale="log", xlim=(0.9, steps * 1.1))
+    axes.set(ylabel=quantity, xlabel="step", xscale="log", yscale="log", xlim=(0.9, steps * 1.1))
     axes.grid(True, which="major", alpha=0.25)
     ended = {}
     for label, values in curves.items():
@@ -76,7 +76,7 @@ def _draw_panel(axes: Axes, title: str, curves: dict[str, np.ndarray]) -> None:
         _draw_end(axes, label, np.clip(values, *shown), 0.95 - row * _ROW)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if _decades(axis) < 3.5 else (1,)))
-        axis.set_major_formatter(_number)
+        axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
 
 
@@ -146,10 +146,6 @@ def _cut(axes: Axes, high: float, highest: float) -> None:
 def _decades(axis: Any) -> float:
     low, high = axis.get_view_interval()
     return float(np.log10(high / low))
-
-
-def _number(value: float, position: int | None) -> str:
-    return f"{value:g}"
 
 
 def _dash(label: str) -> Any:

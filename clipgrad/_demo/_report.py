@@ -16,15 +16,16 @@ _PACKAGES = ("clipgrad", "jax", "jaxlib", "optax", "numpy", "scikit-learn", "mat
 
 def report(results: list[Result], seeds: int, seconds: float) -> str:
     """The settings, the versions and every curve; numbers that are not finite are null."""
+    device = jax.devices()[0]
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
     content = {
         "settings": {"tasks": [result.task.name for result in results], "seeds": seeds},
         "versions": {"python": platform.python_version(), **versions},
-        "device": str(jax.devices()[0]),
+        "device": f"{device.platform}: {device.device_kind}",
         "seconds": round(seconds, 1),
         "tasks": {result.task.name: _task(result) for result in results},
     }
-    return json.dumps(content, allow_nan=False, indent=1) + "\n"
+    return json.dumps(content, allow_nan=False) + "\n"
 
 
 def _task(result: Result) -> dict[str, Any]:

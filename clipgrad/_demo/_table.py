@@ -11,7 +11,7 @@ def table(result: Result) -> str:
     task, runs = result.task, result.runs
     head = ["", *runs[0].metrics, "goal", "finite", "max gradient norm"]
     rows = [head, *map(_row, runs)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     seeds = len(runs[0].loss)

@@ -118,7 +118,7 @@ def _train_arm(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Any:
         carry, curves = compiled(common.data, common.keys, carry, steps)
         history.append(jax.tree.map(np.asarray, curves))
         tick(size)
-    loss, norm = (np.concatenate(parts, axis=1) for parts in zip(*history))
+    loss, norm = (np.concatenate(parts, axis=1) for parts in zip(*history, strict=True))
     return carry[0], loss, norm
 
 
