@@ -4,11 +4,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import clipgrad as cg
 from clipgrad._demo import _task
-from clipgrad._demo._task import Arm, Metrics, Task
+from clipgrad._demo._task import Arm, Metrics, Task, normal, zeros
 
 _BATCH, _LENGTH, _WIDTH, _TEST_ROWS = 32, 50, 64, 1000
 
@@ -30,14 +31,13 @@ def _make(key: jax.Array, size: int) -> _Sums:
     return _Sums(jnp.stack([numbers, marks], -1), (numbers * marks).sum(1))
 
 
-def _init(data: _Sums, key: jax.Array) -> Any:
-    inputs, out = jax.random.split(key)
+def _init(data: _Sums, random: np.random.Generator) -> Any:
     return {
-        "in": jax.random.normal(inputs, (2, _WIDTH)) * 0.1,
-        "cell": jnp.eye(_WIDTH),
-        "cell_bias": jnp.zeros((1, _WIDTH)),
-        "out": jax.random.normal(out, (_WIDTH,)) * 0.1,
-        "out_bias": jnp.zeros((1,)),
+        "in": normal(random, 2, _WIDTH, scale=0.1),
+        "cell": np.eye(_WIDTH, dtype=np.float32),
+        "cell_bias": zeros(1, _WIDTH),
+        "out": normal(random, _WIDTH, scale=0.1),
+        "out_bias": zeros(1),
     }
 
 

@@ -4,12 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import clipgrad as cg
 from clipgrad._demo import _task
 from clipgrad._demo._digits import Digits, load_pixels
-from clipgrad._demo._task import Arm, Metrics, Task
+from clipgrad._demo._task import Arm, Metrics, Task, normal, zeros
 
 _BATCH = 64
 
@@ -20,14 +21,13 @@ def _load() -> Digits:
     return Digits(jnp.asarray(patches), jnp.asarray(labels))
 
 
-def _init(data: Digits, key: jax.Array) -> Any:
-    embed, hidden, out = jax.random.split(key, 3)
+def _init(data: Digits, random: np.random.Generator) -> Any:
     return {
-        "embed": jax.random.normal(embed, (4, 16)) / 2,
-        "hidden": jax.random.normal(hidden, (256, 64)) / 16,
-        "hidden_bias": jnp.zeros((1, 64)),
-        "out": jax.random.normal(out, (64, 10)) / 8,
-        "out_bias": jnp.zeros((1, 10)),
+        "embed": normal(random, 4, 16, scale=1 / 2),
+        "hidden": normal(random, 256, 64, scale=1 / 16),
+        "hidden_bias": zeros(1, 64),
+        "out": normal(random, 64, 10, scale=1 / 8),
+        "out_bias": zeros(1, 10),
     }
 
 

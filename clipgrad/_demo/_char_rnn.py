@@ -9,7 +9,7 @@ import optax
 
 import clipgrad as cg
 from clipgrad._demo import _task
-from clipgrad._demo._task import Arm, Metrics, Task
+from clipgrad._demo._task import Arm, Metrics, Task, normal, zeros
 
 _BATCH, _LENGTH, _WIDTH, _TEST_ROWS = 12, 40, 96, 256
 
@@ -32,15 +32,14 @@ def _load() -> _Text:
     return _Text(rows[_TEST_ROWS:], rows[:_TEST_ROWS], jnp.arange(len(alphabet)))
 
 
-def _init(data: _Text, key: jax.Array) -> Any:
-    embed, cell, out = jax.random.split(key, 3)
+def _init(data: _Text, random: np.random.Generator) -> Any:
     size = len(data.alphabet)
     return {
-        "embed": jax.random.normal(embed, (size, _WIDTH)) * 0.1,
-        "cell": jax.random.normal(cell, (_WIDTH, _WIDTH)) / np.float32(_WIDTH**0.5),
-        "cell_bias": jnp.zeros((1, _WIDTH)),
-        "out": jax.random.normal(out, (_WIDTH, size)) * 0.05,
-        "out_bias": jnp.zeros((1, 1, size)),
+        "embed": normal(random, size, _WIDTH, scale=0.1),
+        "cell": normal(random, _WIDTH, _WIDTH, scale=_WIDTH**-0.5),
+        "cell_bias": zeros(1, _WIDTH),
+        "out": normal(random, _WIDTH, size, scale=0.05),
+        "out_bias": zeros(1, 1, size),
     }
 
 

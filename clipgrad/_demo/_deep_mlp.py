@@ -10,7 +10,7 @@ import optax
 import clipgrad as cg
 from clipgrad._demo import _task
 from clipgrad._demo._digits import Digits, load_pixels
-from clipgrad._demo._task import Arm, Metrics, Task
+from clipgrad._demo._task import Arm, Metrics, Task, normal
 
 _BATCH, _WIDTH, _BLOCKS = 64, 64, 8
 
@@ -20,19 +20,15 @@ def _load() -> Digits:
     return Digits(jnp.asarray((images - 0.3) / 0.37), jnp.asarray(labels))
 
 
-def _init(data: Digits, key: jax.Array) -> Any:
-    first, up, down, out = jax.random.split(key, 4)
-
-    def he(key: jax.Array, *shape: int) -> jax.Array:
-        return jax.random.normal(key, shape) * np.float32((2 / shape[-2]) ** 0.5)
-
+def _init(data: Digits, random: np.random.Generator) -> Any:
+    he = (2 / _WIDTH) ** 0.5
     return {
-        "in": he(first, 64, _WIDTH),
+        "in": normal(random, 64, _WIDTH, scale=(2 / 64) ** 0.5),
         "blocks": {
-            "up": he(up, _BLOCKS, _WIDTH, _WIDTH),
-            "down": he(down, _BLOCKS, _WIDTH, _WIDTH),
+            "up": normal(random, _BLOCKS, _WIDTH, _WIDTH, scale=he),
+            "down": normal(random, _BLOCKS, _WIDTH, _WIDTH, scale=he),
         },
-        "out": jax.random.normal(out, (_WIDTH, 10)) / np.float32(_WIDTH**0.5),
+        "out": normal(random, _WIDTH, 10, scale=_WIDTH**-0.5),
     }
 
 

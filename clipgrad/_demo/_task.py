@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import clipgrad as cg
@@ -59,7 +60,7 @@ class Task:
       optimizer: what all arms train with.
       arms: the ways to train.
       load: the data, a tree of arrays.
-      init: the first parameters, of the data and a PRNG key.
+      init: the first parameters, of the data and a generator of NumPy.
       sample: the batch, of the data and a PRNG key.
       loss: the loss, of the parameters, a batch and the rule of the error clip.
       evaluate: the metrics, of the first and the last parameters and the data.
@@ -73,11 +74,21 @@ class Task:
     optimizer: Optimizer
     arms: tuple[Arm, ...]
     load: Callable[[], Any]
-    init: Callable[[Any, jax.Array], Any]
+    init: Callable[[Any, np.random.Generator], Any]
     sample: Callable[[Any, jax.Array], Any]
     loss: Callable[[Any, Any, cg.ClipRule | None], jax.Array]
     evaluate: Callable[[Any, Any, Any], Metrics]
     reached: Callable[[Metrics], Any]
+
+
+def normal(random: np.random.Generator, *shape: int, scale: float) -> np.ndarray:
+    """Normal numbers of a standard deviation."""
+    return random.normal(scale=scale, size=shape).astype(np.float32)
+
+
+def zeros(*shape: int) -> np.ndarray:
+    """Zeros in the dtype of the parameters."""
+    return np.zeros(shape, np.float32)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

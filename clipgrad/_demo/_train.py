@@ -49,13 +49,15 @@ class Result(NamedTuple):
 
 
 class _Common(NamedTuple):
-    """What all arms of a task share, so that they differ in nothing but how they train."""
+    """What all arms of a task share, so that they differ in nothing but how they train.
+
+    ``batches`` makes those of some steps, and has the seeds and the steps as leading axes.
+    """
 
     task: Task
-    data: Any
-    keys: jax.Array
     params: Any
-    evaluate: Callable[..., Any]
+    batches: Callable[[jax.Array], Any]
+    evaluate: Callable[[Any], Any]
     steps: int
 
 
@@ -89,10 +91,17 @@ def train(task: Task, seeds: int, steps: int, advance: Callable[[int], Any]) -> 
 
 def _prepare(task: Task, seeds: int, steps: int) -> _Common:
     data = task.load()
+    each = [task.init(data, np.random.default_rng(seed)) for seed in range(seeds)]
+    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
     keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
-    params = jax.jit(jax.vmap(task.init, in_axes=(None, 0)))(data, keys)
-    evaluate = jax.jit(jax.vmap(task.evaluate, in_axes=(0, 0, None)))
-    return _Common(task, data, keys, params, evaluate, steps)
+
+    def batch(data: Any, key: jax.Array, step: jax.Array) -> Any:
+        return task.sample(data, jax.random.fold_in(key, step))
+
+    some = jax.vmap(jax.vmap(batch, in_axes=(None, None, 0)), in_axes=(None, 0, None))
+    batches = functools.partial(jax.jit(some), data, keys)
+    every = jax.jit(jax.vmap(task.evaluate, in_axes=(0, 0, None)))
+    return _Common(task, params, batches, lambda last: every(params, last, data), steps)
 
 
 def _run(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Run:
@@ -100,8 +109,7 @@ def _run(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Run:
     # A thread has JAX's global settings, and optax's Adam fails with strict promotion.
     with jax.numpy_dtype_promotion("standard"):
         params, loss, norm = _train_arm(common, tick, arm)
-    metrics = common.evaluate(common.params, params, common.data)
-    metrics = {name: np.asarray(values) for name, values in metrics.items()}
+    metrics = jax.tree.map(np.asarray, common.evaluate(params))
     reached = np.asarray(common.task.reached(metrics))
     return Run(arm, loss, norm, metrics, reached, time.perf_counter() - start)
 
@@ -109,13 +117,11 @@ def _run(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Run:
 def _train_arm(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Any:
     optimizer = arm.optimizer(common.task.optimizer)
     carry = (common.params, jax.vmap(optimizer.init)(common.params))
-    chunk = jax.vmap(_chunk(common.task, arm, optimizer), in_axes=(None, 0, 0, None))
-    compiled = jax.jit(chunk)
+    compiled = jax.jit(jax.vmap(_chunk(common.task, arm, optimizer)))
     size = _chunk_size(common.steps)
     history = []
     for start in range(0, common.steps, size):
-        steps = jnp.arange(start, start + size)
-        carry, curves = compiled(common.data, common.keys, carry, steps)
+        carry, curves = compiled(carry, common.batches(jnp.arange(start, start + size)))
         history.append(jax.tree.map(np.asarray, curves))
         tick(size)
     loss, norm = (np.concatenate(parts, axis=1) for parts in zip(*history, strict=True))
@@ -123,17 +129,13 @@ def _train_arm(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Any:
 
 
 def _chunk(task: Task, arm: Arm, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    def step(data: Any, key: jax.Array, carry: Any, i: jax.Array) -> Any:
+    def step(carry: Any, batch: Any) -> Any:
         params, state = carry
-        batch = task.sample(data, jax.random.fold_in(key, i))
         loss, grads = jax.value_and_grad(task.loss)(params, batch, arm.error_clip)
         updates, state = optimizer.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), (loss, cg.global_norm(grads))
 
-    def chunk(data: Any, key: jax.Array, carry: Any, steps: jax.Array) -> Any:
-        return jax.lax.scan(functools.partial(step, data, key), carry, steps)
-
-    return chunk
+    return functools.partial(jax.lax.scan, step)
 
 
 def _chunk_size(steps: int) -> int:
