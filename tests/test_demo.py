@@ -106,6 +106,12 @@ def test_the_default_tasks_are_blank_patches_and_char_rnn():
     assert DEFAULT == ("blank-patches", "char-rnn")
 
 
+def test_the_report_says_which_parameters_a_gradient_clip_acts_on(content):
+    arm = content["tasks"]["deep-mlp"]["arms"][_task.ADAPTIVE]
+    assert arm["gradient_clip"].startswith("AdaptiveClip(clipping=0.01")
+    assert arm["gradient_clip_where"] == "^(in|blocks)"
+
+
 @pytest.fixture
 def blank_patches(content):
     arms = content["tasks"]["blank-patches"]["arms"]

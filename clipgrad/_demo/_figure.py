@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, NullFormatter
@@ -33,7 +34,8 @@ _UP, _DOWN = 1e7, 1e5
 
 def figure(results: list[Result]) -> Figure:
     """A row for each task: loss on the left, gradient norm in the middle, the legend."""
-    chart = Figure(figsize=(15, 4.3 * len(results)), layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.12)
+    chart = Figure(figsize=(15, 4.3 * len(results)), layout=layout)
     FigureCanvasAgg(chart)
     rows = chart.subfigures(len(results), 1, squeeze=False, hspace=0.06)[:, 0]
     for part, result in zip(rows, results, strict=True):

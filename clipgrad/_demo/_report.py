@@ -41,6 +41,7 @@ def _task(result: Result) -> dict[str, Any]:
 def _arm(run: Run) -> dict[str, Any]:
     return {
         "gradient_clip": repr(run.arm.gradient_clip) if run.arm.gradient_clip else None,
+        "gradient_clip_where": run.arm.where,
         "error_clip": repr(run.arm.error_clip) if run.arm.error_clip else None,
         "seconds": round(run.seconds, 1),
         "seeds": [_seed(run, seed) for seed in range(len(run.loss))],
