@@ -62,7 +62,7 @@ TASK = Task(
     name="adding",
     summary="an IRNN adds two marked numbers out of 50 (guessing the mean: 0.167), Adam",
     goal="squared error under 0.05",
-    steps=1500,
+    steps=1200,
     optimizer=optax.adam(1e-3),
     arms=(
         Arm(_task.PLAIN),
