@@ -1,0 +1,8 @@
+"""``python -m clipgrad``."""
+
+import sys
+
+from clipgrad._cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""``clipgrad demo``: what clipping does to training, on real data."""

@@ -1,0 +1,85 @@
+"""Blank patches of digits, whose normalisation has a NaN gradient."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import clipgrad as cg
+from clipgrad._demo import _task
+from clipgrad._demo._digits import Digits, load_pixels
+from clipgrad._demo._task import Arm, Metrics, Task, normal, zeros
+
+_BATCH = 64
+
+
+def _load() -> Digits:
+    images, labels = load_pixels()
+    patches = images.reshape(-1, 4, 2, 4, 2).swapaxes(2, 3).reshape(-1, 16, 4)
+    return Digits(jnp.asarray(patches), jnp.asarray(labels))
+
+
+def _init(data: Digits, random: np.random.Generator) -> Any:
+    return {
+        "embed": normal(random, 4, 16, scale=1 / 2),
+        "hidden": normal(random, 256, 64, scale=1 / 16),
+        "hidden_bias": zeros(1, 64),
+        "out": normal(random, 64, 10, scale=1 / 8),
+        "out_bias": zeros(1, 10),
+    }
+
+
+def _logits(params: Any, patches: jax.Array, error_clip: cg.ClipRule | None = None) -> jax.Array:
+    h = cg.clip_cotangent(patches @ params["embed"], error_clip)
+    # The derivative of a norm at 0 is 0/0, and every blank patch is at 0.
+    h = h / (jnp.linalg.norm(h, axis=-1, keepdims=True) + 1e-6)
+    h = jax.nn.relu(h.reshape(len(h), -1) @ params["hidden"] + params["hidden_bias"])
+    return h @ params["out"] + params["out_bias"]
+
+
+def _loss(params: Any, batch: Digits, error_clip: cg.ClipRule | None) -> jax.Array:
+    return _task.cross_entropy(_logits(params, batch.images, error_clip), batch.labels)
+
+
+def _evaluate(first: Any, params: Any, data: Digits) -> Metrics:
+    return {
+        "accuracy": _task.accuracy(_logits(params, data.test.images), data.test.labels),
+        "layer 1 moved": jnp.abs(params["embed"] - first["embed"]).max(),
+    }
+
+
+def _if_finite(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.apply_if_finite(optimizer, max_consecutive_errors=10**6)
+
+
+def _zero_nans(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    return optax.chain(optax.zero_nans(), optimizer)
+
+
+_ERROR_CLIP = cg.ErrorClipByValue(max=1.0, nan=0.0)
+_NORM = cg.ClipByGlobalNorm(1.0)
+
+TASK = Task(
+    name="blank-patches",
+    summary="digits as patches h / (|h| + 1e-6): a blank patch (27%) has a NaN gradient",
+    goal="accuracy >= 0.9, all layers trained",
+    steps=300,
+    optimizer=optax.adam(3e-3),
+    arms=(
+        Arm(_task.PLAIN),
+        Arm(_task.NORM, _NORM),
+        Arm(_task.VALUE, cg.ClipByValue(1.0)),
+        Arm(_task.IF_FINITE, wrap=_if_finite),
+        Arm(_task.ZERO_NANS, wrap=_zero_nans),
+        Arm(_task.ERROR, error_clip=_ERROR_CLIP),
+        Arm(_task.BOTH, _NORM, _ERROR_CLIP),
+    ),
+    load=_load,
+    init=_init,
+    sample=lambda data, key: data.sample(key, _BATCH),
+    loss=_loss,
+    evaluate=_evaluate,
+    reached=lambda metrics: (metrics["accuracy"] >= 0.9) & (metrics["layer 1 moved"] > 0),
+)

@@ -1,0 +1,85 @@
+"""A character RNN on the help texts of the standard library."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import clipgrad as cg
+from clipgrad._demo import _task
+from clipgrad._demo._task import Arm, Metrics, Task, normal, zeros
+
+_BATCH, _LENGTH, _WIDTH, _TEST_ROWS = 12, 40, 96, 256
+
+
+class _Text(NamedTuple):
+    """Rows of numbered characters; ``alphabet`` has an entry for each that there is."""
+
+    train: jax.Array
+    test: jax.Array
+    alphabet: jax.Array
+
+
+def _load() -> _Text:
+    from pydoc_data.topics import topics
+
+    text = "".join(topics[name] for name in sorted(topics))
+    alphabet, numbers = np.unique(list(text), return_inverse=True)
+    rows = numbers[: len(text) // (_LENGTH + 1) * (_LENGTH + 1)].reshape(-1, _LENGTH + 1)
+    rows = jnp.asarray(np.random.default_rng(0).permutation(rows), jnp.int32)
+    return _Text(rows[_TEST_ROWS:], rows[:_TEST_ROWS], jnp.arange(len(alphabet)))
+
+
+def _init(data: _Text, random: np.random.Generator) -> Any:
+    size = len(data.alphabet)
+    return {
+        "embed": normal(random, size, _WIDTH, scale=0.1),
+        "cell": normal(random, _WIDTH, _WIDTH, scale=_WIDTH**-0.5),
+        "cell_bias": zeros(1, _WIDTH),
+        "out": normal(random, _WIDTH, size, scale=0.05),
+        "out_bias": zeros(1, 1, size),
+    }
+
+
+def _sample(data: _Text, key: jax.Array) -> jax.Array:
+    return data.train[jax.random.randint(key, (_BATCH,), 0, len(data.train))]
+
+
+def _loss(params: Any, text: jax.Array, error_clip: cg.ClipRule | None) -> jax.Array:
+    def cell(h: jax.Array, character: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = cg.clip_cotangent(h, error_clip)
+        h = jnp.tanh(h @ params["cell"] + params["embed"][character] + params["cell_bias"])
+        return h, h
+
+    _, h = jax.lax.scan(cell, jnp.zeros((len(text), _WIDTH)), text[:, :-1].T)
+    return _task.cross_entropy(h @ params["out"] + params["out_bias"], text[:, 1:].T)
+
+
+def _evaluate(first: Any, params: Any, data: _Text) -> Metrics:
+    return {"nats per character": _loss(params, data.test, None)}
+
+
+_ERROR_CLIP = cg.ErrorClipByValue(max=3e-4)
+_NORM = cg.ClipByGlobalNorm(1.0)
+
+TASK = Task(
+    name="char-rnn",
+    summary="a tanh RNN reads Python's help texts, SGD at learning rate 1",
+    goal="under 2.5 nats per character of unseen text",
+    steps=400,
+    optimizer=optax.sgd(1.0),
+    arms=(
+        Arm(_task.PLAIN),
+        Arm(_task.NORM, _NORM),
+        Arm(_task.ERROR, error_clip=_ERROR_CLIP),
+        Arm(_task.BOTH, _NORM, _ERROR_CLIP),
+    ),
+    load=_load,
+    init=_init,
+    sample=_sample,
+    loss=_loss,
+    evaluate=_evaluate,
+    reached=lambda metrics: metrics["nats per character"] < 2.5,
+)

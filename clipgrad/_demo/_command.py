@@ -1,0 +1,110 @@
+"""The subcommand ``demo``: trains, and shows a table, a figure and a report."""
+
+import argparse
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from clipgrad._demo._table import table
+from clipgrad._demo._tasks import DEFAULT, TASKS
+from clipgrad._demo._train import Result, train
+
+_EXTRAS = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
+
+
+def add_to(commands: Any) -> None:
+    """Adds the subcommand to the subparsers of the command line."""
+    parser = commands.add_parser(
+        "demo",
+        help="train on real data without clipping, with gradient clips and with error clips",
+        description="Trains small models on real data in several ways: without clipping, with "
+        "gradient clips, with error clips and with both, for several seeds at once. Prints a "
+        "table and writes a figure (PNG) and all numbers (JSON).",
+    )
+    parser.add_argument(
+        "--task",
+        nargs="+",
+        action="extend",
+        choices=TASKS,
+        metavar="NAME",
+        help=f"what to train: {', '.join(TASKS)} (default: {' '.join(DEFAULT)})",
+    )
+    parser.add_argument(
+        "--seeds", type=_positive, default=5, metavar="N", help="how many seeds (default: 5)"
+    )
+    parser.add_argument(
+        "--steps", type=_positive, metavar="N", help="training steps (default: as the task needs)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("clipgrad-demo"),
+        metavar="DIR",
+        help="where to write demo.png and demo.json (default: clipgrad-demo)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the demo and returns the exit code."""
+    if missing := _missing_extras():
+        return _refuse(f'demo needs {missing}; install it with: pip install "clipgrad[demo]"')
+    start = time.perf_counter()
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        results = _train_all(arguments)
+        paths = _write(arguments.out, results, arguments.seeds, start)
+    except OSError as error:
+        return _refuse(f"demo: can't write to {arguments.out}: {error.strerror or error}")
+    print(*paths, sep="\n")
+    return 0
+
+
+def _train_all(arguments: argparse.Namespace) -> list[Result]:
+    from tqdm import tqdm
+
+    plan = [(TASKS[name], arguments.steps or TASKS[name].steps) for name in _chosen(arguments)]
+    results = []
+    with tqdm(total=sum(len(task.arms) * steps for task, steps in plan), unit="step") as bar:
+        for task, steps in plan:
+            bar.set_description(task.name)
+            results.append(train(task, arguments.seeds, steps, bar.update))
+            bar.write(table(results[-1]) + "\n")
+    return results
+
+
+def _chosen(arguments: argparse.Namespace) -> list[str]:
+    return list(dict.fromkeys(arguments.task or DEFAULT))
+
+
+def _write(out: Path, results: list[Result], seeds: int, start: float) -> list[Path]:
+    from clipgrad._demo._figure import figure
+    from clipgrad._demo._report import report
+
+    paths = [out / "demo.png", out / "demo.json"]
+    figure(results).savefig(paths[0], dpi=130)
+    paths[1].write_text(report(results, seeds, time.perf_counter() - start), encoding="utf-8")
+    return paths
+
+
+def _missing_extras() -> str:
+    return ", ".join(
+        package for name, package in _EXTRAS.items() if importlib.util.find_spec(name) is None
+    )
+
+
+def _refuse(reason: str) -> int:
+    print(f"clipgrad {reason}", file=sys.stderr)
+    return 2
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive integer")
+    return number

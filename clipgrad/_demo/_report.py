@@ -1,0 +1,67 @@
+"""All numbers of a demo as JSON."""
+
+import importlib.metadata
+import json
+import platform
+from typing import Any
+
+import jax
+import numpy as np
+
+from clipgrad._demo._curves import first_nonfinite
+from clipgrad._demo._train import Result, Run
+
+_PACKAGES = ("clipgrad", "jax", "jaxlib", "optax", "numpy", "scikit-learn", "matplotlib")
+
+
+def report(results: list[Result], seeds: int, seconds: float) -> str:
+    """The settings, the versions and every curve; numbers that are not finite are null."""
+    device = jax.devices()[0]
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    content = {
+        "settings": {"tasks": [result.task.name for result in results], "seeds": seeds},
+        "versions": {"python": platform.python_version(), **versions},
+        "device": f"{device.platform}: {device.device_kind}",
+        "seconds": round(seconds, 1),
+        "tasks": {result.task.name: _task(result) for result in results},
+    }
+    return json.dumps(content, allow_nan=False) + "\n"
+
+
+def _task(result: Result) -> dict[str, Any]:
+    return {
+        "summary": result.task.summary,
+        "goal": result.task.goal,
+        "steps": result.steps,
+        "seconds": round(result.seconds, 1),
+        "arms": {run.arm.label: _arm(run) for run in result.runs},
+    }
+
+
+def _arm(run: Run) -> dict[str, Any]:
+    return {
+        "gradient_clip": repr(run.arm.gradient_clip) if run.arm.gradient_clip else None,
+        "gradient_clip_where": run.arm.where,
+        "error_clip": repr(run.arm.error_clip) if run.arm.error_clip else None,
+        "seconds": round(run.seconds, 1),
+        "seeds": [_seed(run, seed) for seed in range(len(run.loss))],
+    }
+
+
+def _seed(run: Run, seed: int) -> dict[str, Any]:
+    loss, norm = run.loss[seed], run.norm[seed]
+    return {
+        "seed": seed,
+        "metrics": {name: _number(values[seed]) for name, values in run.metrics.items()},
+        "goal_reached": bool(run.reached[seed]),
+        "final_loss": _number(loss[-1]),
+        "max_gradient_norm": _number(norm.max()),
+        "first_nonfinite_loss_step": first_nonfinite(loss[None])[0],
+        "first_nonfinite_gradient_step": first_nonfinite(norm[None])[0],
+        "loss": [_number(value) for value in loss],
+        "gradient_norm": [_number(value) for value in norm],
+    }
+
+
+def _number(value: Any) -> float | None:
+    return float(f"{value:.6g}") if np.isfinite(value) else None

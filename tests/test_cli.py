@@ -1,0 +1,101 @@
+import subprocess
+import sys
+
+import pytest
+
+import clipgrad as cg
+from clipgrad import _cli
+from clipgrad._demo._tasks import TASKS
+
+DEMO = ["demo", "--task", "blank-patches"]
+
+
+def exit_code(*argv):
+    with pytest.raises(SystemExit) as stopped:
+        _cli.main(argv)
+    return stopped.value.code
+
+
+def test_version_is_that_of_the_package(capsys):
+    assert exit_code("--version") == 0
+    assert capsys.readouterr().out == f"clipgrad {cg.__version__}\n"
+
+
+def test_help_lists_the_commands(capsys):
+    assert exit_code("--help") == 0
+    assert "demo" in capsys.readouterr().out
+
+
+def test_no_command_shows_the_help_as_wrong_usage(capsys):
+    assert _cli.main([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("usage: clipgrad")
+
+
+def test_an_unknown_command_is_wrong_usage(capsys):
+    assert exit_code("train") == 2
+    assert "'train'" in capsys.readouterr().err
+
+
+def test_an_unknown_task_is_refused_with_the_tasks_there_are(capsys):
+    assert exit_code("demo", "--task", "sorting") == 2
+    message = capsys.readouterr().err
+    assert "argument --task: invalid choice: 'sorting'" in message
+    assert all(name in message for name in TASKS)
+
+
+@pytest.mark.parametrize("option", ["--seeds", "--steps"])
+@pytest.mark.parametrize("number", ["0", "-3", "2.5", "many"])
+def test_a_number_that_is_none_is_refused(option, number, capsys):
+    assert exit_code(*DEMO, f"{option}={number}") == 2
+    expected = f"argument {option}: got '{number}', expected a positive integer"
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "module, package",
+    [("matplotlib", "matplotlib"), ("sklearn", "scikit-learn"), ("tqdm", "tqdm")],
+)
+def test_a_missing_extra_is_one_clear_line(module, package, monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, module, None)
+    assert _cli.main([*DEMO, "--out", str(tmp_path / "out")]) == 2
+    expected = f'clipgrad demo needs {package}; install it with: pip install "clipgrad[demo]"\n'
+    assert capsys.readouterr() == ("", expected)
+    assert not (tmp_path / "out").exists()
+
+
+def test_all_missing_extras_are_named_at_once(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert _cli.main(DEMO) == 2
+    assert "needs matplotlib, tqdm;" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_training(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert _cli.main([*DEMO, "--out", str(tmp_path / "file")]) == 2
+    message = capsys.readouterr().err
+    assert message == f"clipgrad demo: can't write to {tmp_path / 'file'}: File exists\n"
+
+
+def test_an_interrupted_command_has_the_exit_code_of_the_shell(monkeypatch):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    def add_to(commands):
+        commands.add_parser("wait").set_defaults(run=interrupted)
+
+    monkeypatch.setattr(_cli, "_COMMANDS", (add_to,))
+    assert _cli.main(["wait"]) == 130
+
+
+def test_the_module_runs_and_does_not_load_what_only_the_demo_needs():
+    script = (
+        "import sys, runpy; sys.argv = ['clipgrad', '--help']\n"
+        "try: runpy.run_module('clipgrad', run_name='__main__')\n"
+        "finally: print(*({'matplotlib', 'sklearn', 'tqdm'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: clipgrad")
+    assert done.stderr.strip() == ""

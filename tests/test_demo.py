@@ -1,0 +1,163 @@
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from clipgrad import _cli
+from clipgrad._demo import _blank_patches, _task
+from clipgrad._demo._tasks import DEFAULT, TASKS
+from clipgrad._demo._train import _chunk_size, train
+
+NAN = math.nan
+
+
+def shortened(task):
+    """Without the arms whose clips are those of another: each takes seconds to compile."""
+    covered = (_task.PLAIN, _task.NORM, _task.ERROR)
+    arms = tuple(arm for arm in task.arms if arm.label not in covered)
+    return task if task.name == "blank-patches" else dataclasses.replace(task, arms=arms)
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo") / "new" / "folder"
+    argv = ["demo", "--task", *TASKS, "--seeds", "2", "--steps", "20", "--out", str(out)]
+    with pytest.MonkeyPatch.context() as patch:
+        printed = []
+        for name, task in TASKS.items():
+            patch.setitem(TASKS, name, shortened(task))
+        patch.setattr("builtins.print", lambda *args, **kwargs: printed.extend(map(str, args)))
+        code = _cli.main(argv)
+    return code, printed, out
+
+
+@pytest.fixture(scope="module")
+def content(everything):
+    return json.loads((everything[2] / "demo.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_every_task_runs_end_to_end_and_its_files_are_named(everything):
+    code, printed, out = everything
+    assert code == 0
+    assert printed == [str(out / "demo.png"), str(out / "demo.json")]
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_report_holds_every_curve_of_every_arm(name, content):
+    assert content["settings"] == {"tasks": list(TASKS), "seeds": 2}
+    assert content["versions"]["jax"] == jax.__version__
+    assert content["seconds"] > 0
+    task = content["tasks"][name]
+    assert list(task["arms"]) == [arm.label for arm in shortened(TASKS[name]).arms]
+    for arm in task["arms"].values():
+        assert [seed["seed"] for seed in arm["seeds"]] == [0, 1]
+        for seed in arm["seeds"]:
+            assert len(seed["loss"]) == len(seed["gradient_norm"]) == task["steps"] == 20
+            assert seed["loss"][0] > 0
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_compares_no_clipping_with_gradient_clip_error_clip_and_both(name):
+    arms = {arm.label: arm for arm in TASKS[name].arms}
+    assert len(arms) == len(TASKS[name].arms)
+    assert arms[_task.PLAIN] == _task.Arm(_task.PLAIN)
+    assert isinstance(arms[_task.NORM].gradient_clip, cg.ClipByGlobalNorm)
+    assert arms[_task.ERROR].gradient_clip is None
+    assert arms[_task.ERROR].error_clip is arms[_task.BOTH].error_clip is not None
+    assert arms[_task.BOTH].gradient_clip is arms[_task.NORM].gradient_clip
+
+
+def test_the_default_tasks_are_blank_patches_and_char_rnn():
+    assert DEFAULT == ("blank-patches", "char-rnn")
+
+
+def test_the_report_says_which_parameters_a_gradient_clip_acts_on(content):
+    arm = content["tasks"]["deep-mlp"]["arms"][_task.ADAPTIVE]
+    assert arm["gradient_clip"].startswith("AdaptiveClip(clipping=0.01")
+    assert arm["gradient_clip_where"] == "^(in|blocks)"
+
+
+@pytest.fixture
+def blank_patches(content):
+    arms = content["tasks"]["blank-patches"]["arms"]
+    return {label: arm["seeds"] for label, arm in arms.items()}
+
+
+@pytest.mark.parametrize("label", [_task.PLAIN, _task.NORM, _task.VALUE])
+def test_blank_patches_are_nan_with_any_gradient_clip(label, blank_patches):
+    for seed in blank_patches[label]:
+        assert seed["first_nonfinite_gradient_step"] == 1
+        assert seed["first_nonfinite_loss_step"] == 2
+        assert seed["final_loss"] is seed["metrics"]["accuracy"] is None
+        assert not seed["goal_reached"]
+
+
+@pytest.mark.parametrize("label", [_task.IF_FINITE, _task.ZERO_NANS])
+def test_hiding_the_nan_gradients_of_blank_patches_freezes_the_first_layer(label, blank_patches):
+    for seed in blank_patches[label]:
+        assert seed["first_nonfinite_gradient_step"] == 1
+        assert seed["first_nonfinite_loss_step"] is None
+        assert seed["metrics"]["layer 1 moved"] == 0
+
+
+@pytest.mark.parametrize("label", [_task.ERROR, _task.BOTH])
+def test_an_error_clip_trains_every_layer_on_blank_patches(label, blank_patches):
+    for seed in blank_patches[label]:
+        assert seed["first_nonfinite_gradient_step"] is None
+        assert seed["final_loss"] < 0.8 * seed["loss"][0]
+        assert seed["metrics"]["layer 1 moved"] > 0.01
+
+
+@pytest.mark.parametrize("name", ["blank-patches", "deep-mlp"])
+def test_arms_start_from_the_same_parameters_and_seeds_differ(name, content):
+    arms = content["tasks"][name]["arms"].values()
+    starts = {tuple(seed["loss"][0] for seed in arm["seeds"]) for arm in arms}
+    assert len(starts) == 1
+    assert len(set(*starts)) == 2
+
+
+def test_accuracy_alone_does_not_reach_the_goal_of_blank_patches():
+    reached = _blank_patches.TASK.reached
+    accuracy, moved = np.array([0.95, 0.95, 0.85, NAN]), np.array([0.3, 0.0, 0.3, NAN])
+    found = reached({"accuracy": accuracy, "layer 1 moved": moved})
+    assert found.tolist() == [True, False, False, False]
+
+
+def test_over_a_quarter_of_the_patches_are_blank():
+    patches = _blank_patches.TASK.load().images
+    assert patches.shape == (1797, 16, 4)
+    assert 0.25 < float((patches == 0).all(-1).mean()) < 0.3
+
+
+def test_progress_counts_every_step():
+    task, made = dataclasses.replace(TASKS["deep-mlp"], arms=TASKS["deep-mlp"].arms[:1]), []
+    result = train(task, 1, 30, made.append)
+    assert made == [3] * 10
+    assert result.runs[0].loss.shape == (1, 30)
+
+
+def test_an_error_while_training_is_not_lost():
+    def fail(count):
+        raise RuntimeError("no progress")
+
+    task = dataclasses.replace(TASKS["deep-mlp"], arms=TASKS["deep-mlp"].arms[:1])
+    with pytest.raises(RuntimeError, match="no progress"):
+        train(task, 1, 30, fail)
+
+
+@pytest.mark.parametrize("steps, size", [(1, 1), (7, 1), (10, 1), (300, 30), (400, 40), (21, 1)])
+def test_chunks_are_of_one_size(steps, size):
+    assert _chunk_size(steps) == size
+    assert steps % size == 0
+
+
+def test_accuracy_of_logits_that_are_not_finite_is_nan():
+    labels = jnp.array([0, 1])
+    assert _task.accuracy(jnp.array([[2.0, 1.0], [3.0, 1.0]]), labels) == 0.5
+    assert jnp.isnan(_task.accuracy(jnp.array([[2.0, 1.0], [NAN, 1.0]]), labels))
