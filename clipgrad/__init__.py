@@ -11,9 +11,9 @@ from clipgrad._clips import clip_by_value as clip_by_value
 from clipgrad._composer import apply_gradient_clipping as apply_gradient_clipping
 from clipgrad._cotangent import clip_cotangent as clip_cotangent
 from clipgrad._error_clip import error_clip as error_clip
+from clipgrad._global_norm import global_norm as global_norm
 from clipgrad._gradient_clip import GradientClipState as GradientClipState
 from clipgrad._gradient_clip import gradient_clip as gradient_clip
-from clipgrad._norms import global_norm as global_norm
 from clipgrad._presets import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
 from clipgrad._presets import SuggestedThreshold as SuggestedThreshold
 from clipgrad._presets import suggest_threshold as suggest_threshold

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
@@ -90,7 +89,9 @@ def clip_and_watch(
     else:
         clipped = tree if rule is None else apply_rule(rule, tree, params)
         stats = lambda: ClipStats.of(tree, clipped)  # noqa: E731
-    watch = stats if nonfinite != "zero" else lambda: stats()._replace(nonfinite=count_nonfinite(raw))
+    watch = (
+        stats if nonfinite != "zero" else lambda: stats()._replace(nonfinite=count_nonfinite(raw))
+    )
     return put_back(clipped, grads, flags), watch
 
 

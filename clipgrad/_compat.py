@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -21,3 +22,10 @@ def to_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """``x`` marked as varying along ``axes``, as a loop carry inside ``shard_map`` must be."""
     missing = tuple(sorted(axes - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def broadcast_like(x: jax.Array, leaf: jax.Array) -> jax.Array:
+    """``x`` broadcast to the shape of ``leaf``, and to its sharding where that is explicit."""
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    explicit = sharding is not None and any(axis is not None for axis in sharding.spec)
+    return jnp.broadcast_to(x, leaf.shape, out_sharding=sharding if explicit else None)

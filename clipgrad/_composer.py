@@ -73,7 +73,7 @@ def _adaptive(grads: Any, params: Any, threshold: ArrayLike) -> Any:
         raise ValueError("clipping_type 'adaptive' needs the parameters: got params=None")
 
     def clip(paths: list[str], leaves: list[jax.Array], weights: list[Any]) -> list[jax.Array]:
-        for path, g, w in zip(paths, leaves, weights):
+        for path, g, w in zip(paths, leaves, weights, strict=True):
             if jnp.shape(w) != g.shape:
                 raise ValueError(
                     f"params: got the shape {jnp.shape(w)} for {path or 'the leaf'}, whose "
@@ -82,7 +82,10 @@ def _adaptive(grads: Any, params: Any, threshold: ArrayLike) -> Any:
         arrays = [*leaves, *map(jnp.asarray, weights)]
         axes = [tuple(range(1, leaf.ndim)) if leaf.ndim > 1 else None for leaf in arrays]
         norms = [norm.value for norm in slice_norms(arrays, axes)]
-        return [_scale(g, n, w, threshold) for g, n, w in zip(leaves, norms, norms[len(leaves) :])]
+        return [
+            _scale(g, n, w, threshold)
+            for g, n, w in zip(leaves, norms, norms[len(leaves) :], strict=True)
+        ]
 
     return map_groups(clip, grads, params)
 

@@ -71,12 +71,14 @@ def clip_cotangent(x: Any, rule: Rule | None, *, probe: ClipStats | None = None)
         return x
 
     def fill(arrays: list[jax.Array]) -> Any:
-        filled = dict(zip(chosen, arrays))
+        filled = dict(zip(chosen, arrays, strict=True))
         return structure.unflatten([filled.get(i) for i in range(len(leaves))])
 
     arrays = [jnp.asarray(leaves[i]) for i in chosen]
     backward, thresholds = _trace(functools.partial(_clip, rule, probe, fill), rule, arrays)
-    for i, leaf in zip(chosen, _identity(backward, arrays, thresholds, _spread(probe, arrays))):
+    for i, leaf in zip(
+        chosen, _identity(backward, arrays, thresholds, _spread(probe, arrays)), strict=True
+    ):
         leaves[i] = leaf
     return structure.unflatten(leaves)
 

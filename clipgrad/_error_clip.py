@@ -83,7 +83,7 @@ def _signature(function: Any) -> inspect.Signature:
     try:
         return inspect.signature(function)
     except ValueError:  # some functions that are written in C
-        parameters = zip(("args", "kwargs"), _VARIADIC)
+        parameters = zip(("args", "kwargs"), _VARIADIC, strict=True)
         return inspect.Signature([inspect.Parameter(n, kind) for n, kind in parameters])
 
 
@@ -139,7 +139,9 @@ def _clip_outputs(result: Any, rules: Any) -> Any:
             f"outputs: got rules of the structure {structure}, which is no prefix of the result's, "
             f"{jax.tree.structure(result)}: {error}"
         ) from None
-    return structure.unflatten([clip_cotangent(p, rule) for p, rule in zip(parts, each)])
+    return structure.unflatten(
+        [clip_cotangent(p, rule) for p, rule in zip(parts, each, strict=True)]
+    )
 
 
 def _is_rule(rules: Any) -> bool:

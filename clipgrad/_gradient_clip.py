@@ -21,7 +21,6 @@ from clipgrad._rules import (
 from clipgrad._stats import ClipStats, stats_dtype
 from clipgrad._where import Where, selected
 
-
 _KEEP_STATISTICS = contextvars.ContextVar("keep_statistics", default=False)
 
 
@@ -40,7 +39,7 @@ class GradientClipState(NamedTuple):
       threshold: the first threshold of the rule at the last update; ``None`` if it has none.
     """
 
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     stats: ClipStats | None
     clipped_count: jax.Array | None
     nonfinite_count: jax.Array | None

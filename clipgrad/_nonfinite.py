@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.experimental import checkify
 
 from clipgrad._trees import map_taking_part, takes_part, with_paths
@@ -38,8 +38,10 @@ def apply_policy(nonfinite: str, tree: Any) -> Any:
 
 def _raise_for_nonfinite(tree: Any) -> None:
     paths, leaves, _ = with_paths(tree)
-    counts = {p: jnp.sum(~jnp.isfinite(x)) for p, x in zip(paths, leaves) if takes_part(x)}
-    if any(isinstance(count, jax.core.Tracer) for count in counts.values()):
+    counts = {
+        p: jnp.sum(~jnp.isfinite(x)) for p, x in zip(paths, leaves, strict=True) if takes_part(x)
+    }
+    if any(isinstance(count, Tracer) for count in counts.values()):
         for path, count in counts.items():
             message = f"{{count}} elements of the gradient {path!r} are NaN or inf"
             checkify.check(count == 0, message, count=count)

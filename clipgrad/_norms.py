@@ -9,15 +9,15 @@ wait for the host, and over several devices they are one all-reduce.
 
 import functools
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from clipgrad._numbers import accumulator, over, power_of_two, real_product, square, times, widen
+from clipgrad._numbers import accumulator, over, real_product, scaled_square, square, times, widen
 from clipgrad._reductions import Arrays, Axes, Groups
 from clipgrad._trees import leaves_taking_part
 
@@ -50,43 +50,6 @@ class _Kind(NamedTuple):
 
     ord: float
     mean: bool = False
-
-
-def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Array:
-    r"""The norm of all leaves of a tree taken as one vector, $(\sum_i |g_i|^p)^{1/p}$.
-
-    Guarantees:
-      * Squares are summed in float32, in float64 if a leaf is float64, never in a dtype that is
-        narrower, and the result has that dtype.
-      * A finite tree whose squares over- or underflow still has the right norm.
-      * On a float32 tree in the ordinary range it equals ``optax.tree.norm`` bit by bit.
-      * Its derivative is finite everywhere; at zero it is 0.
-      * An empty tree has norm 0 for every ``ord``. ``None``, integer, boolean, ``float0`` and
-        PRNG-key leaves count nowhere; complex leaves count with their absolute values.
-      * NaN anywhere gives NaN; otherwise inf anywhere gives inf.
-
-    Args:
-      tree: a pytree of gradients.
-      ord: the order $p$, a number in (0, inf].
-      axis_name: inside `jax.shard_map`, `jax.pmap` or ``jax.vmap(axis_name=...)``, the name or
-        names of the mapped axes that the tree is spread over. Where `jax.shard_map` tracks what
-        varies (its default), a leaf that is the same on all devices is counted once; elsewhere
-        every leaf is taken to be spread. Under `jax.jit` nothing need be said.
-
-    Returns:
-      A scalar array, float32 or float64.
-
-    Raises:
-      ValueError: if ``ord`` is not in (0, inf], or ``axis_name`` is not a mapped axis here.
-
-    Example:
-      >>> import clipgrad as cg, jax.numpy as jnp
-      >>> cg.global_norm({"w": jnp.array([3.0]), "b": jnp.array([4.0], jnp.bfloat16)})
-      Array(5., dtype=float32)
-      >>> cg.global_norm(jnp.full(4, 300.0, jnp.float16))    # 4 * 300 ** 2 is inf in float16
-      Array(600., dtype=float32)
-    """
-    return tree_norm(tree, ord, axis_name).value
 
 
 def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> Norm:
@@ -136,9 +99,9 @@ def widest(leaves: Arrays) -> str:
 
 def check_order(ord: float) -> float:
     """The order of a norm, if it is one: a number in (0, inf]."""
-    if isinstance(ord, (jax.Array, np.ndarray)) and not isinstance(ord, jax.core.Tracer):
+    if isinstance(ord, (jax.Array, np.ndarray, np.generic)) and not isinstance(ord, Tracer):
         ord = ord.item()
-    if isinstance(ord, bool) or not isinstance(ord, numbers.Real) or not ord > 0:
+    if isinstance(ord, bool) or not isinstance(ord, (int, float)) or not ord > 0:
         raise ValueError(
             f"ord: got {ord!r}, expected a number in (0, inf] that is no tracer, such as 2 or "
             "jnp.inf; for optax.inject_hyperparams name it in static_args"
@@ -167,22 +130,29 @@ def _norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[Norm]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) -> list[Norm]:
-    wide = [widen(leaf, dtype) for leaf, dtype in zip(leaves, _accumulators(groups, leaves))]
+    wide = [
+        widen(leaf, dtype)
+        for leaf, dtype in zip(leaves, _accumulators(groups, leaves), strict=True)
+    ]
     if kind.ord == 2:
         counts = groups.sizes(leaves) if kind.mean else [1] * len(leaves)
         return [
             Norm(jnp.sqrt(total / max(count, 1)), scale)
-            for (total, scale), count in zip(_sums_in_range(groups, wide, leaves), counts)
+            for (total, scale), count in zip(
+                _sums_in_range(groups, wide, leaves), counts, strict=True
+            )
         ]
     sizes = [jnp.abs(g) for g in wide]
     largest = groups.maxima(sizes, leaves)
     scales = [_scale_of(m) for m in largest]
     if kind.ord == math.inf:
-        return [Norm(m * s, s) for m, s in zip(largest, scales)]
-    tops = [jnp.where((m > 0) & jnp.isfinite(m), m * s, 1) for m, s in zip(largest, scales)]
-    shrunk = zip(sizes, groups.per_leaf(scales, leaves), groups.per_leaf(tops, leaves))
+        return [Norm(m * s, s) for m, s in zip(largest, scales, strict=True)]
+    tops = [
+        jnp.where((m > 0) & jnp.isfinite(m), m * s, 1) for m, s in zip(largest, scales, strict=True)
+    ]
+    shrunk = zip(sizes, groups.per_leaf(scales, leaves), groups.per_leaf(tops, leaves), strict=True)
     totals = groups.sums([(g * s / t) ** kind.ord for g, s, t in shrunk], leaves)
-    return [Norm(x ** (1 / kind.ord) * t, s) for x, t, s in zip(totals, tops, scales)]
+    return [Norm(x ** (1 / kind.ord) * t, s) for x, t, s in zip(totals, tops, scales, strict=True)]
 
 
 @_differentiable_norms.defjvp
@@ -191,44 +161,57 @@ def _norms_jvp(groups: Groups, kind: _Kind, primals: Any, tangents: Any) -> Any:
     (leaves,), (dleaves,) = primals, tangents
     norms = _differentiable_norms(groups, kind, leaves)
     weights = _weights(groups, kind, leaves, norms)
-    terms = [real_product(w, widen(dg, w.real.dtype.name)) for w, dg in zip(weights, dleaves)]
+    terms = [
+        real_product(w, widen(dg, w.real.dtype.name))
+        for w, dg in zip(weights, dleaves, strict=True)
+    ]
     sums = groups.sums(terms, leaves)
-    droots = [total * norm.scale for total, norm in zip(sums, norms)]
-    return norms, [Norm(d, jnp.zeros_like(norm.scale)) for d, norm in zip(droots, norms)]
+    droots = [total * norm.scale for total, norm in zip(sums, norms, strict=True)]
+    return norms, [
+        Norm(d, jnp.zeros_like(norm.scale)) for d, norm in zip(droots, norms, strict=True)
+    ]
 
 
 def _weights(groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]) -> list[jax.Array]:
     """The derivative of each norm by its elements; 0 where the norm is 0."""
     roots = groups.per_leaf([jnp.where(n.root > 0, n.root, 1) for n in norms], leaves)
     scales = groups.per_leaf([n.scale for n in norms], leaves)
-    units = [over(times(widen(g, r.dtype.name), s), r) for g, s, r in zip(leaves, scales, roots)]
+    units = [
+        over(times(widen(g, r.dtype.name), s), r)
+        for g, s, r in zip(leaves, scales, roots, strict=True)
+    ]
     if kind.ord == 2:
         counts = groups.sizes(leaves) if kind.mean else [1] * len(leaves)
-        return [over(u, max(n, 1)) for u, n in zip(units, counts)]
+        divisors = [jnp.array(max(n, 1), u.real.dtype) for u, n in zip(units, counts, strict=True)]
+        return [over(u, n) for u, n in zip(units, divisors, strict=True)]
     sizes = [jnp.abs(jnp.where(u == 0, 1, u)) for u in units]
     if kind.ord < math.inf:
-        return [times(u, size ** (kind.ord - 2)) for u, size in zip(units, sizes)]
-    ties = [((size == 1) & (u != 0)).astype(size.dtype) for u, size in zip(units, sizes)]
+        return [times(u, size ** (kind.ord - 2)) for u, size in zip(units, sizes, strict=True)]
+    ties = [
+        ((size == 1) & (u != 0)).astype(size.dtype) for u, size in zip(units, sizes, strict=True)
+    ]
     counts = groups.per_leaf(groups.sums(ties, leaves), leaves)
-    shares = [tie / jnp.maximum(n, 1) / size for tie, n, size in zip(ties, counts, sizes)]
-    return [times(u, share) for u, share in zip(units, shares)]
+    shares = [
+        tie / jnp.maximum(n, 1) / size for tie, n, size in zip(ties, counts, sizes, strict=True)
+    ]
+    return [times(u, share) for u, share in zip(units, shares, strict=True)]
 
 
 def _sums_in_range(
     groups: Groups, wide: list[jax.Array], leaves: Arrays
 ) -> list[tuple[jax.Array, jax.Array]]:
     """For each group a sum of squares of scaled leaves that is in range, and the scale."""
+    sizes = [jnp.abs(g) for g in wide]
 
     def sums(sign: int) -> list[jax.Array]:
-        dtypes = [g.real.dtype.name for g in wide]
-        scales = [power_of_two(sign * SHIFT[dtype], dtype) for dtype in dtypes]
-        return groups.sums([square(times(g, s)) for g, s in zip(wide, scales)], leaves)
+        squares = [scaled_square(size, sign * SHIFT[size.dtype.name]) for size in sizes]
+        return groups.sums(squares, leaves)
 
     plain = groups.sums([square(g) for g in wide], leaves)
     scales = [_scale_of(total) for total in plain]
     return [
         (jnp.where(s > 1, up, jnp.where(s < 1, down, total)), s)
-        for total, up, down, s in zip(plain, sums(1), sums(-1), scales)
+        for total, up, down, s in zip(plain, sums(1), sums(-1), scales, strict=True)
     ]
 
 

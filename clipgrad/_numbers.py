@@ -46,9 +46,14 @@ def real_product(a: jax.Array, b: jax.Array) -> jax.Array:
     return a.real * b.real + a.imag * b.imag
 
 
-def power_of_two(exponent: int, dtype: Any) -> jax.Array:
-    """``2 ** exponent`` as a scalar whose value XLA doesn't know.
+def scaled_square(size: jax.Array, exponent: int) -> jax.Array:
+    """``(size * 2 ** exponent) ** 2`` of absolute values, up to where the product is large.
 
-    It would make ``(x * x) * (c * c)`` of ``(x * c) * (x * c)`` if ``c`` were a constant.
+    The bounds change no sum that is used, but stand between the product and the square, of which
+    XLA would make ``(size * size) * (c * c)``, out of range in both factors.
     """
-    return jax.lax.optimization_barrier(jnp.array(2.0**exponent, dtype))
+    limits = jnp.finfo(size.dtype)
+    scaled = size * jnp.array(2.0**exponent, size.dtype)
+    if exponent < 0:
+        return jnp.square(jnp.maximum(scaled, limits.tiny))
+    return jnp.square(jnp.minimum(scaled, 2.0 ** (limits.maxexp // 2 - 1)))

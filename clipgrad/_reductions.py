@@ -52,13 +52,15 @@ class Groups(NamedTuple):
         """The number of elements on this device in each group."""
         if self.axes is None:
             return [sum(leaf.size for leaf in leaves)]
-        every = [range(leaf.ndim) if a is None else a for a, leaf in zip(self.axes, leaves)]
-        return [math.prod(leaf.shape[i] for i in a) for a, leaf in zip(every, leaves)]
+        every = [
+            range(leaf.ndim) if a is None else a for a, leaf in zip(self.axes, leaves, strict=True)
+        ]
+        return [math.prod(leaf.shape[i] for i in a) for a, leaf in zip(every, leaves, strict=True)]
 
     def _reduce(self, op: Callable[..., jax.Array], parts: Arrays) -> list[jax.Array]:
         if self.axes is None:
             return [op(part) for part in parts]
-        return [op(part, axis=a, keepdims=True) for a, part in zip(self.axes, parts)]
+        return [op(part, axis=a, keepdims=True) for a, part in zip(self.axes, parts, strict=True)]
 
     def _over_devices(
         self,
@@ -72,14 +74,16 @@ class Groups(NamedTuple):
         for i, leaf in enumerate(leaves):
             places.setdefault(self._axes_of(leaf), []).append(i)
         if self.joint:
-            merged = {n: [functools.reduce(merge, [local[i] for i in p])] for n, p in places.items()}
+            merged = {
+                n: [functools.reduce(merge, [local[i] for i in p])] for n, p in places.items()
+            }
             totals = [collective(v, n)[0] if n else v[0] for n, v in merged.items()]
             return [functools.reduce(merge, totals)]
         totals = list(local)
         for names, places_of in places.items():
             if names:
                 reduced = collective([local[i] for i in places_of], names)
-                for i, value in zip(places_of, reduced):
+                for i, value in zip(places_of, reduced, strict=True):
                     totals[i] = value
         return totals
 

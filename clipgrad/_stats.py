@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._norms import AxisName, Norm, tree_size, tree_total, widest
-from clipgrad._numbers import power_of_two
+from clipgrad._numbers import scaled_square
 from clipgrad._trees import leaves_taking_part
 
 # Exponents: below 2 ** low a norm is read off the sum that is scaled up, by 2 ** up; above
@@ -93,7 +93,7 @@ class ClipStats(NamedTuple):
           dtype: float32 or float64; by default float64 if a leaf is.
         """
         dtype = stats_dtype(before) if dtype is None else jnp.dtype(dtype).name
-        pairs = list(zip(leaves_taking_part(before), leaves_taking_part(after)))
+        pairs = list(zip(leaves_taking_part(before), leaves_taking_part(after), strict=True))
         return cls(
             _sums_of_squares([b for b, _ in pairs], dtype),
             _sums_of_squares([a for _, a in pairs], dtype),
@@ -144,9 +144,9 @@ def _squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Squares scaled down, as they are, and scaled up; the latter two stop where they are moot."""
     low, high, down, up = _RANGE[size.dtype.name]
     return (
-        jnp.square(size * power_of_two(down, size.dtype)),
+        scaled_square(size, down),
         jnp.square(jnp.minimum(size, 2.0**high)),
-        jnp.square(jnp.minimum(size, 2.0**low) * power_of_two(up, size.dtype)),
+        jnp.minimum(scaled_square(size, up), 2.0 ** (2 * (low + up))),
     )
 
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from clipgrad._global_norm import global_norm
 from clipgrad._gradient_clip import GradientClipState, keeping_statistics
-from clipgrad._norms import global_norm
 from clipgrad._stats import count_nonfinite
 
 Metrics = dict[str, Any]

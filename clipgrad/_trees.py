@@ -61,7 +61,7 @@ def map_groups(f: Callable[..., list[Any]], tree: Any, *rest: Any) -> Any:
     chosen = [i for i, leaf in enumerate(leaves) if takes_part(leaf)]
     arrays = [jnp.asarray(leaves[i]) for i in chosen]
     results = f([paths[i] for i in chosen], arrays, *([o[i] for i in chosen] for o in others))
-    for i, result in zip(chosen, results):
+    for i, result in zip(chosen, results, strict=True):
         leaves[i] = result
     return structure.unflatten(leaves)
 

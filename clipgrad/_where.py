@@ -31,8 +31,10 @@ def selected(where: Where, tree: Any) -> list[bool]:
         flags = [re.search(where, path) is not None for path in paths]
     else:
         flags = _flags(where(tree) if callable(where) else where, tree, structure)
-    candidates = [path for path, leaf in zip(paths, leaves) if takes_part(leaf)]
-    if candidates and not any(f and takes_part(leaf) for f, leaf in zip(flags, leaves)):
+    candidates = [path for path, leaf in zip(paths, leaves, strict=True) if takes_part(leaf)]
+    if candidates and not any(
+        f and takes_part(leaf) for f, leaf in zip(flags, leaves, strict=True)
+    ):
         raise ValueError(f"where: {_shown(where)} selects none of the leaves {candidates}")
     return flags
 
@@ -40,14 +42,16 @@ def selected(where: Where, tree: Any) -> list[bool]:
 def keep_selected(tree: Any, flags: list[bool]) -> Any:
     """``tree`` with ``None`` in place of the leaves that are not selected."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
-    return structure.unflatten([leaf if flag else None for leaf, flag in zip(leaves, flags)])
+    return structure.unflatten(
+        [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
+    )
 
 
 def put_back(clipped: Any, tree: Any, flags: list[bool]) -> Any:
     """``clipped`` with the leaves of ``tree`` where those were not selected."""
     originals, structure = jax.tree.flatten(tree, is_leaf=is_none)
     results = structure.flatten_up_to(clipped)
-    pairs = zip(results, originals, flags)
+    pairs = zip(results, originals, flags, strict=True)
     return structure.unflatten([r if flag else leaf for r, leaf, flag in pairs])
 
 
@@ -67,7 +71,7 @@ def _flags(mask: Any, tree: Any, structure: Any) -> list[bool]:
             f"{error}"
         ) from None
     sizes = [len(jax.tree.leaves(part, is_leaf=is_none)) for part in parts]
-    return [bool(flag) for flag, size in zip(each, sizes) for _ in range(size)]
+    return [bool(flag) for flag, size in zip(each, sizes, strict=True) for _ in range(size)]
 
 
 def _shown(where: Where) -> str:

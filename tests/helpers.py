@@ -140,7 +140,7 @@ def tree_of(key: jax.Array, dtype: Any = jnp.float32, scale: float = 1.0) -> dic
     """A tree with a convolution kernel, a dense kernel, a bias and an empty leaf."""
     shapes = {"bias": (5,), "conv": (2, 3, 4), "dense": (4, 5), "empty": (0, 3)}
     keys = jax.random.split(key, len(shapes))
-    normal = {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items())}
+    normal = {n: jax.random.normal(k, s) for k, (n, s) in zip(keys, shapes.items(), strict=True)}
     return {name: (x * scale).astype(dtype) for name, x in normal.items()}
 
 
@@ -156,7 +156,7 @@ def float64(tree: Any) -> Any:
 def assert_same(actual: Any, expected: Any) -> None:
     """Equal structure, shapes, dtypes and bits."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), (a, b)
 
@@ -164,7 +164,9 @@ def assert_same(actual: Any, expected: Any) -> None:
 def assert_close(actual: Any, expected: Any, rtol: float = 1e-6, atol: float = 0.0) -> None:
     """Equal structure and close values, as float64."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(float64(actual)), jax.tree.leaves(float64(expected))):
+    for a, b in zip(
+        jax.tree.leaves(float64(actual)), jax.tree.leaves(float64(expected)), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
 

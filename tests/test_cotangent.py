@@ -109,7 +109,9 @@ def test_python_and_numpy_numbers_stay_what_they_are():
     ids=str,
 )
 def test_what_is_no_rule_is_refused_at_the_call(bad, hint):
-    with pytest.raises(TypeError, match=f"a ClipRule, a function of the cotangent or None.*{hint}|{hint}"):
+    with pytest.raises(
+        TypeError, match=f"a ClipRule, a function of the cotangent or None.*{hint}|{hint}"
+    ):
         cg.clip_cotangent(jnp.ones(2), bad)
 
 
@@ -125,7 +127,10 @@ def test_a_schedule_is_refused_since_there_is_no_step():
         (cg.ClipByValue(jnp.ones((5, 2))), r"max: got an array of shape \(5, 2\).*\(2,\)"),
         (cg.ClipByValue(1.0, jnp.zeros(3)), r"min: got an array of shape \(3,\)"),
         (cg.ClipByNorm(1.0, axis=1), r"axis: got 1 for the leaf of shape \(2,\)"),
-        (lambda tree: tree[:1], r"the rule returned \(1,\) for the leaf, expected the shape \(2,\)"),
+        (
+            lambda tree: tree[:1],
+            r"the rule returned \(1,\) for the leaf, expected the shape \(2,\)",
+        ),
         (lambda tree: [tree], "the rule returned the structure"),
         (lambda tree: None, "the rule returned the structure|the rule returned None"),
         (cg.AdaptiveClip(axis={"nothing": 0}), "axis: 'nothing' matches no leaf"),
@@ -216,7 +221,7 @@ def test_probes_that_are_shared_add_up_over_uses_lanes_and_devices(key):
 
     sharded = jax.shard_map(mapped, mesh=mesh, in_specs=(P("x"), P()), out_specs=P())
     devices = jax.jit(jax.grad(sharded, argnums=1))(x, cg.ClipStats.zero())
-    for a, b in zip(devices, lanes):
+    for a, b in zip(devices, lanes, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 

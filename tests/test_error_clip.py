@@ -76,7 +76,9 @@ def test_args_and_kwargs_are_variables_of_their_own():
 
     def gradients(decorator):
         g = decorator(f)
-        return jax.grad(lambda a, b, c, d: g(a, b, c=c, d=d), argnums=(0, 1, 2, 3))(1.0, 1.0, 1.0, 1.0)
+        return jax.grad(lambda a, b, c, d: g(a, b, c=c, d=d), argnums=(0, 1, 2, 3))(
+            1.0, 1.0, 1.0, 1.0
+        )
 
     assert gradients(cg.error_clip(VALUE)) == (5, 5, 5, 5)
     assert gradients(cg.error_clip({"args": VALUE})) == (5, 5, 200, 200)
@@ -198,14 +200,18 @@ def test_decorators_stack():
 
 
 def test_a_wrong_call_is_reported_in_pythons_words():
-    with pytest.raises(TypeError, match=r"multiply\(\) missing 1 required positional argument: 'x'"):
+    with pytest.raises(
+        TypeError, match=r"multiply\(\) missing 1 required positional argument: 'x'"
+    ):
         cg.error_clip({"x": VALUE})(multiply)()
     with pytest.raises(TypeError, match="unexpected keyword argument 'q'"):
         cg.error_clip({"x": VALUE})(multiply)(1.0, q=2)
 
 
 def test_an_unknown_parameter_is_refused_when_decorating():
-    with pytest.raises(ValueError, match=r"'h' is no parameter of multiply; its parameters are \['x', 'y', 'z'\]"):
+    with pytest.raises(
+        ValueError, match=r"'h' is no parameter of multiply; its parameters are \['x', 'y', 'z'\]"
+    ):
         cg.error_clip({"h": VALUE})(multiply)
 
 
@@ -225,7 +231,9 @@ def test_what_is_no_function_is_refused(bad):
 
 def test_a_decorator_without_parentheses_is_caught_at_the_call():
     forgotten = cg.error_clip(multiply)
-    with pytest.raises(TypeError, match=r"write @error_clip\(rule\), with a rule in the parentheses"):
+    with pytest.raises(
+        TypeError, match=r"write @error_clip\(rule\), with a rule in the parentheses"
+    ):
         forgotten(1.0)
 
 
@@ -251,7 +259,7 @@ def test_the_newcomers_recurrent_network(key):
     states = [jnp.zeros(4)]
     for x in xs:
         states.append(cell(params, states[-1], x))
-    for h, x in list(zip(states, xs))[::-1]:
+    for h, x in list(zip(states, xs, strict=True))[::-1]:
         pull_back = jax.vjp(lambda p, h, x=x: cell.__wrapped__(p, h, x), params, h)[1]
         by_params, by_state = pull_back(cotangent)
         total = jax.tree.map(jnp.add, total, by_params)

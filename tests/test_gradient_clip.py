@@ -59,7 +59,9 @@ def test_the_state_is_that_of_the_optax_function(name):
 
 
 @every_clip
-@pytest.mark.parametrize("threshold", [0.5, optax.linear_schedule(1.0, 0.0, 4)], ids=["number", "schedule"])
+@pytest.mark.parametrize(
+    "threshold", [0.5, optax.linear_schedule(1.0, 0.0, 4)], ids=["number", "schedule"]
+)
 @pytest.mark.parametrize("stats", [True, False])
 def test_the_state_keeps_its_structure_in_a_scan(name, threshold, stats, key):
     tx = CLIPS[name][0](threshold, stats=stats)
@@ -166,7 +168,10 @@ def test_other_extra_arguments_are_left_to_others(name, key):
 
 # where
 
-TREE = {"layer": {"bias": jnp.array([30.0]), "kernel": jnp.array([3.0, 4.0])}, "head": jnp.array([9.0])}
+TREE = {
+    "layer": {"bias": jnp.array([30.0]), "kernel": jnp.array([3.0, 4.0])},
+    "head": jnp.array([9.0]),
+}
 KERNEL_ONLY = {"layer": {"bias": False, "kernel": True}, "head": False}
 
 
@@ -205,7 +210,11 @@ def test_where_composes_with_adaptive_clipping():
 @pytest.mark.parametrize(
     "where, error, match",
     [
-        ("nothing", ValueError, r"where: 'nothing' selects none of the leaves \['head', 'layer/bias'"),
+        (
+            "nothing",
+            ValueError,
+            r"where: 'nothing' selects none of the leaves \['head', 'layer/bias'",
+        ),
         (jax.tree.map(lambda _: False, KERNEL_ONLY), ValueError, "where: the mask selects none"),
         (lambda tree: False, ValueError, "where: the mask selects none"),
         ({"layer": True}, ValueError, "where: got a mask of the structure .* no prefix"),
@@ -253,7 +262,9 @@ def test_error_is_an_error_of_checkify_under_jit():
     tx = cg.clip_by_global_norm(1.0, nonfinite="error")
     checked = jax.jit(checkify.checkify(lambda grads: update(tx, grads)[0]))
     error, _ = checked(BAD)
-    with pytest.raises(checkify.JaxRuntimeError, match="1 elements of the gradient 'a' are NaN or inf"):
+    with pytest.raises(
+        checkify.JaxRuntimeError, match="1 elements of the gradient 'a' are NaN or inf"
+    ):
         error.throw()
     checked({k: jnp.ones(2) for k in "ab"})[0].throw()
 
@@ -263,7 +274,9 @@ def test_an_unknown_policy_is_refused():
         lambda: cg.clip_grads(TREE, cg.ClipByValue(1.0), nonfinite="ignore"),
         lambda: cg.clip_by_value(1.0, nonfinite="ignore"),
     ):
-        with pytest.raises(ValueError, match="got 'ignore', expected one of propagate, zero, error"):
+        with pytest.raises(
+            ValueError, match="got 'ignore', expected one of propagate, zero, error"
+        ):
             call()
 
 
@@ -273,13 +286,17 @@ def test_an_unknown_policy_is_refused():
 @pytest.mark.parametrize("bad", [0.1, cg.ClipByValue, "norm"], ids=str)
 def test_what_is_no_rule_is_refused(bad):
     for call in (lambda: cg.gradient_clip(bad), lambda: cg.clip_grads(TREE, bad)):
-        with pytest.raises(TypeError, match="expected a ClipRule, a function of the cotangent or None"):
+        with pytest.raises(
+            TypeError, match="expected a ClipRule, a function of the cotangent or None"
+        ):
             call()
 
 
 def test_adaptive_clipping_without_parameters_is_refused():
     tx = cg.adaptive_grad_clip(0.1)
-    with pytest.raises(ValueError, match=r"AdaptiveClip needs the parameters.*update\(grads, state, params\)"):
+    with pytest.raises(
+        ValueError, match=r"AdaptiveClip needs the parameters.*update\(grads, state, params\)"
+    ):
         tx.update(TREE, tx.init(TREE))
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 
 import clipgrad as cg
-from tests.strategies import thresholds, trees
 from tests.helpers import CASES, PLACES, SCALING, assert_close, assert_same, float64, tree_of
+from tests.strategies import thresholds, trees
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 every_scaling = pytest.mark.parametrize("case", SCALING, ids=lambda case: case.name)
@@ -176,8 +176,10 @@ def test_a_bad_element_makes_its_whole_group_nan(case, apply, bad, key):
     params = params_like(grads)
     clipped = apply(case.make(LIMIT), grads, params)
     bad_ratio = [~np.isfinite(r) for r in case.ratios(float64(grads), float64(params), LIMIT)]
-    for leaf, where in zip(clipped.values(), bad_ratio * len(clipped)):
-        where = np.broadcast_to(where, leaf.shape) if where.ndim == 2 else np.full(leaf.shape, where)
+    for leaf, where in zip(clipped.values(), bad_ratio * len(clipped), strict=True):
+        where = (
+            np.broadcast_to(where, leaf.shape) if where.ndim == 2 else np.full(leaf.shape, where)
+        )
         np.testing.assert_array_equal(np.isnan(leaf), where)
 
 

@@ -149,7 +149,9 @@ def test_stacked_layers_keep_their_units_apart():
 def test_a_mapping_is_held_in_a_hashable_form():
     rule = cg.AdaptiveClip(axis={"a": [0, 1], "b": None})
     assert rule.axis == (("a", (0, 1)), ("b", None))
-    assert hash(jax.tree.structure(rule)) == hash(jax.tree.structure(cg.AdaptiveClip(axis=rule.axis)))
+    assert hash(jax.tree.structure(rule)) == hash(
+        jax.tree.structure(cg.AdaptiveClip(axis=rule.axis))
+    )
 
 
 def test_expressions_that_match_nothing_or_do_not_compile_are_refused():

@@ -44,7 +44,7 @@ def test_statistics_add_up(tree, other):
     rule = cg.ClipByValue(0.1)
     stats = [cg.ClipStats.of(t, rule(t)) for t in (tree, other, [tree, other])]
     total = jax.tree.map(jnp.add, *stats[:2])
-    for a, b in zip(total, stats[2]):
+    for a, b in zip(total, stats[2], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
     np.testing.assert_allclose(total.norm, stats[2].norm, rtol=1e-6)
 

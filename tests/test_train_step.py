@@ -38,11 +38,13 @@ def test_one_trace_for_a_thousand_steps_of_a_schedule(key):
         return loss_fn(params, batch)
 
     schedule = optax.linear_schedule(1.0, 0.1, 1000)
-    tx = optax.chain(cg.clip_by_global_norm(schedule), optax.adam(optax.linear_schedule(1e-2, 0, 999)))
+    tx = optax.chain(
+        cg.clip_by_global_norm(schedule), optax.adam(optax.linear_schedule(1e-2, 0, 999))
+    )
     step = cg.train_step(counted, tx)
     state = step.init(params)
     xs, ys = jax.random.normal(key, (1000, 4, 3)), jax.random.normal(key, (1000, 4))
-    for x, y in zip(xs, ys):
+    for x, y in zip(xs, ys, strict=True):
         state, metrics = step(state, (x, y))
     assert len(traces) == 1 and step.update._cache_size() == 1
     assert optax.tree.get(state.opt_state, "threshold") == pytest.approx(schedule(999))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from clipgrad._compat import broadcast_like
 from clipgrad._norms import AxisName, Norm, slice_norms
 from clipgrad._numbers import times
 from clipgrad._rules._base import ClipRule, pytree_rule, static_field
@@ -103,13 +104,15 @@ class AdaptiveClip(ClipRule):
         return map_groups(self._clip, grads, params)
 
     def _clip(self, paths: list[str], grads: list[jax.Array], params: list[Any]) -> list[jax.Array]:
-        axes = [_axes(self.axis, path, g, w) for path, g, w in zip(paths, grads, params)]
+        axes = [
+            _axes(self.axis, path, g, w) for path, g, w in zip(paths, grads, params, strict=True)
+        ]
         norms = slice_norms([*grads, *map(jnp.asarray, params)], axes * 2, axis_name=self.axis_name)
         triples = zip(grads, norms[: len(grads)], norms[len(grads) :], strict=True)
         return [self._clip_leaf(g, n, w.value) for g, n, w in triples]
 
     def _clip_leaf(self, grad: jax.Array, norm: Norm, weight: jax.Array) -> jax.Array:
-        root, scale, weight = (jnp.broadcast_to(x, grad.shape) for x in (*norm, weight))
+        root, scale, weight = (broadcast_like(x, grad) for x in (*norm, weight))
         limit = self._limit(weight, root.dtype)
         return scale_down(grad, Norm(root, scale), limit, _shrink)
 
@@ -121,8 +124,8 @@ class AdaptiveClip(ClipRule):
 def _axes(axis: UnitAxis, path: str, grad: Any, param: Any) -> Any:
     if getattr(param, "shape", None) != grad.shape:
         raise ValueError(
-            f"params: got {getattr(param, 'shape', param)} for {path or 'the leaf'}, whose gradient "
-            f"has the shape {grad.shape}"
+            f"params: got {getattr(param, 'shape', param)} for {path or 'the leaf'}, whose "
+            f"gradient has the shape {grad.shape}"
         )
     return unit_axes(axis, path, grad)
 

@@ -59,7 +59,7 @@ def pytree_rule(cls: C) -> C:
 
     def unflatten(aux: Any, children: Any) -> Any:
         rule = object.__new__(cls)
-        for name, value in [*zip(names, children), *zip(static, aux)]:
+        for name, value in [*zip(names, children, strict=True), *zip(static, aux, strict=True)]:
             object.__setattr__(rule, name, value)
         return rule
 
@@ -112,13 +112,13 @@ def _restore(clipped: Any, grads: Any) -> Any:
     results, returned = jax.tree.flatten(clipped, is_leaf=is_none)
     if returned != structure:
         raise ValueError(f"the rule returned the structure {returned}, expected {structure}")
-    for path, result, leaf in zip(paths, results, leaves):
+    for path, result, leaf in zip(paths, results, leaves, strict=True):
         if takes_part(leaf) and getattr(result, "shape", ()) != getattr(leaf, "shape", ()):
             raise ValueError(
                 f"the rule returned {getattr(result, 'shape', result)} for {path or 'the leaf'}, "
                 f"expected the shape {leaf.shape}"
             )
-    return structure.unflatten([_like(r, g) for r, g in zip(results, leaves)])
+    return structure.unflatten([_like(r, g) for r, g in zip(results, leaves, strict=True)])
 
 
 def _like(result: Any, leaf: Any) -> Any:

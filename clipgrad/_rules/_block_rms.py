@@ -64,7 +64,9 @@ class ClipByBlockRMS(ClipRule):
     def _clip(self, paths: list[str], leaves: list[jax.Array]) -> list[jax.Array]:
         del paths
         norms = slice_norms(leaves, [None] * len(leaves), mean=True)
-        return [scale_down(g, n, self.threshold, _shrink) for g, n in zip(leaves, norms)]
+        return [
+            scale_down(g, n, self.threshold, _shrink) for g, n in zip(leaves, norms, strict=True)
+        ]
 
 
 def _shrink(leaf: jax.Array, root: jax.Array, limit: jax.Array) -> jax.Array:

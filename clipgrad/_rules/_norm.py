@@ -78,9 +78,13 @@ class ClipByNorm(ClipRule):
         return map_groups(self._clip, grads)
 
     def _clip(self, paths: list[str], leaves: list[jax.Array]) -> list[jax.Array]:
-        axes = [reduced_axes(self.axis, path, leaf) for path, leaf in zip(paths, leaves)]
+        axes = [
+            reduced_axes(self.axis, path, leaf) for path, leaf in zip(paths, leaves, strict=True)
+        ]
         norms = slice_norms(leaves, axes, self.ord)
-        return [scale_down(g, n, self.max_norm, _shrink) for g, n in zip(leaves, norms)]
+        return [
+            scale_down(g, n, self.max_norm, _shrink) for g, n in zip(leaves, norms, strict=True)
+        ]
 
 
 def _shrink(leaf: jax.Array, root: jax.Array, limit: jax.Array) -> jax.Array:

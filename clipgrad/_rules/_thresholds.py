@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def check_threshold(name: str, value: Any, negative: bool = False) -> None:
@@ -15,13 +16,15 @@ def check_threshold(name: str, value: Any, negative: bool = False) -> None:
       TypeError: if ``value`` is neither a number nor an array nor a function of the step.
       ValueError: if it is NaN, or negative where that is not allowed.
     """
-    if isinstance(value, jax.core.Tracer) or _is_schedule(value):
+    if isinstance(value, Tracer) or _is_schedule(value):
         return
     expected = "a number, an array or a schedule (a function of the step)"
     if isinstance(value, (bool, str, type)) or not isinstance(
         value, (int, float, np.ndarray, np.generic, jax.Array)
     ):
-        raise TypeError(f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}")
+        raise TypeError(
+            f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}"
+        )
     numbers = np.asarray(value, np.float64)
     if np.isnan(numbers).any():
         raise ValueError(f"{name}: got {value!r}, expected a threshold that is not NaN")
@@ -60,8 +63,8 @@ def require_numbers(rule: Any) -> None:
     """
     for name in schedules_of(rule):
         raise TypeError(
-            f"{name}: got a schedule, which only a gradient clip can evaluate since it counts "
-            f"the steps; expected a number or an array: {type(rule).__name__}({name}=schedule(step))"
+            f"{name}: got a schedule, which only a gradient clip can evaluate since it counts the "
+            f"steps; expected a number or an array, {type(rule).__name__}({name}=schedule(step))"
         )
 
 

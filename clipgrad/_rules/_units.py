@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from clipgrad._reductions import Axes
 
@@ -22,7 +22,8 @@ def check_axis(axis: Any) -> Axis:
     if isinstance(axis, (tuple, list)) and all(isinstance(a, int) for a in axis):
         return tuple(axis)
     raise TypeError(
-        f"axis: got {axis!r} of type {type(axis).__name__}, expected an int, a tuple of them or None"
+        f"axis: got {axis!r} of type {type(axis).__name__}, expected an int, a tuple of them or "
+        "None"
     )
 
 
@@ -34,7 +35,7 @@ def check_unit_axis(axis: Any) -> UnitAxis:
       ValueError: if an expression does not compile.
     """
     if callable(axis):
-        return axis
+        return cast(UnitAxis, axis)
     pairs = axis.items() if isinstance(axis, Mapping) else axis
     if isinstance(axis, Mapping) or is_mapping(axis):
         return tuple((_compiled(pattern), check_axis(axes)) for pattern, axes in pairs)

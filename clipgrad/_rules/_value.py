@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from clipgrad._numbers import over, times
@@ -90,8 +91,7 @@ class ClipByValue(ClipRule):
         return jnp.minimum(jnp.maximum(leaf, lower), upper)
 
     def _clip_complex(self, leaf: jax.Array) -> jax.Array:
-        if self.min is not None and not (_known(self.min) and _known(self.max)
-                                         and np.all(np.asarray(self.min) == -np.asarray(self.max))):  # fmt: skip
+        if self.min is not None and not self._is_symmetric():
             raise ValueError(
                 f"min: got {self.min!r} with a complex leaf, whose absolute value is clipped to "
                 "max; expected None"
@@ -102,6 +102,10 @@ class ClipByValue(ClipRule):
         size = jnp.abs(jnp.where(leaf == 0, jnp.ones_like(leaf), leaf))
         clipped = times(over(leaf, size), upper)
         return jnp.where((size <= upper) & ~infinite, leaf, jnp.where(leaf == 0, leaf, clipped))
+
+    def _is_symmetric(self) -> bool:
+        known = _known(self.min) and _known(self.max)
+        return known and bool(np.all(np.asarray(self.min) == -np.asarray(self.max)))
 
     def _upper(self, dtype: Any) -> jax.Array:
         if self.min is None:
@@ -118,7 +122,7 @@ def _sign(x: jax.Array) -> jax.Array:
 
 
 def _known(bound: Any) -> bool:
-    return not callable(bound) and not isinstance(bound, jax.core.Tracer)
+    return not callable(bound) and not isinstance(bound, Tracer)
 
 
 def _any_above(lower: Any, upper: Any) -> bool:

@@ -1,0 +1,75 @@
+"""The shape of the package: imports go one way, files and functions are short."""
+
+import ast
+import pathlib
+
+import pytest
+
+PACKAGE = pathlib.Path(__file__).parents[1] / "clipgrad"
+FILES = sorted(PACKAGE.rglob("*.py"))
+CLIPS = [path for path in FILES if "_check" not in path.parts]
+# Each module may import the ones before it, and nothing of the package that is not listed.
+LAYERS = [
+    "_compat", "_trees", "_numbers", "_jaxpr", "_reductions", "_norms", "_global_norm", "_rules",
+    "_stats", "_cotangent", "_error_clip", "_where", "_nonfinite", "_clip_grads", "_gradient_clip",
+    "_clips", "_composer", "_presets", "_train_step", "_check", "_selftest", "__init__", "_demo",
+    "_cli", "__main__",
+]  # fmt: skip
+
+
+def layer(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(path):
+    for module in imports(path):
+        parts = module.split(".")
+        if parts[0] != "clipgrad" or layer(path) == "__init__":
+            continue
+        imported = parts[1] if len(parts) > 1 else "__init__"
+        assert LAYERS.index(imported) <= LAYERS.index(layer(path)), module
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_only_public_jax_and_runtime_dependencies_are_imported(path):
+    allowed = {"clipgrad", "jax", "numpy", "optax", "matplotlib", "sklearn", "tqdm"}
+    extras = {"matplotlib", "sklearn", "tqdm"}
+    import sys
+
+    for module in imports(path):
+        top = module.split(".")[0]
+        assert "_src" not in module.split(".") and (top in allowed or top in sys.stdlib_module_names)
+        if top in extras:
+            assert layer(path) in ("_demo", "_check", "_cli")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_and_functions_are_short(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 250
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            assert lines <= 40, node.name
+
+
+def test_comments_are_few():
+    lines = [line.strip() for path in FILES for line in path.read_text().splitlines()]
+    comments = [line for line in lines if line.startswith("#")]
+    code = [line for line in lines if line and not line.startswith("#")]
+    assert len(comments) < 0.1 * len(code)
+
+
+def test_there_is_more_test_than_source():
+    tests = sum(len(p.read_text().splitlines()) for p in pathlib.Path(__file__).parent.glob("*.py"))
+    assert tests >= sum(len(path.read_text().splitlines()) for path in FILES)
