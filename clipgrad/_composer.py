@@ -84,7 +84,7 @@ def _adaptive(grads: Any, params: Any, threshold: ArrayLike) -> Any:
         norms = [norm.value for norm in slice_norms(arrays, axes)]
         return [
             _scale(g, n, w, threshold)
-            for g, n, w in zip(leaves, norms, norms[len(leaves) :], strict=True)
+            for g, n, w in zip(leaves, norms[: len(leaves)], norms[len(leaves) :], strict=True)
         ]
 
     return map_groups(clip, grads, params)

@@ -135,12 +135,11 @@ def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) 
         for leaf, dtype in zip(leaves, _accumulators(groups, leaves), strict=True)
     ]
     if kind.ord == 2:
-        counts = groups.sizes(leaves) if kind.mean else [1] * len(leaves)
+        sums = _sums_in_range(groups, wide, leaves)
+        counts = groups.sizes(leaves) if kind.mean else [1] * len(sums)
         return [
             Norm(jnp.sqrt(total / max(count, 1)), scale)
-            for (total, scale), count in zip(
-                _sums_in_range(groups, wide, leaves), counts, strict=True
-            )
+            for (total, scale), count in zip(sums, counts, strict=True)
         ]
     sizes = [jnp.abs(g) for g in wide]
     largest = groups.maxima(sizes, leaves)
