@@ -1,0 +1,51 @@
+"""The kinds of device that a gradient is computed on."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+KINDS = ("cpu", "gpu", "tpu", "cuda", "rocm", "METAL")
+
+
+class Devices(NamedTuple):
+    """The devices there are among those asked for, and the kinds that are not there."""
+
+    there: dict[str, jax.Device]
+    absent: list[str]
+
+
+def find_devices(kinds: Sequence[str] | None) -> Devices:
+    """Look the kinds up; None asks for all there are, the default one first."""
+    if kinds is None:
+        kinds = list(dict.fromkeys([jax.default_backend(), "cpu"]))
+        return Devices({kind: device for kind in kinds if (device := _first(kind))}, [])
+    kinds = [kinds] if isinstance(kinds, str) else list(kinds)
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown or not kinds:
+        raise ValueError(
+            f"devices={tuple(kinds)!r} names no kind of device; expected some of "
+            f"{', '.join(KINDS)}, or None for all there are"
+        )
+    found = {kind: _first(kind) for kind in kinds}
+    there = {kind: device for kind, device in found.items() if device is not None}
+    return Devices(there, [kind for kind in kinds if kind not in there])
+
+
+def _first(kind: str) -> jax.Device | None:
+    try:
+        return jax.devices(kind)[0]
+    except RuntimeError:
+        return None
+
+
+def moved(tree: Any, device: jax.Device) -> Any:
+    """The tree with its arrays on `device`; arrays that are on such a device stay."""
+
+    def move(leaf):
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            return leaf
+        platforms = {d.platform for d in leaf.devices()}
+        return leaf if platforms == {device.platform} else jax.device_put(leaf, device)
+
+    return jax.tree.map(move, tree)

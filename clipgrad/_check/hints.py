@@ -1,0 +1,38 @@
+"""What a wrong gradient looks like: a factor, a sign, a transpose, a permutation."""
+
+import numpy as np
+
+SAME = 0.02
+EXACT = 1e-3
+
+
+def ratio_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
+    """A remark if analytic/numeric is one number throughout."""
+    if len(numeric) < 2 or not np.all(np.isfinite(analytic)) or np.any(numeric == 0):
+        return ""
+    ratio = analytic / numeric
+    middle = float(np.median(ratio))
+    if middle == 0 and not ratio.any():
+        return "; analytic is 0 throughout"
+    if np.ptp(ratio) > SAME * abs(middle):
+        return ""
+    meaning = " (the sign)" if abs(middle + 1) < EXACT else ""
+    return f"; analytic/numeric is {middle:.4g} throughout{meaning}"
+
+
+def layout_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
+    """A remark if a whole leaf's analytic gradient is the numeric one, rearranged."""
+    if numeric.size < 3 or not np.all(np.isfinite(analytic)):
+        return ""
+    if numeric.ndim == 2 and numeric.shape[0] == numeric.shape[1] and _near(numeric.T, analytic):
+        return "; analytic is the transpose of numeric"
+    for axis in range(numeric.ndim):
+        if numeric.shape[axis] > 1 and _near(np.flip(numeric, axis), analytic):
+            return f"; analytic is numeric reversed along axis {axis}"
+    if _near(np.sort(numeric, axis=None), np.sort(analytic, axis=None)):
+        return "; analytic is a permutation of numeric"
+    return ""
+
+
+def _near(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool(np.allclose(a, b, rtol=EXACT, atol=EXACT * np.sqrt(np.mean(a**2))))

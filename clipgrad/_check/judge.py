@@ -1,0 +1,120 @@
+"""The verdict on a slope: right, wrong, at a kink, or too noisy to tell.
+
+One-sided slopes over a ladder of shrinking steps tell the cases apart. A smooth function's settle
+on one value, a kink's on two, noise does not settle, and at a singular point they grow.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from clipgrad._check.differences import Slopes
+
+OK, KINK, UNSURE, WRONG = range(4)
+KINK_GAP = 0.02
+GROWTH = 1.5
+PADDLE_NEARLY_ZERO = 1e-3
+
+
+class Allowed(NamedTuple):
+    """Arrays of shape (rows, cotangents), but `relative` and `unit` of shape (rows, 1).
+
+    A numeric slope may be off by `relative` of the larger of it and `norm`, and by `floor`;
+    `typical` is the magnitude below which a slope counts as small, `unit` the slope of an
+    element whose derivative is 1. With `paddle`, Paddle's rule stands in for both.
+    """
+
+    relative: np.ndarray
+    floor: np.ndarray
+    typical: np.ndarray
+    unit: np.ndarray
+    paddle: float | None
+
+    def slack(self, numeric: np.ndarray, norm: np.ndarray) -> np.ndarray:
+        """How far a slope may be off, but for the numeric error."""
+        if self.paddle is None:
+            return self.relative * np.fmax(np.abs(numeric), norm) + self.floor
+        size = np.abs(numeric) / self.unit
+        return self.paddle * np.where(size < PADDLE_NEARLY_ZERO, 1.0, size) * self.unit
+
+
+class Verdict(NamedTuple):
+    """Arrays of one entry per row: the kind, and the numbers of the worst cotangent."""
+
+    kind: np.ndarray
+    numeric: np.ndarray
+    analytic: np.ndarray
+    error: np.ndarray
+    ahead: np.ndarray
+    behind: np.ndarray
+    kink: np.ndarray
+
+
+class Ladder(NamedTuple):
+    """Slopes of shape (rows, steps, cotangents) and the rounding noise in them."""
+
+    slopes: Slopes
+    noise: np.ndarray
+
+    def at(self, step: np.ndarray, name: str) -> np.ndarray:
+        """A quantity at one step for each row and cotangent."""
+        return _pick(getattr(self.slopes, name), step)
+
+
+def extrapolate(coarse: np.ndarray, fine: np.ndarray, ratio: float) -> np.ndarray:
+    """Richardson's extrapolation of two central differences, steps apart by `ratio`."""
+    power = ratio**2
+    return (power * fine - coarse) / (power - 1)
+
+
+def judge(ladder: Ladder, ratio: float, allowed: Allowed) -> Verdict:
+    """Judge each row by its ladder of steps; `ratio` is that of successive steps."""
+    numeric, error = settled(ladder, ratio)
+    slopes = ladder.slopes
+    analytic, norm = slopes.analytic[:, -1], slopes.norm[:, -1]
+    gap = np.abs(slopes.ahead - slopes.behind)
+    best = np.argmin(np.where(np.isfinite(gap), gap + ladder.noise, np.inf), axis=1)
+    kink = _is_kink(ladder, gap, best, allowed)
+    grows = _grows(ladder)
+    centre, width = ladder.at(best, "central"), ladder.at(best, "width")
+    size = np.fmax(np.abs(numeric), norm)
+    off = np.abs(numeric - analytic)
+    slack = allowed.slack(numeric, norm)
+    inside = np.abs(analytic - centre) <= width + slack + 3 * _pick(ladder.noise, best)
+    noisy = error > 0.1 * np.fmax(size, allowed.typical)
+    kind = np.where(off <= slack + error, np.where(noisy, UNSURE, OK), WRONG)
+    kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
+    kind = np.where(grows, KINK, kind)
+    kind = np.where(np.isfinite(numeric), kind, UNSURE)
+    worst = np.argmax(kind + np.where(off > 0, off / (1 + off), 0) / 2, axis=1)[:, None]
+    columns = (kind, numeric, analytic, error, ladder.at(best, "ahead"), ladder.at(best, "behind"))
+    return Verdict(*(np.take_along_axis(c, worst, 1)[:, 0] for c in (*columns, kink)))
+
+
+def settled(ladder: Ladder, ratio: float) -> tuple[np.ndarray, np.ndarray]:
+    """The most trustworthy extrapolated slope of each row, and its error."""
+    central = ladder.slopes.central
+    better = extrapolate(central[:, :-1], central[:, 1:], ratio)
+    moved = np.abs(central[:, 1:] - central[:, :-1])
+    error = 0.1 * (moved[:, 1:] + np.abs(better[:, 1:] - better[:, :-1])) + ladder.noise[:, 2:]
+    error = np.where(np.isfinite(error), error, np.inf)
+    best = np.argmin(error, axis=1)
+    return _pick(better[:, 1:], best), _pick(error, best)
+
+
+def _is_kink(ladder: Ladder, gap, best, allowed: Allowed) -> np.ndarray:
+    gap, noise = _pick(gap, best), _pick(ladder.noise, best)
+    size = np.fmax(np.abs(ladder.at(best, "ahead")), np.abs(ladder.at(best, "behind")))
+    wide = 2 * ladder.at(best, "width") >= 0.99 * gap
+    return (gap - 3 * noise > KINK_GAP * size) & (gap > 1e-3 * allowed.typical) & wide
+
+
+def _grows(ladder: Ladder) -> np.ndarray:
+    """Slopes that still grow by half at each of the last steps have no limit."""
+    size = np.fmax(np.abs(ladder.slopes.ahead), np.abs(ladder.slopes.behind))[:, -4:]
+    growing = np.all(size[:, 1:] > GROWTH * size[:, :-1], axis=1)
+    return growing & (size[:, -1] > 10 * ladder.noise[:, -1])
+
+
+def _pick(array: np.ndarray, step: np.ndarray) -> np.ndarray:
+    return np.take_along_axis(array, step[:, None], axis=1)[:, 0]

@@ -1,0 +1,185 @@
+"""The function under test as a plain function from float leaves to float leaves."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._check.real import is_float, offsets, real_dtype, widen
+from clipgrad._check.selection import (
+    Selector,
+    leaf_names,
+    parameter_names,
+    select,
+    simple_paths,
+)
+
+Leaves = list[jax.Array]
+
+
+class Problem(NamedTuple):
+    """A function of the leaves to be checked, and the point at which to check it.
+
+    `fun` maps the chosen input leaves to the chosen output leaves; all else is held constant.
+    `whole` does the same from all array leaves, integers and keys too.
+    """
+
+    fun: Callable[[Leaves], Leaves]
+    inputs: Leaves
+    names: list[str]
+    outputs: Leaves
+    output_names: list[str]
+    whole: Callable[[Leaves], Leaves]
+    arrays: Leaves
+    positions: list[int]
+
+    def element(self, index: int) -> str:
+        """The name of one real number of the inputs: `args[0]['w'][0, 3]`."""
+        places = offsets(self.inputs)
+        k = int(np.searchsorted(places, index, "right") - 1)
+        return self.names[k] + _subscript(self.inputs[k], index - int(places[k]))
+
+    def leaf_ranges(self) -> list[tuple[int, int]]:
+        """The range of each leaf in the vector of inputs."""
+        places = offsets(self.inputs)
+        return [(int(a), int(b)) for a, b in zip(places[:-1], places[1:], strict=True)]
+
+
+def make_problem(
+    fun: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None = None,
+    wrt: Selector | None = None,
+    no_grad: Selector | None = None,
+    output: Selector | None = None,
+) -> Problem:
+    """Call the function once and set up the problem, or say what is wrong with the request."""
+    if not isinstance(args, tuple):
+        raise TypeError(
+            f"args is a {type(args).__name__}; expected the tuple of positional arguments. "
+            "Write (x,) for a single one."
+        )
+    kwargs = dict(kwargs or {})
+    tree = (args, kwargs)
+    leaves, structure = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(leaf) if _is_number(leaf) else leaf for leaf in leaves]
+    arrays = [k for k, leaf in enumerate(leaves) if _is_array(leaf)]
+    chosen = _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad)
+    call = _caller(fun, structure, leaves)
+    names = leaf_names(args, "args") + leaf_names(kwargs, "kwargs")
+    _require_finite([leaves[k] for k in chosen], [names[k] for k in chosen])
+    pick, outputs, output_names = _chosen_outputs(call([], []), output)
+    return Problem(
+        fun=lambda xs: pick(call(chosen, xs)),
+        inputs=[leaves[k] for k in chosen],
+        names=[names[k] for k in chosen],
+        outputs=outputs,
+        output_names=output_names,
+        whole=lambda xs: pick(call(arrays, xs)),
+        arrays=[leaves[k] for k in arrays],
+        positions=chosen,
+    )
+
+
+def _is_number(leaf):
+    return isinstance(leaf, (float, complex, np.ndarray, np.generic)) and np.ndim(leaf) >= 0
+
+
+def _is_array(leaf):
+    return isinstance(leaf, jax.Array)
+
+
+def _caller(fun, structure, leaves):
+    def call(positions, values):
+        new = list(leaves)
+        for position, value in zip(positions, values, strict=True):
+            new[position] = value
+        args, kwargs = jax.tree.unflatten(structure, new)
+        return fun(*args, **kwargs)
+
+    return call
+
+
+def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
+    paths = _input_paths(fun, args, kwargs)
+    floats = [k for k, leaf in enumerate(leaves) if is_float(leaf)]
+    if not floats:
+        raise ValueError(
+            "args hold no floating-point array, so there is nothing to differentiate; "
+            f"got leaves of {sorted({_kind(leaf) for leaf in leaves})}"
+        )
+    names = [paths[k] for k in floats]
+    chosen = set(range(len(floats))) if wrt is None else select(wrt, names, "wrt")
+    if no_grad is not None:
+        chosen -= select(no_grad, names, "no_grad")
+    chosen = {k for k in chosen if leaves[floats[k]].size}
+    if not chosen:
+        raise ValueError(
+            f"nothing is left to check: wrt={wrt!r} and no_grad={no_grad!r} leave no element of "
+            f"{', '.join(names)}. Choose at least one leaf that is not empty."
+        )
+    return [floats[k] for k in sorted(chosen)]
+
+
+def _input_paths(fun, args, kwargs):
+    parameters = parameter_names(fun, len(args))
+    paths = []
+    for path in simple_paths(args):
+        first, _, rest = path.partition("/")
+        named = parameters[int(first)] if int(first) < len(parameters) else None
+        spelled = [first] if named is None else [named, first]
+        paths.append("|".join(f"{head}/{rest}" if rest else head for head in spelled))
+    return paths + simple_paths(kwargs)
+
+
+def _kind(leaf):
+    return str(getattr(leaf, "dtype", type(leaf).__name__))
+
+
+def _chosen_outputs(out, output):
+    leaves = jax.tree.leaves(out)
+    floats = [k for k, leaf in enumerate(leaves) if is_float(leaf)]
+    if not floats:
+        raise ValueError(
+            "the function returns no floating-point array, so it has no gradient; got "
+            f"{[_kind(leaf) for leaf in leaves] or out!r}"
+        )
+    names = leaf_names(out, "out")
+    if output is not None:
+        paths = simple_paths(out)
+        kept = select(output, [paths[k] or "0" for k in floats], "output")
+        floats = [floats[k] for k in sorted(kept)]
+
+    def pick(result):
+        found = jax.tree.leaves(result)
+        return [found[k] for k in floats]
+
+    return pick, [jnp.asarray(leaf) for leaf in pick(out)], [names[k] for k in floats]
+
+
+def _require_finite(leaves: Sequence[jax.Array], names: Sequence[str]) -> None:
+    for leaf, name in zip(leaves, names, strict=True):
+        bad = np.flatnonzero(~np.isfinite(widen(leaf)).ravel())
+        if bad.size:
+            index = int(bad[0]) * (2 if np.iscomplexobj(widen(leaf)) else 1)
+            raise ValueError(
+                f"{name}{_subscript(leaf, index)} is {widen(leaf).ravel()[bad[0]]}; a derivative "
+                "needs a finite point. Change the value, or leave the argument out by no_grad."
+            )
+
+
+def _subscript(leaf, index: int) -> str:
+    part = ""
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        index, imaginary = divmod(index, 2)
+        part = ".imag" if imaginary else ".real"
+    if not leaf.shape:
+        return part
+    return str([int(i) for i in np.unravel_index(index, leaf.shape)]) + part
+
+
+def leaf_dtypes(problem: Problem) -> list[str]:
+    """The real dtype of each input leaf, by name."""
+    return [real_dtype(leaf).name for leaf in problem.inputs]

@@ -1,0 +1,56 @@
+"""JAX's own derivative of the float64 shadow, every custom rule stripped.
+
+It is exact for every element at the price of one backward pass, and nominates suspects. It is
+never the last word: it shares JAX's rules, and has subgradients of its own at kinks.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax import lax
+
+from clipgrad._check.differences import LOW_OPTIMIZATION, on_cpu
+from clipgrad._check.real import cotangent_leaves, gradient_vector, widen
+from clipgrad._check.shadow import Shadow
+
+
+class Reference:
+    """Gradients of the stripped function: in float64, and in its own precision.
+
+    Args:
+      shadow: the traced function.
+      outputs: the outputs at the base point, for shapes and dtypes.
+    """
+
+    def __init__(self, shadow: Shadow, outputs: Sequence[jax.Array]):
+        self._outputs = outputs
+        self._wide = _pullback(shadow.fun)
+        self._native = _pullback(shadow.native)
+
+    def gradient(self, xs: Sequence[jax.Array], covectors: np.ndarray) -> np.ndarray:
+        """The gradients for each cotangent, shape (cotangents, inputs), in float64."""
+        with jax.enable_x64(True), on_cpu():
+            leaves = [np.asarray(widen(x)) for x in xs]
+            like = [jax.ShapeDtypeStruct(y.shape, widen(y).dtype) for y in self._outputs]
+            return _rows(self._wide, leaves, covectors, like)
+
+    def rounding(self, xs: Sequence[jax.Array], covectors: np.ndarray) -> np.ndarray:
+        """How far the stripped function's own gradient is off, for want of precision."""
+        native = _rows(self._native, list(xs), covectors, self._outputs)
+        return np.abs(native - self.gradient(xs, covectors))
+
+
+def _pullback(fun: Callable[[list], list]) -> Callable:
+    def pull(xs, cotangents):
+        _, pullback = jax.vjp(fun, xs)
+        return lax.map(lambda u: pullback(u)[0], cotangents)
+
+    return jax.jit(pull, compiler_options=LOW_OPTIMIZATION)
+
+
+def _rows(program, xs, covectors, like) -> np.ndarray:
+    cotangents = [cotangent_leaves(row, like) for row in covectors]
+    stacked = [np.stack([np.asarray(u) for u in leaves]) for leaves in zip(*cotangents, strict=True)]
+    pulled = [np.asarray(leaf) for leaf in program(xs, stacked)]
+    return np.stack([gradient_vector([leaf[k] for leaf in pulled]) for k in range(len(covectors))])

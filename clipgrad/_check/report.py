@@ -1,0 +1,111 @@
+"""What a check found, for people and for programs."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+SHOWN = 12
+
+
+class Failure(NamedTuple):
+    """One thing that is wrong.
+
+    `check` names the check, `where` the worst element, `detail` says it in words. Where the
+    failure is one of values, `numeric`, `error` and `analytic` are those of the worst element,
+    `indices` the elements of the leaf that were found wrong and `ratio` analytic/numeric.
+    """
+
+    check: str
+    where: str
+    detail: str
+    numeric: float = np.nan
+    error: float = np.nan
+    analytic: float = np.nan
+    indices: np.ndarray = np.zeros(0, np.int64)
+    ratio: np.ndarray = np.zeros(0)
+
+    def __str__(self) -> str:
+        return f"[{self.check}] {self.where}: {self.detail}"
+
+
+@dataclasses.dataclass(frozen=True)
+class GradCheckReport:
+    """The outcome of `check_grads`; `str(report)` fits one terminal screen.
+
+    **Guarantees.** `ok` is true only if something was verified and nothing failed. What could
+    not be run stands in `not_run` with its reason, never among what passed.
+
+    Attributes:
+      failures: tuple of failures, each with `check`, `where`, `detail` and, for values,
+        `numeric`, `error`, `analytic`, `indices`, `ratio`.
+      notes: tuple of remarks that are no failures: kinks, noise, fall-backs.
+      not_run: mapping from the name of a check to the reason why it did not run.
+      evaluations: how often the function was evaluated, compiled or not.
+      seconds: wall-clock time.
+      precision: the precision of the differences, such as "float64".
+      devices: the kinds of device on which the gradient was computed.
+      verified: how many input elements were verified.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import clipgrad as cg
+      >>> report = cg.check_grads(jnp.sin, (jnp.ones(3),))
+      >>> report.ok, report.failures
+      (True, ())
+    """
+
+    failures: tuple[Failure, ...]
+    notes: tuple[str, ...]
+    not_run: dict[str, str]
+    evaluations: int
+    seconds: float
+    precision: str
+    devices: tuple[str, ...]
+    verified: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was verified and nothing failed."""
+        return not self.failures and self.verified > 0
+
+    def __str__(self) -> str:
+        word = "passed" if self.ok else "FAILED"
+        head = (
+            f"gradient check {word} ({self.evaluations} evaluations, {self.seconds:.2f} s, "
+            f"differences in {self.precision}, devices {', '.join(self.devices) or 'none'})"
+        )
+        lines = [str(failure) for failure in self.failures]
+        notes = [f"note: {note}" for note in self.notes]
+        notes += [f"not run: {check} ({reason})" for check, reason in self.not_run.items()]
+        return "\n  ".join([head, *_shortened(lines, "failures"), *_shortened(notes, "notes")])
+
+
+class GradCheckError(AssertionError):
+    """Raised by `check_grads` when the gradient is wrong; the text is the report.
+
+    Attributes:
+      report: the `GradCheckReport`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import clipgrad as cg
+      >>> double = jax.custom_vjp(lambda x: 2 * x)
+      >>> double.defvjp(lambda x: (2 * x, None), lambda _, g: (g,))
+      >>> try:
+      ...     cg.check_grads(double, (jnp.ones(3),))
+      ... except cg.GradCheckError as error:
+      ...     print(error.report.failures[0].check)
+      value
+    """
+
+    def __init__(self, report: GradCheckReport):
+        super().__init__(str(report))
+        self.report = report
+
+
+def _shortened(lines: list[str], word: str) -> list[str]:
+    if len(lines) <= SHOWN:
+        return lines
+    left = len(lines) - SHOWN
+    return [*lines[:SHOWN], f"... and {left} more {word} (see report.{word})"]

@@ -1,0 +1,98 @@
+"""Which leaves of a tree an expression means: a position, a name, a path, or several."""
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+Selector = int | str | Sequence[int | str]
+
+
+def leaf_names(tree: Any, root: str) -> list[str]:
+    """The leaves' names as one writes them in Python: `args[0]['w']`."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [root + jax.tree_util.keystr(path) for path, _ in paths]
+
+
+def parameter_names(fun: Callable, count: int) -> list[str]:
+    """The names of the first `count` positional parameters, as far as they have names."""
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
+
+
+def several(selector: Selector) -> list[int | str]:
+    """A selector as a list of single expressions."""
+    if isinstance(selector, (int, str)):
+        return [selector]
+    return list(selector)
+
+
+def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
+    """Return the positions in `paths` that a selector means.
+
+    Args:
+      selector: positions, names, or paths such as `params/w`; several in a sequence. A path
+        means every leaf at or below it; failing that, it is a regular expression that must
+        match the whole of a leaf's path.
+      paths: simple leaf paths, separated by `/`, whose first part is a position; a leaf with
+        several spellings separates them by `|`.
+      word: the parameter the selector came by, for the error.
+
+    Returns:
+      The set of positions.
+
+    Raises:
+      ValueError: an expression means nothing; the paths there are get listed.
+    """
+    chosen: set[int] = set()
+    for expression in several(selector):
+        found = _matches(expression, paths)
+        if not found:
+            raise ValueError(
+                f"{word}={expression!r} means no floating-point leaf; there are: "
+                f"{', '.join(paths[:20])}. Give a position, a name or a path of these."
+            )
+        chosen |= found
+    return chosen
+
+
+def _matches(expression: int | str, paths: Sequence[str]) -> set[int]:
+    if not isinstance(expression, (int, str)) or isinstance(expression, bool):
+        raise TypeError(f"got {expression!r}; expected a position (int), a name or a path (str)")
+    text = _simple(str(expression))
+    spellings = [path.split("|") for path in paths]
+    for match in (_at_or_below, _fullmatch):
+        found = {k for k, names in enumerate(spellings) if any(match(text, n) for n in names)}
+        if found:
+            return found
+    return set()
+
+
+def _simple(path: str) -> str:
+    """`args[0]['w']` and `[0]['w']` mean `0/w`."""
+    if not re.fullmatch(r"(args|kwargs|out)?(\[[^\]]+\])+", path):
+        return path
+    return "/".join(re.findall(r"\[['\"]?([^\]'\"]+)['\"]?\]", path))
+
+
+def _at_or_below(path: str, leaf: str) -> bool:
+    return leaf == path or leaf.startswith(path + "/")
+
+
+def _fullmatch(pattern: str, leaf: str) -> bool:
+    try:
+        return re.fullmatch(pattern, leaf) is not None
+    except re.error:
+        return False
+
+
+def simple_paths(tree: Any) -> list[str]:
+    """Leaf paths with their parts separated by slashes."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
