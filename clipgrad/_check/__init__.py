@@ -3,3 +3,4 @@
 from clipgrad._check.check import check_grads as check_grads
 from clipgrad._check.report import GradCheckError as GradCheckError
 from clipgrad._check.report import GradCheckReport as GradCheckReport
+from clipgrad._check.numerical import numerical_grad as numerical_grad

@@ -11,7 +11,14 @@ from clipgrad._check.compare import Comparison
 from clipgrad._check.differences import LOW_OPTIMIZATION
 from clipgrad._check.problem import Problem, leaf_dtypes
 from clipgrad._check.pullback import PullBack, pull_back
-from clipgrad._check.real import cotangent_leaves, from_vector, gradient_vector, real_size, to_numpy
+from clipgrad._check.real import (
+    cotangent_leaves,
+    gradient_vector,
+    leaves_of,
+    real_size,
+    stacked,
+    to_numpy,
+)
 from clipgrad._check.report import Failure
 from clipgrad._check.sampling import directions, scales
 from clipgrad._check.tolerance import ALONG, narrowest
@@ -97,17 +104,16 @@ def vmap(case: Case) -> Outcome:
     """Under `jax.vmap`, over points and over cotangents, rows are those found one by one."""
     problem = case.problem
     pairs = [cotangent_leaves(row, problem.outputs) for row in case.covectors[:2]]
-    stacked = [jnp.stack(leaves) for leaves in zip(*pairs, strict=True)]
-    points = [jnp.stack(leaves) for leaves in zip(problem.inputs, case.second, strict=True)]
+    points = stacked([problem.inputs, case.second])
 
     def gradients(xs, cts, x):
         both = jax.vmap(lambda x, ct: jax.vjp(problem.fun, x)[1](ct)[0])(xs, cts)
         return both, jax.vmap(lambda ct: jax.vjp(problem.fun, x)[1](ct)[0])(cts)
 
     def forward(fun, xs):
-        return jax.eval_shape(jax.vmap(fun), [jnp.stack([x, x]) for x in xs])
+        return jax.eval_shape(jax.vmap(fun), stacked([xs, xs]))
 
-    got, outcome = _attempt("vmap", gradients, forward, problem, (points, stacked, problem.inputs))
+    got, outcome = _attempt("vmap", gradients, forward, problem, (points, stacked(pairs), problem.inputs))
     if got is None:
         return outcome
     (rows, shared), compare = got, case.compare
@@ -139,15 +145,14 @@ def forward(case: Case) -> Outcome:
     problem = case.problem
     scale = scales(problem.inputs)
     along = np.stack([directions(problem, case.seed, row) * scale for row in (0, 1)])
-    tangents = [from_vector(row, problem.inputs) for row in along]
-    stacked = [jnp.stack(leaves) for leaves in zip(*tangents, strict=True)]
+    tangents = stacked([leaves_of(row, problem.inputs) for row in along])
 
     def push(xs, vs):
         primal, one = jax.jvp(problem.fun, (xs,), ([v[0] for v in vs],))
         return primal, one, jax.vmap(lambda v: jax.jvp(problem.fun, (xs,), (v,))[1])(vs)
 
     try:
-        _, one, several = jax.jit(push, compiler_options=LOW_OPTIMIZATION)(problem.inputs, stacked)
+        _, one, several = jax.jit(push, compiler_options=LOW_OPTIMIZATION)(problem.inputs, tangents)
     except Exception as error:
         return Outcome([], _why_no_forward(error))
     failures = [
@@ -184,7 +189,7 @@ def outputs(case: Case) -> Outcome:
     """A cotangent for one output only, the others' zero or left out, gives that one's part."""
     problem = case.problem
     if len(problem.outputs) < 2:
-        return Outcome([], "there is one output")
+        return Outcome([])
     places = np.cumsum([0] + [real_size(y) for y in problem.outputs])
     total, failures = np.zeros_like(case.gradient[0]), []
     for k, name in enumerate(problem.output_names):

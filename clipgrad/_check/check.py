@@ -80,6 +80,7 @@ def _check(problem, options: Options, log: Log, others: dict) -> None:
     if "points" not in options.skip:
         check_points(run)
     check_order(run)
+    log.evaluations += run.session.differences.evaluations
     for kind, (make, device) in others.items():
         if "devices" not in options.skip:
             _check_device(run, make, kind, device)

@@ -10,7 +10,7 @@ import numpy as np
 from clipgrad._check.differences import Differences, Evaluation, Rows
 from clipgrad._check.problem import Problem, leaf_dtypes
 from clipgrad._check.real import real_dtype, to_numpy, wide_dtype
-from clipgrad._check.sampling import directions, scales
+from clipgrad._check.sampling import DIRECTIONS, directions, scales
 from clipgrad._check.shadow import Shadow, make_shadow
 from clipgrad._check.tolerance import narrowest
 
@@ -101,7 +101,7 @@ def _native(problem: Problem, traceable: bool) -> Evaluation:
 def _probe(problem: Problem, differences: Differences) -> None:
     """Run it once: same values as the function's own, and no narrow type hidden inside."""
     scale = scales(problem.inputs)
-    along = directions(problem, 0, 0)[None] * scale
+    along = np.tile(directions(problem, 0, 0) * scale, (DIRECTIONS, 1))
     rows = Rows(np.zeros(2, int), np.full(2, scale.size), 2.0 ** -np.array(PROBE), np.zeros(2, int))
     gradient = np.zeros((len(differences.covectors), scale.size))
     slopes = differences.measure(problem.inputs, along, gradient, rows)

@@ -73,9 +73,27 @@ def gradient_vector(cotangents: Sequence[Array]) -> np.ndarray:
     return to_numpy([np.conj(widen(leaf)) for leaf in cotangents])
 
 
-def cotangent_leaves(vector: Array, like: Sequence[Array]) -> list[jax.Array]:
+def leaves_of(vector: np.ndarray, like: Sequence[Array]) -> list[jax.Array]:
+    """The same as `from_vector`, for a concrete vector; compiles nothing."""
+    places = offsets(like)
+    return [
+        jnp.asarray(_numpy_leaf(vector[places[k] : places[k + 1]], leaf.shape, leaf.dtype))
+        for k, leaf in enumerate(like)
+    ]
+
+
+def cotangent_leaves(vector: np.ndarray, like: Sequence[Array]) -> list[jax.Array]:
     """The cotangent whose real part of `ct * dy` is the inner product of `vector` and dy."""
-    return [jnp.conj(leaf) if is_complex(leaf) else leaf for leaf in from_vector(vector, like)]
+    parts = []
+    for k, leaf in enumerate(like):
+        start, stop = offsets(like)[k : k + 2]
+        parts.append(jnp.asarray(np.conj(_numpy_leaf(vector[start:stop], leaf.shape, leaf.dtype))))
+    return parts
+
+
+def stacked(rows: Sequence[Sequence[Array]]) -> list[np.ndarray]:
+    """Trees of leaves stacked leaf by leaf along a new leading axis; compiles nothing."""
+    return [np.stack([np.asarray(leaf) for leaf in leaves]) for leaves in zip(*rows, strict=True)]
 
 
 def _parts(leaf, xp):
@@ -86,6 +104,13 @@ def _parts(leaf, xp):
 
 def _leaf(part, shape, dtype):
     if not jnp.issubdtype(dtype, jnp.complexfloating):
-        return jnp.asarray(part).astype(dtype).reshape(shape)
-    pairs = jnp.asarray(part).astype(jnp.finfo(dtype).dtype).reshape((*shape, 2))
-    return jax.lax.complex(pairs[..., 0], pairs[..., 1]).astype(dtype)
+        return part.astype(dtype).reshape(shape)
+    pairs = part.astype(jnp.finfo(dtype).dtype).reshape((*shape, 2))
+    return jax.lax.complex(pairs[..., 0], pairs[..., 1])
+
+
+def _numpy_leaf(part, shape, dtype):
+    if not jnp.issubdtype(dtype, jnp.complexfloating):
+        return part.astype(dtype).reshape(shape)
+    pairs = part.reshape((*shape, 2))
+    return (pairs[..., 0] + 1j * pairs[..., 1]).astype(dtype)

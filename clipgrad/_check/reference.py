@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from clipgrad._check.differences import LOW_OPTIMIZATION, on_cpu
-from clipgrad._check.real import cotangent_leaves, gradient_vector, widen
+from clipgrad._check.real import cotangent_leaves, gradient_vector, stacked, widen
 from clipgrad._check.shadow import Shadow
 
 
@@ -50,7 +50,6 @@ def _pullback(fun: Callable[[list], list]) -> Callable:
 
 
 def _rows(program, xs, covectors, like) -> np.ndarray:
-    cotangents = [cotangent_leaves(row, like) for row in covectors]
-    stacked = [np.stack([np.asarray(u) for u in leaves]) for leaves in zip(*cotangents, strict=True)]
-    pulled = [np.asarray(leaf) for leaf in program(xs, stacked)]
+    cotangents = stacked([cotangent_leaves(row, like) for row in covectors])
+    pulled = [np.asarray(leaf) for leaf in program(xs, cotangents)]
     return np.stack([gradient_vector([leaf[k] for leaf in pulled]) for k in range(len(covectors))])

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._check.problem import Problem
-from clipgrad._check.real import is_complex, real_dtype, real_size, widen
+from clipgrad._check.real import is_complex, real_size, widen
 
 COTANGENTS = 2
+DIRECTIONS = 4
 
 
 def generator(seed: int, name: str) -> np.random.Generator:
@@ -74,4 +75,4 @@ def nearby(problem: Problem, seed: int, reach: float = 1.0) -> list[jax.Array]:
 
 def _moved(leaf, rng, reach):
     part = reach * rng.choice([-1.0, 1.0], leaf.shape) * rng.uniform(0.02, 0.08, leaf.shape)
-    return jnp.asarray(1 + part, real_dtype(leaf)).astype(leaf.dtype) * leaf
+    return jnp.asarray(((1 + part) * widen(leaf)).astype(leaf.dtype))

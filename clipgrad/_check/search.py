@@ -70,6 +70,11 @@ def search(session: Session, point: Point, mode: str, rounding: Callable | None,
     return found._replace(findings=findings)
 
 
+def every_slope(session: Session, point: Point) -> np.ndarray:
+    """The slope along every single element, for the first cotangent."""
+    return _elements(session, point, np.arange(point.scale.size)).numeric
+
+
 def _full(session: Session, point: Point, found: Search) -> None:
     for leaf, (start, stop) in enumerate(session.tolerance.ranges):
         indices = np.flatnonzero(point.finite[start:stop]) + start

@@ -1,0 +1,137 @@
+"""`numerical_grad`: Paddle's `get_numerical_gradient` for any tree of arrays."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from clipgrad._check.check import require_delta
+from clipgrad._check.evaluation import choose
+from clipgrad._check.problem import Problem, make_problem
+from clipgrad._check.real import is_complex, offsets, real_size, to_numpy, wide_dtype
+from clipgrad._check.search import every_slope
+from clipgrad._check.selection import Selector, parameter_names
+from clipgrad._check.session import Session
+from clipgrad._check.tolerance import make_tolerance
+
+
+def numerical_grad(
+    fun: Callable,
+    args: tuple,
+    *,
+    wrt: Selector | None = None,
+    output: Selector | None = None,
+    cotangent: Any = None,
+    delta: float | None = None,
+) -> Any:
+    """Differentiate the sum of an output numerically, element by element.
+
+    For each real number x_i of the inputs, with u the cotangent and e_i a unit vector,
+
+        grad_i = <u, f(x + h e_i) - f(x - h e_i)> / 2h,
+
+    extrapolated from two steps h that are powers of two times the scale of x_i; with `delta` given,
+    the formula as it stands with h = delta. The function is evaluated in float64 where possible,
+    whatever the dtype of its inputs; its own VJP is never used.
+
+    **Guarantees.** The result has the structure and shapes of what is differentiated, in NumPy's
+    float64 (complex128), so that it is no less precise than it was measured. A complex leaf's
+    gradient follows JAX's convention, the conjugate of d/d(re) + i d/d(im).
+
+    Args:
+      fun: the function; it takes and returns any trees of arrays.
+      args: the tuple of its positional arguments.
+      wrt: what to differentiate by: an argument's position or name gives the tree of that
+        argument, a path of a leaf such as `params/w` that leaf's array, several a tuple of these.
+        None gives the tuple of all arguments. Leaves that are no floats become None.
+      output: which outputs to sum: a position, key or path of what `fun` returns; None for all.
+      cotangent: weights of the outputs, a tree like the chosen outputs or an array for a single
+        one; None for the plain sum.
+      delta: an absolute step; Paddle's default is 0.005.
+
+    Returns:
+      The gradient.
+
+    Raises:
+      TypeError: `args` is no tuple.
+      ValueError: nothing to differentiate, an unknown `wrt` or `output`, a cotangent of another
+        shape, a `delta` that is not positive, or an input that is not finite.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import clipgrad as cg
+      >>> x = jnp.array([1.0, 2.0])
+      >>> print(cg.numerical_grad(lambda x: x**3, (x,), wrt=0).round(6))
+      [ 3. 12.]
+      >>> print(cg.numerical_grad(lambda x: x**3, (x,), wrt=0, delta=0.5).round(6))
+      [ 3.25 12.25]
+
+    References:
+      PaddlePaddle, `get_numerical_gradient` in Fluid's operator tests, 2017.
+    """
+    require_delta(delta)
+    if isinstance(wrt, (list, tuple)):
+        return tuple(
+            numerical_grad(fun, args, wrt=w, output=output, cotangent=cotangent, delta=delta)
+            for w in wrt
+        )
+    problem = make_problem(fun, args, None, wrt, None, output)
+    covector = _covector(problem, cotangent)
+    differences = choose(problem, covector[None], fast_compile=False).differences
+    tolerance = make_tolerance(problem.leaf_ranges(), ["float64"] * len(problem.inputs))
+    session = Session(problem, differences, tolerance, 0, delta)
+    nothing = np.zeros((1, int(offsets(problem.inputs)[-1])))
+    point = session.point(problem.inputs, nothing, None)
+    return _tree(fun, args, wrt, problem, every_slope(session, point))
+
+
+def _covector(problem: Problem, cotangent: Any) -> np.ndarray:
+    if cotangent is None:
+        return np.concatenate([_weights(np.ones(y.shape), y) for y in problem.outputs])
+    leaves = jax.tree.leaves(cotangent)
+    shapes = [np.shape(leaf) for leaf in leaves]
+    if shapes != [y.shape for y in problem.outputs]:
+        raise ValueError(
+            f"cotangent has shapes {shapes}; expected those of the chosen outputs, "
+            f"{[y.shape for y in problem.outputs]}"
+        )
+    parts = zip(leaves, problem.outputs, strict=True)
+    return np.concatenate([_weights(np.asarray(leaf), y) for leaf, y in parts])
+
+
+def _weights(leaf: np.ndarray, output) -> np.ndarray:
+    """JAX pairs a cotangent with dy by the real part of their product, without conjugation."""
+    return to_numpy([np.conj(leaf).astype(wide_dtype(output.dtype))])
+
+
+def _tree(fun, args: tuple, wrt, problem: Problem, gradient: np.ndarray) -> Any:
+    found = dict(zip(problem.names, _leaves(problem, gradient), strict=True))
+    paths, structure = jax.tree_util.tree_flatten_with_path(args)
+    names = ["args" + jax.tree_util.keystr(path) for path, _ in paths]
+    tree = jax.tree.unflatten(structure, [found.get(name) for name in names])
+    if wrt is None:
+        return tree
+    position = _argument(fun, args, wrt)
+    if position is not None:
+        return tree[position]
+    return next(iter(found.values())) if len(found) == 1 else tree
+
+
+def _argument(fun, args: tuple, wrt: int | str) -> int | None:
+    names = parameter_names(fun, len(args))
+    if isinstance(wrt, str) and wrt in names:
+        return names.index(wrt)
+    return int(wrt) if str(wrt).isdigit() else None
+
+
+def _leaves(problem: Problem, gradient: np.ndarray) -> list[np.ndarray]:
+    leaves, start = [], 0
+    for x in problem.inputs:
+        part = gradient[start : start + real_size(x)]
+        start += real_size(x)
+        if is_complex(x):
+            pairs = part.reshape((*x.shape, 2))
+            part = pairs[..., 0] - 1j * pairs[..., 1]
+        leaves.append(part.reshape(x.shape))
+    return leaves

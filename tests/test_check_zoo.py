@@ -1,0 +1,36 @@
+"""Every wrong VJP of the zoo is caught, and no right twin is rejected, at default settings."""
+
+import check_zoo
+import jax
+import jax.numpy as jnp
+import pytest
+
+from clipgrad._check import check_grads
+
+DTYPES = ["float32", "float64"]
+
+
+def run(name, dtype, which):
+    make, check = check_zoo.PAIRS[name]
+    with jax.enable_x64(dtype == "float64"):
+        *pair, args = make(jnp.dtype(dtype))
+        order = 2 if check == "second order" else 1
+        return check_grads(pair[which], args, order=order, raise_on_failure=False), check
+
+
+def test_the_zoo_has_at_least_forty_pairs():
+    assert len(check_zoo.PAIRS) >= 40
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", check_zoo.PAIRS)
+def test_a_wrong_vjp_is_caught_by_the_check_it_violates(name, dtype):
+    report, check = run(name, dtype, 0)
+    assert check in {failure.check for failure in report.failures}, str(report)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", check_zoo.PAIRS)
+def test_its_right_twin_passes(name, dtype):
+    report, _ = run(name, dtype, 1)
+    assert report.ok, str(report)
