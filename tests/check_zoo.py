@@ -170,6 +170,7 @@ def wrong_only_under_vmap(dtype):
 
         @gradient.def_vmap
         def batched(size, in_batched, x, g):
+            x, g = (a if b else jnp.stack([a] * size) for a, b in zip((x, g), in_batched, strict=True))
             return factor * jnp.cos(x) * g, True
 
         return custom(jnp.sin, lambda r, g: (gradient(r[0], g),))
@@ -181,7 +182,7 @@ def wrong_only_under_vmap(dtype):
 def a_kink_outside_of_its_subdifferential(dtype):
     args = (jnp.asarray([-1.0, 0.0, 2.0], dtype),)
     primal = lambda x: jnp.maximum(x, 0)  # noqa: E731
-    wrong = lambda r, g: (g * jnp.where(r[0] == 0, -1, r[0] > 0).astype(dtype),)  # noqa: E731
+    wrong = lambda r, g: (g * jnp.where(r[0] == 0, -1, (r[0] > 0).astype(dtype)),)  # noqa: E731
     return *twins(primal, wrong, lambda r, g: (g * (r[0] > 0).astype(dtype),)), args
 
 
@@ -310,7 +311,7 @@ def layer_norm_without_the_mean_term(dtype):
 def cumulative_sum_not_reversed(dtype):
     args = (normal(32, 7, dtype=dtype),)
     right = lambda r, g: (jnp.flip(jnp.cumsum(jnp.flip(g))),)  # noqa: E731
-    return *twins(jnp.cumsum, lambda r, g: (jnp.cumsum(g),), right), args
+    return *twins(lambda x: jnp.cumsum(x), lambda r, g: (jnp.cumsum(g),), right), args
 
 
 @pair()
@@ -359,7 +360,7 @@ def logarithm_base_two_without_its_constant(dtype):
 @pair()
 def norm_without_its_division(dtype):
     args = (normal(38, 8, dtype=dtype),)
-    primal = jnp.linalg.norm
+    primal = lambda x: jnp.sqrt(jnp.sum(x * x))  # noqa: E731
     right = lambda r, g: (g * r[0] / primal(r[0]),)  # noqa: E731
     return *twins(primal, lambda r, g: (g * r[0],), right), args
 

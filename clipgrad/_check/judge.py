@@ -96,10 +96,11 @@ def settled(ladder: Ladder, ratio: float) -> tuple[np.ndarray, np.ndarray]:
     central = ladder.slopes.central
     better = extrapolate(central[:, :-1], central[:, 1:], ratio)
     moved = np.abs(central[:, 1:] - central[:, :-1])
-    error = 0.1 * (moved[:, 1:] + np.abs(better[:, 1:] - better[:, :-1])) + ladder.noise[:, 2:]
+    moved[:, 1:] = 0.1 * (moved[:, 1:] + np.abs(better[:, 1:] - better[:, :-1]))
+    error = moved + ladder.noise[:, 1:]
     error = np.where(np.isfinite(error), error, np.inf)
     best = np.argmin(error, axis=1)
-    return _pick(better[:, 1:], best), _pick(error, best)
+    return _pick(better, best), _pick(error, best)
 
 
 def _is_kink(ladder: Ladder, gap, best, allowed: Allowed) -> np.ndarray:

@@ -84,8 +84,7 @@ def _full(session: Session, point: Point, found: Search) -> None:
 
 def _by_reference(session: Session, point: Point, found: Search) -> None:
     reference, tolerance = point.reference, session.tolerance
-    floor = tolerance.floor(reference, point.scale)
-    slack = _slack(tolerance, reference, point.gradient, floor)
+    slack = _slack(tolerance, reference, point.gradient, session.floor(point))
     off = np.abs(reference - point.gradient)
     excess = np.where(point.finite, (off / slack).max(axis=0), 0.0)
     for leaf, (start, stop) in enumerate(tolerance.ranges):
@@ -93,8 +92,22 @@ def _by_reference(session: Session, point: Point, found: Search) -> None:
         suspects = np.flatnonzero(part > 1)
         if suspects.size:
             worst = suspects[np.argsort(-part[suspects], kind="stable")][:INSPECTED] + start
-            verdict = _elements(session, point, worst)
+            verdict = _with_reference(_elements(session, point, worst), point, worst)
             found.findings.append(Finding(leaf, worst, verdict, suspects.size, True))
+
+
+def _with_reference(verdict: Verdict, point: Point, indices: np.ndarray) -> Verdict:
+    """Where differences are too noisy to tell but do not contradict the reference, it decides."""
+    off = np.abs(point.reference - point.gradient)[:, indices]
+    row = np.argmax(off, axis=0)
+    reference, analytic = point.reference[row, indices], point.gradient[row, indices]
+    close = np.abs(verdict.numeric - verdict.analytic) <= verdict.error
+    wrong = (verdict.kind == UNSURE) & np.isfinite(verdict.numeric) & close
+    return verdict._replace(
+        kind=np.where(wrong, WRONG, verdict.kind),
+        numeric=np.where(wrong, reference, verdict.numeric),
+        analytic=np.where(wrong, analytic, verdict.analytic),
+    )
 
 
 def _slack(tolerance, numeric, analytic, floor) -> np.ndarray:

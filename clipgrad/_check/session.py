@@ -76,6 +76,12 @@ class Session:
         factor = 2.0 ** np.round(np.log2(factor))
         return np.repeat(factor, [b - a for a, b in ranges])
 
+    def floor(self, point: Point) -> np.ndarray:
+        """What rounding may do to each element of the analytic gradient."""
+        if point.reference is None:
+            return self.tolerance.floor(point.gradient, point.scale)
+        return self.tolerance.floor(point.reference, point.scale, exact=True)
+
     def verdict(self, point: Point, ranges, direction: int, target: np.ndarray) -> Verdict:
         """Judge the slopes along ranges of the input vector against a gradient.
 
@@ -153,7 +159,7 @@ class Session:
         tolerance, scale = self.tolerance, point.scale
         if direction == SINGLE:
             unit = scale[start][:, None]
-            floor = tolerance.floor(target, scale)[:, start].T * unit
+            floor = self.floor(point)[:, start].T * unit
             typical = tolerance.typical(target)[:, start].T * unit
             return Allowed(tolerance.relative[start][:, None], floor, typical, unit, tolerance.paddle)
         norms = [np.linalg.norm((target * point.directions[direction])[:, a:b], axis=1)

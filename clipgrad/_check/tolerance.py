@@ -10,6 +10,7 @@ PRECISIONS = ("bfloat16", "float16", "float32", "float64")
 RELATIVE = {"float64": 1e-6, "float32": 5e-4, "float16": 1e-2, "bfloat16": 5e-2}
 ALONG = {"float64": 1e-8, "float32": 3e-5, "float16": 5e-3, "bfloat16": 3e-2}
 ROUNDINGS = 50.0
+VANISHING = 1e-8
 
 
 class Tolerance(NamedTuple):
@@ -28,11 +29,16 @@ class Tolerance(NamedTuple):
     tiny: np.ndarray
     paddle: float | None = None
 
-    def floor(self, gradient: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        """What rounding alone may do to each element of a gradient, shape (K, inputs)."""
-        overall = self.overall(gradient, scale)
-        typical = self.typical(gradient) + 0.01 * overall[:, None] / scale
-        return ROUNDINGS * self.eps * typical + ROUNDINGS * self.tiny
+    def floor(self, gradient: np.ndarray, scale: np.ndarray, exact: bool = False) -> np.ndarray:
+        """What rounding alone may do to each element of a gradient, shape (K, inputs).
+
+        A leaf whose gradient vanishes gets what the other leaves' effects leave there when they
+        cancel. Of an `exact` gradient it is known which leaves those are.
+        """
+        typical = self.typical(gradient)
+        others = 0.01 * self.overall(gradient, scale)[:, None] / scale
+        others = np.where(typical > VANISHING * others, 0.0, others) if exact else others
+        return ROUNDINGS * (self.eps * (typical + others) + self.tiny)
 
     def typical(self, gradient: np.ndarray) -> np.ndarray:
         """The root mean square over each leaf, at each element."""
