@@ -1,0 +1,156 @@
+"""Right functions at ordinary points: none may be rejected. Each maker takes a dtype.
+
+`FUNCTIONS` maps a name to (function, maker of arguments).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+special, linalg = jax.scipy.special, jax.scipy.linalg
+
+
+def plain(*shapes, low=None, high=None):
+    """Normal numbers, or uniform ones between `low` and `high`."""
+
+    def make(dtype):
+        rng = np.random.default_rng(7)
+        draw = rng.normal if low is None else lambda size: rng.uniform(low, high, size)
+        return tuple(jnp.asarray(draw(size=shape), dtype) for shape in shapes)
+
+    return make
+
+
+def positive_definite(dtype):
+    a = np.random.default_rng(8).normal(size=(4, 4))
+    return (jnp.asarray(a @ a.T + 4 * np.eye(4), dtype),)
+
+
+def system(dtype):
+    (a,), rng = positive_definite(dtype), np.random.default_rng(9)
+    return a, jnp.asarray(rng.normal(size=(4, 2)), dtype)
+
+
+def labels(dtype):
+    return plain((5, 4))(dtype)[0], jnp.asarray([0, 3, 1, 1, 2])
+
+
+def targets(dtype):
+    x, y = plain((5, 4), (5, 4))(dtype)
+    return x, jax.nn.softmax(y)
+
+
+def symmetric(f):
+    return lambda a: f((a + a.T) / 2)
+
+
+FUNCTIONS = {
+    "tanh": (jnp.tanh, plain((3, 4))),
+    "exp": (jnp.exp, plain((3, 4))),
+    "log": (jnp.log, plain((6,), low=0.1, high=3)),
+    "sqrt": (jnp.sqrt, plain((6,), low=0.1, high=3)),
+    "power": (jnp.power, plain((5,), (5,), low=0.5, high=2)),
+    "arctan2": (jnp.arctan2, plain((5,), (5,))),
+    "hypot": (jnp.hypot, plain((5,), (5,))),
+    "arccos": (jnp.arccos, plain((5,), low=-0.99, high=0.99)),
+    "sinc": (jnp.sinc, plain((5,))),
+    "logaddexp": (jnp.logaddexp, plain((5,), (5,))),
+    "sort": (jnp.sort, plain((7,))),
+    "max": (lambda x: jnp.max(x, axis=0), plain((5, 4))),
+    "median": (jnp.median, plain((7,))),
+    "prod": (jnp.prod, plain((5,))),
+    "cumprod": (jnp.cumprod, plain((5,))),
+    "var": (jnp.var, plain((3, 5))),
+    "std of large values": (lambda x: jnp.std(x + 100), plain((6,))),
+    "norm": (jnp.linalg.norm, plain((6,))),
+    "where": (lambda x: jnp.where(x > 0, x * x, jnp.sin(x)), plain((9,))),
+    "take": (lambda x: x[jnp.asarray([0, 2, 2])], plain((4, 2))),
+    "scatter add": (lambda x, y: x.at[jnp.asarray([0, 0, 2])].add(y), plain((4,), (3,))),
+    "einsum": (lambda a, b: jnp.einsum("ij,kj->ik", a, b), plain((3, 4), (2, 4))),
+    "matmul": (jnp.matmul, plain((3, 4), (4, 2))),
+    "convolve": (lambda x, k: jnp.convolve(x, k), plain((7,), (3,))),
+    "fft": (lambda x: jnp.abs(jnp.fft.rfft(x)), plain((8,))),
+    "interp": (lambda x, f: jnp.interp(x, jnp.arange(4).astype(x.dtype), f), plain((5,), (4,))),
+    "relu network": (
+        lambda x, w, v: jax.nn.relu(jax.nn.relu(x @ w) @ v), plain((6, 8), (8, 16), (16, 3))
+    ),
+    "max pooling": (
+        lambda x: lax.reduce_window(x, np.asarray(-np.inf, x.dtype), lax.max, (2, 2), (2, 2), "VALID"),
+        plain((6, 6)),
+    ),
+    "leaky relu": (jax.nn.leaky_relu, plain((9,))),
+    "gelu": (jax.nn.gelu, plain((9,))),
+    "elu": (jax.nn.elu, plain((9,))),
+    "selu": (jax.nn.selu, plain((9,))),
+    "softplus": (jax.nn.softplus, plain((9,))),
+    "log sigmoid": (jax.nn.log_sigmoid, plain((9,))),
+    "silu": (jax.nn.silu, plain((9,))),
+    "hard tanh": (jax.nn.hard_tanh, plain((9,))),
+    "relu6": (jax.nn.relu6, plain((9,))),
+    "softmax": (jax.nn.softmax, plain((3, 5))),
+    "log softmax": (jax.nn.log_softmax, plain((3, 5))),
+    "logsumexp": (jax.nn.logsumexp, plain((3, 5))),
+    "standardize": (jax.nn.standardize, plain((3, 5))),
+    "attention": (
+        jax.nn.dot_product_attention, plain((1, 3, 2, 4), (1, 3, 2, 4), (1, 3, 2, 4))
+    ),
+    "gammaln": (special.gammaln, plain((5,), low=0.5, high=5)),
+    "digamma": (special.digamma, plain((5,), low=0.5, high=5)),
+    "erf": (special.erf, plain((5,))),
+    "erfinv": (special.erfinv, plain((5,), low=-0.9, high=0.9)),
+    "expit": (special.expit, plain((5,))),
+    "logit": (special.logit, plain((5,), low=0.1, high=0.9)),
+    "xlogy": (special.xlogy, plain((5,), (5,), low=0.5, high=2)),
+    "entr": (special.entr, plain((5,), low=0.5, high=2)),
+    "gammainc": (lambda x: special.gammainc(x * 0 + 2, x), plain((4,), low=0.5, high=3)),
+    "i0e": (special.i0e, plain((5,))),
+    "ndtri": (special.ndtri, plain((5,), low=0.1, high=0.9)),
+    "log ndtr": (special.log_ndtr, plain((5,))),
+    "betaln": (special.betaln, plain((4,), (4,), low=0.5, high=3)),
+    "cholesky": (symmetric(jnp.linalg.cholesky), positive_definite),
+    "eigh values": (symmetric(jnp.linalg.eigvalsh), positive_definite),
+    "qr": (lambda a: jnp.linalg.qr(a)[1], positive_definite),
+    "svd values": (lambda a: jnp.linalg.svd(a, compute_uv=False), positive_definite),
+    "inv": (jnp.linalg.inv, positive_definite),
+    "solve": (jnp.linalg.solve, system),
+    "slogdet": (lambda a: jnp.linalg.slogdet(a)[1], positive_definite),
+    "expm": (lambda a: linalg.expm(a / 8), positive_definite),
+    "triangular solve": (
+        lambda a, b: linalg.solve_triangular(a, b, lower=True), system
+    ),
+    "cross entropy": (optax.softmax_cross_entropy, targets),
+    "integer labels": (optax.softmax_cross_entropy_with_integer_labels, labels),
+    "sigmoid cross entropy": (optax.sigmoid_binary_cross_entropy, targets),
+    "huber": (optax.huber_loss, plain((6,), (6,))),
+    "log cosh": (optax.log_cosh, plain((6,), (6,))),
+    "cosine similarity": (optax.cosine_similarity, plain((3, 5), (3, 5))),
+    "kl divergence": (lambda x, y: optax.kl_divergence(jax.nn.log_softmax(x), y), targets),
+    "hinge": (optax.hinge_loss, plain((6,), (6,))),
+    "scan": (
+        lambda h, xs: lax.scan(lambda h, x: (jnp.tanh(h + x), h), h, xs), plain((3,), (5, 3))
+    ),
+    "fori loop": (lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c), x), plain((3,))),
+    "cond": (lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), plain((3,))),
+    "remat": (jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))), plain((3,))),
+    "straight through": (lambda x: x + lax.stop_gradient(jnp.round(x) - x), plain((5,))),
+    "straight through in a scan": (
+        lambda xs: lax.scan(
+            lambda h, x: (jnp.tanh(h + x + lax.stop_gradient(jnp.sign(x) - x)), h), xs[0], xs
+        )[1],
+        plain((4, 3)),
+    ),
+    "dropout": (
+        lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(x.dtype),
+        plain((8,)),
+    ),
+    "reparametrization": (
+        lambda m, s: m + s * jax.random.normal(jax.random.key(1), m.shape, m.dtype),
+        plain((8,), (8,)),
+    ),
+    "large values": (lambda x: 1e4 + jnp.sin(x), plain((6,))),
+    "saturated": (lambda x: jnp.tanh(10 * x), plain((9,))),
+    "tiny": (lambda x: 1e-20 * jnp.sin(x), plain((6,))),
+    "huge": (lambda x: 1e20 * jnp.sin(x), plain((6,))),
+}

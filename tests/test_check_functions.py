@@ -1,0 +1,21 @@
+"""No false alarm on right functions, float32 and float64, at default settings."""
+
+import check_functions
+import jax
+import jax.numpy as jnp
+import pytest
+
+from clipgrad._check import check_grads
+
+
+def test_the_table_has_at_least_fifty_functions():
+    assert len(check_functions.FUNCTIONS) >= 50
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", check_functions.FUNCTIONS)
+def test_a_right_function_passes(name, dtype):
+    function, make = check_functions.FUNCTIONS[name]
+    with jax.enable_x64(dtype == "float64"):
+        report = check_grads(function, make(jnp.dtype(dtype)), raise_on_failure=False)
+    assert report.ok, str(report)
