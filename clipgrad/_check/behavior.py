@@ -126,7 +126,7 @@ def vmap(case: Case) -> Outcome:
         expected.append((shared, 1, case.gradient[1]))
     failures = []
     for leaves, k, other in expected:
-        row = gradient_vector([leaf[k] for leaf in leaves])
+        row = gradient_vector([np.asarray(leaf)[k] for leaf in leaves])
         failures += compare("vmap", row, other, f"under jax.vmap, row {k} against one by one")
     return Outcome(failures[:1])
 
@@ -166,7 +166,7 @@ def forward(case: Case) -> Outcome:
         if y.dtype != t.dtype
     ]
     for row in (0, 1):
-        tangent = to_numpy([leaf[row] for leaf in several])
+        tangent = to_numpy([np.asarray(leaf)[row] for leaf in several])
         failures += _agrees(case, along[row], tangent, "jax.jvp under jax.vmap")
     failures += _agrees(case, along[0], to_numpy(one), "jax.jvp")
     return Outcome(failures[:1])

@@ -1,8 +1,8 @@
 """Slopes of a function along many directions, by one compiled program.
 
 A perturbation moves one contiguous range of the input vector along a stored direction: a single
-element, a block, a leaf or several. The program loops over a table of them, so that its memory
-does not grow with their number and one compilation serves every mode and every point.
+element, a block, a leaf or several. The program evaluates the function in a loop over a batch of
+bounded size, so that one compilation serves every mode and every point.
 """
 
 import contextlib
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipgrad._check.real import from_vector, to_vector, wide_dtype
+from clipgrad._check.real import from_rows, offsets, to_numpy, to_rows, to_vector, wide_dtype
 from clipgrad._check.shadow import AXIS
 
-TABLE = 64
+BATCH = 64
+BATCH_BYTES = 2**27
 LOW_OPTIMIZATION = {"xla_backend_optimization_level": 0}
 
 
@@ -87,9 +88,11 @@ class Differences:
         self.covectors = covectors
         self.evaluations = 0
         self.base = np.zeros(0)
+        self._together = 3 if evaluation.held else 1
+        size = int(offsets(evaluation.like)[-1]) + covectors.shape[1]
+        self._batch = int(np.clip(BATCH_BYTES // (8 * self._together * size), 2, BATCH))
         options = LOW_OPTIMIZATION if fast_compile else None
-        loop = _held_loop if evaluation.held else _loop
-        self._program = jax.jit(_bound(loop, evaluation), compiler_options=options)
+        self._program = jax.jit(self._loop, compiler_options=options)
 
     def measure(
         self,
@@ -100,34 +103,76 @@ class Differences:
         progress: Callable[[int], Any] = lambda done: None,
     ) -> Slopes:
         """Measure the slopes of all rows at the point `xs`, and of `gradient` along them."""
-        evaluation = self.evaluation
-        leaves = [np.asarray(x).astype(s.dtype) for x, s in zip(xs, evaluation.like, strict=True)]
-        parts = []
-        with precision(evaluation):
-            point = [jnp.asarray(leaf) for leaf in leaves]
-            fixed = [
-                jnp.asarray(table, evaluation.dtype)
-                for table in (directions, self.covectors, gradient)
-            ]
-            for begin in range(0, len(rows.start), TABLE):
-                part = Rows(*(column[begin : begin + TABLE] for column in rows))
-                parts.append(self._run(part, point, fixed))
-                progress(len(part.start))
-        return Slopes(*np.moveaxis(np.concatenate(parts), 1, 0))
+        base = to_numpy(xs)
+        self.base = self._values(np.repeat(base[None, None], self._together, axis=1))[0, 0]
+        parts, count = [], self._batch if self.evaluation.held else self._batch // 2
+        for begin in range(0, len(rows.start), count):
+            part = Rows(*(column[begin : begin + count] for column in rows))
+            parts.append(self._slopes(base, directions, gradient, part))
+            progress(len(part.start))
+        return Slopes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
-    def _run(self, rows: Rows, point, fixed) -> np.ndarray:
-        count = len(rows.start)
-        table = [np.zeros(TABLE, column.dtype) for column in rows]
-        for column, values in zip(table, rows, strict=True):
-            column[:count] = values
-        table[2][count:] = 1.0
-        self.evaluations += 3 * count if self.evaluation.held else 2 * count + 1
-        if self.evaluation.compiled:
-            result, base = self._program(count, table, point, *fixed)
-        else:
-            result, base = _eager(self.evaluation, rows, point, *fixed)
-        self.base = np.asarray(base, np.float64)
-        return np.asarray(result, np.float64)[:count]
+    def _slopes(self, base, directions, gradient, rows: Rows) -> Slopes:
+        shifts = np.zeros((len(rows.start), base.size))
+        for shift, start, stop, step, direction in zip(shifts, *rows, strict=True):
+            shift[start:stop] = step * directions[direction, start:stop]
+        plus, minus = self._rounded(base + shifts), self._rounded(base - shifts)
+        step = rows.step[:, None]
+        ahead, behind = self._ahead_and_behind(base, plus, minus)
+        taken = (plus - minus) / (2 * step)
+        first, second = (ahead - self.base) / step, (self.base - behind) / step
+        magnitude = np.abs(self.covectors).T
+        return Slopes(
+            central=(ahead - behind) / (2 * step) @ self.covectors.T,
+            ahead=first @ self.covectors.T,
+            behind=second @ self.covectors.T,
+            width=np.abs(first - second) @ magnitude / 2,
+            size=(np.abs(ahead) + np.abs(behind)) @ magnitude,
+            analytic=taken @ gradient.T,
+            norm=np.sqrt(taken**2 @ (gradient**2).T),
+        )
+
+    def _rounded(self, points: np.ndarray) -> np.ndarray:
+        """The points as the function's inputs can hold them."""
+        if self.evaluation.dtype == np.float64:
+            return points
+        return to_rows(from_rows(points, self.evaluation.like), points.ndim - 1)
+
+    def _ahead_and_behind(self, base, plus, minus) -> tuple[np.ndarray, np.ndarray]:
+        if self.evaluation.held:
+            rows = np.stack([np.broadcast_to(base, plus.shape), plus, minus], axis=1)
+            values = self._values(rows)
+            return values[:, 1], values[:, 2]
+        values = self._values(np.concatenate([plus, minus])[:, None])[:, 0]
+        return values[: len(plus)], values[len(plus) :]
+
+    def _values(self, points: np.ndarray) -> np.ndarray:
+        """The outputs at points of shape (rows, together, inputs)."""
+        count = len(points)
+        self.evaluations += count * self._together
+        padded = np.zeros((self._batch, *points.shape[1:]))
+        padded[:count] = points
+        leaves = from_rows(padded, self.evaluation.like)
+        with precision(self.evaluation):
+            if self.evaluation.compiled:
+                values = self._program(count, leaves)
+            else:
+                values = [self._row([jnp.asarray(leaf[k]) for leaf in leaves]) for k in range(count)]
+        return np.asarray(values, np.float64)[:count]
+
+    def _loop(self, count, leaves):
+        def row(k, out):
+            return out.at[k].set(self._row([leaf[k] for leaf in leaves]))
+
+        shape = (self._batch, self._together, self.covectors.shape[1])
+        return lax.fori_loop(0, count, row, jnp.zeros(shape, self.evaluation.dtype))
+
+    def _row(self, leaves):
+        dtype = self.evaluation.dtype
+        if self.evaluation.held:
+            values = jax.vmap(self.evaluation.call, axis_name=AXIS)(leaves)
+            return jax.vmap(lambda rows: to_vector(rows, dtype))(values)
+        return to_vector(self.evaluation.call([leaf[0] for leaf in leaves]), dtype)[None]
 
 
 @contextlib.contextmanager
@@ -146,90 +191,3 @@ def on_cpu():
         return jax.default_device(jax.devices("cpu")[0])
     except RuntimeError:
         return contextlib.nullcontext()
-
-
-def _bound(loop, evaluation):
-    return lambda *inputs: loop(evaluation, *inputs)
-
-
-def _moved(evaluation, point, directions, start, stop, step, direction):
-    """The two perturbed points and the direction really taken, after rounding."""
-    base = to_vector(point, evaluation.dtype)
-    index = jnp.arange(base.size)
-    chosen = (index >= start) & (index < stop)
-    shift = jnp.where(chosen, directions[direction], 0) * step.astype(evaluation.dtype)
-    plus, minus = (from_vector(base + sign * shift, point) for sign in (1, -1))
-    taken = to_vector(plus, evaluation.dtype) - to_vector(minus, evaluation.dtype)
-    return plus, minus, taken / (2 * step.astype(evaluation.dtype))
-
-
-def _slopes(evaluation, values, taken, step, covectors, gradient):
-    """One row of `Slopes`, from the values at the base point and ahead and behind."""
-    base, plus, minus = values
-    step = step.astype(evaluation.dtype)
-    ahead, behind = (plus - base) / step, (base - minus) / step
-    size = jnp.abs(covectors)
-    return jnp.stack(
-        [
-            covectors @ ((plus - minus) / (2 * step)),
-            covectors @ ahead,
-            covectors @ behind,
-            size @ jnp.abs(ahead - behind) / 2,
-            size @ (jnp.abs(plus) + jnp.abs(minus)),
-            gradient @ taken,
-            jnp.sqrt((gradient * gradient) @ (taken * taken)),
-        ]
-    )
-
-
-def _held_loop(evaluation, count, table, point, directions, covectors, gradient):
-    call = jax.vmap(evaluation.call, axis_name=AXIS)
-
-    def row(k, state):
-        out, _ = state
-        start, stop, step, direction = (column[k] for column in table)
-        plus, minus, taken = _moved(evaluation, point, directions, start, stop, step, direction)
-        rows = call([jnp.stack(leaves) for leaves in zip(point, plus, minus, strict=True)])
-        values = jax.vmap(lambda leaves: to_vector(leaves, evaluation.dtype))(rows)
-        slopes = _slopes(evaluation, values, taken, step, covectors, gradient)
-        return out.at[k].set(slopes), values[0]
-
-    return lax.fori_loop(0, count, row, _empty(evaluation, covectors))
-
-
-def _loop(evaluation, count, table, point, directions, covectors, gradient):
-    """Iteration 0 evaluates the base point, 2k+1 row k ahead, and 2k+2 row k behind."""
-
-    def half(i, state):
-        out, base, plus = state
-        k, behind = jnp.maximum(i - 1, 0) // 2, (i % 2 == 0) & (i > 0)
-        start, stop, step, direction = (column[k] for column in table)
-        stop = jnp.where(i == 0, start, stop)
-        ahead, back, taken = _moved(evaluation, point, directions, start, stop, step, direction)
-        leaves = [jnp.where(behind, b, a) for a, b in zip(ahead, back, strict=True)]
-        value = to_vector(evaluation.call(leaves), evaluation.dtype)
-        base = jnp.where(i == 0, value, base)
-        row = _slopes(evaluation, (base, plus, value), taken, step, covectors, gradient)
-        return out.at[k].set(row), base, jnp.where(behind, plus, value)
-
-    zero = jnp.zeros(covectors.shape[1], evaluation.dtype)
-    start = (*_empty(evaluation, covectors), zero)
-    return lax.fori_loop(0, 2 * count + 1, half, start)[:2]
-
-
-def _eager(evaluation, rows, point, directions, covectors, gradient):
-    def value(leaves):
-        return to_vector(evaluation.call(leaves), evaluation.dtype)
-
-    base, out = value(point), []
-    for start, stop, step, direction in zip(*rows, strict=True):
-        step = jnp.asarray(step)
-        plus, minus, taken = _moved(evaluation, point, directions, start, stop, step, direction)
-        values = (base, value(plus), value(minus))
-        out.append(_slopes(evaluation, values, taken, step, covectors, gradient))
-    return jnp.stack(out), base
-
-
-def _empty(evaluation, covectors):
-    table = (TABLE, len(Slopes._fields), covectors.shape[0])
-    return jnp.zeros(table, evaluation.dtype), jnp.zeros(covectors.shape[1], evaluation.dtype)

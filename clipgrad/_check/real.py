@@ -59,13 +59,20 @@ def to_numpy(leaves: Sequence[Array]) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def from_vector(vector: Array, like: Sequence[Array]) -> list[jax.Array]:
-    """Cut a real vector into leaves of the shapes and dtypes of `like`."""
+def from_rows(rows: np.ndarray, like: Sequence[Array]) -> list[np.ndarray]:
+    """Cut real vectors, shape (..., n), into leaves of leading shape (...)."""
     places = offsets(like)
     return [
-        _leaf(vector[places[k] : places[k + 1]], leaf.shape, leaf.dtype)
+        _numpy_leaf(rows[..., places[k] : places[k + 1]], leaf.shape, leaf.dtype)
         for k, leaf in enumerate(like)
     ]
+
+
+def to_rows(leaves: Sequence[np.ndarray], leading: int) -> np.ndarray:
+    """The inverse of `from_rows`, with so many leading axes."""
+    parts = [widen(leaf) for leaf in leaves]
+    parts = [np.stack([p.real, p.imag], -1) if np.iscomplexobj(p) else p for p in parts]
+    return np.concatenate([p.reshape((*p.shape[:leading], -1)) for p in parts], axis=-1)
 
 
 def gradient_vector(cotangents: Sequence[Array]) -> np.ndarray:
@@ -74,21 +81,13 @@ def gradient_vector(cotangents: Sequence[Array]) -> np.ndarray:
 
 
 def leaves_of(vector: np.ndarray, like: Sequence[Array]) -> list[jax.Array]:
-    """The same as `from_vector`, for a concrete vector; compiles nothing."""
-    places = offsets(like)
-    return [
-        jnp.asarray(_numpy_leaf(vector[places[k] : places[k + 1]], leaf.shape, leaf.dtype))
-        for k, leaf in enumerate(like)
-    ]
+    """A real vector as arrays like `like`; compiles nothing."""
+    return [jnp.asarray(leaf) for leaf in from_rows(vector, like)]
 
 
 def cotangent_leaves(vector: np.ndarray, like: Sequence[Array]) -> list[jax.Array]:
     """The cotangent whose real part of `ct * dy` is the inner product of `vector` and dy."""
-    parts = []
-    for k, leaf in enumerate(like):
-        start, stop = offsets(like)[k : k + 2]
-        parts.append(jnp.asarray(np.conj(_numpy_leaf(vector[start:stop], leaf.shape, leaf.dtype))))
-    return parts
+    return [jnp.asarray(np.conj(leaf)) for leaf in from_rows(vector, like)]
 
 
 def stacked(rows: Sequence[Sequence[Array]]) -> list[np.ndarray]:
@@ -102,14 +101,8 @@ def _parts(leaf, xp):
     return xp.ravel(leaf)
 
 
-def _leaf(part, shape, dtype):
-    if not jnp.issubdtype(dtype, jnp.complexfloating):
-        return part.astype(dtype).reshape(shape)
-    pairs = part.astype(jnp.finfo(dtype).dtype).reshape((*shape, 2))
-    return jax.lax.complex(pairs[..., 0], pairs[..., 1])
-
-
 def _numpy_leaf(part, shape, dtype):
+    shape = (*part.shape[:-1], *shape)
     if not jnp.issubdtype(dtype, jnp.complexfloating):
         return part.astype(dtype).reshape(shape)
     pairs = part.reshape((*shape, 2))
