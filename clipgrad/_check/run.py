@@ -173,7 +173,7 @@ def check_values(run: Run, xs, gradient: np.ndarray, first: bool) -> None:
     where = "" if first else "at a second point "
     failures, notes = told(run.problem, point, found, where=where)
     log.fail(failures, options)
-    log.notes += notes
+    log.notes += [note for note in notes if note.replace(where, "", 1) not in log.notes]
     if first:
         log.verified = int(point.finite.sum()) - undecided(found)
 
@@ -247,7 +247,12 @@ def check_order(run: Run) -> None:
     if run.log.failures:
         run.log.not_run["second order"] = "the first order fails"
         return
-    second = check_second(run.problem, run.chosen.shadow, run.covectors, run.options.seed)
+    try:
+        second = check_second(run.problem, run.chosen.shadow, run.covectors, run.options.seed)
+    except Exception as error:
+        detail = f"the VJP cannot be differentiated: it raises {first_line(error)}"
+        run.log.failures.append(Failure("second order", run.problem.names[0], detail))
+        return
     run.log.failures += second.failures
     run.log.notes += second.notes
     run.log.evaluations += second.evaluations

@@ -94,6 +94,8 @@ def _by_reference(session: Session, point: Point, found: Search) -> None:
             worst = suspects[np.argsort(-part[suspects], kind="stable")][:INSPECTED] + start
             verdict = _with_reference(_elements(session, point, worst), point, worst)
             found.findings.append(Finding(leaf, worst, verdict, suspects.size, True))
+            if np.any(verdict.kind == KINK) and not np.any(verdict.kind == WRONG):
+                _along_leaves(session, point, found, len(BALANCED), [leaf])
 
 
 def _with_reference(verdict: Verdict, point: Point, indices: np.ndarray) -> Verdict:
