@@ -74,10 +74,13 @@ FUNCTIONS = {
     "fft": (lambda x: jnp.abs(jnp.fft.rfft(x)), plain((8,))),
     "interp": (lambda x, f: jnp.interp(x, jnp.arange(4).astype(x.dtype), f), plain((5,), (4,))),
     "relu network": (
-        lambda x, w, v: jax.nn.relu(jax.nn.relu(x @ w) @ v), plain((6, 8), (8, 16), (16, 3))
+        lambda x, w, v: jax.nn.relu(jax.nn.relu(x @ w) @ v),
+        plain((6, 8), (8, 16), (16, 3)),
     ),
     "max pooling": (
-        lambda x: lax.reduce_window(x, np.asarray(-np.inf, x.dtype), lax.max, (2, 2), (2, 2), "VALID"),
+        lambda x: lax.reduce_window(
+            x, np.asarray(-np.inf, x.dtype), lax.max, (2, 2), (2, 2), "VALID"
+        ),
         plain((6, 6)),
     ),
     "leaky relu": (jax.nn.leaky_relu, plain((9,))),
@@ -93,9 +96,7 @@ FUNCTIONS = {
     "log softmax": (jax.nn.log_softmax, plain((3, 5))),
     "logsumexp": (jax.nn.logsumexp, plain((3, 5))),
     "standardize": (jax.nn.standardize, plain((3, 5))),
-    "attention": (
-        lambda q, k, v: jax.nn.softmax(q @ k.T / 2) @ v, plain((3, 4), (5, 4), (5, 4))
-    ),
+    "attention": (lambda q, k, v: jax.nn.softmax(q @ k.T / 2) @ v, plain((3, 4), (5, 4), (5, 4))),
     "gammaln": (special.gammaln, plain((5,), low=0.5, high=5)),
     "digamma": (special.digamma, plain((5,), low=0.5, high=5)),
     "erf": (special.erf, plain((5,))),
@@ -117,9 +118,7 @@ FUNCTIONS = {
     "solve": (jnp.linalg.solve, system),
     "slogdet": (lambda a: jnp.linalg.slogdet(a)[1], positive_definite),
     "expm": (lambda a: linalg.expm(a / 64), positive_definite),
-    "triangular solve": (
-        lambda a, b: linalg.solve_triangular(a, b, lower=True), system
-    ),
+    "triangular solve": (lambda a, b: linalg.solve_triangular(a, b, lower=True), system),
     "cross entropy": (optax.softmax_cross_entropy, targets),
     "integer labels": (optax.softmax_cross_entropy_with_integer_labels, labels),
     "sigmoid cross entropy": (optax.sigmoid_binary_cross_entropy, targets),
@@ -128,9 +127,7 @@ FUNCTIONS = {
     "cosine similarity": (optax.cosine_similarity, plain((3, 5), (3, 5))),
     "kl divergence": (lambda x, y: optax.kl_divergence(jax.nn.log_softmax(x), y), targets),
     "hinge": (optax.hinge_loss, plain((6,), (6,))),
-    "scan": (
-        lambda h, xs: lax.scan(lambda h, x: (jnp.tanh(h + x), h), h, xs), plain((3,), (5, 3))
-    ),
+    "scan": (lambda h, xs: lax.scan(lambda h, x: (jnp.tanh(h + x), h), h, xs), plain((3,), (5, 3))),
     "fori loop": (lambda x: lax.fori_loop(0, 3, lambda i, c: jnp.sin(c), x), plain((3,))),
     "cond": (lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), plain((3,))),
     "remat": (jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))), plain((3,))),

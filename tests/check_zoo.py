@@ -39,7 +39,9 @@ def twins(primal, wrong, right):
 @pair()
 def wrong_sign(dtype):
     args = (normal(0, 5, dtype=dtype),)
-    return *twins(jnp.cos, lambda r, g: (jnp.sin(r[0]) * g,), lambda r, g: (-jnp.sin(r[0]) * g,)), args
+    return *twins(
+        jnp.cos, lambda r, g: (jnp.sin(r[0]) * g,), lambda r, g: (-jnp.sin(r[0]) * g,)
+    ), args
 
 
 @pair()
@@ -170,7 +172,9 @@ def wrong_only_under_vmap(dtype):
 
         @gradient.def_vmap
         def batched(size, in_batched, x, g):
-            x, g = (a if b else jnp.stack([a] * size) for a, b in zip((x, g), in_batched, strict=True))
+            x, g = (
+                a if b else jnp.stack([a] * size) for a, b in zip((x, g), in_batched, strict=True)
+            )
             return factor * jnp.cos(x) * g, True
 
         return custom(jnp.sin, lambda r, g: (gradient(r[0], g),))
@@ -235,9 +239,7 @@ def squared_cotangent(dtype):
 @pair()
 def ignored_cotangent(dtype):
     args = (normal(22, 5, dtype=dtype),)
-    return *twins(
-        jnp.sin, lambda r, g: (jnp.cos(r[0]),), lambda r, g: (jnp.cos(r[0]) * g,)
-    ), args
+    return *twins(jnp.sin, lambda r, g: (jnp.cos(r[0]),), lambda r, g: (jnp.cos(r[0]) * g,)), args
 
 
 @pair()
@@ -449,8 +451,10 @@ def wrong_deep_inside_a_scan(dtype):
     def make(scale):
         cell = custom(
             lambda h, x: jnp.tanh(h + x),
-            lambda r, g: (scale * g * (1 - jnp.tanh(r[0] + r[1]) ** 2),)
-            + (g * (1 - jnp.tanh(r[0] + r[1]) ** 2),),
+            lambda r, g: (
+                (scale * g * (1 - jnp.tanh(r[0] + r[1]) ** 2),)
+                + (g * (1 - jnp.tanh(r[0] + r[1]) ** 2),)
+            ),
         )
         return lambda h, xs: jax.lax.scan(lambda h, x: (cell(h, x),) * 2, h, xs)[1]
 
@@ -459,8 +463,10 @@ def wrong_deep_inside_a_scan(dtype):
 
 @pair()
 def one_wrong_bias_in_a_deep_tree(dtype):
-    params = {f"layer{k}": {"w": normal(k, 4, 4, dtype=dtype), "b": normal(k, 4, dtype=dtype)}
-              for k in range(6)}
+    params = {
+        f"layer{k}": {"w": normal(k, 4, 4, dtype=dtype), "b": normal(k, 4, dtype=dtype)}
+        for k in range(6)
+    }
 
     def make(scale):
         add = custom(lambda x, b: x + b[None], lambda r, g: (g, scale * jnp.sum(g, axis=0)))

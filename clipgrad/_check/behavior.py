@@ -68,8 +68,9 @@ def linearity(case: Case) -> Outcome:
     for factor in (LARGE_HALF, 1 / LARGE_HALF) if half else (LARGE, 1 / LARGE):
         scaled = case.pull(first * factor) / factor
         text = f"the rule is not linear, the cotangent times {factor:g} pulled back"
-        failures += compare("linearity", _where_in_range(scaled, gradient[0], factor, problem),
-                            gradient[0], text)
+        failures += compare(
+            "linearity", _where_in_range(scaled, gradient[0], factor, problem), gradient[0], text
+        )
     text = "the rule is not linear, the sum of two cotangents pulled back"
     failures += compare("linearity", case.pull(first + second), gradient[0] + gradient[1], text)
     return Outcome(failures[:2])
@@ -79,7 +80,7 @@ def _where_in_range(scaled, gradient, factor, problem) -> np.ndarray:
     """Leave out what overflows or underflows because of the factor."""
     narrow = jnp.finfo(narrowest(leaf_dtypes(problem)))
     size = np.abs(gradient) * factor
-    typical = np.sqrt(np.mean(size[np.isfinite(size)] ** 2))
+    typical = np.sqrt(np.mean(np.where(np.isfinite(size), size, 0.0) ** 2))
     low = (size > 0) & (size < float(narrow.tiny) * 1e3)
     outside = low | (size + typical > float(narrow.max) / 1e4) | ~np.isfinite(gradient)
     return np.where(outside, gradient, scaled)
@@ -116,7 +117,9 @@ def vmap(case: Case) -> Outcome:
     def forward(fun, xs):
         return jax.eval_shape(jax.vmap(fun), stacked([xs, xs]))
 
-    got, outcome = _attempt("vmap", gradients, forward, problem, (points, stacked(pairs), problem.inputs))
+    got, outcome = _attempt(
+        "vmap", gradients, forward, problem, (points, stacked(pairs), problem.inputs)
+    )
     if got is None:
         return outcome
     (rows, shared), compare = got, case.compare
@@ -180,7 +183,9 @@ def _agrees(case: Case, along, tangent, how: str) -> list[Failure]:
     worst = int(np.argmax(np.abs(pushed - pulled) - slack))
     if not np.isfinite(pulled).all() or np.abs(pushed - pulled)[worst] <= slack[worst]:
         return []
-    detail = f"along a random direction {how} gives {pushed[worst]:.7g}, reverse {pulled[worst]:.7g}"
+    detail = (
+        f"along a random direction {how} gives {pushed[worst]:.7g}, reverse {pulled[worst]:.7g}"
+    )
     return [Failure("forward", case.problem.names[0], detail)]
 
 

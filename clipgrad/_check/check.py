@@ -8,13 +8,12 @@ import jax
 import numpy as np
 
 from clipgrad._check.devices import find_devices, moved
-from clipgrad._check.problem import make_problem
+from clipgrad._check.log import Log, Options
+from clipgrad._check.problem import Problem, make_problem
 from clipgrad._check.pullback import pull_back
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
 from clipgrad._check.run import (
     BEHAVIORS,
-    Log,
-    Options,
     Run,
     begin,
     check_behavior,
@@ -47,23 +46,95 @@ def check_grads(
     raise_on_failure: bool = True,
     skip: Sequence[str] = (),
 ) -> GradCheckReport:
-    """Check the VJP of a function against finite differences, and how it behaves."""
+    """Check the VJP of a function against finite differences, and how it behaves.
+
+    With u a random dense cotangent, the gradient of <u, f(x)> that `jax.vjp` hands back is compared
+    with slopes of f, evaluated in float64 whatever its dtype. An element passes if
+
+        |numeric - analytic| <= rtol max(|numeric|, |analytic|) + error + 50 eps rms(leaf),
+
+    rtol being 1e-6 for float64, 5e-4 for float32, 1e-2 for float16, 5e-2 for bfloat16, by the
+    narrowest type that f computes in. Steps follow the scale of each element; two of them are
+    extrapolated and give the error. An analytic gradient between the one-sided slopes of a kink
+    passes with a note. The cost of "auto" does not grow with the number of elements.
+
+    **Guarantees.** Nothing passes unseen: what could not be verified or run is in `notes` or
+    `not_run`, and a report in which nothing was verified is not ok.
+
+    | check | what must hold |
+    |---|---|
+    | value | every element of the gradient, against differences |
+    | primal | value, dtype and shape of the function called and differentiated are the same |
+    | cotangent | dtype, shape and structure are those of the input; float0 for integers |
+    | finite | the value and the gradient are finite |
+    | linearity | the pull-back is linear in the cotangent: no stray clip, no constant |
+    | determinism | the same again gives the same bits |
+    | jit, vmap | compiled and batched gradients are the eager ones |
+    | points | the gradient is right at a second point too, and then at the first again |
+    | forward | `jax.jvp` agrees, where the function allows forward mode |
+    | outputs | a cotangent for one output only gives that one's part |
+    | devices | each kind of device gives the same gradient |
+
+    Args:
+      fun: the function, of any trees of arrays, to any tree of arrays.
+      args: the tuple of its positional arguments: the point.
+      kwargs: its keyword arguments; their arrays are checked too.
+      wrt: which inputs to check: an argument's position or name, a path such as `params/w` or a
+        regular expression on such paths, or several of these; None for all.
+      no_grad: which inputs to leave out, written the same way.
+      output: which outputs to check: a position, key or path, or several; None for all.
+      order: 2 to check the VJP's own VJP too.
+      mode: "auto" looks at every element with the help of plain AD in float64, and at that by
+        differences; "fast" takes two random directions for each leaf; "full" moves every element.
+      delta: an absolute step, for Paddle's formula at every element.
+      max_relative_error: Paddle's rule: |numeric - analytic| / |numeric|, or without the
+        denominator where |numeric| < 1e-3, may not exceed it.
+      devices: kinds of device to compute the gradient on, such as ("cpu", "gpu"); None for all
+        there are. One that is not there is reported as not run.
+      points: how many points to check.
+      seed: of the cotangents, directions and further points.
+      raise_on_failure: False to have the report returned whatever it says.
+      skip: names of checks of the table to switch off, such as "linearity" for a function that
+        clips on purpose.
+
+    Returns:
+      The report.
+
+    Raises:
+      GradCheckError: the gradient is wrong, or nothing was verified; it holds the report.
+      TypeError: `args` is no tuple.
+      ValueError: there is nothing to check, a name is unknown, or an input is not finite.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import clipgrad as cg
+      >>> cg.check_grads(jnp.tanh, (jnp.linspace(-1, 1, 5),)).ok
+      True
+      >>> square = jax.custom_vjp(lambda x: x * x)
+      >>> square.defvjp(lambda x: (x * x, x), lambda x, g: (x * g,))
+      >>> report = cg.check_grads(square, (jnp.ones(2),), raise_on_failure=False)
+      >>> print(report.failures[0].detail.split("; ")[-1])
+      analytic/numeric is 0.5 throughout
+
+    References:
+      PaddlePaddle, `check_grad` in Fluid's operator tests, 2017.
+      L. F. Richardson, "The approximate arithmetical solution by finite differences", 1911.
+    """
     started = time.perf_counter()
     options = _options(order, mode, delta, max_relative_error, points, seed, skip)
     log = Log()
     found = find_devices(devices)
     log.not_run |= {f"device {kind}": "there is no such device here" for kind in found.absent}
 
-    def problem_on(device: jax.Device):
+    def problem_on(device: Any):
         own_args, own_kwargs = moved((args, dict(kwargs or {})), device)
         return make_problem(fun, own_args, own_kwargs, wrt, no_grad, output)
 
     for kind, device in list(found.there.items())[:1]:
+        others = {other: d for other, d in found.there.items() if other != kind}
         with jax.default_device(device), jax.default_matmul_precision("highest"):
-            _check(problem_on(device), options, log, {
-                other: (lambda d=d: problem_on(d), d)
-                for other, d in found.there.items() if other != kind
-            })
+            with np.errstate(all="ignore"):
+                _check(problem_on(device), options, log, others, problem_on)
         log.devices.insert(0, kind)
     report = _report(log, time.perf_counter() - started)
     if raise_on_failure and not report.ok:
@@ -71,7 +142,7 @@ def check_grads(
     return report
 
 
-def _check(problem, options: Options, log: Log, others: dict) -> None:
+def _check(problem: Problem, options: Options, log: Log, others, problem_on) -> None:
     run = begin(problem, options, log)
     if run is None:
         return
@@ -81,15 +152,15 @@ def _check(problem, options: Options, log: Log, others: dict) -> None:
         check_points(run)
     check_order(run)
     log.evaluations += run.session.differences.evaluations
-    for kind, (make, device) in others.items():
+    for kind, device in others.items():
         if "devices" not in options.skip:
-            _check_device(run, make, kind, device)
+            _check_device(run, problem_on, kind, device)
 
 
-def _check_device(run: Run, make: Callable, kind: str, device: jax.Device) -> None:
+def _check_device(run: Run, problem_on: Callable, kind: str, device: Any) -> None:
     """The gradient computed on another device is the one found on the first."""
     with jax.default_device(device):
-        problem = make()
+        problem = problem_on(device)
         gradient = pull_back(problem).rows(run.covectors)
     run.log.devices.append(kind)
     run.log.evaluations += 2

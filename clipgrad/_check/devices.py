@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 
 KINDS = ("cpu", "gpu", "tpu", "cuda", "rocm", "METAL")
 
@@ -11,7 +12,7 @@ KINDS = ("cpu", "gpu", "tpu", "cuda", "rocm", "METAL")
 class Devices(NamedTuple):
     """The devices there are among those asked for, and the kinds that are not there."""
 
-    there: dict[str, jax.Device]
+    there: dict[str, Any]
     absent: list[str]
 
 
@@ -32,18 +33,18 @@ def find_devices(kinds: Sequence[str] | None) -> Devices:
     return Devices(there, [kind for kind in kinds if kind not in there])
 
 
-def _first(kind: str) -> jax.Device | None:
+def _first(kind: str) -> Any:
     try:
         return jax.devices(kind)[0]
     except RuntimeError:
         return None
 
 
-def moved(tree: Any, device: jax.Device) -> Any:
+def moved(tree: Any, device: Any) -> Any:
     """The tree with its arrays on `device`; arrays that are on such a device stay."""
 
     def move(leaf):
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
             return leaf
         platforms = {d.platform for d in leaf.devices()}
         return leaf if platforms == {device.platform} else jax.device_put(leaf, device)

@@ -157,7 +157,9 @@ class Differences:
             if self.evaluation.compiled:
                 values = self._program(count, leaves)
             else:
-                values = [self._row([jnp.asarray(leaf[k]) for leaf in leaves]) for k in range(count)]
+                values = [
+                    self._row([jnp.asarray(leaf[k]) for leaf in leaves]) for k in range(count)
+                ]
         return np.asarray(values, np.float64)[:count]
 
     def _loop(self, count, leaves):

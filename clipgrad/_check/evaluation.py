@@ -11,7 +11,7 @@ from clipgrad._check.differences import Differences, Evaluation, Rows
 from clipgrad._check.problem import Problem, leaf_dtypes
 from clipgrad._check.real import real_dtype, to_numpy, wide_dtype
 from clipgrad._check.sampling import DIRECTIONS, directions, scales
-from clipgrad._check.shadow import Shadow, make_shadow
+from clipgrad._check.shadow import Shadow, Unsupported, make_shadow
 from clipgrad._check.tolerance import narrowest
 
 WIDE_QUICK, WIDE_LADDER = (18, 20), tuple(range(4, 28, 3))
@@ -47,9 +47,7 @@ def choose(problem: Problem, covectors: np.ndarray, fast_compile: bool) -> Chose
             return Chosen(differences, shadow, notes)
         except Exception as error:
             notes.append(f"{label} is not possible ({_reason(error)})")
-    raise ValueError(
-        "the function cannot be evaluated at a perturbed point; " + "; ".join(notes)
-    )
+    raise ValueError("the function cannot be evaluated at a perturbed point; " + "; ".join(notes))
 
 
 def _is_traceable(problem: Problem) -> bool:
@@ -125,6 +123,6 @@ def _same_values(problem: Problem, values: np.ndarray) -> None:
 
 def _reason(error: Exception) -> str:
     text = str(error).strip().split("\n")[0]
-    if isinstance(error, _NotSmooth) or not text:
-        return text or type(error).__name__
+    if isinstance(error, (_NotSmooth, Unsupported)):
+        return text
     return f"{type(error).__name__}: {text[:80]}"

@@ -13,6 +13,7 @@ from clipgrad._check.differences import Slopes
 OK, KINK, UNSURE, WRONG = range(4)
 KINK_GAP = 0.02
 GROWTH = 1.5
+NEGLIGIBLE = 100.0
 PADDLE_NEARLY_ZERO = 1e-3
 
 
@@ -81,7 +82,8 @@ def judge(ladder: Ladder, ratio: float, allowed: Allowed) -> Verdict:
     off = np.abs(numeric - analytic)
     slack = allowed.slack(numeric, norm)
     inside = np.abs(analytic - centre) <= width + slack + 3 * _pick(ladder.noise, best)
-    noisy = error > 0.1 * np.fmax(size, allowed.typical)
+    zero = np.fmax(np.fmax(np.abs(numeric), norm), error) <= NEGLIGIBLE * ladder.noise[:, 0]
+    noisy = ~zero & (error > 0.1 * np.fmax(size, allowed.typical))
     kind = np.where(off <= slack + error, np.where(noisy, UNSURE, OK), WRONG)
     kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
     kind = np.where(grows, KINK, kind)

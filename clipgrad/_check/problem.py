@@ -118,7 +118,7 @@ def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
     if not chosen:
         raise ValueError(
             f"nothing is left to check: wrt={wrt!r} and no_grad={no_grad!r} leave no element of "
-            f"{', '.join(names)}. Choose at least one leaf that is not empty."
+            f"{', '.join(names).replace('|', ' or ')}. Choose at least one leaf that is not empty."
         )
     return [floats[k] for k in sorted(chosen)]
 

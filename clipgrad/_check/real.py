@@ -70,7 +70,7 @@ def from_rows(rows: np.ndarray, like: Sequence[Array]) -> list[np.ndarray]:
 
 def to_rows(leaves: Sequence[np.ndarray], leading: int) -> np.ndarray:
     """The inverse of `from_rows`, with so many leading axes."""
-    parts = [widen(leaf) for leaf in leaves]
+    parts: list[Any] = [widen(leaf) for leaf in leaves]
     parts = [np.stack([p.real, p.imag], -1) if np.iscomplexobj(p) else p for p in parts]
     return np.concatenate([p.reshape((*p.shape[:leading], -1)) for p in parts], axis=-1)
 

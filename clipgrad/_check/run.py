@@ -1,7 +1,7 @@
 """One run of a check: the order of its parts, and the log they write."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -10,6 +10,7 @@ from clipgrad._check import behavior, structure
 from clipgrad._check.behavior import Case, first_line
 from clipgrad._check.compare import Comparison
 from clipgrad._check.evaluation import Chosen, choose
+from clipgrad._check.log import Log, Options
 from clipgrad._check.problem import Problem, leaf_dtypes
 from clipgrad._check.pullback import PullBack, pull_back
 from clipgrad._check.real import cotangent_leaves, real_dtype, widen
@@ -32,36 +33,6 @@ BEHAVIORS: dict[str, Callable[[Case], behavior.Outcome]] = {
 }
 NATIVE_FACTOR = 10.0
 REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How to check: the parameters of `check_grads` that choose no leaves."""
-
-    order: int
-    mode: str
-    delta: float | None
-    max_relative_error: float | None
-    points: int
-    seed: int
-    skip: frozenset[str]
-
-
-@dataclasses.dataclass
-class Log:
-    """What has been found so far."""
-
-    failures: list[Failure] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)
-    not_run: dict[str, str] = dataclasses.field(default_factory=dict)
-    evaluations: int = 0
-    verified: int = 0
-    precision: str = "no precision"
-    devices: list[str] = dataclasses.field(default_factory=list)
-
-    def fail(self, failures: Sequence[Failure], options: Options) -> None:
-        """Record failures, but for those of checks that are switched off."""
-        self.failures += [f for f in failures if f.check not in options.skip]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,15 +138,15 @@ def check_values(run: Run, xs, gradient: np.ndarray, first: bool) -> None:
     mode = options.mode if first or options.mode == "auto" else "fast"
     if not first and point.reference is None:
         mode = "fast"
-    found = search(
-        run.session, point, mode, lambda: run.rounding(xs), rows=2 if first else 1
-    )
+    found = search(run.session, point, mode, lambda: run.rounding(xs), rows=2 if first else 1)
     where = "" if first else "at a second point "
     failures, notes = told(run.problem, point, found, where=where)
     log.fail(failures, options)
     log.notes += [note for note in notes if note.replace(where, "", 1) not in log.notes]
+    if first and not gradient.any():
+        log.notes.append("the gradient is zero everywhere: does the output depend on the inputs?")
     if first:
-        log.verified = int(point.finite.sum()) - undecided(found)
+        log.verified = int(point.finite.sum()) - undecided(point, found)
 
 
 def _reference_gradient(run: Run, xs) -> np.ndarray | None:
@@ -227,7 +198,12 @@ def check_behavior(run: Run) -> None:
     """All checks of behaviour that are not switched off."""
     second = second_point(run, run.options.seed) or run.problem.inputs
     case = Case(
-        run.problem, run.pull, run.covectors, run.gradient, comparison(run), second,
+        run.problem,
+        run.pull,
+        run.covectors,
+        run.gradient,
+        comparison(run),
+        second,
         run.options.seed,
     )
     for name, check in BEHAVIORS.items():

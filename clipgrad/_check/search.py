@@ -59,9 +59,9 @@ def search(session: Session, point: Point, mode: str, rounding: Callable | None,
     if mode == "full":
         _full(session, point, found)
     elif mode in ("auto", "reference") and point.reference is not None:
-        _by_reference(session, point, found)
+        _by_reference(session, point, point.reference, found)
         if mode == "auto":
-            _along_groups(session, point, found, rows)
+            _along_groups(session, point, point.reference, found, rows)
     elif mode in ("auto", "reference"):
         _by_blocks(session, point, found)
     else:
@@ -82,8 +82,8 @@ def _full(session: Session, point: Point, found: Search) -> None:
         found.findings.append(Finding(leaf, indices, verdict, _count(verdict), True))
 
 
-def _by_reference(session: Session, point: Point, found: Search) -> None:
-    reference, tolerance = point.reference, session.tolerance
+def _by_reference(session: Session, point: Point, reference: np.ndarray, found: Search) -> None:
+    tolerance = session.tolerance
     slack = _slack(tolerance, reference, point.gradient, session.floor(point))
     off = np.abs(reference - point.gradient)
     excess = np.where(point.finite, (off / slack).max(axis=0), 0.0)
@@ -92,22 +92,23 @@ def _by_reference(session: Session, point: Point, found: Search) -> None:
         suspects = np.flatnonzero(part > 1)
         if suspects.size:
             worst = suspects[np.argsort(-part[suspects], kind="stable")][:INSPECTED] + start
-            verdict = _with_reference(_elements(session, point, worst), point, worst)
+            verdict = _elements(session, point, worst)
+            verdict = _with_reference(verdict, point, reference, worst)
             found.findings.append(Finding(leaf, worst, verdict, suspects.size, True))
             if np.any(verdict.kind == KINK) and not np.any(verdict.kind == WRONG):
                 _along_leaves(session, point, found, len(BALANCED), [leaf])
 
 
-def _with_reference(verdict: Verdict, point: Point, indices: np.ndarray) -> Verdict:
+def _with_reference(verdict: Verdict, point: Point, reference, indices) -> Verdict:
     """Where differences are too noisy to tell but do not contradict the reference, it decides."""
-    off = np.abs(point.reference - point.gradient)[:, indices]
+    off = np.abs(reference - point.gradient)[:, indices]
     row = np.argmax(off, axis=0)
-    reference, analytic = point.reference[row, indices], point.gradient[row, indices]
+    better, analytic = reference[row, indices], point.gradient[row, indices]
     close = np.abs(verdict.numeric - verdict.analytic) <= verdict.error
     wrong = (verdict.kind == UNSURE) & np.isfinite(verdict.numeric) & close
     return verdict._replace(
         kind=np.where(wrong, WRONG, verdict.kind),
-        numeric=np.where(wrong, reference, verdict.numeric),
+        numeric=np.where(wrong, better, verdict.numeric),
         analytic=np.where(wrong, analytic, verdict.analytic),
     )
 
@@ -119,14 +120,16 @@ def _slack(tolerance, numeric, analytic, floor) -> np.ndarray:
     return tolerance.relative * np.fmax(np.abs(numeric), np.abs(analytic)) + floor
 
 
-def _along_groups(session: Session, point: Point, found: Search, rows: int) -> None:
+def _along_groups(
+    session: Session, point: Point, reference: np.ndarray, found: Search, rows: int
+) -> None:
     """An independent look at the reference itself, a few leaves at a time."""
     known = {finding.leaf for finding in found.findings}
     groups = np.array_split(np.arange(len(session.tolerance.ranges)), GROUPS)
     ranges = [_span(session, group) for group in groups if group.size]
     doubtful = set()
     for direction in BALANCED[:rows]:
-        verdict = session.verdict(point, ranges, direction, point.reference)
+        verdict = session.verdict(point, ranges, direction, reference)
         members = [group for group in groups if group.size]
         for group, kind in zip(members, verdict.kind, strict=True):
             doubtful |= set(group.tolist()) if kind != OK else set()

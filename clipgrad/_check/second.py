@@ -102,4 +102,3 @@ def _gradient(reference: Reference, problem: Problem, rows) -> np.ndarray | None
         return reference.gradient(problem.inputs, rows)
     except Exception:
         return None
-

@@ -54,9 +54,10 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
     for expression in several(selector):
         found = _matches(expression, paths)
         if not found:
+            there = ", ".join(paths[:20]).replace("|", " or ")
             raise ValueError(
-                f"{word}={expression!r} means no floating-point leaf; there are: "
-                f"{', '.join(paths[:20])}. Give a position, a name or a path of these."
+                f"{word}={expression!r} means no floating-point leaf; there are: {there}. "
+                "Give a position, a name or a path of these."
             )
         chosen |= found
     return chosen

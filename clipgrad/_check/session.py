@@ -54,7 +54,7 @@ class Session:
 
     def point(self, xs, gradient: np.ndarray, reference: np.ndarray | None) -> Point:
         """Set up a point from its gradients."""
-        finite = np.isfinite(gradient).all(axis=0)
+        finite = np.asarray(np.isfinite(gradient).all(axis=0))
         if reference is not None and not np.isfinite(reference).all():
             reference = None
         gradient = np.where(finite, gradient, 0.0)
@@ -73,7 +73,7 @@ class Session:
         effect = [np.linalg.norm(gradient[:, a:b] * scale[a:b]) for a, b in ranges]
         least = min((e for e in effect if e > 0), default=1.0)
         factor = [np.clip(least / e, 2.0**-10, 1.0) if e > 0 else 1.0 for e in effect]
-        factor = 2.0 ** np.round(np.log2(factor))
+        factor = 2.0 ** np.round(np.log2(np.asarray(factor)))
         return np.repeat(factor, [b - a for a, b in ranges])
 
     def floor(self, point: Point) -> np.ndarray:
@@ -161,9 +161,13 @@ class Session:
             unit = scale[start][:, None]
             floor = self.floor(point)[:, start].T * unit
             typical = tolerance.typical(target)[:, start].T * unit
-            return Allowed(tolerance.relative[start][:, None], floor, typical, unit, tolerance.paddle)
-        norms = [np.linalg.norm((target * point.directions[direction])[:, a:b], axis=1)
-                 for a, b in ranges]
+            return Allowed(
+                tolerance.relative[start][:, None], floor, typical, unit, tolerance.paddle
+            )
+        norms = [
+            np.linalg.norm((target * point.directions[direction])[:, a:b], axis=1)
+            for a, b in ranges
+        ]
         overall = tolerance.overall(target, scale)
         if target is point.reference:
             relative, eps = np.full((len(start), 1), REFERENCE_ALONG), REFERENCE_EPS

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend.core import jaxprs_in_params
 
 from clipgrad import _jaxpr
@@ -76,7 +77,7 @@ def make_shadow(fun: Callable[[list], list], xs: Sequence[jax.Array]) -> Shadow:
     found = list(_jaxpr.equations(program))
     names = {equation.primitive.name for equation in found}
     if names & OPAQUE:
-        raise Unsupported(", ".join(sorted(names & OPAQUE)))
+        raise Unsupported(f"it holds {', '.join(sorted(names & OPAQUE))}")
 
     def run(hook):
         return lambda leaves: _jaxpr.evaluate(program, leaves, hook)
@@ -118,7 +119,7 @@ def _wide(value):
         return value.astype(wide_dtype(value.dtype)) if value.dtype.kind in "fc" else value
     if not jnp.issubdtype(dtype, jnp.inexact) or dtype == wide_dtype(dtype):
         return value
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return value.astype(wide_dtype(dtype))
     return np.asarray(value).astype(wide_dtype(dtype))
 
@@ -132,7 +133,7 @@ def _bind_native(equation, inputs):
 
 
 def _bind_wide(equation, inputs, hook):
-    changed = {
+    changed: dict[str, Any] = {
         name: wide_dtype(equation.params[name])
         for name in DTYPE_PARAMETERS
         if _is_float_dtype(equation.params.get(name))

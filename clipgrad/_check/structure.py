@@ -28,14 +28,16 @@ def primal(problem: Problem, outputs: Sequence[jax.Array], how: str) -> list[Fai
 
 def _same_value(name, called, other, dtype, how) -> list[Failure]:
     precision = narrowest([np.dtype(jnp.finfo(dtype).dtype).name])
-    size = np.sqrt(np.mean(np.abs(called[np.isfinite(called)]) ** 2)) if called.size else 0.0
+    size = np.sqrt(np.mean(np.abs(np.where(np.isfinite(called), called, 0.0)) ** 2))
     with np.errstate(invalid="ignore"):
         off = np.abs(called - other)
         same = (called == other) | (np.isnan(called) & np.isnan(other))
     bad = ~same & ~(off <= RELATIVE[precision] * (0.1 * np.abs(called) + 0.01 * size))
     if not bad.any():
         return []
-    worst = np.unravel_index(np.argmax(np.where(bad, np.nan_to_num(off, nan=np.inf), -1)), bad.shape)
+    worst = np.unravel_index(
+        np.argmax(np.where(bad, np.nan_to_num(off, nan=np.inf), -1)), bad.shape
+    )
     index = str([int(i) for i in worst]) if worst else ""
     detail = (
         f"value {called[worst]:.7g} when called, {other[worst]:.7g} when {how}; "

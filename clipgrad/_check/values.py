@@ -28,12 +28,14 @@ def told(
 
 
 _KINK = "not differentiable; the gradient lies between the one-sided slopes"
-_UNSURE = "could not be verified: the differences are too noisy"
+_UNSURE = "could not be verified by differences, which are too noisy"
 _ROUNDING = "off by rounding, as plain AD in this precision is"
 
 
-def undecided(found: Search) -> int:
-    """How many elements could not be verified."""
+def undecided(point: Point, found: Search) -> int:
+    """How many elements could not be verified, by differences or by the reference."""
+    if point.reference is not None:
+        return 0
     elements = sum(int(np.sum(finding.verdict.kind == UNSURE)) for finding in found.findings)
     return elements + sum(stop - start for start, stop in found.unsure)
 
