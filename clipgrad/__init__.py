@@ -2,6 +2,10 @@
 
 import importlib.metadata
 
+from clipgrad._check import GradCheckError as GradCheckError
+from clipgrad._check import GradCheckReport as GradCheckReport
+from clipgrad._check import check_grads as check_grads
+from clipgrad._check import numerical_grad as numerical_grad
 from clipgrad._clip_grads import clip_grads as clip_grads
 from clipgrad._clips import adaptive_grad_clip as adaptive_grad_clip
 from clipgrad._clips import clip_by_block_rms as clip_by_block_rms

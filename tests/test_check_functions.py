@@ -1,11 +1,11 @@
 """No false alarm on right functions, float32 and float64, at default settings."""
 
-import check_functions
 import jax
 import jax.numpy as jnp
 import pytest
 
 from clipgrad._check import check_grads
+from tests import check_functions
 
 
 def test_the_table_has_at_least_fifty_functions():

@@ -1,11 +1,11 @@
 """Every wrong VJP of the zoo is caught, and no right twin is rejected, at default settings."""
 
-import check_zoo
 import jax
 import jax.numpy as jnp
 import pytest
 
 from clipgrad._check import check_grads
+from tests import check_zoo
 
 DTYPES = ["float32", "float64"]
 

@@ -58,8 +58,10 @@ def check_grads(
     extrapolated and give the error. An analytic gradient between the one-sided slopes of a kink
     passes with a note. The cost of "auto" does not grow with the number of elements.
 
-    **Guarantees.** Nothing passes unseen: what could not be verified or run is in `notes` or
-    `not_run`, and a report in which nothing was verified is not ok.
+    Guarantees:
+      * What could not be verified is in `notes`, what could not be run in `not_run`; a report in
+        which nothing was verified is not ok.
+      * The same seed gives the same report.
 
     | check | what must hold |
     |---|---|

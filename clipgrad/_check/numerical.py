@@ -35,9 +35,10 @@ def numerical_grad(
     the formula as it stands with h = delta. The function is evaluated in float64 where possible,
     whatever the dtype of its inputs; its own VJP is never used.
 
-    **Guarantees.** The result has the structure and shapes of what is differentiated, in NumPy's
-    float64 (complex128), so that it is no less precise than it was measured. A complex leaf's
-    gradient follows JAX's convention, the conjugate of d/d(re) + i d/d(im).
+    Guarantees:
+      * The result has the structure and shapes of what is differentiated, in NumPy's float64
+        (complex128), so that it is no less precise than it was measured.
+      * A complex leaf's gradient follows JAX's convention, the conjugate of d/d(re) + i d/d(im).
 
     Args:
       fun: the function; it takes and returns any trees of arrays.

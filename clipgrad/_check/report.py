@@ -33,8 +33,10 @@ class Failure(NamedTuple):
 class GradCheckReport:
     """The outcome of `check_grads`; `str(report)` fits one terminal screen.
 
-    **Guarantees.** `ok` is true only if something was verified and nothing failed. What could
-    not be run stands in `not_run` with its reason, never among what passed.
+    Guarantees:
+      * `ok` is true only if something was verified and nothing failed.
+      * What could not be run stands in `not_run` with its reason.
+      * The text has at most 25 lines; the fields hold everything.
 
     Attributes:
       failures: tuple of failures, each with `check`, `where`, `detail` and, for values,

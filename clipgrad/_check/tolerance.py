@@ -36,8 +36,11 @@ class Tolerance(NamedTuple):
         cancel. Of an `exact` gradient it is known which leaves those are.
         """
         typical = self.typical(gradient)
-        others = 0.01 * self.overall(gradient, scale)[:, None] / scale
-        others = np.where(typical > VANISHING * others, 0.0, others) if exact else others
+        others = self.overall(gradient, scale)[:, None] / scale
+        if exact:
+            others = np.where(typical > VANISHING * others, 0.0, others)
+        else:
+            others = 0.01 * others
         return ROUNDINGS * (self.eps * (typical + others) + self.tiny)
 
     def typical(self, gradient: np.ndarray) -> np.ndarray:

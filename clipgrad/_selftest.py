@@ -1,0 +1,162 @@
+"""`clipgrad selftest`: every VJP of this library, proved on every device there is."""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from clipgrad._check import GradCheckReport, check_grads
+from clipgrad._check.devices import KINDS, find_devices
+from clipgrad._cotangent import clip_cotangent
+from clipgrad._error_clip import error_clip
+from clipgrad._norms import global_norm
+from clipgrad._rules import (
+    AdaptiveClip,
+    ClipByBlockRMS,
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ErrorClipByValue,
+)
+
+OFF = (None, ErrorClipByValue(math.inf), ClipByGlobalNorm(math.inf))
+ACTIVE = (
+    ErrorClipByValue(max=0.7),
+    ClipByNorm(0.5),
+    ClipByNorm(0.5, axis=-1),
+    ClipByGlobalNorm(0.5),
+    ClipByBlockRMS(0.3),
+    AdaptiveClip(clipping=0.1),
+)
+
+
+class Case(NamedTuple):
+    """A function of this library whose gradient must pass `check_grads`."""
+
+    name: str
+    function: Callable
+    args: tuple
+    order: int = 1
+
+
+class Law(NamedTuple):
+    """Two gradients that must be the same."""
+
+    name: str
+    left: Any
+    right: Any
+
+
+def cases() -> Iterator[Case]:
+    """All functions to be checked."""
+    x, w, xs = _normal(3, 4), _normal(4, 4), _normal(5, 3, 4)
+    for rule in OFF:
+        yield from _switched_off(rule, x, w, xs)
+    for rule in ACTIVE:
+        name = f"meta-gradient through {_title(rule)}"
+        yield Case(name, lambda g, p, rule=rule: rule({"g": g}, {"g": p}), (x, w[:3]), order=2)
+    for ord in (1, 2, 3, math.inf):
+        function = lambda a, b, ord=ord: global_norm({"a": a, "b": b}, ord)  # noqa: E731
+        yield Case(f"global_norm, ord={ord}", function, (x, w), order=1 if ord == math.inf else 2)
+    rule = ErrorClipByValue(math.inf)
+    yield Case("training loss of a clipped network", _loss(rule), (w, _normal(4, 2), x))
+
+
+def laws() -> Iterator[Law]:
+    """The VJP of a clipped function is that of the function, of the clipped cotangent."""
+    x, w, cotangent = _normal(3, 4), _normal(4, 4), 3 * _normal(3, 4)
+    _, plain = jax.vjp(lambda x: _cell(x, w), x)
+    for rule in ACTIVE:
+        if rule.needs_params:
+            continue
+        clipped = jax.vjp(lambda x, rule=rule: clip_cotangent(_cell(x, w), rule), x)[1]
+        yield Law(f"outputs clipped by {_title(rule)}", clipped(cotangent), plain(rule(cotangent)))
+        handed = jax.vjp(error_clip(rule)(lambda x: _cell(x, w)), x)[1]
+        (own,) = plain(cotangent)
+        yield Law(f"inputs clipped by {_title(rule)}", handed(cotangent), (rule(own),))
+
+
+def _switched_off(rule, x, w, xs) -> Iterator[Case]:
+    title = _title(rule)
+
+    def clipped(x, w):
+        return clip_cotangent(_cell(clip_cotangent(x, rule), w), rule)
+
+    decorated = error_clip(rule)(_cell)
+    scanned = lambda h, w, xs: lax.scan(lambda h, x: (clipped(h + x, w),) * 2, h, xs)  # noqa: E731
+    yield Case(f"clip_cotangent, {title}", clipped, (x, w), order=2)
+    yield Case(f"clip_cotangent under jit, {title}", jax.jit(clipped), (x, w))
+    yield Case(f"clip_cotangent under scan, {title}", scanned, (x, w, xs))
+    yield Case(f"clip_cotangent under remat, {title}", jax.checkpoint(clipped), (x, w))
+    yield Case(f"clip_cotangent under vmap, {title}", jax.vmap(clipped, (0, None)), (xs, w))
+    yield Case(f"error_clip, {title}", decorated, (x, w), order=2)
+
+
+def _cell(x, w):
+    return jnp.tanh(x @ w)
+
+
+def _loss(rule):
+    def loss(w, v, x):
+        hidden = clip_cotangent(_cell(x, w), rule)
+        return jnp.mean(jax.nn.logsumexp(hidden @ v, axis=-1) - (hidden @ v)[:, 0])
+
+    return loss
+
+
+def _normal(*shape):
+    rng = np.random.default_rng(list(shape))
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def _title(rule) -> str:
+    return "off" if rule is None else repr(rule)
+
+
+def add_selftest_parser(subparsers: Any) -> None:
+    """Add `selftest` to the subcommands of a parser."""
+    parser = subparsers.add_parser(
+        "selftest",
+        help="prove every VJP of this library on every device there is",
+        description="Prove every VJP of this library on every device there is.",
+    )
+    parser.add_argument("--device", help=f"kinds of device, of {', '.join(KINDS)}; default: all")
+    parser.set_defaults(run=run_selftest)
+
+
+def run_selftest(options: argparse.Namespace) -> int:
+    """Run all cases and laws, print one line for each, and return the exit code."""
+    kinds = options.device.split(",") if options.device else None
+    try:
+        devices = find_devices(kinds)
+    except ValueError as error:
+        print(f"clipgrad selftest: {error}")
+        return 2
+    failed = 0
+    for case in cases():
+        report = check_grads(
+            case.function, case.args, order=case.order, devices=kinds, raise_on_failure=False
+        )
+        failed += not report.ok
+        print(_line(case.name, report), flush=True)
+    for law in laws():
+        same = _same(law)
+        failed += not same
+        print(f"{'ok    ' if same else 'FAILED'} {law.name}", flush=True)
+    there, absent = ", ".join(devices.there) or "none", ", ".join(devices.absent) or "none"
+    print(f"{failed} failed; devices: {there}; not there, so not run: {absent}")
+    return 1 if failed else 0
+
+
+def _line(name: str, report: GradCheckReport) -> str:
+    head = f"{'ok    ' if report.ok else 'FAILED'} {name} ({report.seconds:.1f} s)"
+    return head if report.ok else f"{head}\n{report}"
+
+
+def _same(law: Law) -> bool:
+    pairs = zip(jax.tree.leaves(law.left), jax.tree.leaves(law.right), strict=True)
+    return all(np.allclose(left, right, rtol=1e-6, atol=1e-6) for left, right in pairs)

@@ -1,0 +1,178 @@
+"""The evaluator enters every nested program, and shows the hook each equation in it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from clipgrad import _jaxpr
+
+X = jnp.linspace(0.1, 1.0, 4)
+
+
+def stated(rule):
+    rule.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (2 * g,))
+    return rule
+
+
+def jvp_rule():
+    rule = jax.custom_jvp(jnp.sin)
+    rule.defjvp(lambda p, t: (jnp.sin(p[0]), 2 * t[0]))
+    return rule
+
+
+def vmap_rule():
+    rule = jax.custom_batching.custom_vmap(lambda x: jnp.sin(x))
+    rule.def_vmap(lambda size, batched, x: (jnp.sin(x), True))
+    return rule
+
+
+def sharded(x):
+    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))
+    spec = PartitionSpec("d")
+    return jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
+CUSTOM = {
+    "custom_jvp": jvp_rule(),
+    "custom_vjp": stated(jax.custom_vjp(lambda x: jnp.sin(x))),
+    "custom_vmap": vmap_rule(),
+}
+NESTED = {
+    "jit": jax.jit(jnp.sin),
+    "remat": jax.checkpoint(jnp.sin),
+    "scan": lambda x: lax.scan(lambda c, t: (c * t, jnp.sin(t) + c), x[0], x)[1],
+    "scan with constants": lambda x: lax.scan(lambda c, t: (c + x[1], jnp.sin(t) * x[0]), x[0], x)[
+        1
+    ],
+    "reversed scan": lambda x: lax.scan(lambda c, t: (c + t, jnp.sin(c)), x[0], x, reverse=True)[1],
+    "while": lambda x: lax.while_loop(
+        lambda c: c[1] < x[3] + 2, lambda c: (jnp.sin(c[0]) * x, c[1] + 1), (x, x[0])
+    )[0],
+    "cond": lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
+    "switch": lambda x: lax.switch(jnp.asarray(1), [jnp.cos, jnp.sin, jnp.exp], x),
+    "linear solve": lambda x: jnp.linalg.solve(jnp.eye(4) * 2, jnp.sin(x)),
+    "nested": jax.jit(lambda x: lax.scan(lambda c, t: (c, jax.checkpoint(jnp.sin)(t)), x[0], x)[1]),
+    "shard_map": sharded,
+}
+
+
+class Doubling(_jaxpr.Hook):
+    """Doubles every sine."""
+
+    def __init__(self, flatten=False):
+        self.flatten = flatten
+
+    def __call__(self, equation, inputs):
+        if equation.primitive.name == "sin":
+            return [2 * out for out in _jaxpr.bind(equation, inputs)]
+        return None
+
+
+def again(function, hook, x=X):
+    return _jaxpr.evaluate(jax.make_jaxpr(function)(x), [x], hook)[0]
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("name", NESTED | CUSTOM)
+def test_a_hook_that_does_nothing_changes_no_value(name, flatten):
+    function = (NESTED | CUSTOM)[name]
+    np.testing.assert_allclose(again(function, _keep(flatten)), function(X), rtol=1e-6)
+
+
+def _keep(flatten):
+    hook = _jaxpr.Hook()
+    hook.flatten = flatten
+    return hook
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_a_hook_reaches_the_equations_of_a_nested_program(name):
+    assert not np.allclose(again(NESTED[name], Doubling()), NESTED[name](X))
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_custom_rules_stay_whole_unless_flattened(name):
+    np.testing.assert_allclose(again(CUSTOM[name], Doubling()), jnp.sin(X))
+    np.testing.assert_allclose(again(CUSTOM[name], Doubling(flatten=True)), 2 * jnp.sin(X))
+
+
+def test_a_rule_kept_whole_keeps_its_derivative_and_a_flattened_one_loses_it():
+    total = lambda hook: lambda x: again(CUSTOM["custom_vjp"], hook, x).sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(total(_jaxpr.Hook()))(X), 2 * jnp.ones(4))
+    np.testing.assert_allclose(jax.grad(total(_keep(True)))(X), jnp.cos(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(set(NESTED) - {"while"}))
+def test_the_evaluated_program_is_differentiable(name):
+    total = lambda x: again(NESTED[name], _jaxpr.Hook(), x).sum()  # noqa: E731
+    np.testing.assert_allclose(
+        jax.grad(total)(X), jax.grad(lambda x: NESTED[name](x).sum())(X), rtol=1e-5
+    )
+
+
+def test_remat_stays_remat_with_its_policy():
+    policy = jax.checkpoint_policies.everything_saveable
+    function = functools.partial(jax.checkpoint, policy=policy)(jnp.sin)
+    program = jax.make_jaxpr(lambda x: again(function, _jaxpr.Hook(), x))(X)
+    found = [e for e in _jaxpr.equations(program) if e.primitive.name in _jaxpr.REMAT]
+    assert found[0].params["policy"] is policy
+
+
+def test_equations_are_those_of_all_programs():
+    program = jax.make_jaxpr(NESTED["nested"])(X)
+    names = [equation.primitive.name for equation in _jaxpr.equations(program)]
+    assert {"scan", "sin"} <= set(names)
+
+
+class PerStep(_jaxpr.Hook):
+    """Multiplies each sine inside a scan by that step's weight."""
+
+    def __init__(self, weights, weight=None):
+        self.weights, self.weight = weights, weight
+
+    def steps(self, equation):
+        return self.weights
+
+    def inside(self, equation, step):
+        return PerStep(self.weights, step) if equation.primitive.name == "scan" else self
+
+    def __call__(self, equation, inputs):
+        if equation.primitive.name == "sin" and self.weight is not None:
+            return [self.weight * out for out in _jaxpr.bind(equation, inputs)]
+        return None
+
+
+def test_a_hook_hands_values_out_step_by_step():
+    function = lambda x: lax.scan(lambda c, t: (c, jnp.sin(t)), x[0], x)[1]  # noqa: E731
+    weights = jnp.arange(4.0)
+    np.testing.assert_allclose(again(function, PerStep(weights)), weights * jnp.sin(X), rtol=1e-6)
+
+
+def test_a_hook_is_asked_about_constants():
+    class Tripled(_jaxpr.Hook):
+        def constant(self, value, aval):
+            return 3 * value
+
+    table = np.arange(4, dtype=np.float32)
+    np.testing.assert_allclose(again(lambda x: x + table, Tripled()), X + 3 * table)
+
+
+def test_programs_in_parameters_can_be_replaced():
+    scatter = jax.make_jaxpr(lambda x: x.at[0].add(1.0))(X)
+    equation = next(e for e in _jaxpr.equations(scatter) if e.primitive.name.startswith("scatter"))
+    seen = []
+    _jaxpr.map_programs(equation, lambda program: seen.append(program) or program)
+    assert len(seen) == 1
+
+
+def test_a_program_is_traced_again_for_wider_inputs():
+    with jax.enable_x64(True):
+        program = jax.make_jaxpr(lambda x: x * x)(jnp.float32(2))
+        aval = jax.ShapeDtypeStruct((), jnp.float64)
+        wide = _jaxpr.retrace(program, [aval], _jaxpr.Hook())
+        assert _jaxpr.opened(wide)[0].outvars[0].aval.dtype == jnp.float64
