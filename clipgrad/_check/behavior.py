@@ -21,7 +21,7 @@ from clipgrad._check.real import (
 )
 from clipgrad._check.report import Failure
 from clipgrad._check.sampling import directions, scales
-from clipgrad._check.tolerance import ALONG, narrowest
+from clipgrad._check.tolerance import narrowest
 
 LARGE, LARGE_HALF = 2.0**20, 2.0**4
 FLOOR = 1e3
@@ -177,11 +177,13 @@ def forward(case: Case) -> Outcome:
 
 def _agrees(case: Case, along, tangent, how: str) -> list[Failure]:
     pushed, pulled = case.covectors @ tangent, case.gradient @ along
-    narrow = narrowest(leaf_dtypes(case.problem))
     terms = np.sqrt((case.gradient**2) @ (along**2) + (case.covectors**2) @ (tangent**2))
-    slack = 10 * ALONG[narrow] * (terms + np.abs(pulled))
-    worst = int(np.argmax(np.abs(pushed - pulled) - slack))
-    if not np.isfinite(pulled).all() or np.abs(pushed - pulled)[worst] <= slack[worst]:
+    slack = 10 * case.compare.tolerance.along.max() * (terms + np.abs(pulled))
+    off = np.abs(pushed - pulled)
+    error = case.compare.rounding() if np.any(off > slack) else None
+    slack = slack if error is None else slack + 30 * error @ np.abs(along)
+    worst = int(np.argmax(off - slack))
+    if not np.isfinite(pulled).all() or off[worst] <= slack[worst]:
         return []
     detail = (
         f"along a random direction {how} gives {pushed[worst]:.7g}, reverse {pulled[worst]:.7g}"

@@ -22,7 +22,7 @@ def ratio_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
 
 def layout_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
     """A remark if a whole leaf's analytic gradient is the numeric one, rearranged."""
-    if numeric.size < 3 or not np.all(np.isfinite(analytic)):
+    if numeric.size < 3 or not np.all(np.isfinite(analytic)) or _near(numeric, analytic):
         return ""
     if numeric.ndim == 2 and numeric.shape[0] == numeric.shape[1] and _near(numeric.T, analytic):
         return "; analytic is the transpose of numeric"

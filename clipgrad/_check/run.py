@@ -209,11 +209,19 @@ def check_behavior(run: Run) -> None:
     for name, check in BEHAVIORS.items():
         if name in run.options.skip:
             continue
-        outcome = check(case)
+        outcome = _outcome(name, check, case)
         run.log.failures += outcome.failures
         run.log.evaluations += 2
         if outcome.not_run:
             run.log.not_run[name] = outcome.not_run
+
+
+def _outcome(name: str, check: Callable[[Case], behavior.Outcome], case: Case):
+    try:
+        return check(case)
+    except Exception as error:
+        failure = Failure(name, case.problem.names[0], f"raises {first_line(error)}")
+        return behavior.Outcome([failure])
 
 
 def check_order(run: Run) -> None:

@@ -12,13 +12,14 @@ from clipgrad._check.judge import OK, WRONG, Allowed, Ladder, Verdict, extrapola
 from clipgrad._check.problem import Problem
 from clipgrad._check.progress import progress_bar
 from clipgrad._check.sampling import directions, scales
-from clipgrad._check.tolerance import ROUNDINGS, Tolerance
+from clipgrad._check.tolerance import Tolerance
 
 BALANCED = (0, 1)
 DENSE, SINGLE = 2, 3
 NOISE = 4.0
-REFERENCE_ALONG = 1e-7
+REFERENCE_ALONG = 1e-6
 REFERENCE_EPS = 1e-14
+ROUNDINGS = 50.0
 
 
 @dataclasses.dataclass(frozen=True)

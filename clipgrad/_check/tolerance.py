@@ -9,7 +9,7 @@ import numpy as np
 PRECISIONS = ("bfloat16", "float16", "float32", "float64")
 RELATIVE = {"float64": 1e-6, "float32": 5e-4, "float16": 1e-2, "bfloat16": 5e-2}
 ALONG = {"float64": 1e-8, "float32": 3e-5, "float16": 5e-3, "bfloat16": 3e-2}
-ROUNDINGS = 50.0
+ROUNDINGS = {"float64": 50.0, "float32": 50.0, "float16": 8.0, "bfloat16": 4.0}
 VANISHING = 1e-8
 
 
@@ -17,7 +17,7 @@ class Tolerance(NamedTuple):
     """Tolerances of every element of the input vector.
 
     |numeric - analytic| <= relative * max(|numeric|, |analytic|) + error + floor, where the floor
-    allows 50 roundings of the leaf's gradient; along a direction v, `along` * |v * gradient|.
+    allows 50 roundings of the leaf's gradient, fewer in half precision; along a direction v, `along` * |v * gradient|.
     With `paddle` set, Paddle's rule for elements: |numeric - analytic| <= paddle * |numeric|,
     or paddle where |numeric| < 1e-3.
     """
@@ -26,6 +26,7 @@ class Tolerance(NamedTuple):
     relative: np.ndarray
     along: np.ndarray
     eps: np.ndarray
+    roundings: np.ndarray
     tiny: np.ndarray
     paddle: float | None = None
 
@@ -41,7 +42,7 @@ class Tolerance(NamedTuple):
             others = np.where(typical > VANISHING * others, 0.0, others)
         else:
             others = 0.01 * others
-        return ROUNDINGS * (self.eps * (typical + others) + self.tiny)
+        return self.roundings * (self.eps * (typical + others) + self.tiny)
 
     def typical(self, gradient: np.ndarray) -> np.ndarray:
         """The root mean square over each leaf, at each element."""
@@ -80,6 +81,7 @@ def make_tolerance(
         relative=spread([RELATIVE[name] for name in names]),
         along=spread([ALONG[name] for name in names]),
         eps=spread([float(jnp.finfo(name).eps) for name in names]),
+        roundings=spread([ROUNDINGS[name] for name in names]),
         tiny=spread([float(jnp.finfo(name).tiny) for name in names]),
         paddle=max_relative_error,
     )

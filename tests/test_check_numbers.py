@@ -1,0 +1,199 @@
+"""The numbers: precision, steps, kinks, noise, modes, bounded cost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import clipgrad as cg
+from clipgrad._check.differences import BATCH_BYTES
+from tests.check_zoo import PAIRS, custom, normal
+
+X = jnp.asarray([0.4, -1.2, 2.5])
+
+
+def passed(function, *args, **options):
+    report = cg.check_grads(function, args, raise_on_failure=False, **options)
+    assert report.ok, str(report)
+    return report
+
+
+def failed(function, *args, **options):
+    report = cg.check_grads(function, args, raise_on_failure=False, **options)
+    assert not report.ok, str(report)
+    return report
+
+
+def called_back(function, cast):
+    """sin by a callback, which cannot be widened; `cast` narrows its input."""
+
+    def call(x):
+        inner = x.astype(cast(x.dtype))
+        out = jax.ShapeDtypeStruct(x.shape, inner.dtype)
+        return jax.pure_callback(np.sin, out, inner, vmap_method="sequential").astype(x.dtype)
+
+    return custom(call, function)
+
+
+def cosine(factor):
+    return lambda r, g: (factor * g * jnp.cos(r[0]),)
+
+
+def test_float32_is_evaluated_in_float64():
+    assert passed(jnp.sin, X).precision == "float64"
+
+
+def test_what_cannot_be_widened_gets_its_inputs_cast_instead():
+    report = passed(called_back(cosine(1), lambda dtype: dtype), X)
+    assert report.precision == "float64 (inputs cast)"
+    assert report.notes == ("the float64 shadow is not possible (it holds pure_callback)",)
+    failed(called_back(cosine(1.01), lambda dtype: dtype), X)
+
+
+def test_a_narrow_type_hidden_inside_is_found_and_native_precision_used():
+    report = passed(called_back(cosine(1), lambda _: jnp.float32), X)
+    assert report.precision == "float32"
+    assert "casting the inputs to float64 is not possible (it computes in a" in report.notes[1]
+    failed(called_back(cosine(1.05), lambda _: jnp.float32), X)
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(jnp.bfloat16, 1.2), (jnp.float16, 1.05)])
+def test_half_precision_is_checked_with_its_own_tolerance(dtype, factor):
+    x = X.astype(dtype)
+    passed(custom(lambda x: jnp.sin(x), cosine(dtype(1))), x)
+    failed(custom(lambda x: jnp.sin(x), cosine(dtype(factor))), x)
+
+
+def test_a_narrow_type_inside_sets_the_tolerance_and_is_noted():
+    report = passed(lambda x: jnp.sin(x.astype(jnp.bfloat16)).astype(x.dtype), X)
+    assert "it computes in bfloat16 inside: tolerances are those of bfloat16" in report.notes
+
+
+@pytest.mark.parametrize("name", ["missing_factor", "wrong_sign", "wrong_deep_inside_a_scan"])
+@pytest.mark.parametrize("mode", ["fast", "full"])
+def test_every_mode_tells_wrong_from_right(name, mode):
+    wrong, right, args = PAIRS[name][0](jnp.dtype("float32"))
+    failed(wrong, *args, mode=mode)
+    passed(right, *args, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["auto", "fast"])
+def test_one_wrong_element_of_thousands_is_found_by_bisection_too(mode):
+    wrong, _, args = PAIRS["zero_at_one_of_thousands"][0](jnp.dtype("float32"))
+    report = failed(wrong, *args, mode=mode)
+    assert report.failures[0].where == "args[0][2718]"
+
+
+def test_blocks_are_searched_where_there_is_no_reference():
+    def backward(r, g):
+        return ((g * jnp.cos(r[0])).at[777].multiply(0.5),)
+
+    wrong = called_back(backward, lambda dtype: dtype)
+    report = failed(wrong, normal(1, 1500, dtype=jnp.float32))
+    assert report.failures[0].where == "args[0][777]"
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_auto_takes_under_a_hundred_evaluations_at_any_size(size):
+    assert passed(jnp.sin, normal(2, size, dtype=jnp.float32)).evaluations < 100
+
+
+def test_auto_takes_under_a_hundred_evaluations_for_many_leaves():
+    leaves = [normal(k, 3, dtype=jnp.float32) for k in range(30)]
+    report = passed(lambda xs: jax.nn.logsumexp(jnp.concatenate(xs)), leaves)
+    assert report.evaluations < 100
+
+
+def test_a_kink_with_a_gradient_between_its_slopes_passes_with_a_note():
+    relu = custom(lambda x: jnp.maximum(x, 0), lambda r, g: (g * (r[0] > 0).astype(g.dtype),))
+    report = passed(relu, jnp.asarray([-1.0, 0.0, 1.0]))
+    assert "args[0]: 1 of 3 elements not differentiable; the gradient lies" in report.notes[0]
+
+
+def test_both_arguments_of_a_tie_cannot_have_the_whole_gradient():
+    share = lambda k: custom(  # noqa: E731
+        lambda x: jnp.max(x), lambda r, g: (k * g * (r[0] == r[0].max()).astype(g.dtype),)
+    )
+    passed(share(0.5), jnp.asarray([1.0, 2.0, 2.0]), points=1)
+    assert "along random directions is wrong" in str(failed(share(1.0), jnp.asarray([1.0, 2, 2])))
+
+
+def test_slopes_that_grow_without_bound_are_a_kink():
+    root = lambda x: jnp.sign(x) * jnp.sqrt(jnp.abs(x))  # noqa: E731
+    safe = custom(root, lambda r, g: (jnp.where(r[0] == 0, 0, g / 2 / jnp.sqrt(jnp.abs(r[0]))),))
+    assert "not differentiable" in str(passed(safe, jnp.asarray([0.0, 2.0])))
+
+
+def test_straight_through_estimators_pass():
+    passed(lambda x: x + lax.stop_gradient(jnp.round(x) - x), X)
+
+
+def test_the_factors_of_a_linear_solve_are_not_held():
+    matrix = normal(3, 3, 3, dtype=jnp.float32) + 4 * jnp.eye(3)
+    solve = custom(
+        lambda a, b: jnp.linalg.solve(a, b),
+        lambda r, g: jax.vjp(jnp.linalg.solve, *r)[1](g),
+    )
+    passed(solve, matrix, X)
+
+
+def test_values_lost_to_rounding_are_excused_only_if_plain_ad_loses_them_too():
+    report = passed(lambda x: jnp.sin((1e4 + x) - 1e4) ** 2, X, points=1)
+    assert "off by rounding, as plain AD in this precision is" in str(report)
+    careless = custom(
+        lambda x: x * x, lambda r, g: (g * (((1e3 + r[0]) ** 2 - 1e6 - r[0] ** 2) / 1e3),)
+    )
+    failed(careless, X)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e25])
+def test_tiny_and_huge_gradients_are_judged_by_their_own_size(scale):
+    scaled = lambda k: custom(  # noqa: E731
+        lambda x: scale * jnp.sin(x), lambda r, g: (k * scale * g * jnp.cos(r[0]),)
+    )
+    passed(scaled(1.0), X, points=1)
+    failed(scaled(1.01), X, points=1)
+
+
+def test_small_gradients_beside_large_values_are_seen():
+    beside = lambda k: custom(  # noqa: E731
+        lambda x: 1e6 + jnp.sin(x), lambda r, g: (k * g * jnp.cos(r[0]),)
+    )
+    passed(beside(1.0), X)
+    failed(beside(1.01), X)
+
+
+def test_an_offset_common_to_all_outputs_does_not_move_them():
+    passed(lambda x, b: jax.nn.softmax(x + b), X, jnp.float32(0.5))
+
+
+def test_a_progress_bar_and_several_batches_change_no_result():
+    x = normal(4, 1300, dtype=jnp.float32)
+    report = passed(jnp.sin, x, mode="full", points=1)
+    assert report.verified == 1300
+    assert report.evaluations > 4 * 1300
+
+
+def test_the_batch_shrinks_with_the_size_of_the_function():
+    from clipgrad._check.differences import Differences
+    from clipgrad._check.evaluation import wide_evaluation
+
+    like = [jax.ShapeDtypeStruct((2_000_000,), np.float64)]
+    large = Differences(wide_evaluation(lambda x: x, like, "float64"), np.ones((2, 10)))
+    assert 8 * large._batch * 2_000_000 <= BATCH_BYTES
+
+
+def test_paddles_rule_is_relative_except_where_the_gradient_is_nearly_zero():
+    off = custom(lambda x: jnp.sin(x), lambda r, g: (1.004 * g * jnp.cos(r[0]),))
+    passed(off, X, max_relative_error=0.005)
+    failed(off, X, max_relative_error=0.003)
+    absolute = custom(lambda x: 1e-4 * x, lambda r, g: (3e-4 * g,))
+    passed(absolute, X, max_relative_error=0.005)
+    failed(absolute, X)
+
+
+def test_with_delta_the_differences_are_paddles_formula():
+    cube = custom(lambda x: x**3, lambda r, g: (g * (3 * r[0] ** 2 + 0.5**2),))
+    passed(cube, X, delta=0.5, max_relative_error=1e-5, points=1)
+    failed(cube, X)

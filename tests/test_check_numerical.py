@@ -1,0 +1,74 @@
+"""numerical_grad is Paddle's get_numerical_gradient, for trees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+
+X = jnp.asarray([0.5, -1.5, 2.0])
+
+
+def model(params, x):
+    return {"y": params["w"] * x, "z": jnp.sum(x) * params["b"]}
+
+
+PARAMS = {"w": X + 1, "b": jnp.float32(3), "n": 7}
+
+
+def test_it_is_the_central_difference_with_paddles_step():
+    x = np.asarray(X, np.float64)
+    expected = ((x + 0.005) ** 3 - (x - 0.005) ** 3) / 0.01
+    np.testing.assert_allclose(
+        cg.numerical_grad(lambda x: x**3, (X,), wrt=0, delta=0.005), expected, rtol=1e-10
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_it_is_precise_whatever_the_dtype(dtype):
+    x = X.astype(dtype)
+    found = cg.numerical_grad(lambda x: jnp.sin(x), (x,), wrt="x")
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, np.cos(np.asarray(x, np.float64)), rtol=1e-8)
+
+
+def test_it_never_uses_the_functions_own_rule():
+    wrong = jax.custom_vjp(lambda x: x * x)
+    wrong.defvjp(lambda x: (x * x, x), lambda x, g: (g * 7,))
+    np.testing.assert_allclose(cg.numerical_grad(wrong, (X,), wrt=0), 2 * X, rtol=1e-6)
+
+
+def test_the_result_has_the_structure_of_what_is_differentiated():
+    everything = cg.numerical_grad(model, (PARAMS, X))
+    assert jax.tree.structure(everything) == jax.tree.structure(({"w": 0, "b": 0, "n": None}, 0))
+    assert everything[0]["w"].shape == (3,) and everything[0]["b"].shape == ()
+
+
+@pytest.mark.parametrize("wrt", ["params/w", "0/w", "args[0]['w']"])
+def test_a_path_gives_that_leaf(wrt):
+    np.testing.assert_allclose(cg.numerical_grad(model, (PARAMS, X), wrt=wrt), X, rtol=1e-6)
+
+
+def test_several_give_a_tuple_and_outputs_are_chosen():
+    params, x = cg.numerical_grad(model, (PARAMS, X), wrt=("params", 1), output="y")
+    np.testing.assert_allclose(params["w"], X, rtol=1e-6)
+    np.testing.assert_allclose(params["b"], 0, atol=1e-9)
+    np.testing.assert_allclose(x, PARAMS["w"], rtol=1e-6)
+
+
+def test_a_cotangent_weighs_the_outputs():
+    weights = jnp.asarray([1.0, 10.0, 100.0])
+    found = cg.numerical_grad(lambda x: x * x, (X,), wrt=0, cotangent=weights)
+    np.testing.assert_allclose(found, 2 * X * weights, rtol=1e-6)
+
+
+def test_complex_gradients_follow_jax():
+    z = jnp.asarray([1 + 2j, 3 - 1j])
+    weights = jnp.asarray([1j, 2 + 0j])
+    square = lambda z: z * z * (1 + 1j)  # noqa: E731
+    expected = jax.vjp(square, z)[1](weights)[0]
+    found = cg.numerical_grad(square, (z,), wrt=0, cotangent=weights)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    real = cg.numerical_grad(lambda z: jnp.abs(z) ** 2, (z,), wrt=0)
+    np.testing.assert_allclose(real, jax.grad(lambda z: jnp.sum(jnp.abs(z) ** 2))(z), rtol=1e-5)

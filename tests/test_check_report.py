@@ -1,0 +1,146 @@
+"""What a report says: where, how many, how much, and what it looks like."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from clipgrad._check.hints import layout_hint, ratio_hint
+from clipgrad._check.report import Failure, GradCheckReport
+from tests.check_zoo import PAIRS, custom, normal
+
+
+def wrong(name, **options):
+    function, _, args = PAIRS[name][0](jnp.dtype("float32"))
+    return cg.check_grads(function, args, raise_on_failure=False, **options)
+
+
+def made(failures=(), notes=(), verified=1):
+    return GradCheckReport(
+        tuple(failures), tuple(notes), {}, 10, 0.5, "float64", ("cpu",), verified
+    )
+
+
+def test_a_report_is_ok_if_something_was_verified_and_nothing_failed():
+    assert made().ok
+    assert not made(verified=0).ok
+    assert not made([Failure("value", "x", "wrong")]).ok
+
+
+def test_the_text_names_check_element_count_and_both_values():
+    report = wrong("missing_factor")
+    (failure,) = report.failures
+    text = str(report)
+    assert text.startswith("gradient check FAILED (")
+    assert f"[value] {failure.where}: 12 of 12 elements wrong; worst: numeric " in text
+    assert f"analytic {failure.analytic:.7g}; analytic/numeric is 0.5 throughout" in text
+    np.testing.assert_allclose(failure.ratio, 0.5, rtol=1e-4)
+    assert sorted(failure.indices) == list(range(12))
+
+
+def test_the_header_tells_evaluations_seconds_precision_and_devices():
+    report = cg.check_grads(jnp.sin, (jnp.ones(2),))
+    head = str(report).splitlines()[0]
+    expected = (
+        f"gradient check passed ({report.evaluations} evaluations, {report.seconds:.2f} s, "
+        "differences in float64, devices cpu)"
+    )
+    assert head == expected
+
+
+def test_one_wrong_element_is_named_by_path_and_index():
+    failure = wrong("zero_at_one_of_thousands").failures[0]
+    assert failure.where == "args[0][2718]"
+    assert failure.detail.startswith("1 of 4000 elements wrong")
+    assert list(failure.indices) == [2718]
+
+
+def test_a_leaf_of_a_tree_is_named_by_its_path():
+    failure = wrong("one_wrong_bias_in_a_deep_tree").failures[0]
+    assert failure.where.startswith("args[0]['layer3']['b'][")
+
+
+def test_keyword_arguments_and_scalars_have_names():
+    square = custom(lambda x: x * x, lambda r, g: (r[0] * g,))
+    report = cg.check_grads(
+        lambda *, x: square(x), (), {"x": jnp.float32(3)}, raise_on_failure=False
+    )
+    assert report.failures[0].where == "kwargs['x']"
+
+
+def test_the_parts_of_a_complex_number_are_named():
+    where = wrong("complex_conjugate_of_the_other_convention").failures[0].where
+    assert where.endswith((".real", ".imag"))
+
+
+def test_a_wrong_sign_is_called_that():
+    assert "analytic/numeric is -1 throughout (the sign)" in str(wrong("wrong_sign"))
+
+
+def test_a_transposed_gradient_is_called_that():
+    assert "analytic is the transpose of numeric" in str(wrong("transposed_weight_gradient"))
+
+
+def test_a_kink_is_told_with_its_slopes():
+    text = str(wrong("a_kink_outside_of_its_subdifferential"))
+    assert "worst: kink: slopes 0 and " in text
+
+
+@pytest.mark.parametrize(
+    ("numeric", "analytic", "hint"),
+    [
+        ([1.0, 2.0], [2.0, 4.0], "; analytic/numeric is 2 throughout"),
+        ([1.0, 2.0], [0.0, 0.0], "; analytic is 0 throughout"),
+        ([1.0, 2.0], [2.0, 5.0], ""),
+        ([1.0, 0.0], [2.0, 0.0], ""),
+        ([1.0], [2.0], ""),
+    ],
+)
+def test_a_common_ratio_is_a_hint(numeric, analytic, hint):
+    assert ratio_hint(np.array(numeric), np.array(analytic)) == hint
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        (np.transpose, "; analytic is the transpose of numeric"),
+        (np.flipud, "; analytic is numeric reversed along axis 0"),
+        (lambda a: np.roll(a, 1), "; analytic is a permutation of numeric"),
+        (lambda a: a + 1, ""),
+    ],
+)
+def test_a_rearranged_leaf_is_a_hint(change, hint):
+    numeric = np.random.default_rng(0).normal(size=(3, 3))
+    assert layout_hint(numeric, change(numeric)) == hint
+
+
+def test_fifty_wrong_leaves_fit_one_screen():
+    triple = custom(lambda x: 3 * x, lambda r, g: (g,))
+    params = {f"p{k:02}": normal(k, 2, dtype=jnp.float32) for k in range(50)}
+    report = cg.check_grads(
+        lambda p: jax.tree.map(triple, p), (params,), output="p00", raise_on_failure=False
+    )
+    assert len(report.failures) == 1
+    text = str(
+        cg.check_grads(
+            lambda p: sum(map(triple, p.values())), (params,), raise_on_failure=False, points=1
+        )
+    )
+    assert len(text.splitlines()) <= 25
+    assert "... and 38 more failures (see report.failures)" in text
+
+
+def test_the_error_is_an_assertion_error_whose_text_is_the_report():
+    function, _, args = PAIRS["wrong_sign"][0](jnp.dtype("float32"))
+    with pytest.raises(cg.GradCheckError, match=r"(?s)FAILED.*\[value\]") as caught:
+        cg.check_grads(function, args)
+    assert isinstance(caught.value, AssertionError)
+    assert str(caught.value) == str(caught.value.report)
+    assert not caught.value.report.ok
+
+
+def test_the_same_seed_gives_the_same_report():
+    first, second = wrong("wrong_sign"), wrong("wrong_sign")
+    assert [str(f) for f in first.failures] == [str(f) for f in second.failures]
+    assert str(wrong("wrong_sign", seed=1).failures[0]) != str(first.failures[0])
