@@ -8,7 +8,7 @@ import numpy as np
 from clipgrad._check.judge import KINK, OK, UNSURE, WRONG, Verdict
 from clipgrad._check.session import BALANCED, DENSE, SINGLE, Point, Session
 
-GROUPS = 4
+GROUPS = 3
 BLOCKS = 64
 KEPT = 8
 INSPECTED = 64

@@ -17,7 +17,8 @@ class Tolerance(NamedTuple):
     """Tolerances of every element of the input vector.
 
     |numeric - analytic| <= relative * max(|numeric|, |analytic|) + error + floor, where the floor
-    allows 50 roundings of the leaf's gradient, fewer in half precision; along a direction v, `along` * |v * gradient|.
+    allows 50 roundings of the leaf's gradient, fewer in half precision; along a direction v, the
+    tolerance is `along` * |v * gradient|.
     With `paddle` set, Paddle's rule for elements: |numeric - analytic| <= paddle * |numeric|,
     or paddle where |numeric| < 1e-3.
     """

@@ -1,0 +1,39 @@
+"""This library proved with its own checker, and the checker kept apart from the rest."""
+
+import ast
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from clipgrad import _selftest
+
+CHECK = pathlib.Path(cg.__file__).parent / "_check"
+CASES = {case.name: case for case in _selftest.cases()}
+LAWS = {law.name: law for law in _selftest.laws()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_vjp_of_the_library_passes(name):
+    _, function, args, order = CASES[name]
+    cg.check_grads(function, args, order=order)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_a_clipped_vjp_is_the_composition_of_vjp_and_rule(name):
+    law = LAWS[name]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), law.left, law.right
+    )
+
+
+@pytest.mark.parametrize("path", sorted(CHECK.glob("*.py")), ids=lambda path: path.name)
+def test_the_checker_imports_nothing_of_the_package_but_the_evaluator(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("clipgrad"):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            allowed = node.module.startswith("clipgrad._check") or names == {"clipgrad._jaxpr"}
+            assert allowed, f"{path.name} imports {names}"
+        assert "jax._src" not in ast.unparse(node) if isinstance(node, ast.ImportFrom) else True
