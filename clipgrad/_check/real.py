@@ -82,12 +82,12 @@ def gradient_vector(cotangents: Sequence[Array]) -> np.ndarray:
 
 def leaves_of(vector: np.ndarray, like: Sequence[Array]) -> list[jax.Array]:
     """A real vector as arrays like `like`; compiles nothing."""
-    return [jnp.asarray(leaf) for leaf in from_rows(vector, like)]
+    return [jax.device_put(leaf) for leaf in from_rows(vector, like)]
 
 
 def cotangent_leaves(vector: np.ndarray, like: Sequence[Array]) -> list[jax.Array]:
     """The cotangent whose real part of `ct * dy` is the inner product of `vector` and dy."""
-    return [jnp.asarray(np.conj(leaf)) for leaf in from_rows(vector, like)]
+    return [jax.device_put(np.conj(leaf)) for leaf in from_rows(vector, like)]
 
 
 def stacked(rows: Sequence[Sequence[Array]]) -> list[np.ndarray]:

@@ -4,7 +4,6 @@ import zlib
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._check.problem import Problem
@@ -75,4 +74,4 @@ def nearby(problem: Problem, seed: int, reach: float = 1.0) -> list[jax.Array]:
 
 def _moved(leaf, rng, reach):
     part = reach * rng.choice([-1.0, 1.0], leaf.shape) * rng.uniform(0.02, 0.08, leaf.shape)
-    return jnp.asarray(((1 + part) * widen(leaf)).astype(leaf.dtype))
+    return jax.device_put(((1 + part) * widen(leaf)).astype(leaf.dtype))
