@@ -197,3 +197,12 @@ def test_with_delta_the_differences_are_paddles_formula():
     cube = custom(lambda x: x**3, lambda r, g: (g * (3 * r[0] ** 2 + 0.5**2),))
     passed(cube, X, delta=0.5, max_relative_error=1e-5, points=1)
     failed(cube, X)
+
+
+def test_half_precision_inside_single_does_not_overflow_in_the_check_of_linearity():
+    passed(lambda x: (100 * jnp.sin(x.astype(jnp.float16))).astype(jnp.float32), X)
+
+
+def test_a_point_of_zeros_has_a_second_point():
+    fixed = custom(lambda x: jnp.cos(x) + x, lambda r, g: (g,))
+    assert "at a second point" in str(failed(fixed, jnp.zeros(3)))

@@ -65,7 +65,10 @@ def _leaf_scales(leaf) -> np.ndarray:
 
 
 def nearby(problem: Problem, seed: int, reach: float = 1.0) -> list[jax.Array]:
-    """Another point: every element moved by 2 to 8 percent of itself, times `reach`."""
+    """Another point: every element moved by 2 to 8 percent of itself, times `reach`.
+
+    A leaf of zeros moves by as much of 1; single zeros stay, being masks or padding.
+    """
     return [
         _moved(leaf, generator(seed, f"nearby {name}"), reach)
         for name, leaf in zip(problem.names, problem.inputs, strict=True)
@@ -74,4 +77,6 @@ def nearby(problem: Problem, seed: int, reach: float = 1.0) -> list[jax.Array]:
 
 def _moved(leaf, rng, reach):
     part = reach * rng.choice([-1.0, 1.0], leaf.shape) * rng.uniform(0.02, 0.08, leaf.shape)
-    return jax.device_put(((1 + part) * widen(leaf)).astype(leaf.dtype))
+    values = widen(leaf)
+    moved = (1 + part) * values if values.any() else part
+    return jax.device_put(moved.astype(leaf.dtype))

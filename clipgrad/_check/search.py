@@ -72,7 +72,8 @@ def search(session: Session, point: Point, mode: str, rounding: Callable | None,
 
 def every_slope(session: Session, point: Point) -> np.ndarray:
     """The slope along every single element, for the first cotangent."""
-    return _elements(session, point, np.arange(point.scale.size)).numeric
+    indices = np.arange(point.scale.size)
+    return _elements(session, point, indices, judged=False).numeric
 
 
 def _full(session: Session, point: Point, found: Search) -> None:
@@ -196,10 +197,10 @@ def _split(area: Range, parts: int) -> list[Range]:
     return [(int(a), int(b)) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
 
 
-def _elements(session: Session, point: Point, indices: np.ndarray) -> Verdict:
+def _elements(session: Session, point: Point, indices: np.ndarray, judged: bool = True) -> Verdict:
     """The verdict on single elements, in units of the gradient."""
     ranges = np.stack([indices, indices + 1], axis=1)
-    verdict = session.verdict(point, ranges, SINGLE, point.gradient)
+    verdict = session.verdict(point, ranges, SINGLE, point.gradient, judged)
     unit = point.scale[indices]
     names = ("numeric", "analytic", "error", "ahead", "behind")
     return verdict._replace(**{name: getattr(verdict, name) / unit for name in names})

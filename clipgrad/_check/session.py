@@ -20,6 +20,7 @@ NOISE = 4.0
 REFERENCE_ALONG = 1e-6
 REFERENCE_EPS = 1e-14
 ROUNDINGS = 50.0
+SETTLED = 1e-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,9 @@ class Session:
             return self.tolerance.floor(point.gradient, point.scale)
         return self.tolerance.floor(point.reference, point.scale, exact=True)
 
-    def verdict(self, point: Point, ranges, direction: int, target: np.ndarray) -> Verdict:
+    def verdict(
+        self, point: Point, ranges, direction: int, target: np.ndarray, judged: bool = True
+    ) -> Verdict:
         """Judge the slopes along ranges of the input vector against a gradient.
 
         Args:
@@ -91,6 +94,7 @@ class Session:
           ranges: pairs (start, stop), one for each row.
           direction: the row of `point.directions` to move along.
           target: the gradient to be judged, shape (cotangents, inputs).
+          judged: False to look closer at what is imprecise, instead of at what disagrees.
 
         Returns:
           One verdict for each range; what passes at two steps is not looked at again.
@@ -100,7 +104,7 @@ class Session:
             return Verdict(*(np.zeros(0) for _ in Verdict._fields))
         allowed = self._allowed(point, ranges, direction, target)
         verdict = self._quick(point, ranges, direction, target, allowed)
-        doubtful = np.flatnonzero(verdict.kind != OK)
+        doubtful = np.flatnonzero(verdict.kind != OK if judged else _unsettled(verdict))
         if doubtful.size and self.delta is None:
             chosen = Allowed(*(_part(column, doubtful) for column in allowed))
             ladder, ratio = self._ladder(point, ranges[doubtful], direction, target)
@@ -176,6 +180,10 @@ class Session:
             relative, eps = tolerance.along[start][:, None], tolerance.eps[start][:, None]
         floor = np.broadcast_to(ROUNDINGS * 0.01 * eps * overall, (len(start), len(overall)))
         return Allowed(relative, floor, np.stack(norms), np.ones((len(start), 1)), None)
+
+
+def _unsettled(verdict: Verdict) -> np.ndarray:
+    return ~(verdict.error <= SETTLED * np.abs(verdict.numeric))
 
 
 def _part(column: Any, rows: np.ndarray) -> Any:
