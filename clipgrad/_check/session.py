@@ -20,7 +20,7 @@ NOISE = 4.0
 REFERENCE_ALONG = 1e-6
 REFERENCE_EPS = 1e-14
 ROUNDINGS = 50.0
-SETTLED = 1e-8
+SETTLED = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
