@@ -206,3 +206,15 @@ def test_half_precision_inside_single_does_not_overflow_in_the_check_of_linearit
 def test_a_point_of_zeros_has_a_second_point():
     fixed = custom(lambda x: jnp.cos(x) + x, lambda r, g: (g,))
     assert "at a second point" in str(failed(fixed, jnp.zeros(3)))
+
+
+def test_a_leaf_where_plain_ad_is_not_finite_is_checked_by_differences_alone():
+    def norm(x):
+        return jnp.sqrt(jnp.sum(x * x))
+
+    def safe(k):
+        return custom(lambda x: norm(x), lambda r, g: (k * jnp.ones(3) * g,))
+
+    both = lambda k: lambda x, y: safe(k)(x) + jnp.sum(jnp.sin(y))  # noqa: E731
+    passed(both(0.5), jnp.zeros(3), X, points=1, skip=["finite"])
+    failed(both(2.0), jnp.zeros(3), X, points=1)

@@ -62,8 +62,9 @@ def search(session: Session, point: Point, mode: str, rounding: Callable | None,
         _by_reference(session, point, point.reference, found)
         if mode == "auto":
             _along_groups(session, point, point.reference, found, rows)
+        _by_blocks(session, point, found, point.blind)
     elif mode in ("auto", "reference"):
-        _by_blocks(session, point, found)
+        _by_blocks(session, point, found, range(len(session.tolerance.ranges)))
     else:
         _along_leaves(session, point, found, rows)
     findings = [_without_rounding(f, session, point, rounding) for f in found.findings]
@@ -157,9 +158,9 @@ def _along_leaves(
         _record(session, point, found, leaf, [area], np.asarray([kind]))
 
 
-def _by_blocks(session: Session, point: Point, found: Search) -> None:
-    for leaf, area in enumerate(session.tolerance.ranges):
-        blocks = _split(area, BLOCKS)
+def _by_blocks(session: Session, point: Point, found: Search, leaves: Sequence[int]) -> None:
+    for leaf in leaves:
+        blocks = _split(session.tolerance.ranges[leaf], BLOCKS)
         _record(session, point, found, leaf, blocks, _kinds(session, point, blocks))
 
 

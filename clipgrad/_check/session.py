@@ -28,7 +28,8 @@ class Point:
     """A point, the gradients found there, and the directions in which it is perturbed.
 
     `gradient` and `reference` have shape (cotangents, inputs); `finite` tells which elements of
-    the gradient are finite, the others stand as 0. `directions` holds two balanced dense
+    the gradient are finite, the others stand as 0. `blind` lists the leaves where the reference
+    is not finite; the gradient stands in for it there. `directions` holds two balanced dense
     directions, a dense one, and the scale of each element.
     """
 
@@ -36,6 +37,7 @@ class Point:
     gradient: np.ndarray
     finite: np.ndarray
     reference: np.ndarray | None
+    blind: list[int]
     directions: np.ndarray
 
     @property
@@ -57,11 +59,19 @@ class Session:
     def point(self, xs, gradient: np.ndarray, reference: np.ndarray | None) -> Point:
         """Set up a point from its gradients."""
         finite = np.asarray(np.isfinite(gradient).all(axis=0))
-        if reference is not None and not np.isfinite(reference).all():
-            reference = None
-        gradient = np.where(finite, gradient, 0.0)
+        gradient, blind = np.where(finite, gradient, 0.0), []
+        if reference is not None:
+            reference, blind = self._mended(reference, gradient)
         best = gradient if reference is None else reference
-        return Point(xs, gradient, finite, reference, self._directions(xs, best))
+        return Point(xs, gradient, finite, reference, blind, self._directions(xs, best))
+
+    def _mended(self, reference, gradient) -> tuple[np.ndarray | None, list[int]]:
+        reference, ranges = reference.copy(), self.tolerance.ranges
+        bad = [not np.isfinite(reference[:, a:b]).all() for a, b in ranges]
+        for blind, (start, stop) in zip(bad, ranges, strict=True):
+            if blind:
+                reference[:, start:stop] = gradient[:, start:stop]
+        return (None if all(bad) else reference), [leaf for leaf, blind in enumerate(bad) if blind]
 
     def _directions(self, xs, gradient) -> np.ndarray:
         scale = scales(xs) if self.delta is None else np.full(gradient.shape[1], self.delta)
