@@ -218,3 +218,17 @@ def test_a_leaf_where_plain_ad_is_not_finite_is_checked_by_differences_alone():
     both = lambda k: lambda x, y: safe(k)(x) + jnp.sum(jnp.sin(y))  # noqa: E731
     passed(both(0.5), jnp.zeros(3), X, points=1, skip=["finite"])
     failed(both(2.0), jnp.zeros(3), X, points=1)
+
+
+def test_coincident_kinks_that_bend_both_ways_give_no_false_alarm():
+    params = {
+        "w": jnp.zeros((4, 6)),
+        "b": jnp.zeros((1, 6)),
+        "v": normal(5, 6, 2, dtype=jnp.float32),
+    }
+    x = normal(6, 3, 4, dtype=jnp.float32)
+    passed(lambda p: jax.nn.relu(x @ p["w"] + p["b"]) @ p["v"], params)
+
+
+def test_rounding_in_a_saturated_softmax_gives_no_false_alarm():
+    passed(lambda x: jax.nn.softmax(100 * x), normal(7, 4, 8, dtype=jnp.float32))

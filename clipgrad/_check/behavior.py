@@ -35,6 +35,7 @@ class Case(NamedTuple):
     covectors: np.ndarray
     gradient: np.ndarray
     compare: Comparison
+    compare_second: Comparison
     second: Sequence[jax.Array]
     seed: int
 
@@ -121,13 +122,16 @@ def vmap(case: Case) -> Outcome:
     )
     if got is None:
         return outcome
-    (rows, shared), compare = got, case.compare
+    rows, shared = got
     elsewhere = pull_back(problem, case.second)(case.covectors[1])
-    expected = [(rows, 0, case.gradient[0]), (rows, 1, elsewhere)]
+    expected = [
+        (case.compare, rows, 0, case.gradient[0]),
+        (case.compare_second, rows, 1, elsewhere),
+    ]
     if shared is not None:
-        expected.append((shared, 1, case.gradient[1]))
+        expected.append((case.compare, shared, 1, case.gradient[1]))
     failures = []
-    for leaves, k, other in expected:
+    for compare, leaves, k, other in expected:
         row = gradient_vector([np.asarray(leaf)[k] for leaf in leaves])
         failures += compare("vmap", row, other, f"under jax.vmap, row {k} against one by one")
     return Outcome(failures[:1])

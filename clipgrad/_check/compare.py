@@ -11,6 +11,7 @@ from clipgrad._check.report import Failure
 from clipgrad._check.tolerance import Tolerance
 
 FLOOR = 1e3
+EXCUSED = 30.0
 
 
 class Comparison(NamedTuple):
@@ -26,7 +27,7 @@ class Comparison(NamedTuple):
         bad = off > self._slack(got, expected)
         if bad.any():
             error = self.rounding()
-            bad &= off > (0 if error is None else 30 * error.max(axis=0))
+            bad &= off > (0 if error is None else EXCUSED * self._largest(error.max(axis=0)))
         if not bad.any():
             return []
         worst = int(np.argmax(np.where(bad, off, -1)))
@@ -44,6 +45,11 @@ class Comparison(NamedTuple):
         return self._replace(rounding=lambda: None)(check, got, expected, what) or (
             _bits(self.problem, check, bad, what) if bad.any() else []
         )
+
+    def _largest(self, error: np.ndarray) -> np.ndarray:
+        """The largest error in each leaf, at each element."""
+        ranges = self.tolerance.ranges
+        return np.concatenate([np.full(b - a, error[a:b].max()) for a, b in ranges])
 
     def _slack(self, got, expected) -> np.ndarray:
         known = np.where(np.isfinite(expected), expected, 0.0)

@@ -192,9 +192,10 @@ def second_point(run: Run, seed: int) -> list[jax.Array] | None:
     return None
 
 
-def comparison(run: Run) -> Comparison:
-    """Compares gradients found in different ways at the first point."""
-    return Comparison(run.problem, run.session.tolerance, lambda: run.rounding(run.problem.inputs))
+def comparison(run: Run, xs=None) -> Comparison:
+    """Compares gradients found in different ways at a point; None means the first."""
+    xs = run.problem.inputs if xs is None else xs
+    return Comparison(run.problem, run.session.tolerance, lambda: run.rounding(xs))
 
 
 def check_behavior(run: Run) -> None:
@@ -206,6 +207,7 @@ def check_behavior(run: Run) -> None:
         run.covectors,
         run.gradient,
         comparison(run),
+        comparison(run, second),
         second,
         run.options.seed,
     )

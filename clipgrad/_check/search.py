@@ -97,8 +97,20 @@ def _by_reference(session: Session, point: Point, reference: np.ndarray, found: 
             verdict = _elements(session, point, worst)
             verdict = _with_reference(verdict, point, reference, worst)
             found.findings.append(Finding(leaf, worst, verdict, suspects.size, True))
-            if np.any(verdict.kind == KINK) and not np.any(verdict.kind == WRONG):
+            if _bends_one_way(session, verdict):
                 _along_leaves(session, point, found, len(BALANCED), [leaf])
+
+
+def _bends_one_way(session: Session, verdict: Verdict) -> bool:
+    """Whether a single output has kinks that are all convex, or all concave, and none is wrong.
+
+    Then the gradient must lie between the one-sided slopes along every direction too; of a sum of
+    kinks that bend both ways that does not follow.
+    """
+    bend = (verdict.ahead - verdict.behind)[verdict.kind == KINK]
+    alone = session.differences.covectors.shape[1] == 1
+    one_way = bool(np.all(bend > 0) or np.all(bend < 0))
+    return alone and bend.size > 1 and one_way and not np.any(verdict.kind == WRONG)
 
 
 def _with_reference(verdict: Verdict, point: Point, reference, indices) -> Verdict:
