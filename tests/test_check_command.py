@@ -81,6 +81,7 @@ def test_all_options_reach_the_check(folder, capsys):
         ),
         ("checked_by_test:half", "f32[3", "is no list of shapes; write dtype[sizes]"),
         ("checked_by_test:half", "f31[3]", "'f31' is no dtype; expected one of f16, bf16"),
+        ("checked_by_test:half", "f64[3]", "'f64' needs 64-bit types, which are off; add --x64"),
         ("checked_by_test:half", "checked_by_test:make_list", "returned a list; expected a tuple"),
         ("checked_by_test:half", "i32[3]", "args hold no floating-point array"),
     ],

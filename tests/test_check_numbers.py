@@ -232,3 +232,22 @@ def test_coincident_kinks_that_bend_both_ways_give_no_false_alarm():
 
 def test_rounding_in_a_saturated_softmax_gives_no_false_alarm():
     passed(lambda x: jax.nn.softmax(100 * x), normal(7, 4, 8, dtype=jnp.float32))
+
+
+def test_a_function_that_looks_at_its_own_rounding_is_evaluated_natively():
+    report = passed(lambda x: jnp.where(x + 1e-9 == x, 1.0, 2.0) * x, X)
+    assert report.precision == "float32"
+    assert "shadow is not possible (its values differ from the function's own)" in report.notes[0]
+
+
+def test_a_function_that_cannot_be_evaluated_elsewhere_is_refused():
+    def strict(x):
+        if not np.array_equal(x, X):
+            raise ValueError("elsewhere")
+        return np.sin(x)
+
+    def call(x):
+        return jax.pure_callback(strict, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    with pytest.raises(ValueError, match="(?s)cannot be evaluated at a perturbed point.*native"):
+        cg.check_grads(custom(call, cosine(1)), (X,))

@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,6 +20,7 @@ DTYPES = {
 }
 SHAPE = re.compile(r"(\w+)\[([\d\s,]*)\]")
 INTEGERS = 4
+WIDE = ("f64", "c128", "i64")
 
 
 def random_arguments(text: str, seed: int) -> tuple:
@@ -41,6 +43,8 @@ def random_arguments(text: str, seed: int) -> tuple:
 def _draw(rng, name: str, sizes: str):
     if name not in DTYPES:
         raise ValueError(f"{name!r} is no dtype; expected one of {', '.join(DTYPES)}")
+    if name in WIDE and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(f"{name!r} needs 64-bit types, which are off; add --x64")
     shape = tuple(int(size) for size in sizes.split(",") if size.strip())
     dtype = DTYPES[name]
     if dtype.startswith("complex"):
