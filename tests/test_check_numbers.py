@@ -44,14 +44,28 @@ def test_float32_is_evaluated_in_float64():
     assert passed(jnp.sin, X).precision == "float64"
 
 
-def test_what_cannot_be_widened_gets_its_inputs_cast_instead():
+@pytest.fixture
+def x64_everywhere():
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def test_what_cannot_be_widened_gets_its_inputs_cast_instead(x64_everywhere):
     report = passed(called_back(cosine(1), lambda dtype: dtype), X)
     assert report.precision == "float64 (inputs cast)"
     assert report.notes == ("the float64 shadow is not possible (it holds pure_callback)",)
     failed(called_back(cosine(1.01), lambda dtype: dtype), X)
 
 
-def test_a_narrow_type_hidden_inside_is_found_and_native_precision_used():
+def test_a_callback_is_evaluated_natively_where_its_thread_has_no_64_bit_types():
+    report = passed(called_back(cosine(1), lambda dtype: dtype), X)
+    assert report.precision == "float32"
+    assert "where 64-bit types are off" in report.notes[1]
+    failed(called_back(cosine(1.05), lambda dtype: dtype), X)
+
+
+def test_a_narrow_type_hidden_inside_is_found_and_native_precision_used(x64_everywhere):
     report = passed(called_back(cosine(1), lambda _: jnp.float32), X)
     assert report.precision == "float32"
     assert "casting the inputs to float64 is not possible (it computes in a" in report.notes[1]

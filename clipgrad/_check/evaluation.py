@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad import _jaxpr
 from clipgrad._check.differences import Differences, Evaluation, Rows
 from clipgrad._check.problem import Problem, leaf_dtypes
 from clipgrad._check.real import real_dtype, to_numpy, wide_dtype
@@ -84,7 +85,14 @@ def wide_evaluation(call, like, label: str, held: bool = False, compiled: bool =
 
 
 def _cast(problem: Problem, traceable: bool) -> Evaluation:
+    if traceable and not jax.config.read("jax_enable_x64") and _calls_back(problem):
+        raise Unsupported("a callback runs in a thread of its own, where 64-bit types are off")
     return wide_evaluation(problem.fun, _wide_like(problem), CAST, compiled=traceable)
+
+
+def _calls_back(problem: Problem) -> bool:
+    program = jax.make_jaxpr(problem.fun)(problem.inputs)
+    return any("callback" in equation.primitive.name for equation in _jaxpr.equations(program))
 
 
 def _native(problem: Problem, traceable: bool) -> Evaluation:
