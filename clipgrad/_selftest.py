@@ -14,7 +14,7 @@ from clipgrad._check import GradCheckReport, check_grads
 from clipgrad._check.devices import KINDS, find_devices
 from clipgrad._cotangent import clip_cotangent
 from clipgrad._error_clip import error_clip
-from clipgrad._norms import global_norm
+from clipgrad._global_norm import global_norm
 from clipgrad._rules import (
     AdaptiveClip,
     ClipByBlockRMS,
