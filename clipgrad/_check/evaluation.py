@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad import _jaxpr
+import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.differences import Differences, Evaluation, Rows
 from clipgrad._check.problem import Problem, leaf_dtypes
 from clipgrad._check.real import real_dtype, to_numpy, wide_dtype

@@ -10,7 +10,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import jaxprs_in_params
 
-from clipgrad import _jaxpr
+import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.real import wide_dtype
 
 AXIS = "clipgrad_perturbation"
