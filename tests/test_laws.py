@@ -176,7 +176,8 @@ def test_a_bad_element_makes_its_whole_group_nan(case, apply, bad, key):
     params = params_like(grads)
     clipped = apply(case.make(LIMIT), grads, params)
     bad_ratio = [~np.isfinite(r) for r in case.ratios(float64(grads), float64(params), LIMIT)]
-    for leaf, where in zip(clipped.values(), bad_ratio * len(clipped), strict=True):
+    bad_ratio = bad_ratio * (len(clipped) // len(bad_ratio))
+    for leaf, where in zip(clipped.values(), bad_ratio, strict=True):
         where = (
             np.broadcast_to(where, leaf.shape) if where.ndim == 2 else np.full(leaf.shape, where)
         )
