@@ -182,7 +182,9 @@ def test_signature_name_docstring_and_the_plain_function_are_kept():
 
 
 @pytest.mark.parametrize(
-    "function", [jnp.sin, jax.jit(jnp.sin), functools.partial(jnp.multiply, 1.0), jnp.exp], ids=range(4)
+    "function",
+    [jnp.sin, jax.jit(jnp.sin), functools.partial(jnp.multiply, 1.0), jnp.exp],
+    ids=range(4),
 )
 def test_callables_of_any_kind_are_decorated(function):
     clipped = cg.error_clip(cg.ErrorClipByValue(max=0.01))(function)
