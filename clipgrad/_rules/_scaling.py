@@ -22,6 +22,12 @@ def scale_down(leaf: jax.Array, norm: Norm, limit: Any, formula: Formula) -> jax
     A group whose norm is not finite becomes NaN. Derivatives are finite, at zero too.
     """
     limit = jnp.broadcast_to(nonnegative(limit, norm.root.dtype), norm.root.shape)
+    return _compiled(formula, leaf, norm, limit)
+
+
+# One program also when called eagerly, so that jax_debug_nans sees none of the branches not taken.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _compiled(formula: Formula, leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     return _scale_down(formula, leaf, norm, limit)
 
 
