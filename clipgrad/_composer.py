@@ -92,7 +92,6 @@ def _adaptive(grads: Any, params: Any, threshold: ArrayLike) -> Any:
 
 def _scale(leaf: jax.Array, norm: jax.Array, weight: jax.Array, threshold: Any) -> jax.Array:
     limit = nonnegative(threshold, norm.dtype) * weight.astype(norm.dtype)
-    divisor = jnp.where(norm == 0, 1, norm)
-    ratio = jnp.where(norm == 0, jnp.where(limit > 0, jnp.inf, jnp.nan), limit / divisor)
-    factor = jnp.minimum(jnp.where(jnp.isnan(ratio), 1, ratio), 1)
+    ratio = limit / jnp.where(norm == 0, 1, norm)
+    factor = jnp.minimum(jnp.where(jnp.isnan(ratio) | (norm == 0), 1, ratio), 1)
     return times(widen(leaf, norm.dtype.name), factor).astype(leaf.dtype)

@@ -66,7 +66,7 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[F], F]:
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = _clip_inputs(signature, chosen, args, kwargs)
+            args, kwargs = _clip_inputs(function, signature, chosen, args, kwargs)
             return _clip_outputs(function(*args, **kwargs), outputs)
 
         return wrapped  # type: ignore[return-value]
@@ -79,6 +79,10 @@ def _signature(function: Any) -> inspect.Signature:
         raise TypeError(
             f"error_clip: got {function!r} of type {type(function).__name__} to decorate, expected "
             "a function or a method; write @error_clip(rule), with a rule in the parentheses"
+        )
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        raise TypeError(
+            f"error_clip: got {function!r}, expected a function that returns its result"
         )
     try:
         return inspect.signature(function)
@@ -105,12 +109,16 @@ def _rules_by_parameter(
 
 
 def _clip_inputs(
-    signature: inspect.Signature, rules: dict[str, Any], args: Any, kwargs: Any
+    function: Any, signature: inspect.Signature, rules: dict[str, Any], args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     try:
         bound = signature.bind(*args, **kwargs)
-    except TypeError:  # which the call of the function raises in its own words
-        return args, kwargs
+    except TypeError:
+        function(*args, **kwargs)  # says what is wrong in its own words
+        raise TypeError(
+            f"error_clip: got a call that does not fit {signature}, the signature which the "
+            "function claims to have; decorate the function that it wraps"
+        ) from None
     for name in rules:
         if name not in signature.parameters and name not in kwargs:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from clipgrad._clip_grads import clip_and_watch
 from clipgrad._nonfinite import check_policy
 from clipgrad._rules import (
     ClipByGlobalNorm,
+    as_array,
     as_rule,
     main_threshold,
     resolve_schedules,
@@ -62,7 +64,8 @@ def gradient_clip(
       * A schedule is evaluated at the number of updates made so far: 0 at the first.
       * ``update(..., grad_norm=n)`` hands `ClipByGlobalNorm` a norm that is known already, and
         nothing is summed again. Every such clip in a chain takes it, so pass it only if that is
-        the norm which each of them would measure.
+        the norm which each of them would measure: of the leaves that ``where`` selects, and
+        after ``nonfinite="zero"`` has replaced what is not finite.
 
     Args:
       rule: a `ClipRule`, whose thresholds may be schedules here (functions of the step, such
@@ -127,14 +130,15 @@ def keeping_statistics() -> Iterator[None]:
 
 
 def _first_state(rule: Any, params: Any, keep: bool) -> GradientClipState:
-    dtype, zero = stats_dtype(params), jnp.zeros((), jnp.int32)
-    threshold = main_threshold(resolve_schedules(rule, zero))
+    dtype, zero = stats_dtype(params), functools.partial(jnp.zeros, (), jnp.int32)
+    threshold = main_threshold(resolve_schedules(rule, zero()))
+    # Each field has a buffer of its own, so that the state can be donated.
     return GradientClipState(
-        zero,
+        zero(),
         ClipStats.zero(dtype=dtype) if keep else None,
-        zero if keep else None,
-        zero if keep else None,
-        None if threshold is None else jnp.asarray(threshold).astype(dtype),
+        zero() if keep else None,
+        zero() if keep else None,
+        None if threshold is None else as_array(threshold, dtype) + 0,
     )
 
 
@@ -143,7 +147,7 @@ def _next_state(
 ) -> GradientClipState:
     state = state._replace(count=optax.safe_increment(state.count))
     if state.threshold is not None:
-        threshold = jnp.asarray(main_threshold(rule)).astype(state.threshold.dtype)
+        threshold = as_array(main_threshold(rule), state.threshold.dtype)
         state = state._replace(threshold=jnp.broadcast_to(threshold, state.threshold.shape))
     if state.stats is None:
         return state

@@ -43,7 +43,8 @@ def _raise_for_nonfinite(tree: Any) -> None:
     }
     if any(isinstance(count, Tracer) for count in counts.values()):
         for path, count in counts.items():
-            message = f"{{count}} elements of the gradient {path!r} are NaN or inf"
+            shown = repr(path).replace("{", "{{").replace("}", "}}")
+            message = f"{{count}} elements of the gradient {shown} are NaN or inf"
             checkify.check(count == 0, message, count=count)
         return
     found = [f"{path!r} ({count} elements)" for path, count in counts.items() if count]

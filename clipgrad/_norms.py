@@ -92,7 +92,7 @@ def tree_size(tree: Any, axis_name: AxisName = None) -> jax.Array:
     return groups.totals(sizes, leaves)[0] if leaves else jnp.zeros((), dtype)
 
 
-def widest(leaves: Arrays) -> str:
+def widest(leaves: Sequence[Any]) -> str:
     """The dtype of a norm over all of these leaves."""
     return max([accumulator(leaf) for leaf in leaves], default="float32")
 
@@ -143,7 +143,7 @@ def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) 
         ]
     sizes = [jnp.abs(g) for g in wide]
     largest = groups.maxima(sizes, leaves)
-    scales = [_scale_of(m) for m in largest]
+    scales = [_scale_of(jnp.square(m)) for m in largest]
     if kind.ord == math.inf:
         return [Norm(m * s, s) for m, s in zip(largest, scales, strict=True)]
     tops = [
@@ -185,7 +185,10 @@ def _weights(groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]) -> 
         return [over(u, n) for u, n in zip(units, divisors, strict=True)]
     sizes = [jnp.abs(jnp.where(u == 0, 1, u)) for u in units]
     if kind.ord < math.inf:
-        return [times(u, size ** (kind.ord - 2)) for u, size in zip(units, sizes, strict=True)]
+        return [
+            times(over(u, size), size ** (kind.ord - 1))
+            for u, size in zip(units, sizes, strict=True)
+        ]
     ties = [
         ((size == 1) & (u != 0)).astype(size.dtype) for u, size in zip(units, sizes, strict=True)
     ]

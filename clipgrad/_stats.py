@@ -1,13 +1,15 @@
 """What a clip did, as sums that may be added over steps, uses and devices."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from clipgrad._compat import to_varying, varying_axes
 from clipgrad._norms import AxisName, Norm, tree_size, tree_total, widest
 from clipgrad._numbers import scaled_square
-from clipgrad._trees import leaves_taking_part
+from clipgrad._trees import leaves_taking_part, takes_part
 
 # Exponents: below 2 ** low a norm is read off the sum that is scaled up, by 2 ** up; above
 # 2 ** high off the one that is scaled down, by 2 ** down.
@@ -27,7 +29,7 @@ class ClipStats(NamedTuple):
       before: sums of squares before the clip, shape ``(..., 3)``.
       after: sums of squares after the clip, shape ``(..., 3)``.
       changed: the number of elements that the clip changed; a clip that scales a whole tree
-        counts all of them.
+        counts all of them. Counts are floating, exact up to 2 ** 24 in float32.
       nonfinite: the number of elements that were NaN or inf before the clip.
       size: the number of elements.
 
@@ -77,9 +79,14 @@ class ClipStats(NamedTuple):
         Args:
           shape: the leading axes, such as ``(steps,)`` for a probe that a scan runs over.
           dtype: float32 or float64.
+
+        Raises:
+          ValueError: for another dtype.
         """
-        triple, single = jnp.zeros((*shape, 3), dtype), jnp.zeros(shape, dtype)
-        return cls(triple, triple, single, single, single)
+        if jnp.dtype(dtype).name not in _RANGE:
+            raise ValueError(f"dtype: got {jnp.dtype(dtype).name}, expected float32 or float64")
+        shapes = [(*shape, 3)] * 2 + [shape] * 3
+        return cls(*(jnp.zeros(s, dtype) for s in shapes))
 
     @classmethod
     def of(cls, before: Any, after: Any, dtype: Any = None) -> "ClipStats":
@@ -119,19 +126,26 @@ class ClipStats(NamedTuple):
             before,
             jnp.where(finite, after, jnp.nan),
             jnp.where(clips, size, 0),
-            jax.lax.cond(finite, lambda: size * 0, lambda: count_nonfinite(tree, axis_name)),
+            _count_unless(finite, tree, axis_name),
             size,
         )
 
 
 def stats_dtype(tree: Any) -> str:
     """The dtype of the statistics of a tree."""
-    return widest(leaves_taking_part(tree))
+    return widest([x for x in jax.tree.leaves(tree) if takes_part(x) and hasattr(x, "dtype")])
 
 
 def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
     """The number of elements of a tree that are NaN or inf."""
     return tree_total(lambda leaf: ~jnp.isfinite(leaf), tree, axis_name)
+
+
+def _count_unless(finite: jax.Array, tree: Any, axis_name: AxisName) -> jax.Array:
+    count = functools.partial(count_nonfinite, tree, axis_name)
+    kind = jax.eval_shape(count)
+    zero = to_varying(jnp.zeros(kind.shape, kind.dtype), varying_axes(finite))
+    return jax.lax.cond(finite, lambda: zero, lambda: to_varying(count(), varying_axes(finite)))
 
 
 def _sums_of_squares(leaves: list[jax.Array], dtype: str) -> jax.Array:

@@ -36,9 +36,10 @@ class TrainStep:
 
     def init(self, params: Any) -> TrainState:
         """The first state; it holds copies, since each step takes over the buffers of its state."""
+        params = jax.tree.map(_own, params)
         with keeping_statistics():
             opt_state = self.optimizer.init(params)
-        return jax.tree.map(_own, TrainState(params, opt_state))
+        return TrainState(params, jax.tree.map(_own, opt_state))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step of training."""
@@ -65,7 +66,8 @@ def train_step(
     Args:
       loss_fn: ``loss_fn(params, batch)``, a scalar, or ``(scalar, aux)``.
       optimizer: an optax gradient transformation, such as
-        ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``.
+        ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
+        ``optax.MultiSteps``. It is handed ``value``, ``grad`` and ``value_fn`` if it takes them.
       accumulate: the number of microbatches that the leading axis of the batch is split into.
       has_aux: whether ``loss_fn`` returns something besides the loss.
       donate: whether a step may write the new state into the buffers of the old one, which
@@ -93,6 +95,8 @@ def train_step(
       >>> print(state.params["w"], metrics["grad_norm"], metrics["clipped_norm"])
       [-0.6 -0.8] 5.0 1.0
     """
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
             f"optimizer: got {type(optimizer).__name__}, expected an optax.GradientTransformation "
@@ -100,15 +104,21 @@ def train_step(
         )
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate: got {accumulate!r}, expected a positive integer")
+    extended = optax.with_extra_args_support(optimizer)
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
+
+    def loss_of(params: Any, batch: Any) -> jax.Array:
+        return loss_fn(params, batch)[0] if has_aux else loss_fn(params, batch)
+
     if accumulate > 1:
         value_and_grad = _accumulated(value_and_grad, accumulate)
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         value, grads = value_and_grad(state.params, batch)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
         loss, aux = value if has_aux else (value, None)
+        extra_args = {"value": loss, "grad": grads, "value_fn": lambda p: loss_of(p, batch)}
+        updates, opt_state = extended.update(grads, state.opt_state, state.params, **extra_args)
+        params = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss, **_metrics(grads, opt_state), **({"aux": aux} if has_aux else {})}
         return TrainState(params, opt_state), metrics
 
@@ -159,9 +169,9 @@ def _accumulated(value_and_grad: Callable[..., Any], parts: int) -> Callable[...
 
 
 def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
+    return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
 def _own(leaf: Any) -> Any:
     """A copy that is not weakly typed, so that the second step is not traced anew."""
-    return jnp.array(leaf, dtype=leaf.dtype, copy=True) if hasattr(leaf, "dtype") else leaf
+    return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)

@@ -306,3 +306,15 @@ def test_new_thresholds_retrace_nothing(case, apply, key):
 def test_python_numbers_as_gradients_are_clipped_or_constants(apply):
     clipped = apply(cg.ClipByValue(1.0), {"a": 3.0}, {"a": 2.0})
     assert clipped == {"a": 1.0}
+
+
+@everywhere
+@every_case
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e30])
+def test_a_healthy_clip_raises_nothing_under_debug_nans(case, apply, scale, key):
+    grads, params = tree_of(key, scale=scale), tree_of(jax.random.fold_in(key, 1))
+    with jax.debug_nans(True):
+        clipped = apply(case.make(LIMIT), grads, params)
+        stats = cg.clip_grads(grads, case.make(LIMIT), params)[1]
+        assert all(np.isfinite(x) for x in (stats.norm, stats.clipped_norm, stats.scale))
+    chex.assert_tree_all_finite(clipped)

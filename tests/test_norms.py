@@ -34,7 +34,7 @@ def test_any_tree_has_the_norm_of_the_reference(ord, tree):
     [
         (jnp.full(4, 300.0, jnp.float16), 600.0),
         (jnp.full(2**20, 1e-4, jnp.float16), 1024 * float(np.float16(1e-4))),
-        ([jnp.ones(1, jnp.bfloat16)] * 1000, 31.622777),
+        ([jnp.ones(1, jnp.bfloat16)] * 100, 10.0),
         (jnp.array([1e20, 1e20]), 1.4142136e20),
         (jnp.array([3e-30, 4e-30]), 5e-30),
         ({"a": jnp.array([3.0]), "b": jnp.array([4.0], jnp.bfloat16)}, 5.0),

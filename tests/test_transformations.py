@@ -18,6 +18,9 @@ LIMIT = 0.3
 RULES = {case.name: case.make(LIMIT) for case in CASES}
 RULES["a function"] = lambda tree: jax.tree.map(lambda g: 0.1 * g, tree)
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+# By element, by slice, by tree, with params, and one's own: for products with other parameters.
+KINDS = ("ClipByValue", "ClipByNorm(axis=-1)", "ClipByGlobalNorm", "AdaptiveClip", "a function")
+every_kind = pytest.mark.parametrize("rule", [RULES[name] for name in KINDS], ids=KINDS)
 X = jnp.linspace(-1, 2, 24).reshape(8, 3)
 A = jnp.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -107,7 +110,7 @@ def test_every_step_of_a_scan_is_clipped(rule, wrap):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@every_rule
+@every_kind
 def test_scans_of_low_precision_keep_their_dtype(rule, dtype):
     h, xs = jnp.full((3,), 0.1, dtype), X.astype(dtype)
     gradient = jax.grad(lambda h: rnn(h, xs, lambda x: cg.clip_cotangent(x, rule)))(h)
@@ -206,7 +209,7 @@ POLICIES = {
 }  # fmt: skip
 
 
-@every_rule
+@every_kind
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_the_clip_survives_rematerialisation(rule, policy):
     def loss(x):
@@ -296,7 +299,7 @@ def mesh_of(kind):
     return jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
 
 
-@every_rule
+@every_kind
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("x"), P(("x", "y")), P(None, None)], ids=str)
 def test_jit_with_shardings(rule, kind, spec):
@@ -309,7 +312,7 @@ def test_jit_with_shardings(rule, kind, spec):
     assert_close(gradient, expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
 
 
-@every_rule
+@every_kind
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_clips_the_shard_of_each_device(rule, check_vma):
     gradient = jax.shard_map(

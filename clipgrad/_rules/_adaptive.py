@@ -14,7 +14,7 @@ from clipgrad._rules._base import ClipRule, pytree_rule, static_field
 from clipgrad._rules._scaling import scale_down
 from clipgrad._rules._thresholds import check_threshold, nonnegative, require_numbers
 from clipgrad._rules._units import UnitAxis, check_unit_axis, unit_axes, unmatched
-from clipgrad._trees import map_groups, with_paths
+from clipgrad._trees import map_groups, takes_part, with_paths
 
 
 @pytree_rule
@@ -122,7 +122,7 @@ class AdaptiveClip(ClipRule):
 
 
 def _axes(axis: UnitAxis, path: str, grad: Any, param: Any) -> Any:
-    if getattr(param, "shape", None) != grad.shape:
+    if not takes_part(param) or jnp.shape(param) != grad.shape:
         raise ValueError(
             f"params: got {getattr(param, 'shape', param)} for {path or 'the leaf'}, whose "
             f"gradient has the shape {grad.shape}"

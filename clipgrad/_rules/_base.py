@@ -64,6 +64,7 @@ def pytree_rule(cls: C) -> C:
         return rule
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
+    setattr(cls, "_fields_are_thresholds", True)  # noqa: B010
     return cls
 
 

@@ -21,7 +21,21 @@ def scale_down(leaf: jax.Array, norm: Norm, limit: Any, formula: Formula) -> jax
 
     A group whose norm is not finite becomes NaN. Derivatives are finite, at zero too.
     """
-    limit = jnp.broadcast_to(nonnegative(limit, norm.root.dtype), norm.root.shape)
+    limit = nonnegative(limit, norm.root.dtype)
+    if limit.ndim > norm.root.ndim or any(
+        n not in (1, m) for n, m in zip(limit.shape[::-1], norm.root.shape[::-1], strict=False)
+    ):
+        raise ValueError(
+            f"threshold: got an array of shape {limit.shape}, expected one that broadcasts to the "
+            f"norms, of shape {norm.root.shape}"
+        )
+    limit = jnp.broadcast_to(limit, norm.root.shape)
+    return _compiled(formula, leaf, norm, limit)
+
+
+# One program also when called eagerly, so that jax_debug_nans sees none of the branches not taken.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _compiled(formula: Formula, leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     return _scale_down(formula, leaf, norm, limit)
 
 
@@ -39,8 +53,10 @@ def _scale_down_jvp(formula: Formula, primals: Any, tangents: Any) -> Any:
 
     def safe(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
         clips = norm.exceeds(limit)
-        root, limit_ = jnp.where(clips, norm.root, 1), jnp.where(clips, limit, 1)
-        return _select(formula, leaf, norm, limit_, root, clips)
+        used = clips & (limit > 0)
+        root, divisor = jnp.where(used, norm.root, 1), jnp.where(used, limit, 1)
+        shrunk = _select(formula, leaf, norm, divisor, root, clips)
+        return jnp.where(clips & (limit == 0) & jnp.isfinite(norm.root), 0, shrunk)
 
     return _scale_down(formula, *primals), jax.jvp(safe, primals, tangents)[1]
 

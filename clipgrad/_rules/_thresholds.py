@@ -32,9 +32,14 @@ def check_threshold(name: str, value: Any, negative: bool = False) -> None:
         raise ValueError(f"{name}: got {value!r}, expected a threshold that is not negative")
 
 
+def is_own(rule: Any) -> bool:
+    """Whether a rule is one of this library's dataclasses, whose fields are thresholds."""
+    return getattr(type(rule), "_fields_are_thresholds", False)
+
+
 def schedules_of(rule: Any) -> dict[str, Any]:
     """The thresholds of a rule that are functions of the step, by field."""
-    if not dataclasses.is_dataclass(rule) or isinstance(rule, type):
+    if not is_own(rule):
         return {}
     fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
     static = {f.name for f in dataclasses.fields(rule) if f.metadata.get("static")}
@@ -44,12 +49,17 @@ def schedules_of(rule: Any) -> dict[str, Any]:
 def resolve_schedules(rule: Any, count: jax.Array) -> Any:
     """``rule`` with its schedules evaluated at the step ``count``."""
     values = {name: schedule(count) for name, schedule in schedules_of(rule).items()}
-    return dataclasses.replace(rule, **values) if values else rule
+    # Not dataclasses.replace: a schedule may fall below 0, which then acts as 0.
+    resolved = object.__new__(type(rule)) if values else rule
+    for field in dataclasses.fields(rule) if values else ():
+        value = values.get(field.name, getattr(rule, field.name))
+        object.__setattr__(resolved, field.name, value)
+    return resolved
 
 
 def main_threshold(rule: Any) -> Any:
     """The first field of a rule, which is its threshold; ``None`` for a function."""
-    if not dataclasses.is_dataclass(rule) or isinstance(rule, type):
+    if not is_own(rule):
         return None
     fields = [f for f in dataclasses.fields(rule) if not f.metadata.get("static")]
     return getattr(rule, fields[0].name) if fields else None
@@ -69,9 +79,18 @@ def require_numbers(rule: Any) -> None:
 
 
 def nonnegative(value: Any, dtype: Any) -> jax.Array:
-    """A threshold as an array; a negative one, which only a tracer can be, acts as 0."""
-    threshold = jnp.asarray(value).astype(dtype)
-    return jnp.maximum(threshold, 0) if isinstance(value, jax.Array) else threshold
+    """A threshold as an array; a negative one acts as 0."""
+    if isinstance(value, jax.Array):
+        return jnp.maximum(value.astype(dtype), 0)
+    return as_array(np.maximum(np.asarray(value, np.float64), 0), dtype)
+
+
+def as_array(value: Any, dtype: Any) -> jax.Array:
+    """A threshold in the given dtype, without a detour through int32."""
+    if isinstance(value, jax.Array):
+        return value.astype(dtype)
+    with np.errstate(over="ignore"):
+        return jnp.asarray(np.asarray(value, np.float64).astype(dtype))
 
 
 def _is_schedule(value: Any) -> bool:

@@ -23,7 +23,7 @@ def check_axis(axis: Any) -> Axis:
         return tuple(axis)
     raise TypeError(
         f"axis: got {axis!r} of type {type(axis).__name__}, expected an int, a tuple of them or "
-        "None"
+        "None; for optax.inject_hyperparams name it in static_args"
     )
 
 
@@ -36,6 +36,8 @@ def check_unit_axis(axis: Any) -> UnitAxis:
     """
     if callable(axis):
         return cast(UnitAxis, axis)
+    if isinstance(axis, Mapping) and not axis:
+        return None
     pairs = axis.items() if isinstance(axis, Mapping) else axis
     if isinstance(axis, Mapping) or is_mapping(axis):
         return tuple((_compiled(pattern), check_axis(axes)) for pattern, axes in pairs)

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from clipgrad._numbers import over, times
 from clipgrad._rules._base import ClipRule, pytree_rule
-from clipgrad._rules._thresholds import check_threshold, nonnegative, require_numbers
+from clipgrad._rules._thresholds import as_array, check_threshold, nonnegative, require_numbers
 from clipgrad._trees import map_taking_part
 
 
@@ -23,7 +23,8 @@ class ClipByValue(ClipRule):
     element keeps its phase: its absolute value is clipped to ``max``.
 
     Guarantees:
-      * Every element that is not NaN ends up in [min, max]; inside of it nothing changes.
+      * Every element that is not NaN ends up in [min, max], with bounds as rounded to the dtype
+        of the leaf; inside of it nothing changes.
       * Structure, shapes and dtypes are kept, whatever the dtype of the bounds.
       * Leaves that hold no floating or complex numbers are untouched.
 
@@ -82,11 +83,11 @@ class ClipByValue(ClipRule):
 
     def _clip(self, leaf: jax.Array) -> jax.Array:
         if self.nan is not None:
-            leaf = jnp.where(jnp.isnan(leaf), jnp.asarray(self.nan).astype(leaf.dtype), leaf)
+            leaf = jnp.where(jnp.isnan(leaf), as_array(self.nan, leaf.dtype), leaf)
         if jnp.iscomplexobj(leaf):
             return self._clip_complex(leaf)
         upper = self._upper(leaf.dtype)
-        lower = -upper if self.min is None else jnp.asarray(self.min).astype(leaf.dtype)
+        lower = -upper if self.min is None else _bound(self.min, leaf.dtype)
         upper, lower = _into(upper, leaf, "max"), _into(lower, leaf, "min")
         return jnp.minimum(jnp.maximum(leaf, lower), upper)
 
@@ -99,9 +100,11 @@ class ClipByValue(ClipRule):
         upper = _into(self._upper(leaf.real.dtype), leaf, "max")
         infinite = jnp.isinf(leaf.real) | jnp.isinf(leaf.imag)
         leaf = jnp.where(infinite, jax.lax.complex(_sign(leaf.real), _sign(leaf.imag)), leaf)
-        size = jnp.abs(jnp.where(leaf == 0, jnp.ones_like(leaf), leaf))
-        clipped = times(over(leaf, size), upper)
-        return jnp.where((size <= upper) & ~infinite, leaf, jnp.where(leaf == 0, leaf, clipped))
+        # Halved, since the absolute value of the largest numbers is out of range.
+        half = times(leaf, jnp.array(0.5, upper.dtype))
+        size = jnp.abs(jnp.where(half == 0, jnp.ones_like(leaf), half))
+        clipped = times(over(half, size), upper)
+        return jnp.where((size <= 0.5 * upper) & ~infinite | (half == 0), leaf, clipped)
 
     def _is_symmetric(self) -> bool:
         known = _known(self.min) and _known(self.max)
@@ -109,8 +112,8 @@ class ClipByValue(ClipRule):
 
     def _upper(self, dtype: Any) -> jax.Array:
         if self.min is None:
-            return nonnegative(self.max, dtype)
-        return jnp.asarray(self.max).astype(dtype)
+            return jnp.minimum(nonnegative(self.max, _wide(dtype)), _largest(dtype)).astype(dtype)
+        return _bound(self.max, dtype)
 
 
 ErrorClipByValue = ClipByValue
@@ -129,13 +132,25 @@ def _any_above(lower: Any, upper: Any) -> bool:
     return bool(np.any(np.asarray(lower, np.float64) > np.asarray(upper, np.float64)))
 
 
+def _wide(dtype: Any) -> Any:
+    return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+
+
+def _largest(dtype: Any) -> float:
+    """The largest bound: inf, or the largest number of a dtype that has no inf."""
+    narrow = jnp.finfo(dtype).bits < 16
+    return float(jnp.finfo(dtype).max) if narrow else float("inf")
+
+
+def _bound(bound: Any, dtype: Any) -> jax.Array:
+    wide, largest = as_array(bound, _wide(dtype)), _largest(dtype)
+    return jnp.minimum(jnp.maximum(wide, -largest), largest).astype(dtype)
+
+
 def _into(bound: jax.Array, leaf: jax.Array, name: str) -> jax.Array:
     """``bound`` broadcast into the shape of the leaf."""
-    try:
-        fits = np.broadcast_shapes(bound.shape, leaf.shape) == leaf.shape
-    except ValueError:
-        fits = False
-    if not fits:
+    sizes = zip(reversed(bound.shape), reversed(leaf.shape), strict=False)
+    if bound.ndim > leaf.ndim or any(b not in (1, size) for b, size in sizes):
         raise ValueError(
             f"{name}: got an array of shape {bound.shape}, expected one that broadcasts into the "
             f"leaf's shape {leaf.shape}"

@@ -1,0 +1,189 @@
+"""Edges at which clips have gone wrong: each of these inputs once gave another result."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests.helpers import assert_same
+
+
+@pytest.mark.parametrize("limit", [np.int64(2**31), np.int64(2**32 - 1), 2**31, 10**10])
+def test_large_integer_thresholds_do_not_wrap(limit):
+    for make in (cg.ClipByNorm, cg.ClipByValue, cg.ClipByGlobalNorm, cg.ClipByBlockRMS):
+        assert_same(make(limit)(jnp.array([-1.0, 0.5, 3.0])), jnp.array([-1.0, 0.5, 3.0]))
+    tx = cg.clip_by_global_norm(limit, stats=True)
+    updates, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+    assert (updates == 1).all() and state.threshold == np.float32(limit)
+
+
+@pytest.mark.parametrize("ord", [0.5, 1, 2, 3, jnp.inf])
+@pytest.mark.parametrize("size", [8e37, 9e37, 3e38])
+def test_the_largest_numbers_are_clipped_in_every_norm(ord, size):
+    clipped = cg.ClipByNorm(1.0, ord=ord)(jnp.full(2, size))
+    np.testing.assert_allclose(clipped, 1.0 if ord == jnp.inf else 2 ** (-1 / ord), rtol=1e-5)
+
+
+def test_many_large_numbers_are_clipped_in_the_one_norm():
+    clipped = cg.ClipByGlobalNorm(1.0, ord=1)(jnp.full(10**6, 1e33))
+    np.testing.assert_allclose(clipped, 1e-6, rtol=1e-4)
+
+
+def test_a_state_that_was_made_eagerly_can_be_donated():
+    tx = cg.clip_by_global_norm(optax.linear_schedule(1.0, 0.5, 10), stats=True)
+    params = {"w": jnp.ones(3)}
+    step = jax.jit(lambda state, grads: tx.update(grads, state)[1], donate_argnums=0)
+    assert step(tx.init(params), params).count == 1
+
+
+def test_masks_of_trees_with_none():
+    grads = {"a": None, "b": jnp.full((2, 2), 9.0), "c": jnp.full(2, 9.0)}
+    where = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)  # noqa: E731
+    for mask in (where, where(grads)):
+        clipped, _ = cg.clip_grads(grads, cg.ClipByNorm(1.0), where=mask)
+        assert clipped["c"] is grads["c"] and clipped["b"][0, 0] == 0.5
+    with pytest.raises(ValueError, match="where: got None in the mask where the tree has leaves"):
+        cg.clip_grads(grads, cg.ClipByNorm(1.0), where={"a": None, "b": True, "c": None})
+    with pytest.raises(ValueError, match=r"where: '\(' is no regular expression"):
+        cg.clip_grads(grads, cg.ClipByNorm(1.0), where="(")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_norm_of_each_device_in_shard_map_with_statistics(check_vma):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+
+    def clip(grads):
+        clipped, stats = cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0))
+        return clipped, stats.norm[None], stats.nonfinite[None]
+
+    specs = dict(mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=check_vma)
+    grads = jnp.array([0.5, jnp.nan, 2.0, 3.0])
+    clipped, norms, nonfinite = jax.jit(jax.shard_map(clip, **specs))(grads)
+    np.testing.assert_allclose(clipped, [0.5, np.nan, 1, 1])
+    np.testing.assert_allclose(norms, [0.5, np.nan, 2, 3])
+    np.testing.assert_array_equal(nonfinite, [0, 1, 0, 0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Both:
+    first: object
+    second: object
+
+    def __call__(self, grads, params=None):
+        return self.second(self.first(grads))
+
+
+def test_a_dataclass_of_ones_own_that_holds_rules_is_a_rule():
+    rule = Both(cg.ClipByValue(4.0), cg.ClipByNorm(1.0))
+    grads = jnp.array([3.0, 9.0])
+    np.testing.assert_allclose(cg.clip_grads(grads, rule)[0], [0.6, 0.8], rtol=1e-6)
+    tx = cg.gradient_clip(rule, stats=True)
+    updates, state = tx.update(grads, tx.init(grads))
+    np.testing.assert_allclose(updates, [0.6, 0.8], rtol=1e-6)
+    assert state.threshold is None
+
+
+@pytest.mark.parametrize("rule", [cg.ClipByValue(1.0), cg.ClipByGlobalNorm(1.0)], ids=range(2))
+def test_export_with_a_symbolic_shape(rule):
+    (n,) = jax.export.symbolic_shape("n")
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(3 * cg.clip_cotangent(x, rule))))
+    exported = jax.export.export(gradient)(jax.ShapeDtypeStruct((n, 3), jnp.float32))
+    np.testing.assert_allclose(exported.call(jnp.ones((2, 3))), gradient(jnp.ones((2, 3))))
+
+
+def test_an_empty_mapping_of_axes_is_the_default():
+    grads, params = jnp.full((2, 3), 5.0), jnp.ones((2, 3))
+    expected = cg.AdaptiveClip(0.1)(grads, params)
+    assert_same(cg.AdaptiveClip(0.1, axis={})(grads, params), expected)
+
+
+def test_a_signature_that_lies_is_refused_and_not_passed_over():
+    def shifted(f):
+        @functools.wraps(f)
+        def inner(rng, *args):
+            return f(*args)
+
+        return inner
+
+    clipped = cg.error_clip(cg.ClipByValue(0.1))(shifted(lambda x: 5 * x))
+    with pytest.raises(TypeError, match="error_clip: got a call that does not fit"):
+        jax.grad(lambda x: clipped(None, x))(1.0)
+
+
+def test_generators_are_refused():
+    def generate(x):
+        yield x
+
+    with pytest.raises(TypeError, match="expected a function that returns its result"):
+        cg.error_clip(outputs=cg.ClipByValue(1.0))(generate)
+
+
+def test_derivatives_of_a_clip_to_zero():
+    for make in (cg.ClipByBlockRMS, cg.ClipByNorm, cg.ClipByGlobalNorm):
+        rule = make(0.0)
+        gradient = jax.grad(lambda g, rule=rule: jnp.sum(rule(g)))(jnp.full(3, 5.0))
+        np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_bound_above_the_range_of_a_narrow_dtype(dtype):
+    x = jnp.array([1.0, -2.0]).astype(dtype)
+    for rule in (cg.ClipByValue(1e6), cg.ClipByValue(1e6, -1e6), cg.ClipByValue(jnp.inf)):
+        assert_same(rule(x), x)
+
+
+def test_parameters_that_are_python_or_numpy_numbers_train_without_a_retrace():
+    step = cg.train_step(lambda p, b: jnp.sum((p["w"] * b + p["b"]) ** 2), optax.sgd(0.1))
+    state = step.init({"w": np.ones(3), "b": 2.0})
+    for _ in range(3):
+        state, _ = step(state, jnp.ones(3))
+    assert step.update._cache_size() == 1
+
+
+@pytest.mark.parametrize("make", [
+    lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+    lambda: optax.polyak_sgd(0.1),
+    lambda: optax.lbfgs(),
+    lambda: optax.MultiSteps(optax.sgd(0.1), 2),
+], ids=["plateau", "polyak", "lbfgs", "MultiSteps"])  # fmt: skip
+def test_optimizers_that_take_the_loss_are_handed_it(make):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        step = cg.train_step(lambda p, b: jnp.sum((p["w"] - b) ** 2), make())
+        state = step.init({"w": jnp.full(3, 2.0)})
+        first = None
+        for _ in range(4):
+            state, metrics = step(state, jnp.ones(3))
+            first = metrics["loss"] if first is None else first
+        assert metrics["loss"] < first
+
+
+def test_a_schedule_that_falls_below_zero_acts_as_zero():
+    tx = cg.clip_by_global_norm(optax.linear_schedule(1.0, -1.0, 2))
+    state = tx.init(jnp.ones(2))
+    for limit in (1.0, 0.0, 0.0):
+        updates, state = tx.update(jnp.array([3.0, 4.0]), state)
+        np.testing.assert_allclose(jnp.linalg.norm(updates), limit, atol=1e-7)
+    negative = jax.tree.map(lambda c: -c, cg.ClipByNorm(1.0))
+    np.testing.assert_array_equal(negative(jnp.ones(3)), 0)
+
+
+def test_smaller_edges():
+    assert cg.clip_by_norm(1.0, stats=True).init(
+        {"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}
+    ).stats.norm.dtype == jnp.float32
+    assert np.isfinite(jax.grad(lambda g: cg.global_norm(g, 0.5))(jnp.array([1.0, 1e-30]))).all()
+    np.testing.assert_allclose(abs(cg.ClipByValue(1.0)(jnp.array([3e38 + 3e38j]))), 1, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"threshold: got an array of shape \(1,\), expected one"):
+        cg.ClipByGlobalNorm(jnp.array([1.0]))(jnp.ones(2))
+    with pytest.raises(ValueError, match="dtype: got bfloat16, expected float32 or float64"):
+        cg.ClipStats.zero(dtype=jnp.bfloat16)
+    with pytest.raises(TypeError, match="name it in static_args"):
+        jax.jit(lambda axis: cg.ClipByNorm(1.0, axis=axis)(jnp.ones(2)))(0)
