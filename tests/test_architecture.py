@@ -82,6 +82,7 @@ def code_lines(path):
     return sum(bool(s.strip()) and s.strip()[0] != "#" for i, s in lines if i not in skipped)
 
 
-def test_there_is_more_test_than_source():
-    tests = sum(code_lines(path) for path in pathlib.Path(__file__).parent.glob("*.py"))
-    assert tests >= sum(map(code_lines, FILES))
+def test_there_is_more_test_than_source_of_the_clips():
+    folder = pathlib.Path(__file__).parent
+    tests = sum(code_lines(p) for p in folder.glob("*.py") if "check" not in p.name)
+    assert tests >= sum(map(code_lines, CLIPS))
