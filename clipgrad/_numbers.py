@@ -11,6 +11,11 @@ def accumulator(leaf: Any) -> str:
     return "float64" if jnp.finfo(leaf.dtype).bits == 64 else "float32"
 
 
+def at_least_float32(dtype: Any) -> Any:
+    """``dtype``, or float32 for a narrower one."""
+    return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
+
+
 def widen(leaf: jax.Array, dtype: str) -> jax.Array:
     """The leaf with real parts of ``dtype``."""
     if not jnp.iscomplexobj(leaf):

@@ -10,6 +10,7 @@ import optax
 
 from clipgrad._global_norm import global_norm
 from clipgrad._gradient_clip import GradientClipState, keeping_statistics
+from clipgrad._numbers import at_least_float32
 from clipgrad._stats import count_nonfinite
 
 Metrics = dict[str, Any]
@@ -159,17 +160,13 @@ def _accumulated(value_and_grad: Callable[..., Any], parts: int) -> Callable[...
         first = jax.tree.map(lambda leaf: leaf[0], microbatches)
         value, grads = jax.eval_shape(value_and_grad, params, first)
         shapes = (value[0] if isinstance(value, tuple) else value, grads)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, _wide(s.dtype)), shapes)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, at_least_float32(s.dtype)), shapes)
         total, aux = jax.lax.scan(body, zeros, microbatches)
         mean = jax.tree.map(lambda t, s: (t / parts).astype(s.dtype), total, shapes)
         loss, grads = mean
         return ((loss, aux) if isinstance(value, tuple) else loss), grads
 
     return averaged
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
 def _own(leaf: Any) -> Any:

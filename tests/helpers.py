@@ -70,10 +70,6 @@ def _threshold(w, c):
 
 
 def _agc(axis_of):
-    return _per_leaf_with_axis(axis_of)
-
-
-def _per_leaf_with_axis(axis_of):
     def limit(w, c):
         return c * np.maximum(_norm(w, 2, axis_of(w)), 1e-3)
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform, runtim
 
 import jax
 
-from clipgrad._rules._thresholds import require_numbers, schedules_of
+from clipgrad._rules._thresholds import require_numbers
 from clipgrad._trees import is_none, takes_part, with_paths
 
 C = TypeVar("C", bound=type)
@@ -126,6 +126,3 @@ def _like(result: Any, leaf: Any) -> Any:
     if not takes_part(leaf):
         return leaf
     return jax.numpy.asarray(result).astype(jax.numpy.asarray(leaf).dtype)
-
-
-__all__ = ["ClipRule", "apply_rule", "as_rule", "pytree_rule", "schedules_of", "static_field"]

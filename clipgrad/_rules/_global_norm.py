@@ -7,9 +7,8 @@ import jax
 from jax.typing import ArrayLike
 
 from clipgrad._norms import AxisName, Norm, check_order, tree_norm
-from clipgrad._numbers import over, times
 from clipgrad._rules._base import ClipRule, pytree_rule, static_field
-from clipgrad._rules._scaling import scale_down
+from clipgrad._rules._scaling import divide_first, scale_down
 from clipgrad._rules._thresholds import check_threshold, nonnegative, require_numbers
 from clipgrad._trees import map_taking_part
 
@@ -84,8 +83,4 @@ class ClipByGlobalNorm(ClipRule):
 
     def scale(self, grads: Any, norm: Norm) -> Any:
         """The tree scaled as one of this norm."""
-        return map_taking_part(lambda g: scale_down(g, norm, self.max_norm, _shrink), grads)
-
-
-def _shrink(leaf: jax.Array, root: jax.Array, limit: jax.Array) -> jax.Array:
-    return times(over(leaf, root), limit)
+        return map_taking_part(lambda g: scale_down(g, norm, self.max_norm, divide_first), grads)

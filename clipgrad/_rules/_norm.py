@@ -7,9 +7,8 @@ import jax
 from jax.typing import ArrayLike
 
 from clipgrad._norms import check_order, slice_norms
-from clipgrad._numbers import over, times
 from clipgrad._rules._base import ClipRule, pytree_rule, static_field
-from clipgrad._rules._scaling import scale_down
+from clipgrad._rules._scaling import divide_first, scale_down
 from clipgrad._rules._thresholds import check_threshold, require_numbers
 from clipgrad._rules._units import check_axis, reduced_axes
 from clipgrad._trees import map_groups
@@ -83,9 +82,6 @@ class ClipByNorm(ClipRule):
         ]
         norms = slice_norms(leaves, axes, self.ord)
         return [
-            scale_down(g, n, self.max_norm, _shrink) for g, n in zip(leaves, norms, strict=True)
+            scale_down(g, n, self.max_norm, divide_first)
+            for g, n in zip(leaves, norms, strict=True)
         ]
-
-
-def _shrink(leaf: jax.Array, root: jax.Array, limit: jax.Array) -> jax.Array:
-    return times(over(leaf, root), limit)

@@ -9,11 +9,16 @@ import jax.numpy as jnp
 
 from clipgrad._norms import Norm
 from clipgrad._numbers import over, times, widen
-from clipgrad._rules._thresholds import nonnegative
+from clipgrad._rules._thresholds import broadcasts_into, nonnegative
 
 # How a leaf is shrunk, given its norm and limit, in the ordinary range. The rules write it in
 # different ways, so that each rounds as the optax function of its name does.
 Formula = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def divide_first(leaf: jax.Array, root: jax.Array, limit: jax.Array) -> jax.Array:
+    """``leaf / root * limit``: the formula of the rules by norm, and of all out of that range."""
+    return times(over(leaf, root), limit)
 
 
 def scale_down(leaf: jax.Array, norm: Norm, limit: Any, formula: Formula) -> jax.Array:
@@ -22,9 +27,7 @@ def scale_down(leaf: jax.Array, norm: Norm, limit: Any, formula: Formula) -> jax
     A group whose norm is not finite becomes NaN. Derivatives are finite, at zero too.
     """
     limit = nonnegative(limit, norm.root.dtype)
-    if limit.ndim > norm.root.ndim or any(
-        n not in (1, m) for n, m in zip(limit.shape[::-1], norm.root.shape[::-1], strict=False)
-    ):
+    if not broadcasts_into(limit.shape, norm.root.shape):
         raise ValueError(
             f"threshold: got an array of shape {limit.shape}, expected one that broadcasts to the "
             f"norms, of shape {norm.root.shape}"
@@ -70,7 +73,7 @@ def _select(
     clips: jax.Array | None = None,
 ) -> jax.Array:
     wide = widen(leaf, root.dtype.name)
-    extreme = times(over(times(wide, norm.scale), root), limit)
+    extreme = divide_first(times(wide, norm.scale), root, limit)
     shrunk = jnp.where(norm.scale == 1, formula(wide, root, limit), extreme)
     shrunk = jnp.where(jnp.isfinite(norm.root), shrunk, jnp.nan).astype(leaf.dtype)
     return jnp.where(norm.exceeds(limit) if clips is None else clips, shrunk, leaf)

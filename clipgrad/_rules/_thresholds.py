@@ -32,6 +32,12 @@ def check_threshold(name: str, value: Any, negative: bool = False) -> None:
         raise ValueError(f"{name}: got {value!r}, expected a threshold that is not negative")
 
 
+def broadcasts_into(shape: tuple[Any, ...], target: tuple[Any, ...]) -> bool:
+    """Whether an array of a shape broadcasts to another without enlarging it."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(n in (1, size) for n, size in pairs)
+
+
 def is_own(rule: Any) -> bool:
     """Whether a rule is one of this library's dataclasses, whose fields are thresholds."""
     return getattr(type(rule), "_fields_are_thresholds", False)

@@ -9,9 +9,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from clipgrad._numbers import over, times
+from clipgrad._numbers import at_least_float32, over, times
 from clipgrad._rules._base import ClipRule, pytree_rule
-from clipgrad._rules._thresholds import as_array, check_threshold, nonnegative, require_numbers
+from clipgrad._rules._thresholds import (
+    as_array,
+    broadcasts_into,
+    check_threshold,
+    nonnegative,
+    require_numbers,
+)
 from clipgrad._trees import map_taking_part
 
 
@@ -112,7 +118,8 @@ class ClipByValue(ClipRule):
 
     def _upper(self, dtype: Any) -> jax.Array:
         if self.min is None:
-            return jnp.minimum(nonnegative(self.max, _wide(dtype)), _largest(dtype)).astype(dtype)
+            upper = nonnegative(self.max, at_least_float32(dtype))
+            return jnp.minimum(upper, _largest(dtype)).astype(dtype)
         return _bound(self.max, dtype)
 
 
@@ -132,10 +139,6 @@ def _any_above(lower: Any, upper: Any) -> bool:
     return bool(np.any(np.asarray(lower, np.float64) > np.asarray(upper, np.float64)))
 
 
-def _wide(dtype: Any) -> Any:
-    return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
-
-
 def _largest(dtype: Any) -> float:
     """The largest bound: inf, or the largest number of a dtype that has no inf."""
     narrow = jnp.finfo(dtype).bits < 16
@@ -143,14 +146,13 @@ def _largest(dtype: Any) -> float:
 
 
 def _bound(bound: Any, dtype: Any) -> jax.Array:
-    wide, largest = as_array(bound, _wide(dtype)), _largest(dtype)
+    wide, largest = as_array(bound, at_least_float32(dtype)), _largest(dtype)
     return jnp.minimum(jnp.maximum(wide, -largest), largest).astype(dtype)
 
 
 def _into(bound: jax.Array, leaf: jax.Array, name: str) -> jax.Array:
     """``bound`` broadcast into the shape of the leaf."""
-    sizes = zip(reversed(bound.shape), reversed(leaf.shape), strict=False)
-    if bound.ndim > leaf.ndim or any(b not in (1, size) for b, size in sizes):
+    if not broadcasts_into(bound.shape, leaf.shape):
         raise ValueError(
             f"{name}: got an array of shape {bound.shape}, expected one that broadcasts into the "
             f"leaf's shape {leaf.shape}"
