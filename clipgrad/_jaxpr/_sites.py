@@ -1,11 +1,11 @@
 """The places of a program at which `jax.ad_checkpoint.checkpoint_name` tags a variable."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import DropVar, JaxprEqn
+from jax.extend.core import Literal
 
 from clipgrad._jaxpr._programs import entered_programs, opened
 
@@ -41,17 +41,18 @@ def sites(program: Any) -> tuple[Site, ...]:
     """Return the sites of a program and of those inside it, each kind of site once, in order."""
     jaxpr = opened(program)[0]
     if jaxpr not in _SITES:
-        _SITES[jaxpr] = tuple(dict.fromkeys(_find(jaxpr.eqns)))
+        _SITES[jaxpr] = tuple(dict.fromkeys(_find(jaxpr)))
     return _SITES[jaxpr]
 
 
-def _find(equations: Iterable[JaxprEqn]) -> Iterator[Site]:
-    for equation in equations:
+def _find(jaxpr: Any) -> Iterator[Site]:
+    read = [atom for equation in jaxpr.eqns for atom in equation.invars] + list(jaxpr.outvars)
+    used = {atom for atom in read if not isinstance(atom, Literal)}
+    for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name == "name":
-            aval, out = equation.invars[0].aval, equation.outvars[0]
-            used = not isinstance(out, DropVar)
-            yield Site(equation.params["name"], (), str(aval.dtype), used, None)
+            (tagged,) = equation.outvars
+            yield Site(equation.params["name"], (), str(tagged.aval.dtype), tagged in used, None)
         loop = (equation.params["length"],) if name == "scan" else ()
         open_programs, closed_programs = entered_programs(equation)
         for inner in open_programs:
