@@ -124,7 +124,7 @@ class ClipStats(NamedTuple):
         )
 
 
-@functools.partial(jax.jit, static_argnums=2, inline=True)
+@functools.partial(jax.jit, static_argnums=2)
 def _of(before: list[jax.Array], after: list[jax.Array], dtype: str) -> ClipStats:
     """Traced once for leaves of the same shapes, however many variables are watched."""
     sums = _sums_of_squares(before, dtype)
