@@ -22,14 +22,21 @@ import clipgrad as cg
 RULE = cg.ErrorClipByValue(max=1.0)
 
 
+def rms_norm(x: jax.Array) -> jax.Array:
+    """The layer's normalisation."""
+    return x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
 def decoder(params: Any, x: jax.Array) -> jax.Array:
-    """Twenty-two layers with four tags each."""
+    """Twenty-two layers of attention and MLP with four tags each."""
     for i, layer in enumerate(params):
         x = checkpoint_name(x, f"input{i}")
-        h = checkpoint_name(jnp.tanh(x @ layer["in"]), f"query{i}")
-        h = checkpoint_name(jax.nn.gelu(h @ layer["middle"]), f"mlp{i}")
-        x = x + checkpoint_name(h @ layer["out"], f"out{i}")
-    return jnp.mean(x**2)
+        y = rms_norm(x)
+        query, key, value = (jnp.tanh(y @ layer[name]) for name in ("query", "key", "value"))
+        scores = jax.nn.softmax(checkpoint_name(query, f"query{i}") @ key.T / 8.0)
+        x = x + checkpoint_name(scores @ value, f"out{i}")
+        x = x + checkpoint_name(jax.nn.gelu(rms_norm(x) @ layer["up"]) @ layer["down"], f"mlp{i}")
+    return jnp.mean(rms_norm(x) ** 2)
 
 
 def rnn(params: Any, xs: jax.Array) -> jax.Array:
@@ -45,14 +52,9 @@ def rnn(params: Any, xs: jax.Array) -> jax.Array:
 def models() -> dict[str, tuple[Callable, Any, Any, list[str]]]:
     """Name: function, parameters, data, and the tags."""
     keys = jax.random.split(jax.random.key(0), 3)
-    layers = [
-        {
-            name: jax.random.normal(keys[i], (64, 64)) / 8
-            for i, name in enumerate(("in", "middle", "out"))
-        }
-        for _ in range(22)
-    ]
-    tags = [f"{kind}{i}" for i in range(22) for kind in ("input", "query", "mlp", "out")]
+    names = ("query", "key", "value", "up", "down")
+    layers = [{n: jax.random.normal(keys[0], (64, 64)) / 8 for n in names} for _ in range(22)]
+    tags = [f"{kind}{i}" for i in range(22) for kind in ("input", "query", "out", "mlp")]
     recurrent = jax.random.normal(keys[0], (128, 128)) / 11
     return {
         "decoder, 88 sites": (decoder, layers, jax.random.normal(keys[1], (256, 64)), tags),
