@@ -45,10 +45,6 @@ def relu(x):
     return np.maximum(x, 0)
 
 
-def jitter(x):
-    return 3 * x + 0.1 * np.sin(1e5 * x + 1)
-
-
 @pytest.mark.parametrize(
     ("function", "analytic", "kind"),
     [
@@ -75,8 +71,13 @@ def test_slopes_are_told_apart(function, analytic, kind):
     assert verdict(function, analytic).kind == kind
 
 
-def test_noise_is_no_verdict():
-    assert verdict(jitter, 3.0).kind == UNSURE
+def test_slopes_that_never_settle_are_no_verdict():
+    turning = lambda x: x * (3 + 2 * np.sin(1.7 * np.log(np.abs(x) + 1e-30)))  # noqa: E731
+    assert verdict(turning, 3.0).kind == UNSURE
+
+
+def test_slopes_that_grow_with_every_step_are_those_of_a_jump():
+    assert verdict(np.sign, 0.0).kind == KINK
 
 
 def test_what_is_zero_but_for_noise_is_right():

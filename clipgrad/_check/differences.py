@@ -19,7 +19,7 @@ from clipgrad._check.real import from_rows, offsets, to_numpy, to_rows, to_vecto
 from clipgrad._check.shadow import AXIS
 
 BATCH = 64
-BATCH_BYTES = 2**27
+BATCH_BYTES = 2**25
 
 
 class Evaluation(NamedTuple):
@@ -87,7 +87,8 @@ class Differences:
         self.evaluation = evaluation
         self.covectors = covectors
         self.evaluations = 0
-        self.base = np.zeros(0)
+        self.base = self._vector = np.zeros(0)
+        self._point: Any = None
         self._together = 3 if evaluation.held else 1
         size = int(offsets(evaluation.like)[-1]) + covectors.shape[1]
         self._batch = int(np.clip(BATCH_BYTES // (8 * self._together * size), 2, BATCH))
@@ -124,9 +125,11 @@ class Differences:
         return self._batch if self.evaluation.held else self._batch // 2
 
     def _set_base(self, xs) -> np.ndarray:
-        base = to_numpy(xs)
-        self.base = self._values(np.repeat(base[None, None], self._together, axis=1))[0, 0]
-        return base
+        if xs is not self._point:
+            self._vector = to_numpy(xs)
+            rows = np.repeat(self._vector[None, None], self._together, axis=1)
+            self._point, self.base = xs, self._values(rows)[0, 0]
+        return self._vector
 
     def _slopes(self, base, directions, gradient, rows: Rows) -> Slopes:
         shifts = np.zeros((len(rows.start), base.size))
@@ -166,9 +169,7 @@ class Differences:
         """The outputs at points of shape (rows, together, inputs)."""
         count = len(points)
         self.evaluations += count * self._together
-        padded = np.zeros((self._batch, *points.shape[1:]))
-        padded[:count] = points
-        leaves = from_rows(padded, self.evaluation.like)
+        leaves = [_padded(leaf, self._batch) for leaf in from_rows(points, self.evaluation.like)]
         with precision(self.evaluation):
             if self.evaluation.compiled:
                 values = self._program(count, leaves)
@@ -191,6 +192,12 @@ class Differences:
             values = jax.vmap(self.evaluation.call, axis_name=AXIS)(leaves)
             return jax.vmap(lambda rows: to_vector(rows, dtype))(values)
         return to_vector(self.evaluation.call([leaf[0] for leaf in leaves]), dtype)[None]
+
+
+def _padded(leaf: np.ndarray, count: int) -> np.ndarray:
+    out = np.zeros((count, *leaf.shape[1:]), leaf.dtype)
+    out[: len(leaf)] = leaf
+    return out
 
 
 @contextlib.contextmanager
