@@ -77,6 +77,10 @@ def check_grads(
     | outputs | a cotangent for one output only gives that one's part |
     | devices | each kind of device gives the same gradient |
 
+    A function without any custom rule has its gradient compiled as one program; `jit`, `vmap`,
+    `forward` and `outputs` are JAX's own affair there and are not run. Where several elements are
+    at kinks of one output, as equal maxima are, they are looked at together too.
+
     Args:
       fun: the function, of any trees of arrays, to any tree of arrays.
       args: the tuple of its positional arguments: the point.

@@ -176,14 +176,15 @@ def _record(session, point, found: Search, leaf: int, areas, kinds) -> None:
         finding = _bisect(session, point, leaf, wrong)
         found.findings.append(finding)
         if not len(finding.indices):
-            found.unsure.extend(wrong)
+            found.unsure.extend((a, b) for a, b in wrong if b - a > BLOCKS)
 
 
 def _bisect(session: Session, point: Point, leaf: int, areas: list[Range]) -> Finding:
     """Split disagreeing ranges until single elements are left.
 
     Where a range disagrees though all its parts agree, only elements at kinks are left: together
-    they may be wrong. None at all are left where the disagreement was noise.
+    they may be wrong. None at all are left where the disagreement was noise; if every element was
+    looked at, it is right.
     """
     exact, kinks = True, []
     while areas and max(stop - start for start, stop in areas) > 1:
