@@ -389,3 +389,59 @@ def state_that_carries_no_gradient_back(dtype):
         return rule
 
     return *twins(states, backward(0), backward(1)), args
+
+
+@pair()
+def padding_row_of_an_embedding_without_gradient(dtype):
+    args, words = (normal(42, 9, 3, dtype=dtype),), jnp.asarray([[1, 4, 4], [7, 1, 0]])
+
+    def backward(first):
+        def rule(r, g):
+            rows = jnp.broadcast_to(g[:, None], (2, 3, 3))
+            return (jnp.zeros_like(r[0]).at[words].add(rows).at[0].multiply(first),)
+
+        return rule
+
+    return *twins(lambda e: jnp.sum(e[words], axis=1), backward(0), backward(1)), args
+
+
+@pair()
+def largest_values_one_place_off(dtype):
+    args = (normal(43, 8, dtype=dtype),)
+
+    def backward(shift):
+        def rule(r, g):
+            index = lax.top_k(r[0], 3)[1] + shift
+            return (jnp.zeros_like(r[0]).at[index].add(g),)
+
+        return rule
+
+    return *twins(lambda x: lax.top_k(x, 3)[0], backward(1), backward(0)), args
+
+
+@pair()
+def average_pooling_that_counts_the_padding(dtype):
+    args = (normal(44, 7, dtype=dtype),)
+
+    def summed(x):
+        return lax.reduce_window(x, np.zeros((), x.dtype), lax.add, (3,), (1,), "SAME")
+
+    def counts(edge):
+        return jnp.asarray([edge, 3, 3, 3, 3, 3, edge], dtype)
+
+    backward = lambda edge: lambda r, g: (summed(g / counts(edge)),)
+    return *twins(lambda x: summed(x) / counts(2), backward(3), backward(2)), args
+
+
+@pair()
+def normalizer_taken_for_a_constant(dtype):
+    args = (normal(45, 6, dtype=dtype),)
+
+    def backward(through):
+        def rule(r, g):
+            (x,), total = r, jnp.sum(jnp.abs(r[0]))
+            return (g / total - through * jnp.sign(x) * jnp.sum(g * x) / total**2,)
+
+        return rule
+
+    return *twins(lambda x: x / jnp.sum(jnp.abs(x)), backward(0), backward(1)), args

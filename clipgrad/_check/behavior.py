@@ -24,7 +24,6 @@ from clipgrad._check.sampling import directions, scales
 
 LARGE, LARGE_HALF = 2.0**20, 2.0**4
 HALF_EPS = 1e-4
-FLOOR = 1e3
 
 
 class Case(NamedTuple):
