@@ -100,16 +100,7 @@ class ClipStats(NamedTuple):
           dtype: float32 or float64; by default float64 if a leaf is.
         """
         dtype = stats_dtype(before) if dtype is None else jnp.dtype(dtype).name
-        pairs = list(zip(leaves_taking_part(before), leaves_taking_part(after), strict=True))
-        sums = _sums_of_squares([b for b, _ in pairs], dtype)
-        changed, nonfinite = _counts(pairs, dtype)
-        return cls(
-            sums,
-            _sums_of_squares([a for _, a in pairs], dtype),
-            changed,
-            nonfinite,
-            sum(b.size for b, _ in pairs) * _one(sums[1]).astype(dtype),
-        )
+        return _of(leaves_taking_part(before), leaves_taking_part(after), dtype)
 
     @classmethod
     def of_scaling(
@@ -131,6 +122,15 @@ class ClipStats(NamedTuple):
             _count_unless(finite, tree, axis_name),
             size,
         )
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _of(before: list[jax.Array], after: list[jax.Array], dtype: str) -> ClipStats:
+    """Traced once for leaves of the same shapes, however many variables are watched."""
+    sums = _sums_of_squares(before, dtype)
+    changed, nonfinite = _counts(list(zip(before, after, strict=True)), dtype)
+    size = sum(leaf.size for leaf in before) * _one(sums[1]).astype(dtype)
+    return ClipStats(sums, _sums_of_squares(after, dtype), changed, nonfinite, size)
 
 
 def stats_dtype(tree: Any) -> str:
