@@ -127,3 +127,24 @@ def test_a_derivative_of_the_wrong_sign_beside_a_kink_is_wrong():
     at_kink = jnp.asarray([0.0, 1.0, -2.0])
     assert report(rule(1.0), at_kink, points=1).ok
     assert "2 of 3 elements wrong" in str(report(rule(-1.0), at_kink, points=1))
+
+
+def test_kinks_of_one_output_that_bend_both_ways_are_left_to_themselves():
+    def rule(r, g):
+        return (g * jnp.asarray([1.0, 1.0], g.dtype),)
+
+    difference = custom(lambda x: jnp.abs(x[0]) - jnp.abs(x[1]), rule)
+    assert report(difference, jnp.zeros(2), points=1).ok
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1 / 3), (1 / 3, 1), (1, 1)])
+def test_ties_are_looked_at_output_by_output(first, second):
+    def rule(r, g):
+        return (jnp.full(3, first * g[0] + second * g[1]),)
+
+    ends = custom(lambda x: (jnp.max(x), jnp.min(x)), rule)
+    found = report(ends, jnp.ones(3), points=1)
+    assert not found.ok
+    np.testing.assert_array_equal(found.failures[0].indices, [0, 1, 2])
+    output = "out[0]" if first == 1 else "out[1]"
+    assert f"3 tied elements share the gradient of {output} wrongly" in str(found)
