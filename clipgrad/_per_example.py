@@ -42,12 +42,13 @@ def clip_per_example(
         at most a norm of ``max_norm * (1 + 4e-7)``, for float16 and bfloat16 as well.
       * With ``ClipByGlobalNorm`` and ``"sum"`` it equals ``optax.per_example_global_norm_clip`` on
         float32.
-      * Memory is bounded by the microbatch: there are never more gradients than one sum and those
-        of ``microbatch`` examples, however large the batch is.
-      * Under `jax.jit` with the batch sharded over devices nothing need be said; let the devices
-        divide ``microbatch``, and each works on examples that it holds. In `jax.shard_map` and
-        `jax.pmap` the result is that of the examples of one device: average or sum it over the
-        axis.
+      * Memory is bounded by the microbatch: beside one sum there are the gradients of
+        ``microbatch`` examples at a time, however large the batch is.
+      * Under `jax.jit` with the batch sharded over devices nothing need be said; let their number
+        divide ``microbatch``, and each works on examples that it holds. (On Explicit axes it must,
+        and `jax.vmap` refuses parameters that are sharded along the batch's axis.) In
+        `jax.shard_map` and `jax.pmap` the result is that of the examples of one device: average
+        or sum it over the axis.
 
     Args:
       loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
@@ -81,9 +82,9 @@ def clip_per_example(
       >>> import clipgrad as cg, jax.numpy as jnp
       >>> loss = lambda w, example: jnp.dot(w, example)
       >>> per_example = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), microbatch=1)
-      >>> value, grads, stats = per_example(jnp.zeros(2), jnp.array([[30.0, 40.0], [0.0, 0.5]]))
+      >>> value, grads, stats = per_example(jnp.zeros(2), jnp.array([[0.0, 8.0], [0.5, 0.0]]))
       >>> print(grads, stats.norm, stats.clipped)
-      [0.3  0.65] [50.   0.5] [ True False]
+      [0.25 0.5 ] [8.  0.5] [ True False]
 
     References:
       Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, Deep Learning with Differential
