@@ -63,7 +63,7 @@ def clip_per_example(
       where: which leaves are clipped; see `clip_grads`. The others are summed as they are.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`. With ``"zero"`` an
         example that is NaN or inf spoils nothing. ``"error"`` takes
-        `jax.experimental.checkify.checkify`, since examples are always traced.
+        `jax.experimental.checkify.checkify` under `jax.jit` and with a ``microbatch``.
 
     Returns:
       A function ``(params, batch) -> (value, grads, stats)``, with ``has_aux`` ``((value, aux),

@@ -166,21 +166,33 @@ OPTIMIZERS = {
 }
 
 
+PLACES = {
+    "sharded": (AxisType.Auto, {"in": P("x", "y"), "out": P(("x", "y"))}),
+    "replicated": (AxisType.Auto, {"in": P(), "out": P()}),
+    "explicit": (AxisType.Explicit, {"in": P(), "out": P(None, "y")}),
+}
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_training_step_over_devices_clips_once_after_averaging(accumulate, name, key):
+@pytest.mark.parametrize("accumulate, place", [(1, "sharded"), *((4, place) for place in PLACES)])
+def test_a_training_step_over_devices_clips_once_after_averaging(accumulate, place, name, key):
     params, batch = training(key)
     whole = cg.train_step(loss, OPTIMIZERS[name]())
     expected, _ = whole(whole.init(params), batch)
     step = cg.train_step(loss, OPTIMIZERS[name](), accumulate=accumulate)
-    mesh = mesh_of(AxisType.Auto)
-    specs = {"in": P("x", "y"), "out": P(("x", "y"))}
-    sharded = {n: jax.device_put(w, NamedSharding(mesh, specs[n])) for n, w in params.items()}
-    over = jax.device_put(batch, NamedSharding(mesh, P("x")))
-    state, metrics = step(step.init(sharded), over)
+    kind, specs = PLACES[place]
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        sharded = {n: jax.device_put(w, NamedSharding(mesh, specs[n])) for n, w in params.items()}
+        over = jax.device_put(batch, NamedSharding(mesh, P("x")))
+        state = step.init(sharded)
+        compiled = step.update.lower(state, over).compile()
+        state, metrics = step(state, over)
     assert_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
     if name == "global norm":
         np.testing.assert_allclose(metrics["clipped_norm"], 0.1, rtol=1e-6)
+    # Each device works on its own part of every microbatch.
+    assert place == "sharded" or "all-gather" not in compiled.as_text()
 
 
 def test_multi_steps_over_devices_clips_once_after_averaging(key):
