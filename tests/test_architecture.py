@@ -12,9 +12,9 @@ CLIPS = [path for path in FILES if "_check" not in path.parts]
 # Each module may import the ones before it, and nothing of the package that is not listed.
 LAYERS = [
     "_compat", "_trees", "_numbers", "_jaxpr", "_reductions", "_norms", "_global_norm", "_rules",
-    "_stats", "_cotangent", "_error_clip", "_where", "_nonfinite", "_clip_grads", "_per_example",
-    "_gradient_clip", "_clips", "_composer", "_presets", "_train_step", "_check", "_selftest",
-    "__init__", "_demo", "_cli", "__main__",
+    "_stats", "_cotangent", "_error_clip", "_by_name", "_everywhere", "_watch", "_where",
+    "_nonfinite", "_clip_grads", "_per_example", "_gradient_clip", "_clips", "_composer",
+    "_presets", "_train_step", "_check", "_selftest", "__init__", "_demo", "_cli", "__main__",
 ]  # fmt: skip
 
 
