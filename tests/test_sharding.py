@@ -191,8 +191,8 @@ def test_a_training_step_over_devices_clips_once_after_averaging(accumulate, pla
     assert_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
     if name == "global norm":
         np.testing.assert_allclose(metrics["clipped_norm"], 0.1, rtol=1e-6)
-    # Each device works on its own part of every microbatch.
-    assert place == "sharded" or "all-gather" not in compiled.as_text()
+        # Each device works on its own part of every microbatch.
+        assert place == "sharded" or "all-gather" not in compiled.as_text()
 
 
 def test_multi_steps_over_devices_clips_once_after_averaging(key):
