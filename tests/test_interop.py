@@ -28,6 +28,13 @@ CLIPS = {
     "clip_by_block_rms": (cg.clip_by_block_rms, REFERENCES["ClipByBlockRMS"]),
     "adaptive_grad_clip": (cg.adaptive_grad_clip, REFERENCES["AdaptiveClip"]),
 }
+THRESHOLDS = {
+    "clip_by_value": "max",
+    "clip_by_norm": "max_norm",
+    "clip_by_global_norm": "max_norm",
+    "clip_by_block_rms": "threshold",
+    "adaptive_grad_clip": "clipping",
+}
 # Half of them with statistics in their state.
 TRANSFORMATIONS = {
     name: make(LIMIT, stats=i % 2 == 0) for i, (name, (make, _)) in enumerate(CLIPS.items())
@@ -326,7 +333,10 @@ def test_a_schedule_of_inject_hyperparams_on_bfloat16_gradients():
         chex.assert_trees_all_equal_shapes_and_dtypes(before, states)
         for n, (_, reference) in CLIPS.items():
             chex.assert_trees_all_equal_shapes_and_dtypes(results[n][0], grads)
-            expected = reference(float64(grads), float64(params), float(schedule(i)))
+            # The oldest optax holds hyperparameters in the dtype of the parameters.
+            limit = float(states[n].hyperparams[THRESHOLDS[n]])
+            assert limit == pytest.approx(float(schedule(i)), rel=2**-8)
+            expected = reference(float64(grads), float64(params), limit)
             assert_close(results[n][0], expected, rtol=2**-8, atol=1e-7)
     assert step._cache_size() == 1
 
