@@ -20,6 +20,7 @@ from clipgrad._everywhere import error_clip_everywhere as error_clip_everywhere
 from clipgrad._global_norm import global_norm as global_norm
 from clipgrad._gradient_clip import GradientClipState as GradientClipState
 from clipgrad._gradient_clip import gradient_clip as gradient_clip
+from clipgrad._per_example import clip_per_example as clip_per_example
 from clipgrad._presets import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
 from clipgrad._presets import SuggestedThreshold as SuggestedThreshold
 from clipgrad._presets import suggest_threshold as suggest_threshold

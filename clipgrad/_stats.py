@@ -146,8 +146,13 @@ def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
 def _count_unless(finite: jax.Array, tree: Any, axis_name: AxisName) -> jax.Array:
     count = functools.partial(count_nonfinite, tree, axis_name)
     kind = jax.eval_shape(count)
-    zero = to_varying(jnp.zeros(kind.shape, kind.dtype), varying_axes(finite))
-    return jax.lax.cond(finite, lambda: zero, lambda: to_varying(count(), varying_axes(finite)))
+    axes = varying_axes(finite)
+    # Made in the branch: a closed-over zero fails under vmap over an explicitly sharded axis.
+    return jax.lax.cond(
+        finite,
+        lambda: to_varying(jnp.zeros(kind.shape, kind.dtype), axes),
+        lambda: to_varying(count(), axes),
+    )
 
 
 def _sums_of_squares(leaves: list[jax.Array], dtype: str) -> jax.Array:

@@ -60,7 +60,8 @@ def train_step(
     Guarantees:
       * It is traced once for all batches of one shape, whatever the schedules do.
       * With ``accumulate=k`` gradients are averaged over k microbatches, in float32 or wider,
-        and clipped once, after that.
+        and clipped once, after that. A microbatch holds every k-th example, so that devices that
+        share the batch share each microbatch.
       * The state keeps the statistics of the gradient clips in the optimizer, whether or not
         they were made with ``stats=True``.
 
@@ -148,25 +149,34 @@ def _accumulated(value_and_grad: Callable[..., Any], parts: int) -> Callable[...
                 f"accumulate: got a batch leaf of shape {jnp.shape(leaf)}, whose leading axis "
                 f"{parts} microbatches do not divide"
             )
-        return jnp.reshape(leaf, (parts, leaf.shape[0] // parts, *leaf.shape[1:]))
+        # Strided, so that a leading axis that is sharded stays where it is.
+        return jnp.reshape(leaf, (leaf.shape[0] // parts, parts, *leaf.shape[1:]))
 
     def averaged(params: Any, batch: Any) -> Any:
-        def body(total: Any, microbatch: Any) -> Any:
-            value, grads = value_and_grad(params, microbatch)
+        batch = jax.tree.map(split, batch)
+
+        def microbatch(i: Any) -> Any:
+            return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, False), batch)
+
+        def body(total: Any, i: jax.Array) -> Any:
+            value, grads = value_and_grad(params, microbatch(i))
             loss, aux = value if isinstance(value, tuple) else (value, None)
             return jax.tree.map(lambda t, new: t + new.astype(t.dtype), total, (loss, grads)), aux
 
-        microbatches = jax.tree.map(split, batch)
-        first = jax.tree.map(lambda leaf: leaf[0], microbatches)
-        value, grads = jax.eval_shape(value_and_grad, params, first)
+        value, grads = jax.eval_shape(lambda: value_and_grad(params, microbatch(0)))
         shapes = (value[0] if isinstance(value, tuple) else value, grads)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, at_least_float32(s.dtype)), shapes)
-        total, aux = jax.lax.scan(body, zeros, microbatches)
+        zeros = jax.tree.map(_wide_zeros, (jnp.zeros_like(shapes[0]), params), shapes)
+        total, aux = jax.lax.scan(body, zeros, jnp.arange(parts))
         mean = jax.tree.map(lambda t, s: (t / parts).astype(s.dtype), total, shapes)
         loss, grads = mean
         return ((loss, aux) if isinstance(value, tuple) else loss), grads
 
     return averaged
+
+
+def _wide_zeros(leaf: Any, shape: Any) -> jax.Array:
+    """Zeros placed as a leaf is, in a dtype to sum in."""
+    return jnp.zeros_like(leaf, dtype=at_least_float32(shape.dtype))
 
 
 def _own(leaf: Any) -> Any:

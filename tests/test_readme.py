@@ -42,7 +42,8 @@ def test_the_programs_run(capsys):
 
 def namespace_of_tables():
     grads = {"w": jnp.array([[3.0, 4.0]])}
-    return {"cg": cg, "jax": jax, "optax": optax, "grads": grads, "params": grads, "h": jnp.ones(2)}
+    names = {"cg": cg, "jax": jax, "optax": optax, "grads": grads, "params": grads}
+    return names | {"h": jnp.ones(2), "loss": lambda w, x: w @ x}
 
 
 COMING_FROM = [row for row in rows("Coming from ...") if row[0] != "from"]

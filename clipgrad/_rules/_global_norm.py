@@ -25,7 +25,8 @@ class ClipByGlobalNorm(ClipRule):
         direction is kept.
       * On float32 trees in the ordinary range the result is that of
         ``optax.clip_by_global_norm`` under `jax.jit`, bit for bit.
-      * Under `jax.jit` with sharded leaves the compiled program holds one all-reduce.
+      * Under `jax.jit` with sharded leaves the compiled program holds one all-reduce, more only
+        where leaves are spread over different axes of the mesh.
 
     ==========================  ==========================================================
     norm or threshold           result
