@@ -11,7 +11,6 @@ from clipgrad._norms import AxisName
 from clipgrad._stats import stats_dtype
 from clipgrad._thresholds import HistoryThreshold, Window
 from clipgrad._thresholds._base import check_between, check_steps
-from clipgrad._trees import map_taking_part
 from clipgrad._where import Where, keep_selected, selected
 
 # The deviation that is reckoned with is at least this part of the mean, so that equal norms, as
@@ -29,7 +28,7 @@ class SkipSpikesState(NamedTuple):
       skipped: whether the last step was skipped.
       skipped_count: the number of steps that were skipped.
       spike_count: the number of those whose gradient was finite.
-      consecutive: the number of finite outliers in a row that were skipped up to now.
+      consecutive: the number of outliers that were skipped since the last step that was taken.
     """
 
     inner_state: Any
@@ -60,7 +59,7 @@ def skip_spikes(
     zero, the state of ``inner`` is what it was, and the norm is forgotten.
 
     Guarantees:
-      * On a step that is not skipped updates and state are those of ``inner``, bit for bit.
+      * On a step that is not skipped updates and state are those of ``inner``.
       * On a step that is skipped updates are exact zeros, and the state of ``inner`` is kept bit
         for bit: by selection, no product of 0 and NaN. ``inner`` is shown zeros in its place.
       * No norm of a skipped step enters the history, nor does a norm of 0.
@@ -77,8 +76,9 @@ def skip_spikes(
     ==============================  ======================================================
 
     Args:
-      inner: an optax gradient transformation; a clip belongs inside, for the steps before there
-        is a history: ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.adam(1e-3)))``.
+      inner: an optax gradient transformation, or ``optax.MultiSteps``, whose average of gradients
+        would keep a NaN for ever if it were outside. A clip belongs inside, for the steps before
+        there is a history: ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.adam(1e-3)))``.
       max_norm: an absolute limit; ``None``: none.
       window: how many norms the history has.
       sigma: how many deviations above the mean are let pass.
@@ -87,7 +87,7 @@ def skip_spikes(
       max_consecutive: how many outliers in a row are skipped before one is taken, since what
         repeats is no spike; ``None``: all of them, so that gradients which grow at once and for
         good stop the training. ``consecutive`` in the state shows that.
-      where: which leaves make up the norm; see `clip_grads`.
+      where: which leaves make up the norm; see `clip_grads`. The others are not judged.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
 
     Returns:
@@ -119,6 +119,7 @@ def skip_spikes(
     if max_consecutive is not None:
         check_steps("max_consecutive", max_consecutive)
     largest = jnp.inf if max_norm is None else max_norm
+    most = jnp.iinfo(jnp.int32).max if max_consecutive is None else max_consecutive
 
     def init(params: Any) -> SkipSpikesState:
         norm = jnp.zeros((), stats_dtype(keep_selected(params, selected(where, params))))
@@ -127,39 +128,60 @@ def skip_spikes(
         return SkipSpikesState(inner.init(params), history.init(norm), norm, no, *counters)
 
     def update(
-        updates: Any, state: SkipSpikesState, params: Any = None, **extra_args: Any
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, SkipSpikesState]:
         norm = extra_args.get("grad_norm")
         if norm is None:
             measured = keep_selected(updates, selected(where, updates))
             norm = global_norm(measured, axis_name=axis_name)
         norm = jnp.asarray(norm).astype(state.raw_norm.dtype)
-        finite = jnp.isfinite(norm)
-        outlier = finite & (norm > history.limit(state.window, _LEAST_DEVIATION))
-        again = jnp.zeros((), bool)
-        if max_consecutive is not None:
-            again = outlier & (state.consecutive >= max_consecutive) & (norm <= largest)
-        skip = ~finite | (norm > largest) | (outlier & ~again)
-
-        shown = map_taking_part(lambda g: jnp.where(skip, jnp.zeros_like(g), g), updates)
-        new, inner_state = inner.update(shown, state.inner_state, params, **extra_args)
-        new = map_taking_part(lambda u: jnp.where(skip, jnp.zeros_like(u), u), new)
-        inner_state = jax.tree.map(
-            lambda old, kept: jnp.where(skip, old, kept), state.inner_state, inner_state
+        judgement = _judge(norm, history.limit(state.window, _LEAST_DEVIATION), largest)
+        again = judgement.spike & (state.consecutive >= most)
+        skip = judgement.forbidden | (judgement.spike & ~again)
+        new, inner_state = inner.update(
+            _zero_if(skip, updates), state.inner_state, params, **extra_args
         )
-        forgets = Window(jnp.zeros_like(state.window.norms), jnp.zeros_like(state.window.seen))
-        past = jax.tree.map(lambda a, b: jnp.where(again, a, b), forgets, state.window)
-        return new, SkipSpikesState(
-            inner_state,
-            past.push(jnp.where(skip, 0, norm)),
-            jnp.where(finite, norm, 0),
-            skip,
-            _increment_if(skip, state.skipped_count),
-            _increment_if(skip & finite, state.spike_count),
-            jnp.where(outlier & skip, state.consecutive + 1, _reset(finite, state.consecutive)),
-        )
+        kept = jax.tree.map(lambda o, n: jnp.where(skip, o, n), state.inner_state, inner_state)
+        after = _after(state, norm, skip, judgement.spike, again)
+        return _zero_if(skip, new), after._replace(inner_state=kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Judgement(NamedTuple):
+    """Whether a norm is never taken, and else whether it stands out of the history."""
+
+    forbidden: jax.Array
+    spike: jax.Array
+
+
+def _judge(norm: jax.Array, limit: jax.Array, largest: float) -> _Judgement:
+    forbidden = ~jnp.isfinite(norm) | (norm > largest)
+    return _Judgement(forbidden, ~forbidden & (norm > limit))
+
+
+def _after(
+    state: SkipSpikesState, norm: jax.Array, skip: jax.Array, spike: jax.Array, again: jax.Array
+) -> SkipSpikesState:
+    finite = jnp.isfinite(norm)
+    past = jax.tree.map(lambda x: jnp.where(again, jnp.zeros_like(x), x), state.window)
+    return state._replace(
+        window=past.push(jnp.where(skip, 0, norm)),
+        raw_norm=jnp.where(finite, norm, 0),
+        skipped=skip,
+        skipped_count=_increment_if(skip, state.skipped_count),
+        spike_count=_increment_if(skip & finite, state.spike_count),
+        consecutive=jnp.where(skip, _increment_if(spike, state.consecutive), 0),
+    )
+
+
+def _zero_if(condition: jax.Array, tree: Any) -> Any:
+    def zero(leaf: Any) -> Any:
+        if not jnp.issubdtype(getattr(leaf, "dtype", float), jnp.number):
+            return leaf
+        return jnp.where(condition, jnp.zeros_like(leaf), leaf)
+
+    return jax.tree.map(zero, tree)
 
 
 def _transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -175,8 +197,3 @@ def _transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
 
 def _increment_if(condition: jax.Array, count: jax.Array) -> jax.Array:
     return jnp.where(condition, optax.safe_increment(count), count)
-
-
-def _reset(finite: jax.Array, count: jax.Array) -> jax.Array:
-    """A NaN in between does not end a row of outliers."""
-    return jnp.where(finite, 0, count)

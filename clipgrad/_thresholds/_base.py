@@ -71,6 +71,12 @@ def counts(norms: jax.Array) -> jax.Array:
     return jnp.isfinite(norms) & (norms > 0)
 
 
+def fed(feed: str, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
+    """What enters a history; 0, which never does, for norms that say nothing."""
+    clipped = jnp.minimum(norms, thresholds) if feed == "clipped" else norms
+    return jnp.where(counts(norms), clipped, 0)
+
+
 def check_feed(feed: Any) -> None:
     """Refuses what is not the name of a norm.
 

@@ -6,7 +6,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds._base import check_between, check_feed, check_steps, counts, unlimited
+from clipgrad._thresholds._base import (
+    check_between,
+    check_feed,
+    check_steps,
+    counts,
+    fed,
+    unlimited,
+)
 from clipgrad._thresholds._window import Window
 
 
@@ -97,11 +104,11 @@ class EMAThreshold:
         early = jnp.where(enters, norms * self._factor(norms), unlimited(norms))
         later = jnp.minimum(self.relative * state.mean, unlimited(norms))
         threshold = jnp.where(warms_up, early, later)
-        fed = jnp.minimum(norms, threshold) if self.feed == "clipped" else norms
-        warmup = state.warmup.push(jnp.where(warms_up, fed, 0))
+        entry = fed(self.feed, norms, threshold)
+        warmup = state.warmup.push(jnp.where(warms_up, entry, 0))
         least = jnp.min(jnp.where(warmup.without_far(), warmup.norms, jnp.inf), axis=0)
         first = jnp.where(warmup.seen > 0, least, 0)
-        new = self.decay * state.mean + (1 - self.decay) * fed
+        new = self.decay * state.mean + (1 - self.decay) * entry
         mean = jnp.where(warms_up, first, jnp.where(enters, new, state.mean))
         return threshold, EMAState(warmup, mean)
 

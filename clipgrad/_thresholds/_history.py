@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds._base import check_between, check_feed, check_steps, unlimited
+from clipgrad._thresholds._base import check_between, check_feed, check_steps, fed, unlimited
 from clipgrad._thresholds._window import Window
 
 
@@ -38,7 +38,7 @@ class HistoryThreshold:
       min_history: how many norms there must be before anything is clipped; by default half a
         window, and 2 at least.
       feed: what enters the history: ``"raw"`` norms, or ``"clipped"`` ones, with which the
-        threshold can collapse.
+        threshold tends to fall.
 
     Raises:
       ValueError: for a number out of range, another ``feed``.
@@ -81,8 +81,7 @@ class HistoryThreshold:
     def update(self, state: Window, norms: jax.Array) -> tuple[jax.Array, Window]:
         """The limit that the past sets, and the history with this norm."""
         threshold = self.limit(state)
-        fed = jnp.minimum(norms, threshold) if self.feed == "clipped" else norms
-        return threshold, state.push(fed)
+        return threshold, state.push(fed(self.feed, norms, threshold))
 
     def limit(self, state: Window, least_deviation: float = 0.0) -> jax.Array:
         """The threshold that this history sets, with a deviation of at least a part of the mean."""

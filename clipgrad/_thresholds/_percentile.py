@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds._base import check_between, check_feed, check_steps, unlimited
+from clipgrad._thresholds._base import check_between, check_feed, check_steps, fed, unlimited
 from clipgrad._thresholds._window import Window
 
 
@@ -36,7 +36,7 @@ class PercentileThreshold:
         normalization of the gradients.
       window: $w$, the number of norms that are kept; the paper keeps all.
       feed: what enters the history: ``"raw"`` norms, as in the paper, or ``"clipped"`` ones, with
-        which the threshold can only stay or fall once the window is full of them.
+        which the threshold tends to fall.
 
     Raises:
       ValueError: for a percentile out of range, a window below 1, another ``feed``.
@@ -75,6 +75,4 @@ class PercentileThreshold:
         window = state.push(norms)
         known = window.percentile(self.percentile)
         threshold = jnp.where(window.seen > 0, known, unlimited(norms))
-        if self.feed == "clipped":
-            window = state.push(jnp.minimum(norms, threshold))
-        return threshold, window
+        return threshold, state.push(fed(self.feed, norms, threshold))

@@ -6,7 +6,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds._base import check_between, check_feed, check_steps, counts, unlimited
+from clipgrad._thresholds._base import (
+    check_between,
+    check_feed,
+    check_steps,
+    counts,
+    fed,
+    unlimited,
+)
 from clipgrad._thresholds._window import Window
 
 
@@ -67,7 +74,7 @@ class ZScoreThreshold:
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
-      >>> tx = cg.clip_by_global_norm(cg.ZScoreThreshold(z=2.0, warmup=2))
+      >>> tx = cg.clip_by_global_norm(cg.ZScoreThreshold(z=2.0, warmup=2, eps=0.0))
       >>> state = tx.init(jnp.zeros(1))
       >>> for norm in (1.0, 3.0, 6.0):
       ...     updates, state = tx.update(jnp.array([norm]), state)
@@ -105,12 +112,12 @@ class ZScoreThreshold:
         warms_up = state.warmup.seen < self.warmup
         threshold = jnp.where(warms_up, unlimited(norms), self._limit(state, norms))
         threshold = threshold if self.max_norm is None else jnp.minimum(threshold, self.max_norm)
-        fed = jnp.minimum(norms, threshold) if self.feed == "clipped" else norms
+        entry = fed(self.feed, norms, threshold)
         warmup = state.warmup.push(jnp.where(warms_up, norms, 0))
         first = warmup.mean_and_deviation()
         mean, deviation = (
             jnp.where(warms_up, start, jnp.where(counts(norms), new, old))
-            for start, new, old in zip(first, self._averages(state, fed), state[1:], strict=True)
+            for start, new, old in zip(first, self._averages(state, entry), state[1:], strict=True)
         )
         return threshold, ZScoreState(warmup, mean, deviation)
 
