@@ -120,7 +120,9 @@ def take(grads: Any, where: Where, nonfinite: str, measure: Where) -> Taken:
     raw = keep_selected(grads, flags)
     tree = measured = apply_policy(nonfinite, raw)
     if measure is not None:
-        measured = apply_policy(nonfinite, keep_selected(grads, selected(measure, grads)))
+        measured = apply_policy(
+            nonfinite, keep_selected(grads, selected(measure, grads, "measure"))
+        )
     return Taken(grads, flags, raw, tree, measured)
 
 

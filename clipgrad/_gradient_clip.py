@@ -119,6 +119,7 @@ def gradient_clip(
 
     def init(params: Any) -> Any:
         tree = keep_selected(params, selected(where, params))
+        selected(measure, params, "measure")
         kept = stats or _KEEP_STATISTICS.get()
         return _first_state(rule, tree, kept) if kept or has_state else optax.EmptyState()
 

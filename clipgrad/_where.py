@@ -12,13 +12,14 @@ from clipgrad._trees import is_none, takes_part, with_paths
 Where = Any | Callable[[Any], Any] | str | None
 
 
-def selected(where: Where, tree: Any) -> list[bool]:
+def selected(where: Where, tree: Any, name: str = "where") -> list[bool]:
     """For each leaf of ``tree`` (``None`` included) whether ``where`` selects it.
 
     Args:
       where: ``None`` (all), a tree of booleans that is a prefix of ``tree``, a function from
         ``tree`` to one, or a regular expression that is searched in the paths.
       tree: the tree of gradients.
+      name: what the argument is called.
 
     Raises:
       ValueError: if leaves that could be clipped are all left out, or a mask is no prefix.
@@ -35,7 +36,7 @@ def selected(where: Where, tree: Any) -> list[bool]:
     if candidates and not any(
         f and takes_part(leaf) for f, leaf in zip(flags, leaves, strict=True)
     ):
-        raise ValueError(f"where: {_shown(where)} selects none of the leaves {candidates}")
+        raise ValueError(f"{name}: {_shown(where)} selects none of the leaves {candidates}")
     return flags
 
 

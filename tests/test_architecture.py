@@ -11,9 +11,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 CLIPS = [path for path in FILES if "_check" not in path.parts]
 # Each module may import the ones before it, and nothing of the package that is not listed.
 LAYERS = [
-    "_compat", "_trees", "_numbers", "_jaxpr", "_reductions", "_norms", "_global_norm", "_thresholds", "_rules",
+    "_compat", "_trees", "_numbers", "_jaxpr", "_reductions", "_norms", "_global_norm",
+    "_thresholds", "_rules",
     "_stats", "_cotangent", "_error_clip", "_where", "_nonfinite", "_clip_grads", "_gradient_clip",
-    "_clips", "_skip_spikes", "_composer", "_presets", "_train_step", "_check", "_selftest", "__init__", "_demo",
+    "_clips", "_skip_spikes",
+    "_composer", "_presets", "_train_step", "_check", "_selftest", "__init__", "_demo",
     "_cli", "__main__",
 ]  # fmt: skip
 
