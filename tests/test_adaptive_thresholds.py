@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import assert_close, assert_same, reductions, tree_of
+from tests.helpers import all_reduces, assert_close, assert_same, reductions, tree_of
 
 MOST = float(np.finfo(np.float32).max)
 
@@ -455,6 +457,41 @@ def test_it_is_saved_and_restored_by_orbax(kind, key, tmp_path):
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(tx.init, params))
     assert_same(restored, state)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_norm"])
+def test_sharded_gradients_are_followed_like_those_of_one_device(name, kind, key):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    grads = {"a": jax.random.normal(key, (8, 4)), "b": jax.random.normal(key, (3,))}
+    tx = CLIPS[name](cg.PercentileThreshold(50, window=4), stats="per_leaf")
+    expected, state = tx.update(grads, tx.init(grads))
+    expected, state = tx.update(jax.tree.map(lambda g: 3 * g, grads), state)
+    with jax.set_mesh(mesh):
+        sharding = {"a": jax.NamedSharding(mesh, P("x")), "b": jax.NamedSharding(mesh, P())}
+        spread = jax.device_put(grads, sharding)
+        update = jax.jit(tx.update)
+        _, sharded = update(spread, tx.init(spread))
+        updates, sharded = update(jax.tree.map(lambda g: 3 * g, spread), sharded)
+        bare = CLIPS[name](cg.PercentileThreshold(50, window=4))
+        assert all_reduces(jax.jit(bare.update).lower(spread, bare.init(spread)).compile()) == 1
+    assert_close(jax.device_get((updates, sharded)), (expected, state))
+
+
+def test_devices_in_shard_map_follow_one_norm(key):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    tx = cg.clip_by_global_norm(cg.HistoryThreshold(window=4), axis_name="x")
+    grads = jax.random.normal(key, (6, 8))
+
+    def train(grads):
+        state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], tx.init(grads[0]), grads)
+        return updates, state.threshold
+
+    mapped = jax.shard_map(train, mesh=mesh, in_specs=P(None, "x"), out_specs=(P(None, "x"), P()))
+    updates, threshold = jax.jit(mapped)(grads)
+    single = cg.clip_by_global_norm(cg.HistoryThreshold(window=4))
+    state, expected = scan(single, grads, grads[0])
+    assert_close((updates, threshold), (expected, state.threshold))
 
 
 # Bad input

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import clipgrad as cg
-from tests.helpers import CASES, assert_close, assert_same, reductions, tree_of
+from tests.helpers import CASES, assert_close, reductions, tree_of
 
 TREE = {
     "body": {"bias": jnp.array([2.0]), "kernel": jnp.array([3.0, 6.0])},
@@ -99,6 +99,9 @@ def test_a_measure_that_selects_nothing_is_refused():
         cg.clip_grads(TREE, cg.ClipByGlobalNorm(1.0), measure="tail")
     with pytest.raises(ValueError, match="measure: 'tail' selects none of the leaves"):
         cg.clip_by_global_norm(1.0, measure="tail").init(TREE)
+    for wrong, match in (("[", "is no regular"), ({"x": True}, "got a mask of the structure")):
+        with pytest.raises(ValueError, match=f"measure: .*{match}"):
+            cg.clip_grads(TREE, cg.ClipByGlobalNorm(1.0), measure=wrong)
 
 
 # Leaves that are no gradients
@@ -116,7 +119,8 @@ def test_frozen_leaves_are_neither_measured_nor_clipped():
 
 def test_overwritten_leaves_of_fp8_layers_are_neither_measured_nor_clipped():
     """flax hands back new scales and histories in the place of gradients."""
-    nn = pytest.importorskip("flax.linen")
+    from flax import linen as nn
+
     layer = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)
     x = jnp.ones((2, 8))
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
