@@ -2,6 +2,7 @@
 
 import importlib.metadata
 
+from clipgrad._by_name import error_clip_by_name as error_clip_by_name
 from clipgrad._check import GradCheckError as GradCheckError
 from clipgrad._check import GradCheckReport as GradCheckReport
 from clipgrad._check import check_grads as check_grads
@@ -15,6 +16,7 @@ from clipgrad._clips import clip_by_value as clip_by_value
 from clipgrad._composer import apply_gradient_clipping as apply_gradient_clipping
 from clipgrad._cotangent import clip_cotangent as clip_cotangent
 from clipgrad._error_clip import error_clip as error_clip
+from clipgrad._everywhere import error_clip_everywhere as error_clip_everywhere
 from clipgrad._global_norm import global_norm as global_norm
 from clipgrad._gradient_clip import GradientClipState as GradientClipState
 from clipgrad._gradient_clip import gradient_clip as gradient_clip
@@ -39,5 +41,6 @@ from clipgrad._thresholds import ZScoreThreshold as ZScoreThreshold
 from clipgrad._train_step import TrainState as TrainState
 from clipgrad._train_step import TrainStep as TrainStep
 from clipgrad._train_step import train_step as train_step
+from clipgrad._watch import value_and_grad_with_stats as value_and_grad_with_stats
 
 __version__ = importlib.metadata.version("clipgrad")

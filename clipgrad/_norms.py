@@ -17,7 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from clipgrad._numbers import accumulator, over, real_product, scaled_square, square, times, widen
+from clipgrad._numbers import (
+    accumulator,
+    over,
+    real_product,
+    real_size,
+    scaled_square,
+    square,
+    times,
+    widen,
+)
 from clipgrad._reductions import Arrays, Axes, Groups
 from clipgrad._trees import leaves_taking_part
 
@@ -203,7 +212,7 @@ def _sums_in_range(
     groups: Groups, wide: list[jax.Array], leaves: Arrays
 ) -> list[tuple[jax.Array, jax.Array]]:
     """For each group a sum of squares of scaled leaves that is in range, and the scale."""
-    sizes = [jnp.abs(g) for g in wide]
+    sizes = [real_size(g) for g in wide]
 
     def sums(sign: int) -> list[jax.Array]:
         squares = [scaled_square(size, sign * SHIFT[size.dtype.name]) for size in sizes]

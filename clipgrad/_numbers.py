@@ -51,14 +51,20 @@ def real_product(a: jax.Array, b: jax.Array) -> jax.Array:
     return a.real * b.real + a.imag * b.imag
 
 
-def scaled_square(size: jax.Array, exponent: int) -> jax.Array:
-    """``(size * 2 ** exponent) ** 2`` of absolute values, up to where the product is large.
+def real_size(leaf: jax.Array) -> jax.Array:
+    """Real numbers with the squares of ``|leaf|``; a real leaf itself, which needs no buffer."""
+    return jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf
 
-    The bounds change no sum that is used, but stand between the product and the square, of which
-    XLA would make ``(size * size) * (c * c)``, out of range in both factors.
+
+def scaled_square(x: jax.Array, exponent: int) -> jax.Array:
+    """``(x * 2 ** exponent) ** 2`` of real numbers; where that is large, at least a large number.
+
+    The bound changes no sum that is used, but stands between the product and the square, of which
+    XLA would make ``(x * x) * (c * c)``, out of range in both factors. It is on one side only: two
+    make a clamp, and an absolute value is shared, for both of which XLA takes another buffer.
     """
-    limits = jnp.finfo(size.dtype)
-    scaled = size * jnp.array(2.0**exponent, size.dtype)
+    limits = jnp.finfo(x.dtype)
+    scaled = x * jnp.array(2.0**exponent, x.dtype)
     if exponent < 0:
-        return jnp.square(jnp.maximum(scaled, limits.tiny))
+        return jnp.square(jnp.maximum(scaled, limits.min))
     return jnp.square(jnp.minimum(scaled, 2.0 ** (limits.maxexp // 2 - 1)))

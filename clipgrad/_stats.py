@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._norms import AxisName, Norm, slice_norms, tree_size, tree_total, widest
-from clipgrad._numbers import scaled_square
+from clipgrad._numbers import real_size, scaled_square
 from clipgrad._trees import leaves_taking_part, paths_taking_part, takes_part
 
 # Exponents: below 2 ** low a norm is read off the sum that is scaled up, by 2 ** up; above
@@ -100,12 +100,14 @@ class ClipStats(NamedTuple):
         """
         dtype = stats_dtype(before) if dtype is None else jnp.dtype(dtype).name
         pairs = list(zip(leaves_taking_part(before), leaves_taking_part(after), strict=True))
+        sums = _sums_of_squares([b for b, _ in pairs], dtype)
+        changed, nonfinite = _counts(pairs, dtype)
         return cls(
-            _sums_of_squares([b for b, _ in pairs], dtype),
+            sums,
             _sums_of_squares([a for _, a in pairs], dtype),
-            tree_total(jnp.asarray, [_differ(b, a).astype(dtype) for b, a in pairs]),
-            count_nonfinite(before).astype(dtype),
-            tree_total(_one, before).astype(dtype),
+            changed,
+            nonfinite,
+            sum(b.size for b, _ in pairs) * _one(sums[1]).astype(dtype),
         )
 
     @classmethod
@@ -185,7 +187,7 @@ def _counts_unless(finite: jax.Array, trees: list[Any], axis_name: AxisName) -> 
 
 
 def _sums_of_squares(leaves: list[jax.Array], dtype: str) -> jax.Array:
-    sizes = [jnp.abs(leaf).astype(dtype) for leaf in leaves]
+    sizes = [real_size(leaf).astype(dtype) for leaf in leaves]
     sums = [tree_total(lambda g, i=i: _squares(g)[i], sizes) for i in range(3)]
     return jnp.stack(sums).astype(dtype)
 
@@ -195,7 +197,7 @@ def _squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     low, high, down, up = _RANGE[size.dtype.name]
     return (
         scaled_square(size, down),
-        jnp.square(jnp.minimum(size, 2.0**high)),
+        jnp.minimum(jnp.square(size), 2.0 ** (2 * high)),
         jnp.minimum(scaled_square(size, up), 2.0 ** (2 * (low + up))),
     )
 
@@ -207,9 +209,24 @@ def _root(sums: jax.Array) -> jax.Array:
     return jnp.where(large > 2.0 ** (2 * (high + down)), jnp.sqrt(large) * 2.0**-down, root)
 
 
-def _one(leaf: jax.Array) -> jax.Array:
-    """1 for each element, computed from it so that vmap counts the elements of every lane."""
-    return (leaf == leaf) | (leaf != leaf)
+def _one(total: jax.Array) -> jax.Array:
+    """1, computed from a sum over the elements so that vmap counts those of every lane."""
+    return (total == total) | (total != total)
+
+
+def _counts(pairs: list[tuple[jax.Array, jax.Array]], dtype: str) -> tuple[jax.Array, ...]:
+    """The numbers of changed and of non-finite elements, in one pass over the data."""
+    zeros = (jnp.uint32(0), jnp.uint32(0))
+    counts = [zeros]
+    for before, after in pairs:
+        masks = [_differ(before, after), ~jnp.isfinite(before)]
+        flags = tuple(mask.astype(jnp.uint32) for mask in masks)
+        counts.append(jax.lax.reduce(flags, zeros, _add, tuple(range(before.ndim))))
+    return tuple(sum(parts[1:], parts[0]).astype(dtype) for parts in zip(*counts, strict=True))
+
+
+def _add(a: Any, b: Any) -> Any:
+    return tuple(map(jnp.add, a, b))
 
 
 def _differ(before: jax.Array, after: jax.Array) -> jax.Array:

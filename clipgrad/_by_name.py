@@ -1,0 +1,207 @@
+"""Clipping the cotangents of tagged variables, inside a function that nobody edits."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._cotangent import clip_cotangent
+from clipgrad._rules import as_rule
+from clipgrad._stats import ClipStats
+
+F = TypeVar("F", bound=Callable[..., Any])
+Rules = Mapping[str, Callable[..., Any] | None]
+
+
+def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
+    r"""Clips the cotangents of variables inside a function, by the names that they are tagged with.
+
+    A variable is tagged where it is computed, by ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``;
+    many models are tagged already, for `jax.checkpoint`. With $\bar h$ the sum of the cotangents
+    of all uses of the tagged value, what flows back is $\mathrm{rule}(\bar h)$.
+
+    Guarantees:
+      * The result is unchanged, bit by bit, with its structure, weak types and shardings.
+      * Names are found at any depth of `jax.jit`, `jax.lax.scan`, `jax.lax.cond`,
+        `jax.lax.switch`, `jax.checkpoint`, `jax.shard_map`, `jax.vmap` and of the matrix of
+        `jax.lax.custom_linear_solve`. They keep their meaning for the policies of
+        `jax.checkpoint`.
+      * Each tagged array is a variable of its own, at each step of a scan. Inside of `jax.vmap` it
+        is the whole batch: a norm rule is joint there.
+      * ``fun`` itself is not changed, and can be differentiated in forward mode; so can the
+        result, as long as no clipped variable depends on what is differentiated.
+      * Where no name has a rule the transformed function computes just what ``fun`` does.
+      * It can be applied again, decorated with `error_clip`, and put inside or outside of
+        `jax.jit`, `jax.grad` and `jax.vmap`.
+
+    ``fun`` is traced once in every call, like a function inside of `jax.jit`: put the training
+    step into `jax.jit`, so that this happens once.
+
+    Args:
+      fun: a function of pytrees. Its arguments that are no JAX or NumPy arrays are handed to it as
+        they are.
+      rules: a rule for each name; ``None`` in place of a rule: off.
+      prefix: is put before each name, as in ``"encoder/"``.
+
+    Returns:
+      A function like ``fun``.
+
+    Raises:
+      TypeError: if ``rules`` is no mapping of names to rules, or a rule needs parameters; when
+        called, if the variable of a name has no cotangent, being an integer.
+      ValueError: when called, if a name tags nothing, or nothing that is used, or a variable inside
+        of a primitive that can't be entered, such as a `jax.custom_vjp`, whose own rule replaces
+        the cotangents in it.
+
+    Example:
+      >>> import clipgrad as cg, jax
+      >>> from jax.ad_checkpoint import checkpoint_name
+      >>> def model(x):
+      ...     h = checkpoint_name(2 * x, "h")
+      ...     return 10 * h
+      >>> clipped = cg.error_clip_by_name(model, {"h": cg.ErrorClipByValue(max=5.0)})
+      >>> print(jax.grad(model)(1.0), jax.grad(clipped)(1.0))
+      20.0 10.0
+    """
+    named = checked_rules(rules, prefix)
+    caller = "error_clip_by_name"
+
+    @functools.wraps(fun)
+    def clipped(*args: Any, **kwargs: Any) -> Any:
+        if not named:
+            return fun(*args, **kwargs)
+        traced = _jaxpr.trace(fun, args, kwargs)
+        check_names(traced.program, named, caller)
+        return traced.evaluate(args, kwargs, ByName(given_rules(named), {}))
+
+    return clipped  # type: ignore[return-value]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ByName(_jaxpr.Hook):
+    """Clips and watches the tagged variables; what holds none of them is left whole.
+
+    Attributes:
+      rules: a rule for each name that is clipped.
+      probes: the probe of each name that is watched, with a leading axis for each scan that is
+        still to be entered.
+    """
+
+    rules: dict[str, Any]
+    probes: dict[str, ClipStats]
+
+    def __call__(self, equation: Any, inputs: list) -> Sequence | None:
+        """Returns what a tag returns, clipped; None for an equation that holds one."""
+        name = equation.params.get("name")
+        if equation.primitive.name == "name" and (name in self.rules or name in self.probes):
+            (tagged,) = _jaxpr.bind(equation, inputs)
+            return [clip_cotangent(tagged, self.rules.get(name), probe=self.probes.get(name))]
+        inner = self._of(_names_in(equation))
+        return None if inner.rules or inner.probes else _jaxpr.bind(equation, inputs)
+
+    def steps(self, equation: Any) -> dict[str, ClipStats]:
+        """Returns the probes that have a slot for each step of this scan."""
+        probes = self._of(_names_in(equation)).probes
+        return {name: probe for name, probe in probes.items() if probe.size.ndim}
+
+    def inside(self, equation: Any, step: Any) -> "ByName":
+        """Returns the clips of what is inside of an equation, with the probes of this step."""
+        inner = self._of(_names_in(equation))
+        return ByName(inner.rules, inner.probes | (step or {}))
+
+    def _of(self, names: Iterable[str]) -> "ByName":
+        names = frozenset(names)
+        rules, probes = (
+            {name: entry for name, entry in entries.items() if name in names}
+            for entries in (self.rules, self.probes)
+        )
+        return ByName(rules, probes)
+
+
+def checked_rules(rules: Any, prefix: Any = "") -> dict[str, Any]:
+    """Returns the rules with the prefix before their names.
+
+    Raises:
+      TypeError: if they are no mapping of names to rules that a tagged variable can have.
+    """
+    if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
+        raise TypeError(
+            f"rules: got {rules!r}, expected a mapping of names to rules such as "
+            '{"h": ErrorClipByValue(max=5.0)}; for every intermediate value there is '
+            "error_clip_everywhere(fun, rule)"
+        )
+    if not isinstance(prefix, str):
+        raise TypeError(f"prefix: got {prefix!r}, expected a string that is put before each name")
+    return {prefix + name: rule_of_variable(rule) for name, rule in rules.items()}
+
+
+def rule_of_variable(rule: Any) -> Any:
+    """Returns a rule that a variable inside of a function can have.
+
+    Raises:
+      TypeError: if it is no rule, or measures parameters.
+    """
+    if getattr(as_rule(rule), "needs_params", False):
+        raise TypeError(
+            f"rule: got {rule!r}, but a variable has no parameters that the rule could measure; if "
+            "its own value is meant, write clip_cotangent(x, rule) in its place"
+        )
+    return rule
+
+
+def given_rules(rules: Rules) -> dict[str, Any]:
+    """The rules that are not off."""
+    return {name: rule for name, rule in rules.items() if rule is not None}
+
+
+def check_names(program: Any, names: Iterable[str], caller: str) -> None:
+    """Checks that each name tags variables of a program whose cotangents can be reached.
+
+    Raises:
+      TypeError: if the variables of a name have no cotangents.
+      ValueError: if a name tags nothing that can be reached.
+    """
+    found = _jaxpr.sites(program)
+    for name in names:
+        _check_sites(name, [site for site in found if site.name == name], found, caller)
+
+
+def _check_sites(name: str, own: list[Any], found: Sequence[Any], caller: str) -> None:
+    if not own:
+        there = list(dict.fromkeys(site.name for site in found))
+        raise ValueError(
+            f"{caller}: nothing is tagged {name!r}; the names in this function are {there}; tag a "
+            f"variable by x = jax.ad_checkpoint.checkpoint_name(x, {name!r})"
+        )
+    closed = next((site.within for site in own if is_closed(site)), None)
+    if closed:
+        inside = list(dict.fromkeys(site.name for site in found if site.within == closed))
+        raise ValueError(
+            f"{caller}: {name!r} tags a variable inside of {closed}, whose cotangents can't be "
+            f"reached from outside, like all of {inside}; tag what goes into it or comes out of "
+            "it, or write clip_cotangent into its backward pass"
+        )
+    if not any(site.is_differentiable for site in own):
+        raise TypeError(
+            f"{caller}: {name!r} tags {own[0].dtype} values, which have no cotangents; expected "
+            "floating or complex ones"
+        )
+    if not any(site.used for site in own):
+        raise ValueError(
+            f"{caller}: the value tagged {name!r} is not used, so that no cotangent comes back to "
+            f"it; write x = checkpoint_name(x, {name!r}), and go on with that x"
+        )
+
+
+def is_closed(site: Any) -> bool:
+    """Whether a cotangent may be at work that can't be reached; in a while loop there is none."""
+    return site.within not in (None, "while")
+
+
+def _names_in(equation: Any) -> set[str]:
+    inner, _ = _jaxpr.entered_programs(equation)
+    return {site.name for program in inner for site in _jaxpr.sites(program) if not site.within}

@@ -1,0 +1,24 @@
+"""Evaluate a jaxpr again with a hook at each equation, nested programs included.
+
+This is the only place that knows how JAX's higher-order primitives store their programs, and
+in what their parameters differ between versions.
+"""
+
+from clipgrad._jaxpr._entrances import ENTRANCES as ENTRANCES
+from clipgrad._jaxpr._evaluate import Hook as Hook
+from clipgrad._jaxpr._evaluate import bind as bind
+from clipgrad._jaxpr._evaluate import evaluate as evaluate
+from clipgrad._jaxpr._evaluate import is_entered as is_entered
+from clipgrad._jaxpr._evaluate import retrace as retrace
+from clipgrad._jaxpr._programs import CALLS as CALLS
+from clipgrad._jaxpr._programs import CUSTOM_RULES as CUSTOM_RULES
+from clipgrad._jaxpr._programs import REMAT as REMAT
+from clipgrad._jaxpr._programs import entered_programs as entered_programs
+from clipgrad._jaxpr._programs import equations as equations
+from clipgrad._jaxpr._programs import map_programs as map_programs
+from clipgrad._jaxpr._programs import opened as opened
+from clipgrad._jaxpr._programs import scan_counts as scan_counts
+from clipgrad._jaxpr._sites import Site as Site
+from clipgrad._jaxpr._sites import sites as sites
+from clipgrad._jaxpr._trace import Traced as Traced
+from clipgrad._jaxpr._trace import trace as trace

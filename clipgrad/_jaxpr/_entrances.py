@@ -1,0 +1,206 @@
+"""How the evaluator goes inside each higher-order primitive."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.sharding import PartitionSpec, Sharding
+
+from clipgrad._jaxpr._evaluate import ENTRANCES, Hook, evaluate
+from clipgrad._jaxpr._programs import CALLS, CUSTOM_RULES, JIT, REMAT, scan_counts
+
+# Only what belongs to no living program may be forgotten: a program compiled in an earlier call
+# of a transformed function is found again in the next.
+_COMPILED: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
+
+
+def _program(equation: JaxprEqn) -> Any:
+    names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
+    return next(equation.params[name] for name in names if name in equation.params)
+
+
+def _body(equation: JaxprEqn, hook: Hook, program: Any = None) -> Callable[..., list]:
+    program = _program(equation) if program is None else program
+    return lambda *inputs: evaluate(program, inputs, hook.inside(equation, ()))
+
+
+def _call(equation, inputs, hook):
+    return _body(equation, hook)(*inputs)
+
+
+def _jit(equation, inputs, hook):
+    if hook.flatten:
+        return _call(equation, inputs, hook)
+    static, arrays = _split(hook.inside(equation, ()))
+    compiled = _COMPILED.setdefault(_program(equation), {})
+    key = (static, *(equation.params[name] for name in _JIT_OPTIONS))
+    if key not in compiled:
+        compiled[key] = _jitted(equation, static)
+    return compiled[key](arrays, *inputs)
+
+
+_JIT_OPTIONS = ("in_shardings", "out_shardings", "donated_invars", "keep_unused", "inline", "name")
+
+
+class _Split(NamedTuple):
+    """A hook without its arrays; equal to that of an equal hook."""
+
+    structure: Any
+    fixed: tuple[Any, ...]
+
+    def given(self, arrays: list) -> Hook:
+        rest = iter(arrays)
+        leaves = [next(rest) if leaf is None else leaf for leaf in self.fixed]
+        return self.structure.unflatten(leaves)
+
+
+def _split(hook: Hook) -> tuple[_Split, list]:
+    leaves, structure = jax.tree.flatten(hook)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
+    fixed = (None if isinstance(leaf, jax.Array | np.ndarray) else leaf for leaf in leaves)
+    return _Split(structure, tuple(fixed)), arrays
+
+
+def _jitted(equation: JaxprEqn, static: _Split) -> Callable[..., list]:
+    """`jax.jit` of the evaluation, with the options that the equation was made with."""
+    program, params = weakref.ref(_program(equation)), equation.params
+
+    def run(arrays, *inputs):
+        return evaluate(program(), inputs, static.given(arrays))
+
+    run.__name__ = params["name"]
+    return jax.jit(
+        run,
+        in_shardings=(None, *map(_stated, params["in_shardings"])),
+        out_shardings=[_stated(sharding) for sharding in params["out_shardings"]],
+        donate_argnums=[i + 1 for i, donated in enumerate(params["donated_invars"]) if donated],
+        keep_unused=params["keep_unused"],
+        inline=params["inline"],
+    )
+
+
+def _stated(sharding):
+    return sharding if isinstance(sharding, Sharding) else None
+
+
+def _remat(equation, inputs, hook):
+    if hook.flatten:
+        return _call(equation, inputs, hook)
+    params = equation.params
+    again = jax.checkpoint(
+        _body(equation, hook), prevent_cse=params["prevent_cse"], policy=params["policy"]
+    )
+    return again(*inputs)
+
+
+def _scan(equation, inputs, hook):
+    constants, carried = scan_counts(equation)
+    split = constants + carried
+
+    def step(carry, element):
+        sliced, own = element
+        inner = hook.inside(equation, own)
+        arguments = [*inputs[:constants], *carry, *sliced]
+        outputs = evaluate(_program(equation), arguments, inner)
+        return tuple(outputs[:carried]), tuple(outputs[carried:])
+
+    options = ("length", "reverse", "unroll", "_split_transpose")
+    carry, stacked = lax.scan(
+        step,
+        tuple(inputs[constants:split]),
+        (tuple(inputs[split:]), hook.steps(equation)),
+        **{name: equation.params[name] for name in options if name in equation.params},
+    )
+    return [*carry, *stacked]
+
+
+def _while(equation, inputs, hook):
+    params = equation.params
+    first = params["cond_nconsts"]
+    second = first + params["body_nconsts"]
+    again = _body(equation, hook, params["cond_jaxpr"])
+    body = _body(equation, hook, params["body_jaxpr"])
+    return lax.while_loop(
+        lambda carry: again(*inputs[:first], *carry)[0],
+        lambda carry: tuple(body(*inputs[first:second], *carry)),
+        tuple(inputs[second:]),
+    )
+
+
+def _cond(equation, inputs, hook):
+    branches = [_body(equation, hook, branch) for branch in equation.params["branches"]]
+    platforms = equation.params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(inputs[0], branches, *inputs[1:])
+    pairs = list(zip(platforms, branches, strict=True))
+    default = next((branch for names, branch in pairs if names is None), None)
+    named = {name: branch for names, branch in pairs for name in names or ()}
+    return lax.platform_dependent(*inputs[1:], default=default, **named)
+
+
+def _shard_map(equation, inputs, hook):
+    params = equation.params
+    static, arrays = _split(hook.inside(equation, ()))
+
+    def shard(arrays, *shards):
+        return tuple(evaluate(_program(equation), shards, static.given(arrays)))
+
+    mapped = jax.shard_map(
+        shard,
+        mesh=params["mesh"],
+        in_specs=(PartitionSpec(), *params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )
+    return mapped(arrays, *inputs)
+
+
+def _linear_solve(equation, inputs, hook):
+    """Enters the matrix only: JAX differentiates a linear solve by nothing else."""
+    lengths, solve = equation.params["const_lengths"], equation.params["jaxprs"]
+    ends = [sum(lengths[:i]) for i in range(1, 5)]
+    matrix, _, forward, transposed = (
+        inputs[end - length : end] for end, length in zip(ends, lengths, strict=True)
+    )
+    b = tuple(inputs[ends[-1] :])
+    inside = hook.inside(equation, ())
+
+    def apply(program, constants, hook=inside):
+        return lambda x: tuple(evaluate(program, [*constants, *x], hook))
+
+    whole = Hook()
+    back = solve.transpose_solve and apply(solve.transpose_solve, transposed, whole)
+    has_aux = len(equation.outvars) > len(b)
+
+    def with_aux(run):
+        split = (lambda out: (out[: len(b)], out[len(b) :])) if has_aux else (lambda out: out)
+        return lambda _, x: split(run(x))
+
+    solved = lax.custom_linear_solve(
+        apply(solve.matvec, matrix),
+        b,
+        with_aux(apply(solve.solve, forward, whole)),
+        back and with_aux(back),
+        symmetric=solve.vecmat is solve.matvec,
+        has_aux=has_aux,
+    )
+    return [*solved[0], *solved[1]] if has_aux else solved
+
+
+ENTRANCES.update(
+    {
+        "scan": _scan,
+        "while": _while,
+        "cond": _cond,
+        "shard_map": _shard_map,
+        "custom_linear_solve": _linear_solve,
+        **dict.fromkeys(JIT, _jit),
+        **dict.fromkeys(REMAT, _remat),
+        **dict.fromkeys(CALLS | CUSTOM_RULES, _call),
+    }
+)

@@ -1,0 +1,111 @@
+"""Evaluating a jaxpr equation by equation.
+
+A hook sees every equation first; what it leaves alone is entered if it holds a program, and
+bound as it stands if it does not.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from clipgrad._jaxpr._programs import CUSTOM_RULES, opened
+
+Entrance = Callable[[JaxprEqn, list, "Hook"], Sequence]
+ENTRANCES: dict[str, Entrance] = {}
+
+
+class Hook:
+    """What to do at the equations of a program; the defaults change nothing.
+
+    `flatten=True` evaluates `jit` and `remat` in place and enters custom rules by their primal
+    program; `flatten=False` keeps all three, custom rules whole. A hook that holds arrays is a
+    pytree, so that a `jit` inside the program is compiled once for all values of them.
+    """
+
+    flatten: bool = False
+
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """Return the outputs of `equation`, or None to have it evaluated or entered."""
+        del equation, inputs
+        return None
+
+    def constant(self, value: Any, aval: Any) -> Any:
+        """Return what stands for a literal or a closed-over constant."""
+        del aval
+        return value
+
+    def steps(self, equation: JaxprEqn) -> Any:
+        """Return a tree with a leading axis as long as the scan, handed out step by step."""
+        del equation
+        return ()
+
+    def inside(self, equation: JaxprEqn, step: Any) -> "Hook":
+        """Return the hook for a program of `equation`; `step` is this step's part of `steps`."""
+        del equation, step
+        return self
+
+
+def evaluate(program: Any, inputs: Sequence, hook: Hook) -> list:
+    """Evaluate a program on flat inputs, showing each equation to the hook.
+
+    Every equation keeps its source line, name scope and context (such as `compute_on`).
+
+    Args:
+      program: a `ClosedJaxpr`, or a `Jaxpr` without constants.
+      inputs: one value for each input variable.
+      hook: sees every equation of this program, and of those inside it through `hook.inside`.
+
+    Returns:
+      The list of outputs.
+    """
+    jaxpr, constants = opened(program)
+    values: dict[Var, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+    for variable, constant in zip(jaxpr.constvars, constants, strict=True):
+        values[variable] = hook.constant(constant, variable.aval)
+
+    def read(atom):
+        if isinstance(atom, Literal):
+            return hook.constant(atom.val, atom.aval)
+        return values[atom]
+
+    scope = source_info_util.current_name_stack()
+    for equation in jaxpr.eqns:
+        info = equation.source_info
+        user = source_info_util.user_context(info.traceback, name_stack=scope + info.name_stack)
+        with user, equation.ctx.manager:
+            outputs = _outputs(equation, [read(atom) for atom in equation.invars], hook)
+        values.update(zip(equation.outvars, outputs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _outputs(equation: JaxprEqn, inputs: list, hook: Hook) -> Sequence:
+    outputs = hook(equation, inputs)
+    if outputs is None and is_entered(equation, hook):
+        outputs = ENTRANCES[equation.primitive.name](equation, inputs, hook)
+    return bind(equation, inputs) if outputs is None else outputs
+
+
+def bind(equation: JaxprEqn, inputs: Sequence, **changed: Any) -> list:
+    """Apply the primitive of `equation` to `inputs`, with some parameters changed."""
+    params = equation.primitive.get_bind_params({**equation.params, **changed})
+    outputs = equation.primitive.bind(*inputs, **params)
+    return list(outputs) if equation.primitive.multiple_results else [outputs]
+
+
+def is_entered(equation: JaxprEqn, hook: Hook) -> bool:
+    """Whether `evaluate` goes inside this equation with this hook."""
+    name = equation.primitive.name
+    if name in CUSTOM_RULES:
+        return hook.flatten
+    if name == "custom_linear_solve":
+        return not hook.flatten
+    return name in ENTRANCES
+
+
+def retrace(program: Any, avals: Sequence, hook: Hook) -> Any:
+    """Trace a program again under `hook` for inputs of other types; keeps its container."""
+    traced = jax.make_jaxpr(lambda *inputs: evaluate(program, inputs, hook))(*avals)
+    return traced if isinstance(program, ClosedJaxpr) else opened(traced)[0]

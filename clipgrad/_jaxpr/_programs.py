@@ -1,0 +1,63 @@
+"""Where the equations of a jaxpr keep the programs inside them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, jaxprs_in_params
+
+CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_call"})
+CALLS = frozenset({"closed_call", "core_call"})
+REMAT = frozenset({"checkpoint", "remat", "remat2"})
+JIT = frozenset({"jit", "pjit"})
+_CLIPPED = frozenset({"scan", "cond", "shard_map"}) | CALLS | REMAT | JIT
+
+
+def opened(program: Any) -> tuple[Any, Sequence]:
+    """Return the jaxpr and the constants of a program in any of JAX's containers."""
+    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
+
+
+def equations(program: Any) -> Iterator[JaxprEqn]:
+    """Iterate over the equations of a program and of all programs inside it."""
+    for equation in opened(program)[0].eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def entered_programs(equation: JaxprEqn) -> tuple[list, list]:
+    """Return the programs inside an equation: those that cotangents come through, and the rest.
+
+    Of the rest `evaluate` enters none, unless its hook flattens, but the body of a `while` loop.
+    """
+    name = equation.primitive.name
+    if name == "custom_linear_solve":
+        solve = equation.params["jaxprs"]
+        others = [solve.solve, solve.vecmat, solve.transpose_solve]
+        return [solve.matvec], [program for program in others if program is not None]
+    inner = list(jaxprs_in_params(equation.params))
+    return (inner, []) if name in _CLIPPED else ([], inner)
+
+
+def map_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the parameters that hold programs, each program replaced by `change` of it."""
+
+    def changed(value):
+        if hasattr(value, "eqns"):
+            return change(value)
+        if isinstance(value, tuple) and any(hasattr(item, "eqns") for item in value):
+            items = [changed(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return value
+
+    new = {name: changed(value) for name, value in equation.params.items()}
+    return {name: value for name, value in new.items() if value is not equation.params[name]}
+
+
+def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
+    """Return how many inputs of a scan are constants and how many are carried."""
+    params = equation.params
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)

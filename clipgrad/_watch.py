@@ -1,0 +1,164 @@
+"""Value, gradient, and what arrived at the tagged variables in the backward pass."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._by_name import ByName, Rules, check_names, checked_rules, given_rules, is_closed
+from clipgrad._stats import ClipStats
+
+
+def value_and_grad_with_stats(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    rules: Rules | None = None,
+    watch: Iterable[str] | None = None,
+) -> Callable[..., Any]:
+    r"""`jax.value_and_grad` with a third result: what each tagged variable's cotangent was.
+
+    A variable is tagged by ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``; see
+    `error_clip_by_name`.
+
+    Guarantees:
+      * Value and gradient are those of ``jax.value_and_grad(error_clip_by_name(fun, rules))``.
+      * The statistics leave the compiled backward pass as the gradients do, with no callback;
+        under `jax.jit` what is not used of them is not computed.
+      * The statistics of a name have one leading axis for each scan around it, outermost first:
+        in an RNN there is one entry for each time step, in a transformer that scans its layers
+        one for each layer.
+      * Variables that share a name are added up: step by step as far as the lengths of the scans
+        around them are the same from the outermost on, over all steps of the rest.
+      * Under `jax.vmap` each lane has its own; what ``fun`` itself maps over is added up.
+
+    Args:
+      fun: a function that returns a scalar, or ``(scalar, aux)``.
+      argnums: the positions of the arguments to differentiate.
+      has_aux: whether ``fun`` returns something besides the scalar.
+      rules: a rule for each name that is to be clipped; ``None`` in place of a rule: watch only.
+      watch: further names to watch without clipping them; ``None``: all names there are whose
+        variables have cotangents.
+
+    Returns:
+      A function of the arguments of ``fun`` that returns ``(value, grads, stats)``, or
+      ``((value, aux), grads, stats)``, where ``stats`` is a dictionary from names to `ClipStats`.
+
+    Raises:
+      TypeError: for wrong rules, see `error_clip_by_name`, or if ``watch`` is no collection of
+        names.
+      ValueError: when called, if a name can't be found or reached, see `error_clip_by_name`, or
+        with ``watch=None`` if nothing is tagged.
+
+    Example:
+      >>> import clipgrad as cg, jax, jax.numpy as jnp
+      >>> from jax.ad_checkpoint import checkpoint_name
+      >>> def loss(w, inputs):
+      ...     def cell(h, x):
+      ...         h = checkpoint_name(w * h + x, "h")
+      ...         return h, None
+      ...     return jax.lax.scan(cell, 0.0, inputs)[0]
+      >>> watched = jax.jit(cg.value_and_grad_with_stats(loss))
+      >>> value, grads, stats = watched(2.0, jnp.ones(4))
+      >>> print(value, grads, stats["h"].norm)
+      15.0 17.0 [8. 4. 2. 1.]
+    """
+    plain = jax.value_and_grad(fun, argnums, has_aux)
+    named = checked_rules({} if rules is None else rules)
+    watched = _checked_watch(watch)
+    first = argnums if isinstance(argnums, int) else next(iter(argnums), 0)
+
+    @functools.wraps(fun)
+    def with_stats(*args: Any, **kwargs: Any) -> Any:
+        if not -len(args) <= first < len(args):
+            plain(*args, **kwargs)  # says what is wrong in its own words
+        traced = _jaxpr.trace(fun, _as_arrays(args, argnums), kwargs)
+        probes = _probes(traced.program, named, watched)
+
+        def with_probes(*args: Any, **kwargs: Any) -> Any:
+            args, probes = _unpack(args, first)
+            return traced.evaluate(args, kwargs, ByName(given_rules(named), probes))
+
+        differentiated = jax.value_and_grad(with_probes, argnums, has_aux)
+        value, grads = differentiated(*_pack(args, first, probes), **kwargs)
+        if isinstance(argnums, int):
+            grads, stats = grads
+        else:
+            (grad, stats), *others = grads
+            grads = (grad, *others)
+        return value, grads, stats
+
+    return with_stats
+
+
+def _checked_watch(watch: Any) -> tuple[str, ...] | None:
+    names = None if watch is None else watch
+    if isinstance(names, str) or not isinstance(names, Iterable | None):
+        raise TypeError(
+            f'watch: got {watch!r}, expected names such as ["h"], or None for all names there are'
+        )
+    if names is None:
+        return None
+    names = tuple(names)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"watch: got {names!r}, expected names, that is strings")
+    return names
+
+
+def _as_arrays(args: tuple, argnums: int | Sequence[int]) -> tuple:
+    """The arguments, with arrays for the numbers in those that are differentiated."""
+    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    positions = {i % len(args) for i in chosen}
+    return tuple(
+        jax.tree.map(_as_array, arg) if i in positions else arg for i, arg in enumerate(args)
+    )
+
+
+def _as_array(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, int | float | complex) else leaf
+
+
+def _pack(args: tuple, position: int, probes: Any) -> tuple:
+    args_list = list(args)
+    args_list[position] = (args_list[position], probes)
+    return tuple(args_list)
+
+
+def _unpack(args: tuple, position: int) -> tuple[tuple, Any]:
+    args_list = list(args)
+    args_list[position], probes = args_list[position]
+    return tuple(args_list), probes
+
+
+def _probes(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> dict[str, ClipStats]:
+    caller = "value_and_grad_with_stats"
+    found = _jaxpr.sites(program)
+    if watch is None:
+        watch = tuple(dict.fromkeys(site.name for site in found if _has_cotangent(site)))
+        if not watch:
+            raise ValueError(
+                f"{caller}: nothing is tagged in this function; tag a variable by "
+                'x = jax.ad_checkpoint.checkpoint_name(x, "x")'
+            )
+    names = tuple(dict.fromkeys([*rules, *watch]))
+    check_names(program, names, caller)
+    return {name: _probe([s for s in found if s.name == name and not s.within]) for name in names}
+
+
+def _has_cotangent(site: Any) -> bool:
+    return is_closed(site) or (site.is_differentiable and site.used)
+
+
+def _probe(own: list[Any]) -> ClipStats:
+    """Statistics of nothing, with an axis for each scan around all these sites."""
+    shape = []
+    for lengths in zip(*(site.nest for site in own), strict=False):
+        if len(set(lengths)) > 1:
+            break
+        shape.append(lengths[0])
+    wide = any(site.dtype in ("float64", "complex128") for site in own)
+    return ClipStats.zero(tuple(shape), jnp.float64 if wide else jnp.float32)

@@ -1,0 +1,364 @@
+"""Clipping by name equals `clip_cotangent` written at the same places, and edits nothing."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from clipgrad import _jaxpr
+from tests.helpers import assert_close, assert_same
+from tests.tagged import MODELS, X, by_hand, loss_of, scanned, step
+
+VALUE = cg.ErrorClipByValue(0.3)
+RULES = {
+    "value": {"h": VALUE},
+    "norm": {"h": cg.ClipByGlobalNorm(0.2)},
+    "array": {"h": cg.ClipByNorm(jnp.array(0.2))},
+    "function": {"h": lambda g: 0.5 * g},
+}
+SOME = {name: MODELS[name] for name in ("scan of remat", "jit of jit", "cond and switch")}
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+some_models = pytest.mark.parametrize("model", SOME.values(), ids=SOME)
+
+
+@every_model
+def test_the_gradient_is_that_of_clips_written_by_hand(model):
+    rules = {"h": VALUE}
+    clipped, hand, plain = (
+        jax.jit(jax.grad(f))(X)
+        for f in (
+            cg.error_clip_by_name(loss_of(model), rules),
+            loss_of(model, by_hand(rules)),
+            loss_of(model),
+        )
+    )
+    assert_close(clipped, hand, rtol=1e-5, atol=1e-6)
+    assert not np.allclose(clipped, plain)
+
+
+@some_models
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_every_kind_of_rule_is_applied(model, rules):
+    clipped = jax.jit(jax.grad(cg.error_clip_by_name(loss_of(model), rules)))(X)
+    hand = jax.jit(jax.grad(loss_of(model, by_hand(rules))))(X)
+    assert_close(clipped, hand, rtol=1e-5, atol=1e-6)
+    assert not np.allclose(clipped, jax.grad(loss_of(model))(X))
+
+
+@every_model
+def test_the_value_is_unchanged_bit_by_bit(model):
+    clipped = cg.error_clip_by_name(functools.partial(model, tag=checkpoint_name), {"h": VALUE})
+    assert_same(jax.jit(clipped)(X), jax.jit(lambda x: model(x, checkpoint_name))(X))
+
+
+def instructions(compiled):
+    """A compiled program without its names and source lines."""
+    lines = (line.split(", metadata")[0] for line in compiled.as_text().splitlines()[1:])
+    return [line for line in lines if " = " in line]
+
+
+@pytest.mark.parametrize("name", ["plain", "scan", "scan of scan", "remat, dots", "jit of jit"])
+def test_the_compiled_forward_pass_is_the_same_program(name):
+    model = functools.partial(MODELS[name], tag=checkpoint_name)
+    plain, clipped = (
+        jax.jit(f).lower(X).compile() for f in (model, cg.error_clip_by_name(model, {"h": VALUE}))
+    )
+    assert instructions(clipped) == instructions(plain)
+
+
+@every_model
+@pytest.mark.parametrize("rules", [{}, {"h": None}], ids=str)
+def test_without_a_rule_it_is_the_identity(model, rules):
+    plain = loss_of(model)
+    clipped = cg.error_clip_by_name(plain, rules)
+    programs = [_jaxpr.equations(jax.make_jaxpr(f)(X)) for f in (plain, clipped)]
+    names = [[equation.primitive.name for equation in program] for program in programs]
+    assert names[0] == names[1]
+
+
+def test_only_the_named_variables_are_clipped():
+    grads = [
+        jax.grad(cg.error_clip_by_name(loss_of(scanned), {name: VALUE}))(X) for name in ("h", "out")
+    ]
+    hand = [jax.grad(loss_of(scanned, by_hand({name: VALUE})))(X) for name in ("h", "out")]
+    assert_close(grads, hand, rtol=1e-5, atol=1e-6)
+    assert not np.allclose(*grads)
+
+
+def test_each_name_has_its_own_rule():
+    rules = {"h": VALUE, "out": cg.ClipByNorm(0.05)}
+    clipped = jax.grad(cg.error_clip_by_name(loss_of(scanned), rules))(X)
+    assert_close(clipped, jax.grad(loss_of(scanned, by_hand(rules)))(X), rtol=1e-5, atol=1e-6)
+
+
+def test_a_prefix_is_put_before_each_name():
+    def model(x):
+        return jnp.sum(3 * checkpoint_name(x, "encoder/h") + 5 * checkpoint_name(x, "decoder/h"))
+
+    clipped = cg.error_clip_by_name(model, {"h": cg.ErrorClipByValue(1.0)}, prefix="encoder/")
+    np.testing.assert_allclose(jax.grad(clipped)(X), np.full(X.shape, 6.0))
+
+
+def test_vmapped_models_are_clipped_over_the_whole_batch():
+    def model(x):
+        return jnp.sum(jax.vmap(lambda row: 10 * checkpoint_name(2 * row, "h"))(x))
+
+    by_value = cg.error_clip_by_name(model, {"h": cg.ErrorClipByValue(4.0)})
+    np.testing.assert_allclose(jax.grad(by_value)(X), np.full(X.shape, 8.0))
+    by_norm = cg.error_clip_by_name(model, {"h": cg.ClipByGlobalNorm(1.0)})
+    np.testing.assert_allclose(jax.grad(by_norm)(X), np.full(X.shape, 2 / np.sqrt(12)), rtol=1e-6)
+
+
+@some_models
+def test_it_can_be_mapped_and_compiled_on_either_side(model):
+    clip = functools.partial(cg.error_clip_by_name, rules={"h": VALUE})
+    loss = loss_of(model)
+    batch = jnp.stack([X, -X])
+    expected = jnp.stack([jax.grad(clip(loss))(x) for x in batch])
+    for mapped in (
+        jax.vmap(jax.grad(clip(loss))),
+        jax.jit(jax.vmap(jax.grad(jax.jit(clip(jax.jit(loss)))))),
+        jax.grad(lambda b: jnp.sum(jax.vmap(clip(loss))(b))),
+        jax.grad(clip(lambda b: jnp.sum(jax.vmap(loss)(b)))),
+    ):
+        assert_close(mapped(batch), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_it_can_be_applied_again():
+    first, second = {"h": lambda g: jnp.clip(g, -1, 1)}, {"h": lambda g: 0.5 * g, "out": VALUE}
+    loss = loss_of(scanned)
+    twice = cg.error_clip_by_name(cg.error_clip_by_name(loss, first), second)
+
+    def hand(x, name):
+        return by_hand(first)(by_hand(second)(x, name), name)
+
+    assert_close(jax.grad(twice)(X), jax.grad(loss_of(scanned, hand))(X), rtol=1e-5, atol=1e-6)
+
+
+def test_the_function_itself_stays_differentiable_in_forward_mode():
+    loss = loss_of(scanned)
+    before = jax.jvp(loss, (X,), (X,))
+    cg.error_clip_by_name(loss, {"h": VALUE})(X)
+    assert_same(jax.jvp(loss, (X,), (X,)), before)
+
+
+def test_the_clipped_function_is_differentiable_forwards_beside_the_clips():
+    def model(x, y):
+        return jnp.sum(jnp.sin(checkpoint_name(x, "h")) + y**2)
+
+    clipped = cg.error_clip_by_name(model, {"h": VALUE})
+    _, tangent = jax.jvp(functools.partial(clipped, X), (X,), (jnp.ones_like(X),))
+    np.testing.assert_allclose(tangent, jnp.sum(2 * X), rtol=1e-6)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: clipped(x, X), (X,), (X,))
+
+
+def test_second_derivatives_are_those_of_the_clips_by_hand():
+    rules = {"h": cg.ClipByNorm(0.5)}
+    losses = cg.error_clip_by_name(loss_of(step), rules), loss_of(step, by_hand(rules))
+    twice = [jax.grad(lambda x, f=f: jnp.sum(jax.grad(f)(x) ** 2))(X) for f in losses]
+    assert_close(*twice, rtol=1e-5, atol=1e-6)
+
+
+def test_names_keep_their_meaning_for_remat_policies(capsys):
+    only = jax.checkpoint_policies.save_only_these_names("h")
+
+    def model(x):
+        return jnp.sum(jnp.sin(checkpoint_name(jnp.exp(x), "h")))
+
+    for fun in (model, cg.error_clip_by_name(model, {"h": VALUE})):
+        jax.ad_checkpoint.print_saved_residuals(jax.checkpoint(fun, policy=only), X)
+        assert "named 'h'" in capsys.readouterr().out
+
+
+def test_thresholds_may_be_traced():
+    def gradient(limit):
+        rules = {"h": cg.ErrorClipByValue(limit)}
+        return jax.grad(cg.error_clip_by_name(loss_of(MODELS["scan of jit"]), rules))(X)
+
+    limits = jnp.array([0.1, 0.4])
+    expected = jnp.stack([gradient(float(limit)) for limit in limits])
+    assert_close(jax.jit(jax.vmap(gradient))(limits), expected, rtol=1e-5, atol=1e-6)
+    schedule = jax.lax.scan(lambda c, limit: (c, gradient(limit)), 0, limits)[1]
+    assert_close(schedule, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_result_keeps_its_tree_and_weak_types():
+    def model(params, scale, *, name, flag=True):
+        h = checkpoint_name(params["w"] * scale, "h")
+        return {"h": h, "weak": jnp.asarray(2.0) * scale, "none": None, "text": name, "flag": flag}
+
+    clipped = cg.error_clip_by_name(model, {"h": VALUE})
+    for fun in (model, clipped):
+        result = fun({"w": X, "empty": None}, 2.0, name="a", flag=False)
+        assert result["text"] == "a" and result["flag"] is False and result["none"] is None
+        assert result["weak"].weak_type and not result["h"].weak_type
+
+
+def test_arguments_that_are_no_arrays_reach_the_function_as_they_are():
+    def model(x, power, shift, activation):
+        assert isinstance(power, int) and isinstance(shift, float)
+        return jnp.sum(activation(checkpoint_name(x, "h")) ** power) + shift
+
+    clipped = cg.error_clip_by_name(model, {"h": VALUE})
+    assert_same(clipped(X, 2, 0.5, jnp.sin), model(X, 2, 0.5, jnp.sin))
+    assert clipped(np.asarray(X), 2, 0.5, jnp.sin).dtype == jnp.float32
+
+
+def test_the_signature_and_the_name_are_kept():
+    def model(x, *, scale=1.0):
+        """Its docstring."""
+        return checkpoint_name(x, "h") * scale
+
+    clipped = cg.error_clip_by_name(model, {"h": VALUE})
+    assert (clipped.__name__, clipped.__doc__) == ("model", "Its docstring.")
+    assert inspect.signature(clipped) == inspect.signature(model)
+
+
+def test_source_lines_and_scopes_are_kept():
+    def a_function_of_the_user(x):
+        with jax.named_scope("a_scope_of_the_user"):
+            return jnp.sum(jnp.sin(checkpoint_name(x, "h")))
+
+    clipped = cg.error_clip_by_name(a_function_of_the_user, {"h": VALUE})
+    text = jax.jit(clipped).lower(X).as_text(debug_info=True)
+    assert "a_scope_of_the_user" in text
+    assert "a_function_of_the_user" in text
+
+
+def test_options_of_an_inner_jit_are_kept():
+    mesh = jax.make_mesh((8,), ("d",), (AxisType.Auto,))
+    rows = NamedSharding(mesh, P("d"))
+
+    @functools.partial(jax.jit, out_shardings=rows)
+    def inner(x):
+        return checkpoint_name(jnp.sin(x), "h")
+
+    clipped = cg.error_clip_by_name(inner, {"h": VALUE})
+    x = jax.device_put(jnp.ones((8, 3)), NamedSharding(mesh, P()))
+    assert clipped(x).sharding == rows
+    assert "@inner" in jax.jit(clipped).lower(x).as_text()
+
+
+def test_donated_buffers_are_donated():
+    inner = jax.jit(lambda x: checkpoint_name(x + 1, "h"), donate_argnums=0)
+    x = jnp.ones(4)
+    cg.error_clip_by_name(inner, {"h": VALUE})(x)
+    assert x.is_deleted()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_shardings_are_kept(kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (kind, kind))
+    x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
+    with jax.set_mesh(mesh):
+        loss = loss_of(MODELS["remat, dots"])
+        clipped = jax.jit(jax.grad(cg.error_clip_by_name(loss, {"h": VALUE})))
+        gradient, plain = clipped(x), jax.jit(jax.grad(loss))(x)
+    assert gradient.sharding == plain.sharding
+    expected = jax.grad(cg.error_clip_by_name(loss_of(MODELS["remat, dots"]), {"h": VALUE}))(X)
+    assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_program_inside_jit_is_traced_once_for_eager_calls():
+    traces = []
+
+    def counting(g):
+        traces.append(g)
+        return 0.5 * g
+
+    inner = jax.jit(loss_of(step))
+    gradient = jax.grad(cg.error_clip_by_name(inner, {"h": counting}))
+    first = gradient(X)
+    count = len(traces)
+    assert count and not np.allclose(gradient(2 * X), first)
+    assert len(traces) == count
+    assert not np.allclose(jax.grad(cg.error_clip_by_name(inner, {"h": lambda g: 0 * g}))(X), first)
+
+
+def closed():
+    @jax.custom_vjp
+    def rule(x):
+        return checkpoint_name(jnp.sin(x), "inside")
+
+    rule.defvjp(lambda x: (rule(x), x), lambda x, g: (g,))
+    return rule
+
+
+UNKNOWN = r"nothing is tagged 'q'; the names in this function are \['h', 'out'\].*checkpoint_name"
+CLOSED = r"'inside' tags a variable inside of custom_vjp_call.*like all of \['inside'\]"
+
+
+def test_a_name_that_tags_nothing_is_an_error_that_lists_those_that_do():
+    with pytest.raises(ValueError, match=UNKNOWN):
+        cg.error_clip_by_name(loss_of(scanned), {"q": VALUE})(X)
+    with pytest.raises(ValueError, match=UNKNOWN):
+        cg.error_clip_by_name(loss_of(scanned), {"q": None, "h": VALUE})(X)
+
+
+def test_a_name_inside_of_what_cannot_be_entered_is_an_error():
+    with pytest.raises(ValueError, match=CLOSED):
+        cg.error_clip_by_name(lambda x: jnp.sum(closed()(x)), {"inside": VALUE})(X)
+
+
+def test_what_cannot_be_entered_is_left_whole_if_it_holds_no_requested_name():
+    def model(x):
+        return jnp.sum(3 * checkpoint_name(closed()(x), "h"))
+
+    np.testing.assert_allclose(
+        jax.grad(cg.error_clip_by_name(model, {"h": VALUE}))(X), np.full(X.shape, 0.3)
+    )
+
+
+def test_a_name_of_integers_is_an_error():
+    def model(x):
+        return jnp.sum(x[checkpoint_name(jnp.arange(2), "index")])
+
+    with pytest.raises(TypeError, match="'index' tags int32 values, which have no cotangents"):
+        cg.error_clip_by_name(model, {"index": VALUE})(X)
+
+
+def test_integers_beside_numbers_of_one_name_are_passed_over():
+    def model(x):
+        tagged = checkpoint_name({"x": x, "i": jnp.arange(2)}, "h")
+        return jnp.sum(3 * tagged["x"][tagged["i"]])
+
+    gradient = jax.grad(cg.error_clip_by_name(model, {"h": cg.ErrorClipByValue(1.0)}))(X)
+    np.testing.assert_allclose(gradient, np.repeat([1.0, 1, 0, 0], 3).reshape(4, 3))
+
+
+def test_a_tag_whose_result_is_not_used_is_an_error():
+    def model(x):
+        checkpoint_name(x, "h")
+        return jnp.sum(x)
+
+    with pytest.raises(ValueError, match="the value tagged 'h' is not used.*x = checkpoint_name"):
+        cg.error_clip_by_name(model, {"h": VALUE})(X)
+
+
+@pytest.mark.parametrize(
+    ("rules", "error"),
+    [
+        (VALUE, "rules: got ClipByValue.*expected a mapping of names to rules.*everywhere"),
+        ({0: VALUE}, "rules: got {0: .*expected a mapping of names"),
+        ({"h": 5.0}, r"did you mean ErrorClipByValue\(max=5.0\)"),
+        ({"h": cg.AdaptiveClip()}, "a variable has no parameters.*clip_cotangent"),
+        ({"h": cg.ErrorClipByValue(lambda step: 1.0)}, "schedule"),
+    ],
+    ids=["no mapping", "no name", "a number", "a rule of parameters", "a schedule"],
+)
+def test_wrong_rules_are_refused_at_once(rules, error):
+    with pytest.raises(TypeError, match=error):
+        cg.error_clip_by_name(step, rules)
+
+
+def test_a_wrong_prefix_is_refused_at_once():
+    with pytest.raises(TypeError, match="prefix: got 3, expected a string"):
+        cg.error_clip_by_name(step, {"h": VALUE}, prefix=3)

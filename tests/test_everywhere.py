@@ -1,0 +1,154 @@
+"""Clipping every cotangent equals `clip_cotangent` written behind every operation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import clipgrad as cg
+from clipgrad import _jaxpr
+from tests.helpers import assert_close, assert_same
+from tests.tagged import MODELS, X, loss_of
+
+RULE = cg.ErrorClipByValue(0.3)
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+
+
+def chain(x, clip=lambda x: x, wrap=lambda f: f):
+    def inner(x):
+        return clip(3 * clip(2 * x))
+
+    return 7 * clip(jnp.sin(wrap(inner)(x)))
+
+
+def hand(x):
+    return cg.clip_cotangent(x, RULE)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+def test_each_operation_sees_a_clipped_cotangent(wrap):
+    everywhere = cg.error_clip_everywhere(functools.partial(chain, wrap=wrap), RULE)
+    for x in (0.1, 1.5, 3.0):
+        expected = jax.grad(functools.partial(chain, clip=hand))(x)
+        np.testing.assert_allclose(jax.grad(everywhere)(x), expected, rtol=1e-6)
+
+
+def test_every_step_of_a_scan_is_clipped():
+    def rnn(h, xs, clip=lambda x: x):
+        return jax.lax.scan(lambda h, x: (clip(clip(2 * h) + x), None), h, xs)[0] * 5
+
+    args = jnp.array(1.0), jnp.ones(6)
+    gradient = jax.grad(cg.error_clip_everywhere(rnn, RULE), argnums=(0, 1))(*args)
+    expected = jax.grad(functools.partial(rnn, clip=hand), argnums=(0, 1))(*args)
+    assert_close(gradient, expected, rtol=1e-6)
+    assert not np.allclose(gradient[0], jax.grad(rnn)(*args))
+
+
+@every_model
+def test_the_value_is_unchanged_bit_by_bit(model):
+    plain = functools.partial(model, tag=checkpoint_name)
+    everywhere = cg.error_clip_everywhere(plain, RULE)
+    assert_same(jax.jit(everywhere)(X), jax.jit(plain)(X))
+
+
+@every_model
+def test_every_kind_of_program_is_entered(model):
+    gradient = jax.grad(cg.error_clip_everywhere(loss_of(model), RULE))(X)
+    assert np.isfinite(gradient).all()
+    assert not np.allclose(gradient, jax.grad(loss_of(model))(X))
+
+
+@pytest.mark.parametrize("x", [-1.0, 1.0])
+def test_the_branch_that_is_taken_is_clipped(x):
+    def branches(x, clip=lambda x: x):
+        on = jax.lax.cond(x > 0, lambda x: clip(3 * clip(2 * x)), lambda x: clip(5 * x), x)
+        return 7 * clip(jnp.sin(on))
+
+    gradient = jax.grad(cg.error_clip_everywhere(branches, RULE))(x)
+    np.testing.assert_allclose(gradient, jax.grad(lambda x: branches(x, hand))(x), rtol=1e-6)
+
+
+def test_a_program_in_jit_is_clipped_as_the_same_program_without():
+    inner = MODELS["three uses"]
+    loss = loss_of(inner)
+    nested = loss_of(lambda x, tag: jax.jit(lambda x: inner(x, tag))(x))
+    gradients = [jax.grad(cg.error_clip_everywhere(f, RULE))(X) for f in (loss, nested)]
+    gradients.append(jax.grad(cg.error_clip_everywhere(jax.jit(loss), RULE))(X))
+    assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+    assert_close(gradients[2], gradients[0], rtol=1e-4, atol=1e-6)
+
+
+def test_what_comes_from_above_and_what_goes_back_is_not_clipped():
+    everywhere = cg.error_clip_everywhere(lambda x: 100 * x, RULE)
+    for wrapped in (everywhere, cg.error_clip_everywhere(jax.jit(lambda x: 100 * x), RULE)):
+        np.testing.assert_allclose(jax.vjp(wrapped, 1.0)[1](10.0)[0], 1000.0)
+
+
+def test_a_result_that_is_used_inside_too_is_clipped():
+    def loss(x):
+        h = 2 * x
+        return 100 * h, h
+
+    everywhere = cg.error_clip_everywhere(loss, RULE)
+    assert float(jax.grad(everywhere, has_aux=True)(1.0)[0]) == pytest.approx(0.6)
+    assert float(jax.grad(cg.error_clip_everywhere(jax.jit(loss), RULE), has_aux=True)(1.0)[0]) == (
+        pytest.approx(0.6)
+    )
+
+
+def test_a_tag_is_no_operation_of_its_own():
+    halve = cg.error_clip_everywhere(lambda x: 3 * checkpoint_name(2 * x, "h"), lambda g: 0.5 * g)
+    assert float(jax.grad(halve)(1.0)) == 3.0
+
+
+def test_a_custom_rule_is_one_operation():
+    @jax.custom_vjp
+    def rule(x):
+        return jnp.sin(jnp.cos(x))
+
+    rule.defvjp(lambda x: (rule(x), None), lambda _, g: (100 * g,))
+    everywhere = cg.error_clip_everywhere(lambda x: 10 * rule(x), RULE)
+    np.testing.assert_allclose(jax.grad(everywhere)(1.0), 30.0, rtol=1e-6)
+
+
+def test_integers_and_keys_inside_are_passed_over():
+    def loss(x, clip=lambda x: x):
+        noise = jax.random.uniform(jax.random.key(0), x.shape, minval=1.0)
+        return 10 * clip(jnp.take(clip(x * clip(noise)), jnp.argmax(x)))
+
+    everywhere = jax.grad(cg.error_clip_everywhere(loss, RULE))(X[0])
+    assert_close(everywhere, jax.grad(lambda x: loss(x, hand))(X[0]), rtol=1e-6)
+
+
+def test_thresholds_may_be_traced():
+    def gradient(limit):
+        return jax.grad(cg.error_clip_everywhere(chain, cg.ErrorClipByValue(limit)))(1.5)
+
+    limits = jnp.array([0.1, 0.4, 2.0])
+    each = [gradient(float(limit)) for limit in limits]
+    np.testing.assert_allclose(jax.jit(jax.vmap(gradient))(limits), each, rtol=1e-6)
+
+
+def test_without_a_rule_it_is_the_identity():
+    off = cg.error_clip_everywhere(chain, None)
+    names = [
+        [e.primitive.name for e in _jaxpr.equations(jax.make_jaxpr(f)(1.0))] for f in (off, chain)
+    ]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    ("rule", "error"),
+    [
+        (5.0, r"did you mean ErrorClipByValue\(max=5.0\)"),
+        ({"h": RULE}, "expected a ClipRule"),
+        (cg.AdaptiveClip(), "a variable has no parameters"),
+    ],
+    ids=["a number", "a mapping", "a rule of parameters"],
+)
+def test_wrong_rules_are_refused_at_once(rule, error):
+    with pytest.raises(TypeError, match=error):
+        cg.error_clip_everywhere(chain, rule)

@@ -1,0 +1,268 @@
+"""Statistics by name out of the backward pass, against clips and probes written by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests.helpers import assert_close, assert_same
+from tests.tagged import MODELS, X, loss_of, scanned, step
+
+RULES = {"h": cg.ErrorClipByValue(0.3)}
+LENGTHS = {"scan": (4,), "reversed scan": (4,), "scan of jit": (4,), "scan of scan": (2, 4)}
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+
+
+def rnn(w, inputs):
+    def cell(h, x):
+        h = checkpoint_name(w * h + x, "h")
+        return h, None
+
+    return jax.lax.scan(cell, 0.0, inputs)[0]
+
+
+@every_model
+def test_value_gradient_and_sums_are_those_of_clips_written_by_hand(model):
+    def hand(x, probe):
+        def tag(value, name):
+            return cg.clip_cotangent(value, RULES.get(name), probe=probe if name == "h" else None)
+
+        return loss_of(model, tag)(x)
+
+    value, grads, stats = jax.jit(cg.value_and_grad_with_stats(loss_of(model), rules=RULES))(X)
+    expected, (gradient, total) = jax.jit(jax.value_and_grad(hand, argnums=(0, 1)))(
+        X, cg.ClipStats.zero()
+    )
+    assert_close((value, grads), (expected, gradient), rtol=1e-5, atol=1e-6)
+    axes = tuple(range(stats["h"].size.ndim))
+    assert_close(jax.tree.map(lambda s: s.sum(axes), stats["h"]), total, rtol=1e-4, atol=1e-6)
+    assert stats["h"].clipped.any()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_is_one_entry_for_each_step_of_the_scans_around_a_variable(name):
+    stats = cg.value_and_grad_with_stats(loss_of(MODELS[name]), watch=["h"])(X)[2]
+    lengths = {"unrolled scan": (4,), "scan of remat": (4,), "loops": (3,), "map": (4,)}
+    assert stats["h"].norm.shape == (LENGTHS | lengths).get(name, ())
+
+
+def test_the_norm_at_each_time_step_is_that_of_the_cotangent():
+    w, inputs = 0.5, jnp.array([1.0, 2.0, 3.0, 4.0])
+    value, grads, stats = jax.jit(cg.value_and_grad_with_stats(rnn))(w, inputs)
+    np.testing.assert_allclose(stats["h"].norm, [0.125, 0.25, 0.5, 1.0], rtol=1e-6)
+    expected = jax.value_and_grad(rnn)(w, inputs)
+    assert_close((value, grads), expected, rtol=1e-6)
+
+
+def test_clipped_steps_say_what_arrived_and_what_went_on():
+    clipped = cg.value_and_grad_with_stats(rnn, rules={"h": cg.ErrorClipByValue(3.0)})
+    stats = clipped(2.0, jnp.ones(4))[2]["h"]
+    np.testing.assert_allclose(stats.norm, [6, 4, 2, 1])
+    np.testing.assert_allclose(stats.clipped_norm, [3, 3, 2, 1])
+    np.testing.assert_array_equal(stats.clipped, [True, True, False, False])
+    np.testing.assert_array_equal(stats.nonfinite, np.zeros(4))
+
+
+def test_a_rule_that_is_off_only_watches():
+    watched = cg.value_and_grad_with_stats(rnn, rules={"h": None}, watch=[])
+    expected = cg.value_and_grad_with_stats(rnn, watch=["h"])
+    assert_same(watched(2.0, jnp.ones(4)), expected(2.0, jnp.ones(4)))
+
+
+def test_all_names_are_watched_unless_some_are_chosen():
+    loss = loss_of(scanned)
+    assert list(cg.value_and_grad_with_stats(loss)(X)[2]) == ["h", "out"]
+    assert list(cg.value_and_grad_with_stats(loss, watch=["out"])(X)[2]) == ["out"]
+    both = cg.value_and_grad_with_stats(loss, rules=RULES, watch=("out",))(X)[2]
+    assert list(both) == ["h", "out"] and both["h"].clipped.any() and not both["out"].clipped.any()
+    assert cg.value_and_grad_with_stats(loss, watch=[])(X)[2] == {}
+
+
+def test_the_positions_of_jax_are_taken():
+    def loss(a, b, *, scale=1.0):
+        return jnp.sum(checkpoint_name(a["x"] * b, "h")) * scale
+
+    a, b = {"x": X}, 2 * X
+    for argnums in (0, 1, -1, (0, 1), (1, 0), (1,), [0]):
+        expected = jax.value_and_grad(loss, argnums)(a, b, scale=3.0)
+        actual = cg.value_and_grad_with_stats(loss, argnums)(a, b, scale=3.0)
+        assert_same(actual[:2], expected)
+
+
+def test_numbers_can_be_differentiated():
+    watched = cg.value_and_grad_with_stats(lambda x, y: 3 * checkpoint_name(x * y, "h"), (0, 1))
+    value, grads, stats = watched(2.0, 5.0)
+    assert (float(value), *map(float, grads), float(stats["h"].norm)) == (30.0, 15.0, 6.0, 3.0)
+
+
+def test_auxiliary_results_are_kept():
+    def loss(x):
+        h = checkpoint_name(jnp.sin(x), "h")
+        return jnp.sum(h), {"h": h, "text": "a", "none": None}
+
+    (value, aux), grads, stats = cg.value_and_grad_with_stats(loss, has_aux=True)(X)
+    (expected, aux_expected), gradient = jax.value_and_grad(loss, has_aux=True)(X)
+    assert aux.pop("text") == aux_expected.pop("text")
+    assert_same((value, aux, grads), (expected, aux_expected, gradient))
+    np.testing.assert_allclose(stats["h"].norm, np.sqrt(12), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda f: f(jnp.ones(3)), "scalar-output"),
+        (lambda f: f(1), "real- or complex-valued inputs"),
+        (lambda f: f(), "argnums=0 requires at least 1"),
+    ],
+    ids=["no scalar", "an integer", "no argument"],
+)
+def test_the_errors_of_jax_are_raised(call, error):
+    fun = lambda x: checkpoint_name(x * 1.0, "h")  # noqa: E731
+    for watched in (jax.value_and_grad(fun), cg.value_and_grad_with_stats(fun)):
+        with pytest.raises(TypeError, match=error):
+            call(watched)
+
+
+def test_under_vmap_each_lane_has_its_own():
+    inputs = jnp.ones((2, 4)) * jnp.array([[1.0], [2.0]])
+    watched = cg.value_and_grad_with_stats(rnn, rules={"h": cg.ErrorClipByValue(3.0)})
+    weights = jnp.array([2.0, 3.0])
+    lanes = jax.vmap(watched)(weights, inputs)
+    each = [watched(w, x) for w, x in zip(weights, inputs, strict=True)]
+    assert_close(lanes, jax.tree.map(lambda *parts: jnp.stack(parts), *each), rtol=1e-6)
+
+
+def test_what_the_function_maps_over_is_added_up():
+    def loss(x):
+        return jnp.sum(jax.vmap(lambda row: 3 * checkpoint_name(row * 2, "h"))(x))
+
+    stats = cg.value_and_grad_with_stats(loss)(X)[2]["h"]
+    np.testing.assert_allclose([stats.size, stats.norm], [12, 3 * np.sqrt(12)], rtol=1e-6)
+
+
+def test_variables_of_one_name_are_added_up_as_far_as_their_loops_agree():
+    def nested(x, shapes):
+        total = 0.0
+        for shape in shapes:
+            f = lambda x: jnp.sum(checkpoint_name(x, "h"))  # noqa: E731
+            for length in reversed(shape):
+                f = lambda x, f=f, n=length: jax.lax.scan(  # noqa: E731
+                    lambda c, _: (c + f(x), None), 0.0, None, length=n
+                )[0]
+            total = total + f(x)
+        return total
+
+    for shapes, expected in {
+        ((3,), (3,)): ([4, 4, 4], 2),
+        ((3,), (2,)): (10, 2),
+        ((2, 3), (2,)): ([8, 8], 2),
+        ((), (3,)): (8, 2),
+    }.items():
+        stats = cg.value_and_grad_with_stats(lambda x, s=shapes: nested(x, s))(jnp.ones(2))[2]
+        np.testing.assert_array_equal(stats["h"].size, expected[0])
+
+
+def test_statistics_are_wide_where_the_variable_is():
+    with jax.enable_x64(True):
+        x = jnp.linspace(0.0, 1.0, 5, dtype=jnp.float64)
+        stats = cg.value_and_grad_with_stats(lambda x: jnp.sum(checkpoint_name(x, "h") ** 2))(x)[2]
+        assert stats["h"].norm.dtype == jnp.float64
+        np.testing.assert_allclose(stats["h"].norm, np.linalg.norm(2 * np.asarray(x)), rtol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_variables_have_statistics_of_float32(dtype):
+    def loss(x):
+        return jnp.sum(300 * checkpoint_name(x, "h").astype(jnp.float32))
+
+    stats = cg.value_and_grad_with_stats(loss)(jnp.ones(4, dtype))[2]
+    assert stats["h"].norm.dtype == jnp.float32
+    np.testing.assert_allclose(stats["h"].norm, 600.0)
+
+
+def test_nonfinite_cotangents_are_counted_at_their_step():
+    def loss(inputs):
+        def cell(h, x):
+            return jnp.sqrt(checkpoint_name(h * x, "h")) + 1, None
+
+        return jnp.sum(jax.lax.scan(cell, jnp.ones(2), inputs)[0])
+
+    stats = cg.value_and_grad_with_stats(loss)(jnp.array([1.0, 1.0, 0.0, 1.0]))[2]["h"]
+    np.testing.assert_array_equal(stats.nonfinite > 0, [True, True, True, False])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_statistics_of_sharded_variables_are_those_of_one_device(kind):
+    loss = loss_of(functools.partial(step))
+    expected = cg.value_and_grad_with_stats(loss, rules=RULES)(X)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (kind, kind))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
+        actual = jax.jit(cg.value_and_grad_with_stats(loss_of(step), rules=RULES))(x)
+    assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_is_traced_again_from_step_to_step():
+    traces = []
+
+    @jax.jit
+    def train(w, inputs):
+        traces.append(None)
+        value, grads, stats = cg.value_and_grad_with_stats(rnn, rules=RULES)(w, inputs)
+        return w - 0.01 * grads, stats["h"].norm
+
+    w = jnp.array(0.5)
+    for i in range(5):
+        w, _ = train(w, jnp.full(4, float(i)))
+    assert len(traces) == 1
+
+
+def test_the_function_is_traced_once():
+    traces = []
+
+    def loss(x):
+        traces.append(None)
+        return jnp.sum(checkpoint_name(x, "h"))
+
+    jax.jit(cg.value_and_grad_with_stats(loss))(X)
+    assert len(traces) == 1
+
+
+def test_a_function_without_tags_is_an_error():
+    with pytest.raises(ValueError, match="nothing is tagged in this function; tag a variable by"):
+        cg.value_and_grad_with_stats(jnp.sum)(X)
+
+
+@pytest.mark.parametrize("options", [{"watch": ["q"]}, {"rules": {"q": None}}], ids=str)
+def test_an_unknown_name_is_an_error_that_lists_the_names(options):
+    with pytest.raises(ValueError, match=r"nothing is tagged 'q'.*are \['h', 'out'\]"):
+        cg.value_and_grad_with_stats(loss_of(scanned), **options)(X)
+
+
+@pytest.mark.parametrize("watch", ["h", 3, [3]], ids=str)
+def test_a_wrong_choice_of_names_is_refused_at_once(watch):
+    with pytest.raises(TypeError, match="watch: got .*expected names"):
+        cg.value_and_grad_with_stats(rnn, watch=watch)
+
+
+def test_all_names_leave_out_integers_but_not_what_cannot_be_reached():
+    @jax.custom_vjp
+    def rule(x):
+        return checkpoint_name(x, "inside")
+
+    rule.defvjp(lambda x: (x, None), lambda _, g: (g,))
+
+    def loss(x, apply=lambda x: x):
+        index = checkpoint_name(jnp.arange(2), "index")
+        return jnp.sum(apply(checkpoint_name(x, "h"))[index])
+
+    assert list(cg.value_and_grad_with_stats(loss)(X)[2]) == ["h"]
+    with pytest.raises(ValueError, match="'inside' tags a variable inside of custom_vjp_call"):
+        cg.value_and_grad_with_stats(functools.partial(loss, apply=rule))(X)
+    assert cg.value_and_grad_with_stats(functools.partial(loss, apply=rule), watch=["h"])(X)[2]
