@@ -124,6 +124,7 @@ OPTIONS = [
     (cg.EMAThreshold, {}),
     (cg.EMAThreshold, {"decay": 0.9, "relative": 1.5, "absolute": 3.0, "warmup": 7}),
     (cg.EMAThreshold, {"relative": 2.0, "feed": "raw"}),
+    (cg.EMAThreshold, {"absolute": 11.0, "warmup": 50}),
 ]
 KINDS = list(REFERENCES)
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -261,6 +262,12 @@ def test_constant_norms_in_the_warm_up_have_their_mean():
     assert (state.mean, state.deviation) == (1, 0)
 
 
+def test_a_level_far_out_for_good_is_followed_by_raw_norms_and_not_by_clipped_ones():
+    norms = np.concatenate([ordinary(100, 1), 50 * ordinary(150, 1)])
+    clipped, raw = (run(cg.ZScoreThreshold(feed=feed), norms)[0] for feed in ("clipped", "raw"))
+    assert clipped[-1] < 5 and raw[-1] > 50
+
+
 def test_norms_that_grow_tenfold_for_good_are_followed_within_half_a_window():
     norms = np.concatenate([ordinary(200, 1), 30 * ordinary(70, 1)])
     thresholds, _ = run(cg.HistoryThreshold(), norms)
@@ -274,6 +281,33 @@ def test_inf_does_not_enter_as_the_threshold_that_it_is_clipped_to():
         _, state = run(kind(feed="clipped", **({"warmup": 200} if kind in WARM else {})), norms)
         window = state.warmup if kind in WARM else state
         assert window.seen == 99
+
+
+def test_how_large_a_spike_is_does_not_matter_to_a_percentile():
+    norms = np.repeat(ordinary(60, 1), 2, axis=1)
+    norms[30] = 50, 1e30
+    thresholds, _ = run(cg.PercentileThreshold(90, window=40), norms)
+    np.testing.assert_array_equal(*thresholds.T)
+
+
+def test_equal_norms_are_the_threshold():
+    assert run(cg.HistoryThreshold(), np.full((90, 1), 2.5))[0][-1] == 2.5
+    assert run(cg.PercentileThreshold(), np.full((90, 1), 2.5))[0][-1] == 2.5
+    threshold = run(cg.ZScoreThreshold(eps=0.5), np.full((90, 1), 2.5))[0][-1]
+    np.testing.assert_allclose(threshold, 2.5 + 2.5 * 0.5, rtol=1e-5)
+
+
+@every_kind
+def test_thresholds_and_states_are_finite_whatever_the_norms_were(kind):
+    rng = np.random.default_rng(5)
+    norms = np.float32(10 ** rng.uniform(-45, np.log10(MOST), (40, 500)))
+    norms[:, 250:] = np.float32(10 ** rng.uniform(-1, 0, (40, 250))) * norms[:1, 250:]
+    special = np.array([np.nan, np.inf, 0.0, MOST, np.finfo(np.float32).tiny, 1e-45], np.float32)
+    places = rng.random(norms.shape) < rng.random(500)
+    norms[places] = rng.choice(special, places.sum())
+    short = {"warmup": 5} if kind in WARM else {"window": 8}
+    thresholds, _ = run(kind(**short), norms, together=False)
+    assert (thresholds >= 0).all()
 
 
 @every_kind

@@ -202,14 +202,14 @@ def test_statistics_by_leaf_are_carried_by_a_scan(key):
 def test_statistics_of_a_global_norm_take_no_second_reduction():
     """The norms are read off the sums that make up the global norm, and the clipped ones from
     these; NaN and inf are counted in a branch that is taken only if there are any."""
-    params = {f"w{i}": jnp.ones((16, 16 + i)) for i in range(4)}
+    params = {f"w{i}": jnp.ones((4, 4 + i)) for i in range(2)}
 
     def compiled(stats):
         tx = cg.clip_by_global_norm(1.0, stats=stats)
         return jax.jit(tx.update).lower(params, tx.init(params)).compile()
 
     plain, total, each = (reductions(compiled(stats)) for stats in (False, True, "per_leaf"))
-    assert total <= plain + 4 and each <= total + 4
+    assert total <= plain + 2 and each <= total + 2
     tx = cg.clip_by_global_norm(1.0, stats="per_leaf")
 
     def norms(grads):

@@ -68,7 +68,8 @@ def unlimited(norms: jax.Array) -> jax.Array:
 
 def counts(norms: jax.Array) -> jax.Array:
     """Which norms say something: those that are finite, and not the 0 of an unused leaf."""
-    return jnp.isfinite(norms) & (norms > 0)
+    # Subnormal numbers act as 0 on most devices.
+    return jnp.isfinite(norms) & (norms >= jnp.finfo(norms.dtype).tiny)
 
 
 def fed(feed: str, norms: jax.Array, thresholds: jax.Array) -> jax.Array:

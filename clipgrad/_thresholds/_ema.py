@@ -101,7 +101,7 @@ class EMAThreshold:
     def update(self, state: EMAState, norms: jax.Array) -> tuple[jax.Array, EMAState]:
         """A multiple of the averages, and the averages with these norms."""
         warms_up, enters = state.warmup.seen < self.warmup, counts(norms)
-        early = jnp.where(enters, norms * self._factor(norms), unlimited(norms))
+        early = jnp.where(enters, self._jointly(norms), unlimited(norms))
         later = jnp.minimum(self.relative * state.mean, unlimited(norms))
         threshold = jnp.where(warms_up, early, later)
         entry = fed(self.feed, norms, threshold)
@@ -109,13 +109,16 @@ class EMAThreshold:
         least = jnp.min(jnp.where(warmup.without_far(), warmup.norms, jnp.inf), axis=0)
         first = jnp.where(warmup.seen > 0, least, 0)
         new = self.decay * state.mean + (1 - self.decay) * entry
+        new = jnp.minimum(new, unlimited(new))
         mean = jnp.where(warms_up, first, jnp.where(enters, new, state.mean))
         return threshold, EMAState(warmup, mean)
 
-    def _factor(self, norms: jax.Array) -> jax.Array:
-        """The factor of a clip by the global norm of all leaves."""
+    def _jointly(self, norms: jax.Array) -> jax.Array:
+        """The norms after a clip by the global norm of all leaves."""
         finite = jnp.where(jnp.isfinite(norms), norms, 0)
         largest = jnp.max(finite, initial=0)
         unit = jnp.where(largest > 0, largest, 1)
+        # In units of the largest, since squares of the norms may be out of range.
         total = jnp.sqrt(jnp.sum(jnp.square(finite / unit)))
-        return jnp.minimum(1, self.absolute / jnp.where(total > 0, total, 1) / unit)
+        clipped = norms / unit * (self.absolute / jnp.where(total > 0, total, 1))
+        return jnp.where(total > self.absolute / unit, clipped, norms)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds._base import counts
+from clipgrad._thresholds._base import counts, unlimited
 
 # A norm that is further than this from the median, as a factor, is no sample of the same process.
 FAR = 10.0
@@ -54,7 +54,7 @@ class Window(NamedTuple):
             for i in (below, jnp.minimum(below + 1, last))
         )
         part = place - below.astype(place.dtype)
-        return jnp.where(part == 0, low, low * (1 - part) + high * part)
+        return jnp.where(part == 0, low, jnp.minimum(low + (high - low) * part, high))
 
     def without_far(self) -> jax.Array:
         """Which entries are norms within a factor of ten of their median."""
@@ -72,4 +72,5 @@ class Window(NamedTuple):
         mean = jnp.sum(jnp.where(near, units, 0), axis=0) / number
         squares = jnp.square(units - mean[None])
         variance = jnp.sum(jnp.where(near, squares, 0), axis=0) / number
-        return mean * median, jnp.sqrt(variance) * median
+        most = unlimited(median)
+        return jnp.minimum(mean * median, most), jnp.sqrt(variance) * median

@@ -66,7 +66,7 @@ class ZScoreThreshold:
       max_norm: a limit that holds at every step, in the warm-up too; ``None``: none. The code of
         the authors has 1.0.
       feed: what enters the averages: the ``"clipped"`` norm $n^*_t$, as in the paper, or the
-        ``"raw"`` one.
+        ``"raw"`` one. Where the norms rise at once, far and for good, only raw ones follow.
 
     Raises:
       ValueError: for a number out of range, another ``feed``.
@@ -131,6 +131,7 @@ class ZScoreThreshold:
 
     def _averages(self, state: ZScoreState, norms: jax.Array) -> tuple[jax.Array, jax.Array]:
         mean = self.decay * state.mean + (1 - self.decay) * norms
+        mean = jnp.minimum(mean, unlimited(mean))
         # The root of a sum of squares that may be out of range.
         old, new = self.decay**0.5 * state.deviation, (1 - self.decay) ** 0.5 * (norms - mean)
         return mean, jnp.hypot(old, new)
