@@ -1,5 +1,6 @@
 """What a clip did, as sums that may be added over steps, uses and devices."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -99,16 +100,7 @@ class ClipStats(NamedTuple):
           dtype: float32 or float64; by default float64 if a leaf is.
         """
         dtype = stats_dtype(before) if dtype is None else jnp.dtype(dtype).name
-        pairs = list(zip(leaves_taking_part(before), leaves_taking_part(after), strict=True))
-        sums = _sums_of_squares([b for b, _ in pairs], dtype)
-        changed, nonfinite = _counts(pairs, dtype)
-        return cls(
-            sums,
-            _sums_of_squares([a for _, a in pairs], dtype),
-            changed,
-            nonfinite,
-            sum(b.size for b, _ in pairs) * _one(sums[1]).astype(dtype),
-        )
+        return _of(leaves_taking_part(before), leaves_taking_part(after), dtype)
 
     @classmethod
     def of_scaling(
@@ -122,6 +114,15 @@ class ClipStats(NamedTuple):
         finite, size = jnp.isfinite(norm.root), tree_size(tree, axis_name)
         (bad,) = _counts_unless(finite, [tree], axis_name)
         return _scaled(norm.value, limit, norm.exceeds(limit), finite, bad, size)
+
+
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _of(before: list[jax.Array], after: list[jax.Array], dtype: str) -> ClipStats:
+    """Traced once for leaves of the same shapes, however many variables are watched."""
+    sums = _sums_of_squares(before, dtype)
+    changed, nonfinite = _counts(list(zip(before, after, strict=True)), dtype)
+    size = sum(leaf.size for leaf in before) * _one(sums[1]).astype(dtype)
+    return ClipStats(sums, _sums_of_squares(after, dtype), changed, nonfinite, size)
 
 
 def stats_dtype(tree: Any) -> str:
@@ -222,7 +223,8 @@ def _counts(pairs: list[tuple[jax.Array, jax.Array]], dtype: str) -> tuple[jax.A
         masks = [_differ(before, after), ~jnp.isfinite(before)]
         flags = tuple(mask.astype(jnp.uint32) for mask in masks)
         counts.append(jax.lax.reduce(flags, zeros, _add, tuple(range(before.ndim))))
-    return tuple(sum(parts[1:], parts[0]).astype(dtype) for parts in zip(*counts, strict=True))
+    totals = (functools.reduce(jnp.add, parts) for parts in zip(*counts, strict=True))
+    return tuple(total.astype(dtype) for total in totals)
 
 
 def _add(a: Any, b: Any) -> Any:

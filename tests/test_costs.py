@@ -3,11 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 
 W = jnp.full((64, 64), 0.1)
 X = jnp.full((32, 64), 0.1)
+# XLA computes a small matrix product again for each of its uses, instead of reading it.
+LARGE = jnp.full((128, 256), 0.1)
 
 
 def mlp(w, x, clip):
@@ -60,3 +63,70 @@ def test_a_rule_that_is_off_is_the_same_program(model):
         return [line.split(", metadata")[0] for line in text.splitlines()[1:] if " = " in line]
 
     assert instructions(plain) == instructions(off)
+
+
+def tagged(model):
+    """The model with the tag ``h`` on its last layer but one, or on each step."""
+
+    def tag(x):
+        return checkpoint_name(x, "h")
+
+    return {
+        "mlp": lambda w: jnp.sum(jnp.tanh(tag(jnp.tanh(LARGE @ w)) @ w) ** 2),
+        "rnn": lambda w: rnn(w, X, tag),
+    }[model]
+
+
+def weights(model):
+    return jnp.full((256, 256), 0.1) if model == "mlp" else W
+
+
+def compiled_watch(model, use):
+    """The gradient with what ``use`` takes of the statistics, or the plain gradient."""
+    loss = tagged(model)
+
+    def watched(w):
+        value, grads, stats = cg.value_and_grad_with_stats(loss)(w)
+        return value, grads, use(stats["h"])
+
+    fun = jax.value_and_grad(loss) if use is None else watched
+    return jax.jit(fun).lower(weights(model)).compile()
+
+
+WATCHED = {"mlp": LARGE.size, "rnn": X.size}
+
+
+@pytest.mark.parametrize("model", WATCHED)
+def test_statistics_that_are_not_used_cost_nothing(model):
+    plain, unused = compiled_watch(model, None), compiled_watch(model, lambda stats: ())
+    assert unused.cost_analysis()["bytes accessed"] == plain.cost_analysis()["bytes accessed"]
+    assert unused.memory_analysis().temp_size_in_bytes == plain.memory_analysis().temp_size_in_bytes
+    assert unused.as_text().count(" fusion(") == plain.as_text().count(" fusion(")
+
+
+@pytest.mark.parametrize("model", WATCHED)
+@pytest.mark.parametrize(("use", "reads"), [("before", 3), (None, 4)], ids=["norms", "all"])
+def test_watching_costs_reads_of_the_cotangents_and_no_buffer_of_their_size(model, use, reads):
+    """Besides, there are the statistics themselves and scalars."""
+    plain = compiled_watch(model, None)
+    watched = compiled_watch(model, lambda stats: getattr(stats, use) if use else stats)
+    slots = 1 if model == "mlp" else len(X)
+    small = 1024 + slots * 256
+    traffic = [c.cost_analysis()["bytes accessed"] for c in (watched, plain)]
+    assert traffic[0] - traffic[1] <= reads * WATCHED[model] * 4 + small
+    sizes = [c.memory_analysis().temp_size_in_bytes for c in (watched, plain)]
+    assert sizes[0] - sizes[1] <= small
+    assert watched.as_text().count(" while(") == plain.as_text().count(" while(")
+
+
+@pytest.mark.parametrize("model", WATCHED)
+def test_a_value_rule_by_name_costs_what_the_clip_by_hand_costs(model):
+    rules = {"h": cg.ErrorClipByValue(0.5)}
+    clipped = jax.jit(jax.value_and_grad(cg.error_clip_by_name(tagged(model), rules)))
+    clipped, plain = clipped.lower(weights(model)).compile(), compiled_watch(model, None)
+    for cost in (
+        lambda c: c.cost_analysis()["bytes accessed"],
+        lambda c: c.memory_analysis().temp_size_in_bytes,
+        lambda c: c.as_text().count(" fusion("),
+    ):
+        assert cost(clipped) == cost(plain)

@@ -176,9 +176,12 @@ def test_a_schedule_that_falls_below_zero_acts_as_zero():
 
 
 def test_smaller_edges():
-    assert cg.clip_by_norm(1.0, stats=True).init(
-        {"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16)}
-    ).stats.norm.dtype == jnp.float32
+    assert (
+        cg.clip_by_norm(1.0, stats=True)
+        .init({"w": jax.ShapeDtypeStruct((3,), jnp.bfloat16)})
+        .stats.norm.dtype
+        == jnp.float32
+    )
     assert np.isfinite(jax.grad(lambda g: cg.global_norm(g, 0.5))(jnp.array([1.0, 1e-30]))).all()
     np.testing.assert_allclose(abs(cg.ClipByValue(1.0)(jnp.array([3e38 + 3e38j]))), 1, rtol=1e-6)
     with pytest.raises(ValueError, match=r"threshold: got an array of shape \(1,\), expected one"):
