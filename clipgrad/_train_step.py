@@ -11,6 +11,7 @@ import optax
 from clipgrad._global_norm import global_norm
 from clipgrad._gradient_clip import GradientClipState, keeping_statistics
 from clipgrad._numbers import at_least_float32
+from clipgrad._skip_spikes import SkipSpikesState
 from clipgrad._stats import count_nonfinite
 
 Metrics = dict[str, Any]
@@ -79,8 +80,8 @@ def train_step(
       A `TrainStep`: ``state = step.init(params)``, then ``state, metrics = step(state, batch)``.
       The metrics are a dictionary of ``loss``, ``grad_norm`` (before any clip), ``nonfinite`` (the
       number of gradient elements that are NaN or inf), ``clips`` (the `ClipStats` of each gradient
-      clip in the optimizer), with exactly one of them ``clipped_norm`` and ``clip_scale``, and
-      with ``has_aux`` ``aux`` (stacked over microbatches).
+      clip in the optimizer), with exactly one of them ``clipped_norm`` and ``clip_scale``, with
+      `skip_spikes` ``skipped``, and with ``has_aux`` ``aux`` (stacked over microbatches).
 
     Raises:
       TypeError: if ``optimizer`` is no gradient transformation.
@@ -128,8 +129,8 @@ def train_step(
 
 
 def _metrics(grads: Any, opt_state: Any) -> Metrics:
-    states = jax.tree.leaves(opt_state, is_leaf=lambda s: isinstance(s, GradientClipState))
-    clips = tuple(s.stats for s in states if isinstance(s, GradientClipState) and s.stats)
+    clips = tuple(s.stats for s in _states(opt_state, GradientClipState) if s.stats)
+    skips = [s.skipped for s in _states(opt_state, SkipSpikesState)]
     metrics = {
         "grad_norm": global_norm(grads),
         "nonfinite": count_nonfinite(grads),
@@ -137,7 +138,13 @@ def _metrics(grads: Any, opt_state: Any) -> Metrics:
     }
     if len(clips) == 1:
         metrics |= {"clipped_norm": clips[0].clipped_norm, "clip_scale": clips[0].scale}
-    return metrics
+    return metrics | ({"skipped": jnp.stack(skips).any()} if skips else {})
+
+
+def _states(opt_state: Any, kind: type) -> list[Any]:
+    """The states of one kind in the state of an optimizer."""
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda s: isinstance(s, kind))
+    return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def _accumulated(value_and_grad: Callable[..., Any], parts: int) -> Callable[..., Any]:

@@ -64,7 +64,7 @@ class ClipByGlobalNorm(ClipRule):
 
     def __post_init__(self) -> None:
         """Refuses thresholds and orders that are none."""
-        check_threshold("max_norm", self.max_norm)
+        check_threshold("max_norm", self.max_norm, adaptive=True)
         object.__setattr__(self, "ord", check_order(self.ord))
         if isinstance(self.axis_name, list):
             object.__setattr__(self, "axis_name", tuple(self.axis_name))
