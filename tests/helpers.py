@@ -12,6 +12,11 @@ import clipgrad as cg
 
 Tree = dict[str, np.ndarray]
 
+# The compiler's own defaults, for programs whose speed, memory or rounding is under test.
+RELEASED: dict[str, Any] = {"xla_backend_optimization_level": 3}
+if jax.__version_info__ < (0, 11):
+    RELEASED["xla_cpu_use_fusion_emitters"] = True
+
 
 class Case(NamedTuple):
     """A rule, what it should give, and how far a tree is from its limits.
