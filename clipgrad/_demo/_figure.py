@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from clipgrad._demo import _task
-from clipgrad._demo._curves import Band, band, first_nonfinite, over_training, span
+from clipgrad._demo._curves import Band, band, first_nonfinite, over_training, short, span
 from clipgrad._demo._train import Result, Run
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; grey for their yellow.
@@ -65,8 +65,7 @@ def _draw_task(part: Any, result: Result) -> None:
     if through_time:
         _draw_through_time(part.add_subplot(grid[1, :2]), through_time)
         key = _TIME_KEY.format(result.task.tag, seeds, result.steps)
-        peaks = [_handle(label, f"up to {_peak(line)}") for label, line in through_time.items()]
-        _draw_legend(part.add_subplot(grid[1, 2]), key, peaks)
+        _draw_legend(part.add_subplot(grid[1, 2]), key, map(_peak, result.runs))
 
 
 def _through_time(result: Result) -> dict[str, Band]:
@@ -115,15 +114,13 @@ def _draw_through_time(axes: Axes, curves: dict[str, Band]) -> None:
     axes.grid(True, which="major", alpha=0.25)
     for label, line in curves.items():
         _draw_curve(axes, label, line)
-        for edge in (line.low, line.high):
-            axes.plot(
-                line.steps, edge, color=_COLOURS[label], linewidth=0.7, linestyle=_dash(label)
-            )
-    _scale(axes, [part for line in curves.values() for part in line[1:]], 0)
-
-
-def _peak(line: Band) -> str:
-    return span(line.high[np.isfinite(line.high)].max(initial=0, keepdims=True))
+        thin: Any = {"color": _COLOURS[label], "linewidth": 0.7, "linestyle": _dash(label)}
+        axes.plot(line.steps, line.low, line.steps, line.high, **thin)
+    norms = np.concatenate([part for line in curves.values() for part in line[1:]])
+    norms = norms[np.isfinite(norms) & (norms > 0)].astype(float)
+    norms = norms if norms.size else np.array([0.1, 10.0])
+    # The explosion is what this is about, so that only what vanishes is cut off.
+    axes.set_ylim(max(norms.min(), np.median(norms) / _DOWN) / 2, norms.max() * 2)
 
 
 def _draw_curve(axes: Axes, label: str, line: Band) -> None:
@@ -208,3 +205,12 @@ def _outcome(run: Run) -> Line2D:
 def _handle(label: str, result: str) -> Line2D:
     colour, dash = _COLOURS[label], _dash(label)
     return Line2D([], [], color=colour, linestyle=dash, linewidth=2.4, label=f"{label}\n{result}")
+
+
+def _peak(run: Run) -> Line2D:
+    norms = np.asarray(run.through_time)
+    finite = np.isfinite(norms)
+    parts = [f"up to {short(norms[finite].max())}"] if finite.any() else []
+    if lost := (~finite).any((1, 2)).sum():
+        parts.append(f"NaN in {lost} of {len(norms)}")
+    return _handle(run.arm.label, ", ".join(parts))
