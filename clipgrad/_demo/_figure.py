@@ -110,17 +110,23 @@ def _draw_panel(axes: Axes, quantity: str, curves: dict[str, np.ndarray]) -> Non
 def _draw_through_time(axes: Axes, curves: dict[str, Band]) -> None:
     last = len(next(iter(curves.values())).steps)
     axes.set(ylabel="gradient norm after any error clip", xlabel="time step", yscale="log")
-    axes.set(xlim=(0.5, last + 0.5))
+    axes.set(xlim=(0.5, last + 0.5), ylim=_whole([part for b in curves.values() for part in b[1:]]))
     axes.grid(True, which="major", alpha=0.25)
     for label, line in curves.items():
         _draw_curve(axes, label, line)
         thin: Any = {"color": _COLOURS[label], "linewidth": 0.7, "linestyle": _dash(label)}
         axes.plot(line.steps, line.low, line.steps, line.high, **thin)
-    norms = np.concatenate([part for line in curves.values() for part in line[1:]])
-    norms = norms[np.isfinite(norms) & (norms > 0)].astype(float)
-    norms = norms if norms.size else np.array([0.1, 10.0])
-    # The explosion is what this is about, so that only what vanishes is cut off.
-    axes.set_ylim(max(norms.min(), np.median(norms) / _DOWN) / 2, norms.max() * 2)
+
+
+def _whole(curves: list[np.ndarray]) -> tuple[float, float]:
+    """The limits that show an explosion up to its top; only what vanishes is cut off."""
+    values = _positive(curves)
+    return max(values.min(), np.median(values) / _DOWN) / 2, values.max() * 2
+
+
+def _positive(curves: list[np.ndarray]) -> np.ndarray:
+    values = np.concatenate([c[np.isfinite(c) & (c > 0)] for c in curves]).astype(float)
+    return values if values.size else np.array([0.1, 10.0])
 
 
 def _draw_curve(axes: Axes, label: str, line: Band) -> None:
@@ -154,8 +160,7 @@ def _draw_end(axes: Axes, label: str, values: np.ndarray, height: float) -> None
 
 def _scale(axes: Axes, curves: list[np.ndarray], rows: int) -> tuple[float, float]:
     """Sets the limits: rows of crosses lie above the curves, whose shown range is returned."""
-    values = np.concatenate([c[np.isfinite(c) & (c > 0)] for c in curves]).astype(float)
-    values = values if values.size else np.array([0.1, 10.0])
+    values = _positive(curves)
     middle, highest = np.median(values), values.max()
     low, high = max(values.min(), middle / _DOWN), min(highest, middle * _UP)
     height = max(np.log(high / low), 0.1)
