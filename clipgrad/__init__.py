@@ -20,6 +20,7 @@ from clipgrad._everywhere import error_clip_everywhere as error_clip_everywhere
 from clipgrad._global_norm import global_norm as global_norm
 from clipgrad._gradient_clip import GradientClipState as GradientClipState
 from clipgrad._gradient_clip import gradient_clip as gradient_clip
+from clipgrad._per_example import clip_per_example as clip_per_example
 from clipgrad._presets import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
 from clipgrad._presets import SuggestedThreshold as SuggestedThreshold
 from clipgrad._presets import suggest_threshold as suggest_threshold
@@ -30,7 +31,14 @@ from clipgrad._rules import ClipByNorm as ClipByNorm
 from clipgrad._rules import ClipByValue as ClipByValue
 from clipgrad._rules import ClipRule as ClipRule
 from clipgrad._rules import ErrorClipByValue as ErrorClipByValue
+from clipgrad._skip_spikes import SkipSpikesState as SkipSpikesState
+from clipgrad._skip_spikes import skip_spikes as skip_spikes
 from clipgrad._stats import ClipStats as ClipStats
+from clipgrad._thresholds import AdaptiveThreshold as AdaptiveThreshold
+from clipgrad._thresholds import EMAThreshold as EMAThreshold
+from clipgrad._thresholds import HistoryThreshold as HistoryThreshold
+from clipgrad._thresholds import PercentileThreshold as PercentileThreshold
+from clipgrad._thresholds import ZScoreThreshold as ZScoreThreshold
 from clipgrad._train_step import TrainState as TrainState
 from clipgrad._train_step import TrainStep as TrainStep
 from clipgrad._train_step import train_step as train_step

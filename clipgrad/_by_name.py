@@ -31,6 +31,7 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
         `jax.checkpoint`.
       * Each tagged array is a variable of its own, at each step of a scan. Inside of `jax.vmap` it
         is the whole batch: a norm rule is joint there.
+      * A gradient that ``fun`` takes inside is part of its value, and is not clipped.
       * ``fun`` itself is not changed, and can be differentiated in forward mode; so can the
         result, as long as no clipped variable depends on what is differentiated.
       * Where no name has a rule the transformed function computes just what ``fun`` does.

@@ -15,9 +15,10 @@ from clipgrad._rules import (
     ClipByNorm,
     ClipByValue,
 )
+from clipgrad._thresholds import AdaptiveThreshold
 from clipgrad._where import Where
 
-Threshold = ArrayLike | optax.Schedule
+Threshold = ArrayLike | optax.Schedule | AdaptiveThreshold
 # optax.inject_hyperparams would trace a Python number, but an order is no hyperparameter.
 _TWO: Any = np.int64(2)
 
@@ -28,18 +29,19 @@ def clip_by_value(
     *,
     where: Where = None,
     nonfinite: str = "propagate",
-    stats: bool = False,
+    stats: bool | str = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Clips each element of the updates to [min, max]: `ClipByValue` before the optimizer.
 
     With ``min=None`` (which means ``-max``) this is ``optax.clip``.
 
     Args:
-      max: the upper bound: a number, an array that broadcasts into each leaf, or a schedule.
-      min: the lower bound, likewise; ``None`` means ``-max``.
+      max: the upper bound: a number, an array that broadcasts into each leaf, a schedule or an
+        adaptive threshold.
+      min: the lower bound, likewise but not adaptive; ``None`` means ``-max``.
       where: which leaves take part; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: whether the state keeps what the clip did; see `GradientClipState`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
 
     Returns:
       A gradient transformation; see `gradient_clip` for its state.
@@ -65,17 +67,17 @@ def clip_by_norm(
     *,
     where: Where = None,
     nonfinite: str = "propagate",
-    stats: bool = False,
+    stats: bool | str = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scales each leaf, or slice, to a maximal norm: `ClipByNorm` before the optimizer.
 
     Args:
-      max_norm: the maximal norm: a number, an array or a schedule.
+      max_norm: the maximal norm: a number, an array, a schedule or an adaptive threshold.
       ord: the order of the norm, in (0, inf].
       axis: the axis or axes over which norms are taken; ``None``: all.
       where: which leaves take part; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: whether the state keeps what the clip did; see `GradientClipState`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
 
     Returns:
       A gradient transformation; see `gradient_clip` for its state.
@@ -100,8 +102,9 @@ def clip_by_global_norm(
     axis_name: AxisName = None,
     *,
     where: Where = None,
+    measure: Where = None,
     nonfinite: str = "propagate",
-    stats: bool = False,
+    stats: bool | str = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scales all leaves by one factor to a maximal norm: `ClipByGlobalNorm` before the optimizer.
 
@@ -109,12 +112,13 @@ def clip_by_global_norm(
     in the ordinary range the same result under `jax.jit`, bit for bit.
 
     Args:
-      max_norm: the maximal norm: a number or a schedule.
+      max_norm: the maximal norm: a number, a schedule or an adaptive threshold.
       ord: the order of the norm, in (0, inf].
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
       where: which leaves take part; see `clip_grads`.
+      measure: which leaves make up the norm, if it is not those; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: whether the state keeps what the clip did; see `GradientClipState`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
 
     Returns:
       A gradient transformation; see `gradient_clip` for its state.
@@ -130,7 +134,7 @@ def clip_by_global_norm(
       [Array([-0.6], dtype=float32), Array([-0.8], dtype=float32)]
     """
     rule = ClipByGlobalNorm(max_norm, ord=ord, axis_name=axis_name)  # type: ignore[arg-type]
-    return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
+    return gradient_clip(rule, where=where, measure=measure, nonfinite=nonfinite, stats=stats)
 
 
 def clip_by_block_rms(
@@ -138,15 +142,15 @@ def clip_by_block_rms(
     *,
     where: Where = None,
     nonfinite: str = "propagate",
-    stats: bool = False,
+    stats: bool | str = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scales each leaf to a maximal root mean square: `ClipByBlockRMS` before the optimizer.
 
     Args:
-      threshold: the maximal root mean square: a number or a schedule.
+      threshold: the maximal root mean square: a number, a schedule or an adaptive threshold.
       where: which leaves take part; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: whether the state keeps what the clip did; see `GradientClipState`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
 
     Returns:
       A gradient transformation; see `gradient_clip` for its state.
@@ -172,7 +176,7 @@ def adaptive_grad_clip(
     *,
     where: Where = None,
     nonfinite: str = "propagate",
-    stats: bool = False,
+    stats: bool | str = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Limits each unit by the norm of its weights (AGC): `AdaptiveClip` before the optimizer.
 
@@ -181,13 +185,14 @@ def adaptive_grad_clip(
     say what a unit is for each leaf.
 
     Args:
-      clipping: the maximal ratio of gradient norm to weight norm: a number or a schedule.
+      clipping: the maximal ratio of gradient norm to weight norm: a number, a schedule or an
+        adaptive threshold.
       eps: the least weight norm that is reckoned with.
       axis: the axes that a unit spans, for all leaves, by path or by a function; see
         `AdaptiveClip`.
       where: which leaves take part; see `clip_grads`. Brock et al. leave out the last layer.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: whether the state keeps what the clip did; see `GradientClipState`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
 
     Returns:
       A gradient transformation; see `gradient_clip` for its state.

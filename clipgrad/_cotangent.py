@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend as jex
 import jax.numpy as jnp
 
+import clipgrad._jaxpr as _jaxpr
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._rules import apply_rule, as_rule
 from clipgrad._stats import ClipStats
@@ -70,17 +71,35 @@ def clip_cotangent(x: Any, rule: Rule | None, *, probe: ClipStats | None = None)
     if (rule is None and probe is None) or not chosen:
         return x
 
-    def fill(arrays: list[jax.Array]) -> Any:
-        filled = dict(zip(chosen, arrays, strict=True))
-        return structure.unflatten([filled.get(i) for i in range(len(leaves))])
-
     arrays = [jnp.asarray(leaves[i]) for i in chosen]
-    backward, thresholds = _trace(functools.partial(_clip, rule, probe, fill), rule, arrays)
+    dtype = None if probe is None else probe.before.dtype.name
+    frame = _Frame(structure, len(leaves), tuple(chosen), dtype)
+    backward, thresholds = _trace(frame, rule, arrays)
     for i, leaf in zip(
         chosen, _identity(backward, arrays, thresholds, _spread(probe, arrays)), strict=True
     ):
         leaves[i] = leaf
     return structure.unflatten(leaves)
+
+
+class _Frame(NamedTuple):
+    """The tree around the arrays that are clipped, and the dtype of the statistics."""
+
+    structure: Any
+    leaves: int
+    chosen: tuple[int, ...]
+    dtype: str | None
+
+    def fill(self, arrays: list[jax.Array]) -> Any:
+        filled = dict(zip(self.chosen, arrays, strict=True))
+        return self.structure.unflatten([filled.get(i) for i in range(self.leaves)])
+
+    def clip(self, rule: Rule | None, cotangents: Any, params: Any) -> Any:
+        tree = self.fill(cotangents)
+        primal = self.fill(params) if params else None
+        clipped = tree if rule is None else apply_rule(rule, tree, primal)
+        stats = None if self.dtype is None else ClipStats.of(tree, clipped, self.dtype)
+        return jax.tree.leaves(clipped), stats
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,29 +111,45 @@ class _Backward:
     needs_params: bool
 
     def __call__(self, thresholds: Any, cotangents: Any, params: Any) -> Any:
-        run = jex.core.jaxpr_as_fun(jex.core.ClosedJaxpr(self.jaxpr, thresholds))
-        return jax.tree.unflatten(self.outputs, run(*cotangents, *params))
+        constants, given = thresholds
+        run = jex.core.jaxpr_as_fun(jex.core.ClosedJaxpr(self.jaxpr, constants))
+        return jax.tree.unflatten(self.outputs, run(*given, *cotangents, *params))
 
 
-def _trace(clip: Callable[..., Any], rule: Any, arrays: list[Any]) -> tuple[_Backward, list[Any]]:
-    """``clip`` with the arrays that it closes over, thresholds above all, as arguments.
+def _trace(frame: _Frame, rule: Any, arrays: list[Any]) -> tuple[_Backward, Any]:
+    """The backward pass, with the arrays that the rule holds or closes over as arguments.
 
     A backward pass may not close over tracers: inside of `jax.lax.scan` they would be those of
-    another trace by the time that it runs.
+    another trace by the time that it runs. A rule that is a pytree is traced once for all
+    variables of a shape; a function may hide anything, and is traced anew.
     """
     needs_params = getattr(rule, "needs_params", False)
-    operands = (arrays, arrays) if needs_params else (arrays, [])
-    traced, shapes = jax.make_jaxpr(clip, return_shape=True)(*operands)
-    return _Backward(traced.jaxpr, jax.tree.structure(shapes), needs_params), list(traced.consts)
+    fixed, given = _jaxpr.split(rule)
+    trace = _traced if _is_pytree(rule) else _traced_anew
+    program, outputs = trace(frame, fixed, given, arrays, arrays if needs_params else [])
+    return _Backward(program.jaxpr, outputs, needs_params), (list(program.consts), given)
 
 
-def _clip(
-    rule: Rule | None, probe: ClipStats | None, fill: Any, cotangents: Any, params: Any
-) -> tuple[list[jax.Array], ClipStats | None]:
-    tree = fill(cotangents)
-    clipped = tree if rule is None else apply_rule(rule, tree, fill(params) if params else None)
-    stats = None if probe is None else ClipStats.of(tree, clipped, probe.before.dtype)
-    return jax.tree.leaves(clipped), stats
+def _run(frame: _Frame, fixed: _jaxpr.Split, given: Any, cotangents: Any, params: Any) -> Any:
+    return frame.clip(fixed.given(given), cotangents, params)
+
+
+_cached = jax.jit(_run, static_argnums=(0, 1))
+
+
+def _traced(*arguments: Any) -> tuple[Any, Any]:
+    traced = _cached.trace(*arguments)
+    return traced.jaxpr, jax.tree.structure(traced.out_info)
+
+
+def _traced_anew(frame: _Frame, fixed: _jaxpr.Split, *arguments: Any) -> tuple[Any, Any]:
+    run = functools.partial(_run, frame, fixed)
+    program, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
+    return program, jax.tree.structure(shapes)
+
+
+def _is_pytree(rule: Any) -> bool:
+    return rule is None or not jax.tree_util.treedef_is_leaf(jax.tree.structure(rule))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

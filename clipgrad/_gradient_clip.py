@@ -10,24 +10,30 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from clipgrad._clip_grads import clip_and_watch
+from clipgrad._clip_grads import Taken, Watch, check_measure, clip_taken, norm_of, take
 from clipgrad._nonfinite import check_policy
+from clipgrad._norms import Norm
 from clipgrad._rules import (
     ClipByGlobalNorm,
+    PerLeaf,
+    adaptive_threshold,
     as_array,
     as_rule,
     main_threshold,
     resolve_schedules,
     schedules_of,
+    with_threshold,
 )
 from clipgrad._stats import ClipStats, stats_dtype
-from clipgrad._where import Where, selected
+from clipgrad._thresholds import unlimited
+from clipgrad._trees import paths_taking_part
+from clipgrad._where import Where, keep_selected, selected
 
 _KEEP_STATISTICS = contextvars.ContextVar("keep_statistics", default=False)
 
 
 class GradientClipState(NamedTuple):
-    """What a gradient clip keeps, if it has a schedule or statistics to keep.
+    """What a gradient clip keeps, if it has a schedule, a history or statistics to keep.
 
     The tree structure and the dtypes are the same at initialisation and after every update, so
     that it can be carried by `jax.lax.scan` and saved. ``optax.tree.get(state, "stats")`` finds
@@ -38,7 +44,12 @@ class GradientClipState(NamedTuple):
       stats: the `ClipStats` of the last update; ``None`` without ``stats=True``.
       clipped_count: the number of updates at which something was clipped; likewise.
       nonfinite_count: the number of updates with NaN or inf in the gradients; likewise.
-      threshold: the first threshold of the rule at the last update; ``None`` if it has none.
+      threshold: the first threshold of the rule at the last update; ``None`` if it has none. An
+        adaptive threshold of a rule that acts on leaves is an array, in the order of
+        ``jax.tree.leaves``.
+      history: the state of an adaptive threshold; ``None`` without.
+      leaf_stats: the `ClipStats` of the last update for each leaf by path, such as
+        ``"layers/0/kernel"``; ``None`` without ``stats="per_leaf"``.
     """
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -46,14 +57,17 @@ class GradientClipState(NamedTuple):
     clipped_count: jax.Array | None
     nonfinite_count: jax.Array | None
     threshold: jax.Array | None
+    history: Any = None
+    leaf_stats: dict[str, ClipStats] | None = None
 
 
 def gradient_clip(
     rule: Callable[..., Any] | None,
     *,
     where: Where = None,
+    measure: Where = None,
     nonfinite: str = "propagate",
-    stats: bool = False,
+    stats: bool | str = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes a gradient transformation of any clip rule.
 
@@ -62,6 +76,7 @@ def gradient_clip(
         that of the optax functions: checkpoints of theirs can be restored.
       * Otherwise it is a `GradientClipState`, whose structure never changes.
       * A schedule is evaluated at the number of updates made so far: 0 at the first.
+      * An adaptive threshold sees the norm of each step once, before the clip.
       * ``update(..., grad_norm=n)`` hands `ClipByGlobalNorm` a norm that is known already, and
         nothing is summed again. Every such clip in a chain takes it, so pass it only if that is
         the norm which each of them would measure: of the leaves that ``where`` selects, and
@@ -69,17 +84,20 @@ def gradient_clip(
 
     Args:
       rule: a `ClipRule`, whose thresholds may be schedules here (functions of the step, such
-        as ``optax.linear_schedule(...)``), or a function of the tree; ``None``: off.
+        as ``optax.linear_schedule(...)``) and whose first one may be an `AdaptiveThreshold`, or a
+        function of the tree; ``None``: off.
       where: which leaves take part; see `clip_grads`.
+      measure: which leaves make up the norm of `ClipByGlobalNorm`; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: whether the state keeps what the clip did.
+      stats: whether the state keeps what the clip did; ``"per_leaf"``: for each leaf, too.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
 
     Raises:
       TypeError: if ``rule`` is none.
-      ValueError: for an unknown ``nonfinite``; by ``init``, if ``where`` selects nothing.
+      ValueError: for an unknown ``nonfinite`` or ``stats``, for ``measure`` with another rule; by
+        ``init``, if ``where`` selects nothing.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -94,23 +112,28 @@ def gradient_clip(
     """
     rule = as_rule(rule, schedules=True)
     check_policy(nonfinite)
-    scheduled = bool(schedules_of(rule))
+    check_measure(rule, measure)
+    if stats not in (True, False, "per_leaf"):
+        raise ValueError(f"stats: got {stats!r}, expected True, False or 'per_leaf'")
+    has_state = bool(schedules_of(rule)) or adaptive_threshold(rule) is not None
 
     def init(params: Any) -> Any:
-        selected(where, params)
-        keep = stats or _KEEP_STATISTICS.get()
-        return _first_state(rule, params, keep) if keep or scheduled else optax.EmptyState()
+        tree = keep_selected(params, selected(where, params))
+        selected(measure, params, "measure")
+        kept = stats or _KEEP_STATISTICS.get()
+        return _first_state(rule, tree, kept) if kept or has_state else optax.EmptyState()
 
     def update(
         updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         del extra_args
+        taken = take(updates, where, nonfinite, measure)
         keeps = isinstance(state, GradientClipState)
         active = resolve_schedules(rule, state.count) if keeps else rule
-        norm = grad_norm if isinstance(active, ClipByGlobalNorm) else None
-        clipped, watch = clip_and_watch(
-            updates, active, params, where=where, nonfinite=nonfinite, norm=norm
-        )
+        norm = norm_of(active, taken, grad_norm) if isinstance(active, ClipByGlobalNorm) else None
+        if keeps and adaptive_threshold(rule) is not None:
+            active, state = _follow(active, state, taken, params, norm)
+        clipped, watch = clip_taken(taken, active, params, norm)
         return clipped, _next_state(state, active, watch) if keeps else state
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -129,34 +152,66 @@ def keeping_statistics() -> Iterator[None]:
         _KEEP_STATISTICS.reset(token)
 
 
-def _first_state(rule: Any, params: Any, keep: bool) -> GradientClipState:
-    dtype, zero = stats_dtype(params), functools.partial(jnp.zeros, (), jnp.int32)
-    threshold = main_threshold(resolve_schedules(rule, zero()))
+def _first_state(rule: Any, tree: Any, kept: bool | str) -> GradientClipState:
+    dtype, zero = stats_dtype(tree), functools.partial(jnp.zeros, (), jnp.int32)
+    rule = resolve_schedules(rule, zero())
+    threshold, history, (paths, _) = main_threshold(rule), None, paths_taking_part(tree)
+    if (adaptive := adaptive_threshold(rule)) is not None:
+        norms = jnp.zeros(() if isinstance(rule, ClipByGlobalNorm) else len(paths), dtype)
+        threshold, history = unlimited(norms), adaptive.init(norms)
     # Each field has a buffer of its own, so that the state can be donated.
     return GradientClipState(
         zero(),
-        ClipStats.zero(dtype=dtype) if keep else None,
-        zero() if keep else None,
-        zero() if keep else None,
+        ClipStats.zero(dtype=dtype) if kept else None,
+        zero() if kept else None,
+        zero() if kept else None,
         None if threshold is None else as_array(threshold, dtype) + 0,
+        history,
+        {path: ClipStats.zero(dtype=dtype) for path in paths} if kept == "per_leaf" else None,
     )
 
 
-def _next_state(
-    state: GradientClipState, rule: Any, watch: Callable[[], ClipStats]
-) -> GradientClipState:
+def _follow(
+    rule: Any, state: GradientClipState, taken: Taken, params: Any, norm: Norm | None
+) -> tuple[Any, GradientClipState]:
+    """The rule with the adaptive threshold of this step, and the state with its history."""
+    assert state.threshold is not None
+    leaves = [norm.value] if norm is not None else rule.follow(taken.tree, params)
+    norms = [leaf.astype(state.threshold.dtype).reshape(()) for leaf in leaves]
+    norms = norms[0] if norm is not None else jnp.stack(norms or [jnp.zeros(())])[: len(norms)]
+    if norms.shape != state.threshold.shape:
+        raise ValueError(
+            f"got {norms.size} leaves to clip, but the state follows {state.threshold.size}; "
+            "expected init(params) with the parameters that the updates are for"
+        )
+    adaptive = adaptive_threshold(rule)
+    threshold, history = adaptive.update(state.history, jax.lax.stop_gradient(norms))
+    rule = with_threshold(rule, threshold if norm is not None else PerLeaf(threshold))
+    return rule, state._replace(history=history)
+
+
+def _next_state(state: GradientClipState, rule: Any, watch: Watch) -> GradientClipState:
     state = state._replace(count=optax.safe_increment(state.count))
     if state.threshold is not None:
-        threshold = as_array(main_threshold(rule), state.threshold.dtype)
+        value = main_threshold(rule)
+        threshold = value.values if isinstance(value, PerLeaf) else value
+        threshold = as_array(threshold, state.threshold.dtype)
         state = state._replace(threshold=jnp.broadcast_to(threshold, state.threshold.shape))
     if state.stats is None:
         return state
-    stats = jax.tree.map(lambda new, old: new.astype(old.dtype), watch(), state.stats)
+    stats = _as_before(watch.total(), state.stats)
+    if state.leaf_stats is not None:
+        state = state._replace(leaf_stats=_as_before(watch.leaves(), state.leaf_stats))
     return state._replace(
         stats=stats,
         clipped_count=_increment_if(stats.clipped, state.clipped_count),
         nonfinite_count=_increment_if(stats.nonfinite > 0, state.nonfinite_count),
     )
+
+
+def _as_before(stats: Any, before: Any) -> Any:
+    """Statistics in the dtypes of those before."""
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), stats, before)
 
 
 def _increment_if(condition: jax.Array, count: Any) -> jax.Array:

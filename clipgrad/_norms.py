@@ -198,8 +198,10 @@ def _weights(groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]) -> 
             times(over(u, size), size ** (kind.ord - 1))
             for u, size in zip(units, sizes, strict=True)
         ]
+    # XLA may divide a batch of rows by reciprocals, so that x / x is not 1: compare products.
     ties = [
-        ((size == 1) & (u != 0)).astype(size.dtype) for u, size in zip(units, sizes, strict=True)
+        ((jnp.abs(widen(g, r.dtype.name)) * s == r) & (u != 0)).astype(u.real.dtype)
+        for g, s, r, u in zip(leaves, scales, roots, units, strict=True)
     ]
     counts = groups.per_leaf(groups.sums(ties, leaves), leaves)
     shares = [

@@ -87,13 +87,20 @@ def _switched_off(rule, x, w, xs) -> Iterator[Case]:
         return clip_cotangent(_cell(clip_cotangent(x, rule), w), rule)
 
     decorated = error_clip(rule)(_cell)
-    scanned = lambda h, w, xs: lax.scan(lambda h, x: (clipped(h + x, w),) * 2, h, xs)  # noqa: E731
-    yield Case(f"clip_cotangent, {title}", clipped, (x, w), order=2)
-    yield Case(f"clip_cotangent under jit, {title}", jax.jit(clipped), (x, w))
-    yield Case(f"clip_cotangent under scan, {title}", scanned, (x, w, xs))
-    yield Case(f"clip_cotangent under remat, {title}", jax.checkpoint(clipped), (x, w))
-    yield Case(f"clip_cotangent under vmap, {title}", jax.vmap(clipped, (0, None)), (xs, w))
-    yield Case(f"error_clip, {title}", decorated, (x, w), order=2)
+    for place, function in (("clip_cotangent", clipped), ("error_clip", decorated)):
+        yield Case(f"{place}, {title}", function, (x, w), order=2)
+        if place == "clip_cotangent" or rule is OFF[-1]:
+            yield from _transformed(place, title, function, x, w, xs)
+
+
+def _transformed(place: str, title: str, function: Callable, x, w, xs) -> Iterator[Case]:
+    def scanned(h, w, xs):
+        return lax.scan(lambda h, x: (function(h + x, w),) * 2, h, xs)
+
+    yield Case(f"{place} under jit, {title}", jax.jit(function), (x, w))
+    yield Case(f"{place} under scan, {title}", scanned, (x, w, xs))
+    yield Case(f"{place} under remat, {title}", jax.checkpoint(function), (x, w))
+    yield Case(f"{place} under vmap, {title}", jax.vmap(function, (0, None)), (xs, w))
 
 
 def _cell(x, w):

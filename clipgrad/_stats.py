@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._norms import AxisName, Norm, tree_size, tree_total, widest
+from clipgrad._norms import AxisName, Norm, slice_norms, tree_size, tree_total, widest
 from clipgrad._numbers import real_size, scaled_square
-from clipgrad._trees import leaves_taking_part, takes_part
+from clipgrad._trees import leaves_taking_part, paths_taking_part, takes_part
 
 # Exponents: below 2 ** low a norm is read off the sum that is scaled up, by 2 ** up; above
 # 2 ** high off the one that is scaled down, by 2 ** down.
@@ -111,20 +111,12 @@ class ClipStats(NamedTuple):
         In closed form: nothing is summed over the elements, except that NaN and inf are counted
         if there are any.
         """
-        clips, finite = norm.exceeds(limit), jnp.isfinite(norm.root)
-        before = jnp.stack(_squares(norm.value))
-        size = tree_size(tree, axis_name)
-        after = jnp.where(clips, jnp.stack(_squares(limit)), before)
-        return cls(
-            before,
-            jnp.where(finite, after, jnp.nan),
-            jnp.where(clips, size, 0),
-            _count_unless(finite, tree, axis_name),
-            size,
-        )
+        finite, size = jnp.isfinite(norm.root), tree_size(tree, axis_name)
+        (bad,) = _counts_unless(finite, [tree], axis_name)
+        return _scaled(norm.value, limit, norm.exceeds(limit), finite, bad, size)
 
 
-@functools.partial(jax.jit, static_argnums=2, inline=True)
+@functools.partial(jax.jit, static_argnums=2)
 def _of(before: list[jax.Array], after: list[jax.Array], dtype: str) -> ClipStats:
     """Traced once for leaves of the same shapes, however many variables are watched."""
     sums = _sums_of_squares(before, dtype)
@@ -143,11 +135,56 @@ def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
     return tree_total(lambda leaf: ~jnp.isfinite(leaf), tree, axis_name)
 
 
-def _count_unless(finite: jax.Array, tree: Any, axis_name: AxisName) -> jax.Array:
-    count = functools.partial(count_nonfinite, tree, axis_name)
-    kind = jax.eval_shape(count)
-    zero = to_varying(jnp.zeros(kind.shape, kind.dtype), varying_axes(finite))
-    return jax.lax.cond(finite, lambda: zero, lambda: to_varying(count(), varying_axes(finite)))
+def stats_by_leaf(before: Any, after: Any) -> dict[str, ClipStats]:
+    """The statistics of each leaf that takes part, by path."""
+    dtype = stats_dtype(before)
+    pairs = zip(*paths_taking_part(before), leaves_taking_part(after), strict=True)
+    return {path: ClipStats.of(b, a, dtype) for path, b, a in pairs}
+
+
+def scaling_by_leaf(
+    tree: Any, norm: Norm, limit: jax.Array, axis_name: AxisName = None
+) -> dict[str, ClipStats]:
+    """`ClipStats.of_scaling` of each leaf by path, from the sums that make up the norm."""
+    paths, leaves = paths_taking_part(tree)
+    clips, finite = norm.exceeds(limit), jnp.isfinite(norm.root)
+    bad = _counts_unless(finite, leaves, axis_name)
+    stats = {}
+    for i, part in enumerate(slice_norms(leaves, [None] * len(leaves), axis_name=axis_name)):
+        root, scale = (x.reshape(()).astype(norm.root.dtype) for x in part)
+        share = root / jnp.where(norm.root == 0, 1, norm.root) * (norm.scale / scale)
+        size = tree_size(leaves[i], axis_name).astype(root.dtype)
+        count = bad[i].astype(root.dtype)
+        stats[paths[i]] = _scaled(root / scale, limit * share, clips, finite, count, size)
+    return stats
+
+
+def _scaled(
+    value: jax.Array,
+    limit: jax.Array,
+    clips: jax.Array,
+    finite: jax.Array,
+    nonfinite: jax.Array,
+    size: jax.Array,
+) -> ClipStats:
+    before = jnp.stack(_squares(value))
+    after = jnp.where(clips, jnp.stack(_squares(limit)), before)
+    after = jnp.where(finite, after, jnp.nan)
+    return ClipStats(before, after, jnp.where(clips, size, 0), nonfinite, size)
+
+
+def _counts_unless(finite: jax.Array, trees: list[Any], axis_name: AxisName) -> list[jax.Array]:
+    """How many elements of each tree are NaN or inf; counted only if there are any."""
+    axes = varying_axes(finite)
+
+    def counts() -> list[jax.Array]:
+        return [to_varying(count_nonfinite(tree, axis_name), axes) for tree in trees]
+
+    def zeros() -> list[jax.Array]:
+        return [to_varying(jnp.zeros(k.shape, k.dtype), axes) for k in kinds]
+
+    kinds = jax.eval_shape(counts)
+    return jax.lax.cond(finite, zeros, counts)
 
 
 def _sums_of_squares(leaves: list[jax.Array], dtype: str) -> jax.Array:
@@ -186,7 +223,8 @@ def _counts(pairs: list[tuple[jax.Array, jax.Array]], dtype: str) -> tuple[jax.A
         masks = [_differ(before, after), ~jnp.isfinite(before)]
         flags = tuple(mask.astype(jnp.uint32) for mask in masks)
         counts.append(jax.lax.reduce(flags, zeros, _add, tuple(range(before.ndim))))
-    return tuple(sum(parts[1:], parts[0]).astype(dtype) for parts in zip(*counts, strict=True))
+    totals = (functools.reduce(jnp.add, parts) for parts in zip(*counts, strict=True))
+    return tuple(total.astype(dtype) for total in totals)
 
 
 def _add(a: Any, b: Any) -> Any:

@@ -29,6 +29,13 @@ def leaves_taking_part(tree: Any) -> list[jax.Array]:
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if takes_part(leaf)]
 
 
+def paths_taking_part(tree: Any) -> tuple[list[str], list[jax.Array]]:
+    """The paths and the leaves that are measured and clipped."""
+    paths, leaves, _ = with_paths(tree)
+    pairs = [(p, jnp.asarray(x)) for p, x in zip(paths, leaves, strict=True) if takes_part(x)]
+    return [path for path, _ in pairs], [leaf for _, leaf in pairs]
+
+
 def map_taking_part(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """``jax.tree.map`` over the leaves that are clipped; the others come back as they are."""
     return jax.tree.map(

@@ -1,5 +1,6 @@
 """The registries that the law files run over: rules with NumPy references, and places."""
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -175,3 +176,8 @@ def all_reduces(compiled: Any) -> int:
     """The number of all-reduces in a compiled program; a tuple counts as one."""
     text = compiled.as_text()
     return text.count(" all-reduce(") + text.count(" all-reduce-start(")
+
+
+def stable_id(value: Any) -> str:
+    """A test's name for a value, the same in every process: without its address."""
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))

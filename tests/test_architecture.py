@@ -8,14 +8,13 @@ import pytest
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "clipgrad"
 FILES = sorted(PACKAGE.rglob("*.py"))
-CLIPS = [path for path in FILES if "_check" not in path.parts]
 # Each module may import the ones before it, and nothing of the package that is not listed.
 LAYERS = [
-    "_compat", "_trees", "_numbers", "_jaxpr", "_reductions", "_norms", "_global_norm", "_rules",
-    "_stats", "_cotangent", "_error_clip", "_by_name", "_everywhere", "_watch",
-    "_where", "_nonfinite", "_clip_grads", "_gradient_clip",
-    "_clips", "_composer", "_presets", "_train_step", "_check", "_selftest", "__init__", "_demo",
-    "_cli", "__main__",
+    "_compat", "_trees", "_numbers", "_jaxpr", "_reductions", "_norms", "_global_norm",
+    "_thresholds", "_rules", "_stats", "_cotangent", "_error_clip", "_by_name", "_everywhere",
+    "_watch", "_where", "_nonfinite", "_clip_grads", "_per_example", "_gradient_clip", "_clips",
+    "_skip_spikes", "_composer", "_presets", "_accumulate", "_train_step", "_check", "_selftest",
+    "__init__", "_demo", "_cli", "__main__",
 ]  # fmt: skip
 
 
@@ -83,7 +82,9 @@ def code_lines(path):
     return sum(bool(s.strip()) and s.strip()[0] != "#" for i, s in lines if i not in skipped)
 
 
-def test_there_is_more_test_than_source_of_the_clips():
+@pytest.mark.parametrize("checker", [False, True], ids=["clips", "checker"])
+def test_there_is_more_test_than_source(checker):
     folder = pathlib.Path(__file__).parent
-    tests = sum(code_lines(p) for p in folder.glob("*.py") if "check" not in p.name)
-    assert tests >= sum(map(code_lines, CLIPS))
+    tests = sum(code_lines(p) for p in folder.glob("*.py") if ("check" in p.name) == checker)
+    source = [path for path in FILES if ("_check" in path.parts) == checker]
+    assert tests >= sum(map(code_lines, source))

@@ -6,7 +6,8 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from clipgrad._check.command import add_check_parser
+from clipgrad._check.command import UsageError, add_check_parser, as_json, load
+from clipgrad._check.report import Failure, GradCheckReport
 from clipgrad._check.shapes import random_arguments
 from clipgrad._selftest import add_selftest_parser, cases, laws
 
@@ -116,3 +117,55 @@ def test_the_selftest_fails_on_a_wrong_rule(capsys, monkeypatch):
     assert command("selftest", "--device", "cpu") == 1
     assert "FAILED outputs clipped by" in capsys.readouterr().out
     assert command("selftest", "--device", "abacus") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--delta", "0"], "delta=0.0; expected a positive number"),
+        (["--order", "3"], "order=3; expected 1, or 2"),
+        (["--max-relative-error", "-1"], "max_relative_error=-1.0; expected a number above 0"),
+        (["--points", "0"], "points=0; expected 1 or more"),
+        (["--skip", "speed"], "skip=['speed'] names no check"),
+        (["--wrt", "y"], "wrt='y' means no floating-point leaf"),
+        (["--no-grad", "0"], "nothing is left to check"),
+        (["--output", "loss"], "output='loss' means no"),
+        (["--device", "abacus"], "names no kind of device"),
+    ],
+)
+def test_an_option_that_makes_no_sense_exits_with_two(folder, capsys, words, line):
+    assert command("check", "checked_by_test:half", "--args", "f32[3]", *words) == 2
+    assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--mode", "slow"], ["--order", "two"], []])
+def test_what_the_parser_refuses_exits_with_two(folder, words):
+    required = ["--args", "f32[3]"] if words else []
+    with pytest.raises(SystemExit) as caught:
+        command("check", "checked_by_test:half", *required, *words)
+    assert caught.value.code == 2
+
+
+def test_the_file_holds_everything_that_the_report_does(folder):
+    file = folder / "report.json"
+    command("check", "checked_by_test:half", "--args", "f32[3]", "--json", file)
+    report = json.loads(file.read_text())
+    keys = "ok notes not_run evaluations seconds precision devices verified failures"
+    assert set(report) == set(keys.split())
+    assert report["devices"] == ["cpu"] and report["precision"] == "float64"
+    failure = report["failures"][0]
+    assert failure["analytic"] == pytest.approx(failure["numeric"] / 2, rel=1e-5)
+    assert failure["where"].startswith("args[0][") and failure["error"] < 1e-6
+
+
+def test_a_number_that_json_cannot_hold_is_null(folder):
+    report = GradCheckReport(
+        (Failure("jit", "args[0]", "raises"),), (), {}, 1, 0.1, "float64", ("cpu",), 0
+    )
+    assert as_json(report)["failures"][0]["numeric"] is None
+
+
+def test_a_function_inside_of_a_class_is_found(folder):
+    assert load("pathlib:Path.exists").__name__ == "exists"
+    with pytest.raises(UsageError, match="module 'pathlib' has no 'Path.absent'"):
+        load("pathlib:Path.absent")

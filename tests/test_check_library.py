@@ -37,3 +37,31 @@ def test_the_checker_imports_nothing_of_the_package_but_the_evaluator(path):
             allowed = node.module.startswith("clipgrad._check") or names == {"clipgrad._jaxpr"}
             assert allowed, f"{path.name} imports {names}"
         assert "jax._src" not in ast.unparse(node) if isinstance(node, ast.ImportFrom) else True
+
+
+def test_the_cases_hold_every_custom_rule_of_the_library():
+    rules = set()
+    for path in CHECK.parent.rglob("*.py"):
+        if CHECK in path.parents:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                decorators = map(ast.unparse, node.decorator_list)
+                rules |= {node.name for d in decorators if d.endswith(".defjvp")}
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".defvjp"):
+                rules.add(ast.unparse(node.args[1]))
+    programs = [str(jax.make_jaxpr(case.function)(*case.args)) for case in CASES.values()]
+    assert rules == {"_backward", "_norms_jvp", "_scale_down_jvp"}
+    for rule in rules:
+        assert any(f"={rule}\n" in program for program in programs), rule
+
+
+@pytest.mark.parametrize("place", ["clip_cotangent", "error_clip"])
+@pytest.mark.parametrize("how", ["jit", "scan", "remat", "vmap"])
+def test_clips_that_are_off_are_proved_under_every_transformation(place, how):
+    assert any(name.startswith(f"{place} under {how}, ") for name in CASES)
+
+
+@pytest.mark.parametrize("rule", _selftest.ACTIVE, ids=repr)
+def test_every_rule_is_differentiated_through_twice(rule):
+    assert CASES[f"meta-gradient through {rule!r}"].order == 2

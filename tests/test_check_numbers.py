@@ -125,12 +125,40 @@ def test_a_kink_with_a_gradient_between_its_slopes_passes_with_a_note():
     assert "args[0]: 1 of 3 elements not differentiable; the gradient lies" in report.notes[0]
 
 
-def test_both_arguments_of_a_tie_cannot_have_the_whole_gradient():
-    share = lambda k: custom(  # noqa: E731
-        lambda x: jnp.max(x), lambda r, g: (k * g * (r[0] == r[0].max()).astype(g.dtype),)
-    )
-    passed(share(0.5), jnp.asarray([1.0, 2.0, 2.0]), points=1)
-    assert "along random directions is wrong" in str(failed(share(1.0), jnp.asarray([1.0, 2, 2])))
+@pytest.mark.parametrize("rows", [1, 3])
+def test_both_arguments_of_a_tie_cannot_have_the_whole_gradient(rows):
+    def share(k):
+        def backward(r, g):
+            largest = r[0] == jnp.max(r[0], axis=1, keepdims=True)
+            return (k * g[:, None] * largest.astype(g.dtype),)
+
+        return custom(lambda x: jnp.max(x, axis=1), backward)
+
+    x = jnp.asarray([[1.0, 2.0, 2.0]] * rows)
+    passed(share(0.5), x, points=1)
+    detail = "2 tied elements share the gradient of out[0] wrongly: along them its slopes are 0.7"
+    assert detail in str(failed(share(1.0), x))
+
+
+def test_a_minimum_of_ties_is_concave_and_its_gradient_between_the_slopes_too():
+    def share(k):
+        return custom(lambda x: jnp.min(x), lambda r, g: (k * g * jnp.ones(3, g.dtype),))
+
+    passed(share(1 / 3), jnp.ones(3), points=1)
+    failed(share(1.0), jnp.ones(3), points=1)
+
+
+def test_a_small_gradient_beside_outputs_of_another_magnitude_is_judged_by_plain_ad():
+    def both(x, y):
+        return jnp.concatenate([1e6 * jnp.sin(x), 1e-6 * jnp.sin(y)])
+
+    def scaled(k):
+        return custom(
+            both, lambda r, g: (1e6 * jnp.cos(r[0]) * g[:3], k * 1e-6 * jnp.cos(r[1]) * g[3:])
+        )
+
+    passed(scaled(1.0), X, X)
+    assert failed(scaled(1.02), X, X).failures[0].where.startswith("args[1]")
 
 
 def test_slopes_that_grow_without_bound_are_a_kink():

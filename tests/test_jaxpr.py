@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
 from clipgrad import _jaxpr
@@ -176,3 +177,73 @@ def test_a_program_is_traced_again_for_wider_inputs():
         aval = jax.ShapeDtypeStruct((), jnp.float64)
         wide = _jaxpr.retrace(program, [aval], _jaxpr.Hook())
         assert _jaxpr.opened(wide)[0].outvars[0].aval.dtype == jnp.float64
+
+
+def test_a_context_of_an_equation_is_kept():
+    def scoped(x):
+        with jax.named_scope("outer"):
+            return jax.jit(lambda x: jnp.sin(x))(x)
+
+    text = jax.jit(lambda x: again(scoped, _jaxpr.Hook(), x)).lower(X).as_text(debug_info=True)
+    assert "outer" in text
+
+
+def test_sites_have_their_names_nests_and_dtypes():
+    def model(x):
+        index = checkpoint_name(jnp.arange(4), "index")
+        checkpoint_name(x, "unused")
+
+        def step(c, t):
+            return c, lax.map(lambda u: checkpoint_name(u * t, "h"), x)
+
+        return lax.scan(step, x[0], x)[1] * index[0].astype(jnp.float32)
+
+    found = {site.name: site for site in _jaxpr.sites(jax.make_jaxpr(model)(X))}
+    assert (found["h"].nest, found["h"].dtype, found["h"].within) == ((4, 4), "float32", None)
+    assert found["index"].nest == () and not found["index"].is_differentiable
+    assert found["h"].is_differentiable and found["h"].used and not found["unused"].used
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_sites_in_custom_rules_say_what_they_are_within(name):
+    def tagged(x):
+        return checkpoint_name(jnp.sin(x), "h")
+
+    rules = {
+        "custom_jvp": jax.custom_jvp(tagged),
+        "custom_vjp": jax.custom_vjp(tagged),
+        "custom_vmap": jax.custom_batching.custom_vmap(tagged),
+    }
+    if name == "custom_jvp":
+        rules[name].defjvp(lambda p, t: (jnp.sin(p[0]), t[0]))
+    elif name == "custom_vjp":
+        stated(rules[name])
+    else:
+        rules[name].def_vmap(lambda size, batched, x: (x, True))
+    (site,) = _jaxpr.sites(jax.make_jaxpr(jax.jit(rules[name]))(X))
+    assert site.within == name + "_call"
+
+
+def test_a_traced_function_is_evaluated_for_other_arguments_of_its_types():
+    def fun(x, n, *, flag):
+        return {"y": jnp.sin(x) * n, "flag": flag, "n": n}
+
+    traced = _jaxpr.trace(fun, (X, 3), {"flag": "text"})
+    result = traced.evaluate((2 * X, 3), {"flag": "text"}, _jaxpr.Hook())
+    assert result["flag"] == "text" and result["n"] == 3
+    np.testing.assert_allclose(result["y"], 3 * jnp.sin(2 * X), rtol=1e-6)
+
+
+def test_an_inner_jit_is_found_again_as_long_as_its_program_lives():
+    inner = jax.jit(jnp.sin)
+    seen = []
+
+    class Seen(_jaxpr.Hook):
+        def __call__(self, equation, inputs):
+            seen.append(equation.primitive.name)
+            return None
+
+    hook = Seen()
+    for _ in range(3):
+        again(lambda x: inner(x), hook)
+    assert seen.count("sin") == 1

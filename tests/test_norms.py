@@ -177,3 +177,10 @@ def test_vmap_and_pmap_with_an_axis_name_give_the_norm_of_the_whole(ord, key):
     for mapping in (jax.vmap, jax.pmap):
         norms = mapping(lambda x: cg.global_norm(x, ord, axis_name="i"), axis_name="i")(x)
         np.testing.assert_allclose(norms, [reference(x, ord)] * 8, rtol=2e-6)
+
+
+def test_the_largest_element_has_the_whole_gradient_of_the_largest_norm_in_every_row():
+    rows = jax.random.uniform(jax.random.key(0), (64, 4), minval=1.0, maxval=4.0)
+    rows = rows / jnp.asarray([[1.0, 1.5, 2.0, 2.5]])
+    gradients = jax.vmap(jax.grad(lambda row: cg.global_norm(row, jnp.inf)))(rows)
+    np.testing.assert_array_equal(gradients, rows == rows.max(axis=1, keepdims=True))

@@ -163,10 +163,7 @@ def by_hand(block):
 def _total(name, sites, each):
     own = [(number, nest) for number, other, nest in sites if other == name]
     shared = len(os.path.commonprefix([nest for _, nest in own]))
-    parts = [
-        _sum_over(each[number], range(shared, len(nest)))
-        for number, nest in own
-    ]
+    parts = [_sum_over(each[number], range(shared, len(nest))) for number, nest in own]
     return jax.tree.map(lambda *fields: sum(fields), *parts)
 
 

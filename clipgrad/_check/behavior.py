@@ -1,6 +1,6 @@
 """Checks of how a gradient behaves: repeated, scaled, compiled, batched, pushed forward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._check.compare import Comparison
-from clipgrad._check.differences import LOW_OPTIMIZATION
+from clipgrad._check.compiling import quick_jit
 from clipgrad._check.problem import Problem
-from clipgrad._check.pullback import PullBack, pull_back
+from clipgrad._check.pullback import Differentiate, PullBack
 from clipgrad._check.real import (
     cotangent_leaves,
     gradient_vector,
@@ -24,19 +24,19 @@ from clipgrad._check.sampling import directions, scales
 
 LARGE, LARGE_HALF = 2.0**20, 2.0**4
 HALF_EPS = 1e-4
-FLOOR = 1e3
 
 
 class Case(NamedTuple):
     """What the checks look at: two points, two cotangents, and the gradients found eagerly."""
 
     problem: Problem
+    differentiate: Differentiate
     pull: PullBack
     covectors: np.ndarray
     gradient: np.ndarray
     compare: Comparison
     compare_second: Comparison
-    second: Sequence[jax.Array]
+    second: Any
     seed: int
 
 
@@ -53,7 +53,7 @@ def determinism(case: Case) -> Outcome:
     again = case.compare.exactly(
         "determinism", case.pull(first), case.gradient[0], "the pull-back called twice"
     )
-    anew = pull_back(case.problem)(first)
+    anew = case.differentiate(case.problem.inputs)(first)
     text = "the function differentiated twice (randomness or side effects?)"
     return Outcome(again or case.compare.exactly("determinism", anew, case.gradient[0], text))
 
@@ -105,7 +105,7 @@ def vmap(case: Case) -> Outcome:
     """Under `jax.vmap`, over points and over cotangents, rows are those found one by one."""
     problem = case.problem
     pairs = [cotangent_leaves(row, problem.outputs) for row in case.covectors[:2]]
-    points = stacked([problem.inputs, case.second])
+    points = stacked([problem.inputs, case.second.xs])
 
     def gradients(xs, cts, x):
         both = jax.vmap(lambda x, ct: jax.vjp(problem.fun, x)[1](ct)[0])(xs, cts)
@@ -123,7 +123,7 @@ def vmap(case: Case) -> Outcome:
     if got is None:
         return outcome
     rows, shared = got
-    elsewhere = pull_back(problem, case.second)(case.covectors[1])
+    elsewhere = case.second.gradient[1]
     expected = [
         (case.compare, rows, 0, case.gradient[0]),
         (case.compare_second, rows, 1, elsewhere),
@@ -140,7 +140,7 @@ def vmap(case: Case) -> Outcome:
 def _attempt(check: str, gradient: Callable, forward: Callable, problem: Problem, inputs) -> Any:
     """Compile and run; failing that, blame the function if it fails on its own."""
     try:
-        return jax.jit(gradient, compiler_options=LOW_OPTIMIZATION)(*inputs), None
+        return quick_jit(gradient)(*inputs), None
     except Exception as error:
         message = first_line(error)
     try:
@@ -162,7 +162,7 @@ def forward(case: Case) -> Outcome:
         return jax.vmap(lambda v: jax.jvp(problem.fun, (xs,), (v,))[1])(vs)
 
     try:
-        several = jax.jit(push, compiler_options=LOW_OPTIMIZATION)(problem.inputs, tangents)
+        several = quick_jit(push)(problem.inputs, tangents)
     except Exception as error:
         return Outcome([], _why_no_forward(error))
     failures = [

@@ -10,12 +10,11 @@ import numpy as np
 from clipgrad._check.devices import find_devices, moved
 from clipgrad._check.log import Log, Options
 from clipgrad._check.problem import Problem, make_problem
-from clipgrad._check.pullback import pull_back
+from clipgrad._check.pullback import differentiator
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
 from clipgrad._check.run import (
     BEHAVIORS,
     Run,
-    begin,
     check_behavior,
     check_order,
     check_points,
@@ -23,6 +22,7 @@ from clipgrad._check.run import (
     comparison,
 )
 from clipgrad._check.selection import Selector
+from clipgrad._check.start import begin
 
 MODES = ("auto", "fast", "full")
 CHECKS = ("primal", "cotangent", "finite", "value", "points", "devices", *BEHAVIORS)
@@ -76,6 +76,10 @@ def check_grads(
     | forward | `jax.jvp` agrees, where the function allows forward mode |
     | outputs | a cotangent for one output only gives that one's part |
     | devices | each kind of device gives the same gradient |
+
+    A function without any custom rule has its gradient compiled as one program; `jit`, `vmap`,
+    `forward` and `outputs` are JAX's own affair there and are not run. Where several elements are
+    at kinks of one output, as equal maxima are, they are looked at together too.
 
     Args:
       fun: the function, of any trees of arrays, to any tree of arrays.
@@ -148,10 +152,10 @@ def _check(problem: Problem, options: Options, log: Log, others, problem_on) -> 
     run = begin(problem, options, log)
     if run is None:
         return
-    check_behavior(run)
     check_values(run, problem.inputs, run.gradient, first=True)
     if "points" not in options.skip:
         check_points(run)
+    check_behavior(run)
     check_order(run)
     log.evaluations += run.session.differences.evaluations
     for kind, device in others.items():
@@ -163,7 +167,7 @@ def _check_device(run: Run, problem_on: Callable, kind: str, device: Any) -> Non
     """The gradient computed on another device is the one found on the first."""
     with jax.default_device(device):
         problem = problem_on(device)
-        gradient = pull_back(problem).rows(run.covectors)
+        gradient = differentiator(problem)(problem.inputs).rows(run.covectors)
     run.log.devices.append(kind)
     run.log.evaluations += 2
     text = f"the gradient on {kind} against the one on {jax.default_backend()}"

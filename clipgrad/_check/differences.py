@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipgrad._check.compiling import quick_jit
 from clipgrad._check.real import from_rows, offsets, to_numpy, to_rows, to_vector, wide_dtype
 from clipgrad._check.shadow import AXIS
 
 BATCH = 64
-BATCH_BYTES = 2**27
-LOW_OPTIMIZATION = {"xla_backend_optimization_level": 0}
+BATCH_BYTES = 2**25
 
 
 class Evaluation(NamedTuple):
@@ -87,12 +87,12 @@ class Differences:
         self.evaluation = evaluation
         self.covectors = covectors
         self.evaluations = 0
-        self.base = np.zeros(0)
+        self.base = self._vector = np.zeros(0)
+        self._point: Any = None
         self._together = 3 if evaluation.held else 1
         size = int(offsets(evaluation.like)[-1]) + covectors.shape[1]
         self._batch = int(np.clip(BATCH_BYTES // (8 * self._together * size), 2, BATCH))
-        options = LOW_OPTIMIZATION if fast_compile else None
-        self._program = jax.jit(self._loop, compiler_options=options)
+        self._program = (quick_jit if fast_compile else jax.jit)(self._loop)
 
     def measure(
         self,
@@ -103,14 +103,33 @@ class Differences:
         progress: Callable[[int], Any] = lambda done: None,
     ) -> Slopes:
         """Measure the slopes of all rows at the point `xs`, and of `gradient` along them."""
-        base = to_numpy(xs)
-        self.base = self._values(np.repeat(base[None, None], self._together, axis=1))[0, 0]
-        parts, count = [], self._batch if self.evaluation.held else self._batch // 2
-        for begin in range(0, len(rows.start), count):
-            part = Rows(*(column[begin : begin + count] for column in rows))
+        base, parts = self._set_base(xs), []
+        for begin in range(0, len(rows.start), self._at_once):
+            part = Rows(*(column[begin : begin + self._at_once] for column in rows))
             parts.append(self._slopes(base, directions, gradient, part))
             progress(len(part.start))
         return Slopes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    def changes(self, xs: Sequence[jax.Array], shifts: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The change of each output from the point to each shift, and from minus the shift."""
+        base, parts = self._set_base(xs), []
+        for begin in range(0, len(shifts), self._at_once):
+            part = shifts[begin : begin + self._at_once]
+            points = self._rounded(base + part), self._rounded(base - part)
+            ahead, behind = self._ahead_and_behind(base, *points)
+            parts.append((ahead - self.base, self.base - behind))
+        return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
+
+    @property
+    def _at_once(self) -> int:
+        return self._batch if self.evaluation.held else self._batch // 2
+
+    def _set_base(self, xs) -> np.ndarray:
+        if xs is not self._point:
+            self._vector = to_numpy(xs)
+            rows = np.repeat(self._vector[None, None], self._together, axis=1)
+            self._point, self.base = xs, self._values(rows)[0, 0]
+        return self._vector
 
     def _slopes(self, base, directions, gradient, rows: Rows) -> Slopes:
         shifts = np.zeros((len(rows.start), base.size))
@@ -150,9 +169,7 @@ class Differences:
         """The outputs at points of shape (rows, together, inputs)."""
         count = len(points)
         self.evaluations += count * self._together
-        padded = np.zeros((self._batch, *points.shape[1:]))
-        padded[:count] = points
-        leaves = from_rows(padded, self.evaluation.like)
+        leaves = [_padded(leaf, self._batch) for leaf in from_rows(points, self.evaluation.like)]
         with precision(self.evaluation):
             if self.evaluation.compiled:
                 values = self._program(count, leaves)
@@ -175,6 +192,12 @@ class Differences:
             values = jax.vmap(self.evaluation.call, axis_name=AXIS)(leaves)
             return jax.vmap(lambda rows: to_vector(rows, dtype))(values)
         return to_vector(self.evaluation.call([leaf[0] for leaf in leaves]), dtype)[None]
+
+
+def _padded(leaf: np.ndarray, count: int) -> np.ndarray:
+    out = np.zeros((count, *leaf.shape[1:]), leaf.dtype)
+    out[: len(leaf)] = leaf
+    return out
 
 
 @contextlib.contextmanager

@@ -38,9 +38,8 @@ class _NotSmooth(Exception):
 def choose(problem: Problem, covectors: np.ndarray, fast_compile: bool) -> Chosen:
     """Try the evaluations in order, down to running them, and return the first that works."""
     notes: list[str] = []
-    traceable = _is_traceable(problem)
     shadow = None
-    for label, make in _candidates(problem, traceable):
+    for label, make in _candidates(problem, problem.program is not None):
         try:
             evaluation, shadow = make()
             differences = Differences(evaluation, covectors, fast_compile)
@@ -49,14 +48,6 @@ def choose(problem: Problem, covectors: np.ndarray, fast_compile: bool) -> Chose
         except Exception as error:
             notes.append(f"{label} is not possible ({_reason(error)})")
     raise ValueError("the function cannot be evaluated at a perturbed point; " + "; ".join(notes))
-
-
-def _is_traceable(problem: Problem) -> bool:
-    try:
-        jax.eval_shape(problem.fun, problem.inputs)
-    except Exception:
-        return False
-    return True
 
 
 def _candidates(problem: Problem, traceable: bool) -> Iterator:
@@ -71,7 +62,7 @@ def _wide_like(problem: Problem) -> list[jax.ShapeDtypeStruct]:
 
 
 def _shadowed(problem: Problem) -> tuple[Evaluation, Shadow]:
-    shadow = make_shadow(problem.fun, problem.inputs)
+    shadow = make_shadow(problem.program)
     call = shadow.held if shadow.stops else shadow.fun
     evaluation = wide_evaluation(call, _wide_like(problem), "float64", held=shadow.stops)
     return evaluation, shadow
@@ -91,8 +82,8 @@ def _cast(problem: Problem, traceable: bool) -> Evaluation:
 
 
 def _calls_back(problem: Problem) -> bool:
-    program = jax.make_jaxpr(problem.fun)(problem.inputs)
-    return any("callback" in equation.primitive.name for equation in _jaxpr.equations(program))
+    found = _jaxpr.equations(problem.program)
+    return any("callback" in equation.primitive.name for equation in found)
 
 
 def _native(problem: Problem, traceable: bool) -> Evaluation:

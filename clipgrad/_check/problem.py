@@ -23,10 +23,12 @@ class Problem(NamedTuple):
     """A function of the leaves to be checked, and the point at which to check it.
 
     `fun` maps the chosen input leaves to the chosen output leaves; all else is held constant.
-    `whole` does the same from all array leaves, integers and keys too.
+    `whole` does the same from all array leaves, integers and keys too. `program` is `fun` traced,
+    or None.
     """
 
     fun: Callable[[Leaves], Leaves]
+    program: Any
     inputs: Leaves
     names: list[str]
     outputs: Leaves
@@ -37,9 +39,11 @@ class Problem(NamedTuple):
 
     def element(self, index: int) -> str:
         """The name of one real number of the inputs: `args[0]['w'][0, 3]`."""
-        places = offsets(self.inputs)
-        k = int(np.searchsorted(places, index, "right") - 1)
-        return self.names[k] + _subscript(self.inputs[k], index - int(places[k]))
+        return _element(self.inputs, self.names, index)
+
+    def output_element(self, index: int) -> str:
+        """The name of one real number of the outputs."""
+        return _element(self.outputs, self.output_names, index)
 
     def leaf_ranges(self) -> list[tuple[int, int]]:
         """The range of each leaf in the vector of inputs."""
@@ -71,9 +75,15 @@ def make_problem(
     names = leaf_names(args, "args") + leaf_names(kwargs, "kwargs")
     _require_finite([leaves[k] for k in chosen], [names[k] for k in chosen])
     pick, outputs, output_names = _chosen_outputs(call([], []), output)
+    inputs = [leaves[k] for k in chosen]
+
+    def chosen_fun(xs):
+        return pick(call(chosen, xs))
+
     return Problem(
-        fun=lambda xs: pick(call(chosen, xs)),
-        inputs=[leaves[k] for k in chosen],
+        fun=chosen_fun,
+        program=traced(chosen_fun, inputs),
+        inputs=inputs,
         names=[names[k] for k in chosen],
         outputs=outputs,
         output_names=output_names,
@@ -81,6 +91,14 @@ def make_problem(
         arrays=[leaves[k] for k in arrays],
         positions=chosen,
     )
+
+
+def traced(fun: Callable[[Leaves], Leaves], inputs: Leaves) -> Any:
+    """The function as a program, or None if it cannot be traced."""
+    try:
+        return jax.make_jaxpr(fun)(inputs)
+    except Exception:
+        return None
 
 
 def _is_number(leaf):
@@ -168,6 +186,12 @@ def _require_finite(leaves: Sequence[jax.Array], names: Sequence[str]) -> None:
                 f"{name}{_subscript(leaf, index)} is {widen(leaf).ravel()[bad[0]]}; a derivative "
                 "needs a finite point. Change the value, or leave the argument out by no_grad."
             )
+
+
+def _element(leaves, names, index: int) -> str:
+    places = offsets(leaves)
+    k = int(np.searchsorted(places, index, "right") - 1)
+    return names[k] + _subscript(leaves[k], index - int(places[k]))
 
 
 def _subscript(leaf, index: int) -> str:

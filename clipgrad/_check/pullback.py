@@ -5,9 +5,17 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import Primitive, primitives
 
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._check.compiling import quick_jit
 from clipgrad._check.problem import Problem
 from clipgrad._check.real import cotangent_leaves, gradient_vector
+from clipgrad._check.shadow import OPAQUE
+from clipgrad._check.structure import primal
+
+OWN = frozenset(p for p in vars(primitives).values() if isinstance(p, Primitive))
+FOREIGN = ("custom_", *sorted(OPAQUE))
 
 
 class PullBack(NamedTuple):
@@ -26,7 +34,53 @@ class PullBack(NamedTuple):
         return np.stack([self(covector) for covector in covectors])
 
 
-def pull_back(problem: Problem, xs: Sequence[jax.Array] | None = None) -> PullBack:
-    """Differentiate eagerly at `xs`, or at the problem's own point."""
-    outputs, pull = jax.vjp(problem.fun, list(problem.inputs if xs is None else xs))
-    return PullBack(outputs, lambda cotangents: pull(list(cotangents))[0], problem.outputs)
+Differentiate = Callable[[Sequence[jax.Array]], PullBack]
+
+
+def differentiator(problem: Problem) -> Differentiate:
+    """How to differentiate the function at a point.
+
+    Where the function holds rules of its own, as a user's program would: eagerly, since a rule
+    may behave otherwise when traced. JAX's own operations do not, so they are compiled as one,
+    unless the compiler simplifies their rounding away.
+    """
+    if not is_plain(problem):
+        return _eager(problem)
+    compiled = _compiled(problem)
+    try:
+        same = not primal(problem, compiled(problem.inputs).outputs, "compiled")
+    except Exception:
+        same = False
+    return compiled if same else _eager(problem)
+
+
+def is_plain(problem: Problem) -> bool:
+    """Whether the function is made of JAX's own operations alone, with no custom rule."""
+    if problem.program is None:
+        return False
+    return all(
+        equation.primitive in OWN and not equation.primitive.name.startswith(FOREIGN)
+        for equation in _jaxpr.equations(problem.program)
+    )
+
+
+def _eager(problem: Problem) -> Differentiate:
+    def differentiate(xs):
+        outputs, pull = jax.vjp(problem.fun, list(xs))
+        return PullBack(outputs, lambda cotangents: pull(list(cotangents))[0], problem.outputs)
+
+    return differentiate
+
+
+def _compiled(problem: Problem) -> Differentiate:
+    @quick_jit
+    def program(xs, cotangents):
+        outputs, pull = jax.vjp(problem.fun, xs)
+        return outputs, pull(cotangents)[0]
+
+    def differentiate(xs):
+        xs = list(xs)
+        outputs, _ = program(xs, problem.outputs)
+        return PullBack(outputs, lambda cts: program(xs, list(cts))[1], problem.outputs)
+
+    return differentiate

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from clipgrad._check.differences import LOW_OPTIMIZATION, on_cpu
+from clipgrad._check.compiling import quick_jit
+from clipgrad._check.differences import on_cpu
 from clipgrad._check.real import cotangent_leaves, gradient_vector, stacked, widen
 from clipgrad._check.shadow import Shadow
 
@@ -51,7 +52,7 @@ def _pullback(fun: Callable[[list], list]) -> Callable:
         _, pullback = jax.vjp(fun, xs)
         return lax.map(lambda u: pullback(u)[0], cotangents)
 
-    return jax.jit(pull, compiler_options=LOW_OPTIMIZATION)
+    return quick_jit(pull)
 
 
 def _rows(program, xs, covectors, like) -> np.ndarray:

@@ -79,7 +79,11 @@ class GradCheckReport:
         )
         lines = [str(failure) for failure in self.failures]
         notes = [f"note: {note}" for note in self.notes]
-        notes += [f"not run: {check} ({reason})" for check, reason in self.not_run.items()]
+        reasons = dict.fromkeys(self.not_run.values())
+        notes += [
+            f"not run: {', '.join(c for c, r in self.not_run.items() if r == reason)} ({reason})"
+            for reason in reasons
+        ]
         return "\n  ".join([head, *_shortened(lines, "failures"), *_shortened(notes, "notes")])
 
 

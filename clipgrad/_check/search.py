@@ -23,7 +23,7 @@ class Finding(NamedTuple):
 
     `indices` are the inspected elements of the input vector and `verdict` the verdict on them;
     `suspects` counts all elements that disagree, inspected or not; `exact` tells whether that
-    count is complete. `unexplained` is set where a whole range disagrees but no element does.
+    count is complete.
     """
 
     leaf: int
@@ -31,7 +31,6 @@ class Finding(NamedTuple):
     verdict: Verdict
     suspects: int
     exact: bool
-    unexplained: bool = False
 
 
 class Search(NamedTuple):
@@ -97,29 +96,22 @@ def _by_reference(session: Session, point: Point, reference: np.ndarray, found: 
             verdict = _elements(session, point, worst)
             verdict = _with_reference(verdict, point, reference, worst)
             found.findings.append(Finding(leaf, worst, verdict, suspects.size, True))
-            if _bends_one_way(session, verdict):
-                _along_leaves(session, point, found, len(BALANCED), [leaf])
-
-
-def _bends_one_way(session: Session, verdict: Verdict) -> bool:
-    """Whether a single output has kinks that are all convex, or all concave, and none is wrong.
-
-    Then the gradient must lie between the one-sided slopes along every direction too; of a sum of
-    kinks that bend both ways that does not follow.
-    """
-    bend = (verdict.ahead - verdict.behind)[verdict.kind == KINK]
-    alone = session.differences.covectors.shape[1] == 1
-    one_way = bool(np.all(bend > 0) or np.all(bend < 0))
-    return alone and bend.size > 1 and one_way and not np.any(verdict.kind == WRONG)
 
 
 def _with_reference(verdict: Verdict, point: Point, reference, indices) -> Verdict:
-    """Where differences are too noisy to tell but do not contradict the reference, it decides."""
+    """Where differences are too noisy to tell but do not contradict the reference, it decides.
+
+    A gradient far below the noise of the outputs is among them, but not one that vanishes.
+    """
     off = np.abs(reference - point.gradient)[:, indices]
     row = np.argmax(off, axis=0)
     better, analytic = reference[row, indices], point.gradient[row, indices]
     close = np.abs(verdict.numeric - verdict.analytic) <= verdict.error
-    wrong = (verdict.kind == UNSURE) & np.isfinite(verdict.numeric) & close
+    blurred = (np.abs(verdict.numeric - better) <= verdict.error) & (
+        np.abs(better - analytic) <= verdict.error
+    )
+    unsure = (verdict.kind == UNSURE) | ((verdict.kind == OK) & blurred)
+    wrong = unsure & np.isfinite(verdict.numeric) & close
     return verdict._replace(
         kind=np.where(wrong, WRONG, verdict.kind),
         numeric=np.where(wrong, better, verdict.numeric),
@@ -181,22 +173,31 @@ def _record(session, point, found: Search, leaf: int, areas, kinds) -> None:
     found.unsure.extend(area for area, kind in zip(areas, kinds, strict=True) if kind == UNSURE)
     wrong = [area for area, kind in zip(areas, kinds, strict=True) if kind == WRONG]
     if wrong:
-        found.findings.append(_bisect(session, point, leaf, wrong))
+        finding = _bisect(session, point, leaf, wrong)
+        found.findings.append(finding)
+        if not len(finding.indices):
+            found.unsure.extend((a, b) for a, b in wrong if b - a > BLOCKS)
 
 
 def _bisect(session: Session, point: Point, leaf: int, areas: list[Range]) -> Finding:
-    """Split disagreeing ranges until single elements are left."""
-    exact = True
+    """Split disagreeing ranges until single elements are left.
+
+    Where a range disagrees though all its parts agree, only elements at kinks are left: together
+    they may be wrong. None at all are left where the disagreement was noise; if every element was
+    looked at, it is right.
+    """
+    exact, kinks = True, []
     while areas and max(stop - start for start, stop in areas) > 1:
         exact = exact and len(areas) <= KEPT
         kept = areas[:KEPT]
         parts = [part for area in kept for part in _split(area, BLOCKS)]
         kinds = _kinds(session, point, parts)
         areas = [part for part, kind in zip(parts, kinds, strict=True) if kind == WRONG]
-    indices = np.asarray([start for start, _ in areas], int)
-    verdict = _elements(session, point, indices[:INSPECTED])
-    count = max(len(indices), 1)
-    return Finding(leaf, indices[:INSPECTED], verdict, count, exact, unexplained=not areas)
+        kinks = [part for part, kind in zip(parts, kinds, strict=True) if kind == KINK]
+    singles = areas or [(start, stop) for start, stop in kinks if stop - start == 1]
+    indices = np.asarray([start for start, _ in singles], int)[:INSPECTED]
+    verdict = _elements(session, point, indices)
+    return Finding(leaf, indices, verdict, len(singles), exact)
 
 
 def _kinds(session: Session, point: Point, areas: list[Range]) -> np.ndarray:

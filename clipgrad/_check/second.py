@@ -7,8 +7,8 @@ import numpy as np
 
 from clipgrad._check.differences import Differences
 from clipgrad._check.evaluation import choose, wide_evaluation
-from clipgrad._check.problem import Problem, leaf_dtypes
-from clipgrad._check.pullback import pull_back
+from clipgrad._check.problem import Problem, leaf_dtypes, traced
+from clipgrad._check.pullback import differentiator
 from clipgrad._check.real import cotangent_leaves, wide_dtype
 from clipgrad._check.reference import Reference
 from clipgrad._check.report import Failure
@@ -39,7 +39,7 @@ def check_second(problem: Problem, shadow: Shadow | None, covectors, seed: int) 
     """
     gradient_problem = _gradient_problem(problem, covectors[0])
     rows = cotangents(gradient_problem, seed)
-    gradient = pull_back(gradient_problem).rows(rows)
+    gradient = differentiator(gradient_problem)(gradient_problem.inputs).rows(rows)
     differences, own, notes = _differences(gradient_problem, rows)
     reference = _reference(gradient_problem, problem, shadow, own)
     point_reference = None if reference is None else _gradient(reference, gradient_problem, rows)
@@ -68,6 +68,7 @@ def _gradient_problem(problem: Problem, covector: np.ndarray) -> Problem:
     inputs = [*problem.inputs, *cotangent_leaves(covector, problem.outputs)]
     return problem._replace(
         fun=gradient,
+        program=traced(gradient, inputs),
         inputs=inputs,
         names=[*problem.names, *(f"cotangent of {name}" for name in problem.output_names)],
         outputs=gradient(inputs),
@@ -77,7 +78,7 @@ def _gradient_problem(problem: Problem, covector: np.ndarray) -> Problem:
 
 def _differences(problem: Problem, rows) -> tuple[Differences, Shadow | None, list[str]]:
     try:
-        shadow = make_shadow(problem.fun, problem.inputs)
+        shadow = make_shadow(problem.program)
     except Exception:
         chosen = choose(problem, rows, fast_compile=True)
         return chosen.differences, None, [f"second order: {note}" for note in chosen.notes]

@@ -1,6 +1,6 @@
 """The float64 shadow: a function's jaxpr evaluated with every floating type widened."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -67,13 +67,15 @@ class _Widen(_Native):
         return _bind_wide(equation, inputs, self)
 
 
-def make_shadow(fun: Callable[[list], list], xs: Sequence[jax.Array]) -> Shadow:
-    """Trace a function from list to list at `xs` and return its float64 evaluations.
+def make_shadow(program: Any) -> Shadow:
+    """Return the float64 evaluations of a traced function from list to list.
 
     Raises:
-      Unsupported: a primitive that cannot be widened, such as a callback or a foreign call.
+      Unsupported: a primitive that cannot be widened, such as a callback or a foreign call; or
+        the function could not be traced, and `program` is None.
     """
-    program = jax.make_jaxpr(fun)(list(xs))
+    if program is None:
+        raise Unsupported("it cannot be traced")
     found = list(_jaxpr.equations(program))
     names = {equation.primitive.name for equation in found}
     if names & OPAQUE:

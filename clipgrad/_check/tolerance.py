@@ -10,7 +10,7 @@ PRECISIONS = ("bfloat16", "float16", "float32", "float64")
 RELATIVE = {"float64": 1e-6, "float32": 5e-4, "float16": 1e-2, "bfloat16": 5e-2}
 ALONG = {"float64": 1e-8, "float32": 3e-5, "float16": 5e-3, "bfloat16": 3e-2}
 ROUNDINGS = {"float64": 50.0, "float32": 50.0, "float16": 8.0, "bfloat16": 4.0}
-VANISHING = 1e-8
+VANISHING = 1e-13
 
 
 class Tolerance(NamedTuple):

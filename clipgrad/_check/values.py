@@ -42,9 +42,6 @@ def undecided(point: Point, found: Search) -> int:
 
 def _failure(problem: Problem, point: Point, finding: Finding, check: str, where: str):
     size = _size(problem, finding.leaf)
-    if finding.unexplained:
-        detail = f"{where}the slope along random directions is wrong, but no single element is"
-        return [Failure(check, problem.names[finding.leaf], detail)]
     verdict, start = finding.verdict, problem.leaf_ranges()[finding.leaf][0]
     wrong = np.flatnonzero(verdict.kind == WRONG)
     if not wrong.size:

@@ -20,5 +20,7 @@ from clipgrad._jaxpr._programs import opened as opened
 from clipgrad._jaxpr._programs import scan_counts as scan_counts
 from clipgrad._jaxpr._sites import Site as Site
 from clipgrad._jaxpr._sites import sites as sites
+from clipgrad._jaxpr._split import Split as Split
+from clipgrad._jaxpr._split import split as split
 from clipgrad._jaxpr._trace import Traced as Traced
 from clipgrad._jaxpr._trace import trace as trace

@@ -2,16 +2,16 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec, Sharding
 
 from clipgrad._jaxpr._evaluate import ENTRANCES, Hook, evaluate
 from clipgrad._jaxpr._programs import CALLS, CUSTOM_RULES, JIT, REMAT, scan_counts
+from clipgrad._jaxpr._split import Split, split
 
 # Only what belongs to no living program may be forgotten: a program compiled in an earlier call
 # of a transformed function is found again in the next.
@@ -35,7 +35,7 @@ def _call(equation, inputs, hook):
 def _jit(equation, inputs, hook):
     if hook.flatten:
         return _call(equation, inputs, hook)
-    static, arrays = _split(hook.inside(equation, ()))
+    static, arrays = split(hook.inside(equation, ()))
     compiled = _COMPILED.setdefault(_program(equation), {})
     key = (static, *(equation.params[name] for name in _JIT_OPTIONS))
     if key not in compiled:
@@ -46,26 +46,7 @@ def _jit(equation, inputs, hook):
 _JIT_OPTIONS = ("in_shardings", "out_shardings", "donated_invars", "keep_unused", "inline", "name")
 
 
-class _Split(NamedTuple):
-    """A hook without its arrays; equal to that of an equal hook."""
-
-    structure: Any
-    fixed: tuple[Any, ...]
-
-    def given(self, arrays: list) -> Hook:
-        rest = iter(arrays)
-        leaves = [next(rest) if leaf is None else leaf for leaf in self.fixed]
-        return self.structure.unflatten(leaves)
-
-
-def _split(hook: Hook) -> tuple[_Split, list]:
-    leaves, structure = jax.tree.flatten(hook)
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
-    fixed = (None if isinstance(leaf, jax.Array | np.ndarray) else leaf for leaf in leaves)
-    return _Split(structure, tuple(fixed)), arrays
-
-
-def _jitted(equation: JaxprEqn, static: _Split) -> Callable[..., list]:
+def _jitted(equation: JaxprEqn, static: Split) -> Callable[..., list]:
     """`jax.jit` of the evaluation, with the options that the equation was made with."""
     program, params = weakref.ref(_program(equation)), equation.params
 
@@ -144,7 +125,7 @@ def _cond(equation, inputs, hook):
 
 def _shard_map(equation, inputs, hook):
     params = equation.params
-    static, arrays = _split(hook.inside(equation, ()))
+    static, arrays = split(hook.inside(equation, ()))
 
     def shard(arrays, *shards):
         return tuple(evaluate(_program(equation), shards, static.given(arrays)))

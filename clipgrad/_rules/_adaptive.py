@@ -12,7 +12,12 @@ from clipgrad._norms import AxisName, Norm, slice_norms
 from clipgrad._numbers import times
 from clipgrad._rules._base import ClipRule, pytree_rule, static_field
 from clipgrad._rules._scaling import scale_down
-from clipgrad._rules._thresholds import check_threshold, nonnegative, require_numbers
+from clipgrad._rules._thresholds import (
+    check_threshold,
+    for_each_leaf,
+    nonnegative,
+    require_numbers,
+)
 from clipgrad._rules._units import UnitAxis, check_unit_axis, unit_axes, unmatched
 from clipgrad._trees import map_groups, takes_part, with_paths
 
@@ -83,7 +88,7 @@ class AdaptiveClip(ClipRule):
 
     def __post_init__(self) -> None:
         """Refuses thresholds and axes that are none."""
-        check_threshold("clipping", self.clipping)
+        check_threshold("clipping", self.clipping, adaptive=True)
         check_threshold("eps", self.eps)
         object.__setattr__(self, "axis", check_unit_axis(self.axis))
         if isinstance(self.axis_name, list):
@@ -92,6 +97,26 @@ class AdaptiveClip(ClipRule):
     def __call__(self, grads: Any, params: Any = None) -> Any:
         """The tree with the norm of each unit at most ``clipping`` times that of its weights."""
         require_numbers(self)
+        self._check(grads, params)
+        return map_groups(self._clip, grads, params)
+
+    def follow(self, grads: Any, params: Any = None) -> list[jax.Array]:
+        """For each leaf the least threshold that changes nothing."""
+        self._check(grads, params)
+        ratios: list[jax.Array] = []
+
+        def collect(paths: list[str], grads: list[jax.Array], params: list[Any]) -> list[Any]:
+            for norm, weight in self._norms(paths, grads, params):
+                dtype = norm.root.dtype
+                limit = jnp.maximum(weight.value.astype(dtype), nonnegative(self.eps, dtype))
+                ratio = jnp.where(norm.root == 0, 0, norm.value / limit)
+                ratios.append(jnp.max(ratio, initial=0))
+            return grads
+
+        map_groups(collect, grads, params)
+        return ratios
+
+    def _check(self, grads: Any, params: Any) -> None:
         if params is None:
             raise ValueError(
                 "AdaptiveClip needs the parameters: got params=None, expected "
@@ -101,15 +126,21 @@ class AdaptiveClip(ClipRule):
             raise ValueError(
                 f"axis: {missing[0]!r} matches no leaf; the paths are {with_paths(grads)[0]}"
             )
-        return map_groups(self._clip, grads, params)
 
     def _clip(self, paths: list[str], grads: list[jax.Array], params: list[Any]) -> list[jax.Array]:
+        rules, norms = for_each_leaf(self, len(grads)), self._norms(paths, grads, params)
+        triples = zip(rules, grads, norms, strict=True)
+        return [rule._clip_leaf(g, n, w.value) for rule, g, (n, w) in triples]
+
+    def _norms(
+        self, paths: list[str], grads: list[jax.Array], params: list[Any]
+    ) -> list[tuple[Norm, Norm]]:
+        """For each leaf the norms of the units of its gradient, and of its weights."""
         axes = [
             _axes(self.axis, path, g, w) for path, g, w in zip(paths, grads, params, strict=True)
         ]
         norms = slice_norms([*grads, *map(jnp.asarray, params)], axes * 2, axis_name=self.axis_name)
-        triples = zip(grads, norms[: len(grads)], norms[len(grads) :], strict=True)
-        return [self._clip_leaf(g, n, w.value) for g, n, w in triples]
+        return list(zip(norms[: len(grads)], norms[len(grads) :], strict=True))
 
     def _clip_leaf(self, grad: jax.Array, norm: Norm, weight: jax.Array) -> jax.Array:
         root, scale, weight = (broadcast_like(x, grad) for x in (*norm, weight))

@@ -5,12 +5,12 @@ from typing import Any, ClassVar
 import jax
 from jax.typing import ArrayLike
 
-from clipgrad._norms import slice_norms
+from clipgrad._norms import Norm, slice_norms
 from clipgrad._numbers import over
 from clipgrad._rules._base import ClipRule, pytree_rule
 from clipgrad._rules._scaling import scale_down
-from clipgrad._rules._thresholds import check_threshold, require_numbers
-from clipgrad._trees import map_groups
+from clipgrad._rules._thresholds import check_threshold, for_each_leaf, require_numbers
+from clipgrad._trees import leaves_taking_part, map_groups
 
 
 @pytree_rule
@@ -54,19 +54,25 @@ class ClipByBlockRMS(ClipRule):
 
     def __post_init__(self) -> None:
         """Refuses thresholds that are none."""
-        check_threshold("threshold", self.threshold)
+        check_threshold("threshold", self.threshold, adaptive=True)
 
     def __call__(self, grads: Any, params: Any = None) -> Any:
         """The tree with the rms of each leaf at most ``threshold``."""
         require_numbers(self)
         return map_groups(self._clip, grads)
 
+    def follow(self, grads: Any, params: Any = None) -> list[jax.Array]:
+        """For each leaf the least threshold that changes nothing."""
+        return [norm.value for norm in _norms(leaves_taking_part(grads))]
+
     def _clip(self, paths: list[str], leaves: list[jax.Array]) -> list[jax.Array]:
         del paths
-        norms = slice_norms(leaves, [None] * len(leaves), mean=True)
-        return [
-            scale_down(g, n, self.threshold, _shrink) for g, n in zip(leaves, norms, strict=True)
-        ]
+        triples = zip(leaves, _norms(leaves), for_each_leaf(self, len(leaves)), strict=True)
+        return [scale_down(g, n, rule.threshold, _shrink) for g, n, rule in triples]
+
+
+def _norms(leaves: list[jax.Array]) -> list[Norm]:
+    return slice_norms(leaves, [None] * len(leaves), mean=True)
 
 
 def _shrink(leaf: jax.Array, root: jax.Array, limit: jax.Array) -> jax.Array:

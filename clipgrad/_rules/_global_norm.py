@@ -25,7 +25,8 @@ class ClipByGlobalNorm(ClipRule):
         direction is kept.
       * On float32 trees in the ordinary range the result is that of
         ``optax.clip_by_global_norm`` under `jax.jit`, bit for bit.
-      * Under `jax.jit` with sharded leaves the compiled program holds one all-reduce.
+      * Under `jax.jit` with sharded leaves the compiled program holds one all-reduce, more only
+        where leaves are spread over different axes of the mesh.
 
     ==========================  ==========================================================
     norm or threshold           result
@@ -63,7 +64,7 @@ class ClipByGlobalNorm(ClipRule):
 
     def __post_init__(self) -> None:
         """Refuses thresholds and orders that are none."""
-        check_threshold("max_norm", self.max_norm)
+        check_threshold("max_norm", self.max_norm, adaptive=True)
         object.__setattr__(self, "ord", check_order(self.ord))
         if isinstance(self.axis_name, list):
             object.__setattr__(self, "axis_name", tuple(self.axis_name))

@@ -4,14 +4,15 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from clipgrad._norms import check_order, slice_norms
+from clipgrad._norms import Norm, check_order, slice_norms
 from clipgrad._rules._base import ClipRule, pytree_rule, static_field
 from clipgrad._rules._scaling import divide_first, scale_down
-from clipgrad._rules._thresholds import check_threshold, require_numbers
+from clipgrad._rules._thresholds import check_threshold, for_each_leaf, require_numbers
 from clipgrad._rules._units import check_axis, reduced_axes
-from clipgrad._trees import map_groups
+from clipgrad._trees import map_groups, paths_taking_part
 
 
 @pytree_rule
@@ -67,7 +68,7 @@ class ClipByNorm(ClipRule):
 
     def __post_init__(self) -> None:
         """Refuses thresholds, orders and axes that are none."""
-        check_threshold("max_norm", self.max_norm)
+        check_threshold("max_norm", self.max_norm, adaptive=True)
         object.__setattr__(self, "ord", check_order(self.ord))
         object.__setattr__(self, "axis", check_axis(self.axis))
 
@@ -76,12 +77,19 @@ class ClipByNorm(ClipRule):
         require_numbers(self)
         return map_groups(self._clip, grads)
 
+    def follow(self, grads: Any, params: Any = None) -> list[jax.Array]:
+        """For each leaf the least threshold that changes nothing."""
+        return [jnp.max(norm.value, initial=0) for norm in self._norms(*paths_taking_part(grads))]
+
     def _clip(self, paths: list[str], leaves: list[jax.Array]) -> list[jax.Array]:
+        rules, norms = for_each_leaf(self, len(leaves)), self._norms(paths, leaves)
+        return [
+            scale_down(g, n, rule.max_norm, divide_first)
+            for g, n, rule in zip(leaves, norms, rules, strict=True)
+        ]
+
+    def _norms(self, paths: list[str], leaves: list[jax.Array]) -> list[Norm]:
         axes = [
             reduced_axes(self.axis, path, leaf) for path, leaf in zip(paths, leaves, strict=True)
         ]
-        norms = slice_norms(leaves, axes, self.ord)
-        return [
-            scale_down(g, n, self.max_norm, divide_first)
-            for g, n in zip(leaves, norms, strict=True)
-        ]
+        return slice_norms(leaves, axes, self.ord)

@@ -1,16 +1,26 @@
-"""Thresholds: checked where they are written, numbers or schedules, never negative in use."""
+"""Thresholds: checked where they are written, numbers or not, never negative in use."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from clipgrad._thresholds import is_adaptive
 
-def check_threshold(name: str, value: Any, negative: bool = False) -> None:
+
+class PerLeaf(NamedTuple):
+    """A threshold for each leaf that takes part, in place of one for all of them."""
+
+    values: jax.Array
+
+
+def check_threshold(name: str, value: Any, negative: bool = False, adaptive: bool = False) -> None:
     """Refuses what cannot be a threshold; a tracer or a schedule is believed.
+
+    ``adaptive`` says whether an adaptive threshold may stand here.
 
     Raises:
       TypeError: if ``value`` is neither a number nor an array nor a function of the step.
@@ -19,6 +29,10 @@ def check_threshold(name: str, value: Any, negative: bool = False) -> None:
     if isinstance(value, Tracer) or _is_schedule(value):
         return
     expected = "a number, an array or a schedule (a function of the step)"
+    if is_adaptive(value):
+        if adaptive:
+            return
+        expected += "; only the first threshold of a gradient clip can be adaptive"
     if isinstance(value, (bool, str, type)) or not isinstance(
         value, (int, float, np.ndarray, np.generic, jax.Array)
     ):
@@ -55,24 +69,40 @@ def schedules_of(rule: Any) -> dict[str, Any]:
 def resolve_schedules(rule: Any, count: jax.Array) -> Any:
     """``rule`` with its schedules evaluated at the step ``count``."""
     values = {name: schedule(count) for name, schedule in schedules_of(rule).items()}
-    # Not dataclasses.replace: a schedule may fall below 0, which then acts as 0.
-    resolved = object.__new__(type(rule)) if values else rule
-    for field in dataclasses.fields(rule) if values else ():
-        value = values.get(field.name, getattr(rule, field.name))
-        object.__setattr__(resolved, field.name, value)
-    return resolved
+    return _with(rule, values) if values else rule
 
 
 def main_threshold(rule: Any) -> Any:
     """The first field of a rule, which is its threshold; ``None`` for a function."""
-    if not is_own(rule):
-        return None
-    fields = [f for f in dataclasses.fields(rule) if not f.metadata.get("static")]
-    return getattr(rule, fields[0].name) if fields else None
+    return getattr(rule, _main_field(rule)) if is_own(rule) else None
+
+
+def adaptive_threshold(rule: Any) -> Any:
+    """The threshold of a rule if it is an adaptive one, or ``None``."""
+    threshold = main_threshold(rule)
+    return threshold if is_adaptive(threshold) else None
+
+
+def with_threshold(rule: Any, threshold: Any) -> Any:
+    """``rule`` with another first threshold."""
+    return _with(rule, {_main_field(rule): threshold})
+
+
+def for_each_leaf(rule: Any, count: int) -> list[Any]:
+    """The rule for each of ``count`` leaves: the same, or each with a threshold of its own."""
+    threshold = main_threshold(rule)
+    if not isinstance(threshold, PerLeaf):
+        return [rule] * count
+    if threshold.values.shape != (count,):
+        raise ValueError(
+            f"got {count} leaves to clip and thresholds of the shape {threshold.values.shape}; "
+            "with a threshold for each leaf, init needs the parameters: init(params)"
+        )
+    return [with_threshold(rule, value) for value in threshold.values]
 
 
 def require_numbers(rule: Any) -> None:
-    """Refuses a rule with schedules, where there is no step to evaluate them at.
+    """Refuses a rule with schedules or an adaptive threshold, where there are no steps.
 
     Raises:
       TypeError: names the threshold.
@@ -81,6 +111,11 @@ def require_numbers(rule: Any) -> None:
         raise TypeError(
             f"{name}: got a schedule, which only a gradient clip can evaluate since it counts the "
             f"steps; expected a number or an array, {type(rule).__name__}({name}=schedule(step))"
+        )
+    if (adaptive := adaptive_threshold(rule)) is not None:
+        raise TypeError(
+            f"{_main_field(rule)}: got {adaptive!r}, which only a gradient clip can follow since "
+            "it keeps the history; expected a number or an array, or clipgrad.gradient_clip(rule)"
         )
 
 
@@ -101,3 +136,17 @@ def as_array(value: Any, dtype: Any) -> jax.Array:
 
 def _is_schedule(value: Any) -> bool:
     return callable(value) and not isinstance(value, type)
+
+
+def _main_field(rule: Any) -> str:
+    return next(f.name for f in dataclasses.fields(rule) if not f.metadata.get("static"))
+
+
+def _with(rule: Any, values: dict[str, Any]) -> Any:
+    # Not dataclasses.replace: what a rule is made of may be checked only once, since a schedule
+    # may fall below 0, which then acts as 0.
+    changed = object.__new__(type(rule))
+    for field in dataclasses.fields(rule):
+        value = values.get(field.name, getattr(rule, field.name))
+        object.__setattr__(changed, field.name, value)
+    return changed

@@ -1,6 +1,7 @@
 """Clipping each element to an interval."""
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -9,16 +10,19 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from clipgrad._norms import slice_norms
 from clipgrad._numbers import at_least_float32, over, times
 from clipgrad._rules._base import ClipRule, pytree_rule
 from clipgrad._rules._thresholds import (
     as_array,
     broadcasts_into,
     check_threshold,
+    for_each_leaf,
     nonnegative,
     require_numbers,
 )
-from clipgrad._trees import map_taking_part
+from clipgrad._thresholds import is_adaptive
+from clipgrad._trees import leaves_taking_part, map_groups
 
 
 @pytree_rule
@@ -74,9 +78,11 @@ class ClipByValue(ClipRule):
 
     def __post_init__(self) -> None:
         """Refuses an empty interval."""
-        check_threshold("max", self.max, negative=self.min is not None)
+        check_threshold("max", self.max, negative=self.min is not None, adaptive=True)
         if self.min is not None:
             check_threshold("min", self.min, negative=True)
+            if is_adaptive(self.max):
+                raise ValueError(f"min: got {self.min!r} with an adaptive max, expected None")
             if _known(self.min) and _known(self.max) and _any_above(self.min, self.max):
                 raise ValueError(f"min: got {self.min!r}, expected at most max, {self.max!r}")
         if self.nan is not None:
@@ -85,7 +91,18 @@ class ClipByValue(ClipRule):
     def __call__(self, grads: Any, params: Any = None) -> Any:
         """The tree with each element in [min, max]."""
         require_numbers(self)
-        return map_taking_part(self._clip, grads)
+        return map_groups(self._clip_leaves, grads)
+
+    def follow(self, grads: Any, params: Any = None) -> list[jax.Array]:
+        """For each leaf the least threshold that changes nothing."""
+        leaves = leaves_taking_part(grads)
+        norms = slice_norms(leaves, [None] * len(leaves), ord=math.inf)
+        return [norm.value for norm in norms]
+
+    def _clip_leaves(self, paths: list[str], leaves: list[jax.Array]) -> list[jax.Array]:
+        del paths
+        rules = for_each_leaf(self, len(leaves))
+        return [rule._clip(leaf) for rule, leaf in zip(rules, leaves, strict=True)]
 
     def _clip(self, leaf: jax.Array) -> jax.Array:
         if self.nan is not None:

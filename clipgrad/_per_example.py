@@ -1,0 +1,183 @@
+"""Gradients of each example of a batch, clipped one by one and then reduced."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._clip_grads import clip_grads
+from clipgrad._compat import to_varying, varying_axes
+from clipgrad._nonfinite import check_policy
+from clipgrad._numbers import accumulator, widen
+from clipgrad._rules import as_rule
+from clipgrad._trees import map_taking_part, path_string
+from clipgrad._where import Where
+
+REDUCTIONS = ("mean", "sum")
+
+
+def clip_per_example(
+    loss_fn: Callable[..., Any],
+    rule: Callable[..., Any] | None,
+    *,
+    reduce: str = "mean",
+    microbatch: int | None = None,
+    has_aux: bool = False,
+    where: Where = None,
+    nonfinite: str = "propagate",
+) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
+    r"""Makes a ``value_and_grad`` that clips the gradient of every example on its own.
+
+    $$\frac{1}{B} \sum_{i=1}^{B} \mathrm{rule}(\nabla_w\,\mathrm{loss}(w, x_i))$$
+
+    or the sum alone, over the leading axis of the batch, of size $B$. No example moves the result
+    by more than the rule lets through: for training that is robust against outliers, and the
+    bounded sensitivity on which differential privacy rests (this function adds no noise).
+
+    Guarantees:
+      * With the rule ``None`` and ``"mean"`` it is `jax.value_and_grad` of the mean loss.
+      * Gradients are clipped and summed in float32, float64 where the parameter is, whatever the
+        dtype of the parameters, and rounded to that dtype once, at the end. So one example adds
+        at most a norm of ``max_norm * (1 + 4e-7)``, for float16 and bfloat16 as well.
+      * With ``ClipByGlobalNorm`` and ``"sum"`` it equals ``optax.per_example_global_norm_clip`` on
+        float32.
+      * Memory is bounded by the microbatch: beside one sum there are the gradients of
+        ``microbatch`` examples at a time, however large the batch is.
+      * Under `jax.jit` with the batch sharded over devices nothing need be said; let their number
+        divide ``microbatch``, and each works on examples that it holds. (On Explicit axes it must,
+        `jax.vmap` refuses parameters that are sharded along the batch's axis, and JAX 0.10.0
+        refuses the batch itself.) In
+        `jax.shard_map` and `jax.pmap` the result is that of the examples of one device: average
+        or sum it over the axis.
+
+    Args:
+      loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
+        batch without its leading axis. For a model that wants batches write ``x[None]``. A loss
+        times the example's weight 0 leaves a padded example out.
+      rule: a `ClipRule` or a function of the tree; `AdaptiveClip` is handed the parameters;
+        ``None``: off.
+      reduce: ``"mean"`` or ``"sum"``, of the clipped gradients and of the losses.
+      microbatch: how many examples to differentiate at once, which must divide the batch;
+        ``None``: all of them.
+      has_aux: whether ``loss_fn`` returns something besides the loss.
+      where: which leaves are clipped; see `clip_grads`. The others are summed as they are.
+      nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`. With ``"zero"`` an
+        example that is NaN or inf spoils nothing. ``"error"`` takes
+        `jax.experimental.checkify.checkify` under `jax.jit` and with a ``microbatch``.
+
+    Returns:
+      A function ``(params, batch) -> (value, grads, stats)``, with ``has_aux`` ``((value, aux),
+      grads, stats)``. ``grads`` has the structure and dtypes of ``params``. ``stats`` is a
+      `ClipStats` with one entry for each example, in the order of the batch, as ``aux`` has:
+      ``stats.norm`` has the shape (B,), ``stats.clipped.mean()`` is the part of the examples that
+      were clipped. Statistics are of single examples and hence not private.
+
+    Raises:
+      TypeError: if ``rule`` is none.
+      ValueError: for another ``reduce``, a ``microbatch`` that is no positive integer, an unknown
+        ``nonfinite``; when called, for batch leaves without a common leading axis, a batch
+        without examples or one that ``microbatch`` does not divide.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> loss = lambda w, example: jnp.dot(w, example)
+      >>> per_example = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), microbatch=1)
+      >>> value, grads, stats = per_example(jnp.zeros(2), jnp.array([[0.0, 8.0], [0.5, 0.0]]))
+      >>> print(grads, stats.norm, stats.clipped)
+      [0.25 0.5 ] [8.  0.5] [ True False]
+
+    References:
+      Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, Deep Learning with Differential
+      Privacy, 2016.
+    """
+    rule = as_rule(rule)
+    check_policy(nonfinite)
+    if reduce not in REDUCTIONS:
+        raise ValueError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCTIONS)}")
+    if microbatch is not None and (type(microbatch) is not int or microbatch < 1):
+        raise ValueError(f"microbatch: got {microbatch!r}, expected a positive integer or None")
+    loss_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
+
+    def of_one(params: Any, example: Any) -> tuple[Any, Any]:
+        value, grads = loss_and_grad(params, example)
+        wide = map_taking_part(lambda g: widen(g, accumulator(g)), grads)
+        clipped, stats = clip_grads(wide, rule, params, where=where, nonfinite=nonfinite)
+        return clipped, (value, stats)
+
+    def value_and_grad(params: Any, batch: Any) -> tuple[Any, Any, Any]:
+        size = _examples(batch)
+        apart = _on_each_device(params, batch)
+        total, (value, stats) = _sums(of_one, apart, batch, _parts(size, microbatch))
+        divisor = size if reduce == "mean" else 1
+        grads = jax.tree.map(lambda t, p: (t / divisor).astype(jnp.result_type(p)), total, params)
+        loss, aux = value if has_aux else (value, None)
+        loss = jnp.mean(loss) if reduce == "mean" else jnp.sum(loss)
+        return ((loss, aux) if has_aux else loss), grads, stats
+
+    return value_and_grad
+
+
+def _sums(of_one: Callable[..., Any], params: Any, batch: Any, parts: int) -> tuple[Any, Any]:
+    """The sum of the first results over all examples, and the second results stacked."""
+
+    def of_some(examples: Any) -> tuple[Any, Any]:
+        grads, rest = jax.vmap(of_one, in_axes=(None, 0))(params, examples)
+        return jax.tree.map(lambda g: jnp.sum(g, axis=0), grads), rest
+
+    if parts == 1:
+        return of_some(batch)
+    # A part holds every parts-th example, so that a sharded leading axis stays where it is.
+    strided = jax.tree.map(lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), batch)
+
+    def body(total: Any, i: jax.Array) -> tuple[Any, Any]:
+        part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, False), strided)
+        new, rest = of_some(part)
+        return jax.tree.map(jnp.add, total, new), rest
+
+    total, rest = jax.lax.scan(body, jax.tree.map(_zero, params), jnp.arange(parts))
+    return total, jax.tree.map(_in_order, rest)
+
+
+def _zero(param: Any) -> jax.Array:
+    param = jnp.asarray(param)
+    return jnp.zeros_like(widen(param, accumulator(param)))
+
+
+def _in_order(x: jax.Array) -> jax.Array:
+    """Results of strided parts, of shape (parts, examples, ...), as one axis of examples."""
+    x = jnp.swapaxes(x, 0, 1)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _on_each_device(params: Any, batch: Any) -> Any:
+    """The parameters as varying where the batch does.
+
+    Otherwise `jax.grad` inside `jax.shard_map` adds up the gradients of one example from each
+    device before they can be clipped.
+    """
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(batch)))
+    return jax.tree.map(lambda p: to_varying(p, axes), params) if axes else params
+
+
+def _examples(batch: Any) -> int:
+    """The size of the leading axis that all leaves of a batch share."""
+    entries, _ = jax.tree_util.tree_flatten_with_path(batch)
+    shapes = {path_string(path) or "the batch": jnp.shape(leaf) for path, leaf in entries}
+    sizes = {shape[:1] for shape in shapes.values()}
+    if len(sizes) != 1 or sizes <= {(), (0,)}:
+        raise ValueError(
+            f"batch: got leaves of the shapes {shapes}, expected a leading axis of the same size "
+            "in all of them, one example for each index"
+        )
+    return sizes.pop()[0]
+
+
+def _parts(size: int, microbatch: int | None) -> int:
+    if microbatch is None:
+        return 1
+    if size % microbatch:
+        raise ValueError(
+            f"microbatch: got {microbatch}, which does not divide a batch of {size} examples"
+        )
+    return size // microbatch

@@ -1,0 +1,199 @@
+"""Skipping the steps whose gradient is not finite, or far larger than those before."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from clipgrad._global_norm import global_norm
+from clipgrad._norms import AxisName
+from clipgrad._stats import stats_dtype
+from clipgrad._thresholds import HistoryThreshold, Window
+from clipgrad._thresholds._base import check_between, check_steps
+from clipgrad._where import Where, keep_selected, selected
+
+# The deviation that is reckoned with is at least this part of the mean, so that equal norms, as
+# of a full batch, don't make an outlier of the next one.
+_LEAST_DEVIATION = 0.01
+
+
+class SkipSpikesState(NamedTuple):
+    """What `skip_spikes` keeps.
+
+    Attributes:
+      inner_state: the state of the optimizer, as after the last step that was not skipped.
+      window: the norms of the last steps that were not skipped.
+      raw_norm: the norm of the last gradient; 0 if it was not finite.
+      skipped: whether the last step was skipped.
+      skipped_count: the number of steps that were skipped.
+      spike_count: the number of those whose gradient was finite.
+      consecutive: the number of outliers that were skipped since the last step that was taken.
+    """
+
+    inner_state: Any
+    window: Window
+    raw_norm: jax.Array
+    skipped: jax.Array
+    skipped_count: jax.Array
+    spike_count: jax.Array
+    consecutive: jax.Array
+
+
+def skip_spikes(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    max_norm: float | None = None,
+    window: int = 128,
+    sigma: float = 6.0,
+    min_history: int | None = None,
+    max_consecutive: int | None = None,
+    where: Where = None,
+    axis_name: AxisName = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Wraps an optimizer so that it never sees a gradient that is not finite or an outlier.
+
+    The raw global norm $n$ decides, before any clip in ``inner``. A step is skipped if $n$ is NaN
+    or inf, if $n > \mathrm{max\_norm}$, or if $n > \mu + \mathrm{sigma} \cdot
+    \max(s, \mu / 100)$ with mean $\mu$ and deviation $s$ of the last norms. Then the update is
+    zero, the state of ``inner`` is what it was, and the norm is forgotten.
+
+    Guarantees:
+      * On a step that is not skipped updates and state are those of ``inner``.
+      * On a step that is skipped updates are exact zeros, and the state of ``inner`` is kept bit
+        for bit: by selection, no product of 0 and NaN. ``inner`` is shown zeros in its place.
+      * No norm of a skipped step enters the history, nor does a norm of 0.
+      * The structure and the dtypes of the state never change; counters say what was done.
+
+    ==============================  ======================================================
+    gradient                        step
+    ==============================  ======================================================
+    NaN or inf                      skipped, always
+    above ``max_norm``              skipped, always
+    an outlier                      skipped; after ``max_consecutive`` of these in a row,
+                                    taken, and the history starts anew with it
+    before ``min_history`` norms    taken, if neither of the first two
+    ==============================  ======================================================
+
+    Args:
+      inner: an optax gradient transformation, or ``optax.MultiSteps``, whose average of gradients
+        would keep a NaN for ever if it were outside. A clip belongs inside, for the steps before
+        there is a history: ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
+      max_norm: an absolute limit; ``None``: none.
+      window: how many norms the history has.
+      sigma: how many deviations above the mean are let pass.
+      min_history: how many norms there must be before a finite one is an outlier; by default half
+        a window, and 2 at least.
+      max_consecutive: how many outliers in a row are skipped before one is taken, since what
+        repeats is no spike; ``None``: all of them, so that gradients which grow at once and for
+        good stop the training. ``consecutive`` in the state shows that.
+      where: which leaves make up the norm; see `clip_grads`. The others are not judged.
+      axis_name: the mapped axes that the updates are spread over; see `global_norm`.
+
+    Returns:
+      A gradient transformation with the state `SkipSpikesState`. ``update(..., grad_norm=n)``
+      takes a norm that is known already; this and all other extra arguments are passed on.
+
+    Raises:
+      ValueError: for a number out of range; by ``init``, if ``where`` selects nothing.
+      TypeError: if ``inner`` is no gradient transformation.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> tx = cg.skip_spikes(optax.sgd(1.0), max_norm=10.0)
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for grads in (jnp.array([3.0, 4.0]), jnp.array([jnp.nan, 1.0]), jnp.array([30.0, 40.0])):
+      ...     updates, state = tx.update(grads, state)
+      ...     print(updates, state.skipped)
+      [-3. -4.] False
+      [0. 0.] True
+      [0. 0.] True
+
+    References:
+      The OLMo Team, 2 OLMo 2 Furious, 2024: updates are skipped on outliers of the norm.
+    """
+    inner = _transformation(inner)
+    history = HistoryThreshold(window, sigma, min_history)
+    if max_norm is not None:
+        check_between("max_norm", max_norm, 0)
+    if max_consecutive is not None:
+        check_steps("max_consecutive", max_consecutive)
+    largest = jnp.inf if max_norm is None else max_norm
+    most = jnp.iinfo(jnp.int32).max if max_consecutive is None else max_consecutive
+
+    def init(params: Any) -> SkipSpikesState:
+        norm = jnp.zeros((), stats_dtype(keep_selected(params, selected(where, params))))
+        counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
+        no = jnp.zeros((), bool)
+        return SkipSpikesState(inner.init(params), history.init(norm), norm, no, *counters)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, SkipSpikesState]:
+        norm = extra_args.get("grad_norm")
+        if norm is None:
+            measured = keep_selected(updates, selected(where, updates))
+            norm = global_norm(measured, axis_name=axis_name)
+        norm = jnp.asarray(norm).astype(state.raw_norm.dtype)
+        judgement = _judge(norm, history.limit(state.window, _LEAST_DEVIATION), largest)
+        again = judgement.spike & (state.consecutive >= most)
+        skip = judgement.forbidden | (judgement.spike & ~again)
+        new, inner_state = inner.update(
+            _zero_if(skip, updates), state.inner_state, params, **extra_args
+        )
+        kept = jax.tree.map(lambda o, n: jnp.where(skip, o, n), state.inner_state, inner_state)
+        after = _after(state, norm, skip, judgement.spike, again)
+        return _zero_if(skip, new), after._replace(inner_state=kept)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Judgement(NamedTuple):
+    """Whether a norm is never taken, and else whether it stands out of the history."""
+
+    forbidden: jax.Array
+    spike: jax.Array
+
+
+def _judge(norm: jax.Array, limit: jax.Array, largest: float) -> _Judgement:
+    forbidden = ~jnp.isfinite(norm) | (norm > largest)
+    return _Judgement(forbidden, ~forbidden & (norm > limit))
+
+
+def _after(
+    state: SkipSpikesState, norm: jax.Array, skip: jax.Array, spike: jax.Array, again: jax.Array
+) -> SkipSpikesState:
+    finite = jnp.isfinite(norm)
+    past = jax.tree.map(lambda x: jnp.where(again, jnp.zeros_like(x), x), state.window)
+    return state._replace(
+        window=past.push(jnp.where(skip, 0, norm)),
+        raw_norm=jnp.where(finite, norm, 0),
+        skipped=skip,
+        skipped_count=_increment_if(skip, state.skipped_count),
+        spike_count=_increment_if(skip & finite, state.spike_count),
+        consecutive=jnp.where(skip, _increment_if(spike, state.consecutive), 0),
+    )
+
+
+def _zero_if(condition: jax.Array, tree: Any) -> Any:
+    def zero(leaf: Any) -> Any:
+        if not jnp.issubdtype(getattr(leaf, "dtype", float), jnp.number):
+            return leaf
+        return jnp.where(condition, jnp.zeros_like(leaf), leaf)
+
+    return jax.tree.map(zero, tree)
+
+
+def _transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            f"inner: got {type(inner).__name__}, expected an optax.GradientTransformation such as "
+            "optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))"
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def _increment_if(condition: jax.Array, count: jax.Array) -> jax.Array:
+    return jnp.where(condition, optax.safe_increment(count), count)

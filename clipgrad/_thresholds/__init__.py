@@ -1,0 +1,10 @@
+"""Adaptive thresholds: limits that follow the norms of past gradients, one in each file."""
+
+from clipgrad._thresholds._base import AdaptiveThreshold as AdaptiveThreshold
+from clipgrad._thresholds._base import is_adaptive as is_adaptive
+from clipgrad._thresholds._base import unlimited as unlimited
+from clipgrad._thresholds._ema import EMAThreshold as EMAThreshold
+from clipgrad._thresholds._history import HistoryThreshold as HistoryThreshold
+from clipgrad._thresholds._percentile import PercentileThreshold as PercentileThreshold
+from clipgrad._thresholds._window import Window as Window
+from clipgrad._thresholds._z_score import ZScoreThreshold as ZScoreThreshold

@@ -1,0 +1,137 @@
+"""Moving mean and deviation of the norms, and a limit for what stands out (ZClip)."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._thresholds._base import (
+    check_between,
+    check_feed,
+    check_steps,
+    counts,
+    fed,
+    unlimited,
+)
+from clipgrad._thresholds._window import Window
+
+
+class ZScoreState(NamedTuple):
+    """What a `ZScoreThreshold` keeps.
+
+    Attributes:
+      warmup: the norms of the warm-up.
+      mean: the moving mean of the norms.
+      deviation: the root of their moving variance.
+    """
+
+    warmup: Window
+    mean: jax.Array
+    deviation: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ZScoreThreshold:
+    r"""ZClip: norms that stand out of their moving average are clipped back into it.
+
+    $$z_t = \frac{n_t - \mu}{s + \mathrm{eps}}, \quad
+    c_t = \mu + \frac{z^2 s}{z_t} \text{ where } z_t > z, \text{ else } \mu + z (s + \mathrm{eps})$$
+
+    so that the further out a norm is, the closer to the mean $\mu$ it is clipped. Then, with
+    $n^*_t = \min(n_t, c_t)$ and the decay $\alpha$,
+    $\mu \leftarrow \alpha \mu + (1 - \alpha) n^*_t$ and
+    $s^2 \leftarrow \alpha s^2 + (1 - \alpha) (n^*_t - \mu)^2$. They start as mean and deviation of
+    the norms of the warm-up, in which nothing is clipped. Norms above ten times the median of the
+    warm-up are left out, so that a spike disables nothing. Every leaf has a history of its own
+    for a rule that acts on leaves; see `AdaptiveThreshold`.
+
+    Guarantees:
+      * The threshold is finite at every step, whatever the norms were.
+      * Norms that are NaN, inf or 0 change nothing and do not count in the warm-up.
+      * In a warm-up whose norms stay within ten times their median it is the formula above.
+
+    ==========================  ==========================================================
+    history                     threshold
+    ==========================  ==========================================================
+    in the warm-up              ``max_norm``, or the largest finite number
+    equal norms                 that norm, plus ``z * eps``
+    ==========================  ==========================================================
+
+    Args:
+      z: how many deviations above the mean are let pass.
+      decay: $\alpha$, in [0, 1].
+      warmup: the number of norms that the averages start from.
+      eps: what is added to the deviation in $z_t$.
+      max_norm: a limit that holds at every step, in the warm-up too; ``None``: none. The code of
+        the authors has 1.0.
+      feed: what enters the averages: the ``"clipped"`` norm $n^*_t$, as in the paper, or the
+        ``"raw"`` one. Where the norms rise at once, far and for good, only raw ones follow.
+
+    Raises:
+      ValueError: for a number out of range, another ``feed``.
+      TypeError: for what is no number.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> tx = cg.clip_by_global_norm(cg.ZScoreThreshold(z=2.0, warmup=2, eps=0.0))
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for norm in (1.0, 3.0, 6.0):
+      ...     updates, state = tx.update(jnp.array([norm]), state)
+      >>> print(updates)    # the mean is 2, the deviation 1, and 6 has the z-score 4: 2 + 4 / 4
+      [3.]
+
+    References:
+      Kumar, Owen, Chowdhury and Güra, ZClip: Adaptive Spike Mitigation for LLM Pre-Training, 2025.
+    """
+
+    z: float = 2.5
+    decay: float = 0.97
+    warmup: int = 25
+    eps: float = 1e-6
+    max_norm: float | None = None
+    feed: str = "clipped"
+
+    def __post_init__(self) -> None:
+        """Refuses what is out of range."""
+        check_between("z", self.z, 0)
+        check_between("decay", self.decay, 0, 1)
+        check_steps("warmup", self.warmup)
+        check_between("eps", self.eps, 0)
+        if self.max_norm is not None:
+            check_between("max_norm", self.max_norm, 0)
+        check_feed(self.feed)
+
+    def init(self, norms: jax.Array) -> ZScoreState:
+        """An empty warm-up."""
+        zeros = [jnp.zeros(norms.shape, norms.dtype) for _ in range(2)]
+        return ZScoreState(Window.empty(self.warmup, norms), *zeros)
+
+    def update(self, state: ZScoreState, norms: jax.Array) -> tuple[jax.Array, ZScoreState]:
+        """The limit that the averages set, and the averages with this norm."""
+        warms_up = state.warmup.seen < self.warmup
+        threshold = jnp.where(warms_up, unlimited(norms), self._limit(state, norms))
+        threshold = threshold if self.max_norm is None else jnp.minimum(threshold, self.max_norm)
+        entry = fed(self.feed, norms, threshold)
+        warmup = state.warmup.push(jnp.where(warms_up, norms, 0))
+        first = warmup.mean_and_deviation()
+        mean, deviation = (
+            jnp.where(warms_up, start, jnp.where(counts(norms), new, old))
+            for start, new, old in zip(first, self._averages(state, entry), state[1:], strict=True)
+        )
+        return threshold, ZScoreState(warmup, mean, deviation)
+
+    def _limit(self, state: ZScoreState, norms: jax.Array) -> jax.Array:
+        spread = state.deviation + self.eps
+        bound = state.mean + self.z * spread
+        excess = jnp.where(norms > bound, norms - state.mean, 1)
+        reduced = state.mean + self.z * state.deviation * (self.z * spread / excess)
+        limit = jnp.where(norms > bound, reduced, bound)
+        return jnp.minimum(limit, unlimited(norms))
+
+    def _averages(self, state: ZScoreState, norms: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mean = self.decay * state.mean + (1 - self.decay) * norms
+        mean = jnp.minimum(mean, unlimited(mean))
+        # The root of a sum of squares that may be out of range.
+        old, new = self.decay**0.5 * state.deviation, (1 - self.decay) ** 0.5 * (norms - mean)
+        return mean, jnp.hypot(old, new)

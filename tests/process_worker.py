@@ -1,0 +1,82 @@
+"""One of several processes that clip together: started by test_processes.py."""
+
+import os
+import sys
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from jax.sharding import AxisType, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import clipgrad as cg  # noqa: E402
+
+SPECS = {"replicated": P(), "rows": P("x"), "stacked": P(None, "x")}
+SHAPES = {"replicated": (5,), "rows": (16, 3), "stacked": (2, 8, 3)}
+BATCH = P("x")
+
+
+def numbers(shape, seed):
+    """The same numbers in every process, of gradients whose norm is far above 1."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32) * 30
+
+
+def everything(mesh=None):
+    """All results, over the devices of a mesh or on one."""
+    grads = {n: placed(numbers(s, i), SPECS[n], mesh) for i, (n, s) in enumerate(SHAPES.items())}
+    params = {"w": placed(numbers((4, 3), 9) / 30, P(), mesh)}
+    batch = placed(numbers((16, 4), 10), BATCH, mesh)
+    tx = cg.clip_by_global_norm(1.0, stats=True)
+    clipped, state = jax.jit(lambda g: tx.update(g, tx.init(g)))(grads)
+    mapped = jax.jit(in_shard_map(mesh) if mesh else cg.ClipByGlobalNorm(1.0))(grads)
+    step = cg.train_step(loss, optax.chain(cg.clip_by_global_norm(0.1), optax.sgd(1.0)))
+    trained, metrics = step(step.init(params), batch)
+    per_example = jax.jit(cg.clip_per_example(loss, cg.ClipByGlobalNorm(0.5), microbatch=8))
+    return {
+        "jit": clipped,
+        "norm": state.stats.norm,
+        "shard_map": mapped,
+        "trained": trained.params,
+        "grad_norm": metrics["grad_norm"],
+        "per_example": per_example(params, batch)[1],
+    }
+
+
+def loss(params, batch):
+    return jnp.mean(jnp.tanh(batch @ params["w"]) ** 2)
+
+
+def in_shard_map(mesh):
+    rule = cg.ClipByGlobalNorm(1.0, axis_name="x")
+    return jax.shard_map(rule, mesh=mesh, in_specs=(SPECS,), out_specs=SPECS)
+
+
+def placed(array, spec, mesh):
+    if mesh is None:
+        return jnp.asarray(array)
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def main(port, number, index, folder):
+    """Joins the other processes and saves the parts of the results that this one holds."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(number), int(index))
+    assert jax.process_count() == int(number) and jax.device_count() == 2 * int(number)
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
+    saved = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(everything(mesh))[0]:
+        for i, shard in enumerate(leaf.addressable_shards):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            saved[f"{name}@{i}"] = np.asarray(shard.data)
+            starts = [part.start or 0 for part in shard.index]
+            saved[f"{name}@{i}@start"] = np.array(starts, np.int64)
+    np.savez(f"{folder}/{index}.npz", **saved)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,592 @@
+"""Adaptive thresholds against NumPy, through the events that disable their peers, and in clips."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests.helpers import all_reduces, assert_close, assert_same, reductions, tree_of
+
+MOST = float(np.finfo(np.float32).max)
+
+
+# The formulas, in float64 and one norm after the other. ``far`` is the factor from the median
+# beyond which a norm is left out, which the papers don't do.
+
+
+def says_something(norm):
+    return bool(np.isfinite(norm) and norm > 0)
+
+
+def near(norms, far, low=False):
+    median = np.median(norms)
+    return [n for n in norms if n <= far * median and (not low or n >= median / far)]
+
+
+def percentile(norms, far, percentile=10.0, window=1024, feed="raw"):
+    history = []
+    for norm in norms:
+        known = (history + [norm] * says_something(norm))[-window:]
+        threshold = np.percentile(known, percentile) if known else MOST
+        yield threshold
+        fed = norm if feed == "raw" else min(norm, threshold)
+        history = (history + [fed] * says_something(norm))[-window:]
+
+
+def history(norms, far, window=128, sigma=3.0, min_history=None, feed="raw"):
+    past, least = [], max(2, window // 2) if min_history is None else min_history
+    for norm in norms:
+        threshold = MOST
+        if len(past) >= least:
+            threshold = np.mean(near(past, far)) + sigma * np.std(near(past, far))
+        yield threshold
+        fed = norm if feed == "raw" else min(norm, threshold)
+        past = (past + [fed] * says_something(norm))[-window:]
+
+
+def z_score(norms, far, z=2.5, decay=0.97, warmup=25, eps=1e-6, max_norm=None, feed="clipped"):
+    first, mean, variance = [], 0.0, 0.0
+    for norm in norms:
+        threshold, warms_up = MOST, len(first) < warmup
+        if not warms_up:
+            score = (norm - mean) / (np.sqrt(variance) + eps)
+            threshold = mean + z * (np.sqrt(variance) + eps)
+            if score > z:
+                threshold = mean + z * np.sqrt(variance) / (score / z)
+        threshold = threshold if max_norm is None else min(threshold, max_norm)
+        yield threshold
+        if not says_something(norm):
+            continue
+        fed = norm if feed == "raw" else min(norm, threshold)
+        if warms_up:
+            first.append(norm)
+            mean, variance = np.mean(near(first, far)), np.var(near(first, far))
+        else:
+            mean = decay * mean + (1 - decay) * fed
+            variance = decay * variance + (1 - decay) * (fed - mean) ** 2
+
+
+def ema(norms, far, decay=0.98, relative=1.05, absolute=1.0, warmup=100, feed="clipped"):
+    """Of several leaves at once: ``norms`` has the shape (steps, leaves)."""
+    first, mean = [[] for _ in norms[0]], np.zeros(len(norms[0]))
+    for step in norms:
+        total = np.sqrt(np.sum(np.square(step[np.isfinite(step)])))
+        thresholds = np.empty(len(step))
+        for i, norm in enumerate(step):
+            warms_up = len(first[i]) < warmup
+            limit = norm * min(1, absolute / max(total, 1e-300)) if warms_up else relative * mean[i]
+            thresholds[i] = limit if says_something(norm) or not warms_up else MOST
+            if not says_something(norm):
+                continue
+            fed = norm if feed == "raw" else min(norm, limit)
+            if warms_up:
+                first[i].append(fed)
+                mean[i] = min(near(first[i], far, low=True))
+            else:
+                mean[i] = decay * mean[i] + (1 - decay) * fed
+        yield thresholds
+
+
+def one_by_one(reference):
+    """A reference for each of several leaves."""
+
+    def run(norms, far, **options):
+        columns = [list(reference(list(column), far, **options)) for column in norms.T]
+        return np.stack(columns, axis=1)
+
+    return run
+
+
+REFERENCES = {
+    cg.PercentileThreshold: one_by_one(percentile),
+    cg.HistoryThreshold: one_by_one(history),
+    cg.ZScoreThreshold: one_by_one(z_score),
+    cg.EMAThreshold: lambda norms, far, **options: np.stack(list(ema(norms, far, **options))),
+}
+OPTIONS = [
+    (cg.PercentileThreshold, {}),
+    (cg.PercentileThreshold, {"percentile": 87.5, "window": 10}),
+    (cg.PercentileThreshold, {"percentile": 0, "window": 1}),
+    (cg.PercentileThreshold, {"percentile": 100, "window": 50, "feed": "clipped"}),
+    (cg.HistoryThreshold, {}),
+    (cg.HistoryThreshold, {"window": 9, "sigma": 1.0, "min_history": 1}),
+    (cg.HistoryThreshold, {"window": 20, "sigma": 2.0, "feed": "clipped"}),
+    (cg.ZScoreThreshold, {}),
+    (cg.ZScoreThreshold, {"z": 1.0, "decay": 0.9, "warmup": 3, "eps": 0.01, "max_norm": 2.0}),
+    (cg.ZScoreThreshold, {"z": 2.0, "feed": "raw"}),
+    (cg.EMAThreshold, {}),
+    (cg.EMAThreshold, {"decay": 0.9, "relative": 1.5, "absolute": 3.0, "warmup": 7}),
+    (cg.EMAThreshold, {"relative": 2.0, "feed": "raw"}),
+    (cg.EMAThreshold, {"absolute": 11.0, "warmup": 50}),
+]
+KINDS = list(REFERENCES)
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+every_option = pytest.mark.parametrize(
+    "kind, options", OPTIONS, ids=lambda x: x.__name__ if isinstance(x, type) else str(x)
+)
+
+
+@functools.cache
+def compiled(threshold, together):
+    def step(state, norm):
+        value, new = threshold.update(state, norm)
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, new)
+        return new, value
+
+    def all_steps(norms):
+        return jax.lax.scan(step, threshold.init(jnp.zeros(norms.shape[1:])), norms)
+
+    return jax.jit(all_steps if together else jax.vmap(all_steps, in_axes=1, out_axes=(0, 1)))
+
+
+def run(threshold, norms, together=True):
+    """All thresholds and the last state, of leaves of one tree or of runs of their own."""
+    state, values = compiled(threshold, together)(jnp.asarray(norms, jnp.float32))
+    chex.assert_tree_all_finite((values, state))
+    return np.asarray(values, np.float64), state
+
+
+def assert_equal_up_to_rounding(actual, expected):
+    """Each step may add one rounding error to an average."""
+    np.testing.assert_allclose(actual, expected, rtol=len(expected) * np.finfo(np.float32).eps)
+
+
+def ordinary(steps=600, leaves=2, seed=0):
+    """Norms that scatter by a third around a level that drifts, each leaf at its own."""
+    rng = np.random.default_rng(seed)
+    drift = np.exp(np.cumsum(rng.normal(size=(steps, leaves)) * 0.003, axis=0))
+    scatter = np.exp(np.clip(rng.normal(size=(steps, leaves)) * 0.3, -0.9, 0.9))
+    return np.float32(drift * scatter * 10.0 ** np.arange(leaves))
+
+
+def eventful(**kwargs):
+    """The same with NaN, inf, zeros, and spikes of all sizes."""
+    norms, rng = ordinary(seed=1, **kwargs), np.random.default_rng(2)
+    for value in (np.nan, np.inf, 0.0):
+        norms[rng.random(norms.shape) < 0.02] = value
+    spikes = rng.random(norms.shape) < 0.03
+    norms[spikes] *= np.float32(10 ** rng.uniform(0, 8, spikes.sum()))
+    return norms
+
+
+@every_option
+def test_it_is_the_published_formula_on_ordinary_norms(kind, options):
+    norms = ordinary(steps=1500)
+    expected = REFERENCES[kind](np.float64(norms), np.inf, **options)
+    assert_equal_up_to_rounding(run(kind(**options), norms)[0], expected)
+
+
+@every_option
+def test_what_says_nothing_and_what_is_far_is_left_out(kind, options):
+    norms = eventful()
+    expected = REFERENCES[kind](np.float64(norms), 10.0, **options)
+    assert_equal_up_to_rounding(run(kind(**options), norms)[0], expected)
+
+
+def test_the_defaults_are_the_published_ones():
+    assert cg.PercentileThreshold().percentile == 10 and cg.PercentileThreshold().feed == "raw"
+    z = cg.ZScoreThreshold()
+    assert (z.z, z.decay, z.warmup, z.eps, z.feed) == (2.5, 0.97, 25, 1e-6, "clipped")
+    e = cg.EMAThreshold()
+    assert (e.decay, e.relative, e.absolute, e.warmup, e.feed) == (0.98, 1.05, 1, 100, "clipped")
+    h = cg.HistoryThreshold()
+    assert (h.window, h.sigma, h.min_history, h.feed) == (128, 3, None, "raw")
+
+
+# Events that disable ZClip, optax-zclip, AutoClip and levanter's clip for ever or for a window.
+
+WARM = (cg.ZScoreThreshold, cg.EMAThreshold)
+USEFUL = {
+    cg.PercentileThreshold: cg.PercentileThreshold(90, window=100),
+    cg.HistoryThreshold: cg.HistoryThreshold(),
+    cg.ZScoreThreshold: cg.ZScoreThreshold(),
+    cg.EMAThreshold: cg.EMAThreshold(absolute=100.0),
+}
+
+
+EVENTS = [np.nan, np.inf, 0.0, 1e6, 1e30, MOST]
+TIMES = [0, 1, 10, 24, 99, 200, 290]
+
+
+@every_kind
+def test_one_event_disables_nothing(kind):
+    norms = ordinary(300, 1)
+    pairs = [(when, event) for when in TIMES for event in EVENTS]
+    changed = np.tile(norms, len(pairs))
+    for column, (when, event) in enumerate(pairs):
+        changed[when, column] = event
+    changed = np.concatenate([changed, np.full((3, len(pairs)), 1e6)])
+    thresholds, _ = run(USEFUL[kind], changed, together=False)
+    clean, _ = run(USEFUL[kind], np.repeat(norms, 2, axis=1), together=False)
+    ratio = thresholds[299] / clean[-1, 0]
+    assert ratio.min() > 0.5 and ratio.max() < 1.5
+    assert (thresholds[300:] < 10).all(), "a spike soon after would pass"
+
+
+@every_kind
+def test_a_norm_in_the_millions_of_one_leaf_does_not_silence_the_others(kind):
+    norms = ordinary(400, 3)
+    norms[50, 1] = 1e9
+    thresholds, _ = run(USEFUL[kind], norms)
+    assert 0.3 < thresholds[-1, 0] < 3 and 30 < thresholds[-1, 2] < 300
+
+
+@every_kind
+@pytest.mark.parametrize("start", [1e-12, 1.0, 1e12])
+def test_a_leaf_that_is_used_late_has_its_own_start(kind, start):
+    norms = ordinary(600, 2) * np.float32(start)
+    norms[:300, 1] = 0
+    absolute = {cg.EMAThreshold: cg.EMAThreshold(absolute=100 * start),
+                cg.ZScoreThreshold: cg.ZScoreThreshold(eps=0.0)}  # fmt: skip
+    thresholds, _ = run({**USEFUL, **absolute}[kind], norms)
+    assert 0.3 < thresholds[-1, 1] / (10 * start) < 3
+
+
+@every_kind
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 0.0], ids=str)
+def test_without_a_single_norm_nothing_is_clipped(kind, bad):
+    thresholds, _ = run(USEFUL[kind], np.full((130, 1), bad))
+    assert (thresholds == np.float32(MOST)).all()
+
+
+def test_constant_norms_in_the_warm_up_have_their_mean():
+    """The recursion of optax-zclip makes 2.69 of twenty-five ones."""
+    _, state = run(cg.ZScoreThreshold(), np.ones((25, 1)))
+    assert (state.mean, state.deviation) == (1, 0)
+
+
+def test_a_level_far_out_for_good_is_followed_by_raw_norms_and_not_by_clipped_ones():
+    norms = np.concatenate([ordinary(100, 1), 50 * ordinary(150, 1)])
+    clipped, raw = (run(cg.ZScoreThreshold(feed=feed), norms)[0] for feed in ("clipped", "raw"))
+    assert clipped[-1] < 5 and raw[-1] > 50
+
+
+def test_norms_that_grow_tenfold_for_good_are_followed_within_half_a_window():
+    norms = np.concatenate([ordinary(200, 1), 30 * ordinary(70, 1)])
+    thresholds, _ = run(cg.HistoryThreshold(), norms)
+    assert thresholds[201] < 5 and thresholds[-1] > 30
+
+
+def test_inf_does_not_enter_as_the_threshold_that_it_is_clipped_to():
+    norms = ordinary(100, 1)
+    norms[50] = np.inf
+    for kind in KINDS:
+        _, state = run(kind(feed="clipped", **({"warmup": 200} if kind in WARM else {})), norms)
+        window = state.warmup if kind in WARM else state
+        assert window.seen == 99
+
+
+def test_how_large_a_spike_is_does_not_matter_to_a_percentile():
+    norms = np.repeat(ordinary(60, 1), 2, axis=1)
+    norms[30] = 50, 1e30
+    thresholds, _ = run(cg.PercentileThreshold(90, window=40), norms)
+    np.testing.assert_array_equal(*thresholds.T)
+
+
+def test_equal_norms_are_the_threshold():
+    assert run(cg.HistoryThreshold(), np.full((90, 1), 2.5))[0][-1] == 2.5
+    assert run(cg.PercentileThreshold(), np.full((90, 1), 2.5))[0][-1] == 2.5
+    threshold = run(cg.ZScoreThreshold(eps=0.5), np.full((90, 1), 2.5))[0][-1]
+    np.testing.assert_allclose(threshold, 2.5 + 2.5 * 0.5, rtol=1e-5)
+
+
+@every_kind
+def test_thresholds_and_states_are_finite_whatever_the_norms_were(kind):
+    rng = np.random.default_rng(5)
+    norms = np.float32(10 ** rng.uniform(-45, np.log10(MOST), (40, 500)))
+    norms[:, 250:] = np.float32(10 ** rng.uniform(-1, 0, (40, 250))) * norms[:1, 250:]
+    special = np.array([np.nan, np.inf, 0.0, MOST, np.finfo(np.float32).tiny, 1e-45], np.float32)
+    places = rng.random(norms.shape) < rng.random(500)
+    norms[places] = rng.choice(special, places.sum())
+    short = {"warmup": 5} if kind in WARM else {"window": 8}
+    thresholds, _ = run(kind(**short), norms, together=False)
+    assert (thresholds >= 0).all()
+
+
+@every_kind
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_norms_whose_squares_are_out_of_range(kind, scale):
+    threshold = USEFUL[kind]
+    if kind is cg.ZScoreThreshold:
+        threshold = cg.ZScoreThreshold(eps=0.0)
+    if kind is cg.EMAThreshold:
+        threshold = cg.EMAThreshold(absolute=100 * scale)
+    norms = ordinary(200, 1)
+    plain = cg.ZScoreThreshold(eps=0.0) if kind is cg.ZScoreThreshold else USEFUL[kind]
+    expected, _ = run(plain, norms)
+    scaled, _ = run(threshold, norms * np.float32(scale))
+    known = expected < MOST / 2
+    np.testing.assert_allclose(scaled[known] / scale, expected[known], rtol=1e-4)
+
+
+# In gradient clips
+
+CLIPS = {
+    "clip_by_value": cg.clip_by_value,
+    "clip_by_norm": cg.clip_by_norm,
+    "clip_by_global_norm": cg.clip_by_global_norm,
+    "clip_by_block_rms": cg.clip_by_block_rms,
+    "adaptive_grad_clip": cg.adaptive_grad_clip,
+}
+every_clip = pytest.mark.parametrize("name", CLIPS)
+
+
+class Times:
+    """A threshold that is a multiple of what is followed."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def init(self, norms):
+        return norms
+
+    def update(self, state, norms):
+        return norms * self.factor, state + norms
+
+
+def scan(tx, grads, params):
+    def step(state, g):
+        updates, new = tx.update(g, state, params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, new)
+        return new, updates
+
+    return jax.jit(functools.partial(jax.lax.scan, step))(tx.init(params), grads)
+
+
+@every_clip
+def test_what_is_followed_is_the_least_threshold_that_changes_nothing(name, key):
+    grads, params = tree_of(key, scale=3.0), tree_of(jax.random.fold_in(key, 1))
+    same = CLIPS[name](Times(1.0), stats="per_leaf")
+    updates, state = jax.jit(same.update)(grads, same.init(params), params)
+    assert_close(updates, grads)
+    if name != "adaptive_grad_clip":
+        assert_same(updates, grads)
+    less = CLIPS[name](Times(0.99), stats="per_leaf")
+    updates, state = jax.jit(less.update)(grads, less.init(params), params)
+    assert all(s.clipped for path, s in state.leaf_stats.items() if path != "empty")
+    expected = () if name == "clip_by_global_norm" else (4,)
+    assert state.threshold.shape == state.history.shape == expected
+
+
+PAIRS = [(name, cg.PercentileThreshold) for name in CLIPS]
+PAIRS += [("clip_by_norm", kind) for kind in KINDS[1:]]
+
+
+@pytest.mark.parametrize("name, kind", PAIRS)
+def test_the_state_is_carried_by_a_scan(name, kind, key):
+    shapes = {"bias": (3,), "conv": (2, 3), "key": (2,)}
+    grads = {k: jax.random.normal(key, (40, *s)).astype(jnp.bfloat16) for k, s in shapes.items()}
+    params = {k: jnp.ones(s) for k, s in shapes.items()}
+    tx = CLIPS[name](kind(), where="bias|conv", stats=True)
+    state, updates = scan(tx, grads, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, grads)
+    chex.assert_tree_all_finite(state)
+    assert state.count == 40 and (state.threshold > 0).all()
+
+
+def test_no_update_exceeds_its_threshold(key):
+    grads = np.array(jax.random.normal(key, (100, 8)))
+    grads[80:] *= 1e5
+    _, updates = scan(cg.clip_by_global_norm(cg.HistoryThreshold()), grads, grads[0])
+    np.testing.assert_array_equal(updates[:64], grads[:64])
+    assert (np.linalg.norm(updates[80:], axis=1) < 8).all()
+
+
+@pytest.mark.parametrize(
+    "threshold",
+    [cg.PercentileThreshold(), cg.HistoryThreshold(window=9), cg.ZScoreThreshold(warmup=5)],
+    ids=lambda threshold: type(threshold).__name__,
+)
+def test_each_leaf_has_a_history_of_its_own(threshold, key):
+    grads = {"a": jax.random.normal(key, (30, 4)), "b": 3 * jax.random.normal(key, (30, 2, 2))}
+    params = jax.tree.map(lambda g: g[0], grads)
+    state, together = scan(cg.clip_by_norm(threshold), grads, params)
+    for name in grads:
+        alone = scan(cg.clip_by_global_norm(threshold), grads[name], params[name])[1]
+        assert_close(together[name], alone)
+    assert state.threshold[0] < state.threshold[1]
+
+
+def test_seeds_under_vmap_are_runs_of_their_own(key):
+    tx = cg.clip_by_global_norm(cg.PercentileThreshold(50, window=8))
+    grads = jax.random.normal(key, (3, 20, 4))
+    states, updates = jax.vmap(lambda g: scan(tx, g, g[0]))(grads)
+    for i in range(3):
+        assert_close(updates[i], scan(tx, grads[i], grads[i, 0])[1])
+    assert states.threshold.shape == (3,)
+
+
+def test_a_norm_that_is_known_is_followed_and_not_summed_again():
+    threshold = cg.PercentileThreshold(50, window=4)
+    tx, params = cg.clip_by_global_norm(threshold), {"w": jnp.ones((64, 64))}
+    updates, state = tx.update(params, tx.init(params), grad_norm=jnp.float32(128.0))
+    assert state.threshold == 128 and updates["w"][0, 0] == 1
+    known = jax.jit(lambda g, s, n: tx.update(g, s, grad_norm=n)).lower(params, state, 1.0)
+    assert reductions(known.compile()) == following(threshold, ())
+
+
+@every_clip
+def test_following_sums_nothing_twice(name):
+    threshold = cg.HistoryThreshold(window=4)
+    params = {"a": jnp.ones((64, 64)), "b": jnp.ones(32)}
+    tx, plain = CLIPS[name](threshold), CLIPS[name](1.0)
+    state = tx.init(params)
+    followed = reductions(jax.jit(tx.update).lower(params, state, params).compile())
+    bare = jax.jit(lambda g, p: plain.update(g, plain.init(p), p)[0]).lower(params, params)
+    # A clip by value measures nothing by itself, and slices of a leaf have a largest one.
+    extra = {"clip_by_value": 2, "adaptive_grad_clip": 2}.get(name, 0)
+    assert (
+        followed <= reductions(bare.compile()) + following(threshold, state.threshold.shape) + extra
+    )
+
+
+def following(threshold, shape):
+    """The reductions over the history."""
+    norms = jnp.ones(shape)
+    return reductions(jax.jit(threshold.update).lower(threshold.init(norms), norms).compile())
+
+
+def test_zeroed_gradients_are_followed_as_what_is_left_of_them():
+    tx = cg.clip_by_global_norm(cg.PercentileThreshold(50), nonfinite="zero")
+    _, state = tx.update(jnp.array([jnp.nan, 3.0]), tx.init(jnp.zeros(2)))
+    assert state.threshold == 3
+
+
+def test_the_threshold_is_a_constant_to_differentiation():
+    tx = cg.clip_by_global_norm(Times(0.5))
+    state = tx.init(jnp.zeros(2))
+    gradient = jax.grad(lambda g: tx.update(g, state)[0] @ jnp.array([3.0, 4.0]))
+    np.testing.assert_allclose(gradient(jnp.array([3.0, 4.0])), [0, 0], atol=1e-6)
+    assert np.isfinite(gradient(jnp.zeros(2))).all()
+
+
+@every_kind
+def test_inject_hyperparams_and_chain_take_it(kind, key):
+    grads = tree_of(key)
+    tx = optax.inject_hyperparams(cg.clip_by_norm)(kind())
+    updates, state = tx.update(grads, tx.init(grads), grads)
+    direct = cg.clip_by_norm(kind())
+    assert_same(updates, direct.update(grads, direct.init(grads))[0])
+    chain = optax.chain(direct, optax.sgd(1.0))
+    state = chain.update(grads, chain.init(grads), grads)[1]
+    assert optax.tree.get(state, "threshold").shape == (4,)
+
+
+@every_kind
+def test_it_is_saved_and_restored_by_orbax(kind, key, tmp_path):
+    import orbax.checkpoint as ocp
+
+    tx = optax.chain(cg.clip_by_norm(kind(), stats="per_leaf"), optax.sgd(0.1))
+    params = {"layers": [tree_of(key)]}
+    _, state = tx.update(params, tx.init(params), params)
+    with jax.numpy_dtype_promotion("standard"), ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(tx.init, params))
+    assert_same(restored, state)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_norm"])
+def test_sharded_gradients_are_followed_like_those_of_one_device(name, kind, key):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
+    grads = {"a": jax.random.normal(key, (8, 4)), "b": jax.random.normal(key, (3,))}
+    tx = CLIPS[name](cg.PercentileThreshold(50, window=4), stats="per_leaf")
+    expected, state = tx.update(grads, tx.init(grads))
+    expected, state = tx.update(jax.tree.map(lambda g: 3 * g, grads), state)
+    with jax.set_mesh(mesh):
+        sharding = {"a": jax.NamedSharding(mesh, P("x")), "b": jax.NamedSharding(mesh, P())}
+        spread = jax.device_put(grads, sharding)
+        update = jax.jit(tx.update)
+        _, sharded = update(spread, tx.init(spread))
+        updates, sharded = update(jax.tree.map(lambda g: 3 * g, spread), sharded)
+        bare = CLIPS[name](cg.PercentileThreshold(50, window=4))
+        assert all_reduces(jax.jit(bare.update).lower(spread, bare.init(spread)).compile()) == 1
+    assert_close(jax.device_get((updates, sharded)), (expected, state))
+
+
+def test_devices_in_shard_map_follow_one_norm(key):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    tx = cg.clip_by_global_norm(cg.HistoryThreshold(window=4), axis_name="x")
+    grads = jax.random.normal(key, (6, 8))
+
+    def train(grads):
+        state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], tx.init(grads[0]), grads)
+        return updates, state.threshold
+
+    mapped = jax.shard_map(train, mesh=mesh, in_specs=P(None, "x"), out_specs=(P(None, "x"), P()))
+    updates, threshold = jax.jit(mapped)(grads)
+    single = cg.clip_by_global_norm(cg.HistoryThreshold(window=4))
+    state, expected = scan(single, grads, grads[0])
+    assert_close((updates, threshold), (expected, state.threshold))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("make, error, match", [
+    (lambda: cg.PercentileThreshold(101), ValueError, r"percentile: got 101, .* in \[0, 100\]"),
+    (lambda: cg.PercentileThreshold(-1), ValueError, r"percentile: got -1, .* in \[0, 100\]"),
+    (lambda: cg.PercentileThreshold(np.nan), ValueError, "percentile: got nan"),
+    (lambda: cg.PercentileThreshold("10"), TypeError, "percentile: got '10' of type str"),
+    (lambda: cg.PercentileThreshold(window=0), ValueError, "window: got 0, .* at least 1"),
+    (lambda: cg.PercentileThreshold(window=2.5), ValueError, "window: got 2.5, .*integer"),
+    (lambda: cg.PercentileThreshold(feed="both"), ValueError, "feed: got 'both', .*raw, clipped"),
+    (lambda: cg.HistoryThreshold(0), ValueError, "window: got 0"),
+    (lambda: cg.HistoryThreshold(sigma=-1), ValueError, "sigma: got -1, expected a number >= 0"),
+    (lambda: cg.HistoryThreshold(8, min_history=9), ValueError, "got 9, .* at most window, 8"),
+    (lambda: cg.HistoryThreshold(min_history=0), ValueError, "min_history: got 0"),
+    (lambda: cg.ZScoreThreshold(decay=1.5), ValueError, r"decay: got 1.5, .* in \[0, 1\]"),
+    (lambda: cg.ZScoreThreshold(warmup=0), ValueError, "warmup: got 0"),
+    (lambda: cg.ZScoreThreshold(max_norm=-1), ValueError, "max_norm: got -1"),
+    (lambda: cg.ZScoreThreshold(z=True), TypeError, "z: got True of type bool"),
+    (lambda: cg.ZScoreThreshold(eps=np.inf), ValueError, "eps: got inf"),
+    (lambda: cg.EMAThreshold(relative=0.5), ValueError, "relative: got 0.5, .* >= 1"),
+    (lambda: cg.EMAThreshold(absolute=0), ValueError, "absolute: got 0"),
+    (lambda: cg.EMAThreshold(warmup=-3), ValueError, "warmup: got -3"),
+], ids=range(19))  # fmt: skip
+def test_what_is_out_of_range_is_refused(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+@pytest.mark.parametrize("call, match", [
+    (lambda t, x: cg.clip_grads(x, cg.ClipByGlobalNorm(t)), "only a gradient clip can follow"),
+    (lambda t, x: cg.ClipByNorm(t)(x), "max_norm: got Percentile.* only a gradient clip can"),
+    (lambda t, x: cg.clip_cotangent(x, cg.ErrorClipByValue(t)), "max: got PercentileThreshold"),
+    (lambda t, x: cg.error_clip(cg.ClipByBlockRMS(t))(jnp.sin), "threshold: got Percentile"),
+    (lambda t, x: cg.AdaptiveClip(eps=t), "eps: got .*only the first threshold of a gradient"),
+    (lambda t, x: cg.ClipByValue(1.0, t), "min: got .*only the first threshold of a gradient"),
+    (lambda t, x: cg.apply_gradient_clipping(x, clipping_type="norm", clipping_threshold=t),
+     "clipping_threshold: got .*only the first"),
+    (lambda t, x: cg.gradient_clip(t), "rule: got PercentileThreshold.*expected a ClipRule"),
+    (lambda t, x: cg.clip_by_norm(type(t)), "max_norm: got .*expected a number"),
+    (lambda t, x: cg.clip_by_norm(optax.sgd(1.0)), "max_norm: got Gradient.*expected a number"),
+], ids=range(10))  # fmt: skip
+def test_a_threshold_where_a_number_belongs_is_refused(call, match):
+    with pytest.raises(TypeError, match=match):
+        call(cg.PercentileThreshold(), jnp.ones(2))
+
+
+def test_an_adaptive_bound_has_no_other_bound():
+    with pytest.raises(ValueError, match="min: got -1.0 with an adaptive max, expected None"):
+        cg.clip_by_value(cg.PercentileThreshold(), -1.0)
+
+
+def test_other_leaves_than_those_of_init_are_refused():
+    tx = cg.clip_by_norm(cg.PercentileThreshold())
+    with pytest.raises(ValueError, match="got 2 leaves to clip, but the state follows 0"):
+        tx.update([jnp.ones(2)] * 2, tx.init(None))
+
+
+def test_adaptive_clipping_without_parameters_is_refused():
+    tx = cg.adaptive_grad_clip(cg.PercentileThreshold())
+    with pytest.raises(ValueError, match="AdaptiveClip needs the parameters"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)))

@@ -1,0 +1,186 @@
+"""Clips by name among callbacks, inner gradients, loops, roots, references and exports."""
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import clipgrad as cg
+from tests.helpers import assert_close
+
+X = jnp.array([0.5, 1.0, 2.0])
+RULE = cg.ErrorClipByValue(0.1)
+
+
+def tag(x):
+    return checkpoint_name(x, "h")
+
+
+def clip(x):
+    return cg.clip_cotangent(x, RULE)
+
+
+def clipped(fun):
+    return cg.error_clip_by_name(fun, {"h": RULE})
+
+
+def gradient_penalty(x, tag):
+    def inner(x):
+        return jnp.sum(jnp.sin(tag(x**2)))
+
+    return jnp.sum(jax.grad(inner)(x) ** 2) + jnp.sum(jax.grad(jax.checkpoint(inner))(x))
+
+
+def callback(x, tag):
+    kind = jax.ShapeDtypeStruct((3,), jnp.float32)
+    return jnp.sum(tag(x * 2) * jax.pure_callback(np.sin, kind, X))
+
+
+def printed(x, tag):
+    jax.debug.print("x = {}", x)
+    return jnp.sum(tag(x * 2) ** 2)
+
+
+def random(x, tag):
+    return 9 * jnp.sum(tag(x * 2) * jax.random.normal(jax.random.key(0), (3,)))
+
+
+def reference(x, tag):
+    ref = jax.new_ref(jnp.zeros(3))
+    ref[...] = tag(x * 2) ** 2
+    return jnp.sum(ref[...])
+
+
+def associative(x, tag):
+    return jnp.sum(lax.associative_scan(lambda a, b: tag(a * b), x) ** 2)
+
+
+def of_a_closed_jaxpr(x, tag):
+    program = jax.make_jaxpr(lambda x: tag(x * 2) ** 2)(X)
+    return jnp.sum(jax.extend.core.jaxpr_as_fun(program)(x)[0])
+
+
+def complex_numbers(x, tag):
+    return 9 * jnp.sum(jnp.abs(tag(jax.lax.complex(x, 2 * x))))
+
+
+def offloaded(x, tag):
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["h"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return jax.checkpoint(lambda x: jnp.sum(jnp.sin(tag(x**2))), policy=policy)(x)
+
+
+def beside_a_root(a, tag):
+    def solve(f, x):
+        return lax.fori_loop(0, 20, lambda i, x: x - f(x) / (3 * x**2), x)
+
+    root = lax.custom_root(lambda x: x**3 - a[0], 1.0, solve, lambda g, y: y / g(1.0))
+    return jnp.sum(9 * root * tag(a * 2))
+
+
+PROGRAMS = [
+    callback, printed, random, reference, associative, of_a_closed_jaxpr,
+    complex_numbers, offloaded, beside_a_root,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+def test_the_gradient_is_that_of_clips_written_by_hand(program):
+    gradient = jax.grad(clipped(lambda x: program(x, tag)))(X)
+    assert_close(gradient, jax.grad(lambda x: program(x, clip))(X), rtol=1e-5)
+    assert not np.allclose(gradient, jax.grad(lambda x: program(x, tag))(X))
+
+
+def test_a_gradient_that_the_function_takes_itself_is_part_of_its_value():
+    plain = lambda x: gradient_penalty(x, tag)  # noqa: E731
+    np.testing.assert_array_equal(clipped(plain)(X), plain(X))
+    assert not np.allclose(jax.grad(clipped(plain))(X), jax.grad(plain)(X))
+
+
+def test_jacobians_and_hessians_are_those_of_clips_written_by_hand():
+    for transform in (jax.jacrev, jax.hessian):
+        by_name = transform(clipped(lambda x: tag(x**2) ** 3))(X)
+        assert_close(by_name, transform(lambda x: clip(x**2) ** 3)(X), rtol=1e-5)
+
+
+def test_an_exported_gradient_is_clipped():
+    gradient = jax.jit(jax.grad(clipped(lambda x: jnp.sum(tag(x) ** 2))))
+    restored = jax.export.deserialize(jax.export.export(gradient)(X).serialize())
+    np.testing.assert_allclose(restored.call(X), np.full(3, 0.1), rtol=1e-6)
+
+
+def test_a_pmapped_gradient_is_clipped():
+    gradient = jax.pmap(jax.grad(clipped(lambda x: jnp.sum(tag(x) ** 2))))
+    np.testing.assert_allclose(gradient(jnp.stack([X, X])), np.full((2, 3), 0.1), rtol=1e-6)
+
+
+def loop(x):
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, tag(c[1] * 2)), (0, x))[1]
+
+
+def test_a_while_loop_runs_and_differentiates_forwards_as_it_is():
+    np.testing.assert_allclose(clipped(loop)(X), 8 * X)
+    np.testing.assert_allclose(jax.jvp(clipped(loop), (X,), (X,))[1], 8 * X)
+
+
+def test_no_cotangent_arrives_in_a_while_loop():
+    watched = cg.value_and_grad_with_stats(lambda x: jnp.sum(lax.stop_gradient(loop(x)) * x))
+    _, grads, stats = watched(X)
+    np.testing.assert_allclose(grads, 8 * X)
+    assert stats["h"].norm.shape == () and stats["h"].size == 0
+
+
+def jvp_rule(x):
+    rule = jax.custom_jvp(lambda x: tag(jnp.sin(x)))
+    rule.defjvp(lambda p, t: (jnp.sin(p[0]), t[0]))
+    return rule(x)
+
+
+def vmap_rule(x):
+    rule = jax.custom_batching.custom_vmap(lambda x: tag(jnp.sin(x)))
+    rule.def_vmap(lambda size, batched, x: (jnp.sin(x), True))
+    return rule(x)
+
+
+def solver(x):
+    matrix = jnp.eye(3) * x[:, None]
+    return lax.custom_linear_solve(
+        lambda v: matrix @ v,
+        X,
+        lambda _, b: jnp.linalg.solve(tag(matrix), b),
+        lambda _, b: jnp.linalg.solve(matrix.T, b),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fun", "primitive"),
+    [
+        (jvp_rule, "custom_jvp_call"),
+        (vmap_rule, "custom_vmap_call"),
+        (solver, "custom_linear_solve"),
+        (jax.jit(jvp_rule), "custom_jvp_call"),
+    ],
+    ids=["custom_jvp", "custom_vmap", "the solver of a linear solve", "custom_jvp in jit"],
+)
+def test_a_name_that_cannot_be_reached_is_an_error_that_names_the_primitive(fun, primitive):
+    for transformed in (clipped(fun), cg.value_and_grad_with_stats(lambda x: jnp.sum(fun(x)))):
+        with pytest.raises(ValueError, match=rf"'h' tags a variable inside of {primitive}, whose"):
+            transformed(X)
+
+
+def test_a_root_finder_is_no_silent_pass():
+    def root(a):
+        def solve(f, x):
+            return lax.fori_loop(0, 20, lambda i, x: x - f(x) / (3 * x**2), x)
+
+        return lax.custom_root(lambda x: tag(x**3) - a, 1.0, solve, lambda g, y: y / g(1.0))
+
+    with pytest.raises(ValueError, match="inside of custom_jvp_call|nothing is tagged 'h'"):
+        clipped(root)(2.0)

@@ -1,0 +1,143 @@
+"""Devices, progress, and the problem that a request is made into."""
+
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from clipgrad._check import devices, progress
+from clipgrad._check.hints import layout_hint, ratio_hint
+from clipgrad._check.log import Log, Options
+from clipgrad._check.problem import leaf_dtypes, make_problem
+from clipgrad._check.report import Failure, GradCheckReport
+
+X = jnp.asarray([0.5, 1.5])
+
+
+def test_the_default_device_comes_first_and_the_cpu_always():
+    found = devices.find_devices(None)
+    assert list(found.there)[0] == jax.default_backend() and "cpu" in found.there
+    assert found.absent == []
+
+
+def test_kinds_that_are_not_there_are_told_from_those_that_are():
+    found = devices.find_devices(("tpu", "cpu"))
+    assert list(found.there) == ["cpu"] and found.absent == ["tpu"]
+    assert devices.find_devices("cpu") == devices.find_devices(["cpu"])
+
+
+@pytest.mark.parametrize("kinds", [("abacus",), (), ["cpu", "CPU"]])
+def test_an_impossible_kind_is_refused_with_the_list_of_possible_ones(kinds):
+    with pytest.raises(ValueError, match="names no kind of device; expected some of cpu, gpu, tpu"):
+        devices.find_devices(kinds)
+
+
+def test_arrays_move_and_what_is_no_array_or_there_already_stays():
+    cpu = jax.devices("cpu")[0]
+    tree = (X, "word", 3, None)
+    moved = devices.moved(tree, cpu)
+    assert moved[0] is X and moved[1:] == ("word", 3, None)
+    other = jax.device_put(X, jax.devices("cpu")[1])
+    assert devices.moved(other, cpu) is other
+
+
+class Bar:
+    """Stands in for tqdm."""
+
+    total = done = 0
+
+    def __init__(self, total, **options):
+        Bar.total, self.options = total, options
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+    def update(self, count):
+        Bar.done += count
+
+
+def test_long_work_shows_a_bar_where_tqdm_is_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
+    with progress.progress_bar(progress.LONG) as update:
+        update(7)
+    assert (Bar.total, Bar.done) == (progress.LONG, 7)
+
+
+@pytest.mark.parametrize("total", [progress.LONG - 1, progress.LONG])
+def test_short_work_and_work_without_tqdm_is_silent(monkeypatch, total, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with progress.progress_bar(total) as update:
+        assert update(3) is None
+    assert capsys.readouterr() == ("", "")
+
+
+def options(*skip):
+    return Options(1, "auto", None, None, 2, 0, frozenset(skip))
+
+
+def test_the_log_leaves_out_checks_that_are_switched_off():
+    log = Log()
+    log.fail([Failure("jit", "x", "a"), Failure("value", "x", "b")], options("jit"))
+    assert [failure.check for failure in log.failures] == ["value"]
+
+
+def test_a_problem_is_a_function_of_the_chosen_leaves_alone():
+    problem = make_problem(lambda p, n: {"y": p["w"] * n, "i": n}, ({"w": X, "b": X}, 3), wrt="p/w")
+    assert problem.names == ["args[0]['w']"] and problem.output_names == ["out['y']"]
+    np.testing.assert_array_equal(problem.fun([2 * X])[0], 6 * X)
+    assert problem.program is not None and leaf_dtypes(problem) == ["float32"]
+    assert problem.leaf_ranges() == [(0, 2)] and problem.element(1) == "args[0]['w'][1]"
+
+
+def test_python_and_numpy_numbers_are_inputs_too():
+    problem = make_problem(lambda a, b: a * b, (2.0, np.asarray([1.0, 2.0], np.float32)))
+    assert [x.shape for x in problem.inputs] == [(), (2,)]
+
+
+def test_a_function_that_cannot_be_traced_has_no_program_and_no_gradient():
+    function = lambda x: x * 2 if float(x[0]) > 0 else x  # noqa: E731
+    assert make_problem(function, (X,)).program is None
+    text = str(cg.check_grads(function, (X,), raise_on_failure=False))
+    assert "[cotangent] args[0]: differentiation raises ConcretizationTypeError" in text
+
+
+def test_reasons_that_are_the_same_are_told_once():
+    missing = {"jit": "no rule", "vmap": "no rule", "device tpu": "absent"}
+    report = GradCheckReport((), (), missing, 1, 0.1, "float64", ("cpu",), 1)
+    assert str(report).splitlines()[1:] == [
+        "  not run: jit, vmap (no rule)",
+        "  not run: device tpu (absent)",
+    ]
+
+
+def test_many_notes_are_shortened():
+    notes = tuple(f"note {k}" for k in range(40))
+    lines = str(GradCheckReport((), notes, {}, 1, 0.1, "float64", (), 1)).splitlines()
+    assert len(lines) == 14 and lines[-1] == "  ... and 28 more notes (see report.notes)"
+    assert "devices none" in lines[0]
+
+
+def test_the_checks_of_rules_are_not_run_where_there_is_no_rule():
+    report = cg.check_grads(jnp.sin, (X,))
+    assert set(report.not_run) == {"jit", "vmap", "forward", "outputs"}
+    assert report.not_run["jit"] == "JAX's own operations alone, no custom rule"
+    assert "jit" not in cg.check_grads(jax.nn.relu, (X,)).not_run
+
+
+@pytest.mark.parametrize("numeric", [[1.0, np.nan], [0.0, 0.0]])
+def test_no_ratio_is_told_of_what_has_none(numeric):
+    assert ratio_hint(np.asarray(numeric), np.asarray([1.0, 2.0])) == ""
+
+
+def test_nothing_is_told_of_a_layout_that_is_right_or_too_small():
+    numeric = np.arange(9.0).reshape(3, 3)
+    assert layout_hint(numeric, numeric) == ""
+    assert layout_hint(numeric[0, :2], numeric[0, 1::-1]) == ""
+    assert layout_hint(numeric[:2], numeric[:2].T.reshape(2, 3)) != ""

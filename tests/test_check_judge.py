@@ -1,0 +1,141 @@
+"""The verdict on a ladder of one-sided slopes: right, kink, too noisy, wrong."""
+
+import numpy as np
+import pytest
+
+from clipgrad._check.differences import Slopes
+from clipgrad._check.judge import (
+    KINK,
+    OK,
+    UNSURE,
+    WRONG,
+    Allowed,
+    Ladder,
+    extrapolate,
+    judge,
+    settled,
+)
+
+RATIO = 8.0
+STEPS = RATIO ** -np.arange(1.0, 8)
+
+
+def ladder(function, analytic, noise=0.0):
+    """The ladder of a function of one number, at 0, with one cotangent."""
+    ahead = (function(STEPS) - function(0 * STEPS)) / STEPS
+    behind = (function(0 * STEPS) - function(-STEPS)) / STEPS
+    width = np.abs(ahead - behind) / 2
+    full = np.full_like(STEPS, analytic)
+    columns = ((ahead + behind) / 2, ahead, behind, width, 0 * STEPS, full, np.abs(full))
+    slopes = Slopes(*(column[None, :, None] for column in columns))
+    return Ladder(slopes, (noise / STEPS)[None, :, None])
+
+
+def allowed(relative=1e-6, floor=0.0, typical=1.0, paddle=None):
+    one = np.ones((1, 1))
+    return Allowed(relative * one, floor * one, typical * one, one, paddle)
+
+
+def verdict(function, analytic, noise=1e-15, **options):
+    found = judge(ladder(function, analytic, noise), RATIO, allowed(**options))
+    return found._replace(kind=int(found.kind[0]))
+
+
+def relu(x):
+    return np.maximum(x, 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "analytic", "kind"),
+    [
+        (np.sin, 1.0, OK),
+        (np.sin, 1.00001, WRONG),
+        (np.sin, -1.0, WRONG),
+        (np.exp, 1.0, OK),
+        (lambda x: x**3, 0.0, OK),
+        (relu, 0.0, KINK),
+        (relu, 1.0, KINK),
+        (relu, 0.3, KINK),
+        (relu, 1.01, WRONG),
+        (relu, -0.01, WRONG),
+        (np.abs, 0.0, KINK),
+        (np.abs, -1.0, KINK),
+        (np.abs, 1.5, WRONG),
+        (lambda x: 2 * x + 0.3 * np.abs(x), 2.2, KINK),
+        (lambda x: 2 * x + 0.3 * np.abs(x), 1.6, WRONG),
+        (lambda x: np.sign(x) * np.sqrt(np.abs(x)), 0.0, KINK),
+        (lambda x: x * np.nan, 1.0, UNSURE),
+    ],
+)
+def test_slopes_are_told_apart(function, analytic, kind):
+    assert verdict(function, analytic).kind == kind
+
+
+def test_slopes_that_never_settle_are_no_verdict():
+    turning = lambda x: x * (3 + 2 * np.sin(1.7 * np.log(np.abs(x) + 1e-30)))  # noqa: E731
+    assert verdict(turning, 3.5).kind == UNSURE
+
+
+def test_slopes_that_grow_with_every_step_are_those_of_a_jump():
+    assert verdict(np.sign, 0.0).kind == KINK
+
+
+def test_what_is_zero_but_for_noise_is_right():
+    assert verdict(lambda x: 0 * x, 0.0, noise=1e-3).kind == OK
+
+
+def test_a_gradient_far_beyond_the_noise_is_wrong_in_spite_of_it():
+    assert verdict(lambda x: 0 * x, 1e3, noise=1e-9).kind == WRONG
+
+
+def test_a_floor_and_a_relative_tolerance_are_added():
+    assert verdict(np.sin, 1.001, relative=0.01).kind == OK
+    assert verdict(np.sin, 1.001, floor=0.01).kind == OK
+    assert verdict(np.sin, 1.001).kind == WRONG
+
+
+def test_a_kink_is_reported_with_both_slopes():
+    found = verdict(relu, 2.0)
+    assert found.kink[0] and found.ahead[0] == 1 and found.behind[0] == 0
+    assert found.analytic[0] == 2
+
+
+def test_a_kink_too_small_to_matter_is_none():
+    bent = lambda x: x + 1e-5 * np.abs(x)  # noqa: E731
+    assert verdict(bent, 1.0, relative=1e-4).kind == OK
+
+
+@pytest.mark.parametrize(("analytic", "kind"), [(1.004, OK), (1.006, WRONG)])
+def test_paddles_rule_is_relative_to_the_numeric_slope(analytic, kind):
+    assert verdict(np.sin, analytic, paddle=0.005).kind == kind
+
+
+@pytest.mark.parametrize(("analytic", "kind"), [(5e-3, OK), (7e-3, WRONG)])
+def test_paddles_rule_is_absolute_below_a_thousandth(analytic, kind):
+    assert verdict(lambda x: 9e-4 * x, analytic, paddle=0.005).kind == kind
+
+
+def test_extrapolation_removes_the_quadratic_error():
+    step = np.array([0.5, 0.25])
+    central = (np.sin(1 + step) - np.sin(1 - step)) / (2 * step)
+    better = extrapolate(central[0], central[1], 2.0)
+    assert abs(better - np.cos(1)) < 0.02 * abs(central[1] - np.cos(1))
+    assert extrapolate(3.0 + 0.5**2, 3.0 + 0.25**2, 2.0) == 3.0
+
+
+@pytest.mark.parametrize("noise", [1e-15, 1e-9, 1e-5])
+def test_the_settled_slope_is_within_its_error_of_the_truth(noise):
+    rng = np.random.default_rng(0)
+    rough = lambda x: np.exp(x) + noise * rng.uniform(-1, 1, x.shape)  # noqa: E731
+    slope, error = settled(ladder(rough, 1.0, noise), RATIO)
+    assert abs(slope[0, 0] - 1) < 5 * error[0, 0] < 0.1
+
+
+def test_the_worst_cotangent_decides():
+    good, bad = ladder(np.sin, 1.0, 1e-15), ladder(np.sin, 2.0, 1e-15)
+    both = Ladder(
+        Slopes(*(np.concatenate(c, axis=2) for c in zip(good.slopes, bad.slopes, strict=True))),
+        np.concatenate([good.noise, bad.noise], axis=2),
+    )
+    found = judge(both, RATIO, allowed())
+    assert found.kind[0] == WRONG and found.analytic[0] == 2.0

@@ -1,0 +1,150 @@
+"""The search for wrong elements: references that are wrong too, blocks, ties, noise, order two."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import clipgrad as cg
+from tests.check_zoo import custom, normal
+
+X = jnp.asarray([0.4, 1.2, 2.5])
+
+
+def report(function, *args, **options):
+    return cg.check_grads(function, args, raise_on_failure=False, **options)
+
+
+def square_root(factor):
+    """A root found by Newton's method, whose linear solve is off by a factor."""
+
+    def solve(f, x):
+        del f
+        return lax.fori_loop(0, 30, lambda i, y: (y + x / y) / 2, x)
+
+    def root(a):
+        tangent = lambda g, y: factor * y / g(jnp.ones_like(y))  # noqa: E731
+        return lax.custom_root(lambda x: x * x - a, a, solve, tangent)
+
+    return root
+
+
+def test_a_rule_that_the_reference_shares_is_judged_by_differences():
+    assert report(square_root(1.0), X).ok
+    wrong = report(square_root(0.9), X)
+    assert wrong.failures[0].check == "value"
+    assert "analytic/numeric is 0.9 throughout" in str(wrong)
+
+
+@pytest.mark.parametrize("mode", ["auto", "fast", "full"])
+def test_many_wrong_elements_are_counted_or_said_to_be_at_least_so_many(mode):
+    half = custom(lambda x: jnp.sin(x), lambda r, g: (g * jnp.cos(r[0]) / 2,))
+    (failure,) = report(half, normal(1, 900, dtype=jnp.float32), mode=mode, points=1).failures
+    exact = "900 of 900 elements wrong"
+    assert exact in failure.detail if mode != "fast" else "at least" in failure.detail
+    assert "analytic/numeric is 0.5 throughout" in failure.detail
+
+
+@pytest.mark.parametrize("mode", ["auto", "fast", "full"])
+def test_ties_are_found_in_every_mode(mode):
+    def share(k):
+        return custom(lambda x: jnp.max(x), lambda r, g: (k * g * jnp.ones(3, g.dtype),))
+
+    assert "3 tied elements" in str(report(share(1.0), jnp.ones(3), mode=mode, points=1))
+    assert report(share(1 / 3), jnp.ones(3), mode=mode, points=1).ok
+
+
+def test_a_wrong_leaf_among_right_ones_is_found_without_moving_each():
+    wrong = custom(lambda x: jnp.sin(x), lambda r, g: (1.02 * g * jnp.cos(r[0]),))
+
+    def model(params):
+        return sum(jnp.sum((wrong if k == "c" else jnp.sin)(v)) for k, v in params.items())
+
+    found = report(model, {k: normal(2, 5, dtype=jnp.float32) for k in "abcd"}, mode="fast")
+    assert {failure.where.split("[")[2] for failure in found.failures} == {"'c']"}
+
+
+def staircase(x):
+    """The identity in steps of 1e-7: noise to small steps, a line to large ones."""
+    return jnp.round(x * 1e7) * 1e-7
+
+
+def test_a_function_of_small_steps_is_measured_with_large_ones():
+    def rule(k):
+        return custom(lambda x: staircase(x) * 1.0, lambda r, g: (k * g,))
+
+    with jax.enable_x64(True):
+        x = jnp.asarray([0.4, 1.2, 2.5])
+        right, wrong = report(rule(1.0), x, mode="fast"), report(rule(1.01), x, mode="fast")
+    assert right.ok and not wrong.ok
+
+
+def test_an_estimator_that_passes_gradients_straight_through_has_a_second_order_too():
+    through = lambda x: jnp.sin(x + lax.stop_gradient(jnp.round(x) - x))  # noqa: E731
+    assert report(through, X, order=2).ok
+
+
+def test_the_second_order_names_inputs_and_cotangents():
+    double = custom(lambda g: 1.0 * g, lambda r, h: (2 * h,))
+    wrong = custom(lambda x: jnp.sin(x), lambda r, g: (double(g) * jnp.cos(r[0]),))
+    found = report(wrong, X, order=2)
+    assert found.failures[0].check == "second order"
+    assert found.failures[0].where.startswith("cotangent of out[")
+
+
+def test_the_second_order_takes_as_many_evaluations_at_any_size():
+    counts = [report(jnp.sin, normal(3, n, dtype=jnp.float32), order=2) for n in (5, 5000)]
+    assert counts[0].ok and counts[0].evaluations == counts[1].evaluations < 150
+
+
+def test_leaves_of_very_different_effect_do_not_hide_one_another():
+    def model(k):
+        small = custom(lambda x: 1e-4 * jnp.sin(x), lambda r, g: (k * 1e-4 * g * jnp.cos(r[0]),))
+        return lambda x, y: jnp.sum(1e3 * jnp.sin(x)) + jnp.sum(small(y))
+
+    with jax.enable_x64(True):
+        x = jnp.asarray([0.4, 1.2, 2.5])
+        assert report(model(1.0), x, x, mode="fast").ok
+        assert report(model(1.02), x, x, mode="fast").failures[0].where.startswith("args[1]")
+
+
+def test_the_steps_really_taken_are_those_that_the_type_can_hold():
+    large = jnp.asarray([4096.0, 4097.0], jnp.float32)
+    out = jax.ShapeDtypeStruct((2,), jnp.float32)
+    square = custom(
+        lambda x: jax.pure_callback(np.square, out, x, vmap_method="sequential"),
+        lambda r, g: (2 * r[0] * g,),
+    )
+    found = report(square, large, points=1)
+    assert found.ok and found.precision == "float32"
+
+
+def test_a_derivative_of_the_wrong_sign_beside_a_kink_is_wrong():
+    rule = lambda k: custom(  # noqa: E731
+        lambda x: jnp.abs(x), lambda r, g: (k * g * jnp.sign(r[0]),)
+    )
+    at_kink = jnp.asarray([0.0, 1.0, -2.0])
+    assert report(rule(1.0), at_kink, points=1).ok
+    assert "2 of 3 elements wrong" in str(report(rule(-1.0), at_kink, points=1))
+
+
+def test_kinks_of_one_output_that_bend_both_ways_are_left_to_themselves():
+    def rule(r, g):
+        return (g * jnp.asarray([1.0, 1.0], g.dtype),)
+
+    difference = custom(lambda x: jnp.abs(x[0]) - jnp.abs(x[1]), rule)
+    assert report(difference, jnp.zeros(2), points=1).ok
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 1 / 3), (1 / 3, 1), (1, 1)])
+def test_ties_are_looked_at_output_by_output(first, second):
+    def rule(r, g):
+        return (jnp.full(3, first * g[0] + second * g[1]),)
+
+    ends = custom(lambda x: (jnp.max(x), jnp.min(x)), rule)
+    found = report(ends, jnp.ones(3), points=1)
+    assert not found.ok
+    np.testing.assert_array_equal(found.failures[0].indices, [0, 1, 2])
+    output = "out[0]" if first == 1 else "out[1]"
+    assert f"3 tied elements share the gradient of {output} wrongly" in str(found)

@@ -1,0 +1,117 @@
+"""The float64 shadow: every type widened inside every program, custom rules stripped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from clipgrad._check.compiling import low_optimization, quick_jit
+from clipgrad._check.problem import make_problem
+from clipgrad._check.pullback import differentiator, is_plain
+from clipgrad._check.shadow import AXIS, Unsupported, make_shadow
+from tests.check_zoo import custom
+
+X = jnp.asarray([0.3, -1.2, 2.0])
+
+
+def wide(function, x=X):
+    shadow = make_shadow(jax.make_jaxpr(lambda xs: [function(xs[0])])([x]))
+    with jax.enable_x64(True):
+        return np.asarray(jax.jit(shadow.fun)([np.asarray(x, np.float64)])[0])
+
+
+PROGRAMS = {
+    "jit": jax.jit(jnp.sin),
+    "remat": jax.checkpoint(jnp.sin),
+    "custom_vjp": custom(lambda x: jnp.sin(x), lambda r, g: (g,)),
+    "cond": lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),
+    "scan": lambda x: lax.scan(lambda c, e: (c, jnp.sin(e)), x[0], x)[1],
+    "while": lambda x: lax.fori_loop(0, 1, lambda i, c: jnp.sin(c), x),
+    "cast": lambda x: jnp.sin(x.astype(jnp.float16)).astype(x.dtype),
+    "reduce_precision": lambda x: jnp.sin(lax.reduce_precision(x, 5, 2)),
+    "literal": lambda x: jnp.sin(x + jnp.float32(0)),
+    "constant": lambda x: jnp.sin(x * jnp.ones(3)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_computes_in_float64_inside_every_program(name):
+    found = wide(PROGRAMS[name])
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, np.sin(np.asarray(X, np.float64)), rtol=1e-14)
+
+
+def test_products_are_taken_in_float64_whatever_their_precision():
+    product = lambda x: jnp.dot(x, x, precision="default", preferred_element_type=jnp.float32)  # noqa: E731
+    exact = np.asarray(X, np.float64)
+    np.testing.assert_allclose(wide(product), exact @ exact, rtol=1e-15)
+
+
+def test_integers_and_random_bits_stay_what_they_are():
+    drop = lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape).astype(x.dtype)  # noqa: E731
+    np.testing.assert_array_equal(wide(drop) != 0, np.asarray(drop(X)) != 0)
+    bits = lambda x: x * lax.bitcast_convert_type(x, jnp.int32).astype(x.dtype)  # noqa: E731
+    np.testing.assert_allclose(wide(bits), np.asarray(bits(X)), rtol=1e-6)
+
+
+def test_callbacks_cannot_be_widened():
+    out = jax.ShapeDtypeStruct((3,), jnp.float32)
+    with pytest.raises(Unsupported, match="it holds pure_callback"):
+        wide(lambda x: jax.pure_callback(np.sin, out, x))
+    with pytest.raises(Unsupported, match="cannot be traced"):
+        make_shadow(None)
+
+
+def test_stopped_values_are_held_at_the_first_row():
+    function = lambda x: x * lax.stop_gradient(x)  # noqa: E731
+    shadow = make_shadow(jax.make_jaxpr(lambda xs: [function(xs[0])])([X]))
+    assert shadow.stops
+    rows = jnp.stack([X, 2 * X])
+    held = jax.vmap(shadow.held, axis_name=AXIS)([rows])[0]
+    np.testing.assert_allclose(held[1], 2 * X * X, rtol=1e-6)
+
+
+def test_the_types_found_inside_are_told():
+    narrow = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)  # noqa: E731
+    program = jax.make_jaxpr(lambda xs: [narrow(xs[0])])([X])
+    assert make_shadow(program).narrow == {"bfloat16", "float32"}
+
+
+PLAIN = {
+    "sin": (jnp.sin, True),
+    "scan": (PROGRAMS["scan"], True),
+    "matrix": (lambda x: jnp.outer(x, x) @ x, True),
+    "custom_vjp": (PROGRAMS["custom_vjp"], False),
+    "custom_vjp in a scan": (
+        lambda x: lax.scan(lambda c, e: (c, PROGRAMS["custom_vjp"](e)), x[0], x)[1],
+        False,
+    ),
+    "custom_jvp of jax": (jax.nn.relu, False),
+    "concrete": (lambda x: x if float(x[0]) > 0 else -x, False),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_function_of_jaxs_own_operations_is_told_from_one_with_rules(name):
+    function, plain = PLAIN[name]
+    assert is_plain(make_problem(function, (X,))) == plain
+
+
+def test_rules_run_eagerly_and_jaxs_own_operations_compiled():
+    seen = []
+    watched = custom(lambda x: jnp.sin(x), lambda r, g: (seen.append(type(g)) or g * jnp.cos(*r),))
+    for function in (jnp.sin, watched):
+        pull = differentiator(make_problem(function, (X,)))([X])
+        np.testing.assert_allclose(pull(np.ones(3)), np.cos(X), rtol=1e-6)
+    assert not issubclass(seen[0], jax.core.Tracer)
+
+
+def test_what_the_compiler_simplifies_away_is_differentiated_eagerly():
+    problem = make_problem(lambda x: (x + 1e4) - 1e4, (X,))
+    np.testing.assert_array_equal(differentiator(problem)([X]).outputs[0], problem.outputs[0])
+
+
+def test_the_installed_compiler_knows_the_options_for_little_optimisation():
+    assert "xla_backend_optimization_level" in low_optimization()
+    np.testing.assert_allclose(quick_jit(jnp.sin)(X), jnp.sin(X), rtol=1e-6)

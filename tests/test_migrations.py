@@ -1,0 +1,227 @@
+"""The README's table of how others clip: each line runs, and does what theirs is meant to do."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipgrad as cg
+from tests.helpers import assert_close, float64
+
+TEXT = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+TABLE = TEXT.split("## How you clip today")[1].split("\n## ")[0]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in TABLE.splitlines()
+    if line.startswith("| ") and not line.startswith("| code")
+]
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def line_of(code, today=""):
+    (line,) = [row[2].strip("`") for row in ROWS if row[0] == code and row[1].startswith(today)]
+    return line
+
+
+def after(line, **names):
+    """The names after the line, and before it those that a training has anyway."""
+    names = {"cg": cg, "jax": jax, "jnp": jnp, "optax": optax, **names}
+    exec(line, names)
+    return names
+
+
+GRADS = {"enc": {"w": jnp.array([[3.0, 6.0], [2.0, 0.0]])}, "head": {"w": jnp.array([24.0])}}
+PARAMS = {"enc": {"w": jnp.array([[0.5, 1.0], [2.0, 4.0]])}, "head": {"w": jnp.array([0.1])}}
+
+
+def scaled(tree, factor):
+    return jax.tree.map(lambda g: np.float64(g) * factor, tree)
+
+
+def updates_of(tx, grads=GRADS, params=PARAMS):
+    return tx.update(grads, tx.init(params), params)[0]
+
+
+def run(tx, norms):
+    state, norms_after = tx.init(jnp.zeros(1)), []
+    update = jax.jit(tx.update)
+    for norm in norms:
+        updates, state = update(jnp.array([norm], jnp.float32), state)
+        norms_after.append(abs(float(updates[0])))
+    return norms_after, state
+
+
+def test_maxtext_leaves_fp8_statistics_alone_and_has_its_three_norms():
+    raw = {"params": GRADS, "_overwrite_with_gradient": {"scale": jnp.array([1e4])}}
+    names = after(line_of("MaxText", "`apply"), raw_grads=raw)
+    assert_close(names["grads"]["params"], scaled(GRADS, 1 / 25))
+    assert names["grads"]["_overwrite_with_gradient"] is not None
+    assert names["grads"]["_overwrite_with_gradient"]["scale"] == 1e4
+    assert (names["stats"].norm, names["stats"].clipped_norm) == (25, 1)
+
+
+def test_maxtext_skips_a_spike_and_goes_on():
+    tx = after(line_of("MaxText", "`skip"), tx=optax.sgd(1.0))["tx"]
+    norms = np.exp(np.random.default_rng(0).normal(size=80) * 0.1)
+    norms[[10, 70]] = np.nan, 1e6
+    updates, state = run(tx, norms)
+    assert np.flatnonzero(np.equal(updates, 0)).tolist() == [10, 70] and state.skipped_count == 2
+
+
+@pytest.mark.parametrize("max_grad_norm, factor", [(1.0, 1 / 25), (0, 1), (None, 1)])
+def test_levanter_clips_or_does_not(max_grad_norm, factor):
+    tx = after(line_of("Levanter", "`optax"), max_grad_norm=max_grad_norm)["tx"]
+    assert_close(updates_of(tx), scaled(GRADS, factor))
+    assert tx.init(PARAMS) == optax.EmptyState()
+
+
+def test_levanter_clips_by_its_history():
+    tx = after(line_of("Levanter", "`clip_update"))["tx"]
+    norms = np.float32(np.exp(np.random.default_rng(0).normal(size=200) * 0.2))
+    norms[[100, 150]] = 50.0, 70.0
+    updates, _ = run(tx, norms)
+    assert updates[:64] == norms[:64].tolist()
+    past = np.delete(np.float64(norms[22:150]), 100 - 22)
+    assert updates[150] == pytest.approx(past.mean() + 3 * past.std(), rel=1e-5)
+
+
+def test_axlearn_drops_and_clips():
+    tx = after(line_of("AXLearn"), inner=optax.sgd(1.0))["tx"]
+    updates, _ = run(tx, [0.5, 3.0, np.inf, 101.0, 99.0])
+    np.testing.assert_allclose(updates, [0.5, 1, 0, 0, 1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("code, limit", [("PureJaxRL", 0.5), ("Haiku", 0.25)])
+def test_the_chain_with_another_prefix(code, limit):
+    tx = after(line_of(code), lr=0.1)["tx"]
+    theirs = optax.chain(optax.clip_by_global_norm(limit), optax.adam(0.1))
+    state, their_state, params = tx.init(PARAMS), theirs.init(PARAMS), PARAMS
+    for _ in range(3):
+        updates, state = tx.update(GRADS, state, params)
+        expected, their_state = theirs.update(GRADS, their_state, params)
+        assert_close(updates, expected)
+    if code == "Haiku":
+        assert jax.tree.structure(state) == jax.tree.structure(their_state)
+    else:
+        assert optax.tree.get(state, "stats").norm == 25
+
+
+def test_purejaxrl_trains_seeds_under_vmap_and_scan():
+    tx = after(line_of("PureJaxRL"), lr=0.1)["tx"]
+
+    def train(key):
+        def step(carry, k):
+            updates, state = tx.update(jax.random.normal(k, (4,)), carry)
+            return state, optax.tree.get(state, "stats").norm
+
+        return jax.lax.scan(step, tx.init(jnp.zeros(4)), jax.random.split(key, 5))[1]
+
+    assert jax.jit(jax.vmap(train))(jax.random.split(jax.random.key(0), 3)).shape == (3, 5)
+
+
+def test_dreamerv3_clips_whole_tensors():
+    updates = updates_of(after(line_of("dreamerv3"))["tx"])
+
+    def by_tensor(g, w):
+        size, weight = np.linalg.norm(g), np.linalg.norm(w)
+        return g / max(1, size / (0.3 * max(1e-3, weight)))
+
+    assert_close(updates, jax.tree.map(by_tensor, float64(GRADS), float64(PARAMS)))
+
+
+def test_big_vision_neither_measures_nor_clips_frozen_leaves():
+    not_frozen = {"enc": {"w": True}, "head": {"w": False}}
+    tx = after(line_of("big_vision", "`optax"), not_frozen=not_frozen)["tx"]
+    theirs = optax.masked(optax.clip_by_global_norm(1.0), not_frozen)
+    assert_close(updates_of(tx), updates_of(theirs))
+    assert updates_of(tx)["head"]["w"] == 24
+
+
+def test_big_vision_records_norms():
+    assert after(line_of("big_vision", "`l2"), grads=GRADS)["l2"] == 25
+
+
+def test_scenic_clips_and_has_the_norm():
+    names = after(line_of("scenic"), grads=GRADS)
+    from jax.example_libraries import optimizers
+
+    assert_close(names["grads"], optimizers.clip_grads(GRADS, 1.0))
+    assert names["stats"].norm == 25
+
+
+@pytest.mark.parametrize("scale, max_norm, factor", [
+    (1e-3, 0.1, 1), (1e-2, 10.0, 1), (1.0, 0.1, 0.1 / 25), (1.0, 10.0, 10 / 25),
+], ids=str)  # fmt: skip
+def test_small_gradients_are_left_as_they_are(scale, max_norm, factor):
+    grads = jax.tree.map(lambda g: g * scale, GRADS)
+    names = after(line_of("by hand"), grads=grads, max_norm=max_norm)
+    assert_close(names["grads"], scaled(grads, factor))
+
+
+def test_haiku_trees_have_paths_of_two_levels():
+    import haiku
+
+    net = haiku.without_apply_rng(haiku.transform(lambda x: haiku.nets.MLP([4, 2])(x)))
+    params = net.init(jax.random.key(0), jnp.ones((1, 3)))
+    grads = jax.grad(lambda p: 100 * jnp.sum(net.apply(p, jnp.ones((1, 3)))))(params)
+    updates = updates_of(cg.clip_by_global_norm(0.25, where="linear_0/"), grads, params)
+    assert float(cg.global_norm(updates["mlp/~/linear_0"])) == pytest.approx(0.25, rel=1e-5)
+    assert updates["mlp/~/linear_1"]["w"] is grads["mlp/~/linear_1"]["w"]
+
+
+def test_flax_linen_train_state():
+    from flax import linen as nn
+    from flax.training.train_state import TrainState
+
+    model = nn.Dense(1)
+    params = model.init(jax.random.key(0), jnp.ones((1, 2)))["params"]
+    names = after(line_of("Flax Linen"), TrainState=TrainState, model=model,
+                  params=params, tx=optax.sgd(1.0))  # fmt: skip
+    state = names["state"].apply_gradients(
+        grads=jax.tree.map(lambda p: 9 * jnp.ones_like(p), params)
+    )
+    moved = jax.tree.map(jnp.subtract, params, state.params)
+    assert float(cg.global_norm(moved)) == pytest.approx(1, rel=1e-5)
+
+
+def test_flax_nnx_optimizer():
+    from flax import nnx
+
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+    names = after(line_of("Flax NNX"), nnx=nnx, model=model, tx=optax.sgd(1.0))
+    grads = nnx.grad(lambda m: 100 * jnp.sum(m(jnp.ones((1, 2)))))(model)
+    names["optimizer"].update(model, grads)
+    moved = jax.tree.map(jnp.subtract, before, nnx.state(model, nnx.Param))
+    assert float(cg.global_norm(moved)) == pytest.approx(1, rel=1e-5)
+
+
+def test_equinox_models_hold_functions_that_are_left_alone():
+    import equinox as eqx
+
+    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    grads = eqx.filter_grad(lambda m: 1e3 * jnp.sum(m(jnp.ones(2))))(model)
+    optim = optax.sgd(1.0)
+    state = optax.chain(cg.adaptive_grad_clip(0.01), optim).init(eqx.filter(model, eqx.is_array))
+    names = after(line_of("Equinox"), eqx=eqx, model=model, optim=optim, grads=grads, state=state)
+    weight, update = model.layers[0].weight, names["updates"].layers[0].weight
+    limit = 0.01 * np.linalg.norm(weight, axis=0)
+    np.testing.assert_allclose(np.linalg.norm(update, axis=0), limit, rtol=1e-5)
+    assert isinstance(eqx.apply_updates(model, names["updates"]), eqx.nn.MLP)
+
+
+def test_every_line_of_the_table_is_run_above():
+    source = pathlib.Path(__file__).read_text()
+    for code, _, line in ROWS:
+        assert re.search(rf'line_of\("{re.escape(code)}"|"{re.escape(code)}", \d', source), code
+        assert line.startswith("`") and "cg." in line
+    assert len(ROWS) == 15

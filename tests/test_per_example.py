@@ -1,0 +1,364 @@
+"""Clipping per example: against a loop, optax and one device; memory, precision, bad input."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import checkify
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests.helpers import CASES, assert_close, assert_same, float64, stable_id
+
+NORM = cg.ClipByGlobalNorm(1.0)
+
+
+def loss(params, example):
+    x, y = example
+    return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"] - y) ** 2)
+
+
+def linear(params, example):
+    """The gradient is the example."""
+    return sum(jnp.sum(p * x) for p, x in zip(params, example, strict=True))
+
+
+def data(key, size=16):
+    """Small inputs: where tanh is saturated, rounding of the gradient itself shows."""
+    k = jax.random.split(key, 4)
+    params = {"w": 0.2 * jax.random.normal(k[0], (6, 8)), "v": jax.random.normal(k[1], (8, 2))}
+    return params, (jax.random.normal(k[2], (size, 6)), 9 * jax.random.normal(k[3], (size, 2)))
+
+
+each_gradient = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
+
+
+def clipped(*args, **kwargs):
+    return jax.jit(cg.clip_per_example(*args, **kwargs))
+
+
+@pytest.fixture(scope="module")
+def by_every_rule():
+    """The arguments, and the gradients and statistics of every rule, compiled at once."""
+    params, batch = data(jax.random.key(0))
+    makers = {case.name: case.make for case in CASES}
+
+    @jax.jit
+    def run(params, batch):
+        clips = {
+            n: cg.clip_per_example(loss, make(0.05), microbatch=4) for n, make in makers.items()
+        }
+        return {n: per_example(params, batch)[1:] for n, per_example in clips.items()}
+
+    return params, each_gradient(params, batch), run(params, batch)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_rule_clips_the_gradient_of_each_example(case, by_every_rule):
+    params, each, results = float64(by_every_rule[0]), float64(by_every_rule[1]), by_every_rule[2]
+    grads, stats = results[case.name]
+    examples = [{k: g[i] for k, g in each.items()} for i in range(16)]
+    references = [case.reference(e, params, 0.05) for e in examples]
+    mean = {k: np.mean([r[k] for r in references], axis=0) for k in params}
+    assert_close(grads, mean, rtol=2e-5, atol=1e-7)
+    norms = [np.sqrt(sum((g**2).sum() for g in e.values())) for e in examples]
+    assert_close(stats.norm, np.array(norms), rtol=1e-5)
+    above = [max(np.max(r) for r in case.ratios(e, params, 0.05)) for e in examples]
+    assert (stats.clipped == (np.array(above) > 1)).all()
+
+
+def test_it_equals_the_function_of_optax_on_float32(key):
+    params, batch = data(key)
+    each = each_gradient(params, batch)
+
+    @jax.jit
+    def run(max_norm):
+        rule = cg.ClipByGlobalNorm(max_norm)
+        return cg.clip_per_example(loss, rule, reduce="sum", microbatch=8)(params, batch)
+
+    for max_norm in (0.0, 0.3, 1.0, np.inf):
+        theirs, number = optax.per_example_global_norm_clip(each, max_norm)
+        _, grads, stats = run(jnp.float32(max_norm))
+        assert_close(grads, theirs, rtol=1e-5, atol=1e-6)
+        assert stats.clipped.sum() == number
+
+
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_without_a_rule_it_is_the_gradient_of_the_mean(microbatch, key):
+    params, batch = data(key)
+
+    def mean(params, batch):
+        return jnp.mean(jax.vmap(loss, (None, 0))(params, batch))
+
+    expected = jax.jit(jax.value_and_grad(mean))(params, batch)
+    value, grads, stats = clipped(loss, None, microbatch=microbatch)(params, batch)
+    assert_close((value, grads), expected, rtol=1e-5, atol=1e-6)
+    assert not stats.clipped.any()
+    value, *_ = clipped(loss, None, reduce="sum", microbatch=microbatch)(params, batch)
+    np.testing.assert_allclose(value, 16 * expected[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("microbatch", [1, 2, 6, 12])
+def test_statistics_and_aux_come_in_the_order_of_the_batch(microbatch):
+    sizes = jnp.arange(1.0, 13.0)
+
+    def with_aux(w, x):
+        return w * x, {"twice": 2 * x, "pair": jnp.stack([x, -x])}
+
+    per_example = cg.clip_per_example(
+        with_aux, cg.ClipByValue(6.5), microbatch=microbatch, has_aux=True, reduce="sum"
+    )
+    (value, aux), grad, stats = jax.jit(per_example)(jnp.float32(2), sizes)
+    assert value == 2 * 78 and grad == 21 + 6 * 6.5
+    assert_same(aux, {"twice": 2 * sizes, "pair": jnp.stack([sizes, -sizes], axis=1)})
+    assert (stats.norm == sizes).all() and (stats.clipped == (sizes > 6.5)).all()
+    assert stats.clipped.mean() == 0.5
+
+
+# precision
+
+
+@pytest.mark.parametrize(
+    "dtype, leaves, shape, element, limit",
+    [("float16", 1, (2**20,), 1e-4, 0.01), ("bfloat16", 40, (25,), 1.0, 1.0)],
+    ids=["float16", "bfloat16"],
+)
+def test_the_bound_holds_in_narrow_dtypes(dtype, leaves, shape, element, limit):
+    """Where a norm in the dtype of the gradient underflows to 0, or stalls at 16."""
+    params = [jnp.zeros(shape, dtype)] * leaves
+    batch = [jnp.full((2, *shape), element, dtype)] * leaves
+    rule = cg.ClipByGlobalNorm(limit)
+    _, grads, _ = clipped(linear, rule, reduce="sum")(params, batch)
+    assert all(g.dtype == dtype for g in grads)
+    norm = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in grads))
+    # One rounding to the dtype at the end: 2 ** -9 at most, and half of 2 ** -24 in float16.
+    assert norm <= 2 * limit * (1 + 2**-8) and norm > 1.99 * limit
+
+
+@pytest.mark.parametrize("microbatch", [None, 8])
+def test_rounding_to_the_dtype_happens_once(microbatch, key):
+    grads = jax.random.normal(key, (64, 5)).astype(jnp.bfloat16)
+    per_example = clipped(linear, NORM, microbatch=microbatch)
+    _, (mean,), _ = per_example([jnp.zeros(5, jnp.bfloat16)], [grads])
+    each = jax.jit(jax.vmap(NORM))(grads.astype(jnp.float32))
+    expected = jnp.asarray(np.mean(np.float64(each), axis=0), jnp.float32)
+    assert_same(mean, expected.astype(jnp.bfloat16))
+
+
+def test_many_small_addends_are_not_lost():
+    params, batch = [jnp.zeros((), jnp.bfloat16)], [jnp.full(1000, 3.0, jnp.bfloat16)]
+    for microbatch in (None, 1):
+        per_example = clipped(linear, NORM, reduce="sum", microbatch=microbatch)
+        assert per_example(params, batch)[1] == [1000]
+
+
+def test_float64_is_summed_in_float64():
+    with jax.enable_x64(True):
+        batch = [jnp.array([1.0, 1e-12], jnp.float64)]
+        _, (grad,), stats = clipped(linear, NORM, reduce="sum", microbatch=1)(
+            [jnp.zeros((), jnp.float64)], batch
+        )
+        assert grad.dtype == stats.norm.dtype == jnp.float64 and grad == 1 + 1e-12
+
+
+@given(st.integers(0, 2**16), st.sampled_from([-20, -6, 0, 6, 18]), st.sampled_from([1e-3, 1, 50]))
+def test_no_example_moves_the_sum_by_more_than_the_threshold(seed, exponent, limit):
+    rng = np.random.default_rng(seed)
+    batch = [jnp.asarray(rng.normal(size=(6, n)) * 10.0**exponent, jnp.float32) for n in (3, 4)]
+    params = [jnp.zeros(3), jnp.zeros(4)]
+    _, whole, _ = SENSITIVITY(params, batch, jnp.float32(limit))
+    _, without, _ = SENSITIVITY(params, [x.at[0].set(0.0) for x in batch], jnp.float32(limit))
+    moved = sum(np.sum((np.float64(a) - b) ** 2) for a, b in zip(whole, without, strict=True))
+    # Each of the sums is rounded to float32, at most 6 * limit in size.
+    assert np.sqrt(moved) <= limit * (1 + 4e-7 + 12 * 2**-23)
+
+
+@jax.jit
+def SENSITIVITY(params, batch, limit):  # noqa: N802
+    rule = cg.ClipByGlobalNorm(limit)
+    return cg.clip_per_example(linear, rule, reduce="sum", microbatch=2)(params, batch)
+
+
+# memory
+
+
+def temporary(size, microbatch):
+    params = {"w": jnp.ones((64, 64)), "v": jnp.ones((64, 2))}
+    batch = jnp.ones((size, 64)), jnp.ones((size, 2))
+    per_example = jax.jit(cg.clip_per_example(loss, NORM, microbatch=microbatch))
+    return per_example.lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_is_bounded_by_the_microbatch():
+    gradient = 4 * (64 * 64 + 64 * 2)
+    few = temporary(64, 4)
+    assert temporary(512, 4) < 1.1 * few < 20 * gradient
+    assert temporary(512, 16) < 5 * few < 512 * gradient < temporary(512, None)
+
+
+# devices
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=stable_id)
+@pytest.mark.parametrize("microbatch", [None, 16])
+def test_a_batch_over_eight_devices_gives_the_result_of_one(microbatch, kind, key):
+    params, batch = data(key, 32)
+    per_example = clipped(loss, NORM, microbatch=microbatch)
+    expected = per_example(params, batch)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(batch, NamedSharding(mesh, P("x")))
+        if kind == AxisType.Explicit and jax.__version_info__ < (0, 10, 1):
+            with pytest.raises(Exception, match="select `which` must be scalar"):
+                per_example.lower(params, sharded)
+            return
+        compiled = per_example.lower(params, sharded).compile()
+        assert_close(compiled(params, sharded), expected, rtol=1e-4, atol=1e-6)
+    assert "all-gather" not in compiled.as_text() and "all-to-all" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("microbatch", [None, 2])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_each_device_clips_its_own_examples(microbatch, check_vma, key):
+    params, batch = data(key, 32)
+    expected = clipped(loss, NORM)(params, batch)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+    def local(params, batch):
+        per_example = clipped(loss, NORM, microbatch=microbatch)
+        value, grads, stats = per_example(params, batch)
+        return *jax.lax.pmean((value, grads), "x"), stats
+
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P("x")), out_specs=(P(), P(), P("x")), check_vma=check_vma
+    )
+    assert_close(jax.jit(mapped)(params, batch), expected, rtol=1e-4, atol=1e-6)
+
+
+# what a user does with it
+
+
+def test_a_training_step_with_a_traced_threshold_that_follows_a_quantile(key):
+    """The threshold of Andrew et al., which aims at a part of examples that are clipped."""
+    params, batch = data(key, 32)
+    traces = []
+
+    @jax.jit
+    def step(params, limit, batch):
+        traces.append(1)
+        per_example = cg.clip_per_example(loss, cg.ClipByGlobalNorm(limit), microbatch=8)
+        value, grads, stats = per_example(params, batch)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return new, limit * jnp.exp(0.3 * (stats.clipped.mean() - 0.5)), value
+
+    limit, first = jnp.float32(0.01), loss(params, batch)
+    for _ in range(60):
+        params, limit, value = step(params, limit, batch)
+    norms = clipped(loss, None)(params, batch)[2].norm
+    assert len(traces) == 1 and value < first
+    assert 0.3 < (norms > limit).mean() < 0.7
+
+
+def test_an_example_of_weight_zero_adds_nothing(key):
+    params, (x, y) = data(key, 8)
+    weights = jnp.array([1.0] * 5 + [0.0] * 3)
+
+    def weighted(params, example):
+        return example[2] * loss(params, example[:2])
+
+    padded = clipped(weighted, NORM, reduce="sum")(params, (x, y, weights))
+    cut = clipped(loss, NORM, reduce="sum")(params, (x[:5], y[:5]))
+    assert_close(padded[:2], cut[:2], rtol=1e-5)
+
+
+def test_keys_in_the_batch_and_none_in_the_parameters(key):
+    params, (x, _) = {"w": jnp.ones(6), "frozen": None}, data(key, 8)[1]
+
+    def noisy(params, example):
+        x, key = example
+        return jnp.sum(params["w"] * (x + jax.random.normal(key, x.shape)))
+
+    keys = jax.random.split(key, 8)
+    grads = [clipped(noisy, NORM, microbatch=m)(params, (x, keys))[1] for m in (2, 8)]
+    assert_close(*grads, rtol=1e-5, atol=1e-7)
+    noise = jax.vmap(lambda k: jax.random.normal(k, (6,)))(keys)
+    assert_close(grads[0]["w"], jnp.mean(jax.vmap(NORM)(x + noise), 0), 1e-5, 1e-6)
+
+
+def test_what_where_leaves_out_is_summed_as_it_is(key):
+    params, batch = data(key)
+    plain = jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, batch)))(params)
+    _, grads, stats = clipped(loss, cg.ClipByValue(0.0), where="v")(params, batch)
+    assert_close(grads["w"], plain["w"], rtol=1e-5, atol=1e-6)
+    assert not grads["v"].any() and (stats.size == 16).all()
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error"])
+def test_an_example_that_is_nan(nonfinite):
+    batch = [jnp.array([[3.0, 4.0], [jnp.nan, 1.0], [0.3, 0.4]])]
+    per_example = cg.clip_per_example(linear, NORM, nonfinite=nonfinite, reduce="sum")
+    error, (_, (grad,), stats) = checkify.checkify(per_example)([jnp.zeros(2)], batch)
+    assert (stats.nonfinite == np.float32([0, 1, 0])).all()
+    if nonfinite == "zero":
+        np.testing.assert_allclose(grad, [0.6 + 0.3, 0.8 + 1.0 + 0.4], rtol=1e-6)
+    else:
+        assert jnp.isnan(grad).all()
+    assert ("are NaN or inf" in (error.get() or "")) == (nonfinite == "error")
+
+
+def test_the_gradients_have_the_structure_and_dtypes_of_the_parameters():
+    params = [jnp.ones(2, d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64)]
+
+    def mixed(params, x):
+        return sum(jnp.sum(jnp.abs(p).astype(jnp.float32)) for p in params) * x
+
+    _, grads, _ = clipped(mixed, NORM, microbatch=2)(params, jnp.arange(4.0))
+    chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    "wrong, error, match",
+    [
+        ({"rule": 0.1}, TypeError, r"rule: got 0.1 .* did you mean ErrorClipByValue\(max=0.1\)"),
+        ({"rule": cg.ClipByNorm(lambda t: 1.0)}, TypeError, "max_norm: got a schedule"),
+        ({"reduce": "max"}, ValueError, "reduce: got 'max', expected one of mean, sum"),
+        ({"microbatch": 0}, ValueError, "microbatch: got 0, expected a positive integer or None"),
+        ({"microbatch": True}, ValueError, "microbatch: got True, expected a positive integer"),
+        ({"nonfinite": "skip"}, ValueError, "nonfinite: got 'skip', expected one of"),
+    ],
+    ids=stable_id,
+)
+def test_wrong_arguments_are_refused_at_once(wrong, error, match):
+    with pytest.raises(error, match=match):
+        cg.clip_per_example(loss, **{"rule": NORM, **wrong})
+
+
+@pytest.mark.parametrize(
+    "batch, match",
+    [
+        ({"x": jnp.ones((4, 2)), "y": jnp.ones(3)}, r"'x': \(4, 2\), 'y': \(3,\)}, expected a lea"),
+        ({"x": jnp.ones((4, 2)), "y": 1.0}, r"'y': \(\)}, expected a leading axis of the same"),
+        (jnp.ones(()), r"{'the batch': \(\)}, expected a leading axis"),
+        (jnp.ones((0, 2)), r"{'the batch': \(0, 2\)}, expected a leading axis"),
+        ({}, "batch: got leaves of the shapes {}"),
+        (jnp.ones((4, 2)), "microbatch: got 3, which does not divide a batch of 4 examples"),
+    ],
+    ids=range(6),
+)
+def test_a_wrong_batch_is_refused(batch, match):
+    with pytest.raises(ValueError, match=match):
+        cg.clip_per_example(lambda w, x: w, NORM, microbatch=3)(jnp.float32(1), batch)
+
+
+def test_parameters_that_have_no_gradient_are_refused_by_jax(key):
+    params, batch = data(key)
+    with pytest.raises(TypeError, match="real- or complex-valued inputs"):
+        cg.clip_per_example(loss, NORM)({**params, "step": 1}, batch)

@@ -1,0 +1,377 @@
+"""skip_spikes: what is skipped, what is kept, what is forgotten; and a long disturbed training."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests.helpers import assert_close, assert_same
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Of optax's optimizers, which mix integer counts with floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def scan(tx, norms, params=None):
+    """The updates and states of gradients of two elements that have these norms."""
+    params = jnp.zeros(2) if params is None else params
+    grads = jnp.asarray(norms, jnp.float32)[:, None] * jnp.array([[0.6, 0.8]])
+
+    def step(state, g):
+        updates, new = tx.update(g, state, params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, new)
+        return new, (updates, new)
+
+    return jax.jit(functools.partial(jax.lax.scan, step))(tx.init(params), grads)[1]
+
+
+def noise(steps, seed=0):
+    return np.float32(np.exp(np.random.default_rng(seed).normal(size=steps) * 0.2))
+
+
+SMALL = {"window": 16, "min_history": 8}
+
+
+@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)])
+def test_steps_that_are_not_skipped_are_those_of_the_optimizer(inner):
+    tx, params = cg.skip_spikes(inner), jnp.zeros(2)
+    state, inner_state = tx.init(params), inner.init(params)
+    for norm in noise(4):
+        grads = norm * jnp.array([0.6, 0.8])
+        updates, state = tx.update(grads, state, params)
+        expected, inner_state = inner.update(grads, inner_state, params)
+        assert_same((updates, state.inner_state), (expected, inner_state))
+    assert not state.skipped and state.skipped_count == 0
+    _, states = scan(tx, noise(300))
+    assert not states.skipped.any()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e6, 3e38], ids=str)
+def test_a_skipped_step_changes_nothing_but_the_counters(bad):
+    tx = cg.skip_spikes(optax.adam(0.1), **SMALL)
+    norms = noise(30)
+    norms[20] = bad
+    updates, states = scan(tx, norms)
+    before, after = (jax.tree.map(lambda x, i=i: x[i], states) for i in (19, 20))
+    assert_same(after.inner_state, before.inner_state)
+    assert_same(after.window, before.window)
+    assert (updates[20] == 0).all() and (updates[19] != 0).all()
+    assert after.skipped and after.skipped_count == 1
+    assert after.spike_count == int(np.isfinite(bad))
+    clean_updates, clean = scan(tx, np.delete(norms, 20))
+    assert_same(states.window.norms[-1], clean.window.norms[-1])
+    assert_same(updates[-1], clean_updates[-1])
+    chex.assert_tree_all_finite(states)
+
+
+def test_one_element_that_is_not_finite_is_enough():
+    tx = cg.skip_spikes(optax.sgd(1.0))
+    grads = {"a": jnp.ones(3), "b": jnp.array([1.0, jnp.nan], jnp.bfloat16), "n": None}
+    updates, state = tx.update(grads, tx.init(grads), grads)
+    assert state.skipped and not any(u.any() for u in jax.tree.leaves(updates))
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, grads)
+
+
+def test_the_optimizer_is_shown_zeros_in_place_of_a_bad_gradient():
+    shown = []
+    inner = optax.stateless(lambda updates, params: (shown.append(updates), updates)[1])
+    tx = cg.skip_spikes(inner)
+    tx.update(jnp.array([jnp.nan, jnp.inf]), tx.init(jnp.zeros(2)))
+    assert (shown[0] == 0).all()
+
+
+def test_the_limit_is_mean_and_deviations_of_the_last_norms():
+    norms = noise(40)
+    limit = np.mean(norms[-16:]) + 6 * np.std(norms[-16:])
+    for factor, skipped in ((0.999, False), (1.001, True)):
+        _, states = scan(cg.skip_spikes(optax.sgd(1.0), **SMALL), [*norms, factor * limit])
+        assert states.skipped[-1] == skipped and not states.skipped[:-1].any()
+
+
+def test_before_there_is_a_history_only_the_absolute_limit_holds():
+    norms = [1.0] * 7 + [1e3, 1e6]
+    _, states = scan(cg.skip_spikes(optax.sgd(1.0), **SMALL), norms)
+    np.testing.assert_array_equal(states.skipped, [False] * 8 + [True])
+    _, states = scan(cg.skip_spikes(optax.sgd(1.0), max_norm=10.0, **SMALL), norms)
+    np.testing.assert_array_equal(states.skipped, [False] * 7 + [True] * 2)
+    _, states = scan(cg.skip_spikes(optax.sgd(1.0)), np.ones(64).tolist() + [9.0])
+    assert states.skipped[-1] and not states.skipped[:-1].any(), "half a window by default"
+
+
+def test_a_spike_before_there_is_a_history_does_not_hide_the_next():
+    norms = noise(40)
+    norms[0], norms[30] = 1e6, 1e4
+    _, states = scan(cg.skip_spikes(optax.sgd(1.0), window=64, min_history=8), norms)
+    np.testing.assert_array_equal(np.flatnonzero(states.skipped), [30])
+
+
+def test_equal_norms_make_no_outlier_of_a_slightly_larger_one():
+    for norm, skipped in ((1.05, False), (1.07, True)):
+        _, states = scan(cg.skip_spikes(optax.sgd(1.0), **SMALL), [1.0] * 20 + [norm])
+        assert states.skipped[-1] == skipped
+
+
+def test_zero_gradients_are_taken_and_forgotten():
+    _, states = scan(cg.skip_spikes(optax.sgd(1.0), **SMALL), [0.0] * 20 + [1.0])
+    assert not states.skipped.any() and states.window.seen[-1] == 1
+
+
+def test_the_raw_norm_decides_even_if_the_optimizer_clips():
+    """A detector that is fed the clipped norm sees no spike at all."""
+    norms = 100 * noise(40)
+    norms[30] = 1e6
+    tx = cg.skip_spikes(optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(1.0)), **SMALL)
+    np.testing.assert_array_equal(np.flatnonzero(scan(tx, norms)[1].skipped), [30])
+
+
+def test_one_bad_step_is_one_skipped_step():
+    """Peers stop for a whole window after a NaN, since it enters their history."""
+    norms = noise(300)
+    norms[[5, 100, 200]] = np.nan, np.inf, 1e9
+    _, states = scan(cg.skip_spikes(optax.adam(0.1)), norms)
+    np.testing.assert_array_equal(np.flatnonzero(states.skipped), [5, 100, 200])
+
+
+def test_outliers_in_a_row_are_taken_in_the_end_and_the_history_starts_anew():
+    norms = np.concatenate([noise(20), 100 * noise(30, seed=1)])
+    tx = cg.skip_spikes(optax.sgd(1.0), max_consecutive=3, **SMALL)
+    _, states = scan(tx, norms)
+    np.testing.assert_array_equal(np.flatnonzero(states.skipped), [20, 21, 22])
+    np.testing.assert_array_equal(states.consecutive[19:25], [0, 1, 2, 3, 0, 0])
+    assert states.window.seen[23] == 1 and states.window.norms[23, -1] == norms[23]
+    _, stuck = scan(cg.skip_spikes(optax.sgd(1.0), **SMALL), norms)
+    assert stuck.skipped[20:].all() and stuck.consecutive[-1] == 30
+
+
+def test_what_is_not_finite_or_above_max_norm_is_never_taken():
+    row = [1e3, np.nan, 1e3, 1e9, np.inf, 1e3]
+    tx = cg.skip_spikes(optax.sgd(1.0), max_norm=1e6, max_consecutive=2, **SMALL)
+    _, states = scan(tx, [*noise(20), *row, *[np.nan] * 9])
+    np.testing.assert_array_equal(states.consecutive[20:26], [1, 1, 2, 2, 2, 0])
+    np.testing.assert_array_equal(states.skipped[20:], [True] * 5 + [False] + [True] * 9)
+
+
+def test_extra_arguments_are_passed_on_and_a_known_norm_is_used():
+    seen = {}
+
+    def update(updates, state, params=None, **extra):
+        seen.update(extra)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    tx = cg.skip_spikes(inner, max_norm=10.0)
+    _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=1.0, grad_norm=11.0)
+    assert state.skipped and state.raw_norm == 11 and seen == {"value": 1.0, "grad_norm": 11.0}
+    tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), anything=2)
+    assert seen["anything"] == 2
+
+
+def test_where_says_what_is_judged():
+    tx = cg.skip_spikes(optax.sgd(1.0), max_norm=10.0, where="^(?!meta)")
+    grads = {"meta": jnp.array([99.0]), "w": jnp.array([3.0])}
+    updates, state = tx.update(grads, tx.init(grads), grads)
+    assert state.raw_norm == 3 and updates["meta"] == -99
+
+
+def test_all_devices_skip_together():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    tx = cg.skip_spikes(optax.sgd(1.0), max_norm=10.0, axis_name="x")
+
+    def update(grads):
+        updates, state = tx.update(grads, tx.init(grads[:1]))
+        return updates, state.skipped
+
+    mapped = jax.shard_map(update, mesh=mesh, in_specs=P("x"), out_specs=(P("x"), P()))
+    for last, skipped in ((1.0, False), (11.0, True)):
+        updates, skip = jax.jit(mapped)(jnp.ones(8).at[-1].set(last))
+        assert skip == skipped and (updates == 0).all() == skipped
+
+
+def test_states_with_keys_integers_and_nothing_are_kept():
+    key = jax.random.key(0)
+    noisy = optax.GradientTransformation(
+        lambda params: {"key": key, "count": jnp.zeros((), jnp.int32), "none": None},
+        lambda updates, state, params=None: (
+            updates,
+            {"key": jax.random.split(state["key"])[0], "count": state["count"] + 1, "none": None},
+        ),
+    )
+    tx = cg.skip_spikes(noisy)
+    _, state = tx.update(jnp.array([jnp.nan]), tx.init(jnp.zeros(1)))
+    assert state.inner_state["key"] == key and state.inner_state["count"] == 0
+    _, state = tx.update(jnp.array([1.0]), state)
+    assert state.inner_state["key"] != key and state.inner_state["count"] == 1
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda tx: optax.chain(cg.clip_by_value(1e9), tx, optax.identity()),
+    lambda tx: optax.masked(tx, {"w": True, "v": False}),
+    lambda tx: cg.skip_spikes(optax.MultiSteps(optax.sgd(1.0), 1)),
+    lambda tx: cg.skip_spikes(tx),
+], ids=["chain", "masked", "of MultiSteps", "twice"])  # fmt: skip
+def test_it_composes(wrap):
+    tx = wrap(cg.skip_spikes(optax.sgd(1.0)))
+    params = {"w": jnp.ones(2), "v": jnp.ones(2)}
+    state = tx.init(params)
+    for value, expected in ((1.0, -1.0), (jnp.nan, 0.0), (2.0, -2.0)):
+        grads = {"w": jnp.full(2, value), "v": jnp.ones(2)}
+        updates, state = jax.jit(tx.update)(grads, state, params)
+        assert (updates["w"] == expected).all()
+
+
+@pytest.mark.parametrize("schedule", [2, 3])
+def test_a_microbatch_may_be_skipped_in_an_accumulation(schedule):
+    tx = cg.skip_spikes(optax.MultiSteps(optax.sgd(1.0), schedule))
+    updates, states = scan(tx, [1.0, np.nan] * schedule)
+    assert states.skipped_count[-1] == schedule
+    np.testing.assert_allclose(np.flatnonzero(updates[:, 0]), [2 * schedule - 2])
+    np.testing.assert_allclose(updates[2 * schedule - 2], [-0.6, -0.8], rtol=1e-6)
+
+
+def test_in_an_accumulation_it_judges_the_average():
+    tx = optax.MultiSteps(cg.skip_spikes(optax.sgd(1.0), max_norm=2.0), 2).gradient_transformation()
+    updates, _ = scan(tx, [1.0, 5.0, 1.0, 2.0])
+    np.testing.assert_allclose(updates[:, 0], [0, 0, 0, -0.9], rtol=1e-6)
+
+
+def test_the_training_step_says_what_was_skipped():
+    tx = cg.skip_spikes(optax.chain(cg.clip_by_global_norm(1.0), optax.adam(0.1)), max_norm=1e3)
+    step = cg.train_step(lambda params, batch: jnp.sum(params * batch), tx)
+    state = step.init(jnp.ones(2))
+    for value, skipped in ((1.0, False), (jnp.nan, True), (1e4, True), (2.0, False)):
+        before = np.asarray(state.params)
+        state, metrics = step(state, jnp.full(2, value))
+        assert metrics["skipped"] == skipped == (state.params == before).all()
+    assert state.opt_state.skipped_count == 2 and step.update._cache_size() == 1
+
+
+def test_runs_under_vmap_are_skipped_one_by_one():
+    tx = cg.skip_spikes(optax.sgd(1.0), max_norm=2.0)
+    grads = jnp.array([[1.0], [9.0], [jnp.nan]])
+    updates, states = jax.vmap(lambda g: tx.update(g, tx.init(g)))(grads)
+    np.testing.assert_array_equal(states.skipped, [False, True, True])
+    np.testing.assert_array_equal(updates, [[-1], [0], [0]])
+
+
+def test_no_branch_that_is_not_taken_raises_under_debug_nans():
+    tx = cg.skip_spikes(optax.chain(cg.clip_by_global_norm(1.0), optax.adam(0.1)))
+    state = tx.init(jnp.ones(2))
+    grads = jnp.array([jnp.nan, 1.0])
+    with jax.debug_nans(True):
+        updates, _ = jax.jit(tx.update)(grads, state, jnp.ones(2))
+    assert (updates == 0).all()
+
+
+# A training that ships in a package, disturbed.
+
+
+def digits():
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return jnp.asarray(data.data / 16, jnp.float32), jnp.asarray(data.target)
+
+
+def loss_of(params, x, y):
+    logits = jnp.tanh(x @ params["in"]) @ params["out"]
+    decay = sum(jnp.sum(p**2) for p in params.values())
+    return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean() + 1e-3 * decay
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def train(tx, factors):
+    """The loss of all digits after so many steps, and whether all states were finite."""
+    x, y = digits()
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"in": jax.random.normal(keys[0], (64, 16)) / 8,
+              "out": jax.random.normal(keys[1], (16, 10)) / 4}  # fmt: skip
+    batches = jax.random.randint(keys[2], (len(factors), 32), 0, len(x))
+
+    def step(carry, inputs):
+        params, state = carry
+        batch, factor = inputs
+        grads = jax.grad(loss_of)(params, x[batch], y[batch])
+        updates, state = tx.update(jax.tree.map(lambda g: g * factor, grads), state, params)
+        params = optax.apply_updates(params, updates)
+        finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves((params, state))]
+        return (params, state), jnp.stack(finite).all()
+
+    (params, state), finite = jax.lax.scan(step, (params, tx.init(params)), (batches, factors))
+    return loss_of(params, x, y), finite.all(), state
+
+
+def disturbances(steps, start):
+    rng = np.random.default_rng(3)
+    factors = np.ones(steps, np.float32)
+    kinds = rng.choice(4, size=steps, p=[0.97, 0.01, 0.01, 0.01])
+    for kind, value in ((1, np.nan), (2, np.inf), (3, 1e6)):
+        factors[kinds == kind] = value
+    factors[:start][factors[:start] == 1e6] = 1
+    return factors
+
+
+@pytest.mark.parametrize(
+    "inner, start",
+    [
+        (optax.adam(1e-2), 64),
+        (optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.3, momentum=0.9)), 0),
+    ],
+    ids=["adam, spikes once there is a history", "clip and momentum, spikes from the first step"],
+)
+def test_three_thousand_steps_with_nan_inf_and_spikes_end_like_undisturbed_ones(inner, start):
+    factors = disturbances(3000, start)
+    bad = factors != 1
+    undisturbed, _, _ = train(inner, np.ones_like(factors))
+    loss, finite, state = train(cg.skip_spikes(inner), factors)
+    assert finite and abs(loss / undisturbed - 1) < 0.03
+    assert bad[64:].sum() <= state.skipped_count <= bad.sum() + 3
+    without, _, _ = train(inner, factors)
+    assert not without < 2 * undisturbed, "the disturbances must matter"
+
+
+# Bad input
+
+
+@pytest.mark.parametrize("kwargs, match", [
+    ({"window": 0}, "window: got 0, expected an integer of at least 1"),
+    ({"sigma": -1.0}, "sigma: got -1.0, expected a number >= 0"),
+    ({"min_history": 129}, "min_history: got 129, expected at most window, 128"),
+    ({"max_norm": -1.0}, "max_norm: got -1.0"),
+    ({"max_consecutive": 0}, "max_consecutive: got 0"),
+], ids=str)  # fmt: skip
+def test_what_is_out_of_range_is_refused(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        cg.skip_spikes(optax.sgd(1.0), **kwargs)
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(TypeError, match="inner: got ClipByNorm, expected an optax.Gradient"):
+        cg.skip_spikes(cg.ClipByNorm(1.0))
+
+
+def test_a_where_that_selects_nothing_is_refused():
+    with pytest.raises(ValueError, match="where: 'x' selects none"):
+        cg.skip_spikes(optax.sgd(1.0), where="x").init({"w": jnp.ones(1)})
+
+
+def test_it_is_saved_and_restored_by_orbax(tmp_path):
+    import orbax.checkpoint as ocp
+
+    tx = cg.skip_spikes(optax.adam(0.1))
+    params = {"w": jnp.ones(3)}
+    _, state = tx.update(params, tx.init(params), params)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(tx.init, params))
+    assert_close(restored, state)

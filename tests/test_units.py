@@ -1,0 +1,206 @@
+"""Adaptive clipping by unit, against NumPy, in the layouts of models; and where optax is wrong."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipgrad as cg
+from tests.helpers import assert_close, stable_id
+
+# Path, shape, and the axes that one unit spans.
+LAYOUTS = {
+    "dense/kernel": ((4, 6), (0,)),
+    "dense/bias": ((6,), None),
+    "norm/scale": ((6,), None),
+    "scalar": ((), None),
+    "one_input/kernel": ((1, 4), (0,)),
+    "one_output/kernel": ((4, 1), (0,)),
+    "conv1d/kernel": ((3, 4, 6), (0, 1)),
+    "conv2d/kernel": ((3, 3, 2, 5), (0, 1, 2)),
+    "conv3d/kernel": ((2, 2, 2, 3, 4), (0, 1, 2, 3)),
+    "attention/out/kernel": ((2, 4, 3), (0, 1)),
+    "six": ((1, 2, 1, 2, 2, 3), (0, 1, 2, 3, 4)),
+    "embedding": ((7, 4), (1,)),
+    "attention/query/kernel": ((5, 2, 4), (0,)),
+    "layers/dense/kernel": ((3, 4, 6), (1,)),
+    "layers/dense/bias": ((3, 6), (1,)),
+    "layers/conv/kernel": ((3, 2, 2, 4, 5), (1, 2, 3)),
+    "experts/kernel": ((4, 5, 3), (1,)),
+    "layers/experts/kernel": ((3, 4, 5, 2), (2,)),
+    "torch/linear/weight": ((6, 4), (1,)),
+    "torch/conv/weight": ((5, 2, 3, 3), (1, 2, 3)),
+}
+# What has to be said of them, for all that is not in the layout of JAX libraries.
+AXES = {
+    "embedding": -1,
+    "query/kernel": 0,
+    "layers/dense/kernel": 1,
+    "layers/dense/bias": -1,
+    "layers/conv": (1, 2, 3),
+    "experts": -2,
+    "torch/linear": -1,
+    "torch/conv": (1, 2, 3),
+}
+
+
+def trees(seed=0):
+    """Gradients and weights, both over several orders of magnitude, and some weights 0."""
+    rng = np.random.default_rng(seed)
+
+    def tree(spread):
+        return {
+            path: np.float32(rng.normal(size=s) * 10.0 ** rng.uniform(-spread, spread, size=s))
+            for path, (s, _) in LAYOUTS.items()
+        }
+
+    grads, params = tree(2), tree(1)
+    params["dense/kernel"][:, 0] = 0
+    return grads, params
+
+
+def reference(grad, weight, axes, clipping, eps=1e-3):
+    g, w = np.float64(grad), np.float64(weight)
+    norms = [np.sqrt(np.sum(x**2, axis=axes, keepdims=True)) for x in (g, w)]
+    limit = clipping * np.maximum(norms[1], eps)
+    return np.where(norms[0] > limit, g * limit / norms[0], g)
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [AXES, lambda path, leaf: LAYOUTS[path][1]],
+    ids=["by path", "by function"],
+)
+def test_units_of_every_layout_in_one_tree(axis):
+    grads, params = trees()
+    clip = jax.jit(lambda c: cg.clip_grads(grads, cg.AdaptiveClip(c, axis=axis), params)[0])
+    for clipping in (0.01, 1.0, 30.0):
+        clipped = clip(clipping)
+        for path, (_, axes) in LAYOUTS.items():
+            expected = reference(grads[path], params[path], axes, clipping)
+            np.testing.assert_allclose(clipped[path], expected, rtol=2e-6, err_msg=path)
+
+
+def test_it_is_the_same_before_the_optimizer():
+    grads, params = trees()
+    tx = cg.adaptive_grad_clip(0.1, axis=AXES)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
+    for path, (_, axes) in LAYOUTS.items():
+        expected = reference(grads[path], params[path], axes, 0.1)
+        np.testing.assert_allclose(updates[path], expected, rtol=2e-6, err_msg=path)
+
+
+OPTAX_IS_WRONG = [
+    ("attention/out/kernel", "a unit of it is one output, of all heads"),
+    ("conv1d/kernel", "a unit of it is one output, of all taps"),
+    ("one_input/kernel", "squeezed, all units are one"),
+]
+OPTAX_REFUSES = ["six"]
+
+
+@pytest.mark.parametrize("path, why", OPTAX_IS_WRONG)
+def test_inputs_on_which_optax_is_wrong(path, why):
+    grads, params = (tree[path] for tree in trees())
+    expected = reference(grads, params, LAYOUTS[path][1], 0.1)
+    np.testing.assert_allclose(cg.AdaptiveClip(0.1)(grads, params), expected, rtol=2e-6)
+    theirs = optax.adaptive_grad_clip(0.1)
+    assert not np.allclose(theirs.update(grads, theirs.init(params), params)[0], expected), why
+
+
+@pytest.mark.parametrize("path", OPTAX_REFUSES)
+def test_inputs_that_optax_refuses(path):
+    grads, params = (tree[path] for tree in trees())
+    expected = reference(grads, params, LAYOUTS[path][1], 0.1)
+    np.testing.assert_allclose(cg.AdaptiveClip(0.1)(grads, params), expected, rtol=2e-6)
+    theirs = optax.adaptive_grad_clip(0.1)
+    with pytest.raises(ValueError):
+        theirs.update(grads, theirs.init(params), params)
+
+
+def test_layers_that_a_scan_stacks_are_clipped_like_single_ones():
+    """optax takes the layer for the unit: its limit is that of the largest layer."""
+    rng = np.random.default_rng(0)
+    scales = 10.0 ** np.arange(-2.0, 3.0)[:, None, None]
+    params = np.float32(rng.normal(size=(5, 8, 8)) * scales)
+    grads = np.float32(rng.normal(size=(5, 8, 8)))
+    stacked = cg.AdaptiveClip(0.02, axis={"layers": -2})(
+        {"layers": {"kernel": grads}}, {"layers": {"kernel": params}}
+    )["layers"]["kernel"]
+    for layer in range(5):
+        alone = cg.AdaptiveClip(0.02)(grads[layer], params[layer])
+        np.testing.assert_allclose(stacked[layer], alone, rtol=1e-6)
+    theirs = optax.adaptive_grad_clip(0.02)
+    wrong = theirs.update(grads, theirs.init(params), params)[0]
+    assert np.linalg.norm(wrong[0]) > 10 * np.linalg.norm(stacked[0])
+
+
+def test_experts_of_stacked_layers_are_clipped_like_single_ones():
+    grads, params = (jnp.asarray(tree["layers/experts/kernel"]) for tree in trees())
+    stacked = cg.AdaptiveClip(0.1, axis=-2)(grads, params)
+    assert_close(stacked, jax.vmap(jax.vmap(cg.AdaptiveClip(0.1)))(grads, params))
+
+
+def test_a_unit_may_be_a_whole_leaf():
+    """The rule of dreamerv3: the update of a whole tensor relative to its norm."""
+    grads, params = trees()
+    clipped = cg.AdaptiveClip(0.3, axis={".": None})(grads, params)
+    for path, grad in grads.items():
+        size, weight = (np.linalg.norm(np.float64(x).ravel()) for x in (grad, params[path]))
+        expected = grad / max(1.0, size / (0.3 * max(1e-3, weight)))
+        np.testing.assert_allclose(clipped[path], expected, rtol=2e-6)
+
+
+def test_weights_that_were_ported_from_torch_have_their_outputs_first():
+    grads, params = trees()
+    out_first = cg.AdaptiveClip(0.1, axis=lambda path, leaf: tuple(range(1, leaf.ndim)) or None)
+    paths = ["torch/linear/weight", "torch/conv/weight", "dense/bias", "scalar"]
+    g, p = ({path: tree[path] for path in paths} for tree in (grads, params))
+    clipped = out_first(g, p)
+    last = jax.tree.map(lambda x: np.moveaxis(x, 0, -1) if x.ndim else x, (g, p))
+    expected = cg.AdaptiveClip(0.1)(*last)
+    back = {k: np.moveaxis(x, -1, 0) if x.ndim else x for k, x in expected.items()}
+    assert_close(clipped, back)
+
+
+def test_leaves_are_left_out_by_path():
+    grads, params = jax.tree.map(jnp.asarray, trees())
+    where = r"^(?!.*(norm/scale|dense/bias|one_output))"
+    clipped, _ = cg.clip_grads(grads, cg.AdaptiveClip(0.01, axis=AXES), params, where=where)
+    for path in ("norm/scale", "dense/bias", "one_output/kernel", "layers/dense/bias"):
+        assert clipped[path] is grads[path]
+    assert (clipped["dense/kernel"] != grads["dense/kernel"]).any()
+
+
+def test_the_first_expression_that_matches_holds():
+    grads, params = trees()
+    axis = {"torch/conv": (1, 2, 3), "torch": -1, "weight$": None}
+    clipped = cg.AdaptiveClip(0.1, axis=axis)(grads, params)
+    for path in ("torch/conv/weight", "torch/linear/weight", "dense/kernel"):
+        expected = reference(grads[path], params[path], LAYOUTS[path][1], 0.1)
+        np.testing.assert_allclose(clipped[path], expected, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "axis, match",
+    [
+        ({"kernel": 0, "kernal": 1}, "axis: 'kernal' matches no leaf; the paths are .*'dense/ker"),
+        ({"bias": 1}, r"axis: got 1 for dense/bias of shape \(6,\)"),
+        ({"dense/kernel": (0, -2)}, r"axis: got \(0, -2\) for dense/kernel of shape \(4, 6\)"),
+        (lambda path, leaf: 9, "axis: got 9 for"),
+    ],
+    ids=range(4),
+)
+def test_units_that_the_tree_has_not_are_refused(axis, match):
+    grads, params = ({k: t[k] for k in ("dense/kernel", "dense/bias")} for t in trees())
+    with pytest.raises(ValueError, match=match):
+        cg.adaptive_grad_clip(0.1, axis=axis).update(grads, optax.EmptyState(), params)
+
+
+@pytest.mark.parametrize(
+    "axis", [{"kernel": "rows"}, {"kernel": 1.5}, lambda p, x: "last"], ids=stable_id
+)
+def test_axes_that_are_none_are_refused(axis):
+    x = {"kernel": jnp.ones((2, 2))}
+    with pytest.raises(TypeError, match="axis: got .* expected an int, a tuple of them or None"):
+        cg.AdaptiveClip(axis=axis)(x, x)
