@@ -32,7 +32,7 @@ def leaves_taking_part(tree: Any) -> list[jax.Array]:
 def paths_taking_part(tree: Any) -> tuple[list[str], list[jax.Array]]:
     """The paths and the leaves that are measured and clipped."""
     paths, leaves, _ = with_paths(tree)
-    pairs = [(p, jnp.asarray(x)) for p, x in zip(paths, leaves, strict=True) if takes_part(x)]
+    pairs = [(p, _array(x)) for p, x in zip(paths, leaves, strict=True) if takes_part(x)]
     return [path for path, _ in pairs], [leaf for _, leaf in pairs]
 
 
@@ -44,6 +44,11 @@ def map_taking_part(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         *rest,
         is_leaf=is_none,
     )
+
+
+def _array(leaf: Any) -> Any:
+    """The leaf as an array; a `jax.ShapeDtypeStruct` stands for one."""
+    return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
 
 
 def path_string(path: Any) -> str:

@@ -31,8 +31,8 @@ def test_float16_whose_squares_underflow():
     assert norm(clipped) == pytest.approx(0.01, rel=5e-3)
 
 
-def test_a_thousand_bfloat16_leaves():
-    grads = [jnp.ones(1, jnp.bfloat16)] * 1000
+def test_more_bfloat16_leaves_than_bfloat16_can_count():
+    grads = [jnp.ones(1, jnp.bfloat16)] * 400
     assert norm(update(cg.clip_by_global_norm(1.0), grads)) == pytest.approx(1, rel=4e-3)
 
 

@@ -39,6 +39,7 @@ def test_a_norm_is_right_in_the_whole_range_of_float32(exponent):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(stats))
 
 
+@hypothesis.settings(max_examples=10)
 @hypothesis.given(tree=trees(), other=trees())
 def test_statistics_add_up(tree, other):
     rule = cg.ClipByValue(0.1)
