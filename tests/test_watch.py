@@ -89,7 +89,7 @@ def test_the_positions_of_jax_are_taken():
         return jnp.sum(checkpoint_name(a["x"] * b, "h")) * scale
 
     a, b = {"x": X}, 2 * X
-    for argnums in (0, 1, -1, (0, 1), (1, 0), (1,), [0]):
+    for argnums in (0, 1, -1, np.int64(1), (0, 1), (1, 0), (1,), [0]):
         expected = jax.value_and_grad(loss, argnums)(a, b, scale=3.0)
         actual = cg.value_and_grad_with_stats(loss, argnums)(a, b, scale=3.0)
         assert_same(actual[:2], expected)
@@ -136,6 +136,23 @@ def test_under_vmap_each_lane_has_its_own():
     lanes = jax.vmap(watched)(weights, inputs)
     each = [watched(w, x) for w, x in zip(weights, inputs, strict=True)]
     assert_close(lanes, jax.tree.map(lambda *parts: jnp.stack(parts), *each), rtol=1e-6)
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_inside_of_shard_map_they_are_those_of_all_devices_or_of_each(tracked):
+    loss = loss_of(step)
+
+    def local(x):
+        return cg.value_and_grad_with_stats(loss, rules=RULES)(x)[2]["h"].norm[None]
+
+    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))
+    rows = P("d")
+    norms = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=tracked)
+    )(X)
+    each = np.stack([local(x[None])[0] for x in X])
+    expected = np.full(4, np.linalg.norm(each)) if tracked else each
+    np.testing.assert_allclose(norms, expected, rtol=1e-5)
 
 
 def test_what_the_function_maps_over_is_added_up():
