@@ -87,6 +87,15 @@ def test_what_comes_from_above_and_what_goes_back_is_not_clipped():
         np.testing.assert_allclose(jax.vjp(wrapped, 1.0)[1](10.0)[0], 1000.0)
 
 
+def test_the_last_state_of_a_scan_is_clipped_like_all_others():
+    def run(x, clip=lambda x: x):
+        return jax.lax.scan(lambda c, _: (clip(2 * c), None), x, None, length=3)[0]
+
+    gradient = jax.vjp(cg.error_clip_everywhere(run, RULE), 1.0)[1](10.0)[0]
+    np.testing.assert_allclose(gradient, 0.6, rtol=1e-6)
+    np.testing.assert_allclose(gradient, jax.vjp(lambda x: run(x, hand), 1.0)[1](10.0)[0])
+
+
 def test_a_result_that_is_used_inside_too_is_clipped():
     def loss(x):
         h = 2 * x
