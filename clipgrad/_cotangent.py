@@ -86,13 +86,13 @@ class _Frame(NamedTuple):
     """The tree around the arrays that are clipped, and the dtype of the statistics."""
 
     structure: Any
-    count: int
+    leaves: int
     chosen: tuple[int, ...]
     dtype: str | None
 
     def fill(self, arrays: list[jax.Array]) -> Any:
         filled = dict(zip(self.chosen, arrays, strict=True))
-        return self.structure.unflatten([filled.get(i) for i in range(self.count)])
+        return self.structure.unflatten([filled.get(i) for i in range(self.leaves)])
 
     def clip(self, rule: Rule | None, cotangents: Any, params: Any) -> Any:
         tree = self.fill(cotangents)

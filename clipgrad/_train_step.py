@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from clipgrad._accumulate import Gradients, accumulated
+from clipgrad._by_name import Rules
 from clipgrad._global_norm import global_norm
 from clipgrad._gradient_clip import GradientClipState, keeping_statistics
-from clipgrad._numbers import at_least_float32
 from clipgrad._skip_spikes import SkipSpikesState
 from clipgrad._stats import count_nonfinite
+from clipgrad._watch import value_and_grad_with_stats
 
 Metrics = dict[str, Any]
 
@@ -52,6 +54,7 @@ def train_step(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     *,
+    error_clip: Rules | None = None,
     accumulate: int = 1,
     has_aux: bool = False,
     donate: bool = True,
@@ -71,6 +74,8 @@ def train_step(
       optimizer: an optax gradient transformation, such as
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
         ``optax.MultiSteps``. It is handed ``value``, ``grad`` and ``value_fn`` if it takes them.
+      error_clip: a rule for each name that `jax.ad_checkpoint.checkpoint_name` tags a variable with
+        inside of ``loss_fn``, see `error_clip_by_name`; ``None`` in place of a rule: watch only.
       accumulate: the number of microbatches that the leading axis of the batch is split into.
       has_aux: whether ``loss_fn`` returns something besides the loss.
       donate: whether a step may write the new state into the buffers of the old one, which
@@ -81,12 +86,14 @@ def train_step(
       The metrics are a dictionary of ``loss``, ``grad_norm`` (before any clip), ``nonfinite`` (the
       number of gradient elements that are NaN or inf), ``clips`` (the `ClipStats` of each gradient
       clip in the optimizer), with exactly one of them ``clipped_norm`` and ``clip_scale``, with
-      `skip_spikes` ``skipped``, and with ``has_aux`` ``aux`` (stacked over microbatches).
+      `skip_spikes` ``skipped``, with ``error_clip`` a dictionary ``error_clip`` of the `ClipStats`
+      of each name (added up over microbatches), and with ``has_aux`` ``aux`` (stacked over them).
 
     Raises:
-      TypeError: if ``optimizer`` is no gradient transformation.
+      TypeError: if ``optimizer`` is no gradient transformation, or ``error_clip`` no mapping of
+        names to rules.
       ValueError: if ``accumulate`` is no positive integer; when called, if it does not divide the
-        batch.
+        batch, or a name can't be found or reached.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -108,24 +115,36 @@ def train_step(
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate: got {accumulate!r}, expected a positive integer")
     extended = optax.with_extra_args_support(optimizer)
-    value_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
-
-    def loss_of(params: Any, batch: Any) -> jax.Array:
-        return loss_fn(params, batch)[0] if has_aux else loss_fn(params, batch)
-
+    gradients = _gradients(loss_fn, has_aux, error_clip)
     if accumulate > 1:
-        value_and_grad = _accumulated(value_and_grad, accumulate)
+        gradients = accumulated(gradients, accumulate)
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        value, grads = value_and_grad(state.params, batch)
-        loss, aux = value if has_aux else (value, None)
-        extra_args = {"value": loss, "grad": grads, "value_fn": lambda p: loss_of(p, batch)}
+        (loss, aux), grads, stats = gradients(state.params, batch)
+        extra_args = {
+            "value": loss,
+            "grad": grads,
+            "value_fn": lambda p: loss_fn(p, batch)[0] if has_aux else loss_fn(p, batch),
+        }
         updates, opt_state = extended.update(grads, state.opt_state, state.params, **extra_args)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, **_metrics(grads, opt_state), **({"aux": aux} if has_aux else {})}
-        return TrainState(params, opt_state), metrics
+        metrics = {"loss": loss, **_metrics(grads, opt_state)}
+        metrics |= {} if error_clip is None else {"error_clip": stats}
+        return TrainState(params, opt_state), metrics | ({"aux": aux} if has_aux else {})
 
     return TrainStep(jax.jit(update, donate_argnums=0 if donate else ()), optimizer)
+
+
+def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) -> Gradients:
+    """The gradients of a loss, with the statistics of its error clips."""
+
+    def with_aux(params: Any, batch: Any) -> Any:
+        return loss_fn(params, batch) if has_aux else (loss_fn(params, batch), None)
+
+    if rules is not None:
+        return value_and_grad_with_stats(with_aux, has_aux=True, rules=rules, watch=())
+    plain = jax.value_and_grad(with_aux, has_aux=True)
+    return lambda params, batch: (*plain(params, batch), {})
 
 
 def _metrics(grads: Any, opt_state: Any) -> Metrics:
@@ -145,45 +164,6 @@ def _states(opt_state: Any, kind: type) -> list[Any]:
     """The states of one kind in the state of an optimizer."""
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda s: isinstance(s, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
-
-
-def _accumulated(value_and_grad: Callable[..., Any], parts: int) -> Callable[..., Any]:
-    """``value_and_grad`` averaged over microbatches; the aux values are stacked."""
-
-    def split(leaf: jax.Array) -> jax.Array:
-        if not jnp.ndim(leaf) or leaf.shape[0] % parts:
-            raise ValueError(
-                f"accumulate: got a batch leaf of shape {jnp.shape(leaf)}, whose leading axis "
-                f"{parts} microbatches do not divide"
-            )
-        # Strided, so that a leading axis that is sharded stays where it is.
-        return jnp.reshape(leaf, (leaf.shape[0] // parts, parts, *leaf.shape[1:]))
-
-    def averaged(params: Any, batch: Any) -> Any:
-        batch = jax.tree.map(split, batch)
-
-        def microbatch(i: Any) -> Any:
-            return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, False), batch)
-
-        def body(total: Any, i: jax.Array) -> Any:
-            value, grads = value_and_grad(params, microbatch(i))
-            loss, aux = value if isinstance(value, tuple) else (value, None)
-            return jax.tree.map(lambda t, new: t + new.astype(t.dtype), total, (loss, grads)), aux
-
-        value, grads = jax.eval_shape(lambda: value_and_grad(params, microbatch(0)))
-        shapes = (value[0] if isinstance(value, tuple) else value, grads)
-        zeros = jax.tree.map(_wide_zeros, (jnp.zeros_like(shapes[0]), params), shapes)
-        total, aux = jax.lax.scan(body, zeros, jnp.arange(parts))
-        mean = jax.tree.map(lambda t, s: (t / parts).astype(s.dtype), total, shapes)
-        loss, grads = mean
-        return ((loss, aux) if isinstance(value, tuple) else loss), grads
-
-    return averaged
-
-
-def _wide_zeros(leaf: Any, shape: Any) -> jax.Array:
-    """Zeros placed as a leaf is, in a dtype to sum in."""
-    return jnp.zeros_like(leaf, dtype=at_least_float32(shape.dtype))
 
 
 def _own(leaf: Any) -> Any:

@@ -1,11 +1,15 @@
 """Strict numerics for every test, eight CPU devices, and a fresh PRNG key."""
 
+import importlib.metadata
 import os
 import zlib
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
+# Most of the time goes into compiling, so the compiler may do little. What depends on what it
+# does for a user is compiled with `helpers.RELEASED`.
+_FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

@@ -1,5 +1,6 @@
 """The registries that the law files run over: rules with NumPy references, and places."""
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +11,11 @@ import numpy as np
 import clipgrad as cg
 
 Tree = dict[str, np.ndarray]
+
+# The compiler's own defaults, for programs whose speed, memory or rounding is under test.
+RELEASED: dict[str, Any] = {"xla_backend_optimization_level": 3}
+if jax.__version_info__ < (0, 11):
+    RELEASED["xla_cpu_use_fusion_emitters"] = True
 
 
 class Case(NamedTuple):
@@ -175,3 +181,8 @@ def all_reduces(compiled: Any) -> int:
     """The number of all-reduces in a compiled program; a tuple counts as one."""
     text = compiled.as_text()
     return text.count(" all-reduce(") + text.count(" all-reduce-start(")
+
+
+def stable_id(value: Any) -> str:
+    """A test's name for a value, the same in every process: without its address."""
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))

@@ -6,6 +6,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from tests.helpers import RELEASED
 
 W = jnp.full((64, 64), 0.1)
 X = jnp.full((32, 64), 0.1)
@@ -27,7 +28,7 @@ def rnn(w, x, clip):
 
 
 def compiled(model, clip):
-    return jax.jit(jax.grad(lambda w: model(w, X, clip))).lower(W).compile()
+    return jax.jit(jax.grad(lambda w: model(w, X, clip))).lower(W).compile(RELEASED)
 
 
 @pytest.mark.parametrize("model", [mlp, rnn])
@@ -90,7 +91,7 @@ def compiled_watch(model, use):
         return value, grads, use(stats["h"])
 
     fun = jax.value_and_grad(loss) if use is None else watched
-    return jax.jit(fun).lower(weights(model)).compile()
+    return jax.jit(fun).lower(weights(model)).compile(RELEASED)
 
 
 WATCHED = {"mlp": LARGE.size, "rnn": X.size}
@@ -123,7 +124,7 @@ def test_watching_costs_reads_of_the_cotangents_and_no_buffer_of_their_size(mode
 def test_a_value_rule_by_name_costs_what_the_clip_by_hand_costs(model):
     rules = {"h": cg.ErrorClipByValue(0.5)}
     clipped = jax.jit(jax.value_and_grad(cg.error_clip_by_name(tagged(model), rules)))
-    clipped, plain = clipped.lower(weights(model)).compile(), compiled_watch(model, None)
+    clipped, plain = clipped.lower(weights(model)).compile(RELEASED), compiled_watch(model, None)
     for cost in (
         lambda c: c.cost_analysis()["bytes accessed"],
         lambda c: c.memory_analysis().temp_size_in_bytes,

@@ -1,11 +1,14 @@
 import dataclasses
+import functools
 import json
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from clipgrad import _cli
@@ -14,6 +17,8 @@ from clipgrad._demo._tasks import DEFAULT, TASKS
 from clipgrad._demo._train import _chunk_size, train
 
 NAN = math.nan
+# Almost all of the time goes into compiling: programs of twenty steps need no good code.
+HASTY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def shortened(task):
@@ -32,6 +37,7 @@ def everything(tmp_path_factory):
         for name, task in TASKS.items():
             patch.setitem(TASKS, name, shortened(task))
         patch.setattr("builtins.print", lambda *args, **kwargs: printed.extend(map(str, args)))
+        patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=HASTY))
         code = _cli.main(argv)
     return code, printed, out
 
@@ -81,6 +87,62 @@ def test_the_report_says_which_parameters_a_gradient_clip_acts_on(content):
     arm = content["tasks"]["deep-mlp"]["arms"][_task.ADAPTIVE]
     assert arm["gradient_clip"].startswith("AdaptiveClip(clipping=0.01")
     assert arm["gradient_clip_where"] == "^(in|blocks)"
+
+
+@pytest.mark.parametrize("name, steps, bound", [("char-rnn", 40, 3e-4), ("adding", 50, 0.1)])
+def test_the_report_holds_the_gradient_norm_at_each_time_step(name, steps, bound, content):
+    found = content["tasks"][name]["arms"][_task.BOTH]["gradient_norm_per_time_step"]
+    low, middle, high = (np.array(found[key]) for key in ("min", "median", "max"))
+    assert len(low) == len(middle) == len(high) == steps
+    assert (0 < low).all() and (low <= middle).all() and (middle <= high).all()
+    elements = 12 * 96 if name == "char-rnn" else 1
+    assert (high <= bound * math.sqrt(elements) * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("name", ["blank-patches", "deep-mlp"])
+def test_a_task_without_time_steps_reports_none(name, content):
+    for arm in content["tasks"][name]["arms"].values():
+        assert arm["gradient_norm_per_time_step"] is None
+
+
+def doubling(*arms):
+    """A recurrence that doubles the gradient at each step back in time, and never learns."""
+
+    def loss(params, batch):
+        def cell(h, x):
+            return params["w"] * checkpoint_name(h, "state") + x, None
+
+        return jax.lax.scan(cell, jnp.float32(0), batch)[0]
+
+    return _task.Task(
+        name="doubling",
+        summary="",
+        goal="",
+        steps=3,
+        optimizer=optax.sgd(0.0),
+        arms=arms,
+        load=lambda: jnp.ones(4),
+        init=lambda data, random: {"w": np.float32(2)},
+        sample=lambda data, key: data,
+        loss=loss,
+        tag="state",
+        evaluate=lambda first, last, data: {"w": last["w"]},
+        reached=lambda metrics: metrics["w"] == 2,
+        recurrent=True,
+    )
+
+
+def test_every_arm_records_what_goes_back_at_each_time_step_of_each_training_step():
+    rule = cg.ErrorClipByValue(max=3.0)
+    arms = (_task.Arm(_task.PLAIN), _task.Arm(_task.ERROR, error_clip=rule))
+    plain, clipped = train(doubling(*arms), 2, 3, lambda count: None).runs
+    assert plain.through_time.shape == clipped.through_time.shape == (2, 3, 4)
+    np.testing.assert_array_equal(plain.through_time, np.full((2, 3, 4), [16, 8, 4, 2]))
+    np.testing.assert_array_equal(clipped.through_time, np.full((2, 3, 4), [3, 3, 3, 2]))
+    # The states that enter the steps are 0, 1, 3 and 7; the gradients that leave them 8, 4, 2, 1.
+    np.testing.assert_array_equal(plain.norm, np.full((2, 3), 4 * 1 + 2 * 3 + 1 * 7))
+    np.testing.assert_array_equal(clipped.norm, np.full((2, 3), 3 * 1 + 2 * 3 + 1 * 7))
+    np.testing.assert_array_equal(plain.loss, clipped.loss)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._demo import _task
-from clipgrad._demo._curves import band, first_nonfinite, short, span
+from clipgrad._demo._curves import band, first_nonfinite, over_training, short, span
 from clipgrad._demo._figure import figure
 from clipgrad._demo._report import report
 from clipgrad._demo._table import table
@@ -16,12 +16,13 @@ from clipgrad._demo._train import Result, Run
 NAN, INF = math.nan, math.inf
 
 
-def made_up(*curves, labels=(_task.PLAIN, _task.ERROR), task="char-rnn"):
+def made_up(*curves, labels=(_task.PLAIN, _task.ERROR), task="char-rnn", through_time=None):
     runs = [
         Run(
             _task.Arm(label, error_clip=cg.ClipByNorm(0.5) if label == _task.ERROR else None),
             np.array(curve, np.float32),
             np.array(curve, np.float32) * 10,
+            None if through_time is None else np.array(through_time[label], np.float32),
             {"nats per character": np.array([row[-1] for row in curve], np.float32)},
             np.array([row[-1] < 2.5 for row in curve]),
             1.5,
@@ -31,6 +32,14 @@ def made_up(*curves, labels=(_task.PLAIN, _task.ERROR), task="char-rnn"):
     return Result(TASKS[task], len(curves[0][0]), runs, 3.0)
 
 
+THROUGH_TIME = made_up(
+    [[4.0, 3.0]] * 2,
+    [[4.0, 3.0]] * 2,
+    through_time={
+        _task.PLAIN: [[[4, 2, 1], [6, 2, 1]], [[6, 2, 1], [8e20, 4e9, 1]]],
+        _task.ERROR: [[[0.5, NAN, 0.5]] * 2, [[0.5, INF, 0.5]] * 2],
+    },
+)
 ENDING = made_up([[4.0, NAN, NAN], [4.0, 3.5, NAN]], [[4.0, 3.0, 2.0], [4.0, 3.2, 2.4]])
 
 
@@ -53,6 +62,14 @@ def test_the_band_of_many_steps_keeps_every_extreme():
     found = band(curves, points=20)
     assert len(found.steps) <= 20
     assert found.high.max() == 50.0 and found.low.min() == 1.0 and found.middle.max() == 1.0
+
+
+def test_the_range_over_training_has_an_entry_for_each_time_step():
+    found = over_training(np.array([[[1.0, NAN], [2.0, INF]], [[9.0, NAN], [4.0, -INF]]]))
+    np.testing.assert_array_equal(found.steps, [1, 2])
+    np.testing.assert_array_equal(found.low, [1, NAN])
+    np.testing.assert_array_equal(found.middle, [3, NAN])
+    np.testing.assert_array_equal(found.high, [9, NAN])
 
 
 @pytest.mark.parametrize(
@@ -97,6 +114,21 @@ def test_the_report_has_null_for_what_is_not_finite_and_says_when_it_began():
     assert plain["seeds"][1]["max_gradient_norm"] is None
     assert clipped["seeds"][0]["first_nonfinite_gradient_step"] is None
     assert clipped["seeds"][1]["max_gradient_norm"] == 40.0
+
+
+def test_the_report_holds_what_the_panel_of_time_steps_shows():
+    tasks = json.loads(report([THROUGH_TIME], 2, 3.0), parse_constant=pytest.fail)["tasks"]
+    plain, clipped = tasks["char-rnn"]["arms"].values()
+    assert plain["gradient_norm_per_time_step"] == {
+        "min": [4.0, 2.0, 1.0],
+        "median": [6.0, 2.0, 1.0],
+        "max": [8e20, 4e9, 1.0],
+    }
+    assert clipped["gradient_norm_per_time_step"] == {
+        "min": [0.5, None, 0.5],
+        "median": [0.5, None, 0.5],
+        "max": [0.5, None, 0.5],
+    }
 
 
 def panels(result):
@@ -170,3 +202,45 @@ def test_every_arm_of_every_task_has_a_colour_of_its_own():
     finite = [[4.0, 3.0, 2.0]] * 2
     shown = figure([made_up(*[finite] * len(labels), labels=sorted(labels))]).subfigs[0].axes[0]
     assert len({line.get_color() for line in shown.lines}) == len(labels) == 8
+
+
+def test_the_panel_of_time_steps_draws_what_was_recorded():
+    *_, axes, _ = figure([THROUGH_TIME]).subfigs[0].axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "log")
+    assert axes.get_xlabel() == "time step"
+    assert axes.get_ylabel() == "gradient norm after any error clip"
+    drawn = [list(line.get_ydata()) for line in axes.lines]
+    assert drawn[:3] == [[6, 2, 1], [4, 2, 1], pytest.approx([8e20, 4e9, 1])]
+    for line in drawn[3:]:
+        np.testing.assert_array_equal(line, [0.5, NAN, 0.5])
+    assert all(list(line.get_xdata()) == [1, 2, 3] for line in axes.lines)
+    plain, clipped = ({line.get_color() for line in axes.lines[i : i + 3]} for i in (0, 3))
+    assert len(plain) == len(clipped) == 1 and plain != clipped
+    assert axes.get_ylim()[0] < 0.5 and axes.get_ylim()[1] > 8e20
+
+
+def test_the_key_of_time_steps_says_how_far_each_arm_goes():
+    *_, key = figure([THROUGH_TIME]).subfigs[0].axes
+    legend = key.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "no clipping\nup to 8.00e+20",
+        "error clip\nup to 0.500, NaN in 2 of 2",
+    ]
+    assert legend.get_title().get_text().startswith("The gradient of 'h' at each time step")
+    assert legend.get_title().get_text().endswith("range of 2 seeds over 2 steps")
+
+
+@pytest.mark.parametrize("value, text", [(NAN, "NaN in 2 of 2"), (0.0, "up to 0.00")])
+def test_time_steps_with_nothing_to_draw_are_still_in_the_key(value, text):
+    nothing = {label: np.full((2, 1, 3), value) for label in (_task.PLAIN, _task.ERROR)}
+    chart = figure([made_up([[4.0]] * 2, [[4.0]] * 2, through_time=nothing)])
+    chart.canvas.draw()
+    shown = [line.get_text() for line in chart.subfigs[0].axes[-1].get_legend().get_texts()]
+    assert shown == [f"no clipping\n{text}", f"error clip\n{text}"]
+
+
+def test_only_a_task_with_time_steps_has_their_panel_and_it_is_twice_as_high():
+    chart = figure([ENDING, THROUGH_TIME])
+    assert [len(part.axes) for part in chart.subfigs] == [3, 5]
+    first, second = (part.bbox.height for part in chart.subfigs)
+    assert second == pytest.approx(2 * first, rel=0.1)

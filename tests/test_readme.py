@@ -30,7 +30,8 @@ def rows(title):
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def test_the_programs_run(capsys):
+def test_the_programs_run(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     namespace = {}
     for program in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL):
         exec(program, namespace)
@@ -38,6 +39,14 @@ def test_the_programs_run(capsys):
     norm, _, clipped = printed[0].split()
     assert float(norm) > 1 and float(clipped) == pytest.approx(1, rel=1e-6)
     assert printed[1].startswith("(20,)")
+    assert (tmp_path / "norm_per_step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_pictures_are_there():
+    pictures = re.findall(r"!\[.+?\]\((.+?)\)", TEXT)
+    assert pictures
+    for picture in pictures:
+        assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
 
 
 def namespace_of_tables():

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from tests.helpers import assert_close
@@ -207,3 +208,69 @@ def test_a_batch_that_does_not_divide_is_refused(key):
     step = cg.train_step(loss_fn, optax.sgd(0.1), accumulate=3)
     with pytest.raises(ValueError, match=r"got a batch leaf of shape \(8, 3\).*3 microbatches"):
         step(step.init(params), batch)
+
+
+def tagged_loss(params, batch):
+    def cell(h, x):
+        h = checkpoint_name(jnp.tanh(params["w"] * h + x), "h")
+        return h, None
+
+    return 5 * jnp.mean(jax.lax.scan(cell, jnp.zeros(batch.shape[0]), batch.T)[0])
+
+
+def tagged_step(rule, **options):
+    step = cg.train_step(tagged_loss, optax.sgd(0.1), error_clip={"h": rule}, **options)
+    params = {"w": jnp.array(1.5)}
+    batch = jnp.linspace(0.0, 1.0, 12).reshape(4, 3)
+    return step(step.init(params), batch), params, batch
+
+
+def test_tagged_variables_are_clipped_and_their_statistics_are_metrics():
+    rule = cg.ErrorClipByValue(0.5)
+    (state, metrics), params, batch = tagged_step(rule)
+    watched = cg.value_and_grad_with_stats(tagged_loss, rules={"h": rule})
+    value, grads, stats = watched(params, batch)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
+    np.testing.assert_allclose(state.params["w"], params["w"] - 0.1 * grads["w"], rtol=1e-6)
+    assert_close(metrics["error_clip"], stats, rtol=1e-5)
+    assert metrics["error_clip"]["h"].norm.shape == (3,)
+    assert not np.allclose(grads["w"], jax.grad(tagged_loss)(params, batch)["w"])
+
+
+def test_a_rule_that_is_off_only_watches():
+    (state, metrics), params, batch = tagged_step(None)
+    gradient = jax.grad(tagged_loss)(params, batch)["w"]
+    np.testing.assert_allclose(state.params["w"], params["w"] - 0.1 * gradient, rtol=1e-6)
+    assert metrics["error_clip"]["h"].norm.all() and not metrics["error_clip"]["h"].clipped.any()
+
+
+def test_statistics_are_added_up_over_microbatches():
+    (_, whole), _, _ = tagged_step(None)
+    (_, parts), _, _ = tagged_step(None, accumulate=2)
+    np.testing.assert_array_equal(parts["error_clip"]["h"].size, whole["error_clip"]["h"].size)
+    # Each microbatch is a mean of its own, over half as many examples.
+    np.testing.assert_allclose(
+        parts["error_clip"]["h"].norm, 2 * whole["error_clip"]["h"].norm, rtol=1e-5
+    )
+
+
+def test_error_clips_and_auxiliary_values_go_together():
+    def with_aux(params, batch):
+        return tagged_loss(params, batch), {"n": batch.sum()}
+
+    step = cg.train_step(with_aux, optax.sgd(0.1), error_clip={"h": None}, has_aux=True)
+    _, metrics = step(step.init({"w": jnp.array(1.5)}), jnp.ones((4, 3)))
+    assert metrics["aux"]["n"] == 12.0 and metrics["error_clip"]["h"].norm.shape == (3,)
+
+
+def test_without_error_clips_there_is_no_metric_of_them():
+    step = cg.train_step(tagged_loss, optax.sgd(0.1))
+    assert "error_clip" not in step(step.init({"w": jnp.array(1.5)}), jnp.ones((4, 3)))[1]
+
+
+def test_wrong_error_clips_are_refused():
+    with pytest.raises(TypeError, match="rules: got ClipByValue.*expected a mapping of names"):
+        cg.train_step(tagged_loss, optax.sgd(0.1), error_clip=cg.ErrorClipByValue(1.0))
+    step = cg.train_step(tagged_loss, optax.sgd(0.1), error_clip={"q": None})
+    with pytest.raises(ValueError, match=r"nothing is tagged 'q'.*\['h'\]"):
+        step(step.init({"w": jnp.array(1.5)}), jnp.ones((4, 3)))

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import clipgrad as cg
-from tests.helpers import assert_close
+from tests.helpers import assert_close, stable_id
 
 # Path, shape, and the axes that one unit spans.
 LAYOUTS = {
@@ -198,7 +198,7 @@ def test_units_that_the_tree_has_not_are_refused(axis, match):
 
 
 @pytest.mark.parametrize(
-    "axis", [{"kernel": "rows"}, {"kernel": 1.5}, lambda p, x: "last"], ids=str
+    "axis", [{"kernel": "rows"}, {"kernel": 1.5}, lambda p, x: "last"], ids=stable_id
 )
 def test_axes_that_are_none_are_refused(axis):
     x = {"kernel": jnp.ones((2, 2))}

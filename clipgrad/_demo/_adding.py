@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from clipgrad._demo import _task
@@ -41,9 +42,9 @@ def _init(data: _Sums, random: np.random.Generator) -> Any:
     }
 
 
-def _loss(params: Any, batch: _Sums, error_clip: cg.ClipRule | None) -> jax.Array:
+def _loss(params: Any, batch: _Sums) -> jax.Array:
     def cell(h: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
-        h = cg.clip_cotangent(h, error_clip)
+        h = checkpoint_name(h, "h")
         return jax.nn.relu(h @ params["cell"] + x @ params["in"] + params["cell_bias"]), None
 
     start = jnp.zeros((len(batch.sums), _WIDTH))
@@ -52,7 +53,7 @@ def _loss(params: Any, batch: _Sums, error_clip: cg.ClipRule | None) -> jax.Arra
 
 
 def _evaluate(first: Any, params: Any, data: _Sums) -> Metrics:
-    return {"squared error": _loss(params, data, None)}
+    return {"squared error": _loss(params, data)}
 
 
 _ERROR_CLIP = cg.ClipByNorm(0.1)
@@ -74,6 +75,8 @@ TASK = Task(
     init=_init,
     sample=lambda data, key: _make(key, _BATCH),
     loss=_loss,
+    tag="h",
     evaluate=_evaluate,
     reached=lambda metrics: metrics["squared error"] < 0.05,
+    recurrent=True,
 )

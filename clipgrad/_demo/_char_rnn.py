@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from clipgrad._demo import _task
@@ -47,9 +48,9 @@ def _sample(data: _Text, key: jax.Array) -> jax.Array:
     return data.train[jax.random.randint(key, (_BATCH,), 0, len(data.train))]
 
 
-def _loss(params: Any, text: jax.Array, error_clip: cg.ClipRule | None) -> jax.Array:
+def _loss(params: Any, text: jax.Array) -> jax.Array:
     def cell(h: jax.Array, character: jax.Array) -> tuple[jax.Array, jax.Array]:
-        h = cg.clip_cotangent(h, error_clip)
+        h = checkpoint_name(h, "h")
         h = jnp.tanh(h @ params["cell"] + params["embed"][character] + params["cell_bias"])
         return h, h
 
@@ -58,7 +59,7 @@ def _loss(params: Any, text: jax.Array, error_clip: cg.ClipRule | None) -> jax.A
 
 
 def _evaluate(first: Any, params: Any, data: _Text) -> Metrics:
-    return {"nats per character": _loss(params, data.test, None)}
+    return {"nats per character": _loss(params, data.test)}
 
 
 _ERROR_CLIP = cg.ErrorClipByValue(max=3e-4)
@@ -80,6 +81,8 @@ TASK = Task(
     init=_init,
     sample=_sample,
     loss=_loss,
+    tag="h",
     evaluate=_evaluate,
     reached=lambda metrics: metrics["nats per character"] < 2.5,
+    recurrent=True,
 )

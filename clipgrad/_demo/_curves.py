@@ -36,6 +36,17 @@ def band(curves: np.ndarray, points: int = 80) -> Band:
     return Band(centres, *np.array(rows).T)
 
 
+def over_training(norms: np.ndarray) -> Band:
+    """The range of all seeds and training steps at each time step, which are counted from 1.
+
+    Args:
+      norms: of shape (seeds, steps, time steps); what is not finite is left out.
+    """
+    columns = norms.reshape(-1, norms.shape[-1]).T
+    rows = [_range(column[np.isfinite(column)]) for column in columns]
+    return Band(np.arange(1, len(columns) + 1), *np.array(rows).T)
+
+
 def _range(values: np.ndarray) -> list[float]:
     if not values.size:
         return [np.nan] * 3

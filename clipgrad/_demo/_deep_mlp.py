@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from clipgrad._demo import _task
@@ -32,17 +33,17 @@ def _init(data: Digits, random: np.random.Generator) -> Any:
     }
 
 
-def _logits(params: Any, images: jax.Array, error_clip: cg.ClipRule | None = None) -> jax.Array:
+def _logits(params: Any, images: jax.Array) -> jax.Array:
     def block(h: jax.Array, weights: Any) -> tuple[jax.Array, None]:
-        h = cg.clip_cotangent(h, error_clip)
+        h = checkpoint_name(h, "h")
         return h + jax.nn.relu(jax.nn.relu(h) @ weights["up"]) @ weights["down"], None
 
     h, _ = jax.lax.scan(block, images @ params["in"], params["blocks"])
     return h @ params["out"]
 
 
-def _loss(params: Any, batch: Digits, error_clip: cg.ClipRule | None) -> jax.Array:
-    return _task.cross_entropy(_logits(params, batch.images, error_clip), batch.labels)
+def _loss(params: Any, batch: Digits) -> jax.Array:
+    return _task.cross_entropy(_logits(params, batch.images), batch.labels)
 
 
 def _evaluate(first: Any, params: Any, data: Digits) -> Metrics:
@@ -69,6 +70,7 @@ TASK = Task(
     init=_init,
     sample=lambda data, key: data.sample(key, _BATCH),
     loss=_loss,
+    tag="h",
     evaluate=_evaluate,
     reached=lambda metrics: metrics["accuracy"] >= 0.9,
 )

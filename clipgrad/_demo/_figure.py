@@ -1,5 +1,6 @@
-"""The figure: loss and gradient norm per step of every arm."""
+"""The figure: loss and gradient norm of every arm per step, and per time step of an RNN."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from clipgrad._demo import _task
-from clipgrad._demo._curves import band, first_nonfinite, span
+from clipgrad._demo._curves import Band, band, first_nonfinite, over_training, short, span
 from clipgrad._demo._train import Result, Run
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; grey for their yellow.
@@ -27,35 +28,59 @@ _COLOURS = {
     _task.ZERO_NANS: "#8C8C8C",
 }
 _KEY = "line: median, band: range of {} seeds over nearby steps"
+_TIME_KEY = """The gradient of {!r} at each time step of the RNN:
+the backward pass goes from right to left.
+line: median, band: range of {} seeds over {} steps"""
 _ROW = 0.075
+_HEIGHT = 4.3
 # How far up and down from the median a panel reaches: an explosion would flatten all the rest.
 _UP, _DOWN = 1e7, 1e5
 
 
 def figure(results: list[Result]) -> Figure:
-    """A row for each task: loss on the left, gradient norm in the middle, the legend."""
+    """For each task: loss on the left, gradient norm in the middle, the legend.
+
+    Below them, if it has time steps: the gradient norm at each of them.
+    """
     layout = ConstrainedLayoutEngine(w_pad=0.12)
-    chart = Figure(figsize=(15, 4.3 * len(results)), layout=layout)
+    heights = [_HEIGHT * (2 if _through_time(result) else 1) for result in results]
+    chart = Figure(figsize=(15, sum(heights)), layout=layout)
     FigureCanvasAgg(chart)
-    rows = chart.subfigures(len(results), 1, squeeze=False, hspace=0.06)[:, 0]
-    for part, result in zip(rows, results, strict=True):
+    rows = chart.subfigures(len(results), 1, squeeze=False, hspace=0.04, height_ratios=heights)
+    for part, result in zip(rows[:, 0], results, strict=True):
         _draw_task(part, result)
     return chart
 
 
 def _draw_task(part: Any, result: Result) -> None:
     part.suptitle(f"{result.task.name}: {result.task.summary}", fontsize=12, fontweight="bold")
-    losses, norms, legend = part.subplots(1, 3, width_ratios=[1, 1, 0.78])
+    through_time = _through_time(result)
+    grid = part.add_gridspec(2 if through_time else 1, 3, width_ratios=[1, 1, 0.78])
+    losses, norms, legend = (part.add_subplot(grid[0, column]) for column in range(3))
     _draw_panel(losses, "loss", {run.arm.label: run.loss for run in result.runs})
     norm = {run.arm.label: run.norm for run in result.runs}
     _draw_panel(norms, "gradient norm before any gradient clip", norm)
-    legend.set_axis_off()
-    box = legend.legend(
-        handles=[_handle(run) for run in result.runs],
+    seeds, goal = len(result.runs[0].loss), f"goal: {result.task.goal}"
+    _draw_legend(legend, f"{_KEY.format(seeds)}\n{goal}", map(_outcome, result.runs))
+    if through_time:
+        _draw_through_time(part.add_subplot(grid[1, :2]), through_time)
+        key = _TIME_KEY.format(result.task.tag, seeds, result.steps)
+        _draw_legend(part.add_subplot(grid[1, 2]), key, map(_peak, result.runs))
+
+
+def _through_time(result: Result) -> dict[str, Band]:
+    norms = {run.arm.label: run.through_time for run in result.runs}
+    return {label: over_training(each) for label, each in norms.items() if each is not None}
+
+
+def _draw_legend(axes: Axes, title: str, handles: Iterable[Line2D]) -> None:
+    axes.set_axis_off()
+    box = axes.legend(
+        handles=list(handles),
         loc="center left",
         borderaxespad=0,
         frameon=False,
-        title=f"{_KEY.format(len(result.runs[0].loss))}\ngoal: {result.task.goal}",
+        title=title,
         title_fontsize=9,
         alignment="left",
         labelspacing=0.9,
@@ -70,7 +95,7 @@ def _draw_panel(axes: Axes, quantity: str, curves: dict[str, np.ndarray]) -> Non
     axes.grid(True, which="major", alpha=0.25)
     ended = {}
     for label, values in curves.items():
-        _draw_curve(axes, label, values)
+        _draw_curve(axes, label, band(values))
         if any(first_nonfinite(values)):
             ended[label] = values
     shown = _scale(axes, list(curves.values()), len(ended))
@@ -82,8 +107,30 @@ def _draw_panel(axes: Axes, quantity: str, curves: dict[str, np.ndarray]) -> Non
         axis.set_minor_formatter(NullFormatter())
 
 
-def _draw_curve(axes: Axes, label: str, values: np.ndarray) -> None:
-    line, colour = band(values), _COLOURS[label]
+def _draw_through_time(axes: Axes, curves: dict[str, Band]) -> None:
+    last = len(next(iter(curves.values())).steps)
+    axes.set(ylabel="gradient norm after any error clip", xlabel="time step", yscale="log")
+    axes.set(xlim=(0.5, last + 0.5), ylim=_whole([part for b in curves.values() for part in b[1:]]))
+    axes.grid(True, which="major", alpha=0.25)
+    for label, line in curves.items():
+        _draw_curve(axes, label, line)
+        thin: Any = {"color": _COLOURS[label], "linewidth": 0.7, "linestyle": _dash(label)}
+        axes.plot(line.steps, line.low, line.steps, line.high, **thin)
+
+
+def _whole(curves: list[np.ndarray]) -> tuple[float, float]:
+    """The limits that show an explosion up to its top; only what vanishes is cut off."""
+    values = _positive(curves)
+    return max(values.min(), np.median(values) / _DOWN) / 2, values.max() * 2
+
+
+def _positive(curves: list[np.ndarray]) -> np.ndarray:
+    values = np.concatenate([c[np.isfinite(c) & (c > 0)] for c in curves]).astype(float)
+    return values if values.size else np.array([0.1, 10.0])
+
+
+def _draw_curve(axes: Axes, label: str, line: Band) -> None:
+    colour = _COLOURS[label]
     axes.fill_between(line.steps, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
     axes.plot(line.steps, line.middle, color=colour, linewidth=1.8, linestyle=_dash(label))
 
@@ -113,8 +160,7 @@ def _draw_end(axes: Axes, label: str, values: np.ndarray, height: float) -> None
 
 def _scale(axes: Axes, curves: list[np.ndarray], rows: int) -> tuple[float, float]:
     """Sets the limits: rows of crosses lie above the curves, whose shown range is returned."""
-    values = np.concatenate([c[np.isfinite(c) & (c > 0)] for c in curves]).astype(float)
-    values = values if values.size else np.array([0.1, 10.0])
+    values = _positive(curves)
     middle, highest = np.median(values), values.max()
     low, high = max(values.min(), middle / _DOWN), min(highest, middle * _UP)
     height = max(np.log(high / low), 0.1)
@@ -155,14 +201,21 @@ def _dash(label: str) -> Any:
     return (0, (4, 2)) if label == _task.BOTH else "-"
 
 
-def _handle(run: Run) -> Line2D:
+def _outcome(run: Run) -> Line2D:
     name, values = next(iter(run.metrics.items()))
     goal = f"goal {run.reached.sum()} of {run.reached.size}"
-    return Line2D(
-        [],
-        [],
-        color=_COLOURS[run.arm.label],
-        linestyle=_dash(run.arm.label),
-        linewidth=2.4,
-        label=f"{run.arm.label}\n{name} {span(values)}, {goal}",
-    )
+    return _handle(run.arm.label, f"{name} {span(values)}, {goal}")
+
+
+def _handle(label: str, result: str) -> Line2D:
+    colour, dash = _COLOURS[label], _dash(label)
+    return Line2D([], [], color=colour, linestyle=dash, linewidth=2.4, label=f"{label}\n{result}")
+
+
+def _peak(run: Run) -> Line2D:
+    norms = np.asarray(run.through_time)
+    finite = np.isfinite(norms)
+    parts = [f"up to {short(norms[finite].max())}"] if finite.any() else []
+    if lost := (~finite).any((1, 2)).sum():
+        parts.append(f"NaN in {lost} of {len(norms)}")
+    return _handle(run.arm.label, ", ".join(parts))

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._demo._curves import first_nonfinite
+from clipgrad._demo._curves import first_nonfinite, over_training
 from clipgrad._demo._train import Result, Run
 
 _PACKAGES = ("clipgrad", "jax", "jaxlib", "optax", "numpy", "scikit-learn", "matplotlib")
@@ -44,8 +44,18 @@ def _arm(run: Run) -> dict[str, Any]:
         "gradient_clip_where": run.arm.where,
         "error_clip": repr(run.arm.error_clip) if run.arm.error_clip else None,
         "seconds": round(run.seconds, 1),
+        "gradient_norm_per_time_step": _through_time(run.through_time),
         "seeds": [_seed(run, seed) for seed in range(len(run.loss))],
     }
+
+
+def _through_time(norms: np.ndarray | None) -> dict[str, list[float | None]] | None:
+    """Over all seeds and training steps: each of them would be a thousand times as long."""
+    if norms is None:
+        return None
+    found = over_training(norms)
+    parts = {"min": found.low, "median": found.middle, "max": found.high}
+    return {name: [_number(norm) for norm in part] for name, part in parts.items()}
 
 
 def _seed(run: Run, seed: int) -> dict[str, Any]:

@@ -62,9 +62,11 @@ class Task:
       load: the data, a tree of arrays.
       init: the first parameters, of the data and a generator of NumPy.
       sample: the batch, of the data and a PRNG key.
-      loss: the loss, of the parameters, a batch and the rule of the error clip.
+      loss: the loss, of the parameters and a batch; it knows nothing of clipping.
+      tag: the name of the variable in it that error clips act on.
       evaluate: the metrics, of the first and the last parameters and the data.
       reached: whether metrics reach the goal.
+      recurrent: whether the tagged variable is inside of a scan over time steps.
     """
 
     name: str
@@ -76,9 +78,11 @@ class Task:
     load: Callable[[], Any]
     init: Callable[[Any, np.random.Generator], Any]
     sample: Callable[[Any, jax.Array], Any]
-    loss: Callable[[Any, Any, cg.ClipRule | None], jax.Array]
+    loss: Callable[[Any, Any], jax.Array]
+    tag: str
     evaluate: Callable[[Any, Any, Any], Metrics]
     reached: Callable[[Metrics], Any]
+    recurrent: bool = False
 
 
 def normal(random: np.random.Generator, *shape: int, scale: float) -> np.ndarray:

@@ -26,6 +26,8 @@ class Run(NamedTuple):
       arm: the way to train.
       loss: the loss before each step, of shape (seeds, steps).
       norm: the norm of the gradients before any gradient clip, likewise.
+      through_time: the norm of the gradient that goes back through the tagged variable, after
+        any error clip, of shape (seeds, steps, time steps); ``None`` without time steps.
       metrics: those of the task after the last step, each of shape (seeds,).
       reached: whether each seed reached the goal.
       seconds: how long it took, with compilation.
@@ -34,6 +36,7 @@ class Run(NamedTuple):
     arm: Arm
     loss: np.ndarray
     norm: np.ndarray
+    through_time: np.ndarray | None
     metrics: dict[str, np.ndarray]
     reached: np.ndarray
     seconds: float
@@ -108,10 +111,11 @@ def _run(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Run:
     start = time.perf_counter()
     # A thread has JAX's global settings, and optax's Adam fails with strict promotion.
     with jax.numpy_dtype_promotion("standard"):
-        params, loss, norm = _train_arm(common, tick, arm)
+        params, (loss, norm, through_time) = _train_arm(common, tick, arm)
     metrics = jax.tree.map(np.asarray, common.evaluate(params))
     reached = np.asarray(common.task.reached(metrics))
-    return Run(arm, loss, norm, metrics, reached, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return Run(arm, loss, norm, through_time, metrics, reached, seconds)
 
 
 def _train_arm(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Any:
@@ -124,16 +128,20 @@ def _train_arm(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Any:
         carry, curves = compiled(carry, common.batches(jnp.arange(start, start + size)))
         history.append(jax.tree.map(np.asarray, curves))
         tick(size)
-    loss, norm = (np.concatenate(parts, axis=1) for parts in zip(*history, strict=True))
-    return carry[0], loss, norm
+    return carry[0], jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *history)
 
 
 def _chunk(task: Task, arm: Arm, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    rules = {task.tag: arm.error_clip}
+    watched = cg.value_and_grad_with_stats(task.loss, rules=rules, watch=())
+
     def step(carry: Any, batch: Any) -> Any:
         params, state = carry
-        loss, grads = jax.value_and_grad(task.loss)(params, batch, arm.error_clip)
+        loss, grads, stats = watched(params, batch)
+        through_time = stats[task.tag].clipped_norm if task.recurrent else None
         updates, state = optimizer.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), (loss, cg.global_norm(grads))
+        curves = (loss, cg.global_norm(grads), through_time)
+        return (optax.apply_updates(params, updates), state), curves
 
     return functools.partial(jax.lax.scan, step)
 
