@@ -10,7 +10,7 @@ from jax.core import ShapedArray
 from jax.extend.core import DropVar, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._by_name import rule_of_variable
+from clipgrad._by_name import check_function, rule_of_variable
 from clipgrad._cotangent import clip_cotangent
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,7 +42,7 @@ def error_clip_everywhere(fun: F, rule: Callable[..., Any] | None) -> F:
       A function like ``fun``.
 
     Raises:
-      TypeError: if ``rule`` is no rule, or needs parameters.
+      TypeError: if ``fun`` is no function, or ``rule`` no rule, or one that needs parameters.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -55,6 +55,7 @@ def error_clip_everywhere(fun: F, rule: Callable[..., Any] | None) -> F:
     References:
       The error clip of PaddlePaddle's design document ``error_clip.md`` (2018).
     """
+    check_function(fun)
     rule = rule_of_variable(rule)
 
     @functools.wraps(fun)

@@ -161,3 +161,8 @@ def test_without_a_rule_it_is_the_identity():
 def test_wrong_rules_are_refused_at_once(rule, error):
     with pytest.raises(TypeError, match=error):
         cg.error_clip_everywhere(chain, rule)
+
+
+def test_arguments_in_the_wrong_order_are_refused_at_once():
+    with pytest.raises(TypeError, match="fun: got ClipByValue.*expected a function"):
+        cg.error_clip_everywhere(RULE, chain)
