@@ -197,6 +197,14 @@ def test_no_cotangent_arrives_in_a_while_loop():
     assert stats["h"].norm.shape == () and stats["h"].size == 0
 
 
+def test_a_while_loop_takes_no_step_of_a_scan_from_its_name():
+    def loss(x):
+        return lax.scan(lambda c, row: (tag(c * row), None), jnp.max(loop(lax.stop_gradient(x))), x)
+
+    stats = cg.value_and_grad_with_stats(lambda x: loss(x)[0])(X)[2]["h"]
+    np.testing.assert_array_equal(stats.size, np.ones(3))
+
+
 def jvp_rule(x):
     rule = jax.custom_jvp(lambda x: tag(jnp.sin(x)))
     rule.defjvp(lambda p, t: (jnp.sin(p[0]), t[0]))

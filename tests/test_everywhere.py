@@ -108,6 +108,16 @@ def test_a_result_that_is_used_inside_too_is_clipped():
     )
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+def test_a_value_that_a_program_inside_returns_twice_is_one_value(wrap):
+    def loss(x):
+        first, second = wrap(lambda x: [2 * x] * 2)(x)
+        return 100 * first, second
+
+    gradient = jax.grad(cg.error_clip_everywhere(loss, RULE), has_aux=True)(1.0)[0]
+    np.testing.assert_allclose(gradient, 0.6, rtol=1e-6)
+
+
 def test_a_tag_is_no_operation_of_its_own():
     halve = cg.error_clip_everywhere(lambda x: 3 * checkpoint_name(2 * x, "h"), lambda g: 0.5 * g)
     assert float(jax.grad(halve)(1.0)) == 3.0

@@ -101,6 +101,12 @@ def test_numbers_can_be_differentiated():
     assert (float(value), *map(float, grads), float(stats["h"].norm)) == (30.0, 15.0, 6.0, 3.0)
 
 
+def test_numbers_can_be_differentiated_at_a_position_from_the_end():
+    watched = cg.value_and_grad_with_stats(lambda x, y: 3 * checkpoint_name(x * y, "h"), -1)
+    value, grads, stats = watched(2.0, 5.0)
+    assert (float(value), float(grads), float(stats["h"].norm)) == (30.0, 6.0, 3.0)
+
+
 def test_auxiliary_results_are_kept():
     def loss(x):
         h = checkpoint_name(jnp.sin(x), "h")
@@ -191,6 +197,9 @@ def test_statistics_are_wide_where_the_variable_is():
         stats = cg.value_and_grad_with_stats(lambda x: jnp.sum(checkpoint_name(x, "h") ** 2))(x)[2]
         assert stats["h"].norm.dtype == jnp.float64
         np.testing.assert_allclose(stats["h"].norm, np.linalg.norm(2 * np.asarray(x)), rtol=1e-14)
+        z = jnp.asarray(x, jnp.complex128)
+        real = lambda z: jnp.sum(jnp.real(checkpoint_name(z, "h")))  # noqa: E731
+        assert cg.value_and_grad_with_stats(real)(z)[2]["h"].norm.dtype == jnp.float64
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -268,7 +277,7 @@ def test_a_wrong_choice_of_names_is_refused_at_once(watch):
         cg.value_and_grad_with_stats(rnn, watch=watch)
 
 
-def test_all_names_leave_out_integers_but_not_what_cannot_be_reached():
+def test_all_names_leave_out_what_has_no_cotangent_but_not_what_cannot_be_reached():
     @jax.custom_vjp
     def rule(x):
         return checkpoint_name(x, "inside")
@@ -277,6 +286,7 @@ def test_all_names_leave_out_integers_but_not_what_cannot_be_reached():
 
     def loss(x, apply=lambda x: x):
         index = checkpoint_name(jnp.arange(2), "index")
+        checkpoint_name(x, "unused")
         return jnp.sum(apply(checkpoint_name(x, "h"))[index])
 
     assert list(cg.value_and_grad_with_stats(loss)(X)[2]) == ["h"]
