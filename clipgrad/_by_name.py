@@ -9,7 +9,7 @@ import jax
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._cotangent import clip_cotangent
-from clipgrad._rules import as_rule
+from clipgrad._rules import ClipRule, as_rule
 from clipgrad._stats import ClipStats
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -51,8 +51,8 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
       A function like ``fun``.
 
     Raises:
-      TypeError: if ``rules`` is no mapping of names to rules, or a rule needs parameters; when
-        called, if the variable of a name has no cotangent, being an integer.
+      TypeError: if ``fun`` is no function, ``rules`` no mapping of names to rules, or a rule needs
+        parameters; when called, if the variable of a name has no cotangent, being an integer.
       ValueError: when called, if a name tags nothing, or nothing that is used, or a variable inside
         of a primitive that can't be entered, such as a `jax.custom_vjp`, whose own rule replaces
         the cotangents in it.
@@ -67,6 +67,7 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
       >>> print(jax.grad(model)(1.0), jax.grad(clipped)(1.0))
       20.0 10.0
     """
+    check_function(fun)
     named = checked_rules(rules, prefix)
     caller = "error_clip_by_name"
 
@@ -121,6 +122,16 @@ class ByName(_jaxpr.Hook):
             for entries in (self.rules, self.probes)
         )
         return ByName(rules, probes)
+
+
+def check_function(fun: Any) -> None:
+    """Checks that what is transformed is a function.
+
+    Raises:
+      TypeError: if it is none, or a rule.
+    """
+    if ClipRule in type(fun).__mro__ or not callable(fun):
+        raise TypeError(f"fun: got {fun!r}, expected a function; the rules come second")
 
 
 def checked_rules(rules: Any, prefix: Any = "") -> dict[str, Any]:

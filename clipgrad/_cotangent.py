@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._rules import apply_rule, as_rule
+from clipgrad._rules import ClipRule, apply_rule, as_rule
 from clipgrad._stats import ClipStats
 from clipgrad._trees import is_none, takes_part
 
@@ -120,12 +120,12 @@ def _trace(frame: _Frame, rule: Any, arrays: list[Any]) -> tuple[_Backward, Any]
     """The backward pass, with the arrays that the rule holds or closes over as arguments.
 
     A backward pass may not close over tracers: inside of `jax.lax.scan` they would be those of
-    another trace by the time that it runs. A rule that is a pytree is traced once for all
-    variables of a shape; a function may hide anything, and is traced anew.
+    another trace by the time that it runs. A rule of this library is traced once for all
+    variables of a shape; any other may hide anything in a closure, and is traced anew.
     """
     needs_params = getattr(rule, "needs_params", False)
     fixed, given = _jaxpr.split(rule)
-    trace = _traced if _is_pytree(rule) else _traced_anew
+    trace = _traced if _is_open(rule) else _traced_anew
     program, outputs = trace(frame, fixed, given, arrays, arrays if needs_params else [])
     return _Backward(program.jaxpr, outputs, needs_params), (list(program.consts), given)
 
@@ -148,8 +148,9 @@ def _traced_anew(frame: _Frame, fixed: _jaxpr.Split, *arguments: Any) -> tuple[A
     return program, jax.tree.structure(shapes)
 
 
-def _is_pytree(rule: Any) -> bool:
-    return rule is None or not jax.tree_util.treedef_is_leaf(jax.tree.structure(rule))
+def _is_open(rule: Any) -> bool:
+    """Whether all that a rule computes with is in its fields."""
+    return rule is None or ClipRule in type(rule).__mro__
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -10,7 +10,7 @@ from jax.core import ShapedArray
 from jax.extend.core import DropVar, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._by_name import rule_of_variable
+from clipgrad._by_name import check_function, rule_of_variable
 from clipgrad._cotangent import clip_cotangent
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,7 +27,8 @@ def error_clip_everywhere(fun: F, rule: Callable[..., Any] | None) -> F:
       * All operations are clipped inside of `jax.jit`, `jax.lax.scan` (at each step),
         `jax.lax.cond`, `jax.checkpoint` and `jax.shard_map`; `jax.jit` makes no difference.
       * What comes in from above, to a result of ``fun`` that it does not use itself, is not
-        clipped; neither is what is handed back to the arguments of ``fun``.
+        clipped; neither is what is handed back to the arguments of ``fun``. What a scan carries
+        is used, by its next step.
       * Functions with rules of their own, such as `jax.custom_vjp`, are one operation each.
 
     A value rule is the usual choice: a norm rule sees each value's cotangent by itself. ``fun`` is
@@ -41,7 +42,7 @@ def error_clip_everywhere(fun: F, rule: Callable[..., Any] | None) -> F:
       A function like ``fun``.
 
     Raises:
-      TypeError: if ``rule`` is no rule, or needs parameters.
+      TypeError: if ``fun`` is no function, or ``rule`` no rule, or one that needs parameters.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -54,6 +55,7 @@ def error_clip_everywhere(fun: F, rule: Callable[..., Any] | None) -> F:
     References:
       The error clip of PaddlePaddle's design document ``error_clip.md`` (2018).
     """
+    check_function(fun)
     rule = rule_of_variable(rule)
 
     @functools.wraps(fun)

@@ -206,8 +206,11 @@ def _squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _root(sums: jax.Array) -> jax.Array:
     low, high, down, up = _RANGE[sums.dtype.name]
     large, middle, small = sums[..., 0], sums[..., 1], sums[..., 2]
-    root = jnp.where(middle < 2.0 ** (2 * low), jnp.sqrt(small) * 2.0**-up, jnp.sqrt(middle))
-    return jnp.where(large > 2.0 ** (2 * (high + down)), jnp.sqrt(large) * 2.0**-down, root)
+    is_large, is_small = large > 2.0 ** (2 * (high + down)), middle < 2.0 ** (2 * low)
+    total = jnp.where(is_large, large, jnp.where(is_small, small, middle))
+    unit = jnp.where(is_large, 2.0**-down, jnp.where(is_small, 2.0**-up, 1.0))
+    root = jnp.sqrt(jnp.where(total == 0, 1, total)) * unit.astype(sums.dtype)
+    return jnp.where(total == 0, 0, root)
 
 
 def _one(total: jax.Array) -> jax.Array:

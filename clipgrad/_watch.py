@@ -35,6 +35,8 @@ def value_and_grad_with_stats(
       * Variables that share a name are added up: step by step as far as the lengths of the scans
         around them are the same from the outermost on, over all steps of the rest.
       * Under `jax.vmap` each lane has its own; what ``fun`` itself maps over is added up.
+      * Inside of `jax.shard_map` they are those of all devices together, like the gradients of
+        what the devices share; with ``check_vma=False`` each device has its own.
 
     Args:
       fun: a function that returns a scalar, or ``(scalar, aux)``.
@@ -70,13 +72,14 @@ def value_and_grad_with_stats(
     plain = jax.value_and_grad(fun, argnums, has_aux)
     named = checked_rules({} if rules is None else rules)
     watched = _checked_watch(watch)
-    first = argnums if isinstance(argnums, int) else next(iter(argnums), 0)
+    chosen = argnums if isinstance(argnums, Iterable) else (argnums,)
+    first = next(iter(chosen), 0)
 
     @functools.wraps(fun)
     def with_stats(*args: Any, **kwargs: Any) -> Any:
         if not -len(args) <= first < len(args):
             plain(*args, **kwargs)  # says what is wrong in its own words
-        traced = _jaxpr.trace(fun, _as_arrays(args, argnums), kwargs)
+        traced = _jaxpr.trace(fun, _as_arrays(args, chosen), kwargs)
         probes = _probes(traced.program, named, watched)
 
         def with_probes(*args: Any, **kwargs: Any) -> Any:
@@ -85,7 +88,7 @@ def value_and_grad_with_stats(
 
         differentiated = jax.value_and_grad(with_probes, argnums, has_aux)
         value, grads = differentiated(*_pack(args, first, probes), **kwargs)
-        if isinstance(argnums, int):
+        if chosen is not argnums:
             grads, stats = grads
         else:
             (grad, stats), *others = grads
@@ -109,10 +112,9 @@ def _checked_watch(watch: Any) -> tuple[str, ...] | None:
     return names
 
 
-def _as_arrays(args: tuple, argnums: int | Sequence[int]) -> tuple:
+def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
     """The arguments, with arrays for the numbers in those that are differentiated."""
-    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    positions = {i % len(args) for i in chosen}
+    positions = {i % len(args) for i in argnums}
     return tuple(
         jax.tree.map(_as_array, arg) if i in positions else arg for i, arg in enumerate(args)
     )

@@ -359,6 +359,12 @@ def test_wrong_rules_are_refused_at_once(rules, error):
         cg.error_clip_by_name(step, rules)
 
 
+def test_what_is_no_function_is_refused_at_once():
+    for fun in (3, {"h": VALUE}, None):
+        with pytest.raises(TypeError, match="fun: got .*expected a function; the rules"):
+            cg.error_clip_by_name(fun, {"h": VALUE})
+
+
 def test_a_wrong_prefix_is_refused_at_once():
     with pytest.raises(TypeError, match="prefix: got 3, expected a string"):
         cg.error_clip_by_name(step, {"h": VALUE}, prefix=3)

@@ -1,5 +1,7 @@
 """Clips by name among callbacks, inner gradients, loops, roots, references and exports."""
 
+import dataclasses
+
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -104,6 +106,64 @@ def test_a_gradient_that_the_function_takes_itself_is_part_of_its_value():
     assert not np.allclose(jax.grad(clipped(plain))(X), jax.grad(plain)(X))
 
 
+def test_what_the_inner_gradient_of_a_remat_computes_again_is_kept_apart():
+    def plain(x, prevent_cse=True):
+        inner = jax.checkpoint(lambda p: jnp.sum(tag(p[0] * p[1]) ** 2), prevent_cse=prevent_cse)
+        return jnp.sum(jax.grad(inner)((x, jnp.cos(x)))[0])
+
+    for prevent_cse in (True, ((True, False),), False):
+        one, two = (
+            jax.jit(f, static_argnums=1).lower(X, prevent_cse).as_text()
+            for f in (plain, clipped(plain))
+        )
+        barriers = [
+            [line.rsplit(" : ")[-1] for line in text.splitlines() if "optimization_barrier" in line]
+            for text in (one, two)
+        ]
+        assert barriers[0] == barriers[1] and bool(barriers[0]) == bool(prevent_cse)
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda f: jax.grad(clipped(f)),
+        lambda f: jax.grad(cg.error_clip_everywhere(f, RULE)),
+        cg.value_and_grad_with_stats,
+    ],
+    ids=["by name", "everywhere", "with stats"],
+)
+def test_no_tracer_outlives_its_trace(transformed):
+    def model(x):
+        body = jax.checkpoint(lambda c, row: (tag(jnp.sin(c + row)), None))
+        return jax.jit(lambda x: lax.scan(body, x[0], x)[0])(x)
+
+    with jax.check_tracer_leaks():
+        jax.jit(transformed(model))(X)
+
+
+def test_a_rule_that_cannot_be_hashed_is_applied_inside_of_jit():
+    @dataclasses.dataclass
+    class Halve:
+        factor: float
+
+        def __call__(self, g):
+            return self.factor * g
+
+    halved = cg.error_clip_by_name(jax.jit(lambda x: jnp.sum(3 * tag(x))), {"h": Halve(0.5)})
+    np.testing.assert_allclose(jax.grad(halved)(X), np.full(3, 1.5))
+
+
+def test_a_rule_may_hold_arrays_beside_a_function_that_closes_over_tracers():
+    def gradient(factor):
+        rule = jax.tree_util.Partial(lambda a, g: a * g * factor, jnp.array(0.5))
+        by_name = cg.error_clip_by_name(lambda x: 3 * tag(x), {"h": rule})
+        return jax.grad(by_name)(1.0)
+
+    factors = jnp.array([1.0, 2.0])
+    np.testing.assert_allclose(jax.vmap(gradient)(factors), [1.5, 3.0])
+    np.testing.assert_allclose(lax.map(gradient, factors), [1.5, 3.0])
+
+
 def test_jacobians_and_hessians_are_those_of_clips_written_by_hand():
     for transform in (jax.jacrev, jax.hessian):
         by_name = transform(clipped(lambda x: tag(x**2) ** 3))(X)
@@ -135,6 +195,14 @@ def test_no_cotangent_arrives_in_a_while_loop():
     _, grads, stats = watched(X)
     np.testing.assert_allclose(grads, 8 * X)
     assert stats["h"].norm.shape == () and stats["h"].size == 0
+
+
+def test_a_while_loop_takes_no_step_of_a_scan_from_its_name():
+    def loss(x):
+        return lax.scan(lambda c, row: (tag(c * row), None), jnp.max(loop(lax.stop_gradient(x))), x)
+
+    stats = cg.value_and_grad_with_stats(lambda x: loss(x)[0])(X)[2]["h"]
+    np.testing.assert_array_equal(stats.size, np.ones(3))
 
 
 def jvp_rule(x):

@@ -87,6 +87,15 @@ def test_what_comes_from_above_and_what_goes_back_is_not_clipped():
         np.testing.assert_allclose(jax.vjp(wrapped, 1.0)[1](10.0)[0], 1000.0)
 
 
+def test_the_last_state_of_a_scan_is_clipped_like_all_others():
+    def run(x, clip=lambda x: x):
+        return jax.lax.scan(lambda c, _: (clip(2 * c), None), x, None, length=3)[0]
+
+    gradient = jax.vjp(cg.error_clip_everywhere(run, RULE), 1.0)[1](10.0)[0]
+    np.testing.assert_allclose(gradient, 0.6, rtol=1e-6)
+    np.testing.assert_allclose(gradient, jax.vjp(lambda x: run(x, hand), 1.0)[1](10.0)[0])
+
+
 def test_a_result_that_is_used_inside_too_is_clipped():
     def loss(x):
         h = 2 * x
@@ -97,6 +106,16 @@ def test_a_result_that_is_used_inside_too_is_clipped():
     assert float(jax.grad(cg.error_clip_everywhere(jax.jit(loss), RULE), has_aux=True)(1.0)[0]) == (
         pytest.approx(0.6)
     )
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+def test_a_value_that_a_program_inside_returns_twice_is_one_value(wrap):
+    def loss(x):
+        first, second = wrap(lambda x: [2 * x] * 2)(x)
+        return 100 * first, second
+
+    gradient = jax.grad(cg.error_clip_everywhere(loss, RULE), has_aux=True)(1.0)[0]
+    np.testing.assert_allclose(gradient, 0.6, rtol=1e-6)
 
 
 def test_a_tag_is_no_operation_of_its_own():
@@ -152,3 +171,8 @@ def test_without_a_rule_it_is_the_identity():
 def test_wrong_rules_are_refused_at_once(rule, error):
     with pytest.raises(TypeError, match=error):
         cg.error_clip_everywhere(chain, rule)
+
+
+def test_arguments_in_the_wrong_order_are_refused_at_once():
+    with pytest.raises(TypeError, match="fun: got ClipByValue.*expected a function"):
+        cg.error_clip_everywhere(RULE, chain)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, PartitionSpec
 
 from clipgrad import _jaxpr
@@ -124,6 +125,55 @@ def test_remat_stays_remat_with_its_policy():
     assert found[0].params["policy"] is policy
 
 
+def solved(x):
+    return lax.custom_linear_solve(lambda v: 2 * v, x, lambda f, b: b / 2, symmetric=True)
+
+
+def partly_sharded(x):
+    mesh = jax.make_mesh((2, 2), ("d", "m"), (AxisType.Auto, AxisType.Auto))
+    spec = PartitionSpec("d")
+    options = {"mesh": mesh, "in_specs": spec, "out_specs": spec, "axis_names": {"d"}}
+    return jax.shard_map(lambda x: lax.psum(x, "d") + x, **options, check_vma=False)(x)
+
+
+def compiled(x):
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.jit(jnp.sin, keep_unused=True, inline=True, out_shardings=device)(x)
+
+
+OPTIONS = {
+    "scan": NESTED["scan"],
+    "reversed scan": NESTED["reversed scan"],
+    "unrolled scan": lambda x: lax.scan(lambda c, t: (c + t, t), x[0], x, unroll=2)[1],
+    "split scan": lambda x: lax.scan(lambda c, t: (c + t, t), x[0], x, _split_transpose=True)[1],
+    "remat": jax.checkpoint(jnp.sin, prevent_cse=False),
+    "shard_map": sharded,
+    "shard_map of one axis": partly_sharded,
+    "jit": compiled,
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_options_of_a_nested_program_are_kept(name):
+    plain, evaluated = (
+        next(e for e in jax.make_jaxpr(f)(X).eqns if _jaxpr.entered_programs(e)[0])
+        for f in (OPTIONS[name], lambda x: again(OPTIONS[name], _jaxpr.Hook(), x))
+    )
+    assert plain.primitive is evaluated.primitive
+
+    def options(equation):
+        kinds = bool, int, str, frozenset, tuple, jax.sharding.Mesh, type(None)
+        return {k: v for k, v in equation.params.items() if isinstance(v, kinds)}
+
+    assert options(plain) == options(evaluated) and len(options(plain)) > 1
+
+
+def test_a_symmetric_linear_solve_stays_symmetric():
+    for program in (solved, lambda x: again(solved, _jaxpr.Hook(), x)):
+        solve = jax.make_jaxpr(program)(X).eqns[0].params["jaxprs"]
+        assert solve.vecmat is solve.matvec
+
+
 def test_equations_are_those_of_all_programs():
     program = jax.make_jaxpr(NESTED["nested"])(X)
     names = [equation.primitive.name for equation in _jaxpr.equations(program)]
@@ -186,6 +236,15 @@ def test_a_context_of_an_equation_is_kept():
 
     text = jax.jit(lambda x: again(scoped, _jaxpr.Hook(), x)).lower(X).as_text(debug_info=True)
     assert "outer" in text
+
+
+def test_metadata_for_the_compiler_is_kept():
+    def noted(x):
+        with set_xla_metadata(note="of the user"):
+            return jnp.sin(x)
+
+    for program in (noted, lambda x: again(noted, _jaxpr.Hook(), x)):
+        assert 'note = "of the user"' in jax.jit(program).lower(X).as_text()
 
 
 def test_sites_have_their_names_nests_and_dtypes():

@@ -58,6 +58,15 @@ def test_nan_and_inf_are_counted_and_show_in_the_norm():
     assert infinite.norm == jnp.inf and infinite.nonfinite == 1
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_norms_can_be_differentiated(scale):
+    x = jnp.array([3.0, 4.0]) * scale
+    gradient = jax.grad(lambda x: cg.ClipStats.of(x, x).norm)(x)
+    np.testing.assert_allclose(gradient, [0.6, 0.8], rtol=1e-6)
+    at_zero = jax.grad(lambda x: cg.ClipStats.of(x, x).norm + cg.ClipStats.of(x, x).scale)(0 * x)
+    np.testing.assert_array_equal(at_zero, np.zeros(2))
+
+
 def test_float64_has_its_own_range():
     with jax.enable_x64(True):
         for scale in (1e-300, 1e-200, 1.0, 1e200, 1e300):

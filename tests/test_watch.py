@@ -89,7 +89,7 @@ def test_the_positions_of_jax_are_taken():
         return jnp.sum(checkpoint_name(a["x"] * b, "h")) * scale
 
     a, b = {"x": X}, 2 * X
-    for argnums in (0, 1, -1, (0, 1), (1, 0), (1,), [0]):
+    for argnums in (0, 1, -1, np.int64(1), (0, 1), (1, 0), (1,), [0]):
         expected = jax.value_and_grad(loss, argnums)(a, b, scale=3.0)
         actual = cg.value_and_grad_with_stats(loss, argnums)(a, b, scale=3.0)
         assert_same(actual[:2], expected)
@@ -99,6 +99,12 @@ def test_numbers_can_be_differentiated():
     watched = cg.value_and_grad_with_stats(lambda x, y: 3 * checkpoint_name(x * y, "h"), (0, 1))
     value, grads, stats = watched(2.0, 5.0)
     assert (float(value), *map(float, grads), float(stats["h"].norm)) == (30.0, 15.0, 6.0, 3.0)
+
+
+def test_numbers_can_be_differentiated_at_a_position_from_the_end():
+    watched = cg.value_and_grad_with_stats(lambda x, y: 3 * checkpoint_name(x * y, "h"), -1)
+    value, grads, stats = watched(2.0, 5.0)
+    assert (float(value), float(grads), float(stats["h"].norm)) == (30.0, 6.0, 3.0)
 
 
 def test_auxiliary_results_are_kept():
@@ -138,6 +144,23 @@ def test_under_vmap_each_lane_has_its_own():
     assert_close(lanes, jax.tree.map(lambda *parts: jnp.stack(parts), *each), rtol=1e-6)
 
 
+@pytest.mark.parametrize("tracked", [True, False])
+def test_inside_of_shard_map_they_are_those_of_all_devices_or_of_each(tracked):
+    loss = loss_of(step)
+
+    def local(x):
+        return cg.value_and_grad_with_stats(loss, rules=RULES)(x)[2]["h"].norm[None]
+
+    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))
+    rows = P("d")
+    norms = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=tracked)
+    )(X)
+    each = np.stack([local(x[None])[0] for x in X])
+    expected = np.full(4, np.linalg.norm(each)) if tracked else each
+    np.testing.assert_allclose(norms, expected, rtol=1e-5)
+
+
 def test_what_the_function_maps_over_is_added_up():
     def loss(x):
         return jnp.sum(jax.vmap(lambda row: 3 * checkpoint_name(row * 2, "h"))(x))
@@ -174,6 +197,9 @@ def test_statistics_are_wide_where_the_variable_is():
         stats = cg.value_and_grad_with_stats(lambda x: jnp.sum(checkpoint_name(x, "h") ** 2))(x)[2]
         assert stats["h"].norm.dtype == jnp.float64
         np.testing.assert_allclose(stats["h"].norm, np.linalg.norm(2 * np.asarray(x)), rtol=1e-14)
+        z = jnp.asarray(x, jnp.complex128)
+        real = lambda z: jnp.sum(jnp.real(checkpoint_name(z, "h")))  # noqa: E731
+        assert cg.value_and_grad_with_stats(real)(z)[2]["h"].norm.dtype == jnp.float64
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -251,7 +277,7 @@ def test_a_wrong_choice_of_names_is_refused_at_once(watch):
         cg.value_and_grad_with_stats(rnn, watch=watch)
 
 
-def test_all_names_leave_out_integers_but_not_what_cannot_be_reached():
+def test_all_names_leave_out_what_has_no_cotangent_but_not_what_cannot_be_reached():
     @jax.custom_vjp
     def rule(x):
         return checkpoint_name(x, "inside")
@@ -260,6 +286,7 @@ def test_all_names_leave_out_integers_but_not_what_cannot_be_reached():
 
     def loss(x, apply=lambda x: x):
         index = checkpoint_name(jnp.arange(2), "index")
+        checkpoint_name(x, "unused")
         return jnp.sum(apply(checkpoint_name(x, "h"))[index])
 
     assert list(cg.value_and_grad_with_stats(loss)(X)[2]) == ["h"]

@@ -36,11 +36,21 @@ def _jit(equation, inputs, hook):
     if hook.flatten:
         return _call(equation, inputs, hook)
     static, arrays = split(hook.inside(equation, ()))
-    compiled = _COMPILED.setdefault(_program(equation), {})
     key = (static, *(equation.params[name] for name in _JIT_OPTIONS))
+    if not _is_hashable(key):  # a rule of the user's own
+        return _jitted(equation, static)(arrays, *inputs)
+    compiled = _COMPILED.setdefault(_program(equation), {})
     if key not in compiled:
         compiled[key] = _jitted(equation, static)
     return compiled[key](arrays, *inputs)
+
+
+def _is_hashable(key: Any) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 _JIT_OPTIONS = ("in_shardings", "out_shardings", "donated_invars", "keep_unused", "inline", "name")
@@ -72,10 +82,18 @@ def _remat(equation, inputs, hook):
     if hook.flatten:
         return _call(equation, inputs, hook)
     params = equation.params
-    again = jax.checkpoint(
-        _body(equation, hook), prevent_cse=params["prevent_cse"], policy=params["policy"]
-    )
+    prevent_cse = params["prevent_cse"]
+    if params["differentiated"]:
+        inputs = _kept_apart(inputs, prevent_cse)
+    again = jax.checkpoint(_body(equation, hook), prevent_cse=prevent_cse, policy=params["policy"])
     return again(*inputs)
+
+
+def _kept_apart(inputs, prevent_cse):
+    """The barrier that JAX puts before what the backward pass of a `remat` computes again."""
+    chosen = [prevent_cse] * len(inputs) if isinstance(prevent_cse, bool) else prevent_cse
+    barred = iter(lax.optimization_barrier([x for x, c in zip(inputs, chosen, strict=True) if c]))
+    return [next(barred) if c else x for x, c in zip(inputs, chosen, strict=True)]
 
 
 def _scan(equation, inputs, hook):
@@ -126,6 +144,7 @@ def _cond(equation, inputs, hook):
 def _shard_map(equation, inputs, hook):
     params = equation.params
     static, arrays = split(hook.inside(equation, ()))
+    axes = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
 
     def shard(arrays, *shards):
         return tuple(evaluate(_program(equation), shards, static.given(arrays)))
@@ -135,7 +154,7 @@ def _shard_map(equation, inputs, hook):
         mesh=params["mesh"],
         in_specs=(PartitionSpec(), *params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
-        axis_names=params["newly_manual_axes"],
+        axis_names=params[axes],
         check_vma=params["check_vma"],
     )
     return mapped(arrays, *inputs)

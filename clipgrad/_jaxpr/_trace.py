@@ -42,15 +42,16 @@ def trace(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Tr
         known = dict(zip(arrays, values, strict=True))
         args, kwargs = structure.unflatten([known.get(i, leaf) for i, leaf in enumerate(leaves)])
         outputs, out_structure = jax.tree.flatten(fun(*args, **kwargs))
-        traced = [i for i, output in enumerate(outputs) if isinstance(output, jax.Array)]
-        fixed = {i: output for i, output in enumerate(outputs) if i not in traced}
+        traced = [isinstance(output, jax.Array) for output in outputs]
+        fixed = [None if is_traced else x for x, is_traced in zip(outputs, traced, strict=True)]
 
         def rebuild(values):
-            found = fixed | dict(zip(traced, values, strict=True))
-            return out_structure.unflatten([found[i] for i in range(len(outputs))])
+            rest = iter(values)
+            pairs = zip(fixed, traced, strict=True)
+            return out_structure.unflatten([next(rest) if t else x for x, t in pairs])
 
         result.append(rebuild)
-        return [outputs[i] for i in traced]
+        return [x for x, is_traced in zip(outputs, traced, strict=True) if is_traced]
 
     program = jax.make_jaxpr(flat)(*(leaves[i] for i in arrays))
     return Traced(program, arrays, result[-1])
