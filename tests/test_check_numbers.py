@@ -113,6 +113,15 @@ def test_auto_takes_under_a_hundred_evaluations_at_any_size(size):
     assert passed(jnp.sin, normal(2, size, dtype=jnp.float32)).evaluations < 100
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_kink_within_a_millionth_of_a_random_point_is_no_false_alarm(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        x = normal(2, 3000, dtype=jnp.dtype(dtype)).at[17].set(1.5e-6).at[5].set(-2e-7)
+        for function in (jax.nn.relu, jnp.abs):
+            for mode in ("auto", "fast"):
+                passed(function, x, mode=mode, points=1)
+
+
 def test_auto_takes_under_a_hundred_evaluations_for_many_leaves():
     leaves = [normal(k, 3, dtype=jnp.float32) for k in range(30)]
     report = passed(lambda xs: jax.nn.logsumexp(jnp.concatenate(xs)), leaves)
