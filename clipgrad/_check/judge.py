@@ -88,24 +88,26 @@ def judge(ladder: Ladder, ratio: float, allowed: Allowed) -> Verdict:
     kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
     kind = np.where(grows, KINK, kind)
     kind = np.where(np.isfinite(numeric), kind, UNSURE)
-    kind = np.where(_right_in_the_limit(ladder, analytic, slack), OK, kind)
+    near, sure = _right_in_the_limit(ladder, numeric, error, analytic, slack)
+    kind = np.where(near, np.where(sure, OK, UNSURE), kind)
     worst = np.argmax(kind + np.where(off > 0, off / (1 + off), 0) / 2, axis=1)[:, None]
     columns = (kind, numeric, analytic, error, ladder.at(best, "ahead"), ladder.at(best, "behind"))
     return Verdict(*(np.take_along_axis(c, worst, 1)[:, 0] for c in (*columns, kink)))
 
 
-def _right_in_the_limit(ladder: Ladder, analytic, slack) -> np.ndarray:
-    """Whether both one-sided slopes are the analytic one at two precise steps and all below.
+def _right_in_the_limit(ladder: Ladder, numeric, error, analytic, slack) -> tuple:
+    """Whether small steps have the analytic slope, not that of the larger ones, and precisely so.
 
-    They are where a kink is nearer than the larger steps but not than these, whatever the larger
-    ones settle on.
+    They do beside a kink that is nearer than the larger steps but not than these: then both
+    one-sided slopes are the analytic one at two steps, and at all below.
     """
-    sides = np.stack([ladder.slopes.ahead, ladder.slopes.behind])
-    slack = slack[:, None]
-    near = (np.abs(sides - analytic[:, None]) <= slack + ladder.noise).all(axis=0)
-    below = np.flip(np.logical_and.accumulate(np.flip(near, 1), axis=1), 1)
-    sure = below & (ladder.noise <= slack)
-    return (sure[:, :-1] & sure[:, 1:]).any(axis=1)
+    sides, noise = np.stack([ladder.slopes.ahead, ladder.slopes.behind]), ladder.noise
+    numeric, error, analytic, slack = (a[:, None] for a in (numeric, error, analytic, slack))
+    there = (np.abs(sides - analytic) <= slack + noise).all(axis=0)
+    below = np.flip(np.logical_and.accumulate(np.flip(there, 1), axis=1), 1)
+    apart = below & (np.abs(sides - numeric) > error + 2 * noise).all(axis=0)
+    sure = apart & (noise <= slack)
+    return tuple((steps[:, :-1] & steps[:, 1:]).any(axis=1) for steps in (apart, sure))
 
 
 def settled(ladder: Ladder, ratio: float) -> tuple[np.ndarray, np.ndarray]:
