@@ -148,3 +148,48 @@ def test_ties_are_looked_at_output_by_output(first, second):
     np.testing.assert_array_equal(found.failures[0].indices, [0, 1, 2])
     output = "out[0]" if first == 1 else "out[1]"
     assert f"3 tied elements share the gradient of {output} wrongly" in str(found)
+
+
+def test_auto_takes_under_a_hundred_evaluations_where_random_points_lie_near_kinks():
+    found = report(lambda x: jnp.maximum(x, 0), normal(6, 300_000, dtype=jnp.float32))
+    assert found.ok and found.evaluations < 100
+
+
+def test_auto_takes_under_a_hundred_evaluations_for_a_deep_relu_network():
+    weights = [normal(k, 32, 32, dtype=jnp.float32) / 6 for k in range(12)]
+    batch = normal(20, 32, 32, dtype=jnp.float32)
+
+    def model(weights):
+        x = batch
+        for weight in weights:
+            x = jax.nn.relu(x @ weight)
+        return x
+
+    found = report(model, weights)
+    assert found.ok and found.evaluations < 100
+
+
+def relu_with(zero, other=0.0):
+    """relu with a gradient of its own at zeros, and another at the first element."""
+
+    def backward(r, g):
+        gradient = jnp.where(r[0] == 0, zero, (r[0] > 0).astype(g.dtype)) * g
+        return (gradient.at[0].multiply(other),)
+
+    return custom(lambda x: jnp.maximum(x, 0), backward)
+
+
+ZEROS = normal(8, 400, dtype=jnp.float32).at[100:300].set(0).at[0].set(0.8)
+
+
+def test_two_of_many_equal_kinks_stand_for_all():
+    right, wrong = report(relu_with(0.0, 1.0), ZEROS), report(relu_with(1.5, 1.0), ZEROS)
+    assert right.ok and right.evaluations < 250
+    assert "200 of 400 elements wrong; worst: kink: slopes" in str(wrong)
+
+
+def test_a_dropped_element_does_not_hide_among_kinks_of_gradient_zero():
+    wrong = report(relu_with(0.0), ZEROS, points=1)
+    assert wrong.failures[0].where == "args[0][0]"
+    assert "at least 1 of 400 elements wrong" in str(wrong)
+    assert report(relu_with(0.0, 1.0), ZEROS, points=1).ok
