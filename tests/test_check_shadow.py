@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 
 from clipgrad._check.compiling import low_optimization, quick_jit
 from clipgrad._check.problem import make_problem
@@ -96,6 +97,13 @@ PLAIN = {
 def test_a_function_of_jaxs_own_operations_is_told_from_one_with_rules(name):
     function, plain = PLAIN[name]
     assert is_plain(make_problem(function, (X,))) == plain
+
+
+def test_a_primitive_of_somebody_elses_is_not_jaxs_own():
+    foreign = Primitive("of_somebody_else")
+    foreign.def_impl(lambda x: x)
+    foreign.def_abstract_eval(lambda x: x)
+    assert not is_plain(make_problem(lambda x: foreign.bind(jnp.sin(x)), (X,)))
 
 
 def test_rules_run_eagerly_and_jaxs_own_operations_compiled():

@@ -125,8 +125,7 @@ def settled(ladder: Ladder, ratio: float) -> tuple[np.ndarray, np.ndarray]:
 def _is_kink(ladder: Ladder, gap, best, allowed: Allowed) -> np.ndarray:
     gap, noise = _pick(gap, best), _pick(ladder.noise, best)
     size = np.fmax(np.abs(ladder.at(best, "ahead")), np.abs(ladder.at(best, "behind")))
-    wide = 2 * ladder.at(best, "width") >= 0.99 * gap
-    return (gap - 3 * noise > KINK_GAP * size) & (gap > 1e-3 * allowed.typical) & wide
+    return (gap - 3 * noise > KINK_GAP * size) & (gap > 1e-3 * allowed.typical)
 
 
 def _grows(ladder: Ladder) -> np.ndarray:
