@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 
+from clipgrad._check import compiling
 from clipgrad._check.compiling import low_optimization, quick_jit
 from clipgrad._check.problem import make_problem
 from clipgrad._check.pullback import differentiator, is_plain
@@ -122,4 +123,5 @@ def test_what_the_compiler_simplifies_away_is_differentiated_eagerly():
 
 def test_the_installed_compiler_knows_the_options_for_little_optimisation():
     assert "xla_backend_optimization_level" in low_optimization()
+    assert not compiling._known({"xla_no_such_option": 1})
     np.testing.assert_allclose(quick_jit(jnp.sin)(X), jnp.sin(X), rtol=1e-6)

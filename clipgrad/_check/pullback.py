@@ -87,7 +87,7 @@ def eagerly(problem: Problem, xs: Sequence[jax.Array], pulled: Callable | None =
     return PullBack(outputs, lambda cts: pulled(pull, list(cts))[0], problem.outputs)
 
 
-def _compiled(problem: Problem) -> Differentiate:
+def _compiled(problem: Problem) -> Callable[[Sequence[jax.Array]], PullBack]:
     @quick_jit
     def program(xs, cotangents):
         outputs, pull = jax.vjp(problem.fun, xs)
