@@ -24,6 +24,13 @@ from clipgrad._rules import (
 )
 
 OFF = (None, ErrorClipByValue(math.inf), ClipByGlobalNorm(math.inf))
+INFINITE = (
+    ErrorClipByValue(math.inf),
+    ClipByNorm(math.inf),
+    ClipByNorm(math.inf, axis=-1),
+    ClipByGlobalNorm(math.inf),
+    ClipByBlockRMS(math.inf),
+)
 ACTIVE = (
     ErrorClipByValue(max=0.7),
     ClipByNorm(0.5),
@@ -56,6 +63,7 @@ def cases() -> Iterator[Case]:
     x, w, xs = _normal(3, 4), _normal(4, 4), _normal(5, 3, 4)
     for rule in OFF:
         yield from _switched_off(rule, x, w, xs)
+    yield from _infinite(x, w, xs)
     for rule in ACTIVE:
         name = f"meta-gradient through {_title(rule)}"
         yield Case(name, lambda g, p, rule=rule: rule({"g": g}, {"g": p}), (x, w[:3]), order=2)
@@ -89,8 +97,25 @@ def _switched_off(rule, x, w, xs) -> Iterator[Case]:
     decorated = error_clip(rule)(_cell)
     for place, function in (("clip_cotangent", clipped), ("error_clip", decorated)):
         yield Case(f"{place}, {title}", function, (x, w), order=2)
-        if place == "clip_cotangent" or rule is OFF[-1]:
+        if rule is None:
             yield from _transformed(place, title, function, x, w, xs)
+
+
+def _infinite(x, w, xs) -> Iterator[Case]:
+    """A function that chains all rules, none of which ever clips."""
+
+    def placed(x, w):
+        for rule in INFINITE:
+            x = clip_cotangent(x, rule)
+        return _cell(x, w)
+
+    decorated = _cell
+    for rule in INFINITE:
+        decorated = error_clip(rule)(decorated)
+    for place, function in (("clip_cotangent", placed), ("error_clip", decorated)):
+        title = "every rule infinite"
+        yield Case(f"{place}, {title}", function, (x, w), order=2)
+        yield from _transformed(place, title, function, x, w, xs)
 
 
 def _transformed(place: str, title: str, function: Callable, x, w, xs) -> Iterator[Case]:

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
 import clipgrad as cg
 from tests.check_zoo import PAIRS, custom
@@ -122,3 +124,57 @@ def test_a_rule_that_raises_in_one_of_the_checks_fails_that_check():
     )
     report = cg.check_grads(rule, (X,), raise_on_failure=False)
     assert "[outputs] args[0]: raises TypeError" in str(report)
+
+
+TRACED, NOTE = jax.core.Tracer, "it is made of other operations (does it look at tracers"
+
+
+def is_eager(x):
+    """Whether a value is differentiated outside of `jax.jit`."""
+    return isinstance(x, TRACED) and not isinstance(getattr(x, "primal", x), TRACED)
+
+
+def doubled_by_half_the_calls():
+    calls = []
+    return lambda x: calls.append(1) or x * (x if len(calls) % 2 else lax.stop_gradient(x))
+
+
+UNSTEADY = {
+    "its value when traced": (lambda x: x * (2.0 if isinstance(x, TRACED) else 1.0), "primal"),
+    "a little of its value": (lambda x: x * (1.01 if isinstance(x, TRACED) else 1.0), "primal"),
+    "its gradient when compiled": (
+        lambda x: x * (x if is_eager(x) or not isinstance(x, TRACED) else lax.stop_gradient(x)),
+        "jit",
+    ),
+    "its gradient by turns": (doubled_by_half_the_calls(), "jit"),
+}
+
+
+@pytest.mark.parametrize("name", UNSTEADY)
+def test_a_function_without_rules_that_changes_with_its_context_fails(name):
+    function, check = UNSTEADY[name]
+    assert check in checks(function)
+
+
+def test_a_function_that_looks_for_batches_is_noted_and_its_gradient_looked_at_there():
+    batched = lambda x: x * (2.0 if "Batch" in type(x).__name__ else 1.0)  # noqa: E731
+    report = cg.check_grads(batched, (X,))
+    assert NOTE in str(report) and not report.not_run
+    assert NOTE not in str(cg.check_grads(jnp.sin, (X,)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_function_that_draws_which_gradient_to_stop_is_not_passed_over(seed):
+    rng = np.random.default_rng(seed)
+    drawn = lambda x: x * (x if rng.uniform() < 0.5 else lax.stop_gradient(x))  # noqa: E731
+    report = cg.check_grads(drawn, (X,), raise_on_failure=False)
+    assert NOTE in str(report) or not report.ok
+
+
+def test_what_differs_so_much_when_compiled_that_nothing_can_be_measured_fails_jit():
+    def inside_jit(x):
+        compiled = isinstance(x, TRACED) and not is_eager(x)
+        return jnp.sin(x) * (2.0 if compiled else 1.0)
+
+    report = cg.check_grads(inside_jit, (X,), raise_on_failure=False)
+    assert "[jit] out[2]: value 0.8912074 when called, 1.782415 when compiled" in str(report)

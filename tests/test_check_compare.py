@@ -29,6 +29,8 @@ def comparison(rounding=None):
 def test_equal_gradients_are_no_failure():
     assert comparison()("jit", G, G, "here") == []
     assert comparison()("jit", G * (1 + 1e-5), G, "here") == []
+    assert comparison()("jit", 0 * G + 1e-36, 0 * G, "underflow") == []
+    assert comparison()("jit", 0 * G + 1e-33, 0 * G, "a number")
 
 
 def test_a_different_one_names_the_worst_element_and_both_values():

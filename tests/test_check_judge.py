@@ -64,11 +64,28 @@ def relu(x):
         (lambda x: 2 * x + 0.3 * np.abs(x), 2.2, KINK),
         (lambda x: 2 * x + 0.3 * np.abs(x), 1.6, WRONG),
         (lambda x: np.sign(x) * np.sqrt(np.abs(x)), 0.0, KINK),
+        (lambda x: relu(x + 1e-5) - 1e-5, 1.0, OK),
+        (lambda x: relu(x + 1e-5) - 1e-5, 1.01, WRONG),
+        (lambda x: relu(x - 1e-5), 0.0, OK),
+        (lambda x: relu(x - 1e-5), -0.1, WRONG),
         (lambda x: x * np.nan, 1.0, UNSURE),
     ],
 )
 def test_slopes_are_told_apart(function, analytic, kind):
     assert verdict(function, analytic).kind == kind
+
+
+def test_a_kink_nearer_than_the_smallest_steps_is_seen_only_where_these_are_precise():
+    near = lambda x: relu(x + 1e-5) - 1e-5  # noqa: E731
+    assert verdict(near, 1.0, noise=1e-12, relative=1e-4).kind == OK
+    assert verdict(near, 1.0, noise=1e-9, relative=1e-4).kind == UNSURE
+    assert verdict(near, 1.01, noise=1e-9, relative=1e-4).kind == WRONG
+    assert verdict(np.sin, 1.001, noise=1e-9, relative=1e-4).kind == WRONG
+
+
+def test_a_gap_within_the_noise_is_no_kink_nor_one_far_below_typical_slopes():
+    assert verdict(lambda x: x + 0.04 * np.abs(x), 1.3, noise=0.01).kind != WRONG
+    assert verdict(lambda x: 1e-5 * np.abs(x), 2.5e-5, floor=3e-5).kind == OK
 
 
 def test_slopes_that_never_settle_are_no_verdict():

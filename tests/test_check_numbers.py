@@ -113,6 +113,15 @@ def test_auto_takes_under_a_hundred_evaluations_at_any_size(size):
     assert passed(jnp.sin, normal(2, size, dtype=jnp.float32)).evaluations < 100
 
 
+@pytest.mark.parametrize("mode", ["auto", "full"])
+@pytest.mark.parametrize("offset", [1.0, 1e5])
+def test_a_kink_within_a_millionth_of_the_point_is_no_false_alarm(mode, offset):
+    def beside(x):
+        return jnp.concatenate([jnp.maximum(x, 0), offset + x[2:3]])
+
+    passed(beside, jnp.asarray([1.5e-6, -1.5e-6, 0.7, -1.2]), mode=mode, points=1)
+
+
 def test_auto_takes_under_a_hundred_evaluations_for_many_leaves():
     leaves = [normal(k, 3, dtype=jnp.float32) for k in range(30)]
     report = passed(lambda xs: jax.nn.logsumexp(jnp.concatenate(xs)), leaves)

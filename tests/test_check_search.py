@@ -37,6 +37,17 @@ def test_a_rule_that_the_reference_shares_is_judged_by_differences():
     assert "analytic/numeric is 0.9 throughout" in str(wrong)
 
 
+def test_a_transpose_that_the_reference_shares_is_judged_by_differences():
+    def halved(factor):
+        return lambda b: lax.custom_linear_solve(
+            lambda v: 2 * v, b, lambda _, y: y / 2, lambda _, y: factor * y / 2
+        )
+
+    assert report(halved(1.0), X).ok
+    found = {failure.check for failure in report(halved(0.9), X).failures}
+    assert found == {"value", "forward"}
+
+
 @pytest.mark.parametrize("mode", ["auto", "fast", "full"])
 def test_many_wrong_elements_are_counted_or_said_to_be_at_least_so_many(mode):
     half = custom(lambda x: jnp.sin(x), lambda r, g: (g * jnp.cos(r[0]) / 2,))
@@ -131,7 +142,7 @@ def test_a_derivative_of_the_wrong_sign_beside_a_kink_is_wrong():
 
 def test_kinks_of_one_output_that_bend_both_ways_are_left_to_themselves():
     def rule(r, g):
-        return (g * jnp.asarray([1.0, 1.0], g.dtype),)
+        return (g * jnp.asarray([0.5, 0.5], g.dtype),)
 
     difference = custom(lambda x: jnp.abs(x[0]) - jnp.abs(x[1]), rule)
     assert report(difference, jnp.zeros(2), points=1).ok
@@ -148,3 +159,51 @@ def test_ties_are_looked_at_output_by_output(first, second):
     np.testing.assert_array_equal(found.failures[0].indices, [0, 1, 2])
     output = "out[0]" if first == 1 else "out[1]"
     assert f"3 tied elements share the gradient of {output} wrongly" in str(found)
+
+
+def test_auto_takes_under_a_hundred_evaluations_where_random_points_lie_near_kinks():
+    found = report(lambda x: jnp.maximum(x, 0), normal(6, 300_000, dtype=jnp.float32))
+    assert found.ok and found.evaluations < 100
+
+
+def test_auto_takes_under_a_hundred_evaluations_for_a_deep_relu_network():
+    weights = [normal(k, 32, 32, dtype=jnp.float32) / 6 for k in range(12)]
+    batch = normal(20, 32, 32, dtype=jnp.float32)
+
+    def model(weights):
+        x = batch
+        for weight in weights:
+            x = jax.nn.relu(x @ weight)
+        return x
+
+    found = report(model, weights)
+    assert found.ok and found.evaluations < 100
+
+
+def relu_with(zero, other=0.0):
+    """relu with a gradient of its own at zeros, and another at the first element, halved."""
+    weight = jnp.ones(400).at[0].set(0.5)
+
+    def backward(r, g):
+        gradient = jnp.where(r[0] == 0, zero, (r[0] > 0).astype(g.dtype)) * g * weight
+        return (gradient.at[0].multiply(other),)
+
+    return custom(lambda x: weight * jnp.maximum(x, 0), backward)
+
+
+ZEROS = normal(8, 400, dtype=jnp.float32).at[100:300].set(0).at[0].set(0.8)
+
+
+def test_two_of_many_equal_kinks_stand_for_all():
+    right, wrong = report(relu_with(0.0, 1.0), ZEROS), report(relu_with(1.5, 1.0), ZEROS)
+    assert right.ok and right.evaluations < 250
+    assert "200 of 400 elements wrong; worst: kink: slopes" in str(wrong)
+    assert abs(wrong.failures[0].analytic) == 1.5 * 1.5
+
+
+def test_a_dropped_element_does_not_hide_among_kinks_of_gradient_zero():
+    few = ZEROS.at[150:].set(1)
+    wrong = report(relu_with(0.0), few, points=1)
+    assert wrong.failures[0].where == "args[0][0]"
+    assert "1 of 400 elements wrong" in str(wrong)
+    assert report(relu_with(0.0, 1.0), few, points=1).ok

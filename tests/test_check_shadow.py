@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 
+from clipgrad._check import compiling
 from clipgrad._check.compiling import low_optimization, quick_jit
 from clipgrad._check.problem import make_problem
 from clipgrad._check.pullback import differentiator, is_plain
@@ -98,6 +100,13 @@ def test_a_function_of_jaxs_own_operations_is_told_from_one_with_rules(name):
     assert is_plain(make_problem(function, (X,))) == plain
 
 
+def test_a_primitive_of_somebody_elses_is_not_jaxs_own():
+    foreign = Primitive("of_somebody_else")
+    foreign.def_impl(lambda x: x)
+    foreign.def_abstract_eval(lambda x: x)
+    assert not is_plain(make_problem(lambda x: foreign.bind(jnp.sin(x)), (X,)))
+
+
 def test_rules_run_eagerly_and_jaxs_own_operations_compiled():
     seen = []
     watched = custom(lambda x: jnp.sin(x), lambda r, g: (seen.append(type(g)) or g * jnp.cos(*r),))
@@ -114,4 +123,5 @@ def test_what_the_compiler_simplifies_away_is_differentiated_eagerly():
 
 def test_the_installed_compiler_knows_the_options_for_little_optimisation():
     assert "xla_backend_optimization_level" in low_optimization()
+    assert not compiling._known({"xla_no_such_option": 1})
     np.testing.assert_allclose(quick_jit(jnp.sin)(X), jnp.sin(X), rtol=1e-6)

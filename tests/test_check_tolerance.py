@@ -62,9 +62,10 @@ def test_beside_an_exact_gradient_only_a_vanishing_leaf_gets_the_others_rounding
     tolerance, eps = make_tolerance(RANGES, ["float32"] * 2), 2.0**-23
     small = np.asarray([[1e-6] * 3 + [100.0] * 2])
     np.testing.assert_allclose(tolerance.floor(small, np.ones(5), exact=True)[0, 0], 5e-5 * eps)
-    gone = np.asarray([[0.0] * 3 + [100.0] * 2])
-    floor = tolerance.floor(gone, np.ones(5), exact=True)[0]
-    np.testing.assert_allclose(floor[0], 50 * eps * 100, rtol=1e-6)
+    for residue in (0.0, 1e-15):
+        gone = np.asarray([[residue] * 3 + [100.0] * 2])
+        floor = tolerance.floor(gone, np.ones(5), exact=True)[0]
+        np.testing.assert_allclose(floor[0], 50 * eps * 100, rtol=1e-6)
 
 
 def test_the_floor_follows_the_scale_of_each_element():

@@ -77,7 +77,8 @@ def check_grads(
     | outputs | a cotangent for one output only gives that one's part |
     | devices | each kind of device gives the same gradient |
 
-    A function without any custom rule has its gradient compiled as one program; `jit`, `vmap`,
+    A function without any custom rule that traces to the same operations again and under
+    `jax.vmap` has its gradient compiled as one program, to be compared with the eager one; `vmap`,
     `forward` and `outputs` are JAX's own affair there and are not run. Where several elements are
     at kinks of one output, as equal maxima are, they are looked at together too.
 

@@ -27,7 +27,8 @@ class Evaluation(NamedTuple):
 
     `call(leaves)` gives the outputs; `dtype` is that of the vectors. `held` says that `call`
     runs under `jax.vmap` with the base point in row 0. `quick` holds two binary exponents of
-    steps, `ladder` those for close inspection, and `label` is for the report.
+    steps, `finer` two more where kinks lie between, if the type allows them, `ladder` those for
+    close inspection, and `label` is for the report.
     """
 
     call: Callable[[list], list]
@@ -38,6 +39,7 @@ class Evaluation(NamedTuple):
     ladder: tuple[int, ...]
     held: bool = False
     compiled: bool = True
+    finer: tuple[int, int] | None = None
 
     @property
     def eps(self) -> float:

@@ -15,7 +15,7 @@ from clipgrad._check.sampling import DIRECTIONS, directions, scales
 from clipgrad._check.shadow import Shadow, Unsupported, make_shadow
 from clipgrad._check.tolerance import narrowest
 
-WIDE_QUICK, WIDE_LADDER = (16, 18), tuple(range(4, 28, 3))
+WIDE_QUICK, WIDE_FINER, WIDE_LADDER = (16, 18), (22, 24), tuple(range(4, 33, 4))
 SINGLE_QUICK, SINGLE_LADDER = (4, 5), tuple(range(2, 11))
 HALF_QUICK, HALF_LADDER = (2, 3), (1, 2, 3, 4)
 PROBE = (10, 33)
@@ -70,9 +70,8 @@ def _shadowed(problem: Problem) -> tuple[Evaluation, Shadow]:
 
 def wide_evaluation(call, like, label: str, held: bool = False, compiled: bool = True):
     """An evaluation in float64."""
-    return Evaluation(
-        call, like, np.float64, label, WIDE_QUICK, WIDE_LADDER, held=held, compiled=compiled
-    )
+    steps = WIDE_QUICK, WIDE_LADDER
+    return Evaluation(call, like, np.float64, label, *steps, held, compiled, WIDE_FINER)
 
 
 def _cast(problem: Problem, traceable: bool) -> Evaluation:

@@ -88,9 +88,26 @@ def judge(ladder: Ladder, ratio: float, allowed: Allowed) -> Verdict:
     kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
     kind = np.where(grows, KINK, kind)
     kind = np.where(np.isfinite(numeric), kind, UNSURE)
+    near, sure = _right_in_the_limit(ladder, numeric, error, analytic, slack)
+    kind = np.where(near, np.where(sure, OK, UNSURE), kind)
     worst = np.argmax(kind + np.where(off > 0, off / (1 + off), 0) / 2, axis=1)[:, None]
     columns = (kind, numeric, analytic, error, ladder.at(best, "ahead"), ladder.at(best, "behind"))
     return Verdict(*(np.take_along_axis(c, worst, 1)[:, 0] for c in (*columns, kink)))
+
+
+def _right_in_the_limit(ladder: Ladder, numeric, error, analytic, slack) -> tuple:
+    """Whether small steps have the analytic slope, not that of the larger ones, and precisely so.
+
+    They do beside a kink that is nearer than the larger steps but not than these: then both
+    one-sided slopes are the analytic one at two steps, and at all below.
+    """
+    sides, noise = np.stack([ladder.slopes.ahead, ladder.slopes.behind]), ladder.noise
+    numeric, error, analytic, slack = (a[:, None] for a in (numeric, error, analytic, slack))
+    there = (np.abs(sides - analytic) <= slack + noise).all(axis=0)
+    below = np.flip(np.logical_and.accumulate(np.flip(there, 1), axis=1), 1)
+    apart = below & (np.abs(sides - numeric) > error + 2 * noise).all(axis=0)
+    sure = apart & (noise <= slack)
+    return tuple((steps[:, :-1] & steps[:, 1:]).any(axis=1) for steps in (apart, sure))
 
 
 def settled(ladder: Ladder, ratio: float) -> tuple[np.ndarray, np.ndarray]:
@@ -108,8 +125,7 @@ def settled(ladder: Ladder, ratio: float) -> tuple[np.ndarray, np.ndarray]:
 def _is_kink(ladder: Ladder, gap, best, allowed: Allowed) -> np.ndarray:
     gap, noise = _pick(gap, best), _pick(ladder.noise, best)
     size = np.fmax(np.abs(ladder.at(best, "ahead")), np.abs(ladder.at(best, "behind")))
-    wide = 2 * ladder.at(best, "width") >= 0.99 * gap
-    return (gap - 3 * noise > KINK_GAP * size) & (gap > 1e-3 * allowed.typical) & wide
+    return (gap - 3 * noise > KINK_GAP * size) & (gap > 1e-3 * allowed.typical)
 
 
 def _grows(ladder: Ladder) -> np.ndarray:

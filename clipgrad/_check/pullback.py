@@ -9,6 +9,7 @@ from jax.extend.core import Primitive, primitives
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.compiling import quick_jit
+from clipgrad._check.contexts import is_steady
 from clipgrad._check.problem import Problem
 from clipgrad._check.real import cotangent_leaves, gradient_vector
 from clipgrad._check.shadow import OPAQUE
@@ -34,24 +35,39 @@ class PullBack(NamedTuple):
         return np.stack([self(covector) for covector in covectors])
 
 
-Differentiate = Callable[[Sequence[jax.Array]], PullBack]
+class Differentiate(NamedTuple):
+    """Differentiates a function at a point, `compiled` as one program or eagerly.
+
+    `steady` is False if JAX's own operations alone were seen, but others in another context.
+    """
+
+    call: Callable[[Sequence[jax.Array]], PullBack]
+    compiled: bool
+    steady: bool = True
+
+    def __call__(self, xs: Sequence[jax.Array]) -> PullBack:
+        """`jax.vjp` at a point."""
+        return self.call(xs)
 
 
 def differentiator(problem: Problem) -> Differentiate:
     """How to differentiate the function at a point.
 
-    Where the function holds rules of its own, as a user's program would: eagerly, since a rule
-    may behave otherwise when traced. JAX's own operations do not, so they are compiled as one,
-    unless the compiler simplifies their rounding away.
+    Where the function holds rules of its own, or does not do the same in every context, as a
+    user's program would: eagerly. JAX's own operations are compiled as one, unless the compiler
+    simplifies their rounding away.
     """
+    eager = Differentiate(lambda xs: eagerly(problem, xs), compiled=False)
     if not is_plain(problem):
-        return _eager(problem)
-    compiled = _compiled(problem)
+        return eager
+    if not is_steady(problem):
+        return eager._replace(steady=False)
+    compiled = Differentiate(_compiled(problem), compiled=True)
     try:
         same = not primal(problem, compiled(problem.inputs).outputs, "compiled")
     except Exception:
         same = False
-    return compiled if same else _eager(problem)
+    return compiled if same else eager
 
 
 def is_plain(problem: Problem) -> bool:
@@ -64,15 +80,14 @@ def is_plain(problem: Problem) -> bool:
     )
 
 
-def _eager(problem: Problem) -> Differentiate:
-    def differentiate(xs):
-        outputs, pull = jax.vjp(problem.fun, list(xs))
-        return PullBack(outputs, lambda cotangents: pull(list(cotangents))[0], problem.outputs)
+def eagerly(problem: Problem, xs: Sequence[jax.Array], pulled: Callable | None = None) -> PullBack:
+    """`jax.vjp` outside of `jax.jit`; `pulled(pull, cotangents)` calls what it hands back."""
+    outputs, pull = jax.vjp(problem.fun, list(xs))
+    pulled = pulled or (lambda pull, cotangents: pull(cotangents))
+    return PullBack(outputs, lambda cts: pulled(pull, list(cts))[0], problem.outputs)
 
-    return differentiate
 
-
-def _compiled(problem: Problem) -> Differentiate:
+def _compiled(problem: Problem) -> Callable[[Sequence[jax.Array]], PullBack]:
     @quick_jit
     def program(xs, cotangents):
         outputs, pull = jax.vjp(problem.fun, xs)

@@ -13,7 +13,7 @@ from clipgrad._check.compare import Comparison
 from clipgrad._check.evaluation import Chosen
 from clipgrad._check.log import Log, Options
 from clipgrad._check.problem import Problem
-from clipgrad._check.pullback import Differentiate, PullBack, is_plain
+from clipgrad._check.pullback import Differentiate, PullBack
 from clipgrad._check.reference import Reference
 from clipgrad._check.report import Failure
 from clipgrad._check.search import search
@@ -30,7 +30,7 @@ BEHAVIORS: dict[str, Callable[[Case], behavior.Outcome]] = {
     "forward": behavior.forward,
     "outputs": behavior.outputs,
 }
-OF_RULES = ("jit", "vmap", "forward", "outputs")
+OF_RULES = ("vmap", "forward", "outputs")
 
 
 class Elsewhere(NamedTuple):
@@ -137,11 +137,10 @@ def check_behavior(run: Run) -> None:
         second,
         run.options.seed,
     )
-    plain = is_plain(run.problem)
     for name, check in BEHAVIORS.items():
         if name in run.options.skip:
             continue
-        if plain and name in OF_RULES:
+        if run.differentiate.compiled and name in OF_RULES:
             run.log.not_run[name] = "JAX's own operations alone, no custom rule"
             continue
         outcome = _outcome(name, check, case)

@@ -7,6 +7,7 @@ import numpy as np
 
 from clipgrad._check.judge import KINK, OK, UNSURE, WRONG, Verdict
 from clipgrad._check.session import BALANCED, DENSE, SINGLE, Point, Session
+from clipgrad._check.suspects import elements, suspected
 
 GROUPS = 3
 BLOCKS = 64
@@ -73,13 +74,13 @@ def search(session: Session, point: Point, mode: str, rounding: Callable | None,
 def every_slope(session: Session, point: Point) -> np.ndarray:
     """The slope along every single element, for the first cotangent."""
     indices = np.arange(point.scale.size)
-    return _elements(session, point, indices, judged=False).numeric
+    return elements(session, point, indices, judged=False).numeric
 
 
 def _full(session: Session, point: Point, found: Search) -> None:
     for leaf, (start, stop) in enumerate(session.tolerance.ranges):
         indices = np.flatnonzero(point.finite[start:stop]) + start
-        verdict = _elements(session, point, indices)
+        verdict = elements(session, point, indices)
         found.findings.append(Finding(leaf, indices, verdict, _count(verdict), True))
 
 
@@ -93,30 +94,10 @@ def _by_reference(session: Session, point: Point, reference: np.ndarray, found: 
         suspects = np.flatnonzero(part > 1)
         if suspects.size:
             worst = suspects[np.argsort(-part[suspects], kind="stable")][:INSPECTED] + start
-            verdict = _elements(session, point, worst)
-            verdict = _with_reference(verdict, point, reference, worst)
-            found.findings.append(Finding(leaf, worst, verdict, suspects.size, True))
-
-
-def _with_reference(verdict: Verdict, point: Point, reference, indices) -> Verdict:
-    """Where differences are too noisy to tell but do not contradict the reference, it decides.
-
-    A gradient far below the noise of the outputs is among them, but not one that vanishes.
-    """
-    off = np.abs(reference - point.gradient)[:, indices]
-    row = np.argmax(off, axis=0)
-    better, analytic = reference[row, indices], point.gradient[row, indices]
-    close = np.abs(verdict.numeric - verdict.analytic) <= verdict.error
-    blurred = (np.abs(verdict.numeric - better) <= verdict.error) & (
-        np.abs(better - analytic) <= verdict.error
-    )
-    unsure = (verdict.kind == UNSURE) | ((verdict.kind == OK) & blurred)
-    wrong = unsure & np.isfinite(verdict.numeric) & close
-    return verdict._replace(
-        kind=np.where(wrong, WRONG, verdict.kind),
-        numeric=np.where(wrong, better, verdict.numeric),
-        analytic=np.where(wrong, analytic, verdict.analytic),
-    )
+            verdict = suspected(session, point, reference, worst)
+            alike = len(worst) == suspects.size or (verdict.kind == WRONG).all()
+            count = suspects.size if alike else len(worst)
+            found.findings.append(Finding(leaf, worst, verdict, count, alike))
 
 
 def _slack(tolerance, numeric, analytic, floor) -> np.ndarray:
@@ -196,7 +177,7 @@ def _bisect(session: Session, point: Point, leaf: int, areas: list[Range]) -> Fi
         kinks = [part for part, kind in zip(parts, kinds, strict=True) if kind == KINK]
     singles = areas or [(start, stop) for start, stop in kinks if stop - start == 1]
     indices = np.asarray([start for start, _ in singles], int)[:INSPECTED]
-    verdict = _elements(session, point, indices)
+    verdict = elements(session, point, indices)
     return Finding(leaf, indices, verdict, len(singles), exact)
 
 
@@ -209,15 +190,6 @@ def _split(area: Range, parts: int) -> list[Range]:
     start, stop = area
     cuts = np.linspace(start, stop, min(parts, stop - start) + 1).astype(int)
     return [(int(a), int(b)) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
-
-
-def _elements(session: Session, point: Point, indices: np.ndarray, judged: bool = True) -> Verdict:
-    """The verdict on single elements, in units of the gradient."""
-    ranges = np.stack([indices, indices + 1], axis=1)
-    verdict = session.verdict(point, ranges, SINGLE, point.gradient, judged)
-    unit = point.scale[indices]
-    names = ("numeric", "analytic", "error", "ahead", "behind")
-    return verdict._replace(**{name: getattr(verdict, name) / unit for name in names})
 
 
 def _count(verdict: Verdict) -> int:

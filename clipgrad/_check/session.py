@@ -114,6 +114,8 @@ class Session:
             return Verdict(*(np.zeros(0) for _ in Verdict._fields))
         allowed = self._allowed(point, ranges, direction, target)
         verdict = self._quick(point, ranges, direction, target, allowed)
+        if judged and direction != SINGLE:
+            self._again(verdict, point, ranges, direction, target, allowed)
         doubtful = np.flatnonzero(verdict.kind != OK if judged else _unsettled(verdict))
         if doubtful.size and self.delta is None:
             chosen = Allowed(*(_part(column, doubtful) for column in allowed))
@@ -123,8 +125,20 @@ class Session:
                 column[doubtful] = better
         return verdict
 
-    def _quick(self, point, ranges, direction, target, allowed: Allowed) -> Verdict:
-        exponents = self.differences.evaluation.quick if self.delta is None else (0, 1)
+    def _again(self, verdict: Verdict, point, ranges, direction, target, allowed) -> None:
+        """Try smaller steps where one disagrees, since elements may have passed their kinks."""
+        finer, doubtful = self.differences.evaluation.finer, np.flatnonzero(verdict.kind != OK)
+        if finer is None or self.delta is not None or not doubtful.size:
+            return
+        chosen = Allowed(*(_part(column, doubtful) for column in allowed))
+        closer = self._quick(point, ranges[doubtful], direction, target, chosen, finer)
+        right = closer.kind == OK
+        for column, better in zip(verdict, closer, strict=True):
+            column[doubtful[right]] = better[right]
+
+    def _quick(self, point, ranges, direction, target, allowed, exponents=None) -> Verdict:
+        exponents = exponents or self.differences.evaluation.quick
+        exponents = exponents if self.delta is None else (0, 1)
         slopes, noise = self._measure(point, ranges, direction, target, exponents)
         coarse, fine = np.moveaxis(slopes.central, 1, 0)
         if self.delta is None:

@@ -7,6 +7,7 @@ import numpy as np
 from clipgrad._check import structure
 from clipgrad._check.behavior import first_line
 from clipgrad._check.compare import on_cpu
+from clipgrad._check.compiling import quick_jit
 from clipgrad._check.evaluation import Chosen, choose
 from clipgrad._check.log import Log, Options
 from clipgrad._check.problem import Problem, leaf_dtypes
@@ -17,9 +18,14 @@ from clipgrad._check.report import Failure
 from clipgrad._check.run import Elsewhere, Run
 from clipgrad._check.sampling import cotangents, nearby
 from clipgrad._check.session import Session
+from clipgrad._check.structure import primal
 from clipgrad._check.tolerance import make_tolerance, narrowest
 
 NATIVE_FACTOR = 10.0
+UNSTEADY = (
+    "traced again or under jax.vmap, it is made of other operations (does it look at tracers, or "
+    "keep a state?)"
+)
 REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
 
 
@@ -32,8 +38,10 @@ def begin(problem: Problem, options: Options, log: Log) -> Run | None:
         return None
     gradient = pull.rows(covectors)
     log.fail(structure.finite_gradient(problem, gradient), options)
-    chosen = choose(problem, covectors, fast_compile=options.mode != "full")
-    log.notes += chosen.notes
+    chosen = _choose(problem, covectors, options, log)
+    if chosen is None:
+        return None
+    log.notes += chosen.notes if differentiate.steady else [UNSTEADY, *chosen.notes]
     evaluation = chosen.differences.evaluation
     log.precision = evaluation.label
     tolerance = _tolerance(problem, chosen, options, log)
@@ -55,7 +63,7 @@ def _differentiate(problem, differentiate, covectors, options, log: Log) -> Pull
     try:
         pull = differentiate(problem.inputs)
         first = pull.leaves(cotangent_leaves(covectors[0], problem.outputs))
-        failures += structure.primal(problem, pull.outputs, "differentiated")
+        failures += primal(problem, pull.outputs, "differentiated")
         failures += structure.same_types(problem, first)
         failures += structure.integers(problem, covectors[0])
     except Exception as error:
@@ -66,6 +74,18 @@ def _differentiate(problem, differentiate, covectors, options, log: Log) -> Pull
     stop = any("shape" in f.detail or f.check == "finite" for f in failures)
     different = any(a.dtype != b.dtype for a, b in zip(problem.outputs, pull.outputs, strict=True))
     return None if stop or different else pull
+
+
+def _choose(problem: Problem, covectors, options: Options, log: Log) -> Chosen | None:
+    """How to evaluate the function, or None where it was found to fail another way."""
+    try:
+        return choose(problem, covectors, fast_compile=options.mode != "full")
+    except ValueError:
+        compiled = primal(problem, quick_jit(problem.fun)(problem.inputs), "compiled")
+        log.fail([failure._replace(check="jit") for failure in compiled], options)
+        if not log.failures:
+            raise
+        return None
 
 
 def _same_bits(first, second) -> bool:
