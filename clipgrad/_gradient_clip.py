@@ -129,6 +129,11 @@ def gradient_clip(
         del extra_args
         taken = take(updates, where, nonfinite, measure)
         keeps = isinstance(state, GradientClipState)
+        if has_state and not keeps:
+            raise ValueError(
+                f"state: got {type(state).__name__} with a schedule or an adaptive threshold, "
+                "expected the GradientClipState of init(params)"
+            )
         active = resolve_schedules(rule, state.count) if keeps else rule
         norm = norm_of(active, taken, grad_norm) if isinstance(active, ClipByGlobalNorm) else None
         if keeps and adaptive_threshold(rule) is not None:

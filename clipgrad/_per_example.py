@@ -1,5 +1,6 @@
 """Gradients of each example of a batch, clipped one by one and then reduced."""
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -95,7 +96,8 @@ def clip_per_example(
     check_policy(nonfinite)
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCTIONS)}")
-    if microbatch is not None and (type(microbatch) is not int or microbatch < 1):
+    whole = isinstance(microbatch, numbers.Integral) and not isinstance(microbatch, bool)
+    if microbatch is not None and not (whole and microbatch >= 1):
         raise ValueError(f"microbatch: got {microbatch!r}, expected a positive integer or None")
     loss_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
 

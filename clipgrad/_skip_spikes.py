@@ -118,8 +118,8 @@ def skip_spikes(
         check_between("max_norm", max_norm, 0)
     if max_consecutive is not None:
         check_steps("max_consecutive", max_consecutive)
-    largest = jnp.inf if max_norm is None else max_norm
-    most = jnp.iinfo(jnp.int32).max if max_consecutive is None else max_consecutive
+    largest = jnp.inf if max_norm is None else float(max_norm)
+    most = jnp.iinfo(jnp.int32).max if max_consecutive is None else int(max_consecutive)
 
     def init(params: Any) -> SkipSpikesState:
         norm = jnp.zeros((), stats_dtype(keep_selected(params, selected(where, params))))

@@ -45,7 +45,8 @@ def history(norms, far, window=128, sigma=3.0, min_history=None, feed="raw"):
     for norm in norms:
         threshold = MOST
         if len(past) >= least:
-            threshold = np.mean(near(past, far)) + sigma * np.std(near(past, far))
+            known = near(past, far)
+            threshold = np.mean(known) + sigma * np.std(known)
         yield threshold
         fed = norm if feed == "raw" else min(norm, threshold)
         past = (past + [fed] * says_something(norm))[-window:]
@@ -60,8 +61,7 @@ def z_score(norms, far, z=2.5, decay=0.97, warmup=25, eps=1e-6, max_norm=None, f
             threshold = mean + z * (np.sqrt(variance) + eps)
             if score > z:
                 threshold = mean + z * np.sqrt(variance) / (score / z)
-        threshold = threshold if max_norm is None else min(threshold, max_norm)
-        yield threshold
+        yield threshold if max_norm is None else min(threshold, max_norm)
         if not says_something(norm):
             continue
         fed = norm if feed == "raw" else min(norm, threshold)
@@ -134,7 +134,9 @@ every_option = pytest.mark.parametrize(
 
 
 @functools.cache
-def compiled(threshold, together):
+def compiled(threshold):
+    """Runs of norms, shape (runs, steps, leaves)."""
+
     def step(state, norm):
         value, new = threshold.update(state, norm)
         chex.assert_trees_all_equal_shapes_and_dtypes(state, new)
@@ -143,14 +145,35 @@ def compiled(threshold, together):
     def all_steps(norms):
         return jax.lax.scan(step, threshold.init(jnp.zeros(norms.shape[1:])), norms)
 
-    return jax.jit(all_steps if together else jax.vmap(all_steps, in_axes=1, out_axes=(0, 1)))
+    return jax.jit(jax.vmap(all_steps))
 
 
-def run(threshold, norms, together=True):
-    """All thresholds and the last state, of leaves of one tree or of runs of their own."""
-    state, values = compiled(threshold, together)(jnp.asarray(norms, jnp.float32))
+def runs(threshold, norms):
+    """All thresholds and the last state of each run."""
+    state, values = compiled(threshold)(jnp.asarray(norms, jnp.float32))
     chex.assert_tree_all_finite((values, state))
     return np.asarray(values, np.float64), state
+
+
+LONGEST, MOST_LEAVES = 600, 3
+
+
+def run(threshold, norms):
+    """All thresholds and the last state, of the leaves of one tree.
+
+    Zeros are added, which say nothing, so that trees and runs of all sizes share a program.
+    """
+    steps, leaves = norms.shape
+    padded = np.zeros((1, LONGEST, MOST_LEAVES))
+    padded[0, :steps, :leaves] = norms
+    values, state = runs(threshold, padded)
+    return values[0, :steps, :leaves], jax.tree.map(lambda x: x[0, ..., :leaves], state)
+
+
+def run_apart(threshold, norms):
+    """The same of columns that know nothing of each other."""
+    values, _ = runs(threshold, norms.T[:, :, None])
+    return values[:, :, 0].T
 
 
 def assert_equal_up_to_rounding(actual, expected):
@@ -177,17 +200,13 @@ def eventful(**kwargs):
 
 
 @every_option
-def test_it_is_the_published_formula_on_ordinary_norms(kind, options):
-    norms = ordinary(steps=1500)
-    expected = REFERENCES[kind](np.float64(norms), np.inf, **options)
-    assert_equal_up_to_rounding(run(kind(**options), norms)[0], expected)
-
-
-@every_option
-def test_what_says_nothing_and_what_is_far_is_left_out(kind, options):
-    norms = eventful()
-    expected = REFERENCES[kind](np.float64(norms), 10.0, **options)
-    assert_equal_up_to_rounding(run(kind(**options), norms)[0], expected)
+def test_it_is_the_published_formula_but_for_what_says_nothing_and_what_is_far(kind, options):
+    steps = 1200 if kind is cg.PercentileThreshold and not options else 600
+    norms = ordinary(steps), eventful(steps=steps)
+    thresholds, _ = runs(kind(**options), np.stack(norms))
+    for actual, run_of, far in zip(thresholds, norms, (np.inf, 10.0), strict=True):
+        expected = REFERENCES[kind](np.float64(run_of), far, **options)
+        assert_equal_up_to_rounding(actual, expected)
 
 
 def test_the_defaults_are_the_published_ones():
@@ -222,10 +241,10 @@ def test_one_event_disables_nothing(kind):
     changed = np.tile(norms, len(pairs))
     for column, (when, event) in enumerate(pairs):
         changed[when, column] = event
-    changed = np.concatenate([changed, np.full((3, len(pairs)), 1e6)])
-    thresholds, _ = run(USEFUL[kind], changed, together=False)
-    clean, _ = run(USEFUL[kind], np.repeat(norms, 2, axis=1), together=False)
-    ratio = thresholds[299] / clean[-1, 0]
+    every = np.concatenate([norms, changed], axis=1)
+    every = np.concatenate([every, np.full((3, len(pairs) + 1), 1e6)])
+    thresholds = run_apart(USEFUL[kind], every)
+    ratio = thresholds[299, 1:] / thresholds[299, 0]
     assert ratio.min() > 0.5 and ratio.max() < 1.5
     assert (thresholds[300:] < 10).all(), "a spike soon after would pass"
 
@@ -254,6 +273,50 @@ def test_a_leaf_that_is_used_late_has_its_own_start(kind, start):
 def test_without_a_single_norm_nothing_is_clipped(kind, bad):
     thresholds, _ = run(USEFUL[kind], np.full((130, 1), bad))
     assert (thresholds == np.float32(MOST)).all()
+
+
+def test_the_averages_do_not_see_the_absolute_limit():
+    """As in the authors' code: otherwise they would end at the limit, with no deviation."""
+    _, limited = run(cg.ZScoreThreshold(max_norm=0.5), ordinary(100, 1))
+    _, free = run(cg.ZScoreThreshold(), ordinary(100, 1))
+    assert (limited.mean, limited.deviation) == (free.mean, free.deviation)
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.float64, jnp.bfloat16], ids=lambda d: d.__name__
+)
+@pytest.mark.parametrize("number", [float, np.float64, np.float32])
+def test_numbers_of_numpy_and_64_bits_keep_the_dtype_of_the_norms(number, dtype):
+    thresholds = (
+        cg.PercentileThreshold(number(10), window=np.int64(4)),
+        cg.HistoryThreshold(4, number(3.0), np.int64(2)),
+        cg.ZScoreThreshold(number(2.5), number(0.97), 2, number(1e-6), number(5.0)),
+        cg.EMAThreshold(number(0.98), number(1.05), number(1.0), np.int32(2)),
+    )
+    with jax.enable_x64(True):
+        for threshold in thresholds:
+            jax.eval_shape(
+                functools.partial(scan, cg.clip_by_norm(threshold)), [jnp.ones((3, 2), dtype)],
+                [jnp.ones(2, dtype)])  # fmt: skip
+        skip = cg.skip_spikes(optax.identity(), max_norm=number(9), sigma=number(6), window=4)
+        jax.eval_shape(functools.partial(scan, skip), jnp.ones((3, 2), dtype), jnp.ones(2, dtype))
+
+
+@every_kind
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_norm", "clip_by_value"])
+def test_trees_without_gradients_and_leaves_of_every_kind(name, kind):
+    trees = [
+        {},
+        {"none": None, "integer": jnp.arange(3), "key": jax.random.key(0)},
+        {"half": jnp.ones(3, jnp.float16), "complex": jnp.ones(2, jnp.complex64), "n": None,
+         "narrow": jnp.ones(2, jnp.bfloat16), "i": jnp.arange(2), "empty": jnp.zeros((0, 3))},
+    ]  # fmt: skip
+    for tree in trees:
+        tx = CLIPS[name](kind(), stats="per_leaf")
+        state = tx.init(tree)
+        updates, new = jax.eval_shape(tx.update, tree, state, tree)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
+        assert jax.tree.map(lambda x: x.dtype, updates) == jax.tree.map(lambda x: x.dtype, tree)
 
 
 def test_constant_norms_in_the_warm_up_have_their_mean():
@@ -306,7 +369,7 @@ def test_thresholds_and_states_are_finite_whatever_the_norms_were(kind):
     places = rng.random(norms.shape) < rng.random(500)
     norms[places] = rng.choice(special, places.sum())
     short = {"warmup": 5} if kind in WARM else {"window": 8}
-    thresholds, _ = run(kind(**short), norms, together=False)
+    thresholds = run_apart(kind(**short), norms)
     assert (thresholds >= 0).all()
 
 
@@ -351,41 +414,59 @@ class Times:
         return norms * self.factor, state + norms
 
 
-def scan(tx, grads, params):
-    def step(state, g):
-        updates, new = tx.update(g, state, params)
-        chex.assert_trees_all_equal_shapes_and_dtypes(state, new)
-        return new, updates
+@functools.cache
+def compiled_scan(tx):
+    def run(grads, params):
+        def step(state, g):
+            updates, new = tx.update(g, state, params)
+            chex.assert_trees_all_equal_shapes_and_dtypes(state, new)
+            return new, updates
 
-    return jax.jit(functools.partial(jax.lax.scan, step))(tx.init(params), grads)
+        return jax.lax.scan(step, tx.init(params), grads)
+
+    return jax.jit(run)
+
+
+def scan(tx, grads, params):
+    return compiled_scan(tx)(grads, params)
 
 
 @every_clip
 def test_what_is_followed_is_the_least_threshold_that_changes_nothing(name, key):
     grads, params = tree_of(key, scale=3.0), tree_of(jax.random.fold_in(key, 1))
-    same = CLIPS[name](Times(1.0), stats="per_leaf")
-    updates, state = jax.jit(same.update)(grads, same.init(params), params)
+
+    @jax.jit
+    def clip(factor, grads, params):
+        tx = CLIPS[name](Times(factor), stats="per_leaf")
+        return tx.update(grads, tx.init(params), params)
+
+    updates, _ = clip(jnp.float32(1.0), grads, params)
     assert_close(updates, grads)
     if name != "adaptive_grad_clip":
         assert_same(updates, grads)
-    less = CLIPS[name](Times(0.99), stats="per_leaf")
-    updates, state = jax.jit(less.update)(grads, less.init(params), params)
+    updates, state = clip(jnp.float32(0.99), grads, params)
     assert all(s.clipped for path, s in state.leaf_stats.items() if path != "empty")
     expected = () if name == "clip_by_global_norm" else (4,)
     assert state.threshold.shape == state.history.shape == expected
 
 
-PAIRS = [(name, cg.PercentileThreshold) for name in CLIPS]
-PAIRS += [("clip_by_norm", kind) for kind in KINDS[1:]]
-
-
-@pytest.mark.parametrize("name, kind", PAIRS)
-def test_the_state_is_carried_by_a_scan(name, kind, key):
+def inputs(key):
     shapes = {"bias": (3,), "conv": (2, 3), "key": (2,)}
     grads = {k: jax.random.normal(key, (40, *s)).astype(jnp.bfloat16) for k, s in shapes.items()}
-    params = {k: jnp.ones(s) for k, s in shapes.items()}
-    tx = CLIPS[name](kind(), where="bias|conv", stats=True)
-    state, updates = scan(tx, grads, params)
+    return grads, {k: jnp.ones(s) for k, s in shapes.items()}
+
+
+@every_clip
+@every_kind
+def test_the_state_has_one_structure(name, kind, key):
+    tx = CLIPS[name](kind(), where="bias|conv", stats="per_leaf")
+    jax.eval_shape(functools.partial(scan, tx), *inputs(key))
+
+
+@every_kind
+def test_the_state_is_carried_by_a_scan(kind, key):
+    grads, params = inputs(key)
+    state, updates = scan(cg.clip_by_norm(kind(), where="bias|conv"), grads, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(updates, grads)
     chex.assert_tree_all_finite(state)
     assert state.count == 40 and (state.threshold > 0).all()
@@ -405,12 +486,12 @@ def test_no_update_exceeds_its_threshold(key):
     ids=lambda threshold: type(threshold).__name__,
 )
 def test_each_leaf_has_a_history_of_its_own(threshold, key):
-    grads = {"a": jax.random.normal(key, (30, 4)), "b": 3 * jax.random.normal(key, (30, 2, 2))}
+    grads = {"a": jax.random.normal(key, (30, 4)), "b": 3 * jax.random.normal(key, (30, 4))}
     params = jax.tree.map(lambda g: g[0], grads)
     state, together = scan(cg.clip_by_norm(threshold), grads, params)
+    alone = cg.clip_by_global_norm(threshold)
     for name in grads:
-        alone = scan(cg.clip_by_global_norm(threshold), grads[name], params[name])[1]
-        assert_close(together[name], alone)
+        assert_close(together[name], scan(alone, grads[name], params[name])[1])
     assert state.threshold[0] < state.threshold[1]
 
 
@@ -467,25 +548,28 @@ def test_the_threshold_is_a_constant_to_differentiation():
     assert np.isfinite(gradient(jnp.zeros(2))).all()
 
 
-@every_kind
-def test_inject_hyperparams_and_chain_take_it(kind, key):
-    grads = tree_of(key)
-    tx = optax.inject_hyperparams(cg.clip_by_norm)(kind())
-    updates, state = tx.update(grads, tx.init(grads), grads)
-    direct = cg.clip_by_norm(kind())
-    assert_same(updates, direct.update(grads, direct.init(grads))[0])
+def test_inject_hyperparams_and_chain_take_it(key):
+    grads, threshold = tree_of(key), cg.PercentileThreshold()
+    tx, direct = optax.inject_hyperparams(cg.clip_by_norm)(threshold), cg.clip_by_norm(threshold)
     chain = optax.chain(direct, optax.sgd(1.0))
-    state = chain.update(grads, chain.init(grads), grads)[1]
+    updates, expected, state = jax.jit(
+        lambda g: (
+            tx.update(g, tx.init(g), g)[0],
+            direct.update(g, direct.init(g))[0],
+            chain.update(g, chain.init(g), g)[1],
+        )
+    )(grads)
+    assert_same(updates, expected)
     assert optax.tree.get(state, "threshold").shape == (4,)
 
 
-@every_kind
-def test_it_is_saved_and_restored_by_orbax(kind, key, tmp_path):
+def test_it_is_saved_and_restored_by_orbax(key, tmp_path):
     import orbax.checkpoint as ocp
 
-    tx = optax.chain(cg.clip_by_norm(kind(), stats="per_leaf"), optax.sgd(0.1))
-    params = {"layers": [tree_of(key)]}
-    _, state = tx.update(params, tx.init(params), params)
+    clips = [cg.clip_by_norm(kind(), stats="per_leaf") for kind in KINDS]
+    tx = optax.chain(*clips, optax.sgd(0.1))
+    params = {"layers": [jax.random.normal(key, (3,))]}
+    _, state = jax.jit(tx.update)(params, tx.init(params), params)
     with jax.numpy_dtype_promotion("standard"), ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
@@ -498,17 +582,18 @@ def test_it_is_saved_and_restored_by_orbax(kind, key, tmp_path):
 def test_sharded_gradients_are_followed_like_those_of_one_device(name, kind, key):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,))
     grads = {"a": jax.random.normal(key, (8, 4)), "b": jax.random.normal(key, (3,))}
-    tx = CLIPS[name](cg.PercentileThreshold(50, window=4), stats="per_leaf")
-    expected, state = tx.update(grads, tx.init(grads))
-    expected, state = tx.update(jax.tree.map(lambda g: 3 * g, grads), state)
+    tx = CLIPS[name](cg.PercentileThreshold(50, window=4))
+    tripled = jax.tree.map(lambda g: 3 * g, grads)
+    one = jax.jit(tx.update)
+    expected, state = one(tripled, one(grads, tx.init(grads))[1])
     with jax.set_mesh(mesh):
         sharding = {"a": jax.NamedSharding(mesh, P("x")), "b": jax.NamedSharding(mesh, P())}
-        spread = jax.device_put(grads, sharding)
-        update = jax.jit(tx.update)
-        _, sharded = update(spread, tx.init(spread))
-        updates, sharded = update(jax.tree.map(lambda g: 3 * g, spread), sharded)
-        bare = CLIPS[name](cg.PercentileThreshold(50, window=4))
-        assert all_reduces(jax.jit(bare.update).lower(spread, bare.init(spread)).compile()) == 1
+        spread = jax.device_put((grads, tripled), (sharding, sharding))
+        sharded = jax.device_put(tx.init(grads), jax.NamedSharding(mesh, P()))
+        update = jax.jit(tx.update).lower(spread[0], sharded).compile()
+        assert all_reduces(update) == 1
+        for given in spread:
+            updates, sharded = update(given, sharded)
     assert_close(jax.device_get((updates, sharded)), (expected, state))
 
 
@@ -584,6 +669,24 @@ def test_other_leaves_than_those_of_init_are_refused():
     tx = cg.clip_by_norm(cg.PercentileThreshold())
     with pytest.raises(ValueError, match="got 2 leaves to clip, but the state follows 0"):
         tx.update([jnp.ones(2)] * 2, tx.init(None))
+
+
+@pytest.mark.parametrize("threshold", [cg.PercentileThreshold(), lambda step: 1.0], ids=[0, 1])
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_norm"])
+@pytest.mark.parametrize("state", [optax.EmptyState(), None], ids=str)
+def test_a_state_without_history_is_refused(state, name, threshold):
+    tx = CLIPS[name](threshold)
+    with pytest.raises(ValueError, match=r"state: got .* expected the GradientClipState of init"):
+        tx.update(jnp.ones(2), state)
+
+
+def test_an_axis_name_that_is_not_mapped_is_refused():
+    for tx in (
+        cg.clip_by_global_norm(cg.PercentileThreshold(), axis_name="x"),
+        cg.skip_spikes(optax.identity(), axis_name="x"),
+    ):
+        with pytest.raises(ValueError, match="axis_name: got 'x', which is not a mapped axis here"):
+            tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
 
 
 def test_adaptive_clipping_without_parameters_is_refused():

@@ -1,5 +1,7 @@
 """Clips under jit with sharded leaves: the one-device result, with the fewest collectives."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,38 +76,50 @@ def placed(tree, mesh, layout):
     )
 
 
-def by_every_rule(grads, params):
-    return {name: cg.clip_grads(grads, rule, params)[0] for name, rule in RULES.items()}
+# One of each kind of group: of the tree, of leaves, of units.
+FEW = ["ClipByGlobalNorm", "ClipByNorm", "AdaptiveClip(layers apart)"]
+
+
+def by_rules(names, grads, params):
+    return {name: cg.clip_grads(grads, RULES[name], params)[0] for name in names}
 
 
 @pytest.fixture(scope="module")
 def on_one_device():
-    return jax.jit(by_every_rule)(GRADS, PARAMS)
+    return jax.jit(functools.partial(by_rules, RULES))(GRADS, PARAMS)
 
 
 @pytest.mark.parametrize(
-    "layout, kind",
+    "layout, kind, names",
     [
-        ("fsdp", AxisType.Explicit),
-        ("tensor", AxisType.Auto),
-        ("both", AxisType.Auto),
-        ("both", AxisType.Explicit),
-        ("stages", AxisType.Explicit),
+        ("fsdp", AxisType.Explicit, FEW),
+        ("tensor", AxisType.Auto, FEW),
+        ("both", AxisType.Auto, list(RULES)),
+        ("both", AxisType.Explicit, FEW),
+        ("stages", AxisType.Explicit, FEW),
     ],
-    ids=str,
+    ids=["fsdp", "tensor", "both, auto", "both, explicit", "stages"],
 )
-def test_every_rule_gives_the_result_of_one_device(layout, kind, on_one_device):
+def test_every_rule_gives_the_result_of_one_device(layout, kind, names, on_one_device):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
         grads, params = placed(GRADS, mesh, layout), placed(PARAMS, mesh, layout)
-        clipped = jax.jit(by_every_rule)(grads, params)
-    for name in RULES:
+        clipped = jax.jit(functools.partial(by_rules, names))(grads, params)
+    for name in names:
         assert_close(clipped[name], on_one_device[name], rtol=1e-5)
-        for actual, given in zip(
-            jax.tree.leaves(clipped[name]), jax.tree.leaves(grads), strict=True
-        ):
-            if kind == AxisType.Explicit:
+
+
+@every_layout
+def test_every_rule_keeps_explicit_shardings(layout):
+    mesh = mesh_of(AxisType.Explicit)
+
+    def clip(grads, params):
+        for name, clipped in by_rules(RULES, grads, params).items():
+            for actual, given in zip(jax.tree.leaves(clipped), jax.tree.leaves(grads), strict=True):
                 assert jax.typeof(actual).sharding == jax.typeof(given).sharding, name
+
+    with jax.set_mesh(mesh):
+        jax.eval_shape(clip, placed(GRADS, mesh, layout), placed(PARAMS, mesh, layout))
 
 
 def compiled_update(tx, grads):
@@ -136,14 +150,34 @@ def test_a_value_clip_needs_no_collective(kind):
     assert all_reduces(compiled) == 0 and "all-gather" not in compiled.as_text()
 
 
+@jax.jit
+def statistics(grads):
+    rules = cg.ClipByGlobalNorm(1.0), cg.ClipByBlockRMS(0.5)
+    return [cg.clip_grads(grads, rule)[1] for rule in rules]
+
+
 @every_kind
 def test_statistics_are_those_of_one_device(kind):
-    mesh = mesh_of(kind)
-    rules = cg.ClipByGlobalNorm(1.0), cg.ClipByBlockRMS(0.5)
-    statistics = jax.jit(lambda g: [cg.clip_grads(g, rule)[1] for rule in rules])
-    expected = statistics(GRADS)
+    expected, mesh = statistics(GRADS), mesh_of(kind)
     with jax.set_mesh(mesh):
         assert_close(statistics(placed(GRADS, mesh, "both")), expected, rtol=1e-5, atol=1e-38)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
+def test_adaptive_thresholds_and_skipping_take_one_all_reduce(layout):
+    """What is followed is the norm of the clip; a clip within skip_spikes is handed its norm."""
+    mesh = mesh_of(AxisType.Auto)
+    follow = cg.clip_by_global_norm(cg.HistoryThreshold(window=4))
+    skip = cg.skip_spikes(optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1)), window=4)
+
+    def skipping(grads, state):
+        return skip.update(grads, state, grad_norm=cg.global_norm(grads))
+
+    with jax.set_mesh(mesh):
+        grads = placed(GRADS, mesh, layout)
+        for tx, update in ((follow, follow.update), (skip, skipping)):
+            compiled = jax.jit(update).lower(grads, tx.init(grads)).compile()
+            assert all_reduces(compiled) == 1 and "all-gather" not in compiled.as_text()
 
 
 # training
@@ -154,10 +188,10 @@ def loss(params, batch):
     return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - y) ** 2)
 
 
-def training(key):
-    k = jax.random.split(key, 4)
-    params = {"in": jax.random.normal(k[0], (8, 16)), "out": jax.random.normal(k[1], (16, 2))}
-    return params, (jax.random.normal(k[2], (32, 8)), 9 * jax.random.normal(k[3], (32, 2)))
+def training():
+    rng = np.random.default_rng(0)
+    w, v, x, y = (jnp.float32(rng.normal(size=s)) for s in ((8, 16), (16, 2), (32, 8), (32, 2)))
+    return {"in": w, "out": v}, (x, 9 * y)
 
 
 OPTIMIZERS = {
@@ -173,12 +207,17 @@ PLACES = {
 }
 
 
+@functools.cache
+def after_one_step(name):
+    params, batch = training()
+    step = cg.train_step(loss, OPTIMIZERS[name]())
+    return step(step.init(params), batch)[0].params
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("accumulate, place", [(1, "sharded"), *((4, place) for place in PLACES)])
-def test_a_training_step_over_devices_clips_once_after_averaging(accumulate, place, name, key):
-    params, batch = training(key)
-    whole = cg.train_step(loss, OPTIMIZERS[name]())
-    expected, _ = whole(whole.init(params), batch)
+def test_a_training_step_over_devices_clips_once_after_averaging(accumulate, place, name):
+    params, batch = training()
     step = cg.train_step(loss, OPTIMIZERS[name](), accumulate=accumulate)
     kind, specs = PLACES[place]
     mesh = mesh_of(kind)
@@ -187,19 +226,18 @@ def test_a_training_step_over_devices_clips_once_after_averaging(accumulate, pla
         over = jax.device_put(batch, NamedSharding(mesh, P("x")))
         state = step.init(sharded)
         compiled = step.update.lower(state, over).compile()
-        state, metrics = step(state, over)
-    assert_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
+        state, metrics = compiled(state, over)
+    assert_close(state.params, after_one_step(name), rtol=1e-5, atol=1e-6)
     if name == "global norm":
         np.testing.assert_allclose(metrics["clipped_norm"], 0.1, rtol=1e-6)
         # Each device works on its own part of every microbatch.
         assert place == "sharded" or "all-gather" not in compiled.as_text()
 
 
-def test_multi_steps_over_devices_clips_once_after_averaging(key):
-    params, batch = training(key)
+def test_multi_steps_over_devices_clips_once_after_averaging():
+    params, batch = training()
     tx = OPTIMIZERS["global norm"]()
-    grads = jax.jit(jax.grad(loss))(params, batch)
-    updates, _ = tx.update(grads, tx.init(params), params)
+    expected = jax.tree.map(jnp.subtract, after_one_step("global norm"), params)
     mesh = mesh_of(AxisType.Auto)
     steps = optax.MultiSteps(tx, 4)
 
@@ -215,5 +253,5 @@ def test_multi_steps_over_devices_clips_once_after_averaging(key):
             part = jax.tree.map(lambda x, i=i: x[8 * i : 8 * i + 8], batch)
             over = jax.device_put(part, NamedSharding(mesh, P("x")))
             actual, state = step(state, sharded, over)
-    assert_close(actual, updates, rtol=1e-5, atol=1e-7)
+    assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     assert optax.tree.get(state, "clipped_count") == 1

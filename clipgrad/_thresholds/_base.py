@@ -1,5 +1,6 @@
 """What an adaptive threshold is, and what may be said in making one."""
 
+import dataclasses
 import math
 import numbers
 from typing import Any, Protocol, runtime_checkable
@@ -95,7 +96,9 @@ def check_steps(name: str, value: Any, least: int = 1) -> None:
       ValueError: if ``value`` is no integer or too small.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ValueError(f"{name}: got {value!r}, expected an integer of at least {least}")
+        raise ValueError(
+            f"{name}: got {value!r}, expected an integer of at least {least}{_if_injected(value)}"
+        )
 
 
 def check_between(name: str, value: Any, low: float, high: float = math.inf) -> None:
@@ -109,6 +112,20 @@ def check_between(name: str, value: Any, low: float, high: float = math.inf) -> 
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
         raise TypeError(
             f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}"
+            f"{_if_injected(value)}"
         )
     if not (low <= value <= high and math.isfinite(value)):
         raise ValueError(f"{name}: got {value!r}, expected {expected}")
+
+
+def hold_python_numbers(threshold: Any) -> None:
+    """Makes Python's numbers of NumPy's, so that a product has the dtype of the norms."""
+    for field in dataclasses.fields(threshold):
+        value = getattr(threshold, field.name)
+        if isinstance(value, np.generic):
+            object.__setattr__(threshold, field.name, value.item())
+
+
+def _if_injected(value: Any) -> str:
+    injected = isinstance(value, jax.Array)
+    return "; for optax.inject_hyperparams name it in static_args" if injected else ""

@@ -12,6 +12,7 @@ from clipgrad._thresholds._base import (
     check_steps,
     counts,
     fed,
+    hold_python_numbers,
     unlimited,
 )
 from clipgrad._thresholds._window import Window
@@ -93,6 +94,7 @@ class EMAThreshold:
         check_between("absolute", self.absolute, 1e-30)
         check_steps("warmup", self.warmup)
         check_feed(self.feed)
+        hold_python_numbers(self)
 
     def init(self, norms: jax.Array) -> EMAState:
         """An empty warm-up."""

@@ -5,7 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds._base import check_between, check_feed, check_steps, fed, unlimited
+from clipgrad._thresholds._base import (
+    check_between,
+    check_feed,
+    check_steps,
+    fed,
+    hold_python_numbers,
+    unlimited,
+)
 from clipgrad._thresholds._window import Window
 
 
@@ -73,6 +80,7 @@ class HistoryThreshold:
                 raise ValueError(
                     f"min_history: got {self.min_history}, expected at most window, {self.window}"
                 )
+        hold_python_numbers(self)
 
     def init(self, norms: jax.Array) -> Window:
         """An empty history."""

@@ -5,7 +5,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds._base import check_between, check_feed, check_steps, fed, unlimited
+from clipgrad._thresholds._base import (
+    check_between,
+    check_feed,
+    check_steps,
+    fed,
+    hold_python_numbers,
+    unlimited,
+)
 from clipgrad._thresholds._window import Window
 
 
@@ -65,6 +72,7 @@ class PercentileThreshold:
         check_between("percentile", self.percentile, 0, 100)
         check_steps("window", self.window)
         check_feed(self.feed)
+        hold_python_numbers(self)
 
     def init(self, norms: jax.Array) -> Window:
         """An empty history."""

@@ -40,7 +40,7 @@ class Window(NamedTuple):
     def held(self) -> jax.Array:
         """Which entries are norms, shape ``(size, *groups)``."""
         size = len(self.norms)
-        places = jnp.arange(size).reshape(size, *(1 for _ in self.seen.shape))
+        places = jnp.arange(size, dtype=jnp.int32).reshape(size, *(1 for _ in self.seen.shape))
         return places >= size - self.seen[None]
 
     def percentile(self, percentile: float) -> jax.Array:

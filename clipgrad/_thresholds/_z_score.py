@@ -12,6 +12,7 @@ from clipgrad._thresholds._base import (
     check_steps,
     counts,
     fed,
+    hold_python_numbers,
     unlimited,
 )
 from clipgrad._thresholds._window import Window
@@ -63,8 +64,8 @@ class ZScoreThreshold:
       decay: $\alpha$, in [0, 1].
       warmup: the number of norms that the averages start from.
       eps: what is added to the deviation in $z_t$.
-      max_norm: a limit that holds at every step, in the warm-up too; ``None``: none. The code of
-        the authors has 1.0.
+      max_norm: a limit that holds at every step, in the warm-up too, and that the averages don't
+        see; ``None``: none. The code of the authors has 1.0.
       feed: what enters the averages: the ``"clipped"`` norm $n^*_t$, as in the paper, or the
         ``"raw"`` one. Where the norms rise at once, far and for good, only raw ones follow.
 
@@ -101,6 +102,7 @@ class ZScoreThreshold:
         if self.max_norm is not None:
             check_between("max_norm", self.max_norm, 0)
         check_feed(self.feed)
+        hold_python_numbers(self)
 
     def init(self, norms: jax.Array) -> ZScoreState:
         """An empty warm-up."""
@@ -111,7 +113,6 @@ class ZScoreThreshold:
         """The limit that the averages set, and the averages with this norm."""
         warms_up = state.warmup.seen < self.warmup
         threshold = jnp.where(warms_up, unlimited(norms), self._limit(state, norms))
-        threshold = threshold if self.max_norm is None else jnp.minimum(threshold, self.max_norm)
         entry = fed(self.feed, norms, threshold)
         warmup = state.warmup.push(jnp.where(warms_up, norms, 0))
         first = warmup.mean_and_deviation()
@@ -119,7 +120,8 @@ class ZScoreThreshold:
             jnp.where(warms_up, start, jnp.where(counts(norms), new, old))
             for start, new, old in zip(first, self._averages(state, entry), state[1:], strict=True)
         )
-        return threshold, ZScoreState(warmup, mean, deviation)
+        most = threshold if self.max_norm is None else jnp.minimum(threshold, self.max_norm)
+        return most, ZScoreState(warmup, mean, deviation)
 
     def _limit(self, state: ZScoreState, norms: jax.Array) -> jax.Array:
         spread = state.deviation + self.eps
