@@ -223,3 +223,10 @@ def test_statistics_without_leaves_cost_no_state():
     assert cg.clip_by_norm(1.0, stats=True).init(TREE).leaf_stats is None
     with pytest.raises(ValueError, match="stats: got 'leaf', expected True, False or 'per_leaf'"):
         cg.clip_by_norm(1.0, stats="leaf")
+
+
+def test_statistics_of_other_leaves_than_those_of_init_are_refused():
+    tx = cg.clip_by_norm(1.0, stats="per_leaf")
+    for other in (TREE["body"], {"b": jnp.ones(1), "h": TREE["head"]}):
+        with pytest.raises(ValueError, match="got updates with the leaves .* the state has"):
+            tx.update(other, tx.init(TREE))
