@@ -206,12 +206,28 @@ def _next_state(state: GradientClipState, rule: Any, watch: Watch) -> GradientCl
         return state
     stats = _as_before(watch.total(), state.stats)
     if state.leaf_stats is not None:
-        state = state._replace(leaf_stats=_as_before(watch.leaves(), state.leaf_stats))
+        leaves = _under_first_paths(watch.leaves(), state.leaf_stats)
+        state = state._replace(leaf_stats=_as_before(leaves, state.leaf_stats))
     return state._replace(
         stats=stats,
         clipped_count=_increment_if(stats.clipped, state.clipped_count),
         nonfinite_count=_increment_if(stats.nonfinite > 0, state.nonfinite_count),
     )
+
+
+def _under_first_paths(stats: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    """Statistics under the paths that the parameters had in ``init``.
+
+    Variables of flax are boxes whose path ends in ``/value``, in some trees and not in others.
+    """
+    inner = {path.removesuffix("/value"): leaf for path, leaf in stats.items()}
+    pairs = {path: stats.get(path, inner.get(path.removesuffix("/value"))) for path in first}
+    if len(stats) != len(first) or None in pairs.values():
+        raise ValueError(
+            f"got updates with the leaves {list(stats)}, but the state has {list(first)}; expected "
+            "init(params) with the parameters that the updates are for"
+        )
+    return pairs
 
 
 def _as_before(stats: Any, before: Any) -> Any:

@@ -251,7 +251,7 @@ def test_zero_replaces_what_is_not_finite_before_the_norm():
 def test_propagate_hides_nothing():
     clipped, stats = cg.clip_grads(BAD, cg.ClipByGlobalNorm(1.0))
     assert all(jnp.isnan(leaf).all() for leaf in jax.tree.leaves(clipped))
-    assert stats.nonfinite == 2 and jnp.isnan(stats.norm)
+    assert stats.nonfinite == 2 and jnp.isnan(stats.norm) and jnp.isnan(stats.clipped_norm)
 
 
 def test_error_names_the_leaves():

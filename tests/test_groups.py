@@ -171,6 +171,13 @@ def test_norms_of_leaves_are_right_over_the_whole_range(scale, limit):
         np.testing.assert_allclose(stats.clipped_norm, kept, rtol=1e-5, atol=2e-38)
 
 
+def test_the_share_of_a_leaf_far_below_the_others_is_right():
+    tree = {"large": jnp.array([3.0, 4.0]), "small": jnp.array([3e-20, 4e-20])}
+    tx = cg.clip_by_global_norm(1.0, stats="per_leaf")
+    stats = tx.update(tree, tx.init(tree))[1].leaf_stats["small"]
+    np.testing.assert_allclose([stats.norm, stats.clipped_norm], [5e-20, 1e-20], rtol=1e-5)
+
+
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
 def test_the_leaf_that_is_not_finite_is_named(nonfinite):
     tree = {"a": jnp.array([jnp.nan, jnp.inf]), "b": jnp.array([3.0]), "i": jnp.array([1])}
@@ -223,3 +230,10 @@ def test_statistics_without_leaves_cost_no_state():
     assert cg.clip_by_norm(1.0, stats=True).init(TREE).leaf_stats is None
     with pytest.raises(ValueError, match="stats: got 'leaf', expected True, False or 'per_leaf'"):
         cg.clip_by_norm(1.0, stats="leaf")
+
+
+def test_statistics_of_other_leaves_than_those_of_init_are_refused():
+    tx = cg.clip_by_norm(1.0, stats="per_leaf")
+    for other in (TREE["body"], {"b": jnp.ones(1), "h": TREE["head"]}):
+        with pytest.raises(ValueError, match="got updates with the leaves .* the state has"):
+            tx.update(other, tx.init(TREE))

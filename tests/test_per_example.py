@@ -120,6 +120,11 @@ def test_statistics_and_aux_come_in_the_order_of_the_batch(microbatch):
     assert stats.clipped.mean() == 0.5
 
 
+def test_a_microbatch_may_be_an_integer_of_numpy():
+    per_example = cg.clip_per_example(linear, NORM, reduce="sum", microbatch=np.int64(2))
+    assert jax.eval_shape(per_example, [jnp.ones(())], [jnp.ones(4)])[2].norm.shape == (4,)
+
+
 # precision
 
 

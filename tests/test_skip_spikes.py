@@ -175,6 +175,7 @@ def test_what_is_not_finite_or_above_max_norm_is_never_taken():
     _, states = scan(tx, [*noise(20), *row, *[np.nan] * 9])
     np.testing.assert_array_equal(states.consecutive[20:26], [1, 1, 2, 2, 2, 0])
     np.testing.assert_array_equal(states.skipped[20:], [True] * 5 + [False] + [True] * 9)
+    assert states.skipped_count[-1] == 14 and states.spike_count[-1] == 3
 
 
 def test_extra_arguments_are_passed_on_and_a_known_norm_is_used():
