@@ -15,6 +15,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.helpers import FEWER  # noqa: E402
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -22,7 +24,7 @@ hypothesis.settings.register_profile(
     "clipgrad",
     deadline=None,
     derandomize=True,
-    max_examples=25,
+    max_examples=8 if FEWER else 25,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("clipgrad")
