@@ -45,7 +45,8 @@ def clip_grads(
       params: the parameters, for rules that need them (`AdaptiveClip`).
       where: which leaves take part: a tree of booleans that is a prefix of ``grads``, a function
         from the tree to one, or a regular expression that is searched in paths such as
-        ``"layers/0/kernel"``; ``None``: all.
+        ``"layers/0/kernel"`` (with and without a ``/value`` of flax NNX at the end); ``None``:
+        all.
       measure: which leaves make up the norm of `ClipByGlobalNorm`, written like ``where``;
         ``None``: those that ``where`` selects. The statistics then have this norm before the
         clip, and what the clip would make of it.

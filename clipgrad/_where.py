@@ -17,7 +17,8 @@ def selected(where: Where, tree: Any, name: str = "where") -> list[bool]:
 
     Args:
       where: ``None`` (all), a tree of booleans that is a prefix of ``tree``, a function from
-        ``tree`` to one, or a regular expression that is searched in the paths.
+        ``tree`` to one, or a regular expression that is searched in the paths, with and without
+        the ``/value`` at their end: flax NNX has it in its parameters and not in its gradients.
       tree: the tree of gradients.
       name: what the argument is called.
 
@@ -29,7 +30,7 @@ def selected(where: Where, tree: Any, name: str = "where") -> list[bool]:
     if where is None:
         return [True] * len(leaves)
     if isinstance(where, str):
-        flags = [_pattern(where, name).search(path) is not None for path in paths]
+        flags = [_matches(_pattern(where, name), path) for path in paths]
     else:
         flags = _flags(where(tree) if callable(where) else where, tree, structure, name)
     candidates = [path for path, leaf in zip(paths, leaves, strict=True) if takes_part(leaf)]
@@ -54,6 +55,10 @@ def put_back(clipped: Any, tree: Any, flags: list[bool]) -> Any:
     results = structure.flatten_up_to(clipped)
     pairs = zip(results, originals, flags, strict=True)
     return structure.unflatten([r if flag else leaf for r, leaf, flag in pairs])
+
+
+def _matches(pattern: re.Pattern[str], path: str) -> bool:
+    return any(pattern.search(text) for text in (path, path.removesuffix("/value")))
 
 
 def _pattern(where: str, name: str) -> re.Pattern[str]:

@@ -129,6 +129,17 @@ def test_an_nnx_module_trains_with_the_optimizer_of_its_library():
     assert stats["h"].clipped
 
 
+def test_a_pattern_selects_the_same_in_parameters_and_gradients_of_nnx():
+    model = NNX(nnx.Rngs(0))
+    clip = cg.clip_by_global_norm(0.1, where="kernel$", stats=True)
+    optimizer = nnx.Optimizer(model, optax.chain(clip, optax.sgd(0.1)), wrt=nnx.Param)
+    grads = nnx.grad(lambda model: jnp.sum(model(X) ** 2))(model)
+    optimizer.update(model, grads)
+    stats = optax.tree.get(optimizer.opt_state, "stats")
+    kernels = [grads["first"]["kernel"].get_value(), grads["last"]["kernel"].get_value()]
+    assert float(stats.size.get_value()) == sum(k.size for k in kernels)
+
+
 class Layers(nn.Module):
     """A transformer whose layers are scanned and rematerialized."""
 
