@@ -53,7 +53,7 @@ def test_grad_value_and_grad_and_vjp(rule, wrap):
     assert_close(jax.grad(loss)(X), expected, rtol=1e-5, atol=1e-7)
     value, gradient = jax.value_and_grad(loss)(X)
     assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
-    assert value == wrap(lambda x: outer(inner(x)))(X)
+    assert value == jax.value_and_grad(wrap(lambda x: outer(inner(x))))(X)[0]
     assert_close(jax.vjp(loss, X)[1](2.0)[0], expected_twice(rule), rtol=1e-5, atol=1e-7)
 
 
