@@ -13,6 +13,7 @@ import optax
 from clipgrad._clip_grads import Taken, Watch, check_measure, clip_taken, norm_of, take
 from clipgrad._nonfinite import check_policy
 from clipgrad._norms import Norm
+from clipgrad._numbers import increment_if
 from clipgrad._rules import (
     ClipByGlobalNorm,
     PerLeaf,
@@ -26,7 +27,7 @@ from clipgrad._rules import (
 )
 from clipgrad._stats import ClipStats, stats_dtype
 from clipgrad._thresholds import unlimited
-from clipgrad._trees import paths_taking_part
+from clipgrad._trees import paths_taking_part, unboxed
 from clipgrad._where import Where, keep_selected, selected
 
 _KEEP_STATISTICS = contextvars.ContextVar("keep_statistics", default=False)
@@ -210,18 +211,18 @@ def _next_state(state: GradientClipState, rule: Any, watch: Watch) -> GradientCl
         state = state._replace(leaf_stats=_as_before(leaves, state.leaf_stats))
     return state._replace(
         stats=stats,
-        clipped_count=_increment_if(stats.clipped, state.clipped_count),
-        nonfinite_count=_increment_if(stats.nonfinite > 0, state.nonfinite_count),
+        clipped_count=increment_if(stats.clipped, state.clipped_count),
+        nonfinite_count=increment_if(stats.nonfinite > 0, state.nonfinite_count),
     )
 
 
 def _under_first_paths(stats: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     """Statistics under the paths that the parameters had in ``init``.
 
-    Variables of flax are boxes whose path ends in ``/value``, in some trees and not in others.
+    Variables of flax are boxes in some trees and not in others; see `unboxed`.
     """
-    inner = {path.removesuffix("/value"): leaf for path, leaf in stats.items()}
-    pairs = {path: stats.get(path, inner.get(path.removesuffix("/value"))) for path in first}
+    inner = {unboxed(path): leaf for path, leaf in stats.items()}
+    pairs = {path: stats.get(path, inner.get(unboxed(path))) for path in first}
     if len(stats) != len(first) or None in pairs.values():
         raise ValueError(
             f"got updates with the leaves {list(stats)}, but the state has {list(first)}; expected "
@@ -233,7 +234,3 @@ def _under_first_paths(stats: dict[str, Any], first: dict[str, Any]) -> dict[str
 def _as_before(stats: Any, before: Any) -> Any:
     """Statistics in the dtypes of those before."""
     return jax.tree.map(lambda new, old: new.astype(old.dtype), stats, before)
-
-
-def _increment_if(condition: jax.Array, count: Any) -> jax.Array:
-    return jnp.where(condition, optax.safe_increment(count), count)

@@ -1,9 +1,10 @@
-"""Arithmetic of real factors with real or complex arrays, exact in dtype."""
+"""Arithmetic of real factors with real or complex arrays, and of counters, exact in dtype."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 
 def accumulator(leaf: Any) -> str:
@@ -35,6 +36,11 @@ def over(leaf: jax.Array, divisor: jax.Array) -> jax.Array:
     if not jnp.iscomplexobj(leaf):
         return leaf / divisor
     return jax.lax.complex(leaf.real / divisor, leaf.imag / divisor)
+
+
+def increment_if(condition: jax.Array, count: Any) -> jax.Array:
+    """``count``, one more where ``condition`` holds; it stops at the largest integer."""
+    return jnp.where(condition, optax.safe_increment(count), count)
 
 
 def square(leaf: jax.Array) -> jax.Array:

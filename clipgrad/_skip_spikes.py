@@ -8,6 +8,8 @@ import optax
 
 from clipgrad._global_norm import global_norm
 from clipgrad._norms import AxisName
+from clipgrad._numbers import increment_if
+from clipgrad._optimizer import as_optimizer
 from clipgrad._stats import stats_dtype
 from clipgrad._thresholds import HistoryThreshold, Window
 from clipgrad._thresholds._base import check_between, check_steps
@@ -112,7 +114,7 @@ def skip_spikes(
     References:
       The OLMo Team, 2 OLMo 2 Furious, 2024: updates are skipped on outliers of the norm.
     """
-    inner = _transformation(inner)
+    inner = optax.with_extra_args_support(as_optimizer("inner", inner))
     history = HistoryThreshold(window, sigma, min_history)
     if max_norm is not None:
         check_between("max_norm", max_norm, 0)
@@ -169,9 +171,9 @@ def _after(
         window=past.push(jnp.where(skip, 0, norm)),
         raw_norm=jnp.where(finite, norm, 0),
         skipped=skip,
-        skipped_count=_increment_if(skip, state.skipped_count),
-        spike_count=_increment_if(skip & finite, state.spike_count),
-        consecutive=jnp.where(skip, _increment_if(spike, state.consecutive), 0),
+        skipped_count=increment_if(skip, state.skipped_count),
+        spike_count=increment_if(skip & finite, state.spike_count),
+        consecutive=jnp.where(skip, increment_if(spike, state.consecutive), 0),
     )
 
 
@@ -182,18 +184,3 @@ def _zero_if(condition: jax.Array, tree: Any) -> Any:
         return jnp.where(condition, jnp.zeros_like(leaf), leaf)
 
     return jax.tree.map(zero, tree)
-
-
-def _transformation(inner: Any) -> optax.GradientTransformationExtraArgs:
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            f"inner: got {type(inner).__name__}, expected an optax.GradientTransformation such as "
-            "optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))"
-        )
-    return optax.with_extra_args_support(inner)
-
-
-def _increment_if(condition: jax.Array, count: jax.Array) -> jax.Array:
-    return jnp.where(condition, optax.safe_increment(count), count)

@@ -12,6 +12,7 @@ from clipgrad._accumulate import Gradients, accumulated
 from clipgrad._by_name import Rules
 from clipgrad._global_norm import global_norm
 from clipgrad._gradient_clip import GradientClipState, keeping_statistics
+from clipgrad._optimizer import as_optimizer
 from clipgrad._skip_spikes import SkipSpikesState
 from clipgrad._stats import count_nonfinite
 from clipgrad._watch import value_and_grad_with_stats
@@ -105,13 +106,7 @@ def train_step(
       >>> print(state.params["w"], metrics["grad_norm"], metrics["clipped_norm"])
       [-0.6 -0.8] 5.0 1.0
     """
-    if isinstance(optimizer, optax.MultiSteps):
-        optimizer = optimizer.gradient_transformation()
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(
-            f"optimizer: got {type(optimizer).__name__}, expected an optax.GradientTransformation "
-            "such as optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))"
-        )
+    optimizer = as_optimizer("optimizer", optimizer)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate: got {accumulate!r}, expected a positive integer")
     extended = optax.with_extra_args_support(optimizer)

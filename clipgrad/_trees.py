@@ -56,6 +56,11 @@ def path_string(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def unboxed(path: str) -> str:
+    """The path without the ``/value`` at its end that flax variables have in some trees."""
+    return path.removesuffix("/value")
+
+
 def with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:
     """The paths, leaves (``None`` included) and structure of ``tree``."""
     entries, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)

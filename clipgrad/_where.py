@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._trees import is_none, takes_part, with_paths
+from clipgrad._trees import is_none, takes_part, unboxed, with_paths
 
 Where = Any | Callable[[Any], Any] | str | None
 
@@ -58,7 +58,7 @@ def put_back(clipped: Any, tree: Any, flags: list[bool]) -> Any:
 
 
 def _matches(pattern: re.Pattern[str], path: str) -> bool:
-    return any(pattern.search(text) for text in (path, path.removesuffix("/value")))
+    return any(pattern.search(text) for text in (path, unboxed(path)))
 
 
 def _pattern(where: str, name: str) -> re.Pattern[str]:

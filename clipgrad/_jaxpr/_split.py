@@ -22,10 +22,11 @@ class Split(NamedTuple):
 def split(tree: Any) -> tuple[Split, list]:
     """Return a tree without its arrays, and the arrays."""
     leaves, structure = jax.tree.flatten(tree)
-    arrays = [leaf for leaf in leaves if _is_array(leaf)]
-    fixed = tuple(None if _is_array(leaf) else leaf for leaf in leaves)
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    fixed = tuple(None if is_array(leaf) else leaf for leaf in leaves)
     return Split(structure, fixed), arrays
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array of JAX or NumPy, a tracer included."""
     return isinstance(leaf, jax.Array | np.ndarray)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from clipgrad._jaxpr._evaluate import Hook, evaluate
+from clipgrad._jaxpr._split import is_array
 
 
 class Traced(NamedTuple):
@@ -35,7 +35,7 @@ def trace(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Tr
     handed to the function as they are, and those that it returns are kept as they are.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray))
+    arrays = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf))
     result: list[Callable[[Sequence], Any]] = []
 
     def flat(*values):
