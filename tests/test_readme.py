@@ -42,6 +42,18 @@ def test_the_programs_run(capsys, monkeypatch, tmp_path):
     assert (tmp_path / "norm_per_step.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_first_program_has_twelve_lines_of_code():
+    lines = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL).group(1).splitlines()
+    assert sum(bool(line.strip()) for line in lines) == 12
+
+
+def test_links_lead_somewhere():
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", TEXT)
+    assert len(targets) > 10
+    for target in targets:
+        assert target.startswith("http") or (ROOT / target).exists(), target
+
+
 def test_the_pictures_are_there():
     pictures = re.findall(r"!\[.+?\]\((.+?)\)", TEXT)
     assert pictures
@@ -117,6 +129,6 @@ def test_the_commands_name_what_there_is():
     commands = re.findall(r"```sh\n(.*?)\n```", TEXT, re.DOTALL)
     assert len(commands) == 2 and all("\n" not in command for command in commands)
     project = (ROOT / "pyproject.toml").read_text()
-    for extra in re.findall(r"\.\[(\w+)\]", "".join(commands)):
+    for extra in re.findall(r"\.\[(\w+)\]", TEXT):
         assert f"\n{extra} = [" in project
     assert 'clipgrad = "clipgrad._cli:main"' in project

@@ -49,7 +49,7 @@ def check_grads(
     """Check the VJP of a function against finite differences, and how it behaves.
 
     With u a random dense cotangent, the gradient of <u, f(x)> that `jax.vjp` hands back is compared
-    with slopes of f, evaluated in float64 whatever its dtype. An element passes if
+    with slopes of f, evaluated in float64 whatever its dtype. An element passes if::
 
         |numeric - analytic| <= rtol max(|numeric|, |analytic|) + error + 50 eps rms(leaf),
 
@@ -59,34 +59,36 @@ def check_grads(
     passes with a note. The cost of "auto" does not grow with the number of elements.
 
     Guarantees:
-      * What could not be verified is in `notes`, what could not be run in `not_run`; a report in
-        which nothing was verified is not ok.
+      * What could not be verified is in ``notes``, what could not be run in ``not_run``; a report
+        in which nothing was verified is not ok.
       * The same seed gives the same report.
 
-    | check | what must hold |
-    |---|---|
-    | value | every element of the gradient, against differences |
-    | primal | value, dtype and shape of the function called and differentiated are the same |
-    | cotangent | dtype, shape and structure are those of the input; float0 for integers |
-    | finite | the value and the gradient are finite |
-    | linearity | the pull-back is linear in the cotangent: no stray clip, no constant |
-    | determinism | the same again gives the same bits |
-    | jit, vmap | compiled and batched gradients are the eager ones |
-    | points | the gradient is right at a second point too, and then at the first again |
-    | forward | `jax.jvp` agrees, where the function allows forward mode |
-    | outputs | a cotangent for one output only gives that one's part |
-    | devices | each kind of device gives the same gradient |
+    ===========  ===================================================================================
+    check        what must hold
+    ===========  ===================================================================================
+    value        every element of the gradient, against differences
+    primal       value, dtype and shape of the function called and differentiated are the same
+    cotangent    dtype, shape and structure are those of the input; float0 for integers
+    finite       the value and the gradient are finite
+    linearity    the pull-back is linear in the cotangent: no stray clip, no constant
+    determinism  the same again gives the same bits
+    jit, vmap    compiled and batched gradients are the eager ones
+    points       the gradient is right at a second point too, and then at the first again
+    forward      `jax.jvp` agrees, where the function allows forward mode
+    outputs      a cotangent for one output only gives that one's part
+    devices      each kind of device gives the same gradient
+    ===========  ===================================================================================
 
     A function without any custom rule that traces to the same operations again and under
-    `jax.vmap` has its gradient compiled as one program, to be compared with the eager one; `vmap`,
-    `forward` and `outputs` are JAX's own affair there and are not run. Where several elements are
-    at kinks of one output, as equal maxima are, they are looked at together too.
+    `jax.vmap` has its gradient compiled as one program, to be compared with the eager one;
+    ``vmap``, ``forward`` and ``outputs`` are JAX's own affair there and are not run. Where several
+    elements are at kinks of one output, as equal maxima are, they are looked at together too.
 
     Args:
       fun: the function, of any trees of arrays, to any tree of arrays.
       args: the tuple of its positional arguments: the point.
       kwargs: its keyword arguments; their arrays are checked too.
-      wrt: which inputs to check: an argument's position or name, a path such as `params/w` or a
+      wrt: which inputs to check: an argument's position or name, a path such as ``params/w`` or a
         regular expression on such paths, or several of these; None for all.
       no_grad: which inputs to leave out, written the same way.
       output: which outputs to check: a position, key or path, or several; None for all.
@@ -94,8 +96,8 @@ def check_grads(
       mode: "auto" looks at every element with the help of plain AD in float64, and at that by
         differences; "fast" takes two random directions for each leaf; "full" moves every element.
       delta: an absolute step, for Paddle's formula at every element.
-      max_relative_error: Paddle's rule: |numeric - analytic| / |numeric|, or without the
-        denominator where |numeric| < 1e-3, may not exceed it.
+      max_relative_error: Paddle's rule: ``|numeric - analytic| / |numeric|``, or without the
+        denominator where ``|numeric| < 1e-3``, may not exceed it.
       devices: kinds of device to compute the gradient on, such as ("cpu", "gpu"); None for all
         there are. One that is not there is reported as not run.
       points: how many points to check.
@@ -109,7 +111,7 @@ def check_grads(
 
     Raises:
       GradCheckError: the gradient is wrong, or nothing was verified; it holds the report.
-      TypeError: `args` is no tuple.
+      TypeError: ``args`` is no tuple.
       ValueError: there is nothing to check, a name is unknown, or an input is not finite.
 
     Example:
@@ -124,7 +126,7 @@ def check_grads(
       analytic/numeric is 0.5 throughout
 
     References:
-      PaddlePaddle, `check_grad` in Fluid's operator tests, 2017.
+      PaddlePaddle, ``check_grad`` in Fluid's operator tests, 2017.
       L. F. Richardson, "The approximate arithmetical solution by finite differences", 1911.
     """
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`numerical_grad`: Paddle's `get_numerical_gradient` for any tree of arrays."""
+"""`numerical_grad`: Paddle's ``get_numerical_gradient`` for any tree of arrays."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,13 +27,13 @@ def numerical_grad(
 ) -> Any:
     """Differentiate the sum of an output numerically, element by element.
 
-    For each real number x_i of the inputs, with u the cotangent and e_i a unit vector,
+    For each real number x_i of the inputs, with u the cotangent and e_i a unit vector::
 
-        grad_i = <u, f(x + h e_i) - f(x - h e_i)> / 2h,
+        grad_i = <u, f(x + h e_i) - f(x - h e_i)> / 2h
 
-    extrapolated from two steps h that are powers of two times the scale of x_i; with `delta` given,
-    the formula as it stands with h = delta. The function is evaluated in float64 where possible,
-    whatever the dtype of its inputs; its own VJP is never used.
+    extrapolated from two steps h that are powers of two times the scale of x_i; with ``delta``
+    given, the formula as it stands with h = delta. The function is evaluated in float64 where
+    possible, whatever the dtype of its inputs; its own VJP is never used.
 
     Guarantees:
       * The result has the structure and shapes of what is differentiated, in NumPy's float64
@@ -44,9 +44,9 @@ def numerical_grad(
       fun: the function; it takes and returns any trees of arrays.
       args: the tuple of its positional arguments.
       wrt: what to differentiate by: an argument's position or name gives the tree of that
-        argument, a path of a leaf such as `params/w` that leaf's array, several a tuple of these.
-        None gives the tuple of all arguments. Leaves that are no floats become None.
-      output: which outputs to sum: a position, key or path of what `fun` returns; None for all.
+        argument, a path of a leaf such as ``params/w`` that leaf's array, several a tuple of
+        these. None gives the tuple of all arguments. Leaves that are no floats become None.
+      output: which outputs to sum: a position, key or path of what ``fun`` returns; None for all.
       cotangent: weights of the outputs, a tree like the chosen outputs or an array for a single
         one; None for the plain sum.
       delta: an absolute step; Paddle's default is 0.005.
@@ -55,9 +55,9 @@ def numerical_grad(
       The gradient.
 
     Raises:
-      TypeError: `args` is no tuple.
-      ValueError: nothing to differentiate, an unknown `wrt` or `output`, a cotangent of another
-        shape, a `delta` that is not positive, or an input that is not finite.
+      TypeError: ``args`` is no tuple.
+      ValueError: nothing to differentiate, an unknown ``wrt`` or ``output``, a cotangent of another
+        shape, a ``delta`` that is not positive, or an input that is not finite.
 
     Example:
       >>> import jax.numpy as jnp
@@ -69,7 +69,7 @@ def numerical_grad(
       [ 3.25 12.25]
 
     References:
-      PaddlePaddle, `get_numerical_gradient` in Fluid's operator tests, 2017.
+      PaddlePaddle, ``get_numerical_gradient`` in Fluid's operator tests, 2017.
     """
     require_delta(delta)
     if isinstance(wrt, (list, tuple)):

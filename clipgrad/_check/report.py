@@ -11,9 +11,10 @@ SHOWN = 12
 class Failure(NamedTuple):
     """One thing that is wrong.
 
-    `check` names the check, `where` the worst element, `detail` says it in words. Where the
-    failure is one of values, `numeric`, `error` and `analytic` are those of the worst element,
-    `indices` the elements of the leaf that were found wrong and `ratio` analytic/numeric.
+    ``check`` names the check, ``where`` the worst element, ``detail`` says it in words. Where the
+    failure is one of values, ``numeric``, ``error`` and ``analytic`` are those of the worst
+    element, ``indices`` the elements of the leaf that were found wrong and ``ratio``
+    analytic/numeric.
     """
 
     check: str
@@ -31,16 +32,16 @@ class Failure(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GradCheckReport:
-    """The outcome of `check_grads`; `str(report)` fits one terminal screen.
+    """The outcome of `check_grads`; ``str(report)`` fits one terminal screen.
 
     Guarantees:
-      * `ok` is true only if something was verified and nothing failed.
-      * What could not be run stands in `not_run` with its reason.
+      * ``ok`` is true only if something was verified and nothing failed.
+      * What could not be run stands in ``not_run`` with its reason.
       * The text has at most 25 lines; the fields hold everything.
 
     Attributes:
-      failures: tuple of failures, each with `check`, `where`, `detail` and, for values,
-        `numeric`, `error`, `analytic`, `indices`, `ratio`.
+      failures: tuple of failures, each with ``check``, ``where``, ``detail`` and, for values,
+        ``numeric``, ``error``, ``analytic``, ``indices``, ``ratio``.
       notes: tuple of remarks that are no failures: kinks, noise, fall-backs.
       not_run: mapping from the name of a check to the reason why it did not run.
       evaluations: how often the function was evaluated, compiled or not.

@@ -1,0 +1,44 @@
+"""How Sphinx builds the site: `python -m sphinx -W docs build/site`."""
+
+import pathlib
+import sys
+
+import clipgrad
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+
+project = "clipgrad"
+version = release = clipgrad.__version__
+copyright = "the clipgrad authors"
+html_title = "clipgrad"
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "guarantee",
+    "links",
+]
+
+nitpicky = True
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+autodoc_preserve_defaults = True
+napoleon_custom_sections = ["Guarantees"]
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+# Other projects and private types are named, not linked: a build needs no network.
+nitpick_ignore_regex = [("py:.*", r"(jax|optax|numpy|clipgrad\._\w+)\..*")]
+
+# The stored outputs are shown; the tests see to it that they are fresh.
+nb_execution_mode = "off"
+myst_enable_extensions = ["colon_fence", "dollarmath", "deflist"]
+myst_heading_anchors = 3

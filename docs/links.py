@@ -1,0 +1,63 @@
+"""Links from every public name to its reference, and from docstrings to what Sphinx reads.
+
+Docstrings are written for people who read them in a terminal or an editor: formulas between
+dollar signs, names between backticks. This extension turns both into what Sphinx knows.
+"""
+
+import re
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+
+import clipgrad
+
+PUBLIC = {name for name in vars(clipgrad) if not name.startswith("_")}
+_NAME = re.compile(r"(?:cg\.|clipgrad\.)?(\w+)(?:\(.*\))?$", re.DOTALL)
+_DISPLAY = re.compile(r"\$\$(.+?)\$\$", re.DOTALL)
+_INLINE = re.compile(r"\$([^$]+?)\$")
+
+
+class LinkPublicNames(SphinxTransform):
+    """Makes a link of each inline literal that is a public name or a call of it."""
+
+    default_priority = 5
+
+    def apply(self, **kwargs: Any) -> None:
+        """Replaces the literals of this document."""
+        for literal in list(self.document.findall(nodes.literal)):
+            match = _NAME.match(literal.astext())
+            if match and match.group(1) in PUBLIC and not _linked(literal):
+                literal.replace_self(_link(literal, match.group(1), self.env.docname))
+
+
+def _linked(literal: nodes.literal) -> bool:
+    return isinstance(literal.parent, nodes.reference | addnodes.pending_xref | nodes.title)
+
+
+def _link(literal: nodes.literal, name: str, page: str) -> addnodes.pending_xref:
+    link = addnodes.pending_xref(
+        "", refdomain="py", reftype="obj", reftarget=f"clipgrad.{name}", refdoc=page
+    )
+    link += literal.deepcopy()
+    return link
+
+
+def mark_formulas(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list) -> None:
+    """Turns ``$x$`` and ``$$x$$`` in a docstring into Sphinx's math."""
+    text = _DISPLAY.sub(lambda match: f".. math:: {_one_line(match)}\n", "\n".join(lines))
+    text = _INLINE.sub(lambda match: f":math:`{_one_line(match)}`", text)
+    lines[:] = text.split("\n")
+
+
+def _one_line(match: re.Match) -> str:
+    return " ".join(match.group(1).split())
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Registers the two with Sphinx."""
+    app.add_transform(LinkPublicNames)
+    app.connect("autodoc-process-docstring", mark_formulas)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,129 @@
+"""The site: its programs run, its tables are true, and it holds every public name."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipgrad as cg
+from clipgrad._cli import main
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
+WITH_PROGRAMS = [page for page in PAGES if PROGRAM.search(page.read_text())]
+PUBLIC = sorted(name for name in vars(cg) if not name.startswith("_") and name != "importlib")
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def rows(page, heading):
+    """The rows of the table on a page that has this in its first line, without backticks."""
+    table = (DOCS / page).read_text().split(f"| {heading} |")[1].split("\n\n")[0]
+    cells = [line.strip("|").split(" | ") for line in table.splitlines()[2:]]
+    return [[cell.strip().strip("`") for cell in row] for row in cells]
+
+
+@pytest.mark.parametrize("page", WITH_PROGRAMS, ids=lambda page: page.stem)
+def test_the_programs_of_a_page_run_in_one_go(page):
+    exec("\n".join(PROGRAM.findall(page.read_text())), {})
+
+
+def test_there_are_pages_with_programs():
+    assert {page.stem for page in WITH_PROGRAMS} >= {"nan", "which_clip"}
+
+
+def test_every_public_name_has_one_place_in_the_reference():
+    reference = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    documented = re.findall(r"\.\. auto\w+:: (\w+)", reference)
+    assert sorted(documented) == PUBLIC
+
+
+def test_every_guarantee_names_tests_that_there_are():
+    text = (DOCS / "guarantees.md").read_text()
+    proofs = re.findall(r"\{guarantee\} (.+)", text)
+    assert len(proofs) > 40
+    for proof in " ".join(proofs).split():
+        file, test = proof.split("::")
+        assert f"\ndef {test}(" in (DOCS.parent / "tests" / file).read_text(), proof
+
+
+NEEDS = {"loss": lambda w: w, "h": jnp.ones(2), "rule": cg.ClipByValue(1.0)}
+CHOICES = [row[2] for row in rows("which_clip.md", "what you see")]
+
+
+@pytest.mark.parametrize("code", CHOICES)
+def test_each_choice_of_a_clip_is_code_that_runs(code):
+    names = {"cg": cg, "jax": jax, "optax": optax, "optimizer": optax.sgd(1.0)} | NEEDS
+    names |= {"loss_of_one": lambda w, x: w @ x}
+    exec(code.lstrip("@"), names)
+
+
+@pytest.mark.parametrize("row", rows("nan.md", "operation"), ids=lambda row: row[0])
+def test_each_suspect_has_no_finite_derivative_and_its_cure_has(row):
+    suspect, point, _, cure = row
+
+    def slope(code):
+        names = {"jnp": jnp, "jax": jax}
+        fun = lambda x: eval(code, names | {"x": x}).astype(jnp.float32)  # noqa: E731
+        return jax.grad(fun)(jnp.float32(point))
+
+    assert not jnp.isfinite(slope(suspect))
+    code = cure.split("`")[0]
+    if "(" in code:
+        assert jnp.isfinite(slope(code))
+
+
+OPTAX = rows("coming_from.md", "gradients")
+
+
+def outcome(library, grads, clip):
+    names = {"jnp": jnp, "optax": optax}
+    try:
+        tx = eval(clip, names | vars(library))
+        return tx.update(grads, tx.init(grads))[0]
+    except (TypeError, ValueError) as error:
+        return type(error).__name__
+
+
+def assert_as_printed(result, printed):
+    if isinstance(result, str) or not printed.startswith("["):
+        assert result == printed
+    else:
+        expected = [float(number) for number in printed.strip("[]").split(",")]
+        np.testing.assert_allclose(np.asarray(result, float), expected, rtol=4e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("row", OPTAX, ids=lambda row: f"{row[0]} {row[1]}")
+def test_the_differences_from_optax_are_as_printed(row):
+    grads = eval(row[0], {"jnp": jnp})
+    result = outcome(cg, grads, row[1])
+    assert_as_printed(result, row[3])
+    if not isinstance(result, str):
+        assert result.dtype == grads.dtype
+    if optax.__version__.startswith("0.2."):
+        assert_as_printed(outcome(optax, grads, row[1]), row[2])
+
+
+@pytest.mark.parametrize("command", ["demo", "check", "selftest"])
+def test_the_page_on_the_command_line_has_every_option(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    options = set(re.findall(r"--[a-z][\w-]+", capsys.readouterr().out)) - {"--help"}
+    text = (DOCS / "api" / "command_line.md").read_text().split(f"## `clipgrad {command}`")[1]
+    assert options
+    for option in options:
+        assert f"`{option} " in text or f"`{option}`" in text, option
+
+
+def test_the_pictures_are_there():
+    for picture in ("demo.png", "norm_per_step.png"):
+        assert (DOCS / picture).read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,107 @@
+"""Each notebook runs, and what is stored in it is what it prints."""
+
+import os
+import pathlib
+import re
+
+import jax
+import nbformat
+import numpy as np
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
+PATHS = sorted(FOLDER.glob("*.ipynb"))
+TITLES = ["autograd", "error_clip", "gradient_clipping", "checking_gradients", "many_devices"]
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+
+every_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+
+
+def execute(path):
+    """The notebook as a user runs it, without what the tests tell the compiler."""
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", record_timing=False)
+    client.resources = {"metadata": {"path": str(FOLDER)}}
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return client.execute(env=environment | {"JAX_PLATFORMS": "cpu"})
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def printed(cell):
+    texts = [
+        output.get("text") or output.get("data", {}).get("text/plain", "")
+        for output in cell.outputs
+    ]
+    return "".join(text for text in texts if "<Figure" not in text)
+
+
+def pictures(notebook):
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+def assert_same_text(stored, executed):
+    assert NUMBER.sub("#", executed) == NUMBER.sub("#", stored)
+    numbers = [np.array(NUMBER.findall(text), float) for text in (executed, stored)]
+    np.testing.assert_allclose(*numbers, rtol=0.05, atol=1e-6)
+
+
+def stored_with(notebook):
+    """The version of JAX that the first code cell shows."""
+    return printed(code_cells(notebook)[0]).strip("'\n")
+
+
+@every_notebook
+def test_it_runs_and_prints_what_is_stored(path):
+    stored, executed = nbformat.read(path, as_version=4), execute(path)
+    assert pictures(executed) == pictures(stored) > 0
+    if stored_with(stored) == jax.__version__:
+        for before, after in zip(code_cells(stored), code_cells(executed), strict=True):
+            assert_same_text(printed(before), printed(after))
+
+
+@every_notebook
+def test_it_reads_well_unexecuted(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert notebook.cells[0].source.startswith(f"# {path.stem[0]}. ")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", stored_with(notebook))
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    assert counts == list(range(1, len(counts) + 1))
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    assert not [output for output in outputs if output.get("name") == "stderr"]
+    assert path.stat().st_size < 1_500_000
+
+
+@every_notebook
+def test_its_cells_are_short_and_hold_their_claims(path):
+    cells = code_cells(nbformat.read(path, as_version=4))
+    assert max(len(cell.source.splitlines()) for cell in cells) <= 15
+    assert sum("assert" in cell.source for cell in cells) >= len(cells) / 3
+
+
+@every_notebook
+def test_it_uses_public_names_only(path):
+    source = "\n".join(cell.source for cell in code_cells(nbformat.read(path, as_version=4)))
+    assert not re.search(r"jax\._src|clipgrad\._|cg\._", source)
+
+
+@every_notebook
+def test_its_links_lead_somewhere(path):
+    text = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells)
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert target.startswith("http") or (FOLDER / target).exists(), target
+
+
+def test_they_are_the_five_and_numbered():
+    assert [path.stem for path in PATHS] == [f"{i}_{name}" for i, name in enumerate(TITLES, 1)]
+
+
+@pytest.mark.parametrize("other", ["norm 1.2", "norm 1.0 or so", "scale 1.0", "norm 1.0 2.0"])
+def test_another_text_is_noticed(other):
+    assert_same_text("norm 1.0", "norm 1.01")
+    with pytest.raises(AssertionError):
+        assert_same_text("norm 1.0", other)
