@@ -15,7 +15,8 @@ from sphinx.transforms import SphinxTransform
 import clipgrad
 
 PUBLIC = {name for name in vars(clipgrad) if not name.startswith("_")}
-_NAME = re.compile(r"(?:cg\.|clipgrad\.)?(\w+)(?:\(.*\))?$", re.DOTALL)
+# A call without prefix may be another library's function of the same name, unless it is a class.
+_NAME = re.compile(r"(?:cg\.|clipgrad\.)(\w+)(?:\(.*\))?$|(\w+)$|([A-Z]\w+)\(.*\)$", re.DOTALL)
 _DISPLAY = re.compile(r"\$\$(.+?)\$\$", re.DOTALL)
 _INLINE = re.compile(r"\$([^$]+?)\$")
 
@@ -29,8 +30,9 @@ class LinkPublicNames(SphinxTransform):
         """Replaces the literals of this document."""
         for literal in list(self.document.findall(nodes.literal)):
             match = _NAME.match(literal.astext())
-            if match and match.group(1) in PUBLIC and not _linked(literal):
-                literal.replace_self(_link(literal, match.group(1), self.env.docname))
+            name = match and match.group(match.lastindex)
+            if name in PUBLIC and not _linked(literal):
+                literal.replace_self(_link(literal, name, self.env.docname))
 
 
 def _linked(literal: nodes.literal) -> bool:
@@ -52,12 +54,19 @@ def mark_formulas(app: Sphinx, what: str, name: str, obj: Any, options: Any, lin
     lines[:] = text.split("\n")
 
 
+def show_defaults(app: Sphinx, what: str, name: str, *given: Any) -> tuple[str, Any] | None:
+    """Shows the default order of a norm as the number that it is."""
+    *_, signature, result = given
+    return (signature.replace("_TWO", "2"), result) if signature else None
+
+
 def _one_line(match: re.Match) -> str:
     return " ".join(match.group(1).split())
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Registers the two with Sphinx."""
+    """Registers these with Sphinx."""
     app.add_transform(LinkPublicNames)
     app.connect("autodoc-process-docstring", mark_formulas)
+    app.connect("autodoc-process-signature", show_defaults)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -68,6 +68,22 @@ def test_a_gradient_that_is_not_finite_fails():
     assert "[finite] args[0][0]: 1 of 2 elements" in failed(jnp.sqrt, X.at[0].set(0))
 
 
+@pytest.mark.parametrize("mode", ["auto", "fast", "full"])
+def test_what_is_not_finite_is_not_a_wrong_value_as_well(mode):
+    unit = lambda h: h / (jnp.linalg.norm(h, axis=-1, keepdims=True) + 1e-6)  # noqa: E731
+    text = failed(unit, jnp.array([[1.0, 2.0], [0.0, 0.0]]), mode=mode)
+    assert "2 of 4 elements of the gradient are not finite" in text and "[value]" not in text
+
+
+@pytest.mark.parametrize("mode", ["auto", "full"])
+def test_a_wrong_value_beside_one_that_is_not_finite_is_found(mode):
+    root = jax.custom_vjp(jnp.sqrt)
+    root.defvjp(lambda x: (jnp.sqrt(x), x), lambda x, g: (g / jnp.sqrt(x),))
+    text = failed(root, X.at[0].set(0), mode=mode)
+    assert "1 of 2 elements of the gradient are not finite" in text
+    assert "[value] args[0][1]: 1 of 2 elements wrong" in text
+
+
 def test_a_random_function_is_called_that():
     rng = np.random.default_rng(0)
     text = failed(lambda x: x * rng.uniform(), X)

@@ -126,8 +126,8 @@ def check_grads(
       analytic/numeric is 0.5 throughout
 
     References:
-      PaddlePaddle, ``check_grad`` in Fluid's operator tests, 2017.
-      L. F. Richardson, "The approximate arithmetical solution by finite differences", 1911.
+      PaddlePaddle, ``check_grad`` in Fluid's operator tests, 2017; Richardson, The Approximate
+      Arithmetical Solution by Finite Differences, 1911.
     """
     started = time.perf_counter()
     options = _options(order, mode, delta, max_relative_error, points, seed, skip)

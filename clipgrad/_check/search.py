@@ -67,7 +67,8 @@ def search(session: Session, point: Point, mode: str, rounding: Callable | None,
         _by_blocks(session, point, found, range(len(session.tolerance.ranges)))
     else:
         _along_leaves(session, point, found, rows)
-    findings = [_without_rounding(f, session, point, rounding) for f in found.findings]
+    findings = [_of_finite(finding, point) for finding in found.findings]
+    findings = [_without_rounding(f, session, point, rounding) for f in findings]
     return found._replace(findings=findings)
 
 
@@ -194,6 +195,14 @@ def _split(area: Range, parts: int) -> list[Range]:
 
 def _count(verdict: Verdict) -> int:
     return int(np.sum(verdict.kind == WRONG))
+
+
+def _of_finite(finding: Finding, point: Point) -> Finding:
+    """Leaves out elements whose gradient is not finite, which is a failure of its own."""
+    finite = point.finite[finding.indices]
+    verdict = Verdict(*(field[finite] for field in finding.verdict))
+    suspects = finding.suspects - int(np.sum(~finite))
+    return finding._replace(indices=finding.indices[finite], verdict=verdict, suspects=suspects)
 
 
 def _without_rounding(finding: Finding, session: Session, point: Point, rounding) -> Finding:
