@@ -231,7 +231,7 @@ def _sums_in_range(
 def _scale_of(total: jax.Array) -> jax.Array:
     dtype = total.dtype.name
     up, down = (jnp.array(2.0**k, dtype) for k in (SHIFT[dtype], -SHIFT[dtype]))
-    return jnp.where(total < TINY[dtype], up, jnp.where(jnp.isfinite(total), 1, down))
+    return jnp.where(total < TINY[dtype], up, jnp.where(jnp.isinf(total), down, 1))
 
 
 def _accumulators(groups: Groups, leaves: Arrays) -> list[str]:

@@ -62,12 +62,38 @@ def real_size(leaf: jax.Array) -> jax.Array:
     return jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf
 
 
+def at_least(x: jax.Array, bound: jax.Array) -> jax.Array:
+    """``max(x, bound)`` that keeps NaN, which XLA's CPU loops drop in a sum of maxima."""
+    return jnp.where(x < bound, bound, x)
+
+
+def to_ordered_bits(x: jax.Array) -> jax.Array:
+    """Integers in the order of numbers that are not negative, with NaN as the largest.
+
+    A maximum of them keeps NaN, which a maximum of floating numbers loses in XLA's CPU loops.
+    """
+    integers = {4: jnp.int32, 8: jnp.int64}[x.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(jnp.abs(x), integers)
+
+
+def from_ordered_bits(bits: jax.Array) -> jax.Array:
+    """The numbers that `to_ordered_bits` was given."""
+    floats = {4: jnp.float32, 8: jnp.float64}[bits.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(bits, floats)
+
+
+def largest(x: jax.Array) -> jax.Array:
+    """The largest of numbers that are not negative: NaN if one is, 0 if there are none."""
+    return from_ordered_bits(jnp.max(to_ordered_bits(x), initial=0))
+
+
 def scaled_square(x: jax.Array, exponent: int) -> jax.Array:
     """``(x * 2 ** exponent) ** 2`` of real numbers; where that is large, at least a large number.
 
     The bound changes no sum that is used, but stands between the product and the square, of which
     XLA would make ``(x * x) * (c * c)``, out of range in both factors. It is on one side only: two
     make a clamp, and an absolute value is shared, for both of which XLA takes another buffer.
+    NaN may be lost; the sum of squares that are not scaled has it.
     """
     limits = jnp.finfo(x.dtype)
     scaled = x * jnp.array(2.0**exponent, x.dtype)

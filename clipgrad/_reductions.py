@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import tracks_varying, varying_axes
+from clipgrad._numbers import from_ordered_bits, to_ordered_bits
 
 Arrays = Sequence[jax.Array]
 Axes = tuple[int, ...] | None
@@ -40,9 +41,11 @@ class Groups(NamedTuple):
         return self._over_devices(local, leaves, jnp.add, jax.lax.psum)
 
     def maxima(self, parts: Arrays, leaves: Arrays) -> list[jax.Array]:
-        """The maximum of each group, 0 for a group without elements."""
-        local = self._reduce(functools.partial(jnp.max, initial=0), parts)
-        return self._over_devices(local, leaves, jnp.maximum, jax.lax.pmax)
+        """The maximum of each group: NaN if an element is, 0 for a group without elements."""
+        bits = [to_ordered_bits(part) for part in parts]
+        local = self._reduce(functools.partial(jnp.max, initial=0), bits)
+        totals = self._over_devices(local, leaves, jnp.maximum, jax.lax.pmax)
+        return [from_ordered_bits(total) for total in totals]
 
     def per_leaf(self, values: Arrays, leaves: Arrays) -> list[jax.Array]:
         """For each leaf the value of its group."""

@@ -196,9 +196,12 @@ def _sums_of_squares(leaves: list[jax.Array], dtype: str) -> jax.Array:
 def _squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Squares scaled down, as they are, and scaled up; the latter two stop where they are moot."""
     low, high, down, up = _RANGE[size.dtype.name]
+    # One number, but as an array: in a minimum with a number XLA's CPU loops lose NaN, for a select
+    # they take a buffer, and so they do for a factor that is used twice.
+    limit = jnp.maximum(size * jnp.array(2.0 ** (down - 1), size.dtype), 2.0 ** (2 * high))
     return (
         scaled_square(size, down),
-        jnp.minimum(jnp.square(size), 2.0 ** (2 * high)),
+        jnp.minimum(jnp.square(size), limit),
         jnp.minimum(scaled_square(size, up), 2.0 ** (2 * (low + up))),
     )
 
@@ -206,7 +209,8 @@ def _squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 def _root(sums: jax.Array) -> jax.Array:
     low, high, down, up = _RANGE[sums.dtype.name]
     large, middle, small = sums[..., 0], sums[..., 1], sums[..., 2]
-    is_large, is_small = large > 2.0 ** (2 * (high + down)), middle < 2.0 ** (2 * low)
+    is_large = (large > 2.0 ** (2 * (high + down))) & ~jnp.isnan(middle)
+    is_small = middle < 2.0 ** (2 * low)
     total = jnp.where(is_large, large, jnp.where(is_small, small, middle))
     unit = jnp.where(is_large, 2.0**-down, jnp.where(is_small, 2.0**-up, 1.0))
     root = jnp.sqrt(jnp.where(total == 0, 1, total)) * unit.astype(sums.dtype)

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from clipgrad._compat import broadcast_like
 from clipgrad._norms import AxisName, Norm, slice_norms
-from clipgrad._numbers import times
+from clipgrad._numbers import at_least, largest, times
 from clipgrad._rules._base import ClipRule, pytree_rule, static_field
 from clipgrad._rules._scaling import scale_down
 from clipgrad._rules._thresholds import (
@@ -108,9 +108,9 @@ class AdaptiveClip(ClipRule):
         def collect(paths: list[str], grads: list[jax.Array], params: list[Any]) -> list[Any]:
             for norm, weight in self._norms(paths, grads, params):
                 dtype = norm.root.dtype
-                limit = jnp.maximum(weight.value.astype(dtype), nonnegative(self.eps, dtype))
+                limit = at_least(weight.value.astype(dtype), nonnegative(self.eps, dtype))
                 ratio = jnp.where(norm.root == 0, 0, norm.value / limit)
-                ratios.append(jnp.max(ratio, initial=0))
+                ratios.append(largest(ratio))
             return grads
 
         map_groups(collect, grads, params)
@@ -149,7 +149,7 @@ class AdaptiveClip(ClipRule):
 
     def _limit(self, weight: jax.Array, dtype: Any) -> jax.Array:
         least = nonnegative(self.eps, dtype)
-        return nonnegative(self.clipping, dtype) * jnp.maximum(weight.astype(dtype), least)
+        return nonnegative(self.clipping, dtype) * at_least(weight.astype(dtype), least)
 
 
 def _axes(axis: UnitAxis, path: str, grad: Any, param: Any) -> Any:

@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from clipgrad._norms import Norm, check_order, slice_norms
+from clipgrad._numbers import largest
 from clipgrad._rules._base import ClipRule, pytree_rule, static_field
 from clipgrad._rules._scaling import divide_first, scale_down
 from clipgrad._rules._thresholds import check_threshold, for_each_leaf, require_numbers
@@ -79,7 +79,7 @@ class ClipByNorm(ClipRule):
 
     def follow(self, grads: Any, params: Any = None) -> list[jax.Array]:
         """For each leaf the least threshold that changes nothing."""
-        return [jnp.max(norm.value, initial=0) for norm in self._norms(*paths_taking_part(grads))]
+        return [largest(norm.value) for norm in self._norms(*paths_taking_part(grads))]
 
     def _clip(self, paths: list[str], leaves: list[jax.Array]) -> list[jax.Array]:
         rules, norms = for_each_leaf(self, len(leaves)), self._norms(paths, leaves)

@@ -112,7 +112,8 @@ class ClipByValue(ClipRule):
         upper = self._upper(leaf.dtype)
         lower = -upper if self.min is None else _bound(self.min, leaf.dtype)
         upper, lower = _into(upper, leaf, "max"), _into(lower, leaf, "min")
-        return jnp.minimum(jnp.maximum(leaf, lower), upper)
+        # Said apart since XLA's CPU loops drop NaN where a sum follows a minimum.
+        return jnp.where(jnp.isnan(leaf), leaf, jnp.minimum(jnp.maximum(leaf, lower), upper))
 
     def _clip_complex(self, leaf: jax.Array) -> jax.Array:
         if self.min is not None and not self._is_symmetric():

@@ -1,0 +1,130 @@
+"""NaN is never lost, not even in large leaves, for which XLA vectorizes its loops.
+
+There a minimum or maximum with a constant drops NaN where it is fused into a reduction, and so
+does a reduction by maximum.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from tests.helpers import CASES, RELEASED
+
+SHAPE = (128, 128)
+BAD = jnp.nan
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def released(fun, *args):
+    """The result of the function as a user's compiler compiles it."""
+    return jax.jit(fun).lower(*args).compile(RELEASED)(*args)
+
+
+def with_bad(value, at=(0, 0), dtype=jnp.float32):
+    return jnp.full(SHAPE, 0.5, dtype).at[at].set(value)
+
+
+@pytest.mark.parametrize("ord", [0.5, 1, 2, 3, jnp.inf])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+def test_a_norm_is_nan_and_not_inf_if_an_element_is(ord, dtype):
+    norm = lambda tree: cg.global_norm(tree, ord)  # noqa: E731
+    assert jnp.isnan(released(norm, {"a": with_bad(BAD, dtype=dtype), "b": jnp.ones(3)}))
+    assert jnp.isnan(released(norm, [with_bad(BAD, dtype=dtype), with_bad(jnp.inf, dtype=dtype)]))
+    assert jnp.isposinf(released(norm, {"a": with_bad(-jnp.inf, dtype=dtype)}))
+
+
+@pytest.mark.parametrize("ord", [2, jnp.inf])
+def test_a_float64_norm_is_nan_too(ord):
+    with jax.enable_x64(True):
+        assert jnp.isnan(released(lambda x: cg.global_norm(x, ord), with_bad(BAD, dtype=float)))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_only_the_slice_that_holds_it_is_nan(axis):
+    for ord in (2, jnp.inf):
+        clipped = released(cg.ClipByNorm(1.0, ord=ord, axis=axis), with_bad(BAD, (3, 5)))
+        expected = np.zeros(SHAPE, bool)
+        expected[(slice(None), 5) if axis == 0 else (3, slice(None))] = True
+        np.testing.assert_array_equal(jnp.isnan(clipped), expected)
+
+
+ONE_GROUP = [cg.ClipByGlobalNorm(1.0), cg.ClipByGlobalNorm(1.0, ord=jnp.inf)]
+BY_LEAF = [cg.ClipByNorm(1.0), cg.ClipByNorm(1.0, ord=jnp.inf), cg.ClipByBlockRMS(0.1)]
+
+
+@pytest.mark.parametrize("rule", [*ONE_GROUP, *BY_LEAF], ids=repr)
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_a_bad_element_makes_its_whole_group_nan(rule, bad):
+    grads = {"a": with_bad(bad), "b": jnp.ones(3)}
+    clipped, stats = released(lambda g: cg.clip_grads(g, rule), grads)
+    assert jnp.isnan(clipped["a"]).all()
+    assert jnp.isnan(clipped["b"]).all() == (rule in ONE_GROUP)
+    assert stats.nonfinite == 1
+    assert jnp.isnan(stats.clipped_norm)
+    assert jnp.isnan(stats.norm) if jnp.isnan(bad) else jnp.isposinf(stats.norm)
+
+
+BOUNDS = {
+    "numbers": lambda one: cg.ClipByValue(1.0),
+    "traced": lambda one: cg.ClipByValue(one),
+    "both traced": lambda one: cg.ClipByValue(one, -2 * one),
+    "one side": lambda one: cg.ClipByValue(one, -jnp.inf),
+    "arrays": lambda one: cg.ClipByValue(jnp.ones(128) * one),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_norm_after_a_value_clip_still_sees_it(name):
+    def norm(grads, one):
+        return jnp.sqrt(jnp.sum(jnp.square(BOUNDS[name](one)(grads * 2))))
+
+    assert jnp.isnan(released(norm, with_bad(BAD), jnp.float32(1.0)))
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_norm_clip_behind_a_value_clip_makes_the_group_nan(name):
+    def clip(grads, one):
+        return cg.ClipByGlobalNorm(1.0)(BOUNDS[name](one)(grads))
+
+    clipped = released(clip, [with_bad(BAD), jnp.ones(128)], jnp.float32(1.0))
+    assert all(jnp.isnan(leaf).all() for leaf in clipped)
+
+
+def test_a_threshold_that_is_nan_gives_nan_and_no_gradient_that_is_not_clipped():
+    clip = lambda x, limit: cg.ClipByValue(limit)(x)  # noqa: E731
+    assert jnp.isnan(released(clip, with_bad(1.0), jnp.float32(jnp.nan))).all()
+
+
+def test_statistics_of_a_cotangent_show_it():
+    def loss(x, probe):
+        return jnp.sum(cg.clip_cotangent(x, cg.ClipByNorm(1.0), probe=probe) * with_bad(BAD))
+
+    stats = released(jax.grad(loss, argnums=1), jnp.ones(SHAPE), cg.ClipStats.zero())
+    assert jnp.isnan(stats.norm) and jnp.isnan(stats.clipped_norm) and stats.nonfinite == 1
+
+
+FOLLOWING = [case for case in CASES if hasattr(case.make(1.0), "follow")]
+
+
+@pytest.mark.parametrize("case", FOLLOWING, ids=lambda case: case.name)
+def test_what_a_rule_follows_is_not_finite(case):
+    rule = case.make(1.0)
+    grads = {"a": with_bad(BAD, (7, 9)), "b": jnp.ones(3)}
+    followed = released(lambda g: rule.follow(g, jax.tree.map(jnp.ones_like, g)), grads)
+    assert not np.isfinite(followed[0]).all()
+
+
+def test_skip_spikes_skips_it():
+    import optax
+
+    tx = cg.skip_spikes(optax.sgd(1.0))
+    grads = [with_bad(BAD)]
+    updates, state = released(lambda g: tx.update(g, tx.init(g)), grads)
+    assert not updates[0].any() and state.skipped_count == 1
