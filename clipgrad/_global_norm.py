@@ -26,7 +26,8 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
       axis_name: inside `jax.shard_map`, `jax.pmap` or ``jax.vmap(axis_name=...)``, the name or
         names of the mapped axes that the tree is spread over. Where `jax.shard_map` tracks what
         varies (its default), a leaf that is the same on all devices is counted once; elsewhere
-        every leaf is taken to be spread. Under `jax.jit` nothing need be said.
+        every leaf is taken to be spread. Left out there, the norm is that of the part on each
+        device. Under `jax.jit` nothing need be said.
 
     Returns:
       A scalar array, float32 or float64.

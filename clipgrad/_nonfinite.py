@@ -37,16 +37,19 @@ def apply_policy(nonfinite: str, tree: Any) -> Any:
 
 
 def _raise_for_nonfinite(tree: Any) -> None:
-    paths, leaves, _ = with_paths(tree)
-    counts = {
-        p: jnp.sum(~jnp.isfinite(x)) for p, x in zip(paths, leaves, strict=True) if takes_part(x)
-    }
+    paths, every, _ = with_paths(tree)
+    leaves = {path: x for path, x in zip(paths, every, strict=True) if takes_part(x)}
+    counts = {path: jnp.sum(~jnp.isfinite(x)) for path, x in leaves.items()}
     if any(isinstance(count, Tracer) for count in counts.values()):
         for path, count in counts.items():
             shown = repr(path).replace("{", "{{").replace("}", "}}")
             message = f"{{count}} elements of the gradient {shown} are NaN or inf"
             checkify.check(count == 0, message, count=count)
         return
-    found = [f"{path!r} ({count} elements)" for path, count in counts.items() if count]
+    found = [
+        f"{path!r} ({count} of {jnp.size(leaves[path])} elements)"
+        for path, count in counts.items()
+        if count
+    ]
     if found:
         raise FloatingPointError(f"the gradient is NaN or inf in {', '.join(found)}")

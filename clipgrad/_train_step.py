@@ -77,6 +77,8 @@ def train_step(
         ``optax.MultiSteps``. It is handed ``value``, ``grad`` and ``value_fn`` if it takes them.
       error_clip: a rule for each name that `jax.ad_checkpoint.checkpoint_name` tags a variable with
         inside of ``loss_fn``, see `error_clip_by_name`; ``None`` in place of a rule: watch only.
+        With ``accumulate=k`` it sees the cotangents of one microbatch; where the loss is a mean
+        over the batch they are k times as large, and a limit by value has to be, too.
       accumulate: the number of microbatches that the leading axis of the batch is split into.
       has_aux: whether ``loss_fn`` returns something besides the loss.
       donate: whether a step may write the new state into the buffers of the old one, which

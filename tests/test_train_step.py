@@ -254,6 +254,13 @@ def test_statistics_are_added_up_over_microbatches():
     )
 
 
+def test_a_limit_by_value_grows_with_the_number_of_microbatches():
+    (whole, metrics), _, _ = tagged_step(cg.ErrorClipByValue(0.25))
+    (parts, _), _, _ = tagged_step(cg.ErrorClipByValue(0.5), accumulate=2)
+    np.testing.assert_allclose(parts.params["w"], whole.params["w"], rtol=1e-5)
+    assert metrics["error_clip"]["h"].clipped.any()
+
+
 def test_error_clips_and_auxiliary_values_go_together():
     def with_aux(params, batch):
         return tagged_loss(params, batch), {"n": batch.sum()}

@@ -68,7 +68,7 @@ def linearity(case: Case) -> Outcome:
     )
     for factor in (LARGE_HALF, 1 / LARGE_HALF) if half else (LARGE, 1 / LARGE):
         scaled = case.pull(first * factor) / factor
-        text = f"the rule is not linear, the cotangent times {factor:g} pulled back"
+        text = f"the rule is not linear, the cotangent times 2 ** {np.log2(factor):g} pulled back"
         scaled = _where_in_range(scaled, gradient[0], factor, half)
         failures += compare("linearity", scaled, gradient[0], text)
     text = "the rule is not linear, the sum of two cotangents pulled back"
