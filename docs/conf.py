@@ -1,11 +1,21 @@
 """How Sphinx builds the site: `python -m sphinx -W docs build/site`."""
 
 import pathlib
+import shutil
 import sys
 
 import clipgrad
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+# The notebooks are pages of the site, whose sources have to be in one folder.
+shutil.rmtree(HERE / "notebooks", ignore_errors=True)
+shutil.copytree(
+    HERE.parent / "notebooks",
+    HERE / "notebooks",
+    ignore=shutil.ignore_patterns("*.py", "__pycache__", ".*"),
+)
 
 project = "clipgrad"
 version = release = clipgrad.__version__

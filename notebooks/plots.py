@@ -8,6 +8,7 @@ import networkx as nx
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 from matplotlib.axes import Axes
+from matplotlib.transforms import offset_copy
 
 # Okabe and Ito's colors, which the color-blind can tell apart; the same as those of the demo.
 COLORS = {
@@ -17,6 +18,8 @@ COLORS = {
     "adaptive": "#009E73",
     "error clip": "#D55E00",
     "error clip and norm": "#CC79A7",
+    "norm per leaf": "#E69F00",
+    "block RMS": "#882255",
 }
 _OTHERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _NODES = {"input": "#BFDDF0", "saved": "#F9D9A8", "operation": "#F2F2F2", "output": "#BFE5D8"}
@@ -28,6 +31,7 @@ plt.rcParams.update(
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
+        "axes.prop_cycle": plt.cycler(color=_OTHERS),
         "grid.color": "#E6E6E6",
         "axes.axisbelow": True,
         "axes.titlesize": 11,
@@ -55,7 +59,8 @@ def curves(
     ax: Axes, lines: Mapping[str, Any], *, x: Any = None, xlabel: str = "step", ylabel: str = ""
 ) -> None:
     """Draws lines by name; those of ``COLORS`` always look the same."""
-    others = iter(_OTHERS)
+    taken = {COLORS[name] for name in lines if name in COLORS}
+    others = iter([color for color in _OTHERS if color not in taken])
     for name, y in lines.items():
         y = np.asarray(y)
         color = COLORS[name] if name in COLORS else next(others)
@@ -75,20 +80,46 @@ def vectors(ax: Axes, before: Any, after: Any, *, color: str = "#0072B2") -> Non
     ax.set(xlim=(-reach, reach), ylim=(-reach, reach), aspect="equal")
 
 
-def program(ax: Axes, closed: ClosedJaxpr, inputs: Sequence[str], *, saved: str = "saved") -> None:
+def layout(ax: Axes, array: Any) -> None:
+    """Draws which devices hold which block of a vector or a matrix, by their numbers."""
+    blocks = {}
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        bounds = [part.indices(n)[:2] for part, n in zip(index, array.shape, strict=True)]
+        blocks.setdefault(tuple([(0, 1), *bounds][-2:]), []).append(device.id)
+    colors = plt.get_cmap("Set3").colors if len(blocks) > 1 else [_NODES["operation"]]
+    for number, (((top, bottom), (left, right)), devices) in enumerate(blocks.items()):
+        corners = [left, right, right, left], [top, top, bottom, bottom]
+        ax.fill(*corners, facecolor=colors[number % len(colors)], edgecolor="#777777")
+        label = ", ".join(map(str, sorted(devices))) if len(blocks) > 1 else "all"
+        ax.text((left + right) / 2, (top + bottom) / 2, label, ha="center", va="center")
+    rows, columns = (1, *array.shape)[-2:]
+    ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=[], yticks=[])
+
+
+def program(
+    ax: Axes,
+    closed: ClosedJaxpr,
+    inputs: Sequence[str],
+    outputs: Sequence[str] = ("result",),
+    *,
+    saved: str = "saved",
+) -> None:
     """Draws the operations of a jaxpr from the top to the bottom.
 
     Args:
       ax: where to.
       closed: what `jax.make_jaxpr` returns; its constants are what a forward pass saved.
       inputs: the names of its inputs.
+      outputs: the names of its results.
       saved: what to call its constants.
     """
-    graph = _graph(closed, inputs, saved)
+    graph = _graph(closed, inputs, outputs, saved)
     position = _positions(graph)
+    top, bottom = (offset_copy(ax.transData, ax.figure, y=y, units="points") for y in (8, -8))
+    arrow = {"arrowstyle": "-|>", "color": "#888888", "shrinkA": 0, "shrinkB": 0}
     for start, end in graph.edges:
-        arrow = {"arrowstyle": "-|>", "color": "#888888", "shrinkA": 9, "shrinkB": 9}
-        ax.annotate("", position[end], position[start], arrowprops=arrow)
+        ends = {"xycoords": top, "textcoords": bottom, "arrowprops": arrow}
+        ax.annotate("", position[end], position[start], **ends)
     for node, (x, y) in position.items():
         box = {"facecolor": _NODES[graph.nodes[node]["kind"]], "edgecolor": "#777777"}
         box["boxstyle"] = "round,pad=0.35"
@@ -98,7 +129,9 @@ def program(ax: Axes, closed: ClosedJaxpr, inputs: Sequence[str], *, saved: str 
     ax.axis("off")
 
 
-def _graph(closed: ClosedJaxpr, inputs: Sequence[str], saved: str) -> nx.DiGraph:
+def _graph(
+    closed: ClosedJaxpr, inputs: Sequence[str], outputs: Sequence[str], saved: str
+) -> nx.DiGraph:
     graph, producer, jaxpr = nx.DiGraph(), {}, closed.jaxpr
     names = [(name, "input") for name in inputs] + [(saved, "saved")] * len(jaxpr.constvars)
     for number, (variable, (name, kind)) in enumerate(
@@ -111,8 +144,8 @@ def _graph(closed: ClosedJaxpr, inputs: Sequence[str], saved: str) -> nx.DiGraph
         graph.add_node(number, label=equation.primitive.name, kind="operation")
         _connect(graph, producer, equation.invars, number)
         producer.update(dict.fromkeys(equation.outvars, number))
-    for number, variable in enumerate(jaxpr.outvars):
-        graph.add_node(f"out {number}", label="result", kind="output")
+    for number, (variable, name) in enumerate(zip(jaxpr.outvars, outputs, strict=True)):
+        graph.add_node(f"out {number}", label=name, kind="output")
         _connect(graph, producer, [variable], f"out {number}")
     graph.remove_nodes_from(list(nx.isolates(graph)))
     return graph

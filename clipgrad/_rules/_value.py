@@ -113,7 +113,8 @@ class ClipByValue(ClipRule):
         lower = -upper if self.min is None else _bound(self.min, leaf.dtype)
         upper, lower = _into(upper, leaf, "max"), _into(lower, leaf, "min")
         # Said apart since XLA's CPU loops drop NaN where a sum follows a minimum.
-        return jnp.where(jnp.isnan(leaf), leaf, jnp.minimum(jnp.maximum(leaf, lower), upper))
+        is_nan = leaf != leaf
+        return jax.lax.select(is_nan, leaf, jnp.minimum(jnp.maximum(leaf, lower), upper))
 
     def _clip_complex(self, leaf: jax.Array) -> jax.Array:
         if self.min is not None and not self._is_symmetric():
