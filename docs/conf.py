@@ -50,5 +50,6 @@ nitpick_ignore_regex = [("py:.*", r"(jax|optax|numpy|clipgrad\._\w+)\..*")]
 
 # The stored outputs are shown; the tests see to it that they are fresh.
 nb_execution_mode = "off"
+nb_merge_streams = True
 myst_enable_extensions = ["colon_fence", "dollarmath", "deflist"]
 myst_heading_anchors = 3

@@ -128,3 +128,14 @@ def test_skip_spikes_skips_it():
     grads = [with_bad(BAD)]
     updates, state = released(lambda g: tx.update(g, tx.init(g)), grads)
     assert not updates[0].any() and state.skipped_count == 1
+
+
+def test_composers_rule_leaves_the_unit_that_holds_it_as_it_is():
+    def clip(grads):
+        options = {"clipping_type": "adaptive", "clipping_threshold": 0.01}
+        return cg.apply_gradient_clipping(grads, jnp.full_like(grads, 0.1), **options)
+
+    grads = jnp.full((2, 8192), 0.5).at[0, 7].set(BAD)
+    clipped = released(clip, grads)
+    np.testing.assert_array_equal(clipped[0], grads[0])
+    assert jnp.linalg.norm(clipped[1]) < 1
