@@ -99,7 +99,7 @@ def test_a_module_is_clipped_and_watched_by_name(library):
     pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(plain), strict=True)
     assert sum(not np.allclose(a, b) for a, b in pairs) == 2
     by_name = jax.jit(jax.grad(cg.error_clip_by_name(loss, {"h": RULE})))(params, X)
-    assert_close(by_name, grads)
+    assert_close(by_name, grads, atol=1e-8)  # sums of terms up to 1e-2, in another order
 
 
 def test_an_equinox_module_is_an_argument_like_any_other():
