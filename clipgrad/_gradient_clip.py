@@ -36,7 +36,7 @@ _KEEP_STATISTICS = contextvars.ContextVar("keep_statistics", default=False)
 class GradientClipState(NamedTuple):
     """What a gradient clip keeps, if it has a schedule, a history or statistics to keep.
 
-    The tree structure and the dtypes are the same at initialisation and after every update, so
+    The tree structure and the dtypes are the same at initialization and after every update, so
     that it can be carried by `jax.lax.scan` and saved. ``optax.tree.get(state, "stats")`` finds
     a field of it in the state of a whole optimizer.
 

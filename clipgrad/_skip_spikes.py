@@ -79,7 +79,7 @@ def skip_spikes(
 
     Args:
       inner: an optax gradient transformation, or ``optax.MultiSteps``, whose average of gradients
-        would keep a NaN for ever if it were outside. A clip belongs inside, for the steps before
+        would keep a NaN forever if it were outside. A clip belongs inside, for the steps before
         there is a history: ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
       max_norm: an absolute limit; ``None``: none.
       window: how many norms the history has.

@@ -22,7 +22,7 @@ class ClipStats(NamedTuple):
     All fields are sums over elements, so that statistics of several places, scan steps, vmap
     lanes or devices add up field by field; what is asked of them is derived from the sums.
     Squares are summed three times, of elements scaled down, as they are, and scaled up: the
-    norm is taken from the sum that is in range, so that it is right from 1e-38 to 1e38. Under
+    norm is taken from the sum that is in range, so that it is right from 1.2e-38 to 3.4e38. Under
     `jax.jit` what is not asked for is not computed.
 
     Attributes:

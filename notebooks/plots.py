@@ -71,7 +71,7 @@ def curves(
 
 
 def vectors(ax: Axes, before: Any, after: Any, *, color: str = "#0072B2") -> None:
-    """Draws 2-D gradients, shape (n, 2): before a clip in grey, after it in color."""
+    """Draws 2-D gradients, shape (n, 2): before a clip in gray, after it in color."""
     for points, style in ((before, {"color": "#BBBBBB"}), (after, {"color": color})):
         x, y = np.asarray(points).T
         zero = np.zeros_like(x)

@@ -73,6 +73,7 @@ def test_it_reads_well_unexecuted(path):
     assert counts == list(range(1, len(counts) + 1))
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     assert not [output for output in outputs if output.get("name") == "stderr"]
+    assert not [cell for cell in notebook.cells if "execution" in cell.metadata]
     assert path.stat().st_size < 1_500_000
 
 

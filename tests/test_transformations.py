@@ -203,7 +203,7 @@ POLICIES = {
     "save_anything_except_these_names": jax.checkpoint_policies.save_anything_except_these_names(
         "h"),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=["h"], names_which_can_be_offloaded=[],
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["h"],
         offload_src="device", offload_dst="pinned_host"),
     "default": None,
 }  # fmt: skip
@@ -211,7 +211,7 @@ POLICIES = {
 
 @every_kind
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_the_clip_survives_rematerialisation(rule, policy):
+def test_the_clip_survives_rematerialization(rule, policy):
     def loss(x):
         h = jax.ad_checkpoint.checkpoint_name(inner(x), "h")
         return outer(cg.clip_cotangent(h, rule))

@@ -18,9 +18,9 @@ def add_to(commands: Any) -> None:
     """Adds the subcommand to the subparsers of the command line."""
     parser = commands.add_parser(
         "demo",
-        help="train on real data without clipping, with gradient clips and with error clips",
-        description="Trains small models on real data in several ways: without clipping, with "
-        "gradient clips, with error clips and with both, for several seeds at once. Prints a "
+        help="train small models without clipping, with gradient clips and with error clips",
+        description="Trains small models, most on real data, in several ways: without clipping, "
+        "with gradient clips, with error clips and with both, for several seeds at once. Prints a "
         "table and writes a figure (PNG) and all numbers (JSON).",
     )
     parser.add_argument(
