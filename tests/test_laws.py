@@ -9,7 +9,16 @@ import pytest
 from hypothesis import strategies as st
 
 import clipgrad as cg
-from tests.helpers import CASES, PLACES, SCALING, assert_close, assert_same, float64, tree_of
+from tests.helpers import (
+    CASES,
+    FEWER,
+    PLACES,
+    SCALING,
+    assert_close,
+    assert_same,
+    float64,
+    tree_of,
+)
 from tests.strategies import thresholds, trees
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -25,7 +34,7 @@ def params_like(tree, seed=1):
 
 @everywhere
 @every_case
-@pytest.mark.parametrize("scale", [1e-30, 0.01, 1.0, 30.0, 1e19, 1e30])
+@pytest.mark.parametrize("scale", [1.0, 1e30] if FEWER else [1e-30, 0.01, 1.0, 30.0, 1e19, 1e30])
 def test_the_result_is_that_of_the_reference_in_float64(case, apply, scale, key):
     grads, params = tree_of(key, scale=scale), tree_of(jax.random.fold_in(key, 1))
     clipped = apply(case.make(LIMIT), grads, params)
