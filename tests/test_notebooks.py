@@ -3,12 +3,12 @@
 import os
 import pathlib
 import re
+import runpy
 
 import jax
 import nbformat
 import numpy as np
 import pytest
-from nbclient import NotebookClient
 
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
@@ -20,11 +20,9 @@ every_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.st
 
 def execute(path):
     """The notebook as a user runs it, without what the tests tell the compiler."""
-    notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", record_timing=False)
-    client.resources = {"metadata": {"path": str(FOLDER)}}
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return client.execute(env=environment | {"JAX_PLATFORMS": "cpu"})
+    run = runpy.run_path(str(FOLDER / "execute.py"))["execute"]
+    return run(path, env=environment | {"JAX_PLATFORMS": "cpu"})
 
 
 def code_cells(notebook):
