@@ -34,3 +34,10 @@ hypothesis.settings.load_profile("clipgrad")
 def key(request):
     """A PRNG key of the test's own: the same in every run and in every order."""
     return jax.random.key(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def users_promotion():
+    """The promotion of dtypes and ranks that users have, for programs written for them."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield

@@ -19,10 +19,7 @@ WITH_PROGRAMS = [page for page in PAGES if PROGRAM.search(page.read_text())]
 PUBLIC = sorted(name for name in vars(cg) if not name.startswith("_") and name != "importlib")
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("users_promotion")
 
 
 def rows(page, heading):

@@ -21,10 +21,7 @@ ROWS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("users_promotion")
 
 
 def line_of(code, today=""):

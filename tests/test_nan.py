@@ -16,10 +16,7 @@ SHAPE = (128, 128)
 BAD = jnp.nan
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("users_promotion")
 
 
 def released(fun, *args):

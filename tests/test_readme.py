@@ -15,10 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 
 
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("users_promotion")
 
 
 def section(title):
