@@ -16,6 +16,8 @@ Tree = dict[str, np.ndarray]
 # A second Python in one run of CI draws fewer examples: they are not what its JAX may break.
 FEWER = "CLIPGRAD_FEWER_EXAMPLES" in os.environ
 
+NAMES = sorted(name for name in vars(cg) if not name.startswith("_") and name != "importlib")
+
 # The compiler's own defaults, for programs whose speed, memory or rounding is under test.
 RELEASED: dict[str, Any] = {"xla_backend_optimization_level": 3}
 if jax.__version_info__ < (0, 11):

@@ -11,9 +11,9 @@ import jax
 import pytest
 
 import clipgrad as cg
+from tests.helpers import NAMES
 
 ROOT = pathlib.Path(__file__).parents[1]
-NAMES = sorted(name for name in vars(cg) if not name.startswith("_") and name != "importlib")
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(cg.__path__, "clipgrad.")
