@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._rules import ClipRule, apply_rule, as_rule
+from clipgrad._rules import apply_rule, as_rule, is_own
 from clipgrad._stats import ClipStats
 from clipgrad._trees import is_none, takes_part
 
@@ -125,7 +125,7 @@ def _trace(frame: _Frame, rule: Any, arrays: list[Any]) -> tuple[_Backward, Any]
     """
     needs_params = getattr(rule, "needs_params", False)
     fixed, given = _jaxpr.split(rule)
-    trace = _traced if _is_open(rule) else _traced_anew
+    trace = _traced if rule is None or is_own(rule) else _traced_anew
     program, outputs = trace(frame, fixed, given, arrays, arrays if needs_params else [])
     return _Backward(program.jaxpr, outputs, needs_params), (list(program.consts), given)
 
@@ -146,11 +146,6 @@ def _traced_anew(frame: _Frame, fixed: _jaxpr.Split, *arguments: Any) -> tuple[A
     run = functools.partial(_run, frame, fixed)
     program, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
     return program, jax.tree.structure(shapes)
-
-
-def _is_open(rule: Any) -> bool:
-    """Whether all that a rule computes with is in its fields."""
-    return rule is None or ClipRule in type(rule).__mro__
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

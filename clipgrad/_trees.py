@@ -1,6 +1,6 @@
 """Which leaves of a tree are clipped, and what their paths are called."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,29 @@ def takes_part(leaf: Any) -> bool:
 def is_none(leaf: Any) -> bool:
     """``is_leaf`` for trees in which ``None`` holds a place."""
     return leaf is None
+
+
+def partition(tree: Any, chosen: Callable[[Any], bool] | Sequence[bool]) -> tuple[Any, Any]:
+    """Takes leaves out of a tree: a tree of those that are chosen and a tree of the others.
+
+    Each has the structure of ``tree``, with ``None`` in the gaps; `combine` undoes it.
+
+    Args:
+      tree: a pytree; ``None`` in it counts as a leaf.
+      chosen: a function of a leaf, or for each leaf whether it is chosen.
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
+    flags = [chosen(leaf) for leaf in leaves] if callable(chosen) else chosen
+    pairs = list(zip(leaves, flags, strict=True))
+    return (
+        structure.unflatten([leaf if flag else None for leaf, flag in pairs]),
+        structure.unflatten([None if flag else leaf for leaf, flag in pairs]),
+    )
+
+
+def combine(first: Any, second: Any) -> Any:
+    """The leaves of ``first``, and those of ``second`` where it has ``None``."""
+    return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=is_none)
 
 
 def leaves_taking_part(tree: Any) -> list[jax.Array]:

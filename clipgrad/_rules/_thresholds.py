@@ -53,8 +53,11 @@ def broadcasts_into(shape: tuple[Any, ...], target: tuple[Any, ...]) -> bool:
 
 
 def is_own(rule: Any) -> bool:
-    """Whether a rule is one of this library's dataclasses, whose fields are thresholds."""
-    return getattr(type(rule), "_fields_are_thresholds", False)
+    """Whether a rule is of this library: all that it computes with is in its fields.
+
+    A user's subclass is not: it may keep anything beside them.
+    """
+    return "_fields_are_thresholds" in vars(type(rule))
 
 
 def schedules_of(rule: Any) -> dict[str, Any]:

@@ -1,0 +1,48 @@
+"""How leaves of a tree are selected by an expression on their paths, and what is said if none is."""
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+
+def selects(expression: str, paths: Sequence[str], name: str) -> list[bool]:
+    """For each path, such as ``"layers/0/kernel"``, whether an expression selects it.
+
+    This is the one language for leaves of trees, that of ``where=``, ``measure=``, ``axis={...}``
+    and of the checker's ``wrt=`` and ``no_grad=``: an expression that stands for whole segments
+    of a path selects the leaves at or below it: ``"kernel"`` selects ``"layers/0/kernel"`` and not
+    ``"layers/0/out_kernel"``. Any other is a regular expression that is searched in the paths, as
+    ``"Dense"``, ``"^params/"`` or ``"kernel$"``.
+
+    Args:
+      expression: the expression.
+      paths: all paths of the tree.
+      name: what the argument is called.
+
+    Raises:
+      ValueError: if the expression does not compile.
+    """
+    whole = [f"/{expression}/" in f"/{path}/" for path in paths]
+    if any(whole):
+        return whole
+    try:
+        pattern = re.compile(expression)
+    except re.error as error:
+        raise ValueError(
+            f"{name}: got {expression!r}, expected a path or a regular expression: {error}"
+        ) from None
+    return [any(pattern.search(text) for text in (path, unboxed(path))) for path in paths]
+
+
+def unboxed(path: str) -> str:
+    """The path without the ``/value`` at its end that flax variables have in some trees."""
+    return path.removesuffix("/value")
+
+
+def nearest(wanted: str, there: Iterable[str], most: int = 10) -> str:
+    """The words most like the one that was wanted, as text for an error."""
+    words = list(dict.fromkeys(there))
+    ranked = sorted(words, key=lambda w: -difflib.SequenceMatcher(None, wanted, w).ratio())
+    if not words:
+        return "there are none"
+    return f"{'the nearest are' if len(words) > most else 'there are'} {ranked[:most]}"
