@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from clipgrad._nonfinite import apply_policy
 from clipgrad._norms import AxisName, Norm
-from clipgrad._rules import ClipByGlobalNorm, apply_rule, as_rule
+from clipgrad._rules import apply_rule, as_rule, is_own
 from clipgrad._stats import (
     ClipStats,
     count_nonfinite,
@@ -16,8 +16,8 @@ from clipgrad._stats import (
     stats_by_leaf,
     stats_dtype,
 )
-from clipgrad._trees import paths_taking_part
-from clipgrad._where import Where, keep_selected, put_back, selected
+from clipgrad._trees import combine, leaves_taking_part, partition
+from clipgrad._where import Where, selected
 
 
 def clip_grads(
@@ -44,9 +44,10 @@ def clip_grads(
       rule: a `ClipRule`, a function of the tree, or ``None``: off.
       params: the parameters, for rules that need them (`AdaptiveClip`).
       where: which leaves take part: a tree of booleans that is a prefix of ``grads``, a function
-        from the tree to one, or a regular expression that is searched in paths such as
-        ``"layers/0/kernel"`` (with and without a ``/value`` of flax NNX at the end); ``None``:
-        all.
+        from the tree to one, or an expression on paths such as ``"layers/0/kernel"``; ``None``:
+        all. An expression that stands for whole segments of a path selects the leaves at or below
+        it: ``"kernel"`` selects this one, and not ``"layers/0/out_kernel"``. Any other is a
+        regular expression that is searched in the paths: ``"kern"``, ``"^layers/[0-3]/"``.
       measure: which leaves make up the norm of `ClipByGlobalNorm`, written like ``where``;
         ``None``: those that ``where`` selects. The statistics then have this norm before the
         clip, and what the clip would make of it.
@@ -58,8 +59,8 @@ def clip_grads(
       The clipped gradients, and a `ClipStats` of the leaves that take part.
 
     Raises:
-      TypeError: if ``rule`` is none, or ``where`` holds anything else than booleans.
-      ValueError: if ``where`` selects nothing or is no prefix, for an unknown ``nonfinite``, for
+      TypeError: if ``rule`` is not a rule, or ``where`` holds anything else than booleans.
+      ValueError: if ``where`` selects nothing or is not a prefix, for an unknown ``nonfinite``, for
         ``norm`` or ``measure`` with another rule, and whatever the rule raises.
       FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit` the function
         must be transformed by `jax.experimental.checkify.checkify` for this.
@@ -74,105 +75,103 @@ def clip_grads(
       5.0 1.0 True
       >>> cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0), where="w")[0]
       {'b': Array([3.], dtype=float32), 'w': Array([1.], dtype=float32)}
-      >>> cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0), where="w", measure=".")[0]
+      >>> cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0), where="w", measure="w|b")[0]
       {'b': Array([3.], dtype=float32), 'w': Array([0.8], dtype=float32)}
     """
     rule = as_rule(rule)
     check_measure(rule, measure)
-    taken = take(grads, where, nonfinite, measure)
-    clipped, watch = clip_taken(taken, rule, params, norm)
-    return clipped, watch.total()
+    selection = select(grads, where, nonfinite, measure)
+    clipped, stats = clip_selection(
+        selection, rule, params, norms_of(rule, selection, params, norm)
+    )
+    return clipped, stats.total()
 
 
-class Taken(NamedTuple):
+class Selection(NamedTuple):
     """The leaves of a tree that a clip acts on; ``None`` in place of the others.
 
     Attributes:
-      grads: the whole tree.
-      flags: for each leaf whether it is taken.
       raw: the leaves as they were.
+      rest: the others.
       tree: the leaves after the policy about NaN and inf.
       measured: the leaves that make up the norm.
     """
 
-    grads: Any
-    flags: list[bool]
     raw: Any
+    rest: Any
     tree: Any
     measured: Any
 
 
-class Watch(NamedTuple):
+class LazyStats(NamedTuple):
     """The statistics of a clip, computed when they are asked for: in total and by leaf."""
 
     total: Callable[[], ClipStats]
     leaves: Callable[[], dict[str, ClipStats]]
 
 
+def has_one_norm(rule: Any) -> bool:
+    """Whether a rule scales the whole tree by one norm."""
+    return is_own(rule) and rule.acts_on == "tree"
+
+
 def check_measure(rule: Any, measure: Where) -> None:
-    """Refuses ``measure`` where there is no single norm."""
-    if measure is not None and not isinstance(rule, ClipByGlobalNorm):
+    """Refuses ``measure`` where there is not a single norm."""
+    if measure is not None and not has_one_norm(rule):
         raise ValueError(f"measure: got one with {rule!r}, expected ClipByGlobalNorm to use it")
 
 
-def take(grads: Any, where: Where, nonfinite: str, measure: Where) -> Taken:
+def select(grads: Any, where: Where, nonfinite: str, measure: Where) -> Selection:
     """The leaves of ``grads`` that ``where`` selects, and those that ``measure`` does."""
-    flags = selected(where, grads)
-    raw = keep_selected(grads, flags)
+    raw, rest = partition(grads, selected(where, grads))
     tree = measured = apply_policy(nonfinite, raw)
     if measure is not None:
-        measured = apply_policy(
-            nonfinite, keep_selected(grads, selected(measure, grads, "measure"))
-        )
-    return Taken(grads, flags, raw, tree, measured)
+        chosen, _ = partition(grads, selected(measure, grads, "measure"))
+        measured = apply_policy(nonfinite, chosen)
+    return Selection(raw, rest, tree, measured)
 
 
-def clip_taken(
-    taken: Taken, rule: Callable[..., Any] | None, params: Any, norm: Norm | ArrayLike | None
-) -> tuple[Any, Watch]:
-    """`clip_grads` of a rule and leaves that have been checked, with the statistics on demand."""
-    if isinstance(rule, ClipByGlobalNorm):
-        clipped, watch = _by_global_norm(rule, taken, norm)
-    elif norm is not None:
-        raise ValueError(f"norm: got one with {rule!r}, expected ClipByGlobalNorm to use it")
+def norms_of(
+    rule: Any, selection: Selection, params: Any, given: ArrayLike | None = None
+) -> list[Any]:
+    """The norms that a rule scales by: measured, or the one that is known; of other rules none.
+
+    Raises:
+      ValueError: for a norm that the rule does not use.
+    """
+    if given is not None:
+        if not has_one_norm(rule):
+            raise ValueError(f"norm: got one with {rule!r}, expected ClipByGlobalNorm to use it")
+        root = jnp.asarray(given).astype(stats_dtype(selection.tree))
+        return [Norm.of(root, jnp.ones_like(root))]
+    scales = is_own(rule) and rule.acts_on != "element"
+    return rule.measure(selection.measured, params) if scales else []
+
+
+def clip_selection(
+    selection: Selection, rule: Callable[..., Any] | None, params: Any, norms: list[Any]
+) -> tuple[Any, LazyStats]:
+    """The whole tree with the selected leaves clipped, and the statistics of these."""
+    tree = selection.tree
+    if rule is None:
+        clipped = tree
     else:
-        clipped = taken.tree if rule is None else apply_rule(rule, taken.tree, params)
-        watch = _watch(taken.tree, clipped)
-    if taken.tree is not taken.raw:
-        watch = _counting(taken.raw, watch, getattr(rule, "axis_name", None))
-    return put_back(clipped, taken.grads, taken.flags), watch
+        clipped = rule.scale(tree, norms) if is_own(rule) else apply_rule(rule, tree, params)
+    stats = _stats(rule, tree, clipped, norms)
+    if tree is not selection.raw:
+        stats = _counting(selection.raw, stats, getattr(rule, "axis_name", None))
+    return combine(clipped, selection.rest), stats
 
 
-def _by_global_norm(
-    rule: ClipByGlobalNorm, taken: Taken, given: Norm | ArrayLike | None
-) -> tuple[Any, Watch]:
-    tree = taken.tree
-    norm = norm_of(rule, taken, given)
-    clipped = rule.scale(tree, norm)
-    if rule.ord != 2:
-        return clipped, _watch(tree, clipped)
-    limit = rule.limit(norm)
-    return clipped, Watch(
-        lambda: ClipStats.of_scaling(tree, norm, limit, rule.axis_name),
-        lambda: scaling_by_leaf(tree, norm, limit, rule.axis_name),
-    )
+def _stats(rule: Any, tree: Any, clipped: Any, norms: list[Any]) -> LazyStats:
+    limit = rule.l2_limit(norms) if is_own(rule) else None
+    if limit is None:
+        return LazyStats(lambda: ClipStats.of(tree, clipped), lambda: stats_by_leaf(tree, clipped))
+    known = (tree, norms[0], limit, rule.axis_name)
+    return LazyStats(lambda: ClipStats.of_scaling(*known), lambda: scaling_by_leaf(*known))
 
 
-def norm_of(rule: ClipByGlobalNorm, taken: Taken, given: Norm | ArrayLike | None) -> Norm:
-    """The norm that decides: the one that was given, or else measured."""
-    if given is None:
-        return rule.measure(taken.measured)
-    if isinstance(given, Norm):
-        return given
-    root = jnp.asarray(given).astype(stats_dtype(taken.tree))
-    return Norm(root, jnp.ones_like(root))
-
-
-def _watch(tree: Any, clipped: Any) -> Watch:
-    return Watch(lambda: ClipStats.of(tree, clipped), lambda: stats_by_leaf(tree, clipped))
-
-
-def _counting(raw: Any, watch: Watch, axis_name: AxisName) -> Watch:
+def _counting(raw: Any, stats: LazyStats, axis_name: AxisName) -> LazyStats:
     """The same, with NaN and inf counted in the tree as it was."""
 
     def recount(stats: ClipStats, tree: Any) -> ClipStats:
@@ -180,7 +179,7 @@ def _counting(raw: Any, watch: Watch, axis_name: AxisName) -> Watch:
         return stats._replace(nonfinite=count.astype(stats.nonfinite.dtype))
 
     def leaves() -> dict[str, ClipStats]:
-        stats = watch.leaves()
-        return {p: recount(stats[p], x) for p, x in zip(*paths_taking_part(raw), strict=True)}
+        parts = zip(stats.leaves().items(), leaves_taking_part(raw), strict=True)
+        return {path: recount(of_leaf, leaf) for (path, of_leaf), leaf in parts}
 
-    return Watch(lambda: recount(watch.total(), raw), leaves)
+    return LazyStats(lambda: recount(stats.total(), raw), leaves)

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -29,3 +30,8 @@ def broadcast_like(x: jax.Array, leaf: jax.Array) -> jax.Array:
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     explicit = sharding is not None and any(axis is not None for axis in sharding.spec)
     return jnp.broadcast_to(x, leaf.shape, out_sharding=sharding if explicit else None)
+
+
+def trace_state() -> Any:
+    """What is being traced now: equal in two places whose arrays can be used together."""
+    return get_opaque_trace_state(convention="clipgrad")

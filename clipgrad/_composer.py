@@ -10,7 +10,7 @@ from clipgrad._norms import slice_norms
 from clipgrad._numbers import times, widen
 from clipgrad._rules import ClipByGlobalNorm, ClipByValue, apply_rule
 from clipgrad._rules._thresholds import check_threshold, nonnegative
-from clipgrad._trees import map_groups
+from clipgrad._trees import leaves_taking_part, map_taking_part, parameters_of
 
 TYPES = ("norm", "value", "adaptive")
 
@@ -72,22 +72,12 @@ def _adaptive(grads: Any, params: Any, threshold: ArrayLike) -> Any:
     if params is None:
         raise ValueError("clipping_type 'adaptive' needs the parameters: got params=None")
 
-    def clip(paths: list[str], leaves: list[jax.Array], weights: list[Any]) -> list[jax.Array]:
-        for path, g, w in zip(paths, leaves, weights, strict=True):
-            if jnp.shape(w) != g.shape:
-                raise ValueError(
-                    f"params: got the shape {jnp.shape(w)} for {path or 'the leaf'}, whose "
-                    f"gradient has the shape {g.shape}"
-                )
-        arrays = [*leaves, *map(jnp.asarray, weights)]
-        axes = [tuple(range(1, leaf.ndim)) if leaf.ndim > 1 else None for leaf in arrays]
-        norms = [norm.value for norm in slice_norms(arrays, axes)]
-        return [
-            _scale(g, n, w, threshold)
-            for g, n, w in zip(leaves, norms[: len(leaves)], norms[len(leaves) :], strict=True)
-        ]
-
-    return map_groups(clip, grads, params)
+    leaves, weights = leaves_taking_part(grads), parameters_of(grads, params)
+    arrays = [*leaves, *map(jnp.asarray, weights)]
+    axes = [tuple(range(1, leaf.ndim)) if leaf.ndim > 1 else None for leaf in arrays]
+    norms = [norm.value for norm in slice_norms(arrays, axes)]
+    pairs = (norms[: len(leaves)], norms[len(leaves) :])
+    return map_taking_part(lambda g, n, w: _scale(g, n, w, threshold), grads, *pairs)
 
 
 def _scale(leaf: jax.Array, norm: jax.Array, weight: jax.Array, threshold: Any) -> jax.Array:

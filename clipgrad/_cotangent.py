@@ -3,17 +3,16 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.extend as jex
 import jax.numpy as jnp
 
-import clipgrad._jaxpr as _jaxpr
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._rules import apply_rule, as_rule, is_own
 from clipgrad._stats import ClipStats
-from clipgrad._trees import is_none, takes_part
+from clipgrad._trees import combine, is_array, partition, takes_part
 
 Rule = Callable[..., Any]
 
@@ -50,7 +49,7 @@ def clip_cotangent(x: Any, rule: Rule | None, *, probe: ClipStats | None = None)
       ``x``.
 
     Raises:
-      TypeError: if ``rule`` is no rule, or ``probe`` not a `ClipStats` without leading axes.
+      TypeError: if ``rule`` is not a rule, or ``probe`` not a `ClipStats` without leading axes.
       ValueError: if the rule can't be applied to ``x``, at once and not in the backward pass.
 
     Example:
@@ -66,40 +65,13 @@ def clip_cotangent(x: Any, rule: Rule | None, *, probe: ClipStats | None = None)
     """
     rule = as_rule(rule)
     _check_probe(probe)
-    leaves, structure = jax.tree.flatten(x, is_leaf=is_none)
-    chosen = [i for i, leaf in enumerate(leaves) if _has_cotangent(leaf, probe)]
-    if (rule is None and probe is None) or not chosen:
+    chosen, rest = partition(x, lambda leaf: _has_cotangent(leaf, probe))
+    if (rule is None and probe is None) or not jax.tree.leaves(chosen):
         return x
-
-    arrays = [jnp.asarray(leaves[i]) for i in chosen]
+    arrays = jax.tree.map(jnp.asarray, chosen)
     dtype = None if probe is None else probe.before.dtype.name
-    frame = _Frame(structure, len(leaves), tuple(chosen), dtype)
-    backward, thresholds = _trace(frame, rule, arrays)
-    for i, leaf in zip(
-        chosen, _identity(backward, arrays, thresholds, _spread(probe, arrays)), strict=True
-    ):
-        leaves[i] = leaf
-    return structure.unflatten(leaves)
-
-
-class _Frame(NamedTuple):
-    """The tree around the arrays that are clipped, and the dtype of the statistics."""
-
-    structure: Any
-    leaves: int
-    chosen: tuple[int, ...]
-    dtype: str | None
-
-    def fill(self, arrays: list[jax.Array]) -> Any:
-        filled = dict(zip(self.chosen, arrays, strict=True))
-        return self.structure.unflatten([filled.get(i) for i in range(self.leaves)])
-
-    def clip(self, rule: Rule | None, cotangents: Any, params: Any) -> Any:
-        tree = self.fill(cotangents)
-        primal = self.fill(params) if params else None
-        clipped = tree if rule is None else apply_rule(rule, tree, primal)
-        stats = None if self.dtype is None else ClipStats.of(tree, clipped, self.dtype)
-        return jax.tree.leaves(clipped), stats
+    backward, thresholds = _trace(rule, dtype, arrays)
+    return combine(_identity(backward, arrays, thresholds, _spread(probe, arrays)), rest)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,10 +85,11 @@ class _Backward:
     def __call__(self, thresholds: Any, cotangents: Any, params: Any) -> Any:
         constants, given = thresholds
         run = jex.core.jaxpr_as_fun(jex.core.ClosedJaxpr(self.jaxpr, constants))
-        return jax.tree.unflatten(self.outputs, run(*given, *cotangents, *params))
+        arguments = jax.tree.leaves((given, cotangents, params))
+        return jax.tree.unflatten(self.outputs, run(*arguments))
 
 
-def _trace(frame: _Frame, rule: Any, arrays: list[Any]) -> tuple[_Backward, Any]:
+def _trace(rule: Any, dtype: str | None, arrays: Any) -> tuple[_Backward, Any]:
     """The backward pass, with the arrays that the rule holds or closes over as arguments.
 
     A backward pass may not close over tracers: inside of `jax.lax.scan` they would be those of
@@ -124,28 +97,26 @@ def _trace(frame: _Frame, rule: Any, arrays: list[Any]) -> tuple[_Backward, Any]
     variables of a shape; any other may hide anything in a closure, and is traced anew.
     """
     needs_params = getattr(rule, "needs_params", False)
-    fixed, given = _jaxpr.split(rule)
-    trace = _traced if rule is None or is_own(rule) else _traced_anew
-    program, outputs = trace(frame, fixed, given, arrays, arrays if needs_params else [])
-    return _Backward(program.jaxpr, outputs, needs_params), (list(program.consts), given)
+    given, fixed = partition(rule, is_array)
+    arguments = (given, arrays, arrays if needs_params else None)
+    if rule is None or is_own(rule):
+        traced = _cached.trace(dtype, fixed, *arguments)
+        program, shapes = traced.jaxpr, traced.out_info
+    else:
+        run = functools.partial(_run, dtype, fixed)
+        program, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
+    backward = _Backward(program.jaxpr, jax.tree.structure(shapes), needs_params)
+    return backward, (list(program.consts), given)
 
 
-def _run(frame: _Frame, fixed: _jaxpr.Split, given: Any, cotangents: Any, params: Any) -> Any:
-    return frame.clip(fixed.given(given), cotangents, params)
+def _run(dtype: str | None, fixed: Any, given: Any, cotangents: Any, params: Any) -> Any:
+    """The clipped cotangents, and the statistics if they have a dtype."""
+    rule = combine(given, fixed)
+    clipped = cotangents if rule is None else apply_rule(rule, cotangents, params)
+    return clipped, None if dtype is None else ClipStats.of(cotangents, clipped, dtype)
 
 
 _cached = jax.jit(_run, static_argnums=(0, 1))
-
-
-def _traced(*arguments: Any) -> tuple[Any, Any]:
-    traced = _cached.trace(*arguments)
-    return traced.jaxpr, jax.tree.structure(traced.out_info)
-
-
-def _traced_anew(frame: _Frame, fixed: _jaxpr.Split, *arguments: Any) -> tuple[Any, Any]:
-    run = functools.partial(_run, frame, fixed)
-    program, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
-    return program, jax.tree.structure(shapes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -154,7 +125,7 @@ def _identity(backward: _Backward, arrays: Any, thresholds: Any, probe: Any) -> 
 
 
 def _forward(backward: _Backward, arrays: Any, thresholds: Any, probe: Any) -> Any:
-    return arrays, (thresholds, arrays if backward.needs_params else [])
+    return arrays, (thresholds, arrays if backward.needs_params else None)
 
 
 def _backward(backward: _Backward, residuals: Any, cotangents: Any) -> Any:
@@ -171,9 +142,9 @@ def _has_cotangent(leaf: Any, probe: ClipStats | None) -> bool:
     return takes_part(leaf) and (isinstance(leaf, jax.Array) or probe is not None)
 
 
-def _spread(probe: ClipStats | None, arrays: list[Any]) -> ClipStats | None:
+def _spread(probe: ClipStats | None, arrays: Any) -> ClipStats | None:
     """The probe varying as the arrays do, so that its cotangent is summed over the devices."""
-    axes = frozenset().union(*map(varying_axes, arrays))
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
     return jax.tree.map(lambda field: to_varying(field, axes), probe)
 
 

@@ -1,21 +1,25 @@
 """Gradient clip: clip rules as optax gradient transformations."""
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from clipgrad._clip_grads import Taken, Watch, check_measure, clip_taken, norm_of, take
+from clipgrad._clip_grads import (
+    LazyStats,
+    Selection,
+    check_measure,
+    clip_selection,
+    has_one_norm,
+    norms_of,
+    select,
+)
 from clipgrad._nonfinite import check_policy
-from clipgrad._norms import Norm
 from clipgrad._numbers import increment_if
 from clipgrad._rules import (
-    ClipByGlobalNorm,
     PerLeaf,
     adaptive_threshold,
     as_array,
@@ -25,12 +29,11 @@ from clipgrad._rules import (
     schedules_of,
     with_threshold,
 )
+from clipgrad._selectors import unboxed
 from clipgrad._stats import ClipStats, stats_dtype
 from clipgrad._thresholds import unlimited
-from clipgrad._trees import paths_taking_part, unboxed
-from clipgrad._where import Where, keep_selected, selected
-
-_KEEP_STATISTICS = contextvars.ContextVar("keep_statistics", default=False)
+from clipgrad._trees import partition, paths_taking_part
+from clipgrad._where import Where, selected
 
 
 class GradientClipState(NamedTuple):
@@ -82,6 +85,9 @@ def gradient_clip(
         nothing is summed again. Every such clip in a chain takes it, so pass it only if that is
         the norm which each of them would measure: of the leaves that ``where`` selects, and
         after ``nonfinite="zero"`` has replaced what is not finite.
+      * ``update(..., clip_stats=f)`` calls ``f`` with the `ClipStats` of this update, whether or
+        not the state keeps any; `train_step` asks like this. Inside of `jax.lax.cond`, as in
+        ``optax.MultiSteps``, they can't leave: take ``stats=True`` there.
 
     Args:
       rule: a `ClipRule`, whose thresholds may be schedules here (functions of the step, such
@@ -96,7 +102,7 @@ def gradient_clip(
       An `optax.GradientTransformationExtraArgs`.
 
     Raises:
-      TypeError: if ``rule`` is none.
+      TypeError: if ``rule`` is not a rule.
       ValueError: for an unknown ``nonfinite`` or ``stats``, for ``measure`` with another rule; by
         ``init``, if ``where`` selects nothing.
 
@@ -116,54 +122,57 @@ def gradient_clip(
     check_measure(rule, measure)
     if stats not in (True, False, "per_leaf"):
         raise ValueError(f"stats: got {stats!r}, expected True, False or 'per_leaf'")
-    has_state = bool(schedules_of(rule)) or adaptive_threshold(rule) is not None
+    adaptive = adaptive_threshold(rule)
+    has_state = bool(schedules_of(rule)) or adaptive is not None
 
     def init(params: Any) -> Any:
-        tree = keep_selected(params, selected(where, params))
+        tree, _ = partition(params, selected(where, params))
         selected(measure, params, "measure")
-        kept = stats or _KEEP_STATISTICS.get()
-        return _first_state(rule, tree, kept) if kept or has_state else optax.EmptyState()
+        return _first_state(rule, tree, stats) if stats or has_state else optax.EmptyState()
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **extra_args: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        grad_norm: Any = None,
+        clip_stats: Callable[[ClipStats], Any] | None = None,
+        **extra_args: Any,
     ) -> tuple[Any, Any]:
         del extra_args
-        taken = take(updates, where, nonfinite, measure)
         keeps = isinstance(state, GradientClipState)
         if has_state and not keeps:
             raise ValueError(
                 f"state: got {type(state).__name__} with a schedule or an adaptive threshold, "
                 "expected the GradientClipState of init(params)"
             )
+        selection = select(updates, where, nonfinite, measure)
         active = resolve_schedules(rule, state.count) if keeps else rule
-        norm = norm_of(active, taken, grad_norm) if isinstance(active, ClipByGlobalNorm) else None
-        if keeps and adaptive_threshold(rule) is not None:
-            active, state = _follow(active, state, taken, params, norm)
-        clipped, watch = clip_taken(taken, active, params, norm)
-        return clipped, _next_state(state, active, watch) if keeps else state
+        norms = _norms(rule, selection, params, grad_norm)
+        if keeps and adaptive is not None:
+            threshold, state = _next_threshold(adaptive, state, norms)
+            active = with_threshold(rule, threshold if has_one_norm(rule) else PerLeaf(threshold))
+        clipped, lazy = clip_selection(selection, active, params, norms)
+        if clip_stats is not None:
+            clip_stats(lazy.total())
+        return clipped, _next_state(state, active, lazy) if keeps else state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-@contextlib.contextmanager
-def keeping_statistics() -> Iterator[None]:
-    """Inside of this, ``init`` of every gradient clip makes a state that keeps statistics.
-
-    The state decides what an update does, so nothing else depends on it.
-    """
-    token = _KEEP_STATISTICS.set(True)
-    try:
-        yield
-    finally:
-        _KEEP_STATISTICS.reset(token)
+def _norms(rule: Any, selection: Selection, params: Any, grad_norm: Any) -> list[Any]:
+    """The norms of the groups of a rule; those of a value clip only for an adaptive threshold."""
+    if adaptive_threshold(rule) is not None and not has_one_norm(rule):
+        return rule.measure(selection.measured, params)
+    return norms_of(rule, selection, params, grad_norm if has_one_norm(rule) else None)
 
 
 def _first_state(rule: Any, tree: Any, kept: bool | str) -> GradientClipState:
     dtype, zero = stats_dtype(tree), functools.partial(jnp.zeros, (), jnp.int32)
     rule = resolve_schedules(rule, zero())
-    threshold, history, (paths, _) = main_threshold(rule), None, paths_taking_part(tree)
+    threshold, history, paths = main_threshold(rule), None, paths_taking_part(tree)
     if (adaptive := adaptive_threshold(rule)) is not None:
-        norms = jnp.zeros(() if isinstance(rule, ClipByGlobalNorm) else len(paths), dtype)
+        norms = jnp.zeros(() if has_one_norm(rule) else len(paths), dtype)
         threshold, history = unlimited(norms), adaptive.init(norms)
     # Each field has a buffer of its own, so that the state can be donated.
     return GradientClipState(
@@ -177,26 +186,24 @@ def _first_state(rule: Any, tree: Any, kept: bool | str) -> GradientClipState:
     )
 
 
-def _follow(
-    rule: Any, state: GradientClipState, taken: Taken, params: Any, norm: Norm | None
-) -> tuple[Any, GradientClipState]:
-    """The rule with the adaptive threshold of this step, and the state with its history."""
+def _next_threshold(
+    adaptive: Any, state: GradientClipState, norms: list[Any]
+) -> tuple[jax.Array, GradientClipState]:
+    """The adaptive threshold of this step, and the state with its history."""
     assert state.threshold is not None
-    leaves = [norm.value] if norm is not None else rule.follow(taken.tree, params)
-    norms = [leaf.astype(state.threshold.dtype).reshape(()) for leaf in leaves]
-    norms = norms[0] if norm is not None else jnp.stack(norms or [jnp.zeros(())])[: len(norms)]
-    if norms.shape != state.threshold.shape:
+    dtype, shape = state.threshold.dtype, state.threshold.shape
+    largest = [jnp.max(norm.value).astype(dtype) for norm in norms]
+    if len(largest) != state.threshold.size:
         raise ValueError(
-            f"got {norms.size} leaves to clip, but the state follows {state.threshold.size}; "
-            "expected init(params) with the parameters that the updates are for"
+            f"updates: got {len(largest)} leaves to clip, but the state has {state.threshold.size} "
+            "thresholds; expected init(params) with the parameters that the updates are for"
         )
-    adaptive = adaptive_threshold(rule)
-    threshold, history = adaptive.update(state.history, jax.lax.stop_gradient(norms))
-    rule = with_threshold(rule, threshold if norm is not None else PerLeaf(threshold))
-    return rule, state._replace(history=history)
+    values = jnp.stack(largest).reshape(shape) if largest else jnp.zeros(shape, dtype)
+    threshold, history = adaptive.update(state.history, jax.lax.stop_gradient(values))
+    return threshold, state._replace(history=history)
 
 
-def _next_state(state: GradientClipState, rule: Any, watch: Watch) -> GradientClipState:
+def _next_state(state: GradientClipState, rule: Any, stats: LazyStats) -> GradientClipState:
     state = state._replace(count=optax.safe_increment(state.count))
     if state.threshold is not None:
         value = main_threshold(rule)
@@ -205,14 +212,14 @@ def _next_state(state: GradientClipState, rule: Any, watch: Watch) -> GradientCl
         state = state._replace(threshold=jnp.broadcast_to(threshold, state.threshold.shape))
     if state.stats is None:
         return state
-    stats = _as_before(watch.total(), state.stats)
     if state.leaf_stats is not None:
-        leaves = _under_first_paths(watch.leaves(), state.leaf_stats)
+        leaves = _under_first_paths(stats.leaves(), state.leaf_stats)
         state = state._replace(leaf_stats=_as_before(leaves, state.leaf_stats))
+    total = _as_before(stats.total(), state.stats)
     return state._replace(
-        stats=stats,
-        clipped_count=increment_if(stats.clipped, state.clipped_count),
-        nonfinite_count=increment_if(stats.nonfinite > 0, state.nonfinite_count),
+        stats=total,
+        clipped_count=increment_if(total.clipped, state.clipped_count),
+        nonfinite_count=increment_if(total.nonfinite > 0, state.nonfinite_count),
     )
 
 
@@ -225,7 +232,7 @@ def _under_first_paths(stats: dict[str, Any], first: dict[str, Any]) -> dict[str
     pairs = {path: stats.get(path, inner.get(unboxed(path))) for path in first}
     if len(stats) != len(first) or None in pairs.values():
         raise ValueError(
-            f"got updates with the leaves {list(stats)}, but the state has {list(first)}; expected "
+            f"updates: got the leaves {list(stats)}, but the state has {list(first)}; expected "
             "init(params) with the parameters that the updates are for"
         )
     return pairs

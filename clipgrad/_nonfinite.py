@@ -37,8 +37,7 @@ def apply_policy(nonfinite: str, tree: Any) -> Any:
 
 
 def _raise_for_nonfinite(tree: Any) -> None:
-    paths, every, _ = with_paths(tree)
-    leaves = {path: x for path, x in zip(paths, every, strict=True) if takes_part(x)}
+    leaves = {path: leaf for path, leaf in with_paths(tree) if takes_part(leaf)}
     counts = {path: jnp.sum(~jnp.isfinite(x)) for path, x in leaves.items()}
     if any(isinstance(count, Tracer) for count in counts.values()):
         for path, count in counts.items():

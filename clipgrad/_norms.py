@@ -1,15 +1,14 @@
 r"""Norms that neither overflow, nor underflow, nor lose low precision.
 
 A norm is held as ``root / scale``. In the ordinary case the scale is 1 and the root is what
-``sqrt(sum(g ** 2))`` gives, bit by bit. The squares are summed twice more, of leaves scaled by
-$2^{\pm 93}$ (float32), for the cases in which that sum leaves its range. All three sums are
-taken at once, without a branch: on accelerators they are one pass over the leaves, without a
-wait for the host, and over several devices they are one all-reduce.
+``sqrt(sum(g ** 2))`` gives, bit by bit. The squares are summed twice more, of leaves scaled down
+and up by a power of two, for the cases in which that sum leaves its range. No branch decides:
+on accelerators there is no wait for the host, and over several devices there is one all-reduce.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,32 +16,86 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from clipgrad._numbers import (
-    accumulator,
-    over,
-    real_product,
-    real_size,
-    scaled_square,
-    square,
-    times,
-    widen,
-)
+from clipgrad._numbers import accumulator, over, real_product, real_size, square, times, widen
 from clipgrad._reductions import Arrays, Axes, Groups
 from clipgrad._trees import leaves_taking_part
 
 AxisName = str | Sequence[str] | None
 
-# Sums below TINY may have lost squares to underflow. Leaves times 2 ** SHIFT have not, and times
-# 2 ** -SHIFT leave room for 2 ** 40 elements of the largest magnitude.
-TINY = {"float32": 2.0**-60, "float64": 2.0**-900}
-SHIFT = {"float32": 93, "float64": 700}
+
+class _Range(NamedTuple):
+    """Exponents of two: what norms a plain sum of squares is right for, and two scales.
+
+    Norms from 2 ** low to 2 ** high are read off the plain sum: elements that matter for them have
+    squares in range. Larger norms are read off the sum of elements times 2 ** down, with room for
+    2 ** 50 of the largest; smaller ones off that of elements times 2 ** up, whose smallest have
+    squares in range.
+    """
+
+    low: int
+    high: int
+    down: int
+    up: int
+
+
+_RANGES = {"float32": _Range(-30, 50, -90, 73), "float64": _Range(-450, 450, -550, 600)}
+
+
+def scaled_squares(size: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Squares of real numbers scaled down, and scaled up, which stop where they are not used.
+
+    The bounds change no sum that is used. One stands between each product and square, of which
+    XLA would make ``(x * x) * (c * c)``, out of range in both factors. It is on one side only: two
+    make a clamp, for which XLA's CPU loops take another buffer.
+    """
+    limits, rule = jnp.finfo(size.dtype), _RANGES[size.dtype.name]
+    down = jnp.maximum(size * jnp.array(2.0**rule.down, size.dtype), limits.min)
+    largest = 2.0 ** (rule.low + rule.up)
+    up = jnp.minimum(size * jnp.array(2.0**rule.up, size.dtype), largest)
+    return jnp.square(down), jnp.minimum(jnp.square(up), largest**2)
+
+
+def bounded_square(size: jax.Array) -> jax.Array:
+    """The plain square, which stops at a large number where it is not used."""
+    rule = _RANGES[size.dtype.name]
+    # One number, but as an array: in a minimum with a number XLA's CPU loops lose NaN, for a select
+    # they take a buffer, and so they do for a factor that is used twice.
+    limit = size * jnp.array(2.0 ** (rule.down - 1), size.dtype)
+    return jnp.minimum(jnp.square(size), jnp.maximum(limit, 2.0 ** (2 * rule.high)))
+
+
+def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of three sums of squares the one that is in range, and the scale of its elements."""
+    rule = _RANGES[plain.dtype.name]
+    is_large = (down > 2.0 ** (2 * (rule.high + rule.down))) & ~jnp.isnan(plain)
+    is_small = plain < 2.0 ** (2 * rule.low)
+    one = jnp.ones_like(plain)
+    total = jnp.where(is_large, down, jnp.where(is_small, up, plain))
+    scale = jnp.where(is_large, 2.0**rule.down, jnp.where(is_small, 2.0**rule.up, one))
+    return total, scale.astype(plain.dtype)
 
 
 class Norm(NamedTuple):
-    """A norm as the quotient of a ``root`` in the middle of the range and a ``scale``."""
+    """A norm as the quotient of a ``root`` in the middle of the range and a ``scale``.
+
+    Attributes:
+      root: not finite where an element is not.
+      scale: a power of two, 1 in the ordinary range.
+      divisor: the root to compare and to divide by: NaN where it is not finite, and less than
+        every limit, but not 0, where it is 0. It is the square root of a sum itself, not a choice
+        of roots, and the only one that a clip uses, as in optax: XLA rounds quotients of others
+        otherwise.
+    """
 
     root: jax.Array
     scale: jax.Array
+    divisor: jax.Array
+
+    @classmethod
+    def of(cls, root: jax.Array, scale: jax.Array) -> "Norm":
+        """The norm ``root / scale``."""
+        divisor = jnp.where(root == 0, _nothing(root) ** 0.5, root)
+        return cls(root, scale, jnp.where(jnp.isfinite(root), divisor, jnp.nan))
 
     @property
     def value(self) -> jax.Array:
@@ -66,7 +119,7 @@ def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> Norm:
     kind, names = _Kind(check_order(ord)), _names(axis_name)
     leaves = leaves_taking_part(tree)
     if not leaves:
-        return Norm(jnp.float32(0), jnp.float32(1))
+        return Norm.of(jnp.float32(0), jnp.float32(1))
     return _norms(leaves, Groups(None, names), kind)[0]
 
 
@@ -85,20 +138,26 @@ def slice_norms(
     return _norms(list(leaves), Groups(tuple(axes), names), kind) if leaves else []
 
 
-def tree_total(part: Callable[..., jax.Array], tree: Any, axis_name: AxisName = None) -> jax.Array:
-    """The sum of ``part(leaf)`` over all elements of a tree, in the dtype of its norm."""
+def tree_total(tree: Any, axis_name: AxisName = None) -> jax.Array:
+    """The sum over all elements of a tree, in the dtype of its norm."""
     leaves = leaves_taking_part(tree)
-    groups, dtype = Groups(None, _names(axis_name)), widest(leaves)
-    parts = [part(leaf).astype(dtype) for leaf in leaves]
-    return groups.sums(parts, leaves)[0] if leaves else jnp.zeros((), dtype)
+    sums = [jnp.sum(leaf.astype(widest(leaves))) for leaf in leaves]
+    return total_over_devices(sums, leaves, axis_name)
 
 
 def tree_size(tree: Any, axis_name: AxisName = None) -> jax.Array:
     """The number of elements of a tree that take part, in the dtype of its norm."""
     leaves = leaves_taking_part(tree)
-    groups, dtype = Groups(None, _names(axis_name)), widest(leaves)
-    sizes = [jnp.array(leaf.size, dtype) for leaf in leaves]
-    return groups.totals(sizes, leaves)[0] if leaves else jnp.zeros((), dtype)
+    sizes = [jnp.array(float(leaf.size), widest(leaves)) for leaf in leaves]
+    return total_over_devices(sizes, leaves, axis_name)
+
+
+def total_over_devices(
+    local: Sequence[jax.Array], leaves: Sequence[jax.Array], axis_name: AxisName = None
+) -> jax.Array:
+    """The sum of one number for each leaf, and over the devices on which the leaf differs."""
+    groups = Groups(None, _names(axis_name))
+    return groups.totals(local, leaves)[0] if leaves else jnp.zeros((), widest(leaves))
 
 
 def widest(leaves: Sequence[Any]) -> str:
@@ -131,36 +190,57 @@ def _names(axis_name: AxisName) -> tuple[str, ...]:
     return names
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
 def _norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[Norm]:
     norms = _differentiable_norms(groups, kind, leaves)
-    return [Norm(norm.root, jax.lax.stop_gradient(norm.scale)) for norm in norms]
+    return [norm._replace(scale=jax.lax.stop_gradient(norm.scale)) for norm in norms]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) -> list[Norm]:
-    wide = [
-        widen(leaf, dtype)
-        for leaf, dtype in zip(leaves, _accumulators(groups, leaves), strict=True)
-    ]
-    if kind.ord == 2:
-        sums = _sums_in_range(groups, wide, leaves)
-        counts = groups.sizes(leaves) if kind.mean else [1] * len(sums)
-        return [
-            Norm(jnp.sqrt(total / max(count, 1)), scale)
-            for (total, scale), count in zip(sums, counts, strict=True)
-        ]
-    sizes = [jnp.abs(g) for g in wide]
+    if kind.ord != 2:
+        return _norms_of_order(groups, kind.ord, leaves)
+    # One operation after the other, so that eager results round as optax's do.
+    squares = [square(g) for g in _wide(groups, leaves)]
+    plain = groups.means(squares) if kind.mean else groups.sums(squares, leaves)
+    return [_root(*parts) for parts in _in_range(groups, kind.mean, plain, leaves)]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _in_range(
+    groups: Groups, mean: bool, plain: list[jax.Array], leaves: Arrays
+) -> list[tuple[jax.Array, jax.Array]]:
+    """For each group the sum or mean of squares that is in range, and the scale of its elements."""
+    pairs = [scaled_squares(real_size(g)) for g in _wide(groups, leaves)]
+    down, up = (groups.sums(list(squares), leaves) for squares in zip(*pairs, strict=True))
+    counts = [float(max(n, 1)) if mean else 1.0 for n in groups.sizes(leaves)]
+    sums = zip(down, plain, up, counts, strict=True)
+    return [in_range(low / n, middle, high / n) for low, middle, high, n in sums]
+
+
+def _root(total: jax.Array, scale: jax.Array) -> Norm:
+    """The root of a sum of squares, or of their mean."""
+    finite = jnp.where(jnp.isfinite(total), total, jnp.nan)
+    return Norm(jnp.sqrt(total), scale, jnp.sqrt(jnp.where(total == 0, _nothing(total), finite)))
+
+
+def _nothing(total: jax.Array) -> float:
+    """A sum of squares whose root, scaled up, is a norm below the smallest number."""
+    return 2.0 ** (jnp.finfo(total.dtype).minexp + 6)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _norms_of_order(groups: Groups, ord: float, leaves: Arrays) -> list[Norm]:
+    sizes = [jnp.abs(g) for g in _wide(groups, leaves)]
     largest = groups.maxima(sizes, leaves)
-    scales = [_scale_of(jnp.square(m)) for m in largest]
-    if kind.ord == math.inf:
-        return [Norm(m * s, s) for m, s in zip(largest, scales, strict=True)]
-    tops = [
-        jnp.where((m > 0) & jnp.isfinite(m), m * s, 1) for m, s in zip(largest, scales, strict=True)
-    ]
+    scales = [_scale_of(m) for m in largest]
+    tops = [m * s for m, s in zip(largest, scales, strict=True)]
+    if ord == math.inf:
+        return [Norm.of(top, s) for top, s in zip(tops, scales, strict=True)]
+    # Not the maximum itself: it may be a subnormal number that acts as 0.
+    tops = [jnp.where((top > 0) & jnp.isfinite(top), top, 1) for top in tops]
     shrunk = zip(sizes, groups.per_leaf(scales, leaves), groups.per_leaf(tops, leaves), strict=True)
-    totals = groups.sums([(g * s / t) ** kind.ord for g, s, t in shrunk], leaves)
-    return [Norm(x ** (1 / kind.ord) * t, s) for x, t, s in zip(totals, tops, scales, strict=True)]
+    totals = groups.sums([(g * s / t) ** ord for g, s, t in shrunk], leaves)
+    return [Norm.of(x ** (1 / ord) * t, s) for x, t, s in zip(totals, tops, scales, strict=True)]
 
 
 @_differentiable_norms.defjvp
@@ -174,10 +254,9 @@ def _norms_jvp(groups: Groups, kind: _Kind, primals: Any, tangents: Any) -> Any:
         for w, dg in zip(weights, dleaves, strict=True)
     ]
     sums = groups.sums(terms, leaves)
-    droots = [total * norm.scale for total, norm in zip(sums, norms, strict=True)]
-    return norms, [
-        Norm(d, jnp.zeros_like(norm.scale)) for d, norm in zip(droots, norms, strict=True)
-    ]
+    pairs = zip(sums, norms, strict=True)
+    droots = [(total * norm.scale, norm.scale) for total, norm in pairs]
+    return norms, [Norm(d, jnp.zeros_like(scale), d) for d, scale in droots]
 
 
 def _weights(groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]) -> list[jax.Array]:
@@ -190,7 +269,9 @@ def _weights(groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]) -> 
     ]
     if kind.ord == 2:
         counts = groups.sizes(leaves) if kind.mean else [1] * len(leaves)
-        divisors = [jnp.array(max(n, 1), u.real.dtype) for u, n in zip(units, counts, strict=True)]
+        divisors = [
+            jnp.array(float(max(n, 1)), u.real.dtype) for u, n in zip(units, counts, strict=True)
+        ]
         return [over(u, n) for u, n in zip(units, divisors, strict=True)]
     sizes = [jnp.abs(jnp.where(u == 0, 1, u)) for u in units]
     if kind.ord < math.inf:
@@ -210,31 +291,17 @@ def _weights(groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]) -> 
     return [times(u, share) for u, share in zip(units, shares, strict=True)]
 
 
-def _sums_in_range(
-    groups: Groups, wide: list[jax.Array], leaves: Arrays
-) -> list[tuple[jax.Array, jax.Array]]:
-    """For each group a sum of squares of scaled leaves that is in range, and the scale."""
-    sizes = [real_size(g) for g in wide]
-
-    def sums(sign: int) -> list[jax.Array]:
-        squares = [scaled_square(size, sign * SHIFT[size.dtype.name]) for size in sizes]
-        return groups.sums(squares, leaves)
-
-    plain = groups.sums([square(g) for g in wide], leaves)
-    scales = [_scale_of(total) for total in plain]
-    return [
-        (jnp.where(s > 1, up, jnp.where(s < 1, down, total)), s)
-        for total, up, down, s in zip(plain, sums(1), sums(-1), scales, strict=True)
-    ]
+def _scale_of(largest: jax.Array) -> jax.Array:
+    """A power of two that brings the largest element into the middle of the range."""
+    rule, one = _RANGES[largest.dtype.name], jnp.ones_like(largest)
+    is_large = (largest > 2.0**rule.high) & jnp.isfinite(largest)
+    is_small = largest < 2.0**rule.low
+    return jnp.where(is_large, 2.0**rule.down, jnp.where(is_small, 2.0**rule.up, one))
 
 
-def _scale_of(total: jax.Array) -> jax.Array:
-    dtype = total.dtype.name
-    up, down = (jnp.array(2.0**k, dtype) for k in (SHIFT[dtype], -SHIFT[dtype]))
-    return jnp.where(total < TINY[dtype], up, jnp.where(jnp.isinf(total), down, 1))
-
-
-def _accumulators(groups: Groups, leaves: Arrays) -> list[str]:
-    """For each leaf the dtype of its sums, the widest of its group."""
-    joint = [widest(leaves)] * len(leaves)
-    return joint if groups.joint else [accumulator(leaf) for leaf in leaves]
+def _wide(groups: Groups, leaves: Arrays) -> list[jax.Array]:
+    """The leaves in the dtype of their sums, the widest of their group."""
+    dtypes = [accumulator(leaf) for leaf in leaves]
+    if groups.joint:
+        dtypes = [widest(leaves)] * len(leaves)
+    return [widen(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]

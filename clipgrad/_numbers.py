@@ -9,7 +9,7 @@ import optax
 
 def accumulator(leaf: Any) -> str:
     """The dtype in which the squares of a leaf are summed: float32, float64 for a wide leaf."""
-    return "float64" if jnp.finfo(leaf.dtype).bits == 64 else "float32"
+    return "float64" if jnp.finfo(jnp.result_type(leaf.dtype)).bits == 64 else "float32"
 
 
 def at_least_float32(dtype: Any) -> Any:
@@ -85,18 +85,3 @@ def from_ordered_bits(bits: jax.Array) -> jax.Array:
 def largest(x: jax.Array) -> jax.Array:
     """The largest of numbers that are not negative: NaN if one is, 0 if there are none."""
     return from_ordered_bits(jnp.max(to_ordered_bits(x), initial=0))
-
-
-def scaled_square(x: jax.Array, exponent: int) -> jax.Array:
-    """``(x * 2 ** exponent) ** 2`` of real numbers; where that is large, at least a large number.
-
-    The bound changes no sum that is used, but stands between the product and the square, of which
-    XLA would make ``(x * x) * (c * c)``, out of range in both factors. It is on one side only: two
-    make a clamp, and an absolute value is shared, for both of which XLA takes another buffer.
-    NaN may be lost; the sum of squares that are not scaled has it.
-    """
-    limits = jnp.finfo(x.dtype)
-    scaled = x * jnp.array(2.0**exponent, x.dtype)
-    if exponent < 0:
-        return jnp.square(jnp.maximum(scaled, limits.min))
-    return jnp.square(jnp.minimum(scaled, 2.0 ** (limits.maxexp // 2 - 1)))

@@ -36,6 +36,13 @@ class Groups(NamedTuple):
         """The sum of each group; ``parts`` has the shapes of ``leaves``."""
         return self.totals(self._reduce(jnp.sum, parts), leaves)
 
+    def means(self, parts: Arrays) -> list[jax.Array]:
+        """The mean of each leaf on this device; 0 of an empty one."""
+        return [
+            jnp.mean(part, axis=axes, keepdims=True) if part.size else jnp.sum(part, keepdims=True)
+            for axes, part in zip(self.axes or (), parts, strict=True)
+        ]
+
     def totals(self, local: Arrays, leaves: Arrays) -> list[jax.Array]:
         """The sum of each group, from the sums of the leaves on this device."""
         return self._over_devices(local, leaves, jnp.add, jax.lax.psum)

@@ -1,4 +1,4 @@
-"""How leaves of a tree are selected by an expression on their paths, and what is said if none is."""
+"""Expressions that select leaves of a tree by their paths, and what is said if one selects none."""
 
 import difflib
 import re

@@ -13,7 +13,8 @@ from clipgrad._optimizer import as_optimizer
 from clipgrad._stats import stats_dtype
 from clipgrad._thresholds import HistoryThreshold, Window
 from clipgrad._thresholds._base import check_between, check_steps
-from clipgrad._where import Where, keep_selected, selected
+from clipgrad._trees import partition
+from clipgrad._where import Where, selected
 
 # The deviation that is reckoned with is at least this part of the mean, so that equal norms, as
 # of a full batch, don't make an outlier of the next one.
@@ -124,7 +125,8 @@ def skip_spikes(
     most = jnp.iinfo(jnp.int32).max if max_consecutive is None else int(max_consecutive)
 
     def init(params: Any) -> SkipSpikesState:
-        norm = jnp.zeros((), stats_dtype(keep_selected(params, selected(where, params))))
+        measured, _ = partition(params, selected(where, params))
+        norm = jnp.zeros((), stats_dtype(measured))
         counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
         no = jnp.zeros((), bool)
         return SkipSpikesState(inner.init(params), history.init(norm), norm, no, *counters)
@@ -134,7 +136,7 @@ def skip_spikes(
     ) -> tuple[Any, SkipSpikesState]:
         norm = extra_args.get("grad_norm")
         if norm is None:
-            measured = keep_selected(updates, selected(where, updates))
+            measured, _ = partition(updates, selected(where, updates))
             norm = global_norm(measured, axis_name=axis_name)
         norm = jnp.asarray(norm).astype(state.raw_norm.dtype)
         judgement = _judge(norm, history.limit(state.window, _LEAST_DEVIATION), largest)

@@ -1,19 +1,27 @@
 """What a clip did, as sums that may be added over steps, uses and devices."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._norms import AxisName, Norm, slice_norms, tree_size, tree_total, widest
-from clipgrad._numbers import real_size, scaled_square
+from clipgrad._norms import (
+    AxisName,
+    Norm,
+    bounded_square,
+    in_range,
+    scaled_squares,
+    slice_norms,
+    total_over_devices,
+    tree_size,
+    tree_total,
+    widest,
+)
+from clipgrad._numbers import real_size
 from clipgrad._trees import leaves_taking_part, paths_taking_part, takes_part
-
-# Exponents: below 2 ** low a norm is read off the sum that is scaled up, by 2 ** up; above
-# 2 ** high off the one that is scaled down, by 2 ** down.
-_RANGE = {"float32": (-30, 50, -70, 73), "float64": (-450, 450, -550, 600)}
 
 
 class ClipStats(NamedTuple):
@@ -83,7 +91,7 @@ class ClipStats(NamedTuple):
         Raises:
           ValueError: for another dtype.
         """
-        if jnp.dtype(dtype).name not in _RANGE:
+        if jnp.dtype(dtype).name not in ("float32", "float64"):
             raise ValueError(f"dtype: got {jnp.dtype(dtype).name}, expected float32 or float64")
         shapes = [(*shape, 3)] * 2 + [shape] * 3
         return cls(*(jnp.zeros(s, dtype) for s in shapes))
@@ -120,8 +128,11 @@ class ClipStats(NamedTuple):
 def _of(before: list[jax.Array], after: list[jax.Array], dtype: str) -> ClipStats:
     """Traced once for leaves of the same shapes, however many variables are watched."""
     sums = _sums_of_squares(before, dtype)
-    changed, nonfinite = _counts(list(zip(before, after, strict=True)), dtype)
-    size = sum(leaf.size for leaf in before) * _one(sums[1]).astype(dtype)
+    pairs = zip(before, after, strict=True)
+    counts = [_counts(_differ(b, a), ~jnp.isfinite(b), dtype=dtype) for b, a in pairs]
+    zero = jnp.zeros((), dtype)
+    changed, nonfinite = (sum((count[i] for count in counts), zero) for i in range(2))
+    size = jnp.array(float(sum(leaf.size for leaf in before)), dtype) * _one(sums[1])
     return ClipStats(sums, _sums_of_squares(after, dtype), changed, nonfinite, size)
 
 
@@ -132,21 +143,25 @@ def stats_dtype(tree: Any) -> str:
 
 def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
     """The number of elements of a tree that are NaN or inf."""
-    return tree_total(lambda leaf: ~jnp.isfinite(leaf), tree, axis_name)
+    leaves = leaves_taking_part(tree)
+    dtype = widest(leaves)
+    counts = [_counts(~jnp.isfinite(leaf), dtype=dtype)[0] for leaf in leaves]
+    return total_over_devices(counts, leaves, axis_name)
 
 
 def stats_by_leaf(before: Any, after: Any) -> dict[str, ClipStats]:
     """The statistics of each leaf that takes part, by path."""
     dtype = stats_dtype(before)
-    pairs = zip(*paths_taking_part(before), leaves_taking_part(after), strict=True)
-    return {path: ClipStats.of(b, a, dtype) for path, b, a in pairs}
+    pairs = zip(leaves_taking_part(before), leaves_taking_part(after), strict=True)
+    stats = [ClipStats.of(*pair, dtype) for pair in pairs]
+    return dict(zip(paths_taking_part(before), stats, strict=True))
 
 
 def scaling_by_leaf(
     tree: Any, norm: Norm, limit: jax.Array, axis_name: AxisName = None
 ) -> dict[str, ClipStats]:
     """`ClipStats.of_scaling` of each leaf by path, from the sums that make up the norm."""
-    paths, leaves = paths_taking_part(tree)
+    paths, leaves = paths_taking_part(tree), leaves_taking_part(tree)
     clips, finite = norm.exceeds(limit), jnp.isfinite(norm.root)
     bad = _counts_unless(finite, leaves, axis_name)
     stats = {}
@@ -188,50 +203,46 @@ def _counts_unless(finite: jax.Array, trees: list[Any], axis_name: AxisName) -> 
 
 
 def _sums_of_squares(leaves: list[jax.Array], dtype: str) -> jax.Array:
-    sizes = [real_size(leaf).astype(dtype) for leaf in leaves]
-    sums = [tree_total(lambda g, i=i: _squares(g)[i], sizes) for i in range(3)]
-    return jnp.stack(sums).astype(dtype)
+    parts = [_squares(real_size(leaf).astype(dtype)) for leaf in leaves]
+    sums = [tree_total(squares) for squares in zip(*parts, strict=True)]
+    return jnp.stack(sums).astype(dtype) if parts else jnp.zeros(3, dtype)
 
 
 def _squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Squares scaled down, as they are, and scaled up; the latter two stop where they are moot."""
-    low, high, down, up = _RANGE[size.dtype.name]
-    # One number, but as an array: in a minimum with a number XLA's CPU loops lose NaN, for a select
-    # they take a buffer, and so they do for a factor that is used twice.
-    limit = jnp.maximum(size * jnp.array(2.0 ** (down - 1), size.dtype), 2.0 ** (2 * high))
-    return (
-        scaled_square(size, down),
-        jnp.minimum(jnp.square(size), limit),
-        jnp.minimum(scaled_square(size, up), 2.0 ** (2 * (low + up))),
-    )
+    """Squares scaled down, as they are, and scaled up."""
+    down, up = scaled_squares(size)
+    return down, bounded_square(size), up
 
 
 def _root(sums: jax.Array) -> jax.Array:
-    low, high, down, up = _RANGE[sums.dtype.name]
-    large, middle, small = sums[..., 0], sums[..., 1], sums[..., 2]
-    is_large = (large > 2.0 ** (2 * (high + down))) & ~jnp.isnan(middle)
-    is_small = middle < 2.0 ** (2 * low)
-    total = jnp.where(is_large, large, jnp.where(is_small, small, middle))
-    unit = jnp.where(is_large, 2.0**-down, jnp.where(is_small, 2.0**-up, 1.0))
-    root = jnp.sqrt(jnp.where(total == 0, 1, total)) * unit.astype(sums.dtype)
+    total, scale = in_range(sums[..., 0], sums[..., 1], sums[..., 2])
+    root = jnp.sqrt(jnp.where(total == 0, 1, total)) / scale
     return jnp.where(total == 0, 0, root)
 
 
 def _one(total: jax.Array) -> jax.Array:
     """1, computed from a sum over the elements so that vmap counts those of every lane."""
-    return (total == total) | (total != total)
+    return ((total == total) | (total != total)).astype(total.dtype)
 
 
-def _counts(pairs: list[tuple[jax.Array, jax.Array]], dtype: str) -> tuple[jax.Array, ...]:
-    """The numbers of changed and of non-finite elements, in one pass over the data."""
-    zeros = (jnp.uint32(0), jnp.uint32(0))
-    counts = [zeros]
-    for before, after in pairs:
-        masks = [_differ(before, after), ~jnp.isfinite(before)]
-        flags = tuple(mask.astype(jnp.uint32) for mask in masks)
-        counts.append(jax.lax.reduce(flags, zeros, _add, tuple(range(before.ndim))))
-    totals = (functools.reduce(jnp.add, parts) for parts in zip(*counts, strict=True))
-    return tuple(total.astype(dtype) for total in totals)
+def _counts(*masks: jax.Array, dtype: str) -> list[jax.Array]:
+    """How many elements of each mask are true, in one pass over the data."""
+    zeros = (jnp.uint32(0),) * len(masks)
+    totals = [jnp.zeros((), dtype) for _ in masks]
+    for parts in _countable(*masks):
+        flags = tuple(part.astype(jnp.uint32) for part in parts)
+        counts = jax.lax.reduce(flags, zeros, _add, tuple(range(parts[0].ndim)))
+        totals = [t + count.astype(dtype) for t, count in zip(totals, counts, strict=True)]
+    return totals
+
+
+def _countable(*masks: jax.Array) -> Iterator[tuple[jax.Array, ...]]:
+    """Parts of masks of one shape that are so small that 32 bits count their elements."""
+    number = -(-masks[0].size // 2**31)
+    if number < 2:
+        return iter([masks])
+    axis = max(range(masks[0].ndim), key=lambda i: masks[0].shape[i])
+    return zip(*(jnp.array_split(mask, number, axis) for mask in masks), strict=True)
 
 
 def _add(a: Any, b: Any) -> Any:

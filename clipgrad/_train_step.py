@@ -10,11 +10,12 @@ import optax
 
 from clipgrad._accumulate import Gradients, accumulated
 from clipgrad._by_name import Rules
+from clipgrad._compat import trace_state
 from clipgrad._global_norm import global_norm
-from clipgrad._gradient_clip import GradientClipState, keeping_statistics
+from clipgrad._gradient_clip import GradientClipState
 from clipgrad._optimizer import as_optimizer
 from clipgrad._skip_spikes import SkipSpikesState
-from clipgrad._stats import count_nonfinite
+from clipgrad._stats import ClipStats, count_nonfinite
 from clipgrad._watch import value_and_grad_with_stats
 
 Metrics = dict[str, Any]
@@ -42,9 +43,7 @@ class TrainStep:
     def init(self, params: Any) -> TrainState:
         """The first state; it holds copies, since each step takes over the buffers of its state."""
         params = jax.tree.map(_own, params)
-        with keeping_statistics():
-            opt_state = self.optimizer.init(params)
-        return TrainState(params, jax.tree.map(_own, opt_state))
+        return TrainState(params, jax.tree.map(_own, self.optimizer.init(params)))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step of training."""
@@ -67,8 +66,9 @@ def train_step(
       * With ``accumulate=k`` gradients are averaged over k microbatches, in float32 or wider,
         and clipped once, after that. A microbatch holds every k-th example, so that devices that
         share the batch share each microbatch.
-      * The state keeps the statistics of the gradient clips in the optimizer, whether or not
-        they were made with ``stats=True``.
+      * The state is that of the optimizer. The gradient clips in it hand out their statistics
+        whether or not they were made with ``stats=True``, but for those that an optimizer runs
+        inside of `jax.lax.cond`, as ``optax.MultiSteps`` does: these need ``stats=True``.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, a scalar, or ``(scalar, aux)``.
@@ -118,14 +118,22 @@ def train_step(
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         (loss, aux), grads, stats = gradients(state.params, batch)
+        here, stats_of_clips = trace_state(), []
+
+        def collect(clip: ClipStats) -> None:
+            # What was computed in a branch of a cond can't leave it like this.
+            if trace_state() == here:
+                stats_of_clips.append(clip)
+
         extra_args = {
+            "clip_stats": collect,
             "value": loss,
             "grad": grads,
             "value_fn": lambda p: loss_fn(p, batch)[0] if has_aux else loss_fn(p, batch),
         }
         updates, opt_state = extended.update(grads, state.opt_state, state.params, **extra_args)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, **_metrics(grads, opt_state)}
+        metrics = {"loss": loss, **_metrics(grads, opt_state, stats_of_clips)}
         metrics |= {} if error_clip is None else {"error_clip": stats}
         return TrainState(params, opt_state), metrics | ({"aux": aux} if has_aux else {})
 
@@ -144,16 +152,17 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
     return lambda params, batch: (*plain(params, batch), {})
 
 
-def _metrics(grads: Any, opt_state: Any) -> Metrics:
-    clips = tuple(s.stats for s in _states(opt_state, GradientClipState) if s.stats)
+def _metrics(grads: Any, opt_state: Any, clips: list[ClipStats]) -> Metrics:
+    kept = [s.stats for s in _states(opt_state, GradientClipState) if s.stats]
     skips = [s.skipped for s in _states(opt_state, SkipSpikesState)]
     metrics = {
         "grad_norm": global_norm(grads),
         "nonfinite": count_nonfinite(grads),
-        "clips": clips,
+        "clips": tuple(clips or kept),
     }
-    if len(clips) == 1:
-        metrics |= {"clipped_norm": clips[0].clipped_norm, "clip_scale": clips[0].scale}
+    if len(metrics["clips"]) == 1:
+        (clip,) = metrics["clips"]
+        metrics |= {"clipped_norm": clip.clipped_norm, "clip_scale": clip.scale}
     return metrics | ({"skipped": jnp.stack(skips).any()} if skips else {})
 
 

@@ -1,27 +1,41 @@
-"""Which leaves of a tree are clipped, and what their paths are called."""
+"""Which leaves of a tree are clipped, what their paths are, and how they are taken out of it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def takes_part(leaf: Any) -> bool:
     """Whether a leaf is measured and clipped: floating or complex numbers are, nothing else.
 
-    ``None``, integers, booleans, ``float0``, PRNG keys and objects that are no arrays pass
+    ``None``, integers, booleans, ``float0``, PRNG keys and objects that are not arrays pass
     through every clip untouched.
+
+    Raises:
+      TypeError: for a dtype that has no zero and no sign, which a gradient can't have.
     """
     if isinstance(leaf, (float, complex)):
         return True
     dtype = getattr(leaf, "dtype", None)
+    if dtype is not None and str(dtype) == "float8_e8m0fnu":
+        raise TypeError(
+            "grads: got a leaf of dtype float8_e8m0fnu, which has no zero and no sign; expected a "
+            "dtype that gradients can have, such as float32 or float8_e5m2"
+        )
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
 def is_none(leaf: Any) -> bool:
     """``is_leaf`` for trees in which ``None`` holds a place."""
     return leaf is None
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array of JAX or NumPy, a tracer included."""
+    return isinstance(leaf, jax.Array | np.ndarray)
 
 
 def partition(tree: Any, chosen: Callable[[Any], bool] | Sequence[bool]) -> tuple[Any, Any]:
@@ -52,26 +66,45 @@ def leaves_taking_part(tree: Any) -> list[jax.Array]:
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if takes_part(leaf)]
 
 
-def paths_taking_part(tree: Any) -> tuple[list[str], list[jax.Array]]:
-    """The paths and the leaves that are measured and clipped."""
-    paths, leaves, _ = with_paths(tree)
-    pairs = [(p, _array(x)) for p, x in zip(paths, leaves, strict=True) if takes_part(x)]
-    return [path for path, _ in pairs], [leaf for _, leaf in pairs]
+def paths_taking_part(tree: Any) -> list[str]:
+    """The paths of the leaves that are measured and clipped."""
+    return [path for path, leaf in with_paths(tree) if takes_part(leaf)]
 
 
-def map_taking_part(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """``jax.tree.map`` over the leaves that are clipped; the others come back as they are."""
-    return jax.tree.map(
-        lambda leaf, *others: f(jnp.asarray(leaf), *others) if takes_part(leaf) else leaf,
-        tree,
-        *rest,
-        is_leaf=is_none,
-    )
+def map_taking_part(f: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> Any:
+    """Maps over the leaves that are clipped; the others come back as they are.
+
+    Args:
+      f: a function of a leaf and of one item of each list.
+      tree: a pytree.
+      lists: an item for each leaf that is clipped, in their order.
+    """
+    chosen, rest = partition(tree, takes_part)
+    leaves, structure = jax.tree.flatten(chosen)
+    results = [f(jnp.asarray(leaf), *items) for leaf, *items in zip(leaves, *lists, strict=True)]
+    return combine(structure.unflatten(results), rest)
 
 
-def _array(leaf: Any) -> Any:
-    """The leaf as an array; a `jax.ShapeDtypeStruct` stands for one."""
-    return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+def parameters_of(tree: Any, params: Any) -> list[Any]:
+    """For each leaf of ``tree`` that is clipped the leaf of ``params`` in its place.
+
+    Raises:
+      ValueError: if the parameters have another structure or other shapes.
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
+    try:
+        others = structure.flatten_up_to(params)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"params: got another structure than that of the gradients, {structure}: {error}"
+        ) from None
+    for (path, leaf), other in zip(with_paths(tree), others, strict=True):
+        if takes_part(leaf) and (not takes_part(other) or jnp.shape(other) != jnp.shape(leaf)):
+            raise ValueError(
+                f"params: got {getattr(other, 'shape', other)} for {path or 'the leaf'}, expected "
+                f"the shape of its gradient, {jnp.shape(leaf)}"
+            )
+    return [w for leaf, w in zip(leaves, others, strict=True) if takes_part(leaf)]
 
 
 def path_string(path: Any) -> str:
@@ -79,37 +112,7 @@ def path_string(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def unboxed(path: str) -> str:
-    """The path without the ``/value`` at its end that flax variables have in some trees."""
-    return path.removesuffix("/value")
-
-
-def with_paths(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """The paths, leaves (``None`` included) and structure of ``tree``."""
-    entries, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
-    return [path_string(path) for path, _ in entries], [leaf for _, leaf in entries], structure
-
-
-def map_groups(f: Callable[..., list[Any]], tree: Any, *rest: Any) -> Any:
-    """Maps ``f(paths, leaves, ...)`` over the leaves that are clipped, all of them at once.
-
-    Raises:
-      ValueError: if a tree in ``rest`` has another structure.
-    """
-    paths, leaves, structure = with_paths(tree)
-    others = [_like(structure, other) for other in rest]
-    chosen = [i for i, leaf in enumerate(leaves) if takes_part(leaf)]
-    arrays = [jnp.asarray(leaves[i]) for i in chosen]
-    results = f([paths[i] for i in chosen], arrays, *([o[i] for i in chosen] for o in others))
-    for i, result in zip(chosen, results, strict=True):
-        leaves[i] = result
-    return structure.unflatten(leaves)
-
-
-def _like(structure: Any, other: Any) -> list[Any]:
-    try:
-        return structure.flatten_up_to(other)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"params: got another structure than that of the gradients, {structure}: {error}"
-        ) from None
+def with_paths(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of ``tree``, ``None`` included, with their paths."""
+    entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
+    return [(path_string(path), leaf) for path, leaf in entries]

@@ -1,7 +1,8 @@
 """Adaptive gradient clipping: limits that follow the parameters."""
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +10,16 @@ from jax.typing import ArrayLike
 
 from clipgrad._compat import broadcast_like
 from clipgrad._norms import AxisName, Norm, slice_norms
-from clipgrad._numbers import at_least, largest, times
-from clipgrad._rules._base import ClipRule, pytree_rule, static_field
-from clipgrad._rules._scaling import scale_down
-from clipgrad._rules._thresholds import (
-    check_threshold,
-    for_each_leaf,
-    nonnegative,
-    require_numbers,
-)
-from clipgrad._rules._units import UnitAxis, check_unit_axis, unit_axes, unmatched
-from clipgrad._trees import map_groups, takes_part, with_paths
+from clipgrad._numbers import times, widen
+from clipgrad._rules._base import MeasuringRule, pytree_rule, static_field
+from clipgrad._rules._scaling import limit_of
+from clipgrad._rules._thresholds import check_threshold, thresholds_by_leaf
+from clipgrad._rules._units import check_unit_axis, unit_axes
+from clipgrad._trees import leaves_taking_part, map_taking_part, parameters_of
 
 
 @pytree_rule
-class AdaptiveClip(ClipRule):
+class AdaptiveClip(MeasuringRule):
     r"""Adaptive gradient clipping (AGC): limits each unit by the norm of its weights.
 
     $$g \cdot \min\left(1, \frac{\mathrm{clipping} \cdot \max(\|w\|, \mathrm{eps})}{\|g\|}\right)$$
@@ -51,19 +47,20 @@ class AdaptiveClip(ClipRule):
 
     Args:
       clipping: the maximal ratio of gradient norm to weight norm.
-      eps: the least weight norm that is reckoned with, so that zero weights can train.
+      eps: the least weight norm, so that zero weights can train.
       axis: the axes that a unit spans: ``None`` as above; an int or a tuple for all leaves; a
-        mapping from regular expressions on paths such as ``"layers/0/kernel"`` to axes, of which
-        the first that matches holds, ``None`` in it being the whole leaf, and leaves without a
-        match following the default; or a function ``(path, leaf) -> axes``. Weights that are
-        stacked over layers or experts keep their units apart by axes that leave theirs out.
+        mapping from expressions on paths such as ``"layers/0/kernel"`` (see `clip_grads`) to
+        axes, of which the first that selects a leaf counts; ``None`` in it means the whole leaf,
+        and leaves that none selects have the default; or a function ``(path, leaf) -> axes``.
+        Weights that are stacked over layers or experts keep their units apart by axes that leave
+        theirs out.
       axis_name: the mapped axes over which units are spread; see `global_norm`.
 
     Raises:
       ValueError: for thresholds that are negative or NaN; when called, without ``params``, for
         parameters of another structure or shape, for a leaf that lacks an axis and for an
         expression that matches no path.
-      TypeError: for a threshold that is no number, array or schedule, or another ``axis``.
+      TypeError: for a threshold that is not a number, array or schedule, or another ``axis``.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -87,81 +84,60 @@ class AdaptiveClip(ClipRule):
     needs_params: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuses thresholds and axes that are none."""
+        """Refuses what is not a threshold or an axis."""
         check_threshold("clipping", self.clipping, adaptive=True)
         check_threshold("eps", self.eps)
         object.__setattr__(self, "axis", check_unit_axis(self.axis))
         if isinstance(self.axis_name, list):
             object.__setattr__(self, "axis_name", tuple(self.axis_name))
 
-    def __call__(self, grads: Any, params: Any = None) -> Any:
-        """The tree with the norm of each unit at most ``clipping`` times that of its weights."""
-        require_numbers(self)
-        self._check(grads, params)
-        return map_groups(self._clip, grads, params)
-
-    def follow(self, grads: Any, params: Any = None) -> list[jax.Array]:
-        """For each leaf the least threshold that changes nothing."""
-        self._check(grads, params)
-        ratios: list[jax.Array] = []
-
-        def collect(paths: list[str], grads: list[jax.Array], params: list[Any]) -> list[Any]:
-            for norm, weight in self._norms(paths, grads, params):
-                dtype = norm.root.dtype
-                limit = at_least(weight.value.astype(dtype), nonnegative(self.eps, dtype))
-                ratio = jnp.where(norm.root == 0, 0, norm.value / limit)
-                ratios.append(largest(ratio))
-            return grads
-
-        map_groups(collect, grads, params)
-        return ratios
-
-    def _check(self, grads: Any, params: Any) -> None:
+    def measure(self, grads: Any, params: Any = None) -> list["UnitNorms"]:
+        """The norms of the units of each leaf, and the least limit of each at ``clipping`` 1."""
         if params is None:
             raise ValueError(
                 "AdaptiveClip needs the parameters: got params=None, expected "
                 "rule(grads, params), or optimizer.update(grads, state, params)"
             )
-        if missing := unmatched(self.axis, with_paths(grads)[0]):
-            raise ValueError(
-                f"axis: {missing[0]!r} matches no leaf; the paths are {with_paths(grads)[0]}"
-            )
+        leaves, weights = leaves_taking_part(grads), parameters_of(grads, params)
+        axes = unit_axes(self.axis, grads)
+        both = [*leaves, *map(jnp.asarray, weights)]
+        norms = slice_norms(both, axes * 2, axis_name=self.axis_name)
+        pairs = zip(norms[: len(leaves)], norms[len(leaves) :], strict=True)
+        return [UnitNorms(norm, weight.value, self.eps) for norm, weight in pairs]
 
-    def _clip(self, paths: list[str], grads: list[jax.Array], params: list[Any]) -> list[jax.Array]:
-        rules, norms = for_each_leaf(self, len(grads)), self._norms(paths, grads, params)
-        triples = zip(rules, grads, norms, strict=True)
-        return [rule._clip_leaf(g, n, w.value) for rule, g, (n, w) in triples]
-
-    def _norms(
-        self, paths: list[str], grads: list[jax.Array], params: list[Any]
-    ) -> list[tuple[Norm, Norm]]:
-        """For each leaf the norms of the units of its gradient, and of its weights."""
-        axes = [
-            _axes(self.axis, path, g, w) for path, g, w in zip(paths, grads, params, strict=True)
-        ]
-        norms = slice_norms([*grads, *map(jnp.asarray, params)], axes * 2, axis_name=self.axis_name)
-        return list(zip(norms[: len(grads)], norms[len(grads) :], strict=True))
-
-    def _clip_leaf(self, grad: jax.Array, norm: Norm, weight: jax.Array) -> jax.Array:
-        root, scale, weight = (broadcast_like(x, grad) for x in (*norm, weight))
-        limit = self._limit(weight, root.dtype)
-        return scale_down(grad, Norm(root, scale), limit, _shrink)
-
-    def _limit(self, weight: jax.Array, dtype: Any) -> jax.Array:
-        least = nonnegative(self.eps, dtype)
-        return nonnegative(self.clipping, dtype) * at_least(weight.astype(dtype), least)
+    def scale(self, grads: Any, norms: Sequence["UnitNorms"]) -> Any:
+        """The tree with the norm of each unit at most ``clipping`` times that of its weights."""
+        return map_taking_part(_scale, grads, norms, thresholds_by_leaf(self, len(norms)))
 
 
-def _axes(axis: UnitAxis, path: str, grad: Any, param: Any) -> Any:
-    if not takes_part(param) or jnp.shape(param) != grad.shape:
-        raise ValueError(
-            f"params: got {getattr(param, 'shape', param)} for {path or 'the leaf'}, whose "
-            f"gradient has the shape {grad.shape}"
-        )
-    return unit_axes(axis, path, grad)
+class UnitNorms(NamedTuple):
+    """The norms of the units of a gradient and of their weights, whose least one is ``eps``."""
+
+    norm: Norm
+    weights: jax.Array
+    eps: ArrayLike
+
+    @property
+    def value(self) -> jax.Array:
+        """The ratio of the norms, the least ``clipping`` that changes nothing."""
+        limit = self.limit(1.0, self.weights)
+        return jnp.where(self.norm.root == 0, 0, self.norm.value / limit)
+
+    def limit(self, clipping: Any, weights: jax.Array) -> jax.Array:
+        """The limits of units with weights of these norms."""
+        weights = weights.astype(self.norm.root.dtype)
+        return limit_of(clipping, self.norm) * jnp.maximum(weights, limit_of(self.eps, self.norm))
 
 
-def _shrink(leaf: jax.Array, root: jax.Array, limit: jax.Array) -> jax.Array:
-    # The maximum changes nothing, but XLA rounds a quotient differently if it is written
-    # differently, and so it is in optax; likewise that norms have the shape of the leaf.
-    return times(leaf, limit / jnp.maximum(root, 2.0**-100))
+def _scale(leaf: jax.Array, norms: UnitNorms, clipping: Any) -> jax.Array:
+    # As in optax, limits are computed in the shape of the leaf: else XLA rounds otherwise. What
+    # is special about a unit is decided before: in that shape XLA's CPU loops may lose NaN.
+    (root, scale, divisor), weights = norms.norm, norms.weights
+    root = jnp.where(norms.limit(clipping, weights) > 0, root, jnp.inf)
+    divisor = jnp.where(jnp.isnan(weights), jnp.nan, divisor)
+    root, scale, divisor, weights = (
+        broadcast_like(x, leaf) for x in (root, scale, divisor, weights)
+    )
+    limit = norms.limit(clipping, weights)
+    shrunk = times(widen(leaf, root.dtype.name), limit / divisor * scale).astype(leaf.dtype)
+    return jnp.where(root <= limit * scale, leaf, shrunk)

@@ -2,13 +2,14 @@
 
 import dataclasses
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from clipgrad._rules._thresholds import require_numbers
-from clipgrad._trees import is_none, takes_part, with_paths
+from clipgrad._trees import combine, partition, paths_taking_part, takes_part
 
 C = TypeVar("C", bound=type)
 
@@ -40,6 +41,35 @@ class ClipRule(Protocol):
     def __call__(self, grads: Any, params: Any = None) -> Any:
         """The clipped tree: structure, shapes and dtypes of ``grads``."""
         ...
+
+
+class MeasuringRule(ClipRule, Protocol):
+    """A rule of this library: it measures norms of groups of elements, and scales by these.
+
+    Attributes:
+      acts_on: what a group is: an ``"element"``, a ``"leaf"`` (or slices or units of it), or the
+        whole ``"tree"``, which has one norm.
+    """
+
+    acts_on: ClassVar[str] = "leaf"
+
+    def __call__(self, grads: Any, params: Any = None) -> Any:
+        """The clipped tree."""
+        require_numbers(self)
+        return self.scale(grads, self.measure(grads, params))
+
+    def measure(self, grads: Any, params: Any = None) -> list[Any]:
+        """For each group the least threshold that changes nothing, as ``value``, and its parts."""
+        ...
+
+    def scale(self, grads: Any, norms: Sequence[Any]) -> Any:
+        """The tree clipped, as one whose groups have these norms."""
+        ...
+
+    def l2_limit(self, norms: Sequence[Any]) -> jax.Array | None:
+        """The limit of the L2 norm of the whole tree, if that is what is clipped."""
+        del norms
+        return None
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -101,28 +131,23 @@ def apply_rule(rule: Callable[..., Any], grads: Any, params: Any = None) -> Any:
     Raises:
       ValueError: if the rule returns another structure or other shapes.
     """
-    leaves, structure = jax.tree.flatten(grads, is_leaf=is_none)
-    shown = structure.unflatten([leaf if takes_part(leaf) else None for leaf in leaves])
+    chosen, rest = partition(grads, takes_part)
     needs_params = getattr(rule, "needs_params", False)
-    clipped = rule(shown, params) if needs_params else rule(shown)
-    return _restore(clipped, grads)
+    clipped = rule(chosen, params) if needs_params else rule(chosen)
+    if (returned := jax.tree.structure(clipped)) != jax.tree.structure(chosen):
+        raise ValueError(
+            f"rule: got the structure {returned} back, expected {jax.tree.structure(chosen)}"
+        )
+    paths = iter(paths_taking_part(grads))
+    like = jax.tree.map(lambda result, leaf: _like(result, leaf, next(paths)), clipped, chosen)
+    return combine(like, rest)
 
 
-def _restore(clipped: Any, grads: Any) -> Any:
-    paths, leaves, structure = with_paths(grads)
-    results, returned = jax.tree.flatten(clipped, is_leaf=is_none)
-    if returned != structure:
-        raise ValueError(f"the rule returned the structure {returned}, expected {structure}")
-    for path, result, leaf in zip(paths, results, leaves, strict=True):
-        if takes_part(leaf) and getattr(result, "shape", ()) != getattr(leaf, "shape", ()):
-            raise ValueError(
-                f"the rule returned {getattr(result, 'shape', result)} for {path or 'the leaf'}, "
-                f"expected the shape {leaf.shape}"
-            )
-    return structure.unflatten([_like(r, g) for r, g in zip(results, leaves, strict=True)])
-
-
-def _like(result: Any, leaf: Any) -> Any:
-    if not takes_part(leaf):
-        return leaf
-    return jax.numpy.asarray(result).astype(jax.numpy.asarray(leaf).dtype)
+def _like(result: Any, leaf: Any, path: str) -> jax.Array:
+    array, leaf = jnp.asarray(result), jnp.asarray(leaf)
+    if array.shape != leaf.shape:
+        raise ValueError(
+            f"rule: got the shape {array.shape} back for {path or 'the leaf'}, expected that of "
+            f"the leaf, {leaf.shape}"
+        )
+    return array.astype(leaf.dtype)

@@ -1,28 +1,31 @@
 """Scaling each leaf to a maximal root mean square."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from clipgrad._norms import Norm, slice_norms
-from clipgrad._numbers import over
-from clipgrad._rules._base import ClipRule, pytree_rule
-from clipgrad._rules._scaling import scale_down
-from clipgrad._rules._thresholds import check_threshold, for_each_leaf, require_numbers
-from clipgrad._trees import leaves_taking_part, map_groups
+from clipgrad._numbers import over, widen
+from clipgrad._rules._base import MeasuringRule, pytree_rule
+from clipgrad._rules._scaling import limit_of
+from clipgrad._rules._thresholds import check_threshold, thresholds_by_leaf
+from clipgrad._trees import leaves_taking_part, map_taking_part
 
 
 @pytree_rule
-class ClipByBlockRMS(ClipRule):
+class ClipByBlockRMS(MeasuringRule):
     r"""Scales each leaf to a maximal rms: $g / \max(1, \mathrm{rms}(g) / \mathrm{threshold})$.
 
     Guarantees:
-      * A leaf whose root mean square is at most ``threshold`` is unchanged, bit for bit.
+      * A leaf whose root mean square is at most ``threshold`` is unchanged, bit for bit, but for
+        subnormal numbers, which XLA's arithmetic on the CPU takes for 0.
       * Otherwise its rms becomes ``threshold``, up to a relative 4e-7 in float32, and its
         direction is kept.
       * On float32 leaves in the ordinary range the result is that of
-        ``optax.clip_by_block_rms`` under `jax.jit`, bit for bit.
+        ``optax.clip_by_block_rms``, bit for bit.
 
     ==========================  ==========================================================
     rms or threshold            result
@@ -31,6 +34,7 @@ class ClipByBlockRMS(ClipRule):
     ``threshold=0``             exact zeros
     ``threshold`` traced, < 0   acts as 0
     NaN or inf in a leaf        NaN throughout that leaf
+    ratio to it above 3.4e38    zeros
     ==========================  ==========================================================
 
     Args:
@@ -53,27 +57,23 @@ class ClipByBlockRMS(ClipRule):
     needs_params: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuses thresholds that are none."""
+        """Refuses what is not a threshold."""
         check_threshold("threshold", self.threshold, adaptive=True)
 
-    def __call__(self, grads: Any, params: Any = None) -> Any:
+    def measure(self, grads: Any, params: Any = None) -> list[Norm]:
+        """The root mean square of each leaf."""
+        leaves = leaves_taking_part(grads)
+        return slice_norms(leaves, [None] * len(leaves), mean=True)
+
+    def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the rms of each leaf at most ``threshold``."""
-        require_numbers(self)
-        return map_groups(self._clip, grads)
-
-    def follow(self, grads: Any, params: Any = None) -> list[jax.Array]:
-        """For each leaf the least threshold that changes nothing."""
-        return [norm.value for norm in _norms(leaves_taking_part(grads))]
-
-    def _clip(self, paths: list[str], leaves: list[jax.Array]) -> list[jax.Array]:
-        del paths
-        triples = zip(leaves, _norms(leaves), for_each_leaf(self, len(leaves)), strict=True)
-        return [scale_down(g, n, rule.threshold, _shrink) for g, n, rule in triples]
+        return map_taking_part(_scale, grads, norms, thresholds_by_leaf(self, len(norms)))
 
 
-def _norms(leaves: list[jax.Array]) -> list[Norm]:
-    return slice_norms(leaves, [None] * len(leaves), mean=True)
-
-
-def _shrink(leaf: jax.Array, root: jax.Array, limit: jax.Array) -> jax.Array:
-    return over(leaf, root / limit)
+def _scale(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
+    """Divides by 1 within the limit, as optax does; a selection would round the optimizer anew."""
+    limit = limit_of(threshold, norm)
+    ratio = norm.root / jnp.where(limit > 0, limit, 1) / norm.scale
+    divisor = jnp.where(limit > 0, jnp.where(ratio > 1, ratio, 1), jnp.inf)
+    divisor = jnp.where(jnp.isfinite(norm.root), divisor, jnp.nan)
+    return over(widen(leaf, norm.root.dtype.name), divisor).astype(leaf.dtype)

@@ -1,20 +1,21 @@
 """Scaling a whole tree to a maximal norm."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 from jax.typing import ArrayLike
 
 from clipgrad._norms import AxisName, Norm, check_order, tree_norm
-from clipgrad._rules._base import ClipRule, pytree_rule, static_field
-from clipgrad._rules._scaling import divide_first, scale_down
-from clipgrad._rules._thresholds import check_threshold, nonnegative, require_numbers
+from clipgrad._rules._base import MeasuringRule, pytree_rule, static_field
+from clipgrad._rules._scaling import limit_of, scale_down
+from clipgrad._rules._thresholds import check_threshold
 from clipgrad._trees import map_taking_part
 
 
 @pytree_rule
-class ClipByGlobalNorm(ClipRule):
+class ClipByGlobalNorm(MeasuringRule):
     r"""Scales all leaves by one factor: $g \cdot \min(1, \mathrm{max\_norm} / \|g\|_p)$.
 
     The norm is `global_norm`, that of all leaves taken as one vector.
@@ -24,7 +25,7 @@ class ClipByGlobalNorm(ClipRule):
       * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
         direction is kept.
       * On float32 trees in the ordinary range the result is that of
-        ``optax.clip_by_global_norm`` under `jax.jit`, bit for bit.
+        ``optax.clip_by_global_norm``, bit for bit.
       * Under `jax.jit` with sharded leaves the compiled program holds one all-reduce, more only
         where leaves are spread over different axes of the mesh.
 
@@ -45,7 +46,7 @@ class ClipByGlobalNorm(ClipRule):
     Raises:
       ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
         called, for an ``axis_name`` that is not a mapped axis.
-      TypeError: for a threshold that is no number, array or schedule.
+      TypeError: for a threshold that is not a number, array or schedule.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -61,27 +62,24 @@ class ClipByGlobalNorm(ClipRule):
     ord: float = static_field(default=2)
     axis_name: AxisName = static_field(default=None)
     needs_params: ClassVar[bool] = False
+    acts_on: ClassVar[str] = "tree"
 
     def __post_init__(self) -> None:
-        """Refuses thresholds and orders that are none."""
+        """Refuses what is not a threshold or an order."""
         check_threshold("max_norm", self.max_norm, adaptive=True)
         object.__setattr__(self, "ord", check_order(self.ord))
         if isinstance(self.axis_name, list):
             object.__setattr__(self, "axis_name", tuple(self.axis_name))
 
-    def __call__(self, grads: Any, params: Any = None) -> Any:
+    def measure(self, grads: Any, params: Any = None) -> list[Norm]:
+        """The norm of the whole tree."""
+        return [tree_norm(grads, self.ord, self.axis_name)]
+
+    def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with a norm of at most ``max_norm``."""
-        require_numbers(self)
-        return self.scale(grads, self.measure(grads))
+        (norm,) = norms
+        return map_taking_part(lambda leaf: scale_down(leaf, norm, self.max_norm), grads)
 
-    def measure(self, grads: Any) -> Norm:
-        """The norm that decides."""
-        return tree_norm(grads, self.ord, self.axis_name)
-
-    def limit(self, norm: Norm) -> jax.Array:
-        """The threshold as an array like the norm."""
-        return nonnegative(self.max_norm, norm.root.dtype)
-
-    def scale(self, grads: Any, norm: Norm) -> Any:
-        """The tree scaled as one of this norm."""
-        return map_taking_part(lambda g: scale_down(g, norm, self.max_norm, divide_first), grads)
+    def l2_limit(self, norms: Sequence[Norm]) -> jax.Array | None:
+        """The limit of the L2 norm of the tree."""
+        return limit_of(self.max_norm, norms[0]) if self.ord == 2 else None

@@ -1,22 +1,21 @@
 """Scaling each leaf, or each slice of it, to a maximal norm."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import jax
 from jax.typing import ArrayLike
 
 from clipgrad._norms import Norm, check_order, slice_norms
-from clipgrad._numbers import largest
-from clipgrad._rules._base import ClipRule, pytree_rule, static_field
-from clipgrad._rules._scaling import divide_first, scale_down
-from clipgrad._rules._thresholds import check_threshold, for_each_leaf, require_numbers
+from clipgrad._rules._base import MeasuringRule, pytree_rule, static_field
+from clipgrad._rules._scaling import scale_down
+from clipgrad._rules._thresholds import check_threshold, thresholds_by_leaf
 from clipgrad._rules._units import check_axis, reduced_axes
-from clipgrad._trees import map_groups, paths_taking_part
+from clipgrad._trees import leaves_taking_part, map_taking_part, paths_taking_part
 
 
 @pytree_rule
-class ClipByNorm(ClipRule):
+class ClipByNorm(MeasuringRule):
     r"""Scales each leaf to a maximal norm: $g \cdot \min(1, \mathrm{max\_norm} / \|g\|_p)$.
 
     With ``axis`` each slice of a leaf has a norm of its own: one for each index of the axes that
@@ -46,7 +45,7 @@ class ClipByNorm(ClipRule):
     Raises:
       ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
         called, for a leaf that lacks an axis.
-      TypeError: for a threshold that is no number, array or schedule.
+      TypeError: for a threshold that is not a number, array or schedule.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -67,29 +66,17 @@ class ClipByNorm(ClipRule):
     needs_params: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuses thresholds, orders and axes that are none."""
+        """Refuses what is not a threshold, an order or an axis."""
         check_threshold("max_norm", self.max_norm, adaptive=True)
         object.__setattr__(self, "ord", check_order(self.ord))
         object.__setattr__(self, "axis", check_axis(self.axis))
 
-    def __call__(self, grads: Any, params: Any = None) -> Any:
+    def measure(self, grads: Any, params: Any = None) -> list[Norm]:
+        """The norms of each leaf, or of its slices."""
+        leaves = leaves_taking_part(grads)
+        pairs = zip(paths_taking_part(grads), leaves, strict=True)
+        return slice_norms(leaves, [reduced_axes(self.axis, *pair) for pair in pairs], self.ord)
+
+    def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the norm of each leaf, or slice, at most ``max_norm``."""
-        require_numbers(self)
-        return map_groups(self._clip, grads)
-
-    def follow(self, grads: Any, params: Any = None) -> list[jax.Array]:
-        """For each leaf the least threshold that changes nothing."""
-        return [largest(norm.value) for norm in self._norms(*paths_taking_part(grads))]
-
-    def _clip(self, paths: list[str], leaves: list[jax.Array]) -> list[jax.Array]:
-        rules, norms = for_each_leaf(self, len(leaves)), self._norms(paths, leaves)
-        return [
-            scale_down(g, n, rule.max_norm, divide_first)
-            for g, n, rule in zip(leaves, norms, rules, strict=True)
-        ]
-
-    def _norms(self, paths: list[str], leaves: list[jax.Array]) -> list[Norm]:
-        axes = [
-            reduced_axes(self.axis, path, leaf) for path, leaf in zip(paths, leaves, strict=True)
-        ]
-        return slice_norms(leaves, axes, self.ord)
+        return map_taking_part(scale_down, grads, norms, thresholds_by_leaf(self, len(norms)))

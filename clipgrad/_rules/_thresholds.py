@@ -18,32 +18,40 @@ class PerLeaf(NamedTuple):
 
 
 def check_threshold(name: str, value: Any, negative: bool = False, adaptive: bool = False) -> None:
-    """Refuses what cannot be a threshold; a tracer or a schedule is believed.
+    """Refuses what can't be a threshold; the values of tracers and schedules are not known.
 
     ``adaptive`` says whether an adaptive threshold may stand here.
 
     Raises:
-      TypeError: if ``value`` is neither a number nor an array nor a function of the step.
+      TypeError: if ``value`` is not a number, an array of real numbers or a function of the step.
       ValueError: if it is NaN, or negative where that is not allowed.
     """
-    if isinstance(value, Tracer) or _is_schedule(value):
-        return
     expected = "a number, an array or a schedule (a function of the step)"
     if is_adaptive(value):
         if adaptive:
             return
         expected += "; only the first threshold of a gradient clip can be adaptive"
-    if isinstance(value, (bool, str, type)) or not isinstance(
-        value, (int, float, np.ndarray, np.generic, jax.Array)
-    ):
+    elif _is_schedule(value):
+        return
+    if not _is_real(value):
         raise TypeError(
             f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}"
         )
+    if isinstance(value, Tracer):
+        return
     numbers = np.asarray(value, np.float64)
     if np.isnan(numbers).any():
         raise ValueError(f"{name}: got {value!r}, expected a threshold that is not NaN")
     if not negative and (numbers < 0).any():
         raise ValueError(f"{name}: got {value!r}, expected a threshold that is not negative")
+
+
+def _is_real(value: Any) -> bool:
+    """Whether this is a real number or an array of these."""
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        kinds = (jnp.integer, jnp.floating)
+        return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def broadcasts_into(shape: tuple[Any, ...], target: tuple[Any, ...]) -> bool:
@@ -72,6 +80,11 @@ def schedules_of(rule: Any) -> dict[str, Any]:
 def resolve_schedules(rule: Any, count: jax.Array) -> Any:
     """``rule`` with its schedules evaluated at the step ``count``."""
     values = {name: schedule(count) for name, schedule in schedules_of(rule).items()}
+    for name, value in values.items():
+        if not _is_real(value):
+            raise TypeError(
+                f"{name}: got {value!r} from the schedule, expected a number or an array"
+            )
     return _with(rule, values) if values else rule
 
 
@@ -91,17 +104,17 @@ def with_threshold(rule: Any, threshold: Any) -> Any:
     return _with(rule, {_main_field(rule): threshold})
 
 
-def for_each_leaf(rule: Any, count: int) -> list[Any]:
-    """The rule for each of ``count`` leaves: the same, or each with a threshold of its own."""
+def thresholds_by_leaf(rule: Any, count: int) -> list[Any]:
+    """The first threshold of a rule for each of ``count`` leaves: one for all, or one for each."""
     threshold = main_threshold(rule)
     if not isinstance(threshold, PerLeaf):
-        return [rule] * count
+        return [threshold] * count
     if threshold.values.shape != (count,):
         raise ValueError(
-            f"got {count} leaves to clip and thresholds of the shape {threshold.values.shape}; "
-            "with a threshold for each leaf, init needs the parameters: init(params)"
+            f"grads: got {count} leaves to clip, expected {threshold.values.shape[0]}, as many as "
+            "thresholds; with a threshold for each leaf, init needs the parameters: init(params)"
         )
-    return [with_threshold(rule, value) for value in threshold.values]
+    return list(threshold.values)
 
 
 def require_numbers(rule: Any) -> None:
@@ -117,7 +130,7 @@ def require_numbers(rule: Any) -> None:
         )
     if (adaptive := adaptive_threshold(rule)) is not None:
         raise TypeError(
-            f"{_main_field(rule)}: got {adaptive!r}, which only a gradient clip can follow since "
+            f"{_main_field(rule)}: got {adaptive!r}, which only a gradient clip can use since "
             "it keeps the history; expected a number or an array, or clipgrad.gradient_clip(rule)"
         )
 

@@ -1,10 +1,13 @@
 """Units: which axes of a leaf a norm is taken over."""
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import jax.numpy as jnp
+
 from clipgrad._reductions import Axes
+from clipgrad._selectors import nearest, selects
+from clipgrad._trees import takes_part, with_paths
 
 Axis = int | tuple[int, ...] | None
 # A mapping is held as its items, since a rule's static fields must be hashable.
@@ -31,7 +34,7 @@ def check_unit_axis(axis: Any) -> UnitAxis:
     """``axis`` in a hashable form: axes, a function, or pairs of expressions and axes.
 
     Raises:
-      TypeError: if it is none of these.
+      TypeError: if it is something else.
       ValueError: if an expression does not compile.
     """
     if callable(axis):
@@ -40,7 +43,7 @@ def check_unit_axis(axis: Any) -> UnitAxis:
         return None
     pairs = axis.items() if isinstance(axis, Mapping) else axis
     if isinstance(axis, Mapping) or is_mapping(axis):
-        return tuple((_compiled(pattern), check_axis(axes)) for pattern, axes in pairs)
+        return tuple((_checked(pattern), check_axis(axes)) for pattern, axes in pairs)
     return check_axis(axis)
 
 
@@ -49,22 +52,38 @@ def is_mapping(axis: Any) -> bool:
     return isinstance(axis, tuple) and bool(axis) and all(isinstance(a, tuple) for a in axis)
 
 
-def unmatched(axis: UnitAxis, paths: list[str]) -> list[str]:
-    """The expressions of ``axis`` that match none of the paths."""
-    patterns = [pattern for pattern, _ in axis] if is_mapping(axis) else []  # type: ignore
-    return [p for p in patterns if not any(re.search(p, path) for path in paths)]
+def unit_axes(axis: UnitAxis, tree: Any) -> list[Axes]:
+    """For each leaf that is clipped the axes that a unit of it spans; ``None``: the whole leaf.
+
+    Raises:
+      ValueError: for an expression that selects no leaf, and for axes that a leaf lacks.
+    """
+    entries = with_paths(tree)
+    axis_of = axis if callable(axis) else _by_path(axis, [path for path, _ in entries])
+    return [
+        reduced_axes(axis_of(path, leaf), path, leaf)
+        for path, leaf in ((path, jnp.asarray(leaf)) for path, leaf in entries if takes_part(leaf))
+    ]
 
 
-def unit_axes(axis: UnitAxis, path: str, leaf: Any) -> Axes:
-    """The axes that a unit of this leaf spans; ``None``: the whole leaf."""
-    if callable(axis):
-        return reduced_axes(axis(path, leaf), path, leaf)
+def _by_path(axis: UnitAxis, paths: list[str]) -> Callable[[str, Any], Axis]:
+    """A function from a path and a leaf to the axes of its units."""
+    given: dict[str, Any] = dict.fromkeys(paths, axis) if isinstance(axis, (int, tuple)) else {}
     if is_mapping(axis):
-        for pattern, axes in axis:  # type: ignore
-            if re.search(pattern, path):
-                return reduced_axes(axes, path, leaf)
-    elif axis is not None:
-        return reduced_axes(axis, path, leaf)  # type: ignore
+        given = {}
+        for expression, axes in reversed(axis):  # type: ignore
+            flags = selects(expression, paths, "axis")
+            if not any(flags):
+                raise ValueError(
+                    f"axis: got {expression!r}, expected an expression that selects a leaf; "
+                    f"{nearest(expression, paths)}"
+                )
+            given |= {path: axes for path, flag in zip(paths, flags, strict=True) if flag}
+    return lambda path, leaf: given[path] if path in given else _default_axes(leaf)
+
+
+def _default_axes(leaf: Any) -> Axes:
+    """All axes but the last, the outputs of a kernel as JAX libraries lay it out."""
     return tuple(range(leaf.ndim - 1)) if leaf.ndim >= 2 else None
 
 
@@ -87,9 +106,8 @@ def reduced_axes(axis: Axis, path: str, leaf: Any) -> Axes:
     return front
 
 
-def _compiled(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"axis: {pattern!r} is no regular expression: {error}") from None
-    return pattern
+def _checked(expression: Any) -> str:
+    if not isinstance(expression, str):
+        raise TypeError(f"axis: got {expression!r} as a key, expected an expression on paths")
+    selects(expression, (), "axis")
+    return expression

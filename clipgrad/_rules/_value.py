@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -10,23 +11,24 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from clipgrad._norms import slice_norms
+from clipgrad._compat import broadcast_like
+from clipgrad._norms import Norm, slice_norms
 from clipgrad._numbers import at_least_float32, over, times
-from clipgrad._rules._base import ClipRule, pytree_rule
+from clipgrad._rules._base import MeasuringRule, pytree_rule
 from clipgrad._rules._thresholds import (
     as_array,
     broadcasts_into,
     check_threshold,
-    for_each_leaf,
     nonnegative,
     require_numbers,
+    thresholds_by_leaf,
 )
 from clipgrad._thresholds import is_adaptive
-from clipgrad._trees import leaves_taking_part, map_groups
+from clipgrad._trees import leaves_taking_part, map_taking_part
 
 
 @pytree_rule
-class ClipByValue(ClipRule):
+class ClipByValue(MeasuringRule):
     r"""Clips each element to an interval: $\min(\max(g, \mathrm{min}), \mathrm{max})$.
 
     `ErrorClipByValue` is the same class under the name that it has in PaddlePaddle. A complex
@@ -57,7 +59,7 @@ class ClipByValue(ClipRule):
       ValueError: for a bound that is NaN, for ``min`` above ``max``, for a negative ``max``
         without ``min``; when called, for a bound that would enlarge a leaf, and for complex
         leaves with a ``min`` other than ``-max``.
-      TypeError: for a bound that is no number, array or schedule.
+      TypeError: for a bound that is not a number, array or schedule.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -75,6 +77,7 @@ class ClipByValue(ClipRule):
     _: dataclasses.KW_ONLY
     nan: ArrayLike | None = None
     needs_params: ClassVar[bool] = False
+    acts_on: ClassVar[str] = "element"
 
     def __post_init__(self) -> None:
         """Refuses an empty interval."""
@@ -89,40 +92,39 @@ class ClipByValue(ClipRule):
             check_threshold("nan", self.nan, negative=True)
 
     def __call__(self, grads: Any, params: Any = None) -> Any:
-        """The tree with each element in [min, max]."""
+        """The tree with each element in [min, max]; nothing need be measured."""
         require_numbers(self)
-        return map_groups(self._clip_leaves, grads)
+        return self.scale(grads)
 
-    def follow(self, grads: Any, params: Any = None) -> list[jax.Array]:
-        """For each leaf the least threshold that changes nothing."""
+    def measure(self, grads: Any, params: Any = None) -> list[Norm]:
+        """The largest absolute value of each leaf."""
         leaves = leaves_taking_part(grads)
-        norms = slice_norms(leaves, [None] * len(leaves), ord=math.inf)
-        return [norm.value for norm in norms]
+        return slice_norms(leaves, [None] * len(leaves), ord=math.inf)
 
-    def _clip_leaves(self, paths: list[str], leaves: list[jax.Array]) -> list[jax.Array]:
-        del paths
-        rules = for_each_leaf(self, len(leaves))
-        return [rule._clip(leaf) for rule, leaf in zip(rules, leaves, strict=True)]
+    def scale(self, grads: Any, norms: Sequence[Norm] = ()) -> Any:
+        """The tree with each element in [min, max]."""
+        del norms
+        number = len(leaves_taking_part(grads))
+        return map_taking_part(self._clip, grads, thresholds_by_leaf(self, number))
 
-    def _clip(self, leaf: jax.Array) -> jax.Array:
+    def _clip(self, leaf: jax.Array, maximum: Any) -> jax.Array:
         if self.nan is not None:
             leaf = jnp.where(jnp.isnan(leaf), as_array(self.nan, leaf.dtype), leaf)
         if jnp.iscomplexobj(leaf):
-            return self._clip_complex(leaf)
-        upper = self._upper(leaf.dtype)
+            return self._clip_complex(leaf, maximum)
+        upper = self._upper(maximum, leaf.dtype)
         lower = -upper if self.min is None else _bound(self.min, leaf.dtype)
+        # XLA's CPU loops keep NaN in a clamp, and lose it in a minimum behind which there is a sum.
         upper, lower = _into(upper, leaf, "max"), _into(lower, leaf, "min")
-        # Said apart since XLA's CPU loops drop NaN where a sum follows a minimum.
-        is_nan = leaf != leaf
-        return jax.lax.select(is_nan, leaf, jnp.minimum(jnp.maximum(leaf, lower), upper))
+        return jax.lax.clamp(lower, leaf, upper)
 
-    def _clip_complex(self, leaf: jax.Array) -> jax.Array:
+    def _clip_complex(self, leaf: jax.Array, maximum: Any) -> jax.Array:
         if self.min is not None and not self._is_symmetric():
             raise ValueError(
                 f"min: got {self.min!r} with a complex leaf, whose absolute value is clipped to "
                 "max; expected None"
             )
-        upper = _into(self._upper(leaf.real.dtype), leaf, "max")
+        upper = _into(self._upper(maximum, leaf.real.dtype), leaf, "max")
         infinite = jnp.isinf(leaf.real) | jnp.isinf(leaf.imag)
         leaf = jnp.where(infinite, jax.lax.complex(_sign(leaf.real), _sign(leaf.imag)), leaf)
         # Halved, since the absolute value of the largest numbers is out of range.
@@ -135,11 +137,11 @@ class ClipByValue(ClipRule):
         known = _known(self.min) and _known(self.max)
         return known and bool(np.all(np.asarray(self.min) == -np.asarray(self.max)))
 
-    def _upper(self, dtype: Any) -> jax.Array:
+    def _upper(self, maximum: Any, dtype: Any) -> jax.Array:
         if self.min is None:
-            upper = nonnegative(self.max, at_least_float32(dtype))
+            upper = nonnegative(maximum, at_least_float32(dtype))
             return jnp.minimum(upper, _largest(dtype)).astype(dtype)
-        return _bound(self.max, dtype)
+        return _bound(maximum, dtype)
 
 
 ErrorClipByValue = ClipByValue
@@ -176,4 +178,4 @@ def _into(bound: jax.Array, leaf: jax.Array, name: str) -> jax.Array:
             f"{name}: got an array of shape {bound.shape}, expected one that broadcasts into the "
             f"leaf's shape {leaf.shape}"
         )
-    return jnp.broadcast_to(bound, leaf.shape) if bound.ndim else bound
+    return broadcast_like(bound, leaf)
