@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from clipgrad._export import exportable
 from clipgrad._global_norm import global_norm
 from clipgrad._norms import AxisName
 from clipgrad._numbers import increment_if
@@ -20,6 +21,7 @@ from clipgrad._where import Where, keep_selected, selected
 _LEAST_DEVIATION = 0.01
 
 
+@exportable
 class SkipSpikesState(NamedTuple):
     """What `skip_spikes` keeps.
 

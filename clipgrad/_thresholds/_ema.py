@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from clipgrad._export import exportable
 from clipgrad._thresholds._base import (
     check_between,
     check_feed,
@@ -18,6 +19,7 @@ from clipgrad._thresholds._base import (
 from clipgrad._thresholds._window import Window
 
 
+@exportable
 class EMAState(NamedTuple):
     """What an `EMAThreshold` keeps.
 

@@ -5,12 +5,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from clipgrad._export import exportable
 from clipgrad._thresholds._base import counts, unlimited
 
 # A norm that is further than this from the median, as a factor, is no sample of the same process.
 FAR = 10.0
 
 
+@exportable
 class Window(NamedTuple):
     """The last norms, oldest first, of one or several groups that are clipped.
 
