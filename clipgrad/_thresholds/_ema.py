@@ -110,7 +110,7 @@ class EMAThreshold:
         threshold = jnp.where(warms_up, early, later)
         entry = fed(self.feed, norms, threshold)
         warmup = state.warmup.push(jnp.where(warms_up, entry, 0))
-        least = jnp.min(jnp.where(warmup.without_far(), warmup.norms, jnp.inf), axis=0)
+        least = jnp.min(jnp.where(warmup.near(), warmup.norms, unlimited(warmup.norms)), axis=0)
         first = jnp.where(warmup.seen > 0, least, 0)
         new = self.decay * state.mean + (1 - self.decay) * entry
         new = jnp.minimum(new, unlimited(new))
@@ -120,9 +120,8 @@ class EMAThreshold:
     def _jointly(self, norms: jax.Array) -> jax.Array:
         """The norms after a clip by the global norm of all leaves."""
         finite = jnp.where(jnp.isfinite(norms), norms, 0)
-        largest = jnp.max(finite, initial=0)
-        unit = jnp.where(largest > 0, largest, 1)
         # In units of the largest, since squares of the norms may be out of range.
-        total = jnp.sqrt(jnp.sum(jnp.square(finite / unit)))
-        clipped = norms / unit * (self.absolute / jnp.where(total > 0, total, 1))
-        return jnp.where(total > self.absolute / unit, clipped, norms)
+        unit = jnp.max(finite, initial=self.absolute)
+        total, limit = jnp.sqrt(jnp.sum(jnp.square(finite / unit))), self.absolute / unit
+        clips = total > limit
+        return jnp.where(clips, norms / unit * (self.absolute / jnp.where(clips, total, 1)), norms)

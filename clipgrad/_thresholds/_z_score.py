@@ -128,9 +128,10 @@ class ZScoreThreshold:
     def _limit(self, state: ZScoreState, norms: jax.Array) -> jax.Array:
         spread = state.deviation + self.eps
         bound = state.mean + self.z * spread
-        excess = jnp.where(norms > bound, norms - state.mean, 1)
-        reduced = state.mean + self.z * state.deviation * (self.z * spread / excess)
-        limit = jnp.where(norms > bound, reduced, bound)
+        beyond = norms > bound
+        # z / z_t, which is 1 at the bound.
+        part = jnp.where(beyond, self.z * spread, 1) / jnp.where(beyond, norms - state.mean, 1)
+        limit = jnp.where(beyond, state.mean + self.z * state.deviation * part, bound)
         return jnp.minimum(limit, unlimited(norms))
 
     def _averages(self, state: ZScoreState, norms: jax.Array) -> tuple[jax.Array, jax.Array]:
