@@ -14,7 +14,8 @@ from clipgrad._optimizer import as_optimizer
 from clipgrad._stats import stats_dtype
 from clipgrad._thresholds import HistoryThreshold, Window, unlimited
 from clipgrad._thresholds._base import check_between, check_steps
-from clipgrad._where import Where, keep_selected, selected
+from clipgrad._trees import partition
+from clipgrad._where import Where, selected
 
 # The deviation counts as at least this part of the mean, so that equal norms, as of a full batch,
 # don't make an outlier of the next one.
@@ -129,7 +130,7 @@ def skip_spikes(
     most = jnp.iinfo(jnp.int32).max if max_consecutive is None else int(max_consecutive)
 
     def init(params: Any) -> Any:
-        norm = jnp.zeros((), stats_dtype(keep_selected(params, selected(where, params))))
+        norm = jnp.zeros((), stats_dtype(partition(params, selected(where, params))[0]))
         counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
         norms = None if history is None else history.init(norm)
         return SkipSpikesState(inner.init(params), norms, norm, jnp.zeros((), bool), *counters)
@@ -137,7 +138,7 @@ def skip_spikes(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         norm = extra_args.get("grad_norm")
         if norm is None:
-            measured = keep_selected(updates, selected(where, updates))
+            measured, _ = partition(updates, selected(where, updates))
             norm = global_norm(measured, axis_name=axis_name)
         norm = jnp.asarray(norm).astype(state.raw_norm.dtype)
         never = ~jnp.isfinite(norm) | (norm > largest)

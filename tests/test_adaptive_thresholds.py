@@ -456,8 +456,12 @@ def test_what_is_followed_is_the_least_threshold_that_changes_nothing(name, key)
 HEALTHY = np.float32([
     *[0.0] * 3, *[1.0] * 40, *ordinary(160, 1)[:, 0], 0.0, 1e6, 1.0, 1e30, 1e-30, *[2.0] * 20,
 ])  # fmt: skip
-PAIRS = [(kind, name) for kind in KINDS for name in CLIPS
-         if kind is cg.ZScoreThreshold or name in ("clip_by_norm", "clip_by_global_norm")]  # fmt: skip
+PAIRS = [
+    (kind, name)
+    for kind in KINDS
+    for name in CLIPS
+    if kind is cg.ZScoreThreshold or name in ("clip_by_norm", "clip_by_global_norm")
+]
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "jit"])
