@@ -122,7 +122,7 @@ def clip_per_example(
         size = _examples(batch)
         apart = _on_each_device(params, batch)
         total, (value, stats) = _sums(of_one, apart, batch, _parts(size, microbatch))
-        divisor = size if reduce == "mean" else 1
+        divisor = float(size) if reduce == "mean" else 1.0
         grads = jax.tree.map(lambda t, p: (t / divisor).astype(jnp.result_type(p)), total, params)
         loss, aux = value if has_aux else (value, None)
         loss = jnp.mean(loss) if reduce == "mean" else jnp.sum(loss)
