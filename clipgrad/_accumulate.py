@@ -1,4 +1,4 @@
-"""Sums over the microbatches of a batch, each of which holds every k-th example."""
+"""Sums over the microbatches of a batch, each of which is every k-th example."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ Gradients = Callable[..., tuple[tuple[Any, Any], Any, Any]]
 def microbatches(batch: Any, parts: int) -> Callable[[Any], Any]:
     """A function of the index of a microbatch, of which ``parts`` make up the batch.
 
-    The i-th holds the examples i, i + parts, ...: so a sharded leading axis stays where it is.
+    The i-th has the examples i, i + parts, ...: so a sharded leading axis stays where it is.
     """
     apart = jax.tree.map(
         lambda x: jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:])), batch

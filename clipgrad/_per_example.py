@@ -52,8 +52,8 @@ def clip_per_example(
         float32.
       * Memory is bounded by the microbatch: beside one sum there are the gradients of
         ``microbatch`` examples at a time, however large the batch is.
-      * Under `jax.jit` with the batch sharded over devices nothing need be said; let their number
-        divide ``microbatch``, and each works on examples that it holds. (On Explicit axes it must,
+      * Under `jax.jit` with the batch sharded over devices nothing else is needed; let their number
+        divide ``microbatch``, and each works on its own examples. (On Explicit axes it must,
         `jax.vmap` refuses parameters that are sharded along the batch's axis, and JAX 0.10.0
         refuses the batch itself.) In `jax.shard_map` and `jax.pmap` the result is that of the
         examples of one device: average or sum it over the axis.

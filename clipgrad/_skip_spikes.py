@@ -57,7 +57,7 @@ def skip_spikes(
     where: Where = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Wraps an optimizer so that it never sees a gradient that is not finite or an outlier.
+    r"""Wraps an optimizer so that gradients that are not finite or outliers don't reach it.
 
     The raw global norm $n$ decides, before any clip in ``inner``. A step is skipped if $n$ is NaN
     or inf, if $n > \mathrm{max\_norm}$, or if it is an outlier: $n > \mu + \mathrm{sigma} \cdot
@@ -67,7 +67,7 @@ def skip_spikes(
     Guarantees:
       * On a step that is not skipped updates and state are those of ``inner``.
       * On a step that is skipped updates are exact zeros, and the state of ``inner`` is kept bit
-        for bit: by selection, since 0 times NaN is NaN. ``inner`` sees zeros for the gradient.
+        for bit: by selection, since 0 times NaN is NaN. ``inner`` gets zeros for the gradient.
       * No norm of a skipped step enters the history, nor does a norm of 0.
       * The structure and the dtypes of the state never change; counters say what was skipped.
 
