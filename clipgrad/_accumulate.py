@@ -1,4 +1,4 @@
-"""Averaging gradients over the microbatches of a batch."""
+"""Sums over the microbatches of a batch, each of which is every k-th example."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +11,32 @@ from clipgrad._numbers import at_least_float32
 Gradients = Callable[..., tuple[tuple[Any, Any], Any, Any]]
 
 
+def microbatches(batch: Any, parts: int) -> Callable[[Any], Any]:
+    """A function of the index of a microbatch, of which ``parts`` make up the batch.
+
+    The i-th has the examples i, i + parts, ...: so a sharded leading axis stays where it is.
+    """
+    apart = jax.tree.map(
+        lambda x: jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:])), batch
+    )
+    return lambda i: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, False), apart)
+
+
+def scan_sums(f: Callable[[Any], tuple[Any, Any]], zeros: Any, parts: int) -> tuple[Any, Any]:
+    """The sum of the first results of ``f(i)`` from ``zeros`` on, and the second ones stacked."""
+
+    def body(total: Any, i: jax.Array) -> tuple[Any, Any]:
+        new, rest = f(i)
+        return jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new), rest
+
+    return jax.lax.scan(body, zeros, jnp.arange(parts))
+
+
+def wide_zeros(leaf: Any, like: Any) -> jax.Array:
+    """Zeros placed as a leaf is, in the dtype of ``like`` or float32 if that is narrower."""
+    return jnp.zeros_like(leaf, dtype=at_least_float32(jnp.result_type(like)))
+
+
 def accumulated(gradients: Gradients, parts: int) -> Gradients:
     """``gradients(params, batch) -> ((loss, aux), grads, stats)`` over microbatches.
 
@@ -18,39 +44,25 @@ def accumulated(gradients: Gradients, parts: int) -> Gradients:
     """
 
     def averaged(params: Any, batch: Any) -> Any:
-        batch = jax.tree.map(lambda leaf: _split(leaf, parts), batch)
+        jax.tree.map(lambda leaf: _check(leaf, parts), batch)
+        part = microbatches(batch, parts)
 
         def of_part(i: Any) -> Any:
-            return gradients(params, jax.tree.map(lambda leaf: _part(leaf, i), batch))
+            (loss, aux), grads, stats = gradients(params, part(i))
+            return (loss, grads), (aux, stats)
 
-        def body(total: Any, i: jax.Array) -> Any:
-            (loss, aux), grads, stats = of_part(i)
-            added = jax.tree.map(lambda t, new: t + new.astype(t.dtype), total, (loss, grads))
-            return added, (aux, stats)
-
-        (loss, _), grads, _ = jax.eval_shape(lambda: of_part(0))
-        zeros = jax.tree.map(_wide_zeros, (jnp.zeros_like(loss), params), (loss, grads))
-        total, (aux, stats) = jax.lax.scan(body, zeros, jnp.arange(parts))
-        mean = jax.tree.map(lambda t, s: (t / parts).astype(s.dtype), total, (loss, grads))
-        return (mean[0], aux), mean[1], jax.tree.map(lambda field: field.sum(0), stats)
+        like, _ = jax.eval_shape(lambda: of_part(0))
+        zeros = jax.tree.map(wide_zeros, (0.0, params), like)
+        total, (aux, stats) = scan_sums(of_part, zeros, parts)
+        loss, grads = jax.tree.map(lambda t, s: (t / parts).astype(s.dtype), total, like)
+        return (loss, aux), grads, jax.tree.map(lambda field: field.sum(0), stats)
 
     return averaged
 
 
-def _split(leaf: jax.Array, parts: int) -> jax.Array:
+def _check(leaf: Any, parts: int) -> None:
     if not jnp.ndim(leaf) or leaf.shape[0] % parts:
         raise ValueError(
-            f"accumulate: got a batch leaf of shape {jnp.shape(leaf)}, whose leading axis "
-            f"{parts} microbatches do not divide"
+            f"accumulate: got a batch leaf of shape {jnp.shape(leaf)}, expected a leading axis "
+            f"that {parts} microbatches divide"
         )
-    # Strided, so that a leading axis that is sharded stays where it is.
-    return jnp.reshape(leaf, (leaf.shape[0] // parts, parts, *leaf.shape[1:]))
-
-
-def _part(leaf: jax.Array, i: Any) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(leaf, i, 1, False)
-
-
-def _wide_zeros(leaf: Any, shape: Any) -> jax.Array:
-    """Zeros placed as a leaf is, in a dtype to sum in."""
-    return jnp.zeros_like(leaf, dtype=at_least_float32(shape.dtype))

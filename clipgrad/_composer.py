@@ -6,17 +6,23 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from clipgrad._norms import slice_norms
 from clipgrad._numbers import times, widen
 from clipgrad._rules import ClipByGlobalNorm, ClipByValue, apply_rule
+from clipgrad._rules._adaptive import unit_norms
 from clipgrad._rules._thresholds import check_threshold, nonnegative
-from clipgrad._trees import leaves_taking_part, map_taking_part, parameters_of
+from clipgrad._rules._units import check_unit_axis
+from clipgrad._trees import map_taking_part
 
 TYPES = ("norm", "value", "adaptive")
 
 
 def apply_gradient_clipping(
-    grads: Any, params: Any = None, *, clipping_type: str, clipping_threshold: ArrayLike
+    grads: Any,
+    params: Any = None,
+    *,
+    clipping_type: str,
+    clipping_threshold: ArrayLike,
+    axis: Any = None,
 ) -> Any:
     r"""Clips gradients as Composer's function of this name does.
 
@@ -28,24 +34,31 @@ def apply_gradient_clipping(
     ``"adaptive"``  $g \cdot \min(1, \mathrm{threshold} \cdot \|w\| / \|g\|)$ by unit
     ==============  ======================================================================
 
-    The adaptive rule is Composer's, not that of `AdaptiveClip`. Its units are those of
-    PyTorch's layouts: one for each index of the first axis, whole vectors. There is no least
-    weight norm: zero weights get zero gradients. A ratio that is NaN counts as 1, so that a NaN
-    in a unit leaves the rest of it as it is.
+    The formula of the adaptive rule is Composer's, not that of `AdaptiveClip`: there is no least
+    weight norm, so that zero weights get zero gradients, and a ratio that is NaN counts as 1, so
+    that a NaN in a unit leaves the rest of it as it is.
+
+    The units are those of `AdaptiveClip`, for the layouts of JAX, where the last axis is that of
+    the outputs. Composer's weights have the layout of PyTorch, where the first axis is. For such
+    weights ``axis`` gives Composer's units, as in the second example.
 
     Args:
       grads: a pytree of gradients.
       params: the parameters, for ``"adaptive"``.
       clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
       clipping_threshold: the threshold, not negative.
+      axis: the axes that a unit spans, for ``"adaptive"``: by default all but the last, and
+        whole vectors; otherwise an int, a tuple, a mapping from expressions on paths or a
+        function ``(path, leaf) -> axes``, as in `AdaptiveClip`.
 
     Returns:
       The clipped gradients: structure, shapes and dtypes of ``grads``.
 
     Raises:
-      ValueError: for another ``clipping_type``, a threshold that is negative or NaN, and
-        ``"adaptive"`` without ``params`` or with parameters of another structure or shape.
-      TypeError: for a threshold that is no number.
+      ValueError: for another ``clipping_type``, a threshold that is negative or NaN, ``axis``
+        without ``"adaptive"``, and ``"adaptive"`` without ``params``, with parameters of another
+        structure or shape, or an ``axis`` that a leaf does not have or that selects no leaf.
+      TypeError: for a threshold that is not a number, or another ``axis``.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -53,31 +66,38 @@ def apply_gradient_clipping(
       >>> cg.apply_gradient_clipping(
       ...     grads, params, clipping_type="adaptive", clipping_threshold=0.5)
       Array([0.7, 2.4], dtype=float32)
+      >>> composers = lambda path, w: tuple(range(1, w.ndim)) if w.ndim > 1 else None
+      >>> grads, params = jnp.array([[7.0, 24.0], [5.0, 12.0]]), jnp.array([[3.0, 4], [9, 40]])
+      >>> cg.apply_gradient_clipping(    # a row is a unit
+      ...     grads, params, clipping_type="adaptive", clipping_threshold=0.5, axis=composers)
+      Array([[ 0.7,  2.4],
+             [ 5. , 12. ]], dtype=float32)
 
     References:
       Brock, De, Smith and Simonyan, High-Performance Large-Scale Image Recognition Without
       Normalization, 2021; MosaicML, Composer: Gradient Clipping.
     """
     check_threshold("clipping_threshold", clipping_threshold)
-    if clipping_type == "norm":
-        return apply_rule(ClipByGlobalNorm(clipping_threshold), grads)
-    if clipping_type == "value":
-        return apply_rule(ClipByValue(clipping_threshold), grads)
     if clipping_type == "adaptive":
-        return _adaptive(grads, params, clipping_threshold)
-    raise ValueError(f"clipping_type: got {clipping_type!r}, expected one of {', '.join(TYPES)}")
+        return _adaptive(grads, params, clipping_threshold, check_unit_axis(axis))
+    if clipping_type not in TYPES:
+        raise ValueError(
+            f"clipping_type: got {clipping_type!r}, expected one of {', '.join(TYPES)}"
+        )
+    if axis is not None:
+        raise ValueError(
+            f"axis: got {axis!r} with clipping_type={clipping_type!r}, which has no units; "
+            "expected axis to be left out, or clipping_type='adaptive'"
+        )
+    rule = ClipByGlobalNorm if clipping_type == "norm" else ClipByValue
+    return apply_rule(rule(clipping_threshold), grads)
 
 
-def _adaptive(grads: Any, params: Any, threshold: ArrayLike) -> Any:
+def _adaptive(grads: Any, params: Any, threshold: ArrayLike, axis: Any) -> Any:
     if params is None:
-        raise ValueError("clipping_type 'adaptive' needs the parameters: got params=None")
-
-    leaves, weights = leaves_taking_part(grads), parameters_of(grads, params)
-    arrays = [*leaves, *map(jnp.asarray, weights)]
-    axes = [tuple(range(1, leaf.ndim)) if leaf.ndim > 1 else None for leaf in arrays]
-    norms = [norm.value for norm in slice_norms(arrays, axes)]
-    pairs = (norms[: len(leaves)], norms[len(leaves) :])
-    return map_taking_part(lambda g, n, w: _scale(g, n, w, threshold), grads, *pairs)
+        raise ValueError("params: got None, expected the parameters for clipping_type='adaptive'")
+    norms = [(norm.value, weight.value) for norm, weight in unit_norms(grads, params, axis)]
+    return map_taking_part(lambda leaf, pair: _scale(leaf, *pair, threshold), grads, norms)
 
 
 def _scale(leaf: jax.Array, norm: jax.Array, weight: jax.Array, threshold: Any) -> jax.Array:

@@ -8,7 +8,7 @@ from clipgrad._norms import AxisName, tree_norm
 
 
 def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Array:
-    r"""The norm of all leaves of a tree taken as one vector, $(\sum_i |g_i|^p)^{1/p}$.
+    r"""The norm of all leaves of a tree as one vector, $(\sum_i |g_i|^p)^{1/p}$.
 
     Guarantees:
       * Squares are summed in float32, in float64 if a leaf is float64, never in a dtype that is
@@ -26,8 +26,8 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
       axis_name: inside `jax.shard_map`, `jax.pmap` or ``jax.vmap(axis_name=...)``, the name or
         names of the mapped axes that the tree is spread over. Where `jax.shard_map` tracks what
         varies (its default), a leaf that is the same on all devices is counted once; elsewhere
-        every leaf is taken to be spread. Left out there, the norm is that of the part on each
-        device. Under `jax.jit` nothing need be said.
+        every leaf counts as spread. Without it, the norm there is that of the part on each device.
+        Under `jax.jit` it is not needed.
 
     Returns:
       A scalar array, float32 or float64.

@@ -17,6 +17,7 @@ from clipgrad._clip_grads import (
     norms_of,
     select,
 )
+from clipgrad._export import exportable
 from clipgrad._nonfinite import check_policy
 from clipgrad._numbers import increment_if
 from clipgrad._rules import (
@@ -36,6 +37,7 @@ from clipgrad._trees import partition, paths_taking_part
 from clipgrad._where import Where, selected
 
 
+@exportable
 class GradientClipState(NamedTuple):
     """What a gradient clip keeps, if it has a schedule, a history or statistics to keep.
 

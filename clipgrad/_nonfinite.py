@@ -1,4 +1,4 @@
-"""What to do about gradients that hold NaN or inf."""
+"""The policies for gradients that contain NaN or inf."""
 
 from typing import Any
 
@@ -6,27 +6,28 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.experimental import checkify
 
+from clipgrad._stats import count_nonfinite
 from clipgrad._trees import map_taking_part, takes_part, with_paths
 
 POLICIES = ("propagate", "zero", "error")
 
 
 def check_policy(nonfinite: str) -> None:
-    """Refuses an unknown policy.
+    """Checks the name of a policy.
 
     Raises:
-      ValueError: lists the policies.
+      ValueError: if there is no such policy.
     """
     if nonfinite not in POLICIES:
         raise ValueError(f"nonfinite: got {nonfinite!r}, expected one of {', '.join(POLICIES)}")
 
 
 def apply_policy(nonfinite: str, tree: Any) -> Any:
-    """The tree after the policy: as it is, or with 0 for NaN and inf.
+    """The tree as it is, or with 0 in place of NaN and inf for ``"zero"``.
 
     Raises:
-      FloatingPointError: for ``"error"``, names the leaves; inside of a traced function it is an
-        error of `jax.experimental.checkify` instead.
+      FloatingPointError: for ``"error"`` if there is NaN or inf, with the paths of the leaves;
+        inside of a traced function it is an error of `jax.experimental.checkify` instead.
     """
     check_policy(nonfinite)
     if nonfinite == "zero":
@@ -38,15 +39,15 @@ def apply_policy(nonfinite: str, tree: Any) -> Any:
 
 def _raise_for_nonfinite(tree: Any) -> None:
     leaves = {path: leaf for path, leaf in with_paths(tree) if takes_part(leaf)}
-    counts = {path: jnp.sum(~jnp.isfinite(x)) for path, x in leaves.items()}
+    counts = {path: count_nonfinite(leaf) for path, leaf in leaves.items()}
     if any(isinstance(count, Tracer) for count in counts.values()):
         for path, count in counts.items():
             shown = repr(path).replace("{", "{{").replace("}", "}}")
-            message = f"{{count}} elements of the gradient {shown} are NaN or inf"
+            message = f"{{count:.0f}} elements of the gradient {shown} are NaN or inf"
             checkify.check(count == 0, message, count=count)
         return
     found = [
-        f"{path!r} ({count} of {jnp.size(leaves[path])} elements)"
+        f"{path!r} ({count:.0f} of {leaves[path].size} elements)"
         for path, count in counts.items()
         if count
     ]

@@ -1,4 +1,4 @@
-"""What optimizers may be handed in as."""
+"""Which objects are optimizers."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import optax
 
 
 def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformation:
-    """The gradient transformation that ``optimizer`` is, or that ``optax.MultiSteps`` holds.
+    """``optimizer`` as a gradient transformation, also if it is an ``optax.MultiSteps``.
 
     Raises:
-      TypeError: if it is none; ``name`` is what the argument is called.
+      TypeError: for any other object; ``name`` is that of the argument.
     """
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()

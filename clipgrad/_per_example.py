@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from clipgrad._accumulate import microbatches, scan_sums, wide_zeros
 from clipgrad._clip_grads import clip_grads
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._nonfinite import check_policy
@@ -32,31 +33,36 @@ def clip_per_example(
 
     $$\frac{1}{B} \sum_{i=1}^{B} \mathrm{rule}(\nabla_w\,\mathrm{loss}(w, x_i))$$
 
-    or the sum alone, over the leading axis of the batch, of size $B$. No example moves the result
-    by more than the rule lets through: for training that is robust against outliers, and the
-    bounded sensitivity on which differential privacy rests (this function adds no noise).
+    or the sum alone, over the leading axis of the batch, of size $B$. No example adds more to the
+    sum than the rule lets through: for training that is robust against outliers, and the bounded
+    sensitivity that differential privacy needs (this function adds no noise).
 
     Guarantees:
       * With the rule ``None`` and ``"mean"`` it is `jax.value_and_grad` of the mean loss.
       * Gradients are clipped and summed in float32, float64 where the parameter is, whatever the
         dtype of the parameters, and rounded to that dtype once, at the end. So one example adds
-        at most a norm of ``max_norm * (1 + 4e-7)``, for float16 and bfloat16 as well.
+        a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, for float16 and bfloat16 as well.
+      * That last rounding moves each element of the result by at most half a unit in its last
+        place: 1/256 of the element in bfloat16, 1/2048 in float16. In a sum or mean over many
+        examples this may be more than one example adds. Where the bound must hold for the result,
+        let the parameters be float32 and cast them inside of the loss, as in the second example.
+        What is left is the rounding of a float32 sum: with 1,100 examples one example moves the
+        result by at most ``max_norm * (1 + 1e-3)``.
       * With ``ClipByGlobalNorm`` and ``"sum"`` it equals ``optax.per_example_global_norm_clip`` on
         float32.
       * Memory is bounded by the microbatch: beside one sum there are the gradients of
         ``microbatch`` examples at a time, however large the batch is.
-      * Under `jax.jit` with the batch sharded over devices nothing need be said; let their number
-        divide ``microbatch``, and each works on examples that it holds. (On Explicit axes it must,
+      * Under `jax.jit` with the batch sharded over devices nothing else is needed; let their number
+        divide ``microbatch``, and each works on its own examples. (On Explicit axes it must,
         `jax.vmap` refuses parameters that are sharded along the batch's axis, and JAX 0.10.0
-        refuses the batch itself.) In
-        `jax.shard_map` and `jax.pmap` the result is that of the examples of one device: average
-        or sum it over the axis.
+        refuses the batch itself.) In `jax.shard_map` and `jax.pmap` the result is that of the
+        examples of one device: average or sum it over the axis.
 
     Args:
       loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
         batch without its leading axis. For a model that wants batches write ``x[None]``. A loss
         times the example's weight 0 leaves a padded example out.
-      rule: a `ClipRule` or a function of the tree; `AdaptiveClip` is handed the parameters;
+      rule: a `ClipRule` or a function of the tree; `AdaptiveClip` is given the parameters;
         ``None``: off.
       reduce: ``"mean"`` or ``"sum"``, of the clipped gradients and of the losses.
       microbatch: how many examples to differentiate at once, which must divide the batch;
@@ -64,7 +70,7 @@ def clip_per_example(
       has_aux: whether ``loss_fn`` returns something besides the loss.
       where: which leaves are clipped; see `clip_grads`. The others are summed as they are.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`. With ``"zero"`` an
-        example that is NaN or inf spoils nothing. ``"error"`` takes
+        example that is NaN or inf doesn't harm the others. ``"error"`` needs
         `jax.experimental.checkify.checkify` under `jax.jit` and with a ``microbatch``.
 
     Returns:
@@ -75,10 +81,10 @@ def clip_per_example(
       were clipped. Statistics are of single examples and hence not private.
 
     Raises:
-      TypeError: if ``rule`` is none.
-      ValueError: for another ``reduce``, a ``microbatch`` that is no positive integer, an unknown
-        ``nonfinite``; when called, for batch leaves without a common leading axis, a batch
-        without examples or one that ``microbatch`` does not divide.
+      TypeError: if ``rule`` is neither a rule nor a function nor ``None``.
+      ValueError: for another ``reduce``, a ``microbatch`` that is not a positive integer, an
+        unknown ``nonfinite``; when called, for batch leaves without a common leading axis, a
+        batch without examples or one that ``microbatch`` does not divide.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -87,6 +93,11 @@ def clip_per_example(
       >>> value, grads, stats = per_example(jnp.zeros(2), jnp.array([[0.0, 8.0], [0.5, 0.0]]))
       >>> print(grads, stats.norm, stats.clipped)
       [0.25 0.5 ] [8.  0.5] [ True False]
+      >>> half = lambda w, example: loss(w.astype(jnp.bfloat16), example)    # w is float32
+      >>> _, grads, _ = cg.clip_per_example(half, cg.ClipByGlobalNorm(1.0), reduce="sum")(
+      ...     jnp.zeros(2), jnp.full((1001, 2), 30.0, jnp.bfloat16))
+      >>> print(grads.dtype, jnp.round(grads[0] * 2**0.5))    # bfloat16 has 1000 and 1004
+      float32 1001.0
 
     References:
       Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, Deep Learning with Differential
@@ -111,7 +122,7 @@ def clip_per_example(
         size = _examples(batch)
         apart = _on_each_device(params, batch)
         total, (value, stats) = _sums(of_one, apart, batch, _parts(size, microbatch))
-        divisor = size if reduce == "mean" else 1
+        divisor = float(size) if reduce == "mean" else 1.0
         grads = jax.tree.map(lambda t, p: (t / divisor).astype(jnp.result_type(p)), total, params)
         loss, aux = value if has_aux else (value, None)
         loss = jnp.mean(loss) if reduce == "mean" else jnp.sum(loss)
@@ -129,21 +140,10 @@ def _sums(of_one: Callable[..., Any], params: Any, batch: Any, parts: int) -> tu
 
     if parts == 1:
         return of_some(batch)
-    # A part holds every parts-th example, so that a sharded leading axis stays where it is.
-    strided = jax.tree.map(lambda x: x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), batch)
-
-    def body(total: Any, i: jax.Array) -> tuple[Any, Any]:
-        part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, False), strided)
-        new, rest = of_some(part)
-        return jax.tree.map(jnp.add, total, new), rest
-
-    total, rest = jax.lax.scan(body, jax.tree.map(_zero, params), jnp.arange(parts))
+    part = microbatches(batch, parts)
+    zeros = jax.tree.map(wide_zeros, params, params)
+    total, rest = scan_sums(lambda i: of_some(part(i)), zeros, parts)
     return total, jax.tree.map(_in_order, rest)
-
-
-def _zero(param: Any) -> jax.Array:
-    param = jnp.asarray(param)
-    return jnp.zeros_like(widen(param, accumulator(param)))
 
 
 def _in_order(x: jax.Array) -> jax.Array:
@@ -170,7 +170,7 @@ def _examples(batch: Any) -> int:
     if len(sizes) != 1 or sizes <= {(), (0,)}:
         raise ValueError(
             f"batch: got leaves of the shapes {shapes}, expected a leading axis of the same size "
-            "in all of them, one example for each index"
+            "in all of them, with one example for each index"
         )
     return sizes.pop()[0]
 
@@ -180,6 +180,6 @@ def _parts(size: int, microbatch: int | None) -> int:
         return 1
     if size % microbatch:
         raise ValueError(
-            f"microbatch: got {microbatch}, which does not divide a batch of {size} examples"
+            f"microbatch: got {microbatch}, expected a divisor of the {size} examples of the batch"
         )
     return size // microbatch

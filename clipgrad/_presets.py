@@ -1,4 +1,4 @@
-"""Published thresholds, and one's own from recorded norms."""
+"""Published thresholds, and a threshold from recorded norms."""
 
 from typing import Any, NamedTuple
 
@@ -90,7 +90,7 @@ def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
     recorded = np.asarray(norms, np.float64).ravel()
     finite = recorded[np.isfinite(recorded)]
     if not finite.size:
-        raise ValueError(f"norms: got {recorded.size} norms, none of them finite")
+        raise ValueError(f"norms: got {recorded.size} norms, expected at least one that is finite")
     if finite.min() < 0:
         raise ValueError(f"norms: got {finite.min()}, expected norms, which are not negative")
     return float(np.percentile(finite, percentile))

@@ -1,4 +1,4 @@
-"""`clipgrad selftest`: every VJP of this library, proved on every device there is."""
+"""`clipgrad selftest`: checks every VJP of this library on every device that is available."""
 
 import argparse
 import math
@@ -59,7 +59,7 @@ class Law(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """All functions to be checked."""
+    """All functions that are checked."""
     x, w, xs = _normal(3, 4), _normal(4, 4), _normal(5, 3, 4)
     for rule in OFF:
         yield from _switched_off(rule, x, w, xs)
@@ -83,9 +83,9 @@ def laws() -> Iterator[Law]:
             continue
         clipped = jax.vjp(lambda x, rule=rule: clip_cotangent(_cell(x, w), rule), x)[1]
         yield Law(f"outputs clipped by {_title(rule)}", clipped(cotangent), plain(rule(cotangent)))
-        handed = jax.vjp(error_clip(rule)(lambda x: _cell(x, w)), x)[1]
+        decorated = jax.vjp(error_clip(rule)(lambda x: _cell(x, w)), x)[1]
         (own,) = plain(cotangent)
-        yield Law(f"inputs clipped by {_title(rule)}", handed(cotangent), (rule(own),))
+        yield Law(f"inputs clipped by {_title(rule)}", decorated(cotangent), (rule(own),))
 
 
 def _switched_off(rule, x, w, xs) -> Iterator[Case]:
@@ -153,8 +153,8 @@ def add_selftest_parser(subparsers: Any) -> None:
     """Add `selftest` to the subcommands of a parser."""
     parser = subparsers.add_parser(
         "selftest",
-        help="prove every VJP of this library on every device there is",
-        description="Prove every VJP of this library on every device there is.",
+        help="check every VJP of this library on every available device",
+        description="Check every VJP of this library on every available device.",
     )
     parser.add_argument("--device", help=f"kinds of device, of {', '.join(KINDS)}; default: all")
     parser.set_defaults(run=run_selftest)

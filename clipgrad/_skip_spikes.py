@@ -6,36 +6,39 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from clipgrad._export import exportable
 from clipgrad._global_norm import global_norm
 from clipgrad._norms import AxisName
 from clipgrad._numbers import increment_if
 from clipgrad._optimizer import as_optimizer
 from clipgrad._stats import stats_dtype
-from clipgrad._thresholds import HistoryThreshold, Window
+from clipgrad._thresholds import HistoryThreshold, Window, unlimited
 from clipgrad._thresholds._base import check_between, check_steps
 from clipgrad._trees import partition
 from clipgrad._where import Where, selected
 
-# The deviation that is reckoned with is at least this part of the mean, so that equal norms, as
-# of a full batch, don't make an outlier of the next one.
+# The deviation counts as at least this part of the mean, so that equal norms, as of a full batch,
+# don't make an outlier of the next one.
 _LEAST_DEVIATION = 0.01
+_WINDOW = 128
 
 
+@exportable
 class SkipSpikesState(NamedTuple):
-    """What `skip_spikes` keeps.
+    """The state of `skip_spikes`.
 
     Attributes:
-      inner_state: the state of the optimizer, as after the last step that was not skipped.
-      window: the norms of the last steps that were not skipped.
+      inner_state: the state of the optimizer after the last step that was not skipped.
+      window: the norms of the last steps that were not skipped; ``None`` with ``sigma=None``.
       raw_norm: the norm of the last gradient; 0 if it was not finite.
       skipped: whether the last step was skipped.
       skipped_count: the number of steps that were skipped.
       spike_count: the number of those whose gradient was finite.
-      consecutive: the number of outliers that were skipped since the last step that was taken.
+      consecutive: the number of outliers that were skipped since the last step that was not.
     """
 
     inner_state: Any
-    window: Window
+    window: Window | None
     raw_norm: jax.Array
     skipped: jax.Array
     skipped_count: jax.Array
@@ -47,59 +50,61 @@ def skip_spikes(
     inner: optax.GradientTransformation | optax.MultiSteps,
     *,
     max_norm: float | None = None,
-    window: int = 128,
-    sigma: float = 6.0,
+    window: int = _WINDOW,
+    sigma: float | None = 6.0,
     min_history: int | None = None,
     max_consecutive: int | None = None,
     where: Where = None,
     axis_name: AxisName = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Wraps an optimizer so that it never sees a gradient that is not finite or an outlier.
+    r"""Wraps an optimizer so that gradients that are not finite or outliers don't reach it.
 
     The raw global norm $n$ decides, before any clip in ``inner``. A step is skipped if $n$ is NaN
-    or inf, if $n > \mathrm{max\_norm}$, or if $n > \mu + \mathrm{sigma} \cdot
+    or inf, if $n > \mathrm{max\_norm}$, or if it is an outlier: $n > \mu + \mathrm{sigma} \cdot
     \max(s, \mu / 100)$ with mean $\mu$ and deviation $s$ of the last norms. Then the update is
-    zero, the state of ``inner`` is what it was, and the norm is forgotten.
+    zero, the state of ``inner`` is what it was, and the norm does not enter the history.
 
     Guarantees:
       * On a step that is not skipped updates and state are those of ``inner``.
       * On a step that is skipped updates are exact zeros, and the state of ``inner`` is kept bit
-        for bit: by selection, no product of 0 and NaN. ``inner`` is shown zeros in its place.
+        for bit: by selection, since 0 times NaN is NaN. ``inner`` gets zeros for the gradient.
       * No norm of a skipped step enters the history, nor does a norm of 0.
-      * The structure and the dtypes of the state never change; counters say what was done.
+      * The structure and the dtypes of the state never change; counters say what was skipped.
 
     ==============================  ======================================================
     gradient                        step
     ==============================  ======================================================
     NaN or inf                      skipped, always
     above ``max_norm``              skipped, always
-    an outlier                      skipped; after ``max_consecutive`` of these in a row,
-                                    taken, and the history starts anew with it
-    before ``min_history`` norms    taken, if neither of the first two
+    an outlier                      skipped; after ``max_consecutive`` of these in a row
+                                    the next is not, and the history starts anew with it
+    before ``min_history`` norms    skipped only in the first two cases
     ==============================  ======================================================
 
     Args:
       inner: an optax gradient transformation, or ``optax.MultiSteps``, whose average of gradients
         would keep a NaN forever if it were outside. A clip belongs inside, for the steps before
         there is a history: ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
-      max_norm: an absolute limit; ``None``: none.
+      max_norm: an absolute limit; ``None``: no limit.
       window: how many norms the history has.
-      sigma: how many deviations above the mean are let pass.
+      sigma: how many deviations above the mean a norm may be. ``None``: there are no outliers and
+        no history, and a step is skipped only if its norm is not finite or above ``max_norm``.
       min_history: how many norms there must be before a finite one is an outlier; by default half
         a window, and 2 at least.
-      max_consecutive: how many outliers in a row are skipped before one is taken, since what
-        repeats is no spike; ``None``: all of them, so that gradients which grow at once and for
-        good stop the training. ``consecutive`` in the state shows that.
-      where: which leaves make up the norm; see `clip_grads`. The others are not judged.
+      max_consecutive: how many outliers in a row are skipped before the next is not, since what
+        repeats is not a spike; ``None``: all of them, so that gradients which grow suddenly and
+        for good stop the training. ``consecutive`` in the state shows that.
+      where: which leaves make up the norm; see `clip_grads`. The others don't matter.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
 
     Returns:
       A gradient transformation with the state `SkipSpikesState`. ``update(..., grad_norm=n)``
-      takes a norm that is known already; this and all other extra arguments are passed on.
+      uses a norm that is known already; this and all other extra arguments are passed on.
 
     Raises:
-      ValueError: for a number out of range; by ``init``, if ``where`` selects nothing.
-      TypeError: if ``inner`` is no gradient transformation.
+      ValueError: for a number out of range, and for ``window``, ``min_history`` or
+        ``max_consecutive`` with ``sigma=None``; by ``init``, if ``where`` selects nothing.
+      TypeError: if ``inner`` is not a gradient transformation, or for another type of number.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -116,7 +121,7 @@ def skip_spikes(
       The OLMo Team, 2 OLMo 2 Furious, 2024: updates are skipped on outliers of the norm.
     """
     inner = optax.with_extra_args_support(as_optimizer("inner", inner))
-    history = HistoryThreshold(window, sigma, min_history)
+    history = _history(window, sigma, min_history, max_consecutive)
     if max_norm is not None:
         check_between("max_norm", max_norm, 0)
     if max_consecutive is not None:
@@ -124,53 +129,71 @@ def skip_spikes(
     largest = jnp.inf if max_norm is None else float(max_norm)
     most = jnp.iinfo(jnp.int32).max if max_consecutive is None else int(max_consecutive)
 
-    def init(params: Any) -> SkipSpikesState:
-        measured, _ = partition(params, selected(where, params))
-        norm = jnp.zeros((), stats_dtype(measured))
+    def init(params: Any) -> Any:
+        norm = jnp.zeros((), stats_dtype(partition(params, selected(where, params))[0]))
         counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
-        no = jnp.zeros((), bool)
-        return SkipSpikesState(inner.init(params), history.init(norm), norm, no, *counters)
+        norms = None if history is None else history.init(norm)
+        return SkipSpikesState(inner.init(params), norms, norm, jnp.zeros((), bool), *counters)
 
-    def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, SkipSpikesState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         norm = extra_args.get("grad_norm")
         if norm is None:
             measured, _ = partition(updates, selected(where, updates))
             norm = global_norm(measured, axis_name=axis_name)
         norm = jnp.asarray(norm).astype(state.raw_norm.dtype)
-        judgement = _judge(norm, history.limit(state.window, _LEAST_DEVIATION), largest)
-        again = judgement.spike & (state.consecutive >= most)
-        skip = judgement.forbidden | (judgement.spike & ~again)
+        never = ~jnp.isfinite(norm) | (norm > largest)
+        spike = ~never & (norm > _limit(history, state))
+        again = spike & (state.consecutive >= most)
+        skip = never | (spike & ~again)
         new, inner_state = inner.update(
             _zero_if(skip, updates), state.inner_state, params, **extra_args
         )
         kept = jax.tree.map(lambda o, n: jnp.where(skip, o, n), state.inner_state, inner_state)
-        after = _after(state, norm, skip, judgement.spike, again)
+        after = _after(state, norm, skip, spike, again)
         return _zero_if(skip, new), after._replace(inner_state=kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class _Judgement(NamedTuple):
-    """Whether a norm is never taken, and else whether it stands out of the history."""
+def _history(
+    window: int, sigma: float | None, min_history: int | None, max_consecutive: int | None
+) -> HistoryThreshold | None:
+    """The rule of outliers; ``None`` with ``sigma=None``, where nothing else may be given."""
+    if sigma is not None:
+        return HistoryThreshold(window, sigma, min_history)
+    kept = None if window == _WINDOW else window
+    given = {"window": kept, "min_history": min_history, "max_consecutive": max_consecutive}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: got {value!r} with sigma=None, which keeps no history; expected sigma to "
+                f"be a number, or {name} to be left out"
+            )
+    return None
 
-    forbidden: jax.Array
-    spike: jax.Array
 
-
-def _judge(norm: jax.Array, limit: jax.Array, largest: float) -> _Judgement:
-    forbidden = ~jnp.isfinite(norm) | (norm > largest)
-    return _Judgement(forbidden, ~forbidden & (norm > limit))
+def _limit(history: HistoryThreshold | None, state: SkipSpikesState) -> jax.Array:
+    """The norm above which a step is an outlier."""
+    if history is None:
+        return unlimited(state.raw_norm)
+    if state.window is None:
+        raise ValueError(
+            f"state: got one without a history with sigma={history.sigma}, expected that of "
+            "init(params)"
+        )
+    return history.limit(state.window, _LEAST_DEVIATION)
 
 
 def _after(
     state: SkipSpikesState, norm: jax.Array, skip: jax.Array, spike: jax.Array, again: jax.Array
 ) -> SkipSpikesState:
-    finite = jnp.isfinite(norm)
-    past = jax.tree.map(lambda x: jnp.where(again, jnp.zeros_like(x), x), state.window)
+    """The state with the counters and the history after a step."""
+    finite, window = jnp.isfinite(norm), state.window
+    if window is not None:
+        past = jax.tree.map(lambda x: jnp.where(again, jnp.zeros_like(x), x), window)
+        window = past.push(jnp.where(skip, 0, norm))
     return state._replace(
-        window=past.push(jnp.where(skip, 0, norm)),
+        window=window,
         raw_norm=jnp.where(finite, norm, 0),
         skipped=skip,
         skipped_count=increment_if(skip, state.skipped_count),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import to_varying, varying_axes
+from clipgrad._export import exportable
 from clipgrad._norms import (
     AxisName,
     Norm,
@@ -24,6 +25,7 @@ from clipgrad._numbers import real_size
 from clipgrad._trees import leaves_taking_part, paths_taking_part, takes_part
 
 
+@exportable
 class ClipStats(NamedTuple):
     r"""What a clip did to a tree of gradients or cotangents.
 
@@ -174,6 +176,7 @@ def scaling_by_leaf(
     return stats
 
 
+@functools.partial(jax.jit, inline=True)
 def _scaled(
     value: jax.Array,
     limit: jax.Array,

@@ -11,6 +11,7 @@ import optax
 from clipgrad._accumulate import Gradients, accumulated
 from clipgrad._by_name import Rules
 from clipgrad._compat import trace_state
+from clipgrad._export import exportable
 from clipgrad._global_norm import global_norm
 from clipgrad._gradient_clip import GradientClipState
 from clipgrad._optimizer import as_optimizer
@@ -21,6 +22,7 @@ from clipgrad._watch import value_and_grad_with_stats
 Metrics = dict[str, Any]
 
 
+@exportable
 class TrainState(NamedTuple):
     """What a training step carries: the parameters and the state of the optimizer."""
 

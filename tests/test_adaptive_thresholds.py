@@ -451,6 +451,32 @@ def test_what_is_followed_is_the_least_threshold_that_changes_nothing(name, key)
     assert state.threshold.shape == state.history.shape == expected
 
 
+# Under the flags that stop at the first NaN or inf, which nothing made of finite gradients may be:
+# zeros, equal norms, a warm-up, spikes, a norm far below the others.
+HEALTHY = np.float32([
+    *[0.0] * 3, *[1.0] * 40, *ordinary(160, 1)[:, 0], 0.0, 1e6, 1.0, 1e30, 1e-30, *[2.0] * 20,
+])  # fmt: skip
+PAIRS = [
+    (kind, name)
+    for kind in KINDS
+    for name in CLIPS
+    if kind is cg.ZScoreThreshold or name in ("clip_by_norm", "clip_by_global_norm")
+]
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("kind, name", PAIRS, ids=lambda x: getattr(x, "__name__", x))
+def test_no_flag_for_nan_or_inf_stops_a_loop_on_finite_gradients(kind, name, compile):
+    tx = CLIPS[name](kind(**{"warmup" if kind in WARM else "window": 20}), stats=True)
+    params = {"early": jnp.array([3.0, 4.0]), "late": jnp.array([0.3, 0.4])}
+    with jax.debug_nans(True), jax.debug_infs(True):
+        state, update = tx.init(params), jax.jit(tx.update) if compile else tx.update
+        for step, norm in enumerate(HEALTHY):
+            grads = {"early": norm * params["early"], "late": float(step > 99) * params["late"]}
+            _, state = update(grads, state, params)
+    assert state.count == len(HEALTHY) > 200 and (state.threshold < MOST).all()
+
+
 def inputs(key):
     shapes = {"bias": (3,), "conv": (2, 3), "key": (2,)}
     grads = {k: jax.random.normal(key, (40, *s)).astype(jnp.bfloat16) for k, s in shapes.items()}

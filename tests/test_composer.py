@@ -1,22 +1,39 @@
 """`apply_gradient_clipping`: Composer's arguments, and the values of its adaptive rule."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import clipgrad as cg
-from tests.helpers import assert_same, tree_of
+from tests.helpers import assert_close, assert_same, tree_of
 
 
-def clip(grads, params=None, kind="adaptive", threshold=0.5):
+def pytorch(path, w):
+    """The axes of a unit in PyTorch's layout, whose first axis is that of the outputs."""
+    return tuple(range(1, w.ndim)) if w.ndim > 1 else None
+
+
+def jax_layout(path, w):
+    """The axes of a unit in JAX's layouts, whose last axis is that of the outputs."""
+    return tuple(range(w.ndim - 1)) if w.ndim > 1 else None
+
+
+LAYOUTS = {"pytorch": (pytorch, pytorch), "jax": (None, jax_layout)}
+every_layout = pytest.mark.parametrize("axis, axes", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def clip(grads, params=None, kind="adaptive", threshold=0.5, axis=None):
     return cg.apply_gradient_clipping(
-        grads, params, clipping_type=kind, clipping_threshold=threshold
+        grads, params, clipping_type=kind, clipping_threshold=threshold, axis=axis
     )
 
 
-def reference(w, g, threshold):
+def reference(w, g, threshold, axes_of=pytorch):
     """Composer's rule in float64: no least norm, NaN ratios count as 1."""
-    axes = tuple(range(1, w.ndim)) if w.ndim > 1 else None
+    axes = axes_of("", w)
     norms = [np.sqrt(np.sum(np.square(x), axis=axes, keepdims=True)) for x in (w, g)]
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = threshold * norms[0] / norms[1]
@@ -42,21 +59,51 @@ C3 = np.array([[[0.5, 0.5], [1.5, 2.5]], [[1, 1], [1, 1]]])
     ],
     ids=range(8),
 )
-def test_known_answers(weights, grads, threshold, expected):
+def test_known_answers_in_the_layout_of_pytorch(weights, grads, threshold, expected):
+    """Composer's own tests."""
     weights, grads = jnp.float32(weights), jnp.float32(grads)
-    np.testing.assert_allclose(clip(grads, weights, threshold=threshold), expected, rtol=1e-6)
+    clipped = clip(grads, weights, threshold=threshold, axis=pytorch)
+    np.testing.assert_allclose(clipped, expected, rtol=1e-6)
     np.testing.assert_allclose(
         reference(np.float64(weights), np.float64(grads), threshold), expected, rtol=1e-6
     )
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (2, 2, 2)])
+def test_a_layer_in_the_layout_of_jax_has_the_values_of_composer(shape):
+    """The same layer: its weights are those of Composer with the first axis as the last."""
+    rng = np.random.default_rng(1)
+    w, g = rng.normal(size=(2, *shape))
+    move = functools.partial(np.moveaxis, source=0, destination=-1)
+    clipped = clip(jnp.float32(move(g)), jnp.float32(move(w)), threshold=0.5)
+    np.testing.assert_allclose(clipped, move(reference(w, g, 0.5)), rtol=2e-6)
+
+
+@every_layout
 @pytest.mark.parametrize("shape", [(), (7,), (4, 5), (3, 4, 5), (2, 3, 4, 5), (1, 6)])
-def test_any_array_equals_the_reference(shape):
+def test_any_array_equals_the_reference(shape, axis, axes):
     rng = np.random.default_rng(0)
     for _ in range(10):
         w, g = rng.normal(size=(2, *shape)) * 10.0 ** rng.integers(-3, 4, (2, *[1] * len(shape)))
-        clipped = clip(jnp.float32(g), jnp.float32(w))
-        np.testing.assert_allclose(clipped, reference(w, g, 0.5), rtol=2e-6)
+        clipped = clip(jnp.float32(g), jnp.float32(w), axis=axis)
+        np.testing.assert_allclose(clipped, reference(w, g, 0.5, axes), rtol=2e-6)
+
+
+@pytest.mark.parametrize("axis", [
+    None, -1, (0, 1), {"kernel": 0, "head": None}, {"kernel": (1,)}, pytorch,
+    lambda path, w: 0 if path.endswith("kernel") else None,
+], ids=["default", "int", "tuple", "mapping", "partial", "pytorch", "function"])  # fmt: skip
+def test_units_are_those_of_the_adaptive_rule_of_this_library(axis, key):
+    """At weights above its least norm, and gradients that are finite, both rules agree."""
+    shapes = {"enc": {"kernel": (4, 5)}, "head": (3, 6)}
+    grads, params = (
+        jax.tree.map(lambda s, k=k: jax.random.normal(jax.random.fold_in(key, k), s), shapes,
+                     is_leaf=lambda s: isinstance(s, tuple)) for k in range(2)
+    )  # fmt: skip
+    clipped = clip(grads, params, axis=axis)
+    expected = cg.AdaptiveClip(0.5, axis=axis)(grads, params)
+    assert_close(clipped, expected, rtol=1e-6)
+    assert (clipped["head"] != grads["head"]).any()
 
 
 @pytest.mark.parametrize(
@@ -98,7 +145,7 @@ def test_an_unknown_type_is_refused():
 
 
 def test_missing_or_unfitting_parameters_are_refused():
-    with pytest.raises(ValueError, match="'adaptive' needs the parameters: got params=None"):
+    with pytest.raises(ValueError, match="params: got None, expected .* clipping_type='adaptive'"):
         clip(jnp.ones(2))
     with pytest.raises(ValueError, match=r"params: got the shape \(3,\) for a"):
         clip({"a": jnp.ones(2)}, {"a": jnp.ones(3)})
@@ -108,3 +155,22 @@ def test_missing_or_unfitting_parameters_are_refused():
 def test_a_wrong_threshold_is_refused(kind):
     with pytest.raises(ValueError, match="clipping_threshold: got -1"):
         clip(jnp.ones(2), jnp.ones(2), kind, threshold=-1)
+
+
+@pytest.mark.parametrize("kind", ["norm", "value"])
+def test_an_axis_where_there_are_no_units_is_refused(kind):
+    match = f"axis: got 1 with clipping_type='{kind}', which has no units; expected axis to be left"
+    with pytest.raises(ValueError, match=match):
+        clip(jnp.ones(2), kind=kind, axis=1)
+
+
+@pytest.mark.parametrize("axis, error, match", [
+    ({"kernle": 0}, ValueError, r"axis: got 'kernle', expected .* selects a leaf; there are \['k"),
+    (2, ValueError, r"axis: got 2 for kernel of shape \(2, 2\), expected distinct axes below 2"),
+    ("kernel", TypeError, "axis: got 'kernel' of type str"),
+    (1.5, TypeError, "axis: got 1.5 of type float"),
+], ids=str)  # fmt: skip
+def test_a_wrong_axis_is_refused(axis, error, match):
+    tree = {"kernel": jnp.ones((2, 2))}
+    with pytest.raises(error, match=match):
+        clip(tree, tree, axis=axis)

@@ -156,6 +156,88 @@ def test_rounding_to_the_dtype_happens_once(microbatch, key):
     assert_same(mean, expected.astype(jnp.bfloat16))
 
 
+MANY = 1100
+PATHS = {
+    "all at once": ({}, lambda f: f),
+    "microbatches": ({"microbatch": 100}, lambda f: f),
+    "one by one": ({"microbatch": 1}, lambda f: f),
+    "vmap": ({"microbatch": 100}, lambda f: lambda p, x: unmapped(jax.vmap(f, (None, 0)), p, x)),
+    "shard_map": ({"microbatch": 110}, lambda f: on_one_of_two_devices(f)),
+}
+every_half = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+every_reduction = pytest.mark.parametrize("reduce", ["sum", "mean"])
+
+
+def unmapped(mapped, params, batch):
+    results = mapped(params, [jnp.stack([x, jnp.zeros_like(x)]) for x in batch])
+    return jax.tree.map(lambda x: x[0], results)
+
+
+def on_one_of_two_devices(f):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+
+    def local(params, batch):
+        return [g[None] for g in f(params, batch)[1]]
+
+    def run(params, batch):
+        twice = [jnp.concatenate([x, jnp.zeros_like(x)]) for x in batch]
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))
+        return None, [g[0] for g in mapped(params, twice)], None
+
+    return run
+
+
+def alike(dtype, seed=0):
+    """Gradients in much the same direction, so that their sum is as large as it can be."""
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(1 + 0.3 * rng.normal(size=(MANY, 5)), dtype)
+
+
+def exact(gradients, reduce, limit=1.0):
+    """The clipped gradients of all examples in float64, summed."""
+    each = np.float64(gradients)
+    each *= np.minimum(1, limit / np.linalg.norm(each, axis=1, keepdims=True))
+    return each.sum(axis=0) / (MANY if reduce == "mean" else 1)
+
+
+def half_a_unit(x):
+    """In the last place of each element."""
+    return 0.5 * 2.0 ** (np.floor(np.log2(np.abs(np.float64(x)))) - jnp.finfo(x.dtype).nmant)
+
+
+@every_half
+@every_reduction
+@pytest.mark.parametrize("path", PATHS)
+def test_the_sum_is_rounded_once_by_half_a_unit_in_the_last_place(path, reduce, dtype):
+    options, place = PATHS[path]
+    gradients = alike(dtype)
+    per_example = place(cg.clip_per_example(linear, NORM, reduce=reduce, **options))
+    _, (result,), _ = jax.jit(per_example)([jnp.zeros(5, dtype)], [gradients])
+    off = np.abs(np.float64(result) - exact(gradients, reduce))
+    assert result.dtype == dtype and (off <= 1.01 * half_a_unit(result)).all()
+
+
+@every_half
+@every_reduction
+@pytest.mark.parametrize("microbatch", [None, 100])
+def test_parameters_of_float32_keep_the_bound_in_the_result(microbatch, reduce, dtype):
+    def cast(params, example):
+        return linear([p.astype(dtype) for p in params], example)
+
+    gradients, moved = alike(dtype), {}
+    for name, function, params in (("float32", cast, jnp.zeros(5)), ("narrow", linear, None)):
+        per_example = clipped(function, NORM, reduce=reduce, microbatch=microbatch)
+        params = jnp.zeros(5, dtype) if params is None else params
+        whole, *others = (
+            np.float64(per_example([params], [x])[1][0])
+            for x in (gradients, *(gradients.at[i].set(0) for i in range(0, MANY, 50)))
+        )
+        moved[name] = max(np.linalg.norm(whole - other) for other in others)
+    limit = 1 / MANY if reduce == "mean" else 1
+    assert moved["float32"] <= limit * (1 + 1e-3)
+    assert moved["narrow"] > 1.05 * limit, "the docstring warns of it"
+
+
 def test_many_small_addends_are_not_lost():
     params, batch = [jnp.zeros((), jnp.bfloat16)], [jnp.full(1000, 3.0, jnp.bfloat16)]
     for microbatch in (None, 1):
@@ -355,7 +437,7 @@ def test_wrong_arguments_are_refused_at_once(wrong, error, match):
         (jnp.ones(()), r"{'the batch': \(\)}, expected a leading axis"),
         (jnp.ones((0, 2)), r"{'the batch': \(0, 2\)}, expected a leading axis"),
         ({}, "batch: got leaves of the shapes {}"),
-        (jnp.ones((4, 2)), "microbatch: got 3, which does not divide a batch of 4 examples"),
+        (jnp.ones((4, 2)), "microbatch: got 3, expected a divisor of the 4 examples of the batch"),
     ],
     ids=range(6),
 )

@@ -299,6 +299,53 @@ def test_no_branch_that_is_not_taken_raises_under_debug_nans():
     assert (updates == 0).all()
 
 
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("sigma", [6.0, None])
+def test_no_flag_for_nan_or_inf_stops_a_loop_on_finite_gradients(sigma, compile):
+    inner = optax.chain(cg.clip_by_global_norm(cg.ZScoreThreshold()), optax.sgd(0.1))
+    tx = cg.skip_spikes(inner, sigma=sigma)
+    norms = np.float32([*[0.0] * 3, *[1.0] * 70, *noise(130), 0.0, 1e6, 1.0, 1e-30, 1e30])
+    with jax.debug_nans(True), jax.debug_infs(True):
+        state, update = tx.init(jnp.zeros(2)), jax.jit(tx.update) if compile else tx.update
+        for norm in norms:
+            _, state = update(norm * jnp.array([0.6, 0.8]), state)
+    assert len(norms) > 200 and state.skipped == (sigma is not None)
+
+
+# Without the rule of outliers.
+
+
+def test_without_outliers_only_what_is_not_finite_or_above_the_limit_is_skipped():
+    norms = np.concatenate([noise(200), 99 * noise(2), [np.nan, 1e3, 1e30, -np.inf], noise(9)])
+    every = [cg.skip_spikes(optax.sgd(1.0), sigma=None, max_norm=m) for m in (None, 500.0)]
+    skipped = [np.flatnonzero(scan(tx, norms)[1].skipped) for tx in every]
+    np.testing.assert_array_equal(skipped[0], [202, 205])
+    np.testing.assert_array_equal(skipped[1], [202, 203, 204, 205])
+    _, states = scan(every[1], norms)
+    assert states.window is None and not states.consecutive.any()
+    assert (states.skipped_count[-1], states.spike_count[-1]) == (4, 2)
+
+
+def test_without_outliers_a_step_that_is_not_skipped_is_that_of_the_optimizer():
+    norms = 10 ** np.random.default_rng(0).uniform(-6, 6, size=60).astype(np.float32)
+    updates, states = scan(cg.skip_spikes(optax.adam(0.1), sigma=None), norms)
+    expected, inner = scan(optax.adam(0.1), norms)
+    assert_same((updates, states.inner_state), (expected, inner))
+
+
+@pytest.mark.parametrize("given", [{"window": 64}, {"min_history": 8}, {"max_consecutive": 3}])
+def test_a_number_for_a_history_that_is_not_kept_is_refused(given):
+    ((name, value),) = given.items()
+    with pytest.raises(ValueError, match=f"{name}: got {value} with sigma=None.* left out"):
+        cg.skip_spikes(optax.sgd(1.0), sigma=None, **given)
+
+
+def test_a_state_without_a_history_where_one_is_needed_is_refused():
+    state = cg.skip_spikes(optax.sgd(1.0), sigma=None).init(jnp.ones(2))
+    with pytest.raises(ValueError, match="state: got one without a history with sigma=6.0"):
+        cg.skip_spikes(optax.sgd(1.0)).update(jnp.ones(2), state)
+
+
 # A training that ships in a package, disturbed.
 
 
@@ -404,7 +451,7 @@ def test_a_threshold_where_a_number_belongs_is_refused(name):
         injected(optax.sgd(1.0), **{name: 1.0}).init(jnp.ones(1))
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_what_is_not_an_optimizer_is_refused():
     with pytest.raises(TypeError, match="inner: got ClipByNorm, expected an optax.Gradient"):
         cg.skip_spikes(cg.ClipByNorm(1.0))
 
@@ -414,10 +461,11 @@ def test_a_where_that_selects_nothing_is_refused():
         cg.skip_spikes(optax.sgd(1.0), where="x").init({"w": jnp.ones(1)})
 
 
-def test_it_is_saved_and_restored_by_orbax(tmp_path):
+@pytest.mark.parametrize("sigma", [6.0, None])
+def test_it_is_saved_and_restored_by_orbax(sigma, tmp_path):
     import orbax.checkpoint as ocp
 
-    tx = cg.skip_spikes(optax.adam(0.1))
+    tx = cg.skip_spikes(optax.adam(0.1), sigma=sigma)
     params = {"w": jnp.ones(3)}
     _, state = tx.update(params, tx.init(params), params)
     with ocp.StandardCheckpointer() as checkpointer:

@@ -1,6 +1,7 @@
 """Adaptive gradient clipping: limits that follow the parameters."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -10,11 +11,11 @@ from jax.typing import ArrayLike
 
 from clipgrad._compat import broadcast_like
 from clipgrad._norms import AxisName, Norm, slice_norms
-from clipgrad._numbers import times, widen
+from clipgrad._numbers import at_least, times, widen
 from clipgrad._rules._base import MeasuringRule, pytree_rule, static_field
 from clipgrad._rules._scaling import limit_of
 from clipgrad._rules._thresholds import check_threshold, thresholds_by_leaf
-from clipgrad._rules._units import check_unit_axis, unit_axes
+from clipgrad._rules._units import UnitAxis, check_unit_axis, unit_axes
 from clipgrad._trees import leaves_taking_part, map_taking_part, parameters_of
 
 
@@ -98,46 +99,52 @@ class AdaptiveClip(MeasuringRule):
                 "AdaptiveClip needs the parameters: got params=None, expected "
                 "rule(grads, params), or optimizer.update(grads, state, params)"
             )
-        leaves, weights = leaves_taking_part(grads), parameters_of(grads, params)
-        axes = unit_axes(self.axis, grads)
-        both = [*leaves, *map(jnp.asarray, weights)]
-        norms = slice_norms(both, axes * 2, axis_name=self.axis_name)
-        pairs = zip(norms[: len(leaves)], norms[len(leaves) :], strict=True)
-        return [UnitNorms(norm, weight.value, self.eps) for norm, weight in pairs]
+        pairs = unit_norms(grads, params, self.axis, self.axis_name)
+        return [UnitNorms(n, w.value, limit_of(self.eps, n)) for n, w in pairs]
 
     def scale(self, grads: Any, norms: Sequence["UnitNorms"]) -> Any:
         """The tree with the norm of each unit at most ``clipping`` times that of its weights."""
         return map_taking_part(_scale, grads, norms, thresholds_by_leaf(self, len(norms)))
 
 
+def unit_norms(
+    grads: Any, params: Any, axis: UnitAxis, axis_name: AxisName = None
+) -> list[tuple[Norm, Norm]]:
+    """For each leaf the norms of the units of its gradient, and of its weights."""
+    leaves, weights = leaves_taking_part(grads), parameters_of(grads, params)
+    both = [*leaves, *map(jnp.asarray, weights)]
+    norms = slice_norms(both, unit_axes(axis, grads) * 2, axis_name=axis_name)
+    return list(zip(norms[: len(leaves)], norms[len(leaves) :], strict=True))
+
+
 class UnitNorms(NamedTuple):
-    """The norms of the units of a gradient and of their weights, whose least one is ``eps``."""
+    """The norms of the units of a gradient and of their weights, the least of which is ``eps``."""
 
     norm: Norm
     weights: jax.Array
-    eps: ArrayLike
+    eps: jax.Array
 
     @property
     def value(self) -> jax.Array:
         """The ratio of the norms, the least ``clipping`` that changes nothing."""
-        limit = self.limit(1.0, self.weights)
-        return jnp.where(self.norm.root == 0, 0, self.norm.value / limit)
-
-    def limit(self, clipping: Any, weights: jax.Array) -> jax.Array:
-        """The limits of units with weights of these norms."""
-        weights = weights.astype(self.norm.root.dtype)
-        return limit_of(clipping, self.norm) * jnp.maximum(weights, limit_of(self.eps, self.norm))
+        weights = self.weights.astype(self.norm.root.dtype)
+        return jnp.where(self.norm.root == 0, 0, self.norm.value / at_least(weights, self.eps))
 
 
 def _scale(leaf: jax.Array, norms: UnitNorms, clipping: Any) -> jax.Array:
-    # As in optax, limits are computed in the shape of the leaf: else XLA rounds otherwise. What
-    # is special about a unit is decided before: in that shape XLA's CPU loops may lose NaN.
-    (root, scale, divisor), weights = norms.norm, norms.weights
-    root = jnp.where(norms.limit(clipping, weights) > 0, root, jnp.inf)
+    return _scale_units(leaf, norms, limit_of(clipping, norms.norm))
+
+
+@functools.partial(jax.jit, inline=True)
+def _scale_units(leaf: jax.Array, norms: UnitNorms, clipping: jax.Array) -> jax.Array:
+    # As in optax, limits are computed in the shape of the leaf: XLA rounds other shapes otherwise.
+    # What is special about a unit is decided before: in that shape XLA's CPU loops may lose NaN.
+    root, scale, divisor = norms.norm
+    weights = norms.weights.astype(root.dtype)
+    root = jnp.where(clipping * at_least(weights, norms.eps) > 0, root, jnp.inf)
     divisor = jnp.where(jnp.isnan(weights), jnp.nan, divisor)
-    root, scale, divisor, weights = (
-        broadcast_like(x, leaf) for x in (root, scale, divisor, weights)
-    )
-    limit = norms.limit(clipping, weights)
+    parts = (root, scale, divisor, weights)
+    root, scale, divisor, weights = (broadcast_like(x, leaf) for x in parts)
+    limit = clipping * jnp.maximum(weights, norms.eps)
     shrunk = times(widen(leaf, root.dtype.name), limit / divisor * scale).astype(leaf.dtype)
     return jnp.where(root <= limit * scale, leaf, shrunk)

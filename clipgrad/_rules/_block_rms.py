@@ -1,5 +1,6 @@
 """Scaling each leaf to a maximal root mean square."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -71,8 +72,12 @@ class ClipByBlockRMS(MeasuringRule):
 
 
 def _scale(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
-    """Divides by 1 within the limit, as optax does; a selection would round the optimizer anew."""
-    limit = limit_of(threshold, norm)
+    return _divide(leaf, norm, limit_of(threshold, norm))
+
+
+@functools.partial(jax.jit, inline=True)
+def _divide(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
+    # Within the limit by 1, as in optax: XLA rounds the optimizer behind a selection otherwise.
     ratio = norm.root / jnp.where(limit > 0, limit, 1) / norm.scale
     divisor = jnp.where(limit > 0, jnp.where(ratio > 1, ratio, 1), jnp.inf)
     divisor = jnp.where(jnp.isfinite(norm.root), divisor, jnp.nan)

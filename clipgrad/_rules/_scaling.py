@@ -1,5 +1,6 @@
 """Scaling a leaf so that its norm does not exceed a limit."""
 
+import functools
 from typing import Any
 
 import jax
@@ -32,7 +33,12 @@ def scale_down(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
     divisor is 0. In the ordinary range the scale is 1, and what is computed for each element is
     what optax computes, so that XLA makes the same program of it and the optimizer behind it.
     """
-    limit = limit_of(threshold, norm)
+    return _scale_down(leaf, norm, limit_of(threshold, norm))
+
+
+# One program also when called eagerly: under jax_debug_infs a limit may leave the range in it.
+@functools.partial(jax.jit, inline=True)
+def _scale_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     wide = times(widen(leaf, norm.root.dtype.name), norm.scale)
     shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)
     return jnp.where(norm.divisor <= limit * norm.scale, leaf, shrunk)

@@ -1,4 +1,4 @@
-"""Adaptive thresholds: limits that follow the norms of past gradients, one in each file."""
+"""Adaptive thresholds: limits computed from the norms of past gradients, one in each file."""
 
 from clipgrad._thresholds._base import AdaptiveThreshold as AdaptiveThreshold
 from clipgrad._thresholds._base import is_adaptive as is_adaptive

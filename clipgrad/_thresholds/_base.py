@@ -1,6 +1,7 @@
-"""What an adaptive threshold is, and what may be said in making one."""
+"""The protocol of adaptive thresholds, and what the thresholds of this library share."""
 
 import dataclasses
+import functools
 import math
 import numbers
 from typing import Any, Protocol, runtime_checkable
@@ -14,19 +15,19 @@ FEEDS = ("raw", "clipped")
 
 @runtime_checkable
 class AdaptiveThreshold(Protocol):
-    """A threshold that follows the norms of past gradients, in place of a number.
+    """A threshold computed from the norms of past gradients, in place of a number.
 
-    Only a gradient clip can follow norms, since it has a state: `clip_by_global_norm` and the
-    others take such an object where they take a schedule. One of your own is a class with these
-    two methods, which have no side effects. The state is a pytree of arrays whose structure,
-    shapes and dtypes never change.
+    Only a gradient clip has the state for it: `clip_by_global_norm` and the others accept such an
+    object wherever they accept a schedule. Your own is a class with these two methods, which have
+    no side effects. The state is a pytree of arrays whose structure, shapes and dtypes never
+    change.
 
-    What is followed is the least threshold at which the rule would change nothing: the norm of
-    `clip_by_global_norm`, one number; for the other rules an array with one entry for each leaf,
-    each of which gets a threshold of its own (the largest norm of its slices for `clip_by_norm`,
-    the rms for `clip_by_block_rms`, the largest element for `clip_by_value`, the largest ratio of
-    its units for `adaptive_grad_clip`). It may be NaN, inf or 0, and is a constant to
-    differentiation.
+    The norms of a step are the least thresholds at which the rule would change nothing. For
+    `clip_by_global_norm` this is the norm, one number; for the other rules an array with one
+    entry for each leaf, which then gets a threshold of its own: the largest norm of its slices
+    for `clip_by_norm`, the rms for `clip_by_block_rms`, the largest element for `clip_by_value`,
+    the largest ratio of its units for `adaptive_grad_clip`. Norms may be NaN, inf or 0. The
+    threshold is a constant to differentiation.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -58,42 +59,32 @@ class AdaptiveThreshold(Protocol):
 
 
 def is_adaptive(value: Any) -> bool:
-    """Whether ``value`` is an adaptive threshold; optax's transformations, tuples, are none."""
+    """Whether ``value`` is an adaptive threshold, not a tuple such as optax's transformations."""
     return isinstance(value, AdaptiveThreshold) and not isinstance(value, (tuple, type))
 
 
 def unlimited(norms: jax.Array) -> jax.Array:
-    """The largest finite number: a threshold that clips nothing, but can be saved and plotted."""
+    """The largest finite number: a threshold that clips nothing, and is not inf."""
     return jnp.full(norms.shape, jnp.finfo(norms.dtype).max, norms.dtype)
 
 
 def counts(norms: jax.Array) -> jax.Array:
-    """Which norms say something: those that are finite, and not the 0 of an unused leaf."""
+    """Which norms enter a history: those that are finite, and not the 0 of an unused leaf."""
     # Subnormal numbers act as 0 on most devices.
     return jnp.isfinite(norms) & (norms >= jnp.finfo(norms.dtype).tiny)
 
 
 def fed(feed: str, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
-    """What enters a history; 0, which never does, for norms that say nothing."""
+    """The norms for a history, raw or clipped; 0 in place of those that never enter one."""
     clipped = jnp.minimum(norms, thresholds) if feed == "clipped" else norms
     return jnp.where(counts(norms), clipped, 0)
 
 
-def check_feed(feed: Any) -> None:
-    """Refuses what is not the name of a norm.
-
-    Raises:
-      ValueError: lists the names.
-    """
-    if feed not in FEEDS:
-        raise ValueError(f"feed: got {feed!r}, expected one of {', '.join(FEEDS)}")
-
-
 def check_steps(name: str, value: Any, least: int = 1) -> None:
-    """Refuses what is no number of steps.
+    """Checks a number of steps.
 
     Raises:
-      ValueError: if ``value`` is no integer or too small.
+      ValueError: if ``value`` is not an integer, or is too small.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(
@@ -102,11 +93,11 @@ def check_steps(name: str, value: Any, least: int = 1) -> None:
 
 
 def check_between(name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Refuses what is no finite number in [low, high].
+    """Checks that a value is a finite number in [low, high].
 
     Raises:
       ValueError: if ``value`` is out of range.
-      TypeError: if it is no number.
+      TypeError: if it is not a number.
     """
     expected = f"a number in [{low:g}, {high:g}]" if high < math.inf else f"a number >= {low:g}"
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
@@ -118,12 +109,35 @@ def check_between(name: str, value: Any, low: float, high: float = math.inf) -> 
         raise ValueError(f"{name}: got {value!r}, expected {expected}")
 
 
-def hold_python_numbers(threshold: Any) -> None:
-    """Makes Python's numbers of NumPy's, so that a product has the dtype of the norms."""
+def number(default: float | None, low: float, high: float = math.inf) -> Any:
+    """A field for a number in [low, high], or ``None`` if that is its default."""
+    check = functools.partial(check_between, low=low, high=high)
+    return dataclasses.field(default=default, metadata={"check": check})
+
+
+def steps(default: int | None) -> Any:
+    """A field for a positive number of steps, or ``None`` if that is its default."""
+    return dataclasses.field(default=default, metadata={"check": check_steps})
+
+
+def feeds(default: str) -> Any:
+    """A field for the name of the norms that enter a history."""
+    return dataclasses.field(default=default, metadata={"check": _check_feed})
+
+
+def check_fields(threshold: Any) -> None:
+    """Checks each field, and makes NumPy's numbers Python's, which don't change a dtype."""
     for field in dataclasses.fields(threshold):
-        value = getattr(threshold, field.name)
+        value, check = getattr(threshold, field.name), field.metadata.get("check")
+        if check is not None and not (value is None and field.default is None):
+            check(field.name, value)
         if isinstance(value, np.generic):
             object.__setattr__(threshold, field.name, value.item())
+
+
+def _check_feed(name: str, value: Any) -> None:
+    if value not in FEEDS:
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(FEEDS)}")
 
 
 def _if_injected(value: Any) -> str:

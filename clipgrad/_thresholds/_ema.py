@@ -6,18 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds._base import (
-    check_between,
-    check_feed,
-    check_steps,
-    counts,
-    fed,
-    hold_python_numbers,
-    unlimited,
-)
+from clipgrad._export import exportable
+from clipgrad._thresholds._base import check_fields, counts, fed, feeds, number, steps, unlimited
 from clipgrad._thresholds._window import Window
 
 
+@exportable
 class EMAState(NamedTuple):
     """What an `EMAThreshold` keeps.
 
@@ -39,9 +33,9 @@ class EMAThreshold:
 
     In the warm-up all leaves are scaled by one factor to the global norm $\lambda_\mathrm{abs}$,
     $c_{t,i} = n_{t,i} \min(1, \lambda_\mathrm{abs} / \|n_t\|)$, and $\gamma_i$ becomes the least of
-    these. Those further than a factor of ten from their median are left out, so that a spike in
-    one leaf, by which that factor is tiny, disables nothing. Meant for `clip_by_norm`, which
-    gives each leaf an average of its own; with `clip_by_global_norm` there is one.
+    these. Those further than a factor of ten from their median are left out: a spike in one leaf
+    makes that factor tiny. Meant for `clip_by_norm`, which gives each leaf an average of its own;
+    with `clip_by_global_norm` there is one.
 
     Guarantees:
       * The threshold is finite at every step, whatever the norms were.
@@ -65,7 +59,7 @@ class EMAThreshold:
 
     Raises:
       ValueError: for a number out of range, another ``feed``.
-      TypeError: for what is no number.
+      TypeError: for what is not a number.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -81,20 +75,15 @@ class EMAThreshold:
       Language Model Pretraining, 2025.
     """
 
-    decay: float = 0.98
-    relative: float = 1.05
-    absolute: float = 1.0
-    warmup: int = 100
-    feed: str = "clipped"
+    decay: float = number(0.98, 0, 1)
+    relative: float = number(1.05, 1)
+    absolute: float = number(1.0, 1e-30)
+    warmup: int = steps(100)
+    feed: str = feeds("clipped")
 
     def __post_init__(self) -> None:
-        """Refuses what is out of range."""
-        check_between("decay", self.decay, 0, 1)
-        check_between("relative", self.relative, 1)
-        check_between("absolute", self.absolute, 1e-30)
-        check_steps("warmup", self.warmup)
-        check_feed(self.feed)
-        hold_python_numbers(self)
+        """Checks the fields."""
+        check_fields(self)
 
     def init(self, norms: jax.Array) -> EMAState:
         """An empty warm-up."""
@@ -108,7 +97,7 @@ class EMAThreshold:
         threshold = jnp.where(warms_up, early, later)
         entry = fed(self.feed, norms, threshold)
         warmup = state.warmup.push(jnp.where(warms_up, entry, 0))
-        least = jnp.min(jnp.where(warmup.without_far(), warmup.norms, jnp.inf), axis=0)
+        least = jnp.min(jnp.where(warmup.near(), warmup.norms, unlimited(warmup.norms)), axis=0)
         first = jnp.where(warmup.seen > 0, least, 0)
         new = self.decay * state.mean + (1 - self.decay) * entry
         new = jnp.minimum(new, unlimited(new))
@@ -118,9 +107,8 @@ class EMAThreshold:
     def _jointly(self, norms: jax.Array) -> jax.Array:
         """The norms after a clip by the global norm of all leaves."""
         finite = jnp.where(jnp.isfinite(norms), norms, 0)
-        largest = jnp.max(finite, initial=0)
-        unit = jnp.where(largest > 0, largest, 1)
         # In units of the largest, since squares of the norms may be out of range.
-        total = jnp.sqrt(jnp.sum(jnp.square(finite / unit)))
-        clipped = norms / unit * (self.absolute / jnp.where(total > 0, total, 1))
-        return jnp.where(total > self.absolute / unit, clipped, norms)
+        unit = jnp.max(finite, initial=self.absolute)
+        total, limit = jnp.sqrt(jnp.sum(jnp.square(finite / unit))), self.absolute / unit
+        clips = total > limit
+        return jnp.where(clips, norms / unit * (self.absolute / jnp.where(clips, total, 1)), norms)

@@ -5,14 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds._base import (
-    check_between,
-    check_feed,
-    check_steps,
-    fed,
-    hold_python_numbers,
-    unlimited,
-)
+from clipgrad._thresholds._base import check_fields, fed, feeds, number, steps, unlimited
 from clipgrad._thresholds._window import Window
 
 
@@ -23,14 +16,14 @@ class HistoryThreshold:
     $$c_t = \mu + \sigma \cdot s, \quad \mu, s = \mathrm{mean, std}(n_{t-w}, \ldots, n_{t-1})$$
 
     Norms above ten times the median of the window are left out of mean and deviation, so that a
-    spike disables nothing. Every leaf has a history of its own for a rule that acts on leaves;
-    see `AdaptiveThreshold`.
+    spike does not make the limit useless. Every leaf has a history of its own for a rule that
+    acts on leaves; see `AdaptiveThreshold`.
 
     Guarantees:
       * The threshold is finite at every step, whatever the norms were.
       * Norms that are NaN, inf or 0 do not enter the history.
       * In a window whose norms stay within ten times their median it is the formula above.
-      * Where the norms grow tenfold for good, the threshold follows within half a window.
+      * Where the norms grow tenfold for good, so does the threshold, within half a window.
 
     ============================  ========================================================
     history                       threshold
@@ -41,7 +34,7 @@ class HistoryThreshold:
 
     Args:
       window: $w$, the number of norms that are kept.
-      sigma: how many deviations above the mean are let pass.
+      sigma: how many deviations above the mean a norm may be.
       min_history: how many norms there must be before anything is clipped; by default half a
         window, and 2 at least.
       feed: what enters the history: ``"raw"`` norms, or ``"clipped"`` ones, with which the
@@ -49,7 +42,7 @@ class HistoryThreshold:
 
     Raises:
       ValueError: for a number out of range, another ``feed``.
-      TypeError: for a ``sigma`` that is no number.
+      TypeError: for a ``sigma`` that is not a number.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -64,23 +57,18 @@ class HistoryThreshold:
       The Levanter Authors, Levanter: clip_update_norm, 2025.
     """
 
-    window: int = 128
-    sigma: float = 3.0
-    min_history: int | None = None
-    feed: str = "raw"
+    window: int = steps(128)
+    sigma: float = number(3.0, 0)
+    min_history: int | None = steps(None)
+    feed: str = feeds("raw")
 
     def __post_init__(self) -> None:
-        """Refuses what is out of range."""
-        check_steps("window", self.window)
-        check_between("sigma", self.sigma, 0)
-        check_feed(self.feed)
-        if self.min_history is not None:
-            check_steps("min_history", self.min_history)
-            if self.min_history > self.window:
-                raise ValueError(
-                    f"min_history: got {self.min_history}, expected at most window, {self.window}"
-                )
-        hold_python_numbers(self)
+        """Checks the fields."""
+        check_fields(self)
+        if self.min_history is not None and self.min_history > self.window:
+            raise ValueError(
+                f"min_history: got {self.min_history}, expected at most window, {self.window}"
+            )
 
     def init(self, norms: jax.Array) -> Window:
         """An empty history."""

@@ -5,14 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds._base import (
-    check_between,
-    check_feed,
-    check_steps,
-    fed,
-    hold_python_numbers,
-    unlimited,
-)
+from clipgrad._thresholds._base import check_fields, fed, feeds, number, steps, unlimited
 from clipgrad._thresholds._window import Window
 
 
@@ -47,7 +40,7 @@ class PercentileThreshold:
 
     Raises:
       ValueError: for a percentile out of range, a window below 1, another ``feed``.
-      TypeError: for a percentile that is no number.
+      TypeError: for a percentile that is not a number.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -63,16 +56,13 @@ class PercentileThreshold:
       Separation Networks, 2020.
     """
 
-    percentile: float = 10.0
-    window: int = 1024
-    feed: str = "raw"
+    percentile: float = number(10.0, 0, 100)
+    window: int = steps(1024)
+    feed: str = feeds("raw")
 
     def __post_init__(self) -> None:
-        """Refuses what is out of range."""
-        check_between("percentile", self.percentile, 0, 100)
-        check_steps("window", self.window)
-        check_feed(self.feed)
-        hold_python_numbers(self)
+        """Checks the fields."""
+        check_fields(self)
 
     def init(self, norms: jax.Array) -> Window:
         """An empty history."""

@@ -1,22 +1,24 @@
-"""The last norms that were seen, and what can be said of them."""
+"""A window of past norms, and its percentiles, mean and deviation."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from clipgrad._export import exportable
 from clipgrad._thresholds._base import counts, unlimited
 
-# A norm that is further than this from the median, as a factor, is no sample of the same process.
+# A norm further than this factor from the median is not a sample of the same process.
 FAR = 10.0
 
 
+@exportable
 class Window(NamedTuple):
-    """The last norms, oldest first, of one or several groups that are clipped.
+    """The last norms, oldest first, of one or several groups of leaves.
 
     Attributes:
-      norms: shape ``(size, *groups)``; 0 where there is none yet.
-      seen: how many there are in each group, at most ``size``; int32, shape ``groups``.
+      norms: shape ``(size, *groups)``; 0 where there is no norm yet.
+      seen: the number of norms in each group, at most ``size``; int32, shape ``groups``.
     """
 
     norms: jax.Array
@@ -37,15 +39,15 @@ class Window(NamedTuple):
         )
 
     @property
-    def held(self) -> jax.Array:
+    def filled(self) -> jax.Array:
         """Which entries are norms, shape ``(size, *groups)``."""
         size = len(self.norms)
         places = jnp.arange(size, dtype=jnp.int32).reshape(size, *(1 for _ in self.seen.shape))
         return places >= size - self.seen[None]
 
     def percentile(self, percentile: float) -> jax.Array:
-        """A percentile of the norms, interpolated linearly; inf of none."""
-        ordered = jnp.sort(jnp.where(self.held, self.norms, jnp.inf), axis=0)
+        """A percentile of the norms, interpolated linearly; the largest number without norms."""
+        ordered = jnp.sort(jnp.where(self.filled, self.norms, unlimited(self.norms)), axis=0)
         last = jnp.maximum(self.seen - 1, 0)
         place = jnp.asarray(percentile / 100, ordered.dtype) * last.astype(ordered.dtype)
         below = jnp.floor(place).astype(jnp.int32)
@@ -56,21 +58,20 @@ class Window(NamedTuple):
         part = place - below.astype(place.dtype)
         return jnp.where(part == 0, low, jnp.minimum(low + (high - low) * part, high))
 
-    def without_far(self) -> jax.Array:
-        """Which entries are norms within a factor of ten of their median."""
+    def near(self, low: bool = True) -> jax.Array:
+        """Which entries are norms within a factor of ten of their median, or not far above it."""
         median = self.percentile(50)[None]
-        near = (self.norms <= FAR * median) & (self.norms >= median / FAR)
-        return self.held & near
+        near = self.filled & (self.norms / FAR <= median)
+        return near & (self.norms >= median / FAR) if low else near
 
     def mean_and_deviation(self) -> tuple[jax.Array, jax.Array]:
         """Mean and standard deviation of the norms that are not far above their median."""
         median = jnp.where(self.seen > 0, self.percentile(50), 1)
+        near = self.near(low=False)
+        number = jnp.maximum(jnp.sum(near, axis=0), 1).astype(median.dtype)
         # In units of the median, since squares of the norms may be out of range.
-        units = self.norms / median[None]
-        near = self.held & (units <= FAR)
-        number = jnp.maximum(jnp.sum(near, axis=0), 1).astype(units.dtype)
-        mean = jnp.sum(jnp.where(near, units, 0), axis=0) / number
-        squares = jnp.square(units - mean[None])
-        variance = jnp.sum(jnp.where(near, squares, 0), axis=0) / number
-        most = unlimited(median)
-        return jnp.minimum(mean * median, most), jnp.sqrt(variance) * median
+        units = jnp.where(near, self.norms, 0) / median[None]
+        mean = jnp.sum(units, axis=0) / number
+        squares = jnp.square(jnp.where(near, units - mean[None], 0))
+        variance = jnp.sum(squares, axis=0) / number
+        return jnp.minimum(mean * median, unlimited(median)), jnp.sqrt(variance) * median

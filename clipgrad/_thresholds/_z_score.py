@@ -6,18 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds._base import (
-    check_between,
-    check_feed,
-    check_steps,
-    counts,
-    fed,
-    hold_python_numbers,
-    unlimited,
-)
+from clipgrad._export import exportable
+from clipgrad._thresholds._base import check_fields, counts, fed, feeds, number, steps, unlimited
 from clipgrad._thresholds._window import Window
 
 
+@exportable
 class ZScoreState(NamedTuple):
     """What a `ZScoreThreshold` keeps.
 
@@ -44,8 +38,8 @@ class ZScoreThreshold:
     $\mu \leftarrow \alpha \mu + (1 - \alpha) n^*_t$ and
     $s^2 \leftarrow \alpha s^2 + (1 - \alpha) (n^*_t - \mu)^2$. They start as mean and deviation of
     the norms of the warm-up, in which nothing is clipped. Norms above ten times the median of the
-    warm-up are left out, so that a spike disables nothing. Every leaf has a history of its own
-    for a rule that acts on leaves; see `AdaptiveThreshold`.
+    warm-up are left out, so that a spike does not make the limit useless. Every leaf has a
+    history of its own for a rule that acts on leaves; see `AdaptiveThreshold`.
 
     Guarantees:
       * The threshold is finite at every step, whatever the norms were.
@@ -60,18 +54,18 @@ class ZScoreThreshold:
     ==========================  ==========================================================
 
     Args:
-      z: how many deviations above the mean are let pass.
+      z: how many deviations above the mean a norm may be.
       decay: $\alpha$, in [0, 1].
       warmup: the number of norms that the averages start from.
       eps: what is added to the deviation in $z_t$.
-      max_norm: a limit that holds at every step, in the warm-up too, and that the averages don't
-        see; ``None``: none. The code of the authors has 1.0.
+      max_norm: a limit at every step, in the warm-up too, which does not affect the averages;
+        ``None``: no limit. The code of the authors has 1.0.
       feed: what enters the averages: the ``"clipped"`` norm $n^*_t$, as in the paper, or the
-        ``"raw"`` one. Where the norms rise at once, far and for good, only raw ones follow.
+        ``"raw"`` one. Where the norms jump far up and stay, only averages of raw ones go with them.
 
     Raises:
       ValueError: for a number out of range, another ``feed``.
-      TypeError: for what is no number.
+      TypeError: for what is not a number.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -86,23 +80,16 @@ class ZScoreThreshold:
       Kumar, Owen, Chowdhury and Güra, ZClip: Adaptive Spike Mitigation for LLM Pre-Training, 2025.
     """
 
-    z: float = 2.5
-    decay: float = 0.97
-    warmup: int = 25
-    eps: float = 1e-6
-    max_norm: float | None = None
-    feed: str = "clipped"
+    z: float = number(2.5, 0)
+    decay: float = number(0.97, 0, 1)
+    warmup: int = steps(25)
+    eps: float = number(1e-6, 0)
+    max_norm: float | None = number(None, 0)
+    feed: str = feeds("clipped")
 
     def __post_init__(self) -> None:
-        """Refuses what is out of range."""
-        check_between("z", self.z, 0)
-        check_between("decay", self.decay, 0, 1)
-        check_steps("warmup", self.warmup)
-        check_between("eps", self.eps, 0)
-        if self.max_norm is not None:
-            check_between("max_norm", self.max_norm, 0)
-        check_feed(self.feed)
-        hold_python_numbers(self)
+        """Checks the fields."""
+        check_fields(self)
 
     def init(self, norms: jax.Array) -> ZScoreState:
         """An empty warm-up."""
@@ -126,9 +113,10 @@ class ZScoreThreshold:
     def _limit(self, state: ZScoreState, norms: jax.Array) -> jax.Array:
         spread = state.deviation + self.eps
         bound = state.mean + self.z * spread
-        excess = jnp.where(norms > bound, norms - state.mean, 1)
-        reduced = state.mean + self.z * state.deviation * (self.z * spread / excess)
-        limit = jnp.where(norms > bound, reduced, bound)
+        beyond = norms > bound
+        # z / z_t, which is 1 at the bound.
+        part = jnp.where(beyond, self.z * spread, 1) / jnp.where(beyond, norms - state.mean, 1)
+        limit = jnp.where(beyond, state.mean + self.z * state.deviation * part, bound)
         return jnp.minimum(limit, unlimited(norms))
 
     def _averages(self, state: ZScoreState, norms: jax.Array) -> tuple[jax.Array, jax.Array]:

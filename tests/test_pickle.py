@@ -1,0 +1,173 @@
+"""What this library makes travels: by pickle, cloudpickle, deep copy, and in exported programs."""
+
+import copy
+import pathlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cloudpickle
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import clipgrad as cg
+from tests.helpers import assert_same
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+
+PARAMS = {"b": jnp.array([0.5]), "w": jnp.array([[3.0, 4.0]])}
+SCALES = (1.0, 2.0, 90.0, 3.0)
+
+
+class Case(NamedTuple):
+    """An object that travels, and what is computed with it before and after.
+
+    A new row is a name, a function that makes the object, and one that makes a tree of arrays of
+    it. ``plain`` says whether pickle must do. It need not for closures, as optax's are, too: these
+    travel by cloudpickle.
+    """
+
+    name: str
+    make: Callable[[], Any]
+    use: Callable[[Any], Any]
+    plain: bool = True
+
+
+def follow(threshold: Any) -> Any:
+    """All thresholds of a run, and the last state."""
+    state, values = threshold.init(jnp.zeros(2)), []
+    for scale in SCALES:
+        value, state = threshold.update(state, scale * jnp.array([1.0, 2.0]))
+        values.append(value)
+    return values, state
+
+
+def optimize(tx: Any) -> Any:
+    """All updates of a run, and the last state."""
+    state, every = tx.init(PARAMS), []
+    for scale in SCALES:
+        grads = jax.tree.map(lambda p, scale=scale: scale * p, PARAMS)
+        updates, state = tx.update(grads, state, PARAMS)
+        every.append(updates)
+    return every, state
+
+
+def clip_examples(per_example: Any) -> Any:
+    return per_example(jnp.ones(2), jnp.array([[3.0, 4.0], [0.3, 0.4]]))
+
+
+def itself(tree: Any) -> Any:
+    return tree
+
+
+def linear(w: Any, x: Any) -> Any:
+    return w @ x
+
+
+def spikes(**options: Any) -> optax.GradientTransformation:
+    return cg.skip_spikes(optax.adam(1e-3), **options)
+
+
+def spikes_and_a_clip() -> optax.GradientTransformation:
+    clip = cg.clip_by_global_norm(cg.ZScoreThreshold(warmup=2))
+    return cg.skip_spikes(optax.chain(clip, optax.adam(1e-3)))
+
+
+THRESHOLDS = {
+    "PercentileThreshold": lambda: cg.PercentileThreshold(50, window=3),
+    "HistoryThreshold": lambda: cg.HistoryThreshold(window=2, feed="clipped"),
+    "ZScoreThreshold": lambda: cg.ZScoreThreshold(warmup=2, max_norm=50.0),
+    "EMAThreshold": lambda: cg.EMAThreshold(warmup=2),
+}
+CASES = [
+    *(Case(name, make, follow) for name, make in THRESHOLDS.items()),
+    *(
+        Case(f"state of {name}", lambda make=make: follow(make())[1], itself)
+        for name, make in THRESHOLDS.items()
+    ),
+    Case("skip_spikes", lambda: spikes(window=4), optimize, plain=False),
+    Case("skip_spikes without outliers", lambda: spikes(sigma=None), optimize, plain=False),
+    Case("skip_spikes of a clip", spikes_and_a_clip, optimize, plain=False),
+    Case("state of skip_spikes", lambda: optimize(spikes(window=4))[1], itself),
+    Case("state of skip_spikes of a clip", lambda: optimize(spikes_and_a_clip())[1], itself),
+    Case("clip_per_example", lambda: cg.clip_per_example(linear, cg.ClipByNorm(1.0)),
+         clip_examples, plain=False),
+    Case("SUGGESTED_THRESHOLDS", lambda: cg.SUGGESTED_THRESHOLDS,
+         lambda entries: [np.float64(entry.value) for entry in entries]),
+]  # fmt: skip
+WAYS = {
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "cloudpickle": lambda x: pickle.loads(cloudpickle.dumps(x)),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize(
+    "case, way",
+    [(case, way) for case in CASES for way in WAYS if case.plain or way != "pickle"],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_what_has_travelled_computes_the_same(case, way):
+    assert_same(case.use(WAYS[way](case.make())), case.use(case.make()))
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_a_threshold_that_has_travelled_is_equal(name):
+    threshold = THRESHOLDS[name]()
+    for way in WAYS.values():
+        assert way(threshold) == threshold and hash(way(threshold)) == hash(threshold)
+
+
+def test_what_has_travelled_computes_the_same_in_another_process(tmp_path):
+    """As with Ray, submitit, joblib or Dask."""
+    (tmp_path / "cases").write_bytes(cloudpickle.dumps([(c.use, c.make()) for c in CASES]))
+    script = (
+        "import pathlib, pickle, sys, tests.conftest\n"
+        "import jax; jax.config.update('jax_numpy_dtype_promotion', 'standard')\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "cases = pickle.loads((folder / 'cases').read_bytes())\n"
+        "(folder / 'results').write_bytes(pickle.dumps([use(made) for use, made in cases]))"
+    )
+    root = pathlib.Path(__file__).parents[1]
+    subprocess.run([sys.executable, "-c", script, tmp_path], cwd=root, check=True)
+    results = pickle.loads((tmp_path / "results").read_bytes())
+    for case, result in zip(CASES, results, strict=True):
+        assert_same(result, case.use(case.make()))
+
+
+# Programs that jax.export serializes. Optax registers none of its states: that is up to its users.
+
+for state in (optax.EmptyState, optax.ScaleByAdamState):
+    jax.export.register_namedtuple_serialization(state, serialized_name=f"optax.{state.__name__}")
+
+STATES = {
+    **{name: (lambda make=make: follow(make())) for name, make in THRESHOLDS.items()},
+    "skip_spikes": lambda: optimize(spikes(window=4))[1],
+    "skip_spikes without outliers": lambda: optimize(spikes(sigma=None))[1],
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_an_exported_function_returns_a_state(name):
+    exported = jax.export.export(jax.jit(STATES[name]))()
+    loaded = jax.export.deserialize(exported.serialize())
+    assert_same(loaded.call(), jax.jit(STATES[name])())
+
+
+def test_an_exported_update_goes_on_from_the_state_that_it_returned():
+    tx = spikes(max_norm=10.0)
+    state = tx.init(PARAMS)
+    update = jax.jit(tx.update)
+    loaded = jax.export.deserialize(jax.export.export(update)(PARAMS, state, PARAMS).serialize())
+    for factor, skipped in ((1.0, False), (9.0, True), (1.0, False)):
+        grads = jax.tree.map(lambda p, factor=factor: factor * p, PARAMS)
+        expected = update(grads, state, PARAMS)
+        updates, state = loaded.call(grads, state, PARAMS)
+        assert_same((updates, state), expected)
+        assert isinstance(state, cg.SkipSpikesState) and state.skipped == skipped
