@@ -68,7 +68,7 @@ def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Arra
     """Of three sums of squares the one that is in range, and the scale of its elements."""
     rule = _RANGES[plain.dtype.name]
     is_large = (down > 2.0 ** (2 * (rule.high + rule.down))) & ~jnp.isnan(plain)
-    is_small = plain < 2.0 ** (2 * rule.low)
+    is_small = (plain < 2.0 ** (2 * rule.low)) & (up > 0)
     one = jnp.ones_like(plain)
     total = jnp.where(is_large, down, jnp.where(is_small, up, plain))
     scale = jnp.where(is_large, 2.0**rule.down, jnp.where(is_small, 2.0**rule.up, one))
@@ -81,10 +81,9 @@ class Norm(NamedTuple):
     Attributes:
       root: not finite where an element is not.
       scale: a power of two, 1 in the ordinary range.
-      divisor: the root to compare and to divide by: NaN where it is not finite, and less than
-        every limit, but not 0, where it is 0. It is the square root of a sum itself, not a choice
-        of roots, and the only one that a clip uses, as in optax: XLA rounds quotients of others
-        otherwise.
+      divisor: the root to compare and to divide by: NaN where it is not finite, and small, but
+        not 0, where it is 0. It is the square root of a sum itself, not a choice of roots, and the
+        only one that a clip uses, as in optax: XLA rounds quotients of others otherwise.
     """
 
     root: jax.Array
@@ -224,7 +223,7 @@ def _root(total: jax.Array, scale: jax.Array) -> Norm:
 
 
 def _nothing(total: jax.Array) -> float:
-    """A sum of squares whose root, scaled up, is a norm below the smallest number."""
+    """A small sum of squares to divide by the root of, in place of 0."""
     return 2.0 ** (jnp.finfo(total.dtype).minexp + 6)
 
 

@@ -120,6 +120,12 @@ def train_step(
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         (loss, aux), grads, stats = gradients(state.params, batch)
+
+        def value(params: Any, clip_stats: Any = None) -> Any:
+            # optax's line searches hand all other extra arguments to this function.
+            del clip_stats
+            return loss_fn(params, batch)[0] if has_aux else loss_fn(params, batch)
+
         here, stats_of_clips = trace_state(), []
 
         def collect(clip: ClipStats) -> None:
@@ -131,7 +137,7 @@ def train_step(
             "clip_stats": collect,
             "value": loss,
             "grad": grads,
-            "value_fn": lambda p: loss_fn(p, batch)[0] if has_aux else loss_fn(p, batch),
+            "value_fn": value,
         }
         updates, opt_state = extended.update(grads, state.opt_state, state.params, **extra_args)
         params = optax.apply_updates(state.params, updates)

@@ -132,19 +132,23 @@ class UnitNorms(NamedTuple):
 
 
 def _scale(leaf: jax.Array, norms: UnitNorms, clipping: Any) -> jax.Array:
-    return _scale_units(leaf, norms, limit_of(clipping, norms.norm))
-
-
-@functools.partial(jax.jit, inline=True)
-def _scale_units(leaf: jax.Array, norms: UnitNorms, clipping: jax.Array) -> jax.Array:
     # As in optax, limits are computed in the shape of the leaf: XLA rounds other shapes otherwise.
     # What is special about a unit is decided before: in that shape XLA's CPU loops may lose NaN.
-    root, scale, divisor = norms.norm
-    weights = norms.weights.astype(root.dtype)
-    root = jnp.where(clipping * at_least(weights, norms.eps) > 0, root, jnp.inf)
-    divisor = jnp.where(jnp.isnan(weights), jnp.nan, divisor)
-    parts = (root, scale, divisor, weights)
+    clipping, *parts = _without_extremes(norms, limit_of(clipping, norms.norm))
     root, scale, divisor, weights = (broadcast_like(x, leaf) for x in parts)
     limit = clipping * jnp.maximum(weights, norms.eps)
     shrunk = times(widen(leaf, root.dtype.name), limit / divisor * scale).astype(leaf.dtype)
     return jnp.where(root <= limit * scale, leaf, shrunk)
+
+
+@functools.partial(jax.jit, inline=True)
+def _without_extremes(norms: UnitNorms, clipping: jax.Array) -> tuple[jax.Array, ...]:
+    """Numbers with which the formula of a unit has no infinite part, also where it is not used."""
+    root, scale, divisor = norms.norm
+    weights = norms.weights.astype(root.dtype)
+    limit = clipping * at_least(weights, norms.eps)
+    within = ~norms.norm.exceeds(limit) & (limit > 0)
+    most = 2.0**40  # times scale and any weight that trains this is finite
+    root = jnp.where(limit > 0, jnp.where(within & (clipping > most), 0, root), jnp.inf)
+    divisor = jnp.where(jnp.isnan(weights), jnp.nan, jnp.where(within, 1, divisor))
+    return jnp.minimum(clipping, most), root, scale, divisor, weights

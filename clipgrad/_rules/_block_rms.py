@@ -72,13 +72,13 @@ class ClipByBlockRMS(MeasuringRule):
 
 
 def _scale(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
-    return _divide(leaf, norm, limit_of(threshold, norm))
+    divisor = _divisor(norm, limit_of(threshold, norm))
+    return over(widen(leaf, norm.root.dtype.name), divisor).astype(leaf.dtype)
 
 
 @functools.partial(jax.jit, inline=True)
-def _divide(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
-    # Within the limit by 1, as in optax: XLA rounds the optimizer behind a selection otherwise.
+def _divisor(norm: Norm, limit: jax.Array) -> jax.Array:
+    """1 within the limit, as in optax: XLA rounds the optimizer behind a selection otherwise."""
     ratio = norm.root / jnp.where(limit > 0, limit, 1) / norm.scale
     divisor = jnp.where(limit > 0, jnp.where(ratio > 1, ratio, 1), jnp.inf)
-    divisor = jnp.where(jnp.isfinite(norm.root), divisor, jnp.nan)
-    return over(widen(leaf, norm.root.dtype.name), divisor).astype(leaf.dtype)
+    return jnp.where(jnp.isfinite(norm.root), divisor, jnp.nan)

@@ -33,12 +33,13 @@ def scale_down(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
     divisor is 0. In the ordinary range the scale is 1, and what is computed for each element is
     what optax computes, so that XLA makes the same program of it and the optimizer behind it.
     """
-    return _scale_down(leaf, norm, limit_of(threshold, norm))
-
-
-# One program also when called eagerly: under jax_debug_infs a limit may leave the range in it.
-@functools.partial(jax.jit, inline=True)
-def _scale_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
+    limit = limit_of(threshold, norm)
     wide = times(widen(leaf, norm.root.dtype.name), norm.scale)
     shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)
-    return jnp.where(norm.divisor <= limit * norm.scale, leaf, shrunk)
+    return jnp.where(_is_within(norm, limit), leaf, shrunk)
+
+
+# One program also when called eagerly: under jax_debug_infs the scaled limit may be inf in it.
+@functools.partial(jax.jit, inline=True)
+def _is_within(norm: Norm, limit: jax.Array) -> jax.Array:
+    return norm.divisor <= limit * norm.scale
