@@ -150,7 +150,7 @@ def gradient_clip(
             )
         selection = select(updates, where, nonfinite, measure)
         active = resolve_schedules(rule, state.count) if keeps else rule
-        norms = _norms(rule, selection, params, grad_norm)
+        norms = _norms(active, selection, params, grad_norm)
         if keeps and adaptive is not None:
             threshold, state = _next_threshold(adaptive, state, norms)
             active = with_threshold(rule, threshold if has_one_norm(rule) else PerLeaf(threshold))

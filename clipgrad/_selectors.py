@@ -41,7 +41,7 @@ def unboxed(path: str) -> str:
 
 def nearest(wanted: str, there: Iterable[str], most: int = 10) -> str:
     """The words most like the one that was wanted, as text for an error."""
-    words = list(dict.fromkeys(there))
+    words = list(dict.fromkeys(word or "(the whole tree is one leaf)" for word in there))
     ranked = sorted(words, key=lambda w: -difflib.SequenceMatcher(None, wanted, w).ratio())
     if not words:
         return "there are none"

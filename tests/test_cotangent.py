@@ -129,11 +129,11 @@ def test_a_schedule_is_refused_since_there_is_no_step():
         (cg.ClipByNorm(1.0, axis=1), r"axis: got 1 for the leaf of shape \(2,\)"),
         (
             lambda tree: tree[:1],
-            r"the rule returned \(1,\) for the leaf, expected the shape \(2,\)",
+            r"rule: got the shape \(1,\) back for the leaf, expected .* \(2,\)",
         ),
-        (lambda tree: [tree], "the rule returned the structure"),
-        (lambda tree: None, "the rule returned the structure|the rule returned None"),
-        (cg.AdaptiveClip(axis={"nothing": 0}), "axis: 'nothing' matches no leaf"),
+        (lambda tree: [tree], "rule: got the structure"),
+        (lambda tree: None, "rule: got the structure .*None"),
+        (cg.AdaptiveClip(axis={"nothing": 0}), "axis: got 'nothing', expected an expression that selects a leaf"),
     ],
     ids=range(8),
 )

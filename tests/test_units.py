@@ -184,7 +184,7 @@ def test_the_first_expression_that_matches_holds():
 @pytest.mark.parametrize(
     "axis, match",
     [
-        ({"kernel": 0, "kernal": 1}, "axis: 'kernal' matches no leaf; the paths are .*'dense/ker"),
+        ({"kernel": 0, "kernal": 1}, "axis: got 'kernal', expected .*'dense/ker"),
         ({"bias": 1}, r"axis: got 1 for dense/bias of shape \(6,\)"),
         ({"dense/kernel": (0, -2)}, r"axis: got \(0, -2\) for dense/kernel of shape \(4, 6\)"),
         (lambda path, leaf: 9, "axis: got 9 for"),
