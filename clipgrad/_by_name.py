@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -9,7 +10,9 @@ import jax
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._cotangent import clip_cotangent
-from clipgrad._rules import ClipRule, as_rule
+from clipgrad._nnx import with_models
+from clipgrad._rules import ClipByValue, ClipRule, as_rule, is_own
+from clipgrad._selectors import nearest
 from clipgrad._stats import ClipStats
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -75,6 +78,9 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
     def clipped(*args: Any, **kwargs: Any) -> Any:
         if not named:
             return fun(*args, **kwargs)
+        return with_models(run, fun, args, kwargs)
+
+    def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
         check_names(traced.program, named, caller)
         return traced.evaluate(args, kwargs, ByName(given_rules(named), {}))
@@ -95,6 +101,11 @@ class ByName(_jaxpr.Hook):
 
     rules: dict[str, Any]
     probes: dict[str, ClipStats]
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether all that the rules compute with is in their fields."""
+        return all(map(is_own, self.rules.values()))
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
         """Returns what a tag returns, clipped; None for an equation that holds one."""

@@ -12,6 +12,8 @@ from jax.extend.core import DropVar, Literal, Var
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._by_name import check_function, rule_of_variable
 from clipgrad._cotangent import clip_cotangent
+from clipgrad._nnx import with_models
+from clipgrad._rules import is_own
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,6 +64,9 @@ def error_clip_everywhere(fun: F, rule: Callable[..., Any] | None) -> F:
     def clipped(*args: Any, **kwargs: Any) -> Any:
         if rule is None:
             return fun(*args, **kwargs)
+        return with_models(run, fun, args, kwargs)
+
+    def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
         count = len(_jaxpr.opened(traced.program)[0].outvars)
         hook = _Everywhere(rule, _ends(traced.program, range(count)))
@@ -77,6 +82,11 @@ class _Everywhere(_jaxpr.Hook):
 
     rule: Callable[..., Any]
     ends: frozenset[Var]
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether all that the rule computes with is in its fields."""
+        return is_own(self.rule)
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
         """Returns what an operation returns, clipped; None for an equation that holds more."""

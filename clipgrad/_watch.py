@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._by_name import ByName, Rules, check_names, checked_rules, given_rules, is_closed
+from clipgrad._nnx import is_model, value_and_grad, with_models
 from clipgrad._stats import ClipStats
 
 
@@ -77,17 +78,31 @@ def value_and_grad_with_stats(
 
     @functools.wraps(fun)
     def with_stats(*args: Any, **kwargs: Any) -> Any:
-        if not -len(args) <= first < len(args):
+        if not all(-len(args) <= i < len(args) for i in chosen):
             plain(*args, **kwargs)  # says what is wrong in its own words
-        traced = _jaxpr.trace(fun, _as_arrays(args, chosen), kwargs)
-        probes = _probes(traced.program, named, watched)
+        traces: list[_jaxpr.Traced] = []
 
-        def with_probes(*args: Any, **kwargs: Any) -> Any:
-            args, probes = _unpack(args, first)
-            return traced.evaluate(args, kwargs, ByName(given_rules(named), probes))
+        def read(function: Any, args: Any, kwargs: Any) -> None:
+            traces.append(_jaxpr.trace(function, args, kwargs))
 
-        differentiated = jax.value_and_grad(with_probes, argnums, has_aux)
-        value, grads = differentiated(*_pack(args, first, probes), **kwargs)
+        with_models(read, fun, _as_arrays(args, chosen), kwargs)
+        probes = _probes(traces[0].program, named, watched)
+
+        def with_probes(*packed: Any) -> Any:
+            args, probes = _unpack(packed[:-1], first)
+            hook = ByName(given_rules(named), probes)
+
+            def again(function: Any, args: Any, kwargs: Any) -> Any:
+                known = traces[0] if function is fun else _jaxpr.trace(function, args, kwargs)
+                return known.evaluate(args, kwargs, hook)
+
+            return with_models(again, fun, args, packed[-1])
+
+        positions = tuple(i % len(args) for i in chosen)
+        differentiated = value_and_grad(args, kwargs)(
+            with_probes, argnums=positions if chosen is argnums else positions[0], has_aux=has_aux
+        )
+        value, grads = differentiated(*_pack(args, first, probes), kwargs)
         if chosen is not argnums:
             grads, stats = grads
         else:
@@ -116,7 +131,8 @@ def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
     """The arguments, with arrays for the numbers in those that are differentiated."""
     positions = {i % len(args) for i in argnums}
     return tuple(
-        jax.tree.map(_as_array, arg) if i in positions else arg for i, arg in enumerate(args)
+        jax.tree.map(_as_array, arg, is_leaf=is_model) if i in positions else arg
+        for i, arg in enumerate(args)
     )
 
 

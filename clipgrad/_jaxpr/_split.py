@@ -3,7 +3,8 @@
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+
+from clipgrad._jaxpr._trace import is_array
 
 
 class Split(NamedTuple):
@@ -25,8 +26,3 @@ def split(tree: Any) -> tuple[Split, list]:
     arrays = [leaf for leaf in leaves if is_array(leaf)]
     fixed = tuple(None if is_array(leaf) else leaf for leaf in leaves)
     return Split(structure, fixed), arrays
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array of JAX or NumPy, a tracer included."""
-    return isinstance(leaf, jax.Array | np.ndarray)
