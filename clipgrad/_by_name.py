@@ -83,6 +83,7 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
         check_names(traced.program, named, caller)
+        warn_of_batches(traced.program, named, caller, stacklevel=5)
         return traced.evaluate(args, kwargs, ByName(given_rules(named), {}))
 
     return clipped  # type: ignore[return-value]
@@ -197,32 +198,47 @@ def _check_sites(name: str, own: list[Any], found: Sequence[Any], caller: str) -
     if not own:
         there = list(dict.fromkeys(site.name for site in found))
         raise ValueError(
-            f"{caller}: nothing is tagged {name!r}; the names in this function are {there}; tag a "
-            f"variable by x = jax.ad_checkpoint.checkpoint_name(x, {name!r})"
+            f"{caller}: got {name!r}, expected a name that is tagged in this function; "
+            f"{nearest(name, there)}; tag a variable by "
+            f"x = jax.ad_checkpoint.checkpoint_name(x, {name!r})"
         )
-    closed = next((site.within for site in own if is_closed(site)), None)
+    closed = next((site.within for site in own if site.is_out_of_reach), None)
     if closed:
         inside = list(dict.fromkeys(site.name for site in found if site.within == closed))
         raise ValueError(
-            f"{caller}: {name!r} tags a variable inside of {closed}, whose cotangents can't be "
-            f"reached from outside, like all of {inside}; tag what goes into it or comes out of "
-            "it, or write clip_cotangent into its backward pass"
+            f"{caller}: got {name!r}, which tags a variable inside of {closed}, expected one whose "
+            f"cotangents can be reached from outside, unlike those of {inside}; tag what goes into "
+            "it or comes out of it, or write clip_cotangent into its backward pass"
         )
     if not any(site.is_differentiable for site in own):
         raise TypeError(
-            f"{caller}: {name!r} tags {own[0].dtype} values, which have no cotangents; expected "
-            "floating or complex ones"
+            f"{caller}: got {name!r}, which tags {own[0].dtype} values, expected floating or "
+            "complex ones; others have no cotangents"
         )
     if not any(site.used for site in own):
         raise ValueError(
-            f"{caller}: the value tagged {name!r} is not used, so that no cotangent comes back to "
-            f"it; write x = checkpoint_name(x, {name!r}), and go on with that x"
+            f"{caller}: got {name!r}, which tags a value that is not used, expected one that "
+            f"cotangents come back to; write x = checkpoint_name(x, {name!r}), and use that x"
         )
 
 
-def is_closed(site: Any) -> bool:
-    """Whether a cotangent may be at work that can't be reached; in a while loop there is none."""
-    return site.within not in (None, "while")
+def warn_of_batches(program: Any, rules: Rules, caller: str, stacklevel: int) -> None:
+    """Warns of rules that measure a norm where a variable is a batch."""
+    mapped = {site.name for site in _jaxpr.sites(program) if site.mapped and not site.within}
+    names = [name for name, rule in rules.items() if name in mapped and _measures_all(rule)]
+    if names:
+        warnings.warn(
+            f"{caller}: got a rule that measures a norm for {names}, tagged inside of jax.vmap, "
+            "where a name stands for the whole batch; for a norm of each example write "
+            "clip_cotangent(x, rule) inside of the mapped function, or give ClipByNorm the axes "
+            "of an example as axis=",
+            stacklevel=stacklevel,
+        )
+
+
+def _measures_all(rule: Any) -> bool:
+    is_by_value = rule is None or isinstance(rule, ClipByValue)
+    return not is_by_value and is_own(rule) and getattr(rule, "axis", None) is None
 
 
 def _names_in(equation: Any) -> set[str]:

@@ -8,9 +8,18 @@ import jax
 import jax.numpy as jnp
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._by_name import ByName, Rules, check_names, checked_rules, given_rules, is_closed
+from clipgrad._by_name import (
+    ByName,
+    Rules,
+    check_names,
+    checked_rules,
+    given_rules,
+    warn_of_batches,
+)
 from clipgrad._nnx import is_model, value_and_grad, with_models
 from clipgrad._stats import ClipStats
+
+_CALLER = "value_and_grad_with_stats"
 
 
 def value_and_grad_with_stats(
@@ -87,6 +96,7 @@ def value_and_grad_with_stats(
 
         with_models(read, fun, _as_arrays(args, chosen), kwargs)
         probes = _probes(traces[0].program, named, watched)
+        warn_of_batches(traces[0].program, named, _CALLER, stacklevel=3)
 
         def with_probes(*packed: Any) -> Any:
             args, probes = _unpack(packed[:-1], first)
@@ -153,22 +163,21 @@ def _unpack(args: tuple, position: int) -> tuple[tuple, Any]:
 
 
 def _probes(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> dict[str, ClipStats]:
-    caller = "value_and_grad_with_stats"
     found = _jaxpr.sites(program)
     if watch is None:
         watch = tuple(dict.fromkeys(site.name for site in found if _has_cotangent(site)))
         if not watch:
             raise ValueError(
-                f"{caller}: nothing is tagged in this function; tag a variable by "
-                'x = jax.ad_checkpoint.checkpoint_name(x, "x")'
+                f"{_CALLER}: got a function without tags, expected one with tagged variables; tag "
+                'one by x = jax.ad_checkpoint.checkpoint_name(x, "x")'
             )
     names = tuple(dict.fromkeys([*rules, *watch]))
-    check_names(program, names, caller)
+    check_names(program, names, _CALLER)
     return {name: _probe([s for s in found if s.name == name and not s.within]) for name in names}
 
 
 def _has_cotangent(site: Any) -> bool:
-    return is_closed(site) or (site.is_differentiable and site.used)
+    return site.is_out_of_reach or (site.is_differentiable and site.used)
 
 
 def _probe(own: list[Any]) -> ClipStats:

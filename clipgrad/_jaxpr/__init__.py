@@ -4,7 +4,7 @@ This is the only place that knows how JAX's higher-order primitives store their 
 in what their parameters differ between versions.
 """
 
-import clipgrad._jaxpr._entrances as _entrances  # registers the entrances
+from clipgrad._jaxpr import _entrances as _entrances
 from clipgrad._jaxpr._evaluate import Hook as Hook
 from clipgrad._jaxpr._evaluate import bind as bind
 from clipgrad._jaxpr._evaluate import evaluate as evaluate
