@@ -40,12 +40,12 @@ def with_models(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwa
         return changed and nnx.from_tree(changed, ctxtag=TAG, is_inner=False)[1]
 
 
-def value_and_grad(args: Any, kwargs: Any) -> Callable[..., Any]:
+def value_and_grad(args: Any) -> Callable[..., Any]:
     """`nnx.value_and_grad` if there are NNX modules among the arguments, or that of JAX."""
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         return jax.value_and_grad
-    leaves = jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Pytree))
+    leaves = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Pytree))
     has_modules = any(isinstance(leaf, nnx.Pytree) for leaf in leaves)
     return nnx.value_and_grad if has_modules else jax.value_and_grad
 

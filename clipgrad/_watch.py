@@ -79,6 +79,18 @@ def value_and_grad_with_stats(
       >>> print(value, grads, stats["h"].norm)
       15.0 17.0 [8. 4. 2. 1.]
     """
+    return with_stats(fun, argnums, has_aux, rules, watch, value_and_grad)
+
+
+def with_stats(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    rules: Rules | None,
+    watch: Iterable[str] | None,
+    value_and_grad: Callable[..., Any],
+) -> Callable[..., Any]:
+    """`value_and_grad_with_stats`, by what ``value_and_grad(args)`` returns instead of JAX's."""
     plain = jax.value_and_grad(fun, argnums, has_aux)
     named = checked_rules({} if rules is None else rules)
     watched = _checked_watch(watch)
@@ -86,32 +98,29 @@ def value_and_grad_with_stats(
     first = next(iter(chosen), 0)
 
     @functools.wraps(fun)
-    def with_stats(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in chosen):
             plain(*args, **kwargs)  # says what is wrong in its own words
-        traces: list[_jaxpr.Traced] = []
-
-        def read(function: Any, args: Any, kwargs: Any) -> None:
-            traces.append(_jaxpr.trace(function, args, kwargs))
-
-        with_models(read, fun, _as_arrays(args, chosen), kwargs)
-        probes = _probes(traces[0].program, named, watched)
-        warn_of_batches(traces[0].program, named, _CALLER, stacklevel=3)
+        traced, has_changes = _traced(fun, _as_arrays(args, chosen), kwargs)
+        probes = _probes(traced.program, named, watched)
+        warn_of_batches(traced.program, named, _CALLER, stacklevel=3)
 
         def with_probes(*packed: Any) -> Any:
             args, probes = _unpack(packed[:-1], first)
             hook = ByName(given_rules(named), probes)
 
             def again(function: Any, args: Any, kwargs: Any) -> Any:
-                known = traces[0] if function is fun else _jaxpr.trace(function, args, kwargs)
+                known = traced if function is fun else _jaxpr.trace(function, args, kwargs)
                 return known.evaluate(args, kwargs, hook)
 
             return with_models(again, fun, args, packed[-1])
 
         positions = tuple(i % len(args) for i in chosen)
-        differentiated = value_and_grad(args, kwargs)(
+        seen = (args, kwargs) if has_changes else [args[i] for i in positions]
+        differentiated = value_and_grad(seen)(
             with_probes, argnums=positions if chosen is argnums else positions[0], has_aux=has_aux
         )
+        # The keyword arguments come last, since NNX resolves keywords by the signature of `fun`.
         value, grads = differentiated(*_pack(args, first, probes), kwargs)
         if chosen is not argnums:
             grads, stats = grads
@@ -120,7 +129,24 @@ def value_and_grad_with_stats(
             grads = (grad, *others)
         return value, grads, stats
 
-    return with_stats
+    return run
+
+
+def _traced(fun: Callable[..., Any], args: tuple, kwargs: Any) -> tuple[_jaxpr.Traced, bool]:
+    """The program of a function, and whether it would change a model; here they stay."""
+    traced: list[_jaxpr.Traced] = []
+    changes: list[bool] = []
+
+    def read(function: Any, args: Any, kwargs: Any) -> None:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            changes.append(function is not fun and bool(result[0]))
+            return result
+
+        traced.append(_jaxpr.trace(noted, args, kwargs))
+
+    with_models(read, fun, args, kwargs)
+    return traced[0], changes[0]
 
 
 def _checked_watch(watch: Any) -> tuple[str, ...] | None:
