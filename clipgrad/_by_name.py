@@ -32,8 +32,14 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
         `jax.lax.switch`, `jax.checkpoint`, `jax.shard_map`, `jax.vmap` and of the matrix of
         `jax.lax.custom_linear_solve`. They keep their meaning for the policies of
         `jax.checkpoint`.
-      * Each tagged array is a variable of its own, at each step of a scan. Inside of `jax.vmap` it
-        is the whole batch: a norm rule is joint there.
+      * Each tagged array is a variable of its own, at each step of a scan.
+      * Inside of a `jax.vmap` in ``fun`` a tagged array is the whole batch: a norm rule measures
+        all examples together, with a warning, where `clip_cotangent` measures each. So it is for
+        `jax.lax.map`, by batches of ``batch_size``. Where the result is mapped by `jax.vmap`, each
+        example is clipped by itself.
+      * What ``fun`` changes in flax NNX models among its arguments, and in references
+        (`jax.new_ref`), is changed as without the clips. Other containers are values, as for
+        `jax.jit`.
       * A gradient that ``fun`` takes inside is part of its value, and is not clipped.
       * ``fun`` itself is not changed, and can be differentiated in forward mode; so can the
         result, as long as no clipped variable depends on what is differentiated.
@@ -45,8 +51,7 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
     step into `jax.jit`, so that this happens once.
 
     Args:
-      fun: a function of pytrees. Its arguments that are no JAX or NumPy arrays are handed to it as
-        they are.
+      fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
       rules: a rule for each name; ``None`` in place of a rule: off.
       prefix: is put before each name, as in ``"encoder/"``.
 
@@ -54,11 +59,11 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
       A function like ``fun``.
 
     Raises:
-      TypeError: if ``fun`` is no function, ``rules`` no mapping of names to rules, or a rule needs
-        parameters; when called, if the variable of a name has no cotangent, being an integer.
+      TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
+        needs parameters; when called, if the variables of a name are integers, without cotangents.
       ValueError: when called, if a name tags nothing, or nothing that is used, or a variable inside
         of a primitive that can't be entered, such as a `jax.custom_vjp`, whose own rule replaces
-        the cotangents in it.
+        the cotangents in it; if ``fun`` changes an NNX model that it closes over.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -92,12 +97,12 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ByName(_jaxpr.Hook):
-    """Clips and watches the tagged variables; what holds none of them is left whole.
+    """Clips and watches the tagged variables; equations without them are left as they are.
 
     Attributes:
       rules: a rule for each name that is clipped.
-      probes: the probe of each name that is watched, with a leading axis for each scan that is
-        still to be entered.
+      probes: the probe of each name that is watched, with a leading axis for each scan between
+        this program and the variable.
     """
 
     rules: dict[str, Any]
@@ -109,7 +114,7 @@ class ByName(_jaxpr.Hook):
         return all(map(is_own, self.rules.values()))
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
-        """Returns what a tag returns, clipped; None for an equation that holds one."""
+        """The clipped result of a tag; None for an equation that holds tags."""
         name = equation.params.get("name")
         if equation.primitive.name == "name" and (name in self.rules or name in self.probes):
             (tagged,) = _jaxpr.bind(equation, inputs)
@@ -118,12 +123,12 @@ class ByName(_jaxpr.Hook):
         return None if inner.rules or inner.probes else _jaxpr.bind(equation, inputs)
 
     def steps(self, equation: Any) -> dict[str, ClipStats]:
-        """Returns the probes that have a slot for each step of this scan."""
+        """The probes with an entry for each step of this scan."""
         probes = self._of(_names_in(equation)).probes
         return {name: probe for name, probe in probes.items() if probe.size.ndim}
 
     def inside(self, equation: Any, step: Any) -> "ByName":
-        """Returns the clips of what is inside of an equation, with the probes of this step."""
+        """The clips inside of an equation, with the probes of this step."""
         inner = self._of(_names_in(equation))
         return ByName(inner.rules, inner.probes | (step or {}))
 
@@ -140,17 +145,17 @@ def check_function(fun: Any) -> None:
     """Checks that what is transformed is a function.
 
     Raises:
-      TypeError: if it is none, or a rule.
+      TypeError: if it is not, or if it is a rule.
     """
     if ClipRule in type(fun).__mro__ or not callable(fun):
         raise TypeError(f"fun: got {fun!r}, expected a function; the rules come second")
 
 
 def checked_rules(rules: Any, prefix: Any = "") -> dict[str, Any]:
-    """Returns the rules with the prefix before their names.
+    """The rules with the prefix before their names.
 
     Raises:
-      TypeError: if they are no mapping of names to rules that a tagged variable can have.
+      TypeError: if they are not a mapping of names to rules that a tagged variable can have.
     """
     if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
         raise TypeError(
@@ -164,15 +169,15 @@ def checked_rules(rules: Any, prefix: Any = "") -> dict[str, Any]:
 
 
 def rule_of_variable(rule: Any) -> Any:
-    """Returns a rule that a variable inside of a function can have.
+    """The rule, if a variable inside of a function can have it.
 
     Raises:
-      TypeError: if it is no rule, or measures parameters.
+      TypeError: if it is not a rule, or needs parameters.
     """
     if getattr(as_rule(rule), "needs_params", False):
         raise TypeError(
-            f"rule: got {rule!r}, but a variable has no parameters that the rule could measure; if "
-            "its own value is meant, write clip_cotangent(x, rule) in its place"
+            f"rule: got {rule!r}, which needs parameters, expected one that does not: a variable "
+            "has none; to measure the variable itself write clip_cotangent(x, rule) in its place"
         )
     return rule
 

@@ -30,21 +30,24 @@ def value_and_grad_with_stats(
     rules: Rules | None = None,
     watch: Iterable[str] | None = None,
 ) -> Callable[..., Any]:
-    r"""`jax.value_and_grad` with a third result: what each tagged variable's cotangent was.
+    r"""`jax.value_and_grad` with a third result: statistics of each tagged variable's cotangent.
 
     A variable is tagged by ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``; see
     `error_clip_by_name`.
 
     Guarantees:
-      * Value and gradient are those of ``jax.value_and_grad(error_clip_by_name(fun, rules))``.
+      * Value and gradient are those of ``jax.value_and_grad(error_clip_by_name(fun, rules))``;
+        flax NNX models are differentiated as by `nnx.value_and_grad`, with respect to their
+        `nnx.Param`, and what ``fun`` changes in them is changed.
       * The statistics leave the compiled backward pass as the gradients do, with no callback;
-        under `jax.jit` what is not used of them is not computed.
+        under `jax.jit` statistics that are not used are not computed.
       * The statistics of a name have one leading axis for each scan around it, outermost first:
         in an RNN there is one entry for each time step, in a transformer that scans its layers
         one for each layer.
       * Variables that share a name are added up: step by step as far as the lengths of the scans
         around them are the same from the outermost on, over all steps of the rest.
-      * Under `jax.vmap` each lane has its own; what ``fun`` itself maps over is added up.
+      * Under `jax.vmap` each lane has its own; inside of a `jax.vmap` in ``fun`` they are those of
+        the whole batch.
       * Inside of `jax.shard_map` they are those of all devices together, like the gradients of
         what the devices share; with ``check_vma=False`` each device has its own.
 
@@ -53,15 +56,15 @@ def value_and_grad_with_stats(
       argnums: the positions of the arguments to differentiate.
       has_aux: whether ``fun`` returns something besides the scalar.
       rules: a rule for each name that is to be clipped; ``None`` in place of a rule: watch only.
-      watch: further names to watch without clipping them; ``None``: all names there are whose
-        variables have cotangents.
+      watch: further names to watch without clipping them; ``None``: all names whose variables have
+        cotangents.
 
     Returns:
       A function of the arguments of ``fun`` that returns ``(value, grads, stats)``, or
       ``((value, aux), grads, stats)``, where ``stats`` is a dictionary from names to `ClipStats`.
 
     Raises:
-      TypeError: for wrong rules, see `error_clip_by_name`, or if ``watch`` is no collection of
+      TypeError: for wrong rules, see `error_clip_by_name`, or if ``watch`` is not a collection of
         names.
       ValueError: when called, if a name can't be found or reached, see `error_clip_by_name`, or
         with ``watch=None`` if nothing is tagged.
@@ -164,7 +167,7 @@ def _checked_watch(watch: Any) -> tuple[str, ...] | None:
 
 
 def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
-    """The arguments, with arrays for the numbers in those that are differentiated."""
+    """The arguments, with arrays for the Python numbers in those that are differentiated."""
     positions = {i % len(args) for i in argnums}
     return tuple(
         jax.tree.map(_as_array, arg, is_leaf=is_model) if i in positions else arg

@@ -197,6 +197,20 @@ def test_it_can_be_mapped_and_compiled_on_either_side(model):
         assert_close(mapped(batch), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("rule", [VALUE, cg.ClipByGlobalNorm(0.1), cg.ClipByNorm(0.1, axis=-1)])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["by name", "everywhere"])
+def test_a_variable_may_have_more_elements_than_an_int32_counts(rule, everywhere):
+    def model(x):
+        return jnp.sum(checkpoint_name(jnp.sin(x), "h"), axis=-1)
+
+    clipped = cg.error_clip_by_name(model, {"h": rule})
+    if everywhere:
+        clipped = cg.error_clip_everywhere(model, rule)
+    x = jax.ShapeDtypeStruct((3, 10**9), jnp.float32)
+    gradient = jax.eval_shape(jax.grad(lambda x: jnp.sum(clipped(x))), x)
+    assert gradient.shape == x.shape
+
+
 def test_it_can_be_applied_again():
     first, second = {"h": lambda g: jnp.clip(g, -1, 1)}, {"h": lambda g: 0.5 * g, "out": VALUE}
     loss = loss_of(scanned)
@@ -430,7 +444,10 @@ def test_a_tag_whose_result_is_not_used_is_an_error():
         (VALUE, "rules: got ClipByValue.*expected a mapping of names to rules.*everywhere"),
         ({0: VALUE}, "rules: got {0: .*expected a mapping of names"),
         ({"h": 5.0}, r"did you mean ErrorClipByValue\(max=5.0\)"),
-        ({"h": cg.AdaptiveClip()}, "a variable has no parameters.*clip_cotangent"),
+        (
+            {"h": cg.AdaptiveClip()},
+            "needs parameters, expected .* a variable has none; .*clip_cotangent",
+        ),
         ({"h": cg.ErrorClipByValue(lambda step: 1.0)}, "schedule"),
     ],
     ids=["no mapping", "no name", "a number", "a rule of parameters", "a schedule"],

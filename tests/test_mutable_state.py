@@ -222,6 +222,18 @@ def test_a_model_that_is_closed_over_and_changed_is_an_error_that_says_what_to_w
     assert model.count[...] == model.calls == 0
 
 
+@every_transformed
+def test_other_containers_are_values_as_for_jit(transformed):
+    def fun(batch):
+        batch["x"] = 3 * batch["x"]
+        return jnp.sum(checkpoint_name(batch.pop("x"), "h"))
+
+    batch = {"x": X}
+    jax.jit(fun)(batch)
+    transformed(fun)(batch)
+    assert batch["x"] is X
+
+
 # references
 
 

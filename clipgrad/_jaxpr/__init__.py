@@ -1,7 +1,7 @@
 """Evaluate a jaxpr again with a hook at each equation, nested programs included.
 
-This is the only place that knows how JAX's higher-order primitives store their programs, and
-in what their parameters differ between versions.
+Only this package knows how JAX's higher-order primitives store their programs, and how their
+parameters differ between versions of JAX.
 """
 
 from clipgrad._jaxpr import _entrances as _entrances

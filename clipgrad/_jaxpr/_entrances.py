@@ -14,8 +14,8 @@ from clipgrad._jaxpr._programs import CALLS, CUSTOM_RULES, JIT, REMAT, scan_coun
 from clipgrad._jaxpr._trace import is_array
 from clipgrad._trees import combine, partition
 
-# Only what belongs to no living program may be forgotten: a program compiled in an earlier call
-# of a transformed function is found again in the next.
+# An inner jit of a transformed function is compiled at the first call; the next ones find it here,
+# as long as JAX keeps its program.
 _COMPILED: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
 
 
@@ -48,7 +48,7 @@ _JIT_OPTIONS = ("in_shardings", "out_shardings", "donated_invars", "keep_unused"
 
 
 def _found(equation: JaxprEqn, rest: Hook) -> Callable[..., list]:
-    """What was compiled for an equal hook without its arrays."""
+    """The compiled function of a hook that is equal up to its arrays."""
     leaves, structure = jax.tree.flatten(rest)
     key = (structure, *leaves, *(equation.params[name] for name in _JIT_OPTIONS))
     compiled = _COMPILED.setdefault(_program(equation), {})
@@ -92,7 +92,7 @@ def _remat(equation, inputs, hook):
 
 
 def _kept_apart(inputs, prevent_cse):
-    """The barrier that JAX puts before what the backward pass of a `remat` computes again."""
+    """The inputs behind the barrier that JAX puts before the recomputation of a `remat`."""
     chosen = [prevent_cse] * len(inputs) if isinstance(prevent_cse, bool) else prevent_cse
     barred = iter(lax.optimization_barrier([x for x, c in zip(inputs, chosen, strict=True) if c]))
     return [next(barred) if c else x for x, c in zip(inputs, chosen, strict=True)]

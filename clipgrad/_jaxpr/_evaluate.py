@@ -1,7 +1,7 @@
 """Evaluating a jaxpr equation by equation.
 
-A hook sees every equation first; what it leaves alone is entered if it holds a program, and
-bound as it stands if it does not.
+A hook sees every equation first. If it returns nothing, the equation is entered if it holds a
+program, and bound as it is if it does not.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,12 +52,12 @@ class Hook:
         return None
 
     def constant(self, value: Any, aval: Any) -> Any:
-        """Return what stands for a literal or a closed-over constant."""
+        """Return the value that replaces a literal or a closed-over constant."""
         del aval
         return value
 
     def steps(self, equation: JaxprEqn) -> Any:
-        """Return a tree with a leading axis as long as the scan, handed out step by step."""
+        """Return a tree with a leading axis as long as the scan; `inside` gets its slices."""
         del equation
         return ()
 
