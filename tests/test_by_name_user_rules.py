@@ -1,6 +1,7 @@
 """A rule of a user's own may hold anything: it is applied as it is at each call."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, PartitionSpec
 
 import clipgrad as cg
 from tests.helpers import assert_close
@@ -62,6 +64,17 @@ class Equal(LookAlike):
         return 0
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["c"], meta_fields=[])
+@dataclasses.dataclass
+class OfAPytree(LookAlike):
+    """A pytree that checks its leaves whenever it is made."""
+
+    c: object
+
+    def __post_init__(self):
+        assert jnp.shape(self.c) == ()
+
+
 def closure(c):
     def rule(g):
         return scale(g, rule.c)
@@ -74,7 +87,7 @@ def body(x):
     return 3 * checkpoint_name(x, "h")
 
 
-RULES = [OfTheProtocol, OfARule, LookAlike, NotHashable, Equal, closure]
+RULES = [OfTheProtocol, OfARule, LookAlike, NotHashable, Equal, OfAPytree, closure]
 PLACES = {
     "by name": lambda f, rule: jax.grad(cg.error_clip_by_name(f, {"h": rule})),
     "everywhere": lambda f, rule: jax.grad(cg.error_clip_everywhere(f, rule)),
@@ -91,6 +104,12 @@ INSIDE = {
     "vmap": jax.vmap(body),
     "remat": jax.checkpoint(body),
     "cond": lambda x: lax.cond(x[0, 0] > 0, body, jnp.sin, x),
+    "shard_map": lambda x: jax.shard_map(
+        body,
+        mesh=jax.make_mesh((2,), ("d",), (AxisType.Auto,)),
+        in_specs=PartitionSpec("d"),
+        out_specs=PartitionSpec("d"),
+    )(x),
 }
 OUTSIDE = {
     "eager": lambda f, c: f(c),

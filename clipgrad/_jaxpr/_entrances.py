@@ -39,30 +39,30 @@ def _jit(equation, inputs, hook):
     if hook.flatten:
         return _call(equation, inputs, hook)
     inner = hook.inside(equation, ())
-    arrays, rest = partition(inner, is_array)
-    run = _found(equation, rest) if inner.is_reusable else _jitted(equation, rest)
-    return run(arrays, *inputs)
+    leaves, structure = jax.tree.flatten(inner)
+    arrays, rest = partition(leaves, is_array)
+    make = _found if inner.is_reusable else _jitted
+    return make(equation, structure, rest)(arrays, *inputs)
 
 
 _JIT_OPTIONS = ("in_shardings", "out_shardings", "donated_invars", "keep_unused", "inline", "name")
 
 
-def _found(equation: JaxprEqn, rest: Hook) -> Callable[..., list]:
+def _found(equation: JaxprEqn, structure: Any, rest: list) -> Callable[..., list]:
     """The compiled function of a hook that is equal up to its arrays."""
-    leaves, structure = jax.tree.flatten(rest)
-    key = (structure, *leaves, *(equation.params[name] for name in _JIT_OPTIONS))
+    key = (structure, *rest, *(equation.params[name] for name in _JIT_OPTIONS))
     compiled = _COMPILED.setdefault(_program(equation), {})
     if key not in compiled:
-        compiled[key] = _jitted(equation, rest)
+        compiled[key] = _jitted(equation, structure, rest)
     return compiled[key]
 
 
-def _jitted(equation: JaxprEqn, rest: Hook) -> Callable[..., list]:
+def _jitted(equation: JaxprEqn, structure: Any, rest: list) -> Callable[..., list]:
     """`jax.jit` of the evaluation, with the options that the equation was made with."""
     program, params = weakref.ref(_program(equation)), equation.params
 
     def run(arrays, *inputs):
-        return evaluate(program(), inputs, combine(arrays, rest))
+        return evaluate(program(), inputs, structure.unflatten(combine(arrays, rest)))
 
     run.__name__ = params["name"]
     return jax.jit(
@@ -149,11 +149,13 @@ def _cond(equation, inputs, hook):
 @entrance("shard_map")
 def _shard_map(equation, inputs, hook):
     params = equation.params
-    arrays, rest = partition(hook.inside(equation, ()), is_array)
+    leaves, structure = jax.tree.flatten(hook.inside(equation, ()))
+    arrays, rest = partition(leaves, is_array)
     axes = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
 
     def shard(arrays, *shards):
-        return tuple(evaluate(_program(equation), shards, combine(arrays, rest)))
+        hook = structure.unflatten(combine(arrays, rest))
+        return tuple(evaluate(_program(equation), shards, hook))
 
     mapped = jax.shard_map(
         shard,
