@@ -194,12 +194,12 @@ def check_names(program: Any, names: Iterable[str], caller: str) -> None:
       TypeError: if the variables of a name have no cotangents.
       ValueError: if a name tags nothing that can be reached.
     """
-    found = _jaxpr.sites(program)
     for name in names:
-        _check_sites(name, [site for site in found if site.name == name], found, caller)
+        _check_name(name, _jaxpr.sites(program), caller)
 
 
-def _check_sites(name: str, own: list[Any], found: Sequence[Any], caller: str) -> None:
+def _check_name(name: str, found: Sequence[_jaxpr.Site], caller: str) -> None:
+    own = [site for site in found if site.name == name]
     if not own:
         there = list(dict.fromkeys(site.name for site in found))
         raise ValueError(
@@ -242,8 +242,8 @@ def warn_of_batches(program: Any, rules: Rules, caller: str, stacklevel: int) ->
 
 
 def _measures_all(rule: Any) -> bool:
-    is_by_value = rule is None or isinstance(rule, ClipByValue)
-    return not is_by_value and is_own(rule) and getattr(rule, "axis", None) is None
+    measures = is_own(rule) and not isinstance(rule, ClipByValue)
+    return measures and getattr(rule, "axis", None) is None
 
 
 def _names_in(equation: Any) -> set[str]:
