@@ -132,8 +132,7 @@ class ByName(_jaxpr.Hook):
         inner = self._of(_names_in(equation))
         return ByName(inner.rules, inner.probes | (step or {}))
 
-    def _of(self, names: Iterable[str]) -> "ByName":
-        names = frozenset(names)
+    def _of(self, names: set[str]) -> "ByName":
         rules, probes = (
             {name: entry for name, entry in entries.items() if name in names}
             for entries in (self.rules, self.probes)
