@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -9,7 +10,9 @@ import jax
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._cotangent import clip_cotangent
-from clipgrad._rules import ClipRule, as_rule
+from clipgrad._nnx import with_models
+from clipgrad._rules import ClipByValue, ClipRule, as_rule, is_own
+from clipgrad._selectors import nearest
 from clipgrad._stats import ClipStats
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,8 +32,14 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
         `jax.lax.switch`, `jax.checkpoint`, `jax.shard_map`, `jax.vmap` and of the matrix of
         `jax.lax.custom_linear_solve`. They keep their meaning for the policies of
         `jax.checkpoint`.
-      * Each tagged array is a variable of its own, at each step of a scan. Inside of `jax.vmap` it
-        is the whole batch: a norm rule is joint there.
+      * Each tagged array is a variable of its own, at each step of a scan.
+      * Inside of a `jax.vmap` in ``fun`` a tagged array is the whole batch: a norm rule measures
+        all examples together, with a warning, where `clip_cotangent` measures each. So it is for
+        `jax.lax.map`, by batches of ``batch_size``. Where the result is mapped by `jax.vmap`, each
+        example is clipped by itself.
+      * What ``fun`` changes in flax NNX models among its arguments, and in references
+        (`jax.new_ref`), is changed as without the clips. Other containers are values, as for
+        `jax.jit`.
       * A gradient that ``fun`` takes inside is part of its value, and is not clipped.
       * ``fun`` itself is not changed, and can be differentiated in forward mode; so can the
         result, as long as no clipped variable depends on what is differentiated.
@@ -42,8 +51,7 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
     step into `jax.jit`, so that this happens once.
 
     Args:
-      fun: a function of pytrees. Its arguments that are no JAX or NumPy arrays are handed to it as
-        they are.
+      fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
       rules: a rule for each name; ``None`` in place of a rule: off.
       prefix: is put before each name, as in ``"encoder/"``.
 
@@ -51,11 +59,11 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
       A function like ``fun``.
 
     Raises:
-      TypeError: if ``fun`` is no function, ``rules`` no mapping of names to rules, or a rule needs
-        parameters; when called, if the variable of a name has no cotangent, being an integer.
+      TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
+        needs parameters; when called, if the variables of a name are integers, without cotangents.
       ValueError: when called, if a name tags nothing, or nothing that is used, or a variable inside
         of a primitive that can't be entered, such as a `jax.custom_vjp`, whose own rule replaces
-        the cotangents in it.
+        the cotangents in it; if ``fun`` changes an NNX model that it closes over.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -75,8 +83,12 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
     def clipped(*args: Any, **kwargs: Any) -> Any:
         if not named:
             return fun(*args, **kwargs)
+        return with_models(run, fun, args, kwargs)
+
+    def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
         check_names(traced.program, named, caller)
+        warn_of_batches(traced.program, named, caller, stacklevel=5)
         return traced.evaluate(args, kwargs, ByName(given_rules(named), {}))
 
     return clipped  # type: ignore[return-value]
@@ -85,19 +97,24 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ByName(_jaxpr.Hook):
-    """Clips and watches the tagged variables; what holds none of them is left whole.
+    """Clips and watches the tagged variables; equations without them are left as they are.
 
     Attributes:
       rules: a rule for each name that is clipped.
-      probes: the probe of each name that is watched, with a leading axis for each scan that is
-        still to be entered.
+      probes: the probe of each name that is watched, with a leading axis for each scan between
+        this program and the variable.
     """
 
     rules: dict[str, Any]
     probes: dict[str, ClipStats]
 
+    @property
+    def is_reusable(self) -> bool:
+        """Whether all that the rules compute with is in their fields."""
+        return all(map(is_own, self.rules.values()))
+
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
-        """Returns what a tag returns, clipped; None for an equation that holds one."""
+        """The clipped result of a tag; None for an equation that holds tags."""
         name = equation.params.get("name")
         if equation.primitive.name == "name" and (name in self.rules or name in self.probes):
             (tagged,) = _jaxpr.bind(equation, inputs)
@@ -106,17 +123,16 @@ class ByName(_jaxpr.Hook):
         return None if inner.rules or inner.probes else _jaxpr.bind(equation, inputs)
 
     def steps(self, equation: Any) -> dict[str, ClipStats]:
-        """Returns the probes that have a slot for each step of this scan."""
+        """The probes with an entry for each step of this scan."""
         probes = self._of(_names_in(equation)).probes
         return {name: probe for name, probe in probes.items() if probe.size.ndim}
 
     def inside(self, equation: Any, step: Any) -> "ByName":
-        """Returns the clips of what is inside of an equation, with the probes of this step."""
+        """The clips inside of an equation, with the probes of this step."""
         inner = self._of(_names_in(equation))
         return ByName(inner.rules, inner.probes | (step or {}))
 
-    def _of(self, names: Iterable[str]) -> "ByName":
-        names = frozenset(names)
+    def _of(self, names: set[str]) -> "ByName":
         rules, probes = (
             {name: entry for name, entry in entries.items() if name in names}
             for entries in (self.rules, self.probes)
@@ -128,17 +144,17 @@ def check_function(fun: Any) -> None:
     """Checks that what is transformed is a function.
 
     Raises:
-      TypeError: if it is none, or a rule.
+      TypeError: if it is not, or if it is a rule.
     """
     if ClipRule in type(fun).__mro__ or not callable(fun):
         raise TypeError(f"fun: got {fun!r}, expected a function; the rules come second")
 
 
 def checked_rules(rules: Any, prefix: Any = "") -> dict[str, Any]:
-    """Returns the rules with the prefix before their names.
+    """The rules with the prefix before their names.
 
     Raises:
-      TypeError: if they are no mapping of names to rules that a tagged variable can have.
+      TypeError: if they are not a mapping of names to rules that a tagged variable can have.
     """
     if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
         raise TypeError(
@@ -152,15 +168,15 @@ def checked_rules(rules: Any, prefix: Any = "") -> dict[str, Any]:
 
 
 def rule_of_variable(rule: Any) -> Any:
-    """Returns a rule that a variable inside of a function can have.
+    """The rule, if a variable inside of a function can have it.
 
     Raises:
-      TypeError: if it is no rule, or measures parameters.
+      TypeError: if it is not a rule, or needs parameters.
     """
     if getattr(as_rule(rule), "needs_params", False):
         raise TypeError(
-            f"rule: got {rule!r}, but a variable has no parameters that the rule could measure; if "
-            "its own value is meant, write clip_cotangent(x, rule) in its place"
+            f"rule: got {rule!r}, which needs parameters, expected one that does not: a variable "
+            "has none; to measure the variable itself write clip_cotangent(x, rule) in its place"
         )
     return rule
 
@@ -177,41 +193,56 @@ def check_names(program: Any, names: Iterable[str], caller: str) -> None:
       TypeError: if the variables of a name have no cotangents.
       ValueError: if a name tags nothing that can be reached.
     """
-    found = _jaxpr.sites(program)
     for name in names:
-        _check_sites(name, [site for site in found if site.name == name], found, caller)
+        _check_name(name, _jaxpr.sites(program), caller)
 
 
-def _check_sites(name: str, own: list[Any], found: Sequence[Any], caller: str) -> None:
+def _check_name(name: str, found: Sequence[_jaxpr.Site], caller: str) -> None:
+    own = [site for site in found if site.name == name]
     if not own:
         there = list(dict.fromkeys(site.name for site in found))
         raise ValueError(
-            f"{caller}: nothing is tagged {name!r}; the names in this function are {there}; tag a "
-            f"variable by x = jax.ad_checkpoint.checkpoint_name(x, {name!r})"
+            f"{caller}: got {name!r}, expected a name that is tagged in this function; "
+            f"{nearest(name, there)}; tag a variable by "
+            f"x = jax.ad_checkpoint.checkpoint_name(x, {name!r})"
         )
-    closed = next((site.within for site in own if is_closed(site)), None)
+    closed = next((site.within for site in own if site.is_out_of_reach), None)
     if closed:
         inside = list(dict.fromkeys(site.name for site in found if site.within == closed))
         raise ValueError(
-            f"{caller}: {name!r} tags a variable inside of {closed}, whose cotangents can't be "
-            f"reached from outside, like all of {inside}; tag what goes into it or comes out of "
-            "it, or write clip_cotangent into its backward pass"
+            f"{caller}: got {name!r}, which tags a variable inside of {closed}, expected one whose "
+            f"cotangents can be reached from outside, unlike those of {inside}; tag what goes into "
+            "it or comes out of it, or write clip_cotangent into its backward pass"
         )
     if not any(site.is_differentiable for site in own):
         raise TypeError(
-            f"{caller}: {name!r} tags {own[0].dtype} values, which have no cotangents; expected "
-            "floating or complex ones"
+            f"{caller}: got {name!r}, which tags {own[0].dtype} values, expected floating or "
+            "complex ones; others have no cotangents"
         )
     if not any(site.used for site in own):
         raise ValueError(
-            f"{caller}: the value tagged {name!r} is not used, so that no cotangent comes back to "
-            f"it; write x = checkpoint_name(x, {name!r}), and go on with that x"
+            f"{caller}: got {name!r}, which tags a value that is not used, expected one that "
+            f"cotangents come back to; write x = checkpoint_name(x, {name!r}), and use that x"
         )
 
 
-def is_closed(site: Any) -> bool:
-    """Whether a cotangent may be at work that can't be reached; in a while loop there is none."""
-    return site.within not in (None, "while")
+def warn_of_batches(program: Any, rules: Rules, caller: str, stacklevel: int) -> None:
+    """Warns of rules that measure a norm where a variable is a batch."""
+    mapped = {site.name for site in _jaxpr.sites(program) if site.mapped and not site.within}
+    names = [name for name, rule in rules.items() if name in mapped and _measures_all(rule)]
+    if names:
+        warnings.warn(
+            f"{caller}: got a rule that measures a norm for {names}, tagged inside of jax.vmap, "
+            "where a name stands for the whole batch; for a norm of each example write "
+            "clip_cotangent(x, rule) inside of the mapped function, or give ClipByNorm the axes "
+            "of an example as axis=",
+            stacklevel=stacklevel,
+        )
+
+
+def _measures_all(rule: Any) -> bool:
+    measures = is_own(rule) and not isinstance(rule, ClipByValue)
+    return measures and getattr(rule, "axis", None) is None
 
 
 def _names_in(equation: Any) -> set[str]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend as jex
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._rules import apply_rule, as_rule, is_own
 from clipgrad._stats import ClipStats
-from clipgrad._trees import combine, is_array, partition, takes_part
+from clipgrad._trees import combine, is_array, is_none, partition, takes_part
 
 Rule = Callable[..., Any]
 
@@ -65,13 +65,15 @@ def clip_cotangent(x: Any, rule: Rule | None, *, probe: ClipStats | None = None)
     """
     rule = as_rule(rule)
     _check_probe(probe)
-    chosen, rest = partition(x, lambda leaf: _has_cotangent(leaf, probe))
+    leaves, structure = jax.tree.flatten(x, is_leaf=is_none)
+    chosen, rest = partition(leaves, lambda leaf: _has_cotangent(leaf, probe))
     if (rule is None and probe is None) or not jax.tree.leaves(chosen):
         return x
     arrays = jax.tree.map(jnp.asarray, chosen)
     dtype = None if probe is None else probe.before.dtype.name
-    backward, thresholds = _trace(rule, dtype, arrays)
-    return combine(_identity(backward, arrays, thresholds, _spread(probe, arrays)), rest)
+    backward, thresholds = _trace(rule, structure, dtype, arrays)
+    clipped = _identity(backward, arrays, thresholds, _spread(probe, arrays))
+    return structure.unflatten(combine(clipped, rest))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,7 +91,9 @@ class _Backward:
         return jax.tree.unflatten(self.outputs, run(*arguments))
 
 
-def _trace(rule: Any, dtype: str | None, arrays: Any) -> tuple[_Backward, Any]:
+def _trace(
+    rule: Any, structure: Any, dtype: str | None, arrays: list[Any]
+) -> tuple[_Backward, Any]:
     """The backward pass, with the arrays that the rule holds or closes over as arguments.
 
     A backward pass may not close over tracers: inside of `jax.lax.scan` they would be those of
@@ -97,26 +101,38 @@ def _trace(rule: Any, dtype: str | None, arrays: Any) -> tuple[_Backward, Any]:
     variables of a shape; any other may hide anything in a closure, and is traced anew.
     """
     needs_params = getattr(rule, "needs_params", False)
-    given, fixed = partition(rule, is_array)
+    leaves, fields = jax.tree.flatten(rule)
+    given, fixed = partition(leaves, is_array)
+    run = _Run(structure, dtype, fields, tuple(fixed or [None] * len(leaves)))
     arguments = (given, arrays, arrays if needs_params else None)
     if rule is None or is_own(rule):
-        traced = _cached.trace(dtype, fixed, *arguments)
+        traced = _cached.trace(run, *arguments)
         program, shapes = traced.jaxpr, traced.out_info
     else:
-        run = functools.partial(_run, dtype, fixed)
         program, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
     backward = _Backward(program.jaxpr, jax.tree.structure(shapes), needs_params)
     return backward, (list(program.consts), given)
 
 
-def _run(dtype: str | None, fixed: Any, given: Any, cotangents: Any, params: Any) -> Any:
-    """The clipped cotangents, and the statistics if they have a dtype."""
-    rule = combine(given, fixed)
-    clipped = cotangents if rule is None else apply_rule(rule, cotangents, params)
-    return clipped, None if dtype is None else ClipStats.of(cotangents, clipped, dtype)
+class _Run(NamedTuple):
+    """A backward pass but for its arrays: the tree that is clipped, and the rule."""
+
+    structure: Any
+    dtype: str | None
+    fields: Any
+    fixed: tuple[Any, ...]
+
+    def __call__(self, given: list[Any], cotangents: list[Any], params: list[Any] | None) -> Any:
+        """The clipped cotangents, and the statistics if they have a dtype."""
+        rule = self.fields.unflatten(combine(given, list(self.fixed)))
+        tree = self.structure.unflatten(cotangents)
+        primal = None if params is None else self.structure.unflatten(params)
+        clipped = tree if rule is None else apply_rule(rule, tree, primal)
+        stats = None if self.dtype is None else ClipStats.of(tree, clipped, self.dtype)
+        return jax.tree.leaves(clipped), stats
 
 
-_cached = jax.jit(_run, static_argnums=(0, 1))
+_cached = jax.jit(lambda run, *arguments: run(*arguments), static_argnums=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -131,7 +147,8 @@ def _forward(backward: _Backward, arrays: Any, thresholds: Any, probe: Any) -> A
 def _backward(backward: _Backward, residuals: Any, cotangents: Any) -> Any:
     thresholds, params = residuals
     clipped, stats = backward(thresholds, cotangents, params)
-    return clipped, None, stats
+    places = jax.tree.structure(cotangents)
+    return places.unflatten(clipped), None, stats
 
 
 _identity.defvjp(_forward, _backward)

@@ -12,6 +12,8 @@ from jax.extend.core import DropVar, Literal, Var
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._by_name import check_function, rule_of_variable
 from clipgrad._cotangent import clip_cotangent
+from clipgrad._nnx import with_models
+from clipgrad._rules import is_own
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -31,8 +33,9 @@ def error_clip_everywhere(fun: F, rule: Callable[..., Any] | None) -> F:
         is used, by its next step.
       * Functions with rules of their own, such as `jax.custom_vjp`, are one operation each.
 
-    A value rule is the usual choice: a norm rule sees each value's cotangent by itself. ``fun`` is
-    traced once in every call, see `error_clip_by_name`.
+    A value rule is the usual choice: a norm rule sees each value's cotangent by itself, and inside
+    of a `jax.vmap` in ``fun`` that of the whole batch. ``fun`` is traced once in every call, and
+    what it changes in flax NNX models and references is changed, see `error_clip_by_name`.
 
     Args:
       fun: a function of pytrees.
@@ -42,7 +45,7 @@ def error_clip_everywhere(fun: F, rule: Callable[..., Any] | None) -> F:
       A function like ``fun``.
 
     Raises:
-      TypeError: if ``fun`` is no function, or ``rule`` no rule, or one that needs parameters.
+      TypeError: if ``fun`` is not a function, ``rule`` not a rule, or one that needs parameters.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -62,24 +65,33 @@ def error_clip_everywhere(fun: F, rule: Callable[..., Any] | None) -> F:
     def clipped(*args: Any, **kwargs: Any) -> Any:
         if rule is None:
             return fun(*args, **kwargs)
-        traced = _jaxpr.trace(fun, args, kwargs)
-        count = len(_jaxpr.opened(traced.program)[0].outvars)
-        hook = _Everywhere(rule, _ends(traced.program, range(count)))
-        return traced.evaluate(args, kwargs, hook)
+        return with_models(functools.partial(_run, rule), fun, args, kwargs)
 
     return clipped  # type: ignore[return-value]
+
+
+def _run(rule: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    traced = _jaxpr.trace(fun, args, kwargs)
+    count = len(_jaxpr.opened(traced.program)[0].outvars)
+    hook = _Everywhere(rule, _ends(traced.program, range(count)))
+    return traced.evaluate(args, kwargs, hook)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["rule"], meta_fields=["ends"])
 @dataclasses.dataclass(frozen=True)
 class _Everywhere(_jaxpr.Hook):
-    """Clips what operations return, but for the variables ``ends``."""
+    """Clips the results of operations, except the variables ``ends``."""
 
     rule: Callable[..., Any]
     ends: frozenset[Var]
 
+    @property
+    def is_reusable(self) -> bool:
+        """Whether all that the rule computes with is in its fields."""
+        return is_own(self.rule)
+
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
-        """Returns what an operation returns, clipped; None for an equation that holds more."""
+        """The clipped results of an operation; None for an equation that holds programs."""
         inner, _ = _jaxpr.entered_programs(equation)
         if inner and equation.primitive.name != "custom_linear_solve":
             return None
@@ -90,7 +102,7 @@ class _Everywhere(_jaxpr.Hook):
         return [clip_cotangent(x, self.rule) if self._clips(v) else x for v, x in pairs]
 
     def inside(self, equation: Any, step: Any) -> "_Everywhere":
-        """Returns the clips of what is inside of an equation."""
+        """The clips inside of an equation."""
         del step
         inner, _ = _jaxpr.entered_programs(equation)
         first = _jaxpr.scan_counts(equation)[1] if equation.primitive.name == "scan" else 0

@@ -168,7 +168,7 @@ def scaling_by_leaf(
     bad = _counts_unless(finite, leaves, axis_name)
     stats = {}
     for i, part in enumerate(slice_norms(leaves, [None] * len(leaves), axis_name=axis_name)):
-        root, scale = (x.reshape(()).astype(norm.root.dtype) for x in part)
+        root, scale = (x.reshape(()).astype(norm.root.dtype) for x in part[:2])
         share = root / jnp.where(norm.root == 0, 1, norm.root) * (norm.scale / scale)
         size = tree_size(leaves[i], axis_name).astype(root.dtype)
         count = bad[i].astype(root.dtype)

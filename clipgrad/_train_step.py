@@ -17,7 +17,7 @@ from clipgrad._gradient_clip import GradientClipState
 from clipgrad._optimizer import as_optimizer
 from clipgrad._skip_spikes import SkipSpikesState
 from clipgrad._stats import ClipStats, count_nonfinite
-from clipgrad._watch import value_and_grad_with_stats
+from clipgrad._watch import with_stats
 
 Metrics = dict[str, Any]
 
@@ -155,7 +155,7 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
         return loss_fn(params, batch) if has_aux else (loss_fn(params, batch), None)
 
     if rules is not None:
-        return value_and_grad_with_stats(with_aux, has_aux=True, rules=rules, watch=())
+        return with_stats(with_aux, 0, True, rules, (), lambda *_: jax.value_and_grad)
     plain = jax.value_and_grad(with_aux, has_aux=True)
     return lambda params, batch: (*plain(params, batch), {})
 

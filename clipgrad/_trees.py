@@ -41,7 +41,8 @@ def is_array(leaf: Any) -> bool:
 def partition(tree: Any, chosen: Callable[[Any], bool] | Sequence[bool]) -> tuple[Any, Any]:
     """Takes leaves out of a tree: a tree of those that are chosen and a tree of the others.
 
-    Each has the structure of ``tree``, with ``None`` in the gaps; `combine` undoes it.
+    Each has the structure of ``tree``, with ``None`` in the gaps; `combine` undoes it. Where all
+    leaves are chosen the other tree is ``None``, since not every node can be made of that.
 
     Args:
       tree: a pytree; ``None`` in it counts as a leaf.
@@ -49,6 +50,8 @@ def partition(tree: Any, chosen: Callable[[Any], bool] | Sequence[bool]) -> tupl
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
     flags = [chosen(leaf) for leaf in leaves] if callable(chosen) else chosen
+    if all(flags):
+        return tree, None
     pairs = list(zip(leaves, flags, strict=True))
     return (
         structure.unflatten([leaf if flag else None for leaf, flag in pairs]),
@@ -58,6 +61,8 @@ def partition(tree: Any, chosen: Callable[[Any], bool] | Sequence[bool]) -> tupl
 
 def combine(first: Any, second: Any) -> Any:
     """The leaves of ``first``, and those of ``second`` where it has ``None``."""
+    if second is None:
+        return first
     return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=is_none)
 
 

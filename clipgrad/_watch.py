@@ -8,8 +8,18 @@ import jax
 import jax.numpy as jnp
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._by_name import ByName, Rules, check_names, checked_rules, given_rules, is_closed
+from clipgrad._by_name import (
+    ByName,
+    Rules,
+    check_names,
+    checked_rules,
+    given_rules,
+    warn_of_batches,
+)
+from clipgrad._nnx import is_model, value_and_grad, with_models
 from clipgrad._stats import ClipStats
+
+_CALLER = "value_and_grad_with_stats"
 
 
 def value_and_grad_with_stats(
@@ -20,21 +30,24 @@ def value_and_grad_with_stats(
     rules: Rules | None = None,
     watch: Iterable[str] | None = None,
 ) -> Callable[..., Any]:
-    r"""`jax.value_and_grad` with a third result: what each tagged variable's cotangent was.
+    r"""`jax.value_and_grad` with a third result: statistics of each tagged variable's cotangent.
 
     A variable is tagged by ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``; see
     `error_clip_by_name`.
 
     Guarantees:
-      * Value and gradient are those of ``jax.value_and_grad(error_clip_by_name(fun, rules))``.
+      * Value and gradient are those of ``jax.value_and_grad(error_clip_by_name(fun, rules))``;
+        flax NNX models are differentiated as by `nnx.value_and_grad`, with respect to their
+        `nnx.Param`, and what ``fun`` changes in them is changed.
       * The statistics leave the compiled backward pass as the gradients do, with no callback;
-        under `jax.jit` what is not used of them is not computed.
+        under `jax.jit` statistics that are not used are not computed.
       * The statistics of a name have one leading axis for each scan around it, outermost first:
         in an RNN there is one entry for each time step, in a transformer that scans its layers
         one for each layer.
       * Variables that share a name are added up: step by step as far as the lengths of the scans
         around them are the same from the outermost on, over all steps of the rest.
-      * Under `jax.vmap` each lane has its own; what ``fun`` itself maps over is added up.
+      * Under `jax.vmap` each lane has its own; inside of a `jax.vmap` in ``fun`` they are those of
+        the whole batch.
       * Inside of `jax.shard_map` they are those of all devices together, like the gradients of
         what the devices share; with ``check_vma=False`` each device has its own.
 
@@ -43,15 +56,15 @@ def value_and_grad_with_stats(
       argnums: the positions of the arguments to differentiate.
       has_aux: whether ``fun`` returns something besides the scalar.
       rules: a rule for each name that is to be clipped; ``None`` in place of a rule: watch only.
-      watch: further names to watch without clipping them; ``None``: all names there are whose
-        variables have cotangents.
+      watch: further names to watch without clipping them; ``None``: all names whose variables have
+        cotangents.
 
     Returns:
       A function of the arguments of ``fun`` that returns ``(value, grads, stats)``, or
       ``((value, aux), grads, stats)``, where ``stats`` is a dictionary from names to `ClipStats`.
 
     Raises:
-      TypeError: for wrong rules, see `error_clip_by_name`, or if ``watch`` is no collection of
+      TypeError: for wrong rules, see `error_clip_by_name`, or if ``watch`` is not a collection of
         names.
       ValueError: when called, if a name can't be found or reached, see `error_clip_by_name`, or
         with ``watch=None`` if nothing is tagged.
@@ -69,6 +82,18 @@ def value_and_grad_with_stats(
       >>> print(value, grads, stats["h"].norm)
       15.0 17.0 [8. 4. 2. 1.]
     """
+    return with_stats(fun, argnums, has_aux, rules, watch, value_and_grad)
+
+
+def with_stats(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    rules: Rules | None,
+    watch: Iterable[str] | None,
+    value_and_grad: Callable[..., Any],
+) -> Callable[..., Any]:
+    """`value_and_grad_with_stats`, by what ``value_and_grad(args)`` returns instead of JAX's."""
     plain = jax.value_and_grad(fun, argnums, has_aux)
     named = checked_rules({} if rules is None else rules)
     watched = _checked_watch(watch)
@@ -76,18 +101,30 @@ def value_and_grad_with_stats(
     first = next(iter(chosen), 0)
 
     @functools.wraps(fun)
-    def with_stats(*args: Any, **kwargs: Any) -> Any:
-        if not -len(args) <= first < len(args):
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not all(-len(args) <= i < len(args) for i in chosen):
             plain(*args, **kwargs)  # says what is wrong in its own words
-        traced = _jaxpr.trace(fun, _as_arrays(args, chosen), kwargs)
+        traced, has_changes = _traced(fun, _as_arrays(args, chosen), kwargs)
         probes = _probes(traced.program, named, watched)
+        warn_of_batches(traced.program, named, _CALLER, stacklevel=3)
 
-        def with_probes(*args: Any, **kwargs: Any) -> Any:
-            args, probes = _unpack(args, first)
-            return traced.evaluate(args, kwargs, ByName(given_rules(named), probes))
+        def with_probes(*packed: Any) -> Any:
+            args, probes = _unpack(packed[:-1], first)
+            hook = ByName(given_rules(named), probes)
 
-        differentiated = jax.value_and_grad(with_probes, argnums, has_aux)
-        value, grads = differentiated(*_pack(args, first, probes), **kwargs)
+            def again(function: Any, args: Any, kwargs: Any) -> Any:
+                known = traced if function is fun else _jaxpr.trace(function, args, kwargs)
+                return known.evaluate(args, kwargs, hook)
+
+            return with_models(again, fun, args, packed[-1])
+
+        positions = tuple(i % len(args) for i in chosen)
+        seen = (args, kwargs) if has_changes else [args[i] for i in positions]
+        differentiated = value_and_grad(seen)(
+            with_probes, argnums=positions if chosen is argnums else positions[0], has_aux=has_aux
+        )
+        # The keyword arguments come last, since NNX resolves keywords by the signature of `fun`.
+        value, grads = differentiated(*_pack(args, first, probes), kwargs)
         if chosen is not argnums:
             grads, stats = grads
         else:
@@ -95,7 +132,24 @@ def value_and_grad_with_stats(
             grads = (grad, *others)
         return value, grads, stats
 
-    return with_stats
+    return run
+
+
+def _traced(fun: Callable[..., Any], args: tuple, kwargs: Any) -> tuple[_jaxpr.Traced, bool]:
+    """The program of a function, and whether it would change a model; here they stay."""
+    traced: list[_jaxpr.Traced] = []
+    changes: list[bool] = []
+
+    def read(function: Any, args: Any, kwargs: Any) -> None:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            changes.append(function is not fun and bool(result[0]))
+            return result
+
+        traced.append(_jaxpr.trace(noted, args, kwargs))
+
+    with_models(read, fun, args, kwargs)
+    return traced[0], changes[0]
 
 
 def _checked_watch(watch: Any) -> tuple[str, ...] | None:
@@ -113,10 +167,11 @@ def _checked_watch(watch: Any) -> tuple[str, ...] | None:
 
 
 def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
-    """The arguments, with arrays for the numbers in those that are differentiated."""
+    """The arguments, with arrays for the Python numbers in those that are differentiated."""
     positions = {i % len(args) for i in argnums}
     return tuple(
-        jax.tree.map(_as_array, arg) if i in positions else arg for i, arg in enumerate(args)
+        jax.tree.map(_as_array, arg, is_leaf=is_model) if i in positions else arg
+        for i, arg in enumerate(args)
     )
 
 
@@ -137,22 +192,21 @@ def _unpack(args: tuple, position: int) -> tuple[tuple, Any]:
 
 
 def _probes(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> dict[str, ClipStats]:
-    caller = "value_and_grad_with_stats"
     found = _jaxpr.sites(program)
     if watch is None:
         watch = tuple(dict.fromkeys(site.name for site in found if _has_cotangent(site)))
         if not watch:
             raise ValueError(
-                f"{caller}: nothing is tagged in this function; tag a variable by "
-                'x = jax.ad_checkpoint.checkpoint_name(x, "x")'
+                f"{_CALLER}: got a function without tags, expected one with tagged variables; tag "
+                'one by x = jax.ad_checkpoint.checkpoint_name(x, "x")'
             )
     names = tuple(dict.fromkeys([*rules, *watch]))
-    check_names(program, names, caller)
+    check_names(program, names, _CALLER)
     return {name: _probe([s for s in found if s.name == name and not s.within]) for name in names}
 
 
 def _has_cotangent(site: Any) -> bool:
-    return is_closed(site) or (site.is_differentiable and site.used)
+    return site.is_out_of_reach or (site.is_differentiable and site.used)
 
 
 def _probe(own: list[Any]) -> ClipStats:

@@ -670,7 +670,7 @@ def test_what_is_out_of_range_is_refused(make, error, match):
 
 
 @pytest.mark.parametrize("call, match", [
-    (lambda t, x: cg.clip_grads(x, cg.ClipByGlobalNorm(t)), "only a gradient clip can follow"),
+    (lambda t, x: cg.clip_grads(x, cg.ClipByGlobalNorm(t)), "only a gradient clip can use"),
     (lambda t, x: cg.ClipByNorm(t)(x), "max_norm: got Percentile.* only a gradient clip can"),
     (lambda t, x: cg.clip_cotangent(x, cg.ErrorClipByValue(t)), "max: got PercentileThreshold"),
     (lambda t, x: cg.error_clip(cg.ClipByBlockRMS(t))(jnp.sin), "threshold: got Percentile"),
@@ -694,7 +694,7 @@ def test_an_adaptive_bound_has_no_other_bound():
 
 def test_other_leaves_than_those_of_init_are_refused():
     tx = cg.clip_by_norm(cg.PercentileThreshold())
-    with pytest.raises(ValueError, match="got 2 leaves to clip, but the state follows 0"):
+    with pytest.raises(ValueError, match="got 2 leaves to clip, but the state has 0 thresholds"):
         tx.update([jnp.ones(2)] * 2, tx.init(None))
 
 

@@ -106,14 +106,80 @@ def test_a_prefix_is_put_before_each_name():
     np.testing.assert_allclose(jax.grad(clipped)(X), np.full(X.shape, 6.0))
 
 
-def test_vmapped_models_are_clipped_over_the_whole_batch():
+def row_by_row(row, tag=checkpoint_name):
+    return 10 * tag(2 * row, "h")
+
+
+MAPS = {
+    "vmap": jax.vmap(row_by_row),
+    "vmap of jit": jax.vmap(jax.jit(row_by_row)),
+    "vmap of scan": jax.vmap(
+        lambda r: jax.lax.scan(lambda c, _: (row_by_row(c), 0), r, length=1)[0]
+    ),
+    "jit of vmap": jax.jit(jax.vmap(row_by_row)),
+    "map in one batch": lambda x: jax.lax.map(row_by_row, x, batch_size=len(x)),
+    "vectorize": jnp.vectorize(row_by_row, signature="(n)->(n)"),
+}
+
+
+def test_values_are_clipped_inside_of_vmap_as_by_hand():
     def model(x):
-        return jnp.sum(jax.vmap(lambda row: 10 * checkpoint_name(2 * row, "h"))(x))
+        return jnp.sum(jax.vmap(row_by_row)(x))
 
     by_value = cg.error_clip_by_name(model, {"h": cg.ErrorClipByValue(4.0)})
     np.testing.assert_allclose(jax.grad(by_value)(X), np.full(X.shape, 8.0))
-    by_norm = cg.error_clip_by_name(model, {"h": cg.ClipByGlobalNorm(1.0)})
-    np.testing.assert_allclose(jax.grad(by_norm)(X), np.full(X.shape, 2 / np.sqrt(12)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mapped", MAPS.values(), ids=MAPS)
+@pytest.mark.parametrize("of_stats", [False, True], ids=["by name", "with stats"])
+def test_a_norm_inside_of_vmap_is_one_for_the_batch_and_a_warning_says_so(mapped, of_stats):
+    def model(x):
+        return jnp.sum(mapped(x))
+
+    rules = {"h": cg.ClipByGlobalNorm(1.0)}
+    by_name = jax.grad(cg.error_clip_by_name(model, rules))
+    if of_stats:
+        by_name = lambda x: cg.value_and_grad_with_stats(model, rules=rules)(x)[1]  # noqa: E731
+    with pytest.warns(UserWarning, match=r"for \['h'\].* inside of jax.vmap.*clip_cot") as record:
+        gradient = by_name(X)
+    np.testing.assert_allclose(gradient, np.full(X.shape, 2 / np.sqrt(12)), rtol=1e-6)
+    assert len(record) == 1
+
+
+@pytest.mark.parametrize(("size", "batches"), [(None, 4), (1, 4), (2, 2), (4, 1)], ids=str)
+def test_the_size_of_the_batches_of_a_map_counts_by_name_and_not_by_hand(size, batches):
+    def gradient(tag, clip=lambda f: f):
+        row = functools.partial(row_by_row, tag=tag)
+        return jax.grad(clip(lambda x: jnp.sum(jax.lax.map(row, x, batch_size=size))))(X)
+
+    rules = {"h": cg.ClipByGlobalNorm(1.0)}
+    by_hand_of_each = np.full(X.shape, 2 / np.sqrt(3))
+    np.testing.assert_allclose(gradient(by_hand(rules)), by_hand_of_each, rtol=1e-6)
+    by_name = functools.partial(cg.error_clip_by_name, rules=rules)
+    if size is None:
+        np.testing.assert_allclose(gradient(checkpoint_name, by_name), by_hand_of_each, rtol=1e-6)
+    else:
+        with pytest.warns(UserWarning, match="inside of jax.vmap"):
+            clipped = gradient(checkpoint_name, by_name)
+        np.testing.assert_allclose(clipped, by_hand_of_each / np.sqrt(4 / batches), rtol=1e-6)
+
+
+def test_a_norm_by_name_inside_of_vmap_without_a_warning():
+    def model(x):
+        return jnp.sum(jax.vmap(row_by_row)(x))
+
+    per_row = cg.error_clip_by_name(model, {"h": cg.ClipByNorm(1.0, axis=-1)})
+    expected = np.full(X.shape, 2 / np.sqrt(3))
+    np.testing.assert_allclose(jax.grad(per_row)(X), expected, rtol=1e-6)
+    of_a_row = lambda x: jnp.sum(row_by_row(x))  # noqa: E731
+    outside = jax.vmap(jax.grad(cg.error_clip_by_name(of_a_row, {"h": cg.ClipByGlobalNorm(1.0)})))
+    np.testing.assert_allclose(outside(X), expected, rtol=1e-6)
+    named = jax.named_scope("vmap")(row_by_row)
+    scoped = cg.error_clip_by_name(lambda x: jnp.sum(named(x)), {"h": cg.ClipByGlobalNorm(1.0)})
+    np.testing.assert_allclose(jax.grad(scoped)(X), 2 / np.sqrt(12), rtol=1e-6)
+    cg.error_clip_by_name(model, {"h": lambda g: g})(X)
+    cg.value_and_grad_with_stats(model, rules={"h": None})(X)
+    cg.value_and_grad_with_stats(model)(X)
 
 
 @some_models
@@ -129,6 +195,20 @@ def test_it_can_be_mapped_and_compiled_on_either_side(model):
         jax.grad(clip(lambda b: jnp.sum(jax.vmap(loss)(b)))),
     ):
         assert_close(mapped(batch), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [VALUE, cg.ClipByGlobalNorm(0.1), cg.ClipByNorm(0.1, axis=-1)])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["by name", "everywhere"])
+def test_a_variable_may_have_more_elements_than_an_int32_counts(rule, everywhere):
+    def model(x):
+        return jnp.sum(checkpoint_name(jnp.sin(x), "h"), axis=-1)
+
+    clipped = cg.error_clip_by_name(model, {"h": rule})
+    if everywhere:
+        clipped = cg.error_clip_everywhere(model, rule)
+    x = jax.ShapeDtypeStruct((3, 10**9), jnp.float32)
+    gradient = jax.eval_shape(jax.grad(lambda x: jnp.sum(clipped(x))), x)
+    assert gradient.shape == x.shape
 
 
 def test_it_can_be_applied_again():
@@ -267,20 +347,20 @@ def test_shardings_are_kept(kind):
     assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_program_inside_jit_is_traced_once_for_eager_calls():
-    traces = []
-
-    def counting(g):
-        traces.append(g)
-        return 0.5 * g
-
+def test_a_program_inside_jit_is_compiled_once_for_eager_calls(monkeypatch):
+    made = []
+    jitted = _jaxpr._entrances._jitted
+    monkeypatch.setattr(
+        _jaxpr._entrances, "_jitted", lambda *args: made.append(args) or jitted(*args)
+    )
     inner = jax.jit(loss_of(step))
-    gradient = jax.grad(cg.error_clip_by_name(inner, {"h": counting}))
-    first = gradient(X)
-    count = len(traces)
-    assert count and not np.allclose(gradient(2 * X), first)
-    assert len(traces) == count
-    assert not np.allclose(jax.grad(cg.error_clip_by_name(inner, {"h": lambda g: 0 * g}))(X), first)
+    grads = [
+        jax.grad(cg.error_clip_by_name(inner, {"h": cg.ErrorClipByValue(limit)}))(X)
+        for limit in (jnp.array(0.1), jnp.array(0.2), 0.1, 0.1)
+    ]
+    assert len(made) == 2
+    assert_same([grads[0]] * 2, grads[2:])
+    assert not np.allclose(grads[0], grads[1])
 
 
 def closed():
@@ -292,8 +372,11 @@ def closed():
     return rule
 
 
-UNKNOWN = r"nothing is tagged 'q'; the names in this function are \['h', 'out'\].*checkpoint_name"
-CLOSED = r"'inside' tags a variable inside of custom_vjp_call.*like all of \['inside'\]"
+UNKNOWN = (
+    r"^error_clip_by_name: got 'q', expected a name that is tagged in this function; there are "
+    r"\['h', 'out'\]; tag a variable by x = jax.ad_checkpoint.checkpoint_name\(x, 'q'\)$"
+)
+CLOSED = r"got 'inside', which tags a variable inside of custom_vjp_call.*unlike those of \['inside"
 
 
 def test_a_name_that_tags_nothing_is_an_error_that_lists_those_that_do():
@@ -301,6 +384,18 @@ def test_a_name_that_tags_nothing_is_an_error_that_lists_those_that_do():
         cg.error_clip_by_name(loss_of(scanned), {"q": VALUE})(X)
     with pytest.raises(ValueError, match=UNKNOWN):
         cg.error_clip_by_name(loss_of(scanned), {"q": None, "h": VALUE})(X)
+
+
+def test_the_names_most_like_a_wrong_one_are_listed_first():
+    def model(x):
+        for i in range(30):
+            x = checkpoint_name(2 * x, f"layer_{i}")
+        return jnp.sum(checkpoint_name(x, "hidden"))
+
+    with pytest.raises(ValueError, match=r"got 'hiden'.*; the nearest are \['hidden', "):
+        cg.error_clip_by_name(model, {"hiden": VALUE})(X)
+    with pytest.raises(ValueError, match="got 'h'.*; there are none; tag a variable by"):
+        cg.error_clip_by_name(jnp.sum, {"h": VALUE})(X)
 
 
 def test_a_name_inside_of_what_cannot_be_entered_is_an_error():
@@ -321,7 +416,7 @@ def test_a_name_of_integers_is_an_error():
     def model(x):
         return jnp.sum(x[checkpoint_name(jnp.arange(2), "index")])
 
-    with pytest.raises(TypeError, match="'index' tags int32 values, which have no cotangents"):
+    with pytest.raises(TypeError, match="got 'index', which tags int32 values, expected floating"):
         cg.error_clip_by_name(model, {"index": VALUE})(X)
 
 
@@ -339,7 +434,7 @@ def test_a_tag_whose_result_is_not_used_is_an_error():
         checkpoint_name(x, "h")
         return jnp.sum(x)
 
-    with pytest.raises(ValueError, match="the value tagged 'h' is not used.*x = checkpoint_name"):
+    with pytest.raises(ValueError, match="got 'h', which tags a value that is not us.*x = checkp"):
         cg.error_clip_by_name(model, {"h": VALUE})(X)
 
 
@@ -349,7 +444,10 @@ def test_a_tag_whose_result_is_not_used_is_an_error():
         (VALUE, "rules: got ClipByValue.*expected a mapping of names to rules.*everywhere"),
         ({0: VALUE}, "rules: got {0: .*expected a mapping of names"),
         ({"h": 5.0}, r"did you mean ErrorClipByValue\(max=5.0\)"),
-        ({"h": cg.AdaptiveClip()}, "a variable has no parameters.*clip_cotangent"),
+        (
+            {"h": cg.AdaptiveClip()},
+            "needs parameters, expected .* a variable has none; .*clip_cotangent",
+        ),
         ({"h": cg.ErrorClipByValue(lambda step: 1.0)}, "schedule"),
     ],
     ids=["no mapping", "no name", "a number", "a rule of parameters", "a schedule"],

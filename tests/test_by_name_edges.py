@@ -239,7 +239,7 @@ def solver(x):
 )
 def test_a_name_that_cannot_be_reached_is_an_error_that_names_the_primitive(fun, primitive):
     for transformed in (clipped(fun), cg.value_and_grad_with_stats(lambda x: jnp.sum(fun(x)))):
-        with pytest.raises(ValueError, match=rf"'h' tags a variable inside of {primitive}, whose"):
+        with pytest.raises(ValueError, match=rf"got 'h', which tags .* inside of {primitive}, exp"):
             transformed(X)
 
 
@@ -250,5 +250,5 @@ def test_a_root_finder_is_no_silent_pass():
 
         return lax.custom_root(lambda x: tag(x**3) - a, 1.0, solve, lambda g, y: y / g(1.0))
 
-    with pytest.raises(ValueError, match="inside of custom_jvp_call|nothing is tagged 'h'"):
+    with pytest.raises(ValueError, match="inside of custom_jvp_call|got 'h', expected a name"):
         clipped(root)(2.0)

@@ -147,7 +147,7 @@ def test_an_unknown_type_is_refused():
 def test_missing_or_unfitting_parameters_are_refused():
     with pytest.raises(ValueError, match="params: got None, expected .* clipping_type='adaptive'"):
         clip(jnp.ones(2))
-    with pytest.raises(ValueError, match=r"params: got the shape \(3,\) for a"):
+    with pytest.raises(ValueError, match=r"params: got \(3,\) for a"):
         clip({"a": jnp.ones(2)}, {"a": jnp.ones(3)})
 
 

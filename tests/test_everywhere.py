@@ -143,6 +143,13 @@ def test_integers_and_keys_inside_are_passed_over():
     assert_close(everywhere, jax.grad(lambda x: loss(x, hand))(X[0]), rtol=1e-6)
 
 
+def test_a_norm_inside_of_vmap_is_one_for_the_batch():
+    by_norm = cg.error_clip_everywhere(
+        lambda x: jnp.sum(jax.vmap(lambda row: 10 * row)(x)), cg.ClipByGlobalNorm(1.0)
+    )
+    np.testing.assert_allclose(jax.grad(by_norm)(X), 10 / np.sqrt(12), rtol=1e-6)
+
+
 def test_thresholds_may_be_traced():
     def gradient(limit):
         return jax.grad(cg.error_clip_everywhere(chain, cg.ErrorClipByValue(limit)))(1.5)
@@ -165,7 +172,7 @@ def test_without_a_rule_it_is_the_identity():
     [
         (5.0, r"did you mean ErrorClipByValue\(max=5.0\)"),
         ({"h": RULE}, "expected a ClipRule"),
-        (cg.AdaptiveClip(), "a variable has no parameters"),
+        (cg.AdaptiveClip(), "needs parameters, expected .* a variable has none"),
     ],
     ids=["a number", "a mapping", "a rule of parameters"],
 )

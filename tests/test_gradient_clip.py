@@ -218,8 +218,8 @@ def test_where_composes_with_adaptive_clipping():
             ValueError,
             r"where: got 'nothing', expected one that selects a leaf; there are \[",
         ),
-        (jax.tree.map(lambda _: False, KERNEL_ONLY), ValueError, "where: got a mask, expected one that selects a leaf"),
-        (lambda tree: False, ValueError, "where: got a mask, expected one that selects a leaf"),
+        (jax.tree.map(lambda _: False, KERNEL_ONLY), ValueError, "where: got a mask, expected one"),
+        (lambda tree: False, ValueError, "where: got a mask, expected one"),
         ({"layer": True}, ValueError, "where: got a mask of the structure .* expected a prefix"),
         ([True, False], ValueError, "where: got a mask of the structure .* expected a prefix"),
         ({"layer": 1, "head": 0}, TypeError, "where: got [01] of type int in the mask"),
@@ -308,7 +308,7 @@ def test_adaptive_clipping_without_parameters_is_refused():
 @pytest.mark.parametrize(
     "params, match",
     [
-        ({"a": jnp.ones(3)}, r"params: got \(3,\) for a, expected the shape of its gradient, \(2,\)"),
+        ({"a": jnp.ones(3)}, r"params: got \(3,\) for a, expected the shape .*, \(2,\)"),
         ({"b": jnp.ones(2)}, "params: got another structure than that of the gradients"),
         ({"a": None}, "params: got None for a"),
     ],

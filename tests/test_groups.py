@@ -99,7 +99,7 @@ def test_a_measure_that_selects_nothing_is_refused():
         cg.clip_grads(TREE, cg.ClipByGlobalNorm(1.0), measure="tail")
     with pytest.raises(ValueError, match="measure: got 'tail', expected one that selects a leaf"):
         cg.clip_by_global_norm(1.0, measure="tail").init(TREE)
-    for wrong, match in (("[", "expected a path or a regular"), ({"x": True}, "got a mask of the structure")):
+    for wrong, match in (("[", "expected a path or a reg"), ({"x": True}, "got a mask of the str")):
         with pytest.raises(ValueError, match=f"measure: .*{match}"):
             cg.clip_grads(TREE, cg.ClipByGlobalNorm(1.0), measure=wrong)
 

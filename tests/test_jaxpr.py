@@ -293,7 +293,8 @@ def test_a_traced_function_is_evaluated_for_other_arguments_of_its_types():
     np.testing.assert_allclose(result["y"], 3 * jnp.sin(2 * X), rtol=1e-6)
 
 
-def test_an_inner_jit_is_found_again_as_long_as_its_program_lives():
+@pytest.mark.parametrize(("is_reusable", "times"), [(True, 1), (False, 3)])
+def test_an_inner_jit_is_compiled_once_if_equal_hooks_always_do_the_same(is_reusable, times):
     inner = jax.jit(jnp.sin)
     seen = []
 
@@ -302,7 +303,25 @@ def test_an_inner_jit_is_found_again_as_long_as_its_program_lives():
             seen.append(equation.primitive.name)
             return None
 
+    Seen.is_reusable = is_reusable
     hook = Seen()
     for _ in range(3):
         again(lambda x: inner(x), hook)
-    assert seen.count("sin") == 1
+    assert seen.count("sin") == times
+
+
+def test_a_node_of_a_users_own_is_rebuilt_with_all_its_leaves():
+    @jax.tree_util.register_pytree_node_class
+    class Checked:
+        def __init__(self, x):
+            self.x = jnp.asarray(x) + 0.0
+
+        def tree_flatten(self):
+            return (self.x,), None
+
+        tree_unflatten = classmethod(lambda cls, _, children: cls(*children))
+
+    traced = _jaxpr.trace(lambda c, flag: (Checked(jnp.sin(c.x)), flag), (Checked(X), "flag"), {})
+    result, flag = traced.evaluate((Checked(2 * X), "flag"), {}, _jaxpr.Hook())
+    np.testing.assert_allclose(result.x, jnp.sin(2 * X), rtol=1e-6)
+    assert flag == "flag"

@@ -158,7 +158,7 @@ def test_expressions_that_match_nothing_or_do_not_compile_are_refused():
     x = {"a": jnp.ones((2, 2))}
     with pytest.raises(ValueError, match=r"axis: got 'kernel', .* there are \['a'\]"):
         cg.AdaptiveClip(axis={"a": 0, "kernel": 0})(x, x)
-    with pytest.raises(ValueError, match=r"axis: got '\[', expected a path or a regular expression"):
+    with pytest.raises(ValueError, match=r"axis: got '\[', expected a path or a regular"):
         cg.AdaptiveClip(axis={"[": 0})
 
 

@@ -262,13 +262,13 @@ def test_the_function_is_traced_once():
 
 
 def test_a_function_without_tags_is_an_error():
-    with pytest.raises(ValueError, match="nothing is tagged in this function; tag a variable by"):
+    with pytest.raises(ValueError, match="got a function without tags, expected .*; tag one"):
         cg.value_and_grad_with_stats(jnp.sum)(X)
 
 
 @pytest.mark.parametrize("options", [{"watch": ["q"]}, {"rules": {"q": None}}], ids=str)
 def test_an_unknown_name_is_an_error_that_lists_the_names(options):
-    with pytest.raises(ValueError, match=r"nothing is tagged 'q'.*are \['h', 'out'\]"):
+    with pytest.raises(ValueError, match=r"^value_and_grad_with_stats: got 'q'.*\['h', 'out'\]"):
         cg.value_and_grad_with_stats(loss_of(scanned), **options)(X)
 
 
@@ -291,6 +291,6 @@ def test_all_names_leave_out_what_has_no_cotangent_but_not_what_cannot_be_reache
         return jnp.sum(apply(checkpoint_name(x, "h"))[index])
 
     assert list(cg.value_and_grad_with_stats(loss)(X)[2]) == ["h"]
-    with pytest.raises(ValueError, match="'inside' tags a variable inside of custom_vjp_call"):
+    with pytest.raises(ValueError, match="got 'inside', which tags a variable inside of cus"):
         cg.value_and_grad_with_stats(functools.partial(loss, apply=rule))(X)
     assert cg.value_and_grad_with_stats(functools.partial(loss, apply=rule), watch=["h"])(X)[2]

@@ -1,10 +1,10 @@
 """Evaluate a jaxpr again with a hook at each equation, nested programs included.
 
-This is the only place that knows how JAX's higher-order primitives store their programs, and
-in what their parameters differ between versions.
+Only this package knows how JAX's higher-order primitives store their programs, and how their
+parameters differ between versions of JAX.
 """
 
-from clipgrad._jaxpr._entrances import ENTRANCES as ENTRANCES
+from clipgrad._jaxpr import _entrances as _entrances
 from clipgrad._jaxpr._evaluate import Hook as Hook
 from clipgrad._jaxpr._evaluate import bind as bind
 from clipgrad._jaxpr._evaluate import evaluate as evaluate
@@ -20,7 +20,5 @@ from clipgrad._jaxpr._programs import opened as opened
 from clipgrad._jaxpr._programs import scan_counts as scan_counts
 from clipgrad._jaxpr._sites import Site as Site
 from clipgrad._jaxpr._sites import sites as sites
-from clipgrad._jaxpr._split import Split as Split
-from clipgrad._jaxpr._split import split as split
 from clipgrad._jaxpr._trace import Traced as Traced
 from clipgrad._jaxpr._trace import trace as trace

@@ -9,12 +9,12 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec, Sharding
 
-from clipgrad._jaxpr._evaluate import ENTRANCES, Hook, evaluate
+from clipgrad._jaxpr._evaluate import Hook, entrance, evaluate
 from clipgrad._jaxpr._programs import CALLS, CUSTOM_RULES, JIT, REMAT, scan_counts
-from clipgrad._jaxpr._split import Split, split
+from clipgrad._trees import combine, is_array, partition
 
-# Only what belongs to no living program may be forgotten: a program compiled in an earlier call
-# of a transformed function is found again in the next.
+# An inner jit of a transformed function is compiled at the first call; the next ones find it here,
+# as long as JAX keeps its program.
 _COMPILED: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
 
 
@@ -28,40 +28,40 @@ def _body(equation: JaxprEqn, hook: Hook, program: Any = None) -> Callable[..., 
     return lambda *inputs: evaluate(program, inputs, hook.inside(equation, ()))
 
 
+@entrance(*CALLS, *CUSTOM_RULES)
 def _call(equation, inputs, hook):
     return _body(equation, hook)(*inputs)
 
 
+@entrance(*JIT)
 def _jit(equation, inputs, hook):
     if hook.flatten:
         return _call(equation, inputs, hook)
-    static, arrays = split(hook.inside(equation, ()))
-    key = (static, *(equation.params[name] for name in _JIT_OPTIONS))
-    if not _is_hashable(key):  # a rule of the user's own
-        return _jitted(equation, static)(arrays, *inputs)
-    compiled = _COMPILED.setdefault(_program(equation), {})
-    if key not in compiled:
-        compiled[key] = _jitted(equation, static)
-    return compiled[key](arrays, *inputs)
-
-
-def _is_hashable(key: Any) -> bool:
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
+    inner = hook.inside(equation, ())
+    leaves, structure = jax.tree.flatten(inner)
+    arrays, rest = partition(leaves, is_array)
+    make = _found if inner.is_reusable else _jitted
+    return make(equation, structure, rest)(arrays, *inputs)
 
 
 _JIT_OPTIONS = ("in_shardings", "out_shardings", "donated_invars", "keep_unused", "inline", "name")
 
 
-def _jitted(equation: JaxprEqn, static: Split) -> Callable[..., list]:
+def _found(equation: JaxprEqn, structure: Any, rest: list) -> Callable[..., list]:
+    """The compiled function of a hook that is equal up to its arrays."""
+    key = (structure, *rest, *(equation.params[name] for name in _JIT_OPTIONS))
+    compiled = _COMPILED.setdefault(_program(equation), {})
+    if key not in compiled:
+        compiled[key] = _jitted(equation, structure, rest)
+    return compiled[key]
+
+
+def _jitted(equation: JaxprEqn, structure: Any, rest: list) -> Callable[..., list]:
     """`jax.jit` of the evaluation, with the options that the equation was made with."""
     program, params = weakref.ref(_program(equation)), equation.params
 
     def run(arrays, *inputs):
-        return evaluate(program(), inputs, static.given(arrays))
+        return evaluate(program(), inputs, structure.unflatten(combine(arrays, rest)))
 
     run.__name__ = params["name"]
     return jax.jit(
@@ -78,6 +78,7 @@ def _stated(sharding):
     return sharding if isinstance(sharding, Sharding) else None
 
 
+@entrance(*REMAT)
 def _remat(equation, inputs, hook):
     if hook.flatten:
         return _call(equation, inputs, hook)
@@ -90,12 +91,13 @@ def _remat(equation, inputs, hook):
 
 
 def _kept_apart(inputs, prevent_cse):
-    """The barrier that JAX puts before what the backward pass of a `remat` computes again."""
+    """The inputs behind the barrier that JAX puts before the recomputation of a `remat`."""
     chosen = [prevent_cse] * len(inputs) if isinstance(prevent_cse, bool) else prevent_cse
     barred = iter(lax.optimization_barrier([x for x, c in zip(inputs, chosen, strict=True) if c]))
     return [next(barred) if c else x for x, c in zip(inputs, chosen, strict=True)]
 
 
+@entrance("scan")
 def _scan(equation, inputs, hook):
     constants, carried = scan_counts(equation)
     split = constants + carried
@@ -117,6 +119,7 @@ def _scan(equation, inputs, hook):
     return [*carry, *stacked]
 
 
+@entrance("while")
 def _while(equation, inputs, hook):
     params = equation.params
     first = params["cond_nconsts"]
@@ -130,6 +133,7 @@ def _while(equation, inputs, hook):
     )
 
 
+@entrance("cond")
 def _cond(equation, inputs, hook):
     branches = [_body(equation, hook, branch) for branch in equation.params["branches"]]
     platforms = equation.params.get("branches_platforms")
@@ -141,13 +145,16 @@ def _cond(equation, inputs, hook):
     return lax.platform_dependent(*inputs[1:], default=default, **named)
 
 
+@entrance("shard_map")
 def _shard_map(equation, inputs, hook):
     params = equation.params
-    static, arrays = split(hook.inside(equation, ()))
+    leaves, structure = jax.tree.flatten(hook.inside(equation, ()))
+    arrays, rest = partition(leaves, is_array)
     axes = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
 
     def shard(arrays, *shards):
-        return tuple(evaluate(_program(equation), shards, static.given(arrays)))
+        hook = structure.unflatten(combine(arrays, rest))
+        return tuple(evaluate(_program(equation), shards, hook))
 
     mapped = jax.shard_map(
         shard,
@@ -160,6 +167,7 @@ def _shard_map(equation, inputs, hook):
     return mapped(arrays, *inputs)
 
 
+@entrance("custom_linear_solve")
 def _linear_solve(equation, inputs, hook):
     """Enters the matrix only: JAX differentiates a linear solve by nothing else."""
     lengths, solve = equation.params["const_lengths"], equation.params["jaxprs"]
@@ -190,17 +198,3 @@ def _linear_solve(equation, inputs, hook):
         has_aux=has_aux,
     )
     return [*solved[0], *solved[1]] if has_aux else solved
-
-
-ENTRANCES.update(
-    {
-        "scan": _scan,
-        "while": _while,
-        "cond": _cond,
-        "shard_map": _shard_map,
-        "custom_linear_solve": _linear_solve,
-        **dict.fromkeys(JIT, _jit),
-        **dict.fromkeys(REMAT, _remat),
-        **dict.fromkeys(CALLS | CUSTOM_RULES, _call),
-    }
-)

@@ -1,7 +1,7 @@
 """Evaluating a jaxpr equation by equation.
 
-A hook sees every equation first; what it leaves alone is entered if it holds a program, and
-bound as it stands if it does not.
+A hook sees every equation first. If it returns nothing, the equation is entered if it holds a
+program, and bound as it is if it does not.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +17,34 @@ Entrance = Callable[[JaxprEqn, list, "Hook"], Sequence]
 ENTRANCES: dict[str, Entrance] = {}
 
 
+def entrance(*names: str) -> Callable[[Entrance], Entrance]:
+    """Decorates the function by which `evaluate` goes inside the primitives of these names."""
+
+    def register(function: Entrance) -> Entrance:
+        ENTRANCES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
 class Hook:
     """What to do at the equations of a program; the defaults change nothing.
 
     `flatten=True` evaluates `jit` and `remat` in place and enters custom rules by their primal
     program; `flatten=False` keeps all three, custom rules whole. A hook that holds arrays is a
-    pytree, so that a `jit` inside the program is compiled once for all values of them.
+    pytree; they become arguments of a `jit` inside the program.
     """
 
     flatten: bool = False
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether equal hooks always do the same, but for the arrays in them.
+
+        If so, a `jit` inside the program is compiled once for all of them. A hook that calls
+        functions of a user is not reusable: they may depend on state that changes.
+        """
+        return False
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """Return the outputs of `equation`, or None to have it evaluated or entered."""
@@ -33,12 +52,12 @@ class Hook:
         return None
 
     def constant(self, value: Any, aval: Any) -> Any:
-        """Return what stands for a literal or a closed-over constant."""
+        """Return the value that replaces a literal or a closed-over constant."""
         del aval
         return value
 
     def steps(self, equation: JaxprEqn) -> Any:
-        """Return a tree with a leading axis as long as the scan, handed out step by step."""
+        """Return a tree with a leading axis as long as the scan; `inside` gets its slices."""
         del equation
         return ()
 

@@ -9,7 +9,7 @@ CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_cal
 CALLS = frozenset({"closed_call", "core_call"})
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
 JIT = frozenset({"jit", "pjit"})
-_CLIPPED = frozenset({"scan", "cond", "shard_map"}) | CALLS | REMAT | JIT
+_DIFFERENTIATED = frozenset({"scan", "cond", "shard_map"}) | CALLS | REMAT | JIT
 
 
 def opened(program: Any) -> tuple[Any, Sequence]:
@@ -26,9 +26,9 @@ def equations(program: Any) -> Iterator[JaxprEqn]:
 
 
 def entered_programs(equation: JaxprEqn) -> tuple[list, list]:
-    """Return the programs inside an equation: those that cotangents come through, and the rest.
+    """Return the programs inside an equation: those that derivatives go through, and the others.
 
-    Of the rest `evaluate` enters none, unless its hook flattens, but the body of a `while` loop.
+    Of the others `evaluate` enters only those of `while`, and custom rules if its hook flattens.
     """
     name = equation.primitive.name
     if name == "custom_linear_solve":
@@ -36,7 +36,7 @@ def entered_programs(equation: JaxprEqn) -> tuple[list, list]:
         others = [solve.solve, solve.vecmat, solve.transpose_solve]
         return [solve.matvec], [program for program in others if program is not None]
     inner = list(jaxprs_in_params(equation.params))
-    return (inner, []) if name in _CLIPPED else ([], inner)
+    return (inner, []) if name in _DIFFERENTIATED else ([], inner)
 
 
 def map_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, Any]:

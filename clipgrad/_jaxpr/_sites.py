@@ -5,12 +5,15 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from clipgrad._jaxpr._programs import entered_programs, opened
 
 # A program called from many places is read once, so that the time is linear in the source.
 _SITES: weakref.WeakKeyDictionary[Any, tuple["Site", ...]] = weakref.WeakKeyDictionary()
+with source_info_util.transform_name_stack("vmap"):
+    (_VMAP,) = source_info_util.current_name_stack().stack
 
 
 class Site(NamedTuple):
@@ -22,7 +25,8 @@ class Site(NamedTuple):
       dtype: its dtype, as a string.
       used: whether the program uses what `checkpoint_name` returned.
       within: the primitive around it that `evaluate` does not enter, or that no cotangent comes
-        through; None if it can be clipped.
+        through; None if its cotangent can be reached.
+      mapped: whether a `vmap` inside the program surrounds it, so that the variable is a batch.
     """
 
     name: str
@@ -30,11 +34,17 @@ class Site(NamedTuple):
     dtype: str
     used: bool
     within: str | None
+    mapped: bool
 
     @property
     def is_differentiable(self) -> bool:
         """Whether there is a cotangent of its dtype."""
         return not self.dtype.startswith("key<") and jnp.issubdtype(self.dtype, jnp.inexact)
+
+    @property
+    def is_out_of_reach(self) -> bool:
+        """Whether it may have a cotangent that can't be reached; in a while loop it has none."""
+        return self.within not in (None, "while")
 
 
 def sites(program: Any) -> tuple[Site, ...]:
@@ -50,12 +60,20 @@ def _find(jaxpr: Any) -> Iterator[Site]:
     used = {atom for atom in read if not isinstance(atom, Literal)}
     for equation in jaxpr.eqns:
         name = equation.primitive.name
+        mapped = _is_mapped(equation)
         if name == "name":
             (tagged,) = equation.outvars
-            yield Site(equation.params["name"], (), str(tagged.aval.dtype), tagged in used, None)
+            dtype, is_used = str(tagged.aval.dtype), tagged in used
+            yield Site(equation.params["name"], (), dtype, is_used, None, mapped)
         loop = (equation.params["length"],) if name == "scan" else ()
-        open_programs, closed_programs = entered_programs(equation)
-        for inner in open_programs:
-            yield from (site._replace(nest=loop + site.nest) for site in sites(inner))
-        for inner in closed_programs:
-            yield from (site._replace(within=name) for site in sites(inner))
+        entered, others = entered_programs(equation)
+        for site in (site for inner in entered for site in sites(inner)):
+            yield site._replace(nest=loop + site.nest, mapped=mapped or site.mapped)
+        for site in (site for inner in others for site in sites(inner)):
+            yield site._replace(within=name, mapped=mapped or site.mapped)
+
+
+def _is_mapped(equation: Any) -> bool:
+    """Whether a `vmap` of this program surrounds an equation; a scope "vmap" has another type."""
+    entries = equation.source_info.name_stack.stack
+    return any(type(entry) is type(_VMAP) and entry == _VMAP for entry in entries)

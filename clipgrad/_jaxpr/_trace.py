@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from clipgrad._jaxpr._evaluate import Hook, evaluate
-from clipgrad._jaxpr._split import is_array
+from clipgrad._trees import combine, is_array, partition
 
 
 class Traced(NamedTuple):
@@ -14,18 +14,16 @@ class Traced(NamedTuple):
 
     Attributes:
       program: its jaxpr, from the arrays among the leaves of the arguments to those of the result.
-      arrays: the positions of those leaves.
       result: makes the result of the outputs of the program.
     """
 
     program: Any
-    arrays: tuple[int, ...]
     result: Callable[[Sequence], Any]
 
     def evaluate(self, args: tuple, kwargs: Mapping[str, Any], hook: Hook) -> Any:
         """Evaluate the function again, for arguments of the same types."""
-        leaves = jax.tree.leaves((args, kwargs))
-        return self.result(evaluate(self.program, [leaves[i] for i in self.arrays], hook))
+        inputs = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf)]
+        return self.result(evaluate(self.program, inputs, hook))
 
 
 def trace(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Traced:
@@ -35,23 +33,20 @@ def trace(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Tr
     handed to the function as they are, and those that it returns are kept as they are.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf))
-    result: list[Callable[[Sequence], Any]] = []
+    arrays, others = partition(leaves, is_array)
+    returned = []
 
-    def flat(*values):
-        known = dict(zip(arrays, values, strict=True))
-        args, kwargs = structure.unflatten([known.get(i, leaf) for i, leaf in enumerate(leaves)])
-        outputs, out_structure = jax.tree.flatten(fun(*args, **kwargs))
-        traced = [isinstance(output, jax.Array) for output in outputs]
-        fixed = [None if is_traced else x for x, is_traced in zip(outputs, traced, strict=True)]
+    def run(arrays):
+        args, kwargs = structure.unflatten(combine(arrays, others))
+        results, out_structure = jax.tree.flatten(fun(*args, **kwargs))
+        traced, fixed = partition(results, lambda leaf: isinstance(leaf, jax.Array))
+        returned[:] = out_structure, jax.tree.structure(traced), fixed
+        return traced
 
-        def rebuild(values):
-            rest = iter(values)
-            pairs = zip(fixed, traced, strict=True)
-            return out_structure.unflatten([next(rest) if t else x for x, t in pairs])
+    program = jax.make_jaxpr(run)(arrays)
+    out_structure, places, fixed = returned
 
-        result.append(rebuild)
-        return [x for x, is_traced in zip(outputs, traced, strict=True) if is_traced]
+    def result(outputs):
+        return out_structure.unflatten(combine(places.unflatten(outputs), fixed))
 
-    program = jax.make_jaxpr(flat)(*(leaves[i] for i in arrays))
-    return Traced(program, arrays, result[-1])
+    return Traced(program, result)

@@ -1,0 +1,90 @@
+"""Functions of flax NNX models as functions of pytrees, without losing what they change."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+TAG = "clipgrad"
+
+
+def with_models(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``run(fun, args, kwargs)``, where ``run`` traces ``fun`` as a function of pytrees.
+
+    A pytree is a value: what ``fun`` changes in an NNX model would be lost with the copy that is
+    traced. NNX takes the models apart and puts them together again, as for `nnx.jit`, so that the
+    caller's models change: the values of variables, their number and other attributes. Without
+    models, and where flax is not imported, ``run`` gets ``fun`` itself. Where ``run`` returns
+    ``None`` nothing is changed.
+    """
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return run(fun, args, kwargs)
+    with explained(), nnx.update_context(TAG):
+        apart = nnx.to_tree((args, kwargs), ctxtag=TAG)
+        if not _models(nnx, apart):
+            return run(fun, args, kwargs)
+
+        def pure(apart: Any) -> Any:
+            args, kwargs = nnx.from_tree(apart, ctxtag=TAG, is_inner=True)
+            before = _contents(nnx, (args, kwargs))
+            result = fun(*args, **kwargs)
+            if _same(before, _contents(nnx, (args, kwargs))) and not _contents(nnx, result)[0]:
+                return [], result  # a model of another trace can be read, but not written to
+            inputs, result = nnx.to_tree(((args, kwargs), result), ctxtag=TAG)
+            return _models(nnx, inputs), result
+
+        changed = run(pure, (apart,), {})
+        return changed and nnx.from_tree(changed, ctxtag=TAG, is_inner=False)[1]
+
+
+def value_and_grad(args: Any) -> Callable[..., Any]:
+    """`nnx.value_and_grad` if there are NNX modules among the arguments, or that of JAX."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return jax.value_and_grad
+    leaves = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Pytree))
+    has_modules = any(isinstance(leaf, nnx.Pytree) for leaf in leaves)
+    return nnx.value_and_grad if has_modules else jax.value_and_grad
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Says what to do about a model that is changed and can't be.
+
+    Raises:
+      ValueError: instead of NNX's `TraceContextError`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":
+            raise
+        raise ValueError(
+            "fun: got a function that changes an NNX model from outside of it, expected one that "
+            "gets the model as an argument; write fun(model, ...), and differentiate it by "
+            f"nnx.grad or nnx.value_and_grad ({error})"
+        ) from error
+
+
+def is_model(x: Any) -> bool:
+    """``is_leaf`` for trees in which NNX models and variables stay whole."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _models(nnx: Any, apart: Any) -> list[Any]:
+    """The models in a tree in which NNX has taken them apart."""
+    leaves = jax.tree.leaves(apart, is_leaf=lambda x: isinstance(x, nnx.NodeStates))
+    return [leaf for leaf in leaves if isinstance(leaf, nnx.NodeStates)]
+
+
+def _contents(nnx: Any, tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(_models(nnx, nnx.to_tree(tree)))
+
+
+def _same(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool:
+    pairs = zip(before[0], after[0], strict=False)
+    return before[1] == after[1] and all(one is other for one, other in pairs)

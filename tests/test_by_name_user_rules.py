@@ -1,0 +1,158 @@
+"""A rule of a user's own may hold anything: it is applied as it is at each call."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, PartitionSpec
+
+import clipgrad as cg
+from tests.helpers import assert_close
+
+X = jnp.arange(1.0, 7.0).reshape(2, 3)
+
+
+def scale(g, c):
+    return jax.tree.map(lambda leaf: c * leaf, g)
+
+
+class OfTheProtocol(cg.ClipRule):
+    def __init__(self, c):
+        self.c = c
+
+    def __call__(self, grads, params=None):
+        return scale(grads, self.c)
+
+
+class OfARule(cg.ClipByValue):
+    def __init__(self, c):
+        super().__init__(1e9)
+        object.__setattr__(self, "c", c)
+
+    def __call__(self, grads, params=None):
+        return scale(grads, self.c)
+
+
+class LookAlike:
+    def __init__(self, c):
+        self.c = c
+
+    def __call__(self, g):
+        return scale(g, self.c)
+
+
+@dataclasses.dataclass
+class NotHashable(LookAlike):
+    c: object
+
+    def __call__(self, g):
+        return scale(g, self.c)
+
+
+class Equal(LookAlike):
+    """Equal to all of its kind, whatever they hold."""
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+    def __hash__(self):
+        return 0
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["c"], meta_fields=[])
+@dataclasses.dataclass
+class OfAPytree(LookAlike):
+    """A pytree that checks its leaves whenever it is made."""
+
+    c: object
+
+    def __post_init__(self):
+        assert jnp.shape(self.c) == ()
+
+
+def closure(c):
+    def rule(g):
+        return scale(g, rule.c)
+
+    rule.c = c
+    return rule
+
+
+def body(x):
+    return 3 * checkpoint_name(x, "h")
+
+
+RULES = [OfTheProtocol, OfARule, LookAlike, NotHashable, Equal, OfAPytree, closure]
+PLACES = {
+    "by name": lambda f, rule: jax.grad(cg.error_clip_by_name(f, {"h": rule})),
+    "everywhere": lambda f, rule: jax.grad(cg.error_clip_everywhere(f, rule)),
+    "with stats": lambda f, rule: (
+        lambda x: cg.value_and_grad_with_stats(f, rules={"h": rule})(x)[1]
+    ),
+}
+INSIDE = {
+    "nothing": body,
+    "jit": jax.jit(body),
+    "jit of jit": jax.jit(jax.jit(body)),
+    "scan": lambda x: lax.scan(lambda c, row: (c, body(row)), 0, x)[1],
+    "scan of jit": lambda x: lax.scan(lambda c, row: (c, INSIDE["jit"](row)), 0, x)[1],
+    "vmap": jax.vmap(body),
+    "remat": jax.checkpoint(body),
+    "cond": lambda x: lax.cond(x[0, 0] > 0, body, jnp.sin, x),
+    "shard_map": lambda x: jax.shard_map(
+        body,
+        mesh=jax.make_mesh((2,), ("d",), (AxisType.Auto,)),
+        in_specs=PartitionSpec("d"),
+        out_specs=PartitionSpec("d"),
+    )(x),
+}
+OUTSIDE = {
+    "eager": lambda f, c: f(c),
+    "jit": lambda f, c: jax.jit(f)(c),
+    "vmap": lambda f, c: jax.vmap(f)(jnp.array([c, c]))[1],
+    "scan": lambda f, c: lax.scan(lambda k, c: (k, f(c)), 0, jnp.array([9.0, c]))[1][1],
+    "cond": lambda f, c: lax.cond(c > 0, f, lambda c: 0 * X, c),
+    "remat": lambda f, c: jax.checkpoint(f)(c),
+}
+every_rule = pytest.mark.parametrize("make", RULES, ids=lambda r: r.__name__)
+every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+every_inside = pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
+
+
+@every_rule
+@every_place
+@every_inside
+def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place, inside):
+    rule = make(1.0)
+    gradient = place(lambda x: jnp.sum(inside(x)), rule)
+    for c in (1.0, 2.0, jnp.array(5.0)):
+        object.__setattr__(rule, "c", c)
+        np.testing.assert_array_equal(gradient(X), np.full(X.shape, 3 * c))
+
+
+@every_place
+@pytest.mark.parametrize("outside", OUTSIDE.values(), ids=OUTSIDE)
+@pytest.mark.parametrize("inside", [INSIDE["jit of jit"], INSIDE["scan of jit"]])
+def test_a_rule_may_hold_what_is_traced(place, outside, inside):
+    def gradient(c):
+        return place(lambda x: jnp.sum(inside(x)), OfTheProtocol(c))(X)
+
+    for c in (2.0, 5.0):
+        assert_close(outside(gradient, jnp.array(c)), np.full(X.shape, 3 * c), rtol=1e-6)
+
+
+@every_rule
+@every_place
+def test_every_kind_of_rule_may_hold_what_is_traced(make, place):
+    def gradient(c):
+        return place(lambda x: jnp.sum(INSIDE["scan of jit"](x)), make(c))(X)
+
+    factors = jnp.array([2.0, 5.0])
+    expected = 3 * jnp.broadcast_to(factors[:, None, None], (2, *X.shape))
+    assert_close(lax.map(gradient, factors), expected, rtol=1e-6)
+    assert_close(jax.vmap(gradient)(factors), expected, rtol=1e-6)
