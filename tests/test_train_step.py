@@ -97,20 +97,26 @@ def test_several_clips_are_listed_in_order(key):
     np.testing.assert_allclose(second.clipped_norm, 0.1, rtol=1e-6)
 
 
-def test_the_state_of_the_optimizer_elsewhere_stays_empty(key):
-    params, _ = data(key)
-    tx = cg.clip_by_global_norm(1.0)
-    assert isinstance(cg.train_step(loss_fn, tx).init(params).opt_state, cg.GradientClipState)
-    assert tx.init(params) == optax.EmptyState()
-
-
-def test_a_state_without_statistics_is_taken_too(key):
-    """A checkpoint that was written with optax's function in the chain."""
+def test_the_state_is_that_of_optax_and_metrics_say_what_was_clipped_all_the_same(key):
+    """So a checkpoint that was written with optax's function in the chain goes on."""
     params, batch = data(key)
     old = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)).init(params)
     step = cg.train_step(loss_fn, optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    assert jax.tree.structure(step.init(params).opt_state) == jax.tree.structure(old)
     state, metrics = step(cg.TrainState(params, old), batch)
-    assert metrics["clips"] == () and jax.tree.structure(state.opt_state) == jax.tree.structure(old)
+    assert jax.tree.structure(state.opt_state) == jax.tree.structure(old)
+    np.testing.assert_allclose(metrics["clipped_norm"], 1, rtol=1e-6)
+
+
+def test_a_clip_hands_its_statistics_to_whoever_asks(key):
+    params, batch = data(key)
+    tx, found = optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1)), []
+    grads = jax.grad(loss_fn)(params, batch)
+    _, state = tx.update(grads, tx.init(params), params, clip_stats=found.append)
+    (stats,) = found
+    np.testing.assert_allclose(stats.norm, cg.global_norm(grads), rtol=1e-6)
+    np.testing.assert_allclose(stats.clipped_norm, 1, rtol=1e-6)
+    assert state == tx.init(params)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
@@ -184,12 +190,21 @@ def test_the_raw_norm_is_not_summed_twice(key):
 ], ids=["MultiSteps", "apply_if_finite", "masked"])  # fmt: skip
 def test_statistics_are_found_through_wrappers(wrap, key):
     params, batch = data(key)
-    step = cg.train_step(loss_fn, wrap(optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1))))
+    clip = cg.clip_by_global_norm(1.0, stats=True)
+    step = cg.train_step(loss_fn, wrap(optax.chain(clip, optax.sgd(0.1))))
     state = step.init(params)
     for _ in range(2):
         state, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["clipped_norm"], 1, rtol=1e-6)
     chex.assert_tree_all_finite(state.params)
+
+
+def test_statistics_from_inside_of_a_cond_that_no_state_keeps_are_not_in_the_metrics(key):
+    params, batch = data(key)
+    tx = optax.MultiSteps(optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1)), 2)
+    step = cg.train_step(loss_fn, tx)
+    _, metrics = step(step.init(params), batch)
+    assert metrics["clips"] == () and "clipped_norm" not in metrics
 
 
 def test_what_is_no_optimizer_is_refused():
