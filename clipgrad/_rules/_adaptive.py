@@ -134,9 +134,9 @@ class UnitNorms(NamedTuple):
 def _scale(leaf: jax.Array, norms: UnitNorms, clipping: Any) -> jax.Array:
     # As in optax, limits are computed in the shape of the leaf: XLA rounds other shapes otherwise.
     # What is special about a unit is decided before: in that shape XLA's CPU loops may lose NaN.
-    clipping, *parts = _without_extremes(norms, limit_of(clipping, norms.norm))
-    root, scale, divisor, weights = (broadcast_like(x, leaf) for x in parts)
-    limit = clipping * jnp.maximum(weights, norms.eps)
+    parts = _without_extremes(norms, limit_of(clipping, norms.norm))
+    root, scale, divisor, weights, least, clipping = (broadcast_like(x, leaf) for x in parts)
+    limit = clipping * jnp.maximum(weights, least)
     shrunk = times(widen(leaf, root.dtype.name), limit / divisor * scale).astype(leaf.dtype)
     return jnp.where(root <= limit * scale, leaf, shrunk)
 
@@ -151,4 +151,4 @@ def _without_extremes(norms: UnitNorms, clipping: jax.Array) -> tuple[jax.Array,
     most = 2.0**40  # times scale and any weight that trains this is finite
     root = jnp.where(limit > 0, jnp.where(within & (clipping > most), 0, root), jnp.inf)
     divisor = jnp.where(jnp.isnan(weights), jnp.nan, jnp.where(within, 1, divisor))
-    return jnp.minimum(clipping, most), root, scale, divisor, weights
+    return root, scale, divisor, weights, norms.eps, jnp.minimum(clipping, most)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from clipgrad._compat import broadcast_like
 from clipgrad._norms import Norm
 from clipgrad._numbers import over, times, widen
 from clipgrad._rules._thresholds import broadcasts_into, nonnegative
@@ -23,7 +24,7 @@ def limit_of(threshold: Any, norm: Norm) -> jax.Array:
             f"threshold: got an array of shape {limit.shape}, expected one that broadcasts to the "
             f"norms, of shape {norm.root.shape}"
         )
-    return jnp.broadcast_to(limit, norm.root.shape)
+    return broadcast_like(limit, norm.root)
 
 
 def scale_down(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
