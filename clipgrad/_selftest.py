@@ -15,30 +15,14 @@ from clipgrad._check.devices import KINDS, find_devices
 from clipgrad._cotangent import clip_cotangent
 from clipgrad._error_clip import error_clip
 from clipgrad._global_norm import global_norm
-from clipgrad._rules import (
-    AdaptiveClip,
-    ClipByBlockRMS,
-    ClipByGlobalNorm,
-    ClipByNorm,
-    ErrorClipByValue,
-)
+from clipgrad._rules import RULES, ClipByGlobalNorm, ClipByNorm, ErrorClipByValue
 
 OFF = (None, ErrorClipByValue(math.inf), ClipByGlobalNorm(math.inf))
 INFINITE = (
-    ErrorClipByValue(math.inf),
-    ClipByNorm(math.inf),
+    *(rule(math.inf) for rule in RULES if not rule.needs_params),
     ClipByNorm(math.inf, axis=-1),
-    ClipByGlobalNorm(math.inf),
-    ClipByBlockRMS(math.inf),
 )
-ACTIVE = (
-    ErrorClipByValue(max=0.7),
-    ClipByNorm(0.5),
-    ClipByNorm(0.5, axis=-1),
-    ClipByGlobalNorm(0.5),
-    ClipByBlockRMS(0.3),
-    AdaptiveClip(clipping=0.1),
-)
+ACTIVE = (*(rule(0.3) for rule in RULES), ClipByNorm(0.3, axis=-1))
 
 
 class Case(NamedTuple):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad as cg
+from clipgrad._rules import RULES
 
 Tree = dict[str, np.ndarray]
 
@@ -127,6 +128,7 @@ CASES = [
     Case("AdaptiveClip", lambda c: cg.AdaptiveClip(c), *_agc(_unit_axis), "adaptive_grad_clip"),
     Case("AdaptiveClip(axis=-1)", lambda c: cg.AdaptiveClip(c, axis=-1), *_agc(lambda x: -1)),
 ]  # fmt: skip
+assert {type(case.make(1.0)) for case in CASES} == set(RULES)
 SCALING = [case for case in CASES if case.name != "ClipByValue"]
 
 

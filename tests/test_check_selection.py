@@ -21,6 +21,9 @@ NAMED = ["params/layer1/w|0/layer1/w", "params/layer10/w|0/layer10/w", "x|1"]
         ("[0]['layer10']", {1}),
         (r"params/layer\d+/w", {0, 1}),
         (r".*w", {0, 1}),
+        ("layer1", {0}),
+        ("w", {0, 1}),
+        ("layer", {0, 1}),
         ("x", {2}),
         (1, {2}),
         (["x", "params/layer1"], {0, 2}),
@@ -31,10 +34,15 @@ def test_an_expression_means_leaves_at_or_below_it_or_a_pattern(selector, chosen
     assert select(selector, NAMED, "wrt") == chosen
 
 
-@pytest.mark.parametrize("selector", ["layer1", "params/layer", 2, "w", "(", "", "y"])
+@pytest.mark.parametrize("selector", ["layer2", "params/layer$", 2, "kernel", "y"])
 def test_an_expression_that_means_nothing_lists_what_there_is(selector):
-    with pytest.raises(ValueError, match="there are: params/layer1/w or 0/layer1/w, params/layer1"):
+    with pytest.raises(ValueError, match=r"there are \[.*'params/layer1/w or 0/layer1/w'"):
         select(selector, NAMED, "wrt")
+
+
+def test_an_expression_that_does_not_compile_is_refused():
+    with pytest.raises(ValueError, match=r"wrt: got '\(', expected a path or a regular expression"):
+        select("(", NAMED, "wrt")
 
 
 @pytest.mark.parametrize("selector", [[None], [1.5], [True], [("a",)]])

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from clipgrad._selectors import nearest, selects
+
 Selector = int | str | Sequence[int | str]
 
 
@@ -38,8 +40,8 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
 
     Args:
       selector: positions, names, or paths such as `params/w`; several in a sequence. A path
-        means every leaf at or below it; failing that, it is a regular expression that must
-        match the whole of a leaf's path.
+        from the root means every leaf at or below it; failing that, an expression means what it
+        does for the clips: whole segments of a path, or a regular expression that is searched.
       paths: simple leaf paths, separated by `/`, whose first part is a position; a leaf with
         several spellings separates them by `|`.
       word: the parameter the selector came by, for the error.
@@ -52,27 +54,27 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
     """
     chosen: set[int] = set()
     for expression in several(selector):
-        found = _matches(expression, paths)
+        found = _matches(expression, paths, word)
         if not found:
-            there = ", ".join(paths[:20]).replace("|", " or ")
+            there = nearest(str(expression), [path.replace("|", " or ") for path in paths], 20)
             raise ValueError(
-                f"{word}={expression!r} means no floating-point leaf; there are: {there}. "
+                f"{word}={expression!r} means no floating-point leaf; {there}. "
                 "Give a position, a name or a path of these."
             )
         chosen |= found
     return chosen
 
 
-def _matches(expression: int | str, paths: Sequence[str]) -> set[int]:
+def _matches(expression: int | str, paths: Sequence[str], word: str) -> set[int]:
     if not isinstance(expression, (int, str)) or isinstance(expression, bool):
         raise TypeError(f"got {expression!r}; expected a position (int), a name or a path (str)")
     text = _simple(str(expression))
-    spellings = [path.split("|") for path in paths]
-    for match in (_at_or_below, _fullmatch):
-        found = {k for k, names in enumerate(spellings) if any(match(text, n) for n in names)}
-        if found:
-            return found
-    return set()
+    spellings = [(k, name) for k, path in enumerate(paths) for name in path.split("|")]
+    found = {k for k, name in spellings if _at_or_below(text, name)}
+    if found or isinstance(expression, int):
+        return found
+    flags = selects(text, [name for _, name in spellings], word)
+    return {k for (k, _), flag in zip(spellings, flags, strict=True) if flag}
 
 
 def _simple(path: str) -> str:
@@ -84,13 +86,6 @@ def _simple(path: str) -> str:
 
 def _at_or_below(path: str, leaf: str) -> bool:
     return leaf == path or leaf.startswith(path + "/")
-
-
-def _fullmatch(pattern: str, leaf: str) -> bool:
-    try:
-        return re.fullmatch(pattern, leaf) is not None
-    except re.error:
-        return False
 
 
 def simple_paths(tree: Any) -> list[str]:

@@ -8,6 +8,7 @@ from clipgrad._rules._base import as_rule as as_rule
 from clipgrad._rules._block_rms import ClipByBlockRMS as ClipByBlockRMS
 from clipgrad._rules._global_norm import ClipByGlobalNorm as ClipByGlobalNorm
 from clipgrad._rules._norm import ClipByNorm as ClipByNorm
+from clipgrad._rules._thresholds import RULES as RULES
 from clipgrad._rules._thresholds import PerLeaf as PerLeaf
 from clipgrad._rules._thresholds import adaptive_threshold as adaptive_threshold
 from clipgrad._rules._thresholds import as_array as as_array

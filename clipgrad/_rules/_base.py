@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform, runtim
 import jax
 import jax.numpy as jnp
 
-from clipgrad._rules._thresholds import require_numbers
+from clipgrad._rules._thresholds import RULES, require_numbers
 from clipgrad._trees import combine, partition, paths_taking_part, takes_part
 
 C = TypeVar("C", bound=type)
@@ -94,7 +94,7 @@ def pytree_rule(cls: C) -> C:
         return rule
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
-    setattr(cls, "_fields_are_thresholds", True)  # noqa: B010
+    RULES.append(cls)
     return cls
 
 

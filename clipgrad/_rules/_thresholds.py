@@ -10,6 +10,9 @@ from jax.core import Tracer
 
 from clipgrad._thresholds import is_adaptive
 
+# The classes of this library's rules, in the order in which `pytree_rule` made them.
+RULES: list[type] = []
+
 
 class PerLeaf(NamedTuple):
     """A threshold for each leaf that takes part, in place of one for all of them."""
@@ -65,7 +68,7 @@ def is_own(rule: Any) -> bool:
 
     A user's subclass is not: it may keep anything beside them.
     """
-    return "_fields_are_thresholds" in vars(type(rule))
+    return type(rule) in RULES
 
 
 def schedules_of(rule: Any) -> dict[str, Any]:
