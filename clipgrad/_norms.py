@@ -18,7 +18,7 @@ from jax.core import Tracer
 
 from clipgrad._numbers import accumulator, over, real_product, real_size, square, times, widen
 from clipgrad._reductions import Arrays, Axes, Groups
-from clipgrad._trees import leaves_taking_part
+from clipgrad._trees import clippable_leaves
 
 AxisName = str | Sequence[str] | None
 
@@ -116,7 +116,7 @@ class _Kind(NamedTuple):
 def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> Norm:
     """`global_norm` as a `Norm`, which can be larger than its dtype can hold."""
     kind, names = _Kind(check_order(ord)), _names(axis_name)
-    leaves = leaves_taking_part(tree)
+    leaves = clippable_leaves(tree)
     if not leaves:
         return Norm.of(jnp.float32(0), jnp.float32(1))
     return _norms(leaves, Groups(None, names), kind)[0]
@@ -139,14 +139,14 @@ def slice_norms(
 
 def tree_total(tree: Any, axis_name: AxisName = None) -> jax.Array:
     """The sum over all elements of a tree, in the dtype of its norm."""
-    leaves = leaves_taking_part(tree)
+    leaves = clippable_leaves(tree)
     sums = [jnp.sum(leaf.astype(widest(leaves))) for leaf in leaves]
     return total_over_devices(sums, leaves, axis_name)
 
 
 def tree_size(tree: Any, axis_name: AxisName = None) -> jax.Array:
     """The number of elements of a tree that take part, in the dtype of its norm."""
-    leaves = leaves_taking_part(tree)
+    leaves = clippable_leaves(tree)
     sizes = [jnp.array(float(leaf.size), widest(leaves)) for leaf in leaves]
     return total_over_devices(sizes, leaves, axis_name)
 
