@@ -17,9 +17,9 @@ from clipgrad._composer import apply_gradient_clipping as apply_gradient_clippin
 from clipgrad._cotangent import clip_cotangent as clip_cotangent
 from clipgrad._error_clip import error_clip as error_clip
 from clipgrad._everywhere import error_clip_everywhere as error_clip_everywhere
-from clipgrad._global_norm import global_norm as global_norm
 from clipgrad._gradient_clip import GradientClipState as GradientClipState
 from clipgrad._gradient_clip import gradient_clip as gradient_clip
+from clipgrad._norms import global_norm as global_norm
 from clipgrad._per_example import clip_per_example as clip_per_example
 from clipgrad._presets import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
 from clipgrad._presets import SuggestedThreshold as SuggestedThreshold

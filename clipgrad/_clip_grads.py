@@ -16,7 +16,7 @@ from clipgrad._stats import (
     stats_by_leaf,
     stats_dtype,
 )
-from clipgrad._trees import combine, leaves_taking_part, partition
+from clipgrad._trees import clippable_leaves, combine, partition
 from clipgrad._where import Where, selected
 
 
@@ -179,7 +179,7 @@ def _counting(raw: Any, stats: LazyStats, axis_name: AxisName) -> LazyStats:
         return stats._replace(nonfinite=count.astype(stats.nonfinite.dtype))
 
     def leaves() -> dict[str, ClipStats]:
-        parts = zip(stats.leaves().items(), leaves_taking_part(raw), strict=True)
+        parts = zip(stats.leaves().items(), clippable_leaves(raw), strict=True)
         return {path: recount(of_leaf, leaf) for (path, of_leaf), leaf in parts}
 
     return LazyStats(lambda: recount(stats.total(), raw), leaves)

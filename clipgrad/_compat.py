@@ -1,10 +1,13 @@
 """The differences between JAX versions that the clips meet, in one place."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
+
+T = TypeVar("T", bound=type)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -35,3 +38,9 @@ def broadcast_like(x: jax.Array, leaf: jax.Array) -> jax.Array:
 def trace_state() -> Any:
     """What is being traced now: equal in two places whose arrays can be used together."""
     return get_opaque_trace_state(convention="clipgrad")
+
+
+def exportable(cls: T) -> T:
+    """A class decorator: programs that return this named tuple can be exported and serialized."""
+    name = f"clipgrad.{cls.__name__}"
+    return jax.export.register_namedtuple_serialization(cls, serialized_name=name)

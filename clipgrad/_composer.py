@@ -11,7 +11,7 @@ from clipgrad._rules import ClipByGlobalNorm, ClipByValue, apply_rule
 from clipgrad._rules._adaptive import unit_norms
 from clipgrad._rules._thresholds import check_threshold, nonnegative
 from clipgrad._rules._units import check_unit_axis
-from clipgrad._trees import map_taking_part
+from clipgrad._trees import map_clippable
 
 TYPES = ("norm", "value", "adaptive")
 
@@ -97,7 +97,7 @@ def _adaptive(grads: Any, params: Any, threshold: ArrayLike, axis: Any) -> Any:
     if params is None:
         raise ValueError("params: got None, expected the parameters for clipping_type='adaptive'")
     norms = [(norm.value, weight.value) for norm, weight in unit_norms(grads, params, axis)]
-    return map_taking_part(lambda leaf, pair: _scale(leaf, *pair, threshold), grads, norms)
+    return map_clippable(lambda leaf, pair: _scale(leaf, *pair, threshold), grads, norms)
 
 
 def _scale(leaf: jax.Array, norm: jax.Array, weight: jax.Array, threshold: Any) -> jax.Array:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._rules import apply_rule, as_rule, is_own
 from clipgrad._stats import ClipStats
-from clipgrad._trees import combine, is_array, is_none, partition, takes_part
+from clipgrad._trees import combine, is_array, is_clippable, is_none, partition
 
 Rule = Callable[..., Any]
 
@@ -156,7 +156,7 @@ _identity.defvjp(_forward, _backward)
 
 def _has_cotangent(leaf: Any, probe: ClipStats | None) -> bool:
     """Python and NumPy numbers are constants; they stay what they are unless they are watched."""
-    return takes_part(leaf) and (isinstance(leaf, jax.Array) or probe is not None)
+    return is_clippable(leaf) and (isinstance(leaf, jax.Array) or probe is not None)
 
 
 def _spread(probe: ClipStats | None, arrays: Any) -> ClipStats | None:

@@ -17,7 +17,7 @@ from clipgrad._clip_grads import (
     norms_of,
     select,
 )
-from clipgrad._export import exportable
+from clipgrad._compat import exportable
 from clipgrad._nonfinite import check_policy
 from clipgrad._numbers import increment_if
 from clipgrad._rules import (
@@ -33,7 +33,7 @@ from clipgrad._rules import (
 from clipgrad._selectors import unboxed
 from clipgrad._stats import ClipStats, stats_dtype
 from clipgrad._thresholds import unlimited
-from clipgrad._trees import partition, paths_taking_part
+from clipgrad._trees import clippable_paths, partition
 from clipgrad._where import Where, selected
 
 
@@ -172,7 +172,7 @@ def _norms(rule: Any, selection: Selection, params: Any, grad_norm: Any) -> list
 def _first_state(rule: Any, tree: Any, kept: bool | str) -> GradientClipState:
     dtype, zero = stats_dtype(tree), functools.partial(jnp.zeros, (), jnp.int32)
     rule = resolve_schedules(rule, zero())
-    threshold, history, paths = main_threshold(rule), None, paths_taking_part(tree)
+    threshold, history, paths = main_threshold(rule), None, clippable_paths(tree)
     if (adaptive := adaptive_threshold(rule)) is not None:
         norms = jnp.zeros(() if has_one_norm(rule) else len(paths), dtype)
         threshold, history = unlimited(norms), adaptive.init(norms)

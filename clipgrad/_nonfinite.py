@@ -7,7 +7,7 @@ from jax.core import Tracer
 from jax.experimental import checkify
 
 from clipgrad._stats import count_nonfinite
-from clipgrad._trees import map_taking_part, takes_part, with_paths
+from clipgrad._trees import is_clippable, map_clippable, with_paths
 
 POLICIES = ("propagate", "zero", "error")
 
@@ -31,14 +31,14 @@ def apply_policy(nonfinite: str, tree: Any) -> Any:
     """
     check_policy(nonfinite)
     if nonfinite == "zero":
-        return map_taking_part(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), tree)
+        return map_clippable(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), tree)
     if nonfinite == "error":
         _raise_for_nonfinite(tree)
     return tree
 
 
 def _raise_for_nonfinite(tree: Any) -> None:
-    leaves = {path: leaf for path, leaf in with_paths(tree) if takes_part(leaf)}
+    leaves = {path: leaf for path, leaf in with_paths(tree) if is_clippable(leaf)}
     counts = {path: count_nonfinite(leaf) for path, leaf in leaves.items()}
     if any(isinstance(count, Tracer) for count in counts.values()):
         for path, count in counts.items():

@@ -18,7 +18,7 @@ from jax.core import Tracer
 
 from clipgrad._numbers import accumulator, over, real_product, real_size, square, times, widen
 from clipgrad._reductions import Arrays, Axes, Groups
-from clipgrad._trees import leaves_taking_part
+from clipgrad._trees import clippable_leaves
 
 AxisName = str | Sequence[str] | None
 
@@ -113,10 +113,48 @@ class _Kind(NamedTuple):
     mean: bool = False
 
 
+def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Array:
+    r"""The norm of all leaves of a tree as one vector, $(\sum_i |g_i|^p)^{1/p}$.
+
+    Guarantees:
+      * Squares are summed in float32, in float64 if a leaf is float64, never in a dtype that is
+        narrower, and the result has that dtype.
+      * A finite tree whose squares over- or underflow still has the right norm.
+      * On a float32 tree in the ordinary range it equals ``optax.tree.norm`` bit by bit.
+      * Its derivative is finite everywhere; at zero it is 0.
+      * An empty tree has norm 0 for every ``ord``. ``None``, integer, boolean, ``float0`` and
+        PRNG-key leaves count nowhere; complex leaves count with their absolute values.
+      * NaN anywhere gives NaN; otherwise inf anywhere gives inf.
+
+    Args:
+      tree: a pytree of gradients.
+      ord: the order $p$, a number in (0, inf].
+      axis_name: inside `jax.shard_map`, `jax.pmap` or ``jax.vmap(axis_name=...)``, the name or
+        names of the mapped axes that the tree is spread over. Where `jax.shard_map` tracks what
+        varies (its default), a leaf that is the same on all devices is counted once; elsewhere
+        every leaf counts as spread. Without it, the norm there is that of the part on each device.
+        Under `jax.jit` it is not needed.
+
+    Returns:
+      A scalar array, float32 or float64.
+
+    Raises:
+      ValueError: if ``ord`` is not in (0, inf], or ``axis_name`` is not a mapped axis here.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.global_norm({"w": jnp.array([3.0]), "b": jnp.array([4.0], jnp.bfloat16)})
+      Array(5., dtype=float32)
+      >>> cg.global_norm(jnp.full(4, 300.0, jnp.float16))    # 4 * 300 ** 2 is inf in float16
+      Array(600., dtype=float32)
+    """
+    return tree_norm(tree, ord, axis_name).value
+
+
 def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> Norm:
     """`global_norm` as a `Norm`, which can be larger than its dtype can hold."""
     kind, names = _Kind(check_order(ord)), _names(axis_name)
-    leaves = leaves_taking_part(tree)
+    leaves = clippable_leaves(tree)
     if not leaves:
         return Norm.of(jnp.float32(0), jnp.float32(1))
     return _norms(leaves, Groups(None, names), kind)[0]
@@ -137,16 +175,9 @@ def slice_norms(
     return _norms(list(leaves), Groups(tuple(axes), names), kind) if leaves else []
 
 
-def tree_total(tree: Any, axis_name: AxisName = None) -> jax.Array:
-    """The sum over all elements of a tree, in the dtype of its norm."""
-    leaves = leaves_taking_part(tree)
-    sums = [jnp.sum(leaf.astype(widest(leaves))) for leaf in leaves]
-    return total_over_devices(sums, leaves, axis_name)
-
-
 def tree_size(tree: Any, axis_name: AxisName = None) -> jax.Array:
     """The number of elements of a tree that take part, in the dtype of its norm."""
-    leaves = leaves_taking_part(tree)
+    leaves = clippable_leaves(tree)
     sizes = [jnp.array(float(leaf.size), widest(leaves)) for leaf in leaves]
     return total_over_devices(sizes, leaves, axis_name)
 
@@ -266,17 +297,13 @@ def _weights(groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]) -> 
         over(times(widen(g, r.dtype.name), s), r)
         for g, s, r in zip(leaves, scales, roots, strict=True)
     ]
-    if kind.ord == 2:
-        counts = groups.sizes(leaves) if kind.mean else [1] * len(leaves)
-        divisors = [
-            jnp.array(float(max(n, 1)), u.real.dtype) for u, n in zip(units, counts, strict=True)
-        ]
-        return [over(u, n) for u, n in zip(units, divisors, strict=True)]
     sizes = [jnp.abs(jnp.where(u == 0, 1, u)) for u in units]
     if kind.ord < math.inf:
+        counts = [float(max(n, 1)) if kind.mean else 1.0 for n in groups.sizes(leaves)]
+        counts = counts * len(leaves) if groups.joint else counts
         return [
-            times(over(u, size), size ** (kind.ord - 1))
-            for u, size in zip(units, sizes, strict=True)
+            times(u, size ** (kind.ord - 2) / n)
+            for u, size, n in zip(units, sizes, counts, strict=True)
         ]
     # XLA may divide a batch of rows by reciprocals, so that x / x is not 1: compare products.
     ties = [

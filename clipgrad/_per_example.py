@@ -13,7 +13,7 @@ from clipgrad._compat import to_varying, varying_axes
 from clipgrad._nonfinite import check_policy
 from clipgrad._numbers import accumulator, widen
 from clipgrad._rules import as_rule
-from clipgrad._trees import map_taking_part, path_string
+from clipgrad._trees import map_clippable, path_string
 from clipgrad._where import Where
 
 REDUCTIONS = ("mean", "sum")
@@ -114,7 +114,7 @@ def clip_per_example(
 
     def of_one(params: Any, example: Any) -> tuple[Any, Any]:
         value, grads = loss_and_grad(params, example)
-        wide = map_taking_part(lambda g: widen(g, accumulator(g)), grads)
+        wide = map_clippable(lambda g: widen(g, accumulator(g)), grads)
         clipped, stats = clip_grads(wide, rule, params, where=where, nonfinite=nonfinite)
         return clipped, (value, stats)
 

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +14,9 @@ from clipgrad._check import GradCheckReport, check_grads
 from clipgrad._check.devices import KINDS, find_devices
 from clipgrad._cotangent import clip_cotangent
 from clipgrad._error_clip import error_clip
-from clipgrad._global_norm import global_norm
-from clipgrad._rules import RULES, ClipByGlobalNorm, ClipByNorm, ErrorClipByValue
+from clipgrad._norms import global_norm
+from clipgrad._rules import RULES, ClipByNorm, ErrorClipByValue
 
-OFF = (None, ErrorClipByValue(math.inf), ClipByGlobalNorm(math.inf))
 INFINITE = (
     *(rule(math.inf) for rule in RULES if not rule.needs_params),
     ClipByNorm(math.inf, axis=-1),
@@ -45,9 +44,8 @@ class Law(NamedTuple):
 def cases() -> Iterator[Case]:
     """All functions that are checked."""
     x, w, xs = _normal(3, 4), _normal(4, 4), _normal(5, 3, 4)
-    for rule in OFF:
-        yield from _switched_off(rule, x, w, xs)
-    yield from _infinite(x, w, xs)
+    yield from _clipped("off", [None], x, w, xs)
+    yield from _clipped("every rule infinite", INFINITE, x, w, xs)
     for rule in ACTIVE:
         name = f"meta-gradient through {_title(rule)}"
         yield Case(name, lambda g, p, rule=rule: rule({"g": g}, {"g": p}), (x, w[:3]), order=2)
@@ -72,34 +70,18 @@ def laws() -> Iterator[Law]:
         yield Law(f"inputs clipped by {_title(rule)}", decorated(cotangent), (rule(own),))
 
 
-def _switched_off(rule, x, w, xs) -> Iterator[Case]:
-    title = _title(rule)
-
-    def clipped(x, w):
-        return clip_cotangent(_cell(clip_cotangent(x, rule), w), rule)
-
-    decorated = error_clip(rule)(_cell)
-    for place, function in (("clip_cotangent", clipped), ("error_clip", decorated)):
-        yield Case(f"{place}, {title}", function, (x, w), order=2)
-        if rule is None:
-            yield from _transformed(place, title, function, x, w, xs)
-
-
-def _infinite(x, w, xs) -> Iterator[Case]:
-    """A function that chains all rules, none of which ever clips."""
-
-    def placed(x, w):
-        for rule in INFINITE:
-            x = clip_cotangent(x, rule)
-        return _cell(x, w)
-
-    decorated = _cell
-    for rule in INFINITE:
-        decorated = error_clip(rule)(decorated)
+def _clipped(title: str, rules: Sequence[Any], x, w, xs) -> Iterator[Case]:
+    """A function whose inputs and results have all these rules, none of which ever clips."""
+    placed, decorated = _cell, _cell
+    for rule in rules:
+        placed, decorated = _placed(rule, placed), error_clip(rule)(decorated)
     for place, function in (("clip_cotangent", placed), ("error_clip", decorated)):
-        title = "every rule infinite"
         yield Case(f"{place}, {title}", function, (x, w), order=2)
         yield from _transformed(place, title, function, x, w, xs)
+
+
+def _placed(rule: Any, function: Callable) -> Callable:
+    return lambda x, w: clip_cotangent(function(clip_cotangent(x, rule), w), rule)
 
 
 def _transformed(place: str, title: str, function: Callable, x, w, xs) -> Iterator[Case]:

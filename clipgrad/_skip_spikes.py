@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from clipgrad._export import exportable
-from clipgrad._global_norm import global_norm
-from clipgrad._norms import AxisName
+from clipgrad._compat import exportable
+from clipgrad._norms import AxisName, global_norm
 from clipgrad._numbers import increment_if
 from clipgrad._optimizer import as_optimizer
 from clipgrad._stats import stats_dtype

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._compat import to_varying, varying_axes
-from clipgrad._export import exportable
+from clipgrad._compat import exportable, to_varying, varying_axes
 from clipgrad._norms import (
     AxisName,
     Norm,
@@ -18,11 +17,10 @@ from clipgrad._norms import (
     slice_norms,
     total_over_devices,
     tree_size,
-    tree_total,
     widest,
 )
 from clipgrad._numbers import real_size
-from clipgrad._trees import leaves_taking_part, paths_taking_part, takes_part
+from clipgrad._trees import clippable_leaves, clippable_paths, is_clippable
 
 
 @exportable
@@ -110,7 +108,7 @@ class ClipStats(NamedTuple):
           dtype: float32 or float64; by default float64 if a leaf is.
         """
         dtype = stats_dtype(before) if dtype is None else jnp.dtype(dtype).name
-        return _of(leaves_taking_part(before), leaves_taking_part(after), dtype)
+        return _of(clippable_leaves(before), clippable_leaves(after), dtype)
 
     @classmethod
     def of_scaling(
@@ -140,12 +138,12 @@ def _of(before: list[jax.Array], after: list[jax.Array], dtype: str) -> ClipStat
 
 def stats_dtype(tree: Any) -> str:
     """The dtype of the statistics of a tree."""
-    return widest([x for x in jax.tree.leaves(tree) if takes_part(x) and hasattr(x, "dtype")])
+    return widest([x for x in jax.tree.leaves(tree) if is_clippable(x) and hasattr(x, "dtype")])
 
 
 def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
     """The number of elements of a tree that are NaN or inf."""
-    leaves = leaves_taking_part(tree)
+    leaves = clippable_leaves(tree)
     dtype = widest(leaves)
     counts = [_counts(~jnp.isfinite(leaf), dtype=dtype)[0] for leaf in leaves]
     return total_over_devices(counts, leaves, axis_name)
@@ -154,16 +152,16 @@ def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
 def stats_by_leaf(before: Any, after: Any) -> dict[str, ClipStats]:
     """The statistics of each leaf that takes part, by path."""
     dtype = stats_dtype(before)
-    pairs = zip(leaves_taking_part(before), leaves_taking_part(after), strict=True)
+    pairs = zip(clippable_leaves(before), clippable_leaves(after), strict=True)
     stats = [ClipStats.of(*pair, dtype) for pair in pairs]
-    return dict(zip(paths_taking_part(before), stats, strict=True))
+    return dict(zip(clippable_paths(before), stats, strict=True))
 
 
 def scaling_by_leaf(
     tree: Any, norm: Norm, limit: jax.Array, axis_name: AxisName = None
 ) -> dict[str, ClipStats]:
     """`ClipStats.of_scaling` of each leaf by path, from the sums that make up the norm."""
-    paths, leaves = paths_taking_part(tree), leaves_taking_part(tree)
+    paths, leaves = clippable_paths(tree), clippable_leaves(tree)
     clips, finite = norm.exceeds(limit), jnp.isfinite(norm.root)
     bad = _counts_unless(finite, leaves, axis_name)
     stats = {}
@@ -207,8 +205,12 @@ def _counts_unless(finite: jax.Array, trees: list[Any], axis_name: AxisName) -> 
 
 def _sums_of_squares(leaves: list[jax.Array], dtype: str) -> jax.Array:
     parts = [_squares(real_size(leaf).astype(dtype)) for leaf in leaves]
-    sums = [tree_total(squares) for squares in zip(*parts, strict=True)]
-    return jnp.stack(sums).astype(dtype) if parts else jnp.zeros(3, dtype)
+    if not parts:
+        return jnp.zeros(3, dtype)
+    sums = [
+        functools.reduce(jnp.add, map(jnp.sum, squares)) for squares in zip(*parts, strict=True)
+    ]
+    return jnp.stack(sums)
 
 
 def _squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -10,10 +10,9 @@ import optax
 
 from clipgrad._accumulate import Gradients, accumulated
 from clipgrad._by_name import Rules
-from clipgrad._compat import trace_state
-from clipgrad._export import exportable
-from clipgrad._global_norm import global_norm
+from clipgrad._compat import exportable, trace_state
 from clipgrad._gradient_clip import GradientClipState
+from clipgrad._norms import global_norm
 from clipgrad._optimizer import as_optimizer
 from clipgrad._skip_spikes import SkipSpikesState
 from clipgrad._stats import ClipStats, count_nonfinite

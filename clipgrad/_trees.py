@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def takes_part(leaf: Any) -> bool:
+def is_clippable(leaf: Any) -> bool:
     """Whether a leaf is measured and clipped: floating or complex numbers are, nothing else.
 
     ``None``, integers, booleans, ``float0``, PRNG keys and objects that are not arrays pass
@@ -66,17 +66,17 @@ def combine(first: Any, second: Any) -> Any:
     return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=is_none)
 
 
-def leaves_taking_part(tree: Any) -> list[jax.Array]:
+def clippable_leaves(tree: Any) -> list[jax.Array]:
     """The leaves of ``tree`` that are measured and clipped, as arrays."""
-    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if takes_part(leaf)]
+    return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_clippable(leaf)]
 
 
-def paths_taking_part(tree: Any) -> list[str]:
+def clippable_paths(tree: Any) -> list[str]:
     """The paths of the leaves that are measured and clipped."""
-    return [path for path, leaf in with_paths(tree) if takes_part(leaf)]
+    return [path for path, leaf in with_paths(tree) if is_clippable(leaf)]
 
 
-def map_taking_part(f: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> Any:
+def map_clippable(f: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> Any:
     """Maps over the leaves that are clipped; the others come back as they are.
 
     Args:
@@ -84,7 +84,7 @@ def map_taking_part(f: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> 
       tree: a pytree.
       lists: an item for each leaf that is clipped, in their order.
     """
-    chosen, rest = partition(tree, takes_part)
+    chosen, rest = partition(tree, is_clippable)
     leaves, structure = jax.tree.flatten(chosen)
     results = [f(jnp.asarray(leaf), *items) for leaf, *items in zip(leaves, *lists, strict=True)]
     return combine(structure.unflatten(results), rest)
@@ -104,12 +104,12 @@ def parameters_of(tree: Any, params: Any) -> list[Any]:
             f"params: got another structure than that of the gradients, {structure}: {error}"
         ) from None
     for (path, leaf), other in zip(with_paths(tree), others, strict=True):
-        if takes_part(leaf) and (not takes_part(other) or jnp.shape(other) != jnp.shape(leaf)):
+        if is_clippable(leaf) and (not is_clippable(other) or jnp.shape(other) != jnp.shape(leaf)):
             raise ValueError(
                 f"params: got {getattr(other, 'shape', other)} for {path or 'the leaf'}, expected "
                 f"the shape of its gradient, {jnp.shape(leaf)}"
             )
-    return [w for leaf, w in zip(leaves, others, strict=True) if takes_part(leaf)]
+    return [w for leaf, w in zip(leaves, others, strict=True) if is_clippable(leaf)]
 
 
 def path_string(path: Any) -> str:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from clipgrad._selectors import nearest, selects
-from clipgrad._trees import is_none, takes_part, with_paths
+from clipgrad._trees import is_clippable, is_none, with_paths
 
 Where = Any | Callable[[Any], Any] | str | None
 
@@ -33,8 +33,8 @@ def selected(where: Where, tree: Any, name: str = "where") -> list[bool]:
         flags = selects(where, paths, name)
     else:
         flags = _flags(where(tree) if callable(where) else where, tree, name)
-    candidates = [p for p, leaf in zip(paths, leaves, strict=True) if takes_part(leaf)]
-    if candidates and not any(f and takes_part(x) for f, x in zip(flags, leaves, strict=True)):
+    candidates = [p for p, leaf in zip(paths, leaves, strict=True) if is_clippable(leaf)]
+    if candidates and not any(f and is_clippable(x) for f, x in zip(flags, leaves, strict=True)):
         shown = repr(where) if isinstance(where, str) else "a mask"
         raise ValueError(
             f"{name}: got {shown}, expected one that selects a leaf; "

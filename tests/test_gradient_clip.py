@@ -338,7 +338,7 @@ def test_none_is_off():
     assert_same(cg.clip_grads(TREE, None)[0], TREE)
 
 
-def test_an_own_function_sees_only_what_takes_part():
+def test_a_function_of_a_user_sees_only_the_selected_leaves():
     tree = {"f": jnp.array([2.0]), "i": jnp.array([3]), "n": None}
     halve = lambda grads: jax.tree.map(lambda g: 0.5 * g, grads)  # noqa: E731
     tx = cg.gradient_clip(halve, stats=True)

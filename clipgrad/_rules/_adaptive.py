@@ -16,7 +16,7 @@ from clipgrad._rules._base import MeasuringRule, pytree_rule, static_field
 from clipgrad._rules._scaling import limit_of
 from clipgrad._rules._thresholds import check_threshold, thresholds_by_leaf
 from clipgrad._rules._units import UnitAxis, check_unit_axis, unit_axes
-from clipgrad._trees import leaves_taking_part, map_taking_part, parameters_of
+from clipgrad._trees import clippable_leaves, map_clippable, parameters_of
 
 
 @pytree_rule
@@ -104,14 +104,14 @@ class AdaptiveClip(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence["UnitNorms"]) -> Any:
         """The tree with the norm of each unit at most ``clipping`` times that of its weights."""
-        return map_taking_part(_scale, grads, norms, thresholds_by_leaf(self, len(norms)))
+        return map_clippable(_scale, grads, norms, thresholds_by_leaf(self, len(norms)))
 
 
 def unit_norms(
     grads: Any, params: Any, axis: UnitAxis, axis_name: AxisName = None
 ) -> list[tuple[Norm, Norm]]:
     """For each leaf the norms of the units of its gradient, and of its weights."""
-    leaves, weights = leaves_taking_part(grads), parameters_of(grads, params)
+    leaves, weights = clippable_leaves(grads), parameters_of(grads, params)
     both = [*leaves, *map(jnp.asarray, weights)]
     norms = slice_norms(both, unit_axes(axis, grads) * 2, axis_name=axis_name)
     return list(zip(norms[: len(leaves)], norms[len(leaves) :], strict=True))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._rules._thresholds import RULES, require_numbers
-from clipgrad._trees import combine, partition, paths_taking_part, takes_part
+from clipgrad._trees import clippable_paths, combine, is_clippable, partition
 
 C = TypeVar("C", bound=type)
 
@@ -131,14 +131,14 @@ def apply_rule(rule: Callable[..., Any], grads: Any, params: Any = None) -> Any:
     Raises:
       ValueError: if the rule returns another structure or other shapes.
     """
-    chosen, rest = partition(grads, takes_part)
+    chosen, rest = partition(grads, is_clippable)
     needs_params = getattr(rule, "needs_params", False)
     clipped = rule(chosen, params) if needs_params else rule(chosen)
     if (returned := jax.tree.structure(clipped)) != jax.tree.structure(chosen):
         raise ValueError(
             f"rule: got the structure {returned} back, expected {jax.tree.structure(chosen)}"
         )
-    paths = iter(paths_taking_part(grads))
+    paths = iter(clippable_paths(grads))
     like = jax.tree.map(lambda result, leaf: _like(result, leaf, next(paths)), clipped, chosen)
     return combine(like, rest)
 

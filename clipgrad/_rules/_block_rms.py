@@ -13,7 +13,7 @@ from clipgrad._numbers import over, widen
 from clipgrad._rules._base import MeasuringRule, pytree_rule
 from clipgrad._rules._scaling import limit_of
 from clipgrad._rules._thresholds import check_threshold, thresholds_by_leaf
-from clipgrad._trees import leaves_taking_part, map_taking_part
+from clipgrad._trees import clippable_leaves, map_clippable
 
 
 @pytree_rule
@@ -63,12 +63,12 @@ class ClipByBlockRMS(MeasuringRule):
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The root mean square of each leaf."""
-        leaves = leaves_taking_part(grads)
+        leaves = clippable_leaves(grads)
         return slice_norms(leaves, [None] * len(leaves), mean=True)
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the rms of each leaf at most ``threshold``."""
-        return map_taking_part(_scale, grads, norms, thresholds_by_leaf(self, len(norms)))
+        return map_clippable(_scale, grads, norms, thresholds_by_leaf(self, len(norms)))
 
 
 def _scale(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:

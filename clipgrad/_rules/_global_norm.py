@@ -11,7 +11,7 @@ from clipgrad._norms import AxisName, Norm, check_order, tree_norm
 from clipgrad._rules._base import MeasuringRule, pytree_rule, static_field
 from clipgrad._rules._scaling import limit_of, scale_down
 from clipgrad._rules._thresholds import check_threshold
-from clipgrad._trees import map_taking_part
+from clipgrad._trees import map_clippable
 
 
 @pytree_rule
@@ -78,7 +78,7 @@ class ClipByGlobalNorm(MeasuringRule):
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with a norm of at most ``max_norm``."""
         (norm,) = norms
-        return map_taking_part(lambda leaf: scale_down(leaf, norm, self.max_norm), grads)
+        return map_clippable(lambda leaf: scale_down(leaf, norm, self.max_norm), grads)
 
     def l2_limit(self, norms: Sequence[Norm]) -> jax.Array | None:
         """The limit of the L2 norm of the tree."""

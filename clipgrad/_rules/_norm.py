@@ -11,7 +11,7 @@ from clipgrad._rules._base import MeasuringRule, pytree_rule, static_field
 from clipgrad._rules._scaling import scale_down
 from clipgrad._rules._thresholds import check_threshold, thresholds_by_leaf
 from clipgrad._rules._units import check_axis, reduced_axes
-from clipgrad._trees import leaves_taking_part, map_taking_part, paths_taking_part
+from clipgrad._trees import clippable_leaves, clippable_paths, map_clippable
 
 
 @pytree_rule
@@ -73,10 +73,10 @@ class ClipByNorm(MeasuringRule):
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The norms of each leaf, or of its slices."""
-        leaves = leaves_taking_part(grads)
-        pairs = zip(paths_taking_part(grads), leaves, strict=True)
+        leaves = clippable_leaves(grads)
+        pairs = zip(clippable_paths(grads), leaves, strict=True)
         return slice_norms(leaves, [reduced_axes(self.axis, *pair) for pair in pairs], self.ord)
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the norm of each leaf, or slice, at most ``max_norm``."""
-        return map_taking_part(scale_down, grads, norms, thresholds_by_leaf(self, len(norms)))
+        return map_clippable(scale_down, grads, norms, thresholds_by_leaf(self, len(norms)))

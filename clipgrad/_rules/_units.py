@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from clipgrad._reductions import Axes
 from clipgrad._selectors import nearest, selects
-from clipgrad._trees import takes_part, with_paths
+from clipgrad._trees import is_clippable, with_paths
 
 Axis = int | tuple[int, ...] | None
 # A mapping is held as its items, since a rule's static fields must be hashable.
@@ -62,7 +62,9 @@ def unit_axes(axis: UnitAxis, tree: Any) -> list[Axes]:
     axis_of = axis if callable(axis) else _by_path(axis, [path for path, _ in entries])
     return [
         reduced_axes(axis_of(path, leaf), path, leaf)
-        for path, leaf in ((path, jnp.asarray(leaf)) for path, leaf in entries if takes_part(leaf))
+        for path, leaf in (
+            (path, jnp.asarray(leaf)) for path, leaf in entries if is_clippable(leaf)
+        )
     ]
 
 

@@ -24,7 +24,7 @@ from clipgrad._rules._thresholds import (
     thresholds_by_leaf,
 )
 from clipgrad._thresholds import is_adaptive
-from clipgrad._trees import leaves_taking_part, map_taking_part
+from clipgrad._trees import clippable_leaves, map_clippable
 
 
 @pytree_rule
@@ -98,14 +98,14 @@ class ClipByValue(MeasuringRule):
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The largest absolute value of each leaf."""
-        leaves = leaves_taking_part(grads)
+        leaves = clippable_leaves(grads)
         return slice_norms(leaves, [None] * len(leaves), ord=math.inf)
 
     def scale(self, grads: Any, norms: Sequence[Norm] = ()) -> Any:
         """The tree with each element in [min, max]."""
         del norms
-        number = len(leaves_taking_part(grads))
-        return map_taking_part(self._clip, grads, thresholds_by_leaf(self, number))
+        number = len(clippable_leaves(grads))
+        return map_clippable(self._clip, grads, thresholds_by_leaf(self, number))
 
     def _clip(self, leaf: jax.Array, maximum: Any) -> jax.Array:
         if self.nan is not None:

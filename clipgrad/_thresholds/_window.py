@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._export import exportable
+from clipgrad._compat import exportable
 from clipgrad._thresholds._base import counts, unlimited
 
 # A norm further than this factor from the median is not a sample of the same process.

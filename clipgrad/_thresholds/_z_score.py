@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._export import exportable
+from clipgrad._compat import exportable
 from clipgrad._thresholds._base import check_fields, counts, fed, feeds, number, steps, unlimited
 from clipgrad._thresholds._window import Window
 
