@@ -13,8 +13,7 @@ from clipgrad._compat import broadcast_like
 from clipgrad._norms import AxisName, Norm, slice_norms
 from clipgrad._numbers import at_least, times, widen
 from clipgrad._rules._base import MeasuringRule, pytree_rule, static_field
-from clipgrad._rules._scaling import limit_of
-from clipgrad._rules._thresholds import check_threshold, thresholds_by_leaf
+from clipgrad._rules._thresholds import check_threshold, limit_of, thresholds_by_leaf
 from clipgrad._rules._units import UnitAxis, check_unit_axis, unit_axes
 from clipgrad._trees import clippable_leaves, map_clippable, parameters_of
 

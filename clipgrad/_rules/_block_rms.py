@@ -11,8 +11,7 @@ from jax.typing import ArrayLike
 from clipgrad._norms import Norm, slice_norms
 from clipgrad._numbers import over, widen
 from clipgrad._rules._base import MeasuringRule, pytree_rule
-from clipgrad._rules._scaling import limit_of
-from clipgrad._rules._thresholds import check_threshold, thresholds_by_leaf
+from clipgrad._rules._thresholds import check_threshold, limit_of, thresholds_by_leaf
 from clipgrad._trees import clippable_leaves, map_clippable
 
 

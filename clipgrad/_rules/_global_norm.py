@@ -9,8 +9,8 @@ from jax.typing import ArrayLike
 
 from clipgrad._norms import AxisName, Norm, check_order, tree_norm
 from clipgrad._rules._base import MeasuringRule, pytree_rule, static_field
-from clipgrad._rules._scaling import limit_of, scale_down
-from clipgrad._rules._thresholds import check_threshold
+from clipgrad._rules._norm import scale_down
+from clipgrad._rules._thresholds import check_threshold, limit_of
 from clipgrad._trees import map_clippable
 
 

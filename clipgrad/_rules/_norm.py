@@ -1,15 +1,18 @@
 """Scaling each leaf, or each slice of it, to a maximal norm."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from clipgrad._norms import Norm, check_order, slice_norms
+from clipgrad._numbers import over, times, widen
 from clipgrad._rules._base import MeasuringRule, pytree_rule, static_field
-from clipgrad._rules._scaling import scale_down
-from clipgrad._rules._thresholds import check_threshold, thresholds_by_leaf
+from clipgrad._rules._thresholds import check_threshold, limit_of, thresholds_by_leaf
 from clipgrad._rules._units import check_axis, reduced_axes
 from clipgrad._trees import clippable_leaves, clippable_paths, map_clippable
 
@@ -80,3 +83,22 @@ class ClipByNorm(MeasuringRule):
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the norm of each leaf, or slice, at most ``max_norm``."""
         return map_clippable(scale_down, grads, norms, thresholds_by_leaf(self, len(norms)))
+
+
+def scale_down(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
+    """The leaf itself where its norm is within the limit, bit for bit; scaled to it elsewhere.
+
+    A group whose norm is not finite becomes NaN. Derivatives are finite, at zero too, since no
+    divisor is 0. In the ordinary range the scale is 1, and what is computed for each element is
+    what optax computes, so that XLA makes the same program of it and the optimizer behind it.
+    """
+    limit = limit_of(threshold, norm)
+    wide = times(widen(leaf, norm.root.dtype.name), norm.scale)
+    shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)
+    return jnp.where(_is_within(norm, limit), leaf, shrunk)
+
+
+# One program also when called eagerly: under jax_debug_infs the scaled limit may be inf in it.
+@functools.partial(jax.jit, inline=True)
+def _is_within(norm: Norm, limit: jax.Array) -> jax.Array:
+    return norm.divisor <= limit * norm.scale

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from clipgrad._compat import broadcast_like
+from clipgrad._norms import Norm
 from clipgrad._thresholds import is_adaptive
 
 # The classes of this library's rules, in the order in which `pytree_rule` made them.
@@ -143,6 +145,21 @@ def nonnegative(value: Any, dtype: Any) -> jax.Array:
     if isinstance(value, jax.Array):
         return jnp.maximum(value.astype(dtype), 0)
     return as_array(np.maximum(np.asarray(value, np.float64), 0), dtype)
+
+
+def limit_of(threshold: Any, norm: Norm) -> jax.Array:
+    """A threshold as an array like the norms, in their dtype.
+
+    Raises:
+      ValueError: if it does not broadcast to the norms.
+    """
+    limit = nonnegative(threshold, norm.root.dtype)
+    if not broadcasts_into(limit.shape, norm.root.shape):
+        raise ValueError(
+            f"threshold: got an array of shape {limit.shape}, expected one that broadcasts to the "
+            f"norms, of shape {norm.root.shape}"
+        )
+    return broadcast_like(limit, norm.root)
 
 
 def as_array(value: Any, dtype: Any) -> jax.Array:
