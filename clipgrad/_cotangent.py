@@ -103,7 +103,7 @@ def _trace(
     needs_params = getattr(rule, "needs_params", False)
     leaves, fields = jax.tree.flatten(rule)
     given, fixed = partition(leaves, is_array)
-    run = _Run(structure, dtype, fields, tuple(fixed or [None] * len(leaves)))
+    run = _Run(structure, dtype, fields, tuple(fixed))
     arguments = (given, arrays, arrays if needs_params else None)
     if rule is None or is_own(rule):
         traced = _cached.trace(run, *arguments)
@@ -124,7 +124,7 @@ class _Run(NamedTuple):
 
     def __call__(self, given: list[Any], cotangents: list[Any], params: list[Any] | None) -> Any:
         """The clipped cotangents, and the statistics if they have a dtype."""
-        rule = self.fields.unflatten(combine(given, list(self.fixed)))
+        rule = self.fields.unflatten(combine(given, self.fixed))
         tree = self.structure.unflatten(cotangents)
         primal = None if params is None else self.structure.unflatten(params)
         clipped = tree if rule is None else apply_rule(rule, tree, primal)

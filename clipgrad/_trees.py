@@ -38,32 +38,29 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
-def partition(tree: Any, chosen: Callable[[Any], bool] | Sequence[bool]) -> tuple[Any, Any]:
-    """Takes leaves out of a tree: a tree of those that are chosen and a tree of the others.
-
-    Each has the structure of ``tree``, with ``None`` in the gaps; `combine` undoes it. Where all
-    leaves are chosen the other tree is ``None``, since not every node can be made of that.
+def partition(tree: Any, chosen: Callable[[Any], bool] | Sequence[bool]) -> tuple[Any, list[Any]]:
+    """Takes leaves out of a tree; `combine` puts them back.
 
     Args:
       tree: a pytree; ``None`` in it counts as a leaf.
       chosen: a function of a leaf, or for each leaf whether it is chosen.
+
+    Returns:
+      The tree with ``None`` in place of the leaves that are not chosen, and the list of all leaves
+      with ``None`` in place of those that are.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
     flags = [chosen(leaf) for leaf in leaves] if callable(chosen) else chosen
-    if all(flags):
-        return tree, None
     pairs = list(zip(leaves, flags, strict=True))
-    return (
-        structure.unflatten([leaf if flag else None for leaf, flag in pairs]),
-        structure.unflatten([None if flag else leaf for leaf, flag in pairs]),
-    )
+    kept = structure.unflatten([leaf if flag else None for leaf, flag in pairs])
+    return kept, [None if flag else leaf for leaf, flag in pairs]
 
 
-def combine(first: Any, second: Any) -> Any:
-    """The leaves of ``first``, and those of ``second`` where it has ``None``."""
-    if second is None:
-        return first
-    return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=is_none)
+def combine(tree: Any, rest: Sequence[Any]) -> Any:
+    """The tree with the leaves of ``rest`` in place of its ``None``."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
+    pairs = zip(leaves, rest, strict=True)
+    return structure.unflatten([other if leaf is None else leaf for leaf, other in pairs])
 
 
 def clippable_leaves(tree: Any) -> list[jax.Array]:
