@@ -149,7 +149,7 @@ def norms_of(
 
 
 def clip_selection(
-    selection: Selection, rule: Callable[..., Any] | None, params: Any, norms: list[Any]
+    selection: Selection, rule: Any, params: Any, norms: list[Any]
 ) -> tuple[Any, LazyStats]:
     """The whole tree with the selected leaves clipped, and the statistics of these."""
     tree = selection.tree

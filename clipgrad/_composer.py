@@ -97,7 +97,7 @@ def _adaptive(grads: Any, params: Any, threshold: ArrayLike, axis: Any) -> Any:
     if params is None:
         raise ValueError("params: got None, expected the parameters for clipping_type='adaptive'")
     norms = [(norm.value, weight.value) for norm, weight in unit_norms(grads, params, axis)]
-    return map_clippable(lambda leaf, pair: _scale(leaf, *pair, threshold), grads, norms)
+    return map_clippable(lambda leaf, pair: _scale(leaf, pair[0], pair[1], threshold), grads, norms)
 
 
 def _scale(leaf: jax.Array, norm: jax.Array, weight: jax.Array, threshold: Any) -> jax.Array:
