@@ -142,24 +142,28 @@ def gradient_clip(
         **extra_args: Any,
     ) -> tuple[Any, Any]:
         del extra_args
-        keeps = isinstance(state, GradientClipState)
-        if has_state and not keeps:
-            raise ValueError(
-                f"state: got {type(state).__name__} with a schedule or an adaptive threshold, "
-                "expected the GradientClipState of init(params)"
-            )
+        keeps = _keeps_state(state, has_state)
         selection = select(updates, where, nonfinite, measure)
         active = resolve_schedules(rule, state.count) if keeps else rule
         norms = _norms(active, selection, params, grad_norm)
         if keeps and adaptive is not None:
             threshold, state = _next_threshold(adaptive, state, norms)
-            active = with_threshold(rule, threshold if has_one_norm(rule) else PerLeaf(threshold))
+            active = with_threshold(active, threshold if has_one_norm(rule) else PerLeaf(threshold))
         clipped, lazy = clip_selection(selection, active, params, norms)
         if clip_stats is not None:
             clip_stats(lazy.total())
         return clipped, _next_state(state, active, lazy) if keeps else state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _keeps_state(state: Any, needed: bool) -> bool:
+    if needed and not isinstance(state, GradientClipState):
+        raise ValueError(
+            f"state: got {type(state).__name__} with a schedule or an adaptive threshold, "
+            "expected the GradientClipState of init(params)"
+        )
+    return isinstance(state, GradientClipState)
 
 
 def _norms(rule: Any, selection: Selection, params: Any, grad_norm: Any) -> list[Any]:
