@@ -19,8 +19,16 @@ from clipgrad._thresholds import AdaptiveThreshold
 from clipgrad._where import Where
 
 Threshold = ArrayLike | optax.Schedule | AdaptiveThreshold
-# optax.inject_hyperparams would trace a Python number, but an order is no hyperparameter.
-_TWO: Any = np.int64(2)
+
+
+class _Two(np.int64):
+    """The order 2: optax.inject_hyperparams would make a hyperparameter of a Python number."""
+
+    def __repr__(self) -> str:
+        return "2"
+
+
+_TWO: Any = _Two(2)
 
 
 def clip_by_value(
@@ -174,6 +182,7 @@ def adaptive_grad_clip(
     eps: Threshold = 1e-3,
     axis: Any = None,
     *,
+    axis_name: AxisName = None,
     where: Where = None,
     nonfinite: str = "propagate",
     stats: bool | str = False,
@@ -190,6 +199,7 @@ def adaptive_grad_clip(
       eps: the least weight norm that is reckoned with.
       axis: the axes that a unit spans, for all leaves, by path or by a function; see
         `AdaptiveClip`.
+      axis_name: the mapped axes over which units are spread; see `global_norm`.
       where: which leaves take part; see `clip_grads`. Brock et al. leave out the last layer.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
       stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
@@ -209,5 +219,5 @@ def adaptive_grad_clip(
       Array([[1.5],
              [2. ]], dtype=float32)
     """
-    rule = AdaptiveClip(clipping, eps, axis=axis)  # type: ignore[arg-type]
+    rule = AdaptiveClip(clipping, eps, axis=axis, axis_name=axis_name)  # type: ignore[arg-type]
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
