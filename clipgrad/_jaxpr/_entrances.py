@@ -47,16 +47,16 @@ def _jit(equation, inputs, hook):
 _JIT_OPTIONS = ("in_shardings", "out_shardings", "donated_invars", "keep_unused", "inline", "name")
 
 
-def _found(equation: JaxprEqn, structure: Any, rest: list) -> Callable[..., list]:
+def _found(equation: JaxprEqn, structure: Any, rest: list | None) -> Callable[..., list]:
     """The compiled function of a hook that is equal up to its arrays."""
-    key = (structure, *rest, *(equation.params[name] for name in _JIT_OPTIONS))
+    key = (structure, *(rest or ()), *(equation.params[name] for name in _JIT_OPTIONS))
     compiled = _COMPILED.setdefault(_program(equation), {})
     if key not in compiled:
         compiled[key] = _jitted(equation, structure, rest)
     return compiled[key]
 
 
-def _jitted(equation: JaxprEqn, structure: Any, rest: list) -> Callable[..., list]:
+def _jitted(equation: JaxprEqn, structure: Any, rest: list | None) -> Callable[..., list]:
     """`jax.jit` of the evaluation, with the options that the equation was made with."""
     program, params = weakref.ref(_program(equation)), equation.params
 
