@@ -10,10 +10,14 @@ from clipgrad._export import exportable
 from clipgrad._global_norm import global_norm
 from clipgrad._norms import AxisName
 from clipgrad._numbers import increment_if
-from clipgrad._optimizer import as_optimizer
 from clipgrad._stats import stats_dtype
-from clipgrad._thresholds import HistoryThreshold, Window, unlimited
-from clipgrad._thresholds._base import check_between, check_steps
+from clipgrad._thresholds import (
+    HistoryThreshold,
+    Window,
+    check_between,
+    check_steps,
+    unlimited,
+)
 from clipgrad._trees import partition
 from clipgrad._where import Where, selected
 
@@ -200,6 +204,22 @@ def _after(
         spike_count=increment_if(skip & finite, state.spike_count),
         consecutive=jnp.where(skip, increment_if(spike, state.consecutive), 0),
     )
+
+
+def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformation:
+    """``optimizer`` as a gradient transformation, also if it is an ``optax.MultiSteps``.
+
+    Raises:
+      TypeError: for any other object; ``name`` is that of the argument.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"{name}: got {type(optimizer).__name__}, expected an optax.GradientTransformation "
+            "such as optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))"
+        )
+    return optimizer
 
 
 def _zero_if(condition: jax.Array, tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which leaves of a tree are clipped, what their paths are, and how they are taken out of it."""
+"""Which leaves of a tree are clipped, what their paths are, and trees in two parts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,10 +39,10 @@ def is_array(leaf: Any) -> bool:
 
 
 def partition(tree: Any, chosen: Callable[[Any], bool] | Sequence[bool]) -> tuple[Any, Any]:
-    """Takes leaves out of a tree: a tree of those that are chosen and a tree of the others.
+    """A tree of the leaves that are chosen and a tree of the others; `combine` undoes it.
 
-    Each has the structure of ``tree``, with ``None`` in the gaps; `combine` undoes it. Where all
-    leaves are chosen the other tree is ``None``, since not every node can be made of that.
+    Each has the structure of ``tree``, with ``None`` in the gaps. Where all leaves are chosen the
+    other tree is ``None``, since some nodes can't be made of ``None``.
 
     Args:
       tree: a pytree; ``None`` in it counts as a leaf.
@@ -64,6 +64,12 @@ def combine(first: Any, second: Any) -> Any:
     if second is None:
         return first
     return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=is_none)
+
+
+def instances(tree: Any, kind: type) -> list[Any]:
+    """The subtrees of this type."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def clippable_leaves(tree: Any) -> list[jax.Array]:
