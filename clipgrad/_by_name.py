@@ -85,7 +85,7 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
         traced = _jaxpr.trace(fun, args, kwargs)
         check_names(traced.program, named, caller)
         warn_of_batches(traced.program, named, caller, stacklevel=5)
-        return traced.evaluate(args, kwargs, ByName(given_rules(named), {}))
+        return traced.evaluate(args, kwargs, ByName(named, {}))
 
     return clipped  # type: ignore[return-value]
 
@@ -125,7 +125,8 @@ class ByName(_jaxpr.Hook):
         """The part of this for the variables inside of an equation."""
         inner, _ = _jaxpr.entered_programs(equation)
         names = {s.name for program in inner for s in _jaxpr.sites(program) if not s.within}
-        return ByName(*({n: x[n] for n in x if n in names} for x in (self.rules, self.probes)))
+        rules = {n: rule for n, rule in self.rules.items() if n in names and rule is not None}
+        return ByName(rules, {n: probe for n, probe in self.probes.items() if n in names})
 
 
 def check_function(fun: Any) -> None:
@@ -155,11 +156,6 @@ def rule_of_variable(rule: Any) -> Any:
             "has none; to measure the variable itself write clip_cotangent(x, rule) in its place"
         )
     return rule
-
-
-def given_rules(rules: Rules) -> dict[str, Any]:
-    """The rules that are not off."""
-    return {name: rule for name, rule in rules.items() if rule is not None}
 
 
 def check_names(program: Any, names: Iterable[str], caller: str) -> None:

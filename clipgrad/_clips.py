@@ -19,7 +19,7 @@ from clipgrad._thresholds import AdaptiveThreshold
 from clipgrad._where import Where
 
 Threshold = ArrayLike | optax.Schedule | AdaptiveThreshold
-# optax.inject_hyperparams would trace a Python number, but an order is no hyperparameter.
+# optax.inject_hyperparams would trace a Python number, but an order is not a hyperparameter.
 _TWO: Any = np.int64(2)
 
 
@@ -39,7 +39,7 @@ def clip_by_value(
       max: the upper bound: a number, an array that broadcasts into each leaf, a schedule or an
         adaptive threshold.
       min: the lower bound, likewise but not adaptive; ``None`` means ``-max``.
-      where: which leaves take part; see `clip_grads`.
+      where: which leaves are clipped; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
       stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
 
@@ -47,8 +47,7 @@ def clip_by_value(
       A gradient transformation; see `gradient_clip` for its state.
 
     Raises:
-      ValueError: as `ClipByValue` and `gradient_clip`.
-      TypeError: likewise.
+      TypeError, ValueError: as `ClipByValue` and `gradient_clip`.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -75,7 +74,7 @@ def clip_by_norm(
       max_norm: the maximal norm: a number, an array, a schedule or an adaptive threshold.
       ord: the order of the norm, in (0, inf].
       axis: the axis or axes over which norms are taken; ``None``: all.
-      where: which leaves take part; see `clip_grads`.
+      where: which leaves are clipped; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
       stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
 
@@ -83,8 +82,7 @@ def clip_by_norm(
       A gradient transformation; see `gradient_clip` for its state.
 
     Raises:
-      ValueError: as `ClipByNorm` and `gradient_clip`.
-      TypeError: likewise.
+      TypeError, ValueError: as `ClipByNorm` and `gradient_clip`.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -108,14 +106,16 @@ def clip_by_global_norm(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scales all leaves by one factor to a maximal norm: `ClipByGlobalNorm` before the optimizer.
 
-    A drop-in replacement of ``optax.clip_by_global_norm``: the same state, and on float32 trees
-    in the ordinary range the same result under `jax.jit`, bit for bit.
+    A drop-in replacement of ``optax.clip_by_global_norm``, with the same state. On float32 trees
+    in the ordinary range updates are the same, bit for bit, eagerly and under `jax.jit`; so are
+    whole compiled trainings with sgd, momentum, adam, adamw, rmsprop and lion, but not with
+    adafactor. This holds for `clip_by_value` and `clip_by_block_rms` as well.
 
     Args:
       max_norm: the maximal norm: a number, a schedule or an adaptive threshold.
       ord: the order of the norm, in (0, inf].
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
-      where: which leaves take part; see `clip_grads`.
+      where: which leaves are clipped; see `clip_grads`.
       measure: which leaves make up the norm, if it is not those; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
       stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
@@ -124,8 +124,7 @@ def clip_by_global_norm(
       A gradient transformation; see `gradient_clip` for its state.
 
     Raises:
-      ValueError: as `ClipByGlobalNorm` and `gradient_clip`.
-      TypeError: likewise.
+      TypeError, ValueError: as `ClipByGlobalNorm` and `gradient_clip`.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -148,7 +147,7 @@ def clip_by_block_rms(
 
     Args:
       threshold: the maximal root mean square: a number, a schedule or an adaptive threshold.
-      where: which leaves take part; see `clip_grads`.
+      where: which leaves are clipped; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
       stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
 
@@ -156,8 +155,7 @@ def clip_by_block_rms(
       A gradient transformation; see `gradient_clip` for its state.
 
     Raises:
-      ValueError: as `ClipByBlockRMS` and `gradient_clip`.
-      TypeError: likewise.
+      TypeError, ValueError: as `ClipByBlockRMS` and `gradient_clip`.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -187,10 +185,10 @@ def adaptive_grad_clip(
     Args:
       clipping: the maximal ratio of gradient norm to weight norm: a number, a schedule or an
         adaptive threshold.
-      eps: the least weight norm that is reckoned with.
+      eps: the least weight norm; a number, an array or a schedule.
       axis: the axes that a unit spans, for all leaves, by path or by a function; see
         `AdaptiveClip`.
-      where: which leaves take part; see `clip_grads`. Brock et al. leave out the last layer.
+      where: which leaves are clipped; see `clip_grads`. Brock et al. leave out the last layer.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
       stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
 
@@ -198,8 +196,7 @@ def adaptive_grad_clip(
       A gradient transformation; see `gradient_clip` for its state.
 
     Raises:
-      ValueError: as `AdaptiveClip` and `gradient_clip`.
-      TypeError: likewise.
+      TypeError, ValueError: as `AdaptiveClip` and `gradient_clip`.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp

@@ -1,6 +1,7 @@
 """`clipgrad selftest`: checks every VJP of this library on every device that is available."""
 
 import argparse
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -62,8 +63,8 @@ def cases() -> Iterator[Case]:
     """All functions that are checked."""
     x, w, xs = _normal(3, 4), _normal(4, 4), _normal(5, 3, 4)
     for rule in OFF:
-        yield from _switched_off(rule, x, w, xs)
-    yield from _infinite(x, w, xs)
+        yield from _placed([rule], _title(rule), x, w, xs if rule is None else None)
+    yield from _placed(INFINITE, "every rule infinite", x, w, xs)
     for rule in ACTIVE:
         name = f"meta-gradient through {_title(rule)}"
         yield Case(name, lambda g, p, rule=rule: rule({"g": g}, {"g": p}), (x, w[:3]), order=2)
@@ -88,34 +89,18 @@ def laws() -> Iterator[Law]:
         yield Law(f"inputs clipped by {_title(rule)}", decorated(cotangent), (rule(own),))
 
 
-def _switched_off(rule, x, w, xs) -> Iterator[Case]:
-    title = _title(rule)
+def _placed(rules, title, x, w, xs) -> Iterator[Case]:
+    """A function with several rules at each place, none of which ever clips."""
 
-    def clipped(x, w):
-        return clip_cotangent(_cell(clip_cotangent(x, rule), w), rule)
+    def clip(value):
+        return functools.reduce(clip_cotangent, rules, value)
 
-    decorated = error_clip(rule)(_cell)
-    for place, function in (("clip_cotangent", clipped), ("error_clip", decorated)):
-        yield Case(f"{place}, {title}", function, (x, w), order=2)
-        if rule is None:
-            yield from _transformed(place, title, function, x, w, xs)
-
-
-def _infinite(x, w, xs) -> Iterator[Case]:
-    """A function that chains all rules, none of which ever clips."""
-
-    def placed(x, w):
-        for rule in INFINITE:
-            x = clip_cotangent(x, rule)
-        return _cell(x, w)
-
-    decorated = _cell
-    for rule in INFINITE:
-        decorated = error_clip(rule)(decorated)
+    decorated = functools.reduce(lambda f, rule: error_clip(rule)(f), rules, _cell)
+    placed = lambda x, w: clip(_cell(clip(x), w))  # noqa: E731
     for place, function in (("clip_cotangent", placed), ("error_clip", decorated)):
-        title = "every rule infinite"
         yield Case(f"{place}, {title}", function, (x, w), order=2)
-        yield from _transformed(place, title, function, x, w, xs)
+        if xs is not None:
+            yield from _transformed(place, title, function, x, w, xs)
 
 
 def _transformed(place: str, title: str, function: Callable, x, w, xs) -> Iterator[Case]:

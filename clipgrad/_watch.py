@@ -8,14 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._by_name import (
-    ByName,
-    Rules,
-    check_names,
-    checked_rules,
-    given_rules,
-    warn_of_batches,
-)
+from clipgrad._by_name import ByName, Rules, check_names, checked_rules, warn_of_batches
 from clipgrad._nnx import is_model, value_and_grad, with_models
 from clipgrad._stats import ClipStats
 
@@ -106,7 +99,7 @@ def with_stats(
         def with_probes(*packed: Any) -> Any:
             *args, kwargs = packed
             args[first], probes = args[first]
-            hook = ByName(given_rules(named), probes)
+            hook = ByName(named, probes)
 
             def again(function: Any, args: Any, kwargs: Any) -> Any:
                 known = traced if function is fun else _jaxpr.trace(function, args, kwargs)

@@ -32,18 +32,17 @@ class Hook:
     """What to do at the equations of a program; the defaults change nothing.
 
     `flatten=True` evaluates `jit` and `remat` in place and enters custom rules by their primal
-    program; `flatten=False` keeps all three, custom rules whole. A hook that holds arrays is a
-    pytree; they become arguments of a `jit` inside the program.
+    program; `flatten=False` keeps all three. The arrays of a hook become arguments of a `jit`
+    inside the program; a hook with arrays is a pytree.
     """
 
     flatten: bool = False
 
     @property
     def is_reusable(self) -> bool:
-        """Whether equal hooks always do the same, but for the arrays in them.
+        """Whether hooks that are equal but for their arrays share one compiled `jit`.
 
-        If so, a `jit` inside the program is compiled once for all of them. A hook that calls
-        functions of a user is not reusable: they may depend on state that changes.
+        A hook that calls functions of a user is not reusable: their state may change.
         """
         return False
 
@@ -71,15 +70,8 @@ class Hook:
 def evaluate(program: Any, inputs: Sequence, hook: Hook) -> list:
     """Evaluate a program on flat inputs, showing each equation to the hook.
 
-    Every equation keeps its source line, name scope and context (such as `compute_on`).
-
-    Args:
-      program: a `ClosedJaxpr`, or a `Jaxpr` without constants.
-      inputs: one value for each input variable.
-      hook: sees every equation of this program, and of those inside it through `hook.inside`.
-
-    Returns:
-      The list of outputs.
+    Every equation keeps its source line, name scope and context (such as `compute_on`). Equations
+    of programs inside it are shown to `hook.inside(equation, step)`.
     """
     jaxpr, constants = opened(program)
     values: dict[Var, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
