@@ -179,8 +179,8 @@ def adaptive_grad_clip(
     r"""Limits each unit by the norm of its weights (AGC): `AdaptiveClip` before the optimizer.
 
     ``update`` needs the parameters. Unlike ``optax.adaptive_grad_clip`` a unit is what makes one
-    output also for leaves of rank 3, of rank above 5 and with axes of size 1, and ``axis`` can
-    say what a unit is for each leaf.
+    output also for leaves of rank 3, of rank above 5 and with axes of size 1, and ``axis`` can say
+    what a unit is for each leaf. Where the units are the same, so are the bits.
 
     Args:
       clipping: the maximal ratio of gradient norm to weight norm: a number, a schedule or an
