@@ -63,6 +63,6 @@ def accumulated(gradients: Gradients, parts: int) -> Gradients:
 def _check(leaf: Any, parts: int) -> None:
     if not jnp.ndim(leaf) or leaf.shape[0] % parts:
         raise ValueError(
-            f"accumulate: got a batch leaf of shape {jnp.shape(leaf)}, expected a leading axis "
-            f"that {parts} microbatches divide"
+            f"batch: got a leaf of shape {jnp.shape(leaf)}, expected a leading axis that "
+            f"accumulate={parts} divides"
         )

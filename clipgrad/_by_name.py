@@ -24,7 +24,9 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
 
     A variable is tagged where it is computed, by ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``;
     many models are tagged already, for `jax.checkpoint`. With $\bar h$ the sum of the cotangents
-    of all uses of the tagged value, what flows back is $\mathrm{rule}(\bar h)$.
+    of all uses of the tagged value, what flows back is $\mathrm{rule}(\bar h)$. ``fun`` itself is
+    not changed. It is traced once in every call, as inside of `jax.jit`: put the training step
+    into `jax.jit`, so that this happens once.
 
     Guarantees:
       * The result is unchanged, bit by bit, with its structure, weak types and shardings.
@@ -35,32 +37,26 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
       * Each tagged array is a variable of its own, at each step of a scan.
       * Inside of a `jax.vmap` in ``fun`` a tagged array is the whole batch: a norm rule measures
         all examples together, with a warning, where `clip_cotangent` measures each. So it is for
-        `jax.lax.map`, by batches of ``batch_size``. Where the result is mapped by `jax.vmap`, each
-        example is clipped by itself.
+        `jax.lax.map`, by batches of ``batch_size``. A `jax.vmap` of the result clips each example.
       * What ``fun`` changes in flax NNX models among its arguments, and in references
         (`jax.new_ref`), is changed as without the clips. Other containers are values, as for
         `jax.jit`.
-      * A gradient that ``fun`` takes inside is part of its value, and is not clipped.
-      * ``fun`` itself is not changed, and can be differentiated in forward mode; so can the
-        result, as long as no clipped variable depends on what is differentiated.
-      * Where no name has a rule the transformed function computes just what ``fun`` does.
-      * It can be applied again, decorated with `error_clip`, and put inside or outside of
-        `jax.jit`, `jax.grad` and `jax.vmap`.
-
-    ``fun`` is traced once in every call, like a function inside of `jax.jit`: put the training
-    step into `jax.jit`, so that this happens once.
+      * A gradient that ``fun`` computes inside is part of its value, and is not clipped.
+      * The result can be transformed again, by this or another clip, `jax.jit`, `jax.grad` or
+        `jax.vmap`; in forward mode as long as no clipped variable depends on what is
+        differentiated. Without any rule it computes just what ``fun`` does.
 
     Args:
       fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
       rules: a rule for each name; ``None`` in place of a rule: off.
-      prefix: is put before each name, as in ``"encoder/"``.
+      prefix: what is put before each name, such as ``"encoder/"``.
 
     Returns:
       A function like ``fun``.
 
     Raises:
       TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
-        needs parameters; when called, if the variables of a name are integers, without cotangents.
+        needs parameters; when called, if the variables of a name are integers.
       ValueError: when called, if a name tags nothing, or nothing that is used, or a variable inside
         of a primitive that can't be entered, such as a `jax.custom_vjp`, whose own rule replaces
         the cotangents in it; if ``fun`` changes an NNX model that it closes over.
@@ -89,7 +85,7 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
         traced = _jaxpr.trace(fun, args, kwargs)
         check_names(traced.program, named, caller)
         warn_of_batches(traced.program, named, caller, stacklevel=5)
-        return traced.evaluate(args, kwargs, ByName(given_rules(named), {}))
+        return traced.evaluate(args, kwargs, ByName(named, {}))
 
     return clipped  # type: ignore[return-value]
 
@@ -97,16 +93,10 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ByName(_jaxpr.Hook):
-    """Clips and watches the tagged variables; equations without them are left as they are.
-
-    Attributes:
-      rules: a rule for each name that is clipped.
-      probes: the probe of each name that is watched, with a leading axis for each scan between
-        this program and the variable.
-    """
+    """Clips and watches the tagged variables; equations without them are left as they are."""
 
     rules: dict[str, Any]
-    probes: dict[str, ClipStats]
+    probes: dict[str, ClipStats]  # with a leading axis for each scan around the variable
 
     @property
     def is_reusable(self) -> bool:
@@ -119,60 +109,47 @@ class ByName(_jaxpr.Hook):
         if equation.primitive.name == "name" and (name in self.rules or name in self.probes):
             (tagged,) = _jaxpr.bind(equation, inputs)
             return [clip_cotangent(tagged, self.rules.get(name), probe=self.probes.get(name))]
-        inner = self._of(_names_in(equation))
+        inner = self._in(equation)
         return None if inner.rules or inner.probes else _jaxpr.bind(equation, inputs)
 
     def steps(self, equation: Any) -> dict[str, ClipStats]:
         """The probes with an entry for each step of this scan."""
-        probes = self._of(_names_in(equation)).probes
-        return {name: probe for name, probe in probes.items() if probe.size.ndim}
+        return {n: probe for n, probe in self._in(equation).probes.items() if probe.size.ndim}
 
     def inside(self, equation: Any, step: Any) -> "ByName":
         """The clips inside of an equation, with the probes of this step."""
-        inner = self._of(_names_in(equation))
+        inner = self._in(equation)
         return ByName(inner.rules, inner.probes | (step or {}))
 
-    def _of(self, names: set[str]) -> "ByName":
-        rules, probes = (
-            {name: entry for name, entry in entries.items() if name in names}
-            for entries in (self.rules, self.probes)
-        )
-        return ByName(rules, probes)
+    def _in(self, equation: Any) -> "ByName":
+        """The part of this for the variables inside of an equation."""
+        inner, _ = _jaxpr.entered_programs(equation)
+        names = {s.name for program in inner for s in _jaxpr.sites(program) if not s.within}
+        rules = {n: rule for n, rule in self.rules.items() if n in names and rule is not None}
+        return ByName(rules, {n: probe for n, probe in self.probes.items() if n in names})
 
 
 def check_function(fun: Any) -> None:
-    """Checks that what is transformed is a function.
-
-    Raises:
-      TypeError: if it is not, or if it is a rule.
-    """
+    """Raises `TypeError` if what is transformed is not a function, or is a rule."""
     if ClipRule in type(fun).__mro__ or not callable(fun):
         raise TypeError(f"fun: got {fun!r}, expected a function; the rules come second")
 
 
 def checked_rules(rules: Any, prefix: Any = "") -> dict[str, Any]:
-    """The rules with the prefix before their names.
-
-    Raises:
-      TypeError: if they are not a mapping of names to rules that a tagged variable can have.
-    """
+    """The rules with the prefix before their names; `TypeError` for what is not a mapping."""
     if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
         raise TypeError(
             f"rules: got {rules!r}, expected a mapping of names to rules such as "
-            '{"h": ErrorClipByValue(max=5.0)}; for every intermediate value there is '
+            '{"h": ErrorClipByValue(max=5.0)}; for every intermediate value write '
             "error_clip_everywhere(fun, rule)"
         )
     if not isinstance(prefix, str):
-        raise TypeError(f"prefix: got {prefix!r}, expected a string that is put before each name")
+        raise TypeError(f"prefix: got {prefix!r}, expected a string to put before each name")
     return {prefix + name: rule_of_variable(rule) for name, rule in rules.items()}
 
 
 def rule_of_variable(rule: Any) -> Any:
-    """The rule, if a variable inside of a function can have it.
-
-    Raises:
-      TypeError: if it is not a rule, or needs parameters.
-    """
+    """The rule of a variable inside of a function; `TypeError` for one that needs parameters."""
     if getattr(as_rule(rule), "needs_params", False):
         raise TypeError(
             f"rule: got {rule!r}, which needs parameters, expected one that does not: a variable "
@@ -181,18 +158,8 @@ def rule_of_variable(rule: Any) -> Any:
     return rule
 
 
-def given_rules(rules: Rules) -> dict[str, Any]:
-    """The rules that are not off."""
-    return {name: rule for name, rule in rules.items() if rule is not None}
-
-
 def check_names(program: Any, names: Iterable[str], caller: str) -> None:
-    """Checks that each name tags variables of a program whose cotangents can be reached.
-
-    Raises:
-      TypeError: if the variables of a name have no cotangents.
-      ValueError: if a name tags nothing that can be reached.
-    """
+    """Raises an error if a name does not tag variables whose cotangents can be reached."""
     for name in names:
         _check_name(name, _jaxpr.sites(program), caller)
 
@@ -241,10 +208,5 @@ def warn_of_batches(program: Any, rules: Rules, caller: str, stacklevel: int) ->
 
 
 def _measures_all(rule: Any) -> bool:
-    measures = is_own(rule) and not isinstance(rule, ClipByValue)
-    return measures and getattr(rule, "axis", None) is None
-
-
-def _names_in(equation: Any) -> set[str]:
-    inner, _ = _jaxpr.entered_programs(equation)
-    return {site.name for program in inner for site in _jaxpr.sites(program) if not site.within}
+    by_norm = is_own(rule) and not isinstance(rule, ClipByValue)
+    return by_norm and getattr(rule, "axis", None) is None

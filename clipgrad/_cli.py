@@ -25,18 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
       SystemExit: after ``--help`` and ``--version``, and with 2 for arguments that are wrong.
     """
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if arguments.run is None:
-        parser.print_help(sys.stderr)
-        return 2
-    try:
-        return arguments.run(arguments)
-    except KeyboardInterrupt:
-        return 130
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="clipgrad", description="Clip cotangents and gradients in JAX, and watch what it does."
     )
@@ -45,4 +33,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for add_to in _COMMANDS:
         add_to(commands)
-    return parser
+    arguments = parser.parse_args(argv)
+    if arguments.run is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        return arguments.run(arguments)
+    except KeyboardInterrupt:
+        return 130

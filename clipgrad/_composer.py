@@ -36,20 +36,16 @@ def apply_gradient_clipping(
 
     The formula of the adaptive rule is Composer's, not that of `AdaptiveClip`: there is no least
     weight norm, so that zero weights get zero gradients, and a ratio that is NaN counts as 1, so
-    that a NaN in a unit leaves the rest of it as it is.
-
-    The units are those of `AdaptiveClip`, for the layouts of JAX, where the last axis is that of
-    the outputs. Composer's weights have the layout of PyTorch, where the first axis is. For such
-    weights ``axis`` gives Composer's units, as in the second example.
+    that a NaN in a unit leaves the rest of it as it is. The units are those of `AdaptiveClip`, for
+    the layouts of JAX, where the outputs are the last axis. In the layout of PyTorch, which
+    Composer's weights have, they are the first: there ``axis`` says so, as in the second example.
 
     Args:
       grads: a pytree of gradients.
       params: the parameters, for ``"adaptive"``.
       clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
       clipping_threshold: the threshold, not negative.
-      axis: the axes that a unit spans, for ``"adaptive"``: by default all but the last, and
-        whole vectors; otherwise an int, a tuple, a mapping from expressions on paths or a
-        function ``(path, leaf) -> axes``, as in `AdaptiveClip`.
+      axis: the axes that a unit spans, for ``"adaptive"``; see `AdaptiveClip`.
 
     Returns:
       The clipped gradients: structure, shapes and dtypes of ``grads``.

@@ -29,21 +29,21 @@ def clip_cotangent(x: Any, rule: Rule | None, *, probe: ClipStats | None = None)
       * Its structure, shapes and dtypes are kept, whatever the dtype of the thresholds.
       * Nothing is saved for the backward pass except thresholds that are arrays, and ``x`` only
         if the rule needs it (`AdaptiveClip`).
-      * Leaves without cotangents (integers, booleans, ``None``, PRNG keys, objects) are passed
-        over; a function as a rule sees ``None`` in their places.
+      * Leaves without cotangents (integers, booleans, ``None``, strings, PRNG keys, objects) stay
+        as they are; a rule of your own sees ``None`` in their places.
       * It works inside and outside of `jax.jit`, `jax.grad`, `jax.vjp`, `jax.vmap`,
         `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`, `jax.shard_map` and `jax.custom_vjp`, and
-        can be differentiated again. Inside `jax.vmap` a norm rule is one per example; outside it
-        is one for the batch.
-      * Forward mode (`jax.jvp`) straight through it is refused by JAX, which has no cotangents
-        to clip there; pass ``rule=None`` where you need it.
+        can be differentiated again. Inside `jax.vmap` a norm rule measures each example; outside,
+        the batch.
+      * JAX refuses forward mode (`jax.jvp`) straight through it, in which there are no cotangents;
+        pass ``rule=None`` where you need it.
 
     Args:
       x: a pytree of arrays.
       rule: a `ClipRule`, a function of the cotangent tree, or ``None``: off.
-      probe: `ClipStats.zero()`, passed in as an argument of the differentiated function: its
-        gradient is what the clip did, summed over all uses of the probe. Inside a scan that runs
-        over ``ClipStats.zero((steps,))`` there is one entry for each step.
+      probe: `ClipStats.zero()` as an argument of the differentiated function: its gradient is
+        what the clip did, summed over all uses of the probe. Inside a scan that runs over
+        ``ClipStats.zero((steps,))`` there is one entry for each step.
 
     Returns:
       ``x``.
@@ -94,11 +94,11 @@ class _Backward:
 def _trace(
     rule: Any, structure: Any, dtype: str | None, arrays: list[Any]
 ) -> tuple[_Backward, Any]:
-    """The backward pass, with the arrays that the rule holds or closes over as arguments.
+    """The backward pass, with the arrays that the rule has or closes over as arguments.
 
     A backward pass may not close over tracers: inside of `jax.lax.scan` they would be those of
     another trace by the time that it runs. A rule of this library is traced once for all
-    variables of a shape; any other may hide anything in a closure, and is traced anew.
+    variables of a shape; any other may depend on state that changes, and is traced anew.
     """
     needs_params = getattr(rule, "needs_params", False)
     leaves, fields = jax.tree.flatten(rule)
@@ -155,7 +155,7 @@ _identity.defvjp(_forward, _backward)
 
 
 def _has_cotangent(leaf: Any, probe: ClipStats | None) -> bool:
-    """Python and NumPy numbers are constants; they stay what they are unless they are watched."""
+    """Whether a leaf is clipped; Python and NumPy numbers only where they are watched."""
     return is_clippable(leaf) and (isinstance(leaf, jax.Array) or probe is not None)
 
 
@@ -170,11 +170,11 @@ def _check_probe(probe: Any) -> None:
         return
     if not isinstance(probe, ClipStats):
         raise TypeError(
-            f"probe: got {type(probe).__name__}, expected clipgrad.ClipStats.zero() that is passed "
-            "in as an argument of the differentiated function"
+            f"probe: got {type(probe).__name__}, expected clipgrad.ClipStats.zero() as an argument "
+            "of the differentiated function"
         )
     if jnp.shape(probe.before) != (3,):
         raise TypeError(
-            f"probe: got one with leading axes {jnp.shape(probe.before)[:-1]}, expected none: let "
-            "jax.lax.scan run over its leading axis"
+            f"probe: got leading axes {jnp.shape(probe.before)[:-1]}, expected one without; let "
+            "jax.lax.scan run over them"
         )

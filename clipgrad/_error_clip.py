@@ -1,4 +1,4 @@
-"""Error clip as a decorator: on what goes into a function, and on what comes out of it."""
+"""Error clip as a decorator, for the inputs and the outputs of a function."""
 
 import functools
 import inspect
@@ -17,21 +17,20 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[F], F]:
     r"""Decorates a function so that its cotangents are clipped in the backward pass.
 
-    For $y = f(x_1, \ldots, x_n)$ with the pull-back $f^*$, what is handed back is
-    $\bar x_i = \mathrm{rule}_i(f^*(\mathrm{rule}(\bar y))_i)$, with the rule of ``outputs`` inside.
+    For $y = f(x_1, \ldots, x_n)$ with the pull-back $f^*$ the input $x_i$ gets the cotangent
+    $\mathrm{rule}_i(f^*(\mathrm{rule}(\bar y))_i)$, with the rule of ``outputs`` inside.
 
     Guarantees:
       * The result of the function is unchanged, bit by bit.
       * With one rule for all inputs, each input is a variable of its own: a norm rule sees the
-        tree of one input. ``self`` and ``cls`` of methods are no inputs, unless they are named.
-      * Inputs without cotangents (integers, ``None``, strings, objects, ...) are passed over.
-      * The signature, name, docstring and ``__wrapped__`` (the plain function) are kept.
+        tree of one input. ``self`` and ``cls`` of methods are not inputs, unless they are named.
+      * The signature, name and docstring are kept; ``__wrapped__`` is the plain function.
       * Everything that `clip_cotangent` guarantees.
 
     Args:
       inputs: a rule for all inputs, or a mapping from parameter names to rules, for arguments
         passed by position or by name; ``None`` in place of a rule: off. The name of ``*args`` or
-        ``**kwargs`` stands for each of them.
+        ``**kwargs`` means each of them.
       outputs: a rule for the cotangent of the whole result, or a tree of rules that is a prefix
         of the result's tree.
 
@@ -39,9 +38,9 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[F], F]:
       The decorator.
 
     Raises:
-      TypeError: for a rule that is none, or when something else than a function is decorated.
-      ValueError: for a parameter name that the function does not have, when it is decorated; for
-        ``outputs`` that are no prefix of the result, when it is called.
+      TypeError: for what is not a rule, or when something else than a function is decorated.
+      ValueError: when it is decorated, for a parameter name that the function does not have; when
+        it is called, for ``outputs`` that are not a prefix of the result.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -81,9 +80,7 @@ def _signature(function: Any) -> inspect.Signature:
             "a function or a method; write @error_clip(rule), with a rule in the parentheses"
         )
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-        raise TypeError(
-            f"error_clip: got {function!r}, expected a function that returns its result"
-        )
+        raise TypeError(f"error_clip: got {function!r}, expected a function that returns a result")
     try:
         return inspect.signature(function)
     except ValueError:  # some functions that are written in C
@@ -102,8 +99,8 @@ def _rules_by_parameter(
     for name in rules:
         if name not in names and not (takes_any and isinstance(name, str)):
             raise ValueError(
-                f"error_clip: {name!r} is no parameter of "
-                f"{getattr(function, '__name__', function)}; its parameters are {names}"
+                f"inputs: got {name!r}, expected a parameter of "
+                f"{getattr(function, '__name__', function)}; there are {names}"
             )
     return {str(name): rule for name, rule in rules.items()}
 
@@ -116,13 +113,13 @@ def _clip_inputs(
     except TypeError:
         function(*args, **kwargs)  # says what is wrong in its own words
         raise TypeError(
-            f"error_clip: got a call that does not fit {signature}, the signature which the "
-            "function claims to have; decorate the function that it wraps"
+            f"error_clip: got a call of a function whose signature says {signature}, expected one "
+            "that fits it; decorate the function that this one wraps"
         ) from None
     for name in rules:
         if name not in signature.parameters and name not in kwargs:
             raise ValueError(
-                f"error_clip: no argument {name!r} in this call, whose keywords are {list(kwargs)}"
+                f"error_clip: got the keywords {list(kwargs)}, expected {name!r}, which has a rule"
             )
     for name, value in bound.arguments.items():
         bound.arguments[name] = _clip_argument(signature.parameters[name], value, rules)
@@ -144,12 +141,10 @@ def _clip_outputs(result: Any, rules: Any) -> Any:
         parts = structure.flatten_up_to(result)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"outputs: got rules of the structure {structure}, which is no prefix of the result's, "
+            f"outputs: got rules of the structure {structure}, expected a prefix of the result's, "
             f"{jax.tree.structure(result)}: {error}"
         ) from None
-    return structure.unflatten(
-        [clip_cotangent(p, rule) for p, rule in zip(parts, each, strict=True)]
-    )
+    return structure.unflatten(map(clip_cotangent, parts, each))
 
 
 def _is_rule(rules: Any) -> bool:

@@ -28,9 +28,8 @@ def error_clip_everywhere(fun: F, rule: Callable[..., Any] | None) -> F:
       * The result is unchanged, bit by bit, with its structure, weak types and shardings.
       * All operations are clipped inside of `jax.jit`, `jax.lax.scan` (at each step),
         `jax.lax.cond`, `jax.checkpoint` and `jax.shard_map`; `jax.jit` makes no difference.
-      * What comes in from above, to a result of ``fun`` that it does not use itself, is not
-        clipped; neither is what is handed back to the arguments of ``fun``. What a scan carries
-        is used, by its next step.
+      * The cotangents of arguments are not clipped, nor those of results that ``fun`` does not use
+        itself. What a scan carries is used, by its next step.
       * Functions with rules of their own, such as `jax.custom_vjp`, are one operation each.
 
     A value rule is the usual choice: a norm rule sees each value's cotangent by itself, and inside

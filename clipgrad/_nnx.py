@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from clipgrad._trees import instances
+
 TAG = "clipgrad"
 
 
@@ -15,16 +17,15 @@ def with_models(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwa
 
     A pytree is a value: what ``fun`` changes in an NNX model would be lost with the copy that is
     traced. NNX takes the models apart and puts them together again, as for `nnx.jit`, so that the
-    caller's models change: the values of variables, their number and other attributes. Without
-    models, and where flax is not imported, ``run`` gets ``fun`` itself. Where ``run`` returns
-    ``None`` nothing is changed.
+    caller's models change: values, new variables and other attributes. Without models, and where
+    flax is not imported, ``run`` gets ``fun`` itself. If ``run`` returns ``None`` nothing changes.
     """
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         return run(fun, args, kwargs)
     with explained(), nnx.update_context(TAG):
         apart = nnx.to_tree((args, kwargs), ctxtag=TAG)
-        if not _models(nnx, apart):
+        if not instances(apart, nnx.NodeStates):
             return run(fun, args, kwargs)
 
         def pure(apart: Any) -> Any:
@@ -34,7 +35,7 @@ def with_models(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwa
             if _same(before, _contents(nnx, (args, kwargs))) and not _contents(nnx, result)[0]:
                 return [], result  # a model of another trace can be read, but not written to
             inputs, result = nnx.to_tree(((args, kwargs), result), ctxtag=TAG)
-            return _models(nnx, inputs), result
+            return instances(inputs, nnx.NodeStates), result
 
         changed = run(pure, (apart,), {})
         return changed and nnx.from_tree(changed, ctxtag=TAG, is_inner=False)[1]
@@ -45,18 +46,13 @@ def value_and_grad(args: Any) -> Callable[..., Any]:
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         return jax.value_and_grad
-    leaves = jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, nnx.Pytree))
-    has_modules = any(isinstance(leaf, nnx.Pytree) for leaf in leaves)
+    has_modules = bool(instances(args, nnx.Pytree))
     return nnx.value_and_grad if has_modules else jax.value_and_grad
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Says what to do about a model that is changed and can't be.
-
-    Raises:
-      ValueError: instead of NNX's `TraceContextError`.
-    """
+    """Raises a `ValueError` that says what to write instead of NNX's `TraceContextError`."""
     try:
         yield
     except Exception as error:
@@ -75,14 +71,8 @@ def is_model(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
-def _models(nnx: Any, apart: Any) -> list[Any]:
-    """The models in a tree in which NNX has taken them apart."""
-    leaves = jax.tree.leaves(apart, is_leaf=lambda x: isinstance(x, nnx.NodeStates))
-    return [leaf for leaf in leaves if isinstance(leaf, nnx.NodeStates)]
-
-
 def _contents(nnx: Any, tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(_models(nnx, nnx.to_tree(tree)))
+    return jax.tree.flatten(instances(nnx.to_tree(tree), nnx.NodeStates))
 
 
 def _same(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool:

@@ -13,11 +13,7 @@ POLICIES = ("propagate", "zero", "error")
 
 
 def check_policy(nonfinite: str) -> None:
-    """Checks the name of a policy.
-
-    Raises:
-      ValueError: if there is no such policy.
-    """
+    """Raises `ValueError` for what is not the name of a policy."""
     if nonfinite not in POLICIES:
         raise ValueError(f"nonfinite: got {nonfinite!r}, expected one of {', '.join(POLICIES)}")
 
@@ -46,10 +42,7 @@ def _raise_for_nonfinite(tree: Any) -> None:
             message = f"{{count:.0f}} elements of the gradient {shown} are NaN or inf"
             checkify.check(count == 0, message, count=count)
         return
-    found = [
-        f"{path!r} ({count:.0f} of {leaves[path].size} elements)"
-        for path, count in counts.items()
-        if count
-    ]
+    pairs = {path: f"{k:.0f} of {leaves[path].size}" for path, k in counts.items() if k}
+    found = [f"{path!r} ({elements} elements)" for path, elements in pairs.items()]
     if found:
         raise FloatingPointError(f"the gradient is NaN or inf in {', '.join(found)}")

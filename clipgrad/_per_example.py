@@ -42,18 +42,17 @@ def clip_per_example(
       * Gradients are clipped and summed in float32, float64 where the parameter is, whatever the
         dtype of the parameters, and rounded to that dtype once, at the end. So one example adds
         a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, for float16 and bfloat16 as well.
-      * That last rounding moves each element of the result by at most half a unit in its last
-        place: 1/256 of the element in bfloat16, 1/2048 in float16. In a sum or mean over many
-        examples this may be more than one example adds. Where the bound must hold for the result,
-        let the parameters be float32 and cast them inside of the loss, as in the second example.
-        What is left is the rounding of a float32 sum: with 1,100 examples one example moves the
-        result by at most ``max_norm * (1 + 1e-3)``.
+      * That last rounding moves each element of the result by at most 1/256 of it in bfloat16,
+        1/2048 in float16, which may be more than one example of many adds. Where the bound must
+        hold for the result, let the parameters be float32 and cast them inside of the loss, as in
+        the second example. Then only the float32 sum is rounded: with 1,100 examples one of them
+        moves the result by at most ``max_norm * (1 + 1e-3)``.
       * With ``ClipByGlobalNorm`` and ``"sum"`` it equals ``optax.per_example_global_norm_clip`` on
         float32.
       * Memory is bounded by the microbatch: beside one sum there are the gradients of
         ``microbatch`` examples at a time, however large the batch is.
       * Under `jax.jit` with the batch sharded over devices nothing else is needed; let their number
-        divide ``microbatch``, and each works on its own examples. (On Explicit axes it must,
+        divide ``microbatch``, and each has examples of its own. (On Explicit axes it must,
         `jax.vmap` refuses parameters that are sharded along the batch's axis, and JAX 0.10.0
         refuses the batch itself.) In `jax.shard_map` and `jax.pmap` the result is that of the
         examples of one device: average or sum it over the axis.
@@ -62,8 +61,7 @@ def clip_per_example(
       loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
         batch without its leading axis. For a model that wants batches write ``x[None]``. A loss
         times the example's weight 0 leaves a padded example out.
-      rule: a `ClipRule` or a function of the tree; `AdaptiveClip` is given the parameters;
-        ``None``: off.
+      rule: a `ClipRule`, a function of the tree, or ``None``: off.
       reduce: ``"mean"`` or ``"sum"``, of the clipped gradients and of the losses.
       microbatch: how many examples to differentiate at once, which must divide the batch;
         ``None``: all of them.
@@ -75,10 +73,10 @@ def clip_per_example(
 
     Returns:
       A function ``(params, batch) -> (value, grads, stats)``, with ``has_aux`` ``((value, aux),
-      grads, stats)``. ``grads`` has the structure and dtypes of ``params``. ``stats`` is a
-      `ClipStats` with one entry for each example, in the order of the batch, as ``aux`` has:
+      grads, stats)``. ``grads`` has the structure and dtypes of ``params``; ``aux`` and the
+      `ClipStats` ``stats`` have one entry for each example, in the order of the batch:
       ``stats.norm`` has the shape (B,), ``stats.clipped.mean()`` is the part of the examples that
-      were clipped. Statistics are of single examples and hence not private.
+      were clipped. Such statistics are not private.
 
     Raises:
       TypeError: if ``rule`` is neither a rule nor a function nor ``None``.
@@ -121,7 +119,11 @@ def clip_per_example(
     def value_and_grad(params: Any, batch: Any) -> tuple[Any, Any, Any]:
         size = _examples(batch)
         apart = _on_each_device(params, batch)
-        total, (value, stats) = _sums(of_one, apart, batch, _parts(size, microbatch))
+        if size % (microbatch or size):
+            raise ValueError(
+                f"microbatch: got {microbatch}, expected a divisor of the {size} examples"
+            )
+        total, (value, stats) = _sums(of_one, apart, batch, size // (microbatch or size))
         divisor = float(size) if reduce == "mean" else 1.0
         grads = jax.tree.map(lambda t, p: (t / divisor).astype(jnp.result_type(p)), total, params)
         loss, aux = value if has_aux else (value, None)
@@ -143,13 +145,8 @@ def _sums(of_one: Callable[..., Any], params: Any, batch: Any, parts: int) -> tu
     part = microbatches(batch, parts)
     zeros = jax.tree.map(wide_zeros, params, params)
     total, rest = scan_sums(lambda i: of_some(part(i)), zeros, parts)
-    return total, jax.tree.map(_in_order, rest)
-
-
-def _in_order(x: jax.Array) -> jax.Array:
-    """Results of strided parts, of shape (parts, examples, ...), as one axis of examples."""
-    x = jnp.swapaxes(x, 0, 1)
-    return x.reshape(-1, *x.shape[2:])
+    # From (parts, examples, ...) to one axis of examples, in the order of the batch.
+    return total, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), rest)
 
 
 def _on_each_device(params: Any, batch: Any) -> Any:
@@ -173,13 +170,3 @@ def _examples(batch: Any) -> int:
             "in all of them, with one example for each index"
         )
     return sizes.pop()[0]
-
-
-def _parts(size: int, microbatch: int | None) -> int:
-    if microbatch is None:
-        return 1
-    if size % microbatch:
-        raise ValueError(
-            f"microbatch: got {microbatch}, expected a divisor of the {size} examples of the batch"
-        )
-    return size // microbatch

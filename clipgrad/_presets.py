@@ -24,54 +24,36 @@ class SuggestedThreshold(NamedTuple):
 _AGC = "Brock et al., High-Performance Large-Scale Image Recognition Without Normalization, 2021"
 
 SUGGESTED_THRESHOLDS: tuple[SuggestedThreshold, ...] = (
-    SuggestedThreshold(
-        "norm", 2.0, "Inception-v3",
-        "Szegedy et al., Rethinking the Inception Architecture for Computer Vision, 2016",
-    ),
-    SuggestedThreshold(
-        "norm", 0.25, "CTRL, a transformer language model",
-        "Keskar et al., CTRL: A Conditional Transformer Language Model, 2019",
-    ),
-    SuggestedThreshold(
-        "norm", 1.0, "TaBERT, pretraining on text and tables",
-        "Yin et al., TaBERT: Pretraining for Joint Understanding of Textual and Tabular Data, 2020",
-    ),
-    SuggestedThreshold(
-        "norm", 0.1, "Compressive Transformer",
-        "Rae et al., Compressive Transformers for Long-Range Sequence Modelling, 2019",
-    ),
-    SuggestedThreshold(
-        "norm", 0.1, "Gated convolutional language model",
-        "Dauphin et al., Language Modeling with Gated Convolutional Networks, 2017",
-    ),
-    SuggestedThreshold(
-        "value", 15.0, "recurrent language model",
-        "Mikolov, Statistical Language Models Based on Neural Networks, 2012",
-    ),
-    SuggestedThreshold(
-        "adaptive", 0.01, "batches of 1024 to 4096, all but the last linear layer", _AGC,
-    ),
-    SuggestedThreshold(
-        "adaptive", 0.08, "smaller batches (up to this value), all but the last linear layer", _AGC,
-    ),
-    SuggestedThreshold(
-        "adaptive", 0.16, "batches of 128 and 256 (at least this value)",
-        "Thakur, Adaptive Gradient Clipping, 2021",
-    ),
+    SuggestedThreshold("norm", 2.0, "Inception-v3",
+        "Szegedy et al., Rethinking the Inception Architecture for Computer Vision, 2016"),
+    SuggestedThreshold("norm", 0.25, "CTRL, a transformer language model",
+        "Keskar et al., CTRL: A Conditional Transformer Language Model, 2019"),
+    SuggestedThreshold("norm", 1.0, "TaBERT, pretraining on text and tables", "Yin et al., "
+        "TaBERT: Pretraining for Joint Understanding of Textual and Tabular Data, 2020"),
+    SuggestedThreshold("norm", 0.1, "Compressive Transformer",
+        "Rae et al., Compressive Transformers for Long-Range Sequence Modelling, 2019"),
+    SuggestedThreshold("norm", 0.1, "Gated convolutional language model",
+        "Dauphin et al., Language Modeling with Gated Convolutional Networks, 2017"),
+    SuggestedThreshold("value", 15.0, "recurrent language model",
+        "Mikolov, Statistical Language Models Based on Neural Networks, 2012"),
+    SuggestedThreshold("adaptive", 0.01,
+        "batches of 1024 to 4096, all but the last linear layer", _AGC),
+    SuggestedThreshold("adaptive", 0.08,
+        "smaller batches (up to this value), all but the last linear layer", _AGC),
+    SuggestedThreshold("adaptive", 0.16, "batches of 128 and 256 (at least this value)",
+        "Thakur, Adaptive Gradient Clipping, 2021"),
 )  # fmt: skip
 
 
 def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
     """A threshold for the global norm from the norms of a run without clipping.
 
-    The given percentile of the finite norms: with 90, one step in ten would have been clipped.
-
     Args:
       norms: the raw gradient norms of past steps, of any shape; NaN and inf are left out.
-      percentile: a number in [0, 100].
+      percentile: a number in [0, 100]; with 90 one step in ten would have been clipped.
 
     Returns:
-      The threshold.
+      The percentile of the finite norms.
 
     Raises:
       ValueError: if no norm is finite, a norm is negative, or ``percentile`` is out of range.

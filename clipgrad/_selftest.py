@@ -1,8 +1,9 @@
 """`clipgrad selftest`: checks every VJP of this library on every device that is available."""
 
 import argparse
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -44,8 +45,8 @@ class Law(NamedTuple):
 def cases() -> Iterator[Case]:
     """All functions that are checked."""
     x, w, xs = _normal(3, 4), _normal(4, 4), _normal(5, 3, 4)
-    yield from _clipped("off", [None], x, w, xs)
-    yield from _clipped("every rule infinite", INFINITE, x, w, xs)
+    yield from _placed([None], "off", x, w, xs)
+    yield from _placed(INFINITE, "every rule infinite", x, w, xs)
     for rule in ACTIVE:
         name = f"meta-gradient through {_title(rule)}"
         yield Case(name, lambda g, p, rule=rule: rule({"g": g}, {"g": p}), (x, w[:3]), order=2)
@@ -70,11 +71,14 @@ def laws() -> Iterator[Law]:
         yield Law(f"inputs clipped by {_title(rule)}", decorated(cotangent), (rule(own),))
 
 
-def _clipped(title: str, rules: Sequence[Any], x, w, xs) -> Iterator[Case]:
-    """A function whose inputs and results have all these rules, none of which ever clips."""
-    placed, decorated = _cell, _cell
-    for rule in rules:
-        placed, decorated = _placed(rule, placed), error_clip(rule)(decorated)
+def _placed(rules, title, x, w, xs) -> Iterator[Case]:
+    """A function with several rules at each place, none of which ever clips."""
+
+    def clip(value):
+        return functools.reduce(clip_cotangent, rules, value)
+
+    decorated = functools.reduce(lambda f, rule: error_clip(rule)(f), rules, _cell)
+    placed = lambda x, w: clip(_cell(clip(x), w))  # noqa: E731
     for place, function in (("clip_cotangent", placed), ("error_clip", decorated)):
         yield Case(f"{place}, {title}", function, (x, w), order=2)
         yield from _transformed(place, title, function, x, w, xs)

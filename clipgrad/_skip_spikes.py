@@ -9,10 +9,14 @@ import optax
 from clipgrad._compat import exportable
 from clipgrad._norms import AxisName, global_norm
 from clipgrad._numbers import increment_if
-from clipgrad._optimizer import as_optimizer
 from clipgrad._stats import stats_dtype
-from clipgrad._thresholds import HistoryThreshold, Window, unlimited
-from clipgrad._thresholds._base import check_between, check_steps
+from clipgrad._thresholds import (
+    HistoryThreshold,
+    Window,
+    check_between,
+    check_steps,
+    unlimited,
+)
 from clipgrad._trees import partition
 from clipgrad._where import Where, selected
 
@@ -60,25 +64,15 @@ def skip_spikes(
 
     The raw global norm $n$ decides, before any clip in ``inner``. A step is skipped if $n$ is NaN
     or inf, if $n > \mathrm{max\_norm}$, or if it is an outlier: $n > \mu + \mathrm{sigma} \cdot
-    \max(s, \mu / 100)$ with mean $\mu$ and deviation $s$ of the last norms. Then the update is
-    zero, the state of ``inner`` is what it was, and the norm does not enter the history.
+    \max(s, \mu / 100)$ with mean $\mu$ and deviation $s$ of the last norms, once there are
+    ``min_history``. Then the update is zero and the state of ``inner`` is what it was.
 
     Guarantees:
       * On a step that is not skipped updates and state are those of ``inner``.
       * On a step that is skipped updates are exact zeros, and the state of ``inner`` is kept bit
         for bit: by selection, since 0 times NaN is NaN. ``inner`` gets zeros for the gradient.
-      * No norm of a skipped step enters the history, nor does a norm of 0.
+      * Neither the norm of a skipped step nor a norm of 0 enters the history.
       * The structure and the dtypes of the state never change; counters say what was skipped.
-
-    ==============================  ======================================================
-    gradient                        step
-    ==============================  ======================================================
-    NaN or inf                      skipped, always
-    above ``max_norm``              skipped, always
-    an outlier                      skipped; after ``max_consecutive`` of these in a row
-                                    the next is not, and the history starts anew with it
-    before ``min_history`` norms    skipped only in the first two cases
-    ==============================  ======================================================
 
     Args:
       inner: an optax gradient transformation, or ``optax.MultiSteps``, whose average of gradients
@@ -86,19 +80,20 @@ def skip_spikes(
         there is a history: ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
       max_norm: an absolute limit; ``None``: no limit.
       window: how many norms the history has.
-      sigma: how many deviations above the mean a norm may be. ``None``: there are no outliers and
-        no history, and a step is skipped only if its norm is not finite or above ``max_norm``.
+      sigma: how many deviations above the mean a norm may be. ``None``: no history and no rule of
+        outliers; a step is skipped only if its norm is not finite or above ``max_norm``.
       min_history: how many norms there must be before a finite one is an outlier; by default half
         a window, and 2 at least.
-      max_consecutive: how many outliers in a row are skipped before the next is not, since what
-        repeats is not a spike; ``None``: all of them, so that gradients which grow suddenly and
-        for good stop the training. ``consecutive`` in the state shows that.
-      where: which leaves make up the norm; see `clip_grads`. The others don't matter.
+      max_consecutive: how many outliers in a row are skipped before the next is not, and the
+        history starts anew with it, since what repeats is not a spike; ``None``: all of them, so
+        that gradients which grow suddenly and for good stop the training. ``consecutive`` in the
+        state shows that.
+      where: which leaves make up the norm; see `clip_grads`.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
 
     Returns:
-      A gradient transformation with the state `SkipSpikesState`. ``update(..., grad_norm=n)``
-      uses a norm that is known already; this and all other extra arguments are passed on.
+      A gradient transformation with the state `SkipSpikesState`. ``update(..., grad_norm=n)`` uses
+      a norm that is known already. All extra arguments are passed on to ``inner``.
 
     Raises:
       ValueError: for a number out of range, and for ``window``, ``min_history`` or
@@ -165,8 +160,8 @@ def _history(
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"{name}: got {value!r} with sigma=None, which keeps no history; expected sigma to "
-                f"be a number, or {name} to be left out"
+                f"{name}: got {value!r} with sigma=None, expected a number as sigma, which a "
+                f"history needs; or leave {name} out"
             )
     return None
 
@@ -199,6 +194,22 @@ def _after(
         spike_count=increment_if(skip & finite, state.spike_count),
         consecutive=jnp.where(skip, increment_if(spike, state.consecutive), 0),
     )
+
+
+def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformation:
+    """``optimizer`` as a gradient transformation, also if it is an ``optax.MultiSteps``.
+
+    Raises:
+      TypeError: for any other object; ``name`` is that of the argument.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"{name}: got {type(optimizer).__name__}, expected an optax.GradientTransformation "
+            "such as optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))"
+        )
+    return optimizer
 
 
 def _zero_if(condition: jax.Array, tree: Any) -> Any:

@@ -12,10 +12,9 @@ from clipgrad._accumulate import Gradients, accumulated
 from clipgrad._by_name import Rules
 from clipgrad._compat import exportable, trace_state
 from clipgrad._gradient_clip import GradientClipState
-from clipgrad._norms import global_norm
-from clipgrad._optimizer import as_optimizer
-from clipgrad._skip_spikes import SkipSpikesState
+from clipgrad._skip_spikes import SkipSpikesState, as_optimizer
 from clipgrad._stats import ClipStats, count_nonfinite
+from clipgrad._trees import instances
 from clipgrad._watch import with_stats
 
 Metrics = dict[str, Any]
@@ -42,7 +41,7 @@ class TrainStep:
     optimizer: optax.GradientTransformation
 
     def init(self, params: Any) -> TrainState:
-        """The first state; it holds copies, since each step takes over the buffers of its state."""
+        """The first state, of copies, since a step may overwrite the buffers of its state."""
         params = jax.tree.map(_own, params)
         return TrainState(params, jax.tree.map(_own, self.optimizer.init(params)))
 
@@ -65,21 +64,21 @@ def train_step(
     Guarantees:
       * It is traced once for all batches of one shape, whatever the schedules do.
       * With ``accumulate=k`` gradients are averaged over k microbatches, in float32 or wider,
-        and clipped once, after that. A microbatch holds every k-th example, so that devices that
+        and clipped once, after that. A microbatch has every k-th example, so that devices that
         share the batch share each microbatch.
-      * The state is that of the optimizer. The gradient clips in it hand out their statistics
-        whether or not they were made with ``stats=True``, but for those that an optimizer runs
-        inside of `jax.lax.cond`, as ``optax.MultiSteps`` does: these need ``stats=True``.
+      * The state is that of the optimizer. The metrics have the statistics of every gradient clip
+        in it, with ``stats=True`` or without; only one that an optimizer runs inside of
+        `jax.lax.cond`, as ``optax.MultiSteps`` does, needs ``stats=True``.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, a scalar, or ``(scalar, aux)``.
       optimizer: an optax gradient transformation, such as
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
-        ``optax.MultiSteps``. It is handed ``value``, ``grad`` and ``value_fn`` if it takes them.
-      error_clip: a rule for each name that `jax.ad_checkpoint.checkpoint_name` tags a variable with
-        inside of ``loss_fn``, see `error_clip_by_name`; ``None`` in place of a rule: watch only.
-        With ``accumulate=k`` it sees the cotangents of one microbatch; where the loss is a mean
-        over the batch they are k times as large, and a limit by value has to be, too.
+        ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.
+      error_clip: a rule for each name of a variable inside of ``loss_fn``, see
+        `error_clip_by_name`; ``None`` in place of a rule: watch only. With ``accumulate=k`` it sees
+        the cotangents of one microbatch; where the loss is a mean over the batch they are k times
+        as large, and a limit by value has to be, too.
       accumulate: the number of microbatches that the leading axis of the batch is split into.
       has_aux: whether ``loss_fn`` returns something besides the loss.
       donate: whether a step may write the new state into the buffers of the old one, which
@@ -94,10 +93,10 @@ def train_step(
       of each name (added up over microbatches), and with ``has_aux`` ``aux`` (stacked over them).
 
     Raises:
-      TypeError: if ``optimizer`` is no gradient transformation, or ``error_clip`` no mapping of
-        names to rules.
-      ValueError: if ``accumulate`` is no positive integer; when called, if it does not divide the
-        batch, or a name can't be found or reached.
+      TypeError: if ``optimizer`` is not a gradient transformation, or ``error_clip`` not a mapping
+        of names to rules.
+      ValueError: if ``accumulate`` is not a positive integer; when called, if it does not divide
+        the batch, or a name can't be found or reached.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -121,7 +120,7 @@ def train_step(
         (loss, aux), grads, stats = gradients(state.params, batch)
 
         def value(params: Any, clip_stats: Any = None) -> Any:
-            # optax's line searches hand all other extra arguments to this function.
+            # optax's line searches pass all other extra arguments to this function.
             del clip_stats
             return loss_fn(params, batch)[0] if has_aux else loss_fn(params, batch)
 
@@ -132,13 +131,8 @@ def train_step(
             if trace_state() == here:
                 stats_of_clips.append(clip)
 
-        extra_args = {
-            "clip_stats": collect,
-            "value": loss,
-            "grad": grads,
-            "value_fn": value,
-        }
-        updates, opt_state = extended.update(grads, state.opt_state, state.params, **extra_args)
+        extra = {"clip_stats": collect, "value": loss, "grad": grads, "value_fn": value}
+        updates, opt_state = extended.update(grads, state.opt_state, state.params, **extra)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss, **_metrics(grads, opt_state, stats_of_clips)}
         metrics |= {} if error_clip is None else {"error_clip": stats}
@@ -160,8 +154,8 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
 
 
 def _metrics(grads: Any, opt_state: Any, clips: list[ClipStats]) -> Metrics:
-    kept = [s.stats for s in _states(opt_state, GradientClipState) if s.stats]
-    skips = [s.skipped for s in _states(opt_state, SkipSpikesState)]
+    kept = [s.stats for s in instances(opt_state, GradientClipState) if s.stats]
+    skips = [s.skipped for s in instances(opt_state, SkipSpikesState)]
     metrics = {
         "grad_norm": global_norm(grads),
         "nonfinite": count_nonfinite(grads),
@@ -171,12 +165,6 @@ def _metrics(grads: Any, opt_state: Any, clips: list[ClipStats]) -> Metrics:
         (clip,) = metrics["clips"]
         metrics |= {"clipped_norm": clip.clipped_norm, "clip_scale": clip.scale}
     return metrics | ({"skipped": jnp.stack(skips).any()} if skips else {})
-
-
-def _states(opt_state: Any, kind: type) -> list[Any]:
-    """The states of one kind in the state of an optimizer."""
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda s: isinstance(s, kind))
-    return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def _own(leaf: Any) -> Any:

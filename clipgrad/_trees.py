@@ -1,4 +1,4 @@
-"""Which leaves of a tree are clipped, what their paths are, and how they are taken out of it."""
+"""Which leaves of a tree are clipped, what their paths are, and trees in two parts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,6 +61,12 @@ def combine(tree: Any, rest: Sequence[Any]) -> Any:
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
     pairs = zip(leaves, rest, strict=True)
     return structure.unflatten([other if leaf is None else leaf for leaf, other in pairs])
+
+
+def instances(tree: Any, kind: type) -> list[Any]:
+    """The subtrees of this type."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def clippable_leaves(tree: Any) -> list[jax.Array]:

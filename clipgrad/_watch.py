@@ -8,14 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._by_name import (
-    ByName,
-    Rules,
-    check_names,
-    checked_rules,
-    given_rules,
-    warn_of_batches,
-)
+from clipgrad._by_name import ByName, Rules, check_names, checked_rules, warn_of_batches
 from clipgrad._nnx import is_model, value_and_grad, with_models
 from clipgrad._stats import ClipStats
 
@@ -32,8 +25,7 @@ def value_and_grad_with_stats(
 ) -> Callable[..., Any]:
     r"""`jax.value_and_grad` with a third result: statistics of each tagged variable's cotangent.
 
-    A variable is tagged by ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``; see
-    `error_clip_by_name`.
+    A variable is tagged by `jax.ad_checkpoint.checkpoint_name`; see `error_clip_by_name`.
 
     Guarantees:
       * Value and gradient are those of ``jax.value_and_grad(error_clip_by_name(fun, rules))``;
@@ -42,10 +34,9 @@ def value_and_grad_with_stats(
       * The statistics leave the compiled backward pass as the gradients do, with no callback;
         under `jax.jit` statistics that are not used are not computed.
       * The statistics of a name have one leading axis for each scan around it, outermost first:
-        in an RNN there is one entry for each time step, in a transformer that scans its layers
-        one for each layer.
-      * Variables that share a name are added up: step by step as far as the lengths of the scans
-        around them are the same from the outermost on, over all steps of the rest.
+        in an RNN one entry for each time step, in a transformer that scans its layers one for each
+        layer. Variables that share a name are added up: step by step as far as the lengths of the
+        scans around them are the same from the outermost on, over all steps of the rest.
       * Under `jax.vmap` each lane has its own; inside of a `jax.vmap` in ``fun`` they are those of
         the whole batch.
       * Inside of `jax.shard_map` they are those of all devices together, like the gradients of
@@ -55,19 +46,16 @@ def value_and_grad_with_stats(
       fun: a function that returns a scalar, or ``(scalar, aux)``.
       argnums: the positions of the arguments to differentiate.
       has_aux: whether ``fun`` returns something besides the scalar.
-      rules: a rule for each name that is to be clipped; ``None`` in place of a rule: watch only.
-      watch: further names to watch without clipping them; ``None``: all names whose variables have
-        cotangents.
+      rules: a rule for each name; ``None`` in place of a rule: watch only.
+      watch: further names to watch only; ``None``: all names whose variables have cotangents.
 
     Returns:
       A function of the arguments of ``fun`` that returns ``(value, grads, stats)``, or
-      ``((value, aux), grads, stats)``, where ``stats`` is a dictionary from names to `ClipStats`.
+      ``((value, aux), grads, stats)``, with a dictionary ``stats`` from names to `ClipStats`.
 
     Raises:
-      TypeError: for wrong rules, see `error_clip_by_name`, or if ``watch`` is not a collection of
-        names.
-      ValueError: when called, if a name can't be found or reached, see `error_clip_by_name`, or
-        with ``watch=None`` if nothing is tagged.
+      TypeError: as `error_clip_by_name`, or if ``watch`` is not a collection of names.
+      ValueError: when called, as `error_clip_by_name`, or if nothing is tagged with ``watch=None``.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -109,14 +97,15 @@ def with_stats(
         warn_of_batches(traced.program, named, _CALLER, stacklevel=3)
 
         def with_probes(*packed: Any) -> Any:
-            args, probes = _unpack(packed[:-1], first)
-            hook = ByName(given_rules(named), probes)
+            *args, kwargs = packed
+            args[first], probes = args[first]
+            hook = ByName(named, probes)
 
             def again(function: Any, args: Any, kwargs: Any) -> Any:
                 known = traced if function is fun else _jaxpr.trace(function, args, kwargs)
                 return known.evaluate(args, kwargs, hook)
 
-            return with_models(again, fun, args, packed[-1])
+            return with_models(again, fun, tuple(args), kwargs)
 
         positions = tuple(i % len(args) for i in chosen)
         seen = (args, kwargs) if has_changes else [args[i] for i in positions]
@@ -124,7 +113,9 @@ def with_stats(
             with_probes, argnums=positions if chosen is argnums else positions[0], has_aux=has_aux
         )
         # The keyword arguments come last, since NNX resolves keywords by the signature of `fun`.
-        value, grads = differentiated(*_pack(args, first, probes), kwargs)
+        packed = list(args)
+        packed[first] = packed[first], probes
+        value, grads = differentiated(*packed, kwargs)
         if chosen is not argnums:
             grads, stats = grads
         else:
@@ -153,48 +144,32 @@ def _traced(fun: Callable[..., Any], args: tuple, kwargs: Any) -> tuple[_jaxpr.T
 
 
 def _checked_watch(watch: Any) -> tuple[str, ...] | None:
-    names = None if watch is None else watch
-    if isinstance(names, str) or not isinstance(names, Iterable | None):
+    if watch is None:
+        return None
+    names = tuple(watch) if isinstance(watch, Iterable) else (None,)
+    if isinstance(watch, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f'watch: got {watch!r}, expected names such as ["h"], or None for all names there are'
         )
-    if names is None:
-        return None
-    names = tuple(names)
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"watch: got {names!r}, expected names, that is strings")
     return names
 
 
 def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
     """The arguments, with arrays for the Python numbers in those that are differentiated."""
-    positions = {i % len(args) for i in argnums}
-    return tuple(
-        jax.tree.map(_as_array, arg, is_leaf=is_model) if i in positions else arg
-        for i, arg in enumerate(args)
-    )
 
+    def as_array(leaf: Any) -> Any:
+        return jnp.asarray(leaf) if isinstance(leaf, int | float | complex) else leaf
 
-def _as_array(leaf: Any) -> Any:
-    return jnp.asarray(leaf) if isinstance(leaf, int | float | complex) else leaf
-
-
-def _pack(args: tuple, position: int, probes: Any) -> tuple:
-    args_list = list(args)
-    args_list[position] = (args_list[position], probes)
-    return tuple(args_list)
-
-
-def _unpack(args: tuple, position: int) -> tuple[tuple, Any]:
-    args_list = list(args)
-    args_list[position], probes = args_list[position]
-    return tuple(args_list), probes
+    arrays = list(args)
+    for i in argnums:
+        arrays[i] = jax.tree.map(as_array, args[i], is_leaf=is_model)
+    return tuple(arrays)
 
 
 def _probes(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> dict[str, ClipStats]:
     found = _jaxpr.sites(program)
     if watch is None:
-        watch = tuple(dict.fromkeys(site.name for site in found if _has_cotangent(site)))
+        watch = tuple(s.name for s in found if s.is_out_of_reach or s.is_differentiable and s.used)
         if not watch:
             raise ValueError(
                 f"{_CALLER}: got a function without tags, expected one with tagged variables; tag "
@@ -203,10 +178,6 @@ def _probes(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> dict[s
     names = tuple(dict.fromkeys([*rules, *watch]))
     check_names(program, names, _CALLER)
     return {name: _probe([s for s in found if s.name == name and not s.within]) for name in names}
-
-
-def _has_cotangent(site: Any) -> bool:
-    return site.is_out_of_reach or (site.is_differentiable and site.used)
 
 
 def _probe(own: list[Any]) -> ClipStats:

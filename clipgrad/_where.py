@@ -23,22 +23,21 @@ def selected(where: Where, tree: Any, name: str = "where") -> list[bool]:
 
     Raises:
       ValueError: if leaves that could be clipped are all left out, or a mask is not a prefix.
-      TypeError: if a mask holds anything else than booleans.
+      TypeError: if a mask has anything else than booleans.
     """
     entries = with_paths(tree)
-    paths, leaves = [path for path, _ in entries], [leaf for _, leaf in entries]
     if where is None:
-        return [True] * len(leaves)
+        return [True] * len(entries)
     if isinstance(where, str):
-        flags = selects(where, paths, name)
+        flags = selects(where, [path for path, _ in entries], name)
     else:
         flags = _flags(where(tree) if callable(where) else where, tree, name)
-    candidates = [p for p, leaf in zip(paths, leaves, strict=True) if is_clippable(leaf)]
-    if candidates and not any(f and is_clippable(x) for f, x in zip(flags, leaves, strict=True)):
-        shown = repr(where) if isinstance(where, str) else "a mask"
+    pairs = zip(flags, entries, strict=True)
+    candidates = {path: flag for flag, (path, leaf) in pairs if is_clippable(leaf)}
+    if candidates and not any(candidates.values()):
+        shown, wanted = (repr(where), where) if isinstance(where, str) else ("a mask", "")
         raise ValueError(
-            f"{name}: got {shown}, expected one that selects a leaf; "
-            f"{nearest(where if isinstance(where, str) else '', candidates)}"
+            f"{name}: got {shown}, expected one that selects a leaf; {nearest(wanted, candidates)}"
         )
     return flags
 
@@ -59,10 +58,9 @@ def _flags(mask: Any, tree: Any, name: str) -> list[bool]:
             f"{name}: got a mask of the structure {prefix}, expected a prefix of {structure}: "
             f"{error}"
         ) from None
-    for flag, part in zip(each, parts, strict=True):
-        if flag is None and jax.tree.leaves(part):
-            raise ValueError(
-                f"{name}: got None in the mask where the tree has leaves, expected True or False"
-            )
+    if any(flag is None and jax.tree.leaves(part) for flag, part in zip(each, parts, strict=True)):
+        raise ValueError(
+            f"{name}: got None in the mask where the tree has leaves, expected True or False"
+        )
     sizes = [len(jax.tree.leaves(part, is_leaf=is_none)) for part in parts]
     return [bool(flag) for flag, size in zip(each, sizes, strict=True) for _ in range(size)]

@@ -10,7 +10,7 @@ PACKAGE = pathlib.Path(__file__).parents[1] / "clipgrad"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Each module may import the ones before it, and nothing of the package that is not listed.
 LAYERS = [
-    "_selectors", "_compat", "_trees", "_numbers", "_accumulate", "_optimizer", "_jaxpr",
+    "_selectors", "_compat", "_trees", "_numbers", "_accumulate", "_jaxpr",
     "_reductions", "_norms", "_nnx",
     "_thresholds", "_rules", "_stats", "_cotangent", "_error_clip", "_by_name", "_everywhere",
     "_watch", "_where", "_nonfinite", "_clip_grads", "_per_example", "_gradient_clip", "_clips",

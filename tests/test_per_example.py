@@ -437,7 +437,7 @@ def test_wrong_arguments_are_refused_at_once(wrong, error, match):
         (jnp.ones(()), r"{'the batch': \(\)}, expected a leading axis"),
         (jnp.ones((0, 2)), r"{'the batch': \(0, 2\)}, expected a leading axis"),
         ({}, "batch: got leaves of the shapes {}"),
-        (jnp.ones((4, 2)), "microbatch: got 3, expected a divisor of the 4 examples of the batch"),
+        (jnp.ones((4, 2)), "microbatch: got 3, expected a divisor of the 4 examples"),
     ],
     ids=range(6),
 )

@@ -221,7 +221,7 @@ def test_a_wrong_number_of_parts_is_refused(bad):
 def test_a_batch_that_does_not_divide_is_refused(key):
     params, batch = data(key)
     step = cg.train_step(loss_fn, optax.sgd(0.1), accumulate=3)
-    with pytest.raises(ValueError, match=r"got a batch leaf of shape \(8, 3\).*3 microbatches"):
+    with pytest.raises(ValueError, match=r"batch: got a leaf of shape \(8, 3\).*accumulate=3"):
         step(step.init(params), batch)
 
 

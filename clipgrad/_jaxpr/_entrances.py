@@ -13,8 +13,7 @@ from clipgrad._jaxpr._evaluate import Hook, entrance, evaluate
 from clipgrad._jaxpr._programs import CALLS, CUSTOM_RULES, JIT, REMAT, scan_counts
 from clipgrad._trees import combine, is_array, partition
 
-# An inner jit of a transformed function is compiled at the first call; the next ones find it here,
-# as long as JAX keeps its program.
+# The compiled functions of an inner jit, as long as JAX keeps its program.
 _COMPILED: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
 
 
@@ -40,23 +39,19 @@ def _jit(equation, inputs, hook):
     inner = hook.inside(equation, ())
     leaves, structure = jax.tree.flatten(inner)
     arrays, rest = partition(leaves, is_array)
-    make = _found if inner.is_reusable else _jitted
-    return make(equation, structure, rest)(arrays, *inputs)
+    if not inner.is_reusable:
+        return _jitted(equation, structure, rest)(arrays, *inputs)
+    compiled = _COMPILED.setdefault(_program(equation), {})
+    key = (structure, *(rest or ()), *(equation.params[name] for name in _JIT_OPTIONS))
+    if key not in compiled:
+        compiled[key] = _jitted(equation, structure, rest)
+    return compiled[key](arrays, *inputs)
 
 
 _JIT_OPTIONS = ("in_shardings", "out_shardings", "donated_invars", "keep_unused", "inline", "name")
 
 
-def _found(equation: JaxprEqn, structure: Any, rest: list) -> Callable[..., list]:
-    """The compiled function of a hook that is equal up to its arrays."""
-    key = (structure, *rest, *(equation.params[name] for name in _JIT_OPTIONS))
-    compiled = _COMPILED.setdefault(_program(equation), {})
-    if key not in compiled:
-        compiled[key] = _jitted(equation, structure, rest)
-    return compiled[key]
-
-
-def _jitted(equation: JaxprEqn, structure: Any, rest: list) -> Callable[..., list]:
+def _jitted(equation: JaxprEqn, structure: Any, rest: list | None) -> Callable[..., list]:
     """`jax.jit` of the evaluation, with the options that the equation was made with."""
     program, params = weakref.ref(_program(equation)), equation.params
 
@@ -84,17 +79,12 @@ def _remat(equation, inputs, hook):
         return _call(equation, inputs, hook)
     params = equation.params
     prevent_cse = params["prevent_cse"]
-    if params["differentiated"]:
-        inputs = _kept_apart(inputs, prevent_cse)
+    if params["differentiated"]:  # JAX puts a barrier before the recomputation
+        flags = [prevent_cse] * len(inputs) if isinstance(prevent_cse, bool) else prevent_cse
+        behind, free = partition(list(inputs), flags)
+        inputs = combine(lax.optimization_barrier(behind), free)
     again = jax.checkpoint(_body(equation, hook), prevent_cse=prevent_cse, policy=params["policy"])
     return again(*inputs)
-
-
-def _kept_apart(inputs, prevent_cse):
-    """The inputs behind the barrier that JAX puts before the recomputation of a `remat`."""
-    chosen = [prevent_cse] * len(inputs) if isinstance(prevent_cse, bool) else prevent_cse
-    barred = iter(lax.optimization_barrier([x for x, c in zip(inputs, chosen, strict=True) if c]))
-    return [next(barred) if c else x for x, c in zip(inputs, chosen, strict=True)]
 
 
 @entrance("scan")

@@ -1,17 +1,18 @@
-"""Evaluating a jaxpr equation by equation.
+"""Tracing a function, and evaluating its jaxpr again equation by equation.
 
 A hook sees every equation first. If it returns nothing, the equation is entered if it holds a
 program, and bound as it is if it does not.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from clipgrad._jaxpr._programs import CUSTOM_RULES, opened
+from clipgrad._trees import combine, is_array, partition
 
 Entrance = Callable[[JaxprEqn, list, "Hook"], Sequence]
 ENTRANCES: dict[str, Entrance] = {}
@@ -31,18 +32,17 @@ class Hook:
     """What to do at the equations of a program; the defaults change nothing.
 
     `flatten=True` evaluates `jit` and `remat` in place and enters custom rules by their primal
-    program; `flatten=False` keeps all three, custom rules whole. A hook that holds arrays is a
-    pytree; they become arguments of a `jit` inside the program.
+    program; `flatten=False` keeps all three. The arrays of a hook become arguments of a `jit`
+    inside the program; a hook with arrays is a pytree.
     """
 
     flatten: bool = False
 
     @property
     def is_reusable(self) -> bool:
-        """Whether equal hooks always do the same, but for the arrays in them.
+        """Whether hooks that are equal but for their arrays share one compiled `jit`.
 
-        If so, a `jit` inside the program is compiled once for all of them. A hook that calls
-        functions of a user is not reusable: they may depend on state that changes.
+        A hook that calls functions of a user is not reusable: their state may change.
         """
         return False
 
@@ -70,15 +70,8 @@ class Hook:
 def evaluate(program: Any, inputs: Sequence, hook: Hook) -> list:
     """Evaluate a program on flat inputs, showing each equation to the hook.
 
-    Every equation keeps its source line, name scope and context (such as `compute_on`).
-
-    Args:
-      program: a `ClosedJaxpr`, or a `Jaxpr` without constants.
-      inputs: one value for each input variable.
-      hook: sees every equation of this program, and of those inside it through `hook.inside`.
-
-    Returns:
-      The list of outputs.
+    Every equation keeps its source line, name scope and context (such as `compute_on`). Equations
+    of programs inside it are shown to `hook.inside(equation, step)`.
     """
     jaxpr, constants = opened(program)
     values: dict[Var, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -128,3 +121,46 @@ def retrace(program: Any, avals: Sequence, hook: Hook) -> Any:
     """Trace a program again under `hook` for inputs of other types; keeps its container."""
     traced = jax.make_jaxpr(lambda *inputs: evaluate(program, inputs, hook))(*avals)
     return traced if isinstance(program, ClosedJaxpr) else opened(traced)[0]
+
+
+class Traced(NamedTuple):
+    """A function traced for arguments of certain types.
+
+    Attributes:
+      program: its jaxpr, from the arrays among the leaves of the arguments to those of the result.
+      result: a function from the outputs of the program to the result.
+    """
+
+    program: Any
+    result: Callable[[Sequence], Any]
+
+    def evaluate(self, args: tuple, kwargs: Mapping[str, Any], hook: Hook) -> Any:
+        """Evaluate the function again, for arguments of the same types."""
+        inputs = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf)]
+        return self.result(evaluate(self.program, inputs, hook))
+
+
+def trace(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Traced:
+    """Trace a function.
+
+    JAX and NumPy arrays are traced; all other leaves (Python numbers, strings, functions) reach
+    the function as they are, and those that it returns are kept.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays, others = partition(leaves, is_array)
+    returned = []
+
+    def run(arrays):
+        args, kwargs = structure.unflatten(combine(arrays, others))
+        results, out_structure = jax.tree.flatten(fun(*args, **kwargs))
+        traced, fixed = partition(results, lambda leaf: isinstance(leaf, jax.Array))
+        returned[:] = out_structure, jax.tree.structure(traced), fixed
+        return traced
+
+    program = jax.make_jaxpr(run)(arrays)
+    out_structure, places, fixed = returned
+
+    def result(outputs):
+        return out_structure.unflatten(combine(places.unflatten(outputs), fixed))
+
+    return Traced(program, result)

@@ -56,15 +56,15 @@ def sites(program: Any) -> tuple[Site, ...]:
 
 
 def _find(jaxpr: Any) -> Iterator[Site]:
-    read = [atom for equation in jaxpr.eqns for atom in equation.invars] + list(jaxpr.outvars)
+    read = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
     used = {atom for atom in read if not isinstance(atom, Literal)}
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         mapped = _is_mapped(equation)
         if name == "name":
             (tagged,) = equation.outvars
-            dtype, is_used = str(tagged.aval.dtype), tagged in used
-            yield Site(equation.params["name"], (), dtype, is_used, None, mapped)
+            tag, dtype = equation.params["name"], str(tagged.aval.dtype)
+            yield Site(tag, (), dtype, tagged in used, None, mapped)
         loop = (equation.params["length"],) if name == "scan" else ()
         entered, others = entered_programs(equation)
         for site in (site for inner in entered for site in sites(inner)):

@@ -4,13 +4,17 @@ import dataclasses
 import functools
 import math
 import numbers
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._compat import exportable
+
 FEEDS = ("raw", "clipped")
+# A norm further than this factor from the median is not a sample of the same process.
+FAR = 10.0
 
 
 @runtime_checkable
@@ -23,11 +27,11 @@ class AdaptiveThreshold(Protocol):
     change.
 
     The norms of a step are the least thresholds at which the rule would change nothing. For
-    `clip_by_global_norm` this is the norm, one number; for the other rules an array with one
-    entry for each leaf, which then gets a threshold of its own: the largest norm of its slices
-    for `clip_by_norm`, the rms for `clip_by_block_rms`, the largest element for `clip_by_value`,
-    the largest ratio of its units for `adaptive_grad_clip`. Norms may be NaN, inf or 0. The
-    threshold is a constant to differentiation.
+    `clip_by_global_norm` this is the norm, one number. For the other rules it is an array with an
+    entry for each leaf, which has a history and a threshold of its own: the largest norm of its
+    slices for `clip_by_norm`, the rms for `clip_by_block_rms`, the largest element for
+    `clip_by_value`, the largest ratio of its units for `adaptive_grad_clip`. Norms may be NaN, inf
+    or 0. The threshold is a constant to differentiation.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -44,18 +48,13 @@ class AdaptiveThreshold(Protocol):
       Array([3., 4.], dtype=float32)
 
     Attributes:
-      init: from zeros in the shape of the norms to the first state.
+      init: from zeros in the shape of the norms to the state before the first update.
       update: from a state and the norms of this step to the thresholds of this step, like the
         norms, and the next state.
     """
 
-    def init(self, norms: jax.Array) -> Any:
-        """The state before the first update."""
-        ...
-
-    def update(self, state: Any, norms: jax.Array) -> tuple[jax.Array, Any]:
-        """The thresholds of this step and the next state."""
-        ...
+    def init(self, norms: jax.Array) -> Any: ...  # noqa: D102
+    def update(self, state: Any, norms: jax.Array) -> tuple[jax.Array, Any]: ...  # noqa: D102
 
 
 def is_adaptive(value: Any) -> bool:
@@ -80,12 +79,73 @@ def fed(feed: str, norms: jax.Array, thresholds: jax.Array) -> jax.Array:
     return jnp.where(counts(norms), clipped, 0)
 
 
-def check_steps(name: str, value: Any, least: int = 1) -> None:
-    """Checks a number of steps.
+@exportable
+class Window(NamedTuple):
+    """The last norms, oldest first, of one or several groups of leaves.
 
-    Raises:
-      ValueError: if ``value`` is not an integer, or is too small.
+    Attributes:
+      norms: shape ``(size, *groups)``; 0 where there is no norm yet.
+      seen: the number of norms in each group, at most ``size``; int32, shape ``groups``.
     """
+
+    norms: jax.Array
+    seen: jax.Array
+
+    @classmethod
+    def empty(cls, size: int, norms: jax.Array) -> "Window":
+        """A window without norms, for groups of this shape."""
+        return cls(jnp.zeros((size, *norms.shape), norms.dtype), jnp.zeros(norms.shape, jnp.int32))
+
+    def push(self, norms: jax.Array) -> "Window":
+        """The window after these norms; NaN, inf and 0 do not enter."""
+        enters = counts(norms)
+        shifted = jnp.concatenate([self.norms[1:], norms[None]])
+        return Window(
+            jnp.where(enters[None], shifted, self.norms),
+            jnp.where(enters, jnp.minimum(self.seen + 1, len(self.norms)), self.seen),
+        )
+
+    @property
+    def filled(self) -> jax.Array:
+        """Which entries are norms, shape ``(size, *groups)``."""
+        size = len(self.norms)
+        places = jnp.arange(size, dtype=jnp.int32).reshape(size, *(1 for _ in self.seen.shape))
+        return places >= size - self.seen[None]
+
+    def percentile(self, percentile: float) -> jax.Array:
+        """A percentile of the norms, interpolated linearly; the largest number without norms."""
+        ordered = jnp.sort(jnp.where(self.filled, self.norms, unlimited(self.norms)), axis=0)
+        last = jnp.maximum(self.seen - 1, 0)
+        place = jnp.asarray(percentile / 100, ordered.dtype) * last.astype(ordered.dtype)
+        below = jnp.floor(place).astype(jnp.int32)
+        low, high = (
+            jnp.take_along_axis(ordered, i[None], axis=0)[0]
+            for i in (below, jnp.minimum(below + 1, last))
+        )
+        part = place - below.astype(place.dtype)
+        return jnp.where(part == 0, low, jnp.minimum(low + (high - low) * part, high))
+
+    def near(self, low: bool = True) -> jax.Array:
+        """Which entries are norms within a factor of ten of their median, or not far above it."""
+        median = self.percentile(50)[None]
+        near = self.filled & (self.norms / FAR <= median)
+        return near & (self.norms >= median / FAR) if low else near
+
+    def mean_and_deviation(self) -> tuple[jax.Array, jax.Array]:
+        """Mean and standard deviation of the norms that are not far above their median."""
+        median = jnp.where(self.seen > 0, self.percentile(50), 1)
+        near = self.near(low=False)
+        number = jnp.maximum(jnp.sum(near, axis=0), 1).astype(median.dtype)
+        # In units of the median, since squares of the norms may be out of range.
+        units = jnp.where(near, self.norms, 0) / median[None]
+        mean = jnp.sum(units, axis=0) / number
+        squares = jnp.square(jnp.where(near, units - mean[None], 0))
+        variance = jnp.sum(squares, axis=0) / number
+        return jnp.minimum(mean * median, unlimited(median)), jnp.sqrt(variance) * median
+
+
+def check_steps(name: str, value: Any, least: int = 1) -> None:
+    """Raises `ValueError` for what is not an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(
             f"{name}: got {value!r}, expected an integer of at least {least}{_if_injected(value)}"
@@ -93,12 +153,7 @@ def check_steps(name: str, value: Any, least: int = 1) -> None:
 
 
 def check_between(name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Checks that a value is a finite number in [low, high].
-
-    Raises:
-      ValueError: if ``value`` is out of range.
-      TypeError: if it is not a number.
-    """
+    """Raises `TypeError` for what is not a number, `ValueError` for one not in [low, high]."""
     expected = f"a number in [{low:g}, {high:g}]" if high < math.inf else f"a number >= {low:g}"
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
         raise TypeError(
@@ -125,12 +180,12 @@ def feeds(default: str) -> Any:
     return dataclasses.field(default=default, metadata={"check": _check_feed})
 
 
-def check_fields(threshold: Any) -> None:
+def check(threshold: Any) -> None:
     """Checks each field, and makes NumPy's numbers Python's, which don't change a dtype."""
     for field in dataclasses.fields(threshold):
-        value, check = getattr(threshold, field.name), field.metadata.get("check")
-        if check is not None and not (value is None and field.default is None):
-            check(field.name, value)
+        value = getattr(threshold, field.name)
+        if value is not None or field.default is not None:
+            field.metadata["check"](field.name, value)
         if isinstance(value, np.generic):
             object.__setattr__(threshold, field.name, value.item())
 

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import exportable
-from clipgrad._thresholds._base import check_fields, counts, fed, feeds, number, steps, unlimited
-from clipgrad._thresholds._window import Window
+from clipgrad._thresholds._base import Window, check, counts, fed, feeds, number, steps, unlimited
 
 
 @exportable
 class EMAState(NamedTuple):
-    """What an `EMAThreshold` keeps.
+    """The state of an `EMAThreshold`.
 
     Attributes:
       warmup: the norms of the warm-up.
@@ -38,9 +37,8 @@ class EMAThreshold:
     with `clip_by_global_norm` there is one.
 
     Guarantees:
-      * The threshold is finite at every step, whatever the norms were.
-      * Norms that are NaN, inf or 0 change nothing and do not count in the warm-up: a leaf that
-        is not used yet has its warm-up later.
+      * The threshold is finite at every step. Norms that are NaN, inf or 0 change nothing and do
+        not count in the warm-up: a leaf that is not used yet has its warm-up later.
       * In a warm-up whose norms stay within ten times their median it is the formula above.
 
     ============================  ========================================================
@@ -58,7 +56,7 @@ class EMAThreshold:
       feed: what enters the average: the ``"clipped"`` norm, as in the paper, or the ``"raw"`` one.
 
     Raises:
-      ValueError: for a number out of range, another ``feed``.
+      ValueError: for a number out of range, or another ``feed``.
       TypeError: for what is not a number.
 
     Example:
@@ -81,9 +79,7 @@ class EMAThreshold:
     warmup: int = steps(100)
     feed: str = feeds("clipped")
 
-    def __post_init__(self) -> None:
-        """Checks the fields."""
-        check_fields(self)
+    __post_init__ = check
 
     def init(self, norms: jax.Array) -> EMAState:
         """An empty warm-up."""

@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds._base import check_fields, fed, feeds, number, steps, unlimited
-from clipgrad._thresholds._window import Window
+from clipgrad._thresholds._base import Window, check, fed, feeds, number, steps, unlimited
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,12 +15,10 @@ class HistoryThreshold:
     $$c_t = \mu + \sigma \cdot s, \quad \mu, s = \mathrm{mean, std}(n_{t-w}, \ldots, n_{t-1})$$
 
     Norms above ten times the median of the window are left out of mean and deviation, so that a
-    spike does not make the limit useless. Every leaf has a history of its own for a rule that
-    acts on leaves; see `AdaptiveThreshold`.
+    spike does not make the limit useless.
 
     Guarantees:
-      * The threshold is finite at every step, whatever the norms were.
-      * Norms that are NaN, inf or 0 do not enter the history.
+      * The threshold is finite at every step. NaN, inf and 0 do not enter the history.
       * In a window whose norms stay within ten times their median it is the formula above.
       * Where the norms grow tenfold for good, so does the threshold, within half a window.
 
@@ -64,7 +61,7 @@ class HistoryThreshold:
 
     def __post_init__(self) -> None:
         """Checks the fields."""
-        check_fields(self)
+        check(self)
         if self.min_history is not None and self.min_history > self.window:
             raise ValueError(
                 f"min_history: got {self.min_history}, expected at most window, {self.window}"

@@ -5,8 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from clipgrad._thresholds._base import check_fields, fed, feeds, number, steps, unlimited
-from clipgrad._thresholds._window import Window
+from clipgrad._thresholds._base import Window, check, fed, feeds, number, steps, unlimited
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,12 +14,10 @@ class PercentileThreshold:
 
     $$c_t = \mathrm{percentile}_p(n_{t-w+1}, \ldots, n_t)$$
 
-    with linear interpolation. Every leaf has a history of its own for a rule that acts on
-    leaves; see `AdaptiveThreshold`.
+    with linear interpolation.
 
     Guarantees:
-      * The threshold is finite at every step, whatever the norms were.
-      * Norms that are NaN, inf or 0 do not enter the history.
+      * The threshold is finite at every step. NaN, inf and 0 do not enter the history.
       * One norm moves the threshold by one place in the order of the norms, however large it is.
 
     ==========================  ==========================================================
@@ -60,9 +57,7 @@ class PercentileThreshold:
     window: int = steps(1024)
     feed: str = feeds("raw")
 
-    def __post_init__(self) -> None:
-        """Checks the fields."""
-        check_fields(self)
+    __post_init__ = check
 
     def init(self, norms: jax.Array) -> Window:
         """An empty history."""

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import exportable
-from clipgrad._thresholds._base import check_fields, counts, fed, feeds, number, steps, unlimited
-from clipgrad._thresholds._window import Window
+from clipgrad._thresholds._base import Window, check, counts, fed, feeds, number, steps, unlimited
 
 
 @exportable
 class ZScoreState(NamedTuple):
-    """What a `ZScoreThreshold` keeps.
+    """The state of a `ZScoreThreshold`.
 
     Attributes:
       warmup: the norms of the warm-up.
@@ -38,12 +37,11 @@ class ZScoreThreshold:
     $\mu \leftarrow \alpha \mu + (1 - \alpha) n^*_t$ and
     $s^2 \leftarrow \alpha s^2 + (1 - \alpha) (n^*_t - \mu)^2$. They start as mean and deviation of
     the norms of the warm-up, in which nothing is clipped. Norms above ten times the median of the
-    warm-up are left out, so that a spike does not make the limit useless. Every leaf has a
-    history of its own for a rule that acts on leaves; see `AdaptiveThreshold`.
+    warm-up are left out, so that a spike does not make the limit useless.
 
     Guarantees:
-      * The threshold is finite at every step, whatever the norms were.
-      * Norms that are NaN, inf or 0 change nothing and do not count in the warm-up.
+      * The threshold is finite at every step. Norms that are NaN, inf or 0 change nothing and do
+        not count in the warm-up.
       * In a warm-up whose norms stay within ten times their median it is the formula above.
 
     ==========================  ==========================================================
@@ -61,7 +59,7 @@ class ZScoreThreshold:
       max_norm: a limit at every step, in the warm-up too, which does not affect the averages;
         ``None``: no limit. The code of the authors has 1.0.
       feed: what enters the averages: the ``"clipped"`` norm $n^*_t$, as in the paper, or the
-        ``"raw"`` one. Where the norms jump far up and stay, only averages of raw ones go with them.
+        ``"raw"`` one. Where the norms jump far up and stay, only averages of raw ones rise, too.
 
     Raises:
       ValueError: for a number out of range, another ``feed``.
@@ -87,9 +85,7 @@ class ZScoreThreshold:
     max_norm: float | None = number(None, 0)
     feed: str = feeds("clipped")
 
-    def __post_init__(self) -> None:
-        """Checks the fields."""
-        check_fields(self)
+    __post_init__ = check
 
     def init(self, norms: jax.Array) -> ZScoreState:
         """An empty warm-up."""
