@@ -9,7 +9,7 @@ import optax
 
 def accumulator(leaf: Any) -> str:
     """The dtype in which the squares of a leaf are summed: float32, float64 for a wide leaf."""
-    return "float64" if jnp.finfo(jnp.result_type(leaf.dtype)).bits == 64 else "float32"
+    return "float64" if jnp.finfo(jnp.result_type(leaf)).bits == 64 else "float32"
 
 
 def at_least_float32(dtype: Any) -> Any:
