@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from clipgrad._numbers import times, widen
 from clipgrad._rules import ClipByGlobalNorm, ClipByValue, apply_rule
 from clipgrad._rules._adaptive import unit_norms
-from clipgrad._rules._thresholds import check_threshold, nonnegative
+from clipgrad._rules._thresholds import check_threshold, limit_of
 from clipgrad._rules._units import check_unit_axis
 from clipgrad._trees import map_clippable
 
@@ -92,12 +92,14 @@ def apply_gradient_clipping(
 def _adaptive(grads: Any, params: Any, threshold: ArrayLike, axis: Any) -> Any:
     if params is None:
         raise ValueError("params: got None, expected the parameters for clipping_type='adaptive'")
-    norms = [(norm.value, weight.value) for norm, weight in unit_norms(grads, params, axis)]
-    return map_clippable(lambda leaf, pair: _scale(leaf, pair[0], pair[1], threshold), grads, norms)
+    parts = [
+        (norm.value, limit_of(threshold, norm) * weight.value.astype(norm.root.dtype))
+        for norm, weight in unit_norms(grads, params, axis)
+    ]
+    return map_clippable(lambda leaf, part: _scale(leaf, part[0], part[1]), grads, parts)
 
 
-def _scale(leaf: jax.Array, norm: jax.Array, weight: jax.Array, threshold: Any) -> jax.Array:
-    limit = nonnegative(threshold, norm.dtype) * weight.astype(norm.dtype)
+def _scale(leaf: jax.Array, norm: jax.Array, limit: jax.Array) -> jax.Array:
     ratio = limit / jnp.where(norm == 0, 1, norm)
     factor = jnp.minimum(jnp.where(jnp.isnan(ratio) | (norm == 0), 1, ratio), 1)
     return times(widen(leaf, norm.dtype.name), factor).astype(leaf.dtype)

@@ -12,6 +12,7 @@ from clipgrad._accumulate import Gradients, accumulated
 from clipgrad._by_name import Rules
 from clipgrad._compat import exportable, trace_state
 from clipgrad._gradient_clip import GradientClipState
+from clipgrad._norms import global_norm
 from clipgrad._skip_spikes import SkipSpikesState, as_optimizer
 from clipgrad._stats import ClipStats, count_nonfinite
 from clipgrad._trees import instances

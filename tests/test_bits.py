@@ -169,10 +169,12 @@ def test_eager_updates_have_the_bits_of_optax(clip, shapes):
 
 @pytest.mark.parametrize("shape", [(2,), (3, 5), (199,)], ids=str)
 def test_an_eager_root_mean_square_is_exactly_one_where_it_is_in_optax(shape):
-    numbers = np.random.default_rng(1).uniform(1, 1e3, 16)
-    for leaf in (jnp.full(shape, number, jnp.float32) for number in numbers):
+    exact = 0
+    for number in np.random.default_rng(1).uniform(1, 1e3, 16):
+        leaf = jnp.full(shape, number, jnp.float32)
         theirs, ours = (
             tx.update(leaf, tx.init(leaf))[0] for tx in (make(1.0) for make in CLIPS["block RMS"])
         )
         assert_same(ours, theirs)
-        assert (ours == 1.0).all() or not (theirs == 1.0).any()
+        exact += bool((ours == 1.0).all())
+    assert exact

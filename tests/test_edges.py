@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import assert_same
+from tests.helpers import PLACES, assert_same
 
 
 @pytest.mark.parametrize("limit", [np.int64(2**31), np.int64(2**32 - 1), 2**31, 10**10])
@@ -190,3 +191,189 @@ def test_smaller_edges():
         cg.ClipStats.zero(dtype=jnp.bfloat16)
     with pytest.raises(TypeError, match="name it in static_args"):
         jax.jit(lambda axis: cg.ClipByNorm(1.0, axis=axis)(jnp.ones(2)))(0)
+
+
+# NumPy's float64, which JAX computes in float32: a warning would be an error here.
+
+NUMPY = {"b": np.float64(2.0), "v": np.ones(3), "w": np.ones((3, 4))}
+RULES = {
+    "value": cg.ClipByValue,
+    "norm": cg.ClipByNorm,
+    "norm of order 1": lambda c: cg.ClipByNorm(c, ord=1),
+    "largest": lambda c: cg.ClipByNorm(c, ord=jnp.inf),
+    "global norm": cg.ClipByGlobalNorm,
+    "block RMS": cg.ClipByBlockRMS,
+    "adaptive": cg.AdaptiveClip,
+    "function": lambda c: lambda tree: jax.tree.map(lambda g: 0.5 * g, tree),
+}
+THRESHOLDS = {
+    "number": 0.5,
+    "NumPy number": np.float64(0.5),
+    "array": np.array(0.5),
+    "schedule": lambda step: np.float64(0.5),
+    "PercentileThreshold": cg.PercentileThreshold(),
+    "HistoryThreshold": cg.HistoryThreshold(),
+    "ZScoreThreshold": cg.ZScoreThreshold(),
+    "EMAThreshold": cg.EMAThreshold(),
+}
+
+
+def sum_of(tree):
+    return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def model(params, x):
+    h = checkpoint_name(x @ params["w"], "h")
+    return jnp.mean(h) * params["b"] + jnp.sum(params["v"])
+
+
+@pytest.mark.parametrize("stats", [False, True, "per_leaf"])
+@pytest.mark.parametrize("threshold", THRESHOLDS.values(), ids=THRESHOLDS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_gradient_clip_warns_nobody_of_numpy_numbers(rule, threshold, stats):
+    tx = cg.gradient_clip(rule(threshold), stats=stats)
+    state = tx.init(NUMPY)
+    for _ in range(2):
+        updates, state = tx.update(NUMPY, state, NUMPY)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("rule", [make(np.float64(0.5)) for make in RULES.values()], ids=RULES)
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error"])
+def test_clip_grads_warns_nobody_of_numpy_numbers(nonfinite, rule):
+    _, stats = cg.clip_grads(NUMPY, rule, NUMPY, nonfinite=nonfinite)
+    assert stats.norm.dtype == jnp.float32 and stats.size == 16
+
+
+@pytest.mark.parametrize("rule", [make(np.float64(0.5)) for make in RULES.values()], ids=RULES)
+def test_an_error_clip_warns_nobody_of_numpy_numbers(rule):
+    def loss(params, probe=None):
+        return sum_of(cg.clip_cotangent(params, rule, probe=probe))
+
+    assert jax.grad(loss)(NUMPY)["w"].dtype == jnp.float32
+    _, stats = jax.grad(loss, argnums=(0, 1))(NUMPY, cg.ClipStats.zero())
+    assert stats.size == 16
+
+
+@pytest.mark.parametrize("microbatch", [None, 2])
+@pytest.mark.parametrize("rule", [make(np.float64(0.5)) for make in RULES.values()], ids=RULES)
+def test_clip_per_example_warns_nobody_of_numpy_numbers(rule, microbatch):
+    per_example = cg.clip_per_example(model, rule, microbatch=microbatch)
+    assert per_example(NUMPY, np.ones((4, 3)))[1]["w"].dtype == jnp.float32
+
+
+X = np.ones((4, 3))
+STEP_OPTIONS = [{}, {"accumulate": 2}, {"error_clip": {"h": cg.ClipByNorm(np.float64(0.1))}}]
+
+
+@pytest.mark.parametrize("options", STEP_OPTIONS, ids=range(3))
+def test_a_training_step_warns_nobody_of_numpy_numbers(options):
+    clip = cg.clip_by_global_norm(np.float64(1.0), stats="per_leaf")
+    step = cg.train_step(model, optax.chain(clip, optax.sgd(0.1, 0.9)), **options)
+    assert np.isfinite(step(step.init(NUMPY), X)[1]["grad_norm"])
+
+
+@pytest.mark.parametrize("run", [
+    lambda: cg.global_norm(NUMPY),
+    lambda: cg.ClipStats.of(NUMPY, NUMPY),
+    lambda: cg.clip_by_global_norm(1.0).update(
+        NUMPY, optax.EmptyState(), grad_norm=np.float64(3.0)),
+    lambda: cg.clip_grads(NUMPY, cg.ClipByGlobalNorm(1.0), norm=np.float64(3.0)),
+    *(lambda kind=kind: cg.apply_gradient_clipping(
+        NUMPY, NUMPY, clipping_type=kind, clipping_threshold=np.float64(0.1))
+      for kind in ("norm", "value", "adaptive")),
+    *(lambda options=options: (lambda tx: tx.update(NUMPY, tx.init(NUMPY), NUMPY))(
+        cg.skip_spikes(optax.sgd(0.1, 0.9), **options))
+      for options in ({}, {"max_norm": np.float64(3.0), "sigma": None})),
+    lambda: jax.grad(cg.error_clip(cg.ClipByNorm(0.1))(model))(NUMPY, X),
+    lambda: jax.grad(cg.error_clip_by_name(model, {"h": cg.ClipByNorm(0.1)}))(NUMPY, X),
+    lambda: jax.grad(cg.error_clip_everywhere(model, cg.ClipByNorm(0.1)))(NUMPY, X),
+    lambda: cg.value_and_grad_with_stats(model)(NUMPY, X),
+], ids=range(13))  # fmt: skip
+def test_nothing_else_warns_of_numpy_numbers(run):
+    for leaf in jax.tree.leaves(run()):
+        assert leaf.dtype in (jnp.float32, jnp.int32, bool)
+
+
+# Scales of a microscaling format are no gradients: they have no zero and no sign.
+
+SCALES = jnp.ones((2, 2), jnp.float8_e8m0fnu)
+
+
+def scaled(params, x=1.0):
+    return jnp.sum(checkpoint_name(params, "h").astype(jnp.float32)) * jnp.sum(x)
+
+
+def step_of(tx):
+    step = cg.train_step(scaled, tx)
+    return step(step.init(SCALES), jnp.ones(2))
+
+
+@pytest.mark.parametrize("run", [
+    *(lambda make=make: make(1.0)(SCALES, SCALES)
+      for name, make in RULES.items() if name != "function"),
+    *(lambda make=make: cg.clip_grads(SCALES, make(1.0), SCALES) for make in RULES.values()),
+    *(lambda make=make: cg.clip_cotangent(SCALES, make(1.0)) for make in RULES.values()),
+    *(lambda make=make: cg.gradient_clip(make(1.0)).update(SCALES, optax.EmptyState(), SCALES)
+      for make in RULES.values()),
+    lambda: cg.clip_grads(SCALES, None),
+    lambda: cg.clip_by_norm(1.0, stats=True).init(SCALES),
+    lambda: cg.skip_spikes(optax.sgd(0.1)).init(SCALES),
+    lambda: cg.global_norm(SCALES),
+    lambda: cg.ClipStats.of(SCALES, SCALES),
+    *(lambda kind=kind: cg.apply_gradient_clipping(
+        SCALES, SCALES, clipping_type=kind, clipping_threshold=0.1)
+      for kind in ("norm", "value", "adaptive")),
+    lambda: cg.clip_per_example(scaled, cg.ClipByNorm(1.0))(SCALES, jnp.ones(2)),
+    lambda: cg.error_clip(cg.ClipByNorm(1.0))(scaled)(SCALES),
+    lambda: jax.vjp(cg.error_clip_by_name(scaled, {"h": cg.ClipByNorm(1.0)}), SCALES),
+    lambda: jax.vjp(cg.error_clip_everywhere(
+        lambda x: scaled(x.astype(SCALES.dtype)), cg.ClipByNorm(1.0)), jnp.ones(2)),
+    lambda: cg.value_and_grad_with_stats(scaled)(SCALES),
+    lambda: step_of(optax.sgd(0.1)),
+    lambda: step_of(optax.chain(cg.clip_by_norm(1.0), optax.sgd(0.1))),
+])  # fmt: skip
+def test_a_dtype_without_zero_and_sign_is_refused(run):
+    with pytest.raises(TypeError, match="got a leaf of dtype float8_e8m0fnu.*such as float32"):
+        run()
+
+
+# Schedules and arrays that are no thresholds.
+
+
+@pytest.mark.parametrize("value", [None, "0.5", 1j, True, jnp.array(1j)], ids=repr)
+@pytest.mark.parametrize(
+    "make, field",
+    [
+        (cg.ClipByValue, "max"),
+        (lambda t: cg.ClipByValue(1.0, min=t), "min"),
+        (cg.ClipByNorm, "max_norm"),
+        (cg.ClipByGlobalNorm, "max_norm"),
+        (cg.ClipByBlockRMS, "threshold"),
+        (cg.AdaptiveClip, "clipping"),
+        (lambda t: cg.AdaptiveClip(0.1, eps=t), "eps"),
+    ],
+    ids=range(7),
+)
+def test_a_schedule_that_returns_no_number_is_refused_under_its_name(make, field, value):
+    early = cg.gradient_clip(make(lambda step: value))
+    with pytest.raises(TypeError, match=f"^{field}: got .* from the schedule, expected a number"):
+        early.init(jnp.ones(2))
+    later = {"value": 0.5}
+    late = cg.gradient_clip(make(lambda step: later["value"]))
+    state = late.init(jnp.ones(2))
+    later["value"] = value
+    with pytest.raises(TypeError, match=f"^{field}: got .* from the schedule, expected a number"):
+        late.update(jnp.ones(2), state, jnp.ones(2))
+
+
+@pytest.mark.parametrize("wrong", [jnp.ones(3), jnp.ones((2, 2)), np.ones((1, 1, 1))], ids=str)
+def test_a_limit_of_units_of_another_shape_is_refused(wrong):
+    x = {"w": jnp.ones((2, 2))}
+    match = r"got an array of shape \(.*\), expected one that broadcasts to the norms, of shape"
+    for rule in (cg.AdaptiveClip(wrong), cg.AdaptiveClip(0.1, eps=wrong)):
+        for clip in PLACES.values():
+            with pytest.raises(ValueError, match=match):
+                clip(rule, x, x)
+    with pytest.raises(ValueError, match=match):
+        cg.apply_gradient_clipping(x, x, clipping_type="adaptive", clipping_threshold=wrong)

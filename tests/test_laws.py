@@ -13,6 +13,7 @@ from tests.helpers import (
     CASES,
     FEWER,
     PLACES,
+    RELEASED,
     SCALING,
     assert_close,
     assert_same,
@@ -132,6 +133,37 @@ def test_a_threshold_of_zero_gives_exact_zeros(case, apply, key):
             np.testing.assert_array_equal(leaf, 0)
 
 
+def subnormal_like(tree):
+    """Numbers that XLA may take for 0 when it computes."""
+    return jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, 1e-39, np.float32)), tree)
+
+
+@everywhere
+@every_case
+def test_subnormal_numbers_become_exact_zeros_at_zero_and_never_nan(case, apply, key):
+    params = tree_of(key)
+    grads = subnormal_like(params)
+    compiled = jax.jit(lambda c: apply(case.make(c), grads, params), compiler_options=RELEASED)
+    for clip in (compiled, lambda c: apply(case.make(c), grads, params)):
+        for leaf in jax.tree.leaves(clip(0.0)):
+            np.testing.assert_array_equal(np.float64(leaf), 0)
+        for leaf in jax.tree.leaves([clip(1e-39), clip(LIMIT)]):
+            assert (np.abs(np.float64(leaf)) < 2e-39).all()
+
+
+@everywhere
+@every_case
+def test_a_leaf_of_subnormal_numbers_changes_nothing_about_the_others(case, apply, key):
+    params = tree_of(jax.random.fold_in(key, 1))
+    grads = tree_of(key)
+    clip = jax.jit(lambda g: apply(case.make(LIMIT), g, params), compiler_options=RELEASED)
+    clipped = clip(grads | {"dense": subnormal_like(params["dense"])})
+    expected = clip(grads | {"dense": jnp.zeros_like(params["dense"])})
+    assert (np.abs(np.float64(clipped.pop("dense"))) < 2e-39).all()
+    del expected["dense"]
+    assert_same(clipped, expected)
+
+
 @everywhere
 @every_case
 def test_a_traced_negative_threshold_acts_as_zero(case, apply, key):
@@ -156,10 +188,68 @@ def test_a_static_threshold_that_is_negative_or_nan_is_refused(case, bad):
 
 
 @every_case
-@pytest.mark.parametrize("bad", ["1.0", None, True, [1.0]], ids=str)
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "1.0", None, True, [1.0], 1j, np.bool_(True), np.array([True]), jnp.array(False),
+        np.array([1 + 0j]), jnp.array(1j), np.array([1.0], object), np.array("1.0"),
+    ],
+    ids=repr,
+)  # fmt: skip
 def test_a_threshold_that_is_no_number_is_refused(case, bad):
     with pytest.raises(TypeError, match="expected a number, an array or a schedule"):
         case.make(bad)
+
+
+@pytest.mark.parametrize("bad", [True, 1j, np.bool_(True), jnp.array(1j)], ids=repr)
+@pytest.mark.parametrize(
+    "name, make",
+    [
+        ("min", lambda c: cg.ClipByValue(1.0, min=c)),
+        ("nan", lambda c: cg.ClipByValue(1.0, nan=c)),
+        ("eps", lambda c: cg.AdaptiveClip(1.0, eps=c)),
+        ("max", cg.clip_by_value),
+        ("max_norm", cg.clip_by_norm),
+        ("max_norm", cg.clip_by_global_norm),
+        ("threshold", cg.clip_by_block_rms),
+        ("clipping", cg.adaptive_grad_clip),
+        ("clipping_threshold", lambda c: cg.apply_gradient_clipping(
+            jnp.ones(2), clipping_type="norm", clipping_threshold=c)),
+    ],
+    ids=range(9),
+)  # fmt: skip
+def test_complex_numbers_and_booleans_are_refused_under_the_name_of_the_argument(name, make, bad):
+    with pytest.raises(TypeError, match=f"^{name}: got .*expected a number, an array or"):
+        make(bad)
+
+
+@every_case
+@pytest.mark.parametrize("bad", [True, 1j], ids=str)
+def test_a_traced_threshold_that_is_no_real_number_is_refused(case, bad):
+    with pytest.raises(TypeError, match="expected a number, an array or a schedule"):
+        jax.jit(lambda c: case.make(c)(tree_of(jax.random.key(0))))(bad)
+
+
+# Numbers of 8 bits and fewer.
+
+NARROW = [
+    "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz",
+    "float8_e5m2", "float8_e5m2fnuz", "float4_e2m1fn",
+]  # fmt: skip
+
+
+@every_case
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_narrow_dtype_is_clipped_in_float32_and_rounded_once(case, dtype, key):
+    grads, params = tree_of(key, dtype, 4.0), tree_of(jax.random.fold_in(key, 1), dtype)
+    wide, wide_params = (jax.tree.map(lambda x: x.astype("float32"), t) for t in (grads, params))
+    clip = jax.jit(lambda c, g, p: cg.clip_grads(g, case.make(c), p)[0])
+    for limit in (0.0, 0.5, 2.0):
+        expected = jax.tree.map(lambda x: x.astype(dtype), clip(limit, wide, wide_params))
+        assert_same(clip(limit, grads, params), expected)
+    for leaf in jax.tree.leaves(clip(0.0, grads, params)):
+        np.testing.assert_array_equal(np.float32(leaf), 0)
+    assert_same(clip(jnp.inf, grads, params), grads)
 
 
 @everywhere

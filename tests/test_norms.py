@@ -9,7 +9,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._norms import slice_norms
-from tests.helpers import float64, reductions, tree_of
+from tests.helpers import RELEASED, float64, reductions, tree_of
 from tests.strategies import trees
 
 ORDERS = [0.5, 1, 2, 3, 7.5, jnp.inf]
@@ -52,6 +52,27 @@ def test_known_norms(tree, expected):
     norm = cg.global_norm(tree)
     assert norm.dtype == jnp.float32
     np.testing.assert_allclose(norm, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("ord", [1, 2, 3, 4, jnp.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_a_leaf_of_subnormal_numbers_has_a_finite_norm(dtype, ord):
+    """A dead layer, as the norms of each order see it: XLA may take such numbers for 0."""
+    dead = jnp.asarray(np.full((3, 4), 1e-39), dtype)
+    for run in (
+        cg.global_norm,
+        jax.jit(cg.global_norm, static_argnums=1, compiler_options=RELEASED),
+    ):
+        assert 0 <= run(dead, ord) < 2e-38
+        np.testing.assert_allclose(
+            run([dead, jnp.full(4, 2.0)], ord), reference(jnp.full(4, 2.0), ord), rtol=1e-6
+        )
+
+
+@pytest.mark.parametrize("ord", [1, 2, 3, 4, jnp.inf])
+def test_a_leaf_of_subnormal_numbers_of_float64_has_a_finite_norm(ord):
+    with jax.enable_x64(True):
+        assert 0 <= cg.global_norm(jnp.asarray(np.full((3, 4), 1e-310)), ord) < 1e-307
 
 
 def test_many_low_precision_leaves_add_up_in_float32(key):

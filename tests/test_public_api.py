@@ -41,7 +41,7 @@ def test_the_readme_names_everything_public(name):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_documented_with_arguments_results_and_an_example(name):
     doc = inspect.getdoc(getattr(cg, name))
-    assert doc.split("\n")[0].endswith((".", "$.", ".", "`"))
+    assert doc.split("\n")[0].endswith(".")
     for section in ("Args:", "Returns:", "Raises:", "Example:", ">>> "):
         assert section in doc, section
     for parameter in inspect.signature(getattr(cg, name)).parameters:
@@ -64,7 +64,7 @@ def test_the_examples_in_docstrings_run(name):
 def test_there_are_examples_to_run():
     finder = doctest.DocTestFinder()
     modules = map(importlib.import_module, MODULES)
-    assert sum(len(test.examples) for m in modules for test in finder.find(m)) > 40
+    assert any(test.examples for module in modules for test in finder.find(module))
 
 
 def test_types_are_shipped():
