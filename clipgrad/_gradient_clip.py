@@ -19,7 +19,7 @@ from clipgrad._clip_grads import (
 )
 from clipgrad._compat import exportable
 from clipgrad._nonfinite import check_policy
-from clipgrad._numbers import increment_if
+from clipgrad._numbers import increment_if, largest
 from clipgrad._rules import (
     PerLeaf,
     adaptive_threshold,
@@ -198,13 +198,13 @@ def _next_threshold(
     """The adaptive threshold of this step, and the state with its history."""
     assert state.threshold is not None
     dtype, shape = state.threshold.dtype, state.threshold.shape
-    largest = [jnp.max(norm.value).astype(dtype) for norm in norms]
-    if len(largest) != state.threshold.size:
+    each = [largest(norm.value).astype(dtype) for norm in norms]
+    if len(each) != state.threshold.size:
         raise ValueError(
-            f"updates: got {len(largest)} leaves to clip, but the state has {state.threshold.size} "
+            f"updates: got {len(each)} leaves to clip, but the state has {state.threshold.size} "
             "thresholds; expected init(params) with the parameters that the updates are for"
         )
-    values = jnp.stack(largest).reshape(shape) if largest else jnp.zeros(shape, dtype)
+    values = jnp.stack(each).reshape(shape) if each else jnp.zeros(shape, dtype)
     threshold, history = adaptive.update(state.history, jax.lax.stop_gradient(values))
     return threshold, state._replace(history=history)
 

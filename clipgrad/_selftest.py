@@ -84,10 +84,6 @@ def _placed(rules, title, x, w, xs) -> Iterator[Case]:
         yield from _transformed(place, title, function, x, w, xs)
 
 
-def _placed(rule: Any, function: Callable) -> Callable:
-    return lambda x, w: clip_cotangent(function(clip_cotangent(x, rule), w), rule)
-
-
 def _transformed(place: str, title: str, function: Callable, x, w, xs) -> Iterator[Case]:
     def scanned(h, w, xs):
         return lax.scan(lambda h, x: (function(h + x, w),) * 2, h, xs)

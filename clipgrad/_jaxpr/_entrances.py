@@ -42,7 +42,7 @@ def _jit(equation, inputs, hook):
     if not inner.is_reusable:
         return _jitted(equation, structure, rest)(arrays, *inputs)
     compiled = _COMPILED.setdefault(_program(equation), {})
-    key = (structure, *(rest or ()), *(equation.params[name] for name in _JIT_OPTIONS))
+    key = (structure, *rest, *(equation.params[name] for name in _JIT_OPTIONS))
     if key not in compiled:
         compiled[key] = _jitted(equation, structure, rest)
     return compiled[key](arrays, *inputs)
@@ -51,7 +51,7 @@ def _jit(equation, inputs, hook):
 _JIT_OPTIONS = ("in_shardings", "out_shardings", "donated_invars", "keep_unused", "inline", "name")
 
 
-def _jitted(equation: JaxprEqn, structure: Any, rest: list | None) -> Callable[..., list]:
+def _jitted(equation: JaxprEqn, structure: Any, rest: list) -> Callable[..., list]:
     """`jax.jit` of the evaluation, with the options that the equation was made with."""
     program, params = weakref.ref(_program(equation)), equation.params
 
