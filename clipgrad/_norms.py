@@ -81,9 +81,9 @@ class Norm(NamedTuple):
     Attributes:
       root: not finite where an element is not.
       scale: a power of two, 1 in the ordinary range.
-      divisor: the root to compare and to divide by: NaN where it is not finite, and small, but
-        not 0, where it is 0. It is the square root of a sum itself, not a choice of roots, and the
-        only one that a clip uses, as in optax: XLA rounds quotients of others otherwise.
+      divisor: the root to compare with and to divide by: NaN where it is not finite, small where
+        it is 0. As in optax it is a square root, not a choice of two, and all that a clip uses:
+        XLA rounds quotients of anything else otherwise.
     """
 
     root: jax.Array

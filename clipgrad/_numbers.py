@@ -82,3 +82,8 @@ def from_ordered_bits(bits: jax.Array) -> jax.Array:
     """The numbers that `to_ordered_bits` was given."""
     floats = {4: jnp.float32, 8: jnp.float64}[bits.dtype.itemsize]
     return jax.lax.bitcast_convert_type(bits, floats)
+
+
+def largest(x: jax.Array) -> jax.Array:
+    """The largest of numbers that are not negative: NaN if one is, 0 if there are none."""
+    return from_ordered_bits(jnp.max(to_ordered_bits(x), initial=0))
