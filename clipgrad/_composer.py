@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from clipgrad._norms import Norm
 from clipgrad._numbers import times, widen
 from clipgrad._rules import ClipByGlobalNorm, ClipByValue, apply_rule
 from clipgrad._rules._adaptive import unit_norms
@@ -92,11 +93,12 @@ def apply_gradient_clipping(
 def _adaptive(grads: Any, params: Any, threshold: ArrayLike, axis: Any) -> Any:
     if params is None:
         raise ValueError("params: got None, expected the parameters for clipping_type='adaptive'")
-    norms = [(norm.value, weight.value) for norm, weight in unit_norms(grads, params, axis)]
-    return map_clippable(lambda leaf, pair: _scale(leaf, *pair, threshold), grads, norms)
+    norms = unit_norms(grads, params, axis)
+    return map_clippable(lambda leaf, pair: _scale(leaf, pair, threshold), grads, norms)
 
 
-def _scale(leaf: jax.Array, norm: jax.Array, weight: jax.Array, threshold: Any) -> jax.Array:
+def _scale(leaf: jax.Array, norms: tuple[Norm, Norm], threshold: Any) -> jax.Array:
+    norm, weight = (n.value for n in norms)
     limit = nonnegative(threshold, norm.dtype) * weight.astype(norm.dtype)
     ratio = limit / jnp.where(norm == 0, 1, norm)
     factor = jnp.minimum(jnp.where(jnp.isnan(ratio) | (norm == 0), 1, ratio), 1)

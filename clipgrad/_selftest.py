@@ -26,11 +26,8 @@ from clipgrad._rules import (
 
 OFF = (None, ErrorClipByValue(math.inf), ClipByGlobalNorm(math.inf))
 INFINITE = (
-    ErrorClipByValue(math.inf),
-    ClipByNorm(math.inf),
+    *(rule(math.inf) for rule in (ErrorClipByValue, ClipByNorm, ClipByGlobalNorm, ClipByBlockRMS)),
     ClipByNorm(math.inf, axis=-1),
-    ClipByGlobalNorm(math.inf),
-    ClipByBlockRMS(math.inf),
 )
 ACTIVE = (
     ErrorClipByValue(max=0.7),

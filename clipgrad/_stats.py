@@ -1,4 +1,4 @@
-"""What a clip did, as sums that may be added over steps, uses and devices."""
+"""What a clip did, as sums that add up over steps, uses and devices."""
 
 import functools
 from collections.abc import Iterator
@@ -152,7 +152,7 @@ def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
 
 
 def stats_by_leaf(before: Any, after: Any) -> dict[str, ClipStats]:
-    """The statistics of each leaf that takes part, by path."""
+    """The statistics of each leaf that is clipped, by path."""
     dtype = stats_dtype(before)
     pairs = zip(clippable_leaves(before), clippable_leaves(after), strict=True)
     stats = [ClipStats.of(*pair, dtype) for pair in pairs]

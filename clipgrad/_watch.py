@@ -146,8 +146,8 @@ def _traced(fun: Callable[..., Any], args: tuple, kwargs: Any) -> tuple[_jaxpr.T
 def _checked_watch(watch: Any) -> tuple[str, ...] | None:
     if watch is None:
         return None
-    names = tuple(watch) if isinstance(watch, Iterable) else (None,)
-    if isinstance(watch, str) or not all(isinstance(name, str) for name in names):
+    names = tuple(watch) if isinstance(watch, Iterable) and not isinstance(watch, str) else None
+    if names is None or not all(isinstance(name, str) for name in names):
         raise TypeError(
             f'watch: got {watch!r}, expected names such as ["h"], or None for all names there are'
         )

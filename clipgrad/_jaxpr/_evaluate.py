@@ -124,15 +124,10 @@ def retrace(program: Any, avals: Sequence, hook: Hook) -> Any:
 
 
 class Traced(NamedTuple):
-    """A function traced for arguments of certain types.
+    """A function traced for arguments of certain types."""
 
-    Attributes:
-      program: its jaxpr, from the arrays among the leaves of the arguments to those of the result.
-      result: a function from the outputs of the program to the result.
-    """
-
-    program: Any
-    result: Callable[[Sequence], Any]
+    program: Any  # its jaxpr, from the arrays among the arguments to those of the result
+    result: Callable[[Sequence], Any]  # from the outputs of the program to the result
 
     def evaluate(self, args: tuple, kwargs: Mapping[str, Any], hook: Hook) -> Any:
         """Evaluate the function again, for arguments of the same types."""

@@ -25,7 +25,7 @@ class ClipByGlobalNorm(MeasuringRule):
       * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
         direction is kept.
       * On float32 trees in the ordinary range the result is that of
-        ``optax.clip_by_global_norm``, bit for bit.
+        ``optax.clip_by_global_norm``, bit for bit, eagerly and under `jax.jit`.
       * Under `jax.jit` with sharded leaves the compiled program holds one all-reduce, more only
         where leaves are spread over different axes of the mesh.
 
@@ -65,7 +65,6 @@ class ClipByGlobalNorm(MeasuringRule):
     acts_on: ClassVar[str] = "tree"
 
     def __post_init__(self) -> None:
-        """Refuses what is not a threshold or an order."""
         check_threshold("max_norm", self.max_norm, adaptive=True)
         object.__setattr__(self, "ord", check_order(self.ord))
         if isinstance(self.axis_name, list):

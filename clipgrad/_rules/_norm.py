@@ -66,7 +66,6 @@ class ClipByNorm(MeasuringRule):
     needs_params: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuses what is not a threshold, an order or an axis."""
         check_threshold("max_norm", self.max_norm, adaptive=True)
         object.__setattr__(self, "ord", check_order(self.ord))
         object.__setattr__(self, "axis", check_axis(self.axis))

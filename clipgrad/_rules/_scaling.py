@@ -12,11 +12,7 @@ from clipgrad._rules._thresholds import broadcasts_into, nonnegative
 
 
 def limit_of(threshold: Any, norm: Norm) -> jax.Array:
-    """A threshold as an array like the norms, in their dtype.
-
-    Raises:
-      ValueError: if it does not broadcast to the norms.
-    """
+    """A threshold as an array like the norms, in their dtype."""
     limit = nonnegative(threshold, norm.root.dtype)
     if not broadcasts_into(limit.shape, norm.root.shape):
         raise ValueError(

@@ -80,7 +80,6 @@ class ClipByValue(MeasuringRule):
     acts_on: ClassVar[str] = "element"
 
     def __post_init__(self) -> None:
-        """Refuses an empty interval."""
         check_threshold("max", self.max, negative=self.min is not None, adaptive=True)
         if self.min is not None:
             check_threshold("min", self.min, negative=True)
