@@ -36,7 +36,7 @@ def clip_grads(
       * Structure, shapes and dtypes are kept; leaves without numbers to clip (``None``, integers,
         booleans, ``float0``, PRNG keys) come back as they are.
       * What ``where`` leaves out is neither measured nor scaled, unless ``measure`` selects it.
-      * The statistics of a global L2 norm take no second pass over the gradients; under
+      * The statistics of a global L2 norm need no second pass over the gradients; under
         `jax.jit` statistics that are not used are not computed.
 
     Args:
@@ -97,7 +97,7 @@ class Selection(NamedTuple):
 
 
 class LazyStats(NamedTuple):
-    """The statistics of a clip, computed when they are asked for: in total and by leaf."""
+    """The statistics of a clip, computed when called: in total and by leaf."""
 
     total: Callable[[], ClipStats]
     leaves: Callable[[], dict[str, ClipStats]]

@@ -22,7 +22,7 @@ def is_clippable(leaf: Any) -> bool:
 
 
 def is_none(leaf: Any) -> bool:
-    """``is_leaf`` for trees in which ``None`` holds a place."""
+    """``is_leaf`` for trees in which ``None`` counts as a leaf."""
     return leaf is None
 
 
@@ -90,7 +90,7 @@ def parameters_of(tree: Any, params: Any) -> list[Any]:
         others = structure.flatten_up_to(params)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"params: got another structure than that of the gradients, {structure}: {error}"
+            f"params: got another structure, expected that of the gradients, {structure}: {error}"
         ) from None
     for (path, leaf), other in zip(with_paths(tree), others, strict=True):
         if is_clippable(leaf) and (not is_clippable(other) or jnp.shape(other) != jnp.shape(leaf)):

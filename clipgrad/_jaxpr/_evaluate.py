@@ -1,7 +1,7 @@
 """Tracing a function, and evaluating its jaxpr again equation by equation.
 
-A hook sees every equation first. If it returns nothing, the equation is entered if it holds a
-program, and bound as it is if it does not.
+A hook sees every equation first. If it returns None, an equation with a program inside is entered,
+and any other is bound as it is.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -94,7 +94,7 @@ class AdaptiveClip(MeasuringRule):
         """The norms of the units of each leaf, and the least limit of each at ``clipping`` 1."""
         if params is None:
             raise ValueError(
-                "AdaptiveClip needs the parameters: got params=None, expected "
+                "params: got None with AdaptiveClip, expected the parameters; write "
                 "rule(grads, params), or optimizer.update(grads, state, params)"
             )
         pairs = unit_norms(grads, params, self.axis, self.axis_name)

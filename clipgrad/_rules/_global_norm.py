@@ -18,7 +18,7 @@ from clipgrad._trees import map_clippable
 class ClipByGlobalNorm(MeasuringRule):
     r"""Scales all leaves by one factor: $g \cdot \min(1, \mathrm{max\_norm} / \|g\|_p)$.
 
-    The norm is `global_norm`, that of all leaves taken as one vector.
+    The norm is `global_norm`, that of all leaves as one vector.
 
     Guarantees:
       * A tree whose norm is at most ``max_norm`` is unchanged, bit for bit.
@@ -26,7 +26,7 @@ class ClipByGlobalNorm(MeasuringRule):
         direction is kept.
       * On float32 trees in the ordinary range the result is that of
         ``optax.clip_by_global_norm``, bit for bit, eagerly and under `jax.jit`.
-      * Under `jax.jit` with sharded leaves the compiled program holds one all-reduce, more only
+      * Under `jax.jit` with sharded leaves the compiled program has one all-reduce, more only
         where leaves are spread over different axes of the mesh.
 
     ==========================  ==========================================================

@@ -1,4 +1,4 @@
-"""Units: which axes of a leaf a norm is taken over."""
+"""Units: the axes of a leaf that a norm is over."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast
