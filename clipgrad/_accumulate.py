@@ -44,7 +44,12 @@ def accumulated(gradients: Gradients, parts: int) -> Gradients:
     """
 
     def averaged(params: Any, batch: Any) -> Any:
-        jax.tree.map(lambda leaf: _check(leaf, parts), batch)
+        for shape in map(jnp.shape, jax.tree.leaves(batch)):
+            if not shape or shape[0] % parts:
+                raise ValueError(
+                    f"batch: got a leaf of shape {shape}, expected a leading axis that "
+                    f"accumulate={parts} divides"
+                )
         part = microbatches(batch, parts)
 
         def of_part(i: Any) -> Any:
@@ -58,11 +63,3 @@ def accumulated(gradients: Gradients, parts: int) -> Gradients:
         return (loss, aux), grads, jax.tree.map(lambda field: field.sum(0), stats)
 
     return averaged
-
-
-def _check(leaf: Any, parts: int) -> None:
-    if not jnp.ndim(leaf) or leaf.shape[0] % parts:
-        raise ValueError(
-            f"batch: got a leaf of shape {jnp.shape(leaf)}, expected a leading axis that "
-            f"accumulate={parts} divides"
-        )

@@ -1,4 +1,4 @@
-"""Clipping the cotangents of tagged variables, inside a function that nobody edits."""
+"""Clipping the cotangents of tagged variables, inside a function, from outside of it."""
 
 import dataclasses
 import functools
@@ -104,7 +104,7 @@ class ByName(_jaxpr.Hook):
         return all(map(is_own, self.rules.values()))
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
-        """The clipped result of a tag; None for an equation that holds tags."""
+        """The clipped result of a tag; None for an equation with tags inside."""
         name = equation.params.get("name")
         if equation.primitive.name == "name" and (name in self.rules or name in self.probes):
             (tagged,) = _jaxpr.bind(equation, inputs)
@@ -200,7 +200,7 @@ def warn_of_batches(program: Any, rules: Rules, caller: str, stacklevel: int) ->
     if names:
         warnings.warn(
             f"{caller}: got a rule that measures a norm for {names}, tagged inside of jax.vmap, "
-            "where a name stands for the whole batch; for a norm of each example write "
+            "where a name means the whole batch; for a norm of each example write "
             "clip_cotangent(x, rule) inside of the mapped function, or give ClipByNorm the axes "
             "of an example as axis=",
             stacklevel=stacklevel,

@@ -36,18 +36,18 @@ def clip_grads(
       * Structure, shapes and dtypes are kept; leaves without numbers to clip (``None``, integers,
         booleans, ``float0``, PRNG keys) come back as they are.
       * What ``where`` leaves out is neither measured nor scaled, unless ``measure`` selects it.
-      * The statistics of a global L2 norm take no second pass over the gradients; under
+      * The statistics of a global L2 norm need no second pass over the gradients; under
         `jax.jit` statistics that are not used are not computed.
 
     Args:
       grads: a pytree of gradients.
       rule: a `ClipRule`, a function of the tree, or ``None``: off.
       params: the parameters, for rules that need them (`AdaptiveClip`).
-      where: which leaves take part: a tree of booleans that is a prefix of ``grads``, a function
+      where: which leaves are clipped: a tree of booleans that is a prefix of ``grads``, a function
         from the tree to one, or an expression on paths such as ``"layers/0/kernel"``; ``None``:
-        all. An expression that stands for whole segments of a path selects the leaves at or below
-        it: ``"kernel"`` selects this one, and not ``"layers/0/out_kernel"``. Any other is a
-        regular expression that is searched in the paths: ``"kern"``, ``"^layers/[0-3]/"``.
+        all. An expression that is whole segments of a path selects the leaves at or below it:
+        ``"kernel"`` selects this one, and not ``"layers/0/out_kernel"``. Any other is a regular
+        expression that is searched in the paths: ``"kern"``, ``"^layers/[0-3]/"``.
       measure: which leaves make up the norm of `ClipByGlobalNorm`, written like ``where``;
         ``None``: those that ``where`` selects. The statistics then have this norm before the
         clip, and what the clip would make of it.
@@ -56,10 +56,10 @@ def clip_grads(
       norm: the norm that `ClipByGlobalNorm` would measure, if it is known already.
 
     Returns:
-      The clipped gradients, and a `ClipStats` of the leaves that take part.
+      The clipped gradients, and a `ClipStats` of the leaves that ``where`` selects.
 
     Raises:
-      TypeError: if ``rule`` is not a rule, or ``where`` holds anything else than booleans.
+      TypeError: if ``rule`` is not a rule, or ``where`` has anything else than booleans.
       ValueError: if ``where`` selects nothing or is not a prefix, for an unknown ``nonfinite``, for
         ``norm`` or ``measure`` with another rule, and whatever the rule raises.
       FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit` the function
@@ -88,23 +88,16 @@ def clip_grads(
 
 
 class Selection(NamedTuple):
-    """The leaves of a tree that a clip acts on; ``None`` in place of the others.
+    """The leaves of a tree that a clip acts on; ``None`` in place of the others."""
 
-    Attributes:
-      raw: the leaves as they were.
-      rest: the others.
-      tree: the leaves after the policy about NaN and inf.
-      measured: the leaves that make up the norm.
-    """
-
-    raw: Any
-    rest: Any
-    tree: Any
-    measured: Any
+    raw: Any  # as they were
+    rest: Any  # the others
+    tree: Any  # after the policy about NaN and inf
+    measured: Any  # the leaves that make up the norm
 
 
 class LazyStats(NamedTuple):
-    """The statistics of a clip, computed when they are asked for: in total and by leaf."""
+    """The statistics of a clip, computed when called: in total and by leaf."""
 
     total: Callable[[], ClipStats]
     leaves: Callable[[], dict[str, ClipStats]]
@@ -134,11 +127,7 @@ def select(grads: Any, where: Where, nonfinite: str, measure: Where) -> Selectio
 def norms_of(
     rule: Any, selection: Selection, params: Any, given: ArrayLike | None = None
 ) -> list[Any]:
-    """The norms that a rule scales by: measured, or the one that is known; of other rules none.
-
-    Raises:
-      ValueError: for a norm that the rule does not use.
-    """
+    """The norms that a rule scales by: measured, or the one that is known; of other rules none."""
     if given is not None:
         if not has_one_norm(rule):
             raise ValueError(f"norm: got one with {rule!r}, expected ClipByGlobalNorm to use it")

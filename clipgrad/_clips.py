@@ -81,7 +81,7 @@ def clip_by_norm(
     Args:
       max_norm: the maximal norm: a number, an array, a schedule or an adaptive threshold.
       ord: the order of the norm, in (0, inf].
-      axis: the axis or axes over which norms are taken; ``None``: all.
+      axis: the axis or axes that norms are over; ``None``: all.
       where: which leaves are clipped; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
       stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
@@ -117,7 +117,7 @@ def clip_by_global_norm(
     A drop-in replacement of ``optax.clip_by_global_norm``, with the same state. On float32 trees
     in the ordinary range updates are the same, bit for bit, eagerly and under `jax.jit`; so are
     whole compiled trainings with sgd, momentum, adam, adamw, rmsprop and lion, but not with
-    adafactor. This holds for `clip_by_value` and `clip_by_block_rms` as well.
+    adafactor where the clip acts. Half precision is summed in float32, and differs.
 
     Args:
       max_norm: the maximal norm: a number, a schedule or an adaptive threshold.

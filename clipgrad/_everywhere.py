@@ -90,7 +90,7 @@ class _Everywhere(_jaxpr.Hook):
         return is_own(self.rule)
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
-        """The clipped results of an operation; None for an equation that holds programs."""
+        """The clipped results of an operation; None for an equation with programs inside."""
         inner, _ = _jaxpr.entered_programs(equation)
         if inner and equation.primitive.name != "custom_linear_solve":
             return None

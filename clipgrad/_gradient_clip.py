@@ -39,7 +39,7 @@ from clipgrad._where import Where, selected
 
 @exportable
 class GradientClipState(NamedTuple):
-    """What a gradient clip keeps, if it has a schedule, a history or statistics to keep.
+    """The state of a gradient clip with a schedule, an adaptive threshold or statistics.
 
     The tree structure and the dtypes are the same at initialization and after every update, so
     that it can be carried by `jax.lax.scan` and saved. ``optax.tree.get(state, "stats")`` finds
@@ -83,19 +83,19 @@ def gradient_clip(
       * Otherwise it is a `GradientClipState`, whose structure never changes.
       * A schedule is evaluated at the number of updates made so far: 0 at the first.
       * An adaptive threshold sees the norm of each step once, before the clip.
-      * ``update(..., grad_norm=n)`` hands `ClipByGlobalNorm` a norm that is known already, and
-        nothing is summed again. Every such clip in a chain takes it, so pass it only if that is
+      * ``update(..., grad_norm=n)`` gives `ClipByGlobalNorm` a norm that is known already, and
+        nothing is summed again. Every such clip in a chain uses it, so pass it only if that is
         the norm which each of them would measure: of the leaves that ``where`` selects, and
         after ``nonfinite="zero"`` has replaced what is not finite.
       * ``update(..., clip_stats=f)`` calls ``f`` with the `ClipStats` of this update, whether or
-        not the state keeps any; `train_step` asks like this. Inside of `jax.lax.cond`, as in
-        ``optax.MultiSteps``, they can't leave: take ``stats=True`` there.
+        not the state keeps any, as `train_step` does. They can't leave `jax.lax.cond`, which
+        ``optax.MultiSteps`` uses: write ``stats=True`` there.
 
     Args:
       rule: a `ClipRule`, whose thresholds may be schedules here (functions of the step, such
         as ``optax.linear_schedule(...)``) and whose first one may be an `AdaptiveThreshold`, or a
         function of the tree; ``None``: off.
-      where: which leaves take part; see `clip_grads`.
+      where: which leaves are clipped; see `clip_grads`.
       measure: which leaves make up the norm of `ClipByGlobalNorm`; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
       stats: whether the state keeps what the clip did; ``"per_leaf"``: for each leaf, too.

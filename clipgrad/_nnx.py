@@ -1,6 +1,7 @@
 """Functions of flax NNX models as functions of pytrees, without losing what they change."""
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,7 +33,9 @@ def with_models(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwa
             args, kwargs = nnx.from_tree(apart, ctxtag=TAG, is_inner=True)
             before = _contents(nnx, (args, kwargs))
             result = fun(*args, **kwargs)
-            if _same(before, _contents(nnx, (args, kwargs))) and not _contents(nnx, result)[0]:
+            after = _contents(nnx, (args, kwargs))
+            same = before[1] == after[1] and all(map(operator.is_, before[0], after[0]))
+            if same and not _contents(nnx, result)[0]:
                 return [], result  # a model of another trace can be read, but not written to
             inputs, result = nnx.to_tree(((args, kwargs), result), ctxtag=TAG)
             return instances(inputs, nnx.NodeStates), result
@@ -44,10 +47,7 @@ def with_models(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwa
 def value_and_grad(args: Any) -> Callable[..., Any]:
     """`nnx.value_and_grad` if there are NNX modules among the arguments, or that of JAX."""
     nnx: Any = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return jax.value_and_grad
-    has_modules = bool(instances(args, nnx.Pytree))
-    return nnx.value_and_grad if has_modules else jax.value_and_grad
+    return (nnx if nnx and instances(args, nnx.Pytree) else jax).value_and_grad
 
 
 @contextlib.contextmanager
@@ -73,8 +73,3 @@ def is_model(x: Any) -> bool:
 
 def _contents(nnx: Any, tree: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(instances(nnx.to_tree(tree), nnx.NodeStates))
-
-
-def _same(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool:
-    pairs = zip(before[0], after[0], strict=False)
-    return before[1] == after[1] and all(one is other for one, other in pairs)

@@ -19,12 +19,7 @@ def check_policy(nonfinite: str) -> None:
 
 
 def apply_policy(nonfinite: str, tree: Any) -> Any:
-    """The tree as it is, or with 0 in place of NaN and inf for ``"zero"``.
-
-    Raises:
-      FloatingPointError: for ``"error"`` if there is NaN or inf, with the paths of the leaves;
-        inside of a traced function it is an error of `jax.experimental.checkify` instead.
-    """
+    """The tree as it is, or with 0 in place of NaN and inf; an error for ``"error"``."""
     check_policy(nonfinite)
     if nonfinite == "zero":
         return map_clippable(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), tree)
@@ -45,4 +40,6 @@ def _raise_for_nonfinite(tree: Any) -> None:
     pairs = {path: f"{k:.0f} of {leaves[path].size}" for path, k in counts.items() if k}
     found = [f"{path!r} ({elements} elements)" for path, elements in pairs.items()]
     if found:
-        raise FloatingPointError(f"the gradient is NaN or inf in {', '.join(found)}")
+        raise FloatingPointError(
+            f"grads: got NaN or inf in {', '.join(found)}, expected finite numbers"
+        )

@@ -1,6 +1,6 @@
 r"""Norms that neither overflow, nor underflow, nor lose low precision.
 
-A norm is held as ``root / scale``. In the ordinary case the scale is 1 and the root is what
+A norm is ``root / scale``. In the ordinary case the scale is 1 and the root is what
 ``sqrt(sum(g ** 2))`` gives, bit by bit. The squares are summed twice more, of leaves scaled down
 and up by a power of two, for the cases in which that sum leaves its range. No branch decides:
 on accelerators there is no wait for the host, and over several devices there is one all-reduce.
@@ -176,7 +176,7 @@ def slice_norms(
 
 
 def tree_size(tree: Any, axis_name: AxisName = None) -> jax.Array:
-    """The number of elements of a tree that take part, in the dtype of its norm."""
+    """The number of elements of a tree that are clipped, in the dtype of its norm."""
     leaves = clippable_leaves(tree)
     sizes = [jnp.array(float(leaf.size), widest(leaves)) for leaf in leaves]
     return total_over_devices(sizes, leaves, axis_name)
@@ -201,8 +201,8 @@ def check_order(ord: float) -> float:
         ord = ord.item()
     if isinstance(ord, bool) or not isinstance(ord, (int, float)) or not ord > 0:
         raise ValueError(
-            f"ord: got {ord!r}, expected a number in (0, inf] that is no tracer, such as 2 or "
-            "jnp.inf; for optax.inject_hyperparams name it in static_args"
+            f"ord: got {ord!r}, expected a number in (0, inf], not a tracer, such as 2 or jnp.inf; "
+            "for optax.inject_hyperparams name it in static_args"
         )
     return int(ord) if ord < math.inf and ord == int(ord) else float(ord)
 

@@ -9,18 +9,10 @@ def selects(expression: str, paths: Sequence[str], name: str) -> list[bool]:
     """For each path, such as ``"layers/0/kernel"``, whether an expression selects it.
 
     This is the one language for leaves of trees, that of ``where=``, ``measure=``, ``axis={...}``
-    and of the checker's ``wrt=`` and ``no_grad=``: an expression that stands for whole segments
-    of a path selects the leaves at or below it: ``"kernel"`` selects ``"layers/0/kernel"`` and not
+    and of the checker's ``wrt=`` and ``no_grad=``: an expression that is whole segments of a path
+    selects the leaves at or below it: ``"kernel"`` selects ``"layers/0/kernel"`` and not
     ``"layers/0/out_kernel"``. Any other is a regular expression that is searched in the paths, as
-    ``"Dense"``, ``"^params/"`` or ``"kernel$"``.
-
-    Args:
-      expression: the expression.
-      paths: all paths of the tree.
-      name: what the argument is called.
-
-    Raises:
-      ValueError: if the expression does not compile.
+    ``"Dense"``, ``"^params/"`` or ``"kernel$"``. ``name`` is that of the argument, for errors.
     """
     whole = [f"/{expression}/" in f"/{path}/" for path in paths]
     if any(whole):

@@ -197,11 +197,7 @@ def _after(
 
 
 def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformation:
-    """``optimizer`` as a gradient transformation, also if it is an ``optax.MultiSteps``.
-
-    Raises:
-      TypeError: for any other object; ``name`` is that of the argument.
-    """
+    """The optimizer of the argument ``name`` as a gradient transformation."""
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):

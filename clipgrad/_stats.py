@@ -1,4 +1,4 @@
-"""What a clip did, as sums that may be added over steps, uses and devices."""
+"""What a clip did, as sums that add up over steps, uses and devices."""
 
 import functools
 from collections.abc import Iterator
@@ -28,10 +28,10 @@ class ClipStats(NamedTuple):
     r"""What a clip did to a tree of gradients or cotangents.
 
     All fields are sums over elements, so that statistics of several places, scan steps, vmap
-    lanes or devices add up field by field; what is asked of them is derived from the sums.
+    lanes or devices add up field by field; norms and scales are derived from the sums.
     Squares are summed three times, of elements scaled down, as they are, and scaled up: the
-    norm is taken from the sum that is in range, so that it is right from 1.2e-38 to 3.4e38. Under
-    `jax.jit` what is not asked for is not computed.
+    norm is that of the sum that is in range, so that it is right from 1.2e-38 to 3.4e38. Under
+    `jax.jit` what is not used is not computed.
 
     Attributes:
       before: sums of squares before the clip, shape ``(..., 3)``.
@@ -150,7 +150,7 @@ def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
 
 
 def stats_by_leaf(before: Any, after: Any) -> dict[str, ClipStats]:
-    """The statistics of each leaf that takes part, by path."""
+    """The statistics of each leaf that is clipped, by path."""
     dtype = stats_dtype(before)
     pairs = zip(clippable_leaves(before), clippable_leaves(after), strict=True)
     stats = [ClipStats.of(*pair, dtype) for pair in pairs]

@@ -9,14 +9,7 @@ import numpy as np
 
 
 def is_clippable(leaf: Any) -> bool:
-    """Whether a leaf is measured and clipped: floating or complex numbers are, nothing else.
-
-    ``None``, integers, booleans, ``float0``, PRNG keys and objects that are not arrays pass
-    through every clip untouched.
-
-    Raises:
-      TypeError: for a dtype that has no zero and no sign, which a gradient can't have.
-    """
+    """Whether a leaf is measured and clipped: floating or complex numbers are, nothing else."""
     if isinstance(leaf, (float, complex)):
         return True
     dtype = getattr(leaf, "dtype", None)
@@ -29,7 +22,7 @@ def is_clippable(leaf: Any) -> bool:
 
 
 def is_none(leaf: Any) -> bool:
-    """``is_leaf`` for trees in which ``None`` holds a place."""
+    """``is_leaf`` for trees in which ``None`` counts as a leaf."""
     return leaf is None
 
 
@@ -80,13 +73,7 @@ def clippable_paths(tree: Any) -> list[str]:
 
 
 def map_clippable(f: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> Any:
-    """Maps over the leaves that are clipped; the others come back as they are.
-
-    Args:
-      f: a function of a leaf and of one item of each list.
-      tree: a pytree.
-      lists: an item for each leaf that is clipped, in their order.
-    """
+    """Maps over the leaves that are clipped, with an item of each list; the others stay."""
     chosen, rest = partition(tree, is_clippable)
     leaves, structure = jax.tree.flatten(chosen)
     results = [f(jnp.asarray(leaf), *items) for leaf, *items in zip(leaves, *lists, strict=True)]
@@ -94,17 +81,13 @@ def map_clippable(f: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> An
 
 
 def parameters_of(tree: Any, params: Any) -> list[Any]:
-    """For each leaf of ``tree`` that is clipped the leaf of ``params`` in its place.
-
-    Raises:
-      ValueError: if the parameters have another structure or other shapes.
-    """
+    """For each leaf of ``tree`` that is clipped the leaf of ``params`` in its place."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
     try:
         others = structure.flatten_up_to(params)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"params: got another structure than that of the gradients, {structure}: {error}"
+            f"params: got another structure, expected that of the gradients, {structure}: {error}"
         ) from None
     for (path, leaf), other in zip(with_paths(tree), others, strict=True):
         if is_clippable(leaf) and (not is_clippable(other) or jnp.shape(other) != jnp.shape(leaf)):

@@ -15,15 +15,8 @@ Where = Any | Callable[[Any], Any] | str | None
 def selected(where: Where, tree: Any, name: str = "where") -> list[bool]:
     """For each leaf of ``tree`` (``None`` included) whether ``where`` selects it.
 
-    Args:
-      where: ``None`` (all), a tree of booleans that is a prefix of ``tree``, a function from
-        ``tree`` to one, or an expression on paths; see `selects`.
-      tree: the tree of gradients.
-      name: what the argument is called.
-
-    Raises:
-      ValueError: if leaves that could be clipped are all left out, or a mask is not a prefix.
-      TypeError: if a mask has anything else than booleans.
+    ``where`` is ``None`` (all), a tree of booleans that is a prefix of ``tree``, a function from
+    ``tree`` to one, or an expression on paths, see `selects`; ``name`` is that of the argument.
     """
     entries = with_paths(tree)
     if where is None:

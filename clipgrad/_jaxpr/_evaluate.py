@@ -1,7 +1,7 @@
 """Tracing a function, and evaluating its jaxpr again equation by equation.
 
-A hook sees every equation first. If it returns nothing, the equation is entered if it holds a
-program, and bound as it is if it does not.
+A hook sees every equation first. If it returns None, an equation with a program inside is entered,
+and any other is bound as it is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -124,15 +124,10 @@ def retrace(program: Any, avals: Sequence, hook: Hook) -> Any:
 
 
 class Traced(NamedTuple):
-    """A function traced for arguments of certain types.
+    """A function traced for arguments of certain types."""
 
-    Attributes:
-      program: its jaxpr, from the arrays among the leaves of the arguments to those of the result.
-      result: a function from the outputs of the program to the result.
-    """
-
-    program: Any
-    result: Callable[[Sequence], Any]
+    program: Any  # its jaxpr, from the arrays among the arguments to those of the result
+    result: Callable[[Sequence], Any]  # from the outputs of the program to the result
 
     def evaluate(self, args: tuple, kwargs: Mapping[str, Any], hook: Hook) -> Any:
         """Evaluate the function again, for arguments of the same types."""

@@ -40,7 +40,7 @@ def entered_programs(equation: JaxprEqn) -> tuple[list, list]:
 
 
 def map_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the parameters that hold programs, each program replaced by `change` of it."""
+    """Return the parameters with programs in them, each replaced by `change` of it."""
 
     def changed(value):
         if hasattr(value, "eqns"):

@@ -17,24 +17,14 @@ with source_info_util.transform_name_stack("vmap"):
 
 
 class Site(NamedTuple):
-    """A tagged variable.
-
-    Attributes:
-      name: the tag.
-      nest: the lengths of the scans around it, outermost first.
-      dtype: its dtype, as a string.
-      used: whether the program uses what `checkpoint_name` returned.
-      within: the primitive around it that `evaluate` does not enter, or that no cotangent comes
-        through; None if its cotangent can be reached.
-      mapped: whether a `vmap` inside the program surrounds it, so that the variable is a batch.
-    """
+    """A tagged variable."""
 
     name: str
-    nest: tuple[int, ...]
+    nest: tuple[int, ...]  # the lengths of the scans around it, outermost first
     dtype: str
-    used: bool
-    within: str | None
-    mapped: bool
+    used: bool  # whether the program uses what `checkpoint_name` returned
+    within: str | None  # the primitive around it that no cotangent comes through
+    mapped: bool  # whether a `vmap` inside the program surrounds it, so that it is a batch
 
     @property
     def is_differentiable(self) -> bool:

@@ -1,4 +1,4 @@
-"""Adaptive gradient clipping: limits that follow the parameters."""
+"""Adaptive gradient clipping: limits relative to the norms of the parameters."""
 
 import dataclasses
 import functools
@@ -51,9 +51,8 @@ class AdaptiveClip(MeasuringRule):
       axis: the axes that a unit spans: ``None`` as above; an int or a tuple for all leaves; a
         mapping from expressions on paths such as ``"layers/0/kernel"`` (see `clip_grads`) to
         axes, of which the first that selects a leaf counts; ``None`` in it means the whole leaf,
-        and leaves that none selects have the default; or a function ``(path, leaf) -> axes``.
-        Weights that are stacked over layers or experts keep their units apart by axes that leave
-        theirs out.
+        and other leaves have the default; or a function ``(path, leaf) -> axes``. For weights that
+        are stacked over layers or experts leave the axes of these out.
       axis_name: the mapped axes over which units are spread; see `global_norm`.
 
     Raises:
@@ -84,7 +83,6 @@ class AdaptiveClip(MeasuringRule):
     needs_params: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuses what is not a threshold or an axis."""
         check_threshold("clipping", self.clipping, adaptive=True)
         check_threshold("eps", self.eps)
         object.__setattr__(self, "axis", check_unit_axis(self.axis))
@@ -95,7 +93,7 @@ class AdaptiveClip(MeasuringRule):
         """The norms of the units of each leaf, and the least limit of each at ``clipping`` 1."""
         if params is None:
             raise ValueError(
-                "AdaptiveClip needs the parameters: got params=None, expected "
+                "params: got None with AdaptiveClip, expected the parameters; write "
                 "rule(grads, params), or optimizer.update(grads, state, params)"
             )
         pairs = unit_norms(grads, params, self.axis, self.axis_name)
@@ -117,7 +115,7 @@ def unit_norms(
 
 
 class UnitNorms(NamedTuple):
-    """The norms of the units of a gradient and of their weights, the least of which is ``eps``."""
+    """The norms of the units of a gradient and of their weights, which are at least ``eps``."""
 
     norm: Norm
     weights: jax.Array

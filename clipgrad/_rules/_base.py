@@ -20,8 +20,9 @@ class ClipRule(Protocol):
 
     The rules of this library are frozen dataclasses and pytrees whose leaves are their
     thresholds, so that a threshold may be a number, an array or a tracer, and a new value of it
-    retraces nothing. A rule of one's own is a plain function of the tree, or a class with this
-    method; it keeps the structure and the shapes of the tree, and the dtypes are restored.
+    retraces nothing. A rule of your own is a plain function of the tree, or a class with this
+    method. It keeps the structure and the shapes of the tree; the dtypes are restored. It is
+    applied as it is at each call, whatever its attributes are then.
 
     Attributes:
       needs_params: whether the rule wants the second argument: the parameters for a gradient
@@ -31,7 +32,7 @@ class ClipRule(Protocol):
       >>> import clipgrad as cg, jax, jax.numpy as jnp
       >>> isinstance(cg.ClipByValue(1.0), cg.ClipRule)
       True
-      >>> sign = lambda grads: jax.tree.map(jnp.sign, grads)    # a rule of one's own
+      >>> sign = lambda grads: jax.tree.map(jnp.sign, grads)    # a rule of your own
       >>> jax.grad(lambda x: 3 * cg.clip_cotangent(x, sign))(2.0)
       Array(1., dtype=float32)
     """
@@ -104,12 +105,7 @@ def static_field(**kwargs: Any) -> Any:
 
 
 def as_rule(rule: Any, schedules: bool = False) -> Callable[..., Any] | None:
-    """``rule`` if it is one, or ``None``.
-
-    Raises:
-      TypeError: if it is neither a rule nor a function nor ``None``, or if a threshold is a
-        schedule where ``schedules`` says that none can be resolved.
-    """
+    """``rule``, if it is a rule, a function or ``None``; with numbers unless ``schedules``."""
     if rule is None or (callable(rule) and not isinstance(rule, type)):
         if not schedules:
             require_numbers(rule)
@@ -126,11 +122,7 @@ def as_rule(rule: Any, schedules: bool = False) -> Callable[..., Any] | None:
 
 
 def apply_rule(rule: Callable[..., Any], grads: Any, params: Any = None) -> Any:
-    """The clipped tree; leaves that take no part are ``None`` to the rule and stay as they are.
-
-    Raises:
-      ValueError: if the rule returns another structure or other shapes.
-    """
+    """The clipped tree; for leaves that are not clipped the rule sees ``None``."""
     chosen, rest = partition(grads, is_clippable)
     needs_params = getattr(rule, "needs_params", False)
     clipped = rule(chosen, params) if needs_params else rule(chosen)

@@ -21,11 +21,11 @@ class ClipByBlockRMS(MeasuringRule):
 
     Guarantees:
       * A leaf whose root mean square is at most ``threshold`` is unchanged, bit for bit, but for
-        subnormal numbers, which XLA's arithmetic on the CPU takes for 0.
+        subnormal numbers, which act as 0 in XLA's arithmetic on the CPU.
       * Otherwise its rms becomes ``threshold``, up to a relative 4e-7 in float32, and its
         direction is kept.
       * On float32 leaves in the ordinary range the result is that of
-        ``optax.clip_by_block_rms``, bit for bit.
+        ``optax.clip_by_block_rms``, bit for bit, eagerly and under `jax.jit`.
 
     ==========================  ==========================================================
     rms or threshold            result
@@ -42,7 +42,7 @@ class ClipByBlockRMS(MeasuringRule):
 
     Raises:
       ValueError: for a threshold that is negative or NaN.
-      TypeError: for a threshold that is no number, array or schedule.
+      TypeError: for a threshold that is not a number, array or schedule.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -57,7 +57,6 @@ class ClipByBlockRMS(MeasuringRule):
     needs_params: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuses what is not a threshold."""
         check_threshold("threshold", self.threshold, adaptive=True)
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:

@@ -18,15 +18,15 @@ from clipgrad._trees import map_clippable
 class ClipByGlobalNorm(MeasuringRule):
     r"""Scales all leaves by one factor: $g \cdot \min(1, \mathrm{max\_norm} / \|g\|_p)$.
 
-    The norm is `global_norm`, that of all leaves taken as one vector.
+    The norm is `global_norm`, that of all leaves as one vector.
 
     Guarantees:
       * A tree whose norm is at most ``max_norm`` is unchanged, bit for bit.
       * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
         direction is kept.
       * On float32 trees in the ordinary range the result is that of
-        ``optax.clip_by_global_norm``, bit for bit.
-      * Under `jax.jit` with sharded leaves the compiled program holds one all-reduce, more only
+        ``optax.clip_by_global_norm``, bit for bit, eagerly and under `jax.jit`.
+      * Under `jax.jit` with sharded leaves the compiled program has one all-reduce, more only
         where leaves are spread over different axes of the mesh.
 
     ==========================  ==========================================================
@@ -65,7 +65,6 @@ class ClipByGlobalNorm(MeasuringRule):
     acts_on: ClassVar[str] = "tree"
 
     def __post_init__(self) -> None:
-        """Refuses what is not a threshold or an order."""
         check_threshold("max_norm", self.max_norm, adaptive=True)
         object.__setattr__(self, "ord", check_order(self.ord))
         if isinstance(self.axis_name, list):

@@ -28,7 +28,7 @@ class ClipByNorm(MeasuringRule):
       * A leaf (slice) whose norm is at most ``max_norm`` is unchanged, bit for bit.
       * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
         direction is kept.
-      * Norms are taken in float32 or wider, without over- or underflow (see `global_norm`).
+      * Norms are computed in float32 or wider, without over- or underflow (see `global_norm`).
 
     ============================  ======================================================
     norm or threshold             result
@@ -43,7 +43,7 @@ class ClipByNorm(MeasuringRule):
       max_norm: the maximal norm: a number, or with ``axis`` an array that broadcasts to the
         norms of the slices, which keep the reduced axes with size 1.
       ord: the order $p$ of the norm, in (0, inf].
-      axis: the axis or axes over which norms are taken; ``None``: all.
+      axis: the axis or axes that norms are over; ``None``: all.
 
     Raises:
       ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
@@ -69,7 +69,6 @@ class ClipByNorm(MeasuringRule):
     needs_params: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuses what is not a threshold, an order or an axis."""
         check_threshold("max_norm", self.max_norm, adaptive=True)
         object.__setattr__(self, "ord", check_order(self.ord))
         object.__setattr__(self, "axis", check_axis(self.axis))

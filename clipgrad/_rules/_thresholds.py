@@ -17,20 +17,13 @@ RULES: list[type] = []
 
 
 class PerLeaf(NamedTuple):
-    """A threshold for each leaf that takes part, in place of one for all of them."""
+    """A threshold for each leaf that is clipped, in place of one for all of them."""
 
     values: jax.Array
 
 
 def check_threshold(name: str, value: Any, negative: bool = False, adaptive: bool = False) -> None:
-    """Refuses what can't be a threshold; the values of tracers and schedules are not known.
-
-    ``adaptive`` says whether an adaptive threshold may stand here.
-
-    Raises:
-      TypeError: if ``value`` is not a number, an array of real numbers or a function of the step.
-      ValueError: if it is NaN, or negative where that is not allowed.
-    """
+    """Refuses what can't be a threshold here; the values of tracers and schedules are not known."""
     expected = "a number, an array or a schedule (a function of the step)"
     if is_adaptive(value):
         if adaptive:
@@ -68,7 +61,7 @@ def broadcasts_into(shape: tuple[Any, ...], target: tuple[Any, ...]) -> bool:
 def is_own(rule: Any) -> bool:
     """Whether a rule is of this library: all that it computes with is in its fields.
 
-    A user's subclass is not: it may keep anything beside them.
+    A subclass is not: it may keep anything beside them.
     """
     return type(rule) in RULES
 
@@ -123,11 +116,7 @@ def thresholds_by_leaf(rule: Any, count: int) -> list[Any]:
 
 
 def require_numbers(rule: Any) -> None:
-    """Refuses a rule with schedules or an adaptive threshold, where there are no steps.
-
-    Raises:
-      TypeError: names the threshold.
-    """
+    """Raises `TypeError` for a schedule or an adaptive threshold, where there are no steps."""
     for name in schedules_of(rule):
         raise TypeError(
             f"{name}: got a schedule, which only a gradient clip can evaluate since it counts the "

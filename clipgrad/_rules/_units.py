@@ -1,4 +1,4 @@
-"""Units: which axes of a leaf a norm is taken over."""
+"""Units: the axes of a leaf that a norm is over."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -10,16 +10,12 @@ from clipgrad._selectors import nearest, selects
 from clipgrad._trees import is_clippable, with_paths
 
 Axis = int | tuple[int, ...] | None
-# A mapping is held as its items, since a rule's static fields must be hashable.
+# A mapping is stored as its items, since a rule's static fields must be hashable.
 UnitAxis = Axis | Callable[[str, Any], Axis] | tuple[tuple[str, Axis], ...]
 
 
 def check_axis(axis: Any) -> Axis:
-    """``axis`` with a list made a tuple.
-
-    Raises:
-      TypeError: if it is neither an integer nor several nor ``None``.
-    """
+    """``axis`` with a list made a tuple; `TypeError` for what is not an axis."""
     if axis is None or (isinstance(axis, int) and not isinstance(axis, bool)):
         return axis
     if isinstance(axis, (tuple, list)) and all(isinstance(a, int) for a in axis):
@@ -31,12 +27,7 @@ def check_axis(axis: Any) -> Axis:
 
 
 def check_unit_axis(axis: Any) -> UnitAxis:
-    """``axis`` in a hashable form: axes, a function, or pairs of expressions and axes.
-
-    Raises:
-      TypeError: if it is something else.
-      ValueError: if an expression does not compile.
-    """
+    """``axis`` in a hashable form: axes, a function, or pairs of expressions and axes."""
     if callable(axis):
         return cast(UnitAxis, axis)
     if isinstance(axis, Mapping) and not axis:
@@ -48,16 +39,12 @@ def check_unit_axis(axis: Any) -> UnitAxis:
 
 
 def is_mapping(axis: Any) -> bool:
-    """Whether ``axis`` holds the items of a mapping from path expressions."""
+    """Whether ``axis`` is the items of a mapping from expressions on paths."""
     return isinstance(axis, tuple) and bool(axis) and all(isinstance(a, tuple) for a in axis)
 
 
 def unit_axes(axis: UnitAxis, tree: Any) -> list[Axes]:
-    """For each leaf that is clipped the axes that a unit of it spans; ``None``: the whole leaf.
-
-    Raises:
-      ValueError: for an expression that selects no leaf, and for axes that a leaf lacks.
-    """
+    """For each leaf that is clipped the axes that a unit of it spans; ``None``: the whole leaf."""
     entries = with_paths(tree)
     axis_of = axis if callable(axis) else _by_path(axis, [path for path, _ in entries])
     return [
@@ -90,11 +77,7 @@ def _default_axes(leaf: Any) -> Axes:
 
 
 def reduced_axes(axis: Axis, path: str, leaf: Any) -> Axes:
-    """The axes, counted from the front, over which a norm of this leaf is taken.
-
-    Raises:
-      ValueError: if the leaf lacks one of them, or one is named twice.
-    """
+    """The axes, counted from the front, over which a norm of this leaf is computed."""
     axis = check_axis(axis)
     if axis is None:
         return None

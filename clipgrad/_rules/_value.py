@@ -38,7 +38,7 @@ class ClipByValue(MeasuringRule):
       * Every element that is not NaN ends up in [min, max], with bounds as rounded to the dtype
         of the leaf; inside of it nothing changes.
       * Structure, shapes and dtypes are kept, whatever the dtype of the bounds.
-      * Leaves that hold no floating or complex numbers are untouched.
+      * Leaves that are not floating or complex are unchanged.
 
     ==========================  ==========================================================
     element or bound            result
@@ -80,7 +80,6 @@ class ClipByValue(MeasuringRule):
     acts_on: ClassVar[str] = "element"
 
     def __post_init__(self) -> None:
-        """Refuses an empty interval."""
         check_threshold("max", self.max, negative=self.min is not None, adaptive=True)
         if self.min is not None:
             check_threshold("min", self.min, negative=True)

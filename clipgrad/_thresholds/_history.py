@@ -60,7 +60,6 @@ class HistoryThreshold:
     feed: str = feeds("raw")
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
         check(self)
         if self.min_history is not None and self.min_history > self.window:
             raise ValueError(
