@@ -145,8 +145,9 @@ FUNCTIONS = {
     },
     **{
         f"{name}, stats={stats!r}": first(before_the_optimizer(cg.gradient_clip(rule, stats=stats)))
-        for name, rule in RULES.items()
         for stats in (True, "per_leaf")
+        for name, rule in RULES.items()
+        if stats is True or name == "ClipByGlobalNorm"
     },
     **{name: first(before_the_optimizer(tx)) for name, tx in NAMED.items()},
     **{f"{name}, probe": first(in_the_backward_pass(rule)) for name, rule in RULES.items()},
