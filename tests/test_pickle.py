@@ -1,6 +1,7 @@
 """What this library makes travels: by pickle, cloudpickle, deep copy, and in exported programs."""
 
 import copy
+import dataclasses
 import pathlib
 import pickle
 import subprocess
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from tests.helpers import assert_same
@@ -62,12 +64,49 @@ def clip_examples(per_example: Any) -> Any:
     return per_example(jnp.ones(2), jnp.array([[3.0, 4.0], [0.3, 0.4]]))
 
 
+def clip(rule: Any) -> Any:
+    """A tree that is clipped in one call, before the optimizer and in the backward pass."""
+    grads = jax.tree.map(lambda p: 9 * p, PARAMS)
+    cotangents = jax.vjp(lambda x: cg.clip_cotangent(x, rule), PARAMS)[1](grads)
+    return cg.clip_grads(grads, rule, PARAMS), optimize(cg.gradient_clip(rule)), cotangents
+
+
+def run_steps(step: Any) -> Any:
+    """All metrics of a training, and the last state."""
+    state, every = step.init(PARAMS), []
+    for scale in SCALES:
+        state, metrics = step(state, jnp.array([scale, -1.0]))
+        every.append(metrics)
+    return every, state
+
+
+def error(params: Any, batch: Any) -> Any:
+    h = checkpoint_name(params["w"][0] * batch, "h")
+    return jnp.sum((h + params["b"]) ** 2)
+
+
+def training() -> cg.TrainStep:
+    tx = optax.chain(cg.clip_by_global_norm(1.0, stats=True), optax.adam(1e-2))
+    return cg.train_step(error, tx, error_clip={"h": cg.ClipByNorm(0.5)}, donate=False)
+
+
+def used_training() -> cg.TrainStep:
+    """The same after its function was compiled."""
+    step = training()
+    run_steps(step)
+    return step
+
+
 def itself(tree: Any) -> Any:
     return tree
 
 
 def linear(w: Any, x: Any) -> Any:
     return w @ x
+
+
+def halve(tree: Any) -> Any:
+    return jax.tree.map(lambda g: 0.5 * g, tree)
 
 
 def spikes(**options: Any) -> optax.GradientTransformation:
@@ -85,7 +124,54 @@ THRESHOLDS = {
     "ZScoreThreshold": lambda: cg.ZScoreThreshold(warmup=2, max_norm=50.0),
     "EMAThreshold": lambda: cg.EMAThreshold(warmup=2),
 }
+RULES = {
+    "ClipByValue": lambda c: cg.ClipByValue(c),
+    "ClipByValue(min, nan)": lambda c: cg.ClipByValue(c, -c, nan=0.0),
+    "ClipByNorm": lambda c: cg.ClipByNorm(c),
+    "ClipByNorm(ord, axis)": lambda c: cg.ClipByNorm(c, ord=jnp.inf, axis=-1),
+    "ClipByGlobalNorm": lambda c: cg.ClipByGlobalNorm(c),
+    "ClipByGlobalNorm(ord=3)": lambda c: cg.ClipByGlobalNorm(c, ord=3),
+    "ClipByBlockRMS": lambda c: cg.ClipByBlockRMS(c),
+    "AdaptiveClip": lambda c: cg.AdaptiveClip(c),
+    "AdaptiveClip(axis)": lambda c: cg.AdaptiveClip(c, axis={"w": 0}),
+}
+LIMITS = {
+    "number": 0.5,
+    "NumPy array": np.array(0.5, np.float32),
+    "JAX array": jnp.array(0.5),
+}
+CLIPS = {
+    "clip_by_value": lambda: cg.clip_by_value(0.5),
+    "clip_by_norm": lambda: cg.clip_by_norm(jnp.array(0.5)),
+    "clip_by_global_norm": lambda: cg.clip_by_global_norm(0.5),
+    "clip_by_block_rms": lambda: cg.clip_by_block_rms(0.5),
+    "adaptive_grad_clip": lambda: cg.adaptive_grad_clip(0.5, axis={"w": 0}),
+    "a clip with where and measure": lambda: cg.clip_by_global_norm(
+        0.5, where="w", measure="w|b", nonfinite="zero"),
+    "a clip with a schedule": lambda: cg.clip_by_norm(optax.linear_schedule(1.0, 0.1, 4)),
+    "a clip with statistics": lambda: cg.clip_by_global_norm(0.5, stats=True),
+    "a clip with statistics by leaf": lambda: cg.clip_by_value(0.5, stats="per_leaf"),
+    "an adaptive clip": lambda: cg.clip_by_global_norm(cg.ZScoreThreshold(warmup=2)),
+    "an adaptive clip by leaf": lambda: cg.clip_by_block_rms(
+        cg.EMAThreshold(warmup=2), stats="per_leaf"),
+    "a clip by a function": lambda: cg.gradient_clip(halve),
+}  # fmt: skip
 CASES = [
+    *(
+        Case(f"{name} by a {kind}", lambda make=make, c=c: make(c), clip)
+        for name, make in RULES.items()
+        for kind, c in LIMITS.items()
+    ),
+    *(Case(name, make, optimize, plain=False) for name, make in CLIPS.items()),
+    *(
+        Case(f"state of {name}", lambda make=make: optimize(make())[1], itself)
+        for name, make in CLIPS.items()
+    ),
+    Case("TrainStep", training, run_steps, plain=False),
+    Case("TrainStep after a call", used_training, run_steps, plain=False),
+    Case("TrainState at first", lambda: training().init(PARAMS), itself),
+    Case("TrainState and metrics", lambda: run_steps(training()), itself),
+    Case("ClipStats", lambda: cg.ClipStats.of(PARAMS, PARAMS), itself),
     *(Case(name, make, follow) for name, make in THRESHOLDS.items()),
     *(
         Case(f"state of {name}", lambda make=make: follow(make())[1], itself)
@@ -115,6 +201,16 @@ WAYS = {
 )
 def test_what_has_travelled_computes_the_same(case, way):
     assert_same(case.use(WAYS[way](case.make())), case.use(case.make()))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_that_has_travelled_is_equal_and_still_frozen(name):
+    rule = RULES[name](0.5)
+    for way in WAYS.values():
+        assert way(rule) == rule and hash(way(rule)) == hash(rule)
+        assert jax.tree.structure(way(rule)) == jax.tree.structure(rule)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            way(rule).max = 1.0
 
 
 @pytest.mark.parametrize("name", THRESHOLDS)
@@ -150,6 +246,17 @@ STATES = {
     **{name: (lambda make=make: follow(make())) for name, make in THRESHOLDS.items()},
     "skip_spikes": lambda: optimize(spikes(window=4))[1],
     "skip_spikes without outliers": lambda: optimize(spikes(sigma=None))[1],
+    "ClipStats": lambda: cg.ClipStats.of(PARAMS, PARAMS),
+    "clip_grads": lambda: cg.clip_grads(PARAMS, cg.ClipByNorm(0.5)),
+    "a probe": lambda: jax.grad(
+        lambda probe: jnp.sum(cg.clip_cotangent(PARAMS["w"], cg.ClipByNorm(0.5), probe=probe))
+    )(cg.ClipStats.zero()),
+    **{
+        name: (lambda make=make: optimize(make())[1])
+        for name, make in CLIPS.items()
+        if isinstance(make().init(PARAMS), cg.GradientClipState)
+    },
+    "TrainState and metrics": lambda: run_steps(training()),
 }
 
 
@@ -158,6 +265,17 @@ def test_an_exported_function_returns_a_state(name):
     exported = jax.export.export(jax.jit(STATES[name]))()
     loaded = jax.export.deserialize(exported.serialize())
     assert_same(loaded.call(), jax.jit(STATES[name])())
+
+
+def test_an_exported_training_goes_on_from_the_state_that_it_returned():
+    step = training()
+    state, batch = step.init(PARAMS), jnp.array([1.0, -1.0])
+    loaded = jax.export.deserialize(jax.export.export(step.update)(state, batch).serialize())
+    for _ in range(3):
+        expected = step(state, batch)
+        state, metrics = loaded.call(state, batch)
+        assert_same((state, metrics), expected)
+        assert isinstance(state, cg.TrainState) and isinstance(metrics["clips"][0], cg.ClipStats)
 
 
 def test_an_exported_update_goes_on_from_the_state_that_it_returned():

@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import checkify
 
 import clipgrad as cg
+from clipgrad import _stats
+from clipgrad._stats import _countable
 
 
 def leaf(*shape, dtype=jnp.bfloat16):
@@ -59,6 +62,68 @@ def per_example(rule, microbatch=None):
     return run
 
 
+def first(function):
+    """The first result of a function of the tree."""
+    return lambda tree: function(tree)[0]
+
+
+def before_the_optimizer(tx):
+    """The updates, and then the whole state."""
+
+    def run(tree):
+        return tx.update(tree, tx.init(tree), tree)
+
+    return run
+
+
+def total(tree):
+    return sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(tree))
+
+
+def in_the_backward_pass(rule):
+    def loss(tree, probe):
+        return total(cg.clip_cotangent(tree, rule, probe=probe))
+
+    return lambda tree: jax.grad(loss, argnums=(0, 1))(tree, cg.ClipStats.zero())
+
+
+def tagged(tree, x):
+    return x * total(checkpoint_name(tree, "h"))
+
+
+def train(tx, **options):
+    def run(tree):
+        step = cg.train_step(tagged, tx, **options)
+        state, metrics = step.update(cg.TrainState(tree, tx.init(tree)), jnp.ones(()))
+        return state.params, metrics
+
+    return run
+
+
+RULES = {
+    "ClipByValue": cg.ClipByValue(0.1),
+    "ClipByNorm": cg.ClipByNorm(0.1),
+    "ClipByNorm(ord=1)": cg.ClipByNorm(0.1, ord=1),
+    "ClipByNorm(ord=inf)": cg.ClipByNorm(0.1, ord=jnp.inf),
+    "ClipByNorm(axis=-1)": cg.ClipByNorm(0.1, axis=-1),
+    "ClipByGlobalNorm": cg.ClipByGlobalNorm(0.1),
+    "ClipByGlobalNorm(ord=3)": cg.ClipByGlobalNorm(0.1, ord=3),
+    "ClipByBlockRMS": cg.ClipByBlockRMS(0.1),
+    "AdaptiveClip": cg.AdaptiveClip(0.1),
+}
+NAMED = {
+    "clip_by_value": cg.clip_by_value(0.1),
+    "clip_by_norm": cg.clip_by_norm(0.1),
+    "clip_by_global_norm": cg.clip_by_global_norm(0.1),
+    "clip_by_block_rms": cg.clip_by_block_rms(0.1),
+    "adaptive_grad_clip": cg.adaptive_grad_clip(0.1),
+}
+
+
+def with_stats(rule, **options):
+    return first(lambda tree: cg.clip_grads(tree, rule, tree, **options))
+
+
 # Each of these makes a tree like the one that it is given.
 FUNCTIONS = {
     "PercentileThreshold": follow(cg.PercentileThreshold()),
@@ -73,6 +138,54 @@ FUNCTIONS = {
     "apply_gradient_clipping(axis=-1)": composer("adaptive", axis=-1),
     "clip_per_example": per_example(cg.ClipByGlobalNorm(1.0)),
     "clip_per_example(microbatch=2)": per_example(cg.ClipByValue(1.0), microbatch=2),
+    **{f"{name}, clip_grads": with_stats(rule) for name, rule in RULES.items()},
+    **{
+        f"clip_grads(nonfinite={policy!r})": with_stats(cg.ClipByGlobalNorm(0.1), nonfinite=policy)
+        for policy in ("zero", "propagate")
+    },
+    **{
+        f"{name}, stats={stats!r}": first(before_the_optimizer(cg.gradient_clip(rule, stats=stats)))
+        for stats in (True, "per_leaf")
+        for name, rule in RULES.items()
+        if stats is True or name == "ClipByGlobalNorm"
+    },
+    **{name: first(before_the_optimizer(tx)) for name, tx in NAMED.items()},
+    **{f"{name}, probe": first(in_the_backward_pass(rule)) for name, rule in RULES.items()},
+    **{
+        f"{name}, error_clip": jax.grad(lambda tree, r=rule: cg.error_clip(r)(total)(tree))
+        for name, rule in RULES.items()
+    },
+    "error_clip_by_name": jax.grad(
+        lambda tree: cg.error_clip_by_name(tagged, {"h": cg.ClipByNorm(0.1)})(tree, 1.0)
+    ),
+    "error_clip_everywhere": jax.grad(cg.error_clip_everywhere(total, cg.ClipByNorm(0.1))),
+    "value_and_grad_with_stats": lambda tree: cg.value_and_grad_with_stats(
+        tagged, rules={"h": cg.ClipByNorm(0.1)}
+    )(tree, 1.0)[1],
+    "train_step": first(train(optax.chain(cg.clip_by_global_norm(0.1), optax.sgd(0.1)))),
+    "train_step(error_clip)": first(
+        train(cg.clip_by_value(0.1, stats="per_leaf"), error_clip={"h": cg.ClipByNorm(0.1)})
+    ),
+}
+# Each of these makes numbers, or what the clip did.
+MEASURES = {
+    "global_norm": cg.global_norm,
+    "global_norm(ord=3)": lambda tree: cg.global_norm(tree, ord=3),
+    "ClipStats.of": lambda tree: cg.ClipStats.of(tree, tree),
+    **{
+        f"{name}, statistics": lambda tree, r=rule: cg.clip_grads(tree, r, tree)[1]
+        for name, rule in RULES.items()
+    },
+    **{
+        f"{name}, of a probe": lambda tree, r=rule: in_the_backward_pass(r)(tree)[1]
+        for name, rule in RULES.items()
+    },
+    "nonfinite='zero'": lambda tree: cg.clip_grads(tree, cg.ClipByNorm(0.1), nonfinite="zero")[1],
+    "value_and_grad_with_stats": lambda tree: cg.value_and_grad_with_stats(tagged)(tree, 1.0)[2],
+    "train_step": lambda tree: train(cg.clip_by_norm(0.1), error_clip={"h": None})(tree)[1],
+    "stats='per_leaf'": lambda tree: before_the_optimizer(
+        cg.clip_by_global_norm(0.1, stats="per_leaf")
+    )(tree)[1],
 }
 
 
@@ -83,6 +196,51 @@ def test_it_traces_on_trees_of_any_size(function, tree, users_promotion):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), result) == jax.tree.map(
         lambda x: (x.shape, x.dtype), tree
     )
+
+
+def equations(program):
+    """The equations of a program and of those inside of it."""
+    for equation in program.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program):
+            if is_program(inner):
+                yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def is_program(value):
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+@pytest.mark.parametrize("tree", ["1e12 parameters", "a vector of 3e9 elements"])
+@pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
+def test_what_is_measured_is_floating_and_no_integer_counts_past_32_bits(
+    measure, tree, users_promotion
+):
+    program = jax.make_jaxpr(measure)(TREES[tree])
+    assert all(x.dtype in (jnp.float32, jnp.int32) for x in program.out_avals)
+    for equation in equations(program.jaxpr):
+        if equation.primitive.name in ("reduce", "reduce_sum"):
+            ((given, *_), (result, *_)) = equation.invars, equation.outvars
+            if jnp.issubdtype(result.aval.dtype, jnp.integer):
+                assert given.aval.size < 2**32 * max(result.aval.size, 1)
+
+
+@pytest.mark.parametrize("size", [2**31, 2**31 + 1, 2**32, 3 * 2**31 + 5, 10**10])
+def test_masks_are_counted_in_parts_that_32_bits_count(size):
+    for shape in ((size,), (2, size // 2), (size // 4, 4)):
+        mask = jax.ShapeDtypeStruct(shape, bool)
+        parts = jax.eval_shape(lambda m: [part for (part,) in _countable(m)], mask)
+        assert sum(part.size for part in parts) == math.prod(shape)
+        assert all(0 < part.size < 2**32 for part in parts)
+
+
+def test_the_parts_of_a_mask_are_counted_together(monkeypatch):
+    """As if 32 bits were fewer, since no test can hold a mask that is too large for them."""
+    parts = lambda *masks: zip(*(jnp.array_split(m, 5) for m in masks), strict=True)  # noqa: E731
+    monkeypatch.setattr(_stats, "_countable", parts)
+    mask = jnp.arange(7) % 3 == 0
+    for count, expected in zip(_stats._counts(mask, ~mask, dtype="float32"), (3, 4), strict=True):
+        assert count == expected and count.dtype == jnp.float32
 
 
 def test_the_count_of_nan_and_inf_does_not_wrap_at_32_bits():
