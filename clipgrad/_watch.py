@@ -29,8 +29,8 @@ def value_and_grad_with_stats(
 
     Guarantees:
       * Value and gradient are those of ``jax.value_and_grad(error_clip_by_name(fun, rules))``;
-        flax NNX models are differentiated as by `nnx.value_and_grad`, with respect to their
-        `nnx.Param`, and what ``fun`` changes in them is changed.
+        flax NNX models are differentiated as by ``nnx.value_and_grad``, by their
+        ``nnx.Param``, and what ``fun`` changes in them is changed.
       * The statistics leave the compiled backward pass as the gradients do, with no callback;
         under `jax.jit` statistics that are not used are not computed.
       * The statistics of a name have one leading axis for each scan around it, outermost first:
@@ -113,15 +113,10 @@ def with_stats(
             with_probes, argnums=positions if chosen is argnums else positions[0], has_aux=has_aux
         )
         # The keyword arguments come last, since NNX resolves keywords by the signature of `fun`.
-        packed = list(args)
-        packed[first] = packed[first], probes
+        packed = [(arg, probes) if i == positions[0] else arg for i, arg in enumerate(args)]
         value, grads = differentiated(*packed, kwargs)
-        if chosen is not argnums:
-            grads, stats = grads
-        else:
-            (grad, stats), *others = grads
-            grads = (grad, *others)
-        return value, grads, stats
+        (grad, stats), *others = grads if chosen is argnums else (grads,)
+        return value, ((grad, *others) if chosen is argnums else grad), stats
 
     return run
 
