@@ -1,11 +1,26 @@
 """Known answers of single rules: units, axes, bounds, orders."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
+from tests.helpers import CASES, PLACES, assert_same, tree_of
+from tests.test_by_name_user_rules import (
+    Equal,
+    LookAlike,
+    NotHashable,
+    OfAPytree,
+    OfARule,
+    OfTheProtocol,
+)
 
 
 def test_error_clip_by_value_is_clip_by_value():
@@ -170,3 +185,128 @@ def test_axis_names_may_be_a_list():
 def test_the_protocol_is_met_by_rules_and_not_by_functions():
     assert isinstance(cg.ClipByNorm(1.0), cg.ClipRule)
     assert not isinstance(lambda grads: grads, cg.ClipRule)
+
+
+# Rules of a user's own hold what they like, and are applied as they are at each call.
+
+X = jnp.arange(1.0, 9.0).reshape(8, 1)
+
+
+def with_stats(rule, grads):
+    tx = cg.gradient_clip(rule, stats="per_leaf")
+    return tx.update(grads, tx.init(grads))[0]
+
+
+def watched(rule, grads):
+    def loss(x, probe):
+        return jnp.sum(cg.clip_cotangent(x, rule, probe=probe) * grads)
+
+    return jax.grad(loss, argnums=(0, 1))(grads, cg.ClipStats.zero())[0]
+
+
+OWN = {"subclass of the protocol": OfTheProtocol, "subclass of a rule": OfARule,
+       "look-alike": LookAlike, "unhashable": NotHashable, "equal to all": Equal,
+       "pytree": OfAPytree}  # fmt: skip
+# What a rule makes of the gradient, or cotangent, x.
+OWN_PLACES = {
+    "clip_cotangent": lambda rule, x: jax.vjp(lambda y: cg.clip_cotangent(y, rule), x)[1](x)[0],
+    "clip_cotangent with a probe": watched,
+    "error_clip of inputs": lambda rule, x: jax.vjp(cg.error_clip(rule)(lambda y: y), x)[1](x)[0],
+    "error_clip of outputs": lambda rule, x: jax.vjp(cg.error_clip(outputs=rule)(lambda y: y), x)[
+        1
+    ](x)[0],
+    "gradient_clip": lambda rule, x: cg.gradient_clip(rule).update(x, optax.EmptyState())[0],
+    "gradient_clip with statistics": with_stats,
+    "clip_grads": lambda rule, x: cg.clip_grads(x, rule)[0],
+    "clip_per_example": lambda rule, x: cg.clip_per_example(
+        lambda w, example: jnp.sum(w * example), rule, reduce="sum"
+    )(jnp.zeros(x.shape), x[None])[1],
+}
+
+
+def on_devices(f):
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    return lambda c, x: jax.shard_map(f, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))(c, x)
+
+
+# Each makes of a function of a number and an array another that has the same result.
+TRANSFORMS = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "jit of jit": lambda f: jax.jit(jax.jit(f)),
+    "vmap": lambda f: lambda c, x: jax.vmap(f, in_axes=(None, 0))(c, x),
+    "vmap of thresholds": lambda f: lambda c, x: jax.vmap(f, (0, None))(jnp.stack([c, c]), x)[1],
+    "scan": lambda f: lambda c, x: (
+        lax.scan(lambda k, c: (k, f(c, x)), 0, jnp.stack([9 * c, c]))[1][1]
+    ),
+    "scan of jit": lambda f: lambda c, x: lax.map(lambda row: jax.jit(f)(c, row), x),
+    "fori_loop": lambda f: lambda c, x: lax.fori_loop(0, 2, lambda i, _: f(c, x), x),
+    "cond": lambda f: lambda c, x: lax.cond(c > 0, f, lambda c, x: 0 * x, c, x),
+    "remat": jax.checkpoint,
+    "shard_map": lambda f: jax.jit(on_devices(f)),
+}  # fmt: skip
+every_own = pytest.mark.parametrize("make", OWN.values(), ids=OWN)
+every_place = pytest.mark.parametrize("place", OWN_PLACES.values(), ids=OWN_PLACES)
+
+
+@every_own
+@every_place
+def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place):
+    rule = make(1.0)
+    for c in (1.0, 2.0, jnp.array(5.0), np.float32(7.0)):
+        object.__setattr__(rule, "c", c)
+        np.testing.assert_array_equal(place(rule, X), c * X)
+
+
+@every_own
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_an_error_clip_by_a_rule_of_ones_own_holds_what_is_traced(make, transform):
+    place = OWN_PLACES["clip_cotangent"]
+    clip = transform(lambda c, x: place(make(c), x))
+    for c in (2.0, 5.0):
+        np.testing.assert_array_equal(clip(jnp.array(c), X), c * X)
+
+
+@every_place
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_every_place_takes_a_rule_of_ones_own_that_holds_what_is_traced(place, transform):
+    clip = transform(lambda c, x: place(OfTheProtocol(c), x))
+    for c in (2.0, 5.0):
+        np.testing.assert_array_equal(clip(jnp.array(c), X), c * X)
+
+
+@every_own
+def test_a_rule_of_ones_own_can_be_differentiated_and_so_can_what_it_holds(make):
+    def loss(x, c):
+        return jnp.sum(cg.clip_cotangent(x, make(c)) ** 3)
+
+    def slopes(x, c):
+        return jnp.sum(jax.grad(loss)(x, c))
+
+    by_x, by_c = jax.grad(slopes, argnums=(0, 1))(X, jnp.array(2.0))
+    np.testing.assert_allclose(by_x, 2.0 * 6 * X, rtol=1e-6)
+    np.testing.assert_allclose(by_c, jnp.sum(3 * X**2), rtol=1e-6)
+    jacobian = jax.jacrev(jax.grad(loss))(X, jnp.array(2.0)).reshape(8, 8)
+    np.testing.assert_allclose(jacobian, jnp.diag(12.0 * X[:, 0]), rtol=1e-6)
+
+
+@every_place
+def test_a_subclass_of_a_rule_may_use_its_fields_and_an_attribute_beside_them(place):
+    class Softer(cg.ClipByValue):
+        def __call__(self, grads, params=None):
+            return jax.tree.map(lambda g: self.softness * g, super().__call__(grads))
+
+    rule = Softer(4.0)
+    for softness in (0.5, 0.25):
+        object.__setattr__(rule, "softness", softness)
+        np.testing.assert_array_equal(place(rule, X), softness * jnp.minimum(X, 4.0))
+
+
+@pytest.mark.parametrize("apply", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_subclass_that_adds_nothing_is_the_rule(case, apply, key):
+    rule = case.make(0.3)
+    same = type("Same", (type(rule),), {})
+    fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
+    grads, params = tree_of(key), tree_of(jax.random.fold_in(key, 1))
+    assert_same(apply(same(**fields), grads, params), apply(rule, grads, params))

@@ -1,0 +1,121 @@
+"""`partition` and `combine`: leaves that are taken out of a tree and put back."""
+
+import dataclasses
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from clipgrad._trees import combine, is_none, map_taking_part, partition, takes_part
+
+LEAVES = [
+    None, 1, 2.5, True, "text", np.ones(2), jnp.zeros(3), jnp.arange(2), jax.random.key(0),
+    np.zeros(2, jax.dtypes.float0),
+]  # fmt: skip
+leaves = st.sampled_from(LEAVES)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.tuples(inner, inner),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+
+
+def flat(tree):
+    return jax.tree.leaves(tree, is_leaf=is_none)
+
+
+def structure(tree):
+    return jax.tree.structure(tree, is_leaf=is_none)
+
+
+def assert_is_the_same(actual, expected):
+    assert structure(actual) == structure(expected)
+    assert all(a is b for a, b in zip(flat(actual), flat(expected), strict=True))
+
+
+@hypothesis.given(tree=trees, data=st.data())
+def test_combine_undoes_partition(tree, data):
+    number = len(flat(tree))
+    flags = data.draw(st.lists(st.booleans(), min_size=number, max_size=number))
+    chosen, rest = partition(tree, flags)
+    assert_is_the_same(combine(chosen, rest), tree)
+    if rest is not None:
+        assert_is_the_same(combine(rest, chosen), tree)
+
+
+@hypothesis.given(tree=trees, data=st.data())
+def test_each_leaf_is_in_one_of_the_two_and_none_is_in_the_other(tree, data):
+    number = len(flat(tree))
+    flags = data.draw(st.lists(st.booleans(), min_size=number, max_size=number))
+    chosen, rest = partition(tree, flags)
+    if all(flags):
+        assert chosen is tree and rest is None
+        return
+    assert structure(chosen) == structure(rest) == structure(tree)
+    for leaf, flag, a, b in zip(flat(tree), flags, flat(chosen), flat(rest), strict=True):
+        inside, outside = (a, b) if flag else (b, a)
+        assert inside is leaf and outside is None
+
+
+@hypothesis.given(tree=trees)
+def test_a_predicate_is_the_flags_that_it_gives(tree):
+    chosen, rest = partition(tree, takes_part)
+    expected, others = partition(tree, [takes_part(leaf) for leaf in flat(tree)])
+    assert_is_the_same(chosen, expected)
+    assert_is_the_same(rest, others)
+
+
+def test_none_counts_as_a_leaf_and_may_be_chosen():
+    tree = {"a": None, "b": 1, "c": [None, 2]}
+    seen = []
+    assert partition(tree, lambda leaf: seen.append(leaf)) == (
+        {"a": None, "b": None, "c": [None, None]},
+        tree,
+    )
+    assert seen == [None, 1, None, 2]
+    assert partition(tree, is_none)[1] == {"a": None, "b": 1, "c": [None, 2]}
+
+
+def test_flags_for_another_number_of_leaves_are_refused():
+    with pytest.raises(ValueError, match="zip"):
+        partition([1, 2, 3], [True, False])
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Strict:
+    """A node that can't be made of ``None``, as those of some libraries."""
+
+    value: object
+
+    def __post_init__(self):
+        if self.value is None:
+            raise TypeError("value: got None")
+
+    def tree_flatten(self):
+        return [self.value], None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children)
+
+
+def test_a_node_that_refuses_none_passes_where_all_leaves_are_chosen():
+    tree = [Strict(jnp.ones(2)), Strict(jnp.zeros(1))]
+    chosen, rest = partition(tree, takes_part)
+    assert chosen is tree and rest is None and combine(chosen, rest) is tree
+    doubled = map_taking_part(lambda leaf: 2 * leaf, tree)
+    np.testing.assert_array_equal(doubled[0].value, [2, 2])
+
+
+def test_an_empty_tree_is_all_chosen():
+    for tree in ({}, [], (), {"a": []}):
+        assert partition(tree, takes_part) == (tree, None)
+        assert combine(tree, None) == tree
