@@ -148,7 +148,7 @@ def gradient_clip(
         norms = _norms(active, selection, params, grad_norm)
         if keeps and adaptive is not None:
             threshold, state = _next_threshold(adaptive, state, norms)
-            active = with_threshold(active, threshold if has_one_norm(rule) else PerLeaf(threshold))
+            active = with_threshold(active, threshold if _is_joint(rule) else PerLeaf(threshold))
         clipped, lazy = clip_selection(selection, active, params, norms)
         if clip_stats is not None:
             clip_stats(lazy.total())
@@ -168,9 +168,15 @@ def _keeps_state(state: Any, needed: bool) -> bool:
 
 def _norms(rule: Any, selection: Selection, params: Any, grad_norm: Any) -> list[Any]:
     """The norms of the groups of a rule; those of a value clip only for an adaptive threshold."""
-    if adaptive_threshold(rule) is not None and not has_one_norm(rule):
+    known = grad_norm if has_one_norm(rule) else None
+    if adaptive_threshold(rule) is not None and known is None:
         return rule.measure(selection.measured, params)
-    return norms_of(rule, selection, params, grad_norm if has_one_norm(rule) else None)
+    return norms_of(rule, selection, params, known)
+
+
+def _is_joint(rule: Any) -> bool:
+    """Whether an adaptive threshold of this rule, or of a subclass, is one for the whole tree."""
+    return rule.acts_on == "tree"
 
 
 def _first_state(rule: Any, tree: Any, kept: bool | str) -> GradientClipState:
@@ -178,7 +184,7 @@ def _first_state(rule: Any, tree: Any, kept: bool | str) -> GradientClipState:
     rule = resolve_schedules(rule, zero())
     threshold, history, paths = main_threshold(rule), None, clippable_paths(tree)
     if (adaptive := adaptive_threshold(rule)) is not None:
-        norms = jnp.zeros(() if has_one_norm(rule) else len(paths), dtype)
+        norms = jnp.zeros(() if _is_joint(rule) else len(paths), dtype)
         threshold, history = unlimited(norms), adaptive.init(norms)
     # Each field has a buffer of its own, so that the state can be donated.
     return GradientClipState(

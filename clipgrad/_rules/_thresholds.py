@@ -1,5 +1,6 @@
 """Thresholds: checked where they are written, numbers or not, never negative in use."""
 
+import copy
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ def is_own(rule: Any) -> bool:
 
 def schedules_of(rule: Any) -> dict[str, Any]:
     """The thresholds of a rule that are functions of the step, by field."""
-    if not is_own(rule):
+    if not isinstance(rule, tuple(RULES)):
         return {}
     fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
     static = {f.name for f in dataclasses.fields(rule) if f.metadata.get("static")}
@@ -88,7 +89,7 @@ def resolve_schedules(rule: Any, count: jax.Array) -> Any:
 
 def main_threshold(rule: Any) -> Any:
     """The first field of a rule, which is its threshold; ``None`` for a function."""
-    return getattr(rule, _main_field(rule)) if is_own(rule) else None
+    return getattr(rule, _main_field(rule)) if isinstance(rule, tuple(RULES)) else None
 
 
 def adaptive_threshold(rule: Any) -> Any:
@@ -169,9 +170,8 @@ def _main_field(rule: Any) -> str:
 
 def _with(rule: Any, values: dict[str, Any]) -> Any:
     # Not dataclasses.replace: what a rule is made of may be checked only once, since a schedule
-    # may fall below 0, which then acts as 0.
-    changed = object.__new__(type(rule))
-    for field in dataclasses.fields(rule):
-        value = values.get(field.name, getattr(rule, field.name))
-        object.__setattr__(changed, field.name, value)
+    # may fall below 0, which then acts as 0; and a subclass may keep more than the fields.
+    changed = copy.copy(rule)
+    for name, value in values.items():
+        object.__setattr__(changed, name, value)
     return changed
