@@ -338,7 +338,7 @@ def test_without_outliers_a_step_that_is_not_skipped_is_that_of_the_optimizer():
 @pytest.mark.parametrize("given", [{"window": 64}, {"min_history": 8}, {"max_consecutive": 3}])
 def test_a_number_for_a_history_that_is_not_kept_is_refused(given):
     ((name, value),) = given.items()
-    with pytest.raises(ValueError, match=f"{name}: got {value} with sigma=None.* left out"):
+    with pytest.raises(ValueError, match=f"{name}: got {value} with sigma=None.* leave {name} out"):
         cg.skip_spikes(optax.sgd(1.0), sigma=None, **given)
 
 
