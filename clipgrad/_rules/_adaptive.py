@@ -147,5 +147,7 @@ def _without_extremes(norms: UnitNorms, clipping: jax.Array) -> tuple[jax.Array,
     within = ~norms.norm.exceeds(limit) & (limit > 0)
     most = 2.0**40  # times scale and any weight that trains this is finite
     root = jnp.where(limit > 0, jnp.where(within & (clipping > most), 0, root), jnp.inf)
-    divisor = jnp.where(jnp.isnan(weights), jnp.nan, jnp.where(within, 1, divisor))
+    # The factor of a unit within its limit is about 1, should it round to just above in a leaf.
+    divisor = jnp.where(within, jnp.clip(limit * scale, 2.0**-100, 2.0**100), divisor)
+    divisor = jnp.where(jnp.isnan(weights), jnp.nan, divisor)
     return root, scale, divisor, weights, norms.eps, jnp.minimum(clipping, most)
