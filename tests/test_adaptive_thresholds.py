@@ -454,7 +454,7 @@ def test_what_is_followed_is_the_least_threshold_that_changes_nothing(name, key)
 # Under the flags that stop at the first NaN or inf, which nothing made of finite gradients may be:
 # zeros, equal norms, a warm-up, spikes, a norm far below the others.
 HEALTHY = np.float32([
-    *[0.0] * 3, *[1.0] * 40, *ordinary(160, 1)[:, 0], 0.0, 1e6, 1.0, 1e30, 1e-30, *[2.0] * 20,
+    *[0.0] * 3, *[1.0] * 25, *ordinary(25, 1)[:, 0], 0.0, 1e6, 1.0, 1e30, 1e-30, *[2.0] * 10,
 ])  # fmt: skip
 PAIRS = [
     (kind, name)
@@ -473,9 +473,9 @@ def test_no_flag_for_nan_or_inf_stops_a_loop_on_finite_gradients(kind, name, com
         state, update = tx.init(params), jax.jit(tx.update) if compile else tx.update
         # Eagerly squares are taken one by one, as in optax, and that of 1e30 is inf.
         for step, norm in enumerate(HEALTHY if compile else np.minimum(HEALTHY, np.float32(1e15))):
-            grads = {"early": norm * params["early"], "late": float(step > 99) * params["late"]}
+            grads = {"early": norm * params["early"], "late": float(step > 30) * params["late"]}
             _, state = update(grads, state, params)
-    assert state.count == len(HEALTHY) > 200 and (state.threshold < MOST).all()
+    assert state.count == len(HEALTHY) > 60 and (state.threshold < MOST).all()
 
 
 def inputs(key):

@@ -306,12 +306,12 @@ def test_no_flag_for_nan_or_inf_stops_a_loop_on_finite_gradients(sigma, compile)
     tx = cg.skip_spikes(inner, sigma=sigma)
     # Eagerly squares are taken one by one, as in optax, and that of 1e30 is inf.
     spike = 1e30 if compile else 1e15
-    norms = np.float32([*[0.0] * 3, *[1.0] * 70, *noise(130), 0.0, 1e6, 1.0, 1e-30, spike])
+    norms = np.float32([*[0.0] * 3, *[1.0] * 70, *noise(20), 0.0, 1e6, 1.0, 1e-30, spike])
     with jax.debug_nans(True), jax.debug_infs(True):
         state, update = tx.init(jnp.zeros(2)), jax.jit(tx.update) if compile else tx.update
         for norm in norms:
             _, state = update(norm * jnp.array([0.6, 0.8]), state)
-    assert len(norms) > 200 and state.skipped == (sigma is not None)
+    assert len(norms) > 90 and state.skipped == (sigma is not None)
 
 
 # Without the rule of outliers.
