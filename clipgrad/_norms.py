@@ -302,7 +302,7 @@ def _weights(groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]) -> 
         counts = [float(max(n, 1)) if kind.mean else 1.0 for n in groups.sizes(leaves)]
         counts = counts * len(leaves) if groups.joint else counts
         return [
-            times(u, size ** (kind.ord - 2) / n)
+            times(over(u, size), size ** (kind.ord - 1) / n)
             for u, size, n in zip(units, sizes, counts, strict=True)
         ]
     # XLA may divide a batch of rows by reciprocals, so that x / x is not 1: compare products.
