@@ -47,7 +47,7 @@ def test_one_trace_for_a_thousand_steps_of_a_schedule(key):
     xs, ys = jax.random.normal(key, (1000, 4, 3)), jax.random.normal(key, (1000, 4))
     for x, y in zip(xs, ys, strict=True):
         state, metrics = step(state, (x, y))
-    assert len(traces) == 1 and step.update._cache_size() == 1
+    assert len(traces) == 1
     assert optax.tree.get(state.opt_state, "threshold") == pytest.approx(schedule(999))
     assert np.isfinite(metrics["loss"])
 
@@ -164,11 +164,17 @@ def test_buffers_are_donated_and_the_parameters_of_the_caller_are_not(donate, ke
 
 
 def test_weakly_typed_parameters_do_not_retrace():
-    step = cg.train_step(lambda p, b: jnp.sum((p * b) ** 2), optax.sgd(0.1))
+    traces = []
+
+    def loss(p, b):
+        traces.append(1)
+        return jnp.sum((p * b) ** 2)
+
+    step = cg.train_step(loss, optax.sgd(0.1))
     state = step.init(jnp.asarray(2.0))
     for _ in range(3):
         state, _ = step(state, jnp.ones(2))
-    assert step.update._cache_size() == 1
+    assert len(traces) == 1
 
 
 def test_the_raw_norm_is_not_summed_twice(key):
