@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import PLACES, assert_same
+from tests.helpers import FEWER, PLACES, assert_same
 
 
 @pytest.mark.parametrize("limit", [np.int64(2**31), np.int64(2**32 - 1), 2**31, 10**10])
@@ -222,6 +222,9 @@ THRESHOLDS = {
     "ZScoreThreshold": cg.ZScoreThreshold(),
     "EMAThreshold": cg.EMAThreshold(),
 }
+if FEWER:
+    RULES = {name: RULES[name] for name in ("norm", "adaptive")}
+    THRESHOLDS = {name: THRESHOLDS[name] for name in ("NumPy number", "EMAThreshold")}
 
 
 def sum_of(tree):

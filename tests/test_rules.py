@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import CASES, PLACES, assert_same, tree_of
+from tests.helpers import CASES, FEWER, PLACES, assert_same, tree_of
 from tests.test_by_name_user_rules import (
     Equal,
     LookAlike,
@@ -245,6 +245,8 @@ TRANSFORMS = {
     "remat": jax.checkpoint,
     "shard_map": lambda f: jax.jit(on_devices(f)),
 }  # fmt: skip
+if FEWER:
+    OWN = dict(list(OWN.items())[:2])
 every_own = pytest.mark.parametrize("make", OWN.values(), ids=OWN)
 every_place = pytest.mark.parametrize("place", OWN_PLACES.values(), ids=OWN_PLACES)
 
