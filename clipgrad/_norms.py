@@ -71,8 +71,10 @@ def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Arra
     is_small = (plain < 2.0 ** (2 * rule.low)) & (up > 0)
     one = jnp.ones_like(plain)
     total = jnp.where(is_large, down, jnp.where(is_small, up, plain))
-    scale = jnp.where(is_large, 2.0**rule.down, jnp.where(is_small, 2.0**rule.up, one))
-    return total, scale.astype(plain.dtype)
+    inverse = jnp.where(is_large, 2.0**-rule.down, jnp.where(is_small, 2.0**-rule.up, one))
+    # A quotient: XLA computes it once, and would compute a choice, with all the sums that it
+    # depends on, in the loop of each leaf.
+    return total, 1 / inverse.astype(plain.dtype)
 
 
 class Norm(NamedTuple):
