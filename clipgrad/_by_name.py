@@ -11,7 +11,7 @@ import jax
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._cotangent import clip_cotangent
 from clipgrad._nnx import with_models
-from clipgrad._rules import ClipByValue, ClipRule, as_rule, is_own
+from clipgrad._rules import ClipRule, as_rule, is_own
 from clipgrad._selectors import nearest
 from clipgrad._stats import ClipStats
 
@@ -208,5 +208,5 @@ def warn_of_batches(program: Any, rules: Rules, caller: str, stacklevel: int) ->
 
 
 def _measures_all(rule: Any) -> bool:
-    by_norm = is_own(rule) and not isinstance(rule, ClipByValue)
+    by_norm = is_own(rule) and rule.acts_on != "element"
     return by_norm and getattr(rule, "axis", None) is None

@@ -69,12 +69,17 @@ def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Arra
     rule = _RANGES[plain.dtype.name]
     is_large = (down > 2.0 ** (2 * (rule.high + rule.down))) & ~jnp.isnan(plain)
     is_small = (plain < 2.0 ** (2 * rule.low)) & (up > 0)
-    one = jnp.ones_like(plain)
     total = jnp.where(is_large, down, jnp.where(is_small, up, plain))
+    return total, _scale(is_large, is_small, plain)
+
+
+def _scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
+    """The power of two that brings elements into the middle of the range."""
+    rule, one = _RANGES[like.dtype.name], jnp.ones_like(like)
     inverse = jnp.where(is_large, 2.0**-rule.down, jnp.where(is_small, 2.0**-rule.up, one))
     # A quotient: XLA computes it once, and would compute a choice, with all the sums that it
     # depends on, in the loop of each leaf.
-    return total, 1 / inverse.astype(plain.dtype)
+    return 1 / inverse
 
 
 class Norm(NamedTuple):
@@ -321,10 +326,9 @@ def _weights(groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]) -> 
 
 def _scale_of(largest: jax.Array) -> jax.Array:
     """A power of two that brings the largest element into the middle of the range."""
-    rule, one = _RANGES[largest.dtype.name], jnp.ones_like(largest)
+    rule = _RANGES[largest.dtype.name]
     is_large = (largest > 2.0**rule.high) & jnp.isfinite(largest)
-    is_small = largest < 2.0**rule.low
-    return jnp.where(is_large, 2.0**rule.down, jnp.where(is_small, 2.0**rule.up, one))
+    return _scale(is_large, largest < 2.0**rule.low, largest)
 
 
 def _wide(groups: Groups, leaves: Arrays) -> list[jax.Array]:

@@ -18,9 +18,9 @@ def selected(where: Where, tree: Any, name: str = "where") -> list[bool]:
     ``where`` is ``None`` (all), a tree of booleans that is a prefix of ``tree``, a function from
     ``tree`` to one, or an expression on paths, see `selects`; ``name`` is that of the argument.
     """
-    entries = with_paths(tree)
     if where is None:
-        return [True] * len(entries)
+        return [True] * len(jax.tree.leaves(tree, is_leaf=is_none))
+    entries = with_paths(tree)
     if isinstance(where, str):
         flags = selects(where, [path for path, _ in entries], name)
     else:

@@ -2,7 +2,6 @@
 
 from clipgrad._rules._adaptive import AdaptiveClip as AdaptiveClip
 from clipgrad._rules._base import ClipRule as ClipRule
-from clipgrad._rules._base import MeasuringRule as MeasuringRule
 from clipgrad._rules._base import apply_rule as apply_rule
 from clipgrad._rules._base import as_rule as as_rule
 from clipgrad._rules._block_rms import ClipByBlockRMS as ClipByBlockRMS
