@@ -1,6 +1,6 @@
 """The gradient checker: finite differences that prove a VJP, or name the element that is wrong."""
 
-from clipgrad._check.check import check_grads as check_grads
+from clipgrad._check.check_grads import check_grads as check_grads
 from clipgrad._check.numerical import numerical_grad as numerical_grad
 from clipgrad._check.report import GradCheckError as GradCheckError
 from clipgrad._check.report import GradCheckReport as GradCheckReport

@@ -1,216 +1,309 @@
-"""`check_grads`: prove a gradient right, or name the element that is wrong."""
+"""The noun of this package: a function to be checked, and all that is known about it."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from clipgrad._check.devices import find_devices, moved
-from clipgrad._check.log import Log, Options
-from clipgrad._check.problem import Problem, make_problem
-from clipgrad._check.pullback import differentiator
-from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
-from clipgrad._check.run import (
-    BEHAVIORS,
-    Run,
-    check_behavior,
-    check_order,
-    check_points,
-    check_values,
-    comparison,
+from clipgrad._check import contract
+from clipgrad._check.differences import Differences
+from clipgrad._check.evaluation import choose
+from clipgrad._check.gradients import (
+    VJP,
+    Differentiate,
+    Exact,
+    GradientOf,
+    differentiator,
+    plain_ad,
+    rounding_of_plain_ad,
+    rule_in_float64,
 )
-from clipgrad._check.selection import Selector
-from clipgrad._check.start import begin
+from clipgrad._check.options import Options
+from clipgrad._check.points import Point, cotangents, make_point, nearby
+from clipgrad._check.programs import quick_jit
+from clipgrad._check.report import Failure, first_line
+from clipgrad._check.search import Judge
+from clipgrad._check.subject import Subject
+from clipgrad._check.tolerances import (
+    CONSTANTS,
+    SAME_EXCUSED,
+    Tolerance,
+    in_float64,
+    make_tolerance,
+    narrowest,
+)
+from clipgrad._check.vectors import cotangent_leaves, real_dtype, widen
+from clipgrad._check.widening import Unsupported, Widened
 
-MODES = ("auto", "fast", "full")
-CHECKS = ("primal", "cotangent", "finite", "value", "points", "devices", *BEHAVIORS)
+UNSTEADY = (
+    "traced again or under jax.vmap, it is made of other operations (does it look at tracers, or "
+    "keep a state?)"
+)
+REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
 
 
-def check_grads(
-    fun: Callable,
-    args: tuple,
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    wrt: Selector | None = None,
-    no_grad: Selector | None = None,
-    output: Selector | None = None,
-    order: int = 1,
-    mode: str = "auto",
-    delta: float | None = None,
-    max_relative_error: float | None = None,
-    devices: Sequence[str] | None = None,
-    points: int = 2,
-    seed: int = 0,
-    raise_on_failure: bool = True,
-    skip: Sequence[str] = (),
-) -> GradCheckReport:
-    """Check the VJP of a function against finite differences, and how it behaves.
+@dataclasses.dataclass
+class Log:
+    """What has been found so far."""
 
-    With u a random dense cotangent, the gradient of <u, f(x)> that `jax.vjp` hands back is compared
-    with slopes of f, evaluated in float64 whatever its dtype. An element passes if::
+    options: Options
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    not_run: dict[str, str] = dataclasses.field(default_factory=dict)
+    evaluations: int = 0
+    verified: int = 0
+    precision: str = "no precision"
+    devices: list[str] = dataclasses.field(default_factory=list)
 
-        |numeric - analytic| <= rtol max(|numeric|, |analytic|) + error + 50 eps rms(leaf),
+    def fail(self, failures: Sequence[Failure]) -> None:
+        """Record failures, but for those of checks that are switched off."""
+        self.failures += [f for f in failures if f.check not in self.options.skip]
 
-    rtol being 1e-6 for float64, 5e-4 for float32, 1e-2 for float16, 5e-2 for bfloat16, by the
-    narrowest type that f computes in. Steps follow the scale of each element; two of them are
-    extrapolated and give the error. An analytic gradient between the one-sided slopes of a kink
-    passes with a note. The cost of "auto" does not grow with the number of elements.
 
-    Guarantees:
-      * What could not be verified is in ``notes``, what could not be run in ``not_run``; a report
-        in which nothing was verified is not ok.
-      * The same seed gives the same report.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Check:
+    """A function whose gradient exists and has the right types, and how its slopes are measured.
 
-    ===========  ===================================================================================
-    check        what must hold
-    ===========  ===================================================================================
-    value        every element of the gradient, against differences
-    primal       value, dtype and shape of the function called and differentiated are the same
-    cotangent    dtype, shape and structure are those of the input; float0 for integers
-    finite       the value and the gradient are finite
-    linearity    the pull-back is linear in the cotangent: no stray clip, no constant
-    determinism  the same again gives the same bits
-    jit, vmap    compiled and batched gradients are the eager ones
-    points       the gradient is right at a second point too, and then at the first again
-    forward      `jax.jvp` agrees, where the function allows forward mode
-    outputs      a cotangent for one output only gives that one's part
-    devices      each kind of device gives the same gradient
-    ===========  ===================================================================================
-
-    A function without any custom rule that traces to the same operations again and under
-    `jax.vmap` has its gradient compiled as one program, to be compared with the eager one;
-    ``vmap``, ``forward`` and ``outputs`` are JAX's own affair there and are not run. Where several
-    elements are at kinks of one output, as equal maxima are, they are looked at together too.
-
-    Args:
-      fun: the function, of any trees of arrays, to any tree of arrays.
-      args: the tuple of its positional arguments: the point.
-      kwargs: its keyword arguments; their arrays are checked too.
-      wrt: which inputs to check: an argument's position or name, a path such as ``params/w`` or a
-        regular expression on such paths, or several of these; None for all.
-      no_grad: which inputs to leave out, written the same way.
-      output: which outputs to check: a position, key or path, or several; None for all.
-      order: 2 to check the VJP's own VJP too.
-      mode: "auto" looks at every element with the help of plain AD in float64, and at that by
-        differences; "fast" takes two random directions for each leaf; "full" moves every element.
-      delta: an absolute step, for Paddle's formula at every element.
-      max_relative_error: Paddle's rule: ``|numeric - analytic| / |numeric|``, or without the
-        denominator where ``|numeric| < 1e-3``, may not exceed it.
-      devices: kinds of device to compute the gradient on, such as ("cpu", "gpu"); None for all
-        there are. One that is not there is reported as not run.
-      points: how many points to check.
-      seed: of the cotangents, directions and further points.
-      raise_on_failure: False to have the report returned whatever it says.
-      skip: names of checks of the table to switch off, such as "linearity" for a function that
-        clips on purpose.
-
-    Returns:
-      The report.
-
-    Raises:
-      GradCheckError: the gradient is wrong, or nothing was verified; it holds the report.
-      TypeError: ``args`` is no tuple.
-      ValueError: there is nothing to check, a name is unknown, or an input is not finite.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import clipgrad as cg
-      >>> cg.check_grads(jnp.tanh, (jnp.linspace(-1, 1, 5),)).ok
-      True
-      >>> square = jax.custom_vjp(lambda x: x * x)
-      >>> square.defvjp(lambda x: (x * x, x), lambda x, g: (x * g,))
-      >>> report = cg.check_grads(square, (jnp.ones(2),), raise_on_failure=False)
-      >>> print(report.failures[0].detail.split("; ")[-1])
-      analytic/numeric is 0.5 throughout
-
-    References:
-      PaddlePaddle, ``check_grad`` in Fluid's operator tests, 2017; Richardson, The Approximate
-      Arithmetical Solution by Finite Differences, 1911.
+    Attributes:
+      subject: the function of its float leaves, and the point.
+      options: how to check.
+      log: what has been found so far.
+      covectors: random dense cotangents as real vectors, one row each.
+      differentiate: gives the VJP at a point, as a user's program would have it.
+      vjp: the VJP at the given point.
+      gradient: the gradients there, one row for each cotangent.
+      differences: measures slopes.
+      tolerance: how far the gradient may be off.
+      widened: the traced function, to be evaluated in float64; None if it cannot be.
+      plain: plain AD in float64; None if it cannot be had or is not asked for.
+      rule: the VJP as it is written, in float64; None if it cannot be had or is float64 itself.
     """
-    started = time.perf_counter()
-    options = _options(order, mode, delta, max_relative_error, points, seed, skip)
-    log = Log()
-    found = find_devices(devices)
-    log.not_run |= {f"device {kind}": "there is no such device here" for kind in found.absent}
 
-    def problem_on(device: Any):
-        own_args, own_kwargs = moved((args, dict(kwargs or {})), device)
-        return make_problem(fun, own_args, own_kwargs, wrt, no_grad, output)
+    subject: Subject
+    options: Options
+    log: Log
+    covectors: np.ndarray
+    differentiate: Differentiate
+    vjp: VJP
+    gradient: np.ndarray
+    differences: Differences
+    tolerance: Tolerance
+    widened: Widened | GradientOf | None
+    plain: Exact | None
+    rule: Exact | None
 
-    for kind, device in list(found.there.items())[:1]:
-        others = {other: d for other, d in found.there.items() if other != kind}
-        with jax.default_device(device), jax.default_matmul_precision("highest"):
-            with np.errstate(all="ignore"):
-                _check(problem_on(device), options, log, others, problem_on)
-        log.devices.insert(0, kind)
-    report = _report(log, time.perf_counter() - started)
-    if raise_on_failure and not report.ok:
-        raise GradCheckError(report)
-    return report
+    @functools.cached_property
+    def first(self) -> Point:
+        """The given point."""
+        return self._point(self.subject.inputs, self.gradient)
+
+    @functools.cached_property
+    def _elsewhere(self) -> dict[int, Any]:
+        return {}
+
+    def elsewhere(self, k: int) -> tuple[list, np.ndarray] | None:
+        """The k-th further point, near the first, and the gradients as computed there.
+
+        None if the function is not finite there.
+        """
+        if k not in self._elsewhere:
+            self._elsewhere[k] = self._nearby(self.options.seed + k)
+        return self._elsewhere[k]
+
+    def _nearby(self, seed: int) -> tuple[list, np.ndarray] | None:
+        for reach in REACHES:
+            xs = nearby(self.subject, seed, reach)
+            self.log.evaluations += 1
+            vjp = self.differentiate(xs)
+            if all(np.isfinite(widen(y)).all() for y in vjp.outputs):
+                return xs, vjp.rows(self.covectors)
+        return None
+
+    def other(self, k: int) -> Point | None:
+        """The k-th further point."""
+        found = self.elsewhere(k)
+        return None if found is None else self._point(*found)
+
+    def _point(self, xs, gradient: np.ndarray) -> Point:
+        auto = self.options.mode == "auto" and self.options.delta is None
+        reference = self._exact(self.plain, xs) if auto else None
+        gradients = gradient, self._exact(self.rule, xs), reference
+        return make_point(self.subject, xs, gradients, self.options.seed, self.options.delta)
+
+    def _exact(self, exact: Exact | None, xs) -> np.ndarray | None:
+        if exact is None:
+            return None
+        self.log.evaluations += 1
+        try:
+            return exact(xs, self.covectors)
+        except Exception as error:
+            what = "AD reference" if exact is self.plain else "rule in float64"
+            note = f"no {what} ({first_line(error)})"
+            self.log.notes += [] if note in self.log.notes else [note]
+            return None
+
+    def judge(self, point: Point) -> Judge:
+        """Judges the gradient as it was computed."""
+        exact = point.reference if point.rule is None else point.rule
+        rounding = functools.cache(lambda: self._excused(point))
+        return self._judge(point, point.gradient, exact, self.tolerance, rounding)
+
+    def judge_of_rule(self, point: Point) -> Judge:
+        """Judges the rule as it is written, evaluated in float64."""
+        return self._judge(point, point.rule, point.reference, in_float64(self.tolerance))
+
+    def _judge(self, point, gradient, exact, tolerance, rounding=lambda: None) -> Judge:
+        delta = self.options.delta
+        return Judge(self.differences, point, gradient, exact, tolerance, delta, rounding)
+
+    def moved_by_constants(self, point: Point) -> np.ndarray:
+        """How far the rule and plain AD may be apart since constants are rounded."""
+        exact = [e for e in (self.rule, self.plain) if e is not None]
+        moved = [e.moved_by_constants(point.xs, self.covectors) for e in exact]
+        return CONSTANTS * np.sum(moved, axis=0)
+
+    def _excused(self, point: Point) -> np.ndarray | None:
+        found = self.rounding(point.xs)
+        return None if found is None else self.tolerance.excused(*found)
+
+    def rounding(self, xs) -> tuple[np.ndarray, np.ndarray] | None:
+        """How far plain AD is off at a point, and its exact gradient, if it can be told."""
+        if self.widened is None or self.plain is None:
+            return None
+        subject, rows = self.subject, self.covectors
+        try:
+            exact = self.plain(xs, rows)
+            error = rounding_of_plain_ad(
+                self.widened, subject.program, exact, xs, rows, subject.outputs
+            )
+        except Exception:
+            return None
+        return error, exact
+
+    def compare(self, check: str, got, expected, what: str, xs=None) -> list:
+        """Compare two computations of one gradient; a failure names the worst element."""
+        off = distance(got, expected)
+        bad = off > self.tolerance.same(got, expected)
+        if bad.any():
+            found = self.rounding(self.subject.inputs if xs is None else xs)
+            if found is not None:
+                bad &= off > SAME_EXCUSED * self._largest(found[0].max(axis=0))
+        if not bad.any():
+            return []
+        worst = int(np.argmax(np.where(bad, off, -1)))
+        detail = (
+            f"{what}: {int(bad.sum())} of {bad.size} elements differ; worst: {got[worst]:.7g}, "
+            f"expected {expected[worst]:.7g}"
+        )
+        return [Failure(check, self.subject.element(worst), detail)]
+
+    def _largest(self, error: np.ndarray) -> np.ndarray:
+        """The largest error in each leaf, at each element."""
+        ranges = self.tolerance.ranges
+        return np.concatenate([np.full(b - a, error[a:b].max()) for a, b in ranges])
 
 
-def _check(problem: Problem, options: Options, log: Log, others, problem_on) -> None:
-    run = begin(problem, options, log)
-    if run is None:
-        return
-    check_values(run, problem.inputs, run.gradient, first=True)
-    if "points" not in options.skip:
-        check_points(run)
-    check_behavior(run)
-    check_order(run)
-    log.evaluations += run.session.differences.evaluations
-    for kind, device in others.items():
-        if "devices" not in options.skip:
-            _check_device(run, problem_on, kind, device)
+def distance(got: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """|got - expected|; 0 where both are the same non-finite value, infinite where one is."""
+    with np.errstate(invalid="ignore"):
+        off = np.abs(got - expected)
+        same = (got == expected) | (np.isnan(got) & np.isnan(expected))
+    return np.where(same, 0.0, np.where(np.isnan(off), np.inf, off))
 
 
-def _check_device(run: Run, problem_on: Callable, kind: str, device: Any) -> None:
-    """The gradient computed on another device is the one found on the first."""
-    with jax.default_device(device):
-        problem = problem_on(device)
-        gradient = differentiator(problem)(problem.inputs).rows(run.covectors)
-    run.log.devices.append(kind)
-    run.log.evaluations += 2
-    text = f"the gradient on {kind} against the one on {jax.default_backend()}"
-    for row, expected in zip(gradient, run.gradient, strict=True):
-        run.log.fail(comparison(run)("devices", row, expected, text), run.options)
+def on_cpu(leaves: Sequence[jax.Array]) -> bool:
+    """Whether the arrays are on CPUs, whose programs give the same bits each time."""
+    return all(device.platform == "cpu" for leaf in leaves for device in leaf.devices())
 
 
-def _report(log: Log, seconds: float) -> GradCheckReport:
-    if not log.failures and not log.verified:
-        reasons = "; ".join([*log.notes, *log.not_run.values()])
-        log.failures.append(Failure("value", "all inputs", f"nothing was verified ({reasons})"))
-    return GradCheckReport(
-        failures=tuple(log.failures),
-        notes=tuple(dict.fromkeys(log.notes)),
-        not_run=log.not_run,
-        evaluations=log.evaluations,
-        seconds=seconds,
-        precision=log.precision,
-        devices=tuple(log.devices),
-        verified=log.verified,
+def prepare(subject: Subject, options: Options, log: Log) -> Check | None:
+    """Check what must hold before numbers mean anything; None if it does not."""
+    covectors = cotangents(subject, options.seed)
+    differentiate = differentiator(subject)
+    vjp = _differentiated(subject, differentiate, covectors, log)
+    if vjp is None:
+        return None
+    gradient = vjp.rows(covectors)
+    log.fail(contract.finite_gradient(subject, gradient))
+    chosen = _evaluated(subject, covectors, options, log)
+    if chosen is None:
+        return None
+    log.notes += chosen.notes if differentiate.steady else [UNSTEADY, *chosen.notes]
+    log.precision = chosen.differences.evaluation.label
+    tolerance, is_narrow = _tolerance(subject, chosen, options, log)
+    wide, program = chosen.widened, subject.program
+    plain = None if wide is None else plain_ad(wide, program, subject.outputs)
+    own_way = options.delta is not None or options.max_relative_error is not None
+    rule = None if wide is None or own_way or not is_narrow else _rule(subject, log)
+    found = (differentiate, vjp, gradient, chosen.differences, tolerance, wide, plain, rule)
+    return Check(subject, options, log, covectors, *found)
+
+
+def _differentiated(subject: Subject, differentiate, covectors, log: Log) -> VJP | None:
+    again = subject.fun(subject.inputs)
+    log.evaluations += 3
+    if not _same_bits(subject.outputs, again):
+        detail = "the function called twice gives different values (randomness or side effects?)"
+        log.failures.append(Failure("determinism", subject.output_names[0], detail))
+        return None
+    failures = contract.finite_values(subject)
+    try:
+        vjp = differentiate(subject.inputs)
+        first = vjp.pull(cotangent_leaves(covectors[0], subject.outputs))
+        failures += contract.primal(subject, vjp.outputs, "differentiated")
+        failures += contract.same_types(subject, first)
+        failures += contract.integers(subject, covectors[0])
+    except Exception as error:
+        detail = f"differentiation raises {first_line(error)}"
+        log.failures.append(Failure("cotangent", subject.names[0], detail))
+        return None
+    log.fail(failures)
+    stop = any("shape" in f.detail or f.check == "finite" for f in failures)
+    different = any(a.dtype != b.dtype for a, b in zip(subject.outputs, vjp.outputs, strict=True))
+    return None if stop or different else vjp
+
+
+def _evaluated(subject: Subject, covectors, options: Options, log: Log):
+    """How to evaluate the function, or None where it was found to fail another way."""
+    try:
+        return choose(subject, covectors, fast_compile=options.mode != "full")
+    except ValueError:
+        compiled = contract.primal(subject, quick_jit(subject.fun)(subject.inputs), "compiled")
+        log.fail([failure._replace(check="jit") for failure in compiled])
+        if not log.failures:
+            raise
+        return None
+
+
+def _same_bits(first, second) -> bool:
+    if not on_cpu(first):
+        pairs = zip(first, second, strict=True)
+        return all(np.allclose(widen(a), widen(b), rtol=1e-3, equal_nan=True) for a, b in pairs)
+    return len(first) == len(second) and all(
+        a.shape == b.shape and np.array_equal(widen(a), widen(b), equal_nan=True)
+        for a, b in zip(first, second, strict=True)
     )
 
 
-def _options(order, mode, delta, max_relative_error, points, seed, skip) -> Options:
-    if order not in (1, 2):
-        raise ValueError(f"order={order!r}; expected 1, or 2 to check the VJP's own VJP too")
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r}; expected one of {', '.join(MODES)}")
-    require_delta(delta)
-    if max_relative_error is not None and not max_relative_error > 0:
-        raise ValueError(f"max_relative_error={max_relative_error!r}; expected a number above 0")
-    if points < 1:
-        raise ValueError(f"points={points!r}; expected 1 or more")
-    unknown = sorted(set(skip) - set(CHECKS))
-    if unknown:
-        raise ValueError(f"skip={unknown!r} names no check; expected some of {', '.join(CHECKS)}")
-    return Options(order, mode, delta, max_relative_error, points, seed, frozenset(skip))
+def _tolerance(subject: Subject, chosen, options: Options, log: Log) -> tuple[Tolerance, bool]:
+    """The tolerance, and whether something in the function is narrower than float64."""
+    own = subject.dtypes
+    inner = chosen.widened.narrow if chosen.widened else set()
+    inner = set(inner) | {real_dtype(y).name for y in subject.outputs}
+    narrow = narrowest(inner)
+    if narrow != narrowest([*own, narrow]) or narrow not in own:
+        log.notes.append(f"it computes in {narrow} inside: tolerances are those of {narrow}")
+    tolerance = make_tolerance(subject.ranges, own, inner, options.max_relative_error)
+    tolerance = tolerance.of_slopes_in(chosen.differences.evaluation.dtype)
+    return tolerance, narrowest([*own, *inner]) != "float64"
 
 
-def require_delta(delta: float | None) -> None:
-    """Refuse a step that is no positive number."""
-    if delta is not None and not (np.isfinite(delta) and delta > 0):
-        raise ValueError(f"delta={delta!r}; expected a positive number, such as 0.005, or None")
+def _rule(subject: Subject, log: Log) -> Exact | None:
+    try:
+        return rule_in_float64(subject)
+    except Unsupported as error:
+        log.notes.append(f"the rule was not evaluated in float64 ({error})")
+        return None

@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from clipgrad._check.check import MODES, check_grads
+from clipgrad._check.check_grads import check_grads
+from clipgrad._check.options import MODES
 from clipgrad._check.report import GradCheckReport
 from clipgrad._check.shapes import random_arguments
 

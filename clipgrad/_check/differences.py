@@ -14,9 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipgrad._check.compiling import quick_jit
-from clipgrad._check.real import from_rows, offsets, to_numpy, to_rows, to_vector, wide_dtype
-from clipgrad._check.shadow import AXIS
+from clipgrad._check.programs import kept, low_jit, quick_jit
+from clipgrad._check.vectors import (
+    from_rows,
+    offsets,
+    to_numpy,
+    to_rows,
+    to_vector,
+    wide_dtype,
+)
+from clipgrad._check.widening import AXIS
 
 BATCH = 64
 BATCH_BYTES = 2**25
@@ -25,18 +32,21 @@ BATCH_BYTES = 2**25
 class Evaluation(NamedTuple):
     """A way to evaluate the function for differences.
 
-    `call(leaves)` gives the outputs; `dtype` is that of the vectors. `held` says that `call`
-    runs under `jax.vmap` with the base point in row 0. `quick` holds two binary exponents of
-    steps, `finer` two more where kinks lie between, if the type allows them, `ladder` those for
-    close inspection, and `label` is for the report.
+    `call(constants, leaves)` gives the outputs; `dtype` is that of the vectors. `held` says that
+    `call` runs under `jax.vmap` with the base point in row 0. `key` is equal for calls that are,
+    None if that is not known. `quick` holds two binary exponents of steps, `finer` two more where
+    kinks lie between, if the type allows them, `ladder` those for close inspection, and `label` is
+    for the report.
     """
 
-    call: Callable[[list], list]
+    call: Callable[[Sequence, list], list]
     like: Sequence[jax.ShapeDtypeStruct]
     dtype: Any
     label: str
     quick: tuple[int, int]
     ladder: tuple[int, ...]
+    constants: Sequence = ()
+    key: Any = None
     held: bool = False
     compiled: bool = True
     finer: tuple[int, int] | None = None
@@ -46,8 +56,13 @@ class Evaluation(NamedTuple):
         """The rounding unit of the evaluation."""
         return max(float(jnp.finfo(leaf.dtype).eps) for leaf in self.like)
 
+    @property
+    def together(self) -> int:
+        """How many points are evaluated at once: the base, ahead and behind, or one."""
+        return 3 if self.held else 1
 
-class Rows(NamedTuple):
+
+class Moves(NamedTuple):
     """Perturbations: the range [start, stop), the step, and which direction; arrays of one size."""
 
     start: np.ndarray
@@ -57,7 +72,7 @@ class Rows(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """What was measured for each row and cotangent; arrays of shape (rows, cotangents).
+    """What was measured for each move and cotangent; arrays of shape (moves, cotangents).
 
     `width` is half the difference of the one-sided slopes, summed without sign over the outputs;
     `size` is the magnitude that was subtracted; `norm` is the length of the gradient's part.
@@ -78,7 +93,7 @@ class Differences:
     Args:
       evaluation: how to evaluate the function.
       covectors: cotangents as real vectors, shape (cotangents, outputs).
-      fast_compile: compile with little optimisation, for programs that run briefly.
+      fast_compile: compile with little optimization, for programs that run briefly.
 
     Attributes:
       evaluations: how often the function was evaluated.
@@ -91,23 +106,22 @@ class Differences:
         self.evaluations = 0
         self.base = self._vector = np.zeros(0)
         self._point: Any = None
-        self._together = 3 if evaluation.held else 1
         size = int(offsets(evaluation.like)[-1]) + covectors.shape[1]
-        self._batch = int(np.clip(BATCH_BYTES // (8 * self._together * size), 2, BATCH))
-        self._program = (quick_jit if fast_compile else jax.jit)(self._loop)
+        self._batch = int(np.clip(BATCH_BYTES // (8 * evaluation.together * size), 2, BATCH))
+        self._program = _looped(evaluation, self._batch, covectors.shape[1], fast_compile)
 
     def measure(
         self,
         xs: Sequence[jax.Array],
         directions: np.ndarray,
         gradient: np.ndarray,
-        rows: Rows,
+        moves: Moves,
         progress: Callable[[int], Any] = lambda done: None,
     ) -> Slopes:
-        """Measure the slopes of all rows at the point `xs`, and of `gradient` along them."""
+        """Measure the slopes of all moves at the point `xs`, and of `gradient` along them."""
         base, parts = self._set_base(xs), []
-        for begin in range(0, len(rows.start), self._at_once):
-            part = Rows(*(column[begin : begin + self._at_once] for column in rows))
+        for begin in range(0, len(moves.start), self._at_once):
+            part = Moves(*(column[begin : begin + self._at_once] for column in moves))
             parts.append(self._slopes(base, directions, gradient, part))
             progress(len(part.start))
         return Slopes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
@@ -129,18 +143,22 @@ class Differences:
     def _set_base(self, xs) -> np.ndarray:
         if xs is not self._point:
             self._vector = to_numpy(xs)
-            rows = np.repeat(self._vector[None, None], self._together, axis=1)
+            rows = np.broadcast_to(self._vector, (1, self.evaluation.together, self._vector.size))
             self._point, self.base = xs, self._values(rows)[0, 0]
         return self._vector
 
-    def _slopes(self, base, directions, gradient, rows: Rows) -> Slopes:
-        shifts = np.zeros((len(rows.start), base.size))
-        for shift, start, stop, step, direction in zip(shifts, *rows, strict=True):
-            shift[start:stop] = step * directions[direction, start:stop]
-        plus, minus = self._rounded(base + shifts), self._rounded(base - shifts)
-        step = rows.step[:, None]
+    def _slopes(self, base, directions, gradient, moves: Moves) -> Slopes:
+        shape = (len(moves.start), base.size)
+        plus, minus = np.empty(shape), np.empty(shape)
+        plus[:], minus[:] = base, base
+        for row, (start, stop, step, direction) in enumerate(zip(*moves, strict=True)):
+            shift = step * directions[direction, start:stop]
+            plus[row, start:stop] += shift
+            minus[row, start:stop] -= shift
+        plus, minus = self._rounded(plus), self._rounded(minus)
+        step = moves.step[:, None]
         ahead, behind = self._ahead_and_behind(base, plus, minus)
-        taken = (plus - minus) / (2 * step)
+        analytic, norm = _along(plus, minus, gradient, moves)
         first, second = (ahead - self.base) / step, (self.base - behind) / step
         magnitude = np.abs(self.covectors).T
         return Slopes(
@@ -149,8 +167,8 @@ class Differences:
             behind=second @ self.covectors.T,
             width=np.abs(first - second) @ magnitude / 2,
             size=(np.abs(ahead) + np.abs(behind)) @ magnitude,
-            analytic=taken @ gradient.T,
-            norm=np.sqrt(taken**2 @ (gradient**2).T),
+            analytic=analytic,
+            norm=norm,
         )
 
     def _rounded(self, points: np.ndarray) -> np.ndarray:
@@ -168,35 +186,59 @@ class Differences:
         return values[: len(plus)], values[len(plus) :]
 
     def _values(self, points: np.ndarray) -> np.ndarray:
-        """The outputs at points of shape (rows, together, inputs)."""
-        count = len(points)
-        self.evaluations += count * self._together
-        leaves = [_padded(leaf, self._batch) for leaf in from_rows(points, self.evaluation.like)]
-        with precision(self.evaluation):
-            if self.evaluation.compiled:
-                values = self._program(count, leaves)
+        """The outputs at points of shape (moves, together, inputs)."""
+        count, evaluation = len(points), self.evaluation
+        self.evaluations += count * evaluation.together
+        leaves = [_padded(leaf, self._batch) for leaf in from_rows(points, evaluation.like)]
+        with precision(evaluation):
+            if evaluation.compiled:
+                values = self._program(evaluation.constants, count, leaves)
             else:
-                values = [
-                    self._row([jnp.asarray(leaf[k]) for leaf in leaves]) for k in range(count)
-                ]
+                rows = [[jnp.asarray(leaf[k]) for leaf in leaves] for k in range(count)]
+                values = [_row(evaluation, evaluation.constants, row) for row in rows]
         return np.asarray(values, np.float64)[:count]
 
-    def _loop(self, count, leaves):
+
+def _along(plus, minus, gradient: np.ndarray, moves: Moves) -> tuple[np.ndarray, np.ndarray]:
+    """The gradient along each move as it was really made, and the length of its part."""
+    analytic = np.zeros((len(moves.start), len(gradient)))
+    norm = np.zeros_like(analytic)
+    for row, (start, stop, step, _) in enumerate(zip(*moves, strict=True)):
+        moved = (plus[row, start:stop] - minus[row, start:stop]) / (2 * step)
+        terms = gradient[:, start:stop] * moved
+        analytic[row], norm[row] = terms.sum(axis=1), np.linalg.norm(terms, axis=1)
+    return analytic, norm
+
+
+def _looped(evaluation: Evaluation, batch: int, outputs: int, fast_compile: bool) -> Callable:
+    """The compiled program: the outputs at a number of points."""
+    evaluation = evaluation._replace(constants=())
+
+    def loop(constants, count, leaves):
         def row(k, out):
-            return out.at[k].set(self._row([leaf[k] for leaf in leaves]))
+            return out.at[k].set(_row(evaluation, constants, [leaf[k] for leaf in leaves]))
 
-        shape = (self._batch, self._together, self.covectors.shape[1])
-        return lax.fori_loop(0, count, row, jnp.zeros(shape, self.evaluation.dtype))
+        shape = (batch, evaluation.together, outputs)
+        return lax.fori_loop(0, count, row, jnp.zeros(shape, evaluation.dtype))
 
-    def _row(self, leaves):
-        dtype = self.evaluation.dtype
-        if self.evaluation.held:
-            values = jax.vmap(self.evaluation.call, axis_name=AXIS)(leaves)
-            return jax.vmap(lambda rows: to_vector(rows, dtype))(values)
-        return to_vector(self.evaluation.call([leaf[0] for leaf in leaves]), dtype)[None]
+    if not fast_compile:
+        return jax.jit(loop)
+    if evaluation.key is None:
+        return quick_jit(loop)
+    return kept(("differences", evaluation.key, batch, outputs), lambda: low_jit(loop))
+
+
+def _row(evaluation: Evaluation, constants, leaves):
+    dtype = evaluation.dtype
+    if evaluation.held:
+        call = jax.vmap(lambda xs: evaluation.call(constants, xs), axis_name=AXIS)
+        return jax.vmap(lambda rows: to_vector(rows, dtype))(call(leaves))
+    return to_vector(evaluation.call(constants, [leaf[0] for leaf in leaves]), dtype)[None]
 
 
 def _padded(leaf: np.ndarray, count: int) -> np.ndarray:
+    if len(leaf) == count:
+        return leaf
     out = np.zeros((count, *leaf.shape[1:]), leaf.dtype)
     out[: len(leaf)] = leaf
     return out

@@ -8,26 +8,34 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._check.differences import Differences, Evaluation, Rows
-from clipgrad._check.problem import Problem, leaf_dtypes
-from clipgrad._check.real import real_dtype, to_numpy, wide_dtype
-from clipgrad._check.sampling import DIRECTIONS, directions, scales
-from clipgrad._check.shadow import Shadow, Unsupported, make_shadow
-from clipgrad._check.tolerance import narrowest
+from clipgrad._check.differences import Differences, Evaluation, Moves
+from clipgrad._check.points import DIRECTIONS, directions, scales
+from clipgrad._check.programs import kept, text
+from clipgrad._check.report import first_line
+from clipgrad._check.subject import Subject
+from clipgrad._check.tolerances import SAME_VALUES, narrowest
+from clipgrad._check.vectors import real_dtype, to_numpy, wide_dtype
+from clipgrad._check.widening import Unsupported, Widened
 
+# Binary exponents of the steps, in units of the scale of each element.
+#   quick: two steps that Richardson extrapolates. In float64 the truncation error (h ** 4) and the
+#     rounding error (eps / h) of 2 ** -16 are both below 1e-10 of an ordinary function.
+#   finer: steps a ReLU network's random direction takes between its kinks, where `quick` crosses
+#     one (`test_auto_takes_under_a_hundred_evaluations_for_a_deep_relu_network`).
+#   ladder: for a close look, from steps that no rounding spoils to steps that no kink is inside of.
 WIDE_QUICK, WIDE_FINER, WIDE_LADDER = (16, 18), (22, 24), tuple(range(4, 33, 4))
 SINGLE_QUICK, SINGLE_LADDER = (4, 5), tuple(range(2, 11))
 HALF_QUICK, HALF_LADDER = (2, 3), (1, 2, 3, 4)
+# Steps that tell float64 from a narrower type: at 2 ** -33 a float32 does not move.
 PROBE = (10, 33)
-LOOSE = 0.1
 CAST = "float64 (inputs cast)"
 
 
 class Chosen(NamedTuple):
-    """The measuring program, the shadow if there is one, and remarks on what was not possible."""
+    """The measuring program, the widened program if there is one, and what was not possible."""
 
     differences: Differences
-    shadow: Shadow | None
+    widened: Widened | None
     notes: list[str]
 
 
@@ -35,73 +43,86 @@ class _NotSmooth(Exception):
     """A float64 evaluation that computes in a narrower type inside."""
 
 
-def choose(problem: Problem, covectors: np.ndarray, fast_compile: bool) -> Chosen:
+def choose(subject: Subject, covectors: np.ndarray, fast_compile: bool = True) -> Chosen:
     """Try the evaluations in order, down to running them, and return the first that works."""
     notes: list[str] = []
-    shadow = None
-    for label, make in _candidates(problem, problem.program is not None):
+    for label, make in _candidates(subject):
         try:
-            evaluation, shadow = make()
+            evaluation, widened = make()
             differences = Differences(evaluation, covectors, fast_compile)
-            _probe(problem, differences)
-            return Chosen(differences, shadow, notes)
+            _probe(subject, differences)
+            return Chosen(differences, widened, notes)
         except Exception as error:
             notes.append(f"{label} is not possible ({_reason(error)})")
     raise ValueError("the function cannot be evaluated at a perturbed point; " + "; ".join(notes))
 
 
-def _candidates(problem: Problem, traceable: bool) -> Iterator:
-    if traceable:
-        yield "the float64 shadow", lambda: _shadowed(problem)
-    yield "casting the inputs to float64", lambda: (_cast(problem, traceable), None)
-    yield "evaluation in native precision", lambda: (_native(problem, traceable), None)
+def _candidates(subject: Subject) -> Iterator:
+    if subject.program is not None:
+        yield "evaluation in float64", lambda: in_float64(subject)
+        yield "casting the inputs to float64", lambda: (_cast(subject), None)
+    yield "evaluation in native precision", lambda: (_native(subject), None)
 
 
-def _wide_like(problem: Problem) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype)) for x in problem.inputs]
+def in_float64(subject: Subject, hold: bool = True) -> tuple[Evaluation, Widened]:
+    """The evaluation of the widened program; `hold` keeps what is behind `stop_gradient` fixed."""
+    widened = widen(subject.program)
+    held = hold and widened.stops
+    evaluation = _wide(
+        widened.held if held else widened.call,
+        subject,
+        "float64",
+        constants=_jaxpr.opened(subject.program)[1],
+        key=(text(subject.program), held),
+        held=held,
+    )
+    return evaluation, widened
 
 
-def _shadowed(problem: Problem) -> tuple[Evaluation, Shadow]:
-    shadow = make_shadow(problem.program)
-    call = shadow.held if shadow.stops else shadow.fun
-    evaluation = wide_evaluation(call, _wide_like(problem), "float64", held=shadow.stops)
-    return evaluation, shadow
+def widen(program) -> Widened:
+    """The widened program, the same object for the same text."""
+    if program is None:
+        return Widened(program)
+    return kept(("widened", text(program)), lambda: Widened(program))
 
 
-def wide_evaluation(call, like, label: str, held: bool = False, compiled: bool = True):
-    """An evaluation in float64."""
+def _wide(call, subject: Subject, label: str, **options) -> Evaluation:
+    like = [jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype)) for x in subject.inputs]
     steps = WIDE_QUICK, WIDE_LADDER
-    return Evaluation(call, like, np.float64, label, *steps, held, compiled, WIDE_FINER)
+    return Evaluation(call, like, np.float64, label, *steps, finer=WIDE_FINER, **options)
 
 
-def _cast(problem: Problem, traceable: bool) -> Evaluation:
-    if traceable and not jax.config.read("jax_enable_x64") and _calls_back(problem):
+def _cast(subject: Subject) -> Evaluation:
+    if not jax.config.read("jax_enable_x64") and _calls_back(subject):
         raise Unsupported("a callback runs in a thread of its own, where 64-bit types are off")
-    return wide_evaluation(problem.fun, _wide_like(problem), CAST, compiled=traceable)
+    return _wide(lambda constants, xs: subject.fun(xs), subject, CAST)
 
 
-def _calls_back(problem: Problem) -> bool:
-    found = _jaxpr.equations(problem.program)
+def _calls_back(subject: Subject) -> bool:
+    found = _jaxpr.equations(subject.program)
     return any("callback" in equation.primitive.name for equation in found)
 
 
-def _native(problem: Problem, traceable: bool) -> Evaluation:
-    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in problem.inputs]
-    name = narrowest([*leaf_dtypes(problem), *(real_dtype(y).name for y in problem.outputs)])
+def _native(subject: Subject) -> Evaluation:
+    like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in subject.inputs]
+    name = narrowest([*subject.dtypes, *(real_dtype(y).name for y in subject.outputs)])
     steps = {"float64": (WIDE_QUICK, WIDE_LADDER), "float32": (SINGLE_QUICK, SINGLE_LADDER)}
     quick, ladder = steps.get(name, (HALF_QUICK, HALF_LADDER))
     dtype = np.float64 if name == "float64" else np.float32
-    return Evaluation(problem.fun, like, dtype, name, quick, ladder, compiled=traceable)
+    compiled = subject.program is not None
+    call = lambda constants, xs: subject.fun(xs)  # noqa: E731
+    return Evaluation(call, like, dtype, name, quick, ladder, compiled=compiled)
 
 
-def _probe(problem: Problem, differences: Differences) -> None:
+def _probe(subject: Subject, differences: Differences) -> None:
     """Run it once: same values as the function's own, and no narrow type hidden inside."""
-    scale = scales(problem.inputs)
-    along = np.tile(directions(problem, 0, 0) * scale, (DIRECTIONS, 1))
-    rows = Rows(np.zeros(2, int), np.full(2, scale.size), 2.0 ** -np.array(PROBE), np.zeros(2, int))
+    scale = scales(subject.inputs)
+    along = np.broadcast_to(directions(subject, 0, 0) * scale, (DIRECTIONS, scale.size))
+    zero = np.zeros(2, int)
+    moves = Moves(zero, np.full(2, scale.size), 2.0 ** -np.array(PROBE), zero)
     gradient = np.zeros((len(differences.covectors), scale.size))
-    slopes = differences.measure(problem.inputs, along, gradient, rows)
-    _same_values(problem, differences.base)
+    slopes = differences.measure(subject.inputs, along, gradient, moves)
+    _same_values(subject, differences.base)
     if differences.evaluation.label != CAST:
         return
     far, near = slopes.central
@@ -111,16 +132,15 @@ def _probe(problem: Problem, differences: Differences) -> None:
         raise _NotSmooth("it computes in a narrower type inside")
 
 
-def _same_values(problem: Problem, values: np.ndarray) -> None:
-    own = to_numpy(problem.outputs)
+def _same_values(subject: Subject, values: np.ndarray) -> None:
+    own = to_numpy(subject.outputs)
     size = np.sqrt(np.mean(own**2))
     off = np.sqrt(np.mean((own - values) ** 2))
-    if np.isfinite(own).all() and not off <= LOOSE * size + jnp.finfo(np.float32).tiny:
+    if np.isfinite(own).all() and not off <= SAME_VALUES * size + jnp.finfo(np.float32).tiny:
         raise _NotSmooth("its values differ from the function's own")
 
 
 def _reason(error: Exception) -> str:
-    text = str(error).strip().split("\n")[0]
     if isinstance(error, (_NotSmooth, Unsupported)):
-        return text
-    return f"{type(error).__name__}: {text[:80]}"
+        return str(error)
+    return first_line(error)

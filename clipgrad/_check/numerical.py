@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._check.check import require_delta
 from clipgrad._check.evaluation import choose
-from clipgrad._check.problem import Problem, make_problem
-from clipgrad._check.real import is_complex, offsets, real_size, to_numpy, wide_dtype
-from clipgrad._check.search import every_slope
+from clipgrad._check.options import require_delta
+from clipgrad._check.points import make_point
+from clipgrad._check.search import Judge, every_slope
 from clipgrad._check.selection import Selector, parameter_names
-from clipgrad._check.session import Session
-from clipgrad._check.tolerance import make_tolerance
+from clipgrad._check.subject import Subject, make_subject
+from clipgrad._check.tolerances import make_tolerance
+from clipgrad._check.vectors import is_complex, offsets, real_size, to_numpy, wide_dtype
 
 
 def numerical_grad(
@@ -77,27 +77,27 @@ def numerical_grad(
             numerical_grad(fun, args, wrt=w, output=output, cotangent=cotangent, delta=delta)
             for w in wrt
         )
-    problem = make_problem(fun, args, None, wrt, None, output)
-    covector = _covector(problem, cotangent)
-    differences = choose(problem, covector[None], fast_compile=False).differences
-    tolerance = make_tolerance(problem.leaf_ranges(), ["float64"] * len(problem.inputs))
-    session = Session(problem, differences, tolerance, 0, delta)
-    nothing = np.zeros((1, int(offsets(problem.inputs)[-1])))
-    point = session.point(problem.inputs, nothing, None)
-    return _tree(fun, args, wrt, problem, every_slope(session, point))
+    subject = make_subject(fun, args, None, wrt, None, output)
+    covector = _covector(subject, cotangent)
+    differences = choose(subject, covector[None], fast_compile=False).differences
+    tolerance = make_tolerance(subject.ranges, ["float64"] * len(subject.inputs))
+    nothing = np.zeros((1, int(offsets(subject.inputs)[-1])))
+    point = make_point(subject, subject.inputs, (nothing, None, None), 0, delta)
+    judge = Judge(differences, point, nothing, None, tolerance, delta)
+    return _tree(fun, args, wrt, subject, every_slope(judge))
 
 
-def _covector(problem: Problem, cotangent: Any) -> np.ndarray:
+def _covector(subject: Subject, cotangent: Any) -> np.ndarray:
     if cotangent is None:
-        return np.concatenate([_weights(np.ones(y.shape), y) for y in problem.outputs])
+        return np.concatenate([_weights(np.ones(y.shape), y) for y in subject.outputs])
     leaves = jax.tree.leaves(cotangent)
     shapes = [np.shape(leaf) for leaf in leaves]
-    if shapes != [y.shape for y in problem.outputs]:
+    if shapes != [y.shape for y in subject.outputs]:
         raise ValueError(
             f"cotangent has shapes {shapes}; expected those of the chosen outputs, "
-            f"{[y.shape for y in problem.outputs]}"
+            f"{[y.shape for y in subject.outputs]}"
         )
-    parts = zip(leaves, problem.outputs, strict=True)
+    parts = zip(leaves, subject.outputs, strict=True)
     return np.concatenate([_weights(np.asarray(leaf), y) for leaf, y in parts])
 
 
@@ -106,8 +106,8 @@ def _weights(leaf: np.ndarray, output) -> np.ndarray:
     return to_numpy([np.conj(leaf).astype(wide_dtype(output.dtype))])
 
 
-def _tree(fun, args: tuple, wrt, problem: Problem, gradient: np.ndarray) -> Any:
-    found = dict(zip(problem.names, _leaves(problem, gradient), strict=True))
+def _tree(fun, args: tuple, wrt, subject: Subject, gradient: np.ndarray) -> Any:
+    found = dict(zip(subject.names, _leaves(subject, gradient), strict=True))
     paths, structure = jax.tree_util.tree_flatten_with_path(args)
     names = ["args" + jax.tree_util.keystr(path) for path, _ in paths]
     tree = jax.tree.unflatten(structure, [found.get(name) for name in names])
@@ -126,9 +126,9 @@ def _argument(fun, args: tuple, wrt: int | str) -> int | None:
     return int(wrt) if str(wrt).isdigit() else None
 
 
-def _leaves(problem: Problem, gradient: np.ndarray) -> list[np.ndarray]:
+def _leaves(subject: Subject, gradient: np.ndarray) -> list[np.ndarray]:
     leaves, start = [], 0
-    for x in problem.inputs:
+    for x in subject.inputs:
         part = gradient[start : start + real_size(x)]
         start += real_size(x)
         if is_complex(x):

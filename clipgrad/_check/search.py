@@ -1,30 +1,50 @@
-"""Where a gradient is wrong: the three modes, and the bisection that names elements."""
+"""Where a gradient is wrong: suspects named by plain AD, ranges bisected, all judged by slopes."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from clipgrad._check.judge import KINK, OK, UNSURE, WRONG, Verdict
-from clipgrad._check.session import BALANCED, DENSE, SINGLE, Point, Session
-from clipgrad._check.suspects import elements, suspected
+from clipgrad._check.differences import Differences, Moves, Slopes
+from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
+from clipgrad._check.progress import progress_bar
+from clipgrad._check.subject import Range
+from clipgrad._check.tolerances import NOISE, SETTLED, Allowed, Tolerance
+from clipgrad._check.verdicts import (
+    KINK,
+    NOTHING,
+    OK,
+    ROUNDING,
+    UNSEEN,
+    UNSURE,
+    WRONG,
+    Ladder,
+    Verdict,
+    is_certain,
+    judge,
+    judge_two,
+)
 
-GROUPS = 3
-BLOCKS = 64
-KEPT = 8
-INSPECTED = 64
-ROUNDING = 4
-FREEDOM = (10.0, 30.0)
-
-Range = tuple[int, int]
+GROUPS = 3  # of leaves that an independent look at plain AD moves together
+BLOCKS = 64  # parts of a leaf that are looked at where there is no reference
+# Of the suspects in a leaf, the worst and some spread over the others are looked at; if they are
+# all wrong so are the others, else more are looked at.
+WORST, SPREAD, INSPECTED = 8, 8, 64
+# A range that is wrong is split in so many parts; where more than FEW are, only the WORST_AREAS.
+PARTS, FEW, WORST_AREAS = 16, 8, 2
+# Off by less than this part of the typical gradient: constants may have been rounded.
+SUBTLE = 0.01
 
 
 class Finding(NamedTuple):
     """What was found in one leaf.
 
-    `indices` are the inspected elements of the input vector and `verdict` the verdict on them;
-    `suspects` counts all elements that disagree, inspected or not; `exact` tells whether that
-    count is complete.
+    `indices` are elements of the input vector and `verdict` the verdict on them, of which the
+    first `inspected` were looked at by differences; `suspects` counts all elements that disagree,
+    listed or not; `exact` tells whether that count is complete. `passes` tells of a rule wrong in
+    float64 that its gradient as computed is within its own tolerance.
     """
 
     leaf: int
@@ -32,136 +52,337 @@ class Finding(NamedTuple):
     verdict: Verdict
     suspects: int
     exact: bool
+    inspected: int
+    passes: bool = False
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether some element is wrong."""
+        return bool(np.any(self.verdict.kind == WRONG))
 
 
 class Search(NamedTuple):
-    """All findings at one point, and the ranges that could not be decided."""
+    """All findings at one point, and the ranges that are at kinks or could not be decided."""
 
     findings: list[Finding]
     kinks: list[Range]
     unsure: list[Range]
 
+    def wrong_leaves(self) -> set[int]:
+        """The leaves in which some element is wrong."""
+        return {finding.leaf for finding in self.findings if finding.is_wrong}
 
-def search(session: Session, point: Point, mode: str, rounding: Callable | None, rows: int = 2):
+
+@dataclasses.dataclass(frozen=True)
+class Judge:
+    """Judges a gradient at a point, in whole or in part, by the slopes of the function.
+
+    Attributes:
+      differences: measures slopes.
+      point: where.
+      gradient: what is judged, shape (cotangents, inputs).
+      reference: a gradient that is exact unless it is wrong; None if there is none.
+      tolerance: how far numbers may be apart.
+      delta: an absolute step, to be used as it is; None to extrapolate.
+      rounding: gives what rounding excuses in each element, or None.
+    """
+
+    differences: Differences
+    point: Point
+    gradient: np.ndarray
+    reference: np.ndarray | None
+    tolerance: Tolerance
+    delta: float | None = None
+    rounding: Callable[[], np.ndarray | None] = lambda: None
+
+    @property
+    def ranges(self) -> Sequence[Range]:
+        """The range of each leaf in the vector of inputs."""
+        return self.tolerance.ranges
+
+    @functools.cached_property
+    def allowed(self) -> Allowed:
+        """How far each element may be off."""
+        exact = self.reference is not None
+        target = self.reference if exact else self.gradient
+        return self.tolerance.elements(target, self.point.scale, exact)
+
+    def elements(self, indices: np.ndarray, judged: bool = True) -> Verdict:
+        """The verdict on single elements, in units of the gradient."""
+        areas = np.stack([indices, indices + 1], axis=1)
+        verdict = self.areas(areas, SINGLE, judged=judged)
+        unit = self.point.scale[indices]
+        names = ("numeric", "analytic", "error", "ahead", "behind")
+        return verdict._replace(**{name: getattr(verdict, name) / unit for name in names})
+
+    def areas(
+        self, areas, direction: int, target: np.ndarray | None = None, judged: bool = True
+    ) -> Verdict:
+        """Judge the slopes along ranges of the input vector against a gradient.
+
+        Args:
+          areas: pairs (start, stop), one for each row.
+          direction: the row of `Point.directions` to move along.
+          target: another gradient to be judged instead.
+          judged: False to look closer at what is imprecise, instead of at what disagrees.
+
+        Returns:
+          One verdict for each range. What two steps show to be right or certainly wrong is not
+          looked at again.
+        """
+        areas = np.asarray(areas, int).reshape(-1, 2)
+        if not len(areas):
+            return NOTHING
+        target = self.gradient if target is None else target
+        allowed = self._allowed(areas, direction, target)
+        verdict = self._by_two_steps(areas, direction, target, allowed)
+        if judged and direction != SINGLE:
+            self._by_finer_steps(verdict, areas, direction, target, allowed)
+        doubtful = verdict.kind != OK if judged else _unsettled(verdict)
+        doubtful = np.flatnonzero(doubtful & ~(is_certain(verdict) & judged))
+        if doubtful.size and self.delta is None:
+            ladder, ratio = self._ladder(areas[doubtful], direction, target)
+            verdict.put(doubtful, judge(ladder, ratio, allowed.part(doubtful)))
+        return verdict
+
+    def _by_finer_steps(self, verdict, areas, direction, target, allowed) -> None:
+        """Try smaller steps where one disagrees, since elements may have passed their kinks."""
+        finer, doubtful = self.differences.evaluation.finer, np.flatnonzero(verdict.kind != OK)
+        if finer is None or self.delta is not None or not doubtful.size:
+            return
+        part = allowed.part(doubtful)
+        closer = self._by_two_steps(areas[doubtful], direction, target, part, finer)
+        right = closer.kind == OK
+        verdict.put(doubtful[right], closer.part(right))
+
+    def _by_two_steps(self, areas, direction, target, allowed, exponents=None) -> Verdict:
+        exponents = exponents or self.differences.evaluation.quick
+        exponents = exponents if self.delta is None else (0, 1)
+        steps = self._measure(areas, direction, target, exponents)
+        ratio = 2.0 ** (exponents[1] - exponents[0])
+        return judge_two(steps, ratio, allowed, as_they_are=self.delta is not None)
+
+    def _ladder(self, areas, direction, target) -> tuple[Ladder, float]:
+        exponents = self.differences.evaluation.ladder
+        ladder = self._measure(areas, direction, target, exponents)
+        return ladder, 2.0 ** (exponents[1] - exponents[0])
+
+    def _measure(self, areas, direction, target, exponents) -> Ladder:
+        steps = 2.0 ** -np.asarray(exponents, np.float64)
+        count, each = len(areas), len(steps)
+        moves = Moves(
+            np.repeat(areas[:, 0], each),
+            np.repeat(areas[:, 1], each),
+            np.tile(steps, count),
+            np.full(count * each, direction),
+        )
+        point = self.point
+        with progress_bar(len(moves.start)) as progress:
+            flat = self.differences.measure(point.xs, point.directions, target, moves, progress)
+        slopes = Slopes(*(column.reshape((count, each, -1)) for column in flat))
+        return Ladder(slopes, self._noise(slopes.size, steps))
+
+    def _noise(self, size: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        outputs = max(self.differences.covectors.shape[1], 1)
+        eps = self.differences.evaluation.eps
+        return NOISE * eps * size / np.sqrt(outputs) / steps[None, :, None]
+
+    def _allowed(self, areas, direction, target) -> Allowed:
+        starts, scale = areas[:, 0], self.point.scale
+        if direction == SINGLE:
+            return self.tolerance.moves(self.allowed, starts, scale)
+        along = self.point.directions[direction]
+        norms = [np.linalg.norm(target[:, a:b] * along[a:b], axis=1) for a, b in areas]
+        overall = self.tolerance.overall(target, scale)
+        exact = target is self.reference
+        return self.tolerance.ranges_along(np.stack(norms), overall, starts, exact)
+
+
+def search(
+    judge: Judge, mode: str, rows: int = 2, allowance: Callable | None = None, without=frozenset()
+) -> Search:
     """Look for wrong elements at one point.
 
     Args:
-      session: the function.
-      point: the point and its gradients.
+      judge: judges the gradient there.
       mode: "auto", "fast", "full", or "reference": "auto" with no look at the reference itself.
-      rounding: gives the rounding error of plain AD at the point; None if not to be had.
       rows: how many random directions per group of leaves.
+      allowance: gives how far each element may be off besides, asked only where some are off a
+        little.
+      without: leaves to leave out.
 
     Returns:
       A `Search`.
     """
-    found = Search([], [], [])
+    found, leaves = Search([], [], []), range(len(judge.ranges))
+    leaves = [leaf for leaf in leaves if leaf not in without]
     if mode == "full":
-        _full(session, point, found)
-    elif mode in ("auto", "reference") and point.reference is not None:
-        _by_reference(session, point, point.reference, found)
+        _full(judge, found)
+    elif mode in ("auto", "reference") and judge.reference is not None:
+        _by_reference(judge, judge.reference, found, leaves, allowance)
         if mode == "auto":
-            _along_groups(session, point, point.reference, found, rows)
-        _by_blocks(session, point, found, point.blind)
+            _along_groups(judge, judge.reference, found, rows)
+        _by_blocks(judge, found, [leaf for leaf in judge.point.blind if leaf in leaves])
     elif mode in ("auto", "reference"):
-        _by_blocks(session, point, found, range(len(session.tolerance.ranges)))
+        _by_blocks(judge, found, leaves)
     else:
-        _along_leaves(session, point, found, rows)
-    findings = [_of_finite(finding, point) for finding in found.findings]
-    findings = [_without_rounding(f, session, point, rounding) for f in findings]
-    return found._replace(findings=findings)
+        _along_leaves(judge, found, rows, leaves)
+    findings = [_of_finite(finding, judge.point) for finding in found.findings]
+    findings = [_without_constants(finding, judge, allowance) for finding in findings]
+    return found._replace(findings=[_without_rounding(f, judge) for f in findings])
 
 
-def every_slope(session: Session, point: Point) -> np.ndarray:
+def every_slope(judge: Judge) -> np.ndarray:
     """The slope along every single element, for the first cotangent."""
-    indices = np.arange(point.scale.size)
-    return elements(session, point, indices, judged=False).numeric
+    return judge.elements(np.arange(judge.point.scale.size), judged=False).numeric
 
 
-def _full(session: Session, point: Point, found: Search) -> None:
-    for leaf, (start, stop) in enumerate(session.tolerance.ranges):
-        indices = np.flatnonzero(point.finite[start:stop]) + start
-        verdict = elements(session, point, indices)
-        found.findings.append(Finding(leaf, indices, verdict, _count(verdict), True))
+def _full(judge: Judge, found: Search) -> None:
+    for leaf, (start, stop) in enumerate(judge.ranges):
+        indices = np.flatnonzero(judge.point.finite[start:stop]) + start
+        verdict = judge.elements(indices)
+        count = int(np.sum(verdict.kind == WRONG))
+        found.findings.append(Finding(leaf, indices, verdict, count, True, len(indices)))
 
 
-def _by_reference(session: Session, point: Point, reference: np.ndarray, found: Search) -> None:
-    tolerance = session.tolerance
-    slack = _slack(tolerance, reference, point.gradient, session.floor(point))
-    off = np.abs(reference - point.gradient)
-    excess = np.where(point.finite, (off / slack).max(axis=0), 0.0)
-    for leaf, (start, stop) in enumerate(tolerance.ranges):
-        part = excess[start:stop]
-        suspects = np.flatnonzero(part > 1)
-        if suspects.size:
-            worst = suspects[np.argsort(-part[suspects], kind="stable")][:INSPECTED] + start
-            verdict = suspected(session, point, reference, worst)
-            alike = len(worst) == suspects.size or (verdict.kind == WRONG).all()
-            count = suspects.size if alike else len(worst)
-            found.findings.append(Finding(leaf, worst, verdict, count, alike))
+def _by_reference(judge: Judge, reference, found: Search, leaves, allowance) -> None:
+    """Judge by differences where the gradient and the reference disagree."""
+    off = np.abs(reference - judge.gradient)
+    slack = judge.allowed.slack(reference, judge.gradient)
+    suspects = (off > slack).any(axis=0) & judge.point.finite
+    if not suspects.any():
+        return
+    if allowance is not None and _is_subtle(off, reference, judge, suspects):
+        slack = slack + allowance()
+        suspects &= (off > slack).any(axis=0)
+    excused = judge.rounding()
+    excused = np.zeros(suspects.size) if excused is None else excused
+    rounding = suspects & (off.max(axis=0) <= excused)
+    excess = (off / slack).max(axis=0)
+    for leaf in leaves:
+        start, stop = judge.ranges[leaf]
+        excusable = np.flatnonzero(rounding[start:stop]) + start
+        if excusable.size:
+            verdict = _as_reference(judge, reference, excusable, ROUNDING)
+            found.findings.append(Finding(leaf, excusable, verdict, 0, True, 0))
+        indices = np.flatnonzero((suspects & ~rounding)[start:stop]) + start
+        if indices.size:
+            found.findings.append(_inspected(judge, reference, leaf, indices, excess))
 
 
-def _slack(tolerance, numeric, analytic, floor) -> np.ndarray:
-    if tolerance.paddle is not None:
-        size = np.abs(numeric)
-        return tolerance.paddle * np.where(size < 1e-3, 1.0, size)
-    return tolerance.relative * np.fmax(np.abs(numeric), np.abs(analytic)) + floor
+def _is_subtle(off, reference, judge: Judge, suspects) -> bool:
+    size = np.abs(reference) + judge.allowed.typical
+    return bool((off <= SUBTLE * size).all(axis=0)[suspects].any())
 
 
-def _along_groups(
-    session: Session, point: Point, reference: np.ndarray, found: Search, rows: int
-) -> None:
+def _inspected(judge: Judge, reference, leaf: int, indices, excess) -> Finding:
+    """Some of the suspects judged by differences; all of them, if they do not agree."""
+    worst = indices[np.argsort(-excess[indices], kind="stable")]
+    spread = worst[WORST:][:: max(1, (len(worst) - WORST) // SPREAD)][:SPREAD]
+    first = np.concatenate([worst[:WORST], spread])
+    verdict = suspected(judge, reference, first)
+    if (verdict.kind == WRONG).all():
+        rest = np.setdiff1d(indices, first)
+        others = _as_reference(judge, reference, rest, WRONG)
+        both = Verdict(*map(np.concatenate, zip(verdict, others, strict=True)))
+        return Finding(leaf, np.r_[first, rest], both, len(indices), True, len(first))
+    worst = worst[:INSPECTED]
+    verdict = suspected(judge, reference, worst)
+    unseen = np.setdiff1d(indices, worst)
+    others = _as_reference(judge, reference, unseen, UNSEEN)
+    count, exact = len(worst), not len(unseen)
+    both = Verdict(*map(np.concatenate, zip(verdict, others, strict=True)))
+    return Finding(leaf, np.r_[worst, unseen], both, count, exact, count)
+
+
+def _as_reference(judge: Judge, reference, indices, kind: int) -> Verdict:
+    """The verdict on elements that the reference alone tells of."""
+    numeric, analytic = reference[0, indices], judge.gradient[0, indices]
+    zero = np.zeros(len(indices))
+    kinds = np.full(len(indices), kind)
+    return Verdict(kinds, numeric, analytic, zero, numeric, numeric, zero.astype(bool))
+
+
+def suspected(judge: Judge, reference: np.ndarray, indices) -> Verdict:
+    """The verdict on suspects; two of a kind stand for all if no element examined is wrong.
+
+    Of a kind are those of one value that are off by one ratio, as are the zeros given to a relu.
+    """
+    ratio = judge.gradient[0, indices] / reference[0, indices]
+    alike = np.stack([judge.point.vector[indices], np.float32(ratio).astype(float)], axis=1)
+    _, first, kind = np.unique(alike, axis=0, return_index=True, return_inverse=True)
+    second = np.asarray([np.flatnonzero(kind.ravel() == k)[-1] for k in range(len(first))])
+    chosen = np.concatenate([first, second])
+    if len(chosen) < len(indices):
+        verdict = judge.elements(indices[chosen])
+        verdict = _with_reference(verdict, judge, reference, indices[chosen])
+        if np.isin(verdict.kind, (OK, KINK)).all():
+            return verdict.part(kind.ravel())
+    return _with_reference(judge.elements(indices), judge, reference, indices)
+
+
+def _with_reference(verdict: Verdict, judge: Judge, reference, indices) -> Verdict:
+    """Where differences are too noisy to tell but do not contradict the reference, it decides.
+
+    A gradient far below the noise of the outputs is among them, but not one that vanishes.
+    """
+    off = np.abs(reference - judge.gradient)[:, indices]
+    row = np.argmax(off, axis=0)
+    better, analytic = reference[row, indices], judge.gradient[row, indices]
+    close = np.abs(verdict.numeric - verdict.analytic) <= verdict.error
+    blurred = (np.abs(verdict.numeric - better) <= verdict.error) & (
+        np.abs(better - analytic) <= verdict.error
+    )
+    unsure = (verdict.kind == UNSURE) | ((verdict.kind == OK) & blurred)
+    wrong = unsure & np.isfinite(verdict.numeric) & close
+    return verdict._replace(
+        kind=np.where(wrong, WRONG, verdict.kind),
+        numeric=np.where(wrong, better, verdict.numeric),
+        analytic=np.where(wrong, analytic, verdict.analytic),
+    )
+
+
+def _along_groups(judge: Judge, reference: np.ndarray, found: Search, rows: int) -> None:
     """An independent look at the reference itself, a few leaves at a time."""
     known = {finding.leaf for finding in found.findings}
-    groups = np.array_split(np.arange(len(session.tolerance.ranges)), GROUPS)
-    ranges = [_span(session, group) for group in groups if group.size]
+    groups = [g for g in np.array_split(np.arange(len(judge.ranges)), GROUPS) if g.size]
+    areas = [(judge.ranges[g[0]][0], judge.ranges[g[-1]][1]) for g in groups]
     doubtful = set()
     for direction in BALANCED[:rows]:
-        verdict = session.verdict(point, ranges, direction, reference)
-        members = [group for group in groups if group.size]
-        for group, kind in zip(members, verdict.kind, strict=True):
+        verdict = judge.areas(areas, direction, reference)
+        for group, kind in zip(groups, verdict.kind, strict=True):
             doubtful |= set(group.tolist()) if kind != OK else set()
     leaves = sorted(doubtful - known)
     if leaves:
-        _along_leaves(session, point, found, rows, leaves)
+        _along_leaves(judge, found, rows, leaves)
 
 
-def _span(session: Session, group: np.ndarray) -> Range:
-    ranges = session.tolerance.ranges
-    return ranges[int(group[0])][0], ranges[int(group[-1])][1]
+def _along_leaves(judge: Judge, found: Search, rows: int, leaves: Sequence[int]) -> None:
+    areas = [judge.ranges[leaf] for leaf in leaves]
+    verdicts = [judge.areas(areas, direction) for direction in (*BALANCED, DENSE)[:rows]]
+    kinds = np.max([verdict.kind for verdict in verdicts], axis=0)
+    for leaf, area, kind in zip(leaves, areas, kinds, strict=True):
+        _record(judge, found, leaf, [area], np.asarray([kind]))
 
 
-def _along_leaves(
-    session: Session, point: Point, found: Search, rows: int, leaves: Sequence[int] | None = None
-) -> None:
-    leaves = range(len(session.tolerance.ranges)) if leaves is None else leaves
-    ranges = [session.tolerance.ranges[leaf] for leaf in leaves]
-    kinds = [
-        session.verdict(point, ranges, direction, point.gradient).kind
-        for direction in (*BALANCED, DENSE)[:rows]
-    ]
-    for leaf, area, kind in zip(leaves, ranges, np.max(kinds, axis=0), strict=True):
-        _record(session, point, found, leaf, [area], np.asarray([kind]))
-
-
-def _by_blocks(session: Session, point: Point, found: Search, leaves: Sequence[int]) -> None:
+def _by_blocks(judge: Judge, found: Search, leaves: Sequence[int]) -> None:
     for leaf in leaves:
-        blocks = _split(session.tolerance.ranges[leaf], BLOCKS)
-        _record(session, point, found, leaf, blocks, _kinds(session, point, blocks))
+        blocks = _split(judge.ranges[leaf], BLOCKS)
+        _record(judge, found, leaf, blocks, _verdict(judge, blocks).kind)
 
 
-def _record(session, point, found: Search, leaf: int, areas, kinds) -> None:
+def _record(judge: Judge, found: Search, leaf: int, areas, kinds) -> None:
     found.kinks.extend(area for area, kind in zip(areas, kinds, strict=True) if kind == KINK)
     found.unsure.extend(area for area, kind in zip(areas, kinds, strict=True) if kind == UNSURE)
     wrong = [area for area, kind in zip(areas, kinds, strict=True) if kind == WRONG]
     if wrong:
-        finding = _bisect(session, point, leaf, wrong)
+        finding = _bisect(judge, leaf, wrong)
         found.findings.append(finding)
         if not len(finding.indices):
             found.unsure.extend((a, b) for a, b in wrong if b - a > BLOCKS)
 
 
-def _bisect(session: Session, point: Point, leaf: int, areas: list[Range]) -> Finding:
+def _bisect(judge: Judge, leaf: int, areas: list[Range]) -> Finding:
     """Split disagreeing ranges until single elements are left.
 
     Where a range disagrees though all its parts agree, only elements at kinks are left: together
@@ -170,21 +391,26 @@ def _bisect(session: Session, point: Point, leaf: int, areas: list[Range]) -> Fi
     """
     exact, kinks = True, []
     while areas and max(stop - start for start, stop in areas) > 1:
-        exact = exact and len(areas) <= KEPT
-        kept = areas[:KEPT]
-        parts = [part for area in kept for part in _split(area, BLOCKS)]
-        kinds = _kinds(session, point, parts)
-        areas = [part for part, kind in zip(parts, kinds, strict=True) if kind == WRONG]
-        kinks = [part for part, kind in zip(parts, kinds, strict=True) if kind == KINK]
+        parts = [part for area in areas for part in _split(area, _parts(area))]
+        verdict = _verdict(judge, parts)
+        kinks = [part for part, kind in zip(parts, verdict.kind, strict=True) if kind == KINK]
+        wrong = np.flatnonzero(verdict.kind == WRONG)
+        if len(wrong) > FEW and max(stop - start for start, stop in parts) > 1:
+            off = np.abs(verdict.numeric - verdict.analytic)[wrong]
+            wrong, exact = wrong[np.argsort(-off, kind="stable")][:WORST_AREAS], False
+        areas = [parts[k] for k in wrong]
     singles = areas or [(start, stop) for start, stop in kinks if stop - start == 1]
     indices = np.asarray([start for start, _ in singles], int)[:INSPECTED]
-    verdict = elements(session, point, indices)
-    return Finding(leaf, indices, verdict, len(singles), exact)
+    return Finding(leaf, indices, judge.elements(indices), len(singles), exact, len(indices))
 
 
-def _kinds(session: Session, point: Point, areas: list[Range]) -> np.ndarray:
+def _verdict(judge: Judge, areas: list[Range]) -> Verdict:
     single = max(stop - start for start, stop in areas) == 1
-    return session.verdict(point, areas, SINGLE if single else DENSE, point.gradient).kind
+    return judge.areas(areas, SINGLE if single else DENSE)
+
+
+def _parts(area: Range) -> int:
+    return BLOCKS if area[1] - area[0] <= BLOCKS else PARTS
 
 
 def _split(area: Range, parts: int) -> list[Range]:
@@ -193,30 +419,45 @@ def _split(area: Range, parts: int) -> list[Range]:
     return [(int(a), int(b)) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
 
 
-def _count(verdict: Verdict) -> int:
-    return int(np.sum(verdict.kind == WRONG))
+def _unsettled(verdict: Verdict) -> np.ndarray:
+    return ~(verdict.error <= SETTLED * np.abs(verdict.numeric))
 
 
 def _of_finite(finding: Finding, point: Point) -> Finding:
     """Leaves out elements whose gradient is not finite, which is a failure of its own."""
     finite = point.finite[finding.indices]
-    verdict = Verdict(*(field[finite] for field in finding.verdict))
-    suspects = finding.suspects - int(np.sum(~finite))
-    return finding._replace(indices=finding.indices[finite], verdict=verdict, suspects=suspects)
+    if finite.all():
+        return finding
+    return finding._replace(
+        indices=finding.indices[finite],
+        verdict=finding.verdict.part(finite),
+        suspects=finding.suspects - int(np.sum(~finite)),
+        inspected=int(finite[: finding.inspected].sum()),
+    )
 
 
-def _without_rounding(finding: Finding, session: Session, point: Point, rounding) -> Finding:
+def _without_constants(finding: Finding, judge: Judge, allowance: Callable | None) -> Finding:
+    """Forgive what rounded constants explain, where no reference was there to forgive it."""
+    if allowance is None or not finding.is_wrong:
+        return finding
+    verdict = finding.verdict
+    off = np.abs(verdict.numeric - verdict.analytic)
+    wrong = (verdict.kind == WRONG) & ~verdict.kink
+    subtle = wrong & (off <= SUBTLE * np.fmax(np.abs(verdict.numeric), np.abs(verdict.analytic)))
+    if not subtle.any():
+        return finding
+    forgiven = subtle & (off <= allowance().max(axis=0)[finding.indices])
+    kind = np.where(forgiven, OK, verdict.kind)
+    return finding._replace(verdict=verdict._replace(kind=kind))
+
+
+def _without_rounding(finding: Finding, judge: Judge) -> Finding:
     """Excuse elements where plain AD in the same precision is off about as much."""
-    wrong = finding.verdict.kind == WRONG
-    if rounding is None or not wrong.any():
+    verdict = finding.verdict
+    wrong = (verdict.kind == WRONG) & ~verdict.kink
+    excused = judge.rounding() if wrong.any() else None
+    if excused is None:
         return finding
-    error = rounding()
-    if error is None:
-        return finding
-    start, stop = session.tolerance.ranges[finding.leaf]
-    own, others = FREEDOM
-    allowed = own * error.max(axis=0) + others * np.median(error.max(axis=0)[start:stop])
-    off = np.abs(finding.verdict.numeric - finding.verdict.analytic)
-    excused = wrong & (off <= allowed[finding.indices]) & ~finding.verdict.kink
-    kind = np.where(excused, ROUNDING, finding.verdict.kind)
-    return finding._replace(verdict=finding.verdict._replace(kind=kind))
+    off = np.abs(verdict.numeric - verdict.analytic)
+    kind = np.where(wrong & (off <= excused[finding.indices]), ROUNDING, verdict.kind)
+    return finding._replace(verdict=verdict._replace(kind=kind))

@@ -1,98 +1,201 @@
-"""Checks of the values and types that differentiation hands back, whatever the numbers."""
+"""Points with structure: elements that are tied, as equal maxima are, and symmetric matrices.
 
+An element at a kink may have any gradient between its one-sided slopes; several that are tied may
+not have it together. Two looks find out. Along a direction that keeps equal elements equal, what
+is tied stays tied, so that most functions have one slope there, which the gradient must have. And
+where all kinks of one output bend the same way, the gradient lies between the one-sided slopes
+along every direction of the elements at kinks, equal or not.
+"""
+
+import dataclasses
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._check.problem import Problem
-from clipgrad._check.real import cotangent_leaves, is_float, widen
+from clipgrad._check.differences import Differences
+from clipgrad._check.gradients import VJP
+from clipgrad._check.points import (
+    BALANCED,
+    DENSE,
+    Point,
+    dense,
+    generator,
+    symmetric_leaves,
+    tied_direction,
+)
 from clipgrad._check.report import Failure
-from clipgrad._check.tolerance import RELATIVE, narrowest
+from clipgrad._check.search import Finding, Judge, Search
+from clipgrad._check.subject import Subject
+from clipgrad._check.tolerances import KINK_GAP, TIED_NOISE, TIED_RELATIVE
+from clipgrad._check.verdicts import KINK, OK, SYMMETRIC, WRONG
+
+OUTPUTS = 8  # with kinks that are looked at
+MOVED = 4  # ways to move tied elements: all up, and up and down at random
 
 
-def primal(problem: Problem, outputs: Sequence[jax.Array], how: str) -> list[Failure]:
-    """The function called and the function differentiated have the same outputs."""
-    failures = []
-    for name, called, other in zip(problem.output_names, problem.outputs, outputs, strict=True):
-        for what in ("dtype", "shape"):
-            a, b = getattr(called, what), getattr(other, what)
-            if a != b:
-                detail = f"{what} {a} when called, {b} when {how}"
-                failures.append(Failure("primal", name, detail))
-        if called.shape == other.shape:
-            failures += _same_value(name, widen(called), widen(other), called.dtype, how)
-    return failures
+def check_ties(subject: Subject, judge: Judge, vjp: VJP, found: Search, seed: int) -> list[Failure]:
+    """Check what is tied in leaves in which no element is wrong by itself."""
+    wrong = found.wrong_leaves()
+    findings = [finding for finding in found.findings if finding.leaf not in wrong]
+    kinks = [f.indices[f.verdict.kind == KINK] for f in findings]
+    kinks = np.unique(np.concatenate(kinks)) if kinks else np.zeros(0, int)
+    failures = _at_kinks(subject, judge, vjp, kinks, seed) if len(kinks) > 1 else []
+    return failures or ([] if wrong else _of_equal_elements(subject, judge, seed))
 
 
-def _same_value(name, called, other, dtype, how) -> list[Failure]:
-    precision = narrowest([np.dtype(jnp.finfo(dtype).dtype).name])
-    size = np.sqrt(np.mean(np.abs(np.where(np.isfinite(called), called, 0.0)) ** 2))
-    with np.errstate(invalid="ignore"):
-        off = np.abs(called - other)
-        same = (called == other) | (np.isnan(called) & np.isnan(other))
-    bad = ~same & ~(off <= RELATIVE[precision] * (0.1 * np.abs(called) + 0.01 * size))
-    if not bad.any():
+def _of_equal_elements(subject: Subject, judge: Judge, seed: int) -> list[Failure]:
+    """The slope along directions that keep equal elements equal."""
+    values, counts = np.unique(judge.point.vector, return_counts=True)
+    values = values[(counts > 1) & (values != 0)]
+    if not len(values):
         return []
-    worst = np.unravel_index(
-        np.argmax(np.where(bad, np.nan_to_num(off, nan=np.inf), -1)), bad.shape
-    )
-    index = str([int(i) for i in worst]) if worst else ""
+    directions = [tied_direction(judge.point.xs, seed + row) for row in BALANCED]
+    if not _is_wrong_along(judge, directions):
+        return []
+    while len(values) > 1:
+        halves = np.array_split(values, 2)
+        wrong = [half for half in halves if _is_wrong_along(judge, _of_values(judge, half))]
+        if not wrong:
+            break
+        values = wrong[0]
+    tied = np.flatnonzero(np.isin(judge.point.vector, values))
+    moved = np.zeros((1, judge.point.scale.size))
+    moved[0, tied] = _step(judge.differences) * judge.point.scale[tied].max()
+    ahead, behind = judge.differences.changes(judge.point.xs, moved)
+    changes = [ahead, behind] @ judge.differences.covectors[0]
+    slopes = [float(change[0]) for change in (changes[1], changes[0], moved @ judge.gradient[0])]
+    return [_failure(subject, tied, "", slopes, np.linalg.norm(moved))]
+
+
+def _of_values(judge: Judge, values: np.ndarray) -> list[np.ndarray]:
+    """All elements of some values moved by their scale, those of one value alike."""
+    vector, scale = judge.point.vector, judge.point.scale
+    return [np.where(np.isin(vector, values), vector / np.abs(vector).max() * scale.max(), 0.0)]
+
+
+def _is_wrong_along(judge: Judge, directions: Sequence[np.ndarray]) -> bool:
+    whole = [(0, judge.point.scale.size)]
+    verdicts = [_moving(judge, direction).areas(whole, DENSE) for direction in directions]
+    return any(verdict.kind[0] == WRONG for verdict in verdicts)
+
+
+def _moving(judge: Judge, direction: np.ndarray) -> Judge:
+    """The same judge, which moves along `direction` where it would along a dense one."""
+    scale = judge.point.scale
+    point = dataclasses.replace(judge.point, directions=np.stack([scale, scale, direction, scale]))
+    return dataclasses.replace(judge, point=point)
+
+
+def _at_kinks(subject: Subject, judge: Judge, vjp: VJP, kinks, seed: int) -> list[Failure]:
+    """The one-sided slopes of single outputs along elements that are at kinks of them."""
+    differences, point = judge.differences, judge.point
+    bent = _bent_one_way(differences, point, kinks)
+    for output in np.flatnonzero(bent.sum(axis=0) > 1)[:OUTPUTS]:
+        tied = kinks[bent[:, output]]
+        gradient = vjp(np.eye(1, bent.shape[1], output)[0])
+        shifts = _shifts(judge, tied, seed)
+        ahead, behind = (change[:, output] for change in differences.changes(point.xs, shifts))
+        analytic = shifts @ gradient
+        low, high = np.minimum(ahead, behind), np.maximum(ahead, behind)
+        relative = TIED_RELATIVE * judge.tolerance.relative[tied[0]]
+        slack = relative * np.abs(shifts) @ np.abs(gradient) + _noise(differences)
+        off = np.fmax(low - analytic, analytic - high) - slack
+        worst = int(np.argmax(off))
+        if off[worst] > 0:
+            name = f" of {subject.output_element(int(output))}"
+            slopes = [float(x[worst]) for x in (behind, ahead, analytic)]
+            return [_failure(subject, tied, name, slopes, np.linalg.norm(shifts[worst]))]
+    return []
+
+
+def _bent_one_way(differences: Differences, point: Point, kinks) -> np.ndarray:
+    """Which elements have a kink in which output, for outputs whose kinks all bend one way."""
+    shifts = np.zeros((len(kinks), point.scale.size))
+    shifts[np.arange(len(kinks)), kinks] = _step(differences) * point.scale[kinks]
+    ahead, behind = differences.changes(point.xs, shifts)
+    bend = ahead - behind
+    least = KINK_GAP * np.fmax(np.abs(ahead), np.abs(behind)) + _noise(differences)
+    bent = np.abs(bend) > least
+    one_way = ~(np.any(bent & (bend > 0), axis=0) & np.any(bent & (bend < 0), axis=0))
+    return bent & one_way
+
+
+def _shifts(judge: Judge, tied, seed: int) -> np.ndarray:
+    """All tied elements up, and moved up and down at random."""
+    signs = generator(seed, "ties").choice([-1.0, 1.0], (MOVED, len(tied)))
+    signs[0] = 1.0
+    shifts = np.zeros((MOVED, judge.point.scale.size))
+    shifts[:, tied] = _step(judge.differences) * signs * judge.point.scale[tied].max()
+    return shifts
+
+
+def _step(differences: Differences) -> float:
+    return 2.0 ** -differences.evaluation.quick[1]
+
+
+def _noise(differences: Differences) -> float:
+    return TIED_NOISE * differences.evaluation.eps * float(np.max(np.abs(differences.base)))
+
+
+def _failure(subject: Subject, tied, output: str, slopes, size: float) -> Failure:
+    behind, ahead, analytic = (slope / size for slope in slopes)
+    starts = [start for start, _ in subject.ranges]
+    start = starts[int(np.searchsorted(starts, tied[0], "right")) - 1]
     detail = (
-        f"value {called[worst]:.7g} when called, {other[worst]:.7g} when {how}; "
-        f"{int(bad.sum())} of {bad.size} elements differ"
+        f"{len(tied)} tied elements share the gradient{output} wrongly: along them its slopes are "
+        f"{behind:.7g} and {ahead:.7g}, analytic {analytic:.7g}"
     )
-    return [Failure("primal", name + index, detail)]
+    return Failure("value", subject.element(int(tied[0])), detail, indices=tied - start)
 
 
-def same_types(problem: Problem, cotangents: Sequence) -> list[Failure]:
-    """Each input's cotangent has the input's dtype and shape."""
-    failures = []
-    for name, x, ct in zip(problem.names, problem.inputs, cotangents, strict=True):
-        for what in ("dtype", "shape"):
-            a, b = getattr(x, what), getattr(ct, what, None)
-            if a != b:
-                detail = f"the input has {what} {a}, its cotangent {b}"
-                failures.append(Failure("cotangent", name, detail))
-    return failures
+def excuse_symmetric(subject: Subject, judge: Judge, found: Search, seed: int) -> Search:
+    """Excuse what is right for symmetric matrices, where the function itself is meant for them.
 
-
-def integers(problem: Problem, covector: np.ndarray) -> list[Failure]:
-    """Inputs that are no floats get a cotangent of type float0."""
-    if all(map(is_float, problem.arrays)):
-        return []
-    _, pull = jax.vjp(problem.whole, problem.arrays)
-    cotangents = pull(cotangent_leaves(covector, problem.outputs))[0]
-    return [
-        Failure("cotangent", "integer input", f"its cotangent has dtype {ct.dtype}, not float0")
-        for x, ct in zip(problem.arrays, cotangents, strict=True)
-        if not is_float(x) and ct.dtype != jax.dtypes.float0
+    It is if plain AD disagrees with the slopes as well (the factors of a Cholesky decomposition),
+    or if one triangle is not read at all. A transposed gradient is not excused.
+    """
+    areas = dict(symmetric_leaves(subject, judge.point.xs))
+    findings = [
+        _excused(subject, judge, f, areas[f.leaf], seed) if f.is_wrong and f.leaf in areas else f
+        for f in found.findings
     ]
+    return found._replace(findings=findings)
 
 
-def finite_values(problem: Problem) -> list[Failure]:
-    """The outputs are finite."""
-    failures = []
-    for name, leaf in zip(problem.output_names, problem.outputs, strict=True):
-        bad = ~np.isfinite(widen(leaf))
-        if bad.any():
-            index = [int(i) for i in np.argwhere(bad)[0]] or ""
-            detail = (
-                f"the value is not finite at {int(bad.sum())} of {bad.size} elements; choose "
-                "another point, or leave this output out"
-            )
-            failures.append(Failure("finite", f"{name}{index}", detail))
-    return failures
+def _excused(subject: Subject, judge: Judge, finding: Finding, area, seed: int) -> Finding:
+    wrong = finding.verdict.kind == WRONG
+    if not _is_meant_for_symmetric(judge, finding, area):
+        return finding
+    start, stop = area
+    size = subject.inputs[finding.leaf].shape[0]
+    rng = generator(seed, "symmetric")
+    for _ in BALANCED:
+        matrix = dense(rng, size * size).reshape(size, size)
+        direction = np.zeros_like(judge.point.scale)
+        direction[start:stop] = (matrix + matrix.T).ravel() / 2 * judge.point.scale[area[0]]
+        if _moving(judge, direction).areas([area], DENSE).kind[0] != OK:
+            return finding
+    kind = np.where(wrong, SYMMETRIC, finding.verdict.kind)
+    return finding._replace(verdict=finding.verdict._replace(kind=kind))
 
 
-def finite_gradient(problem: Problem, gradient: np.ndarray) -> list[Failure]:
-    """The gradient is finite."""
-    failures = []
-    for start, stop in problem.leaf_ranges():
-        bad = np.flatnonzero(~np.isfinite(gradient[:, start:stop]).all(axis=0))
-        if bad.size:
-            detail = f"{bad.size} of {stop - start} elements of the gradient are not finite"
-            where = problem.element(start + int(bad[0]))
-            failures.append(Failure("finite", where, detail, indices=bad))
-    return failures
+def _is_meant_for_symmetric(judge: Judge, finding: Finding, area) -> bool:
+    start, stop = area
+    inspected = np.arange(len(finding.indices)) < finding.inspected
+    wrong = np.flatnonzero((finding.verdict.kind == WRONG) & inspected)
+    numeric, indices = finding.verdict.numeric[wrong], finding.indices[wrong]
+    if judge.point.reference is not None:
+        off = np.abs(judge.point.reference[:, indices] - numeric)
+        slack = judge.allowed.slack(numeric, judge.gradient[:, indices])
+        if np.ndim(slack) > 1 and (off > 10 * slack.max(axis=0)).all(axis=0).any():
+            return True
+    size = int(np.sqrt(stop - start))
+    gradient = judge.gradient[:, start:stop].reshape(-1, size, size)
+    symmetric = np.allclose(gradient, gradient.swapaxes(1, 2), rtol=1e-4)
+    row, column = np.divmod(indices - start, size)
+    unread = (row < column, row > column)
+    none_read = any(
+        side.any() and (np.abs(numeric[side]) <= finding.verdict.error[wrong][side]).all()
+        for side in unread
+    )
+    return symmetric and none_read

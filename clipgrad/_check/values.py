@@ -1,75 +1,177 @@
-"""The check of values: a search at one point, told as failures and notes."""
+"""The check of values at one point: what is judged by what, and told as failures and notes."""
 
 import numpy as np
 
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._check.check import Check
 from clipgrad._check.hints import layout_hint, ratio_hint
-from clipgrad._check.judge import KINK, UNSURE, WRONG
-from clipgrad._check.problem import Problem
+from clipgrad._check.points import Point
 from clipgrad._check.report import Failure
-from clipgrad._check.search import ROUNDING, Finding, Search
-from clipgrad._check.session import Point
+from clipgrad._check.search import Finding, Judge, Search, search
+from clipgrad._check.structure import check_ties, excuse_symmetric
+from clipgrad._check.subject import Subject
+from clipgrad._check.verdicts import IMPLICIT, KINDS, KINK, UNSURE, WRONG
 
-LAYOUT_LIMIT = 100_000
+LAYOUT_LIMIT = 100_000  # elements of a leaf that are compared with its transpose and permutations
+SUBTLE = "; the rule as written, evaluated in float64: in its own precision it passes"
+
+
+def check_values(check: Check, point: Point, where: str = "") -> None:
+    """Search for wrong elements at one point.
+
+    The rule evaluated in float64, where that can be done, must agree with slopes to float64's
+    tolerance; the gradient as it was computed must then agree with the rule's to its own. Else
+    the gradient as it was computed is judged by slopes.
+    """
+    log, first = check.log, point is check.first
+    mode = check.options.mode if first else _mode_elsewhere(check, point)
+    found = found_at(check, point, mode, rows=2 if first else 1)
+    failures, notes = told(check.subject, point, found, where)
+    if first:
+        judge = check.judge(point)
+        failures += check_ties(check.subject, judge, check.vjp, found, check.options.seed)
+        log.verified = int(point.finite.sum()) - unverified(point, found)
+    if not first:
+        failures = [f._replace(detail=f"right at the point you gave; {f.detail}") for f in failures]
+    log.fail(failures)
+    log.notes += [note for note in notes if note.replace(where, "", 1) not in log.notes]
+    if first and not point.gradient.any():
+        log.notes.append("the gradient is zero everywhere: does the output depend on the inputs?")
+
+
+def _mode_elsewhere(check: Check, point: Point) -> str:
+    return "auto" if check.options.mode == "auto" and point.reference is not None else "fast"
+
+
+def found_at(check: Check, point: Point, mode: str, rows: int) -> Search:
+    """What is wrong at one point: of the rule in float64, and of the gradient as computed."""
+    judge, of_rule = check.judge(point), Search([], [], [])
+    if point.rule is None:
+        found = search(judge, mode, rows)
+    else:
+        strict = check.judge_of_rule(point)
+        of_rule = search(strict, mode, rows, lambda: check.moved_by_constants(point))
+        of_rule = _excused(check, strict, _faithful(of_rule, judge))
+        found = search(judge, "reference", without=of_rule.wrong_leaves())
+    found = _excused(check, judge, found)
+    return Search(
+        _told_once(of_rule.findings, found.findings),
+        of_rule.kinks + found.kinks,
+        of_rule.unsure + found.unsure,
+    )
+
+
+def _faithful(found: Search, judge: Judge) -> Search:
+    """Leave out leaves whose gradient is right as computed though wrong by far in float64.
+
+    The rule does something there that widening changes.
+    """
+    slack = judge.allowed.slack(judge.reference, judge.gradient) if found.wrong_leaves() else None
+    findings = []
+    for finding in found.findings:
+        if finding.is_wrong:
+            verdict = finding.verdict
+            wrong = np.flatnonzero(verdict.kind == WRONG)[: finding.inspected or None]
+            numeric, allowed = verdict.numeric[wrong], slack[:, finding.indices[wrong]]
+            own = np.abs(judge.gradient[:, finding.indices[wrong]] - numeric) <= allowed
+            passes = bool(own.any(axis=0).all())
+            far = np.abs(verdict.analytic[wrong] - numeric) > 10 * allowed.max(axis=0)
+            if passes and far.all():
+                continue
+            finding = finding._replace(passes=passes)
+        findings.append(finding)
+    return found._replace(findings=findings)
+
+
+def _excused(check: Check, judge: Judge, found: Search) -> Search:
+    found = excuse_symmetric(check.subject, judge, found, check.options.seed)
+    if not found.wrong_leaves() or not _draws_implicitly(check.subject):
+        return found
+    return found._replace(findings=[_of_kind(f, IMPLICIT) for f in found.findings])
+
+
+def _of_kind(finding: Finding, kind: int) -> Finding:
+    verdict = finding.verdict
+    kinds = np.where(verdict.kind == WRONG, kind, verdict.kind)
+    return finding._replace(verdict=verdict._replace(kind=kinds))
+
+
+def _draws_implicitly(subject: Subject) -> bool:
+    if subject.program is None:
+        return False
+    return any(e.primitive.name == "random_gamma" for e in _jaxpr.equations(subject.program))
+
+
+def _told_once(of_rule: list[Finding], found: list[Finding]) -> list[Finding]:
+    """What was found of the rule, and of the gradient as computed what that does not say."""
+    known = {finding.leaf: set(finding.verdict.kind.tolist()) for finding in of_rule}
+
+    def is_new(finding: Finding) -> bool:
+        kinds = set(finding.verdict.kind.tolist())
+        return not kinds <= known.get(finding.leaf, set())
+
+    return of_rule + [finding for finding in found if is_new(finding)]
 
 
 def told(
-    problem: Problem, point: Point, found: Search, check: str = "value", where: str = ""
+    subject: Subject, point: Point, found: Search, where: str = "", check: str = "value"
 ) -> tuple[list[Failure], list[str]]:
     """Return the failures and the notes of a search, one of each kind for each leaf."""
-    failures = [
-        failure
-        for finding in found.findings
-        for failure in _failure(problem, point, finding, check, where)
-    ]
-    notes = [note for finding in found.findings for note in _notes(problem, finding, where)]
-    notes += _range_notes(problem, found.kinks, where, _KINK)
-    notes += _range_notes(problem, found.unsure, where, _UNSURE)
+    wrong = [finding for finding in found.findings if finding.is_wrong]
+    failures = [_failure(subject, point, finding, check, where) for finding in wrong]
+    notes = [note for finding in found.findings for note in _notes(subject, finding, where)]
+    notes += [_inspected(subject, f, where) for f in wrong if f.inspected < f.suspects]
+    notes += _range_notes(subject, found.kinks, where, KINDS[KINK].note)
+    notes += _range_notes(subject, found.unsure, where, KINDS[UNSURE].note)
     return failures, notes
 
 
-_KINK = "not differentiable; the gradient lies between the one-sided slopes"
-_UNSURE = "could not be verified by differences, which are too noisy"
-_ROUNDING = "off by rounding, as plain AD in this precision is"
-
-
-def undecided(point: Point, found: Search) -> int:
+def unverified(point: Point, found: Search) -> int:
     """How many elements could not be verified, by differences or by the reference."""
+    of_no = [kind for kind, meaning in KINDS.items() if not meaning.verified]
     if point.reference is not None:
-        return 0
-    elements = sum(int(np.sum(finding.verdict.kind == UNSURE)) for finding in found.findings)
-    return elements + sum(stop - start for start, stop in found.unsure)
+        of_no.remove(UNSURE)
+    elements = [f.indices[np.isin(f.verdict.kind, of_no)] for f in found.findings]
+    count = len(np.unique(np.concatenate(elements))) if elements else 0
+    if point.reference is not None:
+        return count
+    return count + sum(stop - start for start, stop in found.unsure)
 
 
-def _failure(problem: Problem, point: Point, finding: Finding, check: str, where: str):
-    size = _size(problem, finding.leaf)
-    verdict, start = finding.verdict, problem.leaf_ranges()[finding.leaf][0]
-    wrong = np.flatnonzero(verdict.kind == WRONG)
-    if not wrong.size:
-        return []
-    off = np.abs(verdict.numeric - verdict.analytic)[wrong]
-    worst = int(wrong[np.argmax(np.where(np.isfinite(off), off, 0))])
-    spared = len(verdict.kind) - len(wrong)
+def _failure(subject: Subject, point: Point, finding: Finding, check: str, where: str) -> Failure:
+    start, stop = subject.ranges[finding.leaf]
+    wrong = np.flatnonzero(finding.verdict.kind == WRONG)
+    verdict, indices = finding.verdict.part(wrong), finding.indices[wrong]
+    spared = int(np.sum(finding.verdict.kind[: finding.inspected] != WRONG))
     count = max(finding.suspects - spared, len(wrong))
-    numeric, analytic = verdict.numeric[wrong], verdict.analytic[wrong]
-    hint = _hint(problem, point, finding, numeric, analytic)
-    detail = (
-        f"{where}{'' if finding.exact else 'at least '}{count} of {size} elements wrong; worst: "
-        f"{_worst(verdict, worst)}{hint}"
-    )
-    failure = Failure(
+    worst = _worst(verdict, int(np.sum(wrong < finding.inspected)))
+    hint = _hint(subject, point, finding, verdict) or (SUBTLE if finding.passes else "")
+    return Failure(
         check=check,
-        where=problem.element(int(finding.indices[worst])),
-        detail=detail,
+        where=subject.element(int(indices[worst])),
+        detail=(
+            f"{where}{'' if finding.exact else 'at least '}{count} of {stop - start} elements "
+            f"wrong; worst: {_numbers(verdict, worst)}{hint}"
+        ),
         numeric=float(verdict.numeric[worst]),
         error=float(verdict.error[worst]),
         analytic=float(verdict.analytic[worst]),
-        indices=finding.indices[wrong] - start,
-        ratio=np.divide(analytic, numeric, out=np.full(len(wrong), np.nan), where=numeric != 0),
+        indices=indices - start,
+        ratio=np.divide(
+            verdict.analytic,
+            verdict.numeric,
+            out=np.full(len(wrong), np.nan),
+            where=verdict.numeric != 0,
+        ),
     )
-    return [failure]
 
 
-def _worst(verdict, k: int) -> str:
+def _worst(verdict, inspected: int) -> int:
+    off = np.abs(verdict.numeric - verdict.analytic)[: inspected or None]
+    return int(np.argmax(np.where(np.isfinite(off), off, 0)))
+
+
+def _numbers(verdict, k: int) -> str:
     if verdict.kink[k]:
         return (
             f"kink: slopes {verdict.behind[k]:.7g} and {verdict.ahead[k]:.7g}, "
@@ -81,10 +183,10 @@ def _worst(verdict, k: int) -> str:
     )
 
 
-def _hint(problem: Problem, point: Point, finding: Finding, numeric, analytic) -> str:
-    start, stop = problem.leaf_ranges()[finding.leaf]
-    leaf = problem.inputs[finding.leaf]
-    ratio = ratio_hint(numeric, analytic)
+def _hint(subject: Subject, point: Point, finding: Finding, verdict) -> str:
+    start, stop = subject.ranges[finding.leaf]
+    leaf = subject.inputs[finding.leaf]
+    ratio = ratio_hint(verdict.numeric, verdict.analytic)
     if ratio or point.reference is None or not 3 <= stop - start <= LAYOUT_LIMIT:
         return ratio
     if stop - start != leaf.size:
@@ -95,23 +197,25 @@ def _hint(problem: Problem, point: Point, finding: Finding, numeric, analytic) -
     )
 
 
-def _notes(problem: Problem, finding: Finding, where: str) -> list[str]:
-    name, kinds = problem.names[finding.leaf], finding.verdict.kind
-    texts = ((KINK, _KINK), (UNSURE, _UNSURE), (ROUNDING, _ROUNDING))
-    size = _size(problem, finding.leaf)
-    counted = [(int(np.sum(kinds == kind)), text) for kind, text in texts]
-    return [f"{name}: {where}{n} of {size} elements {text}" for n, text in counted if n]
+def _notes(subject: Subject, finding: Finding, where: str) -> list[str]:
+    start, stop = subject.ranges[finding.leaf]
+    kinds = finding.verdict.kind
+    counted = [(int(np.sum(kinds == kind)), meaning.note) for kind, meaning in KINDS.items()]
+    name = subject.names[finding.leaf]
+    return [f"{name}: {where}{n} of {stop - start} elements {text}" for n, text in counted if n]
 
 
-def _range_notes(problem: Problem, ranges, where: str, text: str) -> list[str]:
+def _inspected(subject: Subject, finding: Finding, where: str) -> str:
+    name = subject.names[finding.leaf]
+    return (
+        f"{name}: {where}{finding.inspected} of {finding.suspects} elements that are off plain AD "
+        "in float64 were looked at one by one"
+    )
+
+
+def _range_notes(subject: Subject, ranges, where: str, text: str) -> list[str]:
     notes = []
-    for name, (start, stop) in zip(problem.names, problem.leaf_ranges(), strict=True):
-        count = sum(b - a for a, b in ranges if start <= a < stop)
-        if count:
+    for name, (start, stop) in zip(subject.names, subject.ranges, strict=True):
+        if any(start <= a < stop for a, _ in ranges):
             notes.append(f"{name}: {where}along random directions {text}")
     return notes
-
-
-def _size(problem: Problem, leaf: int) -> int:
-    start, stop = problem.leaf_ranges()[leaf]
-    return stop - start

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._check.real import is_float, offsets, real_dtype, widen
 from clipgrad._check.selection import (
     Selector,
     leaf_names,
@@ -15,16 +14,18 @@ from clipgrad._check.selection import (
     select,
     simple_paths,
 )
+from clipgrad._check.vectors import is_float, offsets, real_dtype, widen
 
 Leaves = list[jax.Array]
+Range = tuple[int, int]
 
 
-class Problem(NamedTuple):
+class Subject(NamedTuple):
     """A function of the leaves to be checked, and the point at which to check it.
 
     `fun` maps the chosen input leaves to the chosen output leaves; all else is held constant.
     `whole` does the same from all array leaves, integers and keys too. `program` is `fun` traced,
-    or None.
+    or None if it cannot be.
     """
 
     fun: Callable[[Leaves], Leaves]
@@ -35,7 +36,6 @@ class Problem(NamedTuple):
     output_names: list[str]
     whole: Callable[[Leaves], Leaves]
     arrays: Leaves
-    positions: list[int]
 
     def element(self, index: int) -> str:
         """The name of one real number of the inputs: `args[0]['w'][0, 3]`."""
@@ -45,21 +45,27 @@ class Problem(NamedTuple):
         """The name of one real number of the outputs."""
         return _element(self.outputs, self.output_names, index)
 
-    def leaf_ranges(self) -> list[tuple[int, int]]:
+    @property
+    def ranges(self) -> list[Range]:
         """The range of each leaf in the vector of inputs."""
         places = offsets(self.inputs)
         return [(int(a), int(b)) for a, b in zip(places[:-1], places[1:], strict=True)]
 
+    @property
+    def dtypes(self) -> list[str]:
+        """The real dtype of each input leaf, by name."""
+        return [real_dtype(leaf).name for leaf in self.inputs]
 
-def make_problem(
+
+def make_subject(
     fun: Callable,
     args: tuple,
     kwargs: Mapping[str, Any] | None = None,
     wrt: Selector | None = None,
     no_grad: Selector | None = None,
     output: Selector | None = None,
-) -> Problem:
-    """Call the function once and set up the problem, or say what is wrong with the request."""
+) -> Subject:
+    """Call the function once and set up the subject, or say what is wrong with the request."""
     if not isinstance(args, tuple):
         raise TypeError(
             f"args is a {type(args).__name__}; expected the tuple of positional arguments. "
@@ -80,7 +86,7 @@ def make_problem(
     def chosen_fun(xs):
         return pick(call(chosen, xs))
 
-    return Problem(
+    return Subject(
         fun=chosen_fun,
         program=traced(chosen_fun, inputs),
         inputs=inputs,
@@ -89,7 +95,6 @@ def make_problem(
         output_names=output_names,
         whole=lambda xs: pick(call(arrays, xs)),
         arrays=[leaves[k] for k in arrays],
-        positions=chosen,
     )
 
 
@@ -202,8 +207,3 @@ def _subscript(leaf, index: int) -> str:
     if not leaf.shape:
         return part
     return str([int(i) for i in np.unravel_index(index, leaf.shape)]) + part
-
-
-def leaf_dtypes(problem: Problem) -> list[str]:
-    """The real dtype of each input leaf, by name."""
-    return [real_dtype(leaf).name for leaf in problem.inputs]

@@ -9,34 +9,41 @@ from typing import NamedTuple
 import numpy as np
 
 from clipgrad._check.differences import Slopes
+from clipgrad._check.tolerances import (
+    CERTAIN,
+    GROWTH,
+    KINK_GAP,
+    NEGLIGIBLE,
+    NOISY,
+    SMALL_KINK,
+    Allowed,
+)
 
-OK, KINK, UNSURE, WRONG = range(4)
-KINK_GAP = 0.02
-GROWTH = 1.5
-NEGLIGIBLE = 100.0
-PADDLE_NEARLY_ZERO = 1e-3
+
+class Kind(NamedTuple):
+    """What a verdict means for the report: the note, and whether the element is verified."""
+
+    note: str
+    verified: bool = True
 
 
-class Allowed(NamedTuple):
-    """Arrays of shape (rows, cotangents), but `relative` and `unit` of shape (rows, 1).
-
-    A numeric slope may be off by `relative` of the larger of it and `norm`, and by `floor`;
-    `typical` is the magnitude below which a slope counts as small, `unit` the slope of an
-    element whose derivative is 1. With `paddle`, Paddle's rule stands in for both.
-    """
-
-    relative: np.ndarray
-    floor: np.ndarray
-    typical: np.ndarray
-    unit: np.ndarray
-    paddle: float | None
-
-    def slack(self, numeric: np.ndarray, norm: np.ndarray) -> np.ndarray:
-        """How far a slope may be off, but for the numeric error."""
-        if self.paddle is None:
-            return self.relative * np.fmax(np.abs(numeric), norm) + self.floor
-        size = np.abs(numeric) / self.unit
-        return self.paddle * np.where(size < PADDLE_NEARLY_ZERO, 1.0, size) * self.unit
+# The order is that of gravity: of several cotangents the gravest verdict counts.
+OK, KINK, UNSURE, WRONG, ROUNDING, SYMMETRIC, IMPLICIT, UNSEEN = range(8)
+KINDS = {
+    KINK: Kind("not differentiable; the gradient lies between the one-sided slopes"),
+    UNSURE: Kind("could not be verified by differences, which are too noisy", verified=False),
+    ROUNDING: Kind("not verified: off by rounding, as plain AD in this precision is", False),
+    SYMMETRIC: Kind(
+        "right for symmetric matrices, as this one is, and not off them: the function does not "
+        "read both triangles alike"
+    ),
+    IMPLICIT: Kind(
+        "not verified: a random sample's derivative by its distribution's parameters (implicit "
+        "reparameterization) is not that of the sample drawn from a fixed key",
+        False,
+    ),
+    UNSEEN: Kind("not looked at one by one: the verdict was certain before", verified=False),
+}
 
 
 class Verdict(NamedTuple):
@@ -49,6 +56,18 @@ class Verdict(NamedTuple):
     ahead: np.ndarray
     behind: np.ndarray
     kink: np.ndarray
+
+    def part(self, rows: np.ndarray) -> "Verdict":
+        """The verdicts on some of the rows."""
+        return Verdict(*(column[rows] for column in self))
+
+    def put(self, rows: np.ndarray, other: "Verdict") -> None:
+        """Replace the verdicts on some of the rows."""
+        for column, better in zip(self, other, strict=True):
+            column[rows] = better
+
+
+NOTHING = Verdict(*(np.zeros(0) for _ in Verdict._fields))
 
 
 class Ladder(NamedTuple):
@@ -68,6 +87,35 @@ def extrapolate(coarse: np.ndarray, fine: np.ndarray, ratio: float) -> np.ndarra
     return (power * fine - coarse) / (power - 1)
 
 
+def judge_two(steps: Ladder, ratio: float, allowed: Allowed, as_they_are: bool) -> Verdict:
+    """Judge each row by two steps: right, or wrong; `as_they_are` does not extrapolate."""
+    slopes = steps.slopes
+    coarse, fine = np.moveaxis(slopes.central, 1, 0)
+    if as_they_are:
+        numeric, error = coarse, 4 / 3 * np.abs(coarse - fine) + steps.noise[:, 0]
+    else:
+        numeric = extrapolate(coarse, fine, ratio)
+        error = 0.1 * np.abs(numeric - fine) + steps.noise[:, 1]
+    analytic, norm = slopes.analytic[:, 0], slopes.norm[:, 0]
+    off = np.abs(numeric - analytic)
+    slack = allowed.slack(numeric, norm)
+    large = 10 * allowed.relative * np.fmax(np.abs(numeric), allowed.typical) + allowed.floor
+    sure = (error <= large) | as_they_are
+    slack = slack + (error if allowed.paddle is None else 0.0)
+    kind = np.where((off <= slack) & sure, OK, WRONG)
+    worst = np.argmax(np.where(kind == WRONG, np.inf, 0) + off, axis=1)[:, None]
+    columns = (kind, numeric, analytic, error, slopes.ahead[:, 1], slopes.behind[:, 1])
+    picked = [np.take_along_axis(column, worst, 1)[:, 0] for column in columns]
+    return Verdict(*picked, kink=np.zeros(len(coarse), bool))
+
+
+def is_certain(verdict: Verdict) -> np.ndarray:
+    """Which rows two steps show to be wrong: no kink and no noise is as large as the error."""
+    off = CERTAIN * np.abs(verdict.numeric - verdict.analytic)
+    gap = np.abs(verdict.ahead - verdict.behind)
+    return (verdict.kind == WRONG) & (gap <= off) & (verdict.error <= off)
+
+
 def judge(ladder: Ladder, ratio: float, allowed: Allowed) -> Verdict:
     """Judge each row by its ladder of steps; `ratio` is that of successive steps."""
     numeric, error = settled(ladder, ratio)
@@ -83,7 +131,7 @@ def judge(ladder: Ladder, ratio: float, allowed: Allowed) -> Verdict:
     slack = allowed.slack(numeric, norm)
     inside = np.abs(analytic - centre) <= width + slack + 3 * _pick(ladder.noise, best)
     zero = np.fmax(np.fmax(np.abs(numeric), norm), error) <= NEGLIGIBLE * ladder.noise[:, 0]
-    noisy = ~zero & (error > 0.1 * np.fmax(size, allowed.typical))
+    noisy = ~zero & (error > NOISY * np.fmax(size, allowed.typical))
     kind = np.where(off <= slack + error, np.where(noisy, UNSURE, OK), WRONG)
     kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
     kind = np.where(grows, KINK, kind)
@@ -125,7 +173,7 @@ def settled(ladder: Ladder, ratio: float) -> tuple[np.ndarray, np.ndarray]:
 def _is_kink(ladder: Ladder, gap, best, allowed: Allowed) -> np.ndarray:
     gap, noise = _pick(gap, best), _pick(ladder.noise, best)
     size = np.fmax(np.abs(ladder.at(best, "ahead")), np.abs(ladder.at(best, "behind")))
-    return (gap - 3 * noise > KINK_GAP * size) & (gap > 1e-3 * allowed.typical)
+    return (gap - 3 * noise > KINK_GAP * size) & (gap > SMALL_KINK * allowed.typical)
 
 
 def _grows(ladder: Ladder) -> np.ndarray:

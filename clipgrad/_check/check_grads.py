@@ -1,0 +1,219 @@
+"""`check_grads`: prove a gradient right, or name the element that is wrong."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from clipgrad._check.behavior import check_behavior
+from clipgrad._check.check import Check, Log, prepare
+from clipgrad._check.devices import find_devices, moved
+from clipgrad._check.gradients import differentiator
+from clipgrad._check.habits import require_mapping, with_hints
+from clipgrad._check.options import Options
+from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
+from clipgrad._check.second_order import check_second_order
+from clipgrad._check.selection import Selector
+from clipgrad._check.subject import make_subject
+from clipgrad._check.values import check_values
+
+
+@with_hints
+def check_grads(
+    fun: Callable,
+    args: tuple,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    wrt: Selector | None = None,
+    no_grad: Selector | None = None,
+    output: Selector | None = None,
+    order: int = 1,
+    mode: str = "auto",
+    delta: float | None = None,
+    max_relative_error: float | None = None,
+    devices: Sequence[str] | None = None,
+    points: int = 2,
+    seed: int = 0,
+    raise_on_failure: bool = True,
+    skip: Sequence[str] = (),
+) -> GradCheckReport:
+    """Check the VJP of a function against finite differences, and how it behaves.
+
+    With u a random dense cotangent, the gradient of <u, f(x)> that `jax.vjp` hands back is compared
+    with slopes of f, evaluated in float64 whatever its dtype. An element passes if::
+
+        |numeric - analytic| <= rtol max(|numeric|, |analytic|) + error + 50 eps rms(leaf).
+
+    The rule is evaluated in float64 as well, where its program can be, and must agree with the
+    slopes to float64's rtol and eps, but for what the rounding of its constants explains. The
+    gradient as computed must agree with that to those of the narrowest type that f computes in:
+    rtol is 1e-6 for float64, 5e-4 for float32, 1e-2 for float16, 5e-2 for bfloat16. Steps follow
+    the scale of each element; two of them are extrapolated and give the error. An analytic
+    gradient between the one-sided slopes of a kink passes with a note. The cost of "auto" does not
+    grow with the number of elements.
+
+    Guarantees:
+      * What could not be verified is in ``notes``, what could not be run in ``not_run``; a report
+        in which nothing was verified is not ok. What rounding explains, since plain AD in the same
+        precision is off as much, counts as not verified, and is excused up to a quarter of the
+        element and its leaf.
+      * Values behind `jax.lax.stop_gradient` are held fixed, as JAX differentiates them; a note
+        says so where it matters.
+      * The same seed gives the same report.
+
+    ===========  ===================================================================================
+    check        what must hold
+    ===========  ===================================================================================
+    value        every element of the gradient, against differences
+    primal       value, dtype and shape of the function called and differentiated are the same
+    cotangent    dtype, shape and structure are those of the input; float0 for integers
+    finite       the value and the gradient are finite
+    linearity    the pull-back is linear in the cotangent: no stray clip, no constant
+    determinism  the same again gives the same bits
+    jit, vmap    compiled and batched gradients are the eager ones
+    points       the gradient is right at a second point too, and then at the first again
+    forward      `jax.jvp` agrees, where the function allows forward mode
+    outputs      a cotangent for one output only gives that one's part
+    devices      each kind of device gives the same gradient
+    ===========  ===================================================================================
+
+    A function without any custom rule that traces to the same operations again and under
+    `jax.vmap` has its gradient compiled as one program, to be compared with the eager one;
+    ``vmap``, ``forward`` and ``outputs`` are JAX's own affair there and are not run. Elements that are
+    tied, as equal maxima are, are looked at together too: moved alike, they must have the slope of
+    their sum. Further points keep what holds between the elements of the first: equal elements,
+    symmetry, zeros, order, and bounds such as [0, 1]. A gradient that is right for symmetric
+    matrices alone passes at one, with a note, where the function itself is meant for them.
+
+    Args:
+      fun: the function, of any trees of arrays, to any tree of arrays.
+      args: the tuple of its positional arguments: the point.
+      kwargs: its keyword arguments; their arrays are checked too.
+      wrt: which inputs to check: an argument's position or name, a path such as ``params/w`` or a
+        regular expression on such paths, or several of these; None for all.
+      no_grad: which inputs to leave out, written the same way.
+      output: which outputs to check: a position, key or path, or several; None for all.
+      order: 2 to check the VJP's own VJP too.
+      mode: "auto" looks at every element with the help of plain AD in float64, and at that by
+        differences; "fast" takes two random directions for each leaf; "full" moves every element.
+      delta: an absolute step, for Paddle's formula at every element.
+      max_relative_error: Paddle's rule: ``|numeric - analytic| / |numeric|``, or without the
+        denominator where ``|numeric| < 1e-3``, may not exceed it.
+      devices: kinds of device to compute the gradient on, such as ("cpu", "gpu"); None for all
+        there are. One that is not there is reported as not run.
+      points: how many points to check.
+      seed: of the cotangents, directions and further points.
+      raise_on_failure: False to have the report returned whatever it says.
+      skip: names of checks of the table to switch off, such as "linearity" for a function that
+        clips on purpose.
+
+    Returns:
+      The report.
+
+    Raises:
+      GradCheckError: the gradient is wrong, or nothing was verified; it holds the report.
+      TypeError: ``args`` is not a tuple, or an argument is unknown; arguments of other checkers,
+        such as ``eps``, ``modes`` and ``fast_mode``, are answered by what to write here.
+      ValueError: there is nothing to check, a name is unknown, or an input is not finite.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import clipgrad as cg
+      >>> cg.check_grads(jnp.tanh, (jnp.linspace(-1, 1, 5),)).ok
+      True
+      >>> square = jax.custom_vjp(lambda x: x * x)
+      >>> square.defvjp(lambda x: (x * x, x), lambda x, g: (x * g,))
+      >>> report = cg.check_grads(square, (jnp.ones(2),), raise_on_failure=False)
+      >>> print(report.failures[0].detail.split("; ")[-1])
+      analytic/numeric is 0.5 throughout
+
+    References:
+      PaddlePaddle, ``check_grad`` in Fluid's operator tests, 2017; Richardson, The Approximate
+      Arithmetical Solution by Finite Differences, 1911.
+    """
+    __tracebackhide__ = True
+    __tracebackhide__ = True
+    started = time.perf_counter()
+    require_mapping(kwargs)
+    options = Options(order, mode, delta, max_relative_error, points, seed, skip)
+    log = Log(options)
+    found = find_devices(devices)
+    log.not_run |= {f"device {kind}": "there is no such device here" for kind in found.absent}
+
+    def subject_on(device: Any):
+        own_args, own_kwargs = moved((args, dict(kwargs or {})), device)
+        return make_subject(fun, own_args, own_kwargs, wrt, no_grad, output)
+
+    for kind, device in list(found.there.items())[:1]:
+        others = {other: d for other, d in found.there.items() if other != kind}
+        with jax.default_device(device), jax.default_matmul_precision("highest"):
+            with np.errstate(all="ignore"):
+                _check(subject_on, device, log, others)
+        log.devices.insert(0, kind)
+    report = _report(log, time.perf_counter() - started)
+    if raise_on_failure and not report.ok:
+        raise GradCheckError(report)
+    return report
+
+
+def _check(subject_on: Callable, device: Any, log: Log, others: Mapping[str, Any]) -> None:
+    """All checks, in order; each writes to the log."""
+    check = prepare(subject_on(device), log.options, log)
+    if check is None:
+        return
+    check_values(check, check.first)
+    if "points" not in log.options.skip:
+        _check_points(check)
+    check_behavior(check)
+    check_second_order(check)
+    log.evaluations += check.differences.evaluations
+    for kind, other in others.items():
+        if "devices" not in log.options.skip:
+            _check_device(check, subject_on, kind, other)
+
+
+def _check_points(check: Check) -> None:
+    """The values once more at other points, and then the first pull-back again."""
+    log = check.log
+    if any(failure.check == "value" for failure in log.failures):
+        log.not_run["points"] = "the values at the first point are wrong"
+        return
+    for k in range(1, log.options.points):
+        other = check.other(k)
+        if other is None:
+            log.not_run["points"] = "the function is not finite at points nearby"
+            return
+        check_values(check, other, "at a second point ")
+    text = "the first pull-back, after another point was differentiated"
+    again = check.vjp(check.covectors[0])
+    log.fail(check.compare("points", again, check.gradient[0], text))
+
+
+def _check_device(check: Check, subject_on: Callable, kind: str, device: Any) -> None:
+    """The gradient computed on another device is the one found on the first."""
+    with jax.default_device(device):
+        subject = subject_on(device)
+        gradient = differentiator(subject)(subject.inputs).rows(check.covectors)
+    check.log.devices.append(kind)
+    check.log.evaluations += 2
+    text = f"the gradient on {kind} against the one on {jax.default_backend()}"
+    for row, expected in zip(gradient, check.gradient, strict=True):
+        check.log.fail(check.compare("devices", row, expected, text))
+
+
+def _report(log: Log, seconds: float) -> GradCheckReport:
+    if not log.failures and not log.verified:
+        reasons = "; ".join([*log.notes, *log.not_run.values()])
+        log.failures.append(Failure("value", "all inputs", f"nothing was verified ({reasons})"))
+    return GradCheckReport(
+        failures=tuple(log.failures),
+        notes=tuple(dict.fromkeys(log.notes)),
+        not_run=log.not_run,
+        evaluations=log.evaluations,
+        seconds=seconds,
+        precision=log.precision,
+        devices=tuple(log.devices),
+        verified=log.verified,
+    )

@@ -1,0 +1,99 @@
+"""The contract of differentiation: values, dtypes and shapes, and that all is finite."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._check.report import Failure
+from clipgrad._check.subject import Subject
+from clipgrad._check.tolerances import CALLED_ALIKE, RELATIVE, narrowest
+from clipgrad._check.vectors import cotangent_leaves, is_float, widen
+
+
+def primal(subject: Subject, outputs: Sequence[jax.Array], how: str) -> list[Failure]:
+    """The function called and the function differentiated have the same outputs."""
+    failures = []
+    for name, called, other in zip(subject.output_names, subject.outputs, outputs, strict=True):
+        for what in ("dtype", "shape"):
+            a, b = getattr(called, what), getattr(other, what)
+            if a != b:
+                detail = f"{what} {a} when called, {b} when {how}"
+                failures.append(Failure("primal", name, detail))
+        if called.shape == other.shape:
+            failures += _same_value(name, widen(called), widen(other), called.dtype, how)
+    return failures
+
+
+def _same_value(name, called, other, dtype, how) -> list[Failure]:
+    precision = narrowest([np.dtype(jnp.finfo(dtype).dtype).name])
+    size = np.sqrt(np.mean(np.abs(np.where(np.isfinite(called), called, 0.0)) ** 2))
+    with np.errstate(invalid="ignore"):
+        off = np.abs(called - other)
+        same = (called == other) | (np.isnan(called) & np.isnan(other))
+    own, typical = CALLED_ALIKE
+    bad = ~same & ~(off <= RELATIVE[precision] * (own * np.abs(called) + typical * size))
+    if not bad.any():
+        return []
+    worst = np.unravel_index(
+        np.argmax(np.where(bad, np.nan_to_num(off, nan=np.inf), -1)), bad.shape
+    )
+    index = str([int(i) for i in worst]) if worst else ""
+    detail = (
+        f"value {called[worst]:.7g} when called, {other[worst]:.7g} when {how}; "
+        f"{int(bad.sum())} of {bad.size} elements differ"
+    )
+    return [Failure("primal", name + index, detail)]
+
+
+def same_types(subject: Subject, cotangents: Sequence) -> list[Failure]:
+    """Each input's cotangent has the input's dtype and shape."""
+    failures = []
+    for name, x, ct in zip(subject.names, subject.inputs, cotangents, strict=True):
+        for what in ("dtype", "shape"):
+            a, b = getattr(x, what), getattr(ct, what, None)
+            if a != b:
+                detail = f"the input has {what} {a}, its cotangent {b}"
+                failures.append(Failure("cotangent", name, detail))
+    return failures
+
+
+def integers(subject: Subject, covector: np.ndarray) -> list[Failure]:
+    """Inputs that are no floats get a cotangent of type float0."""
+    if all(map(is_float, subject.arrays)):
+        return []
+    _, pull = jax.vjp(subject.whole, subject.arrays)
+    cotangents = pull(cotangent_leaves(covector, subject.outputs))[0]
+    return [
+        Failure("cotangent", "integer input", f"its cotangent has dtype {ct.dtype}, not float0")
+        for x, ct in zip(subject.arrays, cotangents, strict=True)
+        if not is_float(x) and ct.dtype != jax.dtypes.float0
+    ]
+
+
+def finite_values(subject: Subject) -> list[Failure]:
+    """The outputs are finite."""
+    failures = []
+    for name, leaf in zip(subject.output_names, subject.outputs, strict=True):
+        bad = ~np.isfinite(widen(leaf))
+        if bad.any():
+            index = [int(i) for i in np.argwhere(bad)[0]] or ""
+            detail = (
+                f"the value is not finite at {int(bad.sum())} of {bad.size} elements; choose "
+                "another point, or leave this output out"
+            )
+            failures.append(Failure("finite", f"{name}{index}", detail))
+    return failures
+
+
+def finite_gradient(subject: Subject, gradient: np.ndarray) -> list[Failure]:
+    """The gradient is finite."""
+    failures = []
+    for start, stop in subject.ranges:
+        bad = np.flatnonzero(~np.isfinite(gradient[:, start:stop]).all(axis=0))
+        if bad.size:
+            detail = f"{bad.size} of {stop - start} elements of the gradient are not finite"
+            where = subject.element(start + int(bad[0]))
+            failures.append(Failure("finite", where, detail, indices=bad))
+    return failures

@@ -1,0 +1,231 @@
+"""The gradient as a user's program computes it, and the exact ones to compare it with."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive, primitives
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._check.contract import primal
+from clipgrad._check.differences import on_cpu
+from clipgrad._check.evaluation import widen
+from clipgrad._check.programs import is_steady, kept, low_jit, quick_jit, text
+from clipgrad._check.subject import Subject
+from clipgrad._check.vectors import cotangent_leaves, gradient_vector, stacked, wide_dtype
+from clipgrad._check.vectors import widen as widened_leaf
+from clipgrad._check.widening import OPAQUE, Unsupported, Widened
+
+OWN = frozenset(p for p in vars(primitives).values() if isinstance(p, Primitive))
+FOREIGN = ("custom_", *sorted(OPAQUE))
+
+
+class VJP(NamedTuple):
+    """The result of `jax.vjp` at one point: the outputs, and the map from cotangents."""
+
+    outputs: list[jax.Array]
+    pull: Callable[[Sequence], list]
+    like: Sequence[jax.Array]
+
+    def __call__(self, covector: np.ndarray) -> np.ndarray:
+        """The real gradient for a real cotangent vector."""
+        return gradient_vector(self.pull(cotangent_leaves(covector, self.like)))
+
+    def rows(self, covectors: np.ndarray) -> np.ndarray:
+        """The gradients for several cotangents, shape (cotangents, inputs)."""
+        return np.stack([self(covector) for covector in covectors])
+
+
+class Differentiate(NamedTuple):
+    """Differentiates a function at a point, `compiled` as one program or eagerly.
+
+    `steady` is False if JAX's own operations alone were seen, but others in another context.
+    """
+
+    call: Callable[[Sequence[jax.Array]], VJP]
+    compiled: bool
+    steady: bool = True
+
+    def __call__(self, xs: Sequence[jax.Array]) -> VJP:
+        """`jax.vjp` at a point."""
+        return self.call(xs)
+
+
+def differentiator(subject: Subject) -> Differentiate:
+    """How to differentiate the function at a point.
+
+    Where the function holds rules of its own, or does not do the same in every context, as a
+    user's program would: eagerly. JAX's own operations are compiled as one, unless the compiler
+    simplifies their rounding away.
+    """
+    eager = Differentiate(lambda xs: eagerly(subject, xs), compiled=False)
+    if not is_plain(subject):
+        return eager
+    if not is_steady(subject.fun, subject.program, subject.inputs):
+        return eager._replace(steady=False)
+    compiled = Differentiate(_compiled(subject), compiled=True)
+    try:
+        same = not primal(subject, compiled(subject.inputs).outputs, "compiled")
+    except Exception:
+        same = False
+    return compiled if same else eager
+
+
+def is_plain(subject: Subject) -> bool:
+    """Whether the function is made of JAX's own operations alone, with no custom rule."""
+    if subject.program is None:
+        return False
+    return all(
+        equation.primitive in OWN and not equation.primitive.name.startswith(FOREIGN)
+        for equation in _jaxpr.equations(subject.program)
+    )
+
+
+def eagerly(subject: Subject, xs: Sequence[jax.Array], pulled: Callable | None = None) -> VJP:
+    """`jax.vjp` outside of `jax.jit`; `pulled(pull, cotangents)` calls what it hands back."""
+    outputs, pull = jax.vjp(subject.fun, list(xs))
+    pulled = pulled or (lambda pull, cotangents: pull(cotangents))
+    return VJP(outputs, lambda cts: pulled(pull, list(cts))[0], subject.outputs)
+
+
+def _compiled(subject: Subject) -> Callable[[Sequence[jax.Array]], VJP]:
+    @quick_jit
+    def program(xs, cotangents):
+        outputs, pull = jax.vjp(subject.fun, xs)
+        return outputs, pull(cotangents)[0]
+
+    def differentiate(xs):
+        xs = list(xs)
+        outputs, _ = program(xs, subject.outputs)
+        return VJP(outputs, lambda cts: program(xs, list(cts))[1], subject.outputs)
+
+    return differentiate
+
+
+class Exact:
+    """A gradient evaluated in float64: plain AD's, or the rule's own.
+
+    Args:
+      run: the compiled program, from constants, inputs and stacked cotangents to their gradients.
+      nudged: makes the same program with its constants off by one rounding, for a seed.
+      constants: the program's constants.
+      outputs: the outputs at the base point, for shapes and dtypes.
+    """
+
+    def __init__(self, run: Callable, nudged: Callable, constants: Sequence, outputs: Sequence):
+        self._run, self._nudged = run, nudged
+        self._constants, self._outputs = constants, outputs
+
+    def __call__(self, xs: Sequence[jax.Array], covectors: np.ndarray) -> np.ndarray:
+        """The gradients for each cotangent, shape (cotangents, inputs)."""
+        return self._gradients(self._run, xs, covectors)
+
+    def moved_by_constants(self, xs, covectors: np.ndarray) -> np.ndarray:
+        """How far the gradient moves when every constant does by one rounding of its type."""
+        exact = self(xs, covectors)
+        moved = [self._gradients(self._nudged(seed), xs, covectors) for seed in (0, 1)]
+        return np.max([np.abs(gradient - exact) for gradient in moved], axis=0)
+
+    def _gradients(self, run, xs, covectors) -> np.ndarray:
+        with jax.enable_x64(True), on_cpu():
+            leaves = [np.asarray(widened_leaf(x)) for x in xs]
+            like = [jax.ShapeDtypeStruct(y.shape, wide_dtype(y.dtype)) for y in self._outputs]
+            cotangents = stacked([cotangent_leaves(row, like) for row in covectors])
+            pulled = [np.asarray(leaf) for leaf in run(self._constants, leaves, cotangents)]
+        rows = range(len(covectors))
+        return np.stack([gradient_vector([leaf[k] for leaf in pulled]) for k in rows])
+
+
+class GradientOf:
+    """Plain AD's VJP of a widened function, as a function of `count` inputs and the cotangent."""
+
+    def __init__(self, widened: Widened, count: int):
+        self._widened, self._count = widened, count
+
+    def call(self, constants, leaves):
+        """The gradient in float64."""
+        return self._pull(self._widened.call, constants, leaves)
+
+    def native(self, constants, leaves):
+        """The gradient in the program's own types."""
+        return self._pull(self._widened.native, constants, leaves)
+
+    def nudged(self, seed: int) -> Callable:
+        """The gradient in float64, with every constant off by one rounding of its type."""
+        return lambda constants, leaves: self._pull(self._widened.nudged(seed), constants, leaves)
+
+    def _pull(self, call, constants, leaves):
+        pull = jax.vjp(lambda xs: call(constants, xs), leaves[: self._count])[1]
+        return pull(leaves[self._count :])[0]
+
+
+def plain_ad(
+    widened: Widened | GradientOf, program: Any, outputs: Sequence, name: str = "plain AD"
+) -> Exact:
+    """JAX's own derivative of the widened function, every custom rule stripped.
+
+    It is exact for every element at the price of one backward pass, and nominates suspects. It is
+    never the last word: it shares JAX's rules, and has subgradients of its own at kinks.
+    """
+
+    def pullback(call):
+        def run(constants, xs, cotangents):
+            pull = jax.vjp(lambda xs: call(constants, xs), xs)[1]
+            return lax.map(lambda u: pull(u)[0], cotangents)
+
+        return low_jit(run)
+
+    return _exact(name, pullback, widened, program, outputs)
+
+
+def rule_in_float64(subject: Subject) -> Exact:
+    """The function's own VJP, its rules as written, evaluated in float64.
+
+    Raises:
+      Unsupported: it cannot be traced or widened, or looks at the bits of its numbers.
+    """
+    cotangents = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in subject.outputs]
+    try:
+        program = jax.make_jaxpr(lambda xs, u: jax.vjp(subject.fun, xs)[1](u)[0])(
+            subject.inputs, cotangents
+        )
+    except Exception as error:
+        raise Unsupported(f"it cannot be traced: {type(error).__name__}") from error
+    widened = widen(program)
+    if widened.looks_at_bits:
+        raise Unsupported("it looks at the bits of its numbers")
+
+    def rows(call):
+        def run(constants, xs, cotangents):
+            return lax.map(lambda u: call(constants, [*xs, *u]), cotangents)
+
+        return low_jit(run)
+
+    return _exact("rule", rows, widened, program, subject.outputs)
+
+
+def _exact(name: str, compile: Callable, widened, program: Any, outputs) -> Exact:
+    key = (name, text(program))
+
+    def nudged(seed):
+        return kept((*key, seed), lambda: compile(widened.nudged(seed)))
+
+    run = kept(key, lambda: compile(widened.call))
+    return Exact(run, nudged, _jaxpr.opened(program)[1], outputs)
+
+
+def rounding_of_plain_ad(
+    widened: Widened | GradientOf, program: Any, exact: np.ndarray, xs, covectors, outputs
+) -> np.ndarray:
+    """How far the stripped function's own gradient is off, for want of precision.
+
+    Eagerly, since a compiler may simplify away just what loses precision.
+    """
+    call = functools.partial(widened.native, _jaxpr.opened(program)[1])
+    _, pull = jax.vjp(call, list(xs))
+    cotangents = [cotangent_leaves(row, outputs) for row in covectors]
+    native = np.stack([gradient_vector(pull(leaves)[0]) for leaves in cotangents])
+    return np.abs(native - exact)

@@ -1,0 +1,195 @@
+"""Points, and the random vectors of a check: cotangents, directions, steps by scale."""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from clipgrad._check.subject import Range, Subject
+from clipgrad._check.vectors import is_complex, real_size, to_numpy, widen
+
+COTANGENTS = 2
+# Rows of `Point.directions`: two balanced dense directions, a dense one, and each element's scale.
+BALANCED, DENSE, SINGLE = (0, 1), 2, 3
+DIRECTIONS = 4
+# How far apart the effects of leaves are balanced: more would be lost in rounding.
+LEAST_BALANCE = 2.0**-10
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A point, and the gradients there, arrays of shape (cotangents, inputs).
+
+    Attributes:
+      xs: the input leaves.
+      gradient: the gradient as it was computed; 0 where it is not finite.
+      finite: which of its elements are finite.
+      rule: the same rule evaluated in float64; None if it cannot be, or nothing is narrower.
+      reference: plain AD in float64, custom rules stripped; None if it cannot be had.
+      directions: in which the point is moved, one row each; the last is the scale of the elements.
+      blind: the leaves in which the reference is not finite; `gradient` stands in for it there.
+    """
+
+    xs: Sequence[jax.Array]
+    gradient: np.ndarray
+    finite: np.ndarray
+    rule: np.ndarray | None
+    reference: np.ndarray | None
+    directions: np.ndarray
+    blind: Sequence[int] = ()
+
+    @property
+    def scale(self) -> np.ndarray:
+        """The scale of each element."""
+        return self.directions[SINGLE]
+
+    @functools.cached_property
+    def vector(self) -> np.ndarray:
+        """All elements in float64."""
+        return to_numpy(self.xs)
+
+
+def make_point(subject: Subject, xs, gradients, seed: int, delta: float | None = None) -> Point:
+    """A point from the gradients there: as computed, the rule's in float64, plain AD's."""
+    gradient, rule, reference = gradients
+    finite = np.asarray(np.isfinite(gradient).all(axis=0))
+    gradient = gradient if finite.all() else np.where(finite, gradient, 0.0)
+    if rule is not None and not np.isfinite(rule).all():
+        rule = None
+    blind: list[int] = []
+    if reference is not None:
+        reference, blind = _mended(reference, gradient, subject.ranges)
+    scale = scales(xs) if delta is None else np.full(gradient.shape[1], delta)
+    best = gradient if reference is None else reference
+    along = np.empty((DIRECTIONS, scale.size))
+    for row in (*BALANCED, DENSE):
+        along[row] = directions(subject, seed, row)
+        along[row] *= scale
+    along[SINGLE] = scale
+    for (start, stop), factor in zip(subject.ranges, _balance(best, scale, subject), strict=True):
+        along[: len(BALANCED), start:stop] *= factor
+    return Point(xs, gradient, finite, rule, reference, along, blind)
+
+
+def _mended(reference, gradient, ranges) -> tuple[np.ndarray | None, list[int]]:
+    bad = [not np.isfinite(reference[:, a:b]).all() for a, b in ranges]
+    blind = [leaf for leaf, is_bad in enumerate(bad) if is_bad]
+    if len(blind) == len(ranges):
+        return None, blind
+    reference = reference.copy() if blind else reference
+    for start, stop in (ranges[leaf] for leaf in blind):
+        reference[:, start:stop] = gradient[:, start:stop]
+    return reference, blind
+
+
+def _balance(gradient, scale, subject: Subject) -> np.ndarray:
+    """Powers of two that make the leaves' effects on the output alike, so that none hides."""
+    effects = [np.linalg.norm(gradient[:, a:b] * scale[a:b]) for a, b in subject.ranges]
+    least = min((e for e in effects if e > 0), default=1.0)
+    factors = [np.clip(least / e, LEAST_BALANCE, 1.0) if e > 0 else 1.0 for e in effects]
+    return 2.0 ** np.round(np.log2(np.asarray(factors)))
+
+
+def generator(seed: int, name: str) -> np.random.Generator:
+    """A generator of the name's own, so that adding a leaf changes no other leaf's numbers."""
+    return np.random.default_rng([seed, zlib.crc32(name.encode())])
+
+
+def dense(rng: np.random.Generator, size: int) -> np.ndarray:
+    """Numbers of random sign and magnitude in [0.5, 1.5], in eighths: short in binary."""
+    return rng.choice([-1.0, 1.0], size) * rng.integers(4, 13, size) / 8
+
+
+def cotangents(subject: Subject, seed: int) -> np.ndarray:
+    """Random dense cotangents as real vectors, shape (2, outputs); never ones or one-hot."""
+    rows = [
+        np.concatenate(
+            [
+                dense(generator(seed, f"{row} {name}"), real_size(leaf))
+                for name, leaf in zip(subject.output_names, subject.outputs, strict=True)
+            ]
+        )
+        for row in range(COTANGENTS)
+    ]
+    return np.stack(rows)
+
+
+def directions(subject: Subject, seed: int, row: int) -> np.ndarray:
+    """A random dense vector over all inputs, leaf by leaf."""
+    parts = [
+        dense(generator(seed, f"direction {row} {name}"), real_size(leaf))
+        for name, leaf in zip(subject.names, subject.inputs, strict=True)
+    ]
+    return np.concatenate(parts)
+
+
+def scales(xs: Sequence[jax.Array]) -> np.ndarray:
+    """The scale of each element, a power of two.
+
+    The scale is about |x|, at least the root mean square of the leaf, and 1 for a leaf of zeros.
+    """
+    return np.concatenate([_leaf_scales(leaf) for leaf in xs])
+
+
+def _leaf_scales(leaf) -> np.ndarray:
+    size = np.abs(widen(leaf)).ravel()
+    typical = np.sqrt(np.mean(size**2)) if size.size else 0.0
+    if not typical > 0:
+        typical = 1.0
+    size = np.maximum(size, typical)
+    size = np.repeat(size, 2) if is_complex(leaf) else size
+    return 2.0 ** np.round(np.log2(size))
+
+
+def nearby(subject: Subject, seed: int, reach: float = 1.0) -> list[jax.Array]:
+    """Another point: every element nearer to zero by 2 to 8 percent of itself, times `reach`.
+
+    By how much is a function of the element's value. So what holds between the elements of the
+    given point still holds: equal ones are equal, a matrix is symmetric, zeros are zeros, the
+    order is the same, and what is in [0, 1] stays there. The elements of a leaf that are all the
+    same are told apart, since that is no structure but a test's `ones`; a leaf of zeros moves by
+    as much of 1.
+    """
+    rng = generator(seed, "nearby")
+    phase = rng.uniform(0, 2 * np.pi)
+    return [
+        _moved(leaf, phase, generator(seed, f"nearby {name}"), reach)
+        for name, leaf in zip(subject.names, subject.inputs, strict=True)
+    ]
+
+
+def _moved(leaf, phase: float, rng, reach: float):
+    values = widen(leaf)
+    if np.all(values == values.ravel()[0]):
+        part = reach * rng.choice([-1.0, 1.0], leaf.shape) * rng.uniform(0.02, 0.08, leaf.shape)
+        moved = (1 + part) * values if values.any() else part
+    else:
+        moved = values * (1 - reach * (0.05 + 0.03 * of_value(values, phase)))
+    return jax.device_put(moved.astype(leaf.dtype))
+
+
+def of_value(values: np.ndarray, phase: float) -> np.ndarray:
+    """A function of |value| alone, smooth and between -1 and 1."""
+    size = np.abs(values)
+    return np.sin(phase + np.log(np.where(size > 0, size, 1.0)))
+
+
+def tied_direction(xs: Sequence[jax.Array], seed: int) -> np.ndarray:
+    """A direction along which equal elements stay equal and zeros zeros, over all leaves."""
+    phase = generator(seed, "tied").uniform(0, 2 * np.pi)
+    parts = [widen(leaf) * (1 + 0.5 * of_value(widen(leaf), phase)) for leaf in xs]
+    return to_numpy(parts)
+
+
+def symmetric_leaves(subject: Subject, xs: Sequence[jax.Array]) -> list[tuple[int, Range]]:
+    """The real leaves that hold symmetric matrices whose elements are not all the same."""
+    found = []
+    for leaf, (x, area) in enumerate(zip(xs, subject.ranges, strict=True)):
+        square = x.ndim == 2 and x.shape[0] == x.shape[1] > 1 and not is_complex(x)
+        values = widen(x)
+        if square and (values == values.T).all() and np.ptp(values) > 0:
+            found.append((leaf, area))
+    return found

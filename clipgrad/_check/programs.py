@@ -1,0 +1,131 @@
+"""Programs for brief use: compiled with little optimisation, and kept for the same program.
+
+A check compiles about ten programs and runs each a few times. What a user's function does may
+have changed since it was last checked, so it is traced anew each time; if its program is the same
+as before, down to the text, so are the programs compiled from it.
+"""
+
+import collections
+import functools
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+import clipgrad._jaxpr as _jaxpr
+
+KEPT = 200  # programs; about ten for each function checked
+LOW = {"xla_backend_optimization_level": 0}
+OLDER = {"xla_cpu_use_fusion_emitters": False}  # JAX 0.10: the new emitters compile for longer
+ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
+
+_kept: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+
+
+def kept(key: Any, make: Callable[[], Any]) -> Any:
+    """What `make()` returned for an equal key, or returns now."""
+    if key not in _kept:
+        _kept[key] = make()
+        while len(_kept) > KEPT:
+            _kept.popitem(last=False)
+    _kept.move_to_end(key)
+    return _kept[key]
+
+
+def text(program: Any) -> str:
+    """A program as text, with all numbers that it holds but those of its constants."""
+    with np.printoptions(threshold=sys.maxsize):
+        return str(_jaxpr.opened(program)[0])
+
+
+def with_constants(program: Any, constants: Any) -> ClosedJaxpr:
+    """The program with other constants, which may be traced."""
+    return ClosedJaxpr(_jaxpr.opened(program)[0], list(constants))
+
+
+def quick_jit(fun: Callable) -> Callable:
+    """`jax.jit` with as little optimisation as the installed compiler lets one ask for.
+
+    Traced when it is first called with arguments of some shapes, and compiled if there is no such
+    program yet.
+    """
+    known: dict[Any, Callable] = {}
+
+    def call(*args):
+        leaves, structure = jax.tree.flatten(args)
+        shapes = (structure, *(jax.typeof(leaf) for leaf in leaves))
+        if shapes not in known:
+            known[shapes] = _compiled(fun, structure, leaves)
+        return known[shapes](leaves)
+
+    return call
+
+
+def _compiled(fun: Callable, structure: Any, leaves: list) -> Callable[[list], Any]:
+    found = []
+
+    def flat(leaves):
+        out, out_structure = jax.tree.flatten(fun(*structure.unflatten(leaves)))
+        found[:] = [out_structure]
+        return out
+
+    program = jax.make_jaxpr(flat)(leaves)
+    constants = _jaxpr.opened(program)[1]
+    run = kept(("quick_jit", text(program)), lambda: _evaluated(program))
+    return lambda leaves: found[0].unflatten(run(constants, leaves))
+
+
+def _evaluated(program: Any) -> Callable:
+    def run(constants, leaves):
+        return _jaxpr.evaluate(with_constants(program, constants), leaves, _jaxpr.Hook())
+
+    return low_jit(run)
+
+
+def low_jit(fun: Callable) -> Callable:
+    """`jax.jit` with little optimisation; nothing is kept but by what it returns."""
+    return jax.jit(fun, compiler_options=low_optimization())
+
+
+@functools.cache
+def low_optimization() -> dict[str, Any]:
+    """The options for little optimisation that this version of the compiler knows."""
+    return {key: value for part in (LOW, OLDER) if _known(part) for key, value in part.items()}
+
+
+def _known(options: dict[str, Any]) -> bool:
+    try:
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    except Exception:
+        return False
+    return True
+
+
+def is_steady(fun: Callable, program: Any, inputs: list) -> bool:
+    """Whether tracing a function again, and under `jax.vmap`, gives the operations of `program`.
+
+    It does not if the function looks at what it is called with (`isinstance(x, Tracer)`), keeps
+    count or draws numbers outside of JAX.
+    """
+    first = jaxpr_as_fun(program)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+    batches = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in inputs]
+
+    def seen_first(xs):
+        return first(*xs)
+
+    return _seen(lambda xs: fun(xs), shapes) == _seen(seen_first, shapes) and (
+        _seen(jax.vmap(fun), batches) == _seen(jax.vmap(seen_first), batches)
+    )
+
+
+def _seen(fun: Callable, shapes: list) -> str:
+    """The operations of a function in words, or the kind of its error."""
+    try:
+        return ADDRESS.sub("", str(jax.make_jaxpr(fun)(shapes)))
+    except Exception as error:
+        return type(error).__name__

@@ -1,0 +1,100 @@
+"""The second order: the VJP is a function too, of the inputs and the cotangent; check its VJP."""
+
+import dataclasses
+
+import jax
+
+from clipgrad._check.check import Check
+from clipgrad._check.differences import Differences
+from clipgrad._check.evaluation import choose, in_float64
+from clipgrad._check.gradients import GradientOf, differentiator, plain_ad
+from clipgrad._check.points import cotangents
+from clipgrad._check.report import Failure, first_line
+from clipgrad._check.subject import Subject, traced
+from clipgrad._check.tolerances import make_tolerance
+from clipgrad._check.values import found_at, told
+from clipgrad._check.vectors import cotangent_leaves
+
+NAME = "second order"
+
+
+def check_second_order(check: Check) -> None:
+    """The second order, if it is asked for and the first is right."""
+    log = check.log
+    if check.options.order < 2:
+        return
+    if log.failures:
+        log.not_run[NAME] = "the first order fails"
+        return
+    try:
+        second = _of_the_vjp(check)
+    except Exception as error:
+        detail = f"the VJP cannot be differentiated: it raises {first_line(error)}"
+        log.failures.append(Failure(NAME, check.subject.names[0], detail))
+        return
+    stops = check.widened is not None and check.widened.stops
+    mode = "reference" if stops and second.first.reference is not None else "auto"
+    found = found_at(second, second.first, mode, rows=1)
+    failures, notes = told(second.subject, second.first, found, check=NAME)
+    log.failures += failures
+    log.notes += notes
+    log.evaluations += second.differences.evaluations + 3
+
+
+def _of_the_vjp(check: Check) -> Check:
+    """The VJP as a function to be checked, of inputs and cotangent.
+
+    The reference is the derivative of plain AD's VJP, custom rules stripped. Suspects are judged
+    by differences of the VJP as written, `stop_gradient` not held: a held one would hide exactly
+    the derivative that a rule forgets.
+    """
+    subject, widened = _vjp(check), check.widened
+    covectors = cotangents(subject, check.options.seed)
+    differentiate = differentiator(subject)
+    vjp = differentiate(subject.inputs)
+    differences = _differences(subject, covectors, check)
+    inner = set() if widened is None else widened.narrow
+    plain = None
+    if widened is not None:
+        twice = GradientOf(widened, len(check.subject.inputs))
+        plain = plain_ad(twice, check.subject.program, subject.outputs, "plain AD twice")
+        widened = twice
+    return dataclasses.replace(
+        check,
+        subject=subject,
+        covectors=covectors,
+        differentiate=differentiate,
+        vjp=vjp,
+        gradient=vjp.rows(covectors),
+        differences=differences,
+        tolerance=make_tolerance(subject.ranges, subject.dtypes, inner),
+        widened=widened,
+        plain=plain,
+        rule=None,
+    )
+
+
+def _vjp(check: Check) -> Subject:
+    subject, count = check.subject, len(check.subject.inputs)
+
+    def gradient(leaves):
+        return jax.vjp(subject.fun, leaves[:count])[1](leaves[count:])[0]
+
+    inputs = [*subject.inputs, *cotangent_leaves(check.covectors[0], subject.outputs)]
+    return subject._replace(
+        fun=gradient,
+        program=traced(gradient, inputs),
+        inputs=inputs,
+        names=[*subject.names, *(f"cotangent of {name}" for name in subject.output_names)],
+        outputs=gradient(inputs),
+        output_names=[f"gradient of {name}" for name in subject.names],
+    )
+
+
+def _differences(subject: Subject, covectors, check: Check) -> Differences:
+    try:
+        return Differences(in_float64(subject, hold=False)[0], covectors)
+    except Exception:
+        chosen = choose(subject, covectors)
+        check.log.notes += [f"{NAME}: {note}" for note in chosen.notes]
+        return chosen.differences

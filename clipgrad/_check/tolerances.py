@@ -1,0 +1,229 @@
+"""How far two numbers may be apart: every tolerance of the checker, and why it is what it is.
+
+Names in brackets are the tests that fail without the number, or with one much smaller or larger.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+PRECISIONS = ("bfloat16", "float16", "float32", "float64")
+
+# --- An element of the gradient against a slope: |numeric - analytic| <= relative * larger + ...
+# Of the gradient as it was computed, by the narrowest type inside. A rule that is right loses
+# about the square root of its operations in roundings; 5e-4 is 4,000 of float32, 5e-2 six of
+# bfloat16 (test_an_error_of_half_the_tolerance_passes_and_of_twice_fails). The rule itself,
+# evaluated in float64, has float64's tolerance: that of Richardson's two steps.
+RELATIVE = {"float64": 1e-6, "float32": 5e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# Along a dense direction, relative to |v * gradient|: roundings cancel in a sum, and one wrong
+# element among n weighs 1/sqrt(n) (zero_at_one_of_thousands, mode="fast").
+ALONG = {"float64": 1e-8, "float32": 3e-5, "float16": 5e-3, "bfloat16": 3e-2}
+# Roundings of the leaf's typical gradient that any element may be off: sums of products of both
+# signs cancel (test_an_offset_common_to_all_outputs_does_not_move_them).
+ROUNDINGS = {"float64": 50.0, "float32": 50.0, "float16": 8.0, "bfloat16": 4.0}
+# The least number that arithmetic keeps: XLA's float32 and bfloat16 have no subnormal numbers,
+# float16 has (max_of_many_ties_in_float16).
+SMALLEST = {
+    name: float(jnp.finfo(name).smallest_subnormal if name == "float16" else jnp.finfo(name).tiny)
+    for name in PRECISIONS
+}
+# A leaf whose exact gradient is this small beside the others' effects vanishes, and keeps what
+# these leave there when they cancel; another leaf's small gradient counts as it is
+# (test_a_small_gradient_beside_outputs_of_another_magnitude_is_judged_by_plain_ad).
+VANISHING = 1e-13
+OTHERS = 0.01  # of the other leaves' effects, where it is not known which leaf vanishes
+# Where the function can only be evaluated in its own narrow type, slopes are as imprecise
+# (test_a_callback_is_evaluated_natively_where_its_thread_has_no_64_bit_types).
+NATIVE_SLOPES, NATIVE_ALONG = 10.0, 30.0
+# Paddle's error is absolute below this magnitude, as its operator tests publish it.
+PADDLE_NEARLY_ZERO = 1e-3
+
+# --- Plain AD of the widened function against slopes along dense directions: both in float64.
+REFERENCE_ALONG, REFERENCE_EPS = 1e-6, 1e-14
+
+# --- Slopes
+NOISE = 4.0  # roundings of the outputs in a difference, divided by the step
+SETTLED = 1e-6  # relative error below which a slope needs no closer look
+# One-sided slopes further apart than this part of them are a kink's; a smooth function's differ by
+# the step, 2 ** -32 at best (test_a_gap_within_the_noise_is_no_kink_nor_one_far_below_typical...).
+KINK_GAP = 0.02
+SMALL_KINK = 1e-3  # of the typical slope: a kink too small to matter
+GROWTH = 1.5  # slopes that grow so much at each of the last steps have no limit: a jump's
+NEGLIGIBLE = 100.0  # times the noise: a slope that is zero but for noise
+NOISY = 0.1  # error relative to the typical slope from which nothing can be said
+# One-sided slopes that agree to this part of what an element is off leave no room for a kink:
+# it is wrong, without a closer look (half of all time on wrong rules).
+CERTAIN = 0.05
+
+# --- What rounding excuses: plain AD in the same precision is off about as much
+# (test_values_lost_to_rounding_are_excused_only_if_plain_ad_loses_them_too).
+OWN_ROUNDING, OTHERS_ROUNDING = 10.0, 30.0
+# But never more than this part of the element and its leaf: an embedding's gradient that stops
+# counting at 256 in bfloat16 is 7 times too small, and plain AD's as well.
+MOST_EXCUSED = 0.25
+# Roundings of constants, measured by moving each by one: the largest of two random moves is about
+# a third of the worst (constants_rounded_to_float32).
+CONSTANTS = 8.0
+
+# --- Two computations of the same gradient in its own precision: eager and compiled, say.
+SAME_ROUNDINGS = 1e3
+SAME_EXCUSED = 30.0  # times plain AD's own rounding error
+SAME_VALUES = 0.1  # of a function and its widened program: told from one that looks at bits
+CALLED_ALIKE = 0.1, 0.01  # parts of `RELATIVE` for values called and differentiated
+FORWARD = 10.0  # times `ALONG`: forward against reverse mode
+
+# --- Ties
+TIED_NOISE, TIED_RELATIVE = 64.0, 10.0
+
+
+class Allowed(NamedTuple):
+    """Arrays that broadcast against slopes.
+
+    A numeric slope may be off by `relative` of the larger of it and the analytic one, and by
+    `floor`; `typical` is the magnitude below which a slope counts as small, `unit` the slope of an
+    element whose derivative is 1. With `paddle`, Paddle's rule stands in for both: relative to
+    the numeric slope, absolute where that is nearly zero.
+    """
+
+    relative: Any
+    floor: Any
+    typical: Any
+    unit: Any
+    paddle: float | None = None
+
+    def slack(self, numeric: np.ndarray, analytic: np.ndarray) -> np.ndarray:
+        """How far a slope may be off, but for the numeric error."""
+        if self.paddle is None:
+            return self.relative * np.fmax(np.abs(numeric), np.abs(analytic)) + self.floor
+        size = np.abs(numeric) / self.unit
+        return self.paddle * np.where(size < PADDLE_NEARLY_ZERO, 1.0, size) * self.unit
+
+    def part(self, rows: np.ndarray) -> "Allowed":
+        """The same for some of the rows."""
+        columns = (c[rows] if isinstance(c, np.ndarray) else c for c in self)
+        return Allowed(*columns)
+
+
+class Tolerance(NamedTuple):
+    """Tolerances of every element of the input vector, by the dtype of its leaf."""
+
+    ranges: Sequence[tuple[int, int]]
+    relative: np.ndarray
+    along: np.ndarray
+    eps: np.ndarray
+    roundings: np.ndarray
+    smallest: np.ndarray
+    paddle: float | None = None
+
+    def of_slopes_in(self, evaluation_dtype: Any) -> "Tolerance":
+        """The tolerances where slopes can only be had in the function's own narrow type."""
+        if evaluation_dtype == np.float64:
+            return self
+        return self._replace(
+            relative=NATIVE_SLOPES * self.relative, along=NATIVE_ALONG * self.along
+        )
+
+    def elements(self, target: np.ndarray, scale: np.ndarray, exact: bool) -> Allowed:
+        """For every element of a gradient of shape (cotangents, inputs)."""
+        floor = self.floor(target, scale, exact)
+        return Allowed(self.relative, floor, self.typical(target), 1.0, self.paddle)
+
+    def moves(self, elements: Allowed, starts: np.ndarray, scale: np.ndarray) -> Allowed:
+        """For slopes along single elements: those of `elements`, in units of the step."""
+        unit = scale[starts][:, None]
+        floor, typical = elements.floor[:, starts].T * unit, elements.typical[:, starts].T * unit
+        relative = elements.relative[starts][:, None]
+        return Allowed(relative, floor, typical, unit, elements.paddle)
+
+    def ranges_along(self, norms, overall, starts: np.ndarray, exact: bool) -> Allowed:
+        """For slopes along a dense direction: `norms` is |v * gradient| over each range."""
+        relative, eps = self.along[starts][:, None], self.eps[starts][:, None]
+        if exact:
+            relative, eps = np.full_like(relative, REFERENCE_ALONG), REFERENCE_EPS
+        roundings = ROUNDINGS["float64"] * OTHERS * eps
+        floor = np.broadcast_to(roundings * overall, norms.shape)
+        return Allowed(relative, floor, norms, np.ones((len(starts), 1)))
+
+    def floor(self, gradient: np.ndarray, scale: np.ndarray, exact: bool = False) -> np.ndarray:
+        """What rounding alone may do to each element of a gradient, shape (cotangents, inputs).
+
+        A leaf whose gradient vanishes gets what the other leaves' effects leave there when they
+        cancel. Of an `exact` gradient it is known which leaves those are.
+        """
+        typical = self.typical(gradient)
+        others = self.overall(gradient, scale)[:, None] / scale
+        if exact:
+            others = np.where(typical > VANISHING * others, 0.0, others)
+        else:
+            others = OTHERS * others
+        return self.roundings * (self.eps * (typical + others) + self.smallest)
+
+    def same(self, got: np.ndarray, expected: np.ndarray) -> np.ndarray:
+        """For two computations of one gradient in the same precision."""
+        known = np.where(np.isfinite(expected), expected, 0.0)
+        size = np.fmax(np.abs(known), np.abs(np.where(np.isfinite(got), got, 0.0)))
+        floor = SAME_ROUNDINGS * (self.eps * self.typical(known[None])[0] + self.smallest)
+        return self.relative * size + floor
+
+    def excused(self, error: np.ndarray, exact: np.ndarray) -> np.ndarray:
+        """What rounding excuses in each element, given that plain AD's is off by `error`."""
+        error = error.max(axis=0)
+        allowed = np.zeros_like(error)
+        for start, stop in self.ranges:
+            part = error[start:stop]
+            allowed[start:stop] = OWN_ROUNDING * part + OTHERS_ROUNDING * np.median(part)
+        most = np.abs(exact).max(axis=0) + self.typical(exact).max(axis=0)
+        return np.fmin(allowed, MOST_EXCUSED * most)
+
+    def typical(self, gradient: np.ndarray) -> np.ndarray:
+        """The root mean square over each leaf, at each element."""
+        out = np.zeros_like(gradient)
+        for start, stop in self.ranges:
+            part = gradient[:, start:stop]
+            out[:, start:stop] = np.sqrt(np.mean(part**2, axis=1, keepdims=True))
+        return out
+
+    def overall(self, gradient: np.ndarray, scale: np.ndarray) -> np.ndarray:
+        """The largest effect that any leaf has on the output, per cotangent."""
+        return self.typical(gradient * scale).max(axis=1)
+
+
+def narrowest(dtypes: Iterable[str]) -> str:
+    """The least precise of some dtypes; an unknown one counts as bfloat16."""
+    known = [name if name in PRECISIONS else "bfloat16" for name in dtypes]
+    return min(known, key=PRECISIONS.index)
+
+
+def make_tolerance(
+    ranges: Sequence[tuple[int, int]],
+    dtypes: Sequence[str],
+    inner: Iterable[str] = (),
+    max_relative_error: float | None = None,
+) -> Tolerance:
+    """Tolerances for leaves of the given dtypes in a function that computes in `inner` ones."""
+    inner = list(inner)
+    names = [narrowest([dtype, *inner]) for dtype in dtypes]
+    sizes = [stop - start for start, stop in ranges]
+
+    def spread(values) -> np.ndarray:
+        if len(set(values)) == 1:  # a view, since a large model has this many elements
+            return np.broadcast_to(np.float64(values[0]), sum(sizes))
+        return np.repeat(np.asarray(values, np.float64), sizes)
+
+    return Tolerance(
+        ranges=ranges,
+        relative=spread([RELATIVE[name] for name in names]),
+        along=spread([ALONG[name] for name in names]),
+        eps=spread([float(jnp.finfo(name).eps) for name in names]),
+        roundings=spread([ROUNDINGS[name] for name in names]),
+        smallest=spread([SMALLEST[name] for name in names]),
+        paddle=max_relative_error,
+    )
+
+
+def in_float64(tolerance: Tolerance) -> Tolerance:
+    """The tolerances of the rule evaluated in float64, whatever its own types."""
+    wide = make_tolerance(tolerance.ranges, ["float64"] * len(tolerance.ranges))
+    return wide._replace(paddle=tolerance.paddle)
