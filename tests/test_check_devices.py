@@ -32,7 +32,7 @@ def test_kinds_that_are_not_there_are_told_from_those_that_are():
 
 @pytest.mark.parametrize("kinds", [("abacus",), (), ["cpu", "CPU"]])
 def test_an_impossible_kind_is_refused_with_the_list_of_possible_ones(kinds):
-    with pytest.raises(ValueError, match="names no kind of device; expected some of cpu, gpu, tpu"):
+    with pytest.raises(ValueError, match=r"^devices: got .*, expected some of cpu, gpu, tpu"):
         devices.find_devices(kinds)
 
 

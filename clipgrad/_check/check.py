@@ -8,12 +8,13 @@ import jax
 import numpy as np
 
 from clipgrad._check.devices import find_devices, moved
-from clipgrad._check.log import Log, Options
+from clipgrad._check.habits import require_mapping, with_hints
+from clipgrad._check.log import Log
+from clipgrad._check.options import Options
 from clipgrad._check.problem import Problem, make_problem
 from clipgrad._check.pullback import differentiator
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
 from clipgrad._check.run import (
-    BEHAVIORS,
     Run,
     check_behavior,
     check_order,
@@ -24,10 +25,8 @@ from clipgrad._check.run import (
 from clipgrad._check.selection import Selector
 from clipgrad._check.start import begin
 
-MODES = ("auto", "fast", "full")
-CHECKS = ("primal", "cotangent", "finite", "value", "points", "devices", *BEHAVIORS)
 
-
+@with_hints
 def check_grads(
     fun: Callable,
     args: tuple,
@@ -111,7 +110,8 @@ def check_grads(
 
     Raises:
       GradCheckError: the gradient is wrong, or nothing was verified; it holds the report.
-      TypeError: ``args`` is no tuple.
+      TypeError: ``args`` is not a tuple, or an argument is unknown; arguments of other checkers,
+        such as ``eps``, ``modes`` and ``fast_mode``, are answered by what to write here.
       ValueError: there is nothing to check, a name is unknown, or an input is not finite.
 
     Example:
@@ -129,8 +129,10 @@ def check_grads(
       PaddlePaddle, ``check_grad`` in Fluid's operator tests, 2017; Richardson, The Approximate
       Arithmetical Solution by Finite Differences, 1911.
     """
+    __tracebackhide__ = True
     started = time.perf_counter()
-    options = _options(order, mode, delta, max_relative_error, points, seed, skip)
+    require_mapping(kwargs)
+    options = Options(order, mode, delta, max_relative_error, points, seed, skip)
     log = Log()
     found = find_devices(devices)
     log.not_run |= {f"device {kind}": "there is no such device here" for kind in found.absent}
@@ -192,25 +194,3 @@ def _report(log: Log, seconds: float) -> GradCheckReport:
         devices=tuple(log.devices),
         verified=log.verified,
     )
-
-
-def _options(order, mode, delta, max_relative_error, points, seed, skip) -> Options:
-    if order not in (1, 2):
-        raise ValueError(f"order={order!r}; expected 1, or 2 to check the VJP's own VJP too")
-    if mode not in MODES:
-        raise ValueError(f"mode={mode!r}; expected one of {', '.join(MODES)}")
-    require_delta(delta)
-    if max_relative_error is not None and not max_relative_error > 0:
-        raise ValueError(f"max_relative_error={max_relative_error!r}; expected a number above 0")
-    if points < 1:
-        raise ValueError(f"points={points!r}; expected 1 or more")
-    unknown = sorted(set(skip) - set(CHECKS))
-    if unknown:
-        raise ValueError(f"skip={unknown!r} names no check; expected some of {', '.join(CHECKS)}")
-    return Options(order, mode, delta, max_relative_error, points, seed, frozenset(skip))
-
-
-def require_delta(delta: float | None) -> None:
-    """Refuse a step that is no positive number."""
-    if delta is not None and not (np.isfinite(delta) and delta > 0):
-        raise ValueError(f"delta={delta!r}; expected a positive number, such as 0.005, or None")

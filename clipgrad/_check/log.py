@@ -1,22 +1,10 @@
-"""What a run is asked for, and what it has found so far."""
+"""What a run has found so far."""
 
 import dataclasses
 from collections.abc import Sequence
 
+from clipgrad._check.options import Options
 from clipgrad._check.report import Failure
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How to check: the parameters of `check_grads` that choose no leaves."""
-
-    order: int
-    mode: str
-    delta: float | None
-    max_relative_error: float | None
-    points: int
-    seed: int
-    skip: frozenset[str]
 
 
 @dataclasses.dataclass

@@ -6,8 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._check.check import require_delta
 from clipgrad._check.evaluation import choose
+from clipgrad._check.habits import with_hints
+from clipgrad._check.options import require_delta
 from clipgrad._check.problem import Problem, make_problem
 from clipgrad._check.real import is_complex, offsets, real_size, to_numpy, wide_dtype
 from clipgrad._check.search import every_slope
@@ -16,6 +17,7 @@ from clipgrad._check.session import Session
 from clipgrad._check.tolerance import make_tolerance
 
 
+@with_hints
 def numerical_grad(
     fun: Callable,
     args: tuple,

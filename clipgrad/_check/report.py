@@ -1,11 +1,14 @@
 """What a check found, for people and for programs."""
 
 import dataclasses
+import textwrap
 from typing import NamedTuple
 
 import numpy as np
 
-SHOWN = 12
+# The header, and for failures and for notes these and a line that counts the rest: 25 lines.
+SHOWN = 11
+LINE = 90
 
 
 class Failure(NamedTuple):
@@ -111,8 +114,16 @@ class GradCheckError(AssertionError):
         self.report = report
 
 
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its text, shortened at a word."""
+    kind, text = type(error).__name__, str(error).strip()
+    lines = textwrap.wrap(
+        text.partition("\n")[0], LINE, break_long_words=False, break_on_hyphens=False
+    )
+    return f"{kind}: {lines[0]}{' ...' * (len(lines) > 1)}" if lines else kind
+
+
 def _shortened(lines: list[str], word: str) -> list[str]:
-    if len(lines) <= SHOWN:
-        return lines
-    left = len(lines) - SHOWN
-    return [*lines[:SHOWN], f"... and {left} more {word} (see report.{word})"]
+    shown = [" ".join(line.split("\n")) for line in lines[:SHOWN]]
+    left = len(lines) - len(shown)
+    return [*shown, f"... and {left} more {word} (see report.{word})"] if left else shown

@@ -11,7 +11,8 @@ from clipgrad._check import behavior
 from clipgrad._check.behavior import Case, first_line
 from clipgrad._check.compare import Comparison
 from clipgrad._check.evaluation import Chosen
-from clipgrad._check.log import Log, Options
+from clipgrad._check.log import Log
+from clipgrad._check.options import Options
 from clipgrad._check.problem import Problem
 from clipgrad._check.pullback import Differentiate, PullBack
 from clipgrad._check.reference import Reference

@@ -9,7 +9,8 @@ from clipgrad._check.behavior import first_line
 from clipgrad._check.compare import on_cpu
 from clipgrad._check.compiling import quick_jit
 from clipgrad._check.evaluation import Chosen, choose
-from clipgrad._check.log import Log, Options
+from clipgrad._check.log import Log
+from clipgrad._check.options import Options
 from clipgrad._check.problem import Problem, leaf_dtypes
 from clipgrad._check.pullback import PullBack, differentiator
 from clipgrad._check.real import cotangent_leaves, real_dtype, widen
