@@ -37,6 +37,9 @@ def make_nothing():
 def dense(x, w):
     return x @ w
 
+def shift(p, x: "f32[3]"):
+    return p.w + x
+
 def scalars(x: float, y: jax.Array):
     return x * y
 
@@ -169,10 +172,16 @@ def test_a_report_that_cannot_be_written_exits_with_two(folder, capsys):
             'f32[16]"  (shapes for x, w), or --args module:make_args',
         ),
         (
+            "shift",
+            "--args: got nothing, and not every parameter of here:shift has a shape in its "
+            'annotation, docstring or default; write clipgrad check here:shift --args "f32[8,16], '
+            'f32[3]"  (shapes for p, x), or --args module:make_args',
+        ),
+        (
             "misleading",
             "here:misleading raises ValueError: a matrix is needed, for f32[] as its signature has "
-            'it; write clipgrad check here:misleading --args "f32[]"  (shapes for x), or --args '
-            "module:make_args",
+            'it; write clipgrad check here:misleading --args "f32[8,16]"  (shapes for x), or '
+            "--args module:make_args",
         ),
     ],
 )

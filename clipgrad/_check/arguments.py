@@ -29,6 +29,7 @@ SHAPE = re.compile(r"(\w+)\[([\d\s,]*)\]")
 # In a docstring, behind the name of a parameter: "(8, 16)", ": (8, 16)", "... of shape (8, 16)".
 SIZES = re.compile(r"(?:^|^:\s*|shape\s*[=:]?\s*)\(((?:[1-9]\d*,?\s*)+)\)")
 SCALARS = (float, jax.Array, "float", "jax.Array")
+SCALAR = "f32[]"
 INTEGERS = 4
 SMALLEST = 3
 WIDE = ("float64", "complex128", "int64")
@@ -96,7 +97,9 @@ def inferred_arguments(parameters: list[Parameter], seed: int) -> Arguments | No
 def example(parameters: list[Parameter]) -> str:
     """What `--args` could be for these parameters, and which ones these are."""
     needed = [p for p in parameters if p.required] or parameters[:1]
-    shapes = [p.shape or ("f32[16]" if k else "f32[8,16]") for k, p in enumerate(needed)]
+    usual = ["f32[8,16]", *["f32[16]"] * len(needed)]
+    known = [p.shape if p.shape != SCALAR else None for p in needed]
+    shapes = [shape or other for shape, other in zip(known, usual, strict=False)]
     names = f"  (shapes for {', '.join(p.name for p in needed)})" if needed else ""
     return f'--args "{", ".join(shapes) or "f32[8,16]"}"{names}'
 
@@ -113,7 +116,7 @@ def parameters_of(fun: Callable) -> list[Parameter]:
             default=None if p.default is p.empty else p.default,
             shape=_annotated(p.annotation, sizes)
             or _documented(p.name, document)
-            or ("f32[]" if p.annotation in SCALARS and p.default is p.empty else None),
+            or (SCALAR if p.annotation in SCALARS and p.default is p.empty else None),
         )
         for p in _signature(fun)
         if p.kind not in several

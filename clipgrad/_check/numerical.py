@@ -57,7 +57,7 @@ def numerical_grad(
       The gradient.
 
     Raises:
-      TypeError: ``args`` is no tuple.
+      TypeError: ``args`` is not a tuple, or an argument is unknown.
       ValueError: nothing to differentiate, an unknown ``wrt`` or ``output``, a cotangent of another
         shape, a ``delta`` that is not positive, or an input that is not finite.
 

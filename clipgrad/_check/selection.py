@@ -50,7 +50,7 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
       The set of positions.
 
     Raises:
-      ValueError: an expression means nothing; the paths there are get listed.
+      ValueError: an expression selects nothing; the paths that there are get listed.
     """
     chosen: set[int] = set()
     for expression in several(selector):
