@@ -2,13 +2,17 @@
 
 import argparse
 import json
+import subprocess
+import sys
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from clipgrad._check.arguments import inferred_arguments, parameters_of, random_arguments
 from clipgrad._check.command import UsageError, add_check_parser, as_json, load
+from clipgrad._check.options import CHECKS
 from clipgrad._check.report import Failure, GradCheckReport
-from clipgrad._check.shapes import random_arguments
 from clipgrad._selftest import add_selftest_parser, cases, laws
 
 MODULE = """
@@ -26,6 +30,24 @@ def make():
 
 def make_list():
     return [jnp.ones(2)]
+
+def make_nothing():
+    raise KeyError("no data here")
+
+def dense(x, w):
+    return x @ w
+
+def shift(p, x: "f32[3]"):
+    return p.w + x
+
+def scalars(x: float, y: jax.Array):
+    return x * y
+
+def misleading(x: float):
+    raise ValueError("a matrix is needed")
+
+def leaves():
+    raise SystemExit(0)
 """
 
 
@@ -40,23 +62,23 @@ def command(*words):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    (tmp_path / "checked_by_test.py").write_text(MODULE)
+    (tmp_path / "here.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def test_a_right_function_of_the_current_folder_passes(folder, capsys):
-    assert command("check", "checked_by_test:model", "--args", "checked_by_test:make") == 0
+    assert command("check", "here:model", "--args", "here:make") == 0
     assert "gradient check passed" in capsys.readouterr().out
 
 
 def test_a_wrong_one_exits_with_one_and_the_report(folder, capsys):
-    assert command("check", "checked_by_test:half", "--args", "f32[3]") == 1
+    assert command("check", "here:half", "--args", "f32[3]") == 1
     assert "analytic/numeric is 0.5 throughout" in capsys.readouterr().out
 
 
 def test_the_report_is_written_as_json(folder):
-    command("check", "checked_by_test:half", "--args", "f32[3]", "--json", folder / "report.json")
+    command("check", "here:half", "--args", "f32[3]", "--json", folder / "report.json")
     report = json.loads((folder / "report.json").read_text())
     assert not report["ok"] and report["failures"][0]["check"] == "value"
     assert sorted(report["failures"][0]["indices"]) == [0, 1, 2]
@@ -66,34 +88,223 @@ def test_all_options_reach_the_check(folder, capsys):
     options = "--wrt 0/w --no-grad 1 --output y --mode full --delta 0.005 --points 1 --seed 3"
     rest = "--max-relative-error 0.01 --order 1 --device cpu --skip vmap --x64"
     words = [*options.split(), *rest.split()]
-    assert command("check", "checked_by_test:model", "--args", "checked_by_test:make", *words) == 0
+    assert command("check", "here:model", "--args", "here:make", *words) == 0
+
+
+SHAPES_EXPECTED = (
+    'expected shapes, dtype[sizes], as in "f32[8,16], f32[16]", or module:function for a function '
+    "that makes the arguments"
+)
 
 
 @pytest.mark.parametrize(
     ("function", "arguments", "line"),
     [
-        ("nothing", "f32[3]", "got 'nothing'; expected module:function"),
-        ("no_such_module:f", "f32[3]", "cannot import 'no_such_module'"),
-        ("checked_by_test:absent", "f32[3]", "module 'checked_by_test' has no 'absent'"),
+        ("nothing", "f32[3]", "function: got 'nothing', expected module:function"),
+        ("no_such_module:f", "f32[3]", "cannot import 'no_such_module': ModuleNotFoundError: No"),
+        (":absent", "f32[3]", "function: got ':absent', expected module:function"),
+        ("here:absent", "f32[3]", "module 'here' has no 'absent'; the nearest are ['"),
+        ("here:haff", "f32[3]", "module 'here' has no 'haff'; the nearest are ['half', "),
+        ("here:number", "f32[3]", "here:number: got a int, expected a function"),
+        ("here:half", "f32[3", f"args: got 'f32[3', {SHAPES_EXPECTED}"),
+        ("here:half", "f31[3]", "args: got 'f31', expected a dtype, one of f32, c64"),
         (
-            "checked_by_test:number",
-            "f32[3]",
-            "checked_by_test:number is a int; expected a function",
+            "here:half",
+            "f64[3]",
+            "args: got 'f64', expected a type of 32 bits or less; or add --x64",
         ),
-        ("checked_by_test:half", "f32[3", "is no list of shapes; write dtype[sizes]"),
-        ("checked_by_test:half", "f31[3]", "'f31' is no dtype; expected one of f16, bf16"),
-        ("checked_by_test:half", "f64[3]", "'f64' needs 64-bit types, which are off; add --x64"),
-        ("checked_by_test:half", "checked_by_test:make_list", "returned a list; expected a tuple"),
-        ("checked_by_test:half", "i32[3]", "args hold no floating-point array"),
+        ("here:half", "here:make_list", "here:make_list: got a list from it, expected the tuple"),
+        ("here:half", "here:make_nothing", "here:make_nothing raises KeyError: 'no data here'"),
+        ("here:half", "here:leaves", "here:leaves raises SystemExit: 0"),
+        ("here:half", "i32[3]", "args hold no floating-point array"),
+        ("here:dense", "f32[3], f32[4]", "here:dense raises TypeError: dot_general requires contr"),
+        ("broken:f", "f32[3]", "cannot import 'broken': ZeroDivisionError: division by zero"),
+        ("exits:f", "f32[3]", "cannot import 'exits': SystemExit: 0"),
+        ("typo:f", "f32[3]", "cannot import 'typo': SyntaxError: "),
     ],
 )
-def test_wrong_usage_exits_with_two_and_a_clear_line(folder, capsys, function, arguments, line):
+def test_what_cannot_be_run_exits_with_two_and_one_line(folder, capsys, function, arguments, line):
+    (folder / "broken.py").write_text("1 / 0")
+    (folder / "exits.py").write_text("raise SystemExit(0)")
+    (folder / "typo.py").write_text("def")
     assert command("check", function, "--args", arguments) == 2
-    assert line in capsys.readouterr().err
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err.startswith(f"clipgrad check: {line}") and streams.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("layer.py:dense", "layer:dense"),
+        ("layer.py::dense", "layer:dense"),
+        ("./layer.py:dense", "layer:dense"),
+        ("pkg/layer.py:Dense.apply", "pkg.layer:Dense.apply"),
+        ("pkg.layer.dense", "pkg.layer:dense"),
+        ("layer.py", "layer:function"),
+    ],
+)
+def test_a_file_is_answered_by_the_module(folder, capsys, written, meant):
+    assert command("check", written) == 2
+    line = f"function: got {written!r}, expected module:function; write {meant}"
+    assert capsys.readouterr().err == f"clipgrad check: {line}\n"
+
+
+def test_a_file_of_the_current_folder_by_its_absolute_path_is_answered_too(folder, capsys):
+    assert command("check", f"{folder}/pkg/layer.py:dense") == 2
+    assert capsys.readouterr().err.endswith("write pkg.layer:dense\n")
+
+
+def test_a_report_that_cannot_be_written_exits_with_two(folder, capsys):
+    file = folder / "nowhere" / "report.json"
+    assert command("check", "here:half", "--args", "f32[3]", "--json", file) == 2
+    line = "clipgrad check: FileNotFoundError: [Errno 2] No such file or directory"
+    assert capsys.readouterr().err.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (
+            "dense",
+            "--args: got nothing, and not every parameter of here:dense has a shape in its "
+            'annotation, docstring or default; write clipgrad check here:dense --args "f32[8,16], '
+            'f32[16]"  (shapes for x, w), or --args module:make_args',
+        ),
+        (
+            "shift",
+            "--args: got nothing, and not every parameter of here:shift has a shape in its "
+            'annotation, docstring or default; write clipgrad check here:shift --args "f32[8,16], '
+            'f32[3]"  (shapes for p, x), or --args module:make_args',
+        ),
+        (
+            "misleading",
+            "here:misleading raises ValueError: a matrix is needed, for f32[] as its signature has "
+            'it; write clipgrad check here:misleading --args "f32[8,16]"  (shapes for x), or '
+            "--args module:make_args",
+        ),
+    ],
+)
+def test_arguments_without_shapes_are_asked_for_with_the_line_to_write(
+    folder, capsys, function, line
+):
+    assert command("check", f"here:{function}") == 2
+    assert capsys.readouterr().err == f"clipgrad check: {line}\n"
+
+
+def test_arguments_whose_shapes_are_known_may_be_left_out(folder, capsys):
+    assert command("check", "here:scalars", "--seed", "1") == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == "arguments: f32[], f32[]"
+    assert second.startswith("gradient check passed (")
+
+
+ARRAY, COUNTS = jnp.ones((2, 3)), np.ones(2, np.int32)
+
+
+def inferred(function):
+    return str(inferred_arguments(parameters_of(function), 0))
+
+
+@pytest.mark.parametrize(
+    ("body", "shapes"),
+    [
+        ('def f(x: Float[Array, "8 16"]): 0', "f32[8,16]"),
+        ('def f(x: Float32[Array, "b d"], w: Float[Array, "d e=2"]): 0', "f32[3,4], f32[4,2]"),
+        (
+            'def f(x: Float[Array, "... #n _ _"], w: BFloat16[Array, "*b n"]): 0',
+            "f32[3,4,5], bf16[3]",
+        ),
+        (
+            'def f(x: Float[Array, "3"], i: Int[Array, "2"], m: Bool[Array, ""]): 0',
+            "f32[3], i32[2], bool[]",
+        ),
+        ('def f(x: Complex[Array, "3"] | None): 0', "c64[3]"),
+        ('def f(x: Shaped[Array, "3"]): 0', "f32[3]"),
+        ('def f(x: Float[Array, "3"], eps: float = 1e-6, n=3): 0', "f32[3]"),
+        ('def f(x: Float[Array, "3"], eps=1e-6, *, w: Float[Array, "2"]): 0', "f32[3], w=f32[2]"),
+        ('def f(x: Float[Array, "3"], *rest, **more): 0', "f32[3]"),
+        ('@jax.jit\n@jax.custom_vjp\ndef f(x: Float[Array, "3"]): 0', "f32[3]"),
+    ],
+)
+@pytest.mark.parametrize("head", ["", "from __future__ import annotations"])
+def test_annotations_of_jaxtyping_give_shapes(body, shapes, head):
+    text = f"{head}\nimport jax\nfrom jax import Array\nfrom jaxtyping import *\n{body}"
+    names = {}
+    exec(text, names)
+    assert inferred(names["f"]) == shapes
+
+
+@pytest.mark.parametrize("dims", ["n+1", "{n}"])
+def test_a_size_that_is_computed_is_not_inferred(dims):
+    names = {}
+    exec(f"from jaxtyping import *\nimport jax\ndef f(x: Float[jax.Array, '{dims}']): 0", names)
+    assert inferred(names["f"]) == "None"
+
+
+def test_jaxtyping_is_not_imported():
+    program = (
+        "import sys, clipgrad._check.arguments as a\n"
+        "print(a.inferred_arguments(a.parameters_of(lambda x=1.0: x), 0))\n"
+        "assert 'jaxtyping' not in sys.modules"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout == "1.0\n" and found.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("document", "shapes"),
+    [
+        ("Args:\n      x: f32[8,16]\n      w: the weights, bf16[16].", "f32[8,16], bf16[16]"),
+        ("Args:\n      x (8, 16): inputs\n      w (Array): of shape (16,)", "f32[8,16], f32[16]"),
+        ("Args:\n      x: (8, 16), the inputs.\n      w: shape=(16,).", "f32[8,16], f32[16]"),
+        (
+            "Parameters\n    x : array of shape (8, 16)\n    w : array, shape (16)",
+            "f32[8,16], f32[16]",
+        ),
+        ("Args:\n      x: in the interval (1, 10)\n      w: f32[16]", "None"),
+        ("Args:\n      x: of shape (0, 1)\n      w: f32[16]", "None"),
+        ("Args:\n      ax: f32[3]\n      w: f32[16]", "None"),
+        ("Args:\n      x (float, optional): a list[int]\n      w: f32[16]", "None"),
+        ("The weights w: f32[16], and x: f32[8].", "None"),
+        ("", "None"),
+    ],
+)
+def test_a_docstring_gives_shapes(document, shapes):
+    def function(x, w):
+        pass
+
+    function.__doc__ = f"A layer.\n\n    {document}\n    "
+    assert inferred(function) == shapes
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (lambda x=ARRAY, n=3: x, "f32[2,3]"),
+        (lambda x=COUNTS, scale=2.0: x, "i32[2]"),
+        (lambda x=0.5, y=2.0: x * y, "0.5, 2.0"),
+        (lambda n=3, x=0.5: x, "x=0.5"),
+        (lambda n=3: n, "None"),
+        (lambda: 0, "None"),
+        (lambda x, w=ARRAY: x, "None"),
+        (dict, "None"),
+    ],
+)
+def test_defaults_that_are_arrays_give_shapes_and_floats_where_nothing_else_does(function, shapes):
+    assert inferred(function) == shapes
+
+
+def test_inferred_arguments_differ_and_a_seed_fixes_them():
+    parameters = parameters_of(lambda x, w: x)
+    parameters = [parameter._replace(shape="f32[3]") for parameter in parameters]
+    first, again = inferred_arguments(parameters, 0), inferred_arguments(parameters, 0)
+    assert (first.args[0] != first.args[1]).all() and (first.args[0] == again.args[0]).all()
+    assert (first.args[0] != inferred_arguments(parameters, 1).args[0]).all()
 
 
 def test_shapes_give_random_arguments_of_these_dtypes_and_a_seed_fixes_them():
-    arguments = random_arguments("f32[2,3], bf16[4], f32[], i32[2], c64[1], bool[2]", 0)
+    arguments = random_arguments("float32[2,3], bf16[4], f32[], i32[2], c64[1], bool[2]", 0)
     assert [a.shape for a in arguments] == [(2, 3), (4,), (), (2,), (1,), (2,)]
     assert arguments[1].dtype == jnp.bfloat16 and arguments[5].dtype == jnp.bool
     assert (arguments[0] == random_arguments("f32[2,3]", 0)[0]).all()
@@ -119,36 +330,55 @@ def test_the_selftest_fails_on_a_wrong_rule(capsys, monkeypatch):
     assert command("selftest", "--device", "abacus") == 2
 
 
+ALL_CHECKS = ", ".join(CHECKS)
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--delta", "0"], "delta=0.0; expected a positive number"),
-        (["--order", "3"], "order=3; expected 1, or 2"),
-        (["--max-relative-error", "-1"], "max_relative_error=-1.0; expected a number above 0"),
-        (["--points", "0"], "points=0; expected 1 or more"),
-        (["--skip", "speed"], "skip=['speed'] names no check"),
-        (["--wrt", "y"], "wrt='y' means no floating-point leaf"),
-        (["--no-grad", "0"], "nothing is left to check"),
-        (["--output", "loss"], "output='loss' means no"),
-        (["--device", "abacus"], "names no kind of device"),
+        ("--delta 0", "delta: got 0.0, expected a positive number, such as 0.005, or None"),
+        ("--order 3", "order: got 3, expected 1, or 2 to check the VJP's own VJP too"),
+        ("--mode slow", "mode: got 'slow', expected one of auto, fast, full"),
+        ("--max-relative-error -1", "max_relative_error: got -1.0, expected a number above 0, or"),
+        ("--points 0", "points: got 0, expected a whole number, 1 or more"),
+        ("--seed -1", "seed: got -1, expected a whole number, 0 or more"),
+        ("--skip speed", f"skip: got ['speed'], expected some of {ALL_CHECKS}"),
+        (
+            "--skip vmap,speed --skip size",
+            f"skip: got ['speed', 'size'], expected some of {ALL_CHECKS}",
+        ),
+        ("--wrt y", "wrt: got 'y', expected one that selects a floating-point leaf; there are"),
+        ("--no-grad 0", "nothing is left to check"),
+        ("--output loss", "output: got 'loss', expected one that selects a floating-point leaf; t"),
+        ("--device abacus", "devices: got ('abacus',), expected some of cpu, gpu, tpu, "),
     ],
 )
 def test_an_option_that_makes_no_sense_exits_with_two(folder, capsys, words, line):
-    assert command("check", "checked_by_test:half", "--args", "f32[3]", *words) == 2
-    assert line in capsys.readouterr().err
+    assert command("check", "here:half", "--args", "f32[3]", *words.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"clipgrad check: {line}") and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [["--mode", "slow"], ["--order", "two"], []])
+@pytest.mark.parametrize("words", ["--order two", "--points 1.5", "--delta small", "--fast"])
 def test_what_the_parser_refuses_exits_with_two(folder, words):
-    required = ["--args", "f32[3]"] if words else []
     with pytest.raises(SystemExit) as caught:
-        command("check", "checked_by_test:half", *required, *words)
+        command("check", "here:half", "--args", "f32[3]", *words.split())
     assert caught.value.code == 2
+
+
+def test_the_help_shows_choices_and_defaults(capsys):
+    with pytest.raises(SystemExit):
+        command("check", "--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--order {1,2} 2 to check the VJP's own VJP too (default: 1)" in text
+    assert "--mode {auto,fast,full} auto: every element" in text
+    assert "(default: auto) --delta STEP an absolute step" in text
+    assert f"such as vmap,jit; of {ALL_CHECKS} --device" in text
 
 
 def test_the_file_holds_everything_that_the_report_does(folder):
     file = folder / "report.json"
-    command("check", "checked_by_test:half", "--args", "f32[3]", "--json", file)
+    command("check", "here:half", "--args", "f32[3]", "--json", file)
     report = json.loads(file.read_text())
     keys = "ok notes not_run evaluations seconds precision devices verified failures"
     assert set(report) == set(keys.split())

@@ -32,7 +32,7 @@ def test_kinds_that_are_not_there_are_told_from_those_that_are():
 
 @pytest.mark.parametrize("kinds", [("abacus",), (), ["cpu", "CPU"]])
 def test_an_impossible_kind_is_refused_with_the_list_of_possible_ones(kinds):
-    with pytest.raises(ValueError, match="names no kind of device; expected some of cpu, gpu, tpu"):
+    with pytest.raises(ValueError, match=r"^devices: got .*, expected some of cpu, gpu, tpu"):
         devices.find_devices(kinds)
 
 
@@ -120,7 +120,7 @@ def test_reasons_that_are_the_same_are_told_once():
 def test_many_notes_are_shortened():
     notes = tuple(f"note {k}" for k in range(40))
     lines = str(GradCheckReport((), notes, {}, 1, 0.1, "float64", (), 1)).splitlines()
-    assert len(lines) == 14 and lines[-1] == "  ... and 28 more notes (see report.notes)"
+    assert len(lines) == 13 and lines[-1] == "  ... and 29 more notes (see report.notes)"
     assert "devices none" in lines[0]
 
 

@@ -1,6 +1,9 @@
 """Bad input gets a clear error or a documented failure; an empty check is never ok."""
 
+import dataclasses
+import inspect
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
+from clipgrad._check.options import CHECKS, Options
 
 X = jnp.asarray([0.5, 1.5])
 
@@ -24,21 +28,19 @@ REFUSED = [
     (TypeError, r"args is a list; expected the tuple.*\(x,\)", jnp.sin, [X], {}),
     (ValueError, "returns no floating-point array.*bool", lambda x: x > 0, (X,), {}),
     (ValueError, "args hold no floating-point array", jnp.sin, (jnp.arange(3),), {}),
-    (ValueError, r"wrt='y' means no .* leaf; there are \['x or 0'", jnp.sin, (X,), {"wrt": "y"}),
-    (ValueError, "no_grad=3 means no", jnp.sin, (X,), {"no_grad": 3}),
-    (ValueError, "output='loss' means no", jnp.sin, (X,), {"output": "loss"}),
-    (TypeError, "got 1.5; expected a position", jnp.sin, (X,), {"wrt": [1.5]}),
+    (
+        ValueError,
+        r"^wrt: got 'y', expected .* leaf; there are \['x or 0'",
+        jnp.sin,
+        (X,),
+        {"wrt": "y"},
+    ),
+    (ValueError, "^no_grad: got 3, expected one that selects", jnp.sin, (X,), {"no_grad": 3}),
+    (ValueError, "^output: got 'loss', expected one that", jnp.sin, (X,), {"output": "loss"}),
+    (TypeError, "^wrt: got 1.5, expected a position", jnp.sin, (X,), {"wrt": [1.5]}),
     (ValueError, "nothing is left to check", jnp.sin, (X,), {"no_grad": 0}),
     (ValueError, r"args\[0\]\[1\] is nan; a derivative", jnp.sin, (NAN,), {}),
     (ValueError, r"args\[0\]\[0\] is inf", jnp.sin, (INF,), {}),
-    (ValueError, "order=3; expected 1, or 2", jnp.sin, (X,), {"order": 3}),
-    (ValueError, "mode='slow'; expected one of auto", jnp.sin, (X,), {"mode": "slow"}),
-    (ValueError, "delta=0; expected a positive", jnp.sin, (X,), {"delta": 0}),
-    (ValueError, "max_relative_error=0; expected", jnp.sin, (X,), {"max_relative_error": 0}),
-    (ValueError, "points=0; expected 1 or more", jnp.sin, (X,), {"points": 0}),
-    (ValueError, r"skip=\['speed'\] names no check", jnp.sin, (X,), {"skip": ["speed"]}),
-    (ValueError, r"devices=\('xpu',\) names no kind", jnp.sin, (X,), {"devices": ("xpu",)}),
-    (ValueError, "names no kind of device", jnp.sin, (X,), {"devices": ()}),
 ]
 
 
@@ -48,8 +50,130 @@ def test_a_wrong_request_is_refused(error, match, function, args, options):
         cg.check_grads(function, args, **options)
 
 
+ALL_CHECKS = ", ".join(CHECKS)
+KINDS = "cpu, gpu, tpu, cuda, rocm, METAL, or None for all there are"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "shown", "expected"),
+    [
+        ("order", 3, "3", "1, or 2 to check the VJP's own VJP too"),
+        ("mode", "slow", "'slow'", "one of auto, fast, full"),
+        ("delta", 0, "0", "a positive number, such as 0.005, or None"),
+        ("delta", np.inf, "inf", "a positive number, such as 0.005, or None"),
+        ("max_relative_error", 0, "0", "a number above 0, or None"),
+        ("points", 0, "0", "a whole number, 1 or more"),
+        ("points", 1.5, "1.5", "a whole number, 1 or more"),
+        ("seed", -1, "-1", "a whole number, 0 or more"),
+        ("seed", "now", "'now'", "a whole number, 0 or more"),
+        ("skip", ["vmap", "speed"], "['speed']", f"some of {ALL_CHECKS}"),
+        ("skip", "speed", "['speed']", f"some of {ALL_CHECKS}"),
+        ("devices", ("cpu", "xpu"), "('xpu',)", f"some of {KINDS}"),
+        ("devices", (), "()", f"some of {KINDS}"),
+    ],
+)
+def test_an_option_of_no_sense_is_refused_by_what_was_expected(option, value, shown, expected):
+    line = f"{option}: got {shown}, expected {expected}"
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        cg.check_grads(jnp.sin, (X,), **{option: value})
+
+
+def test_options_and_their_defaults_are_those_of_check_grads():
+    parameters = inspect.signature(cg.check_grads).parameters
+    for option in dataclasses.fields(Options):
+        default = parameters[option.name].default
+        assert getattr(Options(**{option.name: default}), option.name) == option.default
+
+
+def test_the_names_of_checks_are_those_of_the_docstrings_table():
+    table = inspect.getdoc(cg.check_grads).split("===\n")[2]
+    names = [
+        name for row in table.splitlines() for name in row[:11].strip(" =").split(", ") if name
+    ]
+    assert sorted(names) == sorted(CHECKS)
+
+
+def test_a_single_check_is_switched_off_by_its_name():
+    clip = jax.custom_vjp(lambda x: x)
+    clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1e3, 1e3),))
+    assert "[linearity]" in failed(clip, X)
+    assert cg.check_grads(clip, (X,), skip="linearity").ok
+
+
+STEP = "the step follows the scale of each element, or write delta=0.001 for an absolute one"
+PADDLE = "the tolerance follows the dtype, or write max_relative_error=0.01 for Paddle's rule"
+BOTH = "forward and reverse mode are both checked: leave it out"
+HABITS = [
+    ("modes", ["rev"], f"; {BOTH}"),
+    ("check_forward_ad", True, f"; {BOTH}"),
+    ("eps", 1e-3, f"; {STEP}"),
+    ("check_eps", 1e-3, f"; {STEP}"),
+    ("numeric_grad_delta", 1e-3, f"; {STEP}"),
+    ("atol", 0.01, f"; {PADDLE}"),
+    ("rtol", 0.01, f"; {PADDLE}"),
+    ("fast_mode", True, '; write mode="fast" for random directions only'),
+    ("nondet_tol", 0.0, '; the same bits are expected twice, or write skip="determinism"'),
+    ("check_batched_grad", True, '; it is checked, or write skip="vmap"'),
+    ("raise_exception", False, "; write raise_on_failure=False"),
+    ("inputs_to_check", ["x"], "; write wrt=..."),
+    ("output_name", "Out", "; write output='Out'"),
+    ("no_grad_set", {"x"}, "; write no_grad=..., a name or a list of names"),
+    ("only_cpu", True, '; write devices="cpu"'),
+    ("ordr", 2, ". Did you mean 'order'?"),
+    ("no_grads", "x", ". Did you mean 'no_grad'?"),
+    ("verbose", True, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "instead"), HABITS)
+def test_an_argument_of_another_checker_is_answered_by_what_to_write(name, value, instead):
+    line = f"check_grads() got an unexpected keyword argument {name!r}{instead}"
+    with pytest.raises(TypeError, match=f"^{re.escape(line)}$"):
+        cg.check_grads(jnp.sin, (X,), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("value", "instead"), [(2, "; write order=2"), (1e-6, "; write delta=1e-06"), ("rev", "")]
+)
+def test_what_is_not_a_mapping_in_the_place_of_kwargs_is_refused(value, instead):
+    line = f"kwargs: got {value!r}, expected a mapping of fun's keyword arguments, or None{instead}"
+    with pytest.raises(TypeError, match=f"^{re.escape(line)}$"):
+        cg.check_grads(jnp.sin, (X,), value)
+
+
+def test_more_arguments_by_position_are_refused_with_the_names():
+    line = (
+        r"check_grads\(\) takes 3 positional arguments but 4 were given; write the others by name, "
+        "of wrt=, no_grad=, output=, order=, mode=, .*, skip=$"
+    )
+    with pytest.raises(TypeError, match=line):
+        cg.check_grads(jnp.sin, (X,), 2, ["rev"])
+    line = (
+        r"numerical_grad\(\) takes 2 positional arguments but 3 were given; write the others by "
+        "name, of wrt=, output=, cotangent=, delta=$"
+    )
+    with pytest.raises(TypeError, match=line):
+        cg.numerical_grad(jnp.sin, (X,), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("eps", f"; {STEP}"),
+        ("input_to_check", "; write wrt=0.001"),
+        ("rtol", ""),
+        ("modes", ""),
+        ("cotangents", ". Did you mean 'cotangent'?"),
+    ],
+)
+def test_numerical_grad_answers_likewise_with_what_it_has(name, instead):
+    line = f"numerical_grad() got an unexpected keyword argument {name!r}{instead}"
+    with pytest.raises(TypeError, match=f"^{re.escape(line)}$"):
+        cg.numerical_grad(jnp.sin, (X,), **{name: 0.001})
+
+
 def test_numerical_grad_refuses_a_wrong_delta_and_a_cotangent_of_another_shape():
-    with pytest.raises(ValueError, match="delta=-1; expected a positive"):
+    with pytest.raises(ValueError, match="delta: got -1, expected a positive number"):
         cg.numerical_grad(jnp.sin, (X,), delta=-1)
     with pytest.raises(ValueError, match="cotangent has shapes"):
         cg.numerical_grad(jnp.sin, (X,), cotangent=jnp.ones(3))

@@ -1,5 +1,10 @@
 """What a report says: where, how many, how much, and what it looks like."""
 
+import os
+import re
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +12,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._check.hints import layout_hint, ratio_hint
-from clipgrad._check.report import Failure, GradCheckReport
+from clipgrad._check.report import Failure, GradCheckReport, first_line
 from tests.check_zoo import PAIRS, custom, normal
 
 
@@ -95,9 +100,18 @@ def test_a_kink_is_told_with_its_slopes():
         ([1.0, 2.0], [2.0, 5.0], ""),
         ([1.0, 0.0], [2.0, 0.0], ""),
         ([1.0], [2.0], ""),
+        ([1.0, 2.0], [-1.0, -2.0], "; analytic/numeric is -1 throughout (the sign)"),
+        ([1.0, 2.0, 4.0], [0.5, 1.001, 2.0], "; analytic/numeric is 0.5 throughout"),
+        ([1.0, 2.0, 4.0], [-1.0, -2.008, -4.0], "; analytic/numeric is -1 throughout (the sign)"),
+        ([1.0, 2.0, 4.0], [0.5, 1.02, 2.0], ""),
+        ([1.0, 2.0, 4.0], [1.005, 2.02, 4.06], ""),
+        ([1.0, 2.0, 4.0], [1.01, 2.02, 4.0408], ""),
+        ([1.0, 2.0, 4.0], [1.01, 2.02, 4.0401], "; analytic/numeric is 1.01 throughout"),
+        ([1.0, 2.0], [1.00001, 2.00002], "; analytic/numeric is 1.00001 throughout"),
+        ([1.0, 2.0], [0.001, 0.0022], ""),
     ],
 )
-def test_a_common_ratio_is_a_hint(numeric, analytic, hint):
+def test_a_ratio_that_spreads_far_less_than_it_differs_from_one_is_a_hint(numeric, analytic, hint):
     assert ratio_hint(np.array(numeric), np.array(analytic)) == hint
 
 
@@ -128,7 +142,7 @@ def test_fifty_wrong_leaves_fit_one_screen():
         )
     )
     assert len(text.splitlines()) <= 25
-    assert "... and 38 more failures (see report.failures)" in text
+    assert "... and 39 more failures (see report.failures)" in text
 
 
 def test_the_error_is_an_assertion_error_whose_text_is_the_report():
@@ -144,3 +158,57 @@ def test_the_same_seed_gives_the_same_report():
     first, second = wrong("wrong_sign"), wrong("wrong_sign")
     assert [str(f) for f in first.failures] == [str(f) for f in second.failures]
     assert str(wrong("wrong_sign", seed=1).failures[0]) != str(first.failures[0])
+
+
+def test_the_text_never_has_more_than_25_lines():
+    failures = [Failure("value", f"args[{k}]", "wrong\nin two lines") for k in range(40)]
+    report = made(failures, [f"remark {k}\nin two lines" for k in range(40)])
+    lines = str(report).splitlines()
+    assert len(lines) == 25
+    assert lines[1] == "  [value] args[0]: wrong in two lines"
+    assert lines[12] == "  ... and 29 more failures (see report.failures)"
+    assert lines[24] == "  ... and 29 more notes (see report.notes)"
+    assert len(str(made(failures[:11])).splitlines()) == 12
+
+
+LONG = "gradients " * 20
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("too small"), "ValueError: too small"),
+        (ValueError("too small\nby far"), "ValueError: too small"),
+        (ValueError("  \n too small"), "ValueError: too small"),
+        (ValueError(), "ValueError"),
+        (KeyError("w"), "KeyError: 'w'"),
+        (SystemExit(0), "SystemExit: 0"),
+        (ValueError(LONG), f"ValueError: {LONG[:89]} ..."),
+        (ValueError(LONG[:89]), f"ValueError: {LONG[:89]}"),
+        (ValueError("x" * 200), f"ValueError: {'x' * 200}"),
+        (ValueError("x" * 200 + " y"), f"ValueError: {'x' * 200} ..."),
+        (ValueError("half-precision " * 9), f"ValueError: {('half-precision ' * 6)[:-1]} ..."),
+    ],
+)
+def test_the_first_line_of_an_error_is_shortened_at_a_word(error, line):
+    assert first_line(error) == line
+
+
+def test_pytest_shows_the_report_and_not_the_source_of_the_library(tmp_path):
+    (tmp_path / "test_half.py").write_text(
+        "import clipgrad as cg, jax, jax.numpy as jnp\n\n"
+        "half = jax.custom_vjp(lambda x: x * x)\n"
+        "half.defvjp(lambda x: (x * x, x), lambda x, g: (x * g,))\n\n"
+        "def test_value():\n    cg.check_grads(half, (jnp.ones(2),), points=1)\n\n"
+        "def test_usage():\n    cg.check_grads(half, (jnp.ones(2),), modes=['rev'])\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)]
+    text = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.getcwd()}
+    ).stdout
+    assert "gradient check FAILED (" in text and "2 failed" in text
+    assert re.search(r"E .*\[value\] args\[0\]\[\d\]: 2 of 2 elements wrong; worst: numeric ", text)
+    assert ">       cg.check_grads(half, (jnp.ones(2),), points=1)" in text
+    assert ">       cg.check_grads(half, (jnp.ones(2),), modes=['rev'])" in text
+    assert "raise " not in text and ".py:7: GradCheckError" in text
+    assert set(re.findall(r"(\w+)\.py:\d+", text)) == {"test_half"}

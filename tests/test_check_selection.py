@@ -1,8 +1,14 @@
 """Which leaves a position, a name, a path or a pattern means."""
 
+import dataclasses
+
+import flax.linen
+import flax.nnx
+import jax
 import jax.numpy as jnp
 import pytest
 
+import clipgrad as cg
 from clipgrad._check.selection import leaf_names, parameter_names, select, simple_paths
 
 PATHS = ["params|0/w", "params/w|0/w", "params/b|0/b", "x|1", "10"]
@@ -47,12 +53,13 @@ def test_an_expression_that_does_not_compile_is_refused():
 
 @pytest.mark.parametrize("selector", [[None], [1.5], [True], [("a",)]])
 def test_an_expression_of_another_kind_is_refused(selector):
-    with pytest.raises(TypeError, match=r"expected a position \(int\), a name or a path \(str\)"):
+    expected = r"^wrt: got .*, expected a position \(int\), a name or a path \(str\)$"
+    with pytest.raises(TypeError, match=expected):
         select(selector, NAMED, "wrt")
 
 
 def test_the_error_names_the_parameter_and_stays_short():
-    with pytest.raises(ValueError, match="^output='z' means no") as caught:
+    with pytest.raises(ValueError, match="^output: got 'z', expected one that") as caught:
         select("z", [f"leaf{k}" for k in range(1000)], "output")
     assert "leaf19" in str(caught.value) and "leaf20" not in str(caught.value)
 
@@ -68,3 +75,93 @@ def test_parameters_have_names_as_far_as_they_are_positional():
     assert parameter_names(lambda a, b: a, 1) == ["a"]
     assert parameter_names(print, 2) == []
     assert parameter_names(3, 1) == []
+
+
+class Linen(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, x):
+        x = flax.linen.BatchNorm(use_running_average=True, name="norm")(x)
+        return {"y": flax.linen.Dense(3, name="out_kernel")(x), "loss": {"aux": x.sum()}}
+
+
+@pytest.fixture
+def linen():
+    model, x = Linen(), jnp.ones((2, 3))
+    return model.apply, (model.init(jax.random.key(0), x), x)
+
+
+def verified(function, args, **options):
+    return cg.check_grads(function, args, points=1, mode="fast", **options).verified
+
+
+@pytest.mark.parametrize(
+    ("no_grad", "elements"),
+    [
+        ("batch_stats", 6 + 12 + 6),
+        ("variables/batch_stats", 6 + 12 + 6),
+        (["batch_stats", "x"], 6 + 12),
+        ("batch_stats|x$", 6 + 12),
+        ("norm", 12 + 6),
+        ("kernel", 6 + 6 + 3 + 6),
+        ("_kernel/", 6 + 6 + 6),
+    ],
+)
+def test_no_grad_selects_leaves_of_variables_by_segments_or_by_search(linen, no_grad, elements):
+    apply, (variables, x) = linen
+
+    def call(variables, x):
+        return apply(variables, x)
+
+    assert verified(call, (variables, x), no_grad=no_grad) == elements
+
+
+@pytest.mark.parametrize(
+    ("output", "ok"), [("y", True), ("aux", False), ("loss/aux", False), ("l.*x", False), (0, True)]
+)
+def test_output_selects_parts_of_a_tree_likewise(output, ok):
+    wrong = jax.custom_vjp(lambda x: x * x)
+    wrong.defvjp(lambda x: (x * x, x), lambda x, g: (g * x,))
+    function = lambda x: {"loss": {"aux": wrong(x)}, "y": x}  # noqa: E731
+    if output == 0:
+        function = lambda x: (x, wrong(x))  # noqa: E731
+    args = (jnp.asarray([2.0, 3.0]),)
+    assert cg.check_grads(function, args, output=output, raise_on_failure=False).ok == ok
+
+
+@pytest.mark.parametrize(
+    ("expression", "elements"),
+    [
+        ("norm", 12),
+        ("mean", 3),
+        ("norm/mean", 3),
+        ("mean|var", 6),
+        ("^model/out/kernel", 9),
+        ("kernel$", 9),
+        ("model", 24),
+    ],
+)
+def test_wrt_selects_leaves_of_an_nnx_module(expression, elements):
+    class Model(flax.nnx.Module):
+        def __init__(self, rngs):
+            self.norm = flax.nnx.BatchNorm(3, use_running_average=True, rngs=rngs)
+            self.out = flax.nnx.Linear(3, 3, rngs=rngs)
+
+    graph, state = flax.nnx.split(Model(flax.nnx.Rngs(0)))
+
+    def call(model, x):
+        module = flax.nnx.merge(graph, model)
+        return module.out(module.norm(x))
+
+    assert verified(call, (state, jnp.ones((2, 3))), wrt=expression) == elements
+
+
+def test_a_leaf_is_selected_by_the_name_that_the_report_gives_it():
+    Point = jax.tree_util.register_dataclass(
+        dataclasses.make_dataclass("Point", [("at", dict), ("time", object)])
+    )
+    args = (Point({"x": jnp.ones(2)}, jnp.ones(3)), jnp.ones(4))
+    names = leaf_names(args, "args")
+    assert names == ["args[0].at['x']", "args[0].time", "args[1]"]
+    for k, name in enumerate(names):
+        assert select(name, simple_paths(args), "wrt") == {k}
+    assert select("args[0]", simple_paths(args), "wrt") == {0, 1}

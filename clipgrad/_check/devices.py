@@ -25,8 +25,8 @@ def find_devices(kinds: Sequence[str] | None) -> Devices:
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds:
         raise ValueError(
-            f"devices={tuple(kinds)!r} names no kind of device; expected some of "
-            f"{', '.join(KINDS)}, or None for all there are"
+            f"devices: got {tuple(unknown or kinds)!r}, expected some of {', '.join(KINDS)}, or "
+            "None for all there are"
         )
     found = {kind: _first(kind) for kind in kinds}
     there = {kind: device for kind, device in found.items() if device is not None}

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from clipgrad._check.evaluation import choose
+from clipgrad._check.habits import with_hints
 from clipgrad._check.options import require_delta
 from clipgrad._check.points import make_point
 from clipgrad._check.search import Judge, every_slope
@@ -16,6 +17,7 @@ from clipgrad._check.tolerances import make_tolerance
 from clipgrad._check.vectors import is_complex, offsets, real_size, to_numpy, wide_dtype
 
 
+@with_hints
 def numerical_grad(
     fun: Callable,
     args: tuple,
@@ -55,7 +57,7 @@ def numerical_grad(
       The gradient.
 
     Raises:
-      TypeError: ``args`` is no tuple.
+      TypeError: ``args`` is not a tuple, or an argument is unknown.
       ValueError: nothing to differentiate, an unknown ``wrt`` or ``output``, a cotangent of another
         shape, a ``delta`` that is not positive, or an input that is not finite.
 

@@ -26,8 +26,8 @@ class Options:
     mode: str = _option(
         "auto",
         metavar="{auto,fast,full}",
-        help="auto: every element, as plain AD in float64 and random directions tell; "
-        "fast: random directions only; full: a difference for every element",
+        help="auto: every element, with the help of plain AD in float64; fast: random directions; "
+        "full: every element by differences",
     )
     delta: float | None = _option(
         None, metavar="STEP", type=float, help="an absolute step, such as Paddle's 0.005"
@@ -72,7 +72,7 @@ def require_delta(delta: float | None) -> None:
 
 
 def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int | np.integer) and value >= least
+    return isinstance(value, int | np.integer) and int(value) >= least
 
 
 def _refuse(name: str, got: Any, expected: str) -> None:

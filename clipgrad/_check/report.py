@@ -110,7 +110,7 @@ class GradCheckError(AssertionError):
     """
 
     def __init__(self, report: GradCheckReport):
-        super().__init__(report)
+        super().__init__(str(report))
         self.report = report
 
 

@@ -50,7 +50,7 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
       The set of positions.
 
     Raises:
-      ValueError: an expression means nothing; the paths there are get listed.
+      ValueError: an expression selects nothing; the paths that there are get listed.
     """
     chosen: set[int] = set()
     for expression in several(selector):
@@ -58,8 +58,8 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
         if not found:
             there = nearest(str(expression), [path.replace("|", " or ") for path in paths], 20)
             raise ValueError(
-                f"{word}={expression!r} means no floating-point leaf; {there}. "
-                "Give a position, a name or a path of these."
+                f"{word}: got {expression!r}, expected one that selects a floating-point leaf; "
+                f"{there}"
             )
         chosen |= found
     return chosen
@@ -67,7 +67,9 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
 
 def _matches(expression: int | str, paths: Sequence[str], word: str) -> set[int]:
     if not isinstance(expression, (int, str)) or isinstance(expression, bool):
-        raise TypeError(f"got {expression!r}; expected a position (int), a name or a path (str)")
+        raise TypeError(
+            f"{word}: got {expression!r}, expected a position (int), a name or a path (str)"
+        )
     text = _simple(str(expression))
     spellings = [(k, name) for k, path in enumerate(paths) for name in path.split("|")]
     found = {k for k, name in spellings if _at_or_below(text, name)}
@@ -78,10 +80,11 @@ def _matches(expression: int | str, paths: Sequence[str], word: str) -> set[int]
 
 
 def _simple(path: str) -> str:
-    """`args[0]['w']` and `[0]['w']` mean `0/w`."""
-    if not re.fullmatch(r"(args|kwargs|out)?(\[[^\]]+\])+", path):
+    """`args[0]['w']`, `[0]['w']` and `args[0].w`, as reports name leaves, mean `0/w`."""
+    if not re.fullmatch(r"(args|kwargs|out|(?=\[))(\[[^\]]+\]|\.\w+)+", path):
         return path
-    return "/".join(re.findall(r"\[['\"]?([^\]'\"]+)['\"]?\]", path))
+    parts = re.findall(r"\[['\"]?([^\]'\"]+)['\"]?\]|\.(\w+)", path)
+    return "/".join(key or name for key, name in parts)
 
 
 def _at_or_below(path: str, leaf: str) -> bool:
