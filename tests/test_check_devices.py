@@ -12,7 +12,7 @@ import clipgrad as cg
 from clipgrad._check import devices, progress
 from clipgrad._check.hints import layout_hint, ratio_hint
 from clipgrad._check.log import Log, Options
-from clipgrad._check.problem import leaf_dtypes, make_problem
+from clipgrad._check.problem import leaf_dtypes, make_subject
 from clipgrad._check.report import Failure, GradCheckReport
 
 X = jnp.asarray([0.5, 1.5])
@@ -89,7 +89,7 @@ def test_the_log_leaves_out_checks_that_are_switched_off():
 
 
 def test_a_problem_is_a_function_of_the_chosen_leaves_alone():
-    problem = make_problem(lambda p, n: {"y": p["w"] * n, "i": n}, ({"w": X, "b": X}, 3), wrt="p/w")
+    problem = make_subject(lambda p, n: {"y": p["w"] * n, "i": n}, ({"w": X, "b": X}, 3), wrt="p/w")
     assert problem.names == ["args[0]['w']"] and problem.output_names == ["out['y']"]
     np.testing.assert_array_equal(problem.fun([2 * X])[0], 6 * X)
     assert problem.program is not None and leaf_dtypes(problem) == ["float32"]
@@ -97,13 +97,13 @@ def test_a_problem_is_a_function_of_the_chosen_leaves_alone():
 
 
 def test_python_and_numpy_numbers_are_inputs_too():
-    problem = make_problem(lambda a, b: a * b, (2.0, np.asarray([1.0, 2.0], np.float32)))
+    problem = make_subject(lambda a, b: a * b, (2.0, np.asarray([1.0, 2.0], np.float32)))
     assert [x.shape for x in problem.inputs] == [(), (2,)]
 
 
 def test_a_function_that_cannot_be_traced_has_no_program_and_no_gradient():
     function = lambda x: x * 2 if float(x[0]) > 0 else x  # noqa: E731
-    assert make_problem(function, (X,)).program is None
+    assert make_subject(function, (X,)).program is None
     text = str(cg.check_grads(function, (X,), raise_on_failure=False))
     assert "[cotangent] args[0]: differentiation raises ConcretizationTypeError" in text
 

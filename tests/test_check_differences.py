@@ -7,9 +7,9 @@ import pytest
 
 from clipgrad._check.differences import BATCH, BATCH_BYTES, Differences, Evaluation, Rows
 from clipgrad._check.evaluation import wide_evaluation
-from clipgrad._check.problem import make_problem
+from clipgrad._check.subject import make_subject
 from clipgrad._check.session import Session
-from clipgrad._check.tolerance import make_tolerance
+from clipgrad._check.tolerances import make_tolerance
 
 X = [np.asarray([0.5, 1.0, 2.0]), np.asarray(3.0)]
 COVECTORS = np.asarray([[1.0, -2.0, 0.5], [0.5, 1.0, -1.0]])
@@ -110,7 +110,7 @@ def test_the_batch_is_bounded_by_its_memory(size, batch):
 
 
 def test_leaves_of_unlike_effect_are_balanced_by_powers_of_two():
-    problem = make_problem(lambda x, y: 1000 * jnp.sum(x) + jnp.sum(y), (jnp.ones(2), jnp.ones(2)))
+    problem = make_subject(lambda x, y: 1000 * jnp.sum(x) + jnp.sum(y), (jnp.ones(2), jnp.ones(2)))
     tolerance = make_tolerance(problem.leaf_ranges(), ["float64"] * 2)
     session = Session(problem, made(), tolerance, 0)
     gradient = np.asarray([[1000.0, 1000, 1, 1]])
@@ -121,7 +121,7 @@ def test_leaves_of_unlike_effect_are_balanced_by_powers_of_two():
 
 
 def test_a_reference_that_is_not_finite_in_a_leaf_leaves_that_leaf_to_differences():
-    problem = make_problem(lambda x, y: jnp.sum(x) + jnp.sum(y), (jnp.ones(2), jnp.ones(2)))
+    problem = make_subject(lambda x, y: jnp.sum(x) + jnp.sum(y), (jnp.ones(2), jnp.ones(2)))
     session = Session(problem, made(), make_tolerance(problem.leaf_ranges(), ["float64"] * 2), 0)
     reference = np.asarray([[1.0, np.nan, 1, 1]])
     point = session.point(problem.inputs, np.ones((1, 4)), reference)

@@ -54,7 +54,7 @@ def x64_everywhere():
 def test_what_cannot_be_widened_gets_its_inputs_cast_instead(x64_everywhere):
     report = passed(called_back(cosine(1), lambda dtype: dtype), X)
     assert report.precision == "float64 (inputs cast)"
-    assert report.notes == ("the float64 shadow is not possible (it holds pure_callback)",)
+    assert report.notes == ("evaluation in float64 is not possible (it holds pure_callback)",)
     failed(called_back(cosine(1.01), lambda dtype: dtype), X)
 
 
@@ -228,10 +228,11 @@ def test_a_progress_bar_and_several_batches_change_no_result():
 
 def test_the_batch_shrinks_with_the_size_of_the_function():
     from clipgrad._check.differences import Differences
-    from clipgrad._check.evaluation import wide_evaluation
+    from clipgrad._check.differences import Evaluation
 
     like = [jax.ShapeDtypeStruct((2_000_000,), np.float64)]
-    large = Differences(wide_evaluation(lambda x: x, like, "float64"), np.ones((2, 10)))
+    evaluation = Evaluation(lambda _, x: x, like, np.float64, "float64", (16, 18), (4, 8))
+    large = Differences(evaluation, np.ones((2, 10)))
     assert 8 * large._batch * 2_000_000 <= BATCH_BYTES
 
 
@@ -288,7 +289,7 @@ def test_rounding_in_a_saturated_softmax_gives_no_false_alarm():
 def test_a_function_that_looks_at_its_own_rounding_is_evaluated_natively():
     report = passed(lambda x: jnp.where(x + 1e-9 == x, 1.0, 2.0) * x, X)
     assert report.precision == "float32"
-    assert "shadow is not possible (its values differ from the function's own)" in report.notes[0]
+    assert "float64 is not possible (its values differ from the function's own)" in report.notes[0]
 
 
 def test_a_function_that_cannot_be_evaluated_elsewhere_is_refused():

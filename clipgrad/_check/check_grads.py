@@ -81,11 +81,11 @@ def check_grads(
 
     A function without any custom rule that traces to the same operations again and under
     `jax.vmap` has its gradient compiled as one program, to be compared with the eager one;
-    ``vmap``, ``forward`` and ``outputs`` are JAX's own affair there and are not run. Elements that are
-    tied, as equal maxima are, are looked at together too: moved alike, they must have the slope of
-    their sum. Further points keep what holds between the elements of the first: equal elements,
-    symmetry, zeros, order, and bounds such as [0, 1]. A gradient that is right for symmetric
-    matrices alone passes at one, with a note, where the function itself is meant for them.
+    ``vmap``, ``forward`` and ``outputs`` are JAX's own affair there and are not run. Elements that
+    are tied, as equal maxima are, are looked at together too: moved alike, they must have the
+    slope of their sum. Further points keep what holds between the elements of the first: equal
+    elements, symmetry, zeros, order, and bounds such as [0, 1]. A gradient that is right for
+    symmetric matrices alone passes at one, with a note, where the function is meant for them.
 
     Args:
       fun: the function, of any trees of arrays, to any tree of arrays.

@@ -276,23 +276,45 @@ def _is_subtle(off, reference, judge: Judge, suspects) -> bool:
 
 
 def _inspected(judge: Judge, reference, leaf: int, indices, excess) -> Finding:
-    """Some of the suspects judged by differences; all of them, if they do not agree."""
+    """Some of the suspects judged by differences; more of them, if they do not agree.
+
+    Two of a kind stand for all of it if none is wrong. Of a kind are the elements of one value
+    that are off by one ratio, as are the zeros given to a relu.
+    """
     worst = indices[np.argsort(-excess[indices], kind="stable")]
     spread = worst[WORST:][:: max(1, (len(worst) - WORST) // SPREAD)][:SPREAD]
+    most = worst[:INSPECTED]
+    kind, of_a_kind = _kinds(judge, reference, most)
     first = np.concatenate([worst[:WORST], spread])
-    verdict = suspected(judge, reference, first)
+    first = most[of_a_kind] if len(of_a_kind) < len(first) else first
+    verdict = _with_reference(judge.elements(first), judge, reference, first)
     if (verdict.kind == WRONG).all():
-        rest = np.setdiff1d(indices, first)
-        others = _as_reference(judge, reference, rest, WRONG)
-        both = Verdict(*map(np.concatenate, zip(verdict, others, strict=True)))
-        return Finding(leaf, np.r_[first, rest], both, len(indices), True, len(first))
-    worst = worst[:INSPECTED]
-    verdict = suspected(judge, reference, worst)
-    unseen = np.setdiff1d(indices, worst)
-    others = _as_reference(judge, reference, unseen, UNSEEN)
-    count, exact = len(worst), not len(unseen)
-    both = Verdict(*map(np.concatenate, zip(verdict, others, strict=True)))
-    return Finding(leaf, np.r_[worst, unseen], both, count, exact, count)
+        return _finding(judge, reference, leaf, indices, first, verdict, WRONG)
+    if len(of_a_kind) == len(first) and np.isin(verdict.kind, (OK, KINK)).all():
+        verdict = verdict.part(kind)
+    else:
+        verdict = _with_reference(judge.elements(most), judge, reference, most)
+    return _finding(judge, reference, leaf, indices, most, verdict, UNSEEN)
+
+
+def _finding(judge, reference, leaf: int, suspects, inspected, verdict, others: int) -> Finding:
+    """The verdict on the elements inspected, and `others` on the other suspects."""
+    rest = np.setdiff1d(suspects, inspected)
+    both = [verdict, _as_reference(judge, reference, rest, others)]
+    together = Verdict(*map(np.concatenate, zip(*both, strict=True)))
+    wrong = others == WRONG
+    count = len(suspects) if wrong else len(inspected)
+    indices, exact = np.r_[inspected, rest], wrong or not len(rest)
+    return Finding(leaf, indices, together, count, exact, len(inspected))
+
+
+def _kinds(judge: Judge, reference, indices) -> tuple[np.ndarray, np.ndarray]:
+    """The kind of each element, and where the first and the last of each kind are."""
+    ratio = judge.gradient[0, indices] / reference[0, indices]
+    alike = np.stack([judge.point.vector[indices], np.float32(ratio).astype(float)], axis=1)
+    _, first, kind = np.unique(alike, axis=0, return_index=True, return_inverse=True)
+    last = [np.flatnonzero(kind.ravel() == k)[-1] for k in range(len(first))]
+    return kind.ravel(), np.concatenate([first, np.asarray(last, int)])
 
 
 def _as_reference(judge: Judge, reference, indices, kind: int) -> Verdict:
@@ -301,24 +323,6 @@ def _as_reference(judge: Judge, reference, indices, kind: int) -> Verdict:
     zero = np.zeros(len(indices))
     kinds = np.full(len(indices), kind)
     return Verdict(kinds, numeric, analytic, zero, numeric, numeric, zero.astype(bool))
-
-
-def suspected(judge: Judge, reference: np.ndarray, indices) -> Verdict:
-    """The verdict on suspects; two of a kind stand for all if no element examined is wrong.
-
-    Of a kind are those of one value that are off by one ratio, as are the zeros given to a relu.
-    """
-    ratio = judge.gradient[0, indices] / reference[0, indices]
-    alike = np.stack([judge.point.vector[indices], np.float32(ratio).astype(float)], axis=1)
-    _, first, kind = np.unique(alike, axis=0, return_index=True, return_inverse=True)
-    second = np.asarray([np.flatnonzero(kind.ravel() == k)[-1] for k in range(len(first))])
-    chosen = np.concatenate([first, second])
-    if len(chosen) < len(indices):
-        verdict = judge.elements(indices[chosen])
-        verdict = _with_reference(verdict, judge, reference, indices[chosen])
-        if np.isin(verdict.kind, (OK, KINK)).all():
-            return verdict.part(kind.ravel())
-    return _with_reference(judge.elements(indices), judge, reference, indices)
 
 
 def _with_reference(verdict: Verdict, judge: Judge, reference, indices) -> Verdict:

@@ -10,6 +10,7 @@ from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge, Search, search
 from clipgrad._check.structure import check_ties, excuse_symmetric
 from clipgrad._check.subject import Subject
+from clipgrad._check.tolerances import FAR
 from clipgrad._check.verdicts import IMPLICIT, KINDS, KINK, UNSURE, WRONG
 
 LAYOUT_LIMIT = 100_000  # elements of a leaf that are compared with its transpose and permutations
@@ -70,12 +71,14 @@ def _faithful(found: Search, judge: Judge) -> Search:
     findings = []
     for finding in found.findings:
         if finding.is_wrong:
-            verdict = finding.verdict
-            wrong = np.flatnonzero(verdict.kind == WRONG)[: finding.inspected or None]
-            numeric, allowed = verdict.numeric[wrong], slack[:, finding.indices[wrong]]
-            own = np.abs(judge.gradient[:, finding.indices[wrong]] - numeric) <= allowed
-            passes = bool(own.any(axis=0).all())
-            far = np.abs(verdict.analytic[wrong] - numeric) > 10 * allowed.max(axis=0)
+            verdict = finding.verdict.part(np.flatnonzero(finding.verdict.kind == WRONG))
+            indices = finding.indices[finding.verdict.kind == WRONG]
+            rule = judge.reference[:, indices]
+            row = np.argmin(np.abs(rule - verdict.analytic), axis=0), np.arange(len(indices))
+            allowed = slack[:, indices][row]
+            own = np.abs(judge.gradient[:, indices][row] - verdict.numeric) <= allowed
+            passes = bool((own & ~verdict.kink).all())
+            far = np.abs(verdict.analytic - verdict.numeric) > FAR * allowed
             if passes and far.all():
                 continue
             finding = finding._replace(passes=passes)

@@ -11,6 +11,7 @@ import numpy as np
 from clipgrad._check.differences import Slopes
 from clipgrad._check.tolerances import (
     CERTAIN,
+    FAR_OFF,
     GROWTH,
     KINK_GAP,
     NEGLIGIBLE,
@@ -67,7 +68,7 @@ class Verdict(NamedTuple):
             column[rows] = better
 
 
-NOTHING = Verdict(*(np.zeros(0) for _ in Verdict._fields))
+NOTHING = Verdict(*(np.zeros(0) for _ in range(6)), kink=np.zeros(0, bool))
 
 
 class Ladder(NamedTuple):
@@ -110,10 +111,15 @@ def judge_two(steps: Ladder, ratio: float, allowed: Allowed, as_they_are: bool) 
 
 
 def is_certain(verdict: Verdict) -> np.ndarray:
-    """Which rows two steps show to be wrong: no kink and no noise is as large as the error."""
-    off = CERTAIN * np.abs(verdict.numeric - verdict.analytic)
-    gap = np.abs(verdict.ahead - verdict.behind)
-    return (verdict.kind == WRONG) & (gap <= off) & (verdict.error <= off)
+    """Which rows two steps show to be wrong by far: no kink and no noise is as large.
+
+    Both one-sided slopes are the extrapolated one, to a small part of what the row is off.
+    """
+    off = np.abs(verdict.numeric - verdict.analytic)
+    sides = np.stack([verdict.ahead, verdict.behind])
+    apart = np.abs(sides - verdict.numeric).max(axis=0) + verdict.error
+    size = np.fmax(np.abs(verdict.numeric), np.abs(verdict.analytic))
+    return (verdict.kind == WRONG) & (apart <= CERTAIN * off) & (off >= FAR_OFF * size)
 
 
 def judge(ladder: Ladder, ratio: float, allowed: Allowed) -> Verdict:

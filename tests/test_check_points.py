@@ -5,16 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clipgrad._check import real
-from clipgrad._check.problem import make_problem
-from clipgrad._check.sampling import cotangents, dense, directions, nearby, scales
+from clipgrad._check import vectors as real
+from clipgrad._check.subject import make_subject
+from clipgrad._check.points import cotangents, dense, directions, nearby, scales
 
 KEY = np.random.default_rng(0)
 Z = jnp.asarray([1 + 2j, 3 - 1j])
 
 
 def problem(*leaves):
-    return make_problem(lambda *xs: [2 * x for x in xs], leaves)
+    return make_subject(lambda *xs: [2 * x for x in xs], leaves)
 
 
 def test_dense_numbers_have_both_signs_and_magnitudes_between_a_half_and_one_and_a_half():

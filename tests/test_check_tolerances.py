@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._check.tolerance import RELATIVE, make_tolerance, narrowest
+from clipgrad._check.tolerances import RELATIVE, make_tolerance, narrowest
 from tests.check_zoo import custom
 
 RANGES = [(0, 3), (3, 5)]

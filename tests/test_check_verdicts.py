@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from clipgrad._check.differences import Slopes
-from clipgrad._check.judge import (
+from clipgrad._check.verdicts import (
     KINK,
     OK,
     UNSURE,

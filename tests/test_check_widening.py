@@ -7,11 +7,11 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 
-from clipgrad._check import compiling
-from clipgrad._check.compiling import low_optimization, quick_jit
-from clipgrad._check.problem import make_problem
-from clipgrad._check.pullback import differentiator, is_plain
-from clipgrad._check.shadow import AXIS, Unsupported, make_shadow
+from clipgrad._check import programs
+from clipgrad._check.programs import low_optimization, quick_jit
+from clipgrad._check.subject import make_subject
+from clipgrad._check.gradients import differentiator, is_plain
+from clipgrad._check.widening import AXIS, Unsupported, Widened
 from tests.check_zoo import custom
 
 X = jnp.asarray([0.3, -1.2, 2.0])
@@ -97,27 +97,27 @@ PLAIN = {
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_function_of_jaxs_own_operations_is_told_from_one_with_rules(name):
     function, plain = PLAIN[name]
-    assert is_plain(make_problem(function, (X,))) == plain
+    assert is_plain(make_subject(function, (X,))) == plain
 
 
 def test_a_primitive_of_somebody_elses_is_not_jaxs_own():
     foreign = Primitive("of_somebody_else")
     foreign.def_impl(lambda x: x)
     foreign.def_abstract_eval(lambda x: x)
-    assert not is_plain(make_problem(lambda x: foreign.bind(jnp.sin(x)), (X,)))
+    assert not is_plain(make_subject(lambda x: foreign.bind(jnp.sin(x)), (X,)))
 
 
 def test_rules_run_eagerly_and_jaxs_own_operations_compiled():
     seen = []
     watched = custom(lambda x: jnp.sin(x), lambda r, g: (seen.append(type(g)) or g * jnp.cos(*r),))
     for function in (jnp.sin, watched):
-        pull = differentiator(make_problem(function, (X,)))([X])
+        pull = differentiator(make_subject(function, (X,)))([X])
         np.testing.assert_allclose(pull(np.ones(3)), np.cos(X), rtol=1e-6)
     assert not issubclass(seen[0], jax.core.Tracer)
 
 
 def test_what_the_compiler_simplifies_away_is_differentiated_eagerly():
-    problem = make_problem(lambda x: (x + 1e4) - 1e4, (X,))
+    problem = make_subject(lambda x: (x + 1e4) - 1e4, (X,))
     np.testing.assert_array_equal(differentiator(problem)([X]).outputs[0], problem.outputs[0])
 
 

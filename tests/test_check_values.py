@@ -7,16 +7,16 @@ import pytest
 
 from clipgrad._check import structure
 from clipgrad._check.compare import Comparison
-from clipgrad._check.judge import KINK, OK, UNSURE, WRONG, Verdict
-from clipgrad._check.problem import make_problem
+from clipgrad._check.verdicts import KINK, OK, UNSURE, WRONG, Verdict
+from clipgrad._check.subject import make_subject
 from clipgrad._check.report import Failure
 from clipgrad._check.search import ROUNDING, Finding, Search
 from clipgrad._check.session import Point
-from clipgrad._check.tolerance import make_tolerance
+from clipgrad._check.tolerances import make_tolerance
 from clipgrad._check.values import told, undecided
 
 X = jnp.asarray([[1.0, 2.0], [3.0, 4.0]])
-PROBLEM = make_problem(lambda x, y: (x * x, y), (X, jnp.float32(3)))
+PROBLEM = make_subject(lambda x, y: (x * x, y), (X, jnp.float32(3)))
 G = np.asarray([1.0, -2.0, 3.0, 4.0, 5.0])
 TOLERANCE = make_tolerance(PROBLEM.leaf_ranges(), ["float32"] * 2)
 
@@ -96,7 +96,7 @@ def test_a_cotangent_has_the_type_and_shape_of_its_input():
 
 
 def test_an_integer_input_has_a_cotangent_of_float0():
-    right = make_problem(lambda x, i: x[i], (X, jnp.asarray([0])))
+    right = make_subject(lambda x, i: x[i], (X, jnp.asarray([0])))
     assert structure.integers(right, np.ones(2)) == []
 
 
@@ -205,6 +205,6 @@ def test_a_failure_without_numbers_is_a_line():
 
 
 def test_the_arrays_of_a_problem_count_integers_too():
-    problem = make_problem(lambda x, i: x[i], (X, jnp.asarray([0])))
+    problem = make_subject(lambda x, i: x[i], (X, jnp.asarray([0])))
     assert problem.positions == [0] and len(problem.arrays) == 2
     assert jax.tree.leaves(problem.inputs)[0] is problem.arrays[0]
