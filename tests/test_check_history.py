@@ -5,11 +5,13 @@ import jax.numpy as jnp
 import pytest
 
 from clipgrad._check import check_grads
-from tests.check_history import HISTORY, RIGHT
+from tests.check_history import HISTORY
+from tests.check_history_layers import LARGE, LAYERS
 from tests.check_history_linalg import LINALG
+from tests.check_history_right import RIGHT
 from tests.helpers import FEWER
 
-BUGS = HISTORY | LINALG
+BUGS = HISTORY | LINALG | LAYERS | LARGE
 NAMES = list(BUGS)[::3] if FEWER else list(BUGS)
 
 
