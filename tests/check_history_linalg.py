@@ -255,13 +255,3 @@ def real_transform_by_its_inverse(dtype):
     wrong = lambda r, g: (jnp.fft.irfft(jnp.conj(g), 6) * 6,)
     right = lambda r, g: (jnp.real(jnp.fft.fft(g, 6)),)
     return *twins(lambda x: jnp.fft.rfft(x), wrong, right), args
-
-
-@bug("tensorflow/tensorflow#4859")
-def complex_product_with_one_factor_conjugated(dtype):
-    args = tuple(
-        lax.complex(normal(15 + k, 3, 3, dtype=dtype), normal(17 + k, 3, 3, dtype=dtype))
-        for k in range(2)
-    )
-    backward = lambda turn: lambda r, g: (g @ turn(r[1]).T, r[0].T @ g)
-    return edit(jnp.matmul, backward, jnp.conj, lambda z: z, *args)
