@@ -47,7 +47,7 @@ def test_a_gradient_that_raises_under_jit_fails_if_the_function_does_not():
 def test_the_pull_back_of_zero_must_be_zero():
     constant = custom(lambda x: jnp.sin(x), lambda r, g: (jnp.cos(r[0]) * g + 1e-4,))
     report = cg.check_grads(constant, (X,), raise_on_failure=False)
-    assert "the cotangent zero pulled back" in report.failures[0].detail
+    assert "the cotangent zero pulled back" in str(report)
 
 
 def test_a_cotangent_of_another_shape_fails():

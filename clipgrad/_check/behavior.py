@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._check.check import Check, distance, on_cpu
-from clipgrad._check.gradients import eagerly
+from clipgrad._check.gradients import eagerly, has_rules
 from clipgrad._check.points import directions, scales
 from clipgrad._check.programs import quick_jit
 from clipgrad._check.report import Failure, first_line
@@ -191,6 +191,8 @@ def _attempt(name: str, gradient: Callable, forward: Callable, subject: Subject,
         return quick_jit(gradient)(*inputs), None
     except Exception as error:
         message = first_line(error)
+    if not has_rules(subject):
+        return None, Outcome([], f"JAX's own derivative raises {message}")
     try:
         forward(subject.fun, subject.inputs)
     except Exception as error:

@@ -205,7 +205,7 @@ def _check_device(check: Check, subject_on: Callable, kind: str, device: Any) ->
 
 def _report(log: Log, seconds: float) -> GradCheckReport:
     if not log.failures and not log.verified:
-        reasons = "; ".join([*log.notes, *log.not_run.values()])
+        reasons = "; ".join(dict.fromkeys(log.notes or log.not_run.values()))
         log.failures.append(Failure("value", "all inputs", f"nothing was verified ({reasons})"))
     return GradCheckReport(
         failures=tuple(log.failures),

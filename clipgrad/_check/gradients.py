@@ -84,6 +84,14 @@ def is_plain(subject: Subject) -> bool:
     )
 
 
+def has_rules(subject: Subject) -> bool:
+    """Whether a derivative rule is not JAX's own, as far as can be seen."""
+    if subject.program is None:
+        return True
+    names = {equation.primitive.name for equation in _jaxpr.equations(subject.program)}
+    return bool(names & (_jaxpr.CUSTOM_RULES | OPAQUE))
+
+
 def eagerly(subject: Subject, xs: Sequence[jax.Array], pulled: Callable | None = None) -> VJP:
     """`jax.vjp` outside of `jax.jit`; `pulled(pull, cotangents)` calls what it hands back."""
     outputs, pull = jax.vjp(subject.fun, list(xs))

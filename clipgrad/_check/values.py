@@ -14,7 +14,7 @@ from clipgrad._check.tolerances import FAR
 from clipgrad._check.verdicts import IMPLICIT, KINDS, KINK, UNSURE, WRONG
 
 LAYOUT_LIMIT = 100_000  # elements of a leaf that are compared with its transpose and permutations
-SUBTLE = "; the rule as written, evaluated in float64: in its own precision it passes"
+SUBTLE = "; so the rule evaluated in float64: in its own precision it is within the tolerance"
 
 
 def check_values(check: Check, point: Point, where: str = "") -> None:
