@@ -1,9 +1,9 @@
 """Wrong VJPs that libraries have shipped, each with its corrected twin: the third table.
 
-Each pair is modelled on a bug of a real library; its registration names the thread in which it was
-reported, as repository and number, or the rule that is easily written so. This file holds
-elementwise functions, reductions, indexing and constants; `check_history_linalg` and
-`check_history_layers` hold the others, `check_history_right` right functions without a wrong twin.
+Each pair is modelled on a bug of a real library, or on one that its threads warn of: the
+registration names the thread, as repository and number, or the rule that is easily written so.
+This file holds elementwise functions, reductions, indexing and constants; `check_history_linalg`
+and `check_history_layers` hold the others, `check_history_right` right functions without a twin.
 
 A maker takes a dtype and returns (wrong, right, args).
 """
@@ -237,7 +237,7 @@ def clamp_between_crossed_bounds(dtype):
             below, above = x < low, (jnp.maximum(x, low) if of_bounded else x) > high
             inside = ~below & ~above
             lower = below & ~above if of_bounded else below
-            return tuple(jnp.where(taken, g, 0) for taken in (inside, lower, above))
+            return tuple(jnp.where(part, g, 0) for part in (inside, lower, above))
 
         return rule
 
