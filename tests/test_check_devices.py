@@ -10,7 +10,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._check import devices, progress
-from clipgrad._check.hints import layout_hint, ratio_hint
+from clipgrad._check.values import layout_hint, ratio_hint
 from clipgrad._check.log import Log, Options
 from clipgrad._check.problem import leaf_dtypes, make_subject
 from clipgrad._check.report import Failure, GradCheckReport

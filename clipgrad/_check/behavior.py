@@ -1,7 +1,7 @@
 """Checks of how a gradient behaves: repeated, scaled, compiled, batched, pushed forward."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,12 @@ LARGE, LARGE_HALF = 2.0**20, 2.0**4
 HALF_EPS = 1e-4
 
 
-class Outcome(NamedTuple):
-    """Failures, and why the check did not run if it did not."""
+class NotRun(Exception):
+    """A check that cannot be run, and why."""
 
-    failures: list[Failure]
-    not_run: str | None = None
+
+class Fails(Exception):
+    """A check that fails without numbers, and how."""
 
 
 def check_behavior(check: Check) -> None:
@@ -44,24 +45,23 @@ def check_behavior(check: Check) -> None:
         if check.differentiate.compiled and name in OF_RULES:
             log.not_run[name] = "JAX's own operations alone, no custom rule"
             continue
-        try:
-            outcome = behaves(check)
-        except Exception as error:
-            failure = Failure(name, check.subject.names[0], f"raises {first_line(error)}")
-            outcome = Outcome([failure])
-        log.failures += outcome.failures
         log.evaluations += 2
-        if outcome.not_run:
-            log.not_run[name] = outcome.not_run
+        try:
+            log.failures += behaves(check)
+        except NotRun as reason:
+            log.not_run[name] = str(reason)
+        except Exception as error:
+            detail = str(error) if isinstance(error, Fails) else f"raises {first_line(error)}"
+            log.failures.append(Failure(name, check.subject.names[0], detail))
 
 
-def determinism(check: Check) -> Outcome:
+def determinism(check: Check) -> list[Failure]:
     """The same pull-back called twice, and the function differentiated twice, agree."""
     first, expected = check.covectors[0], check.gradient[0]
     again = _exactly(check, check.vjp(first), expected, "the pull-back called twice")
     anew = check.differentiate(check.subject.inputs)(first)
     text = "the function differentiated twice (randomness or side effects?)"
-    return Outcome(again or _exactly(check, anew, expected, text))
+    return again or _exactly(check, anew, expected, text)
 
 
 def _exactly(check: Check, got, expected, what: str) -> list[Failure]:
@@ -80,7 +80,7 @@ def _exactly(check: Check, got, expected, what: str) -> list[Failure]:
     return [Failure("determinism", check.subject.element(worst), detail)]
 
 
-def linearity(check: Check) -> Outcome:
+def linearity(check: Check) -> list[Failure]:
     """The pull-back maps 0 to 0, multiples to multiples, and sums to sums."""
     first, second = check.covectors[:2]
     gradient = check.gradient
@@ -95,7 +95,7 @@ def linearity(check: Check) -> Outcome:
     above = _scaled(check, large)
     if above and not (failures or small or sums):
         above = [above[0]._replace(detail=_above(check, large) + above[0].detail)]
-    return Outcome((failures + above + small + sums)[:2])
+    return (failures + above + small + sums)[:2]
 
 
 def _is_half(check: Check) -> bool:
@@ -132,25 +132,23 @@ def _where_in_range(scaled, gradient, factor, half) -> np.ndarray:
     return np.where(outside, gradient, scaled)
 
 
-def jit(check: Check) -> Outcome:
+def jit(check: Check) -> list[Failure]:
     """The gradient under `jax.jit` is the eager one."""
     subject, u = check.subject, cotangent_leaves(check.covectors[0], check.subject.outputs)
     text = "under jax.jit against eager"
     if check.differentiate.compiled:
         # JAX's own operations are pulled back alike: only the function need be called eagerly.
         eager = eagerly(subject, subject.inputs, quick_jit(lambda pull, cts: pull(cts)))
-        return Outcome(check.compare("jit", check.gradient[0], eager(check.covectors[0]), text))
+        return check.compare("jit", check.gradient[0], eager(check.covectors[0]), text)
 
     def gradient(xs, ct):
         return jax.vjp(subject.fun, xs)[1](ct)[0]
 
-    got, outcome = _attempt("jit", gradient, jax.eval_shape, subject, (subject.inputs, u))
-    if got is None:
-        return outcome
-    return Outcome(check.compare("jit", gradient_vector(got), check.gradient[0], text))
+    got = _attempt(gradient, jax.eval_shape, subject, (subject.inputs, u))
+    return check.compare("jit", gradient_vector(got), check.gradient[0], text)
 
 
-def vmap(check: Check) -> Outcome:
+def vmap(check: Check) -> list[Failure]:
     """Under `jax.vmap`, over points and over cotangents, rows are those found one by one."""
     subject = check.subject
     pairs = [cotangent_leaves(row, subject.outputs) for row in check.covectors[:2]]
@@ -167,12 +165,7 @@ def vmap(check: Check) -> Outcome:
     def forward(fun, xs):
         return jax.eval_shape(jax.vmap(fun), stacked([xs, xs]))
 
-    got, outcome = _attempt(
-        "vmap", gradients, forward, subject, (points, stacked(pairs), subject.inputs)
-    )
-    if got is None:
-        return outcome
-    rows, shared = got
+    rows, shared = _attempt(gradients, forward, subject, (points, stacked(pairs), subject.inputs))
     expected = [(rows, 0, check.gradient[0]), (rows, 1, elsewhere[1])]
     if shared is not None:
         expected.append((shared, 1, check.gradient[1]))
@@ -182,26 +175,25 @@ def vmap(check: Check) -> Outcome:
         at = xs if place == 1 else None
         text = f"under jax.vmap, row {k} against one by one"
         failures += check.compare("vmap", row, other, text, at)
-    return Outcome(failures[:1])
+    return failures[:1]
 
 
-def _attempt(name: str, gradient: Callable, forward: Callable, subject: Subject, inputs) -> Any:
+def _attempt(gradient: Callable, forward: Callable, subject: Subject, inputs) -> Any:
     """Compile and run; failing that, blame the function if it fails on its own."""
     try:
-        return quick_jit(gradient)(*inputs), None
+        return quick_jit(gradient)(*inputs)
     except Exception as error:
         message = first_line(error)
     if not has_rules(subject):
-        return None, Outcome([], f"JAX's own derivative raises {message}")
+        raise NotRun(f"JAX's own derivative raises {message}")
     try:
         forward(subject.fun, subject.inputs)
     except Exception as error:
-        return None, Outcome([], f"the function itself raises {first_line(error)}")
-    detail = f"the gradient raises {message}, the function does not"
-    return None, Outcome([Failure(name, subject.names[0], detail)])
+        raise NotRun(f"the function itself raises {first_line(error)}") from error
+    raise Fails(f"the gradient raises {message}, the function does not")
 
 
-def forward(check: Check) -> Outcome:
+def forward(check: Check) -> list[Failure]:
     """Forward mode, one direction and several at once, agrees with reverse mode."""
     subject = check.subject
     scale = scales(subject.inputs)
@@ -214,7 +206,7 @@ def forward(check: Check) -> Outcome:
     try:
         several = quick_jit(push)(subject.inputs, tangents)
     except Exception as error:
-        return Outcome([], _why_no_forward(error))
+        raise NotRun(_why_no_forward(error)) from error
     failures = [
         Failure("forward", name, f"the output has dtype {y.dtype}, its tangent {t.dtype}")
         for name, y, t in zip(subject.output_names, subject.outputs, several, strict=True)
@@ -223,7 +215,7 @@ def forward(check: Check) -> Outcome:
     for row in (0, 1):
         tangent = to_numpy([np.asarray(leaf)[row] for leaf in several])
         failures += _agrees(check, along[row], tangent, "jax.jvp under jax.vmap")
-    return Outcome(failures[:1])
+    return failures[:1]
 
 
 def _agrees(check: Check, along, tangent, how: str) -> list[Failure]:
@@ -248,11 +240,11 @@ def _why_no_forward(error: Exception) -> str:
     return f"forward mode raises {first_line(error)}"
 
 
-def outputs(check: Check) -> Outcome:
+def outputs(check: Check) -> list[Failure]:
     """A cotangent for one output only, the others' zero or left out, gives that one's part."""
     subject = check.subject
     if len(subject.outputs) < 2:
-        return Outcome([])
+        return []
     places = np.cumsum([0] + [real_size(y) for y in subject.outputs])
     total, failures = np.zeros_like(check.gradient[0]), []
     for k, name in enumerate(subject.output_names):
@@ -265,7 +257,7 @@ def outputs(check: Check) -> Outcome:
             text = f"differentiating {name} alone against zero cotangents for the other outputs"
             failures += check.compare("outputs", alone, with_zeros, text)
     text = "the cotangents of single outputs pulled back and summed against all at once"
-    return Outcome((failures + check.compare("outputs", total, check.gradient[0], text))[:2])
+    return (failures + check.compare("outputs", total, check.gradient[0], text))[:2]
 
 
 def _one_output(subject: Subject, k: int, covector: np.ndarray) -> np.ndarray:
@@ -273,7 +265,7 @@ def _one_output(subject: Subject, k: int, covector: np.ndarray) -> np.ndarray:
     return gradient_vector(pull(cotangent_leaves(covector, [subject.outputs[k]])[0])[0])
 
 
-BEHAVIORS: dict[str, Callable[[Check], Outcome]] = {
+BEHAVIORS: dict[str, Callable[[Check], list[Failure]]] = {
     "determinism": determinism,
     "linearity": linearity,
     "jit": jit,

@@ -228,17 +228,17 @@ def prepare(subject: Subject, options: Options, log: Log) -> Check | None:
         return None
     gradient = vjp.rows(covectors)
     log.fail(contract.finite_gradient(subject, gradient))
-    chosen = _evaluated(subject, covectors, options, log)
-    if chosen is None:
+    evaluated = _evaluated(subject, covectors, options, log)
+    if evaluated is None:
         return None
-    log.notes += chosen.notes if differentiate.steady else [UNSTEADY, *chosen.notes]
-    log.precision = chosen.differences.evaluation.label
-    tolerance, is_narrow = _tolerance(subject, chosen, options, log)
-    wide, program = chosen.widened, subject.program
-    plain = None if wide is None else plain_ad(wide, program, subject.outputs)
+    differences, wide = evaluated
+    log.notes += [] if differentiate.steady else [UNSTEADY]
+    log.precision = differences.evaluation.label
+    tolerance, is_narrow = _tolerance(subject, differences, wide, log)
+    plain = None if wide is None else plain_ad(wide, subject.program, subject.outputs)
     own_way = options.delta is not None or options.max_relative_error is not None
     rule = None if wide is None or own_way or not is_narrow else _rule(subject, log)
-    found = (differentiate, vjp, gradient, chosen.differences, tolerance, wide, plain, rule)
+    found = (differentiate, vjp, gradient, differences, tolerance, wide, plain, rule)
     return Check(subject, options, log, covectors, *found)
 
 
@@ -269,7 +269,7 @@ def _differentiated(subject: Subject, differentiate, covectors, log: Log) -> VJP
 def _evaluated(subject: Subject, covectors, options: Options, log: Log):
     """How to evaluate the function, or None where it was found to fail another way."""
     try:
-        return choose(subject, covectors, fast_compile=options.mode != "full")
+        return choose(subject, covectors, log.notes, fast_compile=options.mode != "full")
     except ValueError:
         compiled = contract.primal(subject, quick_jit(subject.fun)(subject.inputs), "compiled")
         log.fail([failure._replace(check="jit") for failure in compiled])
@@ -288,16 +288,15 @@ def _same_bits(first, second) -> bool:
     )
 
 
-def _tolerance(subject: Subject, chosen, options: Options, log: Log) -> tuple[Tolerance, bool]:
+def _tolerance(subject: Subject, differences, widened, log: Log) -> tuple[Tolerance, bool]:
     """The tolerance, and whether something in the function is narrower than float64."""
     own = subject.dtypes
-    inner = chosen.widened.narrow if chosen.widened else set()
-    inner = set(inner) | {real_dtype(y).name for y in subject.outputs}
+    inner = (widened.narrow if widened else set()) | {real_dtype(y).name for y in subject.outputs}
     narrow = narrowest(inner)
     if narrow != narrowest([*own, narrow]) or narrow not in own:
         log.notes.append(f"it computes in {narrow} inside: tolerances are those of {narrow}")
-    tolerance = make_tolerance(subject.ranges, own, inner, options.max_relative_error)
-    tolerance = tolerance.of_slopes_in(chosen.differences.evaluation.dtype)
+    tolerance = make_tolerance(subject.ranges, own, inner, log.options.max_relative_error)
+    tolerance = tolerance.of_slopes_in(differences.evaluation.dtype)
     return tolerance, narrowest([*own, *inner]) != "float64"
 
 

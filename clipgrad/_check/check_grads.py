@@ -11,8 +11,7 @@ from clipgrad._check.behavior import check_behavior
 from clipgrad._check.check import Check, Log, prepare
 from clipgrad._check.devices import find_devices, moved
 from clipgrad._check.gradients import differentiator
-from clipgrad._check.habits import require_mapping, with_hints
-from clipgrad._check.options import Options
+from clipgrad._check.options import Options, require_mapping, with_hints
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
 from clipgrad._check.second_order import check_second_order
 from clipgrad._check.selection import Selector

@@ -6,7 +6,7 @@ bounded size, so that one compilation serves every mode and every point.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from clipgrad._check.programs import kept, low_jit, quick_jit
+from clipgrad._check.tolerances import NOISE
 from clipgrad._check.vectors import (
     from_rows,
     offsets,
@@ -26,7 +27,9 @@ from clipgrad._check.vectors import (
 from clipgrad._check.widening import AXIS
 
 BATCH = 64
+# Of the points evaluated by one call, so that a large model's fit into memory beside it.
 BATCH_BYTES = 2**25
+LONG = 5000  # measurements that get a progress bar, where tqdm is installed
 
 
 class Evaluation(NamedTuple):
@@ -75,16 +78,20 @@ class Slopes(NamedTuple):
     """What was measured for each move and cotangent; arrays of shape (moves, cotangents).
 
     `width` is half the difference of the one-sided slopes, summed without sign over the outputs;
-    `size` is the magnitude that was subtracted; `norm` is the length of the gradient's part.
+    `noise` is what rounding may do to a slope; `norm` is the length of the gradient's part.
     """
 
     central: np.ndarray
     ahead: np.ndarray
     behind: np.ndarray
     width: np.ndarray
-    size: np.ndarray
+    noise: np.ndarray
     analytic: np.ndarray
     norm: np.ndarray
+
+    def at(self, step: np.ndarray, name: str) -> np.ndarray:
+        """Of slopes of shape (rows, steps, cotangents): a field at one step for each of them."""
+        return np.take_along_axis(getattr(self, name), step[:, None], axis=1)[:, 0]
 
 
 class Differences:
@@ -166,10 +173,16 @@ class Differences:
             ahead=first @ self.covectors.T,
             behind=second @ self.covectors.T,
             width=np.abs(first - second) @ magnitude / 2,
-            size=(np.abs(ahead) + np.abs(behind)) @ magnitude,
+            noise=self._noise(ahead, behind, magnitude) / step,
             analytic=analytic,
             norm=norm,
         )
+
+    def _noise(self, ahead, behind, magnitude) -> np.ndarray:
+        """Roundings of what is subtracted, of both signs over the outputs."""
+        outputs = max(self.covectors.shape[1], 1)
+        size = (np.abs(ahead) + np.abs(behind)) @ magnitude
+        return NOISE * self.evaluation.eps * size / np.sqrt(outputs)
 
     def _rounded(self, points: np.ndarray) -> np.ndarray:
         """The points as the function's inputs can hold them."""
@@ -260,3 +273,18 @@ def on_cpu():
         return jax.default_device(jax.devices("cpu")[0])
     except RuntimeError:
         return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[int], object]]:
+    """Yield a function that is told how much more is done; silent for short work."""
+    if total < LONG:
+        yield lambda done: None
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda done: None
+        return
+    with tqdm(total=total, desc="differences", leave=False, disable=None) as bar:
+        yield bar.update

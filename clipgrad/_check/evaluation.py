@@ -1,7 +1,6 @@
 """How to evaluate the function for differences: the best way that works on it."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,27 +30,23 @@ PROBE = (10, 33)
 CAST = "float64 (inputs cast)"
 
 
-class Chosen(NamedTuple):
-    """The measuring program, the widened program if there is one, and what was not possible."""
-
-    differences: Differences
-    widened: Widened | None
-    notes: list[str]
-
-
 class _NotSmooth(Exception):
     """A float64 evaluation that computes in a narrower type inside."""
 
 
-def choose(subject: Subject, covectors: np.ndarray, fast_compile: bool = True) -> Chosen:
-    """Try the evaluations in order, down to running them, and return the first that works."""
-    notes: list[str] = []
+def choose(
+    subject: Subject, covectors: np.ndarray, notes: list[str], fast_compile: bool = True
+) -> tuple[Differences, Widened | None]:
+    """Try the evaluations in order, down to running them, and return the first that works.
+
+    With it comes the widened program, if that is it; what was not possible goes to `notes`.
+    """
     for label, make in _candidates(subject):
         try:
             evaluation, widened = make()
             differences = Differences(evaluation, covectors, fast_compile)
             _probe(subject, differences)
-            return Chosen(differences, widened, notes)
+            return differences, widened
         except Exception as error:
             notes.append(f"{label} is not possible ({_reason(error)})")
     raise ValueError("the function cannot be evaluated at a perturbed point; " + "; ".join(notes))
@@ -126,7 +121,7 @@ def _probe(subject: Subject, differences: Differences) -> None:
     if differences.evaluation.label != CAST:
         return
     far, near = slopes.central
-    noise = differences.evaluation.eps * slopes.size[1] * 2.0 ** PROBE[1]
+    noise = slopes.noise[1]
     jumps = np.abs(near - far) > 10 * np.abs(far) + 10 * noise
     if np.any(jumps | ((near == 0) & (np.abs(far) > 10 * noise))):
         raise _NotSmooth("it computes in a narrower type inside")

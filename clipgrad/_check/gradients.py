@@ -150,8 +150,9 @@ class Exact:
 class GradientOf:
     """Plain AD's VJP of a widened function, as a function of `count` inputs and the cotangent."""
 
-    def __init__(self, widened: Widened, count: int):
+    def __init__(self, widened: "Widened | GradientOf", count: int):
         self._widened, self._count = widened, count
+        self.narrow, self.stops = widened.narrow, widened.stops
 
     def call(self, constants, leaves):
         """The gradient in float64."""

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 
 from clipgrad._check.evaluation import choose
-from clipgrad._check.habits import with_hints
-from clipgrad._check.options import require_delta
+from clipgrad._check.options import require_delta, with_hints
 from clipgrad._check.points import make_point
 from clipgrad._check.search import Judge, every_slope
 from clipgrad._check.selection import Selector, parameter_names
@@ -81,7 +80,7 @@ def numerical_grad(
         )
     subject = make_subject(fun, args, None, wrt, None, output)
     covector = _covector(subject, cotangent)
-    differences = choose(subject, covector[None], fast_compile=False).differences
+    differences, _ = choose(subject, covector[None], [], fast_compile=False)
     tolerance = make_tolerance(subject.ranges, ["float64"] * len(subject.inputs))
     nothing = np.zeros((1, int(offsets(subject.inputs)[-1])))
     point = make_point(subject, subject.inputs, (nothing, None, None), 0, delta)

@@ -2,16 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from clipgrad._check.differences import Differences, Moves, Slopes
+from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar
 from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
-from clipgrad._check.progress import progress_bar
 from clipgrad._check.subject import Range
-from clipgrad._check.tolerances import NOISE, SETTLED, Allowed, Tolerance
+from clipgrad._check.tolerances import SETTLED, Allowed, Tolerance
 from clipgrad._check.verdicts import (
     KINK,
     NOTHING,
@@ -20,7 +19,6 @@ from clipgrad._check.verdicts import (
     UNSEEN,
     UNSURE,
     WRONG,
-    Ladder,
     Verdict,
     is_certain,
     judge,
@@ -104,7 +102,7 @@ class Judge:
     def allowed(self) -> Allowed:
         """How far each element may be off."""
         exact = self.reference is not None
-        target = self.reference if exact else self.gradient
+        target = self.gradient if self.reference is None else self.reference
         return self.tolerance.elements(target, self.point.scale, exact)
 
     def elements(self, indices: np.ndarray, judged: bool = True) -> Verdict:
@@ -162,12 +160,12 @@ class Judge:
         ratio = 2.0 ** (exponents[1] - exponents[0])
         return judge_two(steps, ratio, allowed, as_they_are=self.delta is not None)
 
-    def _ladder(self, areas, direction, target) -> tuple[Ladder, float]:
+    def _ladder(self, areas, direction, target) -> tuple[Slopes, float]:
         exponents = self.differences.evaluation.ladder
         ladder = self._measure(areas, direction, target, exponents)
         return ladder, 2.0 ** (exponents[1] - exponents[0])
 
-    def _measure(self, areas, direction, target, exponents) -> Ladder:
+    def _measure(self, areas, direction, target, exponents) -> Slopes:
         steps = 2.0 ** -np.asarray(exponents, np.float64)
         count, each = len(areas), len(steps)
         moves = Moves(
@@ -179,13 +177,7 @@ class Judge:
         point = self.point
         with progress_bar(len(moves.start)) as progress:
             flat = self.differences.measure(point.xs, point.directions, target, moves, progress)
-        slopes = Slopes(*(column.reshape((count, each, -1)) for column in flat))
-        return Ladder(slopes, self._noise(slopes.size, steps))
-
-    def _noise(self, size: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        outputs = max(self.differences.covectors.shape[1], 1)
-        eps = self.differences.evaluation.eps
-        return NOISE * eps * size / np.sqrt(outputs) / steps[None, :, None]
+        return Slopes(*(column.reshape((count, each, -1)) for column in flat))
 
     def _allowed(self, areas, direction, target) -> Allowed:
         starts, scale = areas[:, 0], self.point.scale
@@ -199,7 +191,11 @@ class Judge:
 
 
 def search(
-    judge: Judge, mode: str, rows: int = 2, allowance: Callable | None = None, without=frozenset()
+    judge: Judge,
+    mode: str,
+    rows: int = 2,
+    allowance: Callable | None = None,
+    without: Collection = (),
 ) -> Search:
     """Look for wrong elements at one point.
 

@@ -95,6 +95,7 @@ def _differences(subject: Subject, covectors, check: Check) -> Differences:
     try:
         return Differences(in_float64(subject, hold=False)[0], covectors)
     except Exception:
-        chosen = choose(subject, covectors)
-        check.log.notes += [f"{NAME}: {note}" for note in chosen.notes]
-        return chosen.differences
+        notes: list[str] = []
+        differences, _ = choose(subject, covectors, notes)
+        check.log.notes += [f"{NAME}: {note}" for note in notes]
+        return differences

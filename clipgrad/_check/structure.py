@@ -64,7 +64,7 @@ def _of_equal_elements(subject: Subject, judge: Judge, seed: int) -> list[Failur
     ahead, behind = judge.differences.changes(judge.point.xs, moved)
     changes = [ahead, behind] @ judge.differences.covectors[0]
     slopes = [float(change[0]) for change in (changes[1], changes[0], moved @ judge.gradient[0])]
-    return [_failure(subject, tied, "", slopes, np.linalg.norm(moved))]
+    return [_failure(subject, tied, "", slopes, float(np.linalg.norm(moved)))]
 
 
 def _of_values(judge: Judge, values: np.ndarray) -> list[np.ndarray]:
@@ -104,7 +104,7 @@ def _at_kinks(subject: Subject, judge: Judge, vjp: VJP, kinks, seed: int) -> lis
         if off[worst] > 0:
             name = f" of {subject.output_element(int(output))}"
             slopes = [float(x[worst]) for x in (behind, ahead, analytic)]
-            return [_failure(subject, tied, name, slopes, np.linalg.norm(shifts[worst]))]
+            return [_failure(subject, tied, name, slopes, float(np.linalg.norm(shifts[worst])))]
     return []
 
 

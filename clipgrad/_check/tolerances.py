@@ -108,7 +108,7 @@ class Allowed(NamedTuple):
 
     def part(self, rows: np.ndarray) -> "Allowed":
         """The same for some of the rows."""
-        columns = (c[rows] if isinstance(c, np.ndarray) else c for c in self)
+        columns: Any = (c[rows] if isinstance(c, np.ndarray) else c for c in self)
         return Allowed(*columns)
 
 

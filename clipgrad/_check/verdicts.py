@@ -71,32 +71,20 @@ class Verdict(NamedTuple):
 NOTHING = Verdict(*(np.zeros(0) for _ in range(6)), kink=np.zeros(0, bool))
 
 
-class Ladder(NamedTuple):
-    """Slopes of shape (rows, steps, cotangents) and the rounding noise in them."""
-
-    slopes: Slopes
-    noise: np.ndarray
-
-    def at(self, step: np.ndarray, name: str) -> np.ndarray:
-        """A quantity at one step for each row and cotangent."""
-        return _pick(getattr(self.slopes, name), step)
-
-
 def extrapolate(coarse: np.ndarray, fine: np.ndarray, ratio: float) -> np.ndarray:
     """Richardson's extrapolation of two central differences, steps apart by `ratio`."""
     power = ratio**2
     return (power * fine - coarse) / (power - 1)
 
 
-def judge_two(steps: Ladder, ratio: float, allowed: Allowed, as_they_are: bool) -> Verdict:
+def judge_two(slopes: Slopes, ratio: float, allowed: Allowed, as_they_are: bool) -> Verdict:
     """Judge each row by two steps: right, or wrong; `as_they_are` does not extrapolate."""
-    slopes = steps.slopes
     coarse, fine = np.moveaxis(slopes.central, 1, 0)
     if as_they_are:
-        numeric, error = coarse, 4 / 3 * np.abs(coarse - fine) + steps.noise[:, 0]
+        numeric, error = coarse, 4 / 3 * np.abs(coarse - fine) + slopes.noise[:, 0]
     else:
         numeric = extrapolate(coarse, fine, ratio)
-        error = 0.1 * np.abs(numeric - fine) + steps.noise[:, 1]
+        error = 0.1 * np.abs(numeric - fine) + slopes.noise[:, 1]
     analytic, norm = slopes.analytic[:, 0], slopes.norm[:, 0]
     off = np.abs(numeric - analytic)
     slack = allowed.slack(numeric, norm)
@@ -122,40 +110,39 @@ def is_certain(verdict: Verdict) -> np.ndarray:
     return (verdict.kind == WRONG) & (apart <= CERTAIN * off) & (off >= FAR_OFF * size)
 
 
-def judge(ladder: Ladder, ratio: float, allowed: Allowed) -> Verdict:
-    """Judge each row by its ladder of steps; `ratio` is that of successive steps."""
-    numeric, error = settled(ladder, ratio)
-    slopes = ladder.slopes
+def judge(slopes: Slopes, ratio: float, allowed: Allowed) -> Verdict:
+    """Judge each row by a ladder of shrinking steps; `ratio` is that of successive steps."""
+    numeric, error = settled(slopes, ratio)
     analytic, norm = slopes.analytic[:, -1], slopes.norm[:, -1]
     gap = np.abs(slopes.ahead - slopes.behind)
-    best = np.argmin(np.where(np.isfinite(gap), gap + ladder.noise, np.inf), axis=1)
-    kink = _is_kink(ladder, gap, best, allowed)
-    grows = _grows(ladder)
-    centre, width = ladder.at(best, "central"), ladder.at(best, "width")
+    best = np.argmin(np.where(np.isfinite(gap), gap + slopes.noise, np.inf), axis=1)
+    kink = _is_kink(slopes, gap, best, allowed)
+    grows = _grows(slopes)
+    centre, width = slopes.at(best, "central"), slopes.at(best, "width")
     size = np.fmax(np.abs(numeric), norm)
     off = np.abs(numeric - analytic)
     slack = allowed.slack(numeric, norm)
-    inside = np.abs(analytic - centre) <= width + slack + 3 * _pick(ladder.noise, best)
-    zero = np.fmax(np.fmax(np.abs(numeric), norm), error) <= NEGLIGIBLE * ladder.noise[:, 0]
+    inside = np.abs(analytic - centre) <= width + slack + 3 * _pick(slopes.noise, best)
+    zero = np.fmax(np.fmax(np.abs(numeric), norm), error) <= NEGLIGIBLE * slopes.noise[:, 0]
     noisy = ~zero & (error > NOISY * np.fmax(size, allowed.typical))
     kind = np.where(off <= slack + error, np.where(noisy, UNSURE, OK), WRONG)
     kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
     kind = np.where(grows, KINK, kind)
     kind = np.where(np.isfinite(numeric), kind, UNSURE)
-    near, sure = _right_in_the_limit(ladder, numeric, error, analytic, slack)
+    near, sure = _right_in_the_limit(slopes, numeric, error, analytic, slack)
     kind = np.where(near, np.where(sure, OK, UNSURE), kind)
     worst = np.argmax(kind + np.where(off > 0, off / (1 + off), 0) / 2, axis=1)[:, None]
-    columns = (kind, numeric, analytic, error, ladder.at(best, "ahead"), ladder.at(best, "behind"))
+    columns = (kind, numeric, analytic, error, slopes.at(best, "ahead"), slopes.at(best, "behind"))
     return Verdict(*(np.take_along_axis(c, worst, 1)[:, 0] for c in (*columns, kink)))
 
 
-def _right_in_the_limit(ladder: Ladder, numeric, error, analytic, slack) -> tuple:
+def _right_in_the_limit(slopes: Slopes, numeric, error, analytic, slack) -> tuple:
     """Whether small steps have the analytic slope, not that of the larger ones, and precisely so.
 
     They do beside a kink that is nearer than the larger steps but not than these: then both
     one-sided slopes are the analytic one at two steps, and at all below.
     """
-    sides, noise = np.stack([ladder.slopes.ahead, ladder.slopes.behind]), ladder.noise
+    sides, noise = np.stack([slopes.ahead, slopes.behind]), slopes.noise
     numeric, error, analytic, slack = (a[:, None] for a in (numeric, error, analytic, slack))
     there = (np.abs(sides - analytic) <= slack + noise).all(axis=0)
     below = np.flip(np.logical_and.accumulate(np.flip(there, 1), axis=1), 1)
@@ -164,29 +151,29 @@ def _right_in_the_limit(ladder: Ladder, numeric, error, analytic, slack) -> tupl
     return tuple((steps[:, :-1] & steps[:, 1:]).any(axis=1) for steps in (apart, sure))
 
 
-def settled(ladder: Ladder, ratio: float) -> tuple[np.ndarray, np.ndarray]:
+def settled(slopes: Slopes, ratio: float) -> tuple[np.ndarray, np.ndarray]:
     """The most trustworthy extrapolated slope of each row, and its error."""
-    central = ladder.slopes.central
+    central = slopes.central
     better = extrapolate(central[:, :-1], central[:, 1:], ratio)
     moved = np.abs(central[:, 1:] - central[:, :-1])
     moved[:, 1:] = 0.1 * (moved[:, 1:] + np.abs(better[:, 1:] - better[:, :-1]))
-    error = moved + ladder.noise[:, 1:]
+    error = moved + slopes.noise[:, 1:]
     error = np.where(np.isfinite(error), error, np.inf)
     best = np.argmin(error, axis=1)
     return _pick(better, best), _pick(error, best)
 
 
-def _is_kink(ladder: Ladder, gap, best, allowed: Allowed) -> np.ndarray:
-    gap, noise = _pick(gap, best), _pick(ladder.noise, best)
-    size = np.fmax(np.abs(ladder.at(best, "ahead")), np.abs(ladder.at(best, "behind")))
+def _is_kink(slopes: Slopes, gap, best, allowed: Allowed) -> np.ndarray:
+    gap, noise = _pick(gap, best), _pick(slopes.noise, best)
+    size = np.fmax(np.abs(slopes.at(best, "ahead")), np.abs(slopes.at(best, "behind")))
     return (gap - 3 * noise > KINK_GAP * size) & (gap > SMALL_KINK * allowed.typical)
 
 
-def _grows(ladder: Ladder) -> np.ndarray:
+def _grows(slopes: Slopes) -> np.ndarray:
     """Slopes that still grow by half at each of the last steps have no limit."""
-    size = np.fmax(np.abs(ladder.slopes.ahead), np.abs(ladder.slopes.behind))[:, -4:]
+    size = np.fmax(np.abs(slopes.ahead), np.abs(slopes.behind))[:, -4:]
     growing = np.all(size[:, 1:] > GROWTH * size[:, :-1], axis=1)
-    return growing & (size[:, -1] > 10 * ladder.noise[:, -1])
+    return growing & (size[:, -1] > 10 * slopes.noise[:, -1])
 
 
 def _pick(array: np.ndarray, step: np.ndarray) -> np.ndarray:

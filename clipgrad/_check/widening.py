@@ -148,7 +148,7 @@ class _Nudge(_Widen):
         return wide * (1 + part)
 
     def _is_short(self, value: np.ndarray) -> bool:
-        parts = np.stack([value.real, value.imag]) if np.iscomplexobj(value) else value
+        parts = np.stack([np.real(value), np.imag(value)])
         mantissa = np.frexp(parts)[0] * self.DIGITS
         return bool(np.all((mantissa == np.round(mantissa)) | ~np.isfinite(parts)))
 
