@@ -122,22 +122,23 @@ class Check:
         return None
 
     def other(self, k: int) -> Point | None:
-        """The k-th further point."""
+        """The k-th further point, for the first cotangent alone."""
         found = self.elsewhere(k)
-        return None if found is None else self._point(*found)
+        return None if found is None else self._point(found[0], found[1][:1])
 
     def _point(self, xs, gradient: np.ndarray) -> Point:
         auto = self.options.mode == "auto" and self.options.delta is None
-        reference = self._exact(self.plain, xs) if auto else None
-        gradients = gradient, self._exact(self.rule, xs), reference
+        rows = len(gradient)
+        reference = self._exact(self.plain, xs, rows) if auto else None
+        gradients = gradient, self._exact(self.rule, xs, rows), reference
         return make_point(self.subject, xs, gradients, self.options.seed, self.options.delta)
 
-    def _exact(self, exact: Exact | None, xs) -> np.ndarray | None:
+    def _exact(self, exact: Exact | None, xs, rows: int) -> np.ndarray | None:
         if exact is None:
             return None
         self.log.evaluations += 1
         try:
-            return exact(xs, self.covectors)
+            return exact(xs, self.covectors[:rows])
         except Exception as error:
             what = "AD reference" if exact is self.plain else "rule in float64"
             note = f"no {what} ({first_line(error)})"
@@ -161,7 +162,8 @@ class Check:
     def moved_by_constants(self, point: Point) -> np.ndarray:
         """How far the rule and plain AD may be apart since constants are rounded."""
         exact = [e for e in (self.rule, self.plain) if e is not None]
-        moved = [e.moved_by_constants(point.xs, self.covectors) for e in exact]
+        rows = self.covectors[: len(point.gradient)]
+        moved = [e.moved_by_constants(point.xs, rows) for e in exact]
         return CONSTANTS * np.sum(moved, axis=0)
 
     def _excused(self, point: Point) -> np.ndarray | None:

@@ -118,7 +118,10 @@ class Differences:
         moves: Moves,
         progress: Callable[[int], Any] = lambda done: None,
     ) -> Slopes:
-        """Measure the slopes of all moves at the point `xs`, and of `gradient` along them."""
+        """Measure the slopes of all moves at the point `xs`, and of `gradient` along them.
+
+        A gradient of fewer rows than there are cotangents is that of the first of them.
+        """
         self._set_base(xs)
         along, rows = from_rows(direction, self._wide), from_rows(gradient, self._wide)
         parts = []
@@ -155,11 +158,12 @@ class Differences:
         ahead, behind = values[:, 0], values[:, 1]
         step = moves.step[:, None]
         first, second = (ahead - self.base) / step, (self.base - behind) / step
-        magnitude = np.abs(self.covectors).T
+        covectors = self.covectors[: analytic.shape[1]]
+        magnitude = np.abs(covectors).T
         return Slopes(
-            central=(ahead - behind) / (2 * step) @ self.covectors.T,
-            ahead=first @ self.covectors.T,
-            behind=second @ self.covectors.T,
+            central=(ahead - behind) / (2 * step) @ covectors.T,
+            ahead=first @ covectors.T,
+            behind=second @ covectors.T,
             width=np.abs(first - second) @ magnitude / 2,
             noise=self._noise(ahead, behind, magnitude) / step,
             analytic=analytic / step,
@@ -177,6 +181,9 @@ class Differences:
         evaluation, count = self.evaluation, len(moves.start)
         self.evaluations += count * max(evaluation.together, 2)
         padded = Moves(*(_padded(column, self._batch) for column in moves))
+        padded = padded._replace(
+            start=padded.start.astype(np.int32), stop=padded.stop.astype(np.int32)
+        )
         args = (evaluation.constants, count, self._leaves, along, gradient, padded)
         with precision(evaluation):
             found = self._program(*args)
@@ -216,17 +223,19 @@ def _moved(evaluation: Evaluation, constants, base, along, gradient, move: Moves
     """The outputs ahead and behind; the gradient's slope and its length along the move."""
     dtype = evaluation.dtype
     shifts = _shifts(along, move, dtype)
-    pairs = [(x, x.astype(shift.dtype), shift) for x, shift in zip(base, shifts, strict=True)]
-    plus = [(wide + shift).astype(x.dtype) for x, wide, shift in pairs]
-    minus = [(wide - shift).astype(x.dtype) for x, wide, shift in pairs]
-    terms = [
-        _products(g, (p.astype(shift.dtype) - m.astype(shift.dtype)) / 2, dtype)
-        for g, p, m, shift in zip(gradient, plus, minus, shifts, strict=True)
+    signs = jnp.asarray([0, 1, -1] if evaluation.held else [1, -1], dtype)
+    points = [
+        (x.astype(shift.dtype)[None] + jnp.multiply.outer(signs.astype(shift.dtype), shift)).astype(
+            x.dtype
+        )
+        for x, shift in zip(base, shifts, strict=True)
     ]
-    analytic = sum(jnp.sum(term, axis=1) for term in terms)
-    norm = jnp.sqrt(sum(jnp.sum(term * term, axis=1) for term in terms))
-    points = [plus, minus] if not evaluation.held else [base, plus, minus]
-    points = [jnp.stack(leaves) for leaves in zip(*points, strict=True)]
+    made = [
+        (leaf[-2].astype(shift.dtype) - leaf[-1].astype(shift.dtype)) / 2
+        for leaf, shift in zip(points, shifts, strict=True)
+    ]
+    rows = [_product([leaf[k] for leaf in gradient], made, dtype) for k in range(len(gradient[0]))]
+    analytic, norm = (jnp.stack(column) for column in zip(*rows, strict=True))
     call = lambda xs: to_vector(evaluation.call(constants, xs), dtype)  # noqa: E731
     if evaluation.held:
         return jax.vmap(call, axis_name=AXIS)(points)[1:], analytic, norm
@@ -248,7 +257,8 @@ def _shifts(along, move: Moves, dtype) -> list:
     shifts = []
     for leaf, start in zip(along, offsets(along)[:-1], strict=True):
         parts = 2 if is_complex(leaf) else 1
-        index = int(start) + parts * jnp.arange(leaf.size).reshape(leaf.shape)
+        index = int(start) + parts * jnp.arange(leaf.size, dtype=move.start.dtype)
+        index = index.reshape(leaf.shape)
         inside = [(index + k >= move.start) & (index + k < move.stop) for k in range(parts)]
         if parts == 1:
             wide = leaf.astype(dtype)
@@ -261,12 +271,17 @@ def _shifts(along, move: Moves, dtype) -> list:
     return shifts
 
 
-def _products(gradient, moved, dtype):
-    """The terms of the gradient's inner product with a move, shape (cotangents, elements)."""
-    moved = jnp.stack([moved.real, moved.imag], -1) if jnp.iscomplexobj(moved) else moved
-    if jnp.iscomplexobj(gradient):
-        gradient = jnp.stack([gradient.real, gradient.imag], -1)
-    return gradient.reshape(len(gradient), -1).astype(dtype) * moved.reshape(-1)
+def _product(gradient, made, dtype) -> tuple[jax.Array, jax.Array]:
+    """The inner product of a gradient with a move, and the length of its terms."""
+    total, squares = jnp.zeros((), dtype), jnp.zeros((), dtype)
+    for g, moved in zip(gradient, made, strict=True):
+        parts = [(g, moved)]
+        if jnp.iscomplexobj(moved):
+            parts = [(g.real, moved.real), (g.imag, moved.imag)]
+        for a, b in parts:
+            terms = a.astype(dtype) * b.astype(dtype)
+            total, squares = total + jnp.sum(terms), squares + jnp.sum(terms * terms)
+    return total, jnp.sqrt(squares)
 
 
 def _padded(column: np.ndarray, count: int) -> np.ndarray:

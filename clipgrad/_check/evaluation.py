@@ -111,13 +111,16 @@ def _native(subject: Subject) -> Evaluation:
 
 def _probe(subject: Subject, differences: Differences) -> None:
     """Run it once: same values as the function's own, and no narrow type hidden inside."""
-    scale = scales(subject.inputs)
-    along = directions(subject, 0, 0) * scale
-    moves = Moves(np.zeros(2, int), np.full(2, scale.size), 2.0 ** -np.array(PROBE))
-    gradient = np.zeros((len(differences.covectors), scale.size))
-    slopes = differences.measure(subject.inputs, along, gradient, moves)
+    is_cast = differences.evaluation.label == CAST
+    steps = 2.0 ** -np.array(PROBE if is_cast else PROBE[:1])
+    along = directions(subject, 0, 0) * scales(subject.inputs)
+    count = np.zeros(len(steps), int)
+    gradient = np.zeros((len(differences.covectors), along.size))
+    slopes = differences.measure(
+        subject.inputs, along, gradient, Moves(count, count + along.size, steps)
+    )
     _same_values(subject, differences.base)
-    if differences.evaluation.label != CAST:
+    if not is_cast:
         return
     far, near = slopes.central
     noise = slopes.noise[1]

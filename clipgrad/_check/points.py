@@ -65,7 +65,8 @@ def make_point(subject: Subject, xs, gradients, seed: int, delta: float | None =
     def direction(row: int) -> np.ndarray:
         if row == SINGLE:
             return scale
-        along = directions(subject, seed, row) * scale
+        along = directions(subject, seed, row)
+        along *= scale
         for (start, stop), factor in zip(subject.ranges, balance, strict=True):
             along[start:stop] *= factor if row in BALANCED else 1.0
         return along

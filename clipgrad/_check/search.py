@@ -10,7 +10,7 @@ import numpy as np
 from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar
 from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
 from clipgrad._check.subject import Range
-from clipgrad._check.tolerances import SETTLED, Allowed, Sizes, Tolerance
+from clipgrad._check.tolerances import SETTLED, Allowed, Sizes, Tolerance, length_along
 from clipgrad._check.verdicts import (
     KINK,
     NOTHING,
@@ -192,7 +192,7 @@ class Judge:
             floor, typical = allowed.floor.T * unit, allowed.typical.T * unit
             return Allowed(allowed.relative[:, None], floor, typical, unit, allowed.paddle)
         along = self.point.direction(direction)
-        norms = [np.linalg.norm(target[:, a:b] * along[a:b], axis=1) for a, b in areas]
+        norms = [length_along(target[:, a:b], along[a:b]) for a, b in areas]
         exact = target is self.reference
         overall = self.sizes.overall
         if target is not self.gradient and not exact:

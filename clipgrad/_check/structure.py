@@ -8,7 +8,6 @@ along every direction of the elements at kinks, equal or not.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from clipgrad._check.tolerances import FAR, KINK_GAP, TIED_NOISE, TIED_RELATIVE
 from clipgrad._check.verdicts import KINK, OK, SYMMETRIC, WRONG
 
 OUTPUTS = 8  # with kinks that are looked at
+MANY = 100_000  # elements, of which some are equal: to sort them costs more than to try
 MOVED = 4  # ways to move tied elements: all up, and up and down at random
 
 
@@ -45,13 +45,11 @@ def check_ties(subject: Subject, judge: Judge, vjp: VJP, found: Search, seed: in
 
 def _of_equal_elements(subject: Subject, judge: Judge, seed: int) -> list[Failure]:
     """The slope along directions that keep equal elements equal."""
-    values, counts = np.unique(judge.point.vector, return_counts=True)
-    values = values[(counts > 1) & (values != 0)]
-    if not len(values):
+    vector = judge.point.vector
+    values = _tied_values(vector) if vector.size < MANY else vector
+    if not len(values) or not _is_wrong_along(judge, tied_direction(judge.point.xs, seed)):
         return []
-    directions = [tied_direction(judge.point.xs, seed + row) for row in BALANCED]
-    if not _is_wrong_along(judge, directions):
-        return []
+    values = _tied_values(vector)
     while len(values) > 1:
         halves = np.array_split(values, 2)
         wrong = [half for half in halves if _is_wrong_along(judge, _of_values(judge, half))]
@@ -67,16 +65,20 @@ def _of_equal_elements(subject: Subject, judge: Judge, seed: int) -> list[Failur
     return [_failure(subject, tied, "", slopes, float(np.linalg.norm(moved)))]
 
 
-def _of_values(judge: Judge, values: np.ndarray) -> list[np.ndarray]:
+def _tied_values(vector: np.ndarray) -> np.ndarray:
+    values, counts = np.unique(vector, return_counts=True)
+    return values[(counts > 1) & (values != 0)]
+
+
+def _of_values(judge: Judge, values: np.ndarray) -> np.ndarray:
     """All elements of some values moved by their scale, those of one value alike."""
     vector, scale = judge.point.vector, judge.point.scale
-    return [np.where(np.isin(vector, values), vector / np.abs(vector).max() * scale.max(), 0.0)]
+    return np.where(np.isin(vector, values), vector / np.abs(vector).max() * scale.max(), 0.0)
 
 
-def _is_wrong_along(judge: Judge, directions: Sequence[np.ndarray]) -> bool:
+def _is_wrong_along(judge: Judge, direction: np.ndarray) -> bool:
     whole = [(0, judge.point.scale.size)]
-    verdicts = [_moving(judge, direction).areas(whole, DENSE) for direction in directions]
-    return any(verdict.kind[0] == WRONG for verdict in verdicts)
+    return _moving(judge, direction).areas(whole, DENSE).kind[0] == WRONG
 
 
 def _moving(judge: Judge, direction: np.ndarray) -> Judge:

@@ -84,6 +84,9 @@ FORWARD = 10.0  # times `ALONG`: forward against reverse mode
 TIED_NOISE, TIED_RELATIVE = 64.0, 10.0
 
 
+BLOCK = 2**16  # elements at once, so that they stay in a cache
+
+
 class Allowed(NamedTuple):
     """Arrays that broadcast against slopes.
 
@@ -190,9 +193,9 @@ class Tolerance(NamedTuple):
         """How large a gradient of shape (cotangents, inputs) is, leaf by leaf."""
         typical, effects = [], []
         for start, stop in self.ranges:
-            part = gradient[:, start:stop]
-            typical.append(_root_mean_square(part))
-            effects.append(_root_mean_square(part * scale[start:stop]))
+            part, count = gradient[:, start:stop], np.sqrt(max(stop - start, 1))
+            typical.append(length_along(part, np.ones(1)) / count)
+            effects.append(length_along(part, scale[start:stop]) / count)
         return Sizes(np.stack(typical, axis=1), np.max(effects, axis=0))
 
 
@@ -206,8 +209,14 @@ class Sizes(NamedTuple):
     overall: np.ndarray
 
 
-def _root_mean_square(part: np.ndarray) -> np.ndarray:
-    return np.sqrt(np.einsum("ki,ki->k", part, part) / max(part.shape[1], 1))
+def length_along(gradient: np.ndarray, direction: np.ndarray) -> np.ndarray:
+    """|v * gradient| for each row, with no copy of a large model's gradient but of blocks of it."""
+    squares = np.zeros(len(gradient))
+    for begin in range(0, gradient.shape[1], BLOCK):
+        along = direction[begin : begin + BLOCK] if direction.size > 1 else direction
+        terms = gradient[:, begin : begin + BLOCK] * along
+        squares += np.einsum("ki,ki->k", terms, terms)
+    return np.sqrt(squares)
 
 
 def narrowest(dtypes: Iterable[str]) -> str:

@@ -25,7 +25,7 @@ def check_values(check: Check, point: Point, where: str = "") -> None:
     """
     log, first = check.log, not where
     mode = check.options.mode if first else _mode_elsewhere(check, point)
-    found = found_at(check, point, mode, rows=2 if first else 1)
+    found = found_at(check, point, mode, rows=1 if mode == "auto" else 2)
     failures, notes = told(check.subject, point, found, where)
     if first:
         judge = check.judge(point)
