@@ -162,7 +162,7 @@ def _check(subject_on: Callable, device: Any, log: Log, others: Mapping[str, Any
     check = prepare(subject_on(device), log.options, log)
     if check is None:
         return
-    check_values(check, check.first)
+    check_values(check, check.first())
     if "points" not in log.options.skip:
         _check_points(check)
     check_behavior(check)

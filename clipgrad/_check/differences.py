@@ -16,14 +16,7 @@ from jax import lax
 
 from clipgrad._check.programs import kept, low_jit, quick_jit
 from clipgrad._check.tolerances import NOISE
-from clipgrad._check.vectors import (
-    from_rows,
-    offsets,
-    to_numpy,
-    to_rows,
-    to_vector,
-    wide_dtype,
-)
+from clipgrad._check.vectors import from_rows, is_complex, offsets, to_vector, wide_dtype
 from clipgrad._check.widening import AXIS
 
 BATCH = 64
@@ -66,12 +59,11 @@ class Evaluation(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Perturbations: the range [start, stop), the step, and which direction; arrays of one size."""
+    """Perturbations: the range [start, stop) of the input vector, and the step along it."""
 
     start: np.ndarray
     stop: np.ndarray
     step: np.ndarray
-    direction: np.ndarray
 
 
 class Slopes(NamedTuple):
@@ -111,61 +103,57 @@ class Differences:
         self.evaluation = evaluation
         self.covectors = covectors
         self.evaluations = 0
-        self.base = self._vector = np.zeros(0)
+        self.base = np.zeros(0)
         self._point: Any = None
-        size = int(offsets(evaluation.like)[-1]) + covectors.shape[1]
-        self._batch = int(np.clip(BATCH_BYTES // (8 * evaluation.together * size), 2, BATCH))
+        self._wide = [_like(x, evaluation.dtype) for x in evaluation.like]
+        size = 8 * max(evaluation.together, 2) * max(covectors.shape[1], 1)
+        self._batch = int(np.clip(BATCH_BYTES // size, 1, BATCH))
         self._program = _looped(evaluation, self._batch, covectors.shape[1], fast_compile)
 
     def measure(
         self,
         xs: Sequence[jax.Array],
-        directions: np.ndarray,
+        direction: np.ndarray,
         gradient: np.ndarray,
         moves: Moves,
         progress: Callable[[int], Any] = lambda done: None,
     ) -> Slopes:
         """Measure the slopes of all moves at the point `xs`, and of `gradient` along them."""
-        base, parts = self._set_base(xs), []
-        for begin in range(0, len(moves.start), self._at_once):
-            part = Moves(*(column[begin : begin + self._at_once] for column in moves))
-            parts.append(self._slopes(base, directions, gradient, part))
+        self._set_base(xs)
+        along, rows = from_rows(direction, self._wide), from_rows(gradient, self._wide)
+        parts = []
+        for begin in range(0, len(moves.start), self._batch):
+            part = Moves(*(column[begin : begin + self._batch] for column in moves))
+            parts.append(self._slopes(along, rows, part))
             progress(len(part.start))
         return Slopes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
     def changes(self, xs: Sequence[jax.Array], shifts: np.ndarray) -> tuple[np.ndarray, ...]:
         """The change of each output from the point to each shift, and from minus the shift."""
-        base, parts = self._set_base(xs), []
-        for begin in range(0, len(shifts), self._at_once):
-            part = shifts[begin : begin + self._at_once]
-            points = self._rounded(base + part), self._rounded(base - part)
-            ahead, behind = self._ahead_and_behind(base, *points)
-            parts.append((ahead - self.base, self.base - behind))
-        return tuple(np.concatenate(columns) for columns in zip(*parts, strict=True))
+        self._set_base(xs)
+        whole = Moves(np.zeros(1, int), np.full(1, shifts.shape[1]), np.ones(1))
+        nothing = from_rows(np.zeros((1, shifts.shape[1])), self._wide)
+        moved = [self._run(from_rows(shift, self._wide), nothing, whole)[0] for shift in shifts]
+        moved = np.concatenate(moved)
+        return moved[:, 0] - self.base, self.base - moved[:, 1]
 
-    @property
-    def _at_once(self) -> int:
-        return self._batch if self.evaluation.held else self._batch // 2
+    def _set_base(self, xs) -> None:
+        if xs is self._point:
+            return
+        self._point = xs
+        self._leaves = [
+            np.asarray(x).astype(like.dtype, copy=False)
+            for x, like in zip(xs, self.evaluation.like, strict=True)
+        ]
+        nowhere = Moves(np.zeros(1, int), np.zeros(1, int), np.zeros(1))
+        zero = [np.zeros(x.shape, x.dtype) for x in self._wide]
+        nothing = [leaf[None] for leaf in zero]
+        self.base = self._run(zero, nothing, nowhere)[0][0, 0]
 
-    def _set_base(self, xs) -> np.ndarray:
-        if xs is not self._point:
-            self._vector = to_numpy(xs)
-            rows = np.broadcast_to(self._vector, (1, self.evaluation.together, self._vector.size))
-            self._point, self.base = xs, self._values(rows)[0, 0]
-        return self._vector
-
-    def _slopes(self, base, directions, gradient, moves: Moves) -> Slopes:
-        shape = (len(moves.start), base.size)
-        plus, minus = np.empty(shape), np.empty(shape)
-        plus[:], minus[:] = base, base
-        for row, (start, stop, step, direction) in enumerate(zip(*moves, strict=True)):
-            shift = step * directions[direction, start:stop]
-            plus[row, start:stop] += shift
-            minus[row, start:stop] -= shift
-        plus, minus = self._rounded(plus), self._rounded(minus)
+    def _slopes(self, along, gradient, moves: Moves) -> Slopes:
+        values, analytic, norm = self._run(along, gradient, moves)
+        ahead, behind = values[:, 0], values[:, 1]
         step = moves.step[:, None]
-        ahead, behind = self._ahead_and_behind(base, plus, minus)
-        analytic, norm = _along(plus, minus, gradient, moves)
         first, second = (ahead - self.base) / step, (self.base - behind) / step
         magnitude = np.abs(self.covectors).T
         return Slopes(
@@ -174,8 +162,8 @@ class Differences:
             behind=second @ self.covectors.T,
             width=np.abs(first - second) @ magnitude / 2,
             noise=self._noise(ahead, behind, magnitude) / step,
-            analytic=analytic,
-            norm=norm,
+            analytic=analytic / step,
+            norm=norm / step,
         )
 
     def _noise(self, ahead, behind, magnitude) -> np.ndarray:
@@ -184,76 +172,106 @@ class Differences:
         size = (np.abs(ahead) + np.abs(behind)) @ magnitude
         return NOISE * self.evaluation.eps * size / np.sqrt(outputs)
 
-    def _rounded(self, points: np.ndarray) -> np.ndarray:
-        """The points as the function's inputs can hold them."""
-        if self.evaluation.dtype == np.float64:
-            return points
-        return to_rows(from_rows(points, self.evaluation.like), points.ndim - 1)
-
-    def _ahead_and_behind(self, base, plus, minus) -> tuple[np.ndarray, np.ndarray]:
-        if self.evaluation.held:
-            rows = np.stack([np.broadcast_to(base, plus.shape), plus, minus], axis=1)
-            values = self._values(rows)
-            return values[:, 1], values[:, 2]
-        values = self._values(np.concatenate([plus, minus])[:, None])[:, 0]
-        return values[: len(plus)], values[len(plus) :]
-
-    def _values(self, points: np.ndarray) -> np.ndarray:
-        """The outputs at points of shape (moves, together, inputs)."""
-        count, evaluation = len(points), self.evaluation
-        self.evaluations += count * evaluation.together
-        leaves = [_padded(leaf, self._batch) for leaf in from_rows(points, evaluation.like)]
+    def _run(self, along, gradient, moves: Moves) -> tuple[np.ndarray, ...]:
+        """Outputs ahead and behind, and the gradient along each move as it was really made."""
+        evaluation, count = self.evaluation, len(moves.start)
+        self.evaluations += count * max(evaluation.together, 2)
+        padded = Moves(*(_padded(column, self._batch) for column in moves))
+        args = (evaluation.constants, count, self._leaves, along, gradient, padded)
         with precision(evaluation):
-            if evaluation.compiled:
-                values = self._program(evaluation.constants, count, leaves)
-            else:
-                rows = [[jnp.asarray(leaf[k]) for leaf in leaves] for k in range(count)]
-                values = [_row(evaluation, evaluation.constants, row) for row in rows]
-        return np.asarray(values, np.float64)[:count]
-
-
-def _along(plus, minus, gradient: np.ndarray, moves: Moves) -> tuple[np.ndarray, np.ndarray]:
-    """The gradient along each move as it was really made, and the length of its part."""
-    analytic = np.zeros((len(moves.start), len(gradient)))
-    norm = np.zeros_like(analytic)
-    for row, (start, stop, step, _) in enumerate(zip(*moves, strict=True)):
-        moved = (plus[row, start:stop] - minus[row, start:stop]) / (2 * step)
-        terms = gradient[:, start:stop] * moved
-        analytic[row], norm[row] = terms.sum(axis=1), np.linalg.norm(terms, axis=1)
-    return analytic, norm
+            found = self._program(*args)
+            return tuple(np.asarray(part, np.float64)[:count] for part in found)
 
 
 def _looped(evaluation: Evaluation, batch: int, outputs: int, fast_compile: bool) -> Callable:
-    """The compiled program: the outputs at a number of points."""
+    """The program: the outputs ahead and behind of a number of moves."""
     evaluation = evaluation._replace(constants=())
 
-    def loop(constants, count, leaves):
-        def row(k, out):
-            return out.at[k].set(_row(evaluation, constants, [leaf[k] for leaf in leaves]))
+    def loop(constants, count, base, along, gradient, moves: Moves):
+        def row(k, found):
+            move = Moves(*(column[k] for column in moves))
+            values, *slopes = _moved(evaluation, constants, base, along, gradient, move)
+            return [out.at[k].set(new) for out, new in zip(found, [values, *slopes], strict=True)]
 
-        shape = (batch, evaluation.together, outputs)
-        return lax.fori_loop(0, count, row, jnp.zeros(shape, evaluation.dtype))
+        dtype, rows = evaluation.dtype, len(gradient[0])
+        shapes = (batch, 2, outputs), (batch, rows), (batch, rows)
+        empty = [jnp.zeros(shape, dtype) for shape in shapes]
+        if evaluation.compiled:
+            return lax.fori_loop(0, count, row, empty)
+        for k in range(count):
+            empty = row(k, empty)
+        return empty
 
+    if not evaluation.compiled:
+        return loop
     if not fast_compile:
         return jax.jit(loop)
     if evaluation.key is None:
         return quick_jit(loop)
-    return kept(("differences", evaluation.key, batch, outputs), lambda: low_jit(loop))
+    key = ("differences", evaluation.key, batch, outputs)
+    return kept(key, lambda: low_jit(loop))
 
 
-def _row(evaluation: Evaluation, constants, leaves):
+def _moved(evaluation: Evaluation, constants, base, along, gradient, move: Moves):
+    """The outputs ahead and behind; the gradient's slope and its length along the move."""
     dtype = evaluation.dtype
+    shifts = _shifts(along, move, dtype)
+    pairs = [(x, x.astype(shift.dtype), shift) for x, shift in zip(base, shifts, strict=True)]
+    plus = [(wide + shift).astype(x.dtype) for x, wide, shift in pairs]
+    minus = [(wide - shift).astype(x.dtype) for x, wide, shift in pairs]
+    terms = [
+        _products(g, (p.astype(shift.dtype) - m.astype(shift.dtype)) / 2, dtype)
+        for g, p, m, shift in zip(gradient, plus, minus, shifts, strict=True)
+    ]
+    analytic = sum(jnp.sum(term, axis=1) for term in terms)
+    norm = jnp.sqrt(sum(jnp.sum(term * term, axis=1) for term in terms))
+    points = [plus, minus] if not evaluation.held else [base, plus, minus]
+    points = [jnp.stack(leaves) for leaves in zip(*points, strict=True)]
+    call = lambda xs: to_vector(evaluation.call(constants, xs), dtype)  # noqa: E731
     if evaluation.held:
-        call = jax.vmap(lambda xs: evaluation.call(constants, xs), axis_name=AXIS)
-        return jax.vmap(lambda rows: to_vector(rows, dtype))(call(leaves))
-    return to_vector(evaluation.call(constants, [leaf[0] for leaf in leaves]), dtype)[None]
+        return jax.vmap(call, axis_name=AXIS)(points)[1:], analytic, norm
+    if evaluation.compiled:
+        return lax.map(call, points), analytic, norm
+    values = jnp.stack([call([leaf[k] for leaf in points]) for k in range(2)])
+    return values, analytic, norm
 
 
-def _padded(leaf: np.ndarray, count: int) -> np.ndarray:
-    if len(leaf) == count:
-        return leaf
-    out = np.zeros((count, *leaf.shape[1:]), leaf.dtype)
-    out[: len(leaf)] = leaf
+def _like(leaf, dtype) -> jax.ShapeDtypeStruct:
+    """The leaf with real numbers of `dtype`, complex if it is."""
+    return jax.ShapeDtypeStruct(
+        leaf.shape, np.result_type(dtype, 1j) if is_complex(leaf) else dtype
+    )
+
+
+def _shifts(along, move: Moves, dtype) -> list:
+    """The step along the part of the direction that lies in the range of the move."""
+    shifts = []
+    for leaf, start in zip(along, offsets(along)[:-1], strict=True):
+        parts = 2 if is_complex(leaf) else 1
+        index = int(start) + parts * jnp.arange(leaf.size).reshape(leaf.shape)
+        inside = [(index + k >= move.start) & (index + k < move.stop) for k in range(parts)]
+        if parts == 1:
+            wide = leaf.astype(dtype)
+            shifts.append(jnp.where(inside[0], move.step.astype(dtype) * wide, 0))
+        else:
+            step = move.step.astype(dtype)
+            real = jnp.where(inside[0], step * leaf.real.astype(dtype), 0)
+            imaginary = jnp.where(inside[1], step * leaf.imag.astype(dtype), 0)
+            shifts.append(lax.complex(real, imaginary))
+    return shifts
+
+
+def _products(gradient, moved, dtype):
+    """The terms of the gradient's inner product with a move, shape (cotangents, elements)."""
+    moved = jnp.stack([moved.real, moved.imag], -1) if jnp.iscomplexobj(moved) else moved
+    if jnp.iscomplexobj(gradient):
+        gradient = jnp.stack([gradient.real, gradient.imag], -1)
+    return gradient.reshape(len(gradient), -1).astype(dtype) * moved.reshape(-1)
+
+
+def _padded(column: np.ndarray, count: int) -> np.ndarray:
+    out = np.zeros(count, column.dtype)
+    out[: len(column)] = column
     return out
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.differences import Differences, Evaluation, Moves
-from clipgrad._check.points import DIRECTIONS, directions, scales
+from clipgrad._check.points import directions, scales
 from clipgrad._check.programs import kept, text
 from clipgrad._check.report import first_line
 from clipgrad._check.subject import Subject
@@ -112,9 +112,8 @@ def _native(subject: Subject) -> Evaluation:
 def _probe(subject: Subject, differences: Differences) -> None:
     """Run it once: same values as the function's own, and no narrow type hidden inside."""
     scale = scales(subject.inputs)
-    along = np.broadcast_to(directions(subject, 0, 0) * scale, (DIRECTIONS, scale.size))
-    zero = np.zeros(2, int)
-    moves = Moves(zero, np.full(2, scale.size), 2.0 ** -np.array(PROBE), zero)
+    along = directions(subject, 0, 0) * scale
+    moves = Moves(np.zeros(2, int), np.full(2, scale.size), 2.0 ** -np.array(PROBE))
     gradient = np.zeros((len(differences.covectors), scale.size))
     slopes = differences.measure(subject.inputs, along, gradient, moves)
     _same_values(subject, differences.base)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -12,9 +12,9 @@ from clipgrad._check.subject import Range, Subject
 from clipgrad._check.vectors import is_complex, real_size, to_numpy, widen
 
 COTANGENTS = 2
-# Rows of `Point.directions`: two balanced dense directions, a dense one, and each element's scale.
+# Directions in which a point is moved: two balanced dense ones, another dense one, and single
+# elements by their scale.
 BALANCED, DENSE, SINGLE = (0, 1), 2, 3
-DIRECTIONS = 4
 # How far apart the effects of leaves are balanced: more would be lost in rounding.
 LEAST_BALANCE = 2.0**-10
 
@@ -29,7 +29,8 @@ class Point:
       finite: which of its elements are finite.
       rule: the same rule evaluated in float64; None if it cannot be, or nothing is narrower.
       reference: plain AD in float64, custom rules stripped; None if it cannot be had.
-      directions: in which the point is moved, one row each; the last is the scale of the elements.
+      scale: the scale of each element, a power of two.
+      direction: gives the vector of a direction.
       blind: the leaves in which the reference is not finite; `gradient` stands in for it there.
     """
 
@@ -38,13 +39,9 @@ class Point:
     finite: np.ndarray
     rule: np.ndarray | None
     reference: np.ndarray | None
-    directions: np.ndarray
+    scale: np.ndarray
+    direction: Callable[[int], np.ndarray]
     blind: Sequence[int] = ()
-
-    @property
-    def scale(self) -> np.ndarray:
-        """The scale of each element."""
-        return self.directions[SINGLE]
 
     @functools.cached_property
     def vector(self) -> np.ndarray:
@@ -63,15 +60,17 @@ def make_point(subject: Subject, xs, gradients, seed: int, delta: float | None =
     if reference is not None:
         reference, blind = _mended(reference, gradient, subject.ranges)
     scale = scales(xs) if delta is None else np.full(gradient.shape[1], delta)
-    best = gradient if reference is None else reference
-    along = np.empty((DIRECTIONS, scale.size))
-    for row in (*BALANCED, DENSE):
-        along[row] = directions(subject, seed, row)
-        along[row] *= scale
-    along[SINGLE] = scale
-    for (start, stop), factor in zip(subject.ranges, _balance(best, scale, subject), strict=True):
-        along[: len(BALANCED), start:stop] *= factor
-    return Point(xs, gradient, finite, rule, reference, along, blind)
+    balance = _balance(gradient if reference is None else reference, scale, subject)
+
+    def direction(row: int) -> np.ndarray:
+        if row == SINGLE:
+            return scale
+        along = directions(subject, seed, row) * scale
+        for (start, stop), factor in zip(subject.ranges, balance, strict=True):
+            along[start:stop] *= factor if row in BALANCED else 1.0
+        return along
+
+    return Point(xs, gradient, finite, rule, reference, scale, direction, blind)
 
 
 def _mended(reference, gradient, ranges) -> tuple[np.ndarray | None, list[int]]:

@@ -10,7 +10,7 @@ import numpy as np
 from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar
 from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
 from clipgrad._check.subject import Range
-from clipgrad._check.tolerances import SETTLED, Allowed, Tolerance
+from clipgrad._check.tolerances import SETTLED, Allowed, Sizes, Tolerance
 from clipgrad._check.verdicts import (
     KINK,
     NOTHING,
@@ -99,11 +99,20 @@ class Judge:
         return self.tolerance.ranges
 
     @functools.cached_property
-    def allowed(self) -> Allowed:
-        """How far each element may be off."""
-        exact = self.reference is not None
+    def sizes(self) -> Sizes:
+        """How large the gradient is, leaf by leaf; the exact one, if there is one."""
         target = self.gradient if self.reference is None else self.reference
-        return self.tolerance.elements(target, self.point.scale, exact)
+        return self.tolerance.sizes(target, self.point.scale)
+
+    def allowed(self, leaf: int) -> Allowed:
+        """How far each element of a leaf may be off."""
+        scale = self.point.scale[slice(*self.ranges[leaf])]
+        return self.tolerance.elements(self.sizes, leaf, scale, self.reference is not None)
+
+    def allowed_at(self, indices: np.ndarray) -> Allowed:
+        """How far some elements may be off."""
+        leaves, scale = self.tolerance.leaves_of(indices), self.point.scale[indices]
+        return self.tolerance.elements(self.sizes, leaves, scale, self.reference is not None)
 
     def elements(self, indices: np.ndarray, judged: bool = True) -> Verdict:
         """The verdict on single elements, in units of the gradient."""
@@ -120,7 +129,7 @@ class Judge:
 
         Args:
           areas: pairs (start, stop), one for each row.
-          direction: the row of `Point.directions` to move along.
+          direction: which of the point's directions to move along.
           target: another gradient to be judged instead.
           judged: False to look closer at what is imprecise, instead of at what disagrees.
 
@@ -168,25 +177,26 @@ class Judge:
     def _measure(self, areas, direction, target, exponents) -> Slopes:
         steps = 2.0 ** -np.asarray(exponents, np.float64)
         count, each = len(areas), len(steps)
-        moves = Moves(
-            np.repeat(areas[:, 0], each),
-            np.repeat(areas[:, 1], each),
-            np.tile(steps, count),
-            np.full(count * each, direction),
-        )
-        point = self.point
+        starts, stops = (np.repeat(column, each) for column in areas.T)
+        moves = Moves(starts, stops, np.tile(steps, count))
+        along = self.point.direction(direction)
         with progress_bar(len(moves.start)) as progress:
-            flat = self.differences.measure(point.xs, point.directions, target, moves, progress)
+            flat = self.differences.measure(self.point.xs, along, target, moves, progress)
         return Slopes(*(column.reshape((count, each, -1)) for column in flat))
 
     def _allowed(self, areas, direction, target) -> Allowed:
-        starts, scale = areas[:, 0], self.point.scale
+        starts = areas[:, 0]
         if direction == SINGLE:
-            return self.tolerance.moves(self.allowed, starts, scale)
-        along = self.point.directions[direction]
+            unit = self.point.scale[starts][:, None]
+            allowed = self.allowed_at(starts)
+            floor, typical = allowed.floor.T * unit, allowed.typical.T * unit
+            return Allowed(allowed.relative[:, None], floor, typical, unit, allowed.paddle)
+        along = self.point.direction(direction)
         norms = [np.linalg.norm(target[:, a:b] * along[a:b], axis=1) for a, b in areas]
-        overall = self.tolerance.overall(target, scale)
         exact = target is self.reference
+        overall = self.sizes.overall
+        if target is not self.gradient and not exact:
+            overall = self.tolerance.sizes(target, self.point.scale).overall
         return self.tolerance.ranges_along(np.stack(norms), overall, starts, exact)
 
 
@@ -243,41 +253,46 @@ def _full(judge: Judge, found: Search) -> None:
 
 def _by_reference(judge: Judge, reference, found: Search, leaves, allowance) -> None:
     """Judge by differences where the gradient and the reference disagree."""
-    off = np.abs(reference - judge.gradient)
-    slack = judge.allowed.slack(reference, judge.gradient)
-    suspects = (off > slack).any(axis=0) & judge.point.finite
-    if not suspects.any():
-        return
-    if allowance is not None and _is_subtle(off, reference, judge, suspects):
-        slack = slack + allowance()
-        suspects &= (off > slack).any(axis=0)
-    excused = judge.rounding()
-    excused = np.zeros(suspects.size) if excused is None else excused
-    rounding = suspects & (off.max(axis=0) <= excused)
-    excess = (off / slack).max(axis=0)
     for leaf in leaves:
         start, stop = judge.ranges[leaf]
-        excusable = np.flatnonzero(rounding[start:stop]) + start
-        if excusable.size:
-            verdict = _as_reference(judge, reference, excusable, ROUNDING)
-            found.findings.append(Finding(leaf, excusable, verdict, 0, True, 0))
-        indices = np.flatnonzero((suspects & ~rounding)[start:stop]) + start
+        off = np.abs(reference[:, start:stop] - judge.gradient[:, start:stop])
+        part = reference[:, start:stop], judge.gradient[:, start:stop]
+        slack = judge.allowed(leaf).slack(*part)
+        finite = judge.point.finite[start:stop]
+        suspects = (off > slack).any(axis=0) & finite
+        if not suspects.any():
+            continue
+        if allowance is not None and _is_subtle(
+            off[:, suspects], part[0][:, suspects], judge, leaf
+        ):
+            slack = slack + allowance()[:, start:stop]
+            suspects &= (off > slack).any(axis=0)
+        excused = judge.rounding()
+        rounding = np.zeros_like(suspects)
+        if excused is not None:
+            rounding = suspects & (off.max(axis=0) <= excused[start:stop])
+        if rounding.any():
+            indices = np.flatnonzero(rounding) + start
+            verdict = _as_reference(judge, reference, indices, ROUNDING)
+            found.findings.append(Finding(leaf, indices, verdict, 0, True, 0))
+        indices = np.flatnonzero(suspects & ~rounding)
         if indices.size:
-            found.findings.append(_inspected(judge, reference, leaf, indices, excess))
+            excess = (off[:, indices] / slack[:, indices]).max(axis=0)
+            worst = indices[np.argsort(-excess, kind="stable")] + start
+            found.findings.append(_inspected(judge, reference, leaf, worst))
 
 
-def _is_subtle(off, reference, judge: Judge, suspects) -> bool:
-    size = np.abs(reference) + judge.allowed.typical
-    return bool((off <= SUBTLE * size).all(axis=0)[suspects].any())
+def _is_subtle(off, reference, judge: Judge, leaf: int) -> bool:
+    size = np.abs(reference) + judge.sizes.typical[:, [leaf]]
+    return bool((off <= SUBTLE * size).all(axis=0).any())
 
 
-def _inspected(judge: Judge, reference, leaf: int, indices, excess) -> Finding:
+def _inspected(judge: Judge, reference, leaf: int, worst) -> Finding:
     """Some of the suspects judged by differences; more of them, if they do not agree.
 
     Two of a kind stand for all of it if none is wrong. Of a kind are the elements of one value
     that are off by one ratio, as are the zeros given to a relu.
     """
-    worst = indices[np.argsort(-excess[indices], kind="stable")]
     spread = worst[WORST:][:: max(1, (len(worst) - WORST) // SPREAD)][:SPREAD]
     most = worst[:INSPECTED]
     kind, of_a_kind = _kinds(judge, reference, most)
@@ -285,12 +300,12 @@ def _inspected(judge: Judge, reference, leaf: int, indices, excess) -> Finding:
     first = most[of_a_kind] if len(of_a_kind) < len(first) else first
     verdict = _with_reference(judge.elements(first), judge, reference, first)
     if (verdict.kind == WRONG).all():
-        return _finding(judge, reference, leaf, indices, first, verdict, WRONG)
+        return _finding(judge, reference, leaf, worst, first, verdict, WRONG)
     if len(of_a_kind) == len(first) and np.isin(verdict.kind, (OK, KINK)).all():
         verdict = verdict.part(kind)
     else:
         verdict = _with_reference(judge.elements(most), judge, reference, most)
-    return _finding(judge, reference, leaf, indices, most, verdict, UNSEEN)
+    return _finding(judge, reference, leaf, worst, most, verdict, UNSEEN)
 
 
 def _finding(judge, reference, leaf: int, suspects, inspected, verdict, others: int) -> Finding:

@@ -33,9 +33,10 @@ def check_second_order(check: Check) -> None:
         log.failures.append(Failure(NAME, check.subject.names[0], detail))
         return
     stops = check.widened is not None and check.widened.stops
-    mode = "reference" if stops and second.first.reference is not None else "auto"
-    found = found_at(second, second.first, mode, rows=1)
-    failures, notes = told(second.subject, second.first, found, check=NAME)
+    point = second.first()
+    mode = "reference" if stops and point.reference is not None else "auto"
+    found = found_at(second, point, mode, rows=1)
+    failures, notes = told(second.subject, point, found, check=NAME)
     log.failures += failures
     log.notes += notes
     log.evaluations += second.differences.evaluations + 3

@@ -81,8 +81,7 @@ def _is_wrong_along(judge: Judge, directions: Sequence[np.ndarray]) -> bool:
 
 def _moving(judge: Judge, direction: np.ndarray) -> Judge:
     """The same judge, which moves along `direction` where it would along a dense one."""
-    scale = judge.point.scale
-    point = dataclasses.replace(judge.point, directions=np.stack([scale, scale, direction, scale]))
+    point = dataclasses.replace(judge.point, direction=lambda row: direction)
     return dataclasses.replace(judge, point=point)
 
 
@@ -97,7 +96,7 @@ def _at_kinks(subject: Subject, judge: Judge, vjp: VJP, kinks, seed: int) -> lis
         ahead, behind = (change[:, output] for change in differences.changes(point.xs, shifts))
         analytic = shifts @ gradient
         low, high = np.minimum(ahead, behind), np.maximum(ahead, behind)
-        relative = TIED_RELATIVE * judge.tolerance.relative[tied[0]]
+        relative = TIED_RELATIVE * judge.tolerance.relative[judge.tolerance.leaves_of(tied)[0]]
         slack = relative * np.abs(shifts) @ np.abs(gradient) + _noise(differences)
         off = np.fmax(low - analytic, analytic - high) - slack
         worst = int(np.argmax(off))
@@ -186,5 +185,5 @@ def _is_meant_for_symmetric(judge: Judge, finding: Finding) -> bool:
         return False
     wrong = np.flatnonzero(finding.verdict.kind[: finding.inspected] == WRONG)
     numeric, indices = finding.verdict.numeric[wrong], finding.indices[wrong]
-    slack = judge.allowed.slack(plain, judge.gradient)[:, indices]
+    slack = judge.allowed_at(indices).slack(plain[:, indices], judge.gradient[:, indices])
     return bool((np.abs(plain[:, indices] - numeric) > FAR * slack).all(axis=0).any())

@@ -113,7 +113,10 @@ class Allowed(NamedTuple):
 
 
 class Tolerance(NamedTuple):
-    """Tolerances of every element of the input vector, by the dtype of its leaf."""
+    """Tolerances of each leaf, by its dtype and those that the function computes in.
+
+    Leaves lie one after the other in the vector of inputs, at `ranges`.
+    """
 
     ranges: Sequence[tuple[int, int]]
     relative: np.ndarray
@@ -131,70 +134,80 @@ class Tolerance(NamedTuple):
             relative=NATIVE_SLOPES * self.relative, along=NATIVE_ALONG * self.along
         )
 
-    def elements(self, target: np.ndarray, scale: np.ndarray, exact: bool) -> Allowed:
-        """For every element of a gradient of shape (cotangents, inputs)."""
-        floor = self.floor(target, scale, exact)
-        return Allowed(self.relative, floor, self.typical(target), 1.0, self.paddle)
+    def leaves_of(self, indices: np.ndarray) -> np.ndarray:
+        """The leaf that each element of the input vector lies in."""
+        starts = [start for start, _ in self.ranges]
+        return np.searchsorted(starts, indices, "right") - 1
 
-    def moves(self, elements: Allowed, starts: np.ndarray, scale: np.ndarray) -> Allowed:
-        """For slopes along single elements: those of `elements`, in units of the step."""
-        unit = scale[starts][:, None]
-        floor, typical = elements.floor[:, starts].T * unit, elements.typical[:, starts].T * unit
-        relative = elements.relative[starts][:, None]
-        return Allowed(relative, floor, typical, unit, elements.paddle)
+    def elements(self, sizes: "Sizes", leaf: Any, scale: np.ndarray, exact: bool) -> Allowed:
+        """For elements of a gradient, of one leaf or of one leaf each.
+
+        What rounding alone may do is relative to the leaf's typical size. A leaf whose gradient
+        vanishes gets what the other leaves' effects leave there when they cancel. Of an `exact`
+        gradient it is known which leaves those are.
+        """
+        typical = sizes.typical[:, leaf] if np.ndim(leaf) else sizes.typical[:, [leaf]]
+        others = sizes.overall[:, None] / scale
+        if exact:
+            others = np.where(typical > VANISHING * others, 0.0, others)
+        else:
+            others = OTHERS * others
+        floor = self.roundings[leaf] * (self.eps[leaf] * (typical + others) + self.smallest[leaf])
+        return Allowed(self.relative[leaf], floor, typical, 1.0, self.paddle)
 
     def ranges_along(self, norms, overall, starts: np.ndarray, exact: bool) -> Allowed:
         """For slopes along a dense direction: `norms` is |v * gradient| over each range."""
-        relative, eps = self.along[starts][:, None], self.eps[starts][:, None]
+        leaves = self.leaves_of(starts)
+        relative, eps = self.along[leaves][:, None], self.eps[leaves][:, None]
         if exact:
             relative, eps = np.full_like(relative, REFERENCE_ALONG), REFERENCE_EPS
         roundings = ROUNDINGS["float64"] * OTHERS * eps
         floor = np.broadcast_to(roundings * overall, norms.shape)
         return Allowed(relative, floor, norms, np.ones((len(starts), 1)))
 
-    def floor(self, gradient: np.ndarray, scale: np.ndarray, exact: bool = False) -> np.ndarray:
-        """What rounding alone may do to each element of a gradient, shape (cotangents, inputs).
-
-        A leaf whose gradient vanishes gets what the other leaves' effects leave there when they
-        cancel. Of an `exact` gradient it is known which leaves those are.
-        """
-        typical = self.typical(gradient)
-        others = self.overall(gradient, scale)[:, None] / scale
-        if exact:
-            others = np.where(typical > VANISHING * others, 0.0, others)
-        else:
-            others = OTHERS * others
-        return self.roundings * (self.eps * (typical + others) + self.smallest)
-
-    def same(self, got: np.ndarray, expected: np.ndarray) -> np.ndarray:
-        """For two computations of one gradient in the same precision."""
+    def same(self, leaf: int, got: np.ndarray, expected: np.ndarray) -> np.ndarray:
+        """For two computations of one leaf's gradient in the same precision."""
         known = np.where(np.isfinite(expected), expected, 0.0)
         size = np.fmax(np.abs(known), np.abs(np.where(np.isfinite(got), got, 0.0)))
-        floor = SAME_ROUNDINGS * (self.eps * self.typical(known[None])[0] + self.smallest)
-        return self.relative * size + floor
+        typical = np.sqrt(np.mean(known**2))
+        floor = SAME_ROUNDINGS * (self.eps[leaf] * typical + self.smallest[leaf])
+        return self.relative[leaf] * size + floor
 
     def excused(self, error: np.ndarray, exact: np.ndarray) -> np.ndarray:
         """What rounding excuses in each element, given that plain AD's is off by `error`."""
         error = np.where(np.isfinite(error), error, 0.0).max(axis=0)
         exact = np.where(np.isfinite(exact), exact, 0.0)
+        typical = self.sizes(exact, np.ones(exact.shape[1])).typical.max(axis=0)
         allowed = np.zeros_like(error)
-        for start, stop in self.ranges:
+        for leaf, (start, stop) in enumerate(self.ranges):
             part = error[start:stop]
-            allowed[start:stop] = OWN_ROUNDING * part + OTHERS_ROUNDING * np.median(part)
-        most = np.abs(exact).max(axis=0) + self.typical(exact).max(axis=0)
-        return np.fmin(allowed, MOST_EXCUSED * most)
+            most = MOST_EXCUSED * (np.abs(exact[:, start:stop]).max(axis=0) + typical[leaf])
+            rounding = OWN_ROUNDING * part + OTHERS_ROUNDING * np.median(part)
+            allowed[start:stop] = np.fmin(rounding, most)
+        return allowed
 
-    def typical(self, gradient: np.ndarray) -> np.ndarray:
-        """The root mean square over each leaf, at each element."""
-        out = np.zeros_like(gradient)
+    def sizes(self, gradient: np.ndarray, scale: np.ndarray) -> "Sizes":
+        """How large a gradient of shape (cotangents, inputs) is, leaf by leaf."""
+        typical, effects = [], []
         for start, stop in self.ranges:
             part = gradient[:, start:stop]
-            out[:, start:stop] = np.sqrt(np.mean(part**2, axis=1, keepdims=True))
-        return out
+            typical.append(_root_mean_square(part))
+            effects.append(_root_mean_square(part * scale[start:stop]))
+        return Sizes(np.stack(typical, axis=1), np.max(effects, axis=0))
 
-    def overall(self, gradient: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        """The largest effect that any leaf has on the output, per cotangent."""
-        return self.typical(gradient * scale).max(axis=1)
+
+class Sizes(NamedTuple):
+    """The root mean square over each leaf, and the largest effect of any leaf on the output.
+
+    Arrays of shape (cotangents, leaves) and (cotangents,).
+    """
+
+    typical: np.ndarray
+    overall: np.ndarray
+
+
+def _root_mean_square(part: np.ndarray) -> np.ndarray:
+    return np.sqrt(np.einsum("ki,ki->k", part, part) / max(part.shape[1], 1))
 
 
 def narrowest(dtypes: Iterable[str]) -> str:
@@ -212,20 +225,13 @@ def make_tolerance(
     """Tolerances for leaves of the given dtypes in a function that computes in `inner` ones."""
     inner = list(inner)
     names = [narrowest([dtype, *inner]) for dtype in dtypes]
-    sizes = [stop - start for start, stop in ranges]
-
-    def spread(values) -> np.ndarray:
-        if len(set(values)) == 1:  # a view, since a large model has this many elements
-            return np.broadcast_to(np.float64(values[0]), sum(sizes))
-        return np.repeat(np.asarray(values, np.float64), sizes)
-
     return Tolerance(
         ranges=ranges,
-        relative=spread([RELATIVE[name] for name in names]),
-        along=spread([ALONG[name] for name in names]),
-        eps=spread([float(jnp.finfo(name).eps) for name in names]),
-        roundings=spread([ROUNDINGS[name] for name in names]),
-        smallest=spread([SMALLEST[name] for name in names]),
+        relative=np.asarray([RELATIVE[name] for name in names]),
+        along=np.asarray([ALONG[name] for name in names]),
+        eps=np.asarray([float(jnp.finfo(name).eps) for name in names]),
+        roundings=np.asarray([ROUNDINGS[name] for name in names]),
+        smallest=np.asarray([SMALLEST[name] for name in names]),
         paddle=max_relative_error,
     )
 

@@ -23,7 +23,7 @@ def check_values(check: Check, point: Point, where: str = "") -> None:
     tolerance; the gradient as it was computed must then agree with the rule's to its own. Else
     the gradient as it was computed is judged by slopes.
     """
-    log, first = check.log, point is check.first
+    log, first = check.log, not where
     mode = check.options.mode if first else _mode_elsewhere(check, point)
     found = found_at(check, point, mode, rows=2 if first else 1)
     failures, notes = told(check.subject, point, found, where)
@@ -69,15 +69,16 @@ def _faithful(found: Search, judge: Judge) -> Search:
     rule = judge.reference
     if rule is None or not found.wrong_leaves():
         return found
-    slack, findings = judge.allowed.slack(rule, judge.gradient), []
+    findings = []
     for finding in found.findings:
         if finding.is_wrong:
             verdict = finding.verdict.part(np.flatnonzero(finding.verdict.kind == WRONG))
             indices = finding.indices[finding.verdict.kind == WRONG]
             apart = np.abs(rule[:, indices] - verdict.analytic)
             row = np.argmin(apart, axis=0), np.arange(len(indices))
-            allowed = slack[:, indices][row]
-            own = np.abs(judge.gradient[:, indices][row] - verdict.numeric) <= allowed
+            parts = rule[:, indices], judge.gradient[:, indices]
+            allowed = judge.allowed_at(indices).slack(*parts)[row]
+            own = np.abs(parts[1][row] - verdict.numeric) <= allowed
             passes = bool((own & ~verdict.kink).all())
             far = np.abs(verdict.analytic - verdict.numeric) > FAR * allowed
             if passes and far.all():

@@ -34,7 +34,7 @@ def wide_dtype(dtype: Any) -> np.dtype:
 
 def widen(leaf: Array) -> np.ndarray:
     """A leaf in NumPy, in float64 or complex128."""
-    return np.asarray(leaf).astype(wide_dtype(leaf.dtype))
+    return np.asarray(leaf).astype(wide_dtype(leaf.dtype), copy=False)
 
 
 def real_size(leaf: Array) -> int:
@@ -55,8 +55,9 @@ def to_vector(leaves: Sequence[Array], dtype: Any) -> jax.Array:
 
 def to_numpy(leaves: Sequence[Array]) -> np.ndarray:
     """Flatten concrete leaves into one float64 vector."""
-    parts = [_parts(widen(leaf), np) for leaf in leaves]
-    return np.concatenate(parts) if parts else np.zeros(0)
+    known = [np.asarray(leaf) for leaf in leaves]
+    parts = [_parts(leaf if leaf.dtype.kind in "fc" else widen(leaf), np) for leaf in known]
+    return np.concatenate(parts, dtype=np.float64) if parts else np.zeros(0)
 
 
 def from_rows(rows: np.ndarray, like: Sequence[Array]) -> list[np.ndarray]:
@@ -68,16 +69,9 @@ def from_rows(rows: np.ndarray, like: Sequence[Array]) -> list[np.ndarray]:
     ]
 
 
-def to_rows(leaves: Sequence[np.ndarray], leading: int) -> np.ndarray:
-    """The inverse of `from_rows`, with so many leading axes."""
-    parts: list[Any] = [widen(leaf) for leaf in leaves]
-    parts = [np.stack([p.real, p.imag], -1) if np.iscomplexobj(p) else p for p in parts]
-    return np.concatenate([p.reshape((*p.shape[:leading], -1)) for p in parts], axis=-1)
-
-
 def gradient_vector(cotangents: Sequence[Array]) -> np.ndarray:
     """The real gradient: JAX hands back the conjugate of d/d(re) + i d/d(im)."""
-    return to_numpy([np.conj(widen(leaf)) for leaf in cotangents])
+    return to_numpy([np.conj(leaf) if is_complex(leaf) else leaf for leaf in cotangents])
 
 
 def leaves_of(vector: np.ndarray, like: Sequence[Array]) -> list[jax.Array]:
@@ -104,6 +98,6 @@ def _parts(leaf, xp):
 def _numpy_leaf(part, shape, dtype):
     shape = (*part.shape[:-1], *shape)
     if not jnp.issubdtype(dtype, jnp.complexfloating):
-        return part.astype(dtype).reshape(shape)
+        return part.astype(dtype, copy=False).reshape(shape)
     pairs = part.reshape((*shape, 2))
     return (pairs[..., 0] + 1j * pairs[..., 1]).astype(dtype)
