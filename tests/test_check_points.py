@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 from clipgrad._check import vectors as real
 from clipgrad._check.points import (
     BALANCED,
+    DENSE,
     LEAST_BALANCE,
     SINGLE,
     cotangents,
@@ -185,17 +186,19 @@ def point_of(gradient, reference=None, rule=None, delta=None):
 @pytest.mark.parametrize("ratio", [1.0, 1000.0, 1e-2])
 def test_leaves_of_unlike_effect_are_balanced_by_powers_of_two(ratio):
     point = point_of([ratio, ratio, 1, 1])
-    sizes = np.abs(point.directions[BALANCED[0]] * point.gradient[0])
+    sizes = np.abs(point.direction(BALANCED[0]) * point.gradient[0])
     assert 0.2 < sizes[:2].mean() / sizes[2:].mean() < 5
     np.testing.assert_array_equal(point.scale, 1)
     plain = directions(subject(jnp.ones(2), jnp.ones(2)), 0, 0)
-    factors = np.abs(point.directions[0] / plain)
+    factors = np.abs(point.direction(0) / plain)
     assert (np.log2(factors) % 1 == 0).all() and factors.max() == 1
+    unbalanced = directions(subject(jnp.ones(2), jnp.ones(2)), 0, DENSE)
+    np.testing.assert_array_equal(point.direction(DENSE), unbalanced)
 
 
 def test_leaves_are_balanced_only_so_far():
     point = point_of([1e30, 1e30, 1, 1])
-    sizes = np.abs(point.directions[0])
+    sizes = np.abs(point.direction(0))
     assert sizes[:2].max() <= 1.5 * LEAST_BALANCE and sizes[:2].min() >= 0.5 * LEAST_BALANCE
 
 
@@ -216,7 +219,7 @@ def test_elements_that_are_not_finite_are_zero_and_known_and_such_a_rule_is_not_
 
 def test_a_step_of_ones_own_is_the_scale_of_every_element():
     point = point_of([1.0, 1, 1, 1], delta=0.005)
-    np.testing.assert_array_equal(point.directions[SINGLE], 0.005)
+    np.testing.assert_array_equal(point.direction(SINGLE), 0.005)
 
 
 LEAVES = [jnp.asarray([[1.0, 2.0]]), Z, jnp.asarray(5.0, jnp.bfloat16)]
@@ -233,10 +236,9 @@ def test_leaves_become_a_real_vector_and_back():
 
 
 def test_rows_of_vectors_become_leaves_with_a_leading_axis():
-    rows = np.arange(14.0).reshape(2, 7)
-    leaves = real.from_rows(rows, LEAVES)
+    leaves = real.from_rows(np.arange(14.0).reshape(2, 7), LEAVES)
     assert [leaf.shape for leaf in leaves] == [(2, 1, 2), (2, 2), (2,)]
-    np.testing.assert_array_equal(real.to_rows(leaves, 1), rows)
+    np.testing.assert_array_equal(leaves[1], [[2 + 3j, 4 + 5j], [9 + 10j, 11 + 12j]])
 
 
 def test_the_traced_vector_is_that_of_numpy():
