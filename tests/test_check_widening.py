@@ -8,9 +8,9 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from clipgrad._check import programs
+from clipgrad._check.gradients import differentiator, is_plain
 from clipgrad._check.programs import low_optimization, quick_jit
 from clipgrad._check.subject import make_subject
-from clipgrad._check.gradients import differentiator, is_plain
 from clipgrad._check.widening import AXIS, Unsupported, Widened
 from tests.check_zoo import custom
 
