@@ -1,6 +1,7 @@
 """The shape of the package: imports go one way, and functions are short."""
 
 import ast
+import graphlib
 import pathlib
 import sys
 
@@ -39,6 +40,18 @@ def test_imports_go_one_way(path):
             continue
         imported = parts[1] if len(parts) > 1 else "__init__"
         assert LAYERS.index(imported) <= LAYERS.index(layer(path)), module
+
+
+def test_imports_inside_of_the_checker_go_one_way_too():
+    graph = {
+        path.stem: {m.split(".")[2] for m in imports(path) if m.startswith("clipgrad._check.")}
+        for path in (PACKAGE / "_check").glob("*.py")
+        if path.stem != "__init__"
+    }
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert set(order) == set(graph)
+    ends = {"check_grads", "numerical", "command"}
+    assert not any(ends & imported for name, imported in graph.items() if name not in ends)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -1,5 +1,7 @@
 """The checks beside the values: each fails alone, can be switched off, and says what it is."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,6 +50,30 @@ def test_the_pull_back_of_zero_must_be_zero():
     constant = custom(lambda x: jnp.sin(x), lambda r, g: (jnp.cos(r[0]) * g + 1e-4,))
     report = cg.check_grads(constant, (X,), raise_on_failure=False)
     assert "the cotangent zero pulled back" in str(report)
+
+
+@pytest.mark.parametrize("limit", [10.0, 1e3, 1e6])
+def test_a_safety_clip_is_said_to_act_above_cotangents_of_a_size(limit):
+    clipped = custom(lambda x: 1.0 * x, lambda r, g: (jnp.clip(g, -limit, limit),))
+    report = cg.check_grads(clipped, (X,), raise_on_failure=False)
+    (failure,) = report.failures
+    assert failure.check == "linearity"
+    found = re.match(
+        r"the VJP is not linear above cotangents of (\S+) \(a clip that acts there\? "
+        r"skip='linearity', or check the function without it\); the rule is not linear, the "
+        r"cotangent times 2 \*\* 20 pulled back: ",
+        failure.detail,
+    )
+    assert found and float(found[1]) <= limit < 2.01 * float(found[1])
+    assert cg.check_grads(clipped, (X,), skip="linearity").ok
+
+
+def test_what_is_not_linear_at_any_size_is_not_said_to_be_so_above_one():
+    affine = custom(lambda x: jnp.sin(x), lambda r, g: (jnp.cos(r[0]) * g + 1e-4,))
+    squared = custom(lambda x: jnp.sin(x), lambda r, g: (jnp.cos(r[0]) * g * jnp.abs(g),))
+    for rule in (affine, squared):
+        text = str(cg.check_grads(rule, (X,), raise_on_failure=False))
+        assert "[linearity]" in text and "not linear above" not in text
 
 
 def test_a_cotangent_of_another_shape_fails():

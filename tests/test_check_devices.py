@@ -1,4 +1,4 @@
-"""Devices, progress, and the problem that a request is made into."""
+"""Devices, progress, and the subject that a request is made into."""
 
 import sys
 import types
@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._check import devices, progress
-from clipgrad._check.values import layout_hint, ratio_hint
-from clipgrad._check.log import Log, Options
-from clipgrad._check.problem import leaf_dtypes, make_subject
+from clipgrad._check import devices
+from clipgrad._check.check import Log
+from clipgrad._check.differences import LONG, progress_bar
+from clipgrad._check.options import Options
 from clipgrad._check.report import Failure, GradCheckReport
+from clipgrad._check.subject import make_subject
+from clipgrad._check.values import layout_hint, ratio_hint
 
 X = jnp.asarray([0.5, 1.5])
 
@@ -65,40 +67,36 @@ class Bar:
 
 def test_long_work_shows_a_bar_where_tqdm_is_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "tqdm", types.SimpleNamespace(tqdm=Bar))
-    with progress.progress_bar(progress.LONG) as update:
+    with progress_bar(LONG) as update:
         update(7)
-    assert (Bar.total, Bar.done) == (progress.LONG, 7)
+    assert (Bar.total, Bar.done) == (LONG, 7)
 
 
-@pytest.mark.parametrize("total", [progress.LONG - 1, progress.LONG])
+@pytest.mark.parametrize("total", [LONG - 1, LONG])
 def test_short_work_and_work_without_tqdm_is_silent(monkeypatch, total, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    with progress.progress_bar(total) as update:
+    with progress_bar(total) as update:
         assert update(3) is None
     assert capsys.readouterr() == ("", "")
 
 
-def options(*skip):
-    return Options(1, "auto", None, None, 2, 0, frozenset(skip))
-
-
 def test_the_log_leaves_out_checks_that_are_switched_off():
-    log = Log()
-    log.fail([Failure("jit", "x", "a"), Failure("value", "x", "b")], options("jit"))
+    log = Log(Options(skip=["jit"]))
+    log.fail([Failure("jit", "x", "a"), Failure("value", "x", "b")])
     assert [failure.check for failure in log.failures] == ["value"]
 
 
-def test_a_problem_is_a_function_of_the_chosen_leaves_alone():
-    problem = make_subject(lambda p, n: {"y": p["w"] * n, "i": n}, ({"w": X, "b": X}, 3), wrt="p/w")
-    assert problem.names == ["args[0]['w']"] and problem.output_names == ["out['y']"]
-    np.testing.assert_array_equal(problem.fun([2 * X])[0], 6 * X)
-    assert problem.program is not None and leaf_dtypes(problem) == ["float32"]
-    assert problem.leaf_ranges() == [(0, 2)] and problem.element(1) == "args[0]['w'][1]"
+def test_a_subject_is_a_function_of_the_chosen_leaves_alone():
+    subject = make_subject(lambda p, n: {"y": p["w"] * n, "i": n}, ({"w": X, "b": X}, 3), wrt="p/w")
+    assert subject.names == ["args[0]['w']"] and subject.output_names == ["out['y']"]
+    np.testing.assert_array_equal(subject.fun([2 * X])[0], 6 * X)
+    assert subject.program is not None and subject.dtypes == ["float32"]
+    assert subject.ranges == [(0, 2)] and subject.element(1) == "args[0]['w'][1]"
 
 
 def test_python_and_numpy_numbers_are_inputs_too():
-    problem = make_subject(lambda a, b: a * b, (2.0, np.asarray([1.0, 2.0], np.float32)))
-    assert [x.shape for x in problem.inputs] == [(), (2,)]
+    subject = make_subject(lambda a, b: a * b, (2.0, np.asarray([1.0, 2.0], np.float32)))
+    assert [x.shape for x in subject.inputs] == [(), (2,)]
 
 
 def test_a_function_that_cannot_be_traced_has_no_program_and_no_gradient():

@@ -7,7 +7,6 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
-from clipgrad._check.differences import BATCH_BYTES
 from tests.check_zoo import PAIRS, custom, normal
 
 X = jnp.asarray([0.4, -1.2, 2.5])
@@ -224,16 +223,6 @@ def test_a_progress_bar_and_several_batches_change_no_result():
     report = passed(jnp.sin, x, mode="full", points=1)
     assert report.verified == 1300
     assert report.evaluations > 4 * 1300
-
-
-def test_the_batch_shrinks_with_the_size_of_the_function():
-    from clipgrad._check.differences import Differences
-    from clipgrad._check.differences import Evaluation
-
-    like = [jax.ShapeDtypeStruct((2_000_000,), np.float64)]
-    evaluation = Evaluation(lambda _, x: x, like, np.float64, "float64", (16, 18), (4, 8))
-    large = Differences(evaluation, np.ones((2, 1_000_000)))
-    assert 8 * 2 * large._batch * 1_000_000 <= BATCH_BYTES
 
 
 def test_paddles_rule_is_relative_except_where_the_gradient_is_nearly_zero():

@@ -1,19 +1,34 @@
-"""Cotangents, directions, steps and nearby points; real vectors of trees."""
+"""Cotangents, directions, steps, points and those nearby; real vectors of trees."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from clipgrad._check import vectors as real
+from clipgrad._check.points import (
+    BALANCED,
+    DENSE,
+    LEAST_BALANCE,
+    SINGLE,
+    cotangents,
+    dense,
+    directions,
+    make_point,
+    nearby,
+    scales,
+    symmetric_leaves,
+    tied_direction,
+)
 from clipgrad._check.subject import make_subject
-from clipgrad._check.points import cotangents, dense, directions, nearby, scales
 
-KEY = np.random.default_rng(0)
 Z = jnp.asarray([1 + 2j, 3 - 1j])
 
 
-def problem(*leaves):
+def subject(*leaves):
     return make_subject(lambda *xs: [2 * x for x in xs], leaves)
 
 
@@ -25,13 +40,13 @@ def test_dense_numbers_have_both_signs_and_magnitudes_between_a_half_and_one_and
 
 
 def test_two_cotangents_are_never_alike_nor_one_hot():
-    first, second = cotangents(problem(jnp.ones(50)), 0)
+    first, second = cotangents(subject(jnp.ones(50)), 0)
     assert (first != 0).all() and (second != 0).all()
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.5
 
 
 def test_a_leaf_has_its_own_numbers_whatever_stands_beside_it():
-    alone, both = problem(jnp.ones(4)), problem(jnp.ones(4), jnp.ones(3))
+    alone, both = subject(jnp.ones(4)), subject(jnp.ones(4), jnp.ones(3))
     np.testing.assert_array_equal(directions(alone, 3, 0), directions(both, 3, 0)[:4])
     assert (directions(alone, 3, 0) != directions(alone, 4, 0)).any()
     assert (directions(alone, 3, 0) != directions(alone, 3, 1)).any()
@@ -56,20 +71,155 @@ def test_both_parts_of_a_complex_number_have_its_scale():
     np.testing.assert_array_equal(scales([Z]), [2, 2, 4, 4])
 
 
-def test_a_nearby_point_moves_every_element_a_little_and_keeps_single_zeros():
+def test_a_nearby_point_moves_every_element_a_little_nearer_to_zero_and_keeps_zeros():
     x = jnp.asarray([1.0, -100.0, 0.0])
-    (moved,) = nearby(problem(x), 0)
-    part = np.asarray(moved / jnp.where(x == 0, 1, x)) - 1
+    (moved,) = nearby(subject(x), 0)
+    part = 1 - np.asarray(moved / jnp.where(x == 0, 1, x))
     assert moved[2] == 0
-    assert ((0.019 < np.abs(part[:2])) & (np.abs(part[:2]) < 0.081)).all()
+    assert ((0.019 < part[:2]) & (part[:2] < 0.081)).all()
     assert moved.dtype == x.dtype
 
 
 def test_a_leaf_of_zeros_moves_too_and_a_smaller_reach_moves_less():
-    (moved,) = nearby(problem(jnp.zeros(5)), 0)
+    (moved,) = nearby(subject(jnp.zeros(5)), 0)
     assert ((0.019 < np.abs(moved)) & (np.abs(moved) < 0.081)).all()
-    (less,) = nearby(problem(jnp.zeros(5)), 0, reach=2.0**-6)
+    (less,) = nearby(subject(jnp.zeros(5)), 0, reach=2.0**-6)
     np.testing.assert_allclose(less, moved / 64, rtol=1e-5)
+
+
+def test_the_elements_of_a_leaf_that_are_all_the_same_are_told_apart():
+    for x in (jnp.ones(4), jnp.zeros(4)):
+        (moved,) = nearby(subject(x), 0)
+        assert len(np.unique(moved)) == 4
+
+
+# Leaves with zeros, ties, and numbers of every size; those that are all the same apart.
+SOME = st.sampled_from([0.0, 1.0, 0.5, 1e-30, 3e7]) | st.floats(2.0**-100, 1, width=32)
+VECTORS = hnp.arrays(np.float32, st.integers(2, 9), elements=st.builds(np.float32, SOME))
+SEEDS = st.integers(0, 100)
+
+
+def moved_points(x, seed):
+    return [np.asarray(leaf) for leaf in nearby(subject(*map(jnp.asarray, x)), seed)]
+
+
+@given(VECTORS, SEEDS)
+def test_a_nearby_point_keeps_zeros_equal_elements_and_their_order(values, seed):
+    signed = np.concatenate([values, -values, [7]])
+    (moved,) = moved_points([signed], seed)
+    order = np.argsort(signed, kind="stable")
+    assert (np.diff(moved[order]) >= 0).all()
+    assert ((signed == 0) == (moved == 0)).all()
+    assert (moved[: len(values)] == -moved[len(values) : -1]).all()
+    _, kind = np.unique(signed, return_inverse=True)
+    assert all(len(set(moved[kind == k])) == 1 for k in set(kind))
+
+
+@given(VECTORS, SEEDS)
+def test_a_nearby_point_keeps_what_is_between_zero_and_one_there(values, seed):
+    unit = np.concatenate([np.minimum(values, 1), [0, 1]])
+    (moved,) = moved_points([unit], seed)
+    assert (moved >= 0).all() and (moved <= 1).all()
+    assert (np.abs(moved - unit) <= 0.0801 * unit).all()
+
+
+@given(hnp.arrays(np.float32, (3, 3), elements=st.builds(np.float32, SOME)), SEEDS)
+def test_a_nearby_point_keeps_a_matrix_symmetric(matrix, seed):
+    matrix = np.triu(matrix) + np.triu(matrix, 1).T
+    matrix[0, 0] = 2.0
+    (moved,) = moved_points([matrix], seed)
+    np.testing.assert_array_equal(moved, moved.T)
+
+
+@given(VECTORS, SEEDS)
+def test_equal_elements_of_two_leaves_stay_equal(values, seed):
+    first, second = moved_points([np.r_[values, 7.0], np.r_[7.0, 9.0, values]], seed)
+    np.testing.assert_array_equal(first[:-1], second[2:])
+    assert first[-1] == second[0] != 7
+
+
+@given(VECTORS, SEEDS)
+def test_a_tied_direction_moves_equal_elements_alike_and_zeros_not_at_all(values, seed):
+    leaves = [jnp.asarray(values), jnp.asarray(np.r_[values, values]), jnp.asarray(-values)]
+    direction = tied_direction(leaves, seed)
+    n, wide = len(values), values.astype(np.float64)
+    for k in (1, 2):
+        np.testing.assert_array_equal(direction[:n], direction[k * n : (k + 1) * n])
+    np.testing.assert_array_equal(direction[:n], -direction[3 * n :])
+    assert ((direction[:n] == 0) == (values == 0)).all()
+    size = np.abs(direction[:n])
+    assert ((0.49 * wide <= size) & (size <= 1.51 * wide)).all()
+
+
+def test_tied_directions_of_several_seeds_differ_by_more_than_a_factor():
+    x = [jnp.asarray([1.0, 2.0, 5.0])]
+    rows = np.stack([tied_direction(x, seed) for seed in range(8)])
+    ratios = rows / rows[0]
+    assert (np.ptp(ratios, axis=1) > 0.1).sum() >= 4
+
+
+@pytest.mark.parametrize(
+    ("leaf", "is_found"),
+    [
+        (jnp.asarray([[2.0, 1], [1, 3]]), True),
+        (jnp.eye(3), True),
+        (jnp.asarray([[2.0, 1], [0, 3]]), False),
+        (jnp.ones((2, 2)), False),
+        (jnp.ones((2, 3)), False),
+        (jnp.asarray([[2.0]]), False),
+        (jnp.asarray([1.0, 2.0]), False),
+        (jnp.asarray([[2.0, 1], [1, 3j]]), False),
+    ],
+)
+def test_symmetric_leaves_are_found(leaf, is_found):
+    both = subject(jnp.ones(2), leaf)
+    found = symmetric_leaves(both, both.inputs)
+    assert found == ([(1, (2, 2 + leaf.size))] if is_found else [])
+
+
+def point_of(gradient, reference=None, rule=None, delta=None):
+    both = subject(jnp.ones(2), jnp.ones(2))
+    arrays = [None if g is None else np.asarray([g]) for g in (gradient, rule, reference)]
+    return make_point(both, both.inputs, arrays, 0, delta)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1000.0, 1e-2])
+def test_leaves_of_unlike_effect_are_balanced_by_powers_of_two(ratio):
+    point = point_of([ratio, ratio, 1, 1])
+    sizes = np.abs(point.direction(BALANCED[0]) * point.gradient[0])
+    assert 0.2 < sizes[:2].mean() / sizes[2:].mean() < 5
+    np.testing.assert_array_equal(point.scale, 1)
+    plain = directions(subject(jnp.ones(2), jnp.ones(2)), 0, 0)
+    factors = np.abs(point.direction(0) / plain)
+    assert (np.log2(factors) % 1 == 0).all() and factors.max() == 1
+    unbalanced = directions(subject(jnp.ones(2), jnp.ones(2)), 0, DENSE)
+    np.testing.assert_array_equal(point.direction(DENSE), unbalanced)
+
+
+def test_leaves_are_balanced_only_so_far():
+    point = point_of([1e30, 1e30, 1, 1])
+    sizes = np.abs(point.direction(0))
+    assert sizes[:2].max() <= 1.5 * LEAST_BALANCE and sizes[:2].min() >= 0.5 * LEAST_BALANCE
+
+
+def test_a_reference_that_is_not_finite_in_a_leaf_leaves_that_leaf_to_differences():
+    point = point_of([1.0, 1, 1, 1], [1.0, np.nan, 1, 1])
+    assert point.blind == [0] and np.isfinite(point.reference).all()
+    none = point_of([1.0, 1, 1, 1], [np.nan] * 4)
+    assert none.reference is None and none.blind == [0, 1]
+
+
+def test_elements_that_are_not_finite_are_zero_and_known_and_such_a_rule_is_not_used():
+    point = point_of([1.0, np.inf, np.nan, 2], rule=[1.0, 1, np.nan, 1])
+    np.testing.assert_array_equal(point.gradient, [[1, 0, 0, 2]])
+    np.testing.assert_array_equal(point.finite, [True, False, False, True])
+    assert point.rule is None
+    assert point_of([1.0, 1, 1, 1], rule=[2.0] * 4).rule[0, 0] == 2
+
+
+def test_a_step_of_ones_own_is_the_scale_of_every_element():
+    point = point_of([1.0, 1, 1, 1], delta=0.005)
+    np.testing.assert_array_equal(point.direction(SINGLE), 0.005)
 
 
 LEAVES = [jnp.asarray([[1.0, 2.0]]), Z, jnp.asarray(5.0, jnp.bfloat16)]
@@ -86,10 +236,9 @@ def test_leaves_become_a_real_vector_and_back():
 
 
 def test_rows_of_vectors_become_leaves_with_a_leading_axis():
-    rows = np.arange(14.0).reshape(2, 7)
-    leaves = real.from_rows(rows, LEAVES)
+    leaves = real.from_rows(np.arange(14.0).reshape(2, 7), LEAVES)
     assert [leaf.shape for leaf in leaves] == [(2, 1, 2), (2, 2), (2,)]
-    np.testing.assert_array_equal(real.to_rows(leaves, 1), rows)
+    np.testing.assert_array_equal(leaves[1], [[2 + 3j, 4 + 5j], [9 + 10j, 11 + 12j]])
 
 
 def test_the_traced_vector_is_that_of_numpy():

@@ -3,12 +3,20 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import clipgrad as cg
-from clipgrad._check.tolerances import RELATIVE, make_tolerance, narrowest
+from clipgrad._check.tolerances import RELATIVE, in_float64, make_tolerance, narrowest
 from tests.check_zoo import custom
 
 RANGES = [(0, 3), (3, 5)]
+TOLERANCE, EPS = make_tolerance(RANGES, ["float32"] * 2), 2.0**-23
+
+
+def floor(gradient, scale=1.0, exact=False, leaf=0, tolerance=TOLERANCE):
+    gradient, scale = np.asarray([gradient]), scale * np.ones(5)
+    sizes = tolerance.sizes(gradient, scale)
+    return tolerance.elements(sizes, leaf, scale[slice(*RANGES[leaf])], exact).floor[0]
 
 
 @pytest.mark.parametrize(
@@ -25,15 +33,34 @@ def test_the_relative_tolerance_is_that_of_the_documentation(dtype, relative):
     )
 
 
+def square_off_by(part, dtype, rounded):
+    """x * x, whose rule is off by a part of the tolerance: by rounding alone, or as written."""
+    error = part * RELATIVE[dtype]
+
+    def backward(r, g):
+        x, g = r[0].astype("float32"), g.astype("float32")
+        near = 0 * x + np.float32(1 - error)
+        factor = 1 + (lax.reduce_precision(near, 8, 1) - near if rounded else np.float32(error))
+        return ((2 * factor * x * g).astype(dtype),)
+
+    return custom(lambda x: x * x, backward), (jnp.asarray([0.5, 1.0, 2.0], dtype),)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("part", "ok"), [(0.5, True), (2.0, False)])
-def test_an_error_of_half_the_tolerance_passes_and_of_twice_fails(dtype, part, ok):
-    x, factor = jnp.asarray([0.5, 1.0, 2.0], dtype), 1 + part * RELATIVE[dtype]
-    rule = custom(
-        lambda x: x * x,
-        lambda r, g: ((2 * factor * r[0].astype("float32") * g.astype("float32")).astype(dtype),),
-    )
-    assert cg.check_grads(rule, (x,), points=1, raise_on_failure=False).ok == ok
+def test_rounding_by_half_the_tolerance_passes_and_by_twice_fails(dtype, part, ok):
+    rule, args = square_off_by(part, dtype, rounded=True)
+    assert cg.check_grads(rule, args, points=1, raise_on_failure=False).ok == ok
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("part", [0.5, 0.01])
+def test_a_rule_written_wrong_fails_however_little_of_the_tolerance_it_is_off(dtype, part):
+    rule, args = square_off_by(part, dtype, rounded=False)
+    report = cg.check_grads(rule, args, points=1, raise_on_failure=False)
+    (failure,) = report.failures
+    assert failure.check == "value"
+    np.testing.assert_allclose(failure.ratio - 1, part * RELATIVE[dtype], rtol=0.05)
 
 
 def test_the_narrowest_type_inside_counts():
@@ -43,34 +70,71 @@ def test_the_narrowest_type_inside_counts():
     assert (tolerance.relative == RELATIVE["float16"]).all()
 
 
+def test_the_rule_in_float64_has_the_tolerance_of_float64_and_the_rule_of_paddle():
+    wide = in_float64(make_tolerance(RANGES, ["float16", "float32"], max_relative_error=0.1))
+    assert (wide.relative == RELATIVE["float64"]).all() and (wide.eps == 2.0**-52).all()
+    assert wide.paddle == 0.1
+
+
 def test_each_leaf_has_its_own_typical_size():
-    tolerance = make_tolerance(RANGES, ["float32"] * 2)
-    gradient = np.asarray([[3.0, 4.0, 0.0, 100.0, 100.0]])
-    typical = tolerance.typical(gradient)[0]
-    np.testing.assert_allclose(typical, [np.sqrt(25 / 3)] * 3 + [100] * 2)
-    assert tolerance.overall(gradient, np.ones(5)) == [100.0]
+    sizes = TOLERANCE.sizes(np.asarray([[3.0, 4.0, 0.0, 100.0, 100.0]]), np.ones(5))
+    np.testing.assert_allclose(sizes.typical[0], [np.sqrt(25 / 3), 100])
+    assert sizes.overall == [100.0]
+    assert list(TOLERANCE.leaves_of(np.arange(5))) == [0, 0, 0, 1, 1]
 
 
 def test_the_floor_is_fifty_roundings_of_the_leaf_and_a_little_of_the_others():
-    tolerance, eps = make_tolerance(RANGES, ["float32"] * 2), 2.0**-23
-    gradient = np.asarray([[1.0, 1.0, 1.0, 100.0, 100.0]])
-    floor = tolerance.floor(gradient, np.ones(5))[0]
-    np.testing.assert_allclose(floor, 50 * eps * np.asarray([2.0] * 3 + [101.0] * 2), rtol=1e-6)
+    gradient = [1.0, 1.0, 1.0, 100.0, 100.0]
+    np.testing.assert_allclose(floor(gradient), 50 * EPS * 2, rtol=1e-6)
+    np.testing.assert_allclose(floor(gradient, leaf=1), 50 * EPS * 101, rtol=1e-6)
 
 
 def test_beside_an_exact_gradient_only_a_vanishing_leaf_gets_the_others_rounding():
-    tolerance, eps = make_tolerance(RANGES, ["float32"] * 2), 2.0**-23
-    small = np.asarray([[1e-6] * 3 + [100.0] * 2])
-    np.testing.assert_allclose(tolerance.floor(small, np.ones(5), exact=True)[0, 0], 5e-5 * eps)
+    np.testing.assert_allclose(floor([1e-6] * 3 + [100.0] * 2, exact=True), 5e-5 * EPS)
     for residue in (0.0, 1e-15):
-        gone = np.asarray([[residue] * 3 + [100.0] * 2])
-        floor = tolerance.floor(gone, np.ones(5), exact=True)[0]
-        np.testing.assert_allclose(floor[0], 50 * eps * 100, rtol=1e-6)
+        gone = floor([residue] * 3 + [100.0] * 2, exact=True)
+        np.testing.assert_allclose(gone, 50 * EPS * 100, rtol=1e-6)
 
 
 def test_the_floor_follows_the_scale_of_each_element():
-    tolerance = make_tolerance(RANGES, ["float32"] * 2)
-    gradient = np.asarray([[0.0] * 3 + [1.0] * 2])
     scale = np.asarray([1.0, 10.0, 100.0, 1.0, 1.0])
-    floor = tolerance.floor(gradient, scale)[0]
-    np.testing.assert_allclose(floor[:3] / floor[0], [1, 0.1, 0.01], rtol=1e-6)
+    found = floor([0.0] * 3 + [1.0] * 2, scale)
+    np.testing.assert_allclose(found / found[0], [1, 0.1, 0.01], rtol=1e-6)
+
+
+def test_elements_of_several_leaves_have_the_tolerances_of_their_own():
+    tolerance = make_tolerance(RANGES, ["float32", "float64"])
+    gradient, scale = np.asarray([[1.0, 1, 1, 100, 100]]), np.ones(5)
+    sizes, leaves = tolerance.sizes(gradient, scale), np.asarray([0, 1])
+    allowed = tolerance.elements(sizes, leaves, np.ones(2), exact=False)
+    np.testing.assert_array_equal(allowed.relative, [5e-4, 1e-6])
+    expected = [floor(gradient[0], leaf=k, tolerance=tolerance)[0] for k in (0, 1)]
+    np.testing.assert_array_equal(allowed.floor[0], expected)
+
+
+def test_rounding_excuses_at_most_a_quarter_of_the_element_and_its_leaf():
+    exact = np.asarray([[1.0, 0, 1, 4, 4]])
+    typical = np.sqrt(2 / 3)
+    huge = TOLERANCE.excused(np.full((1, 5), 1e3), exact)
+    np.testing.assert_allclose(huge, np.r_[(exact[0, :3] + typical), 8, 8] / 4)
+
+
+def test_rounding_excuses_ten_times_the_own_and_thirty_times_the_median_of_the_leaf():
+    error = np.asarray([[1e-6, 3e-6, 2e-6, 0, 0], [0, 0, 0, np.nan, 0]])
+    found = TOLERANCE.excused(error, np.ones((2, 5)))
+    np.testing.assert_allclose(found[:3], 10 * error[0, :3] + 30 * 2e-6)
+    np.testing.assert_array_equal(found[3:], 0)
+
+
+def test_two_computations_may_differ_by_the_tolerance_and_a_thousand_roundings():
+    expected = np.asarray([1.0, 0.0])
+    slack = TOLERANCE.same(0, expected, expected)
+    typical = np.sqrt(0.5)
+    np.testing.assert_allclose(slack, [5e-4 + 1e3 * EPS * typical, 1e3 * EPS * typical], rtol=1e-6)
+
+
+def test_native_slopes_widen_the_tolerance():
+    native = TOLERANCE.of_slopes_in(np.float32)
+    np.testing.assert_allclose(native.relative, 10 * TOLERANCE.relative)
+    np.testing.assert_allclose(native.along, 30 * TOLERANCE.along)
+    assert TOLERANCE.of_slopes_in(np.float64) is TOLERANCE

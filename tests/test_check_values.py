@@ -1,48 +1,78 @@
 """Two gradients compared; values and types compared; failures and notes told in words."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clipgrad._check import structure
-from clipgrad._check.compare import Comparison
-from clipgrad._check.verdicts import KINK, OK, UNSURE, WRONG, Verdict
-from clipgrad._check.subject import make_subject
+from clipgrad._check import contract
+from clipgrad._check.behavior import _exactly
+from clipgrad._check.check import Check, Log
+from clipgrad._check.options import Options
+from clipgrad._check.points import Point
 from clipgrad._check.report import Failure
-from clipgrad._check.search import ROUNDING, Finding, Search
-from clipgrad._check.session import Point
+from clipgrad._check.search import Finding, Search
+from clipgrad._check.subject import make_subject
 from clipgrad._check.tolerances import make_tolerance
-from clipgrad._check.values import told, undecided
+from clipgrad._check.values import told, unverified
+from clipgrad._check.verdicts import (
+    IMPLICIT,
+    KINK,
+    OK,
+    ROUNDING,
+    SYMMETRIC,
+    UNSEEN,
+    UNSURE,
+    WRONG,
+    Verdict,
+)
 
 X = jnp.asarray([[1.0, 2.0], [3.0, 4.0]])
-PROBLEM = make_subject(lambda x, y: (x * x, y), (X, jnp.float32(3)))
+SUBJECT = make_subject(lambda x, y: (x * x, y), (X, jnp.float32(3)))
 G = np.asarray([1.0, -2.0, 3.0, 4.0, 5.0])
-TOLERANCE = make_tolerance(PROBLEM.leaf_ranges(), ["float32"] * 2)
+TOLERANCE = make_tolerance(SUBJECT.ranges, ["float32"] * 2)
 
 
-def comparison(rounding=None):
-    error = None if rounding is None else np.asarray([rounding])
-    return Comparison(PROBLEM, TOLERANCE, lambda: error)
+class Compared(Check):
+    """A check of which it is known how far plain AD is off by rounding."""
+
+    error = None
+
+    def rounding(self, xs):
+        return None if self.error is None else (np.asarray([self.error]), G[None])
+
+
+def checked(error=None):
+    fields = dict.fromkeys(field.name for field in dataclasses.fields(Check))
+    known = {"subject": SUBJECT, "tolerance": TOLERANCE, "log": Log(Options())}
+    check = Compared(**(fields | known))
+    object.__setattr__(check, "error", error)
+    return check
+
+
+def compared(*args, error=None):
+    return checked(error).compare(*args)
 
 
 def test_equal_gradients_are_no_failure():
-    assert comparison()("jit", G, G, "here") == []
-    assert comparison()("jit", G * (1 + 1e-5), G, "here") == []
-    assert comparison()("jit", 0 * G + 1e-36, 0 * G, "underflow") == []
-    assert comparison()("jit", 0 * G + 1e-33, 0 * G, "a number")
+    assert compared("jit", G, G, "here") == []
+    assert compared("jit", G * (1 + 1e-5), G, "here") == []
+    assert compared("jit", 0 * G + 1e-36, 0 * G, "underflow") == []
+    assert compared("jit", 0 * G + 1e-33, 0 * G, "a number")
 
 
 def test_a_different_one_names_the_worst_element_and_both_values():
-    (failure,) = comparison()("jit", G * [1, 1, 1.5, 1.1, 1], G, "under jit")
+    (failure,) = compared("jit", G * [1, 1, 1.5, 1.1, 1], G, "under jit")
     expected = "under jit: 2 of 5 elements differ; worst: 4.5, expected 3"
     assert failure == ("jit", "args[0][1, 0]", expected, *failure[3:])
 
 
 def test_what_plain_ad_loses_too_is_excused_leaf_by_leaf():
     off = G + np.asarray([0.1, 0, 0, 0, 0])
-    assert comparison([0, 0, 0.01, 0, 0])("vmap", off, G, "") == []
-    assert len(comparison([0, 0, 0.001, 0, 9.0])("vmap", off, G, "")) == 1
+    assert compared("vmap", off, G, "", error=[0, 0, 0.01, 0, 0]) == []
+    assert len(compared("vmap", off, G, "", error=[0, 0, 0.001, 0, 9.0])) == 1
 
 
 @pytest.mark.parametrize(
@@ -58,81 +88,98 @@ def test_what_plain_ad_loses_too_is_excused_leaf_by_leaf():
 def test_what_is_not_finite_must_be_the_same(got, expected, same):
     first, second = G.copy(), G.copy()
     first[1], second[1] = got, expected
-    assert (comparison()("jit", first, second, "") == []) == same
+    assert (compared("jit", first, second, "") == []) == same
 
 
 def test_exactly_means_to_the_last_bit():
     last = np.nextafter(G, 10)
-    (failure,) = comparison().exactly("determinism", last, G, "twice")
+    (failure,) = _exactly(checked(), last, G, "twice")
+    assert failure.check == "determinism"
     assert failure.detail == "twice: 5 of 5 elements differ in their last bits"
-    assert comparison().exactly("determinism", G, G, "twice") == []
-    (worse,) = comparison().exactly("determinism", 2 * G, G, "twice")
-    assert "worst: 10, expected 5" in worse.detail
+    assert _exactly(checked(), G, G, "twice") == []
+    (worse,) = _exactly(checked(), 2 * G, G, "twice")
+    assert worse.check == "determinism" and "worst: 10, expected 5" in worse.detail
 
 
 def test_a_value_that_differs_when_differentiated_is_named():
     other = [X * X + jnp.asarray([[0.0, 0.5], [0, 0]]), jnp.float32(3)]
-    (failure,) = structure.primal(PROBLEM, other, "differentiated")
+    (failure,) = contract.primal(SUBJECT, other, "differentiated")
     assert failure.where == "out[0][0, 1]"
     expected = "value 4 when called, 4.5 when differentiated; 1 of 4 elements differ"
     assert failure.detail == expected
 
 
+@pytest.mark.parametrize(("part", "differ"), [(1e-5, 0), (2.0, 4), (0.05, 0), (0.2, 4)])
+def test_values_are_the_same_to_a_tenth_of_the_tolerance(part, differ):
+    other = [X * X * np.float32(1 + part * 5e-4), jnp.float32(3)]
+    details = [failure.detail for failure in contract.primal(SUBJECT, other, "compiled")]
+    assert [d.split("; ")[1] for d in details] == [f"{differ} of 4 elements differ"] * bool(differ)
+
+
+def test_a_value_near_zero_may_differ_by_a_hundredth_of_the_tolerance_of_the_others():
+    zero = make_subject(lambda x: x * jnp.asarray([0.0, 1, 1, 1]), (jnp.full(4, 1000.0),))
+    for off, differs in ((2e-3, False), (2e-2, True)):
+        other = [zero.outputs[0] + jnp.asarray([off, 0, 0, 0])]
+        assert bool(contract.primal(zero, other, "compiled")) == differs
+
+
 def test_an_output_of_another_type_or_shape_is_named():
     other = [(X * X).astype(jnp.bfloat16), jnp.ones(2)]
-    details = [failure.detail for failure in structure.primal(PROBLEM, other, "differentiated")]
+    details = [failure.detail for failure in contract.primal(SUBJECT, other, "differentiated")]
     assert "dtype float32 when called, bfloat16 when differentiated" in details
     assert "shape () when called, (2,) when differentiated" in details
 
 
 def test_a_cotangent_has_the_type_and_shape_of_its_input():
-    failures = structure.same_types(PROBLEM, [X.astype(jnp.float16), None])
+    failures = contract.same_types(SUBJECT, [X.astype(jnp.float16), None])
     assert [f.detail for f in failures] == [
         "the input has dtype float32, its cotangent float16",
         "the input has dtype float32, its cotangent None",
         "the input has shape (), its cotangent None",
     ]
-    assert structure.same_types(PROBLEM, [X, jnp.float32(0)]) == []
+    assert contract.same_types(SUBJECT, [X, jnp.float32(0)]) == []
 
 
 def test_an_integer_input_has_a_cotangent_of_float0():
     right = make_subject(lambda x, i: x[i], (X, jnp.asarray([0])))
-    assert structure.integers(right, np.ones(2)) == []
+    assert contract.integers(right, np.ones(2)) == []
 
 
 def test_elements_that_are_not_finite_are_counted_and_the_first_is_named():
     gradient = np.ones((2, 5))
     gradient[1, 2] = gradient[0, 3] = np.nan
-    (failure,) = structure.finite_gradient(PROBLEM, gradient)
+    (failure,) = contract.finite_gradient(SUBJECT, gradient)
     assert failure.where == "args[0][1, 0]" and list(failure.indices) == [2, 3]
     assert failure.detail == "2 of 4 elements of the gradient are not finite"
 
 
 def point(reference=None):
     gradient = np.stack([G, G])
-    return Point(PROBLEM.inputs, gradient, np.ones(5, bool), reference, [], np.ones((4, 5)))
+    ones = np.ones(5)
+    return Point(
+        SUBJECT.inputs, gradient, np.ones(5, bool), None, reference, ones, lambda row: ones
+    )
 
 
-def finding(kinds, numeric=None, analytic=None, kink=False, suspects=None, exact=True):
+def finding(kinds, numeric=None, kink=False, suspects=None, exact=True, inspected=None):
     count = len(kinds)
     numeric = np.arange(1.0, count + 1) if numeric is None else np.asarray(numeric)
-    analytic = 3 * numeric**2 if analytic is None else np.asarray(analytic)
     verdict = Verdict(
         np.asarray(kinds),
         numeric,
-        analytic,
+        3 * numeric**2,
         np.full(count, 1e-9),
         numeric + 1,
         numeric - 1,
         np.full(count, kink),
     )
-    return Finding(0, np.arange(count), verdict, suspects or count, exact)
+    looked_at = count if inspected is None else inspected
+    return Finding(0, np.arange(count), verdict, suspects or count, exact, looked_at)
 
 
 def texts(*findings, kinks=(), unsure=(), where=""):
-    failures, notes = told(
-        PROBLEM, point(), Search(list(findings), list(kinks), list(unsure)), where=where
-    )
+    found = Search(list(findings), list(kinks), list(unsure))
+    failures, notes = told(SUBJECT, point(), found, where=where)
     return [str(failure) for failure in failures], notes
 
 
@@ -145,14 +192,23 @@ def test_a_failure_counts_the_wrong_elements_and_shows_the_worst():
 
 
 def test_suspects_that_were_not_looked_at_are_counted_as_well():
-    (text,), _ = texts(finding([WRONG, OK], suspects=4))
+    (text,), notes = texts(finding([WRONG, OK], suspects=4))
     assert "3 of 4 elements wrong" in text
+    assert notes == [
+        "args[0]: 2 of 4 elements that are off plain AD in float64 were looked at one by one"
+    ]
     (text,), _ = texts(finding([WRONG], exact=False))
     assert "at least 1 of 4 elements wrong" in text
 
 
+def test_the_worst_element_is_one_that_was_looked_at():
+    (text,), notes = texts(finding([WRONG] * 4, inspected=2))
+    assert "4 of 4 elements wrong; worst: numeric 2 +- 1e-09, analytic 12" in text
+    assert "2 of 4 elements that are off plain AD" in notes[0]
+
+
 def test_a_failure_holds_its_numbers():
-    (failure,), _ = told(PROBLEM, point(), Search([finding([WRONG, WRONG])], [], []))
+    (failure,), _ = told(SUBJECT, point(), Search([finding([WRONG, WRONG])], [], []))
     assert (failure.numeric, failure.analytic, failure.error) == (2.0, 12.0, 1e-9)
     np.testing.assert_array_equal(failure.indices, [0, 1])
     np.testing.assert_array_equal(failure.ratio, [3.0, 6.0])
@@ -164,17 +220,26 @@ def test_a_kink_shows_its_slopes_and_a_second_point_is_named():
     assert expected in text
 
 
-@pytest.mark.parametrize(
-    ("kind", "note"),
-    [
-        (KINK, "not differentiable; the gradient lies between the one-sided slopes"),
-        (UNSURE, "could not be verified by differences, which are too noisy"),
-        (ROUNDING, "off by rounding, as plain AD in this precision is"),
-    ],
-)
-def test_what_is_no_failure_is_a_note(kind, note):
+NOTES = {
+    KINK: "not differentiable; the gradient lies between the one-sided slopes",
+    UNSURE: "could not be verified by differences, which are too noisy",
+    ROUNDING: "not verified: off by rounding, as plain AD in this precision is",
+    SYMMETRIC: (
+        "right for symmetric matrices, as this one is, and not off them: the function does not "
+        "read both triangles alike"
+    ),
+    IMPLICIT: (
+        "not verified: a random sample's derivative by its distribution's parameters (implicit "
+        "reparameterization) is not that of the sample drawn from a fixed key"
+    ),
+    UNSEEN: "not looked at one by one: the verdict was certain before",
+}
+
+
+@pytest.mark.parametrize("kind", NOTES)
+def test_what_is_no_failure_is_a_note(kind):
     failures, notes = texts(finding([kind, OK, kind]))
-    assert failures == [] and notes == [f"args[0]: 2 of 4 elements {note}"]
+    assert failures == [] and notes == [f"args[0]: 2 of 4 elements {NOTES[kind]}"]
 
 
 def test_ranges_are_noted_once_for_each_leaf():
@@ -187,15 +252,23 @@ def test_ranges_are_noted_once_for_each_leaf():
     ]
 
 
-def test_what_the_reference_verified_is_not_undecided():
+def test_what_the_reference_verified_is_not_unverified():
     found = Search([finding([UNSURE, OK])], [], [(0, 3)])
-    assert undecided(point(), found) == 4
-    assert undecided(point(reference=np.stack([G, G])), found) == 0
+    assert unverified(point(), found) == 4
+    assert unverified(point(reference=np.stack([G, G])), found) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [(OK, 0), (KINK, 0), (SYMMETRIC, 0), (ROUNDING, 2), (IMPLICIT, 2)]
+)
+def test_what_rounding_excuses_is_not_verified_nor_what_is_implicit(kind, count):
+    found = Search([finding([kind, OK, kind])], [], [])
+    assert unverified(point(), found) == unverified(point(np.stack([G, G])), found) == count
 
 
 def test_elements_of_outputs_have_names_too():
-    assert PROBLEM.output_element(3) == "out[0][1, 1]"
-    assert PROBLEM.output_element(4) == "out[1]"
+    assert SUBJECT.output_element(3) == "out[0][1, 1]"
+    assert SUBJECT.output_element(4) == "out[1]"
 
 
 def test_a_failure_without_numbers_is_a_line():
@@ -204,7 +277,7 @@ def test_a_failure_without_numbers_is_a_line():
     assert np.isnan(failure.numeric) and failure.indices.size == 0
 
 
-def test_the_arrays_of_a_problem_count_integers_too():
-    problem = make_subject(lambda x, i: x[i], (X, jnp.asarray([0])))
-    assert problem.positions == [0] and len(problem.arrays) == 2
-    assert jax.tree.leaves(problem.inputs)[0] is problem.arrays[0]
+def test_the_arrays_of_a_subject_count_integers_too():
+    subject = make_subject(lambda x, i: x[i], (X, jnp.asarray([0])))
+    assert subject.names == ["args[0]"] and len(subject.arrays) == 2
+    assert jax.tree.leaves(subject.inputs)[0] is subject.arrays[0]

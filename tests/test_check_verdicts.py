@@ -4,15 +4,20 @@ import numpy as np
 import pytest
 
 from clipgrad._check.differences import Slopes
+from clipgrad._check.tolerances import Allowed
 from clipgrad._check.verdicts import (
+    IMPLICIT,
+    KINDS,
     KINK,
     OK,
+    ROUNDING,
+    UNSEEN,
     UNSURE,
     WRONG,
-    Allowed,
-    Ladder,
     extrapolate,
+    is_certain,
     judge,
+    judge_two,
     settled,
 )
 
@@ -20,15 +25,14 @@ RATIO = 8.0
 STEPS = RATIO ** -np.arange(1.0, 8)
 
 
-def ladder(function, analytic, noise=0.0):
-    """The ladder of a function of one number, at 0, with one cotangent."""
-    ahead = (function(STEPS) - function(0 * STEPS)) / STEPS
-    behind = (function(0 * STEPS) - function(-STEPS)) / STEPS
+def ladder(function, analytic, noise=0.0, steps=STEPS):
+    """The slopes of a function of one number, at 0, with one cotangent."""
+    ahead = (function(steps) - function(0 * steps)) / steps
+    behind = (function(0 * steps) - function(-steps)) / steps
     width = np.abs(ahead - behind) / 2
-    full = np.full_like(STEPS, analytic)
-    columns = ((ahead + behind) / 2, ahead, behind, width, 0 * STEPS, full, np.abs(full))
-    slopes = Slopes(*(column[None, :, None] for column in columns))
-    return Ladder(slopes, (noise / STEPS)[None, :, None])
+    full = np.full_like(steps, analytic)
+    columns = ((ahead + behind) / 2, ahead, behind, width, noise / steps, full, np.abs(full))
+    return Slopes(*(column[None, :, None] for column in columns))
 
 
 def allowed(relative=1e-6, floor=0.0, typical=1.0, paddle=None):
@@ -150,9 +154,76 @@ def test_the_settled_slope_is_within_its_error_of_the_truth(noise):
 
 def test_the_worst_cotangent_decides():
     good, bad = ladder(np.sin, 1.0, 1e-15), ladder(np.sin, 2.0, 1e-15)
-    both = Ladder(
-        Slopes(*(np.concatenate(c, axis=2) for c in zip(good.slopes, bad.slopes, strict=True))),
-        np.concatenate([good.noise, bad.noise], axis=2),
-    )
+    both = Slopes(*(np.concatenate(c, axis=2) for c in zip(good, bad, strict=True)))
     found = judge(both, RATIO, allowed())
     assert found.kind[0] == WRONG and found.analytic[0] == 2.0
+
+
+TWO = np.asarray([2.0**-16, 2.0**-18])
+
+
+def by_two(function, analytic, as_they_are=False, noise=1e-15, steps=TWO, **options):
+    slopes = ladder(function, analytic, noise, steps)
+    return judge_two(slopes, steps[0] / steps[1], allowed(**options), as_they_are)
+
+
+@pytest.mark.parametrize(
+    ("function", "analytic", "kind"),
+    [
+        (np.sin, 1.0, OK),
+        (np.sin, 1.00001, WRONG),
+        (np.abs, 0.0, OK),
+        (np.abs, 0.5, WRONG),
+        (lambda x: x * np.nan, 1.0, WRONG),
+    ],
+)
+def test_two_steps_tell_right_from_what_needs_a_closer_look(function, analytic, kind):
+    assert by_two(function, analytic).kind[0] == kind
+
+
+def test_two_steps_too_noisy_to_tell_are_not_right():
+    assert by_two(np.sin, 1.0, noise=1e-9).kind[0] == WRONG
+    assert by_two(np.sin, 1.0, noise=1e-9, as_they_are=True).kind[0] == OK
+
+
+def test_steps_as_they_are_do_not_extrapolate():
+    steps = np.asarray([0.5, 0.25])
+    cube = lambda x: x**3  # noqa: E731
+    assert by_two(cube, 0.0, steps=steps).numeric[0] == 0
+    assert by_two(cube, 0.25, as_they_are=True, steps=steps).numeric[0] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("function", "analytic", "certain"),
+    [
+        (np.sin, 1.0, False),
+        (np.sin, 1.01, False),
+        (np.sin, 1.1, True),
+        (np.sin, -1.0, True),
+        (np.sin, 0.0, True),
+        (relu, 2.0, False),
+        (lambda x: x + 0.1 * np.abs(x), 2.0, False),
+        (lambda x: x + 0.01 * np.abs(x), 2.0, True),
+        (np.sign, 1.0, False),
+    ],
+)
+def test_what_is_wrong_by_far_is_certain_where_both_sides_have_the_same_slope(
+    function, analytic, certain
+):
+    assert is_certain(by_two(function, analytic))[0] == certain
+
+
+def test_what_is_wrong_by_less_than_the_noise_is_not_certain():
+    assert not is_certain(by_two(np.sin, 2.0, noise=1e-6))[0]
+
+
+def test_every_kind_but_right_and_wrong_has_a_note_and_all_differ():
+    assert set(KINDS) == set(range(8)) - {OK, WRONG}
+    assert len({kind.note for kind in KINDS.values()}) == len(KINDS)
+    assert {k for k, kind in KINDS.items() if not kind.verified} == {
+        UNSURE, ROUNDING, IMPLICIT, UNSEEN,
+    }  # fmt: skip
+
+
+def test_of_several_cotangents_the_gravest_verdict_counts():
+    assert OK < KINK < UNSURE < WRONG

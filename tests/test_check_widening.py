@@ -1,4 +1,4 @@
-"""The float64 shadow: every type widened inside every program, custom rules stripped."""
+"""Programs widened: every type inside every program, custom rules stripped; which are plain."""
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,9 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from clipgrad._check import programs
+from clipgrad._check.gradients import differentiator, is_plain
 from clipgrad._check.programs import low_optimization, quick_jit
 from clipgrad._check.subject import make_subject
-from clipgrad._check.gradients import differentiator, is_plain
 from clipgrad._check.widening import AXIS, Unsupported, Widened
 from tests.check_zoo import custom
 
@@ -18,9 +18,15 @@ X = jnp.asarray([0.3, -1.2, 2.0])
 
 
 def wide(function, x=X):
-    shadow = make_shadow(jax.make_jaxpr(lambda xs: [function(xs[0])])([x]))
+    return run(function, lambda widened: widened.call, x)
+
+
+def run(function, which, x=X):
+    program = jax.make_jaxpr(lambda xs: [function(xs[0])])([x])
+    call = which(Widened(program))
     with jax.enable_x64(True):
-        return np.asarray(jax.jit(shadow.fun)([np.asarray(x, np.float64)])[0])
+        leaves = [np.asarray(x, np.float64)]
+        return np.asarray(jax.jit(lambda xs: call(program.consts, xs))(leaves)[0])
 
 
 PROGRAMS = {
@@ -62,22 +68,22 @@ def test_callbacks_cannot_be_widened():
     with pytest.raises(Unsupported, match="it holds pure_callback"):
         wide(lambda x: jax.pure_callback(np.sin, out, x))
     with pytest.raises(Unsupported, match="cannot be traced"):
-        make_shadow(None)
+        Widened(None)
 
 
 def test_stopped_values_are_held_at_the_first_row():
     function = lambda x: x * lax.stop_gradient(x)  # noqa: E731
-    shadow = make_shadow(jax.make_jaxpr(lambda xs: [function(xs[0])])([X]))
-    assert shadow.stops
+    widened = Widened(jax.make_jaxpr(lambda xs: [function(xs[0])])([X]))
+    assert widened.stops
     rows = jnp.stack([X, 2 * X])
-    held = jax.vmap(shadow.held, axis_name=AXIS)([rows])[0]
+    held = jax.vmap(lambda xs: widened.held((), xs), axis_name=AXIS)([rows])[0]
     np.testing.assert_allclose(held[1], 2 * X * X, rtol=1e-6)
 
 
 def test_the_types_found_inside_are_told():
     narrow = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)  # noqa: E731
     program = jax.make_jaxpr(lambda xs: [narrow(xs[0])])([X])
-    assert make_shadow(program).narrow == {"bfloat16", "float32"}
+    assert Widened(program).narrow == {"bfloat16", "float32"}
 
 
 PLAIN = {
@@ -117,11 +123,11 @@ def test_rules_run_eagerly_and_jaxs_own_operations_compiled():
 
 
 def test_what_the_compiler_simplifies_away_is_differentiated_eagerly():
-    problem = make_subject(lambda x: (x + 1e4) - 1e4, (X,))
-    np.testing.assert_array_equal(differentiator(problem)([X]).outputs[0], problem.outputs[0])
+    subject = make_subject(lambda x: (x + 1e4) - 1e4, (X,))
+    np.testing.assert_array_equal(differentiator(subject)([X]).outputs[0], subject.outputs[0])
 
 
 def test_the_installed_compiler_knows_the_options_for_little_optimisation():
     assert "xla_backend_optimization_level" in low_optimization()
-    assert not compiling._known({"xla_no_such_option": 1})
+    assert not programs._known({"xla_no_such_option": 1})
     np.testing.assert_allclose(quick_jit(jnp.sin)(X), jnp.sin(X), rtol=1e-6)

@@ -9,6 +9,7 @@ import collections
 import functools
 import re
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,16 +25,18 @@ OLDER = {"xla_cpu_use_fusion_emitters": False}  # JAX 0.10: the new emitters com
 ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
 _kept: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+_lock = threading.RLock()
 
 
 def kept(key: Any, make: Callable[[], Any]) -> Any:
     """What `make()` returned for an equal key, or returns now."""
-    if key not in _kept:
-        _kept[key] = make()
+    with _lock:
+        found = _kept[key] if key in _kept else make()
+        _kept[key] = found
+        _kept.move_to_end(key)
         while len(_kept) > KEPT:
             _kept.popitem(last=False)
-    _kept.move_to_end(key)
-    return _kept[key]
+        return found
 
 
 def text(program: Any) -> str:

@@ -1,0 +1,166 @@
+"""Programs kept for the same text: nothing is compiled twice, and none is stale."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import clipgrad as cg
+from clipgrad._check import programs
+from clipgrad._check.programs import kept, quick_jit, text
+from tests.check_zoo import custom, normal
+
+X = jnp.asarray([0.3, -0.7, 1.1])
+KEY = jax.random.key(0)
+FIRST, OTHER = np.float32([1, 2, 3]), np.float32([1, 2, 3.5])
+
+
+def report(function, *args, **options):
+    return cg.check_grads(function, args, raise_on_failure=False, **options)
+
+
+@pytest.fixture
+def compiled():
+    """A counter of the programs compiled."""
+    counts = collections.Counter()
+
+    def listen(event, duration, **details):
+        del duration, details
+        counts["compiled"] += event.endswith("backend_compile_duration")
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield counts
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def cosine(k=1.0):
+    return lambda r, g: (k * g * jnp.cos(r[0]),)
+
+
+CHECKED = {
+    "operations of jax": (lambda x: jnp.sin(x) * FIRST, {}),
+    "a rule": (custom(lambda x: jnp.sin(x), cosine()), {}),
+    "a wrong rule": (custom(lambda x: jnp.sin(x), cosine(1.1)), {}),
+    "a rule, twice": (custom(lambda x: jnp.sin(x), cosine()), {"order": 2}),
+    "held values": (lambda x: jnp.sin(x + lax.stop_gradient(jnp.round(x) - x)), {}),
+    "random directions": (
+        custom(lambda x: jnp.sin(x) - x, lambda r, g: (jnp.cos(r[0]) * g - g,)),
+        {"mode": "fast"},
+    ),
+    "a jitted function": (jax.jit(lambda x: jnp.sin(x) * FIRST), {}),
+}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_second_check_of_the_same_function_compiles_nothing(name, compiled):
+    function, options = CHECKED[name]
+    first = report(function, X, **options)
+    assert compiled["compiled"] > 0
+    compiled.clear()
+    count = len(programs._kept)
+    second = report(function, X, **options)
+    assert compiled["compiled"] == 0 and len(programs._kept) == count
+    assert list(map(str, second.failures)) == list(map(str, first.failures))
+    assert second.evaluations == first.evaluations
+
+
+def test_a_function_of_the_same_operations_at_another_point_compiles_nothing(compiled):
+    elsewhere = jnp.asarray([0.2, 0.5, -1.3])
+    report(lambda x: jnp.tanh(x) * x, X)
+    compiled.clear()
+    assert report(lambda x: jnp.tanh(x) * x, elsewhere).ok
+    assert compiled["compiled"] == 0
+
+
+def test_a_function_whose_state_changed_between_two_checks_is_seen_anew():
+    state = {"k": 1.0}
+    rule = custom(lambda x: jnp.sin(x), lambda r, g: (state["k"] * g * jnp.cos(r[0]),))
+    for k, ok in ((1.0, True), (1.01, False), (1.0, True), (1.00001, False)):
+        state["k"] = k
+        assert report(rule, X).ok == ok
+
+
+def test_a_function_whose_operations_changed_between_two_checks_is_seen_anew():
+    state = [jnp.sin]
+    rule = custom(lambda x: state[0](x), cosine())
+    assert report(rule, X).ok
+    state[0] = jnp.cos
+    assert not report(rule, X).ok
+
+
+WITH_CONSTANTS = {
+    "a rule": lambda w, v: custom(lambda x: jnp.sin(x) * w, lambda r, g: (g * jnp.cos(r[0]) * v,)),
+    "a rule in a loop": lambda w, v: (
+        lambda x: lax.fori_loop(0, 1, lambda i, c: WITH_CONSTANTS["a rule"](w, v)(c), x)
+    ),
+    "a jitted rule": lambda w, v: jax.jit(WITH_CONSTANTS["a rule"](w, v)),
+    "a rule of a jitted function": lambda w, v: custom(
+        jax.jit(lambda x: jnp.sin(x) * w), jax.jit(lambda r, g: (g * jnp.cos(r[0]) * v,))
+    ),
+    "a rule with a key": lambda w, v: jax.jit(
+        lambda x: WITH_CONSTANTS["a rule"](w, v)(x) + jax.random.normal(KEY, x.shape, x.dtype)
+    ),
+    "a rule in a branch": lambda w, v: (
+        lambda x: lax.cond(x[0] < 9, WITH_CONSTANTS["a rule"](w, v), jnp.sin, x)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_CONSTANTS)
+def test_constants_of_a_kept_program_are_those_of_the_function_at_hand(name):
+    make = WITH_CONSTANTS[name]
+    for w, v in ((FIRST, FIRST), (OTHER, FIRST), (OTHER, OTHER), (FIRST, OTHER), (FIRST, FIRST)):
+        assert report(make(w, v), X).ok == (w is v)
+
+
+@pytest.mark.parametrize("of", ["a plain function", "a jitted one", "a loop"])
+def test_functions_without_rules_have_their_own_constants_too(of):
+    make = {
+        "a plain function": lambda w: lambda x: jnp.sin(x) * w,
+        "a jitted one": lambda w: jax.jit(lambda x: jnp.sin(x) * w),
+        "a loop": lambda w: lambda x: lax.fori_loop(0, 2, lambda i, c: jnp.sin(c) * w, x),
+    }[of]
+    for w in (FIRST, OTHER, FIRST):
+        found = cg.numerical_grad(make(w), (X,), wrt=0)
+        np.testing.assert_allclose(found, jax.grad(lambda x: make(w)(x).sum())(X), rtol=1e-5)  # noqa: B023
+        assert report(make(w), X).ok
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_text_of_a_program_tells_neighbouring_numbers_apart(dtype):
+    with jax.enable_x64(dtype == np.float64):
+        near = dtype(1), np.nextafter(dtype(1), dtype(2))
+        x = jnp.ones(3, dtype)
+        one, other = (text(jax.make_jaxpr(lambda x, k=k: x * k)(x)) for k in near)
+    assert one != other
+
+
+def test_the_text_of_a_program_has_no_dots_in_place_of_numbers():
+    weights = np.arange(2000)
+    program = jax.make_jaxpr(lambda x: x[jnp.asarray(weights)])(jnp.ones(2000))
+    assert "..." not in str(text(program))
+
+
+def test_a_compiled_function_keeps_its_shapes_and_structure_apart():
+    added = quick_jit(lambda tree: {"sum": sum(tree.values())})
+    one, two = {"a": X, "b": X}, {"a": jnp.ones((2, 2)), "b": jnp.ones((2, 2))}
+    for tree in (one, two, one):
+        np.testing.assert_array_equal(added(tree)["sum"], 2 * tree["a"])
+    assert added({"a": X, "c": X})["sum"].shape == (3,)
+
+
+def test_only_so_many_programs_are_kept_the_last_used_ones(monkeypatch):
+    monkeypatch.setattr(programs, "_kept", collections.OrderedDict())
+    monkeypatch.setattr(programs, "KEPT", 2)
+    made = []
+    for key in "abaca":
+        kept(key, lambda key=key: made.append(key))
+    assert made == ["a", "b", "c"] and list(programs._kept) == ["c", "a"]
+
+
+def test_a_large_function_has_a_text_that_is_short_beside_it():
+    weight = normal(0, 300, 300, dtype=jnp.float32)
+    assert len(str(text(jax.make_jaxpr(lambda x: x @ weight)(weight)))) < 1000
