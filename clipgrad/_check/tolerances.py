@@ -83,7 +83,7 @@ SAME_VALUES = 0.1  # of a function and its widened program: told from one that l
 CALLED_ALIKE = 0.1, 0.01  # parts of `RELATIVE` for values called and differentiated
 FORWARD = 10.0  # times `ALONG`: forward against reverse mode
 
-# Relative to the slopes: `stop_gradient` matters where it changes them
+# Relative to values and slopes: `stop_gradient` matters where it changes them
 # (test_a_stopped_gradient_that_matters_is_noted).
 STOPPED = 1e-6
 
