@@ -20,9 +20,10 @@ from clipgrad._check.gradients import (
     plain_ad,
     rounding_of_plain_ad,
     rule_in_float64,
+    stops_matter,
 )
 from clipgrad._check.options import Options
-from clipgrad._check.points import Point, cotangents, make_point, nearby
+from clipgrad._check.points import Point, cotangents, directions, make_point, nearby, scales
 from clipgrad._check.programs import quick_jit
 from clipgrad._check.report import Failure, first_line
 from clipgrad._check.search import Judge
@@ -240,6 +241,7 @@ def prepare(subject: Subject, options: Options, log: Log) -> Check | None:
     log.precision = differences.evaluation.label
     tolerance, is_narrow = _tolerance(subject, differences, wide, log)
     plain = None if wide is None else plain_ad(wide, subject.program, subject.outputs)
+    log.notes += _stops(subject, wide, options.seed)
     own_way = options.delta is not None or options.max_relative_error is not None
     rule = None if wide is None or own_way or not is_narrow else _rule(subject, log)
     found = (differentiate, vjp, gradient, differences, tolerance, wide, plain, rule)
@@ -302,6 +304,13 @@ def _tolerance(subject: Subject, differences, widened, log: Log) -> tuple[Tolera
     tolerance = make_tolerance(subject.ranges, own, inner, log.options.max_relative_error)
     tolerance = tolerance.of_slopes_in(differences.evaluation.dtype)
     return tolerance, narrowest([*own, *inner]) != "float64"
+
+
+def _stops(subject: Subject, widened: Widened | None, seed: int) -> list[str]:
+    direction = directions(subject, seed, 0)
+    if widened is None or not stops_matter(widened, subject, direction * scales(subject.inputs)):
+        return []
+    return ["values behind jax.lax.stop_gradient are held fixed, as JAX differentiates them"]
 
 
 def _rule(subject: Subject, log: Log) -> Exact | None:

@@ -15,7 +15,15 @@ from clipgrad._check.differences import on_cpu
 from clipgrad._check.evaluation import widen
 from clipgrad._check.programs import is_steady, kept, low_jit, quick_jit, text
 from clipgrad._check.subject import Subject
-from clipgrad._check.vectors import cotangent_leaves, gradient_vector, stacked, wide_dtype
+from clipgrad._check.tolerances import STOPPED
+from clipgrad._check.vectors import (
+    cotangent_leaves,
+    from_rows,
+    gradient_vector,
+    stacked,
+    to_numpy,
+    wide_dtype,
+)
 from clipgrad._check.vectors import widen as widened_leaf
 from clipgrad._check.widening import OPAQUE, Unsupported, Widened
 
@@ -214,6 +222,30 @@ def rule_in_float64(subject: Subject) -> Exact:
         return low_jit(run)
 
     return _exact("rule", rows, widened, program, subject.outputs)
+
+
+def stops_matter(widened: Widened, subject: Subject, direction: np.ndarray) -> bool:
+    """Whether the slope along a direction would be another, were it not for `stop_gradient`.
+
+    The maximum that a softmax subtracts is behind one, and does not matter.
+    """
+    if not widened.stops:
+        return False
+    program = subject.program
+
+    def run(constants, xs, tangents):
+        both = (widened.call, widened.freely)
+        calls = [lambda xs, call=call: call(constants, xs) for call in both]
+        return [jax.jvp(call, (xs,), (tangents,)) for call in calls]
+
+    with jax.enable_x64(True), on_cpu():
+        xs = [np.asarray(widened_leaf(x)) for x in subject.inputs]
+        compiled = kept(("stops", text(program)), lambda: low_jit(run))
+        found = compiled(_jaxpr.opened(program)[1], xs, from_rows(direction, xs))
+    (values, stopped), (_, free) = found
+    values, stopped, free = (to_numpy(leaves) for leaves in (values, stopped, free))
+    size = np.abs(values).max() + np.abs(stopped).max()
+    return bool(np.abs(stopped - free).max() > STOPPED * size)
 
 
 def _exact(name: str, compile: Callable, widened, program: Any, outputs) -> Exact:

@@ -65,6 +65,9 @@ OWN_ROUNDING, OTHERS_ROUNDING = 10.0, 30.0
 # But never more than this part of the element and its leaf: an embedding's gradient that stops
 # counting at 256 in bfloat16 is 7 times too small, and plain AD's as well.
 MOST_EXCUSED = 0.25
+# But of a leaf whose terms cancel to this part of plain AD's error, rounding is all there is
+# (test_what_cancels_in_bfloat16_is_a_note).
+CANCELLED = 10.0
 # Roundings of constants, measured by moving each by one: the largest of two random moves is about
 # a third of the worst (constants_rounded_to_float32).
 CONSTANTS = 8.0
@@ -79,6 +82,10 @@ SAME_EXCUSED = 30.0  # times plain AD's own rounding error
 SAME_VALUES = 0.1  # of a function and its widened program: told from one that looks at bits
 CALLED_ALIKE = 0.1, 0.01  # parts of `RELATIVE` for values called and differentiated
 FORWARD = 10.0  # times `ALONG`: forward against reverse mode
+
+# Relative to values and slopes: `stop_gradient` matters where it changes them
+# (test_a_stopped_gradient_that_matters_is_noted).
+STOPPED = 1e-6
 
 # --- Ties
 TIED_NOISE, TIED_RELATIVE = 64.0, 10.0
@@ -183,10 +190,10 @@ class Tolerance(NamedTuple):
         typical = self.sizes(exact, np.ones(exact.shape[1])).typical.max(axis=0)
         allowed = np.zeros_like(error)
         for leaf, (start, stop) in enumerate(self.ranges):
-            part = error[start:stop]
+            part, middle = error[start:stop], np.median(error[start:stop])
             most = MOST_EXCUSED * (np.abs(exact[:, start:stop]).max(axis=0) + typical[leaf])
-            rounding = OWN_ROUNDING * part + OTHERS_ROUNDING * np.median(part)
-            allowed[start:stop] = np.fmin(rounding, most)
+            most = np.inf if CANCELLED * typical[leaf] < middle else most
+            allowed[start:stop] = np.fmin(OWN_ROUNDING * part + OTHERS_ROUNDING * middle, most)
         return allowed
 
     def sizes(self, gradient: np.ndarray, scale: np.ndarray) -> "Sizes":

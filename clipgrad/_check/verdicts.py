@@ -43,7 +43,7 @@ KINDS = {
         "reparameterization) is not that of the sample drawn from a fixed key",
         False,
     ),
-    UNSEEN: Kind("not looked at one by one: the verdict was certain before", verified=False),
+    UNSEEN: Kind("off plain AD in float64, and not looked at one by one", verified=False),
 }
 
 
