@@ -278,6 +278,7 @@ def _by_reference(judge: Judge, reference, found: Search, leaves, allowance) -> 
         indices = np.flatnonzero(suspects & ~rounding)
         if indices.size:
             excess = (off[:, indices] / slack[:, indices]).max(axis=0)
+            excess[np.argmax(off[:, indices].max(axis=0))] = np.inf  # the one that is reported
             worst = indices[np.argsort(-excess, kind="stable")] + start
             found.findings.append(_inspected(judge, reference, leaf, worst))
 
@@ -297,7 +298,8 @@ def _inspected(judge: Judge, reference, leaf: int, worst) -> Finding:
     most = worst[:INSPECTED]
     kind, of_a_kind = _kinds(judge, reference, most)
     first = np.concatenate([worst[:WORST], spread])
-    first = most[of_a_kind] if len(of_a_kind) < len(first) else first
+    if WORST < len(worst) and len(of_a_kind) < len(first):
+        first = most[of_a_kind]
     verdict = _with_reference(judge.elements(first), judge, reference, first)
     if (verdict.kind == WRONG).all():
         return _finding(judge, reference, leaf, worst, first, verdict, WRONG)
