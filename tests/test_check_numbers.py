@@ -237,6 +237,38 @@ def test_values_lost_to_rounding_are_excused_only_if_plain_ad_loses_them_too():
     failed(careless, X)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_cancels_in_half_precision_is_a_note(dtype):
+    """tanh ** 2 + 1 / cosh ** 2 is 1: of the slope 1e-5 beside it, roundings leave nothing."""
+
+    def one(x):
+        return jnp.sum(jnp.tanh(x) ** 2 + 1 / jnp.cosh(x) ** 2 + 1e-5 * x)
+
+    def beside(one):
+        return lambda x, y: one(x) + jnp.sum(jnp.sin(y))
+
+    args = X.astype(dtype), X.astype(dtype)
+    found = passed(beside(one), *args, points=1)
+    assert "not verified: off by rounding, as plain AD in this precision is" in str(found)
+    assert found.verified == 3
+    failed(beside(custom(one, lambda r, g: (g * jnp.ones_like(r[0]),))), *args)
+
+
+STOPPED = "values behind jax.lax.stop_gradient are held fixed, as JAX differentiates them"
+
+
+@pytest.mark.parametrize(("part", "noted"), [(1.0, True), (2e-5, True), (1e-7, False)])
+def test_a_stopped_gradient_that_matters_is_noted(part, noted):
+    report = passed(lambda x: jnp.sin(x) + part * lax.stop_gradient(x), X)
+    assert (STOPPED in report.notes) == noted
+
+
+def test_a_stopped_gradient_that_changes_nothing_is_not_noted():
+    assert STOPPED not in passed(jax.nn.softmax, X).notes
+    assert STOPPED not in passed(lambda x: x + lax.stop_gradient(jnp.sign(x)), X).notes
+    assert STOPPED in passed(lambda x: x + lax.stop_gradient(jnp.round(x) - x), X).notes
+
+
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
 def test_tiny_and_huge_gradients_are_judged_by_their_own_size(scale):
     scaled = lambda k: custom(  # noqa: E731

@@ -1,5 +1,7 @@
 """The search for wrong elements: references that are wrong too, blocks, ties, noise, order two."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
-from tests.check_zoo import custom, normal
+from tests.check_zoo import PAIRS, custom, normal
 
 X = jnp.asarray([0.4, 1.2, 2.5])
 
@@ -37,12 +39,14 @@ def test_a_rule_that_the_reference_shares_is_judged_by_differences():
     assert "analytic/numeric is 0.9 throughout" in str(wrong)
 
 
-def test_a_transpose_that_the_reference_shares_is_judged_by_differences():
-    def halved(factor):
-        return lambda b: lax.custom_linear_solve(
-            lambda v: 2 * v, b, lambda _, y: y / 2, lambda _, y: factor * y / 2
-        )
+def halved(factor):
+    """A half, by a linear solve whose transpose is off by a factor."""
+    return lambda b: lax.custom_linear_solve(
+        lambda v: 2 * v, b, lambda _, y: y / 2, lambda _, y: factor * y / 2
+    )
 
+
+def test_a_transpose_that_the_reference_shares_is_judged_by_differences():
     assert report(halved(1.0), X).ok
     found = {failure.check for failure in report(halved(0.9), X).failures}
     assert found == {"value", "forward"}
@@ -207,3 +211,64 @@ def test_a_dropped_element_does_not_hide_among_kinks_of_gradient_zero():
     assert wrong.failures[0].where == "args[0][0]"
     assert "1 of 400 elements wrong" in str(wrong)
     assert report(relu_with(0.0, 1.0), few, points=1).ok
+
+
+def test_a_failure_lists_every_element_that_is_off_those_looked_at_first():
+    half = custom(lambda x: jnp.sin(x), lambda r, g: (g * jnp.cos(r[0]) / 2,))
+    found = report(half, normal(1, 900, dtype=jnp.float32), points=1)
+    (failure,) = found.failures
+    assert sorted(failure.indices) == list(range(900)) == sorted(set(failure.indices))
+    assert len(failure.ratio) == 900
+    looked_at = int(re.search(r"(\d+) of 900 elements that are off plain AD", str(found))[1])
+    assert failure.where in {f"args[0][{k}]" for k in failure.indices[:looked_at]}
+
+
+def test_elements_that_were_not_looked_at_are_said_so_where_those_that_were_disagree():
+    """Rounds down at the first hundred, by as much as counts, and is right at the others."""
+    kinks = jnp.where(jnp.arange(400) < 300, 0.0, 1.0)
+    wrong = custom(
+        lambda x: jnp.maximum(x, 0),
+        lambda r, g: (g * jnp.where(r[0] == 0, jnp.arange(400.0) / 400, 0.5),),
+    )
+    found = report(wrong, kinks + jnp.arange(400.0) * jnp.where(kinks > 0, 1e-3, 0), points=1)
+    assert "elements off plain AD in float64, and not looked at one by one" in str(found)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_rows_whose_gradients_lose_as_much_to_rounding_are_no_failure(seed):
+    def backward(r, g):
+        x, w = r
+        inner = g * (1 - jnp.tanh(x @ w) ** 2)
+        return inner @ w.T, x.T @ inner
+
+    layer = custom(lambda x, w: jnp.tanh(x @ w), backward)
+    rows = jnp.tile(jnp.arange(4.0), (3, 1))
+    assert report(layer, rows, normal(seed, 4, 2, dtype=jnp.float32)).ok
+
+
+@pytest.mark.parametrize(("error", "ok"), [(0.01, True), (0.0001, False)])
+def test_equal_elements_are_judged_by_paddles_rule_where_it_is_asked_for(error, ok):
+    off = custom(lambda x: jnp.sin(x), lambda r, g: (1.004 * g * jnp.cos(r[0]),))
+    assert report(off, jnp.ones(3), max_relative_error=error, points=1).ok == ok
+
+
+def test_a_reference_that_is_wrong_in_a_leaf_of_little_effect_is_found_beside_a_large_one():
+    def model(factor):
+        def total(leaves):
+            first, small, *others = leaves
+            large = sum(jnp.sum(jnp.sin(x)) for x in (first, *others))
+            return 1e3 * large + 1e-3 * jnp.sum(halved(factor)(small))
+
+        return total
+
+    with jax.enable_x64(True):
+        leaves = [0.5 + jnp.abs(normal(k, 3, dtype=jnp.float64)) for k in range(6)]
+        assert report(model(1.0), leaves).ok
+        found = report(model(0.9), leaves)
+    assert {failure.where[:10] for failure in found.failures} == {"args[0][1]"}
+
+
+def test_a_rule_that_is_wrong_only_when_traced_fails_under_jit_and_not_by_its_values():
+    function, _, args = PAIRS["wrong_only_under_jit"][0](jnp.dtype("float32"))
+    checks = {failure.check for failure in report(function, *args).failures}
+    assert "jit" in checks and "value" not in checks

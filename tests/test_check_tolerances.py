@@ -1,16 +1,22 @@
 """Tolerances by precision, and what rounding alone may do."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 import clipgrad as cg
-from clipgrad._check.tolerances import RELATIVE, in_float64, make_tolerance, narrowest
-from tests.check_zoo import custom
+from clipgrad._check.tolerances import RELATIVE, ROUNDINGS, in_float64, make_tolerance, narrowest
+from tests.check_zoo import custom, normal
+from tests.test_check_search import halved
 
 RANGES = [(0, 3), (3, 5)]
 TOLERANCE, EPS = make_tolerance(RANGES, ["float32"] * 2), 2.0**-23
+
+
+def report(function, *args, **options):
+    return cg.check_grads(function, args, points=1, raise_on_failure=False, **options)
 
 
 def floor(gradient, scale=1.0, exact=False, leaf=0, tolerance=TOLERANCE):
@@ -50,17 +56,132 @@ def square_off_by(part, dtype, rounded):
 @pytest.mark.parametrize(("part", "ok"), [(0.5, True), (2.0, False)])
 def test_rounding_by_half_the_tolerance_passes_and_by_twice_fails(dtype, part, ok):
     rule, args = square_off_by(part, dtype, rounded=True)
-    assert cg.check_grads(rule, args, points=1, raise_on_failure=False).ok == ok
+    assert report(rule, *args).ok == ok
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("part", [0.5, 0.01])
 def test_a_rule_written_wrong_fails_however_little_of_the_tolerance_it_is_off(dtype, part):
     rule, args = square_off_by(part, dtype, rounded=False)
-    report = cg.check_grads(rule, args, points=1, raise_on_failure=False)
-    (failure,) = report.failures
+    (failure,) = report(rule, *args).failures
     assert failure.check == "value"
     np.testing.assert_allclose(failure.ratio - 1, part * RELATIVE[dtype], rtol=0.05)
+
+
+@pytest.mark.parametrize(("part", "ok"), [(0.5, True), (2.0, False)])
+def test_a_rule_in_float64_may_be_off_by_half_the_tolerance_and_not_by_twice(part, ok):
+    with jax.enable_x64(True):
+        factor = 1 + part * RELATIVE["float64"]
+        rule = custom(lambda x: x * x, lambda r, g: (2 * factor * r[0] * g,))
+        found = report(rule, jnp.asarray([0.5, 1.0, 2.0]))
+    assert found.ok == ok
+
+
+def rounded(error, like):
+    """A number that is lost to rounding: `error` as computed, zero in float64."""
+    near = jnp.sum(0 * like.astype("float32")) + np.float32(1 - error)
+    return lax.reduce_precision(near, 8, 1) - near
+
+
+@pytest.mark.parametrize("dtype", ROUNDINGS)
+@pytest.mark.parametrize(("part", "ok"), [(0.25, True), (4.0, False)])
+def test_an_element_may_be_off_by_some_roundings_of_its_leaf(dtype, part, ok):
+    """Of a gradient [1, 1, 1, 0], the last."""
+    error = part * ROUNDINGS[dtype] * float(jnp.finfo(dtype).eps)
+
+    def backward(r, g):
+        ones = jnp.asarray([1, 1, 1, 0], g.dtype)
+        off = error if g.dtype == jnp.float64 else rounded(error, r[0]).astype(g.dtype)
+        return (ones * g + (1 - ones) * g * off,)
+
+    with jax.enable_x64(dtype == "float64"):
+        x = jnp.asarray([0, 1, 2, 3], dtype)
+        rule = custom(lambda x: jnp.asarray([1, 1, 1, 0], x.dtype) * x, backward)
+        assert report(rule, x).ok == ok
+
+
+def test_what_underflows_is_not_wrong_but_a_number_that_does_not_is():
+    tiny = np.float32(1e-20)
+    right = custom(lambda x: x * tiny * tiny, lambda r, g: (g * tiny * tiny,))
+    zero = custom(lambda x: x * tiny, lambda r, g: (0 * g,))
+    x = jnp.asarray([1.0, 2.0, 3.0])
+    assert report(right, x).ok and not report(zero, x).ok
+
+
+BITS = {
+    "float64": (1e-6, 4000),
+    "float32": (1e-2, 4000),
+    "float16": (1.0, 4000),
+    "bfloat16": (1.0, 400),
+}
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_one_element_among_many_is_found_along_a_random_direction(dtype):
+    """One that looks at bits, so that its rule is not evaluated in float64."""
+    error, count = BITS[dtype]
+    error = 4 * error if dtype == "float64" else error
+
+    def backward(off):
+        def rule(r, g):
+            right = g * jnp.cos(r[0]) + 0 * lax.nextafter(r[0], r[0])
+            return (right.at[17].multiply(np.asarray(1 - off, dtype)),)
+
+        return rule
+
+    with jax.enable_x64(dtype == "float64"):
+        x = normal(0, count, dtype=dtype).at[17].set(0.5)
+        right, wrong = (custom(lambda x: jnp.sin(x), backward(off)) for off in (0.0, error))
+        assert report(right, x, mode="fast").ok
+        found = report(wrong, x, mode="fast")
+    assert [failure.where for failure in found.failures] == ["args[0][17]"]
+
+
+@pytest.mark.parametrize(("slope", "ok"), [(4e-4, True), (4e-3, False)])
+def test_paddles_rule_is_absolute_for_slopes_below_a_thousandth_alone(slope, ok):
+    rule = custom(lambda x: slope * x, lambda r, g: (1.1 * slope * g,))
+    assert report(rule, jnp.asarray([1.0, 2.0, 3.0]), max_relative_error=0.005).ok == ok
+
+
+@pytest.mark.parametrize(("off", "ok"), [(3e-7, True), (3e-6, False)])
+def test_a_reference_that_is_wrong_itself_is_found_from_a_millionth_on(off, ok):
+    with jax.enable_x64(True):
+        found = report(halved(1 + off), jnp.asarray([0.4, 1.2, 2.5]))
+    assert ("value" not in {failure.check for failure in found.failures}) == ok
+
+
+def test_a_constant_may_be_rounded_but_not_by_many_roundings():
+    def gelu(part):
+        c = np.float32(0.7978845608 * (1 + part))
+
+        def backward(r, g):
+            t = jnp.tanh(c * (r[0] + np.float32(0.044715) * r[0] ** 3))
+            inner = c * (1 + 3 * np.float32(0.044715) * r[0] ** 2)
+            return (g * 0.5 * (1 + t + r[0] * (1 - t * t) * inner),)
+
+        return custom(lambda x: jax.nn.gelu(x), backward)
+
+    x = normal(44, 9, dtype=jnp.float32)
+    assert report(gelu(0.0), x).ok and not report(gelu(1e-5), x).ok
+
+
+@pytest.mark.parametrize(("error", "fails"), [(3e-5, False), (1e-3, True)])
+def test_a_compiled_gradient_may_differ_by_a_thousand_roundings_of_its_leaf(error, fails):
+    """Of a gradient [1, 1, 1, 0], the last, under `jax.jit` alone."""
+    ones = jnp.asarray([1.0, 1, 1, 0])
+
+    def backward(r, g):
+        traced = isinstance(g, jax.core.Tracer)
+        return (ones * g + (1 - ones) * g * (error if traced else 0),)
+
+    found = report(custom(lambda x: ones * x, backward), jnp.arange(4.0))
+    assert ("jit" in {failure.check for failure in found.failures}) == fails
+
+
+@pytest.mark.parametrize(("off", "fails"), [(5e-5, False), (3e-3, True)])
+def test_forward_mode_may_differ_from_reverse_by_ten_times_the_tolerance_along(off, fails):
+    found = report(halved(1 + off), jnp.asarray([0.4, 1.2, 2.5]))
+    assert ("forward" in {failure.check for failure in found.failures}) == fails
 
 
 def test_the_narrowest_type_inside_counts():
@@ -113,10 +234,15 @@ def test_elements_of_several_leaves_have_the_tolerances_of_their_own():
 
 
 def test_rounding_excuses_at_most_a_quarter_of_the_element_and_its_leaf():
-    exact = np.asarray([[1.0, 0, 1, 4, 4]])
-    typical = np.sqrt(2 / 3)
-    huge = TOLERANCE.excused(np.full((1, 5), 1e3), exact)
+    exact, typical = np.asarray([[1.0, 0, 1, 4, 4]]), np.sqrt(2 / 3)
+    huge = TOLERANCE.excused(np.full((1, 5), 5.0), exact)
     np.testing.assert_allclose(huge, np.r_[(exact[0, :3] + typical), 8, 8] / 4)
+
+
+def test_rounding_excuses_all_of_a_leaf_that_cancels_to_less_than_a_tenth_of_it():
+    exact = np.asarray([[1.0, 1, 1, 1, 1]])
+    for error, allowed in ((9.0, 0.5), (11.0, 440.0)):
+        np.testing.assert_allclose(TOLERANCE.excused(np.full((1, 5), error), exact), allowed)
 
 
 def test_rounding_excuses_ten_times_the_own_and_thirty_times_the_median_of_the_leaf():

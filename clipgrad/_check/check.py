@@ -17,6 +17,7 @@ from clipgrad._check.gradients import (
     Exact,
     GradientOf,
     differentiator,
+    has_rules,
     plain_ad,
     rounding_of_plain_ad,
     rule_in_float64,
@@ -247,7 +248,9 @@ def prepare(subject: Subject, options: Options, log: Log) -> Check | None:
     plain = None if wide is None else plain_ad(wide, subject.program, subject.outputs)
     log.notes += _stops(subject, wide, options.seed)
     own_way = options.delta is not None or options.max_relative_error is not None
-    rule = None if wide is None or own_way or not is_narrow else _rule(subject, log)
+    # Where there is no custom rule to strip, the rule is plain AD.
+    same = wide is None or not is_narrow or not has_rules(subject)
+    rule = None if same or own_way else _rule(subject, log)
     found = (differentiate, vjp, gradient, differences, tolerance, wide, plain, rule)
     return Check(subject, options, log, covectors, *found)
 

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from clipgrad._check.programs import kept, low_jit, quick_jit
-from clipgrad._check.tolerances import NOISE
-from clipgrad._check.vectors import from_rows, is_complex, offsets, to_vector, wide_dtype
+from clipgrad._check.tolerances import NOISE, length_along
+from clipgrad._check.vectors import from_rows, split, to_numpy, to_vector, wide_dtype
 from clipgrad._check.widening import AXIS
 
 BATCH = 64
@@ -105,7 +105,6 @@ class Differences:
         self.evaluations = 0
         self.base = np.zeros(0)
         self._point: Any = None
-        self._wide = [_like(x, evaluation.dtype) for x in evaluation.like]
         size = 8 * max(evaluation.together, 2) * max(covectors.shape[1], 1)
         self._batch = int(np.clip(BATCH_BYTES // size, 1, BATCH))
         self._program = _looped(evaluation, self._batch, covectors.shape[1], fast_compile)
@@ -123,11 +122,10 @@ class Differences:
         A gradient of fewer rows than there are cotangents is that of the first of them.
         """
         self._set_base(xs)
-        along, rows = from_rows(direction, self._wide), from_rows(gradient, self._wide)
         parts = []
         for begin in range(0, len(moves.start), self._batch):
             part = Moves(*(column[begin : begin + self._batch] for column in moves))
-            parts.append(self._slopes(along, rows, part))
+            parts.append(self._slopes(direction, gradient, part))
             progress(len(part.start))
         return Slopes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
@@ -135,40 +133,60 @@ class Differences:
         """The change of each output from the point to each shift, and from minus the shift."""
         self._set_base(xs)
         whole = Moves(np.zeros(1, int), np.full(1, shifts.shape[1]), np.ones(1))
-        nothing = from_rows(np.zeros((1, shifts.shape[1])), self._wide)
-        moved = [self._run(from_rows(shift, self._wide), nothing, whole)[0] for shift in shifts]
-        moved = np.concatenate(moved)
+        moved = np.concatenate([self._run(shift, whole) for shift in shifts])
         return moved[:, 0] - self.base, self.base - moved[:, 1]
 
     def _set_base(self, xs) -> None:
         if xs is self._point:
             return
-        self._point = xs
-        self._leaves = [
-            np.asarray(x).astype(like.dtype, copy=False)
-            for x, like in zip(xs, self.evaluation.like, strict=True)
-        ]
+        self._point, self._vector = xs, to_numpy(xs)
         nowhere = Moves(np.zeros(1, int), np.zeros(1, int), np.zeros(1))
-        zero = [np.zeros(x.shape, x.dtype) for x in self._wide]
-        nothing = [leaf[None] for leaf in zero]
-        self.base = self._run(zero, nothing, nowhere)[0][0, 0]
+        self.base = self._run(self._vector, nowhere)[0, 0]
 
-    def _slopes(self, along, gradient, moves: Moves) -> Slopes:
-        values, analytic, norm = self._run(along, gradient, moves)
+    def _slopes(self, direction, gradient, moves: Moves) -> Slopes:
+        values = self._run(direction, moves)
         ahead, behind = values[:, 0], values[:, 1]
         step = moves.step[:, None]
         first, second = (ahead - self.base) / step, (self.base - behind) / step
-        covectors = self.covectors[: analytic.shape[1]]
+        covectors = self.covectors[: len(gradient)]
         magnitude = np.abs(covectors).T
+        analytic, norm = self._along(direction, gradient, moves)
         return Slopes(
             central=(ahead - behind) / (2 * step) @ covectors.T,
             ahead=first @ covectors.T,
             behind=second @ covectors.T,
             width=np.abs(first - second) @ magnitude / 2,
             noise=self._noise(ahead, behind, magnitude) / step,
-            analytic=analytic / step,
-            norm=norm / step,
+            analytic=analytic,
+            norm=norm,
         )
+
+    def _along(self, direction, gradient, moves: Moves) -> tuple[np.ndarray, np.ndarray]:
+        """The gradient along each move, and the length of its terms."""
+        found: dict[tuple, tuple] = {}
+        for start, stop, step in zip(*moves, strict=True):
+            key = (start, stop) if self._is_wide else (start, stop, step)
+            if key not in found:
+                move = self._made(direction, start, stop, step)
+                part = gradient[:, start:stop]
+                found[key] = part @ move, length_along(part, move)
+        keys = zip(*moves, strict=True) if not self._is_wide else zip(*moves[:2], strict=True)
+        pairs = [found[tuple(key)] for key in keys]
+        return np.stack([pair[0] for pair in pairs]), np.stack([pair[1] for pair in pairs])
+
+    def _made(self, direction, start: int, stop: int, step: float) -> np.ndarray:
+        """The move divided by its step, as the function's inputs can hold it."""
+        if self._is_wide:
+            return direction[start:stop]
+        shift = np.zeros_like(self._vector)
+        shift[start:stop] = step * direction[start:stop]
+        sides = [from_rows(self._vector + sign * shift, self.evaluation.like) for sign in (1, -1)]
+        plus, minus = map(to_numpy, sides)
+        return (plus - minus)[start:stop] / (2 * step)
+
+    @property
+    def _is_wide(self) -> bool:
+        return wide_dtype(self.evaluation.dtype) == self.evaluation.dtype
 
     def _noise(self, ahead, behind, magnitude) -> np.ndarray:
         """The rounding of outputs that are subtracted; their errors are of both signs."""
@@ -176,39 +194,39 @@ class Differences:
         size = (np.abs(ahead) + np.abs(behind)) @ magnitude
         return NOISE * self.evaluation.eps * size / np.sqrt(outputs)
 
-    def _run(self, along, gradient, moves: Moves) -> tuple[np.ndarray, ...]:
-        """Outputs ahead and behind, and the gradient along each move as it was really made."""
+    def _run(self, direction: np.ndarray, moves: Moves) -> np.ndarray:
+        """The outputs ahead and behind, shape (moves, 2, outputs)."""
         evaluation, count = self.evaluation, len(moves.start)
         self.evaluations += count * max(evaluation.together, 2)
-        padded = Moves(*(_padded(column, self._batch) for column in moves))
-        padded = padded._replace(
-            start=padded.start.astype(np.int32), stop=padded.stop.astype(np.int32)
-        )
-        args = (evaluation.constants, count, self._leaves, along, gradient, padded)
+        columns = (column.astype(np.int32) for column in moves[:2])
+        padded = [_padded(column, self._batch) for column in (*columns, moves.step)]
+        args = (evaluation.constants, count, self._vector, direction, Moves(*padded))
         with precision(evaluation):
-            found = self._program(*args)
-            return tuple(np.asarray(part, np.float64)[:count] for part in found)
+            return np.asarray(self._program(*args), np.float64)[:count]
 
 
 def _looped(evaluation: Evaluation, batch: int, outputs: int, fast_compile: bool) -> Callable:
     """The program: the outputs ahead and behind of a number of moves."""
     evaluation = evaluation._replace(constants=())
 
-    def loop(constants, count, base, along, gradient, moves: Moves):
+    def loop(constants, count, base, direction, moves: Moves):
+        base, direction = jnp.asarray(base, dtype), jnp.asarray(direction, dtype)
+
         def row(k, found):
-            move = Moves(*(column[k] for column in moves))
-            values, *slopes = _moved(evaluation, constants, base, along, gradient, move)
-            return [out.at[k].set(new) for out, new in zip(found, [values, *slopes], strict=True)]
+            move = Moves(*(column[k // each] for column in moves))
+            signs = jnp.asarray([0, 1, -1], dtype) if each == 1 else (1 - 2 * (k % 2)).reshape(1)
+            values = _moved(evaluation, constants, base, direction, move, signs.astype(dtype))
+            return lax.dynamic_update_slice(found, values[None], (k // each, k % each, 0))
 
-        dtype, rows = evaluation.dtype, len(gradient[0])
-        shapes = (batch, 2, outputs), (batch, rows), (batch, rows)
-        empty = [jnp.zeros(shape, dtype) for shape in shapes]
+        found = jnp.zeros((batch, 2, outputs), dtype)
         if evaluation.compiled:
-            return lax.fori_loop(0, count, row, empty)
-        for k in range(count):
-            empty = row(k, empty)
-        return empty
+            return lax.fori_loop(0, each * count, row, found)
+        for k in range(each * count):
+            found = row(jnp.asarray(k), found)
+        return found
 
+    each = 1 if evaluation.held else 2  # runs for each move: all points at once, or each side
+    dtype = evaluation.dtype
     if not evaluation.compiled:
         return loop
     if not fast_compile:
@@ -219,69 +237,17 @@ def _looped(evaluation: Evaluation, batch: int, outputs: int, fast_compile: bool
     return kept(key, lambda: low_jit(loop))
 
 
-def _moved(evaluation: Evaluation, constants, base, along, gradient, move: Moves):
-    """The outputs ahead and behind; the gradient's slope and its length along the move."""
+def _moved(evaluation: Evaluation, constants, base, direction, move: Moves, signs):
+    """The outputs at the base and on both sides of a move, or on one side of it."""
     dtype = evaluation.dtype
-    shifts = _shifts(along, move, dtype)
-    signs = jnp.asarray([0, 1, -1] if evaluation.held else [1, -1], dtype)
-    points = [
-        (x.astype(shift.dtype)[None] + jnp.multiply.outer(signs.astype(shift.dtype), shift)).astype(
-            x.dtype
-        )
-        for x, shift in zip(base, shifts, strict=True)
-    ]
-    made = [
-        (leaf[-2].astype(shift.dtype) - leaf[-1].astype(shift.dtype)) / 2
-        for leaf, shift in zip(points, shifts, strict=True)
-    ]
-    rows = [_product([leaf[k] for leaf in gradient], made, dtype) for k in range(len(gradient[0]))]
-    analytic, norm = (jnp.stack(column) for column in zip(*rows, strict=True))
+    index = lax.iota(jnp.int32, base.size)
+    inside = (index >= move.start) & (index < move.stop)
+    shift = jnp.where(inside, jnp.asarray(move.step, dtype) * direction, 0)
+    points = split(base[None] + signs[:, None] * shift[None], evaluation.like)
     call = lambda xs: to_vector(evaluation.call(constants, xs), dtype)  # noqa: E731
     if evaluation.held:
-        return jax.vmap(call, axis_name=AXIS)(points)[1:], analytic, norm
-    if evaluation.compiled:
-        return lax.map(call, points), analytic, norm
-    values = jnp.stack([call([leaf[k] for leaf in points]) for k in range(2)])
-    return values, analytic, norm
-
-
-def _like(leaf, dtype) -> jax.ShapeDtypeStruct:
-    """The leaf with real numbers of `dtype`, complex if it is."""
-    return jax.ShapeDtypeStruct(
-        leaf.shape, np.result_type(dtype, 1j) if is_complex(leaf) else dtype
-    )
-
-
-def _shifts(along, move: Moves, dtype) -> list:
-    """The step along the part of the direction that lies in the range of the move."""
-    shifts = []
-    for leaf, start in zip(along, offsets(along)[:-1], strict=True):
-        parts = 2 if is_complex(leaf) else 1
-        index = int(start) + parts * jnp.arange(leaf.size, dtype=move.start.dtype)
-        index = index.reshape(leaf.shape)
-        inside = [(index + k >= move.start) & (index + k < move.stop) for k in range(parts)]
-        if parts == 1:
-            wide = leaf.astype(dtype)
-            shifts.append(jnp.where(inside[0], move.step.astype(dtype) * wide, 0))
-        else:
-            step = move.step.astype(dtype)
-            real = jnp.where(inside[0], step * leaf.real.astype(dtype), 0)
-            imaginary = jnp.where(inside[1], step * leaf.imag.astype(dtype), 0)
-            shifts.append(lax.complex(real, imaginary))
-    return shifts
-
-
-def _product(gradient, made, dtype) -> tuple[jax.Array, jax.Array]:
-    """The inner product of a gradient with a move, and the length of its terms."""
-    total, squares = jnp.zeros((), dtype), jnp.zeros((), dtype)
-    for g, moved in zip(gradient, made, strict=True):
-        parts = [(g, moved)]
-        if jnp.iscomplexobj(moved):
-            parts = [(g.real, moved.real), (g.imag, moved.imag)]
-        for a, b in parts:
-            terms = a.astype(dtype) * b.astype(dtype)
-            total, squares = total + jnp.sum(terms), squares + jnp.sum(terms * terms)
-    return total, jnp.sqrt(squares)
+        return jax.vmap(call, axis_name=AXIS)(points)[1:]
+    return call([leaf[0] for leaf in points])[None]
 
 
 def _padded(column: np.ndarray, count: int) -> np.ndarray:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend.core import Primitive, primitives
 
 import clipgrad._jaxpr as _jaxpr
@@ -20,7 +19,6 @@ from clipgrad._check.vectors import (
     cotangent_leaves,
     from_rows,
     gradient_vector,
-    stacked,
     to_numpy,
     wide_dtype,
 )
@@ -125,7 +123,7 @@ class Exact:
     """A gradient evaluated in float64: plain AD's, or the rule's own.
 
     Args:
-      run: the compiled program, from constants, inputs and stacked cotangents to their gradients.
+      run: the compiled program, from constants, inputs and a cotangent to the gradient.
       nudged: makes the same program with its constants off by one rounding, for a seed.
       constants: the program's constants.
       outputs: the outputs at the base point, for shapes and dtypes.
@@ -149,10 +147,9 @@ class Exact:
         with jax.enable_x64(True), on_cpu():
             leaves = [np.asarray(widened_leaf(x)) for x in xs]
             like = [jax.ShapeDtypeStruct(y.shape, wide_dtype(y.dtype)) for y in self._outputs]
-            cotangents = stacked([cotangent_leaves(row, like) for row in covectors])
-            pulled = [np.asarray(leaf) for leaf in run(self._constants, leaves, cotangents)]
-        rows = range(len(covectors))
-        return np.stack([gradient_vector([leaf[k] for leaf in pulled]) for k in rows])
+            cotangents = [cotangent_leaves(row, like) for row in covectors]
+            rows = [gradient_vector(run(self._constants, leaves, u)) for u in cotangents]
+        return np.stack(rows)
 
 
 class GradientOf:
@@ -189,9 +186,8 @@ def plain_ad(
     """
 
     def pullback(call):
-        def run(constants, xs, cotangents):
-            pull = jax.vjp(lambda xs: call(constants, xs), xs)[1]
-            return lax.map(lambda u: pull(u)[0], cotangents)
+        def run(constants, xs, cotangent):
+            return jax.vjp(lambda xs: call(constants, xs), xs)[1](cotangent)[0]
 
         return low_jit(run)
 
@@ -216,8 +212,8 @@ def rule_in_float64(subject: Subject) -> Exact:
         raise Unsupported("it looks at the bits of its numbers")
 
     def rows(call):
-        def run(constants, xs, cotangents):
-            return lax.map(lambda u: call(constants, [*xs, *u]), cotangents)
+        def run(constants, xs, cotangent):
+            return call(constants, [*xs, *cotangent])
 
         return low_jit(run)
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 Array = Any
 
@@ -51,6 +52,18 @@ def to_vector(leaves: Sequence[Array], dtype: Any) -> jax.Array:
     """Flatten traced leaves into one real vector."""
     parts = [_parts(leaf, jnp).astype(dtype) for leaf in leaves]
     return jnp.concatenate(parts) if parts else jnp.zeros(0, dtype)
+
+
+def split(rows: jax.Array, like: Sequence[Array]) -> list[jax.Array]:
+    """Cut traced real vectors, shape (rows, n), into leaves of a leading axis; see `from_rows`."""
+    leaves, places = [], offsets(like)
+    for leaf, start, stop in zip(like, places[:-1], places[1:], strict=True):
+        part = lax.slice_in_dim(rows, int(start), int(stop), axis=1)
+        if is_complex(leaf):
+            pairs = part.reshape((len(rows), *leaf.shape, 2))
+            part = lax.complex(pairs[..., 0], pairs[..., 1])
+        leaves.append(part.reshape((len(rows), *leaf.shape)).astype(leaf.dtype))
+    return leaves
 
 
 def to_numpy(leaves: Sequence[Array]) -> np.ndarray:
