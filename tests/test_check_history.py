@@ -8,7 +8,8 @@ from clipgrad._check import check_grads
 from tests.check_history import HISTORY
 from tests.check_history_layers import LARGE, LAYERS
 from tests.check_history_linalg import LINALG
-from tests.check_history_right import RIGHT
+from tests.check_history_right import IMPLICIT, RIGHT
+from tests.check_zoo import normal
 from tests.helpers import FEWER
 
 BUGS = HISTORY | LINALG | LAYERS | LARGE
@@ -42,3 +43,20 @@ def test_a_right_function_of_constrained_or_rounded_inputs_is_accepted(name, dty
         function, args = RIGHT[name](jnp.dtype(dtype))
         report = check_grads(function, args, raise_on_failure=False)
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("name", ["solve_by_cholesky", "solve_by_conjugate_gradients"])
+def test_what_is_right_for_symmetric_matrices_alone_passes_with_a_note(name):
+    function, args = RIGHT[name](jnp.float32)
+    notes = check_grads(function, args).notes
+    assert any("right for symmetric matrices, as this one is, and not off" in n for n in notes)
+
+
+@pytest.mark.parametrize("name", list(IMPLICIT)[:1] if FEWER else IMPLICIT)
+def test_the_derivative_of_a_sample_by_a_parameter_is_not_verified(name):
+    draw, args = IMPLICIT[name](jnp.float32)
+    shifted = lambda a, b: draw(a) + jnp.sin(b)  # noqa: E731
+    args = *args, normal(1, 3, dtype=jnp.float32)
+    report = check_grads(shifted, args, raise_on_failure=False)
+    assert report.ok and report.verified == 3, str(report)
+    assert any("3 of 3 elements not verified: a random sample's" in note for note in report.notes)

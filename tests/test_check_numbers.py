@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.pallas import pallas_call
 
 import clipgrad as cg
 from tests.check_zoo import PAIRS, custom, normal
@@ -69,6 +70,39 @@ def test_a_narrow_type_hidden_inside_is_found_and_native_precision_used(x64_ever
     assert report.precision == "float32"
     assert "casting the inputs to float64 is not possible (it computes in a" in report.notes[1]
     failed(called_back(cosine(1.05), lambda _: jnp.float32), X)
+
+
+def in_pallas(backward):
+    kernel = lambda source, target: target.__setitem__(..., jnp.sin(source[...]))  # noqa: E731
+
+    def sin(x):
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pallas_call(kernel, out_shape=shape, interpret=True)(x)
+
+    return custom(sin, backward)
+
+
+def with_backward_called_back(backward):
+    def by_callback(r, g):
+        call = lambda x, g: np.asarray(backward((x,), g)[0])  # noqa: E731
+        return (jax.pure_callback(call, g, r[0], g, vmap_method="sequential"),)
+
+    return custom(lambda x: jnp.sin(x), by_callback)
+
+
+@pytest.mark.parametrize(
+    ("make", "tolerance"),
+    [
+        (in_pallas, 5e-4),
+        (with_backward_called_back, 5e-4),
+        (lambda backward: called_back(backward, lambda dtype: dtype), 5e-3),
+    ],
+    ids=["a Pallas kernel", "a callback in the rule", "a callback in the function"],
+)
+def test_a_rule_that_cannot_be_widened_is_held_to_the_tolerance_of_its_type(make, tolerance):
+    report = passed(make(cosine(1 + 0.5 * tolerance)), X)
+    assert "float64" in report.notes[0] and "it holds" in report.notes[0]
+    failed(make(cosine(1 + 2 * tolerance)), X)
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(jnp.bfloat16, 1.2), (jnp.float16, 1.05)])
@@ -177,6 +211,12 @@ def test_slopes_that_grow_without_bound_are_a_kink():
 
 def test_straight_through_estimators_pass():
     passed(lambda x: x + lax.stop_gradient(jnp.round(x) - x), X)
+
+
+def test_a_stopped_gradient_that_matters_is_noted():
+    note = "values behind jax.lax.stop_gradient are held fixed, as JAX differentiates them"
+    assert note in passed(lambda x: x * lax.stop_gradient(x), X).notes
+    assert note not in passed(jax.nn.softmax, X).notes  # which stops the maximum it subtracts
 
 
 def test_the_factors_of_a_linear_solve_are_not_held():

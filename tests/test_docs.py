@@ -64,6 +64,19 @@ def test_each_choice_of_a_clip_is_code_that_runs(code):
     exec(code.lstrip("@"), names)
 
 
+CHECKERS = {"check_grads", "assert_numerical_grads", "gradcheck"}
+
+
+@pytest.mark.parametrize("row", rows("coming_from.md", "from | you wrote"), ids=lambda row: row[1])
+def test_a_call_of_another_checker_says_what_to_write_and_that_runs(row):
+    _, before, after = row
+    names = {"f": jnp.tanh, "x": jnp.asarray([0.5, -1.0])}
+    assert eval(after, names | {"cg": cg}).ok
+    if before.split("(")[0] in CHECKERS:
+        with pytest.raises(TypeError, match=r"; (write|forward|the )"):
+            eval(before, names | dict.fromkeys(CHECKERS, cg.check_grads))
+
+
 @pytest.mark.parametrize("row", rows("nan.md", "operation"), ids=lambda row: row[0])
 def test_each_suspect_has_no_finite_derivative_and_its_cure_has(row):
     suspect, point, _, cure = row

@@ -76,7 +76,8 @@ def random_arguments(text: str, seed: int) -> tuple:
 def inferred_arguments(parameters: list[Parameter], seed: int) -> Arguments | None:
     """Draw arguments of the shapes that the parameters have; None if one that is needed has none.
 
-    Parameters with another default stay out, but if there is no other, floats are arguments.
+    Parameters with another default keep it; if no parameter has a shape, defaults that are floats
+    are the arguments.
     """
     drawn = {p.name: p.default if is_array(p.default) else p.shape for p in parameters}
     values = {name: value for name, value in drawn.items() if value is not None}
@@ -134,7 +135,7 @@ def _signature(fun: Callable) -> list[inspect.Parameter]:
 
 
 def _annotated(annotation: Any, sizes: dict[str, int]) -> str | None:
-    """The shape of `Float[Array, "8 16"]`, or of a text; a name of a size is small and the same."""
+    """The shape of `Float[Array, "8 16"]`, or of a text; a named size is small."""
     if isinstance(annotation, str):
         return _written(annotation)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

@@ -106,7 +106,7 @@ def _scaled(check: Check, factor: float) -> list[Failure]:
 
 
 def _above(check: Check, factor: float) -> str:
-    """From which size of the cotangents a rule is not linear that is so for smaller ones."""
+    """Above which size of the cotangents a rule is not linear that is linear below it."""
     while factor > 2 and _scaled(check, factor / 2):
         factor /= 2
     largest = float(np.abs(check.covectors[0]).max())
@@ -131,7 +131,7 @@ def jit(check: Check) -> list[Failure]:
     subject, u = check.subject, cotangent_leaves(check.covectors[0], check.subject.outputs)
     text = "under jax.jit against eager"
     if check.differentiate.compiled:
-        # JAX's own operations are pulled back alike: only the function need be called eagerly.
+        # The pull-back of JAX's own operations may be compiled; the function is called eagerly.
         eager = eagerly(subject, subject.inputs, quick_jit(lambda pull, cts: pull(cts)))
         return check.compare("jit", check.gradient[0], eager(check.covectors[0]), text)
 
@@ -173,7 +173,7 @@ def vmap(check: Check) -> list[Failure]:
 
 
 def _attempt(gradient: Callable, forward: Callable, subject: Subject, inputs) -> Any:
-    """Compile and run; failing that, blame the function if it fails on its own."""
+    """Compile and run; if that fails, the gradient is to blame unless the function fails too."""
     try:
         return quick_jit(gradient)(*inputs)
     except Exception as error:
@@ -267,4 +267,4 @@ BEHAVIORS: dict[str, Callable[[Check], list[Failure]]] = {
     "forward": forward,
     "outputs": outputs,
 }
-OF_RULES = ("vmap", "forward", "outputs")  # JAX's own affair where there is no custom rule
+OF_RULES = ("vmap", "forward", "outputs")  # these test JAX itself where there is no custom rule

@@ -1,4 +1,4 @@
-"""The noun of this package: a function to be checked, and all that is known about it."""
+"""`Check`, the central record: a function, its gradients, and how its slopes are measured."""
 
 import dataclasses
 import functools
@@ -44,6 +44,7 @@ UNSTEADY = (
     "traced again or under jax.vmap, it is made of other operations (does it look at tracers, or "
     "keep a state?)"
 )
+# Parts of a full move to a further point, tried until the function is finite there.
 REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
 
 
@@ -98,7 +99,7 @@ class Check:
     rule: Exact | None
 
     def first(self) -> Point:
-        """The given point; not kept, since its gradients are as large as several models."""
+        """The given point; made anew, since its gradients need the memory of several models."""
         return self._point(self.subject.inputs, self.gradient)
 
     @functools.cached_property
@@ -162,7 +163,7 @@ class Check:
         return Judge(self.differences, point, gradient, exact, tolerance, delta, rounding)
 
     def moved_by_constants(self, point: Point) -> np.ndarray:
-        """How far the rule and plain AD may be apart since constants are rounded."""
+        """How far the rule and plain AD may be apart because constants are rounded."""
         exact = [e for e in (self.rule, self.plain) if e is not None]
         rows = self.covectors[: len(point.gradient)]
         moved = [e.moved_by_constants(point.xs, rows) for e in exact]
@@ -173,7 +174,10 @@ class Check:
         return None if found is None else self.tolerance.excused(*found)
 
     def rounding(self, xs) -> tuple[np.ndarray, np.ndarray] | None:
-        """How far plain AD is off at a point, and its exact gradient, if it can be told."""
+        """The rounding error of plain AD at a point, and its gradient in float64.
+
+        None if they cannot be computed.
+        """
         if self.widened is None or self.plain is None:
             return None
         subject, rows = self.subject, self.covectors

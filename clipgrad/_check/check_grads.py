@@ -40,7 +40,7 @@ def check_grads(
 ) -> GradCheckReport:
     """Check the VJP of a function against finite differences, and how it behaves.
 
-    With u a random dense cotangent, the gradient of <u, f(x)> that `jax.vjp` hands back is compared
+    With u a random dense cotangent, the gradient of <u, f(x)> that `jax.vjp` returns is compared
     with slopes of f, evaluated in float64 whatever its dtype. An element passes if::
 
         |numeric - analytic| <= rtol max(|numeric|, |analytic|) + error + 50 eps rms(leaf).
@@ -48,16 +48,17 @@ def check_grads(
     The rule is evaluated in float64 as well, where its program can be, and must agree with the
     slopes to float64's rtol and eps, but for what the rounding of its constants explains. The
     gradient as computed must agree with that to those of the narrowest type that f computes in:
-    rtol is 1e-6 for float64, 5e-4 for float32, 1e-2 for float16, 5e-2 for bfloat16. Steps follow
-    the scale of each element; two of them are extrapolated and give the error. An analytic
-    gradient between the one-sided slopes of a kink passes with a note. The cost of "auto" does not
-    grow with the number of elements.
+    rtol is 1e-6 for float64, 5e-4 for float32, 1e-2 for float16, 5e-2 for bfloat16, and ten times
+    as much where f can only be evaluated in its own type. Steps are proportional to the scale of
+    each element; two of them are extrapolated and give the error. An analytic gradient between the
+    one-sided slopes of a kink passes with a note. A right function without kinks is evaluated as
+    often in "auto", whatever the number of elements.
 
     Guarantees:
       * What could not be verified is in ``notes``, what could not be run in ``not_run``; a report
-        in which nothing was verified is not ok. What rounding explains, since plain AD in the same
-        precision is off as much, counts as not verified, and is excused up to a quarter of the
-        element and its leaf.
+        in which nothing was verified is not ok. What rounding explains, as plain AD in the same
+        precision is off too, counts as not verified. It is excused up to a quarter of the element
+        and its leaf, unless the terms of the leaf cancel.
       * Values behind `jax.lax.stop_gradient` are held fixed, as JAX differentiates them; a note
         says so where it matters.
       * The same seed gives the same report.
@@ -70,7 +71,7 @@ def check_grads(
     cotangent    dtype, shape and structure are those of the input; float0 for integers
     finite       the value and the gradient are finite
     linearity    the pull-back is linear in the cotangent: no stray clip, no constant
-    determinism  the same again gives the same bits
+    determinism  the same again gives the same bits, on CPUs
     jit, vmap    compiled and batched gradients are the eager ones
     points       the gradient is right at a second point too, and then at the first again
     forward      `jax.jvp` agrees, where the function allows forward mode
@@ -80,11 +81,11 @@ def check_grads(
 
     A function without any custom rule that traces to the same operations again and under
     `jax.vmap` has its gradient compiled as one program, to be compared with the eager one;
-    ``vmap``, ``forward`` and ``outputs`` are JAX's own affair there and are not run. Elements that
-    are tied, as equal maxima are, are looked at together too: moved alike, they must have the
-    slope of their sum. Further points keep what holds between the elements of the first: equal
-    elements, symmetry, zeros, order, and bounds such as [0, 1]. A gradient that is right for
-    symmetric matrices alone passes at one, with a note, where the function is meant for them.
+    ``vmap``, ``forward`` and ``outputs`` would test JAX itself there and are not run. Elements that
+    are tied, such as equal maxima, are moved together too: the slope is the sum of their
+    gradients. Further points keep zeros, equal elements, symmetry, order and [0, 1]; only a leaf
+    of one value throughout becomes one of different values. A gradient that is right for symmetric
+    matrices alone passes at one, with a note, where the function is meant for them.
 
     Args:
       fun: the function, of any trees of arrays, to any tree of arrays.
@@ -96,7 +97,7 @@ def check_grads(
       output: which outputs to check: a position, key or path, or several; None for all.
       order: 2 to check the VJP's own VJP too.
       mode: "auto" looks at every element with the help of plain AD in float64, and at that by
-        differences; "fast" takes two random directions for each leaf; "full" moves every element.
+        differences; "fast" moves each leaf in two random directions; "full" moves every element.
       delta: an absolute step, for Paddle's formula at every element.
       max_relative_error: Paddle's rule: ``|numeric - analytic| / |numeric|``, or without the
         denominator where ``|numeric| < 1e-3``, may not exceed it.
@@ -112,10 +113,11 @@ def check_grads(
       The report.
 
     Raises:
-      GradCheckError: the gradient is wrong, or nothing was verified; it holds the report.
+      GradCheckError: the gradient is wrong, or nothing was verified; it has the report.
       TypeError: ``args`` is not a tuple, or an argument is unknown; arguments of other checkers,
         such as ``eps``, ``modes`` and ``fast_mode``, are answered by what to write here.
-      ValueError: there is nothing to check, a name is unknown, or an input is not finite.
+      ValueError: there is nothing to check, a name is unknown, an input is not finite, or the
+        function cannot be evaluated near the point.
 
     Example:
       >>> import jax, jax.numpy as jnp

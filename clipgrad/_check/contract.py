@@ -60,7 +60,7 @@ def same_types(subject: Subject, cotangents: Sequence) -> list[Failure]:
 
 
 def integers(subject: Subject, covector: np.ndarray) -> list[Failure]:
-    """Inputs that are no floats get a cotangent of type float0."""
+    """Inputs that are not floats get a cotangent of type float0."""
     if all(map(is_float, subject.arrays)):
         return []
     _, pull = jax.vjp(subject.whole, subject.arrays)

@@ -28,11 +28,11 @@ LONG = 5000  # measurements that get a progress bar, where tqdm is installed
 class Evaluation(NamedTuple):
     """A way to evaluate the function for differences.
 
-    `call(constants, leaves)` gives the outputs; `dtype` is that of the vectors. `held` says that
-    `call` runs under `jax.vmap` with the base point in row 0. `key` is equal for calls that are,
-    None if that is not known. `quick` holds two binary exponents of steps, `finer` two more where
-    kinks lie between, if the type allows them, `ladder` those for close inspection, and `label` is
-    for the report.
+    `call(constants, leaves)` gives the outputs; `dtype` is that of the vectors. With `held`, `call`
+    runs under `jax.vmap` with the base point in row 0. `key` is equal for equal calls, and None if
+    it is not known which are. `quick` has two binary exponents of steps, `finer` those of two
+    smaller steps if the type allows them, `ladder` those of the closest look, and `label` is for
+    the report.
     """
 
     call: Callable[[Sequence, list], list]
@@ -189,7 +189,7 @@ class Differences:
         return wide_dtype(self.evaluation.dtype) == self.evaluation.dtype
 
     def _noise(self, ahead, behind, magnitude) -> np.ndarray:
-        """Roundings of what is subtracted, of both signs over the outputs."""
+        """The rounding of outputs that are subtracted; their errors are of both signs."""
         outputs = max(self.covectors.shape[1], 1)
         size = (np.abs(ahead) + np.abs(behind)) @ magnitude
         return NOISE * self.evaluation.eps * size / np.sqrt(outputs)
@@ -276,7 +276,7 @@ def on_cpu():
 
 @contextlib.contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function that is told how much more is done; silent for short work."""
+    """Yield a function to call with the number of moves just measured; silent for short work."""
     if total < LONG:
         yield lambda done: None
         return

@@ -19,13 +19,13 @@ from clipgrad._check.widening import Unsupported, Widened
 # Binary exponents of the steps, in units of the scale of each element.
 #   quick: two steps that Richardson extrapolates. In float64 the truncation error (h ** 4) and the
 #     rounding error (eps / h) of 2 ** -16 are both below 1e-10 of an ordinary function.
-#   finer: steps a ReLU network's random direction takes between its kinks, where `quick` crosses
-#     one (`test_auto_takes_under_a_hundred_evaluations_for_a_deep_relu_network`).
-#   ladder: for a close look, from steps that no rounding spoils to steps that no kink is inside of.
+#   finer: smaller steps for a random direction, where those of `quick` cross a kink of a network
+#     (`test_auto_takes_under_a_hundred_evaluations_for_a_deep_relu_network`).
+#   ladder: for a close look, from steps that no rounding spoils to steps within which no kink lies.
 WIDE_QUICK, WIDE_FINER, WIDE_LADDER = (16, 18), (22, 24), tuple(range(4, 33, 4))
 SINGLE_QUICK, SINGLE_LADDER = (4, 5), tuple(range(2, 11))
 HALF_QUICK, HALF_LADDER = (2, 3), (1, 2, 3, 4)
-# Steps that tell float64 from a narrower type: at 2 ** -33 a float32 does not move.
+# Steps that distinguish float64 from a narrower type: at 2 ** -33 a float32 does not move.
 PROBE = (10, 33)
 CAST = "float64 (inputs cast)"
 

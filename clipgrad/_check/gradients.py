@@ -48,7 +48,7 @@ class VJP(NamedTuple):
 class Differentiate(NamedTuple):
     """Differentiates a function at a point, `compiled` as one program or eagerly.
 
-    `steady` is False if JAX's own operations alone were seen, but others in another context.
+    `steady` is False if the function has no custom rule, but other operations in other contexts.
     """
 
     call: Callable[[Sequence[jax.Array]], VJP]
@@ -63,9 +63,9 @@ class Differentiate(NamedTuple):
 def differentiator(subject: Subject) -> Differentiate:
     """How to differentiate the function at a point.
 
-    Where the function holds rules of its own, or does not do the same in every context, as a
-    user's program would: eagerly. JAX's own operations are compiled as one, unless the compiler
-    simplifies their rounding away.
+    It is differentiated eagerly, as in a user's program, if it has rules of its own or does not do
+    the same in every context. JAX's own operations are compiled as one program, unless the
+    compiler simplifies their rounding away.
     """
     eager = Differentiate(lambda xs: eagerly(subject, xs), compiled=False)
     if not is_plain(subject):
@@ -99,7 +99,7 @@ def has_rules(subject: Subject) -> bool:
 
 
 def eagerly(subject: Subject, xs: Sequence[jax.Array], pulled: Callable | None = None) -> VJP:
-    """`jax.vjp` outside of `jax.jit`; `pulled(pull, cotangents)` calls what it hands back."""
+    """`jax.vjp` outside of `jax.jit`; `pulled(pull, cotangents)` calls the pull-back."""
     outputs, pull = jax.vjp(subject.fun, list(xs))
     pulled = pulled or (lambda pull, cotangents: pull(cotangents))
     return VJP(outputs, lambda cts: pulled(pull, list(cts))[0], subject.outputs)

@@ -46,7 +46,7 @@ def numerical_grad(
       args: the tuple of its positional arguments.
       wrt: what to differentiate by: an argument's position or name gives the tree of that
         argument, a path of a leaf such as ``params/w`` that leaf's array, several a tuple of
-        these. None gives the tuple of all arguments. Leaves that are no floats become None.
+        these. None gives the tuple of all arguments. Leaves that are not floats become None.
       output: which outputs to sum: a position, key or path of what ``fun`` returns; None for all.
       cotangent: weights of the outputs, a tree like the chosen outputs or an array for a single
         one; None for the plain sum.

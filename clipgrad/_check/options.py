@@ -17,7 +17,7 @@ CHECKS = (
 
 
 def _option(default: Any, **words: Any) -> Any:
-    """A field whose metadata are the words of the command line's option of its name."""
+    """A field whose metadata describe the command-line option of the same name."""
     return dataclasses.field(default=default, metadata=words)
 
 

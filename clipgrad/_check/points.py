@@ -147,11 +147,10 @@ def _leaf_scales(leaf) -> np.ndarray:
 def nearby(subject: Subject, seed: int, reach: float = 1.0) -> list[jax.Array]:
     """Another point: every element nearer to zero by 2 to 8 percent of itself, times `reach`.
 
-    By how much is a function of the element's value. So what holds between the elements of the
-    given point still holds: equal ones are equal, a matrix is symmetric, zeros are zeros, the
-    order is the same, and what is in [0, 1] stays there. The elements of a leaf that are all the
-    same are told apart, since that is no structure but a test's `ones`; a leaf of zeros moves by
-    as much of 1.
+    By how much is a function of the element's value. So equal elements stay equal, symmetric
+    matrices symmetric and zeros zeros, in the same order, and what is in [0, 1] stays there. A leaf
+    of one value throughout is an exception: it is more often a test's `ones` than a structure, and
+    each of its elements moves its own way, up or down; a leaf of zeros moves by as much of 1.
     """
     rng = generator(seed, "nearby")
     phase = rng.uniform(0, 2 * np.pi)

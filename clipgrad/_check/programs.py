@@ -1,4 +1,4 @@
-"""Programs for brief use: compiled with little optimisation, and kept for the same program.
+"""Programs for brief use: compiled with little optimization, and kept for the same program.
 
 A check compiles about ten programs and runs each a few times. What a user's function does may
 have changed since it was last checked, so it is traced anew each time; if its program is the same
@@ -40,7 +40,7 @@ def kept(key: Any, make: Callable[[], Any]) -> Any:
 
 
 def text(program: Any) -> str:
-    """A program as text, with all numbers that it holds but those of its constants."""
+    """A program as text, with all its numbers but those of its constants."""
     with np.printoptions(threshold=sys.maxsize):
         return str(_jaxpr.opened(program)[0])
 
@@ -51,7 +51,7 @@ def with_constants(program: Any, constants: Any) -> ClosedJaxpr:
 
 
 def quick_jit(fun: Callable) -> Callable:
-    """`jax.jit` with as little optimisation as the installed compiler lets one ask for.
+    """`jax.jit` with as little optimization as the installed compiler offers.
 
     Traced when it is first called with arguments of some shapes, and compiled if there is no such
     program yet.
@@ -90,13 +90,13 @@ def _evaluated(program: Any) -> Callable:
 
 
 def low_jit(fun: Callable) -> Callable:
-    """`jax.jit` with little optimisation; nothing is kept but by what it returns."""
+    """`jax.jit` with little optimization; nothing is kept but by what it returns."""
     return jax.jit(fun, compiler_options=low_optimization())
 
 
 @functools.cache
 def low_optimization() -> dict[str, Any]:
-    """The options for little optimisation that this version of the compiler knows."""
+    """The options for little optimization that this version of the compiler knows."""
     return {key: value for part in (LOW, OLDER) if _known(part) for key, value in part.items()}
 
 
@@ -127,7 +127,7 @@ def is_steady(fun: Callable, program: Any, inputs: list) -> bool:
 
 
 def _seen(fun: Callable, shapes: list) -> str:
-    """The operations of a function in words, or the kind of its error."""
+    """The operations of a function as text, or the kind of its error."""
     try:
         return ADDRESS.sub("", str(jax.make_jaxpr(fun)(shapes)))
     except Exception as error:

@@ -40,12 +40,12 @@ class GradCheckReport:
     Guarantees:
       * ``ok`` is true only if something was verified and nothing failed.
       * What could not be run stands in ``not_run`` with its reason.
-      * The text has at most 25 lines; the fields hold everything.
+      * The text has at most 25 lines; the fields have everything.
 
     Attributes:
       failures: tuple of failures, each with ``check``, ``where``, ``detail`` and, for values,
         ``numeric``, ``error``, ``analytic``, ``indices``, ``ratio``.
-      notes: tuple of remarks that are no failures: kinks, noise, fall-backs.
+      notes: tuple of remarks that are not failures: kinks, noise, fall-backs.
       not_run: mapping from the name of a check to the reason why it did not run.
       evaluations: how often the function was evaluated, compiled or not.
       seconds: wall-clock time.

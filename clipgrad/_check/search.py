@@ -26,7 +26,7 @@ from clipgrad._check.verdicts import (
 )
 
 GROUPS = 3  # of leaves that an independent look at plain AD moves together
-BLOCKS = 64  # parts of a leaf that are looked at where there is no reference
+BLOCKS = 64  # parts that a leaf is split into where there is no reference
 # Of the suspects in a leaf, the worst and some spread over the others are looked at; if they are
 # all wrong so are the others, else more are looked at.
 WORST, SPREAD, INSPECTED = 8, 8, 64
@@ -41,8 +41,8 @@ class Finding(NamedTuple):
 
     `indices` are elements of the input vector and `verdict` the verdict on them, of which the
     first `inspected` were looked at by differences; `suspects` counts all elements that disagree,
-    listed or not; `exact` tells whether that count is complete. `passes` tells of a rule wrong in
-    float64 that its gradient as computed is within its own tolerance.
+    listed or not, and `exact` is whether that count is complete. `passes`: the rule is wrong in
+    float64, but its gradient as computed is within its own tolerance.
     """
 
     leaf: int
@@ -77,9 +77,10 @@ class Judge:
 
     Attributes:
       differences: measures slopes.
-      point: where.
+      point: the inputs, and the directions to move them in.
       gradient: what is judged, shape (cotangents, inputs).
-      reference: a gradient that is exact unless it is wrong; None if there is none.
+      reference: what each element is compared with first, plain AD's gradient or the rule's in
+        float64; None if neither can be had.
       tolerance: how far numbers may be apart.
       delta: an absolute step, to be used as it is; None to extrapolate.
       rounding: gives what rounding excuses in each element, or None.
@@ -211,10 +212,10 @@ def search(
 
     Args:
       judge: judges the gradient there.
-      mode: "auto", "fast", "full", or "reference": "auto" with no look at the reference itself.
+      mode: "auto", "fast", "full", or "reference": "auto" without a check of the reference itself.
       rows: how many random directions per group of leaves.
-      allowance: gives how far each element may be off besides, asked only where some are off a
-        little.
+      allowance: gives how far each element may be off in addition; called only where some are
+        off a little.
       without: leaves to leave out.
 
     Returns:
@@ -331,7 +332,7 @@ def _kinds(judge: Judge, reference, indices) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _as_reference(judge: Judge, reference, indices, kind: int) -> Verdict:
-    """The verdict on elements that the reference alone tells of."""
+    """The verdict on elements that only the reference has judged."""
     numeric, analytic = reference[0, indices], judge.gradient[0, indices]
     zero = np.zeros(len(indices))
     kinds = np.full(len(indices), kind)
@@ -339,7 +340,7 @@ def _as_reference(judge: Judge, reference, indices, kind: int) -> Verdict:
 
 
 def _with_reference(verdict: Verdict, judge: Judge, reference, indices) -> Verdict:
-    """Where differences are too noisy to tell but do not contradict the reference, it decides.
+    """Where differences are too noisy to decide, without contradicting the reference, it decides.
 
     A gradient far below the noise of the outputs is among them, but not one that vanishes.
     """
@@ -403,8 +404,7 @@ def _bisect(judge: Judge, leaf: int, areas: list[Range]) -> Finding:
     """Split disagreeing ranges until single elements are left.
 
     Where a range disagrees though all its parts agree, only elements at kinks are left: together
-    they may be wrong. None at all are left where the disagreement was noise; if every element was
-    looked at, it is right.
+    they may be wrong. No element is left where the disagreement was noise.
     """
     exact, kinks = True, []
     while areas and max(stop - start for start, stop in areas) > 1:
@@ -454,7 +454,7 @@ def _of_finite(finding: Finding, point: Point) -> Finding:
 
 
 def _without_constants(finding: Finding, judge: Judge, allowance: Callable | None) -> Finding:
-    """Forgive what rounded constants explain, where no reference was there to forgive it."""
+    """Accept what rounded constants explain, where there was no reference to compare with."""
     if allowance is None or not finding.is_wrong:
         return finding
     verdict = finding.verdict

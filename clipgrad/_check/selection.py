@@ -44,7 +44,7 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
         does for the clips: whole segments of a path, or a regular expression that is searched.
       paths: simple leaf paths, separated by `/`, whose first part is a position; a leaf with
         several spellings separates them by `|`.
-      word: the parameter the selector came by, for the error.
+      word: the name of the selector's parameter, for the error.
 
     Returns:
       The set of positions.

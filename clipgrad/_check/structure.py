@@ -1,7 +1,7 @@
 """Points with structure: elements that are tied, as equal maxima are, and symmetric matrices.
 
 An element at a kink may have any gradient between its one-sided slopes; several that are tied may
-not have it together. Two looks find out. Along a direction that keeps equal elements equal, what
+not have it together. Two checks find out. Along a direction that keeps equal elements equal, what
 is tied stays tied, so that most functions have one slope there, which the gradient must have. And
 where all kinks of one output bend the same way, the gradient lies between the one-sided slopes
 along every direction of the elements at kinks, equal or not.
@@ -152,9 +152,9 @@ def _failure(subject: Subject, tied, output: str, slopes, size: float) -> Failur
 def excuse_symmetric(subject: Subject, judge: Judge, found: Search, seed: int) -> Search:
     """Excuse what is right for symmetric matrices, where the function itself is meant for them.
 
-    It is where plain AD disagrees with the slopes as well, as of the factors of a Cholesky
-    decomposition, which is differentiated as a function of symmetric matrices but reads one
-    triangle. So a transposed gradient is not excused.
+    That is so where plain AD disagrees with the slopes as well, as for a Cholesky decomposition,
+    which is differentiated as a function of symmetric matrices but reads one triangle. So a
+    transposed gradient is not excused.
     """
     areas = dict(symmetric_leaves(subject, judge.point.xs))
     findings = [

@@ -23,7 +23,7 @@ Range = tuple[int, int]
 class Subject(NamedTuple):
     """A function of the leaves to be checked, and the point at which to check it.
 
-    `fun` maps the chosen input leaves to the chosen output leaves; all else is held constant.
+    `fun` maps the chosen input leaves to the chosen output leaves; all else is constant.
     `whole` does the same from all array leaves, integers and keys too. `program` is `fun` traced,
     or None if it cannot be.
     """

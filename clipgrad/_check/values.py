@@ -1,4 +1,4 @@
-"""The check of values at one point: what is judged by what, and told as failures and notes."""
+"""The check of values at one point: which gradient is judged by which, failures and notes."""
 
 import numpy as np
 
@@ -108,7 +108,7 @@ def _draws_implicitly(subject: Subject) -> bool:
 
 
 def _told_once(of_rule: list[Finding], found: list[Finding]) -> list[Finding]:
-    """What was found of the rule, and of the gradient as computed what that does not say."""
+    """The findings on the rule, and those on the gradient as computed that add something."""
     known = {finding.leaf: set(finding.verdict.kind.tolist()) for finding in of_rule}
 
     def is_new(finding: Finding) -> bool:

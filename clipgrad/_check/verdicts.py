@@ -28,7 +28,7 @@ class Kind(NamedTuple):
     verified: bool = True
 
 
-# The order is that of gravity: of several cotangents the gravest verdict counts.
+# In order of severity: of several cotangents the most severe verdict counts.
 OK, KINK, UNSURE, WRONG, ROUNDING, SYMMETRIC, IMPLICIT, UNSEEN = range(8)
 KINDS = {
     KINK: Kind("not differentiable; the gradient lies between the one-sided slopes"),
@@ -99,7 +99,7 @@ def judge_two(slopes: Slopes, ratio: float, allowed: Allowed, as_they_are: bool)
 
 
 def is_certain(verdict: Verdict) -> np.ndarray:
-    """Which rows two steps show to be wrong by far: no kink and no noise is as large.
+    """Which rows two steps show to be wrong by far: no kink and no noise is that large.
 
     Both one-sided slopes are the extrapolated one, to a small part of what the row is off.
     """
@@ -137,7 +137,7 @@ def judge(slopes: Slopes, ratio: float, allowed: Allowed) -> Verdict:
 
 
 def _right_in_the_limit(slopes: Slopes, numeric, error, analytic, slack) -> tuple:
-    """Whether small steps have the analytic slope, not that of the larger ones, and precisely so.
+    """Whether small steps, unlike larger ones, have the analytic slope; whether precisely so.
 
     They do beside a kink that is nearer than the larger steps but not than these: then both
     one-sided slopes are the analytic one at two steps, and at all below.

@@ -30,8 +30,8 @@ class Unsupported(Exception):
 class Widened:
     """A traced function from list to list, to be evaluated in float64.
 
-    Each method takes the program's constants and the input leaves. Custom rules are stripped, so
-    that differentiating `call` is plain AD.
+    Each evaluation is a function of the program's constants and the input leaves. Custom rules are
+    stripped, so that differentiating `call` is plain AD.
 
     Attributes:
       narrow: the names of the floating types that the program computes in.
