@@ -299,14 +299,14 @@ def _inspected(judge: Judge, reference, leaf: int, worst) -> Finding:
     most = worst[:INSPECTED]
     kind, of_a_kind = _kinds(judge, reference, most)
     first = np.concatenate([worst[:WORST], spread])
-    if WORST < len(worst) and len(of_a_kind) < len(first):
-        first = most[of_a_kind]
+    by_kind = len(worst) > WORST and len(of_a_kind) < len(first)
+    first = most[of_a_kind] if by_kind else first
     verdict = _with_reference(judge.elements(first), judge, reference, first)
     if (verdict.kind == WRONG).all():
         return _finding(judge, reference, leaf, worst, first, verdict, WRONG)
-    if len(of_a_kind) == len(first) and np.isin(verdict.kind, (OK, KINK)).all():
+    if by_kind and np.isin(verdict.kind, (OK, KINK)).all():
         verdict = verdict.part(kind)
-    else:
+    elif by_kind or len(first) < len(most):
         verdict = _with_reference(judge.elements(most), judge, reference, most)
     return _finding(judge, reference, leaf, worst, most, verdict, UNSEEN)
 
