@@ -155,7 +155,13 @@ FUNCTIONS = {
 # Beside those above, in float32 only. Left out, since JAX's gradient is not that of the function:
 # `random.gamma`, `random.beta`, `random.dirichlet` (implicit, while the sampler rejects and jumps),
 # `special.spence` (NaN below 1), and `sparse.linalg.cg` (right for symmetric matrices only).
+def own_targets(dtype):
+    (x,) = plain((9,))(dtype)
+    return x, jax.nn.softmax(x)
+
+
 MORE = {
+    "a softmax and its own targets": (optax.softmax_cross_entropy, own_targets),
     "sinh": (jnp.sinh, plain((5,))),
     "arctanh": (jnp.arctanh, plain((5,), low=-0.9, high=0.9)),
     "log1p": (jnp.log1p, plain((5,), low=0, high=2)),
