@@ -172,7 +172,7 @@ UNSTEADY = {
         lambda x: x * (x if is_eager(x) or not isinstance(x, TRACED) else lax.stop_gradient(x)),
         "jit",
     ),
-    "its gradient by turns": (doubled_by_half_the_calls(), "jit"),
+    "its gradient by turns": (doubled_by_half_the_calls(), "determinism"),
 }
 
 

@@ -279,6 +279,7 @@ def _by_reference(judge: Judge, reference, found: Search, leaves, allowance) -> 
         indices = np.flatnonzero(suspects & ~rounding)
         if indices.size:
             excess = (off[:, indices] / slack[:, indices]).max(axis=0)
+            excess[np.argmax(off[:, indices].max(axis=0))] = np.inf  # the one that is reported
             worst = indices[np.argsort(-excess, kind="stable")] + start
             found.findings.append(_inspected(judge, reference, leaf, worst))
 
@@ -298,13 +299,14 @@ def _inspected(judge: Judge, reference, leaf: int, worst) -> Finding:
     most = worst[:INSPECTED]
     kind, of_a_kind = _kinds(judge, reference, most)
     first = np.concatenate([worst[:WORST], spread])
-    first = most[of_a_kind] if len(of_a_kind) < len(first) else first
+    by_kind = len(worst) > WORST and len(of_a_kind) < len(first)
+    first = most[of_a_kind] if by_kind else first
     verdict = _with_reference(judge.elements(first), judge, reference, first)
     if (verdict.kind == WRONG).all():
         return _finding(judge, reference, leaf, worst, first, verdict, WRONG)
-    if len(of_a_kind) == len(first) and np.isin(verdict.kind, (OK, KINK)).all():
+    if by_kind and np.isin(verdict.kind, (OK, KINK)).all():
         verdict = verdict.part(kind)
-    else:
+    elif by_kind or len(first) < len(most):
         verdict = _with_reference(judge.elements(most), judge, reference, most)
     return _finding(judge, reference, leaf, worst, most, verdict, UNSEEN)
 
