@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
-from clipgrad._check.tolerances import RELATIVE, ROUNDINGS, in_float64, make_tolerance, narrowest
+from clipgrad._check.tolerances import RELATIVE, in_float64, make_tolerance, narrowest
 from tests.check_zoo import custom, normal
 from tests.test_check_search import halved
 
@@ -39,9 +39,12 @@ def test_the_relative_tolerance_is_that_of_the_documentation(dtype, relative):
     )
 
 
+OFF = {"float64": 1e-6, "float32": 5e-4, "float16": 1e-2, "bfloat16": 5e-2}
+
+
 def square_off_by(part, dtype, rounded):
     """x * x, whose rule is off by a part of the tolerance: by rounding alone, or as written."""
-    error = part * RELATIVE[dtype]
+    error = part * OFF[dtype]
 
     def backward(r, g):
         x, g = r[0].astype("float32"), g.astype("float32")
@@ -65,13 +68,13 @@ def test_a_rule_written_wrong_fails_however_little_of_the_tolerance_it_is_off(dt
     rule, args = square_off_by(part, dtype, rounded=False)
     (failure,) = report(rule, *args).failures
     assert failure.check == "value"
-    np.testing.assert_allclose(failure.ratio - 1, part * RELATIVE[dtype], rtol=0.05)
+    np.testing.assert_allclose(failure.ratio - 1, part * OFF[dtype], rtol=0.05)
 
 
 @pytest.mark.parametrize(("part", "ok"), [(0.5, True), (2.0, False)])
 def test_a_rule_in_float64_may_be_off_by_half_the_tolerance_and_not_by_twice(part, ok):
     with jax.enable_x64(True):
-        factor = 1 + part * RELATIVE["float64"]
+        factor = 1 + part * OFF["float64"]
         rule = custom(lambda x: x * x, lambda r, g: (2 * factor * r[0] * g,))
         found = report(rule, jnp.asarray([0.5, 1.0, 2.0]))
     assert found.ok == ok
@@ -83,11 +86,14 @@ def rounded(error, like):
     return lax.reduce_precision(near, 8, 1) - near
 
 
-@pytest.mark.parametrize("dtype", ROUNDINGS)
+SOME = {"float64": 1e-14, "float32": 6e-6, "float16": 8e-3, "bfloat16": 3e-2}
+
+
+@pytest.mark.parametrize("dtype", SOME)
 @pytest.mark.parametrize(("part", "ok"), [(0.25, True), (4.0, False)])
 def test_an_element_may_be_off_by_some_roundings_of_its_leaf(dtype, part, ok):
     """Of a gradient [1, 1, 1, 0], the last."""
-    error = part * ROUNDINGS[dtype] * float(jnp.finfo(dtype).eps)
+    error = part * SOME[dtype]
 
     def backward(r, g):
         ones = jnp.asarray([1, 1, 1, 0], g.dtype)
