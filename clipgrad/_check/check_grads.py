@@ -135,7 +135,6 @@ def check_grads(
       Arithmetical Solution by Finite Differences, 1911.
     """
     __tracebackhide__ = True
-    __tracebackhide__ = True
     started = time.perf_counter()
     require_mapping(kwargs)
     options = Options(order, mode, delta, max_relative_error, points, seed, skip)

@@ -25,9 +25,18 @@ from clipgrad._check.points import (
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge, Search
 from clipgrad._check.subject import Subject
-from clipgrad._check.tolerances import FAR, KINK_GAP, TIED_NOISE, TIED_RELATIVE
-from clipgrad._check.verdicts import KINK, OK, SYMMETRIC, WRONG
+from clipgrad._check.tolerances import FAR, KINK_GAP, TIED_NOISE, TIED_RELATIVE, length_along
+from clipgrad._check.verdicts import (
+    IMPLICIT,
+    KINK,
+    OK,
+    ROUNDING,
+    SYMMETRIC,
+    UNSURE,
+    WRONG,
+)
 
+EXCUSED = (ROUNDING, UNSURE, SYMMETRIC, IMPLICIT)
 OUTPUTS = 8  # with kinks that are looked at
 MANY = 100_000  # elements, of which some are equal: to sort them costs more than to try
 MOVED = 4  # ways to move tied elements: all up, and up and down at random
@@ -40,23 +49,34 @@ def check_ties(subject: Subject, judge: Judge, vjp: VJP, found: Search, seed: in
     kinks = [f.indices[f.verdict.kind == KINK] for f in findings]
     kinks = np.unique(np.concatenate(kinks)) if kinks else np.zeros(0, int)
     failures = _at_kinks(subject, judge, vjp, kinks, seed) if len(kinks) > 1 else []
-    return failures or ([] if wrong else _of_equal_elements(subject, judge, seed))
+    if failures or wrong:
+        return failures
+    # What is excused in an element is no less off in a sum over several.
+    excused = [f.leaf for f in findings if np.isin(f.verdict.kind, EXCUSED).any()]
+    return _of_equal_elements(subject, judge, excused, seed)
 
 
-def _of_equal_elements(subject: Subject, judge: Judge, seed: int) -> list[Failure]:
+def _of_equal_elements(subject: Subject, judge: Judge, without, seed: int) -> list[Failure]:
     """The slope along directions that keep equal elements equal."""
-    vector = judge.point.vector
+    if judge.delta is not None:  # a step of the user's, of which nothing is known
+        return []
+    vector, direction = judge.point.vector.copy(), tied_direction(judge.point.xs, seed)
+    for leaf in without:
+        start, stop = judge.ranges[leaf]
+        vector[start:stop] = direction[start:stop] = 0.0
     values = _tied_values(vector) if vector.size < MANY else vector
-    if not len(values) or not _is_wrong_along(judge, tied_direction(judge.point.xs, seed)):
+    if not len(values) or not _is_wrong_along(judge, direction):
         return []
     values = _tied_values(vector)
+    if not len(values) or not _is_wrong_along(judge, _of_values(judge, vector, values)):
+        return []
     while len(values) > 1:
         halves = np.array_split(values, 2)
-        wrong = [half for half in halves if _is_wrong_along(judge, _of_values(judge, half))]
+        wrong = [half for half in halves if _is_wrong_along(judge, _of_values(judge, vector, half))]
         if not wrong:
             break
         values = wrong[0]
-    tied = np.flatnonzero(np.isin(judge.point.vector, values))
+    tied = np.flatnonzero(np.isin(vector, values))
     moved = np.zeros((1, judge.point.scale.size))
     moved[0, tied] = _step(judge.differences) * judge.point.scale[tied].max()
     ahead, behind = judge.differences.changes(judge.point.xs, moved)
@@ -70,15 +90,19 @@ def _tied_values(vector: np.ndarray) -> np.ndarray:
     return values[(counts > 1) & (values != 0)]
 
 
-def _of_values(judge: Judge, values: np.ndarray) -> np.ndarray:
+def _of_values(judge: Judge, vector: np.ndarray, values: np.ndarray) -> np.ndarray:
     """All elements of some values moved by their scale, those of one value alike."""
-    vector, scale = judge.point.vector, judge.point.scale
+    scale = judge.point.scale
     return np.where(np.isin(vector, values), vector / np.abs(vector).max() * scale.max(), 0.0)
 
 
 def _is_wrong_along(judge: Judge, direction: np.ndarray) -> bool:
-    whole = [(0, judge.point.scale.size)]
-    return _moving(judge, direction).areas(whole, DENSE).kind[0] == WRONG
+    verdict = _moving(judge, direction).areas([(0, judge.point.scale.size)], DENSE)
+    if verdict.kind[0] != WRONG or judge.tolerance.paddle is None:
+        return bool(verdict.kind[0] == WRONG)
+    size = np.fmax(np.abs(verdict.numeric), length_along(judge.gradient, direction).max())
+    off = np.abs(verdict.numeric - verdict.analytic)
+    return bool(off[0] > judge.tolerance.paddle * size[0])
 
 
 def _moving(judge: Judge, direction: np.ndarray) -> Judge:

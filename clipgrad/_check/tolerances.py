@@ -65,9 +65,9 @@ OWN_ROUNDING, OTHERS_ROUNDING = 10.0, 30.0
 # But never more than this part of the element and its leaf: an embedding's gradient that stops
 # counting at 256 in bfloat16 is 7 times too small, and plain AD's as well.
 MOST_EXCUSED = 0.25
-# But where plain AD's error is larger than the leaf's gradient, its terms cancel and rounding is all
-# that is left: softmax minus its own targets. What accumulates too little is off by less than itself
-# (a softmax and its own targets).
+# But where plain AD's error is larger than the leaf's gradient, terms cancel and rounding is all
+# that is left; what accumulates too little is off by less than itself (a softmax and its own
+# targets; test_what_cancels_in_half_precision_is_a_note).
 CANCELLED = 1.2
 # Roundings of constants, measured by moving each by one: the largest of two random moves is about
 # a third of the worst (constants_rounded_to_float32).
