@@ -171,8 +171,8 @@ def test_auto_takes_under_a_hundred_evaluations_where_random_points_lie_near_kin
 
 
 def test_auto_takes_under_a_hundred_evaluations_for_a_deep_relu_network():
-    weights = [normal(k, 32, 32, dtype=jnp.float32) / 6 for k in range(12)]
-    batch = normal(20, 32, 32, dtype=jnp.float32)
+    weights = [normal(k, 48, 48, dtype=jnp.float32) / 5 for k in range(6)]
+    batch = normal(20, 256, 48, dtype=jnp.float32)
 
     def model(weights):
         x = batch

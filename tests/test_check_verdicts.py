@@ -227,3 +227,18 @@ def test_every_kind_but_right_and_wrong_has_a_note_and_all_differ():
 
 def test_of_several_cotangents_the_gravest_verdict_counts():
     assert OK < KINK < UNSURE < WRONG
+
+
+@pytest.mark.parametrize(
+    ("bend", "analytic", "kind"), [(0.05, 1.03, KINK), (0.005, 1.003, WRONG), (0.05, 1.06, WRONG)]
+)
+def test_slopes_that_differ_by_a_fiftieth_are_those_of_a_kink(bend, analytic, kind):
+    assert verdict(lambda x: x + bend * np.abs(x), analytic).kind == kind
+
+
+@pytest.mark.parametrize(("bend", "analytic", "kind"), [(2e-3, 1e-3, KINK), (2e-4, 1e-4, OK)])
+def test_a_kink_of_less_than_a_thousandth_of_typical_slopes_is_left_to_the_floor(
+    bend, analytic, kind
+):
+    floor = 5e-4 if kind == OK else 0.0
+    assert verdict(lambda x: bend * np.abs(x), analytic, floor=floor).kind == kind
