@@ -152,6 +152,7 @@ FUNCTIONS = {
     "huge": (lambda x: 1e20 * jnp.sin(x), plain((6,))),
 }
 
+
 # Beside those above, in float32 only. Left out, since JAX's gradient is not that of the function:
 # `random.gamma`, `random.beta`, `random.dirichlet` (implicit, while the sampler rejects and jumps),
 # `special.spence` (NaN below 1), and `sparse.linalg.cg` (right for symmetric matrices only).

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import pathlib
+import re
 import sys
 
 import pytest
@@ -73,3 +74,11 @@ def test_functions_are_short(path):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
             assert lines <= 40, node.name
+
+
+def test_the_tests_that_comments_name_as_reasons_exist():
+    tests = " ".join(path.read_text() for path in pathlib.Path(__file__).parent.glob("*.py"))
+    defined = set(re.findall(r"def (test_\w+)", tests))
+    for path in FILES:
+        comments = [line.partition("#")[2] for line in path.read_text().splitlines()]
+        assert set(re.findall(r"(?<![.\w])test_\w+", " ".join(comments))) <= defined, path

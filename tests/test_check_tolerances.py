@@ -171,7 +171,7 @@ def test_a_constant_may_be_rounded_but_not_by_many_roundings():
     assert report(gelu(0.0), x).ok and not report(gelu(1e-5), x).ok
 
 
-@pytest.mark.parametrize(("error", "fails"), [(3e-5, False), (1e-3, True)])
+@pytest.mark.parametrize(("error", "fails"), [(3e-5, False), (3e-4, True)])
 def test_a_compiled_gradient_may_differ_by_a_thousand_roundings_of_its_leaf(error, fails):
     """Of a gradient [1, 1, 1, 0], the last, under `jax.jit` alone."""
     ones = jnp.asarray([1.0, 1, 1, 0])

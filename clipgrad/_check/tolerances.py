@@ -14,81 +14,102 @@ PRECISIONS = ("bfloat16", "float16", "float32", "float64")
 # --- An element of the gradient against a slope: |numeric - analytic| <= relative * larger + ...
 # Of the gradient as it was computed, by the narrowest type inside. A rule that is right loses
 # about the square root of its operations in roundings; 5e-4 is 4,000 of float32, 5e-2 six of
-# bfloat16 (test_an_error_of_half_the_tolerance_passes_and_of_twice_fails). The rule itself,
-# evaluated in float64, has float64's tolerance: that of Richardson's two steps.
+# bfloat16 (test_rounding_by_half_the_tolerance_passes_and_by_twice_fails). The rule itself,
+# evaluated in float64, has float64's tolerance: that of Richardson's two steps
+# (test_a_rule_written_wrong_fails_however_little_of_the_tolerance_it_is_off).
 RELATIVE = {"float64": 1e-6, "float32": 5e-4, "float16": 1e-2, "bfloat16": 5e-2}
 # Along a dense direction, relative to |v * gradient|: roundings cancel in a sum, and one wrong
-# element among n weighs 1/sqrt(n) (zero_at_one_of_thousands, mode="fast").
+# element among n weighs 1/sqrt(n)
+# (test_one_element_among_many_is_found_along_a_random_direction).
 ALONG = {"float64": 1e-8, "float32": 3e-5, "float16": 5e-3, "bfloat16": 3e-2}
 # Roundings of the leaf's typical gradient that any element may be off: sums of products of both
-# signs cancel (test_an_offset_common_to_all_outputs_does_not_move_them).
+# signs cancel (test_an_element_may_be_off_by_some_roundings_of_its_leaf).
 ROUNDINGS = {"float64": 50.0, "float32": 50.0, "float16": 8.0, "bfloat16": 4.0}
 # The least number that arithmetic keeps: XLA's float32 and bfloat16 have no subnormal numbers,
-# float16 has (max_of_many_ties_in_float16).
+# float16 has (test_what_underflows_is_not_wrong_but_a_number_that_does_not_is).
 SMALLEST = {
     name: float(jnp.finfo(name).smallest_subnormal if name == "float16" else jnp.finfo(name).tiny)
     for name in PRECISIONS
 }
 # A leaf whose exact gradient is this small beside the others' effects vanishes, and keeps what
 # these leave there when they cancel; another leaf's small gradient counts as it is
-# (test_a_small_gradient_beside_outputs_of_another_magnitude_is_judged_by_plain_ad).
+# (smaller: test_an_offset_common_to_all_outputs_does_not_move_them; larger:
+# test_a_small_gradient_beside_outputs_of_another_magnitude_is_judged_by_plain_ad).
 VANISHING = 1e-13
 OTHERS = 0.01  # of the other leaves' effects, where it is not known which leaf vanishes
 # Where the function can only be evaluated in its own narrow type, slopes are as imprecise
 # (test_a_callback_is_evaluated_natively_where_its_thread_has_no_64_bit_types).
 NATIVE_SLOPES, NATIVE_ALONG = 10.0, 30.0
-# Paddle's error is absolute below this magnitude, as its operator tests publish it.
+# Paddle's error is absolute below this magnitude, as its operator tests publish it
+# (test_paddles_rule_is_absolute_for_slopes_below_a_thousandth_alone).
 PADDLE_NEARLY_ZERO = 1e-3
 
-# --- Plain AD of the widened function against slopes along dense directions: both in float64.
+# --- Plain AD of the widened function against slopes along dense directions: both in float64
+# (test_a_reference_that_is_wrong_itself_is_found_from_a_millionth_on).
 REFERENCE_ALONG, REFERENCE_EPS = 1e-6, 1e-14
 
 # --- Slopes
 NOISE = 4.0  # roundings of the outputs in a difference, divided by the step
 SETTLED = 1e-6  # relative error below which a slope needs no closer look
 # One-sided slopes further apart than this part of them are a kink's; a smooth function's differ by
-# the step, 2 ** -32 at best (test_a_gap_within_the_noise_is_no_kink_nor_one_far_below_typical...).
+# the step, 2 ** -32 at best (test_slopes_that_differ_by_a_fiftieth_are_those_of_a_kink).
 KINK_GAP = 0.02
-SMALL_KINK = 1e-3  # of the typical slope: a kink too small to matter
-GROWTH = 1.5  # slopes that grow so much at each of the last steps have no limit: a jump's
+# Of the typical slope: a kink too small to matter
+# (test_a_kink_of_less_than_a_thousandth_of_typical_slopes_is_left_to_the_floor).
+SMALL_KINK = 1e-3
+# Slopes that grow so much at each of the last steps have no limit: a jump's
+# (test_slopes_that_grow_without_bound_are_a_kink).
+GROWTH = 1.5
 NEGLIGIBLE = 100.0  # times the noise: a slope that is zero but for noise
-NOISY = 0.1  # error relative to the typical slope from which nothing can be said
+# Error relative to the typical slope from which nothing can be said
+# (test_slopes_that_never_settle_are_no_verdict).
+NOISY = 0.1
 # One-sided slopes that are the extrapolated one to this part of what an element is off, which is
 # itself no small part of the gradient, leave no room for a kink, a jump or noise: it is wrong
-# without a closer look, half the cost of a wrong rule. A staircase's slopes differ by less
-# (test_a_function_of_small_steps_is_measured_with_large_ones).
+# without a closer look, half the cost of a wrong rule
+# (test_what_is_wrong_by_far_is_certain_where_both_sides_have_the_same_slope).
 CERTAIN, FAR_OFF = 0.02, 0.05
 
 # --- What rounding excuses: plain AD in the same precision is off about as much
 # (test_values_lost_to_rounding_are_excused_only_if_plain_ad_loses_them_too).
 OWN_ROUNDING, OTHERS_ROUNDING = 10.0, 30.0
 # But never more than this part of the element and its leaf: an embedding's gradient that stops
-# counting at 256 in bfloat16 is 7 times too small, and plain AD's as well.
+# counting at 256 in bfloat16 is 7 times too small, and plain AD's as well
+# (test_rounding_excuses_at_most_a_quarter_of_the_element_and_its_leaf).
 MOST_EXCUSED = 0.25
 # But where plain AD's error is larger than the leaf's gradient, terms cancel and rounding is all
 # that is left; what accumulates too little is off by less than itself (a softmax and its own
 # targets; test_what_cancels_in_half_precision_is_a_note).
 CANCELLED = 1.2
 # Roundings of constants, measured by moving each by one: the largest of two random moves is about
-# a third of the worst (constants_rounded_to_float32).
+# a third of the worst (test_a_constant_may_be_rounded_but_not_by_many_roundings).
 CONSTANTS = 8.0
 
 # A rule this many times its own tolerance off in float64, whose gradient as computed is right, does
-# something that widening changes (an integer made of a large float): it is judged as computed.
+# something that widening changes, or when it is traced: it is judged as computed
+# (test_a_rule_that_is_wrong_only_when_traced_fails_under_jit_and_not_by_its_values).
 FAR = 10.0
 
 # --- Two computations of the same gradient in its own precision: eager and compiled, say.
+# (test_a_compiled_gradient_may_differ_by_a_thousand_roundings_of_its_leaf).
 SAME_ROUNDINGS = 1e3
-SAME_EXCUSED = 30.0  # times plain AD's own rounding error
-SAME_VALUES = 0.1  # of a function and its widened program: told from one that looks at bits
-CALLED_ALIKE = 0.1, 0.01  # parts of `RELATIVE` for values called and differentiated
-FORWARD = 10.0  # times `ALONG`: forward against reverse mode
+# Times plain AD's own rounding error (test_what_plain_ad_loses_too_is_excused_leaf_by_leaf).
+SAME_EXCUSED = 30.0
+# Of a function and its widened program: told from one that looks at bits
+# (test_a_function_that_looks_at_its_own_rounding_is_evaluated_natively).
+SAME_VALUES = 0.1
+# Parts of `RELATIVE`, of a value and of the typical one, for values called and differentiated
+# (test_values_are_the_same_to_a_tenth_of_the_tolerance).
+CALLED_ALIKE = 0.1, 0.01
+# Times `ALONG`: forward against reverse mode
+# (test_forward_mode_may_differ_from_reverse_by_ten_times_the_tolerance_along).
+FORWARD = 10.0
 
 # Relative to values and slopes: `stop_gradient` matters where it changes them
 # (test_a_stopped_gradient_that_matters_is_noted).
 STOPPED = 1e-6
 
-# --- Ties
+# --- Ties (test_both_arguments_of_a_tie_cannot_have_the_whole_gradient)
 TIED_NOISE, TIED_RELATIVE = 64.0, 10.0
 
 
