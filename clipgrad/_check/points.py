@@ -150,7 +150,7 @@ def nearby(subject: Subject, seed: int, reach: float = 1.0) -> list[jax.Array]:
     By how much is a function of the element's value. So equal elements stay equal, symmetric
     matrices symmetric and zeros zeros, in the same order, and what is in [0, 1] stays there. A leaf
     of one value throughout is an exception: it is more often a test's `ones` than a structure, and
-    each of its elements moves its own way, up or down; a leaf of zeros moves by as much of 1.
+    each of its elements moves by an amount of its own; a leaf of zeros moves up by as much of 1.
     """
     rng = generator(seed, "nearby")
     phase = rng.uniform(0, 2 * np.pi)
@@ -163,8 +163,8 @@ def nearby(subject: Subject, seed: int, reach: float = 1.0) -> list[jax.Array]:
 def _moved(leaf, phase: float, rng, reach: float):
     values = widen(leaf)
     if np.all(values == values.ravel()[0]):
-        part = reach * rng.choice([-1.0, 1.0], leaf.shape) * rng.uniform(0.02, 0.08, leaf.shape)
-        moved = (1 + part) * values if values.any() else part
+        part = reach * rng.uniform(0.02, 0.08, leaf.shape)
+        moved = (1 - part) * values if values.any() else part
     else:
         moved = values * (1 - reach * (0.05 + 0.03 * of_value(values, phase)))
     return jax.device_put(moved.astype(leaf.dtype))

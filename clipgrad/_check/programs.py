@@ -7,13 +7,15 @@ as before, down to the text, so are the programs compiled from it.
 
 import collections
 import functools
+import hashlib
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
@@ -40,9 +42,25 @@ def kept(key: Any, make: Callable[[], Any]) -> Any:
 
 
 def text(program: Any) -> str:
-    """A program as text, with all its numbers but those of its constants."""
+    """A program as text, with all that it computes with but the values of its own constants.
+
+    The constants that programs inside keep to themselves, as a `jax.jit` does that closes over
+    an array, stand for themselves by a digest.
+    """
     with np.printoptions(threshold=sys.maxsize):
-        return str(_jaxpr.opened(program)[0])
+        return str(_jaxpr.opened(program)[0]) + "".join(map(_digest, _inner_constants(program)))
+
+
+def _inner_constants(program: Any) -> Iterator[Any]:
+    for equation in _jaxpr.equations(program):
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            yield from inner.consts if isinstance(inner, ClosedJaxpr) else ()
+
+
+def _digest(constant: Any) -> str:
+    is_key = jnp.issubdtype(jax.typeof(constant).dtype, jax.dtypes.prng_key)
+    values = np.asarray(jax.random.key_data(constant) if is_key else constant)
+    return hashlib.sha256(values.tobytes()).hexdigest()
 
 
 def with_constants(program: Any, constants: Any) -> ClosedJaxpr:

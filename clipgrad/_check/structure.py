@@ -25,7 +25,7 @@ from clipgrad._check.points import (
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge, Search
 from clipgrad._check.subject import Subject
-from clipgrad._check.tolerances import FAR, KINK_GAP, TIED_NOISE, TIED_RELATIVE, length_along
+from clipgrad._check.tolerances import FAR, KINK_GAP, TIED_NOISE, TIED_RELATIVE
 from clipgrad._check.verdicts import (
     IMPLICIT,
     KINK,
@@ -100,9 +100,10 @@ def _is_wrong_along(judge: Judge, direction: np.ndarray) -> bool:
     verdict = _moving(judge, direction).areas([(0, judge.point.scale.size)], DENSE)
     if verdict.kind[0] != WRONG or judge.tolerance.paddle is None:
         return bool(verdict.kind[0] == WRONG)
-    size = np.fmax(np.abs(verdict.numeric), length_along(judge.gradient, direction).max())
-    off = np.abs(verdict.numeric - verdict.analytic)
-    return bool(off[0] > judge.tolerance.paddle * size[0])
+    moved = np.flatnonzero(direction)
+    part = judge.gradient[:, moved]
+    slack = judge.allowed_at(moved).slack(part, part) @ np.abs(direction[moved])
+    return bool(np.abs(verdict.numeric - verdict.analytic)[0] > slack.max())
 
 
 def _moving(judge: Judge, direction: np.ndarray) -> Judge:
