@@ -57,8 +57,8 @@ def check_grads(
     Guarantees:
       * What could not be verified is in ``notes``, what could not be run in ``not_run``; a report
         in which nothing was verified is not ok. What rounding explains, as plain AD in the same
-        precision is off too, counts as not verified. It is excused up to a quarter of the element
-        and its leaf, unless the terms of the leaf cancel.
+        precision is off too, is excused up to a quarter of the element and its leaf, unless the
+        terms of the leaf cancel, and not verified if off by more than a hundredth of them.
       * Values behind `jax.lax.stop_gradient` are held fixed, as JAX differentiates them; a note
         says so where it matters.
       * The same seed gives the same report.

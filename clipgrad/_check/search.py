@@ -10,9 +10,10 @@ import numpy as np
 from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar
 from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
 from clipgrad._check.subject import Range
-from clipgrad._check.tolerances import SETTLED, Allowed, Sizes, Tolerance, length_along
+from clipgrad._check.tolerances import SETTLED, SLIGHT, Allowed, Sizes, Tolerance, length_along
 from clipgrad._check.verdicts import (
     KINK,
+    LOST,
     NOTHING,
     OK,
     ROUNDING,
@@ -274,7 +275,8 @@ def _by_reference(judge: Judge, reference, found: Search, leaves, allowance) -> 
             rounding = suspects & (off.max(axis=0) <= excused[start:stop])
         if rounding.any():
             indices = np.flatnonzero(rounding) + start
-            verdict = _as_reference(judge, reference, indices, ROUNDING)
+            kinds = _excuse(judge, leaf, off[:, rounding].max(axis=0), part[0][:, rounding])
+            verdict = _as_reference(judge, reference, indices, ROUNDING)._replace(kind=kinds)
             found.findings.append(Finding(leaf, indices, verdict, 0, True, 0))
         indices = np.flatnonzero(suspects & ~rounding)
         if indices.size:
@@ -282,6 +284,12 @@ def _by_reference(judge: Judge, reference, found: Search, leaves, allowance) -> 
             excess[np.argmax(off[:, indices].max(axis=0))] = np.inf  # the one that is reported
             worst = indices[np.argsort(-excess, kind="stable")] + start
             found.findings.append(_inspected(judge, reference, leaf, worst))
+
+
+def _excuse(judge: Judge, leaf: int, off, gradient) -> np.ndarray:
+    """The verdict on elements that rounding excuses: little of them is lost, or much."""
+    size = np.abs(gradient).max(axis=0) + judge.sizes.typical[:, leaf].max()
+    return np.where(off <= SLIGHT * size, ROUNDING, LOST)
 
 
 def _is_subtle(off, reference, judge: Judge, leaf: int) -> bool:
@@ -476,5 +484,6 @@ def _without_rounding(finding: Finding, judge: Judge) -> Finding:
     if excused is None:
         return finding
     off = np.abs(verdict.numeric - verdict.analytic)
-    kind = np.where(wrong & (off <= excused[finding.indices]), ROUNDING, verdict.kind)
+    excuse = _excuse(judge, finding.leaf, off, verdict.numeric[None])
+    kind = np.where(wrong & (off <= excused[finding.indices]), excuse, verdict.kind)
     return finding._replace(verdict=verdict._replace(kind=kind))

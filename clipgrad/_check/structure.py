@@ -29,6 +29,7 @@ from clipgrad._check.tolerances import FAR, KINK_GAP, TIED_NOISE, TIED_RELATIVE
 from clipgrad._check.verdicts import (
     IMPLICIT,
     KINK,
+    LOST,
     OK,
     ROUNDING,
     SYMMETRIC,
@@ -36,7 +37,7 @@ from clipgrad._check.verdicts import (
     WRONG,
 )
 
-EXCUSED = (ROUNDING, UNSURE, SYMMETRIC, IMPLICIT)
+EXCUSED = (ROUNDING, LOST, UNSURE, SYMMETRIC, IMPLICIT)
 OUTPUTS = 8  # with kinks that are looked at
 MANY = 100_000  # elements, of which some are equal: to sort them costs more than to try
 MOVED = 4  # ways to move tied elements: all up, and up and down at random

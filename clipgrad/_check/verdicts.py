@@ -29,11 +29,12 @@ class Kind(NamedTuple):
 
 
 # In order of severity: of several cotangents the most severe verdict counts.
-OK, KINK, UNSURE, WRONG, ROUNDING, SYMMETRIC, IMPLICIT, UNSEEN = range(8)
+OK, KINK, UNSURE, WRONG, ROUNDING, LOST, SYMMETRIC, IMPLICIT, UNSEEN = range(9)
 KINDS = {
     KINK: Kind("not differentiable; the gradient lies between the one-sided slopes"),
     UNSURE: Kind("could not be verified by differences, which are too noisy", verified=False),
-    ROUNDING: Kind("not verified: off by rounding, as plain AD in this precision is", False),
+    ROUNDING: Kind("off by rounding, as plain AD in this precision is"),
+    LOST: Kind("not verified: off by rounding, as plain AD in this precision is", False),
     SYMMETRIC: Kind(
         "right for symmetric matrices, as this one is, and not off them: the function does not "
         "read both triangles alike"
