@@ -9,8 +9,8 @@ from clipgrad._check.verdicts import (
     IMPLICIT,
     KINDS,
     KINK,
+    LOST,
     OK,
-    ROUNDING,
     UNSEEN,
     UNSURE,
     WRONG,
@@ -221,7 +221,7 @@ def test_every_kind_but_right_and_wrong_has_a_note_and_all_differ():
     assert set(KINDS) == set(range(len(KINDS) + 2)) - {OK, WRONG}
     assert len({kind.note for kind in KINDS.values()}) == len(KINDS)
     assert {k for k, kind in KINDS.items() if not kind.verified} == {
-        UNSURE, ROUNDING, IMPLICIT, UNSEEN,
+        UNSURE, LOST, IMPLICIT, UNSEEN,
     }  # fmt: skip
 
 

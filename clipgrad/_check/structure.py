@@ -98,9 +98,10 @@ def _of_values(judge: Judge, vector: np.ndarray, values: np.ndarray) -> np.ndarr
 
 
 def _is_wrong_along(judge: Judge, direction: np.ndarray) -> bool:
+    """Whether the gradient is off by more than its elements may be together."""
     verdict = _moving(judge, direction).areas([(0, judge.point.scale.size)], DENSE)
-    if verdict.kind[0] != WRONG or judge.tolerance.paddle is None:
-        return bool(verdict.kind[0] == WRONG)
+    if verdict.kind[0] != WRONG:
+        return False
     moved = np.flatnonzero(direction)
     part = judge.gradient[:, moved]
     slack = judge.allowed_at(moved).slack(part, part) @ np.abs(direction[moved])
