@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from clipgrad._check import GradCheckReport, check_grads
-from clipgrad._check.devices import KINDS, find_devices
+from clipgrad._check.devices import PLATFORMS, find_devices
 from clipgrad._cotangent import clip_cotangent
 from clipgrad._error_clip import error_clip
 from clipgrad._norms import global_norm
@@ -124,7 +124,9 @@ def add_selftest_parser(subparsers: Any) -> None:
         help="check every VJP of this library on every available device",
         description="Check every VJP of this library on every available device.",
     )
-    parser.add_argument("--device", help=f"kinds of device, of {', '.join(KINDS)}; default: all")
+    parser.add_argument(
+        "--device", help=f"kinds of device, of {', '.join(PLATFORMS)}; default: all"
+    )
     parser.set_defaults(run=run_selftest)
 
 

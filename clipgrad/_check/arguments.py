@@ -31,7 +31,7 @@ SIZES = re.compile(r"(?:^|^:\s*|shape\s*[=:]?\s*)\(((?:[1-9]\d*,?\s*)+)\)")
 SCALARS = (float, jax.Array, "float", "jax.Array")
 SCALAR = "f32[]"
 INTEGERS = 4
-SMALLEST = 3
+FIRST_SIZE = 3
 WIDE = ("float64", "complex128", "int64")
 
 
@@ -156,7 +156,7 @@ def _size(dim: str, sizes: dict[str, int]) -> int | None:
         return int(dim)
     if dim.startswith("_"):
         dim = f"_{len(sizes)}"
-    return sizes.setdefault(dim, SMALLEST + len(sizes)) if dim.isidentifier() else None
+    return sizes.setdefault(dim, FIRST_SIZE + len(sizes)) if dim.isidentifier() else None
 
 
 def _documented(name: str, document: str) -> str | None:

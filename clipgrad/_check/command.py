@@ -20,7 +20,7 @@ from clipgrad._check.arguments import (
     random_arguments,
 )
 from clipgrad._check.check_grads import check_grads
-from clipgrad._check.devices import KINDS
+from clipgrad._check.devices import PLATFORMS
 from clipgrad._check.options import Options
 from clipgrad._check.report import GradCheckReport, first_line
 from clipgrad._selectors import nearest
@@ -70,7 +70,7 @@ def add_check_parser(subparsers: Any) -> None:
         if option.default:
             words["help"] += f" (default: {option.default})"
         how(f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, **words)
-    how("--device", metavar="KINDS", help=f"such as cpu,gpu; of {', '.join(KINDS)} (default: all)")
+    how("--device", metavar="KINDS", help=f"such as cpu,gpu, of {', '.join(PLATFORMS)} (all)")
     how("--x64", action="store_true", help="enable 64-bit types first")
     parser.add_argument("--json", metavar="FILE", help="write the report to a file as well")
     parser.set_defaults(run=run_check)

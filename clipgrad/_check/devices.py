@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 
-KINDS = ("cpu", "gpu", "tpu", "cuda", "rocm", "METAL")
+PLATFORMS = ("cpu", "gpu", "tpu", "cuda", "rocm", "METAL")
 
 
 class Devices(NamedTuple):
@@ -22,11 +22,11 @@ def find_devices(kinds: Sequence[str] | None) -> Devices:
         kinds = list(dict.fromkeys([jax.default_backend(), "cpu"]))
         return Devices({kind: device for kind in kinds if (device := _first(kind))}, [])
     kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-    unknown = [kind for kind in kinds if kind not in KINDS]
+    unknown = [kind for kind in kinds if kind not in PLATFORMS]
     if unknown or not kinds:
         raise ValueError(
-            f"devices: got {tuple(unknown or kinds)!r}, expected some of {', '.join(KINDS)}, or "
-            "None for all there are"
+            f"devices: got {tuple(unknown or kinds)!r}, expected some of {', '.join(PLATFORMS)}, "
+            "or None for all there are"
         )
     found = {kind: _first(kind) for kind in kinds}
     there = {kind: device for kind, device in found.items() if device is not None}

@@ -6,6 +6,7 @@ bounded size, so that one compilation serves every mode and every point.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -163,15 +164,15 @@ class Differences:
 
     def _along(self, direction, gradient, moves: Moves) -> tuple[np.ndarray, np.ndarray]:
         """The gradient along each move, and the length of its terms."""
-        found: dict[tuple, tuple] = {}
-        for start, stop, step in zip(*moves, strict=True):
-            key = (start, stop) if self._is_wide else (start, stop, step)
-            if key not in found:
-                move = self._made(direction, start, stop, step)
-                part = gradient[:, start:stop]
-                found[key] = part @ move, length_along(part, move)
-        keys = zip(*moves, strict=True) if not self._is_wide else zip(*moves[:2], strict=True)
-        pairs = [found[tuple(key)] for key in keys]
+
+        @functools.cache
+        def along(start, stop, step):
+            made, part = self._made(direction, start, stop, step), gradient[:, start:stop]
+            return part @ made, length_along(part, made)
+
+        # In float64 every step makes the same move.
+        steps = np.ones_like(moves.step) if self._is_wide else moves.step
+        pairs = [along(*move) for move in zip(moves.start, moves.stop, steps, strict=True)]
         return np.stack([pair[0] for pair in pairs]), np.stack([pair[1] for pair in pairs])
 
     def _made(self, direction, start: int, stop: int, step: float) -> np.ndarray:

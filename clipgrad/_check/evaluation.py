@@ -68,7 +68,7 @@ def in_float64(subject: Subject, hold: bool = True) -> tuple[Evaluation, Widened
         subject,
         "float64",
         constants=_jaxpr.opened(subject.program)[1],
-        key=(text(subject.program), held),
+        key=(widened.text, held),
         held=held,
     )
     return evaluation, widened
@@ -78,7 +78,8 @@ def widen(program) -> Widened:
     """The widened program, the same object for the same text."""
     if program is None:
         return Widened(program)
-    return kept(("widened", text(program)), lambda: Widened(program))
+    key = text(program)
+    return kept(("widened", key), lambda: Widened(program, key))
 
 
 def _wide(call, subject: Subject, label: str, **options) -> Evaluation:

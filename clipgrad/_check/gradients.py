@@ -12,7 +12,7 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.contract import primal
 from clipgrad._check.differences import on_cpu
 from clipgrad._check.evaluation import widen
-from clipgrad._check.programs import is_steady, kept, low_jit, quick_jit, text
+from clipgrad._check.programs import is_steady, kept, low_jit, quick_jit
 from clipgrad._check.subject import Subject
 from clipgrad._check.tolerances import STOPPED
 from clipgrad._check.vectors import (
@@ -157,7 +157,7 @@ class GradientOf:
 
     def __init__(self, widened: "Widened | GradientOf", count: int):
         self._widened, self._count = widened, count
-        self.narrow, self.stops = widened.narrow, widened.stops
+        self.text, self.narrow, self.stops = widened.text, widened.narrow, widened.stops
 
     def call(self, constants, leaves):
         """The gradient in float64."""
@@ -236,7 +236,7 @@ def stops_matter(widened: Widened, subject: Subject, direction: np.ndarray) -> b
 
     with jax.enable_x64(True), on_cpu():
         xs = [np.asarray(widened_leaf(x)) for x in subject.inputs]
-        compiled = kept(("stops", text(program)), lambda: low_jit(run))
+        compiled = kept(("stops", widened.text), lambda: low_jit(run))
         found = compiled(_jaxpr.opened(program)[1], xs, from_rows(direction, xs))
     (values, stopped), (_, free) = found
     values, stopped, free = (to_numpy(leaves) for leaves in (values, stopped, free))
@@ -245,7 +245,7 @@ def stops_matter(widened: Widened, subject: Subject, direction: np.ndarray) -> b
 
 
 def _exact(name: str, compile: Callable, widened, program: Any, outputs) -> Exact:
-    key = (name, text(program))
+    key = (name, widened.text)
 
     def nudged(seed):
         return kept((*key, seed), lambda: compile(widened.nudged(seed)))

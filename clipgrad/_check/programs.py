@@ -96,7 +96,8 @@ def _compiled(fun: Callable, structure: Any, leaves: list) -> Callable[[list], A
 
     program = jax.make_jaxpr(flat)(leaves)
     constants = _jaxpr.opened(program)[1]
-    run = kept(("quick_jit", text(program)), lambda: _evaluated(program))
+    jaxpr = _jaxpr.opened(program)[0]  # what is kept holds no constants of this call
+    run = kept(("quick_jit", text(program)), lambda: _evaluated(jaxpr))
     return lambda leaves: found[0].unflatten(run(constants, leaves))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,6 +58,11 @@ class Finding(NamedTuple):
     def is_wrong(self) -> bool:
         """Whether some element is wrong."""
         return bool(np.any(self.verdict.kind == WRONG))
+
+    def with_kind(self, kind: Any, where: Any = True) -> "Finding":
+        """The finding with another verdict on its wrong elements, or on some of them."""
+        kinds = np.where((self.verdict.kind == WRONG) & where, kind, self.verdict.kind)
+        return self._replace(verdict=self.verdict._replace(kind=kinds))
 
 
 class Search(NamedTuple):
@@ -471,9 +476,7 @@ def _without_constants(finding: Finding, judge: Judge, allowance: Callable | Non
     subtle = wrong & (off <= SUBTLE * np.fmax(np.abs(verdict.numeric), np.abs(verdict.analytic)))
     if not subtle.any():
         return finding
-    forgiven = subtle & (off <= allowance().max(axis=0)[finding.indices])
-    kind = np.where(forgiven, OK, verdict.kind)
-    return finding._replace(verdict=verdict._replace(kind=kind))
+    return finding.with_kind(OK, subtle & (off <= allowance().max(axis=0)[finding.indices]))
 
 
 def _without_rounding(finding: Finding, judge: Judge) -> Finding:
@@ -485,5 +488,4 @@ def _without_rounding(finding: Finding, judge: Judge) -> Finding:
         return finding
     off = np.abs(verdict.numeric - verdict.analytic)
     excuse = _excuse(judge, finding.leaf, off, verdict.numeric[None])
-    kind = np.where(wrong & (off <= excused[finding.indices]), excuse, verdict.kind)
-    return finding._replace(verdict=verdict._replace(kind=kind))
+    return finding.with_kind(excuse, wrong & (off <= excused[finding.indices]))

@@ -192,7 +192,6 @@ def excuse_symmetric(subject: Subject, judge: Judge, found: Search, seed: int) -
 
 
 def _excused(subject: Subject, judge: Judge, finding: Finding, area, seed: int) -> Finding:
-    wrong = finding.verdict.kind == WRONG
     if not _is_meant_for_symmetric(judge, finding):
         return finding
     start, stop = area
@@ -204,8 +203,7 @@ def _excused(subject: Subject, judge: Judge, finding: Finding, area, seed: int) 
         direction[start:stop] = (matrix + matrix.T).ravel() / 2 * judge.point.scale[area[0]]
         if _moving(judge, direction).areas([area], DENSE).kind[0] != OK:
             return finding
-    kind = np.where(wrong, SYMMETRIC, finding.verdict.kind)
-    return finding._replace(verdict=finding.verdict._replace(kind=kind))
+    return finding.with_kind(SYMMETRIC)
 
 
 def _is_meant_for_symmetric(judge: Judge, finding: Finding) -> bool:

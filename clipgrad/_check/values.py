@@ -13,7 +13,9 @@ from clipgrad._check.tolerances import FAR
 from clipgrad._check.verdicts import IMPLICIT, KINDS, KINK, UNSURE, WRONG
 
 LAYOUT_LIMIT = 100_000  # elements of a leaf that are compared with its transpose and permutations
-SUBTLE = "; so the rule evaluated in float64: in its own precision it is within the tolerance"
+PASSES_AS_COMPUTED = (
+    "; so the rule evaluated in float64: in its own precision it is within the tolerance"
+)
 
 
 def check_values(check: Check, point: Point, where: str = "") -> None:
@@ -92,13 +94,7 @@ def _excused(check: Check, judge: Judge, found: Search) -> Search:
     found = excuse_symmetric(check.subject, judge, found, check.options.seed)
     if not found.wrong_leaves() or not _draws_implicitly(check.subject):
         return found
-    return found._replace(findings=[_of_kind(f, IMPLICIT) for f in found.findings])
-
-
-def _of_kind(finding: Finding, kind: int) -> Finding:
-    verdict = finding.verdict
-    kinds = np.where(verdict.kind == WRONG, kind, verdict.kind)
-    return finding._replace(verdict=verdict._replace(kind=kinds))
+    return found._replace(findings=[f.with_kind(IMPLICIT) for f in found.findings])
 
 
 def _draws_implicitly(subject: Subject) -> bool:
@@ -150,7 +146,7 @@ def _failure(subject: Subject, point: Point, finding: Finding, check: str, where
     spared = int(np.sum(finding.verdict.kind[: finding.inspected] != WRONG))
     count = max(finding.suspects - spared, len(wrong))
     worst = _worst(verdict, int(np.sum(wrong < finding.inspected)))
-    hint = _hint(subject, point, finding, verdict) or (SUBTLE if finding.passes else "")
+    hint = _hint(subject, point, finding, verdict) or (PASSES_AS_COMPUTED if finding.passes else "")
     return Failure(
         check=check,
         where=subject.element(int(indices[worst])),

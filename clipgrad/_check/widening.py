@@ -34,6 +34,7 @@ class Widened:
     stripped, so that differentiating `call` is plain AD.
 
     Attributes:
+      text: the program as text.
       narrow: the names of the floating types that the program computes in.
       stops: whether it holds a `stop_gradient`.
       looks_at_bits: whether it looks at the bits of its numbers, which widening changes.
@@ -43,14 +44,15 @@ class Widened:
         the function could not be traced, and `program` is None.
     """
 
-    def __init__(self, program: Any):
+    def __init__(self, program: Any, text: str = ""):
         if program is None:
             raise Unsupported("it cannot be traced")
         found = list(_jaxpr.equations(program))
         names = {equation.primitive.name for equation in found}
         if names & OPAQUE:
             raise Unsupported(f"it holds {', '.join(sorted(names & OPAQUE))}")
-        self._program = program
+        self._program, _ = _jaxpr.opened(program)  # kept longer than its constants
+        self.text = text
         self.narrow = _float_dtypes(found)
         self.stops = "stop_gradient" in names
         self.looks_at_bits = any(map(_looks_at_bits, found))

@@ -1,0 +1,37 @@
+"""The module path of an equation: the named scopes around it."""
+
+import functools
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
+
+Path = tuple[str, ...]
+
+# JAX has no public name for the two kinds of entries of a name stack.
+with jax.named_scope("scope"):
+    _SCOPE = type(source_info_util.current_name_stack().stack[-1])
+with source_info_util.transform_name_stack("vmap"):
+    _VMAP = source_info_util.current_name_stack().stack[-1]
+
+
+def path(equation: JaxprEqn) -> Path:
+    """Return the scopes around an equation within its own program, outermost first.
+
+    Those around a program inside another equation are that equation's. `jax.named_scope("a/b")`
+    is two scopes; entries of transformations such as `vmap` are none.
+    """
+    return _path(tuple(equation.source_info.name_stack.stack))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _path(stack: tuple[Any, ...]) -> Path:
+    names = (entry.name for entry in stack if type(entry) is _SCOPE)
+    return tuple(segment for name in names for segment in name.split("/") if segment)
+
+
+def is_mapped(equation: JaxprEqn) -> bool:
+    """Whether a `vmap` of this program surrounds an equation; a scope "vmap" has another type."""
+    entries = equation.source_info.name_stack.stack
+    return any(type(entry) is type(_VMAP) and entry == _VMAP for entry in entries)
