@@ -19,6 +19,7 @@ from clipgrad._error_clip import error_clip as error_clip
 from clipgrad._everywhere import error_clip_everywhere as error_clip_everywhere
 from clipgrad._gradient_clip import GradientClipState as GradientClipState
 from clipgrad._gradient_clip import gradient_clip as gradient_clip
+from clipgrad._names import list_names as list_names
 from clipgrad._norms import global_norm as global_norm
 from clipgrad._per_example import clip_per_example as clip_per_example
 from clipgrad._presets import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS

@@ -3,20 +3,19 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._cotangent import clip_cotangent
+from clipgrad._names import Resolved, Rules, check_function, checked_rules, resolved
 from clipgrad._nnx import with_models
-from clipgrad._rules import ClipRule, as_rule, is_own
-from clipgrad._selectors import nearest
+from clipgrad._rules import is_own
 from clipgrad._stats import ClipStats
 
 F = TypeVar("F", bound=Callable[..., Any])
-Rules = Mapping[str, Callable[..., Any] | None]
 
 
 def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
@@ -83,20 +82,32 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
 
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
-        check_names(traced.program, named, caller)
-        warn_of_batches(traced.program, named, caller, stacklevel=5)
-        return traced.evaluate(args, kwargs, ByName(named, {}))
+        names = resolved(traced.program, named, caller)
+        warn_of_batches(traced.program, names, caller, stacklevel=5)
+        return traced.evaluate(args, kwargs, ByName.of(names, {}))
 
     return clipped  # type: ignore[return-value]
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rules", "probes"],
+    meta_fields=["modules", "scopes"],
+)
 @dataclasses.dataclass(frozen=True)
 class ByName(_jaxpr.Hook):
-    """Clips and watches the tagged variables; equations without them are left as they are."""
+    """Clips and watches variables with names; equations without them are left as they are."""
 
     rules: dict[str, Any]
     probes: dict[str, ClipStats]  # with a leading axis for each scan around the variable
+    modules: frozenset[str]  # the names that are paths of modules; the others are tags
+    scopes: _jaxpr.Path = ()  # those around the program
+
+    @classmethod
+    def of(cls, names: Resolved, probes: dict[str, ClipStats]) -> "ByName":
+        """Clips by these names, and their probes."""
+        modules = frozenset(name for name, chosen in names.items() if chosen.kind == "module")
+        return cls({name: chosen.rule for name, chosen in names.items()}, probes, modules)
 
     @property
     def is_reusable(self) -> bool:
@@ -104,13 +115,25 @@ class ByName(_jaxpr.Hook):
         return all(map(is_own, self.rules.values()))
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
-        """The clipped result of a tag; None for an equation with tags inside."""
+        """The clipped result of a tag; None for an equation with names inside."""
         name = equation.params.get("name")
-        if equation.primitive.name == "name" and (name in self.rules or name in self.probes):
+        if equation.primitive.name == "name" and name not in self.modules and self._has(name):
             (tagged,) = _jaxpr.bind(equation, inputs)
-            return [clip_cotangent(tagged, self.rules.get(name), probe=self.probes.get(name))]
+            return [self._clip(name, tagged)]
         inner = self._in(equation)
         return None if inner.rules or inner.probes else _jaxpr.bind(equation, inputs)
+
+    def values(self, jaxpr: Any) -> _jaxpr.Values:
+        """The values of a program, clipped where they leave the modules of these names."""
+        if not self.modules:
+            return super().values(jaxpr)
+
+        def leave(scopes: _jaxpr.Path) -> Callable[[Any], Any] | None:
+            name = "/".join((*self.scopes, *scopes))
+            watched = name in self.modules and self._has(name)
+            return functools.partial(self._clip, name) if watched else None
+
+        return _jaxpr.ModuleValues(self, jaxpr, leave)
 
     def steps(self, equation: Any) -> dict[str, ClipStats]:
         """The probes with an entry for each step of this scan."""
@@ -119,87 +142,35 @@ class ByName(_jaxpr.Hook):
     def inside(self, equation: Any, step: Any) -> "ByName":
         """The clips inside of an equation, with the probes of this step."""
         inner = self._in(equation)
-        return ByName(inner.rules, inner.probes | (step or {}))
+        return dataclasses.replace(inner, probes=inner.probes | (step or {}))
+
+    def _has(self, name: Any) -> bool:
+        return name in self.rules or name in self.probes
+
+    def _clip(self, name: str, x: Any) -> Any:
+        return clip_cotangent(x, self.rules.get(name), probe=self.probes.get(name))
 
     def _in(self, equation: Any) -> "ByName":
         """The part of this for the variables inside of an equation."""
         inner, _ = _jaxpr.entered_programs(equation)
-        names = {s.name for program in inner for s in _jaxpr.sites(program) if not s.within}
+        scopes = (*self.scopes, *_jaxpr.path(equation)) if inner else ()
+        found = (
+            s.below(scopes) for program in inner for s in _jaxpr.sites(program) if not s.within
+        )
+        names = {s.name for s in found if (s.kind == "module") == (s.name in self.modules)}
         rules = {n: rule for n, rule in self.rules.items() if n in names and rule is not None}
-        return ByName(rules, {n: probe for n, probe in self.probes.items() if n in names})
+        probes = {n: probe for n, probe in self.probes.items() if n in names}
+        return ByName(rules, probes, self.modules & names, scopes)
 
 
-def check_function(fun: Any) -> None:
-    """Raises `TypeError` if what is transformed is not a function, or is a rule."""
-    if ClipRule in type(fun).__mro__ or not callable(fun):
-        raise TypeError(f"fun: got {fun!r}, expected a function; the rules come second")
-
-
-def checked_rules(rules: Any, prefix: Any = "") -> dict[str, Any]:
-    """The rules with the prefix before their names; `TypeError` for what is not a mapping."""
-    if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
-        raise TypeError(
-            f"rules: got {rules!r}, expected a mapping of names to rules such as "
-            '{"h": ErrorClipByValue(max=5.0)}; for every intermediate value write '
-            "error_clip_everywhere(fun, rule)"
-        )
-    if not isinstance(prefix, str):
-        raise TypeError(f"prefix: got {prefix!r}, expected a string to put before each name")
-    return {prefix + name: rule_of_variable(rule) for name, rule in rules.items()}
-
-
-def rule_of_variable(rule: Any) -> Any:
-    """The rule of a variable inside of a function; `TypeError` for one that needs parameters."""
-    if getattr(as_rule(rule), "needs_params", False):
-        raise TypeError(
-            f"rule: got {rule!r}, which needs parameters, expected one that does not: a variable "
-            "has none; to measure the variable itself write clip_cotangent(x, rule) in its place"
-        )
-    return rule
-
-
-def check_names(program: Any, names: Iterable[str], caller: str) -> None:
-    """Raises an error if a name does not tag variables whose cotangents can be reached."""
-    for name in names:
-        _check_name(name, _jaxpr.sites(program), caller)
-
-
-def _check_name(name: str, found: Sequence[_jaxpr.Site], caller: str) -> None:
-    own = [site for site in found if site.name == name]
-    if not own:
-        there = list(dict.fromkeys(site.name for site in found))
-        raise ValueError(
-            f"{caller}: got {name!r}, expected a name that is tagged in this function; "
-            f"{nearest(name, there)}; tag a variable by "
-            f"x = jax.ad_checkpoint.checkpoint_name(x, {name!r})"
-        )
-    closed = next((site.within for site in own if site.is_out_of_reach), None)
-    if closed:
-        inside = list(dict.fromkeys(site.name for site in found if site.within == closed))
-        raise ValueError(
-            f"{caller}: got {name!r}, which tags a variable inside of {closed}, expected one whose "
-            f"cotangents can be reached from outside, unlike those of {inside}; tag what goes into "
-            "it or comes out of it, or write clip_cotangent into its backward pass"
-        )
-    if not any(site.is_differentiable for site in own):
-        raise TypeError(
-            f"{caller}: got {name!r}, which tags {own[0].dtype} values, expected floating or "
-            "complex ones; others have no cotangents"
-        )
-    if not any(site.used for site in own):
-        raise ValueError(
-            f"{caller}: got {name!r}, which tags a value that is not used, expected one that "
-            f"cotangents come back to; write x = checkpoint_name(x, {name!r}), and use that x"
-        )
-
-
-def warn_of_batches(program: Any, rules: Rules, caller: str, stacklevel: int) -> None:
+def warn_of_batches(program: Any, names: Resolved, caller: str, stacklevel: int) -> None:
     """Warns of rules that measure a norm where a variable is a batch."""
-    mapped = {site.name for site in _jaxpr.sites(program) if site.mapped and not site.within}
-    names = [name for name, rule in rules.items() if name in mapped and _measures_all(rule)]
-    if names:
+    found = [site for site in _jaxpr.sites(program) if site.mapped and not site.within]
+    mapped = {(site.name, site.kind) for site in found}
+    batches = [n for n, c in names.items() if (n, c.kind) in mapped and _measures_all(c.rule)]
+    if batches:
         warnings.warn(
-            f"{caller}: got a rule that measures a norm for {names}, tagged inside of jax.vmap, "
+            f"{caller}: got a rule that measures a norm for {batches}, inside of jax.vmap, "
             "where a name means the whole batch; for a norm of each example write "
             "clip_cotangent(x, rule) inside of the mapped function, or give ClipByNorm the axes "
             "of an example as axis=",

@@ -10,8 +10,8 @@ from jax.core import ShapedArray
 from jax.extend.core import DropVar, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._by_name import check_function, rule_of_variable
 from clipgrad._cotangent import clip_cotangent
+from clipgrad._names import check_function, rule_of_variable
 from clipgrad._nnx import with_models
 from clipgrad._rules import is_own
 

@@ -1,4 +1,4 @@
-"""Expressions that select leaves of a tree by their paths, and what is said if one selects none."""
+"""Expressions that select leaves of trees and names of variables, and what is said if none is."""
 
 import difflib
 import re
@@ -24,6 +24,25 @@ def selects(expression: str, paths: Sequence[str], name: str) -> list[bool]:
             f"{name}: got {expression!r}, expected a path or a regular expression: {error}"
         ) from None
     return [any(pattern.search(text) for text in (path, unboxed(path))) for path in paths]
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern, such as ``"model/block_*/attn"`` or ``"**/Dense_*"``, is that of a name.
+
+    This is the one language for names of variables inside of functions: ``*`` stands for any text
+    within a segment, ``**`` for any number of segments, also for none.
+    """
+    return _matches(tuple(pattern.split("/")), tuple(name.split("/")))
+
+
+def _matches(pattern: tuple[str, ...], name: tuple[str, ...]) -> bool:
+    if not pattern or not name:
+        return not name and set(pattern) <= {"**"}
+    first, *rest = pattern
+    if first == "**":
+        return _matches(tuple(rest), name) or _matches(pattern, name[1:])
+    within = ".*".join(map(re.escape, re.split(r"\*+", first)))
+    return bool(re.fullmatch(within, name[0])) and _matches(tuple(rest), name[1:])
 
 
 def unboxed(path: str) -> str:

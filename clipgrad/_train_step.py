@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._accumulate import Gradients, accumulated
-from clipgrad._by_name import Rules
 from clipgrad._compat import exportable, trace_state
 from clipgrad._gradient_clip import GradientClipState
+from clipgrad._names import Rules
 from clipgrad._norms import global_norm
 from clipgrad._skip_spikes import SkipSpikesState, as_optimizer
 from clipgrad._stats import ClipStats, count_nonfinite

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._by_name import ByName, Rules, check_names, checked_rules, warn_of_batches
+from clipgrad._by_name import ByName, warn_of_batches
+from clipgrad._names import Resolved, Rules, checked_rules, common_nest, program_of, resolved
 from clipgrad._nnx import is_model, value_and_grad, with_models
 from clipgrad._stats import ClipStats
 
@@ -92,14 +93,15 @@ def with_stats(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in chosen):
             plain(*args, **kwargs)  # says what is wrong in its own words
-        traced, has_changes = _traced(fun, _as_arrays(args, chosen), kwargs)
-        probes = _probes(traced.program, named, watched)
-        warn_of_batches(traced.program, named, _CALLER, stacklevel=3)
+        traced, has_changes = program_of(fun, _as_arrays(args, chosen), kwargs)
+        names = _resolved(traced.program, named, watched)
+        probes = _probes(traced.program, names)
+        warn_of_batches(traced.program, names, _CALLER, stacklevel=3)
 
         def with_probes(*packed: Any) -> Any:
             *args, kwargs = packed
             args[first], probes = args[first]
-            hook = ByName(named, probes)
+            hook = ByName.of(names, probes)
 
             def again(function: Any, args: Any, kwargs: Any) -> Any:
                 known = traced if function is fun else _jaxpr.trace(function, args, kwargs)
@@ -119,23 +121,6 @@ def with_stats(
         return value, ((grad, *others) if chosen is argnums else grad), stats
 
     return run
-
-
-def _traced(fun: Callable[..., Any], args: tuple, kwargs: Any) -> tuple[_jaxpr.Traced, bool]:
-    """The program of a function, and whether it would change a model; here they stay."""
-    traced: list[_jaxpr.Traced] = []
-    changes: list[bool] = []
-
-    def read(function: Any, args: Any, kwargs: Any) -> None:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            changes.append(function is not fun and bool(result[0]))
-            return result
-
-        traced.append(_jaxpr.trace(noted, args, kwargs))
-
-    with_models(read, fun, args, kwargs)
-    return traced[0], changes[0]
 
 
 def _checked_watch(watch: Any) -> tuple[str, ...] | None:
@@ -161,26 +146,31 @@ def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
     return tuple(arrays)
 
 
-def _probes(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> dict[str, ClipStats]:
-    found = _jaxpr.sites(program)
+def _resolved(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> Resolved:
+    """The rules of what is clipped or watched; without a choice all tags, or else all modules."""
+    clipped = resolved(program, rules, _CALLER)
     if watch is None:
-        watch = tuple(s.name for s in found if s.is_out_of_reach or s.is_differentiable and s.used)
+        found = _jaxpr.sites(program)
+        own = (s.name for s in found if s.kind == "tag" and (s.is_out_of_reach or s.is_watched))
+        watch = tuple(dict.fromkeys(own)) or (("**",) if any(s.is_watched for s in found) else ())
         if not watch:
             raise ValueError(
-                f"{_CALLER}: got a function without tags, expected one with tagged variables; tag "
-                'one by x = jax.ad_checkpoint.checkpoint_name(x, "x")'
+                f"{_CALLER}: got a function without tags, expected one with tagged variables or "
+                'modules; tag one by x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute it '
+                'in a module: with jax.named_scope("x"):'
             )
-    names = tuple(dict.fromkeys([*rules, *watch]))
-    check_names(program, names, _CALLER)
-    return {name: _probe([s for s in found if s.name == name and not s.within]) for name in names}
+    return resolved(program, dict.fromkeys(watch), _CALLER) | clipped
 
 
-def _probe(own: list[Any]) -> ClipStats:
+def _probes(program: Any, names: Resolved) -> dict[str, ClipStats]:
+    found: dict[str, list[_jaxpr.Site]] = {name: [] for name in names}
+    for site in _jaxpr.sites(program):
+        if site.name in names and site.kind == names[site.name].kind and not site.within:
+            found[site.name].append(site)
+    return {name: _probe(own) for name, own in found.items()}
+
+
+def _probe(own: list[_jaxpr.Site]) -> ClipStats:
     """Statistics of nothing, with an axis for each scan around all these sites."""
-    shape = []
-    for lengths in zip(*(site.nest for site in own), strict=False):
-        if len(set(lengths)) > 1:
-            break
-        shape.append(lengths[0])
     wide = any(site.dtype in ("float64", "complex128") for site in own)
-    return ClipStats.zero(tuple(shape), jnp.float64 if wide else jnp.float32)
+    return ClipStats.zero(common_nest(own), jnp.float64 if wide else jnp.float32)

@@ -7,11 +7,13 @@ parameters differ between versions of JAX.
 from clipgrad._jaxpr import _entrances as _entrances
 from clipgrad._jaxpr._evaluate import Hook as Hook
 from clipgrad._jaxpr._evaluate import Traced as Traced
+from clipgrad._jaxpr._evaluate import Values as Values
 from clipgrad._jaxpr._evaluate import bind as bind
 from clipgrad._jaxpr._evaluate import evaluate as evaluate
 from clipgrad._jaxpr._evaluate import is_entered as is_entered
 from clipgrad._jaxpr._evaluate import retrace as retrace
 from clipgrad._jaxpr._evaluate import trace as trace
+from clipgrad._jaxpr._modules import ModuleValues as ModuleValues
 from clipgrad._jaxpr._programs import CALLS as CALLS
 from clipgrad._jaxpr._programs import CUSTOM_RULES as CUSTOM_RULES
 from clipgrad._jaxpr._programs import REMAT as REMAT
@@ -20,5 +22,7 @@ from clipgrad._jaxpr._programs import equations as equations
 from clipgrad._jaxpr._programs import map_programs as map_programs
 from clipgrad._jaxpr._programs import opened as opened
 from clipgrad._jaxpr._programs import scan_counts as scan_counts
+from clipgrad._jaxpr._scopes import Path as Path
+from clipgrad._jaxpr._scopes import path as path
 from clipgrad._jaxpr._sites import Site as Site
 from clipgrad._jaxpr._sites import sites as sites

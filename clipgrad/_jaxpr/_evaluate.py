@@ -56,6 +56,11 @@ class Hook:
         del aval
         return value
 
+    def values(self, jaxpr: Any) -> "Values":
+        """Return what keeps the values of a program while it is evaluated."""
+        del jaxpr
+        return Values(self)
+
     def steps(self, equation: JaxprEqn) -> Any:
         """Return a tree with a leading axis as long as the scan; `inside` gets its slices."""
         del equation
@@ -67,6 +72,32 @@ class Hook:
         return self
 
 
+class Values:
+    """The values of a program's variables while it is evaluated."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._constant = hook.constant
+        self._values: dict[Var, Any] = {}
+
+    def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
+        """Keep the values of variables."""
+        self._values.update(zip(variables, values, strict=True))
+
+    def read(self, atom: Any) -> Any:
+        """Return the value of a variable or a literal."""
+        if isinstance(atom, Literal):
+            return self._constant(atom.val, atom.aval)
+        return self._values[atom]
+
+    def inputs(self, equation: JaxprEqn) -> list:
+        """Return the inputs of an equation."""
+        return [self.read(atom) for atom in equation.invars]
+
+    def outputs(self, jaxpr: Any) -> list:
+        """Return the results of the program."""
+        return [self.read(atom) for atom in jaxpr.outvars]
+
+
 def evaluate(program: Any, inputs: Sequence, hook: Hook) -> list:
     """Evaluate a program on flat inputs, showing each equation to the hook.
 
@@ -74,23 +105,17 @@ def evaluate(program: Any, inputs: Sequence, hook: Hook) -> list:
     of programs inside it are shown to `hook.inside(equation, step)`.
     """
     jaxpr, constants = opened(program)
-    values: dict[Var, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
-    for variable, constant in zip(jaxpr.constvars, constants, strict=True):
-        values[variable] = hook.constant(constant, variable.aval)
-
-    def read(atom):
-        if isinstance(atom, Literal):
-            return hook.constant(atom.val, atom.aval)
-        return values[atom]
-
+    values = hook.values(jaxpr)
+    values.write(jaxpr.invars, inputs)
+    closed = zip(constants, jaxpr.constvars, strict=True)
+    values.write(jaxpr.constvars, [hook.constant(value, var.aval) for value, var in closed])
     scope = source_info_util.current_name_stack()
     for equation in jaxpr.eqns:
         info = equation.source_info
         user = source_info_util.user_context(info.traceback, name_stack=scope + info.name_stack)
         with user, equation.ctx.manager:
-            outputs = _outputs(equation, [read(atom) for atom in equation.invars], hook)
-        values.update(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+            values.write(equation.outvars, _outputs(equation, values.inputs(equation), hook))
+    return values.outputs(jaxpr)
 
 
 def _outputs(equation: JaxprEqn, inputs: list, hook: Hook) -> Sequence:
@@ -138,11 +163,11 @@ class Traced(NamedTuple):
 def trace(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Traced:
     """Trace a function.
 
-    JAX and NumPy arrays are traced; all other leaves (Python numbers, strings, functions) reach
-    the function as they are, and those that it returns are kept.
+    JAX and NumPy arrays are traced, and `jax.ShapeDtypeStruct` as one; all other leaves (Python
+    numbers, strings, functions) reach the function as they are, and those that it returns are kept.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays, others = partition(leaves, is_array)
+    arrays, others = partition(leaves, _is_traced)
     returned = []
 
     def run(arrays):
@@ -159,3 +184,7 @@ def trace(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Tr
         return out_structure.unflatten(combine(places.unflatten(outputs), fixed))
 
     return Traced(program, result)
+
+
+def _is_traced(leaf: Any) -> bool:
+    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

@@ -1,28 +1,34 @@
-"""The places of a program at which `jax.ad_checkpoint.checkpoint_name` tags a variable."""
+"""The variables of a program that have names: tags, and what leaves the scopes of modules.
+
+A tag is given by `jax.ad_checkpoint.checkpoint_name`.
+"""
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend import source_info_util
-from jax.extend.core import Literal
+from jax.core import ShapedArray
+from jax.extend.core import DropVar, JaxprEqn, Var
 
+from clipgrad._jaxpr._modules import exits, uses
 from clipgrad._jaxpr._programs import entered_programs, opened
+from clipgrad._jaxpr._scopes import Path, is_mapped, path
 
 # A program called from many places is read once, so that the time is linear in the source.
-_SITES: weakref.WeakKeyDictionary[Any, tuple["Site", ...]] = weakref.WeakKeyDictionary()
-with source_info_util.transform_name_stack("vmap"):
-    (_VMAP,) = source_info_util.current_name_stack().stack
+_SITES: weakref.WeakKeyDictionary[Any, "dict[Site, int]"] = weakref.WeakKeyDictionary()
 
 
 class Site(NamedTuple):
-    """A tagged variable."""
+    """A variable with a name."""
 
-    name: str
+    name: str  # of a module: its scopes in the program that was asked, joined by "/"
+    kind: str  # "tag" or "module"
     nest: tuple[int, ...]  # the lengths of the scans around it, outermost first
+    shape: tuple[int, ...]
     dtype: str
-    used: bool  # whether the program uses what `checkpoint_name` returned
+    used: bool  # whether the program uses it; of a tag: what `checkpoint_name` returned
     within: str | None  # the primitive around it that no cotangent comes through
     mapped: bool  # whether a `vmap` inside the program surrounds it, so that it is a batch
 
@@ -36,34 +42,58 @@ class Site(NamedTuple):
         """Whether it may have a cotangent that can't be reached; in a while loop it has none."""
         return self.within not in (None, "while")
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether its cotangent can be watched."""
+        return self.used and self.is_differentiable and not self.is_out_of_reach
 
-def sites(program: Any) -> tuple[Site, ...]:
-    """Return the sites of a program and of those inside it, each kind of site once, in order."""
+    def below(self, scopes: Path) -> "Site":
+        """This site of a program inside of an equation with these scopes around it."""
+        return self if self.kind == "tag" else self._replace(name="/".join((*scopes, self.name)))
+
+
+def sites(program: Any) -> dict[Site, int]:
+    """Return the sites of a program and of those inside it, and how many there are of a kind."""
     jaxpr = opened(program)[0]
     if jaxpr not in _SITES:
-        _SITES[jaxpr] = tuple(dict.fromkeys(_find(jaxpr)))
+        found: Counter[Site] = Counter()
+        for site, count in _find(jaxpr):
+            found[site] += count
+        _SITES[jaxpr] = dict(found)
     return _SITES[jaxpr]
 
 
-def _find(jaxpr: Any) -> Iterator[Site]:
-    read = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
-    used = {atom for atom in read if not isinstance(atom, Literal)}
+def _find(jaxpr: Any) -> Iterator[tuple[Site, int]]:
+    used = uses(jaxpr)
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        mapped = _is_mapped(equation)
+        name, mapped, scopes = equation.primitive.name, is_mapped(equation), path(equation)
         if name == "name":
             (tagged,) = equation.outvars
-            tag, dtype = equation.params["name"], str(tagged.aval.dtype)
-            yield Site(tag, (), dtype, tagged in used, None, mapped)
+            yield _site(equation.params["name"], "tag", tagged, tagged in used, mapped), 1
         loop = (equation.params["length"],) if name == "scan" else ()
         entered, others = entered_programs(equation)
-        for site in (site for inner in entered for site in sites(inner)):
-            yield site._replace(nest=loop + site.nest, mapped=mapped or site.mapped)
-        for site in (site for inner in others for site in sites(inner)):
-            yield site._replace(within=name, mapped=mapped or site.mapped)
+        for site, count in (item for inner in entered for item in sites(inner).items()):
+            around = {"nest": loop + site.nest, "mapped": mapped or site.mapped}
+            yield site.below(scopes)._replace(**around), count
+        for site, count in (item for inner in others for item in sites(inner).items()):
+            around = {"within": name, "mapped": mapped or site.mapped}
+            yield site.below(scopes)._replace(**around), count
+        yield from _of_modules(jaxpr, equation, mapped)
 
 
-def _is_mapped(equation: Any) -> bool:
-    """Whether a `vmap` of this program surrounds an equation; a scope "vmap" has another type."""
-    entries = equation.source_info.name_stack.stack
-    return any(type(entry) is type(_VMAP) and entry == _VMAP for entry in entries)
+def _of_modules(jaxpr: Any, equation: JaxprEqn, mapped: bool) -> Iterator[tuple[Site, int]]:
+    """The scopes that the results of an equation leave; all, if nothing uses a result."""
+    scopes = path(equation)
+    for variable in equation.outvars if scopes else ():
+        if not isinstance(variable.aval, ShapedArray):
+            continue
+        used = not isinstance(variable, DropVar) and variable in uses(jaxpr)
+        leaves = exits(jaxpr).get(variable)
+        unused = [scopes[:depth] for depth in range(len(scopes), 0, -1)]
+        for left in leaves.left if leaves else () if used else unused:
+            yield _site("/".join(left), "module", variable, used, mapped), 1
+
+
+def _site(name: str, kind: str, variable: Var, used: bool, mapped: bool) -> Site:
+    aval: Any = variable.aval
+    return Site(name, kind, (), tuple(aval.shape), str(aval.dtype), used, None, mapped)

@@ -1,0 +1,498 @@
+"""Names that are the paths of modules: the scopes that a value leaves."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, PartitionSpec
+
+import clipgrad as cg
+from tests.tagged import W, X
+
+RULE = cg.ErrorClipByValue(max=0.05)
+scope = jax.named_scope
+
+
+# Each program takes `leave(value, path)`, which is the identity in the program that is transformed
+# and `clip_cotangent` where the same is written by hand.
+
+
+def nested(x, leave):
+    with scope("net"):
+        with scope("a"):
+            h = jnp.tanh(x @ W)
+            h = h * jnp.sin(h)
+        h = leave(h, "net/a")
+        with scope("b"):
+            y = jnp.sin(h) + h
+        y = leave(y, "net/b")
+    return 3 * leave(y, "net")
+
+
+def used_inside_and_outside(x, leave):
+    with scope("net"):
+        h = jnp.tanh(x @ W)
+        inside = h * h
+    return leave(inside, "net") + leave(h, "net")
+
+
+def two_outputs(x, leave):
+    with scope("net"):
+        first, second = jnp.sin(x), jnp.cos(x @ W)
+    first, second = leave(first, "net"), leave(second, "net")
+    return first * second + second
+
+
+def called_twice(x, leave):
+    for _ in range(2):
+        with scope("net"):
+            x = jnp.sin(x @ W)
+        x = 2 * leave(x, "net")
+    return x
+
+
+def scanned(x, leave, wrap=lambda f: f):
+    def body(h, row):
+        with scope("cell"):
+            h = jnp.tanh(h @ W + row)
+        h = leave(h, "cell")
+        return h, 2 * h
+
+    last, outs = lax.scan(wrap(body), jnp.ones(3), x)
+    return outs + last[None]
+
+
+def scan_within_a_module(x, leave):
+    def body(h, row):
+        with scope("cell"):
+            h = jnp.tanh(h @ W + row)
+        h = leave(h, "rnn/cell")
+        return h, jnp.sin(h)
+
+    with scope("rnn"):
+        last, outs = lax.scan(body, jnp.ones(3), x)
+    return leave(outs, "rnn") + leave(last, "rnn")[None]
+
+
+def a_value_that_a_scan_uses(x, leave):
+    with scope("encoder"):
+        memory = jnp.tanh(x @ W)
+    memory = leave(memory, "encoder")
+
+    def body(h, _):
+        with scope("decoder"):
+            h = jnp.sin(h @ W + memory.sum(0))
+        return leave(h, "decoder"), None
+
+    return lax.scan(body, jnp.ones(3), None, length=3)[0][None]
+
+
+def a_scan_that_uses_a_value_in_its_own_module(x, leave):
+    with scope("net"):
+        h = jnp.tanh(x @ W)
+
+    def body(carry, _):
+        with scope("net"):
+            carry = carry + h.sum(0)
+        return leave(carry, "net"), None
+
+    return lax.scan(body, jnp.ones(3), None, length=3)[0][None]
+
+
+def compiled(x, leave):
+    @jax.jit
+    def block(x):
+        with scope("a"):
+            h = jnp.tanh(x @ W)
+        h = leave(h, "net/a")
+        with scope("b"):
+            h = jnp.sin(h)
+        return leave(h, "net/b")
+
+    with scope("net"):
+        y = block(x)
+    return 3 * leave(y, "net")
+
+
+def rematerialized(x, leave):
+    return jax.checkpoint(functools.partial(nested, leave=leave))(x)
+
+
+def branches(x, leave):
+    def first(x):
+        with scope("one"):
+            x = jnp.sin(x)
+        return leave(x, "net/one")
+
+    with scope("net"):
+        y = lax.cond(x[0, 0] < 0, first, jnp.cos, x)
+    return 2 * leave(y, "net")
+
+
+def mapped(x, leave):
+    return jax.vmap(functools.partial(nested, leave=leave))(x)
+
+
+def sharded(x, leave):
+    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))
+    rows = PartitionSpec("d")
+    run = functools.partial(nested, leave=leave)
+    return jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows)(x)
+
+
+def beside_custom_rules(x, leave):
+    @jax.custom_vjp
+    def rule(x):
+        return jnp.sin(x)
+
+    rule.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (2 * g * jnp.cos(x),))
+    with scope("net"):
+        y = jax.nn.silu(rule(jax.nn.relu(x) @ W))
+    return jax.nn.relu(leave(y, "net"))
+
+
+def beside_a_while_loop(x, leave):
+    with scope("net"):
+        y = jnp.sin(x)
+    y = leave(y, "net")
+    steps = lax.while_loop(lambda i: i < 3, lambda i: i + 1, 0)
+    return y * steps.astype(x.dtype)
+
+
+PROGRAMS = [
+    nested, used_inside_and_outside, two_outputs, called_twice, scanned, scan_within_a_module,
+    a_value_that_a_scan_uses, a_scan_that_uses_a_value_in_its_own_module, compiled, rematerialized,
+    branches, mapped, sharded, beside_custom_rules, beside_a_while_loop,
+]  # fmt: skip
+programs = pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+
+
+def untouched(x, path):
+    del path
+    return x
+
+
+def loss_of(program, leave=untouched):
+    return lambda x: jnp.sum(jnp.sin(program(x, leave)) * jnp.arange(3.0))
+
+
+def names(program):
+    return {name.name for name in cg.list_names(loss_of(program), (X,))}
+
+
+@programs
+@pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_the_gradient_is_that_of_clips_written_by_hand(program, compile):
+    for chosen in [[name] for name in sorted(names(program))] + [sorted(names(program))]:
+
+        def leave(x, path, chosen=chosen):
+            return cg.clip_cotangent(x, RULE) if path in chosen else x
+
+        by_hand = jax.grad(loss_of(program, leave))(X)
+        clipped = cg.error_clip_by_name(loss_of(program), dict.fromkeys(chosen, RULE))
+        np.testing.assert_allclose(compile(jax.grad(clipped))(X), by_hand, rtol=1e-6, atol=1e-7)
+        assert not np.allclose(by_hand, jax.grad(loss_of(program))(X), rtol=1e-3)
+
+
+@programs
+def test_the_value_is_unchanged_bit_by_bit(program):
+    loss = loss_of(program)
+    clipped = cg.error_clip_by_name(loss, {"**": RULE})
+    np.testing.assert_array_equal(jax.jit(clipped)(X), jax.jit(loss)(X))
+    np.testing.assert_array_equal(clipped(X), loss(X))
+
+
+@programs
+def test_a_name_without_a_rule_changes_nothing(program):
+    loss = loss_of(program)
+    off = cg.error_clip_by_name(loss, {"**": None})
+    np.testing.assert_array_equal(jax.jit(jax.grad(off))(X), jax.jit(jax.grad(loss))(X))
+    assert "custom_vjp_call" not in str(jax.make_jaxpr(off)(X)) or program is beside_custom_rules
+
+
+@programs
+def test_statistics_are_those_of_a_probe_written_by_hand(program):
+    loss = loss_of(program)
+    value, gradient, stats = cg.value_and_grad_with_stats(loss)(X)
+    np.testing.assert_array_equal(value, loss(X))
+    np.testing.assert_allclose(gradient, jax.grad(loss)(X), rtol=1e-6, atol=1e-7)
+    assert set(stats) == names(program)
+
+    def with_dummy(dummy, name):
+        def leave(x, path):
+            return cg.clip_cotangent(x, None, probe=dummy) if path == name else x
+
+        return loss_of(program, leave)(X)
+
+    for name, found in stats.items():
+        dummy = jax.grad(with_dummy)(cg.ClipStats.zero(), name)
+        total = jax.tree.map(lambda s, d: s.reshape(-1, *d.shape).sum(0), found, dummy)
+        np.testing.assert_allclose(total.norm, dummy.norm, rtol=1e-6)
+        assert float(total.size) == float(dummy.size)
+
+
+@programs
+def test_each_is_listed_once_with_its_scans(program):
+    found = cg.list_names(loss_of(program), (X,))
+    assert len({name.name for name in found}) == len(found)
+    stats = cg.value_and_grad_with_stats(loss_of(program))(X)[2]
+    assert {n.name: n.scans for n in found} == {n: s.norm.shape for n, s in stats.items()}
+
+
+def test_there_is_one_entry_for_each_step_of_a_scan():
+    def loss(x):
+        def body(h, row):
+            with scope("cell"):
+                h = 2 * h + row
+            return h, None
+
+        return lax.scan(body, jnp.zeros(3), x)[0].sum()
+
+    stats = cg.value_and_grad_with_stats(loss)(X)[2]
+    np.testing.assert_allclose(stats["cell"].norm, np.sqrt(3) * np.array([8.0, 4, 2, 1]))
+
+
+def test_the_cotangent_is_clipped_once_after_it_has_been_summed_over_the_uses_outside():
+    def loss(x):
+        with scope("net"):
+            h = 2 * x
+        return 3 * h - 5 * h + 10 * h
+
+    clipped = cg.error_clip_by_name(loss, {"net": cg.ErrorClipByValue(max=6.0)})
+    assert jax.grad(clipped)(1.0) == 12.0
+
+
+def test_an_inner_module_sees_what_the_outer_one_has_clipped():
+    def loss(x):
+        with scope("a"), scope("b"):
+            h = 2 * x
+        return 10 * h
+
+    rules = {"a": cg.ErrorClipByValue(max=4.0), "a/b": cg.ErrorClipByValue(max=3.0)}
+    _, gradient, stats = cg.value_and_grad_with_stats(loss, rules=rules)(1.0)
+    assert (gradient, stats["a"].norm, stats["a/b"].norm) == (6.0, 10.0, 4.0)
+
+
+def test_a_scope_with_a_slash_is_two():
+    def loss(x):
+        with scope("a/b"):
+            h = 2 * x
+        return h
+
+    assert [name.name for name in cg.list_names(loss, (1.0,))] == ["a/b", "a"]
+
+
+def test_an_application_with_nothing_between_is_the_same_scope():
+    def loss(x):
+        for _ in range(2):
+            with scope("net"):
+                x = 2 * x
+        return 10 * x
+
+    stats = cg.value_and_grad_with_stats(loss)(1.0)[2]
+    assert stats["net"].norm == 10.0
+    assert stats["net"].size == 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("net/*", {"net/a", "net/b"}),
+        ("*", {"net", "head"}),
+        ("**", {"net", "net/a", "net/b", "head", "head/b"}),
+        ("**/b", {"net/b", "head/b"}),
+        ("net/**", {"net", "net/a", "net/b"}),
+        ("*t/a*", {"net/a"}),
+        ("**/*", {"net", "net/a", "net/b", "head", "head/b"}),
+        ("n**/b", {"net/b"}),
+        ("**/net/**/b/**", {"net/b"}),
+    ],
+)
+def test_patterns_match_segments(pattern, expected):
+    def loss(x):
+        y = nested(x, untouched)
+        with scope("head"), scope("b"):
+            return jnp.sum(y * y)
+
+    assert set(cg.value_and_grad_with_stats(loss, watch=[pattern])(X)[2]) == expected
+    stats = cg.value_and_grad_with_stats(loss, rules={pattern: RULE}, watch=())(X)[2]
+    assert set(stats) == expected
+
+
+def test_what_is_written_out_wins_over_a_pattern():
+    rules = {"**": RULE, "net/a": None}
+    stats = cg.value_and_grad_with_stats(loss_of(nested), rules=rules)(X)[2]
+    assert not stats["net/a"].clipped
+    assert stats["net/b"].clipped
+    clipped = cg.error_clip_by_name(loss_of(nested), rules)
+    apart = cg.error_clip_by_name(loss_of(nested), {"net": RULE, "net/b": RULE})
+    np.testing.assert_array_equal(jax.grad(clipped)(X), jax.grad(apart)(X))
+
+
+def test_two_patterns_with_different_rules_for_one_name_are_an_error():
+    rules = {"net/*": RULE, "**/a": cg.ErrorClipByValue(1.0)}
+    with pytest.raises(ValueError, match=r"got 'net/\*' and '\*\*/a' with dif.*match 'net/a'"):
+        cg.error_clip_by_name(loss_of(nested), rules)(X)
+    cg.error_clip_by_name(loss_of(nested), {"net/*": RULE, "**/a": RULE})(X)
+
+
+def tagged_like_a_module(x):
+    with scope("net"):
+        h = checkpoint_name(2 * x, "net")
+        h = checkpoint_name(3 * h, "other")
+    return 10 * h
+
+
+def test_a_tag_wins_over_a_module_of_its_name():
+    stats = cg.value_and_grad_with_stats(tagged_like_a_module, watch=["net"])(1.0)[2]
+    assert stats["net"].norm == 30.0
+    assert {n.name: n.kind for n in cg.list_names(tagged_like_a_module, (1.0,))} == {
+        "net": "tag",
+        "other": "tag",
+    }
+
+
+def test_without_a_choice_tags_are_watched_and_modules_only_where_there_are_none():
+    assert set(cg.value_and_grad_with_stats(tagged_like_a_module)(1.0)[2]) == {"net", "other"}
+
+    def both(x):
+        with scope("module"):
+            h = checkpoint_name(2 * x, "tag")
+        return 10 * h
+
+    assert set(cg.value_and_grad_with_stats(both)(1.0)[2]) == {"tag"}
+    rules = {"module": None}
+    assert set(cg.value_and_grad_with_stats(both, rules=rules)(1.0)[2]) == {"tag", "module"}
+    assert set(cg.value_and_grad_with_stats(both, watch=["**"])(1.0)[2]) == {"tag", "module"}
+
+
+def test_a_training_step_clips_and_reports_modules():
+    import optax
+
+    def loss(params, batch):
+        with scope("net"):
+            h = params["w"] * batch
+        return 10 * h.sum()
+
+    step = cg.train_step(loss, optax.sgd(1.0), error_clip={"n*": cg.ErrorClipByValue(2.0)})
+    state, metrics = step(step.init({"w": jnp.zeros(2)}), jnp.ones(2))
+    np.testing.assert_allclose(state.params["w"], [-2.0, -2.0])
+    np.testing.assert_allclose(metrics["error_clip"]["net"].norm, np.sqrt(200.0))
+
+
+def with_integers(x):
+    with scope("index"):
+        index = jnp.argmax(x)
+    with scope("net"):
+        y = x[index]
+    return y.sum()
+
+
+def within_a_custom_rule(x):
+    @jax.custom_vjp
+    def rule(x):
+        with scope("inside"):
+            y = jnp.sin(x)
+        return 2 * y
+
+    rule.defvjp(lambda x: (rule(x), x), lambda x, g: (g,))
+    with scope("net"):
+        y = rule(x)
+    return y.sum()
+
+
+def with_a_dead_end(x):
+    with scope("dead"):
+        jnp.sin(x)
+    return x.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "error", "match"),
+    [
+        (with_integers, "index", TypeError, "got 'index', which names int32 values, expected floa"),
+        (with_integers, "ind*", TypeError, r"got 'ind\*', which names int32 values, expected"),
+        (with_integers, "nte", ValueError, r"or the path of a module in it; there are \['net', 'i"),
+        (with_integers, "*/x", ValueError, r"got '\*/x', expected a name that is tagged in this"),
+        (
+            within_a_custom_rule,
+            "net/inside",
+            ValueError,
+            "a variable inside of custom_vjp_call, ex",
+        ),
+        (
+            within_a_custom_rule,
+            "**/inside",
+            ValueError,
+            "a variable inside of custom_vjp_call, exp",
+        ),
+        (with_a_dead_end, "dead", ValueError, "names a value that is not used, expected one that"),
+    ],
+)
+def test_what_cannot_be_clipped_is_an_error(loss, name, error, match):
+    with pytest.raises(error, match=match):
+        cg.error_clip_by_name(loss, {name: RULE})(jnp.arange(3.0))
+    with pytest.raises(error, match=match):
+        cg.value_and_grad_with_stats(loss, watch=[name])(jnp.arange(3.0))
+    assert name not in {n.name for n in cg.list_names(loss, (jnp.arange(3.0),))}
+
+
+def test_a_pattern_selects_what_is_listed_and_leaves_out_the_rest():
+    x = jnp.arange(3.0)
+    assert set(cg.value_and_grad_with_stats(with_integers, watch=["**"])(x)[2]) == {"net"}
+    assert set(cg.value_and_grad_with_stats(within_a_custom_rule)(x)[2]) == {"net"}
+
+
+def test_a_norm_of_a_batch_is_a_warning():
+    with pytest.warns(UserWarning, match=r"measures a norm for \['net/a'\], inside of jax.vmap"):
+        cg.error_clip_by_name(loss_of(mapped), {"net/a": cg.ClipByNorm(0.1)})(X)
+
+
+def test_it_can_be_applied_again_and_differentiated_again():
+    once = cg.error_clip_by_name(loss_of(nested), {"net": RULE})
+    twice = cg.error_clip_by_name(once, {"net/a": RULE})
+    both = cg.error_clip_by_name(loss_of(nested), {"net": RULE, "net/a": RULE})
+    np.testing.assert_array_equal(jax.grad(twice)(X), jax.grad(both)(X))
+
+    def leave(x, path):
+        return cg.clip_cotangent(x, RULE) if path == "net/a" else x
+
+    by_name = cg.error_clip_by_name(loss_of(nested), {"net/a": RULE})
+
+    def squared(f):
+        return jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))
+
+    by_hand = squared(loss_of(nested, leave))(X)
+    np.testing.assert_allclose(squared(by_name)(X), by_hand, rtol=1e-5, atol=1e-6)
+
+
+def test_the_compiled_forward_pass_is_the_same_program():
+    clipped = cg.error_clip_by_name(loss_of(scan_within_a_module), {"**": RULE})
+    compile = [jax.jit(f).lower(X).compile() for f in (clipped, loss_of(scan_within_a_module))]
+    assert compile[0].cost_analysis() == compile[1].cost_analysis()
+
+
+def test_a_program_called_from_many_modules_is_read_once(monkeypatch):
+    import clipgrad._jaxpr as _jaxpr
+
+    read = []
+    find = _jaxpr._sites._find
+    monkeypatch.setattr(_jaxpr._sites, "_find", lambda jaxpr: read.append(jaxpr) or find(jaxpr))
+
+    @jax.jit
+    def block(x):
+        with scope("a"):
+            return jnp.sin(x)
+
+    def loss(x):
+        for i in range(20):
+            with scope(f"block_{i}"):
+                x = 2 * block(x)
+        return x.sum()
+
+    assert len(cg.list_names(loss, (X,))) == 40
+    assert len(read) == 2
