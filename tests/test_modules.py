@@ -177,7 +177,7 @@ def untouched(x, path):
 
 
 def loss_of(program, leave=untouched):
-    return lambda x: jnp.sum(jnp.sin(program(x, leave)) * jnp.arange(3.0))
+    return lambda x: jnp.sum(jnp.sin(program(x, leave)))
 
 
 def names(program):
@@ -283,7 +283,7 @@ def test_a_scope_with_a_slash_is_two():
             h = 2 * x
         return h
 
-    assert [name.name for name in cg.list_names(loss, (1.0,))] == ["a/b", "a"]
+    assert [name.name for name in cg.list_names(loss, (jnp.ones(2),))] == ["a/b", "a"]
 
 
 def test_an_application_with_nothing_between_is_the_same_scope():
@@ -327,7 +327,7 @@ def test_what_is_written_out_wins_over_a_pattern():
     rules = {"**": RULE, "net/a": None}
     stats = cg.value_and_grad_with_stats(loss_of(nested), rules=rules)(X)[2]
     assert not stats["net/a"].clipped
-    assert stats["net/b"].clipped
+    assert stats["net"].clipped
     clipped = cg.error_clip_by_name(loss_of(nested), rules)
     apart = cg.error_clip_by_name(loss_of(nested), {"net": RULE, "net/b": RULE})
     np.testing.assert_array_equal(jax.grad(clipped)(X), jax.grad(apart)(X))
