@@ -132,19 +132,18 @@ def _by_name(program: Any) -> dict[str, Sites]:
     found = _jaxpr.sites(program)
     tags = {site.name for site in found if site.kind == "tag"}
     names: dict[str, Sites] = {}
-    for site, count in found.items():
+    for site, count in sorted(found.items(), key=lambda item: not item[0].has_cotangent):
         if site.kind == "tag" or site.name not in tags:
             names.setdefault(site.name, {})[site] = count
     return names
 
 
 def _is_listed(sites: Sites) -> bool:
-    here = any(site.used and site.is_differentiable and not site.within for site in sites)
-    return here and not any(site.is_out_of_reach for site in sites)
+    return any(s.has_cotangent for s in sites) and not any(site.is_out_of_reach for site in sites)
 
 
 def _name(name: str, sites: Sites) -> Name:
-    own = {s: n for s, n in sites.items() if s.used and s.is_differentiable and not s.within}
+    own = {site: count for site, count in sites.items() if site.has_cotangent}
     largest = max(own, key=lambda site: math.prod(site.shape))
     shape, dtype = largest.shape, np.dtype(largest.dtype)
     return Name(name, largest.kind, shape, dtype, common_nest(own), sum(own.values()))

@@ -151,8 +151,8 @@ def _resolved(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> Reso
     clipped = resolved(program, rules, _CALLER)
     if watch is None:
         found = _jaxpr.sites(program)
-        own = (s.name for s in found if s.kind == "tag" and (s.is_out_of_reach or s.is_watched))
-        watch = tuple(dict.fromkeys(own)) or (("**",) if any(s.is_watched for s in found) else ())
+        own = (s.name for s in found if s.kind == "tag" and (s.is_out_of_reach or s.has_cotangent))
+        watch = tuple(dict.fromkeys(own)) or (("**",) if any(s.has_cotangent for s in found) else ())
         if not watch:
             raise ValueError(
                 f"{_CALLER}: got a function without tags, expected one with tagged variables or "
@@ -165,7 +165,7 @@ def _resolved(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> Reso
 def _probes(program: Any, names: Resolved) -> dict[str, ClipStats]:
     found: dict[str, list[_jaxpr.Site]] = {name: [] for name in names}
     for site in _jaxpr.sites(program):
-        if site.name in names and site.kind == names[site.name].kind and not site.within:
+        if site.has_cotangent and site.name in names and site.kind == names[site.name].kind:
             found[site.name].append(site)
     return {name: _probe(own) for name, own in found.items()}
 

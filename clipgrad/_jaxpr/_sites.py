@@ -43,9 +43,9 @@ class Site(NamedTuple):
         return self.within not in (None, "while")
 
     @property
-    def is_watched(self) -> bool:
-        """Whether its cotangent can be watched."""
-        return self.used and self.is_differentiable and not self.is_out_of_reach
+    def has_cotangent(self) -> bool:
+        """Whether it has a cotangent that can be reached."""
+        return self.used and self.is_differentiable and self.within is None
 
     def below(self, scopes: Path) -> "Site":
         """This site of a program inside of an equation with these scopes around it."""

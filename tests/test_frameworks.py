@@ -1,0 +1,265 @@
+"""Models of flax, Haiku and Equinox, as they are written there: no tag, no edit."""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import clipgrad as cg
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+X = jax.random.normal(jax.random.key(1), (2, 5, 8))
+
+
+class Block(nn.Module):
+    """The encoder block of flax's examples."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2, name="attn")(nn.LayerNorm()(x))
+        h = nn.Dense(8, name="down")(nn.gelu(nn.Dense(16, name="up")(nn.LayerNorm()(x))))
+        return x + h
+
+
+class Transformer(nn.Module):
+    """Blocks, one after the other."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = Block(name=f"block_{i}")(x)
+        return nn.Dense(3, name="head")(nn.LayerNorm()(x))
+
+
+class ScannedBlock(nn.Module):
+    """A block as `nn.scan` wants it."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        return Block(name="block")(x), None
+
+
+class Scanned(nn.Module):
+    """Blocks that are scanned and computed again in the backward pass."""
+
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(
+            nn.remat(ScannedBlock),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+        )
+        x, _ = layers(name="layers")(x, None)
+        return nn.Dense(3, name="head")(x)
+
+
+class Recurrent(nn.Module):
+    """An LSTM over time."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3, name="head")(nn.RNN(nn.LSTMCell(4), name="rnn")(x))
+
+
+def linen(module):
+    params = module.init(jax.random.key(0), X)
+    return params, lambda params, x: jnp.mean(jnp.sin(module.apply(params, x)) ** 2)
+
+
+def with_dummies(loss, module_paths, intercept, path_of):
+    """The gradients of a loss by what is added to the outputs of modules."""
+
+    def run(dummies, params, x):
+        def add(next_fun, args, kwargs, context):
+            out = next_fun(*args, **kwargs)
+            path = path_of(context)
+            return out + dummies[path] if path in dummies else out
+
+        with intercept(add):
+            return loss(params, x)
+
+    return run
+
+
+@pytest.mark.parametrize("compile", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_statistics_are_those_of_what_is_added_to_the_output_of_a_linen_module(compile):
+    params, loss = linen(Transformer())
+    stats = compile(cg.value_and_grad_with_stats(loss))(params, X)[2]
+    shapes = {n.name: n.shape for n in cg.list_names(loss, (params, X))}
+    paths = {f"Transformer/block_{i}/{p}": () for i in (0, 1) for p in ("up", "down", "attn")}
+    paths |= {"Transformer/block_0": (), "Transformer/block_1": (), "Transformer/head": ()}
+    dummies = {path: jnp.zeros(shapes[path]) for path in paths}
+
+    def path_of(context):
+        is_call = context.method_name == "__call__"
+        return "/".join(("Transformer", *context.module.path)) if is_call else None
+
+    run = with_dummies(loss, paths, nn.intercept_methods, path_of)
+    for path, cotangent in jax.grad(run)(dummies, params, X).items():
+        np.testing.assert_allclose(stats[path].norm, jnp.linalg.norm(cotangent), rtol=1e-6)
+
+
+def test_statistics_are_those_of_what_is_added_to_the_output_of_a_haiku_module():
+    def forward(x):
+        return hk.nets.MLP([16, 16, 3])(x)
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    params = model.init(jax.random.key(0), X)
+
+    def loss(params, x):
+        return jnp.mean(jnp.sin(model.apply(params, x)) ** 2)
+
+    stats = jax.jit(cg.value_and_grad_with_stats(loss))(params, X)[2]
+    assert {"mlp", "mlp/linear_0", "mlp/linear_1", "mlp/linear_2"} <= set(stats)
+    shapes = {n.name: n.shape for n in cg.list_names(loss, (params, X))}
+    dummies = {f"mlp/~/linear_{i}": jnp.zeros(shapes[f"mlp/linear_{i}"]) for i in range(3)}
+
+    def path_of(context):
+        return context.module.module_name if context.method_name == "__call__" else None
+
+    run = with_dummies(loss, dummies, hk.intercept_methods, path_of)
+    for path, cotangent in jax.grad(run)(dummies, params, X).items():
+        norm = stats[path.replace("~/", "")].norm
+        np.testing.assert_allclose(norm, jnp.linalg.norm(cotangent), rtol=1e-6)
+
+
+def test_statistics_are_those_of_what_is_added_to_the_output_of_an_equinox_module():
+    model = eqx.nn.MLP(8, 3, 16, depth=2, key=jax.random.key(0))
+
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def loss(arrays, x):
+        model = jax.vmap(jax.vmap(eqx.combine(arrays, static)))
+        return jnp.mean(jnp.sin(model(x)) ** 2)
+
+    stats = jax.jit(cg.value_and_grad_with_stats(loss))(arrays, X)[2]
+    assert set(stats) == {"eqx.nn.MLP", "eqx.nn.MLP/eqx.nn.Linear"}
+
+    class Added(eqx.Module):
+        layer: eqx.nn.Linear
+        dummy: jax.Array
+
+        def __call__(self, x, *, key=None):
+            return self.layer(x, key=key) + self.dummy
+
+    out = jax.grad(lambda y: jnp.mean(jnp.sin(y) ** 2))(jax.vmap(jax.vmap(model))(X))
+    np.testing.assert_allclose(stats["eqx.nn.MLP"].norm, jnp.linalg.norm(out), rtol=1e-6)
+
+    def added(dummies, x):
+        layers = tuple(Added(*pair) for pair in zip(model.layers, dummies, strict=True))
+        return jnp.mean(jnp.sin(eqx.tree_at(lambda m: m.layers, model, layers)(x)) ** 2)
+
+    # One example, since a dummy is shared by all examples of a batch.
+    one = X[0, 0]
+    dummies = [jnp.zeros(layer.out_features) for layer in model.layers]
+    expected = sum(jnp.sum(d**2) for d in jax.grad(added)(dummies, one))
+
+    def of_one(arrays, x):
+        return jnp.mean(jnp.sin(eqx.combine(arrays, static)(x)) ** 2)
+
+    stats = cg.value_and_grad_with_stats(of_one)(arrays, one)[2]
+    np.testing.assert_allclose(stats["eqx.nn.MLP/eqx.nn.Linear"].norm ** 2, expected, rtol=1e-6)
+
+
+def test_scanned_and_rematerialized_blocks_have_an_entry_for_each_layer():
+    params, loss = linen(Scanned())
+    stats = jax.jit(cg.value_and_grad_with_stats(loss))(params, X)[2]
+    assert stats["Scanned/layers/block"].norm.shape == (3,)
+    assert stats["Scanned/layers/block/attn"].norm.shape == (3,)
+
+    def unrolled(params, x):
+        layers = params["params"]["layers"]["block"]
+        for i in range(3):
+            with jax.named_scope(f"layer_{i}"):
+                x = Block().apply({"params": jax.tree.map(lambda p, i=i: p[i], layers)}, x)
+        y = nn.Dense(3).apply({"params": params["params"]["head"]}, x)
+        return jnp.mean(jnp.sin(y) ** 2)
+
+    apart = jax.jit(cg.value_and_grad_with_stats(unrolled))(params, X)[2]
+    for i in range(3):
+        norm = stats["Scanned/layers/block"].norm[i]
+        np.testing.assert_allclose(norm, apart[f"layer_{i}"].norm, rtol=1e-5)
+        norm = stats["Scanned/layers/block/attn"].norm[i]
+        np.testing.assert_allclose(norm, apart[f"layer_{i}/Block/attn"].norm, rtol=1e-5)
+
+
+def test_a_recurrent_module_has_an_entry_for_each_step():
+    params, loss = linen(Recurrent())
+    stats = jax.jit(cg.value_and_grad_with_stats(loss))(params, X)[2]
+    cells = [name for name in stats if name.endswith("LSTMCell_0")]
+    assert cells, list(stats)
+    assert all(stats[name].norm.shape == (5,) for name in cells)
+
+
+def test_a_haiku_lstm_that_is_scanned_is_the_one_that_is_unrolled():
+    def model(unroll):
+        def forward(x):
+            core = hk.LSTM(4)
+            out, _ = unroll(core, x.swapaxes(0, 1), core.initial_state(x.shape[0]))
+            return hk.Linear(3)(out)
+
+        return hk.without_apply_rng(hk.transform(forward))
+
+    def loss_of(unroll):
+        apply = model(unroll).apply
+        return lambda params, x: jnp.mean(jnp.sin(apply(params, x)) ** 2)
+
+    params = model(hk.dynamic_unroll).init(jax.random.key(0), X)
+    scanned = cg.value_and_grad_with_stats(loss_of(hk.dynamic_unroll))(params, X)[2]
+    (name,) = [n for n in scanned if n.endswith("lstm/linear")]
+    assert scanned[name].norm.shape == (5,)
+    unrolled = cg.value_and_grad_with_stats(loss_of(hk.static_unroll))(params, X)[2]
+    (same,) = [n for n in unrolled if n.endswith("lstm/linear")]
+    total = jnp.sqrt(jnp.sum(scanned[name].norm ** 2))
+    np.testing.assert_allclose(total, unrolled[same].norm, rtol=1e-5)
+
+
+def test_stacked_layers_of_haiku_have_an_entry_for_each():
+    def forward(x):
+        def layer(x):
+            return jax.nn.relu(hk.Linear(8)(x))
+
+        return hk.layer_stack(3)(layer)(x)
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    params = model.init(jax.random.key(0), X)
+    loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)  # noqa: E731
+    stats = cg.value_and_grad_with_stats(loss, watch=["**/linear"])(params, X)[2]
+    assert [s.norm.shape for s in stats.values()] == [(3,)]
+
+
+@pytest.mark.parametrize("module", [Transformer, Scanned, Recurrent])
+def test_a_clip_of_every_module_leaves_the_value_and_bounds_the_norms(module):
+    params, loss = linen(module())
+    rules = {"**": cg.ClipByNorm(1e-3)}
+    watched = jax.jit(cg.value_and_grad_with_stats(loss, rules=rules))
+    value, grads, stats = watched(params, X)
+    np.testing.assert_array_equal(value, jax.jit(loss)(params, X))
+    for name in cg.list_names(loss, (params, X)):
+        bound = 1.00001e-3 * name.sites**0.5  # each of a module's variables is clipped by itself
+        assert jnp.all(stats[name.name].clipped_norm <= bound)
+    clipped = jax.jit(jax.grad(cg.error_clip_by_name(loss, rules)))(params, X)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-9)
+    jax.tree.map(close, clipped, grads)
+
+
+def test_nnx_modules_have_the_names_that_their_calls_are_decorated_with():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+        @jax.named_scope("layer")
+        def __call__(self, x):
+            return jnp.tanh(self.linear(x))
+
+    model = Layer(nnx.Rngs(0))
+    loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+    assert [name.name for name in cg.list_names(loss, (model, X))] == ["layer"]
+    assert set(cg.value_and_grad_with_stats(loss)(model, X)[2]) == {"layer"}
