@@ -1,10 +1,11 @@
 """Trace and run time of clips and statistics by name, beside the plain gradient.
 
-Two models: a decoder with 88 tagged sites (as many as MaxText has), unrolled, and an RNN whose
-tagged state is scanned. Each row is a ratio to the plain gradient of the same model, measured in
+A decoder with 88 tagged sites (as many as MaxText has), unrolled; an RNN whose tagged state is
+scanned; and flax transformers of twelve layers without any tag, unrolled and scanned, of which all
+modules are clipped and watched, and the blocks alone. Each row is a ratio to the plain gradient of the same model, measured in
 one process, the variants taking turns.
 
-Run: python benchmarks/by_name.py [--repeats 7]
+Run: python benchmarks/by_name.py [--repeats 7] [--models transformer]
 """
 
 import argparse
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -49,8 +51,43 @@ def rnn(params: Any, xs: jax.Array) -> jax.Array:
     return jnp.mean(jax.lax.scan(cell, jnp.zeros_like(xs[0]), xs)[1] ** 2)
 
 
+class Block(nn.Module):
+    """A block of a transformer."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any = None) -> tuple[jax.Array, None]:
+        """As `nn.scan` wants it."""
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x))
+        h = nn.gelu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x)))
+        return x + nn.Dense(x.shape[-1])(h), None
+
+
+class Transformer(nn.Module):
+    """Twelve blocks, one after the other or scanned."""
+
+    scanned: bool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The logits."""
+        if self.scanned:
+            options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            x = nn.scan(Block, length=12, **options)(name="layers")(x, None)[0]
+        else:
+            for i in range(12):
+                x = Block(name=f"block_{i}")(x)[0]
+        return nn.Dense(64)(nn.LayerNorm()(x))
+
+
+def transformer(scanned: bool) -> tuple[Callable, Any, Any]:
+    """The loss of a transformer, its parameters and data."""
+    model, data = Transformer(scanned), jax.random.normal(jax.random.key(1), (4, 128, 256))
+    params = model.init(jax.random.key(0), data)
+    return lambda params, x: jnp.mean(model.apply(params, x) ** 2), params, data
+
+
 def models() -> dict[str, tuple[Callable, Any, Any, list[str]]]:
-    """Name: function, parameters, data, and the tags."""
+    """Name: function, parameters, data, and the names."""
     keys = jax.random.split(jax.random.key(0), 3)
     names = ("query", "key", "value", "up", "down")
     layers = [{n: jax.random.normal(keys[0], (64, 64)) / 8 for n in names} for _ in range(22)]
@@ -59,6 +96,9 @@ def models() -> dict[str, tuple[Callable, Any, Any, list[str]]]:
     return {
         "decoder, 88 sites": (decoder, layers, jax.random.normal(keys[1], (256, 64)), tags),
         "RNN, 200 steps": (rnn, recurrent, jax.random.normal(keys[2], (200, 16, 128)), ["h"]),
+        "unrolled transformer, modules": (*transformer(False), ["**"]),
+        "unrolled transformer, blocks": (*transformer(False), ["*/block_*"]),
+        "scanned transformer, modules": (*transformer(True), ["**"]),
     }
 
 
@@ -67,14 +107,14 @@ def variants(fun: Callable, tags: list[str]) -> dict[str, Callable]:
     rules = dict.fromkeys(tags, RULE)
 
     def norms(*args):
-        value, grads, stats = cg.value_and_grad_with_stats(fun)(*args)
+        value, grads, stats = cg.value_and_grad_with_stats(fun, watch=tags)(*args)
         return value, grads, {name: s.norm for name, s in stats.items()}
 
     return {
         "plain": jax.value_and_grad(fun),
         "clip by name": jax.value_and_grad(cg.error_clip_by_name(fun, rules)),
         "watch, norms used": norms,
-        "watch, all used": cg.value_and_grad_with_stats(fun),
+        "watch, all used": cg.value_and_grad_with_stats(fun, watch=tags),
         "clip and watch": cg.value_and_grad_with_stats(fun, rules=rules),
         "clip everywhere": jax.value_and_grad(cg.error_clip_everywhere(fun, RULE)),
     }
@@ -94,9 +134,10 @@ def run_time(compiled: Callable, args: tuple) -> float:
     return time.perf_counter() - start
 
 
-def measure(repeats: int) -> None:
+def measure(repeats: int, chosen: str) -> None:
     """Prints a table for each model."""
-    for model, (fun, params, data, tags) in models().items():
+    tables = {name: model for name, model in models().items() if chosen in name}
+    for model, (fun, params, data, tags) in tables.items():
         every, args = variants(fun, tags), (params, data)
         compiled = {name: jax.jit(f).lower(*args).compile() for name, f in every.items()}
         for name in every:
@@ -121,4 +162,6 @@ def measure(repeats: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
-    measure(parser.parse_args().repeats)
+    parser.add_argument("--models", default="", help="only those whose name has this text")
+    options = parser.parse_args()
+    measure(options.repeats, options.models)

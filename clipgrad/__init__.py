@@ -32,6 +32,7 @@ from clipgrad._rules import ClipByNorm as ClipByNorm
 from clipgrad._rules import ClipByValue as ClipByValue
 from clipgrad._rules import ClipRule as ClipRule
 from clipgrad._rules import ErrorClipByValue as ErrorClipByValue
+from clipgrad._scalars import scalars as scalars
 from clipgrad._skip_spikes import SkipSpikesState as SkipSpikesState
 from clipgrad._skip_spikes import skip_spikes as skip_spikes
 from clipgrad._stats import ClipStats as ClipStats

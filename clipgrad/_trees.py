@@ -1,6 +1,7 @@
 """Which leaves of a tree are clipped, what their paths are, and trees in two parts."""
 
 from collections.abc import Callable, Sequence
+from types import UnionType
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ def combine(tree: Any, rest: Sequence[Any]) -> Any:
     return structure.unflatten([other if leaf is None else leaf for leaf, other in pairs])
 
 
-def instances(tree: Any, kind: type) -> list[Any]:
+def instances(tree: Any, kind: type | UnionType) -> list[Any]:
     """The subtrees of this type."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]

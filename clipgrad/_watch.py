@@ -152,7 +152,9 @@ def _resolved(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> Reso
     if watch is None:
         found = _jaxpr.sites(program)
         own = (s.name for s in found if s.kind == "tag" and (s.is_out_of_reach or s.has_cotangent))
-        watch = tuple(dict.fromkeys(own)) or (("**",) if any(s.has_cotangent for s in found) else ())
+        watch = tuple(dict.fromkeys(own)) or (
+            ("**",) if any(s.has_cotangent for s in found) else ()
+        )
         if not watch:
             raise ValueError(
                 f"{_CALLER}: got a function without tags, expected one with tagged variables or "

@@ -1,0 +1,133 @@
+"""Statistics, metrics and states as one flat dictionary for loggers."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._gradient_clip import GradientClipState
+from clipgrad._skip_spikes import SkipSpikesState
+from clipgrad._stats import ClipStats
+from clipgrad._train_step import TrainState
+from clipgrad._trees import instances
+
+Items = Iterator[tuple[str, Any]]
+
+_OF_STATS = ("norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite")
+_OF_CLIP = ("count", "clipped_count", "nonfinite_count", "threshold")
+_OF_SKIPS = ("raw_norm", "skipped", "skipped_count", "spike_count", "consecutive")
+_OWN = ClipStats | GradientClipState | SkipSpikesState
+
+
+def scalars(tree: Any) -> dict[str, jax.Array]:
+    """What clips did, as the flat dictionary of numbers that loggers take.
+
+    Statistics give ``norm``, ``clipped_norm``, ``scale``, ``clipped``, ``fraction`` and
+    ``nonfinite`` below their name. The clips of ``train_step``'s metrics, and those in the state of
+    an optimizer, are called ``clip``; ``clip_0``, ``clip_1``, ... if there are several.
+
+    Guarantees:
+      * Works under `jax.jit`. Values have at most one axis: statistics of a scan one entry for each
+        step, of nested scans one for each inner step, in their order.
+      * Booleans are 0 and 1. Of other arrays in metrics (``aux``) those with at most one axis are
+        kept; of states and parameters of other libraries nothing is.
+
+    Args:
+      tree: the statistics of `value_and_grad_with_stats`, the metrics or the state of `train_step`,
+        the state of an optimizer, a `ClipStats`, or a dictionary or tuple of such.
+
+    Returns:
+      A dictionary from names, joined by ``/``, to arrays.
+
+    Raises:
+      ValueError: if there is nothing to log in ``tree``, or two values have the same name.
+
+    Example:
+      >>> import clipgrad as cg, jax, jax.numpy as jnp
+      >>> def loss(x):
+      ...     with jax.named_scope("attn"):
+      ...         h = 2 * x
+      ...     return (h ** 2).sum()
+      >>> _, _, stats = cg.value_and_grad_with_stats(loss)(jnp.ones(4))
+      >>> print(float(cg.scalars(stats)["attn/norm"]))
+      8.0
+    """
+    found: dict[str, jax.Array] = {}
+    for name, value in _items("", tree, _clip_names(tree)):
+        if name in found:
+            raise ValueError(
+                f"tree: got two values with the name {name!r}, expected one; write one dictionary "
+                'for each source, such as {"generator": ..., "discriminator": ...}'
+            )
+        found[name] = jnp.ravel(value) if jnp.ndim(value) > 1 else jnp.asarray(value)
+        if jnp.issubdtype(found[name].dtype, jnp.bool_):
+            found[name] = found[name].astype(jnp.float32)
+    if not found:
+        raise ValueError(
+            f"tree: got {type(tree).__name__} without statistics or numbers, expected statistics, "
+            "metrics, or the state of a clip; only stats=True keeps them in the optimizer's state"
+        )
+    return found
+
+
+def _items(path: str, tree: Any, clips: Iterator[str]) -> Items:
+    if isinstance(tree, TrainState):
+        yield from _items(path, tree.opt_state, clips)
+    elif isinstance(tree, ClipStats):
+        yield from ((_join(path, name), getattr(tree, name)) for name in _OF_STATS)
+    elif isinstance(tree, GradientClipState):
+        yield from _of_clip(_join(path, next(clips)), tree, clips)
+    elif isinstance(tree, SkipSpikesState):
+        yield from ((_join(path, f"skip_spikes/{name}"), getattr(tree, name)) for name in _OF_SKIPS)
+        yield from _items(path, tree.inner_state, clips)
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            if key == "clips" and _is_stats(value):
+                for stats in value:
+                    yield from _items(_join(path, next(clips)), stats, clips)
+            else:
+                yield from _items(_join(path, str(key)), value, clips)
+    elif isinstance(tree, tuple | list):
+        # Of a state of another library only what is this library's.
+        inner = instances(tree, _OWN) if hasattr(tree, "_fields") else tree
+        for i, value in enumerate(inner):
+            own = isinstance(value, _OWN) or isinstance(value, tuple | Mapping)
+            yield from _items(path if own else _join(path, str(i)), value, clips)
+    elif _is_number(tree):
+        yield path, tree
+
+
+def _of_clip(path: str, state: GradientClipState, clips: Iterator[str]) -> Items:
+    for name in _OF_CLIP:
+        if getattr(state, name) is not None:
+            yield _join(path, name), getattr(state, name)
+    if state.stats is not None:
+        yield from _items(path, state.stats, clips)
+    yield from _items(path, state.leaf_stats or {}, clips)
+
+
+def _clip_names(tree: Any) -> Iterator[str]:
+    """The names of the clips in their order."""
+    count = len(instances(tree, GradientClipState))
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Mapping) and "clips" in x)
+    count += sum(
+        len(x["clips"]) for x in leaves if isinstance(x, Mapping) and _is_stats(x["clips"])
+    )
+    return iter(["clip"] if count == 1 else [f"clip_{i}" for i in range(count)])
+
+
+def _is_stats(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, ClipStats) for item in value)
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, bool | int | float | np.ndarray | np.generic | jax.Array):
+        return False
+    is_real = any(jnp.issubdtype(jnp.result_type(value), kind) for kind in (jnp.bool_, jnp.number))
+    return jnp.ndim(value) <= 1 and is_real
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}/{name}" if path else name

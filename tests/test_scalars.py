@@ -1,0 +1,128 @@
+"""Statistics, metrics and states as the flat dictionary that loggers take."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import clipgrad as cg
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+FIELDS = {"norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite"}
+PARAMS = {"w": jnp.array([3.0, 4.0]), "b": jnp.zeros(2)}
+
+
+def loss(params, batch):
+    with jax.named_scope("layer"):
+        h = params["w"] * batch
+    return jnp.sum(h**2) + params["b"].sum()
+
+
+def names_below(found, path):
+    return {name.removeprefix(path + "/") for name in found if name.startswith(path + "/")}
+
+
+def test_statistics_are_below_their_names():
+    _, _, stats = cg.value_and_grad_with_stats(loss)(PARAMS, jnp.ones(2))
+    found = cg.scalars(stats)
+    assert set(found) == {f"layer/{field}" for field in FIELDS}
+    assert float(found["layer/norm"]) == 10.0
+    assert cg.scalars(stats["layer"])["norm"] == found["layer/norm"]
+
+
+@pytest.mark.parametrize("lengths", [(), (3,), (2, 3)], ids=str)
+def test_values_have_at_most_one_axis(lengths):
+    def scanned(x, lengths):
+        if not lengths:
+            with jax.named_scope("cell"):
+                return 2 * x
+        return lax.scan(lambda h, _: (scanned(h, lengths[1:]), None), x, None, lengths[0])[0]
+
+    _, _, stats = cg.value_and_grad_with_stats(lambda x: scanned(x, lengths))(1.0)
+    found = cg.scalars(stats)["cell/norm"]
+    assert found.shape == (() if not lengths else (np.prod(lengths),))
+    np.testing.assert_array_equal(found, stats["cell"].norm.ravel())
+
+
+@pytest.mark.parametrize("compile", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_metrics_of_a_training_step(compile):
+    optimizer = optax.chain(cg.clip_by_global_norm(1.0), optax.adam(1e-3))
+    step = cg.train_step(
+        lambda p, b: (loss(p, b), {"accuracy": jnp.array(0.5), "image": jnp.zeros((2, 2))}),
+        optimizer,
+        error_clip={"layer": cg.ErrorClipByValue(1.0)},
+        has_aux=True,
+    )
+    _, metrics = step(step.init(PARAMS), jnp.ones(2))
+    found = compile(cg.scalars)(metrics)
+    assert names_below(found, "error_clip/layer") == names_below(found, "clip") == FIELDS
+    rest = {name for name in found if name.count("/") == 0}
+    assert rest == {"loss", "grad_norm", "nonfinite", "clipped_norm", "clip_scale"}
+    assert names_below(found, "aux") == {"accuracy"}
+    assert found["clip/norm"] == metrics["grad_norm"]
+    assert found["error_clip/layer/clipped"] == 1.0
+
+
+def test_the_state_of_an_optimizer_gives_its_clips_and_nothing_else():
+    clip = cg.clip_by_global_norm(optax.constant_schedule(1.0), stats=True)
+    optimizer = cg.skip_spikes(optax.chain(clip, optax.adam(1e-3)))
+    state = optimizer.init(PARAMS)
+    _, state = optimizer.update(PARAMS, state, PARAMS)
+    found = cg.scalars(state)
+    assert names_below(found, "clip") == FIELDS | {
+        "count",
+        "clipped_count",
+        "nonfinite_count",
+        "threshold",
+    }
+    assert "skip_spikes/skipped_count" in found
+    assert all(name.startswith(("clip/", "skip_spikes/")) for name in found)
+    assert float(found["clip/norm"]) == 5.0
+    assert set(cg.scalars(cg.TrainState(PARAMS, state))) == set(found)
+
+
+def test_several_clips_are_numbered():
+    optimizer = optax.chain(
+        cg.clip_by_value(2.0, stats=True), optax.sgd(0.1), cg.clip_by_global_norm(1.0, stats=True)
+    )
+    state = optimizer.init(PARAMS)
+    _, state = optimizer.update(PARAMS, state, PARAMS)
+    found = cg.scalars(state)
+    assert {name.split("/")[0] for name in found} == {"clip_0", "clip_1"}
+    step = cg.train_step(loss, optimizer)
+    metrics = step(step.init(PARAMS), jnp.ones(2))[1]
+    assert {"clip_0/norm", "clip_1/norm", "loss"} <= set(cg.scalars(metrics))
+
+
+def test_statistics_of_each_leaf_are_below_the_clip():
+    clip = cg.clip_by_norm(1.0, stats="per_leaf")
+    _, state = clip.update(PARAMS, clip.init(PARAMS))
+    assert float(cg.scalars(state)["clip/w/norm"]) == 5.0
+
+
+def test_it_takes_a_dictionary_of_such_things():
+    _, _, stats = cg.value_and_grad_with_stats(loss)(PARAMS, jnp.ones(2))
+    found = cg.scalars({"model": stats, "step": 3, "done": True, "name": "run"})
+    assert {"model/layer/norm", "step", "done"} <= set(found)
+    assert "name" not in found
+    assert all(isinstance(value, jax.Array) and value.ndim <= 1 for value in found.values())
+
+
+def test_the_state_of_another_library_is_left_out():
+    state = (optax.adam(1e-3).init(PARAMS), optax.sgd(0.1, momentum=0.9).init(PARAMS))
+    with pytest.raises(ValueError, match="got tuple without statistics or numbers, expected stat"):
+        cg.scalars(state)
+
+
+def test_two_values_of_one_name_are_an_error():
+    _, _, stats = cg.value_and_grad_with_stats(loss)(PARAMS, jnp.ones(2))
+    with pytest.raises(ValueError, match="two values with the name 'layer/norm', expected one; w"):
+        cg.scalars((stats, stats))
+
+
+@pytest.mark.parametrize("tree", [{}, None, (), "metrics"], ids=str)
+def test_nothing_to_log_is_an_error(tree):
+    with pytest.raises(ValueError, match="without statistics or numbers, expected statistics"):
+        cg.scalars(tree)
