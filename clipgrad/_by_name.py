@@ -1,4 +1,4 @@
-"""Clipping the cotangents of tagged variables, inside a function, from outside of it."""
+"""Clipping the cotangents of variables with names, inside a function, from outside of it."""
 
 import dataclasses
 import functools
@@ -19,22 +19,37 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
-    r"""Clips the cotangents of variables inside a function, by the names that they are tagged with.
+    r"""Clips the cotangents of variables inside a function, by name, from outside of it.
 
-    A variable is tagged where it is computed, by ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``;
-    many models are tagged already, for `jax.checkpoint`. With $\bar h$ the sum of the cotangents
-    of all uses of the tagged value, what flows back is $\mathrm{rule}(\bar h)$. ``fun`` itself is
-    not changed. It is traced once in every call, as inside of `jax.jit`: put the training step
-    into `jax.jit`, so that this happens once.
+    A name is a tag or the path of a module. A *tag* is given where a value is computed, by
+    ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``; many models have tags already, for
+    `jax.checkpoint`. The *path of a module* is made of the `jax.named_scope`\ s around an
+    operation, which flax Linen, Haiku and Equinox push for each of their modules, such as
+    ``"Transformer/block_3/attn"``, ``"mlp/linear_0"`` or ``"eqx.nn.MLP/eqx.nn.Linear"``; for flax
+    NNX decorate ``__call__`` by ``@jax.named_scope("attn")``. `list_names` lists the names.
+
+    The variables of a module are the values that leave it: those that are computed inside and used,
+    or returned, outside. With $\bar h$ the sum of the cotangents of all uses of a tagged value, or
+    of all uses outside of the module, what flows back is $\mathrm{rule}(\bar h)$; uses inside of
+    the module are not clipped. ``fun`` itself is not changed. It is traced once in every call, as
+    inside of `jax.jit`: put the training step into `jax.jit`, so that this happens once.
+
+    A name may be a pattern: ``*`` stands for any text within a segment, ``**`` for any number of
+    segments, as in ``"Transformer/block_*/attn"`` or ``"**/Dense_*"``. It selects among the names
+    that `list_names` lists. A name that is written out wins over a pattern, and a tag over a module
+    of the same name.
 
     Guarantees:
       * The result is unchanged, bit by bit, with its structure, weak types and shardings.
       * Names are found at any depth of `jax.jit`, `jax.lax.scan`, `jax.lax.cond`,
         `jax.lax.switch`, `jax.checkpoint`, `jax.shard_map`, `jax.vmap` and of the matrix of
-        `jax.lax.custom_linear_solve`. They keep their meaning for the policies of
+        `jax.lax.custom_linear_solve`. Tags keep their meaning for the policies of
         `jax.checkpoint`.
-      * Each tagged array is a variable of its own, at each step of a scan.
-      * Inside of a `jax.vmap` in ``fun`` a tagged array is the whole batch: a norm rule measures
+      * Each array is a variable of its own, at each step of a scan.
+      * A scan or another operation with a program inside uses a value where that program uses it;
+        what the program returns leaves the modules inside it. A module that is applied twice with
+        nothing between is one module.
+      * Inside of a `jax.vmap` in ``fun`` a variable is the whole batch: a norm rule measures
         all examples together, with a warning, where `clip_cotangent` measures each. So it is for
         `jax.lax.map`, by batches of ``batch_size``. A `jax.vmap` of the result clips each example.
       * What ``fun`` changes in flax NNX models among its arguments, and in references
@@ -47,7 +62,7 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
 
     Args:
       fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
-      rules: a rule for each name; ``None`` in place of a rule: off.
+      rules: a rule for each name or pattern; ``None`` in place of a rule: off.
       prefix: what is put before each name, such as ``"encoder/"``.
 
     Returns:
@@ -56,17 +71,18 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
     Raises:
       TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
         needs parameters; when called, if the variables of a name are integers.
-      ValueError: when called, if a name tags nothing, or nothing that is used, or a variable inside
-        of a primitive that can't be entered, such as a `jax.custom_vjp`, whose own rule replaces
-        the cotangents in it; if ``fun`` changes an NNX model that it closes over.
+      ValueError: when called, if a name or a pattern matches nothing, or nothing that is used, or a
+        variable inside of a primitive that can't be entered, such as a `jax.custom_vjp`, whose own
+        rule replaces the cotangents in it; if two patterns with different rules match one name; if
+        ``fun`` changes an NNX model that it closes over.
 
     Example:
       >>> import clipgrad as cg, jax
-      >>> from jax.ad_checkpoint import checkpoint_name
       >>> def model(x):
-      ...     h = checkpoint_name(2 * x, "h")
+      ...     with jax.named_scope("encoder"):
+      ...         h = 2 * x
       ...     return 10 * h
-      >>> clipped = cg.error_clip_by_name(model, {"h": cg.ErrorClipByValue(max=5.0)})
+      >>> clipped = cg.error_clip_by_name(model, {"encoder": cg.ErrorClipByValue(max=5.0)})
       >>> print(jax.grad(model)(1.0), jax.grad(clipped)(1.0))
       20.0 10.0
     """

@@ -76,8 +76,8 @@ def train_step(
       optimizer: an optax gradient transformation, such as
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
         ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.
-      error_clip: a rule for each name of a variable inside of ``loss_fn``, see
-        `error_clip_by_name`; ``None`` in place of a rule: watch only. With ``accumulate=k`` it sees
+      error_clip: a rule for each name of a variable inside of ``loss_fn``, a tag, the path of a
+        module or a pattern, see `error_clip_by_name`; ``None`` in place of a rule: watch only. With ``accumulate=k`` it sees
         the cotangents of one microbatch; where the loss is a mean over the batch they are k times
         as large, and a limit by value has to be, too.
       accumulate: the number of microbatches that the leading axis of the batch is split into.

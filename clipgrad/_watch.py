@@ -1,4 +1,4 @@
-"""Value, gradient, and what arrived at the tagged variables in the backward pass."""
+"""Value, gradient, and what arrived at variables with names in the backward pass."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -24,9 +24,10 @@ def value_and_grad_with_stats(
     rules: Rules | None = None,
     watch: Iterable[str] | None = None,
 ) -> Callable[..., Any]:
-    r"""`jax.value_and_grad` with a third result: statistics of each tagged variable's cotangent.
+    r"""`jax.value_and_grad` with a third result: statistics of the cotangents of variables by name.
 
-    A variable is tagged by `jax.ad_checkpoint.checkpoint_name`; see `error_clip_by_name`.
+    A name is a tag, given by `jax.ad_checkpoint.checkpoint_name`, the path of a module, or a pattern
+    of such; see `error_clip_by_name`.
 
     Guarantees:
       * Value and gradient are those of ``jax.value_and_grad(error_clip_by_name(fun, rules))``;
@@ -34,6 +35,7 @@ def value_and_grad_with_stats(
         ``nnx.Param``, and what ``fun`` changes in them is changed.
       * The statistics leave the compiled backward pass as the gradients do, with no callback;
         under `jax.jit` statistics that are not used are not computed.
+      * A name that is only watched changes neither value nor gradient.
       * The statistics of a name have one leading axis for each scan around it, outermost first:
         in an RNN one entry for each time step, in a transformer that scans its layers one for each
         layer. Variables that share a name are added up: step by step as far as the lengths of the
@@ -47,16 +49,19 @@ def value_and_grad_with_stats(
       fun: a function that returns a scalar, or ``(scalar, aux)``.
       argnums: the positions of the arguments to differentiate.
       has_aux: whether ``fun`` returns something besides the scalar.
-      rules: a rule for each name; ``None`` in place of a rule: watch only.
-      watch: further names to watch only; ``None``: all names whose variables have cotangents.
+      rules: a rule for each name or pattern; ``None`` in place of a rule: watch only.
+      watch: further names and patterns to watch only; ``None``: all tags whose variables have
+        cotangents, or all modules if there are no tags.
 
     Returns:
       A function of the arguments of ``fun`` that returns ``(value, grads, stats)``, or
-      ``((value, aux), grads, stats)``, with a dictionary ``stats`` from names to `ClipStats`.
+      ``((value, aux), grads, stats)``, with a dictionary ``stats`` from names to `ClipStats`, one
+      for each name that a pattern matches.
 
     Raises:
       TypeError: as `error_clip_by_name`, or if ``watch`` is not a collection of names.
-      ValueError: when called, as `error_clip_by_name`, or if nothing is tagged with ``watch=None``.
+      ValueError: when called, as `error_clip_by_name`, or if there are neither tags nor modules
+        with ``watch=None``.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
