@@ -77,9 +77,9 @@ def train_step(
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
         ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.
       error_clip: a rule for each name of a variable inside of ``loss_fn``, a tag, the path of a
-        module or a pattern, see `error_clip_by_name`; ``None`` in place of a rule: watch only. With ``accumulate=k`` it sees
-        the cotangents of one microbatch; where the loss is a mean over the batch they are k times
-        as large, and a limit by value has to be, too.
+        module or a pattern, see `error_clip_by_name`; ``None`` in place of a rule: watch only. With
+        ``accumulate=k`` it sees the cotangents of one microbatch; where the loss is a mean over the
+        batch they are k times as large, and a limit by value has to be, too.
       accumulate: the number of microbatches that the leading axis of the batch is split into.
       has_aux: whether ``loss_fn`` returns something besides the loss.
       donate: whether a step may write the new state into the buffers of the old one, which

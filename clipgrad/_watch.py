@@ -26,8 +26,8 @@ def value_and_grad_with_stats(
 ) -> Callable[..., Any]:
     r"""`jax.value_and_grad` with a third result: statistics of the cotangents of variables by name.
 
-    A name is a tag, given by `jax.ad_checkpoint.checkpoint_name`, the path of a module, or a pattern
-    of such; see `error_clip_by_name`.
+    A name is a tag, given by `jax.ad_checkpoint.checkpoint_name`, the path of a module, or a
+    pattern; see `error_clip_by_name`.
 
     Guarantees:
       * Value and gradient are those of ``jax.value_and_grad(error_clip_by_name(fun, rules))``;
