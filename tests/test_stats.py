@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
+from clipgrad import _stats
 from tests.helpers import assert_same
 from tests.strategies import trees
 
@@ -45,9 +46,41 @@ def test_statistics_add_up(tree, other):
     rule = cg.ClipByValue(0.1)
     stats = [cg.ClipStats.of(t, rule(t)) for t in (tree, other, [tree, other])]
     total = jax.tree.map(jnp.add, *stats[:2])
-    for a, b in zip(total, stats[2], strict=True):
+    for name in ("norm", "clipped_norm", "changed", "nonfinite", "size"):
+        a, b = getattr(total, name), getattr(stats[2], name)
         np.testing.assert_allclose(a, b, rtol=1e-6)
-    np.testing.assert_allclose(total.norm, stats[2].norm, rtol=1e-6)
+
+
+SIZES = [0.0, 2e-38, 1e-30, 3e-10, 1e-9, 1.0, 1e14, 1e15, 2e15, 1e30, 1e38]
+
+
+@pytest.mark.parametrize("first", SIZES)
+@pytest.mark.parametrize("second", SIZES)
+def test_sums_of_any_two_ranges_add_up(first, second):
+    parts = [jnp.full(3, size, jnp.float32) for size in (first, second)]
+    together = [cg.ClipStats.of(x, x) for x in parts]
+    total = jax.tree.map(jnp.add, *together).norm
+    np.testing.assert_allclose(total, norm(parts), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("bad", [None, jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_a_cpu_measures_is_what_an_accelerator_does(size, bad, dtype):
+    """Whatever form the platform has, of numbers around the bounds of its ranges too."""
+    with jax.enable_x64(dtype == jnp.float64):
+        x = jnp.full((4, 5), size, dtype)
+        x = x if bad is None else x.at[1, 2].set(bad)
+        found = [form(x, x / 2) for form in (_stats._by_range, _stats._together)]
+        roots = [_stats._root(sums) for sums, _ in found]
+        np.testing.assert_allclose(*roots, rtol=1e-6 if dtype == jnp.float32 else 1e-14)
+        assert found[0][1] == found[1][1] == (0 if bad is None else 2)
+
+
+def test_on_a_cpu_only_one_pass_is_made_over_ordinary_numbers():
+    program = jax.make_jaxpr(_stats._by_range)(jnp.ones(3)).jaxpr
+    names = [equation.primitive.name for equation in program.eqns]
+    assert names.count("reduce_sum") == names.count("cond") == 1
 
 
 def test_nan_and_inf_are_counted_and_show_in_the_norm():
