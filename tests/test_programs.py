@@ -14,7 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from tests.helpers import FEWER, assert_close
+from tests.helpers import assert_close
 
 X = jnp.array([0.3, -0.7, 1.1])
 RULES = {
@@ -182,10 +182,15 @@ def by_name(block):
     return cg.value_and_grad_with_stats(loss, rules=rules)(X)
 
 
+# The first programs of each kind that is the outermost, or many.
+@pytest.mark.parametrize("number", [5, pytest.param(35, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", sorted(_NESTS))
-@hypothesis.settings(max_examples=10 if FEWER else 35, phases=[hypothesis.Phase.generate])
-@hypothesis.given(st.data())
-def test_value_gradient_and_statistics_are_those_of_clips_written_by_hand(kind, data):
+def test_value_gradient_and_statistics_are_those_of_clips_written_by_hand(kind, number):
+    draw = hypothesis.given(st.data())(functools.partial(compare_drawn_program, kind))
+    hypothesis.settings(max_examples=number, phases=[hypothesis.Phase.generate])(draw)()
+
+
+def compare_drawn_program(kind, data):
     outer, after = data.draw(nest(kind, blocks(1))), data.draw(flat(NAMES))
     block = numbered([outer, *after], itertools.count())
     options = {"xla_backend_optimization_level": 0}
