@@ -607,6 +607,7 @@ def test_it_is_saved_and_restored_by_orbax(key, tmp_path):
     assert_same(restored, state)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_norm"])
 def test_sharded_gradients_are_followed_like_those_of_one_device(name, kind, key):

@@ -20,7 +20,7 @@ def run(bug, which):
         return check_grads(pair[which], args, order=bug.order, raise_on_failure=False)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_of_the_past_is_rejected(name):
     report = run(BUGS[name], 0)
@@ -29,7 +29,7 @@ def test_a_bug_of_the_past_is_rejected(name):
     assert BUGS[name].check in {None, *found}, str(report)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", BUGS)
 def test_its_corrected_twin_is_accepted(name):
     report = run(BUGS[name], 1)
