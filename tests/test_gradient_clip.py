@@ -32,7 +32,7 @@ def update(tx, grads, params=None, state=None, **extra):
     return tx.update(grads, tx.init(params) if state is None else state, params, **extra)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", [name for name, (_, theirs) in CLIPS.items() if theirs])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("threshold", [0.01, 0.37, 0.5])
@@ -404,7 +404,7 @@ def test_masked_partition_multisteps_apply_if_finite_and_named_chain(key):
     assert updates["b"] == -1 and state["clip"].clipped_count == 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @every_clip
 def test_differentiating_through_an_update(name, key):
     """Meta-learning: the gradient of a loss after a clipped step."""

@@ -32,7 +32,7 @@ def params_like(tree, seed=1):
     return {k: jnp.asarray(rng.normal(size=x.shape), x.dtype) for k, x in tree.items()}
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(11)
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [1e-30, 0.01, 1.0, 30.0, 1e19, 1e30])
@@ -43,7 +43,7 @@ def test_the_result_is_that_of_the_reference_in_float64(case, apply, scale, key)
     assert_close(clipped, expected, rtol=3e-6, atol=1e-44)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @every_case
 @hypothesis.given(tree=trees(min_rank=1), limit=thresholds)
 def test_any_tree_equals_the_reference(case, tree, limit):
@@ -251,7 +251,7 @@ NARROW = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(13)
 @every_case
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_narrow_dtype_is_clipped_in_float32_and_rounded_once(case, dtype, key):
@@ -266,7 +266,7 @@ def test_a_narrow_dtype_is_clipped_in_float32_and_rounded_once(case, dtype, key)
     assert_same(clip(jnp.inf, grads, params), grads)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e20])
