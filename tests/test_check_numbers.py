@@ -147,6 +147,7 @@ def test_auto_takes_under_a_hundred_evaluations_at_any_size(size):
     assert passed(jnp.sin, normal(2, size, dtype=jnp.float32)).evaluations < 100
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["auto", "full"])
 @pytest.mark.parametrize("offset", [1.0, 1e5])
 def test_a_kink_within_a_millionth_of_the_point_is_no_false_alarm(mode, offset):
