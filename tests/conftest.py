@@ -1,12 +1,18 @@
 """Strict numerics for every test, eight CPU devices, and a fresh PRNG key."""
 
+import collections
 import importlib.metadata
 import os
+import pathlib
 import zlib
 
 # Most of the time goes into compiling, so the compiler may do little. What depends on what it
 # does for a user is compiled with `helpers.RELEASED`.
-_FLAGS = ["--xla_force_host_platform_device_count=8", "--xla_backend_optimization_level=0"]
+_FLAGS = [
+    "--xla_force_host_platform_device_count=8",
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])
@@ -15,19 +21,35 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.helpers import FEWER  # noqa: E402
-
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Many tests compile the same program: what one has compiled, the others and the next run load.
+_CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "d" / "jax"
+jax.config.update("jax_compilation_cache_dir", str(_CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 hypothesis.settings.register_profile(
     "clipgrad",
     deadline=None,
     derandomize=True,
-    max_examples=8 if FEWER else 25,
+    max_examples=25,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("clipgrad")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test that is ``sampled(n)``, all but the first and each n-th after it are exhaustive."""
+    seen = collections.Counter()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        mark = item.get_closest_marker("sampled")
+        if mark and seen[test] % mark.args[0]:
+            item.add_marker("exhaustive")
+        seen[test] += 1
 
 
 @pytest.fixture

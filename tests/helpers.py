@@ -1,6 +1,5 @@
 """The registries that the law files run over: rules with NumPy references, and places."""
 
-import os
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,9 +12,6 @@ import clipgrad as cg
 from clipgrad._rules import RULES
 
 Tree = dict[str, np.ndarray]
-
-# A second Python in one run of CI draws fewer examples: they are not what its JAX may break.
-FEWER = "CLIPGRAD_FEWER_EXAMPLES" in os.environ
 
 NAMES = sorted(name for name in vars(cg) if not name.startswith("_") and name != "importlib")
 

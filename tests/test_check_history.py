@@ -10,10 +10,8 @@ from tests.check_history_layers import LARGE, LAYERS
 from tests.check_history_linalg import LINALG
 from tests.check_history_right import IMPLICIT, RIGHT
 from tests.check_zoo import normal
-from tests.helpers import FEWER
 
 BUGS = HISTORY | LINALG | LAYERS | LARGE
-NAMES = list(BUGS)[::3] if FEWER else list(BUGS)
 
 
 def run(bug, which):
@@ -22,7 +20,8 @@ def run(bug, which):
         return check_grads(pair[which], args, order=bug.order, raise_on_failure=False)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("name", BUGS)
 def test_a_bug_of_the_past_is_rejected(name):
     report = run(BUGS[name], 0)
     assert not report.ok, str(report)
@@ -30,12 +29,14 @@ def test_a_bug_of_the_past_is_rejected(name):
     assert BUGS[name].check in {None, *found}, str(report)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("name", BUGS)
 def test_its_corrected_twin_is_accepted(name):
     report = run(BUGS[name], 1)
     assert report.ok, str(report)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_function_of_constrained_or_rounded_inputs_is_accepted(name, dtype):
@@ -51,7 +52,8 @@ def test_what_is_right_for_symmetric_matrices_alone_passes_with_a_note():
     assert any("right for symmetric matrices, as this one is, and not off" in n for n in notes)
 
 
-@pytest.mark.parametrize("name", list(IMPLICIT)[:1] if FEWER else IMPLICIT)
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", IMPLICIT)
 def test_the_derivative_of_a_sample_by_a_parameter_is_not_verified(name):
     draw, args = IMPLICIT[name](jnp.float32)
     shifted = lambda a, b: draw(a) + jnp.sin(b)  # noqa: E731

@@ -194,6 +194,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize(
     "case, way",
     [(case, way) for case in CASES for way in WAYS if case.plain or way != "pickle"],
@@ -220,9 +221,12 @@ def test_a_threshold_that_has_travelled_is_equal(name):
         assert way(threshold) == threshold and hash(way(threshold)) == hash(threshold)
 
 
-def test_what_has_travelled_computes_the_same_in_another_process(tmp_path):
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("start", range(4))
+def test_what_has_travelled_computes_the_same_in_another_process(start, tmp_path):
     """As with Ray, submitit, joblib or Dask."""
-    (tmp_path / "cases").write_bytes(cloudpickle.dumps([(c.use, c.make()) for c in CASES]))
+    cases = CASES[start::4]
+    (tmp_path / "cases").write_bytes(cloudpickle.dumps([(c.use, c.make()) for c in cases]))
     script = (
         "import pathlib, pickle, sys, tests.conftest\n"
         "import jax; jax.config.update('jax_numpy_dtype_promotion', 'standard')\n"
@@ -233,7 +237,7 @@ def test_what_has_travelled_computes_the_same_in_another_process(tmp_path):
     root = pathlib.Path(__file__).parents[1]
     subprocess.run([sys.executable, "-c", script, tmp_path], cwd=root, check=True)
     results = pickle.loads((tmp_path / "results").read_bytes())
-    for case, result in zip(CASES, results, strict=True):
+    for case, result in zip(cases, results, strict=True):
         assert_same(result, case.use(case.make()))
 
 
@@ -260,6 +264,7 @@ STATES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", STATES)
 def test_an_exported_function_returns_a_state(name):
     exported = jax.export.export(jax.jit(STATES[name]))()

@@ -14,7 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from tests.helpers import FEWER, assert_close
+from tests.helpers import assert_close
 
 X = jnp.array([0.3, -0.7, 1.1])
 RULES = {
@@ -182,14 +182,19 @@ def by_name(block):
     return cg.value_and_grad_with_stats(loss, rules=rules)(X)
 
 
+# By default a few programs of each kind that is the outermost.
+@pytest.mark.parametrize("number", [5, pytest.param(35, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", sorted(_NESTS))
-@hypothesis.settings(max_examples=10 if FEWER else 35, phases=[hypothesis.Phase.generate])
-@hypothesis.given(st.data())
-def test_value_gradient_and_statistics_are_those_of_clips_written_by_hand(kind, data):
-    outer, after = data.draw(nest(kind, blocks(1))), data.draw(flat(NAMES))
-    block = numbered([outer, *after], itertools.count())
-    options = {"xla_backend_optimization_level": 0}
-    both = jax.jit(lambda: (by_name(block), by_hand(block)), compiler_options=options)
-    actual, expected = both()
-    assert_close(actual, expected, rtol=1e-4, atol=1e-6)
-    assert np.isfinite(actual[1]).all()
+def test_value_gradient_and_statistics_are_those_of_clips_written_by_hand(kind, number):
+    @hypothesis.settings(max_examples=number, phases=[hypothesis.Phase.generate])
+    @hypothesis.given(st.data())
+    def compare(data):
+        outer, after = data.draw(nest(kind, blocks(1))), data.draw(flat(NAMES))
+        block = numbered([outer, *after], itertools.count())
+        options = {"xla_backend_optimization_level": 0}
+        both = jax.jit(lambda: (by_name(block), by_hand(block)), compiler_options=options)
+        actual, expected = both()
+        assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+        assert np.isfinite(actual[1]).all()
+
+    compare()

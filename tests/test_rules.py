@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import CASES, FEWER, PLACES, assert_same, tree_of
+from tests.helpers import CASES, PLACES, assert_same, tree_of
 from tests.test_by_name_user_rules import (
     Equal,
     LookAlike,
@@ -245,12 +245,11 @@ TRANSFORMS = {
     "remat": jax.checkpoint,
     "shard_map": lambda f: jax.jit(on_devices(f)),
 }  # fmt: skip
-if FEWER:
-    OWN = dict(list(OWN.items())[:2])
 every_own = pytest.mark.parametrize("make", OWN.values(), ids=OWN)
 every_place = pytest.mark.parametrize("place", OWN_PLACES.values(), ids=OWN_PLACES)
 
 
+@pytest.mark.sampled(5)
 @every_own
 @every_place
 def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place):
@@ -260,6 +259,7 @@ def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place):
         np.testing.assert_array_equal(place(rule, X), c * X)
 
 
+@pytest.mark.sampled(7)
 @every_own
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_an_error_clip_by_a_rule_of_ones_own_holds_what_is_traced(make, transform):
@@ -269,6 +269,7 @@ def test_an_error_clip_by_a_rule_of_ones_own_holds_what_is_traced(make, transfor
         np.testing.assert_array_equal(clip(jnp.array(c), X), c * X)
 
 
+@pytest.mark.sampled(7)
 @every_place
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_every_place_takes_a_rule_of_ones_own_that_holds_what_is_traced(place, transform):
@@ -277,6 +278,7 @@ def test_every_place_takes_a_rule_of_ones_own_that_holds_what_is_traced(place, t
         np.testing.assert_array_equal(clip(jnp.array(c), X), c * X)
 
 
+@pytest.mark.sampled(3)
 @every_own
 def test_a_rule_of_ones_own_can_be_differentiated_and_so_can_what_it_holds(make):
     def loss(x, c):

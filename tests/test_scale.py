@@ -13,7 +13,6 @@ from jax.experimental import checkify
 import clipgrad as cg
 from clipgrad import _stats
 from clipgrad._stats import _countable
-from tests.helpers import FEWER
 
 
 def leaf(*shape, dtype=jnp.bfloat16):
@@ -27,7 +26,6 @@ TREES = {
     "a matrix of 3e9 elements": {"w": leaf(50_000, 60_000, dtype=jnp.float32)},
 }
 SIZES = [2.4e9, 9.6e11, 3e9, 3e9]
-SHOWN = list(TREES)[1:3] if FEWER else list(TREES)
 
 
 def follow(threshold):
@@ -191,7 +189,8 @@ MEASURES = {
 }
 
 
-@pytest.mark.parametrize("tree", [TREES[name] for name in SHOWN], ids=SHOWN)
+@pytest.mark.sampled(11)
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_it_traces_on_trees_of_any_size(function, tree, users_promotion):
     result = jax.eval_shape(function, tree)
@@ -213,6 +212,7 @@ def is_program(value):
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("tree", ["1e12 parameters", "a vector of 3e9 elements"])
 @pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
 def test_what_is_measured_is_floating_and_no_integer_counts_past_32_bits(
