@@ -1,0 +1,61 @@
+"""`clipgrad names module:function`: what can be clipped and watched, on the command line."""
+
+import argparse
+import sys
+from typing import Any
+
+from clipgrad._check.command import PASSED, WRONG_USAGE, UsageError, arguments, load
+from clipgrad._check.report import first_line
+from clipgrad._names import list_names
+
+EPILOG = """\
+example:
+  clipgrad names models:loss --args models:example_args
+
+exit code:
+  0  the names are printed
+  2  they could not be listed, or there are none; one line says why
+"""
+
+
+def add_names_parser(subparsers: Any) -> None:
+    """Add `names` to the subcommands of a parser."""
+    about = "List what can be clipped and watched by name inside of a function."
+    parser = subparsers.add_parser(
+        "names",
+        help="list what can be clipped and watched by name inside of a function",
+        description=about,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "function", metavar="module:function", help="the function; the current folder counts"
+    )
+    parser.add_argument(
+        "--args",
+        metavar="ARGS",
+        help='shapes such as "f32[8,16], f32[16]", or module:make_args, a function that returns '
+        "the tuple of arguments; not needed where annotations, docstring or defaults have shapes",
+    )
+    parser.set_defaults(run=run_names)
+
+
+def run_names(options: argparse.Namespace) -> int:
+    """Print the names; return the exit code."""
+    try:
+        function = load(options.function)
+        args, kwargs = arguments(options.function, function, options.args, seed=0)
+        names = list_names(function, args, kwargs)
+        if not names:
+            raise UsageError(
+                f"{options.function}: got a function without tags or modules; tag a variable by "
+                'x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute it in a module: '
+                'with jax.named_scope("x"):'
+            )
+    except Exception as error:
+        own = isinstance(error, UsageError | ValueError | TypeError)
+        text = str(error).strip().partition("\n")[0] if own else first_line(error)
+        print(f"clipgrad names: {text}", file=sys.stderr)
+        return WRONG_USAGE
+    print(names)
+    return PASSED

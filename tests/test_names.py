@@ -1,0 +1,142 @@
+"""What `list_names` and `clipgrad names` say; what the names are is in test_modules.py."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import clipgrad as cg
+from clipgrad import _cli
+
+X = jnp.ones((2, 3))
+
+
+def model(x, scale=1.0):
+    def layer(h, _):
+        with jax.named_scope("layer"):
+            h = jnp.tanh(checkpoint_name(h, "inside"))
+        return h, None
+
+    with jax.named_scope("encoder"):
+        h = lax.scan(layer, x, None, length=4)[0]
+        wide = jnp.concatenate([h, h]).astype(jnp.bfloat16)
+    with jax.named_scope("index"):
+        index = jnp.argmax(h)
+    return (wide * scale).sum() + h.ravel()[index].astype(jnp.bfloat16)
+
+
+TABLE = """\
+name           kind    shape  dtype     scans  sites
+inside         tag     2 x 3  float32   4      1
+encoder/layer  module  2 x 3  float32   4      1
+encoder        module  4 x 3  bfloat16         2"""
+
+
+def test_the_table_has_the_largest_of_the_variables_of_a_name():
+    assert str(cg.list_names(model, (X,))) == TABLE
+
+
+def test_the_records_have_what_the_table_shows():
+    tag, layer, encoder = cg.list_names(model, (X,), {"scale": 2.0})
+    assert tag == ("inside", "tag", (2, 3), np.dtype("float32"), (4,), 1)
+    assert (layer.name, layer.kind, layer.scans) == ("encoder/layer", "module", (4,))
+    assert (encoder.shape, encoder.dtype, encoder.sites) == ((4, 3), jnp.bfloat16, 2)
+
+
+def test_shapes_alone_are_enough():
+    shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    assert cg.list_names(model, (shape,)) == cg.list_names(model, (X,))
+
+
+def test_the_function_is_traced_and_not_run():
+    ran = []
+
+    def fun(x):
+        with jax.named_scope("net"):
+            y = 2 * x
+        jax.debug.callback(lambda: ran.append(1))
+        return y
+
+    assert len(cg.list_names(fun, (X,))) == 1
+    jax.effects_barrier()
+    assert not ran
+
+
+def test_sites_of_a_program_that_is_called_twice_are_counted_twice():
+    @jax.jit
+    def block(x):
+        with jax.named_scope("net"):
+            x = 2 * x
+        return 3 * x
+
+    (name,) = cg.list_names(lambda x: block(block(x)), (X,))
+    assert name.sites == 2
+
+
+def test_a_function_without_names_has_an_empty_list():
+    assert cg.list_names(jnp.sin, (X,)) == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((3, (X,)), "fun: got 3, expected a function"),
+        ((model, X), r"args: got ArrayImpl, expected a tuple; for one argument write \(x,\)"),
+        ((model, [X]), r"args: got list, expected a tuple"),
+        ((model, (X,), [2.0]), "kwargs: got list, expected a mapping such as a dict"),
+    ],
+    ids=lambda value: str(type(value).__name__),
+)
+def test_wrong_arguments_are_refused(arguments, match):
+    with pytest.raises(TypeError, match=match):
+        cg.list_names(*arguments)
+
+
+MODULE = """
+import jax, jax.numpy as jnp
+
+def loss(x):
+    with jax.named_scope("net"):
+        y = jnp.sin(x)
+    return y.sum()
+
+def make():
+    return (jnp.ones(3),)
+
+def nothing(x):
+    return x.sum()
+
+def raises(x):
+    raise ValueError("not like this")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "named_here.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize("args", ["named_here:make", "f32[3]"])
+def test_the_command_prints_the_table(folder, capsys, args):
+    assert _cli.main(["names", "named_here:loss", "--args", args]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["net", "module", "3", "float32", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["named_here:nothing", "--args", "f32[3]"], "got a function without tags or modules; tag"),
+        (["named_here:raises", "--args", "f32[3]"], "named_here:raises raises ValueError: not lik"),
+        (["named_here:lose", "--args", "f32[3]"], "has no 'lose'; the nearest are ['loss'"),
+        (["named_here:loss"], "--args: got nothing, and not every parameter of named_here:loss"),
+    ],
+)
+def test_what_cannot_be_listed_exits_with_two_and_one_line(folder, capsys, words, line):
+    assert _cli.main(["names", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("clipgrad names: ") and line in shown.err
+    assert shown.err.count("\n") == 1 and not shown.out
