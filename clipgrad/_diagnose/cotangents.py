@@ -12,6 +12,7 @@ from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.numbers import at_index, is_float
+from clipgrad._diagnose.subject import PRINTS
 from clipgrad._diagnose.units import Block, Unit, equations_of
 from clipgrad._jaxpr._programs import JIT
 
@@ -70,8 +71,8 @@ def operation_sites(units: Iterable[Unit]) -> list[Site]:
 
 def measure(
     program: Any, inputs: Sequence[Any], chosen: Sequence[int], block: Block, sites: list[Site]
-) -> tuple[list[Summary], dict[tuple, Summary]]:
-    """Run the backward pass; summarize the gradients of the chosen inputs, and each site."""
+) -> tuple[float, list[Summary], dict[tuple, Summary]]:
+    """Run the backward pass; return the loss, and summarize the gradients of the chosen inputs, and each site."""
     keys = [site.key for site in sites]
     opened = frozenset(id(b) for site in sites for b in site.block.around())
 
@@ -83,13 +84,13 @@ def measure(
 
     @jax.jit
     def run(*args: list) -> Any:
-        grads, measured = jax.grad(loss, argnums=(0, 2))(*args)
-        return [_summary(grad) for grad in grads], measured
+        value, (grads, measured) = jax.value_and_grad(loss, argnums=(0, 2))(*args)
+        return value, [_summary(grad) for grad in grads], measured
 
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
-    grads, measured = run([inputs[i] for i in chosen], others, [_probe_of(s) for s in sites])
+    value, grads, measured = run([inputs[i] for i in chosen], others, [_probe_of(s) for s in sites])
     split = [Summary(*np.moveaxis(np.asarray(m), -1, 0)) for m in [*grads, *measured]]
-    return split[: len(grads)], dict(zip(keys, split[len(grads) :], strict=True))
+    return float(value), split[: len(grads)], dict(zip(keys, split[len(grads) :], strict=True))
 
 
 class _Probes(_jaxpr.Hook):
@@ -100,6 +101,8 @@ class _Probes(_jaxpr.Hook):
         self.states: dict[Var, Any] = {}
 
     def __call__(self, equation, inputs):
+        if equation.primitive.name in PRINTS:
+            return []
         pairs = enumerate(zip(equation.invars, inputs, strict=True))
         inputs = [self._operand(equation, i, v, x) for i, (v, x) in pairs]
         outputs = enumerate(self._outputs(equation, inputs))

@@ -31,9 +31,9 @@ def diagnose(
 def _diagnosis(given: Subject) -> GradientDiagnosis:
     block = Block([given.program])
     sites = module_sites(block)
-    grads, measured = measure(given.program, given.inputs, given.chosen, block, sites)
+    loss, grads, measured = measure(given.program, given.inputs, given.chosen, block, sites)
     findings: list[GradientFinding] = []
-    origin = origin_of_loss(given.program, given.inputs)
+    origin = None if np.isfinite(loss) else origin_of_loss(given.program, given.inputs)
     if origin:
         findings.append(value_finding(origin, given))
     if any(np.any(grad.nonfinite) for grad in grads):

@@ -21,7 +21,7 @@ def value_finding(origin: ValueOrigin, given: Subject) -> GradientFinding:
         return _argument_finding(origin.argument, given)
     place = origin.place
     assert place is not None
-    if origin.is_constant:
+    if origin.values is None:
         what = f"{place.operation} brings in a constant that is not finite, and it reaches the loss"
     else:
         what = f"{_call(place, origin.values)} is not finite though what goes in is"

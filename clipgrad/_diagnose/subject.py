@@ -11,7 +11,7 @@ from clipgrad._diagnose.numbers import is_float
 from clipgrad._nnx import is_model, with_models
 from clipgrad._trees import is_array, path_string
 
-_PRINTS = ("debug_callback", "debug_print")
+PRINTS = ("debug_callback", "debug_print")
 
 
 class Subject(NamedTuple):
@@ -147,7 +147,7 @@ def _check_effects(program: Any) -> None:
         for equation in _jaxpr.equations(program)
         if equation.effects and not _jaxpr.entered_programs(equation)[0]
     }
-    names = {name for name in names if name not in (*_PRINTS, "while")}
+    names = {name for name in names if name not in (*PRINTS, "while")}
     if names:
         raise ValueError(
             f"fun: got a function with side effects ({', '.join(sorted(names))}), expected one "

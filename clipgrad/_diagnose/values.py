@@ -1,48 +1,44 @@
-"""The first operation whose value is not finite although what goes in is."""
+"""The first operation whose value is not finite although what goes in is.
 
-import functools
+The program runs operation by operation, not compiled: a compiled program that follows every value
+through a model takes minutes to compile, and here loops and branches have concrete values.
+"""
+
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.extend.core import JaxprEqn, Literal
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.numbers import at_index, is_float
 from clipgrad._diagnose.places import Place
+from clipgrad._diagnose.subject import PRINTS
+from clipgrad._jaxpr._programs import JIT
 
-# Codes of origins: arguments and operations by number, what came in by constants behind them.
-_FROM_CONSTANT, _CONSTANT, _NOWHERE = 2**29, 2**30, 2**31 - 1
-_SHOWN = 3  # how many operands of an operation are shown
-
-
-class Origin(NamedTuple):
-    """Where a value that is not finite comes from, as arrays."""
-
-    code: Any
-    step: Any  # of the innermost scan
-    values: Any  # what went in at the element that went wrong
-
-
-class Tracked(NamedTuple):
-    """A value, whether it holds NaN or inf, and where they come from."""
-
-    x: Any
-    nan: Any
-    inf: Any
-    origin: Origin
+_CALLS = JIT | _jaxpr.CALLS | _jaxpr.REMAT | _jaxpr.CUSTOM_RULES
+_FIRST, _LATEST = -1, 2**62
 
 
 class ValueOrigin(NamedTuple):
-    """Where the loss has its NaN or inf from: an argument, an operation, or a constant in it."""
+    """Where a NaN or inf is from: an argument, an operation, or a constant in an operation."""
 
+    time: int  # arguments come before all operations, constants behind
     argument: int | None
     place: Place | None
-    is_constant: bool
-    step: int | None
-    values: tuple[float, ...]
+    step: int | None  # of the innermost scan
+    values: tuple[float, ...] | None  # what goes in where it goes wrong; None: a constant
+
+
+class _Tracked(NamedTuple):
+    """A value, whether it holds NaN (2) or inf (1), and where the first of them is from."""
+
+    x: Any
+    badness: int
+    origin: ValueOrigin | None
 
 
 def origin_of_loss(program: Any, inputs: Sequence[Any]) -> ValueOrigin | None:
@@ -50,130 +46,129 @@ def origin_of_loss(program: Any, inputs: Sequence[Any]) -> ValueOrigin | None:
 
     A NaN or inf that is masked later is not followed, so that masks made of -inf are harmless.
     """
-    places: list[Place] = []
-
-    @jax.jit
-    def run(inputs: Sequence[Any]) -> Origin:
-        hook = _Origins(places, len(inputs))
-        tracked = [_tracked(x, _origin(i)) for i, x in enumerate(inputs)]
-        return _jaxpr.evaluate(program, tracked, hook)[0].origin
-
-    code, step, values = jax.tree.map(np.asarray, run(inputs))
-    if code >= _CONSTANT:
-        return None
-    is_constant = bool(code >= _FROM_CONSTANT)
-    index = int(code) - (_FROM_CONSTANT if is_constant else 0)
-    if index < len(inputs):
-        return ValueOrigin(index, None, False, None, ())
-    place = places[index - len(inputs)]
-    return ValueOrigin(None, place, is_constant, int(step) if place.nest else None, tuple(values))
+    arguments = [
+        _tracked(x, ValueOrigin(_FIRST, i, None, None, None)) for i, x in enumerate(inputs)
+    ]
+    return _Run().evaluate(program, arguments, None, None)[0].origin
 
 
-class _Origins(_jaxpr.Hook):
-    """Evaluates a program of tracked values."""
+class _Run:
+    """One evaluation of a program of tracked values."""
 
-    flatten = True
+    def __init__(self):
+        self._time = 0
 
-    def __init__(self, places: list, first: int, parent: Place | None = None, step: Any = -1):
-        self.places, self.first, self.parent, self.step = places, first, parent, step
+    def evaluate(
+        self, program: Any, inputs: list, parent: Place | None, step: int | None
+    ) -> list[_Tracked]:
+        """The results of a program; a value is dropped after its last use."""
+        jaxpr, constants = _jaxpr.opened(program)
+        values = dict(zip(jaxpr.invars, inputs, strict=True))
+        values |= {v: self._constant(x) for v, x in zip(jaxpr.constvars, constants, strict=True)}
+        uses = Counter(v for e in jaxpr.eqns for v in e.invars if type(v) is not Literal)
+        uses.update(v for v in jaxpr.outvars if type(v) is not Literal)
 
-    def constant(self, value, aval):
-        if not hasattr(aval, "dtype") or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
-            return Tracked(value, jnp.array(False), jnp.array(False), _origin(_NOWHERE))
-        return _tracked(jnp.asarray(value, aval.dtype), _origin(_CONSTANT))
+        def read(atom):
+            if type(atom) is Literal:
+                return self._constant(jnp.asarray(atom.val, atom.aval.dtype))
+            uses[atom] -= 1
+            return values[atom] if uses[atom] else values.pop(atom)
 
-    def inside(self, equation, step):
-        step = self.step if isinstance(step, tuple) else step
-        return _Origins(self.places, self.first, Place(equation, self.parent), step)
+        for equation in jaxpr.eqns:
+            operands = [read(atom) for atom in equation.invars]
+            with equation.ctx.manager:
+                results = self._results(equation, operands, parent, step)
+            results = zip(equation.outvars, results, strict=True)
+            values |= {v: result for v, result in results if uses[v]}
+        return [read(atom) for atom in jaxpr.outvars]
 
-    def __call__(self, equation, inputs):
-        name = equation.primitive.name
+    def _results(self, equation, inputs, parent, step) -> list[_Tracked]:
+        name, params, place = equation.primitive.name, equation.params, Place(equation, parent)
+        if name in PRINTS:
+            return []
         if name == "scan":
-            return self._scan(equation, inputs)
-        if name == "cond" and equation.params.get("branches_platforms") is None:
-            return self._cond(equation, inputs)
-        if _jaxpr.is_entered(equation, self) and name not in ("while", "cond", "shard_map"):
-            return None
-        return self._operation(equation, inputs)
+            return self._scan(equation, inputs, place)
+        if name == "while":
+            return self._while(params, inputs, place, step)
+        if name == "cond" and params.get("branches_platforms") is None:
+            chosen = params["branches"][int(inputs[0].x)]
+            return self.evaluate(chosen, inputs[1:], place, step)
+        if name in _CALLS:
+            names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
+            program = next(params[key] for key in names if key in params)
+            return self.evaluate(program, inputs, place, step)
+        return self._operation(place, inputs, step)
 
-    def _operation(self, equation, inputs):
-        self.places.append(Place(equation, self.parent))
-        code = self.first + len(self.places) - 1
-        outputs = _jaxpr.bind(equation, [x.x for x in inputs])
-        floats = [x for x in inputs if is_float(x.x)]
-        origin = _earliest([x.origin for x in floats])
-        mine = jnp.where(origin.code == _CONSTANT, code + _FROM_CONSTANT, origin.code)
-        origin = origin._replace(code=mine, step=jnp.where(mine == origin.code, origin.step, self.step))
-        return [self._result(y, floats, origin, code) for y in outputs]
+    def _operation(self, place: Place, inputs: list[_Tracked], step: int | None) -> list[_Tracked]:
+        self._time += 1
+        outputs = _jaxpr.bind(place.equation, [x.x for x in inputs])
+        bad = [x for x in inputs if x.badness]
+        worst = max((x.badness for x in bad), default=0)
+        origin = min((x.origin for x in bad), key=lambda o: o.time, default=None)
+        if origin and origin.time == _LATEST:
+            origin = ValueOrigin(_LATEST, None, origin.place or place, origin.step or step, None)
+        results = []
+        for y in outputs:
+            badness = _badness(y)
+            if badness > worst:
+                values = tuple(_values(y, [x.x for x in inputs if is_float(x.x)]))
+                born = ValueOrigin(self._time, None, place, step, values)
+                results.append(_Tracked(y, badness, born))
+            else:
+                results.append(_Tracked(y, badness, origin if badness else None))
+        return results
 
-    def _result(self, y, floats, origin, code):
-        nan, inf = _flags(y)
-        if not is_float(y):
-            return Tracked(y, nan, inf, _origin(_NOWHERE))
-        some_nan = functools.reduce(jnp.logical_or, [x.nan for x in floats], False)
-        some_inf = functools.reduce(jnp.logical_or, [x.inf for x in floats], False)
-        born = jnp.where(nan, ~some_nan, inf & ~some_nan & ~some_inf)
-        index = jnp.argmax(~jnp.isfinite(y))
-        values = [at_index(x.x, y.shape, index) for x in floats[:_SHOWN]]
-        here = _origin(code, self.step, values)
-        return Tracked(y, nan, inf, _choose(nan | inf, _choose(born, here, origin), _origin(_NOWHERE)))
-
-    def _scan(self, equation, inputs):
+    def _scan(self, equation: JaxprEqn, inputs: list[_Tracked], place: Place) -> list[_Tracked]:
         constants, carried = _jaxpr.scan_counts(equation)
         (program,), _ = _jaxpr.entered_programs(equation)
-        stacked = inputs[constants + carried :]
+        fixed, carry = inputs[:constants], inputs[constants : constants + carried]
+        stacked, steps = inputs[constants + carried :], range(equation.params["length"])
+        outputs = {}
+        for t in reversed(steps) if equation.params["reverse"] else steps:
+            elements = [_tracked(x.x[t], x.origin) for x in stacked]
+            results = self.evaluate(program, [*fixed, *carry, *elements], place, t)
+            carry, outputs[t] = results[:carried], results[carried:]
+        if not steps:
+            return [*carry, *(_zeros(v.aval) for v in equation.outvars[carried:])]
+        return [*carry, *map(_stacked, zip(*(outputs[t] for t in steps), strict=True))]
 
-        def step(carry, element):
-            index, sliced = element
-            parts = [_tracked(x, whole.origin) for x, whole in zip(sliced, stacked, strict=True)]
-            hook = self.inside(equation, index)
-            outputs = _jaxpr.evaluate(program, [*inputs[:constants], *carry, *parts], hook)
-            return outputs[:carried], outputs[carried:]
+    def _while(self, params, inputs, place, step) -> list[_Tracked]:
+        first = params["cond_nconsts"]
+        second = first + params["body_nconsts"]
+        carry = inputs[second:]
+        while self.evaluate(params["cond_jaxpr"], [*inputs[:first], *carry], place, step)[0].x:
+            given = [*inputs[first:second], *carry]
+            carry = self.evaluate(params["body_jaxpr"], given, place, step)
+        return carry
 
-        length, reverse = equation.params["length"], equation.params["reverse"]
-        xs = jnp.arange(length), [x.x for x in stacked]
-        start = inputs[constants : constants + carried]
-        carry, ys = lax.scan(step, start, xs, length, reverse)
-        return [*carry, *(_over_steps(y, reverse) for y in ys)]
-
-    def _cond(self, equation, inputs):
-        def branch(program):
-            return lambda *inputs: _jaxpr.evaluate(program, inputs, self.inside(equation, ()))
-
-        branches = [branch(program) for program in equation.params["branches"]]
-        return lax.switch(inputs[0].x, branches, *inputs[1:])
-
-
-def _tracked(x: Any, origin: Origin) -> Tracked:
-    nan, inf = _flags(x)
-    return Tracked(x, nan, inf, _choose(nan | inf, origin, _origin(_NOWHERE)))
+    def _constant(self, x: Any) -> _Tracked:
+        return _tracked(x, ValueOrigin(_LATEST, None, None, None, None))
 
 
-def _flags(x: Any) -> tuple[jax.Array, jax.Array]:
-    if not is_float(x):
-        return jnp.array(False), jnp.array(False)
-    return jnp.any(jnp.isnan(x)), jnp.any(jnp.isinf(x))
+def _tracked(x: Any, origin: ValueOrigin | None) -> _Tracked:
+    badness = _badness(x)
+    return _Tracked(x, badness, origin if badness else None)
 
 
-def _origin(code: Any, step: Any = -1, values: Sequence[Any] = ()) -> Origin:
-    shown = [*values, *[0.0] * (_SHOWN - len(values))]
-    return Origin(jnp.int32(code), jnp.int32(step), jnp.asarray(shown, jnp.result_type(float)))
+def _badness(x: Any) -> int:
+    return int(_compiled_badness(x)) if is_float(x) else 0
 
 
-def _choose(condition: Any, yes: Origin, no: Origin) -> Origin:
-    return Origin(*(jnp.where(condition, a, b) for a, b in zip(yes, no, strict=True)))
+@jax.jit
+def _compiled_badness(x: Any) -> jax.Array:
+    return jnp.max(jnp.where(jnp.isnan(x), 2, jnp.where(jnp.isinf(x), 1, 0)), initial=0)
 
 
-def _earliest(origins: list[Origin]) -> Origin:
-    if not origins:
-        return _origin(_CONSTANT)
-    return functools.reduce(lambda a, b: _choose(b.code < a.code, b, a), origins)
+def _values(y: Any, inputs: Sequence[Any]) -> list[float]:
+    index = jnp.argmax(jnp.isnan(y) if jnp.isnan(y).any() else jnp.isinf(y))
+    return [float(at_index(x, y.shape, index)) for x in inputs]
 
 
-def _over_steps(y: Tracked, reverse: bool) -> Tracked:
-    """A stacked result, with the origin of its first step that is not finite."""
-    codes = y.origin.code[::-1] if reverse else y.origin.code
-    first = jnp.argmin(codes) if codes.size else 0
-    first = codes.size - 1 - first if reverse else first
-    origin = Origin(*(part[first] for part in y.origin)) if codes.size else _origin(_NOWHERE)
-    return Tracked(y.x, jnp.any(y.nan), jnp.any(y.inf), origin)
+def _zeros(aval: Any) -> _Tracked:
+    return _Tracked(jnp.zeros(aval.shape, aval.dtype), 0, None)
+
+
+def _stacked(parts: Sequence[_Tracked]) -> _Tracked:
+    origins = [part.origin for part in parts if part.origin]
+    first = min(origins, key=lambda origin: origin.time, default=None)
+    return _Tracked(jnp.stack([p.x for p in parts]), max(p.badness for p in parts), first)

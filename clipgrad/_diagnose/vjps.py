@@ -59,7 +59,7 @@ def fault(
     suspects = [u for u in units if np.any(_may_be_at_fault(u, bad, measured))]
     for batch in _batches(suspects or units):
         sites = operation_sites(batch)
-        _, found = measure(program, inputs, chosen, block, sites)
+        *_, found = measure(program, inputs, chosen, block, sites)
         faults = [f for f in _faults(sites, found) if not _is_excused(f[1].place, excused)]
         if faults:
             return max(faults, key=lambda pair: (pair[1].finite_inputs, pair[0]))[1]
