@@ -16,6 +16,7 @@ from clipgrad._diagnose.subject import PRINTS
 from clipgrad._diagnose.units import Block, Unit, equations_of
 from clipgrad._jaxpr._programs import JIT
 
+_HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 RESULT, OPERAND, STATE = "result", "operand", "state"
 
 
@@ -70,17 +71,19 @@ def operation_sites(units: Iterable[Unit]) -> list[Site]:
 
 
 def measure(
-    program: Any, inputs: Sequence[Any], chosen: Sequence[int], block: Block, sites: list[Site]
+    program: Any, inputs: Sequence[Any], chosen: Sequence[int], block: Block, sites: list[Site], *, wide: bool = False
 ) -> tuple[float, list[Summary], dict[tuple, Summary]]:
     """Run the backward pass; return the loss, and summarize the gradients of the chosen inputs, and each site."""
     keys = [site.key for site in sites]
-    opened = frozenset(id(b) for site in sites for b in site.block.around())
+    kind = _Wide if wide else _Probes
+    within = block.blocks() if wide else (b for site in sites for b in site.block.around())
+    opened = frozenset(map(id, within))
 
     def loss(given: list, others: list, probes: list) -> Any:
         given = iter(given)
         all_inputs = [next(given) if i in chosen else x for i, x in enumerate(others)]
-        hook = _Probes(block, opened, dict(zip(keys, probes, strict=True)))
-        return _jaxpr.evaluate(program, all_inputs, hook)[0]
+        hook = kind(block, opened, dict(zip(keys, probes, strict=True)))
+        return _jaxpr.evaluate(program, [hook.constant(x, None) for x in all_inputs], hook)[0]
 
     @jax.jit
     def run(*args: list) -> Any:
@@ -118,7 +121,7 @@ class _Probes(_jaxpr.Hook):
         probes = dict(self.probes)
         if equation.primitive.name == "scan":
             probes |= {key: step[str(key)][0] for key in probes if str(key) in step}
-        return _Probes(inner, self.opened, probes)
+        return type(self)(inner, self.opened, probes)
 
     def _inner(self, equation) -> Any:
         return self.block.children.get(id(equation))
@@ -137,7 +140,7 @@ class _Probes(_jaxpr.Hook):
     def _outputs(self, equation, inputs):
         inner = self._inner(equation)
         if inner is None or id(inner) not in self.opened:
-            return _jaxpr.bind(equation, inputs)
+            return self.bind(equation, inputs)
         if equation.primitive.name in JIT:
             (program,), _ = _jaxpr.entered_programs(equation)
             return _jaxpr.evaluate(program, inputs, self.inside(equation, ()))
@@ -148,16 +151,40 @@ class _Probes(_jaxpr.Hook):
         )
         return _jaxpr.evaluate(alone, given, _Entered(self))
 
+    def bind(self, equation, inputs):
+        """The results of one operation."""
+        return _jaxpr.bind(equation, inputs)
+
     def _probed(self, key, x):
         probe = self.probes.get(key)
         return x if probe is None else _identity(key[0] == OPERAND, x, probe)
+
+
+class _Wide(_Probes):
+    """The same in float32 for what is in half precision; custom rules by plain AD."""
+
+    def constant(self, value, aval):
+        dtype = getattr(value, "dtype", None)
+        return jnp.asarray(value, jnp.float32) if dtype in _HALF else value
+
+    def bind(self, equation, inputs):
+        if equation.primitive.name in _jaxpr.CUSTOM_RULES:
+            names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
+            program = next(equation.params[name] for name in names if name in equation.params)
+            return _jaxpr.evaluate(program, inputs, _Wide(Block([program]), frozenset(), {}))
+        narrow = {k: jnp.dtype("float32") for k, v in equation.params.items() if _is_half(v)}
+        return _jaxpr.bind(equation, inputs, **narrow)
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, np.dtype) and value in _HALF
 
 
 class _Entered(_jaxpr.Hook):
     """Has an equation entered, with the hooks of another inside."""
 
     def __init__(self, hook: _Probes):
-        self.steps, self.inside = hook.steps, hook.inside
+        self.steps, self.inside, self.constant = hook.steps, hook.inside, hook.constant
 
 
 def _probe_of(site: Site) -> Any:

@@ -59,6 +59,7 @@ class GradientRow:
       nonfinite: how many elements are NaN or inf.
       zeros: the share of elements that are exactly zero.
       is_layer: whether a matrix product or a convolution is in the part.
+      reverse: whether the innermost scan runs from its last step to its first.
     """
 
     module: str
@@ -73,6 +74,7 @@ class GradientRow:
     nonfinite: Any
     zeros: Any
     is_layer: bool
+    reverse: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ def rows(block: Block, measured: dict[tuple, Summary]) -> tuple[GradientRow, ...
 
 
 def _rows_of(unit: Unit, measured: dict[tuple, Summary]) -> Iterator[GradientRow]:
-    if unit.holder:
+    if unit.holder and unit.holder.states:
         states = [v for v in unit.holder.states if is_float(v)]
         keys = [(STATE, id(unit.holder), id(v), 0) for v in states]
         place, scans, operation = unit.place, unit.holder.nest, SCAN
@@ -54,7 +54,13 @@ def _row(
         nonfinite=np.sum([s.nonfinite for s in summaries], axis=0),
         zeros=np.tensordot(sizes / max(sizes.sum(), 1), [s.zeros for s in summaries], 1),
         is_layer=is_layer,
+        reverse=_is_reversed(place, operation),
     )
+
+
+def _is_reversed(place: Place, operation: str) -> bool:
+    scans = [*place.scans, *([place.equation] if operation == SCAN else [])]
+    return bool(scans) and scans[-1].params.get("reverse", False)
 
 
 def _norm(norms: list[Any]) -> np.ndarray:

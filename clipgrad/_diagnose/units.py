@@ -14,6 +14,7 @@ from clipgrad._jaxpr._programs import JIT
 # themselves (`jnp.linalg.norm`, `jnp.where`, ...) have fewer and stay whole.
 _LONGEST = 24
 _LAYERS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+CLOSED = frozenset({"while", "shard_map", "pallas_call", "pure_callback", "ffi_call", "cond"})
 _ENTERED = frozenset({"scan", "cond"}) | _jaxpr.CALLS | _jaxpr.REMAT | JIT
 
 
