@@ -15,6 +15,8 @@ from clipgrad._clips import clip_by_norm as clip_by_norm
 from clipgrad._clips import clip_by_value as clip_by_value
 from clipgrad._composer import apply_gradient_clipping as apply_gradient_clipping
 from clipgrad._cotangent import clip_cotangent as clip_cotangent
+from clipgrad._diagnose import GradientDiagnosis as GradientDiagnosis
+from clipgrad._diagnose import diagnose as diagnose
 from clipgrad._error_clip import error_clip as error_clip
 from clipgrad._everywhere import error_clip_everywhere as error_clip_everywhere
 from clipgrad._gradient_clip import GradientClipState as GradientClipState

@@ -1,0 +1,4 @@
+"""Diagnosis of a gradient: where it is NaN, where it grows, shrinks and underflows."""
+
+from clipgrad._diagnose.diagnose import diagnose as diagnose
+from clipgrad._diagnose.diagnosis import GradientDiagnosis as GradientDiagnosis

@@ -1,0 +1,227 @@
+"""What the backward pass brings to the variables of a program, measured in one compiled run."""
+
+import functools
+import types
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import DropVar, JaxprEqn, Literal, Var
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._diagnose.numbers import at_index, is_float
+from clipgrad._diagnose.subject import PRINTS
+from clipgrad._diagnose.units import Block, Unit, equations_of
+from clipgrad._jaxpr._programs import JIT
+
+_HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
+RESULT, OPERAND, STATE = "result", "operand", "state"
+
+
+class Site(NamedTuple):
+    """A variable whose cotangent is measured: summed over its uses, or of one use (an operand)."""
+
+    kind: str
+    block: Block
+    equation: JaxprEqn | None
+    position: int
+    variable: Var
+
+    @property
+    def key(self) -> tuple:
+        """What an evaluation finds the site by."""
+        by = id(self.variable) if self.kind == STATE else id(self.equation)
+        return self.kind, id(self.block), by, self.position
+
+
+class Summary(NamedTuple):
+    """Numbers of a cotangent; with a leading axis for each scan around its variable."""
+
+    reached: Any  # 1 if there is a cotangent at all
+    nonfinite: Any  # how many elements are NaN or inf
+    zeros: Any  # the share of zeros
+    largest: Any  # the largest magnitude that is finite
+    norm: Any  # of the finite elements
+    value: Any  # of an operand: its element where the cotangent is not finite
+    bad_values: Any  # of an operand: how many of its elements are not finite
+
+
+def module_sites(block: Block) -> list[Site]:
+    """What leaves each unit, and what each scan carries."""
+    sites = []
+    for unit in block.all_units():
+        sites += [Site(RESULT, unit.block, e, i, v) for v, (e, i) in unit.leaves.items()]
+        states = unit.holder.states if unit.holder else []
+        sites += [Site(STATE, unit.holder, None, 0, v) for v in states if is_float(v)]
+    return sites
+
+
+def operation_sites(units: Iterable[Unit]) -> list[Site]:
+    """All results and operands of the equations in these units and of the programs inside."""
+    found = [pair for u in units for e in u.equations for pair in equations_of(u.block, e)]
+    return [
+        Site(kind, block, equation, i, v)
+        for block, equation in found
+        for kind, variables in ((RESULT, equation.outvars), (OPERAND, equation.invars))
+        for i, v in enumerate(variables)
+        if is_float(v) and not isinstance(v, Literal | DropVar)
+    ]
+
+
+def measure(
+    program: Any, inputs: Sequence[Any], chosen: Sequence[int], block: Block, sites: list[Site], *, wide: bool = False
+) -> tuple[float, list[Summary], dict[tuple, Summary]]:
+    """Run the backward pass; return the loss, and summarize the gradients of the chosen inputs, and each site."""
+    keys = [site.key for site in sites]
+    kind = _Wide if wide else _Probes
+    within = block.blocks() if wide else (b for site in sites for b in site.block.around())
+    opened = frozenset(map(id, within))
+
+    def loss(given: list, others: list, probes: list) -> Any:
+        given = iter(given)
+        all_inputs = [next(given) if i in chosen else x for i, x in enumerate(others)]
+        hook = kind(block, opened, dict(zip(keys, probes, strict=True)))
+        return _jaxpr.evaluate(program, [hook.constant(x, None) for x in all_inputs], hook)[0]
+
+    @jax.jit
+    def run(*args: list) -> Any:
+        value, (grads, measured) = jax.value_and_grad(loss, argnums=(0, 2))(*args)
+        return value, [_summary(grad) for grad in grads], measured
+
+    others = [None if i in chosen else x for i, x in enumerate(inputs)]
+    value, grads, measured = run([inputs[i] for i in chosen], others, [_probe_of(s) for s in sites])
+    split = [Summary(*np.moveaxis(np.asarray(m), -1, 0)) for m in [*grads, *measured]]
+    return float(value), split[: len(grads)], dict(zip(keys, split[len(grads) :], strict=True))
+
+
+class _Probes(_jaxpr.Hook):
+    """Lets each site's variable pass through a probe, whose cotangent is the summary."""
+
+    def __init__(self, block: Block, opened: frozenset[int], probes: dict[tuple, Any]):
+        self.block, self.opened, self.probes = block, opened, probes
+        self.states: dict[Var, Any] = {}
+
+    def __call__(self, equation, inputs):
+        if equation.primitive.name in PRINTS:
+            return []
+        pairs = enumerate(zip(equation.invars, inputs, strict=True))
+        inputs = [self._operand(equation, i, v, x) for i, (v, x) in pairs]
+        outputs = enumerate(self._outputs(equation, inputs))
+        return [self._probed((RESULT, id(self.block), id(equation), i), x) for i, x in outputs]
+
+    def steps(self, equation):
+        inner = self._inner(equation)
+        within = {id(b) for b in inner.blocks()} if inner else ()
+        return {str(key): (p, ) for key, p in self.probes.items() if key[1] in within}
+
+    def inside(self, equation, step):
+        inner = self._inner(equation)
+        probes = dict(self.probes)
+        if equation.primitive.name == "scan":
+            probes |= {key: step[str(key)][0] for key in probes if str(key) in step}
+        return type(self)(inner, self.opened, probes)
+
+    def _inner(self, equation) -> Any:
+        return self.block.children.get(id(equation))
+
+    def _operand(self, equation, position, variable, x):
+        if type(variable) is Literal:
+            return x
+        if variable not in self.states:
+            key = STATE, id(self.block), id(variable), 0
+            self.states[variable] = self._probed(key, x) if key in self.probes else None
+        state = self.states[variable]
+        return self._probed(
+            (OPERAND, id(self.block), id(equation), position), x if state is None else state
+        )
+
+    def _outputs(self, equation, inputs):
+        inner = self._inner(equation)
+        if inner is None or id(inner) not in self.opened:
+            return self.bind(equation, inputs)
+        if equation.primitive.name in JIT:
+            (program,), _ = _jaxpr.entered_programs(equation)
+            return _jaxpr.evaluate(program, inputs, self.inside(equation, ()))
+        invars = [v for v in equation.invars if type(v) is not Literal]
+        given = [x for v, x in zip(equation.invars, inputs, strict=True) if type(v) is not Literal]
+        alone = types.SimpleNamespace(
+            invars=invars, constvars=(), eqns=[equation], outvars=equation.outvars
+        )
+        return _jaxpr.evaluate(alone, given, _Entered(self))
+
+    def bind(self, equation, inputs):
+        """The results of one operation."""
+        return _jaxpr.bind(equation, inputs)
+
+    def _probed(self, key, x):
+        probe = self.probes.get(key)
+        return x if probe is None else _identity(key[0] == OPERAND, x, probe)
+
+
+class _Wide(_Probes):
+    """The same in float32 for what is in half precision; custom rules by plain AD."""
+
+    def constant(self, value, aval):
+        dtype = getattr(value, "dtype", None)
+        return jnp.asarray(value, jnp.float32) if dtype in _HALF else value
+
+    def bind(self, equation, inputs):
+        if equation.primitive.name in _jaxpr.CUSTOM_RULES:
+            names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
+            program = next(equation.params[name] for name in names if name in equation.params)
+            return _jaxpr.evaluate(program, inputs, _Wide(Block([program]), frozenset(), {}))
+        narrow = {k: jnp.dtype("float32") for k, v in equation.params.items() if _is_half(v)}
+        return _jaxpr.bind(equation, inputs, **narrow)
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, np.dtype) and value in _HALF
+
+
+class _Entered(_jaxpr.Hook):
+    """Has an equation entered, with the hooks of another inside."""
+
+    def __init__(self, hook: _Probes):
+        self.steps, self.inside, self.constant = hook.steps, hook.inside, hook.constant
+
+
+def _probe_of(site: Site) -> Any:
+    wide = str(site.variable.aval.dtype) in ("float64", "complex128")
+    return np.zeros((*site.block.nest, len(Summary._fields)), "float64" if wide else "float32")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _identity(keeps: bool, x: Any, probe: Any) -> Any:
+    return x
+
+
+def _forward(keeps: bool, x: Any, probe: Any) -> Any:
+    return x, (jnp.asarray(x) if keeps else None, probe)
+
+
+def _backward(keeps: bool, residuals: Any, cotangent: Any) -> Any:
+    x, probe = residuals
+    return cotangent, _summary(cotangent, x).astype(probe.dtype)
+
+
+_identity.defvjp(_forward, _backward)
+
+
+def _summary(cotangent: Any, x: Any = None) -> jax.Array:
+    """The fields of a `Summary` in one array."""
+    size = jnp.abs(cotangent)
+    size = size.astype(jnp.promote_types(size.dtype, jnp.float32))
+    bad = ~jnp.isfinite(size)
+    finite = jnp.where(bad, 0, size)
+    largest = jnp.max(finite, initial=0)
+    unit = finite / jnp.where(largest == 0, 1, largest)
+    norm = largest * jnp.sqrt(jnp.sum(unit * unit))
+    zeros = jnp.mean((size == 0).astype(size.dtype)) if size.size else jnp.zeros_like(norm)
+    value, bad_values = jnp.zeros_like(norm), jnp.zeros_like(norm)
+    if x is not None and x.size:
+        value = at_index(x, x.shape, jnp.argmax(bad)).astype(norm.dtype)
+        bad_values = jnp.sum(~jnp.isfinite(x)).astype(norm.dtype)
+    count = jnp.sum(bad).astype(norm.dtype)
+    return jnp.stack([jnp.ones_like(norm), count, zeros, largest, norm, value, bad_values])

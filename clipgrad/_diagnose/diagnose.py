@@ -1,0 +1,80 @@
+"""From a loss and its arguments to the operation that spoils its gradient."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from clipgrad._check.report import first_line
+from clipgrad._diagnose.cotangents import measure, module_sites
+from clipgrad._diagnose.diagnosis import GradientDiagnosis, GradientFinding
+from clipgrad._diagnose.findings import value_finding, vjp_finding
+from clipgrad._diagnose.places import Place
+from clipgrad._diagnose.rows import rows
+from clipgrad._diagnose.subject import Subject, subject
+from clipgrad._diagnose.trends import trend_findings
+from clipgrad._diagnose.underflow import may_underflow, underflow_finding
+from clipgrad._diagnose.units import CLOSED, Block
+from clipgrad._diagnose.values import origin_of_loss
+from clipgrad._diagnose.vjps import fault
+
+
+def diagnose(
+    fun: Callable[..., Any],
+    args: tuple,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> GradientDiagnosis:
+    """Finds the operation that makes a gradient NaN, explode, vanish or underflow."""
+    return _diagnosis(subject(fun, args, kwargs, argnums, has_aux))
+
+
+def _diagnosis(given: Subject) -> GradientDiagnosis:
+    block = Block([given.program])
+    sites = module_sites(block)
+    run = functools.partial(measure, given.program, given.inputs, given.chosen, block)
+    loss, grads, measured = run(sites)
+    found = rows(block, measured)
+    findings = _nonfinite(given, block, loss, grads, measured)
+    findings += trend_findings(found)
+    notes = _notes(block)
+    if may_underflow(found):
+        try:
+            findings += underflow_finding(found, rows(block, run(sites, wide=True)[2]))
+        except Exception as error:  # a primitive that has no float32 of its own
+            notes += [f"underflow was not looked for: {first_line(error)}"]
+    return GradientDiagnosis(tuple(findings), found, tuple(notes))
+
+
+def _nonfinite(
+    given: Subject, block: Block, loss: float, grads: list, measured: dict
+) -> list[GradientFinding]:
+    """The findings of NaN and inf: in the value, and then in the backward pass."""
+    origin = None if np.isfinite(loss) else origin_of_loss(given.program, given.inputs)
+    findings = [value_finding(origin, given)] if origin else []
+    if any(np.any(grad.nonfinite) for grad in grads):
+        excused = origin.place if origin else None
+        program = given.program, given.inputs, given.chosen
+        found = fault(*program, block, grads, measured, excused)
+        if found and (found.finite_inputs or not origin):
+            findings.append(vjp_finding(found))
+    return findings
+
+
+def _notes(block: Block) -> list[str]:
+    """What has rules of its own, and what could not be gone into."""
+    places = [Place(e, b.parent) for b, e in block.all_equations()]
+    notes = {}
+    for place in places:
+        name = place.equation.primitive.name
+        if name == "custom_vjp_call":
+            text = f"{place.operation} has a VJP of its own, measured as one operation"
+        elif name in CLOSED:
+            text = f"{name} is measured from outside as one operation"
+        else:
+            continue
+        notes.setdefault(text, f"{place.location}: {text}")
+    return list(notes.values())

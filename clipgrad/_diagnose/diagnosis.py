@@ -1,0 +1,113 @@
+"""What a diagnosis says, for people and for programs."""
+
+import dataclasses
+import textwrap
+from typing import Any
+
+_WIDTH = 100
+_WORST = 10
+_HEADS = {
+    "value": "the value is not finite",
+    "vjp": "the backward pass makes NaN or inf",
+    "grows": "the gradient grows on its way back",
+    "shrinks": "the gradient shrinks on its way back",
+    "underflow": "the gradient underflows",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientFinding:
+    """Something wrong with a gradient.
+
+    Attributes:
+      kind: "value", "vjp", "grows", "shrinks" or "underflow".
+      file: the file of the user's line.
+      line: its number.
+      operation: JAX's name of the operation, or the name of the function with a rule of its own.
+      module: the module path, "" outside of modules.
+      step: the index in the innermost scan, or None.
+      message: what happens, and what to write instead.
+      factor: the growth or decay per step or module going backward, or None.
+    """
+
+    kind: str
+    file: str | None
+    line: int | None
+    operation: str
+    module: str
+    step: int | None
+    message: str
+    factor: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientRow:
+    """The cotangents of what leaves a part of a module, or of what a scan carries.
+
+    Numbers are arrays with one leading axis for each scan around the part, outermost first.
+
+    Attributes:
+      module: the module path, "" outside of modules.
+      file: the file of the user's line.
+      line: its number.
+      operation: the last operation of the part, or "scan" for what a scan carries.
+      shape: of the largest variable.
+      dtype: of the largest variable.
+      scans: the lengths of the scans around it.
+      norm: the L2 norm of the finite elements.
+      largest: their largest magnitude.
+      nonfinite: how many elements are NaN or inf.
+      zeros: the share of elements that are exactly zero.
+      is_layer: whether a matrix product or a convolution is in the part.
+      reverse: whether the innermost scan runs from its last step to its first.
+    """
+
+    module: str
+    file: str | None
+    line: int | None
+    operation: str
+    shape: tuple[int, ...]
+    dtype: str
+    scans: tuple[int, ...]
+    norm: Any
+    largest: Any
+    nonfinite: Any
+    zeros: Any
+    is_layer: bool
+    reverse: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientDiagnosis:
+    """What `diagnose` found.
+
+    Attributes:
+      findings: what is wrong; a "value" and a "vjp" finding first.
+      rows: the cotangents of all parts of the program in forward order.
+      notes: what was left out.
+    """
+
+    findings: tuple[GradientFinding, ...]
+    rows: tuple[GradientRow, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        parts = [_written(finding) for finding in self.findings]
+        parts += [_wrapped(f"note: {note}", "") for note in self.notes]
+        return "\n".join(parts or ["the gradient is healthy"])
+
+
+def _written(finding: GradientFinding) -> str:
+    head = f"{finding.kind}: {_HEADS[finding.kind]}"
+    return "\n".join([head, _wrapped(finding.message, "  ")])
+
+
+def _wrapped(text: str, indent: str) -> str:
+    return textwrap.fill(
+        text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )

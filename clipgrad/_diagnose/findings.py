@@ -1,0 +1,79 @@
+"""Findings in words."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._diagnose.diagnosis import GradientFinding
+from clipgrad._diagnose.numbers import is_float, short
+from clipgrad._diagnose.places import Location, Place
+from clipgrad._diagnose.subject import Subject
+from clipgrad._diagnose.suspects import suspect
+from clipgrad._diagnose.values import ValueOrigin
+from clipgrad._diagnose.vjps import VjpFault
+
+
+def value_finding(origin: ValueOrigin, given: Subject) -> GradientFinding:
+    """A finding on where a loss has its NaN or inf from."""
+    if origin.argument is not None:
+        return _argument_finding(origin.argument, given)
+    place = origin.place
+    assert place is not None
+    if origin.values is None:
+        what = f"{place.operation} brings in a constant that is not finite, and it reaches the loss"
+    else:
+        what = f"{_call(place, origin.values)} is not finite though what goes in is"
+        if not np.isfinite(origin.values).all():
+            what = f"{_call(place, origin.values)} is NaN though nothing that goes in is"
+    return _finding("value", place, origin.step, what)
+
+
+def vjp_finding(fault: VjpFault) -> GradientFinding:
+    """A finding on an operation whose VJP is at fault."""
+    place = fault.place
+    rule = place.equation.primitive.name in ("custom_vjp_call", "custom_jvp_call")
+    of = f"the rule of {_call(place, fault.values)}" if rule else f"the VJP of {_call(place, fault.values)}"
+    step = fault.steps[-1] if fault.steps else None
+    return _finding("vjp", place, step, f"{of} makes NaN or inf of finite cotangents")
+
+
+def _argument_finding(argument: int, given: Subject) -> GradientFinding:
+    array = np.asarray(given.inputs[argument])
+    count = int(np.sum(~np.isfinite(array.astype(np.float64 if array.dtype.kind != "c" else array.dtype))))
+    code = getattr(given.fun, "__code__", None)
+    file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
+    name = given.names[argument]
+    message = f"{count} of {array.size} elements of {name} are not finite before anything is computed"
+    return GradientFinding("value", file, line, "argument", "", None, message)
+
+
+def _finding(kind: str, place: Place, step: int | None, what: str) -> GradientFinding:
+    where = place.location
+    message = " ".join([f"{where}:", what + _around(place, step, where) + _instead(kind, place, where)])
+    return GradientFinding(
+        kind, where.file, where.line, place.operation, place.module, step, message
+    )
+
+
+def _around(place: Place, step: int | None, where: Location) -> str:
+    parts = [f", in {where.package}"] if where.package and where.file else []
+    parts += [f", in module {place.module}"] if place.module else []
+    if step is not None:
+        parts += [f", at step {step} of {place.nest[-1]}"]
+    return "".join(parts)
+
+
+def _instead(kind: str, place: Place, where: Location) -> str:
+    function = where.package.partition(" ")[0] if where.package else None
+    dtype = next((str(v.aval.dtype) for v in place.equation.outvars if is_float(v)), "")
+    row = suspect(kind, place.operation, function, dtype)
+    return f"; the backward pass computes {row.computes}: write {row.instead}" if row else ""
+
+
+def _call(place: Place, values: Sequence[float]) -> str:
+    """Such as "sqrt at 0"."""
+    shown = [v for v in place.equation.invars if is_float(v)][: len(values)]
+    numbers = [short(value) for value, _ in zip(values, shown, strict=False)]
+    return f"{place.operation} at {', '.join(numbers)}" if numbers else place.operation

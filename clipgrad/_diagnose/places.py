@@ -1,0 +1,122 @@
+"""Where an operation is: its equation, its module, and its line in the user's files."""
+
+import functools
+import os
+import pathlib
+import sysconfig
+from typing import Any, NamedTuple
+
+import jax
+import jaxlib
+from jax.extend.core import JaxprEqn
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._jaxpr import _scopes
+from clipgrad._jaxpr._programs import JIT
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+_INSTALLED = (
+    *(str(pathlib.Path(package.__file__).parent) for package in (jax, jaxlib)),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+_LIBRARY = str(_PACKAGE)
+_DEMO = str(_PACKAGE / "_demo")  # programs as a user would write them
+# Files that every traced call of a function of JAX goes through; they say nothing of it.
+_MACHINERY = {"api.py", "core.py", "custom_derivatives.py", "pjit.py", "traceback_util.py"}
+_MACHINERY |= {"api_util.py", "linear_util.py", "partial_eval.py", "source_info_util.py"}
+_MACHINERY |= {"ufunc_api.py", "array_methods.py", "ad_checkpoint.py"}
+_NAMED = _jaxpr.CUSTOM_RULES | JIT
+
+
+class Location(NamedTuple):
+    """A line of the user's, and what an installed package does there."""
+
+    file: str | None
+    line: int | None
+    package: str | None  # such as "norm (jax/_src/numpy/linalg.py:1234)"
+
+    def __str__(self) -> str:
+        if self.file is None:
+            return self.package or "an unknown line"
+        return f"{_shown(self.file)}:{self.line}"
+
+
+class Place(NamedTuple):
+    """An equation of a program, and the equations that hold this program, the innermost first."""
+
+    equation: JaxprEqn
+    parent: "Place | None" = None
+
+    @property
+    def chain(self) -> list[JaxprEqn]:
+        """The equation and those around it, innermost first."""
+        return [self.equation, *(self.parent.chain if self.parent else ())]
+
+    @property
+    def operation(self) -> str:
+        """The name of the primitive, or of the function that a rule was written for."""
+        name = self.equation.primitive.name
+        if name not in _NAMED:
+            return name
+        params = self.equation.params
+        inner = next((params[key] for key in ("call_jaxpr", "jaxpr") if key in params), None)
+        info = getattr(_jaxpr.opened(inner)[0], "debug_info", None)
+        return params.get("name") or getattr(info, "func_name", None) or name
+
+    @property
+    def module(self) -> str:
+        """The module path, joined by slashes."""
+        paths = [_scopes.path(equation) for equation in reversed(self.chain)]
+        return "/".join(segment for path in paths for segment in path)
+
+    @property
+    def scans(self) -> list[JaxprEqn]:
+        """The scans around the equation, outermost first."""
+        around = reversed(self.chain[1:])
+        return [equation for equation in around if equation.primitive.name == "scan"]
+
+    @property
+    def nest(self) -> tuple[int, ...]:
+        """The lengths of the scans around the equation, outermost first."""
+        return tuple(equation.params["length"] for equation in self.scans)
+
+    @property
+    def location(self) -> Location:
+        """The innermost line of the user's own files; tracebacks end where programs begin."""
+        frames = [frame for equation in self.chain for frame in _frames(equation)]
+        own = next((i for i, frame in enumerate(frames) if is_own(frame.file_name)), None)
+        inside = frames[:own]
+        called = [f for f in inside if os.path.basename(f.file_name) not in _MACHINERY]
+        package = _package_frame(called[-1]) if called else None
+        if own is None:
+            return Location(None, None, package)
+        return Location(frames[own].file_name, frames[own].line_num, package)
+
+
+def _frames(equation: JaxprEqn) -> list[Any]:
+    traceback = equation.source_info.traceback
+    return [] if traceback is None else list(traceback.frames)
+
+
+@functools.cache
+def is_own(file: str) -> bool:
+    """Whether a file is the user's: of no installed package, the standard library or this one."""
+    if file.startswith(_DEMO):
+        return True
+    if file.startswith("<frozen") or {"site-packages", "dist-packages"} & set(file.split(os.sep)):
+        return False
+    return not file.startswith((*filter(None, _INSTALLED), _LIBRARY + os.sep))
+
+
+def _package_frame(frame: Any) -> str:
+    parts = pathlib.PurePath(frame.file_name).parts
+    roots = [i for i, part in enumerate(parts) if part in ("site-packages", "dist-packages")]
+    name = "/".join(parts[roots[-1] + 1 :]) if roots else _shown(frame.file_name)
+    return f"{frame.function_name.rpartition('.')[2]} ({name}:{frame.line_num})"
+
+
+def _shown(file: str) -> str:
+    """The file relative to the current folder, if it is inside of it."""
+    path = pathlib.Path(file)
+    folder = pathlib.Path.cwd()
+    return str(path.relative_to(folder)) if path.is_relative_to(folder) else file

@@ -1,0 +1,67 @@
+"""The rows of a diagnosis: cotangents by part of a module, and by step of a scan."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from clipgrad._diagnose.cotangents import RESULT, STATE, Summary
+from clipgrad._diagnose.diagnosis import GradientRow
+from clipgrad._diagnose.numbers import is_float
+from clipgrad._diagnose.places import Place
+from clipgrad._diagnose.units import Block, Unit
+
+SCAN = "scan"
+
+
+def rows(block: Block, measured: dict[tuple, Summary]) -> tuple[GradientRow, ...]:
+    """A row for each unit and each scan that cotangents come to, in forward order."""
+    return tuple(row for unit in block.all_units() for row in _rows_of(unit, measured))
+
+
+def _rows_of(unit: Unit, measured: dict[tuple, Summary]) -> Iterator[GradientRow]:
+    if unit.holder and unit.holder.states:
+        states = [v for v in unit.holder.states if is_float(v)]
+        keys = [(STATE, id(unit.holder), id(v), 0) for v in states]
+        place, scans, operation = unit.place, unit.holder.nest, SCAN
+    else:
+        states = list(unit.leaves)
+        keys = [(RESULT, id(unit.block), id(e), i) for e, i in unit.leaves.values()]
+        place, scans, operation = unit.place, unit.block.nest, unit.place.operation
+    pairs = [(v, measured[key]) for v, key in zip(states, keys, strict=True)]
+    pairs = [(v, summary) for v, summary in pairs if np.any(summary.reached)]
+    if pairs:
+        yield _row(place, scans, operation, pairs, unit.is_layer)
+
+
+def _row(
+    place: Place, scans: tuple[int, ...], operation: str, pairs: list, is_layer: bool
+) -> GradientRow:
+    largest = max((v.aval for v, _ in pairs), key=lambda aval: aval.size)
+    sizes = np.array([v.aval.size for v, _ in pairs], float)
+    summaries = [summary for _, summary in pairs]
+    where = place.location
+    return GradientRow(
+        module=place.module,
+        file=where.file,
+        line=where.line,
+        operation=operation,
+        shape=tuple(largest.shape),
+        dtype=str(largest.dtype),
+        scans=scans,
+        norm=_norm([s.norm for s in summaries]),
+        largest=np.max([s.largest for s in summaries], axis=0),
+        nonfinite=np.sum([s.nonfinite for s in summaries], axis=0),
+        zeros=np.tensordot(sizes / max(sizes.sum(), 1), [s.zeros for s in summaries], 1),
+        is_layer=is_layer,
+        reverse=_is_reversed(place, operation),
+    )
+
+
+def _is_reversed(place: Place, operation: str) -> bool:
+    scans = [*place.scans, *([place.equation] if operation == SCAN else [])]
+    return bool(scans) and scans[-1].params.get("reverse", False)
+
+
+def _norm(norms: list[Any]) -> np.ndarray:
+    return np.sqrt(np.sum(np.square(np.asarray(norms, np.float64)), axis=0))

@@ -1,0 +1,155 @@
+"""What is diagnosed: a loss as a program, and its arguments as arrays."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._diagnose.numbers import is_float
+from clipgrad._nnx import is_model, with_models
+from clipgrad._trees import is_array, path_string
+
+PRINTS = ("debug_callback", "debug_print")
+
+
+class Subject(NamedTuple):
+    """A loss, traced.
+
+    Attributes:
+      fun: the function.
+      program: its jaxpr; the first result is the loss.
+      inputs: the arrays among the arguments.
+      names: for each of them the argument and the path in it.
+      chosen: the positions of those that the loss is differentiated by.
+    """
+
+    fun: Callable[..., Any]
+    program: Any
+    inputs: list[Any]
+    names: list[str]
+    chosen: list[int]
+
+
+def subject(
+    fun: Any, args: Any, kwargs: Any, argnums: int | Sequence[int], has_aux: bool
+) -> Subject:
+    """Check the arguments of `diagnose`, and trace the loss once.
+
+    Raises:
+      TypeError: `fun` is not a function, `args` not a tuple, or `kwargs` not a mapping.
+      ValueError: the loss or what it is differentiated by is not what `jax.grad` accepts.
+    """
+    if not callable(fun):
+        raise TypeError(f"fun: got {type(fun).__name__}, expected a function that returns a loss")
+    if not isinstance(args, tuple):
+        raise TypeError(
+            f"args: got {type(args).__name__}, expected the tuple of arguments; write (x,) for one"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs: got {type(kwargs).__name__}, expected a dictionary")
+    positions = _positions(argnums, len(args))
+    args = _with_arrays(args, positions)
+    traced: list[Subject] = []
+
+    def run(function: Any, packed: Any, named: Any) -> None:
+        is_apart = function is not fun
+        traced.append(_trace(fun, function, packed, named, positions, has_aux, is_apart))
+
+    with_models(run, fun, args, dict(kwargs or {}))
+    return traced[0]
+
+
+def _positions(argnums: Any, count: int) -> list[int]:
+    chosen = list(argnums) if isinstance(argnums, Iterable) else [argnums]
+    if not chosen or not all(isinstance(i, int) and -count <= i < count for i in chosen):
+        raise ValueError(
+            f"argnums: got {argnums!r} for {count} arguments, expected positions below {count}"
+        )
+    return [i % count for i in chosen]
+
+
+def _with_arrays(args: tuple, positions: list[int]) -> tuple:
+    """The arguments, with arrays for the Python numbers in those that are differentiated."""
+
+    def as_array(leaf: Any) -> Any:
+        return jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf
+
+    return tuple(
+        jax.tree.map(as_array, arg, is_leaf=is_model) if i in positions else arg
+        for i, arg in enumerate(args)
+    )
+
+
+def _trace(
+    fun: Callable,
+    function: Callable,
+    args: tuple,
+    kwargs: dict,
+    positions: list[int],
+    has_aux: bool,
+    is_apart: bool,
+) -> Subject:
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        result = result[1] if is_apart else result
+        return _checked_loss(result, has_aux)
+
+    program = _jaxpr.trace(loss, args, kwargs).program
+    _check_effects(program)
+    apart = args[0] if is_apart else (args, kwargs)
+    entries, _ = jax.tree_util.tree_flatten_with_path(apart)
+    arrays = [(path, leaf) for path, leaf in entries if is_array(leaf)]
+    chosen = [
+        i
+        for i, (path, leaf) in enumerate(arrays)
+        if path[0].idx == 0 and path[1].idx in positions and is_float(leaf)
+    ]
+    if not chosen:
+        raise ValueError(
+            "args: got no floating arrays in the arguments of argnums, expected some to "
+            "differentiate by; choose others by argnums"
+        )
+    names = [_name(path) for path, _ in arrays]
+    return Subject(fun, program, [leaf for _, leaf in arrays], names, chosen)
+
+
+def _name(path: tuple) -> str:
+    """Such as "args/0/w" or "kwargs/x"."""
+    return f"{('args', 'kwargs')[path[0].idx]}/{path_string(path[1:])}"
+
+
+def _checked_loss(result: Any, has_aux: bool) -> jax.Array:
+    if has_aux:
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(
+                f"fun: got {type(result).__name__} from it, expected (loss, aux) for has_aux=True"
+            )
+        result = result[0]
+    if not isinstance(result, jax.Array):
+        hint = "; write has_aux=True for (loss, aux)" if isinstance(result, tuple) else ""
+        raise ValueError(
+            f"fun: got {type(result).__name__} from it, expected a scalar loss computed from the "
+            f"arguments{hint}"
+        )
+    if result.shape or not jnp.issubdtype(result.dtype, jnp.floating):
+        raise ValueError(
+            f"fun: got {result.dtype}{list(result.shape)} from it, expected a floating scalar; "
+            "write its mean or sum"
+        )
+    return result
+
+
+def _check_effects(program: Any) -> None:
+    names = {
+        equation.primitive.name
+        for equation in _jaxpr.equations(program)
+        if equation.effects and not _jaxpr.entered_programs(equation)[0]
+    }
+    names = {name for name in names if name not in (*PRINTS, "while")}
+    if names:
+        raise ValueError(
+            f"fun: got a function with side effects ({', '.join(sorted(names))}), expected one "
+            "without; pass what it changes as an argument, and return it"
+        )

@@ -1,0 +1,145 @@
+"""The operation whose VJP makes a cotangent that is not finite of finite ones."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from clipgrad._diagnose.cotangents import (
+    OPERAND,
+    RESULT,
+    STATE,
+    Site,
+    Summary,
+    measure,
+    operation_sites,
+)
+from clipgrad._diagnose.places import Place
+from clipgrad._diagnose.units import Block, Unit
+
+# So many operations are measured one by one in one compiled program.
+_AT_ONCE = 240
+
+Measured = dict[tuple, Summary]
+
+
+class VjpFault(NamedTuple):
+    """An operation, the steps of the scans around it, and its operands where it goes wrong."""
+
+    place: Place
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+    finite_inputs: bool
+
+
+def fault(
+    program: Any,
+    inputs: Sequence[Any],
+    chosen: Sequence[int],
+    block: Block,
+    grads: list[Summary],
+    measured: Measured,
+    excused: Place | None,
+) -> VjpFault | None:
+    """The first operation in backward order whose VJP is at fault.
+
+    Args:
+      program: the loss, evaluated at the flat ``inputs``.
+      inputs: its inputs.
+      chosen: the positions of those that it is differentiated by.
+      block: the program in units.
+      grads: the gradients of the chosen inputs.
+      measured: the cotangents of what leaves each unit.
+      excused: an operation whose value is not finite, so that nothing is said of its VJP.
+    """
+    tops = block.programs[0].invars
+    bad = {tops[i]: g.nonfinite > 0 for i, g in zip(chosen, grads, strict=True)}
+    units = [u for u in block.all_units() if not u.holder]
+    suspects = [u for u in units if np.any(_may_be_at_fault(u, bad, measured))]
+    for batch in _batches(suspects or units):
+        sites = operation_sites(batch)
+        *_, found = measure(program, inputs, chosen, block, sites)
+        faults = [f for f in _faults(sites, found) if not _is_excused(f[1].place, excused)]
+        if faults:
+            return max(faults, key=lambda pair: (pair[1].finite_inputs, pair[0]))[1]
+    return None
+
+
+def _may_be_at_fault(unit: Unit, bad: dict, measured: Measured) -> Any:
+    """At which steps a unit reads a variable with a bad cotangent, and all that leaves it is good."""
+    reads = [_is_bad(unit.block, v, bad, measured) for v in unit.reads]
+    leaves = [_is_bad(unit.block, v, bad, measured) for v in unit.leaves]
+    shape = unit.block.nest
+    return np.any([np.broadcast_to(flag, shape) for flag in [*reads, False]], axis=0) & ~np.any(
+        [np.broadcast_to(flag, shape) for flag in [*leaves, False]], axis=0
+    )
+
+
+def _is_bad(block: Block, variable: Any, bad: dict, measured: Measured) -> Any:
+    """Whether the cotangent of a variable is not finite, for each step of the scans around it."""
+    if variable in block.makers:
+        equation, i = block.makers[variable].leaves[variable]
+        return measured[RESULT, id(block), id(equation), i].nonfinite > 0
+    state = measured.get((STATE, id(block), id(variable), 0))
+    if state is not None:
+        return state.nonfinite > 0
+    around = block.outer.get(variable)
+    if around is None or isinstance(around, Literal) or block.outside is None:
+        return bad.get(variable, False)
+    flags = np.broadcast_to(_is_bad(block.outside, around, bad, measured), block.outside.nest)
+    return flags.reshape(flags.shape + (1,) * (len(block.nest) - flags.ndim))
+
+
+def _batches(units: list[Unit]) -> Iterator[list[Unit]]:
+    """The units in backward order, in groups of bounded size."""
+    batch, size = [], 0
+    for unit in reversed(units):
+        batch.append(unit)
+        size += sum(unit.block.children[id(e)].count if id(e) in unit.block.children else 1 for e in unit.equations)
+        if size >= _AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _faults(sites: list[Site], found: Measured) -> Iterator[tuple[list[int], VjpFault]]:
+    """The operations that make bad cotangents of good ones, with their order in time."""
+    operations: dict[tuple, list[Site]] = {}
+    for site in sites:
+        operations.setdefault((id(site.block), id(site.equation)), []).append(site)
+    for own in operations.values():
+        block, equation = own[0].block, own[0].equation
+        assert equation is not None
+        results = [found[s.key] for s in own if s.kind == RESULT]
+        operands = [found[s.key] for s in own if s.kind == OPERAND]
+        good = np.all([r.nonfinite == 0 for r in [*results]], axis=0)
+        at_fault = good & np.any([o.nonfinite > 0 for o in operands], axis=0) if operands else ()
+        times = [_time(block, equation, tuple(map(int, steps))) for steps in np.argwhere(at_fault)]
+        if times:
+            time, steps = max(times)
+            shown = [o for o in operands if o.nonfinite[steps] > 0]
+            finite = not any(o.bad_values[steps] for o in operands)
+            values = tuple(float(o.value[steps]) for o in shown)
+            yield time, VjpFault(Place(equation, block.parent), steps, values, finite)
+
+
+def _time(block: Block, equation: JaxprEqn, steps: tuple[int, ...]) -> tuple[list[int], tuple]:
+    """When the forward pass comes to an equation: its position, at each scan the step first."""
+    order: list[int] = []
+    left = list(steps)
+    at, inside = block, equation
+    while True:
+        order.append([id(e) for e in at.equations].index(id(inside)))
+        if at.parent is None or at.outside is None:
+            return order[::-1], steps
+        inside, at = at.parent.equation, at.outside
+        if inside.primitive.name == "scan":
+            step = left.pop()
+            order.append(inside.params["length"] - 1 - step if inside.params["reverse"] else step)
+
+
+def _is_excused(place: Place, excused: Place | None) -> bool:
+    chains = [[id(e) for e in p.chain] if p else [] for p in (place, excused)]
+    return bool(excused) and chains[1][-len(chains[0]) :] == chains[0]
