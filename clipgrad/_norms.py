@@ -76,12 +76,18 @@ def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Arra
 def from_plain(plain: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Whether a plain sum of squares is in range, and all three sums if it is."""
     rule = _RANGES[plain.dtype.name]
-    low, high, down, up = (2.0**exponent for exponent in (2 * rule.low, 2 * rule.high, *rule[2:]))
-    # A bound between two factors, of which XLA would make one that is out of range. Sums scaled up
-    # are only used where their total is below a bound, and so is each of them.
+    low, high, down = 2.0 ** (2 * rule.low), 2.0 ** (2 * rule.high), 2.0**rule.down
+    # A bound between two factors, of which XLA would make one that is out of range.
     scaled_down = jnp.minimum(plain * down, high * down) * down
-    scaled_up = jnp.minimum(plain * up, low * up) * up
-    return (plain >= low) & (plain <= high), (scaled_down, plain, scaled_up)
+    return (plain >= low) & (plain <= high), (scaled_down, plain, jnp.zeros_like(plain))
+
+
+def if_needed(up: jax.Array, plain: jax.Array) -> jax.Array:
+    """A sum of squares scaled up, 0 where the plain sum is large enough to be read.
+
+    So it is after sums have been added up: where their total is too small, each of them is.
+    """
+    return jnp.where(plain < 2.0 ** (2 * _RANGES[plain.dtype.name].low), up, 0)
 
 
 def _scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from clipgrad._norms import (
     Norm,
     bounded_square,
     from_plain,
+    if_needed,
     in_range,
     scaled_squares,
     slice_norms,
@@ -31,8 +32,9 @@ class ClipStats(NamedTuple):
     All fields are sums over elements, so that statistics of several places, scan steps, vmap
     lanes or devices add up field by field; norms and scales are derived from the sums.
     Squares are summed three times, of elements scaled down, as they are, and scaled up: the
-    norm is that of the sum that is in range, so that it is right from 1.2e-38 to 3.4e38. Under
-    `jax.jit` what is not used is not computed.
+    norm is that of the sum that is in range, so that it is right from 1.2e-38 to 3.4e38; the sum
+    scaled up is 0 where the plain one is large enough. Under `jax.jit` what is not used is not
+    computed.
 
     Attributes:
       before: sums of squares before the clip, shape ``(..., 3)``.
@@ -187,8 +189,8 @@ def _scaled(
     nonfinite: jax.Array,
     size: jax.Array,
 ) -> ClipStats:
-    before = jnp.stack(_squares(value))
-    after = jnp.where(clips, jnp.stack(_squares(limit)), before)
+    before = _sums(value)
+    after = jnp.where(clips, _sums(limit), before)
     after = jnp.where(finite, after, jnp.nan)
     return ClipStats(before, after, jnp.where(clips, size, 0), nonfinite, size)
 
@@ -219,7 +221,8 @@ def _together(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """All in one reduction, which is one kernel on a GPU."""
     rows = [jnp.stack([*_squares(x), (~jnp.isfinite(x)).astype(x.dtype)]) for x in sizes]
     total = functools.reduce(jnp.add, [jnp.sum(r, range(1, r.ndim)) for r in rows])
-    return total[:3], total[3]
+    down, plain, up, nonfinite = total
+    return jnp.stack([down, plain, if_needed(up, plain)]), nonfinite
 
 
 def _by_range(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -231,6 +234,12 @@ def _by_range(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     is_in_range, others = from_plain(plain)
     none = to_varying(jnp.zeros((), plain.dtype), varying_axes(plain))
     return jax.lax.cond(is_in_range, lambda: (jnp.stack(others), none), lambda: _together(*sizes))
+
+
+def _sums(norm: jax.Array) -> jax.Array:
+    """The three sums of a norm that is known."""
+    down, plain, up = _squares(norm)
+    return jnp.stack([down, plain, if_needed(up, plain)])
 
 
 def _squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
