@@ -12,7 +12,10 @@ import pytest
 
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
-TITLES = ["autograd", "error_clip", "gradient_clipping", "checking_gradients", "many_devices"]
+TITLES = [
+    "autograd", "error_clip", "gradient_clipping", "checking_gradients", "many_devices",
+    "seeing_inside",
+]  # fmt: skip
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 every_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
@@ -96,7 +99,7 @@ def test_its_links_lead_somewhere(path):
         assert target.startswith("http") or (FOLDER / target).exists(), target
 
 
-def test_they_are_the_five_and_numbered():
+def test_they_are_the_six_and_numbered():
     assert [path.stem for path in PATHS] == [f"{i}_{name}" for i, name in enumerate(TITLES, 1)]
 
 
