@@ -71,7 +71,13 @@ def operation_sites(units: Iterable[Unit]) -> list[Site]:
 
 
 def measure(
-    program: Any, inputs: Sequence[Any], chosen: Sequence[int], block: Block, sites: list[Site], *, wide: bool = False
+    program: Any,
+    inputs: Sequence[Any],
+    chosen: Sequence[int],
+    block: Block,
+    sites: list[Site],
+    *,
+    wide: bool = False,
 ) -> tuple[float, list[Summary], dict[tuple, Summary]]:
     """Run the backward pass; return the loss, and summarize the gradients of the chosen inputs, and each site."""
     keys = [site.key for site in sites]
@@ -114,7 +120,7 @@ class _Probes(_jaxpr.Hook):
     def steps(self, equation):
         inner = self._inner(equation)
         within = {id(b) for b in inner.blocks()} if inner else ()
-        return {str(key): (p, ) for key, p in self.probes.items() if key[1] in within}
+        return {str(key): (p,) for key, p in self.probes.items() if key[1] in within}
 
     def inside(self, equation, step):
         inner = self._inner(equation)

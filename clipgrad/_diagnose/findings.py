@@ -34,24 +34,34 @@ def vjp_finding(fault: VjpFault) -> GradientFinding:
     """A finding on an operation whose VJP is at fault."""
     place = fault.place
     rule = place.equation.primitive.name in ("custom_vjp_call", "custom_jvp_call")
-    of = f"the rule of {_call(place, fault.values)}" if rule else f"the VJP of {_call(place, fault.values)}"
+    of = (
+        f"the rule of {_call(place, fault.values)}"
+        if rule
+        else f"the VJP of {_call(place, fault.values)}"
+    )
     step = fault.steps[-1] if fault.steps else None
     return _finding("vjp", place, step, f"{of} makes NaN or inf of finite cotangents")
 
 
 def _argument_finding(argument: int, given: Subject) -> GradientFinding:
     array = np.asarray(given.inputs[argument])
-    count = int(np.sum(~np.isfinite(array.astype(np.float64 if array.dtype.kind != "c" else array.dtype))))
+    count = int(
+        np.sum(~np.isfinite(array.astype(np.float64 if array.dtype.kind != "c" else array.dtype)))
+    )
     code = getattr(given.fun, "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
     name = given.names[argument]
-    message = f"{count} of {array.size} elements of {name} are not finite before anything is computed"
+    message = (
+        f"{count} of {array.size} elements of {name} are not finite before anything is computed"
+    )
     return GradientFinding("value", file, line, "argument", "", None, message)
 
 
 def _finding(kind: str, place: Place, step: int | None, what: str) -> GradientFinding:
     where = place.location
-    message = " ".join([f"{where}:", what + _around(place, step, where) + _instead(kind, place, where)])
+    message = " ".join(
+        [f"{where}:", what + _around(place, step, where) + _instead(kind, place, where)]
+    )
     return GradientFinding(
         kind, where.file, where.line, place.operation, place.module, step, message
     )
@@ -69,7 +79,7 @@ def _instead(kind: str, place: Place, where: Location) -> str:
     function = where.package.partition(" ")[0] if where.package else None
     dtype = next((str(v.aval.dtype) for v in place.equation.outvars if is_float(v)), "")
     row = suspect(kind, place.operation, function, dtype)
-    return f"; the backward pass computes {row.computes}: write {row.instead}" if row else ""
+    return f"; the usual suspect is {row.code}: {row.advice}" if row else ""
 
 
 def _call(place: Place, values: Sequence[float]) -> str:

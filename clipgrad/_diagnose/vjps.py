@@ -96,7 +96,10 @@ def _batches(units: list[Unit]) -> Iterator[list[Unit]]:
     batch, size = [], 0
     for unit in reversed(units):
         batch.append(unit)
-        size += sum(unit.block.children[id(e)].count if id(e) in unit.block.children else 1 for e in unit.equations)
+        size += sum(
+            unit.block.children[id(e)].count if id(e) in unit.block.children else 1
+            for e in unit.equations
+        )
         if size >= _AT_ONCE:
             yield batch
             batch, size = [], 0
