@@ -79,7 +79,11 @@ def measure(
     *,
     wide: bool = False,
 ) -> tuple[float, list[Summary], dict[tuple, Summary]]:
-    """Run the backward pass; return the loss, and summarize the gradients of the chosen inputs, and each site."""
+    """Run the backward pass; with `wide` in float32 where it is in half precision.
+
+    Returns:
+      The loss, summaries of the gradients of the chosen inputs, and of the sites by key.
+    """
     keys = [site.key for site in sites]
     kind = _Wide if wide else _Probes
     within = block.blocks() if wide else (b for site in sites for b in site.block.around())
@@ -204,7 +208,7 @@ def _identity(keeps: bool, x: Any, probe: Any) -> Any:
 
 
 def _forward(keeps: bool, x: Any, probe: Any) -> Any:
-    return x, (jnp.asarray(x) if keeps else None, probe)
+    return x, (x if keeps else None, probe)
 
 
 def _backward(keeps: bool, residuals: Any, cotangent: Any) -> Any:
@@ -226,6 +230,7 @@ def _summary(cotangent: Any, x: Any = None) -> jax.Array:
     norm = largest * jnp.sqrt(jnp.sum(unit * unit))
     zeros = jnp.mean((size == 0).astype(size.dtype)) if size.size else jnp.zeros_like(norm)
     value, bad_values = jnp.zeros_like(norm), jnp.zeros_like(norm)
+    x = None if x is None else jnp.asarray(x)  # a constant may come as a Python number
     if x is not None and x.size:
         value = at_index(x, x.shape, jnp.argmax(bad)).astype(norm.dtype)
         bad_values = jnp.sum(~jnp.isfinite(x)).astype(norm.dtype)

@@ -60,7 +60,7 @@ def _by_step(panel: Any, row: GradientRow, findings: Sequence[GradientFinding]) 
             _mark(panel, finding.step, finding)
 
 
-def _line(panel: Any, norms: Sequence[float], label: str) -> None:
+def _line(panel: Any, norms: Any, label: str) -> None:
     array = np.where(np.asarray(norms) > 0, norms, np.nan)
     panel.plot(range(len(array)), array, marker=".", color="#0072B2")
     if np.isfinite(array).any():

@@ -1,13 +1,12 @@
 """Findings in words."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._diagnose.diagnosis import GradientFinding
-from clipgrad._diagnose.numbers import is_float, short
+from clipgrad._diagnose.numbers import dtype_of, is_float, short
 from clipgrad._diagnose.places import Location, Place
 from clipgrad._diagnose.subject import Subject
 from clipgrad._diagnose.suspects import suspect
@@ -34,20 +33,14 @@ def vjp_finding(fault: VjpFault) -> GradientFinding:
     """A finding on an operation whose VJP is at fault."""
     place = fault.place
     rule = place.equation.primitive.name in ("custom_vjp_call", "custom_jvp_call")
-    of = (
-        f"the rule of {_call(place, fault.values)}"
-        if rule
-        else f"the VJP of {_call(place, fault.values)}"
-    )
+    of = f"the {'rule' if rule else 'VJP'} of {_call(place, fault.values)}"
     step = fault.steps[-1] if fault.steps else None
     return _finding("vjp", place, step, f"{of} makes NaN or inf of finite cotangents")
 
 
 def _argument_finding(argument: int, given: Subject) -> GradientFinding:
-    array = np.asarray(given.inputs[argument])
-    count = int(
-        np.sum(~np.isfinite(array.astype(np.float64 if array.dtype.kind != "c" else array.dtype)))
-    )
+    array = jnp.asarray(given.inputs[argument])
+    count = int(jnp.sum(~jnp.isfinite(array)))
     code = getattr(given.fun, "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
     name = given.names[argument]
@@ -77,7 +70,7 @@ def _around(place: Place, step: int | None, where: Location) -> str:
 
 def _instead(kind: str, place: Place, where: Location) -> str:
     function = where.package.partition(" ")[0] if where.package else None
-    dtype = next((str(v.aval.dtype) for v in place.equation.outvars if is_float(v)), "")
+    dtype = next((str(dtype_of(v)) for v in place.equation.outvars if is_float(v)), "")
     row = suspect(kind, place.operation, function, dtype)
     return f"; the usual suspect is {row.code}: {row.advice}" if row else ""
 

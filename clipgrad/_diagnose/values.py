@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import at_index, is_float
+from clipgrad._diagnose.numbers import at_index, dtype_of, is_float
 from clipgrad._diagnose.places import Place
 from clipgrad._diagnose.subject import PRINTS
 from clipgrad._jaxpr._programs import JIT
@@ -70,7 +69,7 @@ class _Run:
 
         def read(atom):
             if type(atom) is Literal:
-                return self._constant(jnp.asarray(atom.val, atom.aval.dtype))
+                return self._constant(jnp.asarray(atom.val, dtype_of(atom)))
             uses[atom] -= 1
             return values[atom] if uses[atom] else values.pop(atom)
 
@@ -102,9 +101,8 @@ class _Run:
     def _operation(self, place: Place, inputs: list[_Tracked], step: int | None) -> list[_Tracked]:
         self._time += 1
         outputs = _jaxpr.bind(place.equation, [x.x for x in inputs])
-        bad = [x for x in inputs if x.badness]
-        worst = max((x.badness for x in bad), default=0)
-        origin = min((x.origin for x in bad), key=lambda o: o.time, default=None)
+        worst = max((x.badness for x in inputs), default=0)
+        origin = min((x.origin for x in inputs if x.origin), key=lambda o: o.time, default=None)
         if origin and origin.time == _LATEST:
             origin = ValueOrigin(_LATEST, None, origin.place or place, origin.step or step, None)
         results = []

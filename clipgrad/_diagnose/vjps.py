@@ -67,7 +67,7 @@ def fault(
 
 
 def _may_be_at_fault(unit: Unit, bad: dict, measured: Measured) -> Any:
-    """At which steps a unit reads a variable with a bad cotangent, and all that leaves it is good."""
+    """At which steps a unit reads what has a bad cotangent, and nothing bad leaves it."""
     reads = [_is_bad(unit.block, v, bad, measured) for v in unit.reads]
     leaves = [_is_bad(unit.block, v, bad, measured) for v in unit.leaves]
     shape = unit.block.nest
