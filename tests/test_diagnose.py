@@ -469,3 +469,84 @@ def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="plot needs matplotlib; install it with"):
         found.plot()
+
+
+def trained(loss, params, *batch, steps=5):
+    step = jax.jit(jax.grad(loss))
+    for _ in range(steps):
+        params = jax.tree.map(lambda w, g: w - 0.01 * g, params, step(params, *batch))
+    return params
+
+
+def cross_entropy(logits, labels):
+    logs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(logs, labels[..., None], -1))
+
+
+def linen_models(dtype):
+    """Flax's own layers, with an input and labels each."""
+    nn = pytest.importorskip("flax.linen")
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.LayerNorm(dtype=dtype)(x)
+            x = x + nn.MultiHeadDotProductAttention(2, dtype=dtype)(h, h)
+            h = nn.gelu(nn.Dense(32, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x)))
+            return x + nn.Dense(16, dtype=dtype)(h)
+
+    class LSTM(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.RNN(nn.OptimizedLSTMCell(16, dtype=dtype))(x)
+            return nn.Dense(10, dtype=dtype)(x[:, -1])
+
+    layers = [layer for _ in range(10) for layer in (nn.Dense(32, dtype=dtype), nn.relu)]
+    images = nn.Sequential(
+        [nn.Conv(8, (3, 3), dtype=dtype), nn.relu, lambda x: nn.max_pool(x, (2, 2), (2, 2))]
+        + [nn.Conv(8, (3, 3), dtype=dtype), nn.relu, lambda x: x.reshape(len(x), -1)]
+        + [nn.Dense(10, dtype=dtype)]
+    )
+    transformer = nn.Sequential([*(Block() for _ in range(3)), nn.Dense(10, dtype=dtype)])
+    return {
+        "mlp": (nn.Sequential([*layers, nn.Dense(10, dtype=dtype)]), (8, 12), (8,)),
+        "cnn": (images, (8, 8, 8, 3), (8,)),
+        "lstm": (LSTM(), (8, 40, 6), (8,)),
+        "transformer": (transformer, (4, 6, 16), (4, 6)),
+    }
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "transformer"])
+def test_healthy_models_have_no_finding(name, dtype):
+    model, shape, labels = linen_models(dtype)[name]
+    x = jax.random.normal(jax.random.key(0), shape)
+    y = jnp.arange(np.prod(labels)).reshape(labels) % 10
+    params = model.init(jax.random.key(1), x)
+
+    def loss(params, x, y):
+        return cross_entropy(model.apply(params, x), y)
+
+    for parameters in (params, trained(loss, params, x, y)):
+        found = cg.diagnose(loss, (parameters, x, y))
+        assert found.ok, str(found)
+
+
+def test_healthy_models_of_equinox_and_haiku_have_no_finding():
+    eqx, hk = pytest.importorskip("equinox"), pytest.importorskip("haiku")
+    x, y = jax.random.normal(jax.random.key(0), (8, 20, 6)), jnp.arange(8)
+
+    def lstm(x):
+        out, _ = hk.dynamic_unroll(hk.LSTM(16), x, hk.LSTM(16).initial_state(8), time_major=False)
+        return hk.Linear(10)(out[:, -1])
+
+    model = hk.transform(lstm)
+    params = model.init(jax.random.key(1), x)
+    loss = lambda params: cross_entropy(model.apply(params, None, x), y)  # noqa: E731
+    assert cg.diagnose(loss, (params,)).ok
+    arrays, static = eqx.partition(eqx.nn.MLP(6, 10, 32, 8, key=jax.random.key(2)), eqx.is_array)
+    loss = lambda arrays: cross_entropy(  # noqa: E731
+        jax.vmap(eqx.combine(arrays, static))(x[:, 0]), y
+    )
+    found = cg.diagnose(loss, (arrays,))
+    assert found.ok and any("eqx.nn.MLP" in row.module for row in found.rows)

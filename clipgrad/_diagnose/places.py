@@ -7,7 +7,6 @@ import sysconfig
 from typing import Any, NamedTuple
 
 import jax
-import jaxlib
 from jax.extend.core import JaxprEqn
 
 import clipgrad._jaxpr as _jaxpr
@@ -16,7 +15,7 @@ from clipgrad._jaxpr._programs import JIT
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _INSTALLED = (
-    *(os.path.dirname(package.__file__ or "") for package in (jax, jaxlib)),
+    os.path.dirname(jax.__file__ or ""),
     *(sysconfig.get_path(name) or "" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 _LIBRARY = str(_PACKAGE)
