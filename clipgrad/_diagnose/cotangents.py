@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import at_index, is_float
+from clipgrad._diagnose.numbers import at_index, dtype_of, is_float
 from clipgrad._diagnose.subject import PRINTS
 from clipgrad._diagnose.units import Block, Unit, equations_of
 from clipgrad._jaxpr._programs import JIT
@@ -53,8 +53,8 @@ def module_sites(block: Block) -> list[Site]:
     sites = []
     for unit in block.all_units():
         sites += [Site(RESULT, unit.block, e, i, v) for v, (e, i) in unit.leaves.items()]
-        states = unit.holder.states if unit.holder else []
-        sites += [Site(STATE, unit.holder, None, 0, v) for v in states if is_float(v)]
+        if inner := unit.holder:
+            sites += [Site(STATE, inner, None, 0, v) for v in inner.states if is_float(v)]
     return sites
 
 
@@ -90,8 +90,8 @@ def measure(
     opened = frozenset(map(id, within))
 
     def loss(given: list, others: list, probes: list) -> Any:
-        given = iter(given)
-        all_inputs = [next(given) if i in chosen else x for i, x in enumerate(others)]
+        left = iter(given)
+        all_inputs = [next(left) if i in chosen else x for i, x in enumerate(others)]
         hook = kind(block, opened, dict(zip(keys, probes, strict=True)))
         return _jaxpr.evaluate(program, [hook.constant(x, None) for x in all_inputs], hook)[0]
 
@@ -198,7 +198,7 @@ class _Entered(_jaxpr.Hook):
 
 
 def _probe_of(site: Site) -> Any:
-    wide = str(site.variable.aval.dtype) in ("float64", "complex128")
+    wide = str(dtype_of(site.variable)) in ("float64", "complex128")
     return np.zeros((*site.block.nest, len(Summary._fields)), "float64" if wide else "float32")
 
 
