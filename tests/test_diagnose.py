@@ -212,6 +212,16 @@ def test_a_nan_in_an_argument_names_the_argument():
     assert "1 of 2 elements of args/0/w" in found.findings[0].message
 
 
+def test_inf_in_an_argument_is_named_where_it_becomes_nan():
+    def loss(mask, x):
+        return jnp.sum(jax.nn.softmax(x + mask))
+
+    found = cg.diagnose(loss, (jnp.full(2, -jnp.inf), jnp.ones(2)), argnums=1)
+    assert kinds(found) == ["value"] and found.findings[0].line == line_of(loss, "softmax")
+    assert "(there is inf in args/0)" in found.findings[0].message
+    assert cg.diagnose(loss, (jnp.array([0.0, -jnp.inf]), jnp.ones(2)), argnums=1).ok
+
+
 def test_a_constant_that_reaches_the_loss_is_said():
     found = cg.diagnose(lambda x: jnp.sum(jnp.where(x > 1, x, -jnp.inf)), (jnp.ones(2),))
     assert kinds(found) == ["value"] and "a constant that is not finite" in str(found)

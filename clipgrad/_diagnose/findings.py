@@ -26,6 +26,8 @@ def value_finding(origin: ValueOrigin, given: Subject) -> GradientFinding:
         what = f"{_call(place, origin.values)} is not finite though what goes in is"
         if not np.isfinite(origin.values).all():
             what = f"{_call(place, origin.values)} is NaN though nothing that goes in is"
+    if origin.cause is not None:
+        what += f" (there is inf in {given.names[origin.cause]})"
     return _finding("value", place, origin.step, what)
 
 

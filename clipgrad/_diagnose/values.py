@@ -30,6 +30,7 @@ class ValueOrigin(NamedTuple):
     place: Place | None
     step: int | None  # of the innermost scan
     values: tuple[float, ...] | None  # what goes in where it goes wrong; None: a constant
+    cause: int | None = None  # the argument with the inf that an operation makes NaN of
 
 
 class _Tracked(NamedTuple):
@@ -110,7 +111,8 @@ class _Run:
             badness = _badness(y)
             if badness > worst:
                 values = tuple(_values(y, [x.x for x in inputs if is_float(x.x)]))
-                born = ValueOrigin(self._time, None, place, step, values)
+                cause = origin.argument if origin else None
+                born = ValueOrigin(self._time, None, place, step, values, cause)
                 results.append(_Tracked(y, badness, born))
             else:
                 results.append(_Tracked(y, badness, origin if badness else None))
