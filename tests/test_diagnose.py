@@ -246,14 +246,18 @@ def mapped(x):
     return jnp.sum(jax.vmap(lambda row: jnp.sum(jnp.sqrt(row)))(x))
 
 
+def mapped_by_lax(x):
+    return jnp.sum(jax.lax.map(lambda x: jnp.sqrt(x), x[0]))
+
+
 @pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-1.0, "value")])
-@pytest.mark.parametrize("loss", [nested, reversed_scan, branch, mapped])
+@pytest.mark.parametrize("loss", [nested, reversed_scan, branch, mapped, mapped_by_lax])
 def test_it_is_found_inside_of_other_programs(loss, bad, kind):
     x = jnp.ones((3, 4)).at[0, 1].set(bad)
     (finding,) = cg.diagnose(loss, (x,)).findings
     assert (finding.kind, finding.operation) == (kind, "sqrt")
     assert finding.line == line_of(loss, "sqrt")
-    assert finding.step == (1 if loss in (nested, reversed_scan) else None)
+    assert finding.step == (None if loss in (branch, mapped) else 1)
 
 
 @jax.custom_vjp
@@ -304,6 +308,33 @@ def test_the_factor_of_an_rnn_is_its_spectral_radius(radius, kind):
 @pytest.mark.parametrize("radius", [0.8, 1.0])
 def test_an_rnn_that_keeps_its_gradient_has_no_finding(radius):
     assert cg.diagnose(*rnn(radius)).ok
+
+
+def test_a_gradient_that_overflows_is_found_at_its_step_and_grows():
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda h, x: (h @ w + x, None), jnp.zeros(8), x)[0])
+
+    first, second = cg.diagnose(loss, (1.5 * jnp.eye(8), jnp.zeros((400, 8)))).findings
+    assert (first.kind, first.operation) == ("vjp", "dot_general")
+    # 1.5 ** n leaves float32 between n = 218 and 219; the last step is 399.
+    assert first.step == 399 - 218
+    assert second.kind == "grows" and second.factor == pytest.approx(1.5)
+
+
+def test_float64_is_diagnosed_too():
+    with jax.enable_x64(True):
+        found = cg.diagnose(lambda x: jnp.sum(jnp.sqrt(x)), (jnp.zeros(3),))
+        assert kinds(found) == ["vjp"] and found.rows[0].dtype == "float64"
+
+
+def test_what_cannot_be_gone_into_is_a_note():
+    def loss(x):
+        constant = jax.pure_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32))
+        return x + constant
+
+    found = cg.diagnose(loss, (1.0,))
+    assert found.ok and "pure_callback is measured from outside" in found.notes[0]
+    assert f"test_diagnose.py:{line_of(loss, 'pure_callback')}" in found.notes[0]
 
 
 def deep(scale, depth=20, size=32):
