@@ -10,7 +10,7 @@ import pytest
 import clipgrad as cg
 from clipgrad._demo._tasks import TASKS
 from clipgrad._diagnose.suspects import SUSPECTS, suspect
-from tests.test_docs import rows
+from tests.test_docs import DOCS, PROGRAM, rows
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 FILE = __file__
@@ -591,3 +591,24 @@ def test_healthy_models_of_equinox_and_haiku_have_no_finding():
     )
     found = cg.diagnose(loss, (arrays,))
     assert found.ok and any("eqx.nn.MLP" in row.module for row in found.rows)
+
+
+def test_the_page_begins_with_a_diagnosis_and_prints_what_it_says():
+    import contextlib
+    import io
+
+    page = (DOCS / "nan.md").read_text()
+    program = "\n".join(PROGRAM.findall(page)[:2])
+    assert "cg.diagnose(" in program and page.index("cg.diagnose(") < page.index("## 1.")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(program, "model.py", "exec"), {})
+    shown = page.split("```text\n")[1].split("```")[0]
+    assert drop_lines_of_packages(printed.getvalue()) == drop_lines_of_packages(shown)
+
+
+def drop_lines_of_packages(text):
+    """The words of a text; lines of JAX differ between versions."""
+    import re
+
+    return re.sub(r"(linalg\.py):\d+", r"\1", text).split()
