@@ -227,6 +227,16 @@ def test_a_constant_that_reaches_the_loss_is_said():
     assert kinds(found) == ["value"] and "a constant that is not finite" in str(found)
 
 
+def test_an_operation_whose_nan_is_masked_is_not_the_finding():
+    def loss(x):
+        sick = jnp.linalg.norm(x[:2] * x[2:])
+        root = jnp.sqrt(jnp.where(x > 0, x, 0.0))
+        return sick + jnp.sum(jnp.where(x > 0, root, 0.0))
+
+    (finding,) = cg.diagnose(loss, (jnp.array([1.0, 0.0, 0.0, 1.0]),)).findings
+    assert finding.kind == "vjp" and finding.line == line_of(loss, "norm(")
+
+
 def nested(x):
     def outer(total, row):
         return jax.lax.scan(lambda t, x: (t + jnp.sqrt(x), None), total, row)[0], None

@@ -78,8 +78,11 @@ def measure(
     sites: list[Site],
     *,
     wide: bool = False,
+    cured: bool = False,
 ) -> tuple[float, list[Summary], dict[tuple, Summary]]:
     """Run the backward pass; with `wide` in float32 where it is in half precision.
+
+    With `cured`, operands that are sites give back 0 for what is not finite.
 
     Returns:
       The loss, summaries of the gradients of the chosen inputs, and of the sites by key.
@@ -92,7 +95,7 @@ def measure(
     def loss(given: list, others: list, probes: list) -> Any:
         left = iter(given)
         all_inputs = [next(left) if i in chosen else x for i, x in enumerate(others)]
-        hook = kind(block, opened, dict(zip(keys, probes, strict=True)))
+        hook = kind(block, opened, dict(zip(keys, probes, strict=True)), cured)
         return _jaxpr.evaluate(program, [hook.constant(x, None) for x in all_inputs], hook)[0]
 
     @jax.jit
@@ -109,8 +112,10 @@ def measure(
 class _Probes(_jaxpr.Hook):
     """Lets each site's variable pass through a probe, whose cotangent is the summary."""
 
-    def __init__(self, block: Block, opened: frozenset[int], probes: dict[tuple, Any]):
-        self.block, self.opened, self.probes = block, opened, probes
+    def __init__(
+        self, block: Block, opened: frozenset[int], probes: dict[tuple, Any], cured: bool = False
+    ):
+        self.block, self.opened, self.probes, self.cured = block, opened, probes, cured
         self.states: dict[Var, Any] = {}
 
     def __call__(self, equation, inputs):
@@ -131,7 +136,7 @@ class _Probes(_jaxpr.Hook):
         probes = dict(self.probes)
         if equation.primitive.name == "scan":
             probes |= {key: step[str(key)][0] for key in probes if str(key) in step}
-        return type(self)(inner, self.opened, probes)
+        return type(self)(inner, self.opened, probes, self.cured)
 
     def _inner(self, equation) -> Any:
         return self.block.children.get(id(equation))
@@ -167,7 +172,7 @@ class _Probes(_jaxpr.Hook):
 
     def _probed(self, key, x):
         probe = self.probes.get(key)
-        return x if probe is None else _identity(key[0] == OPERAND, x, probe)
+        return x if probe is None else _identity(key[0] == OPERAND, self.cured, x, probe)
 
 
 class _Wide(_Probes):
@@ -202,18 +207,21 @@ def _probe_of(site: Site) -> Any:
     return np.zeros((*site.block.nest, len(Summary._fields)), "float64" if wide else "float32")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _identity(keeps: bool, x: Any, probe: Any) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _identity(keeps: bool, cured: bool, x: Any, probe: Any) -> Any:
     return x
 
 
-def _forward(keeps: bool, x: Any, probe: Any) -> Any:
+def _forward(keeps: bool, cured: bool, x: Any, probe: Any) -> Any:
     return x, (x if keeps else None, probe)
 
 
-def _backward(keeps: bool, residuals: Any, cotangent: Any) -> Any:
+def _backward(keeps: bool, cured: bool, residuals: Any, cotangent: Any) -> Any:
     x, probe = residuals
-    return cotangent, _summary(cotangent, x).astype(probe.dtype)
+    summary = _summary(cotangent, x).astype(probe.dtype)
+    if keeps and cured:
+        cotangent = jnp.where(jnp.isfinite(cotangent), cotangent, jnp.zeros_like(cotangent))
+    return cotangent, summary
 
 
 _identity.defvjp(_forward, _backward)
