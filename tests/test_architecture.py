@@ -66,7 +66,7 @@ def test_only_public_jax_and_runtime_dependencies_are_imported(path):
         assert "_src" not in module.split(".")
         assert top in allowed or top in sys.stdlib_module_names
         if top in extras:
-            assert layer(path) in ("_demo", "_check", "_cli")
+            assert layer(path) in ("_demo", "_check", "_cli", "_diagnose")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -123,7 +123,7 @@ def test_the_differences_from_optax_are_as_printed(row):
         assert_as_printed(outcome(optax, grads, row[1]), row[2])
 
 
-@pytest.mark.parametrize("command", ["demo", "check", "selftest"])
+@pytest.mark.parametrize("command", ["demo", "check", "diagnose", "selftest"])
 def test_the_page_on_the_command_line_has_every_option(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])

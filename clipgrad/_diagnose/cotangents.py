@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import at_index, is_float
+from clipgrad._diagnose.numbers import at_index, dtype_of, is_float
 from clipgrad._diagnose.subject import PRINTS
 from clipgrad._diagnose.units import Block, Unit, equations_of
 from clipgrad._jaxpr._programs import JIT
@@ -53,8 +53,8 @@ def module_sites(block: Block) -> list[Site]:
     sites = []
     for unit in block.all_units():
         sites += [Site(RESULT, unit.block, e, i, v) for v, (e, i) in unit.leaves.items()]
-        states = unit.holder.states if unit.holder else []
-        sites += [Site(STATE, unit.holder, None, 0, v) for v in states if is_float(v)]
+        if inner := unit.holder:
+            sites += [Site(STATE, inner, None, 0, v) for v in inner.states if is_float(v)]
     return sites
 
 
@@ -71,18 +71,31 @@ def operation_sites(units: Iterable[Unit]) -> list[Site]:
 
 
 def measure(
-    program: Any, inputs: Sequence[Any], chosen: Sequence[int], block: Block, sites: list[Site], *, wide: bool = False
+    program: Any,
+    inputs: Sequence[Any],
+    chosen: Sequence[int],
+    block: Block,
+    sites: list[Site],
+    *,
+    wide: bool = False,
+    cured: bool = False,
 ) -> tuple[float, list[Summary], dict[tuple, Summary]]:
-    """Run the backward pass; return the loss, and summarize the gradients of the chosen inputs, and each site."""
+    """Run the backward pass; with `wide` in float32 where it is in half precision.
+
+    With `cured`, operands that are sites give back 0 for what is not finite.
+
+    Returns:
+      The loss, summaries of the gradients of the chosen inputs, and of the sites by key.
+    """
     keys = [site.key for site in sites]
     kind = _Wide if wide else _Probes
     within = block.blocks() if wide else (b for site in sites for b in site.block.around())
     opened = frozenset(map(id, within))
 
     def loss(given: list, others: list, probes: list) -> Any:
-        given = iter(given)
-        all_inputs = [next(given) if i in chosen else x for i, x in enumerate(others)]
-        hook = kind(block, opened, dict(zip(keys, probes, strict=True)))
+        left = iter(given)
+        all_inputs = [next(left) if i in chosen else x for i, x in enumerate(others)]
+        hook = kind(block, opened, dict(zip(keys, probes, strict=True)), cured)
         return _jaxpr.evaluate(program, [hook.constant(x, None) for x in all_inputs], hook)[0]
 
     @jax.jit
@@ -99,8 +112,10 @@ def measure(
 class _Probes(_jaxpr.Hook):
     """Lets each site's variable pass through a probe, whose cotangent is the summary."""
 
-    def __init__(self, block: Block, opened: frozenset[int], probes: dict[tuple, Any]):
-        self.block, self.opened, self.probes = block, opened, probes
+    def __init__(
+        self, block: Block, opened: frozenset[int], probes: dict[tuple, Any], cured: bool = False
+    ):
+        self.block, self.opened, self.probes, self.cured = block, opened, probes, cured
         self.states: dict[Var, Any] = {}
 
     def __call__(self, equation, inputs):
@@ -114,14 +129,14 @@ class _Probes(_jaxpr.Hook):
     def steps(self, equation):
         inner = self._inner(equation)
         within = {id(b) for b in inner.blocks()} if inner else ()
-        return {str(key): (p, ) for key, p in self.probes.items() if key[1] in within}
+        return {str(key): (p,) for key, p in self.probes.items() if key[1] in within}
 
     def inside(self, equation, step):
         inner = self._inner(equation)
         probes = dict(self.probes)
         if equation.primitive.name == "scan":
             probes |= {key: step[str(key)][0] for key in probes if str(key) in step}
-        return type(self)(inner, self.opened, probes)
+        return type(self)(inner, self.opened, probes, self.cured)
 
     def _inner(self, equation) -> Any:
         return self.block.children.get(id(equation))
@@ -157,7 +172,7 @@ class _Probes(_jaxpr.Hook):
 
     def _probed(self, key, x):
         probe = self.probes.get(key)
-        return x if probe is None else _identity(key[0] == OPERAND, x, probe)
+        return x if probe is None else _identity(key[0] == OPERAND, self.cured, x, probe)
 
 
 class _Wide(_Probes):
@@ -188,22 +203,25 @@ class _Entered(_jaxpr.Hook):
 
 
 def _probe_of(site: Site) -> Any:
-    wide = str(site.variable.aval.dtype) in ("float64", "complex128")
+    wide = str(dtype_of(site.variable)) in ("float64", "complex128")
     return np.zeros((*site.block.nest, len(Summary._fields)), "float64" if wide else "float32")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _identity(keeps: bool, x: Any, probe: Any) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _identity(keeps: bool, cured: bool, x: Any, probe: Any) -> Any:
     return x
 
 
-def _forward(keeps: bool, x: Any, probe: Any) -> Any:
-    return x, (jnp.asarray(x) if keeps else None, probe)
+def _forward(keeps: bool, cured: bool, x: Any, probe: Any) -> Any:
+    return x, (x if keeps else None, probe)
 
 
-def _backward(keeps: bool, residuals: Any, cotangent: Any) -> Any:
+def _backward(keeps: bool, cured: bool, residuals: Any, cotangent: Any) -> Any:
     x, probe = residuals
-    return cotangent, _summary(cotangent, x).astype(probe.dtype)
+    summary = _summary(cotangent, x).astype(probe.dtype)
+    if keeps and cured:
+        cotangent = jnp.where(jnp.isfinite(cotangent), cotangent, jnp.zeros_like(cotangent))
+    return cotangent, summary
 
 
 _identity.defvjp(_forward, _backward)
@@ -220,6 +238,7 @@ def _summary(cotangent: Any, x: Any = None) -> jax.Array:
     norm = largest * jnp.sqrt(jnp.sum(unit * unit))
     zeros = jnp.mean((size == 0).astype(size.dtype)) if size.size else jnp.zeros_like(norm)
     value, bad_values = jnp.zeros_like(norm), jnp.zeros_like(norm)
+    x = None if x is None else jnp.asarray(x)  # a constant may come as a Python number
     if x is not None and x.size:
         value = at_index(x, x.shape, jnp.argmax(bad)).astype(norm.dtype)
         bad_values = jnp.sum(~jnp.isfinite(x)).astype(norm.dtype)

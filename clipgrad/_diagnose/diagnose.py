@@ -28,7 +28,43 @@ def diagnose(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
 ) -> GradientDiagnosis:
-    """Finds the operation that makes a gradient NaN, explode, vanish or underflow."""
+    r"""Finds the operation that makes a gradient NaN, explode, vanish or underflow.
+
+    The loss is traced once, and needs no tags and no edit. Its cotangents are measured in one
+    compiled backward pass, by module and by step of each scan; where one is not finite, each
+    operation of the suspected modules is measured in a second one.
+
+    Guarantees:
+      * A "value" finding is the first operation whose value is not finite although what goes in
+        is, or that makes NaN of no NaN, if this reaches the loss: a mask of -inf is none.
+      * A "vjp" finding is the first operation in backward order whose VJP makes NaN or inf of
+        finite cotangents; it comes after the "value" finding, and there is at most one of each.
+      * Both name the line in the user's file, the module, and the step of the innermost scan; in
+        eager code and inside of `jax.jit`, `jax.lax.scan`, `jax.lax.cond` and `jax.checkpoint`.
+      * A function with a rule of its own is one operation; one whose rule is right is a note.
+      * Arguments and models are not changed.
+
+    Args:
+      fun: the loss, a function that returns a scalar, or ``(scalar, aux)``.
+      args: the tuple of its arguments.
+      kwargs: its keyword arguments.
+      argnums: the positions of the arguments to differentiate; their floating leaves are.
+      has_aux: whether ``fun`` returns something besides the scalar.
+
+    Returns:
+      A `GradientDiagnosis`; ``print`` it.
+
+    Raises:
+      TypeError: ``fun`` is not a function, ``args`` not a tuple or ``kwargs`` not a mapping.
+      ValueError: the loss is not a floating scalar, ``argnums`` is out of range, there is nothing
+        to differentiate by, or ``fun`` has side effects.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> found = cg.diagnose(lambda x: jnp.sum(jnp.sqrt(x)), (jnp.array([4.0, 0.0]),))
+      >>> found.ok, found.findings[0].kind, found.findings[0].operation
+      (False, 'vjp', 'sqrt')
+    """
     return _diagnosis(subject(fun, args, kwargs, argnums, has_aux))
 
 

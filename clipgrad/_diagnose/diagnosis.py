@@ -4,8 +4,11 @@ import dataclasses
 import textwrap
 from typing import Any
 
+import numpy as np
+
 _WIDTH = 100
 _WORST = 10
+_NAME = 50
 _HEADS = {
     "value": "the value is not finite",
     "vjp": "the backward pass makes NaN or inf",
@@ -98,8 +101,44 @@ class GradientDiagnosis:
 
     def __str__(self) -> str:
         parts = [_written(finding) for finding in self.findings]
+        parts += [_table(self.findings, self.rows)] if self.findings and self.rows else []
         parts += [_wrapped(f"note: {note}", "") for note in self.notes]
-        return "\n".join(parts or ["the gradient is healthy"])
+        return "\n".join(parts if self.findings else ["nothing is wrong with the gradient", *parts])
+
+    def plot(self) -> Any:
+        """The norm of the cotangent by depth, and by step of each scan, with the findings marked.
+
+        Returns:
+          A figure of matplotlib, which the extra ``demo`` installs.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        from clipgrad._diagnose.figure import figure
+
+        return figure(self.rows, self.findings)
+
+
+def _table(findings: tuple[GradientFinding, ...], rows: tuple[GradientRow, ...]) -> str:
+    """The ten worst rows in forward order: not finite, else by size, the sick end first."""
+    smallest = {finding.kind for finding in findings} <= {"shrinks", "underflow"}
+    sign = -1 if smallest else 1
+
+    def badness(row: GradientRow) -> tuple:
+        return float(np.sum(row.nonfinite)) > 0, sign * float(np.max(row.norm, initial=0))
+
+    worst = sorted(rows, key=badness, reverse=True)[:_WORST]
+    lines = [f"{'cotangent of':<52}{'norm':>10}{'largest':>10}{'not finite':>12}{'zeros':>8}"]
+    lines += [_line(row) for row in rows if any(row is bad for bad in worst)]
+    return "\n".join(lines)
+
+
+def _line(row: GradientRow) -> str:
+    name = f"{row.module or f'line {row.line}'}: {row.operation}"
+    name = name if len(name) <= _NAME else "..." + name[3 - _NAME :]
+    worst = float(np.max(row.norm, initial=0)), float(np.max(row.largest, initial=0))
+    numbers = "".join(f"{value:>10.3g}" for value in worst)
+    return f"{name:<52}{numbers}{np.sum(row.nonfinite):>12.0f}{np.max(row.zeros):>8.0%}"
 
 
 def _written(finding: GradientFinding) -> str:

@@ -1,13 +1,12 @@
 """Findings in words."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._diagnose.diagnosis import GradientFinding
-from clipgrad._diagnose.numbers import is_float, short
+from clipgrad._diagnose.numbers import dtype_of, is_float, short
 from clipgrad._diagnose.places import Location, Place
 from clipgrad._diagnose.subject import Subject
 from clipgrad._diagnose.suspects import suspect
@@ -27,6 +26,8 @@ def value_finding(origin: ValueOrigin, given: Subject) -> GradientFinding:
         what = f"{_call(place, origin.values)} is not finite though what goes in is"
         if not np.isfinite(origin.values).all():
             what = f"{_call(place, origin.values)} is NaN though nothing that goes in is"
+    if origin.cause is not None:
+        what += f" (there is inf in {given.names[origin.cause]})"
     return _finding("value", place, origin.step, what)
 
 
@@ -34,24 +35,28 @@ def vjp_finding(fault: VjpFault) -> GradientFinding:
     """A finding on an operation whose VJP is at fault."""
     place = fault.place
     rule = place.equation.primitive.name in ("custom_vjp_call", "custom_jvp_call")
-    of = f"the rule of {_call(place, fault.values)}" if rule else f"the VJP of {_call(place, fault.values)}"
+    of = f"the {'rule' if rule else 'VJP'} of {_call(place, fault.values)}"
     step = fault.steps[-1] if fault.steps else None
     return _finding("vjp", place, step, f"{of} makes NaN or inf of finite cotangents")
 
 
 def _argument_finding(argument: int, given: Subject) -> GradientFinding:
-    array = np.asarray(given.inputs[argument])
-    count = int(np.sum(~np.isfinite(array.astype(np.float64 if array.dtype.kind != "c" else array.dtype))))
+    array = jnp.asarray(given.inputs[argument])
+    count = int(jnp.sum(~jnp.isfinite(array)))
     code = getattr(given.fun, "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
     name = given.names[argument]
-    message = f"{count} of {array.size} elements of {name} are not finite before anything is computed"
+    message = (
+        f"{count} of {array.size} elements of {name} are not finite before anything is computed"
+    )
     return GradientFinding("value", file, line, "argument", "", None, message)
 
 
 def _finding(kind: str, place: Place, step: int | None, what: str) -> GradientFinding:
     where = place.location
-    message = " ".join([f"{where}:", what + _around(place, step, where) + _instead(kind, place, where)])
+    message = " ".join(
+        [f"{where}:", what + _around(place, step, where) + _instead(kind, place, where)]
+    )
     return GradientFinding(
         kind, where.file, where.line, place.operation, place.module, step, message
     )
@@ -67,9 +72,9 @@ def _around(place: Place, step: int | None, where: Location) -> str:
 
 def _instead(kind: str, place: Place, where: Location) -> str:
     function = where.package.partition(" ")[0] if where.package else None
-    dtype = next((str(v.aval.dtype) for v in place.equation.outvars if is_float(v)), "")
+    dtype = next((str(dtype_of(v)) for v in place.equation.outvars if is_float(v)), "")
     row = suspect(kind, place.operation, function, dtype)
-    return f"; the backward pass computes {row.computes}: write {row.instead}" if row else ""
+    return f"; the usual suspect is {row.code}: {row.advice}" if row else ""
 
 
 def _call(place: Place, values: Sequence[float]) -> str:

@@ -10,8 +10,13 @@ import numpy as np
 
 def is_float(x: Any) -> bool:
     """Whether a variable, a type or an array holds floating or complex numbers."""
-    dtype = getattr(getattr(x, "aval", x), "dtype", None)
+    dtype = dtype_of(x)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def dtype_of(x: Any) -> Any:
+    """The dtype of a variable, a type or an array; None for a token."""
+    return getattr(getattr(x, "aval", x), "dtype", None)
 
 
 def at_index(x: Any, shape: tuple[int, ...], index: jax.Array) -> jax.Array:

@@ -7,7 +7,6 @@ import sysconfig
 from typing import Any, NamedTuple
 
 import jax
-import jaxlib
 from jax.extend.core import JaxprEqn
 
 import clipgrad._jaxpr as _jaxpr
@@ -16,8 +15,8 @@ from clipgrad._jaxpr._programs import JIT
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _INSTALLED = (
-    *(str(pathlib.Path(package.__file__).parent) for package in (jax, jaxlib)),
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    os.path.dirname(jax.__file__ or ""),
+    *(sysconfig.get_path(name) or "" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
 _LIBRARY = str(_PACKAGE)
 _DEMO = str(_PACKAGE / "_demo")  # programs as a user would write them

@@ -20,18 +20,19 @@ def rows(block: Block, measured: dict[tuple, Summary]) -> tuple[GradientRow, ...
 
 
 def _rows_of(unit: Unit, measured: dict[tuple, Summary]) -> Iterator[GradientRow]:
-    if unit.holder and unit.holder.states:
-        states = [v for v in unit.holder.states if is_float(v)]
-        keys = [(STATE, id(unit.holder), id(v), 0) for v in states]
-        place, scans, operation = unit.place, unit.holder.nest, SCAN
+    inner = unit.holder
+    if inner:  # what leaves it has rows inside; what a scan carries from step to step has not
+        variables = [v for v in inner.states if is_float(v)]
+        keys = [(STATE, id(inner), id(v), 0) for v in variables]
+        scans, operation = inner.nest, SCAN
     else:
-        states = list(unit.leaves)
+        variables = list(unit.leaves)
         keys = [(RESULT, id(unit.block), id(e), i) for e, i in unit.leaves.values()]
-        place, scans, operation = unit.place, unit.block.nest, unit.place.operation
-    pairs = [(v, measured[key]) for v, key in zip(states, keys, strict=True)]
+        scans, operation = unit.block.nest, unit.place.operation
+    pairs = [(v, measured[key]) for v, key in zip(variables, keys, strict=True)]
     pairs = [(v, summary) for v, summary in pairs if np.any(summary.reached)]
     if pairs:
-        yield _row(place, scans, operation, pairs, unit.is_layer)
+        yield _row(unit.place, scans, operation, pairs, unit.is_layer)
 
 
 def _row(

@@ -26,12 +26,25 @@ class Suspect(NamedTuple):
     functions: tuple[str, ...] = ()
     dtype: str | None = None
 
+    @property
+    def advice(self) -> str:
+        """What happens and what to write, in a line that stands by itself."""
+        written = DOUBLE_WHERE_CODE if self.instead == DOUBLE_WHERE else self.instead
+        return f"at {self.at} it computes {self.computes}; write {written.replace('`', '')}"
 
+
+DOUBLE_WHERE_CODE = "jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0), a double where (docs/nan.md)"
 DOUBLE_WHERE = "the double `where` below"
 SUSPECTS = (
     Suspect("jnp.sqrt(x)", "0", "1 / 0", DOUBLE_WHERE, "vjp", ("sqrt", "rsqrt", "cbrt")),
     Suspect(
-        "jnp.linalg.norm(jnp.stack([x, x]))", "0", "0 / 0", DOUBLE_WHERE, "vjp", ("sqrt",), ("norm",)
+        "jnp.linalg.norm(jnp.stack([x, x]))",
+        "0",
+        "0 / 0",
+        DOUBLE_WHERE,
+        "vjp",
+        ("sqrt",),
+        ("norm",),
     ),
     Suspect(
         "jnp.where(x > 0, jnp.log(x), 0.0)",

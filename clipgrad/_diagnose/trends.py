@@ -28,7 +28,7 @@ class Trend(NamedTuple):
     total: float  # along this line from the first entry to the last
     ratio: float  # of the last entry to the first
     steadiness: float  # the share of the variance of the logarithms that the line explains
-    count: int
+    entries: int
 
     @property
     def growth(self) -> float | None:
@@ -43,11 +43,11 @@ class Trend(NamedTuple):
     @property
     def growth_in_time(self) -> float | None:
         """The same for the state of a scan, which adds up contributions of its steps."""
-        outgrows = self.count >= _LONG and self.ratio > self.count and self.factor >= _GROWS
-        return self.growth or (self.ratio ** (1 / (self.count - 1)) if outgrows else None)
+        outgrows = self.entries >= _LONG and self.ratio > self.entries and self.factor >= _GROWS
+        return self.growth or (self.ratio ** (1 / (self.entries - 1)) if outgrows else None)
 
 
-def trend(norms: Sequence[float]) -> Trend | None:
+def trend(norms: Sequence[float] | np.ndarray) -> Trend | None:
     """The trend of norms in backward order, as far as they are positive and finite."""
     array = np.asarray(norms, np.float64)
     usable = np.isfinite(array) & (array > 0)
@@ -68,12 +68,12 @@ def trend_findings(rows: Sequence[GradientRow]) -> Iterator[GradientFinding]:
     for row in rows:
         found = trend(over_steps(row)[::-1]) if row.operation == SCAN else None
         if found and found.growth_in_time:
-            where = f"at each of the {found.count} steps of the scan"
+            where = f"at each of the {found.entries} steps of the scan"
             yield _finding(row, found, found.growth_in_time, where)
     deep = layers(rows)
     found = trend([float(finite_norm(row)) for row in reversed(deep)])
     if found and found.growth:
-        where = f"at each of the {found.count} modules with a matrix product"
+        where = f"at each of the {found.entries} modules with a matrix product"
         yield _finding(deep[0], found, found.growth, where)
 
 

@@ -19,7 +19,7 @@ def may_underflow(rows: Sequence[GradientRow]) -> bool:
 def underflow_finding(
     rows: Sequence[GradientRow], wide: Sequence[GradientRow]
 ) -> list[GradientFinding]:
-    """A finding for the first part in backward order whose cotangent has zeros that float32 has not."""
+    """A finding for the first part in backward order with zeros that float32 has not."""
     for row, other in zip(reversed(rows), reversed(wide), strict=True):
         lost = row.zeros - other.zeros
         if row.dtype not in _HALF or np.max(lost) < _LOST:

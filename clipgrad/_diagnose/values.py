@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import at_index, is_float
+from clipgrad._diagnose.numbers import at_index, dtype_of, is_float
 from clipgrad._diagnose.places import Place
 from clipgrad._diagnose.subject import PRINTS
 from clipgrad._jaxpr._programs import JIT
@@ -31,6 +30,7 @@ class ValueOrigin(NamedTuple):
     place: Place | None
     step: int | None  # of the innermost scan
     values: tuple[float, ...] | None  # what goes in where it goes wrong; None: a constant
+    cause: int | None = None  # the argument with the inf that an operation makes NaN of
 
 
 class _Tracked(NamedTuple):
@@ -70,7 +70,7 @@ class _Run:
 
         def read(atom):
             if type(atom) is Literal:
-                return self._constant(jnp.asarray(atom.val, atom.aval.dtype))
+                return self._constant(jnp.asarray(atom.val, dtype_of(atom)))
             uses[atom] -= 1
             return values[atom] if uses[atom] else values.pop(atom)
 
@@ -102,9 +102,8 @@ class _Run:
     def _operation(self, place: Place, inputs: list[_Tracked], step: int | None) -> list[_Tracked]:
         self._time += 1
         outputs = _jaxpr.bind(place.equation, [x.x for x in inputs])
-        bad = [x for x in inputs if x.badness]
-        worst = max((x.badness for x in bad), default=0)
-        origin = min((x.origin for x in bad), key=lambda o: o.time, default=None)
+        worst = max((x.badness for x in inputs), default=0)
+        origin = min((x.origin for x in inputs if x.origin), key=lambda o: o.time, default=None)
         if origin and origin.time == _LATEST:
             origin = ValueOrigin(_LATEST, None, origin.place or place, origin.step or step, None)
         results = []
@@ -112,7 +111,8 @@ class _Run:
             badness = _badness(y)
             if badness > worst:
                 values = tuple(_values(y, [x.x for x in inputs if is_float(x.x)]))
-                born = ValueOrigin(self._time, None, place, step, values)
+                cause = origin.argument if origin else None
+                born = ValueOrigin(self._time, None, place, step, values, cause)
                 results.append(_Tracked(y, badness, born))
             else:
                 results.append(_Tracked(y, badness, origin if badness else None))

@@ -1,0 +1,88 @@
+"""`clipgrad diagnose module:loss`: a diagnosis on the command line."""
+
+import argparse
+import json
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+
+from clipgrad._check.command import UsageError, arguments, load
+from clipgrad._check.report import first_line
+from clipgrad._diagnose.diagnose import diagnose
+from clipgrad._diagnose.diagnosis import GradientDiagnosis
+
+HEALTHY, SICK, WRONG_USAGE = 0, 1, 2
+EPILOG = """\
+example:
+  clipgrad diagnose models:loss --args models:example_args --out diagnosis
+
+exit code:
+  0  nothing is wrong
+  1  there are findings
+  2  the diagnosis could not be run; one line says why
+"""
+
+
+def add_diagnose_parser(subparsers: Any) -> None:
+    """Add `diagnose` to the subcommands of a parser."""
+    parser = subparsers.add_parser(
+        "diagnose",
+        help="find the operation that spoils a gradient",
+        description="Find where the gradient of a loss is NaN, explodes, vanishes or underflows.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("function", metavar="module:loss", help="the loss; the current folder counts")
+    add(
+        "--args",
+        metavar="ARGS",
+        help="module:make_args, a function that returns the tuple of arguments, or shapes such as "
+        '"f32[8,16], f32[16]"',
+    )
+    add("--argnums", metavar="N", type=int, nargs="+", default=[0], help="positions (default: 0)")
+    add("--has-aux", action="store_true", help="the function returns (loss, aux)")
+    add("--out", metavar="DIR", help="write diagnosis.png and diagnosis.json into this folder")
+    parser.set_defaults(run=run_diagnose)
+
+
+def run_diagnose(options: argparse.Namespace) -> int:
+    """Run a diagnosis and print it; return the exit code."""
+    try:
+        function = load(options.function)
+        args, kwargs = arguments(options.function, function, options.args, 0)
+        argnums, has_aux = tuple(options.argnums), options.has_aux
+        found = diagnose(function, args, kwargs, argnums=argnums, has_aux=has_aux)
+        print(found)
+        if options.out:
+            _write(found, pathlib.Path(options.out))
+    except Exception as error:
+        own = isinstance(error, UsageError | ValueError | TypeError | ImportError)
+        text = str(error).strip().partition("\n")[0] if own else first_line(error)
+        print(f"clipgrad diagnose: {text}", file=sys.stderr)
+        return WRONG_USAGE
+    return HEALTHY if found.ok else SICK
+
+
+def _write(found: GradientDiagnosis, folder: pathlib.Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(as_json(found), indent=2, allow_nan=False)
+    (folder / "diagnosis.json").write_text(text, encoding="utf-8")
+    found.plot().savefig(folder / "diagnosis.png", dpi=120)
+
+
+def as_json(found: GradientDiagnosis) -> dict[str, Any]:
+    """The diagnosis as plain data; numbers that are not finite are null."""
+    rows = [{name: _plain(value) for name, value in vars(row).items()} for row in found.rows]
+    findings = [{k: _plain(v) for k, v in vars(finding).items()} for finding in found.findings]
+    return {"ok": found.ok, "findings": findings, "rows": rows, "notes": list(found.notes)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value

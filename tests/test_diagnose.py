@@ -1,0 +1,624 @@
+"""Each disease of a gradient is found at its line, its module and its step."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from clipgrad._demo._tasks import TASKS
+from clipgrad._diagnose.suspects import SUSPECTS, suspect
+from tests.test_docs import DOCS, PROGRAM, rows
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+FILE = __file__
+
+
+def line_of(fun, text):
+    """The line of a function's source that holds a text."""
+    lines, first = inspect.getsourcelines(fun)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+def kinds(found):
+    return [finding.kind for finding in found.findings]
+
+
+# The functions of the table of docs/nan.md, each on a line of its own, with a point where it is
+# healthy, and the kind and operation of the finding at the point of the table.
+def root(x):
+    return jnp.sqrt(x)
+
+
+def norm(x):
+    return jnp.linalg.norm(jnp.stack([x, x]))
+
+
+def masked_log(x):
+    return jnp.where(x > 0, jnp.log(x), 0.0)
+
+
+def power(x):
+    return x**0.3
+
+
+def deviation(x):
+    return jnp.std(jnp.stack([x, 0.0 * x]))
+
+
+def log_of_softmax(x):
+    return jnp.log(jax.nn.softmax(jnp.stack([x, 0.0]))[0])
+
+
+def masked_softmax(x):
+    return jax.nn.softmax(jnp.stack([x, -jnp.inf]))[0]
+
+
+def arccos(x):
+    return jnp.arccos(x)
+
+
+def fourth_power(x):
+    return (x.astype(jnp.float16) ** 4).astype(jnp.float32)
+
+
+DISEASES = [
+    (root, 0.0, 0.5, "vjp", "sqrt"),
+    (norm, 0.0, 0.5, "vjp", "sqrt"),
+    (masked_log, 0.0, 0.5, "vjp", "log"),
+    (power, 0.0, 0.5, "vjp", "pow"),
+    (deviation, 0.0, 0.5, "vjp", "sqrt"),
+    (log_of_softmax, -200.0, 0.5, "value", "log"),
+    (masked_softmax, -jnp.inf, 0.5, "value", "sub"),
+    (arccos, 1.0, 0.5, "vjp", "acos"),
+    (fourth_power, 300.0, 0.5, "value", "integer_pow"),
+]
+STEPS, SICK = 5, 3
+
+
+def eagerly(fun):
+    return lambda x: fun(x[SICK])
+
+
+def compiled(fun):
+    return jax.jit(lambda x: 2 * jax.jit(fun)(x[SICK]))
+
+
+def scanned(fun):
+    def loss(x):
+        return jax.lax.scan(lambda total, x: (total + fun(x), None), 0.0, x)[0]
+
+    return loss
+
+
+def rematerialized(fun):
+    return jax.checkpoint(scanned(jax.checkpoint(fun)))
+
+
+def in_a_module(fun):
+    nn = pytest.importorskip("flax.linen")
+
+    class Sick(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return fun(x)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Sick(name="sick")(x[SICK])
+
+    return lambda x: Model().apply({}, x)
+
+
+PLACES = [eagerly, compiled, scanned, rematerialized, in_a_module]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("disease", DISEASES, ids=lambda d: d[0].__name__)
+def test_each_suspect_of_the_page_is_found_at_its_line(disease, place):
+    fun, bad, good, kind, operation = disease
+    x = jnp.full(STEPS, good).at[SICK].set(bad)
+    found = cg.diagnose(place(fun), (x,))
+    assert kinds(found) == [kind], str(found)
+    (finding,) = found.findings
+    assert finding.file == FILE and finding.line == line_of(fun, "return")
+    assert finding.operation == operation
+    assert finding.step == (SICK if place in (scanned, rematerialized) else None)
+    assert finding.module == ("Model/sick" if place is in_a_module else "")
+    assert "; the usual suspect is" in finding.message
+    assert all(len(line) <= 100 for line in str(found).splitlines())
+    assert cg.diagnose(place(fun), (jnp.full(STEPS, good),)).ok
+
+
+def test_the_table_of_the_page_is_the_data():
+    table = [tuple(row) for row in rows("nan.md", "operation")]
+    data = [(s.code, s.at, s.computes, s.instead.strip("`")) for s in SUSPECTS]
+    assert table == data
+
+
+def test_the_most_special_suspect_is_chosen():
+    assert suspect("vjp", "sqrt", "norm", "float32").code.startswith("jnp.linalg.norm")
+    assert suspect("vjp", "sqrt", None, "float32").code == "jnp.sqrt(x)"
+    assert suspect("vjp", "tanh", None, "float32") is None
+
+
+def test_a_library_line_is_the_users_with_the_library_beside_it():
+    message = cg.diagnose(jax.jit(norm), (0.0,)).findings[0].message
+    assert "test_diagnose.py" in message and "in norm (jax/" in message and "sqrt at 0" in message
+
+
+def test_the_same_library_function_twice_is_told_apart_by_line():
+    def loss(x):
+        first = jnp.linalg.norm(x + 1)
+        second = jnp.linalg.norm(x)
+        return first + second
+
+    assert cg.diagnose(loss, (jnp.zeros(3),)).findings[0].line == line_of(loss, "second =")
+
+
+def test_value_and_vjp_are_both_said_in_this_order():
+    def loss(x):
+        a = jnp.sum(jnp.sqrt(x))
+        b = jnp.sum(jnp.log(x))
+        return a + b
+
+    found = cg.diagnose(loss, (jnp.array([1.0, 0.0]),))
+    lines = [(f.kind, f.line) for f in found.findings]
+    assert lines == [("value", line_of(loss, "log(")), ("vjp", line_of(loss, "sqrt("))]
+
+
+def healthy_double_where(x):
+    return jnp.sum(jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 1.0)), 0.0))
+
+
+def finite_result_of_a_mask(x):
+    return jnp.sum(jax.nn.softmax(jnp.where(x > 0, x, -jnp.inf)) ** 2)
+
+
+def gradient_dropped_by_the_mask(x):
+    return jnp.sum(jnp.where(x > 0, jnp.sqrt(jnp.where(x > 0, x, 0.0)), 0.0))
+
+
+def stopped(x):
+    return jnp.sum(jnp.floor(jnp.sqrt(x)) + x + jax.lax.stop_gradient(jnp.sqrt(x)))
+
+
+def healthy_rules(x):
+    return jnp.sum(jax.nn.relu(x) + jax.nn.silu(x)) + jax.nn.logsumexp(-100.0 * x)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        healthy_double_where,
+        finite_result_of_a_mask,
+        gradient_dropped_by_the_mask,
+        stopped,
+        healthy_rules,
+    ],
+)
+def test_what_ends_finite_has_no_finding(loss):
+    found = cg.diagnose(loss, (jnp.array([1.0, 0.0, 2.0]),))
+    assert found.ok and str(found).startswith("nothing is wrong")
+
+
+def test_a_nan_in_an_argument_names_the_argument():
+    params = {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(2)}
+    found = cg.diagnose(lambda p, x: jnp.sum(p["w"] * x + p["b"]), (params, jnp.ones(2)))
+    assert kinds(found) == ["value"] and found.findings[0].operation == "argument"
+    assert "1 of 2 elements of args/0/w" in found.findings[0].message
+
+
+def test_inf_in_an_argument_is_named_where_it_becomes_nan():
+    def loss(mask, x):
+        return jnp.sum(jax.nn.softmax(x + mask))
+
+    found = cg.diagnose(loss, (jnp.full(2, -jnp.inf), jnp.ones(2)), argnums=1)
+    assert kinds(found) == ["value"] and found.findings[0].line == line_of(loss, "softmax")
+    assert "(there is inf in args/0)" in found.findings[0].message
+    assert cg.diagnose(loss, (jnp.array([0.0, -jnp.inf]), jnp.ones(2)), argnums=1).ok
+
+
+def test_a_constant_that_reaches_the_loss_is_said():
+    found = cg.diagnose(lambda x: jnp.sum(jnp.where(x > 1, x, -jnp.inf)), (jnp.ones(2),))
+    assert kinds(found) == ["value"] and "a constant that is not finite" in str(found)
+
+
+def test_an_operation_whose_nan_is_masked_is_not_the_finding():
+    def loss(x):
+        sick = jnp.linalg.norm(x[:2] * x[2:])
+        root = jnp.sqrt(jnp.where(x > 0, x, 0.0))
+        return sick + jnp.sum(jnp.where(x > 0, root, 0.0))
+
+    (finding,) = cg.diagnose(loss, (jnp.array([1.0, 0.0, 0.0, 1.0]),)).findings
+    assert finding.kind == "vjp" and finding.line == line_of(loss, "norm(")
+
+
+def nested(x):
+    def outer(total, row):
+        return jax.lax.scan(lambda t, x: (t + jnp.sqrt(x), None), total, row)[0], None
+
+    return jax.lax.scan(outer, 0.0, x)[0]
+
+
+def reversed_scan(x):
+    return jax.lax.scan(lambda t, x: (t + jnp.sqrt(x), None), 0.0, x[0], reverse=True)[0]
+
+
+def branch(x):
+    return jax.lax.cond(x[0, 0] > 0, lambda x: jnp.sum(jnp.sqrt(x)), lambda x: 0.0, x)
+
+
+def mapped(x):
+    return jnp.sum(jax.vmap(lambda row: jnp.sum(jnp.sqrt(row)))(x))
+
+
+def mapped_by_lax(x):
+    return jnp.sum(jax.lax.map(lambda x: jnp.sqrt(x), x[0]))
+
+
+@pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-1.0, "value")])
+@pytest.mark.parametrize("loss", [nested, reversed_scan, branch, mapped, mapped_by_lax])
+def test_it_is_found_inside_of_other_programs(loss, bad, kind):
+    x = jnp.ones((3, 4)).at[0, 1].set(bad)
+    (finding,) = cg.diagnose(loss, (x,)).findings
+    assert (finding.kind, finding.operation) == (kind, "sqrt")
+    assert finding.line == line_of(loss, "sqrt")
+    assert finding.step == (None if loss in (branch, mapped) else 1)
+
+
+@jax.custom_vjp
+def bad_rule(x):
+    return x
+
+
+bad_rule.defvjp(lambda x: (x, x), lambda x, g: (g / (x - x),))
+
+
+@jax.custom_vjp
+def good_rule(x):
+    return jnp.sqrt(x)
+
+
+good_rule.defvjp(lambda x: (jnp.sqrt(x), x), lambda x, g: (g * 0.5,))
+
+
+def test_a_bad_custom_vjp_is_found_at_its_call():
+    def loss(x):
+        return jnp.sum(bad_rule(2 * x))
+
+    (finding,) = cg.diagnose(loss, (jnp.ones(3),)).findings
+    assert (finding.kind, finding.operation) == ("vjp", "bad_rule")
+    assert finding.line == line_of(loss, "bad_rule")
+
+
+def test_a_healthy_custom_vjp_is_a_note():
+    found = cg.diagnose(lambda x: jnp.sum(good_rule(x)), (jnp.zeros(3),))
+    assert found.ok and len(found.notes) == 1 and "good_rule has a VJP of its own" in found.notes[0]
+
+
+def rnn(radius, steps=50, size=16):
+    q = np.linalg.qr(np.random.default_rng(0).normal(size=(size, size)))[0]
+
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda h, x: (h @ w + x, None), jnp.zeros(size), x)[0])
+
+    return loss, (jnp.asarray(radius * q, jnp.float32), jnp.full((steps, size), 0.01))
+
+
+@pytest.mark.parametrize("radius, kind", [(1.5, "grows"), (0.5, "shrinks")])
+def test_the_factor_of_an_rnn_is_its_spectral_radius(radius, kind):
+    (finding,) = cg.diagnose(*rnn(radius)).findings
+    assert finding.kind == kind and finding.factor == pytest.approx(radius, rel=1e-3)
+
+
+@pytest.mark.parametrize("radius", [0.8, 1.0])
+def test_an_rnn_that_keeps_its_gradient_has_no_finding(radius):
+    assert cg.diagnose(*rnn(radius)).ok
+
+
+def test_a_gradient_that_overflows_is_found_at_its_step_and_grows():
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda h, x: (h @ w + x, None), jnp.zeros(8), x)[0])
+
+    first, second = cg.diagnose(loss, (1.5 * jnp.eye(8), jnp.zeros((400, 8)))).findings
+    assert (first.kind, first.operation) == ("vjp", "dot_general")
+    # 1.5 ** n leaves float32 between n = 218 and 219; the last step is 399.
+    assert first.step == 399 - 218
+    assert second.kind == "grows" and second.factor == pytest.approx(1.5)
+
+
+def test_float64_is_diagnosed_too():
+    with jax.enable_x64(True):
+        found = cg.diagnose(lambda x: jnp.sum(jnp.sqrt(x)), (jnp.zeros(3),))
+        assert kinds(found) == ["vjp"] and found.rows[0].dtype == "float64"
+
+
+def test_what_cannot_be_gone_into_is_a_note():
+    def loss(x):
+        constant = jax.pure_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32))
+        return x + constant
+
+    found = cg.diagnose(loss, (1.0,))
+    assert found.ok and "pure_callback is measured from outside" in found.notes[0]
+    assert f"test_diagnose.py:{line_of(loss, 'pure_callback')}" in found.notes[0]
+
+
+def deep(scale, depth=20, size=32):
+    keys = jax.random.split(jax.random.key(0), depth)
+    weights = [scale / size**0.5 * jax.random.normal(key, (size, size)) for key in keys]
+
+    def loss(weights, x):
+        for i, w in enumerate(weights):
+            with jax.named_scope(f"layer_{i}"):
+                x = x @ w
+        return jnp.sqrt(jnp.mean(x**2))
+
+    return loss, (weights, jax.random.normal(jax.random.key(1), (4, size)))
+
+
+@pytest.mark.parametrize("scale, kind", [(2.5, "grows"), (0.4, "shrinks")])
+def test_a_deep_model_grows_or_shrinks_by_module(scale, kind):
+    found = cg.diagnose(*deep(scale))
+    assert kinds(found) == [kind]
+    assert found.findings[0].factor == pytest.approx(scale, rel=0.15)
+    assert found.findings[0].module == "layer_0"
+    assert {row.module for row in found.rows} >= {f"layer_{i}" for i in range(20)}
+    assert str(found).count("layer_") >= 10 and cg.diagnose(*deep(1.0)).ok
+
+
+def small_steps(w, x):
+    h = (x @ w) * w.dtype.type(1e-3)
+    h = h * w.dtype.type(1e-3)
+    return 0.1 * jnp.mean(h.astype(jnp.float32))
+
+
+def test_float16_underflows_where_bfloat16_does_not():
+    def arguments(dtype):
+        return jnp.ones((8, 8), dtype), jnp.ones((4, 8), dtype)
+
+    (finding,) = cg.diagnose(small_steps, arguments(jnp.float16)).findings
+    assert finding.kind == "underflow" and finding.line == line_of(small_steps, "x @ w")
+    assert cg.diagnose(small_steps, arguments(jnp.bfloat16)).ok
+
+
+def test_rows_have_the_cotangents_by_step():
+    def loss(w, x):
+        with jax.named_scope("rnn"):
+            return jnp.sum(jax.lax.scan(lambda h, x: (w * h + x, h), 0.0, x)[0])
+
+    rows = cg.diagnose(loss, (2.0, jnp.ones(4))).rows
+    (row,) = [row for row in rows if row.operation == "scan"]
+    np.testing.assert_allclose(row.norm, [16, 8, 4, 2])
+    assert row.module == "rnn" and row.scans == (4,) and row.dtype == "float32" and row.shape == ()
+    assert not row.nonfinite.any() and not row.zeros.any()
+    np.testing.assert_allclose(row.largest, row.norm)
+
+
+def test_huge_and_tiny_cotangents_have_a_norm():
+    for factor in (1e30, 1e-30):
+        found = cg.diagnose(lambda x, f=factor: jnp.sum(jnp.sin(x) * f), (jnp.zeros(4),))
+        sine = next(row for row in found.rows if row.operation == "sin")
+        np.testing.assert_allclose(sine.norm, 2 * factor, rtol=1e-5)
+
+
+def test_blank_patches_are_found_at_the_division():
+    task = TASKS["blank-patches"]
+    data = task.load()
+    batch = task.sample(data, jax.random.key(0))
+    found = cg.diagnose(task.loss, (task.init(data, np.random.default_rng(0)), batch))
+    (finding,) = found.findings
+    assert finding.kind == "vjp" and finding.file.endswith("_blank_patches.py")
+    with open(finding.file) as file:
+        assert "h / (jnp.linalg.norm(" in file.read().splitlines()[finding.line - 1]
+
+
+def test_the_growth_of_the_character_rnn_is_found():
+    task = TASKS["char-rnn"]
+    data = task.load()
+    params = task.init(data, np.random.default_rng(2))
+    step = jax.jit(jax.grad(task.loss))
+    keys = [jax.random.key(i) for i in range(20)]
+    seen = []
+    for key in keys:  # of the first twenty steps without clipping
+        batch = task.sample(data, key)
+        seen += [f for f in cg.diagnose(task.loss, (params, batch)).findings if f.kind == "grows"]
+        if seen:
+            break
+        params = jax.tree.map(lambda w, g: w - g, params, step(params, batch))
+    assert seen and 1.05 < seen[0].factor < 1.5 and seen[0].operation == "scan"
+    assert seen[0].file.endswith("_char_rnn.py")
+
+
+@pytest.mark.parametrize(
+    "fun, args, options, error, match",
+    [
+        (3, (1.0,), {}, TypeError, "^fun: got int, expected a function"),
+        (jnp.sum, [1.0], {}, TypeError, r"^args: got list, expected the tuple .*write \(x,\)"),
+        (jnp.sum, (1.0,), {"kwargs": [1]}, TypeError, "^kwargs: got list, expected a dict"),
+        (jnp.sin, (jnp.ones(2),), {}, ValueError, r"^fun: got float32\[2\].*write its mean or sum"),
+        (lambda x: (x, x), (1.0,), {}, ValueError, "^fun: got tuple.*has_aux=True"),
+        (lambda x: x, (1.0,), {"has_aux": True}, ValueError, r"^fun: got .*expected \(loss, aux\)"),
+        (lambda x: 1.0, (1.0,), {}, ValueError, "^fun: got float from it, expected a scalar loss"),
+        (jnp.sum, (1.0,), {"argnums": 1}, ValueError, "^argnums: got 1 for 1 arguments"),
+        (jnp.sum, (1.0,), {"argnums": ()}, ValueError, r"^argnums: got \(\)"),
+        (lambda x: 1.0 * jnp.sum(x), (jnp.arange(3),), {}, ValueError, "^args: got no floating"),
+        (lambda x: 1j * x, (1.0,), {}, ValueError, r"^fun: got complex64\[\]"),
+    ],
+)
+def test_bad_input_is_refused_clearly(fun, args, options, error, match):
+    with pytest.raises(error, match=match):
+        cg.diagnose(fun, args, **options)
+
+
+def test_a_function_that_changes_a_reference_is_refused():
+    ref = jax.new_ref(jnp.zeros(()))
+
+    def loss(x):
+        ref[...] = x
+        return x * x
+
+    with pytest.raises(ValueError, match="^fun: got a function with side effects"):
+        cg.diagnose(loss, (1.0,))
+
+
+def test_prints_are_left_out(capsys):
+    def loss(x):
+        jax.debug.print("x is {}", x)
+        return jnp.sqrt(x)
+
+    assert kinds(cg.diagnose(loss, (0.0,))) == ["vjp"]
+    jax.effects_barrier()
+    assert capsys.readouterr().out == ""
+
+
+def test_complex_parameters_aux_keywords_and_several_arguments_work():
+    def loss(z, x, *, scale):
+        return scale * jnp.sum(jnp.abs(z) + jnp.sqrt(x)), {"z": z}
+
+    args = jnp.array([1.0 + 1j]), jnp.zeros(1)
+    options = {"kwargs": {"scale": 2.0}, "has_aux": True}
+    assert cg.diagnose(loss, args, **options).ok
+    assert kinds(cg.diagnose(loss, args, argnums=(0, 1), **options)) == ["vjp"]
+    assert kinds(cg.diagnose(loss, args, argnums=-1, **options)) == ["vjp"]
+
+
+def test_an_nnx_model_is_diagnosed_and_not_changed():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.zeros(3))
+            self.calls = nnx.Variable(jnp.zeros((), int))
+
+        def __call__(self, x):
+            self.calls[...] += 1
+            return jnp.linalg.norm(self.w[...] * x)
+
+    model = Model()
+    found = cg.diagnose(lambda model, x: model(x), (model, jnp.ones(3)))
+    assert kinds(found) == ["vjp"] and found.findings[0].operation == "sqrt"
+    assert model.calls[...] == 0
+
+
+def test_the_picture_marks_the_finding(tmp_path):
+    found = cg.diagnose(scanned(root), (jnp.ones(STEPS).at[SICK].set(0.0),))
+    chart = found.plot()
+    assert len(chart.axes) == 2
+    texts = [[text.get_text() for text in axes.texts] for axes in chart.axes]
+    assert texts[1] == ["vjp: sqrt"]
+    chart.savefig(tmp_path / "picture.png")
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
+    import sys
+
+    found = cg.diagnose(jnp.sum, (jnp.ones(3),))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="plot needs matplotlib; install it with"):
+        found.plot()
+
+
+def trained(loss, params, *batch, steps=5):
+    step = jax.jit(jax.grad(loss))
+    for _ in range(steps):
+        params = jax.tree.map(lambda w, g: w - 0.01 * g, params, step(params, *batch))
+    return params
+
+
+def cross_entropy(logits, labels):
+    logs = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.mean(jnp.take_along_axis(logs, labels[..., None], -1))
+
+
+def linen_models(dtype):
+    """Flax's own layers, with an input and labels each."""
+    nn = pytest.importorskip("flax.linen")
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            h = nn.LayerNorm(dtype=dtype)(x)
+            x = x + nn.MultiHeadDotProductAttention(2, dtype=dtype)(h, h)
+            h = nn.gelu(nn.Dense(32, dtype=dtype)(nn.LayerNorm(dtype=dtype)(x)))
+            return x + nn.Dense(16, dtype=dtype)(h)
+
+    class LSTM(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.RNN(nn.OptimizedLSTMCell(16, dtype=dtype))(x)
+            return nn.Dense(10, dtype=dtype)(x[:, -1])
+
+    layers = [layer for _ in range(10) for layer in (nn.Dense(32, dtype=dtype), nn.relu)]
+    images = nn.Sequential(
+        [nn.Conv(8, (3, 3), dtype=dtype), nn.relu, lambda x: nn.max_pool(x, (2, 2), (2, 2))]
+        + [nn.Conv(8, (3, 3), dtype=dtype), nn.relu, lambda x: x.reshape(len(x), -1)]
+        + [nn.Dense(10, dtype=dtype)]
+    )
+    transformer = nn.Sequential([*(Block() for _ in range(3)), nn.Dense(10, dtype=dtype)])
+    return {
+        "mlp": (nn.Sequential([*layers, nn.Dense(10, dtype=dtype)]), (8, 12), (8,)),
+        "cnn": (images, (8, 8, 8, 3), (8,)),
+        "lstm": (LSTM(), (8, 40, 6), (8,)),
+        "transformer": (transformer, (4, 6, 16), (4, 6)),
+    }
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "transformer"])
+def test_healthy_models_have_no_finding(name, dtype):
+    model, shape, labels = linen_models(dtype)[name]
+    x = jax.random.normal(jax.random.key(0), shape)
+    y = jnp.arange(np.prod(labels)).reshape(labels) % 10
+    params = model.init(jax.random.key(1), x)
+
+    def loss(params, x, y):
+        return cross_entropy(model.apply(params, x), y)
+
+    for parameters in (params, trained(loss, params, x, y)):
+        found = cg.diagnose(loss, (parameters, x, y))
+        assert found.ok, str(found)
+
+
+def test_healthy_models_of_equinox_and_haiku_have_no_finding():
+    eqx, hk = pytest.importorskip("equinox"), pytest.importorskip("haiku")
+    x, y = jax.random.normal(jax.random.key(0), (8, 20, 6)), jnp.arange(8)
+
+    def lstm(x):
+        out, _ = hk.dynamic_unroll(hk.LSTM(16), x, hk.LSTM(16).initial_state(8), time_major=False)
+        return hk.Linear(10)(out[:, -1])
+
+    model = hk.transform(lstm)
+    params = model.init(jax.random.key(1), x)
+    loss = lambda params: cross_entropy(model.apply(params, None, x), y)  # noqa: E731
+    assert cg.diagnose(loss, (params,)).ok
+    arrays, static = eqx.partition(eqx.nn.MLP(6, 10, 32, 8, key=jax.random.key(2)), eqx.is_array)
+    loss = lambda arrays: cross_entropy(  # noqa: E731
+        jax.vmap(eqx.combine(arrays, static))(x[:, 0]), y
+    )
+    found = cg.diagnose(loss, (arrays,))
+    assert found.ok and any("eqx.nn.MLP" in row.module for row in found.rows)
+
+
+def test_the_page_begins_with_a_diagnosis_and_prints_what_it_says():
+    import contextlib
+    import io
+
+    page = (DOCS / "nan.md").read_text()
+    program = "\n".join(PROGRAM.findall(page)[:2])
+    assert "cg.diagnose(" in program and page.index("cg.diagnose(") < page.index("## 1.")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(program, "model.py", "exec"), {})
+    shown = page.split("```text\n")[1].split("```")[0]
+    assert drop_lines_of_packages(printed.getvalue()) == drop_lines_of_packages(shown)
+
+
+def drop_lines_of_packages(text):
+    """The words of a text; lines of JAX differ between versions."""
+    import re
+
+    return re.sub(r"(linalg\.py):\d+", r"\1", text).split()
