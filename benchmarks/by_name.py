@@ -2,8 +2,8 @@
 
 A decoder with 88 tagged sites (as many as MaxText has), unrolled; an RNN whose tagged state is
 scanned; and flax transformers of twelve layers without any tag, unrolled and scanned, of which all
-modules are clipped and watched, and the blocks alone. Each row is a ratio to the plain gradient of the same model, measured in
-one process, the variants taking turns.
+modules are clipped and watched, or the blocks alone. Each row is a ratio to the plain gradient of
+the same model, measured in one process, the variants taking turns.
 
 Run: python benchmarks/by_name.py [--repeats 7] [--models transformer]
 """

@@ -116,6 +116,7 @@ def in_a_module(fun):
 PLACES = [eagerly, compiled, scanned, rematerialized, in_a_module]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("disease", DISEASES, ids=lambda d: d[0].__name__)
 def test_each_suspect_of_the_page_is_found_at_its_line(disease, place):
@@ -168,6 +169,28 @@ def test_value_and_vjp_are_both_said_in_this_order():
     found = cg.diagnose(loss, (jnp.array([1.0, 0.0]),))
     lines = [(f.kind, f.line) for f in found.findings]
     assert lines == [("value", line_of(loss, "log(")), ("vjp", line_of(loss, "sqrt("))]
+
+
+def test_there_is_at_most_one_finding_of_a_kind():
+    def loss(x):
+        values = jnp.log(x).sum() + jnp.log(2 * x).sum()
+        return values + jnp.sqrt(x).sum() + jnp.sqrt(2 * x).sum()
+
+    kinds = [f.kind for f in cg.diagnose(loss, (jnp.array([1.0, 0.0]),)).findings]
+    assert kinds == ["value", "vjp"]
+
+
+def test_the_loss_is_traced_once_and_its_arguments_stay():
+    traced = []
+
+    def loss(x):
+        traced.append(x)
+        return jnp.sqrt(x).sum()
+
+    x = jnp.zeros(3)
+    assert not cg.diagnose(loss, (x,)).ok
+    assert len(traced) == 1
+    assert (x == 0).all()
 
 
 def healthy_double_where(x):
@@ -567,6 +590,7 @@ def linen_models(dtype):
     }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "transformer"])
 def test_healthy_models_have_no_finding(name, dtype):

@@ -350,10 +350,8 @@ def tagged_like_a_module(x):
 def test_a_tag_wins_over_a_module_of_its_name():
     stats = cg.value_and_grad_with_stats(tagged_like_a_module, watch=["net"])(1.0)[2]
     assert stats["net"].norm == 30.0
-    assert {n.name: n.kind for n in cg.list_names(tagged_like_a_module, (1.0,))} == {
-        "net": "tag",
-        "other": "tag",
-    }
+    found = cg.list_names(tagged_like_a_module, (jnp.ones(2),))
+    assert [(n.name, n.kind, n.sites) for n in found] == [("net", "tag", 1), ("other", "tag", 1)]
 
 
 def test_without_a_choice_tags_are_watched_and_modules_only_where_there_are_none():
@@ -445,6 +443,46 @@ def test_a_pattern_selects_what_is_listed_and_leaves_out_the_rest():
     x = jnp.arange(3.0)
     assert set(cg.value_and_grad_with_stats(with_integers, watch=["**"])(x)[2]) == {"net"}
     assert set(cg.value_and_grad_with_stats(within_a_custom_rule)(x)[2]) == {"net"}
+
+
+def test_what_is_out_of_reach_in_part_is_not_listed():
+    def loss(x):
+        with scope("net"):
+            y = jnp.sin(x)
+        with scope("other"):
+            y = 2 * y
+        return y.sum() + within_a_custom_rule_of_the_name_net(x)
+
+    x = jnp.arange(3.0)
+    assert [name.name for name in cg.list_names(loss, (x,))] == ["other"]
+    assert set(cg.value_and_grad_with_stats(loss, watch=["*"])(x)[2]) == {"other"}
+    with pytest.raises(ValueError, match="got 'net', which names a variable inside of custom_vjp"):
+        cg.error_clip_by_name(loss, {"net": RULE})(x)
+
+
+def within_a_custom_rule_of_the_name_net(x):
+    @jax.custom_vjp
+    def rule(x):
+        with scope("net"):
+            return jnp.cos(x)
+
+    rule.defvjp(lambda x: (rule(x), x), lambda x, g: (g,))
+    return rule(x).sum()
+
+
+def test_what_a_while_loop_computes_has_no_cotangent_and_is_not_listed():
+    def loss(x):
+        def body(h):
+            with scope("cell"):
+                return 2 * h
+
+        bound = lax.while_loop(lambda h: h.sum() < 10, body, lax.stop_gradient(x) + 1)
+        with scope("net"):
+            y = x * bound
+        return y.sum()
+
+    assert [name.name for name in cg.list_names(loss, (jnp.ones(2),))] == ["net"]
+    assert set(cg.value_and_grad_with_stats(loss)(jnp.ones(2))[2]) == {"net"}
 
 
 def test_a_norm_of_a_batch_is_a_warning():
