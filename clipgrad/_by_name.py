@@ -108,7 +108,7 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["rules", "probes"],
-    meta_fields=["modules", "scopes"],
+    meta_fields=["modules", "active", "scopes"],
 )
 @dataclasses.dataclass(frozen=True)
 class ByName(_jaxpr.Hook):
@@ -117,13 +117,19 @@ class ByName(_jaxpr.Hook):
     rules: dict[str, Any]
     probes: dict[str, ClipStats]  # with a leading axis for each scan around the variable
     modules: frozenset[str]  # the names that are paths of modules; the others are tags
+    active: frozenset[Any] | None = None  # variables of modules with a cotangent; None: all
     scopes: _jaxpr.Path = ()  # those around the program
 
     @classmethod
-    def of(cls, names: Resolved, probes: dict[str, ClipStats]) -> "ByName":
+    def of(
+        cls,
+        names: Resolved,
+        probes: dict[str, ClipStats],
+        active: frozenset[Any] | None = None,
+    ) -> "ByName":
         """Clips by these names, and their probes."""
         modules = frozenset(name for name, chosen in names.items() if chosen.kind == "module")
-        return cls({name: chosen.rule for name, chosen in names.items()}, probes, modules)
+        return cls({name: chosen.rule for name, chosen in names.items()}, probes, modules, active)
 
     @property
     def is_reusable(self) -> bool:
@@ -149,7 +155,7 @@ class ByName(_jaxpr.Hook):
             watched = name in self.modules and self._has(name)
             return functools.partial(self._clip, name) if watched else None
 
-        return _jaxpr.ModuleValues(self, jaxpr, leave)
+        return _jaxpr.ModuleValues(self, jaxpr, leave, self.active)
 
     def steps(self, equation: Any) -> dict[str, ClipStats]:
         """The probes with an entry for each step of this scan."""
@@ -176,7 +182,10 @@ class ByName(_jaxpr.Hook):
         names = {s.name for s in found if (s.kind == "module") == (s.name in self.modules)}
         rules = {n: rule for n, rule in self.rules.items() if n in names and rule is not None}
         probes = {n: probe for n, probe in self.probes.items() if n in names}
-        return ByName(rules, probes, self.modules & names, scopes)
+        active = self.active
+        if active is not None:
+            active &= frozenset().union(*map(_jaxpr.variables_of_modules, inner))
+        return ByName(rules, probes, self.modules & names, active, scopes)
 
 
 def warn_of_batches(program: Any, names: Resolved, caller: str, stacklevel: int) -> None:

@@ -12,6 +12,7 @@ from clipgrad._by_name import ByName, warn_of_batches
 from clipgrad._names import Resolved, Rules, checked_rules, common_nest, program_of, resolved
 from clipgrad._nnx import is_model, value_and_grad, with_models
 from clipgrad._stats import ClipStats
+from clipgrad._trees import is_array
 
 _CALLER = "value_and_grad_with_stats"
 
@@ -35,7 +36,8 @@ def value_and_grad_with_stats(
         ``nnx.Param``, and what ``fun`` changes in them is changed.
       * The statistics leave the compiled backward pass as the gradients do, with no callback;
         under `jax.jit` statistics that are not used are not computed.
-      * A name that is only watched changes neither value nor gradient.
+      * A name that is only watched changes neither value nor gradient. Values in a module that do
+        not depend on what is differentiated have no cotangent, and count nowhere.
       * The statistics of a name have one leading axis for each scan around it, outermost first:
         in an RNN one entry for each time step, in a transformer that scans its layers one for each
         layer. Variables that share a name are added up: step by step as far as the lengths of the
@@ -98,15 +100,17 @@ def with_stats(
     def run(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in chosen):
             plain(*args, **kwargs)  # says what is wrong in its own words
-        traced, has_changes = program_of(fun, _as_arrays(args, chosen), kwargs)
+        arrays = _as_arrays(args, chosen)
+        traced, has_changes = program_of(fun, arrays, kwargs)
         names = _resolved(traced.program, named, watched)
         probes = _probes(traced.program, names)
         warn_of_batches(traced.program, names, _CALLER, stacklevel=3)
+        active = _active(traced.program, arrays, chosen)
 
         def with_probes(*packed: Any) -> Any:
             *args, kwargs = packed
             args[first], probes = args[first]
-            hook = ByName.of(names, probes)
+            hook = ByName.of(names, probes, active)
 
             def again(function: Any, args: Any, kwargs: Any) -> Any:
                 known = traced if function is fun else _jaxpr.trace(function, args, kwargs)
@@ -167,6 +171,20 @@ def _resolved(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> Reso
                 'in a module: with jax.named_scope("x"):'
             )
     return resolved(program, dict.fromkeys(watch), _CALLER) | clipped
+
+
+def _active(program: Any, args: tuple, argnums: Iterable[int]) -> frozenset[Any] | None:
+    """The variables that depend on what is differentiated; ``None`` if it is not known.
+
+    A probe of any other would make a cotangent where there is none, and where an operation behind
+    it may have no derivative at all.
+    """
+    if any(map(is_model, jax.tree.leaves(args, is_leaf=is_model))):
+        return None
+    positions = {i % len(args) for i in argnums}
+    owners = [i for i, arg in enumerate(args) for x in jax.tree.leaves(arg) if is_array(x)]
+    chosen = (place for place, owner in enumerate(owners) if owner in positions)
+    return _jaxpr.active_variables(program, chosen)
 
 
 def _probes(program: Any, names: Resolved) -> dict[str, ClipStats]:

@@ -485,6 +485,90 @@ def test_what_a_while_loop_computes_has_no_cotangent_and_is_not_listed():
     assert set(cg.value_and_grad_with_stats(loss)(jnp.ones(2))[2]) == {"net"}
 
 
+def without_derivative(y):
+    """A loop of unknown length, which can't be differentiated in reverse."""
+    return lax.while_loop(lambda c: c.sum() < 100, lambda c: 2 * c, y)
+
+
+def on_data(x, data):
+    with scope("prepare"):
+        y = 3 * data
+    with scope("iterate"):
+        z = without_derivative(y)
+    with scope("net"):
+        out = x * z
+    return out.sum()
+
+
+def on_data_in_a_scan(x, data):
+    def body(carry, row):
+        h, total = carry
+        with scope("prepare"):
+            y = 3 * row + total
+        with scope("net"):
+            h = jnp.sin(h) * without_derivative(y)
+        return (h, y), None
+
+    return lax.scan(jax.checkpoint(body), (x, jnp.ones(2)), data)[0][0].sum()
+
+
+def on_a_stopped_gradient(x, data):
+    with scope("prepare"):
+        y = jax.jit(lambda x: 3 * lax.stop_gradient(x))(x) + data
+    with scope("net"):
+        out = x * without_derivative(y)
+    return out.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "data"),
+    [
+        (on_data, jnp.ones(2)),
+        (on_data_in_a_scan, jnp.ones((3, 2))),
+        (on_a_stopped_gradient, jnp.ones(2)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_value_that_does_not_depend_on_what_is_differentiated_is_left_alone(loss, data):
+    x = jnp.array([1.0, 2.0])
+    value, gradient, stats = jax.jit(cg.value_and_grad_with_stats(loss))(x, data)
+    np.testing.assert_allclose(gradient, jax.grad(loss)(x, data), rtol=1e-6)
+    assert not stats["prepare"].size.any()
+    assert stats["net"].norm.all()
+    by_position = cg.value_and_grad_with_stats(lambda data, x: loss(x, data), argnums=-1)
+    np.testing.assert_allclose(by_position(data, x)[1], gradient, rtol=1e-6)
+
+
+def test_state_that_a_scan_carries_becomes_active_on_the_way():
+    def loss(x, data):
+        def body(carry, _):
+            first, second, third = carry
+            with scope("cell"):
+                moved = 2 * first, 2 * second, 2 * third
+            return (x, moved[0], moved[1]), None
+
+        return lax.scan(body, (data, data, data), None, length=4)[0][2].sum()
+
+    stats = cg.value_and_grad_with_stats(loss)(jnp.ones(2), jnp.ones(2))[2]
+    np.testing.assert_array_equal(stats["cell"].size, [4, 4, 4, 4])
+    np.testing.assert_allclose(stats["cell"].norm > 0, [True, True, True, True])
+
+
+@pytest.mark.parametrize("first", ["scope", "transformation"])
+def test_a_scope_that_is_called_like_a_transformation_is_none_whatever_came_first(first):
+    def scoped(x):
+        with scope("vmap"):
+            y = 2 * x
+        return (5 * y).sum()
+
+    def transformed(x):
+        return jax.vmap(lambda x: 3 * jnp.sin(x))(x).sum()
+
+    order = [(scoped, 1), (transformed, 0)]
+    for fun, count in order if first == "scope" else order[::-1]:
+        assert len(cg.list_names(fun, (jnp.ones(3),))) == count
+
+
 def test_a_norm_of_a_batch_is_a_warning():
     with pytest.warns(UserWarning, match=r"measures a norm for \['net/a'\], inside of jax.vmap"):
         cg.error_clip_by_name(loss_of(mapped), {"net/a": cg.ClipByNorm(0.1)})(X)

@@ -5,6 +5,7 @@ parameters differ between versions of JAX.
 """
 
 from clipgrad._jaxpr import _entrances as _entrances
+from clipgrad._jaxpr._activity import active_variables as active_variables
 from clipgrad._jaxpr._evaluate import Hook as Hook
 from clipgrad._jaxpr._evaluate import Traced as Traced
 from clipgrad._jaxpr._evaluate import Values as Values
@@ -14,6 +15,7 @@ from clipgrad._jaxpr._evaluate import is_entered as is_entered
 from clipgrad._jaxpr._evaluate import retrace as retrace
 from clipgrad._jaxpr._evaluate import trace as trace
 from clipgrad._jaxpr._modules import ModuleValues as ModuleValues
+from clipgrad._jaxpr._modules import variables_of_modules as variables_of_modules
 from clipgrad._jaxpr._programs import CALLS as CALLS
 from clipgrad._jaxpr._programs import CUSTOM_RULES as CUSTOM_RULES
 from clipgrad._jaxpr._programs import REMAT as REMAT

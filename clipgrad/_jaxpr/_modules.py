@@ -15,6 +15,7 @@ Uses = dict[Var, frozenset[Path]]
 
 # A program called from many places is read once, so that the time is linear in the source.
 _USES: weakref.WeakKeyDictionary[Any, Uses] = weakref.WeakKeyDictionary()
+_VARIABLES: weakref.WeakKeyDictionary[Any, frozenset[Var]] = weakref.WeakKeyDictionary()
 _EXITS: weakref.WeakKeyDictionary[Any, dict[Var, "Exit"]] = weakref.WeakKeyDictionary()
 
 
@@ -40,6 +41,15 @@ def exits(jaxpr: Any) -> dict[Var, Exit]:
                 if (kept := _kept(around, used)) < len(around):
                     found[variable] = Exit(around, kept)
     return _EXITS[jaxpr]
+
+
+def variables_of_modules(program: Any) -> frozenset[Var]:
+    """Return the variables of a program, and of those inside it, that leave scopes."""
+    jaxpr = opened(program)[0]
+    if jaxpr not in _VARIABLES:
+        inner = (p for equation in jaxpr.eqns for p in entered_programs(equation)[0])
+        _VARIABLES[jaxpr] = frozenset(exits(jaxpr)).union(*map(variables_of_modules, inner))
+    return _VARIABLES[jaxpr]
 
 
 def uses(jaxpr: Any) -> Uses:
@@ -99,13 +109,20 @@ class ModuleValues(Values):
 
     `leave(path)` is a function of the values that leave the scopes ``path`` of this program, or
     None. Uses inside of the scopes see the value itself, all others what the function returned.
+    Only ``variables`` are replaced; ``None``: all.
     """
 
     def __init__(
-        self, hook: Hook, jaxpr: Any, leave: Callable[[Path], Callable[[Any], Any] | None]
+        self,
+        hook: Hook,
+        jaxpr: Any,
+        leave: Callable[[Path], Callable[[Any], Any] | None],
+        variables: frozenset[Var] | None = None,
     ) -> None:
         super().__init__(hook)
-        self._exits, self._leave = exits(jaxpr), leave
+        found = exits(jaxpr).items()
+        self._exits = {v: e for v, e in found if variables is None or v in variables}
+        self._leave = leave
         self._views: dict[Var, _Views] = {}
 
     def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:

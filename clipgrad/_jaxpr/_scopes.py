@@ -1,8 +1,5 @@
 """The module path of an equation: the named scopes around it."""
 
-import functools
-from typing import Any
-
 import jax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
@@ -22,11 +19,7 @@ def path(equation: JaxprEqn) -> Path:
     Those around a program inside another equation are that equation's. `jax.named_scope("a/b")`
     is two scopes; entries of transformations such as `vmap` are none.
     """
-    return _path(tuple(equation.source_info.name_stack.stack))
-
-
-@functools.lru_cache(maxsize=10_000)
-def _path(stack: tuple[Any, ...]) -> Path:
+    stack = equation.source_info.name_stack.stack
     names = (entry.name for entry in stack if type(entry) is _SCOPE)
     return tuple(segment for name in names for segment in name.split("/") if segment)
 
