@@ -184,6 +184,14 @@ def test_both_arguments_of_a_tie_cannot_have_the_whole_gradient(rows):
     assert detail in str(failed(share(1.0), x))
 
 
+def test_a_small_kink_beside_large_slopes_is_a_kink():
+    relu = custom(
+        lambda x: jnp.asarray([1e-4, 1, 1]) * jax.nn.relu(x),
+        lambda r, g: (jnp.where(r[0] > 0, jnp.asarray([1e-4, 1, 1]) * g, 0),),
+    )
+    assert "not differentiable" in str(passed(relu, jnp.asarray([0.0, 1.2, 2.5])))
+
+
 def test_a_minimum_of_ties_is_concave_and_its_gradient_between_the_slopes_too():
     def share(k):
         return custom(lambda x: jnp.min(x), lambda r, g: (k * g * jnp.ones(3, g.dtype),))

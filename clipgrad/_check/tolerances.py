@@ -54,9 +54,6 @@ SETTLED = 1e-6  # relative error below which a slope needs no closer look
 # One-sided slopes further apart than this part of them are a kink's; a smooth function's differ by
 # the step, 2 ** -32 at best (test_slopes_that_differ_by_a_fiftieth_are_those_of_a_kink).
 KINK_GAP = 0.02
-# Of the typical slope: a kink too small to matter
-# (test_a_kink_of_less_than_a_thousandth_of_typical_slopes_is_left_to_the_floor).
-SMALL_KINK = 1e-3
 # Slopes that grow so much at each of the last steps have no limit: a jump's
 # (test_slopes_that_grow_without_bound_are_a_kink).
 GROWTH = 1.5
