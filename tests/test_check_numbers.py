@@ -291,6 +291,22 @@ def test_small_gradients_beside_large_values_are_seen():
     failed(beside(1.01), X)
 
 
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("factor", [1, 7])
+def test_a_slope_lost_in_the_noise_of_large_values_is_not_verified(factor, wide):
+    """float64 keeps nothing of a sine beside 1e20."""
+    with jax.enable_x64(wide):
+        large = custom(lambda x: 1e20 + jnp.sin(x), lambda r, g: (factor * g * jnp.cos(r[0]),))
+        assert "nothing was verified" in str(failed(large, jnp.asarray([0.4, 1.2]), mode="full"))
+
+
+def test_a_leaf_that_vanishes_is_verified_without_a_reference():
+    with jax.enable_x64(True):
+        args = jnp.asarray([0.4, 1.2, 2.5]), jnp.asarray(0.5)
+        report = passed(lambda x, b: jax.nn.softmax(x + b), *args, mode="full", skip="linearity")
+    assert report.verified == 4
+
+
 def test_an_offset_common_to_all_outputs_does_not_move_them():
     passed(lambda x, b: jax.nn.softmax(x + b), X, jnp.float32(0.5))
 

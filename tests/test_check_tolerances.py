@@ -174,6 +174,28 @@ def test_a_constant_may_be_rounded_but_not_by_many_roundings():
     assert report(gelu(0.0), x).ok and not report(gelu(1e-5), x).ok
 
 
+@pytest.mark.parametrize("mode", ["auto", "fast", "full"])
+def test_a_constant_may_be_rounded_in_every_mode(mode):
+    """10 pi, as one number and as two."""
+
+    def backward(r, g):
+        return (np.float32(10 * np.pi) * g * jnp.cos(np.float32(10) * (np.float32(np.pi) * r[0])),)
+
+    wave = custom(lambda x: jnp.sin(np.float32(10 * np.pi) * x), backward)
+    assert report(wave, jnp.asarray([0.37, 1.13, 2.71]), mode=mode).ok
+
+
+def test_a_constant_may_be_rounded_each_time_it_is_used():
+    def decay(x):
+        y = x
+        for _ in range(100):
+            y = np.float32(0.999) * y
+        return jnp.sin(x) + y
+
+    rule = custom(decay, lambda r, g: (g * (jnp.cos(r[0]) + np.float32(0.999**100)),))
+    assert report(rule, jnp.asarray([0.4, 1.2, 2.5])).ok
+
+
 @pytest.mark.parametrize(("error", "fails"), [(3e-5, False), (3e-4, True)])
 def test_a_compiled_gradient_may_differ_by_a_thousand_roundings_of_its_leaf(error, fails):
     """Of a gradient [1, 1, 1, 0], the last, under `jax.jit` alone."""

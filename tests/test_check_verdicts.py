@@ -101,7 +101,8 @@ def test_slopes_that_grow_with_every_step_are_those_of_a_jump():
 
 
 def test_what_is_zero_but_for_noise_is_right():
-    assert verdict(lambda x: 0 * x, 0.0, noise=1e-3).kind == OK
+    assert verdict(lambda x: 0 * x, 0.0, noise=1e-3, typical=0.0, floor=1e-5).kind == OK
+    assert verdict(lambda x: 0 * x, 0.0, noise=1e-3, typical=0.0).kind == UNSURE
 
 
 def test_a_gradient_far_beyond_the_noise_is_wrong_in_spite_of_it():

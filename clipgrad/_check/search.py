@@ -467,7 +467,10 @@ def _of_finite(finding: Finding, point: Point) -> Finding:
 
 
 def _without_constants(finding: Finding, judge: Judge, allowance: Callable | None) -> Finding:
-    """Accept what rounded constants explain, where there was no reference to compare with."""
+    """Accept what rounded constants explain, where there was no reference to compare with.
+
+    (test_a_constant_may_be_rounded_in_every_mode)
+    """
     if allowance is None or not finding.is_wrong:
         return finding
     verdict = finding.verdict

@@ -57,10 +57,11 @@ KINK_GAP = 0.02
 # Slopes that grow so much at each of the last steps have no limit: a jump's
 # (test_slopes_that_grow_without_bound_are_a_kink).
 GROWTH = 1.5
-NEGLIGIBLE = 100.0  # times the noise: a slope that is zero but for noise
 # Error relative to the typical slope from which nothing can be said
-# (test_slopes_that_never_settle_are_no_verdict).
-NOISY = 0.1
+# (test_a_slope_lost_in_the_noise_of_large_values_is_not_verified), unless it is as small a multiple
+# of the floor: of a leaf that vanishes beside the others, nothing but noise is left
+# (test_a_leaf_that_vanishes_is_verified_without_a_reference).
+NOISY, NEGLIGIBLE = 0.1, 1e4
 # One-sided slopes that are the extrapolated one to this part of what an element is off, which is
 # itself no small part of the gradient, leave no room for a kink, a jump or noise: it is wrong
 # without a closer look, half the cost of a wrong rule
@@ -81,7 +82,9 @@ SLIGHT = 0.01
 # targets; test_what_cancels_in_half_precision_is_a_note).
 CANCELLED = 1.2
 # Roundings of constants, measured by moving each by one: the largest of two random moves is about
-# a third of the worst (test_a_constant_may_be_rounded_but_not_by_many_roundings).
+# a third of the worst of a few, and less of many (too small:
+# test_a_constant_may_be_rounded_each_time_it_is_used; too large:
+# test_a_constant_may_be_rounded_but_not_by_many_roundings).
 CONSTANTS = 8.0
 
 # A rule this many times its own tolerance off in float64, whose gradient as computed is right, does

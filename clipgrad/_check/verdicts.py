@@ -123,8 +123,7 @@ def judge(slopes: Slopes, ratio: float, allowed: Allowed) -> Verdict:
     off = np.abs(numeric - analytic)
     slack = allowed.slack(numeric, norm)
     inside = np.abs(analytic - centre) <= width + slack + 3 * _pick(slopes.noise, best)
-    zero = np.fmax(np.fmax(np.abs(numeric), norm), error) <= NEGLIGIBLE * slopes.noise[:, 0]
-    noisy = ~zero & (error > NOISY * np.fmax(size, allowed.typical))
+    noisy = error > np.fmax(NOISY * np.fmax(size, allowed.typical), NEGLIGIBLE * allowed.floor)
     kind = np.where(off <= slack + error, np.where(noisy, UNSURE, OK), WRONG)
     kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
     kind = np.where(grows, KINK, kind)
