@@ -293,5 +293,5 @@ def test_two_computations_may_differ_by_the_tolerance_and_a_thousand_roundings()
 def test_native_slopes_widen_the_tolerance():
     native = TOLERANCE.of_slopes_in(np.float32)
     np.testing.assert_allclose(native.relative, 10 * TOLERANCE.relative)
-    np.testing.assert_allclose(native.along, 30 * TOLERANCE.along)
+    np.testing.assert_allclose(native.along, 10 * TOLERANCE.along)
     assert TOLERANCE.of_slopes_in(np.float64) is TOLERANCE

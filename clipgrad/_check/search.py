@@ -201,10 +201,7 @@ class Judge:
         along = self.point.direction(direction)
         norms = [length_along(target[:, a:b], along[a:b]) for a, b in areas]
         exact = target is self.reference
-        overall = self.sizes.overall
-        if target is not self.gradient and not exact:
-            overall = self.tolerance.sizes(target, self.point.scale).overall
-        return self.tolerance.ranges_along(np.stack(norms), overall, starts, exact)
+        return self.tolerance.ranges_along(np.stack(norms), self.sizes.overall, starts, exact)
 
 
 def search(
