@@ -47,12 +47,16 @@ NATIVE_SLOPES = 10.0
 PADDLE_NEARLY_ZERO = 1e-3
 
 # --- Plain AD of the widened function against slopes along dense directions: both in float64
-# (test_a_reference_that_is_wrong_itself_is_found_from_a_millionth_on).
+# (larger: test_a_reference_that_is_wrong_itself_is_found_from_a_millionth_on; smaller, it costs
+# evaluations: test_auto_takes_under_a_hundred_evaluations_for_many_leaves).
 REFERENCE_ALONG = 1e-6
 
 # --- Slopes
 NOISE = 4.0  # roundings of the outputs in a difference, divided by the step
-SETTLED = 1e-6  # relative error below which a slope needs no closer look
+# Relative error below which a slope needs no closer look. Smaller, it costs evaluations
+# (test_a_smooth_function_is_evaluated_a_few_times_for_each_element); larger, it is wrong near a
+# kink (test_beside_a_kink_the_slope_is_that_of_its_own_side).
+SETTLED = 1e-6
 # One-sided slopes further apart than this part of them are a kink's; a smooth function's differ by
 # the step, 2 ** -32 at best (test_slopes_that_differ_by_a_fiftieth_are_those_of_a_kink).
 KINK_GAP = 0.02
