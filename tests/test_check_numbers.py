@@ -291,6 +291,12 @@ def test_small_gradients_beside_large_values_are_seen():
     failed(beside(1.01), X)
 
 
+@pytest.mark.parametrize(("off", "ok"), [(0.0, True), (1e-5, False)])
+def test_a_slope_beside_large_values_is_verified_to_what_their_noise_leaves(off, ok):
+    rule = custom(lambda x: 1e6 + jnp.sin(x), lambda r, g: ((1 + off) * g * jnp.cos(r[0]),))
+    assert (passed if ok else failed)(rule, X, mode="full", points=1)
+
+
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("factor", [1, 7])
 def test_a_slope_lost_in_the_noise_of_large_values_is_not_verified(factor, wide):

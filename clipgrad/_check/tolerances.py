@@ -52,7 +52,9 @@ PADDLE_NEARLY_ZERO = 1e-3
 REFERENCE_ALONG = 1e-6
 
 # --- Slopes
-NOISE = 4.0  # roundings of the outputs in a difference, divided by the step
+# Roundings of the outputs in a difference, divided by the step (smaller or larger:
+# test_a_slope_beside_large_values_is_verified_to_what_their_noise_leaves).
+NOISE = 4.0
 # Relative error below which a slope needs no closer look. Smaller, it costs evaluations
 # (test_a_smooth_function_is_evaluated_a_few_times_for_each_element); larger, it is wrong near a
 # kink (test_beside_a_kink_the_slope_is_that_of_its_own_side).
