@@ -297,6 +297,16 @@ def test_a_slope_beside_large_values_is_verified_to_what_their_noise_leaves(off,
     assert (passed if ok else failed)(rule, X, mode="full", points=1)
 
 
+def test_ties_beside_large_values_are_verified_to_what_their_noise_leaves():
+    with jax.enable_x64(True):
+        x = jnp.zeros(3)
+        rule = custom(lambda x: 1.1e8 + 1.3 * jnp.sum(jax.nn.relu(x)), lambda r, g: (1.3 * g + x,))
+        passed(rule, x, points=1)
+    weights = jnp.asarray([2.0, 1.0, 4.0])
+    rule = custom(lambda x: 1e8 + jnp.max(weights * x), lambda r, g: (g * weights,))
+    failed(rule, 0.7 / weights, points=1)
+
+
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("factor", [1, 7])
 def test_a_slope_lost_in_the_noise_of_large_values_is_not_verified(factor, wide):

@@ -53,7 +53,8 @@ REFERENCE_ALONG = 1e-6
 
 # --- Slopes
 # Roundings of the outputs in a difference, divided by the step (smaller or larger:
-# test_a_slope_beside_large_values_is_verified_to_what_their_noise_leaves).
+# test_a_slope_beside_large_values_is_verified_to_what_their_noise_leaves,
+# test_ties_beside_large_values_are_verified_to_what_their_noise_leaves).
 NOISE = 4.0
 # Relative error below which a slope needs no closer look. Smaller, it costs evaluations
 # (test_a_smooth_function_is_evaluated_a_few_times_for_each_element); larger, it is wrong near a
@@ -120,7 +121,7 @@ FORWARD = 10.0
 STOPPED = 1e-6
 
 # --- Ties (test_both_arguments_of_a_tie_cannot_have_the_whole_gradient)
-TIED_NOISE, TIED_RELATIVE = 64.0, 10.0
+TIED_RELATIVE = 10.0
 
 
 BLOCK = 2**16  # elements at once, so that they stay in a cache
