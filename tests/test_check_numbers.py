@@ -241,6 +241,16 @@ def test_values_lost_to_rounding_are_excused_only_if_plain_ad_loses_them_too():
     failed(careless, X)
 
 
+@pytest.mark.parametrize(("times", "ok"), [(5, True), (20, False)])
+def test_a_rule_may_lose_a_few_times_as_much_to_rounding_as_plain_ad(times, ok):
+    def backward(r, g):
+        moved = np.float32(times * 1e4) + r[0]
+        return (g * jnp.sin(2 * (moved - np.float32(times * 1e4))),)
+
+    rule = custom(lambda x: jnp.sin((1e4 + x) - 1e4) ** 2, backward)
+    (passed if ok else failed)(rule, X, points=1)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_what_cancels_in_half_precision_is_a_note(dtype):
