@@ -1,5 +1,7 @@
 """The numbers: precision, steps, kinks, noise, modes, bounded cost."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -393,6 +395,14 @@ def test_coincident_kinks_that_bend_both_ways_give_no_false_alarm():
 
 def test_rounding_in_a_saturated_softmax_gives_no_false_alarm():
     passed(lambda x: jax.nn.softmax(100 * x), normal(7, 4, 8, dtype=jnp.float32))
+
+
+def test_values_may_be_off_by_a_few_percent_of_those_in_float64():
+    def multiple(x):
+        return functools.reduce(lambda y, _: y + x, range(50), x)
+
+    report = passed(multiple, X.astype(jnp.bfloat16))
+    assert report.precision == "float64"
 
 
 def test_a_function_that_looks_at_its_own_rounding_is_evaluated_natively():

@@ -72,6 +72,15 @@ def test_a_rule_written_wrong_fails_however_little_of_the_tolerance_it_is_off(dt
     np.testing.assert_allclose(failure.ratio - 1, part * OFF[dtype], rtol=0.05)
 
 
+def test_a_rule_beyond_its_tolerance_fails_though_rounding_brings_its_gradient_within():
+    def backward(r, g):
+        x, g = r[0].astype("float32"), g.astype("float32")
+        return ((np.float32(2 * 1.089) * x * g).astype("bfloat16"),)
+
+    rule = custom(lambda x: x * x, backward)
+    assert not report(rule, jnp.asarray([1.3], "bfloat16")).ok
+
+
 @pytest.mark.parametrize(("part", "ok"), [(0.5, True), (2.0, False)])
 def test_a_rule_in_float64_may_be_off_by_half_the_tolerance_and_not_by_twice(part, ok):
     with jax.enable_x64(True):

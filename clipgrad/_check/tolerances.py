@@ -100,8 +100,9 @@ CANCELLED = 1.2
 CONSTANTS = 8.0
 
 # A rule this many times its own tolerance off in float64, whose gradient as computed is right, does
-# something that widening changes, or when it is traced: it is judged as computed
-# (test_a_rule_that_is_wrong_only_when_traced_fails_under_jit_and_not_by_its_values).
+# something that widening changes, or when it is traced: it is judged as computed (larger:
+# test_a_rule_that_is_wrong_only_when_traced_fails_under_jit_and_not_by_its_values; smaller:
+# test_a_rule_beyond_its_tolerance_fails_though_rounding_brings_its_gradient_within).
 FAR = 10.0
 
 # --- Two computations of the same gradient in its own precision: eager and compiled, say.
@@ -109,8 +110,9 @@ FAR = 10.0
 SAME_ROUNDINGS = 1e3
 # Times plain AD's own rounding error (test_what_plain_ad_loses_too_is_excused_leaf_by_leaf).
 SAME_EXCUSED = 30.0
-# Of a function and its widened program: told from one that looks at bits
-# (test_a_function_that_looks_at_its_own_rounding_is_evaluated_natively).
+# Of a function and its widened program: told from one that looks at bits (larger:
+# test_a_function_that_looks_at_its_own_rounding_is_evaluated_natively; smaller:
+# test_values_may_be_off_by_a_few_percent_of_those_in_float64).
 SAME_VALUES = 0.1
 # Parts of `RELATIVE`, of a value and of the typical one, for values called and differentiated
 # (test_values_are_the_same_to_a_tenth_of_the_tolerance).
