@@ -213,11 +213,17 @@ class Tolerance(NamedTuple):
         floor = np.broadcast_to(roundings * overall, norms.shape)
         return Allowed(relative, floor, norms, np.ones((len(starts), 1)))
 
-    def same(self, leaf: int, got: np.ndarray, expected: np.ndarray) -> np.ndarray:
-        """For two computations of one leaf's gradient in the same precision."""
+    def same(
+        self, leaf: int, got: np.ndarray, expected: np.ndarray, overall: float = 0.0
+    ) -> np.ndarray:
+        """For two computations of one leaf's gradient in the same precision.
+
+        What vanishes beside the typical gradient of the others, `overall`, is their rounding.
+        """
         known = np.where(np.isfinite(expected), expected, 0.0)
         size = np.fmax(np.abs(known), np.abs(np.where(np.isfinite(got), got, 0.0)))
         typical = np.sqrt(np.mean(known**2))
+        typical = overall if typical <= VANISHING * overall else typical
         floor = SAME_ROUNDINGS * (self.eps[leaf] * typical + self.smallest[leaf])
         return self.relative[leaf] * size + floor
 
