@@ -1,5 +1,7 @@
 """The numbers: precision, steps, kinks, noise, modes, bounded cost."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -184,6 +186,14 @@ def test_both_arguments_of_a_tie_cannot_have_the_whole_gradient(rows):
     assert detail in str(failed(share(1.0), x))
 
 
+def test_a_small_kink_beside_large_slopes_is_a_kink():
+    relu = custom(
+        lambda x: jnp.asarray([1e-4, 1, 1]) * jax.nn.relu(x),
+        lambda r, g: (jnp.where(r[0] > 0, jnp.asarray([1e-4, 1, 1]) * g, 0),),
+    )
+    assert "not differentiable" in str(passed(relu, jnp.asarray([0.0, 1.2, 2.5])))
+
+
 def test_a_minimum_of_ties_is_concave_and_its_gradient_between_the_slopes_too():
     def share(k):
         return custom(lambda x: jnp.min(x), lambda r, g: (k * g * jnp.ones(3, g.dtype),))
@@ -231,6 +241,16 @@ def test_values_lost_to_rounding_are_excused_only_if_plain_ad_loses_them_too():
         lambda x: x * x, lambda r, g: (g * (((1e4 + r[0]) ** 2 - 1e8 - r[0] ** 2) / 1e4),)
     )
     failed(careless, X)
+
+
+@pytest.mark.parametrize(("times", "ok"), [(5, True), (20, False)])
+def test_a_rule_may_lose_a_few_times_as_much_to_rounding_as_plain_ad(times, ok):
+    def backward(r, g):
+        moved = np.float32(times * 1e4) + r[0]
+        return (g * jnp.sin(2 * (moved - np.float32(times * 1e4))),)
+
+    rule = custom(lambda x: jnp.sin((1e4 + x) - 1e4) ** 2, backward)
+    (passed if ok else failed)(rule, X, points=1)
 
 
 @pytest.mark.sampled(2)
@@ -281,6 +301,39 @@ def test_small_gradients_beside_large_values_are_seen():
     )
     passed(beside(1.0), X)
     failed(beside(1.01), X)
+
+
+@pytest.mark.parametrize(("off", "ok"), [(0.0, True), (1e-5, False)])
+def test_a_slope_beside_large_values_is_verified_to_what_their_noise_leaves(off, ok):
+    rule = custom(lambda x: 1e6 + jnp.sin(x), lambda r, g: ((1 + off) * g * jnp.cos(r[0]),))
+    assert (passed if ok else failed)(rule, X, mode="full", points=1)
+
+
+def test_ties_beside_large_values_are_verified_to_what_their_noise_leaves():
+    with jax.enable_x64(True):
+        x = jnp.zeros(3)
+        rule = custom(lambda x: 1.1e8 + 1.3 * jnp.sum(jax.nn.relu(x)), lambda r, g: (1.3 * g + x,))
+        passed(rule, x, points=1)
+    weights = jnp.asarray([2.0, 1.0, 4.0])
+    rule = custom(lambda x: 1e8 + jnp.max(weights * x), lambda r, g: (g * weights,))
+    failed(rule, 0.7 / weights, points=1)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("factor", [1, 7])
+def test_a_slope_lost_in_the_noise_of_large_values_is_not_verified(factor, wide):
+    """float64 keeps nothing of a sine beside 1e20."""
+    with jax.enable_x64(wide):
+        large = custom(lambda x: 1e20 + jnp.sin(x), lambda r, g: (factor * g * jnp.cos(r[0]),))
+        assert "nothing was verified" in str(failed(large, jnp.asarray([0.4, 1.2]), mode="full"))
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_leaf_that_vanishes_is_verified_without_a_reference(wide):
+    with jax.enable_x64(wide):
+        args = jnp.asarray([0.4, 1.2, 2.5]), jnp.asarray(0.5)
+        report = passed(lambda x, b: jax.nn.softmax(x + b), *args, mode="full")
+    assert report.verified == 4
 
 
 def test_an_offset_common_to_all_outputs_does_not_move_them():
@@ -342,6 +395,14 @@ def test_coincident_kinks_that_bend_both_ways_give_no_false_alarm():
 
 def test_rounding_in_a_saturated_softmax_gives_no_false_alarm():
     passed(lambda x: jax.nn.softmax(100 * x), normal(7, 4, 8, dtype=jnp.float32))
+
+
+def test_values_may_be_off_by_a_few_percent_of_those_in_float64():
+    def multiple(x):
+        return functools.reduce(lambda y, _: y + x, range(50), x)
+
+    report = passed(multiple, X.astype(jnp.bfloat16))
+    assert report.precision == "float64"
 
 
 def test_a_function_that_looks_at_its_own_rounding_is_evaluated_natively():

@@ -72,6 +72,15 @@ def test_a_rule_written_wrong_fails_however_little_of_the_tolerance_it_is_off(dt
     np.testing.assert_allclose(failure.ratio - 1, part * OFF[dtype], rtol=0.05)
 
 
+def test_a_rule_beyond_its_tolerance_fails_though_rounding_brings_its_gradient_within():
+    def backward(r, g):
+        x, g = r[0].astype("float32"), g.astype("float32")
+        return ((np.float32(2 * 1.089) * x * g).astype("bfloat16"),)
+
+    rule = custom(lambda x: x * x, backward)
+    assert not report(rule, jnp.asarray([1.3], "bfloat16")).ok
+
+
 @pytest.mark.parametrize(("part", "ok"), [(0.5, True), (2.0, False)])
 def test_a_rule_in_float64_may_be_off_by_half_the_tolerance_and_not_by_twice(part, ok):
     with jax.enable_x64(True):
@@ -174,6 +183,28 @@ def test_a_constant_may_be_rounded_but_not_by_many_roundings():
     assert report(gelu(0.0), x).ok and not report(gelu(1e-5), x).ok
 
 
+@pytest.mark.parametrize("mode", ["auto", "fast", "full"])
+def test_a_constant_may_be_rounded_in_every_mode(mode):
+    """10 pi, as one number and as two."""
+
+    def backward(r, g):
+        return (np.float32(10 * np.pi) * g * jnp.cos(np.float32(10) * (np.float32(np.pi) * r[0])),)
+
+    wave = custom(lambda x: jnp.sin(np.float32(10 * np.pi) * x), backward)
+    assert report(wave, jnp.asarray([0.37, 1.13, 2.71]), mode=mode).ok
+
+
+def test_a_constant_may_be_rounded_each_time_it_is_used():
+    def decay(x):
+        y = x
+        for _ in range(100):
+            y = np.float32(0.999) * y
+        return jnp.sin(x) + y
+
+    rule = custom(decay, lambda r, g: (g * (jnp.cos(r[0]) + np.float32(0.999**100)),))
+    assert report(rule, jnp.asarray([0.4, 1.2, 2.5])).ok
+
+
 @pytest.mark.parametrize(("error", "fails"), [(3e-5, False), (3e-4, True)])
 def test_a_compiled_gradient_may_differ_by_a_thousand_roundings_of_its_leaf(error, fails):
     """Of a gradient [1, 1, 1, 0], the last, under `jax.jit` alone."""
@@ -250,14 +281,14 @@ def test_rounding_excuses_at_most_a_quarter_of_the_element_and_its_leaf():
 
 def test_rounding_excuses_all_of_a_leaf_that_cancels_to_less_than_it():
     exact = np.asarray([[1.0, 1, 1, 1, 1]])
-    for error, allowed in ((1.1, 0.5), (1.3, 52.0)):
+    for error, allowed in ((1.1, 0.5), (1.3, 26.0)):
         np.testing.assert_allclose(TOLERANCE.excused(np.full((1, 5), error), exact), allowed)
 
 
-def test_rounding_excuses_ten_times_the_own_and_thirty_times_the_median_of_the_leaf():
+def test_rounding_excuses_ten_times_the_own_and_ten_times_the_median_of_the_leaf():
     error = np.asarray([[1e-6, 3e-6, 2e-6, 0, 0], [0, 0, 0, np.nan, 0]])
     found = TOLERANCE.excused(error, np.ones((2, 5)))
-    np.testing.assert_allclose(found[:3], 10 * error[0, :3] + 30 * 2e-6)
+    np.testing.assert_allclose(found[:3], 10 * error[0, :3] + 10 * 2e-6)
     np.testing.assert_array_equal(found[3:], 0)
 
 
@@ -271,5 +302,5 @@ def test_two_computations_may_differ_by_the_tolerance_and_a_thousand_roundings()
 def test_native_slopes_widen_the_tolerance():
     native = TOLERANCE.of_slopes_in(np.float32)
     np.testing.assert_allclose(native.relative, 10 * TOLERANCE.relative)
-    np.testing.assert_allclose(native.along, 30 * TOLERANCE.along)
+    np.testing.assert_allclose(native.along, 10 * TOLERANCE.along)
     assert TOLERANCE.of_slopes_in(np.float64) is TOLERANCE

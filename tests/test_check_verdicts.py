@@ -87,9 +87,8 @@ def test_a_kink_nearer_than_the_smallest_steps_is_seen_only_where_these_are_prec
     assert verdict(np.sin, 1.001, noise=1e-9, relative=1e-4).kind == WRONG
 
 
-def test_a_gap_within_the_noise_is_no_kink_nor_one_far_below_typical_slopes():
+def test_a_gap_within_the_noise_is_no_kink():
     assert verdict(lambda x: x + 0.04 * np.abs(x), 1.3, noise=0.01).kind != WRONG
-    assert verdict(lambda x: 1e-5 * np.abs(x), 2.5e-5, floor=3e-5).kind == OK
 
 
 def test_slopes_that_never_settle_are_no_verdict():
@@ -102,7 +101,8 @@ def test_slopes_that_grow_with_every_step_are_those_of_a_jump():
 
 
 def test_what_is_zero_but_for_noise_is_right():
-    assert verdict(lambda x: 0 * x, 0.0, noise=1e-3).kind == OK
+    assert verdict(lambda x: 0 * x, 0.0, noise=1e-3, typical=0.0, floor=1e-5).kind == OK
+    assert verdict(lambda x: 0 * x, 0.0, noise=1e-3, typical=0.0).kind == UNSURE
 
 
 def test_a_gradient_far_beyond_the_noise_is_wrong_in_spite_of_it():
@@ -234,11 +234,3 @@ def test_of_several_cotangents_the_gravest_verdict_counts():
 )
 def test_slopes_that_differ_by_a_fiftieth_are_those_of_a_kink(bend, analytic, kind):
     assert verdict(lambda x: x + bend * np.abs(x), analytic).kind == kind
-
-
-@pytest.mark.parametrize(("bend", "analytic", "kind"), [(2e-3, 1e-3, KINK), (2e-4, 1e-4, OK)])
-def test_a_kink_of_less_than_a_thousandth_of_typical_slopes_is_left_to_the_floor(
-    bend, analytic, kind
-):
-    floor = 5e-4 if kind == OK else 0.0
-    assert verdict(lambda x: bend * np.abs(x), analytic, floor=floor).kind == kind

@@ -201,10 +201,7 @@ class Judge:
         along = self.point.direction(direction)
         norms = [length_along(target[:, a:b], along[a:b]) for a, b in areas]
         exact = target is self.reference
-        overall = self.sizes.overall
-        if target is not self.gradient and not exact:
-            overall = self.tolerance.sizes(target, self.point.scale).overall
-        return self.tolerance.ranges_along(np.stack(norms), overall, starts, exact)
+        return self.tolerance.ranges_along(np.stack(norms), self.sizes.overall, starts, exact)
 
 
 def search(
@@ -467,7 +464,10 @@ def _of_finite(finding: Finding, point: Point) -> Finding:
 
 
 def _without_constants(finding: Finding, judge: Judge, allowance: Callable | None) -> Finding:
-    """Accept what rounded constants explain, where there was no reference to compare with."""
+    """Accept what rounded constants explain, where there was no reference to compare with.
+
+    (test_a_constant_may_be_rounded_in_every_mode)
+    """
     if allowance is None or not finding.is_wrong:
         return finding
     verdict = finding.verdict

@@ -25,7 +25,7 @@ from clipgrad._check.points import (
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge, Search
 from clipgrad._check.subject import Subject
-from clipgrad._check.tolerances import FAR, KINK_GAP, TIED_NOISE, TIED_RELATIVE
+from clipgrad._check.tolerances import FAR, KINK_GAP, NOISE, TIED_RELATIVE
 from clipgrad._check.verdicts import (
     IMPLICIT,
     KINK,
@@ -162,7 +162,7 @@ def _step(differences: Differences) -> float:
 
 
 def _noise(differences: Differences) -> float:
-    return TIED_NOISE * differences.evaluation.eps * float(np.max(np.abs(differences.base)))
+    return NOISE * differences.evaluation.eps * float(np.max(np.abs(differences.base)))
 
 
 def _failure(subject: Subject, tied, output: str, slopes, size: float) -> Failure:

@@ -1,5 +1,7 @@
 """The check of values at one point: which gradient is judged by which, failures and notes."""
 
+import functools
+
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
@@ -52,7 +54,8 @@ def found_at(check: Check, point: Point, mode: str, rows: int) -> Search:
         found = search(judge, mode, rows)
     else:
         strict = check.judge_of_rule(point)
-        of_rule = search(strict, mode, rows, lambda: check.moved_by_constants(point))
+        allowance = functools.cache(lambda: check.moved_by_constants(point))
+        of_rule = search(strict, mode, rows, allowance)
         of_rule = _excused(check, strict, _faithful(of_rule, judge))
         found = search(judge, "reference", without=of_rule.wrong_leaves())
     found = _excused(check, judge, found)

@@ -16,7 +16,6 @@ from clipgrad._check.tolerances import (
     KINK_GAP,
     NEGLIGIBLE,
     NOISY,
-    SMALL_KINK,
     Allowed,
 )
 
@@ -117,15 +116,14 @@ def judge(slopes: Slopes, ratio: float, allowed: Allowed) -> Verdict:
     analytic, norm = slopes.analytic[:, -1], slopes.norm[:, -1]
     gap = np.abs(slopes.ahead - slopes.behind)
     best = np.argmin(np.where(np.isfinite(gap), gap + slopes.noise, np.inf), axis=1)
-    kink = _is_kink(slopes, gap, best, allowed)
+    kink = _is_kink(slopes, gap, best)
     grows = _grows(slopes)
     centre, width = slopes.at(best, "central"), slopes.at(best, "width")
     size = np.fmax(np.abs(numeric), norm)
     off = np.abs(numeric - analytic)
     slack = allowed.slack(numeric, norm)
     inside = np.abs(analytic - centre) <= width + slack + 3 * _pick(slopes.noise, best)
-    zero = np.fmax(np.fmax(np.abs(numeric), norm), error) <= NEGLIGIBLE * slopes.noise[:, 0]
-    noisy = ~zero & (error > NOISY * np.fmax(size, allowed.typical))
+    noisy = error > np.fmax(NOISY * np.fmax(size, allowed.typical), NEGLIGIBLE * allowed.floor)
     kind = np.where(off <= slack + error, np.where(noisy, UNSURE, OK), WRONG)
     kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
     kind = np.where(grows, KINK, kind)
@@ -164,10 +162,10 @@ def settled(slopes: Slopes, ratio: float) -> tuple[np.ndarray, np.ndarray]:
     return _pick(better, best), _pick(error, best)
 
 
-def _is_kink(slopes: Slopes, gap, best, allowed: Allowed) -> np.ndarray:
+def _is_kink(slopes: Slopes, gap, best) -> np.ndarray:
     gap, noise = _pick(gap, best), _pick(slopes.noise, best)
     size = np.fmax(np.abs(slopes.at(best, "ahead")), np.abs(slopes.at(best, "behind")))
-    return (gap - 3 * noise > KINK_GAP * size) & (gap > SMALL_KINK * allowed.typical)
+    return gap - 3 * noise > KINK_GAP * size
 
 
 def _grows(slopes: Slopes) -> np.ndarray:
