@@ -5,7 +5,6 @@ Nothing runs here. Each program is compiled for an H200, for eight of them and f
 
 import functools
 import importlib.util
-import os
 import pathlib
 import re
 from typing import Any, NamedTuple
@@ -67,6 +66,7 @@ def devices_of(kind: str) -> np.ndarray:
 KINDS = ["H200", "8 H200", "256 TPU"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 WIDTH = 256
+ROWS = P("data")
 LAYER = {"bias": (WIDTH,), "in": (WIDTH, 4 * WIDTH), "out": (4 * WIDTH, WIDTH), "scale": (WIDTH,)}
 SHAPES = {"embedding": (16 * WIDTH, WIDTH)} | {f"layer{i}": LAYER for i in range(3)}
 
@@ -75,7 +75,7 @@ def mesh_of(kind: str, axis_type: Any = AxisType.Auto) -> Any:
     return jax.sharding.Mesh(devices_of(kind), ("data",), axis_types=(axis_type,))
 
 
-def abstract(shapes: Any, mesh: Any, spec: Any = P("data"), dtype: Any = jnp.float32) -> Any:
+def abstract(shapes: Any, mesh: Any, spec: Any = ROWS, dtype: Any = jnp.float32) -> Any:
     """A tree of this shape, spread over all devices by its first axis."""
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(
@@ -262,7 +262,7 @@ def test_a_training_step_compiles_with_sharded_parameters(kind, axis_type):
         state = jax.eval_shape(step.init, params)
         state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(mesh, P("data") if x.ndim else P())
+                x.shape, x.dtype, sharding=NamedSharding(mesh, ROWS if x.ndim else P())
             ),
             state,
         )
