@@ -1,5 +1,6 @@
 """The differences between JAX versions that the clips meet, in one place."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -33,6 +34,11 @@ def broadcast_like(x: jax.Array, leaf: jax.Array) -> jax.Array:
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     explicit = sharding is not None and any(axis is not None for axis in sharding.spec)
     return jnp.broadcast_to(x, leaf.shape, out_sharding=sharding if explicit else None)
+
+
+def by_platform(*args: Any, gpu: Callable[..., Any], default: Callable[..., Any]) -> Any:
+    """One of two functions that give the same: what compilers make of them differs."""
+    return jax.lax.platform_dependent(*args, cuda=gpu, rocm=gpu, default=default)
 
 
 def trace_state() -> Any:

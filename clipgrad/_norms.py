@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from clipgrad._compat import by_platform
 from clipgrad._numbers import accumulator, over, real_product, real_size, square, times, widen
 from clipgrad._reductions import Arrays, Axes, Groups
 from clipgrad._trees import clippable_leaves
@@ -53,6 +54,17 @@ def scaled_squares(size: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest = 2.0 ** (rule.low + rule.up)
     up = jnp.minimum(size * jnp.array(2.0**rule.up, size.dtype), largest)
     return jnp.square(down), jnp.minimum(jnp.square(up), largest**2)
+
+
+def stacked_squares(size: jax.Array) -> jax.Array:
+    """Squares of real numbers scaled down, as they are, and scaled up, along a first axis.
+
+    Those scaled up may be inf where they are not used. No bound is needed: XLA moves no factor
+    out of a square of several operands, and a bound would cost a buffer of the leaf's size.
+    """
+    rule = _RANGES[size.dtype.name]
+    down, up = (jnp.array(2.0**n, size.dtype) for n in (rule.down, rule.up))
+    return jnp.square(jnp.stack([size * down, size, size * up]))
 
 
 def bounded_square(size: jax.Array) -> jax.Array:
@@ -264,11 +276,34 @@ def _in_range(
     groups: Groups, mean: bool, plain: list[jax.Array], leaves: Arrays
 ) -> list[tuple[jax.Array, jax.Array]]:
     """For each group the sum or mean of squares that is in range, and the scale of its elements."""
+    if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
+        return [(total, jnp.ones_like(total)) for total in plain]
+    separate, stacked = (functools.partial(f, groups, mean) for f in (_separate, _stacked))
+    return [in_range(*sums) for sums in by_platform(plain, leaves, gpu=stacked, default=separate)]
+
+
+def _separate(groups: Groups, mean: bool, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+    """For each group the three sums or means, of which one is known."""
     pairs = [scaled_squares(real_size(g)) for g in _wide(groups, leaves)]
     down, up = (groups.sums(list(squares), leaves) for squares in zip(*pairs, strict=True))
-    counts = [float(max(n, 1)) if mean else 1.0 for n in groups.sizes(leaves)]
-    sums = zip(down, plain, up, counts, strict=True)
-    return [in_range(low / n, middle, high / n) for low, middle, high, n in sums]
+    sums = zip(down, plain, up, _counts(groups, mean, leaves), strict=True)
+    return [(low / n, middle, high / n) for low, middle, high, n in sums]
+
+
+def _stacked(groups: Groups, mean: bool, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+    """The same in one reduction for each leaf: three sums would end in three kernels on a GPU.
+
+    A reduction of three operands at once would do that, too, but gathers leaves that are sharded.
+    """
+    del plain
+    rows = [stacked_squares(real_size(g)) for g in _wide(groups, leaves)]
+    sums = zip(groups.sums(rows, leaves), _counts(groups, mean, leaves), strict=True)
+    return [(total[0] / n, total[1] / n, total[2] / n) for total, n in sums]
+
+
+def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
+    """What the sums of squares are divided by."""
+    return [float(max(n, 1)) if mean else 1.0 for n in groups.sizes(leaves)]
 
 
 def _root(total: jax.Array, scale: jax.Array) -> Norm:
@@ -323,7 +358,7 @@ def _weights(groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]) -> 
     ]
     sizes = [jnp.abs(jnp.where(u == 0, 1, u)) for u in units]
     if kind.ord < math.inf:
-        counts = [float(max(n, 1)) if kind.mean else 1.0 for n in groups.sizes(leaves)]
+        counts = _counts(groups, kind.mean, leaves)
         counts = counts * len(leaves) if groups.joint else counts
         return [
             times(over(u, size), size ** (kind.ord - 1) / n)

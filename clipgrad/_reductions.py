@@ -33,8 +33,8 @@ class Groups(NamedTuple):
         return self.axes is None
 
     def sums(self, parts: Arrays, leaves: Arrays) -> list[jax.Array]:
-        """The sum of each group; ``parts`` has the shapes of ``leaves``."""
-        return self.totals(self._reduce(jnp.sum, parts), leaves)
+        """The sum of each group; ``parts`` has the shapes of ``leaves``, or more axes in front."""
+        return self.totals(self._reduce(jnp.sum, parts, leaves), leaves)
 
     def means(self, parts: Arrays) -> list[jax.Array]:
         """The mean of each leaf on this device; 0 of an empty one."""
@@ -50,7 +50,7 @@ class Groups(NamedTuple):
     def maxima(self, parts: Arrays, leaves: Arrays) -> list[jax.Array]:
         """The maximum of each group: NaN if an element is, 0 for a group without elements."""
         bits = [to_ordered_bits(part) for part in parts]
-        local = self._reduce(functools.partial(jnp.max, initial=0), bits)
+        local = self._reduce(functools.partial(jnp.max, initial=0), bits, leaves)
         totals = self._over_devices(local, leaves, jnp.maximum, jax.lax.pmax)
         return [from_ordered_bits(total) for total in totals]
 
@@ -67,10 +67,16 @@ class Groups(NamedTuple):
         ]
         return [math.prod(leaf.shape[i] for i in a) for a, leaf in zip(every, leaves, strict=True)]
 
-    def _reduce(self, op: Callable[..., jax.Array], parts: Arrays) -> list[jax.Array]:
+    def _reduce(
+        self, op: Callable[..., jax.Array], parts: Arrays, leaves: Arrays
+    ) -> list[jax.Array]:
         if self.axes is None:
-            return [op(part) for part in parts]
-        return [op(part, axis=a, keepdims=True) for a, part in zip(self.axes, parts, strict=True)]
+            return [op(part, axis=_last(x)) for part, x in zip(parts, leaves, strict=True)]
+        axes = [
+            _last(x) if a is None else tuple(i - x.ndim for i in a)
+            for a, x in zip(self.axes, leaves, strict=True)
+        ]
+        return [op(part, axis=a, keepdims=True) for a, part in zip(axes, parts, strict=True)]
 
     def _over_devices(
         self,
@@ -101,3 +107,8 @@ class Groups(NamedTuple):
         """The mapped axes over which this leaf is spread, where that is known, or else all."""
         varying = varying_axes(leaf)
         return tuple(n for n in self.names if n in varying or not tracks_varying(n))
+
+
+def _last(leaf: jax.Array) -> tuple[int, ...]:
+    """All axes of a leaf, counted from the end."""
+    return tuple(range(-leaf.ndim, 0))

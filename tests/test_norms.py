@@ -8,7 +8,8 @@ import optax
 import pytest
 
 import clipgrad as cg
-from clipgrad._norms import slice_norms
+from clipgrad._norms import _stacked, in_range, slice_norms
+from clipgrad._reductions import Groups
 from tests.helpers import RELEASED, float64, reductions, tree_of
 from tests.strategies import trees
 
@@ -208,3 +209,30 @@ def test_the_largest_element_has_the_whole_gradient_of_the_largest_norm_in_every
     rows = rows / jnp.asarray([[1.0, 1.5, 2.0, 2.5]])
     gradients = jax.vmap(jax.grad(lambda row: cg.global_norm(row, jnp.inf)))(rows)
     np.testing.assert_array_equal(gradients, rows == rows.max(axis=1, keepdims=True))
+
+
+# The form that GPUs have, which a CPU can run, too.
+
+
+@pytest.mark.parametrize("mean", [False, True], ids=["norm", "rms"])
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_sums_in_one_stacked_reduction_are_right_in_every_range(dtype, mean):
+    units = np.array([[3, 4, 0]] * 7).T * np.array([1e-37, 1e-25, 1e-9, 1, 1e10, 1e20, 5e37])
+    leaf = jnp.asarray(units, dtype)
+    total, scale = in_range(*_stacked(Groups(((0,),)), mean, [], [leaf])[0])
+    expected = np.linalg.norm(units, axis=0) / (3**0.5 if mean else 1)
+    np.testing.assert_allclose((jnp.sqrt(total) / scale)[0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_stacked_reduction_keeps_what_is_not_finite(bad):
+    leaf = jnp.array([bad, 1.0])
+    total, _ = in_range(*_stacked(Groups(None), False, [], [leaf])[0])
+    np.testing.assert_array_equal(total, bad)
+
+
+@pytest.mark.parametrize("largest", [65504.0, 6e-8], ids=["largest", "smallest"])
+def test_a_float16_leaf_needs_one_sum(largest):
+    leaf = jnp.full(4, largest, jnp.float16)
+    np.testing.assert_allclose(cg.global_norm(leaf), reference(leaf), rtol=1e-6)
+    assert reductions(jax.jit(cg.global_norm).lower(leaf).compile()) == 1

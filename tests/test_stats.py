@@ -75,10 +75,11 @@ def test_what_a_cpu_measures_is_what_an_accelerator_does(size, bad, dtype):
     with jax.enable_x64(dtype == jnp.float64):
         x = jnp.full((4, 5), size, dtype)
         x = x if bad is None else x.at[1, 2].set(bad)
-        found = [form(x, x / 2) for form in (_stats._by_range, _stats._together)]
-        roots = [_stats._root(sums) for sums, _ in found]
-        np.testing.assert_allclose(*roots, rtol=1e-6 if dtype == jnp.float32 else 1e-14)
-        assert found[0][1] == found[1][1] == (0 if bad is None else 2)
+        found = [form(x, x / 2) for form in (_stats._by_range, _stats._together, _stats._apart)]
+        rtol = 1e-6 if dtype == jnp.float32 else 1e-14
+        for sums, nonfinite in found:
+            np.testing.assert_allclose(_stats._root(sums), _stats._root(found[0][0]), rtol=rtol)
+            assert nonfinite == (0 if bad is None else 2)
 
 
 def test_on_a_cpu_only_one_pass_is_made_over_ordinary_numbers():

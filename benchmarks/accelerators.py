@@ -1,0 +1,114 @@
+"""Compiles clips for GPUs and TPUs on a machine that has none, and reads the programs.
+
+Prints a line of JSON for each: kernels in the entry computation, collectives, bytes of temporaries,
+CPU seconds of tracing and of compilation. Needs the extra ``accelerators``; nothing runs.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.accelerators [H200 "8 H200" "1 TPU" "256 TPU"]
+"""
+
+import json
+import os
+import pathlib
+import re
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+
+WIDTH = 1024
+VECTORS = {"bias": (WIDTH,), "scale": (WIDTH,)}
+SQUARES = {name: (WIDTH, WIDTH) for name in ("query", "key", "value", "out")}
+LAYER = SQUARES | {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+LAYER = LAYER | {"norm1": VECTORS, "norm2": VECTORS}
+H200 = pathlib.Path(__file__).parents[1] / "tests" / "h200.txtpb"
+KINDS = {
+    "H200": ("cuda", "1x1x1", 1),
+    "8 H200": ("cuda", "1x1x8", 8),
+    "1 TPU": ("tpu", "v5e:2x2", 1),
+    "256 TPU": ("tpu", "v5e:16x16", 256),
+}
+
+
+def by_leaf(max_norm):
+    """The norm of each leaf by the means of optax, which has no such clip."""
+
+    def update(updates, state, params=None):
+        del params
+        clipped = jax.tree.map(lambda g: g * jnp.minimum(1, max_norm / optax.tree.norm(g)), updates)
+        return clipped, state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+CLIPS = {
+    "global norm": (optax.clip_by_global_norm, cg.clip_by_global_norm, 1.0),
+    "norm of each leaf": (by_leaf, cg.clip_by_norm, 1.0),
+    "block RMS": (optax.clip_by_block_rms, cg.clip_by_block_rms, 1.0),
+    "adaptive": (optax.adaptive_grad_clip, cg.adaptive_grad_clip, 0.01),
+    "value": (optax.clip, cg.clip_by_value, 1.0),
+}
+
+
+def devices(kind):
+    platform, topology, count = KINDS[kind]
+    if platform == "tpu":
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    else:
+        found = topologies.get_topology_desc(
+            platform="cuda", topology_name="", target_config=H200.read_text(), topology=topology
+        )
+    return np.array(found.devices[:count])
+
+
+def gradients(kind):
+    sharding = NamedSharding(Mesh(devices(kind), ("data",)), P("data"))
+
+    def array(shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    layer = jax.tree.map(array, LAYER, is_leaf=lambda shape: isinstance(shape, tuple))
+    return {f"layer{i}": layer for i in range(12)}
+
+
+def facts(tx, tree):
+    """What a compiled update does, and what it took to compile it."""
+    start = time.process_time()
+    lowered = jax.jit(lambda g, w: tx.update(g, tx.init(g), w)).lower(tree, tree)
+    traced = time.process_time()
+    compiled = lowered.compile()
+    text = compiled.as_text()
+    entry = text[text.index("ENTRY") :]
+    joined = (
+        r" (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?[(]"
+    )
+    return {
+        "kernels": len(re.findall(r"= [^=]*? (?:fusion|custom-call)[(]", entry)),
+        "collectives": len(re.findall(joined, text)),
+        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        "trace": round(traced - start, 2),
+        "compile": round(time.process_time() - traced, 2),
+    }
+
+
+def main(kinds):
+    # Without these libtpu asks the network what machine it is on.
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    os.environ |= {"TPU_ACCELERATOR_TYPE": "v5e-4"}
+    for kind in kinds:
+        tree = gradients(kind)
+        for name, (theirs, ours, threshold) in CLIPS.items():
+            clips = {"optax": theirs(threshold), "clipgrad": ours(threshold)}
+            for who, tx in (clips | {"with statistics": ours(threshold, stats=True)}).items():
+                print(json.dumps({"for": kind, "clip": name, "who": who} | facts(tx, tree)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:] or KINDS)
