@@ -201,10 +201,14 @@ def _check(wanted: str, found: dict[str, Sites], there: dict[str, Sites], caller
     own = [site for sites in found.values() for site in sites]
     names = "tags" if own and own[0].kind == "tag" else "names"
     if not own:
+        instead = (
+            "* stands for any text within a segment, ** for any number of segments"
+            if "*" in wanted
+            else f"tag a variable by x = jax.ad_checkpoint.checkpoint_name(x, {wanted!r})"
+        )
         raise ValueError(
             f"{caller}: got {wanted!r}, expected a name that is tagged in this function, or the "
-            f"path of a module in it; {nearest(wanted, there)}; tag a variable by "
-            f"x = jax.ad_checkpoint.checkpoint_name(x, {wanted!r})"
+            f"path of a module in it; {nearest(wanted, there)}; {instead}"
         )
     closed = next((site.within for site in own if site.is_out_of_reach), None)
     if closed:

@@ -32,7 +32,7 @@ def scalars(tree: Any) -> dict[str, jax.Array]:
       * Works under `jax.jit`. Values have at most one axis: statistics of a scan one entry for each
         step, of nested scans one for each inner step, in their order.
       * Booleans are 0 and 1. Of other arrays in metrics (``aux``) those with at most one axis are
-        kept; of states and parameters of other libraries nothing is.
+        kept, if they are real; of states and parameters of other libraries nothing is.
 
     Args:
       tree: the statistics of `value_and_grad_with_stats`, the metrics or the state of `train_step`,
@@ -85,17 +85,17 @@ def _items(path: str, tree: Any, clips: Iterator[str]) -> Items:
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
             if key == "clips" and _is_stats(value):
-                for stats in value:
-                    yield from _items(_join(path, next(clips)), stats, clips)
+                for name, stats in zip(_numbered(len(value)), value, strict=True):
+                    yield from _items(_join(path, name), stats, clips)
             else:
-                yield from _items(_join(path, str(key)), value, clips)
+                yield from _items(_join(path, str(key)), value, _clip_names(value))
     elif isinstance(tree, tuple | list):
         # Of a state of another library only what is this library's.
         inner = instances(tree, _OWN) if hasattr(tree, "_fields") else tree
         for i, value in enumerate(inner):
             own = isinstance(value, _OWN) or isinstance(value, tuple | Mapping)
             yield from _items(path if own else _join(path, str(i)), value, clips)
-    elif _is_number(tree):
+    elif path and _is_number(tree):
         yield path, tree
 
 
@@ -109,13 +109,12 @@ def _of_clip(path: str, state: GradientClipState, clips: Iterator[str]) -> Items
 
 
 def _clip_names(tree: Any) -> Iterator[str]:
-    """The names of the clips in their order."""
-    count = len(instances(tree, GradientClipState))
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Mapping) and "clips" in x)
-    count += sum(
-        len(x["clips"]) for x in leaves if isinstance(x, Mapping) and _is_stats(x["clips"])
-    )
-    return iter(["clip"] if count == 1 else [f"clip_{i}" for i in range(count)])
+    """The names of the clips of a state, in their order."""
+    return iter(_numbered(len(instances(tree, GradientClipState))))
+
+
+def _numbered(count: int) -> list[str]:
+    return ["clip"] if count == 1 else [f"clip_{i}" for i in range(count)]
 
 
 def _is_stats(value: Any) -> bool:
@@ -125,7 +124,8 @@ def _is_stats(value: Any) -> bool:
 def _is_number(value: Any) -> bool:
     if not isinstance(value, bool | int | float | np.ndarray | np.generic | jax.Array):
         return False
-    is_real = any(jnp.issubdtype(jnp.result_type(value), kind) for kind in (jnp.bool_, jnp.number))
+    dtype = jnp.result_type(value)
+    is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
     return jnp.ndim(value) <= 1 and is_real
 
 

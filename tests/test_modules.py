@@ -415,7 +415,12 @@ def with_a_dead_end(x):
         (with_integers, "index", TypeError, "got 'index', which names int32 values, expected floa"),
         (with_integers, "ind*", TypeError, r"got 'ind\*', which names int32 values, expected"),
         (with_integers, "nte", ValueError, r"or the path of a module in it; there are \['net', 'i"),
-        (with_integers, "*/x", ValueError, r"got '\*/x', expected a name that is tagged in this"),
+        (
+            with_integers,
+            "*/x",
+            ValueError,
+            r"got '\*/x', expected a name .* \*\* for any number of",
+        ),
         (
             within_a_custom_rule,
             "net/inside",
@@ -539,6 +544,23 @@ def test_a_value_that_does_not_depend_on_what_is_differentiated_is_left_alone(lo
     np.testing.assert_allclose(by_position(data, x)[1], gradient, rtol=1e-6)
 
 
+def test_each_of_several_arguments_is_differentiated():
+    def loss(params, data, scale):
+        with scope("first"):
+            a = params["a"] * data
+        with scope("second"):
+            b = params["b"] * data
+        with scope("third"):
+            c = scale * data
+        return (a + b + c).sum()
+
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    stats = cg.value_and_grad_with_stats(loss, argnums=(0, 2))(params, jnp.ones(2), jnp.ones(2))[2]
+    assert {name: float(s.size) for name, s in stats.items()} == dict.fromkeys(stats, 2.0)
+    stats = cg.value_and_grad_with_stats(loss, argnums=2)(params, jnp.ones(2), jnp.ones(2))[2]
+    assert [float(stats[name].size) for name in ("first", "second", "third")] == [0, 0, 2]
+
+
 def test_state_that_a_scan_carries_becomes_active_on_the_way():
     def loss(x, data):
         def body(carry, _):
@@ -551,7 +573,7 @@ def test_state_that_a_scan_carries_becomes_active_on_the_way():
 
     stats = cg.value_and_grad_with_stats(loss)(jnp.ones(2), jnp.ones(2))[2]
     np.testing.assert_array_equal(stats["cell"].size, [4, 4, 4, 4])
-    np.testing.assert_allclose(stats["cell"].norm > 0, [True, True, True, True])
+    np.testing.assert_array_equal(stats["cell"].norm > 0, [False, False, True, True])
 
 
 @pytest.mark.parametrize("first", ["scope", "transformation"])

@@ -122,7 +122,21 @@ def test_two_values_of_one_name_are_an_error():
         cg.scalars((stats, stats))
 
 
-@pytest.mark.parametrize("tree", [{}, None, (), "metrics"], ids=str)
+def test_clips_are_numbered_below_each_name_by_itself():
+    step = cg.train_step(
+        loss,
+        optax.chain(cg.clip_by_value(2.0), cg.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    )
+    metrics = step(step.init(PARAMS), jnp.ones(2))[1]
+    found = cg.scalars({"generator": metrics, "discriminator": metrics})
+    for name in ("generator", "discriminator"):
+        assert {f"{name}/clip_0/norm", f"{name}/clip_1/norm"} <= set(found)
+    assert not [name for name in found if "clip_2" in name]
+
+
+@pytest.mark.parametrize(
+    "tree", [{}, None, (), "metrics", 3.0, {"z": jnp.ones((), jnp.complex64)}], ids=str
+)
 def test_nothing_to_log_is_an_error(tree):
     with pytest.raises(ValueError, match="without statistics or numbers, expected statistics"):
         cg.scalars(tree)

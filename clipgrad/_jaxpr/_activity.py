@@ -16,9 +16,9 @@ def active_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
     Only such a variable has a cotangent. One of a program that is called from several places is
     among them if it depends on the inputs in one of the calls.
     """
-    jaxpr = opened(program)[0]
+    jaxpr, chosen = opened(program)[0], set(inputs)
     found: set[Var] = set()
-    _spread(jaxpr, [i in set(inputs) for i in range(len(jaxpr.invars))], found)
+    _spread(jaxpr, [i in chosen for i in range(len(jaxpr.invars))], found)
     return frozenset(found)
 
 
