@@ -160,7 +160,8 @@ def _resolved(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> Reso
     clipped = resolved(program, rules, _CALLER)
     if watch is None:
         found = _jaxpr.sites(program)
-        own = (s.name for s in found if s.kind == "tag" and (s.is_out_of_reach or s.has_cotangent))
+        tags = (s for s in found if s.kind == "tag")
+        own = (s.name for s in tags if s.is_out_of_reach or s.is_differentiable and s.used)
         watch = tuple(dict.fromkeys(own)) or (
             ("**",) if any(s.has_cotangent for s in found) else ()
         )
