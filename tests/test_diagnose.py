@@ -1,6 +1,7 @@
 """Each disease of a gradient is found at its line, its module and its step."""
 
 import inspect
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -248,6 +249,43 @@ def test_inf_in_an_argument_is_named_where_it_becomes_nan():
 def test_a_constant_that_reaches_the_loss_is_said():
     found = cg.diagnose(lambda x: jnp.sum(jnp.where(x > 1, x, -jnp.inf)), (jnp.ones(2),))
     assert kinds(found) == ["value"] and "a constant that is not finite" in str(found)
+
+
+def sums_in_a_scan(x):
+    return jax.lax.scan(lambda t, _: (t + 1e38 * jnp.sin(x), None), 0.0, None, length=5)[0]
+
+
+@jax.jit
+def uses_in_a_jit(x):
+    y = 2.0 * x
+    return 2e38 * jnp.sin(y) + jax.jit(jnp.tan)(y) * 2e38
+
+
+def uses_of_an_argument(x):
+    return 2e38 * jnp.sin(x) + 2e38 * jnp.tan(x)
+
+
+@pytest.mark.parametrize(
+    "loss, operation, uses",
+    [
+        (uses_of_an_argument, "argument", 2),
+        (uses_in_a_jit, "mul", 2),
+        (sums_in_a_scan, "argument", 5),
+    ],
+)
+def test_a_sum_of_cotangents_that_overflows_is_found(loss, operation, uses):
+    (finding,) = cg.diagnose(loss, (jnp.array(0.0),)).findings
+    assert (finding.kind, finding.operation) == ("vjp", operation)
+    assert f"cotangents of its {uses} uses are finite and their sum is not" in finding.message
+    assert operation != "argument" or "args/0 is used" in finding.message
+    assert operation == "argument" or finding.line == line_of(loss, "2.0 * x")
+
+
+def test_a_gradient_that_is_not_finite_is_never_ok(monkeypatch):
+    module = sys.modules["clipgrad._diagnose.diagnose"]
+    monkeypatch.setattr(module, "fault", lambda *args: None)
+    (finding,) = cg.diagnose(root, (jnp.array(0.0),)).findings
+    assert finding.kind == "vjp" and "the gradient of args/0 is not finite" in finding.message
 
 
 def test_an_operation_whose_nan_is_masked_is_not_the_finding():
@@ -537,8 +575,6 @@ def test_the_picture_marks_the_finding(tmp_path):
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
-    import sys
-
     found = cg.diagnose(jnp.sum, (jnp.ones(3),))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="plot needs matplotlib; install it with"):

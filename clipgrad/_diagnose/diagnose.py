@@ -9,10 +9,16 @@ import numpy as np
 from clipgrad._check.report import first_line
 from clipgrad._diagnose.cotangents import measure, module_sites
 from clipgrad._diagnose.diagnosis import GradientDiagnosis, GradientFinding
-from clipgrad._diagnose.findings import value_finding, vjp_finding
+from clipgrad._diagnose.findings import (
+    sum_finding,
+    unexplained_finding,
+    value_finding,
+    vjp_finding,
+)
 from clipgrad._diagnose.places import Place
 from clipgrad._diagnose.rows import rows
 from clipgrad._diagnose.subject import Subject, subject
+from clipgrad._diagnose.sums import SumFault
 from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import may_underflow, underflow_finding
 from clipgrad._diagnose.units import CLOSED, Block
@@ -95,8 +101,14 @@ def _nonfinite(
         excused = origin.place if origin else None
         program = given.program, given.inputs, given.chosen
         found = fault(*program, block, grads, measured, excused)
-        if found and (found.finite_inputs or not origin):
+        if isinstance(found, SumFault):
+            findings.append(sum_finding(found, given))
+        elif found and (found.finite_inputs or not origin):
             findings.append(vjp_finding(found))
+        if not findings:
+            bad = zip(given.chosen, grads, strict=True)
+            names = [given.names[i] for i, grad in bad if np.any(grad.nonfinite)]
+            findings.append(unexplained_finding(names, given))
     return findings
 
 

@@ -9,6 +9,7 @@ from clipgrad._diagnose.diagnosis import GradientFinding
 from clipgrad._diagnose.numbers import dtype_of, is_float, short
 from clipgrad._diagnose.places import Location, Place
 from clipgrad._diagnose.subject import Subject
+from clipgrad._diagnose.sums import SumFault
 from clipgrad._diagnose.suspects import suspect
 from clipgrad._diagnose.values import ValueOrigin
 from clipgrad._diagnose.vjps import VjpFault
@@ -40,16 +41,36 @@ def vjp_finding(fault: VjpFault) -> GradientFinding:
     return _finding("vjp", place, step, f"{of} makes NaN or inf of finite cotangents")
 
 
+def sum_finding(fault: SumFault, given: Subject) -> GradientFinding:
+    """A finding on a value whose cotangents overflow when they are summed."""
+    finite = f"the cotangents of its {fault.uses} uses are finite and their sum is not"
+    if fault.place is None:
+        name = given.names[fault.argument or 0]
+        return of_argument("vjp", f"{name} is used more than once; {finite}", given)
+    step = fault.steps[-1] if fault.steps else None
+    what = f"the value of {fault.place.operation} is used more than once; {finite}"
+    return _finding("vjp", fault.place, step, what)
+
+
+def unexplained_finding(names: Sequence[str], given: Subject) -> GradientFinding:
+    """A finding on gradients that are not finite for a reason that was not found."""
+    what = f"the gradient of {', '.join(names)} is not finite; the operation was not found"
+    return of_argument("vjp", what, given)
+
+
+def of_argument(kind: str, message: str, given: Subject) -> GradientFinding:
+    """A finding at the function itself."""
+    code = getattr(given.fun, "__code__", None)
+    file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
+    return GradientFinding(kind, file, line, "argument", "", None, message)
+
+
 def _argument_finding(argument: int, given: Subject) -> GradientFinding:
     array = jnp.asarray(given.inputs[argument])
     count = int(jnp.sum(~jnp.isfinite(array)))
-    code = getattr(given.fun, "__code__", None)
-    file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
     name = given.names[argument]
-    message = (
-        f"{count} of {array.size} elements of {name} are not finite before anything is computed"
-    )
-    return GradientFinding("value", file, line, "argument", "", None, message)
+    what = f"{count} of {array.size} elements of {name} are not finite before anything is computed"
+    return of_argument("value", what, given)
 
 
 def _finding(kind: str, place: Place, step: int | None, what: str) -> GradientFinding:
