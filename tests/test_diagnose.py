@@ -288,6 +288,16 @@ def test_a_gradient_that_is_not_finite_is_never_ok(monkeypatch):
     assert finding.kind == "vjp" and "the gradient of args/0 is not finite" in finding.message
 
 
+def test_a_constant_has_the_step_at_which_it_first_comes_in():
+    constant = np.array([np.nan], np.float32)
+
+    def loss(x):
+        return jax.lax.scan(lambda c, _: (c * constant, None), x, None, length=4)[0].sum()
+
+    (finding,) = cg.diagnose(loss, (jnp.ones(1),)).findings
+    assert finding.step == 0 and finding.operation == "mul"
+
+
 def test_an_operation_whose_nan_is_masked_is_not_the_finding():
     def loss(x):
         sick = jnp.linalg.norm(x[:2] * x[2:])
