@@ -456,6 +456,33 @@ def test_float16_underflows_where_bfloat16_does_not():
     assert cg.diagnose(small_steps, arguments(jnp.bfloat16)).ok
 
 
+def half_relu(x):
+    return jax.nn.relu(x * 2)
+
+
+def half_relu6(x):
+    return jax.nn.relu6(x * 2)
+
+
+def half_noise(x):
+    return x * 2 + jax.random.normal(jax.random.key(0), x.shape, x.dtype)
+
+
+def half_while(x):
+    return x * 2 + jax.lax.while_loop(lambda y: y < 3, lambda y: y + 1, jnp.zeros((), x.dtype))
+
+
+@pytest.mark.parametrize("layer", [half_relu, half_relu6, half_noise, half_while])
+def test_underflow_is_found_behind_rules_bits_and_loops(layer):
+    def loss(x):
+        h = layer(x) * x.dtype.type(1e-3)
+        return jnp.sum(h.astype(jnp.float32) * 1e-6)
+
+    found = cg.diagnose(loss, (jnp.array([-1.0, 1.0, 2.0, 2.5], jnp.float16),))
+    assert "underflow" in kinds(found), str(found)
+    assert not any("not looked for" in note for note in found.notes)
+
+
 def test_rows_have_the_cotangents_by_step():
     def loss(w, x):
         with jax.named_scope("rnn"):

@@ -13,10 +13,12 @@ from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.numbers import at_index, dtype_of, is_float
 from clipgrad._diagnose.subject import PRINTS
-from clipgrad._diagnose.units import Block, Unit, equations_of
+from clipgrad._diagnose.units import CLOSED, Block, Unit, equations_of
 from clipgrad._jaxpr._programs import JIT
 
 _HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
+# What has programs with half precision inside, or looks at the bits of a number.
+_OWN_TYPES = CLOSED | {"bitcast_convert_type"}
 RESULT, OPERAND, STATE = "result", "operand", "state"
 
 
@@ -186,7 +188,13 @@ class _Wide(_Probes):
         if equation.primitive.name in _jaxpr.CUSTOM_RULES:
             names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
             program = next(equation.params[name] for name in names if name in equation.params)
-            return _jaxpr.evaluate(program, inputs, _Wide(Block([program]), frozenset(), {}))
+            inner = Block([program])
+            opened = frozenset(map(id, inner.blocks()))
+            return _jaxpr.evaluate(program, inputs, _Wide(inner, opened, {}))
+        if equation.primitive.name in _OWN_TYPES:
+            pairs = zip(equation.invars, inputs, strict=True)
+            inputs = [jnp.asarray(x, dtype_of(v)) if is_float(v) else x for v, x in pairs]
+            return [self.constant(x, None) for x in _jaxpr.bind(equation, inputs)]
         narrow = {k: jnp.dtype("float32") for k, v in equation.params.items() if _is_half(v)}
         return _jaxpr.bind(equation, inputs, **narrow)
 

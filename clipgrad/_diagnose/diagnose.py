@@ -86,7 +86,11 @@ def _diagnosis(given: Subject) -> GradientDiagnosis:
     if may_underflow(found):
         try:
             findings += underflow_finding(found, rows(block, run(sites, wide=True)[2]))
-        except Exception as error:  # a primitive that has no float32 of its own
+        except (
+            TypeError,
+            ValueError,
+            NotImplementedError,
+        ) as error:  # a primitive of half precision
             notes += [f"underflow was not looked for: {first_line(error)}"]
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
 
