@@ -105,6 +105,7 @@ def measure(
         value, (grads, measured) = jax.value_and_grad(loss, argnums=(0, 2))(*args)
         return value, [_summary(grad) for grad in grads], measured
 
+    inputs = [_widened(x) for x in inputs] if wide else inputs
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
     value, grads, measured = run([inputs[i] for i in chosen], others, [_probe_of(s) for s in sites])
     split = [Summary(*np.moveaxis(np.asarray(m), -1, 0)) for m in [*grads, *measured]]
@@ -181,8 +182,7 @@ class _Wide(_Probes):
     """The same in float32 for what is in half precision; custom rules by plain AD."""
 
     def constant(self, value, aval):
-        dtype = getattr(value, "dtype", None)
-        return jnp.asarray(value, jnp.float32) if dtype in _HALF else value
+        return _widened(value)
 
     def bind(self, equation, inputs):
         if equation.primitive.name in _jaxpr.CUSTOM_RULES:
@@ -197,6 +197,10 @@ class _Wide(_Probes):
             return [self.constant(x, None) for x in _jaxpr.bind(equation, inputs)]
         narrow = {k: jnp.dtype("float32") for k, v in equation.params.items() if _is_half(v)}
         return _jaxpr.bind(equation, inputs, **narrow)
+
+
+def _widened(x: Any) -> Any:
+    return jnp.asarray(x, jnp.float32) if getattr(x, "dtype", None) in _HALF else x
 
 
 def _is_half(value: Any) -> bool:

@@ -20,7 +20,7 @@ from clipgrad._diagnose.rows import rows
 from clipgrad._diagnose.subject import Subject, subject
 from clipgrad._diagnose.sums import SumFault
 from clipgrad._diagnose.trends import trend_findings
-from clipgrad._diagnose.underflow import may_underflow, underflow_finding
+from clipgrad._diagnose.underflow import may_underflow, underflow_finding, underflow_of_arguments
 from clipgrad._diagnose.units import CLOSED, Block
 from clipgrad._diagnose.values import origin_of_loss
 from clipgrad._diagnose.vjps import fault
@@ -83,9 +83,11 @@ def _diagnosis(given: Subject) -> GradientDiagnosis:
     findings = _nonfinite(given, block, loss, grads, measured)
     findings += trend_findings(found)
     notes = _notes(block)
-    if may_underflow(found):
+    if may_underflow(found, given, grads):
         try:
-            findings += underflow_finding(found, rows(block, run(sites, wide=True)[2]))
+            _, wide_grads, wide = run(sites, wide=True)
+            lost = underflow_finding(found, rows(block, wide))
+            findings += lost or underflow_of_arguments(given, grads, wide_grads)
         except (
             TypeError,
             ValueError,

@@ -62,7 +62,8 @@ def of_argument(kind: str, message: str, given: Subject) -> GradientFinding:
     """A finding at the function itself."""
     code = getattr(given.fun, "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
-    return GradientFinding(kind, file, line, "argument", "", None, message)
+    where = f"{Location(file, line, None)}: " if file else ""
+    return GradientFinding(kind, file, line, "argument", "", None, where + message)
 
 
 def _argument_finding(argument: int, given: Subject) -> GradientFinding:

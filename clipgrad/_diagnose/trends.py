@@ -104,7 +104,7 @@ def _finding(row: GradientRow, found: Trend, factor: float, where: str) -> Gradi
         "shrinks": "use gates, residual connections, a normalization or larger initial weights",
     }
     message = (
-        f"{row.file}:{row.line}: the norm of the cotangent is multiplied by {factor:.3g} {where}, "
+        f"{row.location}: the norm of the cotangent is multiplied by {factor:.3g} {where}, "
         f"by {found.ratio:.2g} in all"
         + (f", in module {row.module}" if row.module else "")
         + f"; {cures[kind]}"
