@@ -387,6 +387,43 @@ def test_the_factor_of_an_rnn_is_its_spectral_radius(radius, kind):
     assert finding.kind == kind and finding.factor == pytest.approx(radius, rel=1e-3)
 
 
+def in_chunks(w, x, wrapper=lambda fun: fun, reverse=False):
+    def step(h, x):
+        return h @ w + x, None
+
+    def chunk(h, x):
+        return jax.lax.scan(step, h, x, reverse=reverse)
+
+    return jnp.sum(jax.lax.scan(wrapper(chunk), jnp.zeros(16), x, reverse=reverse)[0])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("wrapper", [lambda fun: fun, jax.checkpoint], ids=["plain", "remat"])
+@pytest.mark.parametrize("chunks", [4, 8])
+def test_growth_goes_on_through_scans_inside_of_scans(chunks, wrapper, reverse):
+    _, (w, x) = rnn(1.5, 10 * chunks)
+
+    def loss(w, x):
+        return in_chunks(w, x.reshape(chunks, 10, -1), wrapper, reverse)
+
+    (finding,) = cg.diagnose(loss, (w, x)).findings
+    assert finding.kind == "grows" and finding.factor == pytest.approx(1.5, rel=1e-3)
+    assert f"at each of the {10 * chunks} steps of the scans, {chunks} x 10," in finding.message
+
+
+def test_growth_between_the_scans_inside_is_of_the_outer_scan():
+    def loss(w, x):
+        def outer(h, x):
+            return jax.lax.scan(lambda h, x: (h + x, None), w * h, x)[0], None
+
+        return jax.lax.scan(outer, 0.0, x)[0]
+
+    (finding,) = cg.diagnose(loss, (jnp.array(5.0), jnp.zeros((8, 10)))).findings
+    assert finding.factor == pytest.approx(5) and "at each of the 8 steps of the scan," in str(
+        finding.message
+    )
+
+
 @pytest.mark.parametrize("radius", [0.8, 1.0])
 def test_an_rnn_that_keeps_its_gradient_has_no_finding(radius):
     assert cg.diagnose(*rnn(radius)).ok

@@ -1,5 +1,6 @@
 """Gradients that grow or shrink steadily on their way back."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ _STEADY = 0.8  # the share of the variance that a trend explains; the models abo
 # Sums of equal contributions of T steps grow T-fold at most, so that more than that is a factor;
 # LSTMs and GRUs with a loss at each step reach 3, the demo's `char-rnn` 50 to 2000 of 40 steps.
 _LONG = 16
+# Scans inside of scans have one trend if that of the innermost is so near to that of all.
+_EVEN = 0.5
 
 
 class Trend(NamedTuple):
@@ -65,11 +68,19 @@ def trend(norms: Sequence[float] | np.ndarray) -> Trend | None:
 
 def trend_findings(rows: Sequence[GradientRow]) -> Iterator[GradientFinding]:
     """A finding for each scan, and one for the depth of the model, if they grow or shrink."""
-    for row in rows:
-        found = trend(over_steps(row)[::-1]) if row.operation == SCAN else None
-        if found and found.growth_in_time:
-            where = f"at each of the {found.entries} steps of the scan"
-            yield _finding(row, found, found.growth_in_time, where)
+    explained: list[GradientRow] = []
+    for i, row in enumerate(rows):
+        if row.operation != SCAN or any(row is other for other in explained):
+            continue
+        holders = _holders(rows, i)
+        for nest in (holders[:depth] for depth in range(len(holders), -1, -1)):
+            found = trend(_over_nest(row, nest)[::-1])
+            if found and found.growth_in_time and (not nest or _is_even(row, found)):
+                explained += nest
+                where = f"at each of the {found.entries} steps of the scan"
+                where += f"s, {' x '.join(map(str, row.scans[~len(nest) :]))}" if nest else ""
+                yield _finding(row, found, found.growth_in_time, where)
+                break
     deep = layers(rows)
     found = trend([float(finite_norm(row)) for row in reversed(deep)])
     if found and found.growth:
@@ -86,9 +97,40 @@ def layers(rows: Sequence[GradientRow]) -> list[GradientRow]:
 
 def over_steps(row: GradientRow) -> np.ndarray:
     """The norm at each step of the innermost scan, in the order in which it runs."""
+    return _over_nest(row, [])
+
+
+def _over_nest(row: GradientRow, holders: Sequence[GradientRow]) -> np.ndarray:
+    """The norm at each step of the innermost scan and of those around it, in order of time."""
     norms = finite_norm(row)
-    norms = np.sqrt(np.sum(np.square(norms.reshape(-1, norms.shape[-1])), axis=0))
-    return norms[::-1] if row.reverse else norms
+    for axis, scan in enumerate([row, *holders], start=1):
+        norms = np.flip(norms, -axis) if scan.reverse else norms
+    steps = math.prod(row.scans[~len(holders) :])
+    return np.sqrt(np.sum(np.square(norms.reshape(-1, steps)), axis=0))
+
+
+def _holders(rows: Sequence[GradientRow], i: int) -> list[GradientRow]:
+    """The scans around a scan, the innermost first, as far as they carry something."""
+    found: list[GradientRow] = []
+    scans = rows[i].scans[:-1]
+    for row in rows[i + 1 :]:
+        if row.operation == SCAN and row.scans == scans and scans:
+            found.append(row)
+            scans = scans[:-1]
+        elif row.operation == SCAN and len(row.scans) < len(scans):
+            break
+    return found
+
+
+def _is_even(row: GradientRow, whole: Trend) -> bool:
+    """Whether the innermost scan by itself has the trend of the whole nest."""
+    inner = finite_norm(row).reshape(-1, row.scans[-1])
+    inner = inner[np.all(np.isfinite(inner) & (inner > 0), axis=1)]
+    if not inner.size or inner.shape[1] < 2:
+        return False
+    logs = np.log(inner[:, ::-1] if not row.reverse else inner).mean(axis=0)
+    own = np.polyfit(np.arange(len(logs)), logs, 1)[0] / np.log(whole.factor)
+    return bool(_EVEN <= own <= 1 / _EVEN)
 
 
 def finite_norm(row: GradientRow) -> np.ndarray:
