@@ -387,6 +387,16 @@ def test_the_factor_of_an_rnn_is_its_spectral_radius(radius, kind):
     assert finding.kind == kind and finding.factor == pytest.approx(radius, rel=1e-3)
 
 
+def test_a_slow_decay_is_found_where_nothing_is_left():
+    (finding,) = cg.diagnose(*rnn(0.7, 220)).findings
+    assert finding.kind == "shrinks" and finding.factor == pytest.approx(0.7, rel=1e-3)
+    assert cg.diagnose(*rnn(0.7, 50)).ok
+
+    loss, args = rnn(0.7, 220)
+    small = cg.diagnose(lambda w, x: 1e-10 * loss(w, x), args).findings
+    assert small[0].kind == "shrinks" and small[0].factor == pytest.approx(0.7, rel=1e-3)
+
+
 def in_chunks(w, x, wrapper=lambda fun: fun, reverse=False):
     def step(h, x):
         return h @ w + x, None

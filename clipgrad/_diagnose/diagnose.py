@@ -45,7 +45,10 @@ def diagnose(
         is, or that makes NaN of no NaN, if this reaches the loss: a mask of -inf is none.
       * A "vjp" finding is the first operation in backward order whose VJP makes NaN or inf of
         finite cotangents; it comes after the "value" finding, and there is at most one of each.
-      * Both name the line in the user's file, the module, and the step of the innermost scan; in
+      * A "grows" or "shrinks" finding is a steady trend of the norms, by layer or by step of scans,
+        by four orders of magnitude in all: growth by 1.05 at least, decay by 0.6 at most, or slower
+        decay by thirty orders in all, or until it rounds to zero.
+      * All name the line in the user's file, the module, and the step of the innermost scan; in
         eager code and inside of `jax.jit`, `jax.lax.scan`, `jax.lax.cond` and `jax.checkpoint`.
       * A function with a rule of its own is one operation; one whose rule is right is a note.
       * Arguments and models are not changed.
