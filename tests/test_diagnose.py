@@ -143,9 +143,26 @@ def test_the_table_of_the_page_is_the_data():
 
 
 def test_the_most_special_suspect_is_chosen():
-    assert suspect("vjp", "sqrt", "norm", "float32").code.startswith("jnp.linalg.norm")
-    assert suspect("vjp", "sqrt", None, "float32").code == "jnp.sqrt(x)"
-    assert suspect("vjp", "tanh", None, "float32") is None
+    assert suspect("vjp", "sqrt", "norm", "float32", (0.0,)).code.startswith("jnp.linalg.norm")
+    assert suspect("vjp", "sqrt", None, "float32", (0.0,)).code == "jnp.sqrt(x)"
+    assert suspect("vjp", "tanh", None, "float32", (0.0,)) is None
+
+
+@pytest.mark.parametrize(
+    "fun, at, operation, computes",
+    [
+        (lambda x: 1 / (1 + jnp.exp(-x)), -100.0, "exp", "0 · inf, since its value overflows"),
+        (lambda x: 1 / x, 1e-30, "div", "1 / x ** 2, which overflows"),
+        (lambda x: jnp.arctan2(x, x), 0.0, "atan2", "0 / 0"),
+        (lambda x: jnp.log(x), -0.3, "log", None),
+        (lambda x: jnp.log(x.astype(jnp.float16)).astype(jnp.float32), -0.3, "log", None),
+    ],
+)
+def test_a_suspect_that_the_values_do_not_fit_is_not_named(fun, at, operation, computes):
+    finding = cg.diagnose(fun, (at,)).findings[0]
+    assert finding.operation == operation and "suspect" not in finding.message
+    if computes:
+        assert finding.message.endswith(f"; the backward pass computes {computes}")
 
 
 def test_a_library_line_is_the_users_with_the_library_beside_it():

@@ -10,7 +10,7 @@ from clipgrad._diagnose.numbers import dtype_of, is_float, short
 from clipgrad._diagnose.places import Location, Place
 from clipgrad._diagnose.subject import Subject
 from clipgrad._diagnose.sums import SumFault
-from clipgrad._diagnose.suspects import suspect
+from clipgrad._diagnose.suspects import computed, suspect
 from clipgrad._diagnose.values import ValueOrigin
 from clipgrad._diagnose.vjps import VjpFault
 
@@ -29,7 +29,7 @@ def value_finding(origin: ValueOrigin, given: Subject) -> GradientFinding:
             what = f"{_call(place, origin.values)} is NaN though nothing that goes in is"
     if origin.cause is not None:
         what += f" (there is inf in {given.names[origin.cause]})"
-    return _finding("value", place, origin.step, what)
+    return _finding("value", place, origin.step, what, origin.values or ())
 
 
 def vjp_finding(fault: VjpFault) -> GradientFinding:
@@ -38,7 +38,8 @@ def vjp_finding(fault: VjpFault) -> GradientFinding:
     rule = place.equation.primitive.name in ("custom_vjp_call", "custom_jvp_call")
     of = f"the {'rule' if rule else 'VJP'} of {_call(place, fault.values)}"
     step = fault.steps[-1] if fault.steps else None
-    return _finding("vjp", place, step, f"{of} makes NaN or inf of finite cotangents")
+    what = f"{of} makes NaN or inf of finite cotangents"
+    return _finding("vjp", place, step, what, fault.values)
 
 
 def sum_finding(fault: SumFault, given: Subject) -> GradientFinding:
@@ -74,10 +75,12 @@ def _argument_finding(argument: int, given: Subject) -> GradientFinding:
     return of_argument("value", what, given)
 
 
-def _finding(kind: str, place: Place, step: int | None, what: str) -> GradientFinding:
+def _finding(
+    kind: str, place: Place, step: int | None, what: str, values: Sequence[float] = ()
+) -> GradientFinding:
     where = place.location
     message = " ".join(
-        [f"{where}:", what + _around(place, step, where) + _instead(kind, place, where)]
+        [f"{where}:", what + _around(place, step, where) + _instead(kind, place, where, values)]
     )
     return GradientFinding(
         kind, where.file, where.line, place.operation, place.module, step, message
@@ -92,11 +95,14 @@ def _around(place: Place, step: int | None, where: Location) -> str:
     return "".join(parts)
 
 
-def _instead(kind: str, place: Place, where: Location) -> str:
+def _instead(kind: str, place: Place, where: Location, values: Sequence[float]) -> str:
     function = where.package.partition(" ")[0] if where.package else None
     dtype = next((str(dtype_of(v)) for v in place.equation.outvars if is_float(v)), "")
-    row = suspect(kind, place.operation, function, dtype)
-    return f"; the usual suspect is {row.code}: {row.advice}" if row else ""
+    row = suspect(kind, place.operation, function, dtype, values)
+    if row:
+        return f"; the usual suspect is {row.code}: {row.advice}"
+    known = computed(place.operation, values) if kind == "vjp" else None
+    return f"; the backward pass computes {known}" if known else ""
 
 
 def _call(place: Place, values: Sequence[float]) -> str:
