@@ -1,6 +1,8 @@
 """Each disease of a gradient is found at its line, its module and its step."""
 
 import inspect
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -141,9 +143,26 @@ def test_the_table_of_the_page_is_the_data():
 
 
 def test_the_most_special_suspect_is_chosen():
-    assert suspect("vjp", "sqrt", "norm", "float32").code.startswith("jnp.linalg.norm")
-    assert suspect("vjp", "sqrt", None, "float32").code == "jnp.sqrt(x)"
-    assert suspect("vjp", "tanh", None, "float32") is None
+    assert suspect("vjp", "sqrt", "norm", "float32", (0.0,)).code.startswith("jnp.linalg.norm")
+    assert suspect("vjp", "sqrt", None, "float32", (0.0,)).code == "jnp.sqrt(x)"
+    assert suspect("vjp", "tanh", None, "float32", (0.0,)) is None
+
+
+@pytest.mark.parametrize(
+    "fun, at, operation, computes",
+    [
+        (lambda x: 1 / (1 + jnp.exp(-x)), -100.0, "exp", "0 · inf, since its value overflows"),
+        (lambda x: 1 / x, 1e-30, "div", "1 / x ** 2, which overflows"),
+        (lambda x: jnp.arctan2(x, x), 0.0, "atan2", "0 / 0"),
+        (lambda x: jnp.log(x), -0.3, "log", None),
+        (lambda x: jnp.log(x.astype(jnp.float16)).astype(jnp.float32), -0.3, "log", None),
+    ],
+)
+def test_a_suspect_that_the_values_do_not_fit_is_not_named(fun, at, operation, computes):
+    finding = cg.diagnose(fun, (at,)).findings[0]
+    assert finding.operation == operation and "suspect" not in finding.message
+    if computes:
+        assert finding.message.endswith(f"; the backward pass computes {computes}")
 
 
 def test_a_library_line_is_the_users_with_the_library_beside_it():
@@ -250,6 +269,53 @@ def test_a_constant_that_reaches_the_loss_is_said():
     assert kinds(found) == ["value"] and "a constant that is not finite" in str(found)
 
 
+def sums_in_a_scan(x):
+    return jax.lax.scan(lambda t, _: (t + 1e38 * jnp.sin(x), None), 0.0, None, length=5)[0]
+
+
+@jax.jit
+def uses_in_a_jit(x):
+    y = 2.0 * x
+    return 2e38 * jnp.sin(y) + jax.jit(jnp.tan)(y) * 2e38
+
+
+def uses_of_an_argument(x):
+    return 2e38 * jnp.sin(x) + 2e38 * jnp.tan(x)
+
+
+@pytest.mark.parametrize(
+    "loss, operation, uses",
+    [
+        (uses_of_an_argument, "argument", 2),
+        (uses_in_a_jit, "mul", 2),
+        (sums_in_a_scan, "argument", 5),
+    ],
+)
+def test_a_sum_of_cotangents_that_overflows_is_found(loss, operation, uses):
+    (finding,) = cg.diagnose(loss, (jnp.array(0.0),)).findings
+    assert (finding.kind, finding.operation) == ("vjp", operation)
+    assert f"cotangents of its {uses} uses are finite and their sum is not" in finding.message
+    assert operation != "argument" or "args/0 is used" in finding.message
+    assert operation == "argument" or finding.line == line_of(loss, "2.0 * x")
+
+
+def test_a_gradient_that_is_not_finite_is_never_ok(monkeypatch):
+    module = sys.modules["clipgrad._diagnose.diagnose"]
+    monkeypatch.setattr(module, "fault", lambda *args: None)
+    (finding,) = cg.diagnose(root, (jnp.array(0.0),)).findings
+    assert finding.kind == "vjp" and "the gradient of args/0 is not finite" in finding.message
+
+
+def test_a_constant_has_the_step_at_which_it_first_comes_in():
+    constant = np.array([np.nan], np.float32)
+
+    def loss(x):
+        return jax.lax.scan(lambda c, _: (c * constant, None), x, None, length=4)[0].sum()
+
+    (finding,) = cg.diagnose(loss, (jnp.ones(1),)).findings
+    assert finding.step == 0 and finding.operation == "mul"
+
+
 def test_an_operation_whose_nan_is_masked_is_not_the_finding():
     def loss(x):
         sick = jnp.linalg.norm(x[:2] * x[2:])
@@ -338,6 +404,53 @@ def test_the_factor_of_an_rnn_is_its_spectral_radius(radius, kind):
     assert finding.kind == kind and finding.factor == pytest.approx(radius, rel=1e-3)
 
 
+def test_a_slow_decay_is_found_where_nothing_is_left():
+    (finding,) = cg.diagnose(*rnn(0.7, 220)).findings
+    assert finding.kind == "shrinks" and finding.factor == pytest.approx(0.7, rel=1e-3)
+    assert cg.diagnose(*rnn(0.7, 50)).ok
+
+    loss, args = rnn(0.7, 220)
+    small = cg.diagnose(lambda w, x: 1e-10 * loss(w, x), args).findings
+    assert small[0].kind == "shrinks" and small[0].factor == pytest.approx(0.7, rel=1e-3)
+
+
+def in_chunks(w, x, wrapper=lambda fun: fun, reverse=False):
+    def step(h, x):
+        return h @ w + x, None
+
+    def chunk(h, x):
+        return jax.lax.scan(step, h, x, reverse=reverse)
+
+    return jnp.sum(jax.lax.scan(wrapper(chunk), jnp.zeros(16), x, reverse=reverse)[0])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("wrapper", [lambda fun: fun, jax.checkpoint], ids=["plain", "remat"])
+@pytest.mark.parametrize("chunks", [4, 8])
+def test_growth_goes_on_through_scans_inside_of_scans(chunks, wrapper, reverse):
+    _, (w, x) = rnn(1.5, 10 * chunks)
+
+    def loss(w, x):
+        return in_chunks(w, x.reshape(chunks, 10, -1), wrapper, reverse)
+
+    (finding,) = cg.diagnose(loss, (w, x)).findings
+    assert finding.kind == "grows" and finding.factor == pytest.approx(1.5, rel=1e-3)
+    assert f"at each of the {10 * chunks} steps of the scans, {chunks} x 10," in finding.message
+
+
+def test_growth_between_the_scans_inside_is_of_the_outer_scan():
+    def loss(w, x):
+        def outer(h, x):
+            return jax.lax.scan(lambda h, x: (h + x, None), w * h, x)[0], None
+
+        return jax.lax.scan(outer, 0.0, x)[0]
+
+    (finding,) = cg.diagnose(loss, (jnp.array(5.0), jnp.zeros((8, 10)))).findings
+    assert finding.factor == pytest.approx(5) and "at each of the 8 steps of the scan," in str(
+        finding.message
+    )
+
+
 @pytest.mark.parametrize("radius", [0.8, 1.0])
 def test_an_rnn_that_keeps_its_gradient_has_no_finding(radius):
     assert cg.diagnose(*rnn(radius)).ok
@@ -406,6 +519,54 @@ def test_float16_underflows_where_bfloat16_does_not():
     (finding,) = cg.diagnose(small_steps, arguments(jnp.float16)).findings
     assert finding.kind == "underflow" and finding.line == line_of(small_steps, "x @ w")
     assert cg.diagnose(small_steps, arguments(jnp.bfloat16)).ok
+
+
+def half_relu(x):
+    return jax.nn.relu(x * 2)
+
+
+def half_relu6(x):
+    return jax.nn.relu6(x * 2)
+
+
+def half_noise(x):
+    return x * 2 + jax.random.normal(jax.random.key(0), x.shape, x.dtype)
+
+
+def half_while(x):
+    return x * 2 + jax.lax.while_loop(lambda y: y < 3, lambda y: y + 1, jnp.zeros((), x.dtype))
+
+
+@pytest.mark.parametrize("layer", [half_relu, half_relu6, half_noise, half_while])
+def test_underflow_is_found_behind_rules_bits_and_loops(layer):
+    def loss(x):
+        h = layer(x) * x.dtype.type(1e-3)
+        return jnp.sum(h.astype(jnp.float32) * 1e-6)
+
+    found = cg.diagnose(loss, (jnp.array([-1.0, 1.0, 2.0, 2.5], jnp.float16),))
+    assert "underflow" in kinds(found), str(found)
+    assert not any("not looked for" in note for note in found.notes)
+
+
+def test_the_gradient_of_an_argument_that_underflows_is_found():
+    def loss(params):
+        h = params["w"] * params["w"].dtype.type(1e-3)
+        return jnp.sum(h.astype(jnp.float32) * 1e-6)
+
+    (finding,) = cg.diagnose(loss, ({"w": jnp.ones(4, jnp.float16)},)).findings
+    assert (finding.kind, finding.operation) == ("underflow", "argument")
+    assert "100% of the gradient of args/0/w are zero in float16" in finding.message
+    assert cg.diagnose(loss, ({"w": jnp.ones(4, jnp.bfloat16)},)).ok
+
+
+def test_each_kind_of_finding_has_the_path_of_its_file_relative_to_the_folder(monkeypatch):
+    monkeypatch.chdir(pathlib.Path(__file__).parent)
+    half = jnp.ones((8, 8), jnp.float16), jnp.ones((4, 8), jnp.float16)
+    cases = [(root, (0.0,)), (log_of_softmax, (-200.0,)), (uses_of_an_argument, (0.0,))]
+    cases += [rnn(1.5), deep(2.5), (small_steps, half), (root, (jnp.nan,))]
+    for loss, args in cases:
+        for finding in cg.diagnose(loss, args).findings:
+            assert finding.message.startswith(f"test_diagnose.py:{finding.line}: ")
 
 
 def test_rows_have_the_cotangents_by_step():
@@ -537,8 +698,6 @@ def test_the_picture_marks_the_finding(tmp_path):
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch):
-    import sys
-
     found = cg.diagnose(jnp.sum, (jnp.ones(3),))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="plot needs matplotlib; install it with"):

@@ -13,10 +13,12 @@ from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.numbers import at_index, dtype_of, is_float
 from clipgrad._diagnose.subject import PRINTS
-from clipgrad._diagnose.units import Block, Unit, equations_of
+from clipgrad._diagnose.units import CLOSED, Block, Unit, equations_of
 from clipgrad._jaxpr._programs import JIT
 
 _HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
+# What has programs with half precision inside, or looks at the bits of a number.
+_OWN_TYPES = CLOSED | {"bitcast_convert_type"}
 RESULT, OPERAND, STATE = "result", "operand", "state"
 
 
@@ -103,6 +105,7 @@ def measure(
         value, (grads, measured) = jax.value_and_grad(loss, argnums=(0, 2))(*args)
         return value, [_summary(grad) for grad in grads], measured
 
+    inputs = [_widened(x) for x in inputs] if wide else inputs
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
     value, grads, measured = run([inputs[i] for i in chosen], others, [_probe_of(s) for s in sites])
     split = [Summary(*np.moveaxis(np.asarray(m), -1, 0)) for m in [*grads, *measured]]
@@ -179,16 +182,25 @@ class _Wide(_Probes):
     """The same in float32 for what is in half precision; custom rules by plain AD."""
 
     def constant(self, value, aval):
-        dtype = getattr(value, "dtype", None)
-        return jnp.asarray(value, jnp.float32) if dtype in _HALF else value
+        return _widened(value)
 
     def bind(self, equation, inputs):
         if equation.primitive.name in _jaxpr.CUSTOM_RULES:
             names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
             program = next(equation.params[name] for name in names if name in equation.params)
-            return _jaxpr.evaluate(program, inputs, _Wide(Block([program]), frozenset(), {}))
+            inner = Block([program])
+            opened = frozenset(map(id, inner.blocks()))
+            return _jaxpr.evaluate(program, inputs, _Wide(inner, opened, {}))
+        if equation.primitive.name in _OWN_TYPES:
+            pairs = zip(equation.invars, inputs, strict=True)
+            inputs = [jnp.asarray(x, dtype_of(v)) if is_float(v) else x for v, x in pairs]
+            return [self.constant(x, None) for x in _jaxpr.bind(equation, inputs)]
         narrow = {k: jnp.dtype("float32") for k, v in equation.params.items() if _is_half(v)}
         return _jaxpr.bind(equation, inputs, **narrow)
+
+
+def _widened(x: Any) -> Any:
+    return jnp.asarray(x, jnp.float32) if getattr(x, "dtype", None) in _HALF else x
 
 
 def _is_half(value: Any) -> bool:

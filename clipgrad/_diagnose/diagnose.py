@@ -9,12 +9,18 @@ import numpy as np
 from clipgrad._check.report import first_line
 from clipgrad._diagnose.cotangents import measure, module_sites
 from clipgrad._diagnose.diagnosis import GradientDiagnosis, GradientFinding
-from clipgrad._diagnose.findings import value_finding, vjp_finding
+from clipgrad._diagnose.findings import (
+    sum_finding,
+    unexplained_finding,
+    value_finding,
+    vjp_finding,
+)
 from clipgrad._diagnose.places import Place
 from clipgrad._diagnose.rows import rows
 from clipgrad._diagnose.subject import Subject, subject
+from clipgrad._diagnose.sums import SumFault
 from clipgrad._diagnose.trends import trend_findings
-from clipgrad._diagnose.underflow import may_underflow, underflow_finding
+from clipgrad._diagnose.underflow import may_underflow, underflow_finding, underflow_of_arguments
 from clipgrad._diagnose.units import CLOSED, Block
 from clipgrad._diagnose.values import origin_of_loss
 from clipgrad._diagnose.vjps import fault
@@ -39,7 +45,10 @@ def diagnose(
         is, or that makes NaN of no NaN, if this reaches the loss: a mask of -inf is none.
       * A "vjp" finding is the first operation in backward order whose VJP makes NaN or inf of
         finite cotangents; it comes after the "value" finding, and there is at most one of each.
-      * Both name the line in the user's file, the module, and the step of the innermost scan; in
+      * A "grows" or "shrinks" finding is a steady trend of the norms, by layer or by step of scans,
+        by four orders of magnitude in all: growth by 1.05 at least, decay by 0.6 at most, or slower
+        decay by thirty orders in all, or until it rounds to zero.
+      * All name the line in the user's file, the module, and the step of the innermost scan; in
         eager code and inside of `jax.jit`, `jax.lax.scan`, `jax.lax.cond` and `jax.checkpoint`.
       * A function with a rule of its own is one operation; one whose rule is right is a note.
       * Arguments and models are not changed.
@@ -77,10 +86,16 @@ def _diagnosis(given: Subject) -> GradientDiagnosis:
     findings = _nonfinite(given, block, loss, grads, measured)
     findings += trend_findings(found)
     notes = _notes(block)
-    if may_underflow(found):
+    if may_underflow(found, given, grads):
         try:
-            findings += underflow_finding(found, rows(block, run(sites, wide=True)[2]))
-        except Exception as error:  # a primitive that has no float32 of its own
+            _, wide_grads, wide = run(sites, wide=True)
+            lost = underflow_finding(found, rows(block, wide))
+            findings += lost or underflow_of_arguments(given, grads, wide_grads)
+        except (
+            TypeError,
+            ValueError,
+            NotImplementedError,
+        ) as error:  # a primitive of half precision
             notes += [f"underflow was not looked for: {first_line(error)}"]
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
 
@@ -95,8 +110,14 @@ def _nonfinite(
         excused = origin.place if origin else None
         program = given.program, given.inputs, given.chosen
         found = fault(*program, block, grads, measured, excused)
-        if found and (found.finite_inputs or not origin):
+        if isinstance(found, SumFault):
+            findings.append(sum_finding(found, given))
+        elif found and (found.finite_inputs or not origin):
             findings.append(vjp_finding(found))
+        if not findings:
+            bad = zip(given.chosen, grads, strict=True)
+            names = [given.names[i] for i, grad in bad if np.any(grad.nonfinite)]
+            findings.append(unexplained_finding(names, given))
     return findings
 
 

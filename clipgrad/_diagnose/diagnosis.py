@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from clipgrad._diagnose.places import Location
+
 _WIDTH = 100
 _WORST = 10
 _NAME = 50
@@ -78,6 +80,11 @@ class GradientRow:
     zeros: Any
     is_layer: bool
     reverse: bool
+
+    @property
+    def location(self) -> str:
+        """The file and the line, relative to the current folder if they are inside of it."""
+        return str(Location(self.file, self.line, None))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,8 @@ from clipgrad._diagnose.diagnosis import GradientFinding
 from clipgrad._diagnose.numbers import dtype_of, is_float, short
 from clipgrad._diagnose.places import Location, Place
 from clipgrad._diagnose.subject import Subject
-from clipgrad._diagnose.suspects import suspect
+from clipgrad._diagnose.sums import SumFault
+from clipgrad._diagnose.suspects import computed, suspect
 from clipgrad._diagnose.values import ValueOrigin
 from clipgrad._diagnose.vjps import VjpFault
 
@@ -28,7 +29,7 @@ def value_finding(origin: ValueOrigin, given: Subject) -> GradientFinding:
             what = f"{_call(place, origin.values)} is NaN though nothing that goes in is"
     if origin.cause is not None:
         what += f" (there is inf in {given.names[origin.cause]})"
-    return _finding("value", place, origin.step, what)
+    return _finding("value", place, origin.step, what, origin.values or ())
 
 
 def vjp_finding(fault: VjpFault) -> GradientFinding:
@@ -37,25 +38,49 @@ def vjp_finding(fault: VjpFault) -> GradientFinding:
     rule = place.equation.primitive.name in ("custom_vjp_call", "custom_jvp_call")
     of = f"the {'rule' if rule else 'VJP'} of {_call(place, fault.values)}"
     step = fault.steps[-1] if fault.steps else None
-    return _finding("vjp", place, step, f"{of} makes NaN or inf of finite cotangents")
+    what = f"{of} makes NaN or inf of finite cotangents"
+    return _finding("vjp", place, step, what, fault.values)
+
+
+def sum_finding(fault: SumFault, given: Subject) -> GradientFinding:
+    """A finding on a value whose cotangents overflow when they are summed."""
+    finite = f"the cotangents of its {fault.uses} uses are finite and their sum is not"
+    if fault.place is None:
+        name = given.names[fault.argument or 0]
+        return of_argument("vjp", f"{name} is used more than once; {finite}", given)
+    step = fault.steps[-1] if fault.steps else None
+    what = f"the value of {fault.place.operation} is used more than once; {finite}"
+    return _finding("vjp", fault.place, step, what)
+
+
+def unexplained_finding(names: Sequence[str], given: Subject) -> GradientFinding:
+    """A finding on gradients that are not finite for a reason that was not found."""
+    what = f"the gradient of {', '.join(names)} is not finite; the operation was not found"
+    return of_argument("vjp", what, given)
+
+
+def of_argument(kind: str, message: str, given: Subject) -> GradientFinding:
+    """A finding at the function itself."""
+    code = getattr(given.fun, "__code__", None)
+    file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
+    where = f"{Location(file, line, None)}: " if file else ""
+    return GradientFinding(kind, file, line, "argument", "", None, where + message)
 
 
 def _argument_finding(argument: int, given: Subject) -> GradientFinding:
     array = jnp.asarray(given.inputs[argument])
     count = int(jnp.sum(~jnp.isfinite(array)))
-    code = getattr(given.fun, "__code__", None)
-    file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
     name = given.names[argument]
-    message = (
-        f"{count} of {array.size} elements of {name} are not finite before anything is computed"
-    )
-    return GradientFinding("value", file, line, "argument", "", None, message)
+    what = f"{count} of {array.size} elements of {name} are not finite before anything is computed"
+    return of_argument("value", what, given)
 
 
-def _finding(kind: str, place: Place, step: int | None, what: str) -> GradientFinding:
+def _finding(
+    kind: str, place: Place, step: int | None, what: str, values: Sequence[float] = ()
+) -> GradientFinding:
     where = place.location
     message = " ".join(
-        [f"{where}:", what + _around(place, step, where) + _instead(kind, place, where)]
+        [f"{where}:", what + _around(place, step, where) + _instead(kind, place, where, values)]
     )
     return GradientFinding(
         kind, where.file, where.line, place.operation, place.module, step, message
@@ -70,11 +95,14 @@ def _around(place: Place, step: int | None, where: Location) -> str:
     return "".join(parts)
 
 
-def _instead(kind: str, place: Place, where: Location) -> str:
+def _instead(kind: str, place: Place, where: Location, values: Sequence[float]) -> str:
     function = where.package.partition(" ")[0] if where.package else None
     dtype = next((str(dtype_of(v)) for v in place.equation.outvars if is_float(v)), "")
-    row = suspect(kind, place.operation, function, dtype)
-    return f"; the usual suspect is {row.code}: {row.advice}" if row else ""
+    row = suspect(kind, place.operation, function, dtype, values)
+    if row:
+        return f"; the usual suspect is {row.code}: {row.advice}"
+    known = computed(place.operation, values) if kind == "vjp" else None
+    return f"; the backward pass computes {known}" if known else ""
 
 
 def _call(place: Place, values: Sequence[float]) -> str:

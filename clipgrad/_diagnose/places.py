@@ -37,7 +37,7 @@ class Location(NamedTuple):
     def __str__(self) -> str:
         if self.file is None:
             return self.package or "an unknown line"
-        return f"{_shown(self.file)}:{self.line}"
+        return f"{shown(self.file)}:{self.line}"
 
 
 class Place(NamedTuple):
@@ -110,11 +110,11 @@ def is_own(file: str) -> bool:
 def _package_frame(frame: Any) -> str:
     parts = pathlib.PurePath(frame.file_name).parts
     roots = [i for i, part in enumerate(parts) if part in ("site-packages", "dist-packages")]
-    name = "/".join(parts[roots[-1] + 1 :]) if roots else _shown(frame.file_name)
+    name = "/".join(parts[roots[-1] + 1 :]) if roots else shown(frame.file_name)
     return f"{frame.function_name.rpartition('.')[2]} ({name}:{frame.line_num})"
 
 
-def _shown(file: str) -> str:
+def shown(file: str) -> str:
     """The file relative to the current folder, if it is inside of it."""
     path = pathlib.Path(file)
     folder = pathlib.Path.cwd()

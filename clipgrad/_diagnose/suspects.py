@@ -1,6 +1,32 @@
 """The usual suspects: operations without a finite value or derivative at some point."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
+
+Values = Sequence[float]
+
+
+def _at_zero(values: Values) -> bool:
+    """Of what is zero, or so small that a processor may compute with zero instead."""
+    return abs(values[0]) < np.finfo(np.float32).tiny
+
+
+def _at_the_end_of_log(values: Values) -> bool:
+    return values[0] in (0, -1)
+
+
+def _at_one(values: Values) -> bool:
+    return abs(values[0]) == 1
+
+
+def _at_inf(values: Values) -> bool:
+    return bool(np.isinf(values).any()) or values[-1] == 0
+
+
+def _overflows(values: Values) -> bool:
+    return bool(np.isfinite(values).all()) and values[0] != 0
 
 
 class Suspect(NamedTuple):
@@ -11,8 +37,9 @@ class Suspect(NamedTuple):
       at: where it goes wrong.
       computes: what the backward pass computes there.
       instead: what to write instead, for people; code comes first.
+      applies: whether this happens for these values of the operands.
       kind: "vjp", or "value" if the value goes wrong too.
-      primitives: the operations of JAX that go wrong; empty: any.
+      primitives: the operations of JAX that go wrong.
       functions: the functions around them; empty: any.
       dtype: the dtype of the operation, if it matters.
     """
@@ -22,7 +49,8 @@ class Suspect(NamedTuple):
     computes: str
     instead: str
     kind: str
-    primitives: tuple[str, ...] = ()
+    applies: Callable[[Values], bool]
+    primitives: tuple[str, ...]
     functions: tuple[str, ...] = ()
     dtype: str | None = None
 
@@ -35,14 +63,25 @@ class Suspect(NamedTuple):
 
 DOUBLE_WHERE_CODE = "jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0), a double where (docs/nan.md)"
 DOUBLE_WHERE = "the double `where` below"
+# What makes inf of finite numbers by its size alone.
+_OVERFLOWING = ("mul", "add", "sub", "square", "integer_pow", "exp", "exp2", "expm1", "cumsum")
+_OVERFLOWING += ("reduce_sum", "dot_general", "conv_general_dilated", "convert_element_type")
+# What the backward pass computes where no row of the table fits.
+COMPUTED = (
+    (("div",), lambda values: 0 < abs(values[-1]) < 1e-15, "1 / x ** 2, which overflows"),
+    (("div",), lambda values: values[-1] == 0, "1 / 0"),
+    (("atan2",), lambda values: not np.any(values), "0 / 0"),
+    (("exp", "expm1", "exp2"), lambda values: values[0] > 0, "0 · inf, since its value overflows"),
+)
 SUSPECTS = (
-    Suspect("jnp.sqrt(x)", "0", "1 / 0", DOUBLE_WHERE, "vjp", ("sqrt", "rsqrt", "cbrt")),
+    Suspect("jnp.sqrt(x)", "0", "1 / 0", DOUBLE_WHERE, "vjp", _at_zero, ("sqrt", "cbrt")),
     Suspect(
         "jnp.linalg.norm(jnp.stack([x, x]))",
         "0",
         "0 / 0",
         DOUBLE_WHERE,
         "vjp",
+        _at_zero,
         ("sqrt",),
         ("norm",),
     ),
@@ -52,15 +91,17 @@ SUSPECTS = (
         "0 · inf, from the branch not taken",
         DOUBLE_WHERE,
         "vjp",
-        ("log", "log1p", "div", "exp", "expm1", "atan2"),
+        _at_the_end_of_log,
+        ("log", "log1p"),
     ),
-    Suspect("x ** 0.3", "0", "1 / 0", DOUBLE_WHERE, "vjp", ("pow",)),
+    Suspect("x ** 0.3", "0", "1 / 0", DOUBLE_WHERE, "vjp", _at_zero, ("pow",)),
     Suspect(
         "jnp.std(jnp.stack([x, x]))",
         "0",
         "0 / 0 for equal numbers",
         "`jnp.sqrt(jnp.var(jnp.stack([x, x])) + 1e-6)`",
         "vjp",
+        _at_zero,
         ("sqrt",),
         ("std", "_std", "nanstd"),
     ),
@@ -70,6 +111,7 @@ SUSPECTS = (
         "the log of an underflow",
         "`jax.nn.log_softmax(jnp.stack([x, 0.0]))[0]`",
         "value",
+        _at_zero,
         ("log",),
     ),
     Suspect(
@@ -78,6 +120,7 @@ SUSPECTS = (
         "a row that is masked throughout",
         "a finite mask, such as `jnp.finfo(x.dtype).min`",
         "value",
+        _at_inf,
         ("sub", "div"),
         ("softmax", "log_softmax", "logsumexp", "softmax_cross_entropy"),
     ),
@@ -87,6 +130,7 @@ SUSPECTS = (
         "1 / 0",
         "`jnp.arccos(0.999999 * x)`",
         "vjp",
+        _at_one,
         ("acos", "asin", "atanh", "acosh"),
     ),
     Suspect(
@@ -95,21 +139,32 @@ SUSPECTS = (
         "more than 65504, the largest float16",
         "`x.astype(jnp.bfloat16) ** 4`, or a loss scale",
         "value",
-        (),
+        _overflows,
+        _OVERFLOWING,
         (),
         "float16",
     ),
 )
 
 
-def suspect(kind: str, operation: str, function: str | None, dtype: str) -> Suspect | None:
-    """The row that an operation belongs to, the most special one."""
+def suspect(
+    kind: str, operation: str, function: str | None, dtype: str, values: Values
+) -> Suspect | None:
+    """The row that an operation at these values belongs to, the most special one."""
     fits = [
         row
         for row in SUSPECTS
         if row.kind == kind
-        and (not row.primitives or operation in row.primitives)
+        and operation in row.primitives
         and (not row.functions or function in row.functions)
         and row.dtype in (None, dtype)
+        and len(values)
+        and row.applies(values)
     ]
-    return max(fits, key=lambda row: (bool(row.functions), bool(row.primitives)), default=None)
+    return max(fits, key=lambda row: bool(row.functions), default=None)
+
+
+def computed(operation: str, values: Values) -> str | None:
+    """What the backward pass of an operation computes at these values, if it is known."""
+    fits = (text for names, applies, text in COMPUTED if operation in names and applies(values))
+    return next(fits, None) if len(values) else None

@@ -4,16 +4,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from clipgrad._diagnose.cotangents import Summary
 from clipgrad._diagnose.diagnosis import GradientFinding, GradientRow
+from clipgrad._diagnose.findings import of_argument
+from clipgrad._diagnose.subject import Subject
 
 _HALF = ("float16", "bfloat16")
 # The share of zeros more than in float32; transformers, MLPs and LSTMs in bfloat16 have 0.004.
 _LOST = 0.1
 
 
-def may_underflow(rows: Sequence[GradientRow]) -> bool:
+def may_underflow(
+    rows: Sequence[GradientRow], given: Subject, gradients: Sequence[Summary]
+) -> bool:
     """Whether there are so many zeros in half precision that a second look is due."""
-    return any(row.dtype in _HALF and np.max(row.zeros) >= _LOST for row in rows)
+    zeros = [row.zeros for row in rows if row.dtype in _HALF]
+    pairs = zip(given.chosen, gradients, strict=True)
+    zeros += [g.zeros for i, g in pairs if str(given.inputs[i].dtype) in _HALF]
+    return any(np.max(share, initial=0) >= _LOST for share in zeros)
 
 
 def underflow_finding(
@@ -26,13 +34,38 @@ def underflow_finding(
             continue
         step = int(np.unravel_index(np.argmax(lost), lost.shape)[-1]) if row.scans else None
         message = (
-            f"{row.file}:{row.line}: {np.max(lost):.0%} of the cotangent of {row.operation} are "
+            f"{row.location}: {np.max(lost):.0%} of the cotangent of {row.operation} are "
             f"zero in {row.dtype} and not in float32"
             + (f", in module {row.module}" if row.module else "")
             + (f", at step {step} of {row.scans[-1]}" if row.scans else "")
-            + "; multiply the loss by a scale such as 2 ** 15 and divide the gradient by it, or "
-            "use " + ("bfloat16" if row.dtype == "float16" else "float32")
+            + f"; {_instead(row.dtype)}"
         )
         where = row.file, row.line, row.operation, row.module
         return [GradientFinding("underflow", *where, step, message)]
     return []
+
+
+def underflow_of_arguments(
+    given: Subject, gradients: Sequence[Summary], wide: Sequence[Summary]
+) -> list[GradientFinding]:
+    """A finding for the gradients of arguments with zeros that float32 has not."""
+    lost = {}
+    for i, gradient, other in zip(given.chosen, gradients, wide, strict=True):
+        share, dtype = float(gradient.zeros - other.zeros), str(given.inputs[i].dtype)
+        if dtype in _HALF and share >= _LOST:
+            lost[given.names[i]] = share, dtype
+    if not lost:
+        return []
+    name = max(lost, key=lambda name: lost[name])
+    share, dtype = lost[name]
+    more = f" ({len(lost)} such arguments in all)" if len(lost) > 1 else ""
+    what = f"{share:.0%} of the gradient of {name} are zero in {dtype} and not in float32{more}"
+    return [of_argument("underflow", f"{what}; {_instead(dtype)}", given)]
+
+
+def _instead(dtype: str) -> str:
+    other = "bfloat16" if dtype == "float16" else "float32"
+    return (
+        "multiply the loss by a scale such as 2 ** 15 and divide the gradient by it, or use "
+        + other
+    )

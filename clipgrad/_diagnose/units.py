@@ -84,6 +84,11 @@ class Block:
         self.count = len(self.equations) + sum(child.count for child in self.children.values())
         self.states, self.outer = _inputs(parent and parent.equation, self.programs)
 
+    @property
+    def holders(self) -> list[JaxprEqn]:
+        """The equations with programs inside that are gone into."""
+        return [equation for equation in self.equations if id(equation) in self.children]
+
     @functools.cached_property
     def units(self) -> list[Unit]:
         """All equations in order."""

@@ -104,8 +104,8 @@ class _Run:
         outputs = _jaxpr.bind(place.equation, [x.x for x in inputs])
         worst = max((x.badness for x in inputs), default=0)
         origin = min((x.origin for x in inputs if x.origin), key=lambda o: o.time, default=None)
-        if origin and origin.time == _LATEST:
-            origin = ValueOrigin(_LATEST, None, origin.place or place, origin.step or step, None)
+        if origin and origin.time == _LATEST and origin.place is None:
+            origin = ValueOrigin(_LATEST, None, place, step, None)
         results = []
         for y in outputs:
             badness = _badness(y)

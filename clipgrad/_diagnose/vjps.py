@@ -16,6 +16,7 @@ from clipgrad._diagnose.cotangents import (
     operation_sites,
 )
 from clipgrad._diagnose.places import Place
+from clipgrad._diagnose.sums import SumFault, sum_fault
 from clipgrad._diagnose.units import Block, Unit
 
 # So many operations are measured one by one in one compiled program.
@@ -44,8 +45,8 @@ def fault(
     grads: list[Summary],
     measured: Measured,
     excused: Place | None,
-) -> VjpFault | None:
-    """The first operation in backward order whose VJP is at fault.
+) -> VjpFault | SumFault | None:
+    """The first operation in backward order whose VJP is at fault, else the sum that is.
 
     Args:
       program: the loss, evaluated at the flat ``inputs``.
@@ -60,9 +61,11 @@ def fault(
     bad = {tops[i]: g.nonfinite > 0 for i, g in zip(chosen, grads, strict=True)}
     units = [u for u in block.all_units() if not u.holder]
     suspects = [u for u in units if np.any(_may_be_at_fault(u, bad, measured))]
+    every: Measured = {}
     for batch in _batches(suspects or units):
         sites = operation_sites(batch)
         *_, found = measure(program, inputs, chosen, block, sites)
+        every |= found
         faults = [f for f in _faults(sites, found) if not _is_excused(f[1].place, excused)]
         ordered = sorted(faults, key=lambda f: (f[1].finite_inputs, f[0]), reverse=True)
         for _, found_fault in ordered[:_TRIED] if len(ordered) > 1 else ():
@@ -72,7 +75,7 @@ def fault(
                 return found_fault
         if ordered:
             return ordered[0][1]
-    return None
+    return sum_fault(chosen, block, grads, every)
 
 
 def _count(grads: list[Summary]) -> float:

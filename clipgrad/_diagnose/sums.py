@@ -1,0 +1,108 @@
+"""The value whose uses bring finite cotangents that are not finite when they are summed."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._diagnose.cotangents import OPERAND, RESULT, Summary
+from clipgrad._diagnose.numbers import is_float
+from clipgrad._diagnose.places import Place
+from clipgrad._diagnose.units import Block
+from clipgrad._jaxpr._programs import JIT
+
+_TRANSPARENT = JIT | _jaxpr.CALLS | _jaxpr.REMAT
+
+
+class SumFault(NamedTuple):
+    """A value that is used several times: an argument, or the result of an operation."""
+
+    argument: int | None
+    place: Place | None
+    steps: tuple[int, ...]
+    uses: int
+
+
+class Use(NamedTuple):
+    """An operand of an equation."""
+
+    block: Block
+    equation: JaxprEqn
+    position: int
+
+
+def sum_fault(
+    chosen: Sequence[int], block: Block, grads: list[Summary], found: dict[tuple, Summary]
+) -> SumFault | None:
+    """The last value in program order whose cotangent overflows in the sum over its uses."""
+    uses: dict[tuple, list[Use]] = {}
+    faults = []
+    for inner, equation in block.all_equations():
+        for i, v in enumerate(equation.invars):
+            if type(v) is not Literal and is_float(v):
+                uses.setdefault(_source(inner, v), []).append(Use(inner, equation, i))
+    for inner, equation in block.all_equations():
+        for i, v in enumerate(equation.outvars):
+            total = found.get((RESULT, id(inner), id(equation), i))
+            own = uses.get((inner, v), [])
+            steps = () if total is None or v in _leaving(inner) else _overflows(total, own, found)
+            if len(steps):
+                at = tuple(map(int, steps[-1]))
+                place = Place(equation, inner.parent)
+                faults.append(SumFault(None, place, at, _count(own, inner)))
+    if faults:
+        return faults[-1]
+    for i, grad in zip(chosen, grads, strict=True):
+        own = uses.get((block, block.programs[0].invars[i]), [])
+        if len(_overflows(grad, own, found)):
+            return SumFault(i, None, (), _count(own, block))
+    return None
+
+
+def _overflows(total: Summary, uses: list[Use], found: dict[tuple, Summary]) -> Any:
+    """The steps at which a sum is not finite though all of its terms are known and finite."""
+    keys = [(OPERAND, id(u.block), id(u.equation), u.position) for u in uses]
+    bad = np.asarray(total.nonfinite) > 0
+    if not keys or not bad.any() or any(key not in found for key in keys):
+        return ()
+    for key in keys:
+        term = np.asarray(found[key].nonfinite) > 0
+        bad = bad & ~term.reshape(*bad.shape, -1).any(-1)
+    return np.argwhere(bad)
+
+
+def _count(uses: list[Use], block: Block) -> int:
+    """How many cotangents are summed: one for each use, at each step of the scans inside."""
+    return sum(math.prod(use.block.nest[len(block.nest) :]) for use in uses)
+
+
+def _leaving(block: Block) -> set[Var]:
+    """What leaves a program in a way that is not known as a use."""
+    if block.parent and block.parent.equation.primitive.name in _TRANSPARENT:
+        return set()
+    return {v for program in block.programs for v in program.outvars if type(v) is not Literal}
+
+
+def _source(block: Block, variable: Any) -> tuple[Block, Any]:
+    """The variable that a variable is another name of, in the programs around and inside."""
+    while type(variable) is not Literal:
+        around = block.outer.get(variable)
+        inside = _made_inside(block, variable)
+        if around is not None and block.outside is not None:
+            block, variable = block.outside, around
+        elif inside:
+            block, variable = inside
+        else:
+            break
+    return (block, variable) if type(variable) is not Literal else (block, None)
+
+
+def _made_inside(block: Block, variable: Var) -> tuple[Block, Any] | None:
+    for equation in block.holders:
+        if variable in equation.outvars and equation.primitive.name in _TRANSPARENT:
+            inner = block.children[id(equation)]
+            return inner, inner.programs[0].outvars[equation.outvars.index(variable)]
+    return None
