@@ -805,3 +805,29 @@ def drop_lines_of_packages(text):
     import re
 
     return re.sub(r"(linalg\.py):\d+", r"\1", text).split()
+
+
+def without_derivative(y):
+    return jax.lax.while_loop(lambda c: jnp.sum(c) < 100, lambda c: 2 * c, y)
+
+
+def sampled_noise(x, data):
+    noise = jax.random.gamma(jax.random.key(0), 1 + jnp.abs(data))
+    return jnp.sum(jnp.sqrt(x) * jax.lax.stop_gradient(noise))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, data: jnp.sum(jnp.sqrt(x) * without_derivative(3 * data)),
+        lambda x, data: jnp.sum(jnp.sqrt(x) * without_derivative(jax.lax.stop_gradient(3 + x))),
+        lambda x, data: jnp.sum(jnp.sqrt(x) * jnp.nextafter(2 * data, 3 * data)),
+        sampled_noise,
+    ],
+    ids=["loop on data", "loop on a stopped gradient", "no rule", "a sampler"],
+)
+def test_what_has_no_derivative_is_no_hindrance_beside_what_is_differentiated(loss):
+    ones = jnp.ones(3)
+    assert cg.diagnose(loss, (ones, ones)).ok
+    (finding,) = cg.diagnose(loss, (ones.at[1].set(0.0), ones)).findings
+    assert (finding.kind, finding.operation) == ("vjp", "sqrt")

@@ -89,6 +89,11 @@ def measure(
     Returns:
       The loss, summaries of the gradients of the chosen inputs, and of the sites by key.
     """
+    # A probe of a variable that does not depend on the inputs would give it a cotangent, and
+    # differentiate what is behind it: a loop of unknown length, say, which has no derivative.
+    active = _jaxpr.active_variables(program, chosen)
+    silent = {s.key: _split(_probe_of(s)) for s in sites if s.variable not in active}
+    sites = [site for site in sites if site.variable in active]
     keys = [site.key for site in sites]
     kind = _Wide if wide else _Probes
     within = block.blocks() if wide else (b for site in sites for b in site.block.around())
@@ -108,8 +113,12 @@ def measure(
     inputs = [_widened(x) for x in inputs] if wide else inputs
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
     value, grads, measured = run([inputs[i] for i in chosen], others, [_probe_of(s) for s in sites])
-    split = [Summary(*np.moveaxis(np.asarray(m), -1, 0)) for m in [*grads, *measured]]
-    return float(value), split[: len(grads)], dict(zip(keys, split[len(grads) :], strict=True))
+    found = dict(zip(keys, map(_split, measured), strict=True))
+    return float(value), [_split(grad) for grad in grads], silent | found
+
+
+def _split(numbers: Any) -> Summary:
+    return Summary(*np.moveaxis(np.asarray(numbers), -1, 0))
 
 
 class _Probes(_jaxpr.Hook):
