@@ -316,6 +316,21 @@ def test_a_constant_has_the_step_at_which_it_first_comes_in():
     assert finding.step == 0 and finding.operation == "mul"
 
 
+def test_a_loss_that_is_not_finite_is_never_ok(monkeypatch):
+    module = sys.modules["clipgrad._diagnose.diagnose"]
+    monkeypatch.setattr(module, "origin_of_loss", lambda *args: None)
+    found = cg.diagnose(lambda x: jnp.where(x > 1, x, jnp.inf), (jnp.array(0.0),))
+    assert kinds(found) == ["value"] and "the compiled loss is inf" in found.findings[0].message
+
+
+def test_the_gradient_is_that_of_the_compiled_loss():
+    def loss(x):
+        return jnp.log(jnp.exp(x))
+
+    compiled = jax.jit(jax.value_and_grad(loss))(-200.0)
+    assert cg.diagnose(loss, (-200.0,)).ok == np.isfinite(compiled).all()
+
+
 def test_an_operation_whose_nan_is_masked_is_not_the_finding():
     def loss(x):
         sick = jnp.linalg.norm(x[:2] * x[2:])

@@ -59,6 +59,12 @@ def unexplained_finding(names: Sequence[str], given: Subject) -> GradientFinding
     return of_argument("vjp", what, given)
 
 
+def unexplained_loss(loss: float, given: Subject) -> GradientFinding:
+    """A finding on a loss that is not finite only where it is compiled."""
+    what = f"the compiled loss is {loss}, though each operation by itself has a finite value"
+    return of_argument("value", what, given)
+
+
 def of_argument(kind: str, message: str, given: Subject) -> GradientFinding:
     """A finding at the function itself."""
     code = getattr(given.fun, "__code__", None)
