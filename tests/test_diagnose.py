@@ -279,6 +279,18 @@ def uses_in_a_jit(x):
     return 2e38 * jnp.sin(y) + jax.jit(jnp.tan)(y) * 2e38
 
 
+def uses_of_what_a_scan_carries(x):
+    def step(c, _):
+        return 2e38 * jnp.sin(c) + 2e38 * jnp.tan(c), None
+
+    return jax.lax.scan(step, x, None, length=1)[0]
+
+
+def uses_behind_a_rule(x):
+    y = jax.nn.relu(x + 1.0) - (2.0 * x + 1)
+    return 2e38 * jnp.sin(y) + 2e38 * jnp.tan(y)
+
+
 def uses_of_an_argument(x):
     return 2e38 * jnp.sin(x) + 2e38 * jnp.tan(x)
 
@@ -286,6 +298,8 @@ def uses_of_an_argument(x):
 @pytest.mark.parametrize(
     "loss, operation, uses",
     [
+        (uses_of_what_a_scan_carries, "scan", 2),
+        (uses_behind_a_rule, "sub", 2),
         (uses_of_an_argument, "argument", 2),
         (uses_in_a_jit, "mul", 2),
         (sums_in_a_scan, "argument", 5),
@@ -296,7 +310,8 @@ def test_a_sum_of_cotangents_that_overflows_is_found(loss, operation, uses):
     assert (finding.kind, finding.operation) == ("vjp", operation)
     assert f"cotangents of its {uses} uses are finite and their sum is not" in finding.message
     assert operation != "argument" or "args/0 is used" in finding.message
-    assert operation == "argument" or finding.line == line_of(loss, "2.0 * x")
+    assert operation in ("argument", "scan") or finding.line == line_of(loss, "2.0 * x")
+    assert finding.step == (0 if operation == "scan" else None)
 
 
 def test_a_gradient_that_is_not_finite_is_never_ok(monkeypatch):
