@@ -291,6 +291,10 @@ def uses_behind_a_rule(x):
     return 2e38 * jnp.sin(y) + 2e38 * jnp.tan(y)
 
 
+def uses_in_a_branch(x):
+    return jax.lax.cond(x < 1, uses_of_an_argument, lambda x: x, x)
+
+
 def uses_of_an_argument(x):
     return 2e38 * jnp.sin(x) + 2e38 * jnp.tan(x)
 
@@ -300,6 +304,7 @@ def uses_of_an_argument(x):
     [
         (uses_of_what_a_scan_carries, "scan", 2),
         (uses_behind_a_rule, "sub", 2),
+        (uses_in_a_branch, "argument", 2),
         (uses_of_an_argument, "argument", 2),
         (uses_in_a_jit, "mul", 2),
         (sums_in_a_scan, "argument", 5),

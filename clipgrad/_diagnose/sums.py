@@ -48,19 +48,19 @@ def sum_fault(
         own = uses.get((inner, v), [])
         steps = _overflows(found[key], own, found) if key in found else []
         if steps and v not in _leaving(inner):
-            faults.append(SumFault(None, place, steps[-1], _count(own, inner)))
+            faults.append(SumFault(None, place, steps[-1], _count(own, inner, found)))
     if faults:
         return faults[-1]
     for i, grad in zip(chosen, grads, strict=True):
         own = uses.get((block, block.programs[0].invars[i]), [])
         if _overflows(grad, own, found):
-            return SumFault(i, None, (), _count(own, block))
+            return SumFault(i, None, (), _count(own, block, found))
     return None
 
 
 def _overflows(total: Summary, uses: list[Use], found: dict[tuple, Summary]) -> list[tuple]:
     """The steps at which a sum is not finite though all of its terms are known and finite."""
-    keys = [(OPERAND, id(u.block), id(u.equation), u.position) for u in uses]
+    keys = [_key(use) for use in uses]
     bad = np.asarray(total.nonfinite) > 0
     if not keys or not bad.any() or any(key not in found for key in keys):
         return []
@@ -81,9 +81,14 @@ def _values(block: Block) -> Iterator[tuple[Block, Any, tuple, Place]]:
             yield inner, v, (RESULT, id(inner), id(equation), i), Place(equation, inner.parent)
 
 
-def _count(uses: list[Use], block: Block) -> int:
+def _count(uses: list[Use], block: Block, found: dict[tuple, Summary]) -> int:
     """How many cotangents are summed: one for each use, at each step of the scans inside."""
-    return sum(math.prod(use.block.nest[len(block.nest) :]) for use in uses)
+    reached = [u for u in uses if np.any(found[_key(u)].reached)]
+    return sum(math.prod(use.block.nest[len(block.nest) :]) for use in reached)
+
+
+def _key(use: Use) -> tuple:
+    return OPERAND, id(use.block), id(use.equation), use.position
 
 
 def _leaving(block: Block) -> set[Var]:
