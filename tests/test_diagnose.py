@@ -279,6 +279,22 @@ def uses_in_a_jit(x):
     return 2e38 * jnp.sin(y) + jax.jit(jnp.tan)(y) * 2e38
 
 
+def uses_of_what_a_scan_carries(x):
+    def step(c, _):
+        return 2e38 * jnp.sin(c) + 2e38 * jnp.tan(c), None
+
+    return jax.lax.scan(step, x, None, length=1)[0]
+
+
+def uses_behind_a_rule(x):
+    y = jax.nn.relu(x + 1.0) - (2.0 * x + 1)
+    return 2e38 * jnp.sin(y) + 2e38 * jnp.tan(y)
+
+
+def uses_in_a_branch(x):
+    return jax.lax.cond(x < 1, uses_of_an_argument, lambda x: x, x)
+
+
 def uses_of_an_argument(x):
     return 2e38 * jnp.sin(x) + 2e38 * jnp.tan(x)
 
@@ -286,6 +302,9 @@ def uses_of_an_argument(x):
 @pytest.mark.parametrize(
     "loss, operation, uses",
     [
+        (uses_of_what_a_scan_carries, "scan", 2),
+        (uses_behind_a_rule, "sub", 2),
+        (uses_in_a_branch, "argument", 2),
         (uses_of_an_argument, "argument", 2),
         (uses_in_a_jit, "mul", 2),
         (sums_in_a_scan, "argument", 5),
@@ -296,7 +315,8 @@ def test_a_sum_of_cotangents_that_overflows_is_found(loss, operation, uses):
     assert (finding.kind, finding.operation) == ("vjp", operation)
     assert f"cotangents of its {uses} uses are finite and their sum is not" in finding.message
     assert operation != "argument" or "args/0 is used" in finding.message
-    assert operation == "argument" or finding.line == line_of(loss, "2.0 * x")
+    assert operation in ("argument", "scan") or finding.line == line_of(loss, "2.0 * x")
+    assert finding.step == (0 if operation == "scan" else None)
 
 
 def test_a_gradient_that_is_not_finite_is_never_ok(monkeypatch):
@@ -314,6 +334,21 @@ def test_a_constant_has_the_step_at_which_it_first_comes_in():
 
     (finding,) = cg.diagnose(loss, (jnp.ones(1),)).findings
     assert finding.step == 0 and finding.operation == "mul"
+
+
+def test_a_loss_that_is_not_finite_is_never_ok(monkeypatch):
+    module = sys.modules["clipgrad._diagnose.diagnose"]
+    monkeypatch.setattr(module, "origin_of_loss", lambda *args: None)
+    found = cg.diagnose(lambda x: jnp.where(x > 1, x, jnp.inf), (jnp.array(0.0),))
+    assert kinds(found) == ["value"] and "the compiled loss is inf" in found.findings[0].message
+
+
+def test_the_gradient_is_that_of_the_compiled_loss():
+    def loss(x):
+        return jnp.log(jnp.exp(x))
+
+    compiled = jax.jit(jax.value_and_grad(loss))(-200.0)
+    assert cg.diagnose(loss, (-200.0,)).ok == np.isfinite(compiled).all()
 
 
 def test_an_operation_whose_nan_is_masked_is_not_the_finding():
@@ -620,16 +655,24 @@ def test_the_growth_of_the_character_rnn_is_found():
 @pytest.mark.parametrize(
     "fun, args, options, error, match",
     [
-        (3, (1.0,), {}, TypeError, "^fun: got int, expected a function"),
+        (3, (1.0,), {}, TypeError, "^fun: got 3, expected a function"),
+        (cg.ErrorClipByValue(max=1.0), (1.0,), {}, TypeError, "^fun: got ClipByValue"),
         (jnp.sum, [1.0], {}, TypeError, r"^args: got list, expected the tuple .*write \(x,\)"),
         (jnp.sum, (1.0,), {"kwargs": [1]}, TypeError, "^kwargs: got list, expected a dict"),
         (jnp.sin, (jnp.ones(2),), {}, ValueError, r"^fun: got float32\[2\].*write its mean or sum"),
         (lambda x: (x, x), (1.0,), {}, ValueError, "^fun: got tuple.*has_aux=True"),
-        (lambda x: x, (1.0,), {"has_aux": True}, ValueError, r"^fun: got .*expected \(loss, aux\)"),
+        (
+            lambda x: x,
+            (1.0,),
+            {"has_aux": True},
+            ValueError,
+            r"^fun: got float32\[\].*leave has_aux out",
+        ),
         (lambda x: 1.0, (1.0,), {}, ValueError, "^fun: got float from it, expected a scalar loss"),
         (jnp.sum, (1.0,), {"argnums": 1}, ValueError, "^argnums: got 1 for 1 arguments"),
-        (jnp.sum, (1.0,), {"argnums": ()}, ValueError, r"^argnums: got \(\)"),
-        (lambda x: 1.0 * jnp.sum(x), (jnp.arange(3),), {}, ValueError, "^args: got no floating"),
+        (jnp.sum, (1.0,), {"argnums": ()}, ValueError, r"^argnums: got \(\), expected at least"),
+        (lambda x: 1.0 * jnp.sum(x), (jnp.arange(3),), {}, ValueError, r"got int32\[3\] in args/0"),
+        (lambda x: 1.0 * x, (1,), {}, ValueError, "^args: got int in args/0, expected some float"),
         (lambda x: 1j * x, (1.0,), {}, ValueError, r"^fun: got complex64\[\]"),
     ],
 )

@@ -79,3 +79,21 @@ def test_wrong_usage_is_one_line_and_exits_with_2(models, capsys, function, args
     shown = capsys.readouterr()
     assert shown.err.startswith("clipgrad diagnose: ") and match in shown.err
     assert shown.err.count("\n") == 1 and shown.out == ""
+
+
+def test_without_shapes_the_command_to_write_is_this_one(models, capsys):
+    assert main(["diagnose", f"{models}:loss"]) == 2
+    shown = capsys.readouterr().err
+    assert f"write clipgrad diagnose {models}:loss --args" in shown and "check" not in shown
+
+
+@pytest.mark.parametrize("args, code", [("sick", 1), ("well", 2)])
+def test_a_folder_that_cannot_be_written_does_not_hide_a_finding(
+    models, tmp_path, capsys, args, code
+):
+    (tmp_path / "file").write_text("")
+    options = ["--args", f"{models}:{args}", "--out", str(tmp_path / "file")]
+    assert main(["diagnose", f"{models}:loss", *options]) == code
+    shown = capsys.readouterr()
+    assert shown.err.startswith("clipgrad diagnose: ") and shown.err.count("\n") == 1
+    assert shown.out.startswith("vjp: " if code == 1 else "nothing is wrong")

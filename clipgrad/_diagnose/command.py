@@ -21,7 +21,7 @@ example:
 exit code:
   0  nothing is wrong
   1  there are findings
-  2  the diagnosis could not be run; one line says why
+  2  the diagnosis could not be run, or could not be written and has no findings; a line says why
 """
 
 
@@ -56,14 +56,23 @@ def run_diagnose(options: argparse.Namespace) -> int:
         argnums, has_aux = tuple(options.argnums), options.has_aux
         found = diagnose(function, args, kwargs, argnums=argnums, has_aux=has_aux)
         print(found)
+    except Exception as error:
+        _complain(error)
+        return WRONG_USAGE
+    try:
         if options.out:
             _write(found, pathlib.Path(options.out))
     except Exception as error:
-        own = isinstance(error, UsageError | ValueError | TypeError | ImportError)
-        text = str(error).strip().partition("\n")[0] if own else first_line(error)
-        print(f"clipgrad diagnose: {text}", file=sys.stderr)
-        return WRONG_USAGE
+        _complain(error)
+        return WRONG_USAGE if found.ok else SICK
     return HEALTHY if found.ok else SICK
+
+
+def _complain(error: Exception) -> None:
+    own = isinstance(error, UsageError | ValueError | TypeError | ImportError)
+    text = str(error).strip().partition("\n")[0] if own else first_line(error)
+    text = text.replace("; write clipgrad check ", "; write clipgrad diagnose ")  # of `arguments`
+    print(f"clipgrad diagnose: {text}", file=sys.stderr)
 
 
 def _write(found: GradientDiagnosis, folder: pathlib.Path) -> None:

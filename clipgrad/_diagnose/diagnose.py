@@ -12,6 +12,7 @@ from clipgrad._diagnose.diagnosis import GradientDiagnosis, GradientFinding
 from clipgrad._diagnose.findings import (
     sum_finding,
     unexplained_finding,
+    unexplained_loss,
     value_finding,
     vjp_finding,
 )
@@ -51,6 +52,8 @@ def diagnose(
       * All name the line in the user's file, the module, and the step of the innermost scan; in
         eager code and inside of `jax.jit`, `jax.lax.scan`, `jax.lax.cond` and `jax.checkpoint`.
       * A function with a rule of its own is one operation; one whose rule is right is a note.
+      * A loss or a gradient that is not finite has a finding in any case. They are those of the
+        compiled loss: XLA may simplify ``log(exp(x))``, which overflows in eager code, to ``x``.
       * Arguments and models are not changed.
 
     Args:
@@ -106,6 +109,8 @@ def _nonfinite(
     """The findings of NaN and inf: in the value, and then in the backward pass."""
     origin = None if np.isfinite(loss) else origin_of_loss(given.program, given.inputs)
     findings = [value_finding(origin, given)] if origin else []
+    if not origin and not np.isfinite(loss):
+        findings.append(unexplained_loss(loss, given))
     if any(np.any(grad.nonfinite) for grad in grads):
         excused = origin.place if origin else None
         program = given.program, given.inputs, given.chosen

@@ -8,6 +8,7 @@ import numpy as np
 from clipgrad._diagnose.diagnosis import GradientFinding
 from clipgrad._diagnose.numbers import dtype_of, is_float, short
 from clipgrad._diagnose.places import Location, Place
+from clipgrad._diagnose.rows import SCAN
 from clipgrad._diagnose.subject import Subject
 from clipgrad._diagnose.sums import SumFault
 from clipgrad._diagnose.suspects import computed, suspect
@@ -49,7 +50,9 @@ def sum_finding(fault: SumFault, given: Subject) -> GradientFinding:
         name = given.names[fault.argument or 0]
         return of_argument("vjp", f"{name} is used more than once; {finite}", given)
     step = fault.steps[-1] if fault.steps else None
-    what = f"the value of {fault.place.operation} is used more than once; {finite}"
+    carried = fault.place.operation == SCAN
+    value = "what the scan carries" if carried else f"the value of {fault.place.operation}"
+    what = f"{value} is used more than once; {finite}"
     return _finding("vjp", fault.place, step, what)
 
 
@@ -57,6 +60,12 @@ def unexplained_finding(names: Sequence[str], given: Subject) -> GradientFinding
     """A finding on gradients that are not finite for a reason that was not found."""
     what = f"the gradient of {', '.join(names)} is not finite; the operation was not found"
     return of_argument("vjp", what, given)
+
+
+def unexplained_loss(loss: float, given: Subject) -> GradientFinding:
+    """A finding on a loss that is not finite only where it is compiled."""
+    what = f"the compiled loss is {loss}, though each operation by itself has a finite value"
+    return of_argument("value", what, given)
 
 
 def of_argument(kind: str, message: str, given: Subject) -> GradientFinding:
@@ -91,7 +100,8 @@ def _around(place: Place, step: int | None, where: Location) -> str:
     parts = [f", in {where.package}"] if where.package and where.file else []
     parts += [f", in module {place.module}"] if place.module else []
     if step is not None:
-        parts += [f", at step {step} of {place.nest[-1]}"]
+        own = [place.equation.params["length"]] if place.operation == SCAN else []
+        parts += [f", at step {step} of {[*place.nest, *own][-1]}"]
     return "".join(parts)
 
 

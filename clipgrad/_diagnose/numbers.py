@@ -1,6 +1,5 @@
 """The numbers with which an operation goes wrong, and how they are written."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,15 +25,6 @@ def at_index(x: Any, shape: tuple[int, ...], index: jax.Array) -> jax.Array:
     if size.shape == shape:
         return size.ravel()[index]
     return jnp.max(jnp.abs(size), initial=0)
-
-
-def written(values: Sequence[float], exact: Sequence[bool]) -> str:
-    """Values as text: "0, 0", or "numbers up to 300" where they are not single elements."""
-    parts = [
-        short(value) if single else f"numbers up to {short(value)}"
-        for value, single in zip(values, exact, strict=True)
-    ]
-    return ", ".join(parts)
 
 
 def short(value: Any) -> str:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.numbers import is_float
+from clipgrad._names import check_function
 from clipgrad._nnx import is_model, with_models
 from clipgrad._trees import is_array, path_string
 
@@ -41,8 +42,7 @@ def subject(
       TypeError: `fun` is not a function, `args` not a tuple, or `kwargs` not a mapping.
       ValueError: the loss or what it is differentiated by is not what `jax.grad` accepts.
     """
-    if not callable(fun):
-        raise TypeError(f"fun: got {type(fun).__name__}, expected a function that returns a loss")
+    check_function(fun)
     if not isinstance(args, tuple):
         raise TypeError(
             f"args: got {type(args).__name__}, expected the tuple of arguments; write (x,) for one"
@@ -51,6 +51,9 @@ def subject(
         raise TypeError(f"kwargs: got {type(kwargs).__name__}, expected a dictionary")
     positions = _positions(argnums, len(args))
     args = _with_arrays(args, positions)
+    leaves = [leaf for i in positions for leaf in jax.tree.leaves(args[i])]
+    if leaves and all(isinstance(leaf, int) for leaf in leaves):
+        raise ValueError(_nothing_floating(args, positions))
     traced: list[Subject] = []
 
     def run(function: Any, packed: Any, named: Any) -> None:
@@ -63,7 +66,12 @@ def subject(
 
 def _positions(argnums: Any, count: int) -> list[int]:
     chosen = list(argnums) if isinstance(argnums, Iterable) else [argnums]
-    if not chosen or not all(isinstance(i, int) and -count <= i < count for i in chosen):
+    if not chosen:
+        raise ValueError(
+            f"argnums: got {argnums!r}, expected at least one position of an argument to "
+            "differentiate by"
+        )
+    if not all(isinstance(i, int) and -count <= i < count for i in chosen):
         raise ValueError(
             f"argnums: got {argnums!r} for {count} arguments, expected positions below {count}"
         )
@@ -107,12 +115,24 @@ def _trace(
         if path[0].idx == 0 and path[1].idx in positions and is_float(leaf)
     ]
     if not chosen:
-        raise ValueError(
-            "args: got no floating arrays in the arguments of argnums, expected some to "
-            "differentiate by; choose others by argnums"
-        )
+        raise ValueError(_nothing_floating(args, positions))
     names = [_name(path) for path, _ in arrays]
     return Subject(fun, program, [leaf for _, leaf in arrays], names, chosen)
+
+
+def _nothing_floating(args: tuple, positions: list[int]) -> str:
+    """The error of a loss without anything to differentiate by; it says what there is instead."""
+    leaves = [leaf for i in positions for leaf in jax.tree.leaves(args[i])]
+    there = {_described(leaf) for leaf in leaves}
+    where = ", ".join(f"args/{i}" for i in positions)
+    return (
+        f"args: got {', '.join(sorted(there)) or 'no arrays'} in {where}, expected some floating "
+        "arrays to differentiate by; write 1.0 for 1 or x.astype(float), or choose others"
+    )
+
+
+def _described(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__
 
 
 def _name(path: tuple) -> str:
@@ -124,7 +144,8 @@ def _checked_loss(result: Any, has_aux: bool) -> jax.Array:
     if has_aux:
         if not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(
-                f"fun: got {type(result).__name__} from it, expected (loss, aux) for has_aux=True"
+                f"fun: got {_described(result)} from it, expected (loss, aux) for has_aux=True; "
+                "leave has_aux out if it returns the loss alone"
             )
         result = result[0]
     if not isinstance(result, jax.Array):

@@ -1,14 +1,14 @@
 """The value whose uses bring finite cotangents that are not finite when they are summed."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.cotangents import OPERAND, RESULT, Summary
+from clipgrad._diagnose.cotangents import OPERAND, RESULT, STATE, Summary
 from clipgrad._diagnose.numbers import is_float
 from clipgrad._diagnose.places import Place
 from clipgrad._diagnose.units import Block
@@ -39,44 +39,56 @@ def sum_fault(
 ) -> SumFault | None:
     """The last value in program order whose cotangent overflows in the sum over its uses."""
     uses: dict[tuple, list[Use]] = {}
-    faults = []
     for inner, equation in block.all_equations():
         for i, v in enumerate(equation.invars):
             if type(v) is not Literal and is_float(v):
                 uses.setdefault(_source(inner, v), []).append(Use(inner, equation, i))
-    for inner, equation in block.all_equations():
-        for i, v in enumerate(equation.outvars):
-            total = found.get((RESULT, id(inner), id(equation), i))
-            own = uses.get((inner, v), [])
-            steps = () if total is None or v in _leaving(inner) else _overflows(total, own, found)
-            if len(steps):
-                at = tuple(map(int, steps[-1]))
-                place = Place(equation, inner.parent)
-                faults.append(SumFault(None, place, at, _count(own, inner)))
+    faults = []
+    for inner, v, key, place in _values(block):
+        own = uses.get((inner, v), [])
+        steps = _overflows(found[key], own, found) if key in found else []
+        if steps and v not in _leaving(inner):
+            faults.append(SumFault(None, place, steps[-1], _count(own, inner, found)))
     if faults:
         return faults[-1]
     for i, grad in zip(chosen, grads, strict=True):
         own = uses.get((block, block.programs[0].invars[i]), [])
-        if len(_overflows(grad, own, found)):
-            return SumFault(i, None, (), _count(own, block))
+        if _overflows(grad, own, found):
+            return SumFault(i, None, (), _count(own, block, found))
     return None
 
 
-def _overflows(total: Summary, uses: list[Use], found: dict[tuple, Summary]) -> Any:
+def _overflows(total: Summary, uses: list[Use], found: dict[tuple, Summary]) -> list[tuple]:
     """The steps at which a sum is not finite though all of its terms are known and finite."""
-    keys = [(OPERAND, id(u.block), id(u.equation), u.position) for u in uses]
+    keys = [_key(use) for use in uses]
     bad = np.asarray(total.nonfinite) > 0
     if not keys or not bad.any() or any(key not in found for key in keys):
-        return ()
+        return []
     for key in keys:
         term = np.asarray(found[key].nonfinite) > 0
         bad = bad & ~term.reshape(*bad.shape, -1).any(-1)
-    return np.argwhere(bad)
+    return [tuple(map(int, steps)) for steps in np.argwhere(bad)]
 
 
-def _count(uses: list[Use], block: Block) -> int:
+def _values(block: Block) -> Iterator[tuple[Block, Any, tuple, Place]]:
+    """What scans carry, and then the results of equations in program order, with their keys."""
+    for inner in block.blocks():
+        if inner.parent:
+            for v in inner.states:
+                yield inner, v, (STATE, id(inner), id(v), 0), inner.parent
+    for inner, equation in block.all_equations():
+        for i, v in enumerate(equation.outvars):
+            yield inner, v, (RESULT, id(inner), id(equation), i), Place(equation, inner.parent)
+
+
+def _count(uses: list[Use], block: Block, found: dict[tuple, Summary]) -> int:
     """How many cotangents are summed: one for each use, at each step of the scans inside."""
-    return sum(math.prod(use.block.nest[len(block.nest) :]) for use in uses)
+    reached = [u for u in uses if np.any(found[_key(u)].reached)]
+    return sum(math.prod(use.block.nest[len(block.nest) :]) for use in reached)
+
+
+def _key(use: Use) -> tuple:
+    return OPERAND, id(use.block), id(use.equation), use.position
 
 
 def _leaving(block: Block) -> set[Var]:

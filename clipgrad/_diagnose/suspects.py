@@ -10,7 +10,7 @@ Values = Sequence[float]
 
 def _at_zero(values: Values) -> bool:
     """Of what is zero, or so small that a processor may compute with zero instead."""
-    return abs(values[0]) < np.finfo(np.float32).tiny
+    return bool(abs(values[0]) < np.finfo(np.float32).tiny)
 
 
 def _at_the_end_of_log(values: Values) -> bool:

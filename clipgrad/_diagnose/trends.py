@@ -72,8 +72,9 @@ def trend(norms: Sequence[float] | np.ndarray) -> Trend | None:
     steadiness = 1 - np.sum((logs - start - slope * places) ** 2) / spread if spread else 0.0
     factor, ratio = np.exp(slope), np.exp(logs[-1] - logs[0])
     total = np.exp(slope * (len(array) - 1))
-    numbers = map(float, (factor, total, ratio, steadiness))
-    return Trend(*numbers, len(array), bool(is_rounded))
+    return Trend(
+        float(factor), float(total), float(ratio), float(steadiness), len(array), bool(is_rounded)
+    )
 
 
 def trend_findings(rows: Sequence[GradientRow]) -> Iterator[GradientFinding]:

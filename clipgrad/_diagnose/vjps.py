@@ -75,7 +75,7 @@ def fault(
                 return found_fault
         if ordered:
             return ordered[0][1]
-    return sum_fault(chosen, block, grads, every)
+    return sum_fault(chosen, block, grads, measured | every)
 
 
 def _count(grads: list[Summary]) -> float:
