@@ -1,11 +1,9 @@
 """`clipgrad names module:function`: what can be clipped and watched, on the command line."""
 
 import argparse
-import sys
 from typing import Any
 
-from clipgrad._check.command import PASSED, WRONG_USAGE, UsageError, arguments, load
-from clipgrad._check.report import first_line
+from clipgrad._check.command import PASSED, UsageError, arguments, complain, load
 from clipgrad._names import list_names
 
 EPILOG = """\
@@ -44,7 +42,7 @@ def run_names(options: argparse.Namespace) -> int:
     """Print the names; return the exit code."""
     try:
         function = load(options.function)
-        args, kwargs = arguments(options.function, function, options.args, seed=0)
+        args, kwargs = arguments("names", options.function, function, options.args, seed=0)
         names = list_names(function, args, kwargs)
         if not names:
             raise UsageError(
@@ -53,9 +51,6 @@ def run_names(options: argparse.Namespace) -> int:
                 'with jax.named_scope("x"):'
             )
     except Exception as error:
-        own = isinstance(error, UsageError | ValueError | TypeError)
-        text = str(error).strip().partition("\n")[0] if own else first_line(error)
-        print(f"clipgrad names: {text}", file=sys.stderr)
-        return WRONG_USAGE
+        return complain("names", error)
     print(names)
     return PASSED

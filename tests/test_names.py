@@ -132,7 +132,7 @@ def test_the_command_prints_the_table(folder, capsys, args):
         (["named_here:nothing", "--args", "f32[3]"], "got a function without tags or modules; tag"),
         (["named_here:raises", "--args", "f32[3]"], "named_here:raises raises ValueError: not lik"),
         (["named_here:lose", "--args", "f32[3]"], "has no 'lose'; the nearest are ['loss'"),
-        (["named_here:loss"], "--args: got nothing, and not every parameter of named_here:loss"),
+        (["named_here:loss"], "; write clipgrad names named_here:loss --args"),
     ],
 )
 def test_what_cannot_be_listed_exits_with_two_and_one_line(folder, capsys, words, line):

@@ -85,11 +85,16 @@ def run_check(options: argparse.Namespace) -> int:
             with open(options.json, "w", encoding="utf-8") as file:
                 json.dump(as_json(report), file, indent=2)
     except Exception as error:
-        own = isinstance(error, UsageError | ValueError | TypeError)
-        text = str(error).strip().partition("\n")[0] if own else first_line(error)
-        print(f"clipgrad check: {text}", file=sys.stderr)
-        return WRONG_USAGE
+        return complain("check", error)
     return PASSED if report.ok else FAILED
+
+
+def complain(command: str, error: Exception) -> int:
+    """Say in one line why a command could not be run; return its exit code."""
+    own = isinstance(error, UsageError | ValueError | TypeError | ImportError)
+    text = str(error).strip().partition("\n")[0] if own else first_line(error)
+    print(f"clipgrad {command}: {text}", file=sys.stderr)
+    return WRONG_USAGE
 
 
 def _report(options: argparse.Namespace) -> GradCheckReport:
@@ -99,7 +104,7 @@ def _report(options: argparse.Namespace) -> GradCheckReport:
     seed = Options(**given).seed
     with jax.enable_x64(True) if options.x64 else contextlib.nullcontext():
         function = load(options.function)
-        args, kwargs = arguments(options.function, function, options.args, seed)
+        args, kwargs = arguments("check", options.function, function, options.args, seed)
         return check_grads(
             function,
             args,
@@ -113,7 +118,9 @@ def _report(options: argparse.Namespace) -> GradCheckReport:
         )
 
 
-def arguments(path: str, function: Callable, text: str | None, seed: int) -> Arguments:
+def arguments(
+    command: str, path: str, function: Callable, text: str | None, seed: int
+) -> Arguments:
     """The arguments of `--args`, or of the shapes that the function has; it is called with them.
 
     Raises:
@@ -124,7 +131,7 @@ def arguments(path: str, function: Callable, text: str | None, seed: int) -> Arg
         _called(path, function, found)
         return found
     parameters = parameters_of(function)
-    instead = f"; write clipgrad check {path} {example(parameters)}, or --args module:make_args"
+    instead = f"; write clipgrad {command} {path} {example(parameters)}, or --args module:make_args"
     found = inferred_arguments(parameters, seed)
     if found is None:
         raise UsageError(

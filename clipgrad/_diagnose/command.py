@@ -3,17 +3,15 @@
 import argparse
 import json
 import pathlib
-import sys
 from typing import Any
 
 import numpy as np
 
-from clipgrad._check.command import UsageError, arguments, load
-from clipgrad._check.report import first_line
+from clipgrad._check.command import arguments, complain, load
 from clipgrad._diagnose.diagnose import diagnose
 from clipgrad._diagnose.diagnosis import GradientDiagnosis
 
-HEALTHY, SICK, WRONG_USAGE = 0, 1, 2
+HEALTHY, SICK = 0, 1
 EPILOG = """\
 example:
   clipgrad diagnose models:loss --args models:example_args --out diagnosis
@@ -52,27 +50,19 @@ def run_diagnose(options: argparse.Namespace) -> int:
     """Run a diagnosis and print it; return the exit code."""
     try:
         function = load(options.function)
-        args, kwargs = arguments(options.function, function, options.args, 0)
+        args, kwargs = arguments("diagnose", options.function, function, options.args, 0)
         argnums, has_aux = tuple(options.argnums), options.has_aux
         found = diagnose(function, args, kwargs, argnums=argnums, has_aux=has_aux)
         print(found)
     except Exception as error:
-        _complain(error)
-        return WRONG_USAGE
+        return complain("diagnose", error)
     try:
         if options.out:
             _write(found, pathlib.Path(options.out))
     except Exception as error:
-        _complain(error)
-        return WRONG_USAGE if found.ok else SICK
+        unwritten = complain("diagnose", error)
+        return unwritten if found.ok else SICK
     return HEALTHY if found.ok else SICK
-
-
-def _complain(error: Exception) -> None:
-    own = isinstance(error, UsageError | ValueError | TypeError | ImportError)
-    text = str(error).strip().partition("\n")[0] if own else first_line(error)
-    text = text.replace("; write clipgrad check ", "; write clipgrad diagnose ")  # of `arguments`
-    print(f"clipgrad diagnose: {text}", file=sys.stderr)
 
 
 def _write(found: GradientDiagnosis, folder: pathlib.Path) -> None:
