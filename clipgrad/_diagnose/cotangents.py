@@ -14,7 +14,6 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.numbers import at_index, dtype_of, is_float
 from clipgrad._diagnose.subject import PRINTS
 from clipgrad._diagnose.units import CLOSED, Block, Unit, equations_of
-from clipgrad._jaxpr._programs import JIT
 
 _HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 # What has programs with half precision inside, or looks at the bits of a number.
@@ -168,7 +167,7 @@ class _Probes(_jaxpr.Hook):
         inner = self._inner(equation)
         if inner is None or id(inner) not in self.opened:
             return self.bind(equation, inputs)
-        if equation.primitive.name in JIT:
+        if equation.primitive.name in _jaxpr.JIT:
             (program,), _ = _jaxpr.entered_programs(equation)
             return _jaxpr.evaluate(program, inputs, self.inside(equation, ()))
         invars = [v for v in equation.invars if type(v) is not Literal]
@@ -195,8 +194,7 @@ class _Wide(_Probes):
 
     def bind(self, equation, inputs):
         if equation.primitive.name in _jaxpr.CUSTOM_RULES:
-            names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
-            program = next(equation.params[name] for name in names if name in equation.params)
+            program = _jaxpr.called_program(equation)
             inner = Block([program])
             opened = frozenset(map(id, inner.blocks()))
             return _jaxpr.evaluate(program, inputs, _Wide(inner, opened, {}))

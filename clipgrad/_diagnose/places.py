@@ -10,8 +10,6 @@ import jax
 from jax.extend.core import JaxprEqn
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._jaxpr import _scopes
-from clipgrad._jaxpr._programs import JIT
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _INSTALLED = (
@@ -24,7 +22,7 @@ _DEMO = str(_PACKAGE / "_demo")  # programs as a user would write them
 _MACHINERY = {"api.py", "core.py", "custom_derivatives.py", "pjit.py", "traceback_util.py"}
 _MACHINERY |= {"api_util.py", "linear_util.py", "partial_eval.py", "source_info_util.py"}
 _MACHINERY |= {"ufunc_api.py", "array_methods.py", "ad_checkpoint.py"}
-_NAMED = _jaxpr.CUSTOM_RULES | JIT
+_NAMED = _jaxpr.CUSTOM_RULES | _jaxpr.JIT
 
 
 class Location(NamedTuple):
@@ -65,7 +63,7 @@ class Place(NamedTuple):
     @property
     def module(self) -> str:
         """The module path, joined by slashes."""
-        paths = [_scopes.path(equation) for equation in reversed(self.chain)]
+        paths = [_jaxpr.path(equation) for equation in reversed(self.chain)]
         return "/".join(segment for path in paths for segment in path)
 
     @property

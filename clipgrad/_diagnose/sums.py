@@ -12,9 +12,8 @@ from clipgrad._diagnose.cotangents import OPERAND, RESULT, STATE, Summary
 from clipgrad._diagnose.numbers import is_float
 from clipgrad._diagnose.places import Place
 from clipgrad._diagnose.units import Block
-from clipgrad._jaxpr._programs import JIT
 
-_TRANSPARENT = JIT | _jaxpr.CALLS | _jaxpr.REMAT
+_TRANSPARENT = _jaxpr.JIT | _jaxpr.CALLS | _jaxpr.REMAT
 
 
 class SumFault(NamedTuple):

@@ -9,7 +9,6 @@ from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.numbers import is_float
 from clipgrad._diagnose.places import Place
-from clipgrad._jaxpr._programs import JIT
 
 # Code without scopes is cut into so many parts, of at most so many equations: 184 probes in a
 # transformer of 12 layers and 997 equations, which compile in 18 seconds on two busy cores.
@@ -18,7 +17,7 @@ _PARTS, _LONGEST = 64, 24
 _SMALL = 24
 _LAYERS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 CLOSED = frozenset({"while", "shard_map", "pallas_call", "pure_callback", "ffi_call", "cond"})
-_ENTERED = frozenset({"scan", "cond"}) | _jaxpr.CALLS | _jaxpr.REMAT | JIT
+_ENTERED = frozenset({"scan", "cond"}) | _jaxpr.CALLS | _jaxpr.REMAT | _jaxpr.JIT
 
 
 class Unit:
@@ -119,7 +118,7 @@ class Block:
     def is_small(self) -> bool:
         """Whether it stays whole in a measurement of modules."""
         name = self.parent.equation.primitive.name if self.parent else None
-        return name in JIT and self.count <= _SMALL and not self.has_loops
+        return name in _jaxpr.JIT and self.count <= _SMALL and not self.has_loops
 
     @property
     def has_loops(self) -> bool:

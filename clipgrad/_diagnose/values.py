@@ -16,9 +16,8 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.numbers import at_index, dtype_of, is_float
 from clipgrad._diagnose.places import Place
 from clipgrad._diagnose.subject import PRINTS
-from clipgrad._jaxpr._programs import JIT
 
-_CALLS = JIT | _jaxpr.CALLS | _jaxpr.REMAT | _jaxpr.CUSTOM_RULES
+_CALLS = _jaxpr.JIT | _jaxpr.CALLS | _jaxpr.REMAT | _jaxpr.CUSTOM_RULES
 _FIRST, _LATEST = -1, 2**62
 
 
@@ -94,9 +93,7 @@ class _Run:
             chosen = params["branches"][int(inputs[0].x)]
             return self.evaluate(chosen, inputs[1:], place, step)
         if name in _CALLS:
-            names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
-            program = next(params[key] for key in names if key in params)
-            return self.evaluate(program, inputs, place, step)
+            return self.evaluate(_jaxpr.called_program(equation), inputs, place, step)
         return self._operation(place, inputs, step)
 
     def _operation(self, place: Place, inputs: list[_Tracked], step: int | None) -> list[_Tracked]:

@@ -18,7 +18,9 @@ from clipgrad._jaxpr._modules import ModuleValues as ModuleValues
 from clipgrad._jaxpr._modules import variables_of_modules as variables_of_modules
 from clipgrad._jaxpr._programs import CALLS as CALLS
 from clipgrad._jaxpr._programs import CUSTOM_RULES as CUSTOM_RULES
+from clipgrad._jaxpr._programs import JIT as JIT
 from clipgrad._jaxpr._programs import REMAT as REMAT
+from clipgrad._jaxpr._programs import called_program as called_program
 from clipgrad._jaxpr._programs import entered_programs as entered_programs
 from clipgrad._jaxpr._programs import equations as equations
 from clipgrad._jaxpr._programs import map_programs as map_programs

@@ -10,20 +10,22 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec, Sharding
 
 from clipgrad._jaxpr._evaluate import Hook, entrance, evaluate
-from clipgrad._jaxpr._programs import CALLS, CUSTOM_RULES, JIT, REMAT, scan_counts
+from clipgrad._jaxpr._programs import (
+    CALLS,
+    CUSTOM_RULES,
+    JIT,
+    REMAT,
+    called_program,
+    scan_counts,
+)
 from clipgrad._trees import combine, is_array, partition
 
 # The compiled functions of an inner jit, as long as JAX keeps its program.
 _COMPILED: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
 
 
-def _program(equation: JaxprEqn) -> Any:
-    names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
-    return next(equation.params[name] for name in names if name in equation.params)
-
-
 def _body(equation: JaxprEqn, hook: Hook, program: Any = None) -> Callable[..., list]:
-    program = _program(equation) if program is None else program
+    program = called_program(equation) if program is None else program
     return lambda *inputs: evaluate(program, inputs, hook.inside(equation, ()))
 
 
@@ -41,7 +43,7 @@ def _jit(equation, inputs, hook):
     arrays, rest = partition(leaves, is_array)
     if not inner.is_reusable:
         return _jitted(equation, structure, rest)(arrays, *inputs)
-    compiled = _COMPILED.setdefault(_program(equation), {})
+    compiled = _COMPILED.setdefault(called_program(equation), {})
     key = (structure, *rest, *(equation.params[name] for name in _JIT_OPTIONS))
     if key not in compiled:
         compiled[key] = _jitted(equation, structure, rest)
@@ -53,7 +55,7 @@ _JIT_OPTIONS = ("in_shardings", "out_shardings", "donated_invars", "keep_unused"
 
 def _jitted(equation: JaxprEqn, structure: Any, rest: list) -> Callable[..., list]:
     """`jax.jit` of the evaluation, with the options that the equation was made with."""
-    program, params = weakref.ref(_program(equation)), equation.params
+    program, params = weakref.ref(called_program(equation)), equation.params
 
     def run(arrays, *inputs):
         return evaluate(program(), inputs, structure.unflatten(combine(arrays, rest)))
@@ -96,7 +98,7 @@ def _scan(equation, inputs, hook):
         sliced, own = element
         inner = hook.inside(equation, own)
         arguments = [*inputs[:constants], *carry, *sliced]
-        outputs = evaluate(_program(equation), arguments, inner)
+        outputs = evaluate(called_program(equation), arguments, inner)
         return tuple(outputs[:carried]), tuple(outputs[carried:])
 
     options = ("length", "reverse", "unroll", "_split_transpose")
@@ -144,7 +146,7 @@ def _shard_map(equation, inputs, hook):
 
     def shard(arrays, *shards):
         hook = structure.unflatten(combine(arrays, rest))
-        return tuple(evaluate(_program(equation), shards, hook))
+        return tuple(evaluate(called_program(equation), shards, hook))
 
     mapped = jax.shard_map(
         shard,

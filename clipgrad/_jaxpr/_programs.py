@@ -17,6 +17,12 @@ def opened(program: Any) -> tuple[Any, Sequence]:
     return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
 
+def called_program(equation: JaxprEqn) -> Any:
+    """Return the program of an equation that holds one, such as `jit`, `scan` or a custom rule."""
+    names = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
+    return next(equation.params[name] for name in names if name in equation.params)
+
+
 def equations(program: Any) -> Iterator[JaxprEqn]:
     """Iterate over the equations of a program and of all programs inside it."""
     for equation in opened(program)[0].eqns:
