@@ -11,9 +11,8 @@ from clipgrad._norms import AxisName, Norm
 from clipgrad._rules import apply_rule, as_rule, is_own
 from clipgrad._stats import (
     ClipStats,
+    LazyStats,
     count_nonfinite,
-    scaling_by_leaf,
-    stats_by_leaf,
     stats_dtype,
 )
 from clipgrad._trees import clippable_leaves, combine, partition
@@ -96,13 +95,6 @@ class Selection(NamedTuple):
     measured: Any  # the leaves that make up the norm
 
 
-class LazyStats(NamedTuple):
-    """The statistics of a clip, computed when called: in total and by leaf."""
-
-    total: Callable[[], ClipStats]
-    leaves: Callable[[], dict[str, ClipStats]]
-
-
 def has_one_norm(rule: Any) -> bool:
     """Whether a rule scales the whole tree by one norm."""
     return is_own(rule) and rule.acts_on == "tree"
@@ -146,18 +138,10 @@ def clip_selection(
         clipped = tree
     else:
         clipped = rule.scale(tree, norms) if is_own(rule) else apply_rule(rule, tree, params)
-    stats = _stats(rule, tree, clipped, norms)
+    stats = LazyStats.of(rule, tree, clipped, norms)
     if tree is not selection.raw:
         stats = _counting(selection.raw, stats, getattr(rule, "axis_name", None))
     return combine(clipped, selection.rest), stats
-
-
-def _stats(rule: Any, tree: Any, clipped: Any, norms: list[Any]) -> LazyStats:
-    limit = rule.l2_limit(norms) if is_own(rule) else None
-    if limit is None:
-        return LazyStats(lambda: ClipStats.of(tree, clipped), lambda: stats_by_leaf(tree, clipped))
-    known = (tree, norms[0], limit, rule.axis_name)
-    return LazyStats(lambda: ClipStats.of_scaling(*known), lambda: scaling_by_leaf(*known))
 
 
 def _counting(raw: Any, stats: LazyStats, axis_name: AxisName) -> LazyStats:

@@ -36,9 +36,17 @@ def broadcast_like(x: jax.Array, leaf: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, leaf.shape, out_sharding=sharding if explicit else None)
 
 
-def by_platform(*args: Any, gpu: Callable[..., Any], default: Callable[..., Any]) -> Any:
-    """One of two functions that give the same: what compilers make of them differs."""
-    return jax.lax.platform_dependent(*args, cuda=gpu, rocm=gpu, default=default)
+def by_platform(
+    *args: Any, cpu: Callable[..., Any], gpu: Callable[..., Any], default: Callable[..., Any]
+) -> Any:
+    """One of three functions that give the same: what compilers make of them differs.
+
+    The one for a CPU may have a branch. Where there are several devices that would be a second
+    collective in the program, though not one that is executed, and there ``default`` is used.
+    """
+    if jax.device_count() > 1:
+        cpu = default
+    return jax.lax.platform_dependent(*args, cpu=cpu, cuda=gpu, rocm=gpu, default=default)
 
 
 def trace_state() -> Any:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._clip_grads import (
-    LazyStats,
     Selection,
     check_measure,
     clip_selection,
@@ -31,7 +30,7 @@ from clipgrad._rules import (
     with_threshold,
 )
 from clipgrad._selectors import unboxed
-from clipgrad._stats import ClipStats, stats_dtype
+from clipgrad._stats import ClipStats, LazyStats, stats_dtype
 from clipgrad._thresholds import unlimited
 from clipgrad._trees import clippable_paths, partition
 from clipgrad._where import Where, selected

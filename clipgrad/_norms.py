@@ -42,6 +42,11 @@ class _Range(NamedTuple):
 _RANGES = {"float32": _Range(-30, 50, -90, 73), "float64": _Range(-450, 450, -550, 600)}
 
 
+# What is done for each leaf is traced once for all leaves of a shape and dtype.
+_traced_once = functools.partial(jax.jit, inline=True)
+
+
+@_traced_once
 def scaled_squares(size: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Squares of real numbers scaled down, and scaled up, which stop where they are not used.
 
@@ -56,6 +61,7 @@ def scaled_squares(size: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.square(down), jnp.minimum(jnp.square(up), largest**2)
 
 
+@_traced_once
 def stacked_squares(size: jax.Array) -> jax.Array:
     """Squares of real numbers scaled down, as they are, and scaled up, along a first axis.
 
@@ -67,6 +73,7 @@ def stacked_squares(size: jax.Array) -> jax.Array:
     return jnp.square(jnp.stack([size * down, size, size * up]))
 
 
+@_traced_once
 def bounded_square(size: jax.Array) -> jax.Array:
     """The plain square, which stops at a large number where it is not used."""
     rule = _RANGES[size.dtype.name]
@@ -76,6 +83,7 @@ def bounded_square(size: jax.Array) -> jax.Array:
     return jnp.minimum(jnp.square(size), jnp.maximum(limit, 2.0 ** (2 * rule.high)))
 
 
+@_traced_once
 def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Of three sums of squares the one that is in range, and the scale of its elements."""
     rule = _RANGES[plain.dtype.name]
@@ -85,15 +93,30 @@ def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Arra
     return total, _scale(is_large, is_small, plain)
 
 
-def from_plain(plain: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Whether a plain sum of squares is in range, and all three sums if it is."""
+def is_in_range(plain: jax.Array) -> jax.Array:
+    """Whether a plain sum of squares can be read; not if it is NaN."""
     rule = _RANGES[plain.dtype.name]
-    low, high, down = 2.0 ** (2 * rule.low), 2.0 ** (2 * rule.high), 2.0**rule.down
+    return (plain >= 2.0 ** (2 * rule.low)) & (plain <= 2.0 ** (2 * rule.high))
+
+
+@_traced_once
+def _scale_of_sum(plain: jax.Array) -> jax.Array:
+    """The scale with which a plain sum of squares can be read."""
+    rule = _RANGES[plain.dtype.name]
+    is_large, is_small = plain > 2.0 ** (2 * rule.high), plain < 2.0 ** (2 * rule.low)
+    return _scale(is_large, is_small, plain)
+
+
+@_traced_once
+def from_plain(plain: jax.Array) -> tuple[jax.Array, ...]:
+    """All three sums of squares, from a plain one that is in range."""
+    rule = _RANGES[plain.dtype.name]
+    high, down = 2.0 ** (2 * rule.high), 2.0**rule.down
     # A bound between two factors, of which XLA would make one that is out of range.
-    scaled_down = jnp.minimum(plain * down, high * down) * down
-    return (plain >= low) & (plain <= high), (scaled_down, plain, jnp.zeros_like(plain))
+    return jnp.minimum(plain * down, high * down) * down, plain, jnp.zeros_like(plain)
 
 
+@_traced_once
 def if_needed(up: jax.Array, plain: jax.Array) -> jax.Array:
     """A sum of squares scaled up, 0 where the plain sum is large enough to be read.
 
@@ -278,27 +301,60 @@ def _in_range(
     """For each group the sum or mean of squares that is in range, and the scale of its elements."""
     if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
         return [(total, jnp.ones_like(total)) for total in plain]
-    separate, stacked = (functools.partial(f, groups, mean) for f in (_separate, _stacked))
-    return [in_range(*sums) for sums in by_platform(plain, leaves, gpu=stacked, default=separate)]
+    counts = tuple(_counts(groups, mean, leaves))
+    forms = (_rescued, _stacked, _separate)
+    cpu, gpu, default = (functools.partial(form, groups, counts) for form in forms)
+    return by_platform(plain, leaves, cpu=cpu, gpu=gpu, default=default)
 
 
-def _separate(groups: Groups, mean: bool, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
-    """For each group the three sums or means, of which one is known."""
+def _rescued(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+    """The plain sums, and only if one of them is out of range another pass over the leaves."""
+
+    def ordinary() -> list[Any]:
+        return [(total, jnp.ones_like(total)) for total in plain]
+
+    def rescued() -> list[Any]:
+        scales = [_scale_of_sum(total) for total in plain]
+        wide = zip(_wide(groups, leaves), groups.per_leaf(scales, leaves), strict=True)
+        sums = groups.sums([_scaled_square(g, scale) for g, scale in wide], leaves)
+        return list(zip(map(_divided, sums, counts), scales, strict=True))
+
+    # In one array: XLA compiles a long chain of conjunctions slowly.
+    totals = jnp.concatenate([jnp.ravel(total) for total in plain])
+    return jax.lax.cond(jnp.all(is_in_range(totals)), ordinary, rescued)
+
+
+def _separate(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+    """Three sums, of which one is known, and the choice of the one that is in range."""
     pairs = [scaled_squares(real_size(g)) for g in _wide(groups, leaves)]
     down, up = (groups.sums(list(squares), leaves) for squares in zip(*pairs, strict=True))
-    sums = zip(down, plain, up, _counts(groups, mean, leaves), strict=True)
-    return [(low / n, middle, high / n) for low, middle, high, n in sums]
+    down, up = (map(_divided, sums, counts) for sums in (down, up))
+    return [in_range(*sums) for sums in zip(down, plain, up, strict=True)]
 
 
-def _stacked(groups: Groups, mean: bool, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+def _stacked(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     """The same in one reduction for each leaf: three sums would end in three kernels on a GPU.
 
     A reduction of three operands at once would do that, too, but gathers leaves that are sharded.
     """
     del plain
     rows = [stacked_squares(real_size(g)) for g in _wide(groups, leaves)]
-    sums = zip(groups.sums(rows, leaves), _counts(groups, mean, leaves), strict=True)
-    return [(total[0] / n, total[1] / n, total[2] / n) for total, n in sums]
+    totals = map(_divided, groups.sums(rows, leaves), counts)
+    return [_in_range_of_rows(total) for total in totals]
+
+
+@_traced_once
+def _scaled_square(leaf: jax.Array, scale: jax.Array) -> jax.Array:
+    return jnp.square(real_size(leaf) * scale)
+
+
+@_traced_once
+def _in_range_of_rows(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return in_range(sums[0], sums[1], sums[2])
+
+
+def _divided(total: jax.Array, count: float) -> jax.Array:
+    return total if count == 1 else total / count
 
 
 def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
@@ -306,6 +362,7 @@ def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
     return [float(max(n, 1)) if mean else 1.0 for n in groups.sizes(leaves)]
 
 
+@_traced_once
 def _root(total: jax.Array, scale: jax.Array) -> Norm:
     """The root of a sum of squares, or of their mean."""
     finite = jnp.where(jnp.isfinite(total), total, jnp.nan)

@@ -1,13 +1,14 @@
 """What a clip did, as sums that add up over steps, uses and devices."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from clipgrad._compat import exportable, to_varying, varying_axes
+from clipgrad._compat import by_platform, exportable, to_varying, varying_axes
 from clipgrad._norms import (
     AxisName,
     Norm,
@@ -15,6 +16,7 @@ from clipgrad._norms import (
     from_plain,
     if_needed,
     in_range,
+    is_in_range,
     scaled_squares,
     slice_norms,
     total_over_devices,
@@ -22,7 +24,11 @@ from clipgrad._norms import (
     widest,
 )
 from clipgrad._numbers import real_size
+from clipgrad._rules import is_own
 from clipgrad._trees import clippable_leaves, clippable_paths, is_clippable
+
+# For each group of elements the norm that it was scaled from, and the limit.
+Limits = Sequence[tuple[Norm, jax.Array]]
 
 
 @exportable
@@ -39,8 +45,9 @@ class ClipStats(NamedTuple):
     Attributes:
       before: sums of squares before the clip, shape ``(..., 3)``.
       after: sums of squares after the clip, shape ``(..., 3)``.
-      changed: the number of elements that the clip changed; a clip that scales a whole tree
-        counts all of them. Counts are floating, exact up to 2 ** 24 in float32.
+      changed: the number of elements that the clip changed; where a rule scales a group (a tree,
+        a leaf, a unit) by its L2 norm all elements of it count. Counts are floating, exact up to
+        2 ** 24 in float32.
       nonfinite: the number of elements that were NaN or inf before the clip.
       size: the number of elements.
 
@@ -114,19 +121,6 @@ class ClipStats(NamedTuple):
         off = after is before
         return _of(clippable_leaves(before), None if off else clippable_leaves(after), dtype)
 
-    @classmethod
-    def of_scaling(
-        cls, tree: Any, norm: Norm, limit: jax.Array, axis_name: AxisName = None
-    ) -> "ClipStats":
-        """The statistics of a tree that was scaled as a whole from a known norm to a limit.
-
-        In closed form: nothing is summed over the elements, except that NaN and inf are counted
-        if there are any.
-        """
-        finite, size = jnp.isfinite(norm.root), tree_size(tree, axis_name)
-        (bad,) = _counts_unless(finite, [tree], axis_name)
-        return _scaled(norm.value, limit, norm.exceeds(limit), finite, bad, size)
-
 
 @functools.partial(jax.jit, static_argnums=2)
 def _of(before: list[jax.Array], after: list[jax.Array] | None, dtype: str) -> ClipStats:
@@ -155,18 +149,51 @@ def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
     return total_over_devices(counts, leaves, axis_name)
 
 
-def stats_by_leaf(before: Any, after: Any) -> dict[str, ClipStats]:
-    """The statistics of each leaf that is clipped, by path."""
+class LazyStats(NamedTuple):
+    """The statistics of a clip, computed when called: in total and by leaf."""
+
+    total: Callable[[], ClipStats]
+    leaves: Callable[[], dict[str, ClipStats]]
+
+    @classmethod
+    def of(cls, rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> "LazyStats":
+        """The statistics of a tree that a rule has clipped by these norms.
+
+        Where they are L2 norms all follows from them, and nothing is summed over the elements,
+        except that NaN and inf are counted if there are any.
+        """
+        limits = rule.l2_limits(tree, norms) if norms and is_own(rule) else None
+        if limits is None:
+            return cls(
+                lambda: ClipStats.of(tree, clipped), lambda: _measured_by_leaf(tree, clipped)
+            )
+        if rule.acts_on == "tree":
+            names = rule.axis_name
+            return cls(
+                lambda: _of_tree(tree, limits, names), lambda: _tree_by_leaf(tree, limits, names)
+            )
+        return cls(lambda: _of_leaves(tree, limits), lambda: _by_leaf(tree, limits))
+
+
+def _measured_by_leaf(before: Any, after: Any) -> dict[str, ClipStats]:
     dtype = stats_dtype(before)
     pairs = zip(clippable_leaves(before), clippable_leaves(after), strict=True)
     stats = [ClipStats.of(*pair, dtype) for pair in pairs]
     return dict(zip(clippable_paths(before), stats, strict=True))
 
 
-def scaling_by_leaf(
-    tree: Any, norm: Norm, limit: jax.Array, axis_name: AxisName = None
-) -> dict[str, ClipStats]:
-    """`ClipStats.of_scaling` of each leaf by path, from the sums that make up the norm."""
+def _of_tree(tree: Any, limits: Limits, axis_name: AxisName) -> ClipStats:
+    """The statistics of a tree that was scaled as a whole."""
+    ((norm, limit),) = limits
+    finite = jnp.isfinite(norm.root)
+    (bad,) = _counts_unless(finite, [tree], axis_name)
+    size = tree_size(tree, axis_name)
+    return _scaled(norm.value, limit, norm.exceeds(limit), finite, bad, size)
+
+
+def _tree_by_leaf(tree: Any, limits: Limits, axis_name: AxisName) -> dict[str, ClipStats]:
+    """The same for each leaf, from the sums that make up the norm."""
+    ((norm, limit),) = limits
     paths, leaves = clippable_paths(tree), clippable_leaves(tree)
     clips, finite = norm.exceeds(limit), jnp.isfinite(norm.root)
     bad = _counts_unless(finite, leaves, axis_name)
@@ -180,6 +207,35 @@ def scaling_by_leaf(
     return stats
 
 
+def _of_leaves(tree: Any, limits: Limits) -> ClipStats:
+    """The statistics of a tree whose leaves, or groups in them, were scaled each by its norm."""
+    dtype = stats_dtype(tree)
+    sizes = [
+        np.full(norm.root.size, leaf.size / max(norm.root.size, 1), dtype)
+        for leaf, (norm, _) in zip(clippable_leaves(tree), limits, strict=True)
+    ]
+    # In one array: XLA compiles a formula of a thousand norms slowly.
+    parts = [(norm.root, norm.scale, limit) for norm, limit in limits]
+    columns = zip(*jax.lax.optimization_barrier(parts), strict=True)
+    root, scale, limit = (
+        jnp.concatenate([jnp.ravel(x).astype(dtype) for x in column]) for column in columns
+    )
+    finite = jnp.isfinite(root)
+    clips = Norm.of(root, scale).exceeds(limit)
+    (bad,) = _counts_unless(jnp.all(finite), [tree], None)
+    return _scaled(root / scale, limit, clips, finite, bad, jnp.asarray(np.concatenate(sizes)))
+
+
+def _by_leaf(tree: Any, limits: Limits) -> dict[str, ClipStats]:
+    """The same for each leaf."""
+    dtype = stats_dtype(tree)
+    stats = [
+        jax.tree.map(lambda x: x.astype(dtype), _of_leaves(leaf, [of_leaf]))
+        for leaf, of_leaf in zip(clippable_leaves(tree), limits, strict=True)
+    ]
+    return dict(zip(clippable_paths(tree), stats, strict=True))
+
+
 @functools.partial(jax.jit, inline=True)
 def _scaled(
     value: jax.Array,
@@ -189,10 +245,14 @@ def _scaled(
     nonfinite: jax.Array,
     size: jax.Array,
 ) -> ClipStats:
+    """The statistics of groups of ``size`` elements, scaled from known norms to limits."""
     before = _sums(value)
     after = jnp.where(clips, _sums(limit), before)
     after = jnp.where(finite, after, jnp.nan)
-    return ClipStats(before, after, jnp.where(clips, size, 0), nonfinite, size)
+    sizes = jnp.broadcast_to(size, value.shape)
+    rows = (before, after, jnp.where(clips, sizes, 0), sizes * _one(before[1]))
+    before, after, changed, size = (jnp.sum(x, range(x.ndim - value.ndim, x.ndim)) for x in rows)
+    return ClipStats(before, after, changed, nonfinite, size)
 
 
 def _counts_unless(finite: jax.Array, trees: list[Any], axis_name: AxisName) -> list[jax.Array]:
@@ -214,7 +274,7 @@ def _measured(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array
     sizes = [real_size(leaf).astype(dtype) for leaf in leaves]
     if not sizes:
         return jnp.zeros(3, dtype), jnp.zeros((), dtype)
-    return jax.lax.platform_dependent(*sizes, cpu=_by_range, tpu=_apart, default=_together)
+    return by_platform(*sizes, cpu=_by_range, gpu=_together, default=_apart)
 
 
 def _together(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -244,9 +304,12 @@ def _by_range(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     On a CPU each sum is a pass over the data, and a branch that is not taken costs nothing.
     """
     plain = functools.reduce(jnp.add, [jnp.sum(jnp.square(x)) for x in sizes])
-    is_in_range, others = from_plain(plain)
     none = to_varying(jnp.zeros((), plain.dtype), varying_axes(plain))
-    return jax.lax.cond(is_in_range, lambda: (jnp.stack(others), none), lambda: _together(*sizes))
+
+    def known() -> tuple[jax.Array, jax.Array]:
+        return jnp.stack(from_plain(plain)), none
+
+    return jax.lax.cond(is_in_range(plain), known, lambda: _together(*sizes))
 
 
 def _sums(norm: jax.Array) -> jax.Array:

@@ -103,6 +103,14 @@ class AdaptiveClip(MeasuringRule):
         """The tree with the norm of each unit at most ``clipping`` times that of its weights."""
         return map_clippable(_scale, grads, norms, thresholds_by_leaf(self, len(norms)))
 
+    def l2_limits(
+        self, grads: Any, norms: Sequence["UnitNorms"]
+    ) -> list[tuple[Norm, jax.Array]] | None:
+        """The norms of the units of each leaf and their limits, if units are on one device."""
+        limits = zip(thresholds_by_leaf(self, len(norms)), norms, strict=True)
+        pairs = [(n.norm, limit_of(clipping, n.norm) * n.least) for clipping, n in limits]
+        return None if self.axis_name else pairs
+
 
 def unit_norms(
     grads: Any, params: Any, axis: UnitAxis, axis_name: AxisName = None
@@ -122,10 +130,14 @@ class UnitNorms(NamedTuple):
     eps: jax.Array
 
     @property
+    def least(self) -> jax.Array:
+        """The norms of the weights, at least ``eps``: the limits at ``clipping`` 1."""
+        return at_least(self.weights.astype(self.norm.root.dtype), self.eps)
+
+    @property
     def value(self) -> jax.Array:
         """The ratio of the norms, the least ``clipping`` that changes nothing."""
-        weights = self.weights.astype(self.norm.root.dtype)
-        return jnp.where(self.norm.root == 0, 0, self.norm.value / at_least(weights, self.eps))
+        return jnp.where(self.norm.root == 0, 0, self.norm.value / self.least)
 
 
 def _scale(leaf: jax.Array, norms: UnitNorms, clipping: Any) -> jax.Array:
@@ -143,7 +155,7 @@ def _without_extremes(norms: UnitNorms, clipping: jax.Array) -> tuple[jax.Array,
     """Numbers with which the formula of a unit has no infinite part, also where it is not used."""
     root, scale, divisor = norms.norm
     weights = norms.weights.astype(root.dtype)
-    limit = clipping * at_least(weights, norms.eps)
+    limit = clipping * norms.least
     within = ~norms.norm.exceeds(limit) & (limit > 0)
     most = 2.0**40  # times scale and any weight that trains this is finite
     root = jnp.where(limit > 0, jnp.where(within & (clipping > most), 0, root), jnp.inf)

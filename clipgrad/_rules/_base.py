@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform, runtim
 import jax
 import jax.numpy as jnp
 
+from clipgrad._norms import Norm
 from clipgrad._rules._thresholds import RULES, require_numbers
 from clipgrad._trees import clippable_paths, combine, is_clippable, partition
 
@@ -67,9 +68,9 @@ class MeasuringRule(ClipRule, Protocol):
         """The tree clipped, as one whose groups have these norms."""
         ...
 
-    def l2_limit(self, norms: Sequence[Any]) -> jax.Array | None:
-        """The limit of the L2 norm of the whole tree, if that is what is clipped."""
-        del norms
+    def l2_limits(self, grads: Any, norms: Sequence[Any]) -> list[tuple[Norm, jax.Array]] | None:
+        """For each group the L2 norm of the gradient and its limit, if that is what is clipped."""
+        del grads, norms
         return None
 
 

@@ -68,6 +68,15 @@ class ClipByBlockRMS(MeasuringRule):
         """The tree with the rms of each leaf at most ``threshold``."""
         return map_clippable(_scale, grads, norms, thresholds_by_leaf(self, len(norms)))
 
+    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]]:
+        """The norm of each leaf, the rms times the root of its size, and its limit."""
+        limits = map(limit_of, thresholds_by_leaf(self, len(norms)), norms)
+        roots = [max(leaf.size, 1) ** 0.5 for leaf in clippable_leaves(grads)]
+        return [
+            (Norm.of(norm.root * root, norm.scale), limit * root)
+            for norm, limit, root in zip(norms, limits, roots, strict=True)
+        ]
+
 
 def _scale(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
     divisor = _divisor(norm, limit_of(threshold, norm))

@@ -79,6 +79,6 @@ class ClipByGlobalNorm(MeasuringRule):
         (norm,) = norms
         return map_clippable(lambda leaf: scale_down(leaf, norm, self.max_norm), grads)
 
-    def l2_limit(self, norms: Sequence[Norm]) -> jax.Array | None:
-        """The limit of the L2 norm of the tree."""
-        return limit_of(self.max_norm, norms[0]) if self.ord == 2 else None
+    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
+        """The norm of the tree and its limit."""
+        return [(n, limit_of(self.max_norm, n)) for n in norms] if self.ord == 2 else None

@@ -83,6 +83,11 @@ class ClipByNorm(MeasuringRule):
         """The tree with the norm of each leaf, or slice, at most ``max_norm``."""
         return map_clippable(scale_down, grads, norms, thresholds_by_leaf(self, len(norms)))
 
+    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
+        """The norm of each leaf, or the norms of its slices, and their limits."""
+        limits = map(limit_of, thresholds_by_leaf(self, len(norms)), norms)
+        return list(zip(norms, limits, strict=True)) if self.ord == 2 else None
+
 
 def scale_down(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
     """The leaf itself where its norm is within the limit, bit for bit; scaled to it elsewhere.
