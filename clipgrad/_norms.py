@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from clipgrad._compat import by_platform
+from clipgrad._compat import by_platform, varying_axes
 from clipgrad._numbers import accumulator, over, real_product, real_size, square, times, widen
 from clipgrad._reductions import Arrays, Axes, Groups
 from clipgrad._trees import clippable_leaves
@@ -339,18 +339,36 @@ def _stacked(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays
     """
     del plain
     rows = [stacked_squares(real_size(g)) for g in _wide(groups, leaves)]
-    totals = map(_divided, groups.sums(rows, leaves), counts)
-    return [_in_range_of_rows(total) for total in totals]
+    return _in_range_of_rows(list(map(_divided, groups.sums(rows, leaves), counts)))
+
+
+def _in_range_of_rows(totals: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+    """The choice for each leaf, for those with one norm at once: each would be a kernel."""
+    kinds: dict[Any, list[int]] = {}
+    for i, total in enumerate(totals):
+        kind = (total.dtype, varying_axes(total)) if total.size == 3 else i
+        kinds.setdefault(kind, []).append(i)
+    chosen: dict[int, tuple[jax.Array, jax.Array]] = {}
+    for places in kinds.values():
+        if len(places) == 1:
+            chosen |= {i: _in_range_of(totals[i]) for i in places}
+            continue
+        columns = jnp.stack([totals[i].reshape(3) for i in places], axis=1)
+        total, scale = _in_range_of(columns)
+        for k, i in enumerate(places):
+            shape = totals[i].shape[1:]
+            chosen[i] = (total[k].reshape(shape), scale[k].reshape(shape))
+    return [chosen[i] for i in range(len(totals))]
+
+
+@_traced_once
+def _in_range_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return in_range(rows[0], rows[1], rows[2])
 
 
 @_traced_once
 def _scaled_square(leaf: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.square(real_size(leaf) * scale)
-
-
-@_traced_once
-def _in_range_of_rows(sums: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return in_range(sums[0], sums[1], sums[2])
 
 
 def _divided(total: jax.Array, count: float) -> jax.Array:
