@@ -1,9 +1,10 @@
 r"""Norms that neither overflow, nor underflow, nor lose low precision.
 
 A norm is ``root / scale``. In the ordinary case the scale is 1 and the root is what
-``sqrt(sum(g ** 2))`` gives, bit by bit. The squares are summed twice more, of leaves scaled down
-and up by a power of two, for the cases in which that sum leaves its range. No branch decides:
-on accelerators there is no wait for the host, and over several devices there is one all-reduce.
+``sqrt(sum(g ** 2))`` gives, bit by bit. Where that sum leaves its range, the squares of elements
+times a power of two are summed. On one CPU device a branch does so only then. On accelerators, and
+where a branch would double the collectives in the program, they are summed always, of leaves scaled
+down and up, and one of the three sums is chosen: no wait for the host, and one all-reduce.
 """
 
 import functools
@@ -166,10 +167,11 @@ class Norm(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Which norm: its order, and whether of the mean instead of the sum (rms)."""
+    """Which norm: its order, of the mean instead of the sum (rms) or not, with a branch or not."""
 
     ord: float
     mean: bool = False
+    branch: bool = True
 
 
 def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Array:
@@ -225,12 +227,14 @@ def slice_norms(
     ord: float = 2,
     axis_name: AxisName = None,
     mean: bool = False,
+    branch: bool = True,
 ) -> list[Norm]:
     """An array of norms for each leaf, reduced over its axes, which are kept with size 1.
 
-    ``mean=True`` divides the sum by the number of its terms first: the root mean square.
+    ``mean=True`` divides the sum by the number of its terms first: the root mean square. With
+    ``branch=False`` no branch decides on a CPU either.
     """
-    kind, names = _Kind(check_order(ord), mean), _names(axis_name)
+    kind, names = _Kind(check_order(ord), mean, branch), _names(axis_name)
     return _norms(list(leaves), Groups(tuple(axes), names), kind) if leaves else []
 
 
@@ -291,18 +295,18 @@ def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) 
     # One operation after the other, so that eager results round as optax's do.
     squares = [square(g) for g in _wide(groups, leaves)]
     plain = groups.means(squares) if kind.mean else groups.sums(squares, leaves)
-    return [_root(*parts) for parts in _in_range(groups, kind.mean, plain, leaves)]
+    return [_root(*parts) for parts in _in_range(groups, kind, plain, leaves)]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _in_range(
-    groups: Groups, mean: bool, plain: list[jax.Array], leaves: Arrays
+    groups: Groups, kind: _Kind, plain: list[jax.Array], leaves: Arrays
 ) -> list[tuple[jax.Array, jax.Array]]:
     """For each group the sum or mean of squares that is in range, and the scale of its elements."""
     if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
         return [(total, jnp.ones_like(total)) for total in plain]
-    counts = tuple(_counts(groups, mean, leaves))
-    forms = (_rescued, _stacked, _separate)
+    counts = tuple(_counts(groups, kind.mean, leaves))
+    forms = (_rescued if kind.branch else _separate, _stacked, _separate)
     cpu, gpu, default = (functools.partial(form, groups, counts) for form in forms)
     return by_platform(plain, leaves, cpu=cpu, gpu=gpu, default=default)
 

@@ -1,5 +1,7 @@
 """`ClipStats`: sums that add up, and what is derived from them."""
 
+import re
+
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad import _stats
-from tests.helpers import assert_same
+from tests.helpers import SCALING, assert_same, tree_of
 from tests.strategies import trees
 
 
@@ -114,19 +116,59 @@ def test_float64_has_its_own_range():
             np.testing.assert_allclose(stats.norm, 5 * scale, rtol=1e-14)
 
 
-def test_the_closed_form_equals_the_sums(key):
-    for scale in (1e-20, 0.01, 1.0, 1e20):
-        grads = {"a": jax.random.normal(key, (3, 4)) * scale, "n": None, "i": jnp.arange(3)}
-        clipped, closed = cg.clip_grads(grads, cg.ClipByGlobalNorm(0.5))
-        measured = cg.ClipStats.of(grads, clipped)
-        for name in ("norm", "clipped_norm", "scale", "changed", "nonfinite", "size"):
-            np.testing.assert_allclose(getattr(closed, name), getattr(measured, name), rtol=1e-6)
+L2 = [case for case in SCALING if "ord" not in case.name]
+every_l2_rule = pytest.mark.parametrize("case", L2, ids=lambda case: case.name)
 
 
-def test_the_closed_form_counts_what_is_not_finite():
-    grads = {"a": jnp.array([jnp.nan, 1.0]), "b": jnp.array([-jnp.inf])}
-    _, stats = cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0))
-    assert stats.nonfinite == 2 and jnp.isnan(stats.clipped_norm) and stats.clipped
+def assert_equal_statistics(closed, measured):
+    for name in ("norm", "clipped_norm", "scale", "changed", "nonfinite", "size"):
+        np.testing.assert_allclose(getattr(closed, name), getattr(measured, name), rtol=2e-6)
+
+
+@every_l2_rule
+@pytest.mark.parametrize("scale", [1e-20, 0.01, 1.0, 1e18])
+def test_the_closed_form_equals_the_sums(case, scale, key):
+    grads = tree_of(key, scale=scale) | {"n": None, "i": jnp.arange(3), "zero": jnp.zeros(3)}
+    if case.name == "ClipByGlobalNorm":  # which scales zeros too, and counts them
+        del grads["zero"]
+    tx = cg.gradient_clip(case.make(0.5), stats="per_leaf")
+    clipped, state = tx.update(grads, tx.init(grads), grads)
+    assert_equal_statistics(state.stats, cg.ClipStats.of(grads, clipped))
+    for name, closed in state.leaf_stats.items():
+        assert_equal_statistics(closed, cg.ClipStats.of(grads[name], clipped[name]))
+
+
+@every_l2_rule
+def test_the_closed_form_counts_what_is_not_finite(case):
+    grads = {"a": jnp.array([jnp.nan, 1.0]), "b": jnp.array([-jnp.inf]), "c": jnp.ones(3)}
+    tx = cg.gradient_clip(case.make(9.0), stats="per_leaf")
+    _, state = tx.update(grads, tx.init(grads), jax.tree.map(jnp.ones_like, grads))
+    assert state.stats.nonfinite == 2 and jnp.isnan(state.stats.clipped_norm)
+    assert state.stats.clipped
+    assert [state.leaf_stats[name].nonfinite for name in "abc"] == [1, 1, 0]
+    is_joint = case.name == "ClipByGlobalNorm"
+    assert state.leaf_stats["c"].clipped == is_joint
+
+
+@every_l2_rule
+def test_statistics_of_a_norm_rule_sum_nothing_over_the_elements(case, key):
+    grads = tree_of(key)
+
+    def update(g, stats):
+        tx = cg.gradient_clip(case.make(0.5), stats=stats)
+        clipped, state = tx.update(g, tx.init(g), g)
+        return (clipped, state.stats.clipped_norm, state.stats.changed) if stats else clipped
+
+    with_stats, without = (jax.jit(update, static_argnums=1).lower(grads, s) for s in (True, False))
+    elements = re.compile(r"stablehlo.reduce\(%\w+ init.*tensor<(?:5|2x3x4|4x5)xf32>")
+    assert len(elements.findall(with_stats.as_text())) == len(elements.findall(without.as_text()))
+
+
+@pytest.mark.parametrize("rule", [cg.ClipByBlockRMS(0.5), cg.ClipByNorm(0.5), cg.AdaptiveClip(0.5)])
+def test_elements_that_are_zero_count_as_changed_where_their_group_is_scaled(rule):
+    grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([0.1, 0.0])}
+    _, stats = cg.clip_grads(grads, rule, jax.tree.map(jnp.ones_like, grads))
+    assert stats.changed == 2
 
 
 def test_zero_is_neutral_and_has_the_structure_of_all_others():

@@ -1,0 +1,64 @@
+"""On one CPU device a norm is one sum, and a second one only out of its range."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from tests.helpers import RELEASED, reductions, tree_of
+from tests.test_nan import (  # noqa: F401
+    test_a_bad_element_makes_its_whole_group_nan,
+    test_only_the_slice_that_holds_it_is_nan,
+)
+from tests.test_norms import (  # noqa: F401
+    test_any_tree_has_the_norm_of_the_reference,
+    test_each_slice_has_its_own_range,
+    test_known_norms,
+    test_nan_gives_nan_and_otherwise_inf_gives_inf,
+    test_norms_under_vmap_are_per_lane_whatever_their_range,
+    test_the_derivative_is_that_of_the_formula,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_device():
+    """The tests have eight, for which nothing that was traced before is valid here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_count", lambda: 1)
+        jax.clear_caches()
+        yield
+    jax.clear_caches()
+
+
+def branches(text):
+    """The entry computation of a compiled program, and the other ones."""
+    entry = text[text.index("ENTRY ") :]
+    return entry, text[: text.index("ENTRY ")]
+
+
+RULES = [cg.ClipByGlobalNorm, cg.ClipByNorm, cg.ClipByBlockRMS]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_clip_reads_each_leaf_once_more_than_it_scales_it(rule, key):
+    tree = {name: x for name, x in tree_of(key).items() if x.size}
+    compiled = jax.jit(rule(1.0)).lower(tree).compile(compiler_options=RELEASED)
+    entry, _ = branches(compiled.as_text())
+    assert entry.count(" conditional(") == 1
+    assert reductions(compiled) <= 2 * len(tree) + 1  # one in the branch, and that all are in range
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_one_leaf_out_of_range_changes_no_bit_of_the_others(scale, key):
+    leaves = [jax.random.normal(key, (64, 8)), jnp.array([3.0, 4.0]) * scale]
+    alone = jax.jit(cg.ClipByNorm(0.5))(leaves[:1])
+    together = jax.jit(cg.ClipByNorm(0.5))(leaves)
+    np.testing.assert_array_equal(together[0], alone[0])
+    np.testing.assert_allclose(together[1], leaves[1] * min(1, 0.1 / scale), rtol=1e-6)
+
+
+def test_a_norm_in_a_scan_may_leave_the_range_at_some_steps():
+    scales = jnp.array([1.0, 1e30, 1e-30, 0.0])
+    norms = jax.lax.scan(lambda c, s: (c, cg.global_norm(s * jnp.array([3.0, 4.0]))), 0, scales)[1]
+    np.testing.assert_allclose(norms, 5 * scales, rtol=1e-6)
