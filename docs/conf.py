@@ -20,7 +20,7 @@ shutil.copytree(
 project = "clipgrad"
 version = release = clipgrad.__version__
 copyright = "the clipgrad authors"
-html_title = "clipgrad"
+html_title = f"clipgrad {release}"
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
@@ -30,18 +30,26 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "formulas",
     "guarantee",
     "links",
+    "suggested",
 ]
+html_math_renderer = "mathml"
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 
 nitpicky = True
 default_role = "py:obj"
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
 napoleon_custom_sections = ["Guarantees"]
 napoleon_use_rtype = False
 napoleon_use_ivar = True
