@@ -16,6 +16,8 @@ shutil.copytree(
     HERE / "notebooks",
     ignore=shutil.ignore_patterns("*.py", "__pycache__", ".*"),
 )
+for copied in (HERE / "notebooks").glob("*.ipynb"):
+    copied.write_text(copied.read_text().replace("](../docs/", "](../"))
 
 project = "clipgrad"
 version = release = clipgrad.__version__

@@ -1,5 +1,7 @@
 """The directive ``suggested-thresholds``: the published thresholds as a table."""
 
+import re
+
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
@@ -7,13 +9,20 @@ from sphinx.util.docutils import SphinxDirective
 
 import clipgrad
 
+_LINKED = re.compile(r"(.+), (https://\S+)")
+
+
+def cell(content: object) -> str:
+    """What a field says, as reStructuredText: a text with an address behind it is a link."""
+    return _LINKED.sub(r"`\1 <\2>`__", str(content))
+
 
 def table() -> list[str]:
-    """The rows of the table, as reStructuredText."""
+    """The lines of the table, as reStructuredText."""
     lines = [".. list-table::", "   :header-rows: 1", ""]
     for row in (clipgrad.SuggestedThreshold._fields, *clipgrad.SUGGESTED_THRESHOLDS):
         marks = ["   * - ", *["     - "] * (len(row) - 1)]
-        lines += [f"{mark}{cell}" for mark, cell in zip(marks, row, strict=True)]
+        lines += [f"{mark}{cell(field)}" for mark, field in zip(marks, row, strict=True)]
     return lines
 
 
