@@ -38,6 +38,7 @@ extensions = [
     "formulas",
     "guarantee",
     "links",
+    "signatures",
     "suggested",
 ]
 html_math_renderer = "mathml"
@@ -56,7 +57,7 @@ napoleon_custom_sections = ["Guarantees"]
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 # Other projects and private types are named, not linked: a build needs no network.
-nitpick_ignore_regex = [("py:.*", r"(jax|optax|numpy|clipgrad\._\w+)\..*")]
+nitpick_ignore_regex = [("py:.*", r"(jax|optax|numpy|collections|clipgrad\._\w+)\..*")]
 
 # The stored outputs are shown; the tests see to it that they are fresh.
 nb_execution_mode = "off"

@@ -1,18 +1,17 @@
-"""The directive ``suggested-thresholds``: the published thresholds as a table."""
+"""The published thresholds as a table, which is what the reference says about them."""
 
 import re
+from typing import Any
 
-from docutils import nodes
-from docutils.statemachine import StringList
 from sphinx.application import Sphinx
-from sphinx.util.docutils import SphinxDirective
 
 import clipgrad
 
+_NAME = "clipgrad.SUGGESTED_THRESHOLDS"
 _LINKED = re.compile(r"(.+), (https://\S+)")
 
 
-def cell(content: object) -> str:
+def cell(content: Any) -> str:
     """What a field says, as reStructuredText: a text with an address behind it is a link."""
     return _LINKED.sub(r"`\1 <\2>`__", str(content))
 
@@ -26,18 +25,13 @@ def table() -> list[str]:
     return lines
 
 
-class SuggestedThresholds(SphinxDirective):
-    """It has neither arguments nor content."""
-
-    def run(self) -> list[nodes.Node]:
-        """The table, made from the tuple itself."""
-        container = nodes.container()
-        text = StringList(table(), "clipgrad.SUGGESTED_THRESHOLDS")
-        self.state.nested_parse(text, self.content_offset, container)
-        return container.children
+def describe(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list) -> None:
+    """Puts the table where autodoc would describe tuples."""
+    if name == _NAME:
+        lines[:] = ["Published thresholds, a tuple of `SuggestedThreshold`:", "", *table(), ""]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Registers the directive with Sphinx."""
-    app.add_directive("suggested-thresholds", SuggestedThresholds)
+    """Registers the table with Sphinx."""
+    app.connect("autodoc-process-docstring", describe)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
