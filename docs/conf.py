@@ -24,6 +24,7 @@ version = release = clipgrad.__version__
 copyright = "the clipgrad authors"
 html_title = f"clipgrad {release}"
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
