@@ -39,6 +39,7 @@ extensions = [
     "formulas",
     "guarantee",
     "links",
+    "offline",
     "signatures",
     "suggested",
 ]
