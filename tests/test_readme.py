@@ -103,3 +103,10 @@ def test_the_addresses_of_the_project_are_in_one_place():
     paths = [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *ROOT.glob("docs/**/*.md")]
     assert not [path for path in paths if "OWNER" in path.read_text()]
     assert (ROOT / "pyproject.toml").read_text().count("[project.urls]") == 1
+
+
+def test_the_citation_and_the_package_agree():
+    citation, project = ((ROOT / name).read_text() for name in ("CITATION.cff", "pyproject.toml"))
+    for name, text in (("license", "Apache-2.0"), ("cff-version", "1.2.0")):
+        assert f"\n{name}: {text}\n" in f"\n{citation}"
+    assert 'license = "Apache-2.0"' in project and "(CITATION.cff)" in TEXT
