@@ -16,12 +16,15 @@ shutil.copytree(
     HERE / "notebooks",
     ignore=shutil.ignore_patterns("*.py", "__pycache__", ".*"),
 )
+for copied in (HERE / "notebooks").glob("*.ipynb"):
+    copied.write_text(copied.read_text().replace("](../docs/", "](../"))
 
 project = "clipgrad"
 version = release = clipgrad.__version__
 copyright = "the clipgrad authors"
-html_title = "clipgrad"
+html_title = f"clipgrad {release}"
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
@@ -30,26 +33,38 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
-    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "formulas",
     "guarantee",
     "links",
+    "offline",
+    "signatures",
+    "suggested",
 ]
+html_math_renderer = "mathml"
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 
 nitpicky = True
 default_role = "py:obj"
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
 napoleon_custom_sections = ["Guarantees"]
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 # Other projects and private types are named, not linked: a build needs no network.
-nitpick_ignore_regex = [("py:.*", r"(jax|optax|numpy|clipgrad\._\w+)\..*")]
+nitpick_ignore_regex = [("py:.*", r"(jax|optax|numpy|collections|clipgrad\._\w+)\..*")]
 
 # The stored outputs are shown; the tests see to it that they are fresh.
 nb_execution_mode = "off"
 nb_merge_streams = True
+nb_code_prompt_show = "Show what asserts this"
+nb_code_prompt_hide = "Hide what asserts this"
 myst_enable_extensions = ["colon_fence", "dollarmath", "deflist"]
 myst_heading_anchors = 3

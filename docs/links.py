@@ -54,12 +54,6 @@ def mark_formulas(app: Sphinx, what: str, name: str, obj: Any, options: Any, lin
     lines[:] = text.split("\n")
 
 
-def show_defaults(app: Sphinx, what: str, name: str, *given: Any) -> tuple[str, Any] | None:
-    """Shows the default order of a norm as the number that it is."""
-    *_, signature, result = given
-    return (signature.replace("_TWO", "2"), result) if signature else None
-
-
 def _one_line(match: re.Match) -> str:
     return " ".join(match.group(1).split())
 
@@ -68,5 +62,4 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Registers these with Sphinx."""
     app.add_transform(LinkPublicNames)
     app.connect("autodoc-process-docstring", mark_formulas)
-    app.connect("autodoc-process-signature", show_defaults)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

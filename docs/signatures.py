@@ -1,0 +1,42 @@
+"""Signatures as people would write them: types by their names, defaults as numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from sphinx.application import Sphinx
+from sphinx.util.typing import stringify_annotation
+
+_CALLABLE = "~collections.abc.Callable"
+_ARRAY_LIKE = "~jax.typing.ArrayLike"
+# In this order, since later ones hold earlier ones.
+_SHORT = {
+    stringify_annotation(jax.typing.ArrayLike, "smart"): _ARRAY_LIKE,
+    stringify_annotation(jax.Array, "smart"): "~jax.Array",
+    f"{_CALLABLE}[[{_ARRAY_LIKE}], {_ARRAY_LIKE}]": "~optax.Schedule",
+    stringify_annotation(Callable[..., Any], "smart"): _CALLABLE,
+    stringify_annotation(Callable[[Any], Any], "smart"): _CALLABLE,
+    "~clipgrad._by_name.F": _CALLABLE,
+    "~clipgrad._everywhere.F": _CALLABLE,
+    f"{_CALLABLE}[[~clipgrad._error_clip.F], ~clipgrad._error_clip.F]": _CALLABLE,
+    "_TWO": "2",
+    "_WINDOW": "128",
+}
+
+
+def shorten(app: Sphinx, what: str, name: str, *given: Any) -> tuple[Any, Any] | None:
+    """Puts the short forms into a signature."""
+    *_, signature, result = given
+    return (_shortened(signature), _shortened(result)) if signature else None
+
+
+def _shortened(text: str | None) -> str | None:
+    for long, short in _SHORT.items():
+        text = text and text.replace(long, short)
+    return text
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Registers this with Sphinx."""
+    app.connect("autodoc-process-signature", shorten)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
