@@ -184,6 +184,20 @@ def test_arms_start_from_the_same_parameters_and_seeds_differ(name, content):
     assert len(set(*starts)) == 2
 
 
+def test_the_note_says_that_a_high_accuracy_hides_a_frozen_layer(content):
+    note = "its first layer never moves"
+    assert [name for name, task in content["tasks"].items() if note in task["note"]] == [
+        "blank-patches"
+    ]
+
+
+def test_mended_norms_are_those_of_the_task_with_a_finite_gradient_where_a_patch_is_blank():
+    h = jnp.array([[[0.0, 0.0], [3.0, 4.0]]])
+    np.testing.assert_array_equal(_blank_patches.mended_norms(h), [[[0], [5]]])
+    slopes = jax.grad(lambda h: _blank_patches.mended_norms(h).sum())(h)
+    np.testing.assert_allclose(slopes, [[[0, 0], [0.6, 0.8]]], rtol=1e-6)
+
+
 def test_accuracy_alone_does_not_reach_the_goal_of_blank_patches():
     reached = _blank_patches.TASK.reached
     accuracy, moved = np.array([0.95, 0.95, 0.85, NAN]), np.array([0.3, 0.0, 0.3, NAN])

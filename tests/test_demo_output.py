@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 
@@ -98,6 +99,19 @@ def test_the_table_shows_each_arm_in_a_line():
         "no clipping  NaN                 0 of 2  0 of 2  NaN",
         "error clip   2.00..2.40          2 of 2  2 of 2  40.0",
     ]
+
+
+def test_the_table_ends_with_the_note_of_a_task_that_has_one():
+    with_note = ENDING._replace(task=dataclasses.replace(ENDING.task, note="it froze"))
+    assert table(with_note).splitlines() == [*table(ENDING).splitlines(), "note: it froze"]
+
+
+def test_the_legend_has_every_metric():
+    metrics = {"accuracy": np.array([0.91, 0.94]), "layer 1 moved": np.zeros(2)}
+    runs = [run._replace(metrics=metrics) for run in ENDING.runs]
+    *_, legend = panels(ENDING._replace(runs=runs))
+    shown = legend.get_legend().get_texts()[0].get_text()
+    assert shown.split("\n")[1].startswith("accuracy 0.910..0.940, layer 1 moved 0.00, goal ")
 
 
 def test_the_report_has_null_for_what_is_not_finite_and_says_when_it_began():

@@ -202,9 +202,9 @@ def _dash(label: str) -> Any:
 
 
 def _outcome(run: Run) -> Line2D:
-    name, values = next(iter(run.metrics.items()))
+    metrics = [f"{name} {span(values)}" for name, values in run.metrics.items()]
     goal = f"goal {run.reached.sum()} of {run.reached.size}"
-    return _handle(run.arm.label, f"{name} {span(values)}, {goal}")
+    return _handle(run.arm.label, ", ".join([*metrics, goal]))
 
 
 def _handle(label: str, result: str) -> Line2D:
