@@ -106,12 +106,12 @@ def test_the_table_ends_with_the_note_of_a_task_that_has_one():
     assert table(with_note).splitlines() == [*table(ENDING).splitlines(), "note: it froze"]
 
 
-def test_the_legend_has_every_metric():
-    metrics = {"accuracy": np.array([0.91, 0.94]), "layer 1 moved": np.zeros(2)}
-    runs = [run._replace(metrics=metrics) for run in ENDING.runs]
-    *_, legend = panels(ENDING._replace(runs=runs))
-    shown = legend.get_legend().get_texts()[0].get_text()
-    assert shown.split("\n")[1].startswith("accuracy 0.910..0.940, layer 1 moved 0.00, goal ")
+def test_the_legend_has_the_note_in_short_lines():
+    noted = ENDING._replace(task=dataclasses.replace(ENDING.task, note="its layer froze " * 5))
+    *_, legend = panels(noted)
+    lines = legend.get_legend().get_title().get_text().split("\n")
+    assert lines[1].startswith("goal: ") and " ".join(lines[2:]) == noted.task.note.strip()
+    assert len(lines) == 4 and max(map(len, lines[2:])) <= 60
 
 
 def test_the_report_has_null_for_what_is_not_finite_and_says_when_it_began():

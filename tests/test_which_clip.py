@@ -4,8 +4,17 @@ import json
 import pathlib
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import clipgrad as cg
+from clipgrad._demo import _task
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONTENT = json.loads((ROOT / "docs" / "which_clip.json").read_text())
@@ -63,3 +72,81 @@ def test_the_best_cell_is_the_best_of_the_sweep(task, result):
     # Means are stored with four digits, so that two cells may look the same.
     assert best <= min(means.values()) + 1e-3 * abs(best) or np.isinf(best)
     assert len(result["metrics"][task["metric"]]) == len(CONTENT["seeds"]["comparison"])
+
+
+def parabola():
+    """A loss whose minimum SGD reaches in one step at the learning rate 1/2."""
+    return _task.Task(
+        name="parabola",
+        summary="",
+        goal="",
+        steps=4,
+        optimizer=optax.sgd(0.5),
+        arms=(),
+        load=lambda: jnp.float32(3),
+        init=lambda data, random: {"w": np.float32(random.normal())},
+        sample=lambda data, key: data,
+        loss=lambda params, batch: jnp.square(checkpoint_name(params["w"], "w") - batch),
+        tag="w",
+        evaluate=lambda first, last, data: {"square": jnp.square(last["w"] - data)},
+        reached=lambda metrics: metrics["square"] < 1e-6,
+    )
+
+
+def test_a_way_is_compared_at_its_best_learning_rate_and_threshold(program):
+    study = program.Study(
+        parabola(),
+        optax.sgd,
+        (0.1, 0.5, 1e30),
+        program.ways((1e-3, 100.0), program.error_by_value, (100.0,)),
+    )
+    results = {way: program.measure(study, rules) for way, rules in study.ways.items()}
+    assert results["no clip"]["best"] == {"rate": 0.5, "threshold": None}
+    assert results["norm"]["best"] == {"rate": 0.5, "threshold": 100.0}
+    assert results["no clip"]["sweep"][-1]["square"] == [None, None]
+    for result in results.values():
+        assert result["metrics"] == {"reached": [1.0] * 5, "square": [0.0] * 5}
+
+
+def test_the_table_has_a_star_at_the_ends_of_a_grid_and_the_worst_seed_last(program):
+    sweep = [{"rate": r, "threshold": None, "accuracy": [r, r]} for r in (0.1, 0.2)]
+    result = {
+        "sweep": sweep,
+        "best": {"rate": 0.2, "threshold": None},
+        "metrics": {"accuracy": [0.5, None, 0.9], "reached": [0.0, 0.0, 1.0]},
+    }
+    task = {"metric": "accuracy", "ways": {"norm": result}}
+    last = program.table({"tasks": {"digits": task}}).splitlines()[-1]
+    assert last == "| digits | norm | 0.2* | - | 0.9 | 0.5 | NaN | 1 of 3 |"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["graves-lstm", "two-heads"])
+def test_the_further_tasks_start_from_a_finite_loss_and_a_finite_gradient(name, program):
+    task = program.STUDIES[name].task
+    data = task.load()
+    params = jax.tree.map(jnp.asarray, task.init(data, np.random.default_rng(0)))
+    loss, grads = jax.value_and_grad(task.loss)(params, task.sample(data, jax.random.key(0)))
+    assert jnp.isfinite(loss) and jnp.isfinite(cg.global_norm(grads))
+    assert (cg.global_norm(grads) > 1e6) == (name == "two-heads")
+
+
+@pytest.mark.parametrize("way", ["error clip", "norm"])
+def test_how_many_runs_of_the_sweep_swing_up_is_said(way):
+    sweep = CONTENT["tasks"]["pendulum"]["ways"][way]["sweep"]
+    costs = [np.inf if cost is None else cost for cell in sweep for cost in cell["cost"]]
+    assert f"{sum(cost < 0.45 for cost in costs)} of the {len(costs)} runs" in PAGE
+
+
+def test_the_note_of_the_pendulum_is_what_was_measured():
+    ways = CONTENT["tasks"]["pendulum"]["ways"]
+    cut = ways["truncated plus norm"]
+    assert cut["best"]["threshold"] == 20
+    others = [ways[way]["metrics"]["cost"] for way in ways if way != "truncated plus norm"]
+    assert max(cut["metrics"]["cost"]) < min(map(min, others))
+
+
+def test_zero_nans_reaches_a_high_accuracy_with_a_first_layer_that_never_moves():
+    metrics = CONTENT["tasks"]["blank-patches"]["ways"]["zero nans"]["metrics"]
+    assert min(metrics["accuracy"]) > 0.9 and metrics["layer 1 moved"] == [0.0] * 5
+    assert not any(metrics["reached"])
