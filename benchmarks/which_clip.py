@@ -135,7 +135,7 @@ def ways(
 
 
 def _mended_patches() -> Task:
-    logits = functools.partial(_blank_patches.logits, norms=_blank_patches.mended_norms)
+    logits = functools.partial(_blank_patches.logits, unit=_blank_patches.mended_unit)
 
     def loss(params: Any, batch: Any) -> jax.Array:
         return _task.cross_entropy(logits(params, batch.images), batch.labels)
@@ -185,7 +185,7 @@ STUDIES = {
             ),
         ),
         Study(
-            GRAVES, _MOMENTUM, (0.3, 1.0, 3.0, 10.0, 30.0),
+            GRAVES, _MOMENTUM, (1.0, 3.0, 10.0),
             ways((0.1, 0.3, 1.0), error_by_value, (1e-4, 1e-3, 1e-2)),
         ),
         Study(
@@ -324,7 +324,7 @@ def _best(result: Mapping[str, Any], part: str) -> str:
 def _short(number: float | None) -> str:
     if number is None:
         return "-"
-    return f"{number:.3g}" if np.isfinite(number) else "NaN"
+    return f"{number:.3g}".replace("e-0", "e-") if np.isfinite(number) else "NaN"
 
 
 def main() -> None:

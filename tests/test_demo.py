@@ -193,11 +193,11 @@ def test_the_note_says_that_a_high_accuracy_hides_a_frozen_layer(content):
     assert "cut off after 20 steps does better" in notes["pendulum"]
 
 
-def test_mended_norms_are_those_of_the_task_with_a_finite_gradient_where_a_patch_is_blank():
+def test_mended_patches_are_those_of_the_task_with_a_finite_gradient_where_one_is_blank():
     h = jnp.array([[[0.0, 0.0], [3.0, 4.0]]])
-    np.testing.assert_array_equal(_blank_patches.mended_norms(h), [[[0], [5]]])
-    slopes = jax.grad(lambda h: _blank_patches.mended_norms(h).sum())(h)
-    np.testing.assert_allclose(slopes, [[[0, 0], [0.6, 0.8]]], rtol=1e-6)
+    np.testing.assert_allclose(_blank_patches.mended_unit(h), [[[0, 0], [0.6, 0.8]]], rtol=1e-6)
+    slopes = jax.grad(lambda h: _blank_patches.mended_unit(h)[..., 0].sum())(h)
+    np.testing.assert_allclose(slopes, [[[0, 0], [0.128, -0.096]]], rtol=1e-4)
 
 
 def pendulum(**others):

@@ -33,23 +33,22 @@ def _init(data: Digits, random: np.random.Generator) -> Any:
     }
 
 
-def _norms(h: jax.Array) -> jax.Array:
+def _unit(h: jax.Array) -> jax.Array:
     # The derivative of a norm at 0 is 0/0, and every blank patch is at 0.
-    return jnp.linalg.norm(h, axis=-1, keepdims=True)
+    return h / (jnp.linalg.norm(h, axis=-1, keepdims=True) + 1e-6)
 
 
-def mended_norms(h: jax.Array) -> jax.Array:
-    """The same norms with the derivative 0 at 0: the cure without a clip."""
+def mended_unit(h: jax.Array) -> jax.Array:
+    """The same with the derivative 0 at 0: the cure without a clip."""
     blank = jnp.all(h == 0, axis=-1, keepdims=True)
-    return jnp.where(blank, 0, _norms(jnp.where(blank, 1, h)))
+    return jnp.where(blank, 0, _unit(jnp.where(blank, 1, h)))
 
 
 def logits(
-    params: Any, patches: jax.Array, norms: Callable[[jax.Array], jax.Array] = _norms
+    params: Any, patches: jax.Array, unit: Callable[[jax.Array], jax.Array] = _unit
 ) -> jax.Array:
-    """The network; ``norms`` are those that each patch is divided by."""
-    h = checkpoint_name(patches @ params["embed"], "patches")
-    h = h / (norms(h) + 1e-6)
+    """The network; ``unit`` is how each patch is normalised."""
+    h = unit(checkpoint_name(patches @ params["embed"], "patches"))
     h = jax.nn.relu(h.reshape(len(h), -1) @ params["hidden"] + params["hidden_bias"])
     return h @ params["out"] + params["out_bias"]
 
