@@ -62,6 +62,10 @@ def clip_cotangent(x: Any, rule: Rule | None, *, probe: ClipStats | None = None)
       >>> stats = jax.grad(loss, argnums=2)(1.0, cg.ErrorClipByValue(max=5.0), cg.ClipStats.zero())
       >>> print(stats.norm, stats.clipped_norm)
       10.0 5.0
+
+    References:
+      Graves, Generating Sequences With Recurrent Neural Networks, 2013,
+      https://arxiv.org/abs/1308.0850: the derivatives by the inputs of LSTM layers are clipped.
     """
     rule = as_rule(rule)
     _check_probe(probe)

@@ -54,6 +54,10 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[F], F]:
       ...     return 2 * x
       >>> print(jax.grad(double)(1.0))
       0.2
+
+    References:
+      Graves, Generating Sequences With Recurrent Neural Networks, 2013,
+      https://arxiv.org/abs/1308.0850: the derivatives by the inputs of LSTM layers are clipped.
     """
     rules = inputs if isinstance(inputs, Mapping) else {None: inputs}
     for rule in [*rules.values(), *jax.tree.leaves(outputs, is_leaf=_is_rule)]:

@@ -112,7 +112,8 @@ def skip_spikes(
       [0. 0.] True
 
     References:
-      The OLMo Team, 2 OLMo 2 Furious, 2024: updates are skipped on outliers of the norm.
+      The OLMo Team, 2 OLMo 2 Furious, 2024, https://arxiv.org/abs/2501.00656: updates are
+      skipped on outliers of the norm.
     """
     inner = optax.with_extra_args_support(as_optimizer("inner", inner))
     history = _history(window, sigma, min_history, max_consecutive)

@@ -70,6 +70,15 @@ def curves(
         ax.legend()
 
 
+def dots(ax: Axes, rows: Mapping[str, Any], *, xlabel: str = "") -> None:
+    """Draws a row of dots for each name, one for each seed; what is not finite is left out."""
+    for row, (name, values) in enumerate(rows.items()):
+        color = COLORS.get(name, "#777777")
+        ax.plot(values, np.full(len(values), row), "o", color=color, markersize=6, alpha=0.75)
+    ax.set(xlabel=xlabel, yticks=range(len(rows)), yticklabels=list(rows))
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+
+
 def vectors(ax: Axes, before: Any, after: Any, *, color: str = "#0072B2") -> None:
     """Draws 2-D gradients, shape (n, 2): before a clip in gray, after it in color."""
     for points, style in ((before, {"color": "#BBBBBB"}), (after, {"color": color})):

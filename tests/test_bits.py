@@ -184,3 +184,15 @@ def test_an_eager_root_mean_square_is_exactly_one_where_it_is_in_optax(shape):
         assert_same(ours, theirs)
         exact += bool((ours == 1.0).all())
     assert exact
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+def test_in_half_precision_the_norm_is_nearer_than_that_of_optax_to_float64(dtype):
+    errors = []
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        tree = [jnp.asarray(rng.normal(size=shape), dtype) for shape in ((64, 64), (64,))]
+        exact = np.sqrt(sum(np.sum(np.asarray(leaf, np.float64) ** 2) for leaf in tree))
+        errors.append([abs(float(f(tree)) / exact - 1) for f in (cg.global_norm, optax.tree.norm)])
+    ours, theirs = np.transpose(errors)
+    assert ours.max() < 1e-6 < theirs.min() and np.median(theirs) > 5e-5

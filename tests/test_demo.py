@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from clipgrad import _cli
-from clipgrad._demo import _blank_patches, _task
+from clipgrad._demo import _blank_patches, _pendulum, _task
 from clipgrad._demo._tasks import DEFAULT, TASKS
 from clipgrad._demo._train import _chunk_size, train
 
@@ -89,13 +89,15 @@ def test_the_report_says_which_parameters_a_gradient_clip_acts_on(content):
     assert arm["gradient_clip_where"] == "^(in|blocks)"
 
 
-@pytest.mark.parametrize("name, steps, bound", [("char-rnn", 40, 3e-4), ("adding", 50, 0.1)])
+@pytest.mark.parametrize(
+    "name, steps, bound", [("char-rnn", 40, 3e-4), ("adding", 50, 0.1), ("pendulum", 200, 1e-3)]
+)
 def test_the_report_holds_the_gradient_norm_at_each_time_step(name, steps, bound, content):
     found = content["tasks"][name]["arms"][_task.BOTH]["gradient_norm_per_time_step"]
     low, middle, high = (np.array(found[key]) for key in ("min", "median", "max"))
     assert len(low) == len(middle) == len(high) == steps
     assert (0 < low).all() and (low <= middle).all() and (middle <= high).all()
-    elements = 12 * 96 if name == "char-rnn" else 1
+    elements = {"char-rnn": 12 * 96, "adding": 1, "pendulum": 32}[name]  # or examples
     assert (high <= bound * math.sqrt(elements) * (1 + 1e-5)).all()
 
 
@@ -182,6 +184,55 @@ def test_arms_start_from_the_same_parameters_and_seeds_differ(name, content):
     starts = {tuple(seed["loss"][0] for seed in arm["seeds"]) for arm in arms}
     assert len(starts) == 1
     assert len(set(*starts)) == 2
+
+
+def test_the_note_says_that_a_high_accuracy_hides_a_frozen_layer(content):
+    notes = {name: task["note"] for name, task in content["tasks"].items() if task["note"]}
+    assert list(notes) == ["blank-patches", "pendulum"]
+    assert "its first layer never moves" in notes["blank-patches"]
+    assert "cut off after 20 steps does better" in notes["pendulum"]
+
+
+def test_mended_patches_are_those_of_the_task_with_a_finite_gradient_where_one_is_blank():
+    h = jnp.array([[[0.0, 0.0], [3.0, 4.0]]])
+    np.testing.assert_allclose(_blank_patches.mended_unit(h), [[[0, 0], [0.6, 0.8]]], rtol=1e-6)
+    slopes = jax.grad(lambda h: _blank_patches.mended_unit(h)[..., 0].sum())(h)
+    np.testing.assert_allclose(slopes, [[[0, 0], [0.128, -0.096]]], rtol=1e-4)
+
+
+def pendulum(**others):
+    params = _pendulum.TASK.init(None, np.random.default_rng(0))
+    return jax.tree.map(jnp.asarray, params | others)
+
+
+def test_a_pendulum_stands_without_a_torque_and_hangs_at_the_cost_of_two():
+    idle = pendulum(out=jnp.zeros(32))
+    assert _pendulum.loss(idle, jnp.zeros((1, 2))) == 0
+    hanging = jnp.array([[jnp.pi, 0.0]])
+    np.testing.assert_allclose(_pendulum.loss(idle, hanging), 2, rtol=1e-3)
+
+
+def test_the_gradient_of_a_pendulum_that_stands_grows_at_each_step_back():
+    def loss(start):
+        return _pendulum.loss(pendulum(out=jnp.zeros(32)), start)
+
+    def norm(steps):
+        watched = cg.value_and_grad_with_stats(loss, watch=["state"])
+        return watched(jnp.array([[1e-6, 0.0]]))[2]["state"].norm[:steps]
+
+    # The motion x' = x + dt * v', v' = v + dt * 15 * x has the eigenvalue 1.212 at dt = 0.05.
+    backward = norm(20)
+    np.testing.assert_allclose(backward[1:19] / backward[2:20], 1.2122, rtol=2e-3)
+
+
+def test_a_cut_gradient_goes_back_to_the_last_step_that_is_cut():
+    params, starts = pendulum(), jnp.array([[1.0, 0.0]])
+    whole, cut = (
+        cg.value_and_grad_with_stats(_pendulum.loss, watch=["state"])(params, starts, every)[2]
+        for every in (200, 50)
+    )
+    np.testing.assert_allclose(cut["state"].norm[150:], whole["state"].norm[150:], rtol=1e-5)
+    assert not np.allclose(cut["state"].norm[:150], whole["state"].norm[:150], rtol=0.1)
 
 
 def test_accuracy_alone_does_not_reach_the_goal_of_blank_patches():

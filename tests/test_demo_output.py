@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 
@@ -98,6 +99,19 @@ def test_the_table_shows_each_arm_in_a_line():
         "no clipping  NaN                 0 of 2  0 of 2  NaN",
         "error clip   2.00..2.40          2 of 2  2 of 2  40.0",
     ]
+
+
+def test_the_table_ends_with_the_note_of_a_task_that_has_one():
+    with_note = ENDING._replace(task=dataclasses.replace(ENDING.task, note="it froze"))
+    assert table(with_note).splitlines() == [*table(ENDING).splitlines(), "note: it froze"]
+
+
+def test_the_legend_has_the_note_in_short_lines():
+    noted = ENDING._replace(task=dataclasses.replace(ENDING.task, note="its layer froze " * 5))
+    *_, legend = panels(noted)
+    lines = legend.get_legend().get_title().get_text().split("\n")
+    assert lines[1].startswith("goal: ") and " ".join(lines[2:]) == noted.task.note.strip()
+    assert len(lines) == 4 and max(map(len, lines[2:])) <= 60
 
 
 def test_the_report_has_null_for_what_is_not_finite_and_says_when_it_began():

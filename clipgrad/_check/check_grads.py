@@ -131,8 +131,10 @@ def check_grads(
       analytic/numeric is 0.5 throughout
 
     References:
-      PaddlePaddle, ``check_grad`` in Fluid's operator tests, 2017; Richardson, The Approximate
-      Arithmetical Solution by Finite Differences, 1911.
+      PaddlePaddle, Auto Gradient Checker Design, 2017,
+      https://github.com/PaddlePaddle/Paddle/blob/3f5dfc67752d885d2a4bb777fa27cf04d7927e06/doc/design/auto_gradient_check.md;
+      Richardson, The Approximate Arithmetical Solution by Finite Differences of Physical Problems,
+      1911, https://doi.org/10.1098/rsta.1911.0009.
     """
     __tracebackhide__ = True
     started = time.perf_counter()

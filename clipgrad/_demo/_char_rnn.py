@@ -23,12 +23,13 @@ class _Text(NamedTuple):
     alphabet: jax.Array
 
 
-def _load() -> _Text:
+def load(length: int = _LENGTH) -> _Text:
+    """The help texts, in rows of so many characters and the one after them."""
     from pydoc_data.topics import topics
 
     text = "".join(topics[name] for name in sorted(topics))
     alphabet, numbers = np.unique(list(text), return_inverse=True)
-    rows = numbers[: len(text) // (_LENGTH + 1) * (_LENGTH + 1)].reshape(-1, _LENGTH + 1)
+    rows = numbers[: len(text) // (length + 1) * (length + 1)].reshape(-1, length + 1)
     rows = jnp.asarray(np.random.default_rng(0).permutation(rows), jnp.int32)
     return _Text(rows[_TEST_ROWS:], rows[:_TEST_ROWS], jnp.arange(len(alphabet)))
 
@@ -77,7 +78,7 @@ TASK = Task(
         Arm(_task.ERROR, error_clip=_ERROR_CLIP),
         Arm(_task.BOTH, _NORM, _ERROR_CLIP),
     ),
-    load=_load,
+    load=load,
     init=_init,
     sample=_sample,
     loss=_loss,

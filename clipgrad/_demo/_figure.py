@@ -1,5 +1,6 @@
 """The figure: loss and gradient norm of every arm per step, and per time step of an RNN."""
 
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,9 +29,10 @@ _COLOURS = {
     _task.ZERO_NANS: "#8C8C8C",
 }
 _KEY = "line: median, band: range of {} seeds over nearby steps"
-_TIME_KEY = """The gradient of {!r} at each time step of the RNN:
+_TIME_KEY = """The gradient of {!r} at each time step:
 the backward pass goes from right to left.
 line: median, band: range of {} seeds over {} steps"""
+_NOTE_WIDTH = 60
 _ROW = 0.075
 _HEIGHT = 4.3
 # How far up and down from the median a panel reaches: an explosion would flatten all the rest.
@@ -61,7 +63,9 @@ def _draw_task(part: Any, result: Result) -> None:
     norm = {run.arm.label: run.norm for run in result.runs}
     _draw_panel(norms, "gradient norm before any gradient clip", norm)
     seeds, goal = len(result.runs[0].loss), f"goal: {result.task.goal}"
-    _draw_legend(legend, f"{_KEY.format(seeds)}\n{goal}", map(_outcome, result.runs))
+    note = textwrap.wrap(result.task.note, _NOTE_WIDTH)
+    key = "\n".join([_KEY.format(seeds), goal, *note])
+    _draw_legend(legend, key, map(_outcome, result.runs))
     if through_time:
         _draw_through_time(part.add_subplot(grid[1, :2]), through_time)
         key = _TIME_KEY.format(result.task.tag, seeds, result.steps)

@@ -32,6 +32,7 @@ def _task(result: Result) -> dict[str, Any]:
     return {
         "summary": result.task.summary,
         "goal": result.task.goal,
+        "note": result.task.note,
         "steps": result.steps,
         "seconds": round(result.seconds, 1),
         "arms": {run.arm.label: _arm(run) for run in result.runs},

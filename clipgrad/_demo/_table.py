@@ -16,7 +16,8 @@ def table(result: Result) -> str:
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     seeds = len(runs[0].loss)
     goal = f"goal: {task.goal}  ({seeds} seeds, {result.steps} steps, {result.seconds:.0f} s)"
-    return "\n".join([f"{task.name}: {task.summary}", goal, *lines])
+    notes = [f"note: {task.note}"] if task.note else []
+    return "\n".join([f"{task.name}: {task.summary}", goal, *lines, *notes])
 
 
 def _row(run: Run) -> list[str]:

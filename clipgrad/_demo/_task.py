@@ -67,6 +67,7 @@ class Task:
       evaluate: the metrics, of the first and the last parameters and the data.
       reached: whether metrics reach the goal.
       recurrent: whether the tagged variable is inside of a scan over time steps.
+      note: what the metrics alone don't say, in a line.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Task:
     evaluate: Callable[[Any, Any, Any], Metrics]
     reached: Callable[[Metrics], Any]
     recurrent: bool = False
+    note: str = ""
 
 
 def normal(random: np.random.Generator, *shape: int, scale: float) -> np.ndarray:

@@ -72,7 +72,7 @@ class AdaptiveClip(MeasuringRule):
 
     References:
       Brock, De, Smith and Simonyan, High-Performance Large-Scale Image Recognition Without
-      Normalization, 2021.
+      Normalization, 2021, https://arxiv.org/abs/2102.06171.
     """
 
     clipping: ArrayLike = 0.01

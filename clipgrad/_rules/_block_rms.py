@@ -25,7 +25,8 @@ class ClipByBlockRMS(MeasuringRule):
       * Otherwise its rms becomes ``threshold``, up to a relative 4e-7 in float32, and its
         direction is kept.
       * On float32 leaves in the ordinary range the result is that of
-        ``optax.clip_by_block_rms``, bit for bit, eagerly and under `jax.jit`.
+        ``optax.clip_by_block_rms``, bit for bit, eagerly and under `jax.jit`. In half precision it
+        is not: optax rounds squares and their mean to it, this rule keeps them in float32.
 
     ==========================  ==========================================================
     rms or threshold            result
@@ -50,7 +51,8 @@ class ClipByBlockRMS(MeasuringRule):
       [Array([1., 1.], dtype=float32), Array([0.5, 0.5], dtype=float32)]
 
     References:
-      Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018.
+      Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018,
+      https://arxiv.org/abs/1804.04235.
     """
 
     threshold: ArrayLike

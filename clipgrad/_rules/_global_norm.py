@@ -25,7 +25,8 @@ class ClipByGlobalNorm(MeasuringRule):
       * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
         direction is kept.
       * On float32 trees in the ordinary range the result is that of
-        ``optax.clip_by_global_norm``, bit for bit, eagerly and under `jax.jit`.
+        ``optax.clip_by_global_norm``, bit for bit, eagerly and under `jax.jit`. In half precision
+        it is not: optax rounds squares and their sums to it, this rule keeps them in float32.
       * Under `jax.jit` with sharded leaves the compiled program has one all-reduce, more only
         where leaves are spread over different axes of the mesh.
 
@@ -54,7 +55,8 @@ class ClipByGlobalNorm(MeasuringRule):
       {'b': Array([0.6], dtype=float32), 'w': Array([0.8], dtype=float32)}
 
     References:
-      Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013.
+      Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,
+      https://arxiv.org/abs/1211.5063.
     """
 
     max_norm: ArrayLike

@@ -59,7 +59,8 @@ class ClipByNorm(MeasuringRule):
              [0.3, 0.4]], dtype=float32)
 
     References:
-      Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013.
+      Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,
+      https://arxiv.org/abs/1211.5063.
     """
 
     max_norm: ArrayLike

@@ -70,7 +70,7 @@ class EMAThreshold:
 
     References:
       Wang, Li, Chen, Zeng, Yang, Yu, Ma and Shen, AdaGC: Improving Training Stability for Large
-      Language Model Pretraining, 2025.
+      Language Model Pretraining, 2025, https://arxiv.org/abs/2502.11034.
     """
 
     decay: float = number(0.98, 0, 1)

@@ -51,7 +51,8 @@ class HistoryThreshold:
       [5.]
 
     References:
-      The Levanter Authors, Levanter: clip_update_norm, 2025.
+      The Levanter Authors, Levanter: clip_update_norm, 2025,
+      https://github.com/stanford-crfm/levanter.
     """
 
     window: int = steps(128)

@@ -50,7 +50,7 @@ class PercentileThreshold:
 
     References:
       Seetharaman, Wichern, Pardo and Le Roux, AutoClip: Adaptive Gradient Clipping for Source
-      Separation Networks, 2020.
+      Separation Networks, 2020, https://arxiv.org/abs/2007.14469.
     """
 
     percentile: float = number(10.0, 0, 100)

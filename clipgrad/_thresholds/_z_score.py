@@ -75,7 +75,8 @@ class ZScoreThreshold:
       [3.]
 
     References:
-      Kumar, Owen, Chowdhury and Güra, ZClip: Adaptive Spike Mitigation for LLM Pre-Training, 2025.
+      Kumar, Owen, Chowdhury and Güra, ZClip: Adaptive Spike Mitigation for LLM Pre-Training, 2025,
+      https://arxiv.org/abs/2504.02507.
     """
 
     z: float = number(2.5, 0)

@@ -1,0 +1,355 @@
+"""Which clip trains best: each way to clip at its own learning rate and threshold.
+
+Each way is trained at every learning rate and threshold of a grid on the seeds of the sweep. The
+cell with the best mean of the first metric is trained on the seeds of the comparison, which are
+others. "mended" is the task with its cause mended, without a clip. Tasks are those of the demo, and
+two more of which_clip_tasks.py; they are small: all of them take a quarter of an hour on one core.
+
+Run: python benchmarks/which_clip.py [--task NAME ...] [--out docs]
+
+It writes which_clip.json, every number of every grid, and prints the table of docs/which_clip.md.
+With --task it leaves what which_clip.json has of other tasks as it is.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from which_clip_tasks import GRAVES, two_heads
+
+import clipgrad as cg
+from clipgrad._demo import _blank_patches, _deep_mlp, _task
+from clipgrad._demo._task import Task
+from clipgrad._demo._tasks import TASKS
+
+SWEPT, COMPARED = (100, 101), (0, 1, 2, 3, 4)
+_NAMES = "rate", "threshold"
+
+
+class Clips(NamedTuple):
+    """The rules of a way.
+
+    Attributes:
+      norm: the rule before the optimizer.
+      error: the rule in the backward pass.
+      example: the rule for each example's gradient.
+      every: after how many time steps the gradient is cut off, by ``stop_gradient``.
+      zero_nans: whether NaN in the gradient is replaced by 0.
+    """
+
+    norm: Any = None
+    error: Any = None
+    example: Any = None
+    every: Any = None
+    zero_nans: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to train.
+
+    Attributes:
+      clips: its rules, of a threshold.
+      thresholds: those to try; ``(None,)`` without one.
+      task: what is trained if not the task as it is.
+    """
+
+    clips: Callable[[Any], Clips] = lambda threshold: Clips()
+    thresholds: Sequence[float | None] = (None,)
+    task: Task | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A task, and the ways to train it that are compared.
+
+    Attributes:
+      task: the task.
+      optimizer: the optimizer, of its learning rate.
+      rates: the learning rates to try.
+      ways: the ways by name.
+    """
+
+    task: Task
+    optimizer: Callable[[Any], optax.GradientTransformation]
+    rates: Sequence[float]
+    ways: Mapping[str, Way]
+
+
+def norm(threshold: Any) -> Clips:
+    """One norm for all gradients."""
+    return Clips(norm=cg.ClipByGlobalNorm(threshold))
+
+
+def error_by_value(threshold: Any) -> Clips:
+    """An error clip of each element."""
+    return Clips(error=cg.ErrorClipByValue(threshold))
+
+
+def error_without_nan(threshold: Any) -> Clips:
+    """The same, with 0 for NaN."""
+    return Clips(error=cg.ErrorClipByValue(threshold, nan=0.0))
+
+
+def error_by_row(threshold: Any) -> Clips:
+    """An error clip of each example."""
+    return Clips(error=cg.ClipByNorm(threshold, axis=-1))
+
+
+def per_example(threshold: Any) -> Clips:
+    """The norm of each example's gradient."""
+    return Clips(example=cg.ClipByGlobalNorm(threshold))
+
+
+def truncated(every: Any) -> Clips:
+    """Back-propagation through so many time steps, and a norm clip."""
+    return Clips(norm=cg.ClipByGlobalNorm(1.0), every=every)
+
+
+def both(error: Callable[[Any], Clips], max_norm: float) -> Callable[[Any], Clips]:
+    """An error clip, and a norm clip of a threshold that stays."""
+    return lambda threshold: error(threshold)._replace(norm=cg.ClipByGlobalNorm(max_norm))
+
+
+def ways(
+    norms: Sequence[float], error: Callable[[Any], Clips], errors: Sequence[float], **more: Way
+) -> dict[str, Way]:
+    """No clip, norm, error clip and both; then those of ``more``."""
+    found = {
+        "no clip": Way(),
+        "norm": Way(norm, norms),
+        "error clip": Way(error, errors),
+        "error clip + norm": Way(both(error, norms[len(norms) // 2]), errors),
+    }
+    return found | {name.replace("_", " "): way for name, way in more.items()}
+
+
+def _mended_patches() -> Task:
+    logits = functools.partial(_blank_patches.logits, unit=_blank_patches.mended_unit)
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return _task.cross_entropy(logits(params, batch.images), batch.labels)
+
+    return dataclasses.replace(_blank_patches.TASK, loss=loss)
+
+
+def _from_identity() -> Task:
+    """Residual blocks that start as the identity: the last weights of each are 0."""
+
+    def init(data: Any, random: np.random.Generator) -> Any:
+        params = _deep_mlp.TASK.init(data, random)
+        blocks = params["blocks"] | {"down": 0 * params["blocks"]["down"]}
+        return params | {"blocks": blocks}
+
+    return dataclasses.replace(_deep_mlp.TASK, init=init)
+
+
+_NESTEROV = functools.partial(optax.sgd, momentum=0.9, nesterov=True)
+_MOMENTUM = functools.partial(optax.sgd, momentum=0.9)
+
+STUDIES = {
+    study.task.name: study
+    for study in (
+        Study(
+            TASKS["blank-patches"], optax.adam, (1e-3, 3e-3, 1e-2),
+            ways(
+                (0.3, 1.0, 3.0), error_without_nan, (1e-3, 1e-2, 1.0),
+                zero_nans=Way(lambda threshold: Clips(zero_nans=True)),
+                mended=Way(task=_mended_patches()),
+                mended_plus_norm=Way(norm, (0.3, 1.0, 3.0), _mended_patches()),
+            ),
+        ),
+        Study(
+            TASKS["char-rnn"], optax.sgd, (0.1, 0.3, 1.0, 3.0),
+            ways((0.1, 0.3, 1.0), error_by_value, (3e-5, 1e-4, 3e-4, 1e-3)),
+        ),
+        Study(
+            TASKS["adding"], optax.adam, (1e-3, 3e-3),
+            ways((0.1, 1.0), error_by_row, (1e-3, 1e-2)),
+        ),
+        Study(
+            TASKS["deep-mlp"], _NESTEROV, (1e-3, 1e-2, 1e-1),
+            ways(
+                (0.3, 1.0, 3.0), error_by_value, (1e-4, 1e-3, 1e-2),
+                mended=Way(task=_from_identity()),
+            ),
+        ),
+        Study(
+            GRAVES, _MOMENTUM, (1.0, 3.0, 10.0),
+            ways((0.1, 0.3, 1.0), error_by_value, (1e-4, 1e-3, 1e-2)),
+        ),
+        Study(
+            two_heads(4.0), _MOMENTUM, (0.003, 0.01, 0.03, 0.1),
+            ways(
+                (1.0, 10.0, 100.0), error_by_row, (1e-5, 1e-4, 1e-3),
+                mended=Way(task=two_heads(1.0)),
+                mended_plus_norm=Way(norm, (1.0, 10.0, 100.0), two_heads(1.0)),
+            ),
+        ),
+        Study(
+            TASKS["pendulum"], optax.adam, (1e-3, 3e-3, 1e-2, 3e-2),
+            ways(
+                (1e-3, 0.1, 1.0, 10.0), error_by_row, (3e-4, 1e-3, 3e-3, 1e-2),
+                per_example=Way(per_example, (0.1, 1.0, 10.0, 100.0)),
+                truncated_plus_norm=Way(truncated, (10.0, 20.0, 40.0)),
+            ),
+        ),
+    )
+}  # fmt: skip
+
+
+def train(study: Study, way: Way, cells: Sequence[tuple], seeds: Sequence[int]) -> dict[str, Any]:
+    """The metrics of each cell (learning rate, threshold) and seed, of shape (cells, seeds)."""
+    task = way.task or study.task
+    data = task.load()
+    starts = [task.init(data, np.random.default_rng(seed)) for seed in seeds]
+    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *starts)
+    keys = jax.vmap(jax.random.key)(jnp.array(seeds))
+    one = functools.partial(_train_one, study, way, task, data)
+    each_cell = jax.vmap(jax.vmap(one, (0, 0, None, None)), (None, None, 0, 0))
+    numbers = [jnp.array([cell[i] or 0.0 for cell in cells]) for i in range(2)]
+    metrics = jax.jit(each_cell)(params, keys, *numbers)
+    return {name: np.asarray(values, float) for name, values in metrics.items()}
+
+
+def _train_one(
+    study: Study, way: Way, task: Task, data: Any, first: Any, key: Any, rate: Any, threshold: Any
+) -> Any:
+    clips = way.clips(threshold)
+    chain = [optax.zero_nans()] if clips.zero_nans else [cg.gradient_clip(clips.norm)]
+    optimizer = optax.chain(*chain, study.optimizer(rate))
+    gradient = _gradient(task, clips)
+
+    def step(carry: Any, number: jax.Array) -> Any:
+        params, state = carry
+        grads = gradient(params, task.sample(data, jax.random.fold_in(key, number)))
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    start = (first, optimizer.init(first))
+    (params, _), _ = jax.lax.scan(step, start, jnp.arange(task.steps))
+    metrics = task.evaluate(first, params, data)
+    return metrics | {"reached": task.reached(metrics)}
+
+
+def _gradient(task: Task, clips: Clips) -> Callable[[Any, Any], Any]:
+    if clips.every is not None:
+        loss: Any = task.loss
+        return jax.grad(functools.partial(loss, every=clips.every))
+    if clips.example is None:
+        return jax.grad(cg.error_clip_by_name(task.loss, {task.tag: clips.error}))
+
+    def loss_of_one(params: Any, example: Any) -> jax.Array:
+        return task.loss(params, jax.tree.map(lambda leaf: leaf[None], example))
+
+    clipped = cg.clip_per_example(loss_of_one, clips.example)
+    return lambda params, batch: clipped(params, batch)[1]
+
+
+def measure(study: Study, way: Way) -> dict[str, Any]:
+    """The sweep of a way, its best cell, and what that gives on the seeds of the comparison."""
+    start = time.perf_counter()
+    cells = list(itertools.product(study.rates, way.thresholds))
+    swept = train(study, way, cells, SWEPT)
+    name = first_metric(swept)
+    means = swept[name].mean(1) * (-1 if larger_is_better(name) else 1)
+    best = int(np.where(np.isfinite(means), means, np.inf).argmin())
+    compared = train(study, way, cells[best : best + 1], COMPARED)
+    return {
+        "sweep": [
+            dict(zip(_NAMES, cell, strict=True)) | {name: _numbers(values)}
+            for cell, values in zip(cells, swept[name], strict=True)
+        ],
+        "best": dict(zip(_NAMES, cells[best], strict=True)),
+        "metrics": {key: _numbers(values[0]) for key, values in compared.items()},
+        "seconds": round(time.perf_counter() - start),
+    }
+
+
+def first_metric(metrics: Mapping[str, Any]) -> str:
+    """The name of the metric that decides; a compiled program returns them sorted by name."""
+    return next(name for name in metrics if name != "reached")
+
+
+def larger_is_better(metric: str) -> bool:
+    """Whether a metric is: accuracy is, losses and errors are not."""
+    return metric == "accuracy"
+
+
+def _numbers(values: np.ndarray) -> list[float | None]:
+    """Four digits of each; null for what is not finite."""
+    return [float(f"{value:.4g}") if np.isfinite(value) else None for value in values]
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """The Markdown table of what was measured."""
+    lines = [
+        "| task | way | learning rate | threshold | best seed | median | worst seed | goal |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, task in content["tasks"].items():
+        lines += [_row(name, task, way, result) for way, result in task["ways"].items()]
+    return "\n".join(lines)
+
+
+def _row(name: str, task: Mapping[str, Any], way: str, result: Mapping[str, Any]) -> str:
+    values = result["metrics"][task["metric"]]
+    worst = -np.inf if larger_is_better(task["metric"]) else np.inf
+    ordered = sorted([worst if value is None else value for value in values])
+    ordered = ordered[::-1] if larger_is_better(task["metric"]) else ordered
+    shown = [_short(ordered[i]) for i in (0, len(ordered) // 2, -1)]
+    cell = [_best(result, part) for part in _NAMES]
+    reached = f"{int(sum(result['metrics']['reached']))} of {len(values)}"
+    return f"| {' | '.join([name, way, *cell, *shown, reached])} |"
+
+
+def _best(result: Mapping[str, Any], part: str) -> str:
+    """The best learning rate or threshold, with a star at an end of the grid."""
+    best, tried = result["best"][part], {cell[part] for cell in result["sweep"]}
+    if all(value is None for value in result["metrics"][first_metric(result["metrics"])]):
+        return "-"
+    return _short(best) + ("*" if len(tried) > 1 and best in (min(tried), max(tried)) else "")
+
+
+def _short(number: float | None) -> str:
+    if number is None:
+        return "-"
+    return f"{number:.3g}".replace("e-0", "e-") if np.isfinite(number) else "NaN"
+
+
+def main() -> None:
+    """Measures the tasks that are asked for, and writes what was found after each."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--task", nargs="+", choices=STUDIES, default=list(STUDIES))
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs"))
+    arguments = parser.parse_args()
+    path = arguments.out / "which_clip.json"
+    content = json.loads(path.read_text()) if path.exists() else {"tasks": {}}
+    known = content["tasks"]
+    for name in arguments.task:
+        study = STUDIES[name]
+        measured = {way: measure(study, rules) for way, rules in study.ways.items()}
+        metric = first_metric(next(iter(measured.values()))["metrics"])
+        known[name] = {"goal": study.task.goal, "metric": metric, "ways": measured}
+        content = {
+            "versions": {"jax": jax.__version__, "optax": optax.__version__},
+            "device": jax.devices()[0].platform,
+            "seeds": {"sweep": SWEPT, "comparison": COMPARED},
+            "tasks": {name: known[name] for name in STUDIES if name in known},
+        }
+        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    print(table(content))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""A pendulum is swung up by a network that is trained through the simulation of its motion."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.ad_checkpoint import checkpoint_name
+
+import clipgrad as cg
+from clipgrad._demo import _task
+from clipgrad._demo._task import Arm, Metrics, Task, normal, zeros
+
+_BATCH, _LENGTH, _WIDTH, _TEST_ROWS = 32, 200, 32, 256
+_STEP, _GRAVITY, _TORQUE = 0.05, 15.0, 3.0
+
+
+def _starts(key: jax.Array, size: int) -> jax.Array:
+    """Any angle, which is 0 when the pendulum stands, and a small speed."""
+    angle, speed = jax.random.split(key)
+    angles = jax.random.uniform(angle, (size,), minval=-jnp.pi, maxval=jnp.pi)
+    return jnp.stack([angles, jax.random.uniform(speed, (size,), minval=-1.0)], -1)
+
+
+def _init(data: jax.Array, random: np.random.Generator) -> Any:
+    return {
+        "in": normal(random, 3, _WIDTH, scale=3**-0.5),
+        "in_bias": zeros(1, _WIDTH),
+        "hidden": normal(random, _WIDTH, _WIDTH, scale=_WIDTH**-0.5),
+        "hidden_bias": zeros(1, _WIDTH),
+        "out": normal(random, _WIDTH, scale=0.1 * _WIDTH**-0.5),
+    }
+
+
+def _torque(params: Any, state: jax.Array) -> jax.Array:
+    """The torque, which is too weak to lift the pendulum without swinging."""
+    angle, speed = state.T
+    seen = jnp.stack([jnp.cos(angle), jnp.sin(angle), speed / 8], -1)
+    h = jnp.tanh(seen @ params["in"] + params["in_bias"])
+    h = jnp.tanh(h @ params["hidden"] + params["hidden_bias"])
+    return 2 * jnp.tanh(h @ params["out"])
+
+
+def loss(params: Any, starts: jax.Array, every: Any = _LENGTH) -> jax.Array:
+    """The mean cost over all steps: far from standing, fast, or with much torque.
+
+    No gradient goes back further than to the last step whose number ``every`` divides.
+    """
+
+    def step(state: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+        state = jnp.where(number % every == 0, jax.lax.stop_gradient(state), state)
+        state = checkpoint_name(state, "state")
+        torque = _torque(params, state)
+        angle, speed = state.T
+        speed = speed + _STEP * (_GRAVITY * jnp.sin(angle) + _TORQUE * torque)
+        angle = angle + _STEP * speed
+        cost = 1 - jnp.cos(angle) + 0.01 * speed**2 + 0.001 * torque**2
+        return jnp.stack([angle, speed], -1), cost.mean()
+
+    return jax.lax.scan(step, starts, jnp.arange(_LENGTH))[1].mean()
+
+
+def _evaluate(first: Any, params: Any, data: jax.Array) -> Metrics:
+    return {"cost": loss(params, data)}
+
+
+_ERROR_CLIP = cg.ClipByNorm(1e-3, axis=-1)
+_NORM = cg.ClipByGlobalNorm(0.1)
+
+TASK = Task(
+    name="pendulum",
+    summary="a network swings a pendulum up, trained through 200 steps of its motion, Adam",
+    goal="cost under 0.45 for unseen starts",
+    steps=300,
+    optimizer=optax.adam(3e-3),
+    arms=(
+        Arm(_task.PLAIN),
+        Arm(_task.NORM, _NORM),
+        Arm(_task.ERROR, error_clip=_ERROR_CLIP),
+        Arm(_task.BOTH, _NORM, _ERROR_CLIP),
+    ),
+    load=lambda: _starts(jax.random.key(7), _TEST_ROWS),
+    init=_init,
+    sample=lambda data, key: _starts(key, _BATCH),
+    loss=loss,
+    tag="state",
+    evaluate=_evaluate,
+    reached=lambda metrics: metrics["cost"] < 0.45,
+    recurrent=True,
+    note="a gradient that is cut off after 20 steps does better than any of these",
+)

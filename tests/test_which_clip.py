@@ -1,0 +1,174 @@
+"""The table on which clip to use is the data that a program stored, and its best cells are best."""
+
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import clipgrad as cg
+from clipgrad._demo import _task
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+
+ROOT = pathlib.Path(__file__).parents[1]
+CONTENT = json.loads((ROOT / "docs" / "which_clip.json").read_text())
+PAGE = (ROOT / "docs" / "which_clip.md").read_text()
+RESULTS = [
+    pytest.param(task, result, id=f"{name}, {way}")
+    for name, task in CONTENT["tasks"].items()
+    for way, result in task["ways"].items()
+]
+
+
+@pytest.fixture(scope="module")
+def program():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+        import which_clip
+
+        return which_clip
+
+
+def test_the_table_of_the_page_is_that_of_the_stored_data(program):
+    assert program.table(CONTENT) in PAGE
+
+
+def test_the_stored_data_have_every_task_and_way_and_cell_of_the_program(program):
+    assert list(CONTENT["tasks"]) == list(program.STUDIES)
+    assert CONTENT["seeds"] == {
+        "sweep": list(program.SWEPT),
+        "comparison": list(program.COMPARED),
+    }
+    for name, study in program.STUDIES.items():
+        ways = CONTENT["tasks"][name]["ways"]
+        assert list(ways) == list(study.ways)
+        for way, result in ways.items():
+            cells = [(cell["rate"], cell["threshold"]) for cell in result["sweep"]]
+            thresholds = study.ways[way].thresholds
+            assert cells == [(rate, each) for rate in study.rates for each in thresholds]
+
+
+def test_seeds_of_the_sweep_are_not_those_of_the_comparison():
+    sweep, comparison = (set(CONTENT["seeds"][key]) for key in ("sweep", "comparison"))
+    assert len(comparison) >= 5 and not sweep & comparison
+
+
+@pytest.mark.parametrize("task, result", RESULTS)
+def test_the_best_cell_is_the_best_of_the_sweep(task, result):
+    sign = -1 if task["metric"] == "accuracy" else 1
+    means = {
+        (cell["rate"], cell["threshold"]): np.inf
+        if None in cell[task["metric"]]
+        else sign * np.mean(cell[task["metric"]])
+        for cell in result["sweep"]
+    }
+    best = means[result["best"]["rate"], result["best"]["threshold"]]
+    # Means are stored with four digits, so that two cells may look the same.
+    assert best <= min(means.values()) + 1e-3 * abs(best) or np.isinf(best)
+    assert len(result["metrics"][task["metric"]]) == len(CONTENT["seeds"]["comparison"])
+
+
+def parabola():
+    """A loss whose minimum SGD reaches in one step at the learning rate 1/2."""
+    return _task.Task(
+        name="parabola",
+        summary="",
+        goal="",
+        steps=4,
+        optimizer=optax.sgd(0.5),
+        arms=(),
+        load=lambda: jnp.float32(3),
+        init=lambda data, random: {"w": np.float32(random.normal())},
+        sample=lambda data, key: data,
+        loss=lambda params, batch: jnp.square(checkpoint_name(params["w"], "w") - batch),
+        tag="w",
+        evaluate=lambda first, last, data: {"square": jnp.square(last["w"] - data)},
+        reached=lambda metrics: metrics["square"] < 1e-6,
+    )
+
+
+def test_a_way_is_compared_at_its_best_learning_rate_and_threshold(program):
+    study = program.Study(
+        parabola(),
+        optax.sgd,
+        (0.1, 0.5, 1e30),
+        program.ways((1e-3, 100.0), program.error_by_value, (100.0,)),
+    )
+    results = {way: program.measure(study, rules) for way, rules in study.ways.items()}
+    assert results["no clip"]["best"] == {"rate": 0.5, "threshold": None}
+    assert results["norm"]["best"] == {"rate": 0.5, "threshold": 100.0}
+    assert results["no clip"]["sweep"][-1]["square"] == [None, None]
+    for result in results.values():
+        assert result["metrics"] == {"reached": [1.0] * 5, "square": [0.0] * 5}
+
+
+def test_the_table_has_a_star_at_the_ends_of_a_grid_and_the_worst_seed_last(program):
+    sweep = [{"rate": r, "threshold": None, "accuracy": [r, r]} for r in (0.1, 0.2)]
+    result = {
+        "sweep": sweep,
+        "best": {"rate": 0.2, "threshold": None},
+        "metrics": {"accuracy": [0.5, None, 0.9], "reached": [0.0, 0.0, 1.0]},
+    }
+    task = {"metric": "accuracy", "ways": {"norm": result}}
+    last = program.table({"tasks": {"digits": task}}).splitlines()[-1]
+    assert last == "| digits | norm | 0.2* | - | 0.9 | 0.5 | NaN | 1 of 3 |"
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["graves-lstm", "two-heads"])
+def test_the_further_tasks_start_from_a_finite_loss_and_a_finite_gradient(name, program):
+    task = program.STUDIES[name].task
+    data = task.load()
+    params = jax.tree.map(jnp.asarray, task.init(data, np.random.default_rng(0)))
+    loss, grads = jax.value_and_grad(task.loss)(params, task.sample(data, jax.random.key(0)))
+    assert jnp.isfinite(loss) and jnp.isfinite(cg.global_norm(grads))
+    assert (cg.global_norm(grads) > 1e6) == (name == "two-heads")
+
+
+@pytest.mark.parametrize("way", ["error clip", "norm"])
+def test_how_many_runs_of_the_sweep_swing_up_is_said(way):
+    sweep = CONTENT["tasks"]["pendulum"]["ways"][way]["sweep"]
+    costs = [np.inf if cost is None else cost for cell in sweep for cost in cell["cost"]]
+    assert f"{sum(cost < 0.45 for cost in costs)} of the {len(costs)} runs" in PAGE
+
+
+def test_the_note_of_the_pendulum_is_what_was_measured():
+    ways = CONTENT["tasks"]["pendulum"]["ways"]
+    cut = ways["truncated plus norm"]
+    assert cut["best"]["threshold"] == 20
+    others = [ways[way]["metrics"]["cost"] for way in ways if way != "truncated plus norm"]
+    assert max(cut["metrics"]["cost"]) < min(map(min, others))
+
+
+def test_zero_nans_reaches_a_high_accuracy_with_a_first_layer_that_never_moves():
+    metrics = CONTENT["tasks"]["blank-patches"]["ways"]["zero nans"]["metrics"]
+    assert min(metrics["accuracy"]) > 0.9 and metrics["layer 1 moved"] == [0.0] * 5
+    assert not any(metrics["reached"])
+
+
+def median(task, way):
+    values = CONTENT["tasks"][task]["ways"][way]["metrics"][CONTENT["tasks"][task]["metric"]]
+    return np.median([np.inf if value is None else value for value in values])
+
+
+def all_reach(way):
+    tasks = CONTENT["tasks"].items()
+    return {name for name, task in tasks if all(task["ways"][way]["metrics"]["reached"])}
+
+
+def test_the_page_says_where_a_norm_clip_is_enough_and_where_an_error_clip_is_better():
+    assert all_reach("norm") == {"char-rnn", "adding", "deep-mlp", "graves-lstm"}
+    assert median("deep-mlp", "no clip") >= median("deep-mlp", "norm")
+    for task in ("char-rnn", "adding", "graves-lstm"):
+        assert median(task, "error clip") > median(task, "norm")
+    for better in ("blank-patches", "two-heads", "pendulum"):
+        assert better in all_reach("error clip") - all_reach("norm")
+    for drawn in ("blank-patches", "two-heads"):
+        assert abs(median(drawn, "error clip") - median(drawn, "mended")) < 0.01
+    assert median("deep-mlp", "mended") > median("deep-mlp", "error clip")
