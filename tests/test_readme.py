@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -56,6 +57,29 @@ def test_the_pictures_are_there():
     assert pictures
     for picture in pictures:
         assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def namespace_of_tables():
+    grads = {"w": jnp.array([[3.0, 4.0]])}
+    names = {"cg": cg, "jax": jax, "optax": optax, "grads": grads, "params": grads}
+    return names | {"h": jnp.ones(2), "loss": lambda w, x: w @ x}
+
+
+COMING_FROM = [row for row in rows("Coming from ...") if row[0] != "from"]
+
+
+@pytest.mark.parametrize("row", COMING_FROM, ids=lambda row: row[1])
+def test_each_line_of_coming_from_runs(row):
+    names = namespace_of_tables()
+    code = row[2].strip("`")
+    exec(code if re.match(r"[\w, ]+ = ", code) else f"result = {code}", names)
+    if row[0] == "optax":
+        exec(f"theirs = {row[1].strip('`')}", names)
+        ours, theirs = names["result"], names["theirs"]
+        if hasattr(ours, "update"):
+            grads, params = names["grads"], names["params"]
+            ours, theirs = (tx.update(grads, tx.init(params), params)[0] for tx in (ours, theirs))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, theirs)
 
 
 @pytest.mark.parametrize("row", rows("Rules and places")[1:6], ids=lambda row: row[0])
