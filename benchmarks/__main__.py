@@ -1,0 +1,103 @@
+"""Times this library beside its peers, and writes what it found.
+
+    python -m benchmarks [--only SUBJECT ...] [--quick] [--out FOLDER]
+
+Each row first proves that its programs give the same numbers; then they take turns. The results
+are a JSON file for each subject, a table in Markdown and a picture. By default they go to
+benchmarks/results and between the markers of benchmarks/RESULTS.md, where results of subjects
+that are not run again stay. ``--quick`` does a small part of the work and writes nothing, unless
+``--out`` says where. What is not installed is named as not run: ``pip install ".[benchmarks]"``.
+"""
+
+import argparse
+import json
+import pathlib
+import shlex
+import sys
+import time
+from typing import Any
+
+import jax
+
+from benchmarks import machine, plot, report
+from benchmarks.rows import Row, Scale, measure
+from benchmarks.subjects import SUBJECTS
+
+HERE = pathlib.Path(__file__).parent
+RESULTS = HERE / "results"
+QUICK = 1 / 16
+
+
+def run_row(row: Row, quick: bool) -> dict[str, Any]:
+    """Measures a row and says what came out."""
+    started = time.perf_counter()
+    result = measure(row._replace(budget=row.budget / 20) if quick else row)
+    print(f"  {row.name} ({time.perf_counter() - started:.1f} s)", flush=True)
+    for pair in result["ratios"]:
+        ratios = ", ".join(
+            f"{phase} {r['median']:.2f} [{r['low']:.2f}, {r['high']:.2f}]"
+            for phase, r in pair["ratio"].items()
+        )
+        print(f"    {pair['ours']} / {pair['theirs']}: {ratios}", flush=True)
+    for side in result["absent"]:
+        print(f"    {side['name']}: not run, {side['why']}", flush=True)
+    return result
+
+
+def run_subject(name: str, quick: bool, command: str) -> dict[str, Any]:
+    """All rows of a subject."""
+    subject, facts = SUBJECTS[name], machine.facts()
+    print(subject.TITLE, flush=True)
+    scale = Scale(QUICK if quick else 1)
+    rows = [run_row(row, quick) for row in subject.rows(scale)]
+    jax.clear_caches()
+    return {"title": subject.TITLE, "command": command, "machine": facts, "rows": rows}
+
+
+def load(folder: pathlib.Path) -> dict[str, Any]:
+    """The results that a folder has, in the order of the subjects."""
+    files = {name: folder / f"{name}.json" for name in SUBJECTS}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+
+
+def write(folder: pathlib.Path) -> None:
+    """The table and the picture, from the JSON files of a folder."""
+    results = load(folder)
+    why = plot.draw(results, folder / "leaves.png")
+    if why:
+        print(f"no picture: {why}")
+    own = folder.resolve() == RESULTS.resolve()
+    picture = None if why else f"{'results/' if own else ''}leaves.png"
+    target = HERE / "RESULTS.md" if own else folder / "RESULTS.md"
+    report.write_section(target, report.section(results, picture))
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    """What the command line says."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("benchmarks", description=__doc__, formatter_class=style)
+    parser.add_argument("--only", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
+    parser.add_argument("--quick", action="store_true", help="small sizes, in about a minute")
+    parser.add_argument("--out", type=pathlib.Path, help="folder for JSON, table and picture")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the subjects; each is written as soon as it is known."""
+    options = parsed(arguments)
+    command = shlex.join(["python", "-m", "benchmarks", *arguments])
+    folder = options.out or (None if options.quick else RESULTS)
+    started, results = time.perf_counter(), {}
+    for name in options.only:
+        results[name] = run_subject(name, options.quick, command)
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(results[name], indent=1)
+            (folder / f"{name}.json").write_text(text + "\n")
+    if folder:
+        write(folder)
+    print(f"{time.perf_counter() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

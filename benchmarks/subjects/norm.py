@@ -1,0 +1,54 @@
+"""The global norm clip of few large and of many small leaves."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import clipgrad as cg
+from benchmarks import torch_peers, trees
+from benchmarks.peers import update_of
+from benchmarks.rows import FLOOR, OURS, PEER, Absent, Row, Scale, Side, donated, jitted
+
+TITLE = "Global norm clip"
+LIMIT = 1.0
+# torch divides by the norm + 1e-6.
+RTOL = 1e-5
+
+
+def sides(shapes: Any) -> list[Side | Absent]:
+    """Ours, optax's, torch's in place, and a copy of the same bytes."""
+    grads = trees.normal(shapes)
+    return [
+        jitted("clipgrad", OURS, update_of(cg.clip_by_global_norm(LIMIT)), grads),
+        jitted("optax", PEER, update_of(optax.clip_by_global_norm(LIMIT)), grads),
+        torch_peers.torch_clip("torch", torch_peers.by_global_norm(LIMIT), grads),
+        torch_peers.torch_clip("torch, foreach", torch_peers.by_global_norm(LIMIT, True), grads),
+        jitted(
+            "a copy of the bytes", FLOOR, lambda g: jax.tree.map(jnp.copy, g), grads, numbers=None
+        ),
+    ]
+
+
+def in_place(shapes: Any) -> list[Side | Absent]:
+    """The same in the memory of the gradients."""
+    grads = trees.normal(shapes)
+    return [
+        donated("clipgrad, donated", OURS, update_of(cg.clip_by_global_norm(LIMIT)), grads),
+        donated("optax, donated", PEER, update_of(optax.clip_by_global_norm(LIMIT)), grads),
+        torch_peers.torch_clip("torch", torch_peers.by_global_norm(LIMIT), grads),
+        torch_peers.torch_clip("torch, foreach", torch_peers.by_global_norm(LIMIT, True), grads),
+    ]
+
+
+def rows(scale: Scale) -> list[Row]:
+    """The three trees, and the first of them in place."""
+    large = trees.leaves(20, (scale(1600), 1000))
+    found = {
+        "128 MB in 20 leaves": large,
+        "1,000 leaves of 4 KB": trees.leaves(scale(1000), (32, 32)),
+        "10M elements in one leaf": trees.leaves(1, (scale(10_000_000),)),
+    }
+    made = [Row(name, lambda s=s: sides(s), RTOL) for name, s in found.items()]
+    return [*made, Row("128 MB in 20 leaves, in place", lambda: in_place(large), RTOL)]
