@@ -30,9 +30,10 @@ QUICK = 1 / 16
 
 def run_row(row: Row, quick: bool) -> dict[str, Any]:
     """Measures a row and says what came out."""
-    started = time.perf_counter()
+    started, worked = time.perf_counter(), time.process_time()
     result = measure(row._replace(budget=row.budget / 20) if quick else row)
-    print(f"  {row.name} ({time.perf_counter() - started:.1f} s)", flush=True)
+    taken, worked = time.perf_counter() - started, time.process_time() - worked
+    print(f"  {row.name} ({taken:.1f} s, {worked:.1f} s of CPU)", flush=True)
     for pair in result["ratios"]:
         ratios = ", ".join(
             f"{phase} {r['median']:.2f} [{r['low']:.2f}, {r['high']:.2f}]"
@@ -60,16 +61,15 @@ def load(folder: pathlib.Path) -> dict[str, Any]:
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
-def write(folder: pathlib.Path) -> None:
-    """The table and the picture, from the JSON files of a folder."""
+def write(folder: pathlib.Path) -> str | None:
+    """The table and the picture, from the JSON files of a folder; says why there is no picture."""
     results = load(folder)
     why = plot.draw(results, folder / "leaves.png")
-    if why:
-        print(f"no picture: {why}")
     own = folder.resolve() == RESULTS.resolve()
     picture = None if why else f"{'results/' if own else ''}leaves.png"
     target = HERE / "RESULTS.md" if own else folder / "RESULTS.md"
     report.write_section(target, report.section(results, picture))
+    return why
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
@@ -87,15 +87,16 @@ def main(arguments: list[str]) -> None:
     options = parsed(arguments)
     command = shlex.join(["python", "-m", "benchmarks", *arguments])
     folder = options.out or (None if options.quick else RESULTS)
-    started, results = time.perf_counter(), {}
+    started, why = time.perf_counter(), None
     for name in options.only:
-        results[name] = run_subject(name, options.quick, command)
+        result = run_subject(name, options.quick, command)
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(results[name], indent=1)
+            text = json.dumps(result, indent=1)
             (folder / f"{name}.json").write_text(text + "\n")
-    if folder:
-        write(folder)
+            why = write(folder)
+    if why:
+        print(f"no picture: {why}")
     print(f"{time.perf_counter() - started:.0f} s", flush=True)
 
 

@@ -27,8 +27,8 @@ def lines(rows: list[dict[str, Any]], axis: str, phase: str) -> dict[str, Line]:
 
 def draw(results: dict[str, Any], path: pathlib.Path) -> str | None:
     """Writes the picture, and says why not where it can't."""
-    if not {"leaves", "compilation"} <= results.keys():
-        return "the subjects leaves and compilation were not run"
+    if not {"norm", "leaves", "compilation"} <= results.keys():
+        return "the subjects norm, leaves and compilation were not all run"
     try:
         import matplotlib
     except ImportError:
@@ -36,9 +36,10 @@ def draw(results: dict[str, Any], path: pathlib.Path) -> str | None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    sweep = results["leaves"]["rows"]
-    counts = [row for row in sweep if row["axis"] == "leaves"]
-    sizes = [row for row in sweep if row["axis"] == "leaf bytes"]
+    rows = results["norm"]["rows"] + results["leaves"]["rows"]
+    counts, sizes = (
+        [row for row in rows if row.get("axis") == axis] for axis in ("leaves", "leaf bytes")
+    )
     compiled = [r for r in results["compilation"]["rows"] if r["clip"] == "global norm"]
     panels = [
         (lines(counts, "leaves", "run"), "leaves of 4 KB", "run, ms"),

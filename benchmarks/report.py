@@ -9,6 +9,8 @@ from benchmarks.rows import FLOOR, PEER
 START, END = "<!-- benchmarks: start -->", "<!-- benchmarks: end -->"
 # A ratio counts as a loss if three rounds in four were slower by this.
 LOSS = 1.05
+# Results further apart than this, in parts of the largest element, are remarked on.
+APART = 1e-5
 # Rows of the short table: subject, row, ours, and beside what.
 SHORT = (
     ("norm", "128 MB in 20 leaves", "clipgrad", ("optax", "torch", "torch, foreach")),
@@ -70,18 +72,22 @@ def comparisons(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
                         "seconds": [
                             sides[pair[who]]["seconds"][phase] for who in ("ours", "theirs")
                         ],
-                        "missed": _missed(sides[pair["theirs"]]),
+                        "remark": _remark(sides[pair["theirs"]]["facts"]),
                     }
 
 
-def _missed(side: dict[str, Any]) -> bool:
-    return side["facts"].get("finds a halved element") is False
+def _remark(facts: dict[str, Any]) -> str:
+    """What a reader of a peer's time must know about its result."""
+    if facts.get("finds a halved element") is False:
+        return " (misses a halved element)"
+    apart = facts.get("difference", 0)
+    return f" (differs by {apart:.0e})" if apart > APART else ""
 
 
 def _cells(found: dict[str, Any]) -> list[str]:
     """The cells of a comparison after that of the work."""
     ratio, (ours, theirs) = found["ratio"], found["seconds"]
-    name = found["theirs"] + (" (misses a halved element)" if found["missed"] else "")
+    name = found["theirs"] + found["remark"]
     mark = {PEER: "", FLOOR: "*"}[found["kind"]]
     lost = "**" if is_loss(found) else mark
     quartiles = f"{ratio['low']:.2f} to {ratio['high']:.2f}" if ratio["n"] > 1 else "once"
