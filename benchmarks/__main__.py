@@ -45,14 +45,14 @@ def run_row(row: Row, quick: bool) -> dict[str, Any]:
     return result
 
 
-def run_subject(name: str, quick: bool, command: str) -> dict[str, Any]:
+def run_subject(name: str, quick: bool) -> dict[str, Any]:
     """All rows of a subject."""
-    subject, facts = SUBJECTS[name], machine.facts()
+    subject = SUBJECTS[name]
     print(subject.TITLE, flush=True)
     scale = Scale(QUICK if quick else 1)
     rows = [run_row(row, quick) for row in subject.rows(scale)]
     jax.clear_caches()
-    return {"title": subject.TITLE, "command": command, "machine": facts, "rows": rows}
+    return {"title": subject.TITLE, "rows": rows}
 
 
 def load(folder: pathlib.Path) -> dict[str, Any]:
@@ -85,11 +85,14 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> None:
     """Runs the subjects; each is written as soon as it is known."""
     options = parsed(arguments)
-    command = shlex.join(["python", "-m", "benchmarks", *arguments])
+    origin = {
+        "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
+        "machine": machine.facts(),
+    }
     folder = options.out or (None if options.quick else RESULTS)
     started, why = time.perf_counter(), None
     for name in options.only:
-        result = run_subject(name, options.quick, command)
+        result = origin | run_subject(name, options.quick)
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(result, indent=1)

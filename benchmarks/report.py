@@ -160,7 +160,7 @@ def not_run(results: dict[str, Any]) -> str:
 
 
 def origin(results: dict[str, Any]) -> str:
-    """Date, machine, versions and command of each run that the results come from."""
+    """Date, machine, versions, command and load of each run that the results come from."""
     runs: dict[str, list[str]] = {}
     for subject, result in results.items():
         runs.setdefault(_describe(result["machine"], result["command"]), []).append(subject)
@@ -171,11 +171,11 @@ def origin(results: dict[str, Any]) -> str:
 
 def _describe(machine: dict[str, Any], command: str) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    busy = " (the machine did other work, too)" if machine["load"] > 0.5 else ""
+    busy = ", so it did other work and these times say little" if machine["load"] > 1 else ""
     return (
         f"{machine['date']}, commit {machine['commit']}, {machine['cores']} cores of "
-        f"{machine['processor']}, JAX on {machine['device']}; {versions}. Load average before: "
-        f"{machine['load']}{busy}. Command: `{command}`."
+        f"{machine['processor']}, JAX on {machine['device']}; {versions}. Command: `{command}`. "
+        f"Load average before: {machine['load']}{busy}."
     )
 
 

@@ -42,7 +42,7 @@ def rows(scale: Scale) -> list[Row]:
     }
     limits = {"": (1e6, False), ", acts": (1e-6, True)}
     return [
-        Row(name + suffix, lambda m=model, a=args, c=limit: sides(m, a(), *c), 1e-5)
+        Row(name + suffix, lambda m=model, a=args, c=limit: sides(m, a(), *c), 1e-5, 8.0)
         for name, (model, args) in found.items()
         for suffix, limit in limits.items()
     ]
