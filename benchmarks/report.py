@@ -37,9 +37,9 @@ SHORT = (
 )
 GUIDE = f"""Each row first proves that its programs give the same numbers. Then they take turns.
 *Ratio* is the median of the ratios of their times, ours by theirs: below 1 we are faster.
-*Quartiles* are those of the same ratios, one for each round. A row that takes too long is measured
-once. A line in italics is beside a program that does less, such as a copy of the same bytes or the
-model without a clip. A ratio in bold is a loss: beside a peer, with a lower quartile above {LOSS}.
+*Quartiles* are those of the same ratios, one for each round; *once*: one of the two takes too long
+to be run again. In italics: a program that does less, such as a copy of the same bytes or the model
+without a clip. A ratio in bold is a loss: beside a peer, with a lower quartile above {LOSS}.
 """
 
 

@@ -42,21 +42,24 @@ def take_turns(samples: Mapping[str, Sample], budget: float) -> dict[str, Times]
     """Times by name and phase, of programs that take turns: A B A B ...
 
     A turn keeps the fastest of a few calls, as many for each program. The first round warms up and
-    does not count, unless it alone takes longer than the budget: then there is no other.
+    does not count, but for a program that takes longer than the budget: it is run once.
     """
     first = {name: sample() for name, sample in samples.items()}
-    round_seconds = sum(sum(times.values()) for times in first.values())
-    if round_seconds > budget:
-        return {name: {p: [t] for p, t in times.items()} for name, times in first.items()}
+    kept = {name: {p: [t] for p, t in times.items()} for name, times in first.items()}
+    taken = {name: sum(times.values()) for name, times in first.items()}
+    quick = [name for name in samples if taken[name] <= budget]
+    round_seconds = sum(taken[name] for name in quick)
+    if not quick:
+        return kept
     rounds = int(np.clip(budget / round_seconds, 3, ROUNDS))
     calls = int(np.clip(budget / round_seconds / rounds, 1, CALLS))
-    kept: dict[str, Times] = {name: {p: [] for p in times} for name, times in first.items()}
+    kept |= {name: {phase: [] for phase in first[name]} for name in quick}
     for turn in range(rounds):
-        for name in _rotated(list(samples), turn):
+        for name in _rotated(quick, turn):
             time.sleep(PAUSE)
-            taken = [samples[name]() for _ in range(calls)]
+            found = [samples[name]() for _ in range(calls)]
             for phase, times in kept[name].items():
-                times.append(min(sample[phase] for sample in taken))
+                times.append(min(sample[phase] for sample in found))
     return kept
 
 
@@ -73,5 +76,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def ratios(ours: list[float], theirs: list[float]) -> dict[str, float]:
-    """The median and the quartiles of the ratios, one for each round."""
+    """The median and the quartiles of the ratios, one for each round; one if one ran once."""
+    if len(ours) != len(theirs):
+        return spread([float(np.median(ours) / np.median(theirs))])
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])

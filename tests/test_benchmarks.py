@@ -97,6 +97,14 @@ def test_programs_take_turns():
     assert times["a"]["run"] == [2.0 + calls * turn for turn in range(turns)]
 
 
+def test_what_takes_longer_than_the_budget_is_run_once():
+    samples = {"slow": lambda: {"run": 9.0}, "quick": lambda: {"run": 0.5}}
+    times = timing.take_turns(samples, budget=3.0)
+    assert times["slow"]["run"] == [9.0] and times["quick"]["run"] == [0.5] * 6
+    ratio = timing.ratios(times["quick"]["run"], times["slow"]["run"])
+    assert ratio["n"] == 1 and ratio["median"] == 0.5 / 9
+
+
 def test_ratios_are_taken_round_by_round():
     ratio = timing.ratios([1.0, 4.0, 9.0], [1.0, 2.0, 3.0])
     assert (ratio["median"], ratio["low"], ratio["high"], ratio["n"]) == (2, 1.5, 2.5, 3)

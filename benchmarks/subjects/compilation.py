@@ -34,7 +34,7 @@ def rows(scale: Scale) -> list[Row]:
 
     def row(name: str, count: int) -> Row:
         facts: dict[str, Any] = {"leaves": count, "clip": name}
-        return Row(f"{name}, {count:,} leaves", lambda: sides(name, count), 1e-5, 10.0, facts)
+        return Row(f"{name}, {count:,} leaves", lambda: sides(name, count), 1e-5, 6.0, facts)
 
     counts = {name: {scale(n, 2): None for n in found} for name, (_, _, found) in CLIPS.items()}
     return [row(name, count) for name, found in counts.items() for count in found]
