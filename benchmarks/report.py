@@ -54,6 +54,11 @@ def milliseconds(seconds: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def times_as_much(ratio: float) -> str:
+    """Two digits after the point, or two digits that are not 0."""
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.2g}"
+
+
 def comparisons(results: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """All ratios, with where they come from."""
     for subject, result in results.items():
@@ -90,10 +95,11 @@ def _cells(found: dict[str, Any]) -> list[str]:
     name = found["theirs"] + found["remark"]
     mark = {PEER: "", FLOOR: "*"}[found["kind"]]
     lost = "**" if is_loss(found) else mark
-    quartiles = f"{ratio['low']:.2f} to {ratio['high']:.2f}" if ratio["n"] > 1 else "once"
+    low, median, high = (times_as_much(ratio[key]) for key in ("low", "median", "high"))
+    quartiles = f"{low} to {high}" if ratio["n"] > 1 else "once"
     times = [milliseconds(seconds["median"]) for seconds in (ours, theirs)]
-    median = f"{lost}{ratio['median']:.2f}{lost}"
-    return [found["ours"], times[0], f"{mark}{name}{mark}", times[1], median, quartiles]
+    shown = f"{lost}{median}{lost}"
+    return [found["ours"], times[0], f"{mark}{name}{mark}", times[1], shown, quartiles]
 
 
 def is_loss(found: dict[str, Any]) -> bool:
