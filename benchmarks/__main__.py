@@ -1,6 +1,6 @@
 """Times this library beside its peers, and writes what it found.
 
-    python -m benchmarks [--only SUBJECT ...] [--quick] [--out FOLDER]
+    python -m benchmarks [--only SUBJECT ...] [--quick] [--long] [--out FOLDER]
 
 Each row first proves that its programs give the same numbers; then they take turns. The results
 are a JSON file for each subject, a table in Markdown and a picture. By default they go to
@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from benchmarks import machine, plot, report
-from benchmarks.rows import Row, Scale, measure
+from benchmarks.rows import Row, Scale, left_out, measure
 from benchmarks.subjects import SUBJECTS
 
 HERE = pathlib.Path(__file__).parent
@@ -28,10 +28,13 @@ RESULTS = HERE / "results"
 QUICK = 1 / 16
 
 
-def run_row(row: Row, quick: bool) -> dict[str, Any]:
+def run_row(row: Row, options: argparse.Namespace) -> dict[str, Any]:
     """Measures a row and says what came out."""
+    if row.long and not options.long:
+        print(f"  {row.name}: not run without --long", flush=True)
+        return left_out(row)
     started, worked = time.perf_counter(), time.process_time()
-    result = measure(row._replace(budget=row.budget / 20) if quick else row)
+    result = measure(row._replace(budget=row.budget / 20) if options.quick else row)
     taken, worked = time.perf_counter() - started, time.process_time() - worked
     print(f"  {row.name} ({taken:.1f} s, {worked:.1f} s of CPU)", flush=True)
     for pair in result["ratios"]:
@@ -45,12 +48,12 @@ def run_row(row: Row, quick: bool) -> dict[str, Any]:
     return result
 
 
-def run_subject(name: str, quick: bool) -> dict[str, Any]:
+def run_subject(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """All rows of a subject."""
     subject = SUBJECTS[name]
     print(subject.TITLE, flush=True)
-    scale = Scale(QUICK if quick else 1)
-    rows = [run_row(row, quick) for row in subject.rows(scale)]
+    scale = Scale(QUICK if options.quick else 1)
+    rows = [run_row(row, options) for row in subject.rows(scale)]
     jax.clear_caches()
     return {"title": subject.TITLE, "rows": rows}
 
@@ -78,6 +81,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks", description=__doc__, formatter_class=style)
     parser.add_argument("--only", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--quick", action="store_true", help="small sizes, in about a minute")
+    parser.add_argument("--long", action="store_true", help="rows that take minutes, too")
     parser.add_argument("--out", type=pathlib.Path, help="folder for JSON, table and picture")
     return parser.parse_args(arguments)
 
@@ -92,7 +96,7 @@ def main(arguments: list[str]) -> None:
     folder = options.out or (None if options.quick else RESULTS)
     started, why = time.perf_counter(), None
     for name in options.only:
-        result = origin | run_subject(name, options.quick)
+        result = origin | run_subject(name, options)
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(result, indent=1)

@@ -41,6 +41,7 @@ class Row(NamedTuple):
     rtol: float = 1e-6  # of the largest element
     budget: float = 4.0  # seconds for all rounds, about
     facts: dict[str, Any] = {}
+    long: bool = False  # takes minutes, and is run on request only
 
 
 class DifferentNumbersError(AssertionError):
@@ -163,6 +164,12 @@ def measure(row: Row) -> dict[str, Any]:
     del built, sides
     gc.collect()
     return {"name": row.name, **row.facts, "sides": measured, "ratios": compared, "absent": absent}
+
+
+def left_out(row: Row) -> dict[str, Any]:
+    """The result of a row that was not run."""
+    absent = Absent(row.name, "takes minutes; --long runs it")._asdict()
+    return {"name": row.name, **row.facts, "sides": [], "ratios": [], "absent": [absent]}
 
 
 def _record(side: Side, times: timing.Times) -> dict[str, Any]:

@@ -115,6 +115,13 @@ def test_a_library_that_is_missing_is_named():
     assert missing == Absent("peer", "no_such_library is not installed")
 
 
+def test_a_row_that_takes_minutes_is_left_out_and_named():
+    row = Row("endless", lambda: pytest.fail("run"), facts={"leaves": 9}, long=True)
+    result = command.run_row(row, command.parsed([]))
+    assert result["leaves"] == 9 and not result["sides"]
+    assert "* endless: takes minutes; --long runs it" in report.not_run({"x": {"rows": [result]}})
+
+
 def test_resnet_and_transformer_have_the_published_sizes():
     assert len(trees.resnet()) == 161 and trees.size_of(trees.resnet()) == 4 * 25_557_032
     assert trees.size_of(trees.transformer(512)) == 4 * 12 * (12 * 512**2 + 4 * 512)

@@ -10,6 +10,7 @@ from benchmarks.peers import by_leaf, update_of
 from benchmarks.rows import OURS, PEER, Row, Scale, Side, traced
 
 TITLE = "Tracing and compiling"
+LONG = 1000  # leaves
 CLIPS = {
     "global norm": (cg.clip_by_global_norm, optax.clip_by_global_norm, (10, 100, 1000, 5000)),
     "value": (cg.clip_by_value, optax.clip, (1000,)),
@@ -34,7 +35,14 @@ def rows(scale: Scale) -> list[Row]:
 
     def row(name: str, count: int) -> Row:
         facts: dict[str, Any] = {"leaves": count, "clip": name}
-        return Row(f"{name}, {count:,} leaves", lambda: sides(name, count), 1e-5, 6.0, facts)
+        return Row(
+            f"{name}, {count:,} leaves",
+            lambda: sides(name, count),
+            1e-5,
+            6.0,
+            facts,
+            long=count > LONG,
+        )
 
     counts = {name: {scale(n, 2): None for n in found} for name, (_, _, found) in CLIPS.items()}
     return [row(name, count) for name, found in counts.items() for count in found]
