@@ -80,7 +80,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("benchmarks", description=__doc__, formatter_class=style)
     parser.add_argument("--only", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
-    parser.add_argument("--quick", action="store_true", help="small sizes, in about a minute")
+    parser.add_argument("--quick", action="store_true", help="small sizes, in one to two minutes")
     parser.add_argument("--long", action="store_true", help="rows that take minutes, too")
     parser.add_argument("--out", type=pathlib.Path, help="folder for JSON, table and picture")
     return parser.parse_args(arguments)
