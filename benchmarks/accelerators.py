@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
+from benchmarks.peers import by_leaf
 
 WIDTH = 1024
 VECTORS = {"bias": (WIDTH,), "scale": (WIDTH,)}
@@ -35,17 +36,6 @@ KINDS = {
     "1 TPU": ("tpu", "v5e:2x2", 1),
     "256 TPU": ("tpu", "v5e:16x16", 256),
 }
-
-
-def by_leaf(max_norm):
-    """The norm of each leaf by the means of optax, which has no such clip."""
-
-    def update(updates, state, params=None):
-        del params
-        clipped = jax.tree.map(lambda g: g * jnp.minimum(1, max_norm / optax.tree.norm(g)), updates)
-        return clipped, state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 CLIPS = {

@@ -1,0 +1,1 @@
+"""Programs that time this library beside its peers: ``python -m benchmarks``."""

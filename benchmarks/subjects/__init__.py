@@ -1,0 +1,30 @@
+"""The subjects: each module has its title and its rows."""
+
+from benchmarks.subjects import (
+    checker,
+    clips,
+    compilation,
+    error_clip,
+    leaves,
+    names,
+    norm,
+    per_example,
+    steps,
+    thresholds,
+)
+
+SUBJECTS = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (
+        norm,
+        leaves,
+        clips,
+        steps,
+        per_example,
+        compilation,
+        error_clip,
+        names,
+        checker,
+        thresholds,
+    )
+}

@@ -1,0 +1,170 @@
+"""The benchmarks: rows run, and a peer with other numbers is refused. Nothing is timed here."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import report, rows, timing, trees
+from benchmarks.rows import FLOOR, OURS, PEER, Absent, DifferentNumbersError, Row, Scale
+from benchmarks.subjects import SUBJECTS
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+TINY = Scale(1 / 500)
+
+
+def pair(theirs, ours=lambda x: {"a": 2 * x, "b": x}):
+    x = jnp.arange(1.0, 5.0)
+    sides = [rows.jitted("ours", OURS, ours, x), rows.jitted("theirs", PEER, theirs, x)]
+    return Row("doubled", lambda: sides, budget=0)
+
+
+def test_a_row_of_equal_sides_is_measured():
+    result = rows.measure(pair(lambda x: {"a": x + x, "b": x}))
+    (compared,) = result["ratios"]
+    assert compared["ratio"]["run"]["median"] > 0
+    assert result["sides"][1]["facts"]["difference"] == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: {"a": 2.0001 * x, "b": x},
+        lambda x: {"a": 2 * x, "b": x.at[0].add(1e-4)},
+        lambda x: {"a": 2 * x, "b": x.at[0].set(jnp.nan)},
+        lambda x: {"a": 2 * x, "b": x[:2]},
+        lambda x: {"a": 2 * x},
+    ],
+)
+def test_a_row_whose_sides_differ_is_refused(wrong):
+    with pytest.raises(DifferentNumbersError, match="doubled: ours and theirs differ by"):
+        rows.measure(pair(wrong))
+
+
+def test_a_peer_of_a_subject_that_is_wrong_is_refused(monkeypatch):
+    row = next(iter(SUBJECTS["norm"].rows(TINY)))._replace(budget=0)
+    rows.measure(row)
+    wrong = optax.stateless(lambda g, _: jax.tree.map(lambda x: 1.001 * x, g))
+    right = optax.clip_by_global_norm
+    monkeypatch.setattr(optax, "clip_by_global_norm", lambda c: optax.chain(right(c), wrong))
+    with pytest.raises(DifferentNumbersError, match="clipgrad and optax differ by 0.001"):
+        rows.measure(row)
+
+
+CHEAP = {"norm": -1, "clips": 1, "per_example": 0, "compilation": 0, "error_clip": -1}
+
+
+@pytest.mark.parametrize("subject", CHEAP)
+def test_rows_run_and_say_what_was_not_run(subject):
+    row = SUBJECTS[subject].rows(TINY)[CHEAP[subject]]
+    result = rows.measure(row._replace(budget=0))
+    assert {side["kind"] for side in result["sides"]} >= {OURS, PEER}
+    assert all(side["why"] for side in result["absent"])
+    for compared in result["ratios"]:
+        assert all(ratio["median"] > 0 for ratio in compared["ratio"].values())
+
+
+@pytest.mark.parametrize("scale", [Scale(1), Scale(command.QUICK), TINY], ids=lambda s: str(s.part))
+def test_each_row_has_a_name_of_its_own(scale):
+    for subject in SUBJECTS.values():
+        names = [row.name for row in subject.rows(scale)]
+        assert names and len(set(names)) == len(names)
+
+
+def test_the_rows_of_the_short_table_exist():
+    for subject, name, _, _ in report.SHORT:
+        assert name in [row.name for row in SUBJECTS[subject].rows(Scale(1))]
+
+
+def test_programs_take_turns():
+    order = []
+
+    def sample(name, seconds):
+        order.append(name)
+        return {"run": seconds}
+
+    clock = iter(np.arange(1.0, 100.0))
+    samples = {"a": lambda: sample("a", next(clock)), "b": lambda: sample("b", 1.0)}
+    times = timing.take_turns(samples, budget=60)
+    turns = len(times["a"]["run"])
+    assert 3 <= turns <= timing.ROUNDS and len(times["b"]["run"]) == turns
+    calls = (len(order) - 2) // (2 * turns)
+    assert order[2 : 2 + 4 * calls] == ["a"] * calls + ["b"] * 2 * calls + ["a"] * calls
+    assert times["a"]["run"] == [2.0 + calls * turn for turn in range(turns)]
+
+
+def test_what_takes_longer_than_the_budget_is_run_once():
+    samples = {"slow": lambda: {"run": 9.0}, "quick": lambda: {"run": 0.5}}
+    times = timing.take_turns(samples, budget=3.0)
+    assert times["slow"]["run"] == [9.0] and times["quick"]["run"] == [0.5] * 6
+    ratio = timing.ratios(times["quick"]["run"], times["slow"]["run"])
+    assert ratio["n"] == 1 and ratio["median"] == 0.5 / 9
+
+
+def test_ratios_are_taken_round_by_round():
+    ratio = timing.ratios([1.0, 4.0, 9.0], [1.0, 2.0, 3.0])
+    assert (ratio["median"], ratio["low"], ratio["high"], ratio["n"]) == (2, 1.5, 2.5, 3)
+
+
+def test_a_library_that_is_missing_is_named():
+    missing = rows.optional("peer", "no_such_library", lambda library: None)
+    assert missing == Absent("peer", "no_such_library is not installed")
+
+
+def test_a_row_that_takes_minutes_is_left_out_and_named():
+    row = Row("endless", lambda: pytest.fail("run"), facts={"leaves": 9}, long=True)
+    result = command.run_row(row, command.parsed([]))
+    assert result["leaves"] == 9 and not result["sides"]
+    assert "* endless: takes minutes; --long runs it" in report.not_run({"x": {"rows": [result]}})
+
+
+def test_resnet_and_transformer_have_the_published_sizes():
+    assert len(trees.resnet()) == 161 and trees.size_of(trees.resnet()) == 4 * 25_557_032
+    assert trees.size_of(trees.transformer(512)) == 4 * 12 * (12 * 512**2 + 4 * 512)
+
+
+def compared(name, kind, low):
+    seconds = {"run": {"median": 0.002}}
+    side = {"seconds": seconds, "facts": {}, "name": name, "kind": kind}
+    ratio = {"median": low + 0.1, "low": low, "high": low + 0.2, "n": 5}
+    return side, {"ours": "clipgrad", "theirs": name, "kind": kind, "ratio": {"run": ratio}}
+
+
+def test_the_table_marks_what_is_slower_than_a_peer():
+    found = [compared("slow", PEER, 0.5), compared("fast", PEER, 1.2), compared("copy", FLOOR, 1.2)]
+    sides, ratios = zip(*found, strict=True)
+    ours = {"seconds": {"run": {"median": 0.0031}}, "facts": {}, "name": "clipgrad", "kind": OURS}
+    row = {"name": "work", "sides": [ours, *sides], "ratios": ratios, "absent": []}
+    results = {"norm": {"title": "Norm", "rows": [row]}}
+    assert "| work | clipgrad | 3.1 | slow | 2 | 0.60 | 0.50 to 0.70 |" in report.table(results)
+    assert "fast | 2 | **1.30** |" in report.losses(results)
+    assert "slow" not in report.losses(results) and "copy" not in report.losses(results)
+    assert "*copy* | 2 | *1.30* |" in report.table(results)
+
+
+def test_the_command_writes_json_a_table_and_keeps_other_sections(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "QUICK", TINY.part)
+    first, norm = SUBJECTS["norm"].rows(TINY)[:1], "Global norm clip"
+    subject = types.SimpleNamespace(TITLE=norm, rows=lambda scale: first)
+    monkeypatch.setitem(SUBJECTS, "norm", subject)
+    (tmp_path / "RESULTS.md").write_text("# Results\n\nOlder.\n")
+    command.main(["--quick", "--only", "norm", "--out", str(tmp_path)])
+    assert "leaves and compilation were not all run" in command.write(tmp_path)
+    stored = json.loads((tmp_path / "norm.json").read_text())
+    assert stored["machine"]["versions"]["jax"] == jax.__version__
+    assert "--quick" in stored["command"] and len(stored["rows"]) == 1
+    text = (tmp_path / "RESULTS.md").read_text()
+    assert text.startswith("# Results\n\nOlder.\n") and text.count("## Beside the peers") == 1
+    assert "128 MB in 20 leaves" in text and text.count(report.START) == text.count(report.END) == 1
+
+
+def test_the_section_is_replaced_where_it_stands(tmp_path):
+    path = tmp_path / "RESULTS.md"
+    path.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
+    report.write_section(path, "new\n")
+    assert path.read_text() == f"before\n{report.START}\nnew\n{report.END}\nafter\n"
