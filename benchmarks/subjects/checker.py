@@ -78,7 +78,7 @@ def network(widths: list[int], too_slow: str = "") -> Problem:
 
 def problems(scale: Scale) -> dict[str, Problem]:
     large = scale(700, 4)
-    kernels = [normal(2, 4, scale(16, 4), scale(16, 4)), normal(8, 4, 3, 3)]
+    kernels = [normal(2, 4, scale(12, 4), scale(12, 4)), normal(8, 4, 3, 3)]
     return {
         "MLP of 5k": network([scale(64, 4), scale(64, 4), 10]),
         "10,000 elements": Problem(
