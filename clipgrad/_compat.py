@@ -29,11 +29,16 @@ def to_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
+def explicit_sharding(x: jax.Array) -> Any:
+    """The sharding that the type of ``x`` has; ``None`` where it is replicated or up to XLA."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    spread = sharding is not None and any(axis is not None for axis in sharding.spec)
+    return sharding if spread else None
+
+
 def broadcast_like(x: jax.Array, leaf: jax.Array) -> jax.Array:
     """``x`` broadcast to the shape of ``leaf``, and to its sharding where that is explicit."""
-    sharding = getattr(jax.typeof(leaf), "sharding", None)
-    explicit = sharding is not None and any(axis is not None for axis in sharding.spec)
-    return jnp.broadcast_to(x, leaf.shape, out_sharding=sharding if explicit else None)
+    return jnp.broadcast_to(x, leaf.shape, out_sharding=explicit_sharding(leaf))
 
 
 def by_platform(

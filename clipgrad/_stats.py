@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from clipgrad._compat import by_platform, exportable, to_varying, varying_axes
+from clipgrad._compat import by_platform, explicit_sharding, exportable, to_varying, varying_axes
 from clipgrad._norms import (
     AxisName,
     Norm,
@@ -209,31 +208,39 @@ def _tree_by_leaf(tree: Any, limits: Limits, axis_name: AxisName) -> dict[str, C
 
 def _of_leaves(tree: Any, limits: Limits) -> ClipStats:
     """The statistics of a tree whose leaves, or groups in them, were scaled each by its norm."""
-    dtype = stats_dtype(tree)
-    sizes = [
-        np.full(norm.root.size, leaf.size / max(norm.root.size, 1), dtype)
-        for leaf, (norm, _) in zip(clippable_leaves(tree), limits, strict=True)
+    groups = _joined(list(zip(clippable_leaves(tree), limits, strict=True)), stats_dtype(tree))
+    finite = [jnp.all(jnp.isfinite(norm.root)) for norm, _, _ in groups]
+    (bad,) = _counts_unless(functools.reduce(jnp.logical_and, finite), [tree], None)
+    stats = [
+        _scaled(norm.value, limit, norm.exceeds(limit), jnp.isfinite(norm.root), bad, size)
+        for norm, limit, size in groups
     ]
-    # In one array: XLA compiles a formula of a thousand norms slowly.
-    parts = [(norm.root, norm.scale, limit) for norm, limit in limits]
-    columns = zip(*jax.lax.optimization_barrier(parts), strict=True)
-    root, scale, limit = (
-        jnp.concatenate([jnp.ravel(x).astype(dtype) for x in column]) for column in columns
-    )
-    finite = jnp.isfinite(root)
-    clips = Norm.of(root, scale).exceeds(limit)
-    (bad,) = _counts_unless(jnp.all(finite), [tree], None)
-    return _scaled(root / scale, limit, clips, finite, bad, jnp.asarray(np.concatenate(sizes)))
+    total = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), stats)
+    return total._replace(nonfinite=bad)
 
 
 def _by_leaf(tree: Any, limits: Limits) -> dict[str, ClipStats]:
     """The same for each leaf."""
-    dtype = stats_dtype(tree)
-    stats = [
-        jax.tree.map(lambda x: x.astype(dtype), _of_leaves(leaf, [of_leaf]))
-        for leaf, of_leaf in zip(clippable_leaves(tree), limits, strict=True)
-    ]
-    return dict(zip(clippable_paths(tree), stats, strict=True))
+    dtype, leaves = stats_dtype(tree), clippable_leaves(tree)
+    stats = [_of_leaves(*pair) for pair in zip(leaves, ([limit] for limit in limits), strict=True)]
+    cast = [jax.tree.map(lambda x: x.astype(dtype), of_leaf) for of_leaf in stats]
+    return dict(zip(clippable_paths(tree), cast, strict=True))
+
+
+def _joined(leaves: Sequence[tuple[jax.Array, Any]], dtype: str) -> list[Any]:
+    """Norms, limits and sizes of groups, those of all leaves in one array.
+
+    XLA compiles a formula of a thousand norms slowly. Norms whose types are sharded stay apart.
+    """
+    groups, joined = [], []
+    for leaf, (norm, limit) in leaves:
+        size = jnp.full(norm.root.shape, leaf.size / max(norm.root.size, 1), dtype)
+        group = (norm.root.astype(dtype), norm.scale.astype(dtype), limit.astype(dtype), size)
+        (groups if explicit_sharding(norm.root) else joined).append(group)
+    if joined:
+        columns = zip(*jax.lax.optimization_barrier(joined), strict=True)
+        groups.append(tuple(jnp.concatenate(list(map(jnp.ravel, column))) for column in columns))
+    return [(Norm.of(root, scale), limit, size) for root, scale, limit, size in groups]
 
 
 @functools.partial(jax.jit, inline=True)
@@ -249,8 +256,7 @@ def _scaled(
     before = _sums(value)
     after = jnp.where(clips, _sums(limit), before)
     after = jnp.where(finite, after, jnp.nan)
-    sizes = jnp.broadcast_to(size, value.shape)
-    rows = (before, after, jnp.where(clips, sizes, 0), sizes * _one(before[1]))
+    rows = (before, after, jnp.where(clips, size, 0), size * _one(before[1]))
     before, after, changed, size = (jnp.sum(x, range(x.ndim - value.ndim, x.ndim)) for x in rows)
     return ClipStats(before, after, changed, nonfinite, size)
 

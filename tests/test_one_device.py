@@ -62,3 +62,17 @@ def test_a_norm_in_a_scan_may_leave_the_range_at_some_steps():
     scales = jnp.array([1.0, 1e30, 1e-30, 0.0])
     norms = jax.lax.scan(lambda c, s: (c, cg.global_norm(s * jnp.array([3.0, 4.0]))), 0, scales)[1]
     np.testing.assert_allclose(norms, 5 * scales, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [cg.AdaptiveClip(0.1), cg.ClipByNorm(0.1, axis=0)], ids=repr)
+def test_units_of_explicit_shardings_are_clipped_and_watched(rule, key):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    grads = {"w": jax.random.normal(key, (4, 8)), "b": jnp.ones(8)}
+    expected, stats = cg.clip_grads(grads, rule, grads)
+    with jax.set_mesh(mesh):
+        spread = jax.tree.map(
+            lambda x: jax.device_put(x, jax.P(*[None] * (x.ndim - 1), "x")), grads
+        )
+        clipped, theirs = jax.jit(lambda g: cg.clip_grads(g, rule, g))(spread)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), clipped, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), theirs, stats)
