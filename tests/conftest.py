@@ -42,12 +42,17 @@ hypothesis.settings.load_profile("clipgrad")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test that is ``sampled(n)``, all but the first and each n-th after it are exhaustive."""
+    """Which rows of a table run by default; the others are exhaustive.
+
+    Of a test that is ``sampled(n)`` the first row and each n-th after it, of any other the first
+    four and each third after them.
+    """
     seen = collections.Counter()
     for item in items:
         test = item.nodeid.partition("[")[0]
         mark = item.get_closest_marker("sampled")
-        if mark and seen[test] % mark.args[0]:
+        row = seen[test] if mark else max(seen[test] - 3, 0)
+        if row % (mark.args[0] if mark else 3):
             item.add_marker("exhaustive")
         seen[test] += 1
 

@@ -11,6 +11,9 @@ import pytest
 PACKAGE = pathlib.Path(__file__).parents[1] / "clipgrad"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted(pathlib.Path(__file__).parent.glob("test_*.py"))
+# Each file is looked at by default.
+pytestmark = pytest.mark.sampled(1)
+
 # Each module may import the ones before it, and nothing of the package that is not listed.
 LAYERS = [
     "_selectors", "_compat", "_trees", "_numbers", "_accumulate", "_jaxpr",
@@ -98,11 +101,3 @@ def test_each_test_runs_by_default(path):
     tables = (call.args[1] for call in calls if ast.unparse(call.func).endswith("parametrize"))
     rows = (row for table in tables if isinstance(table, ast.List) for row in table.elts[1:])
     assert marks(tree) == sum(map(marks, rows))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("first", range(5))
-@pytest.mark.parametrize("second", range(2))
-def test_of_a_sampled_test_one_row_in_n_runs_by_default(first, second, request):
-    by_default = request.node.get_closest_marker("exhaustive") is None
-    assert by_default == ((5 * second + first) % 3 == 0)
