@@ -329,7 +329,7 @@ def _rescued(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays
 def _all_in_range(plain: list[jax.Array]) -> jax.Array:
     """Whether no plain sum is out of range; in one array, since XLA compiles a long formula slowly.
 
-    Sums whose types are sharded can't be joined (test_units_of_explicit_shardings_are_clipped_and_watched).
+    Sums whose types are sharded stay apart.
     """
     joined = [jnp.ravel(total) for total in plain if not explicit_sharding(total)]
     totals = [total for total in plain if explicit_sharding(total)]
