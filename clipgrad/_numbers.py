@@ -69,6 +69,12 @@ def at_least(x: jax.Array, bound: jax.Array) -> jax.Array:
     return jnp.where(x < bound, bound, x)
 
 
+def finite_product(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """``x * factor`` for numbers from 0 on; the largest finite number instead of inf."""
+    most = jnp.finfo(x.dtype).max
+    return jnp.minimum(x, most / jnp.maximum(factor, 1)) * factor
+
+
 def to_ordered_bits(x: jax.Array) -> jax.Array:
     """Integers in the order of numbers that are not negative, with NaN as the largest.
 

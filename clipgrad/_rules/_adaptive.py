@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from clipgrad._compat import broadcast_like
 from clipgrad._norms import AxisName, Norm, slice_norms
-from clipgrad._numbers import at_least, times, widen
+from clipgrad._numbers import at_least, finite_product, times, widen
 from clipgrad._rules._base import MeasuringRule, pytree_rule, static_field
 from clipgrad._rules._thresholds import check_threshold, limit_of, thresholds_by_leaf
 from clipgrad._rules._units import UnitAxis, check_unit_axis, unit_axes
@@ -108,7 +108,9 @@ class AdaptiveClip(MeasuringRule):
     ) -> list[tuple[Norm, jax.Array]] | None:
         """The norms of the units of each leaf and their limits, if units are on one device."""
         limits = zip(thresholds_by_leaf(self, len(norms)), norms, strict=True)
-        pairs = [(n.norm, limit_of(clipping, n.norm) * n.least) for clipping, n in limits]
+        pairs = [
+            (n.norm, finite_product(limit_of(clipping, n.norm), n.least)) for clipping, n in limits
+        ]
         return None if self.axis_name else pairs
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from clipgrad._norms import Norm, slice_norms
-from clipgrad._numbers import over, widen
+from clipgrad._numbers import finite_product, over, widen
 from clipgrad._rules._base import MeasuringRule, pytree_rule
 from clipgrad._rules._thresholds import check_threshold, limit_of, thresholds_by_leaf
 from clipgrad._trees import clippable_leaves, map_clippable
@@ -75,7 +75,7 @@ class ClipByBlockRMS(MeasuringRule):
         limits = map(limit_of, thresholds_by_leaf(self, len(norms)), norms)
         roots = [max(leaf.size, 1) ** 0.5 for leaf in clippable_leaves(grads)]
         return [
-            (Norm.of(norm.root * root, norm.scale), limit * root)
+            (Norm.of(norm.root * root, norm.scale), finite_product(limit, limit.dtype.type(root)))
             for norm, limit, root in zip(norms, limits, roots, strict=True)
         ]
 
