@@ -64,7 +64,9 @@ def test_the_picture_of_the_third_program_shows_what_its_caption_says(
     plain, clipped = (line.get_ydata() for line in plt.gca().lines)
     plt.close()
     assert len(plain) == len(clipped) == 50 and "50 time steps" in TEXT
-    assert plain[0] / plain[-1] == pytest.approx(6e5, rel=0.1) and "600,000 times" in TEXT
+    # 6.0e5 and 5.0e5 with the parameters that two versions of flax start from.
+    assert plain[0] / plain[-1] == pytest.approx(5.5e5, rel=0.1)
+    assert "half a million times" in TEXT
     assert max(clipped) < 0.5 and "below 0.5" in TEXT
     assert (tmp_path / "norm_per_step.png").read_bytes().startswith(b"\x89PNG")
 
