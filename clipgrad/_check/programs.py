@@ -116,7 +116,7 @@ def low_jit(fun: Callable) -> Callable:
 @functools.cache
 def low_optimization() -> dict[str, Any]:
     """The options for little optimization that this version of the compiler knows."""
-    return {key: value for part in (LOW, OLDER) if _known(part) for key, value in part.items()}
+    return next((options for options in (LOW | OLDER, LOW, OLDER) if _known(options)), {})
 
 
 def _known(options: dict[str, Any]) -> bool:
