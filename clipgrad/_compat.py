@@ -49,9 +49,8 @@ def by_platform(
     The one for a CPU may have a branch. Where there are several devices that would be a second
     collective in the program, though not one that is executed, and there ``default`` is used.
     """
-    if jax.device_count() > 1:
-        cpu = default
-    return jax.lax.platform_dependent(*args, cpu=cpu, cuda=gpu, rocm=gpu, default=default)
+    forms = {"cuda": gpu, "rocm": gpu} | ({"cpu": cpu} if jax.device_count() == 1 else {})
+    return jax.lax.platform_dependent(*args, **forms, default=default)
 
 
 def trace_state() -> Any:

@@ -167,11 +167,10 @@ class Norm(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Which norm: its order, of the mean instead of the sum (rms) or not, with a branch or not."""
+    """Which norm: its order, and whether of the mean instead of the sum (rms)."""
 
     ord: float
     mean: bool = False
-    branch: bool = True
 
 
 def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Array:
@@ -227,14 +226,12 @@ def slice_norms(
     ord: float = 2,
     axis_name: AxisName = None,
     mean: bool = False,
-    branch: bool = True,
 ) -> list[Norm]:
     """An array of norms for each leaf, reduced over its axes, which are kept with size 1.
 
-    ``mean=True`` divides the sum by the number of its terms first: the root mean square. With
-    ``branch=False`` no branch decides on a CPU either.
+    ``mean=True`` divides the sum by the number of its terms first: the root mean square.
     """
-    kind, names = _Kind(check_order(ord), mean, branch), _names(axis_name)
+    kind, names = _Kind(check_order(ord), mean), _names(axis_name)
     return _norms(list(leaves), Groups(tuple(axes), names), kind) if leaves else []
 
 
@@ -306,13 +303,16 @@ def _in_range(
     if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
         return [(total, jnp.ones_like(total)) for total in plain]
     counts = tuple(_counts(groups, kind.mean, leaves))
-    forms = (_rescued if kind.branch else _separate, _stacked, _separate)
+    forms = (_rescued, _stacked, _separate)
     cpu, gpu, default = (functools.partial(form, groups, counts) for form in forms)
     return by_platform(plain, leaves, cpu=cpu, gpu=gpu, default=default)
 
 
 def _rescued(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
-    """The plain sums, and only if one of them is out of range another pass over the leaves."""
+    """The plain sums, and only if one of them is out of range another pass over the leaves.
+
+    A sum in range stays as it is then, too: in the branch XLA would add up in another order.
+    """
 
     def ordinary() -> list[Any]:
         return [(total, jnp.ones_like(total)) for total in plain]
@@ -321,7 +321,8 @@ def _rescued(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays
         scales = [_scale_of_sum(total) for total in plain]
         wide = zip(_wide(groups, leaves), groups.per_leaf(scales, leaves), strict=True)
         sums = groups.sums([_scaled_square(g, scale) for g, scale in wide], leaves)
-        return list(zip(map(_divided, sums, counts), scales, strict=True))
+        found = zip(plain, map(_divided, sums, counts), scales, strict=True)
+        return [(jnp.where(scale == 1, as_is, total), scale) for as_is, total, scale in found]
 
     return jax.lax.cond(_all_in_range(plain), ordinary, rescued)
 

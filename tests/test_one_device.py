@@ -1,12 +1,16 @@
 """On one CPU device a norm is one sum, and a second one only out of its range."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import clipgrad as cg
 from tests.helpers import RELEASED, reductions, tree_of
+from tests.test_bits import data, first_parameters, one_step
 from tests.test_nan import (  # noqa: F401
     test_a_bad_element_makes_its_whole_group_nan,
     test_only_the_slice_that_holds_it_is_nan,
@@ -56,6 +60,19 @@ def test_one_leaf_out_of_range_changes_no_bit_of_the_others(scale, key):
     together = jax.jit(cg.ClipByNorm(0.5))(leaves)
     np.testing.assert_array_equal(together[0], alone[0])
     np.testing.assert_allclose(together[1], leaves[1] * min(1, 0.1 / scale), rtol=1e-6)
+
+
+def test_units_of_zeros_change_no_bit_of_a_step(users_promotion):
+    """The first biases are zero, so that all is added up again, in another order."""
+    params, batch = first_parameters(), data()
+
+    def step(clip):
+        tx = optax.chain(clip, optax.sgd(0.1, momentum=0.9))
+        run = jax.jit(functools.partial(one_step, tx), compiler_options=RELEASED)
+        return run(params, tx.init(params), batch)
+
+    ours, theirs = step(cg.adaptive_grad_clip(0.01)), step(optax.adaptive_grad_clip(0.01))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(ours), jax.tree.leaves(theirs))
 
 
 def test_a_norm_in_a_scan_may_leave_the_range_at_some_steps():

@@ -120,8 +120,7 @@ def unit_norms(
     """For each leaf the norms of the units of its gradient, and of its weights."""
     leaves, weights = clippable_leaves(grads), parameters_of(grads, params)
     both = [*leaves, *map(jnp.asarray, weights)]
-    # Behind a branch XLA rounds whole trainings unlike those with optax's clip.
-    norms = slice_norms(both, unit_axes(axis, grads) * 2, axis_name=axis_name, branch=False)
+    norms = slice_norms(both, unit_axes(axis, grads) * 2, axis_name=axis_name)
     return list(zip(norms[: len(leaves)], norms[len(leaves) :], strict=True))
 
 
