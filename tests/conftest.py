@@ -44,15 +44,13 @@ hypothesis.settings.load_profile("clipgrad")
 def pytest_collection_modifyitems(items):
     """Which rows of a table run by default; the others are exhaustive.
 
-    Of a test that is ``sampled(n)`` the first row and each n-th after it, of any other the first
-    four and each third after them.
+    The first row and each fourth after it run, of a test that is ``sampled(n)`` each n-th.
     """
     seen = collections.Counter()
     for item in items:
         test = item.nodeid.partition("[")[0]
         mark = item.get_closest_marker("sampled")
-        row = seen[test] if mark else max(seen[test] - 3, 0)
-        if row % (mark.args[0] if mark else 3):
+        if seen[test] % (mark.args[0] if mark else 4):
             item.add_marker("exhaustive")
         seen[test] += 1
 

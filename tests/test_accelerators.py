@@ -151,7 +151,6 @@ CLIPS = {
 }
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("clip", CLIPS)
 @every_kind
 def test_a_clip_has_about_the_kernels_of_optax_its_collectives_and_its_memory(kind, clip):
@@ -220,7 +219,6 @@ def test_an_error_clip_by_value_adds_no_kernel_no_collective_and_no_memory(kind)
     assert clipped[:2] == plain[:2] and clipped.temporaries <= plain.temporaries
 
 
-@pytest.mark.sampled(3)
 @every_kind
 def test_an_error_clip_by_name_compiles_in_scan_and_remat_at_no_cost(kind):
     mesh = mesh_of(kind)
@@ -242,7 +240,6 @@ def test_a_watched_module_is_at_most_four_kernels_on_a_gpu():
 # Training
 
 
-@pytest.mark.sampled(3)
 @every_kind
 def test_clipping_per_example_compiles(kind):
     params, x = model_arguments(kind)
@@ -250,7 +247,6 @@ def test_clipping_per_example_compiles(kind):
     Facts.of(per_example, params, x)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @every_kind
 def test_a_training_step_compiles_with_sharded_parameters(kind, axis_type):

@@ -200,7 +200,6 @@ def eventful(**kwargs):
     return norms
 
 
-@pytest.mark.sampled(4)
 @every_option
 def test_it_is_the_published_formula_but_for_what_says_nothing_and_what_is_far(kind, options):
     steps = 1200 if kind is cg.PercentileThreshold and not options else 600
@@ -465,7 +464,6 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("kind, name", PAIRS, ids=lambda x: getattr(x, "__name__", x))
 def test_no_flag_for_nan_or_inf_stops_a_loop_on_finite_gradients(kind, name, compile):
@@ -607,7 +605,6 @@ def test_it_is_saved_and_restored_by_orbax(key, tmp_path):
     assert_same(restored, state)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_norm"])
 def test_sharded_gradients_are_followed_like_those_of_one_device(name, kind, key):

@@ -111,7 +111,6 @@ def test_a_training_ends_with_the_bits_of_optax(clip, optimizer, which):
     assert_ends_like(ours, theirs)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("clip", CLIPS)
 def test_the_thresholds_act_at_every_step_at_some_and_at_none(clip):
     def steps(threshold):
@@ -123,7 +122,6 @@ def test_the_thresholds_act_at_every_step_at_some_and_at_none(clip):
     assert never == (1 if clip == "adaptive" else 0)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("clip", CLIPS)
 def test_a_training_inside_of_scan_ends_with_the_bits_of_optax(clip):
     theirs, ours = (
@@ -132,7 +130,6 @@ def test_a_training_inside_of_scan_ends_with_the_bits_of_optax(clip):
     assert_ends_like(ours, theirs, train_by_scan)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("clip, field", [("value", "max_delta"), ("global norm", "max_norm")])
 def test_injected_thresholds_give_the_bits_of_optax(clip, field):
     threshold = optax.linear_schedule(THRESHOLDS[clip][0], THRESHOLDS[clip][1], STEPS)
@@ -154,7 +151,6 @@ SHAPES = [
 ]
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("clip", CLIPS)
 def test_eager_updates_have_the_bits_of_optax(clip, shapes):
@@ -172,7 +168,6 @@ def test_eager_updates_have_the_bits_of_optax(clip, shapes):
         assert_same(ours, theirs)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(2,), (3, 5), (199,)], ids=str)
 def test_an_eager_root_mean_square_is_exactly_one_where_it_is_in_optax(shape):
     exact = 0

@@ -28,7 +28,6 @@ every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 some_models = pytest.mark.parametrize("model", SOME.values(), ids=SOME)
 
 
-@pytest.mark.sampled(3)
 @every_model
 def test_the_gradient_is_that_of_clips_written_by_hand(model):
     rules = {"h": VALUE}

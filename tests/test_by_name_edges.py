@@ -123,7 +123,6 @@ def test_what_the_inner_gradient_of_a_remat_computes_again_is_kept_apart():
         assert barriers[0] == barriers[1] and bool(barriers[0]) == bool(prevent_cse)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "transformed",
     [

@@ -29,7 +29,6 @@ def test_one_more_right_function_passes(name):
 SMOOTH = ("tanh", "power", "softmax", "logsumexp", "attention", "var", "solve", "scan", "huber")
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SMOOTH)
 def test_a_right_function_passes_in_second_order(name):
     function, make = check_functions.FUNCTIONS[name]

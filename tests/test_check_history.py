@@ -52,7 +52,6 @@ def test_what_is_right_for_symmetric_matrices_alone_passes_with_a_note():
     assert any("right for symmetric matrices, as this one is, and not off" in n for n in notes)
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", IMPLICIT)
 def test_the_derivative_of_a_sample_by_a_parameter_is_not_verified(name):
     draw, args = IMPLICIT[name](jnp.float32)

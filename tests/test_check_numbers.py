@@ -119,7 +119,6 @@ def test_a_narrow_type_inside_sets_the_tolerance_and_is_noted():
     assert "it computes in bfloat16 inside: tolerances are those of bfloat16" in report.notes
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["missing_factor", "wrong_sign", "wrong_deep_inside_a_scan"])
 @pytest.mark.parametrize("mode", ["fast", "full"])
 def test_every_mode_tells_wrong_from_right(name, mode):
@@ -149,7 +148,6 @@ def test_auto_takes_under_a_hundred_evaluations_at_any_size(size):
     assert passed(jnp.sin, normal(2, size, dtype=jnp.float32)).evaluations < 100
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["auto", "full"])
 @pytest.mark.parametrize("offset", [1.0, 1e5])
 def test_a_kink_within_a_millionth_of_the_point_is_no_false_alarm(mode, offset):
@@ -253,7 +251,6 @@ def test_a_rule_may_lose_a_few_times_as_much_to_rounding_as_plain_ad(times, ok):
     (passed if ok else failed)(rule, X, points=1)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_what_cancels_in_half_precision_is_a_note(dtype):
     """tanh ** 2 + 1 / cosh ** 2 is 1: of the slope 1e-5 beside it, roundings leave nothing."""

@@ -55,7 +55,6 @@ def square_off_by(part, dtype, rounded):
     return custom(lambda x: x * x, backward), (jnp.asarray([0.5, 1.0, 2.0], dtype),)
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("part", "ok"), [(0.5, True), (2.0, False)])
 def test_rounding_by_half_the_tolerance_passes_and_by_twice_fails(dtype, part, ok):
@@ -99,7 +98,6 @@ def rounded(error, like):
 SOME = {"float64": 1e-14, "float32": 6e-6, "float16": 8e-3, "bfloat16": 3e-2}
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", SOME)
 @pytest.mark.parametrize(("part", "ok"), [(0.25, True), (4.0, False)])
 def test_an_element_may_be_off_by_some_roundings_of_its_leaf(dtype, part, ok):
@@ -133,7 +131,6 @@ BITS = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", BITS)
 def test_one_element_among_many_is_found_along_a_random_direction(dtype):
     """One that looks at bits, so that its rule is not evaluated in float64."""

@@ -33,7 +33,6 @@ def assert_printed(printed, shown):
     np.testing.assert_allclose(*numbers, rtol=0.02, atol=1e-20)
 
 
-@pytest.mark.sampled(3)
 @every_page
 def test_the_programs_run_and_print_what_the_page_shows(page):
     names, printed = {}, io.StringIO()

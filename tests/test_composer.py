@@ -79,7 +79,6 @@ def test_a_layer_in_the_layout_of_jax_has_the_values_of_composer(shape):
     np.testing.assert_allclose(clipped, move(reference(w, g, 0.5)), rtol=2e-6)
 
 
-@pytest.mark.sampled(5)
 @every_layout
 @pytest.mark.parametrize("shape", [(), (7,), (4, 5), (3, 4, 5), (2, 3, 4, 5), (1, 6)])
 def test_any_array_equals_the_reference(shape, axis, axes):

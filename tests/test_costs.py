@@ -31,7 +31,6 @@ def compiled(model, clip):
     return jax.jit(jax.grad(lambda w: model(w, X, clip))).lower(W).compile(RELEASED)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model", [mlp, rnn])
 @pytest.mark.parametrize(
     "rule", [cg.ErrorClipByValue(0.5), cg.ErrorClipByValue(0.5, -0.1, nan=0.0)], ids=str

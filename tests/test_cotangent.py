@@ -177,7 +177,6 @@ def rnn(h, xs, probes, rule):
     return jnp.sum(jax.lax.scan(step, h, (xs, probes))[0] ** 2)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint])
 def test_probes_of_a_scan_hold_one_entry_for_each_step(transform, key):
     xs = jax.random.normal(key, (6, 3))

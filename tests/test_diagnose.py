@@ -118,7 +118,6 @@ def in_a_module(fun):
 PLACES = [eagerly, compiled, scanned, rematerialized, in_a_module]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("disease", DISEASES, ids=lambda d: d[0].__name__)
 def test_each_suspect_of_the_page_is_found_at_its_line(disease, place):
@@ -792,7 +791,6 @@ def linen_models(dtype):
     }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "transformer"])
 def test_healthy_models_have_no_finding(name, dtype):

@@ -26,7 +26,6 @@ def test_large_integer_thresholds_do_not_wrap(limit):
     assert (updates == 1).all() and state.threshold == np.float32(limit)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ord", [0.5, 1, 2, 3, jnp.inf])
 @pytest.mark.parametrize("size", [8e37, 9e37, 3e38])
 def test_the_largest_numbers_are_clipped_in_every_norm(ord, size):
@@ -246,7 +245,6 @@ def test_a_gradient_clip_warns_nobody_of_numpy_numbers(rule, threshold, stats):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(updates))
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rule", [make(np.float64(0.5)) for make in RULES.values()], ids=RULES)
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error"])
 def test_clip_grads_warns_nobody_of_numpy_numbers(nonfinite, rule):
@@ -254,7 +252,6 @@ def test_clip_grads_warns_nobody_of_numpy_numbers(nonfinite, rule):
     assert stats.norm.dtype == jnp.float32 and stats.size == 16
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", [make(np.float64(0.5)) for make in RULES.values()], ids=RULES)
 def test_an_error_clip_warns_nobody_of_numpy_numbers(rule):
     def loss(params, probe=None):
@@ -265,7 +262,6 @@ def test_an_error_clip_warns_nobody_of_numpy_numbers(rule):
     assert stats.size == 16
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("microbatch", [None, 2])
 @pytest.mark.parametrize("rule", [make(np.float64(0.5)) for make in RULES.values()], ids=RULES)
 def test_clip_per_example_warns_nobody_of_numpy_numbers(rule, microbatch):

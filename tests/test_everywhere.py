@@ -47,7 +47,6 @@ def test_every_step_of_a_scan_is_clipped():
     assert not np.allclose(gradient[0], jax.grad(rnn)(*args))
 
 
-@pytest.mark.sampled(3)
 @every_model
 def test_the_value_is_unchanged_bit_by_bit(model):
     plain = functools.partial(model, tag=checkpoint_name)
@@ -55,7 +54,6 @@ def test_the_value_is_unchanged_bit_by_bit(model):
     assert_same(jax.jit(everywhere)(X), jax.jit(plain)(X))
 
 
-@pytest.mark.sampled(3)
 @every_model
 def test_every_kind_of_program_is_entered(model):
     everywhere = cg.error_clip_everywhere(loss_of(model), RULE)

@@ -62,7 +62,6 @@ def test_the_state_is_that_of_the_optax_function(name):
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
 
 
-@pytest.mark.sampled(3)
 @every_clip
 @pytest.mark.parametrize(
     "threshold", [0.5, optax.linear_schedule(1.0, 0.0, 4)], ids=["number", "schedule"]
@@ -97,7 +96,6 @@ def test_statistics_are_kept_and_found(key):
     assert optax.tree.get(state, "threshold") == 1
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_statistics_of_every_rule_are_those_of_one_call(case, key):
     grads, params = tree_of(key, scale=3.0), tree_of(jax.random.fold_in(key, 1))
@@ -404,7 +402,6 @@ def test_masked_partition_multisteps_apply_if_finite_and_named_chain(key):
     assert updates["b"] == -1 and state["clip"].clipped_count == 1
 
 
-@pytest.mark.sampled(5)
 @every_clip
 def test_differentiating_through_an_update(name, key):
     """Meta-learning: the gradient of a loss after a clipped step."""

@@ -139,7 +139,6 @@ def test_overwritten_leaves_of_fp8_layers_are_neither_measured_nor_clipped():
 # Statistics by leaf
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_leaf_has_the_statistics_of_its_own_clip(case, key):
     grads, params = tree_of(key, scale=3.0), tree_of(jax.random.fold_in(key, 1))

@@ -176,7 +176,6 @@ TRAINERS = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRAINERS)
 def test_trainers_need_no_change(name):
     trainer = TRAINERS[name]
@@ -315,7 +314,6 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_wrappers_clip_as_by_hand_and_keep_their_state(name):
     wrapper = WRAPPERS[name]

@@ -122,7 +122,6 @@ def test_the_result_is_within_the_limits(case, apply, key):
             assert np.max(ratio, initial=0) <= 1 + 4e-7 * (1 + 4 * ("ord" in case.name))
 
 
-@pytest.mark.sampled(4)
 @every_scaling
 @hypothesis.given(seed=st.integers(0, 999))
 def test_directions_are_kept(case, seed):
@@ -281,7 +280,6 @@ def test_derivatives_through_a_clip_are_finite(case, apply, scale, key):
     chex.assert_tree_all_finite(derivatives)
 
 
-@pytest.mark.sampled(5)
 @everywhere
 @every_scaling
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -432,7 +430,6 @@ def test_python_numbers_as_gradients_are_clipped_or_constants(apply):
     assert clipped == {"a": 1.0}
 
 
-@pytest.mark.sampled(5)
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e30])

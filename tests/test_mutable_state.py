@@ -157,7 +157,6 @@ GRADIENTS = {name: lambda m, x, t=t: nnx.grad(t(loss))(m, x) for name, t in TRAN
 GRADIENTS["with stats"] = lambda m, x: cg.value_and_grad_with_stats(loss, rules=RULES)(m, x)[1]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("compile", [nnx.jit, lambda f: f], ids=["nnx.jit", "eager"])
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
 def test_a_training_ends_with_the_bits_of_the_plain_one(gradient, compile):
@@ -283,7 +282,6 @@ WATCHED = {
 }
 
 
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("fun", REFERENCES.values(), ids=REFERENCES)
 @pytest.mark.parametrize("place", [as_argument, in_a_pytree, closed_over, under_jit])
 @pytest.mark.parametrize("transformed", WATCHED.values(), ids=WATCHED)

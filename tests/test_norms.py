@@ -24,7 +24,6 @@ def reference(tree, ord=2):
     return top if ord == np.inf or top == 0 else top * np.sum((x / top) ** ord) ** (1 / ord)
 
 
-@pytest.mark.sampled(4)
 @every_order
 @hypothesis.given(tree=trees())
 def test_any_tree_has_the_norm_of_the_reference(ord, tree):
@@ -56,7 +55,6 @@ def test_known_norms(tree, expected):
     np.testing.assert_allclose(norm, expected, rtol=1e-6)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("ord", [1, 2, 3, 4, jnp.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_a_leaf_of_subnormal_numbers_has_a_finite_norm(dtype, ord):
@@ -129,7 +127,6 @@ def test_the_derivative_is_that_of_the_formula(ord, scale):
     np.testing.assert_allclose(tangent, expected.sum(), rtol=2e-5)
 
 
-@pytest.mark.sampled(4)
 @every_order
 def test_the_derivative_at_zero_is_zero(ord):
     def norm(tree):

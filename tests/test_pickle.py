@@ -221,7 +221,6 @@ def test_a_threshold_that_has_travelled_is_equal(name):
         assert way(threshold) == threshold and hash(way(threshold)) == hash(threshold)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("start", range(4))
 def test_what_has_travelled_computes_the_same_in_another_process(start, tmp_path):
     """As with Ray, submitit, joblib or Dask."""
@@ -264,7 +263,6 @@ STATES = {
 }
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", STATES)
 def test_an_exported_function_returns_a_state(name):
     exported = jax.export.export(jax.jit(STATES[name]))()

@@ -59,7 +59,6 @@ def one_process():
     return {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in entries}
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [2, 4])
 def test_processes_give_the_result_of_one(number, one_process, tmp_path):
     run_together(number, tmp_path)

@@ -249,7 +249,6 @@ every_own = pytest.mark.parametrize("make", OWN.values(), ids=OWN)
 every_place = pytest.mark.parametrize("place", OWN_PLACES.values(), ids=OWN_PLACES)
 
 
-@pytest.mark.sampled(5)
 @every_own
 @every_place
 def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place):
@@ -278,7 +277,6 @@ def test_every_place_takes_a_rule_of_ones_own_that_holds_what_is_traced(place, t
         np.testing.assert_array_equal(clip(jnp.array(c), X), c * X)
 
 
-@pytest.mark.sampled(3)
 @every_own
 def test_a_rule_of_ones_own_can_be_differentiated_and_so_can_what_it_holds(make):
     def loss(x, c):

@@ -215,7 +215,6 @@ def after_one_step(name):
     return step(step.init(params), batch)[0].params
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("accumulate, place", [(1, "sharded"), *((4, place) for place in PLACES)])
 def test_a_training_step_over_devices_clips_once_after_averaging(accumulate, place, name):

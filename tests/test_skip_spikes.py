@@ -305,7 +305,6 @@ def test_no_branch_that_is_not_taken_raises_under_debug_nans():
     assert (updates == 0).all()
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("sigma", [6.0, None])
 def test_no_flag_for_nan_or_inf_stops_a_loop_on_finite_gradients(sigma, compile):
@@ -405,7 +404,6 @@ def disturbances(steps, start):
     return factors
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "inner, start",
     [

@@ -27,7 +27,6 @@ def rnn(w, inputs):
     return jax.lax.scan(cell, 0.0, inputs)[0]
 
 
-@pytest.mark.sampled(4)
 @every_model
 def test_value_gradient_and_sums_are_those_of_clips_written_by_hand(model):
     def hand(x, probe):

@@ -120,7 +120,6 @@ def test_the_table_has_a_star_at_the_ends_of_a_grid_and_the_worst_seed_last(prog
     assert last == "| digits | norm | 0.2* | - | 0.9 | 0.5 | NaN | 1 of 3 |"
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["graves-lstm", "two-heads"])
 def test_the_further_tasks_start_from_a_finite_loss_and_a_finite_gradient(name, program):
     task = program.STUDIES[name].task
