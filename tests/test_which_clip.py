@@ -12,7 +12,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad._demo import _task
+from clipgrad._demo import _pendulum, _task
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -156,6 +156,13 @@ def test_on_the_pendulum_the_error_clip_needs_the_norm_clip_and_the_other_way_ro
     cells = ways[alone]["sweep"]
     assert sum(max(cell["cost"]) < 0.45 for cell in cells if None not in cell["cost"]) == 7
     assert ways[alone]["best"]["rate"] == max(cell["rate"] for cell in cells)
+
+
+def test_a_pendulum_near_to_standing_multiplies_the_gradient_at_each_step():
+    step, pull = _pendulum._STEP, _pendulum._GRAVITY * _pendulum._STEP
+    motion = np.array([[1 + step * pull, step], [pull, 1]])
+    factor = np.abs(np.linalg.eigvals(motion)).max()
+    assert f"multiplies the gradient by {factor:.1f} at each step" in " ".join(PAGE.split())
 
 
 def test_zero_nans_reaches_a_high_accuracy_with_a_first_layer_that_never_moves():
