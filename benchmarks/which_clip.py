@@ -32,7 +32,7 @@ from clipgrad._demo import _blank_patches, _deep_mlp, _task
 from clipgrad._demo._task import Task
 from clipgrad._demo._tasks import TASKS
 
-SWEPT, COMPARED = (100, 101), (0, 1, 2, 3, 4)
+SWEPT, COMPARED = (200, 201), (10, 11, 12, 13, 14)
 _NAMES = "rate", "threshold"
 
 
@@ -161,43 +161,43 @@ STUDIES = {
     study.task.name: study
     for study in (
         Study(
-            TASKS["blank-patches"], optax.adam, (1e-3, 3e-3, 1e-2),
+            TASKS["blank-patches"], optax.adam, (1e-3, 3e-3, 1e-2, 3e-2),
             ways(
-                (0.3, 1.0, 3.0), error_without_nan, (1e-3, 1e-2, 1.0),
+                (0.3, 1.0, 3.0), error_without_nan, (1e-4, 1e-3, 1e-2, 1.0),
                 zero_nans=Way(lambda threshold: Clips(zero_nans=True)),
                 mended=Way(task=_mended_patches()),
-                mended_plus_norm=Way(norm, (0.3, 1.0, 3.0), _mended_patches()),
+                mended_plus_norm=Way(norm, (0.1, 0.3, 1.0, 3.0), _mended_patches()),
             ),
         ),
         Study(
-            TASKS["char-rnn"], optax.sgd, (0.1, 0.3, 1.0, 3.0),
-            ways((0.1, 0.3, 1.0), error_by_value, (3e-5, 1e-4, 3e-4, 1e-3)),
+            TASKS["char-rnn"], optax.sgd, (0.1, 0.3, 1.0, 3.0, 10.0),
+            ways((0.1, 0.3, 1.0), error_by_value, (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)),
         ),
         Study(
-            TASKS["adding"], optax.adam, (1e-3, 3e-3),
-            ways((0.1, 1.0), error_by_row, (1e-3, 1e-2)),
+            TASKS["adding"], optax.adam, (3e-4, 1e-3, 3e-3, 1e-2),
+            ways((0.1, 1.0, 10.0), error_by_row, (1e-3, 1e-2, 1e-1)),
         ),
         Study(
-            TASKS["deep-mlp"], _NESTEROV, (1e-3, 1e-2, 1e-1),
+            TASKS["deep-mlp"], _NESTEROV, (1e-3, 1e-2, 1e-1, 1.0),
             ways(
-                (0.3, 1.0, 3.0), error_by_value, (1e-4, 1e-3, 1e-2),
+                (0.3, 1.0, 3.0), error_by_value, (1e-4, 1e-3, 1e-2, 1e-1),
                 mended=Way(task=_from_identity()),
             ),
         ),
         Study(
-            GRAVES, _MOMENTUM, (1.0, 3.0, 10.0),
-            ways((0.1, 0.3, 1.0), error_by_value, (1e-4, 1e-3, 1e-2)),
+            GRAVES, _MOMENTUM, (0.3, 1.0, 3.0, 10.0, 30.0),
+            ways((0.03, 0.1, 0.3, 1.0), error_by_value, (1e-4, 1e-3, 1e-2, 1e-1)),
         ),
         Study(
-            two_heads(4.0), _MOMENTUM, (0.003, 0.01, 0.03, 0.1),
+            two_heads(4.0), _MOMENTUM, (0.003, 0.01, 0.03, 0.1, 0.3),
             ways(
-                (1.0, 10.0, 100.0), error_by_row, (1e-5, 1e-4, 1e-3),
+                (0.1, 1.0, 10.0, 100.0, 1e3), error_by_row, (1e-6, 1e-5, 1e-4, 1e-3),
                 mended=Way(task=two_heads(1.0)),
-                mended_plus_norm=Way(norm, (1.0, 10.0, 100.0), two_heads(1.0)),
+                mended_plus_norm=Way(norm, (0.1, 1.0, 10.0, 100.0), two_heads(1.0)),
             ),
         ),
         Study(
-            TASKS["pendulum"], optax.adam, (1e-3, 3e-3, 1e-2, 3e-2),
+            TASKS["pendulum"], optax.adam, (1e-3, 3e-3, 1e-2, 3e-2, 0.1),
             ways(
                 (1e-3, 0.1, 1.0, 10.0), error_by_row, (3e-4, 1e-3, 3e-3, 1e-2),
                 per_example=Way(per_example, (0.1, 1.0, 10.0, 100.0)),

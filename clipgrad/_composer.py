@@ -71,7 +71,9 @@ def apply_gradient_clipping(
 
     References:
       Brock, De, Smith and Simonyan, High-Performance Large-Scale Image Recognition Without
-      Normalization, 2021; MosaicML, Composer: Gradient Clipping.
+      Normalization, 2021, https://arxiv.org/abs/2102.06171; MosaicML, Composer: Gradient Clipping,
+      2022,
+      https://github.com/mosaicml/composer/blob/1a02ed120f2b90e58a4ba6a208f05901e8294cfb/composer/algorithms/gradient_clipping/README.md.
     """
     check_threshold("clipping_threshold", clipping_threshold)
     if clipping_type == "adaptive":

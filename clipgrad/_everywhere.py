@@ -55,7 +55,9 @@ def error_clip_everywhere(fun: F, rule: Callable[..., Any] | None) -> F:
       42.0 20.0
 
     References:
-      The error clip of PaddlePaddle's design document ``error_clip.md`` (2018).
+      PaddlePaddle, Error Clip, 2018,
+      https://github.com/PaddlePaddle/Paddle/blob/4ead8e1b57b2c8eca3bd3fc111d1251c59aa60a4/doc/design/error_clip.md:
+      every gradient is clipped before the next operation of the backward pass takes it.
     """
     check_function(fun)
     rule = rule_of_variable(rule)

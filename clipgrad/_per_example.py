@@ -99,7 +99,7 @@ def clip_per_example(
 
     References:
       Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, Deep Learning with Differential
-      Privacy, 2016.
+      Privacy, 2016, https://arxiv.org/abs/1607.00133.
     """
     rule = as_rule(rule)
     check_policy(nonfinite)

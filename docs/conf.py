@@ -58,6 +58,7 @@ python_maximum_signature_line_length = 80
 napoleon_custom_sections = ["Guarantees"]
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 # Other projects and private types are named, not linked: a build needs no network.
 nitpick_ignore_regex = [("py:.*", r"(jax|optax|numpy|collections|clipgrad\._\w+)\..*")]
 

@@ -54,6 +54,11 @@ def test_every_row_is_ticked_by_a_link():
         assert re.search(r"\| ✓ \[.+?\]\(\w", row), row
 
 
+def test_a_notebook_is_linked_by_its_section():
+    for row in ROWS:
+        assert ".ipynb)" not in row, row
+
+
 TAUGHT = """
 exploding; formula by value; by norm, in five steps; adaptive formula; filters;
 `apply_gradient_clipping`; `Event.AFTER_TRAIN_BATCH`; suggested thresholds; NF-ResNet;

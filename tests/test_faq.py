@@ -1,4 +1,4 @@
-"""The FAQ: its error texts are real, and its table is what the demo's RNN does."""
+"""The FAQ: its error texts are real, and what it and the demo's picture say is so."""
 
 import dataclasses
 import pathlib
@@ -7,14 +7,18 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import clipgrad as cg
 from clipgrad._demo import _task
 from clipgrad._demo._tasks import TASKS
 from clipgrad._demo._train import train
+from tests import test_bits
 
-TEXT = (pathlib.Path(__file__).parents[1] / "docs" / "faq.md").read_text()
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+TEXT = (DOCS / "faq.md").read_text()
+COMMANDS = (DOCS / "api" / "command_line.md").read_text()
 
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
@@ -61,6 +65,13 @@ def test_the_table_has_the_clips_of_the_demo():
     assert list(CLIPS.values()) == [arm.label for arm in TASKS["char-rnn"].arms]
 
 
+def trained(name, labels, seeds=5):
+    """The runs of some ways to train a task of the demo."""
+    arms = tuple(arm for arm in TASKS[name].arms if arm.label in labels)
+    task = dataclasses.replace(TASKS[name], arms=arms)
+    return train(task, seeds, task.steps, lambda steps: None).runs
+
+
 @pytest.mark.parametrize(
     ("clip", "seeds"),
     [
@@ -72,10 +83,36 @@ def test_the_table_has_the_clips_of_the_demo():
     ],
 )
 def test_a_row_of_the_table_is_what_the_demo_trains(clip, seeds):
-    arms = tuple(arm for arm in TASKS["char-rnn"].arms if arm.label == CLIPS[clip])
-    task = dataclasses.replace(TASKS["char-rnn"], arms=arms)
-    (run,) = train(task, seeds, task.steps, lambda steps: None).runs
+    (run,) = trained("char-rnn", [CLIPS[clip]], seeds)
     losses, (lowest, highest, reached) = run.metrics["nats per character"], ROWS[clip]
     slack, runs = SLACK[clip]
     assert abs(np.sum(run.reached) - (reached if seeds == 5 else 1)) <= runs
     assert np.isinf(slack) or lowest - slack < np.min(losses) <= np.max(losses) < highest + slack
+
+
+@pytest.mark.exhaustive
+def test_zero_nans_leaves_the_first_layer_of_blank_patches_as_it_was():
+    (run,) = trained("blank-patches", [_task.ZERO_NANS])
+    assert not np.any(run.metrics["layer 1 moved"]) and not np.any(run.reached)
+    accuracy = run.metrics["accuracy"]
+    assert 0.905 < np.min(accuracy) and np.max(accuracy) < 0.945
+    assert ".91 to .94" in " ".join(COMMANDS.split())
+
+
+@pytest.mark.exhaustive
+def test_the_pendulum_of_the_picture_swings_up_with_the_error_clip():
+    norm, error = trained("pendulum", [_task.NORM, _task.ERROR])
+    assert np.all(error.reached) and not np.any(norm.reached)
+    assert "error clip all of five seeds reach the goal, with the norm clip none" in " ".join(
+        COMMANDS.split()
+    )
+
+
+@pytest.mark.exhaustive
+def test_adafactor_behind_a_global_norm_clip_that_acts_has_not_the_bits_of_optax():
+    ours, theirs = (
+        test_bits.train(optax.chain(clip(0.1), optax.adafactor(1e-2)))[0]
+        for clip in (cg.clip_by_global_norm, optax.clip_by_global_norm)
+    )
+    off = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), ours, theirs)
+    assert 1e-6 < max(jax.tree.leaves(off)) < 1e-3 and test_bits.STEPS == 30

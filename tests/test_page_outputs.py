@@ -1,11 +1,18 @@
-"""What a page of the site shows below its first program is what the program prints."""
+"""What a page shows is what its program prints, and its figures are those stored or counted."""
 
+import json
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
-DOCS = pathlib.Path(__file__).parents[1] / "docs"
+from benchmarks import report
+from tests import check_functions, check_zoo, check_zoo_layers, test_check_functions
+from tests.test_check_history import BUGS, RIGHT
+
+ROOT = pathlib.Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 TIMES = re.compile(r"\(\d+ evaluations, [\d.]+ s,|\+- \S+")
 
 
@@ -16,3 +23,104 @@ def test_the_output_on_the_page_is_what_its_first_program_prints(page, capsys):
     shown = re.search(r"```text\n(.*?)```", text, re.DOTALL)[1]
     exec(compile(program, f"{page}.md", "exec"), {})
     assert TIMES.sub("", capsys.readouterr().out) == TIMES.sub("", shown)
+
+
+STORED = {
+    path.stem: json.loads(path.read_text()) for path in ROOT.glob("benchmarks/results/*.json")
+}
+RATIOS = [
+    ({each[key] for key in ("subject", "work", "ours", "theirs")}, each["ratio"]["median"])
+    for each in report.comparisons(STORED)
+]
+
+
+def ratios(subject, work, theirs, ours="clipgrad"):
+    """The medians of all rows of a subject whose names begin like this."""
+    return [
+        median
+        for names, median in RATIOS
+        if {subject, theirs, ours} <= names and any(name.startswith(work) for name in names)
+    ]
+
+
+COSTS = {
+    "clip by global norm, 128 MB": [
+        ("norm", "128 MB in 20 leaves", peer) for peer in ("optax", "torch")
+    ],
+    "the same, 1,000 leaves": [("norm", "1,000 leaves", peer) for peer in ("optax", "torch")],
+    "adaptive clip, ResNet-50": [("clips", "adaptive, ResNet-50", "optax")],
+    "a step of adamw": [("steps", "transformer, donated", "optax", "clipgrad, stats=True")],
+    "error clip by value, LSTM": [("error_clip", "LSTM, scan of 256", "plain")],
+    "clip of each example": [
+        ("per_example", "MLP of 0.67M, batch 64", peer)
+        for peer in ("optax, all at once", "jax-privacy")
+    ],
+    "check of the gradient": [
+        ("checker", "MLP of 5k", peer)
+        for peer in ("jax.test_util.check_grads", "torch gradcheck, slow")
+    ],
+}
+
+
+@pytest.mark.parametrize("start", COSTS)
+def test_the_costs_in_the_readme_are_those_that_were_stored(start):
+    text = (ROOT / "README.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| {start}")]
+    shown = [float(ratio) for ratio in row.split("|")[3].split(";")]
+    assert shown == pytest.approx([ratios(*each)[0] for each in COSTS[start]], rel=0.01)
+
+
+SPANS = {
+    "clip by global norm on one CPU device": [
+        ratios("leaves", "", "optax") + ratios("norm", "", "optax"),
+        [
+            r
+            for ours in ("clipgrad", "clipgrad, stats=True")
+            for r in ratios("steps", "", "optax", ours)
+        ],
+    ],
+    "by leaf, block RMS, adaptive": [
+        ratios("clips", work, "optax") for work in ("norm of each leaf", "block RMS", "adaptive")
+    ],
+}
+
+
+@pytest.mark.parametrize("start", SPANS)
+def test_the_costs_on_the_design_page_span_those_that_were_stored(start):
+    (row,) = [
+        line for line in (DOCS / "design.md").read_text().splitlines() if f"| {start}" in line
+    ]
+    shown = [float(number) for number in re.findall(r"\d\.\d+", row)]
+    stored = [end(found) for found in SPANS[start] for end in (min, max)]
+    assert np.allclose(shown, stored, atol=0.006)
+
+
+def test_the_time_to_compile_on_the_design_page_is_what_was_stored():
+    (row,) = [
+        line for line in (DOCS / "design.md").read_text().splitlines() if "to compile" in line
+    ]
+    shown = [float(number) for number in re.findall(r"\d\.\d+", row)]
+    works = ("value", "global norm", "norm of each leaf")
+    stored = [ratios("compilation", f"{work}, 1,000 leaves: compile", "optax")[0] for work in works]
+    assert np.allclose(shown, stored, atol=0.006)
+    assert ratios("compilation", "adaptive, 1,000 leaves: compile", "optax")[0] < stored[2]
+
+
+def test_the_pages_on_the_checker_count_its_tables():
+    small, layers, right = (
+        len(check_zoo.PAIRS),
+        len(check_zoo_layers.LAYERS),
+        len(check_functions.FUNCTIONS),
+    )
+    more = len(check_functions.MORE)
+    half = sum(bug.dtype in ("float16", "bfloat16") for bug in BUGS.values())
+    promised = (DOCS / "guarantees.md").read_text()
+    assert f"All of {small + layers + len(BUGS)} wrong VJPs" in promised
+    assert f"{small} small bugs" in promised and f"{layers} layers with one bug" in promised
+    assert f"{len(BUGS)} bugs modelled" in promised and half == 2
+    assert f"{right + more} right functions pass" in promised
+    assert f"{right} in float32 and in float64, {more} in float32" in promised
+    assert len(test_check_functions.SMOOTH) == 9
+    page = (DOCS / "check.md").read_text()
+    assert f"| {small + layers} | {small} |" in page and f"| {len(BUGS)}, two of them" in page
+    assert f"| {right + more} | {right} |" in page and f"| {len(RIGHT)} | {len(RIGHT)} |" in page

@@ -70,7 +70,8 @@ def numerical_grad(
       [ 3.25 12.25]
 
     References:
-      PaddlePaddle, ``get_numerical_gradient`` in Fluid's operator tests, 2017.
+      PaddlePaddle, Auto Gradient Checker Design, 2017, which has ``get_numerical_gradient``:
+      https://github.com/PaddlePaddle/Paddle/blob/3f5dfc67752d885d2a4bb777fa27cf04d7927e06/doc/design/auto_gradient_check.md.
     """
     require_delta(delta)
     if isinstance(wrt, (list, tuple)):
