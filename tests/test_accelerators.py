@@ -34,8 +34,9 @@ pytestmark = [
     ),
     pytest.mark.usefixtures("users_promotion"),
 ]
-# Without these libtpu asks the network what machine it is on.
+# Without these libtpu asks the network what machine it is on, and only one process may load it.
 _NO_MACHINE = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5e-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
