@@ -69,3 +69,9 @@ def test_there_are_examples_to_run():
 
 def test_types_are_shipped():
     assert (ROOT / "clipgrad" / "py.typed").exists()
+
+
+def test_the_version_is_the_newest_of_the_changelog_and_that_of_the_citation():
+    released = re.findall(r"^## \[(\d+\.\d+\.\d+)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert cg.__version__ == released[0]
+    assert f"\nversion: {cg.__version__}\n" in (ROOT / "CITATION.cff").read_text()
