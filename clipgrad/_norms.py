@@ -47,16 +47,23 @@ _RANGES = {"float32": _Range(-30, 50, -90, 73), "float64": _Range(-450, 450, -55
 _traced_once = functools.partial(jax.jit, inline=True)
 
 
+def _bounded_product(size: jax.Array, scale: jax.Array) -> jax.Array:
+    """A product to be squared: of that alone XLA would make ``(x * x) * (c * c)``.
+
+    Both factors would be out of range. It does so where the scale is a constant.
+    """
+    return jnp.maximum(size * scale, jnp.finfo(size.dtype).min)
+
+
 @_traced_once
 def scaled_squares(size: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Squares of real numbers scaled down, and scaled up, which stop where they are not used.
 
-    The bounds change no sum that is used. One stands between each product and square, of which
-    XLA would make ``(x * x) * (c * c)``, out of range in both factors. It is on one side only: two
-    make a clamp, for which XLA's CPU loops take another buffer.
+    The bounds change no sum that is used. They are on one side only: two make a clamp, for which
+    XLA's CPU loops take another buffer.
     """
-    limits, rule = jnp.finfo(size.dtype), _RANGES[size.dtype.name]
-    down = jnp.maximum(size * jnp.array(2.0**rule.down, size.dtype), limits.min)
+    rule = _RANGES[size.dtype.name]
+    down = _bounded_product(size, jnp.array(2.0**rule.down, size.dtype))
     largest = 2.0 ** (rule.low + rule.up)
     up = jnp.minimum(size * jnp.array(2.0**rule.up, size.dtype), largest)
     return jnp.square(down), jnp.minimum(jnp.square(up), largest**2)
@@ -383,7 +390,7 @@ def _in_range_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @_traced_once
 def _scaled_square(leaf: jax.Array, scale: jax.Array) -> jax.Array:
-    return jnp.square(real_size(leaf) * scale)
+    return jnp.square(_bounded_product(real_size(leaf), scale))
 
 
 def _divided(total: jax.Array, count: float) -> jax.Array:

@@ -75,6 +75,15 @@ def test_units_of_zeros_change_no_bit_of_a_step(users_promotion):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(ours), jax.tree.leaves(theirs))
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
+def test_constants_of_a_program_may_be_out_of_range(scale):
+    """XLA computes with them when it compiles, and reorders products with constants."""
+    leaves = {"one": np.ones(4, np.float32), "two": np.full(4, scale, np.float32)}
+    clipped = jax.jit(lambda threshold: cg.ClipByNorm(threshold)(leaves))(1.0)
+    np.testing.assert_allclose(clipped["one"], 0.5)
+    np.testing.assert_allclose(clipped["two"], min(scale, 0.5), rtol=1e-6)
+
+
 def test_a_norm_in_a_scan_may_leave_the_range_at_some_steps():
     scales = jnp.array([1.0, 1e30, 1e-30, 0.0])
     norms = jax.lax.scan(lambda c, s: (c, cg.global_norm(s * jnp.array([3.0, 4.0]))), 0, scales)[1]
