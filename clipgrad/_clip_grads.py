@@ -15,7 +15,7 @@ from clipgrad._stats import (
     count_nonfinite,
     stats_dtype,
 )
-from clipgrad._trees import clippable_leaves, combine, partition
+from clipgrad._trees import check_leaves, clippable_leaves, combine, partition
 from clipgrad._where import Where, selected
 
 
@@ -109,6 +109,7 @@ def check_measure(rule: Any, measure: Where) -> None:
 def select(grads: Any, where: Where, nonfinite: str, measure: Where) -> Selection:
     """The leaves of ``grads`` that ``where`` selects, and those that ``measure`` does."""
     raw, rest = partition(grads, selected(where, grads))
+    check_leaves("grads", raw)
     tree = measured = apply_policy(nonfinite, raw)
     if measure is not None:
         chosen, _ = partition(grads, selected(measure, grads, "measure"))

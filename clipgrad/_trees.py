@@ -28,8 +28,65 @@ def is_none(leaf: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array of JAX or NumPy, a tracer included."""
-    return isinstance(leaf, jax.Array | np.ndarray)
+    """Whether a leaf is an array of JAX, a tracer included, or one of NumPy that JAX can take."""
+    return isinstance(leaf, jax.Array) or isinstance(leaf, np.ndarray) and _in_jax(leaf.dtype)
+
+
+def _in_jax(dtype: Any) -> bool:
+    """Whether JAX has a dtype of NumPy."""
+    known = jnp.issubdtype(dtype, jnp.number) or dtype in (bool, jax.dtypes.float0)
+    too_wide = dtype.itemsize > (16 if jnp.issubdtype(dtype, jnp.complexfloating) else 8)
+    return known and dtype.isnative and not too_wide
+
+
+def check_tree(name: str, tree: Any) -> None:
+    """Raises `ValueError` for what JAX cannot take apart, where its own error does not say why."""
+    try:
+        jax.tree.leaves(tree)
+    except (SystemError, RecursionError):
+        raise ValueError(
+            f"{name}: got a tree that contains itself, or is deeper than Python's stack, expected "
+            "one that ends; for a deep one write a list of its levels, or stack their arrays"
+        ) from None
+    except ValueError as error:
+        if "dictionary keys" not in str(error):
+            raise
+        raise ValueError(
+            f"{name}: got a dictionary whose keys can't be sorted, expected keys of one type, such "
+            "as strings"
+        ) from error
+
+
+def check_leaves(name: str, tree: Any) -> None:
+    """Raises `TypeError` for a leaf that may hold numbers which nobody would clip.
+
+    Strings and functions, as in models of some frameworks, hold none.
+    """
+    leaves = jax.tree.leaves(tree)
+    strange = next((leaf for leaf in leaves if _is_strange(leaf)), None)
+    if strange is None:
+        return
+    path = next(path for path, leaf in with_paths(tree) if leaf is strange)
+    place, kind = f" at {path!r}" if path else "", type(strange).__name__
+    if isinstance(strange, np.ndarray | np.generic):
+        hint = f"{strange.dtype} is no dtype of JAX, write x.astype(...)"
+    elif type(strange) is jax.ShapeDtypeStruct:
+        hint = "for shapes alone write jax.eval_shape(function, ...)"
+    elif hasattr(strange, "dtype"):
+        hint = "write jax.numpy.asarray(x), or ref[...] for a reference"
+    else:
+        hint = f"make {kind} a pytree by jax.tree_util.register_dataclass, or put None in its place"
+    raise TypeError(f"{name}: got a leaf of type {kind}{place}, expected arrays or numbers; {hint}")
+
+
+def _is_strange(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array | bool | int | float | complex | str):
+        return False
+    if isinstance(leaf, np.ndarray | np.generic):
+        return not _in_jax(leaf.dtype)
+    if hasattr(leaf, "dtype"):
+        return not hasattr(leaf, "__jax_array__")
+    return not callable(leaf)
 
 
 def partition(tree: Any, chosen: Callable[[Any], bool] | Sequence[bool]) -> tuple[Any, list[Any]]:
@@ -65,6 +122,8 @@ def instances(tree: Any, kind: type | UnionType) -> list[Any]:
 
 def clippable_leaves(tree: Any) -> list[jax.Array]:
     """The leaves of ``tree`` that are measured and clipped, as arrays."""
+    check_tree("tree", tree)
+    check_leaves("tree", tree)
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_clippable(leaf)]
 
 
