@@ -1,6 +1,7 @@
 """Which leaves of a tree are clipped, what their paths are, and trees in two parts."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from types import UnionType
 from typing import Any
 
@@ -40,14 +41,22 @@ def _in_jax(dtype: Any) -> bool:
 
 
 def check_tree(name: str, tree: Any) -> None:
-    """Raises `ValueError` for what JAX cannot take apart, where its own error does not say why."""
+    """Raises `ValueError` for what JAX cannot take apart, and for trees that are very deep.
+
+    JAX's own error does not say why, and a dictionary that contains itself leaves Python's stack
+    as good as full: so a tree is not shown to JAX before it is known to end.
+    """
+    most = sys.getrecursionlimit() // 2
+    level, depth = _containers_in([[tree]]), 0
+    while level and depth <= most:
+        level, depth = _containers_in(level.values()), depth + 1
+    if level:
+        raise ValueError(
+            f"{name}: got a tree that contains itself, or has more than {most} levels, expected "
+            "one of fewer; stack the arrays of its levels, or call sys.setrecursionlimit"
+        )
     try:
         jax.tree.leaves(tree)
-    except (SystemError, RecursionError):
-        raise ValueError(
-            f"{name}: got a tree that contains itself, or is deeper than Python's stack, expected "
-            "one that ends; for a deep one write a list of its levels, or stack their arrays"
-        ) from None
     except ValueError as error:
         if "dictionary keys" not in str(error):
             raise
@@ -55,6 +64,12 @@ def check_tree(name: str, tree: Any) -> None:
             f"{name}: got a dictionary whose keys can't be sorted, expected keys of one type, such "
             "as strings"
         ) from error
+
+
+def _containers_in(containers: Iterable[Any]) -> dict[int, Any]:
+    """The containers in some others, each of them once."""
+    parts = (x.values() if isinstance(x, dict) else x for x in containers)
+    return {id(x): x for part in parts for x in part if isinstance(x, dict | list | tuple)}
 
 
 def check_leaves(name: str, tree: Any) -> None:

@@ -271,9 +271,10 @@ def grown(training: Training, steps: int, after: int) -> tuple[int, int, int]:
     some = batches(steps)
     state = training.run(training.step.init(training.params), some[:after])
     before = len(jax.live_arrays()), sys.getallocatedblocks(), resident()
-    state = training.run(state, some[after:])
-    now = len(jax.live_arrays()), sys.getallocatedblocks(), resident()
+    for batch in some[after:]:
+        state, _ = training.step(state, batch)
     jax.block_until_ready(state)
+    now = len(jax.live_arrays()), sys.getallocatedblocks(), resident()
     return tuple(b - a for a, b in zip(before, now, strict=True))
 
 
