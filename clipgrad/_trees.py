@@ -33,11 +33,12 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) or isinstance(leaf, np.ndarray) and _in_jax(leaf.dtype)
 
 
-def _in_jax(dtype: Any) -> bool:
+def _in_jax(dtype: np.dtype) -> bool:
     """Whether JAX has a dtype of NumPy."""
-    known = jnp.issubdtype(dtype, jnp.number) or dtype in (bool, jax.dtypes.float0)
-    too_wide = dtype.itemsize > (16 if jnp.issubdtype(dtype, jnp.complexfloating) else 8)
-    return known and dtype.isnative and not too_wide
+    if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jnp.bool_):
+        return True
+    widest = 16 if jnp.issubdtype(dtype, jnp.complexfloating) else 8
+    return jnp.issubdtype(dtype, jnp.number) and dtype.isnative and dtype.itemsize <= widest
 
 
 def check_tree(name: str, tree: Any) -> None:
