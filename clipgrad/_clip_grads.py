@@ -58,7 +58,8 @@ def clip_grads(
       The clipped gradients, and a `ClipStats` of the leaves that ``where`` selects.
 
     Raises:
-      TypeError: if ``rule`` is not a rule, or ``where`` has anything else than booleans.
+      TypeError: if ``rule`` is not a rule, ``where`` has anything else than booleans, or a leaf is
+        an object or of a dtype that JAX lacks; strings and functions are passed over.
       ValueError: if ``where`` selects nothing or is not a prefix, for an unknown ``nonfinite``, for
         ``norm`` or ``measure`` with another rule, and whatever the rule raises.
       FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit` the function

@@ -109,7 +109,7 @@ def train_step(
       TypeError: if ``optimizer`` is not a gradient transformation, or ``error_clip`` not a mapping
         of names to rules.
       ValueError: if ``accumulate`` is not a positive integer; when called, if it does not divide
-        the batch, or a name can't be found or reached.
+        the batch, a name can't be found or reached, or a step has overwritten the state.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
