@@ -117,6 +117,7 @@ def clip_per_example(
         return clipped, (value, stats)
 
     def value_and_grad(params: Any, batch: Any) -> tuple[Any, Any, Any]:
+        check_tree("params", params)
         size = _examples(batch)
         apart = _on_each_device(params, batch)
         if size % (microbatch or size):

@@ -87,6 +87,9 @@ OTHERS = {
     "the batch of clip_per_example": lambda tree: cg.clip_per_example(loss, None)(
         jnp.ones(2), tree
     ),
+    "the parameters of clip_per_example": lambda tree: cg.clip_per_example(loss, None)(
+        tree, jnp.ones(2)
+    ),
     "value_and_grad_with_stats": lambda tree: cg.value_and_grad_with_stats(loss)(tree),
     "scalars": cg.scalars,
 }
