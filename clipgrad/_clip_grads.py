@@ -15,7 +15,7 @@ from clipgrad._stats import (
     count_nonfinite,
     stats_dtype,
 )
-from clipgrad._trees import clippable_leaves, combine, partition
+from clipgrad._trees import check_leaves, clippable_leaves, combine, partition
 from clipgrad._where import Where, selected
 
 
@@ -58,7 +58,8 @@ def clip_grads(
       The clipped gradients, and a `ClipStats` of the leaves that ``where`` selects.
 
     Raises:
-      TypeError: if ``rule`` is not a rule, or ``where`` has anything else than booleans.
+      TypeError: if ``rule`` is not a rule, ``where`` has anything else than booleans, or a leaf is
+        an object or of a dtype that JAX lacks; strings and functions are passed over.
       ValueError: if ``where`` selects nothing or is not a prefix, for an unknown ``nonfinite``, for
         ``norm`` or ``measure`` with another rule, and whatever the rule raises.
       FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit` the function
@@ -109,6 +110,7 @@ def check_measure(rule: Any, measure: Where) -> None:
 def select(grads: Any, where: Where, nonfinite: str, measure: Where) -> Selection:
     """The leaves of ``grads`` that ``where`` selects, and those that ``measure`` does."""
     raw, rest = partition(grads, selected(where, grads))
+    check_leaves("grads", raw)
     tree = measured = apply_policy(nonfinite, raw)
     if measure is not None:
         chosen, _ = partition(grads, selected(measure, grads, "measure"))

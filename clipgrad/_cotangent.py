@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._rules import apply_rule, as_rule, is_own
 from clipgrad._stats import ClipStats
-from clipgrad._trees import combine, is_array, is_clippable, is_none, partition
+from clipgrad._trees import check_tree, combine, is_array, is_clippable, is_none, partition
 
 Rule = Callable[..., Any]
 
@@ -69,6 +69,7 @@ def clip_cotangent(x: Any, rule: Rule | None, *, probe: ClipStats | None = None)
     """
     rule = as_rule(rule)
     _check_probe(probe)
+    check_tree("x", x)
     leaves, structure = jax.tree.flatten(x, is_leaf=is_none)
     chosen, rest = partition(leaves, lambda leaf: _has_cotangent(leaf, probe))
     if (rule is None and probe is None) or not jax.tree.leaves(chosen):

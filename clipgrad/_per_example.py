@@ -13,7 +13,7 @@ from clipgrad._compat import to_varying, varying_axes
 from clipgrad._nonfinite import check_policy
 from clipgrad._numbers import accumulator, widen
 from clipgrad._rules import as_rule
-from clipgrad._trees import map_clippable, path_string
+from clipgrad._trees import check_tree, map_clippable, path_string
 from clipgrad._where import Where
 
 REDUCTIONS = ("mean", "sum")
@@ -117,6 +117,7 @@ def clip_per_example(
         return clipped, (value, stats)
 
     def value_and_grad(params: Any, batch: Any) -> tuple[Any, Any, Any]:
+        check_tree("params", params)
         size = _examples(batch)
         apart = _on_each_device(params, batch)
         if size % (microbatch or size):
@@ -161,6 +162,7 @@ def _on_each_device(params: Any, batch: Any) -> Any:
 
 def _examples(batch: Any) -> int:
     """The size of the leading axis that all leaves of a batch share."""
+    check_tree("batch", batch)
     entries, _ = jax.tree_util.tree_flatten_with_path(batch)
     shapes = {path_string(path) or "the batch": jnp.shape(leaf) for path, leaf in entries}
     sizes = {shape[:1] for shape in shapes.values()}

@@ -70,6 +70,7 @@ def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
       The percentile of the finite norms.
 
     Raises:
+      TypeError: if ``norms`` are no numbers.
       ValueError: if no norm is finite, a norm is negative, or ``percentile`` is out of range.
 
     Example:
@@ -84,7 +85,12 @@ def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
     """
     if not 0 <= percentile <= 100:
         raise ValueError(f"percentile: got {percentile!r}, expected a number in [0, 100]")
-    recorded = np.asarray(norms, np.float64).ravel()
+    try:
+        recorded = np.asarray(norms, np.float64).ravel()
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"norms: got {type(norms).__name__}, expected an array or a list of numbers; {error}"
+        ) from None
     finite = recorded[np.isfinite(recorded)]
     if not finite.size:
         raise ValueError(f"norms: got {recorded.size} norms, expected at least one that is finite")

@@ -11,7 +11,7 @@ from clipgrad._gradient_clip import GradientClipState
 from clipgrad._skip_spikes import SkipSpikesState
 from clipgrad._stats import ClipStats
 from clipgrad._train_step import TrainState
-from clipgrad._trees import instances
+from clipgrad._trees import check_tree, instances, is_array
 
 Items = Iterator[tuple[str, Any]]
 
@@ -54,6 +54,7 @@ def scalars(tree: Any) -> dict[str, jax.Array]:
       >>> print(float(cg.scalars(stats)["attn/norm"]))
       8.0
     """
+    check_tree("tree", tree)
     found: dict[str, jax.Array] = {}
     for name, value in _items("", tree, _clip_names(tree)):
         if name in found:
@@ -122,7 +123,7 @@ def _is_stats(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    if not isinstance(value, bool | int | float | np.ndarray | np.generic | jax.Array):
+    if not isinstance(value, bool | int | float | np.number | np.bool) and not is_array(value):
         return False
     dtype = jnp.result_type(value)
     is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))

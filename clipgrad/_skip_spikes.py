@@ -211,7 +211,8 @@ def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformation:
 
 def _zero_if(condition: jax.Array, tree: Any) -> Any:
     def zero(leaf: Any) -> Any:
-        if not jnp.issubdtype(getattr(leaf, "dtype", float), jnp.number):
+        dtype = getattr(leaf, "dtype", type(leaf))
+        if not (dtype in (int, float, complex) or jnp.issubdtype(dtype, jnp.number)):
             return leaf
         return jnp.where(condition, jnp.zeros_like(leaf), leaf)
 

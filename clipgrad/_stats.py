@@ -24,7 +24,7 @@ from clipgrad._norms import (
 )
 from clipgrad._numbers import real_size
 from clipgrad._rules import is_own
-from clipgrad._trees import clippable_leaves, clippable_paths, is_clippable
+from clipgrad._trees import check_tree, clippable_leaves, clippable_paths, is_clippable
 
 # For each group of elements the norm that it was scaled from, and the limit.
 Limits = Sequence[tuple[Norm, jax.Array]]
@@ -116,6 +116,7 @@ class ClipStats(NamedTuple):
           after: the clipped tree.
           dtype: float32 or float64; by default float64 if a leaf is.
         """
+        check_tree("before", before)
         dtype = stats_dtype(before) if dtype is None else jnp.dtype(dtype).name
         off = after is before
         return _of(clippable_leaves(before), None if off else clippable_leaves(after), dtype)

@@ -15,7 +15,7 @@ from clipgrad._names import Rules
 from clipgrad._norms import global_norm
 from clipgrad._skip_spikes import SkipSpikesState, as_optimizer
 from clipgrad._stats import ClipStats, count_nonfinite
-from clipgrad._trees import instances
+from clipgrad._trees import check_leaves, check_tree, instances
 from clipgrad._watch import with_stats
 
 Metrics = dict[str, Any]
@@ -43,12 +43,24 @@ class TrainStep:
 
     def init(self, params: Any) -> TrainState:
         """The first state, of copies, since a step may overwrite the buffers of its state."""
+        check_tree("params", params)
+        check_leaves("params", params)
         params = jax.tree.map(_own, params)
         return TrainState(params, jax.tree.map(_own, self.optimizer.init(params)))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step of training."""
-        return self.update(state, batch)
+        check_tree("batch", batch)
+        try:
+            return self.update(state, batch)
+        except (RuntimeError, ValueError) as error:
+            if "deleted" not in str(error) or not any(map(_is_deleted, jax.tree.leaves(state))):
+                raise
+            raise ValueError(
+                "state: got one whose buffers another step has overwritten, expected the one that "
+                "the last step returned; write state, metrics = step(state, batch), or "
+                "train_step(..., donate=False)"
+            ) from error
 
 
 def train_step(
@@ -97,7 +109,7 @@ def train_step(
       TypeError: if ``optimizer`` is not a gradient transformation, or ``error_clip`` not a mapping
         of names to rules.
       ValueError: if ``accumulate`` is not a positive integer; when called, if it does not divide
-        the batch, or a name can't be found or reached.
+        the batch, a name can't be found or reached, or a step has overwritten the state.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -166,6 +178,10 @@ def _metrics(grads: Any, opt_state: Any, clips: list[ClipStats]) -> Metrics:
         (clip,) = metrics["clips"]
         metrics |= {"clipped_norm": clip.clipped_norm, "clip_scale": clip.scale}
     return metrics | ({"skipped": jnp.stack(skips).any()} if skips else {})
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 def _own(leaf: Any) -> Any:

@@ -1,6 +1,7 @@
 """Which leaves of a tree are clipped, what their paths are, and trees in two parts."""
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from types import UnionType
 from typing import Any
 
@@ -28,8 +29,80 @@ def is_none(leaf: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array of JAX or NumPy, a tracer included."""
-    return isinstance(leaf, jax.Array | np.ndarray)
+    """Whether a leaf is an array of JAX, a tracer included, or one of NumPy that JAX can take."""
+    return isinstance(leaf, jax.Array) or isinstance(leaf, np.ndarray) and _in_jax(leaf.dtype)
+
+
+def _in_jax(dtype: np.dtype) -> bool:
+    """Whether JAX has a dtype of NumPy."""
+    if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jnp.bool_):
+        return True
+    widest = 16 if jnp.issubdtype(dtype, jnp.complexfloating) else 8
+    return jnp.issubdtype(dtype, jnp.number) and dtype.isnative and dtype.itemsize <= widest
+
+
+def check_tree(name: str, tree: Any) -> None:
+    """Raises `ValueError` for what JAX cannot take apart, and for trees that are very deep.
+
+    JAX's own error does not say why, and a dictionary that contains itself leaves Python's stack
+    as good as full: so a tree is not shown to JAX before it is known to end.
+    """
+    most = sys.getrecursionlimit() // 2
+    level, depth = _containers_in([[tree]]), 0
+    while level and depth <= most:
+        level, depth = _containers_in(level.values()), depth + 1
+    if level:
+        raise ValueError(
+            f"{name}: got a tree that contains itself, or has more than {most} levels, expected "
+            "one of fewer; stack the arrays of its levels, or call sys.setrecursionlimit"
+        )
+    try:
+        jax.tree.leaves(tree)
+    except ValueError as error:
+        if "dictionary keys" not in str(error):
+            raise
+        raise ValueError(
+            f"{name}: got a dictionary whose keys can't be sorted, expected keys of one type, such "
+            "as strings"
+        ) from error
+
+
+def _containers_in(containers: Iterable[Any]) -> dict[int, Any]:
+    """The containers in some others, each of them once."""
+    parts = (x.values() if isinstance(x, dict) else x for x in containers)
+    return {id(x): x for part in parts for x in part if isinstance(x, dict | list | tuple)}
+
+
+def check_leaves(name: str, tree: Any) -> None:
+    """Raises `TypeError` for a leaf that may hold numbers which nobody would clip.
+
+    Strings and functions, as in models of some frameworks, hold none.
+    """
+    leaves = jax.tree.leaves(tree)
+    strange = next((leaf for leaf in leaves if _is_strange(leaf)), None)
+    if strange is None:
+        return
+    path = next(path for path, leaf in with_paths(tree) if leaf is strange)
+    place, kind = f" at {path!r}" if path else "", type(strange).__name__
+    if isinstance(strange, np.ndarray | np.generic):
+        hint = f"{strange.dtype} is no dtype of JAX, write x.astype(...)"
+    elif type(strange) is jax.ShapeDtypeStruct:
+        hint = "for shapes alone write jax.eval_shape(function, ...)"
+    elif hasattr(strange, "dtype"):
+        hint = "write jax.numpy.asarray(x), or ref[...] for a reference"
+    else:
+        hint = f"make {kind} a pytree by jax.tree_util.register_dataclass, or put None in its place"
+    raise TypeError(f"{name}: got a leaf of type {kind}{place}, expected arrays or numbers; {hint}")
+
+
+def _is_strange(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array | bool | int | float | complex | str):
+        return False
+    if isinstance(leaf, np.ndarray | np.generic):
+        return not _in_jax(leaf.dtype)
+    if hasattr(leaf, "dtype"):
+        return not hasattr(leaf, "__jax_array__")
+    return not callable(leaf)
 
 
 def partition(tree: Any, chosen: Callable[[Any], bool] | Sequence[bool]) -> tuple[Any, list[Any]]:
@@ -65,6 +138,8 @@ def instances(tree: Any, kind: type | UnionType) -> list[Any]:
 
 def clippable_leaves(tree: Any) -> list[jax.Array]:
     """The leaves of ``tree`` that are measured and clipped, as arrays."""
+    check_tree("tree", tree)
+    check_leaves("tree", tree)
     return [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_clippable(leaf)]
 
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._by_name import ByName, warn_of_batches
 from clipgrad._names import Resolved, Rules, checked_rules, common_nest, program_of, resolved
 from clipgrad._nnx import is_model, value_and_grad, with_models
 from clipgrad._stats import ClipStats
-from clipgrad._trees import is_array
+from clipgrad._trees import check_tree, is_array
 
 _CALLER = "value_and_grad_with_stats"
 
@@ -147,8 +148,9 @@ def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
     """The arguments, with arrays for the Python numbers in those that are differentiated."""
 
     def as_array(leaf: Any) -> Any:
-        return jnp.asarray(leaf) if isinstance(leaf, int | float | complex) else leaf
+        return jnp.asarray(leaf) if isinstance(leaf, int | float | complex | np.number) else leaf
 
+    check_tree("args", args)
     arrays = list(args)
     for i in argnums:
         arrays[i] = jax.tree.map(as_array, args[i], is_leaf=is_model)

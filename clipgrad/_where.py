@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from clipgrad._selectors import nearest, selects
-from clipgrad._trees import is_clippable, is_none, with_paths
+from clipgrad._trees import check_tree, is_clippable, is_none, with_paths
 
 Where = Any | Callable[[Any], Any] | str | None
 
@@ -18,6 +18,7 @@ def selected(where: Where, tree: Any, name: str = "where") -> list[bool]:
     ``where`` is ``None`` (all), a tree of booleans that is a prefix of ``tree``, a function from
     ``tree`` to one, or an expression on paths, see `selects`; ``name`` is that of the argument.
     """
+    check_tree("tree", tree)
     if where is None:
         return [True] * len(jax.tree.leaves(tree, is_leaf=is_none))
     entries = with_paths(tree)

@@ -14,6 +14,7 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.numbers import at_index, dtype_of, is_float
 from clipgrad._diagnose.subject import PRINTS
 from clipgrad._diagnose.units import CLOSED, Block, Unit, equations_of
+from clipgrad._numbers import at_least_float32
 
 _HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 # What has programs with half precision inside, or looks at the bits of a number.
@@ -249,7 +250,7 @@ _identity.defvjp(_forward, _backward)
 def _summary(cotangent: Any, x: Any = None) -> jax.Array:
     """The fields of a `Summary` in one array."""
     size = jnp.abs(cotangent)
-    size = size.astype(jnp.promote_types(size.dtype, jnp.float32))
+    size = size.astype(at_least_float32(size.dtype))
     bad = ~jnp.isfinite(size)
     finite = jnp.where(bad, 0, size)
     largest = jnp.max(finite, initial=0)

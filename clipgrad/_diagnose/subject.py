@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.numbers import is_float
 from clipgrad._names import check_function
 from clipgrad._nnx import is_model, with_models
-from clipgrad._trees import is_array, path_string
+from clipgrad._trees import check_tree, is_array, path_string
 
 PRINTS = ("debug_callback", "debug_print")
 
@@ -82,8 +83,9 @@ def _with_arrays(args: tuple, positions: list[int]) -> tuple:
     """The arguments, with arrays for the Python numbers in those that are differentiated."""
 
     def as_array(leaf: Any) -> Any:
-        return jnp.asarray(leaf) if isinstance(leaf, float | complex) else leaf
+        return jnp.asarray(leaf) if isinstance(leaf, float | complex | np.inexact) else leaf
 
+    check_tree("args", args)
     return tuple(
         jax.tree.map(as_array, arg, is_leaf=is_model) if i in positions else arg
         for i, arg in enumerate(args)

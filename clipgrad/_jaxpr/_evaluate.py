@@ -12,7 +12,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from clipgrad._jaxpr._programs import CUSTOM_RULES, opened
-from clipgrad._trees import combine, is_array, partition
+from clipgrad._trees import check_tree, combine, is_array, partition
 
 Entrance = Callable[[JaxprEqn, list, "Hook"], Sequence]
 ENTRANCES: dict[str, Entrance] = {}
@@ -166,6 +166,7 @@ def trace(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Tr
     JAX and NumPy arrays are traced, and `jax.ShapeDtypeStruct` as one; all other leaves (Python
     numbers, strings, functions) reach the function as they are, and those that it returns are kept.
     """
+    check_tree("args", (args, kwargs))
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays, others = partition(leaves, _is_traced)
     returned = []

@@ -1,0 +1,414 @@
+"""Hostile and odd input: at every public function it works, or the error says what to write."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import sparse
+
+import clipgrad as cg
+from clipgrad._trees import check_leaves, check_tree
+from tests.helpers import assert_close, assert_same, by_error_clip
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+
+RULES = {
+    "value": cg.ClipByValue(0.5),
+    "norm": cg.ClipByNorm(0.5),
+    "global norm": cg.ClipByGlobalNorm(0.5),
+    "block RMS": cg.ClipByBlockRMS(0.5),
+    "adaptive": cg.AdaptiveClip(0.5),
+    "function": lambda tree: jax.tree.map(lambda g: 0.5 * g, tree),
+}
+OWN = [name for name in RULES if name != "function"]
+
+
+def updated(tx: optax.GradientTransformation, tree: Any, init: Any = None) -> Any:
+    return tx.update(tree, tx.init(tree if init is None else init), tree)[0]
+
+
+def numbers_of(tree: Any) -> list[Any]:
+    leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
+    return [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def loss(params: Any, batch: Any = 1.0) -> Any:
+    """A loss of the floating leaves of any tree."""
+    with jax.named_scope("m"):
+        sums = [jnp.sum(jnp.sin(x.astype(jnp.float32))) for x in numbers_of(params)]
+        h = checkpoint_name(2.0 * sum(sums, start=jnp.float32(1)), "h")
+    return h * jnp.mean(numbers_of(jax.tree.map(jnp.asarray, batch))[0])
+
+
+def step_of(tree: Any, batch: Any = 1.0, **options: Any) -> Any:
+    step = cg.train_step(loss, optax.chain(cg.clip_by_norm(1.0), optax.sgd(0.1)), **options)
+    return step(step.init(tree), batch)
+
+
+# Functions of a tree of gradients, and of trees that may hold anything.
+GRADIENTS: dict[str, Callable[[Any], Any]] = {
+    **{
+        f"clip_grads, {n}": lambda tree, r=r: cg.clip_grads(tree, r, tree)[0]
+        for n, r in RULES.items()
+    },
+    **{
+        f"gradient_clip, {n}": lambda tree, r=r: updated(cg.gradient_clip(r), tree)
+        for n, r in RULES.items()
+    },
+    **{f"the rule, {n}": lambda tree, n=n: RULES[n](tree, tree) for n in OWN},
+    "an adaptive threshold": lambda tree: updated(cg.clip_by_norm(cg.EMAThreshold()), tree),
+    "statistics by leaf": lambda tree: updated(cg.clip_by_value(1.0, stats="per_leaf"), tree),
+    "skip_spikes": lambda tree: updated(cg.skip_spikes(optax.identity()), tree),
+    "apply_gradient_clipping": lambda tree: cg.apply_gradient_clipping(
+        tree, tree, clipping_type="adaptive", clipping_threshold=0.1
+    ),
+}
+MEASURES = {
+    "global_norm": cg.global_norm,
+    "ClipStats.of": lambda tree: cg.ClipStats.of(tree, tree),
+}
+PARAMETERS = {"TrainStep.init": cg.train_step(loss, optax.sgd(0.1)).init}
+ANYTHING = {
+    "clip_cotangent": lambda tree: cg.clip_cotangent(tree, RULES["norm"]),
+    "error_clip": lambda tree: cg.error_clip(RULES["norm"])(loss)(tree),
+    "error_clip_by_name": lambda tree: cg.error_clip_by_name(loss, {"h": RULES["norm"]})(tree),
+    "error_clip_everywhere": lambda tree: cg.error_clip_everywhere(loss, RULES["norm"])(tree),
+    "diagnose": lambda tree: cg.diagnose(loss, (tree,)),
+    "list_names": lambda tree: cg.list_names(loss, (tree,)),
+}
+OTHERS = {
+    "the batch of a step": lambda tree: step_of(jnp.ones(2), tree),
+    "the batch of clip_per_example": lambda tree: cg.clip_per_example(loss, None)(
+        jnp.ones(2), tree
+    ),
+    "the parameters of clip_per_example": lambda tree: cg.clip_per_example(loss, None)(
+        tree, jnp.ones(2)
+    ),
+    "value_and_grad_with_stats": lambda tree: cg.value_and_grad_with_stats(loss)(tree),
+    "scalars": cg.scalars,
+}
+EVERY = GRADIENTS | MEASURES | PARAMETERS | ANYTHING | OTHERS
+
+
+# What is no tree
+
+
+def own() -> Any:
+    tree = [jnp.ones(2)]
+    tree.append(tree)
+    return tree
+
+
+def own_dictionary() -> Any:
+    tree = {"a": jnp.ones(2)}
+    tree["b"] = {"c": tree}
+    return tree
+
+
+def levels(number: int, leaf: Any) -> Any:
+    return functools.reduce(lambda tree, _: [tree], range(number), leaf)
+
+
+ENDLESS = {"a list": own, "a dictionary": own_dictionary, "levels": lambda: levels(2000, 1.0)}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", EVERY)
+def test_a_tree_that_contains_itself_or_has_keys_of_several_types_is_refused(name):
+    for tree in ENDLESS.values():
+        with pytest.raises(ValueError, match="got a tree that contains itself, or has more than"):
+            EVERY[name](tree())
+    with pytest.raises(ValueError, match="got a dictionary whose keys can't be sorted, expected"):
+        EVERY[name]({"a": jnp.ones(2), 1: jnp.ones(2)})
+
+
+@pytest.mark.parametrize("name", ["clip_grads, norm", "clip_cotangent", "list_names"])
+def test_trees_may_have_three_hundred_levels_and_not_a_thousand(name):
+    tree = levels(300, jnp.array([3.0, 4.0]))
+    result = EVERY[name](tree)
+    if name == "list_names":
+        assert [n.name for n in result] == ["h", "m"]
+    else:
+        assert jax.tree.structure(result) == jax.tree.structure(tree)
+    with pytest.raises(ValueError, match="or has more than 500 levels, expected one of fewer"):
+        EVERY[name](levels(1000, 1.0))
+
+
+def test_what_a_tree_has_in_many_places_is_not_what_contains_itself():
+    tree = jnp.ones(2)
+    for _ in range(12):
+        tree = [tree, tree]
+    check_tree("tree", tree)
+    check_tree("tree", {"a": (shared := {"b": 1.0}), "c": [shared, shared]})
+
+
+class Model:
+    """Holds a gradient, and is no pytree."""
+
+    def __init__(self):
+        self.w = jnp.ones(2)
+
+
+NO_LEAVES = {
+    "object": (Model, "type Model at 'a', expected arrays or numbers; make Model a pytree"),
+    "set": (lambda: {1.0, 2.0}, "type set at 'a'.* or put None in its place"),
+    "reference": (lambda: jax.new_ref(jnp.ones(2)), r"type Ref at 'a'.*or ref\[\.\.\.\] for a ref"),
+    "shape": (lambda: jax.ShapeDtypeStruct((2,), jnp.float32), "at 'a'.*write jax.eval_shape"),
+    "objects of NumPy": (
+        lambda: np.array([1.0, None]),
+        "ndarray at 'a'.*object is no dtype of JAX",
+    ),
+    "text of NumPy": (lambda: np.array(["x"]), r"<U1 is no dtype of JAX, write x.astype\(\.\.\.\)"),
+    "wide": (lambda: np.ones(2, np.longdouble), "float.* is no dtype of JAX"),
+    "wide number": (lambda: np.longdouble(1), "longdouble at 'a'.* is no dtype of JAX"),
+    "other byte order": (lambda: np.ones(2, ">f4"), ">f4 is no dtype of JAX"),
+    "date": (lambda: np.array("2020", "datetime64[D]"), "is no dtype of JAX"),
+    "record": (lambda: np.zeros(2, [("x", "f4")]), "is no dtype of JAX"),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", GRADIENTS | MEASURES | PARAMETERS)
+def test_what_may_hold_a_gradient_is_refused_and_not_passed_by(name):
+    for make, match in NO_LEAVES.values():
+        with pytest.raises(TypeError, match=match):
+            EVERY[name]({"a": make(), "b": jnp.ones(2)})
+    with pytest.raises(TypeError, match=": got a leaf of type Model, expected arrays or numbers"):
+        EVERY[name](Model())
+
+
+def test_what_where_leaves_out_may_be_anything():
+    tree = {"a": Model(), "b": jnp.array([3.0, 4.0])}
+    clipped, _ = cg.clip_grads(tree, cg.ClipByNorm(1.0), where="b")
+    assert clipped["a"] is tree["a"]
+    np.testing.assert_allclose(clipped["b"], [0.6, 0.8], rtol=1e-6)
+
+
+# Leaves that no clip acts on, and what a function that is differentiated may be given besides.
+PASSENGERS = {
+    "none": None, "text": "text", "function": jax.nn.relu, "int": 3, "bool": np.array([True]),
+    "int4": jnp.ones(3, jnp.int4), "uint2": jnp.ones(3, jnp.uint2), "key": jax.random.key(0),
+    "float0": np.zeros(2, jax.dtypes.float0),
+}  # fmt: skip
+MORE = {"object": Model(), "objects of NumPy": np.array([None]), "text of NumPy": np.array(["x"])}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_leaves_without_a_gradient_come_back_as_they_are(name):
+    tree = PASSENGERS | {"w": jnp.array([3.0, 4.0]), "empty": jnp.ones((0, 3))}
+    result = GRADIENTS[name](tree)
+    unmoved = set(PASSENGERS) - (
+        {"int", "bool", "int4", "uint2"} if name == "skip_spikes" else set()
+    )
+    assert all(result[k] is tree[k] for k in unmoved)
+    alone = {"w": tree["w"], "empty": tree["empty"]}
+    assert_same({k: result[k] for k in alone}, GRADIENTS[name](alone))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ANYTHING)
+def test_a_function_that_is_clipped_may_be_given_anything(name):
+    tree = PASSENGERS | MORE | {"w": jnp.array([3.0, 4.0]), "empty": jnp.ones((0, 3))}
+    result = ANYTHING[name](tree)
+    if name == "clip_cotangent":
+        assert all(result[k] is tree[k] for k in (*PASSENGERS, *MORE))
+    elif name == "diagnose":
+        assert result.ok
+    elif name == "list_names":
+        assert [n.name for n in result] == ["h", "m"]
+    else:
+        assert_same(result, loss(tree))
+
+
+# Arrays of NumPy, as they come from files and slices
+
+
+class Own(np.ndarray):
+    """As those of units and labels."""
+
+
+def arrays() -> dict[str, np.ndarray]:
+    """The same numbers, stored in all ways."""
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    read_only = x.copy()
+    read_only.flags.writeable = False
+    wide = np.zeros((8, 18), np.float32)
+    wide[::2, ::3] = x
+    return {
+        "read-only": read_only,
+        "non-contiguous": wide[::2, ::3],
+        "backwards": np.ascontiguousarray(x[::-1, ::-1])[::-1, ::-1],
+        "by columns": np.asfortranarray(x),
+        "transposed": np.ascontiguousarray(x.T).T,
+        "a class of its own": x.view(Own),
+        "unaligned": np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:]
+        .view(np.float32)
+        .reshape(4, 6),
+    }
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("rule", OWN)
+def test_arrays_of_numpy_count_by_their_numbers(rule):
+    x = jnp.asarray(arrays()["by columns"])
+    expected = cg.clip_grads(x, RULES[rule], x)
+    for array in arrays().values():
+        before = array.copy()
+        assert_same(cg.clip_grads(array, RULES[rule], array), expected)
+        assert_same(updated(cg.gradient_clip(RULES[rule]), array), expected[0])
+        np.testing.assert_array_equal(array, before)
+
+
+def test_a_masked_array_is_refused_by_jax():
+    with pytest.raises(ValueError, match="masked arrays are not supported.*Use arr.filled"):
+        cg.clip_grads(np.ma.masked_array([1.0, 9.0], [0, 1]), RULES["norm"])
+
+
+def test_numbers_of_numpy_and_weak_types_are_numbers():
+    params = {"a": np.float32(3.0), "b": np.array(3.0, np.float32), "c": 3.0, "d": jnp.asarray(3.0)}
+    strong = jax.tree.map(jnp.float32, params)
+    rule = RULES["adaptive"]
+    assert_same(cg.clip_grads(params, rule, params), cg.clip_grads(strong, rule, strong))
+    watched = cg.value_and_grad_with_stats(loss)
+    assert_same(watched(params), watched(strong))
+    scalar = np.float32(3.0)
+    assert_same(watched(scalar), watched(jnp.float32(3.0)))
+    assert cg.diagnose(loss, (scalar,)).ok
+
+
+# Narrow floats
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", [
+    "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz",
+    "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3",
+])  # fmt: skip
+def test_narrow_floats_are_clipped_in_float32_and_rounded_once(dtype):
+    x = jnp.array([-2.0, 0.5, 1.0, 3.0]).astype(dtype)
+
+    @jax.jit
+    def clipped(x):
+        return {n: (cg.clip_grads(x, r, x)[0], by_error_clip(r, x, x)) for n, r in RULES.items()}
+
+    wide = jax.tree.map(lambda y: y.astype(dtype), clipped(x.astype(jnp.float32)))
+    narrow = clipped(x)
+    assert_close({n: narrow[n] for n in OWN}, {n: wide[n] for n in OWN}, rtol=0)
+    assert cg.global_norm(x) == np.sqrt(4 + 0.25 + 1 + 9).astype(np.float32)
+    assert all(y.dtype == dtype for y in jax.tree.leaves(narrow))
+
+
+def test_a_loss_of_narrow_floats_is_diagnosed():
+    found = cg.diagnose(loss, ({"w": jnp.ones(3, jnp.float8_e4m3fn)},))
+    assert found.ok and str(found)
+
+
+# Sparse arrays: pytrees of numbers and of indices
+
+
+def sparse_loss(w: sparse.BCOO, x: Any) -> Any:
+    return jnp.sum((w @ x) ** 2)
+
+
+def test_the_gradient_of_a_sparse_matrix_is_clipped_as_a_dense_one():
+    w, x = sparse.BCOO.fromdense(jnp.diag(jnp.array([3.0, 4.0]))), jnp.array([1.0, 2.0])
+    grads = sparse.grad(sparse_loss)(w, x)
+    for n in ("value", "global norm"):
+        dense = RULES[n](grads.todense())
+        assert_close(updated(cg.gradient_clip(RULES[n], stats=True), grads).todense(), dense)
+        clipped = cg.error_clip({"w": RULES[n]})(sparse_loss)
+        assert_close(sparse.grad(clipped)(w, x).todense(), dense)
+    np.testing.assert_allclose(cg.global_norm(grads), jnp.linalg.norm(grads.todense()), rtol=1e-6)
+
+
+def test_a_function_of_a_sparse_matrix_is_clipped_by_name_and_checked():
+    w, x = sparse.BCOO.fromdense(jnp.diag(jnp.array([3.0, 4.0]))), jnp.array([1.0, 2.0])
+
+    def model(x, w):
+        return sparse_loss(w, checkpoint_name(x, "x"))
+
+    clipped = cg.error_clip_by_name(model, {"x": cg.ClipByValue(0.5)})
+    np.testing.assert_array_equal(jax.grad(clipped)(x, w), [0.5, 0.5])
+    assert cg.check_grads(model, (x, w)).ok
+    assert cg.diagnose(model, (x, w)).ok
+
+
+# Buffers that are gone
+
+
+def test_a_state_that_was_used_is_answered_by_what_to_write():
+    step = cg.train_step(loss, optax.sgd(0.1))
+    state = step.init({"w": jnp.ones(3)})
+    after, _ = step(state, 1.0)
+    with pytest.raises(ValueError, match="state: got one whose buffers another step has overwritt"):
+        step(state, 1.0)
+    assert np.isfinite(step(after, 1.0)[1]["loss"])
+
+
+def test_an_error_of_the_step_itself_is_not_taken_for_that():
+    step = cg.train_step(lambda p, b: jnp.sum(p * b), optax.sgd(0.1))
+    state, batch = step.init(jnp.ones(3)), jnp.ones(3)
+    batch.delete()
+    with pytest.raises((RuntimeError, ValueError), match="deleted") as error:
+        step(state, batch)
+    assert "another step" not in str(error.value)
+    with pytest.raises(TypeError, match="shapes"):
+        step(step.init(jnp.ones(3)), jnp.ones(2))
+
+
+@pytest.mark.parametrize("name", ["clip_grads, norm", "gradient_clip, value", "global_norm"])
+def test_a_gradient_that_was_donated_is_refused_by_jax(name):
+    x = jnp.ones(3)
+    x.delete()
+    with pytest.raises(RuntimeError, match="Array has been deleted with shape"):
+        EVERY[name]({"a": x})
+
+
+# Values
+
+
+def test_scalars_passes_over_what_is_no_number():
+    found = cg.scalars(PASSENGERS | MORE | {"w": np.float16(2.0), "x": np.ones(2)})
+    assert set(found) == {"int", "bool", "int4", "uint2", "w", "x"}
+
+
+@pytest.mark.parametrize(
+    "norms", [{"a": 1.0}, Model(), ["text"], [[1.0], [2.0, 3.0]]], ids=range(4)
+)
+def test_norms_that_are_no_numbers_are_refused(norms):
+    with pytest.raises(TypeError, match="norms: got .*expected an array or a list of numbers"):
+        cg.suggest_threshold(norms)
+
+
+@pytest.mark.parametrize("args", [
+    {"zero": jnp.ones((0, 3)), "w": jnp.float32(0.5)},
+    {"read-only": arrays()["read-only"], "w": arrays()["non-contiguous"]},
+    PASSENGERS | {"w": np.ones(2, np.float32)},
+], ids=["zero size and rank", "NumPy", "no numbers"])  # fmt: skip
+def test_gradients_of_odd_arguments_are_checked(args):
+    assert cg.check_grads(loss, (args,)).ok
+    slopes = cg.numerical_grad(loss, (args,))
+    np.testing.assert_allclose(numbers_of(slopes)[-1], 2 * np.cos(args["w"]), rtol=1e-4)
+
+
+# Many leaves
+
+
+@pytest.mark.parametrize("number", [300, pytest.param(10**4, marks=pytest.mark.exhaustive)])
+def test_a_tree_may_have_ten_thousand_leaves(number):
+    tree = {f"leaf {i}": jax.ShapeDtypeStruct((2,), jnp.float32) for i in range(number)}
+    tx = cg.clip_by_global_norm(1.0)
+    assert jax.eval_shape(lambda grads: updated(tx, grads), tree) == tree
+
+
+def test_a_strange_leaf_among_ten_thousand_is_named():
+    tree = {f"leaf {i}": 1.0 for i in range(10**4)} | {"x": {"y": Model()}}
+    with pytest.raises(TypeError, match="grads: got a leaf of type Model at 'x/y'"):
+        check_leaves("grads", tree)

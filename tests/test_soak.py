@@ -1,0 +1,349 @@
+"""Long trainings with bad batches: killed, resumed, copied, shared by threads, and bounded."""
+
+import copy
+import functools
+import os
+import pathlib
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cloudpickle
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.compilation_cache import compilation_cache
+
+import clipgrad as cg
+from clipgrad._demo._deep_mlp import TASK
+from tests.helpers import assert_same
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def momentum(rate: float) -> optax.GradientTransformation:
+    """As that of optax, with a state that `jax.export` serializes without being told how."""
+
+    def update(updates, state, params=None):
+        trace = jax.tree.map(lambda t, g: 0.9 * t + g, state["trace"], updates)
+        return jax.tree.map(lambda t: -rate * t, trace), {"trace": trace}
+
+    return optax.GradientTransformation(
+        lambda params: {"trace": jax.tree.map(jnp.zeros_like, params)}, update
+    )
+
+
+def optimizer() -> optax.GradientTransformation:
+    """Every transformation of this library that has a state; all but the last see bad gradients."""
+    return optax.chain(
+        cg.clip_by_global_norm(cg.PercentileThreshold(90, window=32), stats=True),
+        cg.clip_by_norm(cg.ZScoreThreshold(warmup=8), stats="per_leaf"),
+        cg.clip_by_norm(cg.EMAThreshold(warmup=8)),
+        cg.clip_by_global_norm(cg.HistoryThreshold(window=32)),
+        cg.clip_by_global_norm(optax.linear_schedule(1.0, 0.5, 1000)),
+        cg.skip_spikes(momentum(0.01), window=32, max_consecutive=4),
+    )
+
+
+Batch = tuple[np.int32, np.float32]
+
+
+def batches(steps: int) -> list[Batch]:
+    """The number of each step, and what its batch is multiplied by: NaN, inf, 1e30 or mostly 1."""
+    rng = np.random.default_rng(1)
+    factors = rng.choice([1, np.nan, np.inf, 1e30], steps, p=[0.9, 0.04, 0.03, 0.03])
+    return [(np.int32(i), np.float32(f)) for i, f in enumerate(factors)]
+
+
+class Training(NamedTuple):
+    """A step, its first parameters, and one entry for each time that its loss was traced."""
+
+    step: cg.TrainStep
+    params: Any
+    traces: list[int]
+
+    def run(self, state: Any, some: list[Batch]) -> Any:
+        """The state after these batches, each of which must leave it finite."""
+        finite = jnp.array(True)
+        for batch in some:
+            state, metrics = self.step(state, batch)
+            finite = and_finite(finite, state, metrics)
+        assert finite
+        return state
+
+
+@jax.jit
+def and_finite(before: jax.Array, state: Any, metrics: Any) -> jax.Array:
+    """Whether all of a state is finite, but for statistics, which report of a NaN what it was."""
+    bad = metrics["nonfinite"] > 0
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, cg.ClipStats))
+    kept = [x for x in leaves if not isinstance(x, cg.ClipStats)]
+    stats = jax.tree.leaves([x for x in leaves if isinstance(x, cg.ClipStats)])
+    finite = [jnp.isfinite(x).all() for x in kept]
+    return before & jnp.stack(finite).all() & (bad | jnp.isfinite(jnp.hstack(stats)).all())
+
+
+def small() -> Training:
+    """An RNN of three units."""
+    traces, x = [], jnp.asarray(np.random.default_rng(0).normal(size=(16, 4, 3)), jnp.float32)
+
+    def loss(params, batch):
+        traces.append(1)
+
+        def cell(h, x):
+            h = checkpoint_name(jnp.tanh(h @ params["rec"] + x), "h")
+            return h, None
+
+        index, factor = batch
+        inputs = factor * x[index % 16]
+        return jnp.sum((jax.lax.scan(cell, jnp.zeros(3), inputs)[0] @ params["out"] - 1) ** 2)
+
+    rules = {"h": cg.ErrorClipByValue(0.5)}
+    step = cg.train_step(loss, optimizer(), error_clip=rules)
+    return Training(step, {"rec": 1.2 * jnp.eye(3), "out": jnp.ones(3)}, traces)
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """One program for all tests of the small training."""
+    return small()
+
+
+# Interrupted and resumed
+
+
+def through_orbax(state: Any, target: Any, folder: pathlib.Path) -> Any:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder, target)
+
+
+Ends = tuple[Any, Any]  # the states after an interrupted training, and after one that was not
+
+
+def saved(way: Callable[[Any, Any, Any], Any]) -> Callable[[Training, pathlib.Path], Ends]:
+    """Interrupted at random steps, and resumed from what was saved in this way."""
+
+    def run(shared: Training, folder: pathlib.Path) -> Ends:
+        some, state, start = batches(160), shared.step.init(shared.params), 0
+        target = jax.eval_shape(shared.step.init, shared.params)
+        for stop in (*interruptions(160, 3), 160):
+            state = shared.run(state, some[start:stop])
+            kept, start = way(state, target, folder / str(stop)), stop
+            shared.run(state, some[stop : stop + 2])  # writes into the buffers of what was saved
+            state = kept
+        return state, shared.run(shared.step.init(shared.params), some)
+
+    return run
+
+
+def interruptions(steps: int, number: int) -> list[int]:
+    """Random steps, in their order."""
+    return sorted(np.random.default_rng(2).choice(np.arange(1, steps), number, False).tolist())
+
+
+def exported(shared: Training, folder: pathlib.Path) -> Ends:
+    """A step that `jax.export` has serialized."""
+    some, state = batches(300), shared.step.init(shared.params)
+    program = jax.export.export(shared.step.update)(state, some[0])
+    loaded = jax.jit(jax.export.deserialize(program.serialize()).call)
+    there = shared._replace(step=cg.TrainStep(loaded, shared.step.optimizer))
+    return there.run(there.step.init(shared.params), some), shared.run(state, some)
+
+
+def killed(shared: Training, folder: pathlib.Path) -> Ends:
+    """Processes that train the demo's network, are killed, and go on from a checkpoint."""
+    whole, parts, (first, second) = folder / "whole", folder / "parts", interruptions(5000, 2)
+    starts, compiled = [], []
+    for path, last in ((whole, None), (parts, first), (parts, second), (parts, None)):
+        starts.append(ended(path, 5000, last))
+        compiled.append(len(list((folder / "cache").glob("jit_update-*-cache"))))
+    assert 0 == starts[0] == starts[1] < starts[2] < starts[3] < 5000
+    # What was restored has a place, so that the step is compiled once more, and never again.
+    assert compiled == [1, 1, 2, 2]
+    return tuple(pickle.loads((path / "state").read_bytes()) for path in (parts, whole))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("interrupted", [
+    pytest.param(saved(through_orbax), id="orbax"),
+    pytest.param(saved(lambda state, *_: pickle.loads(pickle.dumps(state))), id="pickle"),
+    pytest.param(saved(lambda state, *_: pickle.loads(cloudpickle.dumps(state))), id="cloudpickle"),
+    pytest.param(saved(lambda state, *_: copy.deepcopy(state)), id="deepcopy"),
+    pytest.param(exported, id="export", marks=pytest.mark.exhaustive),
+    pytest.param(killed, id="kill", marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_a_training_that_is_interrupted_ends_with_the_bits_of_one_that_is_not(
+    interrupted, shared, tmp_path
+):
+    state, whole = interrupted(shared, tmp_path)
+    assert_same(state, whole)
+    assert whole.opt_state[-1].skipped_count > 0 and len(shared.traces) == 1
+
+
+def demo() -> Training:
+    """The training of the demo's deep network, with every state."""
+    data, traces = TASK.load(), []
+
+    def loss(params, batch):
+        traces.append(1)
+        index, factor = batch
+        digits = TASK.sample(data, jax.random.fold_in(jax.random.key(0), index))
+        return TASK.loss(params, digits._replace(images=factor * digits.images))
+
+    rules = {TASK.tag: cg.ErrorClipByValue(1e-2)}
+    step = cg.train_step(loss, optimizer(), error_clip=rules)
+    return Training(step, TASK.init(data, np.random.default_rng(0)), traces)
+
+
+def work(folder: str, steps: str) -> None:
+    """Trains on from the last checkpoint, and says at which step it is: a process to be killed."""
+    import orbax.checkpoint as ocp
+
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    jax.config.update("jax_numpy_rank_promotion", "allow")
+    jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(folder).parent / "cache"))
+    training, some, saves = demo(), batches(int(steps)), interruptions(int(steps), 25)
+    with ocp.CheckpointManager(f"{folder}/states") as manager:
+        start = manager.latest_step() or 0
+        state = training.step.init(training.params)
+        if start:
+            target = jax.eval_shape(training.step.init, training.params)
+            state = manager.restore(start, args=ocp.args.StandardRestore(target))
+        print("resumed", start, flush=True)
+        for stop in (*(i for i in saves if i > start), int(steps)):
+            while start < stop:
+                state = training.run(state, some[start : min(start + 20, stop)])
+                start = min(start + 20, stop)
+                print("at", start, flush=True)
+            manager.save(start, args=ocp.args.StandardSave(state))
+    assert len(training.traces) == 1
+    (pathlib.Path(folder) / "state").write_bytes(pickle.dumps(state))
+
+
+def started(folder: pathlib.Path, steps: int) -> subprocess.Popen:
+    """A process with the compiler's own defaults, which cost less here than those of the tests."""
+    script = "import sys; from tests.test_soak import work; work(*sys.argv[1:])"
+    command = [sys.executable, "-c", script, str(folder), str(steps)]
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+
+
+def ended(folder: pathlib.Path, steps: int, last: int | None = None) -> int:
+    """The step at which a process went on; it is killed at one, or ends by itself."""
+    process = started(folder, steps)
+    start = int(process.stdout.readline().removeprefix("resumed "))
+    for line in process.stdout:
+        if last is not None and int(line.removeprefix("at ")) >= last:
+            os.kill(process.pid, signal.SIGKILL)
+            break
+    process.stdout.close()
+    assert process.wait() == (0 if last is None else -signal.SIGKILL)
+    return start
+
+
+# Bounded
+
+
+def resident() -> int:
+    """The memory of this process in bytes."""
+    numbers = pathlib.Path("/proc/self/statm")  # of Linux
+    pages = numbers.read_text().split()[1] if numbers.exists() else 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def grown(training: Training, steps: int, after: int) -> tuple[int, int, int]:
+    """By how many arrays, objects of Python and bytes a training grows after the first steps."""
+    some = batches(steps)
+    state = training.run(training.step.init(training.params), some[:after])
+    before = len(jax.live_arrays()), sys.getallocatedblocks(), resident()
+    for batch in some[after:]:
+        state = training.step(state, batch)[0]
+    jax.block_until_ready(state)
+    now = len(jax.live_arrays()), sys.getallocatedblocks(), resident()
+    return tuple(b - a for a, b in zip(before, now, strict=True))
+
+
+@pytest.mark.parametrize("steps, after", [
+    (450, 150),
+    pytest.param(20000, 2000, marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_the_memory_of_a_training_does_not_grow(steps, after, shared):
+    arrays, objects, size = grown(shared, steps, after)
+    assert arrays <= 0 and size < 4 * 2**20
+    assert objects < (steps - after) / 3
+    assert len(shared.traces) == 1
+
+
+# Shared
+
+
+def in_threads(number: int, work: Callable[[], Any]) -> list[Any]:
+    """What a function returns in each of so many threads that call it at once."""
+    barrier, results = threading.Barrier(number), [None] * number
+
+    def run(i: int) -> None:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            barrier.wait()
+            results[i] = work()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_threads_may_share_one_step(shared):
+    some = batches(40)
+    expected = shared.run(shared.step.init(shared.params), some)
+    for state in in_threads(8, lambda: shared.run(shared.step.init(shared.params), some)):
+        assert_same(state, expected)
+    assert len(shared.traces) == 1
+
+
+def test_threads_may_trace_one_step_at_once():
+    def loss(params, batch):
+        return jnp.sum(checkpoint_name(params * batch, "h") ** 2)
+
+    tx = optax.chain(cg.clip_by_global_norm(1.0, stats=True), momentum(0.1))
+    make = functools.partial(cg.train_step, loss, tx, error_clip={"h": cg.ClipByNorm(0.5)})
+    step, alone, x = make(), make(), jnp.arange(3.0)
+    for result in in_threads(8, lambda: step(step.init(jnp.ones(3)), x)):
+        assert_same(result, alone(alone.init(jnp.ones(3)), x))
+
+
+def test_a_step_that_is_built_anew_is_found_in_the_persistent_cache(tmp_path, monkeypatch):
+    def clipped():
+        tx = cg.clip_by_global_norm(cg.ZScoreThreshold(warmup=2), stats=True)
+
+        def soaked(grads):
+            state = tx.init(grads)
+            return tx.update(cg.clip_cotangent(grads, cg.ClipByNorm(1.0)), state)
+
+        return jax.jit(soaked)
+
+    used = jax.config.jax_compilation_cache_dir
+    try:
+        compilation_cache.reset_cache()
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+        first, second = (clipped()(jnp.ones(3)) for _ in range(2))
+    finally:
+        compilation_cache.reset_cache()
+        jax.config.update("jax_compilation_cache_dir", used)
+    assert_same(first, second)
+    assert len(list(tmp_path.glob("jit_soaked-*-cache"))) == 1
