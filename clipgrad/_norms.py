@@ -329,9 +329,16 @@ def _rescued(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays
         wide = zip(_wide(groups, leaves), groups.per_leaf(scales, leaves), strict=True)
         sums = groups.sums([_scaled_square(g, scale) for g, scale in wide], leaves)
         found = zip(plain, map(_divided, sums, counts), scales, strict=True)
-        return [(jnp.where(scale == 1, as_is, total), scale) for as_is, total, scale in found]
+        return [_unless_plain(*parts) for parts in found]
 
     return jax.lax.cond(_all_in_range(plain), ordinary, rescued)
+
+
+@_traced_once
+def _unless_plain(plain: jax.Array, total: jax.Array, scale: jax.Array) -> tuple[Any, Any]:
+    """A scaled sum and its scale, but the plain one where that is in range; that of zeros is."""
+    total = jnp.where(scale == 1, plain, total)
+    return total, jnp.where(total == 0, 1, scale)
 
 
 def _all_in_range(plain: list[jax.Array]) -> jax.Array:

@@ -75,6 +75,13 @@ def test_units_of_zeros_change_no_bit_of_a_step(users_promotion):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(ours), jax.tree.leaves(theirs))
 
 
+def test_a_leaf_of_zeros_with_an_unlimited_threshold_stops_no_eager_loop():
+    leaves, threshold = {"one": jnp.ones(4), "two": jnp.zeros(4)}, jnp.finfo("float32").max
+    with jax.debug_infs(True), jax.debug_nans(True):
+        clipped, _ = cg.clip_grads(leaves, cg.ClipByNorm(threshold))
+    jax.tree.map(np.testing.assert_array_equal, clipped, leaves)
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e30])
 def test_constants_of_a_program_may_be_out_of_range(scale):
     """XLA computes with them when it compiles, and reorders products with constants."""
