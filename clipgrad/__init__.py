@@ -1,12 +1,11 @@
 """Clip cotangents and gradients in JAX, and prove gradients right."""
 
+import importlib
 import importlib.metadata
+import sys
+import typing
 
 from clipgrad._by_name import error_clip_by_name as error_clip_by_name
-from clipgrad._check import GradCheckError as GradCheckError
-from clipgrad._check import GradCheckReport as GradCheckReport
-from clipgrad._check import check_grads as check_grads
-from clipgrad._check import numerical_grad as numerical_grad
 from clipgrad._clip_grads import clip_grads as clip_grads
 from clipgrad._clips import adaptive_grad_clip as adaptive_grad_clip
 from clipgrad._clips import clip_by_block_rms as clip_by_block_rms
@@ -15,8 +14,6 @@ from clipgrad._clips import clip_by_norm as clip_by_norm
 from clipgrad._clips import clip_by_value as clip_by_value
 from clipgrad._composer import apply_gradient_clipping as apply_gradient_clipping
 from clipgrad._cotangent import clip_cotangent as clip_cotangent
-from clipgrad._diagnose import GradientDiagnosis as GradientDiagnosis
-from clipgrad._diagnose import diagnose as diagnose
 from clipgrad._error_clip import error_clip as error_clip
 from clipgrad._everywhere import error_clip_everywhere as error_clip_everywhere
 from clipgrad._gradient_clip import GradientClipState as GradientClipState
@@ -48,4 +45,38 @@ from clipgrad._train_step import TrainStep as TrainStep
 from clipgrad._train_step import train_step as train_step
 from clipgrad._watch import value_and_grad_with_stats as value_and_grad_with_stats
 
+if typing.TYPE_CHECKING:
+    from clipgrad._check import GradCheckError as GradCheckError
+    from clipgrad._check import GradCheckReport as GradCheckReport
+    from clipgrad._check import check_grads as check_grads
+    from clipgrad._check import numerical_grad as numerical_grad
+    from clipgrad._diagnose import GradientDiagnosis as GradientDiagnosis
+    from clipgrad._diagnose import diagnose as diagnose
+
 __version__ = importlib.metadata.version("clipgrad")
+
+# The checker and the diagnosis are a third of the time of the import; who trains needs neither.
+_LATER = {
+    "GradCheckError": "_check",
+    "GradCheckReport": "_check",
+    "check_grads": "_check",
+    "numerical_grad": "_check",
+    "GradientDiagnosis": "_diagnose",
+    "diagnose": "_diagnose",
+}
+if not typing.TYPE_CHECKING:
+    _public = {name for name in {*globals(), *_LATER} if not name.startswith("_")}
+    __all__ = sorted(_public - {"importlib", "sys", "typing"})
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name not in _LATER:
+        here = sys.modules[__name__]
+        raise AttributeError(f"module 'clipgrad' has no attribute {name!r}", name=name, obj=here)
+    value = getattr(importlib.import_module(f"clipgrad.{_LATER[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -6,6 +6,8 @@ import inspect
 import pathlib
 import pkgutil
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -23,14 +25,35 @@ FUNCTIONS = [name for name in NAMES if inspect.isfunction(getattr(cg, name))]
 CLASSES = [name for name in NAMES if inspect.isclass(getattr(cg, name))]
 
 
+EXPORT = re.compile(r"( *)from clipgrad\.([\w.]+) import (\w+) as \3$", re.MULTILINE)
+
+
 def test_exports_are_sorted_and_explicit():
-    lines = (ROOT / "clipgrad" / "__init__.py").read_text().splitlines()
-    imports = [line for line in lines if line.startswith("from clipgrad")]
-    pattern = re.compile(r"from (clipgrad\.[\w.]+) import (\w+) as \2$")
-    assert all(pattern.match(line) for line in imports)
-    modules = [pattern.match(line).group(1) for line in imports]
+    text = (ROOT / "clipgrad" / "__init__.py").read_text()
+    exports = EXPORT.findall(text)
+    assert len(exports) == text.count("from clipgrad")
+    assert sorted(name for _, _, name in exports) == NAMES
+    modules = [(bool(indent), module) for indent, module, _ in exports]
     assert modules == sorted(modules)
-    assert sorted(pattern.match(line).group(2) for line in imports) == NAMES
+    # What only type checkers import is loaded when it is used.
+    assert {name: module for indent, module, name in exports if indent} == cg._LATER
+
+
+def test_the_checker_and_the_diagnosis_are_loaded_when_they_are_used():
+    program = """
+import sys, clipgrad
+loaded = lambda: [m for m in ("_check", "_diagnose") if f"clipgrad.{m}" in sys.modules]
+assert loaded() == [] and {"check_grads", "diagnose", "clip_grads"} <= set(dir(clipgrad))
+assert clipgrad.check_grads is clipgrad.check_grads and loaded() == ["_check"]
+from clipgrad import *
+assert issubclass(GradCheckError, AssertionError) and callable(diagnose), loaded()
+clipgrad.chek_grads
+"""
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    last = result.stderr.splitlines()[-1]
+    expected = "module 'clipgrad' has no attribute 'chek_grads'. Did you mean: 'check_grads'?"
+    assert last == f"AttributeError: {expected}", result.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)
