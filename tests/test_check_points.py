@@ -16,9 +16,9 @@ from clipgrad._check.points import (
     SINGLE,
     cotangents,
     dense,
-    directions,
     make_point,
     nearby,
+    random_direction,
     scales,
     symmetric_leaves,
     tied_direction,
@@ -47,9 +47,9 @@ def test_two_cotangents_are_never_alike_nor_one_hot():
 
 def test_a_leaf_has_its_own_numbers_whatever_stands_beside_it():
     alone, both = subject(jnp.ones(4)), subject(jnp.ones(4), jnp.ones(3))
-    np.testing.assert_array_equal(directions(alone, 3, 0), directions(both, 3, 0)[:4])
-    assert (directions(alone, 3, 0) != directions(alone, 4, 0)).any()
-    assert (directions(alone, 3, 0) != directions(alone, 3, 1)).any()
+    np.testing.assert_array_equal(random_direction(alone, 3, 0), random_direction(both, 3, 0)[:4])
+    assert (random_direction(alone, 3, 0) != random_direction(alone, 4, 0)).any()
+    assert (random_direction(alone, 3, 0) != random_direction(alone, 3, 1)).any()
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_leaves_of_unlike_effect_are_balanced_by_powers_of_two(ratio):
     sizes = np.abs(point.direction(BALANCED[0]) * point.gradient[0])
     assert 0.2 < sizes[:2].mean() / sizes[2:].mean() < 5
     np.testing.assert_array_equal(point.scale, 1)
-    plain = directions(subject(jnp.ones(2), jnp.ones(2)), 0, 0)
+    plain = random_direction(subject(jnp.ones(2), jnp.ones(2)), 0, 0)
     factors = np.abs(point.direction(0) / plain)
     assert (np.log2(factors) % 1 == 0).all() and factors.max() == 1
-    unbalanced = directions(subject(jnp.ones(2), jnp.ones(2)), 0, DENSE)
+    unbalanced = random_direction(subject(jnp.ones(2), jnp.ones(2)), 0, DENSE)
     np.testing.assert_array_equal(point.direction(DENSE), unbalanced)
 
 

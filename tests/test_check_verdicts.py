@@ -16,7 +16,7 @@ from clipgrad._check.verdicts import (
     WRONG,
     extrapolate,
     is_certain,
-    judge,
+    judge_ladder,
     judge_two,
     settled,
 )
@@ -41,7 +41,7 @@ def allowed(relative=1e-6, floor=0.0, typical=1.0, paddle=None):
 
 
 def verdict(function, analytic, noise=1e-15, **options):
-    found = judge(ladder(function, analytic, noise), RATIO, allowed(**options))
+    found = judge_ladder(ladder(function, analytic, noise), RATIO, allowed(**options))
     return found._replace(kind=int(found.kind[0]))
 
 
@@ -155,7 +155,7 @@ def test_the_settled_slope_is_within_its_error_of_the_truth(noise):
 def test_the_worst_cotangent_decides():
     good, bad = ladder(np.sin, 1.0, 1e-15), ladder(np.sin, 2.0, 1e-15)
     both = Slopes(*(np.concatenate(c, axis=2) for c in zip(good, bad, strict=True)))
-    found = judge(both, RATIO, allowed())
+    found = judge_ladder(both, RATIO, allowed())
     assert found.kind[0] == WRONG and found.analytic[0] == 2.0
 
 

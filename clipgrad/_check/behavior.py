@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._check.check import Check, distance, on_cpu
+from clipgrad._check.check import Check, are_on_cpu, distance
 from clipgrad._check.gradients import eagerly, has_rules
-from clipgrad._check.points import directions, scales
+from clipgrad._check.points import random_direction, scales
 from clipgrad._check.programs import quick_jit
 from clipgrad._check.report import Failure, first_line
 from clipgrad._check.subject import Subject
@@ -70,7 +70,7 @@ def _exactly(check: Check, got, expected, what: str) -> list[Failure]:
     if not bad.any():
         return []
     failures = check.compare("determinism", got, expected, what)
-    if failures or not on_cpu(check.subject.inputs):
+    if failures or not are_on_cpu(check.subject.inputs):
         return failures
     detail = f"{what}: {int(bad.sum())} of {bad.size} elements differ in their last bits"
     return [Failure("determinism", check.subject.element(int(np.argmax(bad))), detail)]
@@ -193,7 +193,7 @@ def forward(check: Check) -> list[Failure]:
     """Forward mode, one direction and several at once, agrees with reverse mode."""
     subject = check.subject
     scale = scales(subject.inputs)
-    along = np.stack([directions(subject, check.options.seed, row) * scale for row in (0, 1)])
+    along = np.stack([random_direction(subject, check.options.seed, row) * scale for row in (0, 1)])
     tangents = stacked([leaves_of(row, subject.inputs) for row in along])
 
     def push(xs, vs):

@@ -24,7 +24,7 @@ from clipgrad._check.gradients import (
     stops_matter,
 )
 from clipgrad._check.options import Options
-from clipgrad._check.points import Point, cotangents, directions, make_point, nearby, scales
+from clipgrad._check.points import Point, cotangents, make_point, nearby, random_direction, scales
 from clipgrad._check.programs import quick_jit
 from clipgrad._check.report import Failure, first_line
 from clipgrad._check.search import Judge
@@ -228,7 +228,7 @@ def distance(got: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return np.where(same, 0.0, np.where(np.isnan(off), np.inf, off))
 
 
-def on_cpu(leaves: Sequence[jax.Array]) -> bool:
+def are_on_cpu(leaves: Sequence[jax.Array]) -> bool:
     """Whether the arrays are on CPUs, whose programs give the same bits each time."""
     return all(device.platform == "cpu" for leaf in leaves for device in leaf.devices())
 
@@ -296,7 +296,7 @@ def _evaluated(subject: Subject, covectors, options: Options, log: Log):
 
 
 def _same_bits(first, second) -> bool:
-    if not on_cpu(first):
+    if not are_on_cpu(first):
         pairs = zip(first, second, strict=True)
         return all(np.allclose(widen(a), widen(b), rtol=1e-3, equal_nan=True) for a, b in pairs)
     return len(first) == len(second) and all(
@@ -318,7 +318,7 @@ def _tolerance(subject: Subject, differences, widened, log: Log) -> tuple[Tolera
 
 
 def _stops(subject: Subject, widened: Widened | None, seed: int) -> list[str]:
-    direction = directions(subject, seed, 0)
+    direction = random_direction(subject, seed, 0)
     if widened is None or not stops_matter(widened, subject, direction * scales(subject.inputs)):
         return []
     return ["values behind jax.lax.stop_gradient are held fixed, as JAX differentiates them"]

@@ -8,7 +8,7 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.differences import Differences, Evaluation, Moves
-from clipgrad._check.points import directions, scales
+from clipgrad._check.points import random_direction, scales
 from clipgrad._check.programs import kept, text
 from clipgrad._check.report import first_line
 from clipgrad._check.subject import Subject
@@ -61,7 +61,7 @@ def _candidates(subject: Subject) -> Iterator:
 
 def in_float64(subject: Subject, hold: bool = True) -> tuple[Evaluation, Widened]:
     """The evaluation of the widened program; `hold` keeps what is behind `stop_gradient` fixed."""
-    widened = widen(subject.program)
+    widened = widened_program(subject.program)
     held = hold and widened.stops
     evaluation = _wide(
         widened.held if held else widened.call,
@@ -74,7 +74,7 @@ def in_float64(subject: Subject, hold: bool = True) -> tuple[Evaluation, Widened
     return evaluation, widened
 
 
-def widen(program) -> Widened:
+def widened_program(program) -> Widened:
     """The widened program, the same object for the same text."""
     if program is None:
         return Widened(program)
@@ -114,7 +114,7 @@ def _probe(subject: Subject, differences: Differences) -> None:
     """Run it once: same values as the function's own, and no narrow type hidden inside."""
     is_cast = differences.evaluation.label == CAST
     steps = 2.0 ** -np.array(PROBE if is_cast else PROBE[:1])
-    along = directions(subject, 0, 0) * scales(subject.inputs)
+    along = random_direction(subject, 0, 0) * scales(subject.inputs)
     count = np.zeros(len(steps), int)
     gradient = np.zeros((len(differences.covectors), along.size))
     slopes = differences.measure(

@@ -11,7 +11,7 @@ from jax.extend.core import Primitive, primitives
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.contract import primal
 from clipgrad._check.differences import on_cpu
-from clipgrad._check.evaluation import widen
+from clipgrad._check.evaluation import widened_program
 from clipgrad._check.programs import is_steady, kept, low_jit, quick_jit
 from clipgrad._check.subject import Subject
 from clipgrad._check.tolerances import STOPPED
@@ -21,8 +21,8 @@ from clipgrad._check.vectors import (
     gradient_vector,
     to_numpy,
     wide_dtype,
+    widen,
 )
-from clipgrad._check.vectors import widen as widened_leaf
 from clipgrad._check.widening import OPAQUE, Unsupported, Widened
 
 OWN = frozenset(p for p in vars(primitives).values() if isinstance(p, Primitive))
@@ -145,7 +145,7 @@ class Exact:
 
     def _gradients(self, run, xs, covectors) -> np.ndarray:
         with jax.enable_x64(True), on_cpu():
-            leaves = [np.asarray(widened_leaf(x)) for x in xs]
+            leaves = [np.asarray(widen(x)) for x in xs]
             like = [jax.ShapeDtypeStruct(y.shape, wide_dtype(y.dtype)) for y in self._outputs]
             cotangents = [cotangent_leaves(row, like) for row in covectors]
             rows = [gradient_vector(run(self._constants, leaves, u)) for u in cotangents]
@@ -207,7 +207,7 @@ def rule_in_float64(subject: Subject) -> Exact:
         )
     except Exception as error:
         raise Unsupported(f"it cannot be traced: {type(error).__name__}") from error
-    widened = widen(program)
+    widened = widened_program(program)
     if widened.looks_at_bits:
         raise Unsupported("it looks at the bits of its numbers")
 
@@ -235,7 +235,7 @@ def stops_matter(widened: Widened, subject: Subject, direction: np.ndarray) -> b
         return [jax.jvp(call, (xs,), (tangents,)) for call in calls]
 
     with jax.enable_x64(True), on_cpu():
-        xs = [np.asarray(widened_leaf(x)) for x in subject.inputs]
+        xs = [np.asarray(widen(x)) for x in subject.inputs]
         compiled = kept(("stops", widened.text), lambda: low_jit(run))
         found = compiled(_jaxpr.opened(program)[1], xs, from_rows(direction, xs))
     (values, stopped), (_, free) = found

@@ -10,7 +10,7 @@ from clipgrad._check.evaluation import choose
 from clipgrad._check.options import require_delta, with_hints
 from clipgrad._check.points import make_point
 from clipgrad._check.search import Judge, every_slope
-from clipgrad._check.selection import Selector, parameter_names
+from clipgrad._check.selection import Selector, leaf_names, parameter_names
 from clipgrad._check.subject import Subject, make_subject
 from clipgrad._check.tolerances import make_tolerance
 from clipgrad._check.vectors import is_complex, offsets, real_size, to_numpy, wide_dtype
@@ -110,9 +110,8 @@ def _weights(leaf: np.ndarray, output) -> np.ndarray:
 
 def _tree(fun, args: tuple, wrt, subject: Subject, gradient: np.ndarray) -> Any:
     found = dict(zip(subject.names, _leaves(subject, gradient), strict=True))
-    paths, structure = jax.tree_util.tree_flatten_with_path(args)
-    names = ["args" + jax.tree_util.keystr(path) for path, _ in paths]
-    tree = jax.tree.unflatten(structure, [found.get(name) for name in names])
+    leaves = [found.get(name) for name in leaf_names(args, "args")]
+    tree = jax.tree.unflatten(jax.tree.structure(args), leaves)
     if wrt is None:
         return tree
     position = _argument(fun, args, wrt)

@@ -65,7 +65,7 @@ def make_point(subject: Subject, xs, gradients, seed: int, delta: float | None =
     def direction(row: int) -> np.ndarray:
         if row == SINGLE:
             return scale
-        along = directions(subject, seed, row)
+        along = random_direction(subject, seed, row)
         along *= scale
         for (start, stop), factor in zip(subject.ranges, balance, strict=True):
             along[start:stop] *= factor if row in BALANCED else 1.0
@@ -117,7 +117,7 @@ def cotangents(subject: Subject, seed: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def directions(subject: Subject, seed: int, row: int) -> np.ndarray:
+def random_direction(subject: Subject, seed: int, row: int) -> np.ndarray:
     """A random dense vector over all inputs, leaf by leaf."""
     parts = [
         dense(generator(seed, f"direction {row} {name}"), real_size(leaf))

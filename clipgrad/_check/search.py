@@ -22,7 +22,7 @@ from clipgrad._check.verdicts import (
     WRONG,
     Verdict,
     is_certain,
-    judge,
+    judge_ladder,
     judge_two,
 )
 
@@ -156,7 +156,7 @@ class Judge:
         doubtful = np.flatnonzero(doubtful & ~(is_certain(verdict) & judged))
         if doubtful.size and self.delta is None:
             ladder, ratio = self._ladder(areas[doubtful], direction, target)
-            verdict.put(doubtful, judge(ladder, ratio, allowed.part(doubtful)))
+            verdict.put(doubtful, judge_ladder(ladder, ratio, allowed.part(doubtful)))
         return verdict
 
     def _by_finer_steps(self, verdict, areas, direction, target, allowed) -> None:

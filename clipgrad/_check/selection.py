@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from clipgrad._selectors import nearest, selects
+from clipgrad._trees import path_string
 
 Selector = int | str | Sequence[int | str]
 
@@ -28,13 +29,6 @@ def parameter_names(fun: Callable, count: int) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in kinds][:count]
 
 
-def several(selector: Selector) -> list[int | str]:
-    """A selector as a list of single expressions."""
-    if isinstance(selector, (int, str)):
-        return [selector]
-    return list(selector)
-
-
 def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
     """Return the positions in `paths` that a selector means.
 
@@ -53,7 +47,7 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
       ValueError: an expression selects nothing; the paths that there are get listed.
     """
     chosen: set[int] = set()
-    for expression in several(selector):
+    for expression in [selector] if isinstance(selector, (int, str)) else selector:
         found = _matches(expression, paths, word)
         if not found:
             there = nearest(str(expression), [path.replace("|", " or ") for path in paths], 20)
@@ -94,4 +88,4 @@ def _at_or_below(path: str, leaf: str) -> bool:
 def simple_paths(tree: Any) -> list[str]:
     """Leaf paths with their parts separated by slashes."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+    return [path_string(path) for path, _ in paths]

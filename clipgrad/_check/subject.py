@@ -107,7 +107,7 @@ def traced(fun: Callable[[Leaves], Leaves], inputs: Leaves) -> Any:
 
 
 def _is_number(leaf):
-    return isinstance(leaf, (float, complex, np.ndarray, np.generic)) and np.ndim(leaf) >= 0
+    return isinstance(leaf, (float, complex, np.ndarray, np.generic))
 
 
 def _is_array(leaf):

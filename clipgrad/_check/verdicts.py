@@ -110,7 +110,7 @@ def is_certain(verdict: Verdict) -> np.ndarray:
     return (verdict.kind == WRONG) & (apart <= CERTAIN * off) & (off >= FAR_OFF * size)
 
 
-def judge(slopes: Slopes, ratio: float, allowed: Allowed) -> Verdict:
+def judge_ladder(slopes: Slopes, ratio: float, allowed: Allowed) -> Verdict:
     """Judge each row by a ladder of shrinking steps; `ratio` is that of successive steps."""
     numeric, error = settled(slopes, ratio)
     analytic, norm = slopes.analytic[:, -1], slopes.norm[:, -1]
