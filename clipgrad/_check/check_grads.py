@@ -43,16 +43,16 @@ def check_grads(
     With u a random dense cotangent, the gradient of <u, f(x)> that `jax.vjp` returns is compared
     with slopes of f, evaluated in float64 whatever its dtype. An element passes if::
 
-        |numeric - analytic| <= rtol max(|numeric|, |analytic|) + error + 50 eps rms(leaf).
+        |numeric - analytic| <= rtol max(|numeric|, |analytic|) + error + 50 eps rms(leaf),
 
-    The rule is evaluated in float64 as well, where its program can be, and must agree with the
-    slopes to float64's rtol and eps, but for what the rounding of its constants explains. The
-    gradient as computed must agree with that to those of the narrowest type that f computes in:
-    rtol is 1e-6 for float64, 5e-4 for float32, 1e-2 for float16, 5e-2 for bfloat16, and ten times
-    as much where f can only be evaluated in its own type. Steps are proportional to the scale of
-    each element; two of them are extrapolated and give the error. An analytic gradient between the
-    one-sided slopes of a kink passes with a note. A right function without kinks is evaluated as
-    often in "auto", whatever the number of elements.
+    with 8 eps in float16 and 4 eps in bfloat16 instead of 50. The rule is evaluated in float64 as
+    well, where its program can be, and must agree with the slopes to float64's rtol and eps, but
+    for what the rounding of its constants explains. The gradient as computed must agree with that
+    to those of the narrowest type that f computes in: rtol is 1e-6 for float64, 5e-4 for float32,
+    1e-2 for float16, 5e-2 for bfloat16, and ten times as much where f can only be evaluated in its
+    own type. Steps are proportional to the scale of each element; two of them are extrapolated and
+    give the error. An analytic gradient between the one-sided slopes of a kink passes with a note.
+    A right function without kinks is evaluated as often in "auto", whatever the number of elements.
 
     Guarantees:
       * What could not be verified is in ``notes``, what could not be run in ``not_run``; a report

@@ -96,7 +96,7 @@ def _covector(subject: Subject, cotangent: Any) -> np.ndarray:
     shapes = [np.shape(leaf) for leaf in leaves]
     if shapes != [y.shape for y in subject.outputs]:
         raise ValueError(
-            f"cotangent has shapes {shapes}; expected those of the chosen outputs, "
+            f"cotangent: got the shapes {shapes}, expected those of the chosen outputs, "
             f"{[y.shape for y in subject.outputs]}"
         )
     parts = zip(leaves, subject.outputs, strict=True)

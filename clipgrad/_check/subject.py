@@ -68,8 +68,7 @@ def make_subject(
     """Call the function once and set up the subject, or say what is wrong with the request."""
     if not isinstance(args, tuple):
         raise TypeError(
-            f"args is a {type(args).__name__}; expected the tuple of positional arguments. "
-            "Write (x,) for a single one."
+            f"args: got {type(args).__name__}, expected a tuple; for one argument write (x,)"
         )
     kwargs = dict(kwargs or {})
     tree = (args, kwargs)
@@ -130,8 +129,8 @@ def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
     floats = [k for k, leaf in enumerate(leaves) if is_float(leaf)]
     if not floats:
         raise ValueError(
-            "args hold no floating-point array, so there is nothing to differentiate; "
-            f"got leaves of {sorted({_kind(leaf) for leaf in leaves})}"
+            f"args: got leaves of {sorted({_kind(leaf) for leaf in leaves})}, expected a "
+            "floating-point array to differentiate by"
         )
     names = [paths[k] for k in floats]
     chosen = set(range(len(floats))) if wrt is None else select(wrt, names, "wrt")
@@ -140,8 +139,8 @@ def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
     chosen = {k for k in chosen if leaves[floats[k]].size}
     if not chosen:
         raise ValueError(
-            f"nothing is left to check: wrt={wrt!r} and no_grad={no_grad!r} leave no element of "
-            f"{', '.join(names).replace('|', ' or ')}. Choose at least one leaf that is not empty."
+            f"wrt: got {wrt!r}, with no_grad={no_grad!r}, which leaves nothing to check of "
+            f"{', '.join(names).replace('|', ' or ')}; expected a leaf that is not empty"
         )
     return [floats[k] for k in sorted(chosen)]
 
@@ -166,8 +165,8 @@ def _chosen_outputs(out, output):
     floats = [k for k, leaf in enumerate(leaves) if is_float(leaf)]
     if not floats:
         raise ValueError(
-            "the function returns no floating-point array, so it has no gradient; got "
-            f"{[_kind(leaf) for leaf in leaves] or out!r}"
+            f"fun: got {[_kind(leaf) for leaf in leaves] or out!r} from it, expected a "
+            "floating-point array among its results"
         )
     names = leaf_names(out, "out")
     if output is not None:
@@ -188,8 +187,8 @@ def _require_finite(leaves: Sequence[jax.Array], names: Sequence[str]) -> None:
         if bad.size:
             index = int(bad[0]) * (2 if np.iscomplexobj(widen(leaf)) else 1)
             raise ValueError(
-                f"{name}{_subscript(leaf, index)} is {widen(leaf).ravel()[bad[0]]}; a derivative "
-                "needs a finite point. Change the value, or leave the argument out by no_grad."
+                f"{name}{_subscript(leaf, index)}: got {widen(leaf).ravel()[bad[0]]}, expected a "
+                "finite number; change it, or leave the argument out by no_grad"
             )
 
 
