@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import clipgrad
 from clipgrad._check.command import add_check_parser
-from clipgrad._demo import _command as _demo
+from clipgrad._demo._command import add_demo_parser
 from clipgrad._diagnose.command import add_diagnose_parser
 from clipgrad._names_command import add_names_parser
 from clipgrad._selftest import add_selftest_parser
 
 # Each adds its own parser, which sets ``run``: a function from the arguments to the exit code.
 _COMMANDS = (
-    _demo.add_to,
+    add_demo_parser,
     add_check_parser,
     add_names_parser,
     add_diagnose_parser,

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from clipgrad._check.command import PASSED, UsageError, arguments, complain, load
+from clipgrad._check.command import PASSED, UsageError, add_function, arguments, complain, load
 from clipgrad._names import list_names
 
 EPILOG = """\
@@ -26,15 +26,7 @@ def add_names_parser(subparsers: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "function", metavar="module:function", help="the function; the current folder counts"
-    )
-    parser.add_argument(
-        "--args",
-        metavar="ARGS",
-        help='shapes such as "f32[8,16], f32[16]", or module:make_args, a function that returns '
-        "the tuple of arguments; not needed where annotations, docstring or defaults have shapes",
-    )
+    add_function(parser.add_argument)
     parser.set_defaults(run=run_names)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from clipgrad._check import GradCheckReport, check_grads
+from clipgrad._check.command import FAILED, PASSED, complain
 from clipgrad._check.devices import PLATFORMS, find_devices
 from clipgrad._cotangent import clip_cotangent
 from clipgrad._error_clip import error_clip
@@ -136,8 +137,7 @@ def run_selftest(options: argparse.Namespace) -> int:
     try:
         devices = find_devices(kinds)
     except ValueError as error:
-        print(f"clipgrad selftest: {error}")
-        return 2
+        return complain("selftest", error)
     failed = 0
     for case, report in _reports(list(cases()), kinds):
         failed += not report.ok
@@ -148,7 +148,7 @@ def run_selftest(options: argparse.Namespace) -> int:
         print(f"{'ok    ' if same else 'FAILED'} {law.name}", flush=True)
     there, absent = ", ".join(devices.there) or "none", ", ".join(devices.absent) or "none"
     print(f"{failed} failed; devices: {there}; not there, so not run: {absent}")
-    return 1 if failed else 0
+    return FAILED if failed else PASSED
 
 
 def _reports(found: list[Case], kinds: Any) -> Iterator[tuple[Case, GradCheckReport]]:

@@ -328,6 +328,7 @@ def test_the_selftest_fails_on_a_wrong_rule(capsys, monkeypatch):
     assert command("selftest", "--device", "cpu") == 1
     assert "FAILED outputs clipped by" in capsys.readouterr().out
     assert command("selftest", "--device", "abacus") == 2
+    assert capsys.readouterr().err.startswith("clipgrad selftest: devices: got ('abacus',), exp")
 
 
 ALL_CHECKS = ", ".join(CHECKS)

@@ -51,15 +51,8 @@ def add_check_parser(subparsers: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_argument_group("what to check")
-    add = what.add_argument
-    add("function", metavar="module:function", help="the function; the current folder counts")
-    add(
-        "--args",
-        metavar="ARGS",
-        help='shapes such as "f32[8,16], f32[16]", or module:make_args, a function that returns '
-        "the tuple of arguments; not needed where annotations, docstring or defaults have shapes",
-    )
+    add = parser.add_argument_group("what to check").add_argument
+    add_function(add)
     paths = "by position, name or path; repeatable"
     add("--wrt", metavar="PATH", action="append", help=f"an input to check, {paths}")
     add("--no-grad", metavar="PATH", action="append", help=f"an input to leave out, {paths}")
@@ -74,6 +67,17 @@ def add_check_parser(subparsers: Any) -> None:
     how("--x64", action="store_true", help="enable 64-bit types first")
     parser.add_argument("--json", metavar="FILE", help="write the report to a file as well")
     parser.set_defaults(run=run_check)
+
+
+def add_function(add: Callable[..., Any], kind: str = "function") -> None:
+    """Add the function to look at, and its arguments, by `add_argument` of a parser or a group."""
+    add("function", metavar=f"module:{kind}", help=f"the {kind}; the current folder counts")
+    add(
+        "--args",
+        metavar="ARGS",
+        help='shapes such as "f32[8,16], f32[16]", or module:make_args, a function that returns '
+        "the tuple of arguments; not needed where annotations, docstring or defaults have shapes",
+    )
 
 
 def run_check(options: argparse.Namespace) -> int:

@@ -14,9 +14,9 @@ from clipgrad._demo._train import Result, train
 _EXTRAS = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
 
 
-def add_to(commands: Any) -> None:
+def add_demo_parser(subparsers: Any) -> None:
     """Adds the subcommand to the subparsers of the command line."""
-    parser = commands.add_parser(
+    parser = subparsers.add_parser(
         "demo",
         help="train small models without clipping, with gradient clips and with error clips",
         description="Trains small models, most on real data, in several ways: without clipping, "
@@ -44,10 +44,10 @@ def add_to(commands: Any) -> None:
         metavar="DIR",
         help="where to write demo.png and demo.json (default: clipgrad-demo)",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run_demo)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_demo(arguments: argparse.Namespace) -> int:
     """Runs the demo and returns the exit code."""
     if missing := _missing_extras():
         return _refuse(f'demo needs {missing}; install it with: pip install "clipgrad[demo]"')

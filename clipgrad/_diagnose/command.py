@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from clipgrad._check.command import arguments, complain, load
+from clipgrad._check.command import FAILED, PASSED, add_function, arguments, complain, load
 from clipgrad._diagnose.diagnose import diagnose
 from clipgrad._diagnose.diagnosis import GradientDiagnosis
 
-HEALTHY, SICK = 0, 1
 EPILOG = """\
 example:
   clipgrad diagnose models:loss --args models:example_args --out diagnosis
@@ -33,13 +32,7 @@ def add_diagnose_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("function", metavar="module:loss", help="the loss; the current folder counts")
-    add(
-        "--args",
-        metavar="ARGS",
-        help="module:make_args, a function that returns the tuple of arguments, or shapes such as "
-        '"f32[8,16], f32[16]"',
-    )
+    add_function(add, "loss")
     add("--argnums", metavar="N", type=int, nargs="+", default=[0], help="positions (default: 0)")
     add("--has-aux", action="store_true", help="the function returns (loss, aux)")
     add("--out", metavar="DIR", help="write diagnosis.png and diagnosis.json into this folder")
@@ -61,8 +54,8 @@ def run_diagnose(options: argparse.Namespace) -> int:
             _write(found, pathlib.Path(options.out))
     except Exception as error:
         unwritten = complain("diagnose", error)
-        return unwritten if found.ok else SICK
-    return HEALTHY if found.ok else SICK
+        return unwritten if found.ok else FAILED
+    return PASSED if found.ok else FAILED
 
 
 def _write(found: GradientDiagnosis, folder: pathlib.Path) -> None:
