@@ -104,7 +104,10 @@ def has_one_norm(rule: Any) -> bool:
 def check_measure(rule: Any, measure: Where) -> None:
     """Refuses ``measure`` where there is not a single norm."""
     if measure is not None and not has_one_norm(rule):
-        raise ValueError(f"measure: got one with {rule!r}, expected ClipByGlobalNorm to use it")
+        raise ValueError(
+            f"measure: got leaves for a norm with {rule!r}, expected ClipByGlobalNorm, the rule "
+            "with one norm for all leaves"
+        )
 
 
 def select(grads: Any, where: Where, nonfinite: str, measure: Where) -> Selection:
@@ -124,7 +127,10 @@ def norms_of(
     """The norms that a rule scales by: measured, or the one that is known; of other rules none."""
     if given is not None:
         if not has_one_norm(rule):
-            raise ValueError(f"norm: got one with {rule!r}, expected ClipByGlobalNorm to use it")
+            raise ValueError(
+                f"norm: got {given!r} with {rule!r}, expected ClipByGlobalNorm, the rule with one "
+                "norm for all leaves"
+            )
         root = jnp.asarray(given).astype(stats_dtype(selection.tree))
         return [Norm.of(root, jnp.ones_like(root))]
     scales = is_own(rule) and rule.acts_on != "element"

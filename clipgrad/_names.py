@@ -94,7 +94,9 @@ def list_names(
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs: got {type(kwargs).__name__}, expected a mapping such as a dict")
     program = program_of(fun, args, kwargs or {})[0].program
-    return Names(_name(n, sites) for n, sites in _by_name(program).items() if _is_listed(sites))
+    return Names(
+        _name(n, sites) for n, sites in _sites_by_name(program).items() if _is_listed(sites)
+    )
 
 
 def program_of(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_jaxpr.Traced, bool]:
@@ -127,7 +129,7 @@ def common_nest(sites: Iterable[_jaxpr.Site]) -> tuple[int, ...]:
 Sites = dict[_jaxpr.Site, int]
 
 
-def _by_name(program: Any) -> dict[str, Sites]:
+def _sites_by_name(program: Any) -> dict[str, Sites]:
     """The sites of each name; a tag hides the module whose path is its name."""
     found = _jaxpr.sites(program)
     tags = {site.name for site in found if site.kind == "tag"}
@@ -165,10 +167,10 @@ def resolved(program: Any, rules: Rules, caller: str) -> Resolved:
     What is written out wins over a pattern. An error says which one matches nothing, or nothing
     whose cotangents can be reached.
     """
-    there = _by_name(program)
+    there = _sites_by_name(program)
     exact = {name: rule for name, rule in rules.items() if name in there or "*" not in name}
     for name in exact:
-        _check(name, {name: there[name]} if name in there else {}, there, caller)
+        _check_cotangents(name, {name: there[name]} if name in there else {}, there, caller)
     names = {name: Chosen(_kind(there[name]), rule) for name, rule in exact.items()}
     origin: dict[str, str] = {}
     for pattern, rule in rules.items():
@@ -192,11 +194,13 @@ def _matched(pattern: str, there: dict[str, Sites], caller: str) -> Iterator[str
     found = {name: sites for name, sites in there.items() if matches(pattern, name)}
     listed = [name for name, sites in found.items() if _is_listed(sites)]
     if not listed:
-        _check(pattern, found, there, caller)
+        _check_cotangents(pattern, found, there, caller)
     yield from listed
 
 
-def _check(wanted: str, found: dict[str, Sites], there: dict[str, Sites], caller: str) -> None:
+def _check_cotangents(
+    wanted: str, found: dict[str, Sites], there: dict[str, Sites], caller: str
+) -> None:
     """Raises an error if what a name or a pattern matches can't be clipped."""
     own = [site for sites in found.values() for site in sites]
     names = "tags" if own and own[0].kind == "tag" else "names"

@@ -118,7 +118,7 @@ def clip_per_example(
 
     def value_and_grad(params: Any, batch: Any) -> tuple[Any, Any, Any]:
         check_tree("params", params)
-        size = _examples(batch)
+        size = _batch_size(batch)
         apart = _on_each_device(params, batch)
         if size % (microbatch or size):
             raise ValueError(
@@ -160,7 +160,7 @@ def _on_each_device(params: Any, batch: Any) -> Any:
     return jax.tree.map(lambda p: to_varying(p, axes), params) if axes else params
 
 
-def _examples(batch: Any) -> int:
+def _batch_size(batch: Any) -> int:
     """The size of the leading axis that all leaves of a batch share."""
     check_tree("batch", batch)
     entries, _ = jax.tree_util.tree_flatten_with_path(batch)

@@ -173,8 +173,8 @@ def _limit(history: HistoryThreshold | None, state: SkipSpikesState) -> jax.Arra
         return unlimited(state.raw_norm)
     if state.window is None:
         raise ValueError(
-            f"state: got one without a history with sigma={history.sigma}, expected that of "
-            "init(params)"
+            f"state: got a state without the history that sigma={history.sigma} needs, expected "
+            "that of init(params)"
         )
     return history.limit(state.window, _LEAST_DEVIATION)
 

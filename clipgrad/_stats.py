@@ -1,7 +1,7 @@
 """What a clip did, as sums that add up over steps, uses and devices."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -132,7 +132,7 @@ def _of(before: list[jax.Array], after: list[jax.Array] | None, dtype: str) -> C
         # Three products with the same number are one kernel on a GPU.
         return ClipStats(sums, sums, 0 * size, nonfinite * one, size)
     masks = [_differ(b, a) for b, a in zip(before, after, strict=True)]
-    changed = sum((_counts(mask, dtype=dtype)[0] for mask in masks), jnp.zeros((), dtype))
+    changed = sum((_count(mask, dtype) for mask in masks), jnp.zeros((), dtype))
     return ClipStats(sums, _measured(after, dtype)[0], changed, nonfinite, size)
 
 
@@ -145,7 +145,7 @@ def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
     """The number of elements of a tree that are NaN or inf."""
     leaves = clippable_leaves(tree)
     dtype = widest(leaves)
-    counts = [_counts(~jnp.isfinite(leaf), dtype=dtype)[0] for leaf in leaves]
+    counts = [_count(~jnp.isfinite(leaf), dtype) for leaf in leaves]
     return total_over_devices(counts, leaves, axis_name)
 
 
@@ -342,28 +342,22 @@ def _one(total: jax.Array) -> jax.Array:
     return ((total == total) | (total != total)).astype(total.dtype)
 
 
-def _counts(*masks: jax.Array, dtype: str) -> list[jax.Array]:
-    """How many elements of each mask are true, in one pass over the data."""
-    zeros = (jnp.uint32(0),) * len(masks)
-    totals = [jnp.zeros((), dtype) for _ in masks]
-    for parts in _countable(*masks):
-        flags = tuple(part.astype(jnp.uint32) for part in parts)
-        counts = jax.lax.reduce(flags, zeros, _add, tuple(range(parts[0].ndim)))
-        totals = [t + count.astype(dtype) for t, count in zip(totals, counts, strict=True)]
-    return totals
+def _count(mask: jax.Array, dtype: str) -> jax.Array:
+    """How many elements of a mask are true."""
+    total = jnp.zeros((), dtype)
+    for part in _countable(mask):
+        flags, axes = part.astype(jnp.uint32), tuple(range(part.ndim))
+        total = total + jax.lax.reduce(flags, jnp.uint32(0), jnp.add, axes).astype(dtype)
+    return total
 
 
-def _countable(*masks: jax.Array) -> Iterator[tuple[jax.Array, ...]]:
-    """Parts of masks of one shape that are so small that 32 bits count their elements."""
-    number = -(-masks[0].size // 2**31)
+def _countable(mask: jax.Array) -> list[jax.Array]:
+    """Parts of a mask that are so small that 32 bits count their elements."""
+    number = -(-mask.size // 2**31)
     if number < 2:
-        return iter([masks])
-    axis = max(range(masks[0].ndim), key=lambda i: masks[0].shape[i])
-    return zip(*(jnp.array_split(mask, number, axis) for mask in masks), strict=True)
-
-
-def _add(a: Any, b: Any) -> Any:
-    return tuple(map(jnp.add, a, b))
+        return [mask]
+    axis = max(range(mask.ndim), key=lambda i: mask.shape[i])
+    return jnp.array_split(mask, number, axis)
 
 
 def _differ(before: jax.Array, after: jax.Array) -> jax.Array:

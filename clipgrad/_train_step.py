@@ -45,8 +45,8 @@ class TrainStep:
         """The first state, of copies, since a step may overwrite the buffers of its state."""
         check_tree("params", params)
         check_leaves("params", params)
-        params = jax.tree.map(_own, params)
-        return TrainState(params, jax.tree.map(_own, self.optimizer.init(params)))
+        params = jax.tree.map(_copied, params)
+        return TrainState(params, jax.tree.map(_copied, self.optimizer.init(params)))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step of training."""
@@ -184,6 +184,6 @@ def _is_deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
-def _own(leaf: Any) -> Any:
+def _copied(leaf: Any) -> Any:
     """A copy that is not weakly typed, so that the second step is not traced anew."""
     return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)

@@ -350,7 +350,7 @@ def test_a_number_for_a_history_that_is_not_kept_is_refused(given):
 
 def test_a_state_without_a_history_where_one_is_needed_is_refused():
     state = cg.skip_spikes(optax.sgd(1.0), sigma=None).init(jnp.ones(2))
-    with pytest.raises(ValueError, match="state: got one without a history with sigma=6.0"):
+    with pytest.raises(ValueError, match="state: got a state without the history that sigma=6.0"):
         cg.skip_spikes(optax.sgd(1.0)).update(jnp.ones(2), state)
 
 

@@ -4,7 +4,7 @@ Only this package knows how JAX's higher-order primitives store their programs, 
 parameters differ between versions of JAX.
 """
 
-from clipgrad._jaxpr import _entrances as _entrances
+from clipgrad._jaxpr import _entrances as _entrances  # registers how programs are entered
 from clipgrad._jaxpr._activity import active_variables as active_variables
 from clipgrad._jaxpr._evaluate import Hook as Hook
 from clipgrad._jaxpr._evaluate import Traced as Traced
