@@ -86,13 +86,7 @@ def list_names(
       name     kind    shape  dtype    scans  sites
       encoder  module  3      float32         1
     """
-    check_function(fun)
-    if not isinstance(args, tuple):
-        raise TypeError(
-            f"args: got {type(args).__name__}, expected a tuple; for one argument write (x,)"
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"kwargs: got {type(kwargs).__name__}, expected a mapping such as a dict")
+    check_call(fun, args, kwargs)
     program = program_of(fun, args, kwargs or {})[0].program
     return Names(
         _name(n, sites) for n, sites in _sites_by_name(program).items() if _is_listed(sites)
@@ -238,6 +232,17 @@ def check_function(fun: Any) -> None:
     """Raises `TypeError` if what is transformed is not a function, or is a rule."""
     if ClipRule in type(fun).__mro__ or not callable(fun):
         raise TypeError(f"fun: got {fun!r}, expected a function; the rules come second")
+
+
+def check_call(fun: Any, args: Any, kwargs: Any) -> None:
+    """Raises `TypeError` for what is not a function, a tuple of arguments, a mapping of others."""
+    check_function(fun)
+    if not isinstance(args, tuple):
+        raise TypeError(
+            f"args: got {type(args).__name__}, expected a tuple; for one argument write (x,)"
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs: got {type(kwargs).__name__}, expected a mapping such as a dict")
 
 
 def checked_rules(rules: Any, prefix: Any = "") -> dict[str, Any]:

@@ -311,6 +311,23 @@ def test_a_batch_over_eight_devices_gives_the_result_of_one(microbatch, kind, ke
     assert "all-gather" not in compiled.as_text() and "all-to-all" not in compiled.as_text()
 
 
+@pytest.mark.parametrize(
+    ("microbatch", "spec", "why"),
+    [(4, P(), "reshape is not supported"), (16, P(None, "x"), "cannot be sharded along the mesh")],
+)
+def test_on_explicit_axes_jax_refuses_small_microbatches_and_parameters_on_the_same_axis(
+    microbatch, spec, why, key
+):
+    params, batch = data(key, 32)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        params["w"] = jax.device_put(params["w"], NamedSharding(mesh, spec))
+        sharded = jax.device_put(batch, NamedSharding(mesh, P("x")))
+        # JAX 0.10.0 refuses the batch itself.
+        with pytest.raises(Exception, match=f"{why}|select `which` must be scalar"):
+            clipped(loss, NORM, microbatch=microbatch).lower(params, sharded)
+
+
 @pytest.mark.parametrize("microbatch", [None, 2])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map_each_device_clips_its_own_examples(microbatch, check_vma, key):

@@ -94,11 +94,8 @@ def _diagnosis(given: Subject) -> GradientDiagnosis:
             _, wide_grads, wide = run(sites, wide=True)
             lost = underflow_finding(found, rows(block, wide))
             findings += lost or underflow_of_arguments(given, grads, wide_grads)
-        except (
-            TypeError,
-            ValueError,
-            NotImplementedError,
-        ) as error:  # a primitive of half precision
+        except (TypeError, ValueError, NotImplementedError) as error:
+            # An operation may be there for half precision alone.
             notes += [f"underflow was not looked for: {first_line(error)}"]
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
 

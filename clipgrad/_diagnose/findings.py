@@ -48,7 +48,7 @@ def sum_finding(fault: SumFault, given: Subject) -> GradientFinding:
     finite = f"the cotangents of its {fault.uses} uses are finite and their sum is not"
     if fault.place is None:
         name = given.names[fault.argument or 0]
-        return of_argument("vjp", f"{name} is used more than once; {finite}", given)
+        return function_finding("vjp", f"{name} is used more than once; {finite}", given)
     step = fault.steps[-1] if fault.steps else None
     carried = fault.place.operation == SCAN
     value = "what the scan carries" if carried else f"the value of {fault.place.operation}"
@@ -59,16 +59,16 @@ def sum_finding(fault: SumFault, given: Subject) -> GradientFinding:
 def unexplained_finding(names: Sequence[str], given: Subject) -> GradientFinding:
     """A finding on gradients that are not finite for a reason that was not found."""
     what = f"the gradient of {', '.join(names)} is not finite; the operation was not found"
-    return of_argument("vjp", what, given)
+    return function_finding("vjp", what, given)
 
 
 def unexplained_loss(loss: float, given: Subject) -> GradientFinding:
     """A finding on a loss that is not finite only where it is compiled."""
     what = f"the compiled loss is {loss}, though each operation by itself has a finite value"
-    return of_argument("value", what, given)
+    return function_finding("value", what, given)
 
 
-def of_argument(kind: str, message: str, given: Subject) -> GradientFinding:
+def function_finding(kind: str, message: str, given: Subject) -> GradientFinding:
     """A finding at the function itself."""
     code = getattr(given.fun, "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
@@ -81,7 +81,7 @@ def _argument_finding(argument: int, given: Subject) -> GradientFinding:
     count = int(jnp.sum(~jnp.isfinite(array)))
     name = given.names[argument]
     what = f"{count} of {array.size} elements of {name} are not finite before anything is computed"
-    return of_argument("value", what, given)
+    return function_finding("value", what, given)
 
 
 def _finding(

@@ -81,7 +81,7 @@ class Place(NamedTuple):
     def location(self) -> Location:
         """The innermost line of the user's own files; tracebacks end where programs begin."""
         frames = [frame for equation in self.chain for frame in _frames(equation)]
-        own = next((i for i, frame in enumerate(frames) if is_own(frame.file_name)), None)
+        own = next((i for i, frame in enumerate(frames) if is_users(frame.file_name)), None)
         inside = frames[:own]
         called = [f for f in inside if os.path.basename(f.file_name) not in _MACHINERY]
         package = _package_frame(called[-1]) if called else None
@@ -96,7 +96,7 @@ def _frames(equation: JaxprEqn) -> list[Any]:
 
 
 @functools.cache
-def is_own(file: str) -> bool:
+def is_users(file: str) -> bool:
     """Whether a file is the user's: of no installed package, the standard library or this one."""
     if file.startswith(_DEMO):
         return True

@@ -1,6 +1,6 @@
 """What is diagnosed: a loss as a program, and its arguments as arrays."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.numbers import is_float
-from clipgrad._names import check_function
+from clipgrad._names import check_call
 from clipgrad._nnx import is_model, with_models
 from clipgrad._trees import check_tree, is_array, path_string
 
@@ -43,13 +43,7 @@ def subject(
       TypeError: `fun` is not a function, `args` not a tuple, or `kwargs` not a mapping.
       ValueError: the loss or what it is differentiated by is not what `jax.grad` accepts.
     """
-    check_function(fun)
-    if not isinstance(args, tuple):
-        raise TypeError(
-            f"args: got {type(args).__name__}, expected the tuple of arguments; write (x,) for one"
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"kwargs: got {type(kwargs).__name__}, expected a dictionary")
+    check_call(fun, args, kwargs)
     positions = _positions(argnums, len(args))
     args = _with_arrays(args, positions)
     leaves = [leaf for i in positions for leaf in jax.tree.leaves(args[i])]
@@ -58,8 +52,7 @@ def subject(
     traced: list[Subject] = []
 
     def run(function: Any, packed: Any, named: Any) -> None:
-        is_apart = function is not fun
-        traced.append(_trace(fun, function, packed, named, positions, has_aux, is_apart))
+        traced.append(_trace(fun, function, packed, named, positions, has_aux))
 
     with_models(run, fun, args, dict(kwargs or {}))
     return traced[0]
@@ -99,8 +92,9 @@ def _trace(
     kwargs: dict,
     positions: list[int],
     has_aux: bool,
-    is_apart: bool,
 ) -> Subject:
+    is_apart = function is not fun  # an NNX model among the arguments was taken apart
+
     def loss(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         result = result[1] if is_apart else result

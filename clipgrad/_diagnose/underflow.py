@@ -6,7 +6,7 @@ import numpy as np
 
 from clipgrad._diagnose.cotangents import Summary
 from clipgrad._diagnose.diagnosis import GradientFinding, GradientRow
-from clipgrad._diagnose.findings import of_argument
+from clipgrad._diagnose.findings import function_finding
 from clipgrad._diagnose.subject import Subject
 
 _HALF = ("float16", "bfloat16")
@@ -60,7 +60,7 @@ def underflow_of_arguments(
     share, dtype = lost[name]
     more = f" ({len(lost)} such arguments in all)" if len(lost) > 1 else ""
     what = f"{share:.0%} of the gradient of {name} are zero in {dtype} and not in float32{more}"
-    return [of_argument("underflow", f"{what}; {_instead(dtype)}", given)]
+    return [function_finding("underflow", f"{what}; {_instead(dtype)}", given)]
 
 
 def _instead(dtype: str) -> str:

@@ -133,7 +133,7 @@ def _faults(sites: list[Site], found: Measured) -> Iterator[tuple[list[int], Vjp
         assert equation is not None
         results = [found[s.key] for s in own if s.kind == RESULT]
         operands = [found[s.key] for s in own if s.kind == OPERAND]
-        good = np.all([r.nonfinite == 0 for r in [*results]], axis=0)
+        good = np.all([r.nonfinite == 0 for r in results], axis=0)
         at_fault = good & np.any([o.nonfinite > 0 for o in operands], axis=0) if operands else ()
         times = [_time(block, equation, tuple(map(int, steps))) for steps in np.argwhere(at_fault)]
         if times:
