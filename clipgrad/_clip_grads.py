@@ -121,9 +121,7 @@ def select(grads: Any, where: Where, nonfinite: str, measure: Where) -> Selectio
     return Selection(raw, rest, tree, measured)
 
 
-def norms_of(
-    rule: Any, selection: Selection, params: Any, given: ArrayLike | None = None
-) -> list[Any]:
+def norms_of(rule: Any, selection: Selection, params: Any, given: ArrayLike | None) -> list[Any]:
     """The norms that a rule scales by: measured, or the one that is known; of other rules none."""
     if given is not None:
         if not has_one_norm(rule):

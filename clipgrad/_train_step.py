@@ -57,8 +57,8 @@ class TrainStep:
             if "deleted" not in str(error) or not any(map(_is_deleted, jax.tree.leaves(state))):
                 raise
             raise ValueError(
-                "state: got one whose buffers another step has overwritten, expected the one that "
-                "the last step returned; write state, metrics = step(state, batch), or "
+                "state: got buffers that another step has overwritten, expected the state that the "
+                "last step returned; write state, metrics = step(state, batch), or "
                 "train_step(..., donate=False)"
             ) from error
 

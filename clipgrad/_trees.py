@@ -1,4 +1,4 @@
-"""Which leaves of a tree are clipped, what their paths are, and trees in two parts."""
+"""Trees: which are refused, which leaves are clipped, their paths, and a tree in two parts."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence

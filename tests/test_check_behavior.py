@@ -119,6 +119,17 @@ def test_more_points_are_checked_on_request():
     assert three.evaluations > one.evaluations
 
 
+def test_what_is_wrong_at_a_third_point_is_not_said_to_be_at_the_second():
+    def backward(r, g):
+        points.add(float(r[0][0]))
+        return (g * jnp.cos(r[0]) * (1.0 + (len(points) > 2)),)
+
+    points = set()
+    report = cg.check_grads(custom(jnp.sin, backward), (X,), points=3, raise_on_failure=False)
+    assert "at a further point 3 of 3 elements wrong" in str(report)
+    assert "at a second point" not in str(report)
+
+
 def test_the_second_order_is_not_run_after_a_failure():
     function, _, args = PAIRS["wrong_sign"][0](jnp.dtype("float32"))
     report = cg.check_grads(function, args, order=2, raise_on_failure=False)

@@ -47,6 +47,23 @@ def test_arrays_move_and_what_is_no_array_or_there_already_stays():
     assert devices.moved(other, cpu) is other
 
 
+def test_a_gradient_that_differs_between_devices_names_both(monkeypatch):
+    first, second = jax.devices("cpu")[:2]
+    found = devices.Devices({"gpu": first, "cpu": second}, [])
+    module = sys.modules["clipgrad._check.check_grads"]
+    monkeypatch.setattr(module, "find_devices", lambda kinds: found)
+    sine = jax.custom_vjp(jnp.sin)
+
+    def backward(x, cotangent):
+        is_second = jax.config.jax_default_device == second
+        return ((1.0 + is_second) * cotangent * jnp.cos(x),)
+
+    sine.defvjp(lambda x: (jnp.sin(x), x), backward)
+    report = cg.check_grads(sine, (X,), raise_on_failure=False)
+    assert report.devices == ("gpu", "cpu") and {f.check for f in report.failures} == {"devices"}
+    assert "the gradient on cpu against the one on gpu" in str(report)
+
+
 class Bar:
     """Stands in for tqdm."""
 

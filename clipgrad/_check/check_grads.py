@@ -152,8 +152,8 @@ def check_grads(
         others = {other: d for other, d in found.there.items() if other != kind}
         with jax.default_device(device), jax.default_matmul_precision("highest"):
             with np.errstate(all="ignore"):
+                log.devices.append(kind)
                 _check(subject_on, device, log, others)
-        log.devices.insert(0, kind)
     report = _report(log, time.perf_counter() - started)
     if raise_on_failure and not report.ok:
         raise GradCheckError(report)
@@ -187,7 +187,7 @@ def _check_points(check: Check) -> None:
         if other is None:
             log.not_run["points"] = "the function is not finite at points nearby"
             return
-        check_values(check, other, "at a second point ")
+        check_values(check, other, "at a second point " if k == 1 else "at a further point ")
     text = "the first pull-back, after another point was differentiated"
     again = check.vjp(check.covectors[0])
     log.fail(check.compare("points", again, check.gradient[0], text))
@@ -200,7 +200,7 @@ def _check_device(check: Check, subject_on: Callable, kind: str, device: Any) ->
         gradient = differentiator(subject)(subject.inputs).rows(check.covectors)
     check.log.devices.append(kind)
     check.log.evaluations += 2
-    text = f"the gradient on {kind} against the one on {jax.default_backend()}"
+    text = f"the gradient on {kind} against the one on {check.log.devices[0]}"
     for row, expected in zip(gradient, check.gradient, strict=True):
         check.log.fail(check.compare("devices", row, expected, text))
 
