@@ -142,7 +142,7 @@ class ByName(_jaxpr.Hook):
         if equation.primitive.name == "name" and name not in self.modules and self._has(name):
             (tagged,) = _jaxpr.bind(equation, inputs)
             return [self._clip(name, tagged)]
-        inner = self._in(equation)
+        inner = self._part_inside(equation)
         return None if inner.rules or inner.probes else _jaxpr.bind(equation, inputs)
 
     def values(self, jaxpr: Any) -> _jaxpr.Values:
@@ -159,11 +159,12 @@ class ByName(_jaxpr.Hook):
 
     def steps(self, equation: Any) -> dict[str, ClipStats]:
         """The probes with an entry for each step of this scan."""
-        return {n: probe for n, probe in self._in(equation).probes.items() if probe.size.ndim}
+        probes = self._part_inside(equation).probes
+        return {name: probe for name, probe in probes.items() if probe.size.ndim}
 
     def inside(self, equation: Any, step: Any) -> "ByName":
         """The clips inside of an equation, with the probes of this step."""
-        inner = self._in(equation)
+        inner = self._part_inside(equation)
         return dataclasses.replace(inner, probes=inner.probes | (step or {}))
 
     def _has(self, name: Any) -> bool:
@@ -172,7 +173,7 @@ class ByName(_jaxpr.Hook):
     def _clip(self, name: str, x: Any) -> Any:
         return clip_cotangent(x, self.rules.get(name), probe=self.probes.get(name))
 
-    def _in(self, equation: Any) -> "ByName":
+    def _part_inside(self, equation: Any) -> "ByName":
         """The part of this for the variables inside of an equation."""
         inner, _ = _jaxpr.entered_programs(equation)
         scopes = (*self.scopes, *_jaxpr.path(equation)) if inner else ()
