@@ -23,6 +23,8 @@ def failed(function, *args, **options):
     return str(report)
 
 
+CYCLE = [X]
+CYCLE.append(CYCLE)
 NAN, INF = X.at[1].set(np.nan), X.at[0].set(np.inf)
 REFUSED = [
     (TypeError, r"^args: got list, expected a tuple; .*write \(x,\)", jnp.sin, [X], {}),
@@ -41,6 +43,16 @@ REFUSED = [
         (X,),
         {"wrt": "y"},
     ),
+    (
+        TypeError,
+        "^args: got a leaf of type ShapeDtypeStruct at '0', expected arrays",
+        jnp.sin,
+        (jax.ShapeDtypeStruct((2,), "float32"),),
+        {},
+    ),
+    (TypeError, r"is no dtype of JAX, write x.astype", jnp.sin, (np.ones(2, ">f4"),), {}),
+    (ValueError, "keys can't be sorted", lambda x: x[1], ({1: X, "a": X},), {}),
+    (ValueError, "^args: got a tree that contains itself", lambda x: x[0], (CYCLE,), {}),
     (ValueError, "^no_grad: got 3, expected one that selects", jnp.sin, (X,), {"no_grad": 3}),
     (ValueError, "^output: got 'loss', expected one that", jnp.sin, (X,), {"output": "loss"}),
     (TypeError, "^wrt: got 1.5, expected a position", jnp.sin, (X,), {"wrt": [1.5]}),
@@ -273,3 +285,17 @@ def test_outputs_are_chosen_and_the_others_not_checked(output):
     halves.defvjp(lambda x: (halves(x), x), lambda x, g: (jnp.cos(x) * g[0],))
     assert cg.check_grads(halves, (X,), output=output).ok
     assert "[value]" in failed(halves, X, output=1)
+
+
+@pytest.mark.parametrize("other", [np.array(["a", "b"]), np.array([None]), object()], ids=repr)
+def test_what_holds_no_number_reaches_the_function_as_it_is(other):
+    def function(x, given):
+        assert given is other
+        return jnp.sin(x)
+
+    assert cg.check_grads(function, (X, other)).ok
+
+
+def test_numerical_grad_refuses_the_same_arrays():
+    with pytest.raises(TypeError, match="is no dtype of JAX, write x.astype"):
+        cg.numerical_grad(jnp.sin, (np.ones(2, ">f4"),), wrt=0)

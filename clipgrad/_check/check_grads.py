@@ -15,7 +15,7 @@ from clipgrad._check.options import Options, require_mapping, with_hints
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
 from clipgrad._check.second_order import check_second_order
 from clipgrad._check.selection import Selector
-from clipgrad._check.subject import make_subject
+from clipgrad._check.subject import make_subject, require_arrays
 from clipgrad._check.values import check_values
 
 
@@ -139,6 +139,7 @@ def check_grads(
     __tracebackhide__ = True
     started = time.perf_counter()
     require_mapping(kwargs)
+    require_arrays(args, kwargs or {})
     options = Options(order, mode, delta, max_relative_error, points, seed, skip)
     log = Log(options)
     found = find_devices(devices)

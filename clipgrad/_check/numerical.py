@@ -11,7 +11,7 @@ from clipgrad._check.options import require_delta, with_hints
 from clipgrad._check.points import make_point
 from clipgrad._check.search import Judge, every_slope
 from clipgrad._check.selection import Selector, leaf_names, parameter_names
-from clipgrad._check.subject import Subject, make_subject
+from clipgrad._check.subject import Subject, make_subject, require_arrays
 from clipgrad._check.tolerances import make_tolerance
 from clipgrad._check.vectors import is_complex, offsets, real_size, to_numpy, wide_dtype
 
@@ -79,6 +79,7 @@ def numerical_grad(
             numerical_grad(fun, args, wrt=w, output=output, cotangent=cotangent, delta=delta)
             for w in wrt
         )
+    require_arrays(args, {})
     subject = make_subject(fun, args, None, wrt, None, output)
     covector = _covector(subject, cotangent)
     differences, _ = choose(subject, covector[None], [], fast_compile=False)

@@ -15,6 +15,7 @@ from clipgrad._check.selection import (
     simple_paths,
 )
 from clipgrad._check.vectors import is_float, offsets, real_dtype, widen
+from clipgrad._trees import check_leaves, check_tree, is_array
 
 Leaves = list[jax.Array]
 Range = tuple[int, int]
@@ -55,6 +56,14 @@ class Subject(NamedTuple):
     def dtypes(self) -> list[str]:
         """The real dtype of each input leaf, by name."""
         return [real_dtype(leaf).name for leaf in self.inputs]
+
+
+def require_arrays(args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raises an error for trees without an end, and for numbers that JAX cannot take."""
+    check_tree("args", (args, kwargs))
+    for name, tree in (("args", args), ("kwargs", kwargs)):
+        numbers = jax.tree.map(lambda leaf: leaf if _has_numeric_dtype(leaf) else None, tree)
+        check_leaves(name, numbers)
 
 
 def make_subject(
@@ -105,8 +114,15 @@ def traced(fun: Callable[[Leaves], Leaves], inputs: Leaves) -> Any:
         return None
 
 
+def _has_numeric_dtype(leaf):
+    is_numpy = isinstance(leaf, (np.ndarray, np.generic))
+    return np.issubdtype(leaf.dtype, np.number) if is_numpy else hasattr(leaf, "dtype")
+
+
 def _is_number(leaf):
-    return isinstance(leaf, (float, complex, np.ndarray, np.generic))
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return is_array(np.asarray(leaf))
+    return isinstance(leaf, (float, complex))
 
 
 def _is_array(leaf):
