@@ -59,7 +59,7 @@ def test_a_number_that_is_none_is_refused(option, number, capsys):
 def test_a_missing_extra_is_one_clear_line(module, package, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, module, None)
     assert _cli.main([*DEMO, "--out", str(tmp_path / "out")]) == 2
-    expected = f'clipgrad demo needs {package}; install it with: pip install "clipgrad[demo]"\n'
+    expected = f'clipgrad demo: needs {package}; install it with: pip install "clipgrad[demo]"\n'
     assert capsys.readouterr() == ("", expected)
     assert not (tmp_path / "out").exists()
 

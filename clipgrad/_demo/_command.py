@@ -2,11 +2,11 @@
 
 import argparse
 import importlib.util
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from clipgrad._check.command import PASSED, UsageError, complain
 from clipgrad._demo._table import table
 from clipgrad._demo._tasks import DEFAULT, TASKS
 from clipgrad._demo._train import Result, train
@@ -50,16 +50,18 @@ def add_demo_parser(subparsers: Any) -> None:
 def run_demo(arguments: argparse.Namespace) -> int:
     """Runs the demo and returns the exit code."""
     if missing := _missing_extras():
-        return _refuse(f'demo needs {missing}; install it with: pip install "clipgrad[demo]"')
+        instead = 'install it with: pip install "clipgrad[demo]"'
+        return complain("demo", UsageError(f"needs {missing}; {instead}"))
     start = time.perf_counter()
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
         results = _train_all(arguments)
         paths = _write(arguments.out, results, arguments.seeds, start)
     except OSError as error:
-        return _refuse(f"demo: can't write to {arguments.out}: {error.strerror or error}")
+        why = error.strerror or error
+        return complain("demo", UsageError(f"can't write to {arguments.out}: {why}"))
     print(*paths, sep="\n")
-    return 0
+    return PASSED
 
 
 def _train_all(arguments: argparse.Namespace) -> list[Result]:
@@ -93,11 +95,6 @@ def _missing_extras() -> str:
     return ", ".join(
         package for name, package in _EXTRAS.items() if importlib.util.find_spec(name) is None
     )
-
-
-def _refuse(reason: str) -> int:
-    print(f"clipgrad {reason}", file=sys.stderr)
-    return 2
 
 
 def _positive(text: str) -> int:
