@@ -1,5 +1,6 @@
 """Trees: which are refused, which leaves are clipped, their paths, and a tree in two parts."""
 
+import collections
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import UnionType
@@ -44,33 +45,37 @@ def _in_jax(dtype: np.dtype) -> bool:
 def check_tree(name: str, tree: Any) -> None:
     """Raises `ValueError` for what JAX cannot take apart, and for trees that are very deep.
 
-    JAX's own error does not say why, and a dictionary that contains itself leaves Python's stack
-    as good as full: so a tree is not shown to JAX before it is known to end.
+    JAX's own errors do not say why, and each of them takes a frame or more of Python's stack for
+    good: so a tree is not shown to JAX before it is known to end, with keys that can be sorted.
     """
     most = sys.getrecursionlimit() // 2
     level, depth = _containers_in([[tree]]), 0
     while level and depth <= most:
+        for container in level.values():
+            _check_keys(name, container)
         level, depth = _containers_in(level.values()), depth + 1
     if level:
         raise ValueError(
             f"{name}: got a tree that contains itself, or has more than {most} levels, expected "
             "one of fewer; stack the arrays of its levels, or call sys.setrecursionlimit"
         )
-    try:
-        jax.tree.leaves(tree)
-    except ValueError as error:
-        if "dictionary keys" not in str(error):
-            raise
-        raise ValueError(
-            f"{name}: got a dictionary whose keys can't be sorted, expected keys of one type, such "
-            "as strings"
-        ) from error
 
 
 def _containers_in(containers: Iterable[Any]) -> dict[int, Any]:
     """The containers in some others, each of them once."""
     parts = (x.values() if isinstance(x, dict) else x for x in containers)
     return {id(x): x for part in parts for x in part if isinstance(x, dict | list | tuple)}
+
+
+def _check_keys(name: str, container: Any) -> None:
+    try:
+        if type(container) in (dict, collections.defaultdict):  # whose keys JAX sorts
+            sorted(container)
+    except TypeError as error:
+        raise ValueError(
+            f"{name}: got a dictionary whose keys can't be sorted, expected keys of one type, such "
+            "as strings"
+        ) from error
 
 
 def check_leaves(name: str, tree: Any) -> None:

@@ -140,6 +140,21 @@ def test_trees_may_have_three_hundred_levels_and_not_a_thousand(name):
         EVERY[name](levels(1000, 1.0))
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_a_refused_tree_leaves_all_of_the_stack(name):
+    def room(depth=0):
+        try:
+            return room(depth + 1)
+        except RecursionError:
+            return depth
+
+    before = room()
+    for tree in (own(), own_dictionary(), {"a": 1.0, 1: 2.0}, {"a": {"b": 1.0, 1: 2.0}}):
+        with pytest.raises(ValueError, match="got a"):
+            EVERY[name](tree)
+    assert room() == before
+
+
 def test_what_a_tree_has_in_many_places_is_not_what_contains_itself():
     tree = jnp.ones(2)
     for _ in range(12):
