@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from clipgrad._trees import instances
+from clipgrad._trees import check_tree, instances
 
 TAG = "clipgrad"
 
@@ -24,6 +24,7 @@ def with_models(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwa
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         return run(fun, args, kwargs)
+    check_tree("args", (args, kwargs))
     with explained(), nnx.update_context(TAG):
         apart = nnx.to_tree((args, kwargs), ctxtag=TAG)
         if not instances(apart, nnx.NodeStates):

@@ -128,6 +128,18 @@ def test_a_tree_that_contains_itself_or_has_keys_of_several_types_is_refused(nam
         EVERY[name]({"a": jnp.ones(2), 1: jnp.ones(2)})
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "name", ["error_clip_by_name", "error_clip_everywhere", "diagnose", "list_names"]
+)
+def test_a_tree_that_contains_itself_is_not_shown_to_nnx(name):
+    import flax.nnx  # noqa: F401  # from then on models are looked for among the arguments
+
+    for tree in (own(), own_dictionary()):
+        with pytest.raises(ValueError, match="got a tree that contains itself, or has more than"):
+            ANYTHING[name](tree)
+
+
 @pytest.mark.parametrize("name", ["clip_grads, norm", "clip_cotangent", "list_names"])
 def test_trees_may_have_three_hundred_levels_and_not_a_thousand(name):
     tree = levels(300, jnp.array([3.0, 4.0]))
