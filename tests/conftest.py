@@ -1,6 +1,7 @@
 """Strict numerics for every test, eight CPU devices, and a fresh PRNG key."""
 
 import collections
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -34,7 +35,7 @@ hypothesis.settings.register_profile(
     "clipgrad",
     deadline=None,
     derandomize=True,
-    max_examples=25,
+    max_examples=15,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("clipgrad")
@@ -53,6 +54,11 @@ def pytest_collection_modifyitems(items):
         if seen[test] % (mark.args[0] if mark else 4):
             item.add_marker("exhaustive")
         seen[test] += 1
+
+
+def pytest_collection_finish():
+    """What was imported stays: the garbage collector need not look at it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture

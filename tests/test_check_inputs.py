@@ -287,7 +287,9 @@ def test_outputs_are_chosen_and_the_others_not_checked(output):
     assert "[value]" in failed(halves, X, output=1)
 
 
-@pytest.mark.parametrize("other", [np.array(["a", "b"]), np.array([None]), object()], ids=repr)
+@pytest.mark.parametrize(
+    "other", [np.array(["a", "b"]), np.array([None]), object()], ids=["text", "None", "object"]
+)
 def test_what_holds_no_number_reaches_the_function_as_it_is(other):
     def function(x, given):
         assert given is other
