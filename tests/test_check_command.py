@@ -349,7 +349,7 @@ ALL_CHECKS = ", ".join(CHECKS)
             f"skip: got ['speed', 'size'], expected some of {ALL_CHECKS}",
         ),
         ("--wrt y", "wrt: got 'y', expected one that selects a floating-point leaf; there are"),
-        ("--no-grad 0", "wrt: got None, with no_grad=0, which leaves nothing to check of"),
+        ("--no-grad 0", "wrt: got None, with no_grad=[0], which leaves nothing to check of"),
         ("--output loss", "output: got 'loss', expected one that selects a floating-point leaf; t"),
         ("--device abacus", "devices: got ('abacus',), expected some of cpu, gpu, tpu, "),
     ],
