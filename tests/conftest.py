@@ -35,7 +35,7 @@ hypothesis.settings.register_profile(
     "clipgrad",
     deadline=None,
     derandomize=True,
-    max_examples=15,
+    max_examples=25,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("clipgrad")
