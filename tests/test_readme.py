@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import tomllib
 
 import matplotlib.pyplot as plt
 import pytest
@@ -105,6 +106,17 @@ def test_the_addresses_of_the_project_are_in_one_place():
     paths = [*ROOT.glob("*.md"), *ROOT.glob("*.cff"), *ROOT.glob("docs/**/*.md")]
     assert not [path for path in paths if "OWNER" in path.read_text()]
     assert (ROOT / "pyproject.toml").read_text().count("[project.urls]") == 1
+
+
+def test_on_a_package_index_its_links_lead_to_the_source():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    text = TEXT
+    for rule in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(rule["pattern"], rule["replacement"], text)
+    assert "](https://github.com/OWNER/clipgrad/blob/main/docs/faq.md#" in text
+    assert "](https://raw.githubusercontent.com/OWNER/clipgrad/main/docs/norm_per_step.png)" in text
+    assert not re.findall(r"\]\((?!http|#)[^)]*\)", text)
+    assert re.sub(r"https://[\w.]+/OWNER/clipgrad/(blob/)?main/", "", text) == TEXT
 
 
 def test_the_citation_and_the_package_agree():
