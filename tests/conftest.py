@@ -13,6 +13,7 @@ _FLAGS = [
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",
+    "--xla_llvm_disable_expensive_passes=true",
 ]
 if tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11):
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
@@ -24,6 +25,9 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# A tenth of the time goes into the stacks of calls that a compiled program keeps for profilers.
+jax.config.update("jax_include_full_tracebacks_in_locations", False)
 
 # Many tests compile the same program: what one has compiled, the others and the next run load.
 _CACHE = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "d" / "jax"
@@ -45,20 +49,25 @@ hypothesis.settings.load_profile("clipgrad")
 def pytest_collection_modifyitems(items):
     """Which rows of a table run by default; the others are exhaustive.
 
-    The first row and each fourth after it run, of a test that is ``sampled(n)`` each n-th.
+    The first row and each fifth after it run, of a test that is ``sampled(n)`` each n-th: an odd
+    number, since where two or four cases take turns an even one runs the same case again and again.
     """
     seen = collections.Counter()
     for item in items:
         test = item.nodeid.partition("[")[0]
         mark = item.get_closest_marker("sampled")
-        if seen[test] % (mark.args[0] if mark else 4):
+        if seen[test] % (mark.args[0] if mark else 5):
             item.add_marker("exhaustive")
         seen[test] += 1
 
 
 def pytest_collection_finish():
-    """What was imported stays: the garbage collector need not look at it again and again."""
+    """The garbage collector need not look again and again at what stays.
+
+    That is what was imported and, in the caches of JAX, most of what the tests make.
+    """
     gc.freeze()
+    gc.set_threshold(10_000, 20, 50)
 
 
 @pytest.fixture

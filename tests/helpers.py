@@ -16,7 +16,10 @@ Tree = dict[str, np.ndarray]
 NAMES = cg.__all__
 
 # The compiler's own defaults, for programs whose speed, memory or rounding is under test.
-RELEASED: dict[str, Any] = {"xla_backend_optimization_level": 3}
+RELEASED: dict[str, Any] = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+}
 if jax.__version_info__ < (0, 11):
     RELEASED["xla_cpu_use_fusion_emitters"] = True
 
