@@ -102,7 +102,7 @@ def test_statistics_are_those_of_what_is_added_to_the_output_of_a_linen_module(c
         return "/".join(("Transformer", *context.module.path)) if is_call else None
 
     run = with_dummies(loss, paths, nn.intercept_methods, path_of)
-    for path, cotangent in jax.grad(run)(dummies, params, X).items():
+    for path, cotangent in jax.jit(jax.grad(run))(dummies, params, X).items():
         np.testing.assert_allclose(stats[path].norm, jnp.linalg.norm(cotangent), rtol=1e-6)
 
 
