@@ -31,7 +31,8 @@ class Guarantee(SphinxDirective):
         """The sentence, and the source of each test; a test that is not there is a warning."""
         tests = [test.split("::") for test in self.arguments[0].split()]
         sources = "".join(_SOURCE.format(file=file, test=test) for file, test in tests)
-        title = ", ".join(test.removeprefix("test_").replace("_", " ") for _, test in tests)
+        names = [test.removeprefix("test_").replace("_", " ") for _, test in tests]
+        title = ", ".join(dict.fromkeys(names))  # tests of one name may be in several files
         text = [*self.content, *_PROOF.format(tests=title, sources=sources).split("\n")]
         container = nodes.container(classes=["guarantee"])
         self.state.nested_parse(StringList(text, self.env.docname), self.content_offset, container)

@@ -49,16 +49,16 @@ hypothesis.settings.load_profile("clipgrad")
 def pytest_collection_modifyitems(items):
     """Which rows of a table run by default; the others are exhaustive.
 
-    The first row and each fifth after it run, of a test that is ``sampled(n)`` each n-th: an odd
+    The first row and each ninth after it run, of a test that is ``sampled(n)`` each n-th: an odd
     number, since where two or four cases take turns an even one runs the same case again and again.
     """
-    # It empties JAX's caches, which is the cheaper the less is in them.
+    # Its fixture empties JAX's caches, which is the cheaper the less is in them.
     items.sort(key=lambda item: "test_one_device" not in item.nodeid)
     seen = collections.Counter()
     for item in items:
         test = item.nodeid.partition("[")[0]
         mark = item.get_closest_marker("sampled")
-        if seen[test] % (mark.args[0] if mark else 5):
+        if seen[test] % (mark.args[0] if mark else 9):
             item.add_marker("exhaustive")
         seen[test] += 1
 

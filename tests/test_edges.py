@@ -233,7 +233,7 @@ def model(params, x):
     return jnp.mean(h) * params["b"] + jnp.sum(params["v"])
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("stats", [False, True, "per_leaf"])
 @pytest.mark.parametrize("threshold", THRESHOLDS.values(), ids=THRESHOLDS)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -32,7 +32,7 @@ def update(tx, grads, params=None, state=None, **extra):
     return tx.update(grads, tx.init(params) if state is None else state, params, **extra)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", [name for name, (_, theirs) in CLIPS.items() if theirs])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("threshold", [0.01, 0.37, 0.5])

@@ -32,7 +32,7 @@ def params_like(tree, seed=1):
     return {k: jnp.asarray(rng.normal(size=x.shape), x.dtype) for k, x in tree.items()}
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [1e-30, 0.01, 1.0, 30.0, 1e19, 1e30])
@@ -43,7 +43,7 @@ def test_the_result_is_that_of_the_reference_in_float64(case, apply, scale, key)
     assert_close(clipped, expected, rtol=3e-6, atol=1e-44)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @every_case
 @hypothesis.given(tree=trees(min_rank=1), limit=thresholds)
 def test_any_tree_equals_the_reference(case, tree, limit):
@@ -53,7 +53,7 @@ def test_any_tree_equals_the_reference(case, tree, limit):
     assert_close(clipped, expected, rtol=3e-6, atol=1e-30 * limit)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -67,7 +67,7 @@ def test_structure_shapes_and_dtypes_are_kept(case, apply, dtype, threshold, key
     assert_close(clipped, expected, rtol=4 * float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @every_case
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_low_precision_gradients_with_float32_parameters_keep_their_dtype(case, dtype, key):
@@ -76,7 +76,7 @@ def test_low_precision_gradients_with_float32_parameters_keep_their_dtype(case, 
     chex.assert_trees_all_equal_shapes_and_dtypes(clipped, grads)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_float64_is_clipped_in_float64(case, apply):
@@ -90,7 +90,7 @@ def test_float64_is_clipped_in_float64(case, apply):
         assert_close(clipped, expected, rtol=1e-13)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_what_is_within_the_limits_is_unchanged_bit_for_bit(case, apply, key):
@@ -99,7 +99,7 @@ def test_what_is_within_the_limits_is_unchanged_bit_for_bit(case, apply, key):
     assert_same(apply(case.make(LIMIT), grads, params), grads)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_at_the_threshold_nothing_changes(case, apply):
@@ -109,7 +109,7 @@ def test_at_the_threshold_nothing_changes(case, apply):
     assert_same(apply(case.make(float(np.max(ratios))), grads, params), grads)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_the_result_is_within_the_limits(case, apply, key):
@@ -131,7 +131,7 @@ def test_directions_are_kept(case, seed):
     np.testing.assert_allclose(a / np.linalg.norm(a), b / np.linalg.norm(b), atol=3e-7)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_a_threshold_of_zero_gives_exact_zeros(case, apply, key):
@@ -146,7 +146,7 @@ def subnormal_like(tree):
     return jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, 1e-39, np.float32)), tree)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_subnormal_numbers_become_exact_zeros_at_zero_and_never_nan(case, apply, key):
@@ -160,7 +160,7 @@ def test_subnormal_numbers_become_exact_zeros_at_zero_and_never_nan(case, apply,
             assert (np.abs(np.float64(leaf)) < 2e-39).all()
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_a_leaf_of_subnormal_numbers_changes_nothing_about_the_others(case, apply, key):
@@ -174,7 +174,7 @@ def test_a_leaf_of_subnormal_numbers_changes_nothing_about_the_others(case, appl
     assert_same(clipped, expected)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_a_traced_negative_threshold_acts_as_zero(case, apply, key):
@@ -184,7 +184,7 @@ def test_a_traced_negative_threshold_acts_as_zero(case, apply, key):
         np.testing.assert_array_equal(leaf, 0)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_an_infinite_threshold_changes_nothing(case, apply, key):
@@ -296,7 +296,7 @@ def test_a_bad_element_makes_its_whole_group_nan(case, apply, bad, key):
         np.testing.assert_array_equal(np.isnan(leaf), where)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 def test_value_clip_turns_inf_into_the_bounds_and_lets_nan_through(apply):
     grads = {"a": jnp.array([jnp.inf, -jnp.inf, jnp.nan, 0.5])}
@@ -320,7 +320,7 @@ def mixed_tree():
     }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @every_case
 def test_leaves_that_hold_no_gradient_pass_through_untouched(case):
     tree = mixed_tree()
@@ -331,7 +331,7 @@ def test_leaves_that_hold_no_gradient_pass_through_untouched(case):
     assert stats.norm == 50 and stats.size == 2
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @every_case
 def test_inputs_that_have_no_cotangent_are_passed_over(case):
     tree = mixed_tree()
@@ -350,7 +350,7 @@ def by_rule(case, grads, params):
     return cg.clip_grads(grads, case.make(LIMIT), params)[0]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 @pytest.mark.parametrize("empty", [{}, [], {"a": None}, {"a": jnp.zeros((0, 2))}], ids=str)
@@ -359,7 +359,7 @@ def test_empty_trees_are_kept(case, apply, empty):
     assert jax.tree.structure(clipped) == jax.tree.structure(empty)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_complex_gradients_are_measured_by_their_absolute_values(case, apply, key):
@@ -376,7 +376,7 @@ def test_complex_gradients_are_measured_by_their_absolute_values(case, apply, ke
     np.testing.assert_allclose(clipped, expected, rtol=3e-6)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @every_case
 def test_clipping_twice_is_clipping_once(case, key):
     grads, params = tree_of(key, scale=10), tree_of(jax.random.fold_in(key, 1))
@@ -385,7 +385,7 @@ def test_clipping_twice_is_clipping_once(case, key):
     assert_close(twice, once, rtol=1e-6)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_compiled_and_eager_agree(case, apply, key):
@@ -395,7 +395,7 @@ def test_compiled_and_eager_agree(case, apply, key):
     assert_close(compiled, eager, rtol=1e-6)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @every_case
 def test_a_rule_is_a_pytree_of_its_thresholds(case):
     rule = case.make(LIMIT)
@@ -406,7 +406,7 @@ def test_a_rule_is_a_pytree_of_its_thresholds(case):
     assert jax.tree.leaves(negative)[0] == -LIMIT
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_new_thresholds_retrace_nothing(case, apply, key):
@@ -423,7 +423,7 @@ def test_new_thresholds_retrace_nothing(case, apply, key):
     assert len(traces) == 1
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @everywhere
 def test_python_numbers_as_gradients_are_clipped_or_constants(apply):
     clipped = apply(cg.ClipByValue(1.0), {"a": 3.0}, {"a": 2.0})

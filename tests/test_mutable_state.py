@@ -127,7 +127,7 @@ def tree_mode(wrap):
     return model.mean[...], model.var[...]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 @every_transformed
 def test_a_model_is_changed_as_by_the_plain_function(program, transformed):

@@ -205,7 +205,7 @@ def half_a_unit(x):
     return 0.5 * 2.0 ** (np.floor(np.log2(np.abs(np.float64(x)))) - jnp.finfo(x.dtype).nmant)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @every_half
 @every_reduction
 @pytest.mark.parametrize("path", PATHS)

@@ -194,7 +194,7 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(
     "case, way",
     [(case, way) for case in CASES for way in WAYS if case.plain or way != "pickle"],

@@ -258,7 +258,7 @@ def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place):
         np.testing.assert_array_equal(place(rule, X), c * X)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @every_own
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_an_error_clip_by_a_rule_of_ones_own_holds_what_is_traced(make, transform):
@@ -268,7 +268,7 @@ def test_an_error_clip_by_a_rule_of_ones_own_holds_what_is_traced(make, transfor
         np.testing.assert_array_equal(clip(jnp.array(c), X), c * X)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(13)
 @every_place
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_every_place_takes_a_rule_of_ones_own_that_holds_what_is_traced(place, transform):

@@ -89,7 +89,7 @@ def on_one_device():
     return jax.jit(functools.partial(by_rules, RULES))(GRADS, PARAMS)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize(
     "layout, kind, names",
     [
