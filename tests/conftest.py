@@ -47,12 +47,12 @@ hypothesis.settings.load_profile("clipgrad")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Which rows of a table run by default; the others are exhaustive.
+    """Which rows of a table run by default, the others being exhaustive, and what runs first.
 
     The first row and each ninth after it run, of a test that is ``sampled(n)`` each n-th: an odd
     number, since where two or four cases take turns an even one runs the same case again and again.
     """
-    # Its fixture empties JAX's caches, which is the cheaper the less is in them.
+    # tests/test_one_device.py empties JAX's caches: the less is in them, the less is made again.
     items.sort(key=lambda item: "test_one_device" not in item.nodeid)
     seen = collections.Counter()
     for item in items:

@@ -129,7 +129,6 @@ def facts_of_update(tx: Any, kind: str, dtype: Any = jnp.float32) -> Facts:
 # Rules
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("place", PLACES)
 @every_kind

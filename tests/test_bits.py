@@ -102,7 +102,6 @@ def assert_ends_like(ours, theirs, run=train):
     assert_same(state, their_state)
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("clip, optimizer, which", ROWS, ids=ROW_IDS)
 def test_a_training_ends_with_the_bits_of_optax(clip, optimizer, which):
     theirs, ours = (

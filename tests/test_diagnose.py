@@ -791,7 +791,6 @@ def linen_models(dtype):
     }
 
 
-@pytest.mark.sampled(9)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "transformer"])
 def test_healthy_models_have_no_finding(name, dtype):

@@ -56,7 +56,6 @@ def stored_with(notebook):
     return printed(code_cells(notebook)[0]).strip("'\n")
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "path", sorted(PATHS, key=lambda p: "4_" not in p.stem), ids=lambda p: p.stem
 )

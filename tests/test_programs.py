@@ -184,7 +184,7 @@ def by_name(block):
 
 # By default a few programs of each kind that is the outermost.
 @pytest.mark.parametrize("kind", sorted(_NESTS))
-@pytest.mark.parametrize("number", [5, pytest.param(20, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("number", [5, pytest.param(35, marks=pytest.mark.exhaustive)])
 def test_value_gradient_and_statistics_are_those_of_clips_written_by_hand(kind, number):
     @hypothesis.settings(max_examples=number, phases=[hypothesis.Phase.generate])
     @hypothesis.given(st.data())
