@@ -637,13 +637,14 @@ def test_blank_patches_are_found_at_the_division():
 def test_the_growth_of_the_character_rnn_is_found():
     task = TASKS["char-rnn"]
     data = task.load()
-    params = task.init(data, np.random.default_rng(2))
+    params = task.init(data, np.random.default_rng(0))
     step = jax.jit(jax.grad(task.loss))
-    keys = [jax.random.key(i) for i in range(20)]
     seen = []
-    for key in keys:  # of the first twenty steps without clipping
-        batch = task.sample(data, key)
-        seen += [f for f in cg.diagnose(task.loss, (params, batch)).findings if f.kind == "grows"]
+    for number in range(20):  # of the first twenty steps without clipping
+        batch = task.sample(data, jax.random.key(number))
+        if number >= 4:  # the first do not grow yet
+            found = cg.diagnose(task.loss, (params, batch)).findings
+            seen += [f for f in found if f.kind == "grows"]
         if seen:
             break
         params = jax.tree.map(lambda w, g: w - g, params, step(params, batch))

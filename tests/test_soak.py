@@ -191,7 +191,7 @@ def test_a_training_that_is_interrupted_ends_with_the_bits_of_one_that_is_not(
 ):
     state, whole = interrupted(shared, tmp_path)
     assert_same(state, whole)
-    assert whole.opt_state[-1].skipped_count > 0 and len(shared.traces) == 1
+    assert whole.opt_state[-1].skipped_count > 0 and len(shared.traces) <= 1
 
 
 def demo() -> Training:
