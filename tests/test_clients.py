@@ -286,7 +286,7 @@ def next_number_loss(params, waves):
 
 
 def haiku_lstm(clip, options):
-    params = LSTM.init(jax.random.key(0), sines(jax.random.key(0)))
+    params = jax.jit(LSTM.init)(jax.random.key(0), sines(jax.random.key(0)))
     tx = optax.chain(clip, optax.adam(1e-2))
     rules = {"**/lstm/linear": cg.ErrorClipByValue(0.02)}
     watched = cg.value_and_grad_with_stats(next_number_loss, rules=rules, watch=())
@@ -338,7 +338,7 @@ def digits(i):
 
 
 def seq2seq(clip, options):
-    params = Seq2Seq().init(jax.random.key(0), digits(0), digits(0))
+    params = jax.jit(Seq2Seq().init)(jax.random.key(0), digits(0), digits(0))
     rules = {"Seq2Seq/decoder/*/*": cg.ErrorClipByValue(1e-3)}
     tx = optax.chain(clip, optax.adam(2e-2))
     step = cg.train_step(seq2seq_loss, tx, error_clip=rules)

@@ -798,7 +798,7 @@ def test_healthy_models_have_no_finding(name, dtype):
     model, shape, labels = linen_models(dtype)[name]
     x = jax.random.normal(jax.random.key(0), shape)
     y = jnp.arange(np.prod(labels)).reshape(labels) % 10
-    params = model.init(jax.random.key(1), x)
+    params = jax.jit(model.init)(jax.random.key(1), x)
 
     def loss(params, x, y):
         return cross_entropy(model.apply(params, x), y)
@@ -817,7 +817,7 @@ def test_healthy_models_of_equinox_and_haiku_have_no_finding():
         return hk.Linear(10)(out[:, -1])
 
     model = hk.transform(lstm)
-    params = model.init(jax.random.key(1), x)
+    params = jax.jit(model.init)(jax.random.key(1), x)
     loss = lambda params: cross_entropy(model.apply(params, None, x), y)  # noqa: E731
     assert cg.diagnose(loss, (params,)).ok
     arrays, static = eqx.partition(eqx.nn.MLP(6, 10, 32, 8, key=jax.random.key(2)), eqx.is_array)

@@ -69,7 +69,7 @@ class Recurrent(nn.Module):
 
 
 def linen(module):
-    params = module.init(jax.random.key(0), X)
+    params = jax.jit(module.init)(jax.random.key(0), X)
     return params, lambda params, x: jnp.mean(jnp.sin(module.apply(params, x)) ** 2)
 
 
@@ -111,7 +111,7 @@ def test_statistics_are_those_of_what_is_added_to_the_output_of_a_haiku_module()
         return hk.nets.MLP([16, 16, 3])(x)
 
     model = hk.without_apply_rng(hk.transform(forward))
-    params = model.init(jax.random.key(0), X)
+    params = jax.jit(model.init)(jax.random.key(0), X)
 
     def loss(params, x):
         return jnp.mean(jnp.sin(model.apply(params, x)) ** 2)
@@ -211,7 +211,7 @@ def test_a_haiku_lstm_that_is_scanned_is_the_one_that_is_unrolled():
         apply = model(unroll).apply
         return lambda params, x: jnp.mean(jnp.sin(apply(params, x)) ** 2)
 
-    params = model(hk.dynamic_unroll).init(jax.random.key(0), X)
+    params = jax.jit(model(hk.dynamic_unroll).init)(jax.random.key(0), X)
     scanned = cg.value_and_grad_with_stats(loss_of(hk.dynamic_unroll))(params, X)[2]
     (name,) = [n for n in scanned if n.endswith("lstm/linear")]
     assert scanned[name].norm.shape == (5,)
@@ -229,7 +229,7 @@ def test_stacked_layers_of_haiku_have_an_entry_for_each():
         return hk.layer_stack(3)(layer)(x)
 
     model = hk.without_apply_rng(hk.transform(forward))
-    params = model.init(jax.random.key(0), X)
+    params = jax.jit(model.init)(jax.random.key(0), X)
     loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)  # noqa: E731
     stats = cg.value_and_grad_with_stats(loss, watch=["**/linear"])(params, X)[2]
     assert [s.norm.shape for s in stats.values()] == [(3,)]

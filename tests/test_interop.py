@@ -102,7 +102,7 @@ class Linen(nn.Module):
 
 
 def linen_start(tx):
-    params = Linen().init(jax.random.key(0), X)["params"]
+    params = jax.jit(Linen().init)(jax.random.key(0), X)["params"]
     return TrainState.create(apply_fn=Linen().apply, params=params, tx=tx)
 
 
@@ -155,7 +155,7 @@ def haiku_net(x):
 
 
 def haiku_start(tx):
-    params = hk.transform(haiku_net).init(jax.random.key(0), X)
+    params = jax.jit(hk.transform(haiku_net).init)(jax.random.key(0), X)
     assert all(isinstance(module, dict) for module in params.values())
     return params, tx.init(params), jax.tree_util.Partial(lambda: tx)
 

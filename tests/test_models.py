@@ -58,7 +58,7 @@ class NNX(nnx.Module):
 
 def linen():
     model = Linen()
-    return (lambda params, x: model.apply(params, x)), model.init(jax.random.key(0), X)
+    return (lambda params, x: model.apply(params, x)), jax.jit(model.init)(jax.random.key(0), X)
 
 
 def equinox():
@@ -77,7 +77,7 @@ def haiku():
         return hk.Linear(2)(jnp.tanh(h))
 
     model = hk.without_apply_rng(hk.transform(forward))
-    return model.apply, model.init(jax.random.key(0), X)
+    return model.apply, jax.jit(model.init)(jax.random.key(0), X)
 
 
 LIBRARIES = [linen, equinox, flax_nnx, haiku]
@@ -169,7 +169,7 @@ class Layers(nn.Module):
 def test_a_scanned_transformer_has_an_entry_for_each_layer():
     model = Layers()
     x = jax.random.normal(jax.random.key(1), (2, 5, 4))
-    params = model.init(jax.random.key(0), x)
+    params = jax.jit(model.init)(jax.random.key(0), x)
 
     def loss(params):
         return jnp.mean(model.apply(params, x) ** 2)
@@ -201,7 +201,7 @@ def test_an_lstm_has_an_entry_for_each_time_step():
 
     model = LSTM()
     xs = jax.random.normal(jax.random.key(0), (2, 7, 3))
-    params = model.init(jax.random.key(1), xs)
+    params = jax.jit(model.init)(jax.random.key(1), xs)
 
     def loss(params):
         return jnp.sum(model.apply(params, xs)[:, -1] ** 2)

@@ -20,7 +20,7 @@ def leaf(*shape, dtype=jnp.bfloat16):
 
 
 TREES = {
-    "2.4e9 parameters": {"layers": [leaf(4096, 4096)] * 144, "norm": leaf(4096)},
+    "2.4e9 parameters": {"layers": [leaf(8192, 8192)] * 36, "norm": leaf(8192)},
     "1e12 parameters": {"experts": [leaf(64, 256, 7168, 2048)] * 4, "embed": leaf(262144, 7168)},
     "a vector of 3e9 elements": {"w": leaf(3_000_000_000)},
     "a matrix of 3e9 elements": {"w": leaf(50_000, 60_000, dtype=jnp.float32)},
