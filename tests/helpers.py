@@ -1,5 +1,6 @@
 """The registries that the law files run over: rules with NumPy references, and places."""
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +23,11 @@ RELEASED: dict[str, Any] = {
 }
 if jax.__version_info__ < (0, 11):
     RELEASED["xla_cpu_use_fusion_emitters"] = True
+
+
+def environment_of_users() -> dict[str, str]:
+    """That of a process without what the tests tell the compiler."""
+    return {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 
 
 class Case(NamedTuple):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -19,6 +18,7 @@ from clipgrad._demo import _task
 from clipgrad._demo._tasks import TASKS
 from clipgrad._demo._train import train
 from tests import test_bits
+from tests.helpers import environment_of_users
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 TEXT = (DOCS / "faq.md").read_text()
@@ -83,11 +83,9 @@ def one_seed_of_the_norm_clip(folder):
 
 def the_command(folder):
     """Every row, as a user has it: without what the tests tell the compiler."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = environment_of_users() | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "clipgrad", "demo", "--task", "char-rnn", "--out", folder]
-    subprocess.run(
-        command, env=environment | {"JAX_PLATFORMS": "cpu"}, check=True, capture_output=True
-    )
+    subprocess.run(command, env=environment, check=True, capture_output=True)
     arms = json.loads((folder / "demo.json").read_text())["tasks"]["char-rnn"]["arms"]
     seeds = {clip: arms[label]["seeds"] for clip, label in CLIPS.items()}
     return {

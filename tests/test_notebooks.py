@@ -1,6 +1,5 @@
 """Each notebook runs, and what is stored in it is what it prints."""
 
-import os
 import pathlib
 import re
 import runpy
@@ -9,6 +8,8 @@ import jax
 import nbformat
 import numpy as np
 import pytest
+
+from tests.helpers import environment_of_users
 
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
@@ -23,9 +24,8 @@ every_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.st
 
 def execute(path):
     """The notebook as a user runs it, without what the tests tell the compiler."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     run = runpy.run_path(str(FOLDER / "execute.py"))["execute"]
-    return run(path, env=environment | {"JAX_PLATFORMS": "cpu"})
+    return run(path, env=environment_of_users() | {"JAX_PLATFORMS": "cpu"})
 
 
 def code_cells(notebook):

@@ -24,7 +24,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import clipgrad as cg
 from clipgrad._demo._deep_mlp import TASK
-from tests.helpers import assert_same
+from tests.helpers import assert_same, environment_of_users
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -191,7 +191,9 @@ def test_a_training_that_is_interrupted_ends_with_the_bits_of_one_that_is_not(
 ):
     state, whole = interrupted(shared, tmp_path)
     assert_same(state, whole)
-    assert whole.opt_state[-1].skipped_count > 0 and len(shared.traces) <= 1
+    assert whole.opt_state[-1].skipped_count > 0
+    # What is killed is no training of this process, and counts its own traces.
+    assert interrupted is killed or len(shared.traces) == 1
 
 
 def demo() -> Training:
@@ -238,7 +240,7 @@ def started(folder: pathlib.Path, steps: int) -> subprocess.Popen:
     """A process with the compiler's own defaults, which cost less here than those of the tests."""
     script = "import sys; from tests.test_soak import work; work(*sys.argv[1:])"
     command = [sys.executable, "-c", script, str(folder), str(steps)]
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env = environment_of_users()
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
 
 
