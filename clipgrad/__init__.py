@@ -1,4 +1,4 @@
-"""Clip cotangents and gradients in JAX, and prove gradients right."""
+"""Clip cotangents and gradients in JAX, and check gradients."""
 
 import importlib
 import importlib.metadata
