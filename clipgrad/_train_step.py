@@ -1,5 +1,6 @@
 """A training step that is compiled once and says what was clipped."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._accumulate import Gradients, accumulated
-from clipgrad._compat import exportable, trace_state
-from clipgrad._gradient_clip import GradientClipState
+from clipgrad._clip_state import asking_for_stats, stats_in, with_room, without_room
+from clipgrad._compat import exportable
 from clipgrad._names import Rules
 from clipgrad._norms import global_norm
 from clipgrad._skip_spikes import SkipSpikesState, as_optimizer
@@ -124,7 +125,6 @@ def train_step(
     optimizer = as_optimizer("optimizer", optimizer)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate: got {accumulate!r}, expected a positive integer")
-    extended = optax.with_extra_args_support(optimizer)
     gradients = _gradients(loss_fn, has_aux, error_clip)
     if accumulate > 1:
         gradients = accumulated(gradients, accumulate)
@@ -132,26 +132,35 @@ def train_step(
     def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         (loss, aux), grads, stats = gradients(state.params, batch)
 
-        def value(params: Any, clip_stats: Any = None) -> Any:
-            # optax's line searches pass all other extra arguments to this function.
-            del clip_stats
-            return loss_fn(params, batch)[0] if has_aux else loss_fn(params, batch)
+        def value(params: Any) -> Any:
+            with asking_for_stats(""):
+                return loss_fn(params, batch)[0] if has_aux else loss_fn(params, batch)
 
-        here, stats_of_clips = trace_state(), []
-
-        def collect(clip: ClipStats) -> None:
-            # What was computed in a branch of a cond can't leave it like this.
-            if trace_state() == here:
-                stats_of_clips.append(clip)
-
-        extra = {"clip_stats": collect, "value": loss, "grad": grads, "value_fn": value}
-        updates, opt_state = extended.update(grads, state.opt_state, state.params, **extra)
+        extra = {"value": loss, "grad": grads, "value_fn": value}
+        updates, opt_state, clips = _updated(optimizer, grads, *state, **extra)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, **_metrics(grads, opt_state, stats_of_clips)}
+        metrics = {"loss": loss, **_metrics(grads, opt_state, clips)}
         metrics |= {} if error_clip is None else {"error_clip": stats}
         return TrainState(params, opt_state), metrics | ({"aux": aux} if has_aux else {})
 
     return TrainStep(jax.jit(update, donate_argnums=0 if donate else ()), optimizer)
+
+
+def _updated(
+    optimizer: optax.GradientTransformation, grads: Any, params: Any, state: Any, **extra: Any
+) -> tuple[Any, Any, tuple[ClipStats, ...]]:
+    """What an optimizer returns, and the statistics of all clips in it.
+
+    Inside of this one update every clip has a state with statistics, whatever wraps it.
+    """
+    wide = state
+    with contextlib.suppress(jax.errors.JAXTypeError), asking_for_stats("init"):
+        # Not of an init that only takes numbers: then the clips say that there is no place.
+        wide = with_room(state, jax.eval_shape(optimizer.init, params))
+    with asking_for_stats("update"):
+        extended = optax.with_extra_args_support(optimizer)
+        updates, after = extended.update(grads, wide, params, **extra)
+    return updates, without_room(after, state), stats_in(after)
 
 
 def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) -> Gradients:
@@ -166,17 +175,13 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
     return lambda params, batch: (*plain(params, batch), {})
 
 
-def _metrics(grads: Any, opt_state: Any, clips: list[ClipStats]) -> Metrics:
-    kept = [s.stats for s in instances(opt_state, GradientClipState) if s.stats]
+def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> Metrics:
     skips = [s.skipped for s in instances(opt_state, SkipSpikesState)]
-    metrics = {
-        "grad_norm": global_norm(grads),
-        "nonfinite": count_nonfinite(grads),
-        "clips": tuple(clips or kept),
-    }
-    if len(metrics["clips"]) == 1:
-        (clip,) = metrics["clips"]
-        metrics |= {"clipped_norm": clip.clipped_norm, "clip_scale": clip.scale}
+    metrics = {"grad_norm": global_norm(grads), "nonfinite": count_nonfinite(grads), "clips": clips}
+    if len(clips) == 1:
+        (clip,) = clips
+        metrics |= {"measured_norm": clip.norm, "clipped_norm": clip.clipped_norm}
+        metrics["clip_scale"] = clip.scale
     return metrics | ({"skipped": jnp.stack(skips).any()} if skips else {})
 
 
