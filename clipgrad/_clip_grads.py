@@ -36,6 +36,8 @@ def clip_grads(
       * Structure, shapes and dtypes are kept; leaves without numbers to clip (``None``, integers,
         booleans, ``float0``, PRNG keys) come back as they are.
       * What ``where`` leaves out is neither measured nor scaled, unless ``measure`` selects it.
+      * What flax keeps in ``_overwrite_with_gradient`` (scales and histories of 8-bit floats, whose
+        gradient is their next value) is neither measured nor scaled.
       * The statistics of a global L2 norm need no second pass over the gradients; under
         `jax.jit` statistics that are not used are not computed.
 

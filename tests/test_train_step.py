@@ -417,3 +417,75 @@ def test_wrong_error_clips_are_refused():
     step = cg.train_step(tagged_loss, optax.sgd(0.1), error_clip={"q": None})
     with pytest.raises(ValueError, match=r"got 'q', expected a name that is .*\['h'\]"):
         step(step.init({"w": jnp.array(1.5)}), jnp.ones((4, 3)))
+
+
+def test_integers_and_booleans_among_the_parameters_stay_as_they_are(key):
+    """Buffers of a model, such as indices and counters."""
+    params, batch = data(key)
+    buffers = {"table": jnp.arange(3), "flag": jnp.array([True, False])}
+
+    def loss(params, batch):
+        return loss_fn({k: params[k] for k in ("w", "v")}, batch) * params["table"].sum()
+
+    tx = cg.skip_spikes(optax.chain(cg.clip_by_global_norm(1.0), optax.adamw(0.1)))
+    for options in ({}, {"accumulate": 2, "error_clip": {}}):
+        step = cg.train_step(loss, tx, **options)
+        state, metrics = step(step.init(params | buffers), batch)
+        chex.assert_trees_all_equal({k: state.params[k] for k in buffers}, buffers)
+        plain = cg.train_step(lambda p, b: 3 * loss_fn(p, b), tx, **options)
+        expected, plain_metrics = plain(plain.init(params), batch)
+        assert_close({k: state.params[k] for k in params}, expected.params, rtol=1e-5)
+        np.testing.assert_allclose(metrics["grad_norm"], plain_metrics["grad_norm"], rtol=1e-5)
+        assert step(state, batch)[0].params["table"].dtype == jnp.int32
+    whole = cg.TrainState(params | buffers, tx.init(params | buffers))
+    with pytest.raises(ValueError, match="state: got a state of the optimizer of another struct"):
+        step(whole, batch)
+
+
+def test_keys_of_random_numbers_among_the_parameters_are_refused(key):
+    step = cg.train_step(loss_fn, optax.sgd(0.1))
+    with pytest.raises(TypeError, match="params: got a leaf of dtype key<.*> at 'rng', expected n"):
+        step.init({"rng": key})
+
+
+def test_what_a_gradient_overwrites_is_handled_as_by_flax(key):
+    """Scales and histories of 8-bit floats: neither clipped, measured, trained nor averaged."""
+    linen = pytest.importorskip("flax.linen")
+    from flax.training.train_state import TrainState
+
+    dense = linen.Dense(8, dot_general_cls=linen.Fp8DirectDotGeneralOp)
+    x = 30 * jax.random.normal(key, (8, 8))
+    variables = jax.jit(dense.init)(key, x)
+    loss = lambda params, x: jnp.mean(dense.apply(params, x) ** 2)  # noqa: E731
+    theirs = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.01))
+    gradient = jax.jit(jax.grad(loss))
+    flax = TrainState.create(apply_fn=dense.apply, params=variables, tx=theirs)
+    apply = jax.jit(lambda state, x: state.apply_gradients(grads=jax.grad(loss)(state.params, x)))
+    ours = optax.chain(cg.clip_by_global_norm(0.1), optax.adamw(0.01))
+    step = cg.train_step(loss, cg.skip_spikes(ours), donate=False)
+    state = step.init(variables)
+    for scale in (1.0, 2.0):
+        flax = apply(flax, scale * x)
+        state, metrics = step(state, scale * x)
+    chex.assert_trees_all_equal(state.params, flax.params)
+    assert metrics["measured_norm"] == metrics["grad_norm"] > 0.1
+
+    skipped, _ = step(state, jnp.nan * x)
+    chex.assert_trees_all_equal(skipped.params, state.params)
+
+    halves = cg.train_step(loss, ours, accumulate=2)
+    accumulated, _ = halves(halves.init(variables), x)
+    (history,) = (
+        leaf for path, leaf in jax.tree.leaves_with_path(accumulated.params)
+        if "input_amax_history" in jax.tree_util.keystr(path)
+    )  # fmt: skip
+    assert history[0] == jnp.abs(x).max()
+
+    grads = gradient(variables, x)
+    clipped, stats = cg.clip_grads(grads, cg.ClipByGlobalNorm(0.1), nonfinite="zero")
+    chex.assert_trees_all_equal(*(t["_overwrite_with_gradient"] for t in (clipped, grads)))
+    np.testing.assert_allclose(stats.norm, cg.global_norm(grads["params"]), rtol=1e-6)
+    with pytest.raises(ValueError, match="where: got '_over.*expected one that selects a leaf"):
+        cg.clip_grads(grads, cg.ClipByValue(1.0), where="_overwrite_with_gradient")
+    spikes = cg.skip_spikes(optax.sgd(0.1), max_norm=float(stats.norm) * 1.01)
+    assert not spikes.update(grads, spikes.init(grads))[1].skipped
