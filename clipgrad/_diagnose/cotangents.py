@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import at_index, dtype_of, is_float
+from clipgrad._diagnose.numbers import at_first, dtype_of, is_float
 from clipgrad._diagnose.subject import PRINTS
 from clipgrad._diagnose.units import CLOSED, Block, Unit, equations_of
 from clipgrad._numbers import at_least_float32
@@ -260,7 +260,7 @@ def _summary(cotangent: Any, x: Any = None) -> jax.Array:
     value, bad_values = jnp.zeros_like(norm), jnp.zeros_like(norm)
     x = None if x is None else jnp.asarray(x)  # a constant may come as a Python number
     if x is not None and x.size:
-        value = at_index(x, x.shape, jnp.argmax(bad)).astype(norm.dtype)
+        value = at_first(bad, x).astype(norm.dtype)
         bad_values = jnp.sum(~jnp.isfinite(x)).astype(norm.dtype)
     count = jnp.sum(bad).astype(norm.dtype)
     return jnp.stack([jnp.ones_like(norm), count, zeros, largest, norm, value, bad_values])

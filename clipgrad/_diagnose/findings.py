@@ -30,6 +30,8 @@ def value_finding(origin: ValueOrigin, given: Subject) -> GradientFinding:
             what = f"{_call(place, origin.values)} is NaN though nothing that goes in is"
     if origin.cause is not None:
         what += f" (there is inf in {given.names[origin.cause]})"
+    if origin.becomes:
+        what += f"; its inf is NaN behind {origin.becomes.operation} at {origin.becomes.location}"
     return _finding("value", place, origin.step, what, origin.values or ())
 
 

@@ -162,7 +162,7 @@ def _check_effects(program: Any) -> None:
     names = {
         equation.primitive.name
         for equation in _jaxpr.equations(program)
-        if equation.effects and not _jaxpr.entered_programs(equation)[0]
+        if _jaxpr.has_side_effects(equation) and not _jaxpr.entered_programs(equation)[0]
     }
     names = {name for name in names if name not in (*PRINTS, "while")}
     if names:

@@ -60,6 +60,24 @@ def map_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, 
     return {name: value for name, value in new.items() if value is not equation.params[name]}
 
 
+def has_named_axis(equation: JaxprEqn) -> bool:
+    """Whether an operation has to do with a named axis: a collective, or the index along it."""
+    # JAX has no public name for this kind of effect, which is no side effect.
+    return any(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)
+
+
+def has_side_effects(equation: JaxprEqn) -> bool:
+    """Whether an operation changes something, or may."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+
+
+def manual_axes(equation: JaxprEqn) -> tuple[str, ...]:
+    """Return the axes of the mesh that a `shard_map` maps over, in the order of the mesh."""
+    params = equation.params
+    axes = params.get("newly_manual_axes", params.get("manual_axes"))
+    return tuple(name for name in params["mesh"].axis_names if name in axes)
+
+
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
     """Return how many inputs of a scan are constants and how many are carried."""
     params = equation.params
