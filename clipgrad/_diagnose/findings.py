@@ -31,7 +31,8 @@ def value_finding(origin: ValueOrigin, given: Subject) -> GradientFinding:
     if origin.cause is not None:
         what += f" (there is inf in {given.names[origin.cause]})"
     if origin.becomes:
-        what += f"; its inf is NaN behind {origin.becomes.operation} at {origin.becomes.location}"
+        then = origin.becomes
+        what += f", and its inf becomes NaN in {then.operation} ({then.location})"
     return _finding("value", place, origin.step, what, origin.values or ())
 
 

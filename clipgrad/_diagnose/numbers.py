@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from clipgrad._compat import explicit_sharding
 
@@ -34,7 +34,9 @@ def at_first(where: Any, x: Any) -> jax.Array:
 def replicated(x: Any) -> Any:
     """The array on each device, if its type says how it is sharded: only so it can be flattened."""
     sharding = explicit_sharding(x)
-    return x if sharding is None else jax.reshard(x, PartitionSpec(*[None] * x.ndim))
+    if sharding is None:
+        return x
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*[None] * x.ndim)))
 
 
 def short(value: Any) -> str:

@@ -194,6 +194,7 @@ class Walk:
             return
         y = max(outputs, key=lambda y: y.size)
         bad = jnp.where(jnp.isnan(y).any(), jnp.isnan(y), jnp.isinf(y))
+        is_now &= bad.any()  # on this device of a `shard_map`
         read = [at_first(bad, x.x) if is_float(x.x) else jnp.zeros(()) for x in inputs]
         new = Record(jnp.array(True), jnp.int32(step), jnp.asarray(read, self.record.values.dtype))
         self.record = jax.tree.map(lambda n, o: jnp.where(is_now, n, o), new, self.record)

@@ -1,5 +1,6 @@
 """Where the equations of a jaxpr keep the programs inside them."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -76,6 +77,12 @@ def manual_axes(equation: JaxprEqn) -> tuple[str, ...]:
     params = equation.params
     axes = params.get("newly_manual_axes", params.get("manual_axes"))
     return tuple(name for name in params["mesh"].axis_names if name in axes)
+
+
+def device_count(equation: JaxprEqn) -> int:
+    """Return over how many devices a `shard_map` maps."""
+    shape = equation.params["mesh"].shape
+    return math.prod(shape[name] for name in manual_axes(equation))
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
