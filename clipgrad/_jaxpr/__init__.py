@@ -7,13 +7,11 @@ parameters differ between versions of JAX.
 from clipgrad._jaxpr import _entrances as _entrances  # registers how programs are entered
 from clipgrad._jaxpr._activity import active_variables as active_variables
 from clipgrad._jaxpr._evaluate import Hook as Hook
-from clipgrad._jaxpr._evaluate import Traced as Traced
 from clipgrad._jaxpr._evaluate import Values as Values
 from clipgrad._jaxpr._evaluate import bind as bind
 from clipgrad._jaxpr._evaluate import evaluate as evaluate
 from clipgrad._jaxpr._evaluate import is_entered as is_entered
 from clipgrad._jaxpr._evaluate import retrace as retrace
-from clipgrad._jaxpr._evaluate import trace as trace
 from clipgrad._jaxpr._modules import ModuleValues as ModuleValues
 from clipgrad._jaxpr._modules import variables_of_modules as variables_of_modules
 from clipgrad._jaxpr._programs import CALLS as CALLS
@@ -34,3 +32,5 @@ from clipgrad._jaxpr._scopes import Path as Path
 from clipgrad._jaxpr._scopes import path as path
 from clipgrad._jaxpr._sites import Site as Site
 from clipgrad._jaxpr._sites import sites as sites
+from clipgrad._jaxpr._trace import Traced as Traced
+from clipgrad._jaxpr._trace import trace as trace
