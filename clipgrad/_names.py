@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._nnx import with_models
+from clipgrad._nnx import Pure, with_models
 from clipgrad._rules import ClipRule, as_rule
 from clipgrad._selectors import matches, nearest
 
@@ -101,7 +101,7 @@ def program_of(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_jaxpr.
     def read(function: Any, args: Any, kwargs: Any) -> None:
         def noted(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            changes.append(function is not fun and bool(result[0]))
+            changes.append(isinstance(function, Pure) and bool(result[0]))
             return result
 
         traced.append(_jaxpr.trace(noted, args, kwargs))

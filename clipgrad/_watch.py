@@ -11,7 +11,8 @@ import numpy as np
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._by_name import ByName, warn_of_batches
 from clipgrad._names import Resolved, Rules, checked_rules, common_nest, program_of, resolved
-from clipgrad._nnx import is_model, value_and_grad, with_models
+from clipgrad._equinox import has_modules
+from clipgrad._nnx import Pure, is_model, value_and_grad, with_models
 from clipgrad._stats import ClipStats
 from clipgrad._trees import check_tree, is_array
 
@@ -114,7 +115,8 @@ def with_stats(
             hook = ByName.of(names, probes, active)
 
             def again(function: Any, args: Any, kwargs: Any) -> Any:
-                known = traced if function is fun else _jaxpr.trace(function, args, kwargs)
+                apart = isinstance(function, Pure)
+                known = _jaxpr.trace(function, args, kwargs) if apart else traced
                 return known.evaluate(args, kwargs, hook)
 
             return with_models(again, fun, tuple(args), kwargs)
@@ -148,11 +150,13 @@ def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
     """The arguments, with arrays for the Python numbers in those that are differentiated."""
 
     def as_array(leaf: Any) -> Any:
-        return jnp.asarray(leaf) if isinstance(leaf, int | float | complex | np.number) else leaf
+        return jnp.asarray(leaf) if isinstance(leaf, kinds) else leaf
 
     check_tree("args", args)
     arrays = list(args)
     for i in argnums:
+        # In an Equinox model numbers are not differentiated, see `value_and_grad`.
+        kinds = np.number if has_modules(args[i]) else int | float | complex | np.number
         arrays[i] = jax.tree.map(as_array, args[i], is_leaf=is_model)
     return tuple(arrays)
 
