@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 import jax
 import jax.export
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
 
 T = TypeVar("T", bound=type)
 
@@ -51,11 +50,6 @@ def by_platform(
     """
     forms = {"cuda": gpu, "rocm": gpu} | ({"cpu": cpu} if jax.device_count() == 1 else {})
     return jax.lax.platform_dependent(*args, **forms, default=default)
-
-
-def trace_state() -> Any:
-    """What is being traced now: equal in two places whose arrays can be used together."""
-    return get_opaque_trace_state(convention="clipgrad")
 
 
 def exportable(cls: T) -> T:

@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._attribute_names import is_equinox
-from clipgrad._trees import combine, is_array, partition
-
-Rest = list[Any] | None
+from clipgrad._trees import combine, is_array, is_clippable, partition
 
 
 def has_modules(tree: Any) -> bool:
@@ -18,18 +16,13 @@ def has_modules(tree: Any) -> bool:
     return any(map(is_equinox, jax.tree.leaves(tree, is_leaf=is_equinox)))
 
 
-def split(params: Any) -> tuple[Any, Rest]:
-    """What of the parameters is differentiated, and the rest; `joined` puts them together.
+def partition_trained(params: Any) -> tuple[Any, list[Any]]:
+    """What of the parameters is trained, and the rest; `combine` puts them together.
 
-    Of a tree with Equinox modules these are its floating arrays, with ``None`` in place of all
-    else, as by ``eqx.partition(params, eqx.is_inexact_array)``. Of another it is the whole tree.
+    Of a tree with Equinox modules these are its floating arrays, as by
+    ``eqx.partition(params, eqx.is_inexact_array)``; of another Python numbers too.
     """
-    return partition(params, _is_inexact) if has_modules(params) else (params, None)
-
-
-def joined(params: Any, rest: Rest) -> Any:
-    """The parameters with the rest in its places."""
-    return params if rest is None else combine(params, rest)
+    return partition(params, _is_inexact if has_modules(params) else is_clippable)
 
 
 def value_and_grad(args: Any) -> Callable[..., Any]:
@@ -38,8 +31,12 @@ def value_and_grad(args: Any) -> Callable[..., Any]:
 
 
 def _filtered(
-    fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    allow_int: bool = True,
 ) -> Callable[..., Any]:
+    del allow_int  # there are no integers among what is differentiated
     positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     def run(*args: Any) -> Any:

@@ -1,7 +1,7 @@
 """What a clip did, as sums that add up over steps, uses and devices."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -149,30 +149,33 @@ def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
     return total_over_devices(counts, leaves, axis_name)
 
 
-class LazyStats(NamedTuple):
-    """The statistics of a clip, computed when called: in total and by leaf."""
+def stats_of_clip(rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> ClipStats:
+    """The statistics of a tree that a rule has clipped by these norms.
 
-    total: Callable[[], ClipStats]
-    leaves: Callable[[], dict[str, ClipStats]]
+    Where they are L2 norms all follows from them, and nothing is summed over the elements, except
+    that NaN and inf are counted if there are any.
+    """
+    limits = _limits(rule, tree, norms)
+    if limits is None:
+        return ClipStats.of(tree, clipped)
+    if rule.acts_on == "tree":
+        return _of_tree(tree, limits, rule.axis_name)
+    return _of_leaves(tree, limits)
 
-    @classmethod
-    def of(cls, rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> "LazyStats":
-        """The statistics of a tree that a rule has clipped by these norms.
 
-        Where they are L2 norms all follows from them, and nothing is summed over the elements,
-        except that NaN and inf are counted if there are any.
-        """
-        limits = rule.l2_limits(tree, norms) if norms and is_own(rule) else None
-        if limits is None:
-            return cls(
-                lambda: ClipStats.of(tree, clipped), lambda: _measured_by_leaf(tree, clipped)
-            )
-        if rule.acts_on == "tree":
-            names = rule.axis_name
-            return cls(
-                lambda: _of_tree(tree, limits, names), lambda: _tree_by_leaf(tree, limits, names)
-            )
-        return cls(lambda: _of_leaves(tree, limits), lambda: _by_leaf(tree, limits))
+def stats_by_leaf(rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> dict[str, ClipStats]:
+    """The same for each leaf by path."""
+    limits = _limits(rule, tree, norms)
+    if limits is None:
+        return _measured_by_leaf(tree, clipped)
+    if rule.acts_on == "tree":
+        return _tree_by_leaf(tree, limits, rule.axis_name)
+    return _by_leaf(tree, limits)
+
+
+def _limits(rule: Any, tree: Any, norms: Sequence[Any]) -> Limits | None:
+    """What L2 norms were limited to, if that is what the rule does."""
+    return rule.l2_limits(tree, norms) if norms and is_own(rule) else None
 
 
 def _measured_by_leaf(before: Any, after: Any) -> dict[str, ClipStats]:

@@ -10,8 +10,8 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._by_name import ByName, warn_of_batches
-from clipgrad._names import Resolved, Rules, checked_rules, common_nest, program_of, resolved
 from clipgrad._equinox import has_modules
+from clipgrad._names import Resolved, Rules, checked_rules, common_nest, program_of, resolved
 from clipgrad._nnx import Pure, is_model, value_and_grad, with_models
 from clipgrad._stats import ClipStats
 from clipgrad._trees import check_tree, is_array
