@@ -6,6 +6,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from clipgrad._elsewhere import spelled
 from clipgrad._gradient_clip import gradient_clip
 from clipgrad._norms import AxisName
 from clipgrad._rules import (
@@ -31,6 +32,7 @@ class _Two(np.int64):
 _TWO: Any = _Two(2)
 
 
+@spelled(max_delta="max")  # optax.clip(max_delta)
 def clip_by_value(
     max: Threshold,
     min: Threshold | None = None,

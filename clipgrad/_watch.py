@@ -96,7 +96,12 @@ def with_stats(
     named = checked_rules({} if rules is None else rules)
     watched = _checked_watch(watch)
     chosen = argnums if isinstance(argnums, Iterable) else (argnums,)
-    first = next(iter(chosen), 0)
+    if not chosen:
+        raise ValueError(
+            f"argnums: got {argnums!r}, expected the position of at least one argument to "
+            "differentiate"
+        )
+    first = next(iter(chosen))
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -175,7 +180,8 @@ def _resolved(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> Reso
             raise ValueError(
                 f"{_CALLER}: got a function without tags, expected one with tagged variables or "
                 'modules; tag one by x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute it '
-                'in a module: with jax.named_scope("x"):'
+                'in a module: with jax.named_scope("x"):; an NNX or Equinox model has names where it '
+                "is an argument: fun(model, ...)"
             )
     return resolved(program, dict.fromkeys(watch), _CALLER) | clipped
 
