@@ -95,12 +95,7 @@ def with_stats(
     plain = jax.value_and_grad(fun, argnums, has_aux)
     named = checked_rules({} if rules is None else rules)
     watched = _checked_watch(watch)
-    chosen = argnums if isinstance(argnums, Iterable) else (argnums,)
-    if not chosen:
-        raise ValueError(
-            f"argnums: got {argnums!r}, expected the position of at least one argument to "
-            "differentiate"
-        )
+    chosen = _checked_argnums(argnums)
     first = next(iter(chosen))
 
     @functools.wraps(fun)
@@ -120,9 +115,9 @@ def with_stats(
             hook = ByName.of(names, probes, active)
 
             def again(function: Any, args: Any, kwargs: Any) -> Any:
-                apart = isinstance(function, Pure)
-                known = _jaxpr.trace(function, args, kwargs) if apart else traced
-                return known.evaluate(args, kwargs, hook)
+                if isinstance(function, Pure):
+                    return _jaxpr.trace(function, args, kwargs).evaluate(args, kwargs, hook)
+                return traced.evaluate(args, kwargs, hook)
 
             return with_models(again, fun, tuple(args), kwargs)
 
@@ -138,6 +133,16 @@ def with_stats(
         return value, ((grad, *others) if chosen is argnums else grad), stats
 
     return run
+
+
+def _checked_argnums(argnums: Any) -> Any:
+    chosen = argnums if isinstance(argnums, Iterable) else (argnums,)
+    if not chosen:
+        raise ValueError(
+            f"argnums: got {argnums!r}, expected the position of at least one argument to "
+            "differentiate"
+        )
+    return chosen
 
 
 def _checked_watch(watch: Any) -> tuple[str, ...] | None:
