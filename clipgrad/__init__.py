@@ -73,7 +73,10 @@ if not typing.TYPE_CHECKING:
 def __getattr__(name: str) -> typing.Any:
     if name not in _LATER:
         here = sys.modules[__name__]
-        raise AttributeError(f"module 'clipgrad' has no attribute {name!r}", name=name, obj=here)
+        ours = importlib.import_module("clipgrad._elsewhere").NAMES.get(name)
+        hint = f"; write clipgrad.{ours}" if ours else ""
+        message = f"module 'clipgrad' has no attribute {name!r}{hint}"
+        raise AttributeError(message, name=name, obj=here)
     value = getattr(importlib.import_module(f"clipgrad.{_LATER[name]}"), name)
     globals()[name] = value
     return value

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from clipgrad._equinox import partition_trained
 from clipgrad._numbers import at_least_float32
 from clipgrad._overwritten import split
-from clipgrad._trees import combine, is_clippable, partition
+from clipgrad._trees import combine
 
 Gradients = Callable[..., tuple[tuple[Any, Any], Any, Any]]
 
@@ -61,7 +62,7 @@ def accumulated(gradients: Gradients, parts: int) -> Gradients:
             return (loss, grads), (aux, stats, overwriting)
 
         like, _ = jax.eval_shape(lambda: of_part(0))
-        trained, _ = split(partition(params, is_clippable)[0])
+        trained, _ = split(partition_trained(params)[0])
         zeros = jax.tree.map(wide_zeros, (0.0, trained), like)
         total, (aux, stats, overwriting) = scan_sums(of_part, zeros, parts)
         loss, grads = jax.tree.map(lambda t, s: (t / parts).astype(s.dtype), total, like)

@@ -99,7 +99,7 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
         names = resolved(traced.program, named, caller)
-        warn_of_batches(traced.program, names, caller, stacklevel=5)
+        warn_of_batches(traced.program, names, caller, stacklevel=6)
         return traced.evaluate(args, kwargs, ByName.of(names, {}))
 
     return clipped  # type: ignore[return-value]

@@ -5,6 +5,7 @@ from typing import Any
 import optax
 from jax.typing import ArrayLike
 
+from clipgrad._elsewhere import spelled
 from clipgrad._gradient_clip import gradient_clip
 from clipgrad._norms import AxisName
 from clipgrad._rules import (
@@ -20,6 +21,7 @@ from clipgrad._where import Where
 Threshold = ArrayLike | optax.Schedule | AdaptiveThreshold
 
 
+@spelled(max_delta="max")  # optax.clip(max_delta)
 def clip_by_value(
     max: Threshold,
     min: Threshold | None = None,

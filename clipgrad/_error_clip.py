@@ -11,6 +11,7 @@ from clipgrad._cotangent import clip_cotangent
 from clipgrad._rules import as_rule
 
 F = TypeVar("F", bound=Callable[..., Any])
+_ALL = object()  # in place of a parameter's name: each of them
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -59,7 +60,7 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[F], F]:
       Graves, Generating Sequences With Recurrent Neural Networks, 2013,
       https://arxiv.org/abs/1308.0850: the derivatives by the inputs of LSTM layers are clipped.
     """
-    rules = inputs if isinstance(inputs, Mapping) else {None: inputs}
+    rules = inputs if isinstance(inputs, Mapping) else {_ALL: inputs}
     for rule in [*rules.values(), *jax.tree.leaves(outputs, is_leaf=_is_rule)]:
         as_rule(rule)
 
@@ -93,12 +94,12 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _rules_by_parameter(
-    function: Any, signature: inspect.Signature, rules: Mapping[str | None, Any]
+    function: Any, signature: inspect.Signature, rules: Mapping[Any, Any]
 ) -> dict[str, Any]:
     names = list(signature.parameters)
-    if None in rules:
+    if _ALL in rules:
         inputs = names[1:] if names[:1] in (["self"], ["cls"]) else names
-        return dict.fromkeys(inputs, rules[None])
+        return dict.fromkeys(inputs, rules[_ALL])
     takes_any = any(p.kind is _VARIADIC[1] for p in signature.parameters.values())
     for name in rules:
         if name not in names and not (takes_any and isinstance(name, str)):

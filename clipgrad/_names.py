@@ -4,12 +4,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._nnx import with_models
+from clipgrad._nnx import Pure, with_models
 from clipgrad._rules import ClipRule, as_rule
 from clipgrad._selectors import matches, nearest
+from clipgrad._trees import is_array
 
 Rules = Mapping[str, Callable[..., Any] | None]
 
@@ -55,8 +58,9 @@ def list_names(
     r"""Lists what can be clipped and watched by name inside of a function.
 
     Names are tags, given by `jax.ad_checkpoint.checkpoint_name`, and the paths of modules: the
-    `jax.named_scope`\ s around an operation, which flax Linen, Haiku and Equinox push for each of
-    their modules. See `error_clip_by_name`.
+    `jax.named_scope`\ s around an operation, which flax Linen, Haiku and Keras push for each of
+    their modules, and in an NNX or Equinox model among the arguments the attribute paths of its
+    submodules. See `error_clip_by_name`.
 
     Guarantees:
       * The function is traced, and not run; arrays may be `jax.ShapeDtypeStruct`.
@@ -88,9 +92,17 @@ def list_names(
     """
     check_call(fun, args, kwargs)
     program = program_of(fun, args, kwargs or {})[0].program
-    return Names(
-        _name(n, sites) for n, sites in _sites_by_name(program).items() if _is_listed(sites)
-    )
+    listed = {n: sites for n, sites in _sites_by_name(program).items() if _is_listed(sites)}
+    return Names(_name(name, listed[name]) for name in _inner_first(listed))
+
+
+def _inner_first(names: Iterable[str]) -> list[str]:
+    """Names in their order, but each after those inside it: some leave a module before its end."""
+    last: dict[str, int] = {}
+    for i, name in enumerate(names):
+        segments = name.split("/")
+        last |= {"/".join(segments[:depth]): i for depth in range(1, len(segments) + 1)}
+    return sorted(names, key=lambda name: (last[name], -name.count("/")))
 
 
 def program_of(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_jaxpr.Traced, bool]:
@@ -101,7 +113,7 @@ def program_of(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_jaxpr.
     def read(function: Any, args: Any, kwargs: Any) -> None:
         def noted(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            changes.append(function is not fun and bool(result[0]))
+            changes.append(isinstance(function, Pure) and bool(result[0]))
             return result
 
         traced.append(_jaxpr.trace(noted, args, kwargs))
@@ -171,13 +183,27 @@ def resolved(program: Any, rules: Rules, caller: str) -> Resolved:
         for name in () if pattern in exact else _matched(pattern, there, caller):
             if name in exact:
                 continue
-            if name in names and names[name].rule is not rule:
+            if name in names and not _are_equal(names[name].rule, rule):
                 raise ValueError(
                     f"{caller}: got {origin[name]!r} and {pattern!r} with different rules, which "
                     f"both match {name!r}, expected one rule for it; write its own beside them"
                 )
             names[name], origin[name] = Chosen(_kind(there[name]), rule), pattern
     return names
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    """Whether two rules are the same, or have the same type and thresholds; tracers are unknown."""
+    (ours, structure), (theirs, other) = map(jax.tree.flatten, (first, second))
+    return structure == other and all(map(_is_same, ours, theirs))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if a is b or isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+        return a is b
+    if is_array(a) or is_array(b):
+        return jnp.result_type(a) == jnp.result_type(b) and bool(np.array_equal(a, b))
+    return bool(a == b)
 
 
 def _kind(sites: Sites) -> str:
@@ -206,7 +232,8 @@ def _check_cotangents(
         )
         raise ValueError(
             f"{caller}: got {wanted!r}, expected a name that is tagged in this function, or the "
-            f"path of a module in it; {nearest(wanted, there)}; {instead}"
+            f"path of a module in it (NNX and Equinox: in a model among its arguments); "
+            f"{nearest(wanted, there)}; {instead}"
         )
     closed = next((site.within for site in own if site.is_out_of_reach), None)
     if closed:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._by_module import by_module
 from clipgrad._clip_state import GradientClipState
 from clipgrad._skip_spikes import SkipSpikesState
 from clipgrad._stats import ClipStats
@@ -22,12 +23,18 @@ _OF_SKIPS += ("nonfinite_consecutive",)
 _OWN = ClipStats | GradientClipState | SkipSpikesState
 
 
-def scalars(tree: Any) -> dict[str, jax.Array]:
+def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
     """What clips did, as the flat dictionary of numbers that loggers take.
 
     Statistics give ``norm``, ``clipped_norm``, ``scale``, ``clipped``, ``fraction`` and
     ``nonfinite`` below their name. The clips of ``train_step``'s metrics, and those in the state of
     an optimizer, are called ``clip``; ``clip_0``, ``clip_1``, ... if there are several.
+
+    With ``by="module"`` names say what was measured. ``cotangent/blocks/3/norm`` is the norm of
+    what the backward pass brings to the *values* that leave a module, the statistics of
+    `value_and_grad_with_stats` and of an error clip. ``grad/blocks/3/norm`` is the norm of the
+    gradients of a module's *parameters*, of those in its submodules too; below the name of a clip
+    with ``stats="per_leaf"`` it is what that clip measured. These two are different numbers.
 
     Guarantees:
       * Works under `jax.jit`. Values have at most one axis: statistics of a scan one entry for each
@@ -37,13 +44,16 @@ def scalars(tree: Any) -> dict[str, jax.Array]:
 
     Args:
       tree: the statistics of `value_and_grad_with_stats`, the metrics or the state of `train_step`,
-        the state of an optimizer, a `ClipStats`, or a dictionary or tuple of such.
+        the state of an optimizer, a `ClipStats`, or a dictionary or tuple of such. With
+        ``by="module"`` also a tree of gradients, alone or in a dictionary as ``"grads"``.
+      by: ``"module"``, or ``None``.
 
     Returns:
       A dictionary from names, joined by ``/``, to arrays.
 
     Raises:
-      ValueError: if there is nothing to log in ``tree``, or two values have the same name.
+      ValueError: if there is nothing to log in ``tree``, two values have the same name, or ``by``
+        is another word.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -54,8 +64,15 @@ def scalars(tree: Any) -> dict[str, jax.Array]:
       >>> _, _, stats = cg.value_and_grad_with_stats(loss)(jnp.ones(4))
       >>> print(float(cg.scalars(stats)["attn/norm"]))
       8.0
+      >>> grads = {"attn": {"q": jnp.array([3.0]), "k": jnp.array([4.0])}}
+      >>> found = cg.scalars({"grads": grads, **stats}, by="module")    # wandb.log(found)
+      >>> print(float(found["grad/attn/norm"]), float(found["cotangent/attn/norm"]))
+      5.0 8.0
     """
     check_tree("tree", tree)
+    if by not in (None, "module"):
+        raise ValueError(f'by: got {by!r}, expected "module" or None')
+    tree = tree if by is None else by_module(tree)
     found: dict[str, jax.Array] = {}
     for name, value in _items("", tree, _clip_names(tree)):
         if name in found:
@@ -107,7 +124,9 @@ def _of_clip(path: str, state: GradientClipState, clips: Iterator[str]) -> Items
             yield _join(path, name), getattr(state, name)
     if state.stats is not None:
         yield from _items(path, state.stats, clips)
-    yield from _items(path, state.leaf_stats or {}, clips)
+    # Of a tree that is one array the statistics are those above.
+    leaves = {name: stats for name, stats in (state.leaf_stats or {}).items() if name}
+    yield from _items(path, leaves, clips)
 
 
 def _clip_names(tree: Any) -> Iterator[str]:
@@ -132,4 +151,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _join(path: str, name: str) -> str:
-    return f"{path}/{name}" if path else name
+    return "/".join(filter(None, (path, name)))

@@ -13,6 +13,7 @@ import optax
 from clipgrad._accumulate import Gradients, accumulated
 from clipgrad._clip_state import asking_for_stats, stats_in, with_room, without_room
 from clipgrad._compat import exportable
+from clipgrad._equinox import as_static, from_static, partition_trained, value_and_grad
 from clipgrad._names import Rules
 from clipgrad._norms import global_norm
 from clipgrad._overwritten import overwrite, split, zeros_for
@@ -57,15 +58,16 @@ class TrainStep:
         check_tree("params", params)
         check_leaves("params", params)
         _check_numbers(params)
-        params = jax.tree.map(_copied, params)
-        trained, _ = partition(params, is_clippable)
+        params = from_static(jax.tree.map(_copied, as_static(params)))
+        trained, _ = partition_trained(params)
         return TrainState(params, jax.tree.map(_copied, self.optimizer.init(trained)))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step of training."""
         check_tree("batch", batch)
         try:
-            return self.update(state, batch)
+            state, metrics = self.update(as_static(state), batch)
+            return from_static(state), metrics
         except (RuntimeError, ValueError) as error:
             if "deleted" not in str(error) or not any(map(_is_deleted, jax.tree.leaves(state))):
                 raise
@@ -155,8 +157,9 @@ def train_step(
         gradients = accumulated(gradients, accumulate)
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        state = from_static(state)
         (loss, aux), grads, stats = gradients(state.params, batch)
-        trained, fixed = partition(state.params, is_clippable)
+        trained, fixed = partition_trained(state.params)
         _check_trained(optimizer, trained, fixed, state.opt_state)
         grads, overwriting = split(grads)
 
@@ -173,7 +176,7 @@ def train_step(
         params = overwrite(params, overwriting, keep=metrics.get("skipped", False))
         metrics |= {} if error_clip is None else {"error_clip": stats}
         metrics |= {"aux": aux} if has_aux else {}
-        return TrainState(combine(params, fixed), opt_state), metrics
+        return as_static(TrainState(combine(params, fixed), opt_state)), metrics
 
     return TrainStep(jax.jit(update, donate_argnums=0 if donate else ()), optimizer)
 
@@ -201,12 +204,15 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
     def with_aux(params: Any, batch: Any) -> Any:
         return loss_fn(params, batch) if has_aux else (loss_fn(params, batch), None)
 
-    # Of integers and booleans the gradient has no elements.
-    if rules is None:
-        plain = jax.value_and_grad(with_aux, has_aux=True, allow_int=True)
-    else:
-        grad = functools.partial(jax.value_and_grad, allow_int=True)
-        plain = with_stats(with_aux, 0, True, rules, (), lambda *_: grad)
+    def differentiated(params: Any) -> Callable[..., Any]:
+        # Of integers and booleans the gradient has no elements.
+        return functools.partial(value_and_grad(params), allow_int=True)
+
+    def plain(params: Any, batch: Any) -> Any:
+        return differentiated(params)(with_aux, has_aux=True)(params, batch)
+
+    if rules is not None:
+        plain = with_stats(with_aux, 0, True, rules, (), differentiated)
 
     def gradients(params: Any, batch: Any) -> tuple[Any, Any, Any]:
         value, grads, *stats = plain(params, batch)

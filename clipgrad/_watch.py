@@ -10,8 +10,9 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._by_name import ByName, warn_of_batches
+from clipgrad._equinox import has_modules
 from clipgrad._names import Resolved, Rules, checked_rules, common_nest, program_of, resolved
-from clipgrad._nnx import is_model, value_and_grad, with_models
+from clipgrad._nnx import Pure, is_model, value_and_grad, with_models
 from clipgrad._stats import ClipStats
 from clipgrad._trees import check_tree, is_array
 
@@ -94,8 +95,8 @@ def with_stats(
     plain = jax.value_and_grad(fun, argnums, has_aux)
     named = checked_rules({} if rules is None else rules)
     watched = _checked_watch(watch)
-    chosen = argnums if isinstance(argnums, Iterable) else (argnums,)
-    first = next(iter(chosen), 0)
+    chosen = _checked_argnums(argnums)
+    first = next(iter(chosen))
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -114,8 +115,9 @@ def with_stats(
             hook = ByName.of(names, probes, active)
 
             def again(function: Any, args: Any, kwargs: Any) -> Any:
-                known = traced if function is fun else _jaxpr.trace(function, args, kwargs)
-                return known.evaluate(args, kwargs, hook)
+                if isinstance(function, Pure):
+                    return _jaxpr.trace(function, args, kwargs).evaluate(args, kwargs, hook)
+                return traced.evaluate(args, kwargs, hook)
 
             return with_models(again, fun, tuple(args), kwargs)
 
@@ -133,6 +135,16 @@ def with_stats(
     return run
 
 
+def _checked_argnums(argnums: Any) -> Any:
+    chosen = argnums if isinstance(argnums, Iterable) else (argnums,)
+    if not chosen:
+        raise ValueError(
+            f"argnums: got {argnums!r}, expected the position of at least one argument to "
+            "differentiate"
+        )
+    return chosen
+
+
 def _checked_watch(watch: Any) -> tuple[str, ...] | None:
     if watch is None:
         return None
@@ -148,11 +160,13 @@ def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
     """The arguments, with arrays for the Python numbers in those that are differentiated."""
 
     def as_array(leaf: Any) -> Any:
-        return jnp.asarray(leaf) if isinstance(leaf, int | float | complex | np.number) else leaf
+        return jnp.asarray(leaf) if isinstance(leaf, kinds) else leaf
 
     check_tree("args", args)
     arrays = list(args)
     for i in argnums:
+        # In an Equinox model numbers are not differentiated, see `value_and_grad`.
+        kinds = np.number if has_modules(args[i]) else int | float | complex | np.number
         arrays[i] = jax.tree.map(as_array, args[i], is_leaf=is_model)
     return tuple(arrays)
 
@@ -171,7 +185,8 @@ def _resolved(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> Reso
             raise ValueError(
                 f"{_CALLER}: got a function without tags, expected one with tagged variables or "
                 'modules; tag one by x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute it '
-                'in a module: with jax.named_scope("x"):'
+                'in a module: with jax.named_scope("x"):; an NNX or Equinox model has names where it '
+                "is an argument: fun(model, ...)"
             )
     return resolved(program, dict.fromkeys(watch), _CALLER) | clipped
 

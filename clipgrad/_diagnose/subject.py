@@ -10,8 +10,9 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.numbers import is_float
+from clipgrad._equinox import has_modules
 from clipgrad._names import check_call
-from clipgrad._nnx import is_model, with_models
+from clipgrad._nnx import Pure, is_model, with_models
 from clipgrad._trees import check_tree, is_array, path_string
 
 PRINTS = ("debug_callback", "debug_print")
@@ -86,7 +87,9 @@ def _with_arrays(args: tuple, positions: list[int]) -> tuple:
 
     check_tree("args", args)
     return tuple(
-        jax.tree.map(as_array, arg, is_leaf=is_model) if i in positions else arg
+        jax.tree.map(as_array, arg, is_leaf=is_model)
+        if i in positions and not has_modules(arg)
+        else arg
         for i, arg in enumerate(args)
     )
 
@@ -99,7 +102,7 @@ def _trace(
     positions: list[int],
     has_aux: bool,
 ) -> Subject:
-    is_apart = function is not fun  # an NNX model among the arguments was taken apart
+    is_apart = isinstance(function, Pure)  # an NNX model among the arguments was taken apart
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)

@@ -1,0 +1,225 @@
+"""Names of the submodules of NNX and Equinox models: their attribute paths, as named scopes.
+
+Inside of the function that is transformed, each submodule of a model among its arguments has a
+class of its own, a subclass of its class whose methods enter `jax.named_scope` with the path. In
+Equinox the class is part of the tree's structure, so it goes through scans, `jax.vmap` and
+`jax.checkpoint`; NNX takes it along in the same way. Outside of the function nothing changes.
+"""
+
+import collections.abc
+import functools
+import inspect
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+
+from clipgrad._trees import path_string
+
+Path = tuple[str, ...]
+Classes = dict[type, type]
+Modules = list[tuple[Any, type]]
+
+# The path of the module that is being called: the path of one inside it goes on from there. JAX
+# knows the scopes around an operation within one program only, and the body of a scan is its own.
+_INSIDE: ContextVar[Path] = ContextVar("clipgrad_module_path", default=())
+
+# One class for each class and path, so that trees of one call have the structure of the next.
+_CLASSES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
+_LOCK = threading.RLock()
+
+
+class Named:
+    """A function that is called with models whose submodules have names.
+
+    Attributes:
+      failed: whether it raised an error when it was called so.
+    """
+
+    def __init__(self, fun: Callable[..., Any]) -> None:
+        self._fun = fun
+        self.failed = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the function; all classes in it, and in the models, are the user's."""
+        before: Classes = {}
+        args = tuple(_with_names(arg, before) for arg in args)
+        kwargs = {key: _with_names(arg, before) for key, arg in kwargs.items()}
+        models = list(_nnx_modules([*args, *kwargs.values()]))
+        result = None
+        try:
+            for path, module in models:
+                _set_class(module, _class_at(path, module, _nnx().Module, before))
+            result = self._fun(*args, **kwargs)
+        except Exception:
+            self.failed = bool(before)
+            raise
+        finally:
+            # Also those that the function has made of them, as by `nnx.merge`.
+            for _, module in [*models, *_nnx_modules((args, kwargs, result))] if before else ():
+                _set_class(module, _before(module, before))
+        return _renamed(result, (), lambda module, _: _before(module, before))
+
+
+def is_equinox(x: Any) -> bool:
+    """Whether this is a module of Equinox."""
+    module = getattr(sys.modules.get("equinox"), "Module", None)
+    return module is not None and isinstance(x, module)
+
+
+def _with_names(argument: Any, before: Classes) -> Any:
+    """An argument whose Equinox modules have names; ``before`` gets the classes they had."""
+
+    def class_of(module: Any, path: Path) -> type:
+        return _class_at(path, module, sys.modules["equinox"].Module, before)
+
+    return _renamed(argument, (), class_of)
+
+
+def _before(module: Any, before: Classes) -> type:
+    return before.get(type(module), type(module))
+
+
+def _renamed(tree: Any, path: Path, class_of: Callable[[Any, Path], type]) -> Any:
+    """A copy of a tree whose Equinox modules have other classes; the tree if it has none."""
+
+    def is_part(x: Any) -> bool:
+        return x is not tree and is_equinox(x) or _is_nnx(x)
+
+    entries, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_part)
+    if not is_equinox(tree) and not any(is_equinox(x) for _, x in entries):
+        return tree
+    copy = structure.unflatten(
+        _renamed(x, (*path, *_segments(keys)), class_of) if is_part(x) else x for keys, x in entries
+    )
+    if is_equinox(tree):
+        _set_class(copy, class_of(tree, path))
+    return copy
+
+
+def _nnx() -> Any:
+    return sys.modules.get("flax.nnx")
+
+
+def _is_nnx(x: Any) -> bool:
+    nnx = _nnx()
+    return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _segments(keys: Any) -> list[str]:
+    return path_string(keys).split("/") if keys else []
+
+
+def _nnx_modules(trees: Any) -> Iterator[tuple[Path, Any]]:
+    """The NNX modules in some trees, each once, with its first path in its tree."""
+    nnx = _nnx()
+    leaves = jax.tree_util.tree_flatten_with_path(trees, is_leaf=_is_nnx)[0] if nnx else ()
+    seen = set()
+    for keys, model in leaves:
+        for path, part in list(nnx.iter_graph(model)) if _is_nnx(model) else ():
+            if isinstance(part, nnx.Module) and id(part) not in seen:
+                seen.add(id(part))
+                yield (*_segments(keys[1:]), *map(str, path)), part
+
+
+def _set_class(module: Any, cls: type) -> None:
+    if type(module) is not cls:
+        object.__setattr__(module, "__class__", cls)  # both frameworks have setters of their own
+
+
+class _Quiet:
+    """Is looked at before a class of the user's, whose hook is not to see the classes made here.
+
+    That of NNX is, since it makes a class a pytree.
+    """
+
+    def __init_subclass__(cls, base: Any = None, **kwargs: Any) -> None:
+        if base is not None:
+            base.__init_subclass__.__func__(cls, **kwargs)
+
+
+def _class_at(path: Path, module: Any, base: type, before: Classes) -> type:
+    """The class of a module at a path; its own if it has no name or no methods."""
+    cls = type(module)
+    own = cls.__bases__[0] if cls.__mro__[1] is _Quiet else cls
+    methods = _methods(own, base)
+    if not path or not methods:
+        return cls
+    with _LOCK:
+        classes = _CLASSES.setdefault(own, weakref.WeakValueDictionary())
+        named = classes.get(path)
+        if named is None:
+            named = _new_class(path, own, methods, **_options(module, base))
+        classes[path] = named
+    if named is not cls:
+        before[named] = cls
+    return named
+
+
+def _options(module: Any, base: type) -> dict[str, Any]:
+    """What NNX has to know of a class to make it a pytree, or not."""
+    if not _is_nnx(module):
+        return {}
+    is_opaque = jax.tree_util.all_leaves([module])
+    return {"base": base} | ({"pytree": False} if is_opaque else {})
+
+
+def _new_class(path: Path, cls: type, methods: dict[str, Any], **options: Any) -> type:
+    namespace = {name: _scoped(method, path) for name, method in methods.items()}
+    for name in ("__module__", "__qualname__", "__doc__"):
+        namespace[name] = getattr(cls, name)
+    return _metaclass(type(cls))(cls.__name__, (cls,), namespace, **options)
+
+
+@functools.cache
+def _metaclass(kind: type) -> Any:
+    """A metaclass of classes with `_Quiet` behind them, and the layout of their first base."""
+
+    def mro(cls: type) -> list[type]:
+        return [cls, _Quiet, *cls.__bases__[0].__mro__]
+
+    return type(kind.__name__, (kind,), {"mro": mro})
+
+
+def _methods(cls: type, base: type) -> dict[str, Any]:
+    """The methods by which others call a module: `__call__`, and all that are public."""
+    found: dict[str, Any] = {}
+    for owner in cls.__mro__:
+        for name, value in () if owner in base.__mro__ else vars(owner).items():
+            found.setdefault(name, value)
+    containers = (collections.abc.Mapping, collections.abc.Sequence)
+    if "__call__" not in found and issubclass(cls, containers):
+        return {}
+    return {name: value for name, value in found.items() if _is_method(name, value)}
+
+
+def _is_method(name: str, value: Any) -> bool:
+    if name.startswith("_") and name != "__call__":
+        return False
+    if isinstance(value, type | staticmethod | classmethod) or not callable(value):
+        return False
+    returns = not inspect.isgeneratorfunction(value) and not inspect.iscoroutinefunction(value)
+    return hasattr(type(value), "__get__") and returns
+
+
+def _scoped(method: Any, path: Path) -> Callable[..., Any]:
+    """A method that enters a scope, but not where its own module calls it."""
+
+    @functools.wraps(method, updated=())
+    def scoped(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        bound, around = method.__get__(self, type(self)), _INSIDE.get()
+        if around == path:
+            return bound(*args, **kwargs)
+        inner = path[len(around) :] if path[: len(around)] == around else path
+        token = _INSIDE.set(path)
+        try:
+            with jax.named_scope("/".join(inner)):
+                return bound(*args, **kwargs)
+        finally:
+            _INSIDE.reset(token)
+
+    return scoped

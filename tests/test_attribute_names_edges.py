@@ -1,0 +1,458 @@
+"""Attribute paths where classes, calls and transformations of a model are unusual."""
+
+import abc
+import functools
+import threading
+from typing import ClassVar, final
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import clipgrad as cg
+from clipgrad._names_command import add_names_parser
+
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.sampled(1)]
+X = jnp.linspace(-1.0, 1.0, 6)
+KEY = jax.random.key(0)
+
+
+def linear(size=6):
+    return eqx.nn.Linear(6, size, key=KEY)
+
+
+def names(fun, *args):
+    return [name.name for name in cg.list_names(fun, args) if "eqx.nn" not in name.name]
+
+
+def loss(model, x):
+    return jnp.sum(model(x) ** 2)
+
+
+# ---- classes ------------------------------------------------------------------------------------
+
+
+class Base(eqx.Module):
+    """An abstract module with a method of its own."""
+
+    size: eqx.AbstractVar[int]
+
+    @abc.abstractmethod
+    def __call__(self, x):
+        """To be written below."""
+
+    def twice(self, x):
+        return 2 * x
+
+
+REGISTRY = {}
+
+
+@final
+class Layer(Base, strict=True):
+    """A module with all that Python has."""
+
+    linear: eqx.nn.Linear
+    size: int = eqx.field(static=True, converter=int)
+    function: object
+    kind: ClassVar[str] = "layer"
+
+    def __init_subclass__(cls, *, needed):
+        REGISTRY[cls.__name__] = cls
+
+    def __init__(self):
+        self.linear, self.size, self.function = linear(), 6, jnp.tanh
+
+    def __call__(self, x):
+        assert type(self).__name__ == "Layer" and isinstance(self, Layer)
+        assert type(self).__qualname__ == "Layer" and type(self).__doc__ == Layer.__doc__
+        assert hash(jax.tree.structure(self)) is not None
+        again = type(self)()
+        assert isinstance(again, Layer) and again.size == self.number == self.make() == 6
+        return self.twice(self.function(self.missing(x)))
+
+    @property
+    def number(self):
+        return self.size
+
+    @classmethod
+    def make(cls):
+        assert issubclass(cls, Layer)
+        return 6
+
+    @staticmethod
+    def plain(x):
+        return 3 * x
+
+    def __getattr__(self, name):
+        if name == "missing":
+            return self.linear
+        raise AttributeError(name)
+
+
+class Child(eqx.Module):
+    """A module that calls the method of its parent class."""
+
+    inner: Layer
+
+    def __call__(self, x):
+        with pytest.raises(AttributeError, match="FrozenInstance|cannot assign"):
+            self.inner = None
+        return self.inner.plain(self.inner(x))
+
+
+class Grandchild(Child):
+    """One more."""
+
+    def __call__(self, x):
+        return super().__call__(x) + 1
+
+
+class Holder(eqx.Module):
+    """A model of one module."""
+
+    child: Grandchild
+
+    def __call__(self, x):
+        return self.child(x)
+
+
+def test_classes_with_all_that_python_has_keep_what_they_do():
+    model = Holder(Grandchild(Layer()))
+    found = names(loss, model, X)
+    assert found == ["child/inner/linear", "child/inner", "child"]
+    assert REGISTRY == {}
+    value, grads, stats = cg.value_and_grad_with_stats(loss)(model, X)
+    expected = eqx.filter_value_and_grad(loss)(model, X)
+    assert eqx.tree_equal((value, grads), expected)
+    assert type(grads.child.inner) is Layer
+    assert float(stats["child"].norm) == pytest.approx(float(2 * jnp.linalg.norm(model(X))))
+
+
+class NNXLayer(nnx.Module):
+    """The same for NNX."""
+
+    def __init_subclass__(cls, *, needed):
+        REGISTRY[cls.__name__] = cls
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(6, 6, rngs=rngs)
+
+    def __call__(self, x):
+        assert type(self).__name__ == "NNXLayer" and isinstance(self, NNXLayer)
+        return self.linear(x)
+
+
+class Opaque(nnx.Module, pytree=False):
+    """One that is not a pytree."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(6, 6, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class NNXHolder(nnx.Module):
+    """A model of two modules, one of which is also in a dictionary."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([NNXLayer(rngs), Opaque(rngs)])
+        self.table = nnx.Dict(first=self.layers[0])
+
+    def __call__(self, x):
+        return self.table["first"](x) + self.layers[1](x)
+
+
+def test_nnx_modules_with_hooks_and_shared_ones_keep_the_first_path():
+    REGISTRY.clear()
+    model = NNXHolder(nnx.Rngs(0))
+    expected = ["layers/0/linear", "layers/0", "layers/1/linear", "layers/1", "layers"]
+    assert names(loss, model, X) == expected
+    assert REGISTRY == {}
+    assert [type(layer) for layer in model.layers] == [NNXLayer, Opaque]
+
+
+# ---- calls --------------------------------------------------------------------------------------
+
+
+class Codec(eqx.Module):
+    """Called by its own methods; some are compiled or decorated."""
+
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def encode(self, x):
+        return self.helper(self.up(x))
+
+    @eqx.filter_jit
+    def decode(self, x):
+        return jnp.sin(self.down(x))
+
+    def helper(self, x):
+        return jnp.tanh(x)
+
+
+class Auto(eqx.Module):
+    """Reaches into its parts."""
+
+    codec: Codec
+
+    def __call__(self, x):
+        y = self.codec.decode(self.codec.encode(x)) + self.codec.up(x)
+        return eqx.filter_vmap(self.codec.encode)(y[None])[0]
+
+
+def test_methods_have_names_once_and_a_part_that_is_called_from_outside_its_whole_path():
+    model = Auto(Codec(linear(), linear()))
+    expected = {"codec", "codec/up", "codec/down"}
+    assert set(names(loss, model, X)) == expected
+    assert set(names(lambda model, x: jnp.sum(model.codec.up(x)), model, X)) == {
+        "codec",
+        "codec/up",
+    }
+
+
+def test_models_in_containers_and_keywords_have_the_path_of_their_place():
+    pair = {"generator": linear(), "critics": [linear(1)]}
+
+    def both(models, x, *, extra):
+        return jnp.sum(models["critics"][0](models["generator"](x)) * extra(x))
+
+    found = [name.name for name in cg.list_names(both, (pair, X), {"extra": linear()})]
+    assert [n for n in found if "eqx.nn" not in n] == ["generator", "critics/0", "critics"]
+
+
+def test_a_clip_inside_of_a_clip_sees_the_same_names():
+    model = Auto(Codec(linear(), linear()))
+    inner = cg.error_clip_by_name(loss, {"codec/down": cg.ErrorClipByValue(1e-3)})
+    stats = cg.value_and_grad_with_stats(inner, rules={"codec/*": None}, watch=())(model, X)[2]
+    assert set(stats) == {"codec/up", "codec/down"}
+    assert float(stats["codec/down"].norm) <= 6**0.5 * 1e-3
+
+
+# ---- transformations of NNX ---------------------------------------------------------------------
+
+
+class Scanned(nnx.Module):
+    """Layers that are stacked, and scanned with remat; one that is compiled, mapped and merged."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make(rngs):
+            return NNXHolder(rngs)
+
+        self.layers = make(rngs)
+        self.last = NNXHolder(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        @nnx.remat
+        def forward(layer, x):
+            return layer(x)
+
+        x = nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(self.last, forward(self.layers, x)[None])
+        merged = nnx.merge(*nnx.split(self.last))
+        return nnx.jit(lambda m, x: m(x))(merged, x[0])
+
+
+def test_nnx_transformations_keep_the_names_and_the_classes():
+    model = Scanned(nnx.Rngs(0))
+    listed = {name.name: name for name in cg.list_names(loss, (model, X))}
+    assert {"layers/layers/0/linear", "last/layers/0/linear", "layers", "last"} <= set(listed)
+    assert listed["layers/layers/1"].scans == (3,)
+    twin = Scanned(nnx.Rngs(0))
+    value, grads, _ = cg.value_and_grad_with_stats(loss, watch=["last"])(model, X)
+    expected = nnx.value_and_grad(loss)(twin, X)
+    jax.tree.map(np.testing.assert_array_equal, (value, grads), expected)
+    assert nnx.graphdef(model) == nnx.graphdef(twin)
+
+
+def returning(model, x):
+    """A model that is made anew inside, of the named one."""
+    return jnp.sum(model(x)), nnx.merge(*nnx.split(model))
+
+
+def test_models_that_the_function_returns_have_the_classes_of_the_user():
+    model = NNXHolder(nnx.Rngs(0))
+    clipped = cg.error_clip_by_name(returning, {"layers/*": None})
+    made = clipped(model, X)[1]
+    assert {type(part) for _, part in nnx.iter_modules(made)} == {
+        type(part) for _, part in nnx.iter_modules(model)
+    }
+
+
+# ---- errors, caches, threads --------------------------------------------------------------------
+
+
+def failing(model, x):
+    model(x)
+    raise KeyError("of the user's")
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: NNXHolder(nnx.Rngs(0)), lambda: Auto(Codec(linear(), linear()))]
+)
+def test_an_error_of_the_function_is_raised_and_classes_are_as_before(make):
+    model = make()
+    before = jax.tree.structure(model)
+    with pytest.raises(KeyError, match="of the user's"):
+        cg.list_names(failing, (model, X))
+    assert jax.tree.structure(model) == before
+
+
+def test_a_model_in_a_closure_has_no_names_and_the_error_says_where_it_has():
+    model = Auto(Codec(linear(), linear()))
+    other = NNXHolder(nnx.Rngs(0))
+    for closed in (lambda x: loss(model, x), lambda x: loss(other, x)):
+        for name in ("codec", "layers/0"):
+            with pytest.raises(ValueError, match="NNX and Equinox: in a model among its arguments"):
+                cg.error_clip_by_name(closed, {name: None})(X)
+    with pytest.raises(ValueError, match=r"has names where it is an argument: fun\(model, ...\)"):
+        cg.value_and_grad_with_stats(lambda x: loss(other, x))(X)
+
+
+def test_a_model_that_is_joined_with_a_closure_works_as_without_names():
+    params, static = eqx.partition(Auto(Codec(linear(), linear())), eqx.is_array)
+
+    def joined(params, x):
+        return loss(eqx.combine(params, static), x)
+
+    value, grads, stats = cg.value_and_grad_with_stats(joined)(params, X)
+    assert eqx.tree_equal((value, grads), eqx.filter_value_and_grad(joined)(params, X))
+    assert set(stats) == {"eqx.nn.Linear"}
+
+    def whole(params, static, x):
+        return loss(eqx.combine(params, static), x)
+
+    assert set(names(whole, params, static, X)) == {"codec", "codec/up", "codec/down"}
+
+
+def test_a_compiled_step_is_traced_once_and_classes_are_made_once():
+    model = Auto(Codec(linear(), linear()))
+    seen, traces = [], []
+
+    def noting(model, x):
+        traces.append(None)
+        seen.append(type(model.codec))
+        return loss(model, x)
+
+    step = eqx.filter_jit(cg.value_and_grad_with_stats(noting, watch=["codec"]))
+    for _ in range(3):
+        grads = step(model, X)[1]
+        model = eqx.apply_updates(model, grads)
+    assert len(traces) == 1
+    cg.list_names(noting, (model, X))
+    assert len(set(seen)) == 1 and seen[0] is not Codec
+
+
+def test_threads_have_the_same_classes_and_the_same_names():
+    class Fresh(eqx.Module):
+        linear: eqx.nn.Linear
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    model, found, seen = Holder(Fresh(linear())), [], set()
+    start = threading.Barrier(4)
+
+    def noting(model, x):
+        seen.add(type(model.child))
+        return loss(model, x)
+
+    def run():
+        start.wait()
+        found.append(names(noting, model, X))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [["child/linear", "child"]] * 4
+    assert len(seen) == 1
+
+
+# ---- all the places where names are taken -------------------------------------------------------
+
+
+def test_a_diagnosis_names_the_attribute_path():
+    class Root(eqx.Module):
+        scale: jax.Array
+
+        def __call__(self, x):
+            return jnp.sqrt(self.scale * x)
+
+    model = Holder(Root(jnp.zeros(())))
+    (finding,) = cg.diagnose(loss, (model, jnp.abs(X))).findings
+    assert finding.module == "child" and finding.operation == "sqrt"
+    other = NNXHolder(nnx.Rngs(0))
+    assert "layers/1/linear" in {row.module for row in cg.diagnose(loss, (other, X)).rows}
+
+
+def make_model():
+    return Auto(Codec(linear(), linear())), X
+
+
+def test_the_command_lists_attribute_paths(capsys):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    add_names_parser(parser.add_subparsers())
+    here = "tests.test_attribute_names_edges"
+    options = parser.parse_args(["names", f"{here}:loss", "--args", f"{here}:make_model"])
+    assert options.run(options) == 0
+    assert "codec/down " in capsys.readouterr().out
+
+
+def training_loss(model, batch):
+    return jnp.mean(jax.vmap(model)(batch) ** 2)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_training_step_takes_a_whole_equinox_model(accumulate):
+    class Net(eqx.Module):
+        codec: Codec
+        drop: eqx.nn.Dropout
+        activation: object
+
+        def __call__(self, x):
+            return self.activation(self.drop(self.codec.encode(x), key=KEY))
+
+    model = Net(Codec(linear(), linear()), eqx.nn.Dropout(0.5), jax.nn.relu)
+    batch = jnp.stack([X, 2 * X])
+    optimizer = optax.chain(cg.clip_by_global_norm(1e-2), optax.adam(1e-2))
+    step = cg.train_step(
+        training_loss, optimizer, error_clip={"codec/up": None}, accumulate=accumulate
+    )
+    state = step.init(model)
+    arrays = eqx.filter(model, eqx.is_inexact_array)
+    opt_state = optimizer.init(arrays)
+    assert jax.tree.structure(state.opt_state) == jax.tree.structure(opt_state)
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        grads = eqx.filter_grad(training_loss)(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, arrays)
+        model = eqx.apply_updates(model, updates)
+        arrays = eqx.filter(model, eqx.is_inexact_array)
+    assert jax.tree.structure(state.params) == jax.tree.structure(model)
+    assert state.params.activation is jax.nn.relu and state.params.drop.p == 0.5
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4)
+    jax.tree.map(close, eqx.filter(state.params, eqx.is_array), arrays)
+    assert set(metrics["error_clip"]) == {"codec/up"}
+    assert step.update._cache_size() == 1
+
+
+def test_gradients_of_several_arguments_are_those_of_equinox_for_each():
+    def both(first, second, x):
+        return jnp.sum(first(x) * second.up(x)) * 2.0
+
+    first, second = eqx.nn.MLP(6, 6, 4, 1, key=KEY), Codec(linear(), linear())
+    grads = cg.value_and_grad_with_stats(both, (0, 1), watch=["up"])(first, second, X)[1]
+    expected = eqx.filter_grad(lambda both_, x: both(*both_, x))((first, second), X)
+    assert eqx.tree_equal(grads, expected)
