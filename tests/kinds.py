@@ -8,6 +8,7 @@ runs whole, and so does what a path, a node id or `-k` selects.
 
 import collections
 import itertools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -58,6 +59,7 @@ def pytest_collection_modifyitems(items):
             table = [_row(row, mark.kwargs) for row in rows]
             picked = covering(table, (*mark.args, *mark.kwargs))
             for i in set(range(len(rows))) - set(picked):
+                rows[i].add_marker("row")
                 rows[i].add_marker("exhaustive")
 
 
@@ -66,5 +68,19 @@ def pytest_configure(config):
     if hasattr(config, "workerinput"):
         return  # has the options of the process that started it
     chosen = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
-    if chosen and not any(str(arg).startswith("-m") for arg in config.invocation_params.args):
+    asked = any(str(arg).startswith("-m") for arg in config.invocation_params.args)
+    if chosen and not asked:
         config.option.markexpr = ""
+    config.option.only_the_core = not (chosen or asked)
+
+
+def only_in_ci(source: str) -> bool:
+    """Whether all tests of a file are exhaustive."""
+    return bool(re.search(r"^pytestmark = .*pytest\.mark\.exhaustive", source, re.MULTILINE))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Files without a test of the core need libraries that README's command does not install."""
+    if config.option.only_the_core and collection_path.suffix == ".py":
+        return only_in_ci(collection_path.read_text()) or None
+    return None

@@ -6,6 +6,15 @@ from tests.kinds import covering
 
 pytest_plugins = ["pytester"]
 
+INI = """
+[pytest]
+testpaths = .
+addopts = -m 'not exhaustive'
+markers =
+  kinds
+  row
+  exhaustive
+"""
 TESTS = """
 import pytest
 
@@ -30,8 +39,7 @@ def test_without_a_mark(row): pass
 
 def run(pytester, *options):
     pytester.makepyfile(test_file=TESTS)
-    ini = "[pytest]\ntestpaths = .\naddopts = -m 'not exhaustive'\nmarkers =\n  kinds\n  exhaustive"
-    pytester.makeini(ini)
+    pytester.makeini(INI)
     plugins = ("-p", "tests.kinds", "-p", "no:cacheprovider", "-p", "no:hypothesispytest")
     passed, _, failed = pytester.inline_run(*plugins, *options).listoutcomes()
     assert not failed
@@ -45,7 +53,10 @@ def test_without_a_selection_the_rows_that_differ_in_kind_run(pytester):
         (rule, place) for rule in ("value", "norm", "rms") for place in ("error", "gradient")
     )
     assert {scale for scale, *_ in law} == set("01234")
-    assert [name for name in names if "of_kinds" in name] == ["test_of_kinds[1]", "test_of_kinds[0.5]"]
+    assert [name for name in names if "of_kinds" in name] == [
+        "test_of_kinds[1]",
+        "test_of_kinds[0.5]",
+    ]
     assert [name for name in names if "one_kind" in name] == ["test_of_one_kind[0]"]
     assert sum("without" in name for name in names) == 4
 
@@ -67,6 +78,11 @@ ALL = 30 + 4 + 9 + 4
 )
 def test_what_is_selected_runs_whole(pytester, options, number):
     assert len(run(pytester, *options)) == number
+
+
+def test_a_file_of_exhaustive_tests_is_not_even_imported_by_default(pytester):
+    pytester.makepyfile(test_other="pytestmark = pytest.mark.exhaustive\nimport no_such_library")
+    assert len(run(pytester)) == 13
 
 
 def test_few_rows_show_every_pair():
