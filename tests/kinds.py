@@ -63,15 +63,25 @@ def pytest_collection_modifyitems(items):
                 rows[i].add_marker("exhaustive")
 
 
+core = pytest.StashKey[bool]()
+
+
 def pytest_configure(config):
     """What a path, a node id or `-k` selects runs whole, unless `-m` says otherwise."""
     if hasattr(config, "workerinput"):
-        return  # has the options of the process that started it
+        config.option.markexpr, config.stash[core] = config.workerinput["selection"]
+        return
     chosen = config.args_source is pytest.Config.ArgsSource.ARGS or config.option.keyword
     asked = any(str(arg).startswith("-m") for arg in config.invocation_params.args)
     if chosen and not asked:
         config.option.markexpr = ""
-    config.option.only_the_core = not (chosen or asked)
+    config.stash[core] = not (chosen or asked)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """What pytest-xdist starts has other arguments."""
+    node.workerinput["selection"] = node.config.option.markexpr, node.config.stash[core]
 
 
 def only_in_ci(source: str) -> bool:
@@ -81,6 +91,6 @@ def only_in_ci(source: str) -> bool:
 
 def pytest_ignore_collect(collection_path, config):
     """Files without a test of the core need libraries that README's command does not install."""
-    if config.option.only_the_core and collection_path.suffix == ".py":
+    if config.stash[core] and collection_path.suffix == ".py":
         return only_in_ci(collection_path.read_text()) or None
     return None
