@@ -223,7 +223,6 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "wrap, stats",
     [(wrap, False) for wrap in WRAPPERS.values()] + [(WRAPPERS["MultiSteps"], True)],
