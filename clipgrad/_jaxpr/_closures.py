@@ -36,6 +36,12 @@ def with_explicit_closures(program: Any, inputs: Sequence) -> Any:
     return jax.make_jaxpr(lambda *inputs: evaluate(program, inputs, _Explicit({})))(*inputs)
 
 
+def closing_functions(program: Any) -> list[str]:
+    """Return the functions whose rules close over values of the program: name, file and line."""
+    found = (e for e in _custom_equations(program) if _has_closure(e, set()))
+    return list(dict.fromkeys(map(_where, found)))
+
+
 class _Rules(NamedTuple):
     """The rules of an equation, traced.
 
@@ -88,7 +94,6 @@ class _Explicit(Hook):
             return bind(equation, inputs)
         convert = _CONVERSIONS[equation.primitive.name]
         call = convert(equation, rules, list(known))
-        call.__name__ = _function(equation)
         return call(list(known.values()), list(inputs))
 
     def _value(self, tracer: Any) -> Any:
@@ -261,13 +266,21 @@ def _traced_jvp(equation: JaxprEqn, moved: list[int]) -> _Rules:
     return _Rules((program,), tuple(moved))
 
 
+def _primal(equation: JaxprEqn) -> Callable[..., list]:
+    """The function itself, which needs nothing of what its rules alone close over."""
+
+    def call(closed, inputs):
+        return evaluate(called_program(equation), inputs, _Bound())
+
+    call.__name__ = _function(equation)
+    return call
+
+
 def _explicit_vjp(equation: JaxprEqn, rules: Any, places: list[Place]) -> Callable[..., list]:
     """The function of a `custom_vjp` equation, of what its rules close over and its inputs."""
     count = len(equation.outvars)
 
-    @jax.custom_vjp
-    def call(closed, inputs):
-        return evaluate(called_program(equation), inputs, _Bound())
+    call = jax.custom_vjp(_primal(equation))
 
     def forward(closed, inputs):
         still = _Still.of(equation, rules)
@@ -292,10 +305,7 @@ def _explicit_vjp(equation: JaxprEqn, rules: Any, places: list[Place]) -> Callab
 
 def _explicit_jvp(equation: JaxprEqn, rules: Any, places: list[Place]) -> Callable[..., list]:
     """The function of a `custom_jvp` equation, of what its rule closes over and its inputs."""
-
-    @jax.custom_jvp
-    def call(closed, inputs):
-        return evaluate(called_program(equation), inputs, _Bound())
+    call = jax.custom_jvp(_primal(equation))
 
     def both(primals, tangents):
         (closed, inputs), (closed_tangents, tangents) = primals, tangents
@@ -325,20 +335,21 @@ class _Bound(Hook):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _marked(note: Callable[[], None], x: Any) -> Any:
-    """``x``; notes whether a cotangent comes back to it that is not zero by its type."""
+    """``x``; calls ``note`` if the cotangent that comes back to it is not zero by its type."""
     return x
 
 
 def _mark_forward(note: Callable[[], None], x: Any) -> Any:
-    return x, None
+    return x.value, None
 
 
 def _mark_backward(note: Callable[[], None], residuals: None, cotangent: Any) -> Any:
-    note()
+    if not isinstance(cotangent, SymbolicZero):
+        note()
     return (cotangent,)
 
 
-_marked.defvjp(_mark_forward, _mark_backward)
+_marked.defvjp(_mark_forward, _mark_backward, symbolic_zeros=True)
 
 
 def _floating(values: Sequence, like: Sequence | None = None) -> list:
@@ -381,7 +392,7 @@ class _Still(NamedTuple):
     def of(cls, equation: JaxprEqn, rules: Any) -> "_Still":
         """Raises `ValueError` if the rules could not be traced."""
         if not isinstance(rules, _Rules):
-            over = "a value of a jax.vmap, which is over by the time that JAX calls them"
+            over = "a value of a transformation around it, such as jax.vmap, that ends before them"
             raise ValueError(_text(equation, over)) from rules
         return cls(equation, rules)
 
@@ -399,12 +410,11 @@ class _Still(NamedTuple):
 
 def _text(equation: JaxprEqn, over: str) -> str:
     kind = equation.primitive.name.removesuffix("_call")
-    info = getattr(opened(called_program(equation))[0], "debug_info", None)
-    where, name = getattr(info, "func_src_info", None), _function(equation)
     return (
-        f"fun: got the jax.{kind} function {where or name}, whose rules close over {over}; "
-        f"expected rules that get it as an argument: call {name}(..., value), and return its "
-        "derivative from the rules; if it has none, close over jax.lax.stop_gradient(value)"
+        f"fun: got the jax.{kind} function {_where(equation)}, whose rules close over {over}; "
+        f"expected rules that get it as an argument: call {_function(equation)}(..., value), and "
+        "return its derivative from the rules; if it has none, close over "
+        "jax.lax.stop_gradient(value)"
     )
 
 
@@ -412,3 +422,9 @@ def _function(equation: JaxprEqn) -> str:
     """The name of the function that the rules are of."""
     info = getattr(opened(called_program(equation))[0], "debug_info", None)
     return getattr(info, "func_name", None) or equation.primitive.name
+
+
+def _where(equation: JaxprEqn) -> str:
+    """The name, the file and the line of the function that the rules are of."""
+    info = getattr(opened(called_program(equation))[0], "debug_info", None)
+    return getattr(info, "func_src_info", None) or _function(equation)
