@@ -245,3 +245,24 @@ def test_a_program_without_closures_stays_the_same():
     assert _jaxpr.with_explicit_closures(program, [W, DATA]) is program
     program = jax.make_jaxpr(lambda w: solve(w, DATA))(W)
     assert _jaxpr.with_explicit_closures(program, [W]) is program
+
+
+def test_a_rule_for_a_loop_that_is_slightly_wrong_gets_a_report():
+    """JAX has no derivative of the loop itself to compare with."""
+
+    def loss(x, c):
+        def three(x):
+            step = lambda s: (jnp.sin(s[0]), s[1] + 1)  # noqa: E731
+            return c * jax.lax.while_loop(lambda s: s[1] < 3, step, (x, 0))[0]
+
+        def bwd(x, g):
+            y = jnp.sin(x)
+            return (1.00001 * g * c * jnp.cos(x) * jnp.cos(y) * jnp.cos(jnp.sin(y)),)
+
+        layer = jax.custom_vjp(three)
+        layer.defvjp(lambda x: (three(x), x), bwd)
+        return layer(x)
+
+    args = jnp.float32(0.7), jnp.float32(2.0)
+    report = cg.check_grads(loss, args, wrt=0, points=1, raise_on_failure=False)
+    assert [failure.check for failure in report.failures] == ["value"]

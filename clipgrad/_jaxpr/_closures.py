@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
@@ -57,7 +58,7 @@ class _Rules(NamedTuple):
     def given(self, number: int, known: Known) -> Any:
         """A program with these values in place of the tracers."""
         jaxpr, constants = opened(self.programs[number])
-        is_known = [isinstance(x, jax.core.Tracer) and _place(x) in known for x in constants]
+        is_known = [isinstance(x, Tracer) and _place(x) in known for x in constants]
         pairs = zip(constants, is_known, strict=True)
         return ClosedJaxpr(jaxpr, [known[_place(x)] if flag else x for x, flag in pairs])
 
@@ -137,7 +138,8 @@ def _place_of_result(tracer: Any) -> Place:
 
     JAX 0.10.0 drops the variables that no equation uses, and to be closed over is no use.
     """
-    variable, made = getattr(tracer, "val", None), getattr(tracer, "parent", None)
+    variable = getattr(tracer, "val", None)
+    made: Any = getattr(tracer, "parent", None)
     outputs = list(getattr(made, "outvars", ()))
     return (id(made.params), outputs.index(variable)) if variable in outputs else None
 
@@ -180,7 +182,7 @@ def _closed_over(equation: JaxprEqn, known: Known | None = None) -> Known:
     """
     found, programs = dict(known or {}), _rules(equation).programs
     for program in programs:
-        tracers = (x for x in opened(program)[1] if isinstance(x, jax.core.Tracer))
+        tracers = (x for x in opened(program)[1] if isinstance(x, Tracer))
         found |= {_place(tracer): tracer for tracer in tracers}
     if known is not None and len(found) == len(known):
         return found
@@ -375,7 +377,7 @@ def _typed(x: Any) -> Any:
 
 
 def _instantiated(x: Any) -> Any:
-    return jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
+    return jnp.zeros(x.aval.shape, x.aval.dtype) if isinstance(x, SymbolicZero) else x
 
 
 def _moves(tangent: Any) -> bool:
