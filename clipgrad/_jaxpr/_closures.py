@@ -22,6 +22,7 @@ from clipgrad._jaxpr._programs import called_program, opened
 
 # A program called from many places is read once. No tracer is kept, which would keep its trace.
 _CLOSES: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_MOVED: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
 Place = Any  # a variable, or the identity of an equation's parameters and the number of a result
 Known = dict[Place, Any]
@@ -208,6 +209,9 @@ def _rules(equation: JaxprEqn) -> _Rules:
     trace = _traced_jvp if equation.primitive.name == "custom_jvp_call" else _traced_vjp
     own = range(equation.params["num_consts"], len(equation.invars))
     floating = [i for i in own if _is_floating(equation.invars[i])]
+    key = opened(called_program(equation))[0]
+    if key in _MOVED:  # where a trace has failed, JAX forgets what an earlier one has found
+        return trace(equation, _MOVED[key])
     if not floating:
         return _Rules((), ())
     try:
@@ -218,6 +222,7 @@ def _rules(equation: JaxprEqn) -> _Rules:
         moved = [i for i in floating if len(floating) > 1 and _is_traceable(trace, equation, i)]
         if not moved:
             raise error
+        _MOVED[key] = moved
         return trace(equation, moved)
 
 
@@ -377,7 +382,8 @@ def _typed(x: Any) -> Any:
 
 
 def _instantiated(x: Any) -> Any:
-    return jnp.zeros(x.aval.shape, x.aval.dtype) if isinstance(x, SymbolicZero) else x
+    aval: Any = getattr(x, "aval", None)
+    return jnp.zeros(aval.shape, aval.dtype) if isinstance(x, SymbolicZero) else x
 
 
 def _moves(tangent: Any) -> bool:
