@@ -56,6 +56,8 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
         (`jax.new_ref`), is changed as without the clips. Other containers are values, as for
         `jax.jit`.
       * A gradient that ``fun`` computes inside is part of its value, and is not clipped.
+      * The rules of a `jax.custom_vjp` or `jax.custom_jvp` may close over values of ``fun`` that do
+        not depend on what is differentiated, but for values of a `jax.vmap` inside of ``fun``.
       * The result can be transformed again, by this or another clip, `jax.jit`, `jax.grad` or
         `jax.vmap`; in forward mode as long as no clipped variable depends on what is
         differentiated. Without any rule it computes just what ``fun`` does.
@@ -74,7 +76,8 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
       ValueError: when called, if a name or a pattern matches nothing, or nothing that is used, or a
         variable inside of a primitive that can't be entered, such as a `jax.custom_vjp`, whose own
         rule replaces the cotangents in it; if two patterns with different rules match one name; if
-        ``fun`` changes an NNX model that it closes over.
+        ``fun`` changes an NNX model that it closes over; when differentiated, if a rule of a
+        `jax.custom_vjp` closes over a value that is differentiated.
 
     Example:
       >>> import clipgrad as cg, jax

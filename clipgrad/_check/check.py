@@ -1,5 +1,6 @@
 """`Check`, the central record: a function, its gradients, and how its slopes are measured."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import clipgrad._jaxpr as _jaxpr
 from clipgrad._check import contract
 from clipgrad._check.differences import Differences
 from clipgrad._check.evaluation import choose
@@ -165,9 +167,12 @@ class Check:
     def moved_by_constants(self, point: Point) -> np.ndarray:
         """How far the rule and plain AD may be apart because constants are rounded."""
         exact = [e for e in (self.rule, self.plain) if e is not None]
-        rows = self.covectors[: len(point.gradient)]
-        moved = [e.moved_by_constants(point.xs, rows) for e in exact]
-        return CONSTANTS * np.sum(moved, axis=0)
+        moved = np.zeros_like(point.gradient)
+        for gradient in exact:
+            # Plain AD has no gradient where a rule is there for a `while_loop`.
+            with contextlib.suppress(Exception):
+                moved += gradient.moved_by_constants(point.xs, self.covectors[: len(moved)])
+        return CONSTANTS * moved
 
     def _excused(self, point: Point) -> np.ndarray | None:
         found = self.rounding(point.xs)
@@ -274,13 +279,38 @@ def _differentiated(subject: Subject, differentiate, covectors, log: Log) -> VJP
         failures += contract.same_types(subject, first)
         failures += contract.integers(subject, covectors[0])
     except Exception as error:
-        detail = f"differentiation raises {first_line(error)}"
-        log.failures.append(Failure("cotangent", subject.names[0], detail))
+        log.failures += _not_differentiated(subject, error)
         return None
     log.fail(failures)
     stop = any("shape" in f.detail or f.check == "finite" for f in failures)
     different = any(a.dtype != b.dtype for a, b in zip(subject.outputs, vjp.outputs, strict=True))
     return None if stop or different else vjp
+
+
+def _not_differentiated(subject: Subject, error: Exception) -> list[Failure]:
+    """What to say where `jax.vjp` raises an error, for the leaves that it raises it for."""
+    closing = [] if subject.program is None else _jaxpr.closing_functions(subject.program)
+    if not closing:
+        detail = f"differentiation raises {first_line(error)}"
+        return [Failure("cotangent", subject.names[0], detail)]
+    detail = (
+        f"jax.vjp raises {type(error).__name__}: the derivative rules of {', '.join(closing)} "
+        "close over a traced value; pass it to the function as an argument, or leave this leaf "
+        "out by wrt or no_grad"
+    )
+    names = [name for i, name in enumerate(subject.names) if not _is_differentiable(subject, i)]
+    return [Failure("cotangent", name, detail) for name in names or subject.names[:1]]
+
+
+def _is_differentiable(subject: Subject, i: int) -> bool:
+    """Whether JAX differentiates the function by one leaf, the others held."""
+    before, after = subject.inputs[:i], subject.inputs[i + 1 :]
+    try:
+        outputs, pull = jax.vjp(lambda x: subject.fun([*before, x, *after]), subject.inputs[i])
+        pull(outputs)
+    except Exception:
+        return False
+    return True
 
 
 def _evaluated(subject: Subject, covectors, options: Options, log: Log):

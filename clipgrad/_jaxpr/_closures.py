@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
@@ -21,6 +22,7 @@ from clipgrad._jaxpr._programs import called_program, opened
 
 # A program called from many places is read once. No tracer is kept, which would keep its trace.
 _CLOSES: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_MOVED: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
 Place = Any  # a variable, or the identity of an equation's parameters and the number of a result
 Known = dict[Place, Any]
@@ -34,6 +36,12 @@ def with_explicit_closures(program: Any, inputs: Sequence) -> Any:
     if not _closes(program):
         return program
     return jax.make_jaxpr(lambda *inputs: evaluate(program, inputs, _Explicit({})))(*inputs)
+
+
+def closing_functions(program: Any) -> list[str]:
+    """Return the functions whose rules close over values of the program: name, file and line."""
+    found = (e for e in _custom_equations(program) if _has_closure(e, set()))
+    return list(dict.fromkeys(map(_where, found)))
 
 
 class _Rules(NamedTuple):
@@ -51,7 +59,7 @@ class _Rules(NamedTuple):
     def given(self, number: int, known: Known) -> Any:
         """A program with these values in place of the tracers."""
         jaxpr, constants = opened(self.programs[number])
-        is_known = [isinstance(x, jax.core.Tracer) and _place(x) in known for x in constants]
+        is_known = [isinstance(x, Tracer) and _place(x) in known for x in constants]
         pairs = zip(constants, is_known, strict=True)
         return ClosedJaxpr(jaxpr, [known[_place(x)] if flag else x for x, flag in pairs])
 
@@ -88,7 +96,6 @@ class _Explicit(Hook):
             return bind(equation, inputs)
         convert = _CONVERSIONS[equation.primitive.name]
         call = convert(equation, rules, list(known))
-        call.__name__ = _function(equation)
         return call(list(known.values()), list(inputs))
 
     def _value(self, tracer: Any) -> Any:
@@ -132,7 +139,8 @@ def _place_of_result(tracer: Any) -> Place:
 
     JAX 0.10.0 drops the variables that no equation uses, and to be closed over is no use.
     """
-    variable, made = getattr(tracer, "val", None), getattr(tracer, "parent", None)
+    variable = getattr(tracer, "val", None)
+    made: Any = getattr(tracer, "parent", None)
     outputs = list(getattr(made, "outvars", ()))
     return (id(made.params), outputs.index(variable)) if variable in outputs else None
 
@@ -175,7 +183,7 @@ def _closed_over(equation: JaxprEqn, known: Known | None = None) -> Known:
     """
     found, programs = dict(known or {}), _rules(equation).programs
     for program in programs:
-        tracers = (x for x in opened(program)[1] if isinstance(x, jax.core.Tracer))
+        tracers = (x for x in opened(program)[1] if isinstance(x, Tracer))
         found |= {_place(tracer): tracer for tracer in tracers}
     if known is not None and len(found) == len(known):
         return found
@@ -201,6 +209,9 @@ def _rules(equation: JaxprEqn) -> _Rules:
     trace = _traced_jvp if equation.primitive.name == "custom_jvp_call" else _traced_vjp
     own = range(equation.params["num_consts"], len(equation.invars))
     floating = [i for i in own if _is_floating(equation.invars[i])]
+    key = opened(called_program(equation))[0]
+    if key in _MOVED:  # where a trace has failed, JAX forgets what an earlier one has found
+        return trace(equation, _MOVED[key])
     if not floating:
         return _Rules((), ())
     try:
@@ -211,6 +222,7 @@ def _rules(equation: JaxprEqn) -> _Rules:
         moved = [i for i in floating if len(floating) > 1 and _is_traceable(trace, equation, i)]
         if not moved:
             raise error
+        _MOVED[key] = moved
         return trace(equation, moved)
 
 
@@ -261,13 +273,21 @@ def _traced_jvp(equation: JaxprEqn, moved: list[int]) -> _Rules:
     return _Rules((program,), tuple(moved))
 
 
+def _primal(equation: JaxprEqn) -> Callable[..., list]:
+    """The function itself, which needs nothing of what its rules alone close over."""
+
+    def call(closed, inputs):
+        return evaluate(called_program(equation), inputs, _Bound())
+
+    call.__name__ = _function(equation)
+    return call
+
+
 def _explicit_vjp(equation: JaxprEqn, rules: Any, places: list[Place]) -> Callable[..., list]:
     """The function of a `custom_vjp` equation, of what its rules close over and its inputs."""
     count = len(equation.outvars)
 
-    @jax.custom_vjp
-    def call(closed, inputs):
-        return evaluate(called_program(equation), inputs, _Bound())
+    call = jax.custom_vjp(_primal(equation))
 
     def forward(closed, inputs):
         still = _Still.of(equation, rules)
@@ -292,10 +312,7 @@ def _explicit_vjp(equation: JaxprEqn, rules: Any, places: list[Place]) -> Callab
 
 def _explicit_jvp(equation: JaxprEqn, rules: Any, places: list[Place]) -> Callable[..., list]:
     """The function of a `custom_jvp` equation, of what its rule closes over and its inputs."""
-
-    @jax.custom_jvp
-    def call(closed, inputs):
-        return evaluate(called_program(equation), inputs, _Bound())
+    call = jax.custom_jvp(_primal(equation))
 
     def both(primals, tangents):
         (closed, inputs), (closed_tangents, tangents) = primals, tangents
@@ -325,20 +342,21 @@ class _Bound(Hook):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _marked(note: Callable[[], None], x: Any) -> Any:
-    """``x``; notes whether a cotangent comes back to it that is not zero by its type."""
+    """``x``; calls ``note`` if the cotangent that comes back to it is not zero by its type."""
     return x
 
 
 def _mark_forward(note: Callable[[], None], x: Any) -> Any:
-    return x, None
+    return x.value, None
 
 
 def _mark_backward(note: Callable[[], None], residuals: None, cotangent: Any) -> Any:
-    note()
+    if not isinstance(cotangent, SymbolicZero):
+        note()
     return (cotangent,)
 
 
-_marked.defvjp(_mark_forward, _mark_backward)
+_marked.defvjp(_mark_forward, _mark_backward, symbolic_zeros=True)
 
 
 def _floating(values: Sequence, like: Sequence | None = None) -> list:
@@ -364,7 +382,8 @@ def _typed(x: Any) -> Any:
 
 
 def _instantiated(x: Any) -> Any:
-    return jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
+    aval: Any = getattr(x, "aval", None)
+    return jnp.zeros(aval.shape, aval.dtype) if isinstance(x, SymbolicZero) else x
 
 
 def _moves(tangent: Any) -> bool:
@@ -381,7 +400,7 @@ class _Still(NamedTuple):
     def of(cls, equation: JaxprEqn, rules: Any) -> "_Still":
         """Raises `ValueError` if the rules could not be traced."""
         if not isinstance(rules, _Rules):
-            over = "a value of a jax.vmap, which is over by the time that JAX calls them"
+            over = "a value of a transformation around it, such as jax.vmap, that ends before them"
             raise ValueError(_text(equation, over)) from rules
         return cls(equation, rules)
 
@@ -399,12 +418,11 @@ class _Still(NamedTuple):
 
 def _text(equation: JaxprEqn, over: str) -> str:
     kind = equation.primitive.name.removesuffix("_call")
-    info = getattr(opened(called_program(equation))[0], "debug_info", None)
-    where, name = getattr(info, "func_src_info", None), _function(equation)
     return (
-        f"fun: got the jax.{kind} function {where or name}, whose rules close over {over}; "
-        f"expected rules that get it as an argument: call {name}(..., value), and return its "
-        "derivative from the rules; if it has none, close over jax.lax.stop_gradient(value)"
+        f"fun: got the jax.{kind} function {_where(equation)}, whose rules close over {over}; "
+        f"expected rules that get it as an argument: call {_function(equation)}(..., value), and "
+        "return its derivative from the rules; if it has none, close over "
+        "jax.lax.stop_gradient(value)"
     )
 
 
@@ -412,3 +430,9 @@ def _function(equation: JaxprEqn) -> str:
     """The name of the function that the rules are of."""
     info = getattr(opened(called_program(equation))[0], "debug_info", None)
     return getattr(info, "func_name", None) or equation.primitive.name
+
+
+def _where(equation: JaxprEqn) -> str:
+    """The name, the file and the line of the function that the rules are of."""
+    info = getattr(opened(called_program(equation))[0], "debug_info", None)
+    return getattr(info, "func_src_info", None) or _function(equation)
