@@ -246,6 +246,7 @@ def test_the_key_of_time_steps_says_how_far_each_arm_goes():
     assert legend.get_title().get_text().endswith("range of 2 seeds over 2 steps")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("value, text", [(NAN, "NaN in 2 of 2"), (0.0, "up to 0.00")])
 def test_time_steps_with_nothing_to_draw_are_still_in_the_key(value, text):
     nothing = {label: np.full((2, 1, 3), value) for label in (_task.PLAIN, _task.ERROR)}

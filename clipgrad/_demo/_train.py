@@ -64,7 +64,13 @@ class _Common(NamedTuple):
     steps: int
 
 
-def train(task: Task, seeds: int, steps: int, advance: Callable[[int], Any]) -> Result:
+def train(
+    task: Task,
+    seeds: int,
+    steps: int,
+    advance: Callable[[int], Any],
+    show: Callable[[Run], Any] = lambda run: None,
+) -> Result:
     """Trains every arm of a task, all of them from the same parameters on the same batches.
 
     Args:
@@ -72,6 +78,7 @@ def train(task: Task, seeds: int, steps: int, advance: Callable[[int], Any]) -> 
       seeds: how many seeds.
       steps: how many steps.
       advance: is told how many steps have been made since the last time.
+      show: is given each arm's run when it and those before it have ended.
     """
     start = time.perf_counter()
     common = _prepare(task, seeds, steps)
@@ -86,7 +93,10 @@ def train(task: Task, seeds: int, steps: int, advance: Callable[[int], Any]) -> 
     # Models this small keep one core busy each.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            runs = list(pool.map(functools.partial(_run, common, tick), task.arms))
+            runs = []
+            for run in pool.map(functools.partial(_run, common, tick), task.arms):
+                runs.append(run)
+                show(run)
         finally:
             stopped.set()
     return Result(task, steps, runs, time.perf_counter() - start)
