@@ -85,7 +85,7 @@ TASK = Task(
     tag="h",
     evaluate=_evaluate,
     reached=lambda metrics: metrics["nats per character"] < 2.5,
-    short=350,
     recurrent=True,
+    short=350,
     note="the norm clip wins: begin with it, an error clip does not replace it",
 )

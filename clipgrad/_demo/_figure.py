@@ -1,4 +1,4 @@
-"""The figure: a row for each task, its loss and its gradient norm, few curves, named beside them."""
+"""The figure: a row for each task, its loss and its gradient norm, few curves with their names."""
 
 from typing import Any
 
@@ -12,7 +12,6 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from clipgrad._demo import _task
 from clipgrad._demo._curves import Band, band, first_nonfinite, over_training, short, span
-from clipgrad._demo._table import foot
 from clipgrad._demo._train import Result, Run
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; grey for their yellow.
@@ -50,7 +49,7 @@ def figure(results: list[Result]) -> Figure:
 
 
 def _draw_task(part: Any, result: Result) -> None:
-    part.suptitle("\n".join([result.task.summary, *foot(result.task)]), fontsize=11)
+    part.suptitle(f"{result.task.summary}\n{result.task.note}", fontsize=11)
     losses, norms = part.subplots(1, 2)
     outcomes = {run.arm.label: _outcome(run) for run in result.runs}
     _draw_panel(losses, "loss", {run.arm.label: run.loss for run in result.runs}, outcomes)
@@ -72,6 +71,7 @@ def _label(axes: Axes, curves: dict[str, np.ndarray], beside: dict[str, str]) ->
     low, high = np.log(axes.get_ylim())
     ends = {label: values[np.isfinite(values) & (values > 0)] for label, values in curves.items()}
     heights = {n: (np.log(v[-1]) - low) / (high - low) if v.size else 1.0 for n, v in ends.items()}
+    heights = {n: height for n, height in heights.items() if ends[n].size or n in beside}
     below = -np.inf
     order = sorted(heights, key=heights.__getitem__)
     for number, label in enumerate(order):

@@ -1,7 +1,7 @@
 """What a task of the demo is, and the ways to train that it compares."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -71,6 +71,7 @@ class Task:
       shown: the arms that tell the story: without ``--all`` only they are trained, and only they
         are drawn.
       short: how many steps show it; 0: all.
+      options: those of the compiler, for a model that takes longer to compile than to train.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Task:
     note: str = ""
     shown: tuple[str, ...] = (PLAIN, NORM, ERROR)
     short: int = 0
+    options: Mapping[str, Any] | None = None
 
     def story(self) -> "Task":
         """The task with the arms that are shown."""

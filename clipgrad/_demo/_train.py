@@ -131,7 +131,8 @@ def _run(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Run:
 def _train_arm(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Any:
     optimizer = arm.optimizer(common.task.optimizer)
     carry = (common.params, jax.vmap(optimizer.init)(common.params))
-    compiled = jax.jit(jax.vmap(_chunk(common.task, arm, optimizer)))
+    chunk = jax.vmap(_chunk(common.task, arm, optimizer))
+    compiled = jax.jit(chunk, compiler_options=common.task.options)
     size = _chunk_size(common.steps)
     history = []
     for start in range(0, common.steps, size):
