@@ -254,10 +254,8 @@ def test_over_a_quarter_of_the_patches_are_blank():
 
 @pytest.mark.exhaustive
 def test_progress_counts_every_step():
-    task, made = (
-        dataclasses.replace(TASKS["blank-patches"], arms=TASKS["blank-patches"].arms[:1]),
-        [],
-    )
+    whole, made = TASKS["blank-patches"], []
+    task = dataclasses.replace(whole, arms=whole.arms[:1])
     result = train(task, 1, 30, made.append)
     assert made == [3] * 10
     assert result.runs[0].loss.shape == (1, 30)
