@@ -44,7 +44,7 @@ def figure(results: list[Result]) -> Figure:
     rows = chart.subfigures(len(results), 1, squeeze=False, hspace=0.04)
     for part, result in zip(rows[:, 0], results, strict=True):
         shown = [run for run in result.runs if run.arm.label in result.task.shown]
-        _draw_task(part, result._replace(runs=shown))
+        _draw_task(part, result._replace(runs=shown or result.runs))
     return chart
 
 
