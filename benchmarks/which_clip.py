@@ -28,7 +28,9 @@ import optax
 from which_clip_tasks import GRAVES, two_heads
 
 import clipgrad as cg
-from clipgrad._demo import _blank_patches, _deep_mlp, _task
+from benchmarks.which_clip_adding import TASK as ADDING
+from benchmarks.which_clip_deep_mlp import TASK as DEEP_MLP
+from clipgrad._demo import _blank_patches, _task
 from clipgrad._demo._task import Task
 from clipgrad._demo._tasks import TASKS
 
@@ -147,11 +149,11 @@ def _from_identity() -> Task:
     """Residual blocks that start as the identity: the last weights of each are 0."""
 
     def init(data: Any, random: np.random.Generator) -> Any:
-        params = _deep_mlp.TASK.init(data, random)
+        params = DEEP_MLP.init(data, random)
         blocks = params["blocks"] | {"down": 0 * params["blocks"]["down"]}
         return params | {"blocks": blocks}
 
-    return dataclasses.replace(_deep_mlp.TASK, init=init)
+    return dataclasses.replace(DEEP_MLP, init=init)
 
 
 _NESTEROV = functools.partial(optax.sgd, momentum=0.9, nesterov=True)
@@ -174,11 +176,11 @@ STUDIES = {
             ways((0.1, 0.3, 1.0), error_by_value, (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)),
         ),
         Study(
-            TASKS["adding"], optax.adam, (3e-4, 1e-3, 3e-3, 1e-2),
+            ADDING, optax.adam, (3e-4, 1e-3, 3e-3, 1e-2),
             ways((0.1, 1.0, 10.0), error_by_row, (1e-3, 1e-2, 1e-1)),
         ),
         Study(
-            TASKS["deep-mlp"], _NESTEROV, (1e-3, 1e-2, 1e-1, 1.0),
+            DEEP_MLP, _NESTEROV, (1e-3, 1e-2, 1e-1, 1.0),
             ways(
                 (0.3, 1.0, 3.0), error_by_value, (1e-4, 1e-3, 1e-2, 1e-1),
                 mended=Way(task=_from_identity()),

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from clipgrad._demo import _char_rnn, _deep_mlp, _task
+from benchmarks.which_clip_deep_mlp import TASK as DEEP_MLP
+from clipgrad._demo import _char_rnn, _task
 from clipgrad._demo._digits import Digits, load_pixels
 from clipgrad._demo._task import Metrics, Task, normal, zeros
 
@@ -103,7 +104,7 @@ def _heads_evaluate(first: Any, params: Any, data: Digits) -> Metrics:
 def two_heads(gain: float) -> Task:
     """Digits are classified, and drawn pixel by pixel by an RNN whose weights have this gain."""
     return dataclasses.replace(
-        _deep_mlp.TASK,
+        DEEP_MLP,
         name="two-heads",
         steps=200,
         load=_heads_load,

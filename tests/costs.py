@@ -10,8 +10,8 @@ import resource
 import pytest
 
 
-def cpu_seconds() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+def cpu_seconds(*of: int) -> float:
+    used = map(resource.getrusage, of or (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
@@ -47,7 +47,8 @@ class Costs:
 
     def pytest_terminal_summary(self, terminalreporter):
         terminalreporter.section("CPU seconds of each file, and of what is 1 % of all or more")
-        total = self.total + cpu_seconds()
+        # The processes of pytest-xdist are children, whose costs are in `self.total` already.
+        total = self.total + cpu_seconds(*[resource.RUSAGE_SELF] * bool(self.total))
         for file, seconds in self.files.most_common():
             terminalreporter.line(f"{seconds:8.1f}  {file}")
             for test, part in self.tests.most_common():

@@ -236,6 +236,7 @@ EVENTS = [np.nan, np.inf, 0.0, 1e6, 1e30, MOST]
 TIMES = [0, 1, 10, 24, 99, 200, 290]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds()
 @every_kind
 def test_one_event_disables_nothing(kind):
@@ -310,6 +311,7 @@ def test_numbers_of_numpy_and_64_bits_keep_the_dtype_of_the_norms(number, dtype)
         jax.eval_shape(functools.partial(scan, skip), jnp.ones((3, 2), dtype), jnp.ones(2, dtype))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds("name")
 @every_kind
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_norm", "clip_by_value"])
@@ -557,6 +559,7 @@ def test_a_norm_that_is_known_is_followed_and_not_summed_again():
     assert reductions(known.compile()) == following(threshold, ())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds()
 @every_clip
 def test_following_sums_nothing_twice(name):
@@ -594,6 +597,7 @@ def test_the_threshold_is_a_constant_to_differentiation():
     assert np.isfinite(gradient(jnp.zeros(2))).all()
 
 
+@pytest.mark.exhaustive
 def test_inject_hyperparams_and_chain_take_it(key):
     grads, threshold = tree_of(key), cg.PercentileThreshold()
     tx, direct = optax.inject_hyperparams(cg.clip_by_norm)(threshold), cg.clip_by_norm(threshold)

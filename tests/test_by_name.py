@@ -44,6 +44,7 @@ def test_the_gradient_is_that_of_clips_written_by_hand(model):
     assert not np.allclose(clipped, plain)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds()
 @some_models
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)

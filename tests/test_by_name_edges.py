@@ -101,6 +101,7 @@ def test_the_gradient_is_that_of_clips_written_by_hand(program):
     assert not np.allclose(gradient, jax.grad(lambda x: program(x, tag))(X))
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_that_the_function_takes_itself_is_part_of_its_value():
     plain = lambda x: gradient_penalty(x, tag)  # noqa: E731
     np.testing.assert_array_equal(clipped(plain)(X), plain(X))

@@ -53,6 +53,7 @@ def test_the_pull_back_of_zero_must_be_zero():
     assert "the cotangent zero pulled back" in str(report)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds("limit")
 @pytest.mark.parametrize("limit", [10.0, 1e3, 1e6])
 def test_a_safety_clip_is_said_to_act_above_cotangents_of_a_size(limit):
@@ -190,6 +191,7 @@ UNSTEADY = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds()
 @pytest.mark.parametrize("name", UNSTEADY)
 def test_a_function_without_rules_that_changes_with_its_context_fails(name):
@@ -213,6 +215,7 @@ def test_a_function_that_draws_which_gradient_to_stop_is_not_passed_over(seed):
     assert NOTE in str(report) or not report.ok
 
 
+@pytest.mark.exhaustive
 def test_what_differs_so_much_when_compiled_that_nothing_can_be_measured_fails_jit():
     def inside_jit(x):
         compiled = isinstance(x, TRACED) and not is_eager(x)

@@ -67,6 +67,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.exhaustive
 def test_a_right_function_of_the_current_folder_passes(folder, capsys):
     assert command("check", "here:model", "--args", "here:make") == 0
     assert "gradient check passed" in capsys.readouterr().out
@@ -84,6 +85,7 @@ def test_the_report_is_written_as_json(folder):
     assert sorted(report["failures"][0]["indices"]) == [0, 1, 2]
 
 
+@pytest.mark.exhaustive
 def test_all_options_reach_the_check(folder, capsys):
     options = "--wrt 0/w --no-grad 1 --output y --mode full --delta 0.005 --points 1 --seed 3"
     rest = "--max-relative-error 0.01 --order 1 --device cpu --skip vmap --x64"

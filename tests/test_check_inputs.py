@@ -117,6 +117,7 @@ def test_the_names_of_checks_are_those_of_the_docstrings_table():
     assert sorted(names) == sorted(CHECKS)
 
 
+@pytest.mark.exhaustive
 def test_a_single_check_is_switched_off_by_its_name():
     clip = jax.custom_vjp(lambda x: x)
     clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1e3, 1e3),))
@@ -212,6 +213,7 @@ def test_a_value_that_is_not_finite_fails():
     assert "[finite] out[0]: the value is not finite at 1 of 2" in failed(jnp.log, X.at[0].set(-1))
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_that_is_not_finite_fails():
     assert "[finite] args[0][0]: 1 of 2 elements" in failed(jnp.sqrt, X.at[0].set(0))
 
@@ -271,6 +273,7 @@ def test_integers_keys_none_and_strings_are_passed_over():
     assert cg.check_grads(function, args).verified == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds()
 @pytest.mark.parametrize(
     ("wrt", "verified"),

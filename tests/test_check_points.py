@@ -116,6 +116,7 @@ def test_a_nearby_point_keeps_zeros_equal_elements_and_their_order(values, seed)
     assert all(len(set(moved[kind == k])) == 1 for k in set(kind))
 
 
+@pytest.mark.exhaustive
 @given(VECTORS, SEEDS)
 def test_a_nearby_point_keeps_what_is_between_zero_and_one_there(values, seed):
     unit = np.concatenate([np.minimum(values, 1), [0, 1]])

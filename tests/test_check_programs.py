@@ -68,6 +68,7 @@ def test_a_second_check_of_the_same_function_compiles_nothing(name, compiled):
     assert second.evaluations == first.evaluations
 
 
+@pytest.mark.exhaustive
 def test_a_function_of_the_same_operations_at_another_point_compiles_nothing(compiled):
     elsewhere = jnp.asarray([0.2, 0.5, -1.3])
     report(lambda x: jnp.tanh(x) * x, X)

@@ -67,6 +67,7 @@ def test_a_leaf_of_a_tree_is_named_by_its_path():
     assert failure.where.startswith("args[0]['layer3']['b'][")
 
 
+@pytest.mark.exhaustive
 def test_keyword_arguments_and_scalars_have_names():
     square = custom(lambda x: x * x, lambda r, g: (r[0] * g,))
     report = cg.check_grads(
@@ -85,6 +86,7 @@ def test_a_wrong_sign_is_called_that():
     assert "analytic/numeric is -1 throughout (the sign)" in str(wrong("wrong_sign"))
 
 
+@pytest.mark.exhaustive
 def test_a_transposed_gradient_is_called_that():
     assert "analytic is the transpose of numeric" in str(wrong("transposed_weight_gradient"))
 

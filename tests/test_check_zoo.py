@@ -19,6 +19,7 @@ def run(name, dtype, which):
         return check_grads(pair[which], args, order=order, raise_on_failure=False), check
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", check_zoo.PAIRS)

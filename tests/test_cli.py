@@ -52,6 +52,7 @@ def test_a_number_that_is_none_is_refused(option, number, capsys):
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "module, package",
     [("matplotlib", "matplotlib"), ("sklearn", "scikit-learn"), ("tqdm", "tqdm")],
@@ -64,6 +65,7 @@ def test_a_missing_extra_is_one_clear_line(module, package, monkeypatch, capsys,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.exhaustive
 def test_all_missing_extras_are_named_at_once(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "tqdm", None)
@@ -71,6 +73,7 @@ def test_all_missing_extras_are_named_at_once(monkeypatch, capsys):
     assert "needs matplotlib, tqdm;" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_cannot_be_made_is_refused_before_training(capsys, tmp_path):
     (tmp_path / "file").touch()
     assert _cli.main([*DEMO, "--out", str(tmp_path / "file")]) == 2

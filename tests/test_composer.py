@@ -70,6 +70,7 @@ def test_known_answers_in_the_layout_of_pytorch(weights, grads, threshold, expec
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(2, 2), (2, 2, 2)])
 def test_a_layer_in_the_layout_of_jax_has_the_values_of_composer(shape):
     """The same layer: its weights are those of Composer with the first axis as the last."""
@@ -80,6 +81,7 @@ def test_a_layer_in_the_layout_of_jax_has_the_values_of_composer(shape):
     np.testing.assert_allclose(clipped, move(reference(w, g, 0.5)), rtol=2e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds("axes", "axis")
 @every_layout
 @pytest.mark.parametrize("shape", [(), (7,), (4, 5), (3, 4, 5), (2, 3, 4, 5), (1, 6)])

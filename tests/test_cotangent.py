@@ -231,6 +231,7 @@ def test_probes_that_are_shared_add_up_over_uses_lanes_and_devices(key):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_probe_may_be_float64():
     with jax.enable_x64(True):
         zero = cg.ClipStats.zero(dtype=jnp.float64)

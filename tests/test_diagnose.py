@@ -179,6 +179,7 @@ def test_the_same_library_function_twice_is_told_apart_by_line():
     assert cg.diagnose(loss, (jnp.zeros(3),)).findings[0].line == line_of(loss, "second =")
 
 
+@pytest.mark.exhaustive
 def test_value_and_vjp_are_both_said_in_this_order():
     def loss(x):
         a = jnp.sum(jnp.sqrt(x))
@@ -329,6 +330,7 @@ def test_a_gradient_that_is_not_finite_is_never_ok(monkeypatch):
     assert finding.kind == "vjp" and "the gradient of args/0 is not finite" in finding.message
 
 
+@pytest.mark.exhaustive
 def test_a_constant_has_the_step_at_which_it_first_comes_in():
     constant = np.array([np.nan], np.float32)
 

@@ -49,6 +49,7 @@ def test_a_healthy_loss_exits_with_0(models, capsys):
     assert capsys.readouterr().out == "nothing is wrong with the gradient\n"
 
 
+@pytest.mark.exhaustive
 def test_picture_and_data_are_written(models, tmp_path):
     out = tmp_path / "new" / "out"
     options = ["--args", f"{models}:sick", "--out", str(out)]

@@ -282,6 +282,7 @@ X = np.ones((4, 3))
 STEP_OPTIONS = [{}, {"accumulate": 2}, {"error_clip": {"h": cg.ClipByNorm(np.float64(0.1))}}]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds()
 @pytest.mark.parametrize("options", STEP_OPTIONS, ids=range(3))
 def test_a_training_step_warns_nobody_of_numpy_numbers(options):

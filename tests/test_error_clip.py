@@ -41,6 +41,7 @@ def test_each_name_has_its_own_rule():
     assert jax.grad(clipped, argnums=(0, 1))(1.0, 2.0) == (5, 7)
 
 
+@pytest.mark.exhaustive
 def test_each_input_is_a_variable_of_its_own():
     @cg.error_clip(cg.ClipByGlobalNorm(1.0))
     def f(a, b):

@@ -84,7 +84,8 @@ def one_seed_of_the_norm_clip(folder):
 def the_command(folder):
     """Every row, as a user has it: without what the tests tell the compiler."""
     environment = environment_of_users() | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "clipgrad", "demo", "--task", "char-rnn", "--out", folder]
+    command = [sys.executable, "-m", "clipgrad", "demo", "--all", "--task", "char-rnn"]
+    command += ["--out", folder]
     subprocess.run(command, env=environment, check=True, capture_output=True)
     arms = json.loads((folder / "demo.json").read_text())["tasks"]["char-rnn"]["arms"]
     seeds = {clip: arms[label]["seeds"] for clip, label in CLIPS.items()}

@@ -62,6 +62,7 @@ def test_the_state_is_that_of_the_optax_function(name):
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds("stats", "threshold")
 @every_clip
 @pytest.mark.parametrize(
@@ -242,6 +243,7 @@ def test_a_wrong_where_is_refused(where, error, match):
 BAD = {"a": jnp.array([jnp.nan, 3.0]), "b": jnp.array([-jnp.inf, 4.0]), "c": jnp.array([0.0])}
 
 
+@pytest.mark.exhaustive
 def test_zero_replaces_what_is_not_finite_before_the_norm():
     clipped, stats = cg.clip_grads(BAD, cg.ClipByGlobalNorm(1.0), nonfinite="zero")
     np.testing.assert_allclose(clipped["a"], [0, 0.6], rtol=1e-6)

@@ -127,6 +127,7 @@ def test_a_tree_that_contains_itself_or_has_keys_of_several_types_is_refused(nam
         EVERY[name]({"a": jnp.ones(2), 1: jnp.ones(2)})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", ["error_clip_by_name", "error_clip_everywhere", "diagnose", "list_names"]
 )

@@ -158,7 +158,7 @@ def subnormal_like(tree):
     return jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, 1e-39, np.float32)), tree)
 
 
-@pytest.mark.kinds("apply", case=rule_of)
+@pytest.mark.kinds("apply")
 @everywhere
 @every_case
 def test_subnormal_numbers_become_exact_zeros_at_zero_and_never_nan(case, apply, key):
@@ -172,7 +172,7 @@ def test_subnormal_numbers_become_exact_zeros_at_zero_and_never_nan(case, apply,
             assert (np.abs(np.float64(leaf)) < 2e-39).all()
 
 
-@pytest.mark.kinds("apply", case=rule_of)
+@pytest.mark.kinds("apply")
 @everywhere
 @every_case
 def test_a_leaf_of_subnormal_numbers_changes_nothing_about_the_others(case, apply, key):
@@ -260,7 +260,7 @@ NARROW = [
 ]  # fmt: skip
 
 
-@pytest.mark.kinds("dtype", case=rule_of)
+@pytest.mark.kinds("dtype")
 @every_case
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_narrow_dtype_is_clipped_in_float32_and_rounded_once(case, dtype, key):
@@ -334,6 +334,7 @@ def mixed_tree():
     }
 
 
+@pytest.mark.kinds(case=rule_of)
 @every_case
 def test_leaves_that_hold_no_gradient_pass_through_untouched(case):
     tree = mixed_tree()
@@ -395,7 +396,7 @@ def test_clipping_twice_is_clipping_once(case, key):
     assert_close(twice, once, rtol=1e-6)
 
 
-@pytest.mark.kinds("apply", case=rule_of)
+@pytest.mark.kinds("apply")
 @everywhere
 @every_case
 def test_compiled_and_eager_agree(case, apply, key):
@@ -437,7 +438,7 @@ def test_python_numbers_as_gradients_are_clipped_or_constants(apply):
     assert clipped == {"a": 1.0}
 
 
-@pytest.mark.kinds("apply", "scale", case=rule_of)
+@pytest.mark.kinds("apply", "scale")
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e30])

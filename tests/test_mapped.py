@@ -41,6 +41,7 @@ def mapped(f, mesh, in_specs, out_specs, **options):
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds()
 @every_order
 def test_replicated_leaves_are_counted_once(ord):
@@ -64,6 +65,7 @@ def test_leaves_over_one_axis_over_two_and_over_none(ord):
     assert_close(clipped, cg.ClipByGlobalNorm(0.5, ord=ord)(GRADS), rtol=2e-6)
 
 
+@pytest.mark.exhaustive
 def test_the_transformation_and_its_statistics():
     tx = cg.clip_by_global_norm(0.5, axis_name=("x", "y"), stats=True)
     alone = cg.clip_by_global_norm(0.5, stats=True)
@@ -124,6 +126,7 @@ def test_groups_that_lie_on_one_device_need_no_axis_name(rule, spec):
     assert_close(clip(GRADS["dense"]), rule(GRADS["dense"]), rtol=2e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mapping", [jax.pmap, jax.vmap], ids=["pmap", "vmap"])
 def test_pmap_and_vmap(mapping):
     grads = {n: GRADS[n] for n in ("dense",)} | {"more": GRADS["stack"].reshape(8, 8)}
@@ -131,6 +134,7 @@ def test_pmap_and_vmap(mapping):
     assert_close(mapping(rule, axis_name="i")(grads), cg.ClipByGlobalNorm(0.5)(grads), rtol=2e-6)
 
 
+@pytest.mark.exhaustive
 def test_vmap_inside_of_shard_map_is_per_example():
     grads = GRADS["stack"]
     rule = cg.ClipByGlobalNorm(0.5, axis_name="x")

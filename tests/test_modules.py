@@ -198,6 +198,7 @@ def by_hand(program):
     return gradient(()), {chosen: gradient(chosen) for chosen in [*zip(every), every]}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds("compile")
 @programs
 @pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -248,6 +249,7 @@ def test_statistics_are_those_of_a_probe_written_by_hand(program):
         assert float(total.size) == float(dummy.size)
 
 
+@pytest.mark.kinds()
 @programs
 def test_each_is_listed_once_with_its_scans(program):
     found = cg.list_names(loss_of(program), (X,))

@@ -57,6 +57,7 @@ ONE_GROUP = [cg.ClipByGlobalNorm(1.0), cg.ClipByGlobalNorm(1.0, ord=jnp.inf)]
 BY_LEAF = [cg.ClipByNorm(1.0), cg.ClipByNorm(1.0, ord=jnp.inf), cg.ClipByBlockRMS(0.1)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds()
 @pytest.mark.parametrize("rule", [*ONE_GROUP, *BY_LEAF], ids=repr)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])

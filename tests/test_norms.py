@@ -56,6 +56,7 @@ def test_known_norms(tree, expected):
     np.testing.assert_allclose(norm, expected, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds()
 @pytest.mark.parametrize("ord", [1, 2, 3, 4, jnp.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])

@@ -132,6 +132,7 @@ def test_a_microbatch_may_be_an_integer_of_numpy():
 # precision
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "dtype, leaves, shape, element, limit",
     [("float16", 1, (2**20,), 1e-4, 0.01), ("bfloat16", 40, (25,), 1.0, 1.0)],
@@ -149,6 +150,7 @@ def test_the_bound_holds_in_narrow_dtypes(dtype, leaves, shape, element, limit):
     assert norm <= 2 * limit * (1 + 2**-8) and norm > 1.99 * limit
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("microbatch", [None, 8])
 def test_rounding_to_the_dtype_happens_once(microbatch, key):
     grads = jax.random.normal(key, (64, 5)).astype(jnp.bfloat16)
@@ -243,6 +245,7 @@ def test_parameters_of_float32_keep_the_bound_in_the_result(microbatch, reduce, 
     assert moved["narrow"] > 1.05 * limit, "the docstring warns of it"
 
 
+@pytest.mark.exhaustive
 def test_many_small_addends_are_not_lost():
     params, batch = [jnp.zeros((), jnp.bfloat16)], [jnp.full(1000, 3.0, jnp.bfloat16)]
     for microbatch in (None, 1):
@@ -250,6 +253,7 @@ def test_many_small_addends_are_not_lost():
         assert per_example(params, batch)[1] == [1000]
 
 
+@pytest.mark.exhaustive
 def test_float64_is_summed_in_float64():
     with jax.enable_x64(True):
         batch = [jnp.array([1.0, 1e-12], jnp.float64)]
@@ -259,6 +263,7 @@ def test_float64_is_summed_in_float64():
         assert grad.dtype == stats.norm.dtype == jnp.float64 and grad == 1 + 1e-12
 
 
+@pytest.mark.exhaustive
 @given(st.integers(0, 2**16), st.sampled_from([-20, -6, 0, 6, 18]), st.sampled_from([1e-3, 1, 50]))
 def test_no_example_moves_the_sum_by_more_than_the_threshold(seed, exponent, limit):
     rng = np.random.default_rng(seed)
@@ -334,6 +339,7 @@ def test_on_explicit_axes_jax_refuses_small_microbatches_and_parameters_on_the_s
             clipped(loss, NORM, microbatch=microbatch).lower(params, sharded)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds("check_vma", "microbatch")
 @pytest.mark.parametrize("microbatch", [None, 2])
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -429,6 +435,7 @@ def test_an_example_that_is_nan(nonfinite):
     assert ("are NaN or inf" in (error.get() or "")) == (nonfinite == "error")
 
 
+@pytest.mark.exhaustive
 def test_the_gradients_have_the_structure_and_dtypes_of_the_parameters():
     params = [jnp.ones(2, d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64)]
 

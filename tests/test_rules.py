@@ -311,6 +311,7 @@ def test_a_subclass_of_a_rule_may_use_its_fields_and_an_attribute_beside_them(pl
         np.testing.assert_array_equal(place(rule, X), softness * jnp.minimum(X, 4.0))
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("apply", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_subclass_that_adds_nothing_is_the_rule(case, apply, key):

@@ -212,6 +212,7 @@ def is_program(value):
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("tree", ["1e12 parameters", "a vector of 3e9 elements"])
 @pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
 def test_what_is_measured_is_floating_and_no_integer_counts_past_32_bits(

@@ -148,6 +148,7 @@ def test_zero_gradients_are_taken_and_forgotten():
     assert not states.skipped.any() and states.window.seen[-1] == 1
 
 
+@pytest.mark.exhaustive
 def test_the_raw_norm_decides_even_if_the_optimizer_clips():
     """A detector that is fed the clipped norm sees no spike at all."""
     norms = 100 * noise(40)
@@ -355,6 +356,7 @@ def test_no_flag_for_nan_or_inf_stops_a_loop_on_finite_gradients(sigma, compile)
 # Without the rule of outliers.
 
 
+@pytest.mark.exhaustive
 def test_without_outliers_only_what_is_not_finite_or_above_the_limit_is_skipped():
     norms = np.concatenate([noise(200), 99 * noise(2), [np.nan, 1e3, 1e30, -np.inf], noise(9)])
     every = [cg.skip_spikes(optax.sgd(1.0), sigma=None, max_norm=m) for m in (None, 500.0)]
@@ -366,6 +368,7 @@ def test_without_outliers_only_what_is_not_finite_or_above_the_limit_is_skipped(
     assert (states.skipped_count[-1], states.spike_count[-1]) == (4, 2)
 
 
+@pytest.mark.exhaustive
 def test_without_outliers_a_step_that_is_not_skipped_is_that_of_the_optimizer():
     norms = 10 ** np.random.default_rng(0).uniform(-6, 6, size=60).astype(np.float32)
     updates, states = scan(cg.skip_spikes(optax.adam(0.1), sigma=None), norms)
@@ -503,6 +506,7 @@ def test_a_where_that_selects_nothing_is_refused():
         cg.skip_spikes(optax.sgd(1.0), where="x").init({"w": jnp.ones(1)})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sigma", [6.0, None])
 def test_it_is_saved_and_restored_by_orbax(sigma, tmp_path):
     import orbax.checkpoint as ocp

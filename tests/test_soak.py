@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.compilation_cache import compilation_cache
 
 import clipgrad as cg
-from clipgrad._demo._deep_mlp import TASK
+from benchmarks.which_clip_deep_mlp import TASK
 from tests.helpers import assert_same, environment_of_users
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]

@@ -382,6 +382,7 @@ def test_a_rule_that_is_off_only_watches():
     assert metrics["error_clip"]["h"].norm.all() and not metrics["error_clip"]["h"].clipped.any()
 
 
+@pytest.mark.exhaustive
 def test_statistics_are_added_up_over_microbatches():
     (_, whole), _, _ = tagged_step(None)
     (_, parts), _, _ = tagged_step(None, accumulate=2)
@@ -392,6 +393,7 @@ def test_statistics_are_added_up_over_microbatches():
     )
 
 
+@pytest.mark.exhaustive
 def test_a_limit_by_value_grows_with_the_number_of_microbatches():
     (whole, metrics), _, _ = tagged_step(cg.ErrorClipByValue(0.25))
     (parts, _), _, _ = tagged_step(cg.ErrorClipByValue(0.5), accumulate=2)

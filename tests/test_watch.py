@@ -27,6 +27,7 @@ def rnn(w, inputs):
     return jax.lax.scan(cell, 0.0, inputs)[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kinds()
 @every_model
 def test_value_gradient_and_sums_are_those_of_clips_written_by_hand(model):

@@ -97,5 +97,8 @@ TASK = Task(
     tag="patches",
     evaluate=_evaluate,
     reached=lambda metrics: (metrics["accuracy"] >= 0.9) & (metrics["layer 1 moved"] > 0),
-    note="optax.zero_nans trains the later layers, to a high accuracy; its first layer never moves",
+    shown=(_task.NORM, _task.ZERO_NANS, _task.ERROR),
+    short=150,
+    options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    note="only the error clip trains every layer: with optax.zero_nans the first one never moves",
 )

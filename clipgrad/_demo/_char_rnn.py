@@ -86,4 +86,6 @@ TASK = Task(
     evaluate=_evaluate,
     reached=lambda metrics: metrics["nats per character"] < 2.5,
     recurrent=True,
+    short=350,
+    note="the norm clip wins: begin with it, an error clip does not replace it",
 )

@@ -1,15 +1,17 @@
 """The subcommand ``demo``: trains, and shows a table, a figure and a report."""
 
 import argparse
+import dataclasses
 import importlib.util
 import time
 from pathlib import Path
 from typing import Any
 
 from clipgrad._check.command import PASSED, UsageError, complain
-from clipgrad._demo._table import table
+from clipgrad._demo._table import foot, head, row
+from clipgrad._demo._task import Task
 from clipgrad._demo._tasks import DEFAULT, TASKS
-from clipgrad._demo._train import Result, train
+from clipgrad._demo._train import Result, Run, train
 
 _EXTRAS = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
 
@@ -29,10 +31,13 @@ def add_demo_parser(subparsers: Any) -> None:
         action="extend",
         choices=TASKS,
         metavar="NAME",
-        help=f"what to train: {', '.join(TASKS)} (default: {' '.join(DEFAULT)})",
+        help=f"what to train: {', '.join(TASKS)} (default: {' '.join(DEFAULT)}; with --all: all)",
     )
     parser.add_argument(
-        "--seeds", type=_positive, default=5, metavar="N", help="how many seeds (default: 5)"
+        "--all", action="store_true", help="every task, every way to train it, all of the steps"
+    )
+    parser.add_argument(
+        "--seeds", type=_positive, metavar="N", help="how many seeds (default: 3; with --all: 5)"
     )
     parser.add_argument(
         "--steps", type=_positive, metavar="N", help="training steps (default: as the task needs)"
@@ -56,7 +61,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
         results = _train_all(arguments)
-        paths = _write(arguments.out, results, arguments.seeds, start)
+        paths = _write(arguments.out, results, start)
     except OSError as error:
         why = error.strerror or error
         return complain("demo", UsageError(f"can't write to {arguments.out}: {why}"))
@@ -67,26 +72,42 @@ def run_demo(arguments: argparse.Namespace) -> int:
 def _train_all(arguments: argparse.Namespace) -> list[Result]:
     from tqdm import tqdm
 
-    plan = [(TASKS[name], arguments.steps or TASKS[name].steps) for name in _chosen(arguments)]
-    results = []
-    with tqdm(total=sum(len(task.arms) * steps for task, steps in plan), unit="step") as bar:
-        for task, steps in plan:
-            bar.set_description(task.name)
-            results.append(train(task, arguments.seeds, steps, bar.update))
-            bar.write(table(results[-1]) + "\n")
-    return results
+    tasks = _chosen(arguments)
+    with tqdm(total=sum(len(task.arms) * task.steps for task in tasks), unit="step") as bar:
+        return [
+            _train_one(task, arguments.seeds or (5 if arguments.all else 3), bar) for task in tasks
+        ]
 
 
-def _chosen(arguments: argparse.Namespace) -> list[str]:
-    return list(dict.fromkeys(arguments.task or DEFAULT))
+def _train_one(task: Task, seeds: int, bar: Any) -> Result:
+    bar.set_description(task.name)
+    shown = []
+
+    def show(run: Run) -> None:
+        if not shown:
+            bar.write(head(task, seeds, task.steps, list(run.metrics)))
+        bar.write(row(run))
+        shown.append(run)
+
+    result = train(task, seeds, task.steps, bar.update, show)
+    bar.write("\n".join([*foot(task), ""]))
+    return result
 
 
-def _write(out: Path, results: list[Result], seeds: int, start: float) -> list[Path]:
+def _chosen(arguments: argparse.Namespace) -> list[Task]:
+    names = arguments.task or (TASKS if arguments.all else DEFAULT)
+    tasks = [TASKS[name] for name in dict.fromkeys(names)]
+    chosen = tasks if arguments.all else [task.story() for task in tasks]
+    return [dataclasses.replace(task, steps=arguments.steps or task.steps) for task in chosen]
+
+
+def _write(out: Path, results: list[Result], start: float) -> list[Path]:
     from clipgrad._demo._figure import figure
     from clipgrad._demo._report import report
 
     paths = [out / "demo.png", out / "demo.json"]
     figure(results).savefig(paths[0], dpi=130)
+    seeds = len(results[0].runs[0].loss)
     paths[1].write_text(report(results, seeds, time.perf_counter() - start), encoding="utf-8")
     return paths
 

@@ -1,7 +1,5 @@
-"""The figure: loss and gradient norm of every arm per step, and per time step of an RNN."""
+"""The figure: a row for each task, its loss and its gradient norm, few curves with their names."""
 
-import textwrap
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -9,7 +7,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -28,48 +25,40 @@ _COLOURS = {
     _task.IF_FINITE: "#E69F00",
     _task.ZERO_NANS: "#8C8C8C",
 }
-_KEY = "line: median, band: range of {} seeds over nearby steps"
-_TIME_KEY = """The gradient of {!r} at each time step:
-the backward pass goes from right to left.
-line: median, band: range of {} seeds over {} steps"""
-_NOTE_WIDTH = 60
-_ROW = 0.075
-_HEIGHT = 4.3
+_HEIGHT = 3.6
+_ROW = 0.1
+# Between two labels, as a share of the height of a panel: three lines of text.
+_APART = 0.22
 # How far up and down from the median a panel reaches: an explosion would flatten all the rest.
 _UP, _DOWN = 1e7, 1e5
 
 
 def figure(results: list[Result]) -> Figure:
-    """For each task: loss on the left, gradient norm in the middle, the legend.
+    """A row for each task: the loss, and the gradient norm per step or per time step.
 
-    Below them, if it has time steps: the gradient norm at each of them.
+    Drawn are the arms that tell the task's story, each with its name and outcome beside it.
     """
     layout = ConstrainedLayoutEngine(w_pad=0.12)
-    heights = [_HEIGHT * (2 if _through_time(result) else 1) for result in results]
-    chart = Figure(figsize=(15, sum(heights)), layout=layout)
+    chart = Figure(figsize=(14, _HEIGHT * len(results)), layout=layout)
     FigureCanvasAgg(chart)
-    rows = chart.subfigures(len(results), 1, squeeze=False, hspace=0.04, height_ratios=heights)
+    rows = chart.subfigures(len(results), 1, squeeze=False, hspace=0.04)
     for part, result in zip(rows[:, 0], results, strict=True):
-        _draw_task(part, result)
+        shown = [run for run in result.runs if run.arm.label in result.task.shown]
+        _draw_task(part, result._replace(runs=shown or result.runs))
     return chart
 
 
 def _draw_task(part: Any, result: Result) -> None:
-    part.suptitle(f"{result.task.name}: {result.task.summary}", fontsize=12, fontweight="bold")
-    through_time = _through_time(result)
-    grid = part.add_gridspec(2 if through_time else 1, 3, width_ratios=[1, 1, 0.78])
-    losses, norms, legend = (part.add_subplot(grid[0, column]) for column in range(3))
-    _draw_panel(losses, "loss", {run.arm.label: run.loss for run in result.runs})
-    norm = {run.arm.label: run.norm for run in result.runs}
-    _draw_panel(norms, "gradient norm before any gradient clip", norm)
-    seeds, goal = len(result.runs[0].loss), f"goal: {result.task.goal}"
-    note = textwrap.wrap(result.task.note, _NOTE_WIDTH)
-    key = "\n".join([_KEY.format(seeds), goal, *note])
-    _draw_legend(legend, key, map(_outcome, result.runs))
-    if through_time:
-        _draw_through_time(part.add_subplot(grid[1, :2]), through_time)
-        key = _TIME_KEY.format(result.task.tag, seeds, result.steps)
-        _draw_legend(part.add_subplot(grid[1, 2]), key, map(_peak, result.runs))
+    part.suptitle(f"{result.task.summary}\n{result.task.note}", fontsize=11)
+    losses, norms = part.subplots(1, 2)
+    outcomes = {run.arm.label: _outcome(run) for run in result.runs}
+    _draw_panel(losses, "loss", {run.arm.label: run.loss for run in result.runs}, outcomes)
+    if through_time := _through_time(result):
+        peaks = {run.arm.label: _peak(run) for run in result.runs}
+        _draw_through_time(norms, result.task.tag, through_time, peaks)
+    else:
+        norm = {run.arm.label: run.norm for run in result.runs}
+        _draw_panel(norms, "gradient norm before any gradient clip", norm, {})
 
 
 def _through_time(result: Result) -> dict[str, Band]:
@@ -77,23 +66,30 @@ def _through_time(result: Result) -> dict[str, Band]:
     return {label: over_training(each) for label, each in norms.items() if each is not None}
 
 
-def _draw_legend(axes: Axes, title: str, handles: Iterable[Line2D]) -> None:
-    axes.set_axis_off()
-    box = axes.legend(
-        handles=list(handles),
-        loc="center left",
-        borderaxespad=0,
-        frameon=False,
-        title=title,
-        title_fontsize=9,
-        alignment="left",
-        labelspacing=0.9,
-        fontsize=9,
-    )
-    box.set_in_layout(False)
+def _label(axes: Axes, curves: dict[str, np.ndarray], beside: dict[str, str]) -> None:
+    """Writes each name, and what is beside it, at the end of its curve; none over another."""
+    low, high = np.log(axes.get_ylim())
+    ends = {label: values[np.isfinite(values) & (values > 0)] for label, values in curves.items()}
+    heights = {n: (np.log(v[-1]) - low) / (high - low) if v.size else 1.0 for n, v in ends.items()}
+    heights = {n: height for n, height in heights.items() if ends[n].size or n in beside}
+    below = -np.inf
+    order = sorted(heights, key=heights.__getitem__)
+    for number, label in enumerate(order):
+        room = 1 - _APART * (len(order) - number - 0.5)
+        below = max(below + _APART, min(max(heights[label], _APART / 2), room))
+        axes.annotate(
+            "\n".join([label, *filter(None, [beside.get(label)])]),
+            xy=(1.015, below),
+            xycoords="axes fraction",
+            va="center",
+            fontsize=9,
+            color=_COLOURS[label],
+        )
 
 
-def _draw_panel(axes: Axes, quantity: str, curves: dict[str, np.ndarray]) -> None:
+def _draw_panel(
+    axes: Axes, quantity: str, curves: dict[str, np.ndarray], beside: dict[str, str]
+) -> None:
     steps = next(iter(curves.values())).shape[1]
     axes.set(ylabel=quantity, xlabel="step", xscale="log", yscale="log", xlim=(0.9, steps * 1.1))
     axes.grid(True, which="major", alpha=0.25)
@@ -105,21 +101,26 @@ def _draw_panel(axes: Axes, quantity: str, curves: dict[str, np.ndarray]) -> Non
     shown = _scale(axes, list(curves.values()), len(ended))
     for row, (label, values) in enumerate(ended.items()):
         _draw_end(axes, label, np.clip(values, *shown), 0.95 - row * _ROW)
+    _label(axes, {label: band(values).middle for label, values in curves.items()}, beside)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if _decades(axis) < 3.5 else (1,)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
 
 
-def _draw_through_time(axes: Axes, curves: dict[str, Band]) -> None:
+def _draw_through_time(
+    axes: Axes, tag: str, curves: dict[str, Band], beside: dict[str, str]
+) -> None:
     last = len(next(iter(curves.values())).steps)
-    axes.set(ylabel="gradient norm after any error clip", xlabel="time step", yscale="log")
+    axes.set(ylabel=f"norm of the gradient of {tag!r}", yscale="log")
+    axes.set(xlabel="time step (the backward pass goes from right to left)")
     axes.set(xlim=(0.5, last + 0.5), ylim=_whole([part for b in curves.values() for part in b[1:]]))
     axes.grid(True, which="major", alpha=0.25)
     for label, line in curves.items():
         _draw_curve(axes, label, line)
         thin: Any = {"color": _COLOURS[label], "linewidth": 0.7, "linestyle": _dash(label)}
         axes.plot(line.steps, line.low, line.steps, line.high, **thin)
+    _label(axes, {label: line.high for label, line in curves.items()}, beside)
 
 
 def _whole(curves: list[np.ndarray]) -> tuple[float, float]:
@@ -205,21 +206,15 @@ def _dash(label: str) -> Any:
     return (0, (4, 2)) if label == _task.BOTH else "-"
 
 
-def _outcome(run: Run) -> Line2D:
+def _outcome(run: Run) -> str:
     name, values = next(iter(run.metrics.items()))
-    goal = f"goal {run.reached.sum()} of {run.reached.size}"
-    return _handle(run.arm.label, f"{name} {span(values)}, {goal}")
+    return f"{name} {span(values)}\ngoal: {run.reached.sum()} of {run.reached.size} seeds"
 
 
-def _handle(label: str, result: str) -> Line2D:
-    colour, dash = _COLOURS[label], _dash(label)
-    return Line2D([], [], color=colour, linestyle=dash, linewidth=2.4, label=f"{label}\n{result}")
-
-
-def _peak(run: Run) -> Line2D:
+def _peak(run: Run) -> str:
     norms = np.asarray(run.through_time)
     finite = np.isfinite(norms)
     parts = [f"up to {short(norms[finite].max())}"] if finite.any() else []
     if lost := (~finite).any((1, 2)).sum():
         parts.append(f"NaN in {lost} of {len(norms)}")
-    return _handle(run.arm.label, ", ".join(parts))
+    return ", ".join(parts)

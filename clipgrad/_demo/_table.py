@@ -1,29 +1,44 @@
-"""The results of a task as a table for the terminal."""
+"""The results of a task as a table for the terminal, a line as soon as it is known."""
 
 import numpy as np
 
 from clipgrad._demo._curves import short, span
+from clipgrad._demo._task import Task
 from clipgrad._demo._train import Result, Run
+
+# As wide as the widest label, and as the range of two numbers with some NaN.
+_LABEL, _SPAN, _SHARE = 24, 20, 8
 
 
 def table(result: Result) -> str:
     """What was trained, and a line for each arm."""
     task, runs = result.task, result.runs
-    head = ["", *runs[0].metrics, "goal", "finite", "max gradient norm"]
-    rows = [head, *map(_row, runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    rows.insert(1, ["-" * width for width in widths])
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    seeds = len(runs[0].loss)
-    goal = f"goal: {task.goal}  ({seeds} seeds, {result.steps} steps, {result.seconds:.0f} s)"
-    notes = [f"note: {task.note}"] if task.note else []
-    return "\n".join([f"{task.name}: {task.summary}", goal, *lines, *notes])
+    top = head(task, len(runs[0].loss), result.steps, list(runs[0].metrics))
+    return "\n".join([top, *map(row, runs), *foot(task)])
 
 
-def _row(run: Run) -> list[str]:
+def head(task: Task, seeds: int, steps: int, metrics: list[str]) -> str:
+    """What is trained, and the names of the columns."""
+    names = _line("", metrics, "goal", "finite", "max gradient norm")
+    goal = f"goal: {task.goal}  ({seeds} seeds, {steps} steps)"
+    return "\n".join([f"{task.name}: {task.summary}", goal, names, "-" * len(names)])
+
+
+def row(run: Run) -> str:
+    """What one arm gave."""
     finite = np.isfinite(run.loss[:, -1])
     spans = [span(values) for values in run.metrics.values()]
-    return [run.arm.label, *spans, _share(run.reached), _share(finite), _largest(run.norm)]
+    return _line(run.arm.label, spans, _share(run.reached), _share(finite), _largest(run.norm))
+
+
+def foot(task: Task) -> list[str]:
+    """What the metrics alone don't say."""
+    return [f"note: {task.note}"] if task.note else []
+
+
+def _line(label: str, spans: list[str], goal: str, finite: str, largest: str) -> str:
+    columns = [label.ljust(_LABEL), *(text.ljust(_SPAN) for text in spans)]
+    return "".join([*columns, goal.ljust(_SHARE), finite.ljust(_SHARE), largest])
 
 
 def _share(flags: np.ndarray) -> str:

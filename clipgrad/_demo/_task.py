@@ -1,7 +1,7 @@
 """What a task of the demo is, and the ways to train that it compares."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -68,6 +68,10 @@ class Task:
       reached: whether metrics reach the goal.
       recurrent: whether the tagged variable is inside of a scan over time steps.
       note: what the metrics alone don't say, in a line.
+      shown: the arms that tell the story: without ``--all`` only they are trained, and only they
+        are drawn.
+      short: how many steps show it; 0: all.
+      options: those of the compiler, for a model that takes longer to compile than to train.
     """
 
     name: str
@@ -85,6 +89,14 @@ class Task:
     reached: Callable[[Metrics], Any]
     recurrent: bool = False
     note: str = ""
+    shown: tuple[str, ...] = (PLAIN, NORM, ERROR)
+    short: int = 0
+    options: Mapping[str, Any] | None = None
+
+    def story(self) -> "Task":
+        """The task with the arms that are shown."""
+        arms = tuple(arm for arm in self.arms if arm.label in self.shown)
+        return dataclasses.replace(self, arms=arms, steps=self.short or self.steps)
 
 
 def normal(random: np.random.Generator, *shape: int, scale: float) -> np.ndarray:

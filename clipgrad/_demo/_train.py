@@ -64,7 +64,13 @@ class _Common(NamedTuple):
     steps: int
 
 
-def train(task: Task, seeds: int, steps: int, advance: Callable[[int], Any]) -> Result:
+def train(
+    task: Task,
+    seeds: int,
+    steps: int,
+    advance: Callable[[int], Any],
+    show: Callable[[Run], Any] = lambda run: None,
+) -> Result:
     """Trains every arm of a task, all of them from the same parameters on the same batches.
 
     Args:
@@ -72,6 +78,7 @@ def train(task: Task, seeds: int, steps: int, advance: Callable[[int], Any]) -> 
       seeds: how many seeds.
       steps: how many steps.
       advance: is told how many steps have been made since the last time.
+      show: is given each arm's run when it and those before it have ended.
     """
     start = time.perf_counter()
     common = _prepare(task, seeds, steps)
@@ -86,7 +93,10 @@ def train(task: Task, seeds: int, steps: int, advance: Callable[[int], Any]) -> 
     # Models this small keep one core busy each.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            runs = list(pool.map(functools.partial(_run, common, tick), task.arms))
+            runs = []
+            for run in pool.map(functools.partial(_run, common, tick), task.arms):
+                runs.append(run)
+                show(run)
         finally:
             stopped.set()
     return Result(task, steps, runs, time.perf_counter() - start)
@@ -121,7 +131,8 @@ def _run(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Run:
 def _train_arm(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Any:
     optimizer = arm.optimizer(common.task.optimizer)
     carry = (common.params, jax.vmap(optimizer.init)(common.params))
-    compiled = jax.jit(jax.vmap(_chunk(common.task, arm, optimizer)))
+    chunk = jax.vmap(_chunk(common.task, arm, optimizer))
+    compiled = jax.jit(chunk, compiler_options=common.task.options)
     size = _chunk_size(common.steps)
     history = []
     for start in range(0, common.steps, size):
