@@ -186,8 +186,8 @@ def _updated(
     Inside of this one update every clip has a state with statistics, whatever wraps it.
     """
     wide = state
-    with contextlib.suppress(jax.errors.JAXTypeError), asking_for_stats("init"):
-        # Not of an init that only takes numbers: then the clips say that there is no place.
+    # An init that has run on numbers may fail on shapes; then the clips say that there is no place.
+    with contextlib.suppress(Exception), asking_for_stats("init"):
         wide = with_room(state, jax.eval_shape(optimizer.init, params))
     with asking_for_stats("update"):
         extended = optax.with_extra_args_support(optimizer)
@@ -232,7 +232,7 @@ def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> Metric
 def _check_numbers(params: Any) -> None:
     """Raises `TypeError` for keys of random numbers, by which JAX does not differentiate."""
     for path, leaf in with_paths(params):
-        if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.extended):
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise TypeError(
                 f"params: got a leaf of dtype {leaf.dtype} at {path!r}, expected numbers; pass "
                 "keys of random numbers in the batch, or jax.random.key_data(key)"
