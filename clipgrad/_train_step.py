@@ -15,7 +15,7 @@ from clipgrad._clip_state import asking_for_stats, stats_in, with_room, without_
 from clipgrad._compat import exportable
 from clipgrad._names import Rules
 from clipgrad._norms import global_norm
-from clipgrad._overwritten import overwrite, split, zeros_for
+from clipgrad._overwritten import overwrite, split_overwritten, zeros_for
 from clipgrad._skip_spikes import SkipSpikesState, as_optimizer
 from clipgrad._stats import ClipStats, count_nonfinite
 from clipgrad._trees import (
@@ -29,7 +29,7 @@ from clipgrad._trees import (
 )
 from clipgrad._watch import with_stats
 
-Metrics = dict[str, Any]
+StepMetrics = dict[str, Any]
 
 
 @exportable
@@ -61,7 +61,7 @@ class TrainStep:
         trained, _ = partition(params, is_clippable)
         return TrainState(params, jax.tree.map(_copied, self.optimizer.init(trained)))
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         """One step of training."""
         check_tree("batch", batch)
         try:
@@ -154,11 +154,11 @@ def train_step(
     if accumulate > 1:
         gradients = accumulated(gradients, accumulate)
 
-    def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         (loss, aux), grads, stats = gradients(state.params, batch)
         trained, fixed = partition(state.params, is_clippable)
         _check_trained(optimizer, trained, fixed, state.opt_state)
-        grads, overwriting = split(grads)
+        grads, overwriting = split_overwritten(grads)
 
         def value(trained: Any) -> Any:
             params = combine(trained, fixed)
@@ -215,7 +215,7 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
     return gradients
 
 
-def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> Metrics:
+def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> StepMetrics:
     skips = instances(opt_state, SkipSpikesState)
     metrics = {"grad_norm": global_norm(grads), "nonfinite": count_nonfinite(grads), "clips": clips}
     if len(clips) == 1:
