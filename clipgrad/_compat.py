@@ -1,5 +1,6 @@
 """The differences between JAX versions that the clips meet, in one place."""
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -53,6 +54,13 @@ def by_platform(
 
 
 def exportable(cls: T) -> T:
-    """A class decorator: programs that return this named tuple can be exported and serialized."""
+    """A class decorator: programs that return this named tuple can be exported and serialized.
+
+    JAX takes each name once, so a module that is reloaded keeps its class; then states that were
+    made before are still of the class that all other modules know.
+    """
+    known = getattr(sys.modules[cls.__module__], cls.__name__, None)
+    if known is not None:
+        return known
     name = f"clipgrad.{cls.__name__}"
     return jax.export.register_namedtuple_serialization(cls, serialized_name=name)

@@ -115,11 +115,31 @@ class ClipStats(NamedTuple):
           before: the tree that was clipped.
           after: the clipped tree.
           dtype: float32 or float64; by default float64 if a leaf is.
+
+        Raises:
+          ValueError: if the clipped tree has other leaves, or leaves of other shapes.
         """
         check_tree("before", before)
+        _check_same(before, after)
         dtype = stats_dtype(before) if dtype is None else jnp.dtype(dtype).name
         off = after is before
         return _of(clippable_leaves(before), None if off else clippable_leaves(after), dtype)
+
+
+def _check_same(before: Any, after: Any) -> None:
+    """Raises `ValueError` for trees that differ in the leaves that are measured."""
+    if after is before:
+        return
+    check_tree("after", after)
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        paths, others = clippable_paths(before), clippable_paths(after)
+        if paths != others:
+            raise ValueError(f"after: got the leaves {others}, expected those of before, {paths}")
+    for b, a in zip(clippable_leaves(before), clippable_leaves(after), strict=True):
+        if a.shape != b.shape:
+            raise ValueError(
+                f"after: got a leaf of shape {a.shape}, expected that of before, {b.shape}"
+            )
 
 
 @functools.partial(jax.jit, static_argnums=2)

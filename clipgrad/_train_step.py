@@ -241,8 +241,8 @@ def _check_numbers(params: Any) -> None:
     for path, leaf in with_paths(params):
         if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.extended):
             raise TypeError(
-                f"params: got a leaf of dtype {leaf.dtype} at {path!r}, expected numbers; pass keys "
-                "of random numbers in the batch, or jax.random.key_data(key)"
+                f"params: got a leaf of dtype {leaf.dtype} at {path!r}, expected numbers; pass "
+                "keys of random numbers in the batch, or jax.random.key_data(key)"
             )
 
 
