@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.extend import source_info_util
 
 import clipgrad as cg
 from clipgrad._names_command import add_names_parser
@@ -194,6 +195,7 @@ class Codec(eqx.Module):
         return jnp.sin(self.down(x))
 
     def helper(self, x):
+        assert "//" not in f"{source_info_util.current_name_stack()}/"
         return jnp.tanh(x)
 
 
