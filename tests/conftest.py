@@ -1,6 +1,5 @@
 """Strict numerics for every test, eight CPU devices, and a fresh PRNG key."""
 
-import collections
 import gc
 import importlib.metadata
 import os
@@ -22,6 +21,8 @@ os.environ["XLA_FLAGS"] = " ".join([*_FLAGS, os.environ.get("XLA_FLAGS", "")])
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+from tests import costs, kinds  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -45,22 +46,21 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("clipgrad")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--costs", action="store_true", help="CPU seconds of each file of tests")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(kinds)
+    if config.option.costs:
+        config.pluginmanager.register(costs.Costs())
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Which rows of a table run by default, the others being exhaustive, and what runs first.
-
-    The first row and each ninth after it run, of a test that is ``sampled(n)`` each n-th: an odd
-    number, since where two or four cases take turns an even one runs the same case again and again.
-    """
+    """What runs first."""
     # tests/test_one_device.py empties JAX's caches: the less is in them, the less is made again.
     items.sort(key=lambda item: "test_one_device" not in item.nodeid)
-    seen = collections.Counter()
-    for item in items:
-        test = item.nodeid.partition("[")[0]
-        mark = item.get_closest_marker("sampled")
-        if seen[test] % (mark.args[0] if mark else 9):
-            item.add_marker("exhaustive")
-        seen[test] += 1
 
 
 def pytest_collection_finish():

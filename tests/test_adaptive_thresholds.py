@@ -200,6 +200,7 @@ def eventful(**kwargs):
     return norms
 
 
+@pytest.mark.exhaustive
 @every_option
 def test_it_is_the_published_formula_but_for_what_says_nothing_and_what_is_far(kind, options):
     steps = 1200 if kind is cg.PercentileThreshold and not options else 600
@@ -235,6 +236,7 @@ EVENTS = [np.nan, np.inf, 0.0, 1e6, 1e30, MOST]
 TIMES = [0, 1, 10, 24, 99, 200, 290]
 
 
+@pytest.mark.kinds()
 @every_kind
 def test_one_event_disables_nothing(kind):
     norms = ordinary(300, 1)
@@ -250,6 +252,7 @@ def test_one_event_disables_nothing(kind):
     assert (thresholds[300:] < 10).all(), "a spike soon after would pass"
 
 
+@pytest.mark.kinds("kind")
 @every_kind
 def test_a_norm_in_the_millions_of_one_leaf_does_not_silence_the_others(kind):
     norms = ordinary(400, 3)
@@ -258,6 +261,7 @@ def test_a_norm_in_the_millions_of_one_leaf_does_not_silence_the_others(kind):
     assert 0.3 < thresholds[-1, 0] < 3 and 30 < thresholds[-1, 2] < 300
 
 
+@pytest.mark.kinds("kind", "start")
 @every_kind
 @pytest.mark.parametrize("start", [1e-12, 1.0, 1e12])
 def test_a_leaf_that_is_used_late_has_its_own_start(kind, start):
@@ -269,6 +273,7 @@ def test_a_leaf_that_is_used_late_has_its_own_start(kind, start):
     assert 0.3 < thresholds[-1, 1] / (10 * start) < 3
 
 
+@pytest.mark.kinds("bad", "kind")
 @every_kind
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 0.0], ids=str)
 def test_without_a_single_norm_nothing_is_clipped(kind, bad):
@@ -276,6 +281,7 @@ def test_without_a_single_norm_nothing_is_clipped(kind, bad):
     assert (thresholds == np.float32(MOST)).all()
 
 
+@pytest.mark.exhaustive
 def test_the_averages_do_not_see_the_absolute_limit():
     """As in the authors' code: otherwise they would end at the limit, with no deviation."""
     _, limited = run(cg.ZScoreThreshold(max_norm=0.5), ordinary(100, 1))
@@ -283,6 +289,7 @@ def test_the_averages_do_not_see_the_absolute_limit():
     assert (limited.mean, limited.deviation) == (free.mean, free.deviation)
 
 
+@pytest.mark.kinds("dtype", "number")
 @pytest.mark.parametrize(
     "dtype", [jnp.float32, jnp.float64, jnp.bfloat16], ids=lambda d: d.__name__
 )
@@ -303,6 +310,7 @@ def test_numbers_of_numpy_and_64_bits_keep_the_dtype_of_the_norms(number, dtype)
         jax.eval_shape(functools.partial(scan, skip), jnp.ones((3, 2), dtype), jnp.ones(2, dtype))
 
 
+@pytest.mark.kinds("name")
 @every_kind
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_norm", "clip_by_value"])
 def test_trees_without_gradients_and_leaves_of_every_kind(name, kind):
@@ -338,6 +346,7 @@ def test_norms_that_grow_tenfold_for_good_are_followed_within_half_a_window():
     assert thresholds[201] < 5 and thresholds[-1] > 30
 
 
+@pytest.mark.exhaustive
 def test_inf_does_not_enter_as_the_threshold_that_it_is_clipped_to():
     norms = ordinary(100, 1)
     norms[50] = np.inf
@@ -354,6 +363,7 @@ def test_how_large_a_spike_is_does_not_matter_to_a_percentile():
     np.testing.assert_array_equal(*thresholds.T)
 
 
+@pytest.mark.exhaustive
 def test_equal_norms_are_the_threshold():
     assert run(cg.HistoryThreshold(), np.full((90, 1), 2.5))[0][-1] == 2.5
     assert run(cg.PercentileThreshold(), np.full((90, 1), 2.5))[0][-1] == 2.5
@@ -432,6 +442,7 @@ def scan(tx, grads, params):
     return compiled_scan(tx)(grads, params)
 
 
+@pytest.mark.exhaustive
 @every_clip
 def test_what_is_followed_is_the_least_threshold_that_changes_nothing(name, key):
     grads, params = tree_of(key, scale=3.0), tree_of(jax.random.fold_in(key, 1))
@@ -464,6 +475,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("kind, name", PAIRS, ids=lambda x: getattr(x, "__name__", x))
 def test_no_flag_for_nan_or_inf_stops_a_loop_on_finite_gradients(kind, name, compile):
@@ -484,6 +496,7 @@ def inputs(key):
     return grads, {k: jnp.ones(s) for k, s in shapes.items()}
 
 
+@pytest.mark.kinds("kind", "name")
 @every_clip
 @every_kind
 def test_the_state_has_one_structure(name, kind, key):
@@ -508,6 +521,7 @@ def test_no_update_exceeds_its_threshold(key):
     assert (np.linalg.norm(updates[80:], axis=1) < 8).all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "threshold",
     [cg.PercentileThreshold(), cg.HistoryThreshold(window=9), cg.ZScoreThreshold(warmup=5)],
@@ -523,6 +537,7 @@ def test_each_leaf_has_a_history_of_its_own(threshold, key):
     assert state.threshold[0] < state.threshold[1]
 
 
+@pytest.mark.exhaustive
 def test_seeds_under_vmap_are_runs_of_their_own(key):
     tx = cg.clip_by_global_norm(cg.PercentileThreshold(50, window=8))
     grads = jax.random.normal(key, (3, 20, 4))
@@ -532,6 +547,7 @@ def test_seeds_under_vmap_are_runs_of_their_own(key):
     assert states.threshold.shape == (3,)
 
 
+@pytest.mark.exhaustive
 def test_a_norm_that_is_known_is_followed_and_not_summed_again():
     threshold = cg.PercentileThreshold(50, window=4)
     tx, params = cg.clip_by_global_norm(threshold), {"w": jnp.ones((64, 64))}
@@ -541,6 +557,7 @@ def test_a_norm_that_is_known_is_followed_and_not_summed_again():
     assert reductions(known.compile()) == following(threshold, ())
 
 
+@pytest.mark.kinds()
 @every_clip
 def test_following_sums_nothing_twice(name):
     threshold = cg.HistoryThreshold(window=4)
@@ -568,6 +585,7 @@ def test_zeroed_gradients_are_followed_as_what_is_left_of_them():
     assert state.threshold == 3
 
 
+@pytest.mark.exhaustive
 def test_the_threshold_is_a_constant_to_differentiation():
     tx = cg.clip_by_global_norm(Times(0.5))
     state = tx.init(jnp.zeros(2))
@@ -591,6 +609,7 @@ def test_inject_hyperparams_and_chain_take_it(key):
     assert optax.tree.get(state, "threshold").shape == (4,)
 
 
+@pytest.mark.exhaustive
 def test_it_is_saved_and_restored_by_orbax(key, tmp_path):
     import orbax.checkpoint as ocp
 
@@ -605,6 +624,7 @@ def test_it_is_saved_and_restored_by_orbax(key, tmp_path):
     assert_same(restored, state)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("name", ["clip_by_global_norm", "clip_by_norm"])
 def test_sharded_gradients_are_followed_like_those_of_one_device(name, kind, key):
@@ -625,6 +645,7 @@ def test_sharded_gradients_are_followed_like_those_of_one_device(name, kind, key
     assert_close(jax.device_get((updates, sharded)), (expected, state))
 
 
+@pytest.mark.exhaustive
 def test_devices_in_shard_map_follow_one_norm(key):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     tx = cg.clip_by_global_norm(cg.HistoryThreshold(window=4), axis_name="x")

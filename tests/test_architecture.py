@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
+import clipgrad as cg
+from tests import kinds
+
 PACKAGE = pathlib.Path(__file__).parents[1] / "clipgrad"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TESTS = sorted(pathlib.Path(__file__).parent.glob("test_*.py"))
-# Each file is looked at by default.
-pytestmark = pytest.mark.sampled(1)
 
 # Each module may import the ones before it, and nothing of the package that is not listed.
 LAYERS = [
@@ -89,15 +90,18 @@ def test_the_tests_that_comments_name_as_reasons_exist():
         assert set(re.findall(r"(?<![.\w])test_\w+", " ".join(comments))) <= defined, path
 
 
-def marks(node):
-    return ast.unparse(node).count("mark." + "exhaustive")
+def by_default(path):
+    """The source of the tests of a file that run, at least with a row, without a selection."""
+    source = path.read_text()
+    if not kinds.only_in_ci(source):
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and "pytest.mark.exhaustive" not in {
+                ast.unparse(mark) for mark in node.decorator_list
+            }:
+                yield ast.get_source_segment(source, node)
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda p: p.name)
-def test_each_test_runs_by_default(path):
-    """Exhaustive are rows of a table but for its first, never a whole test or file."""
-    tree = ast.parse(path.read_text())
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    tables = (call.args[1] for call in calls if ast.unparse(call.func).endswith("parametrize"))
-    rows = (row for table in tables if isinstance(table, ast.List) for row in table.elts[1:])
-    assert marks(tree) == sum(map(marks, rows))
+def test_the_core_uses_every_public_name():
+    source = "\n".join(text for path in TESTS for text in by_default(path))
+    missing = [name for name in cg.__all__ if not re.search(rf"\bcg\.{name}\b", source)]
+    assert not missing

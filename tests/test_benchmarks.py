@@ -14,7 +14,7 @@ from benchmarks import report, rows, timing, trees
 from benchmarks.rows import FLOOR, OURS, PEER, Absent, DifferentNumbersError, Row, Scale
 from benchmarks.subjects import SUBJECTS
 
-pytestmark = pytest.mark.usefixtures("users_promotion")
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 TINY = Scale(1 / 500)
 
 

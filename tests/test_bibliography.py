@@ -9,6 +9,8 @@ import pytest
 import clipgrad as cg
 from tests.helpers import NAMES
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "bibliography.md").read_text()
 LINK = re.compile(r"https?://[^\s)\];:,]*[^\s)\];:,.]")

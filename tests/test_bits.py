@@ -12,7 +12,7 @@ import pytest
 import clipgrad as cg
 from tests.helpers import RELEASED, assert_same
 
-pytestmark = pytest.mark.usefixtures("users_promotion")
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 
 STEPS = 30
 SIZES = (37, 131, 64, 5)

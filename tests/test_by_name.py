@@ -28,6 +28,7 @@ every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 some_models = pytest.mark.parametrize("model", SOME.values(), ids=SOME)
 
 
+@pytest.mark.kinds()
 @every_model
 def test_the_gradient_is_that_of_clips_written_by_hand(model):
     rules = {"h": VALUE}
@@ -43,6 +44,7 @@ def test_the_gradient_is_that_of_clips_written_by_hand(model):
     assert not np.allclose(clipped, plain)
 
 
+@pytest.mark.kinds()
 @some_models
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_every_kind_of_rule_is_applied(model, rules):
@@ -52,6 +54,7 @@ def test_every_kind_of_rule_is_applied(model, rules):
     assert not np.allclose(clipped, jax.grad(loss_of(model))(X))
 
 
+@pytest.mark.kinds()
 @every_model
 def test_the_value_is_unchanged_bit_by_bit(model):
     clipped = cg.error_clip_by_name(functools.partial(model, tag=checkpoint_name), {"h": VALUE})
@@ -83,6 +86,7 @@ def test_without_a_rule_it_is_the_identity(model, rules):
     assert names[0] == names[1]
 
 
+@pytest.mark.exhaustive
 def test_only_the_named_variables_are_clipped():
     grads = [
         jax.grad(cg.error_clip_by_name(loss_of(scanned), {name: VALUE}))(X) for name in ("h", "out")
@@ -130,6 +134,7 @@ def test_values_are_clipped_inside_of_vmap_as_by_hand():
     np.testing.assert_allclose(jax.grad(by_value)(X), np.full(X.shape, 8.0))
 
 
+@pytest.mark.kinds("mapped", "of_stats")
 @pytest.mark.parametrize("mapped", MAPS.values(), ids=MAPS)
 @pytest.mark.parametrize("of_stats", [False, True], ids=["by name", "with stats"])
 def test_a_norm_inside_of_vmap_is_one_for_the_batch_and_a_warning_says_so(mapped, of_stats):
@@ -164,6 +169,7 @@ def test_the_size_of_the_batches_of_a_map_counts_by_name_and_not_by_hand(size, b
         np.testing.assert_allclose(clipped, by_hand_of_each / np.sqrt(4 / batches), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_norm_by_name_inside_of_vmap_without_a_warning():
     def model(x):
         return jnp.sum(jax.vmap(row_by_row)(x))
@@ -182,6 +188,7 @@ def test_a_norm_by_name_inside_of_vmap_without_a_warning():
     cg.value_and_grad_with_stats(model)(X)
 
 
+@pytest.mark.exhaustive
 @some_models
 def test_it_can_be_mapped_and_compiled_on_either_side(model):
     clip = functools.partial(cg.error_clip_by_name, rules={"h": VALUE})
@@ -240,6 +247,7 @@ def test_the_clipped_function_is_differentiable_forwards_beside_the_clips():
         jax.jvp(lambda x: clipped(x, X), (X,), (X,))
 
 
+@pytest.mark.exhaustive
 def test_second_derivatives_are_those_of_the_clips_by_hand():
     rules = {"h": cg.ClipByNorm(0.5)}
     losses = cg.error_clip_by_name(loss_of(step), rules), loss_of(step, by_hand(rules))
@@ -258,6 +266,7 @@ def test_names_keep_their_meaning_for_remat_policies(capsys):
         assert "named 'h'" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_thresholds_may_be_traced():
     def gradient(limit):
         rules = {"h": cg.ErrorClipByValue(limit)}

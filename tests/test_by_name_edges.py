@@ -93,6 +93,7 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 def test_the_gradient_is_that_of_clips_written_by_hand(program):
     gradient = jax.grad(clipped(lambda x: program(x, tag)))(X)
@@ -123,6 +124,7 @@ def test_what_the_inner_gradient_of_a_remat_computes_again_is_kept_apart():
         assert barriers[0] == barriers[1] and bool(barriers[0]) == bool(prevent_cse)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "transformed",
     [
@@ -164,6 +166,7 @@ def test_a_rule_may_hold_arrays_beside_a_function_that_closes_over_tracers():
     np.testing.assert_allclose(lax.map(gradient, factors), [1.5, 3.0])
 
 
+@pytest.mark.exhaustive
 def test_jacobians_and_hessians_are_those_of_clips_written_by_hand():
     for transform in (jax.jacrev, jax.hessian):
         by_name = transform(clipped(lambda x: tag(x**2) ** 3))(X)

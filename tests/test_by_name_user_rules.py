@@ -124,6 +124,7 @@ every_place = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 every_inside = pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
 
 
+@pytest.mark.kinds("place")
 @every_rule
 @every_place
 @every_inside
@@ -135,6 +136,7 @@ def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place, insi
         np.testing.assert_array_equal(gradient(X), np.full(X.shape, 3 * c))
 
 
+@pytest.mark.kinds("inside", "outside", "place")
 @every_place
 @pytest.mark.parametrize("outside", OUTSIDE.values(), ids=OUTSIDE)
 @pytest.mark.parametrize("inside", [INSIDE["jit of jit"], INSIDE["scan of jit"]])
@@ -146,6 +148,7 @@ def test_a_rule_may_hold_what_is_traced(place, outside, inside):
         assert_close(outside(gradient, jnp.array(c)), np.full(X.shape, 3 * c), rtol=1e-6)
 
 
+@pytest.mark.kinds("place")
 @every_rule
 @every_place
 def test_every_kind_of_rule_may_hold_what_is_traced(make, place):

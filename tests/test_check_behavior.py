@@ -19,6 +19,7 @@ def checks(function, args=(X,), **options):
     return {failure.check for failure in report.failures}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [
@@ -52,6 +53,7 @@ def test_the_pull_back_of_zero_must_be_zero():
     assert "the cotangent zero pulled back" in str(report)
 
 
+@pytest.mark.kinds("limit")
 @pytest.mark.parametrize("limit", [10.0, 1e3, 1e6])
 def test_a_safety_clip_is_said_to_act_above_cotangents_of_a_size(limit):
     clipped = custom(lambda x: 1.0 * x, lambda r, g: (jnp.clip(g, -limit, limit),))
@@ -188,6 +190,7 @@ UNSTEADY = {
 }
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("name", UNSTEADY)
 def test_a_function_without_rules_that_changes_with_its_context_fails(name):
     function, check = UNSTEADY[name]

@@ -242,6 +242,7 @@ def test_a_size_that_is_computed_is_not_inferred(dims):
     assert inferred(names["f"]) == "None"
 
 
+@pytest.mark.exhaustive
 def test_jaxtyping_is_not_imported():
     program = (
         "import sys, clipgrad._check.arguments as a\n"
@@ -310,6 +311,7 @@ def test_shapes_give_random_arguments_of_these_dtypes_and_a_seed_fixes_them():
     assert (arguments[0] == random_arguments("f32[2,3]", 0)[0]).all()
 
 
+@pytest.mark.exhaustive
 def test_the_selftest_runs_on_what_is_there_and_says_what_is_not(capsys, monkeypatch):
     chosen = [next(cases())]
     monkeypatch.setattr("clipgrad._selftest.cases", lambda: chosen)

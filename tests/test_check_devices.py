@@ -47,6 +47,7 @@ def test_arrays_move_and_what_is_no_array_or_there_already_stays():
     assert devices.moved(other, cpu) is other
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_that_differs_between_devices_names_both(monkeypatch):
     first, second = jax.devices("cpu")[:2]
     found = devices.Devices({"gpu": first, "cpu": second}, [])
@@ -139,6 +140,7 @@ def test_many_notes_are_shortened():
     assert "devices none" in lines[0]
 
 
+@pytest.mark.exhaustive
 def test_the_checks_of_rules_are_not_run_where_there_is_no_rule():
     report = cg.check_grads(jnp.sin, (X,))
     assert set(report.not_run) == {"vmap", "forward", "outputs"}

@@ -8,7 +8,7 @@ from clipgrad._check import check_grads
 from tests import check_functions
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", check_functions.FUNCTIONS)
 def test_a_right_function_passes(name, dtype):
@@ -18,7 +18,7 @@ def test_a_right_function_passes(name, dtype):
     assert report.ok, str(report)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", check_functions.MORE)
 def test_one_more_right_function_passes(name):
     function, make = check_functions.MORE[name]
@@ -29,6 +29,7 @@ def test_one_more_right_function_passes(name):
 SMOOTH = ("tanh", "power", "softmax", "logsumexp", "attention", "var", "solve", "scan", "huber")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SMOOTH)
 def test_a_right_function_passes_in_second_order(name):
     function, make = check_functions.FUNCTIONS[name]

@@ -11,6 +11,8 @@ from tests.check_history_linalg import LINALG
 from tests.check_history_right import IMPLICIT, RIGHT
 from tests.check_zoo import normal
 
+pytestmark = pytest.mark.exhaustive
+
 BUGS = HISTORY | LINALG | LAYERS | LARGE
 
 
@@ -20,7 +22,6 @@ def run(bug, which):
         return check_grads(pair[which], args, order=bug.order, raise_on_failure=False)
 
 
-@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_of_the_past_is_rejected(name):
     report = run(BUGS[name], 0)
@@ -29,14 +30,12 @@ def test_a_bug_of_the_past_is_rejected(name):
     assert BUGS[name].check in {None, *found}, str(report)
 
 
-@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", BUGS)
 def test_its_corrected_twin_is_accepted(name):
     report = run(BUGS[name], 1)
     assert report.ok, str(report)
 
 
-@pytest.mark.sampled(13)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_function_of_constrained_or_rounded_inputs_is_accepted(name, dtype):

@@ -216,6 +216,7 @@ def test_a_gradient_that_is_not_finite_fails():
     assert "[finite] args[0][0]: 1 of 2 elements" in failed(jnp.sqrt, X.at[0].set(0))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["auto", "fast", "full"])
 def test_what_is_not_finite_is_not_a_wrong_value_as_well(mode):
     unit = lambda h: h / (jnp.linalg.norm(h, axis=-1, keepdims=True) + 1e-6)  # noqa: E731
@@ -260,6 +261,7 @@ def test_a_gradient_of_zero_everywhere_is_noted():
     assert any("zero everywhere" in note for note in report.notes)
 
 
+@pytest.mark.exhaustive
 def test_integers_keys_none_and_strings_are_passed_over():
     def function(x, index, key, none, word):
         assert none is None and word == "normal"
@@ -269,6 +271,7 @@ def test_integers_keys_none_and_strings_are_passed_over():
     assert cg.check_grads(function, args).verified == 2
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize(
     ("wrt", "verified"),
     [(0, 6), ("p", 6), ("p/w", 4), ("args[0]['b']", 2), (["p/b", "x"], 4), (r".*w", 4), (None, 8)],
@@ -279,6 +282,7 @@ def test_inputs_are_chosen_by_position_name_path_or_pattern(wrt, verified):
     assert report.verified == verified
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("output", [0, "0", [0]])
 def test_outputs_are_chosen_and_the_others_not_checked(output):
     halves = jax.custom_vjp(lambda x: (jnp.sin(x), x * x))

@@ -10,6 +10,8 @@ import pytest
 import clipgrad as cg
 from clipgrad import _selftest
 
+pytestmark = pytest.mark.exhaustive
+
 CHECK = pathlib.Path(cg.__file__).parent / "_check"
 CASES = {case.name: case for case in _selftest.cases()}
 LAWS = {law.name: law for law in _selftest.laws()}

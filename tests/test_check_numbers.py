@@ -12,6 +12,8 @@ from jax.experimental.pallas import pallas_call
 import clipgrad as cg
 from tests.check_zoo import PAIRS, custom, normal
 
+pytestmark = pytest.mark.exhaustive
+
 X = jnp.asarray([0.4, -1.2, 2.5])
 
 

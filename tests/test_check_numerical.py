@@ -85,6 +85,7 @@ def test_a_cotangent_weighs_the_outputs():
     np.testing.assert_allclose(found, 2 * X * weights, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_complex_gradients_follow_jax():
     z = jnp.asarray([1 + 2j, 3 - 1j])
     weights = jnp.asarray([1j, 2 + 0j])

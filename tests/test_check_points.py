@@ -103,6 +103,7 @@ def moved_points(x, seed):
     return [np.asarray(leaf) for leaf in nearby(subject(*map(jnp.asarray, x)), seed)]
 
 
+@pytest.mark.exhaustive
 @given(VECTORS, SEEDS)
 def test_a_nearby_point_keeps_zeros_equal_elements_and_their_order(values, seed):
     signed = np.concatenate([values, -values, [7]])

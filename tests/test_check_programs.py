@@ -54,6 +54,7 @@ CHECKED = {
 }
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("name", CHECKED)
 def test_a_second_check_of_the_same_function_compiles_nothing(name, compiled):
     function, options = CHECKED[name]
@@ -75,6 +76,7 @@ def test_a_function_of_the_same_operations_at_another_point_compiles_nothing(com
     assert compiled["compiled"] == 0
 
 
+@pytest.mark.exhaustive
 def test_a_function_whose_state_changed_between_two_checks_is_seen_anew():
     state = {"k": 1.0}
     rule = custom(lambda x: jnp.sin(x), lambda r, g: (state["k"] * g * jnp.cos(r[0]),))
@@ -109,6 +111,7 @@ WITH_CONSTANTS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", WITH_CONSTANTS)
 def test_constants_of_a_kept_program_are_those_of_the_function_at_hand(name):
     make = WITH_CONSTANTS[name]

@@ -61,6 +61,7 @@ def test_one_wrong_element_is_named_by_path_and_index():
     assert list(failure.indices) == [2718]
 
 
+@pytest.mark.exhaustive
 def test_a_leaf_of_a_tree_is_named_by_its_path():
     failure = wrong("one_wrong_bias_in_a_deep_tree").failures[0]
     assert failure.where.startswith("args[0]['layer3']['b'][")
@@ -74,6 +75,7 @@ def test_keyword_arguments_and_scalars_have_names():
     assert report.failures[0].where == "kwargs['x']"
 
 
+@pytest.mark.exhaustive
 def test_the_parts_of_a_complex_number_are_named():
     where = wrong("complex_conjugate_of_the_other_convention").failures[0].where
     assert where.endswith((".real", ".imag"))
@@ -129,6 +131,7 @@ def test_a_rearranged_leaf_is_a_hint(change, hint):
     assert layout_hint(numeric, change(numeric)) == hint
 
 
+@pytest.mark.exhaustive
 def test_fifty_wrong_leaves_fit_one_screen():
     triple = custom(lambda x: 3 * x, lambda r, g: (g,))
     params = {f"p{k:02}": normal(k, 2, dtype=jnp.float32) for k in range(50)}
@@ -194,6 +197,7 @@ def test_the_first_line_of_an_error_is_shortened_at_a_word(error, line):
     assert first_line(error) == line
 
 
+@pytest.mark.exhaustive
 def test_pytest_shows_the_report_and_not_the_source_of_the_library(tmp_path):
     (tmp_path / "test_half.py").write_text(
         "import clipgrad as cg, jax, jax.numpy as jnp\n\n"

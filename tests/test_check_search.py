@@ -11,6 +11,8 @@ from jax import lax
 import clipgrad as cg
 from tests.check_zoo import PAIRS, custom, normal
 
+pytestmark = pytest.mark.exhaustive
+
 X = jnp.asarray([0.4, 1.2, 2.5])
 
 

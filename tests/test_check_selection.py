@@ -12,6 +12,8 @@ import pytest
 import clipgrad as cg
 from clipgrad._check.selection import leaf_names, parameter_names, select, simple_paths
 
+pytestmark = pytest.mark.exhaustive
+
 PATHS = ["params|0/w", "params/w|0/w", "params/b|0/b", "x|1", "10"]
 NAMED = ["params/layer1/w|0/layer1/w", "params/layer10/w|0/layer10/w", "x|1"]
 
@@ -110,6 +112,7 @@ def verified(function, args, **options):
     return cg.check_grads(function, args, points=1, mode="fast", **options).verified
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("no_grad", "elements"),
     [
@@ -131,6 +134,7 @@ def test_no_grad_selects_leaves_of_variables_by_segments_or_by_search(linen, no_
     assert verified(call, (variables, x), no_grad=no_grad) == elements
 
 
+@pytest.mark.kinds("ok", "output")
 @pytest.mark.parametrize(
     ("output", "ok"), [("y", True), ("aux", False), ("loss/aux", False), ("l.*x", False), (0, True)]
 )
@@ -144,6 +148,7 @@ def test_output_selects_parts_of_a_tree_likewise(output, ok):
     assert cg.check_grads(function, args, output=output, raise_on_failure=False).ok == ok
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("expression", "elements"),
     [

@@ -11,6 +11,8 @@ from clipgrad._check.tolerances import RELATIVE, in_float64, make_tolerance, nar
 from tests.check_zoo import custom, normal
 from tests.test_check_search import halved
 
+pytestmark = pytest.mark.exhaustive
+
 RANGES = [(0, 3), (3, 5)]
 TOLERANCE, EPS = make_tolerance(RANGES, ["float32"] * 2), 2.0**-23
 

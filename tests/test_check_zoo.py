@@ -19,7 +19,7 @@ def run(name, dtype, which):
         return check_grads(pair[which], args, order=order, raise_on_failure=False), check
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.kinds("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", check_zoo.PAIRS)
 def test_a_wrong_vjp_is_caught_by_the_check_it_violates(name, dtype):
@@ -27,7 +27,7 @@ def test_a_wrong_vjp_is_caught_by_the_check_it_violates(name, dtype):
     assert check in {failure.check for failure in report.failures}, str(report)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.kinds("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", check_zoo.PAIRS)
 def test_its_right_twin_passes(name, dtype):
@@ -35,7 +35,7 @@ def test_its_right_twin_passes(name, dtype):
     assert report.ok, str(report)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_wrong_layer_is_caught_and_its_right_twin_passes(name):
     report, check = run(name, "float32", 0)

@@ -6,6 +6,8 @@ import re
 import nbformat
 import pytest
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TEXT = (DOCS / "checklist.md").read_text()
@@ -36,6 +38,7 @@ def anchors(path):
     return slugs | set(re.findall(r"^\(([\w-]+)\)=$", text, re.MULTILINE))
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_link_leads_to_a_file_and_a_heading(page):
     targets = re.findall(r"\]\(([^)\s]+)\)", prose(page))

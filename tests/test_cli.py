@@ -89,6 +89,7 @@ def test_an_interrupted_command_has_the_exit_code_of_the_shell(monkeypatch):
     assert _cli.main(["wait"]) == 130
 
 
+@pytest.mark.exhaustive
 def test_the_module_runs_and_does_not_load_what_only_the_demo_needs():
     script = (
         "import sys, runpy; sys.argv = ['clipgrad', '--help']\n"

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import clipgrad as cg
 from tests.helpers import RELEASED, all_reduces, assert_close, assert_same
 
-pytestmark = pytest.mark.usefixtures("users_promotion")
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 
 # The compiler of the tests by default, which takes a third of the time, and that of a user.
 each_compiler = pytest.mark.parametrize(

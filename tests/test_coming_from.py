@@ -33,6 +33,7 @@ def assert_printed(printed, shown):
     np.testing.assert_allclose(*numbers, rtol=0.02, atol=1e-20)
 
 
+@pytest.mark.exhaustive
 @every_page
 def test_the_programs_run_and_print_what_the_page_shows(page):
     names, printed = {}, io.StringIO()
@@ -88,6 +89,7 @@ def run(line):
     return names
 
 
+@pytest.mark.kinds("name")
 @pytest.mark.parametrize("name, theirs, ours", LINES)
 def test_each_line_of_a_table_runs(name, theirs, ours):
     names = run(ours)
@@ -124,6 +126,7 @@ def assert_as_printed(result, printed):
 OPTAX = rows("optax", "gradients | clip | optax 0.2.8 | here")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("row", OPTAX, ids=lambda row: f"{row[0]} {row[1]}")
 def test_the_differences_from_optax_are_as_printed(row):
     grads = eval(row[0], {"jnp": jnp})
@@ -138,6 +141,7 @@ def test_the_differences_from_optax_are_as_printed(row):
 CHECKERS = {"check_grads", "assert_numerical_grads", "gradcheck"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("row", rows("checkers", "from | you wrote | here"), ids=lambda row: row[1])
 def test_a_call_of_another_checker_says_what_to_write_and_that_runs(row):
     _, before, after = row

@@ -45,6 +45,7 @@ G3 = np.array([[[1.0, 1], [3, 5]], [[1, 1], [1, 1]]])
 C3 = np.array([[[0.5, 0.5], [1.5, 2.5]], [[1, 1], [1, 1]]])
 
 
+@pytest.mark.kinds("threshold")
 @pytest.mark.parametrize(
     "weights, grads, threshold, expected",
     [
@@ -79,6 +80,7 @@ def test_a_layer_in_the_layout_of_jax_has_the_values_of_composer(shape):
     np.testing.assert_allclose(clipped, move(reference(w, g, 0.5)), rtol=2e-6)
 
 
+@pytest.mark.kinds("axes", "axis")
 @every_layout
 @pytest.mark.parametrize("shape", [(), (7,), (4, 5), (3, 4, 5), (2, 3, 4, 5), (1, 6)])
 def test_any_array_equals_the_reference(shape, axis, axes):
@@ -89,6 +91,7 @@ def test_any_array_equals_the_reference(shape, axis, axes):
         np.testing.assert_allclose(clipped, reference(w, g, 0.5, axes), rtol=2e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axis", [
     None, -1, (0, 1), {"kernel": 0, "head": None}, {"kernel": (1,)}, pytorch,
     lambda path, w: 0 if path.endswith("kernel") else None,
@@ -127,6 +130,7 @@ def test_float16_norms_do_not_overflow():
     np.testing.assert_array_equal(clip(x, x), np.float16(3e4))
 
 
+@pytest.mark.exhaustive
 def test_norm_and_value_are_the_rules_of_those_names(key):
     grads = {**tree_of(key, scale=9.0), "i": jnp.arange(3), "n": None}
     assert_same(clip(grads, kind="norm"), cg.clip_grads(grads, cg.ClipByGlobalNorm(0.5))[0])

@@ -31,6 +31,7 @@ def compiled(model, clip):
     return jax.jit(jax.grad(lambda w: model(w, X, clip))).lower(W).compile(RELEASED)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", [mlp, rnn])
 @pytest.mark.parametrize(
     "rule", [cg.ErrorClipByValue(0.5), cg.ErrorClipByValue(0.5, -0.1, nan=0.0)], ids=str
@@ -97,6 +98,7 @@ def compiled_watch(model, use):
 WATCHED = {"mlp": LARGE.size, "rnn": X.size}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", WATCHED)
 def test_statistics_that_are_not_used_cost_nothing(model):
     plain, unused = compiled_watch(model, None), compiled_watch(model, lambda stats: ())
@@ -105,6 +107,7 @@ def test_statistics_that_are_not_used_cost_nothing(model):
     assert unused.as_text().count(" fusion(") == plain.as_text().count(" fusion(")
 
 
+@pytest.mark.kinds("model", "use")
 @pytest.mark.parametrize("model", WATCHED)
 @pytest.mark.parametrize("use", ["before", None], ids=["norms", "all"])
 def test_watching_costs_a_read_of_the_cotangents_and_one_buffer_at_most(model, use):

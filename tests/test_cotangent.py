@@ -14,6 +14,7 @@ import clipgrad as cg
 from tests.helpers import CASES, assert_close, assert_same, tree_of
 
 
+@pytest.mark.kinds("case", "dtype")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "float8_e4m3fn"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_value_is_unchanged_bit_by_bit(case, dtype):
@@ -35,12 +36,14 @@ def test_the_sum_over_all_uses_is_clipped_once():
     assert jax.grad(loss)(1.0) == 12
 
 
+@pytest.mark.exhaustive
 def test_the_value_itself_is_what_a_rule_that_needs_params_sees():
     x = {"w": jnp.array([[3.0], [4.0]])}
     _, pull_back = jax.vjp(lambda x: cg.clip_cotangent(x, cg.AdaptiveClip(0.5)), x)
     np.testing.assert_allclose(pull_back(x)[0]["w"], [[1.5], [2.0]])
 
 
+@pytest.mark.kinds("case", "threshold")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("threshold", [0.1, "array"])
 def test_only_array_thresholds_and_needed_values_are_saved(case, threshold, key):
@@ -142,6 +145,7 @@ def test_a_rule_that_does_not_fit_is_refused_in_the_forward_pass(rule, match):
         cg.clip_cotangent(jnp.ones(2), rule)
 
 
+@pytest.mark.exhaustive
 def test_complex_cotangents_have_no_asymmetric_interval():
     with pytest.raises(ValueError, match="min: got 0.0 with a complex leaf"):
         cg.clip_cotangent(jnp.ones(2, jnp.complex64), cg.ClipByValue(1.0, 0.0))
@@ -177,6 +181,7 @@ def rnn(h, xs, probes, rule):
     return jnp.sum(jax.lax.scan(step, h, (xs, probes))[0] ** 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.checkpoint])
 def test_probes_of_a_scan_hold_one_entry_for_each_step(transform, key):
     xs = jax.random.normal(key, (6, 3))
@@ -201,6 +206,7 @@ def test_probes_of_a_scan_hold_one_entry_for_each_step(transform, key):
     assert (stats.clipped_norm <= 0.05 * (1 + 4e-7)).all()
 
 
+@pytest.mark.exhaustive
 def test_probes_that_are_shared_add_up_over_uses_lanes_and_devices(key):
     x = jax.random.normal(key, (8, 3))
     rule = cg.ClipByNorm(0.1)

@@ -16,6 +16,8 @@ from clipgrad._demo import _blank_patches, _pendulum, _task
 from clipgrad._demo._tasks import DEFAULT, TASKS
 from clipgrad._demo._train import _chunk_size, train
 
+pytestmark = pytest.mark.exhaustive
+
 NAN = math.nan
 # Almost all of the time goes into compiling: programs of twenty steps need no good code.
 HASTY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -47,6 +49,7 @@ def content(everything):
     return json.loads((everything[2] / "demo.json").read_text(), parse_constant=pytest.fail)
 
 
+@pytest.mark.exhaustive
 def test_every_task_runs_end_to_end_and_its_files_are_named(everything):
     code, printed, out = everything
     assert code == 0
@@ -134,6 +137,7 @@ def doubling(*arms):
     )
 
 
+@pytest.mark.exhaustive
 def test_every_arm_records_what_goes_back_at_each_time_step_of_each_training_step():
     rule = cg.ErrorClipByValue(max=3.0)
     arms = (_task.Arm(_task.PLAIN), _task.Arm(_task.ERROR, error_clip=rule))
@@ -193,6 +197,7 @@ def test_the_note_says_that_a_high_accuracy_hides_a_frozen_layer(content):
     assert "cut off after 20 steps does better" in notes["pendulum"]
 
 
+@pytest.mark.exhaustive
 def test_mended_patches_are_those_of_the_task_with_a_finite_gradient_where_one_is_blank():
     h = jnp.array([[[0.0, 0.0], [3.0, 4.0]]])
     np.testing.assert_allclose(_blank_patches.mended_unit(h), [[[0, 0], [0.6, 0.8]]], rtol=1e-6)
@@ -212,6 +217,7 @@ def test_a_pendulum_stands_without_a_torque_and_hangs_at_the_cost_of_two():
     np.testing.assert_allclose(_pendulum.loss(idle, hanging), 2, rtol=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_the_gradient_of_a_pendulum_that_stands_grows_at_each_step_back():
     def loss(start):
         return _pendulum.loss(pendulum(out=jnp.zeros(32)), start)
@@ -225,6 +231,7 @@ def test_the_gradient_of_a_pendulum_that_stands_grows_at_each_step_back():
     np.testing.assert_allclose(backward[1:19] / backward[2:20], 1.2122, rtol=2e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_cut_gradient_goes_back_to_the_last_step_that_is_cut():
     params, starts = pendulum(), jnp.array([[1.0, 0.0]])
     whole, cut = (
@@ -248,6 +255,7 @@ def test_over_a_quarter_of_the_patches_are_blank():
     assert 0.25 < float((patches == 0).all(-1).mean()) < 0.3
 
 
+@pytest.mark.exhaustive
 def test_progress_counts_every_step():
     task, made = dataclasses.replace(TASKS["deep-mlp"], arms=TASKS["deep-mlp"].arms[:1]), []
     result = train(task, 1, 30, made.append)

@@ -14,6 +14,8 @@ from clipgrad._demo._table import table
 from clipgrad._demo._tasks import TASKS
 from clipgrad._demo._train import Result, Run
 
+pytestmark = pytest.mark.exhaustive
+
 NAN, INF = math.nan, math.inf
 
 

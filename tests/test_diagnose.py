@@ -118,6 +118,7 @@ def in_a_module(fun):
 PLACES = [eagerly, compiled, scanned, rematerialized, in_a_module]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("disease", DISEASES, ids=lambda d: d[0].__name__)
 def test_each_suspect_of_the_page_is_found_at_its_line(disease, place):
@@ -189,6 +190,7 @@ def test_value_and_vjp_are_both_said_in_this_order():
     assert lines == [("value", line_of(loss, "log(")), ("vjp", line_of(loss, "sqrt("))]
 
 
+@pytest.mark.exhaustive
 def test_there_is_at_most_one_finding_of_a_kind():
     def loss(x):
         values = jnp.log(x).sum() + jnp.log(2 * x).sum()
@@ -253,6 +255,7 @@ def test_a_nan_in_an_argument_names_the_argument():
     assert "1 of 2 elements of args/0/w" in found.findings[0].message
 
 
+@pytest.mark.exhaustive
 def test_inf_in_an_argument_is_named_where_it_becomes_nan():
     def loss(mask, x):
         return jnp.sum(jax.nn.softmax(x + mask))
@@ -298,6 +301,7 @@ def uses_of_an_argument(x):
     return 2e38 * jnp.sin(x) + 2e38 * jnp.tan(x)
 
 
+@pytest.mark.kinds("operation", "uses")
 @pytest.mark.parametrize(
     "loss, operation, uses",
     [
@@ -350,6 +354,7 @@ def test_the_gradient_is_that_of_the_compiled_loss():
     assert cg.diagnose(loss, (-200.0,)).ok == np.isfinite(compiled).all()
 
 
+@pytest.mark.exhaustive
 def test_an_operation_whose_nan_is_masked_is_not_the_finding():
     def loss(x):
         sick = jnp.linalg.norm(x[:2] * x[2:])
@@ -383,6 +388,7 @@ def mapped_by_lax(x):
     return jnp.sum(jax.lax.map(lambda x: jnp.sqrt(x), x[0]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-1.0, "value")])
 @pytest.mark.parametrize("loss", [nested, reversed_scan, branch, mapped, mapped_by_lax])
 def test_it_is_found_inside_of_other_programs(loss, bad, kind):
@@ -438,6 +444,7 @@ def test_the_factor_of_an_rnn_is_its_spectral_radius(radius, kind):
     assert finding.kind == kind and finding.factor == pytest.approx(radius, rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_slow_decay_is_found_where_nothing_is_left():
     (finding,) = cg.diagnose(*rnn(0.7, 220)).findings
     assert finding.kind == "shrinks" and finding.factor == pytest.approx(0.7, rel=1e-3)
@@ -458,6 +465,7 @@ def in_chunks(w, x, wrapper=lambda fun: fun, reverse=False):
     return jnp.sum(jax.lax.scan(wrapper(chunk), jnp.zeros(16), x, reverse=reverse)[0])
 
 
+@pytest.mark.kinds("chunks", "reverse", "wrapper")
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("wrapper", [lambda fun: fun, jax.checkpoint], ids=["plain", "remat"])
 @pytest.mark.parametrize("chunks", [4, 8])
@@ -490,6 +498,7 @@ def test_an_rnn_that_keeps_its_gradient_has_no_finding(radius):
     assert cg.diagnose(*rnn(radius)).ok
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_that_overflows_is_found_at_its_step_and_grows():
     def loss(w, x):
         return jnp.sum(jax.lax.scan(lambda h, x: (h @ w + x, None), jnp.zeros(8), x)[0])
@@ -530,6 +539,7 @@ def deep(scale, depth=20, size=32):
     return loss, (weights, jax.random.normal(jax.random.key(1), (4, size)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scale, kind", [(2.5, "grows"), (0.4, "shrinks")])
 def test_a_deep_model_grows_or_shrinks_by_module(scale, kind):
     found = cg.diagnose(*deep(scale))
@@ -546,6 +556,7 @@ def small_steps(w, x):
     return 0.1 * jnp.mean(h.astype(jnp.float32))
 
 
+@pytest.mark.exhaustive
 def test_float16_underflows_where_bfloat16_does_not():
     def arguments(dtype):
         return jnp.ones((8, 8), dtype), jnp.ones((4, 8), dtype)
@@ -571,6 +582,7 @@ def half_while(x):
     return x * 2 + jax.lax.while_loop(lambda y: y < 3, lambda y: y + 1, jnp.zeros((), x.dtype))
 
 
+@pytest.mark.kinds("layer")
 @pytest.mark.parametrize("layer", [half_relu, half_relu6, half_noise, half_while])
 def test_underflow_is_found_behind_rules_bits_and_loops(layer):
     def loss(x):
@@ -593,6 +605,7 @@ def test_the_gradient_of_an_argument_that_underflows_is_found():
     assert cg.diagnose(loss, ({"w": jnp.ones(4, jnp.bfloat16)},)).ok
 
 
+@pytest.mark.exhaustive
 def test_each_kind_of_finding_has_the_path_of_its_file_relative_to_the_folder(monkeypatch):
     monkeypatch.chdir(pathlib.Path(__file__).parent)
     half = jnp.ones((8, 8), jnp.float16), jnp.ones((4, 8), jnp.float16)
@@ -623,6 +636,7 @@ def test_huge_and_tiny_cotangents_have_a_norm():
         np.testing.assert_allclose(sine.norm, 2 * factor, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_blank_patches_are_found_at_the_division():
     task = TASKS["blank-patches"]
     data = task.load()
@@ -634,6 +648,7 @@ def test_blank_patches_are_found_at_the_division():
         assert "h / (jnp.linalg.norm(" in file.read().splitlines()[finding.line - 1]
 
 
+@pytest.mark.exhaustive
 def test_the_growth_of_the_character_rnn_is_found():
     task = TASKS["char-rnn"]
     data = task.load()
@@ -702,6 +717,7 @@ def test_prints_are_left_out(capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.exhaustive
 def test_complex_parameters_aux_keywords_and_several_arguments_work():
     def loss(z, x, *, scale):
         return scale * jnp.sum(jnp.abs(z) + jnp.sqrt(x)), {"z": z}
@@ -731,6 +747,7 @@ def test_an_nnx_model_is_diagnosed_and_not_changed():
     assert model.calls[...] == 0
 
 
+@pytest.mark.exhaustive
 def test_the_picture_marks_the_finding(tmp_path):
     found = cg.diagnose(scanned(root), (jnp.ones(STEPS).at[SICK].set(0.0),))
     chart = found.plot()
@@ -792,6 +809,7 @@ def linen_models(dtype):
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "transformer"])
 def test_healthy_models_have_no_finding(name, dtype):
@@ -808,6 +826,7 @@ def test_healthy_models_have_no_finding(name, dtype):
         assert found.ok, str(found)
 
 
+@pytest.mark.exhaustive
 def test_healthy_models_of_equinox_and_haiku_have_no_finding():
     eqx, hk = pytest.importorskip("equinox"), pytest.importorskip("haiku")
     x, y = jax.random.normal(jax.random.key(0), (8, 20, 6)), jnp.arange(8)
@@ -828,6 +847,7 @@ def test_healthy_models_of_equinox_and_haiku_have_no_finding():
     assert found.ok and any("eqx.nn.MLP" in row.module for row in found.rows)
 
 
+@pytest.mark.exhaustive
 def test_the_page_begins_with_a_diagnosis_and_prints_what_it_says():
     import contextlib
     import io
@@ -858,6 +878,7 @@ def sampled_noise(x, data):
     return jnp.sum(jnp.sqrt(x) * jax.lax.stop_gradient(noise))
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize(
     "loss",
     [

@@ -28,6 +28,7 @@ def rows(page, heading):
     return [[cell.strip().strip("`") for cell in row] for row in cells]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("page", WITH_PROGRAMS, ids=lambda page: page.stem)
 def test_the_programs_of_a_page_run_in_one_go(page):
     exec("\n".join(PROGRAM.findall(page.read_text())), {})

@@ -17,6 +17,7 @@ import clipgrad as cg
 from tests.helpers import PLACES, assert_same
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("limit", [np.int64(2**31), np.int64(2**32 - 1), 2**31, 10**10])
 def test_large_integer_thresholds_do_not_wrap(limit):
     for make in (cg.ClipByNorm, cg.ClipByValue, cg.ClipByGlobalNorm, cg.ClipByBlockRMS):
@@ -26,6 +27,7 @@ def test_large_integer_thresholds_do_not_wrap(limit):
     assert (updates == 1).all() and state.threshold == np.float32(limit)
 
 
+@pytest.mark.kinds("ord", "size")
 @pytest.mark.parametrize("ord", [0.5, 1, 2, 3, jnp.inf])
 @pytest.mark.parametrize("size", [8e37, 9e37, 3e38])
 def test_the_largest_numbers_are_clipped_in_every_norm(ord, size):
@@ -45,6 +47,7 @@ def test_a_state_that_was_made_eagerly_can_be_donated():
     assert step(tx.init(params), params).count == 1
 
 
+@pytest.mark.exhaustive
 def test_masks_of_trees_with_none():
     grads = {"a": None, "b": jnp.full((2, 2), 9.0), "c": jnp.full(2, 9.0)}
     where = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)  # noqa: E731
@@ -100,6 +103,7 @@ def test_export_with_a_symbolic_shape(rule):
     np.testing.assert_allclose(exported.call(jnp.ones((2, 3))), gradient(jnp.ones((2, 3))))
 
 
+@pytest.mark.exhaustive
 def test_an_empty_mapping_of_axes_is_the_default():
     grads, params = jnp.full((2, 3), 5.0), jnp.ones((2, 3))
     expected = cg.AdaptiveClip(0.1)(grads, params)
@@ -127,6 +131,7 @@ def test_generators_are_refused():
         cg.error_clip(outputs=cg.ClipByValue(1.0))(generate)
 
 
+@pytest.mark.exhaustive
 def test_derivatives_of_a_clip_to_zero():
     for make in (cg.ClipByBlockRMS, cg.ClipByNorm, cg.ClipByGlobalNorm):
         rule = make(0.0)
@@ -182,6 +187,7 @@ def test_a_schedule_that_falls_below_zero_acts_as_zero():
     np.testing.assert_array_equal(negative(jnp.ones(3)), 0)
 
 
+@pytest.mark.exhaustive
 def test_smaller_edges():
     assert (
         cg.clip_by_norm(1.0, stats=True)
@@ -233,7 +239,7 @@ def model(params, x):
     return jnp.mean(h) * params["b"] + jnp.sum(params["v"])
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stats", [False, True, "per_leaf"])
 @pytest.mark.parametrize("threshold", THRESHOLDS.values(), ids=THRESHOLDS)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -245,6 +251,7 @@ def test_a_gradient_clip_warns_nobody_of_numpy_numbers(rule, threshold, stats):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(updates))
 
 
+@pytest.mark.kinds("nonfinite", "rule")
 @pytest.mark.parametrize("rule", [make(np.float64(0.5)) for make in RULES.values()], ids=RULES)
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error"])
 def test_clip_grads_warns_nobody_of_numpy_numbers(nonfinite, rule):
@@ -252,6 +259,7 @@ def test_clip_grads_warns_nobody_of_numpy_numbers(nonfinite, rule):
     assert stats.norm.dtype == jnp.float32 and stats.size == 16
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("rule", [make(np.float64(0.5)) for make in RULES.values()], ids=RULES)
 def test_an_error_clip_warns_nobody_of_numpy_numbers(rule):
     def loss(params, probe=None):
@@ -262,6 +270,7 @@ def test_an_error_clip_warns_nobody_of_numpy_numbers(rule):
     assert stats.size == 16
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("microbatch", [None, 2])
 @pytest.mark.parametrize("rule", [make(np.float64(0.5)) for make in RULES.values()], ids=RULES)
 def test_clip_per_example_warns_nobody_of_numpy_numbers(rule, microbatch):
@@ -273,6 +282,7 @@ X = np.ones((4, 3))
 STEP_OPTIONS = [{}, {"accumulate": 2}, {"error_clip": {"h": cg.ClipByNorm(np.float64(0.1))}}]
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("options", STEP_OPTIONS, ids=range(3))
 def test_a_training_step_warns_nobody_of_numpy_numbers(options):
     clip = cg.clip_by_global_norm(np.float64(1.0), stats="per_leaf")
@@ -280,6 +290,7 @@ def test_a_training_step_warns_nobody_of_numpy_numbers(options):
     assert np.isfinite(step(step.init(NUMPY), X)[1]["grad_norm"])
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("run", [
     lambda: cg.global_norm(NUMPY),
     lambda: cg.ClipStats.of(NUMPY, NUMPY),

@@ -244,6 +244,7 @@ def test_a_decorator_without_parentheses_is_caught_at_the_call():
         forgotten(1.0)
 
 
+@pytest.mark.exhaustive
 def test_the_newcomers_recurrent_network(key):
     @cg.error_clip({"h": cg.ErrorClipByValue(max=0.01)})
     def cell(params, h, x):

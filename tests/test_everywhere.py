@@ -47,6 +47,7 @@ def test_every_step_of_a_scan_is_clipped():
     assert not np.allclose(gradient[0], jax.grad(rnn)(*args))
 
 
+@pytest.mark.kinds()
 @every_model
 def test_the_value_is_unchanged_bit_by_bit(model):
     plain = functools.partial(model, tag=checkpoint_name)
@@ -54,6 +55,7 @@ def test_the_value_is_unchanged_bit_by_bit(model):
     assert_same(jax.jit(everywhere)(X), jax.jit(plain)(X))
 
 
+@pytest.mark.kinds()
 @every_model
 def test_every_kind_of_program_is_entered(model):
     everywhere = cg.error_clip_everywhere(loss_of(model), RULE)
@@ -134,6 +136,7 @@ def test_a_custom_rule_is_one_operation():
     np.testing.assert_allclose(jax.grad(everywhere)(1.0), 30.0, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_integers_and_keys_inside_are_passed_over():
     def loss(x, clip=lambda x: x):
         noise = jax.random.uniform(jax.random.key(0), x.shape, minval=1.0)

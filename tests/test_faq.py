@@ -25,7 +25,7 @@ TEXT = (DOCS / "faq.md").read_text()
 COMMANDS = (DOCS / "api" / "command_line.md").read_text()
 
 
-pytestmark = pytest.mark.usefixtures("users_promotion")
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 
 
 FAILURES = {
@@ -97,6 +97,7 @@ def the_command(folder):
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "run",
     [one_seed_of_the_norm_clip, pytest.param(the_command, marks=pytest.mark.exhaustive)],
@@ -109,6 +110,7 @@ def test_the_table_is_what_the_demo_trains(run, tmp_path):
         assert np.isinf(slack) or lowest - slack < min(losses) <= max(losses) < highest + slack
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seeds", [1, pytest.param(5, marks=pytest.mark.exhaustive)])
 def test_zero_nans_leaves_the_first_layer_of_blank_patches_as_it_was(seeds):
     (run,) = trained("blank-patches", [_task.ZERO_NANS], seeds)
@@ -118,6 +120,7 @@ def test_zero_nans_leaves_the_first_layer_of_blank_patches_as_it_was(seeds):
     assert ".91 to .94" in " ".join(COMMANDS.split())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seeds", [1, pytest.param(5, marks=pytest.mark.exhaustive)])
 def test_the_pendulum_of_the_picture_swings_up_with_the_error_clip(seeds):
     norm, error = trained("pendulum", [_task.NORM, _task.ERROR], seeds)
@@ -127,6 +130,7 @@ def test_the_pendulum_of_the_picture_swings_up_with_the_error_clip(seeds):
     )
 
 
+@pytest.mark.exhaustive
 def test_adafactor_behind_a_global_norm_clip_that_acts_has_not_the_bits_of_optax():
     ours, theirs = (
         test_bits.train(optax.chain(clip(0.1), optax.adafactor(1e-2)))[0]

@@ -13,7 +13,7 @@ from flax import nnx
 
 import clipgrad as cg
 
-pytestmark = pytest.mark.usefixtures("users_promotion")
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 X = jax.random.normal(jax.random.key(1), (2, 5, 8))
 
 

@@ -32,7 +32,7 @@ def update(tx, grads, params=None, state=None, **extra):
     return tx.update(grads, tx.init(params) if state is None else state, params, **extra)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name, (_, theirs) in CLIPS.items() if theirs])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("threshold", [0.01, 0.37, 0.5])
@@ -62,6 +62,7 @@ def test_the_state_is_that_of_the_optax_function(name):
     assert jax.tree.structure(ours) == jax.tree.structure(theirs)
 
 
+@pytest.mark.kinds("stats", "threshold")
 @every_clip
 @pytest.mark.parametrize(
     "threshold", [0.5, optax.linear_schedule(1.0, 0.0, 4)], ids=["number", "schedule"]
@@ -96,6 +97,7 @@ def test_statistics_are_kept_and_found(key):
     assert optax.tree.get(state, "threshold") == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_statistics_of_every_rule_are_those_of_one_call(case, key):
     grads, params = tree_of(key, scale=3.0), tree_of(jax.random.fold_in(key, 1))
@@ -204,6 +206,7 @@ def test_a_mask_may_be_a_prefix_of_the_tree():
     assert_same(clipped["layer"], cg.ClipByValue(1.0)(TREE["layer"]))
 
 
+@pytest.mark.exhaustive
 def test_where_composes_with_adaptive_clipping():
     params = jax.tree.map(jnp.ones_like, TREE)
     where = {"layer": {"bias": True, "kernel": True}, "head": False}
@@ -373,6 +376,7 @@ def test_inject_hyperparams_takes_every_clip(name, key):
     assert_close(updates, update(CLIPS[name][0](0.25), grads, grads)[0])
 
 
+@pytest.mark.exhaustive
 @jax.numpy_dtype_promotion("standard")
 def test_masked_partition_multisteps_apply_if_finite_and_named_chain(key):
     grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([30.0])}
@@ -407,6 +411,7 @@ def test_masked_partition_multisteps_apply_if_finite_and_named_chain(key):
     assert updates["b"] == -1 and state["clip"].clipped_count == 1
 
 
+@pytest.mark.exhaustive
 @every_clip
 def test_differentiating_through_an_update(name, key):
     """Meta-learning: the gradient of a loss after a clipped step."""

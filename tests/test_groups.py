@@ -23,6 +23,7 @@ def norm(tree):
 # Measured and scaled
 
 
+@pytest.mark.kinds("where")
 @pytest.mark.parametrize(
     "where, measure, factors",
     [
@@ -117,6 +118,7 @@ def test_frozen_leaves_are_neither_measured_nor_clipped():
     assert norm(updates) == pytest.approx(1) and updates["head"] == 0
 
 
+@pytest.mark.exhaustive
 def test_overwritten_leaves_of_fp8_layers_are_neither_measured_nor_clipped():
     """flax hands back new scales and histories in the place of gradients."""
     from flax import linen as nn
@@ -139,6 +141,7 @@ def test_overwritten_leaves_of_fp8_layers_are_neither_measured_nor_clipped():
 # Statistics by leaf
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_leaf_has_the_statistics_of_its_own_clip(case, key):
     grads, params = tree_of(key, scale=3.0), tree_of(jax.random.fold_in(key, 1))
@@ -159,6 +162,7 @@ def test_each_leaf_has_the_statistics_of_its_own_clip(case, key):
     assert total.size == state.stats.size
 
 
+@pytest.mark.kinds("limit", "scale")
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
 @pytest.mark.parametrize("limit", [1e-33, 1e33, 0.0])
 def test_norms_of_leaves_are_right_over_the_whole_range(scale, limit):
@@ -206,6 +210,7 @@ def test_statistics_by_leaf_are_carried_by_a_scan(key):
     np.testing.assert_allclose(jax.lax.scan(step, tx.init(TREE), grads)[1], [24, 216])
 
 
+@pytest.mark.exhaustive
 def test_statistics_of_a_global_norm_take_no_second_reduction():
     """The norms are read off the sums that make up the global norm, and the clipped ones from
     these; NaN and inf are counted in a branch that is taken only if there are any."""

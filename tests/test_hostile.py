@@ -118,7 +118,6 @@ def levels(number: int, leaf: Any) -> Any:
 ENDLESS = {"a list": own, "a dictionary": own_dictionary, "levels": lambda: levels(2000, 1.0)}
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_tree_that_contains_itself_or_has_keys_of_several_types_is_refused(name):
     for tree in ENDLESS.values():
@@ -128,7 +127,6 @@ def test_a_tree_that_contains_itself_or_has_keys_of_several_types_is_refused(nam
         EVERY[name]({"a": jnp.ones(2), 1: jnp.ones(2)})
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name", ["error_clip_by_name", "error_clip_everywhere", "diagnose", "list_names"]
 )
@@ -200,7 +198,6 @@ NO_LEAVES = {
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", GRADIENTS | MEASURES | PARAMETERS)
 def test_what_may_hold_a_gradient_is_refused_and_not_passed_by(name):
     for make, match in NO_LEAVES.values():
@@ -226,7 +223,7 @@ PASSENGERS = {
 MORE = {"object": Model(), "objects of NumPy": np.array([None]), "text of NumPy": np.array(["x"])}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.kinds()
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_leaves_without_a_gradient_come_back_as_they_are(name):
     tree = PASSENGERS | {"w": jnp.array([3.0, 4.0]), "empty": jnp.ones((0, 3))}
@@ -239,7 +236,6 @@ def test_leaves_without_a_gradient_come_back_as_they_are(name):
     assert_same({k: result[k] for k in alone}, GRADIENTS[name](alone))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ANYTHING)
 def test_a_function_that_is_clipped_may_be_given_anything(name):
     tree = PASSENGERS | MORE | {"w": jnp.array([3.0, 4.0]), "empty": jnp.ones((0, 3))}
@@ -281,7 +277,7 @@ def arrays() -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rule", OWN)
 def test_arrays_of_numpy_count_by_their_numbers(rule):
     x = jnp.asarray(arrays()["by columns"])
@@ -298,6 +294,7 @@ def test_a_masked_array_is_refused_by_jax():
         cg.clip_grads(np.ma.masked_array([1.0, 9.0], [0, 1]), RULES["norm"])
 
 
+@pytest.mark.exhaustive
 def test_numbers_of_numpy_and_weak_types_are_numbers():
     params = {"a": np.float32(3.0), "b": np.array(3.0, np.float32), "c": 3.0, "d": jnp.asarray(3.0)}
     strong = jax.tree.map(jnp.float32, params)
@@ -313,7 +310,7 @@ def test_numbers_of_numpy_and_weak_types_are_numbers():
 # Narrow floats
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [
     "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz",
     "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3",
@@ -344,6 +341,7 @@ def sparse_loss(w: sparse.BCOO, x: Any) -> Any:
     return jnp.sum((w @ x) ** 2)
 
 
+@pytest.mark.exhaustive
 def test_the_gradient_of_a_sparse_matrix_is_clipped_as_a_dense_one():
     w, x = sparse.BCOO.fromdense(jnp.diag(jnp.array([3.0, 4.0]))), jnp.array([1.0, 2.0])
     grads = sparse.grad(sparse_loss)(w, x)
@@ -355,6 +353,7 @@ def test_the_gradient_of_a_sparse_matrix_is_clipped_as_a_dense_one():
     np.testing.assert_allclose(cg.global_norm(grads), jnp.linalg.norm(grads.todense()), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_function_of_a_sparse_matrix_is_clipped_by_name_and_checked():
     w, x = sparse.BCOO.fromdense(jnp.diag(jnp.array([3.0, 4.0]))), jnp.array([1.0, 2.0])
 
@@ -414,6 +413,7 @@ def test_norms_that_are_no_numbers_are_refused(norms):
         cg.suggest_threshold(norms)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("args", [
     {"zero": jnp.ones((0, 3)), "w": jnp.float32(0.5)},
     {"read-only": arrays()["read-only"], "w": arrays()["non-contiguous"]},
@@ -428,6 +428,7 @@ def test_gradients_of_odd_arguments_are_checked(args):
 # Many leaves
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [300, pytest.param(10**4, marks=pytest.mark.exhaustive)])
 def test_a_tree_may_have_ten_thousand_leaves(number):
     tree = {f"leaf {i}": jax.ShapeDtypeStruct((2,), jnp.float32) for i in range(number)}

@@ -19,6 +19,8 @@ from flax.training.train_state import TrainState
 import clipgrad as cg
 from tests.helpers import CASES, assert_close, float64
 
+pytestmark = pytest.mark.exhaustive
+
 RATE, LIMIT, STEPS = 0.1, 0.05, 4
 REFERENCES = {case.name: case.reference for case in CASES}
 CLIPS = {

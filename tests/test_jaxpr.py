@@ -79,6 +79,7 @@ def again(function, hook, x=X):
     return _jaxpr.evaluate(jax.make_jaxpr(function)(x), [x], hook)[0]
 
 
+@pytest.mark.kinds("flatten", "name")
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize("name", NESTED | CUSTOM)
 def test_a_hook_that_does_nothing_changes_no_value(name, flatten):
@@ -109,6 +110,7 @@ def test_a_rule_kept_whole_keeps_its_derivative_and_a_flattened_one_loses_it():
     np.testing.assert_allclose(jax.grad(total(_keep(True)))(X), jnp.cos(X), rtol=1e-6)
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("name", sorted(set(NESTED) - {"while"}))
 def test_the_evaluated_program_is_differentiable(name):
     total = lambda x: again(NESTED[name], _jaxpr.Hook(), x).sum()  # noqa: E731

@@ -18,6 +18,7 @@ from tests.helpers import (
     SCALING,
     assert_close,
     assert_same,
+    by_gradient_clip,
     float64,
     tree_of,
 )
@@ -29,23 +30,37 @@ everywhere = pytest.mark.parametrize("apply", PLACES.values(), ids=PLACES)
 LIMIT = 0.3
 
 
+def rule_of(case):
+    return type(case.make(1.0))
+
+
+@functools.cache
+def compiled(make, apply):
+    """One program for all laws whose trees have the same shapes and dtypes."""
+    return jax.jit(lambda limit, grads, params: apply(make(limit), grads, params))
+
+
+def clip(case, apply, grads, params, limit=LIMIT):
+    return compiled(case.make, apply)(limit, grads, params)
+
+
 def params_like(tree, seed=1):
     rng = np.random.default_rng(seed)
     return {k: jnp.asarray(rng.normal(size=x.shape), x.dtype) for k, x in tree.items()}
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.kinds("case apply", "scale")
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [1e-30, 0.01, 1.0, 30.0, 1e19, 1e30])
 def test_the_result_is_that_of_the_reference_in_float64(case, apply, scale, key):
     grads, params = tree_of(key, scale=scale), tree_of(jax.random.fold_in(key, 1))
-    clipped = apply(case.make(LIMIT), grads, params)
+    clipped = clip(case, apply, grads, params)
     expected = case.reference(float64(grads), float64(params), np.float32(LIMIT))
     assert_close(clipped, expected, rtol=3e-6, atol=1e-44)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.kinds()
 @every_case
 @hypothesis.given(tree=trees(min_rank=1), limit=thresholds)
 def test_any_tree_equals_the_reference(case, tree, limit):
@@ -55,7 +70,7 @@ def test_any_tree_equals_the_reference(case, tree, limit):
     assert_close(clipped, expected, rtol=3e-6, atol=1e-30 * limit)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.kinds("case apply", "dtype", "threshold")
 @everywhere
 @every_case
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -63,22 +78,21 @@ def test_any_tree_equals_the_reference(case, tree, limit):
 def test_structure_shapes_and_dtypes_are_kept(case, apply, dtype, threshold, key):
     threshold = jnp.float32(0.3) if isinstance(threshold, str) else threshold
     grads, params = tree_of(key, dtype), tree_of(jax.random.fold_in(key, 1), dtype)
-    clipped = apply(case.make(threshold), grads, params)
+    clipped = jax.jit(lambda g, p: apply(case.make(threshold), g, p))(grads, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(clipped, grads)
     expected = case.reference(float64(grads), float64(params), 0.3)
     assert_close(clipped, expected, rtol=4 * float(jnp.finfo(dtype).eps))
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.kinds("case", "dtype")
 @every_case
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_low_precision_gradients_with_float32_parameters_keep_their_dtype(case, dtype, key):
     grads, params = tree_of(key, dtype), tree_of(jax.random.fold_in(key, 1))
-    clipped, _ = cg.clip_grads(grads, case.make(LIMIT), params)
+    clipped = clip(case, by_gradient_clip, grads, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(clipped, grads)
 
 
-@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_float64_is_clipped_in_float64(case, apply):
@@ -86,39 +100,36 @@ def test_float64_is_clipped_in_float64(case, apply):
         rng = np.random.default_rng(0)
         grads = {"a": jnp.asarray(rng.normal(size=(4, 3)) * 1e90)}
         params = {"a": jnp.asarray(rng.normal(size=(4, 3)))}
-        clipped = apply(case.make(LIMIT), grads, params)
+        clipped = clip(case, apply, grads, params)
         assert clipped["a"].dtype == jnp.float64
         expected = case.reference(float64(grads), float64(params), LIMIT)
         assert_close(clipped, expected, rtol=1e-13)
 
 
-@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_what_is_within_the_limits_is_unchanged_bit_for_bit(case, apply, key):
     grads = tree_of(key, scale=1e-4)
     params = tree_of(jax.random.fold_in(key, 1))
-    assert_same(apply(case.make(LIMIT), grads, params), grads)
+    assert_same(clip(case, apply, grads, params), grads)
 
 
-@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_at_the_threshold_nothing_changes(case, apply):
     grads = {"a": jnp.array([[3.0, -4.0]])}
     params = {"a": jnp.array([[6.0, 8.0]])}
     (ratios,) = case.ratios(float64(grads), float64(params), 1.0)
-    assert_same(apply(case.make(float(np.max(ratios))), grads, params), grads)
+    assert_same(clip(case, apply, grads, params, float(np.max(ratios))), grads)
 
 
-@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_the_result_is_within_the_limits(case, apply, key):
     for i in range(10):
         k = jax.random.fold_in(key, i)
         grads, params = tree_of(k, scale=10.0**i), tree_of(jax.random.fold_in(k, 1))
-        clipped = float64(apply(case.make(LIMIT), grads, params))
+        clipped = float64(clip(case, apply, grads, params))
         limit = float(np.float32(LIMIT))
         for ratio in case.ratios(clipped, float64(params), limit):
             assert np.max(ratio, initial=0) <= 1 + 4e-7 * (1 + 4 * ("ord" in case.name))
@@ -128,18 +139,17 @@ def test_the_result_is_within_the_limits(case, apply, key):
 @hypothesis.given(seed=st.integers(0, 999))
 def test_directions_are_kept(case, seed):
     grads = {"a": jnp.asarray(np.random.default_rng(seed).normal(size=6) * 9, jnp.float32)}
-    clipped = cg.clip_grads(grads, case.make(LIMIT), grads)[0]
+    clipped = clip(case, by_gradient_clip, grads, grads)
     a, b = (np.asarray(t["a"], np.float64) for t in (grads, clipped))
     np.testing.assert_allclose(a / np.linalg.norm(a), b / np.linalg.norm(b), atol=3e-7)
 
 
-@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_a_threshold_of_zero_gives_exact_zeros(case, apply, key):
     params = tree_of(jax.random.fold_in(key, 1))
     for grads in (tree_of(key), tree_of(key, scale=1e-30), tree_of(key, scale=0.0)):
-        for leaf in jax.tree.leaves(apply(case.make(0.0), grads, params)):
+        for leaf in jax.tree.leaves(clip(case, apply, grads, params, 0.0)):
             np.testing.assert_array_equal(leaf, 0)
 
 
@@ -148,50 +158,48 @@ def subnormal_like(tree):
     return jax.tree.map(lambda x: jnp.asarray(np.full(x.shape, 1e-39, np.float32)), tree)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.kinds("apply", case=rule_of)
 @everywhere
 @every_case
 def test_subnormal_numbers_become_exact_zeros_at_zero_and_never_nan(case, apply, key):
     params = tree_of(key)
     grads = subnormal_like(params)
-    compiled = jax.jit(lambda c: apply(case.make(c), grads, params), compiler_options=RELEASED)
-    for clip in (compiled, lambda c: apply(case.make(c), grads, params)):
+    released = jax.jit(lambda c: apply(case.make(c), grads, params), compiler_options=RELEASED)
+    for clip in (released, lambda c: apply(case.make(c), grads, params)):
         for leaf in jax.tree.leaves(clip(0.0)):
             np.testing.assert_array_equal(np.float64(leaf), 0)
         for leaf in jax.tree.leaves([clip(1e-39), clip(LIMIT)]):
             assert (np.abs(np.float64(leaf)) < 2e-39).all()
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.kinds("apply", case=rule_of)
 @everywhere
 @every_case
 def test_a_leaf_of_subnormal_numbers_changes_nothing_about_the_others(case, apply, key):
     params = tree_of(jax.random.fold_in(key, 1))
     grads = tree_of(key)
-    clip = jax.jit(lambda g: apply(case.make(LIMIT), g, params), compiler_options=RELEASED)
-    clipped = clip(grads | {"dense": subnormal_like(params["dense"])})
-    expected = clip(grads | {"dense": jnp.zeros_like(params["dense"])})
+    released = jax.jit(lambda g: apply(case.make(LIMIT), g, params), compiler_options=RELEASED)
+    clipped = released(grads | {"dense": subnormal_like(params["dense"])})
+    expected = released(grads | {"dense": jnp.zeros_like(params["dense"])})
     assert (np.abs(np.float64(clipped.pop("dense"))) < 2e-39).all()
     del expected["dense"]
     assert_same(clipped, expected)
 
 
-@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_a_traced_negative_threshold_acts_as_zero(case, apply, key):
     params = tree_of(jax.random.fold_in(key, 1))
-    clipped = jax.jit(lambda c: apply(case.make(c), tree_of(key), params))(-1.0)
+    clipped = clip(case, apply, tree_of(key), params, -1.0)
     for leaf in jax.tree.leaves(clipped):
         np.testing.assert_array_equal(leaf, 0)
 
 
-@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_an_infinite_threshold_changes_nothing(case, apply, key):
     grads = tree_of(key, scale=1e10)
-    assert_same(apply(case.make(jnp.inf), grads, tree_of(key)), grads)
+    assert_same(clip(case, apply, grads, tree_of(key), jnp.inf), grads)
 
 
 @every_case
@@ -252,25 +260,19 @@ NARROW = [
 ]  # fmt: skip
 
 
-@functools.cache
-def compiled_clip(make):
-    """One for every dtype, each of which is compared with the same program in float32."""
-    return jax.jit(lambda c, g, p: cg.clip_grads(g, make(c), p)[0])
-
-
-@pytest.mark.sampled(13)
+@pytest.mark.kinds("dtype", case=rule_of)
 @every_case
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_narrow_dtype_is_clipped_in_float32_and_rounded_once(case, dtype, key):
     grads, params = tree_of(key, dtype, 4.0), tree_of(jax.random.fold_in(key, 1), dtype)
     wide, wide_params = (jax.tree.map(lambda x: x.astype("float32"), t) for t in (grads, params))
-    clip = compiled_clip(case.make)
+    narrow = compiled(case.make, by_gradient_clip)
     for limit in (0.0, 0.5, 2.0):
-        expected = jax.tree.map(lambda x: x.astype(dtype), clip(limit, wide, wide_params))
-        assert_same(clip(limit, grads, params), expected)
-    for leaf in jax.tree.leaves(clip(0.0, grads, params)):
+        expected = jax.tree.map(lambda x: x.astype(dtype), narrow(limit, wide, wide_params))
+        assert_same(narrow(limit, grads, params), expected)
+    for leaf in jax.tree.leaves(narrow(0.0, grads, params)):
         np.testing.assert_array_equal(np.float32(leaf), 0)
-    assert_same(clip(jnp.inf, grads, params), grads)
+    assert_same(narrow(jnp.inf, grads, params), grads)
 
 
 @functools.cache
@@ -283,7 +285,7 @@ def derivatives_through(make, apply):
     return jax.jit(jax.grad(total, argnums=(0, 1)))
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.kinds("apply", "scale", case=rule_of)
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e20])
@@ -292,13 +294,14 @@ def test_derivatives_through_a_clip_are_finite(case, apply, scale, key):
     chex.assert_tree_all_finite(derivatives_through(case.make, apply)(grads, LIMIT, params))
 
 
+@pytest.mark.kinds("case apply", "bad")
 @everywhere
 @every_scaling
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_bad_element_makes_its_whole_group_nan(case, apply, bad, key):
     grads = {"a": jnp.array([[1.0, bad], [0.1, 0.2]]), "b": jnp.array([[0.3, 0.4]])}
     params = params_like(grads)
-    clipped = apply(case.make(LIMIT), grads, params)
+    clipped = clip(case, apply, grads, params)
     bad_ratio = [~np.isfinite(r) for r in case.ratios(float64(grads), float64(params), LIMIT)]
     bad_ratio = bad_ratio * (len(clipped) // len(bad_ratio))
     for leaf, where in zip(clipped.values(), bad_ratio, strict=True):
@@ -308,7 +311,6 @@ def test_a_bad_element_makes_its_whole_group_nan(case, apply, bad, key):
         np.testing.assert_array_equal(np.isnan(leaf), where)
 
 
-@pytest.mark.sampled(13)
 @everywhere
 def test_value_clip_turns_inf_into_the_bounds_and_lets_nan_through(apply):
     grads = {"a": jnp.array([jnp.inf, -jnp.inf, jnp.nan, 0.5])}
@@ -332,7 +334,6 @@ def mixed_tree():
     }
 
 
-@pytest.mark.sampled(13)
 @every_case
 def test_leaves_that_hold_no_gradient_pass_through_untouched(case):
     tree = mixed_tree()
@@ -343,7 +344,6 @@ def test_leaves_that_hold_no_gradient_pass_through_untouched(case):
     assert stats.norm == 50 and stats.size == 2
 
 
-@pytest.mark.sampled(13)
 @every_case
 def test_inputs_that_have_no_cotangent_are_passed_over(case):
     tree = mixed_tree()
@@ -362,7 +362,7 @@ def by_rule(case, grads, params):
     return cg.clip_grads(grads, case.make(LIMIT), params)[0]
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.kinds("case apply", "empty")
 @everywhere
 @every_case
 @pytest.mark.parametrize("empty", [{}, [], {"a": None}, {"a": jnp.zeros((0, 2))}], ids=str)
@@ -371,13 +371,12 @@ def test_empty_trees_are_kept(case, apply, empty):
     assert jax.tree.structure(clipped) == jax.tree.structure(empty)
 
 
-@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_complex_gradients_are_measured_by_their_absolute_values(case, apply, key):
     a, b = jax.random.normal(key, (2, 4, 3)) * 5
     grads, params = {"z": jax.lax.complex(a, b)}, {"z": jax.lax.complex(b, a)}
-    clipped = apply(case.make(LIMIT), grads, params)["z"]
+    clipped = clip(case, apply, grads, params)["z"]
     assert clipped.dtype == jnp.complex64
     wide = float64(grads)
     if case.name == "ClipByValue":
@@ -388,26 +387,24 @@ def test_complex_gradients_are_measured_by_their_absolute_values(case, apply, ke
     np.testing.assert_allclose(clipped, expected, rtol=3e-6)
 
 
-@pytest.mark.sampled(13)
 @every_case
 def test_clipping_twice_is_clipping_once(case, key):
     grads, params = tree_of(key, scale=10), tree_of(jax.random.fold_in(key, 1))
-    once = cg.clip_grads(grads, case.make(LIMIT), params)[0]
-    twice = cg.clip_grads(once, case.make(LIMIT), params)[0]
+    once = clip(case, by_gradient_clip, grads, params)
+    twice = clip(case, by_gradient_clip, once, params)
     assert_close(twice, once, rtol=1e-6)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.kinds("apply", case=rule_of)
 @everywhere
 @every_case
 def test_compiled_and_eager_agree(case, apply, key):
     grads, params = tree_of(key, scale=10), tree_of(jax.random.fold_in(key, 1))
     eager = apply(case.make(LIMIT), grads, params)
-    compiled = jax.jit(lambda g, p: apply(case.make(LIMIT), g, p))(grads, params)
-    assert_close(compiled, eager, rtol=1e-6)
+    fused = jax.jit(lambda g, p: apply(case.make(LIMIT), g, p))(grads, params)
+    assert_close(fused, eager, rtol=1e-6)
 
 
-@pytest.mark.sampled(13)
 @every_case
 def test_a_rule_is_a_pytree_of_its_thresholds(case):
     rule = case.make(LIMIT)
@@ -418,7 +415,6 @@ def test_a_rule_is_a_pytree_of_its_thresholds(case):
     assert jax.tree.leaves(negative)[0] == -LIMIT
 
 
-@pytest.mark.sampled(13)
 @everywhere
 @every_case
 def test_new_thresholds_retrace_nothing(case, apply, key):
@@ -435,13 +431,13 @@ def test_new_thresholds_retrace_nothing(case, apply, key):
     assert len(traces) == 1
 
 
-@pytest.mark.sampled(13)
 @everywhere
 def test_python_numbers_as_gradients_are_clipped_or_constants(apply):
     clipped = apply(cg.ClipByValue(1.0), {"a": 3.0}, {"a": 2.0})
     assert clipped == {"a": 1.0}
 
 
+@pytest.mark.kinds("apply", "scale", case=rule_of)
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e30])

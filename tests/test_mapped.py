@@ -41,6 +41,7 @@ def mapped(f, mesh, in_specs, out_specs, **options):
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
 
 
+@pytest.mark.kinds()
 @every_order
 def test_replicated_leaves_are_counted_once(ord):
     grads = {"replicated": jnp.array([3.0, -4.0]), "sharded": GRADS["dense"]}
@@ -55,6 +56,7 @@ def test_replicated_leaves_are_counted_once(ord):
     np.testing.assert_allclose(norm, cg.global_norm(grads, ord), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 @every_order
 def test_leaves_over_one_axis_over_two_and_over_none(ord):
     rule = cg.ClipByGlobalNorm(0.5, ord=ord, axis_name=("x", "y"))
@@ -90,6 +92,7 @@ def test_what_varies_can_be_left_untracked_if_every_leaf_is_spread():
     assert_close(clip(grads), cg.ClipByGlobalNorm(0.5)(grads), rtol=2e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "axis, spec",
     [(None, P("x")), (None, P(None, "x")), (-1, P(None, "x")), ({".*": None}, P("x"))],
@@ -158,6 +161,7 @@ def expected_updates():
     return tx.update(jax.grad(loss)(params, batch), tx.init(params), params)[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mapping", ["shard_map", "pmap"])
 def test_data_parallel_gradients_are_averaged_and_then_clipped(mapping):
     """The averaged gradients are the same everywhere, so that no axis name is needed."""
@@ -178,6 +182,7 @@ def test_data_parallel_gradients_are_averaged_and_then_clipped(mapping):
     assert_close(updates, expected_updates(), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.exhaustive
 def test_sharded_parameters_with_accumulation_in_shard_map():
     """ZeRO: each device holds rows of each parameter, and MultiSteps averages before the clip."""
     params, (x, y) = training()

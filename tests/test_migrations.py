@@ -22,7 +22,7 @@ ROWS = [
 ]
 
 
-pytestmark = pytest.mark.usefixtures("users_promotion")
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 
 
 def line_of(code, today=""):

@@ -17,6 +17,8 @@ import clipgrad as cg
 from clipgrad import _jaxpr
 from tests.helpers import assert_close
 
+pytestmark = pytest.mark.exhaustive
+
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 RULE = cg.ErrorClipByValue(0.01)
 

@@ -198,6 +198,7 @@ def by_hand(program):
     return gradient(()), {chosen: gradient(chosen) for chosen in [*zip(every), every]}
 
 
+@pytest.mark.kinds("compile")
 @programs
 @pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_the_gradient_is_that_of_clips_written_by_hand(program, compile):
@@ -208,6 +209,7 @@ def test_the_gradient_is_that_of_clips_written_by_hand(program, compile):
         assert not np.allclose(gradient, plain, rtol=1e-3)
 
 
+@pytest.mark.kinds()
 @programs
 def test_the_value_is_unchanged_bit_by_bit(program):
     loss = loss_of(program)
@@ -224,6 +226,7 @@ def test_a_name_without_a_rule_changes_nothing(program):
     assert "custom_vjp_call" not in str(jax.make_jaxpr(off)(X)) or program is beside_custom_rules
 
 
+@pytest.mark.kinds()
 @programs
 def test_statistics_are_those_of_a_probe_written_by_hand(program):
     loss = loss_of(program)

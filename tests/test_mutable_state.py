@@ -13,6 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from tests.helpers import assert_close, assert_same
 
+pytestmark = pytest.mark.exhaustive
+
 X = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 RULES = {"h": cg.ErrorClipByValue(1e9)}
 TRANSFORMED = {
@@ -127,7 +129,6 @@ def tree_mode(wrap):
     return model.mean[...], model.var[...]
 
 
-@pytest.mark.sampled(13)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 @every_transformed
 def test_a_model_is_changed_as_by_the_plain_function(program, transformed):

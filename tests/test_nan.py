@@ -28,6 +28,7 @@ def with_bad(value, at=(0, 0), dtype=jnp.float32):
     return jnp.full(SHAPE, 0.5, dtype).at[at].set(value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ord", [0.5, 1, 2, 3, jnp.inf])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
 def test_a_norm_is_nan_and_not_inf_if_an_element_is(ord, dtype):
@@ -56,6 +57,7 @@ ONE_GROUP = [cg.ClipByGlobalNorm(1.0), cg.ClipByGlobalNorm(1.0, ord=jnp.inf)]
 BY_LEAF = [cg.ClipByNorm(1.0), cg.ClipByNorm(1.0, ord=jnp.inf), cg.ClipByBlockRMS(0.1)]
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("rule", [*ONE_GROUP, *BY_LEAF], ids=repr)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
 def test_a_bad_element_makes_its_whole_group_nan(rule, bad):
@@ -85,6 +87,7 @@ def test_a_norm_after_a_value_clip_still_sees_it(name):
     assert jnp.isnan(released(norm, with_bad(BAD), jnp.float32(1.0)))
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_norm_clip_behind_a_value_clip_makes_the_group_nan(name):
     def clip(grads, one):

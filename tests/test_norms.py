@@ -24,6 +24,7 @@ def reference(tree, ord=2):
     return top if ord == np.inf or top == 0 else top * np.sum((x / top) ** ord) ** (1 / ord)
 
 
+@pytest.mark.exhaustive
 @every_order
 @hypothesis.given(tree=trees())
 def test_any_tree_has_the_norm_of_the_reference(ord, tree):
@@ -55,6 +56,7 @@ def test_known_norms(tree, expected):
     np.testing.assert_allclose(norm, expected, rtol=1e-6)
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("ord", [1, 2, 3, 4, jnp.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_a_leaf_of_subnormal_numbers_has_a_finite_norm(dtype, ord):
@@ -76,11 +78,13 @@ def test_a_leaf_of_subnormal_numbers_of_float64_has_a_finite_norm(ord):
         assert 0 <= cg.global_norm(jnp.asarray(np.full((3, 4), 1e-310)), ord) < 1e-307
 
 
+@pytest.mark.exhaustive
 def test_many_low_precision_leaves_add_up_in_float32(key):
     leaves = [jax.random.normal(k, (64, 64), jnp.bfloat16) for k in jax.random.split(key, 16)]
     np.testing.assert_allclose(cg.global_norm(leaves), reference(leaves), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_a_float64_leaf_makes_the_norm_float64():
     with jax.enable_x64(True):
         tree = [jnp.array([3e200]), jnp.array([4.0], jnp.float32)]
@@ -113,6 +117,7 @@ def test_nan_gives_nan_and_otherwise_inf_gives_inf(ord):
     assert cg.global_norm(jnp.array([-jnp.inf, 1.0]), ord) == jnp.inf
 
 
+@pytest.mark.kinds("ord", "scale")
 @every_order
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e19, 1e30])
 def test_the_derivative_is_that_of_the_formula(ord, scale):
@@ -127,6 +132,7 @@ def test_the_derivative_is_that_of_the_formula(ord, scale):
     np.testing.assert_allclose(tangent, expected.sum(), rtol=2e-5)
 
 
+@pytest.mark.exhaustive
 @every_order
 def test_the_derivative_at_zero_is_zero(ord):
     def norm(tree):
@@ -138,6 +144,7 @@ def test_the_derivative_at_zero_is_zero(ord):
     assert np.isfinite(jax.hessian(lambda x: cg.global_norm(x, ord))(jnp.zeros(3))).all()
 
 
+@pytest.mark.exhaustive
 def test_the_second_derivative_is_that_of_the_formula():
     x = jnp.array([3.0, -4.0])
     unit = np.array([0.6, -0.8])
@@ -193,6 +200,7 @@ def test_an_axis_name_outside_of_a_mapped_context_is_refused():
         cg.global_norm(jnp.ones(2), axis_name="batch")
 
 
+@pytest.mark.kinds()
 @every_order
 def test_vmap_and_pmap_with_an_axis_name_give_the_norm_of_the_whole(ord, key):
     x = jax.random.normal(key, (8, 3))
@@ -201,6 +209,7 @@ def test_vmap_and_pmap_with_an_axis_name_give_the_norm_of_the_whole(ord, key):
         np.testing.assert_allclose(norms, [reference(x, ord)] * 8, rtol=2e-6)
 
 
+@pytest.mark.exhaustive
 def test_the_largest_element_has_the_whole_gradient_of_the_largest_norm_in_every_row():
     rows = jax.random.uniform(jax.random.key(0), (64, 4), minval=1.0, maxval=4.0)
     rows = rows / jnp.asarray([[1.0, 1.5, 2.0, 2.5]])

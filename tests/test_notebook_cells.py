@@ -6,6 +6,8 @@ import re
 import nbformat
 import pytest
 
+pytestmark = pytest.mark.exhaustive
+
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 CHECK = re.compile(r"^\s*(assert |np\.testing\.)", re.MULTILINE)

@@ -11,6 +11,8 @@ import pytest
 
 from tests.helpers import environment_of_users
 
+pytestmark = pytest.mark.exhaustive
+
 FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 TITLES = [

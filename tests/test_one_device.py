@@ -24,6 +24,8 @@ from tests.test_norms import (  # noqa: F401
     test_the_derivative_is_that_of_the_formula,
 )
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture(autouse=True, scope="module")
 def one_device():

@@ -51,6 +51,9 @@ COSTS = {
     "adaptive clip, ResNet-50": [("clips", "adaptive, ResNet-50", "optax")],
     "a step of adamw": [("steps", "transformer, donated", "optax", "clipgrad, stats=True")],
     "error clip by value, LSTM": [("error_clip", "LSTM, scan of 256", "plain")],
+    "error clip by value, transformer": [
+        ("names", "unrolled transformer, all modules", "plain", "clipped")
+    ],
     "clip of each example": [
         ("per_example", "MLP of 0.67M, batch 64", peer)
         for peer in ("optax, all at once", "jax-privacy")

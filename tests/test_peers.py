@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 
+pytestmark = pytest.mark.exhaustive
+
 
 def update(tx, grads, params=None):
     return tx.update(grads, tx.init(params), params)[0]

@@ -58,6 +58,7 @@ def by_every_rule():
     return params, each_gradient(params, batch), run(params, batch)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_rule_clips_the_gradient_of_each_example(case, by_every_rule):
     params, each, results = float64(by_every_rule[0]), float64(by_every_rule[1]), by_every_rule[2]
@@ -72,6 +73,7 @@ def test_every_rule_clips_the_gradient_of_each_example(case, by_every_rule):
     assert (stats.clipped == (np.array(above) > 1)).all()
 
 
+@pytest.mark.exhaustive
 def test_it_equals_the_function_of_optax_on_float32(key):
     params, batch = data(key)
     each = each_gradient(params, batch)
@@ -103,6 +105,7 @@ def test_without_a_rule_it_is_the_gradient_of_the_mean(microbatch, key):
     np.testing.assert_allclose(value, 16 * expected[0], rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("microbatch", [1, 2, 6, 12])
 def test_statistics_and_aux_come_in_the_order_of_the_batch(microbatch):
     sizes = jnp.arange(1.0, 13.0)
@@ -205,7 +208,7 @@ def half_a_unit(x):
     return 0.5 * 2.0 ** (np.floor(np.log2(np.abs(np.float64(x)))) - jnp.finfo(x.dtype).nmant)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.kinds("dtype", "reduce")
 @every_half
 @every_reduction
 @pytest.mark.parametrize("path", PATHS)
@@ -218,6 +221,7 @@ def test_the_sum_is_rounded_once_by_half_a_unit_in_the_last_place(path, reduce, 
     assert result.dtype == dtype and (off <= 1.01 * half_a_unit(result)).all()
 
 
+@pytest.mark.kinds("dtype", "microbatch", "reduce")
 @every_half
 @every_reduction
 @pytest.mark.parametrize("microbatch", [None, 100])
@@ -283,6 +287,7 @@ def temporary(size, microbatch):
     return per_example.lower(params, batch).compile(RELEASED).memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.exhaustive
 def test_memory_is_bounded_by_the_microbatch():
     gradient = 4 * (64 * 64 + 64 * 2)
     few = temporary(64, 4)
@@ -293,6 +298,7 @@ def test_memory_is_bounded_by_the_microbatch():
 # devices
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=stable_id)
 @pytest.mark.parametrize("microbatch", [None, 16])
 def test_a_batch_over_eight_devices_gives_the_result_of_one(microbatch, kind, key):
@@ -328,6 +334,7 @@ def test_on_explicit_axes_jax_refuses_small_microbatches_and_parameters_on_the_s
             clipped(loss, NORM, microbatch=microbatch).lower(params, sharded)
 
 
+@pytest.mark.kinds("check_vma", "microbatch")
 @pytest.mark.parametrize("microbatch", [None, 2])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_inside_shard_map_each_device_clips_its_own_examples(microbatch, check_vma, key):
@@ -349,6 +356,7 @@ def test_inside_shard_map_each_device_clips_its_own_examples(microbatch, check_v
 # what a user does with it
 
 
+@pytest.mark.exhaustive
 def test_a_training_step_with_a_traced_threshold_that_follows_a_quantile(key):
     """The threshold of Andrew et al., which aims at a part of examples that are clipped."""
     params, batch = data(key, 32)
@@ -370,6 +378,7 @@ def test_a_training_step_with_a_traced_threshold_that_follows_a_quantile(key):
     assert 0.3 < (norms > limit).mean() < 0.7
 
 
+@pytest.mark.exhaustive
 def test_an_example_of_weight_zero_adds_nothing(key):
     params, (x, y) = data(key, 8)
     weights = jnp.array([1.0] * 5 + [0.0] * 3)
@@ -382,6 +391,7 @@ def test_an_example_of_weight_zero_adds_nothing(key):
     assert_close(padded[:2], cut[:2], rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_keys_in_the_batch_and_none_in_the_parameters(key):
     params, (x, _) = {"w": jnp.ones(6), "frozen": None}, data(key, 8)[1]
 
@@ -396,6 +406,7 @@ def test_keys_in_the_batch_and_none_in_the_parameters(key):
     assert_close(grads[0]["w"], jnp.mean(jax.vmap(NORM)(x + noise), 0), 1e-5, 1e-6)
 
 
+@pytest.mark.exhaustive
 def test_what_where_leaves_out_is_summed_as_it_is(key):
     params, batch = data(key)
     plain = jax.grad(lambda p: jnp.mean(jax.vmap(loss, (None, 0))(p, batch)))(params)
@@ -404,6 +415,7 @@ def test_what_where_leaves_out_is_summed_as_it_is(key):
     assert not grads["v"].any() and (stats.size == 16).all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error"])
 def test_an_example_that_is_nan(nonfinite):
     batch = [jnp.array([[3.0, 4.0], [jnp.nan, 1.0], [0.3, 0.4]])]

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from tests.helpers import assert_same
 
-pytestmark = pytest.mark.usefixtures("users_promotion")
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 
 PARAMS = {"b": jnp.array([0.5]), "w": jnp.array([[3.0, 4.0]])}
 SCALES = (1.0, 2.0, 90.0, 3.0)
@@ -194,7 +194,6 @@ WAYS = {
 }
 
 
-@pytest.mark.sampled(17)
 @pytest.mark.parametrize(
     "case, way",
     [(case, way) for case in CASES for way in WAYS if case.plain or way != "pickle"],

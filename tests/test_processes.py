@@ -13,6 +13,8 @@ import pytest
 
 from tests.process_worker import everything
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = pathlib.Path(__file__).parents[1]
 SECONDS = 240
 

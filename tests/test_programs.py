@@ -183,6 +183,7 @@ def by_name(block):
 
 
 # By default a few programs of each kind that is the outermost.
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", sorted(_NESTS))
 @pytest.mark.parametrize("number", [5, pytest.param(35, marks=pytest.mark.exhaustive)])
 def test_value_gradient_and_statistics_are_those_of_clips_written_by_hand(kind, number):

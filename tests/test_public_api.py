@@ -40,6 +40,7 @@ def test_exports_are_sorted_and_explicit():
     assert {name: module for indent, module, name in exports if indent} == cg._LATER
 
 
+@pytest.mark.exhaustive
 def test_the_checker_and_the_diagnosis_are_loaded_when_they_are_used():
     program = """
 import sys, clipgrad

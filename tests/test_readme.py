@@ -4,7 +4,6 @@ import pathlib
 import re
 import tomllib
 
-import matplotlib.pyplot as plt
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -55,9 +54,11 @@ def test_the_diagnosis_names_the_line_that_divides(capsys):
     assert "jnp.linalg.norm" in PROGRAMS[1].splitlines()[line - 1]
 
 
+@pytest.mark.exhaustive
 def test_the_picture_of_the_third_program_shows_what_its_caption_says(
     capsys, monkeypatch, tmp_path
 ):
+    plt = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.chdir(tmp_path)
     run(PROGRAMS[2])
     printed = capsys.readouterr().out.splitlines()

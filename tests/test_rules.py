@@ -63,6 +63,7 @@ def test_a_nan_replacement_must_be_a_number():
         cg.ClipByValue(1.0, nan=float("nan"))
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize(
     "axis, expected",
     [
@@ -84,6 +85,7 @@ def test_slices_may_have_limits_of_their_own():
     np.testing.assert_allclose(rule(jnp.array([[3.0, 4], [3, 4]])), [[0.6, 0.8], [3, 4]], rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_each_example_of_a_batch_is_clipped_by_itself(key):
     x = jax.random.normal(key, (5, 4, 3, 2)) * jnp.arange(1.0, 6).reshape(5, 1, 1, 1)
     batched = cg.ClipByNorm(1.0, axis=(1, 2, 3))(x)
@@ -109,6 +111,7 @@ def spike(shape, value=0.05):
     return jnp.zeros(shape).at[(0,) * len(shape)].set(value)
 
 
+@pytest.mark.kinds("unit")
 @pytest.mark.parametrize(
     "shape, unit",
     [
@@ -128,6 +131,7 @@ def test_a_unit_is_what_makes_one_output(shape, unit):
     np.testing.assert_allclose(jnp.max(clipped), 0.02 * unit**0.5, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "axis, unit",
     [
@@ -152,6 +156,7 @@ def test_units_by_axis_by_path_and_by_function(axis, unit):
     assert jnp.max(clipped["layers"]["kernel"]) == pytest.approx(0.02 * unit**0.5, rel=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_stacked_layers_keep_their_units_apart():
     params = jnp.concatenate([jnp.full((3, 8, 8), 100.0), jnp.ones((1, 8, 8))])
     grads = jnp.zeros((4, 8, 8)).at[3].set(1.0)
@@ -249,6 +254,7 @@ every_own = pytest.mark.parametrize("make", OWN.values(), ids=OWN)
 every_place = pytest.mark.parametrize("place", OWN_PLACES.values(), ids=OWN_PLACES)
 
 
+@pytest.mark.kinds("make", "place")
 @every_own
 @every_place
 def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place):
@@ -258,7 +264,7 @@ def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place):
         np.testing.assert_array_equal(place(rule, X), c * X)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.kinds("make", "transform")
 @every_own
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_an_error_clip_by_a_rule_of_ones_own_holds_what_is_traced(make, transform):
@@ -268,7 +274,7 @@ def test_an_error_clip_by_a_rule_of_ones_own_holds_what_is_traced(make, transfor
         np.testing.assert_array_equal(clip(jnp.array(c), X), c * X)
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.kinds("place", "transform")
 @every_place
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_every_place_takes_a_rule_of_ones_own_that_holds_what_is_traced(place, transform):
@@ -277,6 +283,7 @@ def test_every_place_takes_a_rule_of_ones_own_that_holds_what_is_traced(place, t
         np.testing.assert_array_equal(clip(jnp.array(c), X), c * X)
 
 
+@pytest.mark.exhaustive
 @every_own
 def test_a_rule_of_ones_own_can_be_differentiated_and_so_can_what_it_holds(make):
     def loss(x, c):

@@ -189,7 +189,7 @@ MEASURES = {
 }
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.kinds("tree")
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_it_traces_on_trees_of_any_size(function, tree, users_promotion):
@@ -212,7 +212,6 @@ def is_program(value):
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
-@pytest.mark.sampled(17)
 @pytest.mark.parametrize("tree", ["1e12 parameters", "a vector of 3e9 elements"])
 @pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
 def test_what_is_measured_is_floating_and_no_integer_counts_past_32_bits(
@@ -243,6 +242,7 @@ def test_the_parts_of_a_mask_are_counted_together(monkeypatch):
     assert count == 3 and count.dtype == jnp.float32
 
 
+@pytest.mark.exhaustive
 def test_the_count_of_nan_and_inf_does_not_wrap_at_32_bits():
     def run(tree):
         return cg.clip_grads(tree, cg.ClipByGlobalNorm(1.0), nonfinite="error")[0]

@@ -89,7 +89,7 @@ def on_one_device():
     return jax.jit(functools.partial(by_rules, RULES))(GRADS, PARAMS)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "layout, kind, names",
     [
@@ -110,6 +110,7 @@ def test_every_rule_gives_the_result_of_one_device(layout, kind, names, on_one_d
         assert_close(clipped[name], on_one_device[name], rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 @every_layout
 def test_every_rule_keeps_explicit_shardings(layout):
     mesh = mesh_of(AxisType.Explicit)
@@ -127,6 +128,7 @@ def compiled_update(tx, grads):
     return jax.jit(lambda g: tx.update(g, tx.init(g))[0]).lower(grads).compile()
 
 
+@pytest.mark.kinds("kind", "layout")
 @every_kind
 @every_layout
 def test_a_global_norm_is_one_all_reduce_and_no_gather(layout, kind):
@@ -157,6 +159,7 @@ def statistics(grads):
     return [cg.clip_grads(grads, rule)[1] for rule in rules]
 
 
+@pytest.mark.exhaustive
 @every_kind
 def test_statistics_are_those_of_one_device(kind):
     expected, mesh = statistics(GRADS), mesh_of(kind)
@@ -164,6 +167,7 @@ def test_statistics_are_those_of_one_device(kind):
         assert_close(statistics(placed(GRADS, mesh, "both")), expected, rtol=1e-5, atol=1e-38)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["fsdp", "tensor"])
 def test_adaptive_thresholds_and_skipping_take_one_all_reduce(layout):
     """What is followed is the norm of the clip; a clip within skip_spikes is handed its norm."""
@@ -215,6 +219,7 @@ def after_one_step(name):
     return step(step.init(params), batch)[0].params
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("accumulate, place", [(1, "sharded"), *((4, place) for place in PLACES)])
 def test_a_training_step_over_devices_clips_once_after_averaging(accumulate, place, name):
@@ -235,6 +240,7 @@ def test_a_training_step_over_devices_clips_once_after_averaging(accumulate, pla
         assert place == "sharded" or "all-gather" not in compiled.as_text()
 
 
+@pytest.mark.exhaustive
 def test_multi_steps_over_devices_clips_once_after_averaging():
     params, batch = training()
     tx = OPTIMIZERS["global norm"]()

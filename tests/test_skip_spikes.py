@@ -58,6 +58,7 @@ SMALL = {"window": 16, "min_history": 8}
 PLAIN, ADAM = cg.skip_spikes(optax.sgd(1.0), **SMALL), cg.skip_spikes(optax.adam(0.1), **SMALL)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("inner", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)])
 def test_steps_that_are_not_skipped_are_those_of_the_optimizer(inner):
     tx, params = cg.skip_spikes(inner), jnp.zeros(2)
@@ -73,6 +74,7 @@ def test_steps_that_are_not_skipped_are_those_of_the_optimizer(inner):
     assert not states.skipped.any()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e6, 3e38], ids=str)
 def test_a_skipped_step_changes_nothing_but_the_counters(bad):
     norms = noise(30)
@@ -90,6 +92,7 @@ def test_a_skipped_step_changes_nothing_but_the_counters(bad):
     chex.assert_tree_all_finite(states)
 
 
+@pytest.mark.exhaustive
 def test_one_element_that_is_not_finite_is_enough():
     tx = cg.skip_spikes(optax.sgd(1.0))
     grads = {"a": jnp.ones(3), "b": jnp.array([1.0, jnp.nan], jnp.bfloat16), "n": None}
@@ -106,6 +109,7 @@ def test_the_optimizer_is_shown_zeros_in_place_of_a_bad_gradient():
     assert (shown[0] == 0).all()
 
 
+@pytest.mark.exhaustive
 def test_the_limit_is_mean_and_deviations_of_the_last_norms():
     norms = noise(40)
     limit = np.mean(norms[-16:]) + 6 * np.std(norms[-16:])
@@ -114,6 +118,7 @@ def test_the_limit_is_mean_and_deviations_of_the_last_norms():
         assert states.skipped[-1] == skipped and not states.skipped[:-1].any()
 
 
+@pytest.mark.exhaustive
 def test_before_there_is_a_history_only_the_absolute_limit_holds():
     norms = [1.0] * 7 + [1e3, 1e6]
     _, states = scan(PLAIN, norms)
@@ -124,6 +129,7 @@ def test_before_there_is_a_history_only_the_absolute_limit_holds():
     assert states.skipped[-1] and not states.skipped[:-1].any(), "half a window by default"
 
 
+@pytest.mark.exhaustive
 def test_a_spike_before_there_is_a_history_does_not_hide_the_next():
     norms = noise(40)
     norms[0], norms[30] = 1e6, 1e4
@@ -158,6 +164,7 @@ def test_one_bad_step_is_one_skipped_step():
     np.testing.assert_array_equal(np.flatnonzero(states.skipped), [5, 100, 200])
 
 
+@pytest.mark.exhaustive
 def test_outliers_in_a_row_are_taken_in_the_end_and_the_history_starts_anew():
     norms = np.concatenate([noise(20), 100 * noise(30, seed=1)])
     tx = cg.skip_spikes(optax.sgd(1.0), max_consecutive=3, **SMALL)
@@ -169,6 +176,7 @@ def test_outliers_in_a_row_are_taken_in_the_end_and_the_history_starts_anew():
     assert stuck.skipped[20:].all() and stuck.consecutive[-1] == 30
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_finite_or_above_max_norm_is_never_taken():
     row = [1e3, np.nan, 1e3, 1e9, np.inf, 1e3]
     tx = cg.skip_spikes(optax.sgd(1.0), max_norm=1e6, max_consecutive=2, **SMALL)
@@ -216,6 +224,7 @@ def test_where_says_what_is_judged():
     assert state.raw_norm == 3 and updates["meta"] == -99
 
 
+@pytest.mark.exhaustive
 def test_all_devices_skip_together():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     tx = cg.skip_spikes(optax.sgd(1.0), max_norm=10.0, axis_name="x")
@@ -246,6 +255,7 @@ def test_states_with_keys_integers_and_nothing_are_kept():
     assert state.inner_state["key"] != key and state.inner_state["count"] == 1
 
 
+@pytest.mark.kinds("wrap")
 @pytest.mark.parametrize("wrap", [
     lambda tx: optax.chain(cg.clip_by_value(1e9), tx, optax.identity()),
     lambda tx: optax.masked(tx, {"w": True, "v": False}),
@@ -262,6 +272,7 @@ def test_it_composes(wrap):
         assert (updates["w"] == expected).all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", [2, 3])
 def test_a_microbatch_may_be_skipped_in_an_accumulation(schedule):
     tx = cg.skip_spikes(optax.MultiSteps(optax.sgd(1.0), schedule))
@@ -271,6 +282,7 @@ def test_a_microbatch_may_be_skipped_in_an_accumulation(schedule):
     np.testing.assert_allclose(updates[2 * schedule - 2], [-0.6, -0.8], rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_outside_of_it_an_accumulation_keeps_a_nan_for_ever():
     """What the documentation warns of: the average is NaN, and so is all that follows."""
     norms = [1.0, np.nan, 1.0, 1.0, 1.0, 1.0]
@@ -287,6 +299,7 @@ def test_in_an_accumulation_it_judges_the_average():
     np.testing.assert_allclose(updates[:, 0], [0, 0, 0, -0.9], rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_the_training_step_says_what_was_skipped():
     tx = cg.skip_spikes(optax.chain(cg.clip_by_global_norm(1.0), optax.adam(0.1)), max_norm=1e3)
     traces = []
@@ -305,6 +318,7 @@ def test_the_training_step_says_what_was_skipped():
     assert state.opt_state.skipped_count == 2 and len(traces) == 1
 
 
+@pytest.mark.exhaustive
 def test_runs_under_vmap_are_skipped_one_by_one():
     tx = cg.skip_spikes(optax.sgd(1.0), max_norm=2.0)
     grads = jnp.array([[1.0], [9.0], [jnp.nan]])
@@ -322,6 +336,7 @@ def test_no_branch_that_is_not_taken_raises_under_debug_nans():
     assert (updates == 0).all()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("sigma", [6.0, None])
 def test_no_flag_for_nan_or_inf_stops_a_loop_on_finite_gradients(sigma, compile):
@@ -421,6 +436,7 @@ def disturbances(steps, start):
     return factors
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "inner, start",
     [

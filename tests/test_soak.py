@@ -26,7 +26,7 @@ import clipgrad as cg
 from clipgrad._demo._deep_mlp import TASK
 from tests.helpers import assert_same, environment_of_users
 
-pytestmark = pytest.mark.usefixtures("users_promotion")
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -177,7 +177,6 @@ def killed(shared: Training, folder: pathlib.Path) -> Ends:
     return tuple(pickle.loads((path / "state").read_bytes()) for path in (parts, whole))
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("interrupted", [
     pytest.param(saved(through_orbax), id="orbax"),
     pytest.param(saved(lambda state, *_: pickle.loads(pickle.dumps(state))), id="pickle"),

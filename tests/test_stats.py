@@ -19,6 +19,7 @@ def norm(tree):
     return np.linalg.norm(np.concatenate([*parts, np.zeros(1)]))
 
 
+@pytest.mark.exhaustive
 @hypothesis.given(tree=trees())
 def test_norms_are_those_before_and_after(tree):
     clipped = cg.ClipByValue(0.5)(tree)
@@ -34,6 +35,7 @@ def test_norms_are_those_before_and_after(tree):
     np.testing.assert_allclose(stats.fraction, changed / max(size, 1), rtol=1e-6)
 
 
+@pytest.mark.kinds("exponent")
 @pytest.mark.parametrize("exponent", range(-37, 39, 5))
 def test_a_norm_is_right_in_the_whole_range_of_float32(exponent):
     x = jnp.array([3.0, 4.0]) * 10.0 ** (exponent - 1)
@@ -42,6 +44,7 @@ def test_a_norm_is_right_in_the_whole_range_of_float32(exponent):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(stats))
 
 
+@pytest.mark.exhaustive
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(tree=trees(), other=trees())
 def test_statistics_add_up(tree, other):
@@ -69,6 +72,7 @@ def test_sums_of_any_two_ranges_add_up(first, second):
     np.testing.assert_allclose(total, norm(parts), rtol=1e-6)
 
 
+@pytest.mark.kinds("bad", "dtype")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("bad", [None, jnp.nan, jnp.inf, -jnp.inf])
 @pytest.mark.parametrize("size", SIZES)
@@ -100,6 +104,7 @@ def test_nan_and_inf_are_counted_and_show_in_the_norm():
     assert infinite.norm == jnp.inf and infinite.nonfinite == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_norms_can_be_differentiated(scale):
     x = jnp.array([3.0, 4.0]) * scale
@@ -127,6 +132,7 @@ def assert_equal_statistics(closed, measured):
         np.testing.assert_allclose(getattr(closed, name), getattr(measured, name), rtol=2e-6)
 
 
+@pytest.mark.exhaustive
 @every_l2_rule
 @pytest.mark.parametrize("scale", [1e-20, 0.01, 1.0, 1e18])
 def test_the_closed_form_equals_the_sums(case, scale, key):
@@ -140,6 +146,7 @@ def test_the_closed_form_equals_the_sums(case, scale, key):
         assert_equal_statistics(closed, cg.ClipStats.of(grads[name], clipped[name]))
 
 
+@pytest.mark.kinds()
 @every_l2_rule
 def test_the_closed_form_counts_what_is_not_finite(case):
     grads = {"a": jnp.array([jnp.nan, 1.0]), "b": jnp.array([-jnp.inf]), "c": jnp.ones(3)}

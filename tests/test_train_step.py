@@ -32,6 +32,7 @@ def data(key, n=8):
     return params, (jax.random.normal(k[2], (n, 3)), 50 * jax.random.normal(k[3], (n,)))
 
 
+@pytest.mark.exhaustive
 def test_one_trace_for_a_thousand_steps_of_a_schedule(key):
     params, _ = data(key)
     traces = []
@@ -54,6 +55,7 @@ def test_one_trace_for_a_thousand_steps_of_a_schedule(key):
     assert np.isfinite(metrics["loss"])
 
 
+@pytest.mark.exhaustive
 def test_it_is_value_and_grad_update_and_apply(key):
     params, batch = data(key)
     tx = optax.chain(cg.clip_by_global_norm(1.0), optax.adam(1e-2))
@@ -223,7 +225,6 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "wrap, stats",
     [(wrap, False) for wrap in WRAPPERS.values()] + [(WRAPPERS["MultiSteps"], True)],
@@ -383,6 +384,7 @@ def tagged_step(rule, **options):
     return step(step.init(params), batch), params, batch
 
 
+@pytest.mark.exhaustive
 def test_tagged_variables_are_clipped_and_their_statistics_are_metrics():
     rule = cg.ErrorClipByValue(0.5)
     (state, metrics), params, batch = tagged_step(rule)

@@ -45,6 +45,7 @@ def expected_gradient(x, rule, inner=inner, outer=outer):
     return pull_back(clipped)[0]
 
 
+@pytest.mark.kinds()
 @every_rule
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_grad_value_and_grad_and_vjp(rule, wrap):
@@ -61,6 +62,7 @@ def expected_twice(rule):
     return expected_gradient(X, rule, outer=lambda h: 2 * outer(h))
 
 
+@pytest.mark.kinds()
 @every_rule
 def test_vmap_clips_each_example_by_itself(rule):
     gradient = jax.vmap(jax.grad(functools.partial(clipped_loss, rule=rule)))(X[:, None])
@@ -95,6 +97,7 @@ def unrolled(h, xs, clip):
     return total
 
 
+@pytest.mark.kinds("wrap")
 @every_rule
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["scan", "scan of remat"])
 def test_every_step_of_a_scan_is_clipped(rule, wrap):
@@ -109,6 +112,7 @@ def test_every_step_of_a_scan_is_clipped(rule, wrap):
     assert not np.allclose(scanned, plain)
 
 
+@pytest.mark.kinds("dtype")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @every_kind
 def test_scans_of_low_precision_keep_their_dtype(rule, dtype):
@@ -117,6 +121,7 @@ def test_scans_of_low_precision_keep_their_dtype(rule, dtype):
     assert gradient.dtype == dtype
 
 
+@pytest.mark.kinds("limit", "make")
 @pytest.mark.parametrize(
     "make",
     [
@@ -156,6 +161,7 @@ def test_a_sweep_over_thresholds_under_vmap():
     assert_close(sweep(limits), jnp.stack(expected), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.kinds()
 @every_rule
 def test_loops_run_forward_and_fori_loops_backward(rule):
     def clip(h):
@@ -174,6 +180,7 @@ def test_loops_run_forward_and_fori_loops_backward(rule):
     assert_close(loop, unrolled, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.kinds("taken")
 @every_rule
 @pytest.mark.parametrize("taken", [0, 1])
 def test_cond_and_switch_clip_in_the_branch_that_is_taken(rule, taken):
@@ -209,6 +216,7 @@ POLICIES = {
 }  # fmt: skip
 
 
+@pytest.mark.kinds()
 @every_kind
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_the_clip_survives_rematerialization(rule, policy):
@@ -220,6 +228,7 @@ def test_the_clip_survives_rematerialization(rule, policy):
     assert_close(gradient, expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.kinds()
 @every_rule
 def test_the_checkpoint_of_a_decorated_function(rule):
     decorated = jax.checkpoint(cg.error_clip(outputs=rule)(inner))
@@ -227,6 +236,7 @@ def test_the_checkpoint_of_a_decorated_function(rule):
     assert_close(gradient, expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.kinds("rule")
 @every_rule
 def test_inside_and_outside_of_a_custom_vjp(rule):
     @jax.custom_vjp
@@ -257,7 +267,7 @@ def test_a_custom_jvp_function_may_contain_a_clip():
     assert jax.jvp(f, (1.0,), (1.0,))[1] == 2
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.kinds()
 @every_rule
 def test_derivatives_of_the_gradient(rule):
     """Gradient, jacobian and hessian of the clipped gradient, against those of its composition."""
@@ -278,6 +288,7 @@ def test_derivatives_of_the_gradient(rule):
     assert_close(hessian, by_composition[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.kinds()
 @every_rule
 def test_jacrev_clips_the_cotangent_of_each_output(rule):
     def f(x):
@@ -299,6 +310,7 @@ def mesh_of(kind):
     return jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
 
 
+@pytest.mark.kinds("kind", "spec")
 @every_kind
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("x"), P(("x", "y")), P(None, None)], ids=str)
@@ -312,6 +324,7 @@ def test_jit_with_shardings(rule, kind, spec):
     assert_close(gradient, expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.kinds("check_vma")
 @every_kind
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_clips_the_shard_of_each_device(rule, check_vma):
@@ -337,6 +350,7 @@ def test_shard_map_with_an_axis_name_clips_the_whole(check_vma):
     assert_close(jax.jit(jax.shard_map(gradient, **specs))(X), expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.kinds()
 @every_rule
 def test_pmap(rule):
     gradient = jax.pmap(jax.grad(functools.partial(clipped_loss, rule=rule)))(X[:, None])
@@ -344,6 +358,7 @@ def test_pmap(rule):
     assert_close(gradient, each, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.kinds()
 @every_rule
 def test_donated_buffers(rule):
     step = jax.jit(lambda x: x - 0.1 * jax.grad(clipped_loss)(x, rule), donate_argnums=0)
@@ -353,6 +368,7 @@ def test_donated_buffers(rule):
     assert x.is_deleted()
 
 
+@pytest.mark.kinds()
 @every_rule
 def test_an_exported_program_clips(rule):
     gradient = jax.jit(jax.grad(functools.partial(clipped_loss, rule=rule)))
@@ -371,6 +387,7 @@ def test_an_exported_function_can_still_be_differentiated():
     assert_close(jax.grad(loaded.call)(X), expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.kinds()
 @every_rule
 def test_the_forward_pass_is_the_same_program(rule):
     def program(rule):

@@ -9,6 +9,8 @@ import pytest
 import clipgrad as cg
 from tests.helpers import assert_close, stable_id
 
+pytestmark = pytest.mark.exhaustive
+
 # Path, shape, and the axes that one unit spans.
 LAYOUTS = {
     "dense/kernel": ((4, 6), (0,)),

@@ -27,6 +27,7 @@ def rnn(w, inputs):
     return jax.lax.scan(cell, 0.0, inputs)[0]
 
 
+@pytest.mark.kinds()
 @every_model
 def test_value_gradient_and_sums_are_those_of_clips_written_by_hand(model):
     def hand(x, probe):
@@ -76,6 +77,7 @@ def test_a_rule_that_is_off_only_watches():
     assert_same(watched(2.0, jnp.ones(4)), expected(2.0, jnp.ones(4)))
 
 
+@pytest.mark.exhaustive
 def test_all_names_are_watched_unless_some_are_chosen():
     loss = loss_of(scanned)
     assert list(cg.value_and_grad_with_stats(loss)(X)[2]) == ["h", "out"]
@@ -136,6 +138,7 @@ def test_the_errors_of_jax_are_raised(call, error):
             call(watched)
 
 
+@pytest.mark.exhaustive
 def test_under_vmap_each_lane_has_its_own():
     inputs = jnp.ones((2, 4)) * jnp.array([[1.0], [2.0]])
     watched = cg.value_and_grad_with_stats(rnn, rules={"h": cg.ErrorClipByValue(3.0)})
@@ -145,6 +148,7 @@ def test_under_vmap_each_lane_has_its_own():
     assert_close(lanes, jax.tree.map(lambda *parts: jnp.stack(parts), *each), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tracked", [True, False])
 def test_inside_of_shard_map_they_are_those_of_all_devices_or_of_each(tracked):
     loss = loss_of(step)
@@ -170,6 +174,7 @@ def test_what_the_function_maps_over_is_added_up():
     np.testing.assert_allclose([stats.size, stats.norm], [12, 3 * np.sqrt(12)], rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_variables_of_one_name_are_added_up_as_far_as_their_loops_agree():
     def nested(x, shapes):
         total = 0.0
@@ -192,6 +197,7 @@ def test_variables_of_one_name_are_added_up_as_far_as_their_loops_agree():
         np.testing.assert_array_equal(stats["h"].size, expected[0])
 
 
+@pytest.mark.exhaustive
 def test_statistics_are_wide_where_the_variable_is():
     with jax.enable_x64(True):
         x = jnp.linspace(0.0, 1.0, 5, dtype=jnp.float64)

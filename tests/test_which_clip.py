@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from clipgrad._demo import _pendulum, _task
 
-pytestmark = pytest.mark.usefixtures("users_promotion")
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONTENT = json.loads((ROOT / "docs" / "which_clip.json").read_text())
@@ -93,6 +93,7 @@ def parabola():
     )
 
 
+@pytest.mark.exhaustive
 def test_a_way_is_compared_at_its_best_learning_rate_and_threshold(program):
     study = program.Study(
         parabola(),
@@ -120,6 +121,7 @@ def test_the_table_has_a_star_at_the_ends_of_a_grid_and_the_worst_seed_last(prog
     assert last == "| digits | norm | 0.2* | - | 0.9 | 0.5 | NaN | 1 of 3 |"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["graves-lstm", "two-heads"])
 def test_the_further_tasks_start_from_a_finite_loss_and_a_finite_gradient(name, program):
     task = program.STUDIES[name].task

@@ -1,4 +1,4 @@
-"""The gradient checker: finite differences that prove a VJP, or name the element that is wrong."""
+"""The gradient checker: finite differences that support a VJP, or name the wrong element."""
 
 from clipgrad._check.check_grads import check_grads as check_grads
 from clipgrad._check.numerical import numerical_grad as numerical_grad

@@ -1,4 +1,4 @@
-"""`check_grads`: prove a gradient right, or name the element that is wrong."""
+"""`check_grads`: check a gradient, and name the element that is wrong."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -7,13 +7,11 @@ parameters differ between versions of JAX.
 from clipgrad._jaxpr import _entrances as _entrances  # registers how programs are entered
 from clipgrad._jaxpr._activity import active_variables as active_variables
 from clipgrad._jaxpr._evaluate import Hook as Hook
-from clipgrad._jaxpr._evaluate import Traced as Traced
 from clipgrad._jaxpr._evaluate import Values as Values
 from clipgrad._jaxpr._evaluate import bind as bind
 from clipgrad._jaxpr._evaluate import evaluate as evaluate
 from clipgrad._jaxpr._evaluate import is_entered as is_entered
 from clipgrad._jaxpr._evaluate import retrace as retrace
-from clipgrad._jaxpr._evaluate import trace as trace
 from clipgrad._jaxpr._modules import ModuleValues as ModuleValues
 from clipgrad._jaxpr._modules import variables_of_modules as variables_of_modules
 from clipgrad._jaxpr._programs import CALLS as CALLS
@@ -21,8 +19,12 @@ from clipgrad._jaxpr._programs import CUSTOM_RULES as CUSTOM_RULES
 from clipgrad._jaxpr._programs import JIT as JIT
 from clipgrad._jaxpr._programs import REMAT as REMAT
 from clipgrad._jaxpr._programs import called_program as called_program
+from clipgrad._jaxpr._programs import device_count as device_count
 from clipgrad._jaxpr._programs import entered_programs as entered_programs
 from clipgrad._jaxpr._programs import equations as equations
+from clipgrad._jaxpr._programs import has_named_axis as has_named_axis
+from clipgrad._jaxpr._programs import has_side_effects as has_side_effects
+from clipgrad._jaxpr._programs import manual_axes as manual_axes
 from clipgrad._jaxpr._programs import map_programs as map_programs
 from clipgrad._jaxpr._programs import opened as opened
 from clipgrad._jaxpr._programs import scan_counts as scan_counts
@@ -31,3 +33,5 @@ from clipgrad._jaxpr._scopes import path as path
 from clipgrad._jaxpr._scopes import scope_around as scope_around
 from clipgrad._jaxpr._sites import Site as Site
 from clipgrad._jaxpr._sites import sites as sites
+from clipgrad._jaxpr._trace import Traced as Traced
+from clipgrad._jaxpr._trace import trace as trace

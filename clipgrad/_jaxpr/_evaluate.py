@@ -1,18 +1,17 @@
-"""Tracing a function, and evaluating its jaxpr again equation by equation.
+"""Evaluating a jaxpr again equation by equation.
 
 A hook sees every equation first. If it returns None, an equation with a program inside is entered,
 and any other is bound as it is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from clipgrad._jaxpr._programs import CUSTOM_RULES, opened
-from clipgrad._trees import check_tree, combine, is_array, partition
 
 Entrance = Callable[[JaxprEqn, list, "Hook"], Sequence]
 ENTRANCES: dict[str, Entrance] = {}
@@ -63,6 +62,11 @@ class Hook:
 
     def steps(self, equation: JaxprEqn) -> Any:
         """Return a tree with a leading axis as long as the scan; `inside` gets its slices."""
+        del equation
+        return ()
+
+    def shards(self, equation: JaxprEqn) -> Any:
+        """Return a tree with a leading axis over the devices of a `shard_map`, as `steps` does."""
         del equation
         return ()
 
@@ -146,46 +150,3 @@ def retrace(program: Any, avals: Sequence, hook: Hook) -> Any:
     """Trace a program again under `hook` for inputs of other types; keeps its container."""
     traced = jax.make_jaxpr(lambda *inputs: evaluate(program, inputs, hook))(*avals)
     return traced if isinstance(program, ClosedJaxpr) else opened(traced)[0]
-
-
-class Traced(NamedTuple):
-    """A function traced for arguments of certain types."""
-
-    program: Any  # its jaxpr, from the arrays among the arguments to those of the result
-    result: Callable[[Sequence], Any]  # from the outputs of the program to the result
-
-    def evaluate(self, args: tuple, kwargs: Mapping[str, Any], hook: Hook) -> Any:
-        """Evaluate the function again, for arguments of the same types."""
-        inputs = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf)]
-        return self.result(evaluate(self.program, inputs, hook))
-
-
-def trace(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Traced:
-    """Trace a function.
-
-    JAX and NumPy arrays are traced, and `jax.ShapeDtypeStruct` as one; all other leaves (Python
-    numbers, strings, functions) reach the function as they are, and those that it returns are kept.
-    """
-    check_tree("args", (args, kwargs))
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays, others = partition(leaves, _is_traced)
-    returned = []
-
-    def run(arrays):
-        args, kwargs = structure.unflatten(combine(arrays, others))
-        results, out_structure = jax.tree.flatten(fun(*args, **kwargs))
-        traced, fixed = partition(results, lambda leaf: isinstance(leaf, jax.Array))
-        returned[:] = out_structure, jax.tree.structure(traced), fixed
-        return traced
-
-    program = jax.make_jaxpr(run)(arrays)
-    out_structure, places, fixed = returned
-
-    def result(outputs):
-        return out_structure.unflatten(combine(places.unflatten(outputs), fixed))
-
-    return Traced(program, result)
-
-
-def _is_traced(leaf: Any) -> bool:
-    return is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

@@ -69,9 +69,9 @@ class ClipByValue(MeasuringRule):
       Array([-1.,  0.,  2.], dtype=float32)
 
     References:
-      Mikolov, Statistical Language Models Based on Neural Networks, 2012,
-      https://www.fit.vut.cz/study/phd-thesis/283/.en; in the backward pass: Graves, Generating
-      Sequences With Recurrent Neural Networks, 2013, https://arxiv.org/abs/1308.0850.
+      In the backward pass: Mikolov, Statistical Language Models Based on Neural Networks, 2012,
+      https://www.fit.vut.cz/study/phd-thesis/283/.en; Graves, Generating Sequences With Recurrent
+      Neural Networks, 2013, https://arxiv.org/abs/1308.0850.
     """
 
     max: ArrayLike
