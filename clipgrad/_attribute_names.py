@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from clipgrad._jaxpr import scope_around
 from clipgrad._trees import path_string
 
 Path = tuple[str, ...]
@@ -206,6 +207,11 @@ def _is_method(name: str, value: Any) -> bool:
     return hasattr(type(value), "__get__") and returns
 
 
+def _is_of_equinox(scope: str) -> bool:
+    """Whether a layer of Equinox has entered this scope: the paths of its parts go around it."""
+    return scope.startswith("eqx.")
+
+
 def _scoped(method: Any, path: Path) -> Callable[..., Any]:
     """A method that enters a scope, but not where its own module calls it."""
 
@@ -217,7 +223,7 @@ def _scoped(method: Any, path: Path) -> Callable[..., Any]:
         inner = path[len(around) :] if path[: len(around)] == around else path
         token = _INSIDE.set(path)
         try:
-            with jax.named_scope("/".join(inner)):
+            with scope_around("/".join(inner), _is_of_equinox):
                 return bound(*args, **kwargs)
         finally:
             _INSIDE.reset(token)

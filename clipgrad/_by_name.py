@@ -24,9 +24,10 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
     A name is a tag or the path of a module. A *tag* is given where a value is computed, by
     ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``; many models have tags already, for
     `jax.checkpoint`. The *path of a module* is made of the `jax.named_scope`\ s around an
-    operation, which flax Linen, Haiku and Equinox push for each of their modules, such as
-    ``"Transformer/block_3/attn"``, ``"mlp/linear_0"`` or ``"eqx.nn.MLP/eqx.nn.Linear"``; for flax
-    NNX decorate ``__call__`` by ``@jax.named_scope("attn")``. `list_names` lists the names.
+    operation, which flax Linen, Haiku and Keras push for each of their modules, such as
+    ``"Transformer/block_3/attn"`` or ``"mlp/linear_0"``. In flax NNX and Equinox it is the path of
+    attributes in a model among the arguments, or in a list or dictionary that is one, such as
+    ``"decoder/blocks/3/attn"``. `list_names` lists the names.
 
     The variables of a module are the values that leave it: those that are computed inside and used,
     or returned, outside. With $\bar h$ the sum of the cotangents of all uses of a tagged value, or
@@ -40,7 +41,11 @@ def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
     of the same name.
 
     Guarantees:
-      * The result is unchanged, bit by bit, with its structure, weak types and shardings.
+      * The result is unchanged, bit by bit, with its structure, weak types and shardings. (In a
+        compiled gradient a clip that acts is another program, which XLA may round otherwise.)
+      * The classes and the structure of models are those of the caller; inside of ``fun`` each
+        submodule of an NNX or Equinox model is of a subclass of its class. A model that ``fun``
+        closes over has no attribute paths, nor one that it joins with a tree from outside.
       * Names are found at any depth of `jax.jit`, `jax.lax.scan`, `jax.lax.cond`,
         `jax.lax.switch`, `jax.checkpoint`, `jax.shard_map`, `jax.vmap` and of the matrix of
         `jax.lax.custom_linear_solve`. Tags keep their meaning for the policies of

@@ -37,7 +37,8 @@ def _filtered(
     allow_int: bool = True,
 ) -> Callable[..., Any]:
     del allow_int  # there are no integers among what is differentiated
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    is_one = not isinstance(argnums, Sequence)
+    positions = (argnums,) if is_one else tuple(argnums)
 
     def run(*args: Any) -> Any:
         arrays, rests = zip(*(partition(args[i], _is_inexact) for i in positions), strict=True)
@@ -48,7 +49,7 @@ def _filtered(
                 whole[i] = combine(tree, rest)
             return fun(*whole)
 
-        chosen = 0 if isinstance(argnums, int) else tuple(range(len(positions)))
+        chosen = 0 if is_one else tuple(range(len(positions)))
         return jax.value_and_grad(of_arrays, chosen, has_aux)(*arrays)
 
     return run

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._nnx import Pure, with_models
@@ -199,7 +200,7 @@ def _are_equal(first: Any, second: Any) -> bool:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    if a is b or isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+    if a is b or isinstance(a, Tracer) or isinstance(b, Tracer):
         return a is b
     if is_array(a) or is_array(b):
         return jnp.result_type(a) == jnp.result_type(b) and bool(np.array_equal(a, b))

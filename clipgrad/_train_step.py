@@ -108,7 +108,8 @@ def train_step(
         ``accumulate`` the largest value of the microbatches counts.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)``, a scalar, or ``(scalar, aux)``.
+      loss_fn: ``loss_fn(params, batch)``, a scalar, or ``(scalar, aux)``. The parameters may be a
+        whole Equinox model: its floating arrays are trained, all else in it is kept.
       optimizer: an optax gradient transformation, such as
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
         ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.

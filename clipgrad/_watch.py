@@ -35,11 +35,16 @@ def value_and_grad_with_stats(
     Guarantees:
       * Value and gradient are those of ``jax.value_and_grad(error_clip_by_name(fun, rules))``;
         flax NNX models are differentiated as by ``nnx.value_and_grad``, by their
-        ``nnx.Param``, and what ``fun`` changes in them is changed.
+        ``nnx.Param``, and what ``fun`` changes in them is changed. Arguments that hold Equinox
+        modules are differentiated as by ``eqx.filter_value_and_grad``, by their floating arrays;
+        the gradient has ``None`` in place of all else.
       * The statistics leave the compiled backward pass as the gradients do, with no callback;
         under `jax.jit` statistics that are not used are not computed.
-      * A name that is only watched changes neither value nor gradient. Values in a module that do
-        not depend on what is differentiated have no cotangent, and count nowhere.
+      * Statistics that a compiled program does not use change no bit of value and gradient, nor do
+        those of eager code outside of a scan. Those that a compiled program uses may change its
+        rounding: XLA stores a cotangent that it had fused.
+      * Values in a module that do not depend on what is differentiated have no cotangent, and count
+        nowhere.
       * The statistics of a name have one leading axis for each scan around it, outermost first:
         in an RNN one entry for each time step, in a transformer that scans its layers one for each
         layer. Variables that share a name are added up: step by step as far as the lengths of the
@@ -92,7 +97,6 @@ def with_stats(
     value_and_grad: Callable[..., Any],
 ) -> Callable[..., Any]:
     """`value_and_grad_with_stats`, by what ``value_and_grad(args)`` returns instead of JAX's."""
-    plain = jax.value_and_grad(fun, argnums, has_aux)
     named = checked_rules({} if rules is None else rules)
     watched = _checked_watch(watch)
     chosen = _checked_argnums(argnums)
@@ -101,7 +105,7 @@ def with_stats(
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in chosen):
-            plain(*args, **kwargs)  # says what is wrong in its own words
+            jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)  # says what is wrong
         arrays = _as_arrays(args, chosen)
         traced, has_changes = program_of(fun, arrays, kwargs)
         names = _resolved(traced.program, named, watched)
@@ -115,9 +119,9 @@ def with_stats(
             hook = ByName.of(names, probes, active)
 
             def again(function: Any, args: Any, kwargs: Any) -> Any:
-                if isinstance(function, Pure):
-                    return _jaxpr.trace(function, args, kwargs).evaluate(args, kwargs, hook)
-                return traced.evaluate(args, kwargs, hook)
+                apart = isinstance(function, Pure)
+                known = _jaxpr.trace(function, args, kwargs) if apart else traced
+                return known.evaluate(args, kwargs, hook)
 
             return with_models(again, fun, tuple(args), kwargs)
 
@@ -185,8 +189,8 @@ def _resolved(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> Reso
             raise ValueError(
                 f"{_CALLER}: got a function without tags, expected one with tagged variables or "
                 'modules; tag one by x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute it '
-                'in a module: with jax.named_scope("x"):; an NNX or Equinox model has names where it '
-                "is an argument: fun(model, ...)"
+                'in a module: with jax.named_scope("x"):; an NNX or Equinox model has names where '
+                "it is an argument: fun(model, ...)"
             )
     return resolved(program, dict.fromkeys(watch), _CALLER) | clipped
 

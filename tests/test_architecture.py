@@ -16,13 +16,13 @@ TESTS = sorted(pathlib.Path(__file__).parent.glob("test_*.py"))
 
 # Each module may import the ones before it, and nothing of the package that is not listed.
 LAYERS = [
-    "_elsewhere", "_docs", "_selectors", "_compat", "_trees", "_attribute_names", "_equinox", "_overwritten",
-    "_numbers", "_accumulate", "_jaxpr", "_reductions", "_norms", "_nnx",
+    "_elsewhere", "_docs", "_selectors", "_compat", "_trees", "_jaxpr", "_attribute_names",
+    "_equinox", "_overwritten", "_numbers", "_accumulate", "_reductions", "_norms", "_nnx",
     "_thresholds", "_rules", "_stats", "_cotangent", "_error_clip", "_names", "_by_name",
     "_everywhere", "_watch", "_where", "_nonfinite", "_clip_grads", "_per_example",
     "_clip_state", "_gradient_clip", "_clips", "_skip_spikes", "_composer", "_presets",
-    "_train_step", "_by_module", "_scalars", "_check", "_names_command", "_diagnose", "_selftest", "__init__",
-    "_demo", "_cli", "__main__",
+    "_train_step", "_by_module", "_scalars", "_check", "_names_command", "_diagnose", "_selftest",
+    "__init__", "_demo", "_cli", "__main__",
 ]  # fmt: skip
 
 

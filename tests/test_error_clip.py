@@ -218,6 +218,11 @@ def test_an_unknown_parameter_is_refused_when_decorating():
         cg.error_clip({"h": VALUE})(multiply)
 
 
+def test_none_is_no_name_of_a_parameter():
+    with pytest.raises(ValueError, match=r"got None, expected a parameter of .*\['x', 'y', 'z'\]"):
+        cg.error_clip({None: None, "x": cg.ErrorClipByValue(1.0)})(multiply)
+
+
 @pytest.mark.parametrize("bad", [0.1, {"x": 0.1}, [VALUE], "x"], ids=str)
 def test_what_is_no_rule_is_refused_before_decorating(bad):
     with pytest.raises(TypeError, match="expected a ClipRule, a function of the cotangent or None"):

@@ -262,4 +262,4 @@ def test_nnx_modules_have_the_names_that_their_calls_are_decorated_with():
     model = Layer(nnx.Rngs(0))
     loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
     assert [name.name for name in cg.list_names(loss, (model, X))] == ["layer/linear", "layer"]
-    assert set(cg.value_and_grad_with_stats(loss)(model, X)[2]) == {"layer"}
+    assert set(cg.value_and_grad_with_stats(loss)(model, X)[2]) == {"layer", "layer/linear"}

@@ -427,3 +427,8 @@ def test_differentiating_through_an_update(name, key):
 
     chex.assert_tree_all_finite(jax.grad(after, argnums=(0, 1))(0.1, 1.0))
     chex.assert_tree_all_finite(jax.grad(after, argnums=(0, 1))(0.1, 0.0))
+
+
+def test_the_argument_of_optax_is_an_error_that_says_ours():
+    with pytest.raises(TypeError, match=r"clip_by_value: got max_delta=1.0, expected max=1.0"):
+        cg.clip_by_value(max_delta=1.0)

@@ -355,6 +355,33 @@ def test_two_patterns_with_different_rules_for_one_name_are_an_error():
     cg.error_clip_by_name(loss_of(nested), {"net/*": RULE, "**/a": RULE})(X)
 
 
+def own_rule(grads):
+    return grads
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "equal"),
+    [
+        (RULE, cg.ErrorClipByValue(max=0.05), True),
+        (cg.ErrorClipByValue(jnp.ones(3)), cg.ErrorClipByValue(jnp.ones(3)), True),
+        (own_rule, own_rule, True),
+        (None, None, True),
+        (RULE, None, False),
+        (cg.ErrorClipByValue(jnp.ones(3)), cg.ErrorClipByValue(2 * jnp.ones(3)), False),
+        (cg.ClipByNorm(1.0), cg.ClipByGlobalNorm(1.0), False),
+        (cg.ClipByNorm(1.0, axis=0), cg.ClipByNorm(1.0, axis=1), False),
+    ],
+)
+@pytest.mark.sampled(1)
+def test_two_patterns_with_equal_rules_for_one_name_are_one_rule(first, second, equal):
+    clipped = cg.error_clip_by_name(loss_of(nested), {"net/*": first, "**/a": second})
+    if equal:
+        clipped(X)
+        return
+    with pytest.raises(ValueError, match="with different rules"):
+        clipped(X)
+
+
 def tagged_like_a_module(x):
     with scope("net"):
         h = checkpoint_name(2 * x, "net")

@@ -301,3 +301,27 @@ def test_all_names_leave_out_what_has_no_cotangent_but_not_what_cannot_be_reache
     with pytest.raises(ValueError, match="got 'inside', which tags a variable inside of cus"):
         cg.value_and_grad_with_stats(functools.partial(loss, apply=rule))(X)
     assert cg.value_and_grad_with_stats(functools.partial(loss, apply=rule), watch=["h"])(X)[2]
+
+
+def test_no_argument_to_differentiate_is_an_error():
+    with pytest.raises(ValueError, match=r"argnums: got \(\), expected the position of at least"):
+        cg.value_and_grad_with_stats(lambda x: x, argnums=())
+
+
+def test_used_statistics_change_a_compiled_gradient_by_rounding_at_most(key):
+    keys = jax.random.split(key, 4)
+    params = [jax.random.normal(k, (16, 16)) for k in keys]
+    x = jnp.linspace(-1.0, 1.0, 16)
+
+    def loss(params, x):
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w / 4) + x
+        return jnp.mean(x**2)
+
+    expected = jax.jit(jax.value_and_grad(loss))(params, x)
+    watched = cg.value_and_grad_with_stats(loss)
+    assert_same(jax.jit(lambda *args: watched(*args)[:2])(params, x), expected)
+    *found, stats = jax.jit(watched)(params, x)
+    assert_close(tuple(found), expected, rtol=1e-6, atol=1e-7)
+    assert len(stats) == 4

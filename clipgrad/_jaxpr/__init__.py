@@ -32,6 +32,7 @@ from clipgrad._jaxpr._programs import opened as opened
 from clipgrad._jaxpr._programs import scan_counts as scan_counts
 from clipgrad._jaxpr._scopes import Path as Path
 from clipgrad._jaxpr._scopes import path as path
+from clipgrad._jaxpr._scopes import scope_around as scope_around
 from clipgrad._jaxpr._sites import Site as Site
 from clipgrad._jaxpr._sites import sites as sites
 from clipgrad._jaxpr._trace import Traced as Traced

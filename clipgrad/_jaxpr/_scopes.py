@@ -1,5 +1,8 @@
 """The module path of an equation: the named scopes around it."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
@@ -28,3 +31,15 @@ def is_mapped(equation: JaxprEqn) -> bool:
     """Whether a `vmap` of this program surrounds an equation; a scope "vmap" has another type."""
     entries = equation.source_info.name_stack.stack
     return any(type(entry) is type(_VMAP) and entry == _VMAP for entry in entries)
+
+
+def scope_around(name: str, is_inside: Callable[[str], bool]) -> Any:
+    """`jax.named_scope`, around those of the innermost scopes for which ``is_inside`` holds."""
+    stack = source_info_util.current_name_stack()
+    place = len(stack)
+    for i, entry in reversed(list(enumerate(stack.stack))):
+        if type(entry) is _SCOPE:
+            if not is_inside(entry.name):
+                break
+            place = i
+    return source_info_util.set_name_stack(stack[:place].extend(name) + stack[place:])
