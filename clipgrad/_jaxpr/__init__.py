@@ -6,6 +6,7 @@ parameters differ between versions of JAX.
 
 from clipgrad._jaxpr import _entrances as _entrances  # registers how programs are entered
 from clipgrad._jaxpr._activity import active_variables as active_variables
+from clipgrad._jaxpr._entrances import kept as kept
 from clipgrad._jaxpr._evaluate import Hook as Hook
 from clipgrad._jaxpr._evaluate import Traced as Traced
 from clipgrad._jaxpr._evaluate import Values as Values
