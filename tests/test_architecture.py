@@ -16,7 +16,7 @@ pytestmark = pytest.mark.sampled(1)
 
 # Each module may import the ones before it, and nothing of the package that is not listed.
 LAYERS = [
-    "_selectors", "_compat", "_trees", "_numbers", "_accumulate", "_jaxpr",
+    "_docs", "_selectors", "_compat", "_trees", "_numbers", "_accumulate", "_jaxpr",
     "_reductions", "_norms", "_nnx",
     "_thresholds", "_rules", "_stats", "_cotangent", "_error_clip", "_names", "_by_name",
     "_everywhere", "_watch", "_where", "_nonfinite", "_clip_grads", "_per_example",
