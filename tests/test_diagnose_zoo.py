@@ -1,0 +1,28 @@
+"""A diagnosis finds what is sick, and is silent about what is healthy."""
+
+import pytest
+
+import clipgrad as cg
+from tests.diagnose_zoo import HEALTHY, SICK
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+
+
+def test_the_table_is_wide():
+    assert len(HEALTHY) >= 30 and len(SICK) >= 30
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_what_is_healthy_has_no_finding(name):
+    if name.startswith(("lstm", "narrow", "gru")):
+        pytest.importorskip("flax")
+    found = cg.diagnose(*HEALTHY[name]())
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_what_is_sick_is_found(name):
+    program, expected, factor = SICK[name]
+    findings = cg.diagnose(*program()).findings
+    assert findings and findings[0].kind in expected, [f.message for f in findings]
+    assert factor is None or findings[0].factor == pytest.approx(factor, rel=1e-2)
