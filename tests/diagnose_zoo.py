@@ -124,10 +124,10 @@ def babylonian_root():
 @healthy
 def gradient_descent_in_the_loop():
     def loss(target, x):
-        step = lambda w, _: (
-            w - 0.5 * jax.grad(lambda w: jnp.sum((w - target * x) ** 2) / 2)(w),
-            None,
-        )  # noqa: E731, E501
+        def step(w, _):
+            slope = jax.grad(lambda w: jnp.sum((w - target * x) ** 2) / 2)(w)
+            return w - 0.5 * slope, None
+
         return jnp.sum(jax.lax.scan(step, jnp.zeros(4), length=40)[0] ** 2)
 
     return loss, (normal(4), jnp.arange(1.0, 5.0))

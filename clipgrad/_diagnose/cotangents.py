@@ -18,8 +18,7 @@ from clipgrad._diagnose.units import CLOSED, Block, Unit, equations_of
 from clipgrad._numbers import at_least_float32
 
 _HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
-# A loss scale, which float16 can hold; what becomes infinite by it is no zero.
-_SCALES = {jnp.dtype("float16"): 2.0**15}
+_SCALE = 2.0**15  # the largest loss scale that float16 can hold
 # What has programs with half precision inside, or looks at the bits of a number.
 _OWN_TYPES = CLOSED | {"bitcast_convert_type"}
 RESULT, OPERAND, STATE = "result", "operand", "state"
@@ -109,8 +108,7 @@ def measure(
         all_inputs = [next(left) if i in chosen else x for i, x in enumerate(others)]
         hook = kind(block, opened, dict(zip(keys, probes, strict=True)), cured)
         value = _jaxpr.evaluate(program, [hook.constant(x, None) for x in all_inputs], hook)[0]
-        scale = jnp.asarray(_SCALES.get(value.dtype, 2.0**24), value.dtype)
-        return value * scale if is_scaled else value
+        return value * jnp.asarray(_SCALE, value.dtype) if is_scaled else value
 
     @jax.jit
     def run(*args: list) -> Any:

@@ -60,7 +60,7 @@ def diagnose(
       * A function with a rule of its own is one operation; one whose rule is right is a note.
       * A loss or a gradient that is not finite has a finding in any case. They are those of the
         compiled loss: XLA may simplify ``log(exp(x))``, which overflows in eager code, to ``x``.
-      * `jax.debug_nans`, `jax.debug_infs` and `jax.transfer_guard` are off inside, as they were after.
+      * `jax.debug_nans`, `jax.debug_infs` and a transfer guard are off inside, and come back.
       * Arguments and models are not changed.
 
     Args:
@@ -111,7 +111,10 @@ def _diagnosis(given: Subject) -> GradientDiagnosis:
     )
     findings, notes = _nonfinite(given, block, loss, grads, measured), _notes(block)
     for trend in trends:
-        (notes if isinstance(trend, str) else findings).append(trend)
+        if isinstance(trend, str):
+            notes.append(trend)
+        else:
+            findings.append(trend)
     if may_underflow(found, given, grads):
         try:
             others = [run(sites, wide=True), run(sites, is_scaled=True)]
