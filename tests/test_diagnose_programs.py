@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import clipgrad as cg
@@ -109,6 +110,16 @@ def test_a_mapped_loop_is_diagnosed():
     finding, *_ = cg.diagnose(mapped_loop, (jnp.array([0.0, -3.0]),)).findings
     assert (finding.kind, finding.operation) == ("value", "sqrt")
     assert finding.line == line_of(mapped_loop, "sqrt") and "sqrt at -2" in finding.message
+
+
+def test_a_mapped_loop_is_evaluated_again_by_name():
+    def loss(x):
+        return mapped_loop(checkpoint_name(x, "x"))
+
+    clipped = cg.error_clip_by_name(loss, {"x": cg.ErrorClipByValue(max=5.0)})
+    x = jnp.array([0.0, 1.0])
+    value, grad = jax.value_and_grad(clipped)(x)
+    assert value == loss(x) and grad.tolist() == [5.0, 5.0] != jax.grad(loss)(x).tolist()
 
 
 @pytest.mark.parametrize("sick", [True, False])

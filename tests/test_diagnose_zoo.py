@@ -26,3 +26,16 @@ def test_what_is_sick_is_found(name):
     findings = cg.diagnose(*program()).findings
     assert findings and findings[0].kind in expected, [f.message for f in findings]
     assert factor is None or findings[0].factor == pytest.approx(factor, rel=1e-2)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("moving_average", "the factor depends on nothing that is differentiated"),
+        ("unrolled_fixed_point", "the same enters at each step"),
+    ],
+)
+def test_a_decay_that_is_meant_is_a_note(name, why):
+    (note,) = cg.diagnose(*HEALTHY[name]()).notes
+    assert note.startswith("tests/diagnose_zoo.py:") and "at each of the" in note and why in note
