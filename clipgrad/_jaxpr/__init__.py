@@ -8,6 +8,7 @@ from clipgrad._jaxpr import _entrances as _entrances  # registers how programs a
 from clipgrad._jaxpr._activity import active_variables as active_variables
 from clipgrad._jaxpr._closures import closing_functions as closing_functions
 from clipgrad._jaxpr._closures import with_explicit_closures as with_explicit_closures
+from clipgrad._jaxpr._entrances import kept as kept
 from clipgrad._jaxpr._evaluate import Hook as Hook
 from clipgrad._jaxpr._evaluate import Values as Values
 from clipgrad._jaxpr._evaluate import bind as bind
