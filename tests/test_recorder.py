@@ -427,17 +427,15 @@ import jax.numpy as jnp, optax, clipgrad as cg
 tx = cg.skip_spikes(optax.sgd(1.0), halt=True)
 _, state = tx.update(jnp.array([jnp.nan]), tx.init(jnp.ones(1)))
 os.rename = lambda *names: os.kill(os.getpid(), 9) if "step" in str(names[1]) else None
-if sys.argv[2] == "early":
-    from clipgrad._recorder import storage
-    storage._leaf_data = lambda *_: os.kill(os.getpid(), 9)
 cg.FlightRecorder(sys.argv[1]).record(state, 1)
 """
 
 
-def test_what_a_killed_process_leaves_is_never_loaded(tmp_path):
-    command = [sys.executable, "-c", KILLED, str(tmp_path), "late"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run(command, check=False, env=environment).returncode == -signal.SIGKILL
+@pytest.mark.parametrize("interrupt", ["interrupted", "killed"])
+def test_what_a_process_leaves_that_is_killed_while_it_writes_is_never_loaded(
+    interrupt, tmp_path, monkeypatch
+):
+    {"interrupted": interrupted, "killed": killed}[interrupt](tmp_path, monkeypatch)
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".")
     with pytest.raises(FileNotFoundError, match="expected a capture"):
@@ -446,6 +444,21 @@ def test_what_a_killed_process_leaves_is_never_loaded(tmp_path):
     with pytest.raises(FileNotFoundError, match="expected a capture; there are .*step_0"):
         cg.load_capture(tmp_path)
     assert found.path.name == "step_0" and [p.name for p in tmp_path.iterdir()] == ["step_0"]
+
+
+def interrupted(folder, monkeypatch):
+    """As if killed right before the last line: nothing is tidied up."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lambda *names: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(storage.shutil, "rmtree", lambda *args, **kwargs: None)
+        with pytest.raises(KeyboardInterrupt):
+            run(cg.FlightRecorder(folder), batches(1, 0))
+
+
+def killed(folder, monkeypatch):
+    command = [sys.executable, "-c", KILLED, str(folder)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run(command, check=False, env=environment).returncode == -signal.SIGKILL
 
 
 def with_manifest(capture, folder, edit):
@@ -487,7 +500,7 @@ LEAVES = {
     "wide": np.array([1.5, np.nan]),
     "empty": jnp.zeros((0, 3), jnp.float16),
     "key": jax.random.key(1, impl="rbg"),
-    "nested": (None, [1, 2.5, "text", True], {}, {"a/b": 3 + 4j}),
+    "nested": (None, [1, 2.5, "text", True], {}, {"a/b": 3 + 4j, "state": b"\xff"}),
 }
 
 

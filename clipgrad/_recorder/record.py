@@ -72,7 +72,7 @@ def _kept(name: str, path: Any, leaf: Any) -> Any:
             )
         shared = not leaf.is_fully_addressable or name != "batch" or leaf.ndim == 0
         return leaf if jax.process_count() == 1 or shared else _alone(where, leaf)
-    if isinstance(leaf, bool | int | float | complex | str):
+    if isinstance(leaf, bool | int | float | complex | str | bytes):
         return leaf
     array = np.array(leaf)
     if array.dtype.kind in "OMmV" and not _is_extended(array.dtype):

@@ -73,6 +73,8 @@ def _leaf_data(leaf: Any, arrays: dict[str, Any]) -> dict[str, Any]:
     """What the manifest says of a leaf; the arrays themselves are collected."""
     if isinstance(leaf, bool | int | float | str):
         return {"value": leaf}
+    if isinstance(leaf, bytes):
+        return {"bytes": leaf.hex()}
     if isinstance(leaf, complex):
         return {"complex": [leaf.real, leaf.imag]}
     is_array = isinstance(leaf, jax.Array)
@@ -148,6 +150,8 @@ def read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
     def value(leaf: dict[str, Any]) -> Any:
         if "value" in leaf:
             return leaf["value"]
+        if "bytes" in leaf:
+            return bytes.fromhex(leaf["bytes"])
         if "complex" in leaf:
             return complex(*leaf["complex"])
         if "dtype" not in leaf:
