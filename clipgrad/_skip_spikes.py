@@ -102,8 +102,10 @@ def skip_spikes(
       where: which leaves make up the norm; see `clip_grads`.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
       halt: ``True``: a step whose norm is not finite halts the training; ``"spike"``: each step
-        that is skipped does. `FlightRecorder` writes down why. The rest of the optimizer belongs
-        inside: a transformation behind it, such as a weight decay, goes on after the halt.
+        that is skipped does. A loss that is not finite halts it too, though its gradient may be
+        finite, if it is known: `train_step` and ``update(..., value=loss)`` pass it on.
+        `FlightRecorder` writes down why. The rest of the optimizer belongs inside: a
+        transformation behind it, such as a weight decay, goes on after the halt.
 
     Returns:
       A gradient transformation with the state `SkipSpikesState`. ``update(..., grad_norm=n)`` uses
@@ -153,7 +155,8 @@ def skip_spikes(
             measured, _ = partition(updates, selected(where, updates))
             norm = global_norm(measured, axis_name=axis_name)
         norm = jnp.asarray(norm).astype(state.raw_norm.dtype)
-        never = ~jnp.isfinite(norm) | (norm > largest)
+        unsound = ~jnp.isfinite(norm) | (_bad_loss(extra_args) if halt else False)
+        never = unsound | (norm > largest)
         spike = ~never & (norm > _limit(history, state))
         again = spike & (state.consecutive >= most)
         bad = never | (spike & ~again)
@@ -164,7 +167,7 @@ def skip_spikes(
         kept = jax.tree.map(lambda o, n: jnp.where(skip, o, n), state.inner_state, inner_state)
         after = _after(state, norm, bad, spike, again)
         if halt:
-            after = _after_halt(state, after, bad if halt == "spike" else ~jnp.isfinite(norm))
+            after = _after_halt(state, after, bad if halt == "spike" else unsound)
         return _zero_if(skip, new), after._replace(inner_state=kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -239,6 +242,12 @@ def _halted(halt: bool | str, state: SkipSpikesState) -> Any:
             "init(params)"
         )
     return state.halted if halt else False
+
+
+def _bad_loss(extra_args: dict[str, Any]) -> Any:
+    """Whether the loss, if `update` got it, is not finite; its gradient may be."""
+    value = extra_args.get("value")
+    return False if value is None else jnp.any(~jnp.isfinite(value))
 
 
 def _after_halt(state: Any, after: SkipSpikesState, bad: jax.Array) -> SkipSpikesState:
