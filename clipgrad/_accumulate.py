@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._numbers import at_least_float32
+from clipgrad._overwritten import split
+from clipgrad._trees import combine, is_clippable, partition
 
 Gradients = Callable[..., tuple[tuple[Any, Any], Any, Any]]
 
@@ -40,7 +42,8 @@ def wide_zeros(leaf: Any, like: Any) -> jax.Array:
 def accumulated(gradients: Gradients, parts: int) -> Gradients:
     """``gradients(params, batch) -> ((loss, aux), grads, stats)`` over microbatches.
 
-    Loss and gradients are averaged, in float32 or wider, statistics added, aux values stacked.
+    Loss and gradients are averaged, in float32 or wider, statistics added, aux values stacked. Of
+    values that overwrite a parameter the largest counts.
     """
 
     def averaged(params: Any, batch: Any) -> Any:
@@ -54,12 +57,16 @@ def accumulated(gradients: Gradients, parts: int) -> Gradients:
 
         def of_part(i: Any) -> Any:
             (loss, aux), grads, stats = gradients(params, part(i))
-            return (loss, grads), (aux, stats)
+            grads, overwriting = split(grads)
+            return (loss, grads), (aux, stats, overwriting)
 
         like, _ = jax.eval_shape(lambda: of_part(0))
-        zeros = jax.tree.map(wide_zeros, (0.0, params), like)
-        total, (aux, stats) = scan_sums(of_part, zeros, parts)
+        trained, _ = split(partition(params, is_clippable)[0])
+        zeros = jax.tree.map(wide_zeros, (0.0, trained), like)
+        total, (aux, stats, overwriting) = scan_sums(of_part, zeros, parts)
         loss, grads = jax.tree.map(lambda t, s: (t / parts).astype(s.dtype), total, like)
+        # All start from the same history, and each puts the largest number that it met into it.
+        grads = combine(grads, jax.tree.map(lambda value: value.max(0), overwriting))
         return (loss, aux), grads, jax.tree.map(lambda field: field.sum(0), stats)
 
     return averaged

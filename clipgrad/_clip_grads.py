@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from clipgrad._nonfinite import apply_policy
-from clipgrad._norms import AxisName, Norm
-from clipgrad._rules import apply_rule, as_rule, is_own
+from clipgrad._nonfinite import apply_policy, check_policy
+from clipgrad._norms import Norm
+from clipgrad._rules import adaptive_threshold, apply_rule, as_rule, is_own
 from clipgrad._stats import (
     ClipStats,
-    LazyStats,
     count_nonfinite,
+    stats_by_leaf,
     stats_dtype,
+    stats_of_clip,
 )
 from clipgrad._trees import check_leaves, clippable_leaves, combine, partition
 from clipgrad._where import Where, selected
@@ -35,6 +36,8 @@ def clip_grads(
       * Structure, shapes and dtypes are kept; leaves without numbers to clip (``None``, integers,
         booleans, ``float0``, PRNG keys) come back as they are.
       * What ``where`` leaves out is neither measured nor scaled, unless ``measure`` selects it.
+      * What flax keeps in ``_overwrite_with_gradient`` (scales and histories of 8-bit floats, whose
+        gradient is their next value) is neither measured nor scaled.
       * The statistics of a global L2 norm need no second pass over the gradients; under
         `jax.jit` statistics that are not used are not computed.
 
@@ -79,86 +82,101 @@ def clip_grads(
       {'b': Array([3.], dtype=float32), 'w': Array([0.8], dtype=float32)}
     """
     rule = as_rule(rule)
-    check_measure(rule, measure)
-    selection = select(grads, where, nonfinite, measure)
-    clipped, stats = clip_selection(
-        selection, rule, params, norms_of(rule, selection, params, norm)
-    )
-    return clipped, stats.total()
+    clipped = ClipScope.checked(rule, where, measure, nonfinite).clip(grads, rule, params, norm)
+    return clipped.tree, clipped.stats()
 
 
-class Selection(NamedTuple):
-    """The leaves of a tree that a clip acts on; ``None`` in place of the others."""
+class Clipped(NamedTuple):
+    """A clipped tree, and what its statistics are made of."""
 
-    raw: Any  # as they were
-    rest: Any  # the others
-    tree: Any  # after the policy about NaN and inf
-    measured: Any  # the leaves that make up the norm
+    tree: Any
+    rule: Any  # with the thresholds that were used
+    norms: list[Any]  # that the rule scaled by
+    raw: Any  # the selected leaves as they were,
+    before: Any  # after the policy about NaN and inf,
+    after: Any  # and clipped
+    adapted: Any  # what an adaptive threshold keeps
+
+    def stats(self) -> ClipStats:
+        """What was done to the selected leaves."""
+        stats = stats_of_clip(self.rule, self.before, self.after, self.norms)
+        return self._counted(stats, self.raw)
+
+    def leaf_stats(self) -> dict[str, ClipStats]:
+        """The same for each leaf."""
+        stats = stats_by_leaf(self.rule, self.before, self.after, self.norms)
+        parts = zip(stats.items(), clippable_leaves(self.raw), strict=True)
+        return {path: self._counted(of_leaf, leaf) for (path, of_leaf), leaf in parts}
+
+    def _counted(self, stats: ClipStats, raw: Any) -> ClipStats:
+        """The same, with NaN and inf counted in the tree as it was."""
+        if self.before is self.raw:
+            return stats
+        count = count_nonfinite(raw, getattr(self.rule, "axis_name", None))
+        return stats._replace(nonfinite=count.astype(stats.nonfinite.dtype))
+
+
+# From the norms to the rule with its threshold, and what the threshold keeps.
+Adapt = Callable[[list[Any]], tuple[Any, Any]]
+
+
+class ClipScope(NamedTuple):
+    """Which leaves are clipped, which are measured, and what becomes of NaN and inf."""
+
+    where: Where
+    measure: Where
+    nonfinite: str
+
+    @classmethod
+    def checked(cls, rule: Any, where: Where, measure: Where, nonfinite: str) -> "ClipScope":
+        """The arguments of these names, if they go with the rule."""
+        check_policy(nonfinite)
+        if measure is not None and not has_one_norm(rule):
+            raise ValueError(
+                f"measure: got leaves for a norm with {rule!r}, expected ClipByGlobalNorm, the "
+                "rule with one norm for all leaves"
+            )
+        return cls(where, measure, nonfinite)
+
+    def clip(
+        self, grads: Any, rule: Any, params: Any, norm: Any = None, adapt: Adapt | None = None
+    ) -> Clipped:
+        """The whole tree with the selected leaves clipped; ``norm`` is one that is known."""
+        raw, rest = partition(grads, selected(self.where, grads))
+        check_leaves("grads", raw)
+        before = apply_policy(self.nonfinite, raw)
+        norms = self._norms(grads, rule, before, params, norm)
+        rule, adapted = (rule, None) if adapt is None else adapt(norms)
+        after = before
+        if rule is not None:
+            own = is_own(rule)
+            after = rule.scale(before, norms) if own else apply_rule(rule, before, params)
+        return Clipped(combine(after, rest), rule, norms, raw, before, after, adapted)
+
+    def _norms(self, grads: Any, rule: Any, before: Any, params: Any, known: Any) -> list[Any]:
+        """The norms that a rule scales by, or that its adaptive threshold needs."""
+        if known is not None:
+            return [_known_norm(known, rule, before)]
+        scales = is_own(rule) and rule.acts_on != "element"
+        if not scales and adaptive_threshold(rule) is None:
+            return []
+        measured = before
+        if self.measure is not None:
+            chosen, _ = partition(grads, selected(self.measure, grads, "measure"))
+            measured = apply_policy(self.nonfinite, chosen)
+        return rule.measure(measured, params)
+
+
+def _known_norm(norm: Any, rule: Any, tree: Any) -> Norm:
+    if not has_one_norm(rule):
+        raise ValueError(
+            f"norm: got {norm!r} with {rule!r}, expected ClipByGlobalNorm, the rule with one norm "
+            "for all leaves"
+        )
+    root = jnp.asarray(norm).astype(stats_dtype(tree))
+    return Norm.of(root, jnp.ones_like(root))
 
 
 def has_one_norm(rule: Any) -> bool:
     """Whether a rule scales the whole tree by one norm."""
     return is_own(rule) and rule.acts_on == "tree"
-
-
-def check_measure(rule: Any, measure: Where) -> None:
-    """Refuses ``measure`` where there is not a single norm."""
-    if measure is not None and not has_one_norm(rule):
-        raise ValueError(
-            f"measure: got leaves for a norm with {rule!r}, expected ClipByGlobalNorm, the rule "
-            "with one norm for all leaves"
-        )
-
-
-def select(grads: Any, where: Where, nonfinite: str, measure: Where) -> Selection:
-    """The leaves of ``grads`` that ``where`` selects, and those that ``measure`` does."""
-    raw, rest = partition(grads, selected(where, grads))
-    check_leaves("grads", raw)
-    tree = measured = apply_policy(nonfinite, raw)
-    if measure is not None:
-        chosen, _ = partition(grads, selected(measure, grads, "measure"))
-        measured = apply_policy(nonfinite, chosen)
-    return Selection(raw, rest, tree, measured)
-
-
-def norms_of(rule: Any, selection: Selection, params: Any, given: ArrayLike | None) -> list[Any]:
-    """The norms that a rule scales by: measured, or the one that is known; of other rules none."""
-    if given is not None:
-        if not has_one_norm(rule):
-            raise ValueError(
-                f"norm: got {given!r} with {rule!r}, expected ClipByGlobalNorm, the rule with one "
-                "norm for all leaves"
-            )
-        root = jnp.asarray(given).astype(stats_dtype(selection.tree))
-        return [Norm.of(root, jnp.ones_like(root))]
-    scales = is_own(rule) and rule.acts_on != "element"
-    return rule.measure(selection.measured, params) if scales else []
-
-
-def clip_selection(
-    selection: Selection, rule: Any, params: Any, norms: list[Any]
-) -> tuple[Any, LazyStats]:
-    """The whole tree with the selected leaves clipped, and the statistics of these."""
-    tree = selection.tree
-    if rule is None:
-        clipped = tree
-    else:
-        clipped = rule.scale(tree, norms) if is_own(rule) else apply_rule(rule, tree, params)
-    stats = LazyStats.of(rule, tree, clipped, norms)
-    if tree is not selection.raw:
-        stats = _counting(selection.raw, stats, getattr(rule, "axis_name", None))
-    return combine(clipped, selection.rest), stats
-
-
-def _counting(raw: Any, stats: LazyStats, axis_name: AxisName) -> LazyStats:
-    """The same, with NaN and inf counted in the tree as it was."""
-
-    def recount(stats: ClipStats, tree: Any) -> ClipStats:
-        count = count_nonfinite(tree, axis_name)
-        return stats._replace(nonfinite=count.astype(stats.nonfinite.dtype))
-
-    def leaves() -> dict[str, ClipStats]:
-        parts = zip(stats.leaves().items(), clippable_leaves(raw), strict=True)
-        return {path: recount(of_leaf, leaf) for (path, of_leaf), leaf in parts}
-
-    return LazyStats(lambda: recount(stats.total(), raw), leaves)

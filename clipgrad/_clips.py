@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import optax
 from jax.typing import ArrayLike
 
@@ -19,16 +18,6 @@ from clipgrad._thresholds import AdaptiveThreshold
 from clipgrad._where import Where
 
 Threshold = ArrayLike | optax.Schedule | AdaptiveThreshold
-
-
-class _Two(np.int64):
-    """The order 2: optax.inject_hyperparams would make a hyperparameter of a Python number."""
-
-    def __repr__(self) -> str:
-        return "2"
-
-
-_TWO: Any = _Two(2)
 
 
 def clip_by_value(
@@ -69,7 +58,7 @@ def clip_by_value(
 
 def clip_by_norm(
     max_norm: Threshold,
-    ord: float = _TWO,
+    ord: float | None = None,
     axis: int | tuple[int, ...] | None = None,
     *,
     where: Where = None,
@@ -80,7 +69,9 @@ def clip_by_norm(
 
     Args:
       max_norm: the maximal norm: a number, an array, a schedule or an adaptive threshold.
-      ord: the order of the norm, in (0, inf].
+      ord: the order of the norm, in (0, inf]; ``None``: 2. Of a number as the default
+        ``optax.inject_hyperparams`` would make a hyperparameter; there name one that you give in
+        ``static_args``.
       axis: the axis or axes that norms are over; ``None``: all.
       where: which leaves are clipped; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
@@ -98,13 +89,13 @@ def clip_by_norm(
       >>> tx.update([jnp.array([3.0, 4.0]), jnp.array([0.5])], tx.init(None))[0]
       [Array([0.6, 0.8], dtype=float32), Array([0.5], dtype=float32)]
     """
-    rule = ClipByNorm(max_norm, ord=ord, axis=axis)  # type: ignore[arg-type]
+    rule = ClipByNorm(max_norm, ord=2 if ord is None else ord, axis=axis)  # type: ignore[arg-type]
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
 def clip_by_global_norm(
     max_norm: Threshold,
-    ord: float = _TWO,
+    ord: float | None = None,
     axis_name: AxisName = None,
     *,
     where: Where = None,
@@ -121,7 +112,9 @@ def clip_by_global_norm(
 
     Args:
       max_norm: the maximal norm: a number, a schedule or an adaptive threshold.
-      ord: the order of the norm, in (0, inf].
+      ord: the order of the norm, in (0, inf]; ``None``: 2. Of a number as the default
+        ``optax.inject_hyperparams`` would make a hyperparameter; there name one that you give in
+        ``static_args``.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
       where: which leaves are clipped; see `clip_grads`.
       measure: which leaves make up the norm, if it is not those; see `clip_grads`.
@@ -140,7 +133,8 @@ def clip_by_global_norm(
       >>> tx.update([jnp.array([3.0]), jnp.array([4.0])], tx.init(None))[0]
       [Array([-0.6], dtype=float32), Array([-0.8], dtype=float32)]
     """
-    rule = ClipByGlobalNorm(max_norm, ord=ord, axis_name=axis_name)  # type: ignore[arg-type]
+    order = 2 if ord is None else ord
+    rule = ClipByGlobalNorm(max_norm, ord=order, axis_name=axis_name)  # type: ignore[arg-type]
     return gradient_clip(rule, where=where, measure=measure, nonfinite=nonfinite, stats=stats)
 
 

@@ -1,12 +1,12 @@
 """The differences between JAX versions that the clips meet, in one place."""
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.export
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
 
 T = TypeVar("T", bound=type)
 
@@ -53,12 +53,14 @@ def by_platform(
     return jax.lax.platform_dependent(*args, **forms, default=default)
 
 
-def trace_state() -> Any:
-    """What is being traced now: equal in two places whose arrays can be used together."""
-    return get_opaque_trace_state(convention="clipgrad")
-
-
 def exportable(cls: T) -> T:
-    """A class decorator: programs that return this named tuple can be exported and serialized."""
+    """A class decorator: programs that return this named tuple can be exported and serialized.
+
+    JAX takes each name once, so a module that is reloaded keeps its class; then states that were
+    made before are still of the class that all other modules know.
+    """
+    known = getattr(sys.modules[cls.__module__], cls.__name__, None)
+    if known is not None:
+        return known
     name = f"clipgrad.{cls.__name__}"
     return jax.export.register_namedtuple_serialization(cls, serialized_name=name)

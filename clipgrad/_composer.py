@@ -11,6 +11,7 @@ from clipgrad._rules import ClipByGlobalNorm, ClipByValue, apply_rule
 from clipgrad._rules._adaptive import unit_norms
 from clipgrad._rules._thresholds import check_threshold, limit_of
 from clipgrad._rules._units import check_unit_axis
+from clipgrad._thresholds import is_adaptive
 from clipgrad._trees import map_clippable
 
 TYPES = ("norm", "value", "adaptive")
@@ -75,6 +76,11 @@ def apply_gradient_clipping(
       2022,
       https://github.com/mosaicml/composer/blob/1a02ed120f2b90e58a4ba6a208f05901e8294cfb/composer/algorithms/gradient_clipping/README.md.
     """
+    if callable(clipping_threshold) or is_adaptive(clipping_threshold):
+        raise TypeError(
+            f"clipping_threshold: got {clipping_threshold!r}, expected a number or an array, such "
+            "as schedule(step); for one that changes with the steps write clipgrad.gradient_clip"
+        )
     check_threshold("clipping_threshold", clipping_threshold)
     if clipping_type == "adaptive":
         return _adaptive(grads, params, clipping_threshold, check_unit_axis(axis))

@@ -10,7 +10,7 @@ import jax.extend as jex
 import jax.numpy as jnp
 
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._rules import apply_rule, as_rule, is_own
+from clipgrad._rules import apply_rule, as_rule, is_data
 from clipgrad._stats import ClipStats
 from clipgrad._trees import check_tree, combine, is_array, is_clippable, is_none, partition
 
@@ -110,7 +110,7 @@ def _trace(
     given, fixed = partition(leaves, is_array)
     run = _Run(structure, dtype, fields, tuple(fixed))
     arguments = (given, arrays, arrays if needs_params else None)
-    if rule is None or is_own(rule):
+    if rule is None or is_data(rule):
         traced = _cached.trace(run, *arguments)
         program, shapes = traced.jaxpr, traced.out_info
     else:

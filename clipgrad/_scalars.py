@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._gradient_clip import GradientClipState
+from clipgrad._clip_state import GradientClipState
 from clipgrad._skip_spikes import SkipSpikesState
 from clipgrad._stats import ClipStats
 from clipgrad._train_step import TrainState
@@ -18,6 +18,7 @@ Items = Iterator[tuple[str, Any]]
 _OF_STATS = ("norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite")
 _OF_CLIP = ("count", "clipped_count", "nonfinite_count", "threshold")
 _OF_SKIPS = ("raw_norm", "skipped", "skipped_count", "spike_count", "consecutive")
+_OF_SKIPS += ("nonfinite_consecutive",)
 _OWN = ClipStats | GradientClipState | SkipSpikesState
 
 

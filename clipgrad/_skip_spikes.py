@@ -38,6 +38,8 @@ class SkipSpikesState(NamedTuple):
       skipped_count: the number of steps that were skipped.
       spike_count: the number of those whose gradient was finite.
       consecutive: the number of outliers that were skipped since the last step that was not.
+      nonfinite_consecutive: the number of gradients in a row, up to the last one, that were not
+        finite; those that ``max_nonfinite`` let through count, too.
       halted: whether a step has halted the training; ``None`` without ``halt``.
       halted_at: the step that did, 0 for the first, or -1; ``None`` without ``halt``.
       count: the number of steps, those after the halt included; ``None`` without ``halt``.
@@ -50,6 +52,7 @@ class SkipSpikesState(NamedTuple):
     skipped_count: jax.Array
     spike_count: jax.Array
     consecutive: jax.Array
+    nonfinite_consecutive: jax.Array
     halted: jax.Array | None = None
     halted_at: jax.Array | None = None
     count: jax.Array | None = None
@@ -63,6 +66,7 @@ def skip_spikes(
     sigma: float | None = 6.0,
     min_history: int | None = None,
     max_consecutive: int | None = None,
+    max_nonfinite: int | None = None,
     where: Where = None,
     axis_name: AxisName = None,
     halt: bool | Literal["spike"] = False,
@@ -76,6 +80,8 @@ def skip_spikes(
 
     Guarantees:
       * On a step that is not skipped updates and state are those of ``inner``.
+      * No finite outlier counts towards ``max_nonfinite``, and NaN or inf not towards
+        ``max_consecutive``.
       * On a step that is skipped updates are exact zeros, and the state of ``inner`` is kept bit
         for bit: by selection, since 0 times NaN is NaN. ``inner`` gets zeros for the gradient.
       * Neither the norm of a skipped step nor a norm of 0 enters the history.
@@ -99,6 +105,11 @@ def skip_spikes(
         history starts anew with it, since what repeats is not a spike; ``None``: all of them, so
         that gradients which grow suddenly and for good stop the training. ``consecutive`` in the
         state shows that.
+      max_nonfinite: how many gradients in a row that are not finite are skipped before the next
+        is not, as in ``optax.apply_if_finite``: it reaches ``inner``, and the parameters become
+        NaN, so that the loss shows that the training is over. ``None``: all are skipped, and a
+        training whose gradients stay NaN stands still. ``nonfinite_consecutive`` in the state shows
+        that, and how near the limit is. With ``halt`` none is let through.
       where: which leaves make up the norm; see `clip_grads`.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
       halt: ``True``: a step whose norm is not finite halts the training; ``"spike"``: each step
@@ -137,14 +148,13 @@ def skip_spikes(
     _check_halt(halt)
     if max_norm is not None:
         check_between("max_norm", max_norm, 0)
-    if max_consecutive is not None:
-        check_steps("max_consecutive", max_consecutive)
     largest = jnp.inf if max_norm is None else float(max_norm)
-    most = jnp.iinfo(jnp.int32).max if max_consecutive is None else int(max_consecutive)
+    most = _most("max_consecutive", max_consecutive)
+    most_nonfinite = _most("max_nonfinite", max_nonfinite)
 
     def init(params: Any) -> Any:
         norm = jnp.zeros((), stats_dtype(partition(params, selected(where, params))[0]))
-        counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
+        counters = [jnp.zeros((), jnp.int32) for _ in range(4)]
         norms = None if history is None else history.init(norm)
         state = SkipSpikesState(inner.init(params), norms, norm, jnp.zeros((), bool), *counters)
         return state._replace(**_not_halted()) if halt else state
@@ -155,9 +165,10 @@ def skip_spikes(
             measured, _ = partition(updates, selected(where, updates))
             norm = global_norm(measured, axis_name=axis_name)
         norm = jnp.asarray(norm).astype(state.raw_norm.dtype)
-        unsound = ~jnp.isfinite(norm) | (_bad_loss(extra_args) if halt else False)
-        never = unsound | (norm > largest)
-        spike = ~never & (norm > _limit(history, state))
+        nonfinite, unsound = ~jnp.isfinite(norm), _bad_loss(halt, extra_args)
+        patient = bool(halt) | (state.nonfinite_consecutive < most_nonfinite)
+        never = jnp.where(nonfinite, patient, unsound | (norm > largest))
+        spike = ~nonfinite & ~never & (norm > _limit(history, state))
         again = spike & (state.consecutive >= most)
         bad = never | (spike & ~again)
         skip = bad | _halted(halt, state)
@@ -167,10 +178,17 @@ def skip_spikes(
         kept = jax.tree.map(lambda o, n: jnp.where(skip, o, n), state.inner_state, inner_state)
         after = _after(state, norm, bad, spike, again)
         if halt:
-            after = _after_halt(state, after, bad if halt == "spike" else unsound)
+            after = _after_halt(state, after, bad if halt == "spike" else unsound | nonfinite)
         return _zero_if(skip, new), after._replace(inner_state=kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _most(name: str, count: int | None) -> int:
+    """How many steps in a row are skipped; a number that is not reached for ``None``."""
+    if count is not None:
+        check_steps(name, count)
+    return jnp.iinfo(jnp.int32).max if count is None else int(count)
 
 
 def _history(
@@ -209,7 +227,7 @@ def _after(
     finite, window = jnp.isfinite(norm), state.window
     if window is not None:
         past = jax.tree.map(lambda x: jnp.where(again, jnp.zeros_like(x), x), window)
-        window = past.push(jnp.where(skip, 0, norm))
+        window = past.push(jnp.where(skip | ~finite, 0, norm))
     return state._replace(
         window=window,
         raw_norm=jnp.where(finite, norm, 0),
@@ -217,6 +235,9 @@ def _after(
         skipped_count=increment_if(skip, state.skipped_count),
         spike_count=increment_if(skip & finite, state.spike_count),
         consecutive=jnp.where(skip, increment_if(spike, state.consecutive), 0),
+        nonfinite_consecutive=jnp.where(
+            finite, 0, optax.safe_increment(state.nonfinite_consecutive)
+        ),
     )
 
 
@@ -244,10 +265,10 @@ def _halted(halt: bool | str, state: SkipSpikesState) -> Any:
     return state.halted if halt else False
 
 
-def _bad_loss(extra_args: dict[str, Any]) -> Any:
+def _bad_loss(halt: bool | str, extra_args: dict[str, Any]) -> Any:
     """Whether the loss, if `update` got it, is not finite; its gradient may be."""
-    value = extra_args.get("value")
-    return False if value is None else jnp.any(~jnp.isfinite(value))
+    value = extra_args.get("value") if halt else None
+    return jnp.array(False) if value is None else jnp.any(~jnp.isfinite(value))
 
 
 def _after_halt(state: Any, after: SkipSpikesState, bad: jax.Array) -> SkipSpikesState:

@@ -1,7 +1,7 @@
 """What a clip did, as sums that add up over steps, uses and devices."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -115,11 +115,31 @@ class ClipStats(NamedTuple):
           before: the tree that was clipped.
           after: the clipped tree.
           dtype: float32 or float64; by default float64 if a leaf is.
+
+        Raises:
+          ValueError: if the clipped tree has other leaves, or leaves of other shapes.
         """
         check_tree("before", before)
+        _check_same(before, after)
         dtype = stats_dtype(before) if dtype is None else jnp.dtype(dtype).name
         off = after is before
         return _of(clippable_leaves(before), None if off else clippable_leaves(after), dtype)
+
+
+def _check_same(before: Any, after: Any) -> None:
+    """Raises `ValueError` for trees that differ in the leaves that are measured."""
+    if after is before:
+        return
+    check_tree("after", after)
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        paths, others = clippable_paths(before), clippable_paths(after)
+        if paths != others:
+            raise ValueError(f"after: got the leaves {others}, expected those of before, {paths}")
+    for b, a in zip(clippable_leaves(before), clippable_leaves(after), strict=True):
+        if a.shape != b.shape:
+            raise ValueError(
+                f"after: got a leaf of shape {a.shape}, expected that of before, {b.shape}"
+            )
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -149,30 +169,33 @@ def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
     return total_over_devices(counts, leaves, axis_name)
 
 
-class LazyStats(NamedTuple):
-    """The statistics of a clip, computed when called: in total and by leaf."""
+def stats_of_clip(rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> ClipStats:
+    """The statistics of a tree that a rule has clipped by these norms.
 
-    total: Callable[[], ClipStats]
-    leaves: Callable[[], dict[str, ClipStats]]
+    Where they are L2 norms all follows from them, and nothing is summed over the elements, except
+    that NaN and inf are counted if there are any.
+    """
+    limits = _limits(rule, tree, norms)
+    if limits is None:
+        return ClipStats.of(tree, clipped)
+    if rule.acts_on == "tree":
+        return _of_tree(tree, limits, rule.axis_name)
+    return _of_leaves(tree, limits)
 
-    @classmethod
-    def of(cls, rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> "LazyStats":
-        """The statistics of a tree that a rule has clipped by these norms.
 
-        Where they are L2 norms all follows from them, and nothing is summed over the elements,
-        except that NaN and inf are counted if there are any.
-        """
-        limits = rule.l2_limits(tree, norms) if norms and is_own(rule) else None
-        if limits is None:
-            return cls(
-                lambda: ClipStats.of(tree, clipped), lambda: _measured_by_leaf(tree, clipped)
-            )
-        if rule.acts_on == "tree":
-            names = rule.axis_name
-            return cls(
-                lambda: _of_tree(tree, limits, names), lambda: _tree_by_leaf(tree, limits, names)
-            )
-        return cls(lambda: _of_leaves(tree, limits), lambda: _by_leaf(tree, limits))
+def stats_by_leaf(rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> dict[str, ClipStats]:
+    """The same for each leaf by path."""
+    limits = _limits(rule, tree, norms)
+    if limits is None:
+        return _measured_by_leaf(tree, clipped)
+    if rule.acts_on == "tree":
+        return _tree_by_leaf(tree, limits, rule.axis_name)
+    return _by_leaf(tree, limits)
+
+
+def _limits(rule: Any, tree: Any, norms: Sequence[Any]) -> Limits | None:
+    """What L2 norms were limited to, if that is what the rule does."""
+    return rule.l2_limits(tree, norms) if norms and is_own(rule) else None
 
 
 def _measured_by_leaf(before: Any, after: Any) -> dict[str, ClipStats]:

@@ -1,6 +1,8 @@
 """A training step that is compiled once and says what was clipped."""
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,13 +11,22 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._accumulate import Gradients, accumulated
-from clipgrad._compat import exportable, trace_state
-from clipgrad._gradient_clip import GradientClipState
+from clipgrad._clip_state import asking_for_stats, stats_in, with_room, without_room
+from clipgrad._compat import exportable
 from clipgrad._names import Rules
 from clipgrad._norms import global_norm
+from clipgrad._overwritten import overwrite, split, zeros_for
 from clipgrad._skip_spikes import SkipSpikesState, as_optimizer
 from clipgrad._stats import ClipStats, count_nonfinite
-from clipgrad._trees import check_leaves, check_tree, instances
+from clipgrad._trees import (
+    check_leaves,
+    check_tree,
+    combine,
+    instances,
+    is_clippable,
+    partition,
+    with_paths,
+)
 from clipgrad._watch import with_stats
 
 Metrics = dict[str, Any]
@@ -45,8 +56,10 @@ class TrainStep:
         """The first state, of copies, since a step may overwrite the buffers of its state."""
         check_tree("params", params)
         check_leaves("params", params)
+        _check_numbers(params)
         params = jax.tree.map(_copied, params)
-        return TrainState(params, jax.tree.map(_copied, self.optimizer.init(params)))
+        trained, _ = partition(params, is_clippable)
+        return TrainState(params, jax.tree.map(_copied, self.optimizer.init(trained)))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One step of training."""
@@ -80,8 +93,17 @@ def train_step(
         and clipped once, after that. A microbatch has every k-th example, so that devices that
         share the batch share each microbatch.
       * The state is that of the optimizer. The metrics have the statistics of every gradient clip
-        in it, with ``stats=True`` or without; only one that an optimizer runs inside of
-        `jax.lax.cond`, as ``optax.MultiSteps`` does, needs ``stats=True``.
+        in it, with ``stats=True`` or without, whatever wraps it: ``optax.MultiSteps``,
+        ``optax.masked``, a wrapper of your own. A clip whose state its wrapper does not keep has no
+        place for them, and a warning says so.
+      * A clip that does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or
+        in a step that is skipped, has statistics of size 0 there: norm 0, scale 1.
+      * Integers and booleans among the parameters stay as they are; the optimizer sees ``None`` in
+        their places.
+      * What flax keeps in ``_overwrite_with_gradient`` (scales and histories of 8-bit floats) is
+        overwritten by its gradient, as by ``flax.training.TrainState``; with `skip_spikes` not in a
+        step that is skipped. The optimizer sees zeros in place of these gradients, and with
+        ``accumulate`` the largest value of the microbatches counts.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, a scalar, or ``(scalar, aux)``.
@@ -99,17 +121,21 @@ def train_step(
 
     Returns:
       A `TrainStep`: ``state = step.init(params)``, then ``state, metrics = step(state, batch)``.
-      The metrics are a dictionary of ``loss``, ``grad_norm`` (before any clip), ``nonfinite`` (the
-      number of gradient elements that are NaN or inf), ``clips`` (the `ClipStats` of each gradient
-      clip in the optimizer), with exactly one of them ``clipped_norm`` and ``clip_scale``, with
-      `skip_spikes` ``skipped``, with ``error_clip`` a dictionary ``error_clip`` of the `ClipStats`
-      of each name (added up over microbatches), and with ``has_aux`` ``aux`` (stacked over them).
+      The metrics are a dictionary of ``loss``, ``grad_norm`` (the norm of all gradients, before any
+      clip), ``nonfinite`` (the number of gradient elements that are NaN or inf) and ``clips`` (the
+      `ClipStats` of each gradient clip in the optimizer, in the order of its state). With exactly
+      one clip they have ``measured_norm`` (the L2 norm of what the clip measured, which is not
+      ``grad_norm`` behind ``where=``, a mask or another transformation), ``clipped_norm`` (what the
+      clip made of it) and ``clip_scale`` (their ratio); with `skip_spikes` ``skipped`` and
+      ``nonfinite_consecutive``; with ``error_clip`` a dictionary ``error_clip`` of the `ClipStats`
+      of each name (added up over microbatches); with ``has_aux`` ``aux`` (stacked over them).
 
     Raises:
       TypeError: if ``optimizer`` is not a gradient transformation, or ``error_clip`` not a mapping
-        of names to rules.
+        of names to rules; by ``step.init``, for keys of random numbers among the parameters.
       ValueError: if ``accumulate`` is not a positive integer; when called, if it does not divide
-        the batch, a name can't be found or reached, or a step has overwritten the state.
+        the batch, a name can't be found or reached, a step has overwritten the state, or the
+        optimizer's state has places for integers among the parameters.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -124,34 +150,49 @@ def train_step(
     optimizer = as_optimizer("optimizer", optimizer)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate: got {accumulate!r}, expected a positive integer")
-    extended = optax.with_extra_args_support(optimizer)
     gradients = _gradients(loss_fn, has_aux, error_clip)
     if accumulate > 1:
         gradients = accumulated(gradients, accumulate)
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         (loss, aux), grads, stats = gradients(state.params, batch)
+        trained, fixed = partition(state.params, is_clippable)
+        _check_trained(optimizer, trained, fixed, state.opt_state)
+        grads, overwriting = split(grads)
 
-        def value(params: Any, clip_stats: Any = None) -> Any:
-            # optax's line searches pass all other extra arguments to this function.
-            del clip_stats
-            return loss_fn(params, batch)[0] if has_aux else loss_fn(params, batch)
+        def value(trained: Any) -> Any:
+            params = combine(trained, fixed)
+            with asking_for_stats(""):
+                return loss_fn(params, batch)[0] if has_aux else loss_fn(params, batch)
 
-        here, stats_of_clips = trace_state(), []
-
-        def collect(clip: ClipStats) -> None:
-            # What was computed in a branch of a cond can't leave it like this.
-            if trace_state() == here:
-                stats_of_clips.append(clip)
-
-        extra = {"clip_stats": collect, "value": loss, "grad": grads, "value_fn": value}
-        updates, opt_state = extended.update(grads, state.opt_state, state.params, **extra)
-        params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, **_metrics(grads, opt_state, stats_of_clips)}
+        seen = combine(grads, zeros_for(overwriting))
+        extra = {"value": loss, "grad": seen, "value_fn": value}
+        updates, opt_state, clips = _updated(optimizer, seen, trained, state.opt_state, **extra)
+        params = optax.apply_updates(trained, updates)
+        metrics = {"loss": loss, **_metrics(grads, opt_state, clips)}
+        params = overwrite(params, overwriting, keep=metrics.get("skipped", False))
         metrics |= {} if error_clip is None else {"error_clip": stats}
-        return TrainState(params, opt_state), metrics | ({"aux": aux} if has_aux else {})
+        metrics |= {"aux": aux} if has_aux else {}
+        return TrainState(combine(params, fixed), opt_state), metrics
 
     return TrainStep(jax.jit(update, donate_argnums=0 if donate else ()), optimizer)
+
+
+def _updated(
+    optimizer: optax.GradientTransformation, grads: Any, params: Any, state: Any, **extra: Any
+) -> tuple[Any, Any, tuple[ClipStats, ...]]:
+    """What an optimizer returns, and the statistics of all clips in it.
+
+    Inside of this one update every clip has a state with statistics, whatever wraps it.
+    """
+    wide = state
+    with contextlib.suppress(jax.errors.JAXTypeError), asking_for_stats("init"):
+        # Not of an init that only takes numbers: then the clips say that there is no place.
+        wide = with_room(state, jax.eval_shape(optimizer.init, params))
+    with asking_for_stats("update"):
+        extended = optax.with_extra_args_support(optimizer)
+        updates, after = extended.update(grads, wide, params, **extra)
+    return updates, without_room(after, state), stats_in(after)
 
 
 def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) -> Gradients:
@@ -160,24 +201,57 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
     def with_aux(params: Any, batch: Any) -> Any:
         return loss_fn(params, batch) if has_aux else (loss_fn(params, batch), None)
 
-    if rules is not None:
-        return with_stats(with_aux, 0, True, rules, (), lambda *_: jax.value_and_grad)
-    plain = jax.value_and_grad(with_aux, has_aux=True)
-    return lambda params, batch: (*plain(params, batch), {})
+    # Of integers and booleans the gradient has no elements.
+    if rules is None:
+        plain = jax.value_and_grad(with_aux, has_aux=True, allow_int=True)
+    else:
+        grad = functools.partial(jax.value_and_grad, allow_int=True)
+        plain = with_stats(with_aux, 0, True, rules, (), lambda *_: grad)
+
+    def gradients(params: Any, batch: Any) -> tuple[Any, Any, Any]:
+        value, grads, *stats = plain(params, batch)
+        return value, partition(grads, is_clippable)[0], stats[0] if stats else {}
+
+    return gradients
 
 
-def _metrics(grads: Any, opt_state: Any, clips: list[ClipStats]) -> Metrics:
-    kept = [s.stats for s in instances(opt_state, GradientClipState) if s.stats]
-    skips = [s.skipped for s in instances(opt_state, SkipSpikesState)]
-    metrics = {
-        "grad_norm": global_norm(grads),
-        "nonfinite": count_nonfinite(grads),
-        "clips": tuple(clips or kept),
-    }
-    if len(metrics["clips"]) == 1:
-        (clip,) = metrics["clips"]
-        metrics |= {"clipped_norm": clip.clipped_norm, "clip_scale": clip.scale}
-    return metrics | ({"skipped": jnp.stack(skips).any()} if skips else {})
+def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> Metrics:
+    skips = instances(opt_state, SkipSpikesState)
+    metrics = {"grad_norm": global_norm(grads), "nonfinite": count_nonfinite(grads), "clips": clips}
+    if len(clips) == 1:
+        (clip,) = clips
+        metrics |= {"measured_norm": clip.norm, "clipped_norm": clip.clipped_norm}
+        metrics["clip_scale"] = clip.scale
+    if skips:
+        metrics["skipped"] = jnp.stack([s.skipped for s in skips]).any()
+        in_a_row = jnp.stack([s.nonfinite_consecutive for s in skips])
+        metrics["nonfinite_consecutive"] = in_a_row.max()
+    return metrics
+
+
+def _check_numbers(params: Any) -> None:
+    """Raises `TypeError` for keys of random numbers, by which JAX does not differentiate."""
+    for path, leaf in with_paths(params):
+        if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.extended):
+            raise TypeError(
+                f"params: got a leaf of dtype {leaf.dtype} at {path!r}, expected numbers; pass "
+                "keys of random numbers in the batch, or jax.random.key_data(key)"
+            )
+
+
+def _check_trained(
+    optimizer: optax.GradientTransformation, trained: Any, fixed: list[Any], state: Any
+) -> None:
+    """Raises `ValueError` for an optimizer's state with places for integers, as of momentum."""
+    if all(leaf is None for leaf in fixed):
+        return
+    expected = jax.tree.structure(jax.eval_shape(optimizer.init, trained))
+    if jax.tree.structure(state) != expected:
+        raise ValueError(
+            "state: got a state of the optimizer of another structure, expected that of "
+            "step.init(params), in which the integers among the parameters have no places: "
+            f"{expected}"
+        )
 
 
 def _is_deleted(leaf: Any) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from clipgrad._overwritten import are_overwritten
 from clipgrad._selectors import nearest, selects
 from clipgrad._trees import check_tree, is_clippable, is_none, with_paths
 
@@ -17,17 +18,20 @@ def selected(where: Where, tree: Any, name: str = "where") -> list[bool]:
 
     ``where`` is ``None`` (all), a tree of booleans that is a prefix of ``tree``, a function from
     ``tree`` to one, or an expression on paths, see `selects`; ``name`` is that of the argument.
+    What a gradient overwrites is not selected by anything.
     """
     check_tree("tree", tree)
+    trained = [not flag for flag in are_overwritten(tree)]
     if where is None:
-        return [True] * len(jax.tree.leaves(tree, is_leaf=is_none))
+        return trained
     entries = with_paths(tree)
     if isinstance(where, str):
         flags = selects(where, [path for path, _ in entries], name)
     else:
         flags = _flags(where(tree) if callable(where) else where, tree, name)
-    pairs = zip(flags, entries, strict=True)
-    candidates = {path: flag for flag, (path, leaf) in pairs if is_clippable(leaf)}
+    flags = [flag and train for flag, train in zip(flags, trained, strict=True)]
+    triples = zip(flags, trained, entries, strict=True)
+    candidates = {path: f for f, train, (path, leaf) in triples if train and is_clippable(leaf)}
     if candidates and not any(candidates.values()):
         shown, wanted = (repr(where), where) if isinstance(where, str) else ("a mask", "")
         raise ValueError(

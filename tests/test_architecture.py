@@ -16,12 +16,13 @@ pytestmark = pytest.mark.sampled(1)
 
 # Each module may import the ones before it, and nothing of the package that is not listed.
 LAYERS = [
-    "_selectors", "_compat", "_trees", "_numbers", "_accumulate", "_jaxpr",
-    "_reductions", "_norms", "_nnx",
+    "_docs", "_selectors", "_compat", "_trees", "_overwritten", "_numbers", "_accumulate",
+    "_jaxpr", "_reductions", "_norms", "_nnx",
     "_thresholds", "_rules", "_stats", "_cotangent", "_error_clip", "_names", "_by_name",
     "_everywhere", "_watch", "_where", "_nonfinite", "_clip_grads", "_per_example",
-    "_gradient_clip", "_clips", "_skip_spikes", "_composer", "_presets", "_train_step", "_scalars",
-    "_recorder", "_check", "_names_command", "_diagnose", "_selftest", "__init__",
+    "_clip_state", "_gradient_clip", "_clips", "_skip_spikes", "_composer", "_presets",
+    "_train_step", "_scalars", "_recorder", "_check", "_names_command", "_diagnose", "_selftest",
+    "__init__",
     "_demo", "_cli", "__main__",
 ]  # fmt: skip
 

@@ -6,6 +6,7 @@ import flax.linen
 import flax.nnx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import clipgrad as cg
@@ -44,6 +45,21 @@ def test_an_expression_means_leaves_at_or_below_it_or_a_pattern(selector, chosen
 def test_an_expression_that_means_nothing_lists_what_there_is(selector):
     with pytest.raises(ValueError, match=r"there are \[.*'params/layer1/w or 0/layer1/w'"):
         select(selector, NAMED, "wrt")
+
+
+@pytest.mark.parametrize(
+    "position",
+    [np.int64(1), np.array(1), jnp.array(1), (np.uint8(1),), np.array([1]), {1}],
+    ids=repr,
+)
+def test_a_position_may_be_an_integer_of_any_kind(position):
+    assert select(position, ["0", "1", "2"], "wrt") == {1}
+
+
+def test_a_gradient_is_taken_by_a_position_of_numpy():
+    product = lambda x, y: x * y  # noqa: E731
+    assert cg.check_grads(product, (1.0, 2.0), wrt=np.int64(1), output=np.int64(0)).ok
+    np.testing.assert_allclose(cg.numerical_grad(product, (1.0, 2.0), wrt=np.int64(1)), 1.0)
 
 
 def test_an_expression_that_does_not_compile_is_refused():

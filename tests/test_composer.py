@@ -157,6 +157,16 @@ def test_a_wrong_threshold_is_refused(kind):
         clip(jnp.ones(2), jnp.ones(2), kind, threshold=-1)
 
 
+@pytest.mark.parametrize("kind", ["norm", "value", "adaptive"])
+@pytest.mark.parametrize("threshold", [lambda step: 1.0, cg.PercentileThreshold()])
+def test_a_threshold_that_changes_with_the_steps_is_refused(kind, threshold):
+    match = "clipping_threshold: got .*expected a number.*such as schedule.step.*gradient_clip"
+    with pytest.raises(TypeError, match=match):
+        cg.apply_gradient_clipping(
+            jnp.ones(2), jnp.ones(2), clipping_type=kind, clipping_threshold=threshold
+        )
+
+
 @pytest.mark.parametrize("kind", ["norm", "value"])
 def test_an_axis_where_there_are_no_units_is_refused(kind):
     match = f"axis: got 1 with clipping_type='{kind}', which has no units; expected axis to be left"

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import CASES, assert_same, tree_of
+from tests.helpers import CASES, assert_close, assert_same, tree_of
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "float8_e4m3fn"])
@@ -257,3 +257,14 @@ def test_it_is_the_only_custom_vjp_of_the_clips():
         if any(isinstance(n, ast.Attribute) and n.attr == "custom_vjp" for n in nodes):
             users.add(path.name)
     assert users <= {"_cotangent.py", "cotangents.py", "_selftest.py"} and "_cotangent.py" in users
+
+
+def test_units_that_a_function_gives_are_those_of_each_call():
+    """The function is in a field of a rule of this library, and looks up what may change."""
+    x, units = jnp.arange(1.0, 7.0).reshape(2, 3), {}
+    rule = cg.AdaptiveClip(0.1, axis=lambda path, leaf: units["x"])
+    gradient = jax.grad(lambda x: jnp.sum(9 * cg.clip_cotangent(x, rule)))
+    for axis in (1, 0, None):
+        units["x"] = axis
+        expected = cg.AdaptiveClip(0.1, axis={".*": axis})(jnp.full_like(x, 9.0), x)
+        assert_close(gradient(x), expected, rtol=1e-6)

@@ -366,7 +366,10 @@ def test_schedules_of_inject_hyperparams_on_bfloat16_gradients():
 def test_inject_hyperparams_takes_every_clip(name, key):
     grads = tree_of(key, scale=9.0)
     tx = optax.inject_hyperparams(CLIPS[name][0])(0.25)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(grads), grads)
+    state = tx.init(grads)
+    thresholds = {"max", "max_norm", "threshold", "clipping", "eps"}
+    assert set(state.hyperparams) <= thresholds, "an order is not a hyperparameter"
+    updates, _ = jax.jit(tx.update)(grads, state, grads)
     assert_close(updates, update(CLIPS[name][0](0.25), grads, grads)[0])
 
 

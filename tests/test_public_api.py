@@ -56,6 +56,26 @@ clipgrad.chek_grads
     assert last == f"AttributeError: {expected}", result.stderr
 
 
+def test_every_module_can_be_reloaded_and_works_with_what_was_made_before():
+    """As notebooks with autoreload do."""
+    program = """
+import importlib, sys, jax, jax.numpy as jnp, optax, clipgrad as cg
+cg.check_grads, cg.diagnose
+tx = optax.chain(cg.clip_by_global_norm(1.0, stats=True), optax.sgd(1.0))
+step = cg.train_step(lambda p, x: (p * x).sum(), cg.skip_spikes(tx))
+state = step.init(jnp.ones(2))
+for name in sorted(name for name in sys.modules if name.split(".")[0] == "clipgrad"):
+    importlib.reload(sys.modules[name])
+state, metrics = step(state, jnp.array([3.0, 4.0]))
+assert cg.scalars(metrics)["clip/norm"] == 5 and cg.scalars(state)["clip/norm"] == 5
+assert isinstance(metrics["clips"][0], cg.ClipStats) and isinstance(state, cg.TrainState)
+exported = jax.export.export(jax.jit(lambda: cg.ClipStats.zero()))().serialize()
+"""
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_index_of_the_reference_names_everything_public(name):
     assert f"`{name}`" in (ROOT / "docs" / "api" / "index.md").read_text()

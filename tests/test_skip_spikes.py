@@ -178,6 +178,22 @@ def test_what_is_not_finite_or_above_max_norm_is_never_taken():
     assert states.skipped_count[-1] == 14 and states.spike_count[-1] == 3
 
 
+@pytest.mark.parametrize("sigma", [6.0, None])
+def test_after_a_limit_of_gradients_that_are_not_finite_the_next_reaches_the_optimizer(sigma):
+    """So that the loss of a training that stands still shows it, whatever the finite limits."""
+    norms = [1.0, np.nan, np.inf, 1.0, 1e9, np.inf, np.nan, np.nan, np.inf, 1.0]
+    tx = cg.skip_spikes(optax.sgd(1.0), max_norm=1e6, max_nonfinite=2, sigma=sigma)
+    updates, states = scan(tx, norms)
+    np.testing.assert_array_equal(states.nonfinite_consecutive, [0, 1, 2, 0, 0, 1, 2, 3, 4, 0])
+    np.testing.assert_array_equal(np.flatnonzero(states.skipped), [1, 2, 4, 5, 6])
+    np.testing.assert_array_equal(np.flatnonzero(~np.isfinite(updates[:, 0])), [7, 8])
+    np.testing.assert_array_equal(states.consecutive, 0)
+    if sigma is not None:
+        np.testing.assert_array_equal(states.window.seen, [1, 1, 1, 2, 2, 2, 2, 2, 2, 3])
+    _, patient = scan(cg.skip_spikes(optax.sgd(1.0), sigma=sigma), [1.0, *[np.nan] * 40])
+    assert patient.skipped[1:].all() and patient.nonfinite_consecutive[-1] == 40
+
+
 def test_extra_arguments_are_passed_on_and_a_known_norm_is_used():
     seen = {}
 
@@ -285,6 +301,7 @@ def test_the_training_step_says_what_was_skipped():
         before = np.asarray(state.params)
         state, metrics = step(state, jnp.full(2, value))
         assert metrics["skipped"] == skipped == (state.params == before).all()
+        assert metrics["nonfinite_consecutive"] == np.isnan(value)
     assert state.opt_state.skipped_count == 2 and len(traces) == 1
 
 
@@ -440,6 +457,7 @@ def test_three_thousand_steps_with_nan_inf_and_spikes_end_like_undisturbed_ones(
     ({"min_history": 129}, "min_history: got 129, expected at most window, 128"),
     ({"max_norm": -1.0}, "max_norm: got -1.0"),
     ({"max_consecutive": 0}, "max_consecutive: got 0"),
+    ({"max_nonfinite": 0}, "max_nonfinite: got 0, expected an integer of at least 1"),
     ({"window": jnp.array(8)}, "window: got .*; for optax.inject_hyperparams name it in static"),
     ({"min_history": cg.HistoryThreshold()}, "min_history: got HistoryThreshold.*an integer"),
 ], ids=str)  # fmt: skip
@@ -492,7 +510,7 @@ def test_it_is_saved_and_restored_by_orbax(sigma, tmp_path):
     (True, [np.inf], 0),
 ], ids=str)  # fmt: skip
 def test_after_the_halt_nothing_changes_but_the_count(halt, row, at):
-    tx = cg.skip_spikes(optax.adam(0.1), max_norm=9.0, halt=halt, **SMALL)
+    tx = cg.skip_spikes(optax.adam(0.1), max_norm=9.0, halt=halt, max_nonfinite=1, **SMALL)
     updates, states = scan(tx, [*row, 1.0, 1.0, np.nan])
     first, last = (jax.tree.map(lambda x, i=i: x[i], states) for i in (at, -1))
     np.testing.assert_array_equal(states.count, np.arange(len(row) + 3) + 1)
@@ -526,7 +544,7 @@ def test_a_loss_that_is_not_finite_halts_if_it_is_known():
 
 def test_states_with_a_flag_and_without_are_not_mixed_up():
     plain, halting = cg.skip_spikes(optax.sgd(1.0)), cg.skip_spikes(optax.sgd(1.0), halt=True)
-    assert len(jax.tree.leaves(plain.init(jnp.ones(1)))) == 7
+    assert len(jax.tree.leaves(plain.init(jnp.ones(1)))) == 8
     with pytest.raises(ValueError, match="state: got a state without the flag that halt=True needs"):
         halting.update(jnp.ones(1), plain.init(jnp.ones(1)))
     with pytest.raises(ValueError, match=r"tree: got tuple without a state of skip_spikes\(halt="):

@@ -171,6 +171,18 @@ def test_elements_that_are_zero_count_as_changed_where_their_group_is_scaled(rul
     assert stats.changed == 2
 
 
+@pytest.mark.parametrize("after, match", [
+    ({"a": np.ones(2), "b": np.ones(2)}, r"after: got the leaves \['a', 'b'\], expected .*\['a'\]"),
+    ({"b": np.ones(2)}, r"after: got the leaves \['b'\], expected those of before, \['a'\]"),
+    ({"a": np.ones(3)}, r"after: got a leaf of shape \(3,\), expected that of before, \(2,\)"),
+])  # fmt: skip
+def test_trees_that_are_not_before_and_after_the_same_clip_are_refused(after, match):
+    before = {"a": np.ones(2)}
+    with pytest.raises(ValueError, match=match):
+        cg.ClipStats.of(before, after)
+    assert cg.ClipStats.of(before | {"n": 3}, {"a": np.zeros(2), "n": None}).changed == 2
+
+
 def test_zero_is_neutral_and_has_the_structure_of_all_others():
     stats = cg.ClipStats.of(jnp.array([3.0]), jnp.array([1.0]))
     assert_same(jax.tree.map(jnp.add, stats, cg.ClipStats.zero()), stats)

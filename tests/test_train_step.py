@@ -108,15 +108,24 @@ def test_the_state_is_that_of_optax_and_metrics_say_what_was_clipped_all_the_sam
     np.testing.assert_allclose(metrics["clipped_norm"], 1, rtol=1e-6)
 
 
-def test_a_clip_hands_its_statistics_to_whoever_asks(key):
+def test_the_callback_of_earlier_versions_is_refused():
+    tx = cg.clip_by_global_norm(1.0)
+    with pytest.raises(TypeError, match="clip_stats: got .*expected it to be left out; .*stats=T"):
+        tx.update(jnp.ones(2), tx.init(None), clip_stats=print)
+
+
+def test_the_norm_that_the_clip_measured_has_a_name_of_its_own(key):
+    """Where some parameters have no clip, it is not the norm of all gradients."""
     params, batch = data(key)
-    tx, found = optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1)), []
+    tx = optax.chain(cg.clip_by_global_norm(1.0, where="w"), optax.sgd(0.1))
+    step = cg.train_step(loss_fn, tx)
+    _, metrics = step(step.init(params), batch)
     grads = jax.grad(loss_fn)(params, batch)
-    _, state = tx.update(grads, tx.init(params), params, clip_stats=found.append)
-    (stats,) = found
-    np.testing.assert_allclose(stats.norm, cg.global_norm(grads), rtol=1e-6)
-    np.testing.assert_allclose(stats.clipped_norm, 1, rtol=1e-6)
-    assert state == tx.init(params)
+    np.testing.assert_allclose(metrics["grad_norm"], cg.global_norm(grads), rtol=1e-5)
+    np.testing.assert_allclose(metrics["measured_norm"], cg.global_norm(grads["w"]), rtol=1e-5)
+    assert metrics["measured_norm"] < 0.9 * metrics["grad_norm"]
+    logged = cg.scalars(metrics)
+    assert logged["measured_norm"] == logged["clip/norm"] == metrics["measured_norm"]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
@@ -189,28 +198,134 @@ def test_the_raw_norm_is_not_summed_twice(key):
     assert text.count(" reduce(") <= plain.count(" reduce(") + 1 + 2 * len(params)
 
 
-@pytest.mark.parametrize("wrap", [
-    lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-    lambda tx: optax.apply_if_finite(tx, 3),
-    lambda tx: optax.masked(tx, {"w": True, "v": False}),
-], ids=["MultiSteps", "apply_if_finite", "masked"])  # fmt: skip
-def test_statistics_are_found_through_wrappers(wrap, key):
+def without_extra_arguments(inner):
+    """A wrapper of a user, which passes nothing on."""
+    return optax.GradientTransformation(inner.init, lambda g, s, p=None: inner.update(g, s, p))
+
+
+WRAPPERS = {
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "nested": lambda tx: optax.chain(
+        optax.identity(),
+        optax.MultiSteps(optax.apply_if_finite(tx, 3), 1).gradient_transformation(),
+    ),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "v": False}),
+    "partition": lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "v": "b"}),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(
+        lambda rate: optax.chain(tx, optax.scale(rate))
+    )(rate=1.0),
+    "skip_spikes": lambda tx: cg.skip_spikes(tx),
+    "named_chain": lambda tx: optax.named_chain(("clip", tx), ("rest", optax.identity())),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step >= 0),
+    "of a user": without_extra_arguments,
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "wrap, stats",
+    [(wrap, False) for wrap in WRAPPERS.values()] + [(WRAPPERS["MultiSteps"], True)],
+    ids=[*WRAPPERS, "MultiSteps with statistics kept"],
+)
+def test_every_wrapper_reports_all_clips_inside_and_outside_and_keeps_its_state(wrap, stats, key):
+    """With bits and a state of the optimizer alone, and nothing is traced twice."""
     params, batch = data(key)
-    clip = cg.clip_by_global_norm(1.0, stats=True)
-    step = cg.train_step(loss_fn, wrap(optax.chain(clip, optax.sgd(0.1))))
+    inner = optax.chain(cg.clip_by_global_norm(1.0, stats=stats), optax.sgd(0.1))
+    tx = optax.chain(cg.clip_by_value(2.0), wrap(inner))
+    step = cg.train_step(loss_fn, tx)
     state = step.init(params)
+    expected, opt_state = params, tx.init(params)
+    plain = jax.jit(lambda p, s: plain_step(tx, p, s, batch))
     for _ in range(2):
         state, metrics = step(state, batch)
-    np.testing.assert_allclose(metrics["clipped_norm"], 1, rtol=1e-6)
+        expected, opt_state = plain(expected, opt_state)
+    outer, clip = metrics["clips"]
+    np.testing.assert_allclose(clip.clipped_norm, 1, rtol=1e-6)
+    assert outer.norm == metrics["grad_norm"] and outer.clipped_norm >= clip.norm * (1 - 1e-6) > 1
+    assert step.update._cache_size() == 1
+    chex.assert_trees_all_equal(state.params, expected)
+    chex.assert_trees_all_equal_structs(state.opt_state, opt_state)
+
+
+def plain_step(tx, params, opt_state, batch):
+    grads = jax.grad(loss_fn)(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+@pytest.mark.parametrize("stats", [True, False])
+def test_a_clip_that_does_not_act_in_a_step_reports_nothing_and_its_state_keeps_the_last(
+    stats, key
+):
+    params, batch = data(key)
+    tx = optax.MultiSteps(optax.chain(cg.clip_by_global_norm(1.0, stats=stats), optax.sgd(0.1)), 2)
+    step = cg.train_step(loss_fn, tx)
+    state, found = step.init(params), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        found.append(metrics)
+    assert [float(m["clips"][0].size) for m in found] == [0, 20, 0]
+    assert [float(m["measured_norm"]) > 0 for m in found] == [False, True, False]
+    assert [float(m["clip_scale"]) < 1 for m in found] == [False, True, False]
+    if stats:
+        kept = optax.tree.get(state.opt_state, "stats")
+        assert kept.norm == found[1]["measured_norm"] and kept.size == 20
+        assert optax.tree.get(state.opt_state, "clipped_count") == 1
+
+
+def test_a_clip_with_a_schedule_reports_and_its_state_is_as_small_as_before(key):
+    params, batch = data(key)
+    tx = optax.chain(cg.clip_by_global_norm(optax.linear_schedule(1.0, 0.0, 4)), optax.sgd(0.1))
+    step = cg.train_step(loss_fn, tx)
+    state = step.init(params)
+    for expected in (1.0, 0.75):
+        state, metrics = step(state, batch)
+        np.testing.assert_allclose(metrics["clipped_norm"], expected, rtol=1e-6)
+    chex.assert_trees_all_equal_structs(state.opt_state, tx.init(params))
+    assert optax.tree.get(state.opt_state, "threshold") == 0.75
+
+
+def of_another_state(inner):
+    """A wrapper whose state is not that of the clip."""
+    empty = optax.EmptyState()
+    return optax.GradientTransformation(
+        lambda params: empty, lambda g, s, p=None: (inner.update(g, empty, p)[0], s)
+    )
+
+
+def of_numbers(inner):
+    """A wrapper whose ``init`` can't be traced."""
+    return optax.GradientTransformation(
+        lambda params: (inner.init(params), float(np.asarray(params["v"])[0]))[0],
+        lambda g, s, p=None: inner.update(g, s, p),
+    )
+
+
+@pytest.mark.parametrize("wrap", [of_another_state, of_numbers])
+def test_statistics_that_find_no_place_are_missed_in_a_warning(wrap, key):
+    params, batch = data(key)
+    step = cg.train_step(loss_fn, wrap(cg.clip_by_global_norm(1.0)))
+    state = step.init(params)
+    with pytest.warns(UserWarning, match="the metrics lack the statistics .*EmptyState"):
+        state, metrics = step(state, batch)
+    assert metrics["clips"] == () and "measured_norm" not in metrics
     chex.assert_tree_all_finite(state.params)
 
 
-def test_statistics_from_inside_of_a_cond_that_no_state_keeps_are_not_in_the_metrics(key):
+def test_a_clip_in_the_loss_is_none_of_the_optimizer(key):
+    """The inner loop of meta-learning; a line search calls the loss from inside of the update."""
     params, batch = data(key)
-    tx = optax.MultiSteps(optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1)), 2)
-    step = cg.train_step(loss_fn, tx)
+
+    def loss(params, batch):
+        inner = optax.chain(cg.clip_by_global_norm(0.1), optax.sgd(0.1))
+        grads = jax.grad(loss_fn)(params, batch)
+        updates, _ = inner.update(grads, inner.init(params))
+        return loss_fn(optax.apply_updates(params, updates), batch)
+
+    search = optax.scale_by_backtracking_linesearch(3)
+    step = cg.train_step(loss, optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(1.0), search))
     _, metrics = step(step.init(params), batch)
-    assert metrics["clips"] == () and "clipped_norm" not in metrics
+    assert len(metrics["clips"]) == 1
 
 
 def test_what_is_no_optimizer_is_refused():
@@ -302,3 +417,75 @@ def test_wrong_error_clips_are_refused():
     step = cg.train_step(tagged_loss, optax.sgd(0.1), error_clip={"q": None})
     with pytest.raises(ValueError, match=r"got 'q', expected a name that is .*\['h'\]"):
         step(step.init({"w": jnp.array(1.5)}), jnp.ones((4, 3)))
+
+
+def test_integers_and_booleans_among_the_parameters_stay_as_they_are(key):
+    """Buffers of a model, such as indices and counters."""
+    params, batch = data(key)
+    buffers = {"table": jnp.arange(3), "flag": jnp.array([True, False])}
+
+    def loss(params, batch):
+        return loss_fn({k: params[k] for k in ("w", "v")}, batch) * params["table"].sum()
+
+    tx = cg.skip_spikes(optax.chain(cg.clip_by_global_norm(1.0), optax.adamw(0.1)))
+    for options in ({}, {"accumulate": 2, "error_clip": {}}):
+        step = cg.train_step(loss, tx, **options)
+        state, metrics = step(step.init(params | buffers), batch)
+        chex.assert_trees_all_equal({k: state.params[k] for k in buffers}, buffers)
+        plain = cg.train_step(lambda p, b: 3 * loss_fn(p, b), tx, **options)
+        expected, plain_metrics = plain(plain.init(params), batch)
+        assert_close({k: state.params[k] for k in params}, expected.params, rtol=1e-5)
+        np.testing.assert_allclose(metrics["grad_norm"], plain_metrics["grad_norm"], rtol=1e-5)
+        assert step(state, batch)[0].params["table"].dtype == jnp.int32
+    whole = cg.TrainState(params | buffers, tx.init(params | buffers))
+    with pytest.raises(ValueError, match="state: got a state of the optimizer of another struct"):
+        step(whole, batch)
+
+
+def test_keys_of_random_numbers_among_the_parameters_are_refused(key):
+    step = cg.train_step(loss_fn, optax.sgd(0.1))
+    with pytest.raises(TypeError, match="params: got a leaf of dtype key<.*> at 'rng', expected n"):
+        step.init({"rng": key})
+
+
+def test_what_a_gradient_overwrites_is_handled_as_by_flax(key):
+    """Scales and histories of 8-bit floats: neither clipped, measured, trained nor averaged."""
+    linen = pytest.importorskip("flax.linen")
+    from flax.training.train_state import TrainState
+
+    dense = linen.Dense(8, dot_general_cls=linen.Fp8DirectDotGeneralOp)
+    x = 30 * jax.random.normal(key, (8, 8))
+    variables = jax.jit(dense.init)(key, x)
+    loss = lambda params, x: jnp.mean(dense.apply(params, x) ** 2)  # noqa: E731
+    theirs = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.01))
+    gradient = jax.jit(jax.grad(loss))
+    flax = TrainState.create(apply_fn=dense.apply, params=variables, tx=theirs)
+    apply = jax.jit(lambda state, x: state.apply_gradients(grads=jax.grad(loss)(state.params, x)))
+    ours = optax.chain(cg.clip_by_global_norm(0.1), optax.adamw(0.01))
+    step = cg.train_step(loss, cg.skip_spikes(ours), donate=False)
+    state = step.init(variables)
+    for scale in (1.0, 2.0):
+        flax = apply(flax, scale * x)
+        state, metrics = step(state, scale * x)
+    chex.assert_trees_all_equal(state.params, flax.params)
+    assert metrics["measured_norm"] == metrics["grad_norm"] > 0.1
+
+    skipped, _ = step(state, jnp.nan * x)
+    chex.assert_trees_all_equal(skipped.params, state.params)
+
+    halves = cg.train_step(loss, ours, accumulate=2)
+    accumulated, _ = halves(halves.init(variables), x)
+    (history,) = (
+        leaf for path, leaf in jax.tree.leaves_with_path(accumulated.params)
+        if "input_amax_history" in jax.tree_util.keystr(path)
+    )  # fmt: skip
+    assert history[0] == jnp.abs(x).max()
+
+    grads = gradient(variables, x)
+    clipped, stats = cg.clip_grads(grads, cg.ClipByGlobalNorm(0.1), nonfinite="zero")
+    chex.assert_trees_all_equal(*(t["_overwrite_with_gradient"] for t in (clipped, grads)))
+    np.testing.assert_allclose(stats.norm, cg.global_norm(grads["params"]), rtol=1e-6)
+    with pytest.raises(ValueError, match="where: got '_over.*expected one that selects a leaf"):
+        cg.clip_grads(grads, cg.ClipByValue(1.0), where="_overwrite_with_gradient")
+    spikes = cg.skip_spikes(optax.sgd(0.1), max_norm=float(stats.norm) * 1.01)
+    assert not spikes.update(grads, spikes.init(grads))[1].skipped

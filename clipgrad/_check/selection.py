@@ -1,8 +1,9 @@
 """Which leaves of a tree an expression means: a position, a name, a path, or several."""
 
 import inspect
+import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -47,7 +48,7 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
       ValueError: an expression selects nothing; the paths that there are get listed.
     """
     chosen: set[int] = set()
-    for expression in [selector] if isinstance(selector, (int, str)) else selector:
+    for expression in _several(selector):
         found = _matches(expression, paths, word)
         if not found:
             there = nearest(str(expression), [path.replace("|", " or ") for path in paths], 20)
@@ -57,6 +58,21 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
             )
         chosen |= found
     return chosen
+
+
+def _several(selector: Any) -> list[Any]:
+    """The expressions of a selector; integers of NumPy and JAX are those of Python."""
+    one = isinstance(selector, str) or getattr(selector, "ndim", None) == 0
+    if one or not isinstance(selector, Iterable):
+        return [_position(selector)]
+    return [_position(item) for item in selector]
+
+
+def _position(item: Any) -> Any:
+    try:
+        return item if isinstance(item, bool) else operator.index(item)
+    except TypeError:
+        return item
 
 
 def _matches(expression: int | str, paths: Sequence[str], word: str) -> set[int]:

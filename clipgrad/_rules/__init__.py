@@ -11,6 +11,7 @@ from clipgrad._rules._thresholds import RULES as RULES
 from clipgrad._rules._thresholds import PerLeaf as PerLeaf
 from clipgrad._rules._thresholds import adaptive_threshold as adaptive_threshold
 from clipgrad._rules._thresholds import as_array as as_array
+from clipgrad._rules._thresholds import is_data as is_data
 from clipgrad._rules._thresholds import is_own as is_own
 from clipgrad._rules._thresholds import main_threshold as main_threshold
 from clipgrad._rules._thresholds import resolve_schedules as resolve_schedules

@@ -62,9 +62,19 @@ def broadcasts_into(shape: tuple[Any, ...], target: tuple[Any, ...]) -> bool:
 def is_own(rule: Any) -> bool:
     """Whether a rule is of this library: all that it computes with is in its fields.
 
-    A subclass is not: it may keep anything beside them.
+    A subclass is not: it may keep anything beside them. See also `is_data`.
     """
     return type(rule) in RULES
+
+
+def is_data(rule: Any) -> bool:
+    """Whether all that a rule computes with is data, so that what was traced may be kept.
+
+    A function in a field, such as ``axis`` of `AdaptiveClip`, may depend on anything.
+    """
+    return is_own(rule) and not any(
+        callable(getattr(rule, f.name)) for f in dataclasses.fields(rule)
+    )
 
 
 def schedules_of(rule: Any) -> dict[str, Any]:
