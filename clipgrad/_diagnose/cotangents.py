@@ -11,7 +11,8 @@ import numpy as np
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import at_index, dtype_of, is_float
+from clipgrad._compat import to_varying, varying_axes
+from clipgrad._diagnose.numbers import at_first, dtype_of, is_float
 from clipgrad._diagnose.subject import PRINTS
 from clipgrad._diagnose.units import CLOSED, Block, Unit, equations_of
 from clipgrad._numbers import at_least_float32
@@ -92,7 +93,7 @@ def measure(
     # A probe of a variable that does not depend on the inputs would give it a cotangent, and
     # differentiate what is behind it: a loop of unknown length, say, which has no derivative.
     active = _jaxpr.active_variables(program, chosen)
-    silent = {s.key: _split(_probe_of(s)) for s in sites if s.variable not in active}
+    silent = {s.key: _of_site(_probe_of(s), s) for s in sites if s.variable not in active}
     sites = [site for site in sites if site.variable in active]
     keys = [site.key for site in sites]
     kind = _Wide if wide else _Probes
@@ -113,12 +114,29 @@ def measure(
     inputs = [_widened(x) for x in inputs] if wide else inputs
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
     value, grads, measured = run([inputs[i] for i in chosen], others, [_probe_of(s) for s in sites])
-    found = dict(zip(keys, map(_split, measured), strict=True))
+    found = dict(zip(keys, map(_of_site, measured, sites), strict=True))
     return float(value), [_split(grad) for grad in grads], silent | found
 
 
 def _split(numbers: Any) -> Summary:
     return Summary(*np.moveaxis(np.asarray(numbers), -1, 0))
+
+
+def _of_site(numbers: Any, site: Site) -> Summary:
+    """The numbers of a site, those of the devices of a `shard_map` joined."""
+    summary = _split(numbers)
+    for axis in reversed([i for i, (name, _) in enumerate(site.block.axes) if name != "scan"]):
+        worst = np.expand_dims(np.argmax(summary.nonfinite, axis), axis)
+        summary = Summary(
+            reached=np.max(summary.reached, axis),
+            nonfinite=np.sum(summary.nonfinite, axis),
+            zeros=np.mean(summary.zeros, axis),
+            largest=np.max(summary.largest, axis),
+            norm=np.linalg.norm(np.asarray(summary.norm, np.float64), axis=axis),
+            value=np.take_along_axis(summary.value, worst, axis).squeeze(axis),
+            bad_values=np.take_along_axis(summary.bad_values, worst, axis).squeeze(axis),
+        )
+    return summary
 
 
 class _Probes(_jaxpr.Hook):
@@ -143,10 +161,12 @@ class _Probes(_jaxpr.Hook):
         within = {id(b) for b in inner.blocks()} if inner else ()
         return {str(key): (p,) for key, p in self.probes.items() if key[1] in within}
 
+    shards = steps  # devices are apart as steps are
+
     def inside(self, equation, step):
         inner = self._inner(equation)
         probes = dict(self.probes)
-        if equation.primitive.name == "scan":
+        if equation.primitive.name in ("scan", "shard_map"):
             probes |= {key: step[str(key)][0] for key in probes if str(key) in step}
         return type(self)(inner, self.opened, probes, self.cured)
 
@@ -219,12 +239,14 @@ class _Entered(_jaxpr.Hook):
     """Has an equation entered, with the hooks of another inside."""
 
     def __init__(self, hook: _Probes):
-        self.steps, self.inside, self.constant = hook.steps, hook.inside, hook.constant
+        self.steps, self.shards = hook.steps, hook.shards
+        self.inside, self.constant = hook.inside, hook.constant
 
 
 def _probe_of(site: Site) -> Any:
     wide = str(dtype_of(site.variable)) in ("float64", "complex128")
-    return np.zeros((*site.block.nest, len(Summary._fields)), "float64" if wide else "float32")
+    lengths = [length for _, length in site.block.axes]
+    return np.zeros((*lengths, len(Summary._fields)), "float64" if wide else "float32")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -239,6 +261,7 @@ def _forward(keeps: bool, cured: bool, x: Any, probe: Any) -> Any:
 def _backward(keeps: bool, cured: bool, residuals: Any, cotangent: Any) -> Any:
     x, probe = residuals
     summary = _summary(cotangent, x).astype(probe.dtype)
+    summary = to_varying(summary, varying_axes(probe))
     if keeps and cured:
         cotangent = jnp.where(jnp.isfinite(cotangent), cotangent, jnp.zeros_like(cotangent))
     return cotangent, summary
@@ -260,7 +283,7 @@ def _summary(cotangent: Any, x: Any = None) -> jax.Array:
     value, bad_values = jnp.zeros_like(norm), jnp.zeros_like(norm)
     x = None if x is None else jnp.asarray(x)  # a constant may come as a Python number
     if x is not None and x.size:
-        value = at_index(x, x.shape, jnp.argmax(bad)).astype(norm.dtype)
+        value = at_first(bad, x).astype(norm.dtype)
         bad_values = jnp.sum(~jnp.isfinite(x)).astype(norm.dtype)
     count = jnp.sum(bad).astype(norm.dtype)
     return jnp.stack([jnp.ones_like(norm), count, zeros, largest, norm, value, bad_values])

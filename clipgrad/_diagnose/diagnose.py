@@ -1,9 +1,11 @@
 """From a loss and its arguments to the operation that spoils its gradient."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from clipgrad._check.report import first_line
@@ -77,7 +79,16 @@ def diagnose(
       >>> found.ok, found.findings[0].kind, found.findings[0].operation
       (False, 'vjp', 'sqrt')
     """
-    return _diagnosis(subject(fun, args, kwargs, argnums, has_aux))
+    with contextlib.ExitStack() as settings:
+        for setting in _plain_settings():
+            settings.enter_context(setting)
+        return _diagnosis(subject(fun, args, kwargs, argnums, has_aux))
+
+
+def _plain_settings() -> Iterator[Any]:
+    """JAX's own ways of finding NaN, of forbidding transfers and of running without `jit`: off."""
+    yield from (jax.debug_nans(False), jax.debug_infs(False))
+    yield from (jax.transfer_guard("allow"), jax.disable_jit(False))
 
 
 def _diagnosis(given: Subject) -> GradientDiagnosis:

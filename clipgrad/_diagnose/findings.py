@@ -30,6 +30,9 @@ def value_finding(origin: ValueOrigin, given: Subject) -> GradientFinding:
             what = f"{_call(place, origin.values)} is NaN though nothing that goes in is"
     if origin.cause is not None:
         what += f" (there is inf in {given.names[origin.cause]})"
+    if origin.becomes:
+        then = origin.becomes
+        what += f", and its inf becomes NaN in {then.operation} ({then.location})"
     return _finding("value", place, origin.step, what, origin.values or ())
 
 

@@ -5,6 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from clipgrad._compat import explicit_sharding
 
 
 def is_float(x: Any) -> bool:
@@ -18,13 +21,22 @@ def dtype_of(x: Any) -> Any:
     return getattr(getattr(x, "aval", x), "dtype", None)
 
 
-def at_index(x: Any, shape: tuple[int, ...], index: jax.Array) -> jax.Array:
-    """The element of ``x`` at a flat index of ``shape``, the largest where that has no meaning."""
+def at_first(where: Any, x: Any) -> jax.Array:
+    """The first element of ``x`` where it is so, the largest if the shapes are not the same."""
     size = jnp.abs(x) if jnp.iscomplexobj(x) else jnp.asarray(x)
     size = size.astype(jnp.result_type(float))
-    if size.shape == shape:
-        return size.ravel()[index]
+    if size.shape == where.shape and size.size:
+        index = jnp.argmax(replicated(where).ravel())
+        return replicated(size).ravel()[index]
     return jnp.max(jnp.abs(size), initial=0)
+
+
+def replicated(x: Any) -> Any:
+    """The array on each device, if its type says how it is sharded: only so it can be flattened."""
+    sharding = explicit_sharding(x)
+    if sharding is None:
+        return x
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*[None] * x.ndim)))
 
 
 def short(value: Any) -> str:

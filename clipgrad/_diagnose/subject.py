@@ -1,5 +1,6 @@
 """What is diagnosed: a loss as a program, and its arguments as arrays."""
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -59,17 +60,22 @@ def subject(
 
 
 def _positions(argnums: Any, count: int) -> list[int]:
-    chosen = list(argnums) if isinstance(argnums, Iterable) else [argnums]
+    is_one = not isinstance(argnums, Iterable) or getattr(argnums, "ndim", 1) == 0
+    chosen = [argnums] if is_one else list(argnums)
     if not chosen:
         raise ValueError(
             f"argnums: got {argnums!r}, expected at least one position of an argument to "
             "differentiate by"
         )
-    if not all(isinstance(i, int) and -count <= i < count for i in chosen):
+    try:
+        positions = [operator.index(i) for i in chosen]
+    except TypeError:
+        positions = [count]
+    if not all(-count <= i < count for i in positions):
         raise ValueError(
             f"argnums: got {argnums!r} for {count} arguments, expected positions below {count}"
         )
-    return [i % count for i in chosen]
+    return [i % count for i in positions]
 
 
 def _with_arrays(args: tuple, positions: list[int]) -> tuple:
@@ -162,7 +168,7 @@ def _check_effects(program: Any) -> None:
     names = {
         equation.primitive.name
         for equation in _jaxpr.equations(program)
-        if equation.effects and not _jaxpr.entered_programs(equation)[0]
+        if _jaxpr.has_side_effects(equation) and not _jaxpr.entered_programs(equation)[0]
     }
     names = {name for name in names if name not in (*PRINTS, "while")}
     if names:

@@ -63,6 +63,8 @@ class Suspect(NamedTuple):
 
 DOUBLE_WHERE_CODE = "jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0), a double where (docs/nan.md)"
 DOUBLE_WHERE = "the double `where` below"
+# Functions that a mask of -inf is for.
+MASKING = ("softmax", "log_softmax", "logsumexp", "softmax_cross_entropy")
 # What makes inf of finite numbers by its size alone.
 _OVERFLOWING = ("mul", "add", "sub", "square", "integer_pow", "exp", "exp2", "expm1", "cumsum")
 _OVERFLOWING += ("reduce_sum", "dot_general", "conv_general_dilated", "convert_element_type")
@@ -122,7 +124,7 @@ SUSPECTS = (
         "value",
         _at_inf,
         ("sub", "div"),
-        ("softmax", "log_softmax", "logsumexp", "softmax_cross_entropy"),
+        MASKING,
     ),
     Suspect(
         "jnp.arccos(x)",

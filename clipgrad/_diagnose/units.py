@@ -16,8 +16,8 @@ _PARTS, _LONGEST = 64, 24
 # A function that JAX compiles by itself, such as `jnp.linalg.norm`, stays whole up to this size.
 _SMALL = 24
 _LAYERS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-CLOSED = frozenset({"while", "shard_map", "pallas_call", "pure_callback", "ffi_call", "cond"})
-_ENTERED = frozenset({"scan", "cond"}) | _jaxpr.CALLS | _jaxpr.REMAT | _jaxpr.JIT
+CLOSED = frozenset({"while", "pallas_call", "pure_callback", "ffi_call", "cond"})
+_ENTERED = frozenset({"scan", "cond", "shard_map"}) | _jaxpr.CALLS | _jaxpr.REMAT | _jaxpr.JIT
 
 
 class Unit:
@@ -113,6 +113,17 @@ class Block:
         equation = self.parent.equation
         own = (equation.params["length"],) if equation.primitive.name == "scan" else ()
         return self.parent.nest + own
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The scans and the `shard_map`s around its equations, with their lengths."""
+        if self.parent is None or self.outside is None:
+            return ()
+        equation = self.parent.equation
+        name = equation.primitive.name
+        lengths = {"scan": lambda: equation.params["length"]}
+        lengths["shard_map"] = lambda: _jaxpr.device_count(equation)
+        return self.outside.axes + (((name, lengths[name]()),) if name in lengths else ())
 
     @property
     def is_small(self) -> bool:

@@ -1,10 +1,12 @@
 """How the evaluator goes inside each higher-order primitive."""
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec, Sharding
@@ -16,6 +18,7 @@ from clipgrad._jaxpr._programs import (
     JIT,
     REMAT,
     called_program,
+    manual_axes,
     scan_counts,
 )
 from clipgrad._trees import combine, is_array, partition
@@ -118,11 +121,20 @@ def _while(equation, inputs, hook):
     second = first + params["body_nconsts"]
     again = _body(equation, hook, params["cond_jaxpr"])
     body = _body(equation, hook, params["body_jaxpr"])
-    return lax.while_loop(
-        lambda carry: again(*inputs[:first], *carry)[0],
-        lambda carry: tuple(body(*inputs[first:second], *carry)),
-        tuple(inputs[second:]),
-    )
+
+    def run(carry):
+        goes_on, new = again(*inputs[:first], *carry)[0], body(*inputs[first:second], *carry)
+        if not goes_on.ndim:
+            return tuple(new)
+        return tuple(map(functools.partial(_kept, goes_on), new, carry))  # of a `vmap`
+
+    start = tuple(inputs[second:])
+    return lax.while_loop(lambda carry: again(*inputs[:first], *carry)[0].any(), run, start)
+
+
+def _kept(where, new, old):
+    """What each loop of a `vmap` carries: those that have ended keep it."""
+    return jnp.where(where.reshape(where.shape + (1,) * (jnp.ndim(new) - where.ndim)), new, old)
 
 
 @entrance("cond")
@@ -142,21 +154,24 @@ def _shard_map(equation, inputs, hook):
     params = equation.params
     leaves, structure = jax.tree.flatten(hook.inside(equation, ()))
     arrays, rest = partition(leaves, is_array)
-    axes = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
+    axes = manual_axes(equation)
+    apart = hook.shards(equation)
 
-    def shard(arrays, *shards):
-        hook = structure.unflatten(combine(arrays, rest))
-        return tuple(evaluate(called_program(equation), shards, hook))
+    def shard(arrays, own, *shards):
+        inner = structure.unflatten(combine(arrays, rest))
+        if own:
+            inner = hook.inside(equation, jax.tree.map(lambda x: x[0], own))
+        return tuple(evaluate(called_program(equation), shards, inner))
 
     mapped = jax.shard_map(
         shard,
         mesh=params["mesh"],
-        in_specs=(PartitionSpec(), *params["in_specs"]),
+        in_specs=(PartitionSpec(), PartitionSpec(axes), *params["in_specs"]),
         out_specs=tuple(params["out_specs"]),
-        axis_names=params[axes],
+        axis_names=set(axes),
         check_vma=params["check_vma"],
     )
-    return mapped(arrays, *inputs)
+    return mapped(arrays, apart, *inputs)
 
 
 @entrance("custom_linear_solve")

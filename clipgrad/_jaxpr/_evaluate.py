@@ -66,6 +66,11 @@ class Hook:
         del equation
         return ()
 
+    def shards(self, equation: JaxprEqn) -> Any:
+        """Return a tree with a leading axis over the devices of a `shard_map`, as `steps` does."""
+        del equation
+        return ()
+
     def inside(self, equation: JaxprEqn, step: Any) -> "Hook":
         """Return the hook for a program of `equation`; `step` is this step's part of `steps`."""
         del equation, step

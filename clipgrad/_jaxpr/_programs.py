@@ -1,5 +1,6 @@
 """Where the equations of a jaxpr keep the programs inside them."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,6 +59,30 @@ def map_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, 
 
     new = {name: changed(value) for name, value in equation.params.items()}
     return {name: value for name, value in new.items() if value is not equation.params[name]}
+
+
+def has_named_axis(equation: JaxprEqn) -> bool:
+    """Whether an operation has to do with a named axis: a collective, or the index along it."""
+    # JAX has no public name for this kind of effect, which is no side effect.
+    return any(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)
+
+
+def has_side_effects(equation: JaxprEqn) -> bool:
+    """Whether an operation changes something, or may."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+
+
+def manual_axes(equation: JaxprEqn) -> tuple[str, ...]:
+    """Return the axes of the mesh that a `shard_map` maps over, in the order of the mesh."""
+    params = equation.params
+    axes = params.get("newly_manual_axes", params.get("manual_axes"))
+    return tuple(name for name in params["mesh"].axis_names if name in axes)
+
+
+def device_count(equation: JaxprEqn) -> int:
+    """Return over how many devices a `shard_map` maps."""
+    shape = equation.params["mesh"].shape
+    return math.prod(shape[name] for name in manual_axes(equation))
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
