@@ -3,14 +3,12 @@
 import pathlib
 import re
 import runpy
-import sys
 
 import jax
 import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._cli import main
 
 PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "my_run_blew_up.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -22,14 +20,12 @@ pytestmark = pytest.mark.usefixtures("users_promotion")
 def test_the_program_ends_with_the_line_the_step_and_the_example(tmp_path, monkeypatch, capsys):
     (tmp_path / "train.py").write_text(PROGRAMS[0])
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XLA_FLAGS", "")
     runpy.run_path("train.py", run_name="__main__")
     shown = re.search(r"```text\n(.*?)```", PAGE, re.DOTALL)[1]
-    assert capsys.readouterr().out == shown
-    assert main(["diagnose", "train:loss", "--capture", "captures/step_57"]) == 1
-    out = capsys.readouterr().out
-    assert out.startswith("capture of step 57: ") and "train.py:20: div" in out
-    sys.modules.pop("train")
+    values = re.compile(r" at [\d, ]+")
+    assert values.sub("", capsys.readouterr().out) == values.sub("", shown)
+    assert re.match("step 57, train.py:20: div .*\nexample 21 .device data=5.: its loss is nan", shown)
+    assert PROGRAMS[0].splitlines()[19].endswith("mask.sum(axis=1, keepdims=True)")
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
+from clipgrad._cli import main
 from clipgrad._recorder import storage
 from tests.helpers import assert_same
 
@@ -90,6 +91,42 @@ def test_a_capture_has_the_parameters_before_the_bad_step_and_its_batch(capture)
 def test_the_diagnosis_of_a_capture_names_the_line(capture):
     found = cg.diagnose(loss, capture.args)
     assert found.findings[0].operation == "log" and found.findings[0].file == __file__
+
+
+COMMAND = """
+import jax.numpy as jnp
+
+def loss(params, batch):
+    return jnp.sum(jnp.log(batch * params["w"] ** 2))
+
+def kept_positive(capture):
+    return capture.params, jnp.maximum(capture.batch, 1)
+
+def wrong(capture):
+    return [capture]
+"""
+
+
+def test_the_command_line_takes_a_capture(capture, tmp_path, monkeypatch, capsys):
+    (tmp_path / "models_of_captures.py").write_text(COMMAND)
+    monkeypatch.chdir(tmp_path)
+    command = ["diagnose", "models_of_captures:loss", "--capture", str(capture.path)]
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("capture of step 7: ") and "models_of_captures.py:5: log at 0" in out
+    assert "example 1: its loss is -inf" in out and "example 0" not in out
+    assert main([*command, "--args", "models_of_captures:kept_positive"]) == 0
+    assert main([*command, "--args", "models_of_captures:wrong"]) == 2
+    assert main(["diagnose", "models_of_captures:loss", "--capture", "nowhere"]) == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0].endswith("wrong: got a list from it, expected the tuple of arguments")
+    assert "expected a capture" in shown[1]
+
+
+def test_a_healthy_replay_is_said_to_be_not_reproduced(capture):
+    found = cg.diagnose(lambda p, x: jnp.sum(p["w"] * x), capture.args)
+    assert found.ok and "not reproduced: step 7 was not finite on 8 devices (cpu, jax" in str(found)
+    assert "not reproduced" not in str(cg.diagnose(lambda w: w**2, (1.0,)))
 
 
 def test_a_training_goes_on_from_a_capture(capture):

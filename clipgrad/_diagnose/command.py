@@ -52,6 +52,7 @@ def add_diagnose_parser(subparsers: Any) -> None:
         "function that --args names makes of the capture",
     )
     add("--argnums", metavar="N", type=int, nargs="+", default=[0], help="positions (default: 0)")
+    add("--examples", metavar="ARG", help="name the bad examples of this argument, the batch")
     add("--has-aux", action="store_true", help="the function returns (loss, aux)")
     add("--out", metavar="DIR", help="write diagnosis.png and diagnosis.json into this folder")
     parser.set_defaults(run=run_diagnose)
@@ -63,10 +64,16 @@ def run_diagnose(options: argparse.Namespace) -> int:
         function = load(options.function)
         if options.capture:
             args, kwargs = _captured(options.capture, options.args)
+            if options.args is None and options.examples is None:
+                options.examples = "1"
         else:
             args, kwargs = arguments("diagnose", options.function, function, options.args, 0)
         argnums, has_aux = tuple(options.argnums), options.has_aux
-        found = diagnose(function, args, kwargs, argnums=argnums, has_aux=has_aux)
+        batch = options.examples
+        batch = int(batch) if batch is not None and batch.isdigit() else batch
+        found = diagnose(
+            function, args, kwargs, argnums=argnums, has_aux=has_aux, examples=batch
+        )
         print(found)
     except Exception as error:
         return complain("diagnose", error)
@@ -114,7 +121,9 @@ def as_json(found: GradientDiagnosis) -> dict[str, Any]:
     """The diagnosis as plain data; numbers that are not finite are null."""
     rows = [{name: _plain(value) for name, value in vars(row).items()} for row in found.rows]
     findings = [{k: _plain(v) for k, v in vars(finding).items()} for finding in found.findings]
-    return {"ok": found.ok, "findings": findings, "rows": rows, "notes": list(found.notes)}
+    examples = [{k: _plain(v) for k, v in vars(example).items()} for example in found.examples]
+    data = {"ok": found.ok, "findings": findings, "rows": rows, "notes": list(found.notes)}
+    return data | {"examples": examples}
 
 
 def _plain(value: Any) -> Any:

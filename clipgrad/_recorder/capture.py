@@ -15,6 +15,16 @@ _NO_PARAMS = (
 )
 
 
+class CapturedArgs(tuple):
+    """The parameters and the batch of a bad step.
+
+    Attributes:
+      expected: what a diagnosis says if it finds nothing; "" if the step was finite, a spike.
+    """
+
+    expected: str = ""
+
+
 @dataclasses.dataclass(frozen=True)
 class Capture:
     """What `FlightRecorder` wrote of a bad step.
@@ -65,7 +75,16 @@ class Capture:
     @property
     def args(self) -> tuple[Any, Any]:
         """The parameters and the batch, for `diagnose`."""
-        return self.params, self.batch
+        args = CapturedArgs((self.params, self.batch))
+        norms = self.meta["statistics"].get("skip_spikes/raw_norm") or [0]
+        if not norms[-1]:
+            kind, jax_version = self.meta["device_kind"], self.meta["versions"]["jax"]
+            args.expected = (
+                f"not reproduced: step {self.step} was not finite on {self.meta['devices']} devices "
+                f"({kind}, jax {jax_version}), and is here; does the loss depend on a key or on "
+                "something else that is not in its arguments?"
+            )
+        return args
 
     def restore(self, like: Any, name: str = "params") -> Any:
         """A part of the capture in the structure of a tree of yours.
