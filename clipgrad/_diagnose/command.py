@@ -90,9 +90,12 @@ def _captured(path: str, make_args: str | None) -> Arguments:
     """The arguments of a capture.
 
     Raises:
-      UsageError: the function of `--args` raises, or makes no tuple.
+      UsageError: there is no capture, or the function of `--args` raises or makes no tuple.
     """
-    capture = load_capture(path)
+    try:
+        capture = load_capture(path)
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from error
     without = "; it has no batch" if "no_batch" in capture.meta else ""
     print(f"capture of step {capture.step}: {capture.path}{without}")
     if make_args is None:

@@ -25,6 +25,20 @@ class CapturedArgs(tuple):
     expected: str = ""
 
 
+def _flatten(args: CapturedArgs) -> tuple[list[tuple[Any, Any]], str]:
+    keys = map(jax.tree_util.SequenceKey, range(len(args)))
+    return list(zip(keys, args, strict=True)), args.expected
+
+
+def _unflatten(expected: str, children: Any) -> CapturedArgs:
+    args = CapturedArgs(children)
+    args.expected = expected
+    return args
+
+
+jax.tree_util.register_pytree_with_keys(CapturedArgs, _flatten, _unflatten)
+
+
 @dataclasses.dataclass(frozen=True)
 class Capture:
     """What `FlightRecorder` wrote of a bad step.
