@@ -55,7 +55,7 @@ class SkipSpikesState(NamedTuple):
     nonfinite_consecutive: jax.Array
     halted: jax.Array | None = None
     halted_at: jax.Array | None = None
-    count: jax.Array | None = None
+    count: jax.Array | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def skip_spikes(
@@ -87,9 +87,9 @@ def skip_spikes(
       * Neither the norm of a skipped step nor a norm of 0 enters the history.
       * The structure and the dtypes of the state never change; counters say what was skipped.
       * With ``halt`` the first bad step is the last that changes anything: each later update is
-        zero too, and of the state only ``count`` changes, until `resume`. This is a selection inside
-        of the compiled step, which needs no host: a loop that dispatches steps ahead, and donates
-        buffers, has the parameters from before the bad step whenever it looks.
+        zero too, and of the state only ``count`` changes, until `resume`. This is a selection
+        inside of the compiled step, which needs no host: a loop that dispatches steps ahead, and
+        donates buffers, has the parameters from before the bad step whenever it looks.
 
     Args:
       inner: an optax gradient transformation, or ``optax.MultiSteps``, whose average of gradients
@@ -330,7 +330,7 @@ def resume(tree: Any) -> Any:
     if not found:
         raise ValueError(
             f"tree: got {type(tree).__name__} without a state of skip_spikes(halt=...), expected "
-            "the state of an optimizer that was made with clipgrad.skip_spikes(optimizer, halt=True)"
+            "that of an optimizer that was made with clipgrad.skip_spikes(optimizer, halt=True)"
         )
     return result
 

@@ -15,7 +15,9 @@ TITLE = "Flight recorder"
 STEPS = 10
 
 
-def loop(name: str, kind: str, params: Any, batch: Any, record: Callable, halt: bool = True) -> Side:
+def loop(
+    name: str, kind: str, params: Any, batch: Any, record: Callable, halt: bool = True
+) -> Side:
     """Some steps that are dispatched ahead with donated buffers; the last one is waited for."""
     tx = optax.adamw(1e-3)
     tx = cg.skip_spikes(tx, halt=halt, sigma=None)

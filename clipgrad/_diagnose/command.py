@@ -71,9 +71,7 @@ def run_diagnose(options: argparse.Namespace) -> int:
         argnums, has_aux = tuple(options.argnums), options.has_aux
         batch = options.examples
         batch = int(batch) if batch is not None and batch.isdigit() else batch
-        found = diagnose(
-            function, args, kwargs, argnums=argnums, has_aux=has_aux, examples=batch
-        )
+        found = diagnose(function, args, kwargs, argnums=argnums, has_aux=has_aux, examples=batch)
         print(found)
     except Exception as error:
         return complain("diagnose", error)

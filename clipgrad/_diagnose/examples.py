@@ -41,7 +41,7 @@ def bad_examples(
     (size,) = sizes
     whole = [_together(x) if chosen else x for x, chosen in zip(given.inputs, inside, strict=True)]
     program = _of_one(given, trace, args, kwargs or {}, place)
-    copies = 1 if program is not None else size
+    copies = 1 if program is not None else int(np.shape(inputs[0])[0])
     losses, norms = _one_by_one(program or given.program, given.chosen, inside, whole, copies)
     near = norms[np.isfinite(norms)]
     limit = _FAR * np.median(near) if near.size else np.inf

@@ -11,7 +11,7 @@ from clipgrad._recorder.storage import orbax, read, read_manifest
 from clipgrad._trees import with_paths
 
 _NO_PARAMS = (
-    "params: got none, expected a state with params, or record(..., params=params); the state has {}"
+    "params: got none, expected a state with params, or record(..., params=params); the state has "
 )
 
 
@@ -73,11 +73,11 @@ class Capture:
         """The parameters: what ``record(params=...)`` got, else those of the state."""
         if self._params is not None:
             return self._params
-        if isinstance(self.state, dict) and "params" in self.state:
-            return self.state["params"]
-        if getattr(self.state, "params", None) is None:
-            raise ValueError(_NO_PARAMS.format(_fields(self.state)))
-        return self.state.params
+        state = self.state
+        params = state.get("params") if isinstance(state, dict) else getattr(state, "params", None)
+        if params is None:
+            raise ValueError(_NO_PARAMS + _fields(state))
+        return params
 
     @property
     def batch(self) -> Any:
@@ -94,9 +94,9 @@ class Capture:
         if not norms[-1]:
             kind, jax_version = self.meta["device_kind"], self.meta["versions"]["jax"]
             args.expected = (
-                f"not reproduced: step {self.step} was not finite on {self.meta['devices']} devices "
-                f"({kind}, jax {jax_version}), and is here; does the loss depend on a key or on "
-                "something else that is not in its arguments?"
+                f"not reproduced: step {self.step} was not finite on {self.meta['devices']} "
+                f"devices ({kind}, jax {jax_version}), and is here; does the loss depend on a key, "
+                "or on something else that is not in its arguments?"
             )
         return args
 

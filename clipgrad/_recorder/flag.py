@@ -1,4 +1,4 @@
-"""The flag of `skip_spikes(halt=...)`: where it is in a state, and a copy that outlives the state."""
+"""The flag of `skip_spikes(halt=...)`: where it is in a state, and a copy that outlives it."""
 
 import dataclasses
 from typing import Any, NamedTuple

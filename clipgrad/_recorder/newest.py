@@ -16,7 +16,9 @@ class Newest:
     def alive(self) -> dict[str, Any]:
         """The trees; empty if an array of them is gone or was donated."""
         leaves = [leaf() for leaf in self._leaves]
-        if any(leaf is None or isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+        if any(
+            leaf is None or isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves
+        ):
             return {}
         trees = self._structure.unflatten(leaves)
         return {name: tree for name, tree in trees.items() if tree is not None}

@@ -1,4 +1,4 @@
-"""The flight recorder: it keeps what a training step was given until the step is known to be good."""
+"""The flight recorder: it keeps what a step was given until the step is known to be good."""
 
 import collections
 import os
@@ -24,7 +24,7 @@ _STATISTICS = 256
 
 
 class FlightRecorder:
-    r"""Writes down what a bad step of a training was given, for any loop with ``skip_spikes(halt=...)``.
+    r"""Writes down what a bad step was given, in any loop with ``skip_spikes(halt=...)``.
 
     After each step it keeps the batch, starts a copy of the flag to the host, and looks at the
     flags that have arrived. Once one is set it writes a capture: the parameters from before the bad
@@ -229,9 +229,13 @@ class FlightRecorder:
         content |= {"key": record.key, "extra": record.extra} if record.is_bad_step else {}
         content |= {} if missing else {"batch": batch}
         meta |= {"no_batch": missing} if missing else {}
-        meta |= {"microbatches": len(batch)} if self._place.accumulates and not missing else {}
+        meta |= {"microbatches": len(batch)} if self._accumulates and not missing else {}
         write(path, content, meta)
         return path
+
+    @property
+    def _accumulates(self) -> bool:
+        return self._place is not None and self._place.accumulates
 
     def _step(self, record: Record) -> Any:
         """The number of the bad step."""
@@ -245,9 +249,9 @@ class FlightRecorder:
         if not record.is_bad_step:
             return None, (
                 f"the first record after step {flag.halted_at} is that of step {flag.count - 1}; "
-                "call record after every step, or clipgrad.resume for a state that was halted before"
+                "call record after every step, or clipgrad.resume if the state was halted before"
             )
-        if not self._place.accumulates:
+        if not self._accumulates:
             return record.batch, None
         return _microbatches(list(self._records), record)
 

@@ -80,9 +80,13 @@ def _leaf_data(leaf: Any, arrays: dict[str, Any]) -> dict[str, Any]:
     is_array = isinstance(leaf, jax.Array)
     if not (is_array or isinstance(leaf, np.ndarray | np.generic)) or leaf.dtype == object:
         return {"left_out": f"{type(leaf).__module__}.{type(leaf).__qualname__}"}
+    return _array_data(leaf, is_array, arrays)
+
+
+def _array_data(leaf: Any, is_array: bool, arrays: dict[str, Any]) -> dict[str, Any]:
     if is_array and leaf.is_deleted():
         return {"left_out": "an array that was donated to a later step"}
-    data = {"sharding": _sharding_data(leaf.sharding) if is_array else "numpy"}
+    data: dict[str, Any] = {"sharding": _sharding_data(leaf.sharding) if is_array else "numpy"}
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data["key"] = str(jax.random.key_impl(leaf))
         leaf = jax.random.key_data(leaf)
@@ -122,7 +126,9 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         version = int(manifest["format"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"path: got {str(path)!r} whose {MANIFEST} can't be read: {error}") from None
+        raise ValueError(
+            f"path: got {str(path)!r} whose {MANIFEST} can't be read: {error}"
+        ) from None
     if version > FORMAT:
         raise ValueError(
             f"path: got a capture of format {version}, written by clipgrad "
@@ -181,7 +187,7 @@ def _empty(leaf: dict[str, Any], placement: Any) -> Any:
 
 def _check_width(leaf: dict[str, Any]) -> None:
     wide = leaf["dtype"] in ("float64", "int64", "uint64", "complex128")
-    if wide and leaf["sharding"] != "numpy" and not jax.config.jax_enable_x64:
+    if wide and leaf["sharding"] != "numpy" and not jax.config.read("jax_enable_x64"):
         raise ValueError(
             f"path: got a capture with arrays of dtype {leaf['dtype']}, which JAX makes narrower "
             'here; write jax.config.update("jax_enable_x64", True) first'
