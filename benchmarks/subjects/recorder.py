@@ -51,8 +51,8 @@ def sides(width: int, layers: int, length: int) -> list[Side]:
 
 def rows(scale: Scale) -> list[Row]:
     """A step of tens of milliseconds, and one of a few."""
-    layers, width, length = scale(12), scale(256, 16), scale(128, 8)
+    layers, width, length = scale(6), scale(256, 16), scale(64, 8)
     return [
-        Row("transformer, 10 steps", lambda: sides(width, layers, length), 1e-5, 30.0),
+        Row("six layers, 10 steps", lambda: sides(width, layers, length), 1e-5, 30.0),
         Row("two layers, 10 steps", lambda: sides(64, 2, 32), 1e-5, 10.0),
     ]

@@ -134,7 +134,8 @@ class FlightRecorder:
         step = number if copied is None else copied
         flag.copy_to_host_async()
         self._records.append(Record(flag, norms, **data, step=step, extra=more))
-        self._newest = Newest({"state": state, "params": params})
+        given = {} if params is None else {"params": jax.tree.flatten(params)}
+        self._newest = Newest({"state": (leaves, structure)} | given)
         several = jax.process_count() > 1
         self._look(waiting=len(self._records) - self.keep + 1 if several else 0, peek=not several)
 
