@@ -34,6 +34,7 @@ from clipgrad._rules import ClipRule as ClipRule
 from clipgrad._rules import ErrorClipByValue as ErrorClipByValue
 from clipgrad._scalars import scalars as scalars
 from clipgrad._skip_spikes import SkipSpikesState as SkipSpikesState
+from clipgrad._skip_spikes import resume as resume
 from clipgrad._skip_spikes import skip_spikes as skip_spikes
 from clipgrad._stats import ClipStats as ClipStats
 from clipgrad._thresholds import AdaptiveThreshold as AdaptiveThreshold
@@ -53,6 +54,10 @@ if typing.TYPE_CHECKING:
     from clipgrad._check import numerical_grad as numerical_grad
     from clipgrad._diagnose import GradientDiagnosis as GradientDiagnosis
     from clipgrad._diagnose import diagnose as diagnose
+    from clipgrad._recorder import Capture as Capture
+    from clipgrad._recorder import FlightRecorder as FlightRecorder
+    from clipgrad._recorder import HaltedError as HaltedError
+    from clipgrad._recorder import load_capture as load_capture
 
 __version__ = importlib.metadata.version("clipgrad")
 
@@ -64,6 +69,10 @@ _LATER = {
     "numerical_grad": "_check",
     "GradientDiagnosis": "_diagnose",
     "diagnose": "_diagnose",
+    "Capture": "_recorder",
+    "FlightRecorder": "_recorder",
+    "HaltedError": "_recorder",
+    "load_capture": "_recorder",
 }
 if not typing.TYPE_CHECKING:
     _public = {name for name in {*globals(), *_LATER} if not name.startswith("_")}

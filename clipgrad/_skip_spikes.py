@@ -1,6 +1,6 @@
 """Skipping the steps whose gradient is not finite, or far larger than those before."""
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,9 @@ class SkipSpikesState(NamedTuple):
       consecutive: the number of outliers that were skipped since the last step that was not.
       nonfinite_consecutive: the number of gradients in a row, up to the last one, that were not
         finite; those that ``max_nonfinite`` let through count, too.
+      halted: whether a step has halted the training; ``None`` without ``halt``.
+      halted_at: the step that did, 0 for the first, or -1; ``None`` without ``halt``.
+      count: the number of steps, those after the halt included; ``None`` without ``halt``.
     """
 
     inner_state: Any
@@ -50,6 +53,9 @@ class SkipSpikesState(NamedTuple):
     spike_count: jax.Array
     consecutive: jax.Array
     nonfinite_consecutive: jax.Array
+    halted: jax.Array | None = None
+    halted_at: jax.Array | None = None
+    count: jax.Array | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 def skip_spikes(
@@ -63,6 +69,7 @@ def skip_spikes(
     max_nonfinite: int | None = None,
     where: Where = None,
     axis_name: AxisName = None,
+    halt: bool | Literal["spike"] = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Wraps an optimizer so that gradients that are not finite or outliers don't reach it.
 
@@ -79,6 +86,10 @@ def skip_spikes(
         for bit: by selection, since 0 times NaN is NaN. ``inner`` gets zeros for the gradient.
       * Neither the norm of a skipped step nor a norm of 0 enters the history.
       * The structure and the dtypes of the state never change; counters say what was skipped.
+      * With ``halt`` the first bad step is the last that changes anything: each later update is
+        zero too, and of the state only ``count`` changes, until `resume`. This is a selection
+        inside of the compiled step, which needs no host: a loop that dispatches steps ahead, and
+        donates buffers, has the parameters from before the bad step whenever it looks.
 
     Args:
       inner: an optax gradient transformation, or ``optax.MultiSteps``, whose average of gradients
@@ -98,9 +109,14 @@ def skip_spikes(
         is not, as in ``optax.apply_if_finite``: it reaches ``inner``, and the parameters become
         NaN, so that the loss shows that the training is over. ``None``: all are skipped, and a
         training whose gradients stay NaN stands still. ``nonfinite_consecutive`` in the state shows
-        that, and how near the limit is.
+        that, and how near the limit is. With ``halt`` none is let through.
       where: which leaves make up the norm; see `clip_grads`.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
+      halt: ``True``: a step whose norm is not finite halts the training; ``"spike"``: each step
+        that is skipped does. A loss that is not finite halts it too, though its gradient may be
+        finite, if it is known: `train_step` and ``update(..., value=loss)`` pass it on.
+        `FlightRecorder` writes down why. The rest of the optimizer belongs inside: a
+        transformation behind it, such as a weight decay, goes on after the halt.
 
     Returns:
       A gradient transformation with the state `SkipSpikesState`. ``update(..., grad_norm=n)`` uses
@@ -108,7 +124,8 @@ def skip_spikes(
 
     Raises:
       ValueError: for a number out of range, and for ``window``, ``min_history`` or
-        ``max_consecutive`` with ``sigma=None``; by ``init``, if ``where`` selects nothing.
+        ``max_consecutive`` with ``sigma=None``; for another ``halt``; by ``init``, if ``where``
+        selects nothing.
       TypeError: if ``inner`` is not a gradient transformation, or for another type of number.
 
     Example:
@@ -128,6 +145,7 @@ def skip_spikes(
     """
     inner = optax.with_extra_args_support(as_optimizer("inner", inner))
     history = _history(window, sigma, min_history, max_consecutive)
+    _check_halt(halt)
     if max_norm is not None:
         check_between("max_norm", max_norm, 0)
     largest = jnp.inf if max_norm is None else float(max_norm)
@@ -138,7 +156,8 @@ def skip_spikes(
         norm = jnp.zeros((), stats_dtype(partition(params, selected(where, params))[0]))
         counters = [jnp.zeros((), jnp.int32) for _ in range(4)]
         norms = None if history is None else history.init(norm)
-        return SkipSpikesState(inner.init(params), norms, norm, jnp.zeros((), bool), *counters)
+        state = SkipSpikesState(inner.init(params), norms, norm, jnp.zeros((), bool), *counters)
+        return state._replace(**_not_halted()) if halt else state
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         norm = extra_args.get("grad_norm")
@@ -146,17 +165,20 @@ def skip_spikes(
             measured, _ = partition(updates, selected(where, updates))
             norm = global_norm(measured, axis_name=axis_name)
         norm = jnp.asarray(norm).astype(state.raw_norm.dtype)
-        nonfinite = ~jnp.isfinite(norm)
-        patient = state.nonfinite_consecutive < most_nonfinite
-        never = jnp.where(nonfinite, patient, norm > largest)
+        nonfinite, unsound = ~jnp.isfinite(norm), _bad_loss(halt, extra_args)
+        patient = bool(halt) | (state.nonfinite_consecutive < most_nonfinite)
+        never = jnp.where(nonfinite, patient, unsound | (norm > largest))
         spike = ~nonfinite & ~never & (norm > _limit(history, state))
         again = spike & (state.consecutive >= most)
-        skip = never | (spike & ~again)
+        bad = never | (spike & ~again)
+        skip = bad | _halted(halt, state)
         new, inner_state = inner.update(
             _zero_if(skip, updates), state.inner_state, params, **extra_args
         )
         kept = jax.tree.map(lambda o, n: jnp.where(skip, o, n), state.inner_state, inner_state)
-        after = _after(state, norm, skip, spike, again)
+        after = _after(state, norm, bad, spike, again)
+        if halt:
+            after = _after_halt(state, after, bad if halt == "spike" else unsound | nonfinite)
         return _zero_if(skip, new), after._replace(inner_state=kept)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -217,6 +239,104 @@ def _after(
             finite, 0, optax.safe_increment(state.nonfinite_consecutive)
         ),
     )
+
+
+def _check_halt(halt: Any) -> None:
+    if not (isinstance(halt, bool) or isinstance(halt, str) and halt == "spike"):
+        raise ValueError(
+            f'halt: got {halt!r}, expected True (a gradient that is not finite), "spike" (whatever '
+            "is skipped) or False"
+        )
+
+
+def _not_halted() -> dict[str, Any]:
+    """The flag of a training that begins."""
+    zero, none = jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32)
+    return {"halted": jnp.zeros((), bool), "halted_at": none, "count": zero}
+
+
+def _halted(halt: bool | str, state: SkipSpikesState) -> Any:
+    """Whether an earlier step has halted the training."""
+    if halt and state.halted is None:
+        raise ValueError(
+            f"state: got a state without the flag that halt={halt!r} needs, expected that of "
+            "init(params)"
+        )
+    return state.halted if halt else False
+
+
+def _bad_loss(halt: bool | str, extra_args: dict[str, Any]) -> Any:
+    """Whether the loss, if `update` got it, is not finite; its gradient may be."""
+    value = extra_args.get("value") if halt else None
+    return jnp.array(False) if value is None else jnp.any(~jnp.isfinite(value))
+
+
+def _after_halt(state: Any, after: SkipSpikesState, bad: jax.Array) -> SkipSpikesState:
+    """The state after a step: once it is halted, nothing in it but the count changes."""
+    halting = bad & ~state.halted
+    after = after._replace(halted_at=jnp.where(halting, state.count, state.halted_at))
+    fields = {name: x for name, x in after._asdict().items() if name != "inner_state"}
+    before = {name: getattr(state, name) for name in fields}
+    kept = jax.tree.map(lambda new, old: jnp.where(state.halted, old, new), fields, before)
+    kept |= {"halted": state.halted | bad, "count": optax.safe_increment(state.count)}
+    return after._replace(**kept)
+
+
+def resume(tree: Any) -> Any:
+    """Lets a training go on that ``skip_spikes(halt=...)`` has halted.
+
+    Guarantees:
+      * Nothing but the flag is changed: neither parameters, which are those from before the bad
+        step, nor counters.
+      * Works under `jax.jit`, and on a state that is not halted.
+
+    Args:
+      tree: the state of the optimizer, or any tree with it, such as a ``TrainState``.
+
+    Returns:
+      The same tree, whose next step is an ordinary one.
+
+    Raises:
+      ValueError: if there is no state of ``skip_spikes(halt=...)`` in ``tree``.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> tx = cg.skip_spikes(optax.sgd(1.0), halt=True)
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for grads in (jnp.array([jnp.nan, 1.0]), jnp.array([3.0, 4.0])):
+      ...     updates, state = tx.update(grads, state)
+      ...     print(updates, state.halted, state.halted_at)
+      [0. 0.] True 0
+      [0. 0.] True 0
+      >>> print(tx.update(jnp.array([3.0, 4.0]), cg.resume(state))[0])
+      [-3. -4.]
+    """
+    found = []
+
+    def resumed(node: Any) -> Any:
+        if not isinstance(node, SkipSpikesState):
+            return node
+        node = node._replace(inner_state=walk(node.inner_state))
+        if node.halted is None:
+            return node
+        found.append(node)
+        off = jax.tree.map(jnp.zeros_like, node.halted)
+        return node._replace(halted=off, halted_at=jax.tree.map(_no_step, node.halted_at))
+
+    def walk(part: Any) -> Any:
+        return jax.tree.map(resumed, part, is_leaf=lambda x: isinstance(x, SkipSpikesState))
+
+    result = walk(tree)
+    if not found:
+        raise ValueError(
+            f"tree: got {type(tree).__name__} without a state of skip_spikes(halt=...), expected "
+            "that of an optimizer that was made with clipgrad.skip_spikes(optimizer, halt=True)"
+        )
+    return result
+
+
+def _no_step(count: jax.Array) -> jax.Array:
+    return jnp.full_like(count, -1)
 
 
 def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformation:

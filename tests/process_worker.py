@@ -76,6 +76,32 @@ def main(port, number, index, folder):
             starts = [part.start or 0 for part in shard.index]
             saved[f"{name}@{i}@start"] = np.array(starts, np.int64)
     np.savez(f"{folder}/{index}.npz", **saved)
+    halt(mesh, folder)
+
+
+def halt(mesh, folder):
+    """A training whose third step is bad, in one process only: all write the capture together."""
+    step = cg.train_step(
+        lambda params, batch: jnp.mean(jnp.log(batch @ params["w"])),
+        cg.skip_spikes(optax.sgd(0.1), halt=True),
+    )
+    state = step.init({"w": placed(np.ones((4, 3), np.float32), P(), mesh)})
+    recorder = cg.FlightRecorder(f"{folder}/captures", keep=3)
+    try:
+        for i in range(9):
+            array = np.full((16, 4), i + 1, np.float32)
+            array[-1] *= i != 2
+            batch = placed(array, BATCH, mesh)
+            state, _ = step(state, batch)
+            recorder.record(state, batch, step=i, key=jax.random.key(i))
+    except cg.HaltedError as error:
+        capture = cg.load_capture(error.path, mesh=mesh)
+        assert capture.batch.sharding.spec == BATCH and capture.key == jax.random.key(2)
+        np.savez(f"{folder}/captured_{jax.process_index()}.npz", seen=i, step=capture.step)
+    try:
+        recorder.record(state, np.ones((16, 4), np.float32))
+    except ValueError as error:
+        assert "batch: got ndarray of one process, expected arrays of all" in str(error), error
 
 
 if __name__ == "__main__":

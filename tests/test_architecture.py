@@ -21,8 +21,8 @@ LAYERS = [
     "_thresholds", "_rules", "_stats", "_cotangent", "_error_clip", "_names", "_by_name",
     "_everywhere", "_watch", "_where", "_nonfinite", "_clip_grads", "_per_example",
     "_clip_state", "_gradient_clip", "_clips", "_skip_spikes", "_composer", "_presets",
-    "_train_step", "_by_module", "_scalars", "_check", "_names_command", "_diagnose", "_selftest",
-    "__init__", "_demo", "_cli", "__main__",
+    "_train_step", "_by_module", "_scalars", "_recorder", "_check", "_names_command", "_diagnose",
+    "_selftest", "__init__", "_demo", "_cli", "__main__",
 ]  # fmt: skip
 
 
@@ -62,14 +62,14 @@ def test_imports_inside_of_the_checker_go_one_way_too():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_public_jax_and_runtime_dependencies_are_imported(path):
-    allowed = {"clipgrad", "jax", "numpy", "optax", "matplotlib", "sklearn", "tqdm"}
-    extras = {"matplotlib", "sklearn", "tqdm"}
+    allowed = {"clipgrad", "jax", "numpy", "optax", "matplotlib", "sklearn", "tqdm", "orbax"}
+    extras = {"matplotlib", "sklearn", "tqdm", "orbax"}
     for module in imports(path):
         top = module.split(".")[0]
         assert "_src" not in module.split(".")
         assert top in allowed or top in sys.stdlib_module_names
         if top in extras:
-            assert layer(path) in ("_demo", "_check", "_cli", "_diagnose")
+            assert layer(path) in ("_demo", "_check", "_cli", "_diagnose", "_recorder")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+import clipgrad as cg
 from tests.process_worker import everything
 
 pytestmark = pytest.mark.exhaustive
@@ -77,6 +78,17 @@ def test_processes_give_the_result_of_one(number, one_process, tmp_path):
                 np.testing.assert_allclose(part, expected, rtol=1e-5, atol=1e-6, err_msg=leaf)
                 covered[leaf][where] = True
     assert all(mask.all() for mask in covered.values())
+    assert_captured(number, tmp_path)
+
+
+def assert_captured(number, folder):
+    """All processes stopped at the same step, and one process can read what they wrote."""
+    for i in range(number):
+        with np.load(folder / f"captured_{i}.npz") as saved:
+            assert saved["seen"] == 4 and saved["step"] == 2
+    capture = cg.load_capture(folder / "captures" / "step_2")
+    np.testing.assert_array_equal(capture.batch[:, 0], [3] * 15 + [0])
+    assert (np.asarray(capture.params["w"]) < 1).all() and capture.meta["processes"] == number
 
 
 def test_a_process_that_fails_ends_the_others(tmp_path, monkeypatch):

@@ -519,3 +519,59 @@ def test_it_is_saved_and_restored_by_orbax(sigma, tmp_path):
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(tx.init, params))
     assert_close(restored, state)
+
+
+# A training that halts.
+
+
+@pytest.mark.parametrize("halt, row, at", [
+    (True, [1.0, 50.0, np.nan], 2),
+    ("spike", [1.0, 50.0, np.nan], 1),
+    (True, [np.inf], 0),
+], ids=str)  # fmt: skip
+def test_after_the_halt_nothing_changes_but_the_count(halt, row, at):
+    tx = cg.skip_spikes(optax.adam(0.1), max_norm=9.0, halt=halt, max_nonfinite=1, **SMALL)
+    updates, states = scan(tx, [*row, 1.0, 1.0, np.nan])
+    first, last = (jax.tree.map(lambda x, i=i: x[i], states) for i in (at, -1))
+    np.testing.assert_array_equal(states.count, np.arange(len(row) + 3) + 1)
+    np.testing.assert_array_equal(states.halted, np.arange(len(row) + 3) >= at)
+    assert not updates[at:].any() and first.halted_at == at
+    assert (updates[0] != 0).all() or at == 0
+    assert_same(last._replace(count=first.count), first)
+
+
+def test_after_resume_a_step_is_what_it_would_have_been():
+    tx, twin = cg.skip_spikes(optax.adam(0.1), halt=True, **SMALL), ADAM
+    grads, bad = jnp.array([0.6, 0.8]), jnp.array([jnp.nan, 1.0])
+    state, expected = tx.init(grads), twin.init(grads)
+    update, update_of_twin = jax.jit(tx.update), jax.jit(twin.update)
+    for g in (grads, bad, grads, grads):
+        _, state = update(g, state)
+    for g in (grads, bad):
+        _, expected = update_of_twin(g, expected)
+    resumed = jax.jit(cg.resume)({"tx": (state, None)})["tx"][0]
+    assert not resumed.halted and resumed.halted_at == -1 and resumed.count == 4
+    assert_same(update(grads, resumed)[0], update_of_twin(grads, expected)[0])
+    assert_same(cg.resume(resumed), resumed)
+
+
+def test_a_loss_that_is_not_finite_halts_if_it_is_known():
+    for halt, halted in ((True, True), ("spike", True), (False, None)):
+        tx = cg.skip_spikes(optax.sgd(1.0), halt=halt)
+        _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=jnp.float32(jnp.nan))
+        assert state.halted == halted and state.skipped == bool(halt)
+
+
+def test_states_with_a_flag_and_without_are_not_mixed_up():
+    plain, halting = cg.skip_spikes(optax.sgd(1.0)), cg.skip_spikes(optax.sgd(1.0), halt=True)
+    assert len(jax.tree.leaves(plain.init(jnp.ones(1)))) == 8
+    with pytest.raises(ValueError, match="state: got a state without the flag that halt=True"):
+        halting.update(jnp.ones(1), plain.init(jnp.ones(1)))
+    with pytest.raises(ValueError, match=r"tree: got tuple without a state of skip_spikes\(halt="):
+        cg.resume((plain.init(jnp.ones(1)),))
+    inside = cg.skip_spikes(halting)
+    _, state = inside.update(jnp.array([jnp.nan]), inside.init(jnp.ones(1)))
+    assert cg.resume(state).inner_state.halted.dtype == bool
+    for wrong in ("nan", 1, None):
+        with pytest.raises(ValueError, match=f'halt: got {wrong!r}, expected True .*"spike"'):
+            cg.skip_spikes(optax.sgd(1.0), halt=wrong)

@@ -9,6 +9,7 @@ from benchmarks.subjects import (
     names,
     norm,
     per_example,
+    recorder,
     steps,
     thresholds,
 )
@@ -26,5 +27,6 @@ SUBJECTS = {
         names,
         checker,
         thresholds,
+        recorder,
     )
 }

@@ -1,6 +1,7 @@
 """From a loss and its arguments to the operation that spoils its gradient."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from clipgrad._check.report import first_line
 from clipgrad._diagnose.cotangents import measure, module_sites
 from clipgrad._diagnose.decays import has_vanished, reason
 from clipgrad._diagnose.diagnosis import GradientDiagnosis, GradientFinding
+from clipgrad._diagnose.examples import bad_examples
 from clipgrad._diagnose.findings import (
     sum_finding,
     unexplained_finding,
@@ -28,6 +30,7 @@ from clipgrad._diagnose.underflow import may_underflow, underflow_finding, under
 from clipgrad._diagnose.units import CLOSED, Block
 from clipgrad._diagnose.values import origin_of_loss
 from clipgrad._diagnose.vjps import fault
+from clipgrad._recorder import CapturedArgs
 
 
 def diagnose(
@@ -37,6 +40,7 @@ def diagnose(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
+    examples: str | int | None = None,
 ) -> GradientDiagnosis:
     r"""Finds the operation that makes a gradient NaN, explode, vanish or underflow.
 
@@ -69,6 +73,9 @@ def diagnose(
       kwargs: its keyword arguments.
       argnums: the positions of the arguments to differentiate; their floating leaves are.
       has_aux: whether ``fun`` returns something besides the scalar.
+      examples: the argument that is the batch, by name or position: its examples are taken one by
+        one, as batches of one, or where the loss needs whole batches as batches of copies. Those
+        whose loss or gradient is bad are named.
 
     Returns:
       A `GradientDiagnosis`; ``print`` it.
@@ -76,7 +83,7 @@ def diagnose(
     Raises:
       TypeError: ``fun`` is not a function, ``args`` not a tuple or ``kwargs`` not a mapping.
       ValueError: the loss is not a floating scalar, ``argnums`` is out of range, there is nothing
-        to differentiate by, or ``fun`` has side effects.
+        to differentiate by, ``fun`` has side effects, or ``examples`` names no batch.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -87,7 +94,15 @@ def diagnose(
     with contextlib.ExitStack() as settings:
         for setting in _plain_settings():
             settings.enter_context(setting)
-        return _diagnosis(subject(fun, args, kwargs, argnums, has_aux))
+        trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
+        given = trace(args, kwargs)
+        found = _diagnosis(given)
+        if not found.findings and isinstance(args, CapturedArgs) and args.expected:
+            found = dataclasses.replace(found, notes=(*found.notes, args.expected))
+        if examples is None:
+            return found
+        bad = bad_examples(given, trace, args, kwargs, examples)
+        return dataclasses.replace(found, examples=bad)
 
 
 def _plain_settings() -> Iterator[Any]:

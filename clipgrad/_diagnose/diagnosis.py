@@ -88,6 +88,29 @@ class GradientRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class GradientExample:
+    """An example of the batch that is worse than the others.
+
+    Attributes:
+      index: its place in the batch.
+      loss: its own loss.
+      norm: the norm of its own gradient.
+      device: where it is on the mesh, such as "data=5"; "" if the batch is not spread.
+    """
+
+    index: int
+    loss: float
+    norm: float
+    device: str
+
+    def __str__(self) -> str:
+        where = f" (device {self.device})" if self.device else ""
+        return f"example {self.index}{where}: its loss is {self.loss:.3g}, the norm of its " + (
+            f"gradient {self.norm:.3g}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class GradientDiagnosis:
     """What `diagnose` found.
 
@@ -95,11 +118,14 @@ class GradientDiagnosis:
       findings: what is wrong; a "value" and a "vjp" finding first.
       rows: the cotangents of all parts of the program in forward order.
       notes: what was left out.
+      examples: with ``diagnose(..., examples=...)`` those whose loss or gradient is not finite, or
+        whose gradient has more than a hundred times the norm of the median.
     """
 
     findings: tuple[GradientFinding, ...]
     rows: tuple[GradientRow, ...]
     notes: tuple[str, ...]
+    examples: tuple[GradientExample, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -108,6 +134,7 @@ class GradientDiagnosis:
 
     def __str__(self) -> str:
         parts = [_written(finding) for finding in self.findings]
+        parts += [_wrapped(str(example), "") for example in self.examples]
         parts += [_table(self.findings, self.rows)] if self.findings and self.rows else []
         parts += [_wrapped(f"note: {note}", "") for note in self.notes]
         return "\n".join(parts if self.findings else ["nothing is wrong with the gradient", *parts])

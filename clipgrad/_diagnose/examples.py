@@ -1,0 +1,145 @@
+"""The examples of a batch whose own loss or gradient is not finite, or far above the others."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
+
+from clipgrad._diagnose.diagnosis import GradientExample
+from clipgrad._diagnose.subject import Subject
+from clipgrad._norms import global_norm
+from clipgrad._selectors import nearest
+
+# As much as a hundred ordinary examples: in a batch of that many, half of the gradient is its own.
+_FAR = 100
+
+
+def bad_examples(
+    given: Subject,
+    trace: Callable[[tuple, Mapping], Subject],
+    args: tuple,
+    kwargs: Mapping[str, Any] | None,
+    batch: str | int,
+) -> tuple[GradientExample, ...]:
+    """The bad examples of the argument `batch`; `trace` makes a subject of other arguments.
+
+    Raises:
+      ValueError: there is no such argument, or it has no one leading axis.
+    """
+    place = _argument(given.fun, args, kwargs or {}, batch)
+    inside = [name == place or name.startswith(f"{place}/") for name in given.names]
+    inputs = [x for x, chosen in zip(given.inputs, inside, strict=True) if chosen]
+    sizes = {np.shape(x)[0] if np.ndim(x) else None for x in inputs}
+    if len(sizes) != 1 or None in sizes:
+        shapes = ", ".join(str(np.shape(x)) for x in inputs) or "no arrays"
+        raise ValueError(f"examples: got {shapes} in {place}, expected one leading axis for all")
+    (size,) = sizes
+    whole = [_together(x) if chosen else x for x, chosen in zip(given.inputs, inside, strict=True)]
+    program = _of_one(given, trace, args, kwargs or {}, place)
+    copies = 1 if program is not None else int(np.shape(inputs[0])[0])
+    losses, norms = _one_by_one(program or given.program, given.chosen, inside, whole, copies)
+    near = norms[np.isfinite(norms)]
+    limit = _FAR * np.median(near) if near.size else np.inf
+    bad = ~np.isfinite(losses) | ~(norms <= limit)
+    coordinates = [_coordinates(inputs[0], int(i)) for i in np.flatnonzero(bad)]
+    return tuple(
+        GradientExample(int(i), float(losses[i]), float(norms[i]), where)
+        for i, where in zip(np.flatnonzero(bad), coordinates, strict=True)
+    )
+
+
+def _argument(fun: Callable, args: tuple, kwargs: Mapping[str, Any], batch: str | int) -> str:
+    """The argument as the names of a subject begin."""
+    if isinstance(batch, int) and -len(args) <= batch < len(args):
+        return f"args/{batch % len(args)}"
+    if batch in kwargs:
+        return f"kwargs/{batch}"
+    try:
+        names = list(inspect.signature(fun).parameters)[: len(args)]
+    except (TypeError, ValueError):
+        names = []
+    if batch in names:
+        return f"args/{names.index(str(batch))}"
+    there = nearest(str(batch), [*names, *kwargs], 3)
+    raise ValueError(
+        f"examples: got {batch!r}, expected the name or the position of an argument; {there}"
+    )
+
+
+def _of_one(
+    given: Subject, trace: Callable, args: tuple, kwargs: Mapping[str, Any], place: str
+) -> Any:
+    """The program of a batch of one; None for a loss that needs whole batches."""
+
+    def first(tree: Any) -> Any:
+        return jax.tree.map(lambda x: _together(x)[:1] if np.ndim(x) else x, tree)
+
+    kind, _, name = place.partition("/")
+    if kind == "args":
+        args = tuple(first(x) if i == int(name) else x for i, x in enumerate(args))
+    else:
+        kwargs = {key: first(x) if key == name else x for key, x in kwargs.items()}
+    try:
+        found = trace(args, kwargs)
+    except Exception:  # whatever a loss does with a batch of one
+        return None
+    return found.program if found.names == given.names else None
+
+
+def _one_by_one(
+    program: Any, chosen: list[int], inside: list[bool], inputs: list[Any], copies: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The loss and the norm of the gradient of each example, in one compiled program."""
+    run = jaxpr_as_fun(program)
+    size = next(len(x) for x, is_batch in zip(inputs, inside, strict=True) if is_batch)
+
+    def loss(parameters: list[Any], everything: list[Any]) -> Any:
+        left = iter(parameters)
+        return run(*(next(left) if i in chosen else x for i, x in enumerate(everything)))[0]
+
+    @jax.jit
+    def each(everything: list[Any]) -> Any:
+        def one(index: Any) -> Any:
+            mine = [
+                _copies(x, index, copies) if is_batch else x
+                for x, is_batch in zip(everything, inside, strict=True)
+            ]
+            value, grads = jax.value_and_grad(loss)([mine[i] for i in chosen], mine)
+            return value, global_norm(grads)
+
+        return jax.lax.map(one, jnp.arange(size))
+
+    losses, norms = jax.device_get(each(inputs))
+    return losses.astype(np.float64), norms.astype(np.float64)
+
+
+def _copies(x: Any, index: Any, copies: int) -> Any:
+    one = jax.lax.dynamic_slice_in_dim(x, index, 1)
+    return jnp.broadcast_to(one, (copies, *one.shape[1:]))
+
+
+def _together(x: Any) -> Any:
+    """An array that is spread over devices, whole on each of them."""
+    if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
+        return jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec()))
+    return x
+
+
+def _coordinates(array: Any, index: int) -> str:
+    """Where an example is: the axes of the mesh that the batch is spread over, such as "data=5"."""
+    sharding = getattr(array, "sharding", None)
+    spec = getattr(sharding, "spec", None) or (None,)
+    if not isinstance(sharding, NamedSharding) or spec[0] is None:
+        return ""
+    mesh, axes = sharding.mesh, spec[0] if isinstance(spec[0], tuple) else (spec[0],)
+    for device, part in sharding.devices_indices_map(array.shape).items():
+        if index in range(len(array))[part[0]]:
+            place = np.argwhere(mesh.devices == device)[0]
+            named = dict(zip(mesh.axis_names, place, strict=True))
+            return ", ".join(f"{axis}={named[axis]}" for axis in axes)
+    return ""

@@ -1,0 +1,193 @@
+"""A capture: what a bad step was given, as it comes back from the disk."""
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+from clipgrad._recorder.storage import orbax, read, read_manifest
+from clipgrad._trees import with_paths
+
+_NO_PARAMS = (
+    "params: got none, expected a state with params, or record(..., params=params); the state has "
+)
+
+
+class CapturedArgs(tuple):
+    """The parameters and the batch of a bad step.
+
+    Attributes:
+      expected: what a diagnosis says if it finds nothing; "" if the step was finite, a spike.
+    """
+
+    expected: str = ""
+
+
+def _flatten(args: CapturedArgs) -> tuple[list[tuple[Any, Any]], str]:
+    keys = map(jax.tree_util.SequenceKey, range(len(args)))
+    return list(zip(keys, args, strict=True)), args.expected
+
+
+def _unflatten(expected: str, children: Any) -> CapturedArgs:
+    args = CapturedArgs(children)
+    args.expected = expected
+    return args
+
+
+jax.tree_util.register_pytree_with_keys(CapturedArgs, _flatten, _unflatten)
+
+
+@dataclasses.dataclass(frozen=True)
+class Capture:
+    """What `FlightRecorder` wrote of a bad step.
+
+    Trees are dictionaries, lists, tuples, and the states of optax and of this library. Objects of
+    other classes are dictionaries of their fields, since no code of a capture is run; `restore`
+    puts them into a model of yours.
+
+    Attributes:
+      path: where it is.
+      state: the state that was recorded; the parameters in it are those from before the bad step.
+        ``None`` if it was gone when `FlightRecorder.close` looked.
+      key: the PRNG key of the step, or None.
+      step: the number of the step.
+      extra: what else was given to ``record``.
+      meta: ``halted_at``, ``statistics``, ``versions``, ``devices``, ``processes``, ``platform``,
+        ``device_kind``; ``no_batch`` says why there is no batch; ``microbatches`` how many there
+        are, where an ``optax.MultiSteps`` is around `skip_spikes`.
+    """
+
+    path: pathlib.Path
+    state: Any
+    key: Any
+    step: Any
+    extra: dict[str, Any]
+    meta: dict[str, Any]
+    _params: Any = dataclasses.field(repr=False)
+    _batch: Any = dataclasses.field(repr=False)
+
+    @property
+    def params(self) -> Any:
+        """The parameters: what ``record(params=...)`` got, else those of the state."""
+        if self._params is not None:
+            return self._params
+        state = self.state
+        params = state.get("params") if isinstance(state, dict) else getattr(state, "params", None)
+        if params is None:
+            raise ValueError(_NO_PARAMS + _fields(state))
+        return params
+
+    @property
+    def batch(self) -> Any:
+        """The batch of the bad step; a list of them, if ``meta`` has ``microbatches``."""
+        if "no_batch" in self.meta:
+            raise ValueError(f"batch: got none: {self.meta['no_batch']}")
+        return self._batch
+
+    @property
+    def args(self) -> tuple[Any, Any]:
+        """The parameters and the batch, for `diagnose`."""
+        args = CapturedArgs((self.params, self.batch))
+        norms = self.meta["statistics"].get("skip_spikes/raw_norm") or [0]
+        if not norms[-1]:
+            kind, jax_version = self.meta["device_kind"], self.meta["versions"]["jax"]
+            args.expected = (
+                f"not reproduced: step {self.step} was not finite on {self.meta['devices']} "
+                f"devices ({kind}, jax {jax_version}), and is here; does the loss depend on a key, "
+                "or on something else that is not in its arguments?"
+            )
+        return args
+
+    def restore(self, like: Any, name: str = "params") -> Any:
+        """A part of the capture in the structure of a tree of yours.
+
+        Args:
+          like: a tree with as many leaves, such as a model; its leaves that are no arrays stay.
+          name: "params", "state", "batch" or "extra".
+
+        Raises:
+          ValueError: the numbers of leaves or their shapes differ.
+        """
+        given, structure = jax.tree.flatten(like)
+        arrays = [leaf for leaf in given if _shape(leaf) is not None]
+        found = with_paths(getattr(self, name))
+        found = [(path, leaf) for path, leaf in found if _shape(leaf) is not None]
+        if len(found) != len(arrays):
+            raise ValueError(
+                f"like: got {len(arrays)} arrays, expected {len(found)}, those of {name}"
+            )
+        for (path, leaf), other in zip(found, arrays, strict=True):
+            if _shape(leaf) != _shape(other):
+                raise ValueError(
+                    f"like: got shape {_shape(other)} for {path!r}, expected {_shape(leaf)}"
+                )
+        leaves = iter(leaf for _, leaf in found)
+        return structure.unflatten([x if _shape(x) is None else next(leaves) for x in given])
+
+    def plot(self) -> Any:
+        """The statistics of the steps up to the bad one.
+
+        Returns:
+          A figure of matplotlib, which the extra ``demo`` installs.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        from clipgrad._recorder.figure import figure
+
+        return figure(self.meta["statistics"], self.step)
+
+
+def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = None) -> Capture:
+    """Loads what `FlightRecorder` wrote of a bad step.
+
+    Guarantees:
+      * Values and dtypes are those of the run, bit for bit.
+      * Arrays are spread as in the run: over ``mesh``, or over a mesh like that of the run. Where
+        there are fewer devices than that, each array is on the first one.
+      * No code of the capture is run: it holds numbers and JSON, no pickle.
+
+    Args:
+      path: the folder of the capture.
+      mesh: the devices to load it onto, with the axes of the run's.
+
+    Returns:
+      A `Capture`.
+
+    Raises:
+      FileNotFoundError: there is no capture, or only one that was never completed.
+      ValueError: it is of a later version, has dtypes that need ``jax_enable_x64``, or the mesh has
+        not the axes of the run.
+      ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax, tempfile
+      >>> tx = cg.skip_spikes(optax.sgd(0.1), halt=True)
+      >>> params = jnp.ones(2)
+      >>> _, state = tx.update(jnp.full(2, jnp.nan), tx.init(params), params)
+      >>> recorder = cg.FlightRecorder(tempfile.mkdtemp(), raise_on_halt=False)
+      >>> recorder.record(state, jnp.zeros(3), params=params)
+      >>> recorder.close()
+      >>> cg.load_capture(recorder.captures[0]).args
+      (Array([1., 1.], dtype=float32), Array([0., 0., 0.], dtype=float32))
+    """
+    folder = pathlib.Path(path).absolute()
+    manifest = read_manifest(folder)
+    orbax()
+    content = read(folder, manifest["content"], mesh)
+    meta = manifest["meta"]
+    kept = {name: content.get(name) for name in ("state", "key")} | {"step": meta["step"]}
+    own = {"_params": content.get("params"), "_batch": content.get("batch")}
+    return Capture(folder, **kept, extra=content.get("extra", {}), meta=meta, **own)
+
+
+def _fields(state: Any) -> str:
+    if isinstance(state, dict):
+        return ", ".join(map(str, state))
+    return ", ".join(getattr(state, "_fields", ())) or f"no names, it is a {type(state).__name__}"
+
+
+def _shape(leaf: Any) -> tuple | None:
+    return getattr(leaf, "shape", None)

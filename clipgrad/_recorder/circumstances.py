@@ -1,0 +1,21 @@
+"""What a run ran on: versions and devices."""
+
+import importlib.metadata
+import platform
+from typing import Any
+
+import jax
+
+_PACKAGES = ("clipgrad", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
+
+
+def circumstances() -> dict[str, Any]:
+    """Versions, and the devices and processes of the run."""
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {
+        "versions": versions | {"python": platform.python_version()},
+        "platform": jax.default_backend(),
+        "device_kind": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+    }

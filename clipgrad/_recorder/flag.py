@@ -1,0 +1,135 @@
+"""The flag of `skip_spikes(halt=...)`: where it is in a state, and a copy that outlives it."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from clipgrad._gradient_clip import GradientClipState
+from clipgrad._scalars import scalars
+from clipgrad._skip_spikes import SkipSpikesState
+
+_OWN = SkipSpikesState | GradientClipState | optax.MultiStepsState
+
+
+class Flag(NamedTuple):
+    """What a state says of the halt.
+
+    Attributes:
+      halted: whether a step has halted the training.
+      halted_at: the step that did.
+      count: the number of steps.
+      microbatch: how many gradients an ``optax.MultiSteps`` around it has since its last step.
+    """
+
+    halted: Any
+    halted_at: Any
+    count: Any
+    microbatch: Any
+
+
+class _Small(NamedTuple):
+    """The numbers of a state that are copied after each step."""
+
+    skips: SkipSpikesState
+    clips: tuple[GradientClipState, ...]
+    microbatch: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagPlace:
+    """Where the flag and the statistics are among the leaves of a state.
+
+    Attributes:
+      structure: that of the state.
+      indices: the positions of the small numbers among its leaves.
+      small: their structure.
+      accumulates: whether an ``optax.MultiSteps`` is around the flag.
+    """
+
+    structure: Any
+    indices: tuple[int, ...]
+    small: Any
+    accumulates: bool
+
+    def names(self, leaves: list[Any]) -> list[str]:
+        """The names of the statistics."""
+        return list(jax.eval_shape(_norms, self._chosen(leaves)))
+
+    def copied(self, leaves: list[Any], step: Any) -> tuple[jax.Array, jax.Array, Any]:
+        """The flag, the statistics and the step, none of them a buffer of the state."""
+        return _copied(self._chosen(leaves), step)
+
+    def _chosen(self, leaves: list[Any]) -> Any:
+        return self.small.unflatten([leaves[i] for i in self.indices])
+
+
+def find_flag(structure: Any) -> FlagPlace:
+    """The place of the one flag.
+
+    Raises:
+      ValueError: there is none, or there are several.
+    """
+    numbered = structure.unflatten(range(structure.num_leaves))
+    found = list(_own_states(numbered, None))
+    flags = [(s, m) for s, m in found if isinstance(s, SkipSpikesState) and s.halted is not None]
+    if len(flags) != 1:
+        without = any(isinstance(s, SkipSpikesState) for s, _ in found) and not flags
+        got = "a state of skip_spikes without halt" if without else f"{len(flags)} states"
+        raise ValueError(
+            f"state: got {got}{'' if without else ' of skip_spikes(halt=...)'}, expected the state "
+            "of an optimizer that has one: write clipgrad.skip_spikes(optimizer, halt=True)"
+        )
+    ((skips, microbatch),) = flags
+    clips = (s for s, _ in found if isinstance(s, GradientClipState))
+    small = _Small(_numbers(skips), tuple(map(_numbers, clips)), _numbers(microbatch))
+    indices, small_structure = jax.tree.flatten(small)
+    return FlagPlace(structure, tuple(indices), small_structure, microbatch is not None)
+
+
+def _own_states(tree: Any, microbatch: Any) -> Any:
+    """The states of clips in a tree, and the microbatch of the accumulation around each."""
+    for state in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, _OWN)):
+        if isinstance(state, optax.MultiStepsState):
+            yield from _own_states(state.inner_opt_state, state.mini_step)
+        elif isinstance(state, _OWN):
+            yield state, microbatch
+        if isinstance(state, SkipSpikesState):
+            yield from _own_states(state.inner_state, microbatch)
+
+
+def _numbers(state: Any) -> Any:
+    """A state with its single numbers alone, taken out of the variables of flax NNX."""
+    if isinstance(state, SkipSpikesState):
+        state = state._replace(inner_state=None, window=None)
+    elif isinstance(state, GradientClipState):
+        state = state._replace(history=None, leaf_stats=None, threshold=None)
+    if hasattr(state, "_fields"):
+        return type(state)(*map(_numbers, state))
+    leaves = jax.tree.leaves(state)
+    return leaves[0] if len(leaves) == 1 else None
+
+
+def _norms(small: _Small) -> dict[str, jax.Array]:
+    stats = scalars((small.skips, *small.clips))
+    return {name: jnp.asarray(stats[name]) for name in sorted(stats) if name.endswith("norm")}
+
+
+@jax.jit
+def _copied(small: _Small, step: Any) -> tuple[jax.Array, jax.Array, Any]:
+    skips, microbatch = small.skips, small.microbatch
+    microbatch = jnp.zeros((), jnp.int32) if microbatch is None else microbatch
+    flag = Flag(skips.halted, skips.halted_at, skips.count, microbatch)
+    # Under pmap and vmap each of them has an axis.
+    numbers = jnp.stack([jnp.max(x).astype(jnp.int32) for x in flag])
+    norms = jnp.stack([jnp.max(x).astype(jnp.float32) for x in _norms(small).values()])
+    # A copy, since a result that is an argument shares its buffer.
+    return numbers, norms, jax.tree.map(jnp.copy, step)
+
+
+def read_flag(numbers: jax.Array) -> Flag:
+    """The flag on the host; waits for it."""
+    return Flag(*(int(x) for x in np.asarray(numbers)))

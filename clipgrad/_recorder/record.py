@@ -1,0 +1,101 @@
+"""One step of a training, as the recorder keeps it until the flag of the step is known."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from clipgrad._recorder.flag import Flag, read_flag
+from clipgrad._trees import check_tree, path_string
+
+
+@dataclasses.dataclass
+class Record:
+    """What was recorded of a step.
+
+    Attributes:
+      copy: the flag, a small array that may not have arrived yet.
+      norms: the statistics of the step, on the device.
+      batch: the batch.
+      key: the PRNG key.
+      step: the number of the step that the user gave, or None.
+      extra: what else the user gave.
+      flag: the flag on the host, once it was looked at.
+    """
+
+    copy: Any
+    norms: Any
+    batch: Any
+    key: Any
+    step: Any
+    extra: dict[str, Any]
+    flag: Flag | None = None
+
+    def look(self) -> Flag:
+        """The flag; waits for it."""
+        if self.flag is None:
+            self.flag = read_flag(self.copy)
+        return self.flag
+
+    @property
+    def is_bad_step(self) -> bool:
+        """Whether this very step has halted the training."""
+        flag = self.look()
+        return bool(flag.halted) and flag.count == flag.halted_at + 1 and not flag.microbatch
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The single numbers among what else the user gave, where they are."""
+        return {name: value for name, value in self.extra.items() if _is_number(value)}
+
+
+def kept(name: str, tree: Any) -> Any:
+    """The tree with copies of NumPy's arrays, which a data iterator may write into again.
+
+    Raises:
+      TypeError: a leaf is no array, number or text.
+      ValueError: a buffer was donated, or a process of several has an array of its own.
+    """
+    check_tree(name, tree)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _kept(name, path, leaf), tree)
+
+
+def _kept(name: str, path: Any, leaf: Any) -> Any:
+    where = f"{name}: got {{}} at {path_string(path)!r}" if path else f"{name}: got {{}}"
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            got = where.format("buffers that the step has overwritten")
+            raise ValueError(
+                f"{got}, expected arrays that can be kept; do not donate the {name}, or record its "
+                "number instead, such as record(state, i)"
+            )
+        shared = not leaf.is_fully_addressable or name != "batch" or leaf.ndim == 0
+        return leaf if jax.process_count() == 1 or shared else _alone(where, leaf)
+    if isinstance(leaf, bool | int | float | complex | str | bytes):
+        return leaf
+    array = np.array(leaf)
+    if array.dtype.kind in "OMmV" and not _is_extended(array.dtype):
+        got = where.format(f"{type(leaf).__name__}")
+        raise TypeError(f"{got}, expected arrays, numbers or text")
+    return array if jax.process_count() == 1 else _alone(where, leaf)
+
+
+def _alone(where: str, leaf: Any) -> Any:
+    got = where.format(f"{type(leaf).__name__} of one process")
+    raise ValueError(
+        f"{got}, expected arrays of all {jax.process_count()} processes; write "
+        "jax.make_array_from_process_local_data(sharding, x) before the step"
+    )
+
+
+def _is_extended(dtype: np.dtype) -> bool:
+    """Whether this is one of the types that NumPy has from JAX, such as bfloat16."""
+    return dtype.kind == "V" and dtype.names is None and dtype.type.__module__ == "ml_dtypes"
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, jax.Array | np.ndarray):
+        real = any(jax.numpy.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer))
+        return value.ndim == 0 and real
+    return isinstance(value, int | float)

@@ -1,0 +1,74 @@
+"""diagnose(examples=...): which examples of a batch are bad, and where they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+
+W = {"w": jnp.array([1.0, 2.0])}
+
+
+def roots(params, batch):
+    return jnp.mean(jnp.sqrt(batch["x"] @ params["w"]) * batch["scale"])
+
+
+def batch(size=8, **changes):
+    x, scale = np.ones((size, 2), np.float32), np.ones(size, np.float32)
+    for index, value in changes.get("x", {}).items():
+        x[index] = value
+    for index, value in changes.get("scale", {}).items():
+        scale[index] = value
+    return {"x": x, "scale": scale}
+
+
+def test_the_bad_examples_are_named_and_no_others():
+    given = batch(x={2: 0, 5: -1}, scale={7: 1e3, 6: 50})
+    for which in ("batch", 1, -1):
+        found = cg.diagnose(roots, (W, given), examples=which)
+        assert [example.index for example in found.examples] == [2, 5, 7]
+    vanishing, negative, far = found.examples
+    assert vanishing.loss == 0 and not np.isfinite(vanishing.norm)
+    assert np.isnan(negative.loss) and negative.device == ""
+    own = jax.grad(roots)(W, jax.tree.map(lambda x: x[7:], given))["w"]
+    np.testing.assert_allclose(far.norm, np.linalg.norm(own), rtol=1e-5)
+    assert "example 7: its loss is 1.73e+03, the norm of its gradient" in str(found)
+    assert cg.diagnose(roots, (W, batch()), examples="batch").examples == ()
+    named = cg.diagnose(roots, (W,), {"batch": given}, examples="batch")
+    assert [example.index for example in named.examples] == [2, 5, 7]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_the_device_of_an_example_is_named(kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    given = jax.device_put(batch(x={5: -1}), NamedSharding(mesh, P("data")))
+    params = jax.device_put(W, NamedSharding(mesh, P()))
+    (bad,) = cg.diagnose(roots, (params, given), examples="batch").examples
+    assert bad.index == 5 and bad.device == "data=2"
+
+
+def test_a_loss_that_needs_whole_batches_gets_copies_of_one_example():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+    def part(w, x):
+        return jax.lax.pmean(jnp.mean(jnp.log(x @ w)), "x")
+
+    mapped = jax.shard_map(part, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
+    x = batch(x={3: 0})["x"]
+    found = cg.diagnose(lambda w, x: mapped(w, x), (W["w"], x), examples="x")
+    (bad,) = found.examples
+    assert bad.index == 3 and np.isneginf(bad.loss)
+
+
+@pytest.mark.parametrize("args, which, match", [
+    ((W, batch()), "bach", "examples: got 'bach', expected the name or the position .*batch"),
+    ((W, batch()), 2, "examples: got 2, expected the name"),
+    ((W, {"x": np.ones((8, 2), np.float32), "scale": jnp.float32(1.0)}), 1,
+     r"examples: got \(\), \(8, 2\) in args/1, expected one leading axis for all"),
+])  # fmt: skip
+def test_what_is_no_batch_is_refused(args, which, match):
+    with pytest.raises(ValueError, match=match):
+        cg.diagnose(roots, args, examples=which)

@@ -1,0 +1,72 @@
+"""The page "My run blew up": its program ends at the line, and each of its loops is captured."""
+
+import pathlib
+import re
+import runpy
+
+import jax
+import numpy as np
+import pytest
+
+import clipgrad as cg
+
+PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "my_run_blew_up.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+LOOPS = re.findall(r"^def (\w+_loop)\(", PAGE, re.MULTILINE)
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+
+
+def test_the_program_ends_with_the_line_the_step_and_the_example(tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text(PROGRAMS[0])
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("train.py", run_name="__main__")
+    shown = re.search(r"```text\n(.*?)```", PAGE, re.DOTALL)[1]
+    values = re.compile(r" at [\d, ]+")
+    assert values.sub("", capsys.readouterr().out) == values.sub("", shown)
+    assert re.match("step 57, train.py:20: div .*\nexample 21 .device data=5.: its loss", shown)
+    assert PROGRAMS[0].splitlines()[19].endswith("mask.sum(axis=1, keepdims=True)")
+
+
+@pytest.fixture(scope="module")
+def page():
+    names = {}
+    exec("\n".join(PROGRAMS), names)
+    return names
+
+
+def batches(*bad):
+    """Batches of which some have a row whose logarithm is not finite."""
+    for i in range(9):
+        batch = np.full((8, 3), 1 + i, np.float32)
+        batch[5] *= i not in bad
+        yield batch
+
+
+# A loss scale of 4 is halved twice before it is 1.
+BAD = {name: (3,) for name in LOOPS} | {"scaled_loop": (3, 4, 5)}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_each_loop_is_captured(name, page, tmp_path):
+    with pytest.raises(cg.HaltedError) as error, cg.FlightRecorder(tmp_path) as recorder:
+        if name == "scaled_loop":
+            page[name](recorder, batches(2))
+            assert not recorder.captures
+        page[name](recorder, batches(*BAD[name]))
+    capture = cg.load_capture(error.value.path)
+    bad = BAD[name][-1]
+    assert capture.step == bad and np.isneginf(capture.meta["statistics"]["loss"][-1])
+    leaves = jax.tree.leaves(capture.params)
+    assert leaves and all(np.isfinite(x).all() for x in leaves)
+    assert any((np.asarray(x) != 1).any() for x in leaves if x.size == 3)
+    if name == "levanter_loop":
+        assert capture.batch["index"] == bad
+    else:
+        (batch,) = jax.tree.leaves(capture.batch)
+        np.testing.assert_array_equal(batch, list(batches(bad))[bad])
+
+
+def test_every_kind_of_loop_is_on_the_page():
+    kinds = "optax flax nnx equinox haiku multi_steps scaled maxtext levanter".split()
+    assert LOOPS == [f"{kind}_loop" for kind in kinds]

@@ -1,0 +1,615 @@
+"""The flight recorder: which step it captures, what it keeps, what it costs and what may fail."""
+
+import gc
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from clipgrad._cli import main
+from clipgrad._recorder import storage
+from tests.helpers import assert_same
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+
+
+def loss(params, batch):
+    return jnp.sum(jnp.log(batch * params["w"] ** 2))
+
+
+def optimizer(inner=None, halt=True, **options):
+    options = {"sigma": None} | options
+    return cg.skip_spikes(optax.adam(0.1) if inner is None else inner, halt=halt, **options)
+
+
+STEP = cg.train_step(loss, optimizer())
+PARAMS = {"w": np.float32([1.0, 2.0])}
+GOOD, BAD = np.float32([1.0, 2.0]), np.float32([1.0, 0.0])
+
+
+def batches(count, *bad):
+    """Batches that differ, of which some have a zero."""
+    return [(BAD if i in bad else GOOD) * np.float32(i + 1) for i in range(count)]
+
+
+def run(recorder, given, step=STEP, state=None, **more):
+    state = step.init(PARAMS) if state is None else state
+    for i, batch in enumerate(given):
+        state, metrics = step(state, batch)
+        recorder.record(state, batch, step=i, loss=metrics["loss"], **more)
+    recorder.close()
+    return state
+
+
+def captured(recorder, given, **options):
+    with pytest.raises(cg.HaltedError) as error:
+        run(recorder, given, **options)
+    return cg.load_capture(error.value.path)
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    return cg.FlightRecorder(tmp_path / "captures")
+
+
+@pytest.fixture(scope="module")
+def capture(tmp_path_factory):
+    """Of a run whose step 7 is bad."""
+    recorder = cg.FlightRecorder(tmp_path_factory.mktemp("captures"))
+    with jax.numpy_dtype_promotion("standard"):
+        return captured(recorder, batches(12, 7), key=jax.random.key(3), note="from shard 5")
+
+
+# What a capture holds.
+
+
+def test_a_capture_has_the_parameters_before_the_bad_step_and_its_batch(capture):
+    state = STEP.init(PARAMS)
+    for batch in batches(7):
+        state, _ = STEP(state, batch)
+    assert_same(capture.params, state.params)
+    assert_same(capture.state.opt_state.inner_state, state.opt_state.inner_state)
+    assert capture.step == 7 and capture.meta["halted_at"] == 7
+    assert_same(capture.batch, batches(12, 7)[7])
+    assert capture.key == jax.random.key(3) and capture.extra["note"] == "from shard 5"
+    assert capture.args == (capture.params, capture.batch)
+    assert capture.meta["versions"]["jax"] == jax.__version__
+
+
+def test_the_diagnosis_of_a_capture_names_the_line(capture):
+    found = cg.diagnose(loss, capture.args)
+    assert found.findings[0].operation == "log" and found.findings[0].file == __file__
+
+
+COMMAND = """
+import jax.numpy as jnp
+
+def loss(params, batch):
+    return jnp.sum(jnp.log(batch * params["w"] ** 2))
+
+def kept_positive(capture):
+    return capture.params, jnp.maximum(capture.batch, 1)
+
+def wrong(capture):
+    return [capture]
+"""
+
+
+def test_the_command_line_takes_a_capture(capture, tmp_path, monkeypatch, capsys):
+    (tmp_path / "models_of_captures.py").write_text(COMMAND)
+    monkeypatch.chdir(tmp_path)
+    command = ["diagnose", "models_of_captures:loss", "--capture", str(capture.path)]
+    assert main(command) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("capture of step 7: ") and "models_of_captures.py:5: log at 0" in out
+    assert "example 1: its loss is -inf" in out and "example 0" not in out
+    assert main([*command, "--args", "models_of_captures:kept_positive"]) == 0
+    assert main([*command, "--args", "models_of_captures:wrong"]) == 2
+    assert main(["diagnose", "models_of_captures:loss", "--capture", "nowhere"]) == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0].endswith("wrong: got a list from it, expected the tuple of arguments")
+    assert "expected a capture" in shown[1]
+
+
+def test_a_healthy_replay_is_said_to_be_not_reproduced(capture):
+    found = cg.diagnose(lambda p, x: jnp.sum(p["w"] * x), capture.args)
+    assert found.ok and "not reproduced: step 7 was not finite on 8 devices (cpu, jax" in str(found)
+    assert "not reproduced" not in str(cg.diagnose(lambda w: w**2, (1.0,)))
+
+
+def test_a_training_goes_on_from_a_capture(capture):
+    count = int(capture.state.opt_state.count)
+    state, metrics = STEP(jax.tree.map(jnp.copy, capture.state), GOOD)
+    assert metrics["skipped"] and state.opt_state.count == count + 1
+    before = np.asarray(state.params["w"])
+    state, metrics = STEP(cg.resume(state), GOOD)
+    assert not metrics["skipped"] and (state.params["w"] != before).all()
+
+
+def test_the_statistics_of_the_steps_before_are_kept_and_drawn(capture):
+    statistics = capture.meta["statistics"]
+    assert statistics["step"] == list(range(8))
+    norms = [float(np.linalg.norm(x)) for x in statistics["skip_spikes/raw_norm"]]
+    assert all(norm > 0 for norm in norms[:7]) and norms[7] == 0
+    assert np.isneginf(statistics["loss"][7]) and np.isfinite(statistics["loss"][:7]).all()
+    pytest.importorskip("matplotlib")
+    figure = capture.plot()
+    assert [panel.get_ylabel() for panel in figure.axes] == ["skip_spikes/raw_norm", "loss"]
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_the_step_is_that_of_the_optimizer_where_none_is_given(first, tmp_path):
+    with cg.FlightRecorder(tmp_path, raise_on_halt=False) as recorder:
+        state = STEP.init(PARAMS)
+        for batch in batches(8, first):
+            state, _ = STEP(state, batch)
+            recorder.record(state, batch)
+    (path,) = recorder.captures
+    assert cg.load_capture(path).step == first and path.name == f"step_{first}"
+
+
+def test_a_spike_halts_if_it_is_to(tmp_path):
+    step = cg.train_step(lambda w, x: jnp.sum(w["w"] * x), optimizer(max_norm=9.0, halt="spike"))
+    found = captured(cg.FlightRecorder(tmp_path), [GOOD, 99 * GOOD, GOOD], step=step)
+    assert found.step == 1 and (found.batch == 99 * GOOD).all()
+    only_nan = cg.train_step(lambda w, x: jnp.sum(w["w"] * x), optimizer(max_norm=9.0))
+    state = run(cg.FlightRecorder(tmp_path), [GOOD, 99 * GOOD, GOOD], step=only_nan)
+    assert state.opt_state.skipped_count == 1 and not state.opt_state.halted
+
+
+# The loop may be ahead, donate, reuse its buffers, skip records, accumulate.
+
+
+class Late:
+    """An array whose copy has not arrived yet."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def is_ready(self):
+        return False
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.array)
+
+
+def test_a_loop_that_is_far_ahead_still_captures_the_batch_of_the_bad_step(recorder, monkeypatch):
+    """With ``keep=4`` and a halt that is seen 30 steps later."""
+    record = recorder.record
+
+    def late(*args, **kwargs):
+        record(*args, **kwargs)
+        recorder._records[-1].copy = Late(recorder._records[-1].copy)
+
+    monkeypatch.setattr(jax.Array, "is_ready", lambda self: False, raising=False)
+    monkeypatch.setattr("jaxlib._jax.ArrayImpl.is_ready", lambda self: False)
+    monkeypatch.setattr(recorder, "record", late)
+    found = captured(recorder, batches(40, 9))
+    assert found.step == 9 and (found.batch == batches(40, 9)[9]).all()
+    assert (found.params["w"] != np.asarray(PARAMS["w"])).all()
+
+
+def test_no_more_batches_are_kept_than_said(recorder):
+    state = STEP.init(PARAMS)
+    for batch in batches(20):
+        state, _ = STEP(state, batch)
+        jax.block_until_ready(state)
+        recorder.record(state, batch)
+    assert len(recorder._records) <= recorder.keep + 1
+    run(recorder, batches(2), state=state)
+    assert len(recorder._records) <= recorder.keep
+
+
+def test_it_keeps_nothing_of_the_size_of_the_parameters(tmp_path):
+    step = cg.train_step(lambda w, x: jnp.sum(w * x), optimizer(optax.sgd(1.0)), donate=False)
+    state, recorder = step.init(jnp.ones(1000)), cg.FlightRecorder(tmp_path)
+    for _ in range(3):
+        state, _ = step(state, np.float32(1.0))
+        recorder.record(state, 1, params=state.params)
+    assert count_large() == 1 and recorder._newest.alive()
+    del state
+    assert count_large() == 0 and not recorder._newest.alive()
+
+
+def count_large():
+    gc.collect()
+    return sum(x.shape == (1000,) for x in jax.live_arrays())
+
+
+def test_a_buffer_that_the_data_iterator_writes_into_again_is_copied(recorder):
+    buffer, state = np.empty(2, np.float32), STEP.init(PARAMS)
+    with pytest.raises(cg.HaltedError) as error:
+        for i in range(6):
+            buffer[:] = batches(6, 2)[i]
+            state, _ = STEP(state, buffer.copy())
+            recorder.record(state, {"x": buffer})
+            buffer[:] = -1
+        recorder.close()
+    assert_same(cg.load_capture(error.value.path).batch["x"], batches(6, 2)[2])
+
+
+def test_a_batch_that_was_donated_is_refused_at_the_first_step(recorder):
+    state, batch = STEP.init(PARAMS), jnp.ones(2)
+    batch.delete()
+    with pytest.raises(ValueError, match="batch: got buffers that the step has .*'x', expected"):
+        recorder.record(state, {"x": batch})
+    with pytest.raises(TypeError, match="batch: got object at '1', expected arrays"):
+        recorder.record(state, [1, object()])
+    recorder.record(state, {"index": 7, "name": "shard 3"})
+
+
+def test_where_steps_are_not_recorded_there_is_no_batch_rather_than_a_wrong_one(tmp_path):
+    recorder, state = cg.FlightRecorder(tmp_path, raise_on_halt=False), STEP.init(PARAMS)
+    for i, batch in enumerate(batches(12, 5)):
+        state, _ = STEP(state, batch)
+        if i % 3 == 0:
+            recorder.record(state, batch, step=i)
+    recorder.close()
+    found = cg.load_capture(*recorder.captures)
+    assert found.step == 5 and np.isfinite(found.params["w"]).all()
+    with pytest.raises(ValueError, match="batch: got none: the first record after step 5 .* 6"):
+        found.args  # noqa: B018
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_an_accumulation_gives_its_microbatch_or_all_of_them(outside, tmp_path):
+    inside = optimizer(optax.MultiSteps(optax.adam(0.1), 3))
+    around = optax.MultiSteps(optimizer(), 3)
+    step = cg.train_step(loss, around if outside else inside)
+    given = batches(9, 4)
+    found = captured(cg.FlightRecorder(tmp_path), given, step=step)
+    if outside:
+        assert found.meta["microbatches"] == 3 and found.step == 5
+        np.testing.assert_array_equal(found.batch, given[3:6])
+    else:
+        assert found.step == 4 and (found.batch == given[4]).all()
+    if outside:
+        with pytest.raises(ValueError, match="batch: got none: optax.MultiSteps .* write keep="):
+            few = cg.FlightRecorder(tmp_path, keep=1)
+            captured(few, given, step=wait_for(step)).batch  # noqa: B018
+
+
+def wait_for(step):
+    """The step, whose flag has always arrived."""
+
+    class Waiting:
+        init = step.init
+
+        def __call__(self, *args):
+            return jax.block_until_ready(step(*args))
+
+    return Waiting()
+
+
+# A training that goes on; several captures.
+
+
+def test_after_resume_a_second_bad_step_is_a_second_capture(tmp_path):
+    recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False, max_captures=2)
+    state = STEP.init(PARAMS)
+    given = batches(9, 2, 4, 7)
+    with pytest.warns(RuntimeWarning, match="step 7; .* max_captures: got 2, and that many are in"):
+        for batch in given:
+            state, _ = STEP(state, batch)
+            jax.block_until_ready(state)
+            recorder.record(state, batch)
+            recorder._look(waiting=99)
+            state = cg.resume(state)
+    assert [path.name for path in recorder.captures] == ["step_2", "step_4"]
+    assert [cg.load_capture(p).batch[1] for p in recorder.captures] == [0, 0]
+
+
+def test_a_capture_is_never_overwritten(tmp_path):
+    for name in ("step_1", "step_1_1"):
+        assert captured(cg.FlightRecorder(tmp_path), batches(3, 1)).path == tmp_path / name
+
+
+def test_a_state_that_has_halted_before_says_so(tmp_path, capture):
+    recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False)
+    run(recorder, batches(2), state=jax.tree.map(jnp.copy, capture.state))
+    (found,) = map(cg.load_capture, recorder.captures)
+    assert found.step == 7 and "clipgrad.resume" in found.meta["no_batch"]
+
+
+def test_leaving_the_loop_by_another_error_writes_the_capture_and_says_so(tmp_path):
+    state = STEP.init(PARAMS)
+    with pytest.raises(KeyError) as error, cg.FlightRecorder(tmp_path) as recorder:
+        state, _ = STEP(state, BAD)
+        record_unseen(recorder, state, BAD)
+        raise KeyError("mine")
+    assert "the training has halted at step 0; its capture is" in error.value.__notes__[0]
+
+
+def record_unseen(recorder, *args):
+    """As when the flag has not arrived."""
+    recorder._look = lambda **_: None
+    recorder.record(*args)
+    del recorder._look
+
+
+def test_close_without_the_state_says_what_is_missing(tmp_path):
+    recorder = cg.FlightRecorder(tmp_path)
+    state, _ = STEP(STEP.init(PARAMS), BAD)
+    record_unseen(recorder, state, BAD)
+    del state
+    gc.collect()
+    with pytest.raises(cg.HaltedError) as error:
+        recorder.close()
+    found = cg.load_capture(error.value.path)
+    assert (found.batch == BAD).all()
+    with pytest.raises(ValueError, match="params: got none, expected a state with params, or rec"):
+        found.params  # noqa: B018
+
+
+# Which states.
+
+
+def test_a_state_without_the_flag_or_with_two_is_refused(recorder):
+    params = {"w": jnp.ones(2)}
+    plain, halting = cg.skip_spikes(optax.sgd(1.0)), optimizer()
+    both = {"a": halting.init(params), "b": halting.init(params)}
+    for state, got in (
+        (optax.adam(0.1).init(params), "0 states of skip_spikes"),
+        (plain.init(params), "a state of skip_spikes without halt"),
+        (both, "2 states of skip_spikes"),
+    ):
+        with pytest.raises(ValueError, match=rf"state: got {got}.*skip_spikes\(optimizer, halt="):
+            recorder.record(state, 1)
+    twice = cg.skip_spikes(optimizer())
+    recorder.record(optax.chain(optax.identity(), twice).init(params), 1)
+
+
+def test_norms_of_clips_in_the_state_are_statistics(tmp_path):
+    clip = cg.clip_by_global_norm(1.0, stats=True)
+    update = cg.clip_by_global_norm(np.inf, stats=True)
+    step = cg.train_step(loss, optimizer(optax.chain(clip, optax.adam(0.1), update)))
+    statistics = captured(cg.FlightRecorder(tmp_path), batches(3, 2), step=step).meta["statistics"]
+    assert {"clip_0/norm", "clip_0/clipped_norm", "clip_1/norm"} <= set(statistics)
+    assert 0 < statistics["clip_0/clipped_norm"][0] <= 1 + 1e-6
+
+
+# What the halt costs.
+
+
+def test_the_compiled_step_has_no_transfer_and_no_memory_of_the_size_of_the_parameters():
+    def compiled(halt):
+        step = cg.train_step(lambda w, x: jnp.sum(jnp.tanh(x @ w)), optimizer(halt=halt))
+        state = jax.eval_shape(step.init, jnp.ones((256, 256)))
+        return step.update.lower(state, jnp.ones((8, 256))).compile()
+
+    plain, halting = compiled(False), compiled(True)
+    for transfer in ("outfeed", "send(", "recv(", "custom-call-start", "callback"):
+        assert transfer not in halting.as_text()
+    a, b = (x.memory_analysis() for x in (plain, halting))
+    assert b.temp_size_in_bytes - a.temp_size_in_bytes < 1024
+    assert b.output_size_in_bytes - a.output_size_in_bytes < 128
+
+
+def test_only_the_flag_is_sent_to_the_host(recorder):
+    state, batch = STEP.init(PARAMS), jnp.ones(2)
+    recorder.record(state, batch)
+    recorder.close()
+    with jax.transfer_guard_device_to_host("disallow"):
+        state, _ = STEP(state, batch)
+        recorder.record(state, batch, key=jax.random.key(0))
+    assert recorder._records[-1].copy.shape == (4,)
+
+
+# The disk, and other machines.
+
+
+def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        cg.FlightRecorder(tmp_path / "file" / "captures")
+    for kwargs in ({"keep": 0}, {"max_captures": True}):
+        ((name, value),) = kwargs.items()
+        with pytest.raises(ValueError, match=f"{name}: got {value}, expected a positive integer"):
+            cg.FlightRecorder(tmp_path, **kwargs)
+
+
+def test_without_orbax_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    with pytest.raises(ImportError, match=r'need orbax.*pip install "clipgrad\[recorder\]"'):
+        cg.FlightRecorder(tmp_path)
+
+
+@pytest.fixture
+def full_disk():
+    """No file may be longer than a kilobyte."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    free = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # noqa: E731
+    yield free
+    free()
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+# A thread of orbax's own fails as well, and what it leaves when it is collected.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_on_a_full_disk_nothing_is_lost(tmp_path, full_disk):
+    recorder = cg.FlightRecorder(tmp_path)
+    step = cg.train_step(lambda w, x: jnp.sum(jnp.log(w * x)), optimizer(optax.sgd(0.1)))
+    state = step.init(jnp.ones(4096))
+    state, _ = step(state, np.float32(0.0))
+    with pytest.raises(cg.HaltedError, match="could not be written.*tries again") as error:
+        record_unseen(recorder, state, np.float32(0.0))
+        recorder.close()
+    assert error.value.path is None and error.value.__cause__ is not None
+    assert not [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
+    recorder.raise_on_halt = False
+    with pytest.warns(RuntimeWarning, match="could not be written"):
+        recorder.close()
+    full_disk()
+    recorder.close()
+    (path,) = recorder.captures
+    assert (cg.load_capture(path).state.params == 1).all()
+    del error
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+KILLED = """
+import os, sys
+import jax.numpy as jnp, optax, clipgrad as cg
+tx = cg.skip_spikes(optax.sgd(1.0), halt=True)
+_, state = tx.update(jnp.array([jnp.nan]), tx.init(jnp.ones(1)))
+os.rename = lambda *names: os.kill(os.getpid(), 9) if "step" in str(names[1]) else None
+cg.FlightRecorder(sys.argv[1]).record(state, 1)
+"""
+
+
+@pytest.mark.parametrize("interrupt", ["interrupted", "killed"])
+def test_what_a_process_leaves_that_is_killed_while_it_writes_is_never_loaded(
+    interrupt, tmp_path, monkeypatch
+):
+    {"interrupted": interrupted, "killed": killed}[interrupt](tmp_path, monkeypatch)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".")
+    with pytest.raises(FileNotFoundError, match="expected a capture"):
+        cg.load_capture(left)
+    found = captured(cg.FlightRecorder(tmp_path), batches(1, 0))
+    with pytest.raises(FileNotFoundError, match="expected a capture; there are .*step_0"):
+        cg.load_capture(tmp_path)
+    assert found.path.name == "step_0" and [p.name for p in tmp_path.iterdir()] == ["step_0"]
+
+
+def interrupted(folder, monkeypatch):
+    """As if killed right before the last line: nothing is tidied up."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", lambda *names: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(storage.shutil, "rmtree", lambda *args, **kwargs: None)
+        with pytest.raises(KeyboardInterrupt):
+            run(cg.FlightRecorder(folder), batches(1, 0))
+
+
+def killed(folder, monkeypatch):
+    command = [sys.executable, "-c", KILLED, str(folder)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run(command, check=False, env=environment).returncode == -signal.SIGKILL
+
+
+def with_manifest(capture, folder, edit):
+    """A capture of other content, in the same files."""
+    manifest = json.loads((capture.path / storage.MANIFEST).read_text())
+    edit(manifest)
+    (folder / storage.MANIFEST).write_text(json.dumps(manifest))
+    if not (folder / "arrays").exists():
+        (folder / "arrays").symlink_to(capture.path / "arrays")
+    return folder
+
+
+def test_a_capture_of_a_later_version_or_one_that_is_damaged_is_refused(capture, tmp_path):
+    later = with_manifest(capture, tmp_path, lambda manifest: manifest.update(format=2))
+    with pytest.raises(ValueError, match="got a capture of format 2, written by clip.*expected"):
+        cg.load_capture(later)
+    (tmp_path / storage.MANIFEST).write_text("{")
+    with pytest.raises(ValueError, match="whose capture.json can't be read"):
+        cg.load_capture(tmp_path)
+
+
+def test_a_class_that_a_capture_names_is_neither_imported_nor_called(capture, tmp_path):
+    def edit(manifest):
+        fields = [["command", {"leaf": {"value": "touch here"}}]]
+        manifest["content"]["dict"].append(["extra", {"class": "os:system", "fields": fields}])
+
+    found = cg.load_capture(with_manifest(capture, tmp_path, edit))
+    assert found.extra == {"command": "touch here"}
+    text = "".join(p.read_text() for p in pathlib.Path(storage.__file__).parent.glob("*.py"))
+    assert "pickle" not in text.replace("no pickle", "")
+
+
+LEAVES = {
+    "bfloat16": jnp.arange(4, dtype=jnp.bfloat16),
+    "float8": jnp.ones(3, jnp.float8_e4m3fn),
+    "int4": jnp.array([1, -2], jnp.int4),
+    "complex": jnp.array([1 + 2j], jnp.complex64),
+    "bool": np.array([True, False]),
+    "wide": np.array([1.5, np.nan]),
+    "empty": jnp.zeros((0, 3), jnp.float16),
+    "key": jax.random.key(1, impl="rbg"),
+    "nested": (None, [1, 2.5, "text", True], {}, {"a/b": 3 + 4j, "state": b"\xff"}),
+}
+
+
+def test_every_kind_of_leaf_comes_back_as_it_was(recorder):
+    state, _ = STEP(STEP.init(PARAMS), BAD)
+    with pytest.raises(cg.HaltedError) as error:
+        recorder.record(state, LEAVES, step=np.int64(4))
+        recorder.close()
+    found = cg.load_capture(error.value.path)
+    assert found.step == 4 and found.batch.pop("nested") == LEAVES["nested"]
+    assert found.batch.pop("key") == LEAVES["key"]
+    rest = {name: leaf for name, leaf in LEAVES.items() if name in found.batch}
+    assert len(rest) == len(LEAVES) - 2
+    assert_same(found.batch, rest)
+
+
+def test_float64_is_not_made_narrower_without_a_word(tmp_path):
+    with jax.enable_x64(True):
+        found = captured(cg.FlightRecorder(tmp_path), [np.array([1.0, 0.0]) * jnp.ones(())])
+        assert found.batch.dtype == np.float64
+    with pytest.raises(ValueError, match=r'dtype .*64, which .*"jax_enable_x64", True\)'):
+        cg.load_capture(found.path)
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """A capture of a run on eight devices."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))  # noqa: E731
+    tx = optimizer(optax.sgd(0.1))
+    params = {"w": place(jnp.ones((8, 4)), None, "model")}
+
+    @jax.jit
+    def step(params, state, batch):
+        grads = jax.grad(lambda p, x: jnp.sum(jnp.log(x @ p["w"])))(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(tx.init)(params)
+    x = np.ones((8, 8), np.float32)
+    with cg.FlightRecorder(tmp_path_factory.mktemp("sharded"), raise_on_halt=False) as recorder:
+        for i in range(3):
+            x[5] = 0 if i == 1 else 1
+            batch = place(x.copy(), "data")
+            params, state = step(params, state, batch)
+            recorder.record({"params": params, "opt": state}, batch)
+    return recorder.captures[0]
+
+
+def test_a_sharded_capture_comes_back_on_the_same_mesh(sharded):
+    found = cg.load_capture(sharded)
+    assert found.step == 1 and not found.batch[5].any() and found.batch[4].all()
+    assert found.batch.sharding.spec == P("data")
+    assert found.params["w"].sharding.spec == P(None, "model")
+    assert found.params["w"].sharding.mesh.shape == {"data": 4, "model": 2}
+
+
+def test_a_sharded_capture_is_loaded_onto_another_mesh_or_fewer_devices(sharded, monkeypatch):
+    here = cg.load_capture(sharded)
+    mesh = jax.make_mesh((2, 1), ("data", "model"), devices=jax.devices()[:2])
+    found = cg.load_capture(sharded, mesh=mesh)
+    assert found.batch.sharding == NamedSharding(mesh, P("data"))
+    assert_same(jax.device_get(found.args), jax.device_get(here.args))
+    with pytest.raises(ValueError, match=r"mesh: got axes \('x',\), expected those .*\['data'\]"):
+        cg.load_capture(sharded, mesh=jax.make_mesh((8,), ("x",)))
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    alone = cg.load_capture(sharded)
+    assert all(x.devices() == {jax.devices()[0]} for x in jax.tree.leaves(alone.args))
+    assert_same(jax.device_get(alone.args), jax.device_get(here.args))
