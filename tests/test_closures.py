@@ -12,7 +12,6 @@ import clipgrad._jaxpr as _jaxpr
 
 W, DATA = jnp.array([0.3, 0.7]), jnp.array([2.0, 3.0])
 WIDE = cg.ErrorClipByValue(1e9)
-pytestmark = pytest.mark.sampled(1)
 
 
 def solve(z, c, forward=True, backward=True, argument=False):

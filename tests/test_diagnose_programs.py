@@ -11,7 +11,7 @@ import clipgrad as cg
 from tests.test_diagnose import kinds, line_of
 
 # Each program differs in kind, so that each runs by default.
-pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.sampled(1)]
+pytestmark = pytest.mark.usefixtures("users_promotion")
 D = PartitionSpec("d")
 
 

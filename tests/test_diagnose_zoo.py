@@ -28,7 +28,6 @@ def test_what_is_sick_is_found(name):
     assert factor is None or findings[0].factor == pytest.approx(factor, rel=1e-2)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "name, why",
     [

@@ -372,7 +372,6 @@ def own_rule(grads):
         (cg.ClipByNorm(1.0, axis=0), cg.ClipByNorm(1.0, axis=1), False),
     ],
 )
-@pytest.mark.sampled(1)
 def test_two_patterns_with_equal_rules_for_one_name_are_one_rule(first, second, equal):
     clipped = cg.error_clip_by_name(loss_of(nested), {"net/*": first, "**/a": second})
     if equal:

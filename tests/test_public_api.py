@@ -132,7 +132,6 @@ def test_the_version_is_the_newest_of_the_changelog_and_that_of_the_citation():
         ("clip_grad_norm_", "clip_grads"),
     ],
 )
-@pytest.mark.sampled(1)
 def test_names_of_other_libraries_lead_to_ours(name, ours):
     with pytest.raises(AttributeError, match=rf"no attribute '{name}'; write clipgrad.{ours}\("):
         getattr(cg, name)
