@@ -63,7 +63,7 @@ class Named:
             # Also those that the function has made of them, as by `nnx.merge`.
             for _, module in [*models, *_nnx_modules((args, kwargs, result))] if before else ():
                 _set_class(module, _before(module, before))
-        return _renamed(result, (), lambda module, _: _before(module, before))
+        return _renamed(result, (), lambda module, _: _before(module, before)) if before else result
 
 
 def is_equinox(x: Any) -> bool:
@@ -74,6 +74,8 @@ def is_equinox(x: Any) -> bool:
 
 def _with_names(argument: Any, before: Classes) -> Any:
     """An argument whose Equinox modules have names; ``before`` gets the classes they had."""
+    if "equinox" not in sys.modules:
+        return argument
 
     def class_of(module: Any, path: Path) -> type:
         return _class_at(path, module, sys.modules["equinox"].Module, before)
