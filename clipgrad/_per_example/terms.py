@@ -91,9 +91,13 @@ class Term:
 
     @property
     def summed(self) -> tuple[int, ...]:
-        """The labels that are summed over."""
+        """The labels that are summed over, the last one that was added in front.
+
+        It is the first axis of the factors, and that of the examples may be sharded: in front it
+        stays where it is when axes are merged.
+        """
         kept = {label for axis in self.axes for label in axis.labels}
-        return tuple(sorted(set(self.sizes) - kept))
+        return tuple(sorted(set(self.sizes) - kept, reverse=True))
 
     def extent(self, axis: Axis) -> int:
         """The length of the window of an axis."""
