@@ -39,7 +39,7 @@ class Scaling(NamedTuple):
 
 
 def scaling_of(subject: Subject, params: Any, values: Sequence[Any], size: int) -> Scaling:
-    """The scales of the leaves of each of ``size`` examples, from their products, squares or arrays.
+    """The scales of the leaves of ``size`` examples, from their products, squares or arrays.
 
     With ``nonfinite="zero"`` an example is left out whose gradient of a leaf is NaN or inf, unless
     it is an array in which these count as 0.
@@ -50,7 +50,10 @@ def scaling_of(subject: Subject, params: Any, values: Sequence[Any], size: int) 
     if zero:
         ok = jnp.all(jnp.stack([jnp.isfinite(leaf.total) for leaf in leaves]), axis=0)
         leaves = [
-            Squares(*(jnp.where(ok, x, 0) for x in leaf[:2]), leaf.nonfinite) for leaf in leaves
+            leaf._replace(
+                total=jnp.where(ok, leaf.total, 0), exponent=jnp.where(ok, leaf.exponent, 0)
+            )
+            for leaf in leaves
         ]
     parameters, structure = jax.tree.flatten(params)
     chosen = structure.unflatten(partition(parameters, flags)[0])
