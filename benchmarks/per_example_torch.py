@@ -244,7 +244,7 @@ def opacus_ghost(model: Model, batch: Any) -> Side | Absent:
 
 
 def fast_dp(model: Model, batch: Any) -> Side | Absent:
-    """fastDP's book-keeping, in which plain gradients are made of the first layer alone."""
+    """FastDP's book-keeping, in which plain gradients are made of the first layer alone."""
 
     def make(library: Any) -> Side | Absent:
         inputs = list(map(torch.from_numpy, images_first(batch)))
