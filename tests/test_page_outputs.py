@@ -16,7 +16,7 @@ DOCS = ROOT / "docs"
 TIMES = re.compile(r"\(\d+ evaluations, [\d.]+ s,|\+- \S+")
 
 
-@pytest.mark.parametrize("page", ["check", "names"])
+@pytest.mark.parametrize("page", ["check", "names", "per_example"])
 def test_the_output_on_the_page_is_what_its_first_program_prints(page, capsys):
     text = (DOCS / f"{page}.md").read_text()
     program = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
