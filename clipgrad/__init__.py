@@ -21,6 +21,7 @@ from clipgrad._gradient_clip import gradient_clip as gradient_clip
 from clipgrad._names import list_names as list_names
 from clipgrad._norms import global_norm as global_norm
 from clipgrad._per_example import clip_per_example as clip_per_example
+from clipgrad._per_example import per_example_norms as per_example_norms
 from clipgrad._presets import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
 from clipgrad._presets import SuggestedThreshold as SuggestedThreshold
 from clipgrad._presets import suggest_threshold as suggest_threshold

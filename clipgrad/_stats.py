@@ -188,7 +188,7 @@ def _of_tree(tree: Any, limits: Limits, axis_name: AxisName) -> ClipStats:
     finite = jnp.isfinite(norm.root)
     (bad,) = _counts_unless(finite, [tree], axis_name)
     size = tree_size(tree, axis_name)
-    return _scaled(norm.value, limit, norm.exceeds(limit), finite, bad, size)
+    return scaled_stats(norm.value, limit, norm.exceeds(limit), finite, bad, size)
 
 
 def _tree_by_leaf(tree: Any, limits: Limits, axis_name: AxisName) -> dict[str, ClipStats]:
@@ -203,7 +203,7 @@ def _tree_by_leaf(tree: Any, limits: Limits, axis_name: AxisName) -> dict[str, C
         share = root / jnp.where(norm.root == 0, 1, norm.root) * (norm.scale / scale)
         size = tree_size(leaves[i], axis_name).astype(root.dtype)
         count = bad[i].astype(root.dtype)
-        stats[paths[i]] = _scaled(root / scale, limit * share, clips, finite, count, size)
+        stats[paths[i]] = scaled_stats(root / scale, limit * share, clips, finite, count, size)
     return stats
 
 
@@ -213,7 +213,7 @@ def _of_leaves(tree: Any, limits: Limits) -> ClipStats:
     finite = [jnp.all(jnp.isfinite(norm.root)) for norm, _, _ in groups]
     (bad,) = _counts_unless(functools.reduce(jnp.logical_and, finite), [tree], None)
     stats = [
-        _scaled(norm.value, limit, norm.exceeds(limit), jnp.isfinite(norm.root), bad, size)
+        scaled_stats(norm.value, limit, norm.exceeds(limit), jnp.isfinite(norm.root), bad, size)
         for norm, limit, size in groups
     ]
     total = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), stats)
@@ -245,7 +245,7 @@ def _joined(leaves: Sequence[tuple[jax.Array, Any]], dtype: str) -> list[Any]:
 
 
 @functools.partial(jax.jit, inline=True)
-def _scaled(
+def scaled_stats(
     value: jax.Array,
     limit: jax.Array,
     clips: jax.Array,

@@ -1,19 +1,18 @@
 """Gradients of each example of a batch, clipped one by one and then reduced."""
 
-import numbers
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from clipgrad._accumulate import microbatches, scan_sums, wide_zeros
-from clipgrad._clip_grads import clip_grads
-from clipgrad._compat import to_varying, varying_axes
 from clipgrad._nonfinite import check_policy
-from clipgrad._numbers import accumulator, widen
+from clipgrad._per_example.batches import check_microbatch, on_each_device, part_count, sums
+from clipgrad._per_example.methods import sums_of
+from clipgrad._per_example.plan import Plan, plan_of
+from clipgrad._per_example.subject import Subject, check_method, check_params
 from clipgrad._rules import as_rule
-from clipgrad._trees import check_tree, map_clippable, path_string
 from clipgrad._where import Where
 
 REDUCTIONS = ("mean", "sum")
@@ -28,7 +27,8 @@ def clip_per_example(
     has_aux: bool = False,
     where: Where = None,
     nonfinite: str = "propagate",
-) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
+    method: str = "auto",
+) -> "ClipPerExample":
     r"""Makes a ``value_and_grad`` that clips the gradient of every example on its own.
 
     $$\frac{1}{B} \sum_{i=1}^{B} \mathrm{rule}(\nabla_w\,\mathrm{loss}(w, x_i))$$
@@ -71,17 +71,27 @@ def clip_per_example(
         example that is NaN or inf doesn't harm the others. ``"error"`` needs
         `jax.experimental.checkify.checkify` under `jax.jit` and with a ``microbatch``.
 
+      method: how the gradients of examples are found.
+
+        * ``"one pass"``: the factors of all layers are kept until the norms are known.
+        * ``"two passes"``: first the norms, then the gradients once more, in about the memory
+          of a plain gradient: scans and `jax.checkpoint` keep their worth.
+        * ``"direct"``: the gradient of each example is made, as ``jax.vmap(jax.grad(loss))`` does.
+        * ``"auto"``: one pass, or two if the factors need much memory. Rules that do not
+          scale by L2 norms (value clips, other orders, units, functions) are direct.
+
     Returns:
       A function ``(params, batch) -> (value, grads, stats)``, with ``has_aux`` ``((value, aux),
       grads, stats)``. ``grads`` has the structure and dtypes of ``params``; ``aux`` and the
       `ClipStats` ``stats`` have one entry for each example, in the order of the batch:
       ``stats.norm`` has the shape (B,), ``stats.clipped.mean()`` is the part of the examples that
-      were clipped. Such statistics are not private.
+      were clipped. Such statistics are not private. Its method ``plan(params, batch)`` says what
+      is done with each leaf, and why.
 
     Raises:
       TypeError: if ``rule`` is neither a rule nor a function nor ``None``.
       ValueError: for another ``reduce``, a ``microbatch`` that is not a positive integer, an
-        unknown ``nonfinite``; when called, for batch leaves without a common leading axis, a
+        unknown ``nonfinite`` or ``method``; when called, for batch leaves without a common leading axis, a
         batch without examples or one that ``microbatch`` does not divide.
 
     Example:
@@ -103,72 +113,35 @@ def clip_per_example(
     """
     rule = as_rule(rule)
     check_policy(nonfinite)
+    check_method(method)
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCTIONS)}")
-    whole = isinstance(microbatch, numbers.Integral) and not isinstance(microbatch, bool)
-    if microbatch is not None and not (whole and microbatch >= 1):
-        raise ValueError(f"microbatch: got {microbatch!r}, expected a positive integer or None")
-    loss_and_grad = jax.value_and_grad(loss_fn, has_aux=has_aux)
+    check_microbatch(microbatch)
+    subject = Subject(loss_fn, rule, microbatch, has_aux, where, nonfinite, method)
+    return ClipPerExample(subject, reduce)
 
-    def of_one(params: Any, example: Any) -> tuple[Any, Any]:
-        value, grads = loss_and_grad(params, example)
-        wide = map_clippable(lambda g: widen(g, accumulator(g)), grads)
-        clipped, stats = clip_grads(wide, rule, params, where=where, nonfinite=nonfinite)
-        return clipped, (value, stats)
 
-    def value_and_grad(params: Any, batch: Any) -> tuple[Any, Any, Any]:
-        check_tree("params", params)
-        size = _batch_size(batch)
-        apart = _on_each_device(params, batch)
-        if size % (microbatch or size):
-            raise ValueError(
-                f"microbatch: got {microbatch}, expected a divisor of the {size} examples"
-            )
-        total, (value, stats) = _sums(of_one, apart, batch, size // (microbatch or size))
-        divisor = float(size) if reduce == "mean" else 1.0
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClipPerExample:
+    """A function of parameters and a batch; see `clip_per_example`."""
+
+    subject: Subject
+    reduce: str
+
+    def __call__(self, params: Any, batch: Any) -> tuple[Any, Any, Any]:
+        """The reduced loss, the reduced clipped gradients, and the statistics of each example."""
+        subject = self.subject
+        check_params(params)
+        size, parts = part_count(batch, subject.microbatch)
+        of_some = sums_of(subject, params, batch)
+        apart = on_each_device(params, batch)
+        total, (value, stats) = sums(of_some, apart, batch, parts)
+        divisor = float(size) if self.reduce == "mean" else 1.0
         grads = jax.tree.map(lambda t, p: (t / divisor).astype(jnp.result_type(p)), total, params)
-        loss, aux = value if has_aux else (value, None)
-        loss = jnp.mean(loss) if reduce == "mean" else jnp.sum(loss)
-        return ((loss, aux) if has_aux else loss), grads, stats
+        loss, aux = value if subject.has_aux else (value, None)
+        loss = jnp.mean(loss) if self.reduce == "mean" else jnp.sum(loss)
+        return ((loss, aux) if subject.has_aux else loss), grads, stats
 
-    return value_and_grad
-
-
-def _sums(of_one: Callable[..., Any], params: Any, batch: Any, parts: int) -> tuple[Any, Any]:
-    """The sum of the first results over all examples, and the second results stacked."""
-
-    def of_some(examples: Any) -> tuple[Any, Any]:
-        grads, rest = jax.vmap(of_one, in_axes=(None, 0))(params, examples)
-        return jax.tree.map(lambda g: jnp.sum(g, axis=0), grads), rest
-
-    if parts == 1:
-        return of_some(batch)
-    part = microbatches(batch, parts)
-    zeros = jax.tree.map(wide_zeros, params, params)
-    total, rest = scan_sums(lambda i: of_some(part(i)), zeros, parts)
-    # From (parts, examples, ...) to one axis of examples, in the order of the batch.
-    return total, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), rest)
-
-
-def _on_each_device(params: Any, batch: Any) -> Any:
-    """The parameters as varying where the batch does.
-
-    Otherwise `jax.grad` inside `jax.shard_map` adds up the gradients of one example from each
-    device before they can be clipped.
-    """
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(batch)))
-    return jax.tree.map(lambda p: to_varying(p, axes), params) if axes else params
-
-
-def _batch_size(batch: Any) -> int:
-    """The size of the leading axis that all leaves of a batch share."""
-    check_tree("batch", batch)
-    entries, _ = jax.tree_util.tree_flatten_with_path(batch)
-    shapes = {path_string(path) or "the batch": jnp.shape(leaf) for path, leaf in entries}
-    sizes = {shape[:1] for shape in shapes.values()}
-    if len(sizes) != 1 or sizes <= {(), (0,)}:
-        raise ValueError(
-            f"batch: got leaves of the shapes {shapes}, expected a leading axis of the same size "
-            "in all of them, with one example for each index"
-        )
-    return sizes.pop()[0]
+    def plan(self, params: Any, batch: Any) -> Plan:
+        """What is done with each leaf, from shapes alone: nothing is computed."""
+        return plan_of(self.subject, params, batch)

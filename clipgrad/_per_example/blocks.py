@@ -1,0 +1,176 @@
+"""Terms of one gradient in a normal form: those that are alike joined along what is summed over."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._numbers import accumulator
+from clipgrad._per_example.terms import Products, Term, Unfollowed, einsum
+
+Name = tuple[int, int]  # of an axis of a factor: the axis of the gradient, and the place in that
+
+
+class Part(NamedTuple):
+    """A factor, of the shape (rows, sizes of the names); or the hot index of each row."""
+
+    values: jax.Array
+    names: tuple[Name, ...]
+    hot: Name | None
+    length: int
+
+    @property
+    def owned(self) -> tuple[Name, ...]:
+        """All names, that of the hot axis included."""
+        return self.names if self.hot is None else (self.hot,)
+
+
+class Window(NamedTuple):
+    """Where along an axis of the gradient a block is: ``sizes`` multiply to its length."""
+
+    start: int
+    sizes: tuple[int, ...]
+    size: int
+
+
+class Block(NamedTuple):
+    """A sum over rows of products of parts."""
+
+    parts: tuple[Part, ...]
+    windows: tuple[Window, ...]
+    precision: Any
+
+    @property
+    def rows(self) -> int:
+        """How many products are summed."""
+        return self.parts[0].values.shape[0]
+
+    @property
+    def kept(self) -> frozenset[Name]:
+        """The names that several parts share."""
+        all_names = [name for part in self.parts for name in part.owned]
+        return frozenset(name for name in all_names if all_names.count(name) > 1)
+
+    def size(self, name: Name) -> int:
+        """The size of a name."""
+        return self.windows[name[0]].sizes[name[1]]
+
+
+def blocks(products: Products) -> list[Block]:
+    """The terms, those that differ by their numbers alone joined to one block."""
+    groups: dict[Any, list[Block]] = {}
+    for term in products.terms:
+        block = _normal(term)
+        shapes = tuple((p.names, p.hot, p.length, p.values.dtype.name) for p in block.parts)
+        groups.setdefault((shapes, block.windows, block.precision), []).append(block)
+    return [_joined(group) for group in groups.values()]
+
+
+def _normal(term: Term) -> Block:
+    places = {
+        label: (i, p) for i, axis in enumerate(term.axes) for p, label in enumerate(axis.labels)
+    }
+    sizes, summed = term.sizes, term.summed
+    parts = [_part(factor, places, summed, sizes) for factor in term.factors]
+    windows = [
+        Window(axis.start, tuple(sizes[label] for label in axis.labels), axis.size)
+        for axis in term.axes
+    ]
+    ordered = sorted(_folded(parts), key=lambda part: (part.owned, part.hot is not None))
+    return Block(tuple(ordered), tuple(windows), term.precision)
+
+
+def _part(factor: Any, places: dict, summed: Sequence[int], sizes: dict[int, int]) -> Part:
+    """A factor with one axis for all that is summed over, and its other axes in order."""
+    own = sorted((label for label in factor.labels if label in places), key=places.__getitem__)
+    if factor.hot is not None and (own or factor.hot not in places):
+        raise Unfollowed("indices that differ along an axis of the gradient")
+    present = [label for label in summed if label in factor.labels]
+    values = factor.values
+    if factor.hot is None:
+        values = values.astype(accumulator(values))
+    order = [factor.labels.index(label) for label in (*present, *own)]
+    values = values if order == sorted(order) else jnp.transpose(values, order)
+    rest = [sizes[label] for label in own]
+    if len(present) < len(summed):
+        shape = [sizes[label] if label in present else 1 for label in summed]
+        values = values.reshape(*shape, *rest)
+        values = jnp.broadcast_to(values, (*(sizes[label] for label in summed), *rest))
+    values = values.reshape(math.prod(sizes[label] for label in summed), *rest)
+    hot = None if factor.hot is None else places[factor.hot]
+    return Part(values, tuple(places[label] for label in own), hot, factor.length)
+
+
+def _folded(parts: list[Part]) -> list[Part]:
+    """The parts, those without names of their own multiplied into others."""
+    result: list[Part] = []
+    for part in sorted(parts, key=lambda part: -len(part.names)):
+        i = next((i for i, other in enumerate(result) if _holds(other, part)), None)
+        if i is None:
+            result.append(part)
+        else:
+            other = result[i]
+            labels = [[(-1, 0), *p.names] for p in (other, part)]
+            result[i] = other._replace(
+                values=einsum([other.values, part.values], labels, labels[0])
+            )
+    return result
+
+
+def _holds(part: Part, other: Part) -> bool:
+    return part.hot is None and other.hot is None and set(other.names) <= set(part.names)
+
+
+def _joined(group: list[Block]) -> Block:
+    if len(group) == 1:
+        return group[0]
+    columns = zip(*(block.parts for block in group), strict=True)
+    parts = [
+        column[0]._replace(values=jnp.concatenate([part.values for part in column]))
+        for column in columns
+    ]
+    return group[0]._replace(parts=tuple(parts))
+
+
+def value(block: Block, precision: Any = None) -> jax.Array:
+    """The sum of products of a block, as a part of the gradient with the axes of its windows."""
+    hot = [part for part in block.parts if part.hot is not None]
+    dense = [part for part in block.parts if part.hot is None]
+    names = sorted({name for part in dense for name in part.names})
+    row = [(-1, 0)] if hot else []
+    labels = [[(-1, 0), *part.names] for part in dense]
+    if not dense:
+        total = jnp.ones((block.rows,))
+    else:
+        options = {"precision": precision or block.precision}
+        total = einsum([part.values for part in dense], labels, [*row, *names], **options)
+    if hot:
+        total = _scattered(hot, total)
+        order = [name for part in hot for name in [part.hot]] + names
+        total = jnp.transpose(total, [order.index(name) for name in sorted(order)])
+    return total.reshape([math.prod(window.sizes) for window in block.windows])
+
+
+def _scattered(hot: list[Part], rows: jax.Array) -> jax.Array:
+    """Rows added up at their indices."""
+    zeros = jnp.zeros((*(part.length for part in hot), *rows.shape[1:]), rows.dtype)
+    return zeros.at[tuple(part.values for part in hot)].add(rows, mode="drop")
+
+
+def placed(block: Block, part: jax.Array) -> jax.Array:
+    """A part of a gradient at its place, with zeros around it."""
+    edges = [(w.start, w.size - w.start - math.prod(w.sizes), 0) for w in block.windows]
+    if all(edge == (0, 0, 0) for edge in edges):
+        return part
+    return jax.lax.pad(part, jnp.zeros((), part.dtype), edges)
+
+
+def dense(products: Products, precision: Any = None) -> jax.Array:
+    """The gradient itself, in float32 or wider."""
+    total = None
+    for block in blocks(products):
+        part = placed(block, value(block, precision))
+        total = part if total is None else total + part
+    return jnp.zeros(products.shape, jnp.float32) if total is None else total

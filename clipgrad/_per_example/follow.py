@@ -1,0 +1,150 @@
+"""Evaluating the gradient of one example with the gradients of leaves left as sums of products."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from clipgrad._jaxpr import REMAT, Hook, bind, called_program
+from clipgrad._per_example.blocks import dense
+from clipgrad._per_example.grams import squares
+from clipgrad._per_example.squares import Squares
+from clipgrad._per_example.sums import Summed
+from clipgrad._per_example.terms import NotAccumulated, Products, Unfollowed
+from clipgrad._per_example.wanted import Want, wanted
+
+Rule = Callable[["Follow", JaxprEqn, list, list[Want | None]], Sequence | None]
+_RULES: dict[str, Rule] = {}
+
+
+def follows(*names: str) -> Callable[[Rule], Rule]:
+    """Decorates how primitives of these names are applied to, or make, sums of products."""
+
+    def register(function: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+class End(Protocol):
+    """What becomes of a gradient where no factor is needed any more."""
+
+    def __call__(self, value: Any, want: Want) -> Any:
+        """The value, or what it becomes."""
+        ...
+
+    def adds(self, want: Want) -> bool:
+        """Whether values are added up over examples here, so that a carry can hold their sum."""
+        ...
+
+
+class Measure(NamedTuple):
+    """The squares of a gradient in place of it; ``zero``: NaN and inf in arrays count as 0."""
+
+    zero: bool
+
+    def __call__(self, value: Any, want: Want) -> Any:
+        """The squares of what is all of a gradient."""
+        if not want.solo or isinstance(value, Squares):
+            return value
+        return squares(value) if isinstance(value, Products) else Squares.of(value, self.zero)
+
+    def adds(self, want: Want) -> bool:
+        """No."""
+        return False
+
+
+class Notes(dict[int, list[str]]):
+    """For each gradient why it, or a part of it, is made for each example."""
+
+    def add(self, want: Want, reason: str) -> None:
+        """A reason, once."""
+        for leaf in want.leaves:
+            if reason not in self.setdefault(leaf, []):
+                self[leaf].append(reason)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Follow(Hook):
+    """Keeps what is wanted as `Products`, or as what ``end`` makes of it where that is possible."""
+
+    wanted: Mapping[Var, Want]
+    end: "End | None"
+    notes: Notes
+    # For what is broadcast or cast, the array before it and the axes that it has.
+    sources: dict[Var, tuple[Any, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Any, wants: Sequence[Want | None], like: "Follow") -> "Follow":
+        """A hook like another for a program whose outputs make these gradients."""
+        return dataclasses.replace(like, wanted=wanted(program, wants), sources={})
+
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """The outputs of an equation."""
+        wants = [self.wanted.get(v) for v in equation.outvars]
+        if not any(wants):
+            self._remember(equation, inputs)
+            return bind(equation, inputs)
+        if equation.primitive.name in REMAT:
+            return None
+        rule = _RULES.get(equation.primitive.name)
+        try:
+            outputs = None if rule is None else rule(self, equation, inputs, wants)
+            reason = f"made by {equation.primitive.name}"
+        except Unfollowed as error:
+            outputs, reason = None, str(error)
+        if outputs is None:
+            for want in filter(None, wants):
+                self.notes.add(want, reason)
+            outputs = bind(equation, [as_array(x) for x in inputs])
+        pairs = zip(outputs, wants, strict=True)
+        return [self.end(*pair) if self.end and pair[1] else pair[0] for pair in pairs]
+
+    def _remember(self, equation: JaxprEqn, inputs: list) -> None:
+        """Keeps what an array was before it was broadcast."""
+        name, made = equation.primitive.name, equation.outvars[0] if equation.outvars else None
+        if name == "broadcast_in_dim":
+            shape, dimensions = jnp.shape(inputs[0]), equation.params["broadcast_dimensions"]
+            real = [i for i, n in enumerate(shape) if n == made.aval.shape[dimensions[i]]]
+            small = jnp.reshape(inputs[0], [shape[i] for i in real])
+            self.sources[made] = small, tuple(int(dimensions[i]) for i in real)
+        elif name in ("convert_element_type", "copy") and _source(equation) in self.sources:
+            self.sources[made] = self.sources[equation.invars[0]]
+
+    def inside(self, equation: JaxprEqn, step: Any) -> "Follow":
+        """The hook for the program that an equation calls."""
+        wants = [self.wanted.get(v) for v in equation.outvars]
+        return Follow.of(called_program(equation), wants, self)
+
+
+def as_array(value: Any) -> Any:
+    """The gradient itself, in place of products."""
+    if not isinstance(value, Products):
+        return value
+    if value.carried:
+        raise NotAccumulated(value.carried[0])
+    return dense(value).astype(value.dtype)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether this is an array, not a sum of products or of squares."""
+    return not isinstance(value, Products | Squares | Summed)
+
+
+def tie(values: Sequence) -> list:
+    """`jax.lax.optimization_barrier` of arrays and sums of products."""
+    return list(jax.lax.optimization_barrier(list(values)))
+
+
+def zeros(aval: Any) -> Products:
+    """The sum of no products."""
+    return Products((), tuple(aval.shape), jnp.dtype(aval.dtype))
+
+
+def _source(equation: JaxprEqn) -> Any:
+    atom = equation.invars[0]
+    return None if isinstance(atom, Literal) else atom

@@ -1,0 +1,192 @@
+r"""The norm of a sum of products from Gram matrices of its factors.
+
+$$\Big\| \sum_t x_t \otimes y_t \Big\|^2 = \sum_{t,s} \langle x_t, x_s \rangle \langle y_t, y_s
+\rangle$$
+
+Each row is scaled by powers of two, so that no product leaves its range. Where products cancel,
+the sum is less than what rounding may make of it. The dot product of two rows of $n$ numbers is
+wrong by at most $\sqrt{n}\,u$ times the product of their norms, if the errors of rounding (each at
+most $u = 2^{-24}$ in float32) are independent and of mean zero (Higham and Mary 2019, with
+probability near 1; in practice far less). So the sum is wrong by at most $(\sqrt{d} + \sqrt{p} +
+4)\,u \sum |\langle x_t, x_s \rangle \langle y_t, y_s \rangle|$, and this is added to it: a few
+parts in a million of an ordinary norm, and what keeps a norm from being too small where nearly
+nothing is left.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._per_example.blocks import Block, Part, blocks, placed, value
+from clipgrad._per_example.squares import NOTHING, Squares, exponents, times_power
+from clipgrad._per_example.terms import Products, Unfollowed, einsum
+
+
+def squares(products: Products) -> Squares:
+    """The sum of the squares of a gradient, from Gram matrices or from the gradient itself."""
+    found = blocks(products)
+    if not found:
+        return Squares(jnp.zeros(()), jnp.int32(0), jnp.zeros(()))
+    scaled, exponent = _in_range(found)
+    if uses_gram(products):
+        total = functools.reduce(jnp.add, [_inner(*pair) for pair in _pairs(scaled)])
+    else:
+        parts = [placed(block, value(block, "highest")) for block in scaled]
+        total = jnp.sum(jnp.square(functools.reduce(jnp.add, parts)))
+    # Nobody knows how many elements are NaN or inf: all count if the norm is.
+    size = jnp.array(float(math.prod(products.shape)), total.dtype)
+    return Squares(total, exponent, jnp.where(jnp.isfinite(total), 0, size))
+
+
+def uses_gram(products: Products) -> bool:
+    """Whether Gram matrices are smaller than the gradient, two of them for each product."""
+    found = blocks(products)
+    try:
+        cost = sum(2 * _entries(*pair) for pair in _pairs(found))
+    except Unfollowed:
+        return False
+    return cost <= max(math.prod(products.shape), 2)
+
+
+def _pairs(found: Sequence[Block]) -> list[tuple[Block, Block]]:
+    """Each two blocks that overlap, once, cut to where they do."""
+    pairs = [_overlap(a, b) for i, a in enumerate(found) for b in found[: i + 1]]
+    return [pair for pair in pairs if pair is not None]
+
+
+def _entries(a: Block, b: Block) -> int:
+    kept = math.prod(a.size(name) for name in a.kept | b.kept)
+    _partners(a, b)
+    return a.rows * b.rows * kept
+
+
+def _in_range(found: list[Block]) -> tuple[list[Block], jax.Array]:
+    """Blocks with rows of about 1, times a weight that is at most 1; and the exponent of all."""
+    rows = [[_row_exponents(part) for part in block.parts] for block in found]
+    totals = [functools.reduce(jnp.add, each) for each in rows]
+    largest = functools.reduce(jnp.maximum, [jnp.max(t, initial=NOTHING) for t in totals])
+    largest = jnp.where(largest <= NOTHING // 2, 0, largest)
+    scaled = []
+    for block, each, total in zip(found, rows, totals, strict=True):
+        last = max(i for i, part in enumerate(block.parts) if part.hot is None)
+        parts = [
+            _scaled(part, (total - largest if i == last else 0) - e)
+            for i, (part, e) in enumerate(zip(block.parts, each, strict=True))
+        ]
+        scaled.append(block._replace(parts=tuple(parts)))
+    return scaled, largest
+
+
+def _row_exponents(part: Part) -> jax.Array:
+    if part.hot is not None:
+        return jnp.zeros(part.values.shape, jnp.int32)
+    largest = jnp.max(jnp.abs(part.values), axis=range(1, part.values.ndim), initial=0)
+    return exponents(largest)
+
+
+def _scaled(part: Part, exponent: jax.Array) -> Part:
+    if part.hot is not None:
+        return part
+    shape = (-1, *[1] * (part.values.ndim - 1))
+    # A row of zeros has no exponent, and stays what it is.
+    exponent = jnp.where(jnp.abs(exponent) > -NOTHING // 2, 0, exponent)
+    return part._replace(values=times_power(part.values, exponent.reshape(shape)))
+
+
+def _overlap(a: Block, b: Block) -> tuple[Block, Block] | None:
+    """Both blocks where both are; None if nowhere."""
+    if a is b or a.windows == b.windows:
+        return a, b
+    for i, (v, w) in enumerate(zip(a.windows, b.windows, strict=True)):
+        if v == w:
+            continue
+        start = max(v.start, w.start)
+        stop = min(v.start + math.prod(v.sizes), w.start + math.prod(w.sizes))
+        if start >= stop:
+            return None
+        a, b = (_cut(block, i, start, stop) for block in (a, b))
+    return a, b
+
+
+def _cut(block: Block, axis: int, start: int, stop: int) -> Block:
+    window, name = block.windows[axis], (axis, 0)
+    if window.start == start and math.prod(window.sizes) == stop - start:
+        return block
+    if len(window.sizes) != 1 or any(part.hot == name for part in block.parts):
+        raise Unfollowed("slices of merged axes that overlap")
+
+    def cut(part: Part) -> Part:
+        if name not in part.names:
+            return part
+        i = 1 + part.names.index(name)
+        bounds = start - window.start, stop - window.start
+        return part._replace(values=jax.lax.slice_in_dim(part.values, *bounds, axis=i))
+
+    windows = list(block.windows)
+    windows[axis] = window._replace(start=start, sizes=(stop - start,))
+    return block._replace(parts=tuple(map(cut, block.parts)), windows=tuple(windows))
+
+
+def _partners(a: Block, b: Block) -> list[tuple[Part, Part]]:
+    """Each part of a block with that of the other which has the same axes for itself."""
+    kept = a.kept | b.kept
+    if [w.sizes for w in a.windows] != [w.sizes for w in b.windows]:
+        raise Unfollowed("products whose axes are merged differently")
+
+    def own(part: Part) -> frozenset:
+        return frozenset(part.owned) - kept
+
+    others = {own(part): part for part in b.parts}
+    if len(others) < len(b.parts) or {own(p) for p in a.parts} != set(others):
+        raise Unfollowed("products whose factors have different axes")
+    if any(part.hot in kept for part in (*a.parts, *b.parts)):
+        raise Unfollowed("an indexed axis that factors share")
+    if len(a.parts) != len(b.parts):
+        raise Unfollowed("products of different numbers of factors")
+    return [(part, others[own(part)]) for part in a.parts]
+
+
+def _inner(a: Block, b: Block) -> jax.Array:
+    """The inner product of two blocks, twice unless they are one, and its error of rounding."""
+    kept = sorted(a.kept | b.kept)
+    pairs = _partners(a, b)
+    if a is not b and a.rows == b.rows == 1:
+        pass
+    product = functools.reduce(jnp.multiply, [_gram(*pair, kept) for pair in pairs])
+    error = 4 + sum(math.sqrt(math.prod(map(a.size, set(p.owned) - set(kept)))) for p, _ in pairs)
+    unit = jnp.finfo(product.dtype).eps / 2
+    return (1 if a is b else 2) * jnp.sum(product) + error * unit * jnp.sum(jnp.abs(product)) * (
+        1 if a is b else 2
+    )
+
+
+def _gram(x: Part, y: Part, kept: Sequence) -> jax.Array:
+    """The inner products of the rows of two parts: (rows, rows, sizes of the kept axes)."""
+    if x.hot is not None and y.hot is not None:
+        return _expanded((x.values[:, None] == y.values).astype(jnp.float32), [], kept)
+    if x.hot is not None:
+        return jnp.swapaxes(_gram(y, x, kept), 0, 1)
+    own = [name for name in kept if name in x.names or name in y.names]
+    if y.hot is not None:
+        # An index out of range was made one in range, with a row of zeros beside it.
+        axis = 1 + x.names.index(y.hot)
+        found = jnp.take(x.values, y.values, axis=axis, mode="clip")
+        return _expanded(jnp.moveaxis(found, axis, 1), own, kept)
+    labels = [[(-1, 0), *x.names], [(-2, 0), *y.names]]
+    if x.values.shape[0] == y.values.shape[0] == 1 and not own:
+        y_values = (
+            y.values if x.names == y.names else einsum([y.values], labels[1:], [(-2, 0), *x.names])
+        )
+        return jnp.sum(x.values * y_values).reshape(1, 1, *[1] * len(kept))
+    out = [(-1, 0), (-2, 0), *own]
+    options: dict[str, Any] = {"precision": "highest"}
+    return _expanded(einsum([x.values, y.values], labels, out, **options), own, kept)
+
+
+def _expanded(gram: jax.Array, own: Sequence, kept: Sequence) -> jax.Array:
+    sizes = iter(gram.shape[2:])
+    return gram.reshape(*gram.shape[:2], *(next(sizes) if n in own else 1 for n in kept))

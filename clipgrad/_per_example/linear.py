@@ -1,0 +1,178 @@
+"""What is done to gradients behind their products, done to the factors."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from clipgrad._jaxpr import CALLS, JIT, bind, called_program, evaluate
+from clipgrad._per_example.follow import as_array, follows, is_plain, tie, zeros
+from clipgrad._per_example.squares import Squares
+from clipgrad._per_example.sums import Summed
+from clipgrad._per_example.terms import Axis, Products, Unfollowed, reshaped
+from clipgrad._per_example.wanted import is_zero
+
+
+def on_sums(equation: Any, inputs: list) -> Summed:
+    """An equation applied to sums over the examples, which stay in float32 or wider."""
+    if equation.primitive.name in ("convert_element_type", "reduce_precision"):
+        return inputs[0]
+    arrays = [x.array if isinstance(x, Summed) else x for x in inputs]
+    if equation.primitive.name == "pad":
+        arrays[1] = arrays[1].astype(arrays[0].dtype)
+    return Summed(*bind(equation, arrays))
+
+
+def _on_first(change: Any) -> Any:
+    """The rule of an equation that changes its first input; arrays and squares pass through."""
+
+    def rule(hook: Any, equation: Any, inputs: list, wants: list) -> list:
+        value = inputs[0]
+        if isinstance(value, Squares):
+            return [value]
+        if isinstance(value, Summed):
+            return [on_sums(equation, inputs)]
+        if is_plain(value):
+            return bind(equation, inputs)
+        return [value.map(lambda term: change(equation, inputs, term), equation.outvars[0].aval)]
+
+    return rule
+
+
+@follows("transpose")
+@_on_first
+def _transpose(equation, inputs, term):
+    return term.with_axes([term.axes[i] for i in equation.params["permutation"]])
+
+
+@follows("reshape", "squeeze", "expand_dims")
+@_on_first
+def _reshape(equation, inputs, term):
+    if equation.params.get("dimensions") is not None:
+        raise Unfollowed("a reshape with dimensions")
+    return reshaped(term, equation.invars[0].aval.shape, equation.outvars[0].aval.shape)
+
+
+@follows("copy", "copy_p", "name", "convert_element_type", "reduce_precision")
+@_on_first
+def _same(equation, inputs, term):
+    return term
+
+
+@follows("neg")
+@_on_first
+def _negative(equation, inputs, term):
+    return term.times(-1)
+
+
+@follows("pad")
+@_on_first
+def _pad(equation, inputs, term):
+    edges = equation.params["padding_config"]
+    pairs = zip(term.axes, edges, equation.outvars[0].aval.shape, strict=True)
+    return term.with_axes([Axis(a.labels, a.start + int(low), n) for a, (low, _, _), n in pairs])
+
+
+@follows("slice")
+@_on_first
+def _slice(equation, inputs, term):
+    starts, stops = equation.params["start_indices"], equation.params["limit_indices"]
+    axes = []
+    for axis, low, high in zip(term.axes, starts, stops, strict=True):
+        end = axis.start + term.extent(axis)
+        start, stop = max(axis.start, low), max(min(end, high), max(axis.start, low))
+        if (start, stop) != (axis.start, end):
+            if len(axis.labels) != 1:
+                raise Unfollowed("a slice of merged axes")
+            bounds = start - axis.start, stop - axis.start
+            term = term.map(lambda f, k=axis.labels[0], b=bounds: f.cut(k, *b))
+        axes.append(Axis(axis.labels, start - low, high - low))
+    return term.with_axes(axes)
+
+
+@follows("reduce_sum")
+@_on_first
+def _reduce(equation, inputs, term):
+    return term.without(equation.params["axes"])
+
+
+@follows("broadcast_in_dim")
+def _broadcast(hook, equation, inputs, wants):
+    aval = equation.outvars[0].aval
+    if is_zero(equation.invars[0]):
+        return [zeros(aval)]
+    if is_plain(inputs[0]):
+        return bind(equation, inputs)
+    if list(equation.params["broadcast_dimensions"]) != sorted(
+        equation.params["broadcast_dimensions"]
+    ):
+        raise Unfollowed("a broadcast that transposes")
+    return _reshape(hook, equation, inputs, wants)
+
+
+@follows("add", "add_any", "sub")
+def _add(hook, equation, inputs, wants):
+    if any(isinstance(x, Summed) for x in inputs):
+        return [on_sums(equation, [hook.end(x, wants[0]) for x in inputs])]
+    first, second = inputs
+    if equation.primitive.name == "sub" and isinstance(second, Products):
+        second = second.map(lambda term: term.times(-1), equation.outvars[0].aval)
+    return [total(equation.outvars[0].aval, first, second)]
+
+
+def total(aval: Any, first: Any, second: Any) -> Any:
+    if isinstance(first, Products) and isinstance(second, Products):
+        return first.plus(second)
+    for one, other in ((first, second), (second, first)):
+        if isinstance(one, Products) and not one.terms and not one.carried:
+            return jnp.broadcast_to(other, aval.shape).astype(aval.dtype)
+    return as_array(first) + as_array(second)
+
+
+@follows("concatenate")
+def _concatenate(hook, equation, inputs, wants):
+    aval, dimension = equation.outvars[0].aval, equation.params["dimension"]
+    if any(isinstance(x, Summed) for x in inputs):
+        return [on_sums(equation, [hook.end(x, wants[0]) for x in inputs])]
+    if not all(isinstance(x, Products) for x in inputs):
+        return bind(equation, [as_array(x) for x in inputs])
+    total, start = zeros(aval), 0
+    for value in inputs:
+
+        def move(term, start=start):
+            axes = list(term.axes)
+            axis = axes[dimension]
+            axes[dimension] = Axis(axis.labels, axis.start + start, aval.shape[dimension])
+            return term.with_axes(axes)
+
+        total = total.plus(value.map(move, aval))
+        start += value.shape[dimension]
+    return [total]
+
+
+@follows("mul", "div")
+def _product(hook, equation, inputs, wants):
+    first, second = inputs
+    if is_plain(first) and is_plain(second):
+        return None
+    place = 0 if is_plain(first) else 1
+    array, products = inputs[place], inputs[1 - place]
+    aval = equation.outvars[0].aval
+    if jnp.ndim(array) == 0:
+        number = 1 / array if equation.primitive.name == "div" else array
+        return [products.map(lambda term: term.times(number), aval)]
+    small, dimensions = hook.sources[equation.invars[place]]
+    if equation.primitive.name == "div":
+        small = 1 / small
+    if not jnp.ndim(small):
+        return [products.map(lambda term: term.times(small), aval)]
+    return [products.map(lambda term: term.along(small, dimensions), aval)]
+
+
+@follows("optimization_barrier")
+def _barrier(hook, equation, inputs, wants):
+    return tie(inputs)
+
+
+@follows(*JIT, *CALLS)
+def _call(hook, equation, inputs, wants):
+    return evaluate(called_program(equation), inputs, hook.inside(equation, ()))

@@ -1,0 +1,25 @@
+"""The choice of a method."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from clipgrad._per_example.direct import direct_sums
+from clipgrad._per_example.one_pass import one_pass_sums
+from clipgrad._per_example.plan import plan_of
+from clipgrad._per_example.subject import Subject
+from clipgrad._per_example.two_passes import two_passes_sums
+
+Sums = Callable[[Any, Any], tuple[Any, tuple[Any, Any]]]
+_FORMS = {"one pass": one_pass_sums, "two passes": two_passes_sums, "direct": direct_sums}
+
+
+def sums_of(subject: Subject, params: Any, batch: Any) -> Sums:
+    """The function of parameters and examples that gives the sum of the clipped gradients."""
+    if subject.why_direct() is not None:
+        method = "direct"
+    else:
+        method = (
+            plan_of(subject, params, batch).method if subject.method == "auto" else subject.method
+        )
+    return functools.partial(_FORMS[method], subject)

@@ -1,0 +1,119 @@
+"""The norms of the gradients of the examples of a batch, alone."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from clipgrad._per_example.batches import check_microbatch, each, on_each_device, part_count
+from clipgrad._per_example.follow import Measure
+from clipgrad._per_example.one_pass import each_squares
+from clipgrad._per_example.plan import Plan, plan_of
+from clipgrad._per_example.squares import Squares
+from clipgrad._per_example.subject import Subject, check_method, check_params
+from clipgrad._per_example.traced import each_example
+from clipgrad._trees import is_none, with_paths
+from clipgrad._where import Where
+
+
+def per_example_norms(
+    loss_fn: Callable[..., Any],
+    *,
+    has_aux: bool = False,
+    where: Where = None,
+    per_leaf: bool = False,
+    microbatch: int | None = None,
+    method: str = "auto",
+) -> "PerExampleNorms":
+    r"""Makes a function of the L2 norms of the gradients of all examples of a batch.
+
+    $$\|\nabla_w\,\mathrm{loss}(w, x_i)\|_2 \quad \text{for each example } x_i$$
+
+    The gradient of a weight for one example is a sum of products $X^\top Y$ of what went into a
+    layer and the cotangent of what came out, and $\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top
+    \rangle$: so no example's gradient is made.
+
+    Guarantees:
+      * A norm is that of `global_norm` of the example's gradient to about 1e-5, and where products
+        cancel it is not too small; see `clip_per_example`.
+      * It neither overflows nor underflows while the norm itself is in the range of its dtype.
+
+    Args:
+      loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
+        batch without its leading axis.
+      has_aux: whether ``loss_fn`` returns something besides the loss, which is not used.
+      where: which leaves are measured; see `clip_grads`.
+      per_leaf: whether to return the norms of each leaf.
+      microbatch: how many examples to look at at once, which must divide the batch; ``None``: all.
+      method: see `clip_per_example`; ``"direct"`` makes the gradients, all others measure them
+        where they arise.
+
+    Returns:
+      A function ``(params, batch) -> norms``, an array of shape (B,); with ``per_leaf`` a
+      dictionary from paths such as ``"layers/0/kernel"`` to these. Its method ``plan(params,
+      batch)`` says what is done with each leaf.
+
+    Raises:
+      ValueError: for a ``microbatch`` that is not a positive integer, an unknown ``method``; when
+        called, for a batch as `clip_per_example` refuses it.
+      TypeError: when called, for parameters that are not arrays.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> loss = lambda w, example: jnp.dot(w, example)
+      >>> cg.per_example_norms(loss)(jnp.zeros(2), jnp.array([[3.0, 4.0], [0.6, 0.8]]))
+      Array([5., 1.], dtype=float32)
+
+    References:
+      Goodfellow, Efficient Per-Example Gradient Computations, 2015,
+      https://arxiv.org/abs/1510.01799.
+    """
+    check_method(method)
+    check_microbatch(microbatch)
+    subject = Subject(loss_fn, None, microbatch, has_aux, where, "propagate", method)
+    return PerExampleNorms(subject, per_leaf)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PerExampleNorms:
+    """A function of parameters and a batch; see `per_example_norms`."""
+
+    subject: Subject
+    per_leaf: bool
+
+    def __call__(self, params: Any, batch: Any) -> Any:
+        """The norms of the gradients of the examples."""
+        check_params(params)
+        _, parts = part_count(batch, self.subject.microbatch)
+        return each(self._of_some, on_each_device(params, batch), batch, parts)
+
+    def plan(self, params: Any, batch: Any) -> Plan:
+        """What is done with each leaf, from shapes alone: nothing is computed."""
+        return plan_of(self.subject, params, batch)
+
+    def _of_some(self, params: Any, examples: Any) -> Any:
+        subject = self.subject
+        if subject.why_direct() is None:
+            found = each_example(
+                subject.loss_fn, subject.has_aux, params, examples, end=Measure(False)
+            )
+            values = found.gradients
+        else:
+            grad = jax.grad(subject.loss_fn, has_aux=subject.has_aux)
+            grads = jax.vmap(grad, in_axes=(None, 0))(params, examples)
+            values = jax.tree.leaves(grads[0] if subject.has_aux else grads)
+        paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
+        flags = subject.flags(params)
+        chosen = {
+            path: each_squares(value)
+            for path, value, flag in zip(paths, values, flags, strict=True)
+            if flag
+        }
+        if self.per_leaf:
+            return {path: jax.vmap(_norm)([leaf]) for path, leaf in chosen.items()}
+        return jax.vmap(_norm)(list(chosen.values()))
+
+
+def _norm(leaves: list[Squares]) -> jax.Array:
+    return Squares.sum(leaves).norm().value

@@ -1,0 +1,153 @@
+"""What is done with the gradient of each leaf, and what it costs."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._per_example.batches import part_count
+from clipgrad._per_example.blocks import blocks
+from clipgrad._per_example.follow import Notes
+from clipgrad._per_example.grams import uses_gram
+from clipgrad._per_example.subject import Subject
+from clipgrad._per_example.terms import Products
+from clipgrad._per_example.traced import each_example
+from clipgrad._trees import is_none, with_paths
+
+# A factor is often what a plain gradient keeps anyway, so one pass is chosen up to twice the
+# bytes that the parameters and their gradient take, and where both are small in any case.
+_SMALL = 2**28
+
+
+class LeafPlan(NamedTuple):
+    """What is done with one leaf.
+
+    Attributes:
+      path: of the leaf, such as ``"layers/0/kernel"``.
+      shape: of the leaf.
+      norm: ``"Gram"``: from Gram matrices of its factors; ``"product"``: from the gradient, made
+        of the factors for this leaf alone and only for its norm; ``"direct"``: from the gradient
+        of each example.
+      products: how many products its gradient is the sum of, those in scans as one.
+      rows: how many rows these have together.
+      flops: of the norms and the clipped sum, for the whole batch.
+      bytes: what is kept for it until the norms are known.
+      reason: why it, or a part of it, is direct.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    norm: str
+    products: int
+    rows: int
+    flops: int
+    bytes: int
+    reason: str
+
+
+class Plan(NamedTuple):
+    """How each example is clipped or measured; ``str()`` is a table.
+
+    Attributes:
+      method: ``"one pass"``, ``"two passes"`` or ``"direct"``.
+      reason: why the method is direct, or why it was chosen.
+      leaves: a `LeafPlan` for each leaf.
+      bytes: what one pass keeps until the norms are known.
+      direct_bytes: of the gradients of all examples of a microbatch.
+    """
+
+    method: str
+    reason: str
+    leaves: tuple[LeafPlan, ...]
+    bytes: int
+    direct_bytes: int
+
+    def __str__(self) -> str:
+        """A table with a line for each leaf."""
+        rows = [("leaf", "shape", "norm", "products", "rows", "MFLOP", "MiB", "why")]
+        for leaf in self.leaves:
+            cost = f"{leaf.flops / 1e6:.3g}", f"{leaf.bytes / 2**20:.3g}"
+            counts = str(leaf.products), str(leaf.rows)
+            rows.append((leaf.path, str(leaf.shape), leaf.norm, *counts, *cost, leaf.reason))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)) for row in rows]
+        kept = f"{self.bytes / 2**20:.3g} MiB kept, {self.direct_bytes / 2**20:.3g} MiB if direct"
+        return "\n".join([f"{self.method}: {self.reason}", *(x.rstrip() for x in lines), kept])
+
+
+def plan_of(subject: Subject, params: Any, batch: Any) -> Plan:
+    """The plan of a subject for parameters and a batch of these shapes."""
+    size, parts = part_count(batch, subject.microbatch)
+    size //= parts
+    paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
+    kinds = [jax.typeof(jnp.asarray(leaf)) for leaf in jax.tree.leaves(params)]
+    whole = sum(_bytes(kind.shape, kind.dtype) for kind in kinds)
+    if (why := subject.why_direct()) is not None:
+        leaves = [
+            LeafPlan(
+                path,
+                k.shape,
+                "direct",
+                0,
+                0,
+                4 * size * k.size,
+                size * _bytes(k.shape, k.dtype),
+                why,
+            )
+            for path, k in zip(paths, kinds, strict=True)
+        ]
+        return Plan("direct", why, tuple(leaves), size * whole, size * whole)
+    notes = Notes()
+    few = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[:size], x), batch)
+    found = jax.eval_shape(
+        lambda p, b: each_example(subject.loss_fn, subject.has_aux, p, b, notes=notes).gradients,
+        params,
+        few,
+    )
+    leaves = [
+        _leaf(path, kind.shape, value, size, notes.get(i, []))
+        for i, (path, kind, value) in enumerate(zip(paths, kinds, found, strict=True))
+    ]
+    kept = sum(leaf.bytes for leaf in leaves)
+    method, why = subject.method, "as asked"
+    if method == "auto":
+        fits = kept <= max(4 * whole, _SMALL)
+        method = "one pass" if fits else "two passes"
+        why = "the factors are small enough to be kept" if fits else "the factors are large"
+    return Plan(method, why, tuple(leaves), kept, size * whole)
+
+
+def _bytes(shape: Sequence[int], dtype: Any) -> int:
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def _leaf(path: str, shape: tuple[int, ...], value: Any, size: int, notes: list[str]) -> LeafPlan:
+    count, reason = math.prod(shape), "; ".join(notes)
+    if not isinstance(value, Products):
+        reason = reason or "a sum or an element-wise product, no larger than what it is made of"
+        return LeafPlan(
+            path, shape, "direct", 0, 0, 4 * size * count, _bytes(value.shape, value.dtype), reason
+        )
+    # For one example: the shapes of factors without the axis of examples.
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), value)
+    facts: dict[str, Any] = {}
+
+    def look(products: Products) -> None:
+        found = blocks(products)
+        facts["rows"] = sum(block.rows for block in found)
+        facts["gram"] = uses_gram(products)
+        facts["flops"] = sum(_flops(block, facts["gram"], count) for block in found)
+
+    jax.eval_shape(look, one)
+    kept = sum(_bytes(x.shape, x.dtype) for x in jax.tree.leaves(value))
+    norm = "Gram" if facts["gram"] else "product"
+    flops = size * facts["flops"]
+    return LeafPlan(path, shape, norm, len(value.terms), facts["rows"], flops, kept, reason)
+
+
+def _flops(block: Any, gram: bool, count: int) -> int:
+    """Of the norm and the sum of a block of one example."""
+    own = sum(math.prod(part.values.shape[1:]) for part in block.parts)
+    return 2 * block.rows * ((block.rows * own if gram else count) + count)

@@ -1,0 +1,172 @@
+"""The products that gradients are made of: `dot_general`, and rows added up by their index."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import GatherScatterMode
+
+from clipgrad._per_example.follow import follows, is_plain
+from clipgrad._per_example.terms import Axis, Factor, Products, Term, Unfollowed
+
+SMALL = "no larger for one example than what it is the product of"
+
+
+@follows("dot_general")
+def _dot_general(hook, equation, inputs, wants):
+    (contracted, shared) = equation.params["dimension_numbers"]
+    aval = equation.outvars[0].aval
+    if not all(is_plain(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in inputs):
+        raise Unfollowed("a product of numbers that are not real")
+    labels: list[dict[int, int]] = [{}, {}]
+    for pair in (*zip(*shared, strict=True), *zip(*contracted, strict=True)):
+        label = len(labels[0])
+        for side, axis in enumerate(pair):
+            labels[side][axis] = label
+    fresh = len(labels[0])
+    for side in (0, 1):
+        for axis in range(inputs[side].ndim):
+            if axis not in labels[side]:
+                labels[side][axis], fresh = fresh, fresh + 1
+    factors = [
+        Factor(x, tuple(own[axis] for axis in range(x.ndim)))
+        for x, own in zip(inputs, labels, strict=True)
+    ]
+    out = [labels[0][axis] for axis in shared[0]]
+    for side in (0, 1):
+        used = (*contracted[side], *shared[side])
+        out += [labels[side][axis] for axis in range(inputs[side].ndim) if axis not in used]
+    axes = [Axis((label,), 0, n) for label, n in zip(out, aval.shape, strict=True)]
+    term = Term(tuple(factors), tuple(axes), equation.params["precision"])
+    return kept(term, aval, wants[0])
+
+
+def kept(term: Term, aval: Any, want: Any) -> list[Products]:
+    """A gradient as one term, unless it is small, or one factor has all of its axes."""
+    sizes = [factor.values.size for factor in term.factors]
+    whole = {label for axis in term.axes for label in axis.labels}
+    if any(whole <= set(factor.labels) for factor in term.factors):
+        raise Unfollowed("an element-wise product, as large as its factors")
+    if want.repeat == 1 and math.prod(aval.shape) <= sum(sizes):
+        raise Unfollowed(SMALL)
+    return [Products((term,), tuple(aval.shape), aval.dtype)]
+
+
+@follows("scatter-add", "scatter_add")
+def _scatter(hook, equation, inputs, wants):
+    zeros, indices, updates = inputs
+    numbers = equation.params["dimension_numbers"]
+    window, inserted = numbers.update_window_dims, numbers.inserted_window_dims
+    batched = getattr(numbers, "operand_batching_dims", ())
+    if not isinstance(zeros, Products) or batched:
+        raise Unfollowed("rows added to an array by index")
+    if sorted(numbers.scatter_dims_to_operand_dims) != sorted(inserted):
+        raise Unfollowed("slices added at an index")
+    shape, aval = equation.invars[0].aval.shape, equation.outvars[0].aval
+    rows = [i for i in range(equation.invars[2].aval.ndim) if i not in window]
+    others = [i for i in range(len(shape)) if i not in inserted]
+    if any(
+        equation.invars[2].aval.shape[i] != shape[j] for i, j in zip(window, others, strict=True)
+    ):
+        raise Unfollowed("slices added at an index")
+    parts = _indices(indices, numbers.scatter_dims_to_operand_dims, shape)
+    inside = [(index >= 0) & (index < shape[axis]) for axis, index in parts.items()]
+    clips = equation.params["mode"] == GatherScatterMode.CLIP
+    hot = {axis: jnp.clip(index, 0, shape[axis] - 1) for axis, index in parts.items()}
+    terms = []
+    for term in _terms(updates, rows, inside, clips):
+        made = [axis.labels for axis in term.axes]
+        rows_labels = tuple(made[i][0] if made[i] else -1 for i in rows)
+        terms.append(_with_indices(term, hot, rows_labels, [term.axes[i] for i in window], shape))
+    products = Products(tuple(terms), tuple(aval.shape), aval.dtype)
+    if zeros.carried or zeros.terms:
+        products = zeros.plus(products)
+    sizes = [factor.values.size for term in terms for factor in term.factors]
+    if wants[0].repeat == 1 and not zeros.carried and math.prod(aval.shape) <= sum(sizes):
+        raise Unfollowed(SMALL)
+    return [products]
+
+
+def _indices(indices: jax.Array, axes: Any, shape: Any) -> dict[int, jax.Array]:
+    """For each axis that is indexed the index of each row."""
+    return {axis: indices[..., i] for i, axis in enumerate(axes)}
+
+
+def _terms(updates: Any, rows: list[int], inside: list[jax.Array], clips: bool) -> list[Term]:
+    """What is added, as terms, with zeros for rows whose index is out of range."""
+    if is_plain(updates):
+        labels = tuple(range(updates.ndim))
+        axes = [Axis((i,), 0, n) for i, n in enumerate(updates.shape)]
+        terms = [Term((Factor(updates, labels),), tuple(axes))]
+    else:
+        if updates.carried:
+            raise Unfollowed("a carry that is added by index")
+        terms = list(updates.terms)
+    if any(
+        len(term.axes[i].labels) != 1 or term.extent(term.axes[i]) != term.axes[i].size
+        for term in terms
+        for i in rows
+    ):
+        raise Unfollowed("merged or padded rows added at an index")
+    if clips:
+        return terms
+    for mask in inside:
+        terms = [_masked(term, mask, rows) for term in terms]
+    return terms
+
+
+def _masked(term: Term, mask: jax.Array, rows: list[int]) -> Term:
+    factor_labels = [term.axes[i].labels[0] for i in rows]
+    i = next(
+        (
+            i
+            for i, f in enumerate(term.factors)
+            if f.hot is None and set(factor_labels) <= set(f.labels)
+        ),
+        None,
+    )
+    if i is None:
+        raise Unfollowed("rows of different factors added at an index")
+    factor = term.factors[i]
+    order = sorted(range(len(rows)), key=lambda r: factor.labels.index(factor_labels[r]))
+    mask = jnp.transpose(mask, order)
+    places = [factor.labels.index(factor_labels[r]) for r in order]
+    mask = jax.lax.broadcast_in_dim(mask, factor.values.shape, places)
+    values = jnp.where(mask, factor.values, jnp.zeros_like(factor.values))
+    new = Factor(values, factor.labels)
+    return Term((*term.factors[:i], new, *term.factors[i + 1 :]), term.axes, term.precision)
+
+
+def _with_indices(term: Term, hot: dict, labels: tuple, window: list[Axis], shape: Any) -> Term:
+    """A term of rows as one of the gradient: the rows are summed, at their indices."""
+    fresh = iter(term.fresh(len(hot)))
+    factors, axes, others = list(term.factors), {}, iter(window)
+    for axis, index in hot.items():
+        label = next(fresh)
+        factors.append(Factor(index, labels, label, shape[axis]))
+        axes[axis] = Axis((label,), 0, shape[axis])
+    ordered = [axes[i] if i in axes else next(others) for i in range(len(shape))]
+    return Term(tuple(factors), tuple(ordered), term.precision)
+
+
+@follows("dynamic_update_slice")
+def _update(hook, equation, inputs, wants):
+    zeros, updates, *starts = inputs
+    if not isinstance(zeros, Products) or zeros.carried or zeros.terms or is_plain(updates):
+        raise Unfollowed("a slice written at an index")
+    shape, sizes = equation.invars[0].aval.shape, equation.invars[1].aval.shape
+    moved = [i for i, n in enumerate(sizes) if n != shape[i]]
+    if any(sizes[i] != 1 for i in moved):
+        raise Unfollowed("a slice of several rows written at an index")
+
+    def place(term: Term) -> Term:
+        fresh, factors, axes = iter(term.fresh(len(moved))), list(term.factors), list(term.axes)
+        for i in moved:
+            label = next(fresh)
+            index = jnp.clip(starts[i], 0, shape[i] - 1)
+            factors.append(Factor(index, (), label, shape[i]))
+            axes[i] = Axis((label,), 0, shape[i])
+        return Term(tuple(factors), tuple(axes), term.precision).tidied()
+
+    return [updates.map(place, equation.outvars[0].aval)]

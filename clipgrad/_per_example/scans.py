@@ -1,0 +1,133 @@
+"""Gradients that leave a scan: stacked, or added up in its carry."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from clipgrad._jaxpr import called_program, evaluate, opened, scan_counts
+from clipgrad._jaxpr._scans import scan_again
+from clipgrad._per_example.follow import Follow, as_array, follows, is_plain
+from clipgrad._per_example.linear import total
+from clipgrad._per_example.squares import Squares
+from clipgrad._per_example.sums import Summed
+from clipgrad._per_example.terms import NotAccumulated, Products
+from clipgrad._per_example.wanted import Want, wanted
+
+_NUMBERS = itertools.count()
+
+
+@follows("scan")
+def _scan(hook: Follow, equation: JaxprEqn, inputs: list, wants: list[Want | None]) -> Sequence:
+    constants, carried = scan_counts(equation)
+    first = inputs[constants : constants + carried]
+    summed = _summed(hook, equation, wants)
+    lazy = {i: next(_NUMBERS) for i in range(carried) if wants[i] is not None and i not in summed}
+    while True:
+        try:
+            return _attempt(hook, equation, inputs, wants, lazy, summed)
+        except NotAccumulated as error:
+            # The carry of this scan that is used otherwise is an array in the next attempt.
+            left = {i: number for i, number in lazy.items() if number != error.number}
+            if len(left) == len(lazy):
+                raise
+            for i in set(lazy) - set(left):
+                hook.notes.add(wants[i], "changed in the carry of a scan, not only added to")
+                first[i] = as_array(first[i])
+            inputs = [*inputs[:constants], *first, *inputs[constants + carried :]]
+            lazy = left
+
+
+def _attempt(
+    hook: Follow,
+    equation: JaxprEqn,
+    inputs: list,
+    wants: list[Want | None],
+    lazy: dict[int, int],
+    summed: set[int],
+) -> list:
+    """The scan with the gradients in these carries taken out of it, as stacked factors."""
+    constants, carried = scan_counts(equation)
+    program, length = called_program(equation), equation.params["length"]
+    flags = [
+        _inner(want, length) if i in lazy else want if i in summed else None
+        for i, want in enumerate(wants[:carried])
+    ]
+    inner = Follow.of(program, [*flags, *wants[carried:]], hook)
+    avals = [variable.aval for variable in equation.outvars]
+
+    def body(carry: Sequence, element: Sequence) -> tuple[Any, Any]:
+        dense = iter(carry)
+        state = [
+            _placeholder(avals[i], lazy[i]) if i in lazy else next(dense) for i in range(carried)
+        ]
+        outputs = evaluate(program, [*inputs[:constants], *state, *element], inner)
+        added = [_added(outputs[i], number) for i, number in lazy.items()]
+        kept = tuple(_array(outputs[i]) for i in range(carried) if i not in lazy)
+        return kept, (tuple(outputs[carried:]), tuple(added))
+
+    first = tuple(_array(inputs[constants + i]) for i in range(carried) if i not in lazy)
+    last, (stacked, added) = scan_again(equation, body, first, tuple(inputs[constants + carried :]))
+    dense, factors = iter(last), iter(added)
+    results = [
+        total(avals[i], inputs[constants + i], _joined(next(factors), avals[i]))
+        if i in lazy
+        else next(dense)
+        for i in range(carried)
+    ]
+    pairs = zip(stacked, avals[carried:], strict=True)
+    return results + [_stacked(value, aval, length) for value, aval in pairs]
+
+
+def _array(value: Any) -> Any:
+    return value if isinstance(value, Summed) else as_array(value)
+
+
+def _summed(hook: Follow, equation: JaxprEqn, wants: list[Want | None]) -> set[int]:
+    """The carries that hold sums over the examples: which the body only adds to."""
+    end = hook.end
+    if end is None:
+        return set()
+    constants, carried = scan_counts(equation)
+    program = called_program(equation)
+    state = opened(program)[0].invars[constants : constants + carried]
+    found = {i for i in range(carried) if (want := wants[i]) is not None and end.adds(want)}
+    while True:
+        flags = [want if i in found else None for i, want in enumerate(wants[:carried])]
+        inner = wanted(program, [*flags, *wants[carried:]])
+        kept = {i for i in found if (want := inner.get(state[i])) is not None and end.adds(want)}
+        if kept == found:
+            return found
+        found = kept
+
+
+def _inner(want: Want | None, length: int) -> Want | None:
+    return want and want._replace(solo=False, repeat=want.repeat * length)
+
+
+def _placeholder(aval: Any, number: int) -> Products:
+    return Products((), tuple(aval.shape), aval.dtype, (number,))
+
+
+def _added(value: Any, number: int) -> Products:
+    """What a step adds to its carry."""
+    if not isinstance(value, Products) or value.carried != (number,):
+        raise NotAccumulated(number)
+    return Products(value.terms, value.shape, value.dtype)
+
+
+def _joined(value: Products, aval: Any) -> Products:
+    """The sum over the steps of what was stacked."""
+    terms = tuple(term.stacked(None).tidied() for term in value.terms)
+    return Products(terms, tuple(aval.shape), aval.dtype)
+
+
+def _stacked(value: Any, aval: Any, length: int) -> Any:
+    """The output of a scan, from what its steps gave."""
+    if isinstance(value, Squares):
+        return value.over_axis()
+    if is_plain(value) or isinstance(value, Summed):
+        return value
+    terms = tuple(term.stacked(length) for term in value.terms)
+    return Products(terms, tuple(aval.shape), aval.dtype)

@@ -1,0 +1,91 @@
+"""Sums over examples of weighted gradients, from factors: one product over examples and rows."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._numbers import accumulator, times, widen
+from clipgrad._per_example.blocks import dense
+from clipgrad._per_example.terms import Factor, Products, Term
+
+Each = jax.Array | None  # a number or flag of each example; None: 1, or true
+
+
+class Summed(NamedTuple):
+    """A sum over the examples, inside of a program that is mapped over them."""
+
+    array: jax.Array
+
+
+@jax.custom_batching.custom_vmap
+def summed_over_examples(value: Any, weight: Each, ok: Each, like: jax.Array) -> jax.Array:
+    """Inside of one `jax.vmap` over the examples: the `weighted_sum` over all of them.
+
+    ``like`` is any array that examples have, so that there is one. Without ``ok`` nothing is left
+    out; with it, NaN and inf in arrays count as 0.
+    """
+    del like
+    one = jax.tree.map(lambda x: x[None], (value, weight, ok))
+    return weighted_sum(*one, ok is not None)
+
+
+@summed_over_examples.def_vmap
+def _mapped(
+    size: int, mapped: Any, value: Any, weight: Each, ok: Each, like: jax.Array
+) -> tuple[jax.Array, bool]:
+    del like
+    flags = jax.tree.leaves(mapped[:3])
+    leaves, structure = jax.tree.flatten((value, weight, ok))
+    each = [
+        x if flag else jnp.broadcast_to(x, (size, *x.shape))
+        for x, flag in zip(leaves, flags, strict=True)
+    ]
+    return weighted_sum(*structure.unflatten(each), ok is not None), False
+
+
+def weighted_sum(
+    value: jax.Array | Products, weights: Each = None, ok: Each = None, zero: bool = False
+) -> jax.Array:
+    """The sum of the gradients of the examples times their weights, of those that are ``ok``.
+
+    ``zero``: NaN and inf in an array count as 0, where it is one of those that are chosen.
+    """
+    if isinstance(value, Products):
+        terms = tuple(_weighted(term, weights, ok) for term in value.terms)
+        return dense(dataclasses.replace(value, terms=terms))
+    wide = _where(ok, widen(value, accumulator(value)))
+    if zero and ok is not None:
+        wide = jnp.where(jnp.isfinite(wide), wide, jnp.zeros_like(wide))
+    return jnp.sum(_times(wide, weights), axis=0)
+
+
+def _weighted(term: Term, weights: Each, ok: Each) -> Term:
+    """A term that sums over examples, whose smallest factor has the weights."""
+    term = term.stacked(None)
+    arrays = [i for i, factor in enumerate(term.factors) if factor.hot is None]
+    smallest = min(arrays, key=lambda i: term.factors[i].values.size)
+
+    def change(i: int, factor: Factor) -> Factor:
+        values = factor.values
+        if factor.hot is None:
+            values = _where(ok, values)
+        if i == smallest and weights is not None:
+            values = _times(values.astype(accumulator(values)), weights)
+        return dataclasses.replace(factor, values=values)
+
+    factors = tuple(change(i, factor) for i, factor in enumerate(term.factors))
+    return dataclasses.replace(term, factors=factors).tidied()
+
+
+def _where(ok: Each, x: jax.Array) -> jax.Array:
+    return x if ok is None else jnp.where(_beside(ok, x), x, jnp.zeros_like(x))
+
+
+def _times(x: jax.Array, weights: Each) -> jax.Array:
+    return x if weights is None else times(x, _beside(weights, x))
+
+
+def _beside(numbers: jax.Array, x: jax.Array) -> jax.Array:
+    return numbers.reshape(-1, *[1] * (x.ndim - 1))

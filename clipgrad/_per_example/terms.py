@@ -1,0 +1,306 @@
+"""The gradient of a leaf as a sum of products, none of which is made.
+
+A term is a product of factors, as in `jax.numpy.einsum`: every axis of a factor has a label, an
+axis of the gradient is made of labels (several where axes were merged), and labels that belong to
+no axis are summed over. Transposing, reshaping, slicing or padding a gradient changes its terms
+alone.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Unfollowed(Exception):  # noqa: N818
+    """A change of a gradient that can't be made in its factors."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Factor:
+    """An array whose axes have labels; or indices, of rows with a single 1 along ``hot``."""
+
+    values: jax.Array
+    labels: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    hot: int | None = dataclasses.field(default=None, metadata={"static": True})
+    length: int = dataclasses.field(default=0, metadata={"static": True})  # of the hot axis
+
+    @property
+    def owned(self) -> tuple[int, ...]:
+        """All labels, that of the hot axis included."""
+        return self.labels if self.hot is None else (*self.labels, self.hot)
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """The size of each label."""
+        own = dict(zip(self.labels, jnp.shape(self.values), strict=True))
+        return own if self.hot is None else own | {self.hot: self.length}
+
+    def split(self, label: int, parts: Sequence[tuple[int, int]]) -> "Factor":
+        """The factor with one label replaced by several of these ``(label, size)``."""
+        if label not in self.owned:
+            return self
+        if label == self.hot:
+            raise Unfollowed("a reshape splits an indexed axis")
+        i = self.labels.index(label)
+        shape = self.values.shape
+        values = self.values.reshape(*shape[:i], *(n for _, n in parts), *shape[i + 1 :])
+        labels = (*self.labels[:i], *(new for new, _ in parts), *self.labels[i + 1 :])
+        return dataclasses.replace(self, values=values, labels=labels)
+
+    def cut(self, label: int, start: int, stop: int) -> "Factor":
+        """The factor between two indices of a label."""
+        if label not in self.owned:
+            return self
+        if label == self.hot:
+            raise Unfollowed("a slice of an indexed axis")
+        axis = self.labels.index(label)
+        values = jax.lax.slice_in_dim(self.values, start, stop, axis=axis)
+        return dataclasses.replace(self, values=values)
+
+    def stacked(self, label: int) -> "Factor":
+        """The factor of values that have one more axis, in front."""
+        return dataclasses.replace(self, labels=(label, *self.labels))
+
+
+class Axis(NamedTuple):
+    """An axis of a gradient: zero but for a window from ``start``, whose labels are in order."""
+
+    labels: tuple[int, ...]
+    start: int
+    size: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """A product of factors; every axis of the gradient has one or more of their labels, or none."""
+
+    factors: tuple[Factor, ...]
+    axes: tuple[Axis, ...] = dataclasses.field(metadata={"static": True})
+    precision: Any = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """The size of each label."""
+        return {k: n for factor in self.factors for k, n in factor.sizes.items()}
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """The labels that are summed over."""
+        kept = {label for axis in self.axes for label in axis.labels}
+        return tuple(sorted(set(self.sizes) - kept))
+
+    def extent(self, axis: Axis) -> int:
+        """The length of the window of an axis."""
+        sizes = self.sizes
+        return math.prod(sizes[label] for label in axis.labels)
+
+    def fresh(self, count: int = 1) -> range:
+        """Labels that the term does not have."""
+        first = max((k for factor in self.factors for k in factor.owned), default=-1) + 1
+        return range(first, first + count)
+
+    def with_axes(self, axes: Sequence[Axis]) -> "Term":
+        """The term with other axes."""
+        return dataclasses.replace(self, axes=tuple(axes))
+
+    def map(self, change: Callable[[Factor], Factor]) -> "Term":
+        """The term with each factor changed."""
+        return dataclasses.replace(self, factors=tuple(map(change, self.factors)))
+
+    def split(self, label: int, sizes: Sequence[int]) -> "Term":
+        """The term with a label replaced by several whose sizes multiply to its own."""
+        new = self.fresh(len(sizes))
+        changed = self.map(lambda f: f.split(label, list(zip(new, sizes, strict=True))))
+        axes = [
+            axis._replace(
+                labels=tuple(m for k in axis.labels for m in (new if k == label else [k]))
+            )
+            for axis in self.axes
+        ]
+        return changed.with_axes(axes)
+
+    def stacked(self, size: int | None) -> "Term":
+        """The term of values with one more axis in front: a new first axis, or ``None``: a sum."""
+        (label,) = self.fresh()
+        term = self.map(lambda factor: factor.stacked(label))
+        return term if size is None else term.with_axes([Axis((label,), 0, size), *self.axes])
+
+    def times(self, number: jax.Array) -> "Term":
+        """The term times a number."""
+        i = next(i for i, factor in enumerate(self.factors) if factor.hot is None)
+        factor = self.factors[i]
+        scaled = dataclasses.replace(factor, values=factor.values * number)
+        return dataclasses.replace(
+            self, factors=(*self.factors[:i], scaled, *self.factors[i + 1 :])
+        )
+
+    def along(self, array: jax.Array, dimensions: Sequence[int]) -> "Term":
+        """The term times an array that has only these axes of the gradient."""
+        axes = [self.axes[d] for d in dimensions]
+        for i, factor in enumerate(self.factors):
+            if factor.hot is None and all(set(axis.labels) <= set(factor.labels) for axis in axes):
+                break
+        else:
+            raise Unfollowed("a product with an array along axes of different factors")
+        for d, axis in enumerate(axes):
+            stop = axis.start + self.extent(axis)
+            array = jax.lax.slice_in_dim(array, axis.start, stop, axis=d)
+        labels = [label for axis in axes for label in axis.labels]
+        array = array.reshape([self.sizes[label] for label in labels])
+        values = einsum([factor.values, array], [factor.labels, labels], factor.labels)
+        new = dataclasses.replace(factor, values=values)
+        return dataclasses.replace(self, factors=(*self.factors[:i], new, *self.factors[i + 1 :]))
+
+    def without(self, dimensions: Sequence[int]) -> "Term":
+        """The term summed over some axes of the gradient."""
+        kept = [axis for i, axis in enumerate(self.axes) if i not in set(dimensions)]
+        return self.with_axes(kept).tidied()
+
+    def tidied(self) -> "Term":
+        """The term with what a single factor sums over summed in it."""
+        term, counts = self, [label for f in self.factors for label in f.owned]
+        for label in self.summed:
+            if counts.count(label) == 1:
+                term = term.map(lambda f, k=label: _summed_in(f, k))
+        return term
+
+
+def _summed_in(factor: Factor, label: int) -> Factor:
+    if label not in factor.owned:
+        return factor
+    if factor.hot is not None:
+        raise Unfollowed("a sum over indices or an indexed axis")
+    axis = factor.labels.index(label)
+    labels = tuple(k for k in factor.labels if k != label)
+    return Factor(jnp.sum(factor.values, axis), labels)
+
+
+def einsum(
+    arrays: Sequence[jax.Array], labels: Sequence[Sequence[int]], out: Sequence[int], **options: Any
+) -> jax.Array:
+    """`jax.numpy.einsum` with any integers as labels."""
+    names = {k: i for i, k in enumerate(dict.fromkeys(k for each in labels for k in each))}
+    pairs = [
+        x for a, each in zip(arrays, labels, strict=True) for x in (a, [names[k] for k in each])
+    ]
+    return jnp.einsum(*pairs, [names[k] for k in out], **options)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """A gradient as a sum of terms, and of the carries of scans (by number) that it adds to."""
+
+    terms: tuple[Term, ...]
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: Any = dataclasses.field(metadata={"static": True})
+    carried: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    def map(self, change: Callable[[Term], Term], aval: Any) -> "Products":
+        """Each term changed, for a result of the shape and dtype of ``aval``."""
+        if self.carried:
+            raise NotAccumulated(self.carried[0])
+        return Products(tuple(map(change, self.terms)), tuple(aval.shape), aval.dtype)
+
+    def plus(self, other: "Products") -> "Products":
+        """The sum of both."""
+        carried = (*self.carried, *other.carried)
+        terms = (*self.terms, *other.terms)
+        return dataclasses.replace(self, terms=terms, carried=carried)
+
+
+class NotAccumulated(Exception):  # noqa: N818
+    """A carry of a scan that is used for more than adding to it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def reshaped(term: Term, old: Sequence[int], new: Sequence[int]) -> Term:
+    """A term for the gradient reshaped from one shape to another."""
+    axes: list[Axis] = []
+    for first, second in segments(old, new):
+        term, made = _reshaped_segment(
+            term, [term.axes[i] for i in first], [new[i] for i in second]
+        )
+        axes += made
+    return term.with_axes(axes).tidied()
+
+
+def segments(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The least groups of axes that a reshape turns into each other."""
+    groups, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        first, second, a, b = [], [], 1, 1
+        while not first and not second or a != b:
+            if (a <= b and i < len(old)) or j == len(new):
+                a, i = a * old[i], i + 1
+                first.append(i - 1)
+            else:
+                b, j = b * new[j], j + 1
+                second.append(j - 1)
+        groups.append((first, second))
+    return groups
+
+
+def _reshaped_segment(
+    term: Term, axes: Sequence[Axis], sizes: Sequence[int]
+) -> tuple[Term, list[Axis]]:
+    real = [axis for axis in axes if axis.size != 1 or axis.labels]
+    wide = [n for n in sizes if n != 1]
+    if len(real) <= 1 and len(wide) <= 1 and (not real or real[0].size == math.prod(wide)):
+        if not wide:
+            made = [Axis((), 0, 1)] * len(sizes)
+            if real and sizes:
+                made[0] = real[0]
+            return term, made  # without sizes a label of size 1 is summed over
+        return term, [real[0] if n != 1 else Axis((), 0, 1) for n in sizes]
+    if any(term.extent(axis) != axis.size for axis in real[1:]):
+        raise Unfollowed("a reshape of padded axes")
+    inner = math.prod(axis.size for axis in real[1:])
+    labels = [label for axis in real for label in axis.labels]
+    start, extent = real[0].start * inner, term.extent(real[0]) * inner
+    return _dealt(term, labels, start, extent, sizes)
+
+
+def _dealt(
+    term: Term, labels: list[int], start: int, extent: int, sizes: Sequence[int]
+) -> tuple[Term, list[Axis]]:
+    """Labels in order dealt out to new axes; only the first of these may have a window."""
+    whole = math.prod(sizes)
+    first = next(i for i, n in enumerate(sizes) if n != 1)
+    inner = math.prod(sizes[first + 1 :])
+    if start % inner or extent % inner:
+        raise Unfollowed("a reshape of padded axes")
+    made = []
+    for i, size in enumerate(sizes):
+        window = extent // inner if i == first and extent != whole else size
+        own: list[int] = []
+        while math.prod(term.sizes[label] for label in own) < window:
+            room = window // math.prod(term.sizes[label] for label in own)
+            label, labels = labels[0], labels[1:]
+            if (length := term.sizes[label]) > room:
+                if length % room:
+                    raise Unfollowed("a reshape that does not keep the axes of products apart")
+                new = term.fresh(2)
+                term = term.split(label, (room, length // room))
+                label, labels = new[0], [new[1], *labels]
+            own.append(label)
+        if math.prod(term.sizes[label] for label in own) != window:
+            raise Unfollowed("a reshape that does not keep the axes of products apart")
+        made.append(Axis(tuple(own), start // inner if i == first else 0, size))
+    return _leftover(term, labels, made)
+
+
+def _leftover(term: Term, labels: Sequence[int], made: list[Axis]) -> tuple[Term, list[Axis]]:
+    """Labels of size 1 that no axis needs join the last one."""
+    if made:
+        made[-1] = made[-1]._replace(labels=(*made[-1].labels, *labels))
+    return term, made

@@ -1,0 +1,63 @@
+"""Clipped sums with nothing kept: first the norms, then the gradients once more, weighted."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._numbers import accumulator
+from clipgrad._per_example.batches import batch_size
+from clipgrad._per_example.follow import Measure, Notes
+from clipgrad._per_example.one_pass import scaling_of
+from clipgrad._per_example.subject import Subject
+from clipgrad._per_example.sums import Summed, summed_over_examples
+from clipgrad._per_example.terms import Products
+from clipgrad._per_example.traced import each_example, one_example
+from clipgrad._per_example.wanted import Want
+
+
+class Add(NamedTuple):
+    """The sum over the examples in place of the gradient of one, each leaf with its weight."""
+
+    weights: Sequence[jax.Array | None]
+    ok: jax.Array | None
+    like: jax.Array
+
+    def __call__(self, value: Any, want: Want) -> Any:
+        """The sum, where what follows is the same for all examples."""
+        if not self.adds(want) or isinstance(value, Summed):
+            return value
+        (leaf,) = want.leaves
+        return self.of_leaf(value, leaf)
+
+    def of_leaf(self, value: Any, leaf: int) -> Summed:
+        """The sum of a gradient, or a part of one."""
+        if isinstance(value, Summed):
+            return value
+        if isinstance(value, Products) and not value.terms:
+            return Summed(jnp.zeros(value.shape, accumulator(value)))
+        weight = self.weights[leaf]
+        ok = None if weight is None else self.ok
+        return Summed(summed_over_examples(value, weight, ok, self.like))
+
+    def adds(self, want: Want) -> bool:
+        """Whether values are added up over examples here."""
+        return want.final
+
+
+def two_passes_sums(subject: Subject, params: Any, examples: Any) -> tuple[Any, tuple[Any, Any]]:
+    """The sum of the clipped gradients; what the loss function returned, and the statistics."""
+    measure = Measure(subject.nonfinite == "zero")
+    found = each_example(subject.loss_fn, subject.has_aux, params, examples, end=measure)
+    scaling = scaling_of(subject, params, found.gradients)
+
+    def of_one(params: Any, example: Any, weights: Any, ok: Any, like: Any) -> list[jax.Array]:
+        end = Add(weights, ok, like)
+        grads, _ = one_example(subject.loss_fn, subject.has_aux, params, example, end, Notes())
+        return [end.of_leaf(value, i).array for i, value in enumerate(grads)]
+
+    mapped = jax.vmap(of_one, in_axes=(None, 0, 0, 0, 0), out_axes=None)
+    each = scaling.weights, scaling.ok, jnp.zeros(batch_size(examples), bool)
+    sums = mapped(params, examples, *each)
+    return jax.tree.structure(params).unflatten(sums), (found.value, scaling.stats)
