@@ -43,9 +43,7 @@ KINDS = {
 }
 EXAMPLES = (
     ("MLP of 0.67M", models.mlp, 64),
-    ("CNN of 56k", models.cnn, 32),
     ("transformer of 0.8M, scan + remat", models.transformer, 16),
-    ("LSTM of 0.13M, scan of 64", models.lstm, 16),
     ("language model, 32k tokens, tied", partial(models.language_model, tied=True), 16),
 )
 
@@ -114,7 +112,7 @@ def per_example(kinds):
                 (model.params, model.batch(size)),
             )
             programs = {"no clip": subject.unclipped(model), "optax": subject.optax_sum(model)}
-            programs |= {m: subject.clipped(model, m) for m in ("one pass", "two passes", "auto")}
+            programs |= {m: subject.clipped(model, m) for m in ("one pass", "two passes")}
             for who, fun in programs.items():
                 start = {"for": kind, "work": f"{work}, batch {size}", "who": who}
                 print(json.dumps(start | facts(fun, *args)), flush=True)

@@ -56,7 +56,11 @@ COSTS = {
     ],
     "clip of each example": [
         ("per_example", "MLP of 0.67M, batch 64", peer)
-        for peer in ("optax, all at once", "jax-privacy")
+        for peer in ("no clip", "optax, all at once", "jax-privacy")
+    ],
+    "the same in parts of 16": [
+        ("per_example", "MLP of 0.67M, batch 64 in parts of 16", peer)
+        for peer in ("no clip", "optax, all at once", "jax-privacy")
     ],
     "check of the gradient": [
         ("checker", "MLP of 5k", peer)

@@ -108,10 +108,10 @@ def sides(
 # another order may differ: of a group norm's and an attention's sums many digits cancel.
 WORK = (
     ("MLP of 0.67M", per_example_models.mlp, (64, 256), 1e-5),
-    ("CNN of 56k", per_example_models.cnn, (32, 128), 1e-5),
+    ("CNN of 56k", per_example_models.cnn, (32,), 1e-5),
     ("ResNet-18 of 0.7M", per_example_models.resnet, (32,), 2e-5),
     ("transformer of 0.8M, scan + remat", per_example_models.transformer, (16, 64), 2e-5),
-    ("LSTM of 0.13M, scan of 64", per_example_models.lstm, (16, 64), 1e-5),
+    ("LSTM of 0.13M, scan of 64", per_example_models.lstm, (16,), 1e-5),
     (
         "language model, 32k tokens",
         functools.partial(per_example_models.language_model, tied=False),
