@@ -115,6 +115,13 @@ class Follow(Hook):
         elif name in ("convert_element_type", "copy") and _source(equation) in self.sources:
             self.sources[made] = self.sources[equation.invars[0]]
 
+    def source(self, atom: Any, array: Any, shape: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
+        """An array without the axes along which it is one number, and the axes that it has."""
+        if not isinstance(atom, Literal) and atom in self.sources:
+            return self.sources[atom]
+        real = [i for i, n in enumerate(jnp.shape(array)) if n == shape[i]]
+        return jnp.reshape(array, [shape[i] for i in real]), tuple(real)
+
     def inside(self, equation: JaxprEqn, step: Any) -> "Follow":
         """The hook for the program that an equation calls."""
         wants = [self.wanted.get(v) for v in equation.outvars]

@@ -1,5 +1,7 @@
 """What is done to gradients behind their products, done to the factors."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ from clipgrad._jaxpr import CALLS, JIT, bind, called_program, evaluate
 from clipgrad._per_example.follow import as_array, follows, is_plain, tie, zeros
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Summed
-from clipgrad._per_example.terms import Axis, Products, Unfollowed, reshaped
+from clipgrad._per_example.terms import Axis, Products, Term, Unfollowed, reshaped
 from clipgrad._per_example.wanted import is_zero
 
 
@@ -75,7 +77,10 @@ def _pad(equation, inputs, term):
 @follows("slice")
 @_on_first
 def _slice(equation, inputs, term):
-    starts, stops = equation.params["start_indices"], equation.params["limit_indices"]
+    return _sliced(term, equation.params["start_indices"], equation.params["limit_indices"])
+
+
+def _sliced(term: Term, starts: Sequence[int], stops: Sequence[int]) -> Term:
     axes = []
     for axis, low, high in zip(term.axes, starts, stops, strict=True):
         end = axis.start + term.extent(axis)
@@ -160,12 +165,27 @@ def _product(hook, equation, inputs, wants):
     if jnp.ndim(array) == 0:
         number = 1 / array if equation.primitive.name == "div" else array
         return [products.map(lambda term: term.times(number), aval)]
-    small, dimensions = hook.sources[equation.invars[place]]
+    small, dimensions = hook.source(equation.invars[place], array, aval.shape)
     if equation.primitive.name == "div":
         small = 1 / small
     if not jnp.ndim(small):
         return [products.map(lambda term: term.times(small), aval)]
     return [products.map(lambda term: term.along(small, dimensions), aval)]
+
+
+@follows("split")
+def _split(hook, equation, inputs, wants):
+    value, axis = inputs[0], equation.params["axis"]
+    if not isinstance(value, Products):
+        return None if is_plain(value) else [Summed(x) for x in bind(equation, [value.array])]
+    parts, start = [], 0
+    for size, variable in zip(equation.params["sizes"], equation.outvars, strict=True):
+        starts = [start if i == axis else 0 for i in range(len(value.shape))]
+        stops = [start + size if i == axis else n for i, n in enumerate(value.shape)]
+        cut = functools.partial(_sliced, starts=starts, stops=stops)
+        parts.append(value.map(cut, variable.aval))
+        start += size
+    return parts
 
 
 @follows("optimization_barrier")

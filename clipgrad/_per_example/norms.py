@@ -94,7 +94,7 @@ class PerExampleNorms:
 
     def _of_some(self, params: Any, examples: Any) -> Any:
         subject = self.subject
-        if subject.why_direct() is None:
+        if subject.why_direct(examples) is None:
             found = each_example(
                 subject.loss_fn, subject.has_aux, params, examples, end=Measure(False)
             )

@@ -84,7 +84,9 @@ def _where(ok: Each, x: jax.Array) -> jax.Array:
 
 
 def _times(x: jax.Array, weights: Each) -> jax.Array:
-    return x if weights is None else times(x, _beside(weights, x))
+    if weights is None:
+        return x
+    return times(x, _beside(weights.astype(accumulator(x)), x))
 
 
 def _beside(numbers: jax.Array, x: jax.Array) -> jax.Array:

@@ -143,11 +143,13 @@ class Term:
     def along(self, array: jax.Array, dimensions: Sequence[int]) -> "Term":
         """The term times an array that has only these axes of the gradient."""
         axes = [self.axes[d] for d in dimensions]
-        for i, factor in enumerate(self.factors):
-            if factor.hot is None and all(set(axis.labels) <= set(factor.labels) for axis in axes):
-                break
-        else:
+        needed = {label for axis in axes for label in axis.labels}
+        owners = [
+            i for i, f in enumerate(self.factors) if f.hot is None and needed <= set(f.labels)
+        ]
+        if not owners:
             raise Unfollowed("a product with an array along axes of different factors")
+        i, factor = owners[0], self.factors[owners[0]]
         for d, axis in enumerate(axes):
             stop = axis.start + self.extent(axis)
             array = jax.lax.slice_in_dim(array, axis.start, stop, axis=d)
