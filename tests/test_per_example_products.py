@@ -32,9 +32,7 @@ def one_by_one(loss, params, batch):
 
 
 def norms_of(each):
-    return {
-        k: np.sqrt(np.sum(np.square(g), axis=tuple(range(1, g.ndim)))) for k, g in each.items()
-    }
+    return {k: np.sqrt(np.sum(np.square(g), axis=tuple(range(1, g.ndim)))) for k, g in each.items()}
 
 
 def every_way(loss, rule, params, batch, **options):
