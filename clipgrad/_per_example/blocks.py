@@ -1,7 +1,6 @@
 """Terms of one gradient in a normal form: those that are alike joined along what is summed over."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -156,7 +155,7 @@ def value(block: Block, precision: Any = None) -> jax.Array:
         total = einsum([part.values for part in dense], labels, [*row, *names], **options)
     if hot:
         total = _scattered(hot, total)
-        order = [name for part in hot for name in [part.hot]] + names
+        order = [name for part in hot for name in part.owned] + names
         total = jnp.transpose(total, [order.index(name) for name in sorted(order)])
     return total.reshape([math.prod(window.sizes) for window in block.windows])
 

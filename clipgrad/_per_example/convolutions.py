@@ -37,12 +37,8 @@ def _convolution(hook, equation, inputs, wants):
     n, c, f = lhs.shape[0] // batches, lhs.shape[1] // groups, rhs.shape[0] // count
     order = (group, row, channel) if batches > 1 else (row, group, channel)
     sizes = (batches, n, c) if batches > 1 else (n, groups, c)
-    left = Factor(
-        patches.reshape(*taps, *sizes, *rhs.shape[2:]), (*first, *order, *second)
-    )
-    right = Factor(
-        rhs.reshape(count, f, *rhs.shape[1:]), (group, column, channel, *second)
-    )
+    left = Factor(patches.reshape(*taps, *sizes, *rhs.shape[2:]), (*first, *order, *second))
+    right = Factor(rhs.reshape(count, f, *rhs.shape[1:]), (group, column, channel, *second))
     axes: list[Any] = [None] * aval.ndim
     made = [(row,), (group, column), *((k,) for k in first)]
     for place, labels in zip(numbers.out_spec, made, strict=True):

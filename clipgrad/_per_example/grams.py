@@ -166,7 +166,7 @@ def _inner(a: Block, b: Block) -> jax.Array:
 def _gram(x: Part, y: Part, kept: Sequence) -> jax.Array:
     """The inner products of the rows of two parts: (rows, rows, sizes of the kept axes)."""
     if x.hot is not None and y.hot is not None:
-        return _expanded((x.values[:, None] == y.values).astype(jnp.float32), [], kept)
+        return _expanded((x.values[:, None] == y.values[None]).astype(jnp.float32), [], kept)
     if x.hot is not None:
         return jnp.swapaxes(_gram(y, x, kept), 0, 1)
     own = [name for name in kept if name in x.names or name in y.names]

@@ -129,7 +129,7 @@ def total(aval: Any, first: Any, second: Any) -> Any:
         return first.plus(second)
     for one, other in ((first, second), (second, first)):
         if isinstance(one, Products) and not one.terms and not one.carried:
-            return jnp.broadcast_to(other, aval.shape).astype(aval.dtype)
+            return jnp.broadcast_to(as_array(other), aval.shape).astype(aval.dtype)
     return as_array(first) + as_array(second)
 
 
@@ -140,18 +140,21 @@ def _concatenate(hook, equation, inputs, wants):
         return [on_sums(equation, [hook.end(x, wants[0]) for x in inputs])]
     if not all(isinstance(x, Products) for x in inputs):
         return bind(equation, [as_array(x) for x in inputs])
-    total, start = zeros(aval), 0
+    joined, start = zeros(aval), 0
     for value in inputs:
-
-        def move(term, start=start):
-            axes = list(term.axes)
-            axis = axes[dimension]
-            axes[dimension] = Axis(axis.labels, axis.start + start, aval.shape[dimension])
-            return term.with_axes(axes)
-
-        total = total.plus(value.map(move, aval))
+        move = functools.partial(
+            _moved, dimension=dimension, start=start, size=aval.shape[dimension]
+        )
+        joined = joined.plus(value.map(move, aval))
         start += value.shape[dimension]
-    return [total]
+    return [joined]
+
+
+def _moved(term: Term, dimension: int, start: int, size: int) -> Term:
+    axes = list(term.axes)
+    axis = axes[dimension]
+    axes[dimension] = Axis(axis.labels, axis.start + start, size)
+    return term.with_axes(axes)
 
 
 @follows("mul", "div")

@@ -6,7 +6,13 @@ from typing import Any
 
 import jax
 
-from clipgrad._per_example.batches import check_microbatch, each, on_each_device, part_count
+from clipgrad._per_example.batches import (
+    batch_size,
+    check_microbatch,
+    each,
+    on_each_device,
+    part_count,
+)
 from clipgrad._per_example.follow import Measure
 from clipgrad._per_example.one_pass import each_squares
 from clipgrad._per_example.plan import Plan, plan_of
@@ -106,7 +112,7 @@ class PerExampleNorms:
         paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
         flags = subject.flags(params)
         chosen = {
-            path: each_squares(value)
+            path: each_squares(value, batch_size(examples))
             for path, value, flag in zip(paths, values, flags, strict=True)
             if flag
         }

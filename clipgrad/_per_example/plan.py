@@ -126,7 +126,10 @@ def _bytes(shape: Sequence[int], dtype: Any) -> int:
 def _leaf(path: str, shape: tuple[int, ...], value: Any, size: int, notes: list[str]) -> LeafPlan:
     count = math.prod(shape)
     if not isinstance(value, Products):
-        reason = "; ".join(notes) or "a sum or an element-wise product, no larger than what it is made of"
+        reason = (
+            "; ".join(notes)
+            or "a sum or an element-wise product, no larger than what it is made of"
+        )
         return LeafPlan(
             path, shape, "direct", 0, 0, 4 * size * count, _bytes(value.shape, value.dtype), reason
         )

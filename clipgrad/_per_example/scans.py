@@ -33,7 +33,8 @@ def _scan(hook: Follow, equation: JaxprEqn, inputs: list, wants: list[Want | Non
             if len(left) == len(lazy):
                 raise
             for i in set(lazy) - set(left):
-                hook.notes.add(wants[i], "changed in the carry of a scan, not only added to")
+                if (want := wants[i]) is not None:
+                    hook.notes.add(want, "changed in the carry of a scan, not only added to")
                 first[i] = as_array(first[i])
             inputs = [*inputs[:constants], *first, *inputs[constants + carried :]]
             lazy = left

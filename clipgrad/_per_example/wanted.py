@@ -19,7 +19,7 @@ class Want(NamedTuple):
 
 
 Wants = Sequence[Want | None]
-Pass = Callable[[JaxprEqn, Wants, Mapping[Var, JaxprEqn]], list[Want | None]]
+Pass = Callable[[JaxprEqn, Wants, Mapping[Var, JaxprEqn]], Wants]
 _PASSES: dict[str, Pass] = {}
 
 
@@ -61,7 +61,7 @@ def wanted(program: Any, outputs: Wants) -> dict[Var, Want]:
     use(jaxpr.outvars, outputs)
     for equation in reversed(jaxpr.eqns):
         wants = [of(variable) for variable in equation.outvars]
-        nothing: list[Want | None] = [None] * len(equation.invars)
+        nothing: Wants = [None] * len(equation.invars)
         rule = _PASSES.get(equation.primitive.name) if any(wants) else None
         use(equation.invars, rule(equation, wants, made) if rule else nothing)
     return {v: want for v in found if (want := of(v)) is not None}
@@ -166,14 +166,14 @@ def is_matrix(variable: Any) -> bool:
 def _scatter(equation, wants, made):
     # Rows of an embedding are there anyway; a matrix of a stack may be a product itself.
     several = len(equation.params["dimension_numbers"].update_window_dims) >= 2
-    return [own(wants[0]), None, own(wants[0]) if is_matrix else None]
+    return [own(wants[0]), None, own(wants[0]) if several else None]
 
 
 @passes("dynamic_update_slice")
 def _update(equation, wants, made):
     matrix = is_matrix(equation.invars[1])
     rest: list[Want | None] = [None] * (len(equation.invars) - 2)
-    return [own(wants[0]), own(wants[0]) if is_matrix else None, *rest]
+    return [own(wants[0]), own(wants[0]) if matrix else None, *rest]
 
 
 @passes(*JIT, *CALLS)
