@@ -4,6 +4,7 @@ Prints a line of JSON for each: kernels in the entry computation, collectives, b
 CPU seconds of tracing and of compilation. Needs the extra ``accelerators``; nothing runs.
 
     JAX_PLATFORMS=cpu python -m benchmarks.accelerators [H200 "8 H200" "1 TPU" "256 TPU"]
+    JAX_PLATFORMS=cpu python -m benchmarks.accelerators --per-example [H200 "1 TPU"]
 """
 
 import json
@@ -12,6 +13,7 @@ import pathlib
 import re
 import sys
 import time
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
+from benchmarks import per_example_models as models
 from benchmarks.peers import by_leaf
+from benchmarks.rows import Scale
+from benchmarks.subjects import per_example as subject
 
 WIDTH = 1024
 VECTORS = {"bias": (WIDTH,), "scale": (WIDTH,)}
@@ -36,7 +41,11 @@ KINDS = {
     "1 TPU": ("tpu", "v5e:2x2", 1),
     "256 TPU": ("tpu", "v5e:16x16", 256),
 }
-
+EXAMPLES = (
+    ("MLP of 0.67M", models.mlp, 64),
+    ("transformer of 0.8M, scan + remat", models.transformer, 16),
+    ("language model, 32k tokens, tied", partial(models.language_model, tied=True), 16),
+)
 
 CLIPS = {
     "global norm": (optax.clip_by_global_norm, cg.clip_by_global_norm, 1.0),
@@ -68,10 +77,14 @@ def gradients(kind):
     return {f"layer{i}": layer for i in range(12)}
 
 
-def facts(tx, tree):
-    """What a compiled update does, and what it took to compile it."""
+def update_of(tx):
+    return lambda g, w: tx.update(g, tx.init(g), w)
+
+
+def facts(fun, *args):
+    """What a compiled function does, and what it took to compile it."""
     start = time.process_time()
-    lowered = jax.jit(lambda g, w: tx.update(g, tx.init(g), w)).lower(tree, tree)
+    lowered = jax.jit(fun).lower(*args)
     traced = time.process_time()
     compiled = lowered.compile()
     text = compiled.as_text()
@@ -88,17 +101,43 @@ def facts(tx, tree):
     }
 
 
-def main(kinds):
-    # Without these libtpu asks the network what machine it is on.
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-    os.environ |= {"TPU_ACCELERATOR_TYPE": "v5e-4"}
+def per_example(kinds):
+    """Clips of each example's gradient beside the plain gradient, on one device."""
+    for kind in kinds:
+        sharding = NamedSharding(Mesh(devices(kind), ("data",)), P())
+        for work, make, size in EXAMPLES:
+            model = make(Scale(1))
+            args = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),  # noqa: B023
+                (model.params, model.batch(size)),
+            )
+            programs = {"no clip": subject.unclipped(model), "optax": subject.optax_sum(model)}
+            programs |= {m: subject.clipped(model, m) for m in ("one pass", "two passes")}
+            for who, fun in programs.items():
+                start = {"for": kind, "work": f"{work}, batch {size}", "who": who}
+                print(json.dumps(start | facts(fun, *args)), flush=True)
+
+
+def clips(kinds):
+    """Clips of finished gradients, beside optax's."""
     for kind in kinds:
         tree = gradients(kind)
         for name, (theirs, ours, threshold) in CLIPS.items():
             clips = {"optax": theirs(threshold), "clipgrad": ours(threshold)}
             for who, tx in (clips | {"with statistics": ours(threshold, stats=True)}).items():
-                print(json.dumps({"for": kind, "clip": name, "who": who} | facts(tx, tree)))
+                start = {"for": kind, "clip": name, "who": who}
+                print(json.dumps(start | facts(update_of(tx), tree, tree)))
+
+
+def main(arguments):
+    # Without these libtpu asks the network what machine it is on.
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    os.environ |= {"TPU_ACCELERATOR_TYPE": "v5e-4"}
+    if arguments[:1] == ["--per-example"]:
+        per_example(arguments[1:] or ["H200", "1 TPU"])
+    else:
+        clips(arguments or KINDS)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or KINDS)
+    main(sys.argv[1:])

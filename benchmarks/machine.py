@@ -9,7 +9,7 @@ import subprocess
 
 import jax
 
-PACKAGES = ("jax", "jaxlib", "optax", "chex", "flax", "jax-privacy", "rlax", "torch")
+PACKAGES = ("jax", "jaxlib", "optax", "chex", "flax", "jax-privacy", "opacus", "rlax", "torch")
 
 
 def _processor() -> str:

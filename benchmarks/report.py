@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks import multiples
 from benchmarks.rows import FLOOR, PEER
 
 START, END = "<!-- benchmarks: start -->", "<!-- benchmarks: end -->"
@@ -18,7 +19,12 @@ SHORT = (
     ("clips", "adaptive, ResNet-50", "clipgrad", ("optax", "torch, timm's formula")),
     ("steps", "transformer, donated", "clipgrad", ("optax", "no clip")),
     ("steps", "transformer, donated", "clipgrad, stats=True", ("optax",)),
-    ("per_example", "MLP of 0.67M, batch 64", "clipgrad", ("optax, all at once", "jax-privacy")),
+    (
+        "per_example",
+        "MLP of 0.67M, batch 64",
+        "clipgrad",
+        ("no clip", "optax, all at once", "jax-privacy", "Opacus, ghost", "fastDP"),
+    ),
     ("compilation", "global norm, 1,000 leaves", "clipgrad", ("optax",)),
     ("error_clip", "LSTM, scan of 256", "clipgrad", ("plain", "rlax")),
     ("names", "unrolled transformer, all modules", "watched, norms used", ("plain",)),
@@ -185,6 +191,20 @@ def _describe(machine: dict[str, Any], command: str) -> str:
     )
 
 
+def beside_plain(results: dict[str, Any]) -> str:
+    """What clipping each example costs in multiples of the plain gradient, if that was measured."""
+    if "per_example" not in results:
+        return ""
+    return f"""### Each example, in multiples of the plain gradient
+
+Medians of the times by the median of the plain gradient's, and temporaries by XLA's account. Opacus
+and fastDP are beside PyTorch's own plain gradient; their memory was not measured.
+
+{multiples.table(results["per_example"])}
+
+"""
+
+
 def section(results: dict[str, Any], picture: str | None) -> str:
     """The whole section of RESULTS.md."""
     shown = (
@@ -207,7 +227,7 @@ def section(results: dict[str, Any], picture: str | None) -> str:
 
 {not_run(results)}
 
-### All rows
+{beside_plain(results)}### All rows
 
 {table(results)}
 """

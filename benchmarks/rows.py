@@ -13,13 +13,17 @@ import numpy as np
 from benchmarks import timing
 
 OURS, PEER, FLOOR = "clipgrad", "peer", "floor"
+SETTING = "setting"
+BESIDE = {OURS: (PEER, FLOOR), SETTING: (FLOOR,)}
 
 
 class Side(NamedTuple):
     """One of the programs of a row."""
 
     name: str
-    kind: str  # OURS, PEER, or FLOOR: what does less, such as a copy of the same bytes
+    # OURS, PEER, FLOOR: what does less, such as a copy of the same bytes, or SETTING: ours with
+    # another argument, compared with the floors only.
+    kind: str
     sample: timing.Sample
     numbers: Callable[[], Any] | None  # what all sides must agree in; None: it does less
     facts: dict[str, Any]
@@ -159,8 +163,11 @@ def measure(row: Row) -> dict[str, Any]:
     times = timing.take_turns({side.name: side.sample for side in sides}, row.budget)
     absent = [side._asdict() for side in built if isinstance(side, Absent)]
     measured = [_record(side, times[side.name]) for side in sides]
-    pairs = itertools.product([s for s in sides if s.kind == OURS], sides)
-    compared = [_compare(a, b, times) for a, b in pairs if b.kind != OURS]
+    compared = [
+        _compare(a, b, times)
+        for a, b in itertools.product(sides, sides)
+        if b.kind in BESIDE.get(a.kind, ())
+    ]
     del built, sides
     gc.collect()
     return {"name": row.name, **row.facts, "sides": measured, "ratios": compared, "absent": absent}

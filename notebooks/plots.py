@@ -20,6 +20,7 @@ COLORS = {
     "error clip and norm": "#CC79A7",
     "norm per leaf": "#E69F00",
     "block RMS": "#882255",
+    "each example": "#44AA99",
 }
 _OTHERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _NODES = {"input": "#BFDDF0", "saved": "#F9D9A8", "operation": "#F2F2F2", "output": "#BFE5D8"}

@@ -60,6 +60,20 @@ def test_imports_inside_of_the_checker_go_one_way_too():
     assert not any(ends & imported for name, imported in graph.items() if name not in ends)
 
 
+def test_imports_inside_of_the_per_example_folder_go_one_way_too():
+    graph = {
+        path.stem: {
+            m.split(".")[2] for m in imports(path) if m.startswith("clipgrad._per_example.")
+        }
+        for path in (PACKAGE / "_per_example").glob("*.py")
+        if path.stem != "__init__"
+    }
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert set(order) == set(graph)
+    # What a term is knows nothing of programs, and nothing imports the public functions.
+    assert not graph["terms"] and not any({"clip", "norms"} & used for used in graph.values())
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_only_public_jax_and_runtime_dependencies_are_imported(path):
     allowed = {"clipgrad", "jax", "numpy", "optax", "matplotlib", "sklearn", "tqdm", "orbax"}

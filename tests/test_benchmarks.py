@@ -10,9 +10,9 @@ import optax
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import report, rows, timing, trees
-from benchmarks.rows import FLOOR, OURS, PEER, Absent, DifferentNumbersError, Row, Scale
-from benchmarks.subjects import SUBJECTS
+from benchmarks import multiples, report, rows, timing, trees
+from benchmarks.rows import FLOOR, OURS, PEER, SETTING, Absent, DifferentNumbersError, Row, Scale
+from benchmarks.subjects import SUBJECTS, per_example
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 TINY = Scale(1 / 500)
@@ -168,3 +168,37 @@ def test_the_section_is_replaced_where_it_stands(tmp_path):
     path.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
     report.write_section(path, "new\n")
     assert path.read_text() == f"before\n{report.START}\nnew\n{report.END}\nafter\n"
+
+
+def test_another_setting_of_ours_is_compared_with_the_floor_alone():
+    x = jnp.ones(2)
+    kinds = {"a": OURS, "b": SETTING, "c": PEER, "d": FLOOR}
+    sides = [rows.jitted(name, kind, lambda x: 2 * x, x) for name, kind in kinds.items()]
+    result = rows.measure(Row("work", lambda: sides, budget=0))
+    pairs = [(pair["ours"], pair["theirs"]) for pair in result["ratios"]]
+    assert pairs == [("a", "c"), ("a", "d"), ("b", "d")]
+
+
+def test_a_side_is_beside_the_plain_gradient_of_its_own_library():
+    def side(name, seconds, **facts):
+        return {"name": name, "seconds": {"run": {"median": seconds}}, "facts": facts}
+
+    sides = [
+        side("clipgrad", 3.0, temporaries=4_000_000),
+        side("no clip", 2.0, temporaries=1_000_000),
+        side("fastDP", 9.0),
+        side("torch, no clip", 3.0),
+    ]
+    table = multiples.table({"rows": [{"name": "MLP", "sides": sides}]})
+    assert "| MLP | clipgrad | 1.50 | 4.0 | 4.00 |" in table
+    assert "|  | fastDP | 3.00 |  |  |" in table
+    assert report.beside_plain({}) == ""
+
+
+@pytest.mark.parametrize("work", per_example.WORK, ids=lambda work: work[0])
+def test_a_model_of_examples_has_a_loss_of_one_and_the_leaves_of_its_twin(work):
+    model = work[1](TINY)
+    example = jax.tree.map(lambda leaf: leaf[0], model.batch(4))
+    assert jax.eval_shape(model.loss, model.params, example).shape == ()
+    sizes = [leaf.size for leaf in model.to_torch(model.params)]
+    assert sum(sizes) == sum(leaf.size for leaf in jax.tree.leaves(model.params))

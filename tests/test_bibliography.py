@@ -48,7 +48,7 @@ def test_the_source_of_every_preset_is_in_the_bibliography():
     assert links(sources) <= links(PAGE)
 
 
-@pytest.mark.parametrize("name", ["3_gradient_clipping", "4_checking_gradients"])
+@pytest.mark.parametrize("name", ["3_gradient_clipping", "4_checking_gradients", "7_per_example"])
 def test_the_papers_of_a_notebook_are_in_the_bibliography(name):
     notebook = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")

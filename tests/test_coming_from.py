@@ -75,7 +75,7 @@ def rows(name, heading):
 
 LINES = [
     pytest.param(name, *row, id=f"{name}: {row[0]}")
-    for name in ("optax", "pytorch", "composer", "paddle", "keras")
+    for name in ("optax", "pytorch", "composer", "paddle", "keras", "opacus", "jax_privacy")
     for row in rows(name, "you write | here")
 ]
 
@@ -83,7 +83,15 @@ LINES = [
 def run(line):
     """The names after a line, or the value of one that assigns nothing."""
     grads = {"w": jnp.array([[3.0, 4.0]])}
-    names = {"cg": cg, "jax": jax, "optax": optax, "grads": grads, "params": grads, "norm": 5.0}
+    names = {
+        "cg": cg,
+        "jax": jax,
+        "jnp": jnp,
+        "optax": optax,
+        "grads": grads,
+        "params": grads,
+        "norm": 5.0,
+    }
     names |= {"h": jnp.ones(2), "loss": lambda w, x: w @ x}
     exec(line if re.match(r"[\w, ]+ = ", line) else f"result = {line}", names)
     return names

@@ -17,7 +17,7 @@ FOLDER = pathlib.Path(__file__).parents[1] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 TITLES = [
     "autograd", "error_clip", "gradient_clipping", "checking_gradients", "many_devices",
-    "seeing_inside",
+    "seeing_inside", "per_example",
 ]  # fmt: skip
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
@@ -102,7 +102,7 @@ def test_its_links_lead_somewhere(path):
         assert target.startswith("http") or (FOLDER / target).exists(), target
 
 
-def test_they_are_the_six_and_numbered():
+def test_they_are_the_seven_and_numbered():
     assert [path.stem for path in PATHS] == [f"{i}_{name}" for i, name in enumerate(TITLES, 1)]
 
 

@@ -197,7 +197,10 @@ def test_a_loop_that_is_far_ahead_still_captures_the_batch_of_the_bad_step(recor
     monkeypatch.setattr(recorder, "record", late)
     found = captured(recorder, batches(40, 9))
     assert found.step == 9 and (found.batch == batches(40, 9)[9]).all()
-    assert (found.params["w"] != np.asarray(PARAMS["w"])).all()
+    state = STEP.init(PARAMS)
+    for batch in batches(9):
+        state, _ = STEP(state, batch)
+    assert_same(found.params, state.params)
 
 
 def test_no_more_batches_are_kept_than_said(recorder):
@@ -233,7 +236,7 @@ def test_a_buffer_that_the_data_iterator_writes_into_again_is_copied(recorder):
         for i in range(6):
             buffer[:] = batches(6, 2)[i]
             state, _ = STEP(state, buffer.copy())
-            recorder.record(state, {"x": buffer})
+            record_unseen(recorder, state, {"x": buffer})
             buffer[:] = -1
         recorder.close()
     assert_same(cg.load_capture(error.value.path).batch["x"], batches(6, 2)[2])

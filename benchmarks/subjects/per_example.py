@@ -1,5 +1,7 @@
 """Clips of the gradient of each example."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,58 +9,139 @@ import jax.numpy as jnp
 import optax
 
 import clipgrad as cg
-from benchmarks import models
-from benchmarks.rows import FLOOR, OURS, PEER, Absent, Row, Scale, Side, jitted, optional
+from benchmarks import per_example_models
+from benchmarks.per_example_models import Model
+from benchmarks.rows import (
+    FLOOR,
+    OURS,
+    PEER,
+    SETTING,
+    Absent,
+    Row,
+    Scale,
+    Side,
+    jitted,
+    optional,
+)
 
 TITLE = "Clip of each example's gradient"
-LIMIT = 1.0
 
 
-def loss(params: Any, example: Any) -> jax.Array:
-    """The loss of one example."""
-    x, y = example
-    return jnp.mean((models.mlp(params, x[None]) - y) ** 2)
+def clipped(model: Model, method: str, microbatch: int | None = None) -> Callable:
+    """The sum of the clipped gradients by this library."""
+    rule = cg.ClipByGlobalNorm(model.limit)
+    per_example = cg.clip_per_example(
+        model.loss, rule, reduce="sum", microbatch=microbatch, method=method
+    )
+    return lambda params, batch: per_example(params, batch)[1]
 
 
-def optax_sum(params: Any, batch: Any) -> Any:
+def optax_sum(model: Model) -> Callable:
     """The sum by the means of optax, from the stacked gradients of all examples."""
-    stacked = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
-    return optax.per_example_global_norm_clip(stacked, LIMIT)[0]
+
+    def clip(params: Any, batch: Any) -> Any:
+        stacked = jax.vmap(jax.grad(model.loss), (None, 0))(params, batch)
+        return optax.per_example_global_norm_clip(stacked, model.limit)[0]
+
+    return clip
 
 
-def sides(widths: list[int], examples: int, microbatch: int | None) -> list[Side | Absent]:
-    """Ours, optax's without microbatches, jax-privacy's, and the gradient without a clip."""
-    params = models.mlp_params(widths)
-    keys = jax.random.split(jax.random.key(1))
-    batch = tuple(
-        10 * jax.random.normal(key, (examples, n), jnp.float32)
-        for key, n in zip(keys, (widths[0], widths[-1]), strict=True)
-    )
-    ours = cg.clip_per_example(
-        loss, cg.ClipByGlobalNorm(LIMIT), reduce="sum", microbatch=microbatch
-    )
+def unclipped(model: Model) -> Callable:
+    """The plain gradient of the sum of all losses."""
 
-    def privacy(clipping: Any) -> Side:
+    def total(params: Any, batch: Any) -> jax.Array:
+        return jnp.sum(jax.vmap(model.loss, (None, 0))(params, batch))
+
+    return jax.grad(total)
+
+
+def privacy(model: Model, batch: Any, microbatch: int | None) -> Side | Absent:
+    """The sum by jax-privacy."""
+
+    def make(clipping: Any) -> Side:
         theirs = clipping.clipped_grad(
-            loss, l2_clip_norm=LIMIT, keep_batch_dim=False, microbatch_size=microbatch
+            model.loss,
+            l2_clip_norm=model.limit,
+            keep_batch_dim=False,
+            microbatch_size=microbatch,
         )
-        return jitted("jax-privacy", PEER, theirs, params, batch)
+        return jitted("jax-privacy", PEER, theirs, model.params, batch, numbers=model.to_torch)
 
-    def unclipped(params: Any, batch: Any) -> Any:
-        return jax.grad(lambda p: jnp.sum(jax.vmap(loss, (None, 0))(p, batch)))(params)
+    return optional("jax-privacy", "jax_privacy.clipping", make)
+
+
+def in_torch(model: Model, batch: Any) -> list[Side | Absent]:
+    """Opacus, fastDP and the plain gradient of PyTorch."""
+
+    def make(torch: Any) -> Any:
+        del torch
+        from benchmarks import per_example_torch
+
+        return per_example_torch.sides(model, batch)
+
+    found = optional("Opacus", "opacus", make)
+    return found if isinstance(found, list) else [found]
+
+
+def sides(
+    make: Callable[[], Model], size: int, microbatch: int | None = None, *, peers: bool = True
+) -> list[Side | Absent]:
+    """Ours, optax's without microbatches, the gradient without a clip, and all other peers."""
+    model = make()
+    batch = model.batch(size)
+
+    def side(name: str, kind: str, fun: Callable, numbers: Any = model.to_torch) -> Side:
+        return jitted(name, kind, fun, model.params, batch, numbers=numbers)
 
     return [
-        jitted("clipgrad", OURS, lambda p, b: ours(p, b)[1], params, batch),
-        jitted("optax, all at once", PEER, optax_sum, params, batch),
-        optional("jax-privacy", "jax_privacy.clipping", privacy),
-        jitted("no clip", FLOOR, unclipped, params, batch, numbers=None),
+        side("clipgrad", OURS, clipped(model, "auto", microbatch)),
+        side("one pass", SETTING, clipped(model, "one pass", microbatch)),
+        side("two passes", SETTING, clipped(model, "two passes", microbatch)),
+        side("optax, all at once", PEER, optax_sum(model)),
+        side("no clip", FLOOR, unclipped(model), None),
+        *([privacy(model, batch, microbatch)] if peers else []),
+        *(in_torch(model, batch) if peers and microbatch is None else []),
     ]
+
+
+# The model, its batches, of which the first is run by all peers, and where sides that sum in
+# another order may differ: of a group norm's and an attention's sums many digits cancel.
+WORK = (
+    ("MLP of 0.67M", per_example_models.mlp, (64, 256), 1e-5),
+    ("CNN of 56k", per_example_models.cnn, (32,), 1e-5),
+    ("ResNet-18 of 0.7M", per_example_models.resnet, (32,), 2e-5),
+    ("transformer of 0.8M, scan + remat", per_example_models.transformer, (16, 64), 2e-5),
+    ("LSTM of 0.13M, scan of 64", per_example_models.lstm, (16,), 1e-5),
+    (
+        "language model, 32k tokens",
+        functools.partial(per_example_models.language_model, tied=False),
+        (16,),
+        2e-5,
+    ),
+    (
+        "language model, 32k tokens, tied",
+        functools.partial(per_example_models.language_model, tied=True),
+        (16,),
+        2e-5,
+    ),
+)
 
 
 def rows(scale: Scale) -> list[Row]:
-    """All examples at once, and in microbatches."""
-    widths, batch = [scale(784, 8), scale(512, 8), scale(512, 8), 10], 64
-    return [
-        Row("MLP of 0.67M, batch 64", lambda: sides(widths, batch, None), 1e-5),
-        Row("MLP of 0.67M, batch 64 in parts of 16", lambda: sides(widths, batch, 16), 1e-5),
+    """Each model in two batches; the MLP in microbatches as well."""
+    found = [
+        Row(
+            f"{name}, batch {size}",
+            lambda m=model, b=size, p=size == sizes[0]: sides(lambda: m(scale), b, peers=p),
+            rtol,
+            6.0,
+        )
+        for name, model, sizes, rtol in WORK
+        for size in sizes
     ]
+    parts = Row(
+        "MLP of 0.67M, batch 64 in parts of 16",
+        lambda: sides(lambda: per_example_models.mlp(scale), 64, 16),
+        1e-5,
+    )
+    return [found[0], parts, *found[1:]]

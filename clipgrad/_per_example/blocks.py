@@ -1,14 +1,13 @@
 """Terms of one gradient in a normal form: those that are alike joined along what is summed over."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from clipgrad._numbers import accumulator
-from clipgrad._per_example.terms import Products, Term, Unfollowed, einsum
+from clipgrad._per_example.terms import Factor, Products, Term, Unfollowed, einsum
 
 Name = tuple[int, int]  # of an axis of a factor: the axis of the gradient, and the place in that
 
@@ -61,19 +60,27 @@ class Block(NamedTuple):
 def blocks(products: Products) -> list[Block]:
     """The terms, those that differ by their numbers alone joined to one block."""
     groups: dict[Any, list[Block]] = {}
+    dtype = wide_dtype(products)
     for term in products.terms:
-        block = _normal(term)
+        block = _normal(term, dtype)
         shapes = tuple((p.names, p.hot, p.length, p.values.dtype.name) for p in block.parts)
         groups.setdefault((shapes, block.windows, block.precision), []).append(block)
     return [_joined(group) for group in groups.values()]
 
 
-def _normal(term: Term) -> Block:
+def wide_dtype(products: Products) -> str:
+    """The dtype in which products are summed: float64 if anything in them is."""
+    arrays = [f.values for term in products.terms for f in term.factors if f.hot is None]
+    return max([accumulator(x) for x in (products, *arrays)])
+
+
+def _normal(term: Term, dtype: str) -> Block:
     places = {
         label: (i, p) for i, axis in enumerate(term.axes) for p, label in enumerate(axis.labels)
     }
-    sizes, summed = term.sizes, term.summed
-    parts = [_part(factor, places, summed, sizes) for factor in term.factors]
+    sizes = term.sizes
+    summed = {label: sizes[label] for label in term.summed}
+    parts = [_part(factor, places, summed, dtype) for factor in term.factors]
     windows = [
         Window(axis.start, tuple(sizes[label] for label in axis.labels), axis.size)
         for axis in term.axes
@@ -82,7 +89,7 @@ def _normal(term: Term) -> Block:
     return Block(tuple(ordered), tuple(windows), term.precision)
 
 
-def _part(factor: Any, places: dict, summed: Sequence[int], sizes: dict[int, int]) -> Part:
+def _part(factor: Factor, places: dict, summed: dict[int, int], dtype: str) -> Part:
     """A factor with one axis for all that is summed over, and its other axes in order."""
     own = sorted((label for label in factor.labels if label in places), key=places.__getitem__)
     if factor.hot is not None and (own or factor.hot not in places):
@@ -90,15 +97,15 @@ def _part(factor: Any, places: dict, summed: Sequence[int], sizes: dict[int, int
     present = [label for label in summed if label in factor.labels]
     values = factor.values
     if factor.hot is None:
-        values = values.astype(accumulator(values))
+        values = values.astype(dtype)
     order = [factor.labels.index(label) for label in (*present, *own)]
     values = values if order == sorted(order) else jnp.transpose(values, order)
-    rest = [sizes[label] for label in own]
+    rest = [factor.sizes[label] for label in own]
     if len(present) < len(summed):
-        shape = [sizes[label] if label in present else 1 for label in summed]
+        shape = [n if label in present else 1 for label, n in summed.items()]
         values = values.reshape(*shape, *rest)
-        values = jnp.broadcast_to(values, (*(sizes[label] for label in summed), *rest))
-    values = values.reshape(math.prod(sizes[label] for label in summed), *rest)
+        values = jnp.broadcast_to(values, (*summed.values(), *rest))
+    values = values.reshape(math.prod(summed.values()), *rest)
     hot = None if factor.hot is None else places[factor.hot]
     return Part(values, tuple(places[label] for label in own), hot, factor.length)
 
@@ -142,13 +149,13 @@ def value(block: Block, precision: Any = None) -> jax.Array:
     row = [(-1, 0)] if hot else []
     labels = [[(-1, 0), *part.names] for part in dense]
     if not dense:
-        total = jnp.ones((block.rows,))
+        total = jnp.ones((block.rows,))  # only indices: a sum of ones at them
     else:
         options = {"precision": precision or block.precision}
         total = einsum([part.values for part in dense], labels, [*row, *names], **options)
     if hot:
         total = _scattered(hot, total)
-        order = [name for part in hot for name in [part.hot]] + names
+        order = [name for part in hot for name in part.owned] + names
         total = jnp.transpose(total, [order.index(name) for name in sorted(order)])
     return total.reshape([math.prod(window.sizes) for window in block.windows])
 
@@ -173,4 +180,4 @@ def dense(products: Products, precision: Any = None) -> jax.Array:
     for block in blocks(products):
         part = placed(block, value(block, precision))
         total = part if total is None else total + part
-    return jnp.zeros(products.shape, jnp.float32) if total is None else total
+    return jnp.zeros(products.shape, wide_dtype(products)) if total is None else total

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
 from clipgrad._jaxpr import REMAT, Hook, bind, called_program
 from clipgrad._per_example.blocks import dense
@@ -72,11 +72,11 @@ class Notes(dict[int, list[str]]):
 class Follow(Hook):
     """Keeps what is wanted as `Products`, or as what ``end`` makes of it where that is possible."""
 
-    wanted: Mapping[Var, Want]
+    wanted: Mapping[Any, Want]
     end: "End | None"
     notes: Notes
     # For what is broadcast or cast, the array before it and the axes that it has.
-    sources: dict[Var, tuple[Any, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
+    sources: dict[Any, tuple[Any, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, program: Any, wants: Sequence[Want | None], like: "Follow") -> "Follow":
@@ -102,18 +102,27 @@ class Follow(Hook):
                 self.notes.add(want, reason)
             outputs = bind(equation, [as_array(x) for x in inputs])
         pairs = zip(outputs, wants, strict=True)
-        return [self.end(*pair) if self.end and pair[1] else pair[0] for pair in pairs]
+        end = self.end
+        return [end(v, want) if end and want else v for v, want in pairs]
 
     def _remember(self, equation: JaxprEqn, inputs: list) -> None:
         """Keeps what an array was before it was broadcast."""
-        name, made = equation.primitive.name, equation.outvars[0] if equation.outvars else None
+        name, made = equation.primitive.name, next(iter(equation.outvars), None)
         if name == "broadcast_in_dim":
             shape, dimensions = jnp.shape(inputs[0]), equation.params["broadcast_dimensions"]
-            real = [i for i, n in enumerate(shape) if n == made.aval.shape[dimensions[i]]]
+            whole = equation.params["shape"]
+            real = [i for i, n in enumerate(shape) if n == whole[dimensions[i]]]
             small = jnp.reshape(inputs[0], [shape[i] for i in real])
             self.sources[made] = small, tuple(int(dimensions[i]) for i in real)
         elif name in ("convert_element_type", "copy") and _source(equation) in self.sources:
-            self.sources[made] = self.sources[equation.invars[0]]
+            self.sources[made] = self.sources[_source(equation)]
+
+    def source(self, atom: Any, array: Any, shape: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
+        """An array without the axes along which it is one number, and the axes that it has."""
+        if not isinstance(atom, Literal) and atom in self.sources:
+            return self.sources[atom]
+        real = [i for i, n in enumerate(jnp.shape(array)) if n == shape[i]]
+        return jnp.reshape(array, [shape[i] for i in real]), tuple(real)
 
     def inside(self, equation: JaxprEqn, step: Any) -> "Follow":
         """The hook for the program that an equation calls."""

@@ -154,20 +154,19 @@ def _inner(a: Block, b: Block) -> jax.Array:
     """The inner product of two blocks, twice unless they are one, and its error of rounding."""
     kept = sorted(a.kept | b.kept)
     pairs = _partners(a, b)
-    if a is not b and a.rows == b.rows == 1:
-        pass
-    product = functools.reduce(jnp.multiply, [_gram(*pair, kept) for pair in pairs])
+    dtype = next(part.values.dtype for part in a.parts if part.hot is None)
+    grams = [_gram(*pair, kept).astype(dtype) for pair in pairs]
+    product = functools.reduce(jnp.multiply, grams)
     error = 4 + sum(math.sqrt(math.prod(map(a.size, set(p.owned) - set(kept)))) for p, _ in pairs)
-    unit = jnp.finfo(product.dtype).eps / 2
-    return (1 if a is b else 2) * jnp.sum(product) + error * unit * jnp.sum(jnp.abs(product)) * (
-        1 if a is b else 2
-    )
+    unit = float(jnp.finfo(dtype).eps) / 2
+    total = jnp.sum(product) + error * unit * jnp.sum(jnp.abs(product))
+    return total if a is b else 2 * total
 
 
 def _gram(x: Part, y: Part, kept: Sequence) -> jax.Array:
     """The inner products of the rows of two parts: (rows, rows, sizes of the kept axes)."""
     if x.hot is not None and y.hot is not None:
-        return _expanded((x.values[:, None] == y.values).astype(jnp.float32), [], kept)
+        return _expanded((x.values[:, None] == y.values[None]).astype(jnp.float32), [], kept)
     if x.hot is not None:
         return jnp.swapaxes(_gram(y, x, kept), 0, 1)
     own = [name for name in kept if name in x.names or name in y.names]

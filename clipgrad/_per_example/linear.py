@@ -1,5 +1,7 @@
 """What is done to gradients behind their products, done to the factors."""
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ from clipgrad._jaxpr import CALLS, JIT, bind, called_program, evaluate
 from clipgrad._per_example.follow import as_array, follows, is_plain, tie, zeros
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Summed
-from clipgrad._per_example.terms import Axis, Products, Unfollowed, reshaped
+from clipgrad._per_example.terms import Axis, Products, Term, Unfollowed, reshaped
 from clipgrad._per_example.wanted import is_zero
 
 
@@ -75,7 +77,10 @@ def _pad(equation, inputs, term):
 @follows("slice")
 @_on_first
 def _slice(equation, inputs, term):
-    starts, stops = equation.params["start_indices"], equation.params["limit_indices"]
+    return _sliced(term, equation.params["start_indices"], equation.params["limit_indices"])
+
+
+def _sliced(term: Term, starts: Sequence[int], stops: Sequence[int]) -> Term:
     axes = []
     for axis, low, high in zip(term.axes, starts, stops, strict=True):
         end = axis.start + term.extent(axis)
@@ -124,7 +129,7 @@ def total(aval: Any, first: Any, second: Any) -> Any:
         return first.plus(second)
     for one, other in ((first, second), (second, first)):
         if isinstance(one, Products) and not one.terms and not one.carried:
-            return jnp.broadcast_to(other, aval.shape).astype(aval.dtype)
+            return jnp.broadcast_to(as_array(other), aval.shape).astype(aval.dtype)
     return as_array(first) + as_array(second)
 
 
@@ -135,18 +140,21 @@ def _concatenate(hook, equation, inputs, wants):
         return [on_sums(equation, [hook.end(x, wants[0]) for x in inputs])]
     if not all(isinstance(x, Products) for x in inputs):
         return bind(equation, [as_array(x) for x in inputs])
-    total, start = zeros(aval), 0
+    joined, start = zeros(aval), 0
     for value in inputs:
-
-        def move(term, start=start):
-            axes = list(term.axes)
-            axis = axes[dimension]
-            axes[dimension] = Axis(axis.labels, axis.start + start, aval.shape[dimension])
-            return term.with_axes(axes)
-
-        total = total.plus(value.map(move, aval))
+        move = functools.partial(
+            _moved, dimension=dimension, start=start, size=aval.shape[dimension]
+        )
+        joined = joined.plus(value.map(move, aval))
         start += value.shape[dimension]
-    return [total]
+    return [joined]
+
+
+def _moved(term: Term, dimension: int, start: int, size: int) -> Term:
+    axes = list(term.axes)
+    axis = axes[dimension]
+    axes[dimension] = Axis(axis.labels, axis.start + start, size)
+    return term.with_axes(axes)
 
 
 @follows("mul", "div")
@@ -160,12 +168,27 @@ def _product(hook, equation, inputs, wants):
     if jnp.ndim(array) == 0:
         number = 1 / array if equation.primitive.name == "div" else array
         return [products.map(lambda term: term.times(number), aval)]
-    small, dimensions = hook.sources[equation.invars[place]]
+    small, dimensions = hook.source(equation.invars[place], array, aval.shape)
     if equation.primitive.name == "div":
         small = 1 / small
     if not jnp.ndim(small):
         return [products.map(lambda term: term.times(small), aval)]
     return [products.map(lambda term: term.along(small, dimensions), aval)]
+
+
+@follows("split")
+def _split(hook, equation, inputs, wants):
+    value, axis = inputs[0], equation.params["axis"]
+    if not isinstance(value, Products):
+        return None if is_plain(value) else [Summed(x) for x in bind(equation, [value.array])]
+    parts, start = [], 0
+    for size, variable in zip(equation.params["sizes"], equation.outvars, strict=True):
+        starts = [start if i == axis else 0 for i in range(len(value.shape))]
+        stops = [start + size if i == axis else n for i, n in enumerate(value.shape)]
+        cut = functools.partial(_sliced, starts=starts, stops=stops)
+        parts.append(value.map(cut, variable.aval))
+        start += size
+    return parts
 
 
 @follows("optimization_barrier")

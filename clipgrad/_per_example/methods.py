@@ -16,7 +16,7 @@ _FORMS = {"one pass": one_pass_sums, "two passes": two_passes_sums, "direct": di
 
 def sums_of(subject: Subject, params: Any, batch: Any) -> Sums:
     """The function of parameters and examples that gives the sum of the clipped gradients."""
-    if subject.why_direct() is not None:
+    if subject.why_direct(batch) is not None:
         method = "direct"
     else:
         method = (

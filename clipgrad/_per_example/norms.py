@@ -6,7 +6,13 @@ from typing import Any
 
 import jax
 
-from clipgrad._per_example.batches import check_microbatch, each, on_each_device, part_count
+from clipgrad._per_example.batches import (
+    batch_size,
+    check_microbatch,
+    each,
+    on_each_device,
+    part_count,
+)
 from clipgrad._per_example.follow import Measure
 from clipgrad._per_example.one_pass import each_squares
 from clipgrad._per_example.plan import Plan, plan_of
@@ -94,7 +100,7 @@ class PerExampleNorms:
 
     def _of_some(self, params: Any, examples: Any) -> Any:
         subject = self.subject
-        if subject.why_direct() is None:
+        if subject.why_direct(examples) is None:
             found = each_example(
                 subject.loss_fn, subject.has_aux, params, examples, end=Measure(False)
             )
@@ -106,7 +112,7 @@ class PerExampleNorms:
         paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
         flags = subject.flags(params)
         chosen = {
-            path: each_squares(value)
+            path: each_squares(value, batch_size(examples))
             for path, value, flag in zip(paths, values, flags, strict=True)
             if flag
         }

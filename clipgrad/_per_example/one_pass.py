@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.grams import squares
 from clipgrad._per_example.scales import scales
 from clipgrad._per_example.squares import Squares
@@ -20,7 +21,7 @@ from clipgrad._trees import partition
 def one_pass_sums(subject: Subject, params: Any, examples: Any) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     found = each_example(subject.loss_fn, subject.has_aux, params, examples)
-    scaling = scaling_of(subject, params, found.gradients)
+    scaling = scaling_of(subject, params, found.gradients, batch_size(examples))
     sums = [
         weighted_sum(value, weight, None if weight is None else scaling.ok, scaling.zero)
         for value, weight in zip(found.gradients, scaling.weights, strict=True)
@@ -37,19 +38,22 @@ class Scaling(NamedTuple):
     stats: ClipStats
 
 
-def scaling_of(subject: Subject, params: Any, values: Sequence[Any]) -> Scaling:
-    """The scales of the leaves of each example, from their products, squares or arrays.
+def scaling_of(subject: Subject, params: Any, values: Sequence[Any], size: int) -> Scaling:
+    """The scales of the leaves of ``size`` examples, from their products, squares or arrays.
 
     With ``nonfinite="zero"`` an example is left out whose gradient of a leaf is NaN or inf, unless
     it is an array in which these count as 0.
     """
     zero, flags = subject.nonfinite == "zero", subject.flags(params)
-    leaves = [each_squares(v, zero) for v, flag in zip(values, flags, strict=True) if flag]
+    leaves = [each_squares(v, size, zero) for v, flag in zip(values, flags, strict=True) if flag]
     ok = None
     if zero:
         ok = jnp.all(jnp.stack([jnp.isfinite(leaf.total) for leaf in leaves]), axis=0)
         leaves = [
-            Squares(*(jnp.where(ok, x, 0) for x in leaf[:2]), leaf.nonfinite) for leaf in leaves
+            leaf._replace(
+                total=jnp.where(ok, leaf.total, 0), exponent=jnp.where(ok, leaf.exponent, 0)
+            )
+            for leaf in leaves
         ]
     parameters, structure = jax.tree.flatten(params)
     chosen = structure.unflatten(partition(parameters, flags)[0])
@@ -58,10 +62,10 @@ def scaling_of(subject: Subject, params: Any, values: Sequence[Any]) -> Scaling:
     return Scaling([next(each) if flag else None for flag in flags], ok, zero, stats)
 
 
-def each_squares(value: Any, zero: bool = False) -> Squares:
+def each_squares(value: Any, size: int, zero: bool = False) -> Squares:
     """The squares of a leaf for each example."""
     if isinstance(value, Squares):
         return value
     if isinstance(value, Products):
-        return jax.vmap(squares)(value)
+        return jax.vmap(squares, axis_size=size)(value)
     return jax.vmap(lambda x: Squares.of(x, zero))(value)

@@ -84,7 +84,7 @@ def plan_of(subject: Subject, params: Any, batch: Any) -> Plan:
     paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
     kinds = [jax.typeof(jnp.asarray(leaf)) for leaf in jax.tree.leaves(params)]
     whole = sum(_bytes(kind.shape, kind.dtype) for kind in kinds)
-    if (why := subject.why_direct()) is not None:
+    if (why := subject.why_direct(batch)) is not None:
         leaves = [
             LeafPlan(
                 path,
@@ -124,9 +124,12 @@ def _bytes(shape: Sequence[int], dtype: Any) -> int:
 
 
 def _leaf(path: str, shape: tuple[int, ...], value: Any, size: int, notes: list[str]) -> LeafPlan:
-    count, reason = math.prod(shape), "; ".join(notes)
+    count = math.prod(shape)
     if not isinstance(value, Products):
-        reason = reason or "a sum or an element-wise product, no larger than what it is made of"
+        reason = (
+            "; ".join(notes)
+            or "a sum or an element-wise product, no larger than what it is made of"
+        )
         return LeafPlan(
             path, shape, "direct", 0, 0, 4 * size * count, _bytes(value.shape, value.dtype), reason
         )
@@ -144,7 +147,7 @@ def _leaf(path: str, shape: tuple[int, ...], value: Any, size: int, notes: list[
     kept = sum(_bytes(x.shape, x.dtype) for x in jax.tree.leaves(value))
     norm = "Gram" if facts["gram"] else "product"
     flops = size * facts["flops"]
-    return LeafPlan(path, shape, norm, len(value.terms), facts["rows"], flops, kept, reason)
+    return LeafPlan(path, shape, norm, len(value.terms), facts["rows"], flops, kept, "")
 
 
 def _flops(block: Any, gram: bool, count: int) -> int:

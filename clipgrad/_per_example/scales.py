@@ -54,8 +54,8 @@ def _of_one(rule: Any, params: Any, leaves: Sequence[Squares]) -> tuple[list[jax
         leaf.norm(max(size, 1.0) if mean else 1.0) for leaf, size in zip(leaves, sizes, strict=True)
     ]
     pairs = zip(rule.l2_limits(params, norms), sizes, strict=True)
-    each = [_stats(n, limit, bad, jnp.array(size, dtype)) for (n, limit), size in pairs]
-    stats = jax.tree.map(lambda *fields: sum(fields[1:], fields[0]), *each)
+    each = [_stats(n, limit, bad, jnp.array(size, n.root.dtype)) for (n, limit), size in pairs]
+    stats = jax.tree.map(lambda *fields: sum(x.astype(dtype) for x in fields), *each)
     return rule.scale(ones, norms), stats._replace(nonfinite=bad)
 
 

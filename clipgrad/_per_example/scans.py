@@ -1,7 +1,7 @@
 """Gradients that leave a scan: stacked, or added up in its carry."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn
@@ -13,7 +13,7 @@ from clipgrad._per_example.linear import total
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Summed
 from clipgrad._per_example.terms import NotAccumulated, Products
-from clipgrad._per_example.wanted import Want, wanted
+from clipgrad._per_example.wanted import Want, is_matrix, wanted
 
 _NUMBERS = itertools.count()
 
@@ -23,7 +23,7 @@ def _scan(hook: Follow, equation: JaxprEqn, inputs: list, wants: list[Want | Non
     constants, carried = scan_counts(equation)
     first = inputs[constants : constants + carried]
     summed = _summed(hook, equation, wants)
-    lazy = {i: next(_NUMBERS) for i in range(carried) if wants[i] is not None and i not in summed}
+    lazy = {i: next(_NUMBERS) for i in _lazy(equation, wants) - summed}
     while True:
         try:
             return _attempt(hook, equation, inputs, wants, lazy, summed)
@@ -33,7 +33,8 @@ def _scan(hook: Follow, equation: JaxprEqn, inputs: list, wants: list[Want | Non
             if len(left) == len(lazy):
                 raise
             for i in set(lazy) - set(left):
-                hook.notes.add(wants[i], "changed in the carry of a scan, not only added to")
+                if (want := wants[i]) is not None:
+                    hook.notes.add(want, "changed in the carry of a scan, not only added to")
                 first[i] = as_array(first[i])
             inputs = [*inputs[:constants], *first, *inputs[constants + carried :]]
             lazy = left
@@ -84,22 +85,37 @@ def _array(value: Any) -> Any:
     return value if isinstance(value, Summed) else as_array(value)
 
 
+def _lazy(equation: JaxprEqn, wants: Sequence[Want | None]) -> set[int]:
+    """The carries of matrices that the body may only add to."""
+    carried = scan_counts(equation)[1]
+    found = {i for i in range(carried) if wants[i] is not None and is_matrix(equation.outvars[i])}
+    return _kept(equation, wants, found, lambda want: True)
+
+
+def _kept(
+    equation: JaxprEqn, wants: Sequence[Want | None], found: set[int], may: Callable[[Want], bool]
+) -> set[int]:
+    """Those of some carries that are wanted in the body too, with wants that are allowed."""
+    constants, carried = scan_counts(equation)
+    program = called_program(equation)
+    state = opened(program)[0].invars[constants : constants + carried]
+    while True:
+        flags = [want if i in found else None for i, want in enumerate(wants[:carried])]
+        inner = wanted(program, [*flags, *wants[carried:]])
+        kept = {i for i in found if (want := inner.get(state[i])) is not None and may(want)}
+        if kept == found:
+            return found
+        found = kept
+
+
 def _summed(hook: Follow, equation: JaxprEqn, wants: list[Want | None]) -> set[int]:
     """The carries that hold sums over the examples: which the body only adds to."""
     end = hook.end
     if end is None:
         return set()
-    constants, carried = scan_counts(equation)
-    program = called_program(equation)
-    state = opened(program)[0].invars[constants : constants + carried]
+    carried = scan_counts(equation)[1]
     found = {i for i in range(carried) if (want := wants[i]) is not None and end.adds(want)}
-    while True:
-        flags = [want if i in found else None for i, want in enumerate(wants[:carried])]
-        inner = wanted(program, [*flags, *wants[carried:]])
-        kept = {i for i in found if (want := inner.get(state[i])) is not None and end.adds(want)}
-        if kept == found:
-            return found
-        found = kept
+    return _kept(equation, wants, found, end.adds)
 
 
 def _inner(want: Want | None, length: int) -> Want | None:

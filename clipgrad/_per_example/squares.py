@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._norms import Norm
-from clipgrad._numbers import accumulator, square
+from clipgrad._numbers import accumulator, real_size
 
 # The exponent of 0: less than that of any product of three numbers of float64.
 NOTHING = -10_000
@@ -26,18 +26,18 @@ class Squares(NamedTuple):
         """The sum of the squares of an array; ``zero``: NaN and inf count as 0 in it."""
         dtype = accumulator(x)
         finite = jnp.isfinite(x)
-        wide = x if jnp.iscomplexobj(x) else x.astype(dtype)
+        wide = real_size(x).astype(dtype)
         wide = jnp.where(finite, wide, jnp.zeros_like(wide)) if zero else wide
-        largest = jnp.max(jnp.abs(wide), initial=0).astype(dtype)
+        largest = jnp.max(jnp.abs(wide), initial=0)
         exponent = exponents(largest)
         used = jnp.where(exponent == NOTHING, 0, exponent)
         bad = jnp.sum(~finite, dtype=dtype)
-        return cls(jnp.sum(square(times_power(wide, -used))), used, bad)
+        return cls(jnp.sum(jnp.square(times_power(wide, -used))), used, bad)
 
     @classmethod
     def sum(cls, parts: Sequence["Squares"]) -> "Squares":
         """The sum of several."""
-        dtype = jnp.result_type(jnp.float32, *(part.total.dtype for part in parts))
+        dtype = max((part.total.dtype.name for part in parts), default="float32")
         if not parts:
             return cls(jnp.zeros((), dtype), jnp.int32(0), jnp.zeros((), dtype))
         present = [jnp.where(p.total == 0, NOTHING, p.exponent) for p in parts]

@@ -27,8 +27,8 @@ def summed_over_examples(value: Any, weight: Each, ok: Each, like: jax.Array) ->
     out; with it, NaN and inf in arrays count as 0.
     """
     del like
-    one = jax.tree.map(lambda x: x[None], (value, weight, ok))
-    return weighted_sum(*one, ok is not None)
+    value, weight, ok = jax.tree.map(lambda x: x[None], (value, weight, ok))
+    return weighted_sum(value, weight, ok, ok is not None)
 
 
 @summed_over_examples.def_vmap
@@ -42,7 +42,8 @@ def _mapped(
         x if flag else jnp.broadcast_to(x, (size, *x.shape))
         for x, flag in zip(leaves, flags, strict=True)
     ]
-    return weighted_sum(*structure.unflatten(each), ok is not None), False
+    value, weight, ok = structure.unflatten(each)
+    return weighted_sum(value, weight, ok, ok is not None), False
 
 
 def weighted_sum(
@@ -84,7 +85,9 @@ def _where(ok: Each, x: jax.Array) -> jax.Array:
 
 
 def _times(x: jax.Array, weights: Each) -> jax.Array:
-    return x if weights is None else times(x, _beside(weights, x))
+    if weights is None:
+        return x
+    return times(x, _beside(weights.astype(accumulator(x)), x))
 
 
 def _beside(numbers: jax.Array, x: jax.Array) -> jax.Array:

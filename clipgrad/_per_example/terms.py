@@ -91,9 +91,13 @@ class Term:
 
     @property
     def summed(self) -> tuple[int, ...]:
-        """The labels that are summed over."""
+        """The labels that are summed over, the last one that was added in front.
+
+        It is the first axis of the factors, and that of the examples may be sharded: in front it
+        stays where it is when axes are merged.
+        """
         kept = {label for axis in self.axes for label in axis.labels}
-        return tuple(sorted(set(self.sizes) - kept))
+        return tuple(sorted(set(self.sizes) - kept, reverse=True))
 
     def extent(self, axis: Axis) -> int:
         """The length of the window of an axis."""
@@ -131,7 +135,7 @@ class Term:
         term = self.map(lambda factor: factor.stacked(label))
         return term if size is None else term.with_axes([Axis((label,), 0, size), *self.axes])
 
-    def times(self, number: jax.Array) -> "Term":
+    def times(self, number: jax.Array | int) -> "Term":
         """The term times a number."""
         i = next(i for i, factor in enumerate(self.factors) if factor.hot is None)
         factor = self.factors[i]
@@ -143,11 +147,13 @@ class Term:
     def along(self, array: jax.Array, dimensions: Sequence[int]) -> "Term":
         """The term times an array that has only these axes of the gradient."""
         axes = [self.axes[d] for d in dimensions]
-        for i, factor in enumerate(self.factors):
-            if factor.hot is None and all(set(axis.labels) <= set(factor.labels) for axis in axes):
-                break
-        else:
+        needed = {label for axis in axes for label in axis.labels}
+        owners = [
+            i for i, f in enumerate(self.factors) if f.hot is None and needed <= set(f.labels)
+        ]
+        if not owners:
             raise Unfollowed("a product with an array along axes of different factors")
+        i, factor = owners[0], self.factors[owners[0]]
         for d, axis in enumerate(axes):
             stop = axis.start + self.extent(axis)
             array = jax.lax.slice_in_dim(array, axis.start, stop, axis=d)
@@ -182,9 +188,9 @@ def _summed_in(factor: Factor, label: int) -> Factor:
 
 
 def einsum(
-    arrays: Sequence[jax.Array], labels: Sequence[Sequence[int]], out: Sequence[int], **options: Any
+    arrays: Sequence[jax.Array], labels: Sequence[Sequence[Any]], out: Sequence[Any], **options: Any
 ) -> jax.Array:
-    """`jax.numpy.einsum` with any integers as labels."""
+    """`jax.numpy.einsum` with anything as labels."""
     names = {k: i for i, k in enumerate(dict.fromkeys(k for each in labels for k in each))}
     pairs = [
         x for a, each in zip(arrays, labels, strict=True) for x in (a, [names[k] for k in each])

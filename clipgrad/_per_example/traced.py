@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._jaxpr import evaluate, opened, trace
-from clipgrad._per_example import linear, products, scans  # noqa: F401  how they are followed
+from clipgrad._per_example import convolutions, linear, products, scans  # noqa: F401  how they are followed
 from clipgrad._per_example.follow import End, Follow, Notes
 from clipgrad._per_example.wanted import Want, wanted
 from clipgrad._trees import is_array

@@ -50,7 +50,7 @@ def two_passes_sums(subject: Subject, params: Any, examples: Any) -> tuple[Any, 
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     measure = Measure(subject.nonfinite == "zero")
     found = each_example(subject.loss_fn, subject.has_aux, params, examples, end=measure)
-    scaling = scaling_of(subject, params, found.gradients)
+    scaling = scaling_of(subject, params, found.gradients, batch_size(examples))
 
     def of_one(params: Any, example: Any, weights: Any, ok: Any, like: Any) -> list[jax.Array]:
         end = Add(weights, ok, like)

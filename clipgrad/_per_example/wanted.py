@@ -19,7 +19,7 @@ class Want(NamedTuple):
 
 
 Wants = Sequence[Want | None]
-Pass = Callable[[JaxprEqn, Wants, Mapping[Var, JaxprEqn]], list[Want | None]]
+Pass = Callable[[JaxprEqn, Wants, Mapping[Var, JaxprEqn]], Wants]
 _PASSES: dict[str, Pass] = {}
 
 
@@ -61,7 +61,7 @@ def wanted(program: Any, outputs: Wants) -> dict[Var, Want]:
     use(jaxpr.outvars, outputs)
     for equation in reversed(jaxpr.eqns):
         wants = [of(variable) for variable in equation.outvars]
-        nothing: list[Want | None] = [None] * len(equation.invars)
+        nothing: Wants = [None] * len(equation.invars)
         rule = _PASSES.get(equation.primitive.name) if any(wants) else None
         use(equation.invars, rule(equation, wants, made) if rule else nothing)
     return {v: want for v in found if (want := of(v)) is not None}
@@ -80,11 +80,6 @@ def own(want: Want | None) -> Want | None:
 def is_zero(atom: Any) -> bool:
     """Whether this is the literal 0."""
     return isinstance(atom, Literal) and jnp.ndim(atom.val) == 0 and bool(atom.val == 0)
-
-
-def is_number(atom: Any) -> bool:
-    """Whether an input of an equation is a number, not an array."""
-    return getattr(atom.aval, "shape", None) == ()
 
 
 def broadcast_of(atom: Any, made: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
@@ -142,25 +137,43 @@ def _reduce(equation, wants, made):
 def _product(equation, wants, made):
     first, second = equation.invars
     quotient = equation.primitive.name == "div"
-    if is_number(second) or broadcast_of(second, made) is not None:
+    size = equation.outvars[0].aval.size
+
+    def is_small(atom: Any) -> bool:
+        return atom.aval.size < size or broadcast_of(atom, made) is not None
+
+    if is_small(second):
         return [own(wants[0]), None]
-    if not quotient and (is_number(first) or broadcast_of(first, made) is not None):
-        return [None, own(wants[0])]
-    return [None, None]
+    return [None, own(wants[0])] if is_small(first) and not quotient else [None, None]
+
+
+@passes("split")
+def _split(equation, wants, made):
+    present = [want for want in wants if want is not None]
+    if len(present) < len(wants):
+        return [None]
+    leaves = frozenset[int]().union(*(want.leaves for want in present))
+    # Whatever the parts are for, the whole is left as it is.
+    return [Want(leaves, False, False, max(want.repeat for want in present))]
+
+
+def is_matrix(variable: Any) -> bool:
+    """Whether an array has more than one axis: the gradient of a vector is no product."""
+    return sum(n > 1 for n in variable.aval.shape) >= 2
 
 
 @passes("scatter-add", "scatter_add")
 def _scatter(equation, wants, made):
     # Rows of an embedding are there anyway; a matrix of a stack may be a product itself.
-    is_matrix = len(equation.params["dimension_numbers"].update_window_dims) >= 2
-    return [own(wants[0]), None, own(wants[0]) if is_matrix else None]
+    several = len(equation.params["dimension_numbers"].update_window_dims) >= 2
+    return [own(wants[0]), None, own(wants[0]) if several else None]
 
 
 @passes("dynamic_update_slice")
 def _update(equation, wants, made):
-    is_matrix = sum(n > 1 for n in equation.invars[1].aval.shape) >= 2
+    matrix = is_matrix(equation.invars[1])
     rest: list[Want | None] = [None] * (len(equation.invars) - 2)
-    return [own(wants[0]), own(wants[0]) if is_matrix else None, *rest]
+    return [own(wants[0]), own(wants[0]) if matrix else None, *rest]
 
 
 @passes(*JIT, *CALLS)

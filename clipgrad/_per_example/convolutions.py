@@ -1,0 +1,73 @@
+"""The gradients of convolution kernels: products of the patches under a kernel and cotangents."""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._per_example.follow import follows, is_plain
+from clipgrad._per_example.products import kept
+from clipgrad._per_example.terms import Axis, Factor, Term, Unfollowed
+
+# Each tap is a slice in the program; larger kernels are rare, and would make it long.
+_MOST_TAPS = 256
+
+
+@follows("conv_general_dilated")
+def _convolution(hook, equation, inputs, wants):
+    if not all(is_plain(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in inputs):
+        raise Unfollowed("a convolution of numbers that are not real")
+    params, aval = equation.params, equation.outvars[0].aval
+    numbers = params["dimension_numbers"]
+    taps = [aval.shape[i] for i in numbers.out_spec[2:]]
+    if math.prod(taps) > _MOST_TAPS:
+        raise Unfollowed(f"a kernel with more than {_MOST_TAPS} taps")
+    lhs = jnp.transpose(inputs[0], numbers.lhs_spec)
+    rhs = jnp.transpose(inputs[1], numbers.rhs_spec)
+    patches = _patches(lhs, rhs.shape[2:], taps, params)
+    groups, batches = params["feature_group_count"], params["batch_group_count"]
+    rank = len(taps)
+    # Labels: the group, rows and columns of the kernel (both with it in front), channels that are
+    # summed, then the positions in the kernel, and those that are summed.
+    group, row, column, channel = range(4)
+    first, second = list(range(4, 4 + rank)), list(range(4 + rank, 4 + 2 * rank))
+    count = groups * batches
+    n, c, f = lhs.shape[0] // batches, lhs.shape[1] // groups, rhs.shape[0] // count
+    order = (group, row, channel) if batches > 1 else (row, group, channel)
+    sizes = (batches, n, c) if batches > 1 else (n, groups, c)
+    left = Factor(patches.reshape(*taps, *sizes, *rhs.shape[2:]), (*first, *order, *second))
+    right = Factor(rhs.reshape(count, f, *rhs.shape[1:]), (group, column, channel, *second))
+    axes: list[Any] = [None] * aval.ndim
+    made = [(row,), (group, column), *((k,) for k in first)]
+    for place, labels in zip(numbers.out_spec, made, strict=True):
+        axes[place] = Axis(labels, 0, aval.shape[place])
+    term = Term((left, right), tuple(axes), params["precision"])
+    return kept(term if count > 1 else _ungrouped(term, group), aval, wants[0])
+
+
+def _ungrouped(term: Term, group: int) -> Term:
+    """The term without the label of a single group."""
+    factors = []
+    for factor in term.factors:
+        i = factor.labels.index(group)
+        labels = tuple(k for k in factor.labels if k != group)
+        factors.append(Factor(jnp.squeeze(factor.values, i), labels))
+    axes = [axis._replace(labels=tuple(k for k in axis.labels if k != group)) for axis in term.axes]
+    return Term(tuple(factors), tuple(axes), term.precision)
+
+
+def _patches(lhs: jax.Array, window: Any, taps: list[int], params: Any) -> jax.Array:
+    """What each tap meets at each position: (taps, rows, channels, positions)."""
+    strides, dilation = params["window_strides"], params["rhs_dilation"]
+    pairs = zip(params["padding"], params["lhs_dilation"], strict=True)
+    edges = [(0, 0, 0)] * 2 + [(int(low), int(high), d - 1) for (low, high), d in pairs]
+    padded = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), edges)
+    slices = []
+    for tap in itertools.product(*map(range, taps)):
+        starts = [0, 0, *(t * s for t, s in zip(tap, strides, strict=True))]
+        sizes = [(w - 1) * d + 1 for w, d in zip(window, dilation, strict=True)]
+        stops = [*lhs.shape[:2], *(a + n for a, n in zip(starts[2:], sizes, strict=True))]
+        slices.append(jax.lax.slice(padded, starts, stops, (1, 1, *dilation)))
+    return jnp.stack(slices)

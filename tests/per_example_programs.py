@@ -1,0 +1,414 @@
+"""Programs whose gradients are followed to their products, each as a loss of one example.
+
+A row is ``(params, batch, direct)``: shapes of random parameters, the batch, and which leaves are
+direct in the plan. Sizes are such that a gradient is larger than what it is the product of.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+PROGRAMS = {}
+EXAMPLES = 3
+
+
+class Program(NamedTuple):
+    loss: object
+    params: dict
+    batch: object
+    direct: frozenset
+
+
+def program(batch, direct="", **params):
+    """Registers a loss with the shapes of its parameters and of one example."""
+
+    def register(loss):
+        name = loss.__name__.replace("_", " ")
+        PROGRAMS[name] = Program(loss, params, batch, frozenset(direct.split()))
+        return loss
+
+    return register
+
+
+def arguments(name, dtype=jnp.float32):
+    """Parameters and a batch for a program."""
+    row = PROGRAMS[name]
+    keys = iter(jax.random.split(jax.random.key(len(name)), 32))
+    params = {
+        k: (jax.random.normal(next(keys), s) / max(s[-2:-1] or (1,)) ** 0.5).astype(dtype)
+        for k, s in row.params.items()
+    }
+    made = []
+    for part in row.batch if isinstance(row.batch, list) else [row.batch]:
+        if isinstance(part, int):  # ids below it, some of them repeated
+            made.append(jax.random.randint(next(keys), (EXAMPLES, 4), 0, part))
+        else:
+            made.append(jax.random.normal(next(keys), (EXAMPLES, *part)).astype(dtype))
+    return params, made if isinstance(row.batch, list) else made[0]
+
+
+def total(x):
+    return jnp.sum(jnp.sin(x) * jnp.cos(0.5 * x))
+
+
+# dense
+
+
+@program((12,), "b", w=(12, 16), b=(16,), v=(16, 9))
+def dense_layers(p, x):
+    return total(jnp.tanh(x @ p["w"] + p["b"]) @ p["v"])
+
+
+@program((3, 12), "b", w=(12, 16), b=(16,))
+def dense_layer_over_a_sequence(p, x):
+    return total(x @ p["w"] + p["b"][None])
+
+
+@program((2, 2, 12), w=(12, 30))
+def two_sequence_axes(p, x):
+    return total(jnp.einsum("abd,dk->abk", x, p["w"]))
+
+
+@program((3, 12), w=(12, 2, 16))
+def kernel_of_rank_three(p, x):
+    return total(jnp.einsum("td,dhk->thk", x, p["w"]))
+
+
+@program((3, 2, 8), w=(2, 8, 20))
+def kernel_summed_over_two_axes(p, x):
+    return total(jnp.einsum("thk,hkd->td", x, p["w"]))
+
+
+@program((3, 2, 10), w=(2, 10, 12))
+def heads_as_a_batch_dimension(p, x):
+    return total(jnp.einsum("thd,hdk->thk", x, p["w"]))
+
+
+@program((2, 3, 12), w=(2, 12, 9))
+def experts_as_a_batch_dimension(p, x):
+    return total(jax.lax.dot_general(x, p["w"], (((2,), (1,)), ((0,), (0,)))))
+
+
+@program((3, 12), w=(16, 12))
+def transposed_kernel(p, x):
+    return total(x @ p["w"].T)
+
+
+@program((3, 12), w=(12 * 16,))
+def flat_parameters(p, x):
+    return total(x @ p["w"].reshape(12, 16))
+
+
+@program((3, 12), w=(12 * 16 + 16 * 10,))
+def one_vector_for_two_layers(p, x):
+    w, v = p["w"][: 12 * 16].reshape(12, 16), p["w"][12 * 16 :].reshape(16, 10)
+    return total(jnp.tanh(x @ w) @ v)
+
+
+@program((3, 12), w=(3, 4, 2, 8))
+def kernel_reshaped_within_its_axes(p, x):
+    return total(x @ p["w"].reshape(12, 16))
+
+
+@program((3, 12), "s o", w=(12, 16), s=(16,), o=(16,))
+def scale_and_offset(p, x):
+    h = x @ p["w"]
+    h = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-3)
+    return total(h * p["s"][None] + p["o"][None])
+
+
+# one weight in several places
+
+
+@program((3, 12), w=(12, 12))
+def module_used_twice(p, x):
+    return total(jnp.tanh(x @ p["w"]) @ p["w"])
+
+
+@program((3, 12), w=(12, 12))
+def weight_and_its_transpose(p, x):
+    return total(jnp.tanh(x @ p["w"]) @ p["w"].T)
+
+
+@program((6, 12), w=(12, 16), r=(16, 16))
+def unrolled_recurrence(p, x):
+    h = jnp.zeros(16)
+    for t in range(6):
+        h = jnp.tanh(x[t] @ p["w"] + h @ p["r"])
+    return total(h)
+
+
+@program((3, 12), w=(12, 32))
+def slices_of_one_kernel(p, x):
+    i, f, g, o = jnp.split(p["w"], 4, axis=1)
+    return total(jnp.tanh(x @ i) * (x @ f) + jnp.sin(x @ g) * (x @ o))
+
+
+@program((3, 12), w=(12, 20))
+def slices_that_overlap(p, x):
+    return total(jnp.tanh(x @ p["w"][:, :14])[:, :8] * (x @ p["w"][:, 12:]))
+
+
+@program((3, 12), u=(12, 8), v=(12, 10))
+def concatenated_kernels(p, x):
+    return total(x @ jnp.concatenate([p["u"], p["v"]], axis=1))
+
+
+@program((3, 12), w=(4, 12, 12))
+def stacked_kernels_by_index(p, x):
+    for i in range(4):
+        x = jnp.tanh(x @ p["w"][i])
+    return total(x)
+
+
+@program((3, 12), w=(12, 16), u=(12, 16))
+def sum_of_two_weights(p, x):
+    return total(x @ (p["w"] + 0.5 * p["u"]))
+
+
+@program((3, 12), w=(12, 16))
+def weight_times_a_row(p, x):
+    return total(x @ (p["w"] * jnp.arange(1.0, 17.0)[None]) / 3)
+
+
+# embeddings
+
+
+@program(20, e=(20, 12))
+def embedding(p, x):
+    return total(p["e"][x])
+
+
+@program(20, e=(20, 12), w=(12, 12))
+def embedding_tied_to_the_head(p, x):
+    return total(jax.nn.log_softmax(jnp.tanh(p["e"][x] @ p["w"]) @ p["e"].T)[:, 0])
+
+
+@program(40, e=(20, 12))
+def embedding_with_ids_out_of_range(p, x):
+    return total(p["e"].at[x].get(mode="fill", fill_value=0.0))
+
+
+@program(40, e=(20, 12))
+def embedding_with_clamped_ids(p, x):
+    return total(p["e"].at[x].get(mode="clip"))
+
+
+@program([5, 6], e=(5, 6, 12))
+def embedding_with_two_indices(p, batch):
+    first, second = batch
+    return total(p["e"][first, second])
+
+
+@program([3, (4, 12)], w=(3, 12, 16))
+def expert_chosen_for_each_token(p, batch):
+    chosen, x = batch
+    return total(jnp.einsum("td,tdk->tk", x, p["w"][chosen]))
+
+
+@program((3, 12), w=(4, 12, 12))
+def layer_chosen_by_a_traced_index(p, x):
+    index = jnp.int32(x[0, 0] > 0)
+    return total(x @ jax.lax.dynamic_index_in_dim(p["w"], index, keepdims=False))
+
+
+# convolutions
+
+
+def convolved(x, k, dims, stride=1, padding="SAME", **options):
+    rank = k.ndim - 2
+    strides = (stride,) * rank
+    return jax.lax.conv_general_dilated(
+        x[None], k, strides, padding, dimension_numbers=dims, **options
+    )[0]
+
+
+@program((4, 4, 12), "b", k=(3, 3, 12, 20), b=(20,))
+def convolution(p, x):
+    return total(convolved(x, p["k"], ("NHWC", "HWIO", "NHWC")) + p["b"][None, None])
+
+
+@program((7, 5, 8), k=(3, 2, 8, 40))
+def convolution_with_stride_and_dilation(p, x):
+    dims = ("NHWC", "HWIO", "NHWC")
+    return total(convolved(x, p["k"], dims, 2, [(1, 2), (0, 1)], rhs_dilation=(2, 1)))
+
+
+@program((4, 4, 16), k=(3, 3, 4, 64))
+def grouped_convolution(p, x):
+    dims = ("NHWC", "HWIO", "NHWC")
+    return total(convolved(x, p["k"], dims, 2, feature_group_count=4))
+
+
+@program((3, 3, 4), "k", k=(3, 3, 1, 4))
+def depthwise_convolution(p, x):
+    return total(convolved(x, p["k"], ("NHWC", "HWIO", "NHWC"), feature_group_count=4))
+
+
+@program((12, 5), k=(16, 12, 5))
+def convolution_of_rank_one(p, x):
+    return total(convolved(x, p["k"], ("NCH", "OIH", "NCH")))
+
+
+@program((2, 3, 3, 12), k=(2, 2, 2, 12, 24))
+def convolution_of_rank_three(p, x):
+    return total(convolved(x, p["k"], ("NHWDC", "HWDIO", "NHWDC"), 2))
+
+
+@program((3, 12), k=(4, 12, 16))
+def transposed_convolution(p, x):
+    dims = ("NHC", "HIO", "NHC")
+    return total(convolved(x, p["k"], dims, 1, [(2, 2)], lhs_dilation=(2,)))
+
+
+# programs inside of programs
+
+
+@program((3, 12), w=(12, 12), v=(12, 16))
+def inner_jit(p, x):
+    layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
+    return total(layer(p["v"], layer(p["w"], layer(p["w"], x))))
+
+
+def rematerialized(policy):
+    def loss(p, x):
+        layer = functools.partial(jax.checkpoint, policy=policy)(
+            lambda w, v, x: jnp.tanh(x @ w) @ v
+        )
+        return total(layer(p["w"], p["v"], x) * layer(p["w"], p["v"], 2 * x))
+
+    return loss
+
+
+for name, policy in {
+    "remat": None,
+    "remat that saves products": jax.checkpoint_policies.dots_saveable,
+}.items():
+    PROGRAMS[name] = Program(
+        rematerialized(policy), {"w": (12, 16), "v": (16, 20)}, (3, 12), frozenset()
+    )
+
+
+@program((3, 12), "b", w=(5, 12, 12), b=(5, 12))
+def scanned_layers(p, x):
+    def layer(x, w):
+        return jnp.tanh(x @ w["w"] + w["b"][None]), None
+
+    return total(jax.lax.scan(layer, x, p)[0])
+
+
+@program((3, 12), w=(4, 12, 16), v=(4, 16, 12))
+def scanned_layers_with_remat(p, x):
+    @jax.checkpoint
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["w"]) @ w["v"], None
+
+    return total(jax.lax.scan(layer, x, p)[0])
+
+
+@program((3, 12), w=(4, 12, 12))
+def stack_of_layers_used_twice(p, x):
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    x, _ = jax.lax.scan(layer, x, p["w"])
+    return total(jax.lax.scan(layer, x, p["w"], reverse=True)[0])
+
+
+@program((5, 12), "b", i=(12, 16), r=(16, 16), b=(16,))
+def recurrence(p, x):
+    def step(h, x):
+        return jnp.tanh(x @ p["i"] + h @ p["r"] + p["b"]), None
+
+    return total(jax.lax.scan(step, jnp.zeros(16), x)[0])
+
+
+@program((4, 12), "b", i=(12, 48), h=(12, 48), b=(48,))
+def lstm(p, x):
+    def step(state, x):
+        h, c = state
+        i, f, g, o = jnp.split(x @ p["i"] + h @ p["h"] + p["b"], 4)
+        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(c)
+        return (h, c), h
+
+    return total(jax.lax.scan(step, (jnp.zeros(12), jnp.zeros(12)), x)[1])
+
+
+@program((4, 12), w=(3, 12, 12), r=(12, 12))
+def recurrence_through_stacked_layers(p, x):
+    def step(h, x):
+        def layer(h, w):
+            return jnp.tanh(h @ w + x @ p["r"]), None
+
+        return jax.lax.scan(layer, h, p["w"])[0], None
+
+    return total(jax.lax.scan(step, jnp.zeros(12), x)[0])
+
+
+@program((3, 12), w=(4, 12, 12))
+def scan_over_the_index_of_a_layer(p, x):
+    def layer(x, i):
+        return jnp.tanh(x @ p["w"][i]), None
+
+    return total(jax.lax.scan(layer, x, jnp.arange(4))[0])
+
+
+@program((3, 12), w=(12, 16))
+def vmap_inside_of_the_loss(p, x):
+    return total(jax.vmap(lambda row: jnp.tanh(row @ p["w"]))(x))
+
+
+@jax.custom_vjp
+def _product(x, w):
+    return x @ w
+
+
+_product.defvjp(
+    lambda x, w: (x @ w, (x, w)), lambda saved, ct: (ct @ saved[1].T, 2 * saved[0].T @ ct)
+)
+
+
+@program((3, 12), w=(12, 16))
+def custom_rule(p, x):
+    return total(_product(x, p["w"]))
+
+
+@program((3, 12), w=(12, 12), v=(12, 12))
+def error_clip_inside(p, x):
+    import clipgrad as cg
+
+    h = cg.clip_cotangent(jnp.tanh(x @ p["w"]), cg.ErrorClipByValue(0.1))
+    return total(cg.clip_cotangent(h @ p["v"], cg.ClipByGlobalNorm(0.5)))
+
+
+# what is direct
+
+
+@program((3, 12), "w", w=(12, 16), v=(16, 9))
+def elementwise_function_of_a_weight(p, x):
+    return total(jnp.tanh(x @ jnp.tanh(p["w"])) @ p["v"])
+
+
+@program((3, 12), "w g", w=(12, 16), g=(16,), v=(16, 9))
+def weight_normalization(p, x):
+    w = p["w"] * (p["g"] * jax.lax.rsqrt(jnp.sum(p["w"] ** 2, 0)))[None]
+    return total(jnp.tanh(x @ w) @ p["v"])
+
+
+@program((3, 12), "w", w=(12, 16), v=(12, 16))
+def weight_in_a_branch(p, x):
+    h = jax.lax.cond(x[0, 0] > 0, lambda x: x @ p["w"], lambda x: jnp.sin(x @ p["w"]), x)
+    return total(h + x @ p["v"])
+
+
+@program((40, 4), "w", w=(4, 6))
+def long_sequence_over_a_small_kernel(p, x):
+    return total(x @ p["w"])
+
+
+@program((3, 12), w=(12, 16), u=(7,))
+def unused_parameter(p, x):
+    return total(x @ p["w"])

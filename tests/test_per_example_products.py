@@ -1,0 +1,300 @@
+"""Gradients followed to their products: against one example after the other in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests.helpers import RELEASED
+from tests.per_example_programs import PROGRAMS, arguments
+
+FOLLOWED = ("one pass", "two passes")
+
+
+def wide(tree):
+    def cast(x):
+        return np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+
+    return jax.tree.map(cast, tree)
+
+
+def one_by_one(loss, params, batch):
+    """The gradient of each example in float64, one after the other."""
+    with jax.enable_x64(True):
+        params, batch = wide((params, batch))
+        grad = jax.jit(lambda p, b: jax.lax.map(lambda x: jax.grad(loss)(p, x), b))
+        return jax.tree.map(np.asarray, grad(params, batch))
+
+
+def norms_of(each):
+    return {k: np.sqrt(np.sum(np.square(g), axis=tuple(range(1, g.ndim)))) for k, g in each.items()}
+
+
+def every_way(loss, rule, params, batch, **options):
+    """The results of both methods, and the norms by leaf, compiled at once."""
+
+    @jax.jit
+    def run(params, batch):
+        ways = {
+            m: cg.clip_per_example(loss, rule, reduce="sum", method=m, **options)(params, batch)
+            for m in FOLLOWED
+        }
+        return ways, cg.per_example_norms(loss, per_leaf=True)(params, batch)
+
+    return run(params, batch)
+
+
+def assert_clipped(result, each, limit, rtol=2e-5):
+    _, grads, stats = result
+    norm = np.sqrt(sum(n**2 for n in norms_of(each).values()))
+    np.testing.assert_allclose(stats.norm, norm, rtol=rtol, atol=1e-30)
+    factor = np.minimum(1, limit / np.maximum(norm, 1e-300))
+    for path, g in each.items():
+        expected = np.tensordot(factor, g, 1)
+        np.testing.assert_allclose(
+            np.float64(grads[path]), expected, atol=rtol * np.abs(expected).max(), err_msg=path
+        )
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_followed_and_clipped(name):
+    loss = PROGRAMS[name].loss
+    params, batch = arguments(name)
+    each = one_by_one(loss, params, batch)
+    norms = norms_of(each)
+    limit = float(np.median(np.sqrt(sum(n**2 for n in norms.values()))))
+    ways, by_leaf = every_way(loss, cg.ClipByGlobalNorm(limit), params, batch)
+    for result in ways.values():
+        assert_clipped(result, each, limit)
+    for path, norm in norms.items():
+        np.testing.assert_allclose(by_leaf[path], norm, rtol=2e-5, atol=1e-30, err_msg=path)
+    plan = cg.clip_per_example(loss, cg.ClipByGlobalNorm(limit)).plan(params, batch)
+    direct = {leaf.path for leaf in plan.leaves if leaf.norm == "direct"}
+    assert direct == PROGRAMS[name].direct and all(
+        leaf.reason for leaf in plan.leaves if leaf.norm == "direct"
+    )
+
+
+def test_the_table_is_as_wide_as_it_says():
+    assert len(PROGRAMS) >= 40
+
+
+# rules and options
+
+MIXED = "scanned layers"  # with a stack of kernels, and biases that are direct
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda c: cg.ClipByNorm(c), lambda c: cg.ClipByBlockRMS(c / 10), lambda c: None],
+    ids=["norm", "block rms", "off"],
+)
+def test_rules_by_leaf_and_none_equal_the_direct_method(make):
+    params, batch = arguments(MIXED)
+    loss, rule = PROGRAMS[MIXED].loss, make(0.3)
+
+    @jax.jit
+    def run(params, batch):
+        return [
+            cg.clip_per_example(loss, rule, where=where, microbatch=microbatch, method=method)(
+                params, batch
+            )
+            for where, microbatch in (("w", 1), (None, None))
+            for method in ("direct", *FOLLOWED)
+        ]
+
+    results = run(params, batch)
+    for direct, *others in (results[:3], results[3:]):
+        for other in others:
+            for a, b in zip(jax.tree.leaves(direct), jax.tree.leaves(other), strict=True):
+                a, b = np.float64(a), np.float64(b)
+                np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-5 * np.abs(a).max())
+
+
+@pytest.mark.parametrize(
+    "rule", [cg.ClipByValue(0.1), cg.ClipByGlobalNorm(1.0, ord=1), lambda g: g]
+)
+def test_other_rules_are_direct_and_the_plan_says_so(rule):
+    params, batch = arguments(MIXED)
+    plan = cg.clip_per_example(PROGRAMS[MIXED].loss, rule).plan(params, batch)
+    assert plan.method == "direct" and "does not scale whole leaves by L2 norms" in str(plan)
+
+
+def test_the_plan_is_a_table_and_counts_what_is_kept():
+    params, batch = arguments(MIXED)
+    plan = cg.per_example_norms(PROGRAMS[MIXED].loss).plan(params, batch)
+    kernel = next(leaf for leaf in plan.leaves if leaf.path == "w")
+    # For each example and layer a factor of 3 x 12 on both sides.
+    assert kernel.norm == "Gram" and kernel.rows == 3 and kernel.bytes == 3 * 5 * 2 * 36 * 4
+    assert plan.method == "one pass" and plan.direct_bytes == 3 * 4 * 5 * (144 + 12)
+    assert [line.split()[0] for line in str(plan).splitlines()[1:4]] == ["leaf", "b", "w"]
+
+
+# truth
+
+
+def cancelling(params, example):
+    """A gradient that is the difference of two products."""
+    x, y = example
+    return jnp.sum(jnp.sin(x @ params["w"])) - jnp.sum(jnp.sin(y @ params["w"]))
+
+
+@jax.jit
+def cancelling_norms(params, batch):
+    return cg.per_example_norms(cancelling)(params, batch)
+
+
+@given(st.integers(0, 2**16), st.integers(-9, 0))
+def test_a_norm_is_not_too_small_where_products_cancel(seed, exponent):
+    rng = np.random.default_rng(seed)
+    params = {"w": jnp.asarray(rng.normal(size=(24, 40)) * 1e-3, jnp.float32)}
+    x = rng.normal(size=(8, 4, 24))
+    y = x + 10.0**exponent * rng.normal(size=x.shape)
+    batch = jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32)
+    exact = norms_of(one_by_one(cancelling, params, batch))["w"]
+    found = np.float64(cancelling_norms(params, batch))
+    # What the cosines are rounded by is a part of 1e-7 of each product, which is in no norm.
+    whole = np.sqrt(8 * 24 * 40)
+    assert (found >= exact * (1 - 1e-6) - 3e-7 * whole).all()
+    assert (found <= exact * (1 + 2e-5) + 3e-3 * whole).all()
+
+
+def squared(params, example):
+    """The gradient is a product of three parts, each as large as one wants."""
+    scale, x = example
+    return scale * jnp.sum(jnp.sin(x @ params["w"]))
+
+
+def test_extreme_gradients_neither_overflow_nor_underflow():
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(12, 40)), jnp.float32)}
+    scale = jnp.float32([1e17, 1e-21, 1e-30, 1e30, 0.0, 1.0])
+    x = jnp.asarray(rng.normal(size=(6, 3, 12)), jnp.float32)
+    each = norms_of(one_by_one(squared, params, (scale, x)))["w"]
+    ways, by_leaf = every_way(squared, cg.ClipByGlobalNorm(1e-22), params, (scale, x))
+    np.testing.assert_allclose(by_leaf["w"], each, rtol=2e-5)
+    for _, grads, stats in ways.values():
+        np.testing.assert_allclose(stats.norm, each, rtol=2e-5)
+        total = np.linalg.norm(np.float64(grads["w"]))
+        assert 0 < total <= 5e-22 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+def test_half_precision_is_summed_in_float32(dtype):
+    name = "dense layer over a sequence"
+    params, batch = arguments(name, dtype)
+    loss = PROGRAMS[name].loss
+    each = one_by_one(loss, params, batch)
+    norm = np.sqrt(sum(n**2 for n in norms_of(each).values()))
+    unit = float(jnp.finfo(dtype).eps)
+    ways, _ = every_way(loss, cg.ClipByGlobalNorm(0.5), params, batch)
+    for _, grads, stats in ways.values():
+        np.testing.assert_allclose(np.float64(stats.norm), norm, rtol=8 * unit)
+        whole = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in grads.values()))
+        assert all(g.dtype == dtype for g in grads.values()) and whole <= 3 * 0.5 * (1 + unit)
+
+
+def test_an_example_that_is_nan_is_left_out_and_harms_no_other():
+    params, batch = arguments(MIXED)
+    loss = PROGRAMS[MIXED].loss
+    bad = batch.at[1, 0, 0].set(jnp.nan)
+    each = {k: g[[0, 2]] for k, g in one_by_one(loss, params, batch).items()}
+    norm = np.sqrt(sum(n**2 for n in norms_of(each).values()))
+    factor = np.minimum(1, 0.3 / norm)
+    ways, _ = every_way(loss, cg.ClipByGlobalNorm(0.3), params, bad, nonfinite="zero")
+    for _, grads, stats in ways.values():
+        for path, g in each.items():
+            expected = np.tensordot(factor, g, 1)
+            np.testing.assert_allclose(grads[path], expected, atol=2e-5 * np.abs(expected).max())
+        assert (np.asarray(stats.nonfinite) > 0).tolist() == [False, True, False]
+    ways, _ = every_way(loss, cg.ClipByGlobalNorm(0.3), params, bad)
+    assert all(np.isnan(grads["w"]).any() for _, grads, _ in ways.values())
+
+
+# costs
+
+
+def arrays_in(text):
+    import re
+
+    shapes = re.findall(r"(?:f32|bf16)\[([\d,]+)\]", text)
+    return {tuple(map(int, shape.split(","))) for shape in shapes}
+
+
+@pytest.mark.parametrize("method", FOLLOWED)
+def test_no_gradient_of_each_example_is_made(method):
+    """Of no leaf that is followed: neither in the program nor in its memory."""
+
+    def loss(p, ids):
+        @jax.checkpoint
+        def layer(x, w):
+            return x + jnp.tanh(x @ w["u"]) @ w["d"], None
+
+        x, _ = jax.lax.scan(layer, p["e"][ids], {"u": p["u"], "d": p["d"]})
+        return -jnp.mean(jax.nn.log_softmax(x @ p["e"].T)[:, 0])
+
+    shapes = {"e": (301, 96), "u": (3, 96, 205), "d": (3, 205, 96)}
+    params = {k: jnp.ones(s) for k, s in shapes.items()}
+    batch = jnp.zeros((16, 8), int)
+    per_example = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), method=method)
+    compiled = jax.jit(lambda p, b: per_example(p, b)[1]).lower(params, batch).compile(RELEASED)
+    sizes = [301 * 96, 96 * 205]
+    made = {np.prod(s) for s in arrays_in(compiled.as_text())}
+    assert not made & {16 * n for n in sizes} | made & {16 * 3 * n for n in sizes}
+    if method == "two passes":
+        plain = jax.jit(jax.grad(lambda p, b: jnp.mean(jax.vmap(loss, (None, 0))(p, b))))
+        temporary = plain.lower(params, batch).compile(RELEASED).memory_analysis()
+        most = 1.2 * temporary.temp_size_in_bytes
+        assert compiled.memory_analysis().temp_size_in_bytes < most + 2**18
+
+
+# devices
+
+
+@pytest.mark.parametrize("method", FOLLOWED)
+def test_a_sharded_batch_needs_one_all_reduce(method):
+    name = "embedding tied to the head"
+    params, batch = arguments(name)
+    batch = jnp.concatenate([batch, batch, batch])[:8]
+    per_example = cg.clip_per_example(PROGRAMS[name].loss, cg.ClipByGlobalNorm(0.1), method=method)
+
+    def run(params, batch):
+        return per_example(params, batch)[1:]
+
+    expected = jax.jit(run)(params, batch)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    sharded = jax.device_put(batch, NamedSharding(mesh, P("x")))
+    replicated = jax.device_put(params, NamedSharding(mesh, P()))
+    compiled = jax.jit(run).lower(replicated, sharded).compile()
+    text = compiled.as_text()
+    assert text.count(" all-reduce(") + text.count(" all-reduce-start(") == 1
+    assert "all-gather" not in text and "all-to-all" not in text
+    for a, b in zip(*map(jax.tree.leaves, (expected, compiled(replicated, sharded))), strict=True):
+        np.testing.assert_allclose(b, a, rtol=2e-5, atol=1e-6)
+
+    def local(params, batch):
+        grads, stats = run(params, batch)
+        return jax.lax.pmean(grads, "x"), stats
+
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("x")), out_specs=(P(), P("x")))
+    for a, b in zip(*map(jax.tree.leaves, (expected, jax.jit(mapped)(params, batch))), strict=True):
+        np.testing.assert_allclose(b, a, rtol=2e-5, atol=1e-6)
+
+
+# bad input
+
+
+def test_wrong_arguments_and_models_with_other_leaves_are_refused():
+    with pytest.raises(ValueError, match="method: got 'fast', expected one of auto, one pass"):
+        cg.per_example_norms(lambda p, x: p, method="fast")
+    with pytest.raises(ValueError, match="microbatch: got 0, expected a positive integer"):
+        cg.per_example_norms(lambda p, x: p, microbatch=0)
+    model = {"w": jnp.ones(2), "activation": jnp.tanh}
+    with pytest.raises(TypeError, match=r"at 'activation', expected arrays.*\n.*eqx.partition"):
+        cg.clip_per_example(lambda p, x: x, None)(model, jnp.ones(3))
