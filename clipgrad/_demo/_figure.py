@@ -11,7 +11,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from clipgrad._demo import _task
-from clipgrad._demo._curves import Band, band, first_nonfinite, over_training, short, span
+from clipgrad._demo._curves import Band, band, first_nonfinite, over_training, short_number, span
 from clipgrad._demo._train import Result, Run
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; grey for their yellow.
@@ -214,7 +214,7 @@ def _outcome(run: Run) -> str:
 def _peak(run: Run) -> str:
     norms = np.asarray(run.through_time)
     finite = np.isfinite(norms)
-    parts = [f"up to {short(norms[finite].max())}"] if finite.any() else []
+    parts = [f"up to {short_number(norms[finite].max())}"] if finite.any() else []
     if lost := (~finite).any((1, 2)).sum():
         parts.append(f"NaN in {lost} of {len(norms)}")
     return ", ".join(parts)

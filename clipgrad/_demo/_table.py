@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from clipgrad._demo._curves import short, span
+from clipgrad._demo._curves import short_number, span
 from clipgrad._demo._task import Task
 from clipgrad._demo._train import Result, Run
 
@@ -46,4 +46,4 @@ def _share(flags: np.ndarray) -> str:
 
 
 def _largest(norms: np.ndarray) -> str:
-    return short(norms.max()) if np.isfinite(norms).all() else "NaN"
+    return short_number(norms.max()) if np.isfinite(norms).all() else "NaN"
