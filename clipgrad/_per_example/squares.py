@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._norms import Norm
-from clipgrad._numbers import accumulator, real_size
+from clipgrad._numbers import accumulator, real_or_absolute
 
 # The exponent of 0: less than that of any product of three numbers of float64.
 NOTHING = -10_000
@@ -26,7 +26,7 @@ class Squares(NamedTuple):
         """The sum of the squares of an array; ``zero``: NaN and inf count as 0 in it."""
         dtype = accumulator(x)
         finite = jnp.isfinite(x)
-        wide = real_size(x).astype(dtype)
+        wide = real_or_absolute(x).astype(dtype)
         wide = jnp.where(finite, wide, jnp.zeros_like(wide)) if zero else wide
         largest = jnp.max(jnp.abs(wide), initial=0)
         exponent = exponents(largest)
