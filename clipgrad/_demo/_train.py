@@ -132,7 +132,7 @@ def _train_arm(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Any:
     optimizer = arm.optimizer(common.task.optimizer)
     carry = (common.params, jax.vmap(optimizer.init)(common.params))
     chunk = jax.vmap(_chunk(common.task, arm, optimizer))
-    compiled = jax.jit(chunk, compiler_options=common.task.options)
+    compiled = jax.jit(chunk, compiler_options=dict(common.task.options or {}))
     size = _chunk_size(common.steps)
     history = []
     for start in range(0, common.steps, size):
