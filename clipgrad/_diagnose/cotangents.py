@@ -18,6 +18,7 @@ from clipgrad._diagnose.units import CLOSED, Block, Unit, equations_of
 from clipgrad._numbers import at_least_float32
 
 _HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
+_SCALE = 2.0**15  # the largest loss scale that float16 can hold
 # What has programs with half precision inside, or looks at the bits of a number.
 _OWN_TYPES = CLOSED | {"bitcast_convert_type"}
 RESULT, OPERAND, STATE = "result", "operand", "state"
@@ -82,10 +83,12 @@ def measure(
     *,
     wide: bool = False,
     cured: bool = False,
+    is_scaled: bool = False,
 ) -> tuple[float, list[Summary], dict[tuple, Summary]]:
     """Run the backward pass; with `wide` in float32 where it is in half precision.
 
-    With `cured`, operands that are sites give back 0 for what is not finite.
+    With `cured`, operands that are sites give back 0 for what is not finite. With `is_scaled` the
+    loss is multiplied by a large number.
 
     Returns:
       The loss, summaries of the gradients of the chosen inputs, and of the sites by key.
@@ -104,7 +107,8 @@ def measure(
         left = iter(given)
         all_inputs = [next(left) if i in chosen else x for i, x in enumerate(others)]
         hook = kind(block, opened, dict(zip(keys, probes, strict=True)), cured)
-        return _jaxpr.evaluate(program, [hook.constant(x, None) for x in all_inputs], hook)[0]
+        value = _jaxpr.evaluate(program, [hook.constant(x, None) for x in all_inputs], hook)[0]
+        return value * jnp.asarray(_SCALE, value.dtype) if is_scaled else value
 
     @jax.jit
     def run(*args: list) -> Any:

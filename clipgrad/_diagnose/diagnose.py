@@ -11,6 +11,7 @@ import numpy as np
 
 from clipgrad._check.report import first_line
 from clipgrad._diagnose.cotangents import measure, module_sites
+from clipgrad._diagnose.decays import has_vanished, reason
 from clipgrad._diagnose.diagnosis import GradientDiagnosis, GradientFinding
 from clipgrad._diagnose.examples import bad_examples
 from clipgrad._diagnose.findings import (
@@ -21,7 +22,7 @@ from clipgrad._diagnose.findings import (
     vjp_finding,
 )
 from clipgrad._diagnose.places import Place
-from clipgrad._diagnose.rows import rows
+from clipgrad._diagnose.rows import rows, units_and_rows
 from clipgrad._diagnose.subject import Subject, subject
 from clipgrad._diagnose.sums import SumFault
 from clipgrad._diagnose.trends import trend_findings
@@ -49,17 +50,21 @@ def diagnose(
 
     Guarantees:
       * A "value" finding is the first operation whose value is not finite although what goes in
-        is, or that makes NaN of no NaN, if this reaches the loss: a mask of -inf is none.
+        is, or that makes NaN of no NaN, if this reaches the loss: a mask of -inf is none. Where
+        NaN is made of an inf that an operation has made, this operation is the finding.
       * A "vjp" finding is the first operation in backward order whose VJP makes NaN or inf of
         finite cotangents; it comes after the "value" finding, and there is at most one of each.
       * A "grows" or "shrinks" finding is a steady trend of the norms, by layer or by step of scans,
         by four orders of magnitude in all: growth by 1.05 at least, decay by 0.6 at most, or slower
-        decay by thirty orders in all, or until it rounds to zero.
+        decay by thirty orders in all, or until it rounds to zero. Decay of a stated factor, in
+        iterations to a fixed point and in gates is none while parameters keep a gradient.
       * All name the line in the user's file, the module, and the step of the innermost scan; in
-        eager code and inside of `jax.jit`, `jax.lax.scan`, `jax.lax.cond` and `jax.checkpoint`.
+        eager code and inside of `jax.jit`, `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`,
+        `jax.shard_map` and `jax.pmap`; a value also inside of `jax.lax.while_loop`.
       * A function with a rule of its own is one operation; one whose rule is right is a note.
       * A loss or a gradient that is not finite has a finding in any case. They are those of the
         compiled loss: XLA may simplify ``log(exp(x))``, which overflows in eager code, to ``x``.
+      * `jax.debug_nans`, `jax.debug_infs` and a transfer guard are off inside, and come back.
       * Arguments and models are not changed.
 
     Args:
@@ -111,15 +116,25 @@ def _diagnosis(given: Subject) -> GradientDiagnosis:
     sites = module_sites(block)
     run = functools.partial(measure, given.program, given.inputs, given.chosen, block)
     loss, grads, measured = run(sites)
-    found = rows(block, measured)
-    findings = _nonfinite(given, block, loss, grads, measured)
-    findings += trend_findings(found)
-    notes = _notes(block)
+    pairs = list(units_and_rows(block, measured))
+    found = tuple(row for _, row in pairs)
+    unit_of = {id(row): unit for unit, row in pairs}
+    trends = trend_findings(
+        found,
+        lambda row: reason(unit_of[id(row)], row, given, grads),
+        lambda deep: has_vanished(deep, grads),
+    )
+    findings, notes = _nonfinite(given, block, loss, grads, measured), _notes(block)
+    for trend in trends:
+        if isinstance(trend, str):
+            notes.append(trend)
+        else:
+            findings.append(trend)
     if may_underflow(found, given, grads):
         try:
-            _, wide_grads, wide = run(sites, wide=True)
-            lost = underflow_finding(found, rows(block, wide))
-            findings += lost or underflow_of_arguments(given, grads, wide_grads)
+            others = [run(sites, wide=True), run(sites, is_scaled=True)]
+            lost = underflow_finding(found, [rows(block, measured) for *_, measured in others])
+            findings += lost or underflow_of_arguments(given, grads, [g for _, g, _ in others])
         except (TypeError, ValueError, NotImplementedError) as error:
             # An operation may be there for half precision alone.
             notes += [f"underflow was not looked for: {first_line(error)}"]

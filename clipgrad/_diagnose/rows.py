@@ -16,7 +16,16 @@ SCAN = "scan"
 
 def rows(block: Block, measured: dict[tuple, Summary]) -> tuple[GradientRow, ...]:
     """A row for each unit and each scan that cotangents come to, in forward order."""
-    return tuple(row for unit in block.all_units() for row in _rows_of(unit, measured))
+    return tuple(row for _, row in units_and_rows(block, measured))
+
+
+def units_and_rows(
+    block: Block, measured: dict[tuple, Summary]
+) -> Iterator[tuple[Unit, GradientRow]]:
+    """The rows with the units that they are of."""
+    for unit in block.all_units():
+        for row in _rows_of(unit, measured):
+            yield unit, row
 
 
 def _rows_of(unit: Unit, measured: dict[tuple, Summary]) -> Iterator[GradientRow]:

@@ -61,7 +61,7 @@ def subject(
 
 def _positions(argnums: Any, count: int) -> list[int]:
     is_one = not isinstance(argnums, Iterable) or getattr(argnums, "ndim", 1) == 0
-    chosen = [argnums] if is_one else list(argnums)
+    chosen: list[Any] = [argnums] if is_one else list(argnums)
     if not chosen:
         raise ValueError(
             f"argnums: got {argnums!r}, expected at least one position of an argument to "

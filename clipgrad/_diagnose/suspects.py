@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from clipgrad._docs import docs_page
+
 Values = Sequence[float]
 
 
@@ -57,11 +59,14 @@ class Suspect(NamedTuple):
     @property
     def advice(self) -> str:
         """What happens and what to write, in a line that stands by itself."""
-        written = DOUBLE_WHERE_CODE if self.instead == DOUBLE_WHERE else self.instead
+        written = _double_where() if self.instead == DOUBLE_WHERE else self.instead
         return f"at {self.at} it computes {self.computes}; write {written.replace('`', '')}"
 
 
-DOUBLE_WHERE_CODE = "jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0), a double where (docs/nan.md)"
+def _double_where() -> str:
+    return f"jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0), a double where ({docs_page('nan')})"
+
+
 DOUBLE_WHERE = "the double `where` below"
 # Functions that a mask of -inf is for.
 MASKING = ("softmax", "log_softmax", "logsumexp", "softmax_cross_entropy")

@@ -1,7 +1,7 @@
 """Gradients that grow or shrink steadily on their way back."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,8 +13,9 @@ from clipgrad._diagnose.rows import SCAN
 # initialization and after 15 steps of Adam: a factor of 0.52 (GELU, 12 layers: 4e-4 in all) or
 # 0.70 (ReLU) to 1.04 per layer, of 0.71 (LSTM, GRU, loss at the last step) to 1.01 per step.
 # A plain RNN of spectral radius 0.5 has 0.5.
-_GROWS, _SHRINKS = 1.05, 0.6
-_FAR = 1e4  # and four orders of magnitude in all
+# The bound holds for exactly 0.6 a step, which float32 makes 0.60000002 of.
+_GROWS, _SHRINKS = 1.05, 0.6 * (1 + 1e-3)
+FAR = 1e4  # and four orders of magnitude in all
 # However slow, a decay by so much in all leaves nothing of the first steps: with a loss at the last
 # step LSTMs and GRUs of flax at their initialization have 3e-10 to 2e-9 in all over 50 steps, 6e-20
 # to 4e-18 over 100, and less than this, or zero in float32, over 200.
@@ -26,6 +27,11 @@ _STEADY = 0.8  # the share of the variance that a trend explains; the models abo
 _LONG = 16
 # Scans inside of scans have one trend if that of the innermost is so near to that of all.
 _EVEN = 0.5
+
+
+STATED = "the factor depends on nothing that is differentiated, as that of an average"
+REPEATED = "the same enters at each step, as in an iteration to a fixed point"
+GATED = "a gate decides how much is kept, and learns it"
 
 
 class Trend(NamedTuple):
@@ -42,13 +48,17 @@ class Trend(NamedTuple):
     def growth(self) -> float | None:
         """The factor per entry if the series grows or shrinks too far, else None."""
         steady = self.steadiness >= _STEADY
-        if steady and self.factor >= _GROWS and self.total >= _FAR:
+        if steady and self.factor >= _GROWS and self.total >= FAR:
             return self.factor
-        if steady and self.factor <= _SHRINKS and self.total <= 1 / _FAR:
+        if steady and self.factor <= _SHRINKS and self.total <= 1 / FAR:
             return self.factor
-        if steady and self.factor < 1 and (self.total <= _GONE or self.is_rounded):
-            return self.factor
-        return None
+        return self.factor if self.is_gone else None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing is left at the end of a decay, however slow."""
+        is_decay = self.steadiness >= _STEADY and self.factor < 1
+        return is_decay and (self.total <= _GONE or self.is_rounded)
 
     @property
     def growth_in_time(self) -> float | None:
@@ -77,8 +87,18 @@ def trend(norms: Sequence[float] | np.ndarray) -> Trend | None:
     )
 
 
-def trend_findings(rows: Sequence[GradientRow]) -> Iterator[GradientFinding]:
-    """A finding for each scan, and one for the depth of the model, if they grow or shrink."""
+def trend_findings(
+    rows: Sequence[GradientRow],
+    reason: Callable[[GradientRow], str | None],
+    has_vanished: Callable[[Sequence[GradientRow]], bool],
+) -> Iterator[GradientFinding | str]:
+    """A finding for each scan, and one for the depth of the model, if they grow or shrink.
+
+    Args:
+      rows: the rows of the program.
+      reason: why a decay from step to step is no disease; then it is a note.
+      has_vanished: whether layers, or the parameters in them, have lost their gradient.
+    """
     explained: list[GradientRow] = []
     for i, row in enumerate(rows):
         if row.operation != SCAN or any(row is other for other in explained):
@@ -90,11 +110,16 @@ def trend_findings(rows: Sequence[GradientRow]) -> Iterator[GradientFinding]:
                 explained += nest
                 where = f"at each of the {found.entries} steps of the scan"
                 where += f"s, {' x '.join(map(str, row.scans[~len(nest) :]))}" if nest else ""
-                yield _finding(row, found, found.growth_in_time, where)
+                why = reason(row) if found.factor < 1 else None
+                finding = _finding(row, found, found.growth_in_time, where)
+                if why is None or (why == GATED and found.is_gone):
+                    yield finding
+                elif why != GATED:
+                    yield f"{finding.message.partition('; ')[0]}; {why}"
                 break
     deep = layers(rows)
     found = trend([float(finite_norm(row)) for row in reversed(deep)])
-    if found and found.growth:
+    if found and found.growth and (found.growth > 1 or has_vanished(deep)):
         where = f"at each of the {found.entries} modules with a matrix product"
         yield _finding(deep[0], found, found.growth, where)
 

@@ -25,11 +25,15 @@ def may_underflow(
 
 
 def underflow_finding(
-    rows: Sequence[GradientRow], wide: Sequence[GradientRow]
+    rows: Sequence[GradientRow], others: Sequence[Sequence[GradientRow]]
 ) -> list[GradientFinding]:
-    """A finding for the first part in backward order with zeros that float32 has not."""
-    for row, other in zip(reversed(rows), reversed(wide), strict=True):
-        lost = row.zeros - other.zeros
+    """A finding for the first part in backward order with zeros that others have not.
+
+    The others are the same in float32, and with a scaled loss: what a scale does not bring back is
+    no cotangent that underflows, as where the probabilities of a softmax have rounded to 0 and 1.
+    """
+    for row, *same in zip(reversed(rows), *map(reversed, others), strict=True):
+        lost = row.zeros - np.max([other.zeros for other in same], axis=0)
         if row.dtype not in _HALF or np.max(lost) < _LOST:
             continue
         step = int(np.unravel_index(np.argmax(lost), lost.shape)[-1]) if row.scans else None
@@ -46,12 +50,13 @@ def underflow_finding(
 
 
 def underflow_of_arguments(
-    given: Subject, gradients: Sequence[Summary], wide: Sequence[Summary]
+    given: Subject, gradients: Sequence[Summary], others: Sequence[Sequence[Summary]]
 ) -> list[GradientFinding]:
-    """A finding for the gradients of arguments with zeros that float32 has not."""
+    """The same for the gradients of arguments."""
     lost = {}
-    for i, gradient, other in zip(given.chosen, gradients, wide, strict=True):
-        share, dtype = float(gradient.zeros - other.zeros), str(given.inputs[i].dtype)
+    for i, gradient, *same in zip(given.chosen, gradients, *others, strict=True):
+        there = max(float(other.zeros) for other in same)
+        share, dtype = float(gradient.zeros) - there, str(given.inputs[i].dtype)
         if dtype in _HALF and share >= _LOST:
             lost[given.names[i]] = share, dtype
     if not lost:

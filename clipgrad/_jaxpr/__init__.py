@@ -6,6 +6,7 @@ parameters differ between versions of JAX.
 
 from clipgrad._jaxpr import _entrances as _entrances  # registers how programs are entered
 from clipgrad._jaxpr._activity import active_variables as active_variables
+from clipgrad._jaxpr._entrances import kept as kept
 from clipgrad._jaxpr._evaluate import Hook as Hook
 from clipgrad._jaxpr._evaluate import Traced as Traced
 from clipgrad._jaxpr._evaluate import Values as Values
@@ -24,7 +25,6 @@ from clipgrad._jaxpr._programs import called_program as called_program
 from clipgrad._jaxpr._programs import device_count as device_count
 from clipgrad._jaxpr._programs import entered_programs as entered_programs
 from clipgrad._jaxpr._programs import equations as equations
-from clipgrad._jaxpr._programs import has_named_axis as has_named_axis
 from clipgrad._jaxpr._programs import has_side_effects as has_side_effects
 from clipgrad._jaxpr._programs import manual_axes as manual_axes
 from clipgrad._jaxpr._programs import map_programs as map_programs

@@ -126,13 +126,13 @@ def _while(equation, inputs, hook):
         goes_on, new = again(*inputs[:first], *carry)[0], body(*inputs[first:second], *carry)
         if not goes_on.ndim:
             return tuple(new)
-        return tuple(map(functools.partial(_kept, goes_on), new, carry))  # of a `vmap`
+        return tuple(map(functools.partial(kept, goes_on), new, carry))  # of a `vmap`
 
     start = tuple(inputs[second:])
     return lax.while_loop(lambda carry: again(*inputs[:first], *carry)[0].any(), run, start)
 
 
-def _kept(where, new, old):
+def kept(where, new, old):
     """What each loop of a `vmap` carries: those that have ended keep it."""
     return jnp.where(where.reshape(where.shape + (1,) * (jnp.ndim(new) - where.ndim)), new, old)
 

@@ -61,14 +61,9 @@ def map_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, 
     return {name: value for name, value in new.items() if value is not equation.params[name]}
 
 
-def has_named_axis(equation: JaxprEqn) -> bool:
-    """Whether an operation has to do with a named axis: a collective, or the index along it."""
-    # JAX has no public name for this kind of effect, which is no side effect.
-    return any(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)
-
-
 def has_side_effects(equation: JaxprEqn) -> bool:
-    """Whether an operation changes something, or may."""
+    """Whether an operation changes something; a collective does not."""
+    # JAX has no public name for the effect of an operation along a named axis.
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
 
 

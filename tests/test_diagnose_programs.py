@@ -1,0 +1,250 @@
+"""A diagnosis of programs on several devices, in loops, and under JAX's own settings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import clipgrad as cg
+from tests.test_diagnose import kinds, line_of
+
+# Each program differs in kind, so that each runs by default.
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.sampled(1)]
+D = PartitionSpec("d")
+
+
+def mesh(kind=AxisType.Auto):
+    return jax.make_mesh((8,), ("d",), axis_types=(kind,))
+
+
+def mapped(fun, **options):
+    return jax.shard_map(fun, mesh=mesh(), **options)
+
+
+def on_devices(x):
+    def shard(x):
+        y = jnp.sqrt(x)
+        return jax.lax.psum(y, "d") * (1.0 + jax.lax.axis_index("d"))
+
+    return mapped(shard, in_specs=D, out_specs=D)(x).sum()
+
+
+def unchecked(x):
+    def shard(x):
+        y = jnp.sqrt(x)
+        return jnp.mean(jax.lax.all_gather(y, "d"))[None]
+
+    return mapped(shard, in_specs=D, out_specs=D, check_vma=False)(x).sum()
+
+
+def replicas(x):
+    return jax.pmap(lambda x: jax.lax.pmean(jnp.sqrt(x), "d"), axis_name="d")(x).sum()
+
+
+def scan_on_devices(x):
+    def shard(x):
+        def step(total, x):
+            return total + jax.lax.psum(jnp.sqrt(x), "d").sum(), None
+
+        return jax.lax.scan(step, 0.0, jnp.stack([x + 1, x, x + 2]))[0]
+
+    return mapped(shard, in_specs=D, out_specs=PartitionSpec())(x)
+
+
+def devices_in_a_scan(x):
+    def step(total, x):
+        root = mapped(lambda x: jnp.sqrt(x), in_specs=D, out_specs=D)(x)
+        return total + root.sum(), None
+
+    return jax.lax.scan(step, 0.0, jnp.stack([x + 1, x, x + 2]))[0]
+
+
+@pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-0.5, "value")])
+@pytest.mark.parametrize(
+    "loss", [on_devices, unchecked, replicas, scan_on_devices, devices_in_a_scan]
+)
+def test_it_is_found_on_one_of_several_devices(loss, bad, kind):
+    (finding,) = cg.diagnose(loss, (jnp.ones(8).at[3].set(bad),)).findings
+    assert (finding.kind, finding.operation) == (kind, "sqrt")
+    assert finding.line == line_of(loss, "sqrt") and f"sqrt at {bad:g}" in finding.message
+    assert finding.step == (1 if "scan" in loss.__name__ else None)
+    assert (finding.file or "").endswith("test_diagnose_programs.py")
+
+
+def test_growth_on_devices_has_the_factor_of_the_program_on_one():
+    def loss(w, x):
+        def step(h, x):
+            return h @ w + x, None
+
+        return jax.lax.scan(step, jnp.zeros_like(x[0]), x)[0]
+
+    def by_device(w, x):
+        return mapped(loss, in_specs=(PartitionSpec(), PartitionSpec(None, "d")), out_specs=D)(w, x)
+
+    args = 1.5 * jnp.eye(4), jnp.ones((50, 8, 4))
+    one, several = (cg.diagnose(lambda w, x, f=f: f(w, x).sum(), args) for f in (loss, by_device))
+    assert kinds(one) == kinds(several) == ["grows"]
+    norms = [[row.norm for row in d.rows if row.operation == "scan"] for d in (one, several)]
+    np.testing.assert_allclose(*norms, rtol=1e-5)
+    assert several.findings[0].factor == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-0.5, "value")])
+def test_arrays_with_explicit_axes_are_diagnosed(bad, kind):
+    x = jnp.ones((8, 4)).at[3, 1].set(bad)
+    x = jax.device_put(x, NamedSharding(mesh(AxisType.Explicit), D))
+    assert kinds(cg.diagnose(lambda x: jnp.sum(jnp.sqrt(x)), (x,))) == [kind]
+
+
+def mapped_loop(x):
+    stop = jax.lax.stop_gradient(x)
+    double = lambda y: y * 2 + jnp.sqrt(y - 1) * 0  # noqa: E731
+    loop = lambda x: jax.lax.while_loop(lambda y: y < 5, double, 2 + x)  # noqa: E731
+    return jnp.sum(x * jax.vmap(loop)(stop))
+
+
+def test_a_mapped_loop_is_diagnosed():
+    assert cg.diagnose(mapped_loop, (jnp.array([0.0, 1.0]),)).ok
+    finding, *_ = cg.diagnose(mapped_loop, (jnp.array([0.0, -3.0]),)).findings
+    assert (finding.kind, finding.operation) == ("value", "sqrt")
+    assert finding.line == line_of(mapped_loop, "sqrt") and "sqrt at -2" in finding.message
+
+
+def test_a_mapped_loop_is_evaluated_again_by_name():
+    def loss(x):
+        return mapped_loop(checkpoint_name(x, "x"))
+
+    clipped = cg.error_clip_by_name(loss, {"x": cg.ErrorClipByValue(max=5.0)})
+    x = jnp.array([0.0, 1.0])
+    value, grad = jax.value_and_grad(clipped)(x)
+    assert value == loss(x) and grad.tolist() == [5.0, 5.0] != jax.grad(loss)(x).tolist()
+
+
+@pytest.mark.parametrize("sick", [True, False])
+def test_settings_of_jax_are_off_inside_and_come_back(sick):
+    ones = jnp.ones(3)
+
+    def loss(x):
+        if not sick:
+            raise KeyError("of the user")
+        return jnp.sum(jnp.log(x - 2) + jnp.sqrt(x - 1))
+
+    settings = jax.debug_nans(True), jax.debug_infs(True), jax.transfer_guard("disallow")
+    with settings[0], settings[1], settings[2]:
+        before = jax.config.jax_debug_nans, jax.config.jax_debug_infs
+        if sick:
+            assert kinds(cg.diagnose(loss, (ones,))) == ["value", "vjp"]
+        else:
+            with pytest.raises(KeyError):
+                cg.diagnose(loss, (ones,))
+        assert (jax.config.jax_debug_nans, jax.config.jax_debug_infs) == before == (True, True)
+        assert jax.config.jax_transfer_guard == "disallow"
+
+
+@pytest.mark.parametrize("argnums", [np.int64(1), (np.int32(0), np.int64(1)), np.array([-1])])
+def test_numpy_integers_choose_arguments(argnums):
+    found = cg.diagnose(lambda x, y: x * jnp.sqrt(y), (1.0, 0.0), argnums=argnums)
+    assert kinds(found) == ["vjp"]
+    with pytest.raises(ValueError, match="^argnums: got 1.0 for 2 arguments"):
+        cg.diagnose(lambda x, y: x * y, (1.0, 0.0), argnums=1.0)
+
+
+def weights(x):
+    e = jnp.exp(x)
+    total = e.sum()
+    return (e / total).max()
+
+
+def difference(x):
+    return jnp.sum(jnp.exp(x) - jnp.exp(x))
+
+
+def half_square(x):
+    square = x.astype(jnp.float16) ** 2
+    return jnp.sum((square - square.mean()).astype(jnp.float32))
+
+
+def product(x):
+    large = (1e30 * x)[None] @ (1e30 * x)[:, None]
+    return jnp.sum(jnp.sin(large))
+
+
+def of_a_pole(x):
+    inverse = 1 / (x - 100)
+    return jnp.sum(0 * inverse)
+
+
+def entropy(x):
+    p = jnp.maximum(x, 99) - 99
+    logs = jnp.log(p)
+    return jnp.sum(p * logs)
+
+
+def in_a_scan(x):
+    def step(h, x):
+        h = h * jnp.exp(x)
+        return h / (1 + h), None
+
+    return jax.lax.scan(step, 1.0, jnp.stack([x[0], x[0], x[1]]))[0]
+
+
+OVERFLOWS = [
+    (weights, "jnp.exp", "div"),
+    (difference, "jnp.exp", "sub"),
+    (half_square, "** 2", "sub"),
+    (product, "@", "sin"),
+    (of_a_pole, "1 /", "mul"),
+    (entropy, "jnp.log", "mul"),
+    (in_a_scan, "jnp.exp", "div"),
+]
+
+
+@pytest.mark.parametrize("loss, text, then", OVERFLOWS, ids=lambda x: getattr(x, "__name__", None))
+def test_the_overflow_is_the_finding_and_nan_its_consequence(loss, text, then):
+    if loss is half_square:
+        x = jnp.array([1.0, 300.0])
+    else:
+        x = jnp.array([1.0, 100.0])
+    finding = cg.diagnose(loss, (x,)).findings[0]
+    assert finding.kind == "value" and finding.line == line_of(loss, text)
+    assert f"and its inf becomes NaN in {then} (" in finding.message
+    assert finding.step == (2 if loss is in_a_scan else None)
+
+
+def masked_by_log(x):
+    return jax.nn.softmax(x + jnp.log(jnp.zeros(2))).sum()
+
+
+def masked_throughout(x):
+    return jax.nn.softmax(jnp.where(x > 1e9, x, -jnp.inf)).sum()
+
+
+@pytest.mark.parametrize("loss", [masked_by_log, masked_throughout])
+def test_a_mask_is_not_taken_for_an_overflow(loss):
+    (finding,) = cg.diagnose(loss, (jnp.ones(2),)).findings
+    assert (finding.kind, finding.operation) == (
+        "value",
+        "sub",
+    ) and "becomes" not in finding.message
+    assert finding.line == line_of(loss, "softmax")
+
+
+def test_infinities_that_end_finite_are_silent():
+    def loss(x):
+        masks = jax.nn.softmax(x + jnp.log(jnp.array([0.0, 1.0]))) + jnp.minimum(x, jnp.inf)
+        best = jnp.max(jnp.where(x > 1, -jnp.inf, x))
+        return masks.sum() + best + jnp.sum(1 / (1 + jnp.exp(100 * jax.lax.stop_gradient(x))))
+
+    assert cg.diagnose(loss, (jnp.ones(2),)).ok
+
+
+def test_two_overflows_of_one_nan_are_the_first():
+    def loss(x):
+        first = jnp.exp(x)
+        second = jnp.exp(2 * x)
+        return jnp.sum(first - second)
+
+    finding = cg.diagnose(loss, (jnp.array([100.0]),)).findings[0]
+    assert finding.line == line_of(loss, "first = ")

@@ -1,0 +1,41 @@
+"""A diagnosis finds what is sick, and is silent about what is healthy."""
+
+import pytest
+
+import clipgrad as cg
+from tests.diagnose_zoo import HEALTHY, SICK
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+
+
+def test_the_table_is_wide():
+    assert len(HEALTHY) >= 30 and len(SICK) >= 30
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_what_is_healthy_has_no_finding(name):
+    if name.startswith(("lstm", "narrow", "gru")):
+        pytest.importorskip("flax")
+    found = cg.diagnose(*HEALTHY[name]())
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_what_is_sick_is_found(name):
+    program, expected, factor = SICK[name]
+    findings = cg.diagnose(*program()).findings
+    assert findings and findings[0].kind in expected, [f.message for f in findings]
+    assert factor is None or findings[0].factor == pytest.approx(factor, rel=1e-2)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("moving_average", "the factor depends on nothing that is differentiated"),
+        ("unrolled_fixed_point", "the same enters at each step"),
+    ],
+)
+def test_a_decay_that_is_meant_is_a_note(name, why):
+    (note,) = cg.diagnose(*HEALTHY[name]()).notes
+    assert note.startswith("tests/diagnose_zoo.py:") and "at each of the" in note and why in note
