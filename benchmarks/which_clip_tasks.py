@@ -49,7 +49,7 @@ GRAVES = dataclasses.replace(
     _char_rnn.TASK,
     name="graves-lstm",
     steps=200,
-    load=lambda: _char_rnn.load(_LENGTH),
+    load=lambda: _char_rnn.load_text(_LENGTH),
     init=_lstm_init,
     sample=_lstm_sample,
     loss=_lstm_loss,

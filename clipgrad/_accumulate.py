@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._numbers import at_least_float32
-from clipgrad._overwritten import split
+from clipgrad._overwritten import split_overwritten
 from clipgrad._trees import combine, is_clippable, partition
 
 Gradients = Callable[..., tuple[tuple[Any, Any], Any, Any]]
@@ -57,11 +57,11 @@ def accumulated(gradients: Gradients, parts: int) -> Gradients:
 
         def of_part(i: Any) -> Any:
             (loss, aux), grads, stats = gradients(params, part(i))
-            grads, overwriting = split(grads)
+            grads, overwriting = split_overwritten(grads)
             return (loss, grads), (aux, stats, overwriting)
 
         like, _ = jax.eval_shape(lambda: of_part(0))
-        trained, _ = split(partition(params, is_clippable)[0])
+        trained, _ = split_overwritten(partition(params, is_clippable)[0])
         zeros = jax.tree.map(wide_zeros, (0.0, trained), like)
         total, (aux, stats, overwriting) = scan_sums(of_part, zeros, parts)
         loss, grads = jax.tree.map(lambda t, s: (t / parts).astype(s.dtype), total, like)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from clipgrad._clip_grads import Clipped
-from clipgrad._compat import exportable
+from clipgrad._clip_grads import Clipped, has_one_norm
+from clipgrad._compat import exportable, to_varying, varying_axes
 from clipgrad._numbers import increment_if, largest
 from clipgrad._rules import (
     PerLeaf,
@@ -23,7 +23,7 @@ from clipgrad._rules import (
 from clipgrad._selectors import unboxed
 from clipgrad._stats import ClipStats, stats_dtype
 from clipgrad._thresholds import unlimited
-from clipgrad._trees import clippable_paths, instances
+from clipgrad._trees import clippable_leaves, clippable_paths, instances
 
 
 @exportable
@@ -78,8 +78,9 @@ def has_lasting_state(rule: Any, kept: bool | str) -> bool:
 def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
     """The state before the first update; ``kept`` as ``stats=`` of `gradient_clip`."""
     dtype, zero = stats_dtype(tree), functools.partial(jnp.zeros, (), jnp.int32)
+    asked = _ASKED_BY.value == "init"
     if not has_lasting_state(rule, kept):
-        stats = ClipStats.zero(dtype=dtype) if _ASKED_BY.value == "init" else None
+        stats = _no_stats(rule, tree, dtype) if asked else None
         return GradientClipState(None, stats, None, None, None) if stats else optax.EmptyState()
     rule = resolve_schedules(rule, zero())
     threshold, history, paths = main_threshold(rule), None, clippable_paths(tree)
@@ -89,13 +90,25 @@ def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
     # Each field has a buffer of its own, so that the state can be donated.
     return GradientClipState(
         zero(),
-        ClipStats.zero(dtype=dtype) if kept or _ASKED_BY.value == "init" else None,
+        _no_stats(rule, tree, dtype) if asked else ClipStats.zero(dtype=dtype) if kept else None,
         zero() if kept else None,
         zero() if kept else None,
         None if threshold is None else as_array(threshold, dtype) + 0,
         history,
         {path: ClipStats.zero(dtype=dtype) for path in paths} if kept == "per_leaf" else None,
     )
+
+
+def _no_stats(rule: Any, tree: Any, dtype: str) -> ClipStats:
+    """Statistics of nothing that vary over the devices of a ``shard_map`` as those of a step do.
+
+    A branch of `jax.lax.cond` that does not act returns them in place of these.
+    """
+    axes = frozenset().union(*map(varying_axes, clippable_leaves(tree)))
+    if has_one_norm(rule) and rule.ord == 2:
+        names = rule.axis_name or ()
+        axes -= {names} if isinstance(names, str) else set(names)
+    return jax.tree.map(lambda x: to_varying(x, axes), ClipStats.zero(dtype=dtype))
 
 
 def check_state(state: Any, needed: bool) -> None:
@@ -108,9 +121,9 @@ def check_state(state: Any, needed: bool) -> None:
         )
     if _ASKED_BY.value == "update" and (kept is None or kept.stats is None):
         warnings.warn(
-            "train_step: the metrics lack the statistics of a gradient clip, since its state "
-            f"({type(state).__name__}) is not what its init makes; write optimizers whose init "
-            "and update call those of the clip, and restore the state of the same optimizer",
+            "train_step: the metrics lack the statistics of a gradient clip, since the state that "
+            f"it got, {type(state).__name__}, has no place for them; expected an optimizer whose "
+            "init calls that of the clip and can be traced, and a state of this optimizer",
             stacklevel=2,
         )
 
@@ -176,8 +189,10 @@ def _under_first_paths(stats: dict[str, Any], first: dict[str, Any]) -> dict[str
 
 
 def _as_before(stats: Any, before: Any) -> Any:
-    """Statistics in the dtypes of those before."""
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), stats, before)
+    """Statistics in the types of those before."""
+    return jax.tree.map(
+        lambda new, old: to_varying(new.astype(old.dtype), varying_axes(old)), stats, before
+    )
 
 
 def stats_in(state: Any) -> tuple[ClipStats, ...]:
@@ -202,7 +217,9 @@ def with_room(state: Any, template: Any) -> Any:
 
 
 def _room(state: Any, template: GradientClipState) -> Any:
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), template.stats)
+    zeros = jax.tree.map(
+        lambda x: to_varying(jnp.zeros(x.shape, x.dtype), varying_axes(x)), template.stats
+    )
     if isinstance(state, GradientClipState):
         return state._replace(stats=zeros)
     empty = isinstance(state, optax.EmptyState)

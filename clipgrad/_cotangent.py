@@ -76,8 +76,8 @@ def clip_cotangent(x: Any, rule: Rule | None, *, probe: ClipStats | None = None)
         return x
     arrays = jax.tree.map(jnp.asarray, chosen)
     dtype = None if probe is None else probe.before.dtype.name
-    backward, thresholds = _trace(rule, structure, dtype, arrays)
-    clipped = _identity(backward, arrays, thresholds, _spread(probe, arrays))
+    backward, thresholds = _trace_backward(rule, structure, dtype, arrays)
+    clipped = _clipped_identity(backward, arrays, thresholds, _spread_probe(probe, arrays))
     return structure.unflatten(combine(clipped, rest))
 
 
@@ -96,7 +96,7 @@ class _Backward:
         return jax.tree.unflatten(self.outputs, run(*arguments))
 
 
-def _trace(
+def _trace_backward(
     rule: Any, structure: Any, dtype: str | None, arrays: list[Any]
 ) -> tuple[_Backward, Any]:
     """The backward pass, with the arrays that the rule has or closes over as arguments.
@@ -108,7 +108,7 @@ def _trace(
     needs_params = getattr(rule, "needs_params", False)
     leaves, fields = jax.tree.flatten(rule)
     given, fixed = partition(leaves, is_array)
-    run = _Run(structure, dtype, fields, tuple(fixed))
+    run = _BackwardOfLeaves(structure, dtype, fields, tuple(fixed))
     arguments = (given, arrays, arrays if needs_params else None)
     if rule is None or is_data(rule):
         traced = _cached.trace(run, *arguments)
@@ -119,7 +119,7 @@ def _trace(
     return backward, (list(program.consts), given)
 
 
-class _Run(NamedTuple):
+class _BackwardOfLeaves(NamedTuple):
     """A backward pass but for its arrays: the tree that is clipped, and the rule."""
 
     structure: Any
@@ -141,22 +141,22 @@ _cached = jax.jit(lambda run, *arguments: run(*arguments), static_argnums=0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _identity(backward: _Backward, arrays: Any, thresholds: Any, probe: Any) -> Any:
+def _clipped_identity(backward: _Backward, arrays: Any, thresholds: Any, probe: Any) -> Any:
     return arrays
 
 
-def _forward(backward: _Backward, arrays: Any, thresholds: Any, probe: Any) -> Any:
+def _clip_forward(backward: _Backward, arrays: Any, thresholds: Any, probe: Any) -> Any:
     return arrays, (thresholds, arrays if backward.needs_params else None)
 
 
-def _backward(backward: _Backward, residuals: Any, cotangents: Any) -> Any:
+def _clip_backward(backward: _Backward, residuals: Any, cotangents: Any) -> Any:
     thresholds, params = residuals
     clipped, stats = backward(thresholds, cotangents, params)
     places = jax.tree.structure(cotangents)
     return places.unflatten(clipped), None, stats
 
 
-_identity.defvjp(_forward, _backward)
+_clipped_identity.defvjp(_clip_forward, _clip_backward)
 
 
 def _has_cotangent(leaf: Any, probe: ClipStats | None) -> bool:
@@ -164,7 +164,7 @@ def _has_cotangent(leaf: Any, probe: ClipStats | None) -> bool:
     return is_clippable(leaf) and (isinstance(leaf, jax.Array) or probe is not None)
 
 
-def _spread(probe: ClipStats | None, arrays: Any) -> ClipStats | None:
+def _spread_probe(probe: ClipStats | None, arrays: Any) -> ClipStats | None:
     """The probe varying as the arrays do, so that its cotangent is summed over the devices."""
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
     return jax.tree.map(lambda field: to_varying(field, axes), probe)

@@ -10,11 +10,11 @@ import jax
 from clipgrad._cotangent import clip_cotangent
 from clipgrad._rules import as_rule
 
-F = TypeVar("F", bound=Callable[..., Any])
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[F], F]:
+def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorated], Decorated]:
     r"""Decorates a function so that its cotangents are clipped in the backward pass.
 
     For $y = f(x_1, \ldots, x_n)$ with the pull-back $f^*$ the input $x_i$ gets the cotangent
@@ -63,8 +63,8 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[F], F]:
     for rule in [*rules.values(), *jax.tree.leaves(outputs, is_leaf=_is_rule)]:
         as_rule(rule)
 
-    def decorate(function: F) -> F:
-        signature = _signature(function)
+    def decorate(function: Decorated) -> Decorated:
+        signature = _signature_of_inputs(function)
         chosen = _rules_by_parameter(function, signature, rules)
 
         @functools.wraps(function)
@@ -77,7 +77,7 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[F], F]:
     return decorate
 
 
-def _signature(function: Any) -> inspect.Signature:
+def _signature_of_inputs(function: Any) -> inspect.Signature:
     if not callable(function) or isinstance(function, type):
         raise TypeError(
             f"error_clip: got {function!r} of type {type(function).__name__} to decorate, expected "

@@ -15,10 +15,10 @@ from clipgrad._names import check_function, rule_of_variable
 from clipgrad._nnx import with_models
 from clipgrad._rules import is_own
 
-F = TypeVar("F", bound=Callable[..., Any])
+Transformed = TypeVar("Transformed", bound=Callable[..., Any])
 
 
-def error_clip_everywhere(fun: F, rule: Callable[..., Any] | None) -> F:
+def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> Transformed:
     r"""Clips the cotangent of every value that a function computes on its way.
 
     For each operation $y = f(x_1, \ldots, x_n)$ inside of ``fun``, with $\bar y$ the sum of the
@@ -66,12 +66,12 @@ def error_clip_everywhere(fun: F, rule: Callable[..., Any] | None) -> F:
     def clipped(*args: Any, **kwargs: Any) -> Any:
         if rule is None:
             return fun(*args, **kwargs)
-        return with_models(functools.partial(_run, rule), fun, args, kwargs)
+        return with_models(functools.partial(_run_clipped, rule), fun, args, kwargs)
 
     return clipped  # type: ignore[return-value]
 
 
-def _run(rule: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _run_clipped(rule: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     traced = _jaxpr.trace(fun, args, kwargs)
     count = len(_jaxpr.opened(traced.program)[0].outvars)
     hook = _Everywhere(rule, _ends(traced.program, range(count)))

@@ -18,7 +18,15 @@ import numpy as np
 from jax.core import Tracer
 
 from clipgrad._compat import by_platform, explicit_sharding, varying_axes
-from clipgrad._numbers import accumulator, over, real_product, real_size, square, times, widen
+from clipgrad._numbers import (
+    accumulator,
+    over,
+    real_or_absolute,
+    real_product,
+    square,
+    times,
+    widen,
+)
 from clipgrad._reductions import Arrays, Axes, Groups
 from clipgrad._trees import clippable_leaves
 
@@ -98,7 +106,7 @@ def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Arra
     is_large = (down > 2.0 ** (2 * (rule.high + rule.down))) & ~jnp.isnan(plain)
     is_small = (plain < 2.0 ** (2 * rule.low)) & (up > 0)
     total = jnp.where(is_large, down, jnp.where(is_small, up, plain))
-    return total, _scale(is_large, is_small, plain)
+    return total, _range_scale(is_large, is_small, plain)
 
 
 def is_in_range(plain: jax.Array) -> jax.Array:
@@ -112,7 +120,7 @@ def _scale_of_sum(plain: jax.Array) -> jax.Array:
     """The scale with which a plain sum of squares can be read."""
     rule = _RANGES[plain.dtype.name]
     is_large, is_small = plain > 2.0 ** (2 * rule.high), plain < 2.0 ** (2 * rule.low)
-    return _scale(is_large, is_small, plain)
+    return _range_scale(is_large, is_small, plain)
 
 
 @_traced_once
@@ -133,7 +141,7 @@ def if_needed(up: jax.Array, plain: jax.Array) -> jax.Array:
     return jnp.where(plain < 2.0 ** (2 * _RANGES[plain.dtype.name].low), up, 0)
 
 
-def _scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
+def _range_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
     """The power of two that brings elements into the middle of the range."""
     rule, one = _RANGES[like.dtype.name], jnp.ones_like(like)
     inverse = jnp.where(is_large, 2.0**-rule.down, jnp.where(is_small, 2.0**-rule.up, one))
@@ -297,7 +305,7 @@ def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) 
     if kind.ord != 2:
         return _norms_of_order(groups, kind.ord, leaves)
     # One operation after the other, so that eager results round as optax's do.
-    squares = [square(g) for g in _wide(groups, leaves)]
+    squares = [square(g) for g in _wide_leaves(groups, leaves)]
     plain = groups.means(squares) if kind.mean else groups.sums(squares, leaves)
     return [_root(*parts) for parts in _in_range(groups, kind, plain, leaves)]
 
@@ -310,7 +318,7 @@ def _in_range(
     if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
         return [(total, jnp.ones_like(total)) for total in plain]
     counts = tuple(_counts(groups, kind.mean, leaves))
-    forms = (_rescued, _stacked, _separate)
+    forms = (_rescued, _stacked_sums, _separate)
     cpu, gpu, default = (functools.partial(form, groups, counts) for form in forms)
     return by_platform(plain, leaves, cpu=cpu, gpu=gpu, default=default)
 
@@ -326,7 +334,7 @@ def _rescued(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays
 
     def rescued() -> list[Any]:
         scales = [_scale_of_sum(total) for total in plain]
-        wide = zip(_wide(groups, leaves), groups.per_leaf(scales, leaves), strict=True)
+        wide = zip(_wide_leaves(groups, leaves), groups.per_leaf(scales, leaves), strict=True)
         sums = groups.sums([_scaled_square(g, scale) for g, scale in wide], leaves)
         found = zip(plain, map(_divided, sums, counts), scales, strict=True)
         return [_unless_plain(*parts) for parts in found]
@@ -355,19 +363,19 @@ def _all_in_range(plain: list[jax.Array]) -> jax.Array:
 
 def _separate(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     """Three sums, of which one is known, and the choice of the one that is in range."""
-    pairs = [scaled_squares(real_size(g)) for g in _wide(groups, leaves)]
+    pairs = [scaled_squares(real_or_absolute(g)) for g in _wide_leaves(groups, leaves)]
     down, up = (groups.sums(list(squares), leaves) for squares in zip(*pairs, strict=True))
     down, up = (map(_divided, sums, counts) for sums in (down, up))
     return [in_range(*sums) for sums in zip(down, plain, up, strict=True)]
 
 
-def _stacked(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+def _stacked_sums(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     """The same in one reduction for each leaf: three sums would end in three kernels on a GPU.
 
     A reduction of three operands at once would do that, too, but gathers leaves that are sharded.
     """
     del plain
-    rows = [stacked_squares(real_size(g)) for g in _wide(groups, leaves)]
+    rows = [stacked_squares(real_or_absolute(g)) for g in _wide_leaves(groups, leaves)]
     return _in_range_of_rows(list(map(_divided, groups.sums(rows, leaves), counts)))
 
 
@@ -397,7 +405,7 @@ def _in_range_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @_traced_once
 def _scaled_square(leaf: jax.Array, scale: jax.Array) -> jax.Array:
-    return jnp.square(_bounded_product(real_size(leaf), scale))
+    return jnp.square(_bounded_product(real_or_absolute(leaf), scale))
 
 
 def _divided(total: jax.Array, count: float) -> jax.Array:
@@ -423,7 +431,7 @@ def _nothing(total: jax.Array) -> float:
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _norms_of_order(groups: Groups, ord: float, leaves: Arrays) -> list[Norm]:
-    sizes = [jnp.abs(g) for g in _wide(groups, leaves)]
+    sizes = [jnp.abs(g) for g in _wide_leaves(groups, leaves)]
     largest = groups.maxima(sizes, leaves)
     scales = [_scale_of(m) for m in largest]
     tops = [m * s for m, s in zip(largest, scales, strict=True)]
@@ -441,7 +449,7 @@ def _norms_jvp(groups: Groups, kind: _Kind, primals: Any, tangents: Any) -> Any:
     r"""$d\,\mathrm{root} = \mathrm{scale} \sum \mathrm{Re}(\bar w\,dg)$, weights w bounded."""
     (leaves,), (dleaves,) = primals, tangents
     norms = _differentiable_norms(groups, kind, leaves)
-    weights = _weights(groups, kind, leaves, norms)
+    weights = _weights_of_norms(groups, kind, leaves, norms)
     terms = [
         real_product(w, widen(dg, w.real.dtype.name))
         for w, dg in zip(weights, dleaves, strict=True)
@@ -452,7 +460,9 @@ def _norms_jvp(groups: Groups, kind: _Kind, primals: Any, tangents: Any) -> Any:
     return norms, [Norm(d, jnp.zeros_like(scale), d) for d, scale in droots]
 
 
-def _weights(groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]) -> list[jax.Array]:
+def _weights_of_norms(
+    groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]
+) -> list[jax.Array]:
     """The derivative of each norm by its elements; 0 where the norm is 0."""
     roots = groups.per_leaf([jnp.where(n.root > 0, n.root, 1) for n in norms], leaves)
     scales = groups.per_leaf([n.scale for n in norms], leaves)
@@ -484,10 +494,10 @@ def _scale_of(largest: jax.Array) -> jax.Array:
     """A power of two that brings the largest element into the middle of the range."""
     rule = _RANGES[largest.dtype.name]
     is_large = (largest > 2.0**rule.high) & jnp.isfinite(largest)
-    return _scale(is_large, largest < 2.0**rule.low, largest)
+    return _range_scale(is_large, largest < 2.0**rule.low, largest)
 
 
-def _wide(groups: Groups, leaves: Arrays) -> list[jax.Array]:
+def _wide_leaves(groups: Groups, leaves: Arrays) -> list[jax.Array]:
     """The leaves in the dtype of their sums, the widest of their group."""
     dtypes = [accumulator(leaf) for leaf in leaves]
     if groups.joint:

@@ -59,7 +59,7 @@ def real_product(a: jax.Array, b: jax.Array) -> jax.Array:
     return a.real * b.real + a.imag * b.imag
 
 
-def real_size(leaf: jax.Array) -> jax.Array:
+def real_or_absolute(leaf: jax.Array) -> jax.Array:
     """Real numbers with the squares of ``|leaf|``; a real leaf itself, which needs no buffer."""
     return jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf
 

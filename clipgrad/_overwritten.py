@@ -22,7 +22,7 @@ def are_overwritten(tree: Any) -> list[bool]:
     return [any(getattr(key, "key", None) == COLLECTION for key in path) for path, _ in entries]
 
 
-def split(grads: Any) -> tuple[Any, list[Any]]:
+def split_overwritten(grads: Any) -> tuple[Any, list[Any]]:
     """The gradients with ``None`` in place of next values, and these."""
     return partition(grads, [not flag for flag in are_overwritten(grads)])
 

@@ -97,7 +97,7 @@ def _items(path: str, tree: Any, clips: Iterator[str]) -> Items:
         for i, value in enumerate(inner):
             own = isinstance(value, _OWN) or isinstance(value, tuple | Mapping)
             yield from _items(path if own else _join(path, str(i)), value, clips)
-    elif path and _is_number(tree):
+    elif path and _is_loggable(tree):
         yield path, tree
 
 
@@ -123,7 +123,7 @@ def _is_stats(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(item, ClipStats) for item in value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_loggable(value: Any) -> bool:
     if not isinstance(value, bool | int | float | np.number | np.bool) and not is_array(value):
         return False
     dtype = jnp.result_type(value)

@@ -32,17 +32,17 @@ def matches(pattern: str, name: str) -> bool:
     This is the one language for names of variables inside of functions: ``*`` stands for any text
     within a segment, ``**`` for any number of segments, also for none.
     """
-    return _matches(tuple(pattern.split("/")), tuple(name.split("/")))
+    return _segments_match(tuple(pattern.split("/")), tuple(name.split("/")))
 
 
-def _matches(pattern: tuple[str, ...], name: tuple[str, ...]) -> bool:
+def _segments_match(pattern: tuple[str, ...], name: tuple[str, ...]) -> bool:
     if not pattern or not name:
         return not name and set(pattern) <= {"**"}
     first, *rest = pattern
     if first == "**":
-        return _matches(tuple(rest), name) or _matches(pattern, name[1:])
+        return _segments_match(tuple(rest), name) or _segments_match(pattern, name[1:])
     within = ".*".join(map(re.escape, re.split(r"\*+", first)))
-    return bool(re.fullmatch(within, name[0])) and _matches(tuple(rest), name[1:])
+    return bool(re.fullmatch(within, name[0])) and _segments_match(tuple(rest), name[1:])
 
 
 def unboxed(path: str) -> str:

@@ -141,7 +141,7 @@ def run_selftest(options: argparse.Namespace) -> int:
     failed = 0
     for case, report in _reports(list(cases()), kinds):
         failed += not report.ok
-        print(_line(case.name, report), flush=True)
+        print(_line_of_case(case.name, report), flush=True)
     for law in laws():
         same = _same(law)
         failed += not same
@@ -163,7 +163,7 @@ def _reports(found: list[Case], kinds: Any) -> Iterator[tuple[Case, GradCheckRep
         yield from zip(found, workers.map(check, found), strict=True)
 
 
-def _line(name: str, report: GradCheckReport) -> str:
+def _line_of_case(name: str, report: GradCheckReport) -> str:
     head = f"{'ok    ' if report.ok else 'FAILED'} {name} ({report.seconds:.1f} s)"
     return head if report.ok else f"{head}\n{report}"
 

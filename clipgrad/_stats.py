@@ -22,7 +22,7 @@ from clipgrad._norms import (
     tree_size,
     widest,
 )
-from clipgrad._numbers import real_size
+from clipgrad._numbers import real_or_absolute
 from clipgrad._rules import is_own
 from clipgrad._trees import check_tree, clippable_leaves, clippable_paths, is_clippable
 
@@ -66,12 +66,12 @@ class ClipStats(NamedTuple):
     @property
     def norm(self) -> jax.Array:
         """The L2 norm before the clip."""
-        return _root(self.before)
+        return _root_of_sums(self.before)
 
     @property
     def clipped_norm(self) -> jax.Array:
         """The L2 norm after the clip."""
-        return _root(self.after)
+        return _root_of_sums(self.after)
 
     @property
     def scale(self) -> jax.Array:
@@ -152,7 +152,7 @@ def _of(before: list[jax.Array], after: list[jax.Array] | None, dtype: str) -> C
         # Three products with the same number are one kernel on a GPU.
         return ClipStats(sums, sums, 0 * size, nonfinite * one, size)
     masks = [_differ(b, a) for b, a in zip(before, after, strict=True)]
-    changed = sum((_count(mask, dtype) for mask in masks), jnp.zeros((), dtype))
+    changed = sum((_count_true(mask, dtype) for mask in masks), jnp.zeros((), dtype))
     return ClipStats(sums, _measured(after, dtype)[0], changed, nonfinite, size)
 
 
@@ -165,7 +165,7 @@ def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
     """The number of elements of a tree that are NaN or inf."""
     leaves = clippable_leaves(tree)
     dtype = widest(leaves)
-    counts = [_count(~jnp.isfinite(leaf), dtype) for leaf in leaves]
+    counts = [_count_true(~jnp.isfinite(leaf), dtype) for leaf in leaves]
     return total_over_devices(counts, leaves, axis_name)
 
 
@@ -211,7 +211,7 @@ def _of_tree(tree: Any, limits: Limits, axis_name: AxisName) -> ClipStats:
     finite = jnp.isfinite(norm.root)
     (bad,) = _counts_unless(finite, [tree], axis_name)
     size = tree_size(tree, axis_name)
-    return _scaled(norm.value, limit, norm.exceeds(limit), finite, bad, size)
+    return _stats_of_groups(norm.value, limit, norm.exceeds(limit), finite, bad, size)
 
 
 def _tree_by_leaf(tree: Any, limits: Limits, axis_name: AxisName) -> dict[str, ClipStats]:
@@ -226,7 +226,7 @@ def _tree_by_leaf(tree: Any, limits: Limits, axis_name: AxisName) -> dict[str, C
         share = root / jnp.where(norm.root == 0, 1, norm.root) * (norm.scale / scale)
         size = tree_size(leaves[i], axis_name).astype(root.dtype)
         count = bad[i].astype(root.dtype)
-        stats[paths[i]] = _scaled(root / scale, limit * share, clips, finite, count, size)
+        stats[paths[i]] = _stats_of_groups(root / scale, limit * share, clips, finite, count, size)
     return stats
 
 
@@ -236,7 +236,7 @@ def _of_leaves(tree: Any, limits: Limits) -> ClipStats:
     finite = [jnp.all(jnp.isfinite(norm.root)) for norm, _, _ in groups]
     (bad,) = _counts_unless(functools.reduce(jnp.logical_and, finite), [tree], None)
     stats = [
-        _scaled(norm.value, limit, norm.exceeds(limit), jnp.isfinite(norm.root), bad, size)
+        _stats_of_groups(norm.value, limit, norm.exceeds(limit), jnp.isfinite(norm.root), bad, size)
         for norm, limit, size in groups
     ]
     total = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), stats)
@@ -268,7 +268,7 @@ def _joined(leaves: Sequence[tuple[jax.Array, Any]], dtype: str) -> list[Any]:
 
 
 @functools.partial(jax.jit, inline=True)
-def _scaled(
+def _stats_of_groups(
     value: jax.Array,
     limit: jax.Array,
     clips: jax.Array,
@@ -277,8 +277,8 @@ def _scaled(
     size: jax.Array,
 ) -> ClipStats:
     """The statistics of groups of ``size`` elements, scaled from known norms to limits."""
-    before = _sums(value)
-    after = jnp.where(clips, _sums(limit), before)
+    before = _sums_of_norm(value)
+    after = jnp.where(clips, _sums_of_norm(limit), before)
     after = jnp.where(finite, after, jnp.nan)
     rows = (before, after, jnp.where(clips, size, 0), size * _one(before[1]))
     before, after, changed, size = (jnp.sum(x, range(x.ndim - value.ndim, x.ndim)) for x in rows)
@@ -301,7 +301,7 @@ def _counts_unless(finite: jax.Array, trees: list[Any], axis_name: AxisName) -> 
 
 def _measured(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array]:
     """The three sums of squares, and how many elements are NaN or inf."""
-    sizes = [real_size(leaf).astype(dtype) for leaf in leaves]
+    sizes = [real_or_absolute(leaf).astype(dtype) for leaf in leaves]
     if not sizes:
         return jnp.zeros(3, dtype), jnp.zeros((), dtype)
     return by_platform(*sizes, cpu=_by_range, gpu=_together, default=_apart)
@@ -309,17 +309,17 @@ def _measured(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array
 
 def _together(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """All in one reduction for each leaf, which is one kernel on a GPU."""
-    sums = [jnp.sum(jnp.stack(_parts(x)), range(1, x.ndim + 1)) for x in sizes]
+    sums = [jnp.sum(jnp.stack(_parts_of_sums(x)), range(1, x.ndim + 1)) for x in sizes]
     return _measurements(functools.reduce(jnp.add, sums))
 
 
 def _apart(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same as separate sums, which share one read on a TPU; what is stacked is stored there."""
-    totals = [[jnp.sum(part) for part in _parts(x)] for x in sizes]
+    totals = [[jnp.sum(part) for part in _parts_of_sums(x)] for x in sizes]
     return _measurements([functools.reduce(jnp.add, each) for each in zip(*totals, strict=True)])
 
 
-def _parts(size: jax.Array) -> list[jax.Array]:
+def _parts_of_sums(size: jax.Array) -> list[jax.Array]:
     return [*_squares(size), (~jnp.isfinite(size)).astype(size.dtype)]
 
 
@@ -342,7 +342,7 @@ def _by_range(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jax.lax.cond(is_in_range(plain), known, lambda: _together(*sizes))
 
 
-def _sums(norm: jax.Array) -> jax.Array:
+def _sums_of_norm(norm: jax.Array) -> jax.Array:
     """The three sums of a norm that is known."""
     down, plain, up = _squares(norm)
     return jnp.stack([down, plain, if_needed(up, plain)])
@@ -354,7 +354,7 @@ def _squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return down, bounded_square(size), up
 
 
-def _root(sums: jax.Array) -> jax.Array:
+def _root_of_sums(sums: jax.Array) -> jax.Array:
     total, scale = in_range(sums[..., 0], sums[..., 1], sums[..., 2])
     root = jnp.sqrt(jnp.where(total == 0, 1, total)) / scale
     return jnp.where(total == 0, 0, root)
@@ -365,7 +365,7 @@ def _one(total: jax.Array) -> jax.Array:
     return ((total == total) | (total != total)).astype(total.dtype)
 
 
-def _count(mask: jax.Array, dtype: str) -> jax.Array:
+def _count_true(mask: jax.Array, dtype: str) -> jax.Array:
     """How many elements of a mask are true."""
     total = jnp.zeros((), dtype)
     for part in _countable(mask):

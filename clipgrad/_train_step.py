@@ -15,7 +15,7 @@ from clipgrad._clip_state import asking_for_stats, stats_in, with_room, without_
 from clipgrad._compat import exportable
 from clipgrad._names import Rules
 from clipgrad._norms import global_norm
-from clipgrad._overwritten import overwrite, split, zeros_for
+from clipgrad._overwritten import overwrite, split_overwritten, zeros_for
 from clipgrad._skip_spikes import SkipSpikesState, as_optimizer
 from clipgrad._stats import ClipStats, count_nonfinite
 from clipgrad._trees import (
@@ -29,7 +29,7 @@ from clipgrad._trees import (
 )
 from clipgrad._watch import with_stats
 
-Metrics = dict[str, Any]
+StepMetrics = dict[str, Any]
 
 
 @exportable
@@ -61,7 +61,7 @@ class TrainStep:
         trained, _ = partition(params, is_clippable)
         return TrainState(params, jax.tree.map(_copied, self.optimizer.init(trained)))
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         """One step of training."""
         check_tree("batch", batch)
         try:
@@ -154,11 +154,11 @@ def train_step(
     if accumulate > 1:
         gradients = accumulated(gradients, accumulate)
 
-    def update(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         (loss, aux), grads, stats = gradients(state.params, batch)
         trained, fixed = partition(state.params, is_clippable)
         _check_trained(optimizer, trained, fixed, state.opt_state)
-        grads, overwriting = split(grads)
+        grads, overwriting = split_overwritten(grads)
 
         def value(trained: Any) -> Any:
             params = combine(trained, fixed)
@@ -186,8 +186,8 @@ def _updated(
     Inside of this one update every clip has a state with statistics, whatever wraps it.
     """
     wide = state
-    with contextlib.suppress(jax.errors.JAXTypeError), asking_for_stats("init"):
-        # Not of an init that only takes numbers: then the clips say that there is no place.
+    # An init that has run on numbers may fail on shapes; then the clips say that there is no place.
+    with contextlib.suppress(Exception), asking_for_stats("init"):
         wide = with_room(state, jax.eval_shape(optimizer.init, params))
     with asking_for_stats("update"):
         extended = optax.with_extra_args_support(optimizer)
@@ -215,7 +215,7 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
     return gradients
 
 
-def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> Metrics:
+def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> StepMetrics:
     skips = instances(opt_state, SkipSpikesState)
     metrics = {"grad_norm": global_norm(grads), "nonfinite": count_nonfinite(grads), "clips": clips}
     if len(clips) == 1:
@@ -232,7 +232,7 @@ def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> Metric
 def _check_numbers(params: Any) -> None:
     """Raises `TypeError` for keys of random numbers, by which JAX does not differentiate."""
     for path, leaf in with_paths(params):
-        if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.extended):
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise TypeError(
                 f"params: got a leaf of dtype {leaf.dtype} at {path!r}, expected numbers; pass "
                 "keys of random numbers in the batch, or jax.random.key_data(key)"

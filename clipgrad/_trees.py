@@ -161,7 +161,7 @@ def map_clippable(f: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> An
     return combine(structure.unflatten(results), rest)
 
 
-def parameters_of(tree: Any, params: Any) -> list[Any]:
+def parameters_like(tree: Any, params: Any) -> list[Any]:
     """For each leaf of ``tree`` that is clipped the leaf of ``params`` in its place."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_none)
     try:

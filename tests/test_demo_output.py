@@ -7,8 +7,8 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._demo import _task
-from clipgrad._demo._curves import band, first_nonfinite, over_training, short, span
-from clipgrad._demo._figure import figure
+from clipgrad._demo._curves import band, first_nonfinite, over_training, short_number, span
+from clipgrad._demo._figure import figure_of_results
 from clipgrad._demo._report import report
 from clipgrad._demo._table import table
 from clipgrad._demo._tasks import TASKS
@@ -88,7 +88,7 @@ def test_a_range_says_how_many_are_lost(values, text):
 
 @pytest.mark.parametrize("number, text", [(669.2, "669"), (0.0, "0.00"), (1.49e12, "1.49e+12")])
 def test_numbers_are_three_digits(number, text):
-    assert short(number) == text
+    assert short_number(number) == text
 
 
 def test_the_table_shows_each_arm_in_a_line():
@@ -146,7 +146,7 @@ def test_the_report_holds_what_the_panel_of_time_steps_shows():
 
 
 def panels(result):
-    losses, norms, legend = figure([result]).subfigs[0].axes
+    losses, norms, legend = figure_of_results([result]).subfigs[0].axes
     return losses, norms, legend
 
 
@@ -203,7 +203,7 @@ def test_panels_are_labelled_and_logarithmic():
 def test_an_arm_has_one_colour_in_every_panel_of_every_task():
     finite = [[4.0, 3.0, 2.0]] * 2
     first, second = made_up(finite, finite), made_up(finite, labels=[_task.ERROR], task="adding")
-    parts = figure([first, second]).subfigs
+    parts = figure_of_results([first, second]).subfigs
     lines = [axes.lines[-1] for part in parts for axes in part.axes[:2]]
     lines += [part.axes[2].get_legend().legend_handles[-1] for part in parts]
     assert len({line.get_color() for line in lines}) == 1
@@ -214,12 +214,16 @@ def test_an_arm_has_one_colour_in_every_panel_of_every_task():
 def test_every_arm_of_every_task_has_a_colour_of_its_own():
     labels = {arm.label for task in TASKS.values() for arm in task.arms}
     finite = [[4.0, 3.0, 2.0]] * 2
-    shown = figure([made_up(*[finite] * len(labels), labels=sorted(labels))]).subfigs[0].axes[0]
+    shown = (
+        figure_of_results([made_up(*[finite] * len(labels), labels=sorted(labels))])
+        .subfigs[0]
+        .axes[0]
+    )
     assert len({line.get_color() for line in shown.lines}) == len(labels) == 8
 
 
 def test_the_panel_of_time_steps_draws_what_was_recorded():
-    *_, axes, _ = figure([THROUGH_TIME]).subfigs[0].axes
+    *_, axes, _ = figure_of_results([THROUGH_TIME]).subfigs[0].axes
     assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "log")
     assert axes.get_xlabel() == "time step"
     assert axes.get_ylabel() == "gradient norm after any error clip"
@@ -234,7 +238,7 @@ def test_the_panel_of_time_steps_draws_what_was_recorded():
 
 
 def test_the_key_of_time_steps_says_how_far_each_arm_goes():
-    *_, key = figure([THROUGH_TIME]).subfigs[0].axes
+    *_, key = figure_of_results([THROUGH_TIME]).subfigs[0].axes
     legend = key.get_legend()
     assert [text.get_text() for text in legend.get_texts()] == [
         "no clipping\nup to 8.00e+20",
@@ -247,14 +251,14 @@ def test_the_key_of_time_steps_says_how_far_each_arm_goes():
 @pytest.mark.parametrize("value, text", [(NAN, "NaN in 2 of 2"), (0.0, "up to 0.00")])
 def test_time_steps_with_nothing_to_draw_are_still_in_the_key(value, text):
     nothing = {label: np.full((2, 1, 3), value) for label in (_task.PLAIN, _task.ERROR)}
-    chart = figure([made_up([[4.0]] * 2, [[4.0]] * 2, through_time=nothing)])
+    chart = figure_of_results([made_up([[4.0]] * 2, [[4.0]] * 2, through_time=nothing)])
     chart.canvas.draw()
     shown = [line.get_text() for line in chart.subfigs[0].axes[-1].get_legend().get_texts()]
     assert shown == [f"no clipping\n{text}", f"error clip\n{text}"]
 
 
 def test_only_a_task_with_time_steps_has_their_panel_and_it_is_twice_as_high():
-    chart = figure([ENDING, THROUGH_TIME])
+    chart = figure_of_results([ENDING, THROUGH_TIME])
     assert [len(part.axes) for part in chart.subfigs] == [3, 5]
     first, second = (part.bbox.height for part in chart.subfigs)
     assert second == pytest.approx(2 * first, rel=0.1)

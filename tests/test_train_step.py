@@ -7,6 +7,8 @@ import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from tests.helpers import assert_close
@@ -283,6 +285,26 @@ def test_a_clip_with_a_schedule_reports_and_its_state_is_as_small_as_before(key)
         np.testing.assert_allclose(metrics["clipped_norm"], expected, rtol=1e-6)
     chex.assert_trees_all_equal_structs(state.opt_state, tx.init(params))
     assert optax.tree.get(state.opt_state, "threshold") == 0.75
+
+
+def test_a_step_inside_of_shard_map_reports_too():
+    """There a branch that does not act must return statistics of the type of those that do."""
+    whole = cg.clip_by_global_norm(1.0, axis_name="d")
+    tx = optax.apply_if_finite(optax.chain(whole, cg.clip_by_norm(0.1), optax.adam(0.1)), 3)
+    step = cg.train_step(lambda params, batch: batch.sum() * (params["w"] ** 2).sum(), tx)
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,))
+
+    def run(w):
+        state, metrics = step.update(step.init({"w": w}), jnp.ones(1))
+        first, second = metrics["clips"]
+        return state.params["w"], first.clipped_norm, second.clipped_norm[None]
+
+    specs = (P("d"), P(), P("d"))
+    mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P("d"), out_specs=specs))
+    w, joint, each = mapped(jnp.arange(1.0, 5.0))
+    np.testing.assert_allclose(joint, 1, rtol=1e-6)
+    np.testing.assert_allclose(each, [0.1, 0.1], rtol=1e-6)
+    np.testing.assert_allclose(w, jnp.arange(1.0, 5.0) - 0.1, rtol=1e-4)
 
 
 def of_another_state(inner):

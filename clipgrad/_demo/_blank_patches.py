@@ -17,7 +17,7 @@ from clipgrad._demo._task import Arm, Metrics, Task, normal, zeros
 _BATCH = 64
 
 
-def _load() -> Digits:
+def _load_patches() -> Digits:
     images, labels = load_pixels()
     patches = images.reshape(-1, 4, 2, 4, 2).swapaxes(2, 3).reshape(-1, 16, 4)
     return Digits(jnp.asarray(patches), jnp.asarray(labels))
@@ -90,7 +90,7 @@ TASK = Task(
         Arm(_task.ERROR, error_clip=_ERROR_CLIP),
         Arm(_task.BOTH, _NORM, _ERROR_CLIP),
     ),
-    load=_load,
+    load=_load_patches,
     init=_init,
     sample=lambda data, key: data.sample(key, _BATCH),
     loss=_loss,

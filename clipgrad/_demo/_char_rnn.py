@@ -23,7 +23,7 @@ class _Text(NamedTuple):
     alphabet: jax.Array
 
 
-def load(length: int = _LENGTH) -> _Text:
+def load_text(length: int = _LENGTH) -> _Text:
     """The help texts, in rows of so many characters and the one after them."""
     from pydoc_data.topics import topics
 
@@ -78,7 +78,7 @@ TASK = Task(
         Arm(_task.ERROR, error_clip=_ERROR_CLIP),
         Arm(_task.BOTH, _NORM, _ERROR_CLIP),
     ),
-    load=load,
+    load=load_text,
     init=_init,
     sample=_sample,
     loss=_loss,

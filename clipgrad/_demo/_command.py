@@ -32,10 +32,17 @@ def add_demo_parser(subparsers: Any) -> None:
         help=f"what to train: {', '.join(TASKS)} (default: {' '.join(DEFAULT)})",
     )
     parser.add_argument(
-        "--seeds", type=_positive, default=5, metavar="N", help="how many seeds (default: 5)"
+        "--seeds",
+        type=_positive_integer,
+        default=5,
+        metavar="N",
+        help="how many seeds (default: 5)",
     )
     parser.add_argument(
-        "--steps", type=_positive, metavar="N", help="training steps (default: as the task needs)"
+        "--steps",
+        type=_positive_integer,
+        metavar="N",
+        help="training steps (default: as the task needs)",
     )
     parser.add_argument(
         "--out",
@@ -56,7 +63,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
         results = _train_all(arguments)
-        paths = _write(arguments.out, results, arguments.seeds, start)
+        paths = _write_results(arguments.out, results, arguments.seeds, start)
     except OSError as error:
         why = error.strerror or error
         return complain("demo", UsageError(f"can't write to {arguments.out}: {why}"))
@@ -81,12 +88,12 @@ def _chosen(arguments: argparse.Namespace) -> list[str]:
     return list(dict.fromkeys(arguments.task or DEFAULT))
 
 
-def _write(out: Path, results: list[Result], seeds: int, start: float) -> list[Path]:
-    from clipgrad._demo._figure import figure
+def _write_results(out: Path, results: list[Result], seeds: int, start: float) -> list[Path]:
+    from clipgrad._demo._figure import figure_of_results
     from clipgrad._demo._report import report
 
     paths = [out / "demo.png", out / "demo.json"]
-    figure(results).savefig(paths[0], dpi=130)
+    figure_of_results(results).savefig(paths[0], dpi=130)
     paths[1].write_text(report(results, seeds, time.perf_counter() - start), encoding="utf-8")
     return paths
 
@@ -97,7 +104,7 @@ def _missing_extras() -> str:
     )
 
 
-def _positive(text: str) -> int:
+def _positive_integer(text: str) -> int:
     try:
         number = int(text)
     except ValueError:

@@ -58,11 +58,11 @@ def span(values: np.ndarray) -> str:
     finite = values[np.isfinite(values)]
     if not finite.size:
         return "NaN"
-    low, high = (short(number) for number in (finite.min(), finite.max()))
+    low, high = (short_number(number) for number in (finite.min(), finite.max()))
     lost = values.size - finite.size
     return (low if low == high else f"{low}..{high}") + (f", {lost} NaN" if lost else "")
 
 
-def short(number: float) -> str:
+def short_number(number: float) -> str:
     """Three digits of a number."""
     return f"{number:#.3g}".rstrip(".")

@@ -16,7 +16,7 @@ from clipgrad._demo._task import Arm, Metrics, Task, normal
 _BATCH, _WIDTH, _BLOCKS = 64, 64, 8
 
 
-def _load() -> Digits:
+def _load_digits() -> Digits:
     images, labels = load_pixels()
     return Digits(jnp.asarray((images - 0.3) / 0.37), jnp.asarray(labels))
 
@@ -66,7 +66,7 @@ TASK = Task(
         Arm(_task.ERROR, error_clip=_ERROR_CLIP),
         Arm(_task.BOTH, _NORM, _ERROR_CLIP),
     ),
-    load=_load,
+    load=_load_digits,
     init=_init,
     sample=lambda data, key: data.sample(key, _BATCH),
     loss=_loss,

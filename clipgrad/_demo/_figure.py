@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from clipgrad._demo import _task
-from clipgrad._demo._curves import Band, band, first_nonfinite, over_training, short, span
+from clipgrad._demo._curves import Band, band, first_nonfinite, over_training, short_number, span
 from clipgrad._demo._train import Result, Run
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; grey for their yellow.
@@ -39,13 +39,13 @@ _HEIGHT = 4.3
 _UP, _DOWN = 1e7, 1e5
 
 
-def figure(results: list[Result]) -> Figure:
+def figure_of_results(results: list[Result]) -> Figure:
     """For each task: loss on the left, gradient norm in the middle, the legend.
 
     Below them, if it has time steps: the gradient norm at each of them.
     """
     layout = ConstrainedLayoutEngine(w_pad=0.12)
-    heights = [_HEIGHT * (2 if _through_time(result) else 1) for result in results]
+    heights = [_HEIGHT * (2 if _bands_through_time(result) else 1) for result in results]
     chart = Figure(figsize=(15, sum(heights)), layout=layout)
     FigureCanvasAgg(chart)
     rows = chart.subfigures(len(results), 1, squeeze=False, hspace=0.04, height_ratios=heights)
@@ -56,7 +56,7 @@ def figure(results: list[Result]) -> Figure:
 
 def _draw_task(part: Any, result: Result) -> None:
     part.suptitle(f"{result.task.name}: {result.task.summary}", fontsize=12, fontweight="bold")
-    through_time = _through_time(result)
+    through_time = _bands_through_time(result)
     grid = part.add_gridspec(2 if through_time else 1, 3, width_ratios=[1, 1, 0.78])
     losses, norms, legend = (part.add_subplot(grid[0, column]) for column in range(3))
     _draw_panel(losses, "loss", {run.arm.label: run.loss for run in result.runs})
@@ -72,7 +72,7 @@ def _draw_task(part: Any, result: Result) -> None:
         _draw_legend(part.add_subplot(grid[1, 2]), key, map(_peak, result.runs))
 
 
-def _through_time(result: Result) -> dict[str, Band]:
+def _bands_through_time(result: Result) -> dict[str, Band]:
     norms = {run.arm.label: run.through_time for run in result.runs}
     return {label: over_training(each) for label, each in norms.items() if each is not None}
 
@@ -102,7 +102,7 @@ def _draw_panel(axes: Axes, quantity: str, curves: dict[str, np.ndarray]) -> Non
         _draw_curve(axes, label, band(values))
         if any(first_nonfinite(values)):
             ended[label] = values
-    shown = _scale(axes, list(curves.values()), len(ended))
+    shown = _set_scale(axes, list(curves.values()), len(ended))
     for row, (label, values) in enumerate(ended.items()):
         _draw_end(axes, label, np.clip(values, *shown), 0.95 - row * _ROW)
     for axis in (axes.xaxis, axes.yaxis):
@@ -124,11 +124,11 @@ def _draw_through_time(axes: Axes, curves: dict[str, Band]) -> None:
 
 def _whole(curves: list[np.ndarray]) -> tuple[float, float]:
     """The limits that show an explosion up to its top; only what vanishes is cut off."""
-    values = _positive(curves)
+    values = _positive_values(curves)
     return max(values.min(), np.median(values) / _DOWN) / 2, values.max() * 2
 
 
-def _positive(curves: list[np.ndarray]) -> np.ndarray:
+def _positive_values(curves: list[np.ndarray]) -> np.ndarray:
     values = np.concatenate([c[np.isfinite(c) & (c > 0)] for c in curves]).astype(float)
     return values if values.size else np.array([0.1, 10.0])
 
@@ -162,9 +162,9 @@ def _draw_end(axes: Axes, label: str, values: np.ndarray, height: float) -> None
     )
 
 
-def _scale(axes: Axes, curves: list[np.ndarray], rows: int) -> tuple[float, float]:
+def _set_scale(axes: Axes, curves: list[np.ndarray], rows: int) -> tuple[float, float]:
     """Sets the limits: rows of crosses lie above the curves, whose shown range is returned."""
-    values = _positive(curves)
+    values = _positive_values(curves)
     middle, highest = np.median(values), values.max()
     low, high = max(values.min(), middle / _DOWN), min(highest, middle * _UP)
     height = max(np.log(high / low), 0.1)
@@ -219,7 +219,7 @@ def _handle(label: str, result: str) -> Line2D:
 def _peak(run: Run) -> Line2D:
     norms = np.asarray(run.through_time)
     finite = np.isfinite(norms)
-    parts = [f"up to {short(norms[finite].max())}"] if finite.any() else []
+    parts = [f"up to {short_number(norms[finite].max())}"] if finite.any() else []
     if lost := (~finite).any((1, 2)).sum():
         parts.append(f"NaN in {lost} of {len(norms)}")
     return _handle(run.arm.label, ", ".join(parts))

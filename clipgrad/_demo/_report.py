@@ -45,34 +45,34 @@ def _arm(run: Run) -> dict[str, Any]:
         "gradient_clip_where": run.arm.where,
         "error_clip": repr(run.arm.error_clip) if run.arm.error_clip else None,
         "seconds": round(run.seconds, 1),
-        "gradient_norm_per_time_step": _through_time(run.through_time),
+        "gradient_norm_per_time_step": _json_through_time(run.through_time),
         "seeds": [_seed(run, seed) for seed in range(len(run.loss))],
     }
 
 
-def _through_time(norms: np.ndarray | None) -> dict[str, list[float | None]] | None:
+def _json_through_time(norms: np.ndarray | None) -> dict[str, list[float | None]] | None:
     """Over all seeds and training steps: each of them would be a thousand times as long."""
     if norms is None:
         return None
     found = over_training(norms)
     parts = {"min": found.low, "median": found.middle, "max": found.high}
-    return {name: [_number(norm) for norm in part] for name, part in parts.items()}
+    return {name: [_json_number(norm) for norm in part] for name, part in parts.items()}
 
 
 def _seed(run: Run, seed: int) -> dict[str, Any]:
     loss, norm = run.loss[seed], run.norm[seed]
     return {
         "seed": seed,
-        "metrics": {name: _number(values[seed]) for name, values in run.metrics.items()},
+        "metrics": {name: _json_number(values[seed]) for name, values in run.metrics.items()},
         "goal_reached": bool(run.reached[seed]),
-        "final_loss": _number(loss[-1]),
-        "max_gradient_norm": _number(norm.max()),
+        "final_loss": _json_number(loss[-1]),
+        "max_gradient_norm": _json_number(norm.max()),
         "first_nonfinite_loss_step": first_nonfinite(loss[None])[0],
         "first_nonfinite_gradient_step": first_nonfinite(norm[None])[0],
-        "loss": [_number(value) for value in loss],
-        "gradient_norm": [_number(value) for value in norm],
+        "loss": [_json_number(value) for value in loss],
+        "gradient_norm": [_json_number(value) for value in norm],
     }
 
 
-def _number(value: Any) -> float | None:
+def _json_number(value: Any) -> float | None:
     return float(f"{value:.6g}") if np.isfinite(value) else None

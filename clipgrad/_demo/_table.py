@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from clipgrad._demo._curves import short, span
+from clipgrad._demo._curves import short_number, span
 from clipgrad._demo._train import Result, Run
 
 
@@ -10,7 +10,7 @@ def table(result: Result) -> str:
     """What was trained, and a line for each arm."""
     task, runs = result.task, result.runs
     head = ["", *runs[0].metrics, "goal", "finite", "max gradient norm"]
-    rows = [head, *map(_row, runs)]
+    rows = [head, *map(_table_row, runs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows.insert(1, ["-" * width for width in widths])
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -20,15 +20,15 @@ def table(result: Result) -> str:
     return "\n".join([f"{task.name}: {task.summary}", goal, *lines, *notes])
 
 
-def _row(run: Run) -> list[str]:
+def _table_row(run: Run) -> list[str]:
     finite = np.isfinite(run.loss[:, -1])
     spans = [span(values) for values in run.metrics.values()]
-    return [run.arm.label, *spans, _share(run.reached), _share(finite), _largest(run.norm)]
+    return [run.arm.label, *spans, _share(run.reached), _share(finite), _largest_norm(run.norm)]
 
 
 def _share(flags: np.ndarray) -> str:
     return f"{flags.sum()} of {flags.size}"
 
 
-def _largest(norms: np.ndarray) -> str:
-    return short(norms.max()) if np.isfinite(norms).all() else "NaN"
+def _largest_norm(norms: np.ndarray) -> str:
+    return short_number(norms.max()) if np.isfinite(norms).all() else "NaN"

@@ -15,7 +15,7 @@ from clipgrad._numbers import at_least, finite_product, times, widen
 from clipgrad._rules._base import MeasuringRule, pytree_rule, static_field
 from clipgrad._rules._thresholds import check_threshold, limit_of, thresholds_by_leaf
 from clipgrad._rules._units import UnitAxis, check_unit_axis, unit_axes
-from clipgrad._trees import clippable_leaves, map_clippable, parameters_of
+from clipgrad._trees import clippable_leaves, map_clippable, parameters_like
 
 
 @pytree_rule
@@ -101,7 +101,7 @@ class AdaptiveClip(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence["UnitNorms"]) -> Any:
         """The tree with the norm of each unit at most ``clipping`` times that of its weights."""
-        return map_clippable(_scale, grads, norms, thresholds_by_leaf(self, len(norms)))
+        return map_clippable(_scale_units, grads, norms, thresholds_by_leaf(self, len(norms)))
 
     def l2_limits(
         self, grads: Any, norms: Sequence["UnitNorms"]
@@ -118,7 +118,7 @@ def unit_norms(
     grads: Any, params: Any, axis: UnitAxis, axis_name: AxisName = None
 ) -> list[tuple[Norm, Norm]]:
     """For each leaf the norms of the units of its gradient, and of its weights."""
-    leaves, weights = clippable_leaves(grads), parameters_of(grads, params)
+    leaves, weights = clippable_leaves(grads), parameters_like(grads, params)
     both = [*leaves, *map(jnp.asarray, weights)]
     norms = slice_norms(both, unit_axes(axis, grads) * 2, axis_name=axis_name)
     return list(zip(norms[: len(leaves)], norms[len(leaves) :], strict=True))
@@ -142,7 +142,7 @@ class UnitNorms(NamedTuple):
         return jnp.where(self.norm.root == 0, 0, self.norm.value / self.least)
 
 
-def _scale(leaf: jax.Array, norms: UnitNorms, clipping: Any) -> jax.Array:
+def _scale_units(leaf: jax.Array, norms: UnitNorms, clipping: Any) -> jax.Array:
     # As in optax, limits are computed in the shape of the leaf: XLA rounds other shapes otherwise.
     # What is special about a unit is decided before: in that shape XLA's CPU loops may lose NaN.
     parts = _without_extremes(norms, limit_of(clipping, norms.norm))

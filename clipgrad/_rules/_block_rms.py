@@ -68,7 +68,7 @@ class ClipByBlockRMS(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the rms of each leaf at most ``threshold``."""
-        return map_clippable(_scale, grads, norms, thresholds_by_leaf(self, len(norms)))
+        return map_clippable(_scale_by_rms, grads, norms, thresholds_by_leaf(self, len(norms)))
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]]:
         """The norm of each leaf, the rms times the root of its size, and its limit."""
@@ -80,7 +80,7 @@ class ClipByBlockRMS(MeasuringRule):
         ]
 
 
-def _scale(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
+def _scale_by_rms(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
     divisor = _divisor(norm, limit_of(threshold, norm))
     return over(widen(leaf, norm.root.dtype.name), divisor).astype(leaf.dtype)
 

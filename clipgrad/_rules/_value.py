@@ -87,7 +87,11 @@ class ClipByValue(MeasuringRule):
             check_threshold("min", self.min, negative=True)
             if is_adaptive(self.max):
                 raise ValueError(f"min: got {self.min!r} with an adaptive max, expected None")
-            if _known(self.min) and _known(self.max) and _any_above(self.min, self.max):
+            if (
+                _is_known_bound(self.min)
+                and _is_known_bound(self.max)
+                and _any_above(self.min, self.max)
+            ):
                 raise ValueError(f"min: got {self.min!r}, expected at most max, {self.max!r}")
         if self.nan is not None:
             check_threshold("nan", self.nan, negative=True)
@@ -135,13 +139,13 @@ class ClipByValue(MeasuringRule):
         return jnp.where((size <= 0.5 * upper) & ~infinite | (half == 0), leaf, clipped)
 
     def _is_symmetric(self) -> bool:
-        known = _known(self.min) and _known(self.max)
+        known = _is_known_bound(self.min) and _is_known_bound(self.max)
         return known and bool(np.all(np.asarray(self.min) == -np.asarray(self.max)))
 
     def _upper(self, maximum: Any, dtype: Any) -> jax.Array:
         if self.min is None:
             upper = nonnegative(maximum, at_least_float32(dtype))
-            return jnp.minimum(upper, _largest(dtype)).astype(dtype)
+            return jnp.minimum(upper, _largest_number(dtype)).astype(dtype)
         return _bound(maximum, dtype)
 
 
@@ -153,7 +157,7 @@ def _sign(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isinf(x), jnp.sign(x), jnp.where(jnp.isnan(x), x, 0))
 
 
-def _known(bound: Any) -> bool:
+def _is_known_bound(bound: Any) -> bool:
     return not callable(bound) and not isinstance(bound, Tracer)
 
 
@@ -161,14 +165,14 @@ def _any_above(lower: Any, upper: Any) -> bool:
     return bool(np.any(np.asarray(lower, np.float64) > np.asarray(upper, np.float64)))
 
 
-def _largest(dtype: Any) -> float:
+def _largest_number(dtype: Any) -> float:
     """The largest bound: inf, or the largest number of a dtype that has no inf."""
     narrow = jnp.finfo(dtype).bits < 16
     return float(jnp.finfo(dtype).max) if narrow else float("inf")
 
 
 def _bound(bound: Any, dtype: Any) -> jax.Array:
-    wide, largest = as_array(bound, at_least_float32(dtype)), _largest(dtype)
+    wide, largest = as_array(bound, at_least_float32(dtype)), _largest_number(dtype)
     return jnp.minimum(jnp.maximum(wide, -largest), largest).astype(dtype)
 
 

@@ -14,7 +14,7 @@ from clipgrad._compat import exportable
 
 FEEDS = ("raw", "clipped")
 # A norm further than this factor from the median is not a sample of the same process.
-FAR = 10.0
+FAR_ABOVE_MEDIAN = 10.0
 
 
 @runtime_checkable
@@ -128,8 +128,8 @@ class Window(NamedTuple):
     def near(self, low: bool = True) -> jax.Array:
         """Which entries are norms within a factor of ten of their median, or not far above it."""
         median = self.percentile(50)[None]
-        near = self.filled & (self.norms / FAR <= median)
-        return near & (self.norms >= median / FAR) if low else near
+        near = self.filled & (self.norms / FAR_ABOVE_MEDIAN <= median)
+        return near & (self.norms >= median / FAR_ABOVE_MEDIAN) if low else near
 
     def mean_and_deviation(self) -> tuple[jax.Array, jax.Array]:
         """Mean and standard deviation of the norms that are not far above their median."""
