@@ -16,11 +16,8 @@ DOCS = ROOT / "docs"
 TIMES = re.compile(r"\(\d+ evaluations, [\d.]+ s,|\+- \S+")
 
 
-<<<<<<< HEAD
 @pytest.mark.exhaustive
-=======
 @pytest.mark.usefixtures("users_promotion")
->>>>>>> per-example-use
 @pytest.mark.parametrize("page", ["check", "names", "per_example"])
 def test_the_output_on_the_page_is_what_its_first_program_prints(page, capsys):
     text = (DOCS / f"{page}.md").read_text()
