@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 
-pytestmark = pytest.mark.usefixtures("users_promotion")
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 X = jax.random.normal(jax.random.key(1), (4, 3, 6))
 TOKENS = jnp.array([[0, 2, 4], [1, 3, 0]])
 RULE = cg.ErrorClipByValue(max=1e-3)

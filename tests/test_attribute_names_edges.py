@@ -17,7 +17,7 @@ from jax.extend import source_info_util
 import clipgrad as cg
 from clipgrad._names_command import add_names_parser
 
-pytestmark = pytest.mark.usefixtures("users_promotion")
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 X = jnp.linspace(-1.0, 1.0, 6)
 KEY = jax.random.key(0)
 

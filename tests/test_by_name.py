@@ -384,7 +384,8 @@ def closed():
 
 UNKNOWN = (
     r"^error_clip_by_name: got 'q', expected a name that is tagged in this function, or the path "
-    r"of a module in it; there are \['h', 'out'\]; tag a variable by "
+    r"of a module in it \(NNX and Equinox: in a model among its arguments\); there are "
+    r"\['h', 'out'\]; tag a variable by "
     r"x = jax.ad_checkpoint.checkpoint_name\(x, 'q'\)$"
 )
 CLOSED = r"got 'inside', which tags a variable inside of custom_vjp_call.*unlike those of \['inside"

@@ -14,7 +14,7 @@ PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "my_run_blew_up.md").read_t
 PROGRAMS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 LOOPS = re.findall(r"^def (\w+_loop)\(", PAGE, re.MULTILINE)
 
-pytestmark = pytest.mark.usefixtures("users_promotion")
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 
 
 def test_the_program_ends_with_the_line_the_step_and_the_example(tmp_path, monkeypatch, capsys):

@@ -61,8 +61,21 @@ def assert_clipped(result, each, limit, rtol=2e-5):
         )
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("name", PROGRAMS)
+# One program for each kind of product, of path to it and of scan.
+CORE = {
+    "kernel summed over two axes", "experts as a batch dimension", "slices that overlap",
+    "embedding tied to the head", "grouped convolution", "scanned layers with remat", "lstm",
+    "vmap inside of the loss", "weight normalization",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in CORE else (pytest.mark.exhaustive, pytest.mark.row))
+        for name in PROGRAMS
+    ],
+)
 def test_a_program_is_followed_and_clipped(name):
     loss = PROGRAMS[name].loss
     params, batch = arguments(name)

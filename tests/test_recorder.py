@@ -21,7 +21,7 @@ from clipgrad._cli import main
 from clipgrad._recorder import storage
 from tests.helpers import assert_same
 
-pytestmark = pytest.mark.usefixtures("users_promotion")
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 
 
 def loss(params, batch):

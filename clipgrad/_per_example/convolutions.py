@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._per_example.follow import follows, is_plain
+from clipgrad._numbers import accumulator
+from clipgrad._per_example.follow import contracted, follows, is_plain
 from clipgrad._per_example.products import kept
+from clipgrad._per_example.sums import Contract
 from clipgrad._per_example.terms import Axis, Factor, Term, Unfollowed
 
 # Each tap is a slice in the program; larger kernels are rare, and would make it long.
@@ -20,6 +22,8 @@ def _convolution(hook, equation, inputs, wants):
     if not all(is_plain(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in inputs):
         raise Unfollowed("a convolution of numbers that are not real")
     params, aval = equation.params, equation.outvars[0].aval
+    if (summed := contracted(hook, _over_examples(params), tuple(inputs), wants[0])) is not None:
+        return [summed]
     numbers = params["dimension_numbers"]
     taps = [aval.shape[i] for i in numbers.out_spec[2:]]
     if math.prod(taps) > _MOST_TAPS:
@@ -44,7 +48,31 @@ def _convolution(hook, equation, inputs, wants):
     for place, labels in zip(numbers.out_spec, made, strict=True):
         axes[place] = Axis(labels, 0, aval.shape[place])
     term = Term((left, right), tuple(axes), params["precision"])
-    return kept(term if count > 1 else _ungrouped(term, group), aval, wants[0])
+    return kept(hook, term if count > 1 else _ungrouped(term, group), aval, wants[0])
+
+
+def _over_examples(params: Any) -> Contract:
+    """The sum over examples of a convolution: their axis joins the features that are summed."""
+    numbers = params["dimension_numbers"]
+
+    def contract(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        kind = jnp.promote_types(accumulator(lhs), accumulator(rhs))
+        lhs = _beside(lhs.astype(kind), numbers.lhs_spec[1], params["feature_group_count"])
+        rhs = _beside(rhs.astype(kind), numbers.rhs_spec[1], 1)
+        names = "window_strides padding lhs_dilation rhs_dilation dimension_numbers precision"
+        counts = "feature_group_count batch_group_count"
+        options = {name: params[name] for name in (*names.split(), *counts.split())}
+        return jax.lax.conv_general_dilated(lhs, rhs, **options)
+
+    return contract
+
+
+def _beside(x: jax.Array, axis: int, groups: int) -> jax.Array:
+    """An array whose first axis, of the examples, is merged with another, inside of its groups."""
+    shape = x.shape[1:]
+    split = x.reshape(x.shape[0], *shape[:axis], groups, -1, *shape[axis + 1 :])
+    moved = jnp.moveaxis(split, 0, axis + 1)
+    return moved.reshape(*shape[:axis], -1, *shape[axis + 1 :])
 
 
 def _ungrouped(term: Term, group: int) -> Term:

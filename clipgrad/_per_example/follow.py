@@ -12,7 +12,7 @@ from clipgrad._jaxpr import REMAT, Hook, bind, called_program
 from clipgrad._per_example.blocks import dense
 from clipgrad._per_example.grams import squares
 from clipgrad._per_example.squares import Squares
-from clipgrad._per_example.sums import Summed
+from clipgrad._per_example.sums import Contract, Summed
 from clipgrad._per_example.terms import NotAccumulated, Products, Unfollowed
 from clipgrad._per_example.wanted import Want, wanted
 
@@ -37,6 +37,10 @@ class End(Protocol):
         """The value, or what it becomes."""
         ...
 
+    def contracted(self, contract: Contract, factors: tuple, want: Want) -> Any | None:
+        """What a product of two factors becomes, if that is known without its terms."""
+        ...
+
     def adds(self, want: Want) -> bool:
         """Whether values are added up over examples here, so that a carry can hold their sum."""
         ...
@@ -52,6 +56,9 @@ class Measure(NamedTuple):
         if not want.solo or isinstance(value, Squares):
             return value
         return squares(value) if isinstance(value, Products) else Squares.of(value, self.zero)
+
+    def contracted(self, contract: Contract, factors: tuple, want: Want) -> None:
+        """Nothing."""
 
     def adds(self, want: Want) -> bool:
         """No."""
@@ -128,6 +135,11 @@ class Follow(Hook):
         """The hook for the program that an equation calls."""
         wants = [self.wanted.get(v) for v in equation.outvars]
         return Follow.of(called_program(equation), wants, self)
+
+
+def contracted(hook: Follow, contract: Contract, factors: tuple, want: Want | None) -> Any:
+    """What ``hook`` makes of a product of two factors at once; None if it needs the terms."""
+    return hook.end.contracted(contract, factors, want) if hook.end and want else None
 
 
 def as_array(value: Any) -> Any:

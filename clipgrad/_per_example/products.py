@@ -39,16 +39,17 @@ def _dot_general(hook, equation, inputs, wants):
         out += [labels[side][axis] for axis in range(inputs[side].ndim) if axis not in used]
     axes = [Axis((label,), 0, n) for label, n in zip(out, aval.shape, strict=True)]
     term = Term(tuple(factors), tuple(axes), equation.params["precision"])
-    return kept(term, aval, wants[0])
+    return kept(hook, term, aval, wants[0])
 
 
-def kept(term: Term, aval: Any, want: Any) -> list[Products]:
-    """A gradient as one term, unless it is small, or one factor has all of its axes."""
+def kept(hook: Any, term: Term, aval: Any, want: Any) -> list[Products]:
+    """A gradient as one term, unless one factor has all of its axes, or it is small and no sum."""
     sizes = [factor.values.size for factor in term.factors]
     whole = {label for axis in term.axes for label in axis.labels}
     if any(whole <= set(factor.labels) for factor in term.factors):
         raise Unfollowed("an element-wise product, as large as its factors")
-    if want.repeat == 1 and math.prod(aval.shape) <= sum(sizes):
+    summed = hook.end is not None and hook.end.adds(want)
+    if want.repeat == 1 and math.prod(aval.shape) <= sum(sizes) and not summed:
         raise Unfollowed(SMALL)
     return [Products((term,), tuple(aval.shape), aval.dtype)]
 

@@ -1,6 +1,7 @@
 """Sums over examples of weighted gradients, from factors: one product over examples and rows."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,8 @@ from clipgrad._per_example.blocks import dense
 from clipgrad._per_example.terms import Factor, Products, Term
 
 Each = jax.Array | None  # a number or flag of each example; None: 1, or true
+# Takes two factors with the examples in front, and sums their products over these as well.
+Contract = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Summed(NamedTuple):
@@ -36,14 +39,41 @@ def _mapped(
     size: int, mapped: Any, value: Any, weight: Each, ok: Each, like: jax.Array
 ) -> tuple[jax.Array, bool]:
     del like
-    flags = jax.tree.leaves(mapped[:3])
-    leaves, structure = jax.tree.flatten((value, weight, ok))
+    value, weight, ok = _with_examples(size, mapped[:3], (value, weight, ok))
+    return weighted_sum(value, weight, ok, ok is not None), False
+
+
+def _with_examples(size: int, mapped: Any, values: Any) -> Any:
+    """Arrays with an axis for the examples in front, those too that all examples share."""
+    leaves, structure = jax.tree.flatten(values)
     each = [
         x if flag else jnp.broadcast_to(x, (size, *x.shape))
-        for x, flag in zip(leaves, flags, strict=True)
+        for x, flag in zip(leaves, jax.tree.leaves(mapped), strict=True)
     ]
-    value, weight, ok = structure.unflatten(each)
-    return weighted_sum(value, weight, ok, ok is not None), False
+    return structure.unflatten(each)
+
+
+def contracted_over_examples(
+    contract: Contract,
+    factors: tuple[jax.Array, jax.Array],
+    weight: Each,
+    ok: Each,
+    like: jax.Array,
+) -> jax.Array:
+    """Inside of one `jax.vmap` over the examples: a weighted sum that is one product of factors."""
+
+    @jax.custom_batching.custom_vmap
+    def summed(factors: Any, weight: Each, ok: Each, like: jax.Array) -> jax.Array:
+        del like
+        first, second, weight, ok = jax.tree.map(lambda x: x[None], (*factors, weight, ok))
+        return contract(_where(ok, first), _times(_where(ok, second), weight))
+
+    @summed.def_vmap
+    def _mapped(size: int, mapped: Any, *values: Any) -> tuple[jax.Array, bool]:
+        (first, second), weight, ok = _with_examples(size, mapped[:3], values[:3])
+        return contract(_where(ok, first), _times(_where(ok, second), weight)), False
+
+    return summed(factors, weight, ok, like)
 
 
 def weighted_sum(

@@ -11,7 +11,12 @@ from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.follow import Measure, Notes
 from clipgrad._per_example.one_pass import scaling_of
 from clipgrad._per_example.subject import Subject
-from clipgrad._per_example.sums import Summed, summed_over_examples
+from clipgrad._per_example.sums import (
+    Contract,
+    Summed,
+    contracted_over_examples,
+    summed_over_examples,
+)
 from clipgrad._per_example.terms import Products
 from clipgrad._per_example.traced import each_example, one_example
 from clipgrad._per_example.wanted import Want
@@ -40,6 +45,15 @@ class Add(NamedTuple):
         weight = self.weights[leaf]
         ok = None if weight is None else self.ok
         return Summed(summed_over_examples(value, weight, ok, self.like))
+
+    def contracted(self, contract: Contract, factors: tuple, want: Want) -> Summed | None:
+        """The sum as one product over examples, where what follows is the same for all of them."""
+        if not self.adds(want):
+            return None
+        (leaf,) = want.leaves
+        weight = self.weights[leaf]
+        ok = None if weight is None else self.ok
+        return Summed(contracted_over_examples(contract, factors, weight, ok, self.like))
 
     def adds(self, want: Want) -> bool:
         """Whether values are added up over examples here."""
