@@ -64,6 +64,10 @@ COSTS = {
         ("per_example", "MLP of 0.67M, batch 64 in parts of 16", peer)
         for peer in ("optax, all at once", "jax-privacy")
     ],
+    "the same in a CNN": [
+        ("per_example", "CNN of 56k, batch 32", peer)
+        for peer in ("optax, all at once", "jax-privacy")
+    ],
     "check of the gradient": [
         ("checker", "MLP of 5k", peer)
         for peer in ("jax.test_util.check_grads", "torch gradcheck, slow")
