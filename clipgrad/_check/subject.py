@@ -203,8 +203,8 @@ def _require_finite(leaves: Sequence[jax.Array], names: Sequence[str]) -> None:
         if bad.size:
             index = int(bad[0]) * (2 if np.iscomplexobj(widened_leaf(leaf)) else 1)
             raise ValueError(
-                f"{name}{_subscript(leaf, index)}: got {widened_leaf(leaf).ravel()[bad[0]]}, expected a "
-                "finite number; change it, or leave the argument out by no_grad"
+                f"{name}{_subscript(leaf, index)}: got {widened_leaf(leaf).ravel()[bad[0]]}, expected "
+                "a finite number; change it, or leave the argument out by no_grad"
             )
 
 
