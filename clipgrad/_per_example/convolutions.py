@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._per_example.follow import follows, is_plain
-from clipgrad._per_example.products import kept
-from clipgrad._per_example.terms import Axis, Factor, Term, Unfollowed
+from clipgrad._per_example.follow import follows, is_plain_array
+from clipgrad._per_example.products import one_product
+from clipgrad._per_example.terms import Factor, GradientAxis, Term, Unfollowed
 
 # Each tap is a slice in the program; larger kernels are rare, and would make it long.
 _MOST_TAPS = 256
@@ -17,7 +17,7 @@ _MOST_TAPS = 256
 
 @follows("conv_general_dilated")
 def _convolution(hook, equation, inputs, wants):
-    if not all(is_plain(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in inputs):
+    if not all(is_plain_array(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in inputs):
         raise Unfollowed("a convolution of numbers that are not real")
     params, aval = equation.params, equation.outvars[0].aval
     numbers = params["dimension_numbers"]
@@ -42,9 +42,9 @@ def _convolution(hook, equation, inputs, wants):
     axes: list[Any] = [None] * aval.ndim
     made = [(row,), (group, column), *((k,) for k in first)]
     for place, labels in zip(numbers.out_spec, made, strict=True):
-        axes[place] = Axis(labels, 0, aval.shape[place])
+        axes[place] = GradientAxis(labels, 0, aval.shape[place])
     term = Term((left, right), tuple(axes), params["precision"])
-    return kept(term if count > 1 else _ungrouped(term, group), aval, wants[0])
+    return one_product(term if count > 1 else _ungrouped(term, group), aval, wants[0])
 
 
 def _ungrouped(term: Term, group: int) -> Term:

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 
 from clipgrad._clip_grads import clip_grads
 from clipgrad._numbers import accumulator, widen
-from clipgrad._per_example.subject import Subject
+from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._trees import map_clippable
 
 
-def direct_sums(subject: Subject, params: Any, examples: Any) -> tuple[Any, tuple[Any, Any]]:
+def direct_sums(
+    subject: PerExampleSubject, params: Any, examples: Any
+) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     loss_and_grad = jax.value_and_grad(subject.loss_fn, has_aux=subject.has_aux)
 

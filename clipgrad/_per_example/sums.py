@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._numbers import accumulator, times, widen
-from clipgrad._per_example.blocks import dense
+from clipgrad._per_example.blocks import dense_gradient
 from clipgrad._per_example.terms import Factor, Products, Term
 
 Each = jax.Array | None  # a number or flag of each example; None: 1, or true
@@ -55,8 +55,8 @@ def weighted_sum(
     """
     if isinstance(value, Products):
         terms = tuple(_weighted(term, weights, ok) for term in value.terms)
-        return dense(dataclasses.replace(value, terms=terms))
-    wide = _where(ok, widen(value, accumulator(value)))
+        return dense_gradient(dataclasses.replace(value, terms=terms))
+    wide = _where_ok(ok, widen(value, accumulator(value)))
     if zero and ok is not None:
         wide = jnp.where(jnp.isfinite(wide), wide, jnp.zeros_like(wide))
     return jnp.sum(_times(wide, weights), axis=0)
@@ -71,7 +71,7 @@ def _weighted(term: Term, weights: Each, ok: Each) -> Term:
     def change(i: int, factor: Factor) -> Factor:
         values = factor.values
         if factor.hot is None:
-            values = _where(ok, values)
+            values = _where_ok(ok, values)
         if i == smallest and weights is not None:
             values = _times(values.astype(accumulator(values)), weights)
         return dataclasses.replace(factor, values=values)
@@ -80,7 +80,7 @@ def _weighted(term: Term, weights: Each, ok: Each) -> Term:
     return dataclasses.replace(term, factors=factors).tidied()
 
 
-def _where(ok: Each, x: jax.Array) -> jax.Array:
+def _where_ok(ok: Each, x: jax.Array) -> jax.Array:
     return x if ok is None else jnp.where(_beside(ok, x), x, jnp.zeros_like(x))
 
 
