@@ -123,7 +123,7 @@ def program_of(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_jaxpr.
     return traced[0], changes[0]
 
 
-def common_nest(sites: Iterable[_jaxpr.Site]) -> tuple[int, ...]:
+def common_nest(sites: Iterable[_jaxpr.NamedSite]) -> tuple[int, ...]:
     """The lengths of the scans around all sites, as far as they agree from the outermost on."""
     shape = []
     for lengths in zip(*(site.nest for site in sites), strict=False):
@@ -133,7 +133,7 @@ def common_nest(sites: Iterable[_jaxpr.Site]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-Sites = dict[_jaxpr.Site, int]
+Sites = dict[_jaxpr.NamedSite, int]
 
 
 def _sites_by_name(program: Any) -> dict[str, Sites]:

@@ -210,14 +210,14 @@ def _active(program: Any, args: tuple, argnums: Iterable[int]) -> frozenset[Any]
 
 
 def _probes(program: Any, names: Resolved) -> dict[str, ClipStats]:
-    found: dict[str, list[_jaxpr.Site]] = {name: [] for name in names}
+    found: dict[str, list[_jaxpr.NamedSite]] = {name: [] for name in names}
     for site in _jaxpr.sites(program):
         if site.has_cotangent and site.name in names and site.kind == names[site.name].kind:
             found[site.name].append(site)
     return {name: _probe(own) for name, own in found.items()}
 
 
-def _probe(own: list[_jaxpr.Site]) -> ClipStats:
+def _probe(own: list[_jaxpr.NamedSite]) -> ClipStats:
     """Statistics of nothing, with an axis for each scan around all these sites."""
     wide = any(site.dtype in ("float64", "complex128") for site in own)
     return ClipStats.zero(common_nest(own), jnp.float64 if wide else jnp.float32)

@@ -198,7 +198,7 @@ class Walk:
             goes_on = again(state[0])
             if goes_on.ndim:  # of a `vmap`: those that have ended keep their values
                 pairs = zip(results, state[0], strict=True)
-                results = [_jaxpr.kept(goes_on, new, old) for new, old in pairs]
+                results = [_jaxpr.kept_lanes(goes_on, new, old) for new, old in pairs]
             return self._state(results), flags._replace(index=number)
 
         def run(state):
