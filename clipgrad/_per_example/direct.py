@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._clip_grads import clip_grads
-from clipgrad._numbers import accumulator, widen
+from clipgrad._numbers import accumulator, with_real_dtype
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._trees import map_clippable
 
@@ -19,7 +19,7 @@ def direct_sums(
 
     def of_one(params: Any, example: Any) -> tuple[Any, tuple[Any, Any]]:
         value, grads = loss_and_grad(params, example)
-        wide = map_clippable(lambda g: widen(g, accumulator(g)), grads)
+        wide = map_clippable(lambda g: with_real_dtype(g, accumulator(g)), grads)
         options = {"where": subject.where, "nonfinite": subject.nonfinite}
         clipped, stats = clip_grads(wide, subject.rule, params, **options)
         return clipped, (value, stats)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._numbers import accumulator, times, widen
+from clipgrad._numbers import accumulator, times, with_real_dtype
 from clipgrad._per_example.blocks import dense_gradient
 from clipgrad._per_example.terms import Factor, Products, Term
 
@@ -56,7 +56,7 @@ def weighted_sum(
     if isinstance(value, Products):
         terms = tuple(_weighted(term, weights, ok) for term in value.terms)
         return dense_gradient(dataclasses.replace(value, terms=terms))
-    wide = _where_ok(ok, widen(value, accumulator(value)))
+    wide = _where_ok(ok, with_real_dtype(value, accumulator(value)))
     if zero and ok is not None:
         wide = jnp.where(jnp.isfinite(wide), wide, jnp.zeros_like(wide))
     return jnp.sum(_times(wide, weights), axis=0)
