@@ -199,12 +199,13 @@ def _chosen_outputs(out, output):
 
 def _require_finite(leaves: Sequence[jax.Array], names: Sequence[str]) -> None:
     for leaf, name in zip(leaves, names, strict=True):
-        bad = np.flatnonzero(~np.isfinite(widened_leaf(leaf)).ravel())
+        values = widened_leaf(leaf).ravel()
+        bad = np.flatnonzero(~np.isfinite(values))
         if bad.size:
-            index = int(bad[0]) * (2 if np.iscomplexobj(widened_leaf(leaf)) else 1)
+            index = int(bad[0]) * (2 if np.iscomplexobj(values) else 1)
             raise ValueError(
-                f"{name}{_subscript(leaf, index)}: got {widened_leaf(leaf).ravel()[bad[0]]}, expected "
-                "a finite number; change it, or leave the argument out by no_grad"
+                f"{name}{_subscript(leaf, index)}: got {values[bad[0]]}, expected a "
+                "finite number; change it, or leave the argument out by no_grad"
             )
 
 

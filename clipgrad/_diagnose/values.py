@@ -13,7 +13,7 @@ from clipgrad._diagnose.numbers import holds_floats
 from clipgrad._diagnose.places import EquationPlace
 from clipgrad._diagnose.subject import PRINTS
 from clipgrad._diagnose.suspects import MASKING
-from clipgrad._diagnose.walk import SAME_VALUES, Flags, Target, Walk, badness, inner_programs
+from clipgrad._diagnose.walk import SAME_AS_OPERAND, Flags, Target, Walk, badness, inner_programs
 
 # NaN such as inf - inf is made of two infinities, of several operations at times.
 _TRIED_VALUES = 4
@@ -177,7 +177,7 @@ class _Replay:
                 outputs = run(place, inner, operands, next(inside), steps)
                 if equation.primitive.name == "while":
                     outputs = self._after(place, outputs, results, steps)
-            elif equation.primitive.name in SAME_VALUES:
+            elif equation.primitive.name in SAME_AS_OPERAND:
                 outputs = operands[: len(equation.outvars)]
             else:
                 bad = [int(next(results)) if holds_floats(v) else 0 for v in equation.outvars]

@@ -21,10 +21,10 @@ from clipgrad._diagnose.subject import PRINTS
 
 _CALLS = _jaxpr.JIT | _jaxpr.CALLS | _jaxpr.REMAT | _jaxpr.CUSTOM_RULES
 # What is in the result of these is what was in their operand.
-SAME_VALUES = frozenset(
+SAME_AS_OPERAND = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "squeeze", "neg", "rev", "name"}
 )
-SAME_VALUES |= {"copy", "pvary", "pcast", "sharding_constraint", "reshard"}
+SAME_AS_OPERAND |= {"copy", "pvary", "pcast", "sharding_constraint", "reshard"}
 # An infinity is replaced by a number of its sign that is no pole or zero of common functions.
 _ORDINARY = 1.25
 
@@ -132,7 +132,7 @@ class Walk:
             return []
         if not inner:
             outputs = self._operation(place, inputs)
-            if name not in SAME_VALUES:
+            if name not in SAME_AS_OPERAND:
                 flags += [badness(y) for y in outputs if holds_floats(y)]
             return outputs
         enter = {"scan": self._scan, "while": self._while, "cond": self._cond}

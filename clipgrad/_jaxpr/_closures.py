@@ -43,7 +43,7 @@ def with_explicit_closures(program: Any, inputs: Sequence) -> Any:
 def closing_functions(program: Any) -> list[str]:
     """Return the functions whose rules close over values of the program: name, file and line."""
     found = (e for e in _custom_equations(program) if _has_closure(e, set()))
-    return list(dict.fromkeys(map(_where_rules_are, found)))
+    return list(dict.fromkeys(map(_where_defined, found)))
 
 
 class _Rules(NamedTuple):
@@ -425,7 +425,7 @@ class _Still(NamedTuple):
 def _closure_text(equation: JaxprEqn, over: str) -> str:
     kind = equation.primitive.name.removesuffix("_call")
     return (
-        f"fun: got the jax.{kind} function {_where_rules_are(equation)}, whose rules close over {over}; "
+        f"fun: got the jax.{kind} function {_where_defined(equation)}, whose rules close over {over}; "
         f"expected rules that get it as an argument: call {_function(equation)}(..., value), and "
         "return its derivative from the rules; if it has none, close over "
         "jax.lax.stop_gradient(value)"
@@ -438,7 +438,7 @@ def _function(equation: JaxprEqn) -> str:
     return getattr(info, "func_name", None) or equation.primitive.name
 
 
-def _where_rules_are(equation: JaxprEqn) -> str:
+def _where_defined(equation: JaxprEqn) -> str:
     """The name, the file and the line of the function that the rules are of."""
     info = getattr(opened(called_program(equation))[0], "debug_info", None)
     return getattr(info, "func_src_info", None) or _function(equation)

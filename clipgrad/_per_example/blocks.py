@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from clipgrad._numbers import accumulator
 from clipgrad._per_example.terms import Factor, Products, Term, Unfollowed, einsum
 
-AxisName = tuple[
+FactorAxis = tuple[
     int, int
 ]  # of an axis of a factor: the axis of the gradient, and the place in that
 
@@ -18,12 +18,12 @@ class Part(NamedTuple):
     """A factor, of the shape (rows, sizes of the names); or the hot index of each row."""
 
     values: jax.Array
-    names: tuple[AxisName, ...]
-    hot: AxisName | None
+    names: tuple[FactorAxis, ...]
+    hot: FactorAxis | None
     length: int
 
     @property
-    def owned(self) -> tuple[AxisName, ...]:
+    def owned(self) -> tuple[FactorAxis, ...]:
         """All names, that of the hot axis included."""
         return self.names if self.hot is None else (self.hot,)
 
@@ -49,12 +49,12 @@ class ProductBlock(NamedTuple):
         return self.parts[0].values.shape[0]
 
     @property
-    def kept(self) -> frozenset[AxisName]:
+    def kept(self) -> frozenset[FactorAxis]:
         """The names that several parts share."""
         all_names = [name for part in self.parts for name in part.owned]
         return frozenset(name for name in all_names if all_names.count(name) > 1)
 
-    def size(self, name: AxisName) -> int:
+    def size(self, name: FactorAxis) -> int:
         """The size of a name."""
         return self.windows[name[0]].sizes[name[1]]
 
