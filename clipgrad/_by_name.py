@@ -15,10 +15,10 @@ from clipgrad._nnx import with_models
 from clipgrad._rules import is_own
 from clipgrad._stats import ClipStats
 
-NamedInside = TypeVar("F", bound=Callable[..., Any])
+ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
 
 
-def error_clip_by_name(fun: NamedInside, rules: Rules, *, prefix: str = "") -> NamedInside:
+def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") -> ClippedByName:
     r"""Clips the cotangents of variables inside a function, by name, from outside of it.
 
     A name is a tag or the path of a module. A *tag* is given where a value is computed, by

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-Spelled = TypeVar("F", bound=Callable[..., Any])
+Spelled = TypeVar("Spelled", bound=Callable[..., Any])
 
 # Names of optax, and of torch.nn.utils, that somebody may look for here.
 NAMES = {

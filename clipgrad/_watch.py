@@ -169,7 +169,7 @@ def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
     check_tree("args", args)
     arrays = list(args)
     for i in argnums:
-        # In an Equinox model numbers are not differentiated, see `value_and_grad`.
+        # In an Equinox model numbers are not differentiated, see `equinox_value_and_grad`.
         kinds = np.number if has_modules(args[i]) else int | float | complex | np.number
         arrays[i] = jax.tree.map(as_array, args[i], is_leaf=is_model)
     return tuple(arrays)

@@ -24,9 +24,8 @@ from clipgrad._jaxpr._programs import called_program, opened
 _CLOSES: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 _MOVED: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
-ClosurePlace = (
-    Any  # a variable, or the identity of an equation's parameters and the number of a result
-)
+# A variable, or the identity of an equation's parameters and the number of a result.
+ClosurePlace = Any
 Known = dict[ClosurePlace, Any]
 
 
@@ -425,9 +424,9 @@ class _Still(NamedTuple):
 def _closure_text(equation: JaxprEqn, over: str) -> str:
     kind = equation.primitive.name.removesuffix("_call")
     return (
-        f"fun: got the jax.{kind} function {_where_defined(equation)}, whose rules close over {over}; "
-        f"expected rules that get it as an argument: call {_function(equation)}(..., value), and "
-        "return its derivative from the rules; if it has none, close over "
+        f"fun: got the jax.{kind} function {_where_defined(equation)}, whose rules close over "
+        f"{over}; expected rules that get it as an argument: call {_function(equation)}(..., "
+        "value), and return its derivative from the rules; if it has none, close over "
         "jax.lax.stop_gradient(value)"
     )
 

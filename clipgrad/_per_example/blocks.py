@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from clipgrad._numbers import accumulator
 from clipgrad._per_example.terms import Factor, Products, Term, Unfollowed, einsum
 
-FactorAxis = tuple[
-    int, int
-]  # of an axis of a factor: the axis of the gradient, and the place in that
+# Of an axis of a factor: the axis of the gradient, and the place in that.
+FactorAxis = tuple[int, int]
 
 
 class Part(NamedTuple):

@@ -71,7 +71,7 @@ class Squares(NamedTuple):
 def exponents(largest: jax.Array) -> jax.Array:
     """For numbers from 0 on the exponents ``e`` with ``2 ** (e - 1) <= x < 2 ** e``, as integers.
 
-    `NOTHING` for 0 (and what XLA takes for 0); some exponent for NaN and inf.
+    `NO_EXPONENT` for 0 (and what XLA takes for 0); some exponent for NaN and inf.
     """
     bits, mantissa, bias = (32, 23, 126) if largest.dtype.itemsize == 4 else (64, 52, 1022)
     integers = jax.lax.bitcast_convert_type(largest, f"int{bits}")
