@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from clipgrad._demo import _task
-from clipgrad._demo._task import Arm, Metrics, Task, normal, zeros
+from clipgrad._demo._task import Arm, Metrics, Task, normal, zero_weights
 
 _BATCH, _LENGTH, _WIDTH, _TEST_ROWS = 32, 50, 64, 1000
 
@@ -36,9 +36,9 @@ def _init(data: _Sums, random: np.random.Generator) -> Any:
     return {
         "in": normal(random, 2, _WIDTH, scale=0.1),
         "cell": np.eye(_WIDTH, dtype=np.float32),
-        "cell_bias": zeros(1, _WIDTH),
+        "cell_bias": zero_weights(1, _WIDTH),
         "out": normal(random, _WIDTH, scale=0.1),
-        "out_bias": zeros(1),
+        "out_bias": zero_weights(1),
     }
 
 

@@ -11,20 +11,20 @@ from jax.ad_checkpoint import checkpoint_name
 from benchmarks.which_clip_deep_mlp import TASK as DEEP_MLP
 from clipgrad._demo import _char_rnn, _task
 from clipgrad._demo._digits import Digits, load_pixels
-from clipgrad._demo._task import Metrics, Task, normal, zeros
+from clipgrad._demo._task import Metrics, Task, normal, zero_weights
 
 _LENGTH, _WIDTH, _BATCH = 120, 32, 8
 
 
 def _lstm_init(data: Any, random: np.random.Generator) -> Any:
-    size, bias = len(data.alphabet), zeros(1, 4 * _WIDTH)
+    size, bias = len(data.alphabet), zero_weights(1, 4 * _WIDTH)
     bias[:, _WIDTH : 2 * _WIDTH] = 1
     return {
         "embed": normal(random, size, 4 * _WIDTH, scale=0.5),
         "cell": normal(random, _WIDTH, 4 * _WIDTH, scale=_WIDTH**-0.5),
         "bias": bias,
         "out": normal(random, _WIDTH, size, scale=0.05),
-        "out_bias": zeros(1, 1, size),
+        "out_bias": zero_weights(1, 1, size),
     }
 
 

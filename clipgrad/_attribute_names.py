@@ -21,13 +21,13 @@ import jax
 from clipgrad._jaxpr import scope_around
 from clipgrad._trees import path_string
 
-Path = tuple[str, ...]
+AttributePath = tuple[str, ...]
 Classes = dict[type, type]
 Modules = list[tuple[Any, type]]
 
 # The path of the module that is being called: the path of one inside it goes on from there. JAX
 # knows the scopes around an operation within one program only, and the body of a scan is its own.
-_INSIDE: ContextVar[Path] = ContextVar("clipgrad_module_path", default=())
+_INSIDE: ContextVar[AttributePath] = ContextVar("clipgrad_module_path", default=())
 
 # One class for each class and path, so that trees of one call have the structure of the next.
 _CLASSES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
@@ -77,7 +77,7 @@ def _with_names(argument: Any, before: Classes) -> Any:
     if "equinox" not in sys.modules:
         return argument
 
-    def class_of(module: Any, path: Path) -> type:
+    def class_of(module: Any, path: AttributePath) -> type:
         return _class_at(path, module, sys.modules["equinox"].Module, before)
 
     return _renamed(argument, (), class_of)
@@ -87,7 +87,7 @@ def _before(module: Any, before: Classes) -> type:
     return before.get(type(module), type(module))
 
 
-def _renamed(tree: Any, path: Path, class_of: Callable[[Any, Path], type]) -> Any:
+def _renamed(tree: Any, path: AttributePath, class_of: Callable[[Any, AttributePath], type]) -> Any:
     """A copy of a tree whose Equinox modules have other classes; the tree if it has none."""
 
     def is_part(x: Any) -> bool:
@@ -117,7 +117,7 @@ def _segments(keys: Any) -> list[str]:
     return path_string(keys).split("/") if keys else []
 
 
-def _nnx_modules(trees: Any) -> Iterator[tuple[Path, Any]]:
+def _nnx_modules(trees: Any) -> Iterator[tuple[AttributePath, Any]]:
     """The NNX modules in some trees, each once, with its first path in its tree."""
     nnx = _nnx()
     leaves = jax.tree_util.tree_flatten_with_path(trees, is_leaf=_is_nnx)[0] if nnx else ()
@@ -145,7 +145,7 @@ class _Quiet:
             base.__init_subclass__.__func__(cls, **kwargs)
 
 
-def _class_at(path: Path, module: Any, base: type, before: Classes) -> type:
+def _class_at(path: AttributePath, module: Any, base: type, before: Classes) -> type:
     """The class of a module at a path; its own if it has no name or no methods."""
     cls = type(module)
     own = cls.__bases__[0] if cls.__mro__[1] is _Quiet else cls
@@ -171,7 +171,7 @@ def _options(module: Any, base: type) -> dict[str, Any]:
     return {"base": base} | ({"pytree": False} if is_opaque else {})
 
 
-def _new_class(path: Path, cls: type, methods: dict[str, Any], **options: Any) -> type:
+def _new_class(path: AttributePath, cls: type, methods: dict[str, Any], **options: Any) -> type:
     namespace = {name: _scoped(method, path) for name, method in methods.items()}
     for name in ("__module__", "__qualname__", "__doc__"):
         namespace[name] = getattr(cls, name)
@@ -214,7 +214,7 @@ def _is_of_equinox(scope: str) -> bool:
     return scope.startswith("eqx.")
 
 
-def _scoped(method: Any, path: Path) -> Callable[..., Any]:
+def _scoped(method: Any, path: AttributePath) -> Callable[..., Any]:
     """A method that enters a scope, but not where its own module calls it."""
 
     @functools.wraps(method, updated=())

@@ -23,7 +23,7 @@ def by_module(tree: Any) -> Any:
     """
     is_metrics = isinstance(tree, Mapping) and {"clips", "grads"} & set(tree)
     if not is_metrics and not instances(tree, ClipStats | GradientClipState | SkipSpikesState):
-        return {GRAD: _norms(tree)}
+        return {GRAD: _module_norms(tree)}
     return _regrouped(tree)
 
 
@@ -31,7 +31,9 @@ def _regrouped(tree: Any) -> Any:
     if type(tree) in (tuple, list):
         return tuple(map(_regrouped, tree))
     if not isinstance(tree, Mapping):
-        return jax.tree.map(_of_clip, tree, is_leaf=lambda x: isinstance(x, GradientClipState))
+        return jax.tree.map(
+            _clip_by_module, tree, is_leaf=lambda x: isinstance(x, GradientClipState)
+        )
     found: dict[Any, Any] = {}
     for key, value in tree.items():
         if isinstance(value, ClipStats):
@@ -39,20 +41,20 @@ def _regrouped(tree: Any) -> Any:
         elif key == "error_clip":
             found.setdefault(COTANGENT, {}).update(value)
         elif key == "grads":
-            found[GRAD] = _norms(value)
+            found[GRAD] = _module_norms(value)
         else:
             found[key] = value if key == "clips" else _regrouped(value)
     return found
 
 
-def _of_clip(state: Any) -> Any:
+def _clip_by_module(state: Any) -> Any:
     if not isinstance(state, GradientClipState) or not state.leaf_stats:
         return state
     sums = _sums(state.leaf_stats)
     return state._replace(leaf_stats={f"{GRAD}/{m}": s for m, s in sums.items() if m})
 
 
-def _norms(grads: Any) -> dict[str, dict[str, jax.Array]]:
+def _module_norms(grads: Any) -> dict[str, dict[str, jax.Array]]:
     check_leaves("tree", grads)
     dtype, leaves = stats_dtype(grads), clippable_leaves(grads)
     stats = [ClipStats.of(leaf, leaf, dtype) for leaf in leaves]

@@ -15,10 +15,10 @@ from clipgrad._nnx import with_models
 from clipgrad._rules import is_own
 from clipgrad._stats import ClipStats
 
-F = TypeVar("F", bound=Callable[..., Any])
+ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
 
 
-def error_clip_by_name(fun: F, rules: Rules, *, prefix: str = "") -> F:
+def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") -> ClippedByName:
     r"""Clips the cotangents of variables inside a function, by name, from outside of it.
 
     A name is a tag or the path of a module. A *tag* is given where a value is computed, by
@@ -126,7 +126,7 @@ class ByName(_jaxpr.Hook):
     probes: dict[str, ClipStats]  # with a leading axis for each scan around the variable
     modules: frozenset[str]  # the names that are paths of modules; the others are tags
     active: frozenset[Any] | None = None  # variables of modules with a cotangent; None: all
-    scopes: _jaxpr.Path = ()  # those around the program
+    scopes: _jaxpr.ScopePath = ()  # those around the program
 
     @classmethod
     def of(
@@ -153,12 +153,12 @@ class ByName(_jaxpr.Hook):
         inner = self._part_inside(equation)
         return None if inner.rules or inner.probes else _jaxpr.bind(equation, inputs)
 
-    def values(self, jaxpr: Any) -> _jaxpr.Values:
+    def values(self, jaxpr: Any) -> _jaxpr.ProgramValues:
         """The values of a program, clipped where they leave the modules of these names."""
         if not self.modules:
             return super().values(jaxpr)
 
-        def leave(scopes: _jaxpr.Path) -> Callable[[Any], Any] | None:
+        def leave(scopes: _jaxpr.ScopePath) -> Callable[[Any], Any] | None:
             name = "/".join((*self.scopes, *scopes))
             watched = name in self.modules and self._has(name)
             return functools.partial(self._clip, name) if watched else None

@@ -15,10 +15,10 @@ from clipgrad._numbers import increment_if, largest
 from clipgrad._rules import (
     PerLeaf,
     adaptive_threshold,
-    as_array,
     main_threshold,
     resolve_schedules,
     schedules_of,
+    threshold_array,
 )
 from clipgrad._selectors import unboxed
 from clipgrad._stats import ClipStats, stats_dtype
@@ -93,7 +93,7 @@ def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
         _no_stats(rule, tree, dtype) if asked else ClipStats.zero(dtype=dtype) if kept else None,
         zero() if kept else None,
         zero() if kept else None,
-        None if threshold is None else as_array(threshold, dtype) + 0,
+        None if threshold is None else threshold_array(threshold, dtype) + 0,
         history,
         {path: ClipStats.zero(dtype=dtype) for path in paths} if kept == "per_leaf" else None,
     )
@@ -156,7 +156,7 @@ def next_state(state: Any, clipped: Clipped) -> Any:
     if state.threshold is not None:
         value = main_threshold(clipped.rule)
         threshold = value.values if isinstance(value, PerLeaf) else value
-        threshold = as_array(threshold, state.threshold.dtype)
+        threshold = threshold_array(threshold, state.threshold.dtype)
         state = state._replace(threshold=jnp.broadcast_to(threshold, state.threshold.shape))
     if state.leaf_stats is not None:
         leaves = _under_first_paths(clipped.leaf_stats(), state.leaf_stats)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from clipgrad._numbers import times, widen
+from clipgrad._numbers import times, with_real_dtype
 from clipgrad._rules import ClipByGlobalNorm, ClipByValue, apply_rule
 from clipgrad._rules._adaptive import unit_norms
 from clipgrad._rules._thresholds import check_threshold, limit_of
@@ -112,4 +112,4 @@ def _adaptive(grads: Any, params: Any, threshold: ArrayLike, axis: Any) -> Any:
 def _scale_as_composer(leaf: jax.Array, norm: jax.Array, limit: jax.Array) -> jax.Array:
     ratio = limit / jnp.where(norm == 0, 1, norm)
     factor = jnp.minimum(jnp.where(jnp.isnan(ratio) | (norm == 0), 1, ratio), 1)
-    return times(widen(leaf, norm.dtype.name), factor).astype(leaf.dtype)
+    return times(with_real_dtype(leaf, norm.dtype.name), factor).astype(leaf.dtype)

@@ -14,10 +14,10 @@ from clipgrad._rules import apply_rule, as_rule, is_data
 from clipgrad._stats import ClipStats
 from clipgrad._trees import check_tree, combine, is_array, is_clippable, is_none, partition
 
-Rule = Callable[..., Any]
+CotangentRule = Callable[..., Any]
 
 
-def clip_cotangent(x: Any, rule: Rule | None, *, probe: ClipStats | None = None) -> Any:
+def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | None = None) -> Any:
     r"""Returns ``x`` as it is, and clips its cotangent in the backward pass.
 
     With $\bar x$ the sum of the cotangents of all uses of the result, what flows back into the

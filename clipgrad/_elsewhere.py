@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-F = TypeVar("F", bound=Callable[..., Any])
+Spelled = TypeVar("Spelled", bound=Callable[..., Any])
 
 # Names of optax, and of torch.nn.utils, that somebody may look for here.
 NAMES = {
@@ -21,10 +21,10 @@ NAMES = {
 }
 
 
-def spelled(**names: str) -> Callable[[F], F]:
+def spelled(**names: str) -> Callable[[Spelled], Spelled]:
     """A decorator: an argument that is called so elsewhere is an error that says its name here."""
 
-    def decorate(function: F) -> F:
+    def decorate(function: Spelled) -> Spelled:
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
             for theirs, ours in names.items():

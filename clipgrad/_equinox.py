@@ -25,7 +25,7 @@ def partition_trained(params: Any) -> tuple[Any, list[Any]]:
     return partition(params, _is_inexact if has_modules(params) else is_clippable)
 
 
-def value_and_grad(args: Any) -> Callable[..., Any]:
+def equinox_value_and_grad(args: Any) -> Callable[..., Any]:
     """`jax.value_and_grad`, or if there are Equinox modules what ``eqx.filter_grad`` does."""
     return _filtered if has_modules(args) else jax.value_and_grad
 

@@ -94,7 +94,7 @@ def list_names(
     check_call(fun, args, kwargs)
     program = program_of(fun, args, kwargs or {})[0].program
     listed = {n: sites for n, sites in _sites_by_name(program).items() if _is_listed(sites)}
-    return Names(_name(name, listed[name]) for name in _inner_first(listed))
+    return Names(_name_of_sites(name, listed[name]) for name in _inner_first(listed))
 
 
 def _inner_first(names: Iterable[str]) -> list[str]:
@@ -123,7 +123,7 @@ def program_of(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_jaxpr.
     return traced[0], changes[0]
 
 
-def common_nest(sites: Iterable[_jaxpr.Site]) -> tuple[int, ...]:
+def common_nest(sites: Iterable[_jaxpr.NamedSite]) -> tuple[int, ...]:
     """The lengths of the scans around all sites, as far as they agree from the outermost on."""
     shape = []
     for lengths in zip(*(site.nest for site in sites), strict=False):
@@ -133,7 +133,7 @@ def common_nest(sites: Iterable[_jaxpr.Site]) -> tuple[int, ...]:
     return tuple(shape)
 
 
-Sites = dict[_jaxpr.Site, int]
+Sites = dict[_jaxpr.NamedSite, int]
 
 
 def _sites_by_name(program: Any) -> dict[str, Sites]:
@@ -151,7 +151,7 @@ def _is_listed(sites: Sites) -> bool:
     return any(s.has_cotangent for s in sites) and not any(site.is_out_of_reach for site in sites)
 
 
-def _name(name: str, sites: Sites) -> Name:
+def _name_of_sites(name: str, sites: Sites) -> Name:
     own = {site: count for site, count in sites.items() if site.has_cotangent}
     largest = max(own, key=lambda site: math.prod(site.shape))
     shape, dtype = largest.shape, np.dtype(largest.dtype)
@@ -178,7 +178,7 @@ def resolved(program: Any, rules: Rules, caller: str) -> Resolved:
     exact = {name: rule for name, rule in rules.items() if name in there or "*" not in name}
     for name in exact:
         _check_cotangents(name, {name: there[name]} if name in there else {}, there, caller)
-    names = {name: Chosen(_kind(there[name]), rule) for name, rule in exact.items()}
+    names = {name: Chosen(_kind_of_sites(there[name]), rule) for name, rule in exact.items()}
     origin: dict[str, str] = {}
     for pattern, rule in rules.items():
         for name in () if pattern in exact else _matched(pattern, there, caller):
@@ -189,7 +189,7 @@ def resolved(program: Any, rules: Rules, caller: str) -> Resolved:
                     f"{caller}: got {origin[name]!r} and {pattern!r} with different rules, which "
                     f"both match {name!r}, expected one rule for it; write its own beside them"
                 )
-            names[name], origin[name] = Chosen(_kind(there[name]), rule), pattern
+            names[name], origin[name] = Chosen(_kind_of_sites(there[name]), rule), pattern
     return names
 
 
@@ -207,7 +207,7 @@ def _is_same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _kind(sites: Sites) -> str:
+def _kind_of_sites(sites: Sites) -> str:
     return next(iter(sites)).kind
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from clipgrad._check.command import PASSED, UsageError, add_function, arguments, complain, load
 from clipgrad._names import list_names
 
-EPILOG = """\
+NAMES_EPILOG = """\
 example:
   clipgrad names models:loss --args models:example_args
 
@@ -23,7 +23,7 @@ def add_names_parser(subparsers: Any) -> None:
         "names",
         help="list what can be clipped and watched by name inside of a function",
         description=about,
-        epilog=EPILOG,
+        epilog=NAMES_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_function(parser.add_argument)

@@ -30,11 +30,11 @@ def with_models(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwa
     """
     named = Named(fun)
     try:
-        return _apart(run, named, args, kwargs)
+        return _run_on_tree(run, named, args, kwargs)
     except Exception:
         if not named.failed:
             raise
-    return _apart(run, fun, args, kwargs)
+    return _run_on_tree(run, fun, args, kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Pure:
         return instances(inputs, nnx.NodeStates), result
 
 
-def _apart(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _run_on_tree(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         return run(fun, args, kwargs)
@@ -70,12 +70,12 @@ def _apart(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: 
         return changed and nnx.from_tree(changed, ctxtag=TAG, is_inner=False)[1]
 
 
-def value_and_grad(args: Any) -> Callable[..., Any]:
+def model_value_and_grad(args: Any) -> Callable[..., Any]:
     """`nnx.value_and_grad` for NNX modules, that of Equinox for its modules, or that of JAX."""
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx and instances(args, nnx.Pytree):
         return nnx.value_and_grad
-    return _equinox.value_and_grad(args)
+    return _equinox.equinox_value_and_grad(args)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from clipgrad._numbers import (
     real_product,
     square,
     times,
-    widen,
+    with_real_dtype,
 )
 from clipgrad._reductions import Arrays, Axes, Groups
 from clipgrad._trees import clippable_leaves
@@ -232,7 +232,7 @@ def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> Norm:
     leaves = clippable_leaves(tree)
     if not leaves:
         return Norm.of(jnp.float32(0), jnp.float32(1))
-    return _norms(leaves, Groups(None, names), kind)[0]
+    return _group_norms(leaves, Groups(None, names), kind)[0]
 
 
 def slice_norms(
@@ -247,7 +247,7 @@ def slice_norms(
     ``mean=True`` divides the sum by the number of its terms first: the root mean square.
     """
     kind, names = _Kind(check_order(ord), mean), _names(axis_name)
-    return _norms(list(leaves), Groups(tuple(axes), names), kind) if leaves else []
+    return _group_norms(list(leaves), Groups(tuple(axes), names), kind) if leaves else []
 
 
 def tree_size(tree: Any, axis_name: AxisName = None) -> jax.Array:
@@ -295,7 +295,7 @@ def _names(axis_name: AxisName) -> tuple[str, ...]:
     return names
 
 
-def _norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[Norm]:
+def _group_norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[Norm]:
     norms = _differentiable_norms(groups, kind, leaves)
     return [norm._replace(scale=jax.lax.stop_gradient(norm.scale)) for norm in norms]
 
@@ -307,11 +307,11 @@ def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) 
     # One operation after the other, so that eager results round as optax's do.
     squares = [square(g) for g in _wide_leaves(groups, leaves)]
     plain = groups.means(squares) if kind.mean else groups.sums(squares, leaves)
-    return [_root(*parts) for parts in _in_range(groups, kind, plain, leaves)]
+    return [_root(*parts) for parts in _sums_in_range(groups, kind, plain, leaves)]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
-def _in_range(
+def _sums_in_range(
     groups: Groups, kind: _Kind, plain: list[jax.Array], leaves: Arrays
 ) -> list[tuple[jax.Array, jax.Array]]:
     """For each group the sum or mean of squares that is in range, and the scale of its elements."""
@@ -451,7 +451,7 @@ def _norms_jvp(groups: Groups, kind: _Kind, primals: Any, tangents: Any) -> Any:
     norms = _differentiable_norms(groups, kind, leaves)
     weights = _weights_of_norms(groups, kind, leaves, norms)
     terms = [
-        real_product(w, widen(dg, w.real.dtype.name))
+        real_product(w, with_real_dtype(dg, w.real.dtype.name))
         for w, dg in zip(weights, dleaves, strict=True)
     ]
     sums = groups.sums(terms, leaves)
@@ -467,7 +467,7 @@ def _weights_of_norms(
     roots = groups.per_leaf([jnp.where(n.root > 0, n.root, 1) for n in norms], leaves)
     scales = groups.per_leaf([n.scale for n in norms], leaves)
     units = [
-        over(times(widen(g, r.dtype.name), s), r)
+        over(times(with_real_dtype(g, r.dtype.name), s), r)
         for g, s, r in zip(leaves, scales, roots, strict=True)
     ]
     sizes = [jnp.abs(jnp.where(u == 0, 1, u)) for u in units]
@@ -480,7 +480,7 @@ def _weights_of_norms(
         ]
     # XLA may divide a batch of rows by reciprocals, so that x / x is not 1: compare products.
     ties = [
-        ((jnp.abs(widen(g, r.dtype.name)) * s == r) & (u != 0)).astype(u.real.dtype)
+        ((jnp.abs(with_real_dtype(g, r.dtype.name)) * s == r) & (u != 0)).astype(u.real.dtype)
         for g, s, r, u in zip(leaves, scales, roots, units, strict=True)
     ]
     counts = groups.per_leaf(groups.sums(ties, leaves), leaves)
@@ -502,4 +502,4 @@ def _wide_leaves(groups: Groups, leaves: Arrays) -> list[jax.Array]:
     dtypes = [accumulator(leaf) for leaf in leaves]
     if groups.joint:
         dtypes = [widest(leaves)] * len(leaves)
-    return [widen(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+    return [with_real_dtype(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]

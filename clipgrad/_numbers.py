@@ -19,7 +19,7 @@ def at_least_float32(dtype: Any) -> Any:
     return jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype
 
 
-def widen(leaf: jax.Array, dtype: str) -> jax.Array:
+def with_real_dtype(leaf: jax.Array, dtype: str) -> jax.Array:
     """The leaf with real parts of ``dtype``."""
     if not jnp.iscomplexobj(leaf):
         return leaf.astype(dtype)

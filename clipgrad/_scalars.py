@@ -20,7 +20,7 @@ _OF_STATS = ("norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite"
 _OF_CLIP = ("count", "clipped_count", "nonfinite_count", "threshold")
 _OF_SKIPS = ("raw_norm", "skipped", "skipped_count", "spike_count", "consecutive")
 _OF_SKIPS += ("nonfinite_consecutive",)
-_OWN = ClipStats | GradientClipState | SkipSpikesState
+_SCALAR_STATES = ClipStats | GradientClipState | SkipSpikesState
 
 
 def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
@@ -97,7 +97,7 @@ def _items(path: str, tree: Any, clips: Iterator[str]) -> Items:
     elif isinstance(tree, ClipStats):
         yield from ((_join(path, name), getattr(tree, name)) for name in _OF_STATS)
     elif isinstance(tree, GradientClipState):
-        yield from _of_clip(_join(path, next(clips)), tree, clips)
+        yield from _clip_items(_join(path, next(clips)), tree, clips)
     elif isinstance(tree, SkipSpikesState):
         yield from ((_join(path, f"skip_spikes/{name}"), getattr(tree, name)) for name in _OF_SKIPS)
         yield from _items(path, tree.inner_state, clips)
@@ -110,15 +110,15 @@ def _items(path: str, tree: Any, clips: Iterator[str]) -> Items:
                 yield from _items(_join(path, str(key)), value, _clip_names(value))
     elif isinstance(tree, tuple | list):
         # Of a state of another library only what is this library's.
-        inner = instances(tree, _OWN) if hasattr(tree, "_fields") else tree
+        inner = instances(tree, _SCALAR_STATES) if hasattr(tree, "_fields") else tree
         for i, value in enumerate(inner):
-            own = isinstance(value, _OWN) or isinstance(value, tuple | Mapping)
+            own = isinstance(value, _SCALAR_STATES) or isinstance(value, tuple | Mapping)
             yield from _items(path if own else _join(path, str(i)), value, clips)
     elif path and _is_loggable(tree):
         yield path, tree
 
 
-def _of_clip(path: str, state: GradientClipState, clips: Iterator[str]) -> Items:
+def _clip_items(path: str, state: GradientClipState, clips: Iterator[str]) -> Items:
     for name in _OF_CLIP:
         if getattr(state, name) is not None:
             yield _join(path, name), getattr(state, name)

@@ -47,7 +47,7 @@ class Law(NamedTuple):
 
 def cases() -> Iterator[Case]:
     """All functions that are checked."""
-    x, w, xs = _normal(3, 4), _normal(4, 4), _normal(5, 3, 4)
+    x, w, xs = _normal_array(3, 4), _normal_array(4, 4), _normal_array(5, 3, 4)
     yield from _placed([None], "off", x, w, xs)
     yield from _placed(INFINITE, "every rule infinite", x, w, xs)
     for rule in ACTIVE:
@@ -57,12 +57,14 @@ def cases() -> Iterator[Case]:
         function = lambda a, b, ord=ord: global_norm({"a": a, "b": b}, ord)  # noqa: E731
         yield Case(f"global_norm, ord={ord}", function, (x, w), order=1 if ord == math.inf else 2)
     rule = ErrorClipByValue(math.inf)
-    yield Case("training loss of a clipped network", _loss(rule), (w, _normal(4, 2), x))
+    yield Case(
+        "training loss of a clipped network", _selftest_loss(rule), (w, _normal_array(4, 2), x)
+    )
 
 
 def laws() -> Iterator[Law]:
     """The VJP of a clipped function is that of the function, of the clipped cotangent."""
-    x, w, cotangent = _normal(3, 4), _normal(4, 4), 3 * _normal(3, 4)
+    x, w, cotangent = _normal_array(3, 4), _normal_array(4, 4), 3 * _normal_array(3, 4)
     _, plain = jax.vjp(lambda x: _cell(x, w), x)
     for rule in ACTIVE:
         if rule.needs_params:
@@ -101,7 +103,7 @@ def _cell(x, w):
     return jnp.tanh(x @ w)
 
 
-def _loss(rule):
+def _selftest_loss(rule):
     def loss(w, v, x):
         hidden = clip_cotangent(_cell(x, w), rule)
         return jnp.mean(jax.nn.logsumexp(hidden @ v, axis=-1) - (hidden @ v)[:, 0])
@@ -109,7 +111,7 @@ def _loss(rule):
     return loss
 
 
-def _normal(*shape):
+def _normal_array(*shape):
     rng = np.random.default_rng(list(shape))
     return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
@@ -143,7 +145,7 @@ def run_selftest(options: argparse.Namespace) -> int:
         failed += not report.ok
         print(_line_of_case(case.name, report), flush=True)
     for law in laws():
-        same = _same(law)
+        same = _law_holds(law)
         failed += not same
         print(f"{'ok    ' if same else 'FAILED'} {law.name}", flush=True)
     there, absent = ", ".join(devices.there) or "none", ", ".join(devices.absent) or "none"
@@ -168,6 +170,6 @@ def _line_of_case(name: str, report: GradCheckReport) -> str:
     return head if report.ok else f"{head}\n{report}"
 
 
-def _same(law: Law) -> bool:
+def _law_holds(law: Law) -> bool:
     pairs = zip(jax.tree.leaves(law.left), jax.tree.leaves(law.right), strict=True)
     return all(np.allclose(left, right, rtol=1e-6, atol=1e-6) for left, right in pairs)

@@ -232,7 +232,9 @@ def _tree_by_leaf(tree: Any, limits: Limits, axis_name: AxisName) -> dict[str, C
 
 def _of_leaves(tree: Any, limits: Limits) -> ClipStats:
     """The statistics of a tree whose leaves, or groups in them, were scaled each by its norm."""
-    groups = _joined(list(zip(clippable_leaves(tree), limits, strict=True)), stats_dtype(tree))
+    groups = _joined_groups(
+        list(zip(clippable_leaves(tree), limits, strict=True)), stats_dtype(tree)
+    )
     finite = [jnp.all(jnp.isfinite(norm.root)) for norm, _, _ in groups]
     (bad,) = _counts_unless(functools.reduce(jnp.logical_and, finite), [tree], None)
     stats = [
@@ -251,7 +253,7 @@ def _by_leaf(tree: Any, limits: Limits) -> dict[str, ClipStats]:
     return dict(zip(clippable_paths(tree), cast, strict=True))
 
 
-def _joined(leaves: Sequence[tuple[jax.Array, Any]], dtype: str) -> list[Any]:
+def _joined_groups(leaves: Sequence[tuple[jax.Array, Any]], dtype: str) -> list[Any]:
     """Norms, limits and sizes of groups, those of all leaves in one array.
 
     XLA compiles a formula of a thousand norms slowly. Norms whose types are sharded stay apart.
@@ -304,16 +306,16 @@ def _measured(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array
     sizes = [real_or_absolute(leaf).astype(dtype) for leaf in leaves]
     if not sizes:
         return jnp.zeros(3, dtype), jnp.zeros((), dtype)
-    return by_platform(*sizes, cpu=_by_range, gpu=_together, default=_apart)
+    return by_platform(*sizes, cpu=_by_range, gpu=_sums_together, default=_sums_apart)
 
 
-def _together(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sums_together(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """All in one reduction for each leaf, which is one kernel on a GPU."""
     sums = [jnp.sum(jnp.stack(_parts_of_sums(x)), range(1, x.ndim + 1)) for x in sizes]
     return _measurements(functools.reduce(jnp.add, sums))
 
 
-def _apart(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sums_apart(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same as separate sums, which share one read on a TPU; what is stacked is stored there."""
     totals = [[jnp.sum(part) for part in _parts_of_sums(x)] for x in sizes]
     return _measurements([functools.reduce(jnp.add, each) for each in zip(*totals, strict=True)])
@@ -339,7 +341,7 @@ def _by_range(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     def known() -> tuple[jax.Array, jax.Array]:
         return jnp.stack(from_plain(plain)), none
 
-    return jax.lax.cond(is_in_range(plain), known, lambda: _together(*sizes))
+    return jax.lax.cond(is_in_range(plain), known, lambda: _sums_together(*sizes))
 
 
 def _sums_of_norm(norm: jax.Array) -> jax.Array:

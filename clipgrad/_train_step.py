@@ -13,7 +13,7 @@ import optax
 from clipgrad._accumulate import Gradients, accumulated
 from clipgrad._clip_state import asking_for_stats, stats_in, with_room, without_room
 from clipgrad._compat import exportable
-from clipgrad._equinox import as_static, from_static, partition_trained, value_and_grad
+from clipgrad._equinox import as_static, equinox_value_and_grad, from_static, partition_trained
 from clipgrad._names import Rules
 from clipgrad._norms import global_norm
 from clipgrad._overwritten import overwrite, split_overwritten, zeros_for
@@ -58,9 +58,9 @@ class TrainStep:
         check_tree("params", params)
         check_leaves("params", params)
         _check_numbers(params)
-        params = from_static(jax.tree.map(_copied, as_static(params)))
+        params = from_static(jax.tree.map(_copied_leaf, as_static(params)))
         trained, _ = partition_trained(params)
-        return TrainState(params, jax.tree.map(_copied, self.optimizer.init(trained)))
+        return TrainState(params, jax.tree.map(_copied_leaf, self.optimizer.init(trained)))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         """One step of training."""
@@ -207,7 +207,7 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
 
     def differentiated(params: Any) -> Callable[..., Any]:
         # Of integers and booleans the gradient has no elements.
-        return functools.partial(value_and_grad(params), allow_int=True)
+        return functools.partial(equinox_value_and_grad(params), allow_int=True)
 
     def plain(params: Any, batch: Any) -> Any:
         return differentiated(params)(with_aux, has_aux=True)(params, batch)
@@ -265,6 +265,6 @@ def _is_deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
-def _copied(leaf: Any) -> Any:
+def _copied_leaf(leaf: Any) -> Any:
     """A copy that is not weakly typed, so that the second step is not traced anew."""
     return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)

@@ -12,7 +12,7 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._by_name import ByName, warn_of_batches
 from clipgrad._equinox import has_modules
 from clipgrad._names import Resolved, Rules, checked_rules, common_nest, program_of, resolved
-from clipgrad._nnx import Pure, is_model, value_and_grad, with_models
+from clipgrad._nnx import Pure, is_model, model_value_and_grad, with_models
 from clipgrad._stats import ClipStats
 from clipgrad._trees import check_tree, is_array
 
@@ -85,7 +85,7 @@ def value_and_grad_with_stats(
       >>> print(value, grads, stats["h"].norm)
       15.0 17.0 [8. 4. 2. 1.]
     """
-    return with_stats(fun, argnums, has_aux, rules, watch, value_and_grad)
+    return with_stats(fun, argnums, has_aux, rules, watch, model_value_and_grad)
 
 
 def with_stats(
@@ -169,7 +169,7 @@ def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
     check_tree("args", args)
     arrays = list(args)
     for i in argnums:
-        # In an Equinox model numbers are not differentiated, see `value_and_grad`.
+        # In an Equinox model numbers are not differentiated, see `equinox_value_and_grad`.
         kinds = np.number if has_modules(args[i]) else int | float | complex | np.number
         arrays[i] = jax.tree.map(as_array, args[i], is_leaf=is_model)
     return tuple(arrays)
@@ -210,14 +210,14 @@ def _active(program: Any, args: tuple, argnums: Iterable[int]) -> frozenset[Any]
 
 
 def _probes(program: Any, names: Resolved) -> dict[str, ClipStats]:
-    found: dict[str, list[_jaxpr.Site]] = {name: [] for name in names}
+    found: dict[str, list[_jaxpr.NamedSite]] = {name: [] for name in names}
     for site in _jaxpr.sites(program):
         if site.has_cotangent and site.name in names and site.kind == names[site.name].kind:
             found[site.name].append(site)
-    return {name: _probe(own) for name, own in found.items()}
+    return {name: _probe_of_sites(own) for name, own in found.items()}
 
 
-def _probe(own: list[_jaxpr.Site]) -> ClipStats:
+def _probe_of_sites(own: list[_jaxpr.NamedSite]) -> ClipStats:
     """Statistics of nothing, with an axis for each scan around all these sites."""
     wide = any(site.dtype in ("float64", "complex128") for site in own)
     return ClipStats.zero(common_nest(own), jnp.float64 if wide else jnp.float32)

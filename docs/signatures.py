@@ -16,9 +16,9 @@ _SHORT = {
     f"{_CALLABLE}[[{_ARRAY_LIKE}], {_ARRAY_LIKE}]": "~optax.Schedule",
     stringify_annotation(Callable[..., Any], "smart"): _CALLABLE,
     stringify_annotation(Callable[[Any], Any], "smart"): _CALLABLE,
-    "~clipgrad._by_name.F": _CALLABLE,
-    "~clipgrad._everywhere.F": _CALLABLE,
-    f"{_CALLABLE}[[~clipgrad._error_clip.F], ~clipgrad._error_clip.F]": _CALLABLE,
+    "~clipgrad._by_name.ClippedByName": _CALLABLE,
+    "~clipgrad._everywhere.Transformed": _CALLABLE,
+    f"{_CALLABLE}[[~clipgrad._error_clip.Decorated], ~clipgrad._error_clip.Decorated]": _CALLABLE,
     "_TWO": "2",
     "_WINDOW": "128",
 }

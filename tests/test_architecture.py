@@ -1,6 +1,7 @@
 """The shape of the package: imports go one way, and functions are short."""
 
 import ast
+import collections
 import graphlib
 import pathlib
 import re
@@ -24,6 +25,10 @@ LAYERS = [
     "_train_step", "_by_module", "_scalars", "_recorder", "_check", "_names_command", "_diagnose",
     "_selftest", "__init__", "_demo", "_cli", "__main__",
 ]  # fmt: skip
+
+
+# Names that several modules of a folder define on purpose, and no other module.
+SHARED = {"TASK": "_demo"}  # each task of the demo has one, which `_tasks.py` collects
 
 
 def layer(path):
@@ -93,6 +98,32 @@ def test_functions_are_short(path):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
             assert lines <= 40, node.name
+
+
+def bindings(statements):
+    """The names that statements of a module define, also under `if`, `try` and `with`."""
+    for node in statements:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+            yield from (name.id for name in names if isinstance(name.ctx, ast.Store))
+        else:
+            nested = [getattr(node, part, []) for part in ("body", "orelse", "finalbody")]
+            nested += [handler.body for handler in getattr(node, "handlers", [])]
+            yield from (name for part in nested for name in bindings(part))
+
+
+def test_no_name_is_defined_in_two_modules():
+    modules = collections.defaultdict(set)
+    for path in FILES:
+        for name in bindings(ast.parse(path.read_text()).body):
+            if not name.startswith("__"):
+                modules[name].add(path)
+    several = {name: paths for name, paths in modules.items() if len(paths) > 1}
+    found = {(name, layer(path)) for name, paths in several.items() for path in paths}
+    assert found == set(SHARED.items()), several
 
 
 def test_the_tests_that_comments_name_as_reasons_exist():

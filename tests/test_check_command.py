@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from clipgrad._check.arguments import inferred_arguments, parameters_of, random_arguments
-from clipgrad._check.command import UsageError, add_check_parser, as_json, load
+from clipgrad._check.command import UsageError, add_check_parser, load, report_as_json
 from clipgrad._check.options import CHECKS
 from clipgrad._check.report import Failure, GradCheckReport
 from clipgrad._selftest import add_selftest_parser, cases, laws
@@ -397,7 +397,7 @@ def test_a_number_that_json_cannot_hold_is_null(folder):
     report = GradCheckReport(
         (Failure("jit", "args[0]", "raises"),), (), {}, 1, 0.1, "float64", ("cpu",), 0
     )
-    assert as_json(report)["failures"][0]["numeric"] is None
+    assert report_as_json(report)["failures"][0]["numeric"] is None
 
 
 def test_a_function_inside_of_a_class_is_found(folder):

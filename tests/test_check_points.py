@@ -15,11 +15,11 @@ from clipgrad._check.points import (
     LEAST_BALANCE,
     SINGLE,
     cotangents,
-    dense,
+    dense_numbers,
+    element_scales,
     make_point,
     nearby,
     random_direction,
-    scales,
     symmetric_leaves,
     tied_direction,
 )
@@ -33,7 +33,7 @@ def subject(*leaves):
 
 
 def test_dense_numbers_have_both_signs_and_magnitudes_between_a_half_and_one_and_a_half():
-    numbers = dense(np.random.default_rng(1), 1000)
+    numbers = dense_numbers(np.random.default_rng(1), 1000)
     assert np.abs(numbers).min() == 0.5 and np.abs(numbers).max() == 1.5
     assert 400 < (numbers > 0).sum() < 600
     assert (numbers * 8 == np.round(numbers * 8)).all()
@@ -64,11 +64,11 @@ def test_a_leaf_has_its_own_numbers_whatever_stands_beside_it():
     ],
 )
 def test_steps_are_powers_of_two_of_the_size_of_the_element_or_its_leaf(leaf, expected):
-    np.testing.assert_array_equal(scales([jnp.asarray(leaf)]), expected)
+    np.testing.assert_array_equal(element_scales([jnp.asarray(leaf)]), expected)
 
 
 def test_both_parts_of_a_complex_number_have_its_scale():
-    np.testing.assert_array_equal(scales([Z]), [2, 2, 4, 4])
+    np.testing.assert_array_equal(element_scales([Z]), [2, 2, 4, 4])
 
 
 def test_a_nearby_point_moves_every_element_a_little_nearer_to_zero_and_keeps_zeros():
@@ -268,7 +268,7 @@ def test_floating_types_widen_and_integers_stay(dtype, wide):
 
 
 def test_floats_are_told_from_integers_and_from_what_is_no_array():
-    assert real.is_float(Z) and real.is_float(jnp.ones(1, jnp.bfloat16))
-    assert not real.is_float(jnp.arange(2)) and not real.is_float(None)
-    assert not real.is_float(jax.random.key(0))
+    assert real.is_float_leaf(Z) and real.is_float_leaf(jnp.ones(1, jnp.bfloat16))
+    assert not real.is_float_leaf(jnp.arange(2)) and not real.is_float_leaf(None)
+    assert not real.is_float_leaf(jax.random.key(0))
     assert real.real_dtype(Z) == np.float32 and real.real_size(Z) == 4

@@ -10,7 +10,7 @@ from jax import lax
 
 import clipgrad as cg
 from clipgrad._check import programs
-from clipgrad._check.programs import kept, quick_jit, text
+from clipgrad._check.programs import kept_by_key, quick_jit, text
 from tests.check_zoo import custom, normal
 
 X = jnp.asarray([0.3, -0.7, 1.1])
@@ -61,9 +61,9 @@ def test_a_second_check_of_the_same_function_compiles_nothing(name, compiled):
     first = report(function, X, **options)
     assert compiled["compiled"] > 0
     compiled.clear()
-    count = len(programs._kept)
+    count = len(programs._kept_by_key)
     second = report(function, X, **options)
-    assert compiled["compiled"] == 0 and len(programs._kept) == count
+    assert compiled["compiled"] == 0 and len(programs._kept_by_key) == count
     assert list(map(str, second.failures)) == list(map(str, first.failures))
     assert second.evaluations == first.evaluations
 
@@ -157,12 +157,12 @@ def test_a_compiled_function_keeps_its_shapes_and_structure_apart():
 
 
 def test_only_so_many_programs_are_kept_the_last_used_ones(monkeypatch):
-    monkeypatch.setattr(programs, "_kept", collections.OrderedDict())
+    monkeypatch.setattr(programs, "_kept_by_key", collections.OrderedDict())
     monkeypatch.setattr(programs, "KEPT", 2)
     made = []
     for key in "abaca":
-        kept(key, lambda key=key: made.append(key))
-    assert made == ["a", "b", "c"] and list(programs._kept) == ["c", "a"]
+        kept_by_key(key, lambda key=key: made.append(key))
+    assert made == ["a", "b", "c"] and list(programs._kept_by_key) == ["c", "a"]
 
 
 def test_a_large_function_has_a_text_that_is_short_beside_it():

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
-from clipgrad._check.tolerances import RELATIVE, in_float64, make_tolerance, narrowest
+from clipgrad._check.tolerances import RELATIVE, make_tolerance, narrowest, tolerance_in_float64
 from tests.check_zoo import custom, normal
 from tests.test_check_search import halved
 
@@ -231,7 +231,9 @@ def test_the_narrowest_type_inside_counts():
 
 
 def test_the_rule_in_float64_has_the_tolerance_of_float64_and_the_rule_of_paddle():
-    wide = in_float64(make_tolerance(RANGES, ["float16", "float32"], max_relative_error=0.1))
+    wide = tolerance_in_float64(
+        make_tolerance(RANGES, ["float16", "float32"], max_relative_error=0.1)
+    )
     assert (wide.relative == RELATIVE["float64"]).all() and (wide.eps == 2.0**-52).all()
     assert wide.paddle == 0.1
 

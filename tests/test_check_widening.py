@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend.core import Primitive
 
 from clipgrad._check import programs
-from clipgrad._check.gradients import differentiator, is_plain
+from clipgrad._check.gradients import differentiator, is_plain_subject
 from clipgrad._check.programs import low_optimization, quick_jit
 from clipgrad._check.subject import make_subject
 from clipgrad._check.widening import AXIS, Unsupported, Widened
@@ -103,14 +103,14 @@ PLAIN = {
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_function_of_jaxs_own_operations_is_told_from_one_with_rules(name):
     function, plain = PLAIN[name]
-    assert is_plain(make_subject(function, (X,))) == plain
+    assert is_plain_subject(make_subject(function, (X,))) == plain
 
 
 def test_a_primitive_of_somebody_elses_is_not_jaxs_own():
     foreign = Primitive("of_somebody_else")
     foreign.def_impl(lambda x: x)
     foreign.def_abstract_eval(lambda x: x)
-    assert not is_plain(make_subject(lambda x: foreign.bind(jnp.sin(x)), (X,)))
+    assert not is_plain_subject(make_subject(lambda x: foreign.bind(jnp.sin(x)), (X,)))
 
 
 def test_rules_run_eagerly_and_jaxs_own_operations_compiled():

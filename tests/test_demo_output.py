@@ -9,7 +9,7 @@ import pytest
 import clipgrad as cg
 from clipgrad._demo import _task
 from clipgrad._demo._curves import band, first_nonfinite, over_training, short, span
-from clipgrad._demo._figure import figure
+from clipgrad._demo._figure import demo_figure
 from clipgrad._demo._report import report
 from clipgrad._demo._table import table
 from clipgrad._demo._tasks import TASKS
@@ -114,7 +114,7 @@ def test_the_table_ends_with_the_note_of_a_task_that_has_one():
 
 
 def test_the_heading_of_a_row_ends_with_the_note():
-    part = figure([ENDING]).subfigs[0]
+    part = demo_figure([ENDING]).subfigs[0]
     assert part.get_suptitle() == f"{ENDING.task.summary}\n{ENDING.task.note}"
 
 
@@ -150,7 +150,7 @@ def test_the_report_holds_what_the_panel_of_time_steps_shows():
 
 
 def panels(result):
-    losses, norms = figure([result]).subfigs[0].axes
+    losses, norms = demo_figure([result]).subfigs[0].axes
     return losses, norms
 
 
@@ -230,7 +230,7 @@ def test_only_the_arms_that_tell_the_story_are_drawn_at_most_four():
 def test_an_arm_has_one_colour_in_every_panel_of_every_task():
     finite = [[4.0, 3.0, 2.0]] * 2
     first, second = made_up(finite, finite), made_up(finite, labels=[_task.ERROR], task="pendulum")
-    parts = figure([first, second]).subfigs
+    parts = demo_figure([first, second]).subfigs
     lines = [axes.lines[-1] for part in parts for axes in part.axes]
     assert len({line.get_color() for line in lines}) == 1
     assert parts[0].axes[0].lines[0].get_color() != lines[0].get_color()
@@ -268,7 +268,7 @@ def test_beside_time_steps_stands_how_far_each_arm_goes():
 @pytest.mark.parametrize("value, text", [(NAN, "NaN in 2 of 2"), (0.0, "up to 0.00")])
 def test_time_steps_with_nothing_to_draw_are_still_named(value, text):
     nothing = {label: np.full((2, 1, 3), value) for label in (_task.PLAIN, _task.ERROR)}
-    chart = figure([made_up([[4.0]] * 2, [[4.0]] * 2, through_time=nothing)])
+    chart = demo_figure([made_up([[4.0]] * 2, [[4.0]] * 2, through_time=nothing)])
     chart.canvas.draw()
     shown = set(beside(chart.subfigs[0].axes[1]))
     assert shown == {f"no clipping\n{text}", f"error clip\n{text}"}

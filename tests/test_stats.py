@@ -81,7 +81,9 @@ def test_what_a_cpu_measures_is_what_an_accelerator_does(size, bad, dtype):
     with jax.enable_x64(dtype == jnp.float64):
         x = jnp.full((4, 5), size, dtype)
         x = x if bad is None else x.at[1, 2].set(bad)
-        found = [form(x, x / 2) for form in (_stats._by_range, _stats._together, _stats._apart)]
+        found = [
+            form(x, x / 2) for form in (_stats._by_range, _stats._sums_together, _stats._sums_apart)
+        ]
         rtol = 1e-6 if dtype == jnp.float32 else 1e-14
         for sums, nonfinite in found:
             np.testing.assert_allclose(

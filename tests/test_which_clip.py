@@ -160,7 +160,7 @@ def test_on_the_pendulum_the_error_clip_needs_the_norm_clip_and_the_other_way_ro
 
 
 def test_a_pendulum_near_to_standing_multiplies_the_gradient_at_each_step():
-    step, pull = _pendulum._STEP, _pendulum._GRAVITY * _pendulum._STEP
+    step, pull = _pendulum._PENDULUM_STEP, _pendulum._GRAVITY * _pendulum._PENDULUM_STEP
     motion = np.array([[1 + step * pull, step], [pull, 1]])
     factor = np.abs(np.linalg.eigvals(motion)).max()
     assert f"multiplies the gradient by {factor:.1f} at each step" in " ".join(PAGE.split())

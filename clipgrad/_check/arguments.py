@@ -52,8 +52,8 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
     def __str__(self) -> str:
-        named = [f"{name}={_text(value)}" for name, value in self.kwargs.items()]
-        return ", ".join([*map(_text, self.args), *named])
+        named = [f"{name}={_argument_text(value)}" for name, value in self.kwargs.items()]
+        return ", ".join([*map(_argument_text, self.args), *named])
 
 
 def random_arguments(text: str, seed: int) -> tuple:
@@ -137,7 +137,7 @@ def _signature(fun: Callable) -> list[inspect.Parameter]:
 def _annotated(annotation: Any, sizes: dict[str, int]) -> str | None:
     """The shape of `Float[Array, "8 16"]`, or of a text; a named size is small."""
     if isinstance(annotation, str):
-        return _written(annotation)
+        return _written_type(annotation)
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return next(filter(None, (_annotated(a, sizes) for a in typing.get_args(annotation))), None)
     dims, dtypes = getattr(annotation, "dim_str", None), getattr(annotation, "dtypes", None)
@@ -164,13 +164,13 @@ def _documented(name: str, document: str) -> str | None:
     line = re.search(rf"^\s*{name}\s*([:(].*)$", document, re.MULTILINE)
     if line is None:
         return None
-    written, sizes = _written(line[1]), SIZES.search(line[1])
+    written, sizes = _written_type(line[1]), SIZES.search(line[1])
     if written or not sizes:
         return written
     return f"f32[{','.join(re.findall('[0-9]+', sizes[1]))}]"
 
 
-def _written(text: str) -> str | None:
+def _written_type(text: str) -> str | None:
     return next((f"{a}[{b}]" for a, b in SHAPE.findall(text) if a in DTYPES), None)
 
 
@@ -190,7 +190,7 @@ def _draw(rng, name: str, sizes: str):
     return jnp.asarray(values, dtype)
 
 
-def _text(value: Any) -> str:
+def _argument_text(value: Any) -> str:
     if not is_array(value):
         return repr(value)
     short = {name: short for short, name in DTYPES.items()}

@@ -9,10 +9,10 @@ import numpy as np
 
 from clipgrad._check.check import Check, are_on_cpu, distance
 from clipgrad._check.gradients import eagerly, has_rules
-from clipgrad._check.points import random_direction, scales
+from clipgrad._check.points import element_scales, random_direction
 from clipgrad._check.programs import quick_jit
 from clipgrad._check.report import Failure, first_line
-from clipgrad._check.subject import Subject
+from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import FORWARD, SAME_EXCUSED
 from clipgrad._check.vectors import (
     cotangent_leaves,
@@ -83,33 +83,33 @@ def linearity(check: Check) -> list[Failure]:
     failures = check.compare(
         "linearity", check.vjp(0 * first), 0 * gradient[0], "the cotangent zero pulled back"
     )
-    large = LARGE_HALF if _is_half(check) else LARGE
-    small = _scaled(check, 1 / large)
+    large = LARGE_HALF if _has_half_precision(check) else LARGE
+    small = _scaled_failures(check, 1 / large)
     text = "the rule is not linear, the sum of two cotangents pulled back"
     total = gradient[0] + gradient[1]
     sums = check.compare("linearity", check.vjp(first + second), total, text)
-    above = _scaled(check, large)
+    above = _scaled_failures(check, large)
     if above and not (failures or small or sums):
         above = [above[0]._replace(detail=_above(check, large) + above[0].detail)]
     return (failures + above + small + sums)[:2]
 
 
-def _is_half(check: Check) -> bool:
+def _has_half_precision(check: Check) -> bool:
     return bool(check.tolerance.eps.max() > HALF_EPS)
 
 
-def _scaled(check: Check, factor: float) -> list[Failure]:
+def _scaled_failures(check: Check, factor: float) -> list[Failure]:
     """The multiple of a cotangent has that multiple of its gradient."""
     expected = check.gradient[0]
     scaled = check.vjp(check.covectors[0] * factor) / factor
-    scaled = _where_in_range(scaled, expected, factor, _is_half(check))
+    scaled = _where_in_range(scaled, expected, factor, _has_half_precision(check))
     text = f"the rule is not linear, the cotangent times 2 ** {np.log2(factor):g} pulled back"
     return check.compare("linearity", scaled, expected, text)
 
 
 def _above(check: Check, factor: float) -> str:
     """Above which size of the cotangents a rule is not linear that is linear below it."""
-    while factor > 2 and _scaled(check, factor / 2):
+    while factor > 2 and _scaled_failures(check, factor / 2):
         factor /= 2
     largest = float(np.abs(check.covectors[0]).max())
     return (
@@ -140,7 +140,7 @@ def jit(check: Check) -> list[Failure]:
     def gradient(xs, ct):
         return jax.vjp(subject.fun, xs)[1](ct)[0]
 
-    got = _attempt(gradient, jax.eval_shape, subject, (subject.inputs, u))
+    got = _attempt_gradient(gradient, jax.eval_shape, subject, (subject.inputs, u))
     return check.compare("jit", gradient_vector(got), check.gradient[0], text)
 
 
@@ -161,7 +161,9 @@ def vmap(check: Check) -> list[Failure]:
     def forward(fun, xs):
         return jax.eval_shape(jax.vmap(fun), stacked([xs, xs]))
 
-    rows, shared = _attempt(gradients, forward, subject, (points, stacked(pairs), subject.inputs))
+    rows, shared = _attempt_gradient(
+        gradients, forward, subject, (points, stacked(pairs), subject.inputs)
+    )
     expected = [(rows, 0, check.gradient[0]), (rows, 1, elsewhere[1])]
     if shared is not None:
         expected.append((shared, 1, check.gradient[1]))
@@ -174,7 +176,7 @@ def vmap(check: Check) -> list[Failure]:
     return failures[:1]
 
 
-def _attempt(gradient: Callable, forward: Callable, subject: Subject, inputs) -> Any:
+def _attempt_gradient(gradient: Callable, forward: Callable, subject: CheckSubject, inputs) -> Any:
     """Compile and run; if that fails, the gradient is to blame unless the function fails too."""
     try:
         return quick_jit(gradient)(*inputs)
@@ -192,7 +194,7 @@ def _attempt(gradient: Callable, forward: Callable, subject: Subject, inputs) ->
 def forward(check: Check) -> list[Failure]:
     """Forward mode, one direction and several at once, agrees with reverse mode."""
     subject = check.subject
-    scale = scales(subject.inputs)
+    scale = element_scales(subject.inputs)
     along = np.stack([random_direction(subject, check.options.seed, row) * scale for row in (0, 1)])
     tangents = stacked([leaves_of(row, subject.inputs) for row in along])
 
@@ -256,7 +258,7 @@ def outputs(check: Check) -> list[Failure]:
     return (failures + check.compare("outputs", total, check.gradient[0], text))[:2]
 
 
-def _one_output(subject: Subject, k: int, covector: np.ndarray) -> np.ndarray:
+def _one_output(subject: CheckSubject, k: int, covector: np.ndarray) -> np.ndarray:
     _, pull = jax.vjp(lambda xs: subject.fun(xs)[k], subject.inputs)
     return gradient_vector(pull(cotangent_leaves(covector, [subject.outputs[k]])[0])[0])
 

@@ -26,20 +26,27 @@ from clipgrad._check.gradients import (
     stops_matter,
 )
 from clipgrad._check.options import Options
-from clipgrad._check.points import Point, cotangents, make_point, nearby, random_direction, scales
+from clipgrad._check.points import (
+    Point,
+    cotangents,
+    element_scales,
+    make_point,
+    nearby,
+    random_direction,
+)
 from clipgrad._check.programs import quick_jit
 from clipgrad._check.report import Failure, first_line
 from clipgrad._check.search import Judge
-from clipgrad._check.subject import Subject
+from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import (
     CONSTANTS,
     SAME_EXCUSED,
     Tolerance,
-    in_float64,
     make_tolerance,
     narrowest,
+    tolerance_in_float64,
 )
-from clipgrad._check.vectors import cotangent_leaves, real_dtype, widen
+from clipgrad._check.vectors import cotangent_leaves, real_dtype, widened_leaf
 from clipgrad._check.widening import Unsupported, Widened
 
 UNSTEADY = (
@@ -87,7 +94,7 @@ class Check:
       rule: the VJP as it is written, in float64; None if it cannot be had or is float64 itself.
     """
 
-    subject: Subject
+    subject: CheckSubject
     options: Options
     log: Log
     covectors: np.ndarray
@@ -122,7 +129,7 @@ class Check:
             xs = nearby(self.subject, seed, reach)
             self.log.evaluations += 1
             vjp = self.differentiate(xs)
-            if all(np.isfinite(widen(y)).all() for y in vjp.outputs):
+            if all(np.isfinite(widened_leaf(y)).all() for y in vjp.outputs):
                 return xs, vjp.rows(self.covectors)
         return None
 
@@ -158,7 +165,7 @@ class Check:
 
     def judge_of_rule(self, point: Point) -> Judge:
         """Judges the rule as it is written, evaluated in float64."""
-        return self._judge(point, point.rule, point.reference, in_float64(self.tolerance))
+        return self._judge(point, point.rule, point.reference, tolerance_in_float64(self.tolerance))
 
     def _judge(self, point, gradient, exact, tolerance, rounding=lambda: None) -> Judge:
         delta = self.options.delta
@@ -238,7 +245,7 @@ def are_on_cpu(leaves: Sequence[jax.Array]) -> bool:
     return all(device.platform == "cpu" for leaf in leaves for device in leaf.devices())
 
 
-def prepare(subject: Subject, options: Options, log: Log) -> Check | None:
+def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
     """Check what must hold before numbers mean anything; None if it does not."""
     covectors = cotangents(subject, options.seed)
     differentiate = differentiator(subject)
@@ -247,7 +254,7 @@ def prepare(subject: Subject, options: Options, log: Log) -> Check | None:
         return None
     gradient = vjp.rows(covectors)
     log.fail(contract.finite_gradient(subject, gradient))
-    evaluated = _evaluated(subject, covectors, options, log)
+    evaluated = _chosen_evaluation(subject, covectors, options, log)
     if evaluated is None:
         return None
     differences, wide = evaluated
@@ -264,7 +271,7 @@ def prepare(subject: Subject, options: Options, log: Log) -> Check | None:
     return Check(subject, options, log, covectors, *found)
 
 
-def _differentiated(subject: Subject, differentiate, covectors, log: Log) -> VJP | None:
+def _differentiated(subject: CheckSubject, differentiate, covectors, log: Log) -> VJP | None:
     again = subject.fun(subject.inputs)
     log.evaluations += 3
     if not _same_bits(subject.outputs, again):
@@ -287,7 +294,7 @@ def _differentiated(subject: Subject, differentiate, covectors, log: Log) -> VJP
     return None if stop or different else vjp
 
 
-def _not_differentiated(subject: Subject, error: Exception) -> list[Failure]:
+def _not_differentiated(subject: CheckSubject, error: Exception) -> list[Failure]:
     """What to say where `jax.vjp` raises an error, for the leaves that it raises it for."""
     closing = [] if subject.program is None else _jaxpr.closing_functions(subject.program)
     if not closing:
@@ -302,7 +309,7 @@ def _not_differentiated(subject: Subject, error: Exception) -> list[Failure]:
     return [Failure("cotangent", name, detail) for name in names or subject.names[:1]]
 
 
-def _is_differentiable(subject: Subject, i: int) -> bool:
+def _is_differentiable(subject: CheckSubject, i: int) -> bool:
     """Whether JAX differentiates the function by one leaf, the others held."""
     before, after = subject.inputs[:i], subject.inputs[i + 1 :]
     try:
@@ -313,7 +320,7 @@ def _is_differentiable(subject: Subject, i: int) -> bool:
     return True
 
 
-def _evaluated(subject: Subject, covectors, options: Options, log: Log):
+def _chosen_evaluation(subject: CheckSubject, covectors, options: Options, log: Log):
     """How to evaluate the function, or None where it was found to fail another way."""
     try:
         return choose(subject, covectors, log.notes, fast_compile=options.mode != "full")
@@ -328,14 +335,17 @@ def _evaluated(subject: Subject, covectors, options: Options, log: Log):
 def _same_bits(first, second) -> bool:
     if not are_on_cpu(first):
         pairs = zip(first, second, strict=True)
-        return all(np.allclose(widen(a), widen(b), rtol=1e-3, equal_nan=True) for a, b in pairs)
+        return all(
+            np.allclose(widened_leaf(a), widened_leaf(b), rtol=1e-3, equal_nan=True)
+            for a, b in pairs
+        )
     return len(first) == len(second) and all(
-        a.shape == b.shape and np.array_equal(widen(a), widen(b), equal_nan=True)
+        a.shape == b.shape and np.array_equal(widened_leaf(a), widened_leaf(b), equal_nan=True)
         for a, b in zip(first, second, strict=True)
     )
 
 
-def _tolerance(subject: Subject, differences, widened, log: Log) -> tuple[Tolerance, bool]:
+def _tolerance(subject: CheckSubject, differences, widened, log: Log) -> tuple[Tolerance, bool]:
     """The tolerance, and whether something in the function is narrower than float64."""
     own = subject.dtypes
     inner = (widened.narrow if widened else set()) | {real_dtype(y).name for y in subject.outputs}
@@ -347,14 +357,16 @@ def _tolerance(subject: Subject, differences, widened, log: Log) -> tuple[Tolera
     return tolerance, narrowest([*own, *inner]) != "float64"
 
 
-def _stops(subject: Subject, widened: Widened | None, seed: int) -> list[str]:
+def _stops(subject: CheckSubject, widened: Widened | None, seed: int) -> list[str]:
     direction = random_direction(subject, seed, 0)
-    if widened is None or not stops_matter(widened, subject, direction * scales(subject.inputs)):
+    if widened is None or not stops_matter(
+        widened, subject, direction * element_scales(subject.inputs)
+    ):
         return []
     return ["values behind jax.lax.stop_gradient are held fixed, as JAX differentiates them"]
 
 
-def _rule(subject: Subject, log: Log) -> Exact | None:
+def _rule(subject: CheckSubject, log: Log) -> Exact | None:
     try:
         return rule_in_float64(subject)
     except Unsupported as error:

@@ -155,7 +155,7 @@ def check_grads(
             with np.errstate(all="ignore"):
                 log.devices.append(kind)
                 _check(subject_on, device, log, others)
-    report = _report(log, time.perf_counter() - started)
+    report = _logged_report(log, time.perf_counter() - started)
     if raise_on_failure and not report.ok:
         raise GradCheckError(report)
     return report
@@ -206,7 +206,7 @@ def _check_device(check: Check, subject_on: Callable, kind: str, device: Any) ->
         check.log.fail(check.compare("devices", row, expected, text))
 
 
-def _report(log: Log, seconds: float) -> GradCheckReport:
+def _logged_report(log: Log, seconds: float) -> GradCheckReport:
     if not log.failures and not log.verified:
         reasons = "; ".join(dict.fromkeys(log.notes or log.not_run.values()))
         log.failures.append(Failure("value", "all inputs", f"nothing was verified ({reasons})"))

@@ -26,7 +26,7 @@ from clipgrad._check.report import GradCheckReport, first_line
 from clipgrad._selectors import nearest
 
 PASSED, FAILED, WRONG_USAGE = 0, 1, 2
-EPILOG = """\
+CHECK_EPILOG = """\
 examples:
   clipgrad check models:loss --args models:example_args --order 2
   clipgrad check models:norm --args "f32[8,16], f32[16]" --device cpu,gpu
@@ -48,7 +48,7 @@ def add_check_parser(subparsers: Any) -> None:
         "check",
         help="check the gradient of a function against finite differences",
         description="Check the gradient of a function against finite differences.",
-        epilog=EPILOG,
+        epilog=CHECK_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument_group("what to check").add_argument
@@ -83,11 +83,11 @@ def add_function(add: Callable[..., Any], kind: str = "function") -> None:
 def run_check(options: argparse.Namespace) -> int:
     """Run the check and print its report; return the exit code."""
     try:
-        report = _report(options)
+        report = _command_report(options)
         print(report)
         if options.json:
             with open(options.json, "w", encoding="utf-8") as file:
-                json.dump(as_json(report), file, indent=2)
+                json.dump(report_as_json(report), file, indent=2)
     except Exception as error:
         return complain("check", error)
     return PASSED if report.ok else FAILED
@@ -101,7 +101,7 @@ def complain(command: str, error: Exception) -> int:
     return WRONG_USAGE
 
 
-def _report(options: argparse.Namespace) -> GradCheckReport:
+def _command_report(options: argparse.Namespace) -> GradCheckReport:
     given = {
         f.name: getattr(options, f.name) for f in dataclasses.fields(Options) if f.name in options
     }
@@ -200,7 +200,7 @@ def _as_module(path: str) -> str:
     return f"{module}:{name}"
 
 
-def as_json(report: GradCheckReport) -> dict[str, Any]:
+def report_as_json(report: GradCheckReport) -> dict[str, Any]:
     """The report as plain data."""
     failures = [
         {

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._check.report import Failure
-from clipgrad._check.subject import Subject
+from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import CALLED_ALIKE, RELATIVE, narrowest
-from clipgrad._check.vectors import cotangent_leaves, is_float, widen
+from clipgrad._check.vectors import cotangent_leaves, is_float_leaf, widened_leaf
 
 
-def primal(subject: Subject, outputs: Sequence[jax.Array], how: str) -> list[Failure]:
+def primal(subject: CheckSubject, outputs: Sequence[jax.Array], how: str) -> list[Failure]:
     """The function called and the function differentiated have the same outputs."""
     failures = []
     for name, called, other in zip(subject.output_names, subject.outputs, outputs, strict=True):
@@ -22,7 +22,9 @@ def primal(subject: Subject, outputs: Sequence[jax.Array], how: str) -> list[Fai
                 detail = f"{what} {a} when called, {b} when {how}"
                 failures.append(Failure("primal", name, detail))
         if called.shape == other.shape:
-            failures += _same_value(name, widen(called), widen(other), called.dtype, how)
+            failures += _same_value(
+                name, widened_leaf(called), widened_leaf(other), called.dtype, how
+            )
     return failures
 
 
@@ -47,7 +49,7 @@ def _same_value(name, called, other, dtype, how) -> list[Failure]:
     return [Failure("primal", name + index, detail)]
 
 
-def same_types(subject: Subject, cotangents: Sequence) -> list[Failure]:
+def same_types(subject: CheckSubject, cotangents: Sequence) -> list[Failure]:
     """Each input's cotangent has the input's dtype and shape."""
     failures = []
     for name, x, ct in zip(subject.names, subject.inputs, cotangents, strict=True):
@@ -59,24 +61,24 @@ def same_types(subject: Subject, cotangents: Sequence) -> list[Failure]:
     return failures
 
 
-def integers(subject: Subject, covector: np.ndarray) -> list[Failure]:
+def integers(subject: CheckSubject, covector: np.ndarray) -> list[Failure]:
     """Inputs that are not floats get a cotangent of type float0."""
-    if all(map(is_float, subject.arrays)):
+    if all(map(is_float_leaf, subject.arrays)):
         return []
     _, pull = jax.vjp(subject.whole, subject.arrays)
     cotangents = pull(cotangent_leaves(covector, subject.outputs))[0]
     return [
         Failure("cotangent", "integer input", f"its cotangent has dtype {ct.dtype}, not float0")
         for x, ct in zip(subject.arrays, cotangents, strict=True)
-        if not is_float(x) and ct.dtype != jax.dtypes.float0
+        if not is_float_leaf(x) and ct.dtype != jax.dtypes.float0
     ]
 
 
-def finite_values(subject: Subject) -> list[Failure]:
+def finite_values(subject: CheckSubject) -> list[Failure]:
     """The outputs are finite."""
     failures = []
     for name, leaf in zip(subject.output_names, subject.outputs, strict=True):
-        bad = ~np.isfinite(widen(leaf))
+        bad = ~np.isfinite(widened_leaf(leaf))
         if bad.any():
             index = [int(i) for i in np.argwhere(bad)[0]] or ""
             detail = (
@@ -87,7 +89,7 @@ def finite_values(subject: Subject) -> list[Failure]:
     return failures
 
 
-def finite_gradient(subject: Subject, gradient: np.ndarray) -> list[Failure]:
+def finite_gradient(subject: CheckSubject, gradient: np.ndarray) -> list[Failure]:
     """The gradient is finite."""
     failures = []
     for start, stop in subject.ranges:

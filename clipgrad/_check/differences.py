@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipgrad._check.programs import kept, low_jit, quick_jit
+from clipgrad._check.programs import kept_by_key, low_jit, quick_jit
 from clipgrad._check.tolerances import NOISE, length_along
 from clipgrad._check.vectors import from_rows, split, to_numpy, to_vector, wide_dtype
 from clipgrad._check.widening import AXIS
@@ -216,7 +216,9 @@ def _looped(evaluation: Evaluation, batch: int, outputs: int, fast_compile: bool
         def row(k, found):
             move = Moves(*(column[k // each] for column in moves))
             signs = jnp.asarray([0, 1, -1], dtype) if each == 1 else (1 - 2 * (k % 2)).reshape(1)
-            values = _moved(evaluation, constants, base, direction, move, signs.astype(dtype))
+            values = _moved_outputs(
+                evaluation, constants, base, direction, move, signs.astype(dtype)
+            )
             return lax.dynamic_update_slice(found, values[None], (k // each, k % each, 0))
 
         found = jnp.zeros((batch, 2, outputs), dtype)
@@ -235,10 +237,10 @@ def _looped(evaluation: Evaluation, batch: int, outputs: int, fast_compile: bool
     if evaluation.key is None:
         return quick_jit(loop)
     key = ("differences", evaluation.key, batch, outputs)
-    return kept(key, lambda: low_jit(loop))
+    return kept_by_key(key, lambda: low_jit(loop))
 
 
-def _moved(evaluation: Evaluation, constants, base, direction, move: Moves, signs):
+def _moved_outputs(evaluation: Evaluation, constants, base, direction, move: Moves, signs):
     """The outputs at the base and on both sides of a move, or on one side of it."""
     dtype = evaluation.dtype
     index = lax.iota(jnp.int32, base.size)

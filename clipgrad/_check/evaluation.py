@@ -8,10 +8,10 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.differences import Differences, Evaluation, Moves
-from clipgrad._check.points import random_direction, scales
-from clipgrad._check.programs import kept, text
+from clipgrad._check.points import element_scales, random_direction
+from clipgrad._check.programs import kept_by_key, text
 from clipgrad._check.report import first_line
-from clipgrad._check.subject import Subject
+from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import SAME_VALUES, narrowest
 from clipgrad._check.vectors import real_dtype, to_numpy, wide_dtype
 from clipgrad._check.widening import Unsupported, Widened
@@ -35,7 +35,7 @@ class _NotSmooth(Exception):
 
 
 def choose(
-    subject: Subject, covectors: np.ndarray, notes: list[str], fast_compile: bool = True
+    subject: CheckSubject, covectors: np.ndarray, notes: list[str], fast_compile: bool = True
 ) -> tuple[Differences, Widened | None]:
     """Try the evaluations in order, down to running them, and return the first that works.
 
@@ -45,25 +45,25 @@ def choose(
         try:
             evaluation, widened = make()
             differences = Differences(evaluation, covectors, fast_compile)
-            _probe(subject, differences)
+            _probe_evaluation(subject, differences)
             return differences, widened
         except Exception as error:
             notes.append(f"{label} is not possible ({_reason(error)})")
     raise ValueError("the function cannot be evaluated at a perturbed point; " + "; ".join(notes))
 
 
-def _candidates(subject: Subject) -> Iterator:
+def _candidates(subject: CheckSubject) -> Iterator:
     if subject.program is not None:
-        yield "evaluation in float64", lambda: in_float64(subject)
+        yield "evaluation in float64", lambda: evaluation_in_float64(subject)
         yield "casting the inputs to float64", lambda: (_cast(subject), None)
     yield "evaluation in native precision", lambda: (_native(subject), None)
 
 
-def in_float64(subject: Subject, hold: bool = True) -> tuple[Evaluation, Widened]:
+def evaluation_in_float64(subject: CheckSubject, hold: bool = True) -> tuple[Evaluation, Widened]:
     """The evaluation of the widened program; `hold` keeps what is behind `stop_gradient` fixed."""
     widened = widened_program(subject.program)
     held = hold and widened.stops
-    evaluation = _wide(
+    evaluation = _wide_evaluation(
         widened.held if held else widened.call,
         subject,
         "float64",
@@ -79,27 +79,27 @@ def widened_program(program) -> Widened:
     if program is None:
         return Widened(program)
     key = text(program)
-    return kept(("widened", key), lambda: Widened(program, key))
+    return kept_by_key(("widened", key), lambda: Widened(program, key))
 
 
-def _wide(call, subject: Subject, label: str, **options) -> Evaluation:
+def _wide_evaluation(call, subject: CheckSubject, label: str, **options) -> Evaluation:
     like = [jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype)) for x in subject.inputs]
     steps = WIDE_QUICK, WIDE_LADDER
     return Evaluation(call, like, np.float64, label, *steps, finer=WIDE_FINER, **options)
 
 
-def _cast(subject: Subject) -> Evaluation:
+def _cast(subject: CheckSubject) -> Evaluation:
     if not jax.config.read("jax_enable_x64") and _calls_back(subject):
         raise Unsupported("a callback runs in a thread of its own, where 64-bit types are off")
-    return _wide(lambda constants, xs: subject.fun(xs), subject, CAST)
+    return _wide_evaluation(lambda constants, xs: subject.fun(xs), subject, CAST)
 
 
-def _calls_back(subject: Subject) -> bool:
+def _calls_back(subject: CheckSubject) -> bool:
     found = _jaxpr.equations(subject.program)
     return any("callback" in equation.primitive.name for equation in found)
 
 
-def _native(subject: Subject) -> Evaluation:
+def _native(subject: CheckSubject) -> Evaluation:
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in subject.inputs]
     name = narrowest([*subject.dtypes, *(real_dtype(y).name for y in subject.outputs)])
     steps = {"float64": (WIDE_QUICK, WIDE_LADDER), "float32": (SINGLE_QUICK, SINGLE_LADDER)}
@@ -110,11 +110,11 @@ def _native(subject: Subject) -> Evaluation:
     return Evaluation(call, like, dtype, name, quick, ladder, compiled=compiled)
 
 
-def _probe(subject: Subject, differences: Differences) -> None:
+def _probe_evaluation(subject: CheckSubject, differences: Differences) -> None:
     """Run it once: same values as the function's own, and no narrow type hidden inside."""
     is_cast = differences.evaluation.label == CAST
     steps = 2.0 ** -np.array(PROBE if is_cast else PROBE[:1])
-    along = random_direction(subject, 0, 0) * scales(subject.inputs)
+    along = random_direction(subject, 0, 0) * element_scales(subject.inputs)
     count = np.zeros(len(steps), int)
     gradient = np.zeros((len(differences.covectors), along.size))
     slopes = differences.measure(
@@ -130,7 +130,7 @@ def _probe(subject: Subject, differences: Differences) -> None:
         raise _NotSmooth("it computes in a narrower type inside")
 
 
-def _same_values(subject: Subject, values: np.ndarray) -> None:
+def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
     own = to_numpy(subject.outputs)
     size = np.sqrt(np.mean(own**2))
     off = np.sqrt(np.mean((own - values) ** 2))

@@ -12,8 +12,8 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.contract import primal
 from clipgrad._check.differences import on_cpu
 from clipgrad._check.evaluation import widened_program
-from clipgrad._check.programs import is_steady, kept, low_jit, quick_jit
-from clipgrad._check.subject import Subject
+from clipgrad._check.programs import is_steady, kept_by_key, low_jit, quick_jit
+from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import STOPPED
 from clipgrad._check.vectors import (
     cotangent_leaves,
@@ -21,7 +21,7 @@ from clipgrad._check.vectors import (
     gradient_vector,
     to_numpy,
     wide_dtype,
-    widen,
+    widened_leaf,
 )
 from clipgrad._check.widening import OPAQUE, Unsupported, Widened
 
@@ -60,7 +60,7 @@ class Differentiate(NamedTuple):
         return self.call(xs)
 
 
-def differentiator(subject: Subject) -> Differentiate:
+def differentiator(subject: CheckSubject) -> Differentiate:
     """How to differentiate the function at a point.
 
     It is differentiated eagerly, as in a user's program, if it has rules of its own or does not do
@@ -68,11 +68,11 @@ def differentiator(subject: Subject) -> Differentiate:
     compiler simplifies their rounding away.
     """
     eager = Differentiate(lambda xs: eagerly(subject, xs), compiled=False)
-    if not is_plain(subject):
+    if not is_plain_subject(subject):
         return eager
     if not is_steady(subject.fun, subject.program, subject.inputs):
         return eager._replace(steady=False)
-    compiled = Differentiate(_compiled(subject), compiled=True)
+    compiled = Differentiate(_compiled_vjp(subject), compiled=True)
     try:
         same = not primal(subject, compiled(subject.inputs).outputs, "compiled")
     except Exception:
@@ -80,7 +80,7 @@ def differentiator(subject: Subject) -> Differentiate:
     return compiled if same else eager
 
 
-def is_plain(subject: Subject) -> bool:
+def is_plain_subject(subject: CheckSubject) -> bool:
     """Whether the function is made of JAX's own operations alone, with no custom rule."""
     if subject.program is None:
         return False
@@ -90,7 +90,7 @@ def is_plain(subject: Subject) -> bool:
     )
 
 
-def has_rules(subject: Subject) -> bool:
+def has_rules(subject: CheckSubject) -> bool:
     """Whether a derivative rule is not JAX's own, as far as can be seen."""
     if subject.program is None:
         return True
@@ -98,14 +98,14 @@ def has_rules(subject: Subject) -> bool:
     return bool(names & (_jaxpr.CUSTOM_RULES | OPAQUE))
 
 
-def eagerly(subject: Subject, xs: Sequence[jax.Array], pulled: Callable | None = None) -> VJP:
+def eagerly(subject: CheckSubject, xs: Sequence[jax.Array], pulled: Callable | None = None) -> VJP:
     """`jax.vjp` outside of `jax.jit`; `pulled(pull, cotangents)` calls the pull-back."""
     outputs, pull = jax.vjp(subject.fun, list(xs))
     pulled = pulled or (lambda pull, cotangents: pull(cotangents))
     return VJP(outputs, lambda cts: pulled(pull, list(cts))[0], subject.outputs)
 
 
-def _compiled(subject: Subject) -> Callable[[Sequence[jax.Array]], VJP]:
+def _compiled_vjp(subject: CheckSubject) -> Callable[[Sequence[jax.Array]], VJP]:
     @quick_jit
     def program(xs, cotangents):
         outputs, pull = jax.vjp(subject.fun, xs)
@@ -145,7 +145,7 @@ class Exact:
 
     def _gradients(self, run, xs, covectors) -> np.ndarray:
         with jax.enable_x64(True), on_cpu():
-            leaves = [np.asarray(widen(x)) for x in xs]
+            leaves = [np.asarray(widened_leaf(x)) for x in xs]
             like = [jax.ShapeDtypeStruct(y.shape, wide_dtype(y.dtype)) for y in self._outputs]
             cotangents = [cotangent_leaves(row, like) for row in covectors]
             rows = [gradient_vector(run(self._constants, leaves, u)) for u in cotangents]
@@ -194,7 +194,7 @@ def plain_ad(
     return _exact(name, pullback, widened, program, outputs)
 
 
-def rule_in_float64(subject: Subject) -> Exact:
+def rule_in_float64(subject: CheckSubject) -> Exact:
     """The function's own VJP, its rules as written, evaluated in float64.
 
     Raises:
@@ -220,7 +220,7 @@ def rule_in_float64(subject: Subject) -> Exact:
     return _exact("rule", rows, widened, program, subject.outputs)
 
 
-def stops_matter(widened: Widened, subject: Subject, direction: np.ndarray) -> bool:
+def stops_matter(widened: Widened, subject: CheckSubject, direction: np.ndarray) -> bool:
     """Whether the slope along a direction would be another, were it not for `stop_gradient`.
 
     The maximum that a softmax subtracts is behind one, and does not matter.
@@ -235,8 +235,8 @@ def stops_matter(widened: Widened, subject: Subject, direction: np.ndarray) -> b
         return [jax.jvp(call, (xs,), (tangents,)) for call in calls]
 
     with jax.enable_x64(True), on_cpu():
-        xs = [np.asarray(widen(x)) for x in subject.inputs]
-        compiled = kept(("stops", widened.text), lambda: low_jit(run))
+        xs = [np.asarray(widened_leaf(x)) for x in subject.inputs]
+        compiled = kept_by_key(("stops", widened.text), lambda: low_jit(run))
         found = compiled(_jaxpr.opened(program)[1], xs, from_rows(direction, xs))
     (values, stopped), (_, free) = found
     values, stopped, free = (to_numpy(leaves) for leaves in (values, stopped, free))
@@ -248,9 +248,9 @@ def _exact(name: str, compile: Callable, widened, program: Any, outputs) -> Exac
     key = (name, widened.text)
 
     def nudged(seed):
-        return kept((*key, seed), lambda: compile(widened.nudged(seed)))
+        return kept_by_key((*key, seed), lambda: compile(widened.nudged(seed)))
 
-    run = kept(key, lambda: compile(widened.call))
+    run = kept_by_key(key, lambda: compile(widened.call))
     return Exact(run, nudged, _jaxpr.opened(program)[1], outputs)
 
 

@@ -11,7 +11,7 @@ from clipgrad._check.options import require_delta, with_hints
 from clipgrad._check.points import make_point
 from clipgrad._check.search import Judge, every_slope
 from clipgrad._check.selection import Selector, leaf_names, parameter_names
-from clipgrad._check.subject import Subject, make_subject, require_arrays
+from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
 from clipgrad._check.tolerances import make_tolerance
 from clipgrad._check.vectors import is_complex, offsets, real_size, to_numpy, wide_dtype
 
@@ -90,7 +90,7 @@ def numerical_grad(
     return _tree(fun, args, wrt, subject, every_slope(judge))
 
 
-def _covector(subject: Subject, cotangent: Any) -> np.ndarray:
+def _covector(subject: CheckSubject, cotangent: Any) -> np.ndarray:
     if cotangent is None:
         return np.concatenate([_weights(np.ones(y.shape), y) for y in subject.outputs])
     leaves = jax.tree.leaves(cotangent)
@@ -109,26 +109,26 @@ def _weights(leaf: np.ndarray, output) -> np.ndarray:
     return to_numpy([np.conj(leaf).astype(wide_dtype(output.dtype))])
 
 
-def _tree(fun, args: tuple, wrt, subject: Subject, gradient: np.ndarray) -> Any:
+def _tree(fun, args: tuple, wrt, subject: CheckSubject, gradient: np.ndarray) -> Any:
     found = dict(zip(subject.names, _leaves(subject, gradient), strict=True))
     leaves = [found.get(name) for name in leaf_names(args, "args")]
     tree = jax.tree.unflatten(jax.tree.structure(args), leaves)
     if wrt is None:
         return tree
-    position = _argument(fun, args, wrt)
+    position = _argument_number(fun, args, wrt)
     if position is not None:
         return tree[position]
     return next(iter(found.values())) if len(found) == 1 else tree
 
 
-def _argument(fun, args: tuple, wrt: int | str) -> int | None:
+def _argument_number(fun, args: tuple, wrt: int | str) -> int | None:
     names = parameter_names(fun, len(args))
     if isinstance(wrt, str) and wrt in names:
         return names.index(wrt)
     return int(wrt) if str(wrt).isdigit() else None
 
 
-def _leaves(subject: Subject, gradient: np.ndarray) -> list[np.ndarray]:
+def _leaves(subject: CheckSubject, gradient: np.ndarray) -> list[np.ndarray]:
     leaves, start = [], 0
     for x in subject.inputs:
         part = gradient[start : start + real_size(x)]

@@ -84,7 +84,7 @@ def _refuse(name: str, got: Any, expected: str) -> None:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_STEP = "the step follows the scale of each element, or write delta={} for an absolute one"
+_STEP_HABIT = "the step follows the scale of each element, or write delta={} for an absolute one"
 _TOLERANCE = "the tolerance follows the dtype, or write max_relative_error={} for Paddle's rule"
 _BOTH = "forward and reverse mode are both checked: leave it out"
 # Arguments of jax.test_util, chex, torch and Paddle, and the argument here that stands for each;
@@ -92,9 +92,9 @@ _BOTH = "forward and reverse mode are both checked: leave it out"
 HABITS = {
     "modes": ("mode", _BOTH),
     "check_forward_ad": ("mode", _BOTH),
-    "eps": ("delta", _STEP),
-    "check_eps": ("delta", _STEP),
-    "numeric_grad_delta": ("delta", _STEP),
+    "eps": ("delta", _STEP_HABIT),
+    "check_eps": ("delta", _STEP_HABIT),
+    "numeric_grad_delta": ("delta", _STEP_HABIT),
     "atol": ("max_relative_error", _TOLERANCE),
     "rtol": ("max_relative_error", _TOLERANCE),
     "fast_mode": ("mode", 'write mode="fast" for random directions only'),
@@ -121,7 +121,7 @@ def with_hints(function: Callable[P, R]) -> Callable[P, R]:
         __tracebackhide__ = True
         wrong = next((name for name in kwargs if name not in parameters), None)
         if wrong is not None:
-            hint = _hint(wrong, kwargs[wrong], parameters)
+            hint = _option_hint(wrong, kwargs[wrong], parameters)
             raise TypeError(
                 f"{function.__name__}() got an unexpected keyword argument {wrong!r}{hint}"
             )
@@ -145,7 +145,7 @@ def require_mapping(kwargs: Any) -> None:
         )
 
 
-def _hint(wrong: str, value: Any, parameters: Mapping[str, Any]) -> str:
+def _option_hint(wrong: str, value: Any, parameters: Mapping[str, Any]) -> str:
     needed, text = HABITS.get(wrong, ("", ""))
     if needed in parameters:
         shown = repr(value) if isinstance(value, int | float | str) else "..."

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from clipgrad._check.subject import Range, Subject
-from clipgrad._check.vectors import is_complex, real_size, to_numpy, widen
+from clipgrad._check.subject import CheckSubject, Range
+from clipgrad._check.vectors import is_complex, real_size, to_numpy, widened_leaf
 
 COTANGENTS = 2
 # Directions in which a point is moved: two balanced dense ones, another dense one, and single
@@ -49,7 +49,9 @@ class Point:
         return to_numpy(self.xs)
 
 
-def make_point(subject: Subject, xs, gradients, seed: int, delta: float | None = None) -> Point:
+def make_point(
+    subject: CheckSubject, xs, gradients, seed: int, delta: float | None = None
+) -> Point:
     """A point from the gradients there: as computed, the rule's in float64, plain AD's."""
     gradient, rule, reference = gradients
     finite = np.asarray(np.isfinite(gradient).all(axis=0))
@@ -59,7 +61,7 @@ def make_point(subject: Subject, xs, gradients, seed: int, delta: float | None =
     blind: list[int] = []
     if reference is not None:
         reference, blind = _mended(reference, gradient, subject.ranges)
-    scale = scales(xs) if delta is None else np.full(gradient.shape[1], delta)
+    scale = element_scales(xs) if delta is None else np.full(gradient.shape[1], delta)
     balance = _balance(gradient if reference is None else reference, scale, subject)
 
     def direction(row: int) -> np.ndarray:
@@ -85,7 +87,7 @@ def _mended(reference, gradient, ranges) -> tuple[np.ndarray | None, list[int]]:
     return reference, blind
 
 
-def _balance(gradient, scale, subject: Subject) -> np.ndarray:
+def _balance(gradient, scale, subject: CheckSubject) -> np.ndarray:
     """Powers of two that make the leaves' effects on the output alike, so that none hides."""
     effects = [np.linalg.norm(gradient[:, a:b] * scale[a:b]) for a, b in subject.ranges]
     least = min((e for e in effects if e > 0), default=1.0)
@@ -98,17 +100,17 @@ def generator(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(name.encode())])
 
 
-def dense(rng: np.random.Generator, size: int) -> np.ndarray:
+def dense_numbers(rng: np.random.Generator, size: int) -> np.ndarray:
     """Numbers of random sign and magnitude in [0.5, 1.5], in eighths: short in binary."""
     return rng.choice([-1.0, 1.0], size) * rng.integers(4, 13, size) / 8
 
 
-def cotangents(subject: Subject, seed: int) -> np.ndarray:
+def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
     """Random dense cotangents as real vectors, shape (2, outputs); never ones or one-hot."""
     rows = [
         np.concatenate(
             [
-                dense(generator(seed, f"{row} {name}"), real_size(leaf))
+                dense_numbers(generator(seed, f"{row} {name}"), real_size(leaf))
                 for name, leaf in zip(subject.output_names, subject.outputs, strict=True)
             ]
         )
@@ -117,16 +119,16 @@ def cotangents(subject: Subject, seed: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def random_direction(subject: Subject, seed: int, row: int) -> np.ndarray:
+def random_direction(subject: CheckSubject, seed: int, row: int) -> np.ndarray:
     """A random dense vector over all inputs, leaf by leaf."""
     parts = [
-        dense(generator(seed, f"direction {row} {name}"), real_size(leaf))
+        dense_numbers(generator(seed, f"direction {row} {name}"), real_size(leaf))
         for name, leaf in zip(subject.names, subject.inputs, strict=True)
     ]
     return np.concatenate(parts)
 
 
-def scales(xs: Sequence[jax.Array]) -> np.ndarray:
+def element_scales(xs: Sequence[jax.Array]) -> np.ndarray:
     """The scale of each element, a power of two.
 
     The scale is about |x|, at least the root mean square of the leaf, and 1 for a leaf of zeros.
@@ -135,7 +137,7 @@ def scales(xs: Sequence[jax.Array]) -> np.ndarray:
 
 
 def _leaf_scales(leaf) -> np.ndarray:
-    size = np.abs(widen(leaf)).ravel()
+    size = np.abs(widened_leaf(leaf)).ravel()
     typical = np.sqrt(np.mean(size**2)) if size.size else 0.0
     if not typical > 0:
         typical = 1.0
@@ -144,7 +146,7 @@ def _leaf_scales(leaf) -> np.ndarray:
     return 2.0 ** np.round(np.log2(size))
 
 
-def nearby(subject: Subject, seed: int, reach: float = 1.0) -> list[jax.Array]:
+def nearby(subject: CheckSubject, seed: int, reach: float = 1.0) -> list[jax.Array]:
     """Another point: every element nearer to zero by 2 to 8 percent of itself, times `reach`.
 
     By how much is a function of the element's value. So equal elements stay equal, symmetric
@@ -155,13 +157,13 @@ def nearby(subject: Subject, seed: int, reach: float = 1.0) -> list[jax.Array]:
     rng = generator(seed, "nearby")
     phase = rng.uniform(0, 2 * np.pi)
     return [
-        _moved(leaf, phase, generator(seed, f"nearby {name}"), reach)
+        _moved_leaf(leaf, phase, generator(seed, f"nearby {name}"), reach)
         for name, leaf in zip(subject.names, subject.inputs, strict=True)
     ]
 
 
-def _moved(leaf, phase: float, rng, reach: float):
-    values = widen(leaf)
+def _moved_leaf(leaf, phase: float, rng, reach: float):
+    values = widened_leaf(leaf)
     if np.all(values == values.ravel()[0]):
         part = reach * rng.uniform(0.02, 0.08, leaf.shape)
         moved = (1 - part) * values if values.any() else part
@@ -179,16 +181,16 @@ def of_value(values: np.ndarray, phase: float) -> np.ndarray:
 def tied_direction(xs: Sequence[jax.Array], seed: int) -> np.ndarray:
     """A direction along which equal elements stay equal and zeros zeros, over all leaves."""
     phase = generator(seed, "tied").uniform(0, 2 * np.pi)
-    parts = [widen(leaf) * (1 + 0.5 * of_value(widen(leaf), phase)) for leaf in xs]
+    parts = [widened_leaf(leaf) * (1 + 0.5 * of_value(widened_leaf(leaf), phase)) for leaf in xs]
     return to_numpy(parts)
 
 
-def symmetric_leaves(subject: Subject, xs: Sequence[jax.Array]) -> list[tuple[int, Range]]:
+def symmetric_leaves(subject: CheckSubject, xs: Sequence[jax.Array]) -> list[tuple[int, Range]]:
     """The real leaves that hold symmetric matrices whose elements are not all the same."""
     found = []
     for leaf, (x, area) in enumerate(zip(xs, subject.ranges, strict=True)):
         square = x.ndim == 2 and x.shape[0] == x.shape[1] > 1 and not is_complex(x)
-        values = widen(x)
+        values = widened_leaf(x)
         if square and (values == values.T).all() and np.ptp(values) > 0:
             found.append((leaf, area))
     return found

@@ -26,18 +26,18 @@ LOW = {"xla_backend_optimization_level": 0}
 OLDER = {"xla_cpu_use_fusion_emitters": False}  # JAX 0.10: the new emitters compile for longer
 ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
-_kept: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+_kept_by_key: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 _lock = threading.RLock()
 
 
-def kept(key: Any, make: Callable[[], Any]) -> Any:
+def kept_by_key(key: Any, make: Callable[[], Any]) -> Any:
     """What `make()` returned for an equal key, or returns now."""
     with _lock:
-        found = _kept[key] if key in _kept else make()
-        _kept[key] = found
-        _kept.move_to_end(key)
-        while len(_kept) > KEPT:
-            _kept.popitem(last=False)
+        found = _kept_by_key[key] if key in _kept_by_key else make()
+        _kept_by_key[key] = found
+        _kept_by_key.move_to_end(key)
+        while len(_kept_by_key) > KEPT:
+            _kept_by_key.popitem(last=False)
         return found
 
 
@@ -80,13 +80,13 @@ def quick_jit(fun: Callable) -> Callable:
         leaves, structure = jax.tree.flatten(args)
         shapes = (structure, *(jax.typeof(leaf) for leaf in leaves))
         if shapes not in known:
-            known[shapes] = _compiled(fun, structure, leaves)
+            known[shapes] = _compiled_program(fun, structure, leaves)
         return known[shapes](leaves)
 
     return call
 
 
-def _compiled(fun: Callable, structure: Any, leaves: list) -> Callable[[list], Any]:
+def _compiled_program(fun: Callable, structure: Any, leaves: list) -> Callable[[list], Any]:
     found = []
 
     def flat(leaves):
@@ -97,11 +97,11 @@ def _compiled(fun: Callable, structure: Any, leaves: list) -> Callable[[list], A
     program = jax.make_jaxpr(flat)(leaves)
     constants = _jaxpr.opened(program)[1]
     jaxpr = _jaxpr.opened(program)[0]  # what is kept holds no constants of this call
-    run = kept(("quick_jit", text(program)), lambda: _evaluated(jaxpr))
+    run = kept_by_key(("quick_jit", text(program)), lambda: _compiled_evaluation(jaxpr))
     return lambda leaves: found[0].unflatten(run(constants, leaves))
 
 
-def _evaluated(program: Any) -> Callable:
+def _compiled_evaluation(program: Any) -> Callable:
     def run(constants, leaves):
         return _jaxpr.evaluate(with_constants(program, constants), leaves, _jaxpr.Hook())
 

@@ -14,7 +14,7 @@ from clipgrad._check.tolerances import SETTLED, SLIGHT, Allowed, Sizes, Toleranc
 from clipgrad._check.verdicts import (
     KINK,
     LOST,
-    NOTHING,
+    NO_VERDICTS,
     OK,
     ROUNDING,
     UNSEEN,
@@ -146,7 +146,7 @@ class Judge:
         """
         areas = np.asarray(areas, int).reshape(-1, 2)
         if not len(areas):
-            return NOTHING
+            return NO_VERDICTS
         target = self.gradient if target is None else target
         allowed = self._allowed(areas, direction, target)
         verdict = self._by_two_steps(areas, direction, target, allowed)
@@ -285,7 +285,7 @@ def _by_reference(judge: Judge, reference, found: Search, leaves, allowance) -> 
             excess = (off[:, indices] / slack[:, indices]).max(axis=0)
             excess[np.argmax(off[:, indices].max(axis=0))] = np.inf  # the one that is reported
             worst = indices[np.argsort(-excess, kind="stable")] + start
-            found.findings.append(_inspected(judge, reference, leaf, worst))
+            found.findings.append(_inspected_finding(judge, reference, leaf, worst))
 
 
 def _excuse(judge: Judge, leaf: int, off, gradient) -> np.ndarray:
@@ -299,7 +299,7 @@ def _is_subtle(off, reference, judge: Judge, leaf: int) -> bool:
     return bool((off <= SUBTLE * size).all(axis=0).any())
 
 
-def _inspected(judge: Judge, reference, leaf: int, worst) -> Finding:
+def _inspected_finding(judge: Judge, reference, leaf: int, worst) -> Finding:
     """Some of the suspects judged by differences; more of them, if they do not agree.
 
     Two of a kind stand for all of it if none is wrong. Of a kind are the elements of one value
@@ -313,15 +313,17 @@ def _inspected(judge: Judge, reference, leaf: int, worst) -> Finding:
     first = most[of_a_kind] if by_kind else first
     verdict = _with_reference(judge.elements(first), judge, reference, first)
     if (verdict.kind == WRONG).all():
-        return _finding(judge, reference, leaf, worst, first, verdict, WRONG)
+        return _leaf_finding(judge, reference, leaf, worst, first, verdict, WRONG)
     if by_kind and np.isin(verdict.kind, (OK, KINK)).all():
         verdict = verdict.part(kind)
     elif by_kind or len(first) < len(most):
         verdict = _with_reference(judge.elements(most), judge, reference, most)
-    return _finding(judge, reference, leaf, worst, most, verdict, UNSEEN)
+    return _leaf_finding(judge, reference, leaf, worst, most, verdict, UNSEEN)
 
 
-def _finding(judge, reference, leaf: int, suspects, inspected, verdict, others: int) -> Finding:
+def _leaf_finding(
+    judge, reference, leaf: int, suspects, inspected, verdict, others: int
+) -> Finding:
     """The verdict on the elements inspected, and `others` on the other suspects."""
     rest = np.setdiff1d(suspects, inspected)
     both = [verdict, _as_reference(judge, reference, rest, others)]
@@ -395,7 +397,7 @@ def _along_leaves(judge: Judge, found: Search, rows: int, leaves: Sequence[int])
 
 def _by_blocks(judge: Judge, found: Search, leaves: Sequence[int]) -> None:
     for leaf in leaves:
-        blocks = _split(judge.ranges[leaf], BLOCKS)
+        blocks = _split_range(judge.ranges[leaf], BLOCKS)
         _record(judge, found, leaf, blocks, _verdict(judge, blocks).kind)
 
 
@@ -418,7 +420,7 @@ def _bisect(judge: Judge, leaf: int, areas: list[Range]) -> Finding:
     """
     exact, kinks = True, []
     while areas and max(stop - start for start, stop in areas) > 1:
-        parts = [part for area in areas for part in _split(area, _parts(area))]
+        parts = [part for area in areas for part in _split_range(area, _part_count(area))]
         verdict = _verdict(judge, parts)
         kinks = [part for part, kind in zip(parts, verdict.kind, strict=True) if kind == KINK]
         wrong = np.flatnonzero(verdict.kind == WRONG)
@@ -436,11 +438,11 @@ def _verdict(judge: Judge, areas: list[Range]) -> Verdict:
     return judge.areas(areas, SINGLE if single else DENSE)
 
 
-def _parts(area: Range) -> int:
+def _part_count(area: Range) -> int:
     return BLOCKS if area[1] - area[0] <= BLOCKS else PARTS
 
 
-def _split(area: Range, parts: int) -> list[Range]:
+def _split_range(area: Range, parts: int) -> list[Range]:
     start, stop = area
     cuts = np.linspace(start, stop, min(parts, stop - start) + 1).astype(int)
     return [(int(a), int(b)) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]

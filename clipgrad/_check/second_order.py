@@ -6,11 +6,11 @@ import jax
 
 from clipgrad._check.check import Check
 from clipgrad._check.differences import Differences
-from clipgrad._check.evaluation import choose, in_float64
+from clipgrad._check.evaluation import choose, evaluation_in_float64
 from clipgrad._check.gradients import GradientOf, differentiator, plain_ad
 from clipgrad._check.points import cotangents
 from clipgrad._check.report import Failure, first_line
-from clipgrad._check.subject import Subject, traced
+from clipgrad._check.subject import CheckSubject, traced
 from clipgrad._check.tolerances import make_tolerance
 from clipgrad._check.values import found_at, told
 from clipgrad._check.vectors import cotangent_leaves
@@ -75,7 +75,7 @@ def _of_the_vjp(check: Check) -> Check:
     )
 
 
-def _vjp(check: Check) -> Subject:
+def _vjp(check: Check) -> CheckSubject:
     subject, count = check.subject, len(check.subject.inputs)
 
     def gradient(leaves):
@@ -92,9 +92,9 @@ def _vjp(check: Check) -> Subject:
     )
 
 
-def _differences(subject: Subject, covectors, check: Check) -> Differences:
+def _differences(subject: CheckSubject, covectors, check: Check) -> Differences:
     try:
-        return Differences(in_float64(subject, hold=False)[0], covectors)
+        return Differences(evaluation_in_float64(subject, hold=False)[0], covectors)
     except Exception:
         notes: list[str] = []
         differences, _ = choose(subject, covectors, notes)

@@ -17,15 +17,15 @@ from clipgrad._check.points import (
     BALANCED,
     DENSE,
     Point,
-    dense,
+    dense_numbers,
     generator,
     symmetric_leaves,
     tied_direction,
 )
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge, Search
-from clipgrad._check.subject import Subject
-from clipgrad._check.tolerances import FAR, KINK_GAP, NOISE, TIED_RELATIVE
+from clipgrad._check.subject import CheckSubject
+from clipgrad._check.tolerances import FAR_IN_FLOAT64, KINK_GAP, NOISE, TIED_RELATIVE
 from clipgrad._check.verdicts import (
     IMPLICIT,
     KINK,
@@ -43,7 +43,9 @@ MANY = 100_000  # elements, of which some are equal: to sort them costs more tha
 MOVED = 4  # ways to move tied elements: all up, and up and down at random
 
 
-def check_ties(subject: Subject, judge: Judge, vjp: VJP, found: Search, seed: int) -> list[Failure]:
+def check_ties(
+    subject: CheckSubject, judge: Judge, vjp: VJP, found: Search, seed: int
+) -> list[Failure]:
     """Check what is tied in leaves in which no element is wrong by itself."""
     wrong = found.wrong_leaves()
     findings = [finding for finding in found.findings if finding.leaf not in wrong]
@@ -57,7 +59,7 @@ def check_ties(subject: Subject, judge: Judge, vjp: VJP, found: Search, seed: in
     return _of_equal_elements(subject, judge, excused, seed)
 
 
-def _of_equal_elements(subject: Subject, judge: Judge, without, seed: int) -> list[Failure]:
+def _of_equal_elements(subject: CheckSubject, judge: Judge, without, seed: int) -> list[Failure]:
     """The slope along directions that keep equal elements equal."""
     if judge.delta is not None:  # a step of the user's, of which nothing is known
         return []
@@ -83,7 +85,7 @@ def _of_equal_elements(subject: Subject, judge: Judge, without, seed: int) -> li
     ahead, behind = judge.differences.changes(judge.point.xs, moved)
     changes = [ahead, behind] @ judge.differences.covectors[0]
     slopes = [float(change[0]) for change in (changes[1], changes[0], moved @ judge.gradient[0])]
-    return [_failure(subject, tied, "", slopes, float(np.linalg.norm(moved)))]
+    return [_tied_failure(subject, tied, "", slopes, float(np.linalg.norm(moved)))]
 
 
 def _tied_values(vector: np.ndarray) -> np.ndarray:
@@ -114,7 +116,7 @@ def _moving(judge: Judge, direction: np.ndarray) -> Judge:
     return dataclasses.replace(judge, point=point)
 
 
-def _at_kinks(subject: Subject, judge: Judge, vjp: VJP, kinks, seed: int) -> list[Failure]:
+def _at_kinks(subject: CheckSubject, judge: Judge, vjp: VJP, kinks, seed: int) -> list[Failure]:
     """The one-sided slopes of single outputs along elements that are at kinks of them."""
     differences, point = judge.differences, judge.point
     bent = _bent_one_way(differences, point, kinks)
@@ -132,7 +134,9 @@ def _at_kinks(subject: Subject, judge: Judge, vjp: VJP, kinks, seed: int) -> lis
         if off[worst] > 0:
             name = f" of {subject.output_element(int(output))}"
             slopes = [float(x[worst]) for x in (behind, ahead, analytic)]
-            return [_failure(subject, tied, name, slopes, float(np.linalg.norm(shifts[worst])))]
+            return [
+                _tied_failure(subject, tied, name, slopes, float(np.linalg.norm(shifts[worst])))
+            ]
     return []
 
 
@@ -165,7 +169,7 @@ def _noise(differences: Differences) -> float:
     return NOISE * differences.evaluation.eps * float(np.max(np.abs(differences.base)))
 
 
-def _failure(subject: Subject, tied, output: str, slopes, size: float) -> Failure:
+def _tied_failure(subject: CheckSubject, tied, output: str, slopes, size: float) -> Failure:
     behind, ahead, analytic = (slope / size for slope in slopes)
     starts = [start for start, _ in subject.ranges]
     start = starts[int(np.searchsorted(starts, tied[0], "right")) - 1]
@@ -176,7 +180,7 @@ def _failure(subject: Subject, tied, output: str, slopes, size: float) -> Failur
     return Failure("value", subject.element(int(tied[0])), detail, indices=tied - start)
 
 
-def excuse_symmetric(subject: Subject, judge: Judge, found: Search, seed: int) -> Search:
+def excuse_symmetric(subject: CheckSubject, judge: Judge, found: Search, seed: int) -> Search:
     """Excuse what is right for symmetric matrices, where the function itself is meant for them.
 
     That is so where plain AD disagrees with the slopes as well, as for a Cholesky decomposition,
@@ -185,20 +189,24 @@ def excuse_symmetric(subject: Subject, judge: Judge, found: Search, seed: int) -
     """
     areas = dict(symmetric_leaves(subject, judge.point.xs))
     findings = [
-        _excused(subject, judge, f, areas[f.leaf], seed) if f.is_wrong and f.leaf in areas else f
+        _excused_finding(subject, judge, f, areas[f.leaf], seed)
+        if f.is_wrong and f.leaf in areas
+        else f
         for f in found.findings
     ]
     return found._replace(findings=findings)
 
 
-def _excused(subject: Subject, judge: Judge, finding: Finding, area, seed: int) -> Finding:
+def _excused_finding(
+    subject: CheckSubject, judge: Judge, finding: Finding, area, seed: int
+) -> Finding:
     if not _is_meant_for_symmetric(judge, finding):
         return finding
     start, stop = area
     size = subject.inputs[finding.leaf].shape[0]
     rng = generator(seed, "symmetric")
     for _ in BALANCED:
-        matrix = dense(rng, size * size).reshape(size, size)
+        matrix = dense_numbers(rng, size * size).reshape(size, size)
         direction = np.zeros_like(judge.point.scale)
         direction[start:stop] = (matrix + matrix.T).ravel() / 2 * judge.point.scale[area[0]]
         if _moving(judge, direction).areas([area], DENSE).kind[0] != OK:
@@ -213,4 +221,4 @@ def _is_meant_for_symmetric(judge: Judge, finding: Finding) -> bool:
     wrong = np.flatnonzero(finding.verdict.kind[: finding.inspected] == WRONG)
     numeric, indices = finding.verdict.numeric[wrong], finding.indices[wrong]
     slack = judge.allowed_at(indices).slack(plain[:, indices], judge.gradient[:, indices])
-    return bool((np.abs(plain[:, indices] - numeric) > FAR * slack).all(axis=0).any())
+    return bool((np.abs(plain[:, indices] - numeric) > FAR_IN_FLOAT64 * slack).all(axis=0).any())

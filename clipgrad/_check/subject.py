@@ -14,14 +14,14 @@ from clipgrad._check.selection import (
     select,
     simple_paths,
 )
-from clipgrad._check.vectors import is_float, offsets, real_dtype, widen
+from clipgrad._check.vectors import is_float_leaf, offsets, real_dtype, widened_leaf
 from clipgrad._trees import check_leaves, check_tree, is_array
 
 Leaves = list[jax.Array]
 Range = tuple[int, int]
 
 
-class Subject(NamedTuple):
+class CheckSubject(NamedTuple):
     """A function of the leaves to be checked, and the point at which to check it.
 
     `fun` maps the chosen input leaves to the chosen output leaves; all else is constant.
@@ -73,7 +73,7 @@ def make_subject(
     wrt: Selector | None = None,
     no_grad: Selector | None = None,
     output: Selector | None = None,
-) -> Subject:
+) -> CheckSubject:
     """Call the function once and set up the subject, or say what is wrong with the request."""
     if not isinstance(args, tuple):
         raise TypeError(
@@ -82,8 +82,8 @@ def make_subject(
     kwargs = dict(kwargs or {})
     tree = (args, kwargs)
     leaves, structure = jax.tree.flatten(tree)
-    leaves = [jnp.asarray(leaf) if _is_number(leaf) else leaf for leaf in leaves]
-    arrays = [k for k, leaf in enumerate(leaves) if _is_array(leaf)]
+    leaves = [jnp.asarray(leaf) if _is_number_leaf(leaf) else leaf for leaf in leaves]
+    arrays = [k for k, leaf in enumerate(leaves) if _is_jax_array(leaf)]
     chosen = _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad)
     call = _caller(fun, structure, leaves)
     names = leaf_names(args, "args") + leaf_names(kwargs, "kwargs")
@@ -94,7 +94,7 @@ def make_subject(
     def chosen_fun(xs):
         return pick(call(chosen, xs))
 
-    return Subject(
+    return CheckSubject(
         fun=chosen_fun,
         program=traced(chosen_fun, inputs),
         inputs=inputs,
@@ -119,13 +119,13 @@ def _has_numeric_dtype(leaf):
     return np.issubdtype(leaf.dtype, np.number) if is_numpy else hasattr(leaf, "dtype")
 
 
-def _is_number(leaf):
+def _is_number_leaf(leaf):
     if isinstance(leaf, (np.ndarray, np.generic)):
         return is_array(np.asarray(leaf))
     return isinstance(leaf, (float, complex))
 
 
-def _is_array(leaf):
+def _is_jax_array(leaf):
     return isinstance(leaf, jax.Array)
 
 
@@ -142,10 +142,10 @@ def _caller(fun, structure, leaves):
 
 def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
     paths = _input_paths(fun, args, kwargs)
-    floats = [k for k, leaf in enumerate(leaves) if is_float(leaf)]
+    floats = [k for k, leaf in enumerate(leaves) if is_float_leaf(leaf)]
     if not floats:
         raise ValueError(
-            f"args: got leaves of {sorted({_kind(leaf) for leaf in leaves})}, expected a "
+            f"args: got leaves of {sorted({_leaf_kind(leaf) for leaf in leaves})}, expected a "
             "floating-point array to differentiate by"
         )
     names = [paths[k] for k in floats]
@@ -172,16 +172,16 @@ def _input_paths(fun, args, kwargs):
     return paths + simple_paths(kwargs)
 
 
-def _kind(leaf):
+def _leaf_kind(leaf):
     return str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
 def _chosen_outputs(out, output):
     leaves = jax.tree.leaves(out)
-    floats = [k for k, leaf in enumerate(leaves) if is_float(leaf)]
+    floats = [k for k, leaf in enumerate(leaves) if is_float_leaf(leaf)]
     if not floats:
         raise ValueError(
-            f"fun: got {[_kind(leaf) for leaf in leaves] or out!r} from it, expected a "
+            f"fun: got {[_leaf_kind(leaf) for leaf in leaves] or out!r} from it, expected a "
             "floating-point array among its results"
         )
     names = leaf_names(out, "out")
@@ -199,11 +199,12 @@ def _chosen_outputs(out, output):
 
 def _require_finite(leaves: Sequence[jax.Array], names: Sequence[str]) -> None:
     for leaf, name in zip(leaves, names, strict=True):
-        bad = np.flatnonzero(~np.isfinite(widen(leaf)).ravel())
+        values = widened_leaf(leaf).ravel()
+        bad = np.flatnonzero(~np.isfinite(values))
         if bad.size:
-            index = int(bad[0]) * (2 if np.iscomplexobj(widen(leaf)) else 1)
+            index = int(bad[0]) * (2 if np.iscomplexobj(values) else 1)
             raise ValueError(
-                f"{name}{_subscript(leaf, index)}: got {widen(leaf).ravel()[bad[0]]}, expected a "
+                f"{name}{_subscript(leaf, index)}: got {values[bad[0]]}, expected a "
                 "finite number; change it, or leave the argument out by no_grad"
             )
 

@@ -103,7 +103,7 @@ CONSTANTS = 8.0
 # something that widening changes, or when it is traced: it is judged as computed (larger:
 # test_a_rule_that_is_wrong_only_when_traced_fails_under_jit_and_not_by_its_values; smaller:
 # test_a_rule_beyond_its_tolerance_fails_though_rounding_brings_its_gradient_within).
-FAR = 10.0
+FAR_IN_FLOAT64 = 10.0
 
 # --- Two computations of the same gradient in its own precision: eager and compiled, say.
 # (test_a_compiled_gradient_may_differ_by_a_thousand_roundings_of_its_leaf).
@@ -297,7 +297,7 @@ def make_tolerance(
     )
 
 
-def in_float64(tolerance: Tolerance) -> Tolerance:
+def tolerance_in_float64(tolerance: Tolerance) -> Tolerance:
     """The tolerances of the rule evaluated in float64, whatever its own types."""
     wide = make_tolerance(tolerance.ranges, ["float64"] * len(tolerance.ranges))
     return wide._replace(paddle=tolerance.paddle)

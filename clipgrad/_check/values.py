@@ -10,8 +10,8 @@ from clipgrad._check.points import Point
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge, Search, search
 from clipgrad._check.structure import check_ties, excuse_symmetric
-from clipgrad._check.subject import Subject
-from clipgrad._check.tolerances import FAR
+from clipgrad._check.subject import CheckSubject
+from clipgrad._check.tolerances import FAR_IN_FLOAT64
 from clipgrad._check.verdicts import IMPLICIT, KINDS, KINK, UNSURE, WRONG
 
 LAYOUT_LIMIT = 100_000  # elements of a leaf that are compared with its transpose and permutations
@@ -56,9 +56,9 @@ def found_at(check: Check, point: Point, mode: str, rows: int) -> Search:
         strict = check.judge_of_rule(point)
         allowance = functools.cache(lambda: check.moved_by_constants(point))
         of_rule = search(strict, mode, rows, allowance)
-        of_rule = _excused(check, strict, _faithful(of_rule, judge))
+        of_rule = _excused_search(check, strict, _faithful(of_rule, judge))
         found = search(judge, "reference", without=of_rule.wrong_leaves())
-    found = _excused(check, judge, found)
+    found = _excused_search(check, judge, found)
     return Search(
         _told_once(of_rule.findings, found.findings),
         of_rule.kinks + found.kinks,
@@ -85,7 +85,7 @@ def _faithful(found: Search, judge: Judge) -> Search:
             allowed = judge.allowed_at(indices).slack(*parts)[row]
             own = np.abs(parts[1][row] - verdict.numeric) <= allowed
             passes = bool((own & ~verdict.kink).all())
-            far = np.abs(verdict.analytic - verdict.numeric) > FAR * allowed
+            far = np.abs(verdict.analytic - verdict.numeric) > FAR_IN_FLOAT64 * allowed
             if passes and far.all():
                 continue
             finding = finding._replace(passes=passes)
@@ -93,14 +93,14 @@ def _faithful(found: Search, judge: Judge) -> Search:
     return found._replace(findings=findings)
 
 
-def _excused(check: Check, judge: Judge, found: Search) -> Search:
+def _excused_search(check: Check, judge: Judge, found: Search) -> Search:
     found = excuse_symmetric(check.subject, judge, found, check.options.seed)
     if not found.wrong_leaves() or not _draws_implicitly(check.subject):
         return found
     return found._replace(findings=[f.with_kind(IMPLICIT) for f in found.findings])
 
 
-def _draws_implicitly(subject: Subject) -> bool:
+def _draws_implicitly(subject: CheckSubject) -> bool:
     if subject.program is None:
         return False
     return any(e.primitive.name == "random_gamma" for e in _jaxpr.equations(subject.program))
@@ -118,13 +118,13 @@ def _told_once(of_rule: list[Finding], found: list[Finding]) -> list[Finding]:
 
 
 def told(
-    subject: Subject, point: Point, found: Search, where: str = "", check: str = "value"
+    subject: CheckSubject, point: Point, found: Search, where: str = "", check: str = "value"
 ) -> tuple[list[Failure], list[str]]:
     """Return the failures and the notes of a search, one of each kind for each leaf."""
     wrong = [finding for finding in found.findings if finding.is_wrong]
-    failures = [_failure(subject, point, finding, check, where) for finding in wrong]
-    notes = [note for finding in found.findings for note in _notes(subject, finding, where)]
-    notes += [_inspected(subject, f, where) for f in wrong if f.inspected < f.suspects]
+    failures = [_finding_failure(subject, point, finding, check, where) for finding in wrong]
+    notes = [note for finding in found.findings for note in _finding_notes(subject, finding, where)]
+    notes += [_inspected_note(subject, f, where) for f in wrong if f.inspected < f.suspects]
     notes += _range_notes(subject, found.kinks, where, KINDS[KINK].note)
     notes += _range_notes(subject, found.unsure, where, KINDS[UNSURE].note)
     return failures, notes
@@ -142,20 +142,24 @@ def unverified(point: Point, found: Search) -> int:
     return count + sum(stop - start for start, stop in found.unsure)
 
 
-def _failure(subject: Subject, point: Point, finding: Finding, check: str, where: str) -> Failure:
+def _finding_failure(
+    subject: CheckSubject, point: Point, finding: Finding, check: str, where: str
+) -> Failure:
     start, stop = subject.ranges[finding.leaf]
     wrong = np.flatnonzero(finding.verdict.kind == WRONG)
     verdict, indices = finding.verdict.part(wrong), finding.indices[wrong]
     spared = int(np.sum(finding.verdict.kind[: finding.inspected] != WRONG))
     count = max(finding.suspects - spared, len(wrong))
     worst = _worst(verdict, int(np.sum(wrong < finding.inspected)))
-    hint = _hint(subject, point, finding, verdict) or (PASSES_AS_COMPUTED if finding.passes else "")
+    hint = _finding_hint(subject, point, finding, verdict) or (
+        PASSES_AS_COMPUTED if finding.passes else ""
+    )
     return Failure(
         check=check,
         where=subject.element(int(indices[worst])),
         detail=(
             f"{where}{'' if finding.exact else 'at least '}{count} of {stop - start} elements "
-            f"wrong; worst: {_numbers(verdict, worst)}{hint}"
+            f"wrong; worst: {_verdict_numbers(verdict, worst)}{hint}"
         ),
         numeric=float(verdict.numeric[worst]),
         error=float(verdict.error[worst]),
@@ -175,7 +179,7 @@ def _worst(verdict, inspected: int) -> int:
     return int(np.argmax(np.where(np.isfinite(off), off, 0)))
 
 
-def _numbers(verdict, k: int) -> str:
+def _verdict_numbers(verdict, k: int) -> str:
     if verdict.kink[k]:
         return (
             f"kink: slopes {verdict.behind[k]:.7g} and {verdict.ahead[k]:.7g}, "
@@ -187,7 +191,7 @@ def _numbers(verdict, k: int) -> str:
     )
 
 
-def _hint(subject: Subject, point: Point, finding: Finding, verdict) -> str:
+def _finding_hint(subject: CheckSubject, point: Point, finding: Finding, verdict) -> str:
     start, stop = subject.ranges[finding.leaf]
     leaf = subject.inputs[finding.leaf]
     ratio = ratio_hint(verdict.numeric, verdict.analytic)
@@ -201,7 +205,7 @@ def _hint(subject: Subject, point: Point, finding: Finding, verdict) -> str:
     )
 
 
-def _notes(subject: Subject, finding: Finding, where: str) -> list[str]:
+def _finding_notes(subject: CheckSubject, finding: Finding, where: str) -> list[str]:
     start, stop = subject.ranges[finding.leaf]
     kinds = finding.verdict.kind
     counted = [(int(np.sum(kinds == kind)), meaning.note) for kind, meaning in KINDS.items()]
@@ -209,7 +213,7 @@ def _notes(subject: Subject, finding: Finding, where: str) -> list[str]:
     return [f"{name}: {where}{n} of {stop - start} elements {text}" for n, text in counted if n]
 
 
-def _inspected(subject: Subject, finding: Finding, where: str) -> str:
+def _inspected_note(subject: CheckSubject, finding: Finding, where: str) -> str:
     name = subject.names[finding.leaf]
     return (
         f"{name}: {where}{finding.inspected} of {finding.suspects} elements that are off plain AD "
@@ -217,7 +221,7 @@ def _inspected(subject: Subject, finding: Finding, where: str) -> str:
     )
 
 
-def _range_notes(subject: Subject, ranges, where: str, text: str) -> list[str]:
+def _range_notes(subject: CheckSubject, ranges, where: str, text: str) -> list[str]:
     notes = []
     for name, (start, stop) in zip(subject.names, subject.ranges, strict=True):
         if any(start <= a < stop for a, _ in ranges):
@@ -227,7 +231,7 @@ def _range_notes(subject: Subject, ranges, where: str, text: str) -> list[str]:
 
 # Ratios that spread this much, relative to what sets them apart from 1 and from 0, are one number:
 # results rounded to bfloat16 spread by 0.4 %, so a missing factor of 2 is still seen there.
-SAME = 0.01
+SAME_RATIO = 0.01
 EXACT = 1e-3
 
 
@@ -240,7 +244,7 @@ def ratio_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
     middle = float(np.median(ratio))
     if middle == 0 and not ratio.any():
         return "; analytic is 0 throughout"
-    if np.ptp(ratio) > SAME * min(abs(middle), abs(middle - 1)):
+    if np.ptp(ratio) > SAME_RATIO * min(abs(middle), abs(middle - 1)):
         return ""
     meaning = " (the sign)" if abs(middle + 1) < EXACT else ""
     digits = 4 if abs(middle - 1) > EXACT else 8

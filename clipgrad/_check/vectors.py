@@ -11,7 +11,7 @@ from jax import lax
 Array = Any
 
 
-def is_float(leaf: Array) -> bool:
+def is_float_leaf(leaf: Array) -> bool:
     """Whether a leaf holds real or complex floating-point numbers."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
@@ -33,7 +33,7 @@ def wide_dtype(dtype: Any) -> np.dtype:
     return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
-def widen(leaf: Array) -> np.ndarray:
+def widened_leaf(leaf: Array) -> np.ndarray:
     """A leaf in NumPy, in float64 or complex128."""
     return np.asarray(leaf).astype(wide_dtype(leaf.dtype), copy=False)
 
@@ -50,7 +50,7 @@ def offsets(leaves: Sequence[Array]) -> np.ndarray:
 
 def to_vector(leaves: Sequence[Array], dtype: Any) -> jax.Array:
     """Flatten traced leaves into one real vector."""
-    parts = [_parts(leaf, jnp).astype(dtype) for leaf in leaves]
+    parts = [_real_parts(leaf, jnp).astype(dtype) for leaf in leaves]
     return jnp.concatenate(parts) if parts else jnp.zeros(0, dtype)
 
 
@@ -69,7 +69,9 @@ def split(rows: jax.Array, like: Sequence[Array]) -> list[jax.Array]:
 def to_numpy(leaves: Sequence[Array]) -> np.ndarray:
     """Flatten concrete leaves into one float64 vector."""
     known = [np.asarray(leaf) for leaf in leaves]
-    parts = [_parts(leaf if leaf.dtype.kind in "fc" else widen(leaf), np) for leaf in known]
+    parts = [
+        _real_parts(leaf if leaf.dtype.kind in "fc" else widened_leaf(leaf), np) for leaf in known
+    ]
     return np.concatenate(parts, dtype=np.float64) if parts else np.zeros(0)
 
 
@@ -102,7 +104,7 @@ def stacked(rows: Sequence[Sequence[Array]]) -> list[np.ndarray]:
     return [np.stack([np.asarray(leaf) for leaf in leaves]) for leaves in zip(*rows, strict=True)]
 
 
-def _parts(leaf, xp):
+def _real_parts(leaf, xp):
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = xp.stack([leaf.real, leaf.imag], -1)
     return xp.ravel(leaf)

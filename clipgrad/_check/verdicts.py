@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
             column[rows] = better
 
 
-NOTHING = Verdict(*(np.zeros(0) for _ in range(6)), kink=np.zeros(0, bool))
+NO_VERDICTS = Verdict(*(np.zeros(0) for _ in range(6)), kink=np.zeros(0, bool))
 
 
 def extrapolate(coarse: np.ndarray, fine: np.ndarray, ratio: float) -> np.ndarray:

@@ -94,7 +94,7 @@ class _Widen(_Native):
 
     def constant(self, value, aval):
         del aval
-        return _wide(value)
+        return _wide_value(value)
 
     def __call__(self, equation, inputs):
         name = equation.primitive.name
@@ -139,7 +139,7 @@ class _Nudge(_Widen):
         self._rng = np.random.default_rng(seed)
 
     def constant(self, value, aval):
-        wide = _wide(value)
+        wide = _wide_value(value)
         dtype = getattr(aval, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             return wide
@@ -165,7 +165,7 @@ def _looks_at_bits(equation) -> bool:
     return equation.primitive.name in NATIVE and any(map(_is_float_dtype, dtypes))
 
 
-def _wide(value):
+def _wide_value(value):
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         value = np.asarray(value)
@@ -182,7 +182,7 @@ def _bind_native(equation, inputs):
         x.astype(atom.aval.dtype) if jnp.issubdtype(atom.aval.dtype, jnp.inexact) else x
         for x, atom in zip(inputs, equation.invars, strict=True)
     ]
-    return [_wide(out) for out in _jaxpr.bind(equation, inputs)]
+    return [_wide_value(out) for out in _jaxpr.bind(equation, inputs)]
 
 
 def _bind_wide(equation, inputs, hook):
@@ -193,7 +193,7 @@ def _bind_wide(equation, inputs, hook):
     }
     if equation.primitive.name in ("dot_general", "conv_general_dilated"):
         changed["precision"] = None
-    changed |= _jaxpr.map_programs(equation, lambda program: _widened(program, hook))
+    changed |= _jaxpr.map_programs(equation, lambda program: _widened_program(program, hook))
     return _jaxpr.bind(equation, inputs, **changed)
 
 
@@ -201,7 +201,7 @@ def _is_float_dtype(dtype) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _widened(program, hook):
+def _widened_program(program, hook):
     avals = [
         jax.ShapeDtypeStruct(v.aval.shape, wide_dtype(v.aval.dtype))
         for v in _jaxpr.opened(program)[0].invars

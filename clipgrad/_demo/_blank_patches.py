@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 import clipgrad as cg
 from clipgrad._demo import _task
 from clipgrad._demo._digits import Digits, load_pixels
-from clipgrad._demo._task import Arm, Metrics, Task, normal, zeros
+from clipgrad._demo._task import Arm, Metrics, Task, normal, zero_weights
 
-_BATCH = 64
+_PATCHES_BATCH = 64
 
 
 def _load_patches() -> Digits:
@@ -23,13 +23,13 @@ def _load_patches() -> Digits:
     return Digits(jnp.asarray(patches), jnp.asarray(labels))
 
 
-def _init(data: Digits, random: np.random.Generator) -> Any:
+def _init_patches(data: Digits, random: np.random.Generator) -> Any:
     return {
         "embed": normal(random, 4, 16, scale=1 / 2),
         "hidden": normal(random, 256, 64, scale=1 / 16),
-        "hidden_bias": zeros(1, 64),
+        "hidden_bias": zero_weights(1, 64),
         "out": normal(random, 64, 10, scale=1 / 8),
-        "out_bias": zeros(1, 10),
+        "out_bias": zero_weights(1, 10),
     }
 
 
@@ -53,11 +53,11 @@ def logits(
     return h @ params["out"] + params["out_bias"]
 
 
-def _loss(params: Any, batch: Digits) -> jax.Array:
+def _patches_loss(params: Any, batch: Digits) -> jax.Array:
     return _task.cross_entropy(logits(params, batch.images), batch.labels)
 
 
-def _evaluate(first: Any, params: Any, data: Digits) -> Metrics:
+def _evaluate_patches(first: Any, params: Any, data: Digits) -> Metrics:
     return {
         "accuracy": _task.accuracy(logits(params, data.test.images), data.test.labels),
         "layer 1 moved": jnp.abs(params["embed"] - first["embed"]).max(),
@@ -72,8 +72,8 @@ def _zero_nans(optimizer: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.chain(optax.zero_nans(), optimizer)
 
 
-_ERROR_CLIP = cg.ErrorClipByValue(max=1.0, nan=0.0)
-_NORM = cg.ClipByGlobalNorm(1.0)
+_PATCHES_ERROR_CLIP = cg.ErrorClipByValue(max=1.0, nan=0.0)
+_PATCHES_NORM = cg.ClipByGlobalNorm(1.0)
 
 TASK = Task(
     name="blank-patches",
@@ -83,19 +83,19 @@ TASK = Task(
     optimizer=optax.adam(3e-3),
     arms=(
         Arm(_task.PLAIN),
-        Arm(_task.NORM, _NORM),
+        Arm(_task.NORM, _PATCHES_NORM),
         Arm(_task.VALUE, cg.ClipByValue(1.0)),
         Arm(_task.IF_FINITE, wrap=_if_finite),
         Arm(_task.ZERO_NANS, wrap=_zero_nans),
-        Arm(_task.ERROR, error_clip=_ERROR_CLIP),
-        Arm(_task.BOTH, _NORM, _ERROR_CLIP),
+        Arm(_task.ERROR, error_clip=_PATCHES_ERROR_CLIP),
+        Arm(_task.BOTH, _PATCHES_NORM, _PATCHES_ERROR_CLIP),
     ),
     load=_load_patches,
-    init=_init,
-    sample=lambda data, key: data.sample(key, _BATCH),
-    loss=_loss,
+    init=_init_patches,
+    sample=lambda data, key: data.sample(key, _PATCHES_BATCH),
+    loss=_patches_loss,
     tag="patches",
-    evaluate=_evaluate,
+    evaluate=_evaluate_patches,
     reached=lambda metrics: (metrics["accuracy"] >= 0.9) & (metrics["layer 1 moved"] > 0),
     shown=(_task.NORM, _task.ZERO_NANS, _task.ERROR),
     short=150,

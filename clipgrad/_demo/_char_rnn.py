@@ -10,9 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from clipgrad._demo import _task
-from clipgrad._demo._task import Arm, Metrics, Task, normal, zeros
+from clipgrad._demo._task import Arm, Metrics, Task, normal, zero_weights
 
-_BATCH, _LENGTH, _WIDTH, _TEST_ROWS = 12, 40, 96, 256
+_TEXT_BATCH, _TEXT_LENGTH, _TEXT_WIDTH, _TEXT_TEST_ROWS = 12, 40, 96, 256
 
 
 class _Text(NamedTuple):
@@ -23,7 +23,7 @@ class _Text(NamedTuple):
     alphabet: jax.Array
 
 
-def load_text(length: int = _LENGTH) -> _Text:
+def load_text(length: int = _TEXT_LENGTH) -> _Text:
     """The help texts, in rows of so many characters and the one after them."""
     from pydoc_data.topics import topics
 
@@ -31,40 +31,40 @@ def load_text(length: int = _LENGTH) -> _Text:
     alphabet, numbers = np.unique(list(text), return_inverse=True)
     rows = numbers[: len(text) // (length + 1) * (length + 1)].reshape(-1, length + 1)
     rows = jnp.asarray(np.random.default_rng(0).permutation(rows), jnp.int32)
-    return _Text(rows[_TEST_ROWS:], rows[:_TEST_ROWS], jnp.arange(len(alphabet)))
+    return _Text(rows[_TEXT_TEST_ROWS:], rows[:_TEXT_TEST_ROWS], jnp.arange(len(alphabet)))
 
 
-def _init(data: _Text, random: np.random.Generator) -> Any:
+def _init_text(data: _Text, random: np.random.Generator) -> Any:
     size = len(data.alphabet)
     return {
-        "embed": normal(random, size, _WIDTH, scale=0.1),
-        "cell": normal(random, _WIDTH, _WIDTH, scale=_WIDTH**-0.5),
-        "cell_bias": zeros(1, _WIDTH),
-        "out": normal(random, _WIDTH, size, scale=0.05),
-        "out_bias": zeros(1, 1, size),
+        "embed": normal(random, size, _TEXT_WIDTH, scale=0.1),
+        "cell": normal(random, _TEXT_WIDTH, _TEXT_WIDTH, scale=_TEXT_WIDTH**-0.5),
+        "cell_bias": zero_weights(1, _TEXT_WIDTH),
+        "out": normal(random, _TEXT_WIDTH, size, scale=0.05),
+        "out_bias": zero_weights(1, 1, size),
     }
 
 
 def _sample(data: _Text, key: jax.Array) -> jax.Array:
-    return data.train[jax.random.randint(key, (_BATCH,), 0, len(data.train))]
+    return data.train[jax.random.randint(key, (_TEXT_BATCH,), 0, len(data.train))]
 
 
-def _loss(params: Any, text: jax.Array) -> jax.Array:
+def _text_loss(params: Any, text: jax.Array) -> jax.Array:
     def cell(h: jax.Array, character: jax.Array) -> tuple[jax.Array, jax.Array]:
         h = checkpoint_name(h, "h")
         h = jnp.tanh(h @ params["cell"] + params["embed"][character] + params["cell_bias"])
         return h, h
 
-    _, h = jax.lax.scan(cell, jnp.zeros((len(text), _WIDTH)), text[:, :-1].T)
+    _, h = jax.lax.scan(cell, jnp.zeros((len(text), _TEXT_WIDTH)), text[:, :-1].T)
     return _task.cross_entropy(h @ params["out"] + params["out_bias"], text[:, 1:].T)
 
 
-def _evaluate(first: Any, params: Any, data: _Text) -> Metrics:
-    return {"nats per character": _loss(params, data.test)}
+def _evaluate_text(first: Any, params: Any, data: _Text) -> Metrics:
+    return {"nats per character": _text_loss(params, data.test)}
 
 
-_ERROR_CLIP = cg.ErrorClipByValue(max=3e-4)
-_NORM = cg.ClipByGlobalNorm(1.0)
+_TEXT_ERROR_CLIP = cg.ErrorClipByValue(max=3e-4)
+_TEXT_NORM = cg.ClipByGlobalNorm(1.0)
 
 TASK = Task(
     name="char-rnn",
@@ -74,16 +74,16 @@ TASK = Task(
     optimizer=optax.sgd(1.0),
     arms=(
         Arm(_task.PLAIN),
-        Arm(_task.NORM, _NORM),
-        Arm(_task.ERROR, error_clip=_ERROR_CLIP),
-        Arm(_task.BOTH, _NORM, _ERROR_CLIP),
+        Arm(_task.NORM, _TEXT_NORM),
+        Arm(_task.ERROR, error_clip=_TEXT_ERROR_CLIP),
+        Arm(_task.BOTH, _TEXT_NORM, _TEXT_ERROR_CLIP),
     ),
     load=load_text,
-    init=_init,
+    init=_init_text,
     sample=_sample,
-    loss=_loss,
+    loss=_text_loss,
     tag="h",
-    evaluate=_evaluate,
+    evaluate=_evaluate_text,
     reached=lambda metrics: metrics["nats per character"] < 2.5,
     recurrent=True,
     short=350,

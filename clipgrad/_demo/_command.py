@@ -37,10 +37,16 @@ def add_demo_parser(subparsers: Any) -> None:
         "--all", action="store_true", help="every task, every way to train it, all of the steps"
     )
     parser.add_argument(
-        "--seeds", type=_positive, metavar="N", help="how many seeds (default: 3; with --all: 5)"
+        "--seeds",
+        type=_positive_integer,
+        metavar="N",
+        help="how many seeds (default: 3; with --all: 5)",
     )
     parser.add_argument(
-        "--steps", type=_positive, metavar="N", help="training steps (default: as the task needs)"
+        "--steps",
+        type=_positive_integer,
+        metavar="N",
+        help="training steps (default: as the task needs)",
     )
     parser.add_argument(
         "--out",
@@ -61,7 +67,7 @@ def run_demo(arguments: argparse.Namespace) -> int:
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
         results = _train_all(arguments)
-        paths = _write(arguments.out, results, start)
+        paths = _write_demo(arguments.out, results, start)
     except OSError as error:
         why = error.strerror or error
         return complain("demo", UsageError(f"can't write to {arguments.out}: {why}"))
@@ -101,12 +107,12 @@ def _chosen(arguments: argparse.Namespace) -> list[Task]:
     return [dataclasses.replace(task, steps=arguments.steps or task.steps) for task in chosen]
 
 
-def _write(out: Path, results: list[Result], start: float) -> list[Path]:
-    from clipgrad._demo._figure import figure
+def _write_demo(out: Path, results: list[Result], start: float) -> list[Path]:
+    from clipgrad._demo._figure import demo_figure
     from clipgrad._demo._report import report
 
     paths = [out / "demo.png", out / "demo.json"]
-    figure(results).savefig(paths[0], dpi=130)
+    demo_figure(results).savefig(paths[0], dpi=130)
     seeds = len(results[0].runs[0].loss)
     paths[1].write_text(report(results, seeds, time.perf_counter() - start), encoding="utf-8")
     return paths
@@ -118,7 +124,7 @@ def _missing_extras() -> str:
     )
 
 
-def _positive(text: str) -> int:
+def _positive_integer(text: str) -> int:
     try:
         number = int(text)
     except ValueError:

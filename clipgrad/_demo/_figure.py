@@ -33,7 +33,7 @@ _APART = 0.22
 _UP, _DOWN = 1e7, 1e5
 
 
-def figure(results: list[Result]) -> Figure:
+def demo_figure(results: list[Result]) -> Figure:
     """A row for each task: the loss, and the gradient norm per step or per time step.
 
     Drawn are the arms that tell the task's story, each with its name and outcome beside it.
@@ -125,11 +125,11 @@ def _draw_through_time(
 
 def _whole(curves: list[np.ndarray]) -> tuple[float, float]:
     """The limits that show an explosion up to its top; only what vanishes is cut off."""
-    values = _positive(curves)
+    values = _positive_values(curves)
     return max(values.min(), np.median(values) / _DOWN) / 2, values.max() * 2
 
 
-def _positive(curves: list[np.ndarray]) -> np.ndarray:
+def _positive_values(curves: list[np.ndarray]) -> np.ndarray:
     values = np.concatenate([c[np.isfinite(c) & (c > 0)] for c in curves]).astype(float)
     return values if values.size else np.array([0.1, 10.0])
 
@@ -165,18 +165,18 @@ def _draw_end(axes: Axes, label: str, values: np.ndarray, height: float) -> None
 
 def _scale(axes: Axes, curves: list[np.ndarray], rows: int) -> tuple[float, float]:
     """Sets the limits: rows of crosses lie above the curves, whose shown range is returned."""
-    values = _positive(curves)
+    values = _positive_values(curves)
     middle, highest = np.median(values), values.max()
     low, high = max(values.min(), middle / _DOWN), min(highest, middle * _UP)
     height = max(np.log(high / low), 0.1)
     share = 0.05 + rows * _ROW
     axes.set_ylim(low * np.exp(-0.04 * height), high * np.exp(height * share / (1 - share)))
     if highest > high:
-        _cut(axes, high, highest)
+        _cut_curves(axes, high, highest)
     return low, high
 
 
-def _cut(axes: Axes, high: float, highest: float) -> None:
+def _cut_curves(axes: Axes, high: float, highest: float) -> None:
     """Ends the curves at a line that says how far they go on."""
     bottom, top = np.log(axes.get_ylim())
     below = Rectangle((0, 0), 1, (np.log(high) - bottom) / (top - bottom), transform=axes.transAxes)

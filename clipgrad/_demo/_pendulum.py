@@ -10,10 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from clipgrad._demo import _task
-from clipgrad._demo._task import Arm, Metrics, Task, normal, zeros
+from clipgrad._demo._task import Arm, Metrics, Task, normal, zero_weights
 
-_BATCH, _LENGTH, _WIDTH, _TEST_ROWS = 32, 200, 32, 256
-_STEP, _GRAVITY, _TORQUE = 0.05, 15.0, 3.0
+_PENDULUM_BATCH, _PENDULUM_LENGTH, _PENDULUM_WIDTH, _PENDULUM_TEST_ROWS = 32, 200, 32, 256
+_PENDULUM_STEP, _GRAVITY, _TORQUE = 0.05, 15.0, 3.0
 
 
 def _starts(key: jax.Array, size: int) -> jax.Array:
@@ -23,13 +23,13 @@ def _starts(key: jax.Array, size: int) -> jax.Array:
     return jnp.stack([angles, jax.random.uniform(speed, (size,), minval=-1.0)], -1)
 
 
-def _init(data: jax.Array, random: np.random.Generator) -> Any:
+def _init_pendulum(data: jax.Array, random: np.random.Generator) -> Any:
     return {
-        "in": normal(random, 3, _WIDTH, scale=3**-0.5),
-        "in_bias": zeros(1, _WIDTH),
-        "hidden": normal(random, _WIDTH, _WIDTH, scale=_WIDTH**-0.5),
-        "hidden_bias": zeros(1, _WIDTH),
-        "out": normal(random, _WIDTH, scale=0.1 * _WIDTH**-0.5),
+        "in": normal(random, 3, _PENDULUM_WIDTH, scale=3**-0.5),
+        "in_bias": zero_weights(1, _PENDULUM_WIDTH),
+        "hidden": normal(random, _PENDULUM_WIDTH, _PENDULUM_WIDTH, scale=_PENDULUM_WIDTH**-0.5),
+        "hidden_bias": zero_weights(1, _PENDULUM_WIDTH),
+        "out": normal(random, _PENDULUM_WIDTH, scale=0.1 * _PENDULUM_WIDTH**-0.5),
     }
 
 
@@ -42,7 +42,7 @@ def _torque(params: Any, state: jax.Array) -> jax.Array:
     return 2 * jnp.tanh(h @ params["out"])
 
 
-def loss(params: Any, starts: jax.Array, every: Any = _LENGTH) -> jax.Array:
+def loss(params: Any, starts: jax.Array, every: Any = _PENDULUM_LENGTH) -> jax.Array:
     """The mean cost over all steps: far from standing, fast, or with much torque.
 
     No gradient goes back further than to the last step whose number ``every`` divides.
@@ -53,20 +53,20 @@ def loss(params: Any, starts: jax.Array, every: Any = _LENGTH) -> jax.Array:
         state = checkpoint_name(state, "state")
         torque = _torque(params, state)
         angle, speed = state.T
-        speed = speed + _STEP * (_GRAVITY * jnp.sin(angle) + _TORQUE * torque)
-        angle = angle + _STEP * speed
+        speed = speed + _PENDULUM_STEP * (_GRAVITY * jnp.sin(angle) + _TORQUE * torque)
+        angle = angle + _PENDULUM_STEP * speed
         cost = 1 - jnp.cos(angle) + 0.01 * speed**2 + 0.001 * torque**2
         return jnp.stack([angle, speed], -1), cost.mean()
 
-    return jax.lax.scan(step, starts, jnp.arange(_LENGTH))[1].mean()
+    return jax.lax.scan(step, starts, jnp.arange(_PENDULUM_LENGTH))[1].mean()
 
 
-def _evaluate(first: Any, params: Any, data: jax.Array) -> Metrics:
+def _evaluate_pendulum(first: Any, params: Any, data: jax.Array) -> Metrics:
     return {"cost": loss(params, data)}
 
 
-_ERROR_CLIP = cg.ClipByNorm(1e-3, axis=-1)
-_NORM = cg.ClipByGlobalNorm(0.1)
+_PENDULUM_ERROR_CLIP = cg.ClipByNorm(1e-3, axis=-1)
+_PENDULUM_NORM = cg.ClipByGlobalNorm(0.1)
 
 TASK = Task(
     name="pendulum",
@@ -76,16 +76,16 @@ TASK = Task(
     optimizer=optax.adam(3e-3),
     arms=(
         Arm(_task.PLAIN),
-        Arm(_task.NORM, _NORM),
-        Arm(_task.ERROR, error_clip=_ERROR_CLIP),
-        Arm(_task.BOTH, _NORM, _ERROR_CLIP),
+        Arm(_task.NORM, _PENDULUM_NORM),
+        Arm(_task.ERROR, error_clip=_PENDULUM_ERROR_CLIP),
+        Arm(_task.BOTH, _PENDULUM_NORM, _PENDULUM_ERROR_CLIP),
     ),
-    load=lambda: _starts(jax.random.key(7), _TEST_ROWS),
-    init=_init,
-    sample=lambda data, key: _starts(key, _BATCH),
+    load=lambda: _starts(jax.random.key(7), _PENDULUM_TEST_ROWS),
+    init=_init_pendulum,
+    sample=lambda data, key: _starts(key, _PENDULUM_BATCH),
     loss=loss,
     tag="state",
-    evaluate=_evaluate,
+    evaluate=_evaluate_pendulum,
     reached=lambda metrics: metrics["cost"] < 0.45,
     recurrent=True,
     note="a gradient that is cut off after 20 steps does better than any of these",

@@ -11,13 +11,13 @@ import numpy as np
 from clipgrad._demo._curves import first_nonfinite, over_training
 from clipgrad._demo._train import Result, Run
 
-_PACKAGES = ("clipgrad", "jax", "jaxlib", "optax", "numpy", "scikit-learn", "matplotlib")
+_DEMO_PACKAGES = ("clipgrad", "jax", "jaxlib", "optax", "numpy", "scikit-learn", "matplotlib")
 
 
 def report(results: list[Result], seeds: int, seconds: float) -> str:
     """The settings, the versions and every curve; numbers that are not finite are null."""
     device = jax.devices()[0]
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    versions = {name: importlib.metadata.version(name) for name in _DEMO_PACKAGES}
     content = {
         "settings": {"tasks": [result.task.name for result in results], "seeds": seeds},
         "versions": {"python": platform.python_version(), **versions},

@@ -19,7 +19,7 @@ def table(result: Result) -> str:
 
 def head(task: Task, seeds: int, steps: int, metrics: list[str]) -> str:
     """What is trained, and the names of the columns."""
-    names = _line("", metrics, "goal", "finite", "max gradient norm")
+    names = _table_line("", metrics, "goal", "finite", "max gradient norm")
     goal = f"goal: {task.goal}  ({seeds} seeds, {steps} steps)"
     return "\n".join([f"{task.name}: {task.summary}", goal, names, "-" * len(names)])
 
@@ -28,7 +28,9 @@ def row(run: Run) -> str:
     """What one arm gave."""
     finite = np.isfinite(run.loss[:, -1])
     spans = [span(values) for values in run.metrics.values()]
-    return _line(run.arm.label, spans, _share(run.reached), _share(finite), _largest(run.norm))
+    return _table_line(
+        run.arm.label, spans, _share(run.reached), _share(finite), _largest(run.norm)
+    )
 
 
 def foot(task: Task) -> list[str]:
@@ -36,7 +38,7 @@ def foot(task: Task) -> list[str]:
     return [f"note: {task.note}"] if task.note else []
 
 
-def _line(label: str, spans: list[str], goal: str, finite: str, largest: str) -> str:
+def _table_line(label: str, spans: list[str], goal: str, finite: str, largest: str) -> str:
     columns = [label.ljust(_LABEL), *(text.ljust(_SPAN) for text in spans)]
     return "".join([*columns, goal.ljust(_SHARE), finite.ljust(_SHARE), largest])
 

@@ -104,7 +104,7 @@ def normal(random: np.random.Generator, *shape: int, scale: float) -> np.ndarray
     return random.normal(scale=scale, size=shape).astype(np.float32)
 
 
-def zeros(*shape: int) -> np.ndarray:
+def zero_weights(*shape: int) -> np.ndarray:
     """Zeros in the dtype of the parameters."""
     return np.zeros(shape, np.float32)
 

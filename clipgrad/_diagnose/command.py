@@ -22,7 +22,7 @@ from clipgrad._diagnose.diagnose import diagnose
 from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._recorder import load_capture
 
-EPILOG = """\
+DIAGNOSE_EPILOG = """\
 examples:
   clipgrad diagnose models:loss --args models:example_args --out diagnosis
   clipgrad diagnose models:loss --capture captures/step_4000
@@ -40,7 +40,7 @@ def add_diagnose_parser(subparsers: Any) -> None:
         "diagnose",
         help="find the operation that spoils a gradient",
         description="Find where the gradient of a loss is NaN, explodes, vanishes or underflows.",
-        epilog=EPILOG,
+        epilog=DIAGNOSE_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -77,7 +77,7 @@ def run_diagnose(options: argparse.Namespace) -> int:
         return complain("diagnose", error)
     try:
         if options.out:
-            _write(found, pathlib.Path(options.out))
+            _write_diagnosis(found, pathlib.Path(options.out))
     except Exception as error:
         unwritten = complain("diagnose", error)
         return unwritten if found.ok else FAILED
@@ -111,25 +111,25 @@ def _captured(path: str, make_args: str | None) -> Arguments:
     return Arguments(made, {})
 
 
-def _write(found: GradientDiagnosis, folder: pathlib.Path) -> None:
+def _write_diagnosis(found: GradientDiagnosis, folder: pathlib.Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(as_json(found), indent=2, allow_nan=False)
+    text = json.dumps(diagnosis_as_json(found), indent=2, allow_nan=False)
     (folder / "diagnosis.json").write_text(text, encoding="utf-8")
     found.plot().savefig(folder / "diagnosis.png", dpi=120)
 
 
-def as_json(found: GradientDiagnosis) -> dict[str, Any]:
+def diagnosis_as_json(found: GradientDiagnosis) -> dict[str, Any]:
     """The diagnosis as plain data; numbers that are not finite are null."""
-    rows = [{name: _plain(value) for name, value in vars(row).items()} for row in found.rows]
-    findings = [{k: _plain(v) for k, v in vars(finding).items()} for finding in found.findings]
-    examples = [{k: _plain(v) for k, v in vars(example).items()} for example in found.examples]
+    rows = [{name: _plain_json(value) for name, value in vars(row).items()} for row in found.rows]
+    findings = [{k: _plain_json(v) for k, v in vars(finding).items()} for finding in found.findings]
+    examples = [{k: _plain_json(v) for k, v in vars(example).items()} for example in found.examples]
     data = {"ok": found.ok, "findings": findings, "rows": rows, "notes": list(found.notes)}
     return data | {"examples": examples}
 
 
-def _plain(value: Any) -> Any:
+def _plain_json(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain_json(item) for item in value]
     return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -12,23 +12,23 @@ from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._diagnose.numbers import at_first, dtype_of, is_float
+from clipgrad._diagnose.numbers import at_first, dtype_of, holds_floats
 from clipgrad._diagnose.subject import PRINTS
-from clipgrad._diagnose.units import CLOSED, Block, Unit, equations_of
+from clipgrad._diagnose.units import CLOSED, ProgramBlock, Unit, equations_of
 from clipgrad._numbers import at_least_float32
 
-_HALF = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
+_HALF_DTYPES = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 _SCALE = 2.0**15  # the largest loss scale that float16 can hold
 # What has programs with half precision inside, or looks at the bits of a number.
 _OWN_TYPES = CLOSED | {"bitcast_convert_type"}
 RESULT, OPERAND, STATE = "result", "operand", "state"
 
 
-class Site(NamedTuple):
+class CotangentSite(NamedTuple):
     """A variable whose cotangent is measured: summed over its uses, or of one use (an operand)."""
 
     kind: str
-    block: Block
+    block: ProgramBlock
     equation: JaxprEqn | None
     position: int
     variable: Var
@@ -52,25 +52,27 @@ class Summary(NamedTuple):
     bad_values: Any  # of an operand: how many of its elements are not finite
 
 
-def module_sites(block: Block) -> list[Site]:
+def module_sites(block: ProgramBlock) -> list[CotangentSite]:
     """What leaves each unit, and what each scan carries."""
     sites = []
     for unit in block.all_units():
-        sites += [Site(RESULT, unit.block, e, i, v) for v, (e, i) in unit.leaves.items()]
+        sites += [CotangentSite(RESULT, unit.block, e, i, v) for v, (e, i) in unit.leaves.items()]
         if inner := unit.holder:
-            sites += [Site(STATE, inner, None, 0, v) for v in inner.states if is_float(v)]
+            sites += [
+                CotangentSite(STATE, inner, None, 0, v) for v in inner.states if holds_floats(v)
+            ]
     return sites
 
 
-def operation_sites(units: Iterable[Unit]) -> list[Site]:
+def operation_sites(units: Iterable[Unit]) -> list[CotangentSite]:
     """All results and operands of the equations in these units and of the programs inside."""
     found = [pair for u in units for e in u.equations for pair in equations_of(u.block, e)]
     return [
-        Site(kind, block, equation, i, v)
+        CotangentSite(kind, block, equation, i, v)
         for block, equation in found
         for kind, variables in ((RESULT, equation.outvars), (OPERAND, equation.invars))
         for i, v in enumerate(variables)
-        if is_float(v) and not isinstance(v, Literal | DropVar)
+        if holds_floats(v) and not isinstance(v, Literal | DropVar)
     ]
 
 
@@ -78,8 +80,8 @@ def measure(
     program: Any,
     inputs: Sequence[Any],
     chosen: Sequence[int],
-    block: Block,
-    sites: list[Site],
+    block: ProgramBlock,
+    sites: list[CotangentSite],
     *,
     wide: bool = False,
     cured: bool = False,
@@ -115,20 +117,20 @@ def measure(
         value, (grads, measured) = jax.value_and_grad(loss, argnums=(0, 2))(*args)
         return value, [_summary(grad) for grad in grads], measured
 
-    inputs = [_widened(x) for x in inputs] if wide else inputs
+    inputs = [_widened_half(x) for x in inputs] if wide else inputs
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
     value, grads, measured = run([inputs[i] for i in chosen], others, [_probe_of(s) for s in sites])
     found = dict(zip(keys, map(_of_site, measured, sites), strict=True))
-    return float(value), [_split(grad) for grad in grads], silent | found
+    return float(value), [_split_summary(grad) for grad in grads], silent | found
 
 
-def _split(numbers: Any) -> Summary:
+def _split_summary(numbers: Any) -> Summary:
     return Summary(*np.moveaxis(np.asarray(numbers), -1, 0))
 
 
-def _of_site(numbers: Any, site: Site) -> Summary:
+def _of_site(numbers: Any, site: CotangentSite) -> Summary:
     """The numbers of a site, those of the devices of a `shard_map` joined."""
-    summary = _split(numbers)
+    summary = _split_summary(numbers)
     for axis in reversed([i for i, (name, _) in enumerate(site.block.axes) if name != "scan"]):
         worst = np.expand_dims(np.argmax(summary.nonfinite, axis), axis)
         summary = Summary(
@@ -147,7 +149,11 @@ class _Probes(_jaxpr.Hook):
     """Lets each site's variable pass through a probe, whose cotangent is the summary."""
 
     def __init__(
-        self, block: Block, opened: frozenset[int], probes: dict[tuple, Any], cured: bool = False
+        self,
+        block: ProgramBlock,
+        opened: frozenset[int],
+        probes: dict[tuple, Any],
+        cured: bool = False,
     ):
         self.block, self.opened, self.probes, self.cured = block, opened, probes, cured
         self.states: dict[Var, Any] = {}
@@ -215,28 +221,28 @@ class _Wide(_Probes):
     """The same in float32 for what is in half precision; custom rules by plain AD."""
 
     def constant(self, value, aval):
-        return _widened(value)
+        return _widened_half(value)
 
     def bind(self, equation, inputs):
         if equation.primitive.name in _jaxpr.CUSTOM_RULES:
             program = _jaxpr.called_program(equation)
-            inner = Block([program])
+            inner = ProgramBlock([program])
             opened = frozenset(map(id, inner.blocks()))
             return _jaxpr.evaluate(program, inputs, _Wide(inner, opened, {}))
         if equation.primitive.name in _OWN_TYPES:
             pairs = zip(equation.invars, inputs, strict=True)
-            inputs = [jnp.asarray(x, dtype_of(v)) if is_float(v) else x for v, x in pairs]
+            inputs = [jnp.asarray(x, dtype_of(v)) if holds_floats(v) else x for v, x in pairs]
             return [self.constant(x, None) for x in _jaxpr.bind(equation, inputs)]
-        narrow = {k: jnp.dtype("float32") for k, v in equation.params.items() if _is_half(v)}
+        narrow = {k: jnp.dtype("float32") for k, v in equation.params.items() if _is_half_dtype(v)}
         return _jaxpr.bind(equation, inputs, **narrow)
 
 
-def _widened(x: Any) -> Any:
-    return jnp.asarray(x, jnp.float32) if getattr(x, "dtype", None) in _HALF else x
+def _widened_half(x: Any) -> Any:
+    return jnp.asarray(x, jnp.float32) if getattr(x, "dtype", None) in _HALF_DTYPES else x
 
 
-def _is_half(value: Any) -> bool:
-    return isinstance(value, np.dtype) and value in _HALF
+def _is_half_dtype(value: Any) -> bool:
+    return isinstance(value, np.dtype) and value in _HALF_DTYPES
 
 
 class _Entered(_jaxpr.Hook):
@@ -247,7 +253,7 @@ class _Entered(_jaxpr.Hook):
         self.inside, self.constant = hook.inside, hook.constant
 
 
-def _probe_of(site: Site) -> Any:
+def _probe_of(site: CotangentSite) -> Any:
     wide = str(dtype_of(site.variable)) in ("float64", "complex128")
     lengths = [length for _, length in site.block.axes]
     return np.zeros((*lengths, len(Summary._fields)), "float64" if wide else "float32")

@@ -11,9 +11,9 @@ from jax.extend.core import Literal
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.cotangents import Summary
 from clipgrad._diagnose.diagnosis import GradientRow
-from clipgrad._diagnose.numbers import is_float
-from clipgrad._diagnose.subject import Subject
-from clipgrad._diagnose.trends import FAR, GATED, REPEATED, STATED, finite_norm
+from clipgrad._diagnose.numbers import holds_floats
+from clipgrad._diagnose.subject import DiagnosisSubject
+from clipgrad._diagnose.trends import FAR_IN_ALL, GATED, REPEATED, STATED, finite_norm
 from clipgrad._diagnose.units import Unit
 
 # What reads another part of an array at each step.
@@ -22,7 +22,7 @@ _SIGMOIDS = frozenset({"logistic", "exp"})
 
 
 def reason(
-    unit: Unit, row: GradientRow, given: Subject, gradients: Sequence[Summary]
+    unit: Unit, row: GradientRow, given: DiagnosisSubject, gradients: Sequence[Summary]
 ) -> str | None:
     """Why the decay in a scan is no disease; None if it may be.
 
@@ -31,13 +31,13 @@ def reason(
     """
     inner = unit.holder
     largest = max((float(g.norm) for g in gradients), default=0.0)
-    if inner is None or inner.parent is None or not largest * FAR >= finite_norm(row).max():
+    if inner is None or inner.parent is None or not largest * FAR_IN_ALL >= finite_norm(row).max():
         return None
     body, equation = inner.programs[0], inner.parent.equation
     active = _jaxpr.active_variables(given.program, given.chosen)
     constants, carried = _jaxpr.scan_counts(equation)
     names = {e.primitive.name for e in _jaxpr.equations(body)}
-    elements = [v for v in body.invars[constants + carried :] if is_float(v)]
+    elements = [v for v in body.invars[constants + carried :] if holds_floats(v)]
     if not elements and not names & _INDEXED:
         return REPEATED
     if _is_stated(body, constants, carried, active):
@@ -49,13 +49,15 @@ def has_vanished(layers: Sequence[GradientRow], gradients: Sequence[Summary]) ->
     """Whether the first layer, and the gradient of a parameter, are smaller by four orders."""
     norms = [float(finite_norm(row)) for row in layers]
     largest, parameters = max(norms), [float(g.norm) for g in gradients if np.any(g.reached)]
-    return norms[0] * FAR <= norms[-1] and min(parameters, default=0.0) * FAR <= largest
+    return (
+        norms[0] * FAR_IN_ALL <= norms[-1] and min(parameters, default=0.0) * FAR_IN_ALL <= largest
+    )
 
 
 def _is_stated(body: Any, constants: int, carried: int, active: frozenset) -> bool:
     """Whether a step is linear in what is carried, with factors that are not differentiated."""
     state = range(constants, constants + carried)
-    moved = [i for i in state if is_float(body.invars[i])]
+    moved = [i for i in state if holds_floats(body.invars[i])]
 
     def tangent(tangents, inputs):
         def step(values):

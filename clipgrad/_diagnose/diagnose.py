@@ -21,13 +21,13 @@ from clipgrad._diagnose.findings import (
     value_finding,
     vjp_finding,
 )
-from clipgrad._diagnose.places import Place
+from clipgrad._diagnose.places import EquationPlace
 from clipgrad._diagnose.rows import rows, units_and_rows
-from clipgrad._diagnose.subject import Subject, subject
+from clipgrad._diagnose.subject import DiagnosisSubject, subject
 from clipgrad._diagnose.sums import SumFault
 from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import may_underflow, underflow_finding, underflow_of_arguments
-from clipgrad._diagnose.units import CLOSED, Block
+from clipgrad._diagnose.units import CLOSED, ProgramBlock
 from clipgrad._diagnose.values import origin_of_loss
 from clipgrad._diagnose.vjps import fault
 from clipgrad._recorder import CapturedArgs
@@ -111,8 +111,8 @@ def _plain_settings() -> Iterator[Any]:
     yield from (jax.transfer_guard("allow"), jax.disable_jit(False))
 
 
-def _diagnosis(given: Subject) -> GradientDiagnosis:
-    block = Block([given.program])
+def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
+    block = ProgramBlock([given.program])
     sites = module_sites(block)
     run = functools.partial(measure, given.program, given.inputs, given.chosen, block)
     loss, grads, measured = run(sites)
@@ -124,7 +124,7 @@ def _diagnosis(given: Subject) -> GradientDiagnosis:
         lambda row: reason(unit_of[id(row)], row, given, grads),
         lambda deep: has_vanished(deep, grads),
     )
-    findings, notes = _nonfinite(given, block, loss, grads, measured), _notes(block)
+    findings, notes = _nonfinite(given, block, loss, grads, measured), _block_notes(block)
     for trend in trends:
         if isinstance(trend, str):
             notes.append(trend)
@@ -142,7 +142,7 @@ def _diagnosis(given: Subject) -> GradientDiagnosis:
 
 
 def _nonfinite(
-    given: Subject, block: Block, loss: float, grads: list, measured: dict
+    given: DiagnosisSubject, block: ProgramBlock, loss: float, grads: list, measured: dict
 ) -> list[GradientFinding]:
     """The findings of NaN and inf: in the value, and then in the backward pass."""
     origin = None if np.isfinite(loss) else origin_of_loss(given.program, given.inputs)
@@ -164,9 +164,9 @@ def _nonfinite(
     return findings
 
 
-def _notes(block: Block) -> list[str]:
+def _block_notes(block: ProgramBlock) -> list[str]:
     """What has rules of its own, and what could not be gone into."""
-    places = [Place(e, b.parent) for b, e in block.all_equations()]
+    places = [EquationPlace(e, b.parent) for b, e in block.all_equations()]
     notes = {}
     for place in places:
         name = place.equation.primitive.name

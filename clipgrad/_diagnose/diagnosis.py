@@ -8,7 +8,7 @@ import numpy as np
 
 from clipgrad._diagnose.places import Location
 
-_WIDTH = 100
+_LINE_WIDTH = 100
 _WORST = 10
 _NAME = 50
 _HEADS = {
@@ -133,7 +133,7 @@ class GradientDiagnosis:
         return not self.findings
 
     def __str__(self) -> str:
-        parts = [_written(finding) for finding in self.findings]
+        parts = [_written_finding(finding) for finding in self.findings]
         parts += [_wrapped(str(example), "") for example in self.examples]
         parts += [_table(self.findings, self.rows)] if self.findings and self.rows else []
         parts += [_wrapped(f"note: {note}", "") for note in self.notes]
@@ -148,9 +148,9 @@ class GradientDiagnosis:
         Raises:
           ImportError: matplotlib is not installed.
         """
-        from clipgrad._diagnose.figure import figure
+        from clipgrad._diagnose.figure import diagnosis_figure
 
-        return figure(self.rows, self.findings)
+        return diagnosis_figure(self.rows, self.findings)
 
 
 def _table(findings: tuple[GradientFinding, ...], rows: tuple[GradientRow, ...]) -> str:
@@ -163,11 +163,11 @@ def _table(findings: tuple[GradientFinding, ...], rows: tuple[GradientRow, ...])
 
     worst = sorted(rows, key=badness, reverse=True)[:_WORST]
     lines = [f"{'cotangent of':<52}{'norm':>10}{'largest':>10}{'not finite':>12}{'zeros':>8}"]
-    lines += [_line(row) for row in rows if any(row is bad for bad in worst)]
+    lines += [_row_line(row) for row in rows if any(row is bad for bad in worst)]
     return "\n".join(lines)
 
 
-def _line(row: GradientRow) -> str:
+def _row_line(row: GradientRow) -> str:
     name = f"{row.module or f'line {row.line}'}: {row.operation}"
     name = name if len(name) <= _NAME else "..." + name[3 - _NAME :]
     worst = float(np.max(row.norm, initial=0)), float(np.max(row.largest, initial=0))
@@ -175,12 +175,12 @@ def _line(row: GradientRow) -> str:
     return f"{name:<52}{numbers}{np.sum(row.nonfinite):>12.0f}{np.max(row.zeros):>8.0%}"
 
 
-def _written(finding: GradientFinding) -> str:
+def _written_finding(finding: GradientFinding) -> str:
     head = f"{finding.kind}: {_HEADS[finding.kind]}"
     return "\n".join([head, _wrapped(finding.message, "  ")])
 
 
 def _wrapped(text: str, indent: str) -> str:
     return textwrap.fill(
-        text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+        text, _LINE_WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
     )

@@ -11,7 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from clipgrad._diagnose.diagnosis import GradientExample
-from clipgrad._diagnose.subject import Subject
+from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._norms import global_norm
 from clipgrad._selectors import nearest
 
@@ -20,8 +20,8 @@ _FAR = 100
 
 
 def bad_examples(
-    given: Subject,
-    trace: Callable[[tuple, Mapping], Subject],
+    given: DiagnosisSubject,
+    trace: Callable[[tuple, Mapping], DiagnosisSubject],
     args: tuple,
     kwargs: Mapping[str, Any] | None,
     batch: str | int,
@@ -31,7 +31,7 @@ def bad_examples(
     Raises:
       ValueError: there is no such argument, or it has no one leading axis.
     """
-    place = _argument(given.fun, args, kwargs or {}, batch)
+    place = _batch_argument(given.fun, args, kwargs or {}, batch)
     inside = [name == place or name.startswith(f"{place}/") for name in given.names]
     inputs = [x for x, chosen in zip(given.inputs, inside, strict=True) if chosen]
     sizes = {np.shape(x)[0] if np.ndim(x) else None for x in inputs}
@@ -39,8 +39,8 @@ def bad_examples(
         shapes = ", ".join(str(np.shape(x)) for x in inputs) or "no arrays"
         raise ValueError(f"examples: got {shapes} in {place}, expected one leading axis for all")
     (size,) = sizes
-    whole = [_together(x) if chosen else x for x, chosen in zip(given.inputs, inside, strict=True)]
-    program = _of_one(given, trace, args, kwargs or {}, place)
+    whole = [_gathered(x) if chosen else x for x, chosen in zip(given.inputs, inside, strict=True)]
+    program = _program_of_one(given, trace, args, kwargs or {}, place)
     copies = 1 if program is not None else int(np.shape(inputs[0])[0])
     losses, norms = _one_by_one(program or given.program, given.chosen, inside, whole, copies)
     near = norms[np.isfinite(norms)]
@@ -53,7 +53,7 @@ def bad_examples(
     )
 
 
-def _argument(fun: Callable, args: tuple, kwargs: Mapping[str, Any], batch: str | int) -> str:
+def _batch_argument(fun: Callable, args: tuple, kwargs: Mapping[str, Any], batch: str | int) -> str:
     """The argument as the names of a subject begin."""
     if isinstance(batch, int) and -len(args) <= batch < len(args):
         return f"args/{batch % len(args)}"
@@ -71,13 +71,13 @@ def _argument(fun: Callable, args: tuple, kwargs: Mapping[str, Any], batch: str 
     )
 
 
-def _of_one(
-    given: Subject, trace: Callable, args: tuple, kwargs: Mapping[str, Any], place: str
+def _program_of_one(
+    given: DiagnosisSubject, trace: Callable, args: tuple, kwargs: Mapping[str, Any], place: str
 ) -> Any:
     """The program of a batch of one; None for a loss that needs whole batches."""
 
     def first(tree: Any) -> Any:
-        return jax.tree.map(lambda x: _together(x)[:1] if np.ndim(x) else x, tree)
+        return jax.tree.map(lambda x: _gathered(x)[:1] if np.ndim(x) else x, tree)
 
     kind, _, name = place.partition("/")
     if kind == "args":
@@ -123,7 +123,7 @@ def _copies(x: Any, index: Any, copies: int) -> Any:
     return jnp.broadcast_to(one, (copies, *one.shape[1:]))
 
 
-def _together(x: Any) -> Any:
+def _gathered(x: Any) -> Any:
     """An array that is spread over devices, whole on each of them."""
     if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding):
         return jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec()))

@@ -12,7 +12,7 @@ from clipgrad._diagnose.trends import finite_norm, over_steps
 _LABELS = 24  # more module names than this can't be read
 
 
-def figure(rows: Sequence[GradientRow], findings: Sequence[GradientFinding]) -> Any:
+def diagnosis_figure(rows: Sequence[GradientRow], findings: Sequence[GradientFinding]) -> Any:
     """A panel of the norm against depth, and one against the step of each scan.
 
     Raises:
@@ -37,7 +37,9 @@ def figure(rows: Sequence[GradientRow], findings: Sequence[GradientFinding]) -> 
 
 def _by_depth(panel: Any, rows: Sequence[GradientRow], findings: Sequence[GradientFinding]) -> None:
     norms = [_total(finite_norm(row)) for row in rows]
-    _line(panel, norms, "depth, from the input to the loss (the backward pass goes to the left)")
+    _draw_line(
+        panel, norms, "depth, from the input to the loss (the backward pass goes to the left)"
+    )
     panel.set_title("norm of the cotangent by module")
     shown = range(0, len(rows), max(1, -(-len(rows) // _LABELS)))
     names = [(rows[i].module or f"line {rows[i].line}")[-32:] for i in shown]
@@ -53,14 +55,14 @@ def _by_depth(panel: Any, rows: Sequence[GradientRow], findings: Sequence[Gradie
 
 def _by_step(panel: Any, row: GradientRow, findings: Sequence[GradientFinding]) -> None:
     norms = over_steps(row)
-    _line(panel, norms[::-1] if row.reverse else norms, "step of the scan")
+    _draw_line(panel, norms[::-1] if row.reverse else norms, "step of the scan")
     panel.set_title(f"norm of the state's cotangent, {row.module or f'line {row.line}'}")
     for finding in findings:
         if finding.step is not None and finding.step < len(norms):
             _mark(panel, finding.step, finding)
 
 
-def _line(panel: Any, norms: Any, label: str) -> None:
+def _draw_line(panel: Any, norms: Any, label: str) -> None:
     array = np.where(np.asarray(norms) > 0, norms, np.nan)
     panel.plot(range(len(array)), array, marker=".", color="#0072B2")
     if np.isfinite(array).any():

@@ -6,17 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._diagnose.diagnosis import GradientFinding
-from clipgrad._diagnose.numbers import dtype_of, is_float, short
-from clipgrad._diagnose.places import Location, Place
+from clipgrad._diagnose.numbers import dtype_of, holds_floats, short
+from clipgrad._diagnose.places import EquationPlace, Location
 from clipgrad._diagnose.rows import SCAN
-from clipgrad._diagnose.subject import Subject
+from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.sums import SumFault
 from clipgrad._diagnose.suspects import computed, suspect
 from clipgrad._diagnose.values import ValueOrigin
 from clipgrad._diagnose.vjps import VjpFault
 
 
-def value_finding(origin: ValueOrigin, given: Subject) -> GradientFinding:
+def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFinding:
     """A finding on where a loss has its NaN or inf from."""
     if origin.argument is not None:
         return _argument_finding(origin.argument, given)
@@ -25,28 +25,28 @@ def value_finding(origin: ValueOrigin, given: Subject) -> GradientFinding:
     if origin.values is None:
         what = f"{place.operation} brings in a constant that is not finite, and it reaches the loss"
     else:
-        what = f"{_call(place, origin.values)} is not finite though what goes in is"
+        what = f"{_operation_at(place, origin.values)} is not finite though what goes in is"
         if not np.isfinite(origin.values).all():
-            what = f"{_call(place, origin.values)} is NaN though nothing that goes in is"
+            what = f"{_operation_at(place, origin.values)} is NaN though nothing that goes in is"
     if origin.cause is not None:
         what += f" (there is inf in {given.names[origin.cause]})"
     if origin.becomes:
         then = origin.becomes
         what += f", and its inf becomes NaN in {then.operation} ({then.location})"
-    return _finding("value", place, origin.step, what, origin.values or ())
+    return _operation_finding("value", place, origin.step, what, origin.values or ())
 
 
 def vjp_finding(fault: VjpFault) -> GradientFinding:
     """A finding on an operation whose VJP is at fault."""
     place = fault.place
     rule = place.equation.primitive.name in ("custom_vjp_call", "custom_jvp_call")
-    of = f"the {'rule' if rule else 'VJP'} of {_call(place, fault.values)}"
+    of = f"the {'rule' if rule else 'VJP'} of {_operation_at(place, fault.values)}"
     step = fault.steps[-1] if fault.steps else None
     what = f"{of} makes NaN or inf of finite cotangents"
-    return _finding("vjp", place, step, what, fault.values)
+    return _operation_finding("vjp", place, step, what, fault.values)
 
 
-def sum_finding(fault: SumFault, given: Subject) -> GradientFinding:
+def sum_finding(fault: SumFault, given: DiagnosisSubject) -> GradientFinding:
     """A finding on a value whose cotangents overflow when they are summed."""
     finite = f"the cotangents of its {fault.uses} uses are finite and their sum is not"
     if fault.place is None:
@@ -56,22 +56,22 @@ def sum_finding(fault: SumFault, given: Subject) -> GradientFinding:
     carried = fault.place.operation == SCAN
     value = "what the scan carries" if carried else f"the value of {fault.place.operation}"
     what = f"{value} is used more than once; {finite}"
-    return _finding("vjp", fault.place, step, what)
+    return _operation_finding("vjp", fault.place, step, what)
 
 
-def unexplained_finding(names: Sequence[str], given: Subject) -> GradientFinding:
+def unexplained_finding(names: Sequence[str], given: DiagnosisSubject) -> GradientFinding:
     """A finding on gradients that are not finite for a reason that was not found."""
     what = f"the gradient of {', '.join(names)} is not finite; the operation was not found"
     return function_finding("vjp", what, given)
 
 
-def unexplained_loss(loss: float, given: Subject) -> GradientFinding:
+def unexplained_loss(loss: float, given: DiagnosisSubject) -> GradientFinding:
     """A finding on a loss that is not finite only where it is compiled."""
     what = f"the compiled loss is {loss}, though each operation by itself has a finite value"
     return function_finding("value", what, given)
 
 
-def function_finding(kind: str, message: str, given: Subject) -> GradientFinding:
+def function_finding(kind: str, message: str, given: DiagnosisSubject) -> GradientFinding:
     """A finding at the function itself."""
     code = getattr(given.fun, "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code else (None, None)
@@ -79,7 +79,7 @@ def function_finding(kind: str, message: str, given: Subject) -> GradientFinding
     return GradientFinding(kind, file, line, "argument", "", None, where + message)
 
 
-def _argument_finding(argument: int, given: Subject) -> GradientFinding:
+def _argument_finding(argument: int, given: DiagnosisSubject) -> GradientFinding:
     array = jnp.asarray(given.inputs[argument])
     count = int(jnp.sum(~jnp.isfinite(array)))
     name = given.names[argument]
@@ -87,19 +87,22 @@ def _argument_finding(argument: int, given: Subject) -> GradientFinding:
     return function_finding("value", what, given)
 
 
-def _finding(
-    kind: str, place: Place, step: int | None, what: str, values: Sequence[float] = ()
+def _operation_finding(
+    kind: str, place: EquationPlace, step: int | None, what: str, values: Sequence[float] = ()
 ) -> GradientFinding:
     where = place.location
     message = " ".join(
-        [f"{where}:", what + _around(place, step, where) + _instead(kind, place, where, values)]
+        [
+            f"{where}:",
+            what + _around(place, step, where) + _operation_advice(kind, place, where, values),
+        ]
     )
     return GradientFinding(
         kind, where.file, where.line, place.operation, place.module, step, message
     )
 
 
-def _around(place: Place, step: int | None, where: Location) -> str:
+def _around(place: EquationPlace, step: int | None, where: Location) -> str:
     parts = [f", in {where.package}"] if where.package and where.file else []
     parts += [f", in module {place.module}"] if place.module else []
     if step is not None:
@@ -108,9 +111,11 @@ def _around(place: Place, step: int | None, where: Location) -> str:
     return "".join(parts)
 
 
-def _instead(kind: str, place: Place, where: Location, values: Sequence[float]) -> str:
+def _operation_advice(
+    kind: str, place: EquationPlace, where: Location, values: Sequence[float]
+) -> str:
     function = where.package.partition(" ")[0] if where.package else None
-    dtype = next((str(dtype_of(v)) for v in place.equation.outvars if is_float(v)), "")
+    dtype = next((str(dtype_of(v)) for v in place.equation.outvars if holds_floats(v)), "")
     row = suspect(kind, place.operation, function, dtype, values)
     if row:
         return f"; the usual suspect is {row.code}: {row.advice}"
@@ -118,8 +123,8 @@ def _instead(kind: str, place: Place, where: Location, values: Sequence[float]) 
     return f"; the backward pass computes {known}" if known else ""
 
 
-def _call(place: Place, values: Sequence[float]) -> str:
+def _operation_at(place: EquationPlace, values: Sequence[float]) -> str:
     """Such as "sqrt at 0"."""
-    shown = [v for v in place.equation.invars if is_float(v)][: len(values)]
+    shown = [v for v in place.equation.invars if holds_floats(v)][: len(values)]
     numbers = [short(value) for value, _ in zip(values, shown, strict=False)]
     return f"{place.operation} at {', '.join(numbers)}" if numbers else place.operation

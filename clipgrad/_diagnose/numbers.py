@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from clipgrad._compat import explicit_sharding
 
 
-def is_float(x: Any) -> bool:
+def holds_floats(x: Any) -> bool:
     """Whether a variable, a type or an array holds floating or complex numbers."""
     dtype = dtype_of(x)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

@@ -38,11 +38,11 @@ class Location(NamedTuple):
         return f"{shown(self.file)}:{self.line}"
 
 
-class Place(NamedTuple):
+class EquationPlace(NamedTuple):
     """An equation of a program, and the equations that hold this program, the innermost first."""
 
     equation: JaxprEqn
-    parent: "Place | None" = None
+    parent: "EquationPlace | None" = None
 
     @property
     def chain(self) -> list[JaxprEqn]:

@@ -7,20 +7,20 @@ import numpy as np
 
 from clipgrad._diagnose.cotangents import RESULT, STATE, Summary
 from clipgrad._diagnose.diagnosis import GradientRow
-from clipgrad._diagnose.numbers import is_float
-from clipgrad._diagnose.places import Place
-from clipgrad._diagnose.units import Block, Unit
+from clipgrad._diagnose.numbers import holds_floats
+from clipgrad._diagnose.places import EquationPlace
+from clipgrad._diagnose.units import ProgramBlock, Unit
 
 SCAN = "scan"
 
 
-def rows(block: Block, measured: dict[tuple, Summary]) -> tuple[GradientRow, ...]:
+def rows(block: ProgramBlock, measured: dict[tuple, Summary]) -> tuple[GradientRow, ...]:
     """A row for each unit and each scan that cotangents come to, in forward order."""
     return tuple(row for _, row in units_and_rows(block, measured))
 
 
 def units_and_rows(
-    block: Block, measured: dict[tuple, Summary]
+    block: ProgramBlock, measured: dict[tuple, Summary]
 ) -> Iterator[tuple[Unit, GradientRow]]:
     """The rows with the units that they are of."""
     for unit in block.all_units():
@@ -31,7 +31,7 @@ def units_and_rows(
 def _rows_of(unit: Unit, measured: dict[tuple, Summary]) -> Iterator[GradientRow]:
     inner = unit.holder
     if inner:  # what leaves it has rows inside; what a scan carries from step to step has not
-        variables = [v for v in inner.states if is_float(v)]
+        variables = [v for v in inner.states if holds_floats(v)]
         keys = [(STATE, id(inner), id(v), 0) for v in variables]
         scans, operation = inner.nest, SCAN
     else:
@@ -45,7 +45,7 @@ def _rows_of(unit: Unit, measured: dict[tuple, Summary]) -> Iterator[GradientRow
 
 
 def _row(
-    place: Place, scans: tuple[int, ...], operation: str, pairs: list, is_layer: bool
+    place: EquationPlace, scans: tuple[int, ...], operation: str, pairs: list, is_layer: bool
 ) -> GradientRow:
     largest = max((v.aval for v, _ in pairs), key=lambda aval: aval.size)
     sizes = np.array([v.aval.size for v, _ in pairs], float)
@@ -59,7 +59,7 @@ def _row(
         shape=tuple(largest.shape),
         dtype=str(largest.dtype),
         scans=scans,
-        norm=_norm([s.norm for s in summaries]),
+        norm=_joint_norm([s.norm for s in summaries]),
         largest=np.max([s.largest for s in summaries], axis=0),
         nonfinite=np.sum([s.nonfinite for s in summaries], axis=0),
         zeros=np.tensordot(sizes / max(sizes.sum(), 1), [s.zeros for s in summaries], 1),
@@ -68,10 +68,10 @@ def _row(
     )
 
 
-def _is_reversed(place: Place, operation: str) -> bool:
+def _is_reversed(place: EquationPlace, operation: str) -> bool:
     scans = [*place.scans, *([place.equation] if operation == SCAN else [])]
     return bool(scans) and scans[-1].params.get("reverse", False)
 
 
-def _norm(norms: list[Any]) -> np.ndarray:
+def _joint_norm(norms: list[Any]) -> np.ndarray:
     return np.sqrt(np.sum(np.square(np.asarray(norms, np.float64)), axis=0))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import is_float
+from clipgrad._diagnose.numbers import holds_floats
 from clipgrad._equinox import has_modules
 from clipgrad._names import check_call
 from clipgrad._nnx import Pure, is_model, with_models
@@ -18,7 +18,7 @@ from clipgrad._trees import check_tree, is_array, path_string
 PRINTS = ("debug_callback", "debug_print")
 
 
-class Subject(NamedTuple):
+class DiagnosisSubject(NamedTuple):
     """A loss, traced.
 
     Attributes:
@@ -38,7 +38,7 @@ class Subject(NamedTuple):
 
 def subject(
     fun: Any, args: Any, kwargs: Any, argnums: int | Sequence[int], has_aux: bool
-) -> Subject:
+) -> DiagnosisSubject:
     """Check the arguments of `diagnose`, and trace the loss once.
 
     Raises:
@@ -51,7 +51,7 @@ def subject(
     leaves = [leaf for i in positions for leaf in jax.tree.leaves(args[i])]
     if leaves and all(isinstance(leaf, int) for leaf in leaves):
         raise ValueError(_nothing_floating(args, positions))
-    traced: list[Subject] = []
+    traced: list[DiagnosisSubject] = []
 
     def run(function: Any, packed: Any, named: Any) -> None:
         traced.append(_trace(fun, function, packed, named, positions, has_aux))
@@ -101,7 +101,7 @@ def _trace(
     kwargs: dict,
     positions: list[int],
     has_aux: bool,
-) -> Subject:
+) -> DiagnosisSubject:
     is_apart = isinstance(function, Pure)  # an NNX model among the arguments was taken apart
 
     def loss(*args: Any, **kwargs: Any) -> Any:
@@ -117,12 +117,12 @@ def _trace(
     chosen = [
         i
         for i, (path, leaf) in enumerate(arrays)
-        if path[0].idx == 0 and path[1].idx in positions and is_float(leaf)
+        if path[0].idx == 0 and path[1].idx in positions and holds_floats(leaf)
     ]
     if not chosen:
         raise ValueError(_nothing_floating(args, positions))
-    names = [_name(path) for path, _ in arrays]
-    return Subject(fun, program, [leaf for _, leaf in arrays], names, chosen)
+    names = [_argument_name(path) for path, _ in arrays]
+    return DiagnosisSubject(fun, program, [leaf for _, leaf in arrays], names, chosen)
 
 
 def _nothing_floating(args: tuple, positions: list[int]) -> str:
@@ -140,7 +140,7 @@ def _described(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__
 
 
-def _name(path: tuple) -> str:
+def _argument_name(path: tuple) -> str:
     """Such as "args/0/w" or "kwargs/x"."""
     return f"{('args', 'kwargs')[path[0].idx]}/{path_string(path[1:])}"
 

@@ -9,9 +9,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.cotangents import OPERAND, RESULT, STATE, Summary
-from clipgrad._diagnose.numbers import is_float
-from clipgrad._diagnose.places import Place
-from clipgrad._diagnose.units import Block
+from clipgrad._diagnose.numbers import holds_floats
+from clipgrad._diagnose.places import EquationPlace
+from clipgrad._diagnose.units import ProgramBlock
 
 _TRANSPARENT = _jaxpr.JIT | _jaxpr.CALLS | _jaxpr.REMAT
 
@@ -20,7 +20,7 @@ class SumFault(NamedTuple):
     """A value that is used several times: an argument, or the result of an operation."""
 
     argument: int | None
-    place: Place | None
+    place: EquationPlace | None
     steps: tuple[int, ...]
     uses: int
 
@@ -28,38 +28,38 @@ class SumFault(NamedTuple):
 class Use(NamedTuple):
     """An operand of an equation."""
 
-    block: Block
+    block: ProgramBlock
     equation: JaxprEqn
     position: int
 
 
 def sum_fault(
-    chosen: Sequence[int], block: Block, grads: list[Summary], found: dict[tuple, Summary]
+    chosen: Sequence[int], block: ProgramBlock, grads: list[Summary], found: dict[tuple, Summary]
 ) -> SumFault | None:
     """The last value in program order whose cotangent overflows in the sum over its uses."""
     uses: dict[tuple, list[Use]] = {}
     for inner, equation in block.all_equations():
         for i, v in enumerate(equation.invars):
-            if type(v) is not Literal and is_float(v):
-                uses.setdefault(_source(inner, v), []).append(Use(inner, equation, i))
+            if type(v) is not Literal and holds_floats(v):
+                uses.setdefault(_source_variable(inner, v), []).append(Use(inner, equation, i))
     faults = []
     for inner, v, key, place in _values(block):
         own = uses.get((inner, v), [])
-        steps = _overflows(found[key], own, found) if key in found else []
+        steps = _sum_overflows(found[key], own, found) if key in found else []
         if steps and v not in _leaving(inner):
-            faults.append(SumFault(None, place, steps[-1], _count(own, inner, found)))
+            faults.append(SumFault(None, place, steps[-1], _count_terms(own, inner, found)))
     if faults:
         return faults[-1]
     for i, grad in zip(chosen, grads, strict=True):
         own = uses.get((block, block.programs[0].invars[i]), [])
-        if _overflows(grad, own, found):
-            return SumFault(i, None, (), _count(own, block, found))
+        if _sum_overflows(grad, own, found):
+            return SumFault(i, None, (), _count_terms(own, block, found))
     return None
 
 
-def _overflows(total: Summary, uses: list[Use], found: dict[tuple, Summary]) -> list[tuple]:
+def _sum_overflows(total: Summary, uses: list[Use], found: dict[tuple, Summary]) -> list[tuple]:
     """The steps at which a sum is not finite though all of its terms are known and finite."""
-    keys = [_key(use) for use in uses]
+    keys = [_use_key(use) for use in uses]
     bad = np.asarray(total.nonfinite) > 0
     if not keys or not bad.any() or any(key not in found for key in keys):
         return []
@@ -69,7 +69,7 @@ def _overflows(total: Summary, uses: list[Use], found: dict[tuple, Summary]) -> 
     return [tuple(map(int, steps)) for steps in np.argwhere(bad)]
 
 
-def _values(block: Block) -> Iterator[tuple[Block, Any, tuple, Place]]:
+def _values(block: ProgramBlock) -> Iterator[tuple[ProgramBlock, Any, tuple, EquationPlace]]:
     """What scans carry, and then the results of equations in program order, with their keys."""
     for inner in block.blocks():
         if inner.parent:
@@ -77,27 +77,32 @@ def _values(block: Block) -> Iterator[tuple[Block, Any, tuple, Place]]:
                 yield inner, v, (STATE, id(inner), id(v), 0), inner.parent
     for inner, equation in block.all_equations():
         for i, v in enumerate(equation.outvars):
-            yield inner, v, (RESULT, id(inner), id(equation), i), Place(equation, inner.parent)
+            yield (
+                inner,
+                v,
+                (RESULT, id(inner), id(equation), i),
+                EquationPlace(equation, inner.parent),
+            )
 
 
-def _count(uses: list[Use], block: Block, found: dict[tuple, Summary]) -> int:
+def _count_terms(uses: list[Use], block: ProgramBlock, found: dict[tuple, Summary]) -> int:
     """How many cotangents are summed: one for each use, at each step of the scans inside."""
-    reached = [u for u in uses if np.any(found[_key(u)].reached)]
+    reached = [u for u in uses if np.any(found[_use_key(u)].reached)]
     return sum(math.prod(use.block.nest[len(block.nest) :]) for use in reached)
 
 
-def _key(use: Use) -> tuple:
+def _use_key(use: Use) -> tuple:
     return OPERAND, id(use.block), id(use.equation), use.position
 
 
-def _leaving(block: Block) -> set[Var]:
+def _leaving(block: ProgramBlock) -> set[Var]:
     """What leaves a program in a way that is not known as a use."""
     if block.parent and block.parent.equation.primitive.name in _TRANSPARENT:
         return set()
     return {v for program in block.programs for v in program.outvars if type(v) is not Literal}
 
 
-def _source(block: Block, variable: Any) -> tuple[Block, Any]:
+def _source_variable(block: ProgramBlock, variable: Any) -> tuple[ProgramBlock, Any]:
     """The variable that a variable is another name of, in the programs around and inside."""
     while type(variable) is not Literal:
         around = block.outer.get(variable)
@@ -111,7 +116,7 @@ def _source(block: Block, variable: Any) -> tuple[Block, Any]:
     return (block, variable) if type(variable) is not Literal else (block, None)
 
 
-def _made_inside(block: Block, variable: Var) -> tuple[Block, Any] | None:
+def _made_inside(block: ProgramBlock, variable: Var) -> tuple[ProgramBlock, Any] | None:
     for equation in block.holders:
         if variable in equation.outvars and equation.primitive.name in _TRANSPARENT:
             inner = block.children[id(equation)]

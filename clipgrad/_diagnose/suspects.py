@@ -7,27 +7,27 @@ import numpy as np
 
 from clipgrad._docs import docs_page
 
-Values = Sequence[float]
+OperandValues = Sequence[float]
 
 
-def _at_zero(values: Values) -> bool:
+def _at_zero(values: OperandValues) -> bool:
     """Of what is zero, or so small that a processor may compute with zero instead."""
     return bool(abs(values[0]) < np.finfo(np.float32).tiny)
 
 
-def _at_the_end_of_log(values: Values) -> bool:
+def _at_the_end_of_log(values: OperandValues) -> bool:
     return values[0] in (0, -1)
 
 
-def _at_one(values: Values) -> bool:
+def _at_one(values: OperandValues) -> bool:
     return abs(values[0]) == 1
 
 
-def _at_inf(values: Values) -> bool:
+def _at_inf(values: OperandValues) -> bool:
     return bool(np.isinf(values).any()) or values[-1] == 0
 
 
-def _overflows(values: Values) -> bool:
+def _values_overflow(values: OperandValues) -> bool:
     return bool(np.isfinite(values).all()) and values[0] != 0
 
 
@@ -51,7 +51,7 @@ class Suspect(NamedTuple):
     computes: str
     instead: str
     kind: str
-    applies: Callable[[Values], bool]
+    applies: Callable[[OperandValues], bool]
     primitives: tuple[str, ...]
     functions: tuple[str, ...] = ()
     dtype: str | None = None
@@ -146,7 +146,7 @@ SUSPECTS = (
         "more than 65504, the largest float16",
         "`x.astype(jnp.bfloat16) ** 4`, or a loss scale",
         "value",
-        _overflows,
+        _values_overflow,
         _OVERFLOWING,
         (),
         "float16",
@@ -155,7 +155,7 @@ SUSPECTS = (
 
 
 def suspect(
-    kind: str, operation: str, function: str | None, dtype: str, values: Values
+    kind: str, operation: str, function: str | None, dtype: str, values: OperandValues
 ) -> Suspect | None:
     """The row that an operation at these values belongs to, the most special one."""
     fits = [
@@ -171,7 +171,7 @@ def suspect(
     return max(fits, key=lambda row: bool(row.functions), default=None)
 
 
-def computed(operation: str, values: Values) -> str | None:
+def computed(operation: str, values: OperandValues) -> str | None:
     """What the backward pass of an operation computes at these values, if it is known."""
     fits = (text for names, applies, text in COMPUTED if operation in names and applies(values))
     return next(fits, None) if len(values) else None

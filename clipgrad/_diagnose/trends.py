@@ -15,7 +15,7 @@ from clipgrad._diagnose.rows import SCAN
 # A plain RNN of spectral radius 0.5 has 0.5.
 # The bound holds for exactly 0.6 a step, which float32 makes 0.60000002 of.
 _GROWS, _SHRINKS = 1.05, 0.6 * (1 + 1e-3)
-FAR = 1e4  # and four orders of magnitude in all
+FAR_IN_ALL = 1e4  # and four orders of magnitude in all
 # However slow, a decay by so much in all leaves nothing of the first steps: with a loss at the last
 # step LSTMs and GRUs of flax at their initialization have 3e-10 to 2e-9 in all over 50 steps, 6e-20
 # to 4e-18 over 100, and less than this, or zero in float32, over 200.
@@ -48,9 +48,9 @@ class Trend(NamedTuple):
     def growth(self) -> float | None:
         """The factor per entry if the series grows or shrinks too far, else None."""
         steady = self.steadiness >= _STEADY
-        if steady and self.factor >= _GROWS and self.total >= FAR:
+        if steady and self.factor >= _GROWS and self.total >= FAR_IN_ALL:
             return self.factor
-        if steady and self.factor <= _SHRINKS and self.total <= 1 / FAR:
+        if steady and self.factor <= _SHRINKS and self.total <= 1 / FAR_IN_ALL:
             return self.factor
         return self.factor if self.is_gone else None
 
@@ -111,7 +111,7 @@ def trend_findings(
                 where = f"at each of the {found.entries} steps of the scan"
                 where += f"s, {' x '.join(map(str, row.scans[~len(nest) :]))}" if nest else ""
                 why = reason(row) if found.factor < 1 else None
-                finding = _finding(row, found, found.growth_in_time, where)
+                finding = _trend_finding(row, found, found.growth_in_time, where)
                 if why is None or (why == GATED and found.is_gone):
                     yield finding
                 elif why != GATED:
@@ -121,7 +121,7 @@ def trend_findings(
     found = trend([float(finite_norm(row)) for row in reversed(deep)])
     if found and found.growth and (found.growth > 1 or has_vanished(deep)):
         where = f"at each of the {found.entries} modules with a matrix product"
-        yield _finding(deep[0], found, found.growth, where)
+        yield _trend_finding(deep[0], found, found.growth, where)
 
 
 def layers(rows: Sequence[GradientRow]) -> list[GradientRow]:
@@ -174,7 +174,7 @@ def finite_norm(row: GradientRow) -> np.ndarray:
     return np.where(row.nonfinite > 0, np.nan, row.norm)
 
 
-def _finding(row: GradientRow, found: Trend, factor: float, where: str) -> GradientFinding:
+def _trend_finding(row: GradientRow, found: Trend, factor: float, where: str) -> GradientFinding:
     kind = "grows" if factor > 1 else "shrinks"
     cures = {
         "grows": "bound the cotangent by cg.error_clip or cg.error_clip_by_name, and the gradient "

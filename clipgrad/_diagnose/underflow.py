@@ -7,20 +7,20 @@ import numpy as np
 from clipgrad._diagnose.cotangents import Summary
 from clipgrad._diagnose.diagnosis import GradientFinding, GradientRow
 from clipgrad._diagnose.findings import function_finding
-from clipgrad._diagnose.subject import Subject
+from clipgrad._diagnose.subject import DiagnosisSubject
 
-_HALF = ("float16", "bfloat16")
+_HALF_NAMES = ("float16", "bfloat16")
 # The share of zeros more than in float32; transformers, MLPs and LSTMs in bfloat16 have 0.004.
 _LOST = 0.1
 
 
 def may_underflow(
-    rows: Sequence[GradientRow], given: Subject, gradients: Sequence[Summary]
+    rows: Sequence[GradientRow], given: DiagnosisSubject, gradients: Sequence[Summary]
 ) -> bool:
     """Whether there are so many zeros in half precision that a second look is due."""
-    zeros = [row.zeros for row in rows if row.dtype in _HALF]
+    zeros = [row.zeros for row in rows if row.dtype in _HALF_NAMES]
     pairs = zip(given.chosen, gradients, strict=True)
-    zeros += [g.zeros for i, g in pairs if str(given.inputs[i].dtype) in _HALF]
+    zeros += [g.zeros for i, g in pairs if str(given.inputs[i].dtype) in _HALF_NAMES]
     return any(np.max(share, initial=0) >= _LOST for share in zeros)
 
 
@@ -34,7 +34,7 @@ def underflow_finding(
     """
     for row, *same in zip(reversed(rows), *map(reversed, others), strict=True):
         lost = row.zeros - np.max([other.zeros for other in same], axis=0)
-        if row.dtype not in _HALF or np.max(lost) < _LOST:
+        if row.dtype not in _HALF_NAMES or np.max(lost) < _LOST:
             continue
         step = int(np.unravel_index(np.argmax(lost), lost.shape)[-1]) if row.scans else None
         message = (
@@ -42,7 +42,7 @@ def underflow_finding(
             f"zero in {row.dtype} and not in float32"
             + (f", in module {row.module}" if row.module else "")
             + (f", at step {step} of {row.scans[-1]}" if row.scans else "")
-            + f"; {_instead(row.dtype)}"
+            + f"; {_underflow_advice(row.dtype)}"
         )
         where = row.file, row.line, row.operation, row.module
         return [GradientFinding("underflow", *where, step, message)]
@@ -50,14 +50,14 @@ def underflow_finding(
 
 
 def underflow_of_arguments(
-    given: Subject, gradients: Sequence[Summary], others: Sequence[Sequence[Summary]]
+    given: DiagnosisSubject, gradients: Sequence[Summary], others: Sequence[Sequence[Summary]]
 ) -> list[GradientFinding]:
     """The same for the gradients of arguments."""
     lost = {}
     for i, gradient, *same in zip(given.chosen, gradients, *others, strict=True):
         there = max(float(other.zeros) for other in same)
         share, dtype = float(gradient.zeros) - there, str(given.inputs[i].dtype)
-        if dtype in _HALF and share >= _LOST:
+        if dtype in _HALF_NAMES and share >= _LOST:
             lost[given.names[i]] = share, dtype
     if not lost:
         return []
@@ -65,10 +65,10 @@ def underflow_of_arguments(
     share, dtype = lost[name]
     more = f" ({len(lost)} such arguments in all)" if len(lost) > 1 else ""
     what = f"{share:.0%} of the gradient of {name} are zero in {dtype} and not in float32{more}"
-    return [function_finding("underflow", f"{what}; {_instead(dtype)}", given)]
+    return [function_finding("underflow", f"{what}; {_underflow_advice(dtype)}", given)]
 
 
-def _instead(dtype: str) -> str:
+def _underflow_advice(dtype: str) -> str:
     other = "bfloat16" if dtype == "float16" else "float32"
     return (
         "multiply the loss by a scale such as 2 ** 15 and divide the gradient by it, or use "

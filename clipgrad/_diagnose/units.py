@@ -7,14 +7,14 @@ from typing import Any
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import is_float
-from clipgrad._diagnose.places import Place
+from clipgrad._diagnose.numbers import holds_floats
+from clipgrad._diagnose.places import EquationPlace
 
 # Code without scopes is cut into so many parts, of at most so many equations: 184 probes in a
 # transformer of 12 layers and 997 equations, which compile in 18 seconds on two busy cores.
 _PARTS, _LONGEST = 64, 24
 # A function that JAX compiles by itself, such as `jnp.linalg.norm`, stays whole up to this size.
-_SMALL = 24
+_SMALL_FUNCTION = 24
 _LAYERS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 CLOSED = frozenset({"while", "pallas_call", "pure_callback", "ffi_call", "cond"})
 _ENTERED = frozenset({"scan", "cond", "shard_map"}) | _jaxpr.CALLS | _jaxpr.REMAT | _jaxpr.JIT
@@ -31,7 +31,7 @@ class Unit:
       is_layer: whether a matrix product or convolution is among them.
     """
 
-    def __init__(self, block: "Block", equations: list[JaxprEqn], used: dict[Var, set[int]]):
+    def __init__(self, block: "ProgramBlock", equations: list[JaxprEqn], used: dict[Var, set[int]]):
         self.block, self.equations = block, equations
         own = set(map(id, equations))
         made = {v for equation in equations for v in equation.outvars}
@@ -43,23 +43,23 @@ class Unit:
             v: (equation, i)
             for equation in equations
             for i, v in enumerate(equation.outvars)
-            if not isinstance(v, DropVar) and is_float(v) and used.get(v, set()) - own
+            if not isinstance(v, DropVar) and holds_floats(v) and used.get(v, set()) - own
         }
         self.is_layer = any(map(_is_layer, equations))
 
     @property
-    def place(self) -> Place:
+    def place(self) -> EquationPlace:
         """The last equation of the unit."""
-        return Place(self.equations[-1], self.block.parent)
+        return EquationPlace(self.equations[-1], self.block.parent)
 
     @property
-    def holder(self) -> "Block | None":
+    def holder(self) -> "ProgramBlock | None":
         """The programs inside of the unit, if it is to be gone into."""
         inner = self.block.children.get(id(self.equations[0]))
         return inner if inner and not inner.is_small else None
 
 
-class Block:
+class ProgramBlock:
     """The programs inside of an equation, or the outermost program.
 
     Attributes:
@@ -70,13 +70,16 @@ class Block:
     """
 
     def __init__(
-        self, programs: list[Any], parent: Place | None = None, outside: "Block | None" = None
+        self,
+        programs: list[Any],
+        parent: EquationPlace | None = None,
+        outside: "ProgramBlock | None" = None,
     ):
         self.parent, self.outside = parent, outside
         self.programs = [_jaxpr.opened(program)[0] for program in programs]
         self.equations = [equation for program in self.programs for equation in program.eqns]
         self.children = {
-            id(e): Block(_jaxpr.entered_programs(e)[0], Place(e, parent), self)
+            id(e): ProgramBlock(_jaxpr.entered_programs(e)[0], EquationPlace(e, parent), self)
             for e in self.equations
             if _is_entered(e)
         }
@@ -129,7 +132,7 @@ class Block:
     def is_small(self) -> bool:
         """Whether it stays whole in a measurement of modules."""
         name = self.parent.equation.primitive.name if self.parent else None
-        return name in _jaxpr.JIT and self.count <= _SMALL and not self.has_loops
+        return name in _jaxpr.JIT and self.count <= _SMALL_FUNCTION and not self.has_loops
 
     @property
     def has_loops(self) -> bool:
@@ -137,13 +140,13 @@ class Block:
         loops = any(e.primitive.name == "scan" for e in self.equations)
         return loops or any(child.has_loops for child in self.children.values())
 
-    def around(self) -> "Iterator[Block]":
+    def around(self) -> "Iterator[ProgramBlock]":
         """This block and those that hold it."""
         yield self
         if self.outside:
             yield from self.outside.around()
 
-    def blocks(self) -> "Iterator[Block]":
+    def blocks(self) -> "Iterator[ProgramBlock]":
         """This block and all inside."""
         yield self
         for child in self.children.values():
@@ -156,7 +159,7 @@ class Block:
                 yield from unit.holder.all_units()
             yield unit
 
-    def all_equations(self) -> Iterator[tuple["Block", JaxprEqn]]:
+    def all_equations(self) -> Iterator[tuple["ProgramBlock", JaxprEqn]]:
         """The equations of this block and of all blocks inside, but for those that hold these."""
         for equation in self.equations:
             yield from equations_of(self, equation)
@@ -182,10 +185,12 @@ class Block:
             return False
         if _is_layer(equation) and any(map(_is_layer, run)):
             return False
-        return Place(run[0]).module == Place(equation).module
+        return EquationPlace(run[0]).module == EquationPlace(equation).module
 
 
-def equations_of(block: Block, equation: JaxprEqn) -> Iterator[tuple[Block, JaxprEqn]]:
+def equations_of(
+    block: ProgramBlock, equation: JaxprEqn
+) -> Iterator[tuple[ProgramBlock, JaxprEqn]]:
     """The equation in its block, or those of the programs inside of it."""
     inner = block.children.get(id(equation))
     if inner:

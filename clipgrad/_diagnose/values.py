@@ -9,14 +9,14 @@ import numpy as np
 from jax.extend.core import Literal
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import is_float
-from clipgrad._diagnose.places import Place
+from clipgrad._diagnose.numbers import holds_floats
+from clipgrad._diagnose.places import EquationPlace
 from clipgrad._diagnose.subject import PRINTS
 from clipgrad._diagnose.suspects import MASKING
-from clipgrad._diagnose.walk import SAME, Flags, Target, Walk, badness, inner_programs
+from clipgrad._diagnose.walk import SAME_AS_OPERAND, Flags, Target, Walk, badness, inner_programs
 
 # NaN such as inf - inf is made of two infinities, of several operations at times.
-_TRIED = 4
+_TRIED_VALUES = 4
 _FIRST, _LATEST = -1, 2**62
 
 
@@ -24,11 +24,11 @@ class ValueOrigin(NamedTuple):
     """Where a NaN or inf is from: an argument, an operation, or a constant in an operation."""
 
     argument: int | None
-    place: Place | None = None
+    place: EquationPlace | None = None
     step: int | None = None  # of the innermost loop
     values: tuple[float, ...] | None = None  # what goes in where it goes wrong; None: a constant
     cause: int | None = None  # the argument with the inf that an operation makes NaN of
-    becomes: Place | None = None  # the operation that makes NaN of the inf
+    becomes: EquationPlace | None = None  # the operation that makes NaN of the inf
 
 
 class _Birth(NamedTuple):
@@ -39,7 +39,7 @@ class _Birth(NamedTuple):
 
     time: int
     argument: int | None = None
-    place: Place | None = None
+    place: EquationPlace | None = None
     steps: tuple[int, ...] = ()
     root: "_Birth | None" = None  # where the inf is from that it makes NaN of
 
@@ -87,9 +87,9 @@ def _step_of(birth: _Birth) -> int | None:
 
 def _overflow(program: Any, inputs: Sequence[Any], birth: _Birth) -> _Birth | None:
     """The operation that makes inf of finite numbers, without which there is no such NaN."""
-    cured: list[Place] = []
+    cured: list[EquationPlace] = []
     again: _Birth | None = birth
-    for _ in range(_TRIED):
+    for _ in range(_TRIED_VALUES):
         root = again and again.root
         if root is None or root.place is None or root.time == _LATEST or _is_mask(birth, root):
             return None
@@ -108,7 +108,7 @@ def _is_mask(birth: _Birth, root: _Birth) -> bool:
     return is_log and package.partition(" ")[0] in MASKING
 
 
-def _birth(program: Any, inputs: Sequence[Any], cured: Sequence[Place]) -> _Birth | None:
+def _birth(program: Any, inputs: Sequence[Any], cured: Sequence[EquationPlace]) -> _Birth | None:
     """Where the first result is from, if it is not finite."""
 
     @jax.jit
@@ -119,7 +119,7 @@ def _birth(program: Any, inputs: Sequence[Any], cured: Sequence[Place]) -> _Birt
     own = iter(flags.elements)
     births = (_Birth(_FIRST, argument=i) for i in range(len(inputs)))
     pairs = zip(inputs, births, strict=True)
-    tracks = [_tracked(int(next(own)), b) if is_float(x) else _FINITE for x, b in pairs]
+    tracks = [_tracked(int(next(own)), b) if holds_floats(x) else _FINITE for x, b in pairs]
     return _Replay().evaluate(program, flags, tracks, None, ())[0].birth
 
 
@@ -139,7 +139,7 @@ def _operands(program: Any, inputs: Sequence[Any], birth: _Birth) -> tuple[float
         return walk.record.values
 
     pairs = zip(birth.place.equation.invars, np.asarray(run(list(inputs))), strict=True)
-    return tuple(float(value) for v, value in pairs if is_float(v))
+    return tuple(float(value) for v, value in pairs if holds_floats(v))
 
 
 class _Replay:
@@ -154,7 +154,7 @@ class _Replay:
         program: Any,
         flags: Flags,
         inputs: Sequence[_Track],
-        parent: Place | None,
+        parent: EquationPlace | None,
         steps: tuple[int, ...],
     ) -> list[_Track]:
         """Where the results of a program are from."""
@@ -170,29 +170,29 @@ class _Replay:
             if equation.primitive.name in PRINTS:
                 continue
             operands = [read(atom) for atom in equation.invars]
-            place = Place(equation, parent)
+            place = EquationPlace(equation, parent)
             if inner := inner_programs(equation):
                 enter = {"scan": self._scan, "while": self._while, "cond": self._cond}
                 run = enter.get(equation.primitive.name, self._call)
                 outputs = run(place, inner, operands, next(inside), steps)
                 if equation.primitive.name == "while":
                     outputs = self._after(place, outputs, results, steps)
-            elif equation.primitive.name in SAME:
+            elif equation.primitive.name in SAME_AS_OPERAND:
                 outputs = operands[: len(equation.outvars)]
             else:
-                bad = [int(next(results)) if is_float(v) else 0 for v in equation.outvars]
+                bad = [int(next(results)) if holds_floats(v) else 0 for v in equation.outvars]
                 outputs = self._operation(place, operands, bad, steps)
             tracks |= dict(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _constant(self, x: Any) -> _Track:
         if id(x) not in self._constants:
-            bad = int(badness(jnp.asarray(x))) if is_float(jnp.asarray(x)) else 0
+            bad = int(badness(jnp.asarray(x))) if holds_floats(jnp.asarray(x)) else 0
             self._constants[id(x)] = _tracked(bad, _Birth(_LATEST))
         return self._constants[id(x)]
 
     def _operation(
-        self, place: Place, operands: list[_Track], bad: list[int], steps: tuple
+        self, place: EquationPlace, operands: list[_Track], bad: list[int], steps: tuple
     ) -> list[_Track]:
         """Has an origin here what is worse than all operands, else that of an operand as bad."""
         self._time += 1
@@ -209,19 +209,25 @@ class _Replay:
             outputs.append(_tracked(level, origin))
         return outputs
 
-    def _call(self, place: Place, inner: list, operands: list, flags: Any, steps: tuple) -> list:
+    def _call(
+        self, place: EquationPlace, inner: list, operands: list, flags: Any, steps: tuple
+    ) -> list:
         return self.evaluate(inner[0], flags[0], operands, place, steps)
 
-    def _cond(self, place: Place, inner: list, operands: list, flags: Any, steps: tuple) -> list:
+    def _cond(
+        self, place: EquationPlace, inner: list, operands: list, flags: Any, steps: tuple
+    ) -> list:
         index = int(np.clip(flags[0].index, 0, len(inner) - 1))
         return self.evaluate(inner[index], flags[index], operands[1:], place, steps)
 
-    def _scan(self, place: Place, inner: list, operands: list, flags: Any, steps: tuple) -> list:
+    def _scan(
+        self, place: EquationPlace, inner: list, operands: list, flags: Any, steps: tuple
+    ) -> list:
         params = place.equation.params
         constants, carried = _jaxpr.scan_counts(place.equation)
         fixed, carry = operands[:constants], operands[constants : constants + carried]
         whole = operands[constants + carried :]
-        floats = [is_float(v) for v in place.equation.invars[constants + carried :]]
+        floats = [holds_floats(v) for v in place.equation.invars[constants + carried :]]
         stacked = [_FINITE] * (len(place.equation.outvars) - carried)
         order = range(params["length"])
         is_bad = _bad_steps(flags[0], params["length"])
@@ -234,10 +240,14 @@ class _Replay:
             elements = [_tracked(int(next(bad)), x.birth) if f else x for x, f in pairs]
             results = self.evaluate(inner[0], own, [*fixed, *carry, *elements], place, (*steps, t))
             carry = results[:carried]
-            stacked = [_joined(*pair) for pair in zip(stacked, results[carried:], strict=True)]
+            stacked = [
+                _joined_tracks(*pair) for pair in zip(stacked, results[carried:], strict=True)
+            ]
         return [*carry, *stacked]
 
-    def _while(self, place: Place, inner: list, operands: list, flags: Any, steps: tuple) -> list:
+    def _while(
+        self, place: EquationPlace, inner: list, operands: list, flags: Any, steps: tuple
+    ) -> list:
         first = place.equation.params["cond_nconsts"]
         number = int(flags[0].index)
         given = operands[first:]
@@ -247,14 +257,14 @@ class _Replay:
         return self.evaluate(inner[0], flags[0], given, place, (*steps, number))
 
     def _after(
-        self, place: Place, tracks: list[_Track], results: Iterator, steps: tuple
+        self, place: EquationPlace, tracks: list[_Track], results: Iterator, steps: tuple
     ) -> list[_Track]:
         """What a loop carries at its end, from the first iteration at which something is bad."""
         self._time += 1
         first = _earliest(x.birth for x in tracks) or _Birth(self._time, None, place, steps)
         pairs = zip(place.equation.outvars, tracks, strict=True)
         return [
-            _tracked(int(next(results)), x.birth or first) if is_float(v) else _FINITE
+            _tracked(int(next(results)), x.birth or first) if holds_floats(v) else _FINITE
             for v, x in pairs
         ]
 
@@ -264,7 +274,7 @@ def _bad_steps(flags: Flags, length: int) -> np.ndarray:
     return np.any([leaf.reshape(length, -1).any(-1) for leaf in leaves], axis=0)
 
 
-def _joined(one: _Track, other: _Track) -> _Track:
+def _joined_tracks(one: _Track, other: _Track) -> _Track:
     bad = max(one.badness, other.badness)
     return _Track(bad, _earliest((one.birth, other.birth)))
 

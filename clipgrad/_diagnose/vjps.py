@@ -10,20 +10,20 @@ from clipgrad._diagnose.cotangents import (
     OPERAND,
     RESULT,
     STATE,
-    Site,
+    CotangentSite,
     Summary,
     measure,
     operation_sites,
 )
-from clipgrad._diagnose.places import Place
+from clipgrad._diagnose.places import EquationPlace
 from clipgrad._diagnose.sums import SumFault, sum_fault
-from clipgrad._diagnose.units import Block, Unit
+from clipgrad._diagnose.units import ProgramBlock, Unit
 
 # So many operations are measured one by one in one compiled program.
 _AT_ONCE = 240
 # Of several operations at fault, those whose NaN a mask drops are not the reason: the gradient is
 # measured again without the NaN of each, of so many at most.
-_TRIED = 4
+_TRIED_VJPS = 4
 
 Measured = dict[tuple, Summary]
 
@@ -31,7 +31,7 @@ Measured = dict[tuple, Summary]
 class VjpFault(NamedTuple):
     """An operation, the steps of the scans around it, and its operands where it goes wrong."""
 
-    place: Place
+    place: EquationPlace
     steps: tuple[int, ...]
     values: tuple[float, ...]
     finite_inputs: bool
@@ -41,10 +41,10 @@ def fault(
     program: Any,
     inputs: Sequence[Any],
     chosen: Sequence[int],
-    block: Block,
+    block: ProgramBlock,
     grads: list[Summary],
     measured: Measured,
-    excused: Place | None,
+    excused: EquationPlace | None,
 ) -> VjpFault | SumFault | None:
     """The first operation in backward order whose VJP is at fault, else the sum that is.
 
@@ -68,17 +68,17 @@ def fault(
         every |= found
         faults = [f for f in _faults(sites, found) if not _is_excused(f[1].place, excused)]
         ordered = sorted(faults, key=lambda f: (f[1].finite_inputs, f[0]), reverse=True)
-        for _, found_fault in ordered[:_TRIED] if len(ordered) > 1 else ():
+        for _, found_fault in ordered[:_TRIED_VJPS] if len(ordered) > 1 else ():
             own = [s for s in sites if s.equation is found_fault.place.equation]
             _, cured, _ = measure(program, inputs, chosen, block, own, cured=True)
-            if _count(cured) < _count(grads):
+            if _count_nonfinite(cured) < _count_nonfinite(grads):
                 return found_fault
         if ordered:
             return ordered[0][1]
     return sum_fault(chosen, block, grads, measured | every)
 
 
-def _count(grads: list[Summary]) -> float:
+def _count_nonfinite(grads: list[Summary]) -> float:
     return sum(float(np.sum(grad.nonfinite)) for grad in grads)
 
 
@@ -92,7 +92,7 @@ def _may_be_at_fault(unit: Unit, bad: dict, measured: Measured) -> Any:
     )
 
 
-def _is_bad(block: Block, variable: Any, bad: dict, measured: Measured) -> Any:
+def _is_bad(block: ProgramBlock, variable: Any, bad: dict, measured: Measured) -> Any:
     """Whether the cotangent of a variable is not finite, for each step of the scans around it."""
     if variable in block.makers:
         equation, i = block.makers[variable].leaves[variable]
@@ -123,9 +123,9 @@ def _batches(units: list[Unit]) -> Iterator[list[Unit]]:
         yield batch
 
 
-def _faults(sites: list[Site], found: Measured) -> Iterator[tuple[list[int], VjpFault]]:
+def _faults(sites: list[CotangentSite], found: Measured) -> Iterator[tuple[list[int], VjpFault]]:
     """The operations that make bad cotangents of good ones, with their order in time."""
-    operations: dict[tuple, list[Site]] = {}
+    operations: dict[tuple, list[CotangentSite]] = {}
     for site in sites:
         operations.setdefault((id(site.block), id(site.equation)), []).append(site)
     for own in operations.values():
@@ -141,10 +141,12 @@ def _faults(sites: list[Site], found: Measured) -> Iterator[tuple[list[int], Vjp
             shown = [o for o in operands if o.nonfinite[steps] > 0]
             finite = not any(o.bad_values[steps] for o in operands)
             values = tuple(float(o.value[steps]) for o in shown)
-            yield time, VjpFault(Place(equation, block.parent), steps, values, finite)
+            yield time, VjpFault(EquationPlace(equation, block.parent), steps, values, finite)
 
 
-def _time(block: Block, equation: JaxprEqn, steps: tuple[int, ...]) -> tuple[list[int], tuple]:
+def _time(
+    block: ProgramBlock, equation: JaxprEqn, steps: tuple[int, ...]
+) -> tuple[list[int], tuple]:
     """When the forward pass comes to an equation: its position, at each scan the step first."""
     order: list[int] = []
     left = list(steps)
@@ -159,6 +161,6 @@ def _time(block: Block, equation: JaxprEqn, steps: tuple[int, ...]) -> tuple[lis
             order.append(inside.params["length"] - 1 - step if inside.params["reverse"] else step)
 
 
-def _is_excused(place: Place, excused: Place | None) -> bool:
+def _is_excused(place: EquationPlace, excused: EquationPlace | None) -> bool:
     chains = [[id(e) for e in p.chain] if p else [] for p in (place, excused)]
     return bool(excused) and chains[1][-len(chains[0]) :] == chains[0]

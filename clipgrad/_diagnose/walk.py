@@ -15,14 +15,16 @@ from jax.sharding import PartitionSpec
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._compat import to_varying
-from clipgrad._diagnose.numbers import at_first, dtype_of, is_float
-from clipgrad._diagnose.places import Place
+from clipgrad._diagnose.numbers import at_first, dtype_of, holds_floats
+from clipgrad._diagnose.places import EquationPlace
 from clipgrad._diagnose.subject import PRINTS
 
 _CALLS = _jaxpr.JIT | _jaxpr.CALLS | _jaxpr.REMAT | _jaxpr.CUSTOM_RULES
 # What is in the result of these is what was in their operand.
-SAME = frozenset({"reshape", "transpose", "broadcast_in_dim", "squeeze", "neg", "rev", "name"})
-SAME |= {"copy", "pvary", "pcast", "sharding_constraint", "reshard"}
+SAME_AS_OPERAND = frozenset(
+    {"reshape", "transpose", "broadcast_in_dim", "squeeze", "neg", "rev", "name"}
+)
+SAME_AS_OPERAND |= {"copy", "pvary", "pcast", "sharding_constraint", "reshard"}
 # An infinity is replaced by a number of its sign that is no pole or zero of common functions.
 _ORDINARY = 1.25
 
@@ -43,11 +45,11 @@ class Flags(NamedTuple):
 class Target(NamedTuple):
     """An operation, and the iterations of the loops around it."""
 
-    place: Place
+    place: EquationPlace
     steps: tuple[int, ...]
 
 
-class Record(NamedTuple):
+class NonfiniteRecord(NamedTuple):
     """What an operation reads where its result is not finite."""
 
     found: Any
@@ -80,17 +82,21 @@ class Walk:
       target: an operation whose operands are recorded; there are no flags then.
     """
 
-    def __init__(self, cured: Sequence[Place] = (), target: Target | None = None):
-        self._cured = {_key(place) for place in cured}
+    def __init__(self, cured: Sequence[EquationPlace] = (), target: Target | None = None):
+        self._cured = {_place_key(place) for place in cured}
         self._target = target
         self._axes: tuple[str, ...] = ()  # of the mesh, in the `shard_map`s around
         self._varying = False
         self._steps: tuple[Any, ...] = ()
         count = len(target.place.equation.invars) if target else 0
-        self.record = Record(jnp.array(False), jnp.zeros(count, jnp.result_type(float)))
+        self.record = NonfiniteRecord(jnp.array(False), jnp.zeros(count, jnp.result_type(float)))
 
     def evaluate(
-        self, program: Any, inputs: Sequence[Any], parent: Place | None, elements: Sequence[Any]
+        self,
+        program: Any,
+        inputs: Sequence[Any],
+        parent: EquationPlace | None,
+        elements: Sequence[Any],
     ) -> tuple[list, Flags]:
         """The results of a program and its flags; a value is dropped after its last use."""
         jaxpr, constants = _jaxpr.opened(program)
@@ -108,10 +114,10 @@ class Walk:
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
             with equation.ctx.manager:
-                results = self._results(Place(equation, parent), operands, flags, inside)
+                results = self._results(EquationPlace(equation, parent), operands, flags, inside)
             results = zip(equation.outvars, results, strict=True)
             values |= {v: result for v, result in results if uses[v]}
-        own = [badness(x) for x in elements if is_float(x)]
+        own = [badness(x) for x in elements if holds_floats(x)]
         found = Flags(self._stacked(own), self._stacked(flags), inside, jnp.int32(0))
         return [read(atom) for atom in jaxpr.outvars], found
 
@@ -119,47 +125,47 @@ class Walk:
         flags = [] if self._target else flags
         return self._marked(jnp.stack(flags) if flags else jnp.zeros(0, jnp.int32))
 
-    def _results(self, place: Place, inputs: list, flags: list, inside: list) -> list:
+    def _results(self, place: EquationPlace, inputs: list, flags: list, inside: list) -> list:
         equation = place.equation
         name, inner = equation.primitive.name, inner_programs(equation)
         if name in PRINTS:
             return []
         if not inner:
             outputs = self._operation(place, inputs)
-            if name not in SAME:
-                flags += [badness(y) for y in outputs if is_float(y)]
+            if name not in SAME_AS_OPERAND:
+                flags += [badness(y) for y in outputs if holds_floats(y)]
             return outputs
         enter = {"scan": self._scan, "while": self._while, "cond": self._cond}
         enter["shard_map"] = self._shard_map
         outputs, found = enter.get(name, self._call)(place, inner, inputs)
         inside.append(found)
-        flags += [badness(y) for y in outputs if name == "while" and is_float(y)]
+        flags += [badness(y) for y in outputs if name == "while" and holds_floats(y)]
         return outputs
 
-    def _operation(self, place: Place, inputs: list) -> list:
+    def _operation(self, place: EquationPlace, inputs: list) -> list:
         outputs = _jaxpr.bind(place.equation, inputs)
-        if self._target and _key(place) == _key(self._target.place):
-            self._note(self._target, inputs, [y for y in outputs if is_float(y)])
-        if _key(place) in self._cured:
-            outputs = [_ordinary(y) if is_float(y) else y for y in outputs]
+        if self._target and _place_key(place) == _place_key(self._target.place):
+            self._note(self._target, inputs, [y for y in outputs if holds_floats(y)])
+        if _place_key(place) in self._cured:
+            outputs = [_ordinary(y) if holds_floats(y) else y for y in outputs]
         return outputs
 
     def _note(self, target: Target, inputs: list, outputs: list) -> None:
         """Record the operands of the operation that is asked for, at its step."""
         y = max(outputs, key=lambda y: y.size)
         bad = jnp.where(jnp.isnan(y).any(), jnp.isnan(y), jnp.isinf(y))
-        read = [at_first(bad, x) if is_float(x) else jnp.zeros(()) for x in inputs]
+        read = [at_first(bad, x) if holds_floats(x) else jnp.zeros(()) for x in inputs]
         is_now = bad.any()  # on this device of a `shard_map`
         for step, wanted in zip(self._steps, target.steps, strict=True):
             is_now &= step == wanted
-        new = Record(jnp.array(True), jnp.asarray(read, self.record.values.dtype))
+        new = NonfiniteRecord(jnp.array(True), jnp.asarray(read, self.record.values.dtype))
         self.record = jax.tree.map(lambda n, o: jnp.where(is_now, n, o), new, self.record)
 
-    def _call(self, place: Place, inner: list, inputs: list) -> tuple[list, Any]:
+    def _call(self, place: EquationPlace, inner: list, inputs: list) -> tuple[list, Any]:
         outputs, flags = self.evaluate(inner[0], inputs, place, ())
         return outputs, [flags]
 
-    def _scan(self, place: Place, inner: list, inputs: list) -> tuple[list, Any]:
+    def _scan(self, place: EquationPlace, inner: list, inputs: list) -> tuple[list, Any]:
         params = place.equation.params
         constants, carried = _jaxpr.scan_counts(place.equation)
         fixed, stacked, around = inputs[:constants], inputs[constants + carried :], self._steps
@@ -177,7 +183,7 @@ class Walk:
         self._steps = around
         return [*carry, *outputs], [flags]
 
-    def _while(self, place: Place, inner: list, inputs: list) -> tuple[list, Any]:
+    def _while(self, place: EquationPlace, inner: list, inputs: list) -> tuple[list, Any]:
         params = place.equation.params
         first = params["cond_nconsts"]
         second, around = first + params["body_nconsts"], self._steps
@@ -192,7 +198,7 @@ class Walk:
             goes_on = again(state[0])
             if goes_on.ndim:  # of a `vmap`: those that have ended keep their values
                 pairs = zip(results, state[0], strict=True)
-                results = [_jaxpr.kept(goes_on, new, old) for new, old in pairs]
+                results = [_jaxpr.kept_lanes(goes_on, new, old) for new, old in pairs]
             return self._state(results), flags._replace(index=number)
 
         def run(state):
@@ -210,7 +216,7 @@ class Walk:
         self._steps = around
         return list(carry), [flags]
 
-    def _cond(self, place: Place, inner: list, inputs: list) -> tuple[list, Any]:
+    def _cond(self, place: EquationPlace, inner: list, inputs: list) -> tuple[list, Any]:
         def alone(program):
             def run(state):
                 results, flags = self._inside(program, state, place)
@@ -233,7 +239,7 @@ class Walk:
         (results, self.record), flags = lax.switch(inputs[0], chosen, start)
         return list(results), [flag._replace(index=inputs[0]) for flag in flags]
 
-    def _shard_map(self, place: Place, inner: list, inputs: list) -> tuple[list, Any]:
+    def _shard_map(self, place: EquationPlace, inner: list, inputs: list) -> tuple[list, Any]:
         params = place.equation.params
         around = self._axes, self._varying, self._steps
         names = _jaxpr.manual_axes(place.equation)
@@ -259,12 +265,17 @@ class Walk:
         self.record = jax.tree.map(lambda x: x[one], record)
         return list(outputs), [jax.tree.map(lambda x: jnp.max(x, 0), flags)]
 
-    def _state(self, values: Sequence[Any], record: Record | None = None) -> tuple:
+    def _state(self, values: Sequence[Any], record: NonfiniteRecord | None = None) -> tuple:
         """What a loop carries: values, and what was recorded."""
         return list(values), jax.tree.map(self._marked, record or self.record)
 
     def _inside(
-        self, program: Any, state: tuple, place: Place, before: Sequence = (), own: Sequence = ()
+        self,
+        program: Any,
+        state: tuple,
+        place: EquationPlace,
+        before: Sequence = (),
+        own: Sequence = (),
     ) -> tuple[list, Flags]:
         """Evaluate a program of an equation with what is carried."""
         values, self.record = state
@@ -285,7 +296,7 @@ class _Silent(_jaxpr.Hook):
         return [] if equation.primitive.name in PRINTS else None
 
 
-def _key(place: Place) -> tuple:
+def _place_key(place: EquationPlace) -> tuple:
     return tuple(map(id, place.chain))
 
 

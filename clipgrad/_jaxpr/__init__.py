@@ -8,9 +8,9 @@ from clipgrad._jaxpr import _entrances as _entrances  # registers how programs a
 from clipgrad._jaxpr._activity import active_variables as active_variables
 from clipgrad._jaxpr._closures import closing_functions as closing_functions
 from clipgrad._jaxpr._closures import with_explicit_closures as with_explicit_closures
-from clipgrad._jaxpr._entrances import kept as kept
+from clipgrad._jaxpr._entrances import kept_lanes as kept_lanes
 from clipgrad._jaxpr._evaluate import Hook as Hook
-from clipgrad._jaxpr._evaluate import Values as Values
+from clipgrad._jaxpr._evaluate import ProgramValues as ProgramValues
 from clipgrad._jaxpr._evaluate import bind as bind
 from clipgrad._jaxpr._evaluate import evaluate as evaluate
 from clipgrad._jaxpr._evaluate import is_entered as is_entered
@@ -30,10 +30,10 @@ from clipgrad._jaxpr._programs import manual_axes as manual_axes
 from clipgrad._jaxpr._programs import map_programs as map_programs
 from clipgrad._jaxpr._programs import opened as opened
 from clipgrad._jaxpr._programs import scan_counts as scan_counts
-from clipgrad._jaxpr._scopes import Path as Path
+from clipgrad._jaxpr._scopes import ScopePath as ScopePath
 from clipgrad._jaxpr._scopes import path as path
 from clipgrad._jaxpr._scopes import scope_around as scope_around
-from clipgrad._jaxpr._sites import Site as Site
+from clipgrad._jaxpr._sites import NamedSite as NamedSite
 from clipgrad._jaxpr._sites import sites as sites
 from clipgrad._jaxpr._trace import Traced as Traced
 from clipgrad._jaxpr._trace import trace as trace

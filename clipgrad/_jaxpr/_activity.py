@@ -18,19 +18,19 @@ def active_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
     """
     jaxpr, chosen = opened(program)[0], set(inputs)
     found: set[Var] = set()
-    _spread(jaxpr, [i in chosen for i in range(len(jaxpr.invars))], found)
+    _spread_activity(jaxpr, [i in chosen for i in range(len(jaxpr.invars))], found)
     return frozenset(found)
 
 
-def _spread(jaxpr: Any, inputs: Sequence[bool], found: set[Var]) -> list[bool]:
+def _spread_activity(jaxpr: Any, inputs: Sequence[bool], found: set[Var]) -> list[bool]:
     """Add what depends on the inputs; return which outputs do."""
     own = {v for v, is_active in zip(jaxpr.invars, inputs, strict=True) if is_active}
-    own = {variable for variable in own if _is_floating(variable)}
+    own = {variable for variable in own if _is_floating_variable(variable)}
     for equation in jaxpr.eqns:
         flags = [not isinstance(atom, Literal) and atom in own for atom in equation.invars]
         if any(flags) and equation.primitive.name != "stop_gradient":
             outputs = zip(equation.outvars, _through(equation, flags, found), strict=True)
-            own |= {v for v, is_active in outputs if is_active and _is_floating(v)}
+            own |= {v for v, is_active in outputs if is_active and _is_floating_variable(v)}
     found |= own
     return [not isinstance(atom, Literal) and atom in own for atom in jaxpr.outvars]
 
@@ -40,7 +40,7 @@ def _through(equation: JaxprEqn, flags: list[bool], found: set[Var]) -> list[boo
     inner = [opened(program)[0] for program in entered_programs(equation)[0]]
     if not inner or equation.primitive.name == "custom_linear_solve":
         for jaxpr in inner:
-            _spread(jaxpr, [True] * len(jaxpr.invars), found)
+            _spread_activity(jaxpr, [True] * len(jaxpr.invars), found)
         return [True] * len(equation.outvars)
     flags = flags[len(flags) - len(inner[0].invars) :]  # a cond has its index before the inputs
     outputs = _of_any(inner, flags, found)
@@ -57,10 +57,10 @@ def _through(equation: JaxprEqn, flags: list[bool], found: set[Var]) -> list[boo
 
 
 def _of_any(programs: Sequence[Any], flags: Sequence[bool], found: set[Var]) -> list[bool]:
-    each = [_spread(jaxpr, flags, found) for jaxpr in programs]
+    each = [_spread_activity(jaxpr, flags, found) for jaxpr in programs]
     return [any(outputs) for outputs in zip(*each, strict=True)]
 
 
-def _is_floating(variable: Var) -> bool:
+def _is_floating_variable(variable: Var) -> bool:
     aval = variable.aval
     return isinstance(aval, ShapedArray) and jnp.issubdtype(aval.dtype, jnp.inexact)

@@ -17,15 +17,16 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
-from clipgrad._jaxpr._evaluate import Hook, Values, bind, evaluate
+from clipgrad._jaxpr._evaluate import Hook, ProgramValues, bind, evaluate
 from clipgrad._jaxpr._programs import called_program, opened
 
 # A program called from many places is read once. No tracer is kept, which would keep its trace.
 _CLOSES: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 _MOVED: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
 
-Place = Any  # a variable, or the identity of an equation's parameters and the number of a result
-Known = dict[Place, Any]
+# A variable, or the identity of an equation's parameters and the number of a result.
+ClosurePlace = Any
+Known = dict[ClosurePlace, Any]
 
 
 def with_explicit_closures(program: Any, inputs: Sequence) -> Any:
@@ -41,7 +42,7 @@ def with_explicit_closures(program: Any, inputs: Sequence) -> Any:
 def closing_functions(program: Any) -> list[str]:
     """Return the functions whose rules close over values of the program: name, file and line."""
     found = (e for e in _custom_equations(program) if _has_closure(e, set()))
-    return list(dict.fromkeys(map(_where, found)))
+    return list(dict.fromkeys(map(_where_defined, found)))
 
 
 class _Rules(NamedTuple):
@@ -77,7 +78,7 @@ class _Explicit(Hook):
         programs = jaxprs_in_params(equation.params)
         return None if any(map(_closes, programs)) else bind(equation, inputs)
 
-    def values(self, jaxpr: Any) -> Values:
+    def values(self, jaxpr: Any) -> ProgramValues:
         """The values of a program, noted for the rules in it and in the programs inside it."""
         del jaxpr
         return _Noted(self, self._known)
@@ -106,7 +107,7 @@ class _Explicit(Hook):
         return next((self._known[place] for place in places if place in self._known), None)
 
 
-class _Noted(Values):
+class _Noted(ProgramValues):
     """Notes the values of variables by their places."""
 
     def __init__(self, hook: Hook, known: Known):
@@ -128,13 +129,13 @@ class _Noted(Values):
             self._known.update(((params, i), value) for i, value in enumerate(values))
 
 
-def _place(tracer: Any) -> Place:
+def _place(tracer: Any) -> ClosurePlace:
     """The variable of a tracer, in whose place the program that was traced has its value."""
     variable = getattr(tracer, "val", None)
     return variable if isinstance(variable, Var) else id(tracer)
 
 
-def _place_of_result(tracer: Any) -> Place:
+def _place_of_result(tracer: Any) -> ClosurePlace:
     """The same as a result of an equation.
 
     JAX 0.10.0 drops the variables that no equation uses, and to be closed over is no use.
@@ -208,7 +209,7 @@ def _rules(equation: JaxprEqn) -> _Rules:
     """
     trace = _traced_jvp if equation.primitive.name == "custom_jvp_call" else _traced_vjp
     own = range(equation.params["num_consts"], len(equation.invars))
-    floating = [i for i in own if _is_floating(equation.invars[i])]
+    floating = [i for i in own if _is_floating_value(equation.invars[i])]
     key = opened(called_program(equation))[0]
     if key in _MOVED:  # where a trace has failed, JAX forgets what an earlier one has found
         return trace(equation, _MOVED[key])
@@ -283,7 +284,9 @@ def _primal(equation: JaxprEqn) -> Callable[..., list]:
     return call
 
 
-def _explicit_vjp(equation: JaxprEqn, rules: Any, places: list[Place]) -> Callable[..., list]:
+def _explicit_vjp(
+    equation: JaxprEqn, rules: Any, places: list[ClosurePlace]
+) -> Callable[..., list]:
     """The function of a `custom_vjp` equation, of what its rules close over and its inputs."""
     count = len(equation.outvars)
 
@@ -310,7 +313,9 @@ def _explicit_vjp(equation: JaxprEqn, rules: Any, places: list[Place]) -> Callab
     return call
 
 
-def _explicit_jvp(equation: JaxprEqn, rules: Any, places: list[Place]) -> Callable[..., list]:
+def _explicit_jvp(
+    equation: JaxprEqn, rules: Any, places: list[ClosurePlace]
+) -> Callable[..., list]:
     """The function of a `custom_jvp` equation, of what its rule closes over and its inputs."""
     call = jax.custom_jvp(_primal(equation))
 
@@ -362,17 +367,17 @@ _marked.defvjp(_mark_forward, _mark_backward, symbolic_zeros=True)
 def _floating(values: Sequence, like: Sequence | None = None) -> list:
     """Those of some values that have tangents and cotangents, by their own types or by others'."""
     pairs = zip(values, values if like is None else like, strict=True)
-    return [value for value, other in pairs if _is_floating(other)]
+    return [value for value, other in pairs if _is_floating_value(other)]
 
 
 def _with_float0(values: Iterable, like: Sequence) -> list:
     """The values with zeros of type float0 where another has no tangents."""
     left = iter(values)
     zero = lambda x: np.zeros(_typed(x).shape, jax.dtypes.float0)  # noqa: E731
-    return [next(left) if _is_floating(x) else zero(x) for x in like]
+    return [next(left) if _is_floating_value(x) else zero(x) for x in like]
 
 
-def _is_floating(x: Any) -> bool:
+def _is_floating_value(x: Any) -> bool:
     return jnp.issubdtype(_typed(x).dtype, jnp.inexact)
 
 
@@ -401,7 +406,7 @@ class _Still(NamedTuple):
         """Raises `ValueError` if the rules could not be traced."""
         if not isinstance(rules, _Rules):
             over = "a value of a transformation around it, such as jax.vmap, that ends before them"
-            raise ValueError(_text(equation, over)) from rules
+            raise ValueError(_closure_text(equation, over)) from rules
         return cls(equation, rules)
 
     def holds(self, i: int) -> bool:
@@ -410,18 +415,18 @@ class _Still(NamedTuple):
 
     def check(self, differentiated: list) -> None:
         """Raises `ValueError` if one of these values, which are differentiated, is floating."""
-        found = next(filter(_is_floating, differentiated), None)
+        found = next(filter(_is_floating_value, differentiated), None)
         if found is not None:
             over = f"a value of type {jax.typeof(found).str_short()} that is differentiated"
-            raise ValueError(_text(self.equation, over))
+            raise ValueError(_closure_text(self.equation, over))
 
 
-def _text(equation: JaxprEqn, over: str) -> str:
+def _closure_text(equation: JaxprEqn, over: str) -> str:
     kind = equation.primitive.name.removesuffix("_call")
     return (
-        f"fun: got the jax.{kind} function {_where(equation)}, whose rules close over {over}; "
-        f"expected rules that get it as an argument: call {_function(equation)}(..., value), and "
-        "return its derivative from the rules; if it has none, close over "
+        f"fun: got the jax.{kind} function {_where_defined(equation)}, whose rules close over "
+        f"{over}; expected rules that get it as an argument: call {_function(equation)}(..., "
+        "value), and return its derivative from the rules; if it has none, close over "
         "jax.lax.stop_gradient(value)"
     )
 
@@ -432,7 +437,7 @@ def _function(equation: JaxprEqn) -> str:
     return getattr(info, "func_name", None) or equation.primitive.name
 
 
-def _where(equation: JaxprEqn) -> str:
+def _where_defined(equation: JaxprEqn) -> str:
     """The name, the file and the line of the function that the rules are of."""
     info = getattr(opened(called_program(equation))[0], "debug_info", None)
     return getattr(info, "func_src_info", None) or _function(equation)

@@ -33,14 +33,14 @@ def _body(equation: JaxprEqn, hook: Hook, program: Any = None) -> Callable[..., 
 
 
 @entrance(*CALLS, *CUSTOM_RULES)
-def _call(equation, inputs, hook):
+def _enter_call(equation, inputs, hook):
     return _body(equation, hook)(*inputs)
 
 
 @entrance(*JIT)
-def _jit(equation, inputs, hook):
+def _enter_jit(equation, inputs, hook):
     if hook.flatten:
-        return _call(equation, inputs, hook)
+        return _enter_call(equation, inputs, hook)
     inner = hook.inside(equation, ())
     leaves, structure = jax.tree.flatten(inner)
     arrays, rest = partition(leaves, is_array)
@@ -79,9 +79,9 @@ def _stated(sharding):
 
 
 @entrance(*REMAT)
-def _remat(equation, inputs, hook):
+def _enter_remat(equation, inputs, hook):
     if hook.flatten:
-        return _call(equation, inputs, hook)
+        return _enter_call(equation, inputs, hook)
     params = equation.params
     prevent_cse = params["prevent_cse"]
     if params["differentiated"]:  # JAX puts a barrier before the recomputation
@@ -93,7 +93,7 @@ def _remat(equation, inputs, hook):
 
 
 @entrance("scan")
-def _scan(equation, inputs, hook):
+def _enter_scan(equation, inputs, hook):
     constants, carried = scan_counts(equation)
     split = constants + carried
 
@@ -115,7 +115,7 @@ def _scan(equation, inputs, hook):
 
 
 @entrance("while")
-def _while(equation, inputs, hook):
+def _enter_while(equation, inputs, hook):
     params = equation.params
     first = params["cond_nconsts"]
     second = first + params["body_nconsts"]
@@ -126,19 +126,19 @@ def _while(equation, inputs, hook):
         goes_on, new = again(*inputs[:first], *carry)[0], body(*inputs[first:second], *carry)
         if not goes_on.ndim:
             return tuple(new)
-        return tuple(map(functools.partial(kept, goes_on), new, carry))  # of a `vmap`
+        return tuple(map(functools.partial(kept_lanes, goes_on), new, carry))  # of a `vmap`
 
     start = tuple(inputs[second:])
     return lax.while_loop(lambda carry: again(*inputs[:first], *carry)[0].any(), run, start)
 
 
-def kept(where, new, old):
+def kept_lanes(where, new, old):
     """What each loop of a `vmap` carries: those that have ended keep it."""
     return jnp.where(where.reshape(where.shape + (1,) * (jnp.ndim(new) - where.ndim)), new, old)
 
 
 @entrance("cond")
-def _cond(equation, inputs, hook):
+def _enter_cond(equation, inputs, hook):
     branches = [_body(equation, hook, branch) for branch in equation.params["branches"]]
     platforms = equation.params.get("branches_platforms")
     if platforms is None:
@@ -150,7 +150,7 @@ def _cond(equation, inputs, hook):
 
 
 @entrance("shard_map")
-def _shard_map(equation, inputs, hook):
+def _enter_shard_map(equation, inputs, hook):
     params = equation.params
     leaves, structure = jax.tree.flatten(hook.inside(equation, ()))
     arrays, rest = partition(leaves, is_array)
@@ -175,7 +175,7 @@ def _shard_map(equation, inputs, hook):
 
 
 @entrance("custom_linear_solve")
-def _linear_solve(equation, inputs, hook):
+def _enter_linear_solve(equation, inputs, hook):
     """Enters the matrix only: JAX differentiates a linear solve by nothing else."""
     lengths, solve = equation.params["const_lengths"], equation.params["jaxprs"]
     ends = [sum(lengths[:i]) for i in range(1, 5)]

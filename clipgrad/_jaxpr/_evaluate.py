@@ -55,10 +55,10 @@ class Hook:
         del aval
         return value
 
-    def values(self, jaxpr: Any) -> "Values":
+    def values(self, jaxpr: Any) -> "ProgramValues":
         """Return what keeps the values of a program while it is evaluated."""
         del jaxpr
-        return Values(self)
+        return ProgramValues(self)
 
     def steps(self, equation: JaxprEqn) -> Any:
         """Return a tree with a leading axis as long as the scan; `inside` gets its slices."""
@@ -76,7 +76,7 @@ class Hook:
         return self
 
 
-class Values:
+class ProgramValues:
     """The values of a program's variables while it is evaluated."""
 
     def __init__(self, hook: Hook) -> None:

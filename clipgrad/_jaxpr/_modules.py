@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 from jax.core import ShapedArray
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
-from clipgrad._jaxpr._evaluate import Hook, Values
+from clipgrad._jaxpr._evaluate import Hook, ProgramValues
 from clipgrad._jaxpr._programs import entered_programs, opened
-from clipgrad._jaxpr._scopes import Path, path
+from clipgrad._jaxpr._scopes import ScopePath, path
 
-Uses = dict[Var, frozenset[Path]]
+Uses = dict[Var, frozenset[ScopePath]]
 
 # A program called from many places is read once, so that the time is linear in the source.
 _USES: weakref.WeakKeyDictionary[Any, Uses] = weakref.WeakKeyDictionary()
@@ -22,11 +22,11 @@ _EXITS: weakref.WeakKeyDictionary[Any, dict[Var, "Exit"]] = weakref.WeakKeyDicti
 class Exit(NamedTuple):
     """A value that leaves scopes: it is used, or returned, outside of them."""
 
-    path: Path  # the scopes in which it is computed, outermost first
+    path: ScopePath  # the scopes in which it is computed, outermost first
     kept: int  # how many of these, from the outermost on, all its uses are in, too
 
     @property
-    def left(self) -> list[Path]:
+    def left(self) -> list[ScopePath]:
         """The scopes that it leaves, innermost first."""
         return [self.path[:depth] for depth in range(len(self.path), self.kept, -1)]
 
@@ -36,9 +36,9 @@ def exits(jaxpr: Any) -> dict[Var, Exit]:
     if jaxpr not in _EXITS:
         _EXITS[jaxpr] = found = {}
         for equation in jaxpr.eqns if any(map(path, jaxpr.eqns)) else ():
-            for variable in filter(_is_array, equation.outvars):
+            for variable in filter(_is_array_variable, equation.outvars):
                 around, used = path(equation), uses(jaxpr).get(variable, ())
-                if (kept := _kept(around, used)) < len(around):
+                if (kept := _kept_scopes(around, used)) < len(around):
                     found[variable] = Exit(around, kept)
     return _EXITS[jaxpr]
 
@@ -55,7 +55,9 @@ def variables_of_modules(program: Any) -> frozenset[Var]:
 def uses(jaxpr: Any) -> Uses:
     """Return the scopes in which a program uses each of its variables; what it returns: none."""
     if jaxpr not in _USES:
-        found: dict[Var, set[Path]] = {v: {()} for v in jaxpr.outvars if not isinstance(v, Literal)}
+        found: dict[Var, set[ScopePath]] = {
+            v: {()} for v in jaxpr.outvars if not isinstance(v, Literal)
+        }
         for equation in jaxpr.eqns:
             for atom, places in zip(equation.invars, uses_of_inputs(equation), strict=True):
                 if not isinstance(atom, Literal):
@@ -64,7 +66,7 @@ def uses(jaxpr: Any) -> Uses:
     return _USES[jaxpr]
 
 
-def uses_of_inputs(equation: JaxprEqn) -> list[frozenset[Path]]:
+def uses_of_inputs(equation: JaxprEqn) -> list[frozenset[ScopePath]]:
     """Return where an equation uses each input; one with programs inside: where these do."""
     around = path(equation)
     places = [frozenset({around})] * len(equation.invars)
@@ -79,24 +81,24 @@ def uses_of_inputs(equation: JaxprEqn) -> list[frozenset[Path]]:
     return places
 
 
-def _kept(around: Path, places: Iterable[Path]) -> int:
+def _kept_scopes(around: ScopePath, places: Iterable[ScopePath]) -> int:
     """How many of the scopes around a value are around all these uses of it."""
     return min((_common(around, place) for place in places), default=len(around))
 
 
-def _common(first: Path, second: Path) -> int:
+def _common(first: ScopePath, second: ScopePath) -> int:
     pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-def _is_array(variable: Var) -> bool:
+def _is_array_variable(variable: Var) -> bool:
     return isinstance(variable.aval, ShapedArray) and not isinstance(variable, DropVar)
 
 
 class _Views(NamedTuple):
     """A value as it is inside of scopes, and as `leave` returned it outside of more and more."""
 
-    path: Path
+    path: ScopePath
     depths: tuple[int, ...]  # those of the scopes that were asked for, innermost first
     values: tuple[Any, ...]  # one more
 
@@ -104,7 +106,7 @@ class _Views(NamedTuple):
         return self.values[sum(depth > kept for depth in self.depths)]
 
 
-class ModuleValues(Values):
+class ModuleValues(ProgramValues):
     """The values of a program, each with what it is outside of the scopes that it leaves.
 
     `leave(path)` is a function of the values that leave the scopes ``path`` of this program, or
@@ -116,7 +118,7 @@ class ModuleValues(Values):
         self,
         hook: Hook,
         jaxpr: Any,
-        leave: Callable[[Path], Callable[[Any], Any] | None],
+        leave: Callable[[ScopePath], Callable[[Any], Any] | None],
         variables: frozenset[Var] | None = None,
     ) -> None:
         super().__init__(hook)
@@ -148,7 +150,7 @@ class ModuleValues(Values):
                 found.append(self.read(atom))
             else:
                 places = places or uses_of_inputs(equation)
-                found.append(views.at(_kept(views.path, places[i])))
+                found.append(views.at(_kept_scopes(views.path, places[i])))
         return found
 
     def outputs(self, jaxpr: Any) -> list:

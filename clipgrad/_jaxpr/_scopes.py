@@ -7,7 +7,7 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
-Path = tuple[str, ...]
+ScopePath = tuple[str, ...]
 
 # JAX has no public name for the two kinds of entries of a name stack.
 with jax.named_scope("scope"):
@@ -16,7 +16,7 @@ with source_info_util.transform_name_stack("vmap"):
     _VMAP = source_info_util.current_name_stack().stack[-1]
 
 
-def path(equation: JaxprEqn) -> Path:
+def path(equation: JaxprEqn) -> ScopePath:
     """Return the scopes around an equation within its own program, outermost first.
 
     Those around a program inside another equation are that equation's. `jax.named_scope("a/b")`

@@ -14,13 +14,13 @@ from jax.extend.core import DropVar, JaxprEqn, Var
 
 from clipgrad._jaxpr._modules import exits, uses
 from clipgrad._jaxpr._programs import entered_programs, opened
-from clipgrad._jaxpr._scopes import Path, is_mapped, path
+from clipgrad._jaxpr._scopes import ScopePath, is_mapped, path
 
 # A program called from many places is read once, so that the time is linear in the source.
-_SITES: weakref.WeakKeyDictionary[Any, "dict[Site, int]"] = weakref.WeakKeyDictionary()
+_SITES: weakref.WeakKeyDictionary[Any, "dict[NamedSite, int]"] = weakref.WeakKeyDictionary()
 
 
-class Site(NamedTuple):
+class NamedSite(NamedTuple):
     """A variable with a name."""
 
     name: str  # of a module: its scopes in the program that was asked, joined by "/"
@@ -47,23 +47,23 @@ class Site(NamedTuple):
         """Whether it has a cotangent that can be reached."""
         return self.used and self.is_differentiable and self.within is None
 
-    def below(self, scopes: Path) -> "Site":
+    def below(self, scopes: ScopePath) -> "NamedSite":
         """This site of a program inside of an equation with these scopes around it."""
         return self if self.kind == "tag" else self._replace(name="/".join((*scopes, self.name)))
 
 
-def sites(program: Any) -> dict[Site, int]:
+def sites(program: Any) -> dict[NamedSite, int]:
     """Return the sites of a program and of those inside it, and how many there are of a kind."""
     jaxpr = opened(program)[0]
     if jaxpr not in _SITES:
-        found: Counter[Site] = Counter()
+        found: Counter[NamedSite] = Counter()
         for site, count in _find(jaxpr):
             found[site] += count
         _SITES[jaxpr] = dict(found)
     return _SITES[jaxpr]
 
 
-def _find(jaxpr: Any) -> Iterator[tuple[Site, int]]:
+def _find(jaxpr: Any) -> Iterator[tuple[NamedSite, int]]:
     used = uses(jaxpr)
     for equation in jaxpr.eqns:
         name, mapped, scopes = equation.primitive.name, is_mapped(equation), path(equation)
@@ -81,7 +81,7 @@ def _find(jaxpr: Any) -> Iterator[tuple[Site, int]]:
         yield from _of_modules(jaxpr, equation, mapped)
 
 
-def _of_modules(jaxpr: Any, equation: JaxprEqn, mapped: bool) -> Iterator[tuple[Site, int]]:
+def _of_modules(jaxpr: Any, equation: JaxprEqn, mapped: bool) -> Iterator[tuple[NamedSite, int]]:
     """The scopes that the results of an equation leave; all, if nothing uses a result."""
     scopes = path(equation)
     for variable in equation.outvars if scopes else ():
@@ -94,6 +94,6 @@ def _of_modules(jaxpr: Any, equation: JaxprEqn, mapped: bool) -> Iterator[tuple[
             yield _site("/".join(left), "module", variable, used, mapped), 1
 
 
-def _site(name: str, kind: str, variable: Var, used: bool, mapped: bool) -> Site:
+def _site(name: str, kind: str, variable: Var, used: bool, mapped: bool) -> NamedSite:
     aval: Any = variable.aval
-    return Site(name, kind, (), tuple(aval.shape), str(aval.dtype), used, None, mapped)
+    return NamedSite(name, kind, (), tuple(aval.shape), str(aval.dtype), used, None, mapped)

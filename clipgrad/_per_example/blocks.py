@@ -9,24 +9,25 @@ import jax.numpy as jnp
 from clipgrad._numbers import accumulator
 from clipgrad._per_example.terms import Factor, Products, Term, Unfollowed, einsum
 
-Name = tuple[int, int]  # of an axis of a factor: the axis of the gradient, and the place in that
+# Of an axis of a factor: the axis of the gradient, and the place in that.
+FactorAxis = tuple[int, int]
 
 
 class Part(NamedTuple):
     """A factor, of the shape (rows, sizes of the names); or the hot index of each row."""
 
     values: jax.Array
-    names: tuple[Name, ...]
-    hot: Name | None
+    names: tuple[FactorAxis, ...]
+    hot: FactorAxis | None
     length: int
 
     @property
-    def owned(self) -> tuple[Name, ...]:
+    def owned(self) -> tuple[FactorAxis, ...]:
         """All names, that of the hot axis included."""
         return self.names if self.hot is None else (self.hot,)
 
 
-class Window(NamedTuple):
+class GradientWindow(NamedTuple):
     """Where along an axis of the gradient a block is: ``sizes`` multiply to its length."""
 
     start: int
@@ -34,11 +35,11 @@ class Window(NamedTuple):
     size: int
 
 
-class Block(NamedTuple):
+class ProductBlock(NamedTuple):
     """A sum over rows of products of parts."""
 
     parts: tuple[Part, ...]
-    windows: tuple[Window, ...]
+    windows: tuple[GradientWindow, ...]
     precision: Any
 
     @property
@@ -47,34 +48,34 @@ class Block(NamedTuple):
         return self.parts[0].values.shape[0]
 
     @property
-    def kept(self) -> frozenset[Name]:
+    def kept(self) -> frozenset[FactorAxis]:
         """The names that several parts share."""
         all_names = [name for part in self.parts for name in part.owned]
         return frozenset(name for name in all_names if all_names.count(name) > 1)
 
-    def size(self, name: Name) -> int:
+    def size(self, name: FactorAxis) -> int:
         """The size of a name."""
         return self.windows[name[0]].sizes[name[1]]
 
 
-def blocks(products: Products) -> list[Block]:
+def blocks(products: Products) -> list[ProductBlock]:
     """The terms, those that differ by their numbers alone joined to one block."""
-    groups: dict[Any, list[Block]] = {}
-    dtype = wide_dtype(products)
+    groups: dict[Any, list[ProductBlock]] = {}
+    dtype = sum_dtype(products)
     for term in products.terms:
-        block = _normal(term, dtype)
+        block = _normal_form(term, dtype)
         shapes = tuple((p.names, p.hot, p.length, p.values.dtype.name) for p in block.parts)
         groups.setdefault((shapes, block.windows, block.precision), []).append(block)
-    return [_joined(group) for group in groups.values()]
+    return [_joined_blocks(group) for group in groups.values()]
 
 
-def wide_dtype(products: Products) -> str:
+def sum_dtype(products: Products) -> str:
     """The dtype in which products are summed: float64 if anything in them is."""
     arrays = [f.values for term in products.terms for f in term.factors if f.hot is None]
     return max([accumulator(x) for x in (products, *arrays)])
 
 
-def _normal(term: Term, dtype: str) -> Block:
+def _normal_form(term: Term, dtype: str) -> ProductBlock:
     places = {
         label: (i, p) for i, axis in enumerate(term.axes) for p, label in enumerate(axis.labels)
     }
@@ -82,11 +83,11 @@ def _normal(term: Term, dtype: str) -> Block:
     summed = {label: sizes[label] for label in term.summed}
     parts = [_part(factor, places, summed, dtype) for factor in term.factors]
     windows = [
-        Window(axis.start, tuple(sizes[label] for label in axis.labels), axis.size)
+        GradientWindow(axis.start, tuple(sizes[label] for label in axis.labels), axis.size)
         for axis in term.axes
     ]
     ordered = sorted(_folded(parts), key=lambda part: (part.owned, part.hot is not None))
-    return Block(tuple(ordered), tuple(windows), term.precision)
+    return ProductBlock(tuple(ordered), tuple(windows), term.precision)
 
 
 def _part(factor: Factor, places: dict, summed: dict[int, int], dtype: str) -> Part:
@@ -130,7 +131,7 @@ def _holds(part: Part, other: Part) -> bool:
     return part.hot is None and other.hot is None and set(other.names) <= set(part.names)
 
 
-def _joined(group: list[Block]) -> Block:
+def _joined_blocks(group: list[ProductBlock]) -> ProductBlock:
     if len(group) == 1:
         return group[0]
     columns = zip(*(block.parts for block in group), strict=True)
@@ -141,7 +142,7 @@ def _joined(group: list[Block]) -> Block:
     return group[0]._replace(parts=tuple(parts))
 
 
-def value(block: Block, precision: Any = None) -> jax.Array:
+def value(block: ProductBlock, precision: Any = None) -> jax.Array:
     """The sum of products of a block, as a part of the gradient with the axes of its windows."""
     hot = [part for part in block.parts if part.hot is not None]
     dense = [part for part in block.parts if part.hot is None]
@@ -166,7 +167,7 @@ def _scattered(hot: list[Part], rows: jax.Array) -> jax.Array:
     return zeros.at[tuple(part.values for part in hot)].add(rows, mode="drop")
 
 
-def placed(block: Block, part: jax.Array) -> jax.Array:
+def placed(block: ProductBlock, part: jax.Array) -> jax.Array:
     """A part of a gradient at its place, with zeros around it."""
     edges = [(w.start, w.size - w.start - math.prod(w.sizes), 0) for w in block.windows]
     if all(edge == (0, 0, 0) for edge in edges):
@@ -174,10 +175,10 @@ def placed(block: Block, part: jax.Array) -> jax.Array:
     return jax.lax.pad(part, jnp.zeros((), part.dtype), edges)
 
 
-def dense(products: Products, precision: Any = None) -> jax.Array:
+def dense_gradient(products: Products, precision: Any = None) -> jax.Array:
     """The gradient itself, in float32 or wider."""
     total = None
     for block in blocks(products):
         part = placed(block, value(block, precision))
         total = part if total is None else total + part
-    return jnp.zeros(products.shape, wide_dtype(products)) if total is None else total
+    return jnp.zeros(products.shape, sum_dtype(products)) if total is None else total

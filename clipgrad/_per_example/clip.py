@@ -11,7 +11,7 @@ from clipgrad._nonfinite import check_policy
 from clipgrad._per_example.batches import check_microbatch, on_each_device, part_count, sums
 from clipgrad._per_example.methods import sums_of
 from clipgrad._per_example.plan import Plan, plan_of
-from clipgrad._per_example.subject import Subject, check_method, check_params
+from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params
 from clipgrad._rules import as_rule
 from clipgrad._where import Where
 
@@ -133,7 +133,7 @@ def clip_per_example(
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCTIONS)}")
     check_microbatch(microbatch)
-    subject = Subject(loss_fn, rule, microbatch, has_aux, where, nonfinite, method)
+    subject = PerExampleSubject(loss_fn, rule, microbatch, has_aux, where, nonfinite, method)
     return ClipPerExample(subject, reduce)
 
 
@@ -141,7 +141,7 @@ def clip_per_example(
 class ClipPerExample:
     """A function of parameters and a batch; see `clip_per_example`."""
 
-    subject: Subject
+    subject: PerExampleSubject
     reduce: str
 
     def __call__(self, params: Any, batch: Any) -> tuple[Any, Any, Any]:

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._numbers import accumulator
-from clipgrad._per_example.follow import contracted, follows, is_plain
-from clipgrad._per_example.products import kept
+from clipgrad._per_example.follow import contracted, follows, is_plain_array
+from clipgrad._per_example.products import one_product
 from clipgrad._per_example.sums import Contract
-from clipgrad._per_example.terms import Axis, Factor, Term, Unfollowed
+from clipgrad._per_example.terms import Factor, GradientAxis, Term, Unfollowed
 
 # Each tap is a slice in the program; larger kernels are rare, and would make it long.
 _MOST_TAPS = 256
@@ -19,7 +19,7 @@ _MOST_TAPS = 256
 
 @follows("conv_general_dilated")
 def _convolution(hook, equation, inputs, wants):
-    if not all(is_plain(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in inputs):
+    if not all(is_plain_array(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in inputs):
         raise Unfollowed("a convolution of numbers that are not real")
     params, aval = equation.params, equation.outvars[0].aval
     if (summed := contracted(hook, _over_examples(params), tuple(inputs), wants[0])) is not None:
@@ -46,9 +46,9 @@ def _convolution(hook, equation, inputs, wants):
     axes: list[Any] = [None] * aval.ndim
     made = [(row,), (group, column), *((k,) for k in first)]
     for place, labels in zip(numbers.out_spec, made, strict=True):
-        axes[place] = Axis(labels, 0, aval.shape[place])
+        axes[place] = GradientAxis(labels, 0, aval.shape[place])
     term = Term((left, right), tuple(axes), params["precision"])
-    return kept(hook, term if count > 1 else _ungrouped(term, group), aval, wants[0])
+    return one_product(hook, term if count > 1 else _ungrouped(term, group), aval, wants[0])
 
 
 def _over_examples(params: Any) -> Contract:

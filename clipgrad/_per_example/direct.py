@@ -6,18 +6,20 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._clip_grads import clip_grads
-from clipgrad._numbers import accumulator, widen
-from clipgrad._per_example.subject import Subject
+from clipgrad._numbers import accumulator, with_real_dtype
+from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._trees import map_clippable
 
 
-def direct_sums(subject: Subject, params: Any, examples: Any) -> tuple[Any, tuple[Any, Any]]:
+def direct_sums(
+    subject: PerExampleSubject, params: Any, examples: Any
+) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     loss_and_grad = jax.value_and_grad(subject.loss_fn, has_aux=subject.has_aux)
 
     def of_one(params: Any, example: Any) -> tuple[Any, tuple[Any, Any]]:
         value, grads = loss_and_grad(params, example)
-        wide = map_clippable(lambda g: widen(g, accumulator(g)), grads)
+        wide = map_clippable(lambda g: with_real_dtype(g, accumulator(g)), grads)
         options = {"where": subject.where, "nonfinite": subject.nonfinite}
         clipped, stats = clip_grads(wide, subject.rule, params, **options)
         return clipped, (value, stats)

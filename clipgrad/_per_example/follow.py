@@ -9,21 +9,21 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
 from clipgrad._jaxpr import REMAT, Hook, bind, called_program
-from clipgrad._per_example.blocks import dense
+from clipgrad._per_example.blocks import dense_gradient
 from clipgrad._per_example.grams import squares
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Contract, Summed
 from clipgrad._per_example.terms import NotAccumulated, Products, Unfollowed
 from clipgrad._per_example.wanted import Want, wanted
 
-Rule = Callable[["Follow", JaxprEqn, list, list[Want | None]], Sequence | None]
-_RULES: dict[str, Rule] = {}
+FollowRule = Callable[["Follow", JaxprEqn, list, list[Want | None]], Sequence | None]
+_RULES: dict[str, FollowRule] = {}
 
 
-def follows(*names: str) -> Callable[[Rule], Rule]:
+def follows(*names: str) -> Callable[[FollowRule], FollowRule]:
     """Decorates how primitives of these names are applied to, or make, sums of products."""
 
-    def register(function: Rule) -> Rule:
+    def register(function: FollowRule) -> FollowRule:
         _RULES.update(dict.fromkeys(names, function))
         return function
 
@@ -107,7 +107,7 @@ class Follow(Hook):
         if outputs is None:
             for want in filter(None, wants):
                 self.notes.add(want, reason)
-            outputs = bind(equation, [as_array(x) for x in inputs])
+            outputs = bind(equation, [gradient_array(x) for x in inputs])
         pairs = zip(outputs, wants, strict=True)
         end = self.end
         return [end(v, want) if end and want else v for v, want in pairs]
@@ -121,8 +121,8 @@ class Follow(Hook):
             real = [i for i, n in enumerate(shape) if n == whole[dimensions[i]]]
             small = jnp.reshape(inputs[0], [shape[i] for i in real])
             self.sources[made] = small, tuple(int(dimensions[i]) for i in real)
-        elif name in ("convert_element_type", "copy") and _source(equation) in self.sources:
-            self.sources[made] = self.sources[_source(equation)]
+        elif name in ("convert_element_type", "copy") and _first_operand(equation) in self.sources:
+            self.sources[made] = self.sources[_first_operand(equation)]
 
     def source(self, atom: Any, array: Any, shape: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
         """An array without the axes along which it is one number, and the axes that it has."""
@@ -142,16 +142,16 @@ def contracted(hook: Follow, contract: Contract, factors: tuple, want: Want | No
     return hook.end.contracted(contract, factors, want) if hook.end and want else None
 
 
-def as_array(value: Any) -> Any:
+def gradient_array(value: Any) -> Any:
     """The gradient itself, in place of products."""
     if not isinstance(value, Products):
         return value
     if value.carried:
         raise NotAccumulated(value.carried[0])
-    return dense(value).astype(value.dtype)
+    return dense_gradient(value).astype(value.dtype)
 
 
-def is_plain(value: Any) -> bool:
+def is_plain_array(value: Any) -> bool:
     """Whether this is an array, not a sum of products or of squares."""
     return not isinstance(value, Products | Squares | Summed)
 
@@ -161,11 +161,11 @@ def tie(values: Sequence) -> list:
     return list(jax.lax.optimization_barrier(list(values)))
 
 
-def zeros(aval: Any) -> Products:
+def no_products(aval: Any) -> Products:
     """The sum of no products."""
     return Products((), tuple(aval.shape), jnp.dtype(aval.dtype))
 
 
-def _source(equation: JaxprEqn) -> Any:
+def _first_operand(equation: JaxprEqn) -> Any:
     atom = equation.invars[0]
     return None if isinstance(atom, Literal) else atom

@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._per_example.blocks import Block, Part, blocks, placed, value
-from clipgrad._per_example.squares import NOTHING, Squares, exponents, times_power
+from clipgrad._per_example.blocks import Part, ProductBlock, blocks, placed, value
+from clipgrad._per_example.squares import NO_EXPONENT, Squares, exponents, times_power
 from clipgrad._per_example.terms import Products, Unfollowed, einsum
 
 
@@ -31,9 +31,9 @@ def squares(products: Products) -> Squares:
     found = blocks(products)
     if not found:
         return Squares(jnp.zeros(()), jnp.int32(0), jnp.zeros(()))
-    scaled, exponent = _in_range(found)
+    scaled, exponent = _blocks_in_range(found)
     if uses_gram(products):
-        total = functools.reduce(jnp.add, [_inner(*pair) for pair in _pairs(scaled)])
+        total = functools.reduce(jnp.add, [_inner_product(*pair) for pair in _pairs(scaled)])
     else:
         parts = [placed(block, value(block, "highest")) for block in scaled]
         total = jnp.sum(jnp.square(functools.reduce(jnp.add, parts)))
@@ -52,29 +52,29 @@ def uses_gram(products: Products) -> bool:
     return cost <= max(math.prod(products.shape), 2)
 
 
-def _pairs(found: Sequence[Block]) -> list[tuple[Block, Block]]:
+def _pairs(found: Sequence[ProductBlock]) -> list[tuple[ProductBlock, ProductBlock]]:
     """Each two blocks that overlap, once, cut to where they do."""
     pairs = [_overlap(a, b) for i, a in enumerate(found) for b in found[: i + 1]]
     return [pair for pair in pairs if pair is not None]
 
 
-def _entries(a: Block, b: Block) -> int:
+def _entries(a: ProductBlock, b: ProductBlock) -> int:
     kept = math.prod(a.size(name) for name in a.kept | b.kept)
     _partners(a, b)
     return a.rows * b.rows * kept
 
 
-def _in_range(found: list[Block]) -> tuple[list[Block], jax.Array]:
+def _blocks_in_range(found: list[ProductBlock]) -> tuple[list[ProductBlock], jax.Array]:
     """Blocks with rows of about 1, times a weight that is at most 1; and the exponent of all."""
     rows = [[_row_exponents(part) for part in block.parts] for block in found]
     totals = [functools.reduce(jnp.add, each) for each in rows]
-    largest = functools.reduce(jnp.maximum, [jnp.max(t, initial=NOTHING) for t in totals])
-    largest = jnp.where(largest <= NOTHING // 2, 0, largest)
+    largest = functools.reduce(jnp.maximum, [jnp.max(t, initial=NO_EXPONENT) for t in totals])
+    largest = jnp.where(largest <= NO_EXPONENT // 2, 0, largest)
     scaled = []
     for block, each, total in zip(found, rows, totals, strict=True):
         last = max(i for i, part in enumerate(block.parts) if part.hot is None)
         parts = [
-            _scaled(part, (total - largest if i == last else 0) - e)
+            _scaled_part(part, (total - largest if i == last else 0) - e)
             for i, (part, e) in enumerate(zip(block.parts, each, strict=True))
         ]
         scaled.append(block._replace(parts=tuple(parts)))
@@ -88,16 +88,16 @@ def _row_exponents(part: Part) -> jax.Array:
     return exponents(largest)
 
 
-def _scaled(part: Part, exponent: jax.Array) -> Part:
+def _scaled_part(part: Part, exponent: jax.Array) -> Part:
     if part.hot is not None:
         return part
     shape = (-1, *[1] * (part.values.ndim - 1))
     # A row of zeros has no exponent, and stays what it is.
-    exponent = jnp.where(jnp.abs(exponent) > -NOTHING // 2, 0, exponent)
+    exponent = jnp.where(jnp.abs(exponent) > -NO_EXPONENT // 2, 0, exponent)
     return part._replace(values=times_power(part.values, exponent.reshape(shape)))
 
 
-def _overlap(a: Block, b: Block) -> tuple[Block, Block] | None:
+def _overlap(a: ProductBlock, b: ProductBlock) -> tuple[ProductBlock, ProductBlock] | None:
     """Both blocks where both are; None if nowhere."""
     if a is b or a.windows == b.windows:
         return a, b
@@ -108,11 +108,11 @@ def _overlap(a: Block, b: Block) -> tuple[Block, Block] | None:
         stop = min(v.start + math.prod(v.sizes), w.start + math.prod(w.sizes))
         if start >= stop:
             return None
-        a, b = (_cut(block, i, start, stop) for block in (a, b))
+        a, b = (_cut_block(block, i, start, stop) for block in (a, b))
     return a, b
 
 
-def _cut(block: Block, axis: int, start: int, stop: int) -> Block:
+def _cut_block(block: ProductBlock, axis: int, start: int, stop: int) -> ProductBlock:
     window, name = block.windows[axis], (axis, 0)
     if window.start == start and math.prod(window.sizes) == stop - start:
         return block
@@ -131,7 +131,7 @@ def _cut(block: Block, axis: int, start: int, stop: int) -> Block:
     return block._replace(parts=tuple(map(cut, block.parts)), windows=tuple(windows))
 
 
-def _partners(a: Block, b: Block) -> list[tuple[Part, Part]]:
+def _partners(a: ProductBlock, b: ProductBlock) -> list[tuple[Part, Part]]:
     """Each part of a block with that of the other which has the same axes for itself."""
     kept = a.kept | b.kept
     if [w.sizes for w in a.windows] != [w.sizes for w in b.windows]:
@@ -150,7 +150,7 @@ def _partners(a: Block, b: Block) -> list[tuple[Part, Part]]:
     return [(part, others[own(part)]) for part in a.parts]
 
 
-def _inner(a: Block, b: Block) -> jax.Array:
+def _inner_product(a: ProductBlock, b: ProductBlock) -> jax.Array:
     """The inner product of two blocks, twice unless they are one, and its error of rounding."""
     kept = sorted(a.kept | b.kept)
     pairs = _partners(a, b)

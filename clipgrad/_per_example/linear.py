@@ -7,10 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from clipgrad._jaxpr import CALLS, JIT, bind, called_program, evaluate
-from clipgrad._per_example.follow import as_array, follows, is_plain, tie, zeros
+from clipgrad._per_example.follow import follows, gradient_array, is_plain_array, no_products, tie
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Summed
-from clipgrad._per_example.terms import Axis, Products, Term, Unfollowed, reshaped
+from clipgrad._per_example.terms import GradientAxis, Products, Term, Unfollowed, reshaped
 from clipgrad._per_example.wanted import is_zero
 
 
@@ -33,7 +33,7 @@ def _on_first(change: Any) -> Any:
             return [value]
         if isinstance(value, Summed):
             return [on_sums(equation, inputs)]
-        if is_plain(value):
+        if is_plain_array(value):
             return bind(equation, inputs)
         return [value.map(lambda term: change(equation, inputs, term), equation.outvars[0].aval)]
 
@@ -42,13 +42,13 @@ def _on_first(change: Any) -> Any:
 
 @follows("transpose")
 @_on_first
-def _transpose(equation, inputs, term):
+def _follow_transpose(equation, inputs, term):
     return term.with_axes([term.axes[i] for i in equation.params["permutation"]])
 
 
 @follows("reshape", "squeeze", "expand_dims")
 @_on_first
-def _reshape(equation, inputs, term):
+def _follow_reshape(equation, inputs, term):
     if equation.params.get("dimensions") is not None:
         raise Unfollowed("a reshape with dimensions")
     return reshaped(term, equation.invars[0].aval.shape, equation.outvars[0].aval.shape)
@@ -56,27 +56,29 @@ def _reshape(equation, inputs, term):
 
 @follows("copy", "copy_p", "name", "convert_element_type", "reduce_precision")
 @_on_first
-def _same(equation, inputs, term):
+def _follow_same(equation, inputs, term):
     return term
 
 
 @follows("neg")
 @_on_first
-def _negative(equation, inputs, term):
+def _follow_negative(equation, inputs, term):
     return term.times(-1)
 
 
 @follows("pad")
 @_on_first
-def _pad(equation, inputs, term):
+def _follow_pad(equation, inputs, term):
     edges = equation.params["padding_config"]
     pairs = zip(term.axes, edges, equation.outvars[0].aval.shape, strict=True)
-    return term.with_axes([Axis(a.labels, a.start + int(low), n) for a, (low, _, _), n in pairs])
+    return term.with_axes(
+        [GradientAxis(a.labels, a.start + int(low), n) for a, (low, _, _), n in pairs]
+    )
 
 
 @follows("slice")
 @_on_first
-def _slice(equation, inputs, term):
+def _follow_slice(equation, inputs, term):
     return _sliced(term, equation.params["start_indices"], equation.params["limit_indices"])
 
 
@@ -90,32 +92,32 @@ def _sliced(term: Term, starts: Sequence[int], stops: Sequence[int]) -> Term:
                 raise Unfollowed("a slice of merged axes")
             bounds = start - axis.start, stop - axis.start
             term = term.map(lambda f, k=axis.labels[0], b=bounds: f.cut(k, *b))
-        axes.append(Axis(axis.labels, start - low, high - low))
+        axes.append(GradientAxis(axis.labels, start - low, high - low))
     return term.with_axes(axes)
 
 
 @follows("reduce_sum")
 @_on_first
-def _reduce(equation, inputs, term):
+def _follow_reduce(equation, inputs, term):
     return term.without(equation.params["axes"])
 
 
 @follows("broadcast_in_dim")
-def _broadcast(hook, equation, inputs, wants):
+def _follow_broadcast(hook, equation, inputs, wants):
     aval = equation.outvars[0].aval
     if is_zero(equation.invars[0]):
-        return [zeros(aval)]
-    if is_plain(inputs[0]):
+        return [no_products(aval)]
+    if is_plain_array(inputs[0]):
         return bind(equation, inputs)
     if list(equation.params["broadcast_dimensions"]) != sorted(
         equation.params["broadcast_dimensions"]
     ):
         raise Unfollowed("a broadcast that transposes")
-    return _reshape(hook, equation, inputs, wants)
+    return _follow_reshape(hook, equation, inputs, wants)
 
 
 @follows("add", "add_any", "sub")
-def _add(hook, equation, inputs, wants):
+def _follow_add(hook, equation, inputs, wants):
     if any(isinstance(x, Summed) for x in inputs):
         return [on_sums(equation, [hook.end(x, wants[0]) for x in inputs])]
     first, second = inputs
@@ -129,40 +131,40 @@ def total(aval: Any, first: Any, second: Any) -> Any:
         return first.plus(second)
     for one, other in ((first, second), (second, first)):
         if isinstance(one, Products) and not one.terms and not one.carried:
-            return jnp.broadcast_to(as_array(other), aval.shape).astype(aval.dtype)
-    return as_array(first) + as_array(second)
+            return jnp.broadcast_to(gradient_array(other), aval.shape).astype(aval.dtype)
+    return gradient_array(first) + gradient_array(second)
 
 
 @follows("concatenate")
-def _concatenate(hook, equation, inputs, wants):
+def _follow_concatenate(hook, equation, inputs, wants):
     aval, dimension = equation.outvars[0].aval, equation.params["dimension"]
     if any(isinstance(x, Summed) for x in inputs):
         return [on_sums(equation, [hook.end(x, wants[0]) for x in inputs])]
     if not all(isinstance(x, Products) for x in inputs):
-        return bind(equation, [as_array(x) for x in inputs])
-    joined, start = zeros(aval), 0
+        return bind(equation, [gradient_array(x) for x in inputs])
+    joined, start = no_products(aval), 0
     for value in inputs:
         move = functools.partial(
-            _moved, dimension=dimension, start=start, size=aval.shape[dimension]
+            _moved_term, dimension=dimension, start=start, size=aval.shape[dimension]
         )
         joined = joined.plus(value.map(move, aval))
         start += value.shape[dimension]
     return [joined]
 
 
-def _moved(term: Term, dimension: int, start: int, size: int) -> Term:
+def _moved_term(term: Term, dimension: int, start: int, size: int) -> Term:
     axes = list(term.axes)
     axis = axes[dimension]
-    axes[dimension] = Axis(axis.labels, axis.start + start, size)
+    axes[dimension] = GradientAxis(axis.labels, axis.start + start, size)
     return term.with_axes(axes)
 
 
 @follows("mul", "div")
-def _product(hook, equation, inputs, wants):
+def _follow_product(hook, equation, inputs, wants):
     first, second = inputs
-    if is_plain(first) and is_plain(second):
+    if is_plain_array(first) and is_plain_array(second):
         return None
-    place = 0 if is_plain(first) else 1
+    place = 0 if is_plain_array(first) else 1
     array, products = inputs[place], inputs[1 - place]
     aval = equation.outvars[0].aval
     if jnp.ndim(array) == 0:
@@ -177,10 +179,10 @@ def _product(hook, equation, inputs, wants):
 
 
 @follows("split")
-def _split(hook, equation, inputs, wants):
+def _follow_split(hook, equation, inputs, wants):
     value, axis = inputs[0], equation.params["axis"]
     if not isinstance(value, Products):
-        return None if is_plain(value) else [Summed(x) for x in bind(equation, [value.array])]
+        return None if is_plain_array(value) else [Summed(x) for x in bind(equation, [value.array])]
     parts, start = [], 0
     for size, variable in zip(equation.params["sizes"], equation.outvars, strict=True):
         starts = [start if i == axis else 0 for i in range(len(value.shape))]
@@ -192,10 +194,10 @@ def _split(hook, equation, inputs, wants):
 
 
 @follows("optimization_barrier")
-def _barrier(hook, equation, inputs, wants):
+def _follow_barrier(hook, equation, inputs, wants):
     return tie(inputs)
 
 
 @follows(*JIT, *CALLS)
-def _call(hook, equation, inputs, wants):
+def _follow_call(hook, equation, inputs, wants):
     return evaluate(called_program(equation), inputs, hook.inside(equation, ()))

@@ -7,14 +7,14 @@ from typing import Any
 from clipgrad._per_example.direct import direct_sums
 from clipgrad._per_example.one_pass import one_pass_sums
 from clipgrad._per_example.plan import plan_of
-from clipgrad._per_example.subject import Subject
+from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.two_passes import two_passes_sums
 
 Sums = Callable[[Any, Any], tuple[Any, tuple[Any, Any]]]
 _FORMS = {"one pass": one_pass_sums, "two passes": two_passes_sums, "direct": direct_sums}
 
 
-def sums_of(subject: Subject, params: Any, batch: Any) -> Sums:
+def sums_of(subject: PerExampleSubject, params: Any, batch: Any) -> Sums:
     """The function of parameters and examples that gives the sum of the clipped gradients."""
     if subject.why_direct(batch) is not None:
         method = "direct"

@@ -17,7 +17,7 @@ from clipgrad._per_example.follow import Measure
 from clipgrad._per_example.one_pass import each_squares
 from clipgrad._per_example.plan import Plan, plan_of
 from clipgrad._per_example.squares import Squares
-from clipgrad._per_example.subject import Subject, check_method, check_params
+from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params
 from clipgrad._per_example.traced import each_example
 from clipgrad._trees import is_none, with_paths
 from clipgrad._where import Where
@@ -77,7 +77,7 @@ def per_example_norms(
     """
     check_method(method)
     check_microbatch(microbatch)
-    subject = Subject(loss_fn, None, microbatch, has_aux, where, "propagate", method)
+    subject = PerExampleSubject(loss_fn, None, microbatch, has_aux, where, "propagate", method)
     return PerExampleNorms(subject, per_leaf)
 
 
@@ -85,7 +85,7 @@ def per_example_norms(
 class PerExampleNorms:
     """A function of parameters and a batch; see `per_example_norms`."""
 
-    subject: Subject
+    subject: PerExampleSubject
     per_leaf: bool
 
     def __call__(self, params: Any, batch: Any) -> Any:
@@ -117,9 +117,9 @@ class PerExampleNorms:
             if flag
         }
         if self.per_leaf:
-            return {path: jax.vmap(_norm)([leaf]) for path, leaf in chosen.items()}
-        return jax.vmap(_norm)(list(chosen.values()))
+            return {path: jax.vmap(_example_norm)([leaf]) for path, leaf in chosen.items()}
+        return jax.vmap(_example_norm)(list(chosen.values()))
 
 
-def _norm(leaves: list[Squares]) -> jax.Array:
+def _example_norm(leaves: list[Squares]) -> jax.Array:
     return Squares.sum(leaves).norm().value

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.grams import squares
-from clipgrad._per_example.scales import scales
+from clipgrad._per_example.scales import example_scales
 from clipgrad._per_example.squares import Squares
-from clipgrad._per_example.subject import Subject
+from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.sums import weighted_sum
 from clipgrad._per_example.terms import Products
 from clipgrad._per_example.traced import each_example
@@ -18,7 +18,9 @@ from clipgrad._stats import ClipStats
 from clipgrad._trees import partition
 
 
-def one_pass_sums(subject: Subject, params: Any, examples: Any) -> tuple[Any, tuple[Any, Any]]:
+def one_pass_sums(
+    subject: PerExampleSubject, params: Any, examples: Any
+) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     found = each_example(subject.loss_fn, subject.has_aux, params, examples)
     scaling = scaling_of(subject, params, found.gradients, batch_size(examples))
@@ -38,7 +40,9 @@ class Scaling(NamedTuple):
     stats: ClipStats
 
 
-def scaling_of(subject: Subject, params: Any, values: Sequence[Any], size: int) -> Scaling:
+def scaling_of(
+    subject: PerExampleSubject, params: Any, values: Sequence[Any], size: int
+) -> Scaling:
     """The scales of the leaves of ``size`` examples, from their products, squares or arrays.
 
     With ``nonfinite="zero"`` an example is left out whose gradient of a leaf is NaN or inf, unless
@@ -57,7 +61,7 @@ def scaling_of(subject: Subject, params: Any, values: Sequence[Any], size: int) 
         ]
     parameters, structure = jax.tree.flatten(params)
     chosen = structure.unflatten(partition(parameters, flags)[0])
-    weights, stats = scales(subject.rule, chosen, leaves)
+    weights, stats = example_scales(subject.rule, chosen, leaves)
     each = iter(weights)
     return Scaling([next(each) if flag else None for flag in flags], ok, zero, stats)
 

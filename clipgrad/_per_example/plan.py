@@ -11,14 +11,14 @@ from clipgrad._per_example.batches import part_count
 from clipgrad._per_example.blocks import blocks
 from clipgrad._per_example.follow import Notes
 from clipgrad._per_example.grams import uses_gram
-from clipgrad._per_example.subject import Subject
+from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.terms import Products
 from clipgrad._per_example.traced import each_example
 from clipgrad._trees import is_none, with_paths
 
 # A factor is often what a plain gradient keeps anyway, so one pass is chosen up to twice the
 # bytes that the parameters and their gradient take, and where both are small in any case.
-_SMALL = 2**28
+_SMALL_BYTES = 2**28
 
 
 class LeafPlan(NamedTuple):
@@ -77,7 +77,7 @@ class Plan(NamedTuple):
         return "\n".join([f"{self.method}: {self.reason}", *(x.rstrip() for x in lines), kept])
 
 
-def plan_of(subject: Subject, params: Any, batch: Any) -> Plan:
+def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
     """The plan of a subject for parameters and a batch of these shapes."""
     size, parts = part_count(batch, subject.microbatch)
     size //= parts
@@ -113,7 +113,7 @@ def plan_of(subject: Subject, params: Any, batch: Any) -> Plan:
     kept = sum(leaf.bytes for leaf in leaves)
     method, why = subject.method, "as asked"
     if method == "auto":
-        fits = kept <= max(4 * whole, _SMALL)
+        fits = kept <= max(4 * whole, _SMALL_BYTES)
         method = "one pass" if fits else "two passes"
         why = "the factors are small enough to be kept" if fits else "the factors are large"
     return Plan(method, why, tuple(leaves), kept, size * whole)

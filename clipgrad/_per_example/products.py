@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
-from clipgrad._per_example.follow import follows, is_plain
-from clipgrad._per_example.terms import Axis, Factor, Products, Term, Unfollowed
+from clipgrad._per_example.follow import follows, is_plain_array
+from clipgrad._per_example.terms import Factor, GradientAxis, Products, Term, Unfollowed
 
 SMALL = "no larger for one example than what it is the product of"
 
 
 @follows("dot_general")
-def _dot_general(hook, equation, inputs, wants):
+def _follow_dot_general(hook, equation, inputs, wants):
     (contracted, shared) = equation.params["dimension_numbers"]
     aval = equation.outvars[0].aval
-    if not all(is_plain(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in inputs):
+    if not all(is_plain_array(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in inputs):
         raise Unfollowed("a product of numbers that are not real")
     labels: list[dict[int, int]] = [{}, {}]
     for pair in (*zip(*shared, strict=True), *zip(*contracted, strict=True)):
@@ -37,12 +37,12 @@ def _dot_general(hook, equation, inputs, wants):
     for side in (0, 1):
         used = (*contracted[side], *shared[side])
         out += [labels[side][axis] for axis in range(inputs[side].ndim) if axis not in used]
-    axes = [Axis((label,), 0, n) for label, n in zip(out, aval.shape, strict=True)]
+    axes = [GradientAxis((label,), 0, n) for label, n in zip(out, aval.shape, strict=True)]
     term = Term(tuple(factors), tuple(axes), equation.params["precision"])
-    return kept(hook, term, aval, wants[0])
+    return one_product(hook, term, aval, wants[0])
 
 
-def kept(hook: Any, term: Term, aval: Any, want: Any) -> list[Products]:
+def one_product(hook: Any, term: Term, aval: Any, want: Any) -> list[Products]:
     """A gradient as one term, unless one factor has all of its axes, or it is small and no sum."""
     sizes = [factor.values.size for factor in term.factors]
     whole = {label for axis in term.axes for label in axis.labels}
@@ -55,7 +55,7 @@ def kept(hook: Any, term: Term, aval: Any, want: Any) -> list[Products]:
 
 
 @follows("scatter-add", "scatter_add")
-def _scatter(hook, equation, inputs, wants):
+def _follow_scatter(hook, equation, inputs, wants):
     zeros, indices, updates = inputs
     numbers = equation.params["dimension_numbers"]
     window, inserted = numbers.update_window_dims, numbers.inserted_window_dims
@@ -96,9 +96,9 @@ def _indices(indices: jax.Array, axes: Any, shape: Any) -> dict[int, jax.Array]:
 
 def _terms(updates: Any, rows: list[int], inside: list[jax.Array], clips: bool) -> list[Term]:
     """What is added, as terms, with zeros for rows whose index is out of range."""
-    if is_plain(updates):
+    if is_plain_array(updates):
         labels = tuple(range(updates.ndim))
-        axes = [Axis((i,), 0, n) for i, n in enumerate(updates.shape)]
+        axes = [GradientAxis((i,), 0, n) for i, n in enumerate(updates.shape)]
         terms = [Term((Factor(updates, labels),), tuple(axes))]
     else:
         if updates.carried:
@@ -139,22 +139,24 @@ def _masked(term: Term, mask: jax.Array, rows: list[int]) -> Term:
     return Term((*term.factors[:i], new, *term.factors[i + 1 :]), term.axes, term.precision)
 
 
-def _with_indices(term: Term, hot: dict, labels: tuple, window: list[Axis], shape: Any) -> Term:
+def _with_indices(
+    term: Term, hot: dict, labels: tuple, window: list[GradientAxis], shape: Any
+) -> Term:
     """A term of rows as one of the gradient: the rows are summed, at their indices."""
     fresh = iter(term.fresh(len(hot)))
     factors, axes, others = list(term.factors), {}, iter(window)
     for axis, index in hot.items():
         label = next(fresh)
         factors.append(Factor(index, labels, label, shape[axis]))
-        axes[axis] = Axis((label,), 0, shape[axis])
+        axes[axis] = GradientAxis((label,), 0, shape[axis])
     ordered = [axes[i] if i in axes else next(others) for i in range(len(shape))]
     return Term(tuple(factors), tuple(ordered), term.precision)
 
 
 @follows("dynamic_update_slice")
-def _update(hook, equation, inputs, wants):
+def _follow_update(hook, equation, inputs, wants):
     zeros, updates, *starts = inputs
-    if not isinstance(zeros, Products) or zeros.carried or zeros.terms or is_plain(updates):
+    if not isinstance(zeros, Products) or zeros.carried or zeros.terms or is_plain_array(updates):
         raise Unfollowed("a slice written at an index")
     shape, sizes = equation.invars[0].aval.shape, equation.invars[1].aval.shape
     moved = [i for i, n in enumerate(sizes) if n != shape[i]]
@@ -167,7 +169,7 @@ def _update(hook, equation, inputs, wants):
             label = next(fresh)
             index = jnp.clip(starts[i], 0, shape[i] - 1)
             factors.append(Factor(index, (), label, shape[i]))
-            axes[i] = Axis((label,), 0, shape[i])
+            axes[i] = GradientAxis((label,), 0, shape[i])
         return Term(tuple(factors), tuple(axes), term.precision).tidied()
 
     return [updates.map(place, equation.outvars[0].aval)]

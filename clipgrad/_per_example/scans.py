@@ -8,7 +8,7 @@ from jax.extend.core import JaxprEqn
 
 from clipgrad._jaxpr import called_program, evaluate, opened, scan_counts
 from clipgrad._jaxpr._scans import scan_again
-from clipgrad._per_example.follow import Follow, as_array, follows, is_plain
+from clipgrad._per_example.follow import Follow, follows, gradient_array, is_plain_array
 from clipgrad._per_example.linear import total
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Summed
@@ -19,14 +19,16 @@ _NUMBERS = itertools.count()
 
 
 @follows("scan")
-def _scan(hook: Follow, equation: JaxprEqn, inputs: list, wants: list[Want | None]) -> Sequence:
+def _follow_scan(
+    hook: Follow, equation: JaxprEqn, inputs: list, wants: list[Want | None]
+) -> Sequence:
     constants, carried = scan_counts(equation)
     first = inputs[constants : constants + carried]
     summed = _summed(hook, equation, wants)
     lazy = {i: next(_NUMBERS) for i in _lazy(equation, wants) - summed}
     while True:
         try:
-            return _attempt(hook, equation, inputs, wants, lazy, summed)
+            return _attempt_scan(hook, equation, inputs, wants, lazy, summed)
         except NotAccumulated as error:
             # The carry of this scan that is used otherwise is an array in the next attempt.
             left = {i: number for i, number in lazy.items() if number != error.number}
@@ -35,12 +37,12 @@ def _scan(hook: Follow, equation: JaxprEqn, inputs: list, wants: list[Want | Non
             for i in set(lazy) - set(left):
                 if (want := wants[i]) is not None:
                     hook.notes.add(want, "changed in the carry of a scan, not only added to")
-                first[i] = as_array(first[i])
+                first[i] = gradient_array(first[i])
             inputs = [*inputs[:constants], *first, *inputs[constants + carried :]]
             lazy = left
 
 
-def _attempt(
+def _attempt_scan(
     hook: Follow,
     equation: JaxprEqn,
     inputs: list,
@@ -52,7 +54,7 @@ def _attempt(
     constants, carried = scan_counts(equation)
     program, length = called_program(equation), equation.params["length"]
     flags = [
-        _inner(want, length) if i in lazy else want if i in summed else None
+        _want_inside(want, length) if i in lazy else want if i in summed else None
         for i, want in enumerate(wants[:carried])
     ]
     inner = Follow.of(program, [*flags, *wants[carried:]], hook)
@@ -72,7 +74,7 @@ def _attempt(
     last, (stacked, added) = scan_again(equation, body, first, tuple(inputs[constants + carried :]))
     dense, factors = iter(last), iter(added)
     results = [
-        total(avals[i], inputs[constants + i], _joined(next(factors), avals[i]))
+        total(avals[i], inputs[constants + i], _joined_steps(next(factors), avals[i]))
         if i in lazy
         else next(dense)
         for i in range(carried)
@@ -82,17 +84,17 @@ def _attempt(
 
 
 def _array(value: Any) -> Any:
-    return value if isinstance(value, Summed) else as_array(value)
+    return value if isinstance(value, Summed) else gradient_array(value)
 
 
 def _lazy(equation: JaxprEqn, wants: Sequence[Want | None]) -> set[int]:
     """The carries of matrices that the body may only add to."""
     carried = scan_counts(equation)[1]
     found = {i for i in range(carried) if wants[i] is not None and is_matrix(equation.outvars[i])}
-    return _kept(equation, wants, found, lambda want: True)
+    return _kept_carries(equation, wants, found, lambda want: True)
 
 
-def _kept(
+def _kept_carries(
     equation: JaxprEqn, wants: Sequence[Want | None], found: set[int], may: Callable[[Want], bool]
 ) -> set[int]:
     """Those of some carries that are wanted in the body too, with wants that are allowed."""
@@ -115,10 +117,10 @@ def _summed(hook: Follow, equation: JaxprEqn, wants: list[Want | None]) -> set[i
         return set()
     carried = scan_counts(equation)[1]
     found = {i for i in range(carried) if (want := wants[i]) is not None and end.adds(want)}
-    return _kept(equation, wants, found, end.adds)
+    return _kept_carries(equation, wants, found, end.adds)
 
 
-def _inner(want: Want | None, length: int) -> Want | None:
+def _want_inside(want: Want | None, length: int) -> Want | None:
     return want and want._replace(solo=False, repeat=want.repeat * length)
 
 
@@ -133,7 +135,7 @@ def _added(value: Any, number: int) -> Products:
     return Products(value.terms, value.shape, value.dtype)
 
 
-def _joined(value: Products, aval: Any) -> Products:
+def _joined_steps(value: Products, aval: Any) -> Products:
     """The sum over the steps of what was stacked."""
     terms = tuple(term.stacked(None).tidied() for term in value.terms)
     return Products(terms, tuple(aval.shape), aval.dtype)
@@ -143,7 +145,7 @@ def _stacked(value: Any, aval: Any, length: int) -> Any:
     """The output of a scan, from what its steps gave."""
     if isinstance(value, Squares):
         return value.over_axis()
-    if is_plain(value) or isinstance(value, Summed):
+    if is_plain_array(value) or isinstance(value, Summed):
         return value
     terms = tuple(term.stacked(length) for term in value.terms)
     return Products(terms, tuple(aval.shape), aval.dtype)

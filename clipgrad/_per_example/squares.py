@@ -11,7 +11,7 @@ from clipgrad._norms import Norm
 from clipgrad._numbers import accumulator, real_or_absolute
 
 # The exponent of 0: less than that of any product of three numbers of float64.
-NOTHING = -10_000
+NO_EXPONENT = -10_000
 
 
 class Squares(NamedTuple):
@@ -30,7 +30,7 @@ class Squares(NamedTuple):
         wide = jnp.where(finite, wide, jnp.zeros_like(wide)) if zero else wide
         largest = jnp.max(jnp.abs(wide), initial=0)
         exponent = exponents(largest)
-        used = jnp.where(exponent == NOTHING, 0, exponent)
+        used = jnp.where(exponent == NO_EXPONENT, 0, exponent)
         bad = jnp.sum(~finite, dtype=dtype)
         return cls(jnp.sum(jnp.square(times_power(wide, -used))), used, bad)
 
@@ -40,9 +40,9 @@ class Squares(NamedTuple):
         dtype = max((part.total.dtype.name for part in parts), default="float32")
         if not parts:
             return cls(jnp.zeros((), dtype), jnp.int32(0), jnp.zeros((), dtype))
-        present = [jnp.where(p.total == 0, NOTHING, p.exponent) for p in parts]
+        present = [jnp.where(p.total == 0, NO_EXPONENT, p.exponent) for p in parts]
         largest = functools.reduce(jnp.maximum, present)
-        largest = jnp.where(largest == NOTHING, 0, largest)
+        largest = jnp.where(largest == NO_EXPONENT, 0, largest)
         totals = [
             times_power(part.total.astype(dtype), 2 * (part.exponent - largest)) for part in parts
         ]
@@ -51,9 +51,9 @@ class Squares(NamedTuple):
 
     def over_axis(self) -> "Squares":
         """The sum over the first axis."""
-        present = jnp.where(self.total == 0, NOTHING, self.exponent)
-        largest = jnp.max(present, axis=0, initial=NOTHING)
-        largest = jnp.where(largest == NOTHING, 0, largest)
+        present = jnp.where(self.total == 0, NO_EXPONENT, self.exponent)
+        largest = jnp.max(present, axis=0, initial=NO_EXPONENT)
+        largest = jnp.where(largest == NO_EXPONENT, 0, largest)
         scaled = times_power(self.total, 2 * (self.exponent - largest))
         return Squares(jnp.sum(scaled, axis=0), largest, jnp.sum(self.nonfinite, axis=0))
 
@@ -71,12 +71,12 @@ class Squares(NamedTuple):
 def exponents(largest: jax.Array) -> jax.Array:
     """For numbers from 0 on the exponents ``e`` with ``2 ** (e - 1) <= x < 2 ** e``, as integers.
 
-    `NOTHING` for 0 (and what XLA takes for 0); some exponent for NaN and inf.
+    `NO_EXPONENT` for 0 (and what XLA takes for 0); some exponent for NaN and inf.
     """
     bits, mantissa, bias = (32, 23, 126) if largest.dtype.itemsize == 4 else (64, 52, 1022)
     integers = jax.lax.bitcast_convert_type(largest, f"int{bits}")
     field = (integers >> mantissa).astype(jnp.int32)
-    return jax.lax.stop_gradient(jnp.where(field > 0, field - bias, NOTHING))
+    return jax.lax.stop_gradient(jnp.where(field > 0, field - bias, NO_EXPONENT))
 
 
 def times_power(x: jax.Array, exponent: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ METHODS = ("auto", "one pass", "two passes", "direct")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Subject:
+class PerExampleSubject:
     """A loss function, the leaves that are clipped, and how."""
 
     loss_fn: Callable[..., Any]

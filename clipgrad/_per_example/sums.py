@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._numbers import accumulator, times, widen
-from clipgrad._per_example.blocks import dense
+from clipgrad._numbers import accumulator, times, with_real_dtype
+from clipgrad._per_example.blocks import dense_gradient
 from clipgrad._per_example.terms import Factor, Products, Term
 
 Each = jax.Array | None  # a number or flag of each example; None: 1, or true
@@ -66,12 +66,12 @@ def contracted_over_examples(
     def summed(factors: Any, weight: Each, ok: Each, like: jax.Array) -> jax.Array:
         del like
         first, second, weight, ok = jax.tree.map(lambda x: x[None], (*factors, weight, ok))
-        return contract(_where(ok, first), _times(_where(ok, second), weight))
+        return contract(_where_ok(ok, first), _times(_where_ok(ok, second), weight))
 
     @summed.def_vmap
     def _mapped(size: int, mapped: Any, *values: Any) -> tuple[jax.Array, bool]:
         (first, second), weight, ok = _with_examples(size, mapped[:3], values[:3])
-        return contract(_where(ok, first), _times(_where(ok, second), weight)), False
+        return contract(_where_ok(ok, first), _times(_where_ok(ok, second), weight)), False
 
     return summed(factors, weight, ok, like)
 
@@ -85,8 +85,8 @@ def weighted_sum(
     """
     if isinstance(value, Products):
         terms = tuple(_weighted(term, weights, ok) for term in value.terms)
-        return dense(dataclasses.replace(value, terms=terms))
-    wide = _where(ok, widen(value, accumulator(value)))
+        return dense_gradient(dataclasses.replace(value, terms=terms))
+    wide = _where_ok(ok, with_real_dtype(value, accumulator(value)))
     if zero and ok is not None:
         wide = jnp.where(jnp.isfinite(wide), wide, jnp.zeros_like(wide))
     return jnp.sum(_times(wide, weights), axis=0)
@@ -101,7 +101,7 @@ def _weighted(term: Term, weights: Each, ok: Each) -> Term:
     def change(i: int, factor: Factor) -> Factor:
         values = factor.values
         if factor.hot is None:
-            values = _where(ok, values)
+            values = _where_ok(ok, values)
         if i == smallest and weights is not None:
             values = _times(values.astype(accumulator(values)), weights)
         return dataclasses.replace(factor, values=values)
@@ -110,7 +110,7 @@ def _weighted(term: Term, weights: Each, ok: Each) -> Term:
     return dataclasses.replace(term, factors=factors).tidied()
 
 
-def _where(ok: Each, x: jax.Array) -> jax.Array:
+def _where_ok(ok: Each, x: jax.Array) -> jax.Array:
     return x if ok is None else jnp.where(_beside(ok, x), x, jnp.zeros_like(x))
 
 

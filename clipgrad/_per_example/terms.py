@@ -67,7 +67,7 @@ class Factor:
         return dataclasses.replace(self, labels=(label, *self.labels))
 
 
-class Axis(NamedTuple):
+class GradientAxis(NamedTuple):
     """An axis of a gradient: zero but for a window from ``start``, whose labels are in order."""
 
     labels: tuple[int, ...]
@@ -81,7 +81,7 @@ class Term:
     """A product of factors; every axis of the gradient has one or more of their labels, or none."""
 
     factors: tuple[Factor, ...]
-    axes: tuple[Axis, ...] = dataclasses.field(metadata={"static": True})
+    axes: tuple[GradientAxis, ...] = dataclasses.field(metadata={"static": True})
     precision: Any = dataclasses.field(default=None, metadata={"static": True})
 
     @property
@@ -99,7 +99,7 @@ class Term:
         kept = {label for axis in self.axes for label in axis.labels}
         return tuple(sorted(set(self.sizes) - kept, reverse=True))
 
-    def extent(self, axis: Axis) -> int:
+    def extent(self, axis: GradientAxis) -> int:
         """The length of the window of an axis."""
         sizes = self.sizes
         return math.prod(sizes[label] for label in axis.labels)
@@ -109,7 +109,7 @@ class Term:
         first = max((k for factor in self.factors for k in factor.owned), default=-1) + 1
         return range(first, first + count)
 
-    def with_axes(self, axes: Sequence[Axis]) -> "Term":
+    def with_axes(self, axes: Sequence[GradientAxis]) -> "Term":
         """The term with other axes."""
         return dataclasses.replace(self, axes=tuple(axes))
 
@@ -133,7 +133,9 @@ class Term:
         """The term of values with one more axis in front: a new first axis, or ``None``: a sum."""
         (label,) = self.fresh()
         term = self.map(lambda factor: factor.stacked(label))
-        return term if size is None else term.with_axes([Axis((label,), 0, size), *self.axes])
+        return (
+            term if size is None else term.with_axes([GradientAxis((label,), 0, size), *self.axes])
+        )
 
     def times(self, number: jax.Array | int) -> "Term":
         """The term times a number."""
@@ -231,7 +233,7 @@ class NotAccumulated(Exception):  # noqa: N818
 
 def reshaped(term: Term, old: Sequence[int], new: Sequence[int]) -> Term:
     """A term for the gradient reshaped from one shape to another."""
-    axes: list[Axis] = []
+    axes: list[GradientAxis] = []
     for first, second in segments(old, new):
         term, made = _reshaped_segment(
             term, [term.axes[i] for i in first], [new[i] for i in second]
@@ -257,17 +259,17 @@ def segments(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], li
 
 
 def _reshaped_segment(
-    term: Term, axes: Sequence[Axis], sizes: Sequence[int]
-) -> tuple[Term, list[Axis]]:
+    term: Term, axes: Sequence[GradientAxis], sizes: Sequence[int]
+) -> tuple[Term, list[GradientAxis]]:
     real = [axis for axis in axes if axis.size != 1 or axis.labels]
     wide = [n for n in sizes if n != 1]
     if len(real) <= 1 and len(wide) <= 1 and (not real or real[0].size == math.prod(wide)):
         if not wide:
-            made = [Axis((), 0, 1)] * len(sizes)
+            made = [GradientAxis((), 0, 1)] * len(sizes)
             if real and sizes:
                 made[0] = real[0]
             return term, made  # without sizes a label of size 1 is summed over
-        return term, [real[0] if n != 1 else Axis((), 0, 1) for n in sizes]
+        return term, [real[0] if n != 1 else GradientAxis((), 0, 1) for n in sizes]
     if any(term.extent(axis) != axis.size for axis in real[1:]):
         raise Unfollowed("a reshape of padded axes")
     inner = math.prod(axis.size for axis in real[1:])
@@ -278,7 +280,7 @@ def _reshaped_segment(
 
 def _dealt(
     term: Term, labels: list[int], start: int, extent: int, sizes: Sequence[int]
-) -> tuple[Term, list[Axis]]:
+) -> tuple[Term, list[GradientAxis]]:
     """Labels in order dealt out to new axes; only the first of these may have a window."""
     whole = math.prod(sizes)
     first = next(i for i, n in enumerate(sizes) if n != 1)
@@ -301,11 +303,13 @@ def _dealt(
             own.append(label)
         if math.prod(term.sizes[label] for label in own) != window:
             raise Unfollowed("a reshape that does not keep the axes of products apart")
-        made.append(Axis(tuple(own), start // inner if i == first else 0, size))
+        made.append(GradientAxis(tuple(own), start // inner if i == first else 0, size))
     return _leftover(term, labels, made)
 
 
-def _leftover(term: Term, labels: Sequence[int], made: list[Axis]) -> tuple[Term, list[Axis]]:
+def _leftover(
+    term: Term, labels: Sequence[int], made: list[GradientAxis]
+) -> tuple[Term, list[GradientAxis]]:
     """Labels of size 1 that no axis needs join the last one."""
     if made:
         made[-1] = made[-1]._replace(labels=(*made[-1].labels, *labels))

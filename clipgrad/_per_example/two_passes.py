@@ -10,7 +10,7 @@ from clipgrad._numbers import accumulator
 from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.follow import Measure, Notes
 from clipgrad._per_example.one_pass import scaling_of
-from clipgrad._per_example.subject import Subject
+from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.sums import (
     Contract,
     Summed,
@@ -60,7 +60,9 @@ class Add(NamedTuple):
         return want.final
 
 
-def two_passes_sums(subject: Subject, params: Any, examples: Any) -> tuple[Any, tuple[Any, Any]]:
+def two_passes_sums(
+    subject: PerExampleSubject, params: Any, examples: Any
+) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     measure = Measure(subject.nonfinite == "zero")
     found = each_example(subject.loss_fn, subject.has_aux, params, examples, end=measure)

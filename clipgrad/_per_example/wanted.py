@@ -94,47 +94,47 @@ def broadcast_of(atom: Any, made: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
 
 @passes("transpose", "reshape", "squeeze", "expand_dims", "copy", "copy_p", "neg", "name")
 @passes("reduce_precision", "optimization_barrier")
-def _unchanged(equation, wants, made):
+def _want_unchanged(equation, wants, made):
     return list(wants)
 
 
 @passes("convert_element_type")
-def _convert(equation, wants, made):
+def _want_convert(equation, wants, made):
     kinds = [v.aval.dtype for v in (*equation.invars, *equation.outvars)]
     return list(wants) if all(jnp.issubdtype(k, jnp.floating) for k in kinds) else [None]
 
 
 @passes("broadcast_in_dim")
-def _broadcast(equation, wants, made):
+def _want_broadcast(equation, wants, made):
     same = equation.invars[0].aval.size == equation.outvars[0].aval.size
     return [wants[0] if same else None] + [None] * (len(equation.invars) - 1)
 
 
 @passes("pad")
-def _pad(equation, wants, made):
+def _want_pad(equation, wants, made):
     edges = equation.params["padding_config"]
     plain = all(low >= 0 and high >= 0 and not inner for low, high, inner in edges)
     return [wants[0] if plain and is_zero(equation.invars[1]) else None, None]
 
 
 @passes("slice")
-def _slice(equation, wants, made):
+def _want_slice(equation, wants, made):
     strides = equation.params["strides"]
     return [joint(wants[0]) if strides is None or set(strides) <= {1} else None]
 
 
 @passes("add", "add_any", "sub", "concatenate")
-def _sum(equation, wants, made):
+def _want_sum(equation, wants, made):
     return [joint(wants[0])] * len(equation.invars)
 
 
 @passes("reduce_sum")
-def _reduce(equation, wants, made):
+def _want_reduce(equation, wants, made):
     return [joint(wants[0]) if equation.outvars[0].aval.ndim >= 2 else None]
 
 
 @passes("mul", "div")
-def _product(equation, wants, made):
+def _want_product(equation, wants, made):
     first, second = equation.invars
     quotient = equation.primitive.name == "div"
     size = equation.outvars[0].aval.size
@@ -148,7 +148,7 @@ def _product(equation, wants, made):
 
 
 @passes("split")
-def _split(equation, wants, made):
+def _want_split(equation, wants, made):
     present = [want for want in wants if want is not None]
     if len(present) < len(wants):
         return [None]
@@ -163,32 +163,32 @@ def is_matrix(variable: Any) -> bool:
 
 
 @passes("scatter-add", "scatter_add")
-def _scatter(equation, wants, made):
+def _want_scatter(equation, wants, made):
     # Rows of an embedding are there anyway; a matrix of a stack may be a product itself.
     several = len(equation.params["dimension_numbers"].update_window_dims) >= 2
     return [own(wants[0]), None, own(wants[0]) if several else None]
 
 
 @passes("dynamic_update_slice")
-def _update(equation, wants, made):
+def _want_update(equation, wants, made):
     matrix = is_matrix(equation.invars[1])
     rest: list[Want | None] = [None] * (len(equation.invars) - 2)
     return [own(wants[0]), own(wants[0]) if matrix else None, *rest]
 
 
 @passes(*JIT, *CALLS)
-def _call(equation, wants, made):
+def _want_call(equation, wants, made):
     inner = wanted(called_program(equation), wants)
     return [inner.get(variable) for variable in opened(called_program(equation))[0].invars]
 
 
 @passes(*REMAT)
-def _remat(equation, wants, made):
+def _want_remat(equation, wants, made):
     return [None] * len(equation.invars)
 
 
 @passes("scan")
-def _scan(equation, wants, made):
+def _want_scan(equation, wants, made):
     constants, carried = scan_counts(equation)
     rest = len(equation.invars) - constants - carried
     return [None] * constants + [joint(want) for want in wants[:carried]] + [None] * rest

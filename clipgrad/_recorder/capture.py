@@ -135,9 +135,9 @@ class Capture:
         Raises:
           ImportError: matplotlib is not installed.
         """
-        from clipgrad._recorder.figure import figure
+        from clipgrad._recorder.figure import recorder_figure
 
-        return figure(self.meta["statistics"], self.step)
+        return recorder_figure(self.meta["statistics"], self.step)
 
 
 def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = None) -> Capture:

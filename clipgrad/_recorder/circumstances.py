@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-_PACKAGES = ("clipgrad", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
+_CAPTURE_PACKAGES = ("clipgrad", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy")
 
 
 def circumstances() -> dict[str, Any]:
     """Versions, and the devices and processes of the run."""
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    versions = {name: importlib.metadata.version(name) for name in _CAPTURE_PACKAGES}
     return {
         "versions": versions | {"python": platform.python_version()},
         "platform": jax.default_backend(),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 
-def figure(statistics: Mapping[str, Sequence], bad_step: Any) -> Any:
+def recorder_figure(statistics: Mapping[str, Sequence], bad_step: Any) -> Any:
     """A panel for each number, by step, with the bad step marked.
 
     Raises:

@@ -12,7 +12,7 @@ from clipgrad._gradient_clip import GradientClipState
 from clipgrad._scalars import scalars
 from clipgrad._skip_spikes import SkipSpikesState
 
-_OWN = SkipSpikesState | GradientClipState | optax.MultiStepsState
+_FLAG_STATES = SkipSpikesState | GradientClipState | optax.MultiStepsState
 
 
 class Flag(NamedTuple):
@@ -57,11 +57,11 @@ class FlagPlace:
 
     def names(self, leaves: list[Any]) -> list[str]:
         """The names of the statistics."""
-        return list(jax.eval_shape(_norms, self._chosen(leaves)))
+        return list(jax.eval_shape(_flag_norms, self._chosen(leaves)))
 
     def copied(self, leaves: list[Any], step: Any) -> tuple[jax.Array, jax.Array, Any]:
         """The flag, the statistics and the step, none of them a buffer of the state."""
-        return _copied(self._chosen(leaves), step)
+        return _copied_flag(self._chosen(leaves), step)
 
     def _chosen(self, leaves: list[Any]) -> Any:
         return self.small.unflatten([leaves[i] for i in self.indices])
@@ -85,47 +85,49 @@ def find_flag(structure: Any) -> FlagPlace:
         )
     ((skips, microbatch),) = flags
     clips = (s for s, _ in found if isinstance(s, GradientClipState))
-    small = _Small(_numbers(skips), tuple(map(_numbers, clips)), _numbers(microbatch))
+    small = _Small(
+        _single_numbers(skips), tuple(map(_single_numbers, clips)), _single_numbers(microbatch)
+    )
     indices, small_structure = jax.tree.flatten(small)
     return FlagPlace(structure, tuple(indices), small_structure, microbatch is not None)
 
 
 def _own_states(tree: Any, microbatch: Any) -> Any:
     """The states of clips in a tree, and the microbatch of the accumulation around each."""
-    for state in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, _OWN)):
+    for state in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, _FLAG_STATES)):
         if isinstance(state, optax.MultiStepsState):
             yield from _own_states(state.inner_opt_state, state.mini_step)
-        elif isinstance(state, _OWN):
+        elif isinstance(state, _FLAG_STATES):
             yield state, microbatch
         if isinstance(state, SkipSpikesState):
             yield from _own_states(state.inner_state, microbatch)
 
 
-def _numbers(state: Any) -> Any:
+def _single_numbers(state: Any) -> Any:
     """A state with its single numbers alone, taken out of the variables of flax NNX."""
     if isinstance(state, SkipSpikesState):
         state = state._replace(inner_state=None, window=None)
     elif isinstance(state, GradientClipState):
         state = state._replace(history=None, leaf_stats=None, threshold=None)
     if hasattr(state, "_fields"):
-        return type(state)(*map(_numbers, state))
+        return type(state)(*map(_single_numbers, state))
     leaves = jax.tree.leaves(state)
     return leaves[0] if len(leaves) == 1 else None
 
 
-def _norms(small: _Small) -> dict[str, jax.Array]:
+def _flag_norms(small: _Small) -> dict[str, jax.Array]:
     stats = scalars((small.skips, *small.clips))
     return {name: jnp.asarray(stats[name]) for name in sorted(stats) if name.endswith("norm")}
 
 
 @jax.jit
-def _copied(small: _Small, step: Any) -> tuple[jax.Array, jax.Array, Any]:
+def _copied_flag(small: _Small, step: Any) -> tuple[jax.Array, jax.Array, Any]:
     skips, microbatch = small.skips, small.microbatch
     microbatch = jnp.zeros((), jnp.int32) if microbatch is None else microbatch
     flag = Flag(skips.halted, skips.halted_at, skips.count, microbatch)
     # Under pmap and vmap each of them has an axis.
     numbers = jnp.stack([jnp.max(x).astype(jnp.int32) for x in flag])
-    norms = jnp.stack([jnp.max(x).astype(jnp.float32) for x in _norms(small).values()])
+    norms = jnp.stack([jnp.max(x).astype(jnp.float32) for x in _flag_norms(small).values()])
     # A copy, since a result that is an argument shares its buffer.
     return numbers, norms, jax.tree.map(jnp.copy, step)
 

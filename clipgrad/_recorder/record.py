@@ -11,7 +11,7 @@ from clipgrad._trees import check_tree, path_string
 
 
 @dataclasses.dataclass
-class Record:
+class StepRecord:
     """What was recorded of a step.
 
     Attributes:
@@ -47,10 +47,10 @@ class Record:
     @property
     def numbers(self) -> dict[str, Any]:
         """The single numbers among what else the user gave, where they are."""
-        return {name: value for name, value in self.extra.items() if _is_number(value)}
+        return {name: value for name, value in self.extra.items() if _is_single_number(value)}
 
 
-def kept(name: str, tree: Any) -> Any:
+def kept_tree(name: str, tree: Any) -> Any:
     """The tree with copies of NumPy's arrays, which a data iterator may write into again.
 
     Raises:
@@ -58,10 +58,10 @@ def kept(name: str, tree: Any) -> Any:
       ValueError: a buffer was donated, or a process of several has an array of its own.
     """
     check_tree(name, tree)
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: _kept(name, path, leaf), tree)
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: _kept_leaf(name, path, leaf), tree)
 
 
-def _kept(name: str, path: Any, leaf: Any) -> Any:
+def _kept_leaf(name: str, path: Any, leaf: Any) -> Any:
     where = f"{name}: got {{}} at {path_string(path)!r}" if path else f"{name}: got {{}}"
     if isinstance(leaf, jax.Array):
         if leaf.is_deleted():
@@ -94,7 +94,7 @@ def _is_extended(dtype: np.dtype) -> bool:
     return dtype.kind == "V" and dtype.names is None and dtype.type.__module__ == "ml_dtypes"
 
 
-def _is_number(value: Any) -> bool:
+def _is_single_number(value: Any) -> bool:
     if isinstance(value, jax.Array | np.ndarray):
         real = any(jax.numpy.issubdtype(value.dtype, kind) for kind in (np.floating, np.integer))
         return value.ndim == 0 and real

@@ -15,7 +15,7 @@ from clipgrad._recorder.circumstances import circumstances
 from clipgrad._recorder.flag import Flag, FlagPlace, find_flag
 from clipgrad._recorder.halted_error import HaltedError
 from clipgrad._recorder.newest import Newest
-from clipgrad._recorder.record import Record, kept
+from clipgrad._recorder.record import StepRecord, kept_tree
 from clipgrad._recorder.storage import MANIFEST, orbax, write
 from clipgrad._trees import check_tree, is_array
 
@@ -92,12 +92,12 @@ class FlightRecorder:
         _check_writable(self.directory)
         self.keep, self.max_captures, self.raise_on_halt = keep, max_captures, raise_on_halt
         self.captures: list[pathlib.Path] = []
-        self._records: collections.deque[Record] = collections.deque()
+        self._records: collections.deque[StepRecord] = collections.deque()
         self._past: collections.deque[tuple] = collections.deque(maxlen=_STATISTICS)
         self._place: FlagPlace | None = None
         self._names: list[str] = []
         self._halted_at: int | None = None
-        self._unwritten: Record | None = None
+        self._unwritten: StepRecord | None = None
         self._newest = Newest({})
 
     def record(
@@ -127,13 +127,13 @@ class FlightRecorder:
             check_tree("state", state)
             self._place = find_flag(structure)
             self._names = self._place.names(leaves)
-        data = {"batch": kept("batch", batch), "key": kept("key", key)}
-        more = {name: kept(name, value) for name, value in extra.items()}
+        data = {"batch": kept_tree("batch", batch), "key": kept_tree("key", key)}
+        more = {name: kept_tree(name, value) for name, value in extra.items()}
         number = _variable(step)
         flag, norms, copied = self._place.copied(leaves, number if is_array(number) else None)
         step = number if copied is None else copied
         flag.copy_to_host_async()
-        self._records.append(Record(flag, norms, **data, step=step, extra=more))
+        self._records.append(StepRecord(flag, norms, **data, step=step, extra=more))
         given = {} if params is None else {"params": jax.tree.flatten(params)}
         self._newest = Newest({"state": (leaves, structure)} | given)
         several = jax.process_count() > 1
@@ -183,7 +183,7 @@ class FlightRecorder:
         while len(self._records) > self.keep and self._records[0].flag is not None:
             self._records.popleft()
 
-    def _look_at(self, record: Record) -> None:
+    def _look_at(self, record: StepRecord) -> None:
         if record.flag is not None:
             return
         flag = record.look()
@@ -193,7 +193,7 @@ class FlightRecorder:
         if halted_at is not None and halted_at != known:
             self._halt(record)
 
-    def _halt(self, record: Record) -> None:
+    def _halt(self, record: StepRecord) -> None:
         """Writes the capture of a bad step, and raises."""
         message, cause, path = f"the training has halted at step {self._step(record)}", None, None
         try:
@@ -215,7 +215,7 @@ class FlightRecorder:
         if cause is not None:
             warnings.warn(message, RuntimeWarning, stacklevel=4)
 
-    def _written(self, record: Record) -> pathlib.Path:
+    def _written(self, record: StepRecord) -> pathlib.Path:
         there = [p for p in self.directory.glob(f"[!.]*/{MANIFEST}")]
         if len(there) >= self.max_captures:
             raise _TooManyError(
@@ -238,13 +238,13 @@ class FlightRecorder:
     def _accumulates(self) -> bool:
         return self._place is not None and self._place.accumulates
 
-    def _step(self, record: Record) -> Any:
+    def _step(self, record: StepRecord) -> Any:
         """The number of the bad step."""
         if record.step is None or not record.is_bad_step:
             return record.look().halted_at
-        return _plain(record.step)
+        return _plain_number(record.step)
 
-    def _batch(self, record: Record) -> tuple[Any, str | None]:
+    def _batch(self, record: StepRecord) -> tuple[Any, str | None]:
         """The batch of the bad step, or why there is none."""
         flag = record.look()
         if not record.is_bad_step:
@@ -256,7 +256,7 @@ class FlightRecorder:
             return record.batch, None
         return _microbatches(list(self._records), record)
 
-    def _meta(self, record: Record) -> dict[str, Any]:
+    def _meta(self, record: StepRecord) -> dict[str, Any]:
         """What the capture says besides what it holds."""
         flag = record.look()
         return {
@@ -271,9 +271,9 @@ class FlightRecorder:
         past = [entry for entry in self._past if entry[1].count <= flag.count]
         rows = []
         for step, each, norms, numbers in past:
-            row = {"step": each.count - 1 if step is None else _plain(step)}
+            row = {"step": each.count - 1 if step is None else _plain_number(step)}
             row |= dict(zip(self._names, np.asarray(norms).tolist(), strict=True))
-            rows.append(row | {name: _plain(x) for name, x in numbers.items()})
+            rows.append(row | {name: _plain_number(x) for name, x in numbers.items()})
         names = {name: None for row in rows for name in row}
         return {name: [row.get(name) for row in rows] for name in names}
 
@@ -282,7 +282,7 @@ class _TooManyError(RuntimeError):
     """There are as many captures as there may be."""
 
 
-def _microbatches(records: list[Record], bad: Record) -> tuple[Any, str | None]:
+def _microbatches(records: list[StepRecord], bad: StepRecord) -> tuple[Any, str | None]:
     """The batches of all gradients of a step, where ``optax.MultiSteps`` is around the flag."""
     last = first = next(i for i, record in enumerate(records) if record is bad)
     while first and records[first - 1].look().microbatch:
@@ -308,7 +308,7 @@ def _variable(step: Any) -> Any:
     return leaves[0] if len(leaves) == 1 else None
 
 
-def _plain(number: Any) -> Any:
+def _plain_number(number: Any) -> Any:
     """A number as JSON has it; None for a buffer that was donated meanwhile."""
     if isinstance(number, jax.Array) and number.is_deleted():
         return None

@@ -48,7 +48,7 @@ def write(path: pathlib.Path, content: Mapping[str, Any], meta: Mapping[str, Any
         if first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-        _together(f"{path.name} begins")
+        _synchronize(f"{path.name} begins")
         if arrays:
             ocp = orbax()
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
@@ -57,14 +57,14 @@ def write(path: pathlib.Path, content: Mapping[str, Any], meta: Mapping[str, Any
             text = json.dumps({"format": FORMAT, "meta": dict(meta), "content": data}, indent=1)
             (partial / MANIFEST).write_text(text, encoding="utf-8")
             os.rename(partial, path)
-        _together(f"{path.name} is written")
+        _synchronize(f"{path.name} is written")
     except BaseException:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _together(what: str) -> None:
+def _synchronize(what: str) -> None:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"clipgrad capture {what}")
 
@@ -197,13 +197,13 @@ def _check_width(leaf: dict[str, Any]) -> None:
 def _placement(data: Any, mesh: Any) -> Any:
     """Where an array goes: as in the run, if there are that many devices."""
     if data is None or data["spec"] is None:
-        return SingleDeviceSharding(jax.devices()[0]) if mesh is None else _spread(mesh, [])
+        return SingleDeviceSharding(jax.devices()[0]) if mesh is None else _named_sharding(mesh, [])
     if mesh is not None:
-        return _spread(mesh, data["spec"])
+        return _named_sharding(mesh, data["spec"])
     if math.prod(data["sizes"]) > jax.device_count():
         return SingleDeviceSharding(jax.devices()[0])
     like = (tuple(data[name]) for name in ("sizes", "axes", "types"))
-    return _spread(_mesh_like(*like), data["spec"])
+    return _named_sharding(_mesh_like(*like), data["spec"])
 
 
 @functools.cache
@@ -213,7 +213,7 @@ def _mesh_like(sizes: tuple[int, ...], axes: tuple[str, ...], types: tuple[str, 
     return jax.make_mesh(sizes, axes, axis_types=kinds, devices=devices)
 
 
-def _spread(mesh: Any, spec: list[Any]) -> NamedSharding:
+def _named_sharding(mesh: Any, spec: list[Any]) -> NamedSharding:
     named = [name for part in spec for name in (part if isinstance(part, list) else [part])]
     missing = sorted({name for name in named if name is not None} - set(mesh.axis_names))
     if missing:

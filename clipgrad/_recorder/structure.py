@@ -19,7 +19,7 @@ def to_data(tree: Any, leaf: Encode) -> Any:
     entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     if len(entries) == 1 and not entries[0][0]:
         return {"leaf": leaf(tree)}
-    children = [[_name(path[0]), to_data(child, leaf)] for path, child in entries]
+    children = [[_key_name(path[0]), to_data(child, leaf)] for path, child in entries]
     if isinstance(tree, dict):
         return {"dict": children}
     if type(tree) in (list, tuple):
@@ -55,7 +55,7 @@ def _known_tuple(path: str, fields: set[str]) -> Any:
     return found if is_tuple and fields == set(getattr(found, "_fields", ())) else None
 
 
-def _name(key: Any) -> Any:
+def _key_name(key: Any) -> Any:
     for attribute in ("name", "key", "idx"):
         if hasattr(key, attribute):
             name = getattr(key, attribute)

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from clipgrad._compat import broadcast_like
 from clipgrad._norms import AxisName, Norm, slice_norms
-from clipgrad._numbers import at_least, finite_product, times, widen
+from clipgrad._numbers import at_least, finite_product, times, with_real_dtype
 from clipgrad._rules._base import MeasuringRule, pytree_rule, static_field
 from clipgrad._rules._thresholds import check_threshold, limit_of, thresholds_by_leaf
 from clipgrad._rules._units import UnitAxis, check_unit_axis, unit_axes
@@ -148,7 +148,9 @@ def _scale_units(leaf: jax.Array, norms: UnitNorms, clipping: Any) -> jax.Array:
     parts = _without_extremes(norms, limit_of(clipping, norms.norm))
     root, scale, divisor, weights, least, clipping = (broadcast_like(x, leaf) for x in parts)
     limit = clipping * jnp.maximum(weights, least)
-    shrunk = times(widen(leaf, root.dtype.name), limit / divisor * scale).astype(leaf.dtype)
+    shrunk = times(with_real_dtype(leaf, root.dtype.name), limit / divisor * scale).astype(
+        leaf.dtype
+    )
     return jnp.where(root <= limit * scale, leaf, shrunk)
 
 

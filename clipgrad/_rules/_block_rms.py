@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from clipgrad._norms import Norm, slice_norms
-from clipgrad._numbers import finite_product, over, widen
+from clipgrad._numbers import finite_product, over, with_real_dtype
 from clipgrad._rules._base import MeasuringRule, pytree_rule
 from clipgrad._rules._thresholds import check_threshold, limit_of, thresholds_by_leaf
 from clipgrad._trees import clippable_leaves, map_clippable
@@ -82,7 +82,7 @@ class ClipByBlockRMS(MeasuringRule):
 
 def _scale_by_rms(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
     divisor = _divisor(norm, limit_of(threshold, norm))
-    return over(widen(leaf, norm.root.dtype.name), divisor).astype(leaf.dtype)
+    return over(with_real_dtype(leaf, norm.root.dtype.name), divisor).astype(leaf.dtype)
 
 
 @functools.partial(jax.jit, inline=True)

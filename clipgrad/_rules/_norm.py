@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from clipgrad._norms import Norm, check_order, slice_norms
-from clipgrad._numbers import over, times, widen
+from clipgrad._numbers import over, times, with_real_dtype
 from clipgrad._rules._base import MeasuringRule, pytree_rule, static_field
 from clipgrad._rules._thresholds import check_threshold, limit_of, thresholds_by_leaf
 from clipgrad._rules._units import check_axis, reduced_axes
@@ -98,7 +98,7 @@ def scale_down(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
     what optax computes, so that XLA makes the same program of it and the optimizer behind it.
     """
     limit = limit_of(threshold, norm)
-    wide = times(widen(leaf, norm.root.dtype.name), norm.scale)
+    wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
     shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)
     return jnp.where(_is_within(norm, limit), leaf, shrunk)
 

@@ -144,7 +144,7 @@ def nonnegative(value: Any, dtype: Any) -> jax.Array:
     """A threshold as an array; a negative one acts as 0."""
     if isinstance(value, jax.Array):
         return jnp.maximum(value.astype(dtype), 0)
-    return as_array(np.maximum(np.asarray(value, np.float64), 0), dtype)
+    return threshold_array(np.maximum(np.asarray(value, np.float64), 0), dtype)
 
 
 def limit_of(threshold: Any, norm: Norm) -> jax.Array:
@@ -162,7 +162,7 @@ def limit_of(threshold: Any, norm: Norm) -> jax.Array:
     return broadcast_like(limit, norm.root)
 
 
-def as_array(value: Any, dtype: Any) -> jax.Array:
+def threshold_array(value: Any, dtype: Any) -> jax.Array:
     """A threshold in the given dtype, without a detour through int32."""
     if isinstance(value, jax.Array):
         return value.astype(dtype)

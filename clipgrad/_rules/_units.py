@@ -9,12 +9,12 @@ from clipgrad._reductions import Axes
 from clipgrad._selectors import nearest, selects
 from clipgrad._trees import is_clippable, with_paths
 
-Axis = int | tuple[int, ...] | None
+ReducedAxes = int | tuple[int, ...] | None
 # A mapping is stored as its items, since a rule's static fields must be hashable.
-UnitAxis = Axis | Callable[[str, Any], Axis] | tuple[tuple[str, Axis], ...]
+UnitAxis = ReducedAxes | Callable[[str, Any], ReducedAxes] | tuple[tuple[str, ReducedAxes], ...]
 
 
-def check_axis(axis: Any) -> Axis:
+def check_axis(axis: Any) -> ReducedAxes:
     """``axis`` with a list made a tuple; `TypeError` for what is not an axis."""
     if axis is None or (isinstance(axis, int) and not isinstance(axis, bool)):
         return axis
@@ -55,7 +55,7 @@ def unit_axes(axis: UnitAxis, tree: Any) -> list[Axes]:
     ]
 
 
-def _by_path(axis: UnitAxis, paths: list[str]) -> Callable[[str, Any], Axis]:
+def _by_path(axis: UnitAxis, paths: list[str]) -> Callable[[str, Any], ReducedAxes]:
     """A function from a path and a leaf to the axes of its units."""
     given: dict[str, Any] = dict.fromkeys(paths, axis) if isinstance(axis, (int, tuple)) else {}
     if is_mapping(axis):
@@ -76,7 +76,7 @@ def _default_axes(leaf: Any) -> Axes:
     return tuple(range(leaf.ndim - 1)) if leaf.ndim >= 2 else None
 
 
-def reduced_axes(axis: Axis, path: str, leaf: Any) -> Axes:
+def reduced_axes(axis: ReducedAxes, path: str, leaf: Any) -> Axes:
     """The axes, counted from the front, over which a norm of this leaf is computed."""
     axis = check_axis(axis)
     if axis is None:

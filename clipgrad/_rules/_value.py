@@ -16,11 +16,11 @@ from clipgrad._norms import Norm, slice_norms
 from clipgrad._numbers import at_least_float32, over, times
 from clipgrad._rules._base import MeasuringRule, pytree_rule
 from clipgrad._rules._thresholds import (
-    as_array,
     broadcasts_into,
     check_threshold,
     nonnegative,
     require_numbers,
+    threshold_array,
     thresholds_by_leaf,
 )
 from clipgrad._thresholds import is_adaptive
@@ -114,7 +114,7 @@ class ClipByValue(MeasuringRule):
 
     def _clip(self, leaf: jax.Array, maximum: Any) -> jax.Array:
         if self.nan is not None:
-            leaf = jnp.where(jnp.isnan(leaf), as_array(self.nan, leaf.dtype), leaf)
+            leaf = jnp.where(jnp.isnan(leaf), threshold_array(self.nan, leaf.dtype), leaf)
         if jnp.iscomplexobj(leaf):
             return self._clip_complex(leaf, maximum)
         upper = self._upper(maximum, leaf.dtype)
@@ -172,7 +172,7 @@ def _largest_number(dtype: Any) -> float:
 
 
 def _bound(bound: Any, dtype: Any) -> jax.Array:
-    wide, largest = as_array(bound, at_least_float32(dtype)), _largest_number(dtype)
+    wide, largest = threshold_array(bound, at_least_float32(dtype)), _largest_number(dtype)
     return jnp.minimum(jnp.maximum(wide, -largest), largest).astype(dtype)
 
 
