@@ -33,7 +33,7 @@ def value_finding(origin: ValueOrigin, given: Subject) -> GradientFinding:
     if origin.becomes:
         then = origin.becomes
         what += f", and its inf becomes NaN in {then.operation} ({then.location})"
-    return _finding("value", place, origin.step, what, origin.values or ())
+    return _finding("value", place, origin.step, what, origin.values or (), origin.device)
 
 
 def vjp_finding(fault: VjpFault) -> GradientFinding:
@@ -43,7 +43,7 @@ def vjp_finding(fault: VjpFault) -> GradientFinding:
     of = f"the {'rule' if rule else 'VJP'} of {_call(place, fault.values)}"
     step = fault.steps[-1] if fault.steps else None
     what = f"{of} makes NaN or inf of finite cotangents"
-    return _finding("vjp", place, step, what, fault.values)
+    return _finding("vjp", place, step, what, fault.values, fault.device)
 
 
 def sum_finding(fault: SumFault, given: Subject) -> GradientFinding:
@@ -56,7 +56,7 @@ def sum_finding(fault: SumFault, given: Subject) -> GradientFinding:
     carried = fault.place.operation == SCAN
     value = "what the scan carries" if carried else f"the value of {fault.place.operation}"
     what = f"{value} is used more than once; {finite}"
-    return _finding("vjp", fault.place, step, what)
+    return _finding("vjp", fault.place, step, what, (), fault.device)
 
 
 def unexplained_finding(names: Sequence[str], given: Subject) -> GradientFinding:
@@ -88,14 +88,25 @@ def _argument_finding(argument: int, given: Subject) -> GradientFinding:
 
 
 def _finding(
-    kind: str, place: Place, step: int | None, what: str, values: Sequence[float] = ()
+    kind: str,
+    place: Place,
+    step: int | None,
+    what: str,
+    values: Sequence[float] = (),
+    device: str | None = None,
 ) -> GradientFinding:
     where = place.location
-    message = " ".join(
-        [f"{where}:", what + _around(place, step, where) + _instead(kind, place, where, values)]
-    )
+    around = _around(place, step, where) + (f", on device {device}" if device else "")
+    message = f"{where}: {what}{around}{_instead(kind, place, where, values)}"
     return GradientFinding(
-        kind, where.file, where.line, place.operation, place.module, step, message
+        kind,
+        where.file,
+        where.line,
+        place.operation,
+        place.module,
+        step,
+        message,
+        device=device,
     )
 
 
