@@ -80,7 +80,7 @@ def cells(x, y):
     def cell(x, y):
         big = jnp.maximum(1 / x, -1)
         root = jax.lax.psum(0 * big, "model") + jnp.sqrt(y)
-        return jax.lax.pmean(jax.lax.psum((root + 0 * jnp.cbrt(x - 3)).sum(), "data"), "model")
+        return jax.lax.pmean(jax.lax.psum((root * jnp.cos(jnp.cbrt(x - 3))).sum(), "data"), "model")
 
     specs = PartitionSpec("data"), PartitionSpec("data", "model")
     return jax.shard_map(cell, mesh=grid, in_specs=specs, out_specs=PartitionSpec())(
