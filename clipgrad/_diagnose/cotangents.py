@@ -12,7 +12,7 @@ from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._diagnose.numbers import at_first, dtype_of, is_float
+from clipgrad._diagnose.numbers import at_first, dtype_of, is_float, on_host
 from clipgrad._diagnose.subject import PRINTS
 from clipgrad._diagnose.units import CLOSED, Block, Unit, equations_of
 from clipgrad._numbers import at_least_float32
@@ -117,13 +117,14 @@ def measure(
 
     inputs = [_widened(x) for x in inputs] if wide else inputs
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
-    value, grads, measured = run([inputs[i] for i in chosen], others, [_probe_of(s) for s in sites])
+    probes = [_probe_of(site) for site in sites]
+    value, grads, measured = on_host(run([inputs[i] for i in chosen], others, probes))
     found = dict(zip(keys, map(_split, measured), strict=True))
     return float(value), [_split(grad) for grad in grads], silent | found
 
 
 def _split(numbers: Any) -> Summary:
-    return Summary(*np.moveaxis(np.asarray(numbers), -1, 0))
+    return Summary(*np.moveaxis(numbers, -1, 0))
 
 
 def joined(summary: Summary, block: Block) -> Summary:

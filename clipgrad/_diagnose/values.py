@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import is_float
+from clipgrad._diagnose.numbers import is_float, on_host
 from clipgrad._diagnose.places import Place
 from clipgrad._diagnose.subject import PRINTS
 from clipgrad._diagnose.suspects import MASKING
@@ -124,7 +124,7 @@ def _birth(program: Any, inputs: Sequence[Any], cured: Sequence[Place]) -> _Birt
     def run(inputs):
         return Walk(cured).evaluate(program, inputs, None, inputs)[1]
 
-    flags = jax.tree.map(np.asarray, run(list(inputs)))
+    flags = on_host(run(list(inputs)))
     own = iter(flags.elements)
     births = (_Birth(_FIRST, argument=i) for i in range(len(inputs)))
     pairs = zip(inputs, births, strict=True)
@@ -147,7 +147,7 @@ def _operands(program: Any, inputs: Sequence[Any], birth: _Birth) -> tuple[float
         walk.evaluate(program, inputs, None, ())
         return walk.record.values
 
-    pairs = zip(birth.place.equation.invars, np.asarray(run(list(inputs))), strict=True)
+    pairs = zip(birth.place.equation.invars, on_host(run(list(inputs))), strict=True)
     return tuple(float(value) for v, value in pairs if is_float(v))
 
 
