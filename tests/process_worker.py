@@ -97,11 +97,32 @@ def halt(mesh, folder):
     except cg.HaltedError as error:
         capture = cg.load_capture(error.path, mesh=mesh)
         assert capture.batch.sharding.spec == BATCH and capture.key == jax.random.key(2)
-        np.savez(f"{folder}/captured_{jax.process_index()}.npz", seen=i, step=capture.step)
+        device = diagnosed(mesh, capture)
+        np.savez(
+            f"{folder}/captured_{jax.process_index()}.npz", seen=i, step=capture.step, device=device
+        )
     try:
         recorder.record(state, np.ones((16, 4), np.float32))
     except ValueError as error:
         assert "batch: got ndarray of one process, expected arrays of all" in str(error), error
+
+
+def diagnosed(mesh, capture):
+    """The device of the bad example, as the findings and the examples name it."""
+
+    def roots(params, batch):
+        def part(w, x):
+            return jax.lax.pmean(jnp.mean(jnp.sqrt(x @ w - 1e-3)), "x")
+
+        specs = P(), BATCH
+        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=P())(params["w"], batch)
+
+    found = cg.diagnose(roots, capture.args, examples="batch")
+    assert [f.kind for f in found.findings] == ["value"], found
+    assert [example.index for example in found.examples] == [15], found
+    device = found.findings[0].device
+    assert device == found.examples[0].device, found
+    return device
 
 
 if __name__ == "__main__":

@@ -67,10 +67,46 @@ def devices_in_a_scan(x):
 )
 def test_it_is_found_on_one_of_several_devices(loss, bad, kind):
     (finding,) = cg.diagnose(loss, (jnp.ones(8).at[3].set(bad),)).findings
-    assert (finding.kind, finding.operation) == (kind, "sqrt")
+    assert (finding.kind, finding.operation, finding.device) == (kind, "sqrt", "d=3")
+    assert ", on device d=3" in finding.message
     assert finding.line == line_of(loss, "sqrt") and f"sqrt at {bad:g}" in finding.message
     assert finding.step == (1 if "scan" in loss.__name__ else None)
     assert (finding.file or "").endswith("test_diagnose_programs.py")
+
+
+def cells(x, y):
+    grid = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def cell(x, y):
+        big = jnp.maximum(1 / x, -1)
+        root = jax.lax.psum(0 * big, "model") + jnp.sqrt(y)
+        return jax.lax.pmean(jax.lax.psum((root * jnp.cos(jnp.cbrt(x - 3))).sum(), "data"), "model")
+
+    specs = PartitionSpec("data"), PartitionSpec("data", "model")
+    return jax.shard_map(cell, mesh=grid, in_specs=specs, out_specs=PartitionSpec())(
+        x[:, None], y.reshape(4, 2)
+    )
+
+
+def test_faults_on_several_devices_do_not_hide_each_other():
+    def found(x=(), y=()):
+        xs, ys = jnp.ones(4), jnp.ones(8)
+        for i, value in x:
+            xs = xs.at[i].set(value)
+        for i, value in y:
+            ys = ys.at[i].set(value)
+        findings = cg.diagnose(cells, (xs, ys), argnums=(0, 1)).findings
+        return [(f.kind, f.operation, f.device) for f in findings]
+
+    everywhere = [(i, -0.5) for i in range(8)]
+    assert found(y=everywhere) == [("value", "sqrt", None)]
+    assert found(y=[(5, -0.5), (6, -0.5)]) == [("value", "sqrt", "data=2, model=1")]
+    # The first operation is on the last device, and is the same along the other axis.
+    assert found(x=[(3, 0.0)], y=[(0, -0.5)])[0] == ("value", "div", "data=3")
+    assert found(x=[(1, 3.0)], y=[(6, -0.5)]) == [
+        ("value", "sqrt", "data=3, model=0"),
+        ("vjp", "cbrt", "data=1"),
+    ]
 
 
 def test_growth_on_devices_has_the_factor_of_the_program_on_one():

@@ -86,6 +86,7 @@ def assert_captured(number, folder):
     for i in range(number):
         with np.load(folder / f"captured_{i}.npz") as saved:
             assert saved["seen"] == 4 and saved["step"] == 2
+            assert saved["device"] == f"x={2 * number - 1}"
     capture = cg.load_capture(folder / "captures" / "step_2")
     np.testing.assert_array_equal(capture.batch[:, 0], [3] * 15 + [0])
     assert (np.asarray(capture.params["w"]) < 1).all() and capture.meta["processes"] == number

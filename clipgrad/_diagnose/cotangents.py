@@ -12,7 +12,7 @@ from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._diagnose.numbers import at_first, dtype_of, holds_floats
+from clipgrad._diagnose.numbers import at_first, dtype_of, holds_floats, on_host
 from clipgrad._diagnose.subject import PRINTS
 from clipgrad._diagnose.units import CLOSED, ProgramBlock, Unit, equations_of
 from clipgrad._numbers import at_least_float32
@@ -41,7 +41,7 @@ class CotangentSite(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Numbers of a cotangent; with a leading axis for each scan around its variable."""
+    """Numbers of a cotangent; with leading axes for the scans and `shard_map`s around it."""
 
     reached: Any  # 1 if there is a cotangent at all
     nonfinite: Any  # how many elements are NaN or inf
@@ -98,7 +98,7 @@ def measure(
     # A probe of a variable that does not depend on the inputs would give it a cotangent, and
     # differentiate what is behind it: a loop of unknown length, say, which has no derivative.
     active = _jaxpr.active_variables(program, chosen)
-    silent = {s.key: _of_site(_probe_of(s), s) for s in sites if s.variable not in active}
+    silent = {s.key: _split_summary(_probe_of(s)) for s in sites if s.variable not in active}
     sites = [site for site in sites if site.variable in active]
     keys = [site.key for site in sites]
     kind = _Wide if wide else _Probes
@@ -119,19 +119,19 @@ def measure(
 
     inputs = [_widened_half(x) for x in inputs] if wide else inputs
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
-    value, grads, measured = run([inputs[i] for i in chosen], others, [_probe_of(s) for s in sites])
-    found = dict(zip(keys, map(_of_site, measured, sites), strict=True))
+    probes = [_probe_of(site) for site in sites]
+    value, grads, measured = on_host(run([inputs[i] for i in chosen], others, probes))
+    found = dict(zip(keys, map(_split_summary, measured), strict=True))
     return float(value), [_split_summary(grad) for grad in grads], silent | found
 
 
 def _split_summary(numbers: Any) -> Summary:
-    return Summary(*np.moveaxis(np.asarray(numbers), -1, 0))
+    return Summary(*np.moveaxis(numbers, -1, 0))
 
 
-def _of_site(numbers: Any, site: CotangentSite) -> Summary:
-    """The numbers of a site, those of the devices of a `shard_map` joined."""
-    summary = _split_summary(numbers)
-    for axis in reversed([i for i, (name, _) in enumerate(site.block.axes) if name != "scan"]):
+def joined(summary: Summary, block: ProgramBlock) -> Summary:
+    """The numbers of a site in a block, those of the devices of a `shard_map` joined."""
+    for axis in reversed([i for i, (name, _) in enumerate(block.axes) if name != "scan"]):
         worst = np.expand_dims(np.argmax(summary.nonfinite, axis), axis)
         summary = Summary(
             reached=np.max(summary.reached, axis),

@@ -61,6 +61,8 @@ def diagnose(
       * All name the line in the user's file, the module, and the step of the innermost scan; in
         eager code and inside of `jax.jit`, `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`,
         `jax.shard_map` and `jax.pmap`; a value also inside of `jax.lax.while_loop`.
+      * Inside of `jax.shard_map` and `jax.pmap` they name the device, such as "data=5": the first
+        at which this operation is at fault. What is wrong on one hides nothing on another.
       * A function with a rule of its own is one operation; one whose rule is right is a note.
       * A loss or a gradient that is not finite has a finding in any case. They are those of the
         compiled loss: XLA may simplify ``log(exp(x))``, which overflows in eager code, to ``x``.

@@ -33,6 +33,8 @@ class GradientFinding:
       step: the index in the innermost scan, or None.
       message: what happens, and what to write instead.
       factor: the growth or decay per step or module going backward, or None.
+      device: the coordinates of the device in a `jax.shard_map` or `jax.pmap`, such as "data=5",
+        the first of several; None outside, and if it is every device.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class GradientFinding:
     step: int | None
     message: str
     factor: float | None = None
+    device: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFindi
     if origin.becomes:
         then = origin.becomes
         what += f", and its inf becomes NaN in {then.operation} ({then.location})"
-    return _operation_finding("value", place, origin.step, what, origin.values or ())
+    return _operation_finding("value", place, origin.step, what, origin.values or (), origin.device)
 
 
 def vjp_finding(fault: VjpFault) -> GradientFinding:
@@ -43,7 +43,7 @@ def vjp_finding(fault: VjpFault) -> GradientFinding:
     of = f"the {'rule' if rule else 'VJP'} of {_operation_at(place, fault.values)}"
     step = fault.steps[-1] if fault.steps else None
     what = f"{of} makes NaN or inf of finite cotangents"
-    return _operation_finding("vjp", place, step, what, fault.values)
+    return _operation_finding("vjp", place, step, what, fault.values, fault.device)
 
 
 def sum_finding(fault: SumFault, given: DiagnosisSubject) -> GradientFinding:
@@ -56,7 +56,7 @@ def sum_finding(fault: SumFault, given: DiagnosisSubject) -> GradientFinding:
     carried = fault.place.operation == SCAN
     value = "what the scan carries" if carried else f"the value of {fault.place.operation}"
     what = f"{value} is used more than once; {finite}"
-    return _operation_finding("vjp", fault.place, step, what)
+    return _operation_finding("vjp", fault.place, step, what, (), fault.device)
 
 
 def unexplained_finding(names: Sequence[str], given: DiagnosisSubject) -> GradientFinding:
@@ -88,17 +88,25 @@ def _argument_finding(argument: int, given: DiagnosisSubject) -> GradientFinding
 
 
 def _operation_finding(
-    kind: str, place: EquationPlace, step: int | None, what: str, values: Sequence[float] = ()
+    kind: str,
+    place: EquationPlace,
+    step: int | None,
+    what: str,
+    values: Sequence[float] = (),
+    device: str | None = None,
 ) -> GradientFinding:
     where = place.location
-    message = " ".join(
-        [
-            f"{where}:",
-            what + _around(place, step, where) + _operation_advice(kind, place, where, values),
-        ]
-    )
+    around = _around(place, step, where) + (f", on device {device}" if device else "")
+    message = f"{where}: {what}{around}{_operation_advice(kind, place, where, values)}"
     return GradientFinding(
-        kind, where.file, where.line, place.operation, place.module, step, message
+        kind,
+        where.file,
+        where.line,
+        place.operation,
+        place.module,
+        step,
+        message,
+        device=device,
     )
 
 

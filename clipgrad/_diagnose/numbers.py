@@ -22,12 +22,16 @@ def dtype_of(x: Any) -> Any:
 
 
 def at_first(where: Any, x: Any) -> jax.Array:
-    """The first element of ``x`` where it is so, the largest if the shapes are not the same."""
+    """The first element of ``x`` where it is so, the largest if the shapes do not match.
+
+    An operand may have length 1 along an axis where the result is longer.
+    """
     size = jnp.abs(x) if jnp.iscomplexobj(x) else jnp.asarray(x)
     size = size.astype(jnp.result_type(float))
-    if size.shape == where.shape and size.size:
+    pairs = zip(size.shape, where.shape, strict=False)
+    if size.ndim == where.ndim and size.size and all(own in (1, n) for own, n in pairs):
         index = jnp.argmax(replicated(where).ravel())
-        return replicated(size).ravel()[index]
+        return jnp.broadcast_to(replicated(size), where.shape).ravel()[index]
     return jnp.max(jnp.abs(size), initial=0)
 
 
@@ -37,6 +41,16 @@ def replicated(x: Any) -> Any:
     if sharding is None:
         return x
     return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*[None] * x.ndim)))
+
+
+def on_host(tree: Any) -> Any:
+    """Results of one compiled program as NumPy arrays, also of parts that other processes hold."""
+    parts = [x for x in jax.tree.leaves(tree) if not x.is_fully_addressable]
+    away = [x.sharding for x in parts if not x.is_fully_replicated]
+    if away:
+        whole = NamedSharding(away[0].mesh, PartitionSpec())
+        tree = jax.jit(lambda tree: tree, out_shardings=whole)(tree)
+    return jax.tree.map(np.asarray, tree)
 
 
 def short(value: Any) -> str:

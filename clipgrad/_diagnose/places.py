@@ -4,9 +4,11 @@ import functools
 import os
 import pathlib
 import sysconfig
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 import clipgrad._jaxpr as _jaxpr
@@ -50,6 +52,11 @@ class EquationPlace(NamedTuple):
         return [self.equation, *(self.parent.chain if self.parent else ())]
 
     @property
+    def key(self) -> tuple[int, ...]:
+        """What is the same for the same place only."""
+        return tuple(map(id, self.chain))
+
+    @property
     def operation(self) -> str:
         """The name of the primitive, or of the function that a rule was written for."""
         name = self.equation.primitive.name
@@ -77,6 +84,30 @@ class EquationPlace(NamedTuple):
         """The lengths of the scans around the equation, outermost first."""
         return tuple(equation.params["length"] for equation in self.scans)
 
+    def device(self, found: Iterable[tuple[int, ...]]) -> str | None:
+        """The coordinates of the first of some devices, such as "data=5".
+
+        Axes along which it is all of them are left out; None if it is every device.
+
+        Args:
+          found: for each device its number in each `shard_map` around, outermost first.
+        """
+        maps = [e for e in reversed(self.chain[1:]) if e.primitive.name == "shard_map"]
+        sizes = {a: e.params["mesh"].shape[a] for e in maps for a in _jaxpr.manual_axes(e)}
+        shapes = [[sizes[a] for a in _jaxpr.manual_axes(e)] for e in maps]
+        places = {
+            tuple(int(i) for n, s in zip(own, shapes, strict=True) for i in np.unravel_index(n, s))
+            for own in found
+        }
+        left = list(sizes)
+        for axis in sizes:
+            at = left.index(axis)
+            without = {place[:at] + place[at + 1 :] for place in places}
+            if len(places) == sizes[axis] * len(without):
+                places, left = without, left[:at] + left[at + 1 :]
+        first = min(places, default=())
+        return ", ".join(f"{_axis(a)}={i}" for a, i in zip(left, first, strict=True)) or None
+
     @property
     def location(self) -> Location:
         """The innermost line of the user's own files; tracebacks end where programs begin."""
@@ -88,6 +119,11 @@ class EquationPlace(NamedTuple):
         if own is None:
             return Location(None, None, package)
         return Location(frames[own].file_name, frames[own].line_num, package)
+
+
+def _axis(name: str) -> str:
+    """The name of an axis; that of a `pmap` without a name is JAX's own."""
+    return "pmap" if name.startswith("_internal_pmap") else name
 
 
 def _frames(equation: JaxprEqn) -> list[Any]:

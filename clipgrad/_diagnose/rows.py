@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from clipgrad._diagnose.cotangents import RESULT, STATE, Summary
+from clipgrad._diagnose.cotangents import RESULT, STATE, Summary, joined
 from clipgrad._diagnose.diagnosis import GradientRow
 from clipgrad._diagnose.numbers import holds_floats
 from clipgrad._diagnose.places import EquationPlace
@@ -33,12 +33,12 @@ def _rows_of(unit: Unit, measured: dict[tuple, Summary]) -> Iterator[GradientRow
     if inner:  # what leaves it has rows inside; what a scan carries from step to step has not
         variables = [v for v in inner.states if holds_floats(v)]
         keys = [(STATE, id(inner), id(v), 0) for v in variables]
-        scans, operation = inner.nest, SCAN
+        block, scans, operation = inner, inner.nest, SCAN
     else:
         variables = list(unit.leaves)
         keys = [(RESULT, id(unit.block), id(e), i) for e, i in unit.leaves.values()]
-        scans, operation = unit.block.nest, unit.place.operation
-    pairs = [(v, measured[key]) for v, key in zip(variables, keys, strict=True)]
+        block, scans, operation = unit.block, unit.block.nest, unit.place.operation
+    pairs = [(v, joined(measured[key], block)) for v, key in zip(variables, keys, strict=True)]
     pairs = [(v, summary) for v, summary in pairs if np.any(summary.reached)]
     if pairs:
         yield _row(unit.place, scans, operation, pairs, unit.is_layer)

@@ -23,6 +23,7 @@ class SumFault(NamedTuple):
     place: EquationPlace | None
     steps: tuple[int, ...]
     uses: int
+    device: str | None = None
 
 
 class Use(NamedTuple):
@@ -45,9 +46,12 @@ def sum_fault(
     faults = []
     for inner, v, key, place in _values(block):
         own = uses.get((inner, v), [])
-        steps = _sum_overflows(found[key], own, found) if key in found else []
-        if steps and v not in _leaving(inner):
-            faults.append(SumFault(None, place, steps[-1], _count_terms(own, inner, found)))
+        over = _sum_overflows(found[key], own, found) if key in found else []
+        if over and v not in _leaving(inner):
+            pairs = [inner.apart(index) for index in over]
+            steps = max(steps for steps, _ in pairs)
+            device = place.device(d for s, d in pairs if s == steps)
+            faults.append(SumFault(None, place, steps, _count_terms(own, inner, found), device))
     if faults:
         return faults[-1]
     for i, grad in zip(chosen, grads, strict=True):
@@ -58,7 +62,7 @@ def sum_fault(
 
 
 def _sum_overflows(total: Summary, uses: list[Use], found: dict[tuple, Summary]) -> list[tuple]:
-    """The steps at which a sum is not finite though all of its terms are known and finite."""
+    """The steps and devices at which a sum is not finite though its terms are known and finite."""
     keys = [_use_key(use) for use in uses]
     bad = np.asarray(total.nonfinite) > 0
     if not keys or not bad.any() or any(key not in found for key in keys):

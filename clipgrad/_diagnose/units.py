@@ -1,7 +1,7 @@
 """A program in parts: runs of equations of one module, with the programs inside of them."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
@@ -127,6 +127,17 @@ class ProgramBlock:
         lengths = {"scan": lambda: equation.params["length"]}
         lengths["shard_map"] = lambda: _jaxpr.device_count(equation)
         return self.outside.axes + (((name, lengths[name]()),) if name in lengths else ())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of `axes`."""
+        return tuple(length for _, length in self.axes)
+
+    def apart(self, index: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """An index into numbers of shape `shape` as steps of the scans, and devices."""
+        pairs = [(name, int(i)) for (name, _), i in zip(self.axes, index, strict=True)]
+        steps = tuple(i for name, i in pairs if name == "scan")
+        return steps, tuple(i for name, i in pairs if name != "scan")
 
     @property
     def is_small(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
+import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.cotangents import (
     OPERAND,
     RESULT,
@@ -35,6 +36,7 @@ class VjpFault(NamedTuple):
     steps: tuple[int, ...]
     values: tuple[float, ...]
     finite_inputs: bool
+    device: str | None = None
 
 
 def fault(
@@ -83,17 +85,17 @@ def _count_nonfinite(grads: list[Summary]) -> float:
 
 
 def _may_be_at_fault(unit: Unit, bad: dict, measured: Measured) -> Any:
-    """At which steps a unit reads what has a bad cotangent, and nothing bad leaves it."""
+    """At which steps and devices a unit reads a bad cotangent, and nothing bad leaves it."""
     reads = [_is_bad(unit.block, v, bad, measured) for v in unit.reads]
     leaves = [_is_bad(unit.block, v, bad, measured) for v in unit.leaves]
-    shape = unit.block.nest
+    shape = unit.block.shape
     return np.any([np.broadcast_to(flag, shape) for flag in [*reads, False]], axis=0) & ~np.any(
         [np.broadcast_to(flag, shape) for flag in [*leaves, False]], axis=0
     )
 
 
 def _is_bad(block: ProgramBlock, variable: Any, bad: dict, measured: Measured) -> Any:
-    """Whether the cotangent of a variable is not finite, for each step of the scans around it."""
+    """Whether the cotangent of a variable is not finite, for each step and device around it."""
     if variable in block.makers:
         equation, i = block.makers[variable].leaves[variable]
         return measured[RESULT, id(block), id(equation), i].nonfinite > 0
@@ -103,8 +105,8 @@ def _is_bad(block: ProgramBlock, variable: Any, bad: dict, measured: Measured) -
     around = block.outer.get(variable)
     if around is None or isinstance(around, Literal) or block.outside is None:
         return bad.get(variable, False)
-    flags = np.broadcast_to(_is_bad(block.outside, around, bad, measured), block.outside.nest)
-    return flags.reshape(flags.shape + (1,) * (len(block.nest) - flags.ndim))
+    flags = np.broadcast_to(_is_bad(block.outside, around, bad, measured), block.outside.shape)
+    return flags.reshape(flags.shape + (1,) * (len(block.shape) - flags.ndim))
 
 
 def _batches(units: list[Unit]) -> Iterator[list[Unit]]:
@@ -134,14 +136,27 @@ def _faults(sites: list[CotangentSite], found: Measured) -> Iterator[tuple[list[
         results = [found[s.key] for s in own if s.kind == RESULT]
         operands = [found[s.key] for s in own if s.kind == OPERAND]
         good = np.all([r.nonfinite == 0 for r in results], axis=0)
+        if _is_joint(equation):  # the cotangents of the results come from all devices
+            devices = tuple(i for i, (name, _) in enumerate(block.axes) if name != "scan")
+            good = np.all(good, axis=devices, keepdims=True)
         at_fault = good & np.any([o.nonfinite > 0 for o in operands], axis=0) if operands else ()
-        times = [_time(block, equation, tuple(map(int, steps))) for steps in np.argwhere(at_fault)]
+        found_at = [tuple(map(int, index)) for index in np.argwhere(at_fault)]
+        times = [_time(block, equation, block.apart(index)[0]) for index in found_at]
         if times:
             time, steps = max(times)
-            shown = [o for o in operands if o.nonfinite[steps] > 0]
-            finite = not any(o.bad_values[steps] for o in operands)
-            values = tuple(float(o.value[steps]) for o in shown)
-            yield time, VjpFault(EquationPlace(equation, block.parent), steps, values, finite)
+            here = [index for index in found_at if block.apart(index)[0] == steps]
+            shown = [o for o in operands if o.nonfinite[here[0]] > 0]
+            finite = not any(o.bad_values[here[0]] for o in operands)
+            values = tuple(float(o.value[here[0]]) for o in shown)
+            place = EquationPlace(equation, block.parent)
+            device = place.device(block.apart(index)[1] for index in here)
+            yield time, VjpFault(place, steps, values, finite, device)
+
+
+def _is_joint(equation: JaxprEqn) -> bool:
+    """Whether the VJP may join what several devices hold; a rule is not seen from outside."""
+    is_rule = equation.primitive.name == "custom_vjp_call"
+    return is_rule or bool(_jaxpr.crossed_axes(equation))
 
 
 def _time(

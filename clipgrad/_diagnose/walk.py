@@ -32,21 +32,25 @@ _ORDINARY = 1.25
 class Flags(NamedTuple):
     """2 for each result of a program that holds NaN, 1 for inf, 0 if it is finite.
 
-    With a leading axis for each scan around the program. Of a loop of unknown length these are
-    those of the first iteration at which one is not 0.
+    With a leading axis for each scan and each `shard_map` around the program. Of a loop of unknown
+    length these are those of the first iteration at which one is not 0.
     """
 
-    elements: Any  # of the elements that a scan goes through; of the arguments
+    elements: Any  # of the elements that a scan goes through; of shards; of the arguments
     results: Any  # of operations, in order, by floating result
     inside: Any  # of the equations with programs inside, for each program
     index: Any  # which branch of a cond, which iteration of a loop
 
 
 class Target(NamedTuple):
-    """An operation, and the iterations of the loops around it."""
+    """An operation, the iterations of the loops around it, and the device.
+
+    The device is its number in each `shard_map` around, outermost first.
+    """
 
     place: EquationPlace
     steps: tuple[int, ...]
+    device: tuple[int, ...] = ()
 
 
 class NonfiniteRecord(NamedTuple):
@@ -83,10 +87,10 @@ class Walk:
     """
 
     def __init__(self, cured: Sequence[EquationPlace] = (), target: Target | None = None):
-        self._cured = {_place_key(place) for place in cured}
+        self._cured = {place.key for place in cured}
         self._target = target
         self._axes: tuple[str, ...] = ()  # of the mesh, in the `shard_map`s around
-        self._varying = False
+        self._varying, self._depth = False, 0  # and how many of these there are
         self._steps: tuple[Any, ...] = ()
         count = len(target.place.equation.invars) if target else 0
         self.record = NonfiniteRecord(jnp.array(False), jnp.zeros(count, jnp.result_type(float)))
@@ -144,9 +148,9 @@ class Walk:
 
     def _operation(self, place: EquationPlace, inputs: list) -> list:
         outputs = _jaxpr.bind(place.equation, inputs)
-        if self._target and _place_key(place) == _place_key(self._target.place):
+        if self._target and place.key == self._target.place.key:
             self._note(self._target, inputs, [y for y in outputs if holds_floats(y)])
-        if _place_key(place) in self._cured:
+        if place.key in self._cured:
             outputs = [_ordinary(y) if holds_floats(y) else y for y in outputs]
         return outputs
 
@@ -241,13 +245,14 @@ class Walk:
 
     def _shard_map(self, place: EquationPlace, inner: list, inputs: list) -> tuple[list, Any]:
         params = place.equation.params
-        around = self._axes, self._varying, self._steps
+        around = self._axes, self._varying, self._steps, self._depth
         names = _jaxpr.manual_axes(place.equation)
 
         def shard(record, steps, *shards):
             self._axes, self._varying = (*around[0], *names), params["check_vma"]
             self._steps = steps
-            results, flags = self._inside(inner[0], self._state(shards, record), place)
+            self._depth = around[3] + 1
+            results, flags = self._inside(inner[0], self._state((), record), place, own=shards)
             apart = flags, self._state((), self.record)[1]
             return tuple(results), jax.tree.map(lambda x: self._marked(x)[None], apart)
 
@@ -260,10 +265,11 @@ class Walk:
             check_vma=params["check_vma"],
         )
         outputs, (flags, record) = mapped(self.record, self._steps, *inputs)
-        self._axes, self._varying, self._steps = around
-        one = jnp.argmax(record.found)
-        self.record = jax.tree.map(lambda x: x[one], record)
-        return list(outputs), [jax.tree.map(lambda x: jnp.max(x, 0), flags)]
+        self._axes, self._varying, self._steps, self._depth = around
+        device = self._target.device if self._target else ()
+        number = dict(enumerate(device)).get(self._depth, 0)
+        self.record = jax.tree.map(lambda x: x[number], record)
+        return list(outputs), [flags]
 
     def _state(self, values: Sequence[Any], record: NonfiniteRecord | None = None) -> tuple:
         """What a loop carries: values, and what was recorded."""
@@ -294,10 +300,6 @@ class _Silent(_jaxpr.Hook):
 
     def __call__(self, equation, inputs):
         return [] if equation.primitive.name in PRINTS else None
-
-
-def _place_key(place: EquationPlace) -> tuple:
-    return tuple(map(id, place.chain))
 
 
 def _is_any_bad(flags: Flags) -> jax.Array:

@@ -22,6 +22,7 @@ from clipgrad._jaxpr._programs import CUSTOM_RULES as CUSTOM_RULES
 from clipgrad._jaxpr._programs import JIT as JIT
 from clipgrad._jaxpr._programs import REMAT as REMAT
 from clipgrad._jaxpr._programs import called_program as called_program
+from clipgrad._jaxpr._programs import crossed_axes as crossed_axes
 from clipgrad._jaxpr._programs import device_count as device_count
 from clipgrad._jaxpr._programs import entered_programs as entered_programs
 from clipgrad._jaxpr._programs import equations as equations
