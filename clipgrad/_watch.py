@@ -41,7 +41,8 @@ def value_and_grad_with_stats(
       * The statistics leave the compiled backward pass as the gradients do, with no callback;
         under `jax.jit` statistics that are not used are not computed.
       * Statistics that a compiled program does not use change no bit of value and gradient, nor do
-        those of eager code outside of a scan. Those that a compiled program uses may change its
+        those of eager code outside of a scan and of functions that JAX compiles as a whole there,
+        such as `jax.numpy.mean`. Those that a compiled program uses may change its
         rounding: XLA stores a cotangent that it had fused.
       * Values in a module that do not depend on what is differentiated have no cotangent, and count
         nowhere.
