@@ -147,6 +147,11 @@ def _checked_argnums(argnums: Any) -> Any:
             f"argnums: got {argnums!r}, expected the position of at least one argument to "
             "differentiate"
         )
+    if not all(hasattr(position, "__index__") for position in chosen):
+        raise TypeError(
+            f"argnums: got {argnums!r}, expected the position of an argument, or several, such as "
+            "0 or (0, 1)"
+        )
     return chosen
 
 
