@@ -307,7 +307,7 @@ def test_no_argument_to_differentiate_is_an_error():
     with pytest.raises(ValueError, match=r"argnums: got \(\), expected the position of at least"):
         cg.value_and_grad_with_stats(lambda x: x, argnums=())
     for wrong in (1.0, "0", (0, 1.0), None):
-        with pytest.raises(TypeError, match="argnums: got .*, expected the position of an argument"):
+        with pytest.raises(TypeError, match="argnums: got .*, expected the position of"):
             cg.value_and_grad_with_stats(lambda x: x, argnums=wrong)
 
 
