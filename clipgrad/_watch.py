@@ -69,8 +69,8 @@ def value_and_grad_with_stats(
       for each name that a pattern matches.
 
     Raises:
-      TypeError: as `error_clip_by_name`; if ``watch`` is not a collection of names, or a position in
-        ``argnums`` not an integer.
+      TypeError: as `error_clip_by_name`; if ``watch`` is not a collection of names, or a
+        position in ``argnums`` not an integer.
       ValueError: when called, as `error_clip_by_name`, or if there are neither tags nor modules
         with ``watch=None``.
 
