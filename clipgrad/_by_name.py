@@ -42,7 +42,8 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
 
     Guarantees:
       * The result is unchanged, bit by bit, with its structure, weak types and shardings. (In a
-        compiled gradient a clip that acts is another program, which XLA may round otherwise.)
+        compiled gradient a clip that acts is another program, which XLA may round otherwise. In
+        eager code so is a function such as `jax.numpy.mean`, which JAX compiles as a whole.)
       * The classes and the structure of models are those of the caller; inside of ``fun`` each
         submodule of an NNX or Equinox model is of a subclass of its class. A model that ``fun``
         closes over has no attribute paths, nor one that it joins with a tree from outside.

@@ -71,9 +71,9 @@ def clip_by_norm(
 
     Args:
       max_norm: the maximal norm: a number, an array, a schedule or an adaptive threshold.
-      ord: the order of the norm, in (0, inf]; ``None``: 2. Of a number as the default
-        ``optax.inject_hyperparams`` would make a hyperparameter; there name one that you give in
-        ``static_args``.
+      ord: the order of the norm, in (0, inf]; ``None``: 2. A number that you give must be
+        named in the ``static_args`` of ``optax.inject_hyperparams``, which makes every other
+        number a hyperparameter.
       axis: the axis or axes that norms are over; ``None``: all.
       where: which leaves are clipped; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
@@ -114,9 +114,9 @@ def clip_by_global_norm(
 
     Args:
       max_norm: the maximal norm: a number, a schedule or an adaptive threshold.
-      ord: the order of the norm, in (0, inf]; ``None``: 2. Of a number as the default
-        ``optax.inject_hyperparams`` would make a hyperparameter; there name one that you give in
-        ``static_args``.
+      ord: the order of the norm, in (0, inf]; ``None``: 2. A number that you give must be
+        named in the ``static_args`` of ``optax.inject_hyperparams``, which makes every other
+        number a hyperparameter.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
       where: which leaves are clipped; see `clip_grads`.
       measure: which leaves make up the norm, if it is not those; see `clip_grads`.

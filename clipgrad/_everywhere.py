@@ -25,7 +25,9 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
     cotangents of all uses of $y$, the operation's VJP sees $\mathrm{rule}(\bar y)$.
 
     Guarantees:
-      * The result is unchanged, bit by bit, with its structure, weak types and shardings.
+      * The result is unchanged, bit by bit, with its structure, weak types and shardings. In
+        eager code it may be rounded otherwise by functions such as `jax.numpy.mean`, which JAX
+        compiles as a whole there.
       * All operations are clipped inside of `jax.jit`, `jax.lax.scan` (at each step),
         `jax.lax.cond`, `jax.checkpoint` and `jax.shard_map`; `jax.jit` makes no difference.
       * The cotangents of arguments are not clipped, nor those of results that ``fun`` does not use

@@ -41,7 +41,8 @@ def value_and_grad_with_stats(
       * The statistics leave the compiled backward pass as the gradients do, with no callback;
         under `jax.jit` statistics that are not used are not computed.
       * Statistics that a compiled program does not use change no bit of value and gradient, nor do
-        those of eager code outside of a scan. Those that a compiled program uses may change its
+        those of eager code outside of a scan and of functions that JAX compiles as a whole there,
+        such as `jax.numpy.mean`. Those that a compiled program uses may change its
         rounding: XLA stores a cotangent that it had fused.
       * Values in a module that do not depend on what is differentiated have no cotangent, and count
         nowhere.
@@ -68,7 +69,8 @@ def value_and_grad_with_stats(
       for each name that a pattern matches.
 
     Raises:
-      TypeError: as `error_clip_by_name`, or if ``watch`` is not a collection of names.
+      TypeError: as `error_clip_by_name`; if ``watch`` is not a collection of names, or a
+        position in ``argnums`` not an integer.
       ValueError: when called, as `error_clip_by_name`, or if there are neither tags nor modules
         with ``watch=None``.
 
@@ -145,6 +147,11 @@ def _checked_argnums(argnums: Any) -> Any:
         raise ValueError(
             f"argnums: got {argnums!r}, expected the position of at least one argument to "
             "differentiate"
+        )
+    if not all(hasattr(position, "__index__") for position in chosen):
+        raise TypeError(
+            f"argnums: got {argnums!r}, expected the position of an argument, or several, such as "
+            "0 or (0, 1)"
         )
     return chosen
 

@@ -70,6 +70,8 @@ step = cg.train_step(lambda p, x: (p * x).sum(), cg.skip_spikes(tx))
 state = step.init(jnp.ones(2))
 for name in sorted(name for name in sys.modules if name.split(".")[0] == "clipgrad"):
     importlib.reload(sys.modules[name])
+    clipped = cg.clip_grads(jnp.array([3.0, 4.0]), cg.ClipByNorm(1.0))[0]
+    assert bool(jnp.isfinite(clipped).all()), name
 state, metrics = step(state, jnp.array([3.0, 4.0]))
 assert cg.scalars(metrics)["clip/norm"] == 5 and cg.scalars(state)["clip/norm"] == 5
 assert isinstance(metrics["clips"][0], cg.ClipStats) and isinstance(state, cg.TrainState)

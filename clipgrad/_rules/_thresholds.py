@@ -14,7 +14,8 @@ from clipgrad._norms import Norm
 from clipgrad._thresholds import is_adaptive
 
 # The classes of this library's rules, in the order in which `pytree_rule` made them.
-RULES: list[type] = []
+# A module that is reloaded keeps the list, which other modules hold.
+RULES: list[type] = globals().get("RULES", [])
 
 
 class PerLeaf(NamedTuple):
