@@ -213,6 +213,22 @@ def test_half_precision_is_summed_in_float32(dtype):
         assert all(g.dtype == dtype for g in grads.values()) and whole <= 3 * 0.5 * (1 + unit)
 
 
+def test_no_factor_leaves_the_range_of_half_precision_where_the_gradient_is_in_it():
+    def loss(params, example):
+        x, y = example
+        wide = jnp.full((12, 1), 1000, x.dtype)
+        made = x @ (params["w"] * wide) + x @ (params["v"] / (1e-5 * wide / 1000))
+        made += x @ (1000 * params["v"].T).T
+        return jnp.sum(made.astype(y.dtype) * y)
+
+    x, y = jnp.full((3, 2, 12), 100, jnp.float16), jnp.full((3, 2, 16), 1e-5, jnp.float32)
+    params = {"w": jnp.zeros((12, 16), jnp.float16), "v": jnp.zeros((12, 16), jnp.float16)}
+    each = one_by_one(loss, params, (x, y))
+    ways, _ = every_way(loss, cg.ClipByGlobalNorm(1.0), params, (x, y))
+    for result in ways.values():
+        assert_clipped(result, each, 1.0, rtol=1e-2)
+
+
 def test_an_example_that_is_nan_is_left_out_and_harms_no_other():
     params, batch = arguments(MIXED)
     loss = PROGRAMS[MIXED].loss
