@@ -147,6 +147,8 @@ def test_the_plan_is_a_table_and_counts_what_is_kept():
     assert kernel.norm == "Gram" and kernel.rows == 3 and kernel.bytes == 3 * 5 * 2 * 36 * 4
     assert plan.method == "one pass" and plan.direct_bytes == 3 * 4 * 5 * (144 + 12)
     assert [line.split()[0] for line in str(plan).splitlines()[1:4]] == ["leaf", "b", "w"]
+    shapes = jax.eval_shape(lambda *args: args, params, batch)
+    assert cg.per_example_norms(PROGRAMS[MIXED].loss).plan(*shapes) == plan
 
 
 # truth
@@ -327,3 +329,5 @@ def test_wrong_arguments_and_models_with_other_leaves_are_refused():
     model = {"w": jnp.ones(2), "activation": jnp.tanh}
     with pytest.raises(TypeError, match=r"at 'activation', expected arrays.*\n.*eqx.partition"):
         cg.clip_per_example(lambda p, x: x, None)(model, jnp.ones(3))
+    with pytest.raises(TypeError, match=r"at 'activation', expected arrays.*\n.*eqx.partition"):
+        cg.per_example_norms(lambda p, x: x).plan(model, jnp.ones(3))
