@@ -251,9 +251,7 @@ def test_a_batch_that_was_donated_is_refused_at_the_first_step(recorder):
         recorder.record(state, [1, object()])
     recorder.record(state, {"index": 7, "name": "shard 3"})
     state.opt_state.count.delete()
-    with pytest.raises(
-        ValueError, match="state: got buffers that the .* gave back: state"
-    ):
+    with pytest.raises(ValueError, match="state: got buffers that the .* gave back: state"):
         recorder.record(state, jnp.ones(2))
 
 
