@@ -123,8 +123,9 @@ class Follow(Hook):
             self.sources[made] = small, tuple(int(dimensions[i]) for i in real)
         elif name in ("convert_element_type", "copy") and _source(equation) in self.sources:
             small, axes = self.sources[_source(equation)]
+            aval: Any = equation.outvars[0].aval
             # A cast to integers or booleans changes the numbers.
-            self.sources[made] = jnp.asarray(small, equation.outvars[0].aval.dtype), axes
+            self.sources[made] = jnp.asarray(small, aval.dtype), axes
 
     def source(self, atom: Any, array: Any, shape: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
         """An array without the axes along which it is one number, and the axes that it has."""
