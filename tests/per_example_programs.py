@@ -409,6 +409,15 @@ def long_sequence_over_a_small_kernel(p, x):
     return total(x @ p["w"])
 
 
+@program([(3, 12), (12,)], w=(12, 16), v=(16, 12))
+def weights_times_numbers_that_are_cast(p, batch):
+    x, numbers = batch
+    whole = jnp.broadcast_to(2 * numbers[:, None], p["w"].shape).astype(jnp.int32)
+    mask = jnp.broadcast_to(numbers.astype(jnp.int32), p["v"].shape).astype(bool)
+    h = jnp.tanh(x @ (p["w"] * whole.astype(x.dtype)))
+    return total(h @ (p["v"] * mask.astype(x.dtype)))
+
+
 @program((3, 12), w=(12, 16), u=(7,))
 def unused_parameter(p, x):
     return total(x @ p["w"])

@@ -147,6 +147,8 @@ def test_the_plan_is_a_table_and_counts_what_is_kept():
     assert kernel.norm == "Gram" and kernel.rows == 3 and kernel.bytes == 3 * 5 * 2 * 36 * 4
     assert plan.method == "one pass" and plan.direct_bytes == 3 * 4 * 5 * (144 + 12)
     assert [line.split()[0] for line in str(plan).splitlines()[1:4]] == ["leaf", "b", "w"]
+    shapes = jax.eval_shape(lambda *args: args, params, batch)
+    assert cg.per_example_norms(PROGRAMS[MIXED].loss).plan(*shapes) == plan
 
 
 # truth
@@ -211,6 +213,22 @@ def test_half_precision_is_summed_in_float32(dtype):
         np.testing.assert_allclose(np.float64(stats.norm), norm, rtol=8 * unit)
         whole = np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in grads.values()))
         assert all(g.dtype == dtype for g in grads.values()) and whole <= 3 * 0.5 * (1 + unit)
+
+
+def test_no_factor_leaves_the_range_of_half_precision_where_the_gradient_is_in_it():
+    def loss(params, example):
+        x, y = example
+        wide = jnp.full((12, 1), 1000, x.dtype)
+        made = x @ (params["w"] * wide) + x @ (params["v"] / (1e-5 * wide / 1000))
+        made += x @ (1000 * params["v"].T).T
+        return jnp.sum(made.astype(y.dtype) * y)
+
+    x, y = jnp.full((3, 2, 12), 100, jnp.float16), jnp.full((3, 2, 16), 1e-5, jnp.float32)
+    params = {"w": jnp.zeros((12, 16), jnp.float16), "v": jnp.zeros((12, 16), jnp.float16)}
+    each = one_by_one(loss, params, (x, y))
+    ways, _ = every_way(loss, cg.ClipByGlobalNorm(1.0), params, (x, y))
+    for result in ways.values():
+        assert_clipped(result, each, 1.0, rtol=1e-2)
 
 
 def test_an_example_that_is_nan_is_left_out_and_harms_no_other():
@@ -311,3 +329,5 @@ def test_wrong_arguments_and_models_with_other_leaves_are_refused():
     model = {"w": jnp.ones(2), "activation": jnp.tanh}
     with pytest.raises(TypeError, match=r"at 'activation', expected arrays.*\n.*eqx.partition"):
         cg.clip_per_example(lambda p, x: x, None)(model, jnp.ones(3))
+    with pytest.raises(TypeError, match=r"at 'activation', expected arrays.*\n.*eqx.partition"):
+        cg.per_example_norms(lambda p, x: x).plan(model, jnp.ones(3))

@@ -250,6 +250,9 @@ def test_a_batch_that_was_donated_is_refused_at_the_first_step(recorder):
     with pytest.raises(TypeError, match="batch: got object at '1', expected arrays"):
         recorder.record(state, [1, object()])
     recorder.record(state, {"index": 7, "name": "shard 3"})
+    state.opt_state.count.delete()
+    with pytest.raises(ValueError, match="state: got buffers that the .* gave back: state"):
+        recorder.record(state, jnp.ones(2))
 
 
 def test_where_steps_are_not_recorded_there_is_no_batch_rather_than_a_wrong_one(tmp_path):
@@ -612,6 +615,11 @@ def test_a_sharded_capture_is_loaded_onto_another_mesh_or_fewer_devices(sharded,
     assert_same(jax.device_get(found.args), jax.device_get(here.args))
     with pytest.raises(ValueError, match=r"mesh: got axes \('x',\), expected those .*\['data'\]"):
         cg.load_capture(sharded, mesh=jax.make_mesh((8,), ("x",)))
+    uneven = jax.make_mesh((3, 1), ("data", "model"), devices=jax.devices()[:3])
+    with pytest.raises(ValueError, match=r"mesh: got {'data': 3, .*divide the array .*\(8, 8\)"):
+        cg.load_capture(sharded, mesh=uneven)
+    with pytest.raises(TypeError, match="mesh: got str, expected a jax.sharding.Mesh"):
+        cg.load_capture(sharded, mesh="data")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     alone = cg.load_capture(sharded)
     assert all(x.devices() == {jax.devices()[0]} for x in jax.tree.leaves(alone.args))

@@ -159,5 +159,5 @@ class ClipPerExample:
         return ((loss, aux) if subject.has_aux else loss), grads, stats
 
     def plan(self, params: Any, batch: Any) -> Plan:
-        """What is done with each leaf, from shapes alone: nothing is computed."""
+        """What is done with each leaf, from shapes alone, such as those of `jax.eval_shape`."""
         return plan_of(self.subject, params, batch)

@@ -57,8 +57,8 @@ def _over_examples(params: Any) -> Contract:
 
     def contract(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         kind = jnp.promote_types(accumulator(lhs), accumulator(rhs))
-        lhs = _beside(lhs.astype(kind), numbers.lhs_spec[1], params["feature_group_count"])
-        rhs = _beside(rhs.astype(kind), numbers.rhs_spec[1], 1)
+        lhs = _joined_features(lhs.astype(kind), numbers.lhs_spec[1], params["feature_group_count"])
+        rhs = _joined_features(rhs.astype(kind), numbers.rhs_spec[1], 1)
         names = "window_strides padding lhs_dilation rhs_dilation dimension_numbers precision"
         counts = "feature_group_count batch_group_count"
         options = {name: params[name] for name in (*names.split(), *counts.split())}
@@ -67,7 +67,7 @@ def _over_examples(params: Any) -> Contract:
     return contract
 
 
-def _beside(x: jax.Array, axis: int, groups: int) -> jax.Array:
+def _joined_features(x: jax.Array, axis: int, groups: int) -> jax.Array:
     """An array whose first axis, of the examples, is merged with another, inside of its groups."""
     shape = x.shape[1:]
     split = x.reshape(x.shape[0], *shape[:axis], groups, -1, *shape[axis + 1 :])

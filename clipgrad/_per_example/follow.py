@@ -122,7 +122,10 @@ class Follow(Hook):
             small = jnp.reshape(inputs[0], [shape[i] for i in real])
             self.sources[made] = small, tuple(int(dimensions[i]) for i in real)
         elif name in ("convert_element_type", "copy") and _first_operand(equation) in self.sources:
-            self.sources[made] = self.sources[_first_operand(equation)]
+            small, axes = self.sources[_first_operand(equation)]
+            aval: Any = equation.outvars[0].aval
+            # A cast to integers or booleans changes the numbers.
+            self.sources[made] = jnp.asarray(small, aval.dtype), axes
 
     def source(self, atom: Any, array: Any, shape: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
         """An array without the axes along which it is one number, and the axes that it has."""

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from clipgrad._jaxpr import CALLS, JIT, bind, called_program, evaluate
+from clipgrad._numbers import accumulator, with_real_dtype
 from clipgrad._per_example.follow import follows, gradient_array, is_plain_array, no_products, tie
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Summed
@@ -168,14 +169,19 @@ def _follow_product(hook, equation, inputs, wants):
     array, products = inputs[place], inputs[1 - place]
     aval = equation.outvars[0].aval
     if jnp.ndim(array) == 0:
-        number = 1 / array if equation.primitive.name == "div" else array
+        number = _reciprocal(array) if equation.primitive.name == "div" else array
         return [products.map(lambda term: term.times(number), aval)]
     small, dimensions = hook.source(equation.invars[place], array, aval.shape)
     if equation.primitive.name == "div":
-        small = 1 / small
+        small = _reciprocal(small)
     if not jnp.ndim(small):
         return [products.map(lambda term: term.times(small), aval)]
     return [products.map(lambda term: term.along(small, dimensions), aval)]
+
+
+def _reciprocal(x: Any) -> Any:
+    """Its reciprocal, in float32 or wider."""
+    return 1 / with_real_dtype(jnp.asarray(x), accumulator(x))
 
 
 @follows("split")

@@ -95,7 +95,7 @@ class PerExampleNorms:
         return each(self._of_some, on_each_device(params, batch), batch, parts)
 
     def plan(self, params: Any, batch: Any) -> Plan:
-        """What is done with each leaf, from shapes alone: nothing is computed."""
+        """What is done with each leaf, from shapes alone, such as those of `jax.eval_shape`."""
         return plan_of(self.subject, params, batch)
 
     def _of_some(self, params: Any, examples: Any) -> Any:

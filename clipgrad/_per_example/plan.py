@@ -11,7 +11,7 @@ from clipgrad._per_example.batches import part_count
 from clipgrad._per_example.blocks import blocks
 from clipgrad._per_example.follow import Notes
 from clipgrad._per_example.grams import uses_gram
-from clipgrad._per_example.subject import PerExampleSubject
+from clipgrad._per_example.subject import PerExampleSubject, check_params
 from clipgrad._per_example.terms import Products
 from clipgrad._per_example.traced import each_example
 from clipgrad._trees import is_none, with_paths
@@ -82,7 +82,9 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
     size, parts = part_count(batch, subject.microbatch)
     size //= parts
     paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
-    kinds = [jax.typeof(jnp.asarray(leaf)) for leaf in jax.tree.leaves(params)]
+    if not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+        check_params(params)
+    kinds = jax.tree.leaves(jax.eval_shape(lambda params: params, params))
     whole = sum(_bytes(kind.shape, kind.dtype) for kind in kinds)
     if (why := subject.why_direct(batch)) is not None:
         leaves = [

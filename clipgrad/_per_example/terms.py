@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from clipgrad._numbers import accumulator, with_real_dtype
+
 
 class Unfollowed(Exception):  # noqa: N818
     """A change of a gradient that can't be made in its factors."""
@@ -141,7 +143,9 @@ class Term:
         """The term times a number."""
         i = next(i for i, factor in enumerate(self.factors) if factor.hot is None)
         factor = self.factors[i]
-        scaled = dataclasses.replace(factor, values=factor.values * number)
+        values = with_real_dtype(factor.values, accumulator(factor.values))
+        number = jnp.asarray(number, values.dtype)
+        scaled = dataclasses.replace(factor, values=values * number)
         return dataclasses.replace(
             self, factors=(*self.factors[:i], scaled, *self.factors[i + 1 :])
         )
@@ -161,7 +165,10 @@ class Term:
             array = jax.lax.slice_in_dim(array, axis.start, stop, axis=d)
         labels = [label for axis in axes for label in axis.labels]
         array = array.reshape([self.sizes[label] for label in labels])
-        values = einsum([factor.values, array], [factor.labels, labels], factor.labels)
+        # A factor may be larger than the gradient, and than what half precision holds.
+        values = with_real_dtype(factor.values, accumulator(factor.values))
+        array = jnp.asarray(array, values.dtype)
+        values = einsum([values, array], [factor.labels, labels], factor.labels)
         new = dataclasses.replace(factor, values=values)
         return dataclasses.replace(self, factors=(*self.factors[:i], new, *self.factors[i + 1 :]))
 

@@ -158,8 +158,9 @@ def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = No
 
     Raises:
       FileNotFoundError: there is no capture, or only one that was never completed.
-      ValueError: it is of a later version, has dtypes that need ``jax_enable_x64``, or the mesh has
-        not the axes of the run.
+      ValueError: it is of a later version, has dtypes that need ``jax_enable_x64``, or the mesh
+        does not have the axes of the run, or does not divide an array.
+      TypeError: ``mesh`` is no mesh.
       ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
 
     Example:
@@ -173,6 +174,8 @@ def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = No
       >>> cg.load_capture(recorder.captures[0]).args
       (Array([1., 1.], dtype=float32), Array([0., 0., 0.], dtype=float32))
     """
+    if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
+        raise TypeError(f"mesh: got {type(mesh).__name__}, expected a jax.sharding.Mesh or None")
     folder = pathlib.Path(path).absolute()
     manifest = read_manifest(folder)
     orbax()

@@ -60,8 +60,18 @@ class FlagPlace:
         return list(jax.eval_shape(_flag_norms, self._chosen(leaves)))
 
     def copied(self, leaves: list[Any], step: Any) -> tuple[jax.Array, jax.Array, Any]:
-        """The flag, the statistics and the step, none of them a buffer of the state."""
-        return _copied_flag(self._chosen(leaves), step)
+        """The flag, the statistics and the step, none of them a buffer of the state.
+
+        Raises:
+          ValueError: the state was donated.
+        """
+        chosen = self._chosen(leaves)
+        if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(chosen)):
+            raise ValueError(
+                "state: got buffers that the step has overwritten, expected the state that the "
+                "step gave back: state = step(state, batch) first, then record(state, batch)"
+            )
+        return _copied_flag(chosen, step)
 
     def _chosen(self, leaves: list[Any]) -> Any:
         return self.small.unflatten([leaves[i] for i in self.indices])

@@ -118,7 +118,7 @@ class FlightRecorder:
 
         Raises:
           HaltedError: a step was bad, and its capture is written; unless ``raise_on_halt=False``.
-          ValueError: ``state`` has no flag or several, or ``batch`` was donated.
+          ValueError: ``state`` has no flag or several, or ``state`` or ``batch`` was donated.
           TypeError: a leaf of ``batch`` is no array, number or text.
         """
         params = extra.pop("params", None)
@@ -206,8 +206,10 @@ class FlightRecorder:
             )
         except Exception as error:
             cause = error
-            message += f"; its capture could not be written: {type(error).__name__}: {error}"
-            if not isinstance(error, _TooManyError):
+            message += "; its capture could not be written: "
+            several = isinstance(error, _TooManyError)
+            message += str(error) if several else f"{type(error).__name__}: {error}"
+            if not several:
                 self._unwritten = record
                 message += "; close() tries again, while your state is there"
         if self.raise_on_halt:

@@ -147,7 +147,7 @@ def read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
     for leaf in leaves:
         if "dtype" in leaf:
             _check_width(leaf)
-            placement = None if leaf["sharding"] == "numpy" else _placement(leaf["sharding"], mesh)
+            placement = None if leaf["sharding"] == "numpy" else _placement(leaf, mesh)
             placements[id(leaf)] = placement
             if "array" in leaf:
                 wanted[leaf["array"]] = placement
@@ -194,16 +194,28 @@ def _check_width(leaf: dict[str, Any]) -> None:
         )
 
 
-def _placement(data: Any, mesh: Any) -> Any:
+def _placement(leaf: dict[str, Any], mesh: Any) -> Any:
     """Where an array goes: as in the run, if there are that many devices."""
+    data = leaf["sharding"]
     if data is None or data["spec"] is None:
         return SingleDeviceSharding(jax.devices()[0]) if mesh is None else _named_sharding(mesh, [])
     if mesh is not None:
-        return _named_sharding(mesh, data["spec"])
+        return _divided_sharding(_named_sharding(mesh, data["spec"]), leaf["shape"])
     if math.prod(data["sizes"]) > jax.device_count():
         return SingleDeviceSharding(jax.devices()[0])
     like = (tuple(data[name]) for name in ("sizes", "axes", "types"))
     return _named_sharding(_mesh_like(*like), data["spec"])
+
+
+def _divided_sharding(sharding: NamedSharding, shape: list[int]) -> NamedSharding:
+    try:
+        sharding.shard_shape(tuple(shape))
+    except ValueError:
+        raise ValueError(
+            f"mesh: got {dict(sharding.mesh.shape)}, expected sizes that divide the array of the "
+            f"shape {tuple(shape)}, spread as {sharding.spec}"
+        ) from None
+    return sharding
 
 
 @functools.cache
