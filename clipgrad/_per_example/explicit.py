@@ -32,7 +32,9 @@ def with_auto_axes(of_some: Callable[[Any, Any], Any], place: Callable[[Any, Any
         kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
         axes = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
         places = place(NamedSharding(mesh, P()), NamedSharding(mesh, P(first)))
-        return jax.sharding.auto_axes(of_some, axes=axes, out_sharding=places)(params, examples)
+        options: dict[str, Any] = {"axes": axes, "out_sharding": places}
+        mapped: Callable[..., Any] = jax.sharding.auto_axes(of_some, **options)
+        return mapped(params, examples)
 
     return run
 
