@@ -1,5 +1,6 @@
 """One of several processes that clip together: started by test_processes.py."""
 
+import functools
 import os
 import sys
 
@@ -35,7 +36,9 @@ def everything(mesh=None):
     mapped = jax.jit(in_shard_map(mesh) if mesh else cg.ClipByGlobalNorm(1.0))(grads)
     step = cg.train_step(loss, optax.chain(cg.clip_by_global_norm(0.1), optax.sgd(1.0)))
     trained, metrics = step(step.init(params), batch)
-    per_example = jax.jit(cg.clip_per_example(loss, cg.ClipByGlobalNorm(0.5), microbatch=8))
+    each = functools.partial(cg.clip_per_example, loss, cg.ClipByGlobalNorm(0.5))
+    per_example = jax.jit(each(microbatch=8))
+    followed = {m: jax.jit(each(method=m))(params, batch)[1:] for m in ("one pass", "two passes")}
     return {
         "jit": clipped,
         "norm": state.stats.norm,
@@ -43,6 +46,7 @@ def everything(mesh=None):
         "trained": trained.params,
         "grad_norm": metrics["grad_norm"],
         "per_example": per_example(params, batch)[1],
+        **followed,
     }
 
 

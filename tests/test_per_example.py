@@ -315,10 +315,6 @@ def test_a_batch_over_eight_devices_gives_the_result_of_one(microbatch, kind, ke
     mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
     with jax.set_mesh(mesh):
         sharded = jax.device_put(batch, NamedSharding(mesh, P("x")))
-        if kind == AxisType.Explicit and jax.__version_info__ < (0, 10, 1):
-            with pytest.raises(Exception, match="select `which` must be scalar"):
-                per_example.lower(params, sharded)
-            return
         compiled = per_example.lower(params, sharded).compile()
         assert_close(compiled(params, sharded), expected, rtol=1e-4, atol=1e-6)
     assert "all-gather" not in compiled.as_text() and "all-to-all" not in compiled.as_text()

@@ -67,10 +67,12 @@ def clip_per_example(
         rounding of a sum of $n$ terms, each of them wrong by at most $u = 2^{-24}$, is taken as
         $\sqrt{n}\,u$ and added. Elsewhere this is a few parts in a million of the norm.
       * Under `jax.jit` with the batch sharded over devices nothing else is needed; let their number
-        divide ``microbatch``, and each has examples of its own. (On Explicit axes it must,
-        `jax.vmap` refuses parameters that are sharded along the batch's axis, and JAX 0.10.0
-        refuses the batch itself.) In `jax.shard_map` and `jax.pmap` the result is that of the
-        examples of one device: average or sum it over the axis.
+        divide ``microbatch``, and each has examples of its own. (On Explicit axes it must, and
+        `jax.vmap` refuses parameters that are sharded along the batch's axis. There the loss is
+        differentiated with these axes as Auto, and where it names shardings itself write
+        ``method="direct"``; with parameters sharded over such axes the method is direct.) In
+        `jax.shard_map` and `jax.pmap` the result is that of the examples of one device: average or
+        sum it over the axis.
 
     Args:
       loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the

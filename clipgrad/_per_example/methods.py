@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from clipgrad._per_example.direct import direct_sums
+from clipgrad._per_example.explicit import with_auto_axes
 from clipgrad._per_example.one_pass import one_pass_sums
 from clipgrad._per_example.plan import plan_of
 from clipgrad._per_example.subject import PerExampleSubject
@@ -16,10 +17,11 @@ _FORMS = {"one pass": one_pass_sums, "two passes": two_passes_sums, "direct": di
 
 def sums_of(subject: PerExampleSubject, params: Any, batch: Any) -> Sums:
     """The function of parameters and examples that gives the sum of the clipped gradients."""
-    if subject.why_direct(batch) is not None:
+    if subject.why_direct(params) is not None:
         method = "direct"
     else:
         method = (
             plan_of(subject, params, batch).method if subject.method == "auto" else subject.method
         )
-    return functools.partial(_FORMS[method], subject)
+    form = functools.partial(_FORMS[method], subject)
+    return form if method == "direct" else with_auto_axes(form, lambda whole, each: (whole, each))

@@ -13,6 +13,7 @@ from clipgrad._per_example.batches import (
     on_each_device,
     part_count,
 )
+from clipgrad._per_example.explicit import with_auto_axes
 from clipgrad._per_example.follow import Measure
 from clipgrad._per_example.one_pass import each_squares
 from clipgrad._per_example.plan import Plan, plan_of
@@ -92,7 +93,10 @@ class PerExampleNorms:
         """The norms of the gradients of the examples."""
         check_params(params)
         _, parts = part_count(batch, self.subject.microbatch)
-        return each(self._of_some, on_each_device(params, batch), batch, parts)
+        of_some = self._of_some
+        if self.subject.why_direct(params) is None:
+            of_some = with_auto_axes(of_some, lambda whole, each: each)
+        return each(of_some, on_each_device(params, batch), batch, parts)
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """What is done with each leaf, from shapes alone, such as those of `jax.eval_shape`."""
@@ -100,7 +104,7 @@ class PerExampleNorms:
 
     def _of_some(self, params: Any, examples: Any) -> Any:
         subject = self.subject
-        if subject.why_direct(examples) is None:
+        if subject.why_direct(params) is None:
             found = each_example(
                 subject.loss_fn, subject.has_aux, params, examples, end=Measure(False)
             )

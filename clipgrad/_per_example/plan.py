@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from clipgrad._per_example.batches import part_count
 from clipgrad._per_example.blocks import blocks
+from clipgrad._per_example.explicit import without_shardings
 from clipgrad._per_example.follow import Notes
 from clipgrad._per_example.grams import uses_gram
 from clipgrad._per_example.subject import PerExampleSubject, check_params
@@ -86,7 +87,7 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
         check_params(params)
     kinds = jax.tree.leaves(jax.eval_shape(lambda params: params, params))
     whole = sum(_bytes(kind.shape, kind.dtype) for kind in kinds)
-    if (why := subject.why_direct(batch)) is not None:
+    if (why := subject.why_direct(params)) is not None:
         leaves = [
             LeafPlan(
                 path,
@@ -102,6 +103,7 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
         ]
         return Plan("direct", why, tuple(leaves), size * whole, size * whole)
     notes = Notes()
+    batch = without_shardings(batch)
     few = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[:size], x), batch)
     found = jax.eval_shape(
         lambda p, b: each_example(subject.loss_fn, subject.has_aux, p, b, notes=notes).gradients,

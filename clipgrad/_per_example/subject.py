@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._compat import explicit_sharding
+from clipgrad._per_example.explicit import is_explicit
 from clipgrad._per_example.scales import why_direct
 from clipgrad._trees import check_tree, is_array, is_none, path_string
 from clipgrad._where import Where, selected
@@ -27,14 +27,14 @@ class PerExampleSubject:
     nonfinite: str
     method: str
 
-    def why_direct(self, batch: Any) -> str | None:
+    def why_direct(self, params: Any) -> str | None:
         """Why the gradient of each example is made; None if it need not be."""
         if self.method == "direct":
             return "method='direct'"
         if self.nonfinite == "error":
             return "nonfinite='error' looks at each element"
-        if any(explicit_sharding(x) is not None for x in jax.tree.leaves(batch)):
-            return "the batch is sharded over Explicit mesh axes"
+        if is_explicit(params):
+            return "the parameters are sharded over Explicit mesh axes"
         return why_direct(self.rule)
 
     def flags(self, params: Any) -> list[bool]:
