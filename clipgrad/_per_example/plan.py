@@ -18,8 +18,8 @@ from clipgrad._per_example.traced import each_example
 from clipgrad._trees import is_none, with_paths
 
 # A factor is often what a plain gradient keeps anyway, so one pass is chosen up to twice the
-# bytes that the parameters and their gradient take, and where both are small in any case.
-_SMALL_BYTES = 2**28
+# bytes that the parameters and their gradient take, and where it fits into a processor's cache.
+_SMALL_BYTES = 2**24
 
 
 class LeafPlan(NamedTuple):
@@ -88,19 +88,7 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
     kinds = jax.tree.leaves(jax.eval_shape(lambda params: params, params))
     whole = sum(_bytes(kind.shape, kind.dtype) for kind in kinds)
     if (why := subject.why_direct(params)) is not None:
-        leaves = [
-            LeafPlan(
-                path,
-                k.shape,
-                "direct",
-                0,
-                0,
-                4 * size * k.size,
-                size * _bytes(k.shape, k.dtype),
-                why,
-            )
-            for path, k in zip(paths, kinds, strict=True)
-        ]
+        leaves = [_direct_leaf(*pair, size, why) for pair in zip(paths, kinds, strict=True)]
         return Plan("direct", why, tuple(leaves), size * whole, size * whole)
     notes = Notes()
     batch = without_shardings(batch)
@@ -121,6 +109,11 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
         method = "one pass" if fits else "two passes"
         why = "the factors are small enough to be kept" if fits else "the factors are large"
     return Plan(method, why, tuple(leaves), kept, size * whole)
+
+
+def _direct_leaf(path: str, kind: Any, size: int, why: str) -> LeafPlan:
+    stored = size * _bytes(kind.shape, kind.dtype)
+    return LeafPlan(path, kind.shape, "direct", 0, 0, 4 * size * kind.size, stored, why)
 
 
 def _bytes(shape: Sequence[int], dtype: Any) -> int:
