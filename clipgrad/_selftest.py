@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from clipgrad._by_name import error_clip_by_name
 from clipgrad._check import GradCheckReport, check_grads
 from clipgrad._check.command import FAILED, PASSED, complain
 from clipgrad._check.devices import PLATFORMS, find_devices
@@ -60,6 +62,8 @@ def cases() -> Iterator[Case]:
     yield Case(
         "training loss of a clipped network", _selftest_loss(rule), (w, _normal_array(4, 2), x)
     )
+    named = error_clip_by_name(_closing_cell, {"h": rule})
+    yield Case("a rule that closes over a value, by name", named, (x, w))
 
 
 def laws() -> Iterator[Law]:
@@ -101,6 +105,14 @@ def _transformed(place: str, title: str, function: Callable, x, w, xs) -> Iterat
 
 def _cell(x, w):
     return jnp.tanh(x @ w)
+
+
+def _closing_cell(x, w):
+    """A cell whose rule closes over a value of the program around it."""
+    fixed = lax.stop_gradient(w)
+    layer = jax.custom_vjp(lambda x: x @ fixed)
+    layer.defvjp(lambda x: (x @ fixed, None), lambda _, g: (g @ fixed.T,))
+    return jnp.tanh(checkpoint_name(layer(x), "h"))
 
 
 def _selftest_loss(rule):
