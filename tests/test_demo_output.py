@@ -8,7 +8,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad._demo import _task
-from clipgrad._demo._curves import band, first_nonfinite, over_training, short, span
+from clipgrad._demo._curves import band, first_nonfinite, over_training, short_number, span
 from clipgrad._demo._figure import demo_figure
 from clipgrad._demo._report import report
 from clipgrad._demo._table import table
@@ -91,7 +91,7 @@ def test_a_range_says_how_many_are_lost(values, text):
 
 @pytest.mark.parametrize("number, text", [(669.2, "669"), (0.0, "0.00"), (1.49e12, "1.49e+12")])
 def test_numbers_are_three_digits(number, text):
-    assert short(number) == text
+    assert short_number(number) == text
 
 
 def test_the_table_shows_each_arm_in_a_line():
