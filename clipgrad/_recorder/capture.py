@@ -70,7 +70,7 @@ class Capture:
 
     @property
     def params(self) -> Any:
-        """The parameters: what ``record(params=...)`` got, else those of the state."""
+        """What ``record(params=...)`` got as the parameters, else those of the state."""
         if self._params is not None:
             return self._params
         state = self.state
