@@ -17,6 +17,7 @@ TESTS = sorted(pathlib.Path(__file__).parent.glob("test_*.py"))
 
 # Each module may import the ones before it, and nothing of the package that is not listed.
 LAYERS = [
+    "_chart",
     "_elsewhere", "_docs", "_selectors", "_compat", "_trees", "_jaxpr", "_attribute_names",
     "_equinox", "_overwritten", "_numbers", "_accumulate", "_reductions", "_norms", "_nnx",
     "_thresholds", "_rules", "_stats", "_cotangent", "_error_clip", "_names", "_by_name",
@@ -88,7 +89,7 @@ def test_only_public_jax_and_runtime_dependencies_are_imported(path):
         assert "_src" not in module.split(".")
         assert top in allowed or top in sys.stdlib_module_names
         if top in extras:
-            assert layer(path) in ("_demo", "_check", "_cli", "_diagnose", "_recorder")
+            assert layer(path) in ("_demo", "_check", "_cli", "_chart", "_recorder")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

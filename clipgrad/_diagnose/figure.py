@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from clipgrad._chart import empty_chart
 from clipgrad._diagnose.diagnosis import GradientFinding, GradientRow
 from clipgrad._diagnose.rows import SCAN
 from clipgrad._diagnose.trends import finite_norm, over_steps
@@ -18,16 +19,8 @@ def diagnosis_figure(rows: Sequence[GradientRow], findings: Sequence[GradientFin
     Raises:
       ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            'plot needs matplotlib; install it with: pip install "clipgrad[demo]"'
-        ) from error
     scans = [row for row in rows if row.operation == SCAN]
-    chart = Figure(figsize=(10, 4 * (1 + len(scans))), layout="constrained")
-    FigureCanvasAgg(chart)
+    chart = empty_chart(10, 4 * (1 + len(scans)))
     panels = chart.subplots(1 + len(scans), 1, squeeze=False)[:, 0]
     _by_depth(panels[0], rows, findings)
     for panel, row in zip(panels[1:], scans, strict=True):

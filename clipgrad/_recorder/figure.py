@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from clipgrad._chart import empty_chart
+
 
 def recorder_figure(statistics: Mapping[str, Sequence], bad_step: Any) -> Any:
     """A panel for each number, by step, with the bad step marked.
@@ -12,16 +14,8 @@ def recorder_figure(statistics: Mapping[str, Sequence], bad_step: Any) -> Any:
     Raises:
       ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            'plot needs matplotlib; install it with: pip install "clipgrad[demo]"'
-        ) from error
     numbers = {name: values for name, values in statistics.items() if name != "step"}
-    chart = Figure(figsize=(8, 2 * len(numbers) + 1), layout="constrained")
-    FigureCanvasAgg(chart)
+    chart = empty_chart(8, 2 * len(numbers) + 1)
     panels = chart.subplots(len(numbers), 1, squeeze=False, sharex=True)[:, 0]
     for panel, (name, values) in zip(panels, numbers.items(), strict=True):
         array = np.array(values, float)
