@@ -30,9 +30,10 @@ from which_clip_tasks import GRAVES, two_heads
 import clipgrad as cg
 from benchmarks.which_clip_adding import TASK as ADDING
 from benchmarks.which_clip_deep_mlp import TASK as DEEP_MLP
-from clipgrad._demo import _blank_patches, _task
-from clipgrad._demo._task import Task
-from clipgrad._demo._tasks import TASKS
+from clipgrad._demo import blank_patches as _blank_patches
+from clipgrad._demo import task as _task
+from clipgrad._demo.task import Task
+from clipgrad._demo.tasks import TASKS
 
 SWEPT, COMPARED = (200, 201), (10, 11, 12, 13, 14)
 _NAMES = "rate", "threshold"

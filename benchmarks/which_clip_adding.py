@@ -9,8 +9,8 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad._demo import _task
-from clipgrad._demo._task import Arm, Metrics, Task, normal, zero_weights
+from clipgrad._demo import task as _task
+from clipgrad._demo.task import Arm, Metrics, Task, normal, zero_weights
 
 _BATCH, _LENGTH, _WIDTH, _TEST_ROWS = 32, 50, 64, 1000
 

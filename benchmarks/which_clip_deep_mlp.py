@@ -9,9 +9,9 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad._demo import _task
-from clipgrad._demo._digits import Digits, load_pixels
-from clipgrad._demo._task import Arm, Metrics, Task, normal
+from clipgrad._demo import task as _task
+from clipgrad._demo.digits import Digits, load_pixels
+from clipgrad._demo.task import Arm, Metrics, Task, normal
 
 _BATCH, _WIDTH, _BLOCKS = 64, 64, 8
 

@@ -9,9 +9,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from benchmarks.which_clip_deep_mlp import TASK as DEEP_MLP
-from clipgrad._demo import _char_rnn, _task
-from clipgrad._demo._digits import Digits, load_pixels
-from clipgrad._demo._task import Metrics, Task, normal, zero_weights
+from clipgrad._demo import char_rnn as _char_rnn
+from clipgrad._demo import task as _task
+from clipgrad._demo.digits import Digits, load_pixels
+from clipgrad._demo.task import Metrics, Task, normal, zero_weights
 
 _LENGTH, _WIDTH, _BATCH = 120, 32, 8
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from clipgrad._cli import main
+from clipgrad._commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import by_platform, explicit_sharding, exportable, to_varying, varying_axes
-from clipgrad._norms import (
+from clipgrad._numerics import (
     AxisName,
     Norm,
     bounded_square,
@@ -16,13 +16,13 @@ from clipgrad._norms import (
     if_needed,
     in_range,
     is_in_range,
+    real_or_absolute,
     scaled_squares,
     slice_norms,
     total_over_devices,
     tree_size,
     widest,
 )
-from clipgrad._numbers import real_or_absolute
 from clipgrad._rules import is_own
 from clipgrad._trees import check_tree, clippable_leaves, clippable_paths, is_clippable
 

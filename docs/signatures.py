@@ -8,6 +8,7 @@ from sphinx.application import Sphinx
 from sphinx.util.typing import stringify_annotation
 
 _CALLABLE = "~collections.abc.Callable"
+_DECORATED = "~clipgrad._error_clip.error_clip.Decorated"
 _ARRAY_LIKE = "~jax.typing.ArrayLike"
 # In this order, since later ones hold earlier ones.
 _SHORT = {
@@ -16,9 +17,9 @@ _SHORT = {
     f"{_CALLABLE}[[{_ARRAY_LIKE}], {_ARRAY_LIKE}]": "~optax.Schedule",
     stringify_annotation(Callable[..., Any], "smart"): _CALLABLE,
     stringify_annotation(Callable[[Any], Any], "smart"): _CALLABLE,
-    "~clipgrad._by_name.ClippedByName": _CALLABLE,
-    "~clipgrad._everywhere.Transformed": _CALLABLE,
-    f"{_CALLABLE}[[~clipgrad._error_clip.Decorated], ~clipgrad._error_clip.Decorated]": _CALLABLE,
+    "~clipgrad._error_clip.by_name.ClippedByName": _CALLABLE,
+    "~clipgrad._error_clip.everywhere.Transformed": _CALLABLE,
+    f"{_CALLABLE}[[{_DECORATED}], {_DECORATED}]": _CALLABLE,
     "_TWO": "2",
     "_WINDOW": "128",
 }

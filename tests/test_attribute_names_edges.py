@@ -15,7 +15,7 @@ from flax import nnx
 from jax.extend import source_info_util
 
 import clipgrad as cg
-from clipgrad._names_command import add_names_parser
+from clipgrad._commands.names import add_names_parser
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 X = jnp.linspace(-1.0, 1.0, 6)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clipgrad._check.arguments import inferred_arguments, parameters_of, random_arguments
-from clipgrad._check.command import UsageError, add_check_parser, load, report_as_json
 from clipgrad._check.options import CHECKS
 from clipgrad._check.report import Failure, GradCheckReport
-from clipgrad._selftest import add_selftest_parser, cases, laws
+from clipgrad._commands.arguments import inferred_arguments, parameters_of, random_arguments
+from clipgrad._commands.check import UsageError, add_check_parser, load, report_as_json
+from clipgrad._commands.selftest import add_selftest_parser, cases, laws
 
 MODULE = """
 import jax, jax.numpy as jnp
@@ -247,7 +247,7 @@ def test_a_size_that_is_computed_is_not_inferred(dims):
 @pytest.mark.exhaustive
 def test_jaxtyping_is_not_imported():
     program = (
-        "import sys, clipgrad._check.arguments as a\n"
+        "import sys, clipgrad._commands.arguments as a\n"
         "print(a.inferred_arguments(a.parameters_of(lambda x=1.0: x), 0))\n"
         "assert 'jaxtyping' not in sys.modules"
     )
@@ -316,7 +316,7 @@ def test_shapes_give_random_arguments_of_these_dtypes_and_a_seed_fixes_them():
 @pytest.mark.exhaustive
 def test_the_selftest_runs_on_what_is_there_and_says_what_is_not(capsys, monkeypatch):
     chosen = [next(cases())]
-    monkeypatch.setattr("clipgrad._selftest.cases", lambda: chosen)
+    monkeypatch.setattr("clipgrad._commands.selftest.cases", lambda: chosen)
     assert command("selftest", "--device", "cpu,tpu") == 0
     text = capsys.readouterr().out
     assert "ok     clip_cotangent, off" in text
@@ -326,9 +326,9 @@ def test_the_selftest_runs_on_what_is_there_and_says_what_is_not(capsys, monkeyp
 def test_the_selftest_fails_on_a_wrong_rule(capsys, monkeypatch):
     wrong = next(cases())._replace(function=lambda x, w: jnp.round(x), order=1)
     broken = [wrong._replace(function=lambda x, w: jnp.log(-(x**2)))]
-    monkeypatch.setattr("clipgrad._selftest.cases", lambda: broken)
+    monkeypatch.setattr("clipgrad._commands.selftest.cases", lambda: broken)
     law = next(laws())._replace(left=(jnp.zeros((3, 4)),))
-    monkeypatch.setattr("clipgrad._selftest.laws", lambda: [law])
+    monkeypatch.setattr("clipgrad._commands.selftest.laws", lambda: [law])
     assert command("selftest", "--device", "cpu") == 1
     assert "FAILED outputs clipped by" in capsys.readouterr().out
     assert command("selftest", "--device", "abacus") == 2

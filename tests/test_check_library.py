@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad import _selftest
+from clipgrad._commands import selftest
 
 pytestmark = pytest.mark.exhaustive
 
 CHECK = pathlib.Path(cg.__file__).parent / "_check"
-CASES = {case.name: case for case in _selftest.cases()}
-LAWS = {law.name: law for law in _selftest.laws()}
+CASES = {case.name: case for case in selftest.cases()}
+LAWS = {law.name: law for law in selftest.laws()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -37,7 +37,7 @@ def test_the_checker_imports_of_the_package_only_evaluator_selectors_and_trees(p
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("clipgrad"):
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             allowed = node.module.startswith("clipgrad._check") or names == {"clipgrad._jaxpr"}
-            allowed |= node.module in ("clipgrad._selectors", "clipgrad._trees")
+            allowed |= node.module in ("clipgrad._trees.selectors", "clipgrad._trees")
             assert allowed, f"{path.name} imports {names}"
         if isinstance(node, ast.Import | ast.ImportFrom):
             assert "jax._src" not in ast.unparse(node)
@@ -46,7 +46,7 @@ def test_the_checker_imports_of_the_package_only_evaluator_selectors_and_trees(p
 def test_the_cases_hold_every_custom_rule_of_the_library():
     rules = set()
     for path in CHECK.parent.rglob("*.py"):
-        if CHECK in path.parents or path.name == "_selftest.py":
+        if CHECK in path.parents or path.name == "selftest.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
@@ -67,10 +67,10 @@ def test_the_cases_hold_every_custom_rule_of_the_library():
 def test_clips_that_are_off_are_proved_under_every_transformation(place, how):
     assert f"{place} under {how}, off" in CASES
     assert f"{place} under {how}, every rule infinite" in CASES
-    infinite = {type(rule) for rule in _selftest.INFINITE}
-    assert infinite == {type(rule) for rule in _selftest.ACTIVE} - {cg.AdaptiveClip}
+    infinite = {type(rule) for rule in selftest.INFINITE}
+    assert infinite == {type(rule) for rule in selftest.ACTIVE} - {cg.AdaptiveClip}
 
 
-@pytest.mark.parametrize("rule", _selftest.ACTIVE, ids=repr)
+@pytest.mark.parametrize("rule", selftest.ACTIVE, ids=repr)
 def test_every_rule_is_differentiated_through_twice(rule):
     assert CASES[f"meta-gradient through {rule!r}"].order == 2

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._check.report import Failure, GradCheckReport, first_line
+from clipgrad._check.report import Failure, GradCheckReport
 from clipgrad._check.values import layout_hint, ratio_hint
+from clipgrad._errors import first_line
 from tests.check_zoo import PAIRS, custom, normal
 
 

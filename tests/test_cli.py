@@ -4,15 +4,15 @@ import sys
 import pytest
 
 import clipgrad as cg
-from clipgrad import _cli
-from clipgrad._demo._tasks import TASKS
+from clipgrad._commands import cli
+from clipgrad._demo.tasks import TASKS
 
 DEMO = ["demo", "--task", "blank-patches"]
 
 
 def exit_code(*argv):
     with pytest.raises(SystemExit) as stopped:
-        _cli.main(argv)
+        cli.main(argv)
     return stopped.value.code
 
 
@@ -27,7 +27,7 @@ def test_help_lists_the_commands(capsys):
 
 
 def test_no_command_shows_the_help_as_wrong_usage(capsys):
-    assert _cli.main([]) == 2
+    assert cli.main([]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("usage: clipgrad")
 
@@ -59,7 +59,7 @@ def test_a_number_that_is_none_is_refused(option, number, capsys):
 )
 def test_a_missing_extra_is_one_clear_line(module, package, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, module, None)
-    assert _cli.main([*DEMO, "--out", str(tmp_path / "out")]) == 2
+    assert cli.main([*DEMO, "--out", str(tmp_path / "out")]) == 2
     expected = f'clipgrad demo: needs {package}; install it with: pip install "clipgrad[demo]"\n'
     assert capsys.readouterr() == ("", expected)
     assert not (tmp_path / "out").exists()
@@ -69,14 +69,14 @@ def test_a_missing_extra_is_one_clear_line(module, package, monkeypatch, capsys,
 def test_all_missing_extras_are_named_at_once(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert _cli.main(DEMO) == 2
+    assert cli.main(DEMO) == 2
     assert "needs matplotlib, tqdm;" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
 def test_a_folder_that_cannot_be_made_is_refused_before_training(capsys, tmp_path):
     (tmp_path / "file").touch()
-    assert _cli.main([*DEMO, "--out", str(tmp_path / "file")]) == 2
+    assert cli.main([*DEMO, "--out", str(tmp_path / "file")]) == 2
     message = capsys.readouterr().err
     assert message == f"clipgrad demo: can't write to {tmp_path / 'file'}: File exists\n"
 
@@ -88,8 +88,8 @@ def test_an_interrupted_command_has_the_exit_code_of_the_shell(monkeypatch):
     def add_to(commands):
         commands.add_parser("wait").set_defaults(run=interrupted)
 
-    monkeypatch.setattr(_cli, "_COMMANDS", (add_to,))
-    assert _cli.main(["wait"]) == 130
+    monkeypatch.setattr(cli, "_COMMANDS", (add_to,))
+    assert cli.main(["wait"]) == 130
 
 
 @pytest.mark.exhaustive

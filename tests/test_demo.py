@@ -11,10 +11,12 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad import _cli
-from clipgrad._demo import _blank_patches, _pendulum, _task
-from clipgrad._demo._tasks import DEFAULT, TASKS
-from clipgrad._demo._train import _chunk_size, train
+from clipgrad._commands import cli
+from clipgrad._demo import blank_patches as _blank_patches
+from clipgrad._demo import pendulum as _pendulum
+from clipgrad._demo import task as _task
+from clipgrad._demo.tasks import DEFAULT, TASKS
+from clipgrad._demo.train import _chunk_size, train
 
 pytestmark = pytest.mark.exhaustive
 
@@ -41,7 +43,7 @@ def everything(tmp_path_factory):
             patch.setitem(TASKS, name, shortened(task))
         patch.setattr("builtins.print", lambda *args, **kwargs: printed.extend(map(str, args)))
         patch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=HASTY))
-        code = _cli.main(argv)
+        code = cli.main(argv)
     return code, printed, out
 
 

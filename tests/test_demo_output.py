@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._demo import _task
-from clipgrad._demo._curves import band, first_nonfinite, over_training, short_number, span
-from clipgrad._demo._figure import demo_figure
-from clipgrad._demo._report import report
-from clipgrad._demo._table import table
-from clipgrad._demo._tasks import TASKS
-from clipgrad._demo._train import Result, Run
+from clipgrad._demo import task as _task
+from clipgrad._demo.curves import band, first_nonfinite, over_training, short_number, span
+from clipgrad._demo.figure import demo_figure
+from clipgrad._demo.report import report
+from clipgrad._demo.table import table
+from clipgrad._demo.tasks import TASKS
+from clipgrad._demo.train import Result, Run
 
 pytestmark = pytest.mark.exhaustive
 

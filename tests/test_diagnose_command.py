@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from clipgrad._cli import main
+from clipgrad._commands.cli import main
 
 MODULE = """
 import jax.numpy as jnp

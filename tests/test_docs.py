@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import clipgrad as cg
-from clipgrad._cli import main
+from clipgrad._commands.cli import main
 from tests.helpers import NAMES
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"

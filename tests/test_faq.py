@@ -14,9 +14,9 @@ import optax
 import pytest
 
 import clipgrad as cg
-from clipgrad._demo import _task
-from clipgrad._demo._tasks import TASKS
-from clipgrad._demo._train import train
+from clipgrad._demo import task as _task
+from clipgrad._demo.tasks import TASKS
+from clipgrad._demo.train import train
 from tests import test_bits
 from tests.helpers import environment_of_users
 

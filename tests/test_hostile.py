@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import sparse
 
 import clipgrad as cg
-from clipgrad._trees import check_leaves, check_tree
+from clipgrad._trees.trees import check_leaves, check_tree
 from tests.helpers import assert_close, assert_same, by_error_clip
 
 pytestmark = pytest.mark.usefixtures("users_promotion")

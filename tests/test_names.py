@@ -8,7 +8,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad import _cli
+from clipgrad._commands import cli
 
 X = jnp.ones((2, 3))
 
@@ -122,7 +122,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("args", ["named_here:make", "f32[3]"])
 def test_the_command_prints_the_table(folder, capsys, args):
-    assert _cli.main(["names", "named_here:loss", "--args", args]) == 0
+    assert cli.main(["names", "named_here:loss", "--args", args]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["net", "module", "3", "float32", "1"]
 
 
@@ -136,7 +136,7 @@ def test_the_command_prints_the_table(folder, capsys, args):
     ],
 )
 def test_what_cannot_be_listed_exits_with_two_and_one_line(folder, capsys, words, line):
-    assert _cli.main(["names", *words]) == 2
+    assert cli.main(["names", *words]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith("clipgrad names: ") and line in shown.err
     assert shown.err.count("\n") == 1 and not shown.out

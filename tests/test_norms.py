@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import clipgrad as cg
-from clipgrad._norms import _stacked_sums, slice_norms
-from clipgrad._reductions import Groups
+from clipgrad._numerics.norms import _stacked_sums, slice_norms
+from clipgrad._numerics.reductions import Groups
 from tests.helpers import RELEASED, float64, reductions, tree_of
 from tests.strategies import trees
 

@@ -18,7 +18,7 @@ from tests.helpers import NAMES
 
 ROOT = pathlib.Path(__file__).parents[1]
 # These need matplotlib or orbax, which README's command does not install.
-EXTRA = {"clipgrad._demo._figure", "clipgrad._recorder.capture", "clipgrad._recorder.recorder"}
+EXTRA = {"clipgrad._demo.figure", "clipgrad._recorder.capture", "clipgrad._recorder.recorder"}
 MODULES = [
     pytest.param(module.name, marks=pytest.mark.exhaustive if module.name in EXTRA else ())
     for module in pkgutil.walk_packages(cg.__path__, "clipgrad.")

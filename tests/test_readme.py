@@ -96,7 +96,7 @@ def test_the_commands_name_what_there_is():
     project = (ROOT / "pyproject.toml").read_text()
     for extra in re.findall(r"\.\[(\w+)\]", TEXT):
         assert f"\n{extra} = [" in project
-    assert 'clipgrad = "clipgrad._cli:main"' in project
+    assert 'clipgrad = "clipgrad._commands.cli:main"' in project
 
 
 def test_the_requirements_are_those_of_the_package():

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from clipgrad._cli import main
+from clipgrad._commands.cli import main
 from clipgrad._recorder import storage
 from tests.helpers import assert_same
 

@@ -12,7 +12,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad._demo import _pendulum, _task
+from clipgrad._demo import pendulum as _pendulum
+from clipgrad._demo import task as _task
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 

@@ -11,7 +11,7 @@ from clipgrad._check.check import Check, are_on_cpu, distance
 from clipgrad._check.gradients import eagerly, has_rules
 from clipgrad._check.points import element_scales, random_direction
 from clipgrad._check.programs import quick_jit
-from clipgrad._check.report import Failure, first_line
+from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import FORWARD, SAME_EXCUSED
 from clipgrad._check.vectors import (
@@ -22,6 +22,7 @@ from clipgrad._check.vectors import (
     stacked,
     to_numpy,
 )
+from clipgrad._errors import first_line
 
 # Powers of two by which a cotangent is multiplied; half precision has no room for more.
 LARGE, LARGE_HALF = 2.0**20, 2.0**4

@@ -35,7 +35,7 @@ from clipgrad._check.points import (
     random_direction,
 )
 from clipgrad._check.programs import quick_jit
-from clipgrad._check.report import Failure, first_line
+from clipgrad._check.report import Failure
 from clipgrad._check.search import Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import (
@@ -48,6 +48,7 @@ from clipgrad._check.tolerances import (
 )
 from clipgrad._check.vectors import cotangent_leaves, real_dtype, widened_leaf
 from clipgrad._check.widening import Unsupported, Widened
+from clipgrad._errors import first_line
 
 UNSTEADY = (
     "traced again or under jax.vmap, it is made of other operations (does it look at tracers, or "

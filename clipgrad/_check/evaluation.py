@@ -10,11 +10,11 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.differences import Differences, Evaluation, Moves
 from clipgrad._check.points import element_scales, random_direction
 from clipgrad._check.programs import kept_by_key, text
-from clipgrad._check.report import first_line
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import SAME_VALUES, narrowest
 from clipgrad._check.vectors import real_dtype, to_numpy, wide_dtype
 from clipgrad._check.widening import Unsupported, Widened
+from clipgrad._errors import first_line
 
 # Binary exponents of the steps, in units of the scale of each element.
 #   quick: two steps that Richardson extrapolates. In float64 the truncation error (h ** 4) and the

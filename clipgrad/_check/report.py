@@ -1,14 +1,12 @@
 """What a check found, for people and for programs."""
 
 import dataclasses
-import textwrap
 from typing import NamedTuple
 
 import numpy as np
 
 # The header, and for failures and for notes these and a line that counts the rest: 25 lines.
 SHOWN = 11
-LINE = 90
 
 
 class Failure(NamedTuple):
@@ -112,15 +110,6 @@ class GradCheckError(AssertionError):
     def __init__(self, report: GradCheckReport):
         super().__init__(str(report))
         self.report = report
-
-
-def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of its text, shortened at a word."""
-    kind, text = type(error).__name__, str(error).strip()
-    lines = textwrap.wrap(
-        text.partition("\n")[0], LINE, break_long_words=False, break_on_hyphens=False
-    )
-    return f"{kind}: {lines[0]}{' ...' * (len(lines) > 1)}" if lines else kind
 
 
 def _shortened(lines: list[str], word: str) -> list[str]:

@@ -9,11 +9,12 @@ from clipgrad._check.differences import Differences
 from clipgrad._check.evaluation import choose, evaluation_in_float64
 from clipgrad._check.gradients import GradientOf, differentiator, plain_ad
 from clipgrad._check.points import cotangents
-from clipgrad._check.report import Failure, first_line
+from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject, traced
 from clipgrad._check.tolerances import make_tolerance
 from clipgrad._check.values import found_at, told
 from clipgrad._check.vectors import cotangent_leaves
+from clipgrad._errors import first_line
 
 NAME = "second order"
 

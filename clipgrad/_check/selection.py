@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from clipgrad._selectors import nearest, selects
-from clipgrad._trees import path_string
+from clipgrad._trees import nearest, path_string, selects
 
 Selector = int | str | Sequence[int | str]
 

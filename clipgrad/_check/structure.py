@@ -26,16 +26,7 @@ from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge, Search
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import FAR_IN_FLOAT64, KINK_GAP, NOISE, TIED_RELATIVE
-from clipgrad._check.verdicts import (
-    IMPLICIT,
-    KINK,
-    LOST,
-    OK,
-    ROUNDING,
-    SYMMETRIC,
-    UNSURE,
-    WRONG,
-)
+from clipgrad._check.verdicts import IMPLICIT, KINK, LOST, OK, ROUNDING, SYMMETRIC, UNSURE, WRONG
 
 EXCUSED = (ROUNDING, LOST, UNSURE, SYMMETRIC, IMPLICIT)
 OUTPUTS = 8  # with kinks that are looked at

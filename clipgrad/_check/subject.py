@@ -7,13 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._check.selection import (
-    Selector,
-    leaf_names,
-    parameter_names,
-    select,
-    simple_paths,
-)
+from clipgrad._check.selection import Selector, leaf_names, parameter_names, select, simple_paths
 from clipgrad._check.vectors import is_float_leaf, offsets, real_dtype, widened_leaf
 from clipgrad._trees import check_leaves, check_tree, is_array
 

@@ -15,7 +15,7 @@ from clipgrad._compat import to_varying, varying_axes
 from clipgrad._diagnose.numbers import at_first, dtype_of, holds_floats, on_host
 from clipgrad._diagnose.subject import PRINTS
 from clipgrad._diagnose.units import CLOSED, ProgramBlock, Unit, equations_of
-from clipgrad._numbers import at_least_float32
+from clipgrad._numerics import at_least_float32
 
 _HALF_DTYPES = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
 _SCALE = 2.0**15  # the largest loss scale that float16 can hold

@@ -10,8 +10,8 @@ from jax.extend.core import Literal
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.cotangents import Summary
-from clipgrad._diagnose.diagnosis import GradientRow
 from clipgrad._diagnose.numbers import holds_floats
+from clipgrad._diagnose.records import GradientRow
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.trends import FAR_IN_ALL, GATED, REPEATED, STATED, finite_norm
 from clipgrad._diagnose.units import Unit

@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._check.report import first_line
 from clipgrad._diagnose.cotangents import measure, module_sites
 from clipgrad._diagnose.decays import has_vanished, reason
-from clipgrad._diagnose.diagnosis import GradientDiagnosis, GradientFinding
+from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._diagnose.examples import bad_examples
 from clipgrad._diagnose.findings import (
     sum_finding,
@@ -22,6 +21,7 @@ from clipgrad._diagnose.findings import (
     vjp_finding,
 )
 from clipgrad._diagnose.places import EquationPlace
+from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import rows, units_and_rows
 from clipgrad._diagnose.subject import DiagnosisSubject, subject
 from clipgrad._diagnose.sums import SumFault
@@ -30,6 +30,7 @@ from clipgrad._diagnose.underflow import may_underflow, underflow_finding, under
 from clipgrad._diagnose.units import CLOSED, ProgramBlock
 from clipgrad._diagnose.values import origin_of_loss
 from clipgrad._diagnose.vjps import fault
+from clipgrad._errors import first_line
 from clipgrad._recorder import CapturedArgs
 
 

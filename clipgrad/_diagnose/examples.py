@@ -10,10 +10,10 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from clipgrad._diagnose.diagnosis import GradientExample
+from clipgrad._diagnose.records import GradientExample
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._norms import global_norm
-from clipgrad._selectors import nearest
+from clipgrad._numerics import global_norm
+from clipgrad._trees import nearest
 
 # As much as a hundred ordinary examples: in a batch of that many, half of the gradient is its own.
 _FAR = 100

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose.diagnosis import GradientFinding
 from clipgrad._diagnose.numbers import dtype_of, holds_floats, short
 from clipgrad._diagnose.places import EquationPlace, Location
+from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.sums import SumFault

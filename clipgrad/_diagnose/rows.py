@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from clipgrad._diagnose.cotangents import RESULT, STATE, Summary, joined
-from clipgrad._diagnose.diagnosis import GradientRow
 from clipgrad._diagnose.numbers import holds_floats
 from clipgrad._diagnose.places import EquationPlace
+from clipgrad._diagnose.records import GradientRow
 from clipgrad._diagnose.units import ProgramBlock, Unit
 
 SCAN = "scan"

@@ -10,9 +10,8 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.numbers import holds_floats
-from clipgrad._equinox import has_modules
-from clipgrad._names import check_call
-from clipgrad._nnx import Pure, is_model, with_models
+from clipgrad._error_clip import check_call
+from clipgrad._frameworks import Pure, has_modules, is_model, with_models
 from clipgrad._trees import check_tree, is_array, path_string
 
 PRINTS = ("debug_callback", "debug_print")

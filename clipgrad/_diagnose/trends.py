@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clipgrad._diagnose.diagnosis import GradientFinding, GradientRow
+from clipgrad._diagnose.records import GradientFinding, GradientRow
 from clipgrad._diagnose.rows import SCAN
 
 # Measured on MLPs, CNNs, LSTMs, GRUs and transformers of flax in float32 and bfloat16, at their

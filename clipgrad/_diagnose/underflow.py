@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from clipgrad._diagnose.cotangents import Summary
-from clipgrad._diagnose.diagnosis import GradientFinding, GradientRow
 from clipgrad._diagnose.findings import function_finding
+from clipgrad._diagnose.records import GradientFinding, GradientRow
 from clipgrad._diagnose.subject import DiagnosisSubject
 
 _HALF_NAMES = ("float16", "bfloat16")

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._accumulate import microbatches, scan_sums, wide_zeros
 from clipgrad._compat import to_varying, varying_axes
+from clipgrad._training import microbatches, scan_sums, wide_zeros
 from clipgrad._trees import check_tree, path_string
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._numbers import accumulator
+from clipgrad._numerics import accumulator
 from clipgrad._per_example.terms import Factor, Products, Term, Unfollowed, einsum
 
 # Of an axis of a factor: the axis of the gradient, and the place in that.

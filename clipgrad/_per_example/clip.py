@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._nonfinite import check_policy
+from clipgrad._gradient_clip import check_policy
 from clipgrad._per_example.batches import check_microbatch, on_each_device, part_count, sums
 from clipgrad._per_example.methods import sums_of
 from clipgrad._per_example.plan import Plan, plan_of
 from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params
 from clipgrad._rules import as_rule
-from clipgrad._where import Where
+from clipgrad._trees import Where
 
 REDUCTIONS = ("mean", "sum")
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._numbers import accumulator
+from clipgrad._numerics import accumulator
 from clipgrad._per_example.follow import contracted, follows, is_plain_array
 from clipgrad._per_example.products import one_product
 from clipgrad._per_example.sums import Contract

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._clip_grads import clip_grads
-from clipgrad._numbers import accumulator, with_real_dtype
+from clipgrad._gradient_clip import clip_grads
+from clipgrad._numerics import accumulator, with_real_dtype
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._trees import map_clippable
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from clipgrad._jaxpr import CALLS, JIT, bind, called_program, evaluate
-from clipgrad._numbers import accumulator, with_real_dtype
+from clipgrad._numerics import accumulator, with_real_dtype
 from clipgrad._per_example.follow import follows, gradient_array, is_plain_array, no_products, tie
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Summed

@@ -20,8 +20,7 @@ from clipgrad._per_example.plan import Plan, plan_of
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params
 from clipgrad._per_example.traced import each_example
-from clipgrad._trees import is_none, with_paths
-from clipgrad._where import Where
+from clipgrad._trees import Where, is_none, with_paths
 
 
 def per_example_norms(

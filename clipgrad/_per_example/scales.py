@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._norms import Norm
-from clipgrad._numbers import accumulator
+from clipgrad._numerics import Norm, accumulator
 from clipgrad._per_example.squares import Squares
 from clipgrad._rules import ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm
 from clipgrad._stats import ClipStats, scaled_stats, stats_dtype

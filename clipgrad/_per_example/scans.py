@@ -6,8 +6,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from clipgrad._jaxpr import called_program, evaluate, opened, scan_counts
-from clipgrad._jaxpr._scans import scan_again
+from clipgrad._jaxpr import called_program, evaluate, opened, scan_again, scan_counts
 from clipgrad._per_example.follow import Follow, follows, gradient_array, is_plain_array
 from clipgrad._per_example.linear import total
 from clipgrad._per_example.squares import Squares

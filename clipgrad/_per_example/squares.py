@@ -7,8 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._norms import Norm
-from clipgrad._numbers import accumulator, real_or_absolute
+from clipgrad._numerics import Norm, accumulator, real_or_absolute
 
 # The exponent of 0: less than that of any product of three numbers of float64.
 NO_EXPONENT = -10_000

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 
 from clipgrad._per_example.explicit import is_explicit
 from clipgrad._per_example.scales import why_direct
-from clipgrad._trees import check_tree, is_array, is_none, path_string
-from clipgrad._where import Where, selected
+from clipgrad._trees import Where, check_tree, is_array, is_none, path_string, selected
 
 METHODS = ("auto", "one pass", "two passes", "direct")
 

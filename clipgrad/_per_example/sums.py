@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._numbers import accumulator, times, with_real_dtype
+from clipgrad._numerics import accumulator, times, with_real_dtype
 from clipgrad._per_example.blocks import dense_gradient
 from clipgrad._per_example.terms import Factor, Products, Term
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._numbers import accumulator, with_real_dtype
+from clipgrad._numerics import accumulator, with_real_dtype
 
 
 class Unfollowed(Exception):  # noqa: N818

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._numbers import accumulator
+from clipgrad._numerics import accumulator
 from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.follow import Measure, Notes
 from clipgrad._per_example.one_pass import scaling_of

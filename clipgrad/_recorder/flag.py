@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from clipgrad._gradient_clip import GradientClipState
-from clipgrad._scalars import scalars
-from clipgrad._skip_spikes import SkipSpikesState
+from clipgrad._gradient_clip import GradientClipState, SkipSpikesState
+from clipgrad._training import scalars
 
 _FLAG_STATES = SkipSpikesState | GradientClipState | optax.MultiStepsState
 

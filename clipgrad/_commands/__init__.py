@@ -1,0 +1,3 @@
+"""The command line."""
+
+from clipgrad._commands.cli import main as main

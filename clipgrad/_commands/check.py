@@ -1,0 +1,114 @@
+"""`clipgrad check module:function`: the gradient check on the command line."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+from typing import Any
+
+import jax
+
+from clipgrad._check import PLATFORMS, GradCheckReport, Options, check_grads
+from clipgrad._commands.function import FAILED, PASSED, add_function, arguments, complain, load
+
+CHECK_EPILOG = """\
+examples:
+  clipgrad check models:loss --args models:example_args --order 2
+  clipgrad check models:norm --args "f32[8,16], f32[16]" --device cpu,gpu
+
+exit code:
+  0  passed
+  1  the gradient is wrong, or nothing was verified
+  2  the check could not be run; one line says why
+"""
+
+
+def add_check_parser(subparsers: Any) -> None:
+    """Add `check` to the subcommands of a parser."""
+    parser = subparsers.add_parser(
+        "check",
+        help="check the gradient of a function against finite differences",
+        description="Check the gradient of a function against finite differences.",
+        epilog=CHECK_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument_group("what to check").add_argument
+    add_function(add)
+    paths = "by position, name or path; repeatable"
+    add("--wrt", metavar="PATH", action="append", help=f"an input to check, {paths}")
+    add("--no-grad", metavar="PATH", action="append", help=f"an input to leave out, {paths}")
+    add("--output", metavar="PATH", help="the output to check, by position, key or path")
+    how = parser.add_argument_group("how to check").add_argument
+    for option in dataclasses.fields(Options):
+        words = dict(option.metadata)
+        if option.default:
+            words["help"] += f" (default: {option.default})"
+        how(f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, **words)
+    how("--device", metavar="KINDS", help=f"such as cpu,gpu, of {', '.join(PLATFORMS)} (all)")
+    how("--x64", action="store_true", help="enable 64-bit types first")
+    parser.add_argument("--json", metavar="FILE", help="write the report to a file as well")
+    parser.set_defaults(run=run_check)
+
+
+def run_check(options: argparse.Namespace) -> int:
+    """Run the check and print its report; return the exit code."""
+    try:
+        report = _command_report(options)
+        print(report)
+        if options.json:
+            with open(options.json, "w", encoding="utf-8") as file:
+                json.dump(report_as_json(report), file, indent=2)
+    except Exception as error:
+        return complain("check", error)
+    return PASSED if report.ok else FAILED
+
+
+def _command_report(options: argparse.Namespace) -> GradCheckReport:
+    given = {
+        f.name: getattr(options, f.name) for f in dataclasses.fields(Options) if f.name in options
+    }
+    seed = Options(**given).seed
+    with jax.enable_x64(True) if options.x64 else contextlib.nullcontext():
+        function = load(options.function)
+        args, kwargs = arguments("check", options.function, function, options.args, seed)
+        return check_grads(
+            function,
+            args,
+            kwargs,
+            wrt=_selectors(options.wrt),
+            no_grad=_selectors(options.no_grad),
+            output=_selector(options.output),
+            devices=options.device.split(",") if options.device else None,
+            raise_on_failure=False,
+            **given,
+        )
+
+
+def report_as_json(report: GradCheckReport) -> dict[str, Any]:
+    """The report as plain data."""
+    failures = [
+        {
+            "check": failure.check,
+            "where": failure.where,
+            "detail": failure.detail,
+            "numeric": _number(failure.numeric),
+            "error": _number(failure.error),
+            "analytic": _number(failure.analytic),
+            "indices": failure.indices.tolist(),
+        }
+        for failure in report.failures
+    ]
+    names = ("ok", "notes", "not_run", "evaluations", "seconds", "precision", "devices", "verified")
+    return {"failures": failures} | {name: getattr(report, name) for name in names}
+
+
+def _number(value: float) -> float | None:
+    return value if value == value and abs(value) != float("inf") else None
+
+
+def _selectors(texts: list[str] | None) -> list[int | str] | None:
+    return [_selector(text) for text in texts] if texts else None
+
+
+def _selector(text: str | None) -> Any:
+    return int(text) if text is not None and text.isdigit() else text

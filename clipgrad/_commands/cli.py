@@ -1,0 +1,51 @@
+"""The command line: ``clipgrad``, or ``python -m clipgrad``."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import clipgrad
+from clipgrad._commands.check import add_check_parser
+from clipgrad._commands.demo import add_demo_parser
+from clipgrad._commands.diagnose import add_diagnose_parser
+from clipgrad._commands.names import add_names_parser
+from clipgrad._commands.selftest import add_selftest_parser
+
+# Each adds its own parser, which sets ``run``: a function from the arguments to the exit code.
+_COMMANDS = (
+    add_demo_parser,
+    add_check_parser,
+    add_names_parser,
+    add_diagnose_parser,
+    add_selftest_parser,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+      argv: the arguments; ``None``: those of the process.
+
+    Returns:
+      The exit code: 0 for success, 2 for wrong usage, 130 if interrupted, others by command.
+
+    Raises:
+      SystemExit: after ``--help`` and ``--version``, and with 2 for arguments that are wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog="clipgrad", description="Clip cotangents and gradients in JAX, and watch what it does."
+    )
+    parser.add_argument("--version", action="version", version=f"clipgrad {clipgrad.__version__}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for add_to in _COMMANDS:
+        add_to(commands)
+    arguments = parser.parse_args(argv)
+    if arguments.run is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        return arguments.run(arguments)
+    except KeyboardInterrupt:
+        return 130

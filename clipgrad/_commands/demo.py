@@ -1,0 +1,120 @@
+"""The subcommand ``demo``: trains, and shows a table, a figure and a report."""
+
+import argparse
+import dataclasses
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any
+
+from clipgrad._commands.function import PASSED, UsageError, complain
+from clipgrad._demo import DEFAULT, TASKS, Result, Run, Task, foot, head, row, train, write_demo
+
+_EXTRAS = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
+
+
+def add_demo_parser(subparsers: Any) -> None:
+    """Adds the subcommand to the subparsers of the command line."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="train small models without clipping, with gradient clips and with error clips",
+        description="Trains small models, most on real data, in several ways: without clipping, "
+        "with gradient clips, with error clips and with both, for several seeds at once. Prints a "
+        "table and writes a figure (PNG) and all numbers (JSON).",
+    )
+    parser.add_argument(
+        "--task",
+        nargs="+",
+        action="extend",
+        choices=TASKS,
+        metavar="NAME",
+        help=f"what to train: {', '.join(TASKS)} (default: {' '.join(DEFAULT)}; with --all: all)",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="every task, every way to train it, all of the steps"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=_positive_integer,
+        metavar="N",
+        help="how many seeds (default: 3; with --all: 5)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=_positive_integer,
+        metavar="N",
+        help="training steps (default: as the task needs)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("clipgrad-demo"),
+        metavar="DIR",
+        help="where to write demo.png and demo.json (default: clipgrad-demo)",
+    )
+    parser.set_defaults(run=run_demo)
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """Runs the demo and returns the exit code."""
+    if missing := _missing_extras():
+        instead = 'install it with: pip install "clipgrad[demo]"'
+        return complain("demo", UsageError(f"needs {missing}; {instead}"))
+    start = time.perf_counter()
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        results = _train_all(arguments)
+        paths = write_demo(arguments.out, results, start)
+    except OSError as error:
+        why = error.strerror or error
+        return complain("demo", UsageError(f"can't write to {arguments.out}: {why}"))
+    print(*paths, sep="\n")
+    return PASSED
+
+
+def _train_all(arguments: argparse.Namespace) -> list[Result]:
+    from tqdm import tqdm
+
+    tasks = _chosen(arguments)
+    with tqdm(total=sum(len(task.arms) * task.steps for task in tasks), unit="step") as bar:
+        return [
+            _train_one(task, arguments.seeds or (5 if arguments.all else 3), bar) for task in tasks
+        ]
+
+
+def _train_one(task: Task, seeds: int, bar: Any) -> Result:
+    bar.set_description(task.name)
+    shown = []
+
+    def show(run: Run) -> None:
+        if not shown:
+            bar.write(head(task, seeds, task.steps, list(run.metrics)))
+        bar.write(row(run))
+        shown.append(run)
+
+    result = train(task, seeds, task.steps, bar.update, show)
+    bar.write("\n".join([*foot(task), ""]))
+    return result
+
+
+def _chosen(arguments: argparse.Namespace) -> list[Task]:
+    names = arguments.task or (TASKS if arguments.all else DEFAULT)
+    tasks = [TASKS[name] for name in dict.fromkeys(names)]
+    chosen = tasks if arguments.all else [task.story() for task in tasks]
+    return [dataclasses.replace(task, steps=arguments.steps or task.steps) for task in chosen]
+
+
+def _missing_extras() -> str:
+    return ", ".join(
+        package for name, package in _EXTRAS.items() if importlib.util.find_spec(name) is None
+    )
+
+
+def _positive_integer(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a positive integer")
+    return number

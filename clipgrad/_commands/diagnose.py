@@ -1,0 +1,134 @@
+"""`clipgrad diagnose module:loss`: a diagnosis on the command line."""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from clipgrad._commands.arguments import Arguments
+from clipgrad._commands.function import (
+    FAILED,
+    PASSED,
+    UsageError,
+    add_function,
+    arguments,
+    complain,
+    load,
+)
+from clipgrad._diagnose import GradientDiagnosis, diagnose
+from clipgrad._errors import first_line
+from clipgrad._recorder import load_capture
+
+DIAGNOSE_EPILOG = """\
+examples:
+  clipgrad diagnose models:loss --args models:example_args --out diagnosis
+  clipgrad diagnose models:loss --capture captures/step_4000
+
+exit code:
+  0  nothing is wrong
+  1  there are findings
+  2  the diagnosis could not be run, or could not be written and has no findings; a line says why
+"""
+
+
+def add_diagnose_parser(subparsers: Any) -> None:
+    """Add `diagnose` to the subcommands of a parser."""
+    parser = subparsers.add_parser(
+        "diagnose",
+        help="find the operation that spoils a gradient",
+        description="Find where the gradient of a loss is NaN, explodes, vanishes or underflows.",
+        epilog=DIAGNOSE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add_function(add, "loss")
+    add(
+        "--capture",
+        metavar="PATH",
+        help="what FlightRecorder wrote: the arguments are its (params, batch), or what the "
+        "function that --args names makes of the capture",
+    )
+    add("--argnums", metavar="N", type=int, nargs="+", default=[0], help="positions (default: 0)")
+    add("--examples", metavar="ARG", help="name the bad examples of this argument, the batch")
+    add("--has-aux", action="store_true", help="the function returns (loss, aux)")
+    add("--out", metavar="DIR", help="write diagnosis.png and diagnosis.json into this folder")
+    parser.set_defaults(run=run_diagnose)
+
+
+def run_diagnose(options: argparse.Namespace) -> int:
+    """Run a diagnosis and print it; return the exit code."""
+    try:
+        function = load(options.function)
+        if options.capture:
+            args, kwargs = _captured(options.capture, options.args)
+            if options.args is None and options.examples is None:
+                options.examples = "1"
+        else:
+            args, kwargs = arguments("diagnose", options.function, function, options.args, 0)
+        argnums, has_aux = tuple(options.argnums), options.has_aux
+        batch = options.examples
+        batch = int(batch) if batch is not None and batch.isdigit() else batch
+        found = diagnose(function, args, kwargs, argnums=argnums, has_aux=has_aux, examples=batch)
+        print(found)
+    except Exception as error:
+        return complain("diagnose", error)
+    try:
+        if options.out:
+            _write_diagnosis(found, pathlib.Path(options.out))
+    except Exception as error:
+        unwritten = complain("diagnose", error)
+        return unwritten if found.ok else FAILED
+    return PASSED if found.ok else FAILED
+
+
+def _captured(path: str, make_args: str | None) -> Arguments:
+    """The arguments of a capture.
+
+    Raises:
+      UsageError: there is no capture, or the function of `--args` raises or makes no tuple.
+    """
+    try:
+        capture = load_capture(path)
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from error
+    without = "; it has no batch" if "no_batch" in capture.meta else ""
+    print(f"capture of step {capture.step}: {capture.path}{without}")
+    if make_args is None:
+        return Arguments(capture.args, {})
+    try:
+        made = load(make_args)(capture)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{make_args} raises {first_line(error)}") from error
+    if not isinstance(made, tuple):
+        raise UsageError(
+            f"{make_args}: got a {type(made).__name__} from it, expected the tuple of arguments"
+        )
+    return Arguments(made, {})
+
+
+def _write_diagnosis(found: GradientDiagnosis, folder: pathlib.Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(diagnosis_as_json(found), indent=2, allow_nan=False)
+    (folder / "diagnosis.json").write_text(text, encoding="utf-8")
+    found.plot().savefig(folder / "diagnosis.png", dpi=120)
+
+
+def diagnosis_as_json(found: GradientDiagnosis) -> dict[str, Any]:
+    """The diagnosis as plain data; numbers that are not finite are null."""
+    rows = [{name: _plain_json(value) for name, value in vars(row).items()} for row in found.rows]
+    findings = [{k: _plain_json(v) for k, v in vars(finding).items()} for finding in found.findings]
+    examples = [{k: _plain_json(v) for k, v in vars(example).items()} for example in found.examples]
+    data = {"ok": found.ok, "findings": findings, "rows": rows, "notes": list(found.notes)}
+    return data | {"examples": examples}
+
+
+def _plain_json(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain_json(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -1,0 +1,120 @@
+"""The function that a command runs, its arguments, and how a command ends."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from clipgrad._commands.arguments import (
+    Arguments,
+    example,
+    inferred_arguments,
+    parameters_of,
+    random_arguments,
+)
+from clipgrad._errors import first_line
+from clipgrad._trees import nearest
+
+PASSED, FAILED, WRONG_USAGE = 0, 1, 2
+
+
+class UsageError(Exception):
+    """The command line asks for something that is not there, or that raises."""
+
+
+def add_function(add: Callable[..., Any], kind: str = "function") -> None:
+    """Add the function to look at, and its arguments, by `add_argument` of a parser or a group."""
+    add("function", metavar=f"module:{kind}", help=f"the {kind}; the current folder counts")
+    add(
+        "--args",
+        metavar="ARGS",
+        help='shapes such as "f32[8,16], f32[16]", or module:make_args, a function that returns '
+        "the tuple of arguments; not needed where annotations, docstring or defaults have shapes",
+    )
+
+
+def complain(command: str, error: Exception) -> int:
+    """Say in one line why a command could not be run; return its exit code."""
+    own = isinstance(error, UsageError | ValueError | TypeError | ImportError)
+    text = str(error).strip().partition("\n")[0] if own else first_line(error)
+    print(f"clipgrad {command}: {text}", file=sys.stderr)
+    return WRONG_USAGE
+
+
+def arguments(
+    command: str, path: str, function: Callable, text: str | None, seed: int
+) -> Arguments:
+    """The arguments of `--args`, or of the shapes that the function has; it is called with them.
+
+    Raises:
+      UsageError: there are none, or the function raises.
+    """
+    if text:
+        found = Arguments(_given(text, seed), {})
+        _called(path, function, found)
+        return found
+    parameters = parameters_of(function)
+    instead = f"; write clipgrad {command} {path} {example(parameters)}, or --args module:make_args"
+    found = inferred_arguments(parameters, seed)
+    if found is None:
+        raise UsageError(
+            f"--args: got nothing, and not every parameter of {path} has a shape in its "
+            f"annotation, docstring or default{instead}"
+        )
+    _called(path, function, found, f", for {found} as its signature has it{instead}")
+    print(f"arguments: {found}")
+    return found
+
+
+def _given(text: str, seed: int) -> tuple:
+    if "[" in text:
+        return random_arguments(text, seed)
+    made = _called(text, load(text), Arguments((), {}))
+    if not isinstance(made, tuple):
+        raise UsageError(
+            f"{text}: got a {type(made).__name__} from it, expected the tuple of arguments"
+        )
+    return made
+
+
+def _called(path: str, function: Callable, given: Arguments, why: str = "") -> Any:
+    try:
+        return function(*given.args, **given.kwargs)
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{path} raises {first_line(error)}{why}") from error
+
+
+def load(path: str) -> Callable:
+    """Import `module:function`, with the current folder on the path."""
+    module_name, _, name = path.partition(":")
+    instead = _as_module(path)
+    if not module_name or not name or instead != path:
+        hint = f"; write {instead}" if instead != path else ""
+        raise UsageError(f"function: got {path!r}, expected module:function{hint}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"cannot import {module_name!r}: {first_line(error)}") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            there = nearest(part, [key for key in dir(found) if not key.startswith("_")], 3)
+            raise UsageError(f"module {module_name!r} has no {name!r}; {there}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(f"{path}: got a {type(found).__name__}, expected a function")
+    return found
+
+
+def _as_module(path: str) -> str:
+    """`pkg/layer.py:dense` and `layer.dense` as they are written here: `pkg.layer:dense`."""
+    file, colon, name = path.replace("::", ":").rpartition(":")
+    if not colon:
+        file, name = (path, "function") if path.endswith(".py") else path.rpartition(".")[::2]
+    file = os.path.relpath(file) if os.path.isabs(file) else file and os.path.normpath(file)
+    if not file or file.startswith(os.pardir):
+        return path
+    module = file.removesuffix(".py").replace("\\", ".").replace("/", ".")
+    return f"{module}:{name}"

@@ -1,0 +1,48 @@
+"""`clipgrad names module:function`: what can be clipped and watched, on the command line."""
+
+import argparse
+from typing import Any
+
+from clipgrad._commands.function import PASSED, UsageError, add_function, arguments, complain, load
+from clipgrad._error_clip import list_names
+
+NAMES_EPILOG = """\
+example:
+  clipgrad names models:loss --args models:example_args
+
+exit code:
+  0  the names are printed
+  2  they could not be listed, or there are none; one line says why
+"""
+
+
+def add_names_parser(subparsers: Any) -> None:
+    """Add `names` to the subcommands of a parser."""
+    about = "List what can be clipped and watched by name inside of a function."
+    parser = subparsers.add_parser(
+        "names",
+        help="list what can be clipped and watched by name inside of a function",
+        description=about,
+        epilog=NAMES_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_function(parser.add_argument)
+    parser.set_defaults(run=run_names)
+
+
+def run_names(options: argparse.Namespace) -> int:
+    """Print the names; return the exit code."""
+    try:
+        function = load(options.function)
+        args, kwargs = arguments("names", options.function, function, options.args, seed=0)
+        names = list_names(function, args, kwargs)
+        if not names:
+            raise UsageError(
+                f"{options.function}: got a function without tags or modules; tag a variable by "
+                'x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute it in a module: '
+                'with jax.named_scope("x"):'
+            )
+    except Exception as error:
+        return complain("names", error)
+    print(names)
+    return PASSED

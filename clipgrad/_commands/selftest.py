@@ -1,0 +1,184 @@
+"""`clipgrad selftest`: checks every VJP of this library on every device that is available."""
+
+import argparse
+import concurrent.futures
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from clipgrad._check import PLATFORMS, GradCheckReport, check_grads, find_devices
+from clipgrad._commands.function import FAILED, PASSED, complain
+from clipgrad._error_clip import clip_cotangent, error_clip, error_clip_by_name
+from clipgrad._numerics import global_norm
+from clipgrad._rules import RULES, ClipByNorm, ErrorClipByValue
+
+INFINITE = (
+    *(rule(math.inf) for rule in RULES if not rule.needs_params),
+    ClipByNorm(math.inf, axis=-1),
+)
+ACTIVE = (*(rule(0.3) for rule in RULES), ClipByNorm(0.3, axis=-1))
+
+
+class Case(NamedTuple):
+    """A function of this library whose gradient must pass `check_grads`."""
+
+    name: str
+    function: Callable
+    args: tuple
+    order: int = 1
+
+
+class Law(NamedTuple):
+    """Two gradients that must be the same."""
+
+    name: str
+    left: Any
+    right: Any
+
+
+def cases() -> Iterator[Case]:
+    """All functions that are checked."""
+    x, w, xs = _normal_array(3, 4), _normal_array(4, 4), _normal_array(5, 3, 4)
+    yield from _placed([None], "off", x, w, xs)
+    yield from _placed(INFINITE, "every rule infinite", x, w, xs)
+    for rule in ACTIVE:
+        name = f"meta-gradient through {_title(rule)}"
+        yield Case(name, lambda g, p, rule=rule: rule({"g": g}, {"g": p}), (x, w[:3]), order=2)
+    for ord in (1, 2, 3, math.inf):
+        function = lambda a, b, ord=ord: global_norm({"a": a, "b": b}, ord)  # noqa: E731
+        yield Case(f"global_norm, ord={ord}", function, (x, w), order=1 if ord == math.inf else 2)
+    rule = ErrorClipByValue(math.inf)
+    yield Case(
+        "training loss of a clipped network", _selftest_loss(rule), (w, _normal_array(4, 2), x)
+    )
+    named = error_clip_by_name(_closing_cell, {"h": rule})
+    yield Case("a rule that closes over a value, by name", named, (x, w))
+
+
+def laws() -> Iterator[Law]:
+    """The VJP of a clipped function is that of the function, of the clipped cotangent."""
+    x, w, cotangent = _normal_array(3, 4), _normal_array(4, 4), 3 * _normal_array(3, 4)
+    _, plain = jax.vjp(lambda x: _cell(x, w), x)
+    for rule in ACTIVE:
+        if rule.needs_params:
+            continue
+        clipped = jax.vjp(lambda x, rule=rule: clip_cotangent(_cell(x, w), rule), x)[1]
+        yield Law(f"outputs clipped by {_title(rule)}", clipped(cotangent), plain(rule(cotangent)))
+        decorated = jax.vjp(error_clip(rule)(lambda x: _cell(x, w)), x)[1]
+        (own,) = plain(cotangent)
+        yield Law(f"inputs clipped by {_title(rule)}", decorated(cotangent), (rule(own),))
+
+
+def _placed(rules, title, x, w, xs) -> Iterator[Case]:
+    """A function with several rules at each place, none of which ever clips."""
+
+    def clip(value):
+        return functools.reduce(clip_cotangent, rules, value)
+
+    decorated = functools.reduce(lambda f, rule: error_clip(rule)(f), rules, _cell)
+    placed = lambda x, w: clip(_cell(clip(x), w))  # noqa: E731
+    for place, function in (("clip_cotangent", placed), ("error_clip", decorated)):
+        yield Case(f"{place}, {title}", function, (x, w), order=2)
+        yield from _transformed(place, title, function, x, w, xs)
+
+
+def _transformed(place: str, title: str, function: Callable, x, w, xs) -> Iterator[Case]:
+    def scanned(h, w, xs):
+        return lax.scan(lambda h, x: (function(h + x, w),) * 2, h, xs)
+
+    yield Case(f"{place} under jit, {title}", jax.jit(function), (x, w))
+    yield Case(f"{place} under scan, {title}", scanned, (x, w, xs))
+    yield Case(f"{place} under remat, {title}", jax.checkpoint(function), (x, w))
+    yield Case(f"{place} under vmap, {title}", jax.vmap(function, (0, None)), (xs, w))
+
+
+def _cell(x, w):
+    return jnp.tanh(x @ w)
+
+
+def _closing_cell(x, w):
+    """A cell whose rule closes over a value of the program around it."""
+    fixed = lax.stop_gradient(w)
+    layer = jax.custom_vjp(lambda x: x @ fixed)
+    layer.defvjp(lambda x: (x @ fixed, None), lambda _, g: (g @ fixed.T,))
+    return jnp.tanh(checkpoint_name(layer(x), "h") + x @ w)
+
+
+def _selftest_loss(rule):
+    def loss(w, v, x):
+        hidden = clip_cotangent(_cell(x, w), rule)
+        return jnp.mean(jax.nn.logsumexp(hidden @ v, axis=-1) - (hidden @ v)[:, 0])
+
+    return loss
+
+
+def _normal_array(*shape):
+    rng = np.random.default_rng(list(shape))
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def _title(rule) -> str:
+    return "off" if rule is None else repr(rule)
+
+
+def add_selftest_parser(subparsers: Any) -> None:
+    """Add `selftest` to the subcommands of a parser."""
+    parser = subparsers.add_parser(
+        "selftest",
+        help="check every VJP of this library on every available device",
+        description="Check every VJP of this library on every available device.",
+    )
+    parser.add_argument(
+        "--device", help=f"kinds of device, of {', '.join(PLATFORMS)}; default: all"
+    )
+    parser.set_defaults(run=run_selftest)
+
+
+def run_selftest(options: argparse.Namespace) -> int:
+    """Run all cases and laws, print one line for each, and return the exit code."""
+    kinds = options.device.split(",") if options.device else None
+    try:
+        devices = find_devices(kinds)
+    except ValueError as error:
+        return complain("selftest", error)
+    failed = 0
+    for case, report in _reports(list(cases()), kinds):
+        failed += not report.ok
+        print(_line_of_case(case.name, report), flush=True)
+    for law in laws():
+        same = _law_holds(law)
+        failed += not same
+        print(f"{'ok    ' if same else 'FAILED'} {law.name}", flush=True)
+    there, absent = ", ".join(devices.there) or "none", ", ".join(devices.absent) or "none"
+    print(f"{failed} failed; devices: {there}; not there, so not run: {absent}")
+    return FAILED if failed else PASSED
+
+
+def _reports(found: list[Case], kinds: Any) -> Iterator[tuple[Case, GradCheckReport]]:
+    """The report on each case, in order; compiling is most of the work, and may be done at once."""
+
+    def check(case: Case) -> GradCheckReport:
+        return check_grads(
+            case.function, case.args, order=case.order, devices=kinds, raise_on_failure=False
+        )
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as workers:
+        yield from zip(found, workers.map(check, found), strict=True)
+
+
+def _line_of_case(name: str, report: GradCheckReport) -> str:
+    head = f"{'ok    ' if report.ok else 'FAILED'} {name} ({report.seconds:.1f} s)"
+    return head if report.ok else f"{head}\n{report}"
+
+
+def _law_holds(law: Law) -> bool:
+    pairs = zip(jax.tree.leaves(law.left), jax.tree.leaves(law.right), strict=True)
+    return all(np.allclose(left, right, rtol=1e-6, atol=1e-6) for left, right in pairs)

@@ -1,0 +1,78 @@
+"""All numbers of a demo as JSON."""
+
+import importlib.metadata
+import json
+import platform
+from typing import Any
+
+import jax
+import numpy as np
+
+from clipgrad._demo.curves import first_nonfinite, over_training
+from clipgrad._demo.train import Result, Run
+
+_DEMO_PACKAGES = ("clipgrad", "jax", "jaxlib", "optax", "numpy", "scikit-learn", "matplotlib")
+
+
+def report(results: list[Result], seeds: int, seconds: float) -> str:
+    """The settings, the versions and every curve; numbers that are not finite are null."""
+    device = jax.devices()[0]
+    versions = {name: importlib.metadata.version(name) for name in _DEMO_PACKAGES}
+    content = {
+        "settings": {"tasks": [result.task.name for result in results], "seeds": seeds},
+        "versions": {"python": platform.python_version(), **versions},
+        "device": f"{device.platform}: {device.device_kind}",
+        "seconds": round(seconds, 1),
+        "tasks": {result.task.name: _task(result) for result in results},
+    }
+    return json.dumps(content, allow_nan=False) + "\n"
+
+
+def _task(result: Result) -> dict[str, Any]:
+    return {
+        "summary": result.task.summary,
+        "goal": result.task.goal,
+        "note": result.task.note,
+        "steps": result.steps,
+        "seconds": round(result.seconds, 1),
+        "arms": {run.arm.label: _arm(run) for run in result.runs},
+    }
+
+
+def _arm(run: Run) -> dict[str, Any]:
+    return {
+        "gradient_clip": repr(run.arm.gradient_clip) if run.arm.gradient_clip else None,
+        "gradient_clip_where": run.arm.where,
+        "error_clip": repr(run.arm.error_clip) if run.arm.error_clip else None,
+        "seconds": round(run.seconds, 1),
+        "gradient_norm_per_time_step": _json_through_time(run.through_time),
+        "seeds": [_seed(run, seed) for seed in range(len(run.loss))],
+    }
+
+
+def _json_through_time(norms: np.ndarray | None) -> dict[str, list[float | None]] | None:
+    """Over all seeds and training steps: each of them would be a thousand times as long."""
+    if norms is None:
+        return None
+    found = over_training(norms)
+    parts = {"min": found.low, "median": found.middle, "max": found.high}
+    return {name: [_json_number(norm) for norm in part] for name, part in parts.items()}
+
+
+def _seed(run: Run, seed: int) -> dict[str, Any]:
+    loss, norm = run.loss[seed], run.norm[seed]
+    return {
+        "seed": seed,
+        "metrics": {name: _json_number(values[seed]) for name, values in run.metrics.items()},
+        "goal_reached": bool(run.reached[seed]),
+        "final_loss": _json_number(loss[-1]),
+        "max_gradient_norm": _json_number(norm.max()),
+        "first_nonfinite_loss_step": first_nonfinite(loss[None])[0],
+        "first_nonfinite_gradient_step": first_nonfinite(norm[None])[0],
+        "loss": [_json_number(value) for value in loss],
+        "gradient_norm": [_json_number(value) for value in norm],
+    }
+
+
+def _json_number(value: Any) -> float | None:
+    return float(f"{value:.6g}") if np.isfinite(value) else None

@@ -1,0 +1,218 @@
+"""Clipping the cotangents of variables with names, inside a function, from outside of it."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._error_clip.cotangent import clip_cotangent
+from clipgrad._error_clip.names import Resolved, Rules, check_function, checked_rules, resolved
+from clipgrad._frameworks import with_models
+from clipgrad._rules import is_own
+from clipgrad._stats import ClipStats
+
+ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
+
+
+def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") -> ClippedByName:
+    r"""Clips the cotangents of variables inside a function, by name, from outside of it.
+
+    A name is a tag or the path of a module. A *tag* is given where a value is computed, by
+    ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``; many models have tags already, for
+    `jax.checkpoint`. The *path of a module* is made of the `jax.named_scope`\ s around an
+    operation, which flax Linen, Haiku and Keras push for each of their modules, such as
+    ``"Transformer/block_3/attn"`` or ``"mlp/linear_0"``. In flax NNX and Equinox it is the path of
+    attributes in a model among the arguments, or in a list or dictionary that is one, such as
+    ``"decoder/blocks/3/attn"``. `list_names` lists the names.
+
+    The variables of a module are the values that leave it: those that are computed inside and used,
+    or returned, outside. With $\bar h$ the sum of the cotangents of all uses of a tagged value, or
+    of all uses outside of the module, what flows back is $\mathrm{rule}(\bar h)$; uses inside of
+    the module are not clipped. ``fun`` itself is not changed. It is traced once in every call, as
+    inside of `jax.jit`: put the training step into `jax.jit`, so that this happens once.
+
+    A name may be a pattern: ``*`` stands for any text within a segment, ``**`` for any number of
+    segments, as in ``"Transformer/block_*/attn"`` or ``"**/Dense_*"``. It selects among the names
+    that `list_names` lists. A name that is written out wins over a pattern, and a tag over a module
+    of the same name.
+
+    Guarantees:
+      * The result is unchanged, bit by bit, with its structure, weak types and shardings. (In a
+        compiled gradient a clip that acts is another program, which XLA may round otherwise. In
+        eager code so is a function such as `jax.numpy.mean`, which JAX compiles as a whole.)
+      * The classes and the structure of models are those of the caller; inside of ``fun`` each
+        submodule of an NNX or Equinox model is of a subclass of its class. A model that ``fun``
+        closes over has no attribute paths, nor one that it joins with a tree from outside.
+      * Names are found at any depth of `jax.jit`, `jax.lax.scan`, `jax.lax.cond`,
+        `jax.lax.switch`, `jax.checkpoint`, `jax.shard_map`, `jax.vmap` and of the matrix of
+        `jax.lax.custom_linear_solve`. Tags keep their meaning for the policies of
+        `jax.checkpoint`.
+      * Each array is a variable of its own, at each step of a scan.
+      * A scan or another operation with a program inside uses a value where that program uses it;
+        what the program returns leaves the modules inside it. A module that is applied twice with
+        nothing between is one module.
+      * Inside of a `jax.vmap` in ``fun`` a variable is the whole batch: a norm rule measures
+        all examples together, with a warning, where `clip_cotangent` measures each. So it is for
+        `jax.lax.map`, by batches of ``batch_size``. A `jax.vmap` of the result clips each example.
+      * What ``fun`` changes in flax NNX models among its arguments, and in references
+        (`jax.new_ref`), is changed as without the clips. Other containers are values, as for
+        `jax.jit`.
+      * A gradient that ``fun`` computes inside is part of its value, and is not clipped.
+      * The rules of a `jax.custom_vjp` or `jax.custom_jvp` may close over values of ``fun`` that do
+        not depend on what is differentiated, but for values of a `jax.vmap` inside of ``fun``.
+      * The result can be transformed again, by this or another clip, `jax.jit`, `jax.grad` or
+        `jax.vmap`; in forward mode as long as no clipped variable depends on what is
+        differentiated. Without any rule it computes just what ``fun`` does.
+
+    Args:
+      fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
+      rules: a rule for each name or pattern; ``None`` in place of a rule: off.
+      prefix: what is put before each name, such as ``"encoder/"``.
+
+    Returns:
+      A function like ``fun``.
+
+    Raises:
+      TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
+        needs parameters; when called, if the variables of a name are integers.
+      ValueError: when called, if a name or a pattern matches nothing, or nothing that is used, or a
+        variable inside of a primitive that can't be entered, such as a `jax.custom_vjp`, whose own
+        rule replaces the cotangents in it; if two patterns with different rules match one name; if
+        ``fun`` changes an NNX model that it closes over; when differentiated, if a rule of a
+        `jax.custom_vjp` closes over a value that is differentiated.
+
+    Example:
+      >>> import clipgrad as cg, jax
+      >>> def model(x):
+      ...     with jax.named_scope("encoder"):
+      ...         h = 2 * x
+      ...     return 10 * h
+      >>> clipped = cg.error_clip_by_name(model, {"encoder": cg.ErrorClipByValue(max=5.0)})
+      >>> print(jax.grad(model)(1.0), jax.grad(clipped)(1.0))
+      20.0 10.0
+    """
+    check_function(fun)
+    named = checked_rules(rules, prefix)
+    caller = "error_clip_by_name"
+
+    @functools.wraps(fun)
+    def clipped(*args: Any, **kwargs: Any) -> Any:
+        if not named:
+            return fun(*args, **kwargs)
+        return with_models(run, fun, args, kwargs)
+
+    def run(fun: Any, args: Any, kwargs: Any) -> Any:
+        traced = _jaxpr.trace(fun, args, kwargs)
+        names = resolved(traced.program, named, caller)
+        warn_of_batches(traced.program, names, caller, stacklevel=6)
+        return traced.evaluate(args, kwargs, ByName.of(names, {}))
+
+    return clipped  # type: ignore[return-value]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rules", "probes"],
+    meta_fields=["modules", "active", "scopes"],
+)
+@dataclasses.dataclass(frozen=True)
+class ByName(_jaxpr.Hook):
+    """Clips and watches variables with names; equations without them are left as they are."""
+
+    rules: dict[str, Any]
+    probes: dict[str, ClipStats]  # with a leading axis for each scan around the variable
+    modules: frozenset[str]  # the names that are paths of modules; the others are tags
+    active: frozenset[Any] | None = None  # variables of modules with a cotangent; None: all
+    scopes: _jaxpr.ScopePath = ()  # those around the program
+
+    @classmethod
+    def of(
+        cls,
+        names: Resolved,
+        probes: dict[str, ClipStats],
+        active: frozenset[Any] | None = None,
+    ) -> "ByName":
+        """Clips by these names, and their probes."""
+        modules = frozenset(name for name, chosen in names.items() if chosen.kind == "module")
+        return cls({name: chosen.rule for name, chosen in names.items()}, probes, modules, active)
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether all that the rules compute with is in their fields."""
+        return all(map(is_own, self.rules.values()))
+
+    def __call__(self, equation: Any, inputs: list) -> Sequence | None:
+        """The clipped result of a tag; None for an equation with names inside."""
+        name = equation.params.get("name")
+        if equation.primitive.name == "name" and name not in self.modules and self._has(name):
+            (tagged,) = _jaxpr.bind(equation, inputs)
+            return [self._clip(name, tagged)]
+        inner = self._part_inside(equation)
+        return None if inner.rules or inner.probes else _jaxpr.bind(equation, inputs)
+
+    def values(self, jaxpr: Any) -> _jaxpr.ProgramValues:
+        """The values of a program, clipped where they leave the modules of these names."""
+        if not self.modules:
+            return super().values(jaxpr)
+
+        def leave(scopes: _jaxpr.ScopePath) -> Callable[[Any], Any] | None:
+            name = "/".join((*self.scopes, *scopes))
+            watched = name in self.modules and self._has(name)
+            return functools.partial(self._clip, name) if watched else None
+
+        return _jaxpr.ModuleValues(self, jaxpr, leave, self.active)
+
+    def steps(self, equation: Any) -> dict[str, ClipStats]:
+        """The probes with an entry for each step of this scan."""
+        probes = self._part_inside(equation).probes
+        return {name: probe for name, probe in probes.items() if probe.size.ndim}
+
+    def inside(self, equation: Any, step: Any) -> "ByName":
+        """The clips inside of an equation, with the probes of this step."""
+        inner = self._part_inside(equation)
+        return dataclasses.replace(inner, probes=inner.probes | (step or {}))
+
+    def _has(self, name: Any) -> bool:
+        return name in self.rules or name in self.probes
+
+    def _clip(self, name: str, x: Any) -> Any:
+        return clip_cotangent(x, self.rules.get(name), probe=self.probes.get(name))
+
+    def _part_inside(self, equation: Any) -> "ByName":
+        """The part of this for the variables inside of an equation."""
+        inner, _ = _jaxpr.entered_programs(equation)
+        scopes = (*self.scopes, *_jaxpr.path(equation)) if inner else ()
+        found = (
+            s.below(scopes) for program in inner for s in _jaxpr.sites(program) if not s.within
+        )
+        names = {s.name for s in found if (s.kind == "module") == (s.name in self.modules)}
+        rules = {n: rule for n, rule in self.rules.items() if n in names and rule is not None}
+        probes = {n: probe for n, probe in self.probes.items() if n in names}
+        active = self.active
+        if active is not None:
+            active &= frozenset().union(*map(_jaxpr.variables_of_modules, inner))
+        return ByName(rules, probes, self.modules & names, active, scopes)
+
+
+def warn_of_batches(program: Any, names: Resolved, caller: str, stacklevel: int) -> None:
+    """Warns of rules that measure a norm where a variable is a batch."""
+    found = [site for site in _jaxpr.sites(program) if site.mapped and not site.within]
+    mapped = {(site.name, site.kind) for site in found}
+    batches = [n for n, c in names.items() if (n, c.kind) in mapped and _measures_all(c.rule)]
+    if batches:
+        warnings.warn(
+            f"{caller}: got a rule that measures a norm for {batches}, inside of jax.vmap, "
+            "where a name means the whole batch; for a norm of each example write "
+            "clip_cotangent(x, rule) inside of the mapped function, or give ClipByNorm the axes "
+            "of an example as axis=",
+            stacklevel=stacklevel,
+        )
+
+
+def _measures_all(rule: Any) -> bool:
+    by_norm = is_own(rule) and rule.acts_on != "element"
+    return by_norm and getattr(rule, "axis", None) is None

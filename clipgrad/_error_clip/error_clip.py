@@ -1,0 +1,156 @@
+"""Error clip as a decorator, for the inputs and the outputs of a function."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from clipgrad._error_clip.cotangent import clip_cotangent
+from clipgrad._rules import as_rule
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+_ALL = object()  # in place of a parameter's name: each of them
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorated], Decorated]:
+    r"""Decorates a function so that its cotangents are clipped in the backward pass.
+
+    For $y = f(x_1, \ldots, x_n)$ with the pull-back $f^*$ the input $x_i$ gets the cotangent
+    $\mathrm{rule}_i(f^*(\mathrm{rule}(\bar y))_i)$, with the rule of ``outputs`` inside.
+
+    Guarantees:
+      * The result of the function is unchanged, bit by bit.
+      * With one rule for all inputs, each input is a variable of its own: a norm rule sees the
+        tree of one input. ``self`` and ``cls`` of methods are not inputs, unless they are named.
+      * The signature, name and docstring are kept; ``__wrapped__`` is the plain function.
+      * Everything that `clip_cotangent` guarantees.
+
+    Args:
+      inputs: a rule for all inputs, or a mapping from parameter names to rules, for arguments
+        passed by position or by name; ``None`` in place of a rule: off. The name of ``*args`` or
+        ``**kwargs`` means each of them.
+      outputs: a rule for the cotangent of the whole result, or a tree of rules that is a prefix
+        of the result's tree.
+
+    Returns:
+      The decorator.
+
+    Raises:
+      TypeError: for what is not a rule, or when something else than a function is decorated.
+      ValueError: when it is decorated, for a parameter name that the function does not have; when
+        it is called, for ``outputs`` that are not a prefix of the result.
+
+    Example:
+      >>> import clipgrad as cg, jax
+      >>> @cg.error_clip({"h": cg.ErrorClipByValue(max=5.0)})
+      ... def cell(w, h):
+      ...     return w * h
+      >>> print(*jax.grad(cell, argnums=(0, 1))(7.0, 2.0))
+      2.0 5.0
+      >>> @cg.error_clip(outputs=cg.ErrorClipByValue(max=0.1))
+      ... def double(x):
+      ...     return 2 * x
+      >>> print(jax.grad(double)(1.0))
+      0.2
+
+    References:
+      Graves, Generating Sequences With Recurrent Neural Networks, 2013,
+      https://arxiv.org/abs/1308.0850: the derivatives by the inputs of LSTM layers are clipped.
+    """
+    rules = inputs if isinstance(inputs, Mapping) else {_ALL: inputs}
+    for rule in [*rules.values(), *jax.tree.leaves(outputs, is_leaf=_is_rule)]:
+        as_rule(rule)
+
+    def decorate(function: Decorated) -> Decorated:
+        signature = _signature_of_inputs(function)
+        chosen = _rules_by_parameter(function, signature, rules)
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _clip_inputs(function, signature, chosen, args, kwargs)
+            return _clip_outputs(function(*args, **kwargs), outputs)
+
+        return wrapped  # type: ignore[return-value]
+
+    return decorate
+
+
+def _signature_of_inputs(function: Any) -> inspect.Signature:
+    if not callable(function) or isinstance(function, type):
+        raise TypeError(
+            f"error_clip: got {function!r} of type {type(function).__name__} to decorate, expected "
+            "a function or a method; write @error_clip(rule), with a rule in the parentheses"
+        )
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        raise TypeError(f"error_clip: got {function!r}, expected a function that returns a result")
+    try:
+        return inspect.signature(function)
+    except ValueError:  # some functions that are written in C
+        parameters = zip(("args", "kwargs"), _VARIADIC, strict=True)
+        return inspect.Signature([inspect.Parameter(n, kind) for n, kind in parameters])
+
+
+def _rules_by_parameter(
+    function: Any, signature: inspect.Signature, rules: Mapping[Any, Any]
+) -> dict[str, Any]:
+    names = list(signature.parameters)
+    if _ALL in rules:
+        inputs = names[1:] if names[:1] in (["self"], ["cls"]) else names
+        return dict.fromkeys(inputs, rules[_ALL])
+    takes_any = any(p.kind is _VARIADIC[1] for p in signature.parameters.values())
+    for name in rules:
+        if name not in names and not (takes_any and isinstance(name, str)):
+            raise ValueError(
+                f"inputs: got {name!r}, expected a parameter of "
+                f"{getattr(function, '__name__', function)}; there are {names}"
+            )
+    return {str(name): rule for name, rule in rules.items()}
+
+
+def _clip_inputs(
+    function: Any, signature: inspect.Signature, rules: dict[str, Any], args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        function(*args, **kwargs)  # says what is wrong in its own words
+        raise TypeError(
+            f"error_clip: got a call of a function whose signature says {signature}, expected one "
+            "that fits it; decorate the function that this one wraps"
+        ) from None
+    for name in rules:
+        if name not in signature.parameters and name not in kwargs:
+            raise ValueError(
+                f"error_clip: got the keywords {list(kwargs)}, expected {name!r}, which has a rule"
+            )
+    for name, value in bound.arguments.items():
+        bound.arguments[name] = _clip_argument(signature.parameters[name], value, rules)
+    return bound.args, bound.kwargs
+
+
+def _clip_argument(parameter: inspect.Parameter, value: Any, rules: dict[str, Any]) -> Any:
+    rule = rules.get(parameter.name)
+    if parameter.kind is _VARIADIC[0]:
+        return tuple(clip_cotangent(v, rule) for v in value)
+    if parameter.kind is _VARIADIC[1]:
+        return {k: clip_cotangent(v, rules.get(k, rule)) for k, v in value.items()}
+    return clip_cotangent(value, rule)
+
+
+def _clip_outputs(result: Any, rules: Any) -> Any:
+    each, structure = jax.tree.flatten(rules, is_leaf=_is_rule)
+    try:
+        parts = structure.flatten_up_to(result)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"outputs: got rules of the structure {structure}, expected a prefix of the result's, "
+            f"{jax.tree.structure(result)}: {error}"
+        ) from None
+    return structure.unflatten(map(clip_cotangent, parts, each))
+
+
+def _is_rule(rules: Any) -> bool:
+    return rules is None or callable(rules)

@@ -1,0 +1,128 @@
+"""Clipping every cotangent inside a function."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax.core import ShapedArray
+from jax.extend.core import DropVar, Literal, Var
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._error_clip.cotangent import clip_cotangent
+from clipgrad._error_clip.names import check_function, rule_of_variable
+from clipgrad._frameworks import with_models
+from clipgrad._rules import is_own
+
+Transformed = TypeVar("Transformed", bound=Callable[..., Any])
+
+
+def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> Transformed:
+    r"""Clips the cotangent of every value that a function computes on its way.
+
+    For each operation $y = f(x_1, \ldots, x_n)$ inside of ``fun``, with $\bar y$ the sum of the
+    cotangents of all uses of $y$, the operation's VJP sees $\mathrm{rule}(\bar y)$.
+
+    Guarantees:
+      * The result is unchanged, bit by bit, with its structure, weak types and shardings. In
+        eager code it may be rounded otherwise by functions such as `jax.numpy.mean`, which JAX
+        compiles as a whole there.
+      * All operations are clipped inside of `jax.jit`, `jax.lax.scan` (at each step),
+        `jax.lax.cond`, `jax.checkpoint` and `jax.shard_map`; `jax.jit` makes no difference.
+      * The cotangents of arguments are not clipped, nor those of results that ``fun`` does not use
+        itself. What a scan carries is used, by its next step.
+      * Functions with rules of their own, such as `jax.custom_vjp`, are one operation each.
+
+    A value rule is the usual choice: a norm rule sees each value's cotangent by itself, and inside
+    of a `jax.vmap` in ``fun`` that of the whole batch. ``fun`` is traced once in every call, and
+    what it changes in flax NNX models and references is changed, see `error_clip_by_name`.
+
+    Args:
+      fun: a function of pytrees.
+      rule: a `ClipRule`, a function of the cotangent, or ``None``: off.
+
+    Returns:
+      A function like ``fun``.
+
+    Raises:
+      TypeError: if ``fun`` is not a function, ``rule`` not a rule, or one that needs parameters.
+
+    Example:
+      >>> import clipgrad as cg, jax
+      >>> def model(x):
+      ...     return 7 * (3 * (2 * x))
+      >>> clipped = cg.error_clip_everywhere(model, cg.ErrorClipByValue(max=10.0))
+      >>> print(jax.grad(model)(1.0), jax.grad(clipped)(1.0))
+      42.0 20.0
+
+    References:
+      PaddlePaddle, Error Clip, 2018,
+      https://github.com/PaddlePaddle/Paddle/blob/4ead8e1b57b2c8eca3bd3fc111d1251c59aa60a4/doc/design/error_clip.md:
+      every gradient is clipped before the next operation of the backward pass takes it.
+    """
+    check_function(fun)
+    rule = rule_of_variable(rule)
+
+    @functools.wraps(fun)
+    def clipped(*args: Any, **kwargs: Any) -> Any:
+        if rule is None:
+            return fun(*args, **kwargs)
+        return with_models(functools.partial(_run_clipped, rule), fun, args, kwargs)
+
+    return clipped  # type: ignore[return-value]
+
+
+def _run_clipped(rule: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    traced = _jaxpr.trace(fun, args, kwargs)
+    count = len(_jaxpr.opened(traced.program)[0].outvars)
+    hook = _Everywhere(rule, _ends(traced.program, range(count)))
+    return traced.evaluate(args, kwargs, hook)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["rule"], meta_fields=["ends"])
+@dataclasses.dataclass(frozen=True)
+class _Everywhere(_jaxpr.Hook):
+    """Clips the results of operations, except the variables ``ends``."""
+
+    rule: Callable[..., Any]
+    ends: frozenset[Var]
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether all that the rule computes with is in its fields."""
+        return is_own(self.rule)
+
+    def __call__(self, equation: Any, inputs: list) -> Sequence | None:
+        """The clipped results of an operation; None for an equation with programs inside."""
+        inner, _ = _jaxpr.entered_programs(equation)
+        if inner and equation.primitive.name != "custom_linear_solve":
+            return None
+        outputs = _jaxpr.bind(equation, inputs)
+        if equation.primitive.name == "name":
+            return outputs
+        pairs = zip(equation.outvars, outputs, strict=True)
+        return [clip_cotangent(x, self.rule) if self._clips(v) else x for v, x in pairs]
+
+    def inside(self, equation: Any, step: Any) -> "_Everywhere":
+        """The clips inside of an equation."""
+        del step
+        inner, _ = _jaxpr.entered_programs(equation)
+        first = _jaxpr.scan_counts(equation)[1] if equation.primitive.name == "scan" else 0
+        ends = [i for i, v in enumerate(equation.outvars) if i >= first and v in self.ends]
+        return _Everywhere(self.rule, frozenset().union(*(_ends(p, ends) for p in inner)))
+
+    def _clips(self, variable: Var) -> bool:
+        is_array = type(variable.aval) is ShapedArray and not isinstance(variable, DropVar)
+        return is_array and variable not in self.ends
+
+
+def _ends(program: Any, positions: Iterable[int]) -> frozenset[Var]:
+    """The results at these positions that the program does not use itself."""
+    jaxpr, _ = _jaxpr.opened(program)
+    results = list(enumerate(jaxpr.outvars))
+    chosen = set(positions)
+    used = {atom for e in jaxpr.eqns for atom in e.invars if not isinstance(atom, Literal)}
+    used |= {v for i, v in results if i not in chosen and not isinstance(v, Literal)}
+    ends = {v for i, v in results if i in chosen and not isinstance(v, Literal)}
+    return frozenset(ends - used)

@@ -1,0 +1,236 @@
+"""Value, gradient, and what arrived at variables with names in the backward pass."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._error_clip.by_name import ByName, warn_of_batches
+from clipgrad._error_clip.names import (
+    Resolved,
+    Rules,
+    checked_rules,
+    common_nest,
+    program_of,
+    resolved,
+)
+from clipgrad._frameworks import Pure, has_modules, is_model, model_value_and_grad, with_models
+from clipgrad._stats import ClipStats
+from clipgrad._trees import check_tree, is_array
+
+_CALLER = "value_and_grad_with_stats"
+
+
+def value_and_grad_with_stats(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    rules: Rules | None = None,
+    watch: Iterable[str] | None = None,
+) -> Callable[..., Any]:
+    r"""`jax.value_and_grad` with a third result: statistics of the cotangents of variables by name.
+
+    A name is a tag, given by `jax.ad_checkpoint.checkpoint_name`, the path of a module, or a
+    pattern; see `error_clip_by_name`.
+
+    Guarantees:
+      * Value and gradient are those of ``jax.value_and_grad(error_clip_by_name(fun, rules))``;
+        flax NNX models are differentiated as by ``nnx.value_and_grad``, by their
+        ``nnx.Param``, and what ``fun`` changes in them is changed. Arguments that hold Equinox
+        modules are differentiated as by ``eqx.filter_value_and_grad``, by their floating arrays;
+        the gradient has ``None`` in place of all else.
+      * The statistics leave the compiled backward pass as the gradients do, with no callback;
+        under `jax.jit` statistics that are not used are not computed.
+      * Statistics that a compiled program does not use change no bit of value and gradient, nor do
+        those of eager code outside of a scan and of functions that JAX compiles as a whole there,
+        such as `jax.numpy.mean`. Those that a compiled program uses may change its
+        rounding: XLA stores a cotangent that it had fused.
+      * Values in a module that do not depend on what is differentiated have no cotangent, and count
+        nowhere.
+      * The statistics of a name have one leading axis for each scan around it, outermost first:
+        in an RNN one entry for each time step, in a transformer that scans its layers one for each
+        layer. Variables that share a name are added up: step by step as far as the lengths of the
+        scans around them are the same from the outermost on, over all steps of the rest.
+      * Under `jax.vmap` each lane has its own; inside of a `jax.vmap` in ``fun`` they are those of
+        the whole batch.
+      * Inside of `jax.shard_map` they are those of all devices together, like the gradients of
+        what the devices share; with ``check_vma=False`` each device has its own.
+
+    Args:
+      fun: a function that returns a scalar, or ``(scalar, aux)``.
+      argnums: the positions of the arguments to differentiate.
+      has_aux: whether ``fun`` returns something besides the scalar.
+      rules: a rule for each name or pattern; ``None`` in place of a rule: watch only.
+      watch: further names and patterns to watch only; ``None``: all tags whose variables have
+        cotangents, or all modules if there are no tags.
+
+    Returns:
+      A function of the arguments of ``fun`` that returns ``(value, grads, stats)``, or
+      ``((value, aux), grads, stats)``, with a dictionary ``stats`` from names to `ClipStats`, one
+      for each name that a pattern matches.
+
+    Raises:
+      TypeError: as `error_clip_by_name`; if ``watch`` is not a collection of names, or a
+        position in ``argnums`` not an integer.
+      ValueError: when called, as `error_clip_by_name`, or if there are neither tags nor modules
+        with ``watch=None``.
+
+    Example:
+      >>> import clipgrad as cg, jax, jax.numpy as jnp
+      >>> from jax.ad_checkpoint import checkpoint_name
+      >>> def loss(w, inputs):
+      ...     def cell(h, x):
+      ...         h = checkpoint_name(w * h + x, "h")
+      ...         return h, None
+      ...     return jax.lax.scan(cell, 0.0, inputs)[0]
+      >>> watched = jax.jit(cg.value_and_grad_with_stats(loss))
+      >>> value, grads, stats = watched(2.0, jnp.ones(4))
+      >>> print(value, grads, stats["h"].norm)
+      15.0 17.0 [8. 4. 2. 1.]
+    """
+    return with_stats(fun, argnums, has_aux, rules, watch, model_value_and_grad)
+
+
+def with_stats(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    rules: Rules | None,
+    watch: Iterable[str] | None,
+    value_and_grad: Callable[..., Any],
+) -> Callable[..., Any]:
+    """`value_and_grad_with_stats`, by what ``value_and_grad(args)`` returns instead of JAX's."""
+    named = checked_rules({} if rules is None else rules)
+    watched = _checked_watch(watch)
+    chosen = _checked_argnums(argnums)
+    first = next(iter(chosen))
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not all(-len(args) <= i < len(args) for i in chosen):
+            jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)  # says what is wrong
+        arrays = _as_arrays(args, chosen)
+        traced, has_changes = program_of(fun, arrays, kwargs)
+        names = _resolved(traced.program, named, watched)
+        probes = _probes(traced.program, names)
+        warn_of_batches(traced.program, names, _CALLER, stacklevel=3)
+        active = _active(traced.program, arrays, chosen)
+
+        def with_probes(*packed: Any) -> Any:
+            *args, kwargs = packed
+            args[first], probes = args[first]
+            hook = ByName.of(names, probes, active)
+
+            def again(function: Any, args: Any, kwargs: Any) -> Any:
+                apart = isinstance(function, Pure)
+                known = _jaxpr.trace(function, args, kwargs) if apart else traced
+                return known.evaluate(args, kwargs, hook)
+
+            return with_models(again, fun, tuple(args), kwargs)
+
+        positions = tuple(i % len(args) for i in chosen)
+        seen = (args, kwargs) if has_changes else [args[i] for i in positions]
+        differentiated = value_and_grad(seen)(
+            with_probes, argnums=positions if chosen is argnums else positions[0], has_aux=has_aux
+        )
+        # The keyword arguments come last, since NNX resolves keywords by the signature of `fun`.
+        packed = [(arg, probes) if i == positions[0] else arg for i, arg in enumerate(args)]
+        value, grads = differentiated(*packed, kwargs)
+        (grad, stats), *others = grads if chosen is argnums else (grads,)
+        return value, ((grad, *others) if chosen is argnums else grad), stats
+
+    return run
+
+
+def _checked_argnums(argnums: Any) -> Any:
+    chosen = argnums if isinstance(argnums, Iterable) else (argnums,)
+    if not chosen:
+        raise ValueError(
+            f"argnums: got {argnums!r}, expected the position of at least one argument to "
+            "differentiate"
+        )
+    if not all(hasattr(position, "__index__") for position in chosen):
+        raise TypeError(
+            f"argnums: got {argnums!r}, expected the position of an argument, or several, such as "
+            "0 or (0, 1)"
+        )
+    return chosen
+
+
+def _checked_watch(watch: Any) -> tuple[str, ...] | None:
+    if watch is None:
+        return None
+    names = tuple(watch) if isinstance(watch, Iterable) and not isinstance(watch, str) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f'watch: got {watch!r}, expected names such as ["h"], or None for all names there are'
+        )
+    return names
+
+
+def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
+    """The arguments, with arrays for the Python numbers in those that are differentiated."""
+
+    def as_array(leaf: Any) -> Any:
+        return jnp.asarray(leaf) if isinstance(leaf, kinds) else leaf
+
+    check_tree("args", args)
+    arrays = list(args)
+    for i in argnums:
+        # In an Equinox model numbers are not differentiated, see `equinox_value_and_grad`.
+        kinds = np.number if has_modules(args[i]) else int | float | complex | np.number
+        arrays[i] = jax.tree.map(as_array, args[i], is_leaf=is_model)
+    return tuple(arrays)
+
+
+def _resolved(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> Resolved:
+    """The rules of what is clipped or watched; without a choice all tags, or else all modules."""
+    clipped = resolved(program, rules, _CALLER)
+    if watch is None:
+        found = _jaxpr.sites(program)
+        tags = (s for s in found if s.kind == "tag")
+        own = (s.name for s in tags if s.is_out_of_reach or s.is_differentiable and s.used)
+        watch = tuple(dict.fromkeys(own)) or (
+            ("**",) if any(s.has_cotangent for s in found) else ()
+        )
+        if not watch:
+            raise ValueError(
+                f"{_CALLER}: got a function without tags, expected one with tagged variables or "
+                'modules; tag one by x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute it '
+                'in a module: with jax.named_scope("x"):; an NNX or Equinox model has names where '
+                "it is an argument: fun(model, ...)"
+            )
+    return resolved(program, dict.fromkeys(watch), _CALLER) | clipped
+
+
+def _active(program: Any, args: tuple, argnums: Iterable[int]) -> frozenset[Any] | None:
+    """The variables that depend on what is differentiated; ``None`` if it is not known.
+
+    A probe of any other would make a cotangent where there is none, and where an operation behind
+    it may have no derivative at all.
+    """
+    if any(map(is_model, jax.tree.leaves(args, is_leaf=is_model))):
+        return None
+    positions = {i % len(args) for i in argnums}
+    owners = [i for i, arg in enumerate(args) for x in jax.tree.leaves(arg) if is_array(x)]
+    chosen = (place for place, owner in enumerate(owners) if owner in positions)
+    return _jaxpr.active_variables(program, chosen)
+
+
+def _probes(program: Any, names: Resolved) -> dict[str, ClipStats]:
+    found: dict[str, list[_jaxpr.NamedSite]] = {name: [] for name in names}
+    for site in _jaxpr.sites(program):
+        if site.has_cotangent and site.name in names and site.kind == names[site.name].kind:
+            found[site.name].append(site)
+    return {name: _probe_of_sites(own) for name, own in found.items()}
+
+
+def _probe_of_sites(own: list[_jaxpr.NamedSite]) -> ClipStats:
+    """Statistics of nothing, with an axis for each scan around all these sites."""
+    wide = any(site.dtype in ("float64", "complex128") for site in own)
+    return ClipStats.zero(common_nest(own), jnp.float64 if wide else jnp.float32)

@@ -1,0 +1,15 @@
+"""What messages show of other errors."""
+
+import textwrap
+
+# With the kind of the error before it, a line of a terminal.
+LINE = 90
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its text, shortened at a word."""
+    kind, text = type(error).__name__, str(error).strip()
+    lines = textwrap.wrap(
+        text.partition("\n")[0], LINE, break_long_words=False, break_on_hyphens=False
+    )
+    return f"{kind}: {lines[0]}{' ...' * (len(lines) > 1)}" if lines else kind

@@ -1,0 +1,84 @@
+"""Equinox models as parameters: their floating arrays, apart from all else that they hold."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._frameworks.attribute_names import is_equinox
+from clipgrad._trees import combine, is_array, is_clippable, partition
+
+
+def has_modules(tree: Any) -> bool:
+    """Whether there are Equinox modules in a tree."""
+    return any(map(is_equinox, jax.tree.leaves(tree, is_leaf=is_equinox)))
+
+
+def partition_trained(params: Any) -> tuple[Any, list[Any]]:
+    """What of the parameters is trained, and the rest; `combine` puts them together.
+
+    Of a tree with Equinox modules these are its floating arrays, as by
+    ``eqx.partition(params, eqx.is_inexact_array)``; of another Python numbers too.
+    """
+    return partition(params, _is_inexact if has_modules(params) else is_clippable)
+
+
+def equinox_value_and_grad(args: Any) -> Callable[..., Any]:
+    """`jax.value_and_grad`, or if there are Equinox modules what ``eqx.filter_grad`` does."""
+    return _filtered if has_modules(args) else jax.value_and_grad
+
+
+def _filtered(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    allow_int: bool = True,
+) -> Callable[..., Any]:
+    del allow_int  # there are no integers among what is differentiated
+    is_one = not isinstance(argnums, Sequence)
+    positions = (argnums,) if is_one else tuple(argnums)
+
+    def run(*args: Any) -> Any:
+        arrays, rests = zip(*(partition(args[i], _is_inexact) for i in positions), strict=True)
+
+        def of_arrays(*arrays: Any) -> Any:
+            whole = list(args)
+            for i, tree, rest in zip(positions, arrays, rests, strict=True):
+                whole[i] = combine(tree, rest)
+            return fun(*whole)
+
+        chosen = 0 if is_one else tuple(range(len(positions)))
+        return jax.value_and_grad(of_arrays, chosen, has_aux)(*arrays)
+
+    return run
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A leaf that is no array, as a part of the structure: `jax.jit` takes it, and compares it."""
+
+    kind: type
+    value: Any
+
+
+def as_static(tree: Any) -> Any:
+    """A tree with Equinox modules whose leaves are arrays alone; `from_static` undoes it."""
+    if not has_modules(tree):
+        return tree
+    return jax.tree.map(lambda x: x if is_array(x) else Static(type(x), x), tree)
+
+
+def from_static(tree: Any) -> Any:
+    """The tree with all its leaves."""
+
+    def is_static(x: Any) -> bool:
+        return isinstance(x, Static)
+
+    return jax.tree.map(lambda x: x.value if is_static(x) else x, tree, is_leaf=is_static)
+
+
+def _is_inexact(leaf: Any) -> bool:
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -1,0 +1,103 @@
+"""Functions of flax NNX models as functions of pytrees, without losing what they change."""
+
+import contextlib
+import dataclasses
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+import clipgrad._frameworks.equinox as _equinox
+from clipgrad._frameworks.attribute_names import Named
+from clipgrad._trees import check_tree, instances
+
+TAG = "clipgrad"
+
+
+def with_models(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``run(function, args, kwargs)``, where ``run`` traces ``fun`` as a function of pytrees.
+
+    A pytree is a value: what ``fun`` changes in an NNX model would be lost with the copy that is
+    traced. NNX takes the models apart and puts them together again, as for `nnx.jit`, so that the
+    caller's models change: values, new variables and other attributes. Then ``run`` gets a `Pure`
+    function. Without models, and where flax is not imported, it gets one that does as ``fun``. If
+    ``run`` returns ``None`` nothing changes.
+
+    Submodules of the models have names. A function that such models do not fit is run without:
+    one that joins a model with another from outside, as by ``equinox.combine``.
+    """
+    named = Named(fun)
+    try:
+        return _run_on_tree(run, named, args, kwargs)
+    except Exception:
+        if not named.failed:
+            raise
+    return _run_on_tree(run, fun, args, kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pure:
+    """A function of the states of NNX models: what has changed in them, and the result."""
+
+    fun: Callable[..., Any]
+
+    def __call__(self, apart: Any) -> Any:
+        """The states that have changed, and the result."""
+        nnx: Any = sys.modules["flax.nnx"]
+        args, kwargs = nnx.from_tree(apart, ctxtag=TAG, is_inner=True)
+        before = _contents(nnx, (args, kwargs))
+        result = self.fun(*args, **kwargs)
+        after = _contents(nnx, (args, kwargs))
+        same = before[1] == after[1] and all(map(operator.is_, before[0], after[0]))
+        if same and not _contents(nnx, result)[0]:
+            return [], result  # a model of another trace can be read, but not written to
+        inputs, result = nnx.to_tree(((args, kwargs), result), ctxtag=TAG)
+        return instances(inputs, nnx.NodeStates), result
+
+
+def _run_on_tree(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return run(fun, args, kwargs)
+    check_tree("args", (args, kwargs))
+    with explained(), nnx.update_context(TAG):
+        apart = nnx.to_tree((args, kwargs), ctxtag=TAG)
+        if not instances(apart, nnx.NodeStates):
+            return run(fun, args, kwargs)
+        changed = run(Pure(fun), (apart,), {})
+        return changed and nnx.from_tree(changed, ctxtag=TAG, is_inner=False)[1]
+
+
+def model_value_and_grad(args: Any) -> Callable[..., Any]:
+    """`nnx.value_and_grad` for NNX modules, that of Equinox for its modules, or that of JAX."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    if nnx and instances(args, nnx.Pytree):
+        return nnx.value_and_grad
+    return _equinox.equinox_value_and_grad(args)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Raises a `ValueError` that says what to write instead of NNX's `TraceContextError`."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":
+            raise
+        raise ValueError(
+            "fun: got a function that changes an NNX model from outside of it, expected one that "
+            "gets the model as an argument; write fun(model, ...), and differentiate it by "
+            f"nnx.grad or nnx.value_and_grad ({error})"
+        ) from error
+
+
+def is_model(x: Any) -> bool:
+    """``is_leaf`` for trees in which NNX models and variables stay whole."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _contents(nnx: Any, tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(instances(nnx.to_tree(tree), nnx.NodeStates))

@@ -1,0 +1,175 @@
+"""Clipping a tree of gradients in one call."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from clipgrad._gradient_clip.nonfinite import apply_policy, check_policy
+from clipgrad._numerics import Norm
+from clipgrad._rules import adaptive_threshold, apply_rule, as_rule, is_own
+from clipgrad._stats import ClipStats, count_nonfinite, stats_by_leaf, stats_dtype, stats_of_clip
+from clipgrad._trees import Where, check_leaves, clippable_leaves, combine, partition, selected
+
+
+def clip_grads(
+    grads: Any,
+    rule: Callable[..., Any] | None,
+    params: Any = None,
+    *,
+    where: Where = None,
+    measure: Where = None,
+    nonfinite: str = "propagate",
+    norm: ArrayLike | None = None,
+) -> tuple[Any, ClipStats]:
+    """Clips a tree of gradients and says what was done: no optimizer is needed.
+
+    Guarantees:
+      * Structure, shapes and dtypes are kept; leaves without numbers to clip (``None``, integers,
+        booleans, ``float0``, PRNG keys) come back as they are.
+      * What ``where`` leaves out is neither measured nor scaled, unless ``measure`` selects it.
+      * What flax keeps in ``_overwrite_with_gradient`` (scales and histories of 8-bit floats, whose
+        gradient is their next value) is neither measured nor scaled.
+      * The statistics of a global L2 norm need no second pass over the gradients; under
+        `jax.jit` statistics that are not used are not computed.
+
+    Args:
+      grads: a pytree of gradients.
+      rule: a `ClipRule`, a function of the tree, or ``None``: off.
+      params: the parameters, for rules that need them (`AdaptiveClip`).
+      where: which leaves are clipped: a tree of booleans that is a prefix of ``grads``, a function
+        from the tree to one, or an expression on paths such as ``"layers/0/kernel"``; ``None``:
+        all. An expression that is whole segments of a path selects the leaves at or below it:
+        ``"kernel"`` selects this one, and not ``"layers/0/out_kernel"``. Any other is a regular
+        expression that is searched in the paths: ``"kern"``, ``"^layers/[0-3]/"``.
+      measure: which leaves make up the norm of `ClipByGlobalNorm`, written like ``where``;
+        ``None``: those that ``where`` selects. The statistics then have this norm before the
+        clip, and what the clip would make of it.
+      nonfinite: ``"propagate"``; ``"zero"``: NaN and inf become 0 before anything is measured;
+        ``"error"``: raise and name the leaves.
+      norm: the norm that `ClipByGlobalNorm` would measure, if it is known already.
+
+    Returns:
+      The clipped gradients, and a `ClipStats` of the leaves that ``where`` selects.
+
+    Raises:
+      TypeError: if ``rule`` is not a rule, ``where`` has anything else than booleans, or a leaf is
+        an object or of a dtype that JAX lacks; strings and functions are passed over.
+      ValueError: if ``where`` selects nothing or is not a prefix, for an unknown ``nonfinite``, for
+        ``norm`` or ``measure`` with another rule, and whatever the rule raises.
+      FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit` the function
+        must be transformed by `jax.experimental.checkify.checkify` for this.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> grads = {"b": jnp.array([3.0]), "w": jnp.array([4.0])}
+      >>> clipped, stats = cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0))
+      >>> clipped
+      {'b': Array([0.6], dtype=float32), 'w': Array([0.8], dtype=float32)}
+      >>> print(stats.norm, stats.clipped_norm, stats.clipped)
+      5.0 1.0 True
+      >>> cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0), where="w")[0]
+      {'b': Array([3.], dtype=float32), 'w': Array([1.], dtype=float32)}
+      >>> cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0), where="w", measure="w|b")[0]
+      {'b': Array([3.], dtype=float32), 'w': Array([0.8], dtype=float32)}
+    """
+    rule = as_rule(rule)
+    clipped = ClipScope.checked(rule, where, measure, nonfinite).clip(grads, rule, params, norm)
+    return clipped.tree, clipped.stats()
+
+
+class Clipped(NamedTuple):
+    """A clipped tree, and what its statistics are made of."""
+
+    tree: Any
+    rule: Any  # with the thresholds that were used
+    norms: list[Any]  # that the rule scaled by
+    raw: Any  # the selected leaves as they were,
+    before: Any  # after the policy about NaN and inf,
+    after: Any  # and clipped
+    adapted: Any  # what an adaptive threshold keeps
+
+    def stats(self) -> ClipStats:
+        """What was done to the selected leaves."""
+        stats = stats_of_clip(self.rule, self.before, self.after, self.norms)
+        return self._counted(stats, self.raw)
+
+    def leaf_stats(self) -> dict[str, ClipStats]:
+        """The same for each leaf."""
+        stats = stats_by_leaf(self.rule, self.before, self.after, self.norms)
+        parts = zip(stats.items(), clippable_leaves(self.raw), strict=True)
+        return {path: self._counted(of_leaf, leaf) for (path, of_leaf), leaf in parts}
+
+    def _counted(self, stats: ClipStats, raw: Any) -> ClipStats:
+        """The same, with NaN and inf counted in the tree as it was."""
+        if self.before is self.raw:
+            return stats
+        count = count_nonfinite(raw, getattr(self.rule, "axis_name", None))
+        return stats._replace(nonfinite=count.astype(stats.nonfinite.dtype))
+
+
+# From the norms to the rule with its threshold, and what the threshold keeps.
+Adapt = Callable[[list[Any]], tuple[Any, Any]]
+
+
+class ClipScope(NamedTuple):
+    """Which leaves are clipped, which are measured, and what becomes of NaN and inf."""
+
+    where: Where
+    measure: Where
+    nonfinite: str
+
+    @classmethod
+    def checked(cls, rule: Any, where: Where, measure: Where, nonfinite: str) -> "ClipScope":
+        """The arguments of these names, if they go with the rule."""
+        check_policy(nonfinite)
+        if measure is not None and not has_one_norm(rule):
+            raise ValueError(
+                f"measure: got leaves for a norm with {rule!r}, expected ClipByGlobalNorm, the "
+                "rule with one norm for all leaves"
+            )
+        return cls(where, measure, nonfinite)
+
+    def clip(
+        self, grads: Any, rule: Any, params: Any, norm: Any = None, adapt: Adapt | None = None
+    ) -> Clipped:
+        """The whole tree with the selected leaves clipped; ``norm`` is one that is known."""
+        raw, rest = partition(grads, selected(self.where, grads))
+        check_leaves("grads", raw)
+        before = apply_policy(self.nonfinite, raw)
+        norms = self._norms(grads, rule, before, params, norm)
+        rule, adapted = (rule, None) if adapt is None else adapt(norms)
+        after = before
+        if rule is not None:
+            own = is_own(rule)
+            after = rule.scale(before, norms) if own else apply_rule(rule, before, params)
+        return Clipped(combine(after, rest), rule, norms, raw, before, after, adapted)
+
+    def _norms(self, grads: Any, rule: Any, before: Any, params: Any, known: Any) -> list[Any]:
+        """The norms that a rule scales by, or that its adaptive threshold needs."""
+        if known is not None:
+            return [_known_norm(known, rule, before)]
+        scales = is_own(rule) and rule.acts_on != "element"
+        if not scales and adaptive_threshold(rule) is None:
+            return []
+        measured = before
+        if self.measure is not None:
+            chosen, _ = partition(grads, selected(self.measure, grads, "measure"))
+            measured = apply_policy(self.nonfinite, chosen)
+        return rule.measure(measured, params)
+
+
+def _known_norm(norm: Any, rule: Any, tree: Any) -> Norm:
+    if not has_one_norm(rule):
+        raise ValueError(
+            f"norm: got {norm!r} with {rule!r}, expected ClipByGlobalNorm, the rule with one norm "
+            "for all leaves"
+        )
+    root = jnp.asarray(norm).astype(stats_dtype(tree))
+    return Norm.of(root, jnp.ones_like(root))
+
+
+def has_one_norm(rule: Any) -> bool:
+    """Whether a rule scales the whole tree by one norm."""
+    return is_own(rule) and rule.acts_on == "tree"

@@ -1,0 +1,210 @@
+"""Gradient clips by name: each rule as an optax gradient transformation."""
+
+from typing import Any
+
+import optax
+from jax.typing import ArrayLike
+
+from clipgrad._elsewhere import spelled
+from clipgrad._gradient_clip.gradient_clip import gradient_clip
+from clipgrad._numerics import AxisName
+from clipgrad._rules import AdaptiveClip, ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm, ClipByValue
+from clipgrad._thresholds import AdaptiveThreshold
+from clipgrad._trees import Where
+
+Threshold = ArrayLike | optax.Schedule | AdaptiveThreshold
+
+
+@spelled(max_delta="max")  # optax.clip(max_delta)
+def clip_by_value(
+    max: Threshold,
+    min: Threshold | None = None,
+    *,
+    where: Where = None,
+    nonfinite: str = "propagate",
+    stats: bool | str = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Clips each element of the updates to [min, max]: `ClipByValue` before the optimizer.
+
+    With ``min=None`` (which means ``-max``) this is ``optax.clip``.
+
+    Args:
+      max: the upper bound: a number, an array that broadcasts into each leaf, a schedule or an
+        adaptive threshold.
+      min: the lower bound, likewise but not adaptive; ``None`` means ``-max``.
+      where: which leaves are clipped; see `clip_grads`.
+      nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
+
+    Returns:
+      A gradient transformation; see `gradient_clip` for its state.
+
+    Raises:
+      TypeError, ValueError: as `ClipByValue` and `gradient_clip`.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> tx = optax.chain(cg.clip_by_value(1.0), optax.sgd(0.5))
+      >>> tx.update(jnp.array([4.0, -0.5]), tx.init(jnp.zeros(2)))[0]
+      Array([-0.5 ,  0.25], dtype=float32)
+    """
+    rule = ClipByValue(max, min)  # type: ignore[arg-type]
+    return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
+
+
+def clip_by_norm(
+    max_norm: Threshold,
+    ord: float | None = None,
+    axis: int | tuple[int, ...] | None = None,
+    *,
+    where: Where = None,
+    nonfinite: str = "propagate",
+    stats: bool | str = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Scales each leaf, or slice, to a maximal norm: `ClipByNorm` before the optimizer.
+
+    Args:
+      max_norm: the maximal norm: a number, an array, a schedule or an adaptive threshold.
+      ord: the order of the norm, in (0, inf]; ``None``: 2. A number that you give must be
+        named in the ``static_args`` of ``optax.inject_hyperparams``, which makes every other
+        number a hyperparameter.
+      axis: the axis or axes that norms are over; ``None``: all.
+      where: which leaves are clipped; see `clip_grads`.
+      nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
+
+    Returns:
+      A gradient transformation; see `gradient_clip` for its state.
+
+    Raises:
+      TypeError, ValueError: as `ClipByNorm` and `gradient_clip`.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> tx = cg.clip_by_norm(1.0)
+      >>> tx.update([jnp.array([3.0, 4.0]), jnp.array([0.5])], tx.init(None))[0]
+      [Array([0.6, 0.8], dtype=float32), Array([0.5], dtype=float32)]
+    """
+    rule = ClipByNorm(max_norm, ord=2 if ord is None else ord, axis=axis)  # type: ignore[arg-type]
+    return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
+
+
+def clip_by_global_norm(
+    max_norm: Threshold,
+    ord: float | None = None,
+    axis_name: AxisName = None,
+    *,
+    where: Where = None,
+    measure: Where = None,
+    nonfinite: str = "propagate",
+    stats: bool | str = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Scales all leaves by one factor to a maximal norm: `ClipByGlobalNorm` before the optimizer.
+
+    A drop-in replacement of ``optax.clip_by_global_norm``, with the same state. On float32 trees
+    in the ordinary range updates are the same, bit for bit, eagerly and under `jax.jit`; so are
+    whole compiled trainings with sgd, momentum, adam, adamw, rmsprop and lion, but not with
+    adafactor where the clip acts. Half precision is summed in float32, and differs.
+
+    Args:
+      max_norm: the maximal norm: a number, a schedule or an adaptive threshold.
+      ord: the order of the norm, in (0, inf]; ``None``: 2. A number that you give must be
+        named in the ``static_args`` of ``optax.inject_hyperparams``, which makes every other
+        number a hyperparameter.
+      axis_name: the mapped axes that the updates are spread over; see `global_norm`.
+      where: which leaves are clipped; see `clip_grads`.
+      measure: which leaves make up the norm, if it is not those; see `clip_grads`.
+      nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
+
+    Returns:
+      A gradient transformation; see `gradient_clip` for its state.
+
+    Raises:
+      TypeError, ValueError: as `ClipByGlobalNorm` and `gradient_clip`.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> tx = optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(1.0))
+      >>> tx.update([jnp.array([3.0]), jnp.array([4.0])], tx.init(None))[0]
+      [Array([-0.6], dtype=float32), Array([-0.8], dtype=float32)]
+    """
+    order = 2 if ord is None else ord
+    rule = ClipByGlobalNorm(max_norm, ord=order, axis_name=axis_name)  # type: ignore[arg-type]
+    return gradient_clip(rule, where=where, measure=measure, nonfinite=nonfinite, stats=stats)
+
+
+def clip_by_block_rms(
+    threshold: Threshold,
+    *,
+    where: Where = None,
+    nonfinite: str = "propagate",
+    stats: bool | str = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Scales each leaf to a maximal root mean square: `ClipByBlockRMS` before the optimizer.
+
+    Args:
+      threshold: the maximal root mean square: a number, a schedule or an adaptive threshold.
+      where: which leaves are clipped; see `clip_grads`.
+      nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
+
+    Returns:
+      A gradient transformation; see `gradient_clip` for its state.
+
+    Raises:
+      TypeError, ValueError: as `ClipByBlockRMS` and `gradient_clip`.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> tx = cg.clip_by_block_rms(1.0)
+      >>> tx.update(jnp.array([3.0, 3.0]), tx.init(None))[0]
+      Array([1., 1.], dtype=float32)
+    """
+    rule = ClipByBlockRMS(threshold)  # type: ignore[arg-type]
+    return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
+
+
+def adaptive_grad_clip(
+    clipping: Threshold = 0.01,
+    eps: Threshold = 1e-3,
+    axis: Any = None,
+    *,
+    axis_name: AxisName = None,
+    where: Where = None,
+    nonfinite: str = "propagate",
+    stats: bool | str = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Limits each unit by the norm of its weights (AGC): `AdaptiveClip` before the optimizer.
+
+    ``update`` needs the parameters. Unlike ``optax.adaptive_grad_clip`` a unit is what makes one
+    output also for leaves of rank 3, of rank above 5 and with axes of size 1, and ``axis`` can say
+    what a unit is for each leaf. Where the units are the same, so are the bits.
+
+    Args:
+      clipping: the maximal ratio of gradient norm to weight norm: a number, a schedule or an
+        adaptive threshold.
+      eps: the least weight norm; a number, an array or a schedule.
+      axis: the axes that a unit spans, for all leaves, by path or by a function; see
+        `AdaptiveClip`.
+      axis_name: the mapped axes over which units are spread; see `global_norm`.
+      where: which leaves are clipped; see `clip_grads`. Brock et al. leave out the last layer.
+      nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
+
+    Returns:
+      A gradient transformation; see `gradient_clip` for its state.
+
+    Raises:
+      TypeError, ValueError: as `AdaptiveClip` and `gradient_clip`.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> tx = cg.adaptive_grad_clip(0.5)
+      >>> params = jnp.array([[3.0], [4.0]])
+      >>> tx.update(2 * params, tx.init(params), params)[0]
+      Array([[1.5],
+             [2. ]], dtype=float32)
+    """
+    rule = AdaptiveClip(clipping, eps, axis=axis, axis_name=axis_name)  # type: ignore[arg-type]
+    return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)

@@ -1,0 +1,120 @@
+"""Gradient clipping with the arguments and the adaptive rule of MosaicML Composer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from clipgrad._numerics import times, with_real_dtype
+from clipgrad._rules import (
+    ClipByGlobalNorm,
+    ClipByValue,
+    apply_rule,
+    check_threshold,
+    check_unit_axis,
+    limit_of,
+    unit_norms,
+)
+from clipgrad._thresholds import is_adaptive
+from clipgrad._trees import map_clippable
+
+TYPES = ("norm", "value", "adaptive")
+
+
+def apply_gradient_clipping(
+    grads: Any,
+    params: Any = None,
+    *,
+    clipping_type: str,
+    clipping_threshold: ArrayLike,
+    axis: Any = None,
+) -> Any:
+    r"""Clips gradients as Composer's function of this name does.
+
+    ==============  ======================================================================
+    clipping_type   rule
+    ==============  ======================================================================
+    ``"norm"``      `ClipByGlobalNorm`
+    ``"value"``     `ClipByValue` with [-threshold, threshold]
+    ``"adaptive"``  $g \cdot \min(1, \mathrm{threshold} \cdot \|w\| / \|g\|)$ by unit
+    ==============  ======================================================================
+
+    The formula of the adaptive rule is Composer's, not that of `AdaptiveClip`: there is no least
+    weight norm, so that zero weights get zero gradients, and a ratio that is NaN counts as 1, so
+    that a NaN in a unit leaves the rest of it as it is. The units are those of `AdaptiveClip`, for
+    the layouts of JAX, where the outputs are the last axis. In the layout of PyTorch, which
+    Composer's weights have, they are the first: there ``axis`` says so, as in the second example.
+
+    Args:
+      grads: a pytree of gradients.
+      params: the parameters, for ``"adaptive"``.
+      clipping_type: ``"norm"``, ``"value"`` or ``"adaptive"``.
+      clipping_threshold: the threshold, not negative.
+      axis: the axes that a unit spans, for ``"adaptive"``; see `AdaptiveClip`.
+
+    Returns:
+      The clipped gradients: structure, shapes and dtypes of ``grads``.
+
+    Raises:
+      ValueError: for another ``clipping_type``, a threshold that is negative or NaN, ``axis``
+        without ``"adaptive"``, and ``"adaptive"`` without ``params``, with parameters of another
+        structure or shape, or an ``axis`` that a leaf does not have or that selects no leaf.
+      TypeError: for a threshold that is not a number, or another ``axis``.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> grads, params = jnp.array([7.0, 24.0]), jnp.array([3.0, 4.0])
+      >>> cg.apply_gradient_clipping(
+      ...     grads, params, clipping_type="adaptive", clipping_threshold=0.5)
+      Array([0.7, 2.4], dtype=float32)
+      >>> composers = lambda path, w: tuple(range(1, w.ndim)) if w.ndim > 1 else None
+      >>> grads, params = jnp.array([[7.0, 24.0], [5.0, 12.0]]), jnp.array([[3.0, 4], [9, 40]])
+      >>> cg.apply_gradient_clipping(    # a row is a unit
+      ...     grads, params, clipping_type="adaptive", clipping_threshold=0.5, axis=composers)
+      Array([[ 0.7,  2.4],
+             [ 5. , 12. ]], dtype=float32)
+
+    References:
+      Brock, De, Smith and Simonyan, High-Performance Large-Scale Image Recognition Without
+      Normalization, 2021, https://arxiv.org/abs/2102.06171; MosaicML, Composer: Gradient Clipping,
+      2022,
+      https://github.com/mosaicml/composer/blob/1a02ed120f2b90e58a4ba6a208f05901e8294cfb/composer/algorithms/gradient_clipping/README.md.
+    """
+    if callable(clipping_threshold) or is_adaptive(clipping_threshold):
+        raise TypeError(
+            f"clipping_threshold: got {clipping_threshold!r}, expected a number or an array, such "
+            "as schedule(step); for one that changes with the steps write clipgrad.gradient_clip"
+        )
+    check_threshold("clipping_threshold", clipping_threshold)
+    if clipping_type == "adaptive":
+        return _adaptive(grads, params, clipping_threshold, check_unit_axis(axis))
+    if clipping_type not in TYPES:
+        raise ValueError(
+            f"clipping_type: got {clipping_type!r}, expected one of {', '.join(TYPES)}"
+        )
+    if axis is not None:
+        raise ValueError(
+            f"axis: got {axis!r} with clipping_type={clipping_type!r}, which has no units; "
+            "expected axis to be left out, or clipping_type='adaptive'"
+        )
+    rule = ClipByGlobalNorm if clipping_type == "norm" else ClipByValue
+    return apply_rule(rule(clipping_threshold), grads)
+
+
+def _adaptive(grads: Any, params: Any, threshold: ArrayLike, axis: Any) -> Any:
+    if params is None:
+        raise ValueError("params: got None, expected the parameters for clipping_type='adaptive'")
+    parts = [
+        (norm.value, limit_of(threshold, norm) * weight.value.astype(norm.root.dtype))
+        for norm, weight in unit_norms(grads, params, axis)
+    ]
+    return map_clippable(
+        lambda leaf, part: _scale_as_composer(leaf, part[0], part[1]), grads, parts
+    )
+
+
+def _scale_as_composer(leaf: jax.Array, norm: jax.Array, limit: jax.Array) -> jax.Array:
+    ratio = limit / jnp.where(norm == 0, 1, norm)
+    factor = jnp.minimum(jnp.where(jnp.isnan(ratio) | (norm == 0), 1, ratio), 1)
+    return times(with_real_dtype(leaf, norm.dtype.name), factor).astype(leaf.dtype)

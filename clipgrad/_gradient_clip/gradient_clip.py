@@ -1,0 +1,113 @@
+"""Gradient clip: clip rules as optax gradient transformations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from clipgrad._gradient_clip.clip_grads import ClipScope, has_one_norm
+from clipgrad._gradient_clip.clip_state import GradientClipState as GradientClipState
+from clipgrad._gradient_clip.clip_state import (
+    check_state,
+    first_state,
+    has_lasting_state,
+    is_joint,
+    next_state,
+    next_threshold,
+)
+from clipgrad._rules import PerLeaf, adaptive_threshold, as_rule, resolve_schedules, with_threshold
+from clipgrad._trees import Where, partition, selected
+
+
+def gradient_clip(
+    rule: Callable[..., Any] | None,
+    *,
+    where: Where = None,
+    measure: Where = None,
+    nonfinite: str = "propagate",
+    stats: bool | str = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Makes a gradient transformation of any clip rule.
+
+    Guarantees:
+      * With thresholds that are numbers and ``stats=False`` the state is `optax.EmptyState`, as
+        that of the optax functions: checkpoints of theirs can be restored.
+      * Otherwise it is a `GradientClipState`, whose structure never changes.
+      * A schedule is evaluated at the number of updates made so far: 0 at the first.
+      * An adaptive threshold sees the norm of each step once, before the clip.
+      * ``update(..., grad_norm=n)`` gives `ClipByGlobalNorm` a norm that is known already, and
+        nothing is summed again. Every such clip in a chain uses it, so pass it only if that is
+        the norm which each of them would measure: of the leaves that ``where`` selects, and
+        after ``nonfinite="zero"`` has replaced what is not finite.
+      * The state that ``update`` gets says what is kept: a `GradientClipState` without statistics
+        gets none. `train_step` has the statistics of every clip without ``stats=True``.
+
+    Args:
+      rule: a `ClipRule`, whose thresholds may be schedules here (functions of the step, such
+        as ``optax.linear_schedule(...)``) and whose first one may be an `AdaptiveThreshold`, or a
+        function of the tree; ``None``: off.
+      where: which leaves are clipped; see `clip_grads`.
+      measure: which leaves make up the norm of `ClipByGlobalNorm`; see `clip_grads`.
+      nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
+      stats: whether the state keeps what the clip did; ``"per_leaf"``: for each leaf, too.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`.
+
+    Raises:
+      TypeError: if ``rule`` is not a rule.
+      ValueError: for an unknown ``nonfinite`` or ``stats``, for ``measure`` with another rule; by
+        ``init``, if ``where`` selects nothing.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> rule = cg.ClipByNorm(optax.linear_schedule(1.0, 0.5, transition_steps=10))
+      >>> tx = optax.chain(cg.gradient_clip(rule, where="kernel", stats=True), optax.sgd(1.0))
+      >>> params = {"bias": jnp.array([3.0]), "kernel": jnp.array([3.0, 4.0])}
+      >>> updates, state = tx.update(params, tx.init(params))
+      >>> updates
+      {'bias': Array([-3.], dtype=float32), 'kernel': Array([-0.6, -0.8], dtype=float32)}
+      >>> print(optax.tree.get(state, "stats").norm, optax.tree.get(state, "threshold"))
+      5.0 1.0
+    """
+    rule = as_rule(rule, schedules=True)
+    scope = ClipScope.checked(rule, where, measure, nonfinite)
+    if stats not in (True, False, "per_leaf"):
+        raise ValueError(f"stats: got {stats!r}, expected True, False or 'per_leaf'")
+    needs_state, adaptive = has_lasting_state(rule, False), adaptive_threshold(rule)
+
+    def init(params: Any) -> Any:
+        tree, _ = partition(params, selected(where, params))
+        selected(measure, params, "measure")
+        return first_state(rule, tree, stats)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        _refuse_callback(extra_args)
+        check_state(state, needs_state)
+        active = resolve_schedules(rule, state.count) if needs_state else rule
+
+        def adapt(norms: list[Any]) -> tuple[Any, Any]:
+            threshold, history = next_threshold(adaptive, state, norms)
+            threshold = threshold if is_joint(active) else PerLeaf(threshold)
+            return with_threshold(active, threshold), history
+
+        known = grad_norm if has_one_norm(rule) else None
+        adapting = None if adaptive is None else adapt
+        clipped = scope.clip(updates, active, params, known, adapting)
+        if adaptive is not None:
+            state = state._replace(history=clipped.adapted)
+        return clipped.tree, next_state(state, clipped)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _refuse_callback(extra_args: dict[str, Any]) -> None:
+    """Raises `TypeError` for what earlier versions called with the statistics."""
+    if "clip_stats" in extra_args:
+        raise TypeError(
+            f"clip_stats: got {extra_args['clip_stats']!r}, expected it to be left out; the "
+            "statistics are in the state of a clip with stats=True: "
+            "optax.tree.get(state, 'stats'), or in the metrics of train_step"
+        )

@@ -1,0 +1,353 @@
+"""Skipping the steps whose gradient is not finite, or far larger than those before."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from clipgrad._compat import exportable
+from clipgrad._numerics import AxisName, global_norm, increment_if
+from clipgrad._stats import stats_dtype
+from clipgrad._thresholds import HistoryThreshold, Window, check_between, check_steps, unlimited
+from clipgrad._trees import Where, partition, selected
+
+# The deviation counts as at least this part of the mean, so that equal norms, as of a full batch,
+# don't make an outlier of the next one.
+_LEAST_DEVIATION = 0.01
+_WINDOW = 128
+
+
+@exportable
+class SkipSpikesState(NamedTuple):
+    """The state of `skip_spikes`.
+
+    Attributes:
+      inner_state: the state of the optimizer after the last step that was not skipped.
+      window: the norms of the last steps that were not skipped; ``None`` with ``sigma=None``.
+      raw_norm: the norm of the last gradient; 0 if it was not finite.
+      skipped: whether the last step was skipped.
+      skipped_count: the number of steps that were skipped.
+      spike_count: the number of those whose gradient was finite.
+      consecutive: the number of outliers that were skipped since the last step that was not.
+      nonfinite_consecutive: the number of gradients in a row, up to the last one, that were not
+        finite; those that ``max_nonfinite`` let through count, too.
+      halted: whether a step has halted the training; ``None`` without ``halt``.
+      halted_at: the step that did, 0 for the first, or -1; ``None`` without ``halt``.
+      count: the number of steps, those after the halt included; ``None`` without ``halt``.
+    """
+
+    inner_state: Any
+    window: Window | None
+    raw_norm: jax.Array
+    skipped: jax.Array
+    skipped_count: jax.Array
+    spike_count: jax.Array
+    consecutive: jax.Array
+    nonfinite_consecutive: jax.Array
+    halted: jax.Array | None = None
+    halted_at: jax.Array | None = None
+    count: jax.Array | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+def skip_spikes(
+    inner: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    max_norm: float | None = None,
+    window: int = _WINDOW,
+    sigma: float | None = 6.0,
+    min_history: int | None = None,
+    max_consecutive: int | None = None,
+    max_nonfinite: int | None = None,
+    where: Where = None,
+    axis_name: AxisName = None,
+    halt: bool | Literal["spike"] = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Wraps an optimizer so that gradients that are not finite or outliers don't reach it.
+
+    The raw global norm $n$ decides, before any clip in ``inner``. A step is skipped if $n$ is NaN
+    or inf, if $n > \mathrm{max\_norm}$, or if it is an outlier: $n > \mu + \mathrm{sigma} \cdot
+    \max(s, \mu / 100)$ with mean $\mu$ and deviation $s$ of the last norms, once there are
+    ``min_history``. Then the update is zero and the state of ``inner`` is what it was.
+
+    Guarantees:
+      * On a step that is not skipped updates and state are those of ``inner``.
+      * No finite outlier counts towards ``max_nonfinite``, and NaN or inf not towards
+        ``max_consecutive``.
+      * On a step that is skipped updates are exact zeros, and the state of ``inner`` is kept bit
+        for bit: by selection, since 0 times NaN is NaN. ``inner`` gets zeros for the gradient.
+      * Neither the norm of a skipped step nor a norm of 0 enters the history.
+      * The structure and the dtypes of the state never change; counters say what was skipped.
+      * With ``halt`` the first bad step is the last that changes anything: each later update is
+        zero too, and of the state only ``count`` changes, until `resume`. This is a selection
+        inside of the compiled step, which needs no host: a loop that dispatches steps ahead, and
+        donates buffers, has the parameters from before the bad step whenever it looks.
+
+    Args:
+      inner: an optax gradient transformation, or ``optax.MultiSteps``, whose average of gradients
+        would keep a NaN forever if it were outside. A clip belongs inside, for the steps before
+        there is a history: ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
+      max_norm: an absolute limit; ``None``: no limit.
+      window: how many norms the history has.
+      sigma: how many deviations above the mean a norm may be. ``None``: no history and no rule of
+        outliers; a step is skipped only if its norm is not finite or above ``max_norm``.
+      min_history: how many norms there must be before a finite one is an outlier; by default half
+        a window, and 2 at least.
+      max_consecutive: how many outliers in a row are skipped before the next is not, and the
+        history starts anew with it, since what repeats is not a spike; ``None``: all of them, so
+        that gradients which grow suddenly and for good stop the training. ``consecutive`` in the
+        state shows that.
+      max_nonfinite: how many gradients in a row that are not finite are skipped before the next
+        is not, as in ``optax.apply_if_finite``: it reaches ``inner``, and the parameters become
+        NaN, so that the loss shows that the training is over. ``None``: all are skipped, and a
+        training whose gradients stay NaN stands still. ``nonfinite_consecutive`` in the state shows
+        that, and how near the limit is. With ``halt`` none is let through.
+      where: which leaves make up the norm; see `clip_grads`.
+      axis_name: the mapped axes that the updates are spread over; see `global_norm`.
+      halt: ``True``: a step whose norm is not finite halts the training; ``"spike"``: each step
+        that is skipped does. A loss that is not finite halts it too, though its gradient may be
+        finite, if it is known: `train_step` and ``update(..., value=loss)`` pass it on.
+        `FlightRecorder` writes down why. The rest of the optimizer belongs inside: a
+        transformation behind it, such as a weight decay, goes on after the halt.
+
+    Returns:
+      A gradient transformation with the state `SkipSpikesState`. ``update(..., grad_norm=n)`` uses
+      a norm that is known already. All extra arguments are passed on to ``inner``.
+
+    Raises:
+      ValueError: for a number out of range, and for ``window``, ``min_history`` or
+        ``max_consecutive`` with ``sigma=None``; for another ``halt``; by ``init``, if ``where``
+        selects nothing.
+      TypeError: if ``inner`` is not a gradient transformation, or for another type of number.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> tx = cg.skip_spikes(optax.sgd(1.0), max_norm=10.0)
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for grads in (jnp.array([3.0, 4.0]), jnp.array([jnp.nan, 1.0]), jnp.array([30.0, 40.0])):
+      ...     updates, state = tx.update(grads, state)
+      ...     print(updates, state.skipped)
+      [-3. -4.] False
+      [0. 0.] True
+      [0. 0.] True
+
+    References:
+      The OLMo Team, 2 OLMo 2 Furious, 2024, https://arxiv.org/abs/2501.00656: updates are
+      skipped on outliers of the norm.
+    """
+    inner = optax.with_extra_args_support(as_optimizer("inner", inner))
+    history = _history(window, sigma, min_history, max_consecutive)
+    _check_halt(halt)
+    if max_norm is not None:
+        check_between("max_norm", max_norm, 0)
+    largest = jnp.inf if max_norm is None else float(max_norm)
+    most = _most("max_consecutive", max_consecutive)
+    most_nonfinite = _most("max_nonfinite", max_nonfinite)
+
+    def init(params: Any) -> Any:
+        norm = jnp.zeros((), stats_dtype(partition(params, selected(where, params))[0]))
+        counters = [jnp.zeros((), jnp.int32) for _ in range(4)]
+        norms = None if history is None else history.init(norm)
+        state = SkipSpikesState(inner.init(params), norms, norm, jnp.zeros((), bool), *counters)
+        return state._replace(**_not_halted()) if halt else state
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        norm = extra_args.get("grad_norm")
+        if norm is None:
+            measured, _ = partition(updates, selected(where, updates))
+            norm = global_norm(measured, axis_name=axis_name)
+        norm = jnp.asarray(norm).astype(state.raw_norm.dtype)
+        nonfinite, unsound = ~jnp.isfinite(norm), _bad_loss(halt, extra_args)
+        patient = bool(halt) | (state.nonfinite_consecutive < most_nonfinite)
+        never = jnp.where(nonfinite, patient, unsound | (norm > largest))
+        spike = ~nonfinite & ~never & (norm > _limit(history, state))
+        again = spike & (state.consecutive >= most)
+        bad = never | (spike & ~again)
+        skip = bad | _halted(halt, state)
+        new, inner_state = inner.update(
+            _zero_if(skip, updates), state.inner_state, params, **extra_args
+        )
+        kept = jax.tree.map(lambda o, n: jnp.where(skip, o, n), state.inner_state, inner_state)
+        after = _after(state, norm, bad, spike, again)
+        if halt:
+            after = _after_halt(state, after, bad if halt == "spike" else unsound | nonfinite)
+        return _zero_if(skip, new), after._replace(inner_state=kept)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _most(name: str, count: int | None) -> int:
+    """How many steps in a row are skipped; a number that is not reached for ``None``."""
+    if count is not None:
+        check_steps(name, count)
+    return jnp.iinfo(jnp.int32).max if count is None else int(count)
+
+
+def _history(
+    window: int, sigma: float | None, min_history: int | None, max_consecutive: int | None
+) -> HistoryThreshold | None:
+    """The rule of outliers; ``None`` with ``sigma=None``, where nothing else may be given."""
+    if sigma is not None:
+        return HistoryThreshold(window, sigma, min_history)
+    kept = None if window == _WINDOW else window
+    given = {"window": kept, "min_history": min_history, "max_consecutive": max_consecutive}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}: got {value!r} with sigma=None, expected a number as sigma, which a "
+                f"history needs; or leave {name} out"
+            )
+    return None
+
+
+def _limit(history: HistoryThreshold | None, state: SkipSpikesState) -> jax.Array:
+    """The norm above which a step is an outlier."""
+    if history is None:
+        return unlimited(state.raw_norm)
+    if state.window is None:
+        raise ValueError(
+            f"state: got a state without the history that sigma={history.sigma} needs, expected "
+            "that of init(params)"
+        )
+    return history.limit(state.window, _LEAST_DEVIATION)
+
+
+def _after(
+    state: SkipSpikesState, norm: jax.Array, skip: jax.Array, spike: jax.Array, again: jax.Array
+) -> SkipSpikesState:
+    """The state with the counters and the history after a step."""
+    finite, window = jnp.isfinite(norm), state.window
+    if window is not None:
+        past = jax.tree.map(lambda x: jnp.where(again, jnp.zeros_like(x), x), window)
+        window = past.push(jnp.where(skip | ~finite, 0, norm))
+    return state._replace(
+        window=window,
+        raw_norm=jnp.where(finite, norm, 0),
+        skipped=skip,
+        skipped_count=increment_if(skip, state.skipped_count),
+        spike_count=increment_if(skip & finite, state.spike_count),
+        consecutive=jnp.where(skip, increment_if(spike, state.consecutive), 0),
+        nonfinite_consecutive=jnp.where(
+            finite, 0, optax.safe_increment(state.nonfinite_consecutive)
+        ),
+    )
+
+
+def _check_halt(halt: Any) -> None:
+    if not (isinstance(halt, bool) or isinstance(halt, str) and halt == "spike"):
+        raise ValueError(
+            f'halt: got {halt!r}, expected True (a gradient that is not finite), "spike" (whatever '
+            "is skipped) or False"
+        )
+
+
+def _not_halted() -> dict[str, Any]:
+    """The flag of a training that begins."""
+    zero, none = jnp.zeros((), jnp.int32), jnp.full((), -1, jnp.int32)
+    return {"halted": jnp.zeros((), bool), "halted_at": none, "count": zero}
+
+
+def _halted(halt: bool | str, state: SkipSpikesState) -> Any:
+    """Whether an earlier step has halted the training."""
+    if halt and state.halted is None:
+        raise ValueError(
+            f"state: got a state without the flag that halt={halt!r} needs, expected that of "
+            "init(params)"
+        )
+    return state.halted if halt else False
+
+
+def _bad_loss(halt: bool | str, extra_args: dict[str, Any]) -> Any:
+    """Whether the loss, if `update` got it, is not finite; its gradient may be."""
+    value = extra_args.get("value") if halt else None
+    return jnp.array(False) if value is None else jnp.any(~jnp.isfinite(value))
+
+
+def _after_halt(state: Any, after: SkipSpikesState, bad: jax.Array) -> SkipSpikesState:
+    """The state after a step: once it is halted, nothing in it but the count changes."""
+    halting = bad & ~state.halted
+    after = after._replace(halted_at=jnp.where(halting, state.count, state.halted_at))
+    fields = {name: x for name, x in after._asdict().items() if name != "inner_state"}
+    before = {name: getattr(state, name) for name in fields}
+    kept = jax.tree.map(lambda new, old: jnp.where(state.halted, old, new), fields, before)
+    kept |= {"halted": state.halted | bad, "count": optax.safe_increment(state.count)}
+    return after._replace(**kept)
+
+
+def resume(tree: Any) -> Any:
+    """Lets a training go on that ``skip_spikes(halt=...)`` has halted.
+
+    Guarantees:
+      * Nothing but the flag is changed: neither parameters, which are those from before the bad
+        step, nor counters.
+      * Works under `jax.jit`, and on a state that is not halted.
+
+    Args:
+      tree: the state of the optimizer, or any tree with it, such as a ``TrainState``.
+
+    Returns:
+      The same tree, whose next step is an ordinary one.
+
+    Raises:
+      ValueError: if there is no state of ``skip_spikes(halt=...)`` in ``tree``.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> tx = cg.skip_spikes(optax.sgd(1.0), halt=True)
+      >>> state = tx.init(jnp.zeros(2))
+      >>> for grads in (jnp.array([jnp.nan, 1.0]), jnp.array([3.0, 4.0])):
+      ...     updates, state = tx.update(grads, state)
+      ...     print(updates, state.halted, state.halted_at)
+      [0. 0.] True 0
+      [0. 0.] True 0
+      >>> print(tx.update(jnp.array([3.0, 4.0]), cg.resume(state))[0])
+      [-3. -4.]
+    """
+    found = []
+
+    def resumed(node: Any) -> Any:
+        if not isinstance(node, SkipSpikesState):
+            return node
+        node = node._replace(inner_state=walk(node.inner_state))
+        if node.halted is None:
+            return node
+        found.append(node)
+        off = jax.tree.map(jnp.zeros_like, node.halted)
+        return node._replace(halted=off, halted_at=jax.tree.map(_no_step, node.halted_at))
+
+    def walk(part: Any) -> Any:
+        return jax.tree.map(resumed, part, is_leaf=lambda x: isinstance(x, SkipSpikesState))
+
+    result = walk(tree)
+    if not found:
+        raise ValueError(
+            f"tree: got {type(tree).__name__} without a state of skip_spikes(halt=...), expected "
+            "that of an optimizer that was made with clipgrad.skip_spikes(optimizer, halt=True)"
+        )
+    return result
+
+
+def _no_step(count: jax.Array) -> jax.Array:
+    return jnp.full_like(count, -1)
+
+
+def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformation:
+    """The optimizer of the argument ``name`` as a gradient transformation."""
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"{name}: got {type(optimizer).__name__}, expected an optax.GradientTransformation "
+            "such as optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))"
+        )
+    return optimizer
+
+
+def _zero_if(condition: jax.Array, tree: Any) -> Any:
+    def zero(leaf: Any) -> Any:
+        dtype = getattr(leaf, "dtype", type(leaf))
+        if not (dtype in (int, float, complex) or jnp.issubdtype(dtype, jnp.number)):
+            return leaf
+        return jnp.where(condition, jnp.zeros_like(leaf), leaf)
+
+    return jax.tree.map(zero, tree)

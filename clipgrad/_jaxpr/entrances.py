@@ -1,0 +1,207 @@
+"""How the evaluator goes inside each higher-order primitive."""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.sharding import PartitionSpec, Sharding
+
+from clipgrad._jaxpr.evaluate import Hook, entrance, evaluate
+from clipgrad._jaxpr.programs import (
+    CALLS,
+    CUSTOM_RULES,
+    JIT,
+    REMAT,
+    called_program,
+    manual_axes,
+    scan_counts,
+)
+from clipgrad._trees import combine, is_array, partition
+
+# The compiled functions of an inner jit, as long as JAX keeps its program.
+_COMPILED: weakref.WeakKeyDictionary[Any, dict] = weakref.WeakKeyDictionary()
+
+
+def _body(equation: JaxprEqn, hook: Hook, program: Any = None) -> Callable[..., list]:
+    program = called_program(equation) if program is None else program
+    return lambda *inputs: evaluate(program, inputs, hook.inside(equation, ()))
+
+
+@entrance(*CALLS, *CUSTOM_RULES)
+def _enter_call(equation, inputs, hook):
+    return _body(equation, hook)(*inputs)
+
+
+@entrance(*JIT)
+def _enter_jit(equation, inputs, hook):
+    if hook.flatten:
+        return _enter_call(equation, inputs, hook)
+    inner = hook.inside(equation, ())
+    leaves, structure = jax.tree.flatten(inner)
+    arrays, rest = partition(leaves, is_array)
+    if not inner.is_reusable:
+        return _jitted(equation, structure, rest)(arrays, *inputs)
+    compiled = _COMPILED.setdefault(called_program(equation), {})
+    key = (structure, *rest, *(equation.params[name] for name in _JIT_OPTIONS))
+    if key not in compiled:
+        compiled[key] = _jitted(equation, structure, rest)
+    return compiled[key](arrays, *inputs)
+
+
+_JIT_OPTIONS = ("in_shardings", "out_shardings", "donated_invars", "keep_unused", "inline", "name")
+
+
+def _jitted(equation: JaxprEqn, structure: Any, rest: list) -> Callable[..., list]:
+    """`jax.jit` of the evaluation, with the options that the equation was made with."""
+    program, params = weakref.ref(called_program(equation)), equation.params
+
+    def run(arrays, *inputs):
+        return evaluate(program(), inputs, structure.unflatten(combine(arrays, rest)))
+
+    run.__name__ = params["name"]
+    return jax.jit(
+        run,
+        in_shardings=(None, *map(_stated, params["in_shardings"])),
+        out_shardings=[_stated(sharding) for sharding in params["out_shardings"]],
+        donate_argnums=[i + 1 for i, donated in enumerate(params["donated_invars"]) if donated],
+        keep_unused=params["keep_unused"],
+        inline=params["inline"],
+    )
+
+
+def _stated(sharding):
+    return sharding if isinstance(sharding, Sharding) else None
+
+
+@entrance(*REMAT)
+def _enter_remat(equation, inputs, hook):
+    if hook.flatten:
+        return _enter_call(equation, inputs, hook)
+    params = equation.params
+    prevent_cse = params["prevent_cse"]
+    if params["differentiated"]:  # JAX puts a barrier before the recomputation
+        flags = [prevent_cse] * len(inputs) if isinstance(prevent_cse, bool) else prevent_cse
+        behind, free = partition(list(inputs), flags)
+        inputs = combine(lax.optimization_barrier(behind), free)
+    again = jax.checkpoint(_body(equation, hook), prevent_cse=prevent_cse, policy=params["policy"])
+    return again(*inputs)
+
+
+@entrance("scan")
+def _enter_scan(equation, inputs, hook):
+    constants, carried = scan_counts(equation)
+    split = constants + carried
+
+    def step(carry, element):
+        sliced, own = element
+        inner = hook.inside(equation, own)
+        arguments = [*inputs[:constants], *carry, *sliced]
+        outputs = evaluate(called_program(equation), arguments, inner)
+        return tuple(outputs[:carried]), tuple(outputs[carried:])
+
+    options = ("length", "reverse", "unroll", "_split_transpose")
+    carry, stacked = lax.scan(
+        step,
+        tuple(inputs[constants:split]),
+        (tuple(inputs[split:]), hook.steps(equation)),
+        **{name: equation.params[name] for name in options if name in equation.params},
+    )
+    return [*carry, *stacked]
+
+
+@entrance("while")
+def _enter_while(equation, inputs, hook):
+    params = equation.params
+    first = params["cond_nconsts"]
+    second = first + params["body_nconsts"]
+    again = _body(equation, hook, params["cond_jaxpr"])
+    body = _body(equation, hook, params["body_jaxpr"])
+
+    def run(carry):
+        goes_on, new = again(*inputs[:first], *carry)[0], body(*inputs[first:second], *carry)
+        if not goes_on.ndim:
+            return tuple(new)
+        return tuple(map(functools.partial(kept_lanes, goes_on), new, carry))  # of a `vmap`
+
+    start = tuple(inputs[second:])
+    return lax.while_loop(lambda carry: again(*inputs[:first], *carry)[0].any(), run, start)
+
+
+def kept_lanes(where, new, old):
+    """What each loop of a `vmap` carries: those that have ended keep it."""
+    return jnp.where(where.reshape(where.shape + (1,) * (jnp.ndim(new) - where.ndim)), new, old)
+
+
+@entrance("cond")
+def _enter_cond(equation, inputs, hook):
+    branches = [_body(equation, hook, branch) for branch in equation.params["branches"]]
+    platforms = equation.params.get("branches_platforms")
+    if platforms is None:
+        return lax.switch(inputs[0], branches, *inputs[1:])
+    pairs = list(zip(platforms, branches, strict=True))
+    default = next((branch for names, branch in pairs if names is None), None)
+    named = {name: branch for names, branch in pairs for name in names or ()}
+    return lax.platform_dependent(*inputs[1:], default=default, **named)
+
+
+@entrance("shard_map")
+def _enter_shard_map(equation, inputs, hook):
+    params = equation.params
+    leaves, structure = jax.tree.flatten(hook.inside(equation, ()))
+    arrays, rest = partition(leaves, is_array)
+    axes = manual_axes(equation)
+    apart = hook.shards(equation)
+
+    def shard(arrays, own, *shards):
+        inner = structure.unflatten(combine(arrays, rest))
+        if own:
+            inner = hook.inside(equation, jax.tree.map(lambda x: x[0], own))
+        return tuple(evaluate(called_program(equation), shards, inner))
+
+    mapped = jax.shard_map(
+        shard,
+        mesh=params["mesh"],
+        in_specs=(PartitionSpec(), PartitionSpec(axes), *params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(axes),
+        check_vma=params["check_vma"],
+    )
+    return mapped(arrays, apart, *inputs)
+
+
+@entrance("custom_linear_solve")
+def _enter_linear_solve(equation, inputs, hook):
+    """Enters the matrix only: JAX differentiates a linear solve by nothing else."""
+    lengths, solve = equation.params["const_lengths"], equation.params["jaxprs"]
+    ends = [sum(lengths[:i]) for i in range(1, 5)]
+    matrix, _, forward, transposed = (
+        inputs[end - length : end] for end, length in zip(ends, lengths, strict=True)
+    )
+    b = tuple(inputs[ends[-1] :])
+    inside = hook.inside(equation, ())
+
+    def apply(program, constants, hook=inside):
+        return lambda x: tuple(evaluate(program, [*constants, *x], hook))
+
+    whole = Hook()
+    back = solve.transpose_solve and apply(solve.transpose_solve, transposed, whole)
+    has_aux = len(equation.outvars) > len(b)
+
+    def with_aux(run):
+        split = (lambda out: (out[: len(b)], out[len(b) :])) if has_aux else (lambda out: out)
+        return lambda _, x: split(run(x))
+
+    solved = lax.custom_linear_solve(
+        apply(solve.matvec, matrix),
+        b,
+        with_aux(apply(solve.solve, forward, whole)),
+        back and with_aux(back),
+        symmetric=solve.vecmat is solve.matvec,
+        has_aux=has_aux,
+    )
+    return [*solved[0], *solved[1]] if has_aux else solved

@@ -1,0 +1,152 @@
+"""Evaluating a jaxpr again equation by equation.
+
+A hook sees every equation first. If it returns None, an equation with a program inside is entered,
+and any other is bound as it is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+from clipgrad._jaxpr.programs import CUSTOM_RULES, opened
+
+Entrance = Callable[[JaxprEqn, list, "Hook"], Sequence]
+ENTRANCES: dict[str, Entrance] = {}
+
+
+def entrance(*names: str) -> Callable[[Entrance], Entrance]:
+    """Decorates the function by which `evaluate` goes inside the primitives of these names."""
+
+    def register(function: Entrance) -> Entrance:
+        ENTRANCES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+class Hook:
+    """What to do at the equations of a program; the defaults change nothing.
+
+    `flatten=True` evaluates `jit` and `remat` in place and enters custom rules by their primal
+    program; `flatten=False` keeps all three. The arrays of a hook become arguments of a `jit`
+    inside the program; a hook with arrays is a pytree.
+    """
+
+    flatten: bool = False
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether hooks that are equal but for their arrays share one compiled `jit`.
+
+        A hook that calls functions of a user is not reusable: their state may change.
+        """
+        return False
+
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """Return the outputs of `equation`, or None to have it evaluated or entered."""
+        del equation, inputs
+        return None
+
+    def constant(self, value: Any, aval: Any) -> Any:
+        """Return the value that replaces a literal or a closed-over constant."""
+        del aval
+        return value
+
+    def values(self, jaxpr: Any) -> "ProgramValues":
+        """Return what keeps the values of a program while it is evaluated."""
+        del jaxpr
+        return ProgramValues(self)
+
+    def steps(self, equation: JaxprEqn) -> Any:
+        """Return a tree with a leading axis as long as the scan; `inside` gets its slices."""
+        del equation
+        return ()
+
+    def shards(self, equation: JaxprEqn) -> Any:
+        """Return a tree with a leading axis over the devices of a `shard_map`, as `steps` does."""
+        del equation
+        return ()
+
+    def inside(self, equation: JaxprEqn, step: Any) -> "Hook":
+        """Return the hook for a program of `equation`; `step` is this step's part of `steps`."""
+        del equation, step
+        return self
+
+
+class ProgramValues:
+    """The values of a program's variables while it is evaluated."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._constant = hook.constant
+        self._values: dict[Var, Any] = {}
+
+    def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
+        """Keep the values of variables."""
+        self._values.update(zip(variables, values, strict=True))
+
+    def read(self, atom: Any) -> Any:
+        """Return the value of a variable or a literal."""
+        if isinstance(atom, Literal):
+            return self._constant(atom.val, atom.aval)
+        return self._values[atom]
+
+    def inputs(self, equation: JaxprEqn) -> list:
+        """Return the inputs of an equation."""
+        return [self.read(atom) for atom in equation.invars]
+
+    def outputs(self, jaxpr: Any) -> list:
+        """Return the results of the program."""
+        return [self.read(atom) for atom in jaxpr.outvars]
+
+
+def evaluate(program: Any, inputs: Sequence, hook: Hook) -> list:
+    """Evaluate a program on flat inputs, showing each equation to the hook.
+
+    Every equation keeps its source line, name scope and context (such as `compute_on`). Equations
+    of programs inside it are shown to `hook.inside(equation, step)`.
+    """
+    jaxpr, constants = opened(program)
+    values = hook.values(jaxpr)
+    values.write(jaxpr.invars, inputs)
+    closed = zip(constants, jaxpr.constvars, strict=True)
+    values.write(jaxpr.constvars, [hook.constant(value, var.aval) for value, var in closed])
+    scope = source_info_util.current_name_stack()
+    for equation in jaxpr.eqns:
+        info = equation.source_info
+        user = source_info_util.user_context(info.traceback, name_stack=scope + info.name_stack)
+        with user, equation.ctx.manager:
+            values.write(equation.outvars, _outputs(equation, values.inputs(equation), hook))
+    return values.outputs(jaxpr)
+
+
+def _outputs(equation: JaxprEqn, inputs: list, hook: Hook) -> Sequence:
+    outputs = hook(equation, inputs)
+    if outputs is None and is_entered(equation, hook):
+        outputs = ENTRANCES[equation.primitive.name](equation, inputs, hook)
+    return bind(equation, inputs) if outputs is None else outputs
+
+
+def bind(equation: JaxprEqn, inputs: Sequence, **changed: Any) -> list:
+    """Apply the primitive of `equation` to `inputs`, with some parameters changed."""
+    params = equation.primitive.get_bind_params({**equation.params, **changed})
+    outputs = equation.primitive.bind(*inputs, **params)
+    return list(outputs) if equation.primitive.multiple_results else [outputs]
+
+
+def is_entered(equation: JaxprEqn, hook: Hook) -> bool:
+    """Whether `evaluate` goes inside this equation with this hook."""
+    name = equation.primitive.name
+    if name in CUSTOM_RULES:
+        return hook.flatten
+    if name == "custom_linear_solve":
+        return not hook.flatten
+    return name in ENTRANCES
+
+
+def retrace(program: Any, avals: Sequence, hook: Hook) -> Any:
+    """Trace a program again under `hook` for inputs of other types; keeps its container."""
+    traced = jax.make_jaxpr(lambda *inputs: evaluate(program, inputs, hook))(*avals)
+    return traced if isinstance(program, ClosedJaxpr) else opened(traced)[0]

@@ -1,0 +1,160 @@
+"""The variables of modules: the values that leave the named scopes of a program."""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jax.core import ShapedArray
+from jax.extend.core import DropVar, JaxprEqn, Literal, Var
+
+from clipgrad._jaxpr.evaluate import Hook, ProgramValues
+from clipgrad._jaxpr.programs import entered_programs, opened
+from clipgrad._jaxpr.scopes import ScopePath, path
+
+Uses = dict[Var, frozenset[ScopePath]]
+
+# A program called from many places is read once, so that the time is linear in the source.
+_USES: weakref.WeakKeyDictionary[Any, Uses] = weakref.WeakKeyDictionary()
+_VARIABLES: weakref.WeakKeyDictionary[Any, frozenset[Var]] = weakref.WeakKeyDictionary()
+_EXITS: weakref.WeakKeyDictionary[Any, dict[Var, "Exit"]] = weakref.WeakKeyDictionary()
+
+
+class Exit(NamedTuple):
+    """A value that leaves scopes: it is used, or returned, outside of them."""
+
+    path: ScopePath  # the scopes in which it is computed, outermost first
+    kept: int  # how many of these, from the outermost on, all its uses are in, too
+
+    @property
+    def left(self) -> list[ScopePath]:
+        """The scopes that it leaves, innermost first."""
+        return [self.path[:depth] for depth in range(len(self.path), self.kept, -1)]
+
+
+def exits(jaxpr: Any) -> dict[Var, Exit]:
+    """Return the arrays of a program that leave scopes of it, in the order of computation."""
+    if jaxpr not in _EXITS:
+        _EXITS[jaxpr] = found = {}
+        for equation in jaxpr.eqns if any(map(path, jaxpr.eqns)) else ():
+            for variable in filter(_is_array_variable, equation.outvars):
+                around, used = path(equation), uses(jaxpr).get(variable, ())
+                if (kept := _kept_scopes(around, used)) < len(around):
+                    found[variable] = Exit(around, kept)
+    return _EXITS[jaxpr]
+
+
+def variables_of_modules(program: Any) -> frozenset[Var]:
+    """Return the variables of a program, and of those inside it, that leave scopes."""
+    jaxpr = opened(program)[0]
+    if jaxpr not in _VARIABLES:
+        inner = (p for equation in jaxpr.eqns for p in entered_programs(equation)[0])
+        _VARIABLES[jaxpr] = frozenset(exits(jaxpr)).union(*map(variables_of_modules, inner))
+    return _VARIABLES[jaxpr]
+
+
+def uses(jaxpr: Any) -> Uses:
+    """Return the scopes in which a program uses each of its variables; what it returns: none."""
+    if jaxpr not in _USES:
+        found: dict[Var, set[ScopePath]] = {
+            v: {()} for v in jaxpr.outvars if not isinstance(v, Literal)
+        }
+        for equation in jaxpr.eqns:
+            for atom, places in zip(equation.invars, uses_of_inputs(equation), strict=True):
+                if not isinstance(atom, Literal):
+                    found.setdefault(atom, set()).update(places)
+        _USES[jaxpr] = {variable: frozenset(places) for variable, places in found.items()}
+    return _USES[jaxpr]
+
+
+def uses_of_inputs(equation: JaxprEqn) -> list[frozenset[ScopePath]]:
+    """Return where an equation uses each input; one with programs inside: where these do."""
+    around = path(equation)
+    places = [frozenset({around})] * len(equation.invars)
+    inner, _ = entered_programs(equation)
+    if not inner or equation.primitive.name == "custom_linear_solve":
+        return places
+    programs = [opened(program)[0] for program in inner]
+    first = len(places) - len(programs[0].invars)  # a cond has its index before the inputs
+    for i in range(first, len(places)):
+        found = [uses(jaxpr).get(jaxpr.invars[i - first], ()) for jaxpr in programs]
+        places[i] = frozenset(around + use for of_program in found for use in of_program)
+    return places
+
+
+def _kept_scopes(around: ScopePath, places: Iterable[ScopePath]) -> int:
+    """How many of the scopes around a value are around all these uses of it."""
+    return min((_common(around, place) for place in places), default=len(around))
+
+
+def _common(first: ScopePath, second: ScopePath) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+def _is_array_variable(variable: Var) -> bool:
+    return isinstance(variable.aval, ShapedArray) and not isinstance(variable, DropVar)
+
+
+class _Views(NamedTuple):
+    """A value as it is inside of scopes, and as `leave` returned it outside of more and more."""
+
+    path: ScopePath
+    depths: tuple[int, ...]  # those of the scopes that were asked for, innermost first
+    values: tuple[Any, ...]  # one more
+
+    def at(self, kept: int) -> Any:
+        return self.values[sum(depth > kept for depth in self.depths)]
+
+
+class ModuleValues(ProgramValues):
+    """The values of a program, each with what it is outside of the scopes that it leaves.
+
+    `leave(path)` is a function of the values that leave the scopes ``path`` of this program, or
+    None. Uses inside of the scopes see the value itself, all others what the function returned.
+    Only ``variables`` are replaced; ``None``: all.
+    """
+
+    def __init__(
+        self,
+        hook: Hook,
+        jaxpr: Any,
+        leave: Callable[[ScopePath], Callable[[Any], Any] | None],
+        variables: frozenset[Var] | None = None,
+    ) -> None:
+        super().__init__(hook)
+        found = exits(jaxpr).items()
+        self._exits = {v: e for v, e in found if variables is None or v in variables}
+        self._leave = leave
+        self._views: dict[Var, _Views] = {}
+
+    def write(self, variables: Sequence[Var], values: Sequence[Any]) -> None:
+        """Keep the values of variables, and what they are outside."""
+        super().write(variables, values)
+        for variable in (v for v in variables if v in self._exits):
+            exit = self._exits[variable]
+            views, depths = [self.read(variable)], []
+            for scopes in exit.left:
+                if (function := self._leave(scopes)) is not None:
+                    views.append(function(views[-1]))
+                    depths.append(len(scopes))
+            if depths:
+                self._views[variable] = _Views(exit.path, tuple(depths), tuple(views))
+
+    def inputs(self, equation: JaxprEqn) -> list:
+        """Return the inputs of an equation, as they are at its place."""
+        places = None
+        found = []
+        for i, atom in enumerate(equation.invars):
+            views = None if isinstance(atom, Literal) else self._views.get(atom)
+            if views is None:
+                found.append(self.read(atom))
+            else:
+                places = places or uses_of_inputs(equation)
+                found.append(views.at(_kept_scopes(views.path, places[i])))
+        return found
+
+    def outputs(self, jaxpr: Any) -> list:
+        """Return the results of the program: they leave all its scopes."""
+        views = [None if isinstance(v, Literal) else self._views.get(v) for v in jaxpr.outvars]
+        pairs = zip(jaxpr.outvars, views, strict=True)
+        return [self.read(atom) if view is None else view.at(0) for atom, view in pairs]

@@ -1,0 +1,99 @@
+"""The variables of a program that have names: tags, and what leaves the scopes of modules.
+
+A tag is given by `jax.ad_checkpoint.checkpoint_name`.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.extend.core import DropVar, JaxprEqn, Var
+
+from clipgrad._jaxpr.modules import exits, uses
+from clipgrad._jaxpr.programs import entered_programs, opened
+from clipgrad._jaxpr.scopes import ScopePath, is_mapped, path
+
+# A program called from many places is read once, so that the time is linear in the source.
+_SITES: weakref.WeakKeyDictionary[Any, "dict[NamedSite, int]"] = weakref.WeakKeyDictionary()
+
+
+class NamedSite(NamedTuple):
+    """A variable with a name."""
+
+    name: str  # of a module: its scopes in the program that was asked, joined by "/"
+    kind: str  # "tag" or "module"
+    nest: tuple[int, ...]  # the lengths of the scans around it, outermost first
+    shape: tuple[int, ...]
+    dtype: str
+    used: bool  # whether the program uses it; of a tag: what `checkpoint_name` returned
+    within: str | None  # the primitive around it that no cotangent comes through
+    mapped: bool  # whether a `vmap` inside the program surrounds it, so that it is a batch
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether there is a cotangent of its dtype."""
+        return not self.dtype.startswith("key<") and jnp.issubdtype(self.dtype, jnp.inexact)
+
+    @property
+    def is_out_of_reach(self) -> bool:
+        """Whether it may have a cotangent that can't be reached; in a while loop it has none."""
+        return self.within not in (None, "while")
+
+    @property
+    def has_cotangent(self) -> bool:
+        """Whether it has a cotangent that can be reached."""
+        return self.used and self.is_differentiable and self.within is None
+
+    def below(self, scopes: ScopePath) -> "NamedSite":
+        """This site of a program inside of an equation with these scopes around it."""
+        return self if self.kind == "tag" else self._replace(name="/".join((*scopes, self.name)))
+
+
+def sites(program: Any) -> dict[NamedSite, int]:
+    """Return the sites of a program and of those inside it, and how many there are of a kind."""
+    jaxpr = opened(program)[0]
+    if jaxpr not in _SITES:
+        found: Counter[NamedSite] = Counter()
+        for site, count in _find(jaxpr):
+            found[site] += count
+        _SITES[jaxpr] = dict(found)
+    return _SITES[jaxpr]
+
+
+def _find(jaxpr: Any) -> Iterator[tuple[NamedSite, int]]:
+    used = uses(jaxpr)
+    for equation in jaxpr.eqns:
+        name, mapped, scopes = equation.primitive.name, is_mapped(equation), path(equation)
+        if name == "name":
+            (tagged,) = equation.outvars
+            yield _site(equation.params["name"], "tag", tagged, tagged in used, mapped), 1
+        loop = (equation.params["length"],) if name == "scan" else ()
+        entered, others = entered_programs(equation)
+        for site, count in (item for inner in entered for item in sites(inner).items()):
+            around = {"nest": loop + site.nest, "mapped": mapped or site.mapped}
+            yield site.below(scopes)._replace(**around), count
+        for site, count in (item for inner in others for item in sites(inner).items()):
+            around = {"within": name, "mapped": mapped or site.mapped}
+            yield site.below(scopes)._replace(**around), count
+        yield from _of_modules(jaxpr, equation, mapped)
+
+
+def _of_modules(jaxpr: Any, equation: JaxprEqn, mapped: bool) -> Iterator[tuple[NamedSite, int]]:
+    """The scopes that the results of an equation leave; all, if nothing uses a result."""
+    scopes = path(equation)
+    for variable in equation.outvars if scopes else ():
+        if not isinstance(variable.aval, ShapedArray):
+            continue
+        used = not isinstance(variable, DropVar) and variable in uses(jaxpr)
+        leaves = exits(jaxpr).get(variable)
+        unused = [scopes[:depth] for depth in range(len(scopes), 0, -1)]
+        for left in leaves.left if leaves else () if used else unused:
+            yield _site("/".join(left), "module", variable, used, mapped), 1
+
+
+def _site(name: str, kind: str, variable: Var, used: bool, mapped: bool) -> NamedSite:
+    aval: Any = variable.aval
+    return NamedSite(name, kind, (), tuple(aval.shape), str(aval.dtype), used, None, mapped)

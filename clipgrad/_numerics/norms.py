@@ -1,0 +1,505 @@
+r"""Norms that neither overflow, nor underflow, nor lose low precision.
+
+A norm is ``root / scale``. In the ordinary case the scale is 1 and the root is what
+``sqrt(sum(g ** 2))`` gives, bit by bit. Where that sum leaves its range, the squares of elements
+times a power of two are summed. On one CPU device a branch does so only then. On accelerators, and
+where a branch would double the collectives in the program, they are summed always, of leaves scaled
+down and up, and one of the three sums is chosen: no wait for the host, and one all-reduce.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from clipgrad._compat import by_platform, explicit_sharding, varying_axes
+from clipgrad._numerics.numbers import (
+    accumulator,
+    over,
+    real_or_absolute,
+    real_product,
+    square,
+    times,
+    with_real_dtype,
+)
+from clipgrad._numerics.reductions import Arrays, Axes, Groups
+from clipgrad._trees import clippable_leaves
+
+AxisName = str | Sequence[str] | None
+
+
+class _Range(NamedTuple):
+    """Exponents of two: what norms a plain sum of squares is right for, and two scales.
+
+    Norms from 2 ** low to 2 ** high are read off the plain sum: elements that matter for them have
+    squares in range. Larger norms are read off the sum of elements times 2 ** down, with room for
+    2 ** 50 of the largest; smaller ones off that of elements times 2 ** up, whose smallest have
+    squares in range.
+    """
+
+    low: int
+    high: int
+    down: int
+    up: int
+
+
+_RANGES = {"float32": _Range(-30, 50, -90, 73), "float64": _Range(-450, 450, -550, 600)}
+
+
+# What is done for each leaf is traced once for all leaves of a shape and dtype.
+_traced_once = functools.partial(jax.jit, inline=True)
+
+
+def _bounded_product(size: jax.Array, scale: jax.Array) -> jax.Array:
+    """A product to be squared: of that alone XLA would make ``(x * x) * (c * c)``.
+
+    Both factors would be out of range. It does so where the scale is a constant.
+    """
+    return jnp.maximum(size * scale, jnp.finfo(size.dtype).min)
+
+
+@_traced_once
+def scaled_squares(size: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Squares of real numbers scaled down, and scaled up, which stop where they are not used.
+
+    The bounds change no sum that is used. They are on one side only: two make a clamp, for which
+    XLA's CPU loops take another buffer.
+    """
+    rule = _RANGES[size.dtype.name]
+    down = _bounded_product(size, jnp.array(2.0**rule.down, size.dtype))
+    largest = 2.0 ** (rule.low + rule.up)
+    up = jnp.minimum(size * jnp.array(2.0**rule.up, size.dtype), largest)
+    return jnp.square(down), jnp.minimum(jnp.square(up), largest**2)
+
+
+@_traced_once
+def stacked_squares(size: jax.Array) -> jax.Array:
+    """Squares of real numbers scaled down, as they are, and scaled up, along a first axis.
+
+    Those scaled up may be inf where they are not used. No bound is needed: XLA moves no factor
+    out of a square of several operands, and a bound would cost a buffer of the leaf's size.
+    """
+    rule = _RANGES[size.dtype.name]
+    down, up = (jnp.array(2.0**n, size.dtype) for n in (rule.down, rule.up))
+    return jnp.square(jnp.stack([size * down, size, size * up]))
+
+
+@_traced_once
+def bounded_square(size: jax.Array) -> jax.Array:
+    """The plain square, which stops at a large number where it is not used."""
+    rule = _RANGES[size.dtype.name]
+    # One number, but as an array: in a minimum with a number XLA's CPU loops lose NaN, for a select
+    # they take a buffer, and so they do for a factor that is used twice.
+    limit = size * jnp.array(2.0 ** (rule.down - 1), size.dtype)
+    return jnp.minimum(jnp.square(size), jnp.maximum(limit, 2.0 ** (2 * rule.high)))
+
+
+@_traced_once
+def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of three sums of squares the one that is in range, and the scale of its elements."""
+    rule = _RANGES[plain.dtype.name]
+    is_large = (down > 2.0 ** (2 * (rule.high + rule.down))) & ~jnp.isnan(plain)
+    is_small = (plain < 2.0 ** (2 * rule.low)) & (up > 0)
+    total = jnp.where(is_large, down, jnp.where(is_small, up, plain))
+    return total, _range_scale(is_large, is_small, plain)
+
+
+def is_in_range(plain: jax.Array) -> jax.Array:
+    """Whether a plain sum of squares can be read; not if it is NaN."""
+    rule = _RANGES[plain.dtype.name]
+    return (plain >= 2.0 ** (2 * rule.low)) & (plain <= 2.0 ** (2 * rule.high))
+
+
+@_traced_once
+def _scale_of_sum(plain: jax.Array) -> jax.Array:
+    """The scale with which a plain sum of squares can be read."""
+    rule = _RANGES[plain.dtype.name]
+    is_large, is_small = plain > 2.0 ** (2 * rule.high), plain < 2.0 ** (2 * rule.low)
+    return _range_scale(is_large, is_small, plain)
+
+
+@_traced_once
+def from_plain(plain: jax.Array) -> tuple[jax.Array, ...]:
+    """All three sums of squares, from a plain one that is in range."""
+    rule = _RANGES[plain.dtype.name]
+    high, down = 2.0 ** (2 * rule.high), 2.0**rule.down
+    # A bound between two factors, of which XLA would make one that is out of range.
+    return jnp.minimum(plain * down, high * down) * down, plain, jnp.zeros_like(plain)
+
+
+@_traced_once
+def if_needed(up: jax.Array, plain: jax.Array) -> jax.Array:
+    """A sum of squares scaled up, 0 where the plain sum is large enough to be read.
+
+    So it is after sums have been added up: where their total is too small, each of them is.
+    """
+    return jnp.where(plain < 2.0 ** (2 * _RANGES[plain.dtype.name].low), up, 0)
+
+
+def _range_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
+    """The power of two that brings elements into the middle of the range."""
+    rule, one = _RANGES[like.dtype.name], jnp.ones_like(like)
+    inverse = jnp.where(is_large, 2.0**-rule.down, jnp.where(is_small, 2.0**-rule.up, one))
+    # A quotient: XLA computes it once, and would compute a choice, with all the sums that it
+    # depends on, in the loop of each leaf.
+    return 1 / inverse
+
+
+class Norm(NamedTuple):
+    """A norm as the quotient of a ``root`` in the middle of the range and a ``scale``.
+
+    Attributes:
+      root: not finite where an element is not.
+      scale: a power of two, 1 in the ordinary range.
+      divisor: the root to compare with and to divide by: NaN where it is not finite, small where
+        it is 0. As in optax it is a square root, not a choice of two, and all that a clip uses:
+        XLA rounds quotients of anything else otherwise.
+    """
+
+    root: jax.Array
+    scale: jax.Array
+    divisor: jax.Array
+
+    @classmethod
+    def of(cls, root: jax.Array, scale: jax.Array) -> "Norm":
+        """The norm ``root / scale``."""
+        divisor = jnp.where(root == 0, _nothing(root) ** 0.5, root)
+        return cls(root, scale, jnp.where(jnp.isfinite(root), divisor, jnp.nan))
+
+    @property
+    def value(self) -> jax.Array:
+        """The norm itself; inf where it is larger than its dtype can hold."""
+        return self.root / self.scale
+
+    def exceeds(self, limit: jax.Array) -> jax.Array:
+        """Where the norm is above the limit, or not finite."""
+        return ~(jnp.isfinite(self.root) & (self.root <= limit * self.scale))
+
+
+class _Kind(NamedTuple):
+    """Which norm: its order, and whether of the mean instead of the sum (rms)."""
+
+    ord: float
+    mean: bool = False
+
+
+def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Array:
+    r"""The norm of all leaves of a tree as one vector, $(\sum_i |g_i|^p)^{1/p}$.
+
+    Guarantees:
+      * Squares are summed in float32, in float64 if a leaf is float64, never in a dtype that is
+        narrower, and the result has that dtype.
+      * A finite tree whose squares over- or underflow still has the right norm.
+      * On a float32 tree in the ordinary range it equals ``optax.tree.norm`` bit by bit.
+      * Its derivative is finite everywhere; at zero it is 0.
+      * An empty tree has norm 0 for every ``ord``. ``None``, integer, boolean, ``float0`` and
+        PRNG-key leaves count nowhere; complex leaves count with their absolute values.
+      * NaN anywhere gives NaN; otherwise inf anywhere gives inf.
+
+    Args:
+      tree: a pytree of gradients.
+      ord: the order $p$, a number in (0, inf].
+      axis_name: inside `jax.shard_map`, `jax.pmap` or ``jax.vmap(axis_name=...)``, the name or
+        names of the mapped axes that the tree is spread over. Where `jax.shard_map` tracks what
+        varies (its default), a leaf that is the same on all devices is counted once; elsewhere
+        every leaf counts as spread. Without it, the norm there is that of the part on each device.
+        Under `jax.jit` it is not needed.
+
+    Returns:
+      A scalar array, float32 or float64.
+
+    Raises:
+      ValueError: if ``ord`` is not in (0, inf], or ``axis_name`` is not a mapped axis here.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.global_norm({"w": jnp.array([3.0]), "b": jnp.array([4.0], jnp.bfloat16)})
+      Array(5., dtype=float32)
+      >>> cg.global_norm(jnp.full(4, 300.0, jnp.float16))    # 4 * 300 ** 2 is inf in float16
+      Array(600., dtype=float32)
+    """
+    return tree_norm(tree, ord, axis_name).value
+
+
+def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> Norm:
+    """`global_norm` as a `Norm`, which can be larger than its dtype can hold."""
+    kind, names = _Kind(check_order(ord)), _names(axis_name)
+    leaves = clippable_leaves(tree)
+    if not leaves:
+        return Norm.of(jnp.float32(0), jnp.float32(1))
+    return _group_norms(leaves, Groups(None, names), kind)[0]
+
+
+def slice_norms(
+    leaves: Sequence[Any],
+    axes: Sequence[Axes],
+    ord: float = 2,
+    axis_name: AxisName = None,
+    mean: bool = False,
+) -> list[Norm]:
+    """An array of norms for each leaf, reduced over its axes, which are kept with size 1.
+
+    ``mean=True`` divides the sum by the number of its terms first: the root mean square.
+    """
+    kind, names = _Kind(check_order(ord), mean), _names(axis_name)
+    return _group_norms(list(leaves), Groups(tuple(axes), names), kind) if leaves else []
+
+
+def tree_size(tree: Any, axis_name: AxisName = None) -> jax.Array:
+    """The number of elements of a tree that are clipped, in the dtype of its norm."""
+    leaves = clippable_leaves(tree)
+    sizes = [jnp.array(float(leaf.size), widest(leaves)) for leaf in leaves]
+    return total_over_devices(sizes, leaves, axis_name)
+
+
+def total_over_devices(
+    local: Sequence[jax.Array], leaves: Sequence[jax.Array], axis_name: AxisName = None
+) -> jax.Array:
+    """The sum of one number for each leaf, and over the devices on which the leaf differs."""
+    groups = Groups(None, _names(axis_name))
+    return groups.totals(local, leaves)[0] if leaves else jnp.zeros((), widest(leaves))
+
+
+def widest(leaves: Sequence[Any]) -> str:
+    """The dtype of a norm over all of these leaves."""
+    return max([accumulator(leaf) for leaf in leaves], default="float32")
+
+
+def check_order(ord: float) -> float:
+    """The order of a norm, if it is one: a number in (0, inf]."""
+    if isinstance(ord, (jax.Array, np.ndarray, np.generic)) and not isinstance(ord, Tracer):
+        ord = ord.item()
+    if isinstance(ord, bool) or not isinstance(ord, (int, float)) or not ord > 0:
+        raise ValueError(
+            f"ord: got {ord!r}, expected a number in (0, inf], not a tracer, such as 2 or jnp.inf; "
+            "for optax.inject_hyperparams name it in static_args"
+        )
+    return int(ord) if ord < math.inf and ord == int(ord) else float(ord)
+
+
+def _names(axis_name: AxisName) -> tuple[str, ...]:
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    for name in names:
+        try:
+            jax.lax.axis_index(name)
+        except NameError:
+            raise ValueError(
+                f"axis_name: got {name!r}, which is not a mapped axis here; expected the name of "
+                "an axis of an enclosing shard_map, pmap or vmap. Under jit leave axis_name out"
+            ) from None
+    return names
+
+
+def _group_norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[Norm]:
+    norms = _differentiable_norms(groups, kind, leaves)
+    return [norm._replace(scale=jax.lax.stop_gradient(norm.scale)) for norm in norms]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) -> list[Norm]:
+    if kind.ord != 2:
+        return _norms_of_order(groups, kind.ord, leaves)
+    # One operation after the other, so that eager results round as optax's do.
+    squares = [square(g) for g in _wide_leaves(groups, leaves)]
+    plain = groups.means(squares) if kind.mean else groups.sums(squares, leaves)
+    return [_root(*parts) for parts in _sums_in_range(groups, kind, plain, leaves)]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _sums_in_range(
+    groups: Groups, kind: _Kind, plain: list[jax.Array], leaves: Arrays
+) -> list[tuple[jax.Array, jax.Array]]:
+    """For each group the sum or mean of squares that is in range, and the scale of its elements."""
+    if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
+        return [(total, jnp.ones_like(total)) for total in plain]
+    counts = tuple(_counts(groups, kind.mean, leaves))
+    forms = (_rescued, _stacked_sums, _separate)
+    cpu, gpu, default = (functools.partial(form, groups, counts) for form in forms)
+    return by_platform(plain, leaves, cpu=cpu, gpu=gpu, default=default)
+
+
+def _rescued(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+    """The plain sums, and only if one of them is out of range another pass over the leaves.
+
+    A sum in range stays as it is then, too: in the branch XLA would add up in another order.
+    """
+
+    def ordinary() -> list[Any]:
+        return [(total, jnp.ones_like(total)) for total in plain]
+
+    def rescued() -> list[Any]:
+        scales = [_scale_of_sum(total) for total in plain]
+        wide = zip(_wide_leaves(groups, leaves), groups.per_leaf(scales, leaves), strict=True)
+        sums = groups.sums([_scaled_square(g, scale) for g, scale in wide], leaves)
+        found = zip(plain, map(_divided, sums, counts), scales, strict=True)
+        return [_unless_plain(*parts) for parts in found]
+
+    return jax.lax.cond(_all_in_range(plain), ordinary, rescued)
+
+
+@_traced_once
+def _unless_plain(plain: jax.Array, total: jax.Array, scale: jax.Array) -> tuple[Any, Any]:
+    """A scaled sum and its scale, but the plain one where that is in range; that of zeros is."""
+    total = jnp.where(scale == 1, plain, total)
+    return total, jnp.where(total == 0, 1, scale)
+
+
+def _all_in_range(plain: list[jax.Array]) -> jax.Array:
+    """Whether no plain sum is out of range; in one array, since XLA compiles a long formula slowly.
+
+    Sums whose types are sharded stay apart.
+    """
+    joined = [jnp.ravel(total) for total in plain if not explicit_sharding(total)]
+    totals = [total for total in plain if explicit_sharding(total)]
+    totals += [jnp.concatenate(joined)] if joined else []
+    flags = [jnp.all(is_in_range(total)) for total in totals]
+    return functools.reduce(jnp.logical_and, flags)
+
+
+def _separate(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+    """Three sums, of which one is known, and the choice of the one that is in range."""
+    pairs = [scaled_squares(real_or_absolute(g)) for g in _wide_leaves(groups, leaves)]
+    down, up = (groups.sums(list(squares), leaves) for squares in zip(*pairs, strict=True))
+    down, up = (map(_divided, sums, counts) for sums in (down, up))
+    return [in_range(*sums) for sums in zip(down, plain, up, strict=True)]
+
+
+def _stacked_sums(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+    """The same in one reduction for each leaf: three sums would end in three kernels on a GPU.
+
+    A reduction of three operands at once would do that, too, but gathers leaves that are sharded.
+    """
+    del plain
+    rows = [stacked_squares(real_or_absolute(g)) for g in _wide_leaves(groups, leaves)]
+    return _in_range_of_rows(list(map(_divided, groups.sums(rows, leaves), counts)))
+
+
+def _in_range_of_rows(totals: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+    """The choice for each leaf, for those with one norm at once: each would be a kernel."""
+    kinds: dict[Any, list[int]] = {}
+    for i, total in enumerate(totals):
+        kind = (total.dtype, varying_axes(total)) if total.size == 3 else i
+        kinds.setdefault(kind, []).append(i)
+    chosen: dict[int, tuple[jax.Array, jax.Array]] = {}
+    for places in kinds.values():
+        if len(places) == 1:
+            chosen |= {i: _in_range_of(totals[i]) for i in places}
+            continue
+        columns = jnp.stack([totals[i].reshape(3) for i in places], axis=1)
+        total, scale = _in_range_of(columns)
+        for k, i in enumerate(places):
+            shape = totals[i].shape[1:]
+            chosen[i] = (total[k].reshape(shape), scale[k].reshape(shape))
+    return [chosen[i] for i in range(len(totals))]
+
+
+@_traced_once
+def _in_range_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return in_range(rows[0], rows[1], rows[2])
+
+
+@_traced_once
+def _scaled_square(leaf: jax.Array, scale: jax.Array) -> jax.Array:
+    return jnp.square(_bounded_product(real_or_absolute(leaf), scale))
+
+
+def _divided(total: jax.Array, count: float) -> jax.Array:
+    return total if count == 1 else total / count
+
+
+def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
+    """What the sums of squares are divided by."""
+    return [float(max(n, 1)) if mean else 1.0 for n in groups.sizes(leaves)]
+
+
+@_traced_once
+def _root(total: jax.Array, scale: jax.Array) -> Norm:
+    """The root of a sum of squares, or of their mean."""
+    finite = jnp.where(jnp.isfinite(total), total, jnp.nan)
+    return Norm(jnp.sqrt(total), scale, jnp.sqrt(jnp.where(total == 0, _nothing(total), finite)))
+
+
+def _nothing(total: jax.Array) -> float:
+    """A small sum of squares to divide by the root of, in place of 0."""
+    return 2.0 ** (jnp.finfo(total.dtype).minexp + 6)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _norms_of_order(groups: Groups, ord: float, leaves: Arrays) -> list[Norm]:
+    sizes = [jnp.abs(g) for g in _wide_leaves(groups, leaves)]
+    largest = groups.maxima(sizes, leaves)
+    scales = [_scale_of(m) for m in largest]
+    tops = [m * s for m, s in zip(largest, scales, strict=True)]
+    if ord == math.inf:
+        return [Norm.of(top, s) for top, s in zip(tops, scales, strict=True)]
+    # Not the maximum itself: it may be a subnormal number that acts as 0.
+    tops = [jnp.where((top > 0) & jnp.isfinite(top), top, 1) for top in tops]
+    shrunk = zip(sizes, groups.per_leaf(scales, leaves), groups.per_leaf(tops, leaves), strict=True)
+    totals = groups.sums([(g * s / t) ** ord for g, s, t in shrunk], leaves)
+    return [Norm.of(x ** (1 / ord) * t, s) for x, t, s in zip(totals, tops, scales, strict=True)]
+
+
+@_differentiable_norms.defjvp
+def _norms_jvp(groups: Groups, kind: _Kind, primals: Any, tangents: Any) -> Any:
+    r"""$d\,\mathrm{root} = \mathrm{scale} \sum \mathrm{Re}(\bar w\,dg)$, weights w bounded."""
+    (leaves,), (dleaves,) = primals, tangents
+    norms = _differentiable_norms(groups, kind, leaves)
+    weights = _weights_of_norms(groups, kind, leaves, norms)
+    terms = [
+        real_product(w, with_real_dtype(dg, w.real.dtype.name))
+        for w, dg in zip(weights, dleaves, strict=True)
+    ]
+    sums = groups.sums(terms, leaves)
+    pairs = zip(sums, norms, strict=True)
+    droots = [(total * norm.scale, norm.scale) for total, norm in pairs]
+    return norms, [Norm(d, jnp.zeros_like(scale), d) for d, scale in droots]
+
+
+def _weights_of_norms(
+    groups: Groups, kind: _Kind, leaves: Arrays, norms: list[Norm]
+) -> list[jax.Array]:
+    """The derivative of each norm by its elements; 0 where the norm is 0."""
+    roots = groups.per_leaf([jnp.where(n.root > 0, n.root, 1) for n in norms], leaves)
+    scales = groups.per_leaf([n.scale for n in norms], leaves)
+    units = [
+        over(times(with_real_dtype(g, r.dtype.name), s), r)
+        for g, s, r in zip(leaves, scales, roots, strict=True)
+    ]
+    sizes = [jnp.abs(jnp.where(u == 0, 1, u)) for u in units]
+    if kind.ord < math.inf:
+        counts = _counts(groups, kind.mean, leaves)
+        counts = counts * len(leaves) if groups.joint else counts
+        return [
+            times(over(u, size), size ** (kind.ord - 1) / n)
+            for u, size, n in zip(units, sizes, counts, strict=True)
+        ]
+    # XLA may divide a batch of rows by reciprocals, so that x / x is not 1: compare products.
+    ties = [
+        ((jnp.abs(with_real_dtype(g, r.dtype.name)) * s == r) & (u != 0)).astype(u.real.dtype)
+        for g, s, r, u in zip(leaves, scales, roots, units, strict=True)
+    ]
+    counts = groups.per_leaf(groups.sums(ties, leaves), leaves)
+    shares = [
+        tie / jnp.maximum(n, 1) / size for tie, n, size in zip(ties, counts, sizes, strict=True)
+    ]
+    return [times(u, share) for u, share in zip(units, shares, strict=True)]
+
+
+def _scale_of(largest: jax.Array) -> jax.Array:
+    """A power of two that brings the largest element into the middle of the range."""
+    rule = _RANGES[largest.dtype.name]
+    is_large = (largest > 2.0**rule.high) & jnp.isfinite(largest)
+    return _range_scale(is_large, largest < 2.0**rule.low, largest)
+
+
+def _wide_leaves(groups: Groups, leaves: Arrays) -> list[jax.Array]:
+    """The leaves in the dtype of their sums, the widest of their group."""
+    dtypes = [accumulator(leaf) for leaf in leaves]
+    if groups.joint:
+        dtypes = [widest(leaves)] * len(leaves)
+    return [with_real_dtype(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]

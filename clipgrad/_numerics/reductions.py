@@ -1,0 +1,114 @@
+"""Sums and maxima over groups of leaves: all leaves as one group, or slices of each leaf."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._compat import tracks_varying, varying_axes
+from clipgrad._numerics.numbers import from_ordered_bits, to_ordered_bits
+
+Arrays = Sequence[jax.Array]
+Axes = tuple[int, ...] | None
+
+
+class Groups(NamedTuple):
+    """What is reduced together; hashable, so that it can be static under `jax.jit`.
+
+    Attributes:
+      axes: for each leaf the axes that are reduced and kept with size 1 (``None``: all of
+        them). ``None`` instead of the tuple makes one group of all leaves.
+      names: the mapped axes over which the leaves are spread.
+    """
+
+    axes: tuple[Axes, ...] | None
+    names: tuple[str, ...] = ()
+
+    @property
+    def joint(self) -> bool:
+        """Whether all leaves form one group."""
+        return self.axes is None
+
+    def sums(self, parts: Arrays, leaves: Arrays) -> list[jax.Array]:
+        """The sum of each group; ``parts`` has the shapes of ``leaves``, or more axes in front."""
+        return self.totals(self._reduce(jnp.sum, parts, leaves), leaves)
+
+    def means(self, parts: Arrays) -> list[jax.Array]:
+        """The mean of each leaf on this device; 0 of an empty one."""
+        return [
+            jnp.mean(part, axis=axes, keepdims=True) if part.size else jnp.sum(part, keepdims=True)
+            for axes, part in zip(self.axes or (), parts, strict=True)
+        ]
+
+    def totals(self, local: Arrays, leaves: Arrays) -> list[jax.Array]:
+        """The sum of each group, from the sums of the leaves on this device."""
+        return self._over_devices(local, leaves, jnp.add, jax.lax.psum)
+
+    def maxima(self, parts: Arrays, leaves: Arrays) -> list[jax.Array]:
+        """The maximum of each group: NaN if an element is, 0 for a group without elements."""
+        bits = [to_ordered_bits(part) for part in parts]
+        local = self._reduce(functools.partial(jnp.max, initial=0), bits, leaves)
+        totals = self._over_devices(local, leaves, jnp.maximum, jax.lax.pmax)
+        return [from_ordered_bits(total) for total in totals]
+
+    def per_leaf(self, values: Arrays, leaves: Arrays) -> list[jax.Array]:
+        """For each leaf the value of its group."""
+        return list(values) * len(leaves) if self.joint else list(values)
+
+    def sizes(self, leaves: Arrays) -> list[int]:
+        """The number of elements on this device in each group."""
+        if self.axes is None:
+            return [sum(leaf.size for leaf in leaves)]
+        every = [
+            range(leaf.ndim) if a is None else a for a, leaf in zip(self.axes, leaves, strict=True)
+        ]
+        return [math.prod(leaf.shape[i] for i in a) for a, leaf in zip(every, leaves, strict=True)]
+
+    def _reduce(
+        self, op: Callable[..., jax.Array], parts: Arrays, leaves: Arrays
+    ) -> list[jax.Array]:
+        if self.axes is None:
+            return [op(part, axis=_last(x)) for part, x in zip(parts, leaves, strict=True)]
+        axes = [
+            _last(x) if a is None else tuple(i - x.ndim for i in a)
+            for a, x in zip(self.axes, leaves, strict=True)
+        ]
+        return [op(part, axis=a, keepdims=True) for a, part in zip(axes, parts, strict=True)]
+
+    def _over_devices(
+        self,
+        local: Arrays,
+        leaves: Arrays,
+        merge: Callable[[jax.Array, jax.Array], jax.Array],
+        collective: Callable[..., list[jax.Array]],
+    ) -> list[jax.Array]:
+        """Merges ``local`` values: first on this device, then in one collective for each axis."""
+        places: dict[tuple[str, ...], list[int]] = {}
+        for i, leaf in enumerate(leaves):
+            places.setdefault(self._axes_of(leaf), []).append(i)
+        if self.joint:
+            merged = {
+                n: [functools.reduce(merge, [local[i] for i in p])] for n, p in places.items()
+            }
+            totals = [collective(v, n)[0] if n else v[0] for n, v in merged.items()]
+            return [functools.reduce(merge, totals)]
+        totals = list(local)
+        for names, places_of in places.items():
+            if names:
+                reduced = collective([local[i] for i in places_of], names)
+                for i, value in zip(places_of, reduced, strict=True):
+                    totals[i] = value
+        return totals
+
+    def _axes_of(self, leaf: jax.Array) -> tuple[str, ...]:
+        """The mapped axes over which this leaf is spread, where that is known, or else all."""
+        varying = varying_axes(leaf)
+        return tuple(n for n in self.names if n in varying or not tracks_varying(n))
+
+
+def _last(leaf: jax.Array) -> tuple[int, ...]:
+    """All axes of a leaf, counted from the end."""
+    return tuple(range(-leaf.ndim, 0))

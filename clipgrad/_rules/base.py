@@ -1,0 +1,146 @@
+"""What a clip rule is, and how any rule is applied to any tree."""
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._numerics import Norm
+from clipgrad._rules.thresholds import RULES, require_numbers
+from clipgrad._trees import clippable_paths, combine, is_clippable, partition
+
+C = TypeVar("C", bound=type)
+
+
+@runtime_checkable
+class ClipRule(Protocol):
+    """A function from a tree of gradients, or cotangents, to a clipped tree like it.
+
+    The rules of this library are frozen dataclasses and pytrees whose leaves are their
+    thresholds, so that a threshold may be a number, an array or a tracer, and a new value of it
+    retraces nothing. A rule of your own is a plain function of the tree, or a class with this
+    method. It keeps the structure and the shapes of the tree; the dtypes are restored. It is
+    applied as it is at each call, whatever its attributes are then.
+
+    Attributes:
+      needs_params: whether the rule wants the second argument: the parameters for a gradient
+        clip, the value itself for an error clip (which is then saved for the backward pass).
+
+    Example:
+      >>> import clipgrad as cg, jax, jax.numpy as jnp
+      >>> isinstance(cg.ClipByValue(1.0), cg.ClipRule)
+      True
+      >>> sign = lambda grads: jax.tree.map(jnp.sign, grads)    # a rule of your own
+      >>> jax.grad(lambda x: 3 * cg.clip_cotangent(x, sign))(2.0)
+      Array(1., dtype=float32)
+    """
+
+    needs_params: ClassVar[bool] = False
+
+    def __call__(self, grads: Any, params: Any = None) -> Any:
+        """The clipped tree: structure, shapes and dtypes of ``grads``."""
+        ...
+
+
+class MeasuringRule(ClipRule, Protocol):
+    """A rule of this library: it measures norms of groups of elements, and scales by these.
+
+    Attributes:
+      acts_on: what a group is: an ``"element"``, a ``"leaf"`` (or slices or units of it), or the
+        whole ``"tree"``, which has one norm.
+    """
+
+    acts_on: ClassVar[str] = "leaf"
+
+    def __call__(self, grads: Any, params: Any = None) -> Any:
+        """The clipped tree."""
+        require_numbers(self)
+        return self.scale(grads, self.measure(grads, params))
+
+    def measure(self, grads: Any, params: Any = None) -> list[Any]:
+        """For each group the least threshold that changes nothing, as ``value``, and its parts."""
+        ...
+
+    def scale(self, grads: Any, norms: Sequence[Any]) -> Any:
+        """The tree clipped, as one whose groups have these norms."""
+        ...
+
+    def l2_limits(self, grads: Any, norms: Sequence[Any]) -> list[tuple[Norm, jax.Array]] | None:
+        """For each group the L2 norm of the gradient and its limit, if that is what is clipped."""
+        del grads, norms
+        return None
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def pytree_rule(cls: C) -> C:
+    """Makes a frozen dataclass whose fields are pytree children, unless marked as static.
+
+    Unlike those of `jax.tree_util.register_dataclass`, instances that JAX rebuilds don't run
+    ``__post_init__``: it checks what a user writes, and a rule's gradient may be negative.
+    """
+    cls = dataclasses.dataclass(frozen=True)(cls)
+    static = [f.name for f in dataclasses.fields(cls) if f.metadata.get("static")]
+    names = [f.name for f in dataclasses.fields(cls) if f.name not in static]
+
+    def flatten_with_keys(rule: Any) -> Any:
+        children = [(jax.tree_util.GetAttrKey(n), getattr(rule, n)) for n in names]
+        return children, tuple(getattr(rule, n) for n in static)
+
+    def unflatten(aux: Any, children: Any) -> Any:
+        rule = object.__new__(cls)
+        for name, value in [*zip(names, children, strict=True), *zip(static, aux, strict=True)]:
+            object.__setattr__(rule, name, value)
+        return rule
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
+    RULES.append(cls)
+    return cls
+
+
+def static_field(**kwargs: Any) -> Any:
+    """A field of a rule that is part of its tree structure, not a leaf."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+def as_rule(rule: Any, schedules: bool = False) -> Callable[..., Any] | None:
+    """``rule``, if it is a rule, a function or ``None``; with numbers unless ``schedules``."""
+    if rule is None or (callable(rule) and not isinstance(rule, type)):
+        if not schedules:
+            require_numbers(rule)
+        return rule
+    hint = ""
+    if isinstance(rule, numbers.Number) or getattr(rule, "shape", None) == ():
+        hint = f"; did you mean ErrorClipByValue(max={rule})?"
+    elif isinstance(rule, type):
+        hint = f"; did you mean an instance, {rule.__name__}(...)?"
+    raise TypeError(
+        f"rule: got {rule!r} of type {type(rule).__name__}, expected a ClipRule, a function of "
+        f"the cotangent or None{hint}"
+    )
+
+
+def apply_rule(rule: Callable[..., Any], grads: Any, params: Any = None) -> Any:
+    """The clipped tree; for leaves that are not clipped the rule sees ``None``."""
+    chosen, rest = partition(grads, is_clippable)
+    needs_params = getattr(rule, "needs_params", False)
+    clipped = rule(chosen, params) if needs_params else rule(chosen)
+    if (returned := jax.tree.structure(clipped)) != jax.tree.structure(chosen):
+        raise ValueError(
+            f"rule: got the structure {returned} back, expected {jax.tree.structure(chosen)}"
+        )
+    paths = iter(clippable_paths(grads))
+    like = jax.tree.map(lambda result, leaf: _like(result, leaf, next(paths)), clipped, chosen)
+    return combine(like, rest)
+
+
+def _like(result: Any, leaf: Any, path: str) -> jax.Array:
+    array, leaf = jnp.asarray(result), jnp.asarray(leaf)
+    if array.shape != leaf.shape:
+        raise ValueError(
+            f"rule: got the shape {array.shape} back for {path or 'the leaf'}, expected that of "
+            f"the leaf, {leaf.shape}"
+        )
+    return array.astype(leaf.dtype)

@@ -1,0 +1,92 @@
+"""Scaling each leaf to a maximal root mean square."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from clipgrad._numerics import Norm, finite_product, over, slice_norms, with_real_dtype
+from clipgrad._rules.base import MeasuringRule, pytree_rule
+from clipgrad._rules.thresholds import check_threshold, limit_of, thresholds_by_leaf
+from clipgrad._trees import clippable_leaves, map_clippable
+
+
+@pytree_rule
+class ClipByBlockRMS(MeasuringRule):
+    r"""Scales each leaf to a maximal rms: $g / \max(1, \mathrm{rms}(g) / \mathrm{threshold})$.
+
+    Guarantees:
+      * A leaf whose root mean square is at most ``threshold`` is unchanged, bit for bit, but for
+        subnormal numbers, which act as 0 in XLA's arithmetic on the CPU.
+      * Otherwise its rms becomes ``threshold``, up to a relative 4e-7 in float32, and its
+        direction is kept.
+      * On float32 leaves in the ordinary range the result is that of
+        ``optax.clip_by_block_rms``, bit for bit, eagerly and under `jax.jit`. In half precision it
+        is not: optax rounds squares and their mean to it, this rule keeps them in float32.
+
+    ==========================  ==========================================================
+    rms or threshold            result
+    ==========================  ==========================================================
+    rms 0, empty leaf           unchanged, with finite derivatives
+    ``threshold=0``             exact zeros
+    ``threshold`` traced, < 0   acts as 0
+    NaN or inf in a leaf        NaN throughout that leaf
+    ratio to it above 3.4e38    zeros
+    ==========================  ==========================================================
+
+    Args:
+      threshold: the maximal root mean square, a number.
+
+    Raises:
+      ValueError: for a threshold that is negative or NaN.
+      TypeError: for a threshold that is not a number, array or schedule.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.ClipByBlockRMS(1.0)([jnp.array([3.0, 3.0]), jnp.array([0.5, 0.5])])
+      [Array([1., 1.], dtype=float32), Array([0.5, 0.5], dtype=float32)]
+
+    References:
+      Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018,
+      https://arxiv.org/abs/1804.04235.
+    """
+
+    threshold: ArrayLike
+    needs_params: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_threshold("threshold", self.threshold, adaptive=True)
+
+    def measure(self, grads: Any, params: Any = None) -> list[Norm]:
+        """The root mean square of each leaf."""
+        leaves = clippable_leaves(grads)
+        return slice_norms(leaves, [None] * len(leaves), mean=True)
+
+    def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
+        """The tree with the rms of each leaf at most ``threshold``."""
+        return map_clippable(_scale_by_rms, grads, norms, thresholds_by_leaf(self, len(norms)))
+
+    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]]:
+        """The norm of each leaf, the rms times the root of its size, and its limit."""
+        limits = map(limit_of, thresholds_by_leaf(self, len(norms)), norms)
+        roots = [max(leaf.size, 1) ** 0.5 for leaf in clippable_leaves(grads)]
+        return [
+            (Norm.of(norm.root * root, norm.scale), finite_product(limit, limit.dtype.type(root)))
+            for norm, limit, root in zip(norms, limits, roots, strict=True)
+        ]
+
+
+def _scale_by_rms(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
+    divisor = _divisor(norm, limit_of(threshold, norm))
+    return over(with_real_dtype(leaf, norm.root.dtype.name), divisor).astype(leaf.dtype)
+
+
+@functools.partial(jax.jit, inline=True)
+def _divisor(norm: Norm, limit: jax.Array) -> jax.Array:
+    """1 within the limit, as in optax: XLA rounds the optimizer behind a selection otherwise."""
+    ratio = norm.root / jnp.where(limit > 0, limit, 1) / norm.scale
+    divisor = jnp.where(limit > 0, jnp.where(ratio > 1, ratio, 1), jnp.inf)
+    return jnp.where(jnp.isfinite(norm.root), divisor, jnp.nan)

@@ -1,0 +1,108 @@
+"""Scaling each leaf, or each slice of it, to a maximal norm."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from clipgrad._numerics import Norm, check_order, over, slice_norms, times, with_real_dtype
+from clipgrad._rules.base import MeasuringRule, pytree_rule, static_field
+from clipgrad._rules.thresholds import check_threshold, limit_of, thresholds_by_leaf
+from clipgrad._rules.units import check_axis, reduced_axes
+from clipgrad._trees import clippable_leaves, clippable_paths, map_clippable
+
+
+@pytree_rule
+class ClipByNorm(MeasuringRule):
+    r"""Scales each leaf to a maximal norm: $g \cdot \min(1, \mathrm{max\_norm} / \|g\|_p)$.
+
+    With ``axis`` each slice of a leaf has a norm of its own: one for each index of the axes that
+    are not named. ``axis=-1`` clips rows, ``axis=(1, 2, 3)`` each example of a batch of images.
+
+    Guarantees:
+      * A leaf (slice) whose norm is at most ``max_norm`` is unchanged, bit for bit.
+      * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
+        direction is kept.
+      * Norms are computed in float32 or wider, without over- or underflow (see `global_norm`).
+
+    ============================  ======================================================
+    norm or threshold             result
+    ============================  ======================================================
+    norm 0                        unchanged, with finite derivatives
+    ``max_norm=0``                exact zeros
+    ``max_norm`` traced, < 0      acts as 0
+    NaN or inf in a leaf (slice)  NaN throughout that leaf (slice)
+    ============================  ======================================================
+
+    Args:
+      max_norm: the maximal norm: a number, or with ``axis`` an array that broadcasts to the
+        norms of the slices, which keep the reduced axes with size 1.
+      ord: the order $p$ of the norm, in (0, inf].
+      axis: the axis or axes that norms are over; ``None``: all.
+
+    Raises:
+      ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
+        called, for a leaf that lacks an axis.
+      TypeError: for a threshold that is not a number, array or schedule.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.ClipByNorm(1.0)([jnp.array([3.0, 4.0]), jnp.array([0.3, 0.4])])
+      [Array([0.6, 0.8], dtype=float32), Array([0.3, 0.4], dtype=float32)]
+      >>> cg.ClipByNorm(1.0, axis=-1)(jnp.array([[3.0, 4.0], [0.3, 0.4]]))
+      Array([[0.6, 0.8],
+             [0.3, 0.4]], dtype=float32)
+
+    References:
+      Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,
+      https://arxiv.org/abs/1211.5063.
+    """
+
+    max_norm: ArrayLike
+    _: dataclasses.KW_ONLY
+    ord: float = static_field(default=2)
+    axis: int | tuple[int, ...] | None = static_field(default=None)
+    needs_params: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_threshold("max_norm", self.max_norm, adaptive=True)
+        object.__setattr__(self, "ord", check_order(self.ord))
+        object.__setattr__(self, "axis", check_axis(self.axis))
+
+    def measure(self, grads: Any, params: Any = None) -> list[Norm]:
+        """The norms of each leaf, or of its slices."""
+        leaves = clippable_leaves(grads)
+        pairs = zip(clippable_paths(grads), leaves, strict=True)
+        return slice_norms(leaves, [reduced_axes(self.axis, *pair) for pair in pairs], self.ord)
+
+    def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
+        """The tree with the norm of each leaf, or slice, at most ``max_norm``."""
+        return map_clippable(scale_down, grads, norms, thresholds_by_leaf(self, len(norms)))
+
+    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
+        """The norm of each leaf, or the norms of its slices, and their limits."""
+        limits = map(limit_of, thresholds_by_leaf(self, len(norms)), norms)
+        return list(zip(norms, limits, strict=True)) if self.ord == 2 else None
+
+
+def scale_down(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
+    """The leaf itself where its norm is within the limit, bit for bit; scaled to it elsewhere.
+
+    A group whose norm is not finite becomes NaN. Derivatives are finite, at zero too, since no
+    divisor is 0. In the ordinary range the scale is 1, and what is computed for each element is
+    what optax computes, so that XLA makes the same program of it and the optimizer behind it.
+    """
+    limit = limit_of(threshold, norm)
+    wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
+    shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)
+    return jnp.where(_is_within(norm, limit), leaf, shrunk)
+
+
+# One program also when called eagerly: under jax_debug_infs the scaled limit may be inf in it.
+@functools.partial(jax.jit, inline=True)
+def _is_within(norm: Norm, limit: jax.Array) -> jax.Array:
+    return norm.divisor <= limit * norm.scale

@@ -1,0 +1,188 @@
+"""Thresholds: checked where they are written, numbers or not, never negative in use."""
+
+import copy
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from clipgrad._compat import broadcast_like
+from clipgrad._numerics import Norm
+from clipgrad._thresholds import is_adaptive
+
+# The classes of this library's rules, in the order in which `pytree_rule` made them.
+# A module that is reloaded keeps the list, which other modules hold.
+RULES: list[type] = globals().get("RULES", [])
+
+
+class PerLeaf(NamedTuple):
+    """A threshold for each leaf that is clipped, in place of one for all of them."""
+
+    values: jax.Array
+
+
+def check_threshold(name: str, value: Any, negative: bool = False, adaptive: bool = False) -> None:
+    """Refuses what can't be a threshold here; the values of tracers and schedules are not known."""
+    expected = "a number, an array or a schedule (a function of the step)"
+    if is_adaptive(value):
+        if adaptive:
+            return
+        expected += "; only the first threshold of a gradient clip can be adaptive"
+    elif _is_schedule(value):
+        return
+    if not _is_real(value):
+        raise TypeError(
+            f"{name}: got {value!r} of type {type(value).__name__}, expected {expected}"
+        )
+    if isinstance(value, Tracer):
+        return
+    numbers = np.asarray(value, np.float64)
+    if np.isnan(numbers).any():
+        raise ValueError(f"{name}: got {value!r}, expected a threshold that is not NaN")
+    if not negative and (numbers < 0).any():
+        raise ValueError(f"{name}: got {value!r}, expected a threshold that is not negative")
+
+
+def _is_real(value: Any) -> bool:
+    """Whether this is a real number or an array of these."""
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        kinds = (jnp.integer, jnp.floating)
+        return any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def broadcasts_into(shape: tuple[Any, ...], target: tuple[Any, ...]) -> bool:
+    """Whether an array of a shape broadcasts to another without enlarging it."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(n in (1, size) for n, size in pairs)
+
+
+def is_own(rule: Any) -> bool:
+    """Whether a rule is of this library: all that it computes with is in its fields.
+
+    A subclass is not: it may keep anything beside them. See also `is_data`.
+    """
+    return type(rule) in RULES
+
+
+def is_data(rule: Any) -> bool:
+    """Whether all that a rule computes with is data, so that what was traced may be kept.
+
+    A function in a field, such as ``axis`` of `AdaptiveClip`, may depend on anything.
+    """
+    return is_own(rule) and not any(
+        callable(getattr(rule, f.name)) for f in dataclasses.fields(rule)
+    )
+
+
+def schedules_of(rule: Any) -> dict[str, Any]:
+    """The thresholds of a rule that are functions of the step, by field."""
+    if not isinstance(rule, tuple(RULES)):
+        return {}
+    fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
+    static = {f.name for f in dataclasses.fields(rule) if f.metadata.get("static")}
+    return {n: v for n, v in fields.items() if n not in static and _is_schedule(v)}
+
+
+def resolve_schedules(rule: Any, count: jax.Array) -> Any:
+    """``rule`` with its schedules evaluated at the step ``count``."""
+    values = {name: schedule(count) for name, schedule in schedules_of(rule).items()}
+    for name, value in values.items():
+        if not _is_real(value):
+            raise TypeError(
+                f"{name}: got {value!r} from the schedule, expected a number or an array"
+            )
+    return _with(rule, values) if values else rule
+
+
+def main_threshold(rule: Any) -> Any:
+    """The first field of a rule, which is its threshold; ``None`` for a function."""
+    return getattr(rule, _main_field(rule)) if isinstance(rule, tuple(RULES)) else None
+
+
+def adaptive_threshold(rule: Any) -> Any:
+    """The threshold of a rule if it is an adaptive one, or ``None``."""
+    threshold = main_threshold(rule)
+    return threshold if is_adaptive(threshold) else None
+
+
+def with_threshold(rule: Any, threshold: Any) -> Any:
+    """``rule`` with another first threshold."""
+    return _with(rule, {_main_field(rule): threshold})
+
+
+def thresholds_by_leaf(rule: Any, count: int) -> list[Any]:
+    """The first threshold of a rule for each of ``count`` leaves: one for all, or one for each."""
+    threshold = main_threshold(rule)
+    if not isinstance(threshold, PerLeaf):
+        return [threshold] * count
+    if threshold.values.shape != (count,):
+        raise ValueError(
+            f"grads: got {count} leaves to clip, expected {threshold.values.shape[0]}, as many as "
+            "thresholds; with a threshold for each leaf, init needs the parameters: init(params)"
+        )
+    return list(threshold.values)
+
+
+def require_numbers(rule: Any) -> None:
+    """Raises `TypeError` for a schedule or an adaptive threshold, where there are no steps."""
+    for name in schedules_of(rule):
+        raise TypeError(
+            f"{name}: got a schedule, which only a gradient clip can evaluate since it counts the "
+            f"steps; expected a number or an array, {type(rule).__name__}({name}=schedule(step))"
+        )
+    if (adaptive := adaptive_threshold(rule)) is not None:
+        raise TypeError(
+            f"{_main_field(rule)}: got {adaptive!r}, which only a gradient clip can use since "
+            "it keeps the history; expected a number or an array, or clipgrad.gradient_clip(rule)"
+        )
+
+
+def nonnegative(value: Any, dtype: Any) -> jax.Array:
+    """A threshold as an array; a negative one acts as 0."""
+    if isinstance(value, jax.Array):
+        return jnp.maximum(value.astype(dtype), 0)
+    return threshold_array(np.maximum(np.asarray(value, np.float64), 0), dtype)
+
+
+def limit_of(threshold: Any, norm: Norm) -> jax.Array:
+    """A threshold as an array like the norms, in their dtype.
+
+    Raises:
+      ValueError: if it does not broadcast to the norms.
+    """
+    limit = nonnegative(threshold, norm.root.dtype)
+    if not broadcasts_into(limit.shape, norm.root.shape):
+        raise ValueError(
+            f"threshold: got an array of shape {limit.shape}, expected one that broadcasts to the "
+            f"norms, of shape {norm.root.shape}"
+        )
+    return broadcast_like(limit, norm.root)
+
+
+def threshold_array(value: Any, dtype: Any) -> jax.Array:
+    """A threshold in the given dtype, without a detour through int32."""
+    if isinstance(value, jax.Array):
+        return value.astype(dtype)
+    with np.errstate(over="ignore"):
+        return jnp.asarray(np.asarray(value, np.float64).astype(dtype))
+
+
+def _is_schedule(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+def _main_field(rule: Any) -> str:
+    return next(f.name for f in dataclasses.fields(rule) if not f.metadata.get("static"))
+
+
+def _with(rule: Any, values: dict[str, Any]) -> Any:
+    # Not dataclasses.replace: what a rule is made of may be checked only once, since a schedule
+    # may fall below 0, which then acts as 0; and a subclass may keep more than the fields.
+    changed = copy.copy(rule)
+    for name, value in values.items():
+        object.__setattr__(changed, name, value)
+    return changed

@@ -1,0 +1,185 @@
+"""Clipping each element to an interval."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike
+
+from clipgrad._compat import broadcast_like
+from clipgrad._numerics import Norm, at_least_float32, over, slice_norms, times
+from clipgrad._rules.base import MeasuringRule, pytree_rule
+from clipgrad._rules.thresholds import (
+    broadcasts_into,
+    check_threshold,
+    nonnegative,
+    require_numbers,
+    threshold_array,
+    thresholds_by_leaf,
+)
+from clipgrad._thresholds import is_adaptive
+from clipgrad._trees import clippable_leaves, map_clippable
+
+
+@pytree_rule
+class ClipByValue(MeasuringRule):
+    r"""Clips each element to an interval: $\min(\max(g, \mathrm{min}), \mathrm{max})$.
+
+    `ErrorClipByValue` is the same class under the name that it has in PaddlePaddle. A complex
+    element keeps its phase: its absolute value is clipped to ``max``.
+
+    Guarantees:
+      * Every element that is not NaN ends up in [min, max], with bounds as rounded to the dtype
+        of the leaf; inside of it nothing changes.
+      * Structure, shapes and dtypes are kept, whatever the dtype of the bounds.
+      * Leaves that are not floating or complex are unchanged.
+
+    ==========================  ==========================================================
+    element or bound            result
+    ==========================  ==========================================================
+    ``min=None``                the interval is [-max, max]
+    +-inf                       the bounds
+    NaN                         NaN, or ``nan`` clipped to the interval
+    ``max=0``                   exact zeros
+    ``max`` traced, negative    acts as 0, if ``min=None``
+    ==========================  ==========================================================
+
+    Args:
+      max: the upper bound: a number, or an array that broadcasts into each leaf.
+      min: the lower bound, likewise; ``None`` means ``-max``.
+      nan: what NaN is replaced with before clipping; ``None`` lets NaN through.
+
+    Raises:
+      ValueError: for a bound that is NaN, for ``min`` above ``max``, for a negative ``max``
+        without ``min``; when called, for a bound that would enlarge a leaf, and for complex
+        leaves with a ``min`` other than ``-max``.
+      TypeError: for a bound that is not a number, array or schedule.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> cg.ClipByValue(1.0)({"w": jnp.array([-3.0, 0.5, 3.0])})
+      {'w': Array([-1. ,  0.5,  1. ], dtype=float32)}
+      >>> cg.ClipByValue(max=2.0, min=-1.0, nan=0.0)(jnp.array([-3.0, jnp.nan, 3.0]))
+      Array([-1.,  0.,  2.], dtype=float32)
+
+    References:
+      In the backward pass: Mikolov, Statistical Language Models Based on Neural Networks, 2012,
+      https://www.fit.vut.cz/study/phd-thesis/283/.en; Graves, Generating Sequences With Recurrent
+      Neural Networks, 2013, https://arxiv.org/abs/1308.0850.
+    """
+
+    max: ArrayLike
+    min: ArrayLike | None = None
+    _: dataclasses.KW_ONLY
+    nan: ArrayLike | None = None
+    needs_params: ClassVar[bool] = False
+    acts_on: ClassVar[str] = "element"
+
+    def __post_init__(self) -> None:
+        check_threshold("max", self.max, negative=self.min is not None, adaptive=True)
+        if self.min is not None:
+            check_threshold("min", self.min, negative=True)
+            if is_adaptive(self.max):
+                raise ValueError(f"min: got {self.min!r} with an adaptive max, expected None")
+            if (
+                _is_known_bound(self.min)
+                and _is_known_bound(self.max)
+                and _any_above(self.min, self.max)
+            ):
+                raise ValueError(f"min: got {self.min!r}, expected at most max, {self.max!r}")
+        if self.nan is not None:
+            check_threshold("nan", self.nan, negative=True)
+
+    def __call__(self, grads: Any, params: Any = None) -> Any:
+        """The tree with each element in [min, max]; nothing need be measured."""
+        require_numbers(self)
+        return self.scale(grads)
+
+    def measure(self, grads: Any, params: Any = None) -> list[Norm]:
+        """The largest absolute value of each leaf."""
+        leaves = clippable_leaves(grads)
+        return slice_norms(leaves, [None] * len(leaves), ord=math.inf)
+
+    def scale(self, grads: Any, norms: Sequence[Norm] = ()) -> Any:
+        """The tree with each element in [min, max]."""
+        del norms
+        number = len(clippable_leaves(grads))
+        return map_clippable(self._clip, grads, thresholds_by_leaf(self, number))
+
+    def _clip(self, leaf: jax.Array, maximum: Any) -> jax.Array:
+        if self.nan is not None:
+            leaf = jnp.where(jnp.isnan(leaf), threshold_array(self.nan, leaf.dtype), leaf)
+        if jnp.iscomplexobj(leaf):
+            return self._clip_complex(leaf, maximum)
+        upper = self._upper(maximum, leaf.dtype)
+        lower = -upper if self.min is None else _bound(self.min, leaf.dtype)
+        # XLA's CPU loops keep NaN in a clamp, and lose it in a minimum behind which there is a sum.
+        upper, lower = _into(upper, leaf, "max"), _into(lower, leaf, "min")
+        return jax.lax.clamp(lower, leaf, upper)
+
+    def _clip_complex(self, leaf: jax.Array, maximum: Any) -> jax.Array:
+        if self.min is not None and not self._is_symmetric():
+            raise ValueError(
+                f"min: got {self.min!r} with a complex leaf, whose absolute value is clipped to "
+                "max; expected None"
+            )
+        upper = _into(self._upper(maximum, leaf.real.dtype), leaf, "max")
+        infinite = jnp.isinf(leaf.real) | jnp.isinf(leaf.imag)
+        leaf = jnp.where(infinite, jax.lax.complex(_sign(leaf.real), _sign(leaf.imag)), leaf)
+        # Halved, since the absolute value of the largest numbers is out of range.
+        half = times(leaf, jnp.array(0.5, upper.dtype))
+        size = jnp.abs(jnp.where(half == 0, jnp.ones_like(leaf), half))
+        clipped = times(over(half, size), upper)
+        return jnp.where((size <= 0.5 * upper) & ~infinite | (half == 0), leaf, clipped)
+
+    def _is_symmetric(self) -> bool:
+        known = _is_known_bound(self.min) and _is_known_bound(self.max)
+        return known and bool(np.all(np.asarray(self.min) == -np.asarray(self.max)))
+
+    def _upper(self, maximum: Any, dtype: Any) -> jax.Array:
+        if self.min is None:
+            upper = nonnegative(maximum, at_least_float32(dtype))
+            return jnp.minimum(upper, _largest_number(dtype)).astype(dtype)
+        return _bound(maximum, dtype)
+
+
+ErrorClipByValue = ClipByValue
+
+
+def _sign(x: jax.Array) -> jax.Array:
+    """The direction of an infinite number: +-1 for an infinite part, 0 for a finite one."""
+    return jnp.where(jnp.isinf(x), jnp.sign(x), jnp.where(jnp.isnan(x), x, 0))
+
+
+def _is_known_bound(bound: Any) -> bool:
+    return not callable(bound) and not isinstance(bound, Tracer)
+
+
+def _any_above(lower: Any, upper: Any) -> bool:
+    return bool(np.any(np.asarray(lower, np.float64) > np.asarray(upper, np.float64)))
+
+
+def _largest_number(dtype: Any) -> float:
+    """The largest bound: inf, or the largest number of a dtype that has no inf."""
+    narrow = jnp.finfo(dtype).bits < 16
+    return float(jnp.finfo(dtype).max) if narrow else float("inf")
+
+
+def _bound(bound: Any, dtype: Any) -> jax.Array:
+    wide, largest = threshold_array(bound, at_least_float32(dtype)), _largest_number(dtype)
+    return jnp.minimum(jnp.maximum(wide, -largest), largest).astype(dtype)
+
+
+def _into(bound: jax.Array, leaf: jax.Array, name: str) -> jax.Array:
+    """``bound`` broadcast into the shape of the leaf."""
+    if not broadcasts_into(bound.shape, leaf.shape):
+        raise ValueError(
+            f"{name}: got an array of shape {bound.shape}, expected one that broadcasts into the "
+            f"leaf's shape {leaf.shape}"
+        )
+    return broadcast_like(bound, leaf)

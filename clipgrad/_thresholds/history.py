@@ -1,0 +1,86 @@
+"""Mean and deviation of a window of past norms as threshold."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._thresholds.base import Window, check, fed, feeds, number, steps, unlimited
+
+
+@dataclasses.dataclass(frozen=True)
+class HistoryThreshold:
+    r"""Mean plus some deviations of the last norms, that of this step not among them.
+
+    $$c_t = \mu + \sigma \cdot s, \quad \mu, s = \mathrm{mean, std}(n_{t-w}, \ldots, n_{t-1})$$
+
+    Norms above ten times the median of the window are left out of mean and deviation, so that a
+    spike does not make the limit useless.
+
+    Guarantees:
+      * The threshold is finite at every step. NaN, inf and 0 do not enter the history.
+      * In a window whose norms stay within ten times their median it is the formula above.
+      * Where the norms grow tenfold for good, so does the threshold, within half a window.
+
+    ============================  ========================================================
+    history                       threshold
+    ============================  ========================================================
+    fewer norms than min_history  the largest finite number: nothing is clipped
+    equal norms                   that norm
+    ============================  ========================================================
+
+    Args:
+      window: $w$, the number of norms that are kept.
+      sigma: how many deviations above the mean a norm may be.
+      min_history: how many norms there must be before anything is clipped; by default half a
+        window, and 2 at least.
+      feed: what enters the history: ``"raw"`` norms, or ``"clipped"`` ones, with which the
+        threshold tends to fall.
+
+    Raises:
+      ValueError: for a number out of range, another ``feed``.
+      TypeError: for a ``sigma`` that is not a number.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> tx = cg.clip_by_global_norm(cg.HistoryThreshold(window=4, sigma=3.0))
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for norm in (1.0, 3.0, 90.0):
+      ...     updates, state = tx.update(jnp.array([norm]), state)
+      >>> print(updates)    # the mean of 1 and 3 is 2, their deviation 1
+      [5.]
+
+    References:
+      The Levanter Authors, Levanter: clip_update_norm, 2025,
+      https://github.com/stanford-crfm/levanter.
+    """
+
+    window: int = steps(128)
+    sigma: float = number(3.0, 0)
+    min_history: int | None = steps(None)
+    feed: str = feeds("raw")
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.min_history is not None and self.min_history > self.window:
+            raise ValueError(
+                f"min_history: got {self.min_history}, expected at most window, {self.window}"
+            )
+
+    def init(self, norms: jax.Array) -> Window:
+        """An empty history."""
+        return Window.empty(self.window, norms)
+
+    def update(self, state: Window, norms: jax.Array) -> tuple[jax.Array, Window]:
+        """The limit that the past sets, and the history with this norm."""
+        threshold = self.limit(state)
+        return threshold, state.push(fed(self.feed, norms, threshold))
+
+    def limit(self, state: Window, least_deviation: float = 0.0) -> jax.Array:
+        """The threshold that this history sets, with a deviation of at least a part of the mean."""
+        mean, deviation = state.mean_and_deviation()
+        known = mean + self.sigma * jnp.maximum(deviation, least_deviation * mean)
+        least = min(max(2, self.window // 2), self.window)
+        enough = state.seen >= (least if self.min_history is None else self.min_history)
+        most = unlimited(known)
+        return jnp.where(enough, jnp.minimum(known, most), most)

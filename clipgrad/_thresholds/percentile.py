@@ -1,0 +1,71 @@
+"""A percentile of the past norms as threshold (AutoClip)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._thresholds.base import Window, check, fed, feeds, number, steps, unlimited
+
+
+@dataclasses.dataclass(frozen=True)
+class PercentileThreshold:
+    r"""AutoClip: a percentile of the last norms, that of this step among them.
+
+    $$c_t = \mathrm{percentile}_p(n_{t-w+1}, \ldots, n_t)$$
+
+    with linear interpolation.
+
+    Guarantees:
+      * The threshold is finite at every step. NaN, inf and 0 do not enter the history.
+      * One norm moves the threshold by one place in the order of the norms, however large it is.
+
+    ==========================  ==========================================================
+    history                     threshold
+    ==========================  ==========================================================
+    no norm yet                 the largest finite number: nothing is clipped
+    the first norm              that norm: the first gradient is never clipped
+    this norm NaN, inf or 0     the percentile of those before
+    ==========================  ==========================================================
+
+    Args:
+      percentile: $p$, in [0, 100]; the paper's 10 clips nine steps in ten, and acts like a
+        normalization of the gradients.
+      window: $w$, the number of norms that are kept; the paper keeps all.
+      feed: what enters the history: ``"raw"`` norms, as in the paper, or ``"clipped"`` ones, with
+        which the threshold tends to fall.
+
+    Raises:
+      ValueError: for a percentile out of range, a window below 1, another ``feed``.
+      TypeError: for a percentile that is not a number.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> tx = cg.clip_by_global_norm(cg.PercentileThreshold(50))
+      >>> state = tx.init(jnp.zeros(1))
+      >>> for norm in (1.0, 2.0, jnp.nan, 90.0):
+      ...     updates, state = tx.update(jnp.array([norm]), state)
+      >>> print(updates, optax.tree.get(state, "threshold"))    # the median of 1, 2 and 90
+      [2.] 2.0
+
+    References:
+      Seetharaman, Wichern, Pardo and Le Roux, AutoClip: Adaptive Gradient Clipping for Source
+      Separation Networks, 2020, https://arxiv.org/abs/2007.14469.
+    """
+
+    percentile: float = number(10.0, 0, 100)
+    window: int = steps(1024)
+    feed: str = feeds("raw")
+
+    __post_init__ = check
+
+    def init(self, norms: jax.Array) -> Window:
+        """An empty history."""
+        return Window.empty(self.window, norms)
+
+    def update(self, state: Window, norms: jax.Array) -> tuple[jax.Array, Window]:
+        """The percentile with this norm, and the history with it."""
+        window = state.push(norms)
+        known = window.percentile(self.percentile)
+        threshold = jnp.where(window.seen > 0, known, unlimited(norms))
+        return threshold, state.push(fed(self.feed, norms, threshold))

@@ -1,0 +1,72 @@
+"""Sums over the microbatches of a batch, each of which is every k-th example."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._frameworks import partition_trained
+from clipgrad._numerics import at_least_float32
+from clipgrad._trees import combine, split_overwritten
+
+Gradients = Callable[..., tuple[tuple[Any, Any], Any, Any]]
+
+
+def microbatches(batch: Any, parts: int) -> Callable[[Any], Any]:
+    """A function of the index of a microbatch, of which ``parts`` make up the batch.
+
+    The i-th has the examples i, i + parts, ...: so a sharded leading axis stays where it is.
+    """
+    apart = jax.tree.map(
+        lambda x: jnp.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:])), batch
+    )
+    return lambda i: jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 1, False), apart)
+
+
+def scan_sums(f: Callable[[Any], tuple[Any, Any]], zeros: Any, parts: int) -> tuple[Any, Any]:
+    """The sum of the first results of ``f(i)`` from ``zeros`` on, and the second ones stacked."""
+
+    def body(total: Any, i: jax.Array) -> tuple[Any, Any]:
+        new, rest = f(i)
+        return jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new), rest
+
+    return jax.lax.scan(body, zeros, jnp.arange(parts))
+
+
+def wide_zeros(leaf: Any, like: Any) -> jax.Array:
+    """Zeros placed as a leaf is, in the dtype of ``like`` or float32 if that is narrower."""
+    return jnp.zeros_like(leaf, dtype=at_least_float32(jnp.result_type(like)))
+
+
+def accumulated(gradients: Gradients, parts: int) -> Gradients:
+    """``gradients(params, batch) -> ((loss, aux), grads, stats)`` over microbatches.
+
+    Loss and gradients are averaged, in float32 or wider, statistics added, aux values stacked. Of
+    values that overwrite a parameter the largest counts.
+    """
+
+    def averaged(params: Any, batch: Any) -> Any:
+        for shape in map(jnp.shape, jax.tree.leaves(batch)):
+            if not shape or shape[0] % parts:
+                raise ValueError(
+                    f"batch: got a leaf of shape {shape}, expected a leading axis that "
+                    f"accumulate={parts} divides"
+                )
+        part = microbatches(batch, parts)
+
+        def of_part(i: Any) -> Any:
+            (loss, aux), grads, stats = gradients(params, part(i))
+            grads, overwriting = split_overwritten(grads)
+            return (loss, grads), (aux, stats, overwriting)
+
+        like, _ = jax.eval_shape(lambda: of_part(0))
+        trained, _ = split_overwritten(partition_trained(params)[0])
+        zeros = jax.tree.map(wide_zeros, (0.0, trained), like)
+        total, (aux, stats, overwriting) = scan_sums(of_part, zeros, parts)
+        loss, grads = jax.tree.map(lambda t, s: (t / parts).astype(s.dtype), total, like)
+        # All start from the same history, and each puts the largest number that it met into it.
+        grads = combine(grads, jax.tree.map(lambda value: value.max(0), overwriting))
+        return (loss, aux), grads, jax.tree.map(lambda field: field.sum(0), stats)
+
+    return averaged

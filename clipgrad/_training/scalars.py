@@ -1,0 +1,153 @@
+"""Statistics, metrics and states as one flat dictionary for loggers."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._gradient_clip import GradientClipState, SkipSpikesState
+from clipgrad._stats import ClipStats
+from clipgrad._training.by_module import by_module
+from clipgrad._training.train_step import TrainState
+from clipgrad._trees import check_tree, instances, is_array
+
+Items = Iterator[tuple[str, Any]]
+
+_OF_STATS = ("norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite")
+_OF_CLIP = ("count", "clipped_count", "nonfinite_count", "threshold")
+_OF_SKIPS = ("raw_norm", "skipped", "skipped_count", "spike_count", "consecutive")
+_OF_SKIPS += ("nonfinite_consecutive",)
+_SCALAR_STATES = ClipStats | GradientClipState | SkipSpikesState
+
+
+def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
+    """What clips did, as the flat dictionary of numbers that loggers take.
+
+    Statistics give ``norm``, ``clipped_norm``, ``scale``, ``clipped``, ``fraction`` and
+    ``nonfinite`` below their name. The clips of ``train_step``'s metrics, and those in the state of
+    an optimizer, are called ``clip``; ``clip_0``, ``clip_1``, ... if there are several.
+
+    With ``by="module"`` names say what was measured. ``cotangent/blocks/3/norm`` is the norm of
+    what the backward pass brings to the *values* that leave a module, the statistics of
+    `value_and_grad_with_stats` and of an error clip. ``grad/blocks/3/norm`` is the norm of the
+    gradients of a module's *parameters*, of those in its submodules too; below the name of a clip
+    with ``stats="per_leaf"`` it is what that clip measured. These two are different numbers.
+
+    Guarantees:
+      * Works under `jax.jit`. Values have at most one axis: statistics of a scan one entry for each
+        step, of nested scans one for each inner step, in their order.
+      * Booleans are 0 and 1. Of other arrays in metrics (``aux``) those with at most one axis are
+        kept, if they are real; of states and parameters of other libraries nothing is.
+
+    Args:
+      tree: the statistics of `value_and_grad_with_stats`, the metrics or the state of `train_step`,
+        the state of an optimizer, a `ClipStats`, or a dictionary or tuple of such. With
+        ``by="module"`` also a tree of gradients, alone or in a dictionary as ``"grads"``.
+      by: ``"module"``, or ``None``.
+
+    Returns:
+      A dictionary from names, joined by ``/``, to arrays.
+
+    Raises:
+      ValueError: if there is nothing to log in ``tree``, two values have the same name, or ``by``
+        is another word.
+
+    Example:
+      >>> import clipgrad as cg, jax, jax.numpy as jnp
+      >>> def loss(x):
+      ...     with jax.named_scope("attn"):
+      ...         h = 2 * x
+      ...     return (h ** 2).sum()
+      >>> _, _, stats = cg.value_and_grad_with_stats(loss)(jnp.ones(4))
+      >>> print(float(cg.scalars(stats)["attn/norm"]))
+      8.0
+      >>> grads = {"attn": {"q": jnp.array([3.0]), "k": jnp.array([4.0])}}
+      >>> found = cg.scalars({"grads": grads, **stats}, by="module")    # wandb.log(found)
+      >>> print(float(found["grad/attn/norm"]), float(found["cotangent/attn/norm"]))
+      5.0 8.0
+    """
+    check_tree("tree", tree)
+    if by not in (None, "module"):
+        raise ValueError(f'by: got {by!r}, expected "module" or None')
+    tree = tree if by is None else by_module(tree)
+    found: dict[str, jax.Array] = {}
+    for name, value in _items("", tree, _clip_names(tree)):
+        if name in found:
+            raise ValueError(
+                f"tree: got two values with the name {name!r}, expected one; write one dictionary "
+                'for each source, such as {"generator": ..., "discriminator": ...}'
+            )
+        found[name] = jnp.ravel(value) if jnp.ndim(value) > 1 else jnp.asarray(value)
+        if jnp.issubdtype(found[name].dtype, jnp.bool_):
+            found[name] = found[name].astype(jnp.float32)
+    if not found:
+        raise ValueError(
+            f"tree: got {type(tree).__name__} without statistics or numbers, expected statistics, "
+            "metrics, or the state of a clip; only stats=True keeps them in the optimizer's state"
+        )
+    return found
+
+
+def _items(path: str, tree: Any, clips: Iterator[str]) -> Items:
+    if isinstance(tree, TrainState):
+        yield from _items(path, tree.opt_state, clips)
+    elif isinstance(tree, ClipStats):
+        yield from ((_join(path, name), getattr(tree, name)) for name in _OF_STATS)
+    elif isinstance(tree, GradientClipState):
+        yield from _clip_items(_join(path, next(clips)), tree, clips)
+    elif isinstance(tree, SkipSpikesState):
+        yield from ((_join(path, f"skip_spikes/{name}"), getattr(tree, name)) for name in _OF_SKIPS)
+        yield from _items(path, tree.inner_state, clips)
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            if key == "clips" and _is_stats(value):
+                for name, stats in zip(_numbered(len(value)), value, strict=True):
+                    yield from _items(_join(path, name), stats, clips)
+            else:
+                yield from _items(_join(path, str(key)), value, _clip_names(value))
+    elif isinstance(tree, tuple | list):
+        # Of a state of another library only what is this library's.
+        inner = instances(tree, _SCALAR_STATES) if hasattr(tree, "_fields") else tree
+        for i, value in enumerate(inner):
+            own = isinstance(value, _SCALAR_STATES) or isinstance(value, tuple | Mapping)
+            yield from _items(path if own else _join(path, str(i)), value, clips)
+    elif path and _is_loggable(tree):
+        yield path, tree
+
+
+def _clip_items(path: str, state: GradientClipState, clips: Iterator[str]) -> Items:
+    for name in _OF_CLIP:
+        if getattr(state, name) is not None:
+            yield _join(path, name), getattr(state, name)
+    if state.stats is not None:
+        yield from _items(path, state.stats, clips)
+    # Of a tree that is one array the statistics are those above.
+    leaves = {name: stats for name, stats in (state.leaf_stats or {}).items() if name}
+    yield from _items(path, leaves, clips)
+
+
+def _clip_names(tree: Any) -> Iterator[str]:
+    """The names of the clips of a state, in their order."""
+    return iter(_numbered(len(instances(tree, GradientClipState))))
+
+
+def _numbered(count: int) -> list[str]:
+    return ["clip"] if count == 1 else [f"clip_{i}" for i in range(count)]
+
+
+def _is_stats(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, ClipStats) for item in value)
+
+
+def _is_loggable(value: Any) -> bool:
+    if not isinstance(value, bool | int | float | np.number | np.bool) and not is_array(value):
+        return False
+    dtype = jnp.result_type(value)
+    is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
+    return jnp.ndim(value) <= 1 and is_real
+
+
+def _join(path: str, name: str) -> str:
+    return "/".join(filter(None, (path, name)))

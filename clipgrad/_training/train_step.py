@@ -1,0 +1,277 @@
+"""A training step that is compiled once and says what was clipped."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from clipgrad._compat import exportable
+from clipgrad._error_clip import Rules, with_stats
+from clipgrad._frameworks import as_static, equinox_value_and_grad, from_static, partition_trained
+from clipgrad._gradient_clip import (
+    SkipSpikesState,
+    as_optimizer,
+    asking_for_stats,
+    stats_in,
+    with_room,
+    without_room,
+)
+from clipgrad._numerics import global_norm
+from clipgrad._stats import ClipStats, count_nonfinite
+from clipgrad._training.accumulate import Gradients, accumulated
+from clipgrad._trees import (
+    check_leaves,
+    check_tree,
+    combine,
+    instances,
+    is_clippable,
+    overwrite,
+    partition,
+    split_overwritten,
+    with_paths,
+    zeros_for,
+)
+
+StepMetrics = dict[str, Any]
+
+
+@exportable
+class TrainState(NamedTuple):
+    """What a training step carries: the parameters and the state of the optimizer."""
+
+    params: Any
+    opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStep:
+    """A compiled function ``step(state, batch) -> (state, metrics)`` and its first state.
+
+    Attributes:
+      update: the function that `jax.jit` compiled, for ``lower`` and the like.
+      optimizer: the optimizer.
+    """
+
+    update: Any
+    optimizer: optax.GradientTransformation
+
+    def init(self, params: Any) -> TrainState:
+        """The first state, of copies, since a step may overwrite the buffers of its state."""
+        check_tree("params", params)
+        check_leaves("params", params)
+        _check_numbers(params)
+        params = from_static(jax.tree.map(_copied_leaf, as_static(params)))
+        trained, _ = partition_trained(params)
+        return TrainState(params, jax.tree.map(_copied_leaf, self.optimizer.init(trained)))
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
+        """One step of training."""
+        check_tree("batch", batch)
+        try:
+            state, metrics = self.update(as_static(state), batch)
+            return from_static(state), metrics
+        except (RuntimeError, ValueError) as error:
+            if "deleted" not in str(error) or not any(map(_is_deleted, jax.tree.leaves(state))):
+                raise
+            raise ValueError(
+                "state: got buffers that another step has overwritten, expected the state that the "
+                "last step returned; write state, metrics = step(state, batch), or "
+                "train_step(..., donate=False)"
+            ) from error
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    error_clip: Rules | None = None,
+    accumulate: int = 1,
+    has_aux: bool = False,
+    donate: bool = True,
+) -> TrainStep:
+    """Makes a compiled training step of a loss function and any optax optimizer.
+
+    Guarantees:
+      * It is traced once for all batches of one shape, whatever the schedules do.
+      * With ``accumulate=k`` gradients are averaged over k microbatches, in float32 or wider,
+        and clipped once, after that. A microbatch has every k-th example, so that devices that
+        share the batch share each microbatch.
+      * The state is that of the optimizer. The metrics have the statistics of every gradient clip
+        in it, with ``stats=True`` or without, whatever wraps it: ``optax.MultiSteps``,
+        ``optax.masked``, a wrapper of your own. A clip whose state its wrapper does not keep has no
+        place for them, and a warning says so.
+      * A clip that does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or
+        in a step that is skipped, has statistics of size 0 there: norm 0, scale 1.
+      * Integers and booleans among the parameters stay as they are; the optimizer sees ``None`` in
+        their places.
+      * What flax keeps in ``_overwrite_with_gradient`` (scales and histories of 8-bit floats) is
+        overwritten by its gradient, as by ``flax.training.TrainState``; with `skip_spikes` not in a
+        step that is skipped. The optimizer sees zeros in place of these gradients, and with
+        ``accumulate`` the largest value of the microbatches counts.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)``, a scalar, or ``(scalar, aux)``. The parameters may be a
+        whole Equinox model: its floating arrays are trained, all else in it is kept.
+      optimizer: an optax gradient transformation, such as
+        ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
+        ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.
+      error_clip: a rule for each name of a variable inside of ``loss_fn``, a tag, the path of a
+        module or a pattern, see `error_clip_by_name`; ``None`` in place of a rule: watch only. With
+        ``accumulate=k`` it sees the cotangents of one microbatch; where the loss is a mean over the
+        batch they are k times as large, and a limit by value has to be, too.
+      accumulate: the number of microbatches that the leading axis of the batch is split into.
+      has_aux: whether ``loss_fn`` returns something besides the loss.
+      donate: whether a step may write the new state into the buffers of the old one, which
+        can't be used any more then.
+
+    Returns:
+      A `TrainStep`: ``state = step.init(params)``, then ``state, metrics = step(state, batch)``.
+      The metrics are a dictionary of ``loss``, ``grad_norm`` (the norm of all gradients, before any
+      clip), ``nonfinite`` (the number of gradient elements that are NaN or inf) and ``clips`` (the
+      `ClipStats` of each gradient clip in the optimizer, in the order of its state). With exactly
+      one clip they have ``measured_norm`` (the L2 norm of what the clip measured, which is not
+      ``grad_norm`` behind ``where=``, a mask or another transformation), ``clipped_norm`` (what the
+      clip made of it) and ``clip_scale`` (their ratio); with `skip_spikes` ``skipped`` and
+      ``nonfinite_consecutive``; with ``error_clip`` a dictionary ``error_clip`` of the `ClipStats`
+      of each name (added up over microbatches); with ``has_aux`` ``aux`` (stacked over them).
+
+    Raises:
+      TypeError: if ``optimizer`` is not a gradient transformation, or ``error_clip`` not a mapping
+        of names to rules; by ``step.init``, for keys of random numbers among the parameters.
+      ValueError: if ``accumulate`` is not a positive integer; when called, if it does not divide
+        the batch, a name can't be found or reached, a step has overwritten the state, or the
+        optimizer's state has places for integers among the parameters.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp, optax
+      >>> loss = lambda params, batch: jnp.sum(params["w"] * batch)
+      >>> optimizer = optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(1.0))
+      >>> step = cg.train_step(loss, optimizer)
+      >>> state = step.init({"w": jnp.zeros(2)})
+      >>> state, metrics = step(state, jnp.array([3.0, 4.0]))
+      >>> print(state.params["w"], metrics["grad_norm"], metrics["clipped_norm"])
+      [-0.6 -0.8] 5.0 1.0
+    """
+    optimizer = as_optimizer("optimizer", optimizer)
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate: got {accumulate!r}, expected a positive integer")
+    gradients = _gradients(loss_fn, has_aux, error_clip)
+    if accumulate > 1:
+        gradients = accumulated(gradients, accumulate)
+
+    def update(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
+        state = from_static(state)
+        (loss, aux), grads, stats = gradients(state.params, batch)
+        trained, fixed = partition_trained(state.params)
+        _check_trained(optimizer, trained, fixed, state.opt_state)
+        grads, overwriting = split_overwritten(grads)
+
+        def value(trained: Any) -> Any:
+            params = combine(trained, fixed)
+            with asking_for_stats(""):
+                return loss_fn(params, batch)[0] if has_aux else loss_fn(params, batch)
+
+        seen = combine(grads, zeros_for(overwriting))
+        extra = {"value": loss, "grad": seen, "value_fn": value}
+        updates, opt_state, clips = _updated(optimizer, seen, trained, state.opt_state, **extra)
+        params = optax.apply_updates(trained, updates)
+        metrics = {"loss": loss, **_metrics(grads, opt_state, clips)}
+        params = overwrite(params, overwriting, keep=metrics.get("skipped", False))
+        metrics |= {} if error_clip is None else {"error_clip": stats}
+        metrics |= {"aux": aux} if has_aux else {}
+        return as_static(TrainState(combine(params, fixed), opt_state)), metrics
+
+    return TrainStep(jax.jit(update, donate_argnums=0 if donate else ()), optimizer)
+
+
+def _updated(
+    optimizer: optax.GradientTransformation, grads: Any, params: Any, state: Any, **extra: Any
+) -> tuple[Any, Any, tuple[ClipStats, ...]]:
+    """What an optimizer returns, and the statistics of all clips in it.
+
+    Inside of this one update every clip has a state with statistics, whatever wraps it.
+    """
+    wide = state
+    # An init that has run on numbers may fail on shapes; then the clips say that there is no place.
+    with contextlib.suppress(Exception), asking_for_stats("init"):
+        wide = with_room(state, jax.eval_shape(optimizer.init, params))
+    with asking_for_stats("update"):
+        extended = optax.with_extra_args_support(optimizer)
+        updates, after = extended.update(grads, wide, params, **extra)
+    return updates, without_room(after, state), stats_in(after)
+
+
+def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) -> Gradients:
+    """The gradients of a loss, with the statistics of its error clips."""
+
+    def with_aux(params: Any, batch: Any) -> Any:
+        return loss_fn(params, batch) if has_aux else (loss_fn(params, batch), None)
+
+    def differentiated(params: Any) -> Callable[..., Any]:
+        # Of integers and booleans the gradient has no elements.
+        return functools.partial(equinox_value_and_grad(params), allow_int=True)
+
+    def plain(params: Any, batch: Any) -> Any:
+        return differentiated(params)(with_aux, has_aux=True)(params, batch)
+
+    if rules is not None:
+        plain = with_stats(with_aux, 0, True, rules, (), differentiated)
+
+    def gradients(params: Any, batch: Any) -> tuple[Any, Any, Any]:
+        value, grads, *stats = plain(params, batch)
+        return value, partition(grads, is_clippable)[0], stats[0] if stats else {}
+
+    return gradients
+
+
+def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> StepMetrics:
+    skips = instances(opt_state, SkipSpikesState)
+    metrics = {"grad_norm": global_norm(grads), "nonfinite": count_nonfinite(grads), "clips": clips}
+    if len(clips) == 1:
+        (clip,) = clips
+        metrics |= {"measured_norm": clip.norm, "clipped_norm": clip.clipped_norm}
+        metrics["clip_scale"] = clip.scale
+    if skips:
+        metrics["skipped"] = jnp.stack([s.skipped for s in skips]).any()
+        in_a_row = jnp.stack([s.nonfinite_consecutive for s in skips])
+        metrics["nonfinite_consecutive"] = in_a_row.max()
+    return metrics
+
+
+def _check_numbers(params: Any) -> None:
+    """Raises `TypeError` for keys of random numbers, by which JAX does not differentiate."""
+    for path, leaf in with_paths(params):
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise TypeError(
+                f"params: got a leaf of dtype {leaf.dtype} at {path!r}, expected numbers; pass "
+                "keys of random numbers in the batch, or jax.random.key_data(key)"
+            )
+
+
+def _check_trained(
+    optimizer: optax.GradientTransformation, trained: Any, fixed: list[Any], state: Any
+) -> None:
+    """Raises `ValueError` for an optimizer's state with places for integers, as of momentum."""
+    if all(leaf is None for leaf in fixed):
+        return
+    expected = jax.tree.structure(jax.eval_shape(optimizer.init, trained))
+    if jax.tree.structure(state) != expected:
+        raise ValueError(
+            "state: got a state of the optimizer of another structure, expected that of "
+            "step.init(params), in which the integers among the parameters have no places: "
+            f"{expected}"
+        )
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    """A copy that is not weakly typed, so that the second step is not traced anew."""
+    return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)
