@@ -12,7 +12,8 @@ import pytest
 from clipgrad._check.options import CHECKS
 from clipgrad._check.report import Failure, GradCheckReport
 from clipgrad._commands.arguments import inferred_arguments, parameters_of, random_arguments
-from clipgrad._commands.check import UsageError, add_check_parser, load, report_as_json
+from clipgrad._commands.check import add_check_parser, report_as_json
+from clipgrad._commands.function import UsageError, load
 from clipgrad._commands.selftest import add_selftest_parser, cases, laws
 
 MODULE = """
