@@ -152,7 +152,7 @@ def test_the_pages_on_the_checker_count_its_tables():
     promised = (DOCS / "guarantees.md").read_text()
     assert f"All of {small + layers + len(BUGS)} wrong VJPs" in promised
     assert f"{small} small bugs" in promised and f"{layers} layers with one bug" in promised
-    assert f"{len(BUGS)} bugs modelled" in promised and half == 2
+    assert f"{len(BUGS)} bugs modeled" in promised and half == 2
     assert f"{right + more} right functions pass" in promised
     assert f"{right} in float32 and in float64, {more} in float32" in promised
     assert len(test_check_functions.SMOOTH) == 9
