@@ -44,6 +44,7 @@ extensions = [
     "breaks",
     "formulas",
     "guarantee",
+    "keywords",
     "links",
     "offline",
     "signatures",
