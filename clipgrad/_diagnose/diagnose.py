@@ -140,7 +140,7 @@ def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
             findings += lost or underflow_of_arguments(given, grads, [g for _, g, _ in others])
         except (TypeError, ValueError, NotImplementedError) as error:
             # An operation may be there for half precision alone.
-            notes += [f"underflow was not looked for: {first_line(error)}"]
+            notes += [f"diagnose did not look for underflow: {first_line(error)}"]
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
 
 
@@ -174,9 +174,9 @@ def _block_notes(block: ProgramBlock) -> list[str]:
     for place in places:
         name = place.equation.primitive.name
         if name == "custom_vjp_call":
-            text = f"{place.operation} has a VJP of its own, measured as one operation"
+            text = f"{place.operation} has a custom VJP, and is measured as one operation"
         elif name in CLOSED:
-            text = f"{name} is measured from outside as one operation"
+            text = f"{name} is measured as one operation, not inside"
         else:
             continue
         notes.setdefault(text, f"{place.location}: {text}")

@@ -13,9 +13,9 @@ _WORST = 10
 _NAME = 50
 _HEADS = {
     "value": "the value is not finite",
-    "vjp": "the backward pass makes NaN or inf",
-    "grows": "the gradient grows on its way back",
-    "shrinks": "the gradient shrinks on its way back",
+    "vjp": "the backward pass creates NaN or inf",
+    "grows": "the gradient grows in the backward pass",
+    "shrinks": "the gradient shrinks in the backward pass",
     "underflow": "the gradient underflows",
 }
 
