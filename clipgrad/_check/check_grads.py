@@ -189,7 +189,7 @@ def _check_points(check: Check) -> None:
             log.not_run["points"] = "the function is not finite at points nearby"
             return
         check_values(check, other, "at a second point " if k == 1 else "at a further point ")
-    text = "the first pull-back, after another point was differentiated"
+    text = "the first pull-back, called again after another point was differentiated"
     again = check.vjp(check.covectors[0])
     log.fail(check.compare("points", again, check.gradient[0], text))
 
@@ -201,7 +201,7 @@ def _check_device(check: Check, subject_on: Callable, kind: str, device: Any) ->
         gradient = differentiator(subject)(subject.inputs).rows(check.covectors)
     check.log.devices.append(kind)
     check.log.evaluations += 2
-    text = f"the gradient on {kind} against the one on {check.log.devices[0]}"
+    text = f"the gradient on {kind}, compared with the one on {check.log.devices[0]}"
     for row, expected in zip(gradient, check.gradient, strict=True):
         check.log.fail(check.compare("devices", row, expected, text))
 
