@@ -62,8 +62,8 @@ def test_a_safety_clip_is_said_to_act_above_cotangents_of_a_size(limit):
     (failure,) = report.failures
     assert failure.check == "linearity"
     found = re.match(
-        r"the VJP is not linear above cotangents of (\S+) \(a clip that acts there\? "
-        r"skip='linearity', or check the function without it\); the rule is not linear, the "
+        r"the VJP is not linear above cotangents of (\S+) \(a clip that acts there\? write "
+        r"skip='linearity', or check the function without the clip\); the rule is not linear, "
         r"the pull-back of the cotangent times 2 \*\* 20: ",
         failure.detail,
     )
