@@ -50,7 +50,7 @@ REFUSED = [
         (jax.ShapeDtypeStruct((2,), "float32"),),
         {},
     ),
-    (TypeError, r"is no dtype of JAX, write x.astype", jnp.sin, (np.ones(2, ">f4"),), {}),
+    (TypeError, r"is not a dtype of JAX; write x.astype", jnp.sin, (np.ones(2, ">f4"),), {}),
     (ValueError, "keys can't be sorted", lambda x: x[1], ({1: X, "a": X},), {}),
     (ValueError, "^args: got a tree that contains itself", lambda x: x[0], (CYCLE,), {}),
     (ValueError, "^no_grad: got 3, expected one that selects", jnp.sin, (X,), {"no_grad": 3}),
@@ -310,5 +310,5 @@ def test_what_holds_no_number_reaches_the_function_as_it_is(other):
 
 
 def test_numerical_grad_refuses_the_same_arrays():
-    with pytest.raises(TypeError, match="is no dtype of JAX, write x.astype"):
+    with pytest.raises(TypeError, match="is not a dtype of JAX; write x.astype"):
         cg.numerical_grad(jnp.sin, (np.ones(2, ">f4"),), wrt=0)

@@ -140,7 +140,7 @@ def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
     if not floats:
         raise ValueError(
             f"args: got leaves of {sorted({_leaf_kind(leaf) for leaf in leaves})}, expected a "
-            "floating-point array to differentiate with respect to"
+            "floating-point array to differentiate"
         )
     names = [paths[k] for k in floats]
     chosen = set(range(len(floats))) if wrt is None else select(wrt, names, "wrt")

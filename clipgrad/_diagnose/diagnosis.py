@@ -22,14 +22,14 @@ _HEADS = {
 
 @dataclasses.dataclass(frozen=True)
 class GradientDiagnosis:
-    """What `diagnose` found.
+    """The result of `diagnose`; ``print`` shows it as a report.
 
     Attributes:
-      findings: what is wrong; a "value" and a "vjp" finding first.
-      rows: the cotangents of all parts of the program in forward order.
-      notes: what was left out.
-      examples: with ``diagnose(..., examples=...)`` those whose loss or gradient is not finite, or
-        whose gradient has more than a hundred times the norm of the median.
+      findings: the faults; a "value" and a "vjp" finding come first.
+      rows: the cotangents of all parts of the program, in forward order.
+      notes: the parts that were not measured, and decays that are not faults.
+      examples: with ``diagnose(..., examples=...)`` the examples whose loss or gradient is not
+        finite, or whose gradient has a norm above a hundred times the median.
     """
 
     findings: tuple[GradientFinding, ...]
@@ -50,7 +50,7 @@ class GradientDiagnosis:
         return "\n".join(parts if self.findings else ["nothing is wrong with the gradient", *parts])
 
     def plot(self) -> Any:
-        """The norm of the cotangent by depth, and by step of each scan, with the findings marked.
+        """Draws the norm of the cotangent by depth and by step of each scan, with the findings.
 
         Returns:
           A figure of matplotlib, which the extra ``demo`` installs.

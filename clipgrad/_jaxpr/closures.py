@@ -425,8 +425,8 @@ def _closure_text(equation: JaxprEqn, over: str) -> str:
     kind = equation.primitive.name.removesuffix("_call")
     return (
         f"fun: got the jax.{kind} function {_where_defined(equation)}, whose rules close over "
-        f"{over}; expected rules that get it as an argument: call {_function(equation)}(..., "
-        "value), and return its derivative from the rules; if it has none, close over "
+        f"{over}; expected rules that take it as an argument: call {_function(equation)}(..., "
+        "value), and return its derivative from the rules; if it needs none, close over "
         "jax.lax.stop_gradient(value)"
     )
 

@@ -107,7 +107,7 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
     if method == "auto":
         fits = kept <= max(4 * whole, _SMALL_BYTES)
         method = "one pass" if fits else "two passes"
-        why = "the factors are small enough to be kept" if fits else "the factors are large"
+        why = "the factors are small enough to keep" if fits else "the factors are large"
     return Plan(method, why, tuple(leaves), kept, size * whole)
 
 
@@ -123,10 +123,7 @@ def _bytes(shape: Sequence[int], dtype: Any) -> int:
 def _leaf(path: str, shape: tuple[int, ...], value: Any, size: int, notes: list[str]) -> LeafPlan:
     count = math.prod(shape)
     if not isinstance(value, Products):
-        reason = (
-            "; ".join(notes)
-            or "a sum or an element-wise product, no larger than what it is made of"
-        )
+        reason = "; ".join(notes) or "a sum or an element-wise product, no larger than its inputs"
         return LeafPlan(
             path, shape, "direct", 0, 0, 4 * size * count, _bytes(value.shape, value.dtype), reason
         )

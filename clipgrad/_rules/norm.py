@@ -24,7 +24,7 @@ class ClipByNorm(MeasuringRule):
     are not named. ``axis=-1`` clips rows, ``axis=(1, 2, 3)`` each example of a batch of images.
 
     Guarantees:
-      * A leaf (slice) whose norm is at most ``max_norm`` is unchanged, bit for bit.
+      * A leaf (slice) whose norm is at most ``max_norm`` comes back bit-identical.
       * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
         direction is kept.
       * Norms are computed in float32 or wider, without over- or underflow (see `global_norm`).
