@@ -65,7 +65,7 @@ def check_grads(
       * The same seed gives the same report.
 
     ===========  ===================================================================================
-    check        what must hold
+    check        requirement
     ===========  ===================================================================================
     value        every element of the gradient, against differences
     primal       value, dtype and shape of the function called and differentiated are the same

@@ -32,8 +32,8 @@ def numerical_grad(
 
         grad_i = <u, f(x + h e_i) - f(x - h e_i)> / 2h
 
-    extrapolated from two steps h that are powers of two times the scale of x_i; with ``delta``
-    given, the formula as it stands with h = delta. The function is evaluated in float64 if
+    extrapolated from two steps h that are powers of two times the scale of x_i; with ``delta``,
+    the formula above with h = delta. The function is evaluated in float64 if
     possible, for every dtype of its inputs. Its own VJP is never used.
 
     Guarantees:
@@ -47,7 +47,7 @@ def numerical_grad(
       wrt: the inputs to differentiate with respect to: the position or name of an argument gives
         its tree, the path of a leaf such as ``params/w`` gives its array, several give a tuple.
         None gives the tuple of all arguments. Leaves that are not floats become None.
-      output: which outputs to sum: a position, key or path of what ``fun`` returns; None for all.
+      output: which outputs to sum: a position, key or path in the result of ``fun``; None for all.
       cotangent: weights of the outputs, a tree like the chosen outputs or an array for a single
         one; None for the plain sum.
       delta: an absolute step; Paddle's default is 0.005.

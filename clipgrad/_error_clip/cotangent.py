@@ -20,13 +20,13 @@ CotangentRule = Callable[..., Any]
 def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | None = None) -> Any:
     r"""Returns ``x`` as it is, and clips its cotangent in the backward pass.
 
-    With $\bar x$ the sum of the cotangents of all uses of the result, what flows back into the
-    program that produced ``x`` is $\mathrm{rule}(\bar x)$.
+    Let $\bar x$ be the sum of the cotangents of all uses of the result. The program that produced
+    ``x`` gets the cotangent $\mathrm{rule}(\bar x)$.
 
     Guarantees:
       * The value is bit-identical to ``x``, and the program of the forward pass is unchanged.
       * The cotangent is clipped once, after it is summed over all uses.
-      * Its structure, shapes and dtypes are kept, whatever the dtype of the thresholds.
+      * Its structure, shapes and dtypes are kept, for every dtype of the thresholds.
       * For the backward pass it saves only thresholds that are arrays, and ``x`` if the rule needs
         it (`AdaptiveClip`).
       * Leaves without cotangents (integers, booleans, ``None``, strings, PRNG keys, objects) stay

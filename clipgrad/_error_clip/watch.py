@@ -64,7 +64,7 @@ def value_and_grad_with_stats(
     Args:
       fun: a function that returns a scalar, or ``(scalar, aux)``.
       argnums: the positions of the arguments to differentiate.
-      has_aux: whether ``fun`` returns something besides the scalar.
+      has_aux: whether ``fun`` returns ``(scalar, aux)``.
       rules: a rule for each name or pattern; ``None`` in place of a rule: watch only.
       watch: further names and patterns to watch only; ``None``: all tags whose variables have
         cotangents, or all modules if there are no tags.

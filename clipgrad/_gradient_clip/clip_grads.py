@@ -58,7 +58,7 @@ def clip_grads(
       TypeError: if ``rule`` is not a rule, ``where`` has leaves other than booleans, or a leaf is
         an object or of a dtype that JAX lacks; strings and functions are ignored.
       ValueError: if ``where`` selects nothing or is not a prefix, for an unknown ``nonfinite``, for
-        ``norm`` or ``measure`` with another rule, and whatever the rule raises.
+        ``norm`` or ``measure`` with another rule, and each error of the rule.
       FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit` the function
         must be transformed by `jax.experimental.checkify.checkify` for this.
 

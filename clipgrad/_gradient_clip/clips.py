@@ -31,7 +31,7 @@ def clip_by_value(
     Args:
       max: the upper bound: a number, an array that broadcasts into each leaf, a schedule or an
         adaptive threshold.
-      min: the lower bound, likewise but not adaptive; ``None`` means ``-max``.
+      min: the lower bound, of the same kinds except adaptive; ``None`` means ``-max``.
       where: which leaves are clipped; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
       stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.

@@ -51,8 +51,8 @@ def clip_per_example(
 
     Guarantees:
       * With the rule ``None`` and ``"mean"`` it is `jax.value_and_grad` of the mean loss.
-      * Gradients are clipped and summed in float32, float64 where the parameter is, whatever the
-        dtype of the parameters, and rounded to that dtype once, at the end. So one example adds
+      * Gradients are clipped and summed in float32, or float64 if the parameter is, and rounded to
+        the dtype of the parameter once, at the end. So one example adds
         a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, for float16 and bfloat16 as well.
       * That last rounding moves each element of the result by at most 1/256 of it in bfloat16,
         1/2048 in float16, which may be more than the share of one example. If the bound must hold
@@ -82,7 +82,7 @@ def clip_per_example(
       reduce: ``"mean"`` or ``"sum"``, of the clipped gradients and of the losses.
       microbatch: the number of examples to differentiate at once, which must divide the batch;
         ``None``: all of them.
-      has_aux: whether ``loss_fn`` returns something besides the loss.
+      has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
       where: which leaves are clipped; see `clip_grads`. The others are summed as they are.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`. With ``"zero"`` an
         example with NaN or inf does not spoil the others: it is left out if the gradient of a

@@ -48,7 +48,7 @@ def per_example_norms(
     Args:
       loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
         batch without its leading axis.
-      has_aux: whether ``loss_fn`` returns something besides the loss, which is not used.
+      has_aux: whether ``loss_fn`` returns ``(scalar, aux)``; ``aux`` is not used.
       where: which leaves are measured; see `clip_grads`.
       per_leaf: whether to return the norms of each leaf.
       microbatch: the number of examples at once, which must divide the batch; ``None``: all.

@@ -120,12 +120,12 @@ def train_step(
       optimizer: an optax gradient transformation, such as
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
         ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.
-      error_clip: a rule for each name of a variable inside of ``loss_fn``, a tag, the path of a
+      error_clip: a rule for each name of a variable inside ``loss_fn``, a tag, the path of a
         module or a pattern, see `error_clip_by_name`; ``None`` in place of a rule: watch only. With
         ``accumulate=k`` it sees the cotangents of one microbatch. If the loss is a mean over the
         batch, they are k times as large, so make a limit by value k times as large, too.
       accumulate: the number of microbatches that the leading axis of the batch is split into.
-      has_aux: whether ``loss_fn`` returns something besides the loss.
+      has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
       donate: whether a step may write the new state into the buffers of the old one, which
         can't be used any more after that.
 
