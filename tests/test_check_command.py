@@ -321,7 +321,7 @@ def test_the_selftest_runs_on_what_is_there_and_says_what_is_not(capsys, monkeyp
     assert command("selftest", "--device", "cpu,tpu") == 0
     text = capsys.readouterr().out
     assert "ok     clip_cotangent, off" in text
-    assert "0 failed; devices: cpu; not run, since there is none here: tpu" in text
+    assert "0 failed; devices: cpu; missing here, so not run: tpu" in text
 
 
 def test_the_selftest_fails_on_a_wrong_rule(capsys, monkeypatch):

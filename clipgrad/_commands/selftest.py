@@ -158,7 +158,7 @@ def run_selftest(options: argparse.Namespace) -> int:
         failed += not same
         print(f"{'ok    ' if same else 'FAILED'} {law.name}", flush=True)
     there, absent = ", ".join(devices.there) or "none", ", ".join(devices.absent) or "none"
-    print(f"{failed} failed; devices: {there}; not run, since there is none here: {absent}")
+    print(f"{failed} failed; devices: {there}; missing here, so not run: {absent}")
     return FAILED if failed else PASSED
 
 

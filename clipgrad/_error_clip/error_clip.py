@@ -125,7 +125,8 @@ def _clip_inputs(
     for name in rules:
         if name not in signature.parameters and name not in kwargs:
             raise ValueError(
-                f"error_clip: got the keywords {list(kwargs)}, expected {name!r}, which has a rule"
+                f"error_clip: got the keywords {list(kwargs)}, expected {name!r} among them, "
+                "since it has a rule"
             )
     for name, value in bound.arguments.items():
         bound.arguments[name] = _clip_argument(signature.parameters[name], value, rules)

@@ -405,7 +405,7 @@ class _Still(NamedTuple):
     def of(cls, equation: JaxprEqn, rules: Any) -> "_Still":
         """Raises `ValueError` if the rules could not be traced."""
         if not isinstance(rules, _Rules):
-            over = "a value of a transformation around it, such as jax.vmap, that ends before them"
+            over = "a value of an enclosing transformation, such as jax.vmap, which ends earlier"
             raise ValueError(_closure_text(equation, over)) from rules
         return cls(equation, rules)
 
