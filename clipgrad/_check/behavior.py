@@ -59,7 +59,7 @@ def check_behavior(check: Check) -> None:
 def determinism(check: Check) -> list[Failure]:
     """The same pull-back called twice, and the function differentiated twice, agree."""
     first, expected = check.covectors[0], check.gradient[0]
-    again = _exactly(check, check.vjp(first), expected, "the pull-back, called twice")
+    again = _exactly(check, check.vjp(first), expected, "the pull-back called twice")
     anew = check.differentiate(check.subject.inputs)(first)
     text = "the function differentiated twice (randomness or side effects?)"
     return again or _exactly(check, anew, expected, text)
