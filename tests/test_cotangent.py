@@ -243,7 +243,7 @@ def test_a_probe_may_be_float64():
     "bad, match",
     [
         (0.0, r"probe: got float, expected clipgrad.ClipStats.zero\(\)"),
-        (cg.ClipStats.zero((3,)), r"probe: got leading axes \(3,\), expected one without"),
+        (cg.ClipStats.zero((3,)), r"probe: got leading axes \(3,\), expected a probe without"),
     ],
 )
 def test_what_is_no_probe_is_refused(bad, match):

@@ -31,8 +31,8 @@ def test_what_is_sick_is_found(name):
 @pytest.mark.parametrize(
     "name, why",
     [
-        ("moving_average", "the factor depends on nothing that is differentiated"),
-        ("unrolled_fixed_point", "the same enters at each step"),
+        ("moving_average", "the factor is fixed, not learned"),
+        ("unrolled_fixed_point", "each step gets the same inputs"),
     ],
 )
 def test_a_decay_that_is_meant_is_a_note(name, why):

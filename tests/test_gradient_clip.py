@@ -315,7 +315,10 @@ def test_adaptive_clipping_without_parameters_is_refused():
     "params, match",
     [
         ({"a": jnp.ones(3)}, r"params: got \(3,\) for a, expected the shape .*, \(2,\)"),
-        ({"b": jnp.ones(2)}, "params: got another structure, expected that of the gradients"),
+        (
+            {"b": jnp.ones(2)},
+            "params: got another structure, expected the structure of the gradients",
+        ),
         ({"a": None}, "params: got None for a"),
     ],
     ids=range(3),

@@ -479,7 +479,7 @@ def with_a_dead_end(x):
             ValueError,
             "a variable inside of custom_vjp_call, exp",
         ),
-        (with_a_dead_end, "dead", ValueError, "names a value that is not used, expected one that"),
+        (with_a_dead_end, "dead", ValueError, "names an unused value, expected one that"),
     ],
 )
 def test_what_cannot_be_clipped_is_an_error(loss, name, error, match):
@@ -638,7 +638,7 @@ def test_a_scope_that_is_called_like_a_transformation_is_none_whatever_came_firs
 
 
 def test_a_norm_of_a_batch_is_a_warning():
-    with pytest.warns(UserWarning, match=r"measures a norm for \['net/a'\], inside of jax.vmap"):
+    with pytest.warns(UserWarning, match=r"norm rule for \['net/a'\] inside jax.vmap"):
         cg.error_clip_by_name(loss_of(mapped), {"net/a": cg.ClipByNorm(0.1)})(X)
 
 

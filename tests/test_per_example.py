@@ -467,10 +467,10 @@ def test_wrong_arguments_are_refused_at_once(wrong, error, match):
 @pytest.mark.parametrize(
     "batch, match",
     [
-        ({"x": jnp.ones((4, 2)), "y": jnp.ones(3)}, r"'x': \(4, 2\), 'y': \(3,\)}, expected a lea"),
-        ({"x": jnp.ones((4, 2)), "y": 1.0}, r"'y': \(\)}, expected a leading axis of the same"),
-        (jnp.ones(()), r"{'the batch': \(\)}, expected a leading axis"),
-        (jnp.ones((0, 2)), r"{'the batch': \(0, 2\)}, expected a leading axis"),
+        ({"x": jnp.ones((4, 2)), "y": jnp.ones(3)}, r"'x': \(4, 2\), 'y': \(3,\)}, expected the"),
+        ({"x": jnp.ones((4, 2)), "y": 1.0}, r"'y': \(\)}, expected the same leading axis"),
+        (jnp.ones(()), r"{'the batch': \(\)}, expected the same leading axis"),
+        (jnp.ones((0, 2)), r"{'the batch': \(0, 2\)}, expected the same leading axis"),
         ({}, "batch: got leaves of the shapes {}"),
         (jnp.ones((4, 2)), "microbatch: got 3, expected a divisor of the 4 examples"),
     ],

@@ -271,7 +271,7 @@ def test_a_batch_that_was_donated_is_refused_at_the_first_step(recorder):
         recorder.record(state, [1, object()])
     recorder.record(state, {"index": 7, "name": "shard 3"})
     state.opt_state.count.delete()
-    with pytest.raises(ValueError, match="state: got buffers that the .* gave back: state"):
+    with pytest.raises(ValueError, match="state: got buffers that the .* returned; call state"):
         recorder.record(state, jnp.ones(2))
 
 
@@ -325,7 +325,7 @@ def test_after_resume_a_second_bad_step_is_a_second_capture(tmp_path):
     recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False, max_captures=2)
     state = STEP.init(PARAMS)
     given = batches(9, 2, 4, 7)
-    with pytest.warns(RuntimeWarning, match="step 7; .* max_captures: got 2, and that many are in"):
+    with pytest.warns(RuntimeWarning, match="step 7; .* max_captures: got 2, but there are"):
         for batch in given:
             state, _ = STEP(state, batch)
             jax.block_until_ready(state)

@@ -32,13 +32,13 @@ def per_example_norms(
     microbatch: int | None = None,
     method: str = "auto",
 ) -> "PerExampleNorms":
-    r"""Makes a function of the L2 norms of the gradients of all examples of a batch.
+    r"""Makes a function that returns the L2 norm of the gradient of each example of a batch.
 
     $$\|\nabla_w\,\mathrm{loss}(w, x_i)\|_2 \quad \text{for each example } x_i$$
 
-    The gradient of a weight for one example is a sum of products $X^\top Y$ of what went into a
-    layer and the cotangent of what came out, and $\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top
-    \rangle$: so no example's gradient is made.
+    The gradient of a weight for one example is a sum of products $X^\top Y$ of the input of a
+    layer and the cotangent of its output, and $\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top
+    \rangle$: so no example's gradient is needed.
 
     Guarantees:
       * A norm is that of `global_norm` of the example's gradient to about 1e-5, and where products
@@ -48,17 +48,17 @@ def per_example_norms(
     Args:
       loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
         batch without its leading axis.
-      has_aux: whether ``loss_fn`` returns something besides the loss, which is not used.
+      has_aux: whether ``loss_fn`` returns ``(scalar, aux)``; ``aux`` is not used.
       where: which leaves are measured; see `clip_grads`.
       per_leaf: whether to return the norms of each leaf.
-      microbatch: how many examples to look at at once, which must divide the batch; ``None``: all.
-      method: see `clip_per_example`; ``"direct"`` makes the gradients, all others measure them
-        where they arise.
+      microbatch: the number of examples at once, which must divide the batch; ``None``: all.
+      method: see `clip_per_example`; ``"direct"`` computes the gradients; all others measure
+        them where they arise.
 
     Returns:
       A function ``(params, batch) -> norms``, an array of shape (B,); with ``per_leaf`` a
       dictionary from paths such as ``"layers/0/kernel"`` to these. Its method ``plan(params,
-      batch)`` says what is done with each leaf.
+      batch)`` shows the method for each leaf, and the reason.
 
     Raises:
       ValueError: for a ``microbatch`` that is not a positive integer, an unknown ``method``; when

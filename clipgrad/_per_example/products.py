@@ -10,7 +10,7 @@ from jax.lax import GatherScatterMode
 from clipgrad._per_example.follow import follows, is_plain_array
 from clipgrad._per_example.terms import Factor, GradientAxis, Products, Term, Unfollowed
 
-SMALL = "no larger for one example than what it is the product of"
+SMALL = "no larger for one example than its factors"
 
 
 @follows("dot_general")
@@ -102,7 +102,7 @@ def _terms(updates: Any, rows: list[int], inside: list[jax.Array], clips: bool) 
         terms = [Term((Factor(updates, labels),), tuple(axes))]
     else:
         if updates.carried:
-            raise Unfollowed("a carry that is added by index")
+            raise Unfollowed("a carry with rows added by index")
         terms = list(updates.terms)
     if any(
         len(term.axes[i].labels) != 1 or term.extent(term.axes[i]) != term.axes[i].size

@@ -59,5 +59,5 @@ def check_params(params: Any) -> None:
                 "expected arrays; for a model with other leaves write\n"
                 "  arrays, rest = eqx.partition(model, eqx.is_inexact_array)\n"
                 "  loss = lambda arrays, example: loss_fn(eqx.combine(arrays, rest), example)\n"
-                "and give arrays as the parameters"
+                "and pass arrays as the parameters"
             )
