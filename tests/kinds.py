@@ -36,8 +36,8 @@ def covering(
 ) -> list[int]:
     """The fewest rows, or nearly, that show each combination of each group; always one.
 
-    Of rows that show equally many new ones, that with the most new pairs of any two parameters.
-    Those that come first are among them.
+    Of rows that show equally many new ones, that with the most new pairs of any two parameters, and
+    then that whose parameters the fewest have. Those that come first are among them.
     """
     wanted, other = (
         [shown_by(row, names) for row in rows] for names in (tuple(groups), pairs_of(rows[0]))
@@ -46,11 +46,19 @@ def covering(
     missing, unseen = (
         set().union(*shown).difference(*(shown[i] for i in picked)) for shown in (wanted, other)
     )
+    used = collections.Counter(pair for i in picked for pair in rows[i].items())
     while missing or not picked:
         best = max(
-            range(len(rows)), key=lambda i: (len(wanted[i] & missing), len(other[i] & unseen), -i)
+            range(len(rows)),
+            key=lambda i: (
+                len(wanted[i] & missing),
+                len(other[i] & unseen),
+                -sum(used[pair] for pair in rows[i].items()),
+                -i,
+            ),
         )
         picked.append(best)
+        used.update(rows[best].items())
         missing -= wanted[best]
         unseen -= other[best]
     return picked

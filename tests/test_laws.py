@@ -50,6 +50,7 @@ def params_like(tree, seed=1):
 
 
 @pytest.mark.kinds("case apply", "scale")
+@pytest.mark.ci("apply scale", "case apply")
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [1e-30, 0.01, 1.0, 30.0, 1e19, 1e30])
@@ -159,6 +160,7 @@ def subnormal_like(tree):
 
 
 @pytest.mark.kinds("apply")
+@pytest.mark.ci("case", "apply")
 @everywhere
 @every_case
 def test_subnormal_numbers_become_exact_zeros_at_zero_and_never_nan(case, apply, key):
@@ -173,6 +175,7 @@ def test_subnormal_numbers_become_exact_zeros_at_zero_and_never_nan(case, apply,
 
 
 @pytest.mark.kinds("apply")
+@pytest.mark.ci("case", "apply")
 @everywhere
 @every_case
 def test_a_leaf_of_subnormal_numbers_changes_nothing_about_the_others(case, apply, key):
@@ -261,6 +264,7 @@ NARROW = [
 
 
 @pytest.mark.kinds("dtype")
+@pytest.mark.ci("case", "dtype")
 @every_case
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_narrow_dtype_is_clipped_in_float32_and_rounded_once(case, dtype, key):
@@ -286,6 +290,7 @@ def derivatives_through(make, apply):
 
 
 @pytest.mark.kinds("apply", "scale", case=rule_of)
+@pytest.mark.ci("case apply", "apply scale")
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e20])
@@ -397,6 +402,7 @@ def test_clipping_twice_is_clipping_once(case, key):
 
 
 @pytest.mark.kinds("apply")
+@pytest.mark.ci("case", "apply")
 @everywhere
 @every_case
 def test_compiled_and_eager_agree(case, apply, key):
@@ -439,6 +445,7 @@ def test_python_numbers_as_gradients_are_clipped_or_constants(apply):
 
 
 @pytest.mark.kinds("apply", "scale")
+@pytest.mark.ci("case", "apply scale")
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e30])

@@ -200,6 +200,7 @@ def by_hand(program):
 
 @pytest.mark.exhaustive
 @pytest.mark.kinds("compile")
+@pytest.mark.ci("program", "compile")
 @programs
 @pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_the_gradient_is_that_of_clips_written_by_hand(program, compile):
