@@ -220,6 +220,7 @@ def test_the_value_is_unchanged_bit_by_bit(program):
     np.testing.assert_array_equal(clipped(X), loss(X))
 
 
+@pytest.mark.kinds()
 @programs
 def test_a_name_without_a_rule_changes_nothing(program):
     loss = loss_of(program)
