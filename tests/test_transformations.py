@@ -241,7 +241,7 @@ def test_the_checkpoint_of_a_decorated_function(rule):
     assert_close(gradient, expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.kinds("rule")
+@pytest.mark.kinds()
 @every_rule
 def test_inside_and_outside_of_a_custom_vjp(rule):
     @jax.custom_vjp
