@@ -129,6 +129,7 @@ def facts_of_update(tx: Any, kind: str, dtype: Any = jnp.float32) -> Facts:
 # Rules
 
 
+@pytest.mark.kinds("case kind", "place")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("place", PLACES)
 @every_kind

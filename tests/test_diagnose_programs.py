@@ -61,6 +61,7 @@ def devices_in_a_scan(x):
     return jax.lax.scan(step, 0.0, jnp.stack([x + 1, x, x + 2]))[0]
 
 
+@pytest.mark.kinds("loss", "bad")
 @pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-0.5, "value")])
 @pytest.mark.parametrize(
     "loss", [on_devices, unchecked, replicas, scan_on_devices, devices_in_a_scan]
@@ -88,6 +89,7 @@ def cells(x, y):
     )
 
 
+@pytest.mark.exhaustive
 def test_faults_on_several_devices_do_not_hide_each_other():
     def found(x=(), y=()):
         xs, ys = jnp.ones(4), jnp.ones(8)
@@ -237,6 +239,7 @@ OVERFLOWS = [
 ]
 
 
+@pytest.mark.kinds(then=str)
 @pytest.mark.parametrize("loss, text, then", OVERFLOWS, ids=lambda x: getattr(x, "__name__", None))
 def test_the_overflow_is_the_finding_and_nan_its_consequence(loss, text, then):
     if loss is half_square:

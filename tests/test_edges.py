@@ -240,6 +240,7 @@ def model(params, x):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.ci("threshold stats", "rule")
 @pytest.mark.parametrize("stats", [False, True, "per_leaf"])
 @pytest.mark.parametrize("threshold", THRESHOLDS.values(), ids=THRESHOLDS)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -251,7 +252,7 @@ def test_a_gradient_clip_warns_nobody_of_numpy_numbers(rule, threshold, stats):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(updates))
 
 
-@pytest.mark.kinds("nonfinite", "rule")
+@pytest.mark.kinds("nonfinite")
 @pytest.mark.parametrize("rule", [make(np.float64(0.5)) for make in RULES.values()], ids=RULES)
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error"])
 def test_clip_grads_warns_nobody_of_numpy_numbers(nonfinite, rule):

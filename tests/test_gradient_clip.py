@@ -33,6 +33,7 @@ def update(tx, grads, params=None, state=None, **extra):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.ci("name shapes", "threshold")
 @pytest.mark.parametrize("name", [name for name, (_, theirs) in CLIPS.items() if theirs])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("threshold", [0.01, 0.37, 0.5])

@@ -200,6 +200,7 @@ def by_hand(program):
 
 @pytest.mark.exhaustive
 @pytest.mark.kinds("compile")
+@pytest.mark.ci("program", "compile")
 @programs
 @pytest.mark.parametrize("compile", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_the_gradient_is_that_of_clips_written_by_hand(program, compile):
@@ -219,6 +220,7 @@ def test_the_value_is_unchanged_bit_by_bit(program):
     np.testing.assert_array_equal(clipped(X), loss(X))
 
 
+@pytest.mark.kinds()
 @programs
 def test_a_name_without_a_rule_changes_nothing(program):
     loss = loss_of(program)
