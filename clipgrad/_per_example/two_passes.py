@@ -1,5 +1,6 @@
 """Clipped sums with nothing kept: first the norms, then the gradients once more, weighted."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from clipgrad._per_example.sums import (
     summed_over_examples,
 )
 from clipgrad._per_example.terms import Products
-from clipgrad._per_example.traced import each_example, one_example
+from clipgrad._per_example.traced import ExampleGradient
 from clipgrad._per_example.wanted import Want
 
 
@@ -65,15 +66,26 @@ def two_passes_sums(
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     measure = Measure(subject.nonfinite == "zero")
-    found = each_example(subject.loss_fn, subject.has_aux, params, examples, end=measure)
-    scaling = scaling_of(subject, params, found.gradients, batch_size(examples))
 
-    def of_one(params: Any, example: Any, weights: Any, ok: Any, like: Any) -> list[jax.Array]:
-        end = Add(weights, ok, like)
-        grads, _ = one_example(subject.loss_fn, subject.has_aux, params, example, end, Notes())
-        return [end.of_leaf(value, i).array for i, value in enumerate(grads)]
+    def of_one(params: Any, example: Any, like: Any) -> tuple[list[jax.Array], tuple[Any, Any]]:
+        gradient = ExampleGradient.of(subject.loss_fn, subject.has_aux, params, example, Notes())
+        found, value = gradient(jnp.ones(()), measure)
+        scaling = scaling_of(subject, params, found)
+        end = Add(scaling.weights, scaling.ok, like)
+        grads, _ = gradient(_one_after(scaling.weights), end)
+        sums = [end.of_leaf(each, i).array for i, each in enumerate(grads)]
+        return sums, (value, scaling.stats)
 
-    mapped = jax.vmap(of_one, in_axes=(None, 0, 0, 0, 0), out_axes=None)
-    each = scaling.weights, scaling.ok, jnp.zeros(batch_size(examples), bool)
-    sums = mapped(params, examples, *each)
-    return jax.tree.structure(params).unflatten(sums), (found.value, scaling.stats)
+    mapped = jax.vmap(of_one, in_axes=(None, 0, 0), out_axes=(None, 0))
+    sums, rest = mapped(params, examples, jnp.zeros(batch_size(examples), bool))
+    return jax.tree.structure(params).unflatten(sums), rest
+
+
+def _one_after(weights: Sequence[jax.Array | None]) -> jax.Array:
+    """The number 1, which no compiler knows before it has these numbers.
+
+    So the second backward pass begins when the first one has ended, and shares nothing with it:
+    `jax.lax.optimization_barrier` is gone when XLA orders a program.
+    """
+    never = [jnp.isnan(w) & jnp.isinf(w) for w in weights if w is not None]
+    return jnp.where(functools.reduce(jnp.logical_or, never, jnp.array(False)), 0.0, jnp.ones(()))
