@@ -1,7 +1,6 @@
 """The norms of the gradients of the examples of a batch, alone."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from clipgrad._per_example.batches import (
 )
 from clipgrad._per_example.explicit import with_auto_axes
 from clipgrad._per_example.follow import Measure
-from clipgrad._per_example.one_pass import squares_of
+from clipgrad._per_example.one_pass import each_squares
 from clipgrad._per_example.plan import Plan, plan_of
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params
@@ -115,13 +114,15 @@ class PerExampleNorms:
             values = jax.tree.leaves(grads[0] if subject.has_aux else grads)
         paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
         flags = subject.flags(params)
-        chosen = [pair for pair, flag in zip(zip(paths, values, strict=True), flags, strict=True) if flag]
-        of_one = functools.partial(_example_norms, per_leaf=self.per_leaf)
-        return jax.vmap(of_one, axis_size=batch_size(examples))(dict(chosen))
+        chosen = {
+            path: each_squares(value, batch_size(examples))
+            for path, value, flag in zip(paths, values, flags, strict=True)
+            if flag
+        }
+        if self.per_leaf:
+            return {path: jax.vmap(_example_norm)([leaf]) for path, leaf in chosen.items()}
+        return jax.vmap(_example_norm)(list(chosen.values()))
 
 
-def _example_norms(values: dict[str, Any], per_leaf: bool) -> Any:
-    leaves = {path: squares_of(value) for path, value in values.items()}
-    if per_leaf:
-        return {path: leaf.norm().value for path, leaf in leaves.items()}
-    return Squares.sum(list(leaves.values())).norm().value
+def _example_norm(leaves: list[Squares]) -> jax.Array:
+    return Squares.sum(leaves).norm().value

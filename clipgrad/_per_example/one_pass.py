@@ -23,38 +23,36 @@ def one_pass_sums(
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     found = each_example(subject.loss_fn, subject.has_aux, params, examples)
-
-    def of_one(gradients: list[Any]) -> Scaling:
-        return scaling_of(subject, params, gradients)
-
-    scaling = jax.vmap(of_one, axis_size=batch_size(examples))(found.gradients)
-    zero = subject.nonfinite == "zero"
+    scaling = scaling_of(subject, params, found.gradients, batch_size(examples))
     sums = [
-        weighted_sum(value, weight, None if weight is None else scaling.ok, zero)
+        weighted_sum(value, weight, None if weight is None else scaling.ok, scaling.zero)
         for value, weight in zip(found.gradients, scaling.weights, strict=True)
     ]
     return jax.tree.structure(params).unflatten(sums), (found.value, scaling.stats)
 
 
 class Scaling(NamedTuple):
-    """By what the gradient of an example is scaled."""
+    """By what the gradients of the examples are scaled."""
 
     weights: list[jax.Array | None]  # of each leaf; None where it is not clipped
-    ok: jax.Array | None  # whether it is not left out
+    ok: jax.Array | None  # which examples are not left out
+    zero: bool  # whether NaN and inf in arrays count as 0
     stats: ClipStats
 
 
-def scaling_of(subject: PerExampleSubject, params: Any, values: Sequence[Any]) -> Scaling:
-    """The scales of the leaves of an example, from their products, squares or arrays.
+def scaling_of(
+    subject: PerExampleSubject, params: Any, values: Sequence[Any], size: int
+) -> Scaling:
+    """The scales of the leaves of ``size`` examples, from their products, squares or arrays.
 
     With ``nonfinite="zero"`` an example is left out whose gradient of a leaf is NaN or inf, unless
     it is an array in which these count as 0.
     """
     zero, flags = subject.nonfinite == "zero", subject.flags(params)
-    leaves = [squares_of(v, zero) for v, flag in zip(values, flags, strict=True) if flag]
+    leaves = [each_squares(v, size, zero) for v, flag in zip(values, flags, strict=True) if flag]
     ok = None
     if zero:
-        ok = jnp.all(jnp.stack([jnp.isfinite(leaf.total) for leaf in leaves]))
+        ok = jnp.all(jnp.stack([jnp.isfinite(leaf.total) for leaf in leaves]), axis=0)
         leaves = [
             leaf._replace(
                 total=jnp.where(ok, leaf.total, 0), exponent=jnp.where(ok, leaf.exponent, 0)
@@ -65,11 +63,13 @@ def scaling_of(subject: PerExampleSubject, params: Any, values: Sequence[Any]) -
     chosen = structure.unflatten(partition(parameters, flags)[0])
     weights, stats = example_scales(subject.rule, chosen, leaves)
     each = iter(weights)
-    return Scaling([next(each) if flag else None for flag in flags], ok, stats)
+    return Scaling([next(each) if flag else None for flag in flags], ok, zero, stats)
 
 
-def squares_of(value: Any, zero: bool = False) -> Squares:
-    """The squares of a leaf of one example."""
+def each_squares(value: Any, size: int, zero: bool = False) -> Squares:
+    """The squares of a leaf for each example."""
     if isinstance(value, Squares):
         return value
-    return squares(value) if isinstance(value, Products) else Squares.of(value, zero)
+    if isinstance(value, Products):
+        return jax.vmap(squares, axis_size=size)(value)
+    return jax.vmap(lambda x: Squares.of(x, zero))(value)

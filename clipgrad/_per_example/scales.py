@@ -26,10 +26,20 @@ def why_direct(rule: Any) -> str | None:
 def example_scales(
     rule: Any, params: Any, leaves: Sequence[Squares]
 ) -> tuple[list[jax.Array], ClipStats]:
-    """The scales of the leaves of one example, and what they do.
+    """The scales of the leaves of each example, and what they do.
 
     ``params`` has the leaves that are clipped, and `None` in place of others.
     """
+
+    def of_one(leaves: Sequence[Squares]) -> tuple[list[jax.Array], ClipStats]:
+        return _scales_of_one(rule, params, leaves)
+
+    return jax.vmap(of_one)(list(leaves))
+
+
+def _scales_of_one(
+    rule: Any, params: Any, leaves: Sequence[Squares]
+) -> tuple[list[jax.Array], ClipStats]:
     kinds, dtype = [jnp.asarray(p) for p in jax.tree.leaves(params)], stats_dtype(params)
     sizes = [float(p.size) for p in kinds]
     ones = [jnp.ones((), accumulator(p)) for p in kinds]

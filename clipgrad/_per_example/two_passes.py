@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator
-from clipgrad._per_example.batches import batch_size
+from clipgrad._per_example.after import never
+from clipgrad._per_example.batches import batch_size, each
 from clipgrad._per_example.follow import Measure, Notes
 from clipgrad._per_example.one_pass import scaling_of
 from clipgrad._per_example.subject import PerExampleSubject
@@ -19,7 +20,7 @@ from clipgrad._per_example.sums import (
     summed_over_examples,
 )
 from clipgrad._per_example.terms import Products
-from clipgrad._per_example.traced import ExampleGradient
+from clipgrad._per_example.traced import each_example, one_example
 from clipgrad._per_example.wanted import Want
 
 
@@ -65,27 +66,34 @@ def two_passes_sums(
     subject: PerExampleSubject, params: Any, examples: Any
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
+    measured = functools.partial(_measured, subject)
+    parts = _part_count(batch_size(examples))
+    (weights, ok, stats), value = each(measured, params, examples, parts)
+
+    def of_one(params: Any, example: Any, weights: Any, ok: Any, like: Any) -> list[jax.Array]:
+        end, after = Add(weights, ok, like), never(weights)
+        options = subject.loss_fn, subject.has_aux
+        grads, _ = one_example(*options, params, example, end, Notes(), after)
+        return [end.of_leaf(value, i).array for i, value in enumerate(grads)]
+
+    mapped = jax.vmap(of_one, in_axes=(None, 0, 0, 0, 0), out_axes=None)
+    sums = mapped(params, examples, weights, ok, jnp.zeros(batch_size(examples), bool))
+    return jax.tree.structure(params).unflatten(sums), (value, stats)
+
+
+def _measured(subject: PerExampleSubject, params: Any, examples: Any) -> tuple[Any, Any]:
+    """The first pass: weights, flags and statistics; and what the loss function returned."""
     measure = Measure(subject.nonfinite == "zero")
-
-    def of_one(params: Any, example: Any, like: Any) -> tuple[list[jax.Array], tuple[Any, Any]]:
-        gradient = ExampleGradient.of(subject.loss_fn, subject.has_aux, params, example, Notes())
-        found, value = gradient(jnp.ones(()), measure)
-        scaling = scaling_of(subject, params, found)
-        end = Add(scaling.weights, scaling.ok, like)
-        grads, _ = gradient(_one_after(scaling.weights), end)
-        sums = [end.of_leaf(each, i).array for i, each in enumerate(grads)]
-        return sums, (value, scaling.stats)
-
-    mapped = jax.vmap(of_one, in_axes=(None, 0, 0), out_axes=(None, 0))
-    sums, rest = mapped(params, examples, jnp.zeros(batch_size(examples), bool))
-    return jax.tree.structure(params).unflatten(sums), rest
+    found = each_example(subject.loss_fn, subject.has_aux, params, examples, end=measure)
+    scaling = scaling_of(subject, params, found.gradients, batch_size(examples))
+    return (scaling.weights, scaling.ok, scaling.stats), found.value
 
 
-def _one_after(weights: Sequence[jax.Array | None]) -> jax.Array:
-    """The number 1, which no compiler knows before it has these numbers.
+def _part_count(size: int) -> int:
+    """In how many parts examples are measured.
 
-    So the second backward pass begins when the first one has ended, and shares nothing with it:
-    `jax.lax.optimization_barrier` is gone when XLA orders a program.
+    What measuring needs beside a plain gradient, such as patches and stacked factors, is less than
+    that again: so half of the examples need no more than the second pass. They are not parted
+    where a half might not be one on each device.
     """
-    never = [jnp.isnan(w) & jnp.isinf(w) for w in weights if w is not None]
-    return jnp.where(functools.reduce(jnp.logical_or, never, jnp.array(False)), 0.0, jnp.ones(()))
+    return 2 if size % (2 * jax.device_count()) == 0 else 1
