@@ -51,7 +51,9 @@ class After(Hook):
         if place is None:
             outputs = self.hook(equation, inputs)
             return None if outputs is None else [self._tied(x) for x in outputs]
-        return self.hook(equation, [*inputs[:place], self._tied(inputs[place]), *inputs[place + 1 :]])
+        return self.hook(
+            equation, [*inputs[:place], self._tied(inputs[place]), *inputs[place + 1 :]]
+        )
 
     def _tied(self, x: Any) -> Any:
         if jnp.issubdtype(x.dtype, jax.dtypes.extended):

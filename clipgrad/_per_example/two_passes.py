@@ -92,8 +92,9 @@ def _measured(subject: PerExampleSubject, params: Any, examples: Any) -> tuple[A
 def _part_count(size: int) -> int:
     """In how many parts examples are measured.
 
-    What measuring needs beside a plain gradient, such as patches and stacked factors, is less than
-    that again: so half of the examples need no more than the second pass. They are not parted
-    where a half might not be one on each device.
+    What measuring needs beside a plain gradient, such as patches and stacked factors, was at most
+    1.2 times that again, and stacks of the second pass may be there before the first one ends: a
+    quarter of the examples leaves room for both. There are fewer parts where one might not have
+    an example of its own for each device.
     """
-    return 2 if size % (2 * jax.device_count()) == 0 else 1
+    return next(n for n in (4, 2, 1) if n == 1 or size % (n * jax.device_count()) == 0)
