@@ -67,7 +67,7 @@ def two_passes_sums(
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     measured = functools.partial(_measured, subject)
-    parts = _part_count(batch_size(examples))
+    parts = _measured_parts(batch_size(examples))
     (weights, ok, stats), value = each(measured, params, examples, parts)
 
     def of_one(params: Any, example: Any, weights: Any, ok: Any, like: Any) -> list[jax.Array]:
@@ -89,7 +89,7 @@ def _measured(subject: PerExampleSubject, params: Any, examples: Any) -> tuple[A
     return (scaling.weights, scaling.ok, scaling.stats), found.value
 
 
-def _part_count(size: int) -> int:
+def _measured_parts(size: int) -> int:
     """In how many parts examples are measured.
 
     What measuring needs beside a plain gradient, such as patches and stacked factors, was at most
