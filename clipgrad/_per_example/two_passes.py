@@ -66,7 +66,7 @@ def two_passes_sums(
     subject: PerExampleSubject, params: Any, examples: Any
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
-    measured = functools.partial(_measured, subject)
+    measured = functools.partial(_first_pass, subject)
     parts = _measured_parts(batch_size(examples))
     (weights, ok, stats), value = each(measured, params, examples, parts)
 
@@ -81,7 +81,7 @@ def two_passes_sums(
     return jax.tree.structure(params).unflatten(sums), (value, stats)
 
 
-def _measured(subject: PerExampleSubject, params: Any, examples: Any) -> tuple[Any, Any]:
+def _first_pass(subject: PerExampleSubject, params: Any, examples: Any) -> tuple[Any, Any]:
     """The first pass: weights, flags and statistics; and what the loss function returned."""
     measure = Measure(subject.nonfinite == "zero")
     found = each_example(subject.loss_fn, subject.has_aux, params, examples, end=measure)
