@@ -48,10 +48,15 @@ def one_product(hook: Any, term: Term, aval: Any, want: Any) -> list[Products]:
     whole = {label for axis in term.axes for label in axis.labels}
     if any(whole <= set(factor.labels) for factor in term.factors):
         raise Unfollowed("an element-wise product, as large as its factors")
-    summed = hook.end is not None and hook.end.adds(want)
-    if want.repeat == 1 and math.prod(aval.shape) <= sum(sizes) and not summed:
+    if is_small(hook, aval, sum(sizes), want):
         raise Unfollowed(SMALL)
     return [Products((term,), tuple(aval.shape), aval.dtype)]
+
+
+def is_small(hook: Any, aval: Any, factors: int, want: Any) -> bool:
+    """Whether a gradient is no larger than its factors, and no sum of several."""
+    summed = hook.end is not None and hook.end.adds(want)
+    return want.repeat == 1 and math.prod(aval.shape) <= factors and not summed
 
 
 @follows("scatter-add", "scatter_add")
