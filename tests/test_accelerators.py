@@ -240,11 +240,36 @@ def test_a_watched_module_is_at_most_four_kernels_on_a_gpu():
 # Training
 
 
+def layers_and_sequences(kind: str) -> Any:
+    """Scanned layers that are the same on each device, and eight sequences for each of them."""
+    mesh = mesh_of(kind)
+    layers = jax.tree.map(lambda s: (4, *s), LAYER, is_leaf=lambda s: isinstance(s, tuple))
+    return abstract(layers, mesh, P()), abstract((8 * mesh.size, 32, WIDTH), mesh)
+
+
+@functools.cache
+def facts_of_plain_gradient(kind: str) -> Facts:
+    def mean(params, batch):
+        return jnp.mean(jax.vmap(scanned, (None, 0))(params, batch))
+
+    return Facts.of(jax.grad(mean), *layers_and_sequences(kind))
+
+
+# Temporaries as a multiple of the plain gradient's, and how many kernels more outside of the scan.
+PER_EXAMPLE = {"one pass": (1.6, 40), "two passes": (1.3, 20)}
+
+
+@pytest.mark.parametrize("method", PER_EXAMPLE)
 @every_kind
-def test_clipping_per_example_compiles(kind):
-    params, x = model_arguments(kind)
-    per_example = cg.clip_per_example(mlp, cg.ClipByGlobalNorm(1.0))
-    Facts.of(per_example, params, x)
+def test_clipping_per_example_has_about_the_temporaries_of_a_plain_gradient(kind, method):
+    """Each device has the Gram matrices of its own examples: the sums are all that is exchanged."""
+    temporaries, kernels = PER_EXAMPLE[method]
+    per_example = cg.clip_per_example(scanned, cg.ClipByGlobalNorm(1.0), method=method)
+    facts = Facts.of(lambda *args: per_example(*args)[1], *layers_and_sequences(kind))
+    plain = facts_of_plain_gradient(kind)
+    assert facts.temporaries <= temporaries * plain.temporaries
+    assert facts.kernels <= plain.kernels + kernels
+    assert facts.collectives == (kind != "H200")
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
