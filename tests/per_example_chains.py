@@ -370,13 +370,16 @@ def branch(body, p, x, ids):
     return jax.lax.cond(x[0, 0] > 0, body, lambda p, x, ids: jnp.sin(x), p, x, ids)
 
 
-links = st.deferred(
-    lambda: (
-        st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 1))
-        | st.tuples(st.sampled_from(sorted(PLACES)), st.lists(links, min_size=1, max_size=2))
-    )
-)
-chains = st.lists(links, min_size=2, max_size=4)
+operations = st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 1))
+
+
+def placed(inner):
+    """An operation, or a place with a chain of one or two links in it."""
+    inside = st.lists(inner, min_size=1, max_size=2)
+    return operations | st.tuples(st.sampled_from(sorted(PLACES)), inside)
+
+
+chains = st.lists(placed(placed(placed(operations))), min_size=2, max_size=3)
 
 # Each place is in one of them, and kinds of products that lie apart in the code.
 CHAINS = {
