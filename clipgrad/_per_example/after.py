@@ -86,5 +86,9 @@ def _smallest(equation: JaxprEqn, flags: Sequence[bool]) -> int:
     if equation.primitive.name == "scan":
         constants, carried = scan_counts(equation)
         state = range(constants, constants + carried)
-        places += [i for i in state if jnp.issubdtype(equation.invars[i].aval.dtype, jnp.floating)]
-    return min(places, key=lambda i: equation.invars[i].aval.size)
+        places += [i for i in state if jnp.issubdtype(_aval(equation, i).dtype, jnp.floating)]
+    return min(places, key=lambda i: _aval(equation, i).size)
+
+
+def _aval(equation: JaxprEqn, i: int) -> Any:
+    return equation.invars[i].aval

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from clipgrad._gradient_clip import check_policy
 from clipgrad._per_example.batches import check_microbatch, on_each_device, part_count, sums
+from clipgrad._per_example.loss import scalar_loss
 from clipgrad._per_example.methods import sums_of
 from clipgrad._per_example.plan import Plan, plan_of
 from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params
@@ -67,10 +68,10 @@ def clip_per_example(
         rounding of a sum of $n$ terms, each wrong by at most $u = 2^{-24}$, is estimated as
         $\sqrt{n}\,u$ and added. Elsewhere this is a few parts in a million of the norm.
       * Under `jax.jit` with the batch sharded over devices nothing else is needed; if their number
-        divides ``microbatch``, each has examples of its own. (On Explicit axes it must, and
-        `jax.vmap` refuses parameters that are sharded along the batch's axis. There the loss is
-        differentiated with these axes as Auto; if the loss names shardings itself write
-        ``method="direct"``. With parameters sharded over such axes the method is direct.) In
+        divides ``microbatch``, each has examples of its own. (On Explicit axes it must. There the
+        loss is differentiated with these axes as Auto, and the gradients have the shardings of the
+        parameters. If the loss names shardings itself write ``method="direct"``, which keeps the
+        axes Explicit unless a parameter is sharded along the axis of the batch.) In
         `jax.shard_map` and `jax.pmap` the result is that of the examples of one device: average or
         sum it over the axis.
 
@@ -110,7 +111,8 @@ def clip_per_example(
       TypeError: if ``rule`` is neither a rule nor a function nor ``None``.
       ValueError: for another ``reduce``, a ``microbatch`` that is not a positive integer, an
         unknown ``nonfinite`` or ``method``; when called, for batch leaves without a common leading
-        axis, a batch without examples or one that ``microbatch`` does not divide.
+        axis, a batch without examples or one that ``microbatch`` does not divide, for parameters
+        without arrays, and a loss of one example that is not a floating scalar.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -135,6 +137,7 @@ def clip_per_example(
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCTIONS)}")
     check_microbatch(microbatch)
+    loss_fn = scalar_loss(loss_fn, has_aux)
     subject = PerExampleSubject(loss_fn, rule, microbatch, has_aux, where, nonfinite, method)
     return ClipPerExample(subject, reduce)
 

@@ -13,8 +13,9 @@ from clipgrad._per_example.batches import (
     on_each_device,
     part_count,
 )
-from clipgrad._per_example.explicit import with_auto_axes
+from clipgrad._per_example.explicit import shares_axes, with_auto_axes
 from clipgrad._per_example.follow import Measure
+from clipgrad._per_example.loss import scalar_loss
 from clipgrad._per_example.one_pass import each_squares
 from clipgrad._per_example.plan import Plan, plan_of
 from clipgrad._per_example.squares import Squares
@@ -62,7 +63,7 @@ def per_example_norms(
 
     Raises:
       ValueError: for a ``microbatch`` that is not a positive integer, an unknown ``method``; when
-        called, for a batch as `clip_per_example` refuses it.
+        called, for parameters, a batch or a loss as `clip_per_example` refuses them.
       TypeError: when called, for parameters that are not arrays.
 
     Example:
@@ -77,6 +78,7 @@ def per_example_norms(
     """
     check_method(method)
     check_microbatch(microbatch)
+    loss_fn = scalar_loss(loss_fn, has_aux)
     subject = PerExampleSubject(loss_fn, None, microbatch, has_aux, where, "propagate", method)
     return PerExampleNorms(subject, per_leaf)
 
@@ -93,7 +95,7 @@ class PerExampleNorms:
         check_params(params)
         _, parts = part_count(batch, self.subject.microbatch)
         of_some = self._of_some
-        if self.subject.why_direct(params) is None:
+        if self.subject.why_direct(params) is None or shares_axes(params, batch):
             of_some = with_auto_axes(of_some, lambda whole, each: each)
         return each(of_some, on_each_device(params, batch), batch, parts)
 

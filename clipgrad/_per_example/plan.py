@@ -83,7 +83,8 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
     size, parts = part_count(batch, subject.microbatch)
     size //= parts
     paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
-    if not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+    given = jax.tree.leaves(params)
+    if not given or not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in given):
         check_params(params)
     kinds = jax.tree.leaves(jax.eval_shape(lambda params: params, params))
     whole = sum(_bytes(kind.shape, kind.dtype) for kind in kinds)
@@ -91,7 +92,7 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
         leaves = [_direct_leaf(*pair, size, why) for pair in zip(paths, kinds, strict=True)]
         return Plan("direct", why, tuple(leaves), size * whole, size * whole)
     notes = Notes()
-    batch = without_shardings(batch)
+    params, batch = without_shardings((params, batch))
     few = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[:size], x), batch)
     found = jax.eval_shape(
         lambda p, b: each_example(subject.loss_fn, subject.has_aux, p, b, notes=notes).gradients,
