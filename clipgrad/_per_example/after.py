@@ -86,9 +86,9 @@ def _smallest(equation: JaxprEqn, flags: Sequence[bool]) -> int:
     if equation.primitive.name == "scan":
         constants, carried = scan_counts(equation)
         state = range(constants, constants + carried)
-        places += [i for i in state if jnp.issubdtype(_aval(equation, i).dtype, jnp.floating)]
-    return min(places, key=lambda i: _aval(equation, i).size)
+        places += [i for i in state if jnp.issubdtype(_input_type(equation, i).dtype, jnp.floating)]
+    return min(places, key=lambda i: _input_type(equation, i).size)
 
 
-def _aval(equation: JaxprEqn, i: int) -> Any:
+def _input_type(equation: JaxprEqn, i: int) -> Any:
     return equation.invars[i].aval
