@@ -248,17 +248,17 @@ STUDIES = {
             ),
         ),
         Study(
-            LANGUAGE, warmed_up, (1e-3, 3e-3, 1e-2, 3e-2),
+            LANGUAGE, warmed_up, (3e-3, 1e-2, 3e-2),
             today(
-                (0.1, 0.3, 1.0),
-                warmed_up_longer=Way(optimizer=functools.partial(warmed_up, steps=100)),
+                (0.1, 1.0),
+                warmed_up_longer=Way(optimizer=functools.partial(warmed_up, steps=60)),
                 warmed_up_longer_plus_norm=Way(
-                    norm, (0.1, 0.3, 1.0), None, functools.partial(warmed_up, steps=100)
+                    norm, (0.1, 1.0), None, functools.partial(warmed_up, steps=60)
                 ),
             ),
         ),
-        Study(PPO, optax.adam, (1e-3, 3e-3, 1e-2, 3e-2), today((0.1, 0.5, 2.0))),
-        Study(DIFFUSION, optax.adam, (1e-3, 3e-3, 1e-2, 3e-2), today((0.1, 0.5, 2.0))),
+        Study(PPO, optax.adam, (1e-3, 3e-3, 1e-2), today((0.1, 0.5))),
+        Study(DIFFUSION, optax.adam, (1e-3, 3e-3, 1e-2), today((0.1, 0.5, 2.0))),
     )
 }  # fmt: skip
 

@@ -1,6 +1,4 @@
-"""A denoising diffusion model of handwritten digits, whose loss weighs each noise level by its
-signal-to-noise ratio, up to a bound: the weights of the likelihood have a long tail.
-"""
+"""A denoising diffusion model of handwritten digits, by Ho, Jain and Abbeel, 2020."""
 
 from typing import Any
 
@@ -15,7 +13,7 @@ from clipgrad._demo.task import Metrics, Task, normal, zero_weights
 
 _BATCH, _WIDTH, _BLOCKS, _WAVES = 32, 64, 3, 8
 # The logarithm of the signal-to-noise ratio runs from this to its negative.
-_CLEAREST = 8.0
+_CLEAREST = 6.0
 
 
 def _load() -> Digits:
@@ -61,7 +59,7 @@ def _errors(params: Any, batch: Any) -> jax.Array:
 
 
 def _loss(params: Any, batch: Any) -> jax.Array:
-    return (_errors(params, batch) * jnp.exp(0.5 * batch[1])).mean()
+    return _errors(params, batch).mean()
 
 
 def _evaluate(first: Any, params: Any, data: Digits) -> Metrics:
@@ -74,8 +72,8 @@ def _evaluate(first: Any, params: Any, data: Digits) -> Metrics:
 
 TASK = Task(
     name="diffusion",
-    summary="a diffusion model of digits, noise levels weighed by their signal, Adam",
-    goal="error of the noise under 0.2",
+    summary="a diffusion model of digits, Adam",
+    goal="error of the noise under 0.3",
     steps=800,
     optimizer=optax.adam(1e-3),
     arms=(),
@@ -85,5 +83,5 @@ TASK = Task(
     loss=_loss,
     tag="h",
     evaluate=_evaluate,
-    reached=lambda metrics: metrics["error of the noise"] < 0.2,
+    reached=lambda metrics: metrics["error of the noise"] < 0.3,
 )
