@@ -123,15 +123,9 @@ def per_example(threshold: Any) -> Clips:
     return Clips(example=cg.ClipByGlobalNorm(threshold))
 
 
-def percentile(number: float) -> Way:
-    """A norm clip at a percentile of the norms so far; nothing is swept but the learning rate."""
-    return Way(lambda threshold: norm(cg.PercentileThreshold(number, window=128)))
-
-
-def z_score(threshold: Any) -> Clips:
-    """A norm clip of norms that lie far from their moving average."""
-    del threshold
-    return norm(cg.ZScoreThreshold())
+def adaptive(threshold: cg.AdaptiveThreshold) -> Way:
+    """A norm clip at a threshold from the norms so far; only the learning rate is swept."""
+    return Way(lambda _: norm(threshold))
 
 
 def skipped(threshold: Any) -> Clips:
@@ -144,9 +138,9 @@ def today(norms: Sequence[float], **more: Way) -> dict[str, Way]:
     found = {
         "no clip": Way(),
         "norm": Way(norm, norms),
-        "percentile 10": percentile(10.0),
-        "percentile 90": percentile(90.0),
-        "z-score": Way(z_score),
+        "percentile 10": adaptive(cg.PercentileThreshold(10, window=128)),
+        "percentile 90": adaptive(cg.PercentileThreshold(90, window=128)),
+        "z-score": adaptive(cg.ZScoreThreshold()),
         "skip spikes": Way(lambda threshold: Clips(skips=True)),
         "skip spikes + norm": Way(skipped, norms),
         "per example": Way(per_example, norms),
