@@ -79,7 +79,7 @@ FOUND_BY = {
         "site; residual",
     ),
     "which_clip": (
-        "Which gradient clip to use for which problem in JAX, measured on seven tasks.",
+        "Which gradient clip to use for which problem in JAX, measured on ten tasks.",
         "which clip; clip threshold; norm clip; value clip",
     ),
     "names": (

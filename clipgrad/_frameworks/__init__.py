@@ -9,3 +9,4 @@ from clipgrad._frameworks.nnx import Pure as Pure
 from clipgrad._frameworks.nnx import is_model as is_model
 from clipgrad._frameworks.nnx import model_value_and_grad as model_value_and_grad
 from clipgrad._frameworks.nnx import with_models as with_models
+from clipgrad._frameworks.nnx import without_variables as without_variables

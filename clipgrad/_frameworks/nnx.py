@@ -99,5 +99,11 @@ def is_model(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
+def without_variables(tree: Any) -> Any:
+    """The tree with arrays in place of NNX variables, which hold the state of `nnx.Optimizer`."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx.as_pure(tree) if nnx and instances(tree, nnx.Variable) else tree
+
+
 def _contents(nnx: Any, tree: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(instances(nnx.to_tree(tree), nnx.NodeStates))

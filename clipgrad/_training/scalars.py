@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._frameworks import without_variables
 from clipgrad._gradient_clip import GradientClipState, SkipSpikesState
 from clipgrad._stats import ClipStats
 from clipgrad._training.by_module import by_module
@@ -43,8 +44,9 @@ def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
 
     Args:
       tree: the statistics of `value_and_grad_with_stats`, the metrics or the state of `train_step`,
-        the state of an optimizer, a `ClipStats`, or a dictionary or tuple of such. With
-        ``by="module"`` also a tree of gradients, alone or in a dictionary as ``"grads"``.
+        the state of an optimizer (also ``nnx.Optimizer(...).opt_state``), a `ClipStats`, or a
+        dictionary or tuple of such. With ``by="module"`` also a tree of gradients, alone or in a
+        dictionary as ``"grads"``.
       by: ``"module"``, or ``None``.
 
     Returns:
@@ -71,6 +73,7 @@ def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
     check_tree("tree", tree)
     if by not in (None, "module"):
         raise ValueError(f'by: got {by!r}, expected "module" or None')
+    tree = without_variables(tree)
     tree = tree if by is None else by_module(tree)
     found: dict[str, jax.Array] = {}
     for name, value in _items("", tree, _clip_names(tree)):
