@@ -63,6 +63,9 @@ COSTS = {
     "error clip by value, scanned transformer, all": [
         ("names", "scanned transformer, all modules", "plain", "clipped")
     ],
+    "flight recorder": [
+        ("recorder", work, "not recorded", "recorded") for work in ("six layers", "two layers")
+    ],
     "clip of each example": [
         ("per_example", "MLP of 0.67M, batch 64", peer)
         for peer in ("optax, all at once", "jax-privacy")
