@@ -19,7 +19,7 @@ ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
 
 
 def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") -> ClippedByName:
-    r"""Clips the cotangents of variables inside a function by name, without an edit of it.
+    r"""Clips the cotangents of variables inside a function by name, without editing it.
 
     A name is a tag or the path of a module. A *tag* names a value where it is computed:
     ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``. Many models already have tags, for

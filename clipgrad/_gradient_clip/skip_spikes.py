@@ -95,8 +95,8 @@ def skip_spikes(
         window, and at least 2.
       max_consecutive: the number of outliers in a row that are skipped. The next one is not, and
         starts a new history, because a repeated norm is not a spike. ``None``: all are skipped, so
-        gradients that grow suddenly and for good stop the training. ``consecutive`` in the state
-        shows that.
+        a sudden and permanent growth of the gradients stops the training. ``consecutive`` in the
+        state shows this.
       max_nonfinite: the number of gradients in a row that are not finite and are skipped, as in
         ``optax.apply_if_finite``. The next one reaches ``inner``, and the parameters become NaN, so
         the loss shows that the training is over. ``None``: all are skipped, and a training whose

@@ -39,16 +39,16 @@ def clip_per_example(
     for differential privacy (this function does not add noise).
 
     The gradient of a weight for one example is a sum of products $X^\top Y$ of the input of a
-    layer and the cotangent of its output. So no example's gradient is needed:
+    layer and the cotangent of its output. So norm and clipped sum do not need this gradient:
 
     $$\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top \rangle, \qquad
     \sum_i c_i X_i^\top Y_i = (c X)^\top Y$$
 
-    where the second is one product over all examples. clipgrad follows the program of the gradient
-    back from each leaf to its products: through scans, `jax.jit` and `jax.checkpoint`, for dense
-    layers, convolutions and embeddings, and for weights that are used in several places. If it
-    can't follow a leaf (`jax.lax.cond`, a function of a weight such as ``tanh``), that leaf alone
-    is direct, and ``plan`` shows the reason.
+    The second formula is one product over all examples. clipgrad follows the program of the
+    gradient back from each leaf to its products: through scans, `jax.jit` and `jax.checkpoint`, for
+    dense layers, convolutions and embeddings, and for weights that are used in several places. If
+    it can't follow a leaf (`jax.lax.cond`, a function of a weight such as ``tanh``), it computes
+    the gradient of each example for this leaf alone, and ``plan`` shows the reason.
 
     Guarantees:
       * With the rule ``None`` and ``"mean"`` it is `jax.value_and_grad` of the mean loss.
@@ -67,13 +67,13 @@ def clip_per_example(
       * Where products cancel, a norm from Gram matrices is too large rather than too small: the
         rounding of a sum of $n$ terms, each wrong by at most $u = 2^{-24}$, is estimated as
         $\sqrt{n}\,u$ and added. Elsewhere this is a few parts in a million of the norm.
-      * Under `jax.jit` with the batch sharded over devices nothing else is needed; if their number
-        divides ``microbatch``, each has examples of its own. (On Explicit axes it must. There the
-        loss is differentiated with these axes as Auto, and the gradients have the shardings of the
-        parameters. If the loss names shardings itself write ``method="direct"``, which keeps the
-        axes Explicit unless a parameter is sharded along the axis of the batch.) In
-        `jax.shard_map` and `jax.pmap` the result is that of the examples of one device: average or
-        sum it over the axis.
+      * Under `jax.jit` the batch may be sharded over devices. If their number divides
+        ``microbatch``, each device computes its own examples. On Explicit axes it must divide it.
+        There the loss is differentiated with these axes as Auto, and the gradients have the
+        shardings of the parameters. If the loss itself names shardings, write
+        ``method="direct"``, which keeps the axes Explicit unless a parameter is sharded along the
+        axis of the batch. In `jax.shard_map` and `jax.pmap` the result is that of the examples of
+        one device: average or sum it over the axis.
 
     Args:
       loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the

@@ -39,7 +39,7 @@ def per_example_norms(
 
     The gradient of a weight for one example is a sum of products $X^\top Y$ of the input of a
     layer and the cotangent of its output, and $\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top
-    \rangle$: so no example's gradient is needed.
+    \rangle$. So the norm does not need this gradient.
 
     Guarantees:
       * A norm is that of `global_norm` of the example's gradient to about 1e-5, and where products

@@ -41,7 +41,7 @@ class FlightRecorder:
       * A capture never has the batch of another step. If the loop does not record every step, or
         records a state that had already halted, the capture says that it has no batch.
       * A capture gets its name when it is complete, and never overwrites another one.
-      * It has no thread and no global state, and loading a capture does not run code from it.
+      * It does not have a thread or global state, and loading a capture does not run code from it.
 
     Args:
       directory: the folder for captures; each gets a folder of its own in it, such as ``step_57``.

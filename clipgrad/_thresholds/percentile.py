@@ -10,7 +10,7 @@ from clipgrad._thresholds.base import Window, check, fed, feeds, number, steps, 
 
 @dataclasses.dataclass(frozen=True)
 class PercentileThreshold:
-    r"""AutoClip: a percentile of the last norms, with the norm of this step.
+    r"""AutoClip: a percentile of the last norms, including the norm of this step.
 
     $$c_t = \mathrm{percentile}_p(n_{t-w+1}, \ldots, n_t)$$
 

@@ -126,8 +126,8 @@ def train_step(
         batch, they are k times as large, so make a limit by value k times as large, too.
       accumulate: the number of microbatches that the leading axis of the batch is split into.
       has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
-      donate: whether a step may write the new state into the buffers of the old one, which
-        can't be used any more after that.
+      donate: whether a step may write the new state into the buffers of the old one, which you
+        can't use after that.
 
     Returns:
       A `TrainStep`: ``state = step.init(params)``, then ``state, metrics = step(state, batch)``.
