@@ -1,4 +1,4 @@
-"""Blank patches of digits, whose normalisation has a NaN gradient."""
+"""Blank patches of digits, whose normalization has a NaN gradient."""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +47,7 @@ def mended_unit(h: jax.Array) -> jax.Array:
 def logits(
     params: Any, patches: jax.Array, unit: Callable[[jax.Array], jax.Array] = _unit
 ) -> jax.Array:
-    """The network; ``unit`` is how each patch is normalised."""
+    """The network; ``unit`` is how each patch is normalized."""
     h = unit(checkpoint_name(patches @ params["embed"], "patches"))
     h = jax.nn.relu(h.reshape(len(h), -1) @ params["hidden"] + params["hidden_bias"])
     return h @ params["out"] + params["out_bias"]

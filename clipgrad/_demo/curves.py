@@ -22,7 +22,7 @@ class Band(NamedTuple):
 
 
 def band(curves: np.ndarray, points: int = 80) -> Band:
-    """The range of all rows over neighbouring steps, which get wider as the steps go on.
+    """The range of all rows over neighboring steps, which get wider as the steps go on.
 
     Args:
       curves: of shape (seeds, steps); what is not finite is left out.

@@ -14,8 +14,8 @@ from clipgrad._demo import task
 from clipgrad._demo.curves import Band, band, first_nonfinite, over_training, short_number, span
 from clipgrad._demo.train import Result, Run
 
-# Okabe and Ito's colours, which the colour-blind can tell apart; grey for their yellow.
-_COLOURS = {
+# Okabe and Ito's colors, which color-blind readers can tell apart; gray for their yellow.
+_COLORS = {
     task.PLAIN: "#000000",
     task.NORM: "#0072B2",
     task.VALUE: "#56B4E9",
@@ -83,7 +83,7 @@ def _label(axes: Axes, curves: dict[str, np.ndarray], beside: dict[str, str]) ->
             xycoords="axes fraction",
             va="center",
             fontsize=9,
-            color=_COLOURS[label],
+            color=_COLORS[label],
         )
 
 
@@ -118,7 +118,7 @@ def _draw_through_time(
     axes.grid(True, which="major", alpha=0.25)
     for label, line in curves.items():
         _draw_curve(axes, label, line)
-        thin: Any = {"color": _COLOURS[label], "linewidth": 0.7, "linestyle": _dash(label)}
+        thin: Any = {"color": _COLORS[label], "linewidth": 0.7, "linestyle": _dash(label)}
         axes.plot(line.steps, line.low, line.steps, line.high, **thin)
     _label(axes, {label: line.high for label, line in curves.items()}, beside)
 
@@ -135,15 +135,15 @@ def _positive_values(curves: list[np.ndarray]) -> np.ndarray:
 
 
 def _draw_curve(axes: Axes, label: str, line: Band) -> None:
-    colour = _COLOURS[label]
-    axes.fill_between(line.steps, line.low, line.high, color=colour, alpha=0.15, linewidth=0)
-    axes.plot(line.steps, line.middle, color=colour, linewidth=1.8, linestyle=_dash(label))
+    color = _COLORS[label]
+    axes.fill_between(line.steps, line.low, line.high, color=color, alpha=0.15, linewidth=0)
+    axes.plot(line.steps, line.middle, color=color, linewidth=1.8, linestyle=_dash(label))
 
 
 def _draw_end(axes: Axes, label: str, values: np.ndarray, height: float) -> None:
     """A cross where each seed's curve stops, and one in a row of its own that says so."""
     ends = [(end, seed) for seed, end in enumerate(first_nonfinite(values)) if end]
-    style: Any = {"color": _COLOURS[label], "marker": "x", "linestyle": "", "markersize": 7}
+    style: Any = {"color": _COLORS[label], "marker": "x", "linestyle": "", "markersize": 7}
     last = [(end - 1, values[seed, end - 2]) for end, seed in ends if end > 1]
     axes.plot([step for step, _ in last], [value for _, value in last], **style)
     across = axes.get_xaxis_transform()
@@ -159,7 +159,7 @@ def _draw_end(axes: Axes, label: str, values: np.ndarray, height: float) -> None
         ha="right" if late else "left",
         va="center",
         fontsize=9,
-        color=_COLOURS[label],
+        color=_COLORS[label],
     )
 
 

@@ -61,7 +61,7 @@ def clip_per_example(
         second example. Then only the float32 sum is rounded: with 1,100 examples one of them
         moves the result by at most ``max_norm * (1 + 1e-3)``.
       * With ``ClipByGlobalNorm`` and ``"sum"`` it equals ``optax.per_example_global_norm_clip`` on
-        float32.
+        float32, up to rounding.
       * The microbatch bounds the memory: besides one sum it holds the gradients of ``microbatch``
         examples at a time (or their factors), for any size of the batch.
       * Where products cancel, a norm from Gram matrices is too large rather than too small: the
@@ -84,7 +84,7 @@ def clip_per_example(
       microbatch: the number of examples to differentiate at once, which must divide the batch;
         ``None``: all of them.
       has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
-      where: which leaves are clipped; see `clip_grads`. The others are summed as they are.
+      where: which leaves are clipped; see `clip_grads`. The others are summed without a clip.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`. With ``"zero"`` an
         example with NaN or inf does not spoil the others: it is left out if the gradient of a
         followed weight is not finite. ``"error"`` is direct, and needs
