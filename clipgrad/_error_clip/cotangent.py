@@ -181,6 +181,6 @@ def _check_probe(probe: Any) -> None:
         )
     if jnp.shape(probe.before) != (3,):
         raise TypeError(
-            f"probe: got leading axes {jnp.shape(probe.before)[:-1]}, expected a probe without; "
-            "pass it to jax.lax.scan as xs"
+            f"probe: got leading axes {jnp.shape(probe.before)[:-1]}, expected a probe without "
+            "leading axes; pass it to jax.lax.scan as xs"
         )

@@ -201,7 +201,7 @@ class FlightRecorder:
             self.captures.append(path)
             message += (
                 f"; its capture is {path}; to find the reason, call clipgrad.diagnose(loss, "
-                "clipgrad.load_capture(path).args); to go on, write "
+                "clipgrad.load_capture(path).args); to continue, write "
                 "opt_state = clipgrad.resume(opt_state)"
             )
         except Exception as error:
