@@ -117,6 +117,18 @@ def test_the_state_of_another_library_is_left_out():
         cg.scalars(state)
 
 
+@pytest.mark.exhaustive
+def test_the_state_of_an_nnx_optimizer_is_that_of_its_arrays():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    tx = cg.skip_spikes(optax.chain(cg.clip_by_global_norm(1.0, stats=True), optax.adam(0.1)))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, jax.tree.map(lambda w: 3 * jnp.ones_like(w), nnx.state(model)))
+    found = cg.scalars({"loss": 2.0, "state": optimizer.opt_state})
+    assert found["loss"] == 2 and jnp.isclose(found["state/clip/norm"], 27**0.5)
+    assert found["state/skip_spikes/skipped"] == 0 and found["state/clip/clipped_count"] == 1
+
+
 def test_two_values_of_one_name_are_an_error():
     _, _, stats = cg.value_and_grad_with_stats(loss)(PARAMS, jnp.ones(2))
     with pytest.raises(ValueError, match="two values with the name 'layer/norm', expected one; w"):
