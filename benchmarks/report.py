@@ -41,11 +41,12 @@ SHORT = (
         ("optax.apply_if_finite",),
     ),
 )
-GUIDE = f"""Each row first proves that its programs give the same numbers. Then they take turns.
-*Ratio* is the median of the ratios of their times, ours by theirs: below 1 we are faster.
-*Quartiles* are those of the same ratios, one for each round; *once*: one of the two takes too long
-to be run again. In italics: a program that does less, such as a copy of the same bytes or the model
-without a clip. A ratio in bold is a loss: beside a peer, with a lower quartile above {LOSS}.
+GUIDE = f"""Each row first checks that its programs give the same numbers. Then the programs take turns.
+*Ratio* is the median of the ratios of their times, ours divided by theirs: below 1, clipgrad is
+faster. *Quartiles* are those of the same ratios, one for each round. *Once* means that one of the
+two takes too long to be run again. Italics mark a program that does less, such as a copy of the
+same bytes, or the model without a clip. A bold ratio is a loss: another library is faster, and the
+lower quartile is above {LOSS}.
 """
 
 
@@ -113,7 +114,7 @@ def is_loss(found: dict[str, Any]) -> bool:
     return found["kind"] == PEER and found["ratio"]["low"] > LOSS
 
 
-HEAD = ["ours", "ms", "beside", "ms", "ratio", "quartiles"]
+HEAD = ["ours", "ms", "compared with", "ms", "ratio", "quartiles"]
 RULE = ["---", "---:", "---", "---:", "---:", "---:"]
 
 
@@ -145,7 +146,7 @@ def short(results: dict[str, Any]) -> str:
     every = {
         (f["subject"], f["row"], f["ours"], f["theirs"], f["work"]): f for f in comparisons(results)
     }
-    lines = [line("work", "beside", "ratio", "quartiles"), line("---", "---", "---:", "---:")]
+    lines = [line("work", "compared with", "ratio", "quartiles"), line("---", "---", "---:", "---:")]
     for subject, row, ours, peers in SHORT:
         for (of, name, who, beside, work), found in every.items():
             if (of, name, who) == (subject, row, ours) and beside in peers:
@@ -183,7 +184,7 @@ def origin(results: dict[str, Any]) -> str:
 
 def _describe(machine: dict[str, Any], command: str) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    busy = ", so it did other work and these times say little" if machine["load"] > 1 else ""
+    busy = ", so other programs ran and these times are uncertain" if machine["load"] > 1 else ""
     return (
         f"{machine['date']}, commit {machine['commit']}, {machine['cores']} cores of "
         f"{machine['processor']}, JAX on {machine['device']}; {versions}. Command: `{command}`. "
@@ -197,8 +198,8 @@ def beside_plain(results: dict[str, Any]) -> str:
         return ""
     return f"""### Each example, in multiples of the plain gradient
 
-Medians of the times by the median of the plain gradient's, and temporaries by XLA's account. Opacus
-and fastDP are beside PyTorch's own plain gradient; their memory was not measured.
+Medians of the times, divided by that of the plain gradient, and the temporaries that XLA reports.
+Opacus and fastDP are compared with PyTorch's own plain gradient; their memory was not measured.
 
 {multiples.table(results["per_example"])}
 
@@ -210,7 +211,7 @@ def section(results: dict[str, Any], picture: str | None) -> str:
     shown = (
         f"![The global norm clip by number and size of leaves]({picture})\n\n" if picture else ""
     )
-    return f"""## Beside the peers
+    return f"""## Compared with other libraries
 
 {origin(results)}
 
@@ -219,7 +220,7 @@ def section(results: dict[str, Any], picture: str | None) -> str:
 
 {short(results)}
 
-{shown}### Where a peer is faster
+{shown}### Where another library is faster
 
 {losses(results)}
 

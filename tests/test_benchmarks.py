@@ -159,7 +159,7 @@ def test_the_command_writes_json_a_table_and_keeps_other_sections(tmp_path, monk
     assert stored["machine"]["versions"]["jax"] == jax.__version__
     assert "--quick" in stored["command"] and len(stored["rows"]) == 1
     text = (tmp_path / "RESULTS.md").read_text()
-    assert text.startswith("# Results\n\nOlder.\n") and text.count("## Beside the peers") == 1
+    assert text.startswith("# Results\n\nOlder.\n") and text.count("## Compared with") == 1
     assert "128 MB in 20 leaves" in text and text.count(report.START) == text.count(report.END) == 1
 
 
