@@ -41,7 +41,7 @@ SHORT = (
         ("optax.apply_if_finite",),
     ),
 )
-GUIDE = f"""Each row first checks that its programs give the same numbers. Then the programs take turns.
+GUIDE = f"""Each row first checks that its programs give the same numbers. Then they take turns.
 *Ratio* is the median of the ratios of their times, ours divided by theirs: below 1, clipgrad is
 faster. *Quartiles* are those of the same ratios, one for each round. *Once* means that one of the
 two takes too long to be run again. Italics mark a program that does less, such as a copy of the
@@ -146,7 +146,10 @@ def short(results: dict[str, Any]) -> str:
     every = {
         (f["subject"], f["row"], f["ours"], f["theirs"], f["work"]): f for f in comparisons(results)
     }
-    lines = [line("work", "compared with", "ratio", "quartiles"), line("---", "---", "---:", "---:")]
+    lines = [
+        line("work", "compared with", "ratio", "quartiles"),
+        line("---", "---", "---:", "---:"),
+    ]
     for subject, row, ours, peers in SHORT:
         for (of, name, who, beside, work), found in every.items():
             if (of, name, who) == (subject, row, ours) and beside in peers:
