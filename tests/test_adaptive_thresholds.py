@@ -253,7 +253,7 @@ def test_one_event_disables_nothing(kind):
     assert (thresholds[300:] < 10).all(), "a spike soon after would pass"
 
 
-@pytest.mark.kinds("kind")
+@pytest.mark.kinds()
 @every_kind
 def test_a_norm_in_the_millions_of_one_leaf_does_not_silence_the_others(kind):
     norms = ordinary(400, 3)
@@ -262,7 +262,7 @@ def test_a_norm_in_the_millions_of_one_leaf_does_not_silence_the_others(kind):
     assert 0.3 < thresholds[-1, 0] < 3 and 30 < thresholds[-1, 2] < 300
 
 
-@pytest.mark.kinds("kind", "start")
+@pytest.mark.kinds()
 @every_kind
 @pytest.mark.parametrize("start", [1e-12, 1.0, 1e12])
 def test_a_leaf_that_is_used_late_has_its_own_start(kind, start):
@@ -386,6 +386,7 @@ def test_thresholds_and_states_are_finite_whatever_the_norms_were(kind):
     assert (thresholds >= 0).all()
 
 
+@pytest.mark.kinds()
 @every_kind
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_norms_whose_squares_are_out_of_range(kind, scale):
@@ -583,6 +584,7 @@ def following(threshold, shape):
     return reductions(jax.jit(threshold.update).lower(threshold.init(norms), norms).compile())
 
 
+@pytest.mark.exhaustive
 def test_zeroed_gradients_are_followed_as_what_is_left_of_them():
     tx = cg.clip_by_global_norm(cg.PercentileThreshold(50), nonfinite="zero")
     _, state = tx.update(jnp.array([jnp.nan, 3.0]), tx.init(jnp.zeros(2)))

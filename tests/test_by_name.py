@@ -152,6 +152,7 @@ def test_a_norm_inside_of_vmap_is_one_for_the_batch_and_a_warning_says_so(mapped
     assert len(record) == 1
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize(("size", "batches"), [(None, 4), (1, 4), (2, 2), (4, 1)], ids=str)
 def test_the_size_of_the_batches_of_a_map_counts_by_name_and_not_by_hand(size, batches):
     def gradient(tag, clip=lambda f: f):

@@ -36,6 +36,7 @@ GRADIENT = np.concatenate([2 * X[0] * X[1] * COVECTORS, (COVECTORS @ X[0] ** 2)[
 SINGLE = np.ones(4)
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("compiled", [True, False])
 def test_the_slope_along_each_element_is_its_derivative(compiled):
     singles = moves(*((k, k + 1, 2.0**-10) for k in range(4)))

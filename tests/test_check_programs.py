@@ -120,6 +120,7 @@ def test_constants_of_a_kept_program_are_those_of_the_function_at_hand(name):
         assert report(make(w, v), X).ok == (w is v)
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("of", ["a plain function", "a jitted one", "a loop"])
 def test_functions_without_rules_have_their_own_constants_too(of):
     make = {

@@ -94,6 +94,7 @@ def loss_of(nest, **how):
     return loss
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("nest", NESTS, ids=lambda nest: nest.__name__)
 def test_values_and_gradients_have_the_bits_of_jax(nest):
     """Where JAX refuses the closure, they are those with the value as an argument."""
@@ -190,6 +191,7 @@ def test_custom_jvp_rules_close_over_values_too():
         jax.grad(clipped, argnums=1)(W, DATA)
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_of_a_gradient_is_that_of_jax():
     def twice(loss):
         return jax.grad(lambda w: jnp.sum(jax.grad(loss)(w, DATA) ** 2))(W)
@@ -210,6 +212,7 @@ def test_a_jit_inside_does_not_keep_what_is_closed_over():
         np.testing.assert_array_equal(clipped(W, data), jax.grad(loss)(W, data))
 
 
+@pytest.mark.exhaustive
 def test_training_steps_and_examples_take_closures():
     loss = loss_of(closures)
     step = cg.train_step(loss, optax.sgd(1.0), error_clip={"z": cg.ErrorClipByValue(0.5)})

@@ -45,7 +45,7 @@ G3 = np.array([[[1.0, 1], [3, 5]], [[1, 1], [1, 1]]])
 C3 = np.array([[[0.5, 0.5], [1.5, 2.5]], [[1, 1], [1, 1]]])
 
 
-@pytest.mark.kinds("threshold")
+@pytest.mark.kinds()
 @pytest.mark.parametrize(
     "weights, grads, threshold, expected",
     [

@@ -107,7 +107,7 @@ def test_statistics_that_are_not_used_cost_nothing(model):
     assert unused.as_text().count(" fusion(") == plain.as_text().count(" fusion(")
 
 
-@pytest.mark.kinds("model", "use")
+@pytest.mark.kinds()
 @pytest.mark.parametrize("model", WATCHED)
 @pytest.mark.parametrize("use", ["before", None], ids=["norms", "all"])
 def test_watching_costs_a_read_of_the_cotangents_and_one_buffer_at_most(model, use):

@@ -270,6 +270,7 @@ def test_it_is_the_only_custom_vjp_of_the_clips():
     )
 
 
+@pytest.mark.exhaustive
 def test_units_that_a_function_gives_are_those_of_each_call():
     """The function is in a field of a rule of this library, and looks up what may change."""
     x, units = jnp.arange(1.0, 7.0).reshape(2, 3), {}

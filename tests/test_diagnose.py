@@ -305,7 +305,7 @@ def uses_of_an_argument(x):
     return 2e38 * jnp.sin(x) + 2e38 * jnp.tan(x)
 
 
-@pytest.mark.kinds("operation", "uses")
+@pytest.mark.kinds()
 @pytest.mark.parametrize(
     "loss, operation, uses",
     [
@@ -470,7 +470,7 @@ def in_chunks(w, x, wrapper=lambda fun: fun, reverse=False):
     return jnp.sum(jax.lax.scan(wrapper(chunk), jnp.zeros(16), x, reverse=reverse)[0])
 
 
-@pytest.mark.kinds("chunks", "reverse", "wrapper")
+@pytest.mark.kinds()
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("wrapper", [lambda fun: fun, jax.checkpoint], ids=["plain", "remat"])
 @pytest.mark.parametrize("chunks", [4, 8])
@@ -515,6 +515,7 @@ def test_a_gradient_that_overflows_is_found_at_its_step_and_grows():
     assert second.kind == "grows" and second.factor == pytest.approx(1.5)
 
 
+@pytest.mark.exhaustive
 def test_float64_is_diagnosed_too():
     with jax.enable_x64(True):
         found = cg.diagnose(lambda x: jnp.sum(jnp.sqrt(x)), (jnp.zeros(3),))
@@ -587,7 +588,7 @@ def half_while(x):
     return x * 2 + jax.lax.while_loop(lambda y: y < 3, lambda y: y + 1, jnp.zeros((), x.dtype))
 
 
-@pytest.mark.kinds("layer")
+@pytest.mark.kinds()
 @pytest.mark.parametrize("layer", [half_relu, half_relu6, half_noise, half_while])
 def test_underflow_is_found_behind_rules_bits_and_loops(layer):
     def loss(x):
@@ -740,6 +741,7 @@ def test_complex_parameters_aux_keywords_and_several_arguments_work():
     assert kinds(cg.diagnose(loss, args, argnums=-1, **options)) == ["vjp"]
 
 
+@pytest.mark.exhaustive
 def test_an_nnx_model_is_diagnosed_and_not_changed():
     nnx = pytest.importorskip("flax.nnx")
 

@@ -41,6 +41,7 @@ def test_the_bad_examples_are_named_and_no_others():
     assert [example.index for example in named.examples] == [2, 5, 7]
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_the_device_of_an_example_is_named(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
@@ -50,6 +51,7 @@ def test_the_device_of_an_example_is_named(kind):
     assert bad.index == 5 and bad.device == "data=2"
 
 
+@pytest.mark.exhaustive
 def test_a_loss_that_needs_whole_batches_gets_copies_of_one_example():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
 

@@ -61,7 +61,7 @@ def devices_in_a_scan(x):
     return jax.lax.scan(step, 0.0, jnp.stack([x + 1, x, x + 2]))[0]
 
 
-@pytest.mark.kinds("loss", "bad")
+@pytest.mark.kinds()
 @pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-0.5, "value")])
 @pytest.mark.parametrize(
     "loss", [on_devices, unchecked, replicas, scan_on_devices, devices_in_a_scan]
@@ -111,6 +111,7 @@ def test_faults_on_several_devices_do_not_hide_each_other():
     ]
 
 
+@pytest.mark.exhaustive
 def test_growth_on_devices_has_the_factor_of_the_program_on_one():
     def loss(w, x):
         def step(h, x):
@@ -129,6 +130,7 @@ def test_growth_on_devices_has_the_factor_of_the_program_on_one():
     assert several.findings[0].factor == pytest.approx(1.5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bad, kind", [(0.0, "vjp"), (-0.5, "value")])
 def test_arrays_with_explicit_axes_are_diagnosed(bad, kind):
     x = jnp.ones((8, 4)).at[3, 1].set(bad)
@@ -143,6 +145,7 @@ def mapped_loop(x):
     return jnp.sum(x * jax.vmap(loop)(stop))
 
 
+@pytest.mark.exhaustive
 def test_a_mapped_loop_is_diagnosed():
     assert cg.diagnose(mapped_loop, (jnp.array([0.0, 1.0]),)).ok
     finding, *_ = cg.diagnose(mapped_loop, (jnp.array([0.0, -3.0]),)).findings
@@ -239,7 +242,7 @@ OVERFLOWS = [
 ]
 
 
-@pytest.mark.kinds(then=str)
+@pytest.mark.kinds()
 @pytest.mark.parametrize("loss, text, then", OVERFLOWS, ids=lambda x: getattr(x, "__name__", None))
 def test_the_overflow_is_the_finding_and_nan_its_consequence(loss, text, then):
     if loss is half_square:
@@ -260,6 +263,7 @@ def masked_throughout(x):
     return jax.nn.softmax(jnp.where(x > 1e9, x, -jnp.inf)).sum()
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("loss", [masked_by_log, masked_throughout])
 def test_a_mask_is_not_taken_for_an_overflow(loss):
     (finding,) = cg.diagnose(loss, (jnp.ones(2),)).findings

@@ -67,6 +67,7 @@ def test_each_choice_of_a_clip_is_code_that_runs(code):
     exec(code.lstrip("@"), names)
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("row", rows("nan.md", "operation"), ids=lambda row: row[0])
 def test_each_suspect_has_no_finite_derivative_and_its_cure_has(row):
     suspect, point, _, cure = row

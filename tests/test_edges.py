@@ -160,6 +160,7 @@ def test_parameters_that_are_python_or_numpy_numbers_train_without_a_retrace():
     assert len(traces) == 1
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("make", [
     lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
     lambda: optax.polyak_sgd(0.1),
@@ -252,7 +253,7 @@ def test_a_gradient_clip_warns_nobody_of_numpy_numbers(rule, threshold, stats):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(updates))
 
 
-@pytest.mark.kinds("nonfinite")
+@pytest.mark.kinds()
 @pytest.mark.parametrize("rule", [make(np.float64(0.5)) for make in RULES.values()], ids=RULES)
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error"])
 def test_clip_grads_warns_nobody_of_numpy_numbers(nonfinite, rule):

@@ -121,6 +121,7 @@ def test_a_schedule_is_evaluated_at_the_number_of_updates():
         assert state.threshold == schedule(step) and state.count == step + 1
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("rule", [
     lambda t: cg.ClipByValue(t), lambda t: cg.ClipByValue(1.0, min=lambda s: -t(s)),
     lambda t: cg.ClipByNorm(t), lambda t: cg.ClipByBlockRMS(t), lambda t: cg.AdaptiveClip(t),
@@ -152,6 +153,7 @@ def test_a_schedule_traces_once():
     assert len(traces) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_known_norm_is_used_instead_of_a_sum(key):
     grads = tree_of(key, scale=3.0)
     tx = optax.chain(cg.clip_by_global_norm(1.0, stats=True), optax.identity())

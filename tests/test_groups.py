@@ -191,6 +191,7 @@ def test_the_leaf_that_is_not_finite_is_named(nonfinite):
     assert state.nonfinite_count == 1
 
 
+@pytest.mark.exhaustive
 def test_only_leaves_that_take_part_have_statistics():
     tx = cg.clip_by_norm(1.0, where="body", stats="per_leaf")
     _, state = tx.update(TREE, tx.init(TREE))

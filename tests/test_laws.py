@@ -270,7 +270,7 @@ NARROW = [
 ]  # fmt: skip
 
 
-@pytest.mark.kinds("dtype")
+@pytest.mark.kinds()
 @pytest.mark.ci("case", "dtype")
 @every_case
 @pytest.mark.parametrize("dtype", NARROW)
@@ -453,7 +453,7 @@ def test_python_numbers_as_gradients_are_clipped_or_constants(apply):
     assert clipped == {"a": 1.0}
 
 
-@pytest.mark.kinds("apply", "scale")
+@pytest.mark.kinds()
 @pytest.mark.ci("case", "apply scale")
 @everywhere
 @every_case

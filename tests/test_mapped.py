@@ -111,6 +111,7 @@ def test_adaptive_units_over_devices(axis, spec):
     assert (expected["w"] != grads["w"]).any()
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize(
     "rule, spec",
     [

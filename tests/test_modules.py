@@ -574,6 +574,7 @@ def on_a_stopped_gradient(x, data):
     return out.sum()
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize(
     ("loss", "data"),
     [

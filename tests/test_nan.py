@@ -44,6 +44,7 @@ def test_a_float64_norm_is_nan_too(ord):
         assert jnp.isnan(released(lambda x: cg.global_norm(x, ord), with_bad(BAD, dtype=float)))
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("axis", [0, 1])
 def test_only_the_slice_that_holds_it_is_nan(axis):
     for ord in (2, jnp.inf):

@@ -119,7 +119,7 @@ def test_nan_gives_nan_and_otherwise_inf_gives_inf(ord):
     assert cg.global_norm(jnp.array([-jnp.inf, 1.0]), ord) == jnp.inf
 
 
-@pytest.mark.kinds("ord", "scale")
+@pytest.mark.kinds()
 @pytest.mark.ci("ord", "scale")
 @every_order
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e19, 1e30])
@@ -155,6 +155,7 @@ def test_the_second_derivative_is_that_of_the_formula():
     np.testing.assert_allclose(jax.hessian(cg.global_norm)(x), expected, atol=1e-7)
 
 
+@pytest.mark.exhaustive
 def test_the_gradient_of_a_complex_norm_follows_jax():
     z = jnp.array([3 + 4j, 1 - 2j])
     plain = jax.grad(lambda z: jnp.sqrt(jnp.sum(jnp.abs(z) ** 2)))(z)

@@ -90,6 +90,7 @@ def test_it_equals_the_function_of_optax_on_float32(key):
         assert stats.clipped.sum() == number
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("microbatch", [None, 4])
 def test_without_a_rule_it_is_the_gradient_of_the_mean(microbatch, key):
     params, batch = data(key)
@@ -210,7 +211,7 @@ def half_a_unit(x):
     return 0.5 * 2.0 ** (np.floor(np.log2(np.abs(np.float64(x)))) - jnp.finfo(x.dtype).nmant)
 
 
-@pytest.mark.kinds("dtype", "reduce")
+@pytest.mark.exhaustive
 @every_half
 @every_reduction
 @pytest.mark.parametrize("path", PATHS)
@@ -223,7 +224,7 @@ def test_the_sum_is_rounded_once_by_half_a_unit_in_the_last_place(path, reduce, 
     assert result.dtype == dtype and (off <= 1.01 * half_a_unit(result)).all()
 
 
-@pytest.mark.kinds("dtype", "microbatch", "reduce")
+@pytest.mark.exhaustive
 @every_half
 @every_reduction
 @pytest.mark.parametrize("microbatch", [None, 100])
@@ -330,6 +331,7 @@ def test_on_explicit_axes_jax_refuses_small_microbatches(key):
             clipped(loss, NORM, microbatch=4).lower(params, sharded)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "spec",
     [P(None, "x"), pytest.param(P(None, "y"), marks=pytest.mark.exhaustive)],

@@ -28,6 +28,7 @@ def check(chain, *, x64=False, rtol=2e-5):
         np.testing.assert_allclose(by_leaf[path], norm, rtol=rtol, atol=1e-30, err_msg=path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_chain_is_clipped_and_measured_as_one_example_after_the_other(name):
     check(CHAINS[name])

@@ -98,7 +98,7 @@ def test_a_program_is_followed_and_clipped(name):
 MIXED = "scanned layers"  # with a stack of kernels, and biases that are direct
 
 
-@pytest.mark.kinds()
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "make",
     [lambda c: cg.ClipByNorm(c), lambda c: cg.ClipByBlockRMS(c / 10), lambda c: None],
@@ -182,6 +182,7 @@ def squared(params, example):
     return scale * jnp.sum(jnp.sin(x @ params["w"]))
 
 
+@pytest.mark.exhaustive
 def test_extreme_gradients_neither_overflow_nor_underflow():
     rng = np.random.default_rng(0)
     params = {"w": jnp.asarray(rng.normal(size=(12, 40)), jnp.float32)}
@@ -196,7 +197,7 @@ def test_extreme_gradients_neither_overflow_nor_underflow():
         assert 0 < total <= 5e-22 * (1 + 1e-5)
 
 
-@pytest.mark.kinds()
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
 def test_half_precision_is_summed_in_float32(dtype):
     name = "dense layer over a sequence"
@@ -212,6 +213,7 @@ def test_half_precision_is_summed_in_float32(dtype):
         assert all(g.dtype == dtype for g in grads.values()) and whole <= 3 * 0.5 * (1 + unit)
 
 
+@pytest.mark.exhaustive
 def test_no_factor_leaves_the_range_of_half_precision_where_the_gradient_is_in_it():
     def loss(params, example):
         x, y = example
@@ -283,6 +285,7 @@ def test_no_gradient_of_each_example_is_made(method):
         assert compiled.memory_analysis().temp_size_in_bytes < most + 2**18
 
 
+@pytest.mark.exhaustive
 def test_a_convolution_is_summed_over_examples_without_patches():
     """Of a kernel that is not clipped no norm is needed: two passes are a plain gradient."""
 
@@ -304,6 +307,7 @@ def test_a_convolution_is_summed_over_examples_without_patches():
     assert ours <= 1.2 * least
 
 
+@pytest.mark.exhaustive
 def test_two_passes_need_the_memory_of_a_plain_gradient():
     """Examples are measured in four parts, and the second pass waits for them."""
     dims = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
@@ -335,7 +339,7 @@ def test_two_passes_need_the_memory_of_a_plain_gradient():
 # devices
 
 
-@pytest.mark.kinds()
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", FOLLOWED)
 def test_a_sharded_batch_needs_one_all_reduce(method):
     name = "embedding tied to the head"

@@ -111,7 +111,7 @@ def spike(shape, value=0.05):
     return jnp.zeros(shape).at[(0,) * len(shape)].set(value)
 
 
-@pytest.mark.kinds("unit")
+@pytest.mark.kinds()
 @pytest.mark.parametrize(
     "shape, unit",
     [

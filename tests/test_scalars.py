@@ -32,6 +32,7 @@ def test_statistics_are_below_their_names():
     assert cg.scalars(stats["layer"])["norm"] == found["layer/norm"]
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("lengths", [(), (3,), (2, 3)], ids=str)
 def test_values_have_at_most_one_axis(lengths):
     def scanned(x, lengths):
@@ -169,6 +170,7 @@ def test_gradients_by_module_are_the_norms_of_all_parameters_in_each():
     assert float(found["grad/head/nonfinite"]) == 0.0
 
 
+@pytest.mark.exhaustive
 def test_a_clip_of_each_leaf_is_measured_by_module_and_nothing_is_counted_twice():
     clip = cg.clip_by_norm(1.0, stats="per_leaf")
     _, state = clip.update(GRADS, clip.init(GRADS))

@@ -128,7 +128,7 @@ def compiled_update(tx, grads):
     return jax.jit(lambda g: tx.update(g, tx.init(g))[0]).lower(grads).compile()
 
 
-@pytest.mark.kinds("kind", "layout")
+@pytest.mark.kinds()
 @every_kind
 @every_layout
 def test_a_global_norm_is_one_all_reduce_and_no_gather(layout, kind):

@@ -137,6 +137,7 @@ def test_a_spike_before_there_is_a_history_does_not_hide_the_next():
     np.testing.assert_array_equal(np.flatnonzero(states.skipped), [30])
 
 
+@pytest.mark.exhaustive
 def test_equal_norms_make_no_outlier_of_a_slightly_larger_one():
     for norm, skipped in ((1.05, False), (1.07, True)):
         _, states = scan(PLAIN, [1.0] * 20 + [norm])
@@ -187,6 +188,7 @@ def test_what_is_not_finite_or_above_max_norm_is_never_taken():
     assert states.skipped_count[-1] == 14 and states.spike_count[-1] == 3
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("sigma", [6.0, None])
 def test_after_a_limit_of_gradients_that_are_not_finite_the_next_reaches_the_optimizer(sigma):
     """So that the loss of a training that stands still shows it, whatever the finite limits."""
@@ -256,7 +258,7 @@ def test_states_with_keys_integers_and_nothing_are_kept():
     assert state.inner_state["key"] != key and state.inner_state["count"] == 1
 
 
-@pytest.mark.kinds("wrap")
+@pytest.mark.kinds()
 @pytest.mark.parametrize("wrap", [
     lambda tx: optax.chain(cg.clip_by_value(1e9), tx, optax.identity()),
     lambda tx: optax.masked(tx, {"w": True, "v": False}),
@@ -524,6 +526,7 @@ def test_it_is_saved_and_restored_by_orbax(sigma, tmp_path):
 # A training that halts.
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("halt, row, at", [
     (True, [1.0, 50.0, np.nan], 2),
     ("spike", [1.0, 50.0, np.nan], 1),

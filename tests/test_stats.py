@@ -72,7 +72,7 @@ def test_sums_of_any_two_ranges_add_up(first, second):
     np.testing.assert_allclose(total, norm(parts), rtol=1e-6)
 
 
-@pytest.mark.kinds("bad", "dtype")
+@pytest.mark.kinds()
 @pytest.mark.ci("size", "bad dtype")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("bad", [None, jnp.nan, jnp.inf, -jnp.inf])
@@ -163,6 +163,7 @@ def test_the_closed_form_counts_what_is_not_finite(case):
     assert state.leaf_stats["c"].clipped == is_joint
 
 
+@pytest.mark.kinds()
 @every_l2_rule
 def test_statistics_of_a_norm_rule_sum_nothing_over_the_elements(case, key):
     grads = tree_of(key)

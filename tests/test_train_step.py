@@ -118,6 +118,7 @@ def test_the_callback_of_earlier_versions_is_refused():
         tx.update(jnp.ones(2), tx.init(None), clip_stats=print)
 
 
+@pytest.mark.exhaustive
 def test_the_norm_that_the_clip_measured_has_a_name_of_its_own(key):
     """Where some parameters have no clip, it is not the norm of all gradients."""
     params, batch = data(key)
@@ -132,6 +133,7 @@ def test_the_norm_that_the_clip_measured_has_a_name_of_its_own(key):
     assert logged["measured_norm"] == logged["clip/norm"] == metrics["measured_norm"]
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_accumulated_gradients_are_clipped_once_after_averaging(parts, key):
     params, batch = data(key)
@@ -225,6 +227,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize(
     "wrap, stats",
     [(wrap, False) for wrap in WRAPPERS.values()] + [(WRAPPERS["MultiSteps"], True)],
@@ -256,6 +259,7 @@ def plain_step(tx, params, opt_state, batch):
     return optax.apply_updates(params, updates), opt_state
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stats", [True, False])
 def test_a_clip_that_does_not_act_in_a_step_reports_nothing_and_its_state_keeps_the_last(
     stats, key
@@ -288,6 +292,7 @@ def test_a_clip_with_a_schedule_reports_and_its_state_is_as_small_as_before(key)
     assert optax.tree.get(state.opt_state, "threshold") == 0.75
 
 
+@pytest.mark.exhaustive
 def test_a_step_inside_of_shard_map_reports_too():
     """There a branch that does not act must return statistics of the type of those that do."""
     whole = cg.clip_by_global_norm(1.0, axis_name="d")
@@ -335,6 +340,7 @@ def test_statistics_that_find_no_place_are_missed_in_a_warning(wrap, key):
     chex.assert_tree_all_finite(state.params)
 
 
+@pytest.mark.exhaustive
 def test_a_clip_in_the_loss_is_none_of_the_optimizer(key):
     """The inner loop of meta-learning; a line search calls the loss from inside of the update."""
     params, batch = data(key)
@@ -445,6 +451,7 @@ def test_wrong_error_clips_are_refused():
         step(step.init({"w": jnp.array(1.5)}), jnp.ones((4, 3)))
 
 
+@pytest.mark.exhaustive
 def test_integers_and_booleans_among_the_parameters_stay_as_they_are(key):
     """Buffers of a model, such as indices and counters."""
     params, batch = data(key)
@@ -474,6 +481,7 @@ def test_keys_of_random_numbers_among_the_parameters_are_refused(key):
         step.init({"rng": key})
 
 
+@pytest.mark.exhaustive
 def test_what_a_gradient_overwrites_is_handled_as_by_flax(key):
     """Scales and histories of 8-bit floats: neither clipped, measured, trained nor averaged."""
     linen = pytest.importorskip("flax.linen")

@@ -157,6 +157,7 @@ def test_a_threshold_that_changes_inside_a_scan():
     np.testing.assert_allclose(jax.grad(loss)(jnp.ones(2), limits), 3 * 0.25 * np.ones(2))
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_over_thresholds_under_vmap():
     sweep = jax.vmap(lambda c: jax.grad(clipped_loss)(X, cg.ClipByGlobalNorm(c)))
     limits = jnp.array([0.1, 0.3, 100.0])
@@ -272,7 +273,7 @@ def test_a_custom_jvp_function_may_contain_a_clip():
     assert jax.jvp(f, (1.0,), (1.0,))[1] == 2
 
 
-@pytest.mark.kinds()
+@pytest.mark.exhaustive
 @every_rule
 def test_derivatives_of_the_gradient(rule):
     """Gradient, jacobian and hessian of the clipped gradient, against those of its composition."""
