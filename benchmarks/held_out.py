@@ -87,19 +87,21 @@ def by_torch(case: Case, args: tuple) -> str:
     if case.order == 2:
         return LEFT_OUT
     fun, floats = of_floats(case, args)
+    values = jax.jit(fun)
+    pulled_back = jax.jit(lambda xs, cotangents: jax.vjp(fun, *xs)[1](cotangents))
 
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *xs):
-            ys, ctx.vjp = jax.vjp(fun, *[jnp.asarray(x.detach().numpy()) for x in xs])
-            ctx.dtypes = [y.dtype for y in ys]
-            return tuple(torch.from_numpy(np.array(y)) for y in ys)
+            ctx.xs = [jnp.asarray(x.detach().numpy()) for x in xs]
+            ctx.ys = values(*ctx.xs)
+            return tuple(torch.from_numpy(np.array(y)) for y in ctx.ys)
 
         @staticmethod
         def backward(ctx, *cotangents):
             given = [np.array(c.detach().resolve_conj().numpy()) for c in cotangents]
-            pairs = zip(given, ctx.dtypes, strict=True)
-            found = ctx.vjp([jnp.conj(jnp.asarray(c, dtype)) for c, dtype in pairs])
+            pairs = zip(given, ctx.ys, strict=True)
+            found = pulled_back(ctx.xs, [jnp.conj(jnp.asarray(c, y.dtype)) for c, y in pairs])
             return tuple(torch.from_numpy(np.array(jnp.conj(g))) for g in found)
 
     try:
@@ -133,7 +135,10 @@ def judged(build: Callable[[], Case], checker: str, dtype: str) -> dict[str, Any
 
 
 def score(verdicts: dict[str, Any]) -> dict[str, int]:
-    """How many wrong programs were found, and how many right ones were not accepted."""
+    """How many wrong programs were missed, and how many right ones were not accepted.
+
+    Of those right ones that a checker may not be able to tell, ``unclear`` were not accepted.
+    """
     seen = {name: v for name, v in verdicts.items() if v["verdict"] != LEFT_OUT}
     wrong = [v["verdict"] for v in seen.values() if v["wrong"]]
     right = [v["verdict"] for name, v in seen.items() if not v["wrong"] and name not in SPECIAL]
@@ -144,6 +149,7 @@ def score(verdicts: dict[str, Any]) -> dict[str, int]:
         "right": len(right),
         "refused": right.count(FAILS),
         "raised on right": sum(v.startswith("raises") for v in right),
+        "unclear": sum(seen[name]["verdict"] != PASSES for name in SPECIAL if name in seen),
     }
 
 

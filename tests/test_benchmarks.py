@@ -212,5 +212,5 @@ def test_held_out_programs_are_judged(checker):
     with jax.enable_x64(True):
         verdicts = {b.__name__: held_out.judged(b, checker, "float64") for b in builds}
     assert [v["verdict"] for v in verdicts.values()] == [held_out.PASSES, held_out.FAILS]
-    counts = {"wrong": 1, "missed": 0, "right": 1, "refused": 0}
+    counts = {"wrong": 1, "missed": 0, "right": 1, "refused": 0, "unclear": 0}
     assert held_out.score(verdicts) == counts | {"raised on wrong": 0, "raised on right": 0}

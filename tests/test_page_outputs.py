@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import report
+from benchmarks import held_out, report
 from tests import check_functions, check_zoo, check_zoo_layers, test_check_functions
 from tests.test_check_history import BUGS, RIGHT
 
@@ -162,3 +162,26 @@ def test_the_pages_on_the_checker_count_its_tables():
     page = (DOCS / "check.md").read_text()
     assert f"| {small + layers} | {small} |" in page and f"| {len(BUGS)}, two of them" in page
     assert f"| {right + more} | {right} |" in page and f"| {len(RIGHT)} | {len(RIGHT)} |" in page
+
+
+JUDGES = {
+    "check_grads": "clipgrad",
+    "jax.test_util.check_grads": "jax",
+    "torch.autograd.gradcheck": "torch",
+}
+
+
+def test_the_scores_of_checkers_are_those_of_the_verdicts_on_record():
+    kept = json.loads((ROOT / "benchmarks" / "results" / "held_out.json").read_text())
+    text = (DOCS / "check.md").read_text().split("| judged by |")[1].split("\n\n")[0]
+    shown = {}
+    for line in text.splitlines()[2:]:
+        name, dtype, *counts = (cell.strip(" `") for cell in line.strip("|").split("|"))
+        shown[f"{JUDGES[name]}, {dtype}"] = counts
+    assert shown.keys() == kept.keys()
+    for name, verdicts in kept.items():
+        found = held_out.score(verdicts)
+        missed = found["missed"] + found["raised on wrong"]
+        refused = found["refused"] + found["raised on right"]
+        each = f"{missed} of {found['wrong']}", f"{refused} of {found['right']}"
+        assert (*each, f"{found['unclear']} of 9") == tuple(shown[name])
