@@ -202,7 +202,7 @@ class Walk:
             goes_on = again(state[0])
             if goes_on.ndim:  # of a `vmap`: those that have ended keep their values
                 pairs = zip(results, state[0], strict=True)
-                results = [_jaxpr.kept_lanes(goes_on, new, old) for new, old in pairs]
+                results = [_kept_lanes(goes_on, new, old) for new, old in pairs]
             return self._state(results), flags._replace(index=number)
 
         def run(state):
@@ -293,6 +293,11 @@ class Walk:
     def _marked(self, x: Any) -> Any:
         """Marked as different on each device of the `shard_map`s around."""
         return to_varying(x, frozenset(self._axes)) if self._varying else x
+
+
+def _kept_lanes(where: Any, new: Any, old: Any) -> Any:
+    """What each loop of a `vmap` carries: those that have ended keep it."""
+    return jnp.where(where.reshape(where.shape + (1,) * (jnp.ndim(new) - where.ndim)), new, old)
 
 
 class _Silent(_jaxpr.Hook):

@@ -8,7 +8,6 @@ from clipgrad._jaxpr import entrances as entrances  # registers how programs are
 from clipgrad._jaxpr.activity import active_variables as active_variables
 from clipgrad._jaxpr.closures import closing_functions as closing_functions
 from clipgrad._jaxpr.closures import with_explicit_closures as with_explicit_closures
-from clipgrad._jaxpr.entrances import kept_lanes as kept_lanes
 from clipgrad._jaxpr.evaluate import Hook as Hook
 from clipgrad._jaxpr.evaluate import ProgramValues as ProgramValues
 from clipgrad._jaxpr.evaluate import bind as bind
@@ -31,7 +30,7 @@ from clipgrad._jaxpr.programs import manual_axes as manual_axes
 from clipgrad._jaxpr.programs import map_programs as map_programs
 from clipgrad._jaxpr.programs import opened as opened
 from clipgrad._jaxpr.programs import scan_counts as scan_counts
-from clipgrad._jaxpr.scans import scan_again as scan_again
+from clipgrad._jaxpr.rebind import scan_again as scan_again
 from clipgrad._jaxpr.scopes import ScopePath as ScopePath
 from clipgrad._jaxpr.scopes import path as path
 from clipgrad._jaxpr.scopes import scope_around as scope_around

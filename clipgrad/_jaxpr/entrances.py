@@ -1,12 +1,10 @@
 """How the evaluator goes inside each higher-order primitive."""
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec, Sharding
@@ -19,8 +17,10 @@ from clipgrad._jaxpr.programs import (
     REMAT,
     called_program,
     manual_axes,
+    opened,
     scan_counts,
 )
+from clipgrad._jaxpr.rebind import cond_again, remat_again, scan_again, types_of, while_again
 from clipgrad._trees import combine, is_array, partition
 
 # The compiled functions of an inner jit, as long as JAX keeps its program.
@@ -80,16 +80,8 @@ def _stated(sharding):
 
 @entrance(*REMAT)
 def _enter_remat(equation, inputs, hook):
-    if hook.flatten:
-        return _enter_call(equation, inputs, hook)
-    params = equation.params
-    prevent_cse = params["prevent_cse"]
-    if params["differentiated"]:  # JAX puts a barrier before the recomputation
-        flags = [prevent_cse] * len(inputs) if isinstance(prevent_cse, bool) else prevent_cse
-        behind, free = partition(list(inputs), flags)
-        inputs = combine(lax.optimization_barrier(behind), free)
-    again = jax.checkpoint(_body(equation, hook), prevent_cse=prevent_cse, policy=params["policy"])
-    return again(*inputs)
+    enter = _body(equation, hook)
+    return enter(*inputs) if hook.flatten else remat_again(equation, enter, inputs)
 
 
 @entrance("scan")
@@ -104,13 +96,8 @@ def _enter_scan(equation, inputs, hook):
         outputs = evaluate(called_program(equation), arguments, inner)
         return tuple(outputs[:carried]), tuple(outputs[carried:])
 
-    options = ("length", "reverse", "unroll", "_split_transpose")
-    carry, stacked = lax.scan(
-        step,
-        tuple(inputs[constants:split]),
-        (tuple(inputs[split:]), hook.steps(equation)),
-        **{name: equation.params[name] for name in options if name in equation.params},
-    )
+    elements = tuple(inputs[split:]), hook.steps(equation)
+    carry, stacked = scan_again(equation, step, tuple(inputs[constants:split]), elements)
     return [*carry, *stacked]
 
 
@@ -121,32 +108,22 @@ def _enter_while(equation, inputs, hook):
     second = first + params["body_nconsts"]
     again = _body(equation, hook, params["cond_jaxpr"])
     body = _body(equation, hook, params["body_jaxpr"])
-
-    def run(carry):
-        goes_on, new = again(*inputs[:first], *carry)[0], body(*inputs[first:second], *carry)
-        if not goes_on.ndim:
-            return tuple(new)
-        return tuple(map(functools.partial(kept_lanes, goes_on), new, carry))  # of a `vmap`
-
-    start = tuple(inputs[second:])
-    return lax.while_loop(lambda carry: again(*inputs[:first], *carry)[0].any(), run, start)
-
-
-def kept_lanes(where, new, old):
-    """What each loop of a `vmap` carries: those that have ended keep it."""
-    return jnp.where(where.reshape(where.shape + (1,) * (jnp.ndim(new) - where.ndim)), new, old)
+    carried = opened(params["body_jaxpr"])[0].invars[params["body_nconsts"] :]
+    return while_again(
+        equation,
+        lambda *carry: again(*inputs[:first], *carry)[0],
+        lambda *carry: body(*inputs[first:second], *carry),
+        inputs[second:],
+        types_of(carried, inputs[second:]),
+    )
 
 
 @entrance("cond")
 def _enter_cond(equation, inputs, hook):
-    branches = [_body(equation, hook, branch) for branch in equation.params["branches"]]
-    platforms = equation.params.get("branches_platforms")
-    if platforms is None:
-        return lax.switch(inputs[0], branches, *inputs[1:])
-    pairs = list(zip(platforms, branches, strict=True))
-    default = next((branch for names, branch in pairs if names is None), None)
-    named = {name: branch for names, branch in pairs for name in names or ()}
-    return lax.platform_dependent(*inputs[1:], default=default, **named)
+    programs = equation.params["branches"]
+    types = types_of(opened(programs[0])[0].invars, inputs[1:])
+    branches = [_body(equation, hook, program) for program in programs]
+    return cond_again(equation, branches, inputs, types)
 
 
 @entrance("shard_map")
