@@ -359,9 +359,9 @@ def test_shardings_are_kept(kind):
 
 def test_a_program_inside_jit_is_compiled_once_for_eager_calls(monkeypatch):
     made = []
-    jitted = _jaxpr._entrances._jitted
+    jitted = _jaxpr.entrances._jitted
     monkeypatch.setattr(
-        _jaxpr._entrances, "_jitted", lambda *args: made.append(args) or jitted(*args)
+        _jaxpr.entrances, "_jitted", lambda *args: made.append(args) or jitted(*args)
     )
     inner = jax.jit(loss_of(step))
     grads = [

@@ -647,7 +647,7 @@ def test_blank_patches_are_found_at_the_division():
     batch = task.sample(data, jax.random.key(0))
     found = cg.diagnose(task.loss, (task.init(data, np.random.default_rng(0)), batch))
     (finding,) = found.findings
-    assert finding.kind == "vjp" and finding.file.endswith("_blank_patches.py")
+    assert finding.kind == "vjp" and finding.file.endswith("blank_patches.py")
     with open(finding.file) as file:
         assert "h / (jnp.linalg.norm(" in file.read().splitlines()[finding.line - 1]
 
@@ -668,7 +668,7 @@ def test_the_growth_of_the_character_rnn_is_found():
             break
         params = jax.tree.map(lambda w, g: w - g, params, step(params, batch))
     assert seen and 1.05 < seen[0].factor < 1.5 and seen[0].operation == "scan"
-    assert seen[0].file.endswith("_char_rnn.py")
+    assert seen[0].file.endswith("char_rnn.py")
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from jax.extend.core import Literal
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.cotangents import Summary
-from clipgrad._diagnose.numbers import holds_floats
 from clipgrad._diagnose.records import GradientRow
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.trends import FAR_IN_ALL, GATED, REPEATED, STATED, finite_norm
 from clipgrad._diagnose.units import Unit
+from clipgrad._jaxpr import holds_floats
 
 # What reads another part of an array at each step.
 _INDEXED = frozenset({"dynamic_slice", "gather"})

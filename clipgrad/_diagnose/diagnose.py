@@ -20,7 +20,6 @@ from clipgrad._diagnose.findings import (
     value_finding,
     vjp_finding,
 )
-from clipgrad._diagnose.places import EquationPlace
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import rows, units_and_rows
 from clipgrad._diagnose.subject import DiagnosisSubject, subject
@@ -31,6 +30,7 @@ from clipgrad._diagnose.units import CLOSED, ProgramBlock
 from clipgrad._diagnose.values import origin_of_loss
 from clipgrad._diagnose.vjps import fault
 from clipgrad._errors import first_line
+from clipgrad._jaxpr import Place
 from clipgrad._recorder import CapturedArgs
 
 
@@ -117,7 +117,7 @@ def _plain_settings() -> Iterator[Any]:
 def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
     block = ProgramBlock([given.program])
     sites = module_sites(block)
-    run = functools.partial(measure, given.program, given.inputs, given.chosen, block)
+    run = functools.partial(measure, given.program, given.inputs, given.chosen)
     loss, grads, measured = run(sites)
     pairs = list(units_and_rows(block, measured))
     found = tuple(row for _, row in pairs)
@@ -169,7 +169,7 @@ def _nonfinite(
 
 def _block_notes(block: ProgramBlock) -> list[str]:
     """What has rules of its own, and what could not be gone into."""
-    places = [EquationPlace(e, b.parent) for b, e in block.all_equations()]
+    places = [Place(e, b.parent) for b, e in block.all_equations()]
     notes = {}
     for place in places:
         name = place.equation.primitive.name

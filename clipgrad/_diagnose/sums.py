@@ -8,10 +8,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.cotangents import OPERAND, RESULT, STATE, Summary
-from clipgrad._diagnose.numbers import holds_floats
-from clipgrad._diagnose.places import EquationPlace
+from clipgrad._diagnose.cotangents import Measured, Summary
 from clipgrad._diagnose.units import ProgramBlock
+from clipgrad._jaxpr import OPERAND, RESULT, Place, Site, holds_floats
 
 _TRANSPARENT = _jaxpr.JIT | _jaxpr.CALLS | _jaxpr.REMAT
 
@@ -20,7 +19,7 @@ class SumFault(NamedTuple):
     """A value that is used several times: an argument, or the result of an operation."""
 
     argument: int | None
-    place: EquationPlace | None
+    place: Place | None
     steps: tuple[int, ...]
     uses: int
     device: str | None = None
@@ -35,7 +34,7 @@ class Use(NamedTuple):
 
 
 def sum_fault(
-    chosen: Sequence[int], block: ProgramBlock, grads: list[Summary], found: dict[tuple, Summary]
+    chosen: Sequence[int], block: ProgramBlock, grads: list[Summary], found: Measured
 ) -> SumFault | None:
     """The last value in program order whose cotangent overflows in the sum over its uses."""
     uses: dict[tuple, list[Use]] = {}
@@ -61,7 +60,7 @@ def sum_fault(
     return None
 
 
-def _sum_overflows(total: Summary, uses: list[Use], found: dict[tuple, Summary]) -> list[tuple]:
+def _sum_overflows(total: Summary, uses: list[Use], found: Measured) -> list[tuple]:
     """The steps and devices at which a sum is not finite though its terms are known and finite."""
     keys = [_use_key(use) for use in uses]
     bad = np.asarray(total.nonfinite) > 0
@@ -73,30 +72,25 @@ def _sum_overflows(total: Summary, uses: list[Use], found: dict[tuple, Summary])
     return [tuple(map(int, steps)) for steps in np.argwhere(bad)]
 
 
-def _values(block: ProgramBlock) -> Iterator[tuple[ProgramBlock, Any, tuple, EquationPlace]]:
+def _values(block: ProgramBlock) -> Iterator[tuple[ProgramBlock, Any, Site, Place]]:
     """What scans carry, and then the results of equations in program order, with their keys."""
     for inner in block.blocks():
         if inner.parent:
             for v in inner.states:
-                yield inner, v, (STATE, id(inner), id(v), 0), inner.parent
+                yield inner, v, inner.state(v), inner.parent
     for inner, equation in block.all_equations():
         for i, v in enumerate(equation.outvars):
-            yield (
-                inner,
-                v,
-                (RESULT, id(inner), id(equation), i),
-                EquationPlace(equation, inner.parent),
-            )
+            yield inner, v, inner.site(RESULT, equation, i), Place(equation, inner.parent)
 
 
-def _count_terms(uses: list[Use], block: ProgramBlock, found: dict[tuple, Summary]) -> int:
+def _count_terms(uses: list[Use], block: ProgramBlock, found: Measured) -> int:
     """How many cotangents are summed: one for each use, at each step of the scans inside."""
     reached = [u for u in uses if np.any(found[_use_key(u)].reached)]
     return sum(math.prod(use.block.nest[len(block.nest) :]) for use in reached)
 
 
-def _use_key(use: Use) -> tuple:
-    return OPERAND, id(use.block), id(use.equation), use.position
+def _use_key(use: Use) -> Site:
+    return use.block.site(OPERAND, use.equation, use.position)
 
 
 def _leaving(block: ProgramBlock) -> set[Var]:

@@ -7,8 +7,7 @@ from typing import Any
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import holds_floats
-from clipgrad._diagnose.places import EquationPlace
+from clipgrad._jaxpr import STATE, Place, Site, holds_floats
 
 # Code without scopes is cut into so many parts, of at most so many equations: 184 probes in a
 # transformer of 12 layers and 997 equations, which compile in 18 seconds on two busy cores.
@@ -48,9 +47,9 @@ class Unit:
         self.is_layer = any(map(_is_layer, equations))
 
     @property
-    def place(self) -> EquationPlace:
+    def place(self) -> Place:
         """The last equation of the unit."""
-        return EquationPlace(self.equations[-1], self.block.parent)
+        return Place(self.equations[-1], self.block.parent)
 
     @property
     def holder(self) -> "ProgramBlock | None":
@@ -72,14 +71,14 @@ class ProgramBlock:
     def __init__(
         self,
         programs: list[Any],
-        parent: EquationPlace | None = None,
+        parent: Place | None = None,
         outside: "ProgramBlock | None" = None,
     ):
         self.parent, self.outside = parent, outside
         self.programs = [_jaxpr.opened(program)[0] for program in programs]
         self.equations = [equation for program in self.programs for equation in program.eqns]
         self.children = {
-            id(e): ProgramBlock(_jaxpr.entered_programs(e)[0], EquationPlace(e, parent), self)
+            id(e): ProgramBlock(_jaxpr.entered_programs(e)[0], Place(e, parent), self)
             for e in self.equations
             if _is_entered(e)
         }
@@ -151,11 +150,14 @@ class ProgramBlock:
         loops = any(e.primitive.name == "scan" for e in self.equations)
         return loops or any(child.has_loops for child in self.children.values())
 
-    def around(self) -> "Iterator[ProgramBlock]":
-        """This block and those that hold it."""
-        yield self
-        if self.outside:
-            yield from self.outside.around()
+    def site(self, kind: str, equation: JaxprEqn, position: int) -> Site:
+        """A result or an operand of one of its equations."""
+        return Site(kind, Place(equation, self.parent).key, position)
+
+    def state(self, variable: Var) -> Site:
+        """What a scan carries in this variable of its body."""
+        assert self.parent is not None
+        return Site(STATE, self.parent.key, self.states.index(variable))
 
     def blocks(self) -> "Iterator[ProgramBlock]":
         """This block and all inside."""
@@ -196,7 +198,7 @@ class ProgramBlock:
             return False
         if _is_layer(equation) and any(map(_is_layer, run)):
             return False
-        return EquationPlace(run[0]).module == EquationPlace(equation).module
+        return Place(run[0]).module == Place(equation).module
 
 
 def equations_of(

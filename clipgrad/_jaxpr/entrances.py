@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec, Sharding
@@ -14,13 +15,21 @@ from clipgrad._jaxpr.programs import (
     CALLS,
     CUSTOM_RULES,
     JIT,
+    PRINTS,
     REMAT,
     called_program,
     manual_axes,
     opened,
     scan_counts,
 )
-from clipgrad._jaxpr.rebind import cond_again, remat_again, scan_again, types_of, while_again
+from clipgrad._jaxpr.rebind import (
+    Lifted,
+    cond_again,
+    remat_again,
+    scan_again,
+    types_of,
+    while_again,
+)
 from clipgrad._trees import combine, is_array, partition
 
 # The compiled functions of an inner jit, as long as JAX keeps its program.
@@ -32,9 +41,21 @@ def _body(equation: JaxprEqn, hook: Hook, program: Any = None) -> Callable[..., 
     return lambda *inputs: evaluate(program, inputs, hook.inside(equation, ()))
 
 
+def _noted(equation: JaxprEqn, hook: Hook, program: Any) -> Callable[..., tuple[list, Any]]:
+    """The evaluation of a program inside of an equation: its results, and its notes."""
+
+    def run(*inputs):
+        inner = hook.inside(equation, ())
+        return evaluate(program, inputs, inner), inner.notes()
+
+    return run
+
+
 @entrance(*CALLS, *CUSTOM_RULES)
 def _enter_call(equation, inputs, hook):
-    return _body(equation, hook)(*inputs)
+    outputs, notes = _noted(equation, hook, called_program(equation))(*inputs)
+    hook.note(equation, inputs, [notes])
+    return outputs
 
 
 @entrance(*JIT)
@@ -80,8 +101,9 @@ def _stated(sharding):
 
 @entrance(*REMAT)
 def _enter_remat(equation, inputs, hook):
-    enter = _body(equation, hook)
-    return enter(*inputs) if hook.flatten else remat_again(equation, enter, inputs)
+    if hook.flatten:
+        return _enter_call(equation, inputs, hook)
+    return remat_again(equation, _body(equation, hook), inputs)
 
 
 @entrance("scan")
@@ -94,36 +116,111 @@ def _enter_scan(equation, inputs, hook):
         inner = hook.inside(equation, own)
         arguments = [*inputs[:constants], *carry, *sliced]
         outputs = evaluate(called_program(equation), arguments, inner)
-        return tuple(outputs[:carried]), tuple(outputs[carried:])
+        return tuple(outputs[:carried]), (tuple(outputs[carried:]), inner.notes())
 
     elements = tuple(inputs[split:]), hook.steps(equation)
-    carry, stacked = scan_again(equation, step, tuple(inputs[constants:split]), elements)
+    carry, (stacked, notes) = scan_again(equation, step, tuple(inputs[constants:split]), elements)
+    hook.note(equation, inputs, [notes])
     return [*carry, *stacked]
 
 
 @entrance("while")
 def _enter_while(equation, inputs, hook):
+    if hook.has_notes:
+        return _enter_while_with_notes(equation, inputs, hook)
     params = equation.params
-    first = params["cond_nconsts"]
-    second = first + params["body_nconsts"]
+    first, second = _loop_parts(equation)
     again = _body(equation, hook, params["cond_jaxpr"])
     body = _body(equation, hook, params["body_jaxpr"])
-    carried = opened(params["body_jaxpr"])[0].invars[params["body_nconsts"] :]
     return while_again(
         equation,
         lambda *carry: again(*inputs[:first], *carry)[0],
         lambda *carry: body(*inputs[first:second], *carry),
         inputs[second:],
-        types_of(carried, inputs[second:]),
+        _loop_types(equation, inputs),
     )
+
+
+def _loop_parts(equation: JaxprEqn) -> tuple[int, int]:
+    """Where the constants of the predicate end among the inputs, and those of the body."""
+    first = equation.params["cond_nconsts"]
+    return first, first + equation.params["body_nconsts"]
+
+
+def _loop_types(equation: JaxprEqn, inputs: list) -> list:
+    first, second = _loop_parts(equation)
+    carried = opened(equation.params["body_jaxpr"])[0].invars[second - first :]
+    return types_of(carried, inputs[second:])
+
+
+def _enter_while_with_notes(equation, inputs, hook):
+    """Counts the iterations, and has one predicate for all lanes of a `vmap`."""
+    params = equation.params
+    first, second = _loop_parts(equation)
+    enter = _noted(equation, hook, params["body_jaxpr"])
+
+    def again(*carry):
+        return evaluate(params["cond_jaxpr"], [*inputs[:first], *carry], Unprinted())[0]
+
+    def body(*carry):
+        goes_on = again(*carry)
+        outputs, notes = enter(*inputs[first:second], *carry)
+        if goes_on.ndim:
+            pairs = zip(outputs, carry, strict=True)
+            outputs = [_kept_lanes(goes_on, new, old) for new, old in pairs]
+        return outputs, notes
+
+    once = Lifted(body, _loop_types(equation, inputs))
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    start, structure = jax.tree.flatten(hook.empty((count, once.shapes[1])))
+    own = len(start)
+
+    def run(*state):
+        number, old = structure.unflatten(state[:own])
+        outputs, new = once(*state[own:])
+        return [*jax.tree.leaves((number + 1, hook.kept(old, new, number))), *outputs]
+
+    types = [*map(jax.typeof, start), *_loop_types(equation, inputs)]
+    goes_on = lambda *state: again(*state[own:]).any()  # noqa: E731
+    results = while_again(equation, goes_on, run, [*start, *inputs[second:]], types)
+    hook.note(equation, inputs, [structure.unflatten(results[:own])[1]])
+    return results[own:]
+
+
+def _kept_lanes(where: Any, new: Any, old: Any) -> Any:
+    """What each loop of a `vmap` carries: those that have ended keep it."""
+    return jnp.where(where.reshape(where.shape + (1,) * (jnp.ndim(new) - where.ndim)), new, old)
+
+
+class Unprinted(Hook):
+    """Leaves prints out."""
+
+    def __call__(self, equation, inputs):
+        """Nothing for a print; None for all else."""
+        return [] if equation.primitive.name in PRINTS else None
 
 
 @entrance("cond")
 def _enter_cond(equation, inputs, hook):
     programs = equation.params["branches"]
     types = types_of(opened(programs[0])[0].invars, inputs[1:])
-    branches = [_body(equation, hook, program) for program in programs]
-    return cond_again(equation, branches, inputs, types)
+    if not hook.has_notes:
+        branches = [_body(equation, hook, program) for program in programs]
+        return cond_again(equation, branches, inputs, types)
+    once = [Lifted(_noted(equation, hook, program), types) for program in programs]
+    notes = [own.shapes[1] for own in once]
+
+    def among_all(i):
+        def run(*values):
+            outputs, mine = once[i](*values)
+            return outputs, [mine if i == j else hook.empty(n) for j, n in enumerate(notes)]
+
+        return run
+
+    results = cond_again(equation, [among_all(i) for i in range(len(once))], inputs, types)
+    outputs, found = jax.tree.unflatten(jax.tree.structure((once[0].shapes[0], notes)), results)
+    hook.note(equation, inputs, found)
+    return outputs
 
 
 @entrance("shard_map")
@@ -138,17 +235,20 @@ def _enter_shard_map(equation, inputs, hook):
         inner = structure.unflatten(combine(arrays, rest))
         if own:
             inner = hook.inside(equation, jax.tree.map(lambda x: x[0], own))
-        return tuple(evaluate(called_program(equation), shards, inner))
+        outputs = evaluate(called_program(equation), shards, inner)
+        return tuple(outputs), jax.tree.map(lambda x: x[None], inner.notes())
 
     mapped = jax.shard_map(
         shard,
         mesh=params["mesh"],
         in_specs=(PartitionSpec(), PartitionSpec(axes), *params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
+        out_specs=(tuple(params["out_specs"]), PartitionSpec(axes)),
         axis_names=set(axes),
         check_vma=params["check_vma"],
     )
-    return mapped(arrays, apart, *inputs)
+    outputs, notes = mapped(arrays, apart, *inputs)
+    hook.note(equation, inputs, [notes])
+    return list(outputs)
 
 
 @entrance("custom_linear_solve")

@@ -90,10 +90,15 @@ def _is_as(own: Any, given: Any) -> bool:
 class Lifted:
     """A function of arrays as a program, with what it closes over as its first inputs."""
 
-    def __init__(self, fun: Callable[..., Sequence], types: Sequence):
-        self._traced = jax.make_jaxpr(fun)(*types)
+    def __init__(self, fun: Callable[..., Any], types: Sequence):
+        self._traced, self.shapes = jax.make_jaxpr(fun, return_shape=True)(*types)
         self._jaxpr, self.closed = opened(self._traced)
         self._types = types
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The results for other inputs of these types, without tracing the function again."""
+        results = jaxpr_as_fun(self._traced)(*inputs)
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), results)
 
     def like(self, program: Any, before: Sequence = (), behind: Sequence = ()) -> Any:
         """The program in the container of another one.

@@ -1,0 +1,42 @@
+"""What values hold: their dtypes, and elements of arrays whatever their sharding."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from clipgrad._compat import explicit_sharding
+
+
+def holds_floats(x: Any) -> bool:
+    """Whether a variable, a type or an array holds floating or complex numbers."""
+    dtype = dtype_of(x)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def dtype_of(x: Any) -> Any:
+    """The dtype of a variable, a type or an array; None for a token."""
+    return getattr(getattr(x, "aval", x), "dtype", None)
+
+
+def at_first(where: Any, x: Any) -> jax.Array:
+    """The first element of ``x`` where it is so, the largest if the shapes do not match.
+
+    An operand may have length 1 along an axis where the result is longer.
+    """
+    size = jnp.abs(x) if jnp.iscomplexobj(x) else jnp.asarray(x)
+    size = size.astype(jnp.result_type(float))
+    pairs = zip(size.shape, where.shape, strict=False)
+    if size.ndim == where.ndim and size.size and all(own in (1, n) for own, n in pairs):
+        index = jnp.argmax(replicated(where).ravel())
+        return jnp.broadcast_to(replicated(size), where.shape).ravel()[index]
+    return jnp.max(jnp.abs(size), initial=0)
+
+
+def replicated(x: Any) -> Any:
+    """The array on each device, if its type says how it is sharded: only so it can be flattened."""
+    sharding = explicit_sharding(x)
+    if sharding is None:
+        return x
+    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*[None] * x.ndim)))
