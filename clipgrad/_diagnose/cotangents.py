@@ -9,9 +9,8 @@ import numpy as np
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import on_host
-from clipgrad._diagnose.units import ProgramBlock, Unit, equations_of
-from clipgrad._jaxpr import OPERAND, RESULT, Site, at_first, dtype_of, holds_floats
+from clipgrad._diagnose.units import ProgramBlock, Unit
+from clipgrad._jaxpr import OPERAND, RESULT, Site, at_first, dtype_of, holds_floats, on_host
 from clipgrad._numerics import at_least_float32
 
 _SCALE = 2.0**15  # the largest loss scale that float16 can hold
@@ -55,7 +54,7 @@ def module_sites(block: ProgramBlock) -> list[CotangentSite]:
 
 def operation_sites(units: Iterable[Unit]) -> list[CotangentSite]:
     """All results and operands of the equations in these units and of the programs inside."""
-    found = [pair for u in units for e in u.equations for pair in equations_of(u.block, e)]
+    found = [pair for u in units for e in u.equations for pair in u.block.within(e)]
     return [
         _own_site(kind, block, equation, i, v)
         for block, equation in found

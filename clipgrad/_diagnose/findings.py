@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose.numbers import short
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN
 from clipgrad._diagnose.subject import DiagnosisSubject
@@ -132,5 +131,5 @@ def _operation_advice(kind: str, place: Place, where: Location, values: Sequence
 def _operation_at(place: Place, values: Sequence[float]) -> str:
     """Such as "sqrt at 0"."""
     shown = [v for v in place.equation.invars if holds_floats(v)][: len(values)]
-    numbers = [short(value) for value, _ in zip(values, shown, strict=False)]
+    numbers = [f"{np.float64(value):.4g}" for value, _ in zip(values, shown, strict=False)]
     return f"{place.operation} at {', '.join(numbers)}" if numbers else place.operation

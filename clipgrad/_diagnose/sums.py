@@ -5,14 +5,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal
 
-import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.cotangents import Measured, Summary
 from clipgrad._diagnose.units import ProgramBlock
 from clipgrad._jaxpr import OPERAND, RESULT, Place, Site, holds_floats
-
-_TRANSPARENT = _jaxpr.JIT | _jaxpr.CALLS | _jaxpr.REMAT
 
 
 class SumFault(NamedTuple):
@@ -41,12 +38,12 @@ def sum_fault(
     for inner, equation in block.all_equations():
         for i, v in enumerate(equation.invars):
             if type(v) is not Literal and holds_floats(v):
-                uses.setdefault(_source_variable(inner, v), []).append(Use(inner, equation, i))
+                uses.setdefault(inner.source(v), []).append(Use(inner, equation, i))
     faults = []
     for inner, v, key, place in _values(block):
         own = uses.get((inner, v), [])
         over = _sum_overflows(found[key], own, found) if key in found else []
-        if over and v not in _leaving(inner):
+        if over and v not in inner.leaving:
             pairs = [inner.apart(index) for index in over]
             steps = max(steps for steps, _ in pairs)
             device = place.device(d for s, d in pairs if s == steps)
@@ -91,32 +88,3 @@ def _count_terms(uses: list[Use], block: ProgramBlock, found: Measured) -> int:
 
 def _use_key(use: Use) -> Site:
     return use.block.site(OPERAND, use.equation, use.position)
-
-
-def _leaving(block: ProgramBlock) -> set[Var]:
-    """What leaves a program in a way that is not known as a use."""
-    if block.parent and block.parent.equation.primitive.name in _TRANSPARENT:
-        return set()
-    return {v for program in block.programs for v in program.outvars if type(v) is not Literal}
-
-
-def _source_variable(block: ProgramBlock, variable: Any) -> tuple[ProgramBlock, Any]:
-    """The variable that a variable is another name of, in the programs around and inside."""
-    while type(variable) is not Literal:
-        around = block.outer.get(variable)
-        inside = _made_inside(block, variable)
-        if around is not None and block.outside is not None:
-            block, variable = block.outside, around
-        elif inside:
-            block, variable = inside
-        else:
-            break
-    return (block, variable) if type(variable) is not Literal else (block, None)
-
-
-def _made_inside(block: ProgramBlock, variable: Var) -> tuple[ProgramBlock, Any] | None:
-    for equation in block.holders:
-        if variable in equation.outvars and equation.primitive.name in _TRANSPARENT:
-            inner = block.children[id(equation)]
-            return inner, inner.programs[0].outvars[equation.outvars.index(variable)]
-    return None

@@ -8,6 +8,7 @@ import numpy as np
 from clipgrad._docs import docs_page
 
 OperandValues = Sequence[float]
+DOUBLE_WHERE = "the double `where` below"
 
 
 def _at_zero(values: OperandValues) -> bool:
@@ -38,22 +39,22 @@ class Suspect(NamedTuple):
       code: the operation as an expression of ``x``.
       at: where it goes wrong.
       computes: what the backward pass computes there.
-      instead: what to write instead, for people; code comes first.
       applies: whether this happens for these values of the operands.
-      kind: "vjp", or "value" if the value goes wrong too.
       primitives: the operations of JAX that go wrong.
       functions: the functions around them; empty: any.
+      instead: what to write instead, for people; code comes first.
+      kind: "vjp", or "value" if the value goes wrong too.
       dtype: the dtype of the operation, if it matters.
     """
 
     code: str
     at: str
     computes: str
-    instead: str
-    kind: str
     applies: Callable[[OperandValues], bool]
     primitives: tuple[str, ...]
     functions: tuple[str, ...] = ()
+    instead: str = DOUBLE_WHERE
+    kind: str = "vjp"
     dtype: str | None = None
 
     @property
@@ -67,7 +68,6 @@ def _double_where() -> str:
     return f"jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0), a double where ({docs_page('nan')})"
 
 
-DOUBLE_WHERE = "the double `where` below"
 # Functions that a mask of -inf is for.
 MASKING = ("softmax", "log_softmax", "logsumexp", "softmax_cross_entropy")
 # What makes inf of finite numbers by its size alone.
@@ -80,78 +80,29 @@ COMPUTED = (
     (("atan2",), lambda values: not np.any(values), "0 / 0"),
     (("exp", "expm1", "exp2"), lambda values: values[0] > 0, "0 · inf, since its value overflows"),
 )
+# fmt: off
 SUSPECTS = (
-    Suspect("jnp.sqrt(x)", "0", "1 / 0", DOUBLE_WHERE, "vjp", _at_zero, ("sqrt", "cbrt")),
-    Suspect(
-        "jnp.linalg.norm(jnp.stack([x, x]))",
-        "0",
-        "0 / 0",
-        DOUBLE_WHERE,
-        "vjp",
-        _at_zero,
-        ("sqrt",),
-        ("norm",),
-    ),
-    Suspect(
-        "jnp.where(x > 0, jnp.log(x), 0.0)",
-        "0",
-        "0 · inf, from the branch not taken",
-        DOUBLE_WHERE,
-        "vjp",
-        _at_the_end_of_log,
-        ("log", "log1p"),
-    ),
-    Suspect("x ** 0.3", "0", "1 / 0", DOUBLE_WHERE, "vjp", _at_zero, ("pow",)),
-    Suspect(
-        "jnp.std(jnp.stack([x, x]))",
-        "0",
-        "0 / 0 for equal numbers",
-        "`jnp.sqrt(jnp.var(jnp.stack([x, x])) + 1e-6)`",
-        "vjp",
-        _at_zero,
-        ("sqrt",),
-        ("std", "_std", "nanstd"),
-    ),
-    Suspect(
-        "jnp.log(jax.nn.softmax(jnp.stack([x, 0.0]))[0])",
-        "-200",
-        "the log of an underflow",
-        "`jax.nn.log_softmax(jnp.stack([x, 0.0]))[0]`",
-        "value",
-        _at_zero,
-        ("log",),
-    ),
-    Suspect(
-        "jax.nn.softmax(jnp.stack([x, -jnp.inf]))[0]",
-        "-inf",
-        "a row that is masked throughout",
-        "a finite mask, such as `jnp.finfo(x.dtype).min`",
-        "value",
-        _at_inf,
-        ("sub", "div"),
-        MASKING,
-    ),
-    Suspect(
-        "jnp.arccos(x)",
-        "1",
-        "1 / 0",
-        "`jnp.arccos(jnp.clip(x, -0.999999, 0.999999))`",
-        "vjp",
-        _at_one,
-        ("acos", "asin", "atanh", "acosh"),
-    ),
-    Suspect(
-        "x.astype(jnp.float16) ** 4",
-        "300",
-        "more than 65504, the largest float16",
-        "`x.astype(jnp.bfloat16) ** 4`, or a loss scale",
-        "value",
-        _values_overflow,
-        _OVERFLOWING,
-        (),
-        "float16",
-    ),
+    Suspect("jnp.sqrt(x)", "0", "1 / 0", _at_zero, ("sqrt", "cbrt")),
+    Suspect("jnp.linalg.norm(jnp.stack([x, x]))", "0", "0 / 0", _at_zero, ("sqrt",), ("norm",)),
+    Suspect("jnp.where(x > 0, jnp.log(x), 0.0)", "0", "0 · inf, from the branch not taken",
+            _at_the_end_of_log, ("log", "log1p")),
+    Suspect("x ** 0.3", "0", "1 / 0", _at_zero, ("pow",)),
+    Suspect("jnp.std(jnp.stack([x, x]))", "0", "0 / 0 for equal numbers",
+            _at_zero, ("sqrt",), ("std", "_std", "nanstd"),
+            instead="`jnp.sqrt(jnp.var(jnp.stack([x, x])) + 1e-6)`"),
+    Suspect("jnp.log(jax.nn.softmax(jnp.stack([x, 0.0]))[0])", "-200", "the log of an underflow",
+            _at_zero, ("log",), kind="value",
+            instead="`jax.nn.log_softmax(jnp.stack([x, 0.0]))[0]`"),
+    Suspect("jax.nn.softmax(jnp.stack([x, -jnp.inf]))[0]", "-inf",
+            "a row that is masked throughout", _at_inf, ("sub", "div"), MASKING, kind="value",
+            instead="a finite mask, such as `jnp.finfo(x.dtype).min`"),
+    Suspect("jnp.arccos(x)", "1", "1 / 0", _at_one, ("acos", "asin", "atanh", "acosh"),
+            instead="`jnp.arccos(jnp.clip(x, -0.999999, 0.999999))`"),
+    Suspect("x.astype(jnp.float16) ** 4", "300", "more than 65504, the largest float16",
+            _values_overflow, _OVERFLOWING, kind="value", dtype="float16",
+            instead="`x.astype(jnp.bfloat16) ** 4`, or a loss scale"),
 )
+# fmt: on
 
 
 def suspect(

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import jax
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import on_host
 from clipgrad._diagnose.suspects import MASKING
-from clipgrad._jaxpr import CONSTANT, Birth, Place, holds_floats
+from clipgrad._jaxpr import CONSTANT, Birth, Place, holds_floats, on_host
 
 # NaN such as inf - inf is made of two infinities, of several operations at times.
 _TRIED_VALUES = 4

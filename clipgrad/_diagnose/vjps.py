@@ -136,7 +136,8 @@ def _faults(sites: list[CotangentSite], found: Measured) -> Iterator[tuple[list[
             good = np.all(good, axis=devices, keepdims=True)
         at_fault = good & np.any([o.nonfinite > 0 for o in operands], axis=0) if operands else ()
         found_at = [tuple(map(int, index)) for index in np.argwhere(at_fault)]
-        times = [_time(block, equation, block.apart(index)[0]) for index in found_at]
+        steps_at = [block.apart(index)[0] for index in found_at]
+        times = [(block.time(equation, steps), steps) for steps in steps_at]
         if times:
             time, steps = max(times)
             here = [index for index in found_at if block.apart(index)[0] == steps]
@@ -152,23 +153,6 @@ def _is_joint(equation: JaxprEqn) -> bool:
     """Whether the VJP may join what several devices hold; a rule is not seen from outside."""
     is_rule = equation.primitive.name == "custom_vjp_call"
     return is_rule or bool(_jaxpr.crossed_axes(equation))
-
-
-def _time(
-    block: ProgramBlock, equation: JaxprEqn, steps: tuple[int, ...]
-) -> tuple[list[int], tuple]:
-    """When the forward pass comes to an equation: its position, at each scan the step first."""
-    order: list[int] = []
-    left = list(steps)
-    at, inside = block, equation
-    while True:
-        order.append([id(e) for e in at.equations].index(id(inside)))
-        if at.parent is None or at.outside is None:
-            return order[::-1], steps
-        inside, at = at.parent.equation, at.outside
-        if inside.primitive.name == "scan":
-            step = left.pop()
-            order.append(inside.params["length"] - 1 - step if inside.params["reverse"] else step)
 
 
 def _is_excused(place: Place, excused: Place | None) -> bool:

@@ -6,11 +6,13 @@ parameters differ between versions of JAX.
 
 from clipgrad._jaxpr import entrances as entrances  # registers how programs are entered
 from clipgrad._jaxpr.activity import active_variables as active_variables
+from clipgrad._jaxpr.blocks import Block as Block
 from clipgrad._jaxpr.closures import closing_functions as closing_functions
 from clipgrad._jaxpr.closures import with_explicit_closures as with_explicit_closures
 from clipgrad._jaxpr.elements import at_first as at_first
 from clipgrad._jaxpr.elements import dtype_of as dtype_of
 from clipgrad._jaxpr.elements import holds_floats as holds_floats
+from clipgrad._jaxpr.elements import on_host as on_host
 from clipgrad._jaxpr.evaluate import Hook as Hook
 from clipgrad._jaxpr.evaluate import ProgramValues as ProgramValues
 from clipgrad._jaxpr.evaluate import bind as bind

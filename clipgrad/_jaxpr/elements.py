@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from clipgrad._compat import explicit_sharding
@@ -40,3 +41,13 @@ def replicated(x: Any) -> Any:
     if sharding is None:
         return x
     return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*[None] * x.ndim)))
+
+
+def on_host(tree: Any) -> Any:
+    """Results of one compiled program as NumPy arrays, also of parts that other processes hold."""
+    parts = [x for x in jax.tree.leaves(tree) if not x.is_fully_addressable]
+    away = [x.sharding for x in parts if not x.is_fully_replicated]
+    if away:
+        whole = NamedSharding(away[0].mesh, PartitionSpec())
+        tree = jax.jit(lambda tree: tree, out_shardings=whole)(tree)
+    return jax.tree.map(np.asarray, tree)
