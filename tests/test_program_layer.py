@@ -113,9 +113,8 @@ def test_a_value_is_followed_to_where_it_went_wrong():
         return lax.while_loop(lambda c: c[0] < 6, body, (0, x))[1]
 
     traced = jax.make_jaxpr(program)(1.0)
-    flags = jax.tree.map(np.asarray, jax.jit(lambda x: _jaxpr.track(traced, [x]))(1.0))
-    (track,) = _jaxpr.origins(traced, flags, [1.0])
+    (track,) = _jaxpr.origins(traced, [np.float32(1)])
     birth = track.birth
     assert (track.badness, birth.place.operation, birth.steps) == (2, "log", (2, 0))
-    (read,) = _jaxpr.track(traced, [1.0], target=birth.place).values[birth.steps[1]]
+    (read,) = _jaxpr.operands_of(traced, [np.float32(1)], birth)
     np.testing.assert_allclose(read, -0.2, atol=1e-6)

@@ -17,12 +17,12 @@ _SCALE = 2.0**15  # the largest loss scale that float16 can hold
 
 
 class CotangentSite(NamedTuple):
-    """A site of a `Probe`, in its block; of a state there is no equation."""
+    """A site of a `Probe`, in its block; of an operation with its equation."""
 
     site: Site
     block: ProgramBlock
-    equation: JaxprEqn | None
     variable: Var
+    equation: JaxprEqn | None = None
 
 
 class Summary(NamedTuple):
@@ -44,11 +44,9 @@ def module_sites(block: ProgramBlock) -> list[CotangentSite]:
     """What leaves each unit, and what each scan carries."""
     sites = []
     for unit in block.all_units():
-        own = unit.block
-        sites += [_own_site(RESULT, own, e, i, v) for v, (e, i) in unit.leaves.items()]
+        sites += [CotangentSite(site, unit.block, v) for v, site in unit.leaves.items()]
         if inner := unit.holder:
-            states = [v for v in inner.states if holds_floats(v)]
-            sites += [CotangentSite(inner.state(v), inner, None, v) for v in states]
+            sites += [CotangentSite(site, inner, v) for v, site in inner.carried.items()]
     return sites
 
 
@@ -56,16 +54,12 @@ def operation_sites(units: Iterable[Unit]) -> list[CotangentSite]:
     """All results and operands of the equations in these units and of the programs inside."""
     found = [pair for u in units for e in u.equations for pair in u.block.within(e)]
     return [
-        _own_site(kind, block, equation, i, v)
+        CotangentSite(block.site(kind, equation, i), block, v, equation)
         for block, equation in found
         for kind, variables in ((RESULT, equation.outvars), (OPERAND, equation.invars))
         for i, v in enumerate(variables)
         if holds_floats(v) and not isinstance(v, Literal | DropVar)
     ]
-
-
-def _own_site(kind: str, block: ProgramBlock, e: JaxprEqn, i: int, variable: Var) -> CotangentSite:
-    return CotangentSite(block.site(kind, e, i), block, e, variable)
 
 
 def measure(

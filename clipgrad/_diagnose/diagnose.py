@@ -21,7 +21,7 @@ from clipgrad._diagnose.findings import (
     vjp_finding,
 )
 from clipgrad._diagnose.records import GradientFinding
-from clipgrad._diagnose.rows import rows, units_and_rows
+from clipgrad._diagnose.rows import units_and_rows
 from clipgrad._diagnose.subject import DiagnosisSubject, subject
 from clipgrad._diagnose.sums import SumFault
 from clipgrad._diagnose.trends import trend_findings
@@ -136,7 +136,8 @@ def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
     if may_underflow(found, given, grads):
         try:
             others = [run(sites, wide=True), run(sites, is_scaled=True)]
-            lost = underflow_finding(found, [rows(block, measured) for *_, measured in others])
+            same = [[r for _, r in units_and_rows(block, measured)] for *_, measured in others]
+            lost = underflow_finding(found, same)
             findings += lost or underflow_of_arguments(given, grads, [g for _, g, _ in others])
         except (TypeError, ValueError, NotImplementedError) as error:
             # An operation may be there for half precision alone.
@@ -153,7 +154,7 @@ def _nonfinite(
     if not origin and not np.isfinite(loss):
         findings.append(unexplained_loss(loss, given))
     if any(np.any(grad.nonfinite) for grad in grads):
-        excused = origin.place if origin else None
+        excused = origin.birth.place if origin else None
         program = given.program, given.inputs, given.chosen
         found = fault(*program, block, grads, measured, excused)
         if isinstance(found, SumFault):

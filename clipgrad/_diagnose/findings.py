@@ -17,9 +17,9 @@ from clipgrad._jaxpr import Location, Place, dtype_of, holds_floats
 
 def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFinding:
     """A finding on where a loss has its NaN or inf from."""
-    if origin.argument is not None:
-        return _argument_finding(origin.argument, given)
-    place = origin.place
+    birth, place = origin.birth, origin.birth.place
+    if birth.argument is not None:
+        return _argument_finding(birth.argument, given)
     assert place is not None
     if origin.values is None:
         what = f"{place.operation} brings in a constant that is not finite, and it reaches the loss"
@@ -32,7 +32,7 @@ def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFindi
     if origin.becomes:
         then = origin.becomes
         what += f", and its inf becomes NaN in {then.operation} ({then.location})"
-    return _operation_finding("value", place, origin.step, what, origin.values or (), origin.device)
+    return _operation_finding("value", place, birth.step, what, origin.values or (), birth.device)
 
 
 def vjp_finding(fault: VjpFault) -> GradientFinding:

@@ -8,37 +8,21 @@ import numpy as np
 from clipgrad._diagnose.cotangents import Measured, joined
 from clipgrad._diagnose.records import GradientRow
 from clipgrad._diagnose.units import ProgramBlock, Unit
-from clipgrad._jaxpr import RESULT, Place, holds_floats
+from clipgrad._jaxpr import Place
 
 SCAN = "scan"
 
 
-def rows(block: ProgramBlock, measured: Measured) -> tuple[GradientRow, ...]:
-    """A row for each unit and each scan that cotangents come to, in forward order."""
-    return tuple(row for _, row in units_and_rows(block, measured))
-
-
 def units_and_rows(block: ProgramBlock, measured: Measured) -> Iterator[tuple[Unit, GradientRow]]:
-    """The rows with the units that they are of."""
+    """A row for each unit and each scan that cotangents come to, in forward order."""
     for unit in block.all_units():
-        for row in _rows_of(unit, measured):
-            yield unit, row
-
-
-def _rows_of(unit: Unit, measured: Measured) -> Iterator[GradientRow]:
-    inner = unit.holder
-    if inner:  # what leaves it has rows inside; what a scan carries from step to step has not
-        variables = [v for v in inner.states if holds_floats(v)]
-        sites = [inner.state(v) for v in variables]
-        block, scans, operation = inner, inner.nest, SCAN
-    else:
-        variables = list(unit.leaves)
-        sites = [unit.block.site(RESULT, e, i) for e, i in unit.leaves.values()]
-        block, scans, operation = unit.block, unit.block.nest, unit.place.operation
-    pairs = [(v, joined(measured[site], block)) for v, site in zip(variables, sites, strict=True)]
-    pairs = [(v, summary) for v, summary in pairs if np.any(summary.reached)]
-    if pairs:
-        yield _row(unit.place, scans, operation, pairs, unit.is_layer)
+        inner = unit.holder  # what leaves it has rows inside; what a scan carries has not
+        own, sites = (inner, inner.carried) if inner else (unit.block, unit.leaves)
+        pairs = [(v, joined(measured[site], own)) for v, site in sites.items()]
+        pairs = [(v, summary) for v, summary in pairs if np.any(summary.reached)]
+        if pairs:
+            operation = SCAN if inner else unit.place.operation
+            yield unit, _row(unit.place, own.nest, operation, pairs, unit.is_layer)
 
 
 def _row(

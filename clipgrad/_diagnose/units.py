@@ -25,7 +25,7 @@ class Unit:
       equations: in program order; one alone if there are programs inside of it to go into.
       block: the program that they belong to.
       reads: the variables of other units that they read.
-      leaves: for each variable that other units read its equation and position.
+      leaves: the variables that other units read, and where their cotangents are measured.
       is_layer: whether a matrix product or convolution is among them.
     """
 
@@ -38,7 +38,7 @@ class Unit:
         }
         self.reads = [v for v in read if v not in made]
         self.leaves = {
-            v: (equation, i)
+            v: block.site(_jaxpr.RESULT, equation, i)
             for equation in equations
             for i, v in enumerate(equation.outvars)
             if not isinstance(v, DropVar) and holds_floats(v) and used.get(v, set()) - own

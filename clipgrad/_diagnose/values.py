@@ -3,26 +3,25 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.suspects import MASKING
-from clipgrad._jaxpr import CONSTANT, Birth, Place, holds_floats, on_host
+from clipgrad._jaxpr import CONSTANT, Birth, Place
 
 # NaN such as inf - inf is made of two infinities, of several operations at times.
 _TRIED_VALUES = 4
 
 
 class ValueOrigin(NamedTuple):
-    """Where a NaN or inf is from: an argument, an operation, or a constant in an operation."""
+    """Where a NaN or inf is from."""
 
-    argument: int | None
-    place: Place | None = None
-    step: int | None = None  # of the innermost loop
+    birth: Birth  # an argument, an operation, or a constant in an operation
     values: tuple[float, ...] | None = None  # what goes in where it goes wrong; None: a constant
-    cause: int | None = None  # the argument with the inf that an operation makes NaN of
     becomes: Place | None = None  # the operation that makes NaN of the inf
-    device: str | None = None
+
+    @property
+    def cause(self) -> int | None:
+        """The argument with the inf that the operation makes NaN of."""
+        return self.birth.root and self.birth.root.argument
 
 
 def origin_of_loss(program: Any, inputs: Sequence[Any]) -> ValueOrigin | None:
@@ -33,32 +32,11 @@ def origin_of_loss(program: Any, inputs: Sequence[Any]) -> ValueOrigin | None:
     where the inf is replaced by an ordinary number.
     """
     birth = _birth(program, inputs, ())
-    if birth is None:
-        return None
-    if birth.place is None:
-        return ValueOrigin(birth.argument)
-    step = _step_of(birth)
-    if birth.time == CONSTANT:
-        return ValueOrigin(None, birth.place, step)
+    if birth is None or birth.place is None or birth.time == CONSTANT:
+        return birth and ValueOrigin(birth)
     root = _overflow(program, inputs, birth)
-    if root:
-        values, step = _operands(program, inputs, root), _step_of(root)
-        return ValueOrigin(None, root.place, step, values, None, birth.place, _device(root))
-    values, cause = _operands(program, inputs, birth), birth.root and birth.root.argument
-    return ValueOrigin(None, birth.place, step, values, cause, None, _device(birth))
-
-
-def _device(birth: Birth) -> str | None:
-    assert birth.place is not None
-    return birth.place.device(birth.devices)
-
-
-def _step_of(birth: Birth) -> int | None:
-    """The step of the innermost scan."""
-    assert birth.place is not None
-    loops = [e for e in birth.place.chain[:0:-1] if e.primitive.name in ("scan", "while")]
-    steps = [s for e, s in zip(loops, birth.steps, strict=True) if e.primitive.name == "scan"]
-    return steps[-1] if steps else None
+    values = _jaxpr.operands_of(program, inputs, root or birth)
+    return ValueOrigin(root or birth, values, birth.place if root else None)
 
 
 def _overflow(program: Any, inputs: Sequence[Any], birth: Birth) -> Birth | None:
@@ -86,24 +64,4 @@ def _is_mask(birth: Birth, root: Birth) -> bool:
 
 def _birth(program: Any, inputs: Sequence[Any], cured: Sequence[Place]) -> Birth | None:
     """Where the first result is from, if it is not finite."""
-    run = jax.jit(lambda inputs: _jaxpr.track(program, inputs, cured))
-    return _jaxpr.origins(program, on_host(run(list(inputs))), inputs)[0].birth
-
-
-def _operands(program: Any, inputs: Sequence[Any], birth: Birth) -> tuple[float, ...]:
-    """What an operation reads where its result is not finite."""
-    place, steps, device = birth.place, list(birth.steps), list(min(birth.devices))
-    assert place is not None
-
-    @jax.jit
-    def run(inputs):
-        return _jaxpr.track(program, inputs, target=place).values
-
-    values = on_host(run(list(inputs)))
-    for equation in place.chain[:0:-1]:  # a loop of unknown length has one iteration alone
-        name = equation.primitive.name
-        step = steps.pop(0) if name in ("scan", "while") else 0
-        if name in ("scan", "shard_map"):
-            values = values[step if name == "scan" else device.pop(0)]
-    pairs = zip(place.equation.invars, values, strict=True)
-    return tuple(float(value) for v, value in pairs if holds_floats(v))
+    return _jaxpr.origins(program, inputs, cured)[0].birth

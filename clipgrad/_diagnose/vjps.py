@@ -93,10 +93,9 @@ def _may_be_at_fault(unit: Unit, bad: dict, measured: Measured) -> Any:
 def _is_bad(block: ProgramBlock, variable: Any, bad: dict, measured: Measured) -> Any:
     """Whether the cotangent of a variable is not finite, for each step and device around it."""
     if variable in block.makers:
-        equation, i = block.makers[variable].leaves[variable]
-        return measured[block.site(RESULT, equation, i)].nonfinite > 0
-    if variable in block.states and block.state(variable) in measured:
-        return measured[block.state(variable)].nonfinite > 0
+        return measured[block.makers[variable].leaves[variable]].nonfinite > 0
+    if block.carried.get(variable) in measured:
+        return measured[block.carried[variable]].nonfinite > 0
     around = block.outer.get(variable)
     if around is None or isinstance(around, Literal) or block.outside is None:
         return bad.get(variable, False)

@@ -6,6 +6,7 @@ parameters differ between versions of JAX.
 
 from clipgrad._jaxpr import entrances as entrances  # registers how programs are entered
 from clipgrad._jaxpr.activity import active_variables as active_variables
+from clipgrad._jaxpr.activity import has_fixed_factors as has_fixed_factors
 from clipgrad._jaxpr.blocks import Block as Block
 from clipgrad._jaxpr.closures import closing_functions as closing_functions
 from clipgrad._jaxpr.closures import with_explicit_closures as with_explicit_closures
@@ -23,6 +24,7 @@ from clipgrad._jaxpr.modules import ModuleValues as ModuleValues
 from clipgrad._jaxpr.modules import variables_of_modules as variables_of_modules
 from clipgrad._jaxpr.origins import CONSTANT as CONSTANT
 from clipgrad._jaxpr.origins import Birth as Birth
+from clipgrad._jaxpr.origins import operands_of as operands_of
 from clipgrad._jaxpr.origins import origins as origins
 from clipgrad._jaxpr.places import Location as Location
 from clipgrad._jaxpr.places import Place as Place
@@ -54,7 +56,6 @@ from clipgrad._jaxpr.sites import NamedSite as NamedSite
 from clipgrad._jaxpr.sites import sites as sites
 from clipgrad._jaxpr.trace import Traced as Traced
 from clipgrad._jaxpr.trace import trace as trace
-from clipgrad._jaxpr.tracker import track as track
 from clipgrad._jaxpr.widen import FOREIGN_PROGRAMS as FOREIGN_PROGRAMS
 from clipgrad._jaxpr.widen import OWN_TYPES as OWN_TYPES
 from clipgrad._jaxpr.widen import Widen as Widen

@@ -1,12 +1,14 @@
 """A program as a tree: the programs inside of its equations, as far as derivatives go into them."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from clipgrad._jaxpr.elements import holds_floats
 from clipgrad._jaxpr.places import Place
-from clipgrad._jaxpr.probe import STATE, Site
+from clipgrad._jaxpr.probe import RESULT, STATE, Site
 from clipgrad._jaxpr.programs import (
     CALLS,
     JIT,
@@ -91,10 +93,12 @@ class Block:
         """A result or an operand of one of its equations."""
         return Site(kind, Place(equation, self.parent).key, position)
 
-    def state(self, variable: Var) -> Site:
-        """What a scan carries in this variable of its body."""
-        assert self.parent is not None
-        return Site(STATE, self.parent.key, self.states.index(variable))
+    @functools.cached_property
+    def carried(self) -> dict[Var, Site]:
+        """The floating numbers that a scan carries, and where their cotangents are measured."""
+        key = self.parent.key if self.parent else ()
+        sites = {v: Site(STATE, key, i) for i, v in enumerate(self.states)}
+        return {v: site for v, site in sites.items() if holds_floats(v)}
 
     def blocks(self) -> Iterator[Any]:
         """This block and all inside."""
@@ -114,6 +118,18 @@ class Block:
             yield from inner.all_equations()
         else:
             yield self, equation
+
+    def values(self) -> Iterator[tuple[Any, Var, Site, Place]]:
+        """What scans carry, and then the results of equations in program order, with their blocks.
+
+        The place is that of the scan, or of the equation.
+        """
+        for block in self.blocks():
+            for v, site in block.carried.items():
+                yield block, v, site, block.parent
+        for block, equation in self.all_equations():
+            for i, v in enumerate(equation.outvars):
+                yield block, v, block.site(RESULT, equation, i), Place(equation, block.parent)
 
     def source(self, variable: Any) -> tuple[Any, Any]:
         """The variable that a variable is another name of, in the programs around and inside."""

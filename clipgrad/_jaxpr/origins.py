@@ -1,4 +1,4 @@
-"""Where the values of a program that are not finite are from, by the flags of a `track`."""
+"""Where the values of a program that are not finite are from."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._jaxpr.elements import holds_floats
+from clipgrad._jaxpr.elements import holds_floats, on_host
 from clipgrad._jaxpr.places import Place
 from clipgrad._jaxpr.programs import (
     PRINTS,
@@ -18,7 +18,7 @@ from clipgrad._jaxpr.programs import (
     opened,
     scan_counts,
 )
-from clipgrad._jaxpr.tracker import SAME_AS_OPERAND, Flags, badness, tracked_programs
+from clipgrad._jaxpr.tracker import SAME_AS_OPERAND, Flags, badness, track, tracked_programs
 
 ARGUMENT, CONSTANT = (-1,), (np.inf,)  # times before and behind those of all operations
 Device = tuple[int, ...]  # its number in each `shard_map` around, outermost first
@@ -38,6 +38,18 @@ class Birth(NamedTuple):
     root: "Birth | None" = None  # where the inf is from that it makes NaN of
     devices: Set[Device] = frozenset([()])  # of all such births
 
+    @property
+    def step(self) -> int | None:
+        """The step of the innermost scan."""
+        loops = zip(_loops(self.place), self.steps, strict=True) if self.place else ()
+        return ([step for e, step in loops if e.primitive.name == "scan"] or [None])[-1]
+
+    @property
+    def device(self) -> str | None:
+        """The coordinates of the first device, see `Place.device`; None for a constant."""
+        is_known = self.place is not None and self.time != CONSTANT
+        return self.place.device(self.devices) if self.place and is_known else None
+
 
 class Track(NamedTuple):
     """Whether a value holds NaN (2) or inf (1), and where it is from."""
@@ -50,14 +62,36 @@ _FINITE = Track()
 Tracks = dict[Device, Track]  # of one variable
 
 
-def origins(program: Any, flags: Flags, inputs: Sequence[Any]) -> list[Track]:
-    """Where each result of a program is from, by its flags as NumPy arrays."""
+def origins(program: Any, inputs: Sequence[Any], cured: Iterable[Place] = ()) -> list[Track]:
+    """Where each result of a program is from, with the infinities of some operations `cured`."""
+    run = jax.jit(lambda inputs: track(program, inputs, cured))
+    flags = on_host(run(list(inputs)))
     own = iter(flags.elements)
     births = (Birth(ARGUMENT, argument=i) for i in range(len(inputs)))
     pairs = zip(inputs, births, strict=True)
     tracks = [{(): _tracked(next(own), b) if holds_floats(x) else _FINITE} for x, b in pairs]
     results = _Replay().evaluate(program, {(): flags}, tracks, None, (), ())
     return [result[()] for result in results]
+
+
+def operands_of(program: Any, inputs: Sequence[Any], birth: Birth) -> tuple[float, ...]:
+    """What an operation reads where its result is not finite."""
+    place, steps, device = birth.place, list(birth.steps), list(min(birth.devices))
+    assert place is not None
+    run = jax.jit(lambda inputs: track(program, inputs, target=place).values)
+    values = on_host(run(list(inputs)))
+    for equation in place.chain[:0:-1]:  # a loop of unknown length has one iteration alone
+        name = equation.primitive.name
+        step = steps.pop(0) if name in ("scan", "while") else 0
+        if name in ("scan", "shard_map"):
+            values = values[step if name == "scan" else device.pop(0)]
+    pairs = zip(place.equation.invars, values, strict=True)
+    return tuple(float(value) for v, value in pairs if holds_floats(v))
+
+
+def _loops(place: Place) -> list[JaxprEqn]:
+    """The loops around an operation, outermost first."""
+    return [e for e in place.chain[:0:-1] if e.primitive.name in ("scan", "while")]
 
 
 def _tracked(bad: Any, birth: Birth | None) -> Track:
@@ -195,8 +229,8 @@ class _Replay:
             for number in map(int, np.flatnonzero(_bad_steps(own, count))):
                 flags[*device, number] = part = jax.tree.map(lambda x: x[number], own)  # noqa: B023
                 tracks = _parts(part, variables, [tracks[device] for tracks in operands])
-                for shard, track in zip(shards, tracks, strict=True):
-                    shard[*device, number] = track
+                for shard, own_track in zip(shards, tracks, strict=True):
+                    shard[*device, number] = own_track
         results = self.evaluate(program, flags, shards, place, steps, time)
         return [
             {d: _joined([t for inner, t in own.items() if inner[:-1] == d]) for d in found}
