@@ -71,7 +71,7 @@ class Widen(Hook):
 
     def _as_they_are(self, equation: JaxprEqn, inputs: list) -> list:
         pairs = zip(equation.invars, inputs, strict=True)
-        narrow = [jnp.asarray(x, v.aval.dtype) if _is_float(_dtype(v)) else x for v, x in pairs]
+        narrow = [jnp.asarray(x, _dtype(v)) if _is_float(_dtype(v)) else x for v, x in pairs]
         return [self.constant(x, None) for x in bind(equation, narrow)]
 
     def _bound(self, equation: JaxprEqn, inputs: list) -> list:
