@@ -22,14 +22,14 @@ class SumFault(NamedTuple):
     device: str | None = None
 
 
-Uses = list[tuple[ProgramBlock, Site]]  # operands, and the blocks that they are in
+OperandUses = list[tuple[ProgramBlock, Site]]  # operands, and the blocks that they are in
 
 
 def sum_fault(
     chosen: Sequence[int], block: ProgramBlock, grads: list[Summary], found: Measured
 ) -> SumFault | None:
     """The last value in program order whose cotangent overflows in the sum over its uses."""
-    uses: dict[tuple, Uses] = {}
+    uses: dict[tuple, OperandUses] = {}
     for inner, equation in block.all_equations():
         for i, v in enumerate(equation.invars):
             if type(v) is not Literal and holds_floats(v):
@@ -53,7 +53,7 @@ def sum_fault(
     return None
 
 
-def _sum_overflows(total: Summary, uses: Uses, found: Measured) -> list[tuple]:
+def _sum_overflows(total: Summary, uses: OperandUses, found: Measured) -> list[tuple]:
     """The steps and devices at which a sum is not finite though its terms are known and finite."""
     keys = [site for _, site in uses]
     bad = np.asarray(total.nonfinite) > 0
@@ -65,7 +65,7 @@ def _sum_overflows(total: Summary, uses: Uses, found: Measured) -> list[tuple]:
     return [tuple(map(int, steps)) for steps in np.argwhere(bad)]
 
 
-def _count_terms(uses: Uses, block: ProgramBlock, found: Measured) -> int:
+def _count_terms(uses: OperandUses, block: ProgramBlock, found: Measured) -> int:
     """How many cotangents are summed: one for each use, at each step of the scans inside."""
     reached = [own for own, site in uses if np.any(found[site].reached)]
     return sum(math.prod(own.nest[len(block.nest) :]) for own in reached)
