@@ -126,51 +126,38 @@ def _enter_scan(equation, inputs, hook):
 
 @entrance("while")
 def _enter_while(equation, inputs, hook):
-    if hook.has_notes:
-        return _enter_while_with_notes(equation, inputs, hook)
     params = equation.params
-    first, second = _loop_parts(equation)
-    again = _body(equation, hook, params["cond_jaxpr"])
-    body = _body(equation, hook, params["body_jaxpr"])
-    return while_again(
-        equation,
-        lambda *carry: again(*inputs[:first], *carry)[0],
-        lambda *carry: body(*inputs[first:second], *carry),
-        inputs[second:],
-        _loop_types(equation, inputs),
-    )
-
-
-def _loop_parts(equation: JaxprEqn) -> tuple[int, int]:
-    """Where the constants of the predicate end among the inputs, and those of the body."""
-    first = equation.params["cond_nconsts"]
-    return first, first + equation.params["body_nconsts"]
-
-
-def _loop_types(equation: JaxprEqn, inputs: list) -> list:
-    first, second = _loop_parts(equation)
-    carried = opened(equation.params["body_jaxpr"])[0].invars[second - first :]
-    return types_of(carried, inputs[second:])
-
-
-def _enter_while_with_notes(equation, inputs, hook):
-    """Counts the iterations, and has one predicate for all lanes of a `vmap`."""
-    params = equation.params
-    first, second = _loop_parts(equation)
+    first = params["cond_nconsts"]
+    second = first + params["body_nconsts"]
+    carried = opened(params["body_jaxpr"])[0].invars[second - first :]
     enter = _noted(equation, hook, params["body_jaxpr"])
 
     def again(*carry):
-        return evaluate(params["cond_jaxpr"], [*inputs[:first], *carry], Unprinted())[0]
+        inner = Unprinted() if hook.has_notes else hook.inside(equation, ())
+        return evaluate(params["cond_jaxpr"], [*inputs[:first], *carry], inner)[0]
 
     def body(*carry):
-        goes_on = again(*carry)
-        outputs, notes = enter(*inputs[first:second], *carry)
+        return enter(*inputs[first:second], *carry)
+
+    carry, types = inputs[second:], types_of(carried, inputs[second:])
+    if not hook.has_notes:
+        return while_again(equation, again, lambda *carry: body(*carry)[0], carry, types)
+    outputs, notes = _loop_with_notes(equation, again, body, carry, types, hook)
+    hook.note(equation, inputs, [notes])
+    return outputs
+
+
+def _loop_with_notes(equation, again, body, carry, types, hook):
+    """Counts the iterations, and has one predicate for all lanes of a `vmap`."""
+
+    def step(*carry):
+        goes_on, (outputs, notes) = again(*carry), body(*carry)
         if goes_on.ndim:
             pairs = zip(outputs, carry, strict=True)
             outputs = [_kept_lanes(goes_on, new, old) for new, old in pairs]
         return outputs, notes
 
-    once = Lifted(body, _loop_types(equation, inputs))
+    once = Lifted(step, types)
     count = jax.ShapeDtypeStruct((), jnp.int32)
     start, structure = jax.tree.flatten(hook.empty((count, once.shapes[1])))
     own = len(start)
@@ -180,11 +167,10 @@ def _enter_while_with_notes(equation, inputs, hook):
         outputs, new = once(*state[own:])
         return [*jax.tree.leaves((number + 1, hook.kept(old, new, number))), *outputs]
 
-    types = [*map(jax.typeof, start), *_loop_types(equation, inputs)]
     goes_on = lambda *state: again(*state[own:]).any()  # noqa: E731
-    results = while_again(equation, goes_on, run, [*start, *inputs[second:]], types)
-    hook.note(equation, inputs, [structure.unflatten(results[:own])[1]])
-    return results[own:]
+    types = [*map(jax.typeof, start), *types]
+    results = while_again(equation, goes_on, run, [*start, *carry], types)
+    return results[own:], structure.unflatten(results[:own])[1]
 
 
 def _kept_lanes(where: Any, new: Any, old: Any) -> Any:

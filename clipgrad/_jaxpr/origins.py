@@ -1,6 +1,6 @@
 """Where the values of a program that are not finite are from."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -199,26 +199,35 @@ class _Replay:
         name = where[0].equation.primitive.name
         if not found:
             return [{}] * len(where[0].equation.outvars)
-        enter = {"scan": self._scan, "cond": self._cond, "shard_map": self._shard_map}
         if name == "while":
-            return self._after(where, self._while(where, operands, found), bad)
-        return enter.get(name, self._call)(where, operands, found)
+            return self._after(where, self._chosen(where, operands, found), bad)
+        enter = {"scan": self._scan, "shard_map": self._shard_map}
+        return enter.get(name, self._chosen)(where, operands, found)
 
-    def _call(self, where: tuple, operands: list[Tracks], found: dict) -> list[Tracks]:
+    def _chosen(self, where: tuple, operands: list[Tracks], found: dict) -> list[Tracks]:
+        """What devices do together: those of one branch, or of one iteration, in this order."""
         place, steps, time = where
-        (program,) = tracked_programs(place.equation)
-        return self.evaluate(program, _of_program(found), operands, place, steps, time)
-
-    def _cond(self, where: tuple, operands: list[Tracks], found: dict) -> list[Tracks]:
-        place, steps, time = where
-        branches = tracked_programs(place.equation)
-
-        def run(index: int, devices: list[Device]) -> list[Tracks]:
-            i = min(max(index, 0), len(branches) - 1)
+        programs, given = tracked_programs(place.equation), operands
+        is_loop = place.equation.primitive.name == "while"
+        if is_loop:
+            given = operands[place.equation.params["cond_nconsts"] :]
+        elif place.equation.primitive.name == "cond":
+            given = operands[1:]
+        groups: dict[int, list[Device]] = {}
+        for device, own in found.items():
+            groups.setdefault(int(own[0].index), []).append(device)
+        outputs: list[Tracks] = [{} for _ in place.equation.outvars]
+        for index, devices in sorted(groups.items()):
+            i = 0 if is_loop else min(max(index, 0), len(programs) - 1)
+            inputs = [{device: tracks[device] for device in devices} for tracks in given]
+            if is_loop and index:  # what is carried was finite until then
+                finite = [dict.fromkeys(devices, _FINITE)] * len(outputs)
+                inputs = [*inputs[: -len(outputs)], *finite]
             flags = {device: found[device][i] for device in devices}
-            return self.evaluate(branches[i], flags, _on(devices, operands[1:]), place, steps, time)
-
-        return _by_index(found, run)
+            now = ((*steps, index), (*time, index)) if is_loop else (steps, time)
+            results = self.evaluate(programs[i], flags, inputs, place, *now)
+            outputs = [old | new for old, new in zip(outputs, results, strict=True)]
+        return outputs
 
     def _shard_map(self, where: tuple, operands: list[Tracks], found: dict) -> list[Tracks]:
         place, steps, time = where
@@ -262,23 +271,6 @@ class _Replay:
             stacked = [{d: _joined([old[d], new[d]]) for d in own} for old, new in pairs]
         return [*carry, *stacked]
 
-    def _while(self, where: tuple, operands: list[Tracks], found: dict) -> list[Tracks]:
-        place, steps, time = where
-        (program,) = tracked_programs(place.equation)
-        given = operands[place.equation.params["cond_nconsts"] :]
-        carried = len(place.equation.outvars)
-
-        def run(number: int, devices: list[Device]) -> list[Tracks]:
-            inputs = _on(devices, given)
-            if number:  # what is carried was finite until then
-                finite = [dict.fromkeys(devices, _FINITE)] * carried
-                inputs = [*inputs[: len(inputs) - carried], *finite]
-            flags = {device: found[device][0] for device in devices}
-            now = (*steps, number), (*time, number)
-            return self.evaluate(program, flags, inputs, place, *now)
-
-        return _by_index(found, run)
-
     def _after(
         self, where: tuple, outputs: list[Tracks], bad: dict[Device, Iterator]
     ) -> list[Tracks]:
@@ -300,21 +292,6 @@ def _levels(equation: JaxprEqn, flags: Iterator) -> list[int]:
 
 def _of_program(found: dict[Device, list[Flags]]) -> dict[Device, Flags]:
     return {device: own[0] for device, own in found.items()}
-
-
-def _on(devices: list[Device], operands: list[Tracks]) -> list[Tracks]:
-    return [{device: tracks[device] for device in devices} for tracks in operands]
-
-
-def _by_index(
-    found: dict[Device, list[Flags]], run: Callable[[int, list[Device]], list[Tracks]]
-) -> list[Tracks]:
-    """What devices do together: those of one branch, or of one iteration, in this order."""
-    groups: dict[int, list[Device]] = {}
-    for device, own in found.items():
-        groups.setdefault(int(own[0].index), []).append(device)
-    results = [run(index, groups[index]) for index in sorted(groups)]
-    return [{d: x for own in each for d, x in own.items()} for each in zip(*results, strict=True)]
 
 
 def _others(equation: JaxprEqn, mapped: JaxprEqn, device: int) -> tuple[int, ...]:
