@@ -46,7 +46,7 @@ def _noted(equation: JaxprEqn, hook: Hook, program: Any) -> Callable[..., tuple[
 
     def run(*inputs):
         inner = hook.inside(equation, ())
-        return evaluate(program, inputs, inner), inner.notes()
+        return evaluate(program, inputs, inner), inner.noted()
 
     return run
 
@@ -116,7 +116,7 @@ def _enter_scan(equation, inputs, hook):
         inner = hook.inside(equation, own)
         arguments = [*inputs[:constants], *carry, *sliced]
         outputs = evaluate(called_program(equation), arguments, inner)
-        return tuple(outputs[:carried]), (tuple(outputs[carried:]), inner.notes())
+        return tuple(outputs[:carried]), (tuple(outputs[carried:]), inner.noted())
 
     elements = tuple(inputs[split:]), hook.steps(equation)
     carry, (stacked, notes) = scan_again(equation, step, tuple(inputs[constants:split]), elements)
@@ -222,7 +222,7 @@ def _enter_shard_map(equation, inputs, hook):
         if own:
             inner = hook.inside(equation, jax.tree.map(lambda x: x[0], own))
         outputs = evaluate(called_program(equation), shards, inner)
-        return tuple(outputs), jax.tree.map(lambda x: x[None], inner.notes())
+        return tuple(outputs), jax.tree.map(lambda x: x[None], inner.noted())
 
     mapped = jax.shard_map(
         shard,

@@ -36,7 +36,7 @@ class Hook:
     inside the program; a hook with arrays is a pytree.
 
     A hook with `has_notes` is one for each evaluation of a program, flattens, and keeps arrays
-    besides. They leave the programs inside of equations by `notes` and come to the hook around by
+    besides. They leave the programs inside of equations by `noted` and come to the hook around by
     `note`: with a leading axis for the steps of a scan or the devices of a `shard_map`; of a loop
     what `kept` keeps of its iterations.
     """
@@ -95,7 +95,7 @@ class Hook:
         del equation, step
         return self
 
-    def notes(self) -> Any:
+    def noted(self) -> Any:
         """Return what was kept in this evaluation, a tree of arrays."""
 
     def note(self, equation: JaxprEqn, inputs: list, notes: list) -> None:

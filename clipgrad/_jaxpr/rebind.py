@@ -66,15 +66,24 @@ def cond_again(
     return bind(equation, [inputs[0], *closed, *inputs[1:]], branches=tuple(programs))
 
 
-def remat_again(equation: JaxprEqn, body: Callable[..., Sequence], inputs: Sequence) -> list:
-    """The function of a `remat` equation with another body; recomputation has its barriers."""
-    program = called_program(equation)
-    lifted = Lifted(body, types_of(opened(program)[0].invars, inputs))
-    barriers = equation.params["prevent_cse"]
+def remat_again(equation: JaxprEqn, body: Callable[..., Any], inputs: Sequence) -> Any:
+    """The function of a `remat` equation with another body; recomputation has its barriers.
+
+    What a hook has in place of arrays may be trees of arrays.
+    """
+    program, barriers = called_program(equation), equation.params["prevent_cse"]
+    leaves, structure = jax.tree.flatten(list(inputs))
+    types = [jax.typeof(x) for x in leaves]
+    if len(leaves) == len(inputs):
+        types = types_of(opened(program)[0].invars, leaves)
+    lifted = Lifted(lambda *leaves: body(*structure.unflatten(leaves)), types)
     if not isinstance(barriers, bool):
-        barriers = (True,) * len(lifted.closed) + tuple(barriers)
+        pairs = zip(barriers, inputs, strict=True)
+        own = [flag for flag, x in pairs for _ in jax.tree.leaves(x)]
+        barriers = (*[True] * len(lifted.closed), *own)
     changed = {"jaxpr": lifted.like(program), "prevent_cse": barriers}
-    return bind(equation, [*lifted.closed, *inputs], **changed)
+    outputs = bind(equation, [*lifted.closed, *leaves], **changed)
+    return jax.tree.unflatten(jax.tree.structure(lifted.shapes), outputs)
 
 
 def types_of(variables: Sequence, values: Sequence) -> list:
@@ -84,7 +93,8 @@ def types_of(variables: Sequence, values: Sequence) -> list:
 
 
 def _is_as(own: Any, given: Any) -> bool:
-    return getattr(own, "dtype", None) == getattr(given, "dtype", None)
+    names = ("shape", "dtype")
+    return all(getattr(own, name, None) == getattr(given, name, None) for name in names)
 
 
 class Lifted:

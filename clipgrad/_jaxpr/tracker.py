@@ -78,7 +78,7 @@ def track(program: Any, inputs: Sequence, cured: Iterable[Place] = (), target: A
     """
     tracker = Tracker(frozenset(place.key for place in cured), target)
     evaluate(program, inputs, tracker)
-    return tracker.notes()
+    return tracker.noted()
 
 
 class Tracker(Hook):
@@ -138,7 +138,7 @@ class Tracker(Hook):
             axes |= {*manual_axes(equation)}
         return Tracker(self._cured, self._target, Place(equation, self._parent), axes)
 
-    def notes(self) -> Flags:
+    def noted(self) -> Flags:
         """The flags of this evaluation."""
         elements, results = (
             self._marked(jnp.stack(own) if own and not self._target else jnp.zeros(0, jnp.int32))
