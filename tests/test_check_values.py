@@ -96,7 +96,7 @@ def test_exactly_means_to_the_last_bit():
     last = np.nextafter(G, 10)
     (failure,) = _exactly(checked(), last, G, "twice")
     assert failure.check == "determinism"
-    assert failure.detail == "twice: 5 of 5 elements differ in their last bits"
+    assert failure.detail == "twice: 5 of 5 elements are not bit-identical"
     assert _exactly(checked(), G, G, "twice") == []
     (worse,) = _exactly(checked(), 2 * G, G, "twice")
     assert worse.check == "determinism" and "worst: 10, expected 5" in worse.detail
@@ -196,7 +196,7 @@ def test_suspects_that_were_not_looked_at_are_counted_as_well():
     (text,), notes = texts(finding([WRONG, OK], suspects=4))
     assert "3 of 4 elements wrong" in text
     assert notes == [
-        "args[0]: 2 of 4 elements that are off plain AD in float64 were looked at one by one"
+        "args[0]: 2 of 4 elements that are off plain AD in float64 were checked one by one"
     ]
     (text,), _ = texts(finding([WRONG], exact=False))
     assert "at least 1 of 4 elements wrong" in text
@@ -223,18 +223,18 @@ def test_a_kink_shows_its_slopes_and_a_second_point_is_named():
 
 NOTES = {
     KINK: "not differentiable; the gradient lies between the one-sided slopes",
-    UNSURE: "could not be verified by differences, which are too noisy",
-    ROUNDING: "off by rounding, as plain AD in this precision is",
-    LOST: "not verified: off by rounding, as plain AD in this precision is",
+    UNSURE: "could not be verified, because the differences are too noisy",
+    ROUNDING: "off by rounding, as plain AD in this precision is, too",
+    LOST: "not verified: off by rounding, as plain AD in this precision is, too",
     SYMMETRIC: (
-        "right for symmetric matrices, as this one is, and not off them: the function does not "
+        "right for symmetric matrices, such as this one, but not for others: the function does not "
         "read both triangles alike"
     ),
     IMPLICIT: (
-        "not verified: a random sample's derivative by its distribution's parameters (implicit "
-        "reparameterization) is not that of the sample drawn from a fixed key"
+        "not verified: the derivative of a random sample with respect to its distribution "
+        "(implicit reparameterization) is not that of the sample drawn from a fixed key"
     ),
-    UNSEEN: "off plain AD in float64, and not looked at one by one",
+    UNSEEN: "off plain AD in float64, and not checked one by one",
 }
 
 
@@ -249,8 +249,8 @@ def test_ranges_are_noted_once_for_each_leaf():
     assert notes == [
         "args[0]: along random directions not differentiable; the gradient lies between the "
         "one-sided slopes",
-        "args[1]: along random directions could not be verified by differences, which are too "
-        "noisy",
+        "args[1]: along random directions could not be verified, because the differences are "
+        "too noisy",
     ]
 
 

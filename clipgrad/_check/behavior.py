@@ -44,7 +44,7 @@ def check_behavior(check: Check) -> None:
         if name in check.options.skip:
             continue
         if check.differentiate.compiled and name in OF_RULES:
-            log.not_run[name] = "JAX's own operations alone, no custom rule"
+            log.not_run[name] = "it has only JAX's own operations, without a custom rule"
             continue
         log.evaluations += 2
         try:
@@ -73,7 +73,7 @@ def _exactly(check: Check, got, expected, what: str) -> list[Failure]:
     failures = check.compare("determinism", got, expected, what)
     if failures or not are_on_cpu(check.subject.inputs):
         return failures
-    detail = f"{what}: {int(bad.sum())} of {bad.size} elements differ in their last bits"
+    detail = f"{what}: {int(bad.sum())} of {bad.size} elements are not bit-identical"
     return [Failure("determinism", check.subject.element(int(np.argmax(bad))), detail)]
 
 
@@ -82,11 +82,11 @@ def linearity(check: Check) -> list[Failure]:
     first, second = check.covectors[:2]
     gradient = check.gradient
     failures = check.compare(
-        "linearity", check.vjp(0 * first), 0 * gradient[0], "the cotangent zero pulled back"
+        "linearity", check.vjp(0 * first), 0 * gradient[0], "the pull-back of a zero cotangent"
     )
     large = LARGE_HALF if _has_half_precision(check) else LARGE
     small = _scaled_failures(check, 1 / large)
-    text = "the rule is not linear, the sum of two cotangents pulled back"
+    text = "the rule is not linear, the pull-back of the sum of two cotangents"
     total = gradient[0] + gradient[1]
     sums = check.compare("linearity", check.vjp(first + second), total, text)
     above = _scaled_failures(check, large)
@@ -104,7 +104,7 @@ def _scaled_failures(check: Check, factor: float) -> list[Failure]:
     expected = check.gradient[0]
     scaled = check.vjp(check.covectors[0] * factor) / factor
     scaled = _where_in_range(scaled, expected, factor, _has_half_precision(check))
-    text = f"the rule is not linear, the cotangent times 2 ** {np.log2(factor):g} pulled back"
+    text = f"the rule is not linear, the pull-back of the cotangent times 2 ** {np.log2(factor):g}"
     return check.compare("linearity", scaled, expected, text)
 
 
@@ -115,7 +115,7 @@ def _above(check: Check, factor: float) -> str:
     largest = float(np.abs(check.covectors[0]).max())
     return (
         f"the VJP is not linear above cotangents of {largest * factor / 2:.3g} (a clip that acts "
-        "there? skip='linearity', or check the function without it); "
+        "there? write skip='linearity', or check the function without the clip); "
     )
 
 
@@ -132,7 +132,7 @@ def _where_in_range(scaled, gradient, factor, half) -> np.ndarray:
 def jit(check: Check) -> list[Failure]:
     """The gradient under `jax.jit` is the eager one."""
     subject, u = check.subject, cotangent_leaves(check.covectors[0], check.subject.outputs)
-    text = "under jax.jit against eager"
+    text = "under jax.jit, compared with eager"
     if check.differentiate.compiled:
         # The pull-back of JAX's own operations may be compiled; the function is called eagerly.
         eager = eagerly(subject, subject.inputs, quick_jit(lambda pull, cts: pull(cts)))
@@ -172,7 +172,7 @@ def vmap(check: Check) -> list[Failure]:
     for place, (leaves, k, other) in enumerate(expected):
         row = gradient_vector([np.asarray(leaf)[k] for leaf in leaves])
         at = xs if place == 1 else None
-        text = f"under jax.vmap, row {k} against one by one"
+        text = f"under jax.vmap, row {k} compared with the row alone"
         failures += check.compare("vmap", row, other, text, at)
     return failures[:1]
 
@@ -189,7 +189,7 @@ def _attempt_gradient(gradient: Callable, forward: Callable, subject: CheckSubje
         forward(subject.fun, subject.inputs)
     except Exception as error:
         raise NotRun(f"the function itself raises {first_line(error)}") from error
-    raise Fails(f"the gradient raises {message}, the function does not")
+    raise Fails(f"the gradient raises {message}, but the function does not")
 
 
 def forward(check: Check) -> list[Failure]:
@@ -253,9 +253,11 @@ def outputs(check: Check) -> list[Failure]:
         total = total + with_zeros
         if k < 4:
             alone = _one_output(subject, k, single[places[k] : places[k + 1]])
-            text = f"differentiating {name} alone against zero cotangents for the other outputs"
+            text = (
+                f"{name} differentiated alone, compared with zero cotangents for the other outputs"
+            )
             failures += check.compare("outputs", alone, with_zeros, text)
-    text = "the cotangents of single outputs pulled back and summed against all at once"
+    text = "the sum of the pull-backs of single outputs, compared with all at once"
     return (failures + check.compare("outputs", total, check.gradient[0], text))[:2]
 
 

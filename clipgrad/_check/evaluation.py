@@ -49,7 +49,7 @@ def choose(
             return differences, widened
         except Exception as error:
             notes.append(f"{label} is not possible ({_reason(error)})")
-    raise ValueError("the function cannot be evaluated at a perturbed point; " + "; ".join(notes))
+    raise ValueError("the function cannot be evaluated at a point nearby: " + "; ".join(notes))
 
 
 def _candidates(subject: CheckSubject) -> Iterator:
@@ -90,7 +90,7 @@ def _wide_evaluation(call, subject: CheckSubject, label: str, **options) -> Eval
 
 def _cast(subject: CheckSubject) -> Evaluation:
     if not jax.config.read("jax_enable_x64") and _calls_back(subject):
-        raise Unsupported("a callback runs in a thread of its own, where 64-bit types are off")
+        raise Unsupported("a callback runs in another thread, where 64-bit types are off")
     return _wide_evaluation(lambda constants, xs: subject.fun(xs), subject, CAST)
 
 
@@ -127,7 +127,7 @@ def _probe_evaluation(subject: CheckSubject, differences: Differences) -> None:
     noise = slopes.noise[1]
     jumps = np.abs(near - far) > 10 * np.abs(far) + 10 * noise
     if np.any(jumps | ((near == 0) & (np.abs(far) > 10 * noise))):
-        raise _NotSmooth("it computes in a narrower type inside")
+        raise _NotSmooth("the function computes in a narrower type inside")
 
 
 def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
@@ -135,7 +135,7 @@ def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
     size = np.sqrt(np.mean(own**2))
     off = np.sqrt(np.mean((own - values) ** 2))
     if np.isfinite(own).all() and not off <= SAME_VALUES * size + jnp.finfo(np.float32).tiny:
-        raise _NotSmooth("its values differ from the function's own")
+        raise _NotSmooth("its values differ from those of the function")
 
 
 def _reason(error: Exception) -> str:

@@ -15,9 +15,7 @@ from clipgrad._check.tolerances import FAR_IN_FLOAT64
 from clipgrad._check.verdicts import IMPLICIT, KINDS, KINK, UNSURE, WRONG
 
 LAYOUT_LIMIT = 100_000  # elements of a leaf that are compared with its transpose and permutations
-PASSES_AS_COMPUTED = (
-    "; so the rule evaluated in float64: in its own precision it is within the tolerance"
-)
+PASSES_AS_COMPUTED = "; the rule is wrong in float64, but within the tolerance in its own precision"
 
 
 def check_values(check: Check, point: Point, where: str = "") -> None:
@@ -36,7 +34,9 @@ def check_values(check: Check, point: Point, where: str = "") -> None:
         failures += check_ties(check.subject, judge, check.vjp, found, check.options.seed)
         log.verified = int(point.finite.sum()) - unverified(point, found)
     if not first:
-        failures = [f._replace(detail=f"right at the point you gave; {f.detail}") for f in failures]
+        failures = [
+            f._replace(detail=f"right at the point that you passed; {f.detail}") for f in failures
+        ]
     log.fail(failures)
     log.notes += [note for note in notes if note.replace(where, "", 1) not in log.notes]
     if first and not point.gradient.any():
@@ -217,7 +217,7 @@ def _inspected_note(subject: CheckSubject, finding: Finding, where: str) -> str:
     name = subject.names[finding.leaf]
     return (
         f"{name}: {where}{finding.inspected} of {finding.suspects} elements that are off plain AD "
-        "in float64 were looked at one by one"
+        "in float64 were checked one by one"
     )
 
 

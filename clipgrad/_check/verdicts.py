@@ -31,19 +31,19 @@ class Kind(NamedTuple):
 OK, KINK, UNSURE, WRONG, ROUNDING, LOST, SYMMETRIC, IMPLICIT, UNSEEN = range(9)
 KINDS = {
     KINK: Kind("not differentiable; the gradient lies between the one-sided slopes"),
-    UNSURE: Kind("could not be verified by differences, which are too noisy", verified=False),
-    ROUNDING: Kind("off by rounding, as plain AD in this precision is"),
-    LOST: Kind("not verified: off by rounding, as plain AD in this precision is", False),
+    UNSURE: Kind("could not be verified, because the differences are too noisy", verified=False),
+    ROUNDING: Kind("off by rounding, as plain AD in this precision is, too"),
+    LOST: Kind("not verified: off by rounding, as plain AD in this precision is, too", False),
     SYMMETRIC: Kind(
-        "right for symmetric matrices, as this one is, and not off them: the function does not "
+        "right for symmetric matrices, such as this one, but not for others: the function does not "
         "read both triangles alike"
     ),
     IMPLICIT: Kind(
-        "not verified: a random sample's derivative by its distribution's parameters (implicit "
-        "reparameterization) is not that of the sample drawn from a fixed key",
+        "not verified: the derivative of a random sample with respect to its distribution "
+        "(implicit reparameterization) is not that of the sample drawn from a fixed key",
         False,
     ),
-    UNSEEN: Kind("off plain AD in float64, and not looked at one by one", verified=False),
+    UNSEEN: Kind("off plain AD in float64, and not checked one by one", verified=False),
 }
 
 

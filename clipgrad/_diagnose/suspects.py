@@ -43,6 +43,8 @@ class Suspect(NamedTuple):
       primitives: the operations of JAX that go wrong.
       functions: the functions around them; empty: any.
       instead: what to write instead, for people; code comes first.
+      why: the reason in a finding, with ``{}`` for the operation.
+      fix: the fix in a finding.
       kind: "vjp", or "value" if the value goes wrong too.
       dtype: the dtype of the operation, if it matters.
     """
@@ -54,18 +56,15 @@ class Suspect(NamedTuple):
     primitives: tuple[str, ...]
     functions: tuple[str, ...] = ()
     instead: str = DOUBLE_WHERE
+    why: str = "{} has no finite derivative at 0"
+    fix: str = "mask its input: jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
     kind: str = "vjp"
     dtype: str | None = None
 
-    @property
-    def advice(self) -> str:
-        """What happens and what to write, in a line that stands by itself."""
-        written = _double_where() if self.instead == DOUBLE_WHERE else self.instead
-        return f"at {self.at} it computes {self.computes}; write {written.replace('`', '')}"
-
-
-def _double_where() -> str:
-    return f"jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0), a double where ({docs_page('nan')})"
+    def advice(self, operation: str) -> str:
+        """Why the operation goes wrong here, and the fix: a part of a line."""
+        page = f" ({docs_page('nan')})" if self.instead == DOUBLE_WHERE else ""
+        return f"{self.why.format(operation)}; {self.fix}{page}"
 
 
 # Functions that a mask of -inf is for.
@@ -83,24 +82,36 @@ COMPUTED = (
 # fmt: off
 SUSPECTS = (
     Suspect("jnp.sqrt(x)", "0", "1 / 0", _at_zero, ("sqrt", "cbrt")),
-    Suspect("jnp.linalg.norm(jnp.stack([x, x]))", "0", "0 / 0", _at_zero, ("sqrt",), ("norm",)),
+    Suspect("jnp.linalg.norm(jnp.stack([x, x]))", "0", "0 / 0", _at_zero, ("sqrt",), ("norm",),
+            why="norm has no derivative at 0",
+            fix="use a safe norm: jnp.where(ok, norm(jnp.where(ok, x, 1.0)), 0.0)"),
     Suspect("jnp.where(x > 0, jnp.log(x), 0.0)", "0", "0 · inf, from the branch not taken",
-            _at_the_end_of_log, ("log", "log1p")),
+            _at_the_end_of_log, ("log", "log1p"),
+            why="{} has no finite derivative here, even if jnp.where masks its result"),
     Suspect("x ** 0.3", "0", "1 / 0", _at_zero, ("pow",)),
     Suspect("jnp.std(jnp.stack([x, x]))", "0", "0 / 0 for equal numbers",
             _at_zero, ("sqrt",), ("std", "_std", "nanstd"),
-            instead="`jnp.sqrt(jnp.var(jnp.stack([x, x])) + 1e-6)`"),
+            instead="`jnp.sqrt(jnp.var(jnp.stack([x, x])) + 1e-6)`",
+            why="std has no derivative where all numbers are equal",
+            fix="write jnp.sqrt(jnp.var(x) + 1e-6)"),
     Suspect("jnp.log(jax.nn.softmax(jnp.stack([x, 0.0]))[0])", "-200", "the log of an underflow",
-            _at_zero, ("log",), kind="value",
-            instead="`jax.nn.log_softmax(jnp.stack([x, 0.0]))[0]`"),
+            _at_zero, ("log",), kind="value", why="log(0) is -inf",
+            instead="`jax.nn.log_softmax(jnp.stack([x, 0.0]))[0]`",
+            fix="for the log of a softmax use jax.nn.log_softmax"),
     Suspect("jax.nn.softmax(jnp.stack([x, -jnp.inf]))[0]", "-inf",
             "a row that is masked throughout", _at_inf, ("sub", "div"), MASKING, kind="value",
-            instead="a finite mask, such as `jnp.finfo(x.dtype).min`"),
+            instead="a finite mask, such as `jnp.finfo(x.dtype).min`",
+            why="a row whose elements are all masked holds only -inf",
+            fix="use a finite mask, such as jnp.finfo(x.dtype).min"),
     Suspect("jnp.arccos(x)", "1", "1 / 0", _at_one, ("acos", "asin", "atanh", "acosh"),
-            instead="`jnp.arccos(jnp.clip(x, -0.999999, 0.999999))`"),
+            instead="`jnp.arccos(jnp.clip(x, -0.999999, 0.999999))`",
+            why="{} has no finite derivative here",
+            fix="keep its input inside, as in jnp.arccos(jnp.clip(x, -0.999999, 0.999999))"),
     Suspect("x.astype(jnp.float16) ** 4", "300", "more than 65504, the largest float16",
             _values_overflow, _OVERFLOWING, kind="value", dtype="float16",
-            instead="`x.astype(jnp.bfloat16) ** 4`, or a loss scale"),
+            instead="`x.astype(jnp.bfloat16) ** 4`, or a loss scale",
+            why="the largest float16 is 65504",
+            fix="compute in bfloat16 or float32, or scale the loss"),
 )
 # fmt: on
 
