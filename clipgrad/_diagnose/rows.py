@@ -1,7 +1,6 @@
 """The rows of a diagnosis: cotangents by part of a module, and by step of a scan."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -40,7 +39,7 @@ def _row(
         shape=tuple(largest.shape),
         dtype=str(largest.dtype),
         scans=scans,
-        norm=_joint_norm([s.norm for s in summaries]),
+        norm=np.linalg.norm(np.asarray([s.norm for s in summaries], np.float64), axis=0),
         largest=np.max([s.largest for s in summaries], axis=0),
         nonfinite=np.sum([s.nonfinite for s in summaries], axis=0),
         zeros=np.tensordot(sizes / max(sizes.sum(), 1), [s.zeros for s in summaries], 1),
@@ -52,7 +51,3 @@ def _row(
 def _is_reversed(place: Place, operation: str) -> bool:
     scans = [*place.scans, *([place.equation] if operation == SCAN else [])]
     return bool(scans) and scans[-1].params.get("reverse", False)
-
-
-def _joint_norm(norms: list[Any]) -> np.ndarray:
-    return np.sqrt(np.sum(np.square(np.asarray(norms, np.float64)), axis=0))

@@ -16,14 +16,6 @@ def _at_zero(values: OperandValues) -> bool:
     return bool(abs(values[0]) < np.finfo(np.float32).tiny)
 
 
-def _at_the_end_of_log(values: OperandValues) -> bool:
-    return values[0] in (0, -1)
-
-
-def _at_one(values: OperandValues) -> bool:
-    return abs(values[0]) == 1
-
-
 def _at_inf(values: OperandValues) -> bool:
     return bool(np.isinf(values).any()) or values[-1] == 0
 
@@ -86,7 +78,7 @@ SUSPECTS = (
             why="norm has no derivative at 0",
             fix="use a safe norm: jnp.where(ok, norm(jnp.where(ok, x, 1.0)), 0.0)"),
     Suspect("jnp.where(x > 0, jnp.log(x), 0.0)", "0", "0 · inf, from the branch not taken",
-            _at_the_end_of_log, ("log", "log1p"),
+            lambda values: values[0] in (0, -1), ("log", "log1p"),
             why="{} has no finite derivative here, even if jnp.where masks its result"),
     Suspect("x ** 0.3", "0", "1 / 0", _at_zero, ("pow",)),
     Suspect("jnp.std(jnp.stack([x, x]))", "0", "0 / 0 for equal numbers",
@@ -103,7 +95,8 @@ SUSPECTS = (
             instead="a finite mask, such as `jnp.finfo(x.dtype).min`",
             why="a row whose elements are all masked holds only -inf",
             fix="use a finite mask, such as jnp.finfo(x.dtype).min"),
-    Suspect("jnp.arccos(x)", "1", "1 / 0", _at_one, ("acos", "asin", "atanh", "acosh"),
+    Suspect("jnp.arccos(x)", "1", "1 / 0", lambda values: abs(values[0]) == 1,
+            ("acos", "asin", "atanh", "acosh"),
             instead="`jnp.arccos(jnp.clip(x, -0.999999, 0.999999))`",
             why="{} has no finite derivative here",
             fix="keep its input inside, as in jnp.arccos(jnp.clip(x, -0.999999, 0.999999))"),
