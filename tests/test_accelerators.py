@@ -273,7 +273,8 @@ def test_clipping_per_example_has_about_the_temporaries_of_a_plain_gradient(kind
     per_example = cg.clip_per_example(scanned, cg.ClipByGlobalNorm(1.0), method=method)
     facts = Facts.of(lambda *args: per_example(*args)[1], *layers_and_sequences(kind))
     plain = facts_of_plain_gradient(kind)
-    assert facts.temporaries <= temporaries * plain.temporaries
+    # Of a program that fits into its fast memory the TPU's compiler counts no temporaries.
+    assert facts.temporaries <= temporaries * max(plain.temporaries, 2**19)
     assert facts.kernels <= plain.kernels + kernels
     assert facts.moved == 0 and facts.collectives <= plain.collectives
     assert facts.collectives == (kind != "H200") or method == "two passes"

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from clipgrad._trees import matches
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 X = jax.random.normal(jax.random.key(1), (4, 3, 6))
@@ -373,7 +374,7 @@ def test_a_pattern_clips_and_watches_what_tags_by_hand_do(case):
     there = case()
     listed = {name.name: name for name in cg.list_names(there.loss, there.args)}
     assert there.names <= set(listed)
-    assert set(there.clipped) == {n for n in listed if cg._selectors.matches(there.pattern, n)}
+    assert set(there.clipped) == {n for n in listed if matches(there.pattern, n)}
     has_aux = there.loss is state_loss
     rules = {there.pattern: RULE}
     by_name = cg.value_and_grad_with_stats(there.loss, 0, has_aux, rules=rules, watch=())

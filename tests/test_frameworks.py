@@ -241,11 +241,14 @@ def test_a_clip_of_every_module_leaves_the_value_and_bounds_the_norms(module):
     rules = {"**": cg.ClipByNorm(1e-3)}
     watched = jax.jit(cg.value_and_grad_with_stats(loss, rules=rules))
     value, grads, stats = watched(params, X)
-    np.testing.assert_array_equal(value, jax.jit(loss)(params, X))
+    plain, by_name = jax.jit(loss)(params, X), cg.error_clip_by_name(loss, rules)
+    np.testing.assert_array_equal(jax.jit(by_name)(params, X), plain)
+    # Where a program uses statistics, XLA fuses otherwise: equal up to rounding.
+    np.testing.assert_allclose(value, plain, rtol=1e-6)
     for name in cg.list_names(loss, (params, X)):
         bound = 1.00001e-3 * name.sites**0.5  # each of a module's variables is clipped by itself
         assert jnp.all(stats[name.name].clipped_norm <= bound)
-    clipped = jax.jit(jax.grad(cg.error_clip_by_name(loss, rules)))(params, X)
+    clipped = jax.jit(jax.grad(by_name))(params, X)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-9)
     jax.tree.map(close, clipped, grads)
 

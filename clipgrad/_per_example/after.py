@@ -80,15 +80,11 @@ def _ties(jaxpr: Any, count: int) -> dict[Var, int | None]:
     return found
 
 
-def _smallest(equation: JaxprEqn, flags: Sequence[bool]) -> int:
+def _smallest(equation: Any, flags: Sequence[bool]) -> int:
     """Which input of a program inside waits: a part of the example, or where a scan begins."""
     places = [i for i, flag in enumerate(flags) if flag]
     if equation.primitive.name == "scan":
         constants, carried = scan_counts(equation)
         state = range(constants, constants + carried)
-        places += [i for i in state if jnp.issubdtype(_input_type(equation, i).dtype, jnp.floating)]
-    return min(places, key=lambda i: _input_type(equation, i).size)
-
-
-def _input_type(equation: JaxprEqn, i: int) -> Any:
-    return equation.invars[i].aval
+        places += [i for i in state if jnp.issubdtype(equation.invars[i].aval.dtype, jnp.floating)]
+    return min(places, key=lambda i: equation.invars[i].aval.size)

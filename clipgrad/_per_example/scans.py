@@ -59,7 +59,7 @@ def _attempt_scan(
     ]
     inner = Follow.of(program, [*flags, *wants[carried:]], hook)
     avals = [variable.aval for variable in equation.outvars]
-    names: list[Any] = []  # of what is stacked once: a factor of several products
+    layout: list[Any] = []  # of what is stacked: a factor of several products is, once
 
     def body(carry: Sequence, element: Sequence) -> tuple[Any, Any]:
         dense = iter(carry)
@@ -71,12 +71,13 @@ def _attempt_scan(
         kept = tuple(_array(outputs[i]) for i in range(carried) if i not in lazy)
         arrays, structure = jax.tree.flatten((tuple(outputs[carried:]), tuple(added)))
         once = {id(x): x for x in arrays}
-        names[:] = structure, [list(once).index(id(x)) for x in arrays]
+        place = {key: i for i, key in enumerate(once)}
+        layout[:] = structure, [place[id(x)] for x in arrays]
         return kept, list(once.values())
 
     first = tuple(_array(inputs[constants + i]) for i in range(carried) if i not in lazy)
     last, once = scan_again(equation, body, first, tuple(inputs[constants + carried :]))
-    structure, places = names
+    structure, places = layout
     stacked, added = structure.unflatten([once[i] for i in places])
     dense, factors = iter(last), iter(added)
     results = [

@@ -70,7 +70,7 @@ class Capture:
 
     @property
     def params(self) -> Any:
-        """The parameters: those of ``record(params=...)``, or else those in the state."""
+        """What ``record(params=...)`` was given, or else the parameters in the state."""
         if self._params is not None:
             return self._params
         state = self.state
