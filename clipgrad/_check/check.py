@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ from clipgrad._check.points import (
 )
 from clipgrad._check.programs import quick_jit
 from clipgrad._check.report import Failure
-from clipgrad._check.search import Judge
+from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import (
     CONSTANTS,
@@ -47,6 +48,7 @@ from clipgrad._check.tolerances import (
     tolerance_in_float64,
 )
 from clipgrad._check.vectors import cotangent_leaves, real_dtype, widened_leaf
+from clipgrad._check.verdicts import KINDS, KINK, OK
 from clipgrad._check.widening import Unsupported, Widened
 from clipgrad._errors import first_line
 
@@ -68,12 +70,35 @@ class Log:
     not_run: dict[str, str] = dataclasses.field(default_factory=dict)
     evaluations: int = 0
     verified: int = 0
+    at_kinks: int = 0
+    elements: int = 0
+    started: float = dataclasses.field(default_factory=time.monotonic)
     precision: str = "no precision"
     devices: list[str] = dataclasses.field(default_factory=list)
 
     def fail(self, failures: Sequence[Failure]) -> None:
         """Record failures, but for those of checks that are switched off."""
         self.failures += [f for f in failures if f.check not in self.options.skip]
+
+    def is_late(self) -> bool:
+        """Whether the time budget is spent."""
+        budget = self.options.time_budget
+        return budget is not None and time.monotonic() - self.started > budget
+
+    def has_time(self, name: str) -> bool:
+        """Whether there is time left for a check; notes that it was not run if there is none."""
+        if self.is_late():
+            self.not_run[name] = f"the time budget of {self.options.time_budget:g} s is spent"
+        return not self.is_late()
+
+    def count(self, point: Point, found: Sequence[Finding]) -> None:
+        """Count the elements that were verified, and those at kinks, which no slope verifies."""
+        kinds = np.full(point.scale.size, OK)
+        for finding in found:
+            kinds[finding.indices] = np.maximum(kinds[finding.indices], finding.verdict.kind)
+        unverified = [kind for kind, meaning in KINDS.items() if not meaning.verified]
+        self.elements, self.at_kinks = point.scale.size, int(np.sum(kinds == KINK))
+        self.verified = int(np.sum(point.finite & ~np.isin(kinds, unverified)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -170,7 +195,9 @@ class Check:
 
     def _judge(self, point, gradient, exact, tolerance, rounding=lambda: None) -> Judge:
         delta = self.options.delta
-        return Judge(self.differences, point, gradient, exact, tolerance, delta, rounding)
+        return Judge(
+            self.differences, point, gradient, exact, tolerance, delta, rounding, self.log.is_late
+        )
 
     def moved_by_constants(self, point: Point) -> np.ndarray:
         """How far the rule and plain AD may be apart because constants are rounded."""
@@ -353,7 +380,10 @@ def _tolerance(subject: CheckSubject, differences, widened, log: Log) -> tuple[T
     narrow = narrowest(inner)
     if narrow != narrowest([*own, narrow]) or narrow not in own:
         log.notes.append(f"it computes in {narrow} inside: tolerances are those of {narrow}")
-    tolerance = make_tolerance(subject.ranges, own, inner, log.options.max_relative_error)
+    options = log.options
+    tolerance = make_tolerance(
+        subject.ranges, own, inner, options.max_relative_error, options.tolerance
+    )
     tolerance = tolerance.of_slopes_in(differences.evaluation.dtype)
     return tolerance, narrowest([*own, *inner]) != "float64"
 

@@ -12,11 +12,14 @@ from clipgrad._check.check import Check, Log, prepare
 from clipgrad._check.devices import find_devices, moved
 from clipgrad._check.gradients import differentiator
 from clipgrad._check.options import Options, require_mapping, with_hints
-from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
+from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, verified_share
 from clipgrad._check.second_order import check_second_order
 from clipgrad._check.selection import Selector
 from clipgrad._check.subject import make_subject, require_arrays
 from clipgrad._check.values import check_values
+
+# Of the elements that are not at kinks, if `min_verified` is not given.
+LEAST_VERIFIED = 0.5
 
 
 @with_hints
@@ -32,6 +35,9 @@ def check_grads(
     mode: str = "auto",
     delta: float | None = None,
     max_relative_error: float | None = None,
+    tolerance: float | None = None,
+    min_verified: float | None = None,
+    time_budget: float | None = None,
     devices: Sequence[str] | None = None,
     points: int = 2,
     seed: int = 0,
@@ -70,18 +76,19 @@ def check_grads(
     primal       value, dtype and shape of the function called and differentiated are the same
     cotangent    dtype, shape and structure are those of the input; float0 for integers
     finite       the value and the gradient are finite
-    linearity    the pull-back is linear in the cotangent: no stray clip, no constant
+    linearity    the pull-back is linear in the cotangent: scaled by -2^20, rows masked, ones
     determinism  the same again gives the same bits, on CPUs
     jit, vmap    compiled and batched gradients are the eager ones
     points       the gradient is right at a second point too, and then at the first again
     forward      `jax.jvp` agrees, where the function allows forward mode
     outputs      a cotangent for one output only gives that one's part
+    alone        each input differentiated alone, where a rule is told which ones are
     devices      each kind of device gives the same gradient
     ===========  ===================================================================================
 
     A function without any custom rule that traces to the same operations again and under
     `jax.vmap` has its gradient compiled as one program, to be compared with the eager one;
-    ``vmap``, ``forward`` and ``outputs`` would test JAX itself there and are not run. Elements that
+    ``vmap``, ``forward``, ``outputs`` and ``alone`` would test JAX itself there and are not run. Elements that
     are tied, such as equal maxima, are moved together too: the slope is the sum of their
     gradients. Further points keep zeros, equal elements, symmetry, order and [0, 1]; only a leaf
     of one value throughout becomes one of different values. A gradient that is right for symmetric
@@ -101,6 +108,12 @@ def check_grads(
       delta: an absolute step, for Paddle's formula at every element.
       max_relative_error: Paddle's rule: ``|numeric - analytic| / |numeric|``, or without the
         denominator where ``|numeric| < 1e-3``, may not exceed it.
+      tolerance: the relative error that the backward may have, of the element or its leaf's root
+        mean square: for rules that compute in low precision or round at random. It stands in for
+        rtol wherever gradients are compared.
+      min_verified: the least share of the elements to be verified, those at kinks left out; a half
+        if it is None. Fewer is a failure.
+      time_budget: seconds after which what is left is reported as not verified or not run.
       devices: kinds of device to compute the gradient on, such as ("cpu", "gpu"); None for all
         there are. One that is not there is reported as not run.
       points: how many points to check.
@@ -140,7 +153,8 @@ def check_grads(
     started = time.perf_counter()
     require_mapping(kwargs)
     require_arrays(args, kwargs or {})
-    options = Options(order, mode, delta, max_relative_error, points, seed, skip)
+    own = tolerance, min_verified, time_budget
+    options = Options(order, mode, delta, max_relative_error, *own, points, seed, skip)
     log = Log(options)
     found = find_devices(devices)
     log.not_run |= {f"device {kind}": "there is no such device here" for kind in found.absent}
@@ -167,13 +181,13 @@ def _check(subject_on: Callable, device: Any, log: Log, others: Mapping[str, Any
     if check is None:
         return
     check_values(check, check.first())
-    if "points" not in log.options.skip:
+    if "points" not in log.options.skip and log.has_time("points"):
         _check_points(check)
     check_behavior(check)
     check_second_order(check)
     log.evaluations += check.differences.evaluations
     for kind, other in others.items():
-        if "devices" not in log.options.skip:
+        if "devices" not in log.options.skip and log.has_time("devices"):
             _check_device(check, subject_on, kind, other)
 
 
@@ -207,9 +221,13 @@ def _check_device(check: Check, subject_on: Callable, kind: str, device: Any) ->
 
 
 def _logged_report(log: Log, seconds: float) -> GradCheckReport:
-    if not log.failures and not log.verified:
-        reasons = "; ".join(dict.fromkeys(log.notes or log.not_run.values()))
+    least = LEAST_VERIFIED if log.options.min_verified is None else log.options.min_verified
+    share, reasons = verified_share(log), "; ".join(dict.fromkeys(log.notes or log.not_run.values()))
+    if not log.failures and not (log.verified or log.at_kinks):
         log.failures.append(Failure("value", "all inputs", f"nothing was verified ({reasons})"))
+    elif not log.failures and share < least:
+        detail = f"{share:.0%} of the elements were verified, of {least:.0%} at least ({reasons})"
+        log.failures.append(Failure("value", "all inputs", detail))
     return GradCheckReport(
         failures=tuple(log.failures),
         notes=tuple(dict.fromkeys(log.notes)),
@@ -219,4 +237,6 @@ def _logged_report(log: Log, seconds: float) -> GradCheckReport:
         precision=log.precision,
         devices=tuple(log.devices),
         verified=log.verified,
+        at_kinks=log.at_kinks,
+        elements=log.elements,
     )

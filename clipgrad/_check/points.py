@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from clipgrad._check.subject import CheckSubject, Range
-from clipgrad._check.vectors import is_complex, real_size, to_numpy, widened_leaf
+from clipgrad._check.vectors import is_complex, offsets, real_size, to_numpy, widened_leaf
 
 COTANGENTS = 2
 # Directions in which a point is moved: two balanced dense ones, another dense one, and single
@@ -106,7 +106,7 @@ def dense_numbers(rng: np.random.Generator, size: int) -> np.ndarray:
 
 
 def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
-    """Random dense cotangents as real vectors, shape (2, outputs); never ones or one-hot."""
+    """Random dense cotangents as real vectors, shape (2, outputs), of both signs at each output."""
     rows = [
         np.concatenate(
             [
@@ -116,7 +116,19 @@ def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
         )
         for row in range(COTANGENTS)
     ]
+    firsts = [int(start) for start in offsets(subject.outputs)[:-1] if start < len(rows[0])]
+    rows[1][firsts] = -np.sign(rows[0][firsts]) * np.abs(rows[1][firsts])
     return np.stack(rows)
+
+
+def masked_rows(subject: CheckSubject, seed: int) -> np.ndarray:
+    """A vector over the outputs, 1 on about half of the rows of each and 0 on the others."""
+    masks = []
+    for name, leaf in zip(subject.output_names, subject.outputs, strict=True):
+        rows = leaf.shape[0] if leaf.ndim else 1
+        kept = generator(seed, f"mask {name}").permutation(rows) < (rows + 1) // 2
+        masks.append(np.repeat(kept.astype(float), real_size(leaf) // max(rows, 1)))
+    return np.concatenate(masks)
 
 
 def random_direction(subject: CheckSubject, seed: int, row: int) -> np.ndarray:
@@ -186,11 +198,10 @@ def tied_direction(xs: Sequence[jax.Array], seed: int) -> np.ndarray:
 
 
 def symmetric_leaves(subject: CheckSubject, xs: Sequence[jax.Array]) -> list[tuple[int, Range]]:
-    """The real leaves that hold symmetric matrices whose elements are not all the same."""
+    """The leaves of symmetric or Hermitian matrices, whose elements are not all the same."""
     found = []
     for leaf, (x, area) in enumerate(zip(xs, subject.ranges, strict=True)):
-        square = x.ndim == 2 and x.shape[0] == x.shape[1] > 1 and not is_complex(x)
-        values = widened_leaf(x)
-        if square and (values == values.T).all() and np.ptp(values) > 0:
-            found.append((leaf, area))
+        square, values = x.ndim > 1 and x.shape[-2] == x.shape[-1] > 1, widened_leaf(x)
+        if square and (values == np.conj(np.swapaxes(values, -1, -2))).all():
+            found += [(leaf, area)] if (values != values.ravel()[0]).any() else []
     return found

@@ -72,11 +72,9 @@ GROWTH = 1.5
 # of the floor: of a leaf that vanishes beside the others, nothing but noise is left
 # (test_a_leaf_that_vanishes_is_verified_without_a_reference).
 NOISY, NEGLIGIBLE = 0.1, 1e4
-# One-sided slopes that are the extrapolated one to this part of what an element is off, which is
-# itself no small part of the gradient, leave no room for a kink, a jump or noise: it is wrong
-# without a closer look, half the cost of a wrong rule
-# (test_what_is_wrong_by_far_is_certain_where_both_sides_have_the_same_slope).
-CERTAIN, FAR_OFF = 0.02, 0.05
+# A change that is this part of itself at the next smaller step, or more, is that of a jump; a root's
+# would be a third (test_a_jump_has_the_slopes_beside_it).
+JUMP = 0.85
 
 # --- What rounding excuses: plain AD in the same precision is off about as much, in the element or
 # in the leaf (test_a_rule_may_lose_a_few_times_as_much_to_rounding_as_plain_ad,
@@ -173,6 +171,7 @@ class Tolerance(NamedTuple):
     roundings: np.ndarray
     smallest: np.ndarray
     paddle: float | None = None
+    own: float | None = None
 
     def of_slopes_in(self, evaluation_dtype: Any) -> "Tolerance":
         """The tolerances where slopes can only be had in the function's own narrow type."""
@@ -201,7 +200,9 @@ class Tolerance(NamedTuple):
         else:
             others = OTHERS * others
         floor = self.roundings[leaf] * (self.eps[leaf] * (typical + others) + self.smallest[leaf])
-        return Allowed(self.relative[leaf], floor, typical, 1.0, self.paddle)
+        return Allowed(
+            self.relative[leaf], floor + (self.own or 0.0) * typical, typical, 1.0, self.paddle
+        )
 
     def ranges_along(self, norms, overall, starts: np.ndarray, exact: bool) -> Allowed:
         """For slopes along a dense direction: `norms` is |v * gradient| over each range."""
@@ -225,6 +226,7 @@ class Tolerance(NamedTuple):
         typical = np.sqrt(np.mean(known**2))
         typical = overall if typical <= VANISHING * overall else typical
         floor = SAME_ROUNDINGS * (self.eps[leaf] * typical + self.smallest[leaf])
+        floor += (self.own or 0.0) * typical
         return self.relative[leaf] * size + floor
 
     def excused(self, error: np.ndarray, exact: np.ndarray) -> np.ndarray:
@@ -282,22 +284,27 @@ def make_tolerance(
     dtypes: Sequence[str],
     inner: Iterable[str] = (),
     max_relative_error: float | None = None,
+    own: float | None = None,
 ) -> Tolerance:
-    """Tolerances for leaves of the given dtypes in a function that computes in `inner` ones."""
+    """Tolerances for leaves of the given dtypes in a function that computes in `inner` ones.
+
+    One of the user's own stands in for those that are smaller.
+    """
     inner = list(inner)
     names = [narrowest([dtype, *inner]) for dtype in dtypes]
     return Tolerance(
         ranges=ranges,
-        relative=np.asarray([RELATIVE[name] for name in names]),
-        along=np.asarray([ALONG[name] for name in names]),
+        relative=np.asarray([own or RELATIVE[name] for name in names]),
+        along=np.asarray([max(ALONG[name], own or 0.0) for name in names]),
         eps=np.asarray([float(jnp.finfo(name).eps) for name in names]),
         roundings=np.asarray([ROUNDINGS[name] for name in names]),
         smallest=np.asarray([SMALLEST[name] for name in names]),
         paddle=max_relative_error,
+        own=own,
     )
 
 
 def tolerance_in_float64(tolerance: Tolerance) -> Tolerance:
     """The tolerances of the rule evaluated in float64, whatever its own types."""
-    wide = make_tolerance(tolerance.ranges, ["float64"] * len(tolerance.ranges))
+    wide = make_tolerance(tolerance.ranges, ["float64"] * len(tolerance.ranges), own=tolerance.own)
     return wide._replace(paddle=tolerance.paddle)

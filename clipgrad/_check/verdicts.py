@@ -4,15 +4,14 @@ One-sided slopes over a ladder of shrinking steps tell the cases apart. A smooth
 on one value, a kink's on two, noise does not settle, and at a singular point they grow.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from clipgrad._check.differences import Slopes
 from clipgrad._check.tolerances import (
-    CERTAIN,
-    FAR_OFF,
     GROWTH,
+    JUMP,
     KINK_GAP,
     NEGLIGIBLE,
     NOISY,
@@ -28,22 +27,20 @@ class Kind(NamedTuple):
 
 
 # In order of severity: of several cotangents the most severe verdict counts.
-OK, KINK, UNSURE, WRONG, ROUNDING, LOST, SYMMETRIC, IMPLICIT, UNSEEN = range(9)
+OK, KINK, SINGULAR, UNSURE, WRONG, ROUNDING, LOST, SYMMETRIC, UNSEEN = range(9)
+BENT = (KINK, SINGULAR)
 KINDS = {
-    KINK: Kind("not differentiable; the gradient lies between the one-sided slopes"),
-    UNSURE: Kind("could not be verified by differences, which are too noisy", verified=False),
+    KINK: Kind("not differentiable; the gradient lies between the one-sided slopes", False),
+    SINGULAR: Kind("not verified: at a jump, or where slopes grow without bound", False),
+    UNSURE: Kind("could not be verified by differences, which are too noisy", False),
     ROUNDING: Kind("off by rounding, as plain AD in this precision is"),
     LOST: Kind("not verified: off by rounding, as plain AD in this precision is", False),
     SYMMETRIC: Kind(
         "right for symmetric matrices, as this one is, and not off them: the function does not "
-        "read both triangles alike"
-    ),
-    IMPLICIT: Kind(
-        "not verified: a random sample's derivative by its distribution's parameters (implicit "
-        "reparameterization) is not that of the sample drawn from a fixed key",
+        "read both triangles alike",
         False,
     ),
-    UNSEEN: Kind("off plain AD in float64, and not looked at one by one", verified=False),
+    UNSEEN: Kind("not verified: not looked at one by one", False),
 }
 
 
@@ -71,7 +68,7 @@ class Verdict(NamedTuple):
 NO_VERDICTS = Verdict(*(np.zeros(0) for _ in range(6)), kink=np.zeros(0, bool))
 
 
-def extrapolate(coarse: np.ndarray, fine: np.ndarray, ratio: float) -> np.ndarray:
+def extrapolate(coarse: np.ndarray, fine: np.ndarray, ratio: Any) -> np.ndarray:
     """Richardson's extrapolation of two central differences, steps apart by `ratio`."""
     power = ratio**2
     return (power * fine - coarse) / (power - 1)
@@ -98,26 +95,15 @@ def judge_two(slopes: Slopes, ratio: float, allowed: Allowed, as_they_are: bool)
     return Verdict(*picked, kink=np.zeros(len(coarse), bool))
 
 
-def is_certain(verdict: Verdict) -> np.ndarray:
-    """Which rows two steps show to be wrong by far: no kink and no noise is that large.
-
-    Both one-sided slopes are the extrapolated one, to a small part of what the row is off.
-    """
-    off = np.abs(verdict.numeric - verdict.analytic)
-    sides = np.stack([verdict.ahead, verdict.behind])
-    apart = np.abs(sides - verdict.numeric).max(axis=0) + verdict.error
-    size = np.fmax(np.abs(verdict.numeric), np.abs(verdict.analytic))
-    return (verdict.kind == WRONG) & (apart <= CERTAIN * off) & (off >= FAR_OFF * size)
-
-
-def judge_ladder(slopes: Slopes, ratio: float, allowed: Allowed) -> Verdict:
+def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed) -> Verdict:
     """Judge each row by a ladder of shrinking steps; `ratio` is that of successive steps."""
+    ratio = np.broadcast_to(ratio, slopes.central.shape[1] - 1)[:, None]
     numeric, error = settled(slopes, ratio)
     analytic, norm = slopes.analytic[:, -1], slopes.norm[:, -1]
     gap = np.abs(slopes.ahead - slopes.behind)
     best = np.argmin(np.where(np.isfinite(gap), gap + slopes.noise, np.inf), axis=1)
     kink = _is_kink(slopes, gap, best)
-    grows = _grows(slopes)
+    grows, jumps = _grows(slopes), _jumps(slopes, ratio)
     centre, width = slopes.at(best, "central"), slopes.at(best, "width")
     size = np.fmax(np.abs(numeric), norm)
     off = np.abs(numeric - analytic)
@@ -126,13 +112,19 @@ def judge_ladder(slopes: Slopes, ratio: float, allowed: Allowed) -> Verdict:
     noisy = error > np.fmax(NOISY * np.fmax(size, allowed.typical), NEGLIGIBLE * allowed.floor)
     kind = np.where(off <= slack + error, np.where(noisy, UNSURE, OK), WRONG)
     kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
-    kind = np.where(grows, KINK, kind)
+    kind = np.where(grows, SINGULAR, kind)
     kind = np.where(np.isfinite(numeric), kind, UNSURE)
+    sides = [slopes.at(best, name) for name in ("ahead", "behind")]
+    beside = [_beside(slopes, name, ratio) for name in ("ahead", "behind")]
+    sides = [np.where(jumps, at, side) for at, side in zip(beside, sides, strict=True)]
+    between = np.abs(analytic - np.mean(beside, axis=0)) - np.abs(beside[0] - beside[1]) / 2
+    relative = 10 * allowed.relative * np.fmax(np.abs(analytic), allowed.typical)
+    kind = np.where(jumps & (between > relative + allowed.floor), WRONG, kind)
     near, sure = _right_in_the_limit(slopes, numeric, error, analytic, slack)
     kind = np.where(near, np.where(sure, OK, UNSURE), kind)
     worst = np.argmax(kind + np.where(off > 0, off / (1 + off), 0) / 2, axis=1)[:, None]
-    columns = (kind, numeric, analytic, error, slopes.at(best, "ahead"), slopes.at(best, "behind"))
-    return Verdict(*(np.take_along_axis(c, worst, 1)[:, 0] for c in (*columns, kink)))
+    columns = (kind, numeric, analytic, error, *sides, kink | jumps)
+    return Verdict(*(np.take_along_axis(c, worst, 1)[:, 0] for c in columns))
 
 
 def _right_in_the_limit(slopes: Slopes, numeric, error, analytic, slack) -> tuple:
@@ -150,7 +142,7 @@ def _right_in_the_limit(slopes: Slopes, numeric, error, analytic, slack) -> tupl
     return tuple((steps[:, :-1] & steps[:, 1:]).any(axis=1) for steps in (apart, sure))
 
 
-def settled(slopes: Slopes, ratio: float) -> tuple[np.ndarray, np.ndarray]:
+def settled(slopes: Slopes, ratio: Any) -> tuple[np.ndarray, np.ndarray]:
     """The most trustworthy extrapolated slope of each row, and its error."""
     central = slopes.central
     better = extrapolate(central[:, :-1], central[:, 1:], ratio)
@@ -173,6 +165,25 @@ def _grows(slopes: Slopes) -> np.ndarray:
     size = np.fmax(np.abs(slopes.ahead), np.abs(slopes.behind))[:, -4:]
     growing = np.all(size[:, 1:] > GROWTH * size[:, :-1], axis=1)
     return growing & (size[:, -1] > 10 * slopes.noise[:, -1])
+
+
+def _jumps(slopes: Slopes, ratio) -> np.ndarray:
+    """The change itself, of which a slope is a part, stays as it is at each of the last steps."""
+    ahead, behind = (np.abs(side)[:, -4:] for side in (slopes.ahead, slopes.behind))
+    same = [side[:, 1:] > JUMP * ratio[-3:] * side[:, :-1] for side in (ahead, behind)]
+    noise = 10 * slopes.noise[:, -1]
+    sizes = (side[:, -1] > noise for side in (ahead, behind))
+    first, second = (s.all(axis=1) & large for s, large in zip(same, sizes, strict=True))
+    return first | second
+
+
+def _beside(slopes: Slopes, side: str, ratio) -> np.ndarray:
+    """The slope on one side of a point, from the values there and not the one at the point."""
+    change, noise = getattr(slopes, side), slopes.noise
+    found = (ratio * change[:, :-1] - change[:, 1:]) / (ratio - 1)
+    error = np.abs(np.diff(found, axis=1)) + (ratio * noise[:, :-1] + noise[:, 1:])[:, 1:]
+    best = np.argmin(np.where(np.isfinite(error), error, np.inf), axis=1)
+    return _pick(found[:, 1:], best)
 
 
 def _pick(array: np.ndarray, step: np.ndarray) -> np.ndarray:
