@@ -118,6 +118,7 @@ class Check:
       widened: the traced function, to be evaluated in float64; None if it cannot be.
       plain: plain AD in float64; None if it cannot be had or is not asked for.
       rule: the VJP as it is written, in float64; None if it cannot be had or is float64 itself.
+      ruled: whether a derivative rule in it is not JAX's own.
     """
 
     subject: CheckSubject
@@ -132,6 +133,7 @@ class Check:
     widened: Widened | GradientOf | None
     plain: Exact | None
     rule: Exact | None
+    ruled: bool
 
     def first(self) -> Point:
         """The given point; made anew, since its gradients need the memory of several models."""
@@ -226,7 +228,7 @@ class Check:
             error = rounding_of_plain_ad(
                 self.widened, subject.program, exact, xs, rows, subject.outputs
             )
-            if not has_rules(subject):  # its gradient is plain AD, compiled or not
+            if not self.ruled:  # its gradient is plain AD, compiled or not
                 own = self.differentiate(xs).rows(rows)
                 error = np.fmax(error, np.abs(own - exact))
         except Exception:
@@ -293,9 +295,10 @@ def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
     log.notes += _stops(subject, wide, options.seed)
     own_way = options.delta is not None or options.max_relative_error is not None
     # Where there is no custom rule to strip, the rule is plain AD.
-    same = wide is None or not is_narrow or not has_rules(subject)
+    ruled = has_rules(subject)
+    same = wide is None or not is_narrow or not ruled
     rule = None if same or own_way else _rule(subject, log)
-    found = (differentiate, vjp, gradient, differences, tolerance, wide, plain, rule)
+    found = (differentiate, vjp, gradient, differences, tolerance, wide, plain, rule, ruled)
     return Check(subject, options, log, covectors, *found)
 
 

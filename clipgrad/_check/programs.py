@@ -8,7 +8,6 @@ as before, down to the text, so are the programs compiled from it.
 import collections
 import functools
 import hashlib
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,14 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 import clipgrad._jaxpr as _jaxpr
 
 KEPT = 200  # programs; about ten for each function checked
 LOW = {"xla_backend_optimization_level": 0}
 OLDER = {"xla_cpu_use_fusion_emitters": False}  # JAX 0.10: the new emitters compile for longer
-ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
 _kept_by_key: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 _lock = threading.RLock()
@@ -145,9 +143,23 @@ def is_steady(fun: Callable, program: Any, inputs: list) -> bool:
     )
 
 
-def _seen(fun: Callable, shapes: list) -> str:
-    """The operations of a function as text, or the kind of its error."""
+def _seen(fun: Callable, shapes: list) -> Any:
+    """The operations of a function with their literals, or the kind of its error."""
     try:
-        return ADDRESS.sub("", str(jax.make_jaxpr(fun)(shapes)))
+        program = jax.make_jaxpr(fun)(shapes)
     except Exception as error:
         return type(error).__name__
+    return [
+        (
+            equation.primitive.name,
+            [getattr(variable.aval, "shape", None) for variable in equation.outvars],
+            [_rounded(atom.val) for atom in equation.invars if isinstance(atom, Literal)],
+        )
+        for equation in _jaxpr.equations(program)
+    ]
+
+
+def _rounded(value: Any) -> Any:
+    """A literal as a number that does not depend on how it is written."""
+    value = np.asarray(value)
+    return str(value.astype(np.float32) if value.dtype.kind == "f" else value)
