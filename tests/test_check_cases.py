@@ -31,7 +31,7 @@ def test_a_wrong_gradient_fails(name, dtype):
 def test_a_right_gradient_passes(name, dtype):
     report = run(RIGHT[name], dtype)
     assert report.ok, str(report)
-    assert report.verified
+    assert report.verified or report.at_kinks
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

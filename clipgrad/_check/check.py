@@ -13,7 +13,7 @@ import numpy as np
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check import contract
 from clipgrad._check.differences import Differences
-from clipgrad._check.evaluation import choose
+from clipgrad._check.evaluation import Chaotic, choose
 from clipgrad._check.gradients import (
     VJP,
     Differentiate,
@@ -25,6 +25,7 @@ from clipgrad._check.gradients import (
     rounding_of_plain_ad,
     rule_in_float64,
     stops_matter,
+    traced_vjp,
 )
 from clipgrad._check.options import Options
 from clipgrad._check.points import (
@@ -32,16 +33,20 @@ from clipgrad._check.points import (
     cotangents,
     element_scales,
     make_point,
+    moved_apart,
     nearby,
     random_direction,
 )
-from clipgrad._check.programs import quick_jit
+from clipgrad._check.programs import found_by_loops, quick_jit
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import (
+    AROUND,
     CONSTANTS,
     SAME_EXCUSED,
+    SOLVED,
+    STATIONARY,
     Tolerance,
     make_tolerance,
     narrowest,
@@ -171,7 +176,14 @@ class Check:
         rows = len(gradient)
         reference = self._exact(self.plain, xs, rows) if auto else None
         gradients = gradient, self._exact(self.rule, xs, rows), reference
-        return make_point(self.subject, xs, gradients, self.options.seed, self.options.delta)
+        around = functools.cache(lambda: self._around(xs, rows))
+        seed, delta = self.options.seed, self.options.delta
+        return make_point(self.subject, xs, gradients, seed, delta, around)
+
+    def _around(self, xs, rows: int) -> np.ndarray | None:
+        apart = moved_apart(self.subject, xs, self.options.seed)
+        found = self._exact(self.plain, apart, rows)
+        return found if found is not None and np.isfinite(found).all() else None
 
     def _exact(self, exact: Exact | None, xs, rows: int) -> np.ndarray | None:
         if exact is None:
@@ -244,9 +256,7 @@ class Check:
             slack = self.tolerance.same(leaf, got[start:stop], expected[start:stop], overall)
             bad[start:stop] = off[start:stop] > slack
         if bad.any():
-            found = self.rounding(self.subject.inputs if xs is None else xs)
-            if found is not None:
-                bad &= off > SAME_EXCUSED * self._largest(found[0].max(axis=0))
+            bad &= off > self._rounding_of_leaves(self.subject.inputs if xs is None else xs, expected)
         if not bad.any():
             return []
         worst = int(np.argmax(np.where(bad, off, -1)))
@@ -256,10 +266,19 @@ class Check:
         )
         return [Failure(check, self.subject.element(worst), detail)]
 
-    def _largest(self, error: np.ndarray) -> np.ndarray:
-        """The largest error in each leaf, at each element."""
-        ranges = self.tolerance.ranges
-        return np.concatenate([np.full(b - a, error[a:b].max()) for a, b in ranges])
+    def _rounding_of_leaves(self, xs, expected: np.ndarray) -> np.ndarray:
+        """What rounding does to the elements of a leaf at most, also where it vanishes."""
+        found = self.rounding(xs)
+        if found is None:
+            return np.zeros_like(expected)
+        error, largest = found[0].max(axis=0), np.zeros_like(expected)
+        around = self._around(xs, 1)
+        for leaf, (a, b) in enumerate(self.tolerance.ranges):
+            largest[a:b] = SAME_EXCUSED * error[a:b].max()
+            size = 0.0 if around is None else np.sqrt(np.mean(around[0, a:b] ** 2))
+            if np.sqrt(np.mean(expected[a:b] ** 2)) < STATIONARY * size:
+                largest[a:b] += AROUND * self.tolerance.relative[leaf] * size
+        return largest
 
 
 def distance(got: np.ndarray, expected: np.ndarray) -> np.ndarray:
@@ -291,13 +310,15 @@ def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
     log.notes += [] if differentiate.steady else [UNSTEADY]
     log.precision = differences.evaluation.label
     tolerance, is_narrow = _tolerance(subject, differences, wide, log)
+    ruled = has_rules(subject)
+    backward = traced_vjp(subject) if ruled else None
+    tolerance = _of_solvers(subject, backward, tolerance, log)
     plain = None if wide is None else plain_ad(wide, subject.program, subject.outputs)
     log.notes += _stops(subject, wide, options.seed)
     own_way = options.delta is not None or options.max_relative_error is not None
     # Where there is no custom rule to strip, the rule is plain AD.
-    ruled = has_rules(subject)
     same = wide is None or not is_narrow or not ruled
-    rule = None if same or own_way else _rule(subject, log)
+    rule = None if same or own_way else _rule(subject, backward, log)
     found = (differentiate, vjp, gradient, differences, tolerance, wide, plain, rule, ruled)
     return Check(subject, options, log, covectors, *found)
 
@@ -355,6 +376,9 @@ def _chosen_evaluation(subject: CheckSubject, covectors, options: Options, log: 
     """How to evaluate the function, or None where it was found to fail another way."""
     try:
         return choose(subject, covectors, log.notes, fast_compile=options.mode != "full")
+    except Chaotic as reason:
+        log.notes = [str(reason)]
+        return None
     except ValueError:
         compiled = contract.primal(subject, quick_jit(subject.fun)(subject.inputs), "compiled")
         log.fail([failure._replace(check="jit") for failure in compiled])
@@ -400,9 +424,21 @@ def _stops(subject: CheckSubject, widened: Widened | None, seed: int) -> list[st
     return ["values behind jax.lax.stop_gradient are held fixed, as JAX differentiates them"]
 
 
-def _rule(subject: CheckSubject, log: Log) -> Exact | None:
+def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log: Log) -> Tolerance:
+    """The tolerance, that of solvers for the leaves whose gradients they find."""
+    if backward is None or isinstance(backward, Exception) or log.options.tolerance is not None:
+        return tolerance
+    solved = np.asarray(found_by_loops(backward))
+    names = ", ".join(name for name, flag in zip(subject.names, solved, strict=True) if flag)
+    if names:
+        text = f"{names}: found by a loop that stops when it is near enough, and judged to"
+        log.notes.append(f"{text} {SOLVED:g}; tolerance= makes it another number")
+    return tolerance.solved(solved) if names else tolerance
+
+
+def _rule(subject: CheckSubject, backward: Any, log: Log) -> Exact | None:
     try:
-        return rule_in_float64(subject)
+        return rule_in_float64(subject, backward)
     except Unsupported as error:
         log.notes.append(f"the rule was not evaluated in float64 ({error})")
         return None

@@ -12,7 +12,7 @@ from clipgrad._check.points import element_scales, random_direction
 from clipgrad._check.programs import kept_by_key, text
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import SAME_VALUES, narrowest
-from clipgrad._check.vectors import real_dtype, to_numpy, wide_dtype
+from clipgrad._check.vectors import from_rows, real_dtype, to_numpy, wide_dtype, widened_leaf
 from clipgrad._check.widening import Unsupported, Widened
 from clipgrad._errors import first_line
 
@@ -28,6 +28,11 @@ HALF_QUICK, HALF_LADDER = (2, 3), (1, 2, 3, 4)
 # Steps that distinguish float64 from a narrower type: at 2 ** -33 a float32 does not move.
 PROBE = (10, 33)
 CAST = "float64 (inputs cast)"
+CHAOTIC = "not verified: rounding of the inputs alone moves its values by a hundredth or more"
+
+
+class Chaotic(Exception):
+    """A function whose values have no digit that rounding leaves as it is."""
 
 
 class _NotSmooth(Exception):
@@ -49,6 +54,8 @@ def choose(
             return differences, widened
         except Exception as error:
             notes.append(f"{label} is not possible ({_reason(error)})")
+            if isinstance(error, _NotSmooth) and _is_chaotic(subject):
+                raise Chaotic(CHAOTIC) from error
     raise ValueError("the function cannot be evaluated at a perturbed point; " + "; ".join(notes))
 
 
@@ -136,6 +143,18 @@ def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
     off = np.sqrt(np.mean((own - values) ** 2))
     if np.isfinite(own).all() and not off <= SAME_VALUES * size + jnp.finfo(np.float32).tiny:
         raise _NotSmooth("its values differ from the function's own")
+
+
+def _is_chaotic(subject: CheckSubject) -> bool:
+    """Whether one rounding of each input moves the values by a part that matters."""
+    signs = random_direction(subject, 0, 0)
+    nudged = []
+    for x, sign in zip(subject.inputs, from_rows(signs, subject.inputs), strict=True):
+        eps = float(jnp.finfo(x.dtype).eps)
+        wide = widened_leaf(x)
+        nudged.append(jax.device_put((wide * (1 + eps * np.sign(sign.real))).astype(x.dtype)))
+    own, other = to_numpy(subject.outputs), to_numpy(subject.fun(nudged))
+    return bool(np.sqrt(np.mean((own - other) ** 2)) > SAME_VALUES / 10 * np.sqrt(np.mean(own**2)))
 
 
 def _reason(error: Exception) -> str:

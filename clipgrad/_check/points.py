@@ -9,7 +9,14 @@ import jax
 import numpy as np
 
 from clipgrad._check.subject import CheckSubject, Range
-from clipgrad._check.vectors import is_complex, offsets, real_size, to_numpy, widened_leaf
+from clipgrad._check.vectors import (
+    from_rows,
+    is_complex,
+    offsets,
+    real_size,
+    to_numpy,
+    widened_leaf,
+)
 
 COTANGENTS = 2
 # Directions in which a point is moved: two balanced dense ones, another dense one, and single
@@ -32,6 +39,7 @@ class Point:
       scale: the scale of each element, a power of two.
       direction: gives the vector of a direction.
       blind: the leaves in which the reference is not finite; `gradient` stands in for it there.
+      around: gives plain AD's gradient where each element is moved by a part of its own, or None.
     """
 
     xs: Sequence[jax.Array]
@@ -42,6 +50,7 @@ class Point:
     scale: np.ndarray
     direction: Callable[[int], np.ndarray]
     blind: Sequence[int] = ()
+    around: Callable[[], np.ndarray | None] = lambda: None
 
     @functools.cached_property
     def vector(self) -> np.ndarray:
@@ -49,8 +58,20 @@ class Point:
         return to_numpy(self.xs)
 
 
+def moved_apart(subject: CheckSubject, xs: Sequence[jax.Array], seed: int) -> list[np.ndarray]:
+    """The point in float64 with each element moved by up to a sixteenth, equal ones apart."""
+    direction = random_direction(subject, seed, SINGLE) * element_scales(xs) / 16
+    moves = from_rows(direction, [np.asarray(widened_leaf(x)) for x in xs])
+    return [widened_leaf(x) + move for x, move in zip(xs, moves, strict=True)]
+
+
 def make_point(
-    subject: CheckSubject, xs, gradients, seed: int, delta: float | None = None
+    subject: CheckSubject,
+    xs,
+    gradients,
+    seed: int,
+    delta: float | None = None,
+    around: Callable[[], np.ndarray | None] = lambda: None,
 ) -> Point:
     """A point from the gradients there: as computed, the rule's in float64, plain AD's."""
     gradient, rule, reference = gradients
@@ -73,7 +94,7 @@ def make_point(
             along[start:stop] *= factor if row in BALANCED else 1.0
         return along
 
-    return Point(xs, gradient, finite, rule, reference, scale, direction, blind)
+    return Point(xs, gradient, finite, rule, reference, scale, direction, blind, around)
 
 
 def _mended(reference, gradient, ranges) -> tuple[np.ndarray | None, list[int]]:

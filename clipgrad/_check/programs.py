@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 
 import clipgrad._jaxpr as _jaxpr
 
+CALLING = _jaxpr.JIT | _jaxpr.REMAT | _jaxpr.CALLS | _jaxpr.CUSTOM_RULES
 KEPT = 200  # programs; about ten for each function checked
 LOW = {"xla_backend_optimization_level": 0}
 OLDER = {"xla_cpu_use_fusion_emitters": False}  # JAX 0.10: the new emitters compile for longer
@@ -157,6 +158,34 @@ def _seen(fun: Callable, shapes: list) -> Any:
         )
         for equation in _jaxpr.equations(program)
     ]
+
+
+def found_by_loops(program: Any) -> list[bool]:
+    """Which results depend on a loop that stops when its numbers are near enough."""
+    jaxpr = _jaxpr.opened(program)[0]
+    return _through_loops(jaxpr, [False] * len(jaxpr.invars))
+
+
+def _through_loops(jaxpr: Any, flags: list[bool]) -> list[bool]:
+    found = {variable for variable, flag in zip(jaxpr.invars, flags, strict=True) if flag}
+    for equation in jaxpr.eqns:
+        known = [not isinstance(atom, Literal) and atom in found for atom in equation.invars]
+        programs = [_jaxpr.opened(inner)[0] for inner in jaxprs_in_params(equation.params)]
+        if len(programs) == 1 and equation.primitive.name in CALLING:
+            flags = _through_loops(programs[0], known)
+        else:
+            inside = (inner for program in programs for inner in _jaxpr.equations(program))
+            stops = any(map(_stops_by_its_numbers, [equation, *inside]))
+            flags = [any(known) or stops] * len(equation.outvars)
+        found |= {variable for variable, flag in zip(equation.outvars, flags, strict=True) if flag}
+    return [not isinstance(atom, Literal) and atom in found for atom in jaxpr.outvars]
+
+
+def _stops_by_its_numbers(equation: Any) -> bool:
+    if equation.primitive.name != "while":
+        return False
+    atoms = (atom for inner in _jaxpr.equations(equation.params["cond_jaxpr"]) for atom in inner.invars)
+    return any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in atoms)
 
 
 def _rounded(value: Any) -> Any:

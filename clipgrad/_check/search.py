@@ -10,7 +10,16 @@ import numpy as np
 from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar, step_sizes
 from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
 from clipgrad._check.subject import Range
-from clipgrad._check.tolerances import SETTLED, SLIGHT, Allowed, Sizes, Tolerance, length_along
+from clipgrad._check.tolerances import (
+    AROUND,
+    SETTLED,
+    SLIGHT,
+    STATIONARY,
+    Allowed,
+    Sizes,
+    Tolerance,
+    length_along,
+)
 from clipgrad._check.verdicts import (
     BENT,
     LOST,
@@ -102,7 +111,15 @@ class Judge:
     def sizes(self) -> Sizes:
         """How large the gradient is, leaf by leaf; the exact one, if there is one."""
         target = self.gradient if self.reference is None else self.reference
-        return self.tolerance.sizes(target, self.point.scale)
+        sizes = self.tolerance.sizes(target, self.point.scale)
+        off = self.tolerance.sizes(self.gradient - target, self.point.scale).typical.max(axis=0)
+        lost = off > STATIONARY * sizes.typical.max(axis=0)
+        if not lost.any() or (around := self.point.around()) is None:
+            return sizes
+        size = self.tolerance.sizes(around, self.point.scale).typical.max(axis=0)
+        cancels = lost & (size > sizes.typical.max(axis=0) / STATIONARY)
+        typical = np.where(cancels, np.fmax(sizes.typical, AROUND * size), sizes.typical)
+        return sizes._replace(typical=typical, around=np.where(cancels, AROUND * size, 0.0))
 
     def allowed(self, leaf: int) -> Allowed:
         """How far each element of a leaf may be off."""

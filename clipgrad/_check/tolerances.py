@@ -123,6 +123,14 @@ FORWARD = 10.0
 # (test_a_stopped_gradient_that_matters_is_noted).
 STOPPED = 1e-6
 
+# A gradient that comes from a loop which stops when it is near enough is as near as that: of the
+# element and its leaf (smaller: the cases deep_equilibrium and odeint; larger: those off by 1 %).
+SOLVED = 1e-3
+# A leaf whose gradients disagree by this part is lost to rounding, or wrong: at a stationary point,
+# where it cancels, this part of the gradient around the point is what the tolerance is relative to
+# (smaller: the case divergence_of_equal_distributions; larger: a wrong rule may pass there).
+STATIONARY, AROUND = 0.01, 0.1
+
 # --- Ties (test_both_arguments_of_a_tie_cannot_have_the_whole_gradient)
 TIED_RELATIVE = 10.0
 
@@ -171,7 +179,7 @@ class Tolerance(NamedTuple):
     roundings: np.ndarray
     smallest: np.ndarray
     paddle: float | None = None
-    own: float | None = None
+    own: np.ndarray | float = 0.0
 
     def of_slopes_in(self, evaluation_dtype: Any) -> "Tolerance":
         """The tolerances where slopes can only be had in the function's own narrow type."""
@@ -180,6 +188,15 @@ class Tolerance(NamedTuple):
         return self._replace(
             relative=NATIVE_SLOPES * self.relative, along=NATIVE_SLOPES * self.along
         )
+
+    def _own_part(self, leaf: Any) -> Any:
+        return np.broadcast_to(self.own, len(self.ranges))[leaf]
+
+    def solved(self, leaves: np.ndarray) -> "Tolerance":
+        """The tolerance where the gradients of some leaves come from a loop that stops by itself."""
+        own = np.where(leaves & (np.broadcast_to(self.own, len(leaves)) == 0), SOLVED, self.own)
+        along = np.where(leaves, np.fmax(SOLVED, self.along), self.along)
+        return self._replace(own=own, along=along, relative=np.fmax(self.relative, own))
 
     def leaves_of(self, indices: np.ndarray) -> np.ndarray:
         """The leaf that each element of the input vector lies in."""
@@ -200,9 +217,8 @@ class Tolerance(NamedTuple):
         else:
             others = OTHERS * others
         floor = self.roundings[leaf] * (self.eps[leaf] * (typical + others) + self.smallest[leaf])
-        return Allowed(
-            self.relative[leaf], floor + (self.own or 0.0) * typical, typical, 1.0, self.paddle
-        )
+        floor = floor + self._own_part(leaf) * typical + self.relative[leaf] * sizes.around[leaf]
+        return Allowed(self.relative[leaf], floor, typical, 1.0, self.paddle)
 
     def ranges_along(self, norms, overall, starts: np.ndarray, exact: bool) -> Allowed:
         """For slopes along a dense direction: `norms` is |v * gradient| over each range."""
@@ -226,7 +242,7 @@ class Tolerance(NamedTuple):
         typical = np.sqrt(np.mean(known**2))
         typical = overall if typical <= VANISHING * overall else typical
         floor = SAME_ROUNDINGS * (self.eps[leaf] * typical + self.smallest[leaf])
-        floor += (self.own or 0.0) * typical
+        floor += self._own_part(leaf) * typical
         return self.relative[leaf] * size + floor
 
     def excused(self, error: np.ndarray, exact: np.ndarray) -> np.ndarray:
@@ -250,17 +266,20 @@ class Tolerance(NamedTuple):
             part, count = gradient[:, start:stop], np.sqrt(max(stop - start, 1))
             typical.append(length_along(part, np.ones(1)) / count)
             effects.append(length_along(part, scale[start:stop]) / count)
-        return Sizes(np.stack(typical, axis=1), np.max(effects, axis=0))
+        stacked = np.stack(typical, axis=1)
+        return Sizes(stacked, np.max(effects, axis=0), np.zeros(stacked.shape[1]))
 
 
 class Sizes(NamedTuple):
     """The root mean square over each leaf, and the largest effect of any leaf on the output.
 
-    Arrays of shape (cotangents, leaves) and (cotangents,).
+    Arrays of shape (cotangents, leaves) and (cotangents,). `around` is a part of the root mean
+    square around the point, for leaves whose gradient vanishes at the point itself.
     """
 
     typical: np.ndarray
     overall: np.ndarray
+    around: np.ndarray
 
 
 def length_along(gradient: np.ndarray, direction: np.ndarray) -> np.ndarray:
@@ -300,11 +319,17 @@ def make_tolerance(
         roundings=np.asarray([ROUNDINGS[name] for name in names]),
         smallest=np.asarray([SMALLEST[name] for name in names]),
         paddle=max_relative_error,
-        own=own,
+        own=own or 0.0,
     )
 
 
 def tolerance_in_float64(tolerance: Tolerance) -> Tolerance:
     """The tolerances of the rule evaluated in float64, whatever its own types."""
-    wide = make_tolerance(tolerance.ranges, ["float64"] * len(tolerance.ranges), own=tolerance.own)
-    return wide._replace(paddle=tolerance.paddle)
+    wide = make_tolerance(tolerance.ranges, ["float64"] * len(tolerance.ranges))
+    own = np.broadcast_to(tolerance.own, len(tolerance.ranges))
+    return wide._replace(
+        paddle=tolerance.paddle,
+        own=own,
+        relative=np.where(own > 0, own, wide.relative),
+        along=np.fmax(own, wide.along),
+    )

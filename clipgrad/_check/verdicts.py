@@ -102,7 +102,7 @@ def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed) -> Verdict:
     analytic, norm = slopes.analytic[:, -1], slopes.norm[:, -1]
     gap = np.abs(slopes.ahead - slopes.behind)
     best = np.argmin(np.where(np.isfinite(gap), gap + slopes.noise, np.inf), axis=1)
-    kink = _is_kink(slopes, gap, best)
+    kink = _is_kink(slopes, gap, best, ratio)
     grows, jumps = _grows(slopes), _jumps(slopes, ratio)
     centre, width = slopes.at(best, "central"), slopes.at(best, "width")
     size = np.fmax(np.abs(numeric), norm)
@@ -115,11 +115,12 @@ def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed) -> Verdict:
     kind = np.where(grows, SINGULAR, kind)
     kind = np.where(np.isfinite(numeric), kind, UNSURE)
     sides = [slopes.at(best, name) for name in ("ahead", "behind")]
-    beside = [_beside(slopes, name, ratio) for name in ("ahead", "behind")]
+    beside = [_beside(side, ratio) for side in (slopes.ahead, slopes.behind)]
     sides = [np.where(jumps, at, side) for at, side in zip(beside, sides, strict=True)]
     between = np.abs(analytic - np.mean(beside, axis=0)) - np.abs(beside[0] - beside[1]) / 2
     relative = 10 * allowed.relative * np.fmax(np.abs(analytic), allowed.typical)
-    kind = np.where(jumps & (between > relative + allowed.floor), WRONG, kind)
+    relative = relative + allowed.floor + 3 * slopes.noise[:, -2]
+    kind = np.where(jumps, np.where(between > relative, WRONG, SINGULAR), kind)
     near, sure = _right_in_the_limit(slopes, numeric, error, analytic, slack)
     kind = np.where(near, np.where(sure, OK, UNSURE), kind)
     worst = np.argmax(kind + np.where(off > 0, off / (1 + off), 0) / 2, axis=1)[:, None]
@@ -154,10 +155,13 @@ def settled(slopes: Slopes, ratio: Any) -> tuple[np.ndarray, np.ndarray]:
     return _pick(better, best), _pick(error, best)
 
 
-def _is_kink(slopes: Slopes, gap, best) -> np.ndarray:
+def _is_kink(slopes: Slopes, gap, best, ratio) -> np.ndarray:
+    """A gap between both sides that, unlike that of a smooth function, does not shrink with steps."""
+    shrinks = gap[:, 1:] < gap[:, :-1] / np.sqrt(ratio)
+    shrinks = _pick(shrinks, np.maximum(best - 1, 0))
     gap, noise = _pick(gap, best), _pick(slopes.noise, best)
     size = np.fmax(np.abs(slopes.at(best, "ahead")), np.abs(slopes.at(best, "behind")))
-    return gap - 3 * noise > KINK_GAP * size
+    return (gap - 3 * noise > KINK_GAP * size) & ~shrinks
 
 
 def _grows(slopes: Slopes) -> np.ndarray:
@@ -169,21 +173,17 @@ def _grows(slopes: Slopes) -> np.ndarray:
 
 def _jumps(slopes: Slopes, ratio) -> np.ndarray:
     """The change itself, of which a slope is a part, stays as it is at each of the last steps."""
-    ahead, behind = (np.abs(side)[:, -4:] for side in (slopes.ahead, slopes.behind))
-    same = [side[:, 1:] > JUMP * ratio[-3:] * side[:, :-1] for side in (ahead, behind)]
-    noise = 10 * slopes.noise[:, -1]
-    sizes = (side[:, -1] > noise for side in (ahead, behind))
-    first, second = (s.all(axis=1) & large for s, large in zip(same, sizes, strict=True))
-    return first | second
+    found = np.zeros(slopes.central[:, 0].shape, bool)
+    for side in (slopes.ahead, slopes.behind):
+        size = np.abs(side)[:, -3:]
+        same = (size[:, 1:] > JUMP * ratio[-2:] * size[:, :-1]).all(axis=1)
+        found |= same & (size[:, -1] > 10 * slopes.noise[:, -1])
+    return found
 
 
-def _beside(slopes: Slopes, side: str, ratio) -> np.ndarray:
-    """The slope on one side of a point, from the values there and not the one at the point."""
-    change, noise = getattr(slopes, side), slopes.noise
-    found = (ratio * change[:, :-1] - change[:, 1:]) / (ratio - 1)
-    error = np.abs(np.diff(found, axis=1)) + (ratio * noise[:, :-1] + noise[:, 1:])[:, 1:]
-    best = np.argmin(np.where(np.isfinite(error), error, np.inf), axis=1)
-    return _pick(found[:, 1:], best)
+def _beside(change: np.ndarray, ratio) -> np.ndarray:
+    """The slope beside a jump, from the values at two steps and not the one at the point."""
+    return (ratio[-2] * change[:, -3] - change[:, -2]) / (ratio[-2] - 1)
 
 
 def _pick(array: np.ndarray, step: np.ndarray) -> np.ndarray:
