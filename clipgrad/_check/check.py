@@ -124,6 +124,7 @@ class Check:
       plain: plain AD in float64; None if it cannot be had or is not asked for.
       rule: the VJP as it is written, in float64; None if it cannot be had or is float64 itself.
       ruled: whether a derivative rule in it is not JAX's own.
+      is_narrow: whether something in it is narrower than float64.
     """
 
     subject: CheckSubject
@@ -139,6 +140,7 @@ class Check:
     plain: Exact | None
     rule: Exact | None
     ruled: bool
+    is_narrow: bool
 
     def first(self) -> Point:
         """The given point; made anew, since its gradients need the memory of several models."""
@@ -201,7 +203,9 @@ class Check:
         """Judges the gradient as it was computed."""
         exact = point.reference if point.rule is None else point.rule
         rounding = functools.cache(lambda: self._excused(point))
-        return self._judge(point, point.gradient, exact, self.tolerance, rounding)
+        judge = self._judge(point, point.gradient, exact, self.tolerance, rounding)
+        known = point.rule is not None or (self.is_narrow and not self.ruled)
+        return dataclasses.replace(judge, of_known=known)
 
     def judge_of_rule(self, point: Point) -> Judge:
         """Judges the rule as it is written, evaluated in float64."""
@@ -319,8 +323,8 @@ def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
     # Where there is no custom rule to strip, the rule is plain AD.
     same = wide is None or not is_narrow or not ruled
     rule = None if same or own_way else _rule(subject, backward, log)
-    found = (differentiate, vjp, gradient, differences, tolerance, wide, plain, rule, ruled)
-    return Check(subject, options, log, covectors, *found)
+    found = (differentiate, vjp, gradient, differences, tolerance, wide, plain, rule)
+    return Check(subject, options, log, covectors, *found, ruled, is_narrow)
 
 
 def _differentiated(subject: CheckSubject, differentiate, covectors, log: Log) -> VJP | None:

@@ -91,6 +91,8 @@ class Judge:
       delta: an absolute step, to be used as it is; None to extrapolate.
       rounding: gives what rounding excuses in each element, or None.
       is_late: whether no more is to be looked at.
+      of_known: whether the formula is judged in float64, so that rounding is all that may be wrong.
+      looks_around: whether the sizes are those around the point where the gradient vanishes there.
     """
 
     differences: Differences
@@ -101,6 +103,8 @@ class Judge:
     delta: float | None = None
     rounding: Callable[[], np.ndarray | None] = lambda: None
     is_late: Callable[[], bool] = lambda: False
+    looks_around: bool = False
+    of_known: bool = False
 
     @property
     def ranges(self) -> Sequence[Range]:
@@ -112,14 +116,15 @@ class Judge:
         """How large the gradient is, leaf by leaf; the exact one, if there is one."""
         target = self.gradient if self.reference is None else self.reference
         sizes = self.tolerance.sizes(target, self.point.scale)
-        off = self.tolerance.sizes(self.gradient - target, self.point.scale).typical.max(axis=0)
-        lost = off > STATIONARY * sizes.typical.max(axis=0)
-        if not lost.any() or (around := self.point.around()) is None:
+        if not self.looks_around or (around := self.point.around()) is None:
             return sizes
         size = self.tolerance.sizes(around, self.point.scale).typical.max(axis=0)
-        cancels = lost & (size > sizes.typical.max(axis=0) / STATIONARY)
-        typical = np.where(cancels, np.fmax(sizes.typical, AROUND * size), sizes.typical)
-        return sizes._replace(typical=typical, around=np.where(cancels, AROUND * size, 0.0))
+        part = np.where(sizes.typical.max(axis=0) < STATIONARY * size, AROUND * size, 0.0)
+        return sizes._replace(typical=np.fmax(sizes.typical, part), around=part)
+
+    def looking_around(self) -> "Judge":
+        """The judge that knows how large a gradient is around a point where it vanishes."""
+        return dataclasses.replace(self, looks_around=True)
 
     def allowed(self, leaf: int) -> Allowed:
         """How far each element of a leaf may be off."""
@@ -236,6 +241,12 @@ def search(
     Returns:
       What was found in leaves of which not all elements are right.
     """
+    found = _search(judge, mode, rows, allowance, without)
+    around = judge.looking_around() if wrong_leaves(found) else judge
+    return _search(around, mode, rows, allowance, without) if around.sizes.around.any() else found
+
+
+def _search(judge: Judge, mode: str, rows: int, allowance, without: Collection) -> list[Finding]:
     leaves = [leaf for leaf in range(len(judge.ranges)) if leaf not in without]
     by_reference = mode in ("auto", "reference") and judge.reference is not None
     if mode == "full":
@@ -309,7 +320,12 @@ def _by_reference(judge: Judge, leaves, allowance) -> list[Finding]:
 
 
 def _excuse(judge: Judge, leaf: int, off, gradient) -> np.ndarray:
-    """The verdict on elements that rounding excuses: little of them is lost, or much."""
+    """The verdict on elements that rounding excuses: little of them is lost, or much.
+
+    Where the formula was judged in float64, it does not matter how much.
+    """
+    if judge.of_known:
+        return np.full(len(off), ROUNDING)
     size = np.abs(gradient).max(axis=0) + judge.sizes.typical[:, leaf].max()
     return np.where(off <= SLIGHT * size, ROUNDING, LOST)
 
@@ -323,6 +339,8 @@ def _in_leaf(judge: Judge, leaf: int, blocks: int, rows: int, known: Sequence = 
     """Move the elements of a leaf together, but for known ones, and look at what disagrees."""
     elements = _finite_elements(judge, leaf)
     elements = np.setdiff1d(elements, np.concatenate(known)) if known else elements
+    if not len(elements):
+        return []
     if judge.is_late():
         return [_examined(judge, leaf, elements)]
     directions = [DENSE] if blocks > 1 else [*BALANCED, DENSE][:rows]

@@ -126,8 +126,8 @@ STOPPED = 1e-6
 # A gradient that comes from a loop which stops when it is near enough is as near as that: of the
 # element and its leaf (smaller: the cases deep_equilibrium and odeint; larger: those off by 1 %).
 SOLVED = 1e-3
-# A leaf whose gradients disagree by this part is lost to rounding, or wrong: at a stationary point,
-# where it cancels, this part of the gradient around the point is what the tolerance is relative to
+# A leaf whose gradient is this part of that around the point vanishes there, as at a minimum: then
+# the tolerance is relative to a part of that around it
 # (smaller: the case divergence_of_equal_distributions; larger: a wrong rule may pass there).
 STATIONARY, AROUND = 0.01, 0.1
 
