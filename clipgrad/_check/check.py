@@ -53,7 +53,7 @@ from clipgrad._check.tolerances import (
     tolerance_in_float64,
 )
 from clipgrad._check.vectors import cotangent_leaves, real_dtype, widened_leaf
-from clipgrad._check.verdicts import KINDS, KINK, OK
+from clipgrad._check.verdicts import KINDS, KINK, OK, WRONG
 from clipgrad._check.widening import Unsupported, Widened
 from clipgrad._errors import first_line
 
@@ -101,7 +101,7 @@ class Log:
         kinds = np.full(point.scale.size, OK)
         for finding in found:
             kinds[finding.indices] = np.maximum(kinds[finding.indices], finding.verdict.kind)
-        unverified = [kind for kind, meaning in KINDS.items() if not meaning.verified]
+        unverified = [WRONG, *(kind for kind, meaning in KINDS.items() if not meaning.verified)]
         self.elements, self.at_kinks = point.scale.size, int(np.sum(kinds == KINK))
         self.verified = int(np.sum(point.finite & ~np.isin(kinds, unverified)))
 
@@ -183,6 +183,8 @@ class Check:
         return make_point(self.subject, xs, gradients, seed, delta, around)
 
     def _around(self, xs, rows: int) -> np.ndarray | None:
+        if self.plain is None:
+            return None
         apart = moved_apart(self.subject, xs, self.options.seed)
         found = self._exact(self.plain, apart, rows)
         return found if found is not None and np.isfinite(found).all() else None

@@ -38,9 +38,9 @@ GROUPS = 3  # of leaves that an independent look at plain AD moves together
 BLOCKS, PARTS = 64, 16  # that a group is split into, first and then
 # Of elements that are off, the worst are looked at, two of each of the largest kinds, and some
 # spread over the others.
-WORST, KINDS_LOOKED_AT, INSPECTED = 8, 24, 64
-# Of the groups that are wrong, if there are more than FEW, only the worst; of those at kinks, MOST.
-FEW, WORST_GROUPS, MOST = 8, 2, 64
+WORST, KINDS_LOOKED_AT, INSPECTED = 8, 16, 64
+# Of the groups that are wrong, if there are more than FEW, only the worst; of those at kinks, FEW.
+FEW, WORST_GROUPS = 8, 2
 # Off by less than this part of the typical gradient: constants may have been rounded.
 SUBTLE = 0.01
 AT_ONCE = 2**13  # elements judged between two looks at the clock
@@ -395,7 +395,7 @@ def _kinds(judge: Judge, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     columns = [np.where(shared, place, -1.0)]
     if judge.reference is not None:
         ratio = judge.gradient[0, elements] / judge.reference[0, elements]
-        columns.append(np.round(ratio, 5))
+        columns.append(np.round(ratio, 5) + 0.0)  # -0 is 0
     _, kind = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
     return kind.ravel(), shared
 
@@ -405,16 +405,14 @@ def _sample(kind: np.ndarray, shared: np.ndarray, by_ratio: bool) -> np.ndarray:
     count = len(kind)
     labels, first, sizes = np.unique(kind, return_index=True, return_counts=True)
     usable = by_ratio | shared[first]
-    labels = labels[usable][np.argsort(-sizes[usable], kind="stable")][:KINDS_LOOKED_AT]
-    ends = [np.flatnonzero(kind == label)[[0, -1]] for label in labels]
-    chosen = np.concatenate([np.arange(min(WORST, count)), *ends]) if by_ratio else np.concatenate(
-        [np.zeros(0, int), *ends]
-    )
-    chosen = np.unique(chosen)
-    left = np.setdiff1d(np.arange(count), chosen) if by_ratio and len(labels) > 2 else chosen[:0]
-    room = max(INSPECTED - len(chosen), 0)
-    spread = left[:: max(1, -(-len(left) // room))] if room and len(left) else left[:0]
-    return np.unique(np.concatenate([chosen, spread])).astype(int)
+    largest = labels[usable][np.argsort(-sizes[usable], kind="stable")][:KINDS_LOOKED_AT]
+    ends = [np.flatnonzero(kind == label)[[0, -1]] for label in largest]
+    if not by_ratio or len(largest) == len(labels):
+        return np.unique(np.concatenate([np.zeros(0, int), *ends]))
+    chosen = np.unique(np.concatenate([np.arange(min(WORST, len(kind))), *ends]))
+    left = np.setdiff1d(np.arange(len(kind)), chosen)
+    room = max(INSPECTED - len(chosen), 1)
+    return np.union1d(chosen, left[:: max(1, -(-len(left) // room))])
 
 
 def _halved(judge: Judge, elements, rest: np.ndarray, verdict: Verdict, seen: np.ndarray) -> bool:
@@ -434,7 +432,7 @@ def _halved(judge: Judge, elements, rest: np.ndarray, verdict: Verdict, seen: np
         off = np.abs(found.numeric - found.analytic)
         wrong = sorted(np.flatnonzero(found.kind == WRONG), key=lambda k: -off[k])
         bent = np.flatnonzero(np.isin(found.kind, BENT))
-        kept = [*(wrong[:WORST_GROUPS] if len(wrong) > FEW else wrong), *bent[:MOST]]
+        kept = [*(wrong[:WORST_GROUPS] if len(wrong) > FEW else wrong), *bent[:FEW]]
         exact = exact and len(kept) == len(wrong) + len(bent)
         groups = [groups[k] for k in kept]
     return exact

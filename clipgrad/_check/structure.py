@@ -39,6 +39,7 @@ from clipgrad._check.verdicts import (
 from clipgrad._check.vectors import from_rows, real_size, to_numpy
 
 EXCUSED = (ROUNDING, LOST, UNSURE, SYMMETRIC, SINGULAR)
+AT_KINKS = 64  # elements of each finding that are moved
 OUTPUTS = 8  # with kinks that are looked at
 MANY = 100_000  # elements, of which some are equal: to sort them costs more than to try
 TIED = 256  # wrong elements among equal ones that are looked at where ties are broken
@@ -52,7 +53,7 @@ def check_ties(
     """Check what is tied in leaves in which no element is wrong by itself."""
     wrong = wrong_leaves(found)
     findings = [finding for finding in found if finding.leaf not in wrong]
-    kinks = [f.indices[f.verdict.kind == KINK] for f in findings]
+    kinks = [f.indices[f.verdict.kind == KINK][:AT_KINKS] for f in findings]
     kinks = np.unique(np.concatenate(kinks)) if kinks else np.zeros(0, int)
     failures = _at_kinks(subject, judge, vjp, kinks, seed) if len(kinks) > 1 else []
     if failures or wrong:
