@@ -215,10 +215,11 @@ def test_a_small_gradient_beside_outputs_of_another_magnitude_is_judged_by_plain
     assert failed(scaled(1.02), X, X).failures[0].where.startswith("args[1]")
 
 
-def test_slopes_that_grow_without_bound_are_a_kink():
+def test_slopes_that_grow_without_bound_are_not_verified():
     root = lambda x: jnp.sign(x) * jnp.sqrt(jnp.abs(x))  # noqa: E731
     safe = custom(root, lambda r, g: (jnp.where(r[0] == 0, 0, g / 2 / jnp.sqrt(jnp.abs(r[0]))),))
-    assert "not differentiable" in str(passed(safe, jnp.asarray([0.0, 2.0])))
+    found = passed(safe, jnp.asarray([0.0, 2.0]))
+    assert "1 of 2 elements not verified: at a jump, or where slopes grow" in str(found)
 
 
 def test_straight_through_estimators_pass():

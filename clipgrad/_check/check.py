@@ -317,7 +317,7 @@ def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
     log.precision = differences.evaluation.label
     tolerance, is_narrow = _tolerance(subject, differences, wide, log)
     ruled = has_rules(subject)
-    backward = traced_vjp(subject) if ruled else None
+    backward = traced_vjp(subject) if ruled or any(found_by_loops(subject.program)) else None
     tolerance = _of_solvers(subject, backward, tolerance, log)
     plain = None if wide is None else plain_ad(wide, subject.program, subject.outputs)
     log.notes += _stops(subject, wide, options.seed)

@@ -12,6 +12,7 @@ from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
 from clipgrad._check.subject import Range
 from clipgrad._check.tolerances import (
     AROUND,
+    MOST_EXCUSED,
     SETTLED,
     SLIGHT,
     STATIONARY,
@@ -242,7 +243,8 @@ def search(
       What was found in leaves of which not all elements are right.
     """
     found = _search(judge, mode, rows, allowance, without)
-    around = judge.looking_around() if wrong_leaves(found) else judge
+    doubtful = any(np.isin(finding.verdict.kind, (WRONG, LOST)).any() for finding in found)
+    around = judge.looking_around() if doubtful else judge
     return _search(around, mode, rows, allowance, without) if around.sizes.around.any() else found
 
 
@@ -322,12 +324,10 @@ def _by_reference(judge: Judge, leaves, allowance) -> list[Finding]:
 def _excuse(judge: Judge, leaf: int, off, gradient) -> np.ndarray:
     """The verdict on elements that rounding excuses: little of them is lost, or much.
 
-    Where the formula was judged in float64, it does not matter how much.
+    Where the formula was judged in float64, much is as much as rounding may ever excuse.
     """
-    if judge.of_known:
-        return np.full(len(off), ROUNDING)
     size = np.abs(gradient).max(axis=0) + judge.sizes.typical[:, leaf].max()
-    return np.where(off <= SLIGHT * size, ROUNDING, LOST)
+    return np.where(off <= (MOST_EXCUSED if judge.of_known else SLIGHT) * size, ROUNDING, LOST)
 
 
 def _is_subtle(off, reference, suspects, judge: Judge, leaf: int) -> bool:
@@ -378,7 +378,9 @@ def _examined(judge: Judge, leaf: int, elements: np.ndarray) -> Finding:
         bent = shared[of_kind].all() and found[0] in BENT
         if len(found) == 1 and (wrong or bent):
             verdict.kind[of_kind] = found[0]
-    exact = _halved(judge, elements, np.flatnonzero(verdict.kind == UNSEEN), verdict, seen)
+    # What disagreed as a whole is split at once, unless what was looked at explains it.
+    parts = BLOCKS if judge.reference is None and (looked_at.kind == OK).all() else 1
+    exact = _halved(judge, elements, verdict, seen, parts)
     return Finding(leaf, elements, verdict, seen, exact)
 
 
@@ -415,9 +417,10 @@ def _sample(kind: np.ndarray, shared: np.ndarray, by_ratio: bool) -> np.ndarray:
     return np.union1d(chosen, left[:: max(1, -(-len(left) // room))])
 
 
-def _halved(judge: Judge, elements, rest: np.ndarray, verdict: Verdict, seen: np.ndarray) -> bool:
+def _halved(judge: Judge, elements, verdict: Verdict, seen: np.ndarray, parts: int) -> bool:
     """Move what is left together, and split what disagrees; return whether all was looked at."""
-    groups, exact, parts = [rest] if len(rest) else [], True, 1
+    rest = np.flatnonzero(verdict.kind == UNSEEN)
+    groups, exact = [rest] if len(rest) else [], True
     while groups and not judge.is_late():
         groups, single = _split(groups, parts), max(map(len, groups)) <= parts
         parts = BLOCKS if parts == 1 else PARTS

@@ -44,6 +44,7 @@ OUTPUTS = 8  # with kinks that are looked at
 MANY = 100_000  # elements, of which some are equal: to sort them costs more than to try
 TIED = 256  # wrong elements among equal ones that are looked at where ties are broken
 APART = 2.0**-16  # how far equal elements are moved apart, relative to their scale
+BENDS = 8  # relative to the step: how far a smooth function's one-sided slopes are off
 MOVED = 4  # ways to move tied elements: all up, and up and down at random
 
 
@@ -135,6 +136,7 @@ def _at_kinks(subject: CheckSubject, judge: Judge, vjp: VJP, kinks, seed: int) -
         analytic = shifts @ gradient
         low, high = np.minimum(ahead, behind), np.maximum(ahead, behind)
         relative = TIED_RELATIVE * judge.tolerance.relative[judge.tolerance.leaves_of(tied)[0]]
+        relative = max(relative, BENDS * _step(differences))
         slack = relative * np.abs(shifts) @ np.abs(gradient) + _noise(differences)
         off = np.fmax(low - analytic, analytic - high) - slack
         worst = int(np.argmax(off))
