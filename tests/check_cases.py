@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -31,23 +30,20 @@ def ratio(draw, factor=1.0):
     return lambda a, x: draw(a) + jnp.sum(scaled(x))
 
 
-def _drawn(draw, factor, table):
-    @into(table)
+def _drawn(name, factor):
+    sample, parameters = getattr(jax.random, name), 2 if name == "beta" else 1
+
     def make(dtype):
         args = jnp.asarray([0.7, 1.5, 4], dtype), normal(1, 3, dtype=dtype)
-        return ratio(lambda a: draw(jax.random.key(0), a, dtype), factor), args
+        draw = lambda a: sample(jax.random.key(0), *[a] * parameters, dtype=dtype)
+        return ratio(draw, factor), args
 
-    del table["make"]
     return make
 
 
 for _name in ("gamma", "beta", "dirichlet", "t"):
-    _sample = getattr(jax.random, _name)
-    _pair = (lambda s: lambda key, a, dtype: s(key, a, a, dtype=dtype))(_sample)
-    _one = (lambda s: lambda key, a, dtype: s(key, a, dtype=dtype))(_sample)
-    _draw = _pair if _name == "beta" else _one
-    WRONG[f"a_rule_beside_a_sample_of_{_name}"] = _drawn(_draw, 1.3, WRONG)
-    RIGHT[f"a_sample_of_{_name}"] = _drawn(_draw, 1.0, RIGHT)
+    WRONG[f"a_rule_beside_a_sample_of_{_name}"] = _drawn(_name, 1.3)
+    RIGHT[f"a_sample_of_{_name}"] = _drawn(_name, 1.0)
 
 
 @into(WRONG)
@@ -413,9 +409,7 @@ def rounding_to_small_steps(dtype):
 def a_chaotic_map(dtype):
     del dtype
     step = custom(lambda x: 3.9 * x * (1 - x), lambda r, g: (3.9 * g * (1 - 2 * r[0]),))
-    turn = lambda x: lax.fori_loop(0, 100, lambda _, x: step(x), x)
     unrolled = lambda x: functools.reduce(lambda x, _: step(x), range(100), x)
-    del turn
     return unrolled, (jnp.asarray([0.2, 0.5123, 0.7], jnp.float32),)
 
 
@@ -456,7 +450,11 @@ def a_backward_in_low_precision(dtype):
         return low(g, w.T), low(x.T, g)
 
     layer = custom(lambda x, w: x @ w, backward)
-    return layer, (normal(26, 6, 5, dtype=dtype), normal(27, 5, 4, dtype=dtype)), {"tolerance": 0.05}
+    return (
+        layer,
+        (normal(26, 6, 5, dtype=dtype), normal(27, 5, 4, dtype=dtype)),
+        {"tolerance": 0.05},
+    )
 
 
 @into(WRONG)
@@ -471,7 +469,11 @@ def a_backward_rounded_at_random(dtype):
         noise = jax.random.uniform(jax.random.key(3), g.shape, g.dtype, -1, 1)
         return (g * jnp.cos(r[0]) * (1 + noise * 2**-8),)
 
-    return custom(lambda x: jnp.sin(x), backward), (normal(28, 9, dtype=dtype),), {"tolerance": 0.01}
+    return (
+        custom(lambda x: jnp.sin(x), backward),
+        (normal(28, 9, dtype=dtype),),
+        {"tolerance": 0.01},
+    )
 
 
 @into(RIGHT)
@@ -487,9 +489,7 @@ def masked_attention(factor):
         p = jnp.where(mask, jax.nn.softmax(jnp.where(mask, logits, -1e9), axis=-1), 0)
         return factor * p * (g - jnp.sum(p * g, axis=-1, keepdims=True)), None
 
-    primal = lambda x, mask: jnp.where(
-        mask, jax.nn.softmax(jnp.where(mask, x, -1e9), axis=-1), 0
-    )
+    primal = lambda x, mask: jnp.where(mask, jax.nn.softmax(jnp.where(mask, x, -1e9), axis=-1), 0)
     return custom(primal, backward)
 
 

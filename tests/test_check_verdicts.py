@@ -11,7 +11,6 @@ from clipgrad._check.verdicts import (
     OK,
     ROUNDING,
     SINGULAR,
-    UNSEEN,
     UNSURE,
     WRONG,
     extrapolate,

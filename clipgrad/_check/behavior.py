@@ -84,7 +84,9 @@ def _exactly(check: Check, got, expected, what: str) -> list[Failure]:
 def linearity(check: Check) -> list[Failure]:
     """The pull-back maps 0 to 0, multiples to multiples, negative ones too, and sums to sums."""
     first, ones, gradient = check.covectors[0], np.ones_like(check.covectors[0]), check.gradient[0]
-    zero = check.compare("linearity", check.vjp(0 * first), 0 * gradient, "the cotangent zero pulled back")
+    zero = check.compare(
+        "linearity", check.vjp(0 * first), 0 * gradient, "the cotangent zero pulled back"
+    )
     large = LARGE_HALF if _has_half_precision(check) else LARGE
     large = LARGE_SOLVED if np.any(check.tolerance.own) else large
     small, above = _scaled_failures(check, 1 / large), _scaled_failures(check, -large)
@@ -285,7 +287,9 @@ def alone(check: Check) -> list[Failure]:
     for k, (start, stop) in enumerate(subject.ranges):
         pull = jax.vjp(lambda x, k=k: _with_input(subject, k, x), subject.inputs[k])[1]
         got = gradient.copy()
-        got[start:stop] = gradient_vector(pull(cotangent_leaves(check.covectors[0], subject.outputs)))
+        got[start:stop] = gradient_vector(
+            pull(cotangent_leaves(check.covectors[0], subject.outputs))
+        )
         text = f"differentiating by {subject.names[k]} alone against all inputs at once"
         failures += check.compare("alone", got, gradient, text)
     return failures[:2]
@@ -312,4 +316,9 @@ BEHAVIORS: dict[str, Callable[[Check], list[Failure]]] = {
     "outputs": outputs,
     "alone": alone,
 }
-OF_RULES = ("vmap", "forward", "outputs", "alone")  # these test JAX itself where there is no custom rule
+OF_RULES = (
+    "vmap",
+    "forward",
+    "outputs",
+    "alone",
+)  # these test JAX itself where there is no custom rule

@@ -262,7 +262,9 @@ class Check:
             slack = self.tolerance.same(leaf, got[start:stop], expected[start:stop], overall)
             bad[start:stop] = off[start:stop] > slack
         if bad.any():
-            bad &= off > self._rounding_of_leaves(self.subject.inputs if xs is None else xs, expected)
+            bad &= off > self._rounding_of_leaves(
+                self.subject.inputs if xs is None else xs, expected
+            )
         if not bad.any():
             return []
         worst = int(np.argmax(np.where(bad, off, -1)))

@@ -88,9 +88,9 @@ def check_grads(
 
     A function without any custom rule that traces to the same operations again and under
     `jax.vmap` has its gradient compiled as one program, to be compared with the eager one;
-    ``vmap``, ``forward``, ``outputs`` and ``alone`` would test JAX itself there and are not run. Elements that
-    are tied, such as equal maxima, are moved together too: the slope is the sum of their
-    gradients. Further points keep zeros, equal elements, symmetry, order and [0, 1]; only a leaf
+    ``vmap``, ``forward``, ``outputs`` and ``alone`` would test JAX itself there and are not run.
+    Elements that are tied, such as equal maxima, are moved together too: the slope is the sum of
+    their gradients. Further points keep zeros, equal elements, symmetry, order and [0, 1]; only a leaf
     of one value throughout becomes one of different values. A gradient that is right for symmetric
     matrices alone passes at one, with a note, where the function is meant for them.
 
@@ -222,7 +222,10 @@ def _check_device(check: Check, subject_on: Callable, kind: str, device: Any) ->
 
 def _logged_report(log: Log, seconds: float) -> GradCheckReport:
     least = LEAST_VERIFIED if log.options.min_verified is None else log.options.min_verified
-    share, reasons = verified_share(log), "; ".join(dict.fromkeys(log.notes or log.not_run.values()))
+    share, reasons = (
+        verified_share(log),
+        "; ".join(dict.fromkeys(log.notes or log.not_run.values())),
+    )
     if not log.failures and not (log.verified or log.at_kinks):
         log.failures.append(Failure("value", "all inputs", f"nothing was verified ({reasons})"))
     elif not log.failures and share < least:

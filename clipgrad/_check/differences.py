@@ -1,8 +1,9 @@
 """Slopes of a function along many directions, by one compiled program.
 
 A perturbation moves one range of an order of elements along a stored direction: a single element,
-a block, a leaf or several, or any others that are put in such an order. The program evaluates the function in a loop over a batch of
-bounded size, so that one compilation serves every mode and every point.
+a block, a leaf or several, or any others that are put in such an order. The program evaluates the
+function in a loop over a batch of bounded size, so that one compilation serves every mode and every
+point.
 """
 
 import contextlib

@@ -184,7 +184,9 @@ def _through_loops(jaxpr: Any, flags: list[bool]) -> list[bool]:
 def _stops_by_its_numbers(equation: Any) -> bool:
     if equation.primitive.name != "while":
         return False
-    atoms = (atom for inner in _jaxpr.equations(equation.params["cond_jaxpr"]) for atom in inner.invars)
+    atoms = (
+        atom for inner in _jaxpr.equations(equation.params["cond_jaxpr"]) for atom in inner.invars
+    )
     return any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in atoms)
 
 

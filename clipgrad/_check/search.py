@@ -317,7 +317,9 @@ def _by_reference(judge: Judge, leaves, allowance) -> list[Finding]:
         if indices.size:
             excess = (off[:, indices] / slack[:, indices]).max(axis=0)
             excess[np.argmax(off[:, indices].max(axis=0))] = np.inf  # the one that is reported
-            found.append(_examined(judge, leaf, indices[np.argsort(-excess, kind="stable")] + start))
+            found.append(
+                _examined(judge, leaf, indices[np.argsort(-excess, kind="stable")] + start)
+            )
     return found
 
 
@@ -335,7 +337,9 @@ def _is_subtle(off, reference, suspects, judge: Judge, leaf: int) -> bool:
     return bool((off <= SUBTLE * size).all(axis=0).any())
 
 
-def _in_leaf(judge: Judge, leaf: int, blocks: int, rows: int, known: Sequence = ()) -> list[Finding]:
+def _in_leaf(
+    judge: Judge, leaf: int, blocks: int, rows: int, known: Sequence = ()
+) -> list[Finding]:
     """Move the elements of a leaf together, but for known ones, and look at what disagrees."""
     elements = _finite_elements(judge, leaf)
     elements = np.setdiff1d(elements, np.concatenate(known)) if known else elements
@@ -345,7 +349,7 @@ def _in_leaf(judge: Judge, leaf: int, blocks: int, rows: int, known: Sequence = 
         return [_examined(judge, leaf, elements)]
     directions = [DENSE] if blocks > 1 else [*BALANCED, DENSE][:rows]
     groups = _split([np.arange(len(elements))], blocks)
-    kinds = [_together(judge, elements, groups, direction).kind for direction in directions]
+    kinds = [_moved_together(judge, elements, groups, direction).kind for direction in directions]
     bad = [g for g, kind in zip(groups, np.max(kinds, axis=0), strict=True) if kind != OK]
     if not bad:
         return []
@@ -361,7 +365,7 @@ def _examined(judge: Judge, leaf: int, elements: np.ndarray) -> Finding:
         none = np.zeros(len(elements), bool)
         return Finding(leaf, elements, _not_moved(judge, elements), none, exact=False)
     kind, shared = _kinds(judge, elements)
-    sample = _sample(kind, shared, judge.reference is not None)
+    sample = _places_to_look_at(kind, shared, judge.reference is not None)
     verdict = _not_moved(judge, elements)
     seen = np.zeros(len(elements), bool)
     seen[sample] = True
@@ -402,9 +406,8 @@ def _kinds(judge: Judge, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return kind.ravel(), shared
 
 
-def _sample(kind: np.ndarray, shared: np.ndarray, by_ratio: bool) -> np.ndarray:
+def _places_to_look_at(kind: np.ndarray, shared: np.ndarray, by_ratio: bool) -> np.ndarray:
     """Where elements are that are looked at: two of each of the largest kinds, and some others."""
-    count = len(kind)
     labels, first, sizes = np.unique(kind, return_index=True, return_counts=True)
     usable = by_ratio | shared[first]
     largest = labels[usable][np.argsort(-sizes[usable], kind="stable")][:KINDS_LOOKED_AT]
@@ -424,7 +427,7 @@ def _halved(judge: Judge, elements, verdict: Verdict, seen: np.ndarray, parts: i
     while groups and not judge.is_late():
         groups, single = _split(groups, parts), max(map(len, groups)) <= parts
         parts = BLOCKS if parts == 1 else PARTS
-        found = _together(judge, elements, groups, SINGLE if single else DENSE)
+        found = _moved_together(judge, elements, groups, SINGLE if single else DENSE)
         if single:
             alone = np.concatenate(groups)
             verdict.put(alone, found)
@@ -441,13 +444,18 @@ def _halved(judge: Judge, elements, verdict: Verdict, seen: np.ndarray, parts: i
     return exact
 
 
-def _together(judge: Judge, elements: np.ndarray, groups: list, direction: int) -> Verdict:
+def _moved_together(judge: Judge, elements: np.ndarray, groups: list, direction: int) -> Verdict:
     """Judge groups of elements, each moved as a whole."""
     if direction == SINGLE:
         return judge.elements(elements[np.concatenate(groups)])
     ends = np.cumsum([0, *map(len, groups)])
-    areas = np.stack([ends[:-1], ends[1:]], axis=1)
-    return judge.areas(areas, direction, order=elements[np.concatenate(groups)])
+    areas, order = np.stack([ends[:-1], ends[1:]], axis=1), elements[np.concatenate(groups)]
+    found = judge.areas(areas, direction, order=order)
+    if judge.reference is not None:
+        known = np.abs(judge.reference[:, order]) + np.abs(judge.gradient[:, order])
+        nothing = ~np.logical_or.reduceat(known.any(axis=0), ends[:-1])
+        found = found._replace(kind=np.where(nothing & (found.kind == UNSURE), OK, found.kind))
+    return found
 
 
 def _split(groups: list[np.ndarray], parts: int) -> list[np.ndarray]:
@@ -469,7 +477,8 @@ def _not_moved(judge: Judge, indices) -> Verdict:
 def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     """Where differences are too noisy to decide, without contradicting the reference, it decides.
 
-    A gradient far below the noise of the outputs is among them, but not one that vanishes.
+    A gradient far below the noise of the outputs is among them. One that is zero for both, and for
+    differences within their noise, is right.
     """
     reference = judge.reference
     off = np.abs(reference - judge.gradient)[:, indices]
@@ -481,8 +490,11 @@ def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     )
     unsure = (verdict.kind == UNSURE) | ((verdict.kind == OK) & blurred)
     wrong = unsure & np.isfinite(verdict.numeric) & close
+    slack = judge.allowed_at(indices).slack(reference[:, indices], judge.gradient[:, indices])
+    wrong &= (off > slack).any(axis=0)
+    nothing = unsure & close & (better == 0) & (analytic == 0)
     return verdict._replace(
-        kind=np.where(wrong, WRONG, verdict.kind),
+        kind=np.where(wrong, WRONG, np.where(nothing, OK, verdict.kind)),
         numeric=np.where(wrong, better, verdict.numeric),
         analytic=np.where(wrong, analytic, verdict.analytic),
     )

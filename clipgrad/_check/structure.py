@@ -26,6 +26,7 @@ from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge, wrong_leaves
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import FAR_IN_FLOAT64, KINK_GAP, NOISE, TIED_RELATIVE
+from clipgrad._check.vectors import from_rows, real_size, to_numpy
 from clipgrad._check.verdicts import (
     KINK,
     LOST,
@@ -36,7 +37,6 @@ from clipgrad._check.verdicts import (
     UNSURE,
     WRONG,
 )
-from clipgrad._check.vectors import from_rows, real_size, to_numpy
 
 EXCUSED = (ROUNDING, LOST, UNSURE, SYMMETRIC, SINGULAR)
 AT_KINKS = 64  # elements of each finding that are moved

@@ -83,7 +83,7 @@ def make_subject(
     call = _caller(fun, structure, leaves)
     names = leaf_names(args, "args") + leaf_names(kwargs, "kwargs")
     _require_finite([leaves[k] for k in chosen], [names[k] for k in chosen])
-    call, result = _called(call, leaves)
+    call, result = _first_call(call, leaves)
     pick, outputs, output_names = _chosen_outputs(result, output)
     inputs = [leaves[k] for k in chosen]
 
@@ -136,7 +136,7 @@ def _caller(fun, structure, leaves):
     return call
 
 
-def _called(call: Callable, leaves: list) -> tuple[Callable, Any]:
+def _first_call(call: Callable, leaves: list) -> tuple[Callable, Any]:
     """The call and its result; one that donates its arrays, and so deletes them, gets copies."""
     places = [k for k, leaf in enumerate(leaves) if _is_jax_array(leaf)]
 

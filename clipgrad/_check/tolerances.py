@@ -72,8 +72,8 @@ GROWTH = 1.5
 # of the floor: of a leaf that vanishes beside the others, nothing but noise is left
 # (test_a_leaf_that_vanishes_is_verified_without_a_reference).
 NOISY, NEGLIGIBLE = 0.1, 1e4
-# A change that is this part of itself at the next smaller step, or more, is that of a jump; a root's
-# would be a third (test_a_jump_has_the_slopes_beside_it).
+# A change that is this part of itself at the next smaller step, or more, is that of a jump; that of
+# a root would be a third (test_a_jump_has_the_slopes_beside_it).
 JUMP = 0.85
 
 # --- What rounding excuses: plain AD in the same precision is off about as much, in the element or
@@ -193,7 +193,7 @@ class Tolerance(NamedTuple):
         return np.broadcast_to(self.own, len(self.ranges))[leaf]
 
     def solved(self, leaves: np.ndarray) -> "Tolerance":
-        """The tolerance where the gradients of some leaves come from a loop that stops by itself."""
+        """The tolerance where the gradients of some leaves are found by loops that stop."""
         own = np.where(leaves & (np.broadcast_to(self.own, len(leaves)) == 0), SOLVED, self.own)
         along = np.where(leaves, np.fmax(SOLVED, self.along), self.along)
         return self._replace(own=own, along=along, relative=np.fmax(self.relative, own))

@@ -11,7 +11,7 @@ from clipgrad._check.search import Finding, Judge, search, wrong_leaves
 from clipgrad._check.structure import check_ties, excuse_symmetric, excuse_tied
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import FAR_IN_FLOAT64
-from clipgrad._check.verdicts import KINDS, KINK, WRONG
+from clipgrad._check.verdicts import KINDS, WRONG
 
 LAYOUT_LIMIT = 100_000  # elements of a leaf that are compared with its transpose and permutations
 PASSES_AS_COMPUTED = (

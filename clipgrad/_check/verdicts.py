@@ -116,7 +116,7 @@ def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed) -> Verdict:
     kind = np.where(grows, SINGULAR, kind)
     kind = np.where(np.isfinite(numeric), kind, UNSURE)
     sides = [slopes.at(best, name) for name in ("ahead", "behind")]
-    beside = [_beside(side, ratio) for side in (slopes.ahead, slopes.behind)]
+    beside = [_slope_beside(side, ratio) for side in (slopes.ahead, slopes.behind)]
     sides = [np.where(jumps, at, side) for at, side in zip(beside, sides, strict=True)]
     between = np.abs(analytic - np.mean(beside, axis=0)) - np.abs(beside[0] - beside[1]) / 2
     relative = 10 * allowed.relative * np.fmax(np.abs(analytic), allowed.typical)
@@ -159,7 +159,7 @@ def settled(slopes: Slopes, ratio: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _is_kink(slopes: Slopes, gap, best, ratio) -> np.ndarray:
-    """A gap between both sides that, unlike that of a smooth function, does not shrink with steps."""
+    """A gap between both sides that does not shrink with the step, as a smooth function's does."""
     shrinks = gap[:, 1:] < gap[:, :-1] / np.sqrt(ratio)
     shrinks = _pick(shrinks, np.maximum(best - 1, 0))
     gap, noise = _pick(gap, best), _pick(slopes.noise, best)
@@ -193,7 +193,7 @@ def _jumps(slopes: Slopes, ratio) -> np.ndarray:
     return found
 
 
-def _beside(change: np.ndarray, ratio) -> np.ndarray:
+def _slope_beside(change: np.ndarray, ratio) -> np.ndarray:
     """The slope beside a jump, from the values at two steps and not the one at the point."""
     return (ratio[-2] * change[:, -3] - change[:, -2]) / (ratio[-2] - 1)
 
