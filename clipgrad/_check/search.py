@@ -31,6 +31,7 @@ from clipgrad._check.verdicts import (
     UNSURE,
     WRONG,
     Verdict,
+    is_certain,
     judge_ladder,
     judge_two,
 )
@@ -175,7 +176,11 @@ class Judge:
         verdict = self._by_two_steps(measure, areas, allowed, quick)
         if judged and direction != SINGLE:
             self._by_finer_steps(verdict, measure, areas, allowed)
-        doubtful = np.flatnonzero(verdict.kind != OK if judged else _unsettled(verdict))
+        doubtful = verdict.kind != OK if judged else _unsettled(verdict)
+        certain = is_certain(verdict) & judged
+        if direction == SINGLE and certain.any():
+            certain &= ~self._may_be_stairs(areas[:, 0])
+        doubtful = np.flatnonzero(doubtful & ~certain)
         if doubtful.size and self.delta is None:
             steps = step_sizes(ladder)
             slopes = measure(areas[doubtful], steps)
@@ -183,6 +188,13 @@ class Judge:
                 doubtful, judge_ladder(slopes, steps[:-1] / steps[1:], allowed.part(doubtful))
             )
         return verdict
+
+    def _may_be_stairs(self, indices: np.ndarray) -> np.ndarray:
+        """Which elements have no gradient here nor around: only the smallest steps may show it."""
+        around = None if self.gradient[:, indices].all() else self.point.around()
+        if around is None:
+            return np.zeros(len(indices), bool)
+        return ~(self.gradient[:, indices].any(axis=0) | around[:, indices].any(axis=0))
 
     def _by_finer_steps(self, verdict, measure, areas, allowed) -> None:
         """Try smaller steps where one disagrees, since elements may have passed their kinks."""
@@ -480,19 +492,17 @@ def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     A gradient far below the noise of the outputs is among them. One that is zero for both, and for
     differences within their noise, is right.
     """
-    reference = judge.reference
-    off = np.abs(reference - judge.gradient)[:, indices]
-    row = np.argmax(off, axis=0)
-    better, analytic = reference[row, indices], judge.gradient[row, indices]
-    close = np.abs(verdict.numeric - verdict.analytic) <= verdict.error
-    blurred = (np.abs(verdict.numeric - better) <= verdict.error) & (
-        np.abs(better - analytic) <= verdict.error
-    )
-    unsure = (verdict.kind == UNSURE) | ((verdict.kind == OK) & blurred)
-    wrong = unsure & np.isfinite(verdict.numeric) & close
-    slack = judge.allowed_at(indices).slack(reference[:, indices], judge.gradient[:, indices])
-    wrong &= (off > slack).any(axis=0)
-    nothing = unsure & close & (better == 0) & (analytic == 0)
+    parts = judge.reference[:, indices], judge.gradient[:, indices]
+    off, allowed = np.abs(parts[0] - parts[1]), judge.allowed_at(indices).slack(*parts)
+    row = np.argmax(off, axis=0), np.arange(len(indices))
+    better, analytic = parts[0][row], parts[1][row]
+    apart = np.abs(verdict.numeric - verdict.analytic) - verdict.error
+    agrees = np.abs(verdict.numeric - better) <= verdict.error
+    unsure = verdict.kind == UNSURE
+    blurred = (verdict.kind == OK) & agrees & (np.abs(better - analytic) <= verdict.error)
+    wrong = (unsure | blurred) & (apart <= 0) & np.isfinite(verdict.numeric)
+    wrong &= (off > allowed).any(axis=0)
+    nothing = unsure & (apart <= 0) & (better == 0) & (analytic == 0)
     return verdict._replace(
         kind=np.where(wrong, WRONG, np.where(nothing, OK, verdict.kind)),
         numeric=np.where(wrong, better, verdict.numeric),

@@ -72,6 +72,11 @@ GROWTH = 1.5
 # of the floor: of a leaf that vanishes beside the others, nothing but noise is left
 # (test_a_leaf_that_vanishes_is_verified_without_a_reference).
 NOISY, NEGLIGIBLE = 0.1, 1e4
+# One-sided slopes that are the extrapolated one to this part of what an element is off, which is
+# itself no small part of the gradient, leave no room for a kink, a jump or noise: it is wrong
+# without a closer look, half the cost of a wrong rule
+# (test_what_is_wrong_by_far_is_certain_where_both_sides_have_the_same_slope).
+CERTAIN, FAR_OFF = 0.02, 0.05
 # A change that is this part of itself at the next smaller step, or more, is that of a jump; that of
 # a root would be a third (test_a_jump_has_the_slopes_beside_it).
 JUMP = 0.85
