@@ -11,6 +11,7 @@ from clipgrad._check.verdicts import (
     OK,
     ROUNDING,
     SINGULAR,
+    SYMMETRIC,
     UNSURE,
     WRONG,
     extrapolate,
@@ -233,7 +234,7 @@ def test_what_is_wrong_by_less_than_the_noise_is_not_certain():
 def test_every_kind_but_right_and_wrong_has_a_note_and_all_differ():
     assert set(KINDS) == set(range(len(KINDS) + 2)) - {OK, WRONG}
     assert len({kind.note for kind in KINDS.values()}) == len(KINDS)
-    assert {kind for kind, meaning in KINDS.items() if meaning.verified} == {ROUNDING}
+    assert {kind for kind, meaning in KINDS.items() if meaning.verified} == {ROUNDING, SYMMETRIC}
 
 
 def test_of_several_cotangents_the_gravest_verdict_counts():

@@ -27,6 +27,7 @@ SINGLE_QUICK, SINGLE_LADDER = (4, 5), tuple(range(2, 11))
 HALF_QUICK, HALF_LADDER = (2, 3), (1, 2, 3, 4)
 # Steps that distinguish float64 from a narrower type: at 2 ** -33 a float32 does not move.
 PROBE = (10, 33)
+APART = 2.0**-4  # a part of the inputs that is far above rounding
 CAST = "float64 (inputs cast)"
 CHAOTIC = "not verified: rounding of the inputs alone moves its values by a hundredth or more"
 
@@ -138,23 +139,35 @@ def _probe_evaluation(subject: CheckSubject, differences: Differences) -> None:
 
 
 def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
+    """Raises an error unless the values are the function's own but for rounding.
+
+    A value that is itself a rounding error, as the determinant of a singular matrix, is compared
+    with how far larger moves of the inputs move it.
+    """
     own = to_numpy(subject.outputs)
-    size = np.sqrt(np.mean(own**2))
-    off = np.sqrt(np.mean((own - values) ** 2))
-    if np.isfinite(own).all() and not off <= SAME_VALUES * size + jnp.finfo(np.float32).tiny:
+    off, size = np.sqrt(np.mean((own - values) ** 2)), np.sqrt(np.mean(own**2))
+    tiny = jnp.finfo(np.float32).tiny
+    if not np.isfinite(own).all() or off <= SAME_VALUES * size + tiny:
+        return
+    if not off <= SAME_VALUES * max(size, _change(subject, APART)):
         raise _NotSmooth("its values differ from the function's own")
 
 
 def _is_chaotic(subject: CheckSubject) -> bool:
     """Whether one rounding of each input moves the values by a part that matters."""
-    signs = random_direction(subject, 0, 0)
-    nudged = []
-    for x, sign in zip(subject.inputs, from_rows(signs, subject.inputs), strict=True):
-        eps = float(jnp.finfo(x.dtype).eps)
-        wide = widened_leaf(x)
-        nudged.append(jax.device_put((wide * (1 + eps * np.sign(sign.real))).astype(x.dtype)))
-    own, other = to_numpy(subject.outputs), to_numpy(subject.fun(nudged))
-    return bool(np.sqrt(np.mean((own - other) ** 2)) > SAME_VALUES / 10 * np.sqrt(np.mean(own**2)))
+    eps = max(float(jnp.finfo(x.dtype).eps) for x in subject.inputs)
+    size = np.sqrt(np.mean(to_numpy(subject.outputs) ** 2))
+    return bool(_change(subject, eps) > SAME_VALUES / 10 * max(size, _change(subject, APART)))
+
+
+def _change(subject: CheckSubject, part: float) -> float:
+    """How far the values move when each input does by a part of itself, up or down."""
+    factors = 1 + part * np.sign(random_direction(subject, 0, 0))
+    like = [widened_leaf(x) for x in subject.inputs]
+    wide = from_rows(to_numpy(subject.inputs) * factors, like)
+    leaves = [jax.device_put(w.astype(x.dtype)) for w, x in zip(wide, subject.inputs, strict=True)]
+    change = to_numpy(subject.fun(leaves)) - to_numpy(subject.outputs)
+    return float(np.sqrt(np.mean(change**2)))
 
 
 def _reason(error: Exception) -> str:

@@ -40,7 +40,6 @@ KINDS = {
     SYMMETRIC: Kind(
         "right for symmetric matrices, as this one is, and not off them: the function does not "
         "read both triangles alike",
-        False,
     ),
     UNSEEN: Kind("not verified: not looked at one by one", False),
 }
