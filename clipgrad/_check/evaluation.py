@@ -27,7 +27,7 @@ SINGLE_QUICK, SINGLE_LADDER = (4, 5), tuple(range(2, 11))
 HALF_QUICK, HALF_LADDER = (2, 3), (1, 2, 3, 4)
 # Steps that distinguish float64 from a narrower type: at 2 ** -33 a float32 does not move.
 PROBE = (10, 33)
-APART = 2.0**-4  # a part of the inputs that is far above rounding
+MOVED_FAR = 2.0**-4  # a part of the inputs that is far above rounding
 CAST = "float64 (inputs cast)"
 CHAOTIC = "not verified: rounding of the inputs alone moves its values by a hundredth or more"
 
@@ -149,7 +149,7 @@ def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
     tiny = jnp.finfo(np.float32).tiny
     if not np.isfinite(own).all() or off <= SAME_VALUES * size + tiny:
         return
-    if not off <= SAME_VALUES * max(size, _change(subject, APART)):
+    if not off <= SAME_VALUES * max(size, _change(subject, MOVED_FAR)):
         raise _NotSmooth("its values differ from the function's own")
 
 
@@ -157,7 +157,7 @@ def _is_chaotic(subject: CheckSubject) -> bool:
     """Whether one rounding of each input moves the values by a part that matters."""
     eps = max(float(jnp.finfo(x.dtype).eps) for x in subject.inputs)
     size = np.sqrt(np.mean(to_numpy(subject.outputs) ** 2))
-    return bool(_change(subject, eps) > SAME_VALUES / 10 * max(size, _change(subject, APART)))
+    return bool(_change(subject, eps) > SAME_VALUES / 10 * max(size, _change(subject, MOVED_FAR)))
 
 
 def _change(subject: CheckSubject, part: float) -> float:

@@ -420,6 +420,8 @@ def _kinds(judge: Judge, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _places_to_look_at(kind: np.ndarray, shared: np.ndarray, by_ratio: bool) -> np.ndarray:
     """Where elements are that are looked at: two of each of the largest kinds, and some others."""
+    if by_ratio and len(kind) <= WORST:
+        return np.arange(len(kind))
     labels, first, sizes = np.unique(kind, return_index=True, return_counts=True)
     usable = by_ratio | shared[first]
     largest = labels[usable][np.argsort(-sizes[usable], kind="stable")][:KINDS_LOOKED_AT]
