@@ -64,7 +64,9 @@ def check_grads(
       * What could not be verified is in ``notes``, what could not be run in ``not_run``; a report
         in which nothing was verified is not ok. What rounding explains, as plain AD in the same
         precision is off too, is excused up to a quarter of the element and its leaf, unless the
-        terms of the leaf cancel, and not verified if off by more than a hundredth of them.
+        terms of the leaf cancel, and not verified if off by more, or by more than a hundredth where
+        the formula was not judged in float64.
+      * What lies at a kink is held while the rest is moved. At a jump nothing is verified.
       * Values behind `jax.lax.stop_gradient` are held fixed, as JAX differentiates them; a note
         says so where it matters.
       * The same seed gives the same report.
