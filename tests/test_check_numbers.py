@@ -215,6 +215,14 @@ def test_a_small_gradient_beside_outputs_of_another_magnitude_is_judged_by_plain
     assert failed(scaled(1.02), X, X).failures[0].where.startswith("args[1]")
 
 
+@pytest.mark.parametrize("effect", [1e-14, 1e-15, 1e-16])
+def test_zero_for_a_leaf_of_no_effect_beside_another_is_not_verified_or_wrong(effect):
+    none = custom(lambda x: jnp.sum(jnp.sin(x)), lambda r, g: (0 * r[0],))
+    beside = lambda x, y: jnp.sum(jnp.cos(x)) + np.float32(effect) * none(y)  # noqa: E731
+    report = cg.check_grads(beside, (X, X), points=1, raise_on_failure=False)
+    assert report.verified <= X.size
+
+
 def test_slopes_that_grow_without_bound_are_not_verified():
     root = lambda x: jnp.sign(x) * jnp.sqrt(jnp.abs(x))  # noqa: E731
     safe = custom(root, lambda r, g: (jnp.where(r[0] == 0, 0, g / 2 / jnp.sqrt(jnp.abs(r[0]))),))

@@ -16,6 +16,7 @@ from clipgrad._check.tolerances import (
     SETTLED,
     SLIGHT,
     STATIONARY,
+    VANISHING,
     Allowed,
     Sizes,
     Tolerance,
@@ -311,6 +312,7 @@ def _by_reference(judge: Judge, leaves, allowance) -> list[Finding]:
         off, slack = np.abs(parts[0] - parts[1]), judge.allowed(leaf).slack(*parts)
         finite = judge.point.finite[start:stop]
         suspects = (off > slack).any(axis=0) & finite
+        found += _lost_beside_others(judge, leaf, off, parts, finite & ~suspects)
         if not suspects.any():
             continue
         if allowance is not None and _is_subtle(off[:, suspects], parts[0], suspects, judge, leaf):
@@ -333,6 +335,23 @@ def _by_reference(judge: Judge, leaves, allowance) -> list[Finding]:
                 _examined(judge, leaf, indices[np.argsort(-excess, kind="stable")] + start)
             )
     return found
+
+
+def _lost_beside_others(judge: Judge, leaf: int, off, parts, others) -> list[Finding]:
+    """Elements that nothing but the rounding of larger leaves excuses: there, zero would pass."""
+    scale = judge.point.scale[slice(*judge.ranges[leaf])]
+    if (
+        judge.sizes.typical[:, leaf].max() * scale.max()
+        > 10 * VANISHING * judge.sizes.overall.max()
+    ):
+        return []
+    alone = judge.tolerance.elements(judge.sizes, leaf, scale, True, beside=False).slack(*parts)
+    indices = np.flatnonzero((off > alone).any(axis=0) & others) + judge.ranges[leaf][0]
+    if not len(indices) or judge.tolerance.eps[leaf] > np.finfo(np.float64).eps:
+        return []
+    verdict = _not_moved(judge, indices)
+    verdict.kind[:] = UNSURE
+    return [Finding(leaf, indices, verdict, np.zeros(len(indices), bool))]
 
 
 def _excuse(judge: Judge, leaf: int, off, gradient) -> np.ndarray:

@@ -208,17 +208,19 @@ class Tolerance(NamedTuple):
         starts = [start for start, _ in self.ranges]
         return np.searchsorted(starts, indices, "right") - 1
 
-    def elements(self, sizes: "Sizes", leaf: Any, scale: np.ndarray, exact: bool) -> Allowed:
+    def elements(
+        self, sizes: "Sizes", leaf: Any, scale: np.ndarray, exact: bool, beside: bool = True
+    ) -> Allowed:
         """For elements of a gradient, of one leaf or of one leaf each.
 
         What rounding alone may do is relative to the leaf's typical size. A leaf whose gradient
         vanishes gets what the other leaves' effects leave there when they cancel. Of an `exact`
-        gradient it is known which leaves those are.
+        gradient it is known which leaves those are; `beside=False` gives them nothing.
         """
         typical = sizes.typical[:, leaf] if np.ndim(leaf) else sizes.typical[:, [leaf]]
         others = sizes.overall[:, None] / scale
         if exact:
-            others = np.where(typical > VANISHING * others, 0.0, others)
+            others = np.where((typical > VANISHING * others) | (not beside), 0.0, others)
         else:
             others = OTHERS * others
         floor = self.roundings[leaf] * (self.eps[leaf] * (typical + others) + self.smallest[leaf])
