@@ -7,7 +7,7 @@ import pytest
 from clipgrad._check import check_grads
 from tests.check_cases import RIGHT, UNKNOWN, WRONG
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("users_promotion")]
 
 DTYPES = ["float32", "float64"]
 

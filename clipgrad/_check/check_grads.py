@@ -92,9 +92,9 @@ def check_grads(
     `jax.vmap` has its gradient compiled as one program, to be compared with the eager one;
     ``vmap``, ``forward``, ``outputs`` and ``alone`` would test JAX itself there and are not run.
     Elements that are tied, such as equal maxima, are moved together too: the slope is the sum of
-    their gradients. Further points keep zeros, equal elements, symmetry, order and [0, 1]; only a leaf
-    of one value throughout becomes one of different values. A gradient that is right for symmetric
-    matrices alone passes at one, with a note, where the function is meant for them.
+    their gradients. Further points keep zeros, equal elements, symmetry, order and [0, 1]; only a
+    leaf of one value throughout becomes one of different values. A gradient that is right for
+    symmetric matrices alone passes at one, with a note, where the function is meant for them.
 
     Args:
       fun: the function, of any trees of arrays, to any tree of arrays.

@@ -123,7 +123,7 @@ class Differences:
 
     def measure(
         self,
-        xs: Sequence[jax.Array],
+        xs: Sequence[Any],
         direction: np.ndarray,
         gradient: np.ndarray,
         moves: Moves,

@@ -184,10 +184,9 @@ def _through_loops(jaxpr: Any, flags: list[bool]) -> list[bool]:
 def _stops_by_its_numbers(equation: Any) -> bool:
     if equation.primitive.name != "while":
         return False
-    atoms = (
-        atom for inner in _jaxpr.equations(equation.params["cond_jaxpr"]) for atom in inner.invars
-    )
-    return any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in atoms)
+    compared = _jaxpr.equations(equation.params["cond_jaxpr"])
+    avals: list[Any] = [atom.aval for inner in compared for atom in inner.invars]
+    return any(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
 
 
 def _rounded(value: Any) -> Any:

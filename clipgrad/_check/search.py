@@ -195,7 +195,8 @@ class Judge:
         around = None if self.gradient[:, indices].all() else self.point.around()
         if around is None:
             return np.zeros(len(indices), bool)
-        return ~(self.gradient[:, indices].any(axis=0) | around[:, indices].any(axis=0))
+        both = np.concatenate([self.gradient[:, indices], around[:, indices]])
+        return np.asarray(~both.any(axis=0))
 
     def _by_finer_steps(self, verdict, measure, areas, allowed) -> None:
         """Try smaller steps where one disagrees, since elements may have passed their kinks."""
@@ -305,7 +306,7 @@ def _every(judge: Judge, leaf: int) -> Finding:
 
 def _by_reference(judge: Judge, leaves, allowance) -> list[Finding]:
     """Judge by differences where the gradient and the reference disagree."""
-    found, reference = [], judge.reference
+    found, reference = [], np.asarray(judge.reference)
     for leaf in leaves:
         start, stop = judge.ranges[leaf]
         parts = reference[:, start:stop], judge.gradient[:, start:stop]
@@ -501,10 +502,8 @@ def _not_moved(judge: Judge, indices) -> Verdict:
     analytic = judge.gradient[0, indices]
     numeric = analytic * np.nan if judge.reference is None else judge.reference[0, indices]
     zero = np.zeros(len(indices))
-    kinds = np.full(len(indices), UNSEEN)
-    return Verdict(
-        kinds, numeric.copy(), analytic.copy(), zero, *(numeric.copy() for _ in "ab"), zero > 0
-    )
+    kinds, sides = np.full(len(indices), UNSEEN), (numeric.copy(), numeric.copy())
+    return Verdict(kinds, numeric.copy(), analytic.copy(), zero, *sides, kink=zero > 0)
 
 
 def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
@@ -513,7 +512,7 @@ def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     A gradient far below the noise of the outputs is among them. One that is zero for both, and for
     differences within their noise, is right.
     """
-    parts = judge.reference[:, indices], judge.gradient[:, indices]
+    parts = np.asarray(judge.reference)[:, indices], judge.gradient[:, indices]
     off, allowed = np.abs(parts[0] - parts[1]), judge.allowed_at(indices).slack(*parts)
     row = np.argmax(off, axis=0), np.arange(len(indices))
     better, analytic = parts[0][row], parts[1][row]

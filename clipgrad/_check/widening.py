@@ -120,7 +120,7 @@ class _Widen(_Native):
         if name in SILENT:
             return []
         if name == "random_gamma":
-            return [_gamma_sample(equation, *inputs, self.base)]
+            return [_gamma_sample(equation, inputs, self.base)]
         if name in NATIVE:
             return _bind_native(equation, inputs)
         if _jaxpr.is_entered(equation, self):
@@ -128,15 +128,16 @@ class _Widen(_Native):
         return _bind_wide(equation, inputs, self)
 
 
-def _gamma_sample(equation, key, parameter, base: Callable):
+def _gamma_sample(equation, inputs, base: Callable):
     """A sample, linear in its parameter with the implicit derivative that JAX defines.
 
     For a fixed key the sample itself is no smooth function of the parameter.
     """
+    key, parameter = inputs
     at = base(parameter)
     (sample,) = _bind_native(equation, [key, at])
     value = lax.exp(sample) if equation.params["log_space"] else sample
-    slope = lax.random_gamma_grad(at, jnp.maximum(value, jnp.finfo(value.dtype).tiny))
+    slope = lax.random_gamma_grad(at, jnp.maximum(value, np.finfo(np.float64).tiny))
     slope = slope / value if equation.params["log_space"] else slope
     return sample + slope * (parameter - at)
 
