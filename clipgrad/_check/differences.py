@@ -154,6 +154,7 @@ class Differences:
         if xs is self._point:
             return
         self._point, self._vector = xs, to_numpy(xs)
+        self._places = np.arange(self._vector.size, dtype=np.int32)
         nowhere = Moves(np.zeros(1, int), np.zeros(1, int), np.zeros(1))
         self.base = self._run(self._vector, nowhere)[0, 0]
 
@@ -212,10 +213,10 @@ class Differences:
     def _run(self, direction: np.ndarray, moves: Moves, order=None) -> np.ndarray:
         """The outputs ahead and behind, shape (moves, 2, outputs)."""
         evaluation, count = self.evaluation, len(moves.start)
-        place = np.full(self._vector.size, -1, np.int32)
-        place[slice(None) if order is None else order] = np.arange(
-            place.size if order is None else len(order)
-        )
+        place = self._places
+        if order is not None:
+            place = np.full(len(place), -1, np.int32)
+            place[order] = np.arange(len(order))
         self.evaluations += count * max(evaluation.together, 2)
         columns = (column.astype(np.int32) for column in moves[:2])
         padded = [_padded(column, self._batch) for column in (*columns, moves.step)]

@@ -137,7 +137,8 @@ def _gamma_sample(equation, inputs, base: Callable):
     at = base(parameter)
     (sample,) = _bind_native(equation, [key, at])
     value = lax.exp(sample) if equation.params["log_space"] else sample
-    slope = lax.random_gamma_grad(at, jnp.maximum(value, np.finfo(np.float64).tiny))
+    least = np.finfo(np.float64).tiny
+    slope = lax.random_gamma_grad(at, jnp.maximum(value, least))  # pyright: ignore[reportCallIssue]
     slope = slope / value if equation.params["log_space"] else slope
     return sample + slope * (parameter - at)
 
