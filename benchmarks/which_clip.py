@@ -3,7 +3,7 @@
 Each way is trained at every learning rate and threshold of a grid on the seeds of the sweep. The
 cell with the best mean of the first metric is trained on the seeds of the comparison, which are
 others. "mended" is the task with its cause mended, without a clip. Tasks are those of the demo, and
-two more of which_clip_tasks.py; they are small: all of them take a quarter of an hour on one core.
+those of which_clip_*.py; they are small: all of them take half an hour on one core.
 
 Run: python benchmarks/which_clip.py [--task NAME ...] [--out docs]
 
@@ -30,6 +30,11 @@ from which_clip_tasks import GRAVES, two_heads
 import clipgrad as cg
 from benchmarks.which_clip_adding import TASK as ADDING
 from benchmarks.which_clip_deep_mlp import TASK as DEEP_MLP
+from benchmarks.which_clip_diffusion import TASK as DIFFUSION
+from benchmarks.which_clip_language import TASK as LANGUAGE
+from benchmarks.which_clip_language import warmed_up
+from benchmarks.which_clip_ppo import TASK as PPO
+from benchmarks.which_clip_ppo import OnPolicy
 from clipgrad._demo import blank_patches as _blank_patches
 from clipgrad._demo import task as _task
 from clipgrad._demo.task import Task
@@ -48,6 +53,7 @@ class Clips(NamedTuple):
       example: the rule for each example's gradient.
       every: after how many time steps the gradient is cut off, by ``stop_gradient``.
       zero_nans: whether NaN in the gradient is replaced by 0.
+      skips: whether steps far out of the ordinary are skipped.
     """
 
     norm: Any = None
@@ -55,6 +61,7 @@ class Clips(NamedTuple):
     example: Any = None
     every: Any = None
     zero_nans: bool = False
+    skips: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +72,13 @@ class Way:
       clips: its rules, of a threshold.
       thresholds: those to try; ``(None,)`` without one.
       task: what is trained if not the task as it is.
+      optimizer: the optimizer, of its learning rate, if not that of the study.
     """
 
     clips: Callable[[Any], Clips] = lambda threshold: Clips()
     thresholds: Sequence[float | None] = (None,)
     task: Task | None = None
+    optimizer: Callable[[Any], optax.GradientTransformation] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +121,37 @@ def error_by_row(threshold: Any) -> Clips:
 def per_example(threshold: Any) -> Clips:
     """The norm of each example's gradient."""
     return Clips(example=cg.ClipByGlobalNorm(threshold))
+
+
+def percentile(number: float) -> Way:
+    """A norm clip at a percentile of the norms so far; nothing is swept but the learning rate."""
+    return Way(lambda threshold: norm(cg.PercentileThreshold(number, window=128)))
+
+
+def z_score(threshold: Any) -> Clips:
+    """A norm clip of norms that lie far from their moving average."""
+    del threshold
+    return norm(cg.ZScoreThreshold())
+
+
+def skipped(threshold: Any) -> Clips:
+    """Steps far out of the ordinary are skipped, others clipped."""
+    return norm(threshold)._replace(skips=True)
+
+
+def today(norms: Sequence[float], **more: Way) -> dict[str, Way]:
+    """What trainers of today use: norm clips, adaptive ones, skipped steps, and per example."""
+    found = {
+        "no clip": Way(),
+        "norm": Way(norm, norms),
+        "percentile 10": percentile(10.0),
+        "percentile 90": percentile(90.0),
+        "z-score": Way(z_score),
+        "skip spikes": Way(lambda threshold: Clips(skips=True)),
+        "skip spikes + norm": Way(skipped, norms),
+        "per example": Way(per_example, norms),
+    }
+    return found | {name.replace("_", " "): way for name, way in more.items()}
 
 
 def truncated(every: Any) -> Clips:
@@ -207,6 +247,18 @@ STUDIES = {
                 truncated_plus_norm=Way(truncated, (10.0, 20.0, 40.0)),
             ),
         ),
+        Study(
+            LANGUAGE, warmed_up, (3e-3, 1e-2, 3e-2),
+            today(
+                (0.1, 1.0),
+                warmed_up_longer=Way(optimizer=functools.partial(warmed_up, steps=60)),
+                warmed_up_longer_plus_norm=Way(
+                    norm, (0.1, 1.0), None, functools.partial(warmed_up, steps=60)
+                ),
+            ),
+        ),
+        Study(PPO, optax.adam, (1e-3, 3e-3, 1e-2), today((0.1, 0.5))),
+        Study(DIFFUSION, optax.adam, (1e-3, 3e-3, 1e-2), today((0.1, 0.5, 2.0))),
     )
 }  # fmt: skip
 
@@ -230,14 +282,20 @@ def _train_one(
 ) -> Any:
     clips = way.clips(threshold)
     chain = [optax.zero_nans()] if clips.zero_nans else [cg.gradient_clip(clips.norm)]
-    optimizer = optax.chain(*chain, study.optimizer(rate))
+    optimizer = optax.chain(*chain, (way.optimizer or study.optimizer)(rate))
+    optimizer = cg.skip_spikes(optimizer) if clips.skips else optimizer
     gradient = _gradient(task, clips)
 
-    def step(carry: Any, number: jax.Array) -> Any:
+    def update(carry: Any, batch: Any) -> Any:
         params, state = carry
-        grads = gradient(params, task.sample(data, jax.random.fold_in(key, number)))
-        updates, state = optimizer.update(grads, state, params)
+        updates, state = optimizer.update(gradient(params, batch), state, params)
         return (optax.apply_updates(params, updates), state), None
+
+    def step(carry: Any, number: jax.Array) -> Any:
+        drawn = jax.random.fold_in(key, number)
+        if isinstance(task, OnPolicy):
+            return jax.lax.scan(update, carry, task.collect(carry[0], drawn))
+        return update(carry, task.sample(data, drawn))
 
     start = (first, optimizer.init(first))
     (params, _), _ = jax.lax.scan(step, start, jnp.arange(task.steps))

@@ -32,20 +32,20 @@ Limits = Sequence[tuple[Norm, jax.Array]]
 
 @exportable
 class ClipStats(NamedTuple):
-    r"""What a clip did to a tree of gradients or cotangents.
+    r"""Statistics of a clip of a tree of gradients or cotangents.
 
     All fields are sums over elements, so that statistics of several places, scan steps, vmap
     lanes or devices add up field by field; norms and scales are derived from the sums.
     Squares are summed three times, of elements scaled down, as they are, and scaled up: the
-    norm is that of the sum that is in range, so that it is right from 1.2e-38 to 3.4e38; the sum
-    scaled up is 0 where the plain one is large enough. Under `jax.jit` what is not used is not
+    norm comes from the sum that is in range, so it is right from 1.2e-38 to 3.4e38; the sum
+    scaled up is 0 if the plain one is large enough. Under `jax.jit` unused fields are not
     computed.
 
     Attributes:
       before: sums of squares before the clip, shape ``(..., 3)``.
       after: sums of squares after the clip, shape ``(..., 3)``.
-      changed: the number of elements that the clip changed; where a rule scales a group (a tree,
-        a leaf, a unit) by its L2 norm all elements of it count. Counts are floating, exact up to
+      changed: the number of elements that the clip changed; if a rule scales a group (a tree,
+        a leaf, a unit) by its L2 norm, all of its elements count. Counts are floating, exact up to
         2 ** 24 in float32.
       nonfinite: the number of elements that were NaN or inf before the clip.
       size: the number of elements.
@@ -75,7 +75,7 @@ class ClipStats(NamedTuple):
 
     @property
     def scale(self) -> jax.Array:
-        """The norm after the clip as a part of the norm before; 1 where that was 0."""
+        """The ratio of the norm after the clip to the norm before; 1 if that was 0."""
         norm = self.norm
         return jnp.where(norm == 0, 1, self.clipped_norm / jnp.where(norm == 0, 1, norm))
 
@@ -86,12 +86,12 @@ class ClipStats(NamedTuple):
 
     @property
     def fraction(self) -> jax.Array:
-        """The part of the elements that the clip changed; 0 where there are none."""
+        """The share of the elements that the clip changed; 0 if there are none."""
         return self.changed / jnp.maximum(self.size, 1)
 
     @classmethod
     def zero(cls, shape: tuple[int, ...] = (), dtype: Any = jnp.float32) -> "ClipStats":
-        """Statistics of nothing: the ``probe`` of `clip_cotangent`.
+        """Statistics of an empty tree, the ``probe`` of `clip_cotangent`.
 
         Args:
           shape: the leading axes, such as ``(steps,)`` for a probe that a scan runs over.
@@ -109,7 +109,7 @@ class ClipStats(NamedTuple):
     def of(cls, before: Any, after: Any, dtype: Any = None) -> "ClipStats":
         """The statistics of a clip, from the trees before and after it.
 
-        Leaves that no clip measures (integers, ``None``, PRNG keys, ...) count nowhere.
+        Leaves that clips do not measure (integers, ``None``, PRNG keys, ...) are not counted.
 
         Args:
           before: the tree that was clipped.

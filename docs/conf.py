@@ -16,6 +16,11 @@ shutil.copytree(
     HERE / "notebooks",
     ignore=shutil.ignore_patterns("*.py", "__pycache__", ".*"),
 )
+# So is the page of measurements, which README links to from its own folder.
+shutil.rmtree(HERE / "benchmarks", ignore_errors=True)
+(HERE / "benchmarks" / "results").mkdir(parents=True)
+for name in ("RESULTS.md", "results/leaves.png"):
+    shutil.copy(HERE.parent / "benchmarks" / name, HERE / "benchmarks" / name)
 for copied in (HERE / "notebooks").glob("*.ipynb"):
     copied.write_text(copied.read_text().replace("](../docs/", "](../"))
 
@@ -36,8 +41,10 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "breaks",
     "formulas",
     "guarantee",
+    "keywords",
     "links",
     "offline",
     "signatures",

@@ -14,7 +14,7 @@ from sphinx.transforms import SphinxTransform
 
 import clipgrad
 
-PUBLIC = {name for name in vars(clipgrad) if not name.startswith("_")}
+PUBLIC = set(clipgrad.__all__)  # `vars` lacks what is loaded when it is used
 # A call without prefix may be another library's function of the same name, unless it is a class.
 _NAME = re.compile(r"(?:cg\.|clipgrad\.)(\w+)(?:\(.*\))?$|(\w+)$|([A-Z]\w+)\(.*\)$", re.DOTALL)
 _DISPLAY = re.compile(r"\$\$(.+?)\$\$", re.DOTALL)

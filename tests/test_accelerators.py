@@ -97,6 +97,7 @@ class Facts(NamedTuple):
     kernels: int
     collectives: int
     temporaries: int
+    moved: int  # of the collectives those that move what is not added up
 
     @classmethod
     def of(cls, program: Any, *args: Any) -> "Facts":
@@ -114,6 +115,7 @@ class Facts(NamedTuple):
             len(re.findall(r"= [^=]*? (?:fusion|custom-call)[(]", entry)),
             len(re.findall(rf" {joined}(?:-start)?[(]", text)),
             compiled.memory_analysis().temp_size_in_bytes,
+            len(re.findall(r" (?:all-gather|all-to-all|collective-permute)(?:-start)?[(]", text)),
         )
 
 
@@ -129,6 +131,7 @@ def facts_of_update(tx: Any, kind: str, dtype: Any = jnp.float32) -> Facts:
 # Rules
 
 
+@pytest.mark.kinds("case kind", "place")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("place", PLACES)
 @every_kind
@@ -240,11 +243,40 @@ def test_a_watched_module_is_at_most_four_kernels_on_a_gpu():
 # Training
 
 
+def layers_and_sequences(kind: str) -> Any:
+    """Scanned layers that are the same on each device, and eight sequences for each of them."""
+    mesh = mesh_of(kind)
+    layers = jax.tree.map(lambda s: (4, *s), LAYER, is_leaf=lambda s: isinstance(s, tuple))
+    return abstract(layers, mesh, P()), abstract((8 * mesh.size, 32, WIDTH), mesh)
+
+
+@functools.cache
+def facts_of_plain_gradient(kind: str) -> Facts:
+    def mean(params, batch):
+        return jnp.mean(jax.vmap(scanned, (None, 0))(params, batch))
+
+    return Facts.of(jax.grad(mean), *layers_and_sequences(kind))
+
+
+# Temporaries as a multiple of the plain gradient's, and how many kernels more outside of the scan.
+PER_EXAMPLE = {"one pass": (1.75, 50), "two passes": (1.35, 20)}
+
+
+@pytest.mark.parametrize("method", PER_EXAMPLE)
 @every_kind
-def test_clipping_per_example_compiles(kind):
-    params, x = model_arguments(kind)
-    per_example = cg.clip_per_example(mlp, cg.ClipByGlobalNorm(1.0))
-    Facts.of(per_example, params, x)
+def test_clipping_per_example_has_about_the_temporaries_of_a_plain_gradient(kind, method):
+    """Each device has the Gram matrices of its own examples: only sums are exchanged.
+
+    In one pass all at once; in two passes as the plain gradient's, some of them inside of the scan.
+    """
+    temporaries, kernels = PER_EXAMPLE[method]
+    per_example = cg.clip_per_example(scanned, cg.ClipByGlobalNorm(1.0), method=method)
+    facts = Facts.of(lambda *args: per_example(*args)[1], *layers_and_sequences(kind))
+    plain = facts_of_plain_gradient(kind)
+    assert facts.temporaries <= temporaries * plain.temporaries
+    assert facts.kernels <= plain.kernels + kernels
+    assert facts.moved == 0 and facts.collectives <= plain.collectives
+    assert facts.collectives == (kind != "H200") or method == "two passes"
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)

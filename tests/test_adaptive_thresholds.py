@@ -478,6 +478,7 @@ PAIRS = [
 
 
 @pytest.mark.exhaustive
+@pytest.mark.ci("kind compile", "name compile")
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("kind, name", PAIRS, ids=lambda x: getattr(x, "__name__", x))
 def test_no_flag_for_nan_or_inf_stops_a_loop_on_finite_gradients(kind, name, compile):

@@ -350,7 +350,7 @@ def test_a_model_in_a_closure_has_no_names_and_the_error_says_where_it_has():
         for name in ("codec", "layers/0"):
             with pytest.raises(ValueError, match="NNX and Equinox: in a model among its arguments"):
                 cg.error_clip_by_name(closed, {name: None})(X)
-    with pytest.raises(ValueError, match=r"has names where it is an argument: fun\(model, ...\)"):
+    with pytest.raises(ValueError, match=r"has names if it is an argument: fun\(model, ...\)"):
         cg.value_and_grad_with_stats(lambda x: loss(other, x))(X)
 
 

@@ -58,7 +58,7 @@ def test_the_papers_of_a_notebook_are_in_the_bibliography(name):
 def test_every_row_has_a_link_and_says_what_this_library_does():
     rows = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
     rows = [row for row in rows if row[0] != "| source"]
-    assert len(rows) > 20 and all(links(row[0]) and len(row[-1]) > 5 for row in rows)
+    assert rows and all(links(row[0]) and len(row[-1]) > 5 for row in rows)
 
 
 def test_the_names_on_the_page_are_public():

@@ -102,6 +102,7 @@ def assert_ends_like(ours, theirs, run=train):
     assert_same(state, their_state)
 
 
+@pytest.mark.ci("clip which", "optimizer which")
 @pytest.mark.parametrize("clip, optimizer, which", ROWS, ids=ROW_IDS)
 def test_a_training_ends_with_the_bits_of_optax(clip, optimizer, which):
     theirs, ours = (
@@ -150,6 +151,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.ci("clip", "shapes")
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("clip", CLIPS)
 def test_eager_updates_have_the_bits_of_optax(clip, shapes):

@@ -146,7 +146,7 @@ def test_a_norm_inside_of_vmap_is_one_for_the_batch_and_a_warning_says_so(mapped
     by_name = jax.grad(cg.error_clip_by_name(model, rules))
     if of_stats:
         by_name = lambda x: cg.value_and_grad_with_stats(model, rules=rules)(x)[1]  # noqa: E731
-    with pytest.warns(UserWarning, match=r"for \['h'\].* inside of jax.vmap.*clip_cot") as record:
+    with pytest.warns(UserWarning, match=r"for \['h'\].* inside jax.vmap.*clip_cot") as record:
         gradient = by_name(X)
     np.testing.assert_allclose(gradient, np.full(X.shape, 2 / np.sqrt(12)), rtol=1e-6)
     assert len(record) == 1
@@ -165,7 +165,7 @@ def test_the_size_of_the_batches_of_a_map_counts_by_name_and_not_by_hand(size, b
     if size is None:
         np.testing.assert_allclose(gradient(checkpoint_name, by_name), by_hand_of_each, rtol=1e-6)
     else:
-        with pytest.warns(UserWarning, match="inside of jax.vmap"):
+        with pytest.warns(UserWarning, match="inside jax.vmap"):
             clipped = gradient(checkpoint_name, by_name)
         np.testing.assert_allclose(clipped, by_hand_of_each / np.sqrt(4 / batches), rtol=1e-6)
 
@@ -359,9 +359,9 @@ def test_shardings_are_kept(kind):
 
 def test_a_program_inside_jit_is_compiled_once_for_eager_calls(monkeypatch):
     made = []
-    jitted = _jaxpr._entrances._jitted
+    jitted = _jaxpr.entrances._jitted
     monkeypatch.setattr(
-        _jaxpr._entrances, "_jitted", lambda *args: made.append(args) or jitted(*args)
+        _jaxpr.entrances, "_jitted", lambda *args: made.append(args) or jitted(*args)
     )
     inner = jax.jit(loss_of(step))
     grads = [
@@ -385,7 +385,7 @@ def closed():
 UNKNOWN = (
     r"^error_clip_by_name: got 'q', expected a name that is tagged in this function, or the path "
     r"of a module in it \(NNX and Equinox: in a model among its arguments\); there are "
-    r"\['h', 'out'\]; tag a variable by "
+    r"\['h', 'out'\]; tag a variable with "
     r"x = jax.ad_checkpoint.checkpoint_name\(x, 'q'\)$"
 )
 CLOSED = r"got 'inside', which tags a variable inside of custom_vjp_call.*unlike those of \['inside"
@@ -406,7 +406,7 @@ def test_the_names_most_like_a_wrong_one_are_listed_first():
 
     with pytest.raises(ValueError, match=r"got 'hiden'.*; the nearest are \['hidden', "):
         cg.error_clip_by_name(model, {"hiden": VALUE})(X)
-    with pytest.raises(ValueError, match="got 'h'.*; there are none; tag a variable by"):
+    with pytest.raises(ValueError, match="got 'h'.*; there are none; tag a variable with"):
         cg.error_clip_by_name(jnp.sum, {"h": VALUE})(X)
 
 
@@ -446,19 +446,19 @@ def test_a_tag_whose_result_is_not_used_is_an_error():
         checkpoint_name(x, "h")
         return jnp.sum(x)
 
-    with pytest.raises(ValueError, match="got 'h', which tags a value that is not us.*x = checkp"):
+    with pytest.raises(ValueError, match="got 'h', which tags an unused value.*x = checkp"):
         cg.error_clip_by_name(model, {"h": VALUE})(X)
 
 
 @pytest.mark.parametrize(
     ("rules", "error"),
     [
-        (VALUE, "rules: got ClipByValue.*expected a mapping of names to rules.*everywhere"),
-        ({0: VALUE}, "rules: got {0: .*expected a mapping of names"),
+        (VALUE, "rules: got ClipByValue.*expected a mapping from names to rules.*everywhere"),
+        ({0: VALUE}, "rules: got {0: .*expected a mapping from names"),
         ({"h": 5.0}, r"did you mean ErrorClipByValue\(max=5.0\)"),
         (
             {"h": cg.AdaptiveClip()},
-            "needs parameters, expected .* a variable has none; .*clip_cotangent",
+            "needs parameters, expected .*a variable has none; .*clip_cotangent",
         ),
         ({"h": cg.ErrorClipByValue(lambda step: 1.0)}, "schedule"),
     ],

@@ -125,6 +125,7 @@ every_inside = pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
 
 
 @pytest.mark.kinds("place")
+@pytest.mark.ci("make place", "inside place")
 @every_rule
 @every_place
 @every_inside

@@ -95,8 +95,8 @@ def test_all_options_reach_the_check(folder, capsys):
 
 
 SHAPES_EXPECTED = (
-    'expected shapes, dtype[sizes], as in "f32[8,16], f32[16]", or module:function for a function '
-    "that makes the arguments"
+    'expected shapes, dtype[sizes], such as "f32[8,16], f32[16]", or module:function, a function '
+    "that returns the tuple of arguments"
 )
 
 
@@ -114,7 +114,7 @@ SHAPES_EXPECTED = (
         (
             "here:half",
             "f64[3]",
-            "args: got 'f64', expected a type of 32 bits or less; or add --x64",
+            "args: got 'f64', expected a type of 32 bits or less; for 64 bits add --x64",
         ),
         ("here:half", "here:make_list", "here:make_list: got a list from it, expected the tuple"),
         ("here:half", "here:make_nothing", "here:make_nothing raises KeyError: 'no data here'"),
@@ -170,20 +170,20 @@ def test_a_report_that_cannot_be_written_exits_with_two(folder, capsys):
     [
         (
             "dense",
-            "--args: got nothing, and not every parameter of here:dense has a shape in its "
-            'annotation, docstring or default; write clipgrad check here:dense --args "f32[8,16], '
+            "--args: got nothing, expected the shapes that annotations, docstring and defaults "
+            'of here:dense do not give; write clipgrad check here:dense --args "f32[8,16], '
             'f32[16]"  (shapes for x, w), or --args module:make_args',
         ),
         (
             "shift",
-            "--args: got nothing, and not every parameter of here:shift has a shape in its "
-            'annotation, docstring or default; write clipgrad check here:shift --args "f32[8,16], '
+            "--args: got nothing, expected the shapes that annotations, docstring and defaults "
+            'of here:shift do not give; write clipgrad check here:shift --args "f32[8,16], '
             'f32[3]"  (shapes for p, x), or --args module:make_args',
         ),
         (
             "misleading",
-            "here:misleading raises ValueError: a matrix is needed, for f32[] as its signature has "
-            'it; write clipgrad check here:misleading --args "f32[8,16]"  (shapes for x), or '
+            "here:misleading raises ValueError: a matrix is needed, for f32[] from its signature; "
+            'write clipgrad check here:misleading --args "f32[8,16]"  (shapes for x), or '
             "--args module:make_args",
         ),
     ],
@@ -321,7 +321,7 @@ def test_the_selftest_runs_on_what_is_there_and_says_what_is_not(capsys, monkeyp
     assert command("selftest", "--device", "cpu,tpu") == 0
     text = capsys.readouterr().out
     assert "ok     clip_cotangent, off" in text
-    assert "0 failed; devices: cpu; not there, so not run: tpu" in text
+    assert "0 failed; devices: cpu; missing here, so not run: tpu" in text
 
 
 def test_the_selftest_fails_on_a_wrong_rule(capsys, monkeypatch):
@@ -343,7 +343,7 @@ ALL_CHECKS = ", ".join(CHECKS)
     ("words", "line"),
     [
         ("--delta 0", "delta: got 0.0, expected a positive number, such as 0.005, or None"),
-        ("--order 3", "order: got 3, expected 1, or 2 to check the VJP's own VJP too"),
+        ("--order 3", "order: got 3, expected 1, or 2 to check the second derivative as well"),
         ("--mode slow", "mode: got 'slow', expected one of auto, fast, full"),
         ("--max-relative-error -1", "max_relative_error: got -1.0, expected a number above 0, or"),
         ("--points 0", "points: got 0, expected a whole number, 1 or more"),
@@ -376,10 +376,10 @@ def test_the_help_shows_choices_and_defaults(capsys):
     with pytest.raises(SystemExit):
         command("check", "--help")
     text = " ".join(capsys.readouterr().out.split())
-    assert "--order {1,2} 2 to check the VJP's own VJP too (default: 1)" in text
+    assert "--order {1,2} 2 also checks the second derivative (default: 1)" in text
     assert "--mode {auto,fast,full} auto: every element" in text
     assert "(default: auto) --delta STEP an absolute step" in text
-    assert f"such as vmap,jit; of {ALL_CHECKS} --device" in text
+    assert f"such as vmap,jit; some of {ALL_CHECKS} --device" in text
 
 
 def test_the_file_holds_everything_that_the_report_does(folder):

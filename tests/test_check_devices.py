@@ -62,7 +62,7 @@ def test_a_gradient_that_differs_between_devices_names_both(monkeypatch):
     sine.defvjp(lambda x: (jnp.sin(x), x), backward)
     report = cg.check_grads(sine, (X,), raise_on_failure=False)
     assert report.devices == ("gpu", "cpu") and {f.check for f in report.failures} == {"devices"}
-    assert "the gradient on cpu against the one on gpu" in str(report)
+    assert "the gradient on cpu, compared with the one on gpu" in str(report)
 
 
 class Bar:
@@ -144,7 +144,7 @@ def test_many_notes_are_shortened():
 def test_the_checks_of_rules_are_not_run_where_there_is_no_rule():
     report = cg.check_grads(jnp.sin, (X,))
     assert set(report.not_run) == {"vmap", "forward", "outputs", "alone"}
-    assert report.not_run["vmap"] == "JAX's own operations alone, no custom rule"
+    assert report.not_run["vmap"] == "it has only JAX's own operations, without a custom rule"
     assert "vmap" not in cg.check_grads(jax.nn.relu, (X,)).not_run
 
 

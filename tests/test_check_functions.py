@@ -9,6 +9,7 @@ from tests import check_functions
 
 
 @pytest.mark.exhaustive
+@pytest.mark.ci("name", "dtype")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", check_functions.FUNCTIONS)
 def test_a_right_function_passes(name, dtype):

@@ -50,7 +50,7 @@ REFUSED = [
         (jax.ShapeDtypeStruct((2,), "float32"),),
         {},
     ),
-    (TypeError, r"is no dtype of JAX, write x.astype", jnp.sin, (np.ones(2, ">f4"),), {}),
+    (TypeError, r"is not a dtype of JAX; write x.astype", jnp.sin, (np.ones(2, ">f4"),), {}),
     (ValueError, "keys can't be sorted", lambda x: x[1], ({1: X, "a": X},), {}),
     (ValueError, "^args: got a tree that contains itself", lambda x: x[0], (CYCLE,), {}),
     (ValueError, "^no_grad: got 3, expected one that selects", jnp.sin, (X,), {"no_grad": 3}),
@@ -75,13 +75,13 @@ def test_a_wrong_request_is_refused(error, match, function, args, options):
 
 
 ALL_CHECKS = ", ".join(CHECKS)
-KINDS = "cpu, gpu, tpu, cuda, rocm, METAL, or None for all there are"
+KINDS = "cpu, gpu, tpu, cuda, rocm, METAL, or None for all devices here"
 
 
 @pytest.mark.parametrize(
     ("option", "value", "shown", "expected"),
     [
-        ("order", 3, "3", "1, or 2 to check the VJP's own VJP too"),
+        ("order", 3, "3", "1, or 2 to check the second derivative as well"),
         ("mode", "slow", "'slow'", "one of auto, fast, full"),
         ("delta", 0, "0", "a positive number, such as 0.005, or None"),
         ("delta", np.inf, "inf", "a positive number, such as 0.005, or None"),
@@ -128,9 +128,9 @@ def test_a_single_check_is_switched_off_by_its_name():
     assert cg.check_grads(clip, (X,), skip="linearity").ok
 
 
-STEP = "the step follows the scale of each element, or write delta=0.001 for an absolute one"
-OWN = "the tolerance follows the dtype, or write tolerance=0.01 for one of your own"
-BOTH = "forward and reverse mode are both checked: leave it out"
+STEP = "the step follows the scale of each element; for an absolute step write delta=0.001"
+OWN = "the tolerance follows the dtype; for another write tolerance=0.01"
+BOTH = "leave it out: check_grads checks forward and reverse mode"
 HABITS = [
     ("modes", ["rev"], f"; {BOTH}"),
     ("check_forward_ad", True, f"; {BOTH}"),
@@ -140,8 +140,12 @@ HABITS = [
     ("atol", 0.01, f"; {OWN}"),
     ("rtol", 0.01, f"; {OWN}"),
     ("fast_mode", True, '; write mode="fast" for random directions only'),
-    ("nondet_tol", 0.0, '; the same bits are expected twice, or write skip="determinism"'),
-    ("check_batched_grad", True, '; it is checked, or write skip="vmap"'),
+    (
+        "nondet_tol",
+        0.0,
+        '; results must be bit-identical; to allow others write skip="determinism"',
+    ),
+    ("check_batched_grad", True, '; it is always checked; to switch it off write skip="vmap"'),
     ("raise_exception", False, "; write raise_on_failure=False"),
     ("inputs_to_check", ["x"], "; write wrt=..."),
     ("output_name", "Out", "; write output='Out'"),
@@ -241,7 +245,7 @@ def test_a_wrong_value_beside_one_that_is_not_finite_is_found(mode):
 def test_a_random_function_is_called_that():
     rng = np.random.default_rng(0)
     text = failed(lambda x: x * rng.uniform(), X)
-    assert "[determinism] out: the function called twice gives different values (random" in text
+    assert "[determinism] out: two calls of the function give different values (random" in text
 
 
 def test_a_function_with_side_effects_on_its_value_is_called_that():
@@ -309,5 +313,5 @@ def test_what_holds_no_number_reaches_the_function_as_it_is(other):
 
 
 def test_numerical_grad_refuses_the_same_arrays():
-    with pytest.raises(TypeError, match="is no dtype of JAX, write x.astype"):
+    with pytest.raises(TypeError, match="is not a dtype of JAX; write x.astype"):
         cg.numerical_grad(jnp.sin, (np.ones(2, ">f4"),), wrt=0)

@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -17,6 +18,8 @@ CASES = {case.name: case for case in selftest.cases()}
 LAWS = {law.name: law for law in selftest.laws()}
 
 
+# Both places have the same backward pass.
+@pytest.mark.ci(name=lambda name: re.sub("^(clip_cotangent|error_clip) ", "", name))
 @pytest.mark.parametrize("name", CASES)
 def test_every_vjp_of_the_library_passes(name):
     _, function, args, order = CASES[name]

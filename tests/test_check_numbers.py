@@ -72,7 +72,7 @@ def test_a_callback_is_evaluated_natively_where_its_thread_has_no_64_bit_types()
 def test_a_narrow_type_hidden_inside_is_found_and_native_precision_used(x64_everywhere):
     report = passed(called_back(cosine(1), lambda _: jnp.float32), X)
     assert report.precision == "float32"
-    assert "casting the inputs to float64 is not possible (it computes in a" in report.notes[1]
+    assert "casting the inputs to float64 is not possible (the function computes" in report.notes[1]
     failed(called_back(cosine(1.05), lambda _: jnp.float32), X)
 
 
@@ -118,7 +118,10 @@ def test_half_precision_is_checked_with_its_own_tolerance(dtype, factor):
 
 def test_a_narrow_type_inside_sets_the_tolerance_and_is_noted():
     report = passed(lambda x: jnp.sin(x.astype(jnp.bfloat16)).astype(x.dtype), X)
-    assert "it computes in bfloat16 inside: tolerances are those of bfloat16" in report.notes
+    assert (
+        "the function computes in bfloat16 inside, so the tolerances are those of bfloat16"
+        in report.notes
+    )
 
 
 @pytest.mark.parametrize("name", ["missing_factor", "wrong_sign", "wrong_deep_inside_a_scan"])
@@ -245,7 +248,7 @@ def test_the_factors_of_a_linear_solve_are_not_held():
 
 def test_values_lost_to_rounding_are_excused_only_if_plain_ad_loses_them_too():
     report = passed(lambda x: jnp.sin((1e4 + x) - 1e4) ** 2, X, points=1)
-    assert "off by rounding, as plain AD in this precision is" in str(report)
+    assert "off by rounding, as plain AD in this precision is, too" in str(report)
     careless = custom(
         lambda x: x * x, lambda r, g: (g * (((1e4 + r[0]) ** 2 - 1e8 - r[0] ** 2) / 1e4),)
     )
@@ -274,12 +277,12 @@ def test_what_cancels_in_half_precision_is_a_note(dtype):
 
     args = X.astype(dtype), X.astype(dtype)
     found = passed(beside(one), *args, points=1)
-    assert "not verified: off by rounding, as plain AD in this precision is" in str(found)
+    assert "not verified: off by rounding, as plain AD in this precision is, too" in str(found)
     assert found.verified == 3
     failed(beside(custom(one, lambda r, g: (g * jnp.ones_like(r[0]),))), *args)
 
 
-STOPPED = "values behind jax.lax.stop_gradient are held fixed, as JAX differentiates them"
+STOPPED = "values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"
 
 
 @pytest.mark.parametrize(("part", "noted"), [(1.0, True), (2e-5, True), (1e-7, False)])
@@ -416,7 +419,9 @@ def test_values_may_be_off_by_a_few_percent_of_those_in_float64():
 def test_a_function_that_looks_at_its_own_rounding_is_evaluated_natively():
     report = passed(lambda x: jnp.where(x + 1e-9 == x, 1.0, 2.0) * x, X)
     assert report.precision == "float32"
-    assert "float64 is not possible (its values differ from the function's own)" in report.notes[0]
+    assert (
+        "float64 is not possible (its values differ from those of the function)" in report.notes[0]
+    )
 
 
 def test_a_function_that_cannot_be_evaluated_elsewhere_is_refused():
@@ -428,5 +433,5 @@ def test_a_function_that_cannot_be_evaluated_elsewhere_is_refused():
     def call(x):
         return jax.pure_callback(strict, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
-    with pytest.raises(ValueError, match="(?s)cannot be evaluated at a perturbed point.*native"):
+    with pytest.raises(ValueError, match="(?s)cannot be evaluated at a point nearby.*native"):
         cg.check_grads(custom(call, cosine(1)), (X,))

@@ -233,7 +233,7 @@ def test_elements_that_were_not_looked_at_are_said_so_where_those_that_were_disa
         lambda r, g: (g * jnp.where(r[0] == 0, jnp.arange(400.0) / 400, 0.5),),
     )
     found = report(wrong, kinks + jnp.arange(400.0) * jnp.where(kinks > 0, 1e-3, 0), points=1)
-    assert "elements not verified: not looked at one by one" in str(found)
+    assert "elements not verified: not checked one by one" in str(found)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -96,7 +96,7 @@ def test_exactly_means_to_the_last_bit():
     last = np.nextafter(G, 10)
     (failure,) = _exactly(checked(), last, G, "twice")
     assert failure.check == "determinism"
-    assert failure.detail == "twice: 5 of 5 elements differ in their last bits"
+    assert failure.detail == "twice: 5 of 5 elements are not bit-identical"
     assert _exactly(checked(), G, G, "twice") == []
     (worse,) = _exactly(checked(), 2 * G, G, "twice")
     assert worse.check == "determinism" and "worst: 10, expected 5" in worse.detail
@@ -194,7 +194,7 @@ def test_a_failure_counts_the_wrong_elements_and_shows_the_worst():
 def test_elements_that_were_not_looked_at_are_counted_as_well():
     (text,), notes = texts(finding([WRONG, OK, WRONG, WRONG], seen=2))
     assert "3 of 4 elements wrong" in text
-    assert notes == ["args[0]: 2 of 4 elements in doubt were looked at one by one"]
+    assert notes == ["args[0]: 2 of 4 elements in doubt were checked one by one"]
     (text,), _ = texts(finding([WRONG], exact=False))
     assert "at least 1 of 4 elements wrong" in text
 
@@ -220,15 +220,15 @@ def test_a_kink_shows_its_slopes_and_a_second_point_is_named():
 
 NOTES = {
     KINK: "not differentiable; the gradient lies between the one-sided slopes",
-    UNSURE: "could not be verified by differences, which are too noisy",
-    ROUNDING: "off by rounding, as plain AD in this precision is",
-    LOST: "not verified: off by rounding, as plain AD in this precision is",
+    UNSURE: "could not be verified, because the differences are too noisy",
+    ROUNDING: "off by rounding, as plain AD in this precision is, too",
+    LOST: "not verified: off by rounding, as plain AD in this precision is, too",
     SYMMETRIC: (
-        "right for symmetric matrices, as this one is, and not off them: the function does not "
+        "right for symmetric matrices, such as this one, but not for others: the function does not "
         "read both triangles alike"
     ),
     SINGULAR: "not verified: at a jump, or where slopes grow without bound",
-    UNSEEN: "not verified: not looked at one by one",
+    UNSEEN: "not verified: not checked one by one",
 }
 
 

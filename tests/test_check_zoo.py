@@ -21,6 +21,7 @@ def run(name, dtype, which):
 
 @pytest.mark.exhaustive
 @pytest.mark.kinds("dtype")
+@pytest.mark.ci("name", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", check_zoo.PAIRS)
 def test_a_wrong_vjp_is_caught_by_the_check_it_violates(name, dtype):
@@ -29,6 +30,7 @@ def test_a_wrong_vjp_is_caught_by_the_check_it_violates(name, dtype):
 
 
 @pytest.mark.kinds("dtype")
+@pytest.mark.ci("name", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", check_zoo.PAIRS)
 def test_its_right_twin_passes(name, dtype):

@@ -52,7 +52,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page):
 
 
 def test_every_row_is_ticked_by_a_link():
-    assert len(ROWS) > 50
+    assert ROWS
     for row in ROWS:
         assert re.search(r"\| ✓ \[.+?\]\(\w", row), row
 

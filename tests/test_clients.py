@@ -25,9 +25,10 @@ from tests.helpers import RELEASED, all_reduces, assert_close, assert_same
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 
-# The compiler of the tests by default, which takes a third of the time, and that of a user.
+# The compiler of the tests, which takes a third of the time, and that of a user: what that does to
+# the bits is in tests/test_bits.py.
 each_compiler = pytest.mark.parametrize(
-    "options", [None, pytest.param(RELEASED, marks=pytest.mark.exhaustive)], ids=["fast", "users"]
+    "options", [None, pytest.param(RELEASED, marks=pytest.mark.product)], ids=["fast", "users"]
 )
 
 
@@ -182,9 +183,10 @@ def ppo(clip, options, updates):
     return train(jax.random.key(0))
 
 
+@pytest.mark.ci()
 @pytest.mark.parametrize(
     "updates, part, options",
-    [(15, 0.6, None), pytest.param(100, 0.1, RELEASED, marks=pytest.mark.exhaustive)],
+    [(15, 0.6, None), (100, 0.1, RELEASED)],
     ids=["short", "long"],
 )
 def test_ppo_in_one_scan(updates, part, options):

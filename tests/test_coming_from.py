@@ -33,9 +33,8 @@ def assert_printed(printed, shown):
     np.testing.assert_allclose(*numbers, rtol=0.02, atol=1e-20)
 
 
-@pytest.mark.exhaustive
-@every_page
-def test_the_programs_run_and_print_what_the_page_shows(page):
+def assert_pages_program_prints(page):
+    """Runs what a page holds, block by block; what it prints is what the page shows next."""
     names, printed = {}, io.StringIO()
     for kind, text in BLOCK.findall(page.read_text()):
         if kind == "text":
@@ -45,6 +44,12 @@ def test_the_programs_run_and_print_what_the_page_shows(page):
             with contextlib.redirect_stdout(printed):
                 exec(compile(text, page.name, "exec"), names)
     assert not printed.getvalue()
+
+
+@pytest.mark.exhaustive
+@every_page
+def test_the_programs_run_and_print_what_the_page_shows(page):
+    assert_pages_program_prints(page)
 
 
 @pytest.mark.parametrize("other", ["norm 1.2", "norm 1.0 or so", "scale 1.0", "norm 1.0 2.0"])

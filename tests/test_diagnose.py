@@ -132,7 +132,7 @@ def test_each_suspect_of_the_page_is_found_at_its_line(disease, place):
     assert finding.operation == operation
     assert finding.step == (SICK if place in (scanned, rematerialized) else None)
     assert finding.module == ("Model/sick" if place is in_a_module else "")
-    assert "; the usual suspect is" in finding.message
+    assert any(f"; {s.advice(operation)}" in finding.message for s in SUSPECTS)
     assert "docs/nan.md" not in finding.message or f"({docs_page('nan')})" in finding.message
     assert all(len(line) <= 100 for line in str(found).splitlines())
     assert cg.diagnose(place(fun), (jnp.full(STEPS, good),)).ok
@@ -162,7 +162,8 @@ def test_the_most_special_suspect_is_chosen():
 )
 def test_a_suspect_that_the_values_do_not_fit_is_not_named(fun, at, operation, computes):
     finding = cg.diagnose(fun, (at,)).findings[0]
-    assert finding.operation == operation and "suspect" not in finding.message
+    assert finding.operation == operation
+    assert not any(s.advice(operation) in finding.message for s in SUSPECTS)
     if computes:
         assert finding.message.endswith(f"; the backward pass computes {computes}")
 
@@ -265,7 +266,7 @@ def test_inf_in_an_argument_is_named_where_it_becomes_nan():
 
     found = cg.diagnose(loss, (jnp.full(2, -jnp.inf), jnp.ones(2)), argnums=1)
     assert kinds(found) == ["value"] and found.findings[0].line == line_of(loss, "softmax")
-    assert "(there is inf in args/0)" in found.findings[0].message
+    assert "(args/0 contains inf)" in found.findings[0].message
     assert cg.diagnose(loss, (jnp.array([0.0, -jnp.inf]), jnp.ones(2)), argnums=1).ok
 
 
@@ -319,7 +320,7 @@ def uses_of_an_argument(x):
 def test_a_sum_of_cotangents_that_overflows_is_found(loss, operation, uses):
     (finding,) = cg.diagnose(loss, (jnp.array(0.0),)).findings
     assert (finding.kind, finding.operation) == ("vjp", operation)
-    assert f"cotangents of its {uses} uses are finite and their sum is not" in finding.message
+    assert f"cotangents of its {uses} uses are finite, but their sum is not" in finding.message
     assert operation != "argument" or "args/0 is used" in finding.message
     assert operation in ("argument", "scan") or finding.line == line_of(loss, "2.0 * x")
     assert finding.step == (0 if operation == "scan" else None)
@@ -430,7 +431,7 @@ def test_a_bad_custom_vjp_is_found_at_its_call():
 
 def test_a_healthy_custom_vjp_is_a_note():
     found = cg.diagnose(lambda x: jnp.sum(good_rule(x)), (jnp.zeros(3),))
-    assert found.ok and len(found.notes) == 1 and "good_rule has a VJP of its own" in found.notes[0]
+    assert found.ok and len(found.notes) == 1 and "good_rule has a custom VJP" in found.notes[0]
 
 
 def rnn(radius, steps=50, size=16):
@@ -526,7 +527,7 @@ def test_what_cannot_be_gone_into_is_a_note():
         return x + constant
 
     found = cg.diagnose(loss, (1.0,))
-    assert found.ok and "pure_callback is measured from outside" in found.notes[0]
+    assert found.ok and "pure_callback is measured as one operation" in found.notes[0]
     assert f"test_diagnose.py:{line_of(loss, 'pure_callback')}" in found.notes[0]
 
 
@@ -595,7 +596,7 @@ def test_underflow_is_found_behind_rules_bits_and_loops(layer):
 
     found = cg.diagnose(loss, (jnp.array([-1.0, 1.0, 2.0, 2.5], jnp.float16),))
     assert "underflow" in kinds(found), str(found)
-    assert not any("not looked for" in note for note in found.notes)
+    assert not any("did not look for" in note for note in found.notes)
 
 
 def test_the_gradient_of_an_argument_that_underflows_is_found():
@@ -605,7 +606,7 @@ def test_the_gradient_of_an_argument_that_underflows_is_found():
 
     (finding,) = cg.diagnose(loss, ({"w": jnp.ones(4, jnp.float16)},)).findings
     assert (finding.kind, finding.operation) == ("underflow", "argument")
-    assert "100% of the gradient of args/0/w are zero in float16" in finding.message
+    assert "100% of the gradient of args/0/w is zero in float16" in finding.message
     assert cg.diagnose(loss, ({"w": jnp.ones(4, jnp.bfloat16)},)).ok
 
 
@@ -647,7 +648,7 @@ def test_blank_patches_are_found_at_the_division():
     batch = task.sample(data, jax.random.key(0))
     found = cg.diagnose(task.loss, (task.init(data, np.random.default_rng(0)), batch))
     (finding,) = found.findings
-    assert finding.kind == "vjp" and finding.file.endswith("_blank_patches.py")
+    assert finding.kind == "vjp" and finding.file.endswith("blank_patches.py")
     with open(finding.file) as file:
         assert "h / (jnp.linalg.norm(" in file.read().splitlines()[finding.line - 1]
 
@@ -668,7 +669,7 @@ def test_the_growth_of_the_character_rnn_is_found():
             break
         params = jax.tree.map(lambda w, g: w - g, params, step(params, batch))
     assert seen and 1.05 < seen[0].factor < 1.5 and seen[0].operation == "scan"
-    assert seen[0].file.endswith("_char_rnn.py")
+    assert seen[0].file.endswith("char_rnn.py")
 
 
 @pytest.mark.parametrize(
@@ -691,7 +692,13 @@ def test_the_growth_of_the_character_rnn_is_found():
         (jnp.sum, (1.0,), {"argnums": 1}, ValueError, "^argnums: got 1 for 1 arguments"),
         (jnp.sum, (1.0,), {"argnums": ()}, ValueError, r"^argnums: got \(\), expected at least"),
         (lambda x: 1.0 * jnp.sum(x), (jnp.arange(3),), {}, ValueError, r"got int32\[3\] in args/0"),
-        (lambda x: 1.0 * x, (1,), {}, ValueError, "^args: got int in args/0, expected some float"),
+        (
+            lambda x: 1.0 * x,
+            (1,),
+            {},
+            ValueError,
+            "^args: got int in args/0, expected floating arrays",
+        ),
         (lambda x: 1j * x, (1.0,), {}, ValueError, r"^fun: got complex64\[\]"),
     ],
 )

@@ -175,7 +175,7 @@ def test_without_a_rule_it_is_the_identity():
     [
         (5.0, r"did you mean ErrorClipByValue\(max=5.0\)"),
         ({"h": RULE}, "expected a ClipRule"),
-        (cg.AdaptiveClip(), "needs parameters, expected .* a variable has none"),
+        (cg.AdaptiveClip(), "needs parameters, expected .*a variable has none"),
     ],
     ids=["a number", "a mapping", "a rule of parameters"],
 )

@@ -33,6 +33,7 @@ def update(tx, grads, params=None, state=None, **extra):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.ci("name shapes", "threshold")
 @pytest.mark.parametrize("name", [name for name, (_, theirs) in CLIPS.items() if theirs])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("threshold", [0.01, 0.37, 0.5])
@@ -315,7 +316,10 @@ def test_adaptive_clipping_without_parameters_is_refused():
     "params, match",
     [
         ({"a": jnp.ones(3)}, r"params: got \(3,\) for a, expected the shape .*, \(2,\)"),
-        ({"b": jnp.ones(2)}, "params: got another structure, expected that of the gradients"),
+        (
+            {"b": jnp.ones(2)},
+            "params: got another structure, expected the structure of the gradients",
+        ),
         ({"a": None}, "params: got None for a"),
     ],
     ids=range(3),

@@ -147,7 +147,7 @@ def test_trees_may_have_three_hundred_levels_and_not_a_thousand(name):
         assert [n.name for n in result] == ["h", "m"]
     else:
         assert jax.tree.structure(result) == jax.tree.structure(tree)
-    with pytest.raises(ValueError, match="or has more than 500 levels, expected one of fewer"):
+    with pytest.raises(ValueError, match="or has more than 500 levels, expected fewer"):
         EVERY[name](levels(1000, 1.0))
 
 
@@ -183,19 +183,22 @@ class Model:
 
 NO_LEAVES = {
     "object": (Model, "type Model at 'a', expected arrays or numbers; make Model a pytree"),
-    "set": (lambda: {1.0, 2.0}, "type set at 'a'.* or put None in its place"),
+    "set": (lambda: {1.0, 2.0}, "type set at 'a'.* or replace it with None"),
     "reference": (lambda: jax.new_ref(jnp.ones(2)), r"type Ref at 'a'.*or ref\[\.\.\.\] for a ref"),
     "shape": (lambda: jax.ShapeDtypeStruct((2,), jnp.float32), "at 'a'.*write jax.eval_shape"),
     "objects of NumPy": (
         lambda: np.array([1.0, None]),
-        "ndarray at 'a'.*object is no dtype of JAX",
+        "ndarray at 'a'.*object is not a dtype of JAX",
     ),
-    "text of NumPy": (lambda: np.array(["x"]), r"<U1 is no dtype of JAX, write x.astype\(\.\.\.\)"),
-    "wide": (lambda: np.ones(2, np.longdouble), "float.* is no dtype of JAX"),
-    "wide number": (lambda: np.longdouble(1), "longdouble at 'a'.* is no dtype of JAX"),
-    "other byte order": (lambda: np.ones(2, ">f4"), ">f4 is no dtype of JAX"),
-    "date": (lambda: np.array("2020", "datetime64[D]"), "is no dtype of JAX"),
-    "record": (lambda: np.zeros(2, [("x", "f4")]), "is no dtype of JAX"),
+    "text of NumPy": (
+        lambda: np.array(["x"]),
+        r"<U1 is not a dtype of JAX; write x.astype\(\.\.\.\)",
+    ),
+    "wide": (lambda: np.ones(2, np.longdouble), "float.* is not a dtype of JAX"),
+    "wide number": (lambda: np.longdouble(1), "longdouble at 'a'.* is not a dtype of JAX"),
+    "other byte order": (lambda: np.ones(2, ">f4"), ">f4 is not a dtype of JAX"),
+    "date": (lambda: np.array("2020", "datetime64[D]"), "is not a dtype of JAX"),
+    "record": (lambda: np.zeros(2, [("x", "f4")]), "is not a dtype of JAX"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Which rows of a table run by default, and that a selection runs whole."""
+"""Which rows of a table run by default and in CI, and that a selection runs whole."""
 
 import pytest
 
@@ -12,7 +12,9 @@ testpaths = .
 addopts = -m 'not exhaustive'
 markers =
   kinds
+  ci
   row
+  product
   exhaustive
 """
 TESTS = """
@@ -34,6 +36,12 @@ def test_of_one_kind(row): pass
 
 @pytest.mark.parametrize("row", range(4))
 def test_without_a_mark(row): pass
+
+@pytest.mark.exhaustive
+@pytest.mark.ci("tree", size=abs)
+@pytest.mark.parametrize("tree", range(4))
+@pytest.mark.parametrize("size", [-1, 1, 2])
+def test_in_ci(tree, size): pass
 """
 
 
@@ -61,7 +69,21 @@ def test_without_a_selection_the_rows_that_differ_in_kind_run(pytester):
     assert sum("without" in name for name in names) == 4
 
 
-ALL = 30 + 4 + 9 + 4
+def test_in_ci_each_pair_runs_or_what_the_mark_says(pytester):
+    names = run(pytester, "-m", "not product")
+    law = [tuple(name[9:-1].split("-")) for name in names if "law" in name]
+    for parameters, number in (((0, 1), 10), ((0, 2), 15), ((1, 2), 6)):
+        assert len({tuple(row[i] for i in parameters) for row in law}) == number
+    assert 15 <= len(law) <= 18
+    assert set(run(pytester)) < set(names)
+    in_ci = [name[11:-1].rsplit("-", 1) for name in names if "in_ci" in name]
+    assert sorted(tree for _, tree in in_ci) == list("0123")
+    assert {abs(int(size)) for size, _ in in_ci} == {1, 2}
+    assert sum("one_kind" in name for name in names) == 9
+    assert sum("without" in name for name in names) == 4
+
+
+ALL = 30 + 4 + 9 + 4 + 12
 
 
 @pytest.mark.parametrize(
@@ -83,6 +105,13 @@ def test_what_is_selected_runs_whole(pytester, options, number):
 def test_a_file_of_exhaustive_tests_is_not_even_imported_by_default(pytester):
     pytester.makepyfile(test_other="pytestmark = pytest.mark.exhaustive\nimport no_such_library")
     assert len(run(pytester)) == 13
+
+
+def test_rows_that_come_first_are_not_shown_again():
+    rows = [{"a": i, "b": j} for i in range(3) for j in range(3)]
+    picked = covering(rows, ["a", "b"], first=[8])
+    assert picked[0] == 8 and len(picked) == 3
+    assert covering(rows, ["a"], first=[0, 3, 6]) == [0, 3, 6]
 
 
 def test_few_rows_show_every_pair():

@@ -50,6 +50,7 @@ def params_like(tree, seed=1):
 
 
 @pytest.mark.kinds("case apply", "scale")
+@pytest.mark.ci("apply scale", "case apply")
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [1e-30, 0.01, 1.0, 30.0, 1e19, 1e30])
@@ -70,7 +71,7 @@ def test_any_tree_equals_the_reference(case, tree, limit):
     assert_close(clipped, expected, rtol=3e-6, atol=1e-30 * limit)
 
 
-@pytest.mark.kinds("case apply", "dtype", "threshold")
+@pytest.mark.kinds("case", "apply dtype", "threshold")
 @everywhere
 @every_case
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -93,6 +94,7 @@ def test_low_precision_gradients_with_float32_parameters_keep_their_dtype(case, 
     chex.assert_trees_all_equal_shapes_and_dtypes(clipped, grads)
 
 
+@pytest.mark.kinds("case", "apply")
 @everywhere
 @every_case
 def test_float64_is_clipped_in_float64(case, apply):
@@ -106,6 +108,7 @@ def test_float64_is_clipped_in_float64(case, apply):
         assert_close(clipped, expected, rtol=1e-13)
 
 
+@pytest.mark.kinds("case", "apply")
 @everywhere
 @every_case
 def test_what_is_within_the_limits_is_unchanged_bit_for_bit(case, apply, key):
@@ -114,6 +117,7 @@ def test_what_is_within_the_limits_is_unchanged_bit_for_bit(case, apply, key):
     assert_same(clip(case, apply, grads, params), grads)
 
 
+@pytest.mark.kinds("case", "apply")
 @everywhere
 @every_case
 def test_at_the_threshold_nothing_changes(case, apply):
@@ -123,6 +127,7 @@ def test_at_the_threshold_nothing_changes(case, apply):
     assert_same(clip(case, apply, grads, params, float(np.max(ratios))), grads)
 
 
+@pytest.mark.kinds("case", "apply")
 @everywhere
 @every_case
 def test_the_result_is_within_the_limits(case, apply, key):
@@ -144,6 +149,7 @@ def test_directions_are_kept(case, seed):
     np.testing.assert_allclose(a / np.linalg.norm(a), b / np.linalg.norm(b), atol=3e-7)
 
 
+@pytest.mark.kinds("case", "apply")
 @everywhere
 @every_case
 def test_a_threshold_of_zero_gives_exact_zeros(case, apply, key):
@@ -159,6 +165,7 @@ def subnormal_like(tree):
 
 
 @pytest.mark.kinds("apply")
+@pytest.mark.ci("case", "apply")
 @everywhere
 @every_case
 def test_subnormal_numbers_become_exact_zeros_at_zero_and_never_nan(case, apply, key):
@@ -173,6 +180,7 @@ def test_subnormal_numbers_become_exact_zeros_at_zero_and_never_nan(case, apply,
 
 
 @pytest.mark.kinds("apply")
+@pytest.mark.ci("case", "apply")
 @everywhere
 @every_case
 def test_a_leaf_of_subnormal_numbers_changes_nothing_about_the_others(case, apply, key):
@@ -186,6 +194,7 @@ def test_a_leaf_of_subnormal_numbers_changes_nothing_about_the_others(case, appl
     assert_same(clipped, expected)
 
 
+@pytest.mark.kinds("case", "apply")
 @everywhere
 @every_case
 def test_a_traced_negative_threshold_acts_as_zero(case, apply, key):
@@ -195,6 +204,7 @@ def test_a_traced_negative_threshold_acts_as_zero(case, apply, key):
         np.testing.assert_array_equal(leaf, 0)
 
 
+@pytest.mark.kinds("case", "apply")
 @everywhere
 @every_case
 def test_an_infinite_threshold_changes_nothing(case, apply, key):
@@ -261,6 +271,7 @@ NARROW = [
 
 
 @pytest.mark.kinds("dtype")
+@pytest.mark.ci("case", "dtype")
 @every_case
 @pytest.mark.parametrize("dtype", NARROW)
 def test_a_narrow_dtype_is_clipped_in_float32_and_rounded_once(case, dtype, key):
@@ -286,6 +297,7 @@ def derivatives_through(make, apply):
 
 
 @pytest.mark.kinds("apply", "scale", case=rule_of)
+@pytest.mark.ci("case apply", "apply scale")
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e20])
@@ -294,7 +306,7 @@ def test_derivatives_through_a_clip_are_finite(case, apply, scale, key):
     chex.assert_tree_all_finite(derivatives_through(case.make, apply)(grads, LIMIT, params))
 
 
-@pytest.mark.kinds("case apply", "bad")
+@pytest.mark.kinds("case", "apply", "bad")
 @everywhere
 @every_scaling
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -363,7 +375,7 @@ def by_rule(case, grads, params):
     return cg.clip_grads(grads, case.make(LIMIT), params)[0]
 
 
-@pytest.mark.kinds("case apply", "empty")
+@pytest.mark.kinds("case", "apply", "empty")
 @everywhere
 @every_case
 @pytest.mark.parametrize("empty", [{}, [], {"a": None}, {"a": jnp.zeros((0, 2))}], ids=str)
@@ -372,6 +384,7 @@ def test_empty_trees_are_kept(case, apply, empty):
     assert jax.tree.structure(clipped) == jax.tree.structure(empty)
 
 
+@pytest.mark.kinds("case", "apply")
 @everywhere
 @every_case
 def test_complex_gradients_are_measured_by_their_absolute_values(case, apply, key):
@@ -397,6 +410,7 @@ def test_clipping_twice_is_clipping_once(case, key):
 
 
 @pytest.mark.kinds("apply")
+@pytest.mark.ci("case", "apply")
 @everywhere
 @every_case
 def test_compiled_and_eager_agree(case, apply, key):
@@ -416,6 +430,7 @@ def test_a_rule_is_a_pytree_of_its_thresholds(case):
     assert jax.tree.leaves(negative)[0] == -LIMIT
 
 
+@pytest.mark.kinds("case", "apply")
 @everywhere
 @every_case
 def test_new_thresholds_retrace_nothing(case, apply, key):
@@ -439,6 +454,7 @@ def test_python_numbers_as_gradients_are_clipped_or_constants(apply):
 
 
 @pytest.mark.kinds("apply", "scale")
+@pytest.mark.ci("case", "apply scale")
 @everywhere
 @every_case
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e30])

@@ -129,6 +129,7 @@ def tree_mode(wrap):
     return model.mean[...], model.var[...]
 
 
+@pytest.mark.ci("program", "transformed")
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 @every_transformed
 def test_a_model_is_changed_as_by_the_plain_function(program, transformed):
@@ -283,6 +284,7 @@ WATCHED = {
 }
 
 
+@pytest.mark.ci("fun transformed", "place transformed")
 @pytest.mark.parametrize("fun", REFERENCES.values(), ids=REFERENCES)
 @pytest.mark.parametrize("place", [as_argument, in_a_pytree, closed_over, under_jit])
 @pytest.mark.parametrize("transformed", WATCHED.values(), ids=WATCHED)

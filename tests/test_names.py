@@ -85,7 +85,7 @@ def test_a_function_without_names_has_an_empty_list():
         ((3, (X,)), "fun: got 3, expected a function"),
         ((model, X), r"args: got ArrayImpl, expected a tuple; for one argument write \(x,\)"),
         ((model, [X]), r"args: got list, expected a tuple"),
-        ((model, (X,), [2.0]), "kwargs: got list, expected a mapping such as a dict"),
+        ((model, (X,), [2.0]), "kwargs: got list, expected a mapping, such as a dict"),
     ],
     ids=lambda value: str(type(value).__name__),
 )

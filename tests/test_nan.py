@@ -59,6 +59,7 @@ BY_LEAF = [cg.ClipByNorm(1.0), cg.ClipByNorm(1.0, ord=jnp.inf), cg.ClipByBlockRM
 
 @pytest.mark.exhaustive
 @pytest.mark.kinds()
+@pytest.mark.ci("rule", "bad")
 @pytest.mark.parametrize("rule", [*ONE_GROUP, *BY_LEAF], ids=repr)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
 def test_a_bad_element_makes_its_whole_group_nan(rule, bad):

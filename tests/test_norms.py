@@ -58,6 +58,7 @@ def test_known_norms(tree, expected):
 
 @pytest.mark.exhaustive
 @pytest.mark.kinds()
+@pytest.mark.ci("ord", "dtype")
 @pytest.mark.parametrize("ord", [1, 2, 3, 4, jnp.inf])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_a_leaf_of_subnormal_numbers_has_a_finite_norm(dtype, ord):
@@ -119,6 +120,7 @@ def test_nan_gives_nan_and_otherwise_inf_gives_inf(ord):
 
 
 @pytest.mark.kinds("ord", "scale")
+@pytest.mark.ci("ord", "scale")
 @every_order
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e19, 1e30])
 def test_the_derivative_is_that_of_the_formula(ord, scale):

@@ -320,21 +320,42 @@ def test_a_batch_over_eight_devices_gives_the_result_of_one(microbatch, kind, ke
     assert "all-gather" not in compiled.as_text() and "all-to-all" not in compiled.as_text()
 
 
-@pytest.mark.parametrize(
-    ("microbatch", "spec", "why"),
-    [(4, P(), "reshape is not supported"), (16, P(None, "x"), "cannot be sharded along the mesh")],
-)
-def test_on_explicit_axes_jax_refuses_small_microbatches_and_parameters_on_the_same_axis(
-    microbatch, spec, why, key
-):
+def test_on_explicit_axes_jax_refuses_small_microbatches(key):
     params, batch = data(key, 32)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        params["w"] = jax.device_put(params["w"], NamedSharding(mesh, spec))
         sharded = jax.device_put(batch, NamedSharding(mesh, P("x")))
         # JAX 0.10.0 refuses the batch itself.
-        with pytest.raises(Exception, match=f"{why}|select `which` must be scalar"):
-            clipped(loss, NORM, microbatch=microbatch).lower(params, sharded)
+        with pytest.raises(Exception, match="reshape is not supported|`which` must be scalar"):
+            clipped(loss, NORM, microbatch=4).lower(params, sharded)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [P(None, "x"), pytest.param(P(None, "y"), marks=pytest.mark.exhaustive)],
+    ids=["axis of the batch", "axis of its own"],
+)
+def test_parameters_sharded_over_explicit_axes_give_the_result_of_one_device(spec, key):
+    params, batch = data(key, 32)
+
+    @jax.jit
+    def run(params, batch):
+        ways = {"one pass": NORM, "two passes": NORM, "direct": cg.ClipByValue(0.1)}
+        results = [
+            cg.clip_per_example(loss, rule, method=m)(params, batch)[1:]
+            for m, rule in (*ways.items(), ("direct", NORM))
+        ]
+        norms = [cg.per_example_norms(loss, method=m)(params, batch) for m in ("auto", "direct")]
+        return results, norms
+
+    expected = run(params, batch)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        params["w"] = jax.device_put(params["w"], NamedSharding(mesh, spec))
+        sharded = jax.device_put(batch, NamedSharding(mesh, P("x")))
+        results, norms = run(params, sharded)
+    assert_close((results, norms), expected, rtol=2e-5, atol=1e-6)
+    assert all(jax.typeof(grads["w"]).sharding.spec == spec for grads, _ in results)
 
 
 @pytest.mark.exhaustive
@@ -467,10 +488,10 @@ def test_wrong_arguments_are_refused_at_once(wrong, error, match):
 @pytest.mark.parametrize(
     "batch, match",
     [
-        ({"x": jnp.ones((4, 2)), "y": jnp.ones(3)}, r"'x': \(4, 2\), 'y': \(3,\)}, expected a lea"),
-        ({"x": jnp.ones((4, 2)), "y": 1.0}, r"'y': \(\)}, expected a leading axis of the same"),
-        (jnp.ones(()), r"{'the batch': \(\)}, expected a leading axis"),
-        (jnp.ones((0, 2)), r"{'the batch': \(0, 2\)}, expected a leading axis"),
+        ({"x": jnp.ones((4, 2)), "y": jnp.ones(3)}, r"'x': \(4, 2\), 'y': \(3,\)}, expected the"),
+        ({"x": jnp.ones((4, 2)), "y": 1.0}, r"'y': \(\)}, expected the same leading axis"),
+        (jnp.ones(()), r"{'the batch': \(\)}, expected the same leading axis"),
+        (jnp.ones((0, 2)), r"{'the batch': \(0, 2\)}, expected the same leading axis"),
         ({}, "batch: got leaves of the shapes {}"),
         (jnp.ones((4, 2)), "microbatch: got 3, expected a divisor of the 4 examples"),
     ],
@@ -485,3 +506,39 @@ def test_parameters_that_have_no_gradient_are_refused_by_jax(key):
     params, batch = data(key)
     with pytest.raises(TypeError, match="real- or complex-valued inputs"):
         cg.clip_per_example(loss, NORM)({**params, "step": 1}, batch)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda f, **o: cg.clip_per_example(f, NORM, **o), cg.per_example_norms],
+    ids=["clip", "norms"],
+)
+@pytest.mark.parametrize("method", ["auto", "direct"])
+def test_a_wrong_loss_and_parameters_without_arrays_are_refused(method, make):
+    def refused(match, loss_fn, params=None, **options):
+        per_example = make(loss_fn, method=method, **options)
+        params = {"w": jnp.ones(3)} if params is None else params
+        with pytest.raises(ValueError, match=match):
+            per_example(params, jnp.ones((4, 3)))
+        if method == "auto" or params == {}:
+            with pytest.raises(ValueError, match=match):
+                per_example.plan(params, jnp.ones((4, 3)))
+
+    def right(p, x):
+        return jnp.sum(p["w"] * x)
+
+    refused(r"params: got {}, expected a tree with an array .* write \(params, batch\)", right, {})
+    refused(
+        r"loss_fn: got float32\[3\] from it for one example, expected a floating scalar; write its "
+        r"mean or sum, as in\n  lambda params, x: jnp.mean\(loss_fn\(params, x\[None\]\)\)",
+        lambda p, x: p["w"] * x,
+    )
+    refused(r"got int32\[\] .* expected a floating scalar", lambda p, x: jnp.int32(3))
+    refused("got NoneType .* expected a floating scalar", lambda p, x: None)
+    refused("got a tuple .* has_aux=True for", lambda p, x: (right(p, x), x))
+    refused(r"got float32\[\] .*expected \(loss, aux\) .* leave has_aux out", right, has_aux=True)
+    refused(
+        r"got float32\[3\] .* expected a floating scalar",
+        lambda p, x: (p["w"] * x, x),
+        has_aux=True,
+    )

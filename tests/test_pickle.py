@@ -194,6 +194,7 @@ WAYS = {
 }
 
 
+@pytest.mark.ci("case", "way")
 @pytest.mark.parametrize(
     "case, way",
     [(case, way) for case in CASES for way in WAYS if case.plain or way != "pickle"],

@@ -9,26 +9,11 @@ import pytest
 import clipgrad as cg
 
 
-def values(kind):
-    return [t.value for t in cg.SUGGESTED_THRESHOLDS if t.kind == kind]
-
-
-def test_the_published_thresholds():
-    assert values("norm") == [2.0, 0.25, 1.0, 0.1, 0.1]
-    assert values("value") == [15.0]
-    assert values("adaptive") == [0.01, 0.08, 0.16]
-
-
 def test_every_entry_says_where_it_is_from():
     for entry in cg.SUGGESTED_THRESHOLDS:
         assert entry.kind in ("norm", "value", "adaptive")
         assert entry.setting
         assert re.search(r", \d{4}, https://\S+$", entry.source)
-
-
-def test_the_settings_of_adaptive_clipping_say_for_which_networks():
-    assert all("NF-ResNets" in t.setting for t in cg.SUGGESTED_THRESHOLDS if t.kind == "adaptive")
-    assert "plain ResNet without BatchNorm gained nothing" in cg.SUGGESTED_THRESHOLDS[-1].setting
 
 
 @pytest.mark.parametrize("percentile", [0, 50, 90.0, 100])
@@ -49,7 +34,7 @@ def test_the_default_is_the_ninetieth():
     [
         ([], 90, "got 0 norms, expected at least one that is finite"),
         ([np.nan, np.inf], 90, "got 2 norms, expected at least one that is finite"),
-        ([1.0, -2.0], 90, r"got -2.0, expected norms, which are not negative"),
+        ([1.0, -2.0], 90, r"got -2.0, expected norms of 0 or more"),
         ([1.0], 101, r"percentile: got 101, expected a number in \[0, 100\]"),
         ([1.0], -1, "percentile: got -1"),
     ],

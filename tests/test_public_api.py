@@ -60,6 +60,7 @@ clipgrad.chek_grads
     assert last == f"AttributeError: {expected}", result.stderr
 
 
+@pytest.mark.exhaustive
 def test_every_module_can_be_reloaded_and_works_with_what_was_made_before():
     """As notebooks with autoreload do."""
     program = """

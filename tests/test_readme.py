@@ -76,6 +76,13 @@ def test_the_picture_of_the_third_program_shows_what_its_caption_says(
     assert (tmp_path / "norm_per_step.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_lines_on_the_recorder_are_those_of_the_program_that_runs():
+    (excerpt,) = re.findall(r"```py\n(.*?)```", TEXT, re.DOTALL)
+    page = (ROOT / "docs" / "my_run_blew_up.md").read_text()
+    lines = [line.split("  #")[0].strip() for line in excerpt.splitlines()]
+    assert len(lines) == 5 and all(line in page for line in lines)
+
+
 def test_links_lead_somewhere():
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", TEXT)
     assert targets

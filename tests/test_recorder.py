@@ -242,6 +242,26 @@ def test_a_buffer_that_the_data_iterator_writes_into_again_is_copied(recorder):
     assert_same(cg.load_capture(error.value.path).batch["x"], batches(6, 2)[2])
 
 
+def test_the_state_of_a_grain_iterator_leads_back_to_the_bad_batch(tmp_path):
+    import grain
+
+    data = np.arange(1, 17, dtype=np.float32).reshape(8, 2)
+    data[5, 1] = 0
+    batches_of_two = grain.MapDataset.source(data).shuffle(seed=0).batch(2).to_iter_dataset()
+    iterator, state = iter(batches_of_two), STEP.init(PARAMS)
+    recorder = cg.FlightRecorder(tmp_path)
+    with pytest.raises(cg.HaltedError) as error:
+        for number in range(4):
+            before = iterator.get_state()
+            state, _ = STEP(state, next(iterator))
+            record_unseen(recorder, state, number, iterator=before)
+        recorder.close()
+    capture, again = cg.load_capture(error.value.path), iter(batches_of_two)
+    again.set_state(capture.extra["iterator"])
+    batch = next(again)
+    assert 0 in batch and capture.batch == capture.extra["iterator"]["next_index"]
+
+
 def test_a_batch_that_was_donated_is_refused_at_the_first_step(recorder):
     state, batch = STEP.init(PARAMS), jnp.ones(2)
     batch.delete()
@@ -251,7 +271,7 @@ def test_a_batch_that_was_donated_is_refused_at_the_first_step(recorder):
         recorder.record(state, [1, object()])
     recorder.record(state, {"index": 7, "name": "shard 3"})
     state.opt_state.count.delete()
-    with pytest.raises(ValueError, match="state: got buffers that the .* gave back: state"):
+    with pytest.raises(ValueError, match="state: got buffers that the .* returned; call state"):
         recorder.record(state, jnp.ones(2))
 
 
@@ -305,7 +325,7 @@ def test_after_resume_a_second_bad_step_is_a_second_capture(tmp_path):
     recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False, max_captures=2)
     state = STEP.init(PARAMS)
     given = batches(9, 2, 4, 7)
-    with pytest.warns(RuntimeWarning, match="step 7; .* max_captures: got 2, and that many are in"):
+    with pytest.warns(RuntimeWarning, match="step 7; .* max_captures: got 2, but there are"):
         for batch in given:
             state, _ = STEP(state, batch)
             jax.block_until_ready(state)
@@ -337,10 +357,10 @@ def test_leaving_the_loop_by_another_error_writes_the_capture_and_says_so(tmp_pa
     assert "the training has halted at step 0; its capture is" in error.value.__notes__[0]
 
 
-def record_unseen(recorder, *args):
+def record_unseen(recorder, *args, **extra):
     """As when the flag has not arrived."""
     recorder._look = lambda **_: None
-    recorder.record(*args)
+    recorder.record(*args, **extra)
     del recorder._look
 
 

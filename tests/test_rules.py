@@ -255,6 +255,7 @@ every_place = pytest.mark.parametrize("place", OWN_PLACES.values(), ids=OWN_PLAC
 
 
 @pytest.mark.kinds("make", "place")
+@pytest.mark.ci("make", "place")
 @every_own
 @every_place
 def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place):
@@ -265,6 +266,7 @@ def test_a_rule_that_changes_between_calls_is_applied_as_it_is(make, place):
 
 
 @pytest.mark.kinds("make", "transform")
+@pytest.mark.ci("make", "transform")
 @every_own
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_an_error_clip_by_a_rule_of_ones_own_holds_what_is_traced(make, transform):
@@ -275,6 +277,7 @@ def test_an_error_clip_by_a_rule_of_ones_own_holds_what_is_traced(make, transfor
 
 
 @pytest.mark.kinds("place", "transform")
+@pytest.mark.ci("place", "transform")
 @every_place
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_every_place_takes_a_rule_of_ones_own_that_holds_what_is_traced(place, transform):
@@ -312,6 +315,7 @@ def test_a_subclass_of_a_rule_may_use_its_fields_and_an_attribute_beside_them(pl
 
 
 @pytest.mark.kinds()
+@pytest.mark.ci("case", "apply")
 @pytest.mark.parametrize("apply", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_subclass_that_adds_nothing_is_the_rule(case, apply, key):

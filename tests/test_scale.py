@@ -190,6 +190,7 @@ MEASURES = {
 
 
 @pytest.mark.kinds("tree")
+@pytest.mark.ci("function", "tree")
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_it_traces_on_trees_of_any_size(function, tree, users_promotion):
@@ -213,6 +214,7 @@ def is_program(value):
 
 
 @pytest.mark.kinds()
+@pytest.mark.ci("measure", "tree")
 @pytest.mark.parametrize("tree", ["1e12 parameters", "a vector of 3e9 elements"])
 @pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
 def test_what_is_measured_is_floating_and_no_integer_counts_past_32_bits(

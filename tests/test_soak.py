@@ -182,8 +182,8 @@ def killed(shared: Training, folder: pathlib.Path) -> Ends:
     pytest.param(saved(lambda state, *_: pickle.loads(pickle.dumps(state))), id="pickle"),
     pytest.param(saved(lambda state, *_: pickle.loads(cloudpickle.dumps(state))), id="cloudpickle"),
     pytest.param(saved(lambda state, *_: copy.deepcopy(state)), id="deepcopy"),
-    pytest.param(exported, id="export", marks=pytest.mark.exhaustive),
-    pytest.param(killed, id="kill", marks=pytest.mark.exhaustive),
+    pytest.param(exported, id="export"),
+    pytest.param(killed, id="kill"),
 ])  # fmt: skip
 def test_a_training_that_is_interrupted_ends_with_the_bits_of_one_that_is_not(
     interrupted, shared, tmp_path
@@ -278,9 +278,10 @@ def grown(training: Training, steps: int, after: int) -> tuple[int, int, int]:
     return tuple(b - a for a, b in zip(before, now, strict=True))
 
 
+@pytest.mark.ci()
 @pytest.mark.parametrize("steps, after", [
     (450, 150),
-    pytest.param(20000, 2000, marks=pytest.mark.exhaustive),
+    (20000, 2000),
 ])  # fmt: skip
 def test_the_memory_of_a_training_does_not_grow(steps, after, shared):
     arrays, objects, size = grown(shared, steps, after)

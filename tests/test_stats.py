@@ -73,6 +73,7 @@ def test_sums_of_any_two_ranges_add_up(first, second):
 
 
 @pytest.mark.kinds("bad", "dtype")
+@pytest.mark.ci("size", "bad dtype")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 @pytest.mark.parametrize("bad", [None, jnp.nan, jnp.inf, -jnp.inf])
 @pytest.mark.parametrize("size", SIZES)
@@ -135,6 +136,7 @@ def assert_equal_statistics(closed, measured):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.ci("case", "scale")
 @every_l2_rule
 @pytest.mark.parametrize("scale", [1e-20, 0.01, 1.0, 1e18])
 def test_the_closed_form_equals_the_sums(case, scale, key):

@@ -438,7 +438,7 @@ def test_without_error_clips_there_is_no_metric_of_them():
 
 
 def test_wrong_error_clips_are_refused():
-    with pytest.raises(TypeError, match="rules: got ClipByValue.*expected a mapping of names"):
+    with pytest.raises(TypeError, match="rules: got ClipByValue.*expected a mapping from names"):
         cg.train_step(tagged_loss, optax.sgd(0.1), error_clip=cg.ErrorClipByValue(1.0))
     step = cg.train_step(tagged_loss, optax.sgd(0.1), error_clip={"q": None})
     with pytest.raises(ValueError, match=r"got 'q', expected a name that is .*\['h'\]"):
@@ -464,7 +464,7 @@ def test_integers_and_booleans_among_the_parameters_stay_as_they_are(key):
         np.testing.assert_allclose(metrics["grad_norm"], plain_metrics["grad_norm"], rtol=1e-5)
         assert step(state, batch)[0].params["table"].dtype == jnp.int32
     whole = cg.TrainState(params | buffers, tx.init(params | buffers))
-    with pytest.raises(ValueError, match="state: got a state of the optimizer of another struct"):
+    with pytest.raises(ValueError, match="state: got an optimizer state of another structure"):
         step(whole, batch)
 
 

@@ -46,6 +46,7 @@ def expected_gradient(x, rule, inner=inner, outer=outer):
 
 
 @pytest.mark.kinds()
+@pytest.mark.ci("rule", "wrap")
 @every_rule
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_grad_value_and_grad_and_vjp(rule, wrap):
@@ -98,6 +99,7 @@ def unrolled(h, xs, clip):
 
 
 @pytest.mark.kinds("wrap")
+@pytest.mark.ci("rule", "wrap")
 @every_rule
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["scan", "scan of remat"])
 def test_every_step_of_a_scan_is_clipped(rule, wrap):
@@ -113,6 +115,7 @@ def test_every_step_of_a_scan_is_clipped(rule, wrap):
 
 
 @pytest.mark.kinds("dtype")
+@pytest.mark.ci("rule", "dtype")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @every_kind
 def test_scans_of_low_precision_keep_their_dtype(rule, dtype):
@@ -181,6 +184,7 @@ def test_loops_run_forward_and_fori_loops_backward(rule):
 
 
 @pytest.mark.kinds("taken")
+@pytest.mark.ci("rule", "taken")
 @every_rule
 @pytest.mark.parametrize("taken", [0, 1])
 def test_cond_and_switch_clip_in_the_branch_that_is_taken(rule, taken):
@@ -217,6 +221,7 @@ POLICIES = {
 
 
 @pytest.mark.kinds()
+@pytest.mark.ci("rule", "policy")
 @every_kind
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_the_clip_survives_rematerialization(rule, policy):
@@ -236,7 +241,7 @@ def test_the_checkpoint_of_a_decorated_function(rule):
     assert_close(gradient, expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.kinds("rule")
+@pytest.mark.kinds()
 @every_rule
 def test_inside_and_outside_of_a_custom_vjp(rule):
     @jax.custom_vjp
@@ -311,6 +316,7 @@ def mesh_of(kind):
 
 
 @pytest.mark.kinds("kind", "spec")
+@pytest.mark.ci("kind spec", "rule kind")
 @every_kind
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spec", [P("x"), P(("x", "y")), P(None, None)], ids=str)
@@ -325,6 +331,7 @@ def test_jit_with_shardings(rule, kind, spec):
 
 
 @pytest.mark.kinds("check_vma")
+@pytest.mark.ci("rule", "check_vma")
 @every_kind
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_clips_the_shard_of_each_device(rule, check_vma):

@@ -123,7 +123,7 @@ def test_the_table_has_a_star_at_the_ends_of_a_grid_and_the_worst_seed_last(prog
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["graves-lstm", "two-heads"])
+@pytest.mark.parametrize("name", ["graves-lstm", "two-heads", "language", "diffusion"])
 def test_the_further_tasks_start_from_a_finite_loss_and_a_finite_gradient(name, program):
     task = program.STUDIES[name].task
     data = task.load()
@@ -180,13 +180,14 @@ def median(task, way):
 
 def all_reach(way):
     tasks = CONTENT["tasks"].items()
-    return {name for name, task in tasks if all(task["ways"][way]["metrics"]["reached"])}
+    ways = {name: task["ways"][way] for name, task in tasks if way in task["ways"]}
+    return {name for name, result in ways.items() if all(result["metrics"]["reached"])}
 
 
 def test_the_page_says_where_a_norm_clip_is_enough_and_where_an_error_clip_is_better():
-    enough = {"char-rnn", "adding", "deep-mlp", "graves-lstm", "two-heads"}
-    assert all_reach("norm") == enough
-    assert "five of\n   the seven tasks" in PAGE
+    small = {"char-rnn", "adding", "deep-mlp", "graves-lstm", "two-heads"}
+    assert all_reach("norm") == small | {"language", "diffusion"}
+    assert "seven of the ten tasks" in " ".join(PAGE.split())
     assert reached("deep-mlp", "no clip") == 5
     assert median("deep-mlp", "no clip") < median("deep-mlp", "error clip")
     assert median("deep-mlp", "error clip") <= median("deep-mlp", "norm")
@@ -199,6 +200,27 @@ def test_the_page_says_where_a_norm_clip_is_enough_and_where_an_error_clip_is_be
         assert abs(median(task, "error clip") - median(task, mended)) < 0.01
     deep = CONTENT["tasks"]["deep-mlp"]["ways"]
     assert all(median("deep-mlp", "mended") > median("deep-mlp", way) for way in list(deep)[:4])
+
+
+TODAY = ["no clip", "norm", "percentile 10", "percentile 90", "z-score", "skip spikes"]
+
+
+def test_the_notes_of_the_tasks_of_today_are_what_was_measured():
+    text = {way: median("language", way) for way in CONTENT["tasks"]["language"]["ways"]}
+    assert "language" in set.intersection(*map(all_reach, text))
+    assert min(text.values()) == text["norm"]
+    gains = {way: round(text["no clip"] - nats, 2) for way, nats in text.items()}
+    assert [gains[way] for way in ("norm", "warmed up longer", "skip spikes")] == [0.04, 0.03, 0.01]
+    assert abs(gains["norm"] - gains["skip spikes + norm"]) < 0.01
+    assert all(text["norm"] < text[way] < text["no clip"] for way in TODAY[2:5])
+    ways = CONTENT["tasks"]["ppo"]["ways"]
+    assert [reached("ppo", way) for way in TODAY] == [2, 3, 3, 2, 0, 0]
+    assert max(reached("ppo", way) for way in ways) == 3
+    assert all(ways[way]["best"]["rate"] == 1e-3 for way in ("skip spikes", "z-score"))
+    noise = {way: median("diffusion", way) for way in CONTENT["tasks"]["diffusion"]["ways"]}
+    assert "diffusion" in set.intersection(*map(all_reach, noise))
+    assert min(noise, key=noise.get) == "per example" and round(noise["per example"], 2) == 0.27
+    assert all(abs(noise[way] - noise["no clip"]) < 1e-3 for way in noise if way != "per example")
 
 
 def test_the_notes_of_the_other_tasks_are_what_was_measured():

@@ -46,7 +46,7 @@ def check_behavior(check: Check) -> None:
         if name in check.options.skip:
             continue
         if check.differentiate.compiled and name in OF_RULES:
-            log.not_run[name] = "JAX's own operations alone, no custom rule"
+            log.not_run[name] = "it has only JAX's own operations, without a custom rule"
             continue
         if not log.has_time(name):
             continue
@@ -77,7 +77,7 @@ def _exactly(check: Check, got, expected, what: str) -> list[Failure]:
     failures = check.compare("determinism", got, expected, what)
     if failures or not are_on_cpu(check.subject.inputs):
         return failures
-    detail = f"{what}: {int(bad.sum())} of {bad.size} elements differ in their last bits"
+    detail = f"{what}: {int(bad.sum())} of {bad.size} elements are not bit-identical"
     return [Failure("determinism", check.subject.element(int(np.argmax(bad))), detail)]
 
 
@@ -85,7 +85,7 @@ def linearity(check: Check) -> list[Failure]:
     """The pull-back maps 0 to 0, multiples to multiples, negative ones too, and sums to sums."""
     first, ones, gradient = check.covectors[0], np.ones_like(check.covectors[0]), check.gradient[0]
     zero = check.compare(
-        "linearity", check.vjp(0 * first), 0 * gradient, "the cotangent zero pulled back"
+        "linearity", check.vjp(0 * first), 0 * gradient, "the pull-back of a zero cotangent"
     )
     large = LARGE_HALF if _has_half_precision(check) else LARGE
     large = LARGE_SOLVED if np.any(check.tolerance.own) else large
@@ -95,13 +95,13 @@ def linearity(check: Check) -> list[Failure]:
         "linearity",
         check.vjp(first * mask) + check.vjp(first * (1 - mask)),
         gradient,
-        "the rule is not linear, a cotangent with rows of zeros and its complement pulled back",
+        "the rule is not linear, the pull-backs of a cotangent with rows of zeros and of its complement",
     )
     sums += check.compare(
         "linearity",
         check.vjp(first + ones),
         gradient + check.vjp(ones),
-        "the rule is not linear, the sum of a cotangent and a constant one pulled back",
+        "the rule is not linear, the pull-back of the sum of a cotangent and a constant one",
     )
     if above and not (zero or small or sums or _scaled_failures(check, -1.0)):
         above = [above[0]._replace(detail=_above(check, large) + above[0].detail)]
@@ -118,7 +118,7 @@ def _scaled_failures(check: Check, factor: float) -> list[Failure]:
     scaled = check.vjp(check.covectors[0] * factor) / factor
     scaled = _where_in_range(scaled, expected, factor, _has_half_precision(check))
     times = f"{'-' * (factor < 0)}2 ** {np.log2(abs(factor)):g}"
-    text = f"the rule is not linear, the cotangent times {times} pulled back"
+    text = f"the rule is not linear, the pull-back of the cotangent times {times}"
     return check.compare("linearity", scaled, expected, text)
 
 
@@ -129,7 +129,7 @@ def _above(check: Check, factor: float) -> str:
     largest = float(np.abs(check.covectors[0]).max())
     return (
         f"the VJP is not linear above cotangents of {largest * factor / 2:.3g} (a clip that acts "
-        "there? skip='linearity', or check the function without it); "
+        "there? write skip='linearity', or check the function without the clip); "
     )
 
 
@@ -146,7 +146,7 @@ def _where_in_range(scaled, gradient, factor, half) -> np.ndarray:
 def jit(check: Check) -> list[Failure]:
     """The gradient under `jax.jit` is the eager one."""
     subject, u = check.subject, cotangent_leaves(check.covectors[0], check.subject.outputs)
-    text = "under jax.jit against eager"
+    text = "under jax.jit, compared with eager"
     if check.differentiate.compiled:
         # The pull-back of JAX's own operations may be compiled; the function is called eagerly.
         eager = eagerly(subject, subject.inputs, quick_jit(lambda pull, cts: pull(cts)))
@@ -186,7 +186,7 @@ def vmap(check: Check) -> list[Failure]:
     for place, (leaves, k, other) in enumerate(expected):
         row = gradient_vector([np.asarray(leaf)[k] for leaf in leaves])
         at = xs if place == 1 else None
-        text = f"under jax.vmap, row {k} against one by one"
+        text = f"under jax.vmap, row {k} compared with the row alone"
         failures += check.compare("vmap", row, other, text, at)
     return failures[:1]
 
@@ -203,7 +203,7 @@ def _attempt_gradient(gradient: Callable, forward: Callable, subject: CheckSubje
         forward(subject.fun, subject.inputs)
     except Exception as error:
         raise NotRun(f"the function itself raises {first_line(error)}") from error
-    raise Fails(f"the gradient raises {message}, the function does not")
+    raise Fails(f"the gradient raises {message}, but the function does not")
 
 
 def forward(check: Check) -> list[Failure]:
@@ -267,9 +267,11 @@ def outputs(check: Check) -> list[Failure]:
         total = total + with_zeros
         if k < 4:
             alone = _one_output(subject, k, single[places[k] : places[k + 1]])
-            text = f"differentiating {name} alone against zero cotangents for the other outputs"
+            text = (
+                f"{name} differentiated alone, compared with zero cotangents for the other outputs"
+            )
             failures += check.compare("outputs", alone, with_zeros, text)
-    text = "the cotangents of single outputs pulled back and summed against all at once"
+    text = "the sum of the pull-backs of single outputs, compared with all at once"
     return (failures + check.compare("outputs", total, check.gradient[0], text))[:2]
 
 
@@ -290,7 +292,7 @@ def alone(check: Check) -> list[Failure]:
         got[start:stop] = gradient_vector(
             pull(cotangent_leaves(check.covectors[0], subject.outputs))
         )
-        text = f"differentiating by {subject.names[k]} alone against all inputs at once"
+        text = f"{subject.names[k]} differentiated alone compared with all inputs at once"
         failures += check.compare("alone", got, gradient, text)
     return failures[:2]
 

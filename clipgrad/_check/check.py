@@ -58,7 +58,7 @@ from clipgrad._check.widening import Unsupported, Widened
 from clipgrad._errors import first_line
 
 UNSTEADY = (
-    "traced again or under jax.vmap, it is made of other operations (does it look at tracers, or "
+    "a second trace, or jax.vmap, gives other operations (does the function look at tracers, or "
     "keep a state?)"
 )
 # Parts of a full move to a further point, tried until the function is finite there.
@@ -339,7 +339,7 @@ def _differentiated(subject: CheckSubject, differentiate, covectors, log: Log) -
     again = subject.fun(subject.inputs)
     log.evaluations += 3
     if not _same_bits(subject.outputs, again):
-        detail = "the function called twice gives different values (randomness or side effects?)"
+        detail = "two calls of the function give different values (randomness or side effects?)"
         log.failures.append(Failure("determinism", subject.output_names[0], detail))
         return None
     failures = contract.finite_values(subject)
@@ -367,7 +367,7 @@ def _not_differentiated(subject: CheckSubject, error: Exception) -> list[Failure
     detail = (
         f"jax.vjp raises {type(error).__name__}: the derivative rules of {', '.join(closing)} "
         "close over a traced value; pass it to the function as an argument, or leave this leaf "
-        "out by wrt or no_grad"
+        "out with wrt or no_grad"
     )
     names = [name for i, name in enumerate(subject.names) if not _is_differentiable(subject, i)]
     return [Failure("cotangent", name, detail) for name in names or subject.names[:1]]
@@ -418,7 +418,9 @@ def _tolerance(subject: CheckSubject, differences, widened, log: Log) -> tuple[T
     inner = (widened.narrow if widened else set()) | {real_dtype(y).name for y in subject.outputs}
     narrow = narrowest(inner)
     if narrow != narrowest([*own, narrow]) or narrow not in own:
-        log.notes.append(f"it computes in {narrow} inside: tolerances are those of {narrow}")
+        log.notes.append(
+            f"the function computes in {narrow} inside, so the tolerances are those of {narrow}"
+        )
     options = log.options
     tolerance = make_tolerance(
         subject.ranges, own, inner, options.max_relative_error, options.tolerance
@@ -433,7 +435,7 @@ def _stops(subject: CheckSubject, widened: Widened | None, seed: int) -> list[st
         widened, subject, direction * element_scales(subject.inputs)
     ):
         return []
-    return ["values behind jax.lax.stop_gradient are held fixed, as JAX differentiates them"]
+    return ["values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"]
 
 
 def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log: Log) -> Tolerance:
@@ -452,5 +454,5 @@ def _rule(subject: CheckSubject, backward: Any, log: Log) -> Exact | None:
     try:
         return rule_in_float64(subject, backward)
     except Unsupported as error:
-        log.notes.append(f"the rule was not evaluated in float64 ({error})")
+        log.notes.append(f"the rule could not run in float64 ({error})")
         return None

@@ -46,55 +46,56 @@ def check_grads(
 ) -> GradCheckReport:
     """Check the VJP of a function against finite differences, and how it behaves.
 
-    With u a random dense cotangent, the gradient of <u, f(x)> that `jax.vjp` returns is compared
-    with slopes of f, evaluated in float64 whatever its dtype. An element passes if::
+    For a random dense cotangent u, the gradient of <u, f(x)> from `jax.vjp` is compared with
+    slopes of f, which are evaluated in float64 for every dtype of f. An element passes if::
 
         |numeric - analytic| <= rtol max(|numeric|, |analytic|) + error + 50 eps rms(leaf),
 
-    with 8 eps in float16 and 4 eps in bfloat16 instead of 50. The rule is evaluated in float64 as
-    well, where its program can be, and must agree with the slopes to float64's rtol and eps, but
-    for what the rounding of its constants explains. The gradient as computed must agree with that
-    to those of the narrowest type that f computes in: rtol is 1e-6 for float64, 5e-4 for float32,
-    1e-2 for float16, 5e-2 for bfloat16, and ten times as much where f can only be evaluated in its
-    own type. Steps are proportional to the scale of each element; two of them are extrapolated and
-    give the error. An analytic gradient between the one-sided slopes of a kink passes with a note.
-    A right function without kinks is evaluated as often in "auto", whatever the number of elements.
+    with 8 eps in float16 and 4 eps in bfloat16 instead of 50. If its program allows it, the rule is
+    evaluated in float64 as well, and must agree with the slopes to float64's rtol and eps, except
+    for the rounding of its constants. The computed gradient must agree with the rule in float64 to
+    the tolerance of the narrowest type that f computes in: rtol is 1e-6 for float64, 5e-4 for
+    float32, 1e-2 for float16, 5e-2 for bfloat16. Functions that can only be evaluated in their own
+    type have ten times this rtol. Steps are proportional to the scale of each element; two of them
+    are extrapolated and give the error. An analytic gradient between the one-sided slopes of a kink
+    passes with a note. In "auto" the number of evaluations of a right function without kinks does
+    not depend on the number of elements.
 
     Guarantees:
-      * What could not be verified is in ``notes``, what could not be run in ``not_run``; a report
-        in which nothing was verified is not ok. What rounding explains, as plain AD in the same
-        precision is off too, is excused up to a quarter of the element and its leaf, unless the
-        terms of the leaf cancel, and not verified if off by more, or by more than a hundredth where
-        the formula was not judged in float64.
-      * What lies at a kink is held while the rest is moved. At a jump nothing is verified.
-      * Values behind `jax.lax.stop_gradient` are held fixed, as JAX differentiates them; a note
+      * ``notes`` has each element that could not be verified, ``not_run`` each check that could not
+        run; a report in which nothing was verified is not ok. Rounding excuses an element if plain
+        AD in the same precision is off too, up to a quarter of the element and its leaf, unless the
+        terms of the leaf cancel. An element off by more is not verified, nor one off by more than a
+        hundredth of them if the formula could not be judged in float64.
+      * Elements at kinks are held while the others are moved. At a jump nothing is verified.
+      * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them; a note
         says so where it matters.
       * The same seed gives the same report.
 
     ===========  ===================================================================================
-    check        what must hold
+    check        requirement
     ===========  ===================================================================================
     value        every element of the gradient, against differences
     primal       value, dtype and shape of the function called and differentiated are the same
     cotangent    dtype, shape and structure are those of the input; float0 for integers
     finite       the value and the gradient are finite
-    linearity    the pull-back is linear in the cotangent: scaled by -2^20, rows masked, ones
-    determinism  the same again gives the same bits, on CPUs
-    jit, vmap    compiled and batched gradients are the eager ones
-    points       the gradient is right at a second point too, and then at the first again
+    linearity    the pull-back is linear: of -2^20 times a cotangent, of masked rows, of ones
+    determinism  a second run is bit-identical, on CPUs
+    jit, vmap    compiled and batched gradients equal the eager ones
+    points       the gradient is right at a second point, and then again at the first
     forward      `jax.jvp` agrees, where the function allows forward mode
-    outputs      a cotangent for one output only gives that one's part
-    alone        each input differentiated alone, where a rule is told which ones are
+    outputs      a cotangent for one output alone gives the part of that output
+    alone        each input differentiated alone, if a rule is told which inputs are
     devices      each kind of device gives the same gradient
     ===========  ===================================================================================
 
-    A function without any custom rule that traces to the same operations again and under
-    `jax.vmap` has its gradient compiled as one program, to be compared with the eager one;
-    ``vmap``, ``forward``, ``outputs`` and ``alone`` would test JAX itself there and are not run.
-    Elements that are tied, such as equal maxima, are moved together too: the slope is the sum of
-    their gradients. Further points keep zeros, equal elements, symmetry, order and [0, 1]; only a
-    leaf of one value throughout becomes one of different values. A gradient that is right for
-    symmetric matrices alone passes at one, with a note, where the function is meant for them.
+    If a function has no custom rule, and traces to the same operations again and under `jax.vmap`,
+    its gradient is compiled as one program and compared with the eager one; ``vmap``, ``forward``,
+    ``outputs`` and ``alone`` would test JAX itself there, and do not run. Tied elements, such as
+    equal maxima, are also moved together: the slope is the sum of their gradients. Further points
+    keep zeros, equal elements, symmetry, order and [0, 1]; only a leaf whose values are all equal
+    gets different values. A gradient that is right only for symmetric matrices passes at one, with
+    a note, if the function is meant for them.
 
     Args:
       fun: the function, of any trees of arrays, to any tree of arrays.
@@ -104,9 +105,10 @@ def check_grads(
         regular expression on such paths, or several of these; None for all.
       no_grad: which inputs to leave out, written the same way.
       output: which outputs to check: a position, key or path, or several; None for all.
-      order: 2 to check the VJP's own VJP too.
-      mode: "auto" looks at every element with the help of plain AD in float64, and at that by
-        differences; "fast" moves each leaf in two random directions; "full" moves every element.
+      order: 2 to check the second derivative as well, the VJP of the VJP.
+      mode: "auto" checks every element with the help of plain AD in float64, which finite
+        differences check; "fast" moves each leaf in two random directions; "full" moves every
+        element.
       delta: an absolute step, for Paddle's formula at every element.
       max_relative_error: Paddle's rule: ``|numeric - analytic| / |numeric|``, or without the
         denominator where ``|numeric| < 1e-3``, may not exceed it.
@@ -117,12 +119,12 @@ def check_grads(
         if it is None. Fewer is a failure.
       time_budget: seconds after which what is left is reported as not verified or not run.
       devices: kinds of device to compute the gradient on, such as ("cpu", "gpu"); None for all
-        there are. One that is not there is reported as not run.
-      points: how many points to check.
-      seed: of the cotangents, directions and further points.
-      raise_on_failure: False to have the report returned whatever it says.
-      skip: names of checks of the table to switch off, such as "linearity" for a function that
-        clips on purpose.
+        devices here. The report lists a missing device as not run.
+      points: the number of points to check.
+      seed: the seed of the cotangents, directions and further points.
+      raise_on_failure: False to return the report also if the check fails.
+      skip: checks of the table to switch off, such as "linearity" for a function that clips on
+        purpose.
 
     Returns:
       The report.
@@ -130,7 +132,7 @@ def check_grads(
     Raises:
       GradCheckError: the gradient is wrong, or nothing was verified; it has the report.
       TypeError: ``args`` is not a tuple, or an argument is unknown; arguments of other checkers,
-        such as ``eps``, ``modes`` and ``fast_mode``, are answered by what to write here.
+        such as ``eps``, ``modes`` and ``fast_mode``, raise it with the argument to write here.
       ValueError: there is nothing to check, a name is unknown, an input is not finite, or the
         function cannot be evaluated near the point.
 
@@ -205,7 +207,7 @@ def _check_points(check: Check) -> None:
             log.not_run["points"] = "the function is not finite at points nearby"
             return
         check_values(check, other, "at a second point " if k == 1 else "at a further point ")
-    text = "the first pull-back, after another point was differentiated"
+    text = "the first pull-back, called again after another point was differentiated"
     again = check.vjp(check.covectors[0])
     log.fail(check.compare("points", again, check.gradient[0], text))
 
@@ -217,7 +219,7 @@ def _check_device(check: Check, subject_on: Callable, kind: str, device: Any) ->
         gradient = differentiator(subject)(subject.inputs).rows(check.covectors)
     check.log.devices.append(kind)
     check.log.evaluations += 2
-    text = f"the gradient on {kind} against the one on {check.log.devices[0]}"
+    text = f"the gradient on {kind}, compared with the one on {check.log.devices[0]}"
     for row, expected in zip(gradient, check.gradient, strict=True):
         check.log.fail(check.compare("devices", row, expected, text))
 

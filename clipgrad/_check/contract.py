@@ -83,7 +83,7 @@ def finite_values(subject: CheckSubject) -> list[Failure]:
             index = [int(i) for i in np.argwhere(bad)[0]] or ""
             detail = (
                 f"the value is not finite at {int(bad.sum())} of {bad.size} elements; choose "
-                "another point, or leave this output out"
+                "another point, or leave this output out with output="
             )
             failures.append(Failure("finite", f"{name}{index}", detail))
     return failures

@@ -26,7 +26,7 @@ def find_devices(kinds: Sequence[str] | None) -> Devices:
     if unknown or not kinds:
         raise ValueError(
             f"devices: got {tuple(unknown or kinds)!r}, expected some of {', '.join(PLATFORMS)}, "
-            "or None for all there are"
+            "or None for all devices here"
         )
     found = {kind: _first(kind) for kind in kinds}
     there = {kind: device for kind, device in found.items() if device is not None}

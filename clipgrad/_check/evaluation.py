@@ -57,7 +57,7 @@ def choose(
             notes.append(f"{label} is not possible ({_reason(error)})")
             if isinstance(error, _NotSmooth) and _is_chaotic(subject):
                 raise Chaotic(CHAOTIC) from error
-    raise ValueError("the function cannot be evaluated at a perturbed point; " + "; ".join(notes))
+    raise ValueError("the function cannot be evaluated at a point nearby: " + "; ".join(notes))
 
 
 def _candidates(subject: CheckSubject) -> Iterator:
@@ -98,7 +98,7 @@ def _wide_evaluation(call, subject: CheckSubject, label: str, **options) -> Eval
 
 def _cast(subject: CheckSubject) -> Evaluation:
     if not jax.config.read("jax_enable_x64") and _calls_back(subject):
-        raise Unsupported("a callback runs in a thread of its own, where 64-bit types are off")
+        raise Unsupported("a callback runs in another thread, where 64-bit types are off")
     return _wide_evaluation(lambda constants, xs: subject.fun(xs), subject, CAST)
 
 
@@ -135,7 +135,7 @@ def _probe_evaluation(subject: CheckSubject, differences: Differences) -> None:
     noise = slopes.noise[1]
     jumps = np.abs(near - far) > 10 * np.abs(far) + 10 * noise
     if np.any(jumps | ((near == 0) & (np.abs(far) > 10 * noise))):
-        raise _NotSmooth("it computes in a narrower type inside")
+        raise _NotSmooth("the function computes in a narrower type inside")
 
 
 def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
@@ -150,7 +150,7 @@ def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
     if not np.isfinite(own).all() or off <= SAME_VALUES * size + tiny:
         return
     if not off <= SAME_VALUES * max(size, _change(subject, MOVED_FAR)):
-        raise _NotSmooth("its values differ from the function's own")
+        raise _NotSmooth("its values differ from those of the function")
 
 
 def _is_chaotic(subject: CheckSubject) -> bool:

@@ -215,7 +215,7 @@ def rule_in_float64(subject: CheckSubject, program: Any) -> Exact:
         raise Unsupported(f"it cannot be traced: {type(program).__name__}") from program
     widened = widened_program(program)
     if widened.looks_at_bits:
-        raise Unsupported("it looks at the bits of its numbers")
+        raise Unsupported("the function looks at the bits of its numbers")
 
     def rows(call):
         def run(constants, xs, cotangent):

@@ -32,22 +32,22 @@ def numerical_grad(
 
         grad_i = <u, f(x + h e_i) - f(x - h e_i)> / 2h
 
-    extrapolated from two steps h that are powers of two times the scale of x_i; with ``delta``
-    given, the formula as it stands with h = delta. The function is evaluated in float64 where
-    possible, whatever the dtype of its inputs; its own VJP is never used.
+    extrapolated from two steps h that are powers of two times the scale of x_i; with ``delta``,
+    the formula above with h = delta. The function is evaluated in float64 if
+    possible, for every dtype of its inputs. Its own VJP is never used.
 
     Guarantees:
-      * The result has the structure and shapes of what is differentiated, in NumPy's float64
-        (complex128), so that it is no less precise than it was measured.
+      * The result has the structure and shapes of the differentiated inputs, in NumPy's float64
+        (complex128), the precision of the measurement.
       * A complex leaf's gradient follows JAX's convention, the conjugate of d/d(re) + i d/d(im).
 
     Args:
       fun: the function; it takes and returns any trees of arrays.
       args: the tuple of its positional arguments.
-      wrt: what to differentiate by: an argument's position or name gives the tree of that
-        argument, a path of a leaf such as ``params/w`` that leaf's array, several a tuple of
-        these. None gives the tuple of all arguments. Leaves that are not floats become None.
-      output: which outputs to sum: a position, key or path of what ``fun`` returns; None for all.
+      wrt: the inputs to differentiate with respect to: the position or name of an argument gives
+        its tree, the path of a leaf such as ``params/w`` gives its array, several give a tuple.
+        None gives the tuple of all arguments. Leaves that are not floats become None.
+      output: which outputs to sum: a position, key or path in the result of ``fun``; None for all.
       cotangent: weights of the outputs, a tree like the chosen outputs or an array for a single
         one; None for the plain sum.
       delta: an absolute step; Paddle's default is 0.005.

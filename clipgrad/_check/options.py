@@ -25,12 +25,12 @@ def _option(default: Any, **words: Any) -> Any:
 class Options:
     """How to check: the arguments of `check_grads` that select no leaves; it documents them."""
 
-    order: int = _option(1, metavar="{1,2}", type=int, help="2 to check the VJP's own VJP too")
+    order: int = _option(1, metavar="{1,2}", type=int, help="2 also checks the second derivative")
     mode: str = _option(
         "auto",
         metavar="{auto,fast,full}",
-        help="auto: every element, with the help of plain AD in float64; fast: random directions; "
-        "full: every element by differences",
+        help="auto: every element, with help from plain AD in float64; fast: random directions; "
+        "full: every element with finite differences",
     )
     delta: float | None = _option(
         None, metavar="STEP", type=float, help="an absolute step, such as Paddle's 0.005"
@@ -47,14 +47,14 @@ class Options:
     time_budget: float | None = _option(
         None, metavar="SECONDS", type=float, help="after which what is left is not verified"
     )
-    points: int = _option(2, metavar="N", type=int, help="how many points to check")
-    seed: int = _option(0, metavar="N", type=int, help="of all that is random")
+    points: int = _option(2, metavar="N", type=int, help="number of points to check")
+    seed: int = _option(0, metavar="N", type=int, help="seed of everything random")
     skip: Collection[str] = _option(
         frozenset(),
         metavar="CHECKS",
         action="extend",
         type=lambda text: text.split(","),
-        help=f"checks not to run, such as vmap,jit; of {', '.join(CHECKS)}",
+        help=f"checks to switch off, such as vmap,jit; some of {', '.join(CHECKS)}",
     )
 
     def __post_init__(self):
@@ -63,7 +63,7 @@ class Options:
         object.__setattr__(self, "skip", frozenset(skip))
         unknown = [name for name in skip if name not in CHECKS]
         if self.order not in (1, 2):
-            _refuse("order", self.order, "1, or 2 to check the VJP's own VJP too")
+            _refuse("order", self.order, "1, or 2 to check the second derivative as well")
         if self.mode not in MODES:
             _refuse("mode", self.mode, f"one of {', '.join(MODES)}")
         if self.max_relative_error is not None and not self.max_relative_error > 0:
@@ -99,9 +99,9 @@ def _refuse(name: str, got: Any, expected: str) -> None:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_STEP_HABIT = "the step follows the scale of each element, or write delta={} for an absolute one"
-_TOLERANCE = "the tolerance follows the dtype, or write tolerance={} for one of your own"
-_BOTH = "forward and reverse mode are both checked: leave it out"
+_STEP_HABIT = "the step follows the scale of each element; for an absolute step write delta={}"
+_TOLERANCE = "the tolerance follows the dtype; for another write tolerance={}"
+_BOTH = "leave it out: check_grads checks forward and reverse mode"
 # Arguments of jax.test_util, chex, torch and Paddle, and the argument here that stands for each;
 # a brace is where the value goes.
 HABITS = {
@@ -113,8 +113,11 @@ HABITS = {
     "atol": ("tolerance", _TOLERANCE),
     "rtol": ("tolerance", _TOLERANCE),
     "fast_mode": ("mode", 'write mode="fast" for random directions only'),
-    "nondet_tol": ("skip", 'the same bits are expected twice, or write skip="determinism"'),
-    "check_batched_grad": ("skip", 'it is checked, or write skip="vmap"'),
+    "nondet_tol": (
+        "skip",
+        'results must be bit-identical; to allow others write skip="determinism"',
+    ),
+    "check_batched_grad": ("skip", 'it is always checked; to switch it off write skip="vmap"'),
     "raise_exception": ("raise_on_failure", "write raise_on_failure={}"),
     "inputs_to_check": ("wrt", "write wrt={}"),
     "input_to_check": ("wrt", "write wrt={}"),

@@ -39,19 +39,19 @@ class GradCheckReport:
     Guarantees:
       * ``ok`` is true only if something was verified, or lies at a kink, and nothing failed.
       * The first line says what share was not verified, if it is more than a tenth.
-      * What could not be run stands in ``not_run`` with its reason.
+      * ``not_run`` has each check that could not run, with its reason.
       * The text has at most 25 lines; the fields have everything.
 
     Attributes:
       failures: tuple of failures, each with ``check``, ``where``, ``detail`` and, for values,
         ``numeric``, ``error``, ``analytic``, ``indices``, ``ratio``.
-      notes: tuple of remarks that are not failures: kinks, noise, fall-backs.
+      notes: tuple of remarks that are not failures, on kinks, noise and fallbacks.
       not_run: mapping from the name of a check to the reason why it did not run.
-      evaluations: how often the function was evaluated, compiled or not.
+      evaluations: the number of evaluations of the function, compiled or not.
       seconds: wall-clock time.
       precision: the precision of the differences, such as "float64".
-      devices: the kinds of device on which the gradient was computed.
-      verified: how many input elements were verified.
+      devices: the kinds of device that computed the gradient.
+      verified: the number of verified input elements.
       at_kinks: how many more lie at kinks, with a gradient between the one-sided slopes.
       elements: how many input elements there are.
 

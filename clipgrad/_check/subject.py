@@ -158,7 +158,7 @@ def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
     if not floats:
         raise ValueError(
             f"args: got leaves of {sorted({_leaf_kind(leaf) for leaf in leaves})}, expected a "
-            "floating-point array to differentiate by"
+            "floating-point array to differentiate"
         )
     names = [paths[k] for k in floats]
     chosen = set(range(len(floats))) if wrt is None else select(wrt, names, "wrt")
@@ -217,7 +217,7 @@ def _require_finite(leaves: Sequence[jax.Array], names: Sequence[str]) -> None:
             index = int(bad[0]) * (2 if np.iscomplexobj(values) else 1)
             raise ValueError(
                 f"{name}{_subscript(leaf, index)}: got {values[bad[0]]}, expected a "
-                "finite number; change it, or leave the argument out by no_grad"
+                "finite number; change it, or leave the argument out with no_grad"
             )
 
 

@@ -14,9 +14,7 @@ from clipgrad._check.tolerances import FAR_IN_FLOAT64
 from clipgrad._check.verdicts import KINDS, WRONG
 
 LAYOUT_LIMIT = 100_000  # elements of a leaf that are compared with its transpose and permutations
-PASSES_AS_COMPUTED = (
-    "; so the rule evaluated in float64: in its own precision it is within the tolerance"
-)
+PASSES_AS_COMPUTED = "; the rule is wrong in float64, but within the tolerance in its own precision"
 
 
 def check_values(check: Check, point: Point, where: str = "") -> None:
@@ -35,7 +33,9 @@ def check_values(check: Check, point: Point, where: str = "") -> None:
         failures += check_ties(check.subject, judge, check.vjp, found, check.options.seed)
         log.count(point, found)
     if not first:
-        failures = [f._replace(detail=f"right at the point you gave; {f.detail}") for f in failures]
+        failures = [
+            f._replace(detail=f"right at the point that you passed; {f.detail}") for f in failures
+        ]
     log.fail(failures)
     log.notes += [note for note in notes if note.replace(where, "", 1) not in log.notes]
     if first and not point.gradient.any():
@@ -185,7 +185,7 @@ def _finding_notes(subject: CheckSubject, finding: Finding, where: str) -> list[
 def _inspected_note(subject: CheckSubject, finding: Finding, where: str) -> str:
     return (
         f"{subject.names[finding.leaf]}: {where}{finding.seen.sum()} of {len(finding.seen)} "
-        "elements in doubt were looked at one by one"
+        "elements in doubt were checked one by one"
     )
 
 

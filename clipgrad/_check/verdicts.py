@@ -34,14 +34,14 @@ BENT = (KINK, SINGULAR)
 KINDS = {
     KINK: Kind("not differentiable; the gradient lies between the one-sided slopes", False),
     SINGULAR: Kind("not verified: at a jump, or where slopes grow without bound", False),
-    UNSURE: Kind("could not be verified by differences, which are too noisy", False),
-    ROUNDING: Kind("off by rounding, as plain AD in this precision is"),
-    LOST: Kind("not verified: off by rounding, as plain AD in this precision is", False),
+    UNSURE: Kind("could not be verified, because the differences are too noisy", False),
+    ROUNDING: Kind("off by rounding, as plain AD in this precision is, too"),
+    LOST: Kind("not verified: off by rounding, as plain AD in this precision is, too", False),
     SYMMETRIC: Kind(
-        "right for symmetric matrices, as this one is, and not off them: the function does not "
+        "right for symmetric matrices, such as this one, but not for others: the function does not "
         "read both triangles alike",
     ),
-    UNSEEN: Kind("not verified: not looked at one by one", False),
+    UNSEEN: Kind("not verified: not checked one by one", False),
 }
 
 

@@ -67,8 +67,8 @@ def random_arguments(text: str, seed: int) -> tuple:
     found = SHAPE.findall(text)
     if left or not found:
         raise ValueError(
-            f'args: got {text!r}, expected shapes, dtype[sizes], as in "f32[8,16], f32[16]", '
-            "or module:function for a function that makes the arguments"
+            f'args: got {text!r}, expected shapes, dtype[sizes], such as "f32[8,16], f32[16]", '
+            "or module:function, a function that returns the tuple of arguments"
         )
     return tuple(_draw(rng, name, sizes) for name, sizes in found)
 
@@ -179,7 +179,9 @@ def _draw(rng, name: str, sizes: str):
     if dtype not in DTYPES.values():
         raise ValueError(f"args: got {name!r}, expected a dtype, one of {', '.join(DTYPES)}")
     if dtype in WIDE and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
-        raise ValueError(f"args: got {name!r}, expected a type of 32 bits or less; or add --x64")
+        raise ValueError(
+            f"args: got {name!r}, expected a type of 32 bits or less; for 64 bits add --x64"
+        )
     shape = tuple(int(size) for size in sizes.split(",") if size.strip())
     if dtype.startswith("complex"):
         values = rng.normal(size=shape) + 1j * rng.normal(size=shape)

@@ -19,7 +19,7 @@ examples:
 exit code:
   0  passed
   1  the gradient is wrong, or nothing was verified
-  2  the check could not be run; one line says why
+  2  the check could not run; one line says why
 """
 
 
@@ -34,7 +34,7 @@ def add_check_parser(subparsers: Any) -> None:
     )
     add = parser.add_argument_group("what to check").add_argument
     add_function(add)
-    paths = "by position, name or path; repeatable"
+    paths = "by position, name or path; you can repeat it"
     add("--wrt", metavar="PATH", action="append", help=f"an input to check, {paths}")
     add("--no-grad", metavar="PATH", action="append", help=f"an input to leave out, {paths}")
     add("--output", metavar="PATH", help="the output to check, by position, key or path")
@@ -44,9 +44,9 @@ def add_check_parser(subparsers: Any) -> None:
         if option.default:
             words["help"] += f" (default: {option.default})"
         how(f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, **words)
-    how("--device", metavar="KINDS", help=f"such as cpu,gpu, of {', '.join(PLATFORMS)} (all)")
+    how("--device", metavar="KINDS", help=f"some of {', '.join(PLATFORMS)}, such as cpu,gpu (all)")
     how("--x64", action="store_true", help="enable 64-bit types first")
-    parser.add_argument("--json", metavar="FILE", help="write the report to a file as well")
+    parser.add_argument("--json", metavar="FILE", help="also write the report to this file")
     parser.set_defaults(run=run_check)
 
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       SystemExit: after ``--help`` and ``--version``, and with 2 for arguments that are wrong.
     """
     parser = argparse.ArgumentParser(
-        prog="clipgrad", description="Clip cotangents and gradients in JAX, and watch what it does."
+        prog="clipgrad", description="Clip, diagnose and check gradients in JAX."
     )
     parser.add_argument("--version", action="version", version=f"clipgrad {clipgrad.__version__}")
     parser.set_defaults(run=None)

@@ -18,9 +18,9 @@ def add_demo_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "demo",
         help="train small models without clipping, with gradient clips and with error clips",
-        description="Trains small models, most on real data, in several ways: without clipping, "
-        "with gradient clips, with error clips and with both, for several seeds at once. Prints a "
-        "table and writes a figure (PNG) and all numbers (JSON).",
+        description="Train small models, most on real data, in several ways: without clipping, "
+        "with gradient clips, with error clips and with both, for several seeds at once. Print a "
+        "table, and write a figure (PNG) and all numbers (JSON).",
     )
     parser.add_argument(
         "--task",
@@ -28,29 +28,29 @@ def add_demo_parser(subparsers: Any) -> None:
         action="extend",
         choices=TASKS,
         metavar="NAME",
-        help=f"what to train: {', '.join(TASKS)} (default: {' '.join(DEFAULT)}; with --all: all)",
+        help=f"tasks to train: {', '.join(TASKS)} (default: {' '.join(DEFAULT)}; with --all: all)",
     )
     parser.add_argument(
-        "--all", action="store_true", help="every task, every way to train it, all of the steps"
+        "--all", action="store_true", help="train every task in every way, with all steps"
     )
     parser.add_argument(
         "--seeds",
         type=_positive_integer,
         metavar="N",
-        help="how many seeds (default: 3; with --all: 5)",
+        help="number of seeds (default: 3; with --all: 5)",
     )
     parser.add_argument(
         "--steps",
         type=_positive_integer,
         metavar="N",
-        help="training steps (default: as the task needs)",
+        help="number of training steps (default: set by the task)",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("clipgrad-demo"),
         metavar="DIR",
-        help="where to write demo.png and demo.json (default: clipgrad-demo)",
+        help="folder for demo.png and demo.json (default: clipgrad-demo)",
     )
     parser.set_defaults(run=run_demo)
 

@@ -29,7 +29,7 @@ examples:
 exit code:
   0  nothing is wrong
   1  there are findings
-  2  the diagnosis could not be run, or could not be written and has no findings; a line says why
+  2  the diagnosis could not run, or could not be written and has no findings; one line says why
 """
 
 
@@ -37,7 +37,7 @@ def add_diagnose_parser(subparsers: Any) -> None:
     """Add `diagnose` to the subcommands of a parser."""
     parser = subparsers.add_parser(
         "diagnose",
-        help="find the operation that spoils a gradient",
+        help="find the operation that makes a gradient NaN, explode, vanish or underflow",
         description="Find where the gradient of a loss is NaN, explodes, vanishes or underflows.",
         epilog=DIAGNOSE_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -47,12 +47,19 @@ def add_diagnose_parser(subparsers: Any) -> None:
     add(
         "--capture",
         metavar="PATH",
-        help="what FlightRecorder wrote: the arguments are its (params, batch), or what the "
-        "function that --args names makes of the capture",
+        help="a capture of FlightRecorder; the arguments are its (params, batch), or the result "
+        "of the function in --args, called with the capture",
     )
-    add("--argnums", metavar="N", type=int, nargs="+", default=[0], help="positions (default: 0)")
-    add("--examples", metavar="ARG", help="name the bad examples of this argument, the batch")
-    add("--has-aux", action="store_true", help="the function returns (loss, aux)")
+    add(
+        "--argnums",
+        metavar="N",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="positions of the arguments to differentiate (default: 0)",
+    )
+    add("--examples", metavar="ARG", help="list the bad examples in this argument, the batch")
+    add("--has-aux", action="store_true", help="the loss returns (loss, aux)")
     add("--out", metavar="DIR", help="write diagnosis.png and diagnosis.json into this folder")
     parser.set_defaults(run=run_diagnose)
 

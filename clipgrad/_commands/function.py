@@ -25,12 +25,16 @@ class UsageError(Exception):
 
 def add_function(add: Callable[..., Any], kind: str = "function") -> None:
     """Add the function to look at, and its arguments, by `add_argument` of a parser or a group."""
-    add("function", metavar=f"module:{kind}", help=f"the {kind}; the current folder counts")
+    add(
+        "function",
+        metavar=f"module:{kind}",
+        help=f"the {kind}; the module may be in the current folder",
+    )
     add(
         "--args",
         metavar="ARGS",
         help='shapes such as "f32[8,16], f32[16]", or module:make_args, a function that returns '
-        "the tuple of arguments; not needed where annotations, docstring or defaults have shapes",
+        "the tuple of arguments; not needed if annotations, docstring or defaults give the shapes",
     )
 
 
@@ -59,10 +63,10 @@ def arguments(
     found = inferred_arguments(parameters, seed)
     if found is None:
         raise UsageError(
-            f"--args: got nothing, and not every parameter of {path} has a shape in its "
-            f"annotation, docstring or default{instead}"
+            f"--args: got nothing, expected the shapes that annotations, docstring and defaults "
+            f"of {path} do not give{instead}"
         )
-    _called(path, function, found, f", for {found} as its signature has it{instead}")
+    _called(path, function, found, f", for {found} from its signature{instead}")
     print(f"arguments: {found}")
     return found
 

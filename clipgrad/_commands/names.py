@@ -12,16 +12,16 @@ example:
 
 exit code:
   0  the names are printed
-  2  they could not be listed, or there are none; one line says why
+  2  there are no names, or they could not be listed; one line says why
 """
 
 
 def add_names_parser(subparsers: Any) -> None:
     """Add `names` to the subcommands of a parser."""
-    about = "List what can be clipped and watched by name inside of a function."
+    about = "List the values inside a function that can be clipped and watched by name."
     parser = subparsers.add_parser(
         "names",
-        help="list what can be clipped and watched by name inside of a function",
+        help="list the values inside a function that can be clipped and watched by name",
         description=about,
         epilog=NAMES_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -38,7 +38,7 @@ def run_names(options: argparse.Namespace) -> int:
         names = list_names(function, args, kwargs)
         if not names:
             raise UsageError(
-                f"{options.function}: got a function without tags or modules; tag a variable by "
+                f"{options.function}: got a function without tags or modules; tag a variable with "
                 'x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute it in a module: '
                 'with jax.named_scope("x"):'
             )

@@ -137,7 +137,7 @@ def add_selftest_parser(subparsers: Any) -> None:
         description="Check every VJP of this library on every available device.",
     )
     parser.add_argument(
-        "--device", help=f"kinds of device, of {', '.join(PLATFORMS)}; default: all"
+        "--device", help=f"some of {', '.join(PLATFORMS)}, such as cpu,gpu (default: all)"
     )
     parser.set_defaults(run=run_selftest)
 
@@ -158,7 +158,7 @@ def run_selftest(options: argparse.Namespace) -> int:
         failed += not same
         print(f"{'ok    ' if same else 'FAILED'} {law.name}", flush=True)
     there, absent = ", ".join(devices.there) or "none", ", ".join(devices.absent) or "none"
-    print(f"{failed} failed; devices: {there}; not there, so not run: {absent}")
+    print(f"{failed} failed; devices: {there}; missing here, so not run: {absent}")
     return FAILED if failed else PASSED
 
 

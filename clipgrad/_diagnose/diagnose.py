@@ -45,40 +45,42 @@ def diagnose(
 ) -> GradientDiagnosis:
     r"""Finds the operation that makes a gradient NaN, explode, vanish or underflow.
 
-    The loss is traced once, and needs no tags and no edit. Its cotangents are measured in one
-    compiled backward pass, by module and by step of each scan; where one is not finite, each
-    operation of the suspected modules is measured in a second one.
+    The loss is traced once; you do not tag or edit it. One compiled backward pass measures its
+    cotangents by module and by step of each scan. If one of them is not finite, a second pass
+    measures each operation of the suspected modules.
 
     Guarantees:
-      * A "value" finding is the first operation whose value is not finite although what goes in
-        is, or that makes NaN of no NaN, if this reaches the loss: a mask of -inf is none. Where
-        NaN is made of an inf that an operation has made, this operation is the finding.
-      * A "vjp" finding is the first operation in backward order whose VJP makes NaN or inf of
-        finite cotangents; it comes after the "value" finding, and there is at most one of each.
+      * A "value" finding is the first operation with finite inputs and a value that is not finite,
+        or with a NaN but without a NaN in its inputs, if the loss depends on it; a mask of -inf is
+        not a finding. If a NaN comes from the inf of an earlier operation, that earlier operation
+        is the finding.
+      * A "vjp" finding is the first operation in backward order whose VJP turns finite cotangents
+        into NaN or inf. It comes after the "value" finding, and there is at most one of each.
       * A "grows" or "shrinks" finding is a steady trend of the norms, by layer or by step of scans,
-        by four orders of magnitude in all: growth by 1.05 at least, decay by 0.6 at most, or slower
-        decay by thirty orders in all, or until it rounds to zero. Decay of a stated factor, in
-        iterations to a fixed point and in gates is none while parameters keep a gradient.
-      * All name the line in the user's file, the module, and the step of the innermost scan; in
-        eager code and inside of `jax.jit`, `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`,
-        `jax.shard_map` and `jax.pmap`; a value also inside of `jax.lax.while_loop`.
-      * Inside of `jax.shard_map` and `jax.pmap` they name the device, such as "data=5": the first
-        at which this operation is at fault. What is wrong on one hides nothing on another.
-      * A function with a rule of its own is one operation; one whose rule is right is a note.
-      * A loss or a gradient that is not finite has a finding in any case. They are those of the
-        compiled loss: XLA may simplify ``log(exp(x))``, which overflows in eager code, to ``x``.
-      * `jax.debug_nans`, `jax.debug_infs` and a transfer guard are off inside, and come back.
+        over four orders of magnitude in all: growth by at least 1.05 a step, decay by at most 0.6,
+        or a slower decay over thirty orders or until it rounds to zero. Decay by a fixed factor, in
+        iterations to a fixed point and in gates is not a finding while parameters keep a gradient.
+      * Each finding names the line in your file, the module, and the step of the innermost scan, in
+        eager code and inside `jax.jit`, `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`,
+        `jax.shard_map` and `jax.pmap`; a "value" finding also inside `jax.lax.while_loop`.
+      * Inside `jax.shard_map` and `jax.pmap` a finding names the device, such as "data=5": the
+        first device on which the operation fails. A fault on one device hides none on another.
+      * A function with a custom rule is one operation; if its rule is right, a note names it.
+      * A loss or a gradient that is not finite always has a finding. It is the compiled loss that
+        counts: XLA may simplify ``log(exp(x))``, which overflows in eager code, to ``x``.
+      * `jax.debug_nans`, `jax.debug_infs` and a transfer guard are off inside, and restored after.
       * Arguments and models are not changed.
 
     Args:
       fun: the loss, a function that returns a scalar, or ``(scalar, aux)``.
       args: the tuple of its arguments.
       kwargs: its keyword arguments.
-      argnums: the positions of the arguments to differentiate; their floating leaves are.
-      has_aux: whether ``fun`` returns something besides the scalar.
-      examples: the argument that is the batch, by name or position: its examples are taken one by
-        one, as batches of one, or where the loss needs whole batches as batches of copies. Those
-        whose loss or gradient is bad are named.
+      argnums: the positions of the arguments to differentiate, with respect to their floating
+        leaves.
+      has_aux: whether ``fun`` returns ``(scalar, aux)``.
+      examples: the name or position of the argument that is the batch. Each example is then
+        evaluated alone, as a batch of one, or, if the loss needs whole batches, as a batch of
+        copies. The report lists the examples whose loss or gradient is bad.
 
     Returns:
       A `GradientDiagnosis`; ``print`` it.
@@ -86,7 +88,7 @@ def diagnose(
     Raises:
       TypeError: ``fun`` is not a function, ``args`` not a tuple or ``kwargs`` not a mapping.
       ValueError: the loss is not a floating scalar, ``argnums`` is out of range, there is nothing
-        to differentiate by, ``fun`` has side effects, or ``examples`` names no batch.
+        to differentiate, ``fun`` has side effects, or ``examples`` does not name a batch.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -140,7 +142,7 @@ def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
             findings += lost or underflow_of_arguments(given, grads, [g for _, g, _ in others])
         except (TypeError, ValueError, NotImplementedError) as error:
             # An operation may be there for half precision alone.
-            notes += [f"underflow was not looked for: {first_line(error)}"]
+            notes += [f"diagnose did not look for underflow: {first_line(error)}"]
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
 
 
@@ -174,9 +176,9 @@ def _block_notes(block: ProgramBlock) -> list[str]:
     for place in places:
         name = place.equation.primitive.name
         if name == "custom_vjp_call":
-            text = f"{place.operation} has a VJP of its own, measured as one operation"
+            text = f"{place.operation} has a custom VJP, and is measured as one operation"
         elif name in CLOSED:
-            text = f"{name} is measured from outside as one operation"
+            text = f"{name} is measured as one operation, not inside"
         else:
             continue
         notes.setdefault(text, f"{place.location}: {text}")

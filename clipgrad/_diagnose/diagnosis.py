@@ -13,23 +13,23 @@ _WORST = 10
 _NAME = 50
 _HEADS = {
     "value": "the value is not finite",
-    "vjp": "the backward pass makes NaN or inf",
-    "grows": "the gradient grows on its way back",
-    "shrinks": "the gradient shrinks on its way back",
+    "vjp": "the backward pass creates NaN or inf",
+    "grows": "the gradient grows in the backward pass",
+    "shrinks": "the gradient shrinks in the backward pass",
     "underflow": "the gradient underflows",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientDiagnosis:
-    """What `diagnose` found.
+    """The result of `diagnose`; ``print`` shows it as a report.
 
     Attributes:
-      findings: what is wrong; a "value" and a "vjp" finding first.
-      rows: the cotangents of all parts of the program in forward order.
-      notes: what was left out.
-      examples: with ``diagnose(..., examples=...)`` those whose loss or gradient is not finite, or
-        whose gradient has more than a hundred times the norm of the median.
+      findings: the faults; a "value" and a "vjp" finding come first.
+      rows: the cotangents of all parts of the program, in forward order.
+      notes: the parts that were not measured, and decays that are not faults.
+      examples: with ``diagnose(..., examples=...)`` the examples whose loss or gradient is not
+        finite, or whose gradient has a norm above a hundred times the median.
     """
 
     findings: tuple[GradientFinding, ...]
@@ -50,7 +50,7 @@ class GradientDiagnosis:
         return "\n".join(parts if self.findings else ["nothing is wrong with the gradient", *parts])
 
     def plot(self) -> Any:
-        """The norm of the cotangent by depth, and by step of each scan, with the findings marked.
+        """Draws the norm of the cotangent by depth and by step of each scan, with the findings.
 
         Returns:
           A figure of matplotlib, which the extra ``demo`` installs.

@@ -23,16 +23,16 @@ def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFindi
     place = origin.place
     assert place is not None
     if origin.values is None:
-        what = f"{place.operation} brings in a constant that is not finite, and it reaches the loss"
+        what = f"{place.operation} takes a constant that is not finite, and the loss depends on it"
     else:
-        what = f"{_operation_at(place, origin.values)} is not finite though what goes in is"
+        what = f"{_operation_at(place, origin.values)} is not finite, but its inputs are"
         if not np.isfinite(origin.values).all():
-            what = f"{_operation_at(place, origin.values)} is NaN though nothing that goes in is"
+            what = f"{_operation_at(place, origin.values)} is NaN, but none of its inputs is"
     if origin.cause is not None:
-        what += f" (there is inf in {given.names[origin.cause]})"
+        what += f" ({given.names[origin.cause]} contains inf)"
     if origin.becomes:
         then = origin.becomes
-        what += f", and its inf becomes NaN in {then.operation} ({then.location})"
+        what += f", and {then.operation} ({then.location}) turns its inf into NaN"
     return _operation_finding("value", place, origin.step, what, origin.values or (), origin.device)
 
 
@@ -42,32 +42,32 @@ def vjp_finding(fault: VjpFault) -> GradientFinding:
     rule = place.equation.primitive.name in ("custom_vjp_call", "custom_jvp_call")
     of = f"the {'rule' if rule else 'VJP'} of {_operation_at(place, fault.values)}"
     step = fault.steps[-1] if fault.steps else None
-    what = f"{of} makes NaN or inf of finite cotangents"
+    what = f"{of} turns finite cotangents into NaN or inf"
     return _operation_finding("vjp", place, step, what, fault.values, fault.device)
 
 
 def sum_finding(fault: SumFault, given: DiagnosisSubject) -> GradientFinding:
     """A finding on a value whose cotangents overflow when they are summed."""
-    finite = f"the cotangents of its {fault.uses} uses are finite and their sum is not"
+    finite = f"the cotangents of its {fault.uses} uses are finite, but their sum is not"
     if fault.place is None:
         name = given.names[fault.argument or 0]
         return function_finding("vjp", f"{name} is used more than once; {finite}", given)
     step = fault.steps[-1] if fault.steps else None
     carried = fault.place.operation == SCAN
-    value = "what the scan carries" if carried else f"the value of {fault.place.operation}"
+    value = "the carry of the scan" if carried else f"the value of {fault.place.operation}"
     what = f"{value} is used more than once; {finite}"
     return _operation_finding("vjp", fault.place, step, what, (), fault.device)
 
 
 def unexplained_finding(names: Sequence[str], given: DiagnosisSubject) -> GradientFinding:
     """A finding on gradients that are not finite for a reason that was not found."""
-    what = f"the gradient of {', '.join(names)} is not finite; the operation was not found"
+    what = f"the gradient of {', '.join(names)} is not finite; diagnose did not find the operation"
     return function_finding("vjp", what, given)
 
 
 def unexplained_loss(loss: float, given: DiagnosisSubject) -> GradientFinding:
     """A finding on a loss that is not finite only where it is compiled."""
-    what = f"the compiled loss is {loss}, though each operation by itself has a finite value"
+    what = f"the compiled loss is {loss}, but each operation alone has a finite value"
     return function_finding("value", what, given)
 
 
@@ -83,7 +83,7 @@ def _argument_finding(argument: int, given: DiagnosisSubject) -> GradientFinding
     array = jnp.asarray(given.inputs[argument])
     count = int(jnp.sum(~jnp.isfinite(array)))
     name = given.names[argument]
-    what = f"{count} of {array.size} elements of {name} are not finite before anything is computed"
+    what = f"{count} of {array.size} elements of {name} are not finite before the loss uses them"
     return function_finding("value", what, given)
 
 
@@ -126,7 +126,7 @@ def _operation_advice(
     dtype = next((str(dtype_of(v)) for v in place.equation.outvars if holds_floats(v)), "")
     row = suspect(kind, place.operation, function, dtype, values)
     if row:
-        return f"; the usual suspect is {row.code}: {row.advice}"
+        return f"; {row.advice(place.operation)}"
     known = computed(place.operation, values) if kind == "vjp" else None
     return f"; the backward pass computes {known}" if known else ""
 

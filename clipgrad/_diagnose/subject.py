@@ -65,7 +65,7 @@ def _positions(argnums: Any, count: int) -> list[int]:
     if not chosen:
         raise ValueError(
             f"argnums: got {argnums!r}, expected at least one position of an argument to "
-            "differentiate by"
+            "differentiate"
         )
     try:
         positions = [operator.index(i) for i in chosen]
@@ -130,8 +130,8 @@ def _nothing_floating(args: tuple, positions: list[int]) -> str:
     there = {_described(leaf) for leaf in leaves}
     where = ", ".join(f"args/{i}" for i in positions)
     return (
-        f"args: got {', '.join(sorted(there)) or 'no arrays'} in {where}, expected some floating "
-        "arrays to differentiate by; write 1.0 for 1 or x.astype(float), or choose others"
+        f"args: got {', '.join(sorted(there)) or 'no arrays'} in {where}, expected floating "
+        "arrays to differentiate; write 1.0 for 1, or x.astype(float), or choose other argnums"
     )
 
 
@@ -149,7 +149,7 @@ def _checked_loss(result: Any, has_aux: bool) -> jax.Array:
         if not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(
                 f"fun: got {_described(result)} from it, expected (loss, aux) for has_aux=True; "
-                "leave has_aux out if it returns the loss alone"
+                "leave has_aux out if it returns only the loss"
             )
         result = result[0]
     if not isinstance(result, jax.Array):
@@ -176,5 +176,5 @@ def _check_effects(program: Any) -> None:
     if names:
         raise ValueError(
             f"fun: got a function with side effects ({', '.join(sorted(names))}), expected one "
-            "without; pass what it changes as an argument, and return it"
+            "without; pass each changed value as an argument, and return it"
         )

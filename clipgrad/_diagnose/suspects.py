@@ -39,6 +39,8 @@ class Suspect(NamedTuple):
       at: where it goes wrong.
       computes: what the backward pass computes there.
       instead: what to write instead, for people; code comes first.
+      why: the reason in a finding, with ``{}`` for the operation.
+      fix: the fix in a finding.
       applies: whether this happens for these values of the operands.
       kind: "vjp", or "value" if the value goes wrong too.
       primitives: the operations of JAX that go wrong.
@@ -50,24 +52,24 @@ class Suspect(NamedTuple):
     at: str
     computes: str
     instead: str
+    why: str
+    fix: str
     kind: str
     applies: Callable[[OperandValues], bool]
     primitives: tuple[str, ...]
     functions: tuple[str, ...] = ()
     dtype: str | None = None
 
-    @property
-    def advice(self) -> str:
-        """What happens and what to write, in a line that stands by itself."""
-        written = _double_where() if self.instead == DOUBLE_WHERE else self.instead
-        return f"at {self.at} it computes {self.computes}; write {written.replace('`', '')}"
-
-
-def _double_where() -> str:
-    return f"jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0), a double where ({docs_page('nan')})"
+    def advice(self, operation: str) -> str:
+        """Why the operation goes wrong here, and the fix: a part of a line."""
+        page = f" ({docs_page('nan')})" if self.instead == DOUBLE_WHERE else ""
+        return f"{self.why.format(operation)}; {self.fix}{page}"
 
 
 DOUBLE_WHERE = "the double `where` below"
+_NO_DERIVATIVE = "{} has no finite derivative at 0"
+_NO_DERIVATIVE_HERE = "{} has no finite derivative here"
+_MASK_THE_INPUT = "mask its input: jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
 # Functions that a mask of -inf is for.
 MASKING = ("softmax", "log_softmax", "logsumexp", "softmax_cross_entropy")
 # What makes inf of finite numbers by its size alone.
@@ -81,12 +83,24 @@ COMPUTED = (
     (("exp", "expm1", "exp2"), lambda values: values[0] > 0, "0 · inf, since its value overflows"),
 )
 SUSPECTS = (
-    Suspect("jnp.sqrt(x)", "0", "1 / 0", DOUBLE_WHERE, "vjp", _at_zero, ("sqrt", "cbrt")),
+    Suspect(
+        "jnp.sqrt(x)",
+        "0",
+        "1 / 0",
+        DOUBLE_WHERE,
+        _NO_DERIVATIVE,
+        _MASK_THE_INPUT,
+        "vjp",
+        _at_zero,
+        ("sqrt", "cbrt"),
+    ),
     Suspect(
         "jnp.linalg.norm(jnp.stack([x, x]))",
         "0",
         "0 / 0",
         DOUBLE_WHERE,
+        "norm has no derivative at 0",
+        "use a safe norm: jnp.where(ok, norm(jnp.where(ok, x, 1.0)), 0.0)",
         "vjp",
         _at_zero,
         ("sqrt",),
@@ -97,16 +111,30 @@ SUSPECTS = (
         "0",
         "0 · inf, from the branch not taken",
         DOUBLE_WHERE,
+        _NO_DERIVATIVE_HERE + ", even if jnp.where masks its result",
+        _MASK_THE_INPUT,
         "vjp",
         _at_the_end_of_log,
         ("log", "log1p"),
     ),
-    Suspect("x ** 0.3", "0", "1 / 0", DOUBLE_WHERE, "vjp", _at_zero, ("pow",)),
+    Suspect(
+        "x ** 0.3",
+        "0",
+        "1 / 0",
+        DOUBLE_WHERE,
+        _NO_DERIVATIVE,
+        _MASK_THE_INPUT,
+        "vjp",
+        _at_zero,
+        ("pow",),
+    ),
     Suspect(
         "jnp.std(jnp.stack([x, x]))",
         "0",
         "0 / 0 for equal numbers",
         "`jnp.sqrt(jnp.var(jnp.stack([x, x])) + 1e-6)`",
+        "std has no derivative where all numbers are equal",
+        "write jnp.sqrt(jnp.var(x) + 1e-6)",
         "vjp",
         _at_zero,
         ("sqrt",),
@@ -117,6 +145,8 @@ SUSPECTS = (
         "-200",
         "the log of an underflow",
         "`jax.nn.log_softmax(jnp.stack([x, 0.0]))[0]`",
+        "log(0) is -inf",
+        "for the log of a softmax use jax.nn.log_softmax",
         "value",
         _at_zero,
         ("log",),
@@ -126,6 +156,8 @@ SUSPECTS = (
         "-inf",
         "a row that is masked throughout",
         "a finite mask, such as `jnp.finfo(x.dtype).min`",
+        "a row whose elements are all masked holds only -inf",
+        "use a finite mask, such as jnp.finfo(x.dtype).min",
         "value",
         _at_inf,
         ("sub", "div"),
@@ -136,6 +168,8 @@ SUSPECTS = (
         "1",
         "1 / 0",
         "`jnp.arccos(jnp.clip(x, -0.999999, 0.999999))`",
+        _NO_DERIVATIVE_HERE,
+        "keep its input inside, as in jnp.arccos(jnp.clip(x, -0.999999, 0.999999))",
         "vjp",
         _at_one,
         ("acos", "asin", "atanh", "acosh"),
@@ -145,6 +179,8 @@ SUSPECTS = (
         "300",
         "more than 65504, the largest float16",
         "`x.astype(jnp.bfloat16) ** 4`, or a loss scale",
+        "the largest float16 is 65504",
+        "compute in bfloat16 or float32, or scale the loss",
         "value",
         _values_overflow,
         _OVERFLOWING,

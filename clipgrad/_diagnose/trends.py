@@ -29,9 +29,9 @@ _LONG = 16
 _EVEN = 0.5
 
 
-STATED = "the factor depends on nothing that is differentiated, as that of an average"
-REPEATED = "the same enters at each step, as in an iteration to a fixed point"
-GATED = "a gate decides how much is kept, and learns it"
+STATED = "the factor is fixed, not learned, as in a moving average"
+REPEATED = "each step gets the same inputs, as in an iteration to a fixed point"
+GATED = "a gate learns how much each step keeps"
 
 
 class Trend(NamedTuple):
@@ -177,13 +177,13 @@ def finite_norm(row: GradientRow) -> np.ndarray:
 def _trend_finding(row: GradientRow, found: Trend, factor: float, where: str) -> GradientFinding:
     kind = "grows" if factor > 1 else "shrinks"
     cures = {
-        "grows": "bound the cotangent by cg.error_clip or cg.error_clip_by_name, and the gradient "
-        "by cg.clip_by_global_norm",
-        "shrinks": "use gates, residual connections, a normalization or larger initial weights",
+        "grows": "clip the cotangent with cg.error_clip or cg.error_clip_by_name, and the gradient "
+        "with cg.clip_by_global_norm",
+        "shrinks": "use gates, residual connections, normalization or larger initial weights",
     }
     message = (
-        f"{row.location}: the norm of the cotangent is multiplied by {factor:.3g} {where}, "
-        f"by {found.ratio:.2g} in all"
+        f"{row.location}: the norm of the cotangent changes by a factor of {factor:.3g} {where}, "
+        f"{found.ratio:.2g} in all"
         + (f", in module {row.module}" if row.module else "")
         + f"; {cures[kind]}"
     )

@@ -38,8 +38,8 @@ def underflow_finding(
             continue
         step = int(np.unravel_index(np.argmax(lost), lost.shape)[-1]) if row.scans else None
         message = (
-            f"{row.location}: {np.max(lost):.0%} of the cotangent of {row.operation} are "
-            f"zero in {row.dtype} and not in float32"
+            f"{row.location}: {np.max(lost):.0%} of the cotangent of {row.operation} is "
+            f"zero in {row.dtype} but not in float32"
             + (f", in module {row.module}" if row.module else "")
             + (f", at step {step} of {row.scans[-1]}" if row.scans else "")
             + f"; {_underflow_advice(row.dtype)}"
@@ -63,14 +63,14 @@ def underflow_of_arguments(
         return []
     name = max(lost, key=lambda name: lost[name])
     share, dtype = lost[name]
-    more = f" ({len(lost)} such arguments in all)" if len(lost) > 1 else ""
-    what = f"{share:.0%} of the gradient of {name} are zero in {dtype} and not in float32{more}"
+    more = f" ({len(lost)} arguments like it in all)" if len(lost) > 1 else ""
+    what = f"{share:.0%} of the gradient of {name} is zero in {dtype} but not in float32{more}"
     return [function_finding("underflow", f"{what}; {_underflow_advice(dtype)}", given)]
 
 
 def _underflow_advice(dtype: str) -> str:
     other = "bfloat16" if dtype == "float16" else "float32"
     return (
-        "multiply the loss by a scale such as 2 ** 15 and divide the gradient by it, or use "
+        "scale the loss, for example by 2 ** 15, and divide the gradient by the scale; or use "
         + other
     )

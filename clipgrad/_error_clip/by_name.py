@@ -19,59 +19,59 @@ ClippedByName = TypeVar("ClippedByName", bound=Callable[..., Any])
 
 
 def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") -> ClippedByName:
-    r"""Clips the cotangents of variables inside a function, by name, from outside of it.
+    r"""Clips the cotangents of variables inside a function by name, without an edit of it.
 
-    A name is a tag or the path of a module. A *tag* is given where a value is computed, by
-    ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``; many models have tags already, for
-    `jax.checkpoint`. The *path of a module* is made of the `jax.named_scope`\ s around an
-    operation, which flax Linen, Haiku and Keras push for each of their modules, such as
-    ``"Transformer/block_3/attn"`` or ``"mlp/linear_0"``. In flax NNX and Equinox it is the path of
-    attributes in a model among the arguments, or in a list or dictionary that is one, such as
-    ``"decoder/blocks/3/attn"``. `list_names` lists the names.
+    A name is a tag or the path of a module. A *tag* names a value where it is computed:
+    ``h = jax.ad_checkpoint.checkpoint_name(h, "h")``. Many models already have tags, for
+    `jax.checkpoint`. The *path of a module* consists of the `jax.named_scope`\ s around an
+    operation, such as ``"Transformer/block_3/attn"`` or ``"mlp/linear_0"``; flax Linen, Haiku and
+    Keras set one for each module. In flax NNX and Equinox it is the path of attributes, such as
+    ``"decoder/blocks/3/attn"``, in a model among the arguments, or in a model inside a list or
+    dictionary argument. `list_names` lists the names.
 
-    The variables of a module are the values that leave it: those that are computed inside and used,
-    or returned, outside. With $\bar h$ the sum of the cotangents of all uses of a tagged value, or
-    of all uses outside of the module, what flows back is $\mathrm{rule}(\bar h)$; uses inside of
-    the module are not clipped. ``fun`` itself is not changed. It is traced once in every call, as
-    inside of `jax.jit`: put the training step into `jax.jit`, so that this happens once.
+    The variables of a module are its outputs: the values that are computed inside, and used or
+    returned outside. Let $\bar h$ be the sum of the cotangents of all uses of a tagged value, or of
+    all uses outside the module. The backward pass continues with $\mathrm{rule}(\bar h)$; uses
+    inside the module are not clipped. ``fun`` itself does not change. Each call traces it once, as
+    `jax.jit` does; put the training step into `jax.jit`, so that this happens only once.
 
     A name may be a pattern: ``*`` stands for any text within a segment, ``**`` for any number of
     segments, as in ``"Transformer/block_*/attn"`` or ``"**/Dense_*"``. It selects among the names
-    that `list_names` lists. A name that is written out wins over a pattern, and a tag over a module
-    of the same name.
+    that `list_names` lists. An exact name overrides a pattern, and a tag overrides a module of the
+    same name.
 
     Guarantees:
-      * The result is unchanged, bit by bit, with its structure, weak types and shardings. (In a
-        compiled gradient a clip that acts is another program, which XLA may round otherwise. In
-        eager code so is a function such as `jax.numpy.mean`, which JAX compiles as a whole.)
-      * The classes and the structure of models are those of the caller; inside of ``fun`` each
-        submodule of an NNX or Equinox model is of a subclass of its class. A model that ``fun``
-        closes over has no attribute paths, nor one that it joins with a tree from outside.
+      * The result is bit-identical to that of ``fun``, with its structure, weak types and
+        shardings. (A compiled gradient with a clip that acts is another program, which XLA may
+        round differently. In eager code so is a function such as `jax.numpy.mean`, which JAX
+        compiles as a whole.)
+      * The caller's models keep their classes and structure; inside ``fun`` each submodule of an
+        NNX or Equinox model has a subclass of its class. A model has no attribute paths if ``fun``
+        closes over it, or joins it with a tree from outside.
       * Names are found at any depth of `jax.jit`, `jax.lax.scan`, `jax.lax.cond`,
         `jax.lax.switch`, `jax.checkpoint`, `jax.shard_map`, `jax.vmap` and of the matrix of
         `jax.lax.custom_linear_solve`. Tags keep their meaning for the policies of
         `jax.checkpoint`.
-      * Each array is a variable of its own, at each step of a scan.
-      * A scan or another operation with a program inside uses a value where that program uses it;
-        what the program returns leaves the modules inside it. A module that is applied twice with
+      * Each array is a separate variable, at each step of a scan.
+      * An operation with a program inside, such as a scan, uses a value where that program uses it;
+        the results of the program leave the modules inside it. A module that is applied twice with
         nothing between is one module.
-      * Inside of a `jax.vmap` in ``fun`` a variable is the whole batch: a norm rule measures
-        all examples together, with a warning, where `clip_cotangent` measures each. So it is for
-        `jax.lax.map`, by batches of ``batch_size``. A `jax.vmap` of the result clips each example.
-      * What ``fun`` changes in flax NNX models among its arguments, and in references
-        (`jax.new_ref`), is changed as without the clips. Other containers are values, as for
-        `jax.jit`.
+      * Inside a `jax.vmap` in ``fun`` a variable is the whole batch: a norm rule measures all
+        examples together, with a warning, and not each as `clip_cotangent` does. The same holds for
+        `jax.lax.map`, per batch of ``batch_size``. A `jax.vmap` of the result clips each example.
+      * Mutated state, in flax NNX models among the arguments and in references (`jax.new_ref`), is
+        updated exactly as without clips. Other containers are values, as in `jax.jit`.
       * A gradient that ``fun`` computes inside is part of its value, and is not clipped.
       * The rules of a `jax.custom_vjp` or `jax.custom_jvp` may close over values of ``fun`` that do
-        not depend on what is differentiated, but for values of a `jax.vmap` inside of ``fun``.
-      * The result can be transformed again, by this or another clip, `jax.jit`, `jax.grad` or
-        `jax.vmap`; in forward mode as long as no clipped variable depends on what is
-        differentiated. Without any rule it computes just what ``fun`` does.
+        not depend on the differentiated arguments, except values of a `jax.vmap` inside ``fun``.
+      * The result can be transformed again, with this or another clip, `jax.jit`, `jax.grad` or
+        `jax.vmap`; in forward mode if no clipped variable depends on the differentiated arguments.
+        Without rules it computes the same as ``fun``.
 
     Args:
       fun: a function of pytrees. Arguments that are not JAX or NumPy arrays reach it as they are.
       rules: a rule for each name or pattern; ``None`` in place of a rule: off.
-      prefix: what is put before each name, such as ``"encoder/"``.
+      prefix: a text to put before each name, such as ``"encoder/"``.
 
     Returns:
       A function like ``fun``.
@@ -79,11 +79,11 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
     Raises:
       TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
         needs parameters; when called, if the variables of a name are integers.
-      ValueError: when called, if a name or a pattern matches nothing, or nothing that is used, or a
-        variable inside of a primitive that can't be entered, such as a `jax.custom_vjp`, whose own
-        rule replaces the cotangents in it; if two patterns with different rules match one name; if
+      ValueError: when called, if a name or a pattern matches no variable, only unused ones, or one
+        inside a primitive that can't be entered, such as a `jax.custom_vjp`, whose custom rule
+        replaces the cotangents in it; if two patterns with different rules match one name; if
         ``fun`` changes an NNX model that it closes over; when differentiated, if a rule of a
-        `jax.custom_vjp` closes over a value that is differentiated.
+        `jax.custom_vjp` closes over a differentiated value.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -205,10 +205,9 @@ def warn_of_batches(program: Any, names: Resolved, caller: str, stacklevel: int)
     batches = [n for n, c in names.items() if (n, c.kind) in mapped and _measures_all(c.rule)]
     if batches:
         warnings.warn(
-            f"{caller}: got a rule that measures a norm for {batches}, inside of jax.vmap, "
-            "where a name means the whole batch; for a norm of each example write "
-            "clip_cotangent(x, rule) inside of the mapped function, or give ClipByNorm the axes "
-            "of an example as axis=",
+            f"{caller}: got a norm rule for {batches} inside jax.vmap, where it measures the "
+            "whole batch; to measure each example write clip_cotangent(x, rule) inside the mapped "
+            "function, or give ClipByNorm the axes of one example as axis=",
             stacklevel=stacklevel,
         )
 

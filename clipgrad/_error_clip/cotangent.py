@@ -20,30 +20,30 @@ CotangentRule = Callable[..., Any]
 def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | None = None) -> Any:
     r"""Returns ``x`` as it is, and clips its cotangent in the backward pass.
 
-    With $\bar x$ the sum of the cotangents of all uses of the result, what flows back into the
-    program that produced ``x`` is $\mathrm{rule}(\bar x)$.
+    Let $\bar x$ be the sum of the cotangents of all uses of the result. The program that produced
+    ``x`` gets the cotangent $\mathrm{rule}(\bar x)$.
 
     Guarantees:
-      * The value is that of ``x`` bit by bit, and the program of the forward pass is unchanged.
-      * The cotangent is clipped once, after it has been summed over all uses.
-      * Its structure, shapes and dtypes are kept, whatever the dtype of the thresholds.
-      * Nothing is saved for the backward pass except thresholds that are arrays, and ``x`` only
-        if the rule needs it (`AdaptiveClip`).
+      * The value is bit-identical to ``x``, and the program of the forward pass is unchanged.
+      * The cotangent is clipped once, after it is summed over all uses.
+      * Its structure, shapes and dtypes are kept, for every dtype of the thresholds.
+      * For the backward pass it saves only thresholds that are arrays, and ``x`` if the rule needs
+        it (`AdaptiveClip`).
       * Leaves without cotangents (integers, booleans, ``None``, strings, PRNG keys, objects) stay
-        as they are; a rule of your own sees ``None`` in their places.
+        as they are; a custom rule sees ``None`` in their places.
       * It works inside and outside of `jax.jit`, `jax.grad`, `jax.vjp`, `jax.vmap`,
         `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`, `jax.shard_map` and `jax.custom_vjp`, and
         can be differentiated again. Inside `jax.vmap` a norm rule measures each example; outside,
         the batch.
-      * JAX refuses forward mode (`jax.jvp`) straight through it, in which there are no cotangents;
-        pass ``rule=None`` where you need it.
+      * JAX refuses forward mode (`jax.jvp`) through it, because forward mode has no cotangents;
+        pass ``rule=None`` where you need forward mode.
 
     Args:
       x: a pytree of arrays.
       rule: a `ClipRule`, a function of the cotangent tree, or ``None``: off.
       probe: `ClipStats.zero()` as an argument of the differentiated function: its gradient is
-        what the clip did, summed over all uses of the probe. Inside a scan that runs over
-        ``ClipStats.zero((steps,))`` there is one entry for each step.
+        the statistics of the clip, summed over all uses of the probe. A scan over
+        ``ClipStats.zero((steps,))`` gives one entry for each step.
 
     Returns:
       ``x``.
@@ -65,7 +65,8 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
 
     References:
       Graves, Generating Sequences With Recurrent Neural Networks, 2013,
-      https://arxiv.org/abs/1308.0850: the derivatives by the inputs of LSTM layers are clipped.
+      https://arxiv.org/abs/1308.0850: the derivatives with respect to the inputs of LSTM
+      layers are clipped.
     """
     rule = as_rule(rule)
     _check_probe(probe)
@@ -180,6 +181,6 @@ def _check_probe(probe: Any) -> None:
         )
     if jnp.shape(probe.before) != (3,):
         raise TypeError(
-            f"probe: got leading axes {jnp.shape(probe.before)[:-1]}, expected one without; let "
-            "jax.lax.scan run over them"
+            f"probe: got leading axes {jnp.shape(probe.before)[:-1]}, expected a probe without; "
+            "pass it to jax.lax.scan as xs"
         )

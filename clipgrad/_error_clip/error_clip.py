@@ -22,16 +22,16 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
     $\mathrm{rule}_i(f^*(\mathrm{rule}(\bar y))_i)$, with the rule of ``outputs`` inside.
 
     Guarantees:
-      * The result of the function is unchanged, bit by bit.
-      * With one rule for all inputs, each input is a variable of its own: a norm rule sees the
-        tree of one input. ``self`` and ``cls`` of methods are not inputs, unless they are named.
+      * The result is bit-identical to that of the function.
+      * One rule for all inputs clips each input separately: a norm rule sees the tree of one
+        input. ``self`` and ``cls`` of methods are not inputs, unless you name them.
       * The signature, name and docstring are kept; ``__wrapped__`` is the plain function.
       * Everything that `clip_cotangent` guarantees.
 
     Args:
       inputs: a rule for all inputs, or a mapping from parameter names to rules, for arguments
         passed by position or by name; ``None`` in place of a rule: off. The name of ``*args`` or
-        ``**kwargs`` means each of them.
+        ``**kwargs`` stands for each of them.
       outputs: a rule for the cotangent of the whole result, or a tree of rules that is a prefix
         of the result's tree.
 
@@ -39,9 +39,9 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
       The decorator.
 
     Raises:
-      TypeError: for what is not a rule, or when something else than a function is decorated.
-      ValueError: when it is decorated, for a parameter name that the function does not have; when
-        it is called, for ``outputs`` that are not a prefix of the result.
+      TypeError: for a rule that is not one, or if the decorated object is not a function.
+      ValueError: when decorated, for a name that is not a parameter of the function; when called,
+        for ``outputs`` that are not a prefix of the result.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -58,7 +58,8 @@ def error_clip(inputs: Any = None, *, outputs: Any = None) -> Callable[[Decorate
 
     References:
       Graves, Generating Sequences With Recurrent Neural Networks, 2013,
-      https://arxiv.org/abs/1308.0850: the derivatives by the inputs of LSTM layers are clipped.
+      https://arxiv.org/abs/1308.0850: the derivatives with respect to the inputs of LSTM
+      layers are clipped.
     """
     rules = inputs if isinstance(inputs, Mapping) else {_ALL: inputs}
     for rule in [*rules.values(), *jax.tree.leaves(outputs, is_leaf=_is_rule)]:
@@ -118,13 +119,14 @@ def _clip_inputs(
     except TypeError:
         function(*args, **kwargs)  # says what is wrong in its own words
         raise TypeError(
-            f"error_clip: got a call of a function whose signature says {signature}, expected one "
-            "that fits it; decorate the function that this one wraps"
+            f"error_clip: got a call that does not fit the signature {signature} of the decorated "
+            "function, expected one that fits; decorate the function that it wraps"
         ) from None
     for name in rules:
         if name not in signature.parameters and name not in kwargs:
             raise ValueError(
-                f"error_clip: got the keywords {list(kwargs)}, expected {name!r}, which has a rule"
+                f"error_clip: got the keywords {list(kwargs)}, expected {name!r} among them, "
+                "since it has a rule"
             )
     for name, value in bound.arguments.items():
         bound.arguments[name] = _clip_argument(signature.parameters[name], value, rules)

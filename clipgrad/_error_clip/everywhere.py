@@ -19,24 +19,24 @@ Transformed = TypeVar("Transformed", bound=Callable[..., Any])
 
 
 def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> Transformed:
-    r"""Clips the cotangent of every value that a function computes on its way.
+    r"""Clips the cotangent of every value that a function computes.
 
-    For each operation $y = f(x_1, \ldots, x_n)$ inside of ``fun``, with $\bar y$ the sum of the
+    For each operation $y = f(x_1, \ldots, x_n)$ inside ``fun``, with $\bar y$ the sum of the
     cotangents of all uses of $y$, the operation's VJP sees $\mathrm{rule}(\bar y)$.
 
     Guarantees:
-      * The result is unchanged, bit by bit, with its structure, weak types and shardings. In
-        eager code it may be rounded otherwise by functions such as `jax.numpy.mean`, which JAX
-        compiles as a whole there.
-      * All operations are clipped inside of `jax.jit`, `jax.lax.scan` (at each step),
+      * The result is bit-identical to that of ``fun``, with its structure, weak types and
+        shardings. In eager code functions such as `jax.numpy.mean`, which JAX compiles as a whole
+        there, may round differently.
+      * All operations are clipped inside `jax.jit`, `jax.lax.scan` (at each step),
         `jax.lax.cond`, `jax.checkpoint` and `jax.shard_map`; `jax.jit` makes no difference.
       * The cotangents of arguments are not clipped, nor those of results that ``fun`` does not use
-        itself. What a scan carries is used, by its next step.
-      * Functions with rules of their own, such as `jax.custom_vjp`, are one operation each.
+        itself. The next step of a scan uses the carry.
+      * A function with a custom rule, such as `jax.custom_vjp`, is one operation.
 
-    A value rule is the usual choice: a norm rule sees each value's cotangent by itself, and inside
-    of a `jax.vmap` in ``fun`` that of the whole batch. ``fun`` is traced once in every call, and
-    what it changes in flax NNX models and references is changed, see `error_clip_by_name`.
+    A value rule is the usual choice: a norm rule measures the cotangent of each value alone, and
+    inside a `jax.vmap` in ``fun`` that of the whole batch. Each call traces ``fun`` once, and
+    mutates flax NNX models and references as ``fun`` does; see `error_clip_by_name`.
 
     Args:
       fun: a function of pytrees.

@@ -55,18 +55,18 @@ class Names(tuple[Name, ...]):
 def list_names(
     fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Names:
-    r"""Lists what can be clipped and watched by name inside of a function.
+    r"""Lists the values inside a function that can be clipped and watched by name.
 
     Names are tags, given by `jax.ad_checkpoint.checkpoint_name`, and the paths of modules: the
-    `jax.named_scope`\ s around an operation, which flax Linen, Haiku and Keras push for each of
+    `jax.named_scope`\ s around an operation, which flax Linen, Haiku and Keras set for each of
     their modules, and in an NNX or Equinox model among the arguments the attribute paths of its
     submodules. See `error_clip_by_name`.
 
     Guarantees:
-      * The function is traced, and not run; arrays may be `jax.ShapeDtypeStruct`.
-      * All names that a pattern can match are listed: those whose variables are floating or
-        complex, are used, and have cotangents that can be reached from outside.
-      * They come in the order of computation, a module after the modules inside it.
+      * The function is traced, not run; arrays may be `jax.ShapeDtypeStruct`.
+      * All names that a pattern can match are listed: the names of floating or complex variables
+        that are used, and whose cotangents can be reached from outside.
+      * The names are in the order of computation, a module after the modules inside it.
 
     Args:
       fun: a function of pytrees.
@@ -186,7 +186,7 @@ def resolved(program: Any, rules: Rules, caller: str) -> Resolved:
             if name in names and not _are_equal(names[name].rule, rule):
                 raise ValueError(
                     f"{caller}: got {origin[name]!r} and {pattern!r} with different rules, which "
-                    f"both match {name!r}, expected one rule for it; write its own beside them"
+                    f"both match {name!r}, expected one rule for it; add a rule for {name!r} itself"
                 )
             names[name], origin[name] = Chosen(_kind_of_sites(there[name]), rule), pattern
     return names
@@ -228,7 +228,7 @@ def _check_cotangents(
         instead = (
             "* stands for any text within a segment, ** for any number of segments"
             if "*" in wanted
-            else f"tag a variable by x = jax.ad_checkpoint.checkpoint_name(x, {wanted!r})"
+            else f"tag a variable with x = jax.ad_checkpoint.checkpoint_name(x, {wanted!r})"
         )
         raise ValueError(
             f"{caller}: got {wanted!r}, expected a name that is tagged in this function, or the "
@@ -239,19 +239,19 @@ def _check_cotangents(
     if closed:
         inside = [name for name, sites in there.items() if any(s.within == closed for s in sites)]
         raise ValueError(
-            f"{caller}: got {wanted!r}, which {names} a variable inside of {closed}, expected one "
-            f"whose cotangents can be reached from outside, unlike those of {inside}; name what "
-            "goes into it or comes out of it, or write clip_cotangent into its backward pass"
+            f"{caller}: got {wanted!r}, which {names} a variable inside of {closed}, expected "
+            f"one whose cotangents can be reached from outside, unlike those of {inside}; name an "
+            "input or an output of it, or write clip_cotangent in its backward pass"
         )
     if not any(site.is_differentiable for site in own):
         raise TypeError(
             f"{caller}: got {wanted!r}, which {names} {own[0].dtype} values, expected floating or "
-            "complex ones; others have no cotangents"
+            "complex values; others have no cotangents"
         )
     if not any(site.used and site.is_differentiable for site in own):
         raise ValueError(
-            f"{caller}: got {wanted!r}, which {names} a value that is not used, expected one that "
-            "cotangents come back to; with a tag write x = checkpoint_name(x, name), and use that x"
+            f"{caller}: got {wanted!r}, which {names} an unused value, expected one that "
+            "the result depends on; with a tag write x = checkpoint_name(x, name), and use that x"
         )
 
 
@@ -269,14 +269,14 @@ def check_call(fun: Any, args: Any, kwargs: Any) -> None:
             f"args: got {type(args).__name__}, expected a tuple; for one argument write (x,)"
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"kwargs: got {type(kwargs).__name__}, expected a mapping such as a dict")
+        raise TypeError(f"kwargs: got {type(kwargs).__name__}, expected a mapping, such as a dict")
 
 
 def checked_rules(rules: Any, prefix: Any = "") -> dict[str, Any]:
     """The rules with the prefix before their names; `TypeError` for what is not a mapping."""
     if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
         raise TypeError(
-            f"rules: got {rules!r}, expected a mapping of names to rules such as "
+            f"rules: got {rules!r}, expected a mapping from names to rules, such as "
             '{"h": ErrorClipByValue(max=5.0)}; for every intermediate value write '
             "error_clip_everywhere(fun, rule)"
         )
@@ -289,7 +289,7 @@ def rule_of_variable(rule: Any) -> Any:
     """The rule of a variable inside of a function; `TypeError` for one that needs parameters."""
     if getattr(as_rule(rule), "needs_params", False):
         raise TypeError(
-            f"rule: got {rule!r}, which needs parameters, expected one that does not: a variable "
-            "has none; to measure the variable itself write clip_cotangent(x, rule) in its place"
+            f"rule: got {rule!r}, which needs parameters, expected a rule that does not, since a "
+            "variable has none; to measure the variable itself write clip_cotangent(x, rule)"
         )
     return rule

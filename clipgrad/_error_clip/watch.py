@@ -33,38 +33,38 @@ def value_and_grad_with_stats(
     rules: Rules | None = None,
     watch: Iterable[str] | None = None,
 ) -> Callable[..., Any]:
-    r"""`jax.value_and_grad` with a third result: statistics of the cotangents of variables by name.
+    r"""Like `jax.value_and_grad`, and also returns statistics of the cotangents of named variables.
 
     A name is a tag, given by `jax.ad_checkpoint.checkpoint_name`, the path of a module, or a
     pattern; see `error_clip_by_name`.
 
     Guarantees:
       * Value and gradient are those of ``jax.value_and_grad(error_clip_by_name(fun, rules))``;
-        flax NNX models are differentiated as by ``nnx.value_and_grad``, by their
-        ``nnx.Param``, and what ``fun`` changes in them is changed. Arguments that hold Equinox
-        modules are differentiated as by ``eqx.filter_value_and_grad``, by their floating arrays;
-        the gradient has ``None`` in place of all else.
-      * The statistics leave the compiled backward pass as the gradients do, with no callback;
-        under `jax.jit` statistics that are not used are not computed.
-      * Statistics that a compiled program does not use change no bit of value and gradient, nor do
-        those of eager code outside of a scan and of functions that JAX compiles as a whole there,
-        such as `jax.numpy.mean`. Those that a compiled program uses may change its
-        rounding: XLA stores a cotangent that it had fused.
-      * Values in a module that do not depend on what is differentiated have no cotangent, and count
-        nowhere.
+        flax NNX models are differentiated as in ``nnx.value_and_grad``, with respect to
+        their ``nnx.Param``, and mutated as ``fun`` does. Arguments with Equinox modules are
+        differentiated as in ``eqx.filter_value_and_grad``, with respect to their floating arrays;
+        the gradient has ``None`` for all other leaves.
+      * The statistics leave the compiled backward pass as the gradients do, without a callback;
+        under `jax.jit` unused statistics are not computed.
+      * Value and gradient are bit-identical if a compiled program does not use the statistics, and
+        in eager code outside of a scan and of functions that JAX compiles as a whole there, such as
+        `jax.numpy.mean`. If a compiled program uses them, its rounding may change, because XLA then
+        stores a cotangent that it had fused.
+      * Values in a module that do not depend on the differentiated arguments have no cotangent, and
+        are not counted.
       * The statistics of a name have one leading axis for each scan around it, outermost first:
         in an RNN one entry for each time step, in a transformer that scans its layers one for each
         layer. Variables that share a name are added up: step by step as far as the lengths of the
         scans around them are the same from the outermost on, over all steps of the rest.
-      * Under `jax.vmap` each lane has its own; inside of a `jax.vmap` in ``fun`` they are those of
-        the whole batch.
-      * Inside of `jax.shard_map` they are those of all devices together, like the gradients of
-        what the devices share; with ``check_vma=False`` each device has its own.
+      * Under `jax.vmap` each lane has its own statistics; inside a `jax.vmap` in ``fun`` they are
+        those of the whole batch.
+      * Inside `jax.shard_map` they are those of all devices together, like the gradients of values
+        that the devices share; with ``check_vma=False`` each device has its own.
 
     Args:
       fun: a function that returns a scalar, or ``(scalar, aux)``.
       argnums: the positions of the arguments to differentiate.
-      has_aux: whether ``fun`` returns something besides the scalar.
+      has_aux: whether ``fun`` returns ``(scalar, aux)``.
       rules: a rule for each name or pattern; ``None`` in place of a rule: watch only.
       watch: further names and patterns to watch only; ``None``: all tags whose variables have
         cotangents, or all modules if there are no tags.
@@ -168,7 +168,7 @@ def _checked_watch(watch: Any) -> tuple[str, ...] | None:
     names = tuple(watch) if isinstance(watch, Iterable) and not isinstance(watch, str) else None
     if names is None or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f'watch: got {watch!r}, expected names such as ["h"], or None for all names there are'
+            f'watch: got {watch!r}, expected names such as ["h"], or None for all names'
         )
     return names
 
@@ -201,8 +201,8 @@ def _resolved(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> Reso
         if not watch:
             raise ValueError(
                 f"{_CALLER}: got a function without tags, expected one with tagged variables or "
-                'modules; tag one by x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute it '
-                'in a module: with jax.named_scope("x"):; an NNX or Equinox model has names where '
+                'modules; tag one with x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute '
+                'it in a module: with jax.named_scope("x"):; an NNX or Equinox model has names if '
                 "it is an argument: fun(model, ...)"
             )
     return resolved(program, dict.fromkeys(watch), _CALLER) | clipped

@@ -87,8 +87,8 @@ def explained() -> Iterator[None]:
         if type(error).__name__ != "TraceContextError":
             raise
         raise ValueError(
-            "fun: got a function that changes an NNX model from outside of it, expected one that "
-            "gets the model as an argument; write fun(model, ...), and differentiate it by "
+            "fun: got a function that changes an NNX model which it closes over, expected one that "
+            "takes the model as an argument; write fun(model, ...), and differentiate it with "
             f"nnx.grad or nnx.value_and_grad ({error})"
         ) from error
 

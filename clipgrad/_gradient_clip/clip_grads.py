@@ -23,14 +23,15 @@ def clip_grads(
     nonfinite: str = "propagate",
     norm: ArrayLike | None = None,
 ) -> tuple[Any, ClipStats]:
-    """Clips a tree of gradients and says what was done: no optimizer is needed.
+    """Clips a tree of gradients without an optimizer, and returns statistics of the clip.
 
     Guarantees:
       * Structure, shapes and dtypes are kept; leaves without numbers to clip (``None``, integers,
         booleans, ``float0``, PRNG keys) come back as they are.
-      * What ``where`` leaves out is neither measured nor scaled, unless ``measure`` selects it.
-      * What flax keeps in ``_overwrite_with_gradient`` (scales and histories of 8-bit floats, whose
-        gradient is their next value) is neither measured nor scaled.
+      * Leaves that ``where`` leaves out are not scaled, and only measured if ``measure`` selects
+        them.
+      * Leaves below flax's ``_overwrite_with_gradient`` (scales and histories of 8-bit floats,
+        whose gradient is their next value) are neither measured nor scaled.
       * The statistics of a global L2 norm need no second pass over the gradients; under
         `jax.jit` statistics that are not used are not computed.
 
@@ -44,8 +45,8 @@ def clip_grads(
         ``"kernel"`` selects this one, and not ``"layers/0/out_kernel"``. Any other is a regular
         expression that is searched in the paths: ``"kern"``, ``"^layers/[0-3]/"``.
       measure: which leaves make up the norm of `ClipByGlobalNorm`, written like ``where``;
-        ``None``: those that ``where`` selects. The statistics then have this norm before the
-        clip, and what the clip would make of it.
+        ``None``: those that ``where`` selects. The statistics then have this norm, before the
+        clip and as the clip would change it.
       nonfinite: ``"propagate"``; ``"zero"``: NaN and inf become 0 before anything is measured;
         ``"error"``: raise and name the leaves.
       norm: the norm that `ClipByGlobalNorm` would measure, if it is known already.
@@ -54,10 +55,10 @@ def clip_grads(
       The clipped gradients, and a `ClipStats` of the leaves that ``where`` selects.
 
     Raises:
-      TypeError: if ``rule`` is not a rule, ``where`` has anything else than booleans, or a leaf is
-        an object or of a dtype that JAX lacks; strings and functions are passed over.
+      TypeError: if ``rule`` is not a rule, ``where`` has leaves other than booleans, or a leaf is
+        an object or of a dtype that JAX lacks; strings and functions are ignored.
       ValueError: if ``where`` selects nothing or is not a prefix, for an unknown ``nonfinite``, for
-        ``norm`` or ``measure`` with another rule, and whatever the rule raises.
+        ``norm`` or ``measure`` with another rule, and each error of the rule.
       FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit` the function
         must be transformed by `jax.experimental.checkify.checkify` for this.
 

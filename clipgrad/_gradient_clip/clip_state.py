@@ -36,12 +36,13 @@ class GradientClipState(NamedTuple):
     Attributes:
       count: the number of updates so far, at which schedules are evaluated.
       stats: the `ClipStats` of the last update; ``None`` without ``stats=True``.
-      clipped_count: the number of updates at which something was clipped; likewise.
-      nonfinite_count: the number of updates with NaN or inf in the gradients; likewise.
+      clipped_count: the number of updates that were clipped; ``None`` without ``stats=True``.
+      nonfinite_count: the number of updates with NaN or inf in the gradients; ``None`` without
+        ``stats=True``.
       threshold: the first threshold of the rule at the last update; ``None`` if it has none. An
         adaptive threshold of a rule that acts on leaves is an array, in the order of
         ``jax.tree.leaves``.
-      history: the state of an adaptive threshold; ``None`` without.
+      history: the state of an adaptive threshold, or ``None``.
       leaf_stats: the `ClipStats` of the last update for each leaf by path, such as
         ``"layers/0/kernel"``; ``None`` without ``stats="per_leaf"``.
     """
@@ -120,9 +121,9 @@ def check_state(state: Any, needed: bool) -> None:
         )
     if _ASKED_BY.value == "update" and (kept is None or kept.stats is None):
         warnings.warn(
-            "train_step: the metrics lack the statistics of a gradient clip, since the state that "
-            f"it got, {type(state).__name__}, has no place for them; expected an optimizer whose "
-            "init calls that of the clip and can be traced, and a state of this optimizer",
+            "train_step: the metrics lack the statistics of a gradient clip, because its state, "
+            f"{type(state).__name__}, has no place for them; expected an optimizer whose init "
+            "calls the init of the clip and can be traced, and a state of this optimizer",
             stacklevel=2,
         )
 
@@ -140,7 +141,7 @@ def next_threshold(adaptive: Any, state: GradientClipState, norms: list[Any]) ->
     if len(each) != state.threshold.size:
         raise ValueError(
             f"updates: got {len(each)} leaves to clip, but the state has {state.threshold.size} "
-            "thresholds; expected init(params) with the parameters that the updates are for"
+            "thresholds; expected the state of init(params) for the same parameters"
         )
     values = jnp.stack(each).reshape(shape) if each else jnp.zeros(shape, dtype)
     return adaptive.update(state.history, jax.lax.stop_gradient(values))
@@ -182,7 +183,7 @@ def _under_first_paths(stats: dict[str, Any], first: dict[str, Any]) -> dict[str
     if len(stats) != len(first) or None in pairs.values():
         raise ValueError(
             f"updates: got the leaves {list(stats)}, but the state has {list(first)}; expected "
-            "init(params) with the parameters that the updates are for"
+            "the state of init(params) for the same parameters"
         )
     return pairs
 

@@ -31,10 +31,10 @@ def clip_by_value(
     Args:
       max: the upper bound: a number, an array that broadcasts into each leaf, a schedule or an
         adaptive threshold.
-      min: the lower bound, likewise but not adaptive; ``None`` means ``-max``.
+      min: the lower bound, of the same kinds except adaptive; ``None`` means ``-max``.
       where: which leaves are clipped; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.
 
     Returns:
       A gradient transformation; see `gradient_clip` for its state.
@@ -71,7 +71,7 @@ def clip_by_norm(
       axis: the axis or axes that norms are over; ``None``: all.
       where: which leaves are clipped; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.
 
     Returns:
       A gradient transformation; see `gradient_clip` for its state.
@@ -102,9 +102,9 @@ def clip_by_global_norm(
     r"""Scales all leaves by one factor to a maximal norm: `ClipByGlobalNorm` before the optimizer.
 
     A drop-in replacement of ``optax.clip_by_global_norm``, with the same state. On float32 trees
-    in the ordinary range updates are the same, bit for bit, eagerly and under `jax.jit`; so are
-    whole compiled trainings with sgd, momentum, adam, adamw, rmsprop and lion, but not with
-    adafactor where the clip acts. Half precision is summed in float32, and differs.
+    in the ordinary range the updates are bit-identical, eagerly and under `jax.jit`. So are whole
+    compiled trainings with sgd, momentum, adam, adamw, rmsprop and lion, but not with adafactor if
+    the clip acts. In half precision the results differ, because squares are summed in float32.
 
     Args:
       max_norm: the maximal norm: a number, a schedule or an adaptive threshold.
@@ -113,9 +113,9 @@ def clip_by_global_norm(
         number a hyperparameter.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
       where: which leaves are clipped; see `clip_grads`.
-      measure: which leaves make up the norm, if it is not those; see `clip_grads`.
+      measure: which leaves make up the norm, if not those of ``where``; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.
 
     Returns:
       A gradient transformation; see `gradient_clip` for its state.
@@ -147,7 +147,7 @@ def clip_by_block_rms(
       threshold: the maximal root mean square: a number, a schedule or an adaptive threshold.
       where: which leaves are clipped; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.
 
     Returns:
       A gradient transformation; see `gradient_clip` for its state.
@@ -177,9 +177,9 @@ def adaptive_grad_clip(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Limits each unit by the norm of its weights (AGC): `AdaptiveClip` before the optimizer.
 
-    ``update`` needs the parameters. Unlike ``optax.adaptive_grad_clip`` a unit is what makes one
-    output also for leaves of rank 3, of rank above 5 and with axes of size 1, and ``axis`` can say
-    what a unit is for each leaf. Where the units are the same, so are the bits.
+    ``update`` needs the parameters. Unlike in ``optax.adaptive_grad_clip``, a unit is the weights
+    of one output also in leaves of rank 3, of rank above 5 and with axes of size 1, and ``axis``
+    can set the unit of each leaf. Where the units are the same, the results are bit-identical.
 
     Args:
       clipping: the maximal ratio of gradient norm to weight norm: a number, a schedule or an
@@ -190,7 +190,7 @@ def adaptive_grad_clip(
       axis_name: the mapped axes over which units are spread; see `global_norm`.
       where: which leaves are clipped; see `clip_grads`. Brock et al. leave out the last layer.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: ``True`` or ``"per_leaf"``: the state keeps what the clip did; see `GradientClipState`.
+      stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.
 
     Returns:
       A gradient transformation; see `gradient_clip` for its state.

@@ -40,11 +40,11 @@ def apply_gradient_clipping(
     ``"adaptive"``  $g \cdot \min(1, \mathrm{threshold} \cdot \|w\| / \|g\|)$ by unit
     ==============  ======================================================================
 
-    The formula of the adaptive rule is Composer's, not that of `AdaptiveClip`: there is no least
-    weight norm, so that zero weights get zero gradients, and a ratio that is NaN counts as 1, so
-    that a NaN in a unit leaves the rest of it as it is. The units are those of `AdaptiveClip`, for
+    The formula of the adaptive rule is Composer's, not that of `AdaptiveClip`. It has no smallest
+    weight norm, so zero weights get zero gradients. A ratio that is NaN counts as 1, so a NaN in a
+    unit does not change the rest of the unit. The units are those of `AdaptiveClip`, for
     the layouts of JAX, where the outputs are the last axis. In the layout of PyTorch, which
-    Composer's weights have, they are the first: there ``axis`` says so, as in the second example.
+    Composer's weights have, they are the first: set ``axis`` there, as in the second example.
 
     Args:
       grads: a pytree of gradients.
@@ -57,7 +57,7 @@ def apply_gradient_clipping(
       The clipped gradients: structure, shapes and dtypes of ``grads``.
 
     Raises:
-      ValueError: for another ``clipping_type``, a threshold that is negative or NaN, ``axis``
+      ValueError: for an unknown ``clipping_type``, a threshold that is negative or NaN, ``axis``
         without ``"adaptive"``, and ``"adaptive"`` without ``params``, with parameters of another
         structure or shape, or an ``axis`` that a leaf does not have or that selects no leaf.
       TypeError: for a threshold that is not a number, or another ``axis``.
@@ -84,7 +84,7 @@ def apply_gradient_clipping(
     if callable(clipping_threshold) or is_adaptive(clipping_threshold):
         raise TypeError(
             f"clipping_threshold: got {clipping_threshold!r}, expected a number or an array, such "
-            "as schedule(step); for one that changes with the steps write clipgrad.gradient_clip"
+            "as schedule(step); for schedules and adaptive thresholds write clipgrad.gradient_clip"
         )
     check_threshold("clipping_threshold", clipping_threshold)
     if clipping_type == "adaptive":

@@ -27,20 +27,20 @@ def gradient_clip(
     nonfinite: str = "propagate",
     stats: bool | str = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes a gradient transformation of any clip rule.
+    """Makes a gradient transformation from any clip rule.
 
     Guarantees:
       * With thresholds that are numbers and ``stats=False`` the state is `optax.EmptyState`, as
-        that of the optax functions: checkpoints of theirs can be restored.
+        in optax, so you can restore checkpoints of optax's clips.
       * Otherwise it is a `GradientClipState`, whose structure never changes.
       * A schedule is evaluated at the number of updates made so far: 0 at the first.
       * An adaptive threshold sees the norm of each step once, before the clip.
-      * ``update(..., grad_norm=n)`` gives `ClipByGlobalNorm` a norm that is known already, and
-        nothing is summed again. Every such clip in a chain uses it, so pass it only if that is
-        the norm which each of them would measure: of the leaves that ``where`` selects, and
-        after ``nonfinite="zero"`` has replaced what is not finite.
-      * The state that ``update`` gets says what is kept: a `GradientClipState` without statistics
-        gets none. `train_step` has the statistics of every clip without ``stats=True``.
+      * ``update(..., grad_norm=n)`` gives `ClipByGlobalNorm` a norm that you know already, so it
+        is not computed again. Every such clip in a chain uses it. Pass it only if it is the norm
+        that each of them would measure: of the leaves that ``where`` selects, after
+        ``nonfinite="zero"`` has replaced NaN and inf.
+      * ``update`` keeps the structure of the state: a `GradientClipState` without statistics gets
+        none. `train_step` has the statistics of every clip without ``stats=True``.
 
     Args:
       rule: a `ClipRule`, whose thresholds may be schedules here (functions of the step, such
@@ -49,7 +49,7 @@ def gradient_clip(
       where: which leaves are clipped; see `clip_grads`.
       measure: which leaves make up the norm of `ClipByGlobalNorm`; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
-      stats: whether the state keeps what the clip did; ``"per_leaf"``: for each leaf, too.
+      stats: ``True``: the state keeps statistics of the clip; ``"per_leaf"``: also for each leaf.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.

@@ -11,7 +11,7 @@ class SuggestedThreshold(NamedTuple):
     Attributes:
       kind: ``"norm"`` (global norm), ``"value"`` or ``"adaptive"`` (the ratio of AGC).
       value: the threshold.
-      setting: the model, or the batch sizes, that it was used for.
+      setting: the model or the batch sizes for which it was used.
       source: where it was published: authors, title, year and link.
     """
 
@@ -65,13 +65,13 @@ def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
 
     Args:
       norms: the raw gradient norms of past steps, of any shape; NaN and inf are left out.
-      percentile: a number in [0, 100]; with 90 one step in ten would have been clipped.
+      percentile: a number in [0, 100]; 90 would have clipped one step in ten.
 
     Returns:
       The percentile of the finite norms.
 
     Raises:
-      TypeError: if ``norms`` are no numbers.
+      TypeError: if ``norms`` are not numbers.
       ValueError: if no norm is finite, a norm is negative, or ``percentile`` is out of range.
 
     Example:
@@ -81,8 +81,8 @@ def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
 
     References:
       Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,
-      https://arxiv.org/abs/1211.5063: section 3.2: look at the average norm over many updates; half
-      to ten times this average worked.
+      https://arxiv.org/abs/1211.5063: section 3.2: half to ten times the average norm over many
+      updates worked.
     """
     if not 0 <= percentile <= 100:
         raise ValueError(f"percentile: got {percentile!r}, expected a number in [0, 100]")
@@ -96,5 +96,5 @@ def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
     if not finite.size:
         raise ValueError(f"norms: got {recorded.size} norms, expected at least one that is finite")
     if finite.min() < 0:
-        raise ValueError(f"norms: got {finite.min()}, expected norms, which are not negative")
+        raise ValueError(f"norms: got {finite.min()}, expected norms of 0 or more")
     return float(np.percentile(finite, percentile))

@@ -29,11 +29,11 @@ class SkipSpikesState(NamedTuple):
       skipped: whether the last step was skipped.
       skipped_count: the number of steps that were skipped.
       spike_count: the number of those whose gradient was finite.
-      consecutive: the number of outliers that were skipped since the last step that was not.
+      consecutive: the number of skipped outliers since the last step that was not skipped.
       nonfinite_consecutive: the number of gradients in a row, up to the last one, that were not
-        finite; those that ``max_nonfinite`` let through count, too.
+        finite; this includes those that ``max_nonfinite`` let through.
       halted: whether a step has halted the training; ``None`` without ``halt``.
-      halted_at: the step that did, 0 for the first, or -1; ``None`` without ``halt``.
+      halted_at: the step that halted it, 0 for the first, or -1; ``None`` without ``halt``.
       count: the number of steps, those after the halt included; ``None`` without ``halt``.
     """
 
@@ -63,61 +63,61 @@ def skip_spikes(
     axis_name: AxisName = None,
     halt: bool | Literal["spike"] = False,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Wraps an optimizer so that gradients that are not finite or outliers don't reach it.
+    r"""Wraps an optimizer, and skips steps whose gradient is not finite or is an outlier.
 
     The raw global norm $n$ decides, before any clip in ``inner``. A step is skipped if $n$ is NaN
     or inf, if $n > \mathrm{max\_norm}$, or if it is an outlier: $n > \mu + \mathrm{sigma} \cdot
     \max(s, \mu / 100)$ with mean $\mu$ and deviation $s$ of the last norms, once there are
-    ``min_history``. Then the update is zero and the state of ``inner`` is what it was.
+    ``min_history`` of them. Then the update is zero, and the state of ``inner`` does not change.
 
     Guarantees:
-      * On a step that is not skipped updates and state are those of ``inner``.
-      * No finite outlier counts towards ``max_nonfinite``, and NaN or inf not towards
+      * On a step that is not skipped, updates and state are those of ``inner``.
+      * Only NaN and inf count toward ``max_nonfinite``, only finite outliers toward
         ``max_consecutive``.
-      * On a step that is skipped updates are exact zeros, and the state of ``inner`` is kept bit
-        for bit: by selection, since 0 times NaN is NaN. ``inner`` gets zeros for the gradient.
+      * On a skipped step the updates are exact zeros, and the state of ``inner`` is bit-identical:
+        it is selected, not multiplied, since 0 times NaN is NaN. ``inner`` sees zero gradients.
       * Neither the norm of a skipped step nor a norm of 0 enters the history.
-      * The structure and the dtypes of the state never change; counters say what was skipped.
-      * With ``halt`` the first bad step is the last that changes anything: each later update is
-        zero too, and of the state only ``count`` changes, until `resume`. This is a selection
-        inside of the compiled step, which needs no host: a loop that dispatches steps ahead, and
-        donates buffers, has the parameters from before the bad step whenever it looks.
+      * The structure and the dtypes of the state never change; counters count the skipped steps.
+      * With ``halt`` the first bad step is the last one that changes anything: each later update
+        is zero too, and only ``count`` in the state changes, until `resume`. The compiled step
+        selects this without the host. So a loop that dispatches steps ahead, and donates
+        buffers, still has the parameters from before the bad step.
 
     Args:
       inner: an optax gradient transformation, or ``optax.MultiSteps``, whose average of gradients
         would keep a NaN forever if it were outside. A clip belongs inside, for the steps before
-        there is a history: ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
+        the history is full: ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
       max_norm: an absolute limit; ``None``: no limit.
-      window: how many norms the history has.
-      sigma: how many deviations above the mean a norm may be. ``None``: no history and no rule of
+      window: the number of norms in the history.
+      sigma: the most deviations that a norm may be above the mean. ``None``: no history and no
         outliers; a step is skipped only if its norm is not finite or above ``max_norm``.
-      min_history: how many norms there must be before a finite one is an outlier; by default half
-        a window, and 2 at least.
-      max_consecutive: how many outliers in a row are skipped before the next is not, and the
-        history starts anew with it, since what repeats is not a spike; ``None``: all of them, so
-        that gradients which grow suddenly and for good stop the training. ``consecutive`` in the
-        state shows that.
-      max_nonfinite: how many gradients in a row that are not finite are skipped before the next
-        is not, as in ``optax.apply_if_finite``: it reaches ``inner``, and the parameters become
-        NaN, so that the loss shows that the training is over. ``None``: all are skipped, and a
-        training whose gradients stay NaN stands still. ``nonfinite_consecutive`` in the state shows
-        that, and how near the limit is. With ``halt`` none is let through.
+      min_history: the number of norms before a finite norm can be an outlier; by default half a
+        window, and at least 2.
+      max_consecutive: the number of outliers in a row that are skipped. The next one is not, and
+        starts a new history, because a repeated norm is not a spike. ``None``: all are skipped, so
+        gradients that grow suddenly and for good stop the training. ``consecutive`` in the state
+        shows that.
+      max_nonfinite: the number of gradients in a row that are not finite and are skipped, as in
+        ``optax.apply_if_finite``. The next one reaches ``inner``, and the parameters become NaN, so
+        the loss shows that the training is over. ``None``: all are skipped, and a training whose
+        gradients stay NaN does not move. ``nonfinite_consecutive`` in the state shows that, and the
+        distance to the limit. With ``halt`` all are skipped.
       where: which leaves make up the norm; see `clip_grads`.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
-      halt: ``True``: a step whose norm is not finite halts the training; ``"spike"``: each step
-        that is skipped does. A loss that is not finite halts it too, though its gradient may be
-        finite, if it is known: `train_step` and ``update(..., value=loss)`` pass it on.
-        `FlightRecorder` writes down why. The rest of the optimizer belongs inside: a
-        transformation behind it, such as a weight decay, goes on after the halt.
+      halt: ``True``: a step whose norm is not finite halts the training; ``"spike"``: each skipped
+        step does. With `train_step` or ``update(..., value=loss)`` a loss that is not finite halts
+        it too, even if the gradient is finite. `FlightRecorder` saves the bad step. The rest of the
+        optimizer belongs inside: a later transformation, such as weight decay, goes on after the
+        halt.
 
     Returns:
       A gradient transformation with the state `SkipSpikesState`. ``update(..., grad_norm=n)`` uses
-      a norm that is known already. All extra arguments are passed on to ``inner``.
+      the norm that you pass. All extra arguments are passed on to ``inner``.
 
     Raises:
       ValueError: for a number out of range, and for ``window``, ``min_history`` or
-        ``max_consecutive`` with ``sigma=None``; for another ``halt``; by ``init``, if ``where``
-        selects nothing.
+        ``max_consecutive`` with ``sigma=None``; for an unknown ``halt``; by ``init``, if
+        ``where`` selects nothing.
       TypeError: if ``inner`` is not a gradient transformation, or for another type of number.
 
     Example:
@@ -194,8 +194,8 @@ def _history(
     for name, value in given.items():
         if value is not None:
             raise ValueError(
-                f"{name}: got {value!r} with sigma=None, expected a number as sigma, which a "
-                f"history needs; or leave {name} out"
+                f"{name}: got {value!r} with sigma=None, expected a number as sigma, because "
+                f"{name} needs a history; or leave {name} out"
             )
     return None
 
@@ -207,7 +207,7 @@ def _limit(history: HistoryThreshold | None, state: SkipSpikesState) -> jax.Arra
     if state.window is None:
         raise ValueError(
             f"state: got a state without the history that sigma={history.sigma} needs, expected "
-            "that of init(params)"
+            "the state of init(params)"
         )
     return history.limit(state.window, _LEAST_DEVIATION)
 
@@ -236,8 +236,8 @@ def _after(
 def _check_halt(halt: Any) -> None:
     if not (isinstance(halt, bool) or isinstance(halt, str) and halt == "spike"):
         raise ValueError(
-            f'halt: got {halt!r}, expected True (a gradient that is not finite), "spike" (whatever '
-            "is skipped) or False"
+            f'halt: got {halt!r}, expected True (a gradient that is not finite), "spike" (each '
+            "skipped step) or False"
         )
 
 
@@ -251,8 +251,8 @@ def _halted(halt: bool | str, state: SkipSpikesState) -> Any:
     """Whether an earlier step has halted the training."""
     if halt and state.halted is None:
         raise ValueError(
-            f"state: got a state without the flag that halt={halt!r} needs, expected that of "
-            "init(params)"
+            f"state: got a state without the flag that halt={halt!r} needs, expected the state "
+            "of init(params)"
         )
     return state.halted if halt else False
 
@@ -275,11 +275,11 @@ def _after_halt(state: Any, after: SkipSpikesState, bad: jax.Array) -> SkipSpike
 
 
 def resume(tree: Any) -> Any:
-    """Lets a training go on that ``skip_spikes(halt=...)`` has halted.
+    """Lets a training continue after ``skip_spikes(halt=...)`` halted it.
 
     Guarantees:
-      * Nothing but the flag is changed: neither parameters, which are those from before the bad
-        step, nor counters.
+      * Only the flag changes, neither the parameters, which are those from before the bad step,
+        nor the counters.
       * Works under `jax.jit`, and on a state that is not halted.
 
     Args:
@@ -322,7 +322,7 @@ def resume(tree: Any) -> Any:
     if not found:
         raise ValueError(
             f"tree: got {type(tree).__name__} without a state of skip_spikes(halt=...), expected "
-            "that of an optimizer that was made with clipgrad.skip_spikes(optimizer, halt=True)"
+            "the state of clipgrad.skip_spikes(optimizer, halt=True)"
         )
     return result
 

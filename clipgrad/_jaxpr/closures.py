@@ -405,7 +405,7 @@ class _Still(NamedTuple):
     def of(cls, equation: JaxprEqn, rules: Any) -> "_Still":
         """Raises `ValueError` if the rules could not be traced."""
         if not isinstance(rules, _Rules):
-            over = "a value of a transformation around it, such as jax.vmap, that ends before them"
+            over = "a value of an enclosing transformation, such as jax.vmap, which ends earlier"
             raise ValueError(_closure_text(equation, over)) from rules
         return cls(equation, rules)
 
@@ -425,8 +425,8 @@ def _closure_text(equation: JaxprEqn, over: str) -> str:
     kind = equation.primitive.name.removesuffix("_call")
     return (
         f"fun: got the jax.{kind} function {_where_defined(equation)}, whose rules close over "
-        f"{over}; expected rules that get it as an argument: call {_function(equation)}(..., "
-        "value), and return its derivative from the rules; if it has none, close over "
+        f"{over}; expected rules that take it as an argument: call {_function(equation)}(..., "
+        "value), and return its derivative from the rules; if it needs none, close over "
         "jax.lax.stop_gradient(value)"
     )
 

@@ -192,13 +192,13 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
     r"""The norm of all leaves of a tree as one vector, $(\sum_i |g_i|^p)^{1/p}$.
 
     Guarantees:
-      * Squares are summed in float32, in float64 if a leaf is float64, never in a dtype that is
-        narrower, and the result has that dtype.
+      * Squares are summed in float32, in float64 if a leaf is float64, never in a narrower
+        dtype, and the result has that dtype.
       * A finite tree whose squares over- or underflow still has the right norm.
-      * On a float32 tree in the ordinary range it equals ``optax.tree.norm`` bit by bit.
+      * On a float32 tree in the ordinary range it is bit-identical to ``optax.tree.norm``.
       * Its derivative is finite everywhere; at zero it is 0.
       * An empty tree has norm 0 for every ``ord``. ``None``, integer, boolean, ``float0`` and
-        PRNG-key leaves count nowhere; complex leaves count with their absolute values.
+        PRNG-key leaves are not counted; complex leaves count with their absolute values.
       * NaN anywhere gives NaN; otherwise inf anywhere gives inf.
 
     Args:
@@ -207,7 +207,7 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
       axis_name: inside `jax.shard_map`, `jax.pmap` or ``jax.vmap(axis_name=...)``, the name or
         names of the mapped axes that the tree is spread over. Where `jax.shard_map` tracks what
         varies (its default), a leaf that is the same on all devices is counted once; elsewhere
-        every leaf counts as spread. Without it, the norm there is that of the part on each device.
+        every leaf counts as spread. Without it, the norm is that of the part on each device.
         Under `jax.jit` it is not needed.
 
     Returns:
@@ -290,7 +290,7 @@ def _names(axis_name: AxisName) -> tuple[str, ...]:
         except NameError:
             raise ValueError(
                 f"axis_name: got {name!r}, which is not a mapped axis here; expected the name of "
-                "an axis of an enclosing shard_map, pmap or vmap. Under jit leave axis_name out"
+                "an axis of an enclosing shard_map, pmap or vmap; under jit leave axis_name out"
             ) from None
     return names
 

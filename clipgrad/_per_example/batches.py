@@ -70,7 +70,7 @@ def batch_size(batch: Any) -> int:
     sizes = {shape[:1] for shape in shapes.values()}
     if len(sizes) != 1 or sizes <= {(), (0,)}:
         raise ValueError(
-            f"batch: got leaves of the shapes {shapes}, expected a leading axis of the same size "
-            "in all of them, with one example for each index"
+            f"batch: got leaves of the shapes {shapes}, expected the same leading axis of 1 or "
+            "more in all of them, with one example for each index"
         )
     return sizes.pop()[0]

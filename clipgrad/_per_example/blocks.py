@@ -1,5 +1,6 @@
 """Terms of one gradient in a normal form: those that are alike joined along what is summed over."""
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator
-from clipgrad._per_example.terms import Factor, Products, Term, Unfollowed, einsum
+from clipgrad._per_example.terms import Factor, Products, Term, einsum
 
 # Of an axis of a factor: the axis of the gradient, and the place in that.
 FactorAxis = tuple[int, int]
@@ -76,6 +77,7 @@ def sum_dtype(products: Products) -> str:
 
 
 def _normal_form(term: Term, dtype: str) -> ProductBlock:
+    term = _indexed_alike(term)
     places = {
         label: (i, p) for i, axis in enumerate(term.axes) for p, label in enumerate(axis.labels)
     }
@@ -90,11 +92,26 @@ def _normal_form(term: Term, dtype: str) -> ProductBlock:
     return ProductBlock(tuple(ordered), tuple(windows), term.precision)
 
 
+def _indexed_alike(term: Term) -> Term:
+    """The term without indices that differ along an axis of the gradient.
+
+    Such an axis, as of scanned layers, is summed over, and the rows have its index as well.
+    """
+    kept = {label for axis in term.axes for label in axis.labels}
+    differ = {label for f in term.factors if f.hot is not None for label in f.labels} & kept
+    for label in sorted(differ):
+        (new,), size = term.fresh(), term.sizes[label]
+        index = Factor(jnp.arange(size, dtype=jnp.int32), (label,), new, size)
+        axes = [
+            a._replace(labels=tuple(new if k == label else k for k in a.labels)) for a in term.axes
+        ]
+        term = dataclasses.replace(term, factors=(*term.factors, index)).with_axes(axes)
+    return term
+
+
 def _part(factor: Factor, places: dict, summed: dict[int, int], dtype: str) -> Part:
     """A factor with one axis for all that is summed over, and its other axes in order."""
     own = sorted((label for label in factor.labels if label in places), key=places.__getitem__)
-    if factor.hot is not None and (own or factor.hot not in places):
-        raise Unfollowed("indices that differ along an axis of the gradient")
     present = [label for label in summed if label in factor.labels]
     values = factor.values
     if factor.hot is None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from clipgrad._gradient_clip import check_policy
 from clipgrad._per_example.batches import check_microbatch, on_each_device, part_count, sums
+from clipgrad._per_example.loss import scalar_loss
 from clipgrad._per_example.methods import sums_of
 from clipgrad._per_example.plan import Plan, plan_of
 from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params
@@ -29,72 +30,72 @@ def clip_per_example(
     nonfinite: str = "propagate",
     method: str = "auto",
 ) -> "ClipPerExample":
-    r"""Makes a ``value_and_grad`` that clips the gradient of every example on its own.
+    r"""Makes a ``value_and_grad`` that clips the gradient of each example.
 
     $$\frac{1}{B} \sum_{i=1}^{B} \mathrm{rule}(\nabla_w\,\mathrm{loss}(w, x_i))$$
 
-    or the sum alone, over the leading axis of the batch, of size $B$. No example adds more to the
-    sum than the rule lets through: for training that is robust against outliers, and the bounded
-    sensitivity that differential privacy needs (this function adds no noise).
+    or the sum alone, over the leading axis of the batch, of size $B$. The rule bounds the share of
+    each example in the sum. This makes training robust against outliers, and bounds the sensitivity
+    for differential privacy (this function does not add noise).
 
-    The gradient of a weight for one example is a sum of products $X^\top Y$ of what went into a
-    layer and the cotangent of what came out. So no example's gradient need be made:
+    The gradient of a weight for one example is a sum of products $X^\top Y$ of the input of a
+    layer and the cotangent of its output. So no example's gradient is needed:
 
     $$\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top \rangle, \qquad
     \sum_i c_i X_i^\top Y_i = (c X)^\top Y$$
 
-    where the second is one product over all examples. The program of the gradient is followed back
-    from each leaf to its products: through scans, `jax.jit` and `jax.checkpoint`, for dense layers,
-    convolutions and embeddings, and for weights that are used in several places. What can't be
-    followed (`jax.lax.cond`, a function of a weight such as ``tanh``) is direct for that leaf
-    alone, and ``plan`` says so.
+    where the second is one product over all examples. clipgrad follows the program of the gradient
+    back from each leaf to its products: through scans, `jax.jit` and `jax.checkpoint`, for dense
+    layers, convolutions and embeddings, and for weights that are used in several places. If it
+    can't follow a leaf (`jax.lax.cond`, a function of a weight such as ``tanh``), that leaf alone
+    is direct, and ``plan`` shows the reason.
 
     Guarantees:
       * With the rule ``None`` and ``"mean"`` it is `jax.value_and_grad` of the mean loss.
-      * Gradients are clipped and summed in float32, float64 where the parameter is, whatever the
-        dtype of the parameters, and rounded to that dtype once, at the end. So one example adds
+      * Gradients are clipped and summed in float32, or float64 if the parameter is, and rounded to
+        the dtype of the parameter once, at the end. So one example adds
         a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, for float16 and bfloat16 as well.
       * That last rounding moves each element of the result by at most 1/256 of it in bfloat16,
-        1/2048 in float16, which may be more than one example of many adds. Where the bound must
-        hold for the result, let the parameters be float32 and cast them inside of the loss, as in
-        the second example. Then only the float32 sum is rounded: with 1,100 examples one of them
+        1/2048 in float16, which may be more than the share of one example. If the bound must hold
+        for the result, keep the parameters in float32 and cast them inside the loss, as in the
+        second example. Then only the float32 sum is rounded: with 1,100 examples one of them
         moves the result by at most ``max_norm * (1 + 1e-3)``.
       * With ``ClipByGlobalNorm`` and ``"sum"`` it equals ``optax.per_example_global_norm_clip`` on
         float32.
-      * Memory is bounded by the microbatch: beside one sum there are the gradients of
-        ``microbatch`` examples at a time (or their factors), however large the batch is.
+      * The microbatch bounds the memory: besides one sum it holds the gradients of ``microbatch``
+        examples at a time (or their factors), for any size of the batch.
       * Where products cancel, a norm from Gram matrices is too large rather than too small: the
-        rounding of a sum of $n$ terms, each of them wrong by at most $u = 2^{-24}$, is taken as
+        rounding of a sum of $n$ terms, each wrong by at most $u = 2^{-24}$, is estimated as
         $\sqrt{n}\,u$ and added. Elsewhere this is a few parts in a million of the norm.
-      * Under `jax.jit` with the batch sharded over devices nothing else is needed; let their number
-        divide ``microbatch``, and each has examples of its own. (On Explicit axes it must, and
-        `jax.vmap` refuses parameters that are sharded along the batch's axis. There the loss is
-        differentiated with these axes as Auto, and where it names shardings itself write
-        ``method="direct"``; with parameters sharded over such axes the method is direct.) In
+      * Under `jax.jit` with the batch sharded over devices nothing else is needed; if their number
+        divides ``microbatch``, each has examples of its own. (On Explicit axes it must. There the
+        loss is differentiated with these axes as Auto, and the gradients have the shardings of the
+        parameters. If the loss names shardings itself write ``method="direct"``, which keeps the
+        axes Explicit unless a parameter is sharded along the axis of the batch.) In
         `jax.shard_map` and `jax.pmap` the result is that of the examples of one device: average or
         sum it over the axis.
 
     Args:
       loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
-        batch without its leading axis. For a model that wants batches write ``x[None]``. A loss
-        times the example's weight 0 leaves a padded example out.
+        batch without its leading axis. For a model of batches write ``x[None]``. To leave
+        out a padded example, multiply its loss by a weight of 0.
       rule: a `ClipRule`, a function of the tree, or ``None``: off.
       reduce: ``"mean"`` or ``"sum"``, of the clipped gradients and of the losses.
-      microbatch: how many examples to differentiate at once, which must divide the batch;
+      microbatch: the number of examples to differentiate at once, which must divide the batch;
         ``None``: all of them.
-      has_aux: whether ``loss_fn`` returns something besides the loss.
+      has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
       where: which leaves are clipped; see `clip_grads`. The others are summed as they are.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`. With ``"zero"`` an
-        example that is NaN or inf doesn't harm the others: it is left out if the gradient of a
-        weight that is followed is not finite. ``"error"`` is direct, and needs
+        example with NaN or inf does not spoil the others: it is left out if the gradient of a
+        followed weight is not finite. ``"error"`` is direct, and needs
         `jax.experimental.checkify.checkify` under `jax.jit` and with a ``microbatch``.
 
-      method: how the gradients of examples are found.
+      method: how the gradients of examples are computed.
 
         * ``"one pass"``: the factors of all layers are kept until the norms are known.
         * ``"two passes"``: first the norms, then the gradients once more, in about the memory
-          of a plain gradient: scans and `jax.checkpoint` keep their worth.
-        * ``"direct"``: the gradient of each example is made, as ``jax.vmap(jax.grad(loss))`` does.
+          of a plain gradient: scans and `jax.checkpoint` still save memory.
+        * ``"direct"``: computes the gradient of each example, as ``jax.vmap(jax.grad(loss))`` does.
         * ``"auto"``: one pass, or two if the factors need much memory. Rules that do not
           scale by L2 norms (value clips, other orders, units, functions) are direct.
 
@@ -103,14 +104,15 @@ def clip_per_example(
       grads, stats)``. ``grads`` has the structure and dtypes of ``params``; ``aux`` and the
       `ClipStats` ``stats`` have one entry for each example, in the order of the batch:
       ``stats.norm`` has the shape (B,), ``stats.clipped.mean()`` is the part of the examples that
-      were clipped. Such statistics are not private. Its method ``plan(params, batch)`` says what
-      is done with each leaf, and why.
+      were clipped. Such statistics are not private. Its method ``plan(params, batch)`` shows
+      the method for each leaf, and the reason.
 
     Raises:
       TypeError: if ``rule`` is neither a rule nor a function nor ``None``.
       ValueError: for another ``reduce``, a ``microbatch`` that is not a positive integer, an
         unknown ``nonfinite`` or ``method``; when called, for batch leaves without a common leading
-        axis, a batch without examples or one that ``microbatch`` does not divide.
+        axis, a batch without examples or one that ``microbatch`` does not divide, for parameters
+        without arrays, and a loss of one example that is not a floating scalar.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -135,6 +137,7 @@ def clip_per_example(
     if reduce not in REDUCTIONS:
         raise ValueError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCTIONS)}")
     check_microbatch(microbatch)
+    loss_fn = scalar_loss(loss_fn, has_aux)
     subject = PerExampleSubject(loss_fn, rule, microbatch, has_aux, where, nonfinite, method)
     return ClipPerExample(subject, reduce)
 

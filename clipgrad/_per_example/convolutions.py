@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator
 from clipgrad._per_example.follow import contracted, follows, is_plain_array
-from clipgrad._per_example.products import one_product
+from clipgrad._per_example.products import SMALL, is_small, one_product
 from clipgrad._per_example.sums import Contract
 from clipgrad._per_example.terms import Factor, GradientAxis, Term, Unfollowed
 
@@ -30,8 +30,13 @@ def _convolution(hook, equation, inputs, wants):
         raise Unfollowed(f"a kernel with more than {_MOST_TAPS} taps")
     lhs = jnp.transpose(inputs[0], numbers.lhs_spec)
     rhs = jnp.transpose(inputs[1], numbers.rhs_spec)
-    patches = _patches(lhs, rhs.shape[2:], taps, params)
+    slices = _slices(inputs[0], rhs.shape[2:], taps, params)
     groups, batches = params["feature_group_count"], params["batch_group_count"]
+    factors = sum(x.size for x in slices) + rhs.size
+    if groups == batches == 1 and is_small(hook, aval, factors, wants[0]):
+        hook.notes.add(wants[0], SMALL)
+        return [_tap_by_tap(slices, inputs[1], taps, equation)]
+    patches = jnp.stack([jnp.transpose(x, numbers.lhs_spec) for x in slices])
     rank = len(taps)
     # Labels: the group, rows and columns of the kernel (both with it in front), channels that are
     # summed, then the positions in the kernel, and those that are summed.
@@ -86,16 +91,40 @@ def _ungrouped(term: Term, group: int) -> Term:
     return Term(tuple(factors), tuple(axes), term.precision)
 
 
-def _patches(lhs: jax.Array, window: Any, taps: list[int], params: Any) -> jax.Array:
-    """What each tap meets at each position: (taps, rows, channels, positions)."""
+def _tap_by_tap(slices: list, rhs: jax.Array, taps: list[int], equation: Any) -> jax.Array:
+    """The gradient itself: of many examples XLA would make a convolution in as many groups."""
+    numbers, aval = equation.params["dimension_numbers"], equation.outvars[0].aval
+    summed = numbers.lhs_spec[1:], numbers.rhs_spec[1:]
+    options: Any = {"precision": equation.params["precision"]}
+    options["preferred_element_type"] = jnp.promote_types(accumulator(rhs), accumulator(slices[0]))
+    each = [jnp.tensordot(x, rhs, summed, **options) for x in slices]
+    whole = jnp.stack(each).reshape(*taps, *each[0].shape)
+    made = *numbers.out_spec[2:], *numbers.out_spec[:2]
+    order = sorted(range(aval.ndim), key=lambda i: made[i])
+    return jnp.transpose(whole, order).astype(aval.dtype)
+
+
+def _slices(lhs: jax.Array, window: Any, taps: list[int], params: Any) -> list[jax.Array]:
+    """What each tap meets at each position, with axes as the array has them."""
+    numbers = params["dimension_numbers"]
     strides, dilation = params["window_strides"], params["rhs_dilation"]
     pairs = zip(params["padding"], params["lhs_dilation"], strict=True)
-    edges = [(0, 0, 0)] * 2 + [(int(low), int(high), d - 1) for (low, high), d in pairs]
+
+    def over_space(values: Any, rest: Any) -> list:
+        """Values of the axes in space, at their places."""
+        found = dict(zip(numbers.lhs_spec[2:], values, strict=True))
+        return [found.get(i, rest(i)) for i in range(lhs.ndim)]
+
+    edges = over_space(
+        [(int(low), int(high), d - 1) for (low, high), d in pairs], lambda i: (0, 0, 0)
+    )
     padded = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), edges)
+    sizes = [(w - 1) * d + 1 for w, d in zip(window, dilation, strict=True)]
     slices = []
     for tap in itertools.product(*map(range, taps)):
-        starts = [0, 0, *(t * s for t, s in zip(tap, strides, strict=True))]
-        sizes = [(w - 1) * d + 1 for w, d in zip(window, dilation, strict=True)]
-        stops = [*lhs.shape[:2], *(a + n for a, n in zip(starts[2:], sizes, strict=True))]
-        slices.append(jax.lax.slice(padded, starts, stops, (1, 1, *dilation)))
-    return jnp.stack(slices)
+        starts = [t * s for t, s in zip(tap, strides, strict=True)]
+        stops = [a + n for a, n in zip(starts, sizes, strict=True)]
+        steps = over_space(dilation, lambda i: 1)
+        ends = over_space(stops, lambda i: lhs.shape[i])
+        slices.append(jax.lax.slice(padded, over_space(starts, lambda i: 0), ends, steps))
+    return slices

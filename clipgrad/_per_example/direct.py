@@ -1,5 +1,6 @@
 """Clipped sums of gradients that are made for each example."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 
 from clipgrad._gradient_clip import clip_grads
 from clipgrad._numerics import accumulator, with_real_dtype
+from clipgrad._per_example.explicit import with_auto_axes
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._trees import map_clippable
 
@@ -16,13 +18,20 @@ def direct_sums(
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     loss_and_grad = jax.value_and_grad(subject.loss_fn, has_aux=subject.has_aux)
+    value, grads = jax.vmap(loss_and_grad, in_axes=(None, 0))(params, examples)
+    # A norm sums over axes that a parameter may be sharded over.
+    clip = with_auto_axes(functools.partial(_clipped, subject), lambda whole, each: (whole, each))
+    total, stats = clip(params, grads)
+    return total, (value, stats)
 
-    def of_one(params: Any, example: Any) -> tuple[Any, tuple[Any, Any]]:
-        value, grads = loss_and_grad(params, example)
+
+def _clipped(subject: PerExampleSubject, params: Any, grads: Any) -> tuple[Any, Any]:
+    """The sum of stacked gradients, each clipped on its own, and the statistics."""
+
+    def of_one(grads: Any) -> Any:
         wide = map_clippable(lambda g: with_real_dtype(g, accumulator(g)), grads)
         options = {"where": subject.where, "nonfinite": subject.nonfinite}
-        clipped, stats = clip_grads(wide, subject.rule, params, **options)
-        return clipped, (value, stats)
+        return clip_grads(wide, subject.rule, params, **options)
 
-    grads, rest = jax.vmap(of_one, in_axes=(None, 0))(params, examples)
-    return jax.tree.map(lambda g: jnp.sum(g, axis=0), grads), rest
+    clipped, stats = jax.vmap(of_one)(grads)
+    return jax.tree.map(lambda g: jnp.sum(g, axis=0), clipped), stats

@@ -101,7 +101,7 @@ class Follow(Hook):
         rule = _RULES.get(equation.primitive.name)
         try:
             outputs = None if rule is None else rule(self, equation, inputs, wants)
-            reason = f"made by {equation.primitive.name}"
+            reason = f"computed by {equation.primitive.name}"
         except Unfollowed as error:
             outputs, reason = None, str(error)
         if outputs is None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from clipgrad._per_example.direct import direct_sums
-from clipgrad._per_example.explicit import with_auto_axes
+from clipgrad._per_example.explicit import shares_axes, with_auto_axes
 from clipgrad._per_example.one_pass import one_pass_sums
 from clipgrad._per_example.plan import plan_of
 from clipgrad._per_example.subject import PerExampleSubject
@@ -24,4 +24,6 @@ def sums_of(subject: PerExampleSubject, params: Any, batch: Any) -> Sums:
             plan_of(subject, params, batch).method if subject.method == "auto" else subject.method
         )
     form = functools.partial(_FORMS[method], subject)
-    return form if method == "direct" else with_auto_axes(form, lambda whole, each: (whole, each))
+    if method == "direct" and not shares_axes(params, batch):
+        return form  # the loss may name shardings itself
+    return with_auto_axes(form, lambda whole, each: (whole, each))

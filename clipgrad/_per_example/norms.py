@@ -13,8 +13,9 @@ from clipgrad._per_example.batches import (
     on_each_device,
     part_count,
 )
-from clipgrad._per_example.explicit import with_auto_axes
+from clipgrad._per_example.explicit import shares_axes, with_auto_axes
 from clipgrad._per_example.follow import Measure
+from clipgrad._per_example.loss import scalar_loss
 from clipgrad._per_example.one_pass import each_squares
 from clipgrad._per_example.plan import Plan, plan_of
 from clipgrad._per_example.squares import Squares
@@ -32,13 +33,13 @@ def per_example_norms(
     microbatch: int | None = None,
     method: str = "auto",
 ) -> "PerExampleNorms":
-    r"""Makes a function of the L2 norms of the gradients of all examples of a batch.
+    r"""Makes a function that returns the L2 norm of the gradient of each example of a batch.
 
     $$\|\nabla_w\,\mathrm{loss}(w, x_i)\|_2 \quad \text{for each example } x_i$$
 
-    The gradient of a weight for one example is a sum of products $X^\top Y$ of what went into a
-    layer and the cotangent of what came out, and $\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top
-    \rangle$: so no example's gradient is made.
+    The gradient of a weight for one example is a sum of products $X^\top Y$ of the input of a
+    layer and the cotangent of its output, and $\|X^\top Y\|^2 = \langle X X^\top, Y Y^\top
+    \rangle$: so no example's gradient is needed.
 
     Guarantees:
       * A norm is that of `global_norm` of the example's gradient to about 1e-5, and where products
@@ -48,21 +49,21 @@ def per_example_norms(
     Args:
       loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
         batch without its leading axis.
-      has_aux: whether ``loss_fn`` returns something besides the loss, which is not used.
+      has_aux: whether ``loss_fn`` returns ``(scalar, aux)``; ``aux`` is not used.
       where: which leaves are measured; see `clip_grads`.
       per_leaf: whether to return the norms of each leaf.
-      microbatch: how many examples to look at at once, which must divide the batch; ``None``: all.
-      method: see `clip_per_example`; ``"direct"`` makes the gradients, all others measure them
-        where they arise.
+      microbatch: the number of examples at once, which must divide the batch; ``None``: all.
+      method: see `clip_per_example`; ``"direct"`` computes the gradients; all others measure
+        them where they arise.
 
     Returns:
       A function ``(params, batch) -> norms``, an array of shape (B,); with ``per_leaf`` a
       dictionary from paths such as ``"layers/0/kernel"`` to these. Its method ``plan(params,
-      batch)`` says what is done with each leaf.
+      batch)`` shows the method for each leaf, and the reason.
 
     Raises:
       ValueError: for a ``microbatch`` that is not a positive integer, an unknown ``method``; when
-        called, for a batch as `clip_per_example` refuses it.
+        called, for parameters, a batch or a loss as `clip_per_example` refuses them.
       TypeError: when called, for parameters that are not arrays.
 
     Example:
@@ -77,6 +78,7 @@ def per_example_norms(
     """
     check_method(method)
     check_microbatch(microbatch)
+    loss_fn = scalar_loss(loss_fn, has_aux)
     subject = PerExampleSubject(loss_fn, None, microbatch, has_aux, where, "propagate", method)
     return PerExampleNorms(subject, per_leaf)
 
@@ -93,7 +95,7 @@ class PerExampleNorms:
         check_params(params)
         _, parts = part_count(batch, self.subject.microbatch)
         of_some = self._of_some
-        if self.subject.why_direct(params) is None:
+        if self.subject.why_direct(params) is None or shares_axes(params, batch):
             of_some = with_auto_axes(of_some, lambda whole, each: each)
         return each(of_some, on_each_device(params, batch), batch, parts)
 

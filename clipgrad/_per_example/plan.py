@@ -23,7 +23,7 @@ _SMALL_BYTES = 2**24
 
 
 class LeafPlan(NamedTuple):
-    """What is done with one leaf.
+    """How one leaf is clipped or measured.
 
     Attributes:
       path: of the leaf, such as ``"layers/0/kernel"``.
@@ -31,10 +31,10 @@ class LeafPlan(NamedTuple):
       norm: ``"Gram"``: from Gram matrices of its factors; ``"product"``: from the gradient, made
         of the factors for this leaf alone and only for its norm; ``"direct"``: from the gradient
         of each example.
-      products: how many products its gradient is the sum of, those in scans as one.
-      rows: how many rows these have together.
+      products: the number of products in the sum that is its gradient; those in a scan are one.
+      rows: the number of rows of these products together.
       flops: of the norms and the clipped sum, for the whole batch.
-      bytes: what is kept for it until the norms are known.
+      bytes: the bytes that are kept for it until the norms are known.
       reason: why it, or a part of it, is direct.
     """
 
@@ -55,8 +55,8 @@ class Plan(NamedTuple):
       method: ``"one pass"``, ``"two passes"`` or ``"direct"``.
       reason: why the method is direct, or why it was chosen.
       leaves: a `LeafPlan` for each leaf.
-      bytes: what one pass keeps until the norms are known.
-      direct_bytes: of the gradients of all examples of a microbatch.
+      bytes: the bytes that one pass keeps until the norms are known.
+      direct_bytes: the bytes of the gradients of all examples of a microbatch.
     """
 
     method: str
@@ -83,7 +83,8 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
     size, parts = part_count(batch, subject.microbatch)
     size //= parts
     paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
-    if not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+    given = jax.tree.leaves(params)
+    if not given or not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in given):
         check_params(params)
     kinds = jax.tree.leaves(jax.eval_shape(lambda params: params, params))
     whole = sum(_bytes(kind.shape, kind.dtype) for kind in kinds)
@@ -91,7 +92,7 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
         leaves = [_direct_leaf(*pair, size, why) for pair in zip(paths, kinds, strict=True)]
         return Plan("direct", why, tuple(leaves), size * whole, size * whole)
     notes = Notes()
-    batch = without_shardings(batch)
+    params, batch = without_shardings((params, batch))
     few = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[:size], x), batch)
     found = jax.eval_shape(
         lambda p, b: each_example(subject.loss_fn, subject.has_aux, p, b, notes=notes).gradients,
@@ -107,7 +108,7 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
     if method == "auto":
         fits = kept <= max(4 * whole, _SMALL_BYTES)
         method = "one pass" if fits else "two passes"
-        why = "the factors are small enough to be kept" if fits else "the factors are large"
+        why = "the factors are small enough to keep" if fits else "the factors are large"
     return Plan(method, why, tuple(leaves), kept, size * whole)
 
 
@@ -123,10 +124,7 @@ def _bytes(shape: Sequence[int], dtype: Any) -> int:
 def _leaf(path: str, shape: tuple[int, ...], value: Any, size: int, notes: list[str]) -> LeafPlan:
     count = math.prod(shape)
     if not isinstance(value, Products):
-        reason = (
-            "; ".join(notes)
-            or "a sum or an element-wise product, no larger than what it is made of"
-        )
+        reason = "; ".join(notes) or "a sum or an element-wise product, no larger than its inputs"
         return LeafPlan(
             path, shape, "direct", 0, 0, 4 * size * count, _bytes(value.shape, value.dtype), reason
         )

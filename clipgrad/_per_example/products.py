@@ -10,7 +10,7 @@ from jax.lax import GatherScatterMode
 from clipgrad._per_example.follow import follows, is_plain_array
 from clipgrad._per_example.terms import Factor, GradientAxis, Products, Term, Unfollowed
 
-SMALL = "no larger for one example than what it is the product of"
+SMALL = "no larger for one example than its factors"
 
 
 @follows("dot_general")
@@ -48,10 +48,15 @@ def one_product(hook: Any, term: Term, aval: Any, want: Any) -> list[Products]:
     whole = {label for axis in term.axes for label in axis.labels}
     if any(whole <= set(factor.labels) for factor in term.factors):
         raise Unfollowed("an element-wise product, as large as its factors")
-    summed = hook.end is not None and hook.end.adds(want)
-    if want.repeat == 1 and math.prod(aval.shape) <= sum(sizes) and not summed:
+    if is_small(hook, aval, sum(sizes), want):
         raise Unfollowed(SMALL)
     return [Products((term,), tuple(aval.shape), aval.dtype)]
+
+
+def is_small(hook: Any, aval: Any, factors: int, want: Any) -> bool:
+    """Whether a gradient is no larger than its factors, and no sum of several."""
+    summed = hook.end is not None and hook.end.adds(want)
+    return want.repeat == 1 and math.prod(aval.shape) <= factors and not summed
 
 
 @follows("scatter-add", "scatter_add")
@@ -102,7 +107,7 @@ def _terms(updates: Any, rows: list[int], inside: list[jax.Array], clips: bool) 
         terms = [Term((Factor(updates, labels),), tuple(axes))]
     else:
         if updates.carried:
-            raise Unfollowed("a carry that is added by index")
+            raise Unfollowed("a carry with rows added by index")
         terms = list(updates.terms)
     if any(
         len(term.axes[i].labels) != 1 or term.extent(term.axes[i]) != term.axes[i].size

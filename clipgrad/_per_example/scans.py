@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import JaxprEqn
 
 from clipgrad._jaxpr import called_program, evaluate, opened, scan_again, scan_counts
@@ -58,6 +59,7 @@ def _attempt_scan(
     ]
     inner = Follow.of(program, [*flags, *wants[carried:]], hook)
     avals = [variable.aval for variable in equation.outvars]
+    names: list[Any] = []  # of what is stacked once: a factor of several products
 
     def body(carry: Sequence, element: Sequence) -> tuple[Any, Any]:
         dense = iter(carry)
@@ -67,10 +69,15 @@ def _attempt_scan(
         outputs = evaluate(program, [*inputs[:constants], *state, *element], inner)
         added = [_added(outputs[i], number) for i, number in lazy.items()]
         kept = tuple(_array(outputs[i]) for i in range(carried) if i not in lazy)
-        return kept, (tuple(outputs[carried:]), tuple(added))
+        arrays, structure = jax.tree.flatten((tuple(outputs[carried:]), tuple(added)))
+        once = {id(x): x for x in arrays}
+        names[:] = structure, [list(once).index(id(x)) for x in arrays]
+        return kept, list(once.values())
 
     first = tuple(_array(inputs[constants + i]) for i in range(carried) if i not in lazy)
-    last, (stacked, added) = scan_again(equation, body, first, tuple(inputs[constants + carried :]))
+    last, once = scan_again(equation, body, first, tuple(inputs[constants + carried :]))
+    structure, places = names
+    stacked, added = structure.unflatten([once[i] for i in places])
     dense, factors = iter(last), iter(added)
     results = [
         total(avals[i], inputs[constants + i], _joined_steps(next(factors), avals[i]))

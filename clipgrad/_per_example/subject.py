@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._per_example.explicit import is_explicit
 from clipgrad._per_example.scales import why_direct
 from clipgrad._trees import Where, check_tree, is_array, is_none, path_string, selected
 
@@ -32,8 +31,6 @@ class PerExampleSubject:
             return "method='direct'"
         if self.nonfinite == "error":
             return "nonfinite='error' looks at each element"
-        if is_explicit(params):
-            return "the parameters are sharded over Explicit mesh axes"
         return why_direct(self.rule)
 
     def flags(self, params: Any) -> list[bool]:
@@ -50,8 +47,13 @@ def check_method(method: str) -> None:
 
 
 def check_params(params: Any) -> None:
-    """Refuses parameters that `jax.grad` would refuse with less help."""
+    """Refuses parameters that JAX would refuse with less help."""
     check_tree("params", params)
+    if not jax.tree.leaves(params):
+        raise ValueError(
+            f"params: got {params!r:.60}, expected a tree with an array to differentiate with "
+            "respect to; write (params, batch), in this order"
+        )
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         if not is_array(leaf) and not isinstance(leaf, (bool, int, float, complex, jnp.generic)):
             raise TypeError(
@@ -59,5 +61,5 @@ def check_params(params: Any) -> None:
                 "expected arrays; for a model with other leaves write\n"
                 "  arrays, rest = eqx.partition(model, eqx.is_inexact_array)\n"
                 "  loss = lambda arrays, example: loss_fn(eqx.combine(arrays, rest), example)\n"
-                "and give arrays as the parameters"
+                "and pass arrays as the parameters"
             )

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from clipgrad._jaxpr import evaluate, opened, trace
 from clipgrad._per_example import convolutions, linear, products, scans  # noqa: F401  how they are followed
+from clipgrad._per_example.after import After
 from clipgrad._per_example.follow import End, Follow, Notes
 from clipgrad._per_example.wanted import Want, wanted
 from clipgrad._trees import is_array
@@ -45,8 +46,12 @@ def one_example(
     example: Any,
     end: End | None,
     notes: Notes,
+    after: jax.Array | None = None,
 ) -> tuple[list[Any], Any]:
-    """The gradient of one example leaf by leaf, and what the loss function returned."""
+    """The gradient of one example leaf by leaf, and what the loss function returned.
+
+    It is evaluated when ``after``, from `never`, is known.
+    """
     count = len(jax.tree.leaves(params))
 
     def run(params: Any, example: Any) -> Any:
@@ -56,8 +61,14 @@ def one_example(
     traced = trace(run, (params, example), {})
     rest = len(opened(traced.program)[0].outvars) - count
     wants = [Want(frozenset([i]), True, True, 1) for i in range(count)] + [None] * rest
-    hook = Follow(wanted(traced.program, wants), end, notes)
+    hook: Any = Follow(wanted(traced.program, wants), end, notes)
+    if after is not None:
+        hook = After.of(traced.program, _array_count(params), hook, after)
     inputs = [leaf for leaf in jax.tree.leaves((params, example)) if is_array(leaf)]
     outputs = evaluate(traced.program, inputs, hook)
     _, value = traced.result([jnp.zeros(())] * count + outputs[count:])
     return outputs[:count], value
+
+
+def _array_count(tree: Any) -> int:
+    return sum(map(is_array, jax.tree.leaves(tree)))

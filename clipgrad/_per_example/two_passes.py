@@ -1,5 +1,6 @@
 """Clipped sums with nothing kept: first the norms, then the gradients once more, weighted."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -7,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator
-from clipgrad._per_example.batches import batch_size
+from clipgrad._per_example.after import never
+from clipgrad._per_example.batches import batch_size, each
 from clipgrad._per_example.follow import Measure, Notes
 from clipgrad._per_example.one_pass import scaling_of
 from clipgrad._per_example.subject import PerExampleSubject
@@ -64,16 +66,35 @@ def two_passes_sums(
     subject: PerExampleSubject, params: Any, examples: Any
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
-    measure = Measure(subject.nonfinite == "zero")
-    found = each_example(subject.loss_fn, subject.has_aux, params, examples, end=measure)
-    scaling = scaling_of(subject, params, found.gradients, batch_size(examples))
+    measured = functools.partial(_first_pass, subject)
+    parts = _measured_parts(batch_size(examples))
+    (weights, ok, stats), value = each(measured, params, examples, parts)
 
     def of_one(params: Any, example: Any, weights: Any, ok: Any, like: Any) -> list[jax.Array]:
-        end = Add(weights, ok, like)
-        grads, _ = one_example(subject.loss_fn, subject.has_aux, params, example, end, Notes())
+        end, after = Add(weights, ok, like), never(weights)
+        options = subject.loss_fn, subject.has_aux
+        grads, _ = one_example(*options, params, example, end, Notes(), after)
         return [end.of_leaf(value, i).array for i, value in enumerate(grads)]
 
     mapped = jax.vmap(of_one, in_axes=(None, 0, 0, 0, 0), out_axes=None)
-    each = scaling.weights, scaling.ok, jnp.zeros(batch_size(examples), bool)
-    sums = mapped(params, examples, *each)
-    return jax.tree.structure(params).unflatten(sums), (found.value, scaling.stats)
+    sums = mapped(params, examples, weights, ok, jnp.zeros(batch_size(examples), bool))
+    return jax.tree.structure(params).unflatten(sums), (value, stats)
+
+
+def _first_pass(subject: PerExampleSubject, params: Any, examples: Any) -> tuple[Any, Any]:
+    """The first pass: weights, flags and statistics; and what the loss function returned."""
+    measure = Measure(subject.nonfinite == "zero")
+    found = each_example(subject.loss_fn, subject.has_aux, params, examples, end=measure)
+    scaling = scaling_of(subject, params, found.gradients, batch_size(examples))
+    return (scaling.weights, scaling.ok, scaling.stats), found.value
+
+
+def _measured_parts(size: int) -> int:
+    """In how many parts examples are measured.
+
+    What measuring needs beside a plain gradient, such as patches and stacked factors, was at most
+    1.2 times that again, and stacks of the second pass may be there before the first one ends: a
+    quarter of the examples leaves room for both. There are fewer parts where one might not have
+    an example of its own for each device.
+    """
+    return next(n for n in (4, 2, 1) if n == 1 or size % (n * jax.device_count()) == 0)

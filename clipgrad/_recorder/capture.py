@@ -41,22 +41,22 @@ jax.tree_util.register_pytree_with_keys(CapturedArgs, _flatten, _unflatten)
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """What `FlightRecorder` wrote of a bad step.
+    """The inputs of a bad step, as `FlightRecorder` saved them.
 
-    Trees are dictionaries, lists, tuples, and the states of optax and of this library. Objects of
-    other classes are dictionaries of their fields, since no code of a capture is run; `restore`
-    puts them into a model of yours.
+    Its trees are dictionaries, lists, tuples, and the states of optax and of this library. Objects
+    of other classes become dictionaries of their fields, because loading does not run code from the
+    capture; `restore` puts them into your model.
 
     Attributes:
-      path: where it is.
-      state: the state that was recorded; the parameters in it are those from before the bad step.
-        ``None`` if it was gone when `FlightRecorder.close` looked.
+      path: the folder of the capture.
+      state: the recorded state, with the parameters from before the bad step. ``None`` if you no
+        longer had it when you called `FlightRecorder.close`.
       key: the PRNG key of the step, or None.
       step: the number of the step.
-      extra: what else was given to ``record``.
+      extra: the other arguments of ``record``.
       meta: ``halted_at``, ``statistics``, ``versions``, ``devices``, ``processes``, ``platform``,
-        ``device_kind``; ``no_batch`` says why there is no batch; ``microbatches`` how many there
-        are, where an ``optax.MultiSteps`` is around `skip_spikes`.
+        ``device_kind``; ``no_batch`` gives the reason if there is no batch; ``microbatches`` is
+        their number if ``optax.MultiSteps`` wraps `skip_spikes`.
     """
 
     path: pathlib.Path
@@ -70,7 +70,7 @@ class Capture:
 
     @property
     def params(self) -> Any:
-        """What ``record(params=...)`` got as the parameters, else those of the state."""
+        """The parameters: those of ``record(params=...)``, or else those in the state."""
         if self._params is not None:
             return self._params
         state = self.state
@@ -95,16 +95,16 @@ class Capture:
             kind, jax_version = self.meta["device_kind"], self.meta["versions"]["jax"]
             args.expected = (
                 f"not reproduced: step {self.step} was not finite on {self.meta['devices']} "
-                f"devices ({kind}, jax {jax_version}), and is here; does the loss depend on a key, "
-                "or on something else that is not in its arguments?"
+                f"devices ({kind}, jax {jax_version}), but is finite here; does the loss depend on "
+                "a key, or on something else besides its arguments?"
             )
         return args
 
     def restore(self, like: Any, name: str = "params") -> Any:
-        """A part of the capture in the structure of a tree of yours.
+        """A part of the capture in the structure of your tree.
 
         Args:
-          like: a tree with as many leaves, such as a model; its leaves that are no arrays stay.
+          like: a tree with as many arrays, such as a model; its other leaves stay as they are.
           name: "params", "state", "batch" or "extra".
 
         Raises:
@@ -115,9 +115,7 @@ class Capture:
         found = with_paths(getattr(self, name))
         found = [(path, leaf) for path, leaf in found if _shape(leaf) is not None]
         if len(found) != len(arrays):
-            raise ValueError(
-                f"like: got {len(arrays)} arrays, expected {len(found)}, those of {name}"
-            )
+            raise ValueError(f"like: got {len(arrays)} arrays, expected {len(found)} as in {name}")
         for (path, leaf), other in zip(found, arrays, strict=True):
             if _shape(leaf) != _shape(other):
                 raise ValueError(
@@ -127,7 +125,7 @@ class Capture:
         return structure.unflatten([x if _shape(x) is None else next(leaves) for x in given])
 
     def plot(self) -> Any:
-        """The statistics of the steps up to the bad one.
+        """Draws the statistics of the steps up to the bad one.
 
         Returns:
           A figure of matplotlib, which the extra ``demo`` installs.
@@ -141,26 +139,26 @@ class Capture:
 
 
 def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = None) -> Capture:
-    """Loads what `FlightRecorder` wrote of a bad step.
+    """Loads a capture of `FlightRecorder`.
 
     Guarantees:
-      * Values and dtypes are those of the run, bit for bit.
-      * Arrays are spread as in the run: over ``mesh``, or over a mesh like that of the run. Where
-        there are fewer devices than that, each array is on the first one.
-      * No code of the capture is run: it holds numbers and JSON, no pickle.
+      * Values and dtypes are bit-identical to those of the run.
+      * Arrays are sharded as in the run, over ``mesh`` or over a mesh like that of the run. If
+        there are fewer devices than that, each array is on the first device.
+      * Loading does not run code from the capture, which holds only numbers and JSON.
 
     Args:
       path: the folder of the capture.
-      mesh: the devices to load it onto, with the axes of the run's.
+      mesh: the devices to load it onto, with the same axes as the mesh of the run.
 
     Returns:
       A `Capture`.
 
     Raises:
-      FileNotFoundError: there is no capture, or only one that was never completed.
+      FileNotFoundError: there is no capture, or only an incomplete one.
       ValueError: it is of a later version, has dtypes that need ``jax_enable_x64``, or the mesh
         does not have the axes of the run, or does not divide an array.
-      TypeError: ``mesh`` is no mesh.
+      TypeError: ``mesh`` is not a mesh.
       ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
 
     Example:

@@ -26,5 +26,5 @@ def recorder_figure(statistics: Mapping[str, Sequence], bad_step: Any) -> Any:
         if finite.size and (finite > 0).all():
             panel.set_yscale("log")
     panels[-1].set_xlabel("step")
-    panels[0].set_title(f"the steps before the bad one, {bad_step}")
+    panels[0].set_title(f"the steps before the bad step, {bad_step}")
     return chart

@@ -68,7 +68,7 @@ class FlagPlace:
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(chosen)):
             raise ValueError(
                 "state: got buffers that the step has overwritten, expected the state that the "
-                "step gave back: state = step(state, batch) first, then record(state, batch)"
+                "step returned; call state = step(state, batch), then record(state, batch)"
             )
         return _copied_flag(chosen, step)
 

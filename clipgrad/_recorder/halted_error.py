@@ -7,7 +7,7 @@ class HaltedError(RuntimeError):
     """A step of the training was bad, and its capture is written.
 
     Attributes:
-      path: the capture, for `load_capture`; ``None`` if none could be written.
+      path: the capture, for `load_capture`; ``None`` if it could not be written.
     """
 
     def __init__(self, path: pathlib.Path | None, message: str = "") -> None:

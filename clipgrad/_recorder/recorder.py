@@ -24,35 +24,35 @@ _STATISTICS = 256
 
 
 class FlightRecorder:
-    r"""Writes down what a bad step was given, in any loop with ``skip_spikes(halt=...)``.
+    r"""Saves the inputs of a bad step, in any loop with ``skip_spikes(halt=...)``.
 
-    After each step it keeps the batch, starts a copy of the flag to the host, and looks at the
-    flags that have arrived. Once one is set it writes a capture: the parameters from before the bad
-    step, the batch of that very step, the PRNG key, the number of the step, statistics of the steps
-    before, versions and mesh. Then it raises `HaltedError`.
+    After each step it keeps the batch, starts a copy of the flag to the host, and reads the flags
+    that have arrived. If a flag is set, it writes a capture: the parameters from before the bad
+    step, the batch and the PRNG key of that step, its number, statistics of the steps before it,
+    versions and mesh. Then it raises `HaltedError`.
 
     Guarantees:
-      * It keeps nothing of the size of the parameters: of a state it copies the flag and a few
-        norms, so buffers of the state may be donated.
-      * In one process it never waits for the device. The batches of steps whose flags have not
-        arrived are kept until they have, however far the loop is ahead; the runtime holds them too.
-      * Several processes must stop at the same step. There `record` looks at the flag of
-        ``keep - 1`` steps before, and waits for it: the loop is never further ahead.
-      * The batch is that of the bad step, or none: where the loop records only some of its steps,
-        or a state that has halted before, the capture says that it has no batch.
-      * A capture has its name only once it is complete, and none is ever overwritten.
-      * No thread, no global state; loading a capture runs no code of it.
+      * It does not copy or hold the parameters. It copies the flag and a few norms of a state, so
+        you may donate the buffers of the state.
+      * In one process it never waits for the device. It keeps the batch of each step until the flag
+        of that step arrives, however far the loop runs ahead; the runtime holds these batches too.
+      * Several processes must stop at the same step. There `record` waits for the flag of the step
+        ``keep - 1`` steps before, so the loop never runs further ahead.
+      * A capture never has the batch of another step. If the loop does not record every step, or
+        records a state that had already halted, the capture says that it has no batch.
+      * A capture gets its name when it is complete, and never overwrites another one.
+      * It has no thread and no global state, and loading a capture does not run code from it.
 
     Args:
-      directory: where captures are written, one folder each, such as ``step_57``. They hold
-        parameters and data.
-      keep: how many batches are kept of steps that are known to be good, and how far several
-        processes run ahead. An ``optax.MultiSteps`` *around* `skip_spikes` needs as many as it
-        accumulates, since the capture has the batches of all of them.
-      max_captures: how many captures there may be in the directory, those of earlier runs included;
-        after that none is written, and the error says so.
-      raise_on_halt: ``False``: only a warning is raised for a capture that can't be written;
-        ``captures`` has those that are, and the training stays halted until `resume`.
+      directory: the folder for captures; each gets a folder of its own in it, such as ``step_57``.
+        Captures hold parameters and data.
+      keep: the number of batches to keep of steps that are known to be good; also the number of
+        steps that several processes may run ahead. If ``optax.MultiSteps`` *wraps* `skip_spikes`,
+        keep as many as it accumulates, because the capture has all of their batches.
+      max_captures: the most captures in the directory, those of earlier runs included. When there
+        are as many, no other is written, and the error says so.
+      raise_on_halt: ``False``: do not raise, and warn if a capture can't be written. The attribute
+        ``captures`` lists the captures, and the training stays halted until `resume`.
 
     Raises:
       ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
@@ -103,23 +103,23 @@ class FlightRecorder:
     def record(
         self, state: Any, batch: Any, *, key: Any = None, step: Any = None, **extra: Any
     ) -> None:
-        """Keeps what a step was given, and looks at the flags of earlier steps.
+        """Keeps the inputs of a step, and reads the flags of earlier steps.
 
         Args:
           state: the state *after* the step, any tree with the one state of
             ``skip_spikes(halt=...)``: that of `train_step`, a flax ``TrainState``, an
             ``nnx.Optimizer``, the state of an optimizer, a tuple of such.
-          batch: what the step was given, any tree of arrays; or its number, where the data can be
-            found again by it. NumPy arrays are copied; arrays of JAX must not be donated.
+          batch: the batch of the step, any tree of arrays; or its number, if you can load the data
+            again by that number. NumPy arrays are copied; arrays of JAX must not be donated.
           key: the PRNG key of the step.
           step: the number of the step; by default that of `skip_spikes`, 0 for the first.
-          **extra: whatever else belongs to the step. Single numbers, such as ``loss=loss``, are
-            statistics; ``params=`` are the parameters, where ``state`` has none.
+          **extra: other values of the step. Single numbers, such as ``loss=loss``, become
+            statistics; pass ``params=`` if ``state`` does not have the parameters.
 
         Raises:
           HaltedError: a step was bad, and its capture is written; unless ``raise_on_halt=False``.
           ValueError: ``state`` has no flag or several, or ``state`` or ``batch`` was donated.
-          TypeError: a leaf of ``batch`` is no array, number or text.
+          TypeError: a leaf of ``batch`` is not an array, a number or text.
         """
         params = extra.pop("params", None)
         leaves, structure = jax.tree.flatten(state)
@@ -140,10 +140,10 @@ class FlightRecorder:
         self._look(waiting=len(self._records) - self.keep + 1 if several else 0, peek=not several)
 
     def close(self) -> None:
-        """Looks at the flags of all steps that are left over, and waits for them.
+        """Waits for the flags of all remaining steps, and reads them.
 
-        The state that was recorded last must still be there, in a variable of yours; else the
-        capture has no parameters and says so. A capture that could not be written is tried again.
+        Keep the state that you recorded last in a variable; otherwise the capture has no parameters
+        and says so. If an earlier capture could not be written, this tries again.
 
         Raises:
           HaltedError: a step was bad, as for `record`.
@@ -200,9 +200,9 @@ class FlightRecorder:
             path = self._written(record)
             self.captures.append(path)
             message += (
-                f"; its capture is {path}: clipgrad.diagnose(loss, "
-                "clipgrad.load_capture(path).args) looks for the reason, and "
-                "opt_state = clipgrad.resume(opt_state) goes on"
+                f"; its capture is {path}; to find the reason, call clipgrad.diagnose(loss, "
+                "clipgrad.load_capture(path).args); to go on, write "
+                "opt_state = clipgrad.resume(opt_state)"
             )
         except Exception as error:
             cause = error
@@ -211,7 +211,7 @@ class FlightRecorder:
             message += str(error) if several else f"{type(error).__name__}: {error}"
             if not several:
                 self._unwritten = record
-                message += "; close() tries again, while your state is there"
+                message += "; close() tries again, if your state still exists"
         if self.raise_on_halt:
             raise HaltedError(path, message) from cause
         if cause is not None:
@@ -221,7 +221,7 @@ class FlightRecorder:
         there = [p for p in self.directory.glob(f"[!.]*/{MANIFEST}")]
         if len(there) >= self.max_captures:
             raise _TooManyError(
-                f"max_captures: got {self.max_captures}, and that many are in {self.directory}"
+                f"max_captures: got {self.max_captures}, but there are as many in {self.directory}"
             )
         step = self._step(record)
         path = self.directory / f"step_{step}"
@@ -251,7 +251,7 @@ class FlightRecorder:
         flag = record.look()
         if not record.is_bad_step:
             return None, (
-                f"the first record after step {flag.halted_at} is that of step {flag.count - 1}; "
+                f"the first record after step {flag.halted_at} was of step {flag.count - 1}; "
                 "call record after every step, or clipgrad.resume if the state was halted before"
             )
         if not self._accumulates:
@@ -292,8 +292,8 @@ def _microbatches(records: list[StepRecord], bad: StepRecord) -> tuple[Any, str 
     whole = records[first].look().microbatch == 1 if first < last else first > 0
     if not whole:
         return None, (
-            "optax.MultiSteps is around skip_spikes, and not all of the batches that it "
-            "accumulated are kept; write keep= as many, or skip_spikes(optax.MultiSteps(...))"
+            "optax.MultiSteps wraps skip_spikes, and accumulates more batches than the recorder "
+            "keeps; write keep= as many, or skip_spikes(optax.MultiSteps(...))"
         )
     return [record.batch for record in records[first : last + 1]], None
 

@@ -189,8 +189,8 @@ def _check_width(leaf: dict[str, Any]) -> None:
     wide = leaf["dtype"] in ("float64", "int64", "uint64", "complex128")
     if wide and leaf["sharding"] != "numpy" and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            f"path: got a capture with arrays of dtype {leaf['dtype']}, which JAX makes narrower "
-            'here; write jax.config.update("jax_enable_x64", True) first'
+            f"path: got a capture with arrays of dtype {leaf['dtype']}, which needs 64-bit "
+            'types; write jax.config.update("jax_enable_x64", True) first'
         )
 
 
@@ -213,7 +213,7 @@ def _divided_sharding(sharding: NamedSharding, shape: list[int]) -> NamedShardin
     except ValueError:
         raise ValueError(
             f"mesh: got {dict(sharding.mesh.shape)}, expected sizes that divide the array of the "
-            f"shape {tuple(shape)}, spread as {sharding.spec}"
+            f"shape {tuple(shape)}, sharded as {sharding.spec}"
         ) from None
     return sharding
 
@@ -230,8 +230,8 @@ def _named_sharding(mesh: Any, spec: list[Any]) -> NamedSharding:
     missing = sorted({name for name in named if name is not None} - set(mesh.axis_names))
     if missing:
         raise ValueError(
-            f"mesh: got axes {tuple(mesh.axis_names)}, expected those of the run, which has arrays "
-            f"spread over {missing}"
+            f"mesh: got axes {tuple(mesh.axis_names)}, expected those of the run, whose arrays are "
+            f"sharded over {missing}"
         )
     parts = [tuple(part) if isinstance(part, list) else part for part in spec]
     return NamedSharding(mesh, PartitionSpec(*parts))

@@ -31,15 +31,15 @@ class AdaptiveClip(MeasuringRule):
 
     $$g \cdot \min\left(1, \frac{\mathrm{clipping} \cdot \max(\|w\|, \mathrm{eps})}{\|g\|}\right)$$
 
-    where $w$ and $g$ are the weights of one unit and their gradient. A unit is the weights that
-    make one output: all axes but the last for leaves of rank 2 and more, as JAX libraries lay
-    out kernels (dense, convolution of any rank, attention output); a whole vector or scalar.
+    where $w$ and $g$ are the weights of one unit and their gradient. A unit is the weights of
+    one output: all axes but the last for leaves of rank 2 and more, as JAX libraries lay out
+    kernels (dense, convolution of any rank, attention output); a whole vector or scalar.
 
     Guarantees:
-      * A unit whose gradient norm is within its limit is unchanged, bit for bit.
+      * A unit whose gradient norm is within its limit comes back bit-identical.
       * Otherwise its norm becomes the limit, up to a relative 4e-7 in float32, and its direction
         is kept.
-      * The dtype of the gradient is kept, whatever that of the parameters.
+      * The gradient keeps its dtype, for every dtype of the parameters.
 
     ============================  ======================================================
     unit or threshold             result
@@ -54,7 +54,7 @@ class AdaptiveClip(MeasuringRule):
 
     Args:
       clipping: the maximal ratio of gradient norm to weight norm.
-      eps: the least weight norm, so that zero weights can train.
+      eps: the smallest weight norm, so that zero weights can train.
       axis: the axes that a unit spans: ``None`` as above; an int or a tuple for all leaves; a
         mapping from expressions on paths such as ``"layers/0/kernel"`` (see `clip_grads`) to
         axes, of which the first that selects a leaf counts; ``None`` in it means the whole leaf,

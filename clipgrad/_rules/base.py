@@ -20,10 +20,10 @@ class ClipRule(Protocol):
     """A function from a tree of gradients, or cotangents, to a clipped tree like it.
 
     The rules of this library are frozen dataclasses and pytrees whose leaves are their
-    thresholds, so that a threshold may be a number, an array or a tracer, and a new value of it
-    retraces nothing. A rule of your own is a plain function of the tree, or a class with this
-    method. It keeps the structure and the shapes of the tree; the dtypes are restored. It is
-    applied as it is at each call, whatever its attributes are then.
+    thresholds. So a threshold may be a number, an array or a tracer, and a new value of it does
+    not retrace. A custom rule is a plain function of the tree, or a class with this method. It
+    keeps the structure and the shapes of the tree; the dtypes are restored. Each call uses the
+    attributes that the rule has at that time.
 
     Attributes:
       needs_params: whether the rule wants the second argument: the parameters for a gradient

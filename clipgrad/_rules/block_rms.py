@@ -19,13 +19,13 @@ class ClipByBlockRMS(MeasuringRule):
     r"""Scales each leaf to a maximal rms: $g / \max(1, \mathrm{rms}(g) / \mathrm{threshold})$.
 
     Guarantees:
-      * A leaf whose root mean square is at most ``threshold`` is unchanged, bit for bit, but for
+      * A leaf whose root mean square is at most ``threshold`` comes back bit-identical, except
         subnormal numbers, which act as 0 in XLA's arithmetic on the CPU.
       * Otherwise its rms becomes ``threshold``, up to a relative 4e-7 in float32, and its
         direction is kept.
-      * On float32 leaves in the ordinary range the result is that of
-        ``optax.clip_by_block_rms``, bit for bit, eagerly and under `jax.jit`. In half precision it
-        is not: optax rounds squares and their mean to it, this rule keeps them in float32.
+      * On float32 leaves in the ordinary range the result is bit-identical to
+        ``optax.clip_by_block_rms``, eagerly and under `jax.jit`. In half precision it differs:
+        optax rounds squares and their mean to it, and this rule keeps them in float32.
 
     ==========================  ==========================================================
     rms or threshold            result

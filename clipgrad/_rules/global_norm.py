@@ -21,12 +21,12 @@ class ClipByGlobalNorm(MeasuringRule):
     The norm is `global_norm`, that of all leaves as one vector.
 
     Guarantees:
-      * A tree whose norm is at most ``max_norm`` is unchanged, bit for bit.
+      * A tree whose norm is at most ``max_norm`` comes back bit-identical.
       * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
         direction is kept.
-      * On float32 trees in the ordinary range the result is that of
-        ``optax.clip_by_global_norm``, bit for bit, eagerly and under `jax.jit`. In half precision
-        it is not: optax rounds squares and their sums to it, this rule keeps them in float32.
+      * On float32 trees in the ordinary range the result is bit-identical to
+        ``optax.clip_by_global_norm``, eagerly and under `jax.jit`. In half precision it differs:
+        optax rounds squares and their sums to it, and this rule keeps them in float32.
       * Under `jax.jit` with sharded leaves the compiled program has one all-reduce, more only
         where leaves are spread over different axes of the mesh.
 

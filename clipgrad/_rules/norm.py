@@ -20,11 +20,11 @@ from clipgrad._trees import clippable_leaves, clippable_paths, map_clippable
 class ClipByNorm(MeasuringRule):
     r"""Scales each leaf to a maximal norm: $g \cdot \min(1, \mathrm{max\_norm} / \|g\|_p)$.
 
-    With ``axis`` each slice of a leaf has a norm of its own: one for each index of the axes that
-    are not named. ``axis=-1`` clips rows, ``axis=(1, 2, 3)`` each example of a batch of images.
+    With ``axis`` each slice of a leaf has its own norm: one for each index of the axes that are not
+    named. ``axis=-1`` clips rows, ``axis=(1, 2, 3)`` each example of a batch of images.
 
     Guarantees:
-      * A leaf (slice) whose norm is at most ``max_norm`` is unchanged, bit for bit.
+      * A leaf (slice) whose norm is at most ``max_norm`` comes back bit-identical.
       * Otherwise its norm becomes ``max_norm``, up to a relative 4e-7 in float32, and its
         direction is kept.
       * Norms are computed in float32 or wider, without over- or underflow (see `global_norm`).

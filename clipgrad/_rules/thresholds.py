@@ -121,8 +121,8 @@ def thresholds_by_leaf(rule: Any, count: int) -> list[Any]:
         return [threshold] * count
     if threshold.values.shape != (count,):
         raise ValueError(
-            f"grads: got {count} leaves to clip, expected {threshold.values.shape[0]}, as many as "
-            "thresholds; with a threshold for each leaf, init needs the parameters: init(params)"
+            f"grads: got {count} leaves to clip, expected {threshold.values.shape[0]}, one for "
+            "each threshold; pass the parameters to init: init(params)"
         )
     return list(threshold.values)
 

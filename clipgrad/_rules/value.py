@@ -34,9 +34,9 @@ class ClipByValue(MeasuringRule):
     element keeps its phase: its absolute value is clipped to ``max``.
 
     Guarantees:
-      * Every element that is not NaN ends up in [min, max], with bounds as rounded to the dtype
-        of the leaf; inside of it nothing changes.
-      * Structure, shapes and dtypes are kept, whatever the dtype of the bounds.
+      * Every element that is not NaN ends up in [min, max], with bounds rounded to the dtype of
+        the leaf; elements inside this interval do not change.
+      * Structure, shapes and dtypes are kept, for every dtype of the bounds.
       * Leaves that are not floating or complex are unchanged.
 
     ==========================  ==========================================================
@@ -51,8 +51,8 @@ class ClipByValue(MeasuringRule):
 
     Args:
       max: the upper bound: a number, or an array that broadcasts into each leaf.
-      min: the lower bound, likewise; ``None`` means ``-max``.
-      nan: what NaN is replaced with before clipping; ``None`` lets NaN through.
+      min: the lower bound, of the same kinds; ``None`` means ``-max``.
+      nan: the number that replaces NaN before the clip; ``None`` lets NaN through.
 
     Raises:
       ValueError: for a bound that is NaN, for ``min`` above ``max``, for a negative ``max``

@@ -22,13 +22,13 @@ class AdaptiveThreshold(Protocol):
     """A threshold computed from the norms of past gradients, in place of a number.
 
     Only a gradient clip has the state for it: `clip_by_global_norm` and the others accept such an
-    object wherever they accept a schedule. Your own is a class with these two methods, which have
-    no side effects. The state is a pytree of arrays whose structure, shapes and dtypes never
+    object wherever they accept a schedule. A custom threshold is a class with these two methods,
+    without side effects. The state is a pytree of arrays whose structure, shapes and dtypes never
     change.
 
-    The norms of a step are the least thresholds at which the rule would change nothing. For
+    The norms of a step are the smallest thresholds at which the rule would change nothing. For
     `clip_by_global_norm` this is the norm, one number. For the other rules it is an array with an
-    entry for each leaf, which has a history and a threshold of its own: the largest norm of its
+    entry for each leaf, which has its own history and threshold: the largest norm of its
     slices for `clip_by_norm`, the rms for `clip_by_block_rms`, the largest element for
     `clip_by_value`, the largest ratio of its units for `adaptive_grad_clip`. Norms may be NaN, inf
     or 0. The threshold is a constant to differentiation.
@@ -48,9 +48,9 @@ class AdaptiveThreshold(Protocol):
       Array([3., 4.], dtype=float32)
 
     Attributes:
-      init: from zeros in the shape of the norms to the state before the first update.
-      update: from a state and the norms of this step to the thresholds of this step, like the
-        norms, and the next state.
+      init: takes zeros in the shape of the norms, and returns the state before the first update.
+      update: takes a state and the norms of this step, and returns the thresholds of this step, in
+        the shape of the norms, and the next state.
     """
 
     def init(self, norms: jax.Array) -> Any: ...  # noqa: D102

@@ -25,21 +25,21 @@ class EMAState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EMAThreshold:
-    r"""AdaGC: each leaf is limited by the moving average of its own clipped norms.
+    r"""AdaGC: limits each leaf by the moving average of its own clipped norms.
 
     $$c_{t,i} = \lambda_\mathrm{rel} \gamma_i, \quad \gamma_i \leftarrow \beta \gamma_i +
     (1 - \beta) \min(n_{t,i}, c_{t,i})$$
 
     In the warm-up all leaves are scaled by one factor to the global norm $\lambda_\mathrm{abs}$,
     $c_{t,i} = n_{t,i} \min(1, \lambda_\mathrm{abs} / \|n_t\|)$, and $\gamma_i$ becomes the least of
-    these. Those further than a factor of ten from their median are left out: a spike in one leaf
-    makes that factor tiny. Meant for `clip_by_norm`, which gives each leaf an average of its own;
-    with `clip_by_global_norm` there is one.
+    these. Those further than a factor of ten from their median are left out, because a spike in
+    one leaf makes that factor tiny. Meant for `clip_by_norm`, which gives each leaf its own
+    average; `clip_by_global_norm` has one average.
 
     Guarantees:
       * The threshold is finite at every step. Norms that are NaN, inf or 0 change nothing and do
-        not count in the warm-up: a leaf that is not used yet has its warm-up later.
-      * In a warm-up whose norms stay within ten times their median it is the formula above.
+        not count in the warm-up: an unused leaf has its warm-up later.
+      * If the norms of the warm-up stay within ten times their median, it is the formula above.
 
     ============================  ========================================================
     norm                          threshold
@@ -50,14 +50,14 @@ class EMAThreshold:
 
     Args:
       decay: $\beta$, in [0, 1].
-      relative: $\lambda_\mathrm{rel}$, by how much a norm may exceed the average, at least 1.
+      relative: $\lambda_\mathrm{rel}$, the largest ratio of a norm to the average, at least 1.
       absolute: $\lambda_\mathrm{abs}$, the limit of the global norm in the warm-up.
       warmup: the number of norms that the average starts from.
-      feed: what enters the average: the ``"clipped"`` norm, as in the paper, or the ``"raw"`` one.
+      feed: the norm that enters the average: ``"clipped"``, as in the paper, or ``"raw"``.
 
     Raises:
-      ValueError: for a number out of range, or another ``feed``.
-      TypeError: for what is not a number.
+      ValueError: for a number out of range, or an unknown ``feed``.
+      TypeError: for an argument that is not a number.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp

@@ -10,17 +10,17 @@ from clipgrad._thresholds.base import Window, check, fed, feeds, number, steps, 
 
 @dataclasses.dataclass(frozen=True)
 class HistoryThreshold:
-    r"""Mean plus some deviations of the last norms, that of this step not among them.
+    r"""Mean plus some deviations of the last norms, without the norm of this step.
 
     $$c_t = \mu + \sigma \cdot s, \quad \mu, s = \mathrm{mean, std}(n_{t-w}, \ldots, n_{t-1})$$
 
-    Norms above ten times the median of the window are left out of mean and deviation, so that a
-    spike does not make the limit useless.
+    Norms above ten times the median of the window are left out of mean and deviation, so a spike
+    does not make the limit useless.
 
     Guarantees:
       * The threshold is finite at every step. NaN, inf and 0 do not enter the history.
-      * In a window whose norms stay within ten times their median it is the formula above.
-      * Where the norms grow tenfold for good, so does the threshold, within half a window.
+      * If the norms of the window stay within ten times their median, it is the formula above.
+      * If the norms grow tenfold for good, so does the threshold, within half a window.
 
     ============================  ========================================================
     history                       threshold
@@ -31,14 +31,14 @@ class HistoryThreshold:
 
     Args:
       window: $w$, the number of norms that are kept.
-      sigma: how many deviations above the mean a norm may be.
-      min_history: how many norms there must be before anything is clipped; by default half a
-        window, and 2 at least.
-      feed: what enters the history: ``"raw"`` norms, or ``"clipped"`` ones, with which the
-        threshold tends to fall.
+      sigma: the most deviations that a norm may be above the mean.
+      min_history: the number of norms before the first clip; by default half a window, and at
+        least 2.
+      feed: the norms that enter the history: ``"raw"``, or ``"clipped"``, with which the threshold
+        tends to fall.
 
     Raises:
-      ValueError: for a number out of range, another ``feed``.
+      ValueError: for a number out of range, or an unknown ``feed``.
       TypeError: for a ``sigma`` that is not a number.
 
     Example:

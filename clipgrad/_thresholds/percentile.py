@@ -10,7 +10,7 @@ from clipgrad._thresholds.base import Window, check, fed, feeds, number, steps, 
 
 @dataclasses.dataclass(frozen=True)
 class PercentileThreshold:
-    r"""AutoClip: a percentile of the last norms, that of this step among them.
+    r"""AutoClip: a percentile of the last norms, with the norm of this step.
 
     $$c_t = \mathrm{percentile}_p(n_{t-w+1}, \ldots, n_t)$$
 
@@ -18,7 +18,7 @@ class PercentileThreshold:
 
     Guarantees:
       * The threshold is finite at every step. NaN, inf and 0 do not enter the history.
-      * One norm moves the threshold by one place in the order of the norms, however large it is.
+      * One norm, of any size, moves the threshold by one place in the order of the norms.
 
     ==========================  ==========================================================
     history                     threshold
@@ -29,14 +29,14 @@ class PercentileThreshold:
     ==========================  ==========================================================
 
     Args:
-      percentile: $p$, in [0, 100]; the paper's 10 clips nine steps in ten, and acts like a
+      percentile: $p$, in [0, 100]; the paper's 10 clips nine of ten steps, and acts like a
         normalization of the gradients.
       window: $w$, the number of norms that are kept; the paper keeps all.
-      feed: what enters the history: ``"raw"`` norms, as in the paper, or ``"clipped"`` ones, with
+      feed: the norms that enter the history: ``"raw"``, as in the paper, or ``"clipped"``, with
         which the threshold tends to fall.
 
     Raises:
-      ValueError: for a percentile out of range, a window below 1, another ``feed``.
+      ValueError: for a percentile out of range, a window below 1, an unknown ``feed``.
       TypeError: for a percentile that is not a number.
 
     Example:

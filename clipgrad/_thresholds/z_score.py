@@ -27,12 +27,12 @@ class ZScoreState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ZScoreThreshold:
-    r"""ZClip: norms that stand out of their moving average are clipped back into it.
+    r"""ZClip: clips norms that stand out from their moving average.
 
     $$z_t = \frac{n_t - \mu}{s + \mathrm{eps}}, \quad
     c_t = \mu + \frac{z^2 s}{z_t} \text{ where } z_t > z, \text{ else } \mu + z (s + \mathrm{eps})$$
 
-    so that the further out a norm is, the closer to the mean $\mu$ it is clipped. Then, with
+    so the further out a norm is, the closer to the mean $\mu$ it is clipped. Then, with
     $n^*_t = \min(n_t, c_t)$ and the decay $\alpha$,
     $\mu \leftarrow \alpha \mu + (1 - \alpha) n^*_t$ and
     $s^2 \leftarrow \alpha s^2 + (1 - \alpha) (n^*_t - \mu)^2$. They start as mean and deviation of
@@ -42,7 +42,7 @@ class ZScoreThreshold:
     Guarantees:
       * The threshold is finite at every step. Norms that are NaN, inf or 0 change nothing and do
         not count in the warm-up.
-      * In a warm-up whose norms stay within ten times their median it is the formula above.
+      * If the norms of the warm-up stay within ten times their median, it is the formula above.
 
     ==========================  ==========================================================
     history                     threshold
@@ -52,18 +52,18 @@ class ZScoreThreshold:
     ==========================  ==========================================================
 
     Args:
-      z: how many deviations above the mean a norm may be.
+      z: the most deviations that a norm may be above the mean.
       decay: $\alpha$, in [0, 1].
       warmup: the number of norms that the averages start from.
-      eps: what is added to the deviation in $z_t$.
+      eps: a number added to the deviation in $z_t$.
       max_norm: a limit at every step, in the warm-up too, which does not affect the averages;
         ``None``: no limit. The code of the authors has 1.0.
-      feed: what enters the averages: the ``"clipped"`` norm $n^*_t$, as in the paper, or the
-        ``"raw"`` one. Where the norms jump far up and stay, only averages of raw ones rise, too.
+      feed: the norm that enters the averages: the ``"clipped"`` one $n^*_t$, as in the paper, or
+        the ``"raw"`` one. If the norms jump far up and stay, only averages of raw norms follow.
 
     Raises:
-      ValueError: for a number out of range, another ``feed``.
-      TypeError: for what is not a number.
+      ValueError: for a number out of range, an unknown ``feed``.
+      TypeError: for an argument that is not a number.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp

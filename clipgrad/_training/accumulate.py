@@ -50,8 +50,8 @@ def accumulated(gradients: Gradients, parts: int) -> Gradients:
         for shape in map(jnp.shape, jax.tree.leaves(batch)):
             if not shape or shape[0] % parts:
                 raise ValueError(
-                    f"batch: got a leaf of shape {shape}, expected a leading axis that "
-                    f"accumulate={parts} divides"
+                    f"batch: got a leaf of shape {shape}, expected a leading axis "
+                    f"divisible by accumulate={parts}"
                 )
         part = microbatches(batch, parts)
 

@@ -23,23 +23,23 @@ _SCALAR_STATES = ClipStats | GradientClipState | SkipSpikesState
 
 
 def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
-    """What clips did, as the flat dictionary of numbers that loggers take.
+    """Statistics of clips as a flat dictionary of numbers, for a logger.
 
     Statistics give ``norm``, ``clipped_norm``, ``scale``, ``clipped``, ``fraction`` and
     ``nonfinite`` below their name. The clips of ``train_step``'s metrics, and those in the state of
     an optimizer, are called ``clip``; ``clip_0``, ``clip_1``, ... if there are several.
 
-    With ``by="module"`` names say what was measured. ``cotangent/blocks/3/norm`` is the norm of
-    what the backward pass brings to the *values* that leave a module, the statistics of
+    With ``by="module"`` the names tell two kinds of norms apart. ``cotangent/blocks/3/norm`` is the
+    norm of the cotangents of a module's outputs, from the statistics of
     `value_and_grad_with_stats` and of an error clip. ``grad/blocks/3/norm`` is the norm of the
-    gradients of a module's *parameters*, of those in its submodules too; below the name of a clip
-    with ``stats="per_leaf"`` it is what that clip measured. These two are different numbers.
+    gradients of a module's *parameters*, submodules included; below the name of a clip with
+    ``stats="per_leaf"`` it is the norm that this clip measured.
 
     Guarantees:
-      * Works under `jax.jit`. Values have at most one axis: statistics of a scan one entry for each
-        step, of nested scans one for each inner step, in their order.
-      * Booleans are 0 and 1. Of other arrays in metrics (``aux``) those with at most one axis are
-        kept, if they are real; of states and parameters of other libraries nothing is.
+      * Works under `jax.jit`. Values have at most one axis: one entry for each step of a scan, or
+        for each inner step of nested scans, in their order.
+      * Booleans are 0 and 1. Other real arrays in metrics (``aux``) are kept if they have at most
+        one axis; states and parameters of other libraries are left out.
 
     Args:
       tree: the statistics of `value_and_grad_with_stats`, the metrics or the state of `train_step`,

@@ -42,7 +42,7 @@ StepMetrics = dict[str, Any]
 
 @exportable
 class TrainState(NamedTuple):
-    """What a training step carries: the parameters and the state of the optimizer."""
+    """The state of a training step: the parameters and the state of the optimizer."""
 
     params: Any
     opt_state: Any
@@ -53,7 +53,7 @@ class TrainStep:
     """A compiled function ``step(state, batch) -> (state, metrics)`` and its first state.
 
     Attributes:
-      update: the function that `jax.jit` compiled, for ``lower`` and the like.
+      update: the compiled function of `jax.jit`, for example for ``update.lower(...)``.
       optimizer: the optimizer.
     """
 
@@ -61,7 +61,7 @@ class TrainStep:
     optimizer: optax.GradientTransformation
 
     def init(self, params: Any) -> TrainState:
-        """The first state, of copies, since a step may overwrite the buffers of its state."""
+        """The first state; it has copies, because a step may overwrite the buffers of its state."""
         check_tree("params", params)
         check_leaves("params", params)
         _check_numbers(params)
@@ -94,58 +94,58 @@ def train_step(
     has_aux: bool = False,
     donate: bool = True,
 ) -> TrainStep:
-    """Makes a compiled training step of a loss function and any optax optimizer.
+    """Makes a compiled training step from a loss function and any optax optimizer.
 
     Guarantees:
-      * It is traced once for all batches of one shape, whatever the schedules do.
+      * It is traced once for all batches of one shape, also with schedules.
       * With ``accumulate=k`` gradients are averaged over k microbatches, in float32 or wider,
-        and clipped once, after that. A microbatch has every k-th example, so that devices that
-        share the batch share each microbatch.
+        and then clipped once. A microbatch has every k-th example, so the devices that share the
+        batch share each microbatch.
       * The state is that of the optimizer. The metrics have the statistics of every gradient clip
-        in it, with ``stats=True`` or without, whatever wraps it: ``optax.MultiSteps``,
-        ``optax.masked``, a wrapper of your own. A clip whose state its wrapper does not keep has no
-        place for them, and a warning says so.
+        in it, with ``stats=True`` or without, in any wrapper: ``optax.MultiSteps``,
+        ``optax.masked``, your own. If a wrapper does not keep the state of the clip, there are no
+        statistics, and a warning says so.
       * A clip that does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or
-        in a step that is skipped, has statistics of size 0 there: norm 0, scale 1.
+        in a skipped step, has statistics of size 0 there: norm 0, scale 1.
       * Integers and booleans among the parameters stay as they are; the optimizer sees ``None`` in
         their places.
-      * What flax keeps in ``_overwrite_with_gradient`` (scales and histories of 8-bit floats) is
-        overwritten by its gradient, as by ``flax.training.TrainState``; with `skip_spikes` not in a
-        step that is skipped. The optimizer sees zeros in place of these gradients, and with
+      * Leaves below flax's ``_overwrite_with_gradient`` (scales and histories of 8-bit floats) are
+        overwritten by their gradient, as in ``flax.training.TrainState``, except in a step that
+        `skip_spikes` skips. The optimizer sees zeros in place of these gradients, and with
         ``accumulate`` the largest value of the microbatches counts.
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, a scalar, or ``(scalar, aux)``. The parameters may be a
-        whole Equinox model: its floating arrays are trained, all else in it is kept.
+        whole Equinox model: its floating arrays are trained, and its other leaves are kept.
       optimizer: an optax gradient transformation, such as
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
         ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.
-      error_clip: a rule for each name of a variable inside of ``loss_fn``, a tag, the path of a
+      error_clip: a rule for each name of a variable inside ``loss_fn``, a tag, the path of a
         module or a pattern, see `error_clip_by_name`; ``None`` in place of a rule: watch only. With
-        ``accumulate=k`` it sees the cotangents of one microbatch; where the loss is a mean over the
-        batch they are k times as large, and a limit by value has to be, too.
+        ``accumulate=k`` it sees the cotangents of one microbatch. If the loss is a mean over the
+        batch, they are k times as large, so make a limit by value k times as large, too.
       accumulate: the number of microbatches that the leading axis of the batch is split into.
-      has_aux: whether ``loss_fn`` returns something besides the loss.
+      has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
       donate: whether a step may write the new state into the buffers of the old one, which
-        can't be used any more then.
+        can't be used any more after that.
 
     Returns:
       A `TrainStep`: ``state = step.init(params)``, then ``state, metrics = step(state, batch)``.
       The metrics are a dictionary of ``loss``, ``grad_norm`` (the norm of all gradients, before any
       clip), ``nonfinite`` (the number of gradient elements that are NaN or inf) and ``clips`` (the
       `ClipStats` of each gradient clip in the optimizer, in the order of its state). With exactly
-      one clip they have ``measured_norm`` (the L2 norm of what the clip measured, which is not
-      ``grad_norm`` behind ``where=``, a mask or another transformation), ``clipped_norm`` (what the
-      clip made of it) and ``clip_scale`` (their ratio); with `skip_spikes` ``skipped`` and
+      one clip they have ``measured_norm`` (the L2 norm that the clip measured, which is not
+      ``grad_norm`` with ``where=``, a mask or an earlier transformation), ``clipped_norm`` (the
+      norm after the clip) and ``clip_scale`` (their ratio); with `skip_spikes` ``skipped`` and
       ``nonfinite_consecutive``; with ``error_clip`` a dictionary ``error_clip`` of the `ClipStats`
       of each name (added up over microbatches); with ``has_aux`` ``aux`` (stacked over them).
 
     Raises:
       TypeError: if ``optimizer`` is not a gradient transformation, or ``error_clip`` not a mapping
-        of names to rules; by ``step.init``, for keys of random numbers among the parameters.
+        of names to rules; by ``step.init``, for PRNG keys among the parameters.
       ValueError: if ``accumulate`` is not a positive integer; when called, if it does not divide
         the batch, a name can't be found or reached, a step has overwritten the state, or the
-        optimizer's state has places for integers among the parameters.
+        optimizer's state has places for integer parameters.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
@@ -249,7 +249,7 @@ def _check_numbers(params: Any) -> None:
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise TypeError(
                 f"params: got a leaf of dtype {leaf.dtype} at {path!r}, expected numbers; pass "
-                "keys of random numbers in the batch, or jax.random.key_data(key)"
+                "PRNG keys in the batch, or jax.random.key_data(key)"
             )
 
 
@@ -262,8 +262,8 @@ def _check_trained(
     expected = jax.tree.structure(jax.eval_shape(optimizer.init, trained))
     if jax.tree.structure(state) != expected:
         raise ValueError(
-            "state: got a state of the optimizer of another structure, expected that of "
-            "step.init(params), in which the integers among the parameters have no places: "
+            "state: got an optimizer state of another structure, expected the state of "
+            "step.init(params), which leaves out the integers among the parameters: "
             f"{expected}"
         )
 

@@ -57,7 +57,7 @@ def check_tree(name: str, tree: Any) -> None:
     if level:
         raise ValueError(
             f"{name}: got a tree that contains itself, or has more than {most} levels, expected "
-            "one of fewer; stack the arrays of its levels, or call sys.setrecursionlimit"
+            "fewer levels; stack the arrays of the levels, or call sys.setrecursionlimit"
         )
 
 
@@ -90,13 +90,15 @@ def check_leaves(name: str, tree: Any) -> None:
     path = next(path for path, leaf in with_paths(tree) if leaf is strange)
     place, kind = f" at {path!r}" if path else "", type(strange).__name__
     if isinstance(strange, np.ndarray | np.generic):
-        hint = f"{strange.dtype} is no dtype of JAX, write x.astype(...)"
+        hint = f"{strange.dtype} is not a dtype of JAX; write x.astype(...)"
     elif type(strange) is jax.ShapeDtypeStruct:
-        hint = "for shapes alone write jax.eval_shape(function, ...)"
+        hint = "to work with shapes only, write jax.eval_shape(function, ...)"
     elif hasattr(strange, "dtype"):
         hint = "write jax.numpy.asarray(x), or ref[...] for a reference"
     else:
-        hint = f"make {kind} a pytree by jax.tree_util.register_dataclass, or put None in its place"
+        hint = (
+            f"make {kind} a pytree with jax.tree_util.register_dataclass, or replace it with None"
+        )
     raise TypeError(f"{name}: got a leaf of type {kind}{place}, expected arrays or numbers; {hint}")
 
 
@@ -168,7 +170,8 @@ def parameters_like(tree: Any, params: Any) -> list[Any]:
         others = structure.flatten_up_to(params)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"params: got another structure, expected that of the gradients, {structure}: {error}"
+            f"params: got another structure, expected the structure of the gradients, "
+            f"{structure}: {error}"
         ) from None
     for (path, leaf), other in zip(with_paths(tree), others, strict=True):
         if is_clippable(leaf) and (not is_clippable(other) or jnp.shape(other) != jnp.shape(leaf)):

@@ -1,0 +1,94 @@
+"""Keeping a program from beginning before numbers are known that it does not use.
+
+XLA orders a program by what it needs, and `jax.lax.optimization_barrier` is gone by then. So what
+is made first of an example becomes another number in a case that never is, which no compiler knows.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from clipgrad._jaxpr import Hook, entered_programs, opened, scan_counts
+from clipgrad._per_example.follow import Follow
+
+# What these make of an example is as large as the example, and fused with what comes next.
+_VIEWS = frozenset(
+    "broadcast_in_dim convert_element_type copy expand_dims reshape slice squeeze transpose".split()
+)
+
+
+def never(numbers: Sequence[jax.Array | None]) -> jax.Array:
+    """False, which is known when these numbers are."""
+    found = [jnp.isnan(x) & jnp.isinf(x) for x in numbers if x is not None]
+    return functools.reduce(jnp.logical_or, found, jnp.array(False))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class After(Hook):
+    """Another hook, for a program that begins when a flag from `never` is known."""
+
+    hook: Follow
+    flag: jax.Array
+    ties: dict[Var, int | None]
+
+    @classmethod
+    def of(cls, program: Any, count: int, hook: Follow, flag: jax.Array) -> "After":
+        """The hook for a program whose first ``count`` inputs are the parameters."""
+        return cls(hook, flag, _ties(opened(program)[0], count))
+
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """The outputs of an equation."""
+        variables = equation.outvars
+        wanted = any(v in self.hook.wanted for v in variables)
+        if wanted or not variables or variables[0] not in self.ties:
+            return self.hook(equation, inputs)
+        place = self.ties[variables[0]]
+        if place is None:
+            outputs = self.hook(equation, inputs)
+            return None if outputs is None else [self._tied(x) for x in outputs]
+        return self.hook(
+            equation, [*inputs[:place], self._tied(inputs[place]), *inputs[place + 1 :]]
+        )
+
+    def _tied(self, x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return x
+        return jnp.where(self.flag, jnp.zeros_like(x), x)
+
+    def inside(self, equation: JaxprEqn, step: Any) -> Hook:
+        """The hook for the program that an equation calls."""
+        return self.hook.inside(equation, step)
+
+
+def _ties(jaxpr: Any, count: int) -> dict[Var, int | None]:
+    """For what is made first of an example the input that waits, None: the outputs."""
+    raw, found = set(jaxpr.invars[count:]), {}
+    for equation in jaxpr.eqns:
+        flags = [not isinstance(atom, Literal) and atom in raw for atom in equation.invars]
+        if not any(flags):
+            continue
+        if equation.primitive.name in _VIEWS:
+            raw.update(equation.outvars)
+        elif equation.outvars:
+            inside = entered_programs(equation)[0]
+            found[equation.outvars[0]] = _smallest(equation, flags) if inside else None
+    return found
+
+
+def _smallest(equation: JaxprEqn, flags: Sequence[bool]) -> int:
+    """Which input of a program inside waits: a part of the example, or where a scan begins."""
+    places = [i for i, flag in enumerate(flags) if flag]
+    if equation.primitive.name == "scan":
+        constants, carried = scan_counts(equation)
+        state = range(constants, constants + carried)
+        places += [i for i in state if jnp.issubdtype(_input_type(equation, i).dtype, jnp.floating)]
+    return min(places, key=lambda i: _input_type(equation, i).size)
+
+
+def _input_type(equation: JaxprEqn, i: int) -> Any:
+    return equation.invars[i].aval

@@ -1,0 +1,142 @@
+"""What each page is found by: a description for search engines, words for the site's own search.
+
+A word is an entry of the index, which the search of the site ranks above all text. The pages
+themselves have none of it, since they are read in the repository too.
+"""
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.transforms import SphinxTransform
+from sphinx.util import logging
+
+FOUND_BY = {
+    "nan": (
+        "Find out why a gradient is NaN or inf in JAX, which operation and line makes it, and "
+        "what to write instead.",
+        "NaN; inf; nan_to_num; debug_nans; not finite; FloatingPointError; double where; safe norm",
+    ),
+    "my_run_blew_up": (
+        "A JAX training run that ended in NaN: keep the step, the batch and the parameters, and"
+        " replay them to find the line.",
+        "NaN loss; loss spike; divergence; blew up; flight recorder; halt; resume; post-mortem",
+    ),
+    "logging": (
+        "Log gradient norms and clip statistics of JAX training to Weights & Biases (wandb), "
+        "TensorBoard or clu, without a host sync at every step.",
+        "wandb; Weights and Biases; W&B; TensorBoard; tensorboardX; clu; logging; metrics; "
+        "gradient norm; histogram; host sync",
+    ),
+    "frameworks": (
+        "A whole training step with gradient clip, error clip by name and statistics in flax "
+        "Linen, flax NNX, Haiku, Equinox and Keras 3 on JAX.",
+        "flax; Linen; NNX; TrainState; nnx.Optimizer; Haiku; dm-haiku; Equinox; Keras; Keras 3;"
+        " training step; training loop",
+    ),
+    "recipes": (
+        "Gradient clipping with LoRA, frozen parameters, optax.MultiSteps and gradient "
+        "accumulation, dynamic loss scaling in float16, and mixed precision with bfloat16, in "
+        "JAX.",
+        "LoRA; adapters; fine-tuning; frozen parameters; freeze; optax.partition; optax.masked;"
+        " MultiSteps; gradient accumulation; microbatch; loss scaling; DynamicScale; float16; "
+        "bfloat16; mixed precision; AMP",
+    ),
+    "published_clips": (
+        "Gradient clipping thresholds that the papers and configurations of GPT-3, Gopher, "
+        "PaLM, OPT, Llama 1, 2 and 3, OLMo 1 and 2, DeepSeek-V2 and V3, BERT and others state, "
+        "with sources.",
+        "GPT-3; PaLM; Gopher; Llama; Llama 2; Llama 3; OLMo; OLMo 2; DeepSeek; DeepSeek-V3; "
+        "BERT; RoBERTa; OPT; Baichuan; Megatron; Chameleon; max_grad_norm; clip "
+        "norm; large language model; LLM",
+    ),
+    "adaptive_thresholds": (
+        "Why PercentileThreshold defaults to the 10th percentile, as in AutoClip's paper, when "
+        "to write 90 instead, and how to choose among AutoClip, ZClip, AdaGC and a history of "
+        "norms in JAX.",
+        "AutoClip; PercentileThreshold; percentile; quantile; ZClip; AdaGC; Levanter; adaptive "
+        "threshold",
+    ),
+    "custom_rules": (
+        "How to test the gradient of a Pallas kernel, a jax.custom_vjp or a jax.custom_jvp: "
+        "against finite differences, against a reference in jnp, in pytest, on CPU, GPU and "
+        "TPU.",
+        "Pallas; kernel; pallas_call; custom_vjp; custom_jvp; defvjp; "
+        "interpret; Triton; Mosaic; TPU; GPU; pytest",
+    ),
+    "corner_cases": (
+        "Complex numbers and holomorphic=True, why JAX's gradient is the conjugate of "
+        "PyTorch's, anomaly detection, threads, derivatives at kinks such as relu at 0, and "
+        "jax.custom_batching with gradients.",
+        "complex; holomorphic; Wirtinger; conjugate; set_detect_anomaly; detect_anomaly; "
+        "jax_debug_nans; threads; threading; thread safety; kink; subgradient; "
+        "relu; abs; max; custom_batching; custom_vmap; sequential_vmap",
+    ),
+    "glossary": (
+        "The words of clipgrad's documentation: cotangent, VJP, leaf, unit, group, rule, place,"
+        " tag, site, probe, residual, path, threshold, capture, and others.",
+        "glossary; definitions; terms; cotangent; VJP; JVP; pull-back; leaf; unit; tag; probe; "
+        "site; residual",
+    ),
+    "which_clip": (
+        "Which gradient clip to use for which problem in JAX, measured on seven tasks.",
+        "which clip; clip threshold; norm clip; value clip",
+    ),
+    "names": (
+        "Clip or watch the gradient of any module or tagged value of a JAX model by its name, "
+        "without an edit of the model.",
+        "hooks; register_hook; backward hook; named_scope; checkpoint_name; module path",
+    ),
+    "per_example": (
+        "Clip or measure the gradient of each example of a batch in JAX without storing it.",
+        "per-example gradients; per-sample gradients; DP-SGD; differential privacy; ghost "
+        "clipping; gradient noise scale",
+    ),
+    "check": (
+        "Check a VJP in JAX against finite differences.",
+        "gradcheck; gradient check; finite differences; check_grads",
+    ),
+    "exploding": (
+        "Why gradients vanish and explode, and what was invented against it.",
+        "vanishing gradients; exploding gradients; BPTT; backpropagation through time",
+    ),
+    "rules": (
+        "All clip rules and adaptive thresholds, and how to write one.",
+        "ClipRule; own rule; threshold; mask",
+    ),
+    "benchmarks/RESULTS": (
+        "Times of clipgrad beside optax, torch, chex, Opacus and others, losses included.",
+        "benchmarks; performance; speed; cost",
+    ),
+}
+
+
+class AddKeywords(SphinxTransform):
+    """Puts the words of this page into its head and into the index."""
+
+    default_priority = 6
+
+    def apply(self) -> None:
+        """Adds to this document."""
+        if self.env.docname not in FOUND_BY:
+            return
+        description, words = FOUND_BY[self.env.docname]
+        keywords = words.split("; ")
+        section = next(self.document.findall(nodes.section))
+        entries = [("single", word, section["ids"][0], "main", None) for word in keywords]
+        section.insert(1, addnodes.index(entries=entries))
+        for name, content in (("description", description), ("keywords", ", ".join(keywords))):
+            self.document.insert(0, nodes.meta("", name=name, content=content))
+
+
+def warn_of_unknown_pages(app: Sphinx, env: BuildEnvironment) -> None:
+    """A page that is not there can't be found."""
+    for page in sorted(set(FOUND_BY) - env.found_docs):
+        logging.getLogger(__name__).warning("keywords.py names %s, which is no page", page)
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Registers this with Sphinx."""
+    app.add_transform(AddKeywords)
+    app.connect("env-check-consistency", warn_of_unknown_pages)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

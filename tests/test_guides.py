@@ -1,0 +1,155 @@
+"""The pages on how to do something: programs, what they print, links, and how they are found."""
+
+import ast
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.test_coming_from import assert_pages_program_prints
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+GUIDES = [
+    "adaptive_thresholds", "corner_cases", "custom_rules", "frameworks", "glossary", "logging",
+    "published_clips", "recipes",
+]  # fmt: skip
+TREE = re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+every_guide = pytest.mark.parametrize("page", GUIDES)
+
+
+def text_of(page):
+    return (DOCS / f"{page}.md").read_text()
+
+
+@pytest.mark.exhaustive
+@every_guide
+def test_the_programs_run_and_print_what_the_page_shows(page):
+    assert_pages_program_prints(DOCS / f"{page}.md")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
+def test_the_step_in_keras_trains():
+    """In a process of its own, since Keras takes its backend from the environment."""
+    text = text_of("frameworks")
+    shared = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    (program,) = re.findall(r"```py\n(.*?)```", text, re.DOTALL)
+    environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+    program += "\nassert (net.non_trainable_variables[0].value != 0).any()\n"
+    command = [sys.executable, "-c", shared + program]
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=DOCS.parent, check=False
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+
+
+class Sink:
+    """Stands for a run of wandb and for the writers of TensorBoard and clu."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.seen.append((name, *args, *kwargs.values()))
+
+
+def loggers():
+    """The functions of the page that log, without its training."""
+    tree = ast.parse("\n".join(re.findall(r"```python\n(.*?)```", text_of("logging"), re.DOTALL)))
+    wanted = {"numbers", "arrays", "log_to_wandb", "log_to_tensorboard", "log_to_clu"}
+    found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in wanted]
+    assert {node.name for node in found} == wanted
+    names = {"np": np}
+    exec(compile(ast.Module(found, []), "logging.md", "exec"), names)
+    return names
+
+
+def test_each_logger_gets_numbers_as_numbers_and_arrays_as_histograms(monkeypatch):
+    fake = types.SimpleNamespace(Histogram=lambda value: ("histogram", value.tolist()))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    found = {"loss": np.float32(2), "h/norm": np.array([1, np.nan, 3], np.float32)}
+    names, run, board, clu = loggers(), Sink(), Sink(), Sink()
+    names["log_to_wandb"](run, found, 7)
+    assert run.seen == [("log", {"loss": 2.0, "h/norm": ("histogram", [1.0, 3.0])}, 7)]
+    names["log_to_tensorboard"](board, found, 7)
+    (scalar, histogram) = board.seen
+    assert scalar == ("add_scalar", "loss", 2.0, 7)
+    assert histogram[:2] == ("add_histogram", "h/norm") and histogram[2].tolist() == [1, 3]
+    names["log_to_clu"](clu, found, 7)
+    assert [call[:2] for call in clu.seen] == [("write_scalars", 7), ("write_histograms", 7)]
+
+
+@pytest.mark.exhaustive
+def test_a_tensorboard_writer_takes_what_the_page_gives_it(tmp_path):
+    tensorboard = pytest.importorskip("tensorboardX")
+    with tensorboard.SummaryWriter(str(tmp_path)) as writer:
+        found = {"loss": jnp.float32(2), "h/norm": np.array([1, np.nan])}
+        loggers()["log_to_tensorboard"](writer, found, 7)
+    assert list(tmp_path.iterdir())
+
+
+def test_every_page_is_in_the_tree():
+    entries = "\n".join(TREE).split("\n")
+    listed = {re.sub(r".*<(.+)>", r"\1", entry) for entry in entries}
+    pages = {page.stem for page in DOCS.glob("*.md")} - {"index"}
+    assert pages <= listed
+
+
+@pytest.mark.exhaustive
+@every_guide
+def test_links_lead_to_a_file_and_a_heading(page):
+    from tests.test_checklist import anchors, place
+
+    targets = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text_of(page), flags=re.S))
+    for target in (target for target in targets if not target.startswith("http")):
+        name, _, anchor = target.partition("#")
+        path = place(DOCS / f"{page}.md", name) if name else DOCS / f"{page}.md"
+        assert path.is_file(), target
+        assert not anchor or anchor in anchors(path), target
+
+
+def test_every_setting_of_a_language_model_has_a_source_and_a_value():
+    table = text_of("published_clips").split("|---|---|---|---|\n")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.split("\n")]
+    assert len(rows) >= 15
+    for model, threshold, source, *_ in rows:
+        assert re.search(r", 20\d\d$", model) and "https://" in source, model
+        assert re.match(r"\d\.\d|not stated", threshold), model
+
+
+def found_by():
+    """Of each page the words that its author wants it found by."""
+    tree = ast.parse((DOCS / "keywords.py").read_text())
+    (table,) = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "FOUND_BY"
+    ]
+    return {page: words.split("; ") for page, (_, words) in table.items()}
+
+
+def test_the_words_of_the_index_lead_to_one_page_each():
+    words = found_by()
+    places = {page: DOCS / f"{page}.md" for page in words if not page.startswith("benchmarks/")}
+    assert all(path.is_file() for path in places.values())
+    every = [word.lower() for page in words.values() for word in page]
+    assert len(every) == len(set(every))
+    assert "NaN" in words["nan"] and "wandb" in words["logging"] and set(GUIDES) <= set(words)
+
+
+PAGES_OF_THE_API = ["by_name", "gradient_clip", "rules", "thresholds"]
+
+
+@pytest.mark.parametrize("page", PAGES_OF_THE_API)
+def test_a_long_page_of_the_reference_begins_with_its_names(page):
+    head, _, rest = text_of(f"api/{page}").partition("```{eval-rst}")
+    assert set(re.findall(r"\.\. auto\w+:: (\w+)", rest)) == set(re.findall(r"`(\w+)`", head))
