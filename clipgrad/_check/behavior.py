@@ -95,7 +95,7 @@ def linearity(check: Check) -> list[Failure]:
         "linearity",
         check.vjp(first * mask) + check.vjp(first * (1 - mask)),
         gradient,
-        "the rule is not linear, the pull-backs of a cotangent with rows of zeros and of its complement",
+        "the rule is not linear, the pull-backs of masked rows of a cotangent and of the others",
     )
     sums += check.compare(
         "linearity",
