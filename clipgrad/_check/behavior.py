@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.check import Check, are_on_cpu, distance
 from clipgrad._check.gradients import eagerly, has_rules
-from clipgrad._check.points import element_scales, random_direction
+from clipgrad._check.points import element_scales, masked_rows, random_direction
 from clipgrad._check.programs import quick_jit
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
@@ -25,7 +26,8 @@ from clipgrad._check.vectors import (
 from clipgrad._errors import first_line
 
 # Powers of two by which a cotangent is multiplied; half precision has no room for more.
-LARGE, LARGE_HALF = 2.0**20, 2.0**4
+# Nor has a loop that stops when it is near enough, in absolute terms.
+LARGE, LARGE_HALF, LARGE_SOLVED = 2.0**20, 2.0**4, 2.0
 HALF_EPS = 1e-4
 
 
@@ -45,6 +47,8 @@ def check_behavior(check: Check) -> None:
             continue
         if check.differentiate.compiled and name in OF_RULES:
             log.not_run[name] = "it has only JAX's own operations, without a custom rule"
+            continue
+        if not log.has_time(name):
             continue
         log.evaluations += 2
         try:
@@ -78,21 +82,30 @@ def _exactly(check: Check, got, expected, what: str) -> list[Failure]:
 
 
 def linearity(check: Check) -> list[Failure]:
-    """The pull-back maps 0 to 0, multiples to multiples, and sums to sums."""
-    first, second = check.covectors[:2]
-    gradient = check.gradient
-    failures = check.compare(
-        "linearity", check.vjp(0 * first), 0 * gradient[0], "the pull-back of a zero cotangent"
+    """The pull-back maps 0 to 0, multiples to multiples, negative ones too, and sums to sums."""
+    first, ones, gradient = check.covectors[0], np.ones_like(check.covectors[0]), check.gradient[0]
+    zero = check.compare(
+        "linearity", check.vjp(0 * first), 0 * gradient, "the pull-back of a zero cotangent"
     )
     large = LARGE_HALF if _has_half_precision(check) else LARGE
-    small = _scaled_failures(check, 1 / large)
-    text = "the rule is not linear, the pull-back of the sum of two cotangents"
-    total = gradient[0] + gradient[1]
-    sums = check.compare("linearity", check.vjp(first + second), total, text)
-    above = _scaled_failures(check, large)
-    if above and not (failures or small or sums):
+    large = LARGE_SOLVED if np.any(check.tolerance.own) else large
+    small, above = _scaled_failures(check, 1 / large), _scaled_failures(check, -large)
+    mask = masked_rows(check.subject, check.options.seed)
+    sums = check.compare(
+        "linearity",
+        check.vjp(first * mask) + check.vjp(first * (1 - mask)),
+        gradient,
+        "the rule is not linear, the pull-backs of masked rows of a cotangent and of the others",
+    )
+    sums += check.compare(
+        "linearity",
+        check.vjp(first + ones),
+        gradient + check.vjp(ones),
+        "the rule is not linear, the pull-back of the sum of a cotangent and a constant one",
+    )
+    if above and not (zero or small or sums or _scaled_failures(check, -1.0)):
         above = [above[0]._replace(detail=_above(check, large) + above[0].detail)]
-    return (failures + above + small + sums)[:2]
+    return (zero + above + small + sums)[:2]
 
 
 def _has_half_precision(check: Check) -> bool:
@@ -104,7 +117,8 @@ def _scaled_failures(check: Check, factor: float) -> list[Failure]:
     expected = check.gradient[0]
     scaled = check.vjp(check.covectors[0] * factor) / factor
     scaled = _where_in_range(scaled, expected, factor, _has_half_precision(check))
-    text = f"the rule is not linear, the pull-back of the cotangent times 2 ** {np.log2(factor):g}"
+    times = f"{'-' * (factor < 0)}2 ** {np.log2(abs(factor)):g}"
+    text = f"the rule is not linear, the pull-back of the cotangent times {times}"
     return check.compare("linearity", scaled, expected, text)
 
 
@@ -122,7 +136,7 @@ def _above(check: Check, factor: float) -> str:
 def _where_in_range(scaled, gradient, factor, half) -> np.ndarray:
     """Leave out what overflows or underflows because of the factor."""
     narrow = jnp.finfo(jnp.float16 if half else jnp.float32)
-    size = np.abs(gradient) * factor
+    size = np.abs(gradient * factor)
     typical = np.sqrt(np.mean(np.where(np.isfinite(size), size, 0.0) ** 2))
     low = (size > 0) & (size < float(narrow.tiny) * 1e3)
     outside = low | (size + typical > float(narrow.max) / 16) | ~np.isfinite(gradient)
@@ -266,6 +280,35 @@ def _one_output(subject: CheckSubject, k: int, covector: np.ndarray) -> np.ndarr
     return gradient_vector(pull(cotangent_leaves(covector, [subject.outputs[k]])[0])[0])
 
 
+def alone(check: Check) -> list[Failure]:
+    """Each input differentiated with the others held has the gradient that it has among them."""
+    subject, gradient = check.subject, check.gradient[0]
+    if len(subject.inputs) < 2 or not _sees_what_is_held(subject):
+        return []
+    failures = []
+    for k, (start, stop) in enumerate(subject.ranges):
+        pull = jax.vjp(lambda x, k=k: _with_input(subject, k, x), subject.inputs[k])[1]
+        got = gradient.copy()
+        got[start:stop] = gradient_vector(
+            pull(cotangent_leaves(check.covectors[0], subject.outputs))
+        )
+        text = f"{subject.names[k]} differentiated alone compared with all inputs at once"
+        failures += check.compare("alone", got, gradient, text)
+    return failures[:2]
+
+
+def _with_input(subject: CheckSubject, k: int, x) -> list:
+    return subject.fun([*subject.inputs[:k], x, *subject.inputs[k + 1 :]])
+
+
+def _sees_what_is_held(subject: CheckSubject) -> bool:
+    """Whether a rule is told which of its arguments are differentiated."""
+    if subject.program is None:
+        return True
+    found = _jaxpr.equations(subject.program)
+    return any(equation.params.get("symbolic_zeros") for equation in found)
+
+
 BEHAVIORS: dict[str, Callable[[Check], list[Failure]]] = {
     "determinism": determinism,
     "linearity": linearity,
@@ -273,5 +316,11 @@ BEHAVIORS: dict[str, Callable[[Check], list[Failure]]] = {
     "vmap": vmap,
     "forward": forward,
     "outputs": outputs,
+    "alone": alone,
 }
-OF_RULES = ("vmap", "forward", "outputs")  # these test JAX itself where there is no custom rule
+OF_RULES = (
+    "vmap",
+    "forward",
+    "outputs",
+    "alone",
+)  # these test JAX itself where there is no custom rule

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check import contract
 from clipgrad._check.differences import Differences
-from clipgrad._check.evaluation import choose
+from clipgrad._check.evaluation import Chaotic, choose
 from clipgrad._check.gradients import (
     VJP,
     Differentiate,
@@ -24,6 +25,7 @@ from clipgrad._check.gradients import (
     rounding_of_plain_ad,
     rule_in_float64,
     stops_matter,
+    traced_vjp,
 )
 from clipgrad._check.options import Options
 from clipgrad._check.points import (
@@ -31,22 +33,27 @@ from clipgrad._check.points import (
     cotangents,
     element_scales,
     make_point,
+    moved_apart,
     nearby,
     random_direction,
 )
-from clipgrad._check.programs import quick_jit
+from clipgrad._check.programs import found_by_loops, quick_jit
 from clipgrad._check.report import Failure
-from clipgrad._check.search import Judge
+from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import (
+    AROUND,
     CONSTANTS,
     SAME_EXCUSED,
+    SOLVED,
+    STATIONARY,
     Tolerance,
     make_tolerance,
     narrowest,
     tolerance_in_float64,
 )
 from clipgrad._check.vectors import cotangent_leaves, real_dtype, widened_leaf
+from clipgrad._check.verdicts import KINDS, KINK, OK, WRONG
 from clipgrad._check.widening import Unsupported, Widened
 from clipgrad._errors import first_line
 
@@ -68,12 +75,35 @@ class Log:
     not_run: dict[str, str] = dataclasses.field(default_factory=dict)
     evaluations: int = 0
     verified: int = 0
+    at_kinks: int = 0
+    elements: int = 0
+    started: float = dataclasses.field(default_factory=time.monotonic)
     precision: str = "no precision"
     devices: list[str] = dataclasses.field(default_factory=list)
 
     def fail(self, failures: Sequence[Failure]) -> None:
         """Record failures, but for those of checks that are switched off."""
         self.failures += [f for f in failures if f.check not in self.options.skip]
+
+    def is_late(self) -> bool:
+        """Whether the time budget is spent."""
+        budget = self.options.time_budget
+        return budget is not None and time.monotonic() - self.started > budget
+
+    def has_time(self, name: str) -> bool:
+        """Whether there is time left for a check; notes that it was not run if there is none."""
+        if self.is_late():
+            self.not_run[name] = f"the time budget of {self.options.time_budget:g} s is spent"
+        return not self.is_late()
+
+    def count(self, point: Point, found: Sequence[Finding]) -> None:
+        """Count the elements that were verified, and those at kinks, which no slope verifies."""
+        kinds = np.full(point.scale.size, OK)
+        for finding in found:
+            kinds[finding.indices] = np.maximum(kinds[finding.indices], finding.verdict.kind)
+        unverified = [WRONG, *(kind for kind, meaning in KINDS.items() if not meaning.verified)]
+        self.elements, self.at_kinks = point.scale.size, int(np.sum(kinds == KINK))
+        self.verified = int(np.sum(point.finite & ~np.isin(kinds, unverified)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,6 +123,8 @@ class Check:
       widened: the traced function, to be evaluated in float64; None if it cannot be.
       plain: plain AD in float64; None if it cannot be had or is not asked for.
       rule: the VJP as it is written, in float64; None if it cannot be had or is float64 itself.
+      ruled: whether a derivative rule in it is not JAX's own.
+      is_narrow: whether something in it is narrower than float64.
     """
 
     subject: CheckSubject
@@ -107,6 +139,8 @@ class Check:
     widened: Widened | GradientOf | None
     plain: Exact | None
     rule: Exact | None
+    ruled: bool
+    is_narrow: bool
 
     def first(self) -> Point:
         """The given point; made anew, since its gradients need the memory of several models."""
@@ -144,7 +178,16 @@ class Check:
         rows = len(gradient)
         reference = self._exact(self.plain, xs, rows) if auto else None
         gradients = gradient, self._exact(self.rule, xs, rows), reference
-        return make_point(self.subject, xs, gradients, self.options.seed, self.options.delta)
+        around = functools.cache(lambda: self._around(xs, rows))
+        seed, delta = self.options.seed, self.options.delta
+        return make_point(self.subject, xs, gradients, seed, delta, around)
+
+    def _around(self, xs, rows: int) -> np.ndarray | None:
+        if self.plain is None:
+            return None
+        apart = moved_apart(self.subject, xs, self.options.seed)
+        found = self._exact(self.plain, apart, rows)
+        return found if found is not None and np.isfinite(found).all() else None
 
     def _exact(self, exact: Exact | None, xs, rows: int) -> np.ndarray | None:
         if exact is None:
@@ -162,7 +205,9 @@ class Check:
         """Judges the gradient as it was computed."""
         exact = point.reference if point.rule is None else point.rule
         rounding = functools.cache(lambda: self._excused(point))
-        return self._judge(point, point.gradient, exact, self.tolerance, rounding)
+        judge = self._judge(point, point.gradient, exact, self.tolerance, rounding)
+        known = point.rule is not None or (self.is_narrow and not self.ruled)
+        return dataclasses.replace(judge, of_known=known)
 
     def judge_of_rule(self, point: Point) -> Judge:
         """Judges the rule as it is written, evaluated in float64."""
@@ -170,7 +215,9 @@ class Check:
 
     def _judge(self, point, gradient, exact, tolerance, rounding=lambda: None) -> Judge:
         delta = self.options.delta
-        return Judge(self.differences, point, gradient, exact, tolerance, delta, rounding)
+        return Judge(
+            self.differences, point, gradient, exact, tolerance, delta, rounding, self.log.is_late
+        )
 
     def moved_by_constants(self, point: Point) -> np.ndarray:
         """How far the rule and plain AD may be apart because constants are rounded."""
@@ -199,7 +246,7 @@ class Check:
             error = rounding_of_plain_ad(
                 self.widened, subject.program, exact, xs, rows, subject.outputs
             )
-            if not has_rules(subject):  # its gradient is plain AD, compiled or not
+            if not self.ruled:  # its gradient is plain AD, compiled or not
                 own = self.differentiate(xs).rows(rows)
                 error = np.fmax(error, np.abs(own - exact))
         except Exception:
@@ -209,15 +256,17 @@ class Check:
     def compare(self, check: str, got, expected, what: str, xs=None) -> list:
         """Compare two computations of one gradient; a failure names the worst element."""
         off = distance(got, expected)
+        if not off.any():
+            return []
         bad, known = np.zeros(off.shape, bool), np.where(np.isfinite(expected), expected, 0.0)
         overall = self.tolerance.sizes(known[None], np.ones(len(known))).overall[0]
         for leaf, (start, stop) in enumerate(self.tolerance.ranges):
             slack = self.tolerance.same(leaf, got[start:stop], expected[start:stop], overall)
             bad[start:stop] = off[start:stop] > slack
         if bad.any():
-            found = self.rounding(self.subject.inputs if xs is None else xs)
-            if found is not None:
-                bad &= off > SAME_EXCUSED * self._largest(found[0].max(axis=0))
+            bad &= off > self._rounding_of_leaves(
+                self.subject.inputs if xs is None else xs, expected
+            )
         if not bad.any():
             return []
         worst = int(np.argmax(np.where(bad, off, -1)))
@@ -227,16 +276,27 @@ class Check:
         )
         return [Failure(check, self.subject.element(worst), detail)]
 
-    def _largest(self, error: np.ndarray) -> np.ndarray:
-        """The largest error in each leaf, at each element."""
-        ranges = self.tolerance.ranges
-        return np.concatenate([np.full(b - a, error[a:b].max()) for a, b in ranges])
+    def _rounding_of_leaves(self, xs, expected: np.ndarray) -> np.ndarray:
+        """What rounding does to the elements of a leaf at most, also where it vanishes."""
+        found = self.rounding(xs)
+        if found is None:
+            return np.zeros_like(expected)
+        error, largest = found[0].max(axis=0), np.zeros_like(expected)
+        around = self._around(xs, 1)
+        for leaf, (a, b) in enumerate(self.tolerance.ranges):
+            largest[a:b] = SAME_EXCUSED * error[a:b].max()
+            size = 0.0 if around is None else np.sqrt(np.mean(around[0, a:b] ** 2))
+            if np.sqrt(np.mean(expected[a:b] ** 2)) < STATIONARY * size:
+                largest[a:b] += AROUND * self.tolerance.relative[leaf] * size
+        return largest
 
 
 def distance(got: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """|got - expected|; 0 where both are the same non-finite value, infinite where one is."""
     with np.errstate(invalid="ignore"):
         off = np.abs(got - expected)
+        if np.isfinite(off.sum()):
+            return off
         same = (got == expected) | (np.isnan(got) & np.isnan(expected))
     return np.where(same, 0.0, np.where(np.isnan(off), np.inf, off))
 
@@ -262,14 +322,17 @@ def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
     log.notes += [] if differentiate.steady else [UNSTEADY]
     log.precision = differences.evaluation.label
     tolerance, is_narrow = _tolerance(subject, differences, wide, log)
+    ruled = has_rules(subject)
+    backward = traced_vjp(subject) if ruled or any(found_by_loops(subject.program)) else None
+    tolerance = _of_solvers(subject, backward, tolerance, log)
     plain = None if wide is None else plain_ad(wide, subject.program, subject.outputs)
     log.notes += _stops(subject, wide, options.seed)
     own_way = options.delta is not None or options.max_relative_error is not None
     # Where there is no custom rule to strip, the rule is plain AD.
-    same = wide is None or not is_narrow or not has_rules(subject)
-    rule = None if same or own_way else _rule(subject, log)
+    same = wide is None or not is_narrow or not ruled
+    rule = None if same or own_way else _rule(subject, backward, log)
     found = (differentiate, vjp, gradient, differences, tolerance, wide, plain, rule)
-    return Check(subject, options, log, covectors, *found)
+    return Check(subject, options, log, covectors, *found, ruled, is_narrow)
 
 
 def _differentiated(subject: CheckSubject, differentiate, covectors, log: Log) -> VJP | None:
@@ -325,6 +388,9 @@ def _chosen_evaluation(subject: CheckSubject, covectors, options: Options, log: 
     """How to evaluate the function, or None where it was found to fail another way."""
     try:
         return choose(subject, covectors, log.notes, fast_compile=options.mode != "full")
+    except Chaotic as reason:
+        log.notes = [str(reason)]
+        return None
     except ValueError:
         compiled = contract.primal(subject, quick_jit(subject.fun)(subject.inputs), "compiled")
         log.fail([failure._replace(check="jit") for failure in compiled])
@@ -355,7 +421,10 @@ def _tolerance(subject: CheckSubject, differences, widened, log: Log) -> tuple[T
         log.notes.append(
             f"the function computes in {narrow} inside, so the tolerances are those of {narrow}"
         )
-    tolerance = make_tolerance(subject.ranges, own, inner, log.options.max_relative_error)
+    options = log.options
+    tolerance = make_tolerance(
+        subject.ranges, own, inner, options.max_relative_error, options.tolerance
+    )
     tolerance = tolerance.of_slopes_in(differences.evaluation.dtype)
     return tolerance, narrowest([*own, *inner]) != "float64"
 
@@ -369,9 +438,21 @@ def _stops(subject: CheckSubject, widened: Widened | None, seed: int) -> list[st
     return ["values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"]
 
 
-def _rule(subject: CheckSubject, log: Log) -> Exact | None:
+def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log: Log) -> Tolerance:
+    """The tolerance, that of solvers for the leaves whose gradients they find."""
+    if backward is None or isinstance(backward, Exception) or log.options.tolerance is not None:
+        return tolerance
+    solved = np.asarray(found_by_loops(backward))
+    names = ", ".join(name for name, flag in zip(subject.names, solved, strict=True) if flag)
+    if names:
+        text = f"{names}: found by a loop that stops when it is near enough, and judged to"
+        log.notes.append(f"{text} {SOLVED:g}; tolerance= makes it another number")
+    return tolerance.solved(solved) if names else tolerance
+
+
+def _rule(subject: CheckSubject, backward: Any, log: Log) -> Exact | None:
     try:
-        return rule_in_float64(subject)
+        return rule_in_float64(subject, backward)
     except Unsupported as error:
         log.notes.append(f"the rule could not run in float64 ({error})")
         return None

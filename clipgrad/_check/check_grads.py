@@ -12,11 +12,14 @@ from clipgrad._check.check import Check, Log, prepare
 from clipgrad._check.devices import find_devices, moved
 from clipgrad._check.gradients import differentiator
 from clipgrad._check.options import Options, require_mapping, with_hints
-from clipgrad._check.report import Failure, GradCheckError, GradCheckReport
+from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, verified_share
 from clipgrad._check.second_order import check_second_order
 from clipgrad._check.selection import Selector
 from clipgrad._check.subject import make_subject, require_arrays
 from clipgrad._check.values import check_values
+
+# Of the elements that are not at kinks, if `min_verified` is not given.
+LEAST_VERIFIED = 0.5
 
 
 @with_hints
@@ -32,6 +35,9 @@ def check_grads(
     mode: str = "auto",
     delta: float | None = None,
     max_relative_error: float | None = None,
+    tolerance: float | None = None,
+    min_verified: float | None = None,
+    time_budget: float | None = None,
     devices: Sequence[str] | None = None,
     points: int = 2,
     seed: int = 0,
@@ -59,7 +65,9 @@ def check_grads(
       * ``notes`` has each element that could not be verified, ``not_run`` each check that could not
         run; a report in which nothing was verified is not ok. Rounding excuses an element if plain
         AD in the same precision is off too, up to a quarter of the element and its leaf, unless the
-        terms of the leaf cancel. An element off by more than a hundredth of them is not verified.
+        terms of the leaf cancel. An element off by more is not verified, nor one off by more than a
+        hundredth of them if the formula could not be judged in float64.
+      * Elements at kinks are held while the others are moved. At a jump nothing is verified.
       * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them; a note
         says so where it matters.
       * The same seed gives the same report.
@@ -71,22 +79,23 @@ def check_grads(
     primal       value, dtype and shape of the function called and differentiated are the same
     cotangent    dtype, shape and structure are those of the input; float0 for integers
     finite       the value and the gradient are finite
-    linearity    the pull-back is linear in the cotangent, without a stray clip or a constant
+    linearity    the pull-back is linear: of -2^20 times a cotangent, of masked rows, of ones
     determinism  a second run is bit-identical, on CPUs
     jit, vmap    compiled and batched gradients equal the eager ones
     points       the gradient is right at a second point, and then again at the first
     forward      `jax.jvp` agrees, where the function allows forward mode
     outputs      a cotangent for one output alone gives the part of that output
+    alone        each input differentiated alone, if a rule is told which inputs are
     devices      each kind of device gives the same gradient
     ===========  ===================================================================================
 
     If a function has no custom rule, and traces to the same operations again and under `jax.vmap`,
-    its gradient is compiled as one program and compared with the eager one; ``vmap``, ``forward``
-    and ``outputs`` would test JAX itself there, and do not run. Tied elements, such as equal
-    maxima, are also moved together: the slope is the sum of their gradients. Further points keep
-    zeros, equal elements, symmetry, order and [0, 1]; only a leaf whose values are all equal gets
-    different values. A gradient that is right only for symmetric matrices passes at one, with a
-    note, if the function is meant for them.
+    its gradient is compiled as one program and compared with the eager one; ``vmap``, ``forward``,
+    ``outputs`` and ``alone`` would test JAX itself there, and do not run. Tied elements, such as
+    equal maxima, are also moved together: the slope is the sum of their gradients. Further points
+    keep zeros, equal elements, symmetry, order and [0, 1]; only a leaf whose values are all equal
+    gets different values. A gradient that is right only for symmetric matrices passes at one, with
+    a note, if the function is meant for them.
 
     Args:
       fun: the function, of any trees of arrays, to any tree of arrays.
@@ -103,6 +112,12 @@ def check_grads(
       delta: an absolute step, for Paddle's formula at every element.
       max_relative_error: Paddle's rule: ``|numeric - analytic| / |numeric|``, or without the
         denominator where ``|numeric| < 1e-3``, may not exceed it.
+      tolerance: the relative error that the backward may have, of the element or its leaf's root
+        mean square: for rules that compute in low precision or round at random. It stands in for
+        rtol wherever gradients are compared.
+      min_verified: the least share of the elements to be verified, those at kinks left out; a half
+        if it is None. Fewer is a failure.
+      time_budget: seconds after which what is left is reported as not verified or not run.
       devices: kinds of device to compute the gradient on, such as ("cpu", "gpu"); None for all
         devices here. The report lists a missing device as not run.
       points: the number of points to check.
@@ -142,7 +157,8 @@ def check_grads(
     started = time.perf_counter()
     require_mapping(kwargs)
     require_arrays(args, kwargs or {})
-    options = Options(order, mode, delta, max_relative_error, points, seed, skip)
+    own = tolerance, min_verified, time_budget
+    options = Options(order, mode, delta, max_relative_error, *own, points, seed, skip)
     log = Log(options)
     found = find_devices(devices)
     log.not_run |= {f"device {kind}": "there is no such device here" for kind in found.absent}
@@ -169,13 +185,13 @@ def _check(subject_on: Callable, device: Any, log: Log, others: Mapping[str, Any
     if check is None:
         return
     check_values(check, check.first())
-    if "points" not in log.options.skip:
+    if "points" not in log.options.skip and log.has_time("points"):
         _check_points(check)
     check_behavior(check)
     check_second_order(check)
     log.evaluations += check.differences.evaluations
     for kind, other in others.items():
-        if "devices" not in log.options.skip:
+        if "devices" not in log.options.skip and log.has_time("devices"):
             _check_device(check, subject_on, kind, other)
 
 
@@ -209,9 +225,16 @@ def _check_device(check: Check, subject_on: Callable, kind: str, device: Any) ->
 
 
 def _logged_report(log: Log, seconds: float) -> GradCheckReport:
-    if not log.failures and not log.verified:
-        reasons = "; ".join(dict.fromkeys(log.notes or log.not_run.values()))
+    least = LEAST_VERIFIED if log.options.min_verified is None else log.options.min_verified
+    share, reasons = (
+        verified_share(log),
+        "; ".join(dict.fromkeys(log.notes or log.not_run.values())),
+    )
+    if not log.failures and not (log.verified or log.at_kinks):
         log.failures.append(Failure("value", "all inputs", f"nothing was verified ({reasons})"))
+    elif not log.failures and share < least:
+        detail = f"{share:.0%} of the elements were verified, of {least:.0%} at least ({reasons})"
+        log.failures.append(Failure("value", "all inputs", detail))
     return GradCheckReport(
         failures=tuple(log.failures),
         notes=tuple(dict.fromkeys(log.notes)),
@@ -221,4 +244,6 @@ def _logged_report(log: Log, seconds: float) -> GradCheckReport:
         precision=log.precision,
         devices=tuple(log.devices),
         verified=log.verified,
+        at_kinks=log.at_kinks,
+        elements=log.elements,
     )

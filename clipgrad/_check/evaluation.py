@@ -12,7 +12,7 @@ from clipgrad._check.points import element_scales, random_direction
 from clipgrad._check.programs import kept_by_key, text
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import SAME_VALUES, narrowest
-from clipgrad._check.vectors import real_dtype, to_numpy, wide_dtype
+from clipgrad._check.vectors import from_rows, real_dtype, to_numpy, wide_dtype, widened_leaf
 from clipgrad._check.widening import Unsupported, Widened
 from clipgrad._errors import first_line
 
@@ -27,7 +27,13 @@ SINGLE_QUICK, SINGLE_LADDER = (4, 5), tuple(range(2, 11))
 HALF_QUICK, HALF_LADDER = (2, 3), (1, 2, 3, 4)
 # Steps that distinguish float64 from a narrower type: at 2 ** -33 a float32 does not move.
 PROBE = (10, 33)
+MOVED_FAR = 2.0**-4  # a part of the inputs that is far above rounding
 CAST = "float64 (inputs cast)"
+CHAOTIC = "not verified: rounding of the inputs alone moves its values by a hundredth or more"
+
+
+class Chaotic(Exception):
+    """A function whose values have no digit that rounding leaves as it is."""
 
 
 class _NotSmooth(Exception):
@@ -49,6 +55,8 @@ def choose(
             return differences, widened
         except Exception as error:
             notes.append(f"{label} is not possible ({_reason(error)})")
+            if isinstance(error, _NotSmooth) and _is_chaotic(subject):
+                raise Chaotic(CHAOTIC) from error
     raise ValueError("the function cannot be evaluated at a point nearby: " + "; ".join(notes))
 
 
@@ -131,11 +139,35 @@ def _probe_evaluation(subject: CheckSubject, differences: Differences) -> None:
 
 
 def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
+    """Raises an error unless the values are the function's own but for rounding.
+
+    A value that is itself a rounding error, as the determinant of a singular matrix, is compared
+    with how far larger moves of the inputs move it.
+    """
     own = to_numpy(subject.outputs)
-    size = np.sqrt(np.mean(own**2))
-    off = np.sqrt(np.mean((own - values) ** 2))
-    if np.isfinite(own).all() and not off <= SAME_VALUES * size + jnp.finfo(np.float32).tiny:
+    off, size = np.sqrt(np.mean((own - values) ** 2)), np.sqrt(np.mean(own**2))
+    tiny = jnp.finfo(np.float32).tiny
+    if not np.isfinite(own).all() or off <= SAME_VALUES * size + tiny:
+        return
+    if not off <= SAME_VALUES * max(size, _change(subject, MOVED_FAR)):
         raise _NotSmooth("its values differ from those of the function")
+
+
+def _is_chaotic(subject: CheckSubject) -> bool:
+    """Whether one rounding of each input moves the values by a part that matters."""
+    eps = max(float(jnp.finfo(x.dtype).eps) for x in subject.inputs)
+    size = np.sqrt(np.mean(to_numpy(subject.outputs) ** 2))
+    return bool(_change(subject, eps) > SAME_VALUES / 10 * max(size, _change(subject, MOVED_FAR)))
+
+
+def _change(subject: CheckSubject, part: float) -> float:
+    """How far the values move when each input does by a part of itself, up or down."""
+    factors = 1 + part * np.sign(random_direction(subject, 0, 0))
+    like = [widened_leaf(x) for x in subject.inputs]
+    wide = from_rows(to_numpy(subject.inputs) * factors, like)
+    leaves = [jax.device_put(w.astype(x.dtype)) for w, x in zip(wide, subject.inputs, strict=True)]
+    change = to_numpy(subject.fun(leaves)) - to_numpy(subject.outputs)
+    return float(np.sqrt(np.mean(change**2)))
 
 
 def _reason(error: Exception) -> str:

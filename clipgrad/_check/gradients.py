@@ -194,19 +194,25 @@ def plain_ad(
     return _exact(name, pullback, widened, program, outputs)
 
 
-def rule_in_float64(subject: CheckSubject) -> Exact:
+def traced_vjp(subject: CheckSubject) -> Any:
+    """The function's own VJP as a program of inputs and cotangents, or the error in tracing it."""
+    cotangents = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in subject.outputs]
+    try:
+        return jax.make_jaxpr(lambda xs, u: jax.vjp(subject.fun, xs)[1](u)[0])(
+            subject.inputs, cotangents
+        )
+    except Exception as error:
+        return error
+
+
+def rule_in_float64(subject: CheckSubject, program: Any) -> Exact:
     """The function's own VJP, its rules as written, evaluated in float64.
 
     Raises:
       Unsupported: it cannot be traced or widened, or looks at the bits of its numbers.
     """
-    cotangents = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in subject.outputs]
-    try:
-        program = jax.make_jaxpr(lambda xs, u: jax.vjp(subject.fun, xs)[1](u)[0])(
-            subject.inputs, cotangents
-        )
-    except Exception as error:
-        raise Unsupported(f"it cannot be traced: {type(error).__name__}") from error
+    if isinstance(program, Exception):
+        raise Unsupported(f"it cannot be traced: {type(program).__name__}") from program
     widened = widened_program(program)
     if widened.looks_at_bits:
         raise Unsupported("the function looks at the bits of its numbers")

@@ -9,7 +9,14 @@ import jax
 import numpy as np
 
 from clipgrad._check.subject import CheckSubject, Range
-from clipgrad._check.vectors import is_complex, real_size, to_numpy, widened_leaf
+from clipgrad._check.vectors import (
+    from_rows,
+    is_complex,
+    offsets,
+    real_size,
+    to_numpy,
+    widened_leaf,
+)
 
 COTANGENTS = 2
 # Directions in which a point is moved: two balanced dense ones, another dense one, and single
@@ -32,6 +39,7 @@ class Point:
       scale: the scale of each element, a power of two.
       direction: gives the vector of a direction.
       blind: the leaves in which the reference is not finite; `gradient` stands in for it there.
+      around: gives plain AD's gradient where each element is moved by a part of its own, or None.
     """
 
     xs: Sequence[jax.Array]
@@ -42,6 +50,7 @@ class Point:
     scale: np.ndarray
     direction: Callable[[int], np.ndarray]
     blind: Sequence[int] = ()
+    around: Callable[[], np.ndarray | None] = lambda: None
 
     @functools.cached_property
     def vector(self) -> np.ndarray:
@@ -49,8 +58,20 @@ class Point:
         return to_numpy(self.xs)
 
 
+def moved_apart(subject: CheckSubject, xs: Sequence[jax.Array], seed: int) -> list[np.ndarray]:
+    """The point in float64 with each element moved by up to a sixteenth, equal ones apart."""
+    direction = random_direction(subject, seed, SINGLE) * element_scales(xs) / 16
+    moves = from_rows(direction, [np.asarray(widened_leaf(x)) for x in xs])
+    return [widened_leaf(x) + move for x, move in zip(xs, moves, strict=True)]
+
+
 def make_point(
-    subject: CheckSubject, xs, gradients, seed: int, delta: float | None = None
+    subject: CheckSubject,
+    xs,
+    gradients,
+    seed: int,
+    delta: float | None = None,
+    around: Callable[[], np.ndarray | None] = lambda: None,
 ) -> Point:
     """A point from the gradients there: as computed, the rule's in float64, plain AD's."""
     gradient, rule, reference = gradients
@@ -73,7 +94,7 @@ def make_point(
             along[start:stop] *= factor if row in BALANCED else 1.0
         return along
 
-    return Point(xs, gradient, finite, rule, reference, scale, direction, blind)
+    return Point(xs, gradient, finite, rule, reference, scale, direction, blind, around)
 
 
 def _mended(reference, gradient, ranges) -> tuple[np.ndarray | None, list[int]]:
@@ -106,7 +127,7 @@ def dense_numbers(rng: np.random.Generator, size: int) -> np.ndarray:
 
 
 def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
-    """Random dense cotangents as real vectors, shape (2, outputs); never ones or one-hot."""
+    """Random dense cotangents as real vectors, shape (2, outputs), of both signs at each output."""
     rows = [
         np.concatenate(
             [
@@ -116,7 +137,19 @@ def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
         )
         for row in range(COTANGENTS)
     ]
+    firsts = [int(start) for start in offsets(subject.outputs)[:-1] if start < len(rows[0])]
+    rows[1][firsts] = -np.sign(rows[0][firsts]) * np.abs(rows[1][firsts])
     return np.stack(rows)
+
+
+def masked_rows(subject: CheckSubject, seed: int) -> np.ndarray:
+    """A vector over the outputs, 1 on about half of the rows of each and 0 on the others."""
+    masks = []
+    for name, leaf in zip(subject.output_names, subject.outputs, strict=True):
+        rows = leaf.shape[0] if leaf.ndim else 1
+        kept = generator(seed, f"mask {name}").permutation(rows) < (rows + 1) // 2
+        masks.append(np.repeat(kept.astype(float), real_size(leaf) // max(rows, 1)))
+    return np.concatenate(masks)
 
 
 def random_direction(subject: CheckSubject, seed: int, row: int) -> np.ndarray:
@@ -186,11 +219,10 @@ def tied_direction(xs: Sequence[jax.Array], seed: int) -> np.ndarray:
 
 
 def symmetric_leaves(subject: CheckSubject, xs: Sequence[jax.Array]) -> list[tuple[int, Range]]:
-    """The real leaves that hold symmetric matrices whose elements are not all the same."""
+    """The leaves of symmetric or Hermitian matrices, whose elements are not all the same."""
     found = []
     for leaf, (x, area) in enumerate(zip(xs, subject.ranges, strict=True)):
-        square = x.ndim == 2 and x.shape[0] == x.shape[1] > 1 and not is_complex(x)
-        values = widened_leaf(x)
-        if square and (values == values.T).all() and np.ptp(values) > 0:
-            found.append((leaf, area))
+        square, values = x.ndim > 1 and x.shape[-2] == x.shape[-1] > 1, widened_leaf(x)
+        if square and (values == np.conj(np.swapaxes(values, -1, -2))).all():
+            found += [(leaf, area)] if (values != values.ravel()[0]).any() else []
     return found

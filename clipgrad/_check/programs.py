@@ -8,7 +8,6 @@ as before, down to the text, so are the programs compiled from it.
 import collections
 import functools
 import hashlib
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,14 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 
 import clipgrad._jaxpr as _jaxpr
 
+CALLING = _jaxpr.JIT | _jaxpr.REMAT | _jaxpr.CALLS | _jaxpr.CUSTOM_RULES
 KEPT = 200  # programs; about ten for each function checked
 LOW = {"xla_backend_optimization_level": 0}
 OLDER = {"xla_cpu_use_fusion_emitters": False}  # JAX 0.10: the new emitters compile for longer
-ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
 _kept_by_key: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 _lock = threading.RLock()
@@ -145,9 +144,52 @@ def is_steady(fun: Callable, program: Any, inputs: list) -> bool:
     )
 
 
-def _seen(fun: Callable, shapes: list) -> str:
-    """The operations of a function as text, or the kind of its error."""
+def _seen(fun: Callable, shapes: list) -> Any:
+    """The operations of a function with their literals, or the kind of its error."""
     try:
-        return ADDRESS.sub("", str(jax.make_jaxpr(fun)(shapes)))
+        program = jax.make_jaxpr(fun)(shapes)
     except Exception as error:
         return type(error).__name__
+    return [
+        (
+            equation.primitive.name,
+            [getattr(variable.aval, "shape", None) for variable in equation.outvars],
+            [_rounded(atom.val) for atom in equation.invars if isinstance(atom, Literal)],
+        )
+        for equation in _jaxpr.equations(program)
+    ]
+
+
+def found_by_loops(program: Any) -> list[bool]:
+    """Which results depend on a loop that stops when its numbers are near enough."""
+    jaxpr = _jaxpr.opened(program)[0]
+    return _through_loops(jaxpr, [False] * len(jaxpr.invars))
+
+
+def _through_loops(jaxpr: Any, flags: list[bool]) -> list[bool]:
+    found = {variable for variable, flag in zip(jaxpr.invars, flags, strict=True) if flag}
+    for equation in jaxpr.eqns:
+        known = [not isinstance(atom, Literal) and atom in found for atom in equation.invars]
+        programs = [_jaxpr.opened(inner)[0] for inner in jaxprs_in_params(equation.params)]
+        if len(programs) == 1 and equation.primitive.name in CALLING:
+            flags = _through_loops(programs[0], known)
+        else:
+            inside = (inner for program in programs for inner in _jaxpr.equations(program))
+            stops = any(map(_stops_by_its_numbers, [equation, *inside]))
+            flags = [any(known) or stops] * len(equation.outvars)
+        found |= {variable for variable, flag in zip(equation.outvars, flags, strict=True) if flag}
+    return [not isinstance(atom, Literal) and atom in found for atom in jaxpr.outvars]
+
+
+def _stops_by_its_numbers(equation: Any) -> bool:
+    if equation.primitive.name != "while":
+        return False
+    compared = _jaxpr.equations(equation.params["cond_jaxpr"])
+    avals: list[Any] = [atom.aval for inner in compared for atom in inner.invars]
+    return any(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
+
+
+def _rounded(value: Any) -> Any:
+    """A literal as a number that does not depend on how it is written."""
+    value = np.asarray(value)
+    return str(value.astype(np.float32) if value.dtype.kind == "f" else value)

@@ -24,6 +24,8 @@ def check_second_order(check: Check) -> None:
     log = check.log
     if check.options.order < 2:
         return
+    if not log.has_time(NAME):
+        return
     if log.failures:
         log.not_run[NAME] = "the first order fails"
         return
@@ -69,7 +71,9 @@ def _of_the_vjp(check: Check) -> Check:
         vjp=vjp,
         gradient=vjp.rows(covectors),
         differences=differences,
-        tolerance=make_tolerance(subject.ranges, subject.dtypes, inner),
+        tolerance=make_tolerance(
+            subject.ranges, subject.dtypes, inner, own=check.options.tolerance
+        ),
         widened=widened,
         plain=plain,
         rule=None,

@@ -11,7 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from clipgrad._check.differences import Differences
+from clipgrad._check.differences import Differences, Moves, step_sizes
 from clipgrad._check.gradients import VJP
 from clipgrad._check.points import (
     BALANCED,
@@ -23,24 +23,38 @@ from clipgrad._check.points import (
     tied_direction,
 )
 from clipgrad._check.report import Failure
-from clipgrad._check.search import Finding, Judge, Search
+from clipgrad._check.search import Finding, Judge, wrong_leaves
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import FAR_IN_FLOAT64, KINK_GAP, NOISE, TIED_RELATIVE
-from clipgrad._check.verdicts import IMPLICIT, KINK, LOST, OK, ROUNDING, SYMMETRIC, UNSURE, WRONG
+from clipgrad._check.vectors import from_rows, real_size, to_numpy
+from clipgrad._check.verdicts import (
+    KINK,
+    LOST,
+    OK,
+    ROUNDING,
+    SINGULAR,
+    SYMMETRIC,
+    UNSURE,
+    WRONG,
+)
 
-EXCUSED = (ROUNDING, LOST, UNSURE, SYMMETRIC, IMPLICIT)
+EXCUSED = (ROUNDING, LOST, UNSURE, SYMMETRIC, SINGULAR)
+AT_KINKS = 64  # elements of each finding that are moved
 OUTPUTS = 8  # with kinks that are looked at
 MANY = 100_000  # elements, of which some are equal: to sort them costs more than to try
+TIED = 256  # wrong elements among equal ones that are looked at where ties are broken
+APART = 2.0**-16  # how far equal elements are moved apart, relative to their scale
+BENDS = 8  # relative to the step: how far a smooth function's one-sided slopes are off
 MOVED = 4  # ways to move tied elements: all up, and up and down at random
 
 
 def check_ties(
-    subject: CheckSubject, judge: Judge, vjp: VJP, found: Search, seed: int
+    subject: CheckSubject, judge: Judge, vjp: VJP, found: list[Finding], seed: int
 ) -> list[Failure]:
     """Check what is tied in leaves in which no element is wrong by itself."""
-    wrong = found.wrong_leaves()
-    findings = [finding for finding in found.findings if finding.leaf not in wrong]
-    kinks = [f.indices[f.verdict.kind == KINK] for f in findings]
+    wrong = wrong_leaves(found)
+    findings = [finding for finding in found if finding.leaf not in wrong]
+    kinks = [f.indices[f.verdict.kind == KINK][:AT_KINKS] for f in findings]
     kinks = np.unique(np.concatenate(kinks)) if kinks else np.zeros(0, int)
     failures = _at_kinks(subject, judge, vjp, kinks, seed) if len(kinks) > 1 else []
     if failures or wrong:
@@ -91,9 +105,12 @@ def _of_values(judge: Judge, vector: np.ndarray, values: np.ndarray) -> np.ndarr
 
 
 def _is_wrong_along(judge: Judge, direction: np.ndarray) -> bool:
-    """Whether the gradient is off by more than its elements may be together."""
+    """Whether the gradient is off by more than its elements may be together.
+
+    Not at a kink: what is tied has one slope along such a direction only where it has no other.
+    """
     verdict = _moving(judge, direction).areas([(0, judge.point.scale.size)], DENSE)
-    if verdict.kind[0] != WRONG:
+    if verdict.kind[0] != WRONG or verdict.kink[0]:
         return False
     moved = np.flatnonzero(direction)
     part = judge.gradient[:, moved]
@@ -119,6 +136,7 @@ def _at_kinks(subject: CheckSubject, judge: Judge, vjp: VJP, kinks, seed: int) -
         analytic = shifts @ gradient
         low, high = np.minimum(ahead, behind), np.maximum(ahead, behind)
         relative = TIED_RELATIVE * judge.tolerance.relative[judge.tolerance.leaves_of(tied)[0]]
+        relative = max(relative, BENDS * _step(differences))
         slack = relative * np.abs(shifts) @ np.abs(gradient) + _noise(differences)
         off = np.fmax(low - analytic, analytic - high) - slack
         worst = int(np.argmax(off))
@@ -153,7 +171,7 @@ def _shifts(judge: Judge, tied, seed: int) -> np.ndarray:
 
 
 def _step(differences: Differences) -> float:
-    return 2.0 ** -differences.evaluation.quick[1]
+    return float(step_sizes(differences.evaluation.quick)[1])
 
 
 def _noise(differences: Differences) -> float:
@@ -171,7 +189,54 @@ def _tied_failure(subject: CheckSubject, tied, output: str, slopes, size: float)
     return Failure("value", subject.element(int(tied[0])), detail, indices=tied - start)
 
 
-def excuse_symmetric(subject: CheckSubject, judge: Judge, found: Search, seed: int) -> Search:
+def excuse_tied(subject: CheckSubject, judge: Judge, found: list[Finding], seed: int) -> list:
+    """Take what is wrong at tied elements alone for what it is: one of the gradients nearby.
+
+    Of three equal elements the middle one of a sort moves by itself not at all, and yet one of
+    them has its gradient. Where ties are broken at random, slopes are unique: a gradient between
+    the least and the largest of these is right for an element; `check_ties` adds them up.
+    """
+    if judge.delta is not None or judge.differences.evaluation.dtype != np.float64:
+        return found
+    return [_untied(subject, judge, f, seed) if f.is_wrong else f for f in found]
+
+
+def _untied(subject: CheckSubject, judge: Judge, finding: Finding, seed: int) -> Finding:
+    vector, (start, stop) = judge.point.vector, judge.ranges[finding.leaf]
+    values, counts = np.unique(vector[start:stop], return_counts=True)
+    wrong = np.flatnonzero(finding.verdict.kind == WRONG)
+    tied = np.isin(vector[finding.indices[wrong]], values[counts > 1])
+    indices = finding.indices[wrong[tied]]
+    if not len(indices) or len(indices) > TIED:
+        return finding
+    low, high = _slopes_nearby(subject, judge, (start, stop), indices, seed)
+    gradient = judge.gradient[:, indices]
+    slack = judge.allowed_at(indices).slack(gradient, gradient) + APART * np.abs(high - low)
+    inside = (gradient >= low - slack) & (gradient <= high + slack) & (high - low > slack)
+    kinds = finding.verdict.kind.copy()
+    kinds[wrong[tied][inside.all(axis=0)]] = KINK
+    return finding._replace(verdict=finding.verdict._replace(kind=kinds))
+
+
+def _slopes_nearby(subject: CheckSubject, judge: Judge, area, indices, seed: int) -> tuple:
+    """The least and the largest slope of each element, where no two elements are equal."""
+    differences, point, count = judge.differences, judge.point, len(indices)
+    moves = Moves(indices, indices + 1, np.full(count, APART / 4))
+    rng, found = generator(seed, "untied"), []
+    for _ in range(2 * MOVED):
+        moved = point.vector.copy()
+        part = rng.permutation(area[1] - area[0]) / (area[1] - area[0])
+        moved[slice(*area)] += APART * part * point.scale[slice(*area)].max()
+        xs = from_rows(moved, differences.evaluation.like)
+        step = moves._replace(step=moves.step / (area[1] - area[0]))
+        found.append(differences.measure(xs, point.scale, judge.gradient, step).central)
+    slopes = np.stack(found) / point.scale[indices][None, :, None]
+    return slopes.min(axis=0).T, slopes.max(axis=0).T
+
+
+def excuse_symmetric(
+    subject: CheckSubject, judge: Judge, found: list[Finding], seed: int
+) -> list[Finding]:
     """Excuse what is right for symmetric matrices, where the function itself is meant for them.
 
     That is so where plain AD disagrees with the slopes as well, as for a Cholesky decomposition,
@@ -179,13 +244,12 @@ def excuse_symmetric(subject: CheckSubject, judge: Judge, found: Search, seed: i
     transposed gradient is not excused.
     """
     areas = dict(symmetric_leaves(subject, judge.point.xs))
-    findings = [
+    return [
         _excused_finding(subject, judge, f, areas[f.leaf], seed)
         if f.is_wrong and f.leaf in areas
         else f
-        for f in found.findings
+        for f in found
     ]
-    return found._replace(findings=findings)
 
 
 def _excused_finding(
@@ -193,13 +257,12 @@ def _excused_finding(
 ) -> Finding:
     if not _is_meant_for_symmetric(judge, finding):
         return finding
-    start, stop = area
-    size = subject.inputs[finding.leaf].shape[0]
-    rng = generator(seed, "symmetric")
+    leaf, rng = subject.inputs[finding.leaf], generator(seed, "symmetric")
     for _ in BALANCED:
-        matrix = dense_numbers(rng, size * size).reshape(size, size)
+        (random,) = from_rows(dense_numbers(rng, real_size(leaf)), [leaf])
+        symmetric = (random + np.conj(np.swapaxes(random, -1, -2))) / 2
         direction = np.zeros_like(judge.point.scale)
-        direction[start:stop] = (matrix + matrix.T).ravel() / 2 * judge.point.scale[area[0]]
+        direction[slice(*area)] = to_numpy([symmetric]) * judge.point.scale[area[0]]
         if _moving(judge, direction).areas([area], DENSE).kind[0] != OK:
             return finding
     return finding.with_kind(SYMMETRIC)
@@ -209,7 +272,7 @@ def _is_meant_for_symmetric(judge: Judge, finding: Finding) -> bool:
     plain = judge.point.reference
     if plain is None:
         return False
-    wrong = np.flatnonzero(finding.verdict.kind[: finding.inspected] == WRONG)
+    wrong = np.flatnonzero((finding.verdict.kind == WRONG) & finding.seen)
     numeric, indices = finding.verdict.numeric[wrong], finding.indices[wrong]
     slack = judge.allowed_at(indices).slack(plain[:, indices], judge.gradient[:, indices])
     return bool((np.abs(plain[:, indices] - numeric) > FAR_IN_FLOAT64 * slack).all(axis=0).any())

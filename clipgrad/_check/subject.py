@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from clipgrad._check.selection import Selector, leaf_names, parameter_names, select, simple_paths
 from clipgrad._check.vectors import is_float_leaf, offsets, real_dtype, widened_leaf
@@ -82,7 +83,8 @@ def make_subject(
     call = _caller(fun, structure, leaves)
     names = leaf_names(args, "args") + leaf_names(kwargs, "kwargs")
     _require_finite([leaves[k] for k in chosen], [names[k] for k in chosen])
-    pick, outputs, output_names = _chosen_outputs(call([], []), output)
+    call, result = _first_call(call, leaves)
+    pick, outputs, output_names = _chosen_outputs(result, output)
     inputs = [leaves[k] for k in chosen]
 
     def chosen_fun(xs):
@@ -132,6 +134,22 @@ def _caller(fun, structure, leaves):
         return fun(*args, **kwargs)
 
     return call
+
+
+def _first_call(call: Callable, leaves: list) -> tuple[Callable, Any]:
+    """The call and its result; one that donates its arrays, and so deletes them, gets copies."""
+    places = [k for k, leaf in enumerate(leaves) if _is_jax_array(leaf)]
+
+    def with_copies(positions, values):
+        values = dict(zip(positions, values, strict=True))
+        given = [values.get(k, leaves[k]) for k in places]
+        copies = [leaf if isinstance(leaf, Tracer) else leaf.copy() for leaf in given]
+        return call(places, copies), copies
+
+    result, copies = with_copies([], [])
+    if not any(leaf.is_deleted() for leaf in copies):
+        return call, result
+    return lambda positions, values: with_copies(positions, values)[0], result
 
 
 def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:

@@ -65,7 +65,7 @@ SETTLED = 1e-6
 # the step, 2 ** -32 at best (test_slopes_that_differ_by_a_fiftieth_are_those_of_a_kink).
 KINK_GAP = 0.02
 # Slopes that grow so much at each of the last steps have no limit: a jump's
-# (test_slopes_that_grow_without_bound_are_a_kink).
+# (test_slopes_that_grow_without_bound_are_not_verified).
 GROWTH = 1.5
 # Error relative to the typical slope from which nothing can be said
 # (test_a_slope_lost_in_the_noise_of_large_values_is_not_verified), unless it is as small a multiple
@@ -77,6 +77,9 @@ NOISY, NEGLIGIBLE = 0.1, 1e4
 # without a closer look, half the cost of a wrong rule
 # (test_what_is_wrong_by_far_is_certain_where_both_sides_have_the_same_slope).
 CERTAIN, FAR_OFF = 0.02, 0.05
+# A change that is this part of itself at the next smaller step, or more, is that of a jump; that of
+# a root would be a third (test_a_jump_has_the_slopes_beside_it).
+JUMP = 0.85
 
 # --- What rounding excuses: plain AD in the same precision is off about as much, in the element or
 # in the leaf (test_a_rule_may_lose_a_few_times_as_much_to_rounding_as_plain_ad,
@@ -124,6 +127,14 @@ FORWARD = 10.0
 # Relative to values and slopes: `stop_gradient` matters where it changes them
 # (test_a_stopped_gradient_that_matters_is_noted).
 STOPPED = 1e-6
+
+# A gradient that comes from a loop which stops when it is near enough is as near as that: of the
+# element and its leaf (smaller: the cases deep_equilibrium and odeint; larger: those off by 1 %).
+SOLVED = 1e-3
+# A leaf whose gradient is this part of that around the point vanishes there, as at a minimum: then
+# the tolerance is relative to a part of that around it
+# (smaller: the case divergence_of_equal_distributions; larger: a wrong rule may pass there).
+STATIONARY, AROUND = 0.01, 0.1
 
 # --- Ties (test_both_arguments_of_a_tie_cannot_have_the_whole_gradient)
 TIED_RELATIVE = 10.0
@@ -173,6 +184,7 @@ class Tolerance(NamedTuple):
     roundings: np.ndarray
     smallest: np.ndarray
     paddle: float | None = None
+    own: np.ndarray | float = 0.0
 
     def of_slopes_in(self, evaluation_dtype: Any) -> "Tolerance":
         """The tolerances where slopes can only be had in the function's own narrow type."""
@@ -182,25 +194,37 @@ class Tolerance(NamedTuple):
             relative=NATIVE_SLOPES * self.relative, along=NATIVE_SLOPES * self.along
         )
 
+    def _own_part(self, leaf: Any) -> Any:
+        return np.broadcast_to(self.own, len(self.ranges))[leaf]
+
+    def solved(self, leaves: np.ndarray) -> "Tolerance":
+        """The tolerance where the gradients of some leaves are found by loops that stop."""
+        own = np.where(leaves & (np.broadcast_to(self.own, len(leaves)) == 0), SOLVED, self.own)
+        along = np.where(leaves, np.fmax(SOLVED, self.along), self.along)
+        return self._replace(own=own, along=along, relative=np.fmax(self.relative, own))
+
     def leaves_of(self, indices: np.ndarray) -> np.ndarray:
         """The leaf that each element of the input vector lies in."""
         starts = [start for start, _ in self.ranges]
         return np.searchsorted(starts, indices, "right") - 1
 
-    def elements(self, sizes: "Sizes", leaf: Any, scale: np.ndarray, exact: bool) -> Allowed:
+    def elements(
+        self, sizes: "Sizes", leaf: Any, scale: np.ndarray, exact: bool, beside: bool = True
+    ) -> Allowed:
         """For elements of a gradient, of one leaf or of one leaf each.
 
         What rounding alone may do is relative to the leaf's typical size. A leaf whose gradient
         vanishes gets what the other leaves' effects leave there when they cancel. Of an `exact`
-        gradient it is known which leaves those are.
+        gradient it is known which leaves those are; `beside=False` gives them nothing.
         """
         typical = sizes.typical[:, leaf] if np.ndim(leaf) else sizes.typical[:, [leaf]]
         others = sizes.overall[:, None] / scale
         if exact:
-            others = np.where(typical > VANISHING * others, 0.0, others)
+            others = np.where((typical > VANISHING * others) | (not beside), 0.0, others)
         else:
             others = OTHERS * others
         floor = self.roundings[leaf] * (self.eps[leaf] * (typical + others) + self.smallest[leaf])
+        floor = floor + self._own_part(leaf) * typical + self.relative[leaf] * sizes.around[leaf]
         return Allowed(self.relative[leaf], floor, typical, 1.0, self.paddle)
 
     def ranges_along(self, norms, overall, starts: np.ndarray, exact: bool) -> Allowed:
@@ -225,6 +249,7 @@ class Tolerance(NamedTuple):
         typical = np.sqrt(np.mean(known**2))
         typical = overall if typical <= VANISHING * overall else typical
         floor = SAME_ROUNDINGS * (self.eps[leaf] * typical + self.smallest[leaf])
+        floor += self._own_part(leaf) * typical
         return self.relative[leaf] * size + floor
 
     def excused(self, error: np.ndarray, exact: np.ndarray) -> np.ndarray:
@@ -248,17 +273,20 @@ class Tolerance(NamedTuple):
             part, count = gradient[:, start:stop], np.sqrt(max(stop - start, 1))
             typical.append(length_along(part, np.ones(1)) / count)
             effects.append(length_along(part, scale[start:stop]) / count)
-        return Sizes(np.stack(typical, axis=1), np.max(effects, axis=0))
+        stacked = np.stack(typical, axis=1)
+        return Sizes(stacked, np.max(effects, axis=0), np.zeros(stacked.shape[1]))
 
 
 class Sizes(NamedTuple):
     """The root mean square over each leaf, and the largest effect of any leaf on the output.
 
-    Arrays of shape (cotangents, leaves) and (cotangents,).
+    Arrays of shape (cotangents, leaves) and (cotangents,). `around` is a part of the root mean
+    square around the point, for leaves whose gradient vanishes at the point itself.
     """
 
     typical: np.ndarray
     overall: np.ndarray
+    around: np.ndarray
 
 
 def length_along(gradient: np.ndarray, direction: np.ndarray) -> np.ndarray:
@@ -282,22 +310,33 @@ def make_tolerance(
     dtypes: Sequence[str],
     inner: Iterable[str] = (),
     max_relative_error: float | None = None,
+    own: float | None = None,
 ) -> Tolerance:
-    """Tolerances for leaves of the given dtypes in a function that computes in `inner` ones."""
+    """Tolerances for leaves of the given dtypes in a function that computes in `inner` ones.
+
+    One of the user's own stands in for those that are smaller.
+    """
     inner = list(inner)
     names = [narrowest([dtype, *inner]) for dtype in dtypes]
     return Tolerance(
         ranges=ranges,
-        relative=np.asarray([RELATIVE[name] for name in names]),
-        along=np.asarray([ALONG[name] for name in names]),
+        relative=np.asarray([own or RELATIVE[name] for name in names]),
+        along=np.asarray([max(ALONG[name], own or 0.0) for name in names]),
         eps=np.asarray([float(jnp.finfo(name).eps) for name in names]),
         roundings=np.asarray([ROUNDINGS[name] for name in names]),
         smallest=np.asarray([SMALLEST[name] for name in names]),
         paddle=max_relative_error,
+        own=own or 0.0,
     )
 
 
 def tolerance_in_float64(tolerance: Tolerance) -> Tolerance:
     """The tolerances of the rule evaluated in float64, whatever its own types."""
     wide = make_tolerance(tolerance.ranges, ["float64"] * len(tolerance.ranges))
-    return wide._replace(paddle=tolerance.paddle)
+    own = np.broadcast_to(tolerance.own, len(tolerance.ranges))
+    return wide._replace(
+        paddle=tolerance.paddle,
+        own=own,
+        relative=np.where(own > 0, own, wide.relative),
+        along=np.fmax(own, wide.along),
+    )

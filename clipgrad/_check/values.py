@@ -4,15 +4,14 @@ import functools
 
 import numpy as np
 
-import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.check import Check
 from clipgrad._check.points import Point
 from clipgrad._check.report import Failure
-from clipgrad._check.search import Finding, Judge, Search, search
-from clipgrad._check.structure import check_ties, excuse_symmetric
+from clipgrad._check.search import Finding, Judge, search, wrong_leaves
+from clipgrad._check.structure import check_ties, excuse_symmetric, excuse_tied
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import FAR_IN_FLOAT64
-from clipgrad._check.verdicts import IMPLICIT, KINDS, KINK, UNSURE, WRONG
+from clipgrad._check.verdicts import KINDS, WRONG
 
 LAYOUT_LIMIT = 100_000  # elements of a leaf that are compared with its transpose and permutations
 PASSES_AS_COMPUTED = "; the rule is wrong in float64, but within the tolerance in its own precision"
@@ -32,7 +31,7 @@ def check_values(check: Check, point: Point, where: str = "") -> None:
     if first:
         judge = check.judge(point)
         failures += check_ties(check.subject, judge, check.vjp, found, check.options.seed)
-        log.verified = int(point.finite.sum()) - unverified(point, found)
+        log.count(point, found)
     if not first:
         failures = [
             f._replace(detail=f"right at the point that you passed; {f.detail}") for f in failures
@@ -47,9 +46,9 @@ def _mode_elsewhere(check: Check, point: Point) -> str:
     return "auto" if check.options.mode == "auto" and point.reference is not None else "fast"
 
 
-def found_at(check: Check, point: Point, mode: str, rows: int) -> Search:
+def found_at(check: Check, point: Point, mode: str, rows: int) -> list[Finding]:
     """What is wrong at one point: of the rule in float64, and of the gradient as computed."""
-    judge, of_rule = check.judge(point), Search([], [], [])
+    judge, of_rule = check.judge(point), []
     if point.rule is None:
         found = search(judge, mode, rows)
     else:
@@ -57,25 +56,20 @@ def found_at(check: Check, point: Point, mode: str, rows: int) -> Search:
         allowance = functools.cache(lambda: check.moved_by_constants(point))
         of_rule = search(strict, mode, rows, allowance)
         of_rule = _excused_search(check, strict, _faithful(of_rule, judge))
-        found = search(judge, "reference", without=of_rule.wrong_leaves())
-    found = _excused_search(check, judge, found)
-    return Search(
-        _told_once(of_rule.findings, found.findings),
-        of_rule.kinks + found.kinks,
-        of_rule.unsure + found.unsure,
-    )
+        found = search(judge, "reference", without=wrong_leaves(of_rule))
+    return _told_once(of_rule, _excused_search(check, judge, found))
 
 
-def _faithful(found: Search, judge: Judge) -> Search:
+def _faithful(found: list[Finding], judge: Judge) -> list[Finding]:
     """Leave out leaves whose gradient is right as computed though wrong by far in float64.
 
     The rule does something there that widening changes.
     """
     rule = judge.reference
-    if rule is None or not found.wrong_leaves():
+    if rule is None or not wrong_leaves(found):
         return found
     findings = []
-    for finding in found.findings:
+    for finding in found:
         if finding.is_wrong:
             verdict = finding.verdict.part(np.flatnonzero(finding.verdict.kind == WRONG))
             indices = finding.indices[finding.verdict.kind == WRONG]
@@ -90,20 +84,12 @@ def _faithful(found: Search, judge: Judge) -> Search:
                 continue
             finding = finding._replace(passes=passes)
         findings.append(finding)
-    return found._replace(findings=findings)
+    return findings
 
 
-def _excused_search(check: Check, judge: Judge, found: Search) -> Search:
+def _excused_search(check: Check, judge: Judge, found: list[Finding]) -> list[Finding]:
     found = excuse_symmetric(check.subject, judge, found, check.options.seed)
-    if not found.wrong_leaves() or not _draws_implicitly(check.subject):
-        return found
-    return found._replace(findings=[f.with_kind(IMPLICIT) for f in found.findings])
-
-
-def _draws_implicitly(subject: CheckSubject) -> bool:
-    if subject.program is None:
-        return False
-    return any(e.primitive.name == "random_gamma" for e in _jaxpr.equations(subject.program))
+    return excuse_tied(check.subject, judge, found, check.options.seed)
 
 
 def _told_once(of_rule: list[Finding], found: list[Finding]) -> list[Finding]:
@@ -118,28 +104,13 @@ def _told_once(of_rule: list[Finding], found: list[Finding]) -> list[Finding]:
 
 
 def told(
-    subject: CheckSubject, point: Point, found: Search, where: str = "", check: str = "value"
+    subject: CheckSubject, point: Point, found: list[Finding], where: str = "", check: str = "value"
 ) -> tuple[list[Failure], list[str]]:
     """Return the failures and the notes of a search, one of each kind for each leaf."""
-    wrong = [finding for finding in found.findings if finding.is_wrong]
+    wrong = [finding for finding in found if finding.is_wrong]
     failures = [_finding_failure(subject, point, finding, check, where) for finding in wrong]
-    notes = [note for finding in found.findings for note in _finding_notes(subject, finding, where)]
-    notes += [_inspected_note(subject, f, where) for f in wrong if f.inspected < f.suspects]
-    notes += _range_notes(subject, found.kinks, where, KINDS[KINK].note)
-    notes += _range_notes(subject, found.unsure, where, KINDS[UNSURE].note)
-    return failures, notes
-
-
-def unverified(point: Point, found: Search) -> int:
-    """How many elements could not be verified, by differences or by the reference."""
-    of_no = [kind for kind, meaning in KINDS.items() if not meaning.verified]
-    if point.reference is not None:
-        of_no.remove(UNSURE)
-    elements = [f.indices[np.isin(f.verdict.kind, of_no)] for f in found.findings]
-    count = len(np.unique(np.concatenate(elements))) if elements else 0
-    if point.reference is not None:
-        return count
-    return count + sum(stop - start for start, stop in found.unsure)
+    notes = [note for finding in found for note in _finding_notes(subject, finding, where)]
+    return failures, notes + [_inspected_note(subject, f, where) for f in wrong if not f.seen.all()]
 
 
 def _finding_failure(
@@ -148,9 +119,7 @@ def _finding_failure(
     start, stop = subject.ranges[finding.leaf]
     wrong = np.flatnonzero(finding.verdict.kind == WRONG)
     verdict, indices = finding.verdict.part(wrong), finding.indices[wrong]
-    spared = int(np.sum(finding.verdict.kind[: finding.inspected] != WRONG))
-    count = max(finding.suspects - spared, len(wrong))
-    worst = _worst(verdict, int(np.sum(wrong < finding.inspected)))
+    worst = _worst(verdict, finding.seen[wrong])
     hint = _finding_hint(subject, point, finding, verdict) or (
         PASSES_AS_COMPUTED if finding.passes else ""
     )
@@ -158,7 +127,7 @@ def _finding_failure(
         check=check,
         where=subject.element(int(indices[worst])),
         detail=(
-            f"{where}{'' if finding.exact else 'at least '}{count} of {stop - start} elements "
+            f"{where}{'' if finding.exact else 'at least '}{len(wrong)} of {stop - start} elements "
             f"wrong; worst: {_verdict_numbers(verdict, worst)}{hint}"
         ),
         numeric=float(verdict.numeric[worst]),
@@ -174,9 +143,9 @@ def _finding_failure(
     )
 
 
-def _worst(verdict, inspected: int) -> int:
-    off = np.abs(verdict.numeric - verdict.analytic)[: inspected or None]
-    return int(np.argmax(np.where(np.isfinite(off), off, 0)))
+def _worst(verdict, seen: np.ndarray) -> int:
+    off = np.abs(verdict.numeric - verdict.analytic)
+    return int(np.argmax(np.where(np.isfinite(off), off, 0) * (seen if seen.any() else 1)))
 
 
 def _verdict_numbers(verdict, k: int) -> str:
@@ -214,19 +183,10 @@ def _finding_notes(subject: CheckSubject, finding: Finding, where: str) -> list[
 
 
 def _inspected_note(subject: CheckSubject, finding: Finding, where: str) -> str:
-    name = subject.names[finding.leaf]
     return (
-        f"{name}: {where}{finding.inspected} of {finding.suspects} elements that are off plain AD "
-        "in float64 were checked one by one"
+        f"{subject.names[finding.leaf]}: {where}{finding.seen.sum()} of {len(finding.seen)} "
+        "elements in doubt were checked one by one"
     )
-
-
-def _range_notes(subject: CheckSubject, ranges, where: str, text: str) -> list[str]:
-    notes = []
-    for name, (start, stop) in zip(subject.names, subject.ranges, strict=True):
-        if any(start <= a < stop for a, _ in ranges):
-            notes.append(f"{name}: {where}along random directions {text}")
-    return notes
 
 
 # Ratios that spread this much, relative to what sets them apart from 1 and from 0, are one number:

@@ -1,5 +1,6 @@
 """A traced function evaluated with every floating type widened to 64 bits."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Literal, jaxprs_in_params
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.programs import with_constants
@@ -16,10 +17,11 @@ from clipgrad._check.vectors import wide_dtype
 
 AXIS = "clipgrad_perturbation"
 OPAQUE = frozenset(
-    "pure_callback io_callback debug_callback pallas_call custom_call ffi_call "
+    "pure_callback io_callback pallas_call custom_call ffi_call "
     "custom_partitioning run_state xla_pmap".split()
 )
-NATIVE = frozenset("bitcast_convert_type nextafter random_gamma rng_uniform".split())
+NATIVE = frozenset("bitcast_convert_type nextafter rng_uniform".split())
+SILENT = frozenset({"debug_callback", "debug_print"})
 DTYPE_PARAMETERS = ("new_dtype", "preferred_element_type", "dtype", "out_dtype")
 
 
@@ -54,7 +56,7 @@ class Widened:
         self._program, _ = _jaxpr.opened(program)  # kept longer than its constants
         self.text = text
         self.narrow = _float_dtypes(found)
-        self.stops = "stop_gradient" in names
+        self.stops = bool(names & {"stop_gradient", "random_gamma"})
         self.looks_at_bits = any(map(_looks_at_bits, found))
 
     def call(self, constants: Sequence, xs: list) -> list:
@@ -70,7 +72,7 @@ class Widened:
 
         So differences see what JAX differentiates: a straight-through estimator is right.
         """
-        return self._run(constants, xs, _Hold())
+        return self._run(constants, xs, _Hold(self._program))
 
     def nudged(self, seed: int) -> Callable[[Sequence, list], list]:
         """`call` with every constant off by one rounding of its own type, up or down."""
@@ -89,12 +91,25 @@ class _Native(_jaxpr.Hook):
 
 
 class _Widen(_Native):
-    def __init__(self, stop: Callable[[Any], Any]):
-        self.stop = stop
+    """Widens; `stop` stands for `stop_gradient`, and `base` gives the point of linearization.
+
+    What a custom rule's own program stops is nothing to JAX, which differentiates by the rule.
+    """
+
+    def __init__(self, stop: Callable[[Any], Any], base: Callable[[Any], Any] | None = None):
+        self.stop, self.base = stop, base or stop
 
     def constant(self, value, aval):
         del aval
         return _wide_value(value)
+
+    def inside(self, equation, step):
+        del step
+        if equation.primitive.name not in _jaxpr.CUSTOM_RULES:
+            return self
+        freely = copy.copy(self)
+        freely.stop = lambda x: x
+        return freely
 
     def __call__(self, equation, inputs):
         name = equation.primitive.name
@@ -102,11 +117,30 @@ class _Widen(_Native):
             return [self.stop(inputs[0])]
         if name == "reduce_precision":
             return inputs
+        if name in SILENT:
+            return []
+        if name == "random_gamma":
+            return [_gamma_sample(equation, inputs, self.base)]
         if name in NATIVE:
             return _bind_native(equation, inputs)
         if _jaxpr.is_entered(equation, self):
             return None
         return _bind_wide(equation, inputs, self)
+
+
+def _gamma_sample(equation, inputs, base: Callable):
+    """A sample, linear in its parameter with the implicit derivative that JAX defines.
+
+    For a fixed key the sample itself is no smooth function of the parameter.
+    """
+    key, parameter = inputs
+    at = base(parameter)
+    (sample,) = _bind_native(equation, [key, at])
+    value = lax.exp(sample) if equation.params["log_space"] else sample
+    least = np.finfo(np.float64).tiny
+    slope = lax.random_gamma_grad(at, jnp.maximum(value, least))  # pyright: ignore[reportCallIssue]
+    slope = slope / value if equation.params["log_space"] else slope
+    return sample + slope * (parameter - at)
 
 
 class _Hold(_Widen):
@@ -116,13 +150,36 @@ class _Hold(_Widen):
     differentiates the matrix; held factors would solve with the unperturbed matrix.
     """
 
-    def __init__(self):
+    def __init__(self, program: Any):
         super().__init__(lambda x: lax.all_gather(x, AXIS)[0])
+        self._factors = _stopped_factors(program)
 
     def inside(self, equation, step):
-        del step
-        solves = any(map(_solves, jaxprs_in_params(equation.params)))
-        return _Widen(lambda x: x) if solves else self
+        hook = copy.copy(super().inside(equation, step))
+        programs = jaxprs_in_params(equation.params)
+        hook._factors = self._factors.union(*map(_stopped_factors, programs))
+        return hook
+
+    def __call__(self, equation, inputs):
+        if equation.outvars and equation.outvars[0] in self._factors:
+            return inputs
+        return super().__call__(equation, inputs)
+
+
+def _stopped_factors(program: Any) -> frozenset:
+    """The results of `stop_gradient` that reach nothing but the factors of linear solves."""
+    jaxpr = _jaxpr.opened(program)[0]
+    needed = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
+    for equation in reversed(jaxpr.eqns):
+        if needed.isdisjoint(equation.outvars):
+            continue
+        atoms = list(equation.invars)
+        if equation.primitive.name == "custom_linear_solve":
+            matvec, vecmat, *factors = equation.params["const_lengths"]
+            del atoms[matvec + vecmat : matvec + vecmat + sum(factors)]
+        needed |= {atom for atom in atoms if not isinstance(atom, Literal)}
+    stops = (e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "stop_gradient")
+    return frozenset(variable for variable in stops if variable not in needed)
 
 
 class _Nudge(_Widen):
@@ -153,11 +210,6 @@ class _Nudge(_Widen):
         parts = np.stack([np.real(value), np.imag(value)])
         mantissa = np.frexp(parts)[0] * self.DIGITS
         return bool(np.all((mantissa == np.round(mantissa)) | ~np.isfinite(parts)))
-
-
-def _solves(program) -> bool:
-    names = {equation.primitive.name for equation in _jaxpr.opened(program)[0].eqns}
-    return "custom_linear_solve" in names
 
 
 def _looks_at_bits(equation) -> bool:
