@@ -14,7 +14,7 @@ from clipgrad._check.points import element_scales, masked_rows, random_direction
 from clipgrad._check.programs import quick_jit
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import FORWARD, SAME_EXCUSED
+from clipgrad._check.tolerances import FORWARD
 from clipgrad._check.vectors import (
     cotangent_leaves,
     gradient_vector,
@@ -236,8 +236,8 @@ def _agrees(check: Check, along, tangent, how: str) -> list[Failure]:
     terms = np.sqrt((check.gradient**2) @ (along**2) + (check.covectors**2) @ (tangent**2))
     slack = FORWARD * check.tolerance.along.max() * (terms + np.abs(pulled))
     off = np.abs(pushed - pulled)
-    found = check.rounding(check.subject.inputs) if np.any(off > slack) else None
-    slack = slack if found is None else slack + SAME_EXCUSED * found[0] @ np.abs(along)
+    noise = check.noise(check.subject.inputs) if np.any(off > slack) else None
+    slack = slack if noise is None else slack + 2 * noise @ np.abs(along)
     worst = int(np.argmax(off - slack))
     if not np.isfinite(pulled).all() or off[worst] <= slack[worst]:
         return []

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,18 +13,15 @@ import numpy as np
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check import contract
 from clipgrad._check.differences import Differences
-from clipgrad._check.evaluation import Chaotic, choose
+from clipgrad._check.evaluation import Chaotic, choose, reason
 from clipgrad._check.gradients import (
     VJP,
     Differentiate,
-    Exact,
-    GradientOf,
+    Gradient,
     differentiator,
     has_rules,
-    plain_ad,
-    rounding_of_plain_ad,
-    rule_in_float64,
     stops_matter,
+    stripped,
     traced_vjp,
 )
 from clipgrad._check.options import Options
@@ -44,17 +41,20 @@ from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import (
     AROUND,
     CONSTANTS,
-    SAME_EXCUSED,
+    MOST_EXCUSED,
+    SAME,
+    SLIGHT,
     SOLVED,
     STATIONARY,
+    Excuse,
     Tolerance,
     make_tolerance,
     narrowest,
     tolerance_in_float64,
 )
 from clipgrad._check.vectors import cotangent_leaves, real_dtype, widened_leaf
-from clipgrad._check.verdicts import KINDS, KINK, OK, WRONG
-from clipgrad._check.widening import Unsupported, Widened
+from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, WRONG
+from clipgrad._check.widening import Widened
 from clipgrad._errors import first_line
 
 UNSTEADY = (
@@ -119,12 +119,10 @@ class Check:
       vjp: the VJP at the given point.
       gradient: the gradients there, one row for each cotangent.
       differences: measures slopes.
-      tolerance: how far the gradient may be off.
-      widened: the traced function, to be evaluated in float64; None if it cannot be.
-      plain: plain AD in float64; None if it cannot be had or is not asked for.
-      rule: the VJP as it is written, in float64; None if it cannot be had or is float64 itself.
-      ruled: whether a derivative rule in it is not JAX's own.
-      is_narrow: whether something in it is narrower than float64.
+      tolerance: how far the gradient may be off as it is computed.
+      plain: plain AD in float64; None if it cannot be had.
+      rule: the VJP as it is written, in float64; None if it cannot be had.
+      stops: whether the function holds a `stop_gradient`.
     """
 
     subject: CheckSubject
@@ -136,11 +134,9 @@ class Check:
     gradient: np.ndarray
     differences: Differences
     tolerance: Tolerance
-    widened: Widened | GradientOf | None
-    plain: Exact | None
-    rule: Exact | None
-    ruled: bool
-    is_narrow: bool
+    plain: Gradient | None
+    rule: Gradient | None
+    stops: bool = False
 
     def first(self) -> Point:
         """The given point; made anew, since its gradients need the memory of several models."""
@@ -174,63 +170,66 @@ class Check:
         return None if found is None else self._point(found[0], found[1][:1])
 
     def _point(self, xs, gradient: np.ndarray) -> Point:
-        auto = self.options.mode == "auto" and self.options.delta is None
-        rows = len(gradient)
-        reference = self._exact(self.plain, xs, rows) if auto else None
-        gradients = gradient, self._exact(self.rule, xs, rows), reference
+        options, rows = self.options, len(gradient)
+        is_own = options.delta is not None or options.max_relative_error is not None
+        exact = None if is_own else self._exact(self.rule, xs, rows)
+        reference = None
+        if options.mode == "auto" and options.delta is None:
+            shared = exact is not None and self.rule is self.plain
+            reference = exact if shared else self._exact(self.plain, xs, rows)
         around = functools.cache(lambda: self._around(xs, rows))
-        seed, delta = self.options.seed, self.options.delta
-        return make_point(self.subject, xs, gradients, seed, delta, around)
+        gradients = gradient, exact, reference
+        return make_point(self.subject, xs, gradients, options.seed, options.delta, around)
 
     def _around(self, xs, rows: int) -> np.ndarray | None:
-        if self.plain is None:
-            return None
         apart = moved_apart(self.subject, xs, self.options.seed)
         found = self._exact(self.plain, apart, rows)
         return found if found is not None and np.isfinite(found).all() else None
 
-    def _exact(self, exact: Exact | None, xs, rows: int) -> np.ndarray | None:
-        if exact is None:
+    def _exact(self, gradient: Gradient | None, xs, rows: int) -> np.ndarray | None:
+        if gradient is None:
             return None
         self.log.evaluations += 1
         try:
-            return exact(xs, self.covectors[:rows])
+            return gradient(xs, self.covectors[:rows])
         except Exception as error:
-            what = "AD reference" if exact is self.plain else "rule in float64"
+            what = "AD reference" if gradient is self.plain else "rule in float64"
             note = f"no {what} ({first_line(error)})"
             self.log.notes += [] if note in self.log.notes else [note]
             return None
 
-    def judge(self, point: Point) -> Judge:
-        """Judges the gradient as it was computed."""
-        exact = point.reference if point.rule is None else point.rule
-        rounding = functools.cache(lambda: self._excused(point))
-        judge = self._judge(point, point.gradient, exact, self.tolerance, rounding)
-        known = point.rule is not None or (self.is_narrow and not self.ruled)
-        return dataclasses.replace(judge, of_known=known)
-
-    def judge_of_rule(self, point: Point) -> Judge:
+    def judge_of_formula(self, point: Point) -> Judge:
         """Judges the rule as it is written, evaluated in float64."""
-        return self._judge(point, point.rule, point.reference, tolerance_in_float64(self.tolerance))
+        allowance = functools.cache(lambda: self._moved_by_constants(point))
+        excuse = Excuse(SLIGHT, SLIGHT, OK, allowance)
+        tolerance = tolerance_in_float64(self.tolerance)
+        return self._judge(point, point.exact, point.reference, tolerance, excuse)
 
-    def _judge(self, point, gradient, exact, tolerance, rounding=lambda: None) -> Judge:
-        delta = self.options.delta
-        return Judge(
-            self.differences, point, gradient, exact, tolerance, delta, rounding, self.log.is_late
-        )
+    def judge_of_arithmetic(self, point: Point) -> Judge:
+        """Judges the gradient as it was computed: by the rule in float64, if it could be had."""
+        known = point.exact is not None
+        exact = point.exact if known else point.reference
+        noise = functools.cache(lambda: self.noise(point.xs))
+        excuse = Excuse(np.inf, MOST_EXCUSED if known else SLIGHT, ROUNDING, noise)
+        return self._judge(point, point.gradient, exact, self.tolerance, excuse)
 
-    def moved_by_constants(self, point: Point) -> np.ndarray:
+    def _judge(self, point, gradient, reference, tolerance, excuse) -> Judge:
+        own = self.differences, point, gradient, reference, tolerance
+        return Judge(*own, self.options.delta, excuse, self.log.is_late)
+
+    def _moved_by_constants(self, point: Point) -> np.ndarray:
         """How far the rule and plain AD may be apart because constants are rounded."""
-        exact = [e for e in (self.rule, self.plain) if e is not None]
+        rows = len(point.gradient)
         moved = np.zeros_like(point.gradient)
-        for gradient in exact:
+        for gradient in filter(None, {self.rule, self.plain}):
             # Plain AD has no gradient where a rule is there for a `while_loop`.
             with contextlib.suppress(Exception):
-                moved += gradient.moved_by_constants(point.xs, self.covectors[: len(moved)])
-        return CONSTANTS * moved
+                moved += gradient.moved_by_constants(point.xs, self.covectors[:rows])
+        return CONSTANTS * moved.max(axis=0)
 
-    def _excused(self, point: Point) -> np.ndarray | None:
-        found = self.rounding(point.xs)
+    def noise(self, xs) -> np.ndarray | None:
+        """How far rounding may move each element, as it moves plain AD there; None if unknown."""
+        found = self.rounding(xs)
         return None if found is None else self.tolerance.excused(*found)
 
     def rounding(self, xs) -> tuple[np.ndarray, np.ndarray] | None:
@@ -238,17 +237,14 @@ class Check:
 
         None if they cannot be computed.
         """
-        if self.widened is None or self.plain is None:
+        if self.plain is None:
             return None
-        subject, rows = self.subject, self.covectors
+        rows = self.covectors
         try:
             exact = self.plain(xs, rows)
-            error = rounding_of_plain_ad(
-                self.widened, subject.program, exact, xs, rows, subject.outputs
-            )
-            if not self.ruled:  # its gradient is plain AD, compiled or not
-                own = self.differentiate(xs).rows(rows)
-                error = np.fmax(error, np.abs(own - exact))
+            error = np.abs(self.plain.in_own_types(xs, rows) - exact)
+            if self.rule is self.plain:  # its gradient is plain AD, compiled or not
+                error = np.fmax(error, np.abs(self.differentiate(xs).rows(rows) - exact))
         except Exception:
             return None
         return error, exact
@@ -258,15 +254,16 @@ class Check:
         off = distance(got, expected)
         if not off.any():
             return []
-        bad, known = np.zeros(off.shape, bool), np.where(np.isfinite(expected), expected, 0.0)
-        overall = self.tolerance.sizes(known[None], np.ones(len(known))).overall[0]
-        for leaf, (start, stop) in enumerate(self.tolerance.ranges):
-            slack = self.tolerance.same(leaf, got[start:stop], expected[start:stop], overall)
-            bad[start:stop] = off[start:stop] > slack
+        known = np.where(np.isfinite(expected), expected, 0.0)[None]
+        sizes = self.tolerance.sizes(known, np.ones(off.size))
+        size = np.fmax(np.abs(known[0]), np.where(np.isfinite(got), np.abs(got), 0.0))
+        slack = np.zeros_like(off)
+        for leaf, (a, b) in enumerate(self.tolerance.ranges):
+            allowed = self.tolerance.elements(sizes, leaf, np.ones(b - a))
+            slack[a:b] = allowed.relative * size[a:b] + SAME * allowed.floor[0]
+        bad = off > slack
         if bad.any():
-            bad &= off > self._rounding_of_leaves(
-                self.subject.inputs if xs is None else xs, expected
-            )
+            bad &= off > slack + self._noise_of_leaves(xs or self.subject.inputs, known)
         if not bad.any():
             return []
         worst = int(np.argmax(np.where(bad, off, -1)))
@@ -276,17 +273,15 @@ class Check:
         )
         return [Failure(check, self.subject.element(worst), detail)]
 
-    def _rounding_of_leaves(self, xs, expected: np.ndarray) -> np.ndarray:
+    def _noise_of_leaves(self, xs, expected: np.ndarray) -> np.ndarray:
         """What rounding does to the elements of a leaf at most, also where it vanishes."""
-        found = self.rounding(xs)
-        if found is None:
-            return np.zeros_like(expected)
-        error, largest = found[0].max(axis=0), np.zeros_like(expected)
-        around = self._around(xs, 1)
+        noise, largest = self.noise(xs), np.zeros(expected.shape[1])
+        around = None if noise is None else self._around(xs, 1)
         for leaf, (a, b) in enumerate(self.tolerance.ranges):
-            largest[a:b] = SAME_EXCUSED * error[a:b].max()
+            if noise is not None:
+                largest[a:b] = 2 * noise[a:b].max()  # each of two computations is off
             size = 0.0 if around is None else np.sqrt(np.mean(around[0, a:b] ** 2))
-            if np.sqrt(np.mean(expected[a:b] ** 2)) < STATIONARY * size:
+            if np.sqrt(np.mean(expected[0, a:b] ** 2)) < STATIONARY * size:
                 largest[a:b] += AROUND * self.tolerance.relative[leaf] * size
         return largest
 
@@ -321,18 +316,42 @@ def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
     differences, wide = evaluated
     log.notes += [] if differentiate.steady else [UNSTEADY]
     log.precision = differences.evaluation.label
-    tolerance, is_narrow = _tolerance(subject, differences, wide, log)
-    ruled = has_rules(subject)
-    backward = traced_vjp(subject) if ruled or any(found_by_loops(subject.program)) else None
-    tolerance = _of_solvers(subject, backward, tolerance, log)
-    plain = None if wide is None else plain_ad(wide, subject.program, subject.outputs)
+    tolerance = _tolerance(subject, differences, wide, log)
+    plain, rule, tolerance = exact_gradients(subject, wide, tolerance, log)
     log.notes += _stops(subject, wide, options.seed)
-    own_way = options.delta is not None or options.max_relative_error is not None
-    # Where there is no custom rule to strip, the rule is plain AD.
-    same = wide is None or not is_narrow or not ruled
-    rule = None if same or own_way else _rule(subject, backward, log)
-    found = (differentiate, vjp, gradient, differences, tolerance, wide, plain, rule)
-    return Check(subject, options, log, covectors, *found, ruled, is_narrow)
+    measured = (differences, tolerance, plain, rule, wide is not None and wide.stops)
+    return Check(subject, options, log, covectors, differentiate, vjp, gradient, *measured)
+
+
+def exact_gradients(
+    subject: CheckSubject, wide: Widened | None, tolerance: Tolerance, log: Log, strip: Any = None
+) -> tuple[Gradient | None, Gradient | None, Tolerance]:
+    """Plain AD, the rule as it is written, and the tolerance where loops find the gradient.
+
+    Where there is no custom rule to strip, the rule is plain AD. `strip` is another function to
+    differentiate by plain AD than the subject's program with its rules stripped.
+    """
+
+    def tried(what: str, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except Exception as error:
+            log.notes.append(f"no {what} ({reason(error)})")
+
+    plain, rule, is_same = None, None, strip is None and not has_rules(subject)
+    if wide is not None:
+        strip = strip or stripped(subject.program)
+        plain = tried("AD reference", lambda: Gradient(traced_vjp(strip, subject), subject.outputs))
+    if plain is not None and is_same:
+        rule, backward = plain, plain.program
+    else:
+        backward = tried("rule in float64", lambda: traced_vjp(subject.fun, subject))
+        if backward is not None and wide is not None:
+            rule = tried("rule in float64", lambda: Gradient(backward, subject.outputs))
+    if rule is not None and rule.widened.looks_at_bits:
+        log.notes.append("no rule in float64 (the function looks at the bits of its numbers)")
+        rule = None
+    return plain, rule, _of_solvers(subject, backward, tolerance, log)
 
 
 def _differentiated(subject: CheckSubject, differentiate, covectors, log: Log) -> VJP | None:
@@ -412,8 +431,7 @@ def _same_bits(first, second) -> bool:
     )
 
 
-def _tolerance(subject: CheckSubject, differences, widened, log: Log) -> tuple[Tolerance, bool]:
-    """The tolerance, and whether something in the function is narrower than float64."""
+def _tolerance(subject: CheckSubject, differences, widened, log: Log) -> Tolerance:
     own = subject.dtypes
     inner = (widened.narrow if widened else set()) | {real_dtype(y).name for y in subject.outputs}
     narrow = narrowest(inner)
@@ -425,8 +443,7 @@ def _tolerance(subject: CheckSubject, differences, widened, log: Log) -> tuple[T
     tolerance = make_tolerance(
         subject.ranges, own, inner, options.max_relative_error, options.tolerance
     )
-    tolerance = tolerance.of_slopes_in(differences.evaluation.dtype)
-    return tolerance, narrowest([*own, *inner]) != "float64"
+    return tolerance.of_slopes_in(differences.evaluation.dtype)
 
 
 def _stops(subject: CheckSubject, widened: Widened | None, seed: int) -> list[str]:
@@ -440,7 +457,7 @@ def _stops(subject: CheckSubject, widened: Widened | None, seed: int) -> list[st
 
 def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log: Log) -> Tolerance:
     """The tolerance, that of solvers for the leaves whose gradients they find."""
-    if backward is None or isinstance(backward, Exception) or log.options.tolerance is not None:
+    if backward is None or log.options.tolerance is not None:
         return tolerance
     solved = np.asarray(found_by_loops(backward))
     names = ", ".join(name for name, flag in zip(subject.names, solved, strict=True) if flag)
@@ -448,11 +465,3 @@ def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log:
         text = f"{names}: found by a loop that stops when it is near enough, and judged to"
         log.notes.append(f"{text} {SOLVED:g}; tolerance= makes it another number")
     return tolerance.solved(solved) if names else tolerance
-
-
-def _rule(subject: CheckSubject, backward: Any, log: Log) -> Exact | None:
-    try:
-        return rule_in_float64(subject, backward)
-    except Unsupported as error:
-        log.notes.append(f"the rule could not run in float64 ({error})")
-        return None

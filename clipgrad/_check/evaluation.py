@@ -9,11 +9,10 @@ import numpy as np
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.differences import Differences, Evaluation, Moves
 from clipgrad._check.points import element_scales, random_direction
-from clipgrad._check.programs import kept_by_key, text
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import SAME_VALUES, narrowest
 from clipgrad._check.vectors import from_rows, real_dtype, to_numpy, wide_dtype, widened_leaf
-from clipgrad._check.widening import Unsupported, Widened
+from clipgrad._check.widening import Unsupported, Widened, widened_program
 from clipgrad._errors import first_line
 
 # Binary exponents of the steps, in units of the scale of each element.
@@ -54,7 +53,7 @@ def choose(
             _probe_evaluation(subject, differences)
             return differences, widened
         except Exception as error:
-            notes.append(f"{label} is not possible ({_reason(error)})")
+            notes.append(f"{label} is not possible ({reason(error)})")
             if isinstance(error, _NotSmooth) and _is_chaotic(subject):
                 raise Chaotic(CHAOTIC) from error
     raise ValueError("the function cannot be evaluated at a point nearby: " + "; ".join(notes))
@@ -80,14 +79,6 @@ def evaluation_in_float64(subject: CheckSubject, hold: bool = True) -> tuple[Eva
         held=held,
     )
     return evaluation, widened
-
-
-def widened_program(program) -> Widened:
-    """The widened program, the same object for the same text."""
-    if program is None:
-        return Widened(program)
-    key = text(program)
-    return kept_by_key(("widened", key), lambda: Widened(program, key))
 
 
 def _wide_evaluation(call, subject: CheckSubject, label: str, **options) -> Evaluation:
@@ -170,7 +161,8 @@ def _change(subject: CheckSubject, part: float) -> float:
     return float(np.sqrt(np.mean(change**2)))
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Why something is not possible, in one line."""
     if isinstance(error, (_NotSmooth, Unsupported)):
         return str(error)
     return first_line(error)

@@ -1,6 +1,5 @@
 """The gradient as a user's program computes it, and the exact ones to compare it with."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ from jax.extend.core import Primitive, primitives
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.contract import primal
 from clipgrad._check.differences import on_cpu
-from clipgrad._check.evaluation import widened_program
 from clipgrad._check.programs import is_steady, kept_by_key, low_jit, quick_jit
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import STOPPED
@@ -23,10 +21,10 @@ from clipgrad._check.vectors import (
     wide_dtype,
     widened_leaf,
 )
-from clipgrad._check.widening import OPAQUE, Unsupported, Widened
+from clipgrad._check.widening import Strip, Widened, widened_program
 
 OWN = frozenset(p for p in vars(primitives).values() if isinstance(p, Primitive))
-FOREIGN = ("custom_", *sorted(OPAQUE))
+FOREIGN = ("custom_", *sorted(_jaxpr.FOREIGN_PROGRAMS))
 
 
 class VJP(NamedTuple):
@@ -95,7 +93,7 @@ def has_rules(subject: CheckSubject) -> bool:
     if subject.program is None:
         return True
     names = {equation.primitive.name for equation in _jaxpr.equations(subject.program)}
-    return bool(names & (_jaxpr.CUSTOM_RULES | OPAQUE))
+    return bool(names & (_jaxpr.CUSTOM_RULES | _jaxpr.FOREIGN_PROGRAMS))
 
 
 def eagerly(subject: CheckSubject, xs: Sequence[jax.Array], pulled: Callable | None = None) -> VJP:
@@ -119,111 +117,65 @@ def _compiled_vjp(subject: CheckSubject) -> Callable[[Sequence[jax.Array]], VJP]
     return differentiate
 
 
-class Exact:
-    """A gradient evaluated in float64: plain AD's, or the rule's own.
+class Gradient:
+    """A gradient as a program of inputs and a cotangent, to be evaluated in float64.
 
     Args:
-      run: the compiled program, from constants, inputs and a cotangent to the gradient.
-      nudged: makes the same program with its constants off by one rounding, for a seed.
-      constants: the program's constants.
+      program: what `traced_vjp` gives.
       outputs: the outputs at the base point, for shapes and dtypes.
+
+    Raises:
+      Unsupported: it cannot be traced or widened.
     """
 
-    def __init__(self, run: Callable, nudged: Callable, constants: Sequence, outputs: Sequence):
-        self._run, self._nudged = run, nudged
-        self._constants, self._outputs = constants, outputs
+    def __init__(self, program: Any, outputs: Sequence):
+        self.program, self._outputs = program, outputs
+        self.widened = widened_program(program)
 
     def __call__(self, xs: Sequence[jax.Array], covectors: np.ndarray) -> np.ndarray:
-        """The gradients for each cotangent, shape (cotangents, inputs)."""
-        return self._gradients(self._run, xs, covectors)
+        """The gradients in float64 for each cotangent, shape (cotangents, inputs)."""
+        return self._wide("call", self.widened.call, xs, covectors)
 
     def moved_by_constants(self, xs, covectors: np.ndarray) -> np.ndarray:
         """How far the gradient moves when every constant does by one rounding of its type."""
-        exact = self(xs, covectors)
-        moved = [self._gradients(self._nudged(seed), xs, covectors) for seed in (0, 1)]
+        exact, nudged = self(xs, covectors), self.widened.nudged
+        moved = [self._wide(seed, nudged(seed), xs, covectors) for seed in (0, 1)]
         return np.max([np.abs(gradient - exact) for gradient in moved], axis=0)
 
-    def _gradients(self, run, xs, covectors) -> np.ndarray:
+    def in_own_types(self, xs, covectors: np.ndarray) -> np.ndarray:
+        """The gradients in the types of the program.
+
+        Eagerly, since a compiler may simplify away just what loses precision.
+        """
+        inputs = ([*xs, *cotangent_leaves(row, self._outputs)] for row in covectors)
+        rows = [_jaxpr.evaluate(self.program, leaves, Strip()) for leaves in inputs]
+        return np.stack([gradient_vector(row) for row in rows])
+
+    def _wide(self, name: Any, call: Callable, xs, covectors) -> np.ndarray:
+        run = kept_by_key((name, self.widened.text), lambda: low_jit(call))
+        constants = _jaxpr.opened(self.program)[1]
         with jax.enable_x64(True), on_cpu():
             leaves = [np.asarray(widened_leaf(x)) for x in xs]
             like = [jax.ShapeDtypeStruct(y.shape, wide_dtype(y.dtype)) for y in self._outputs]
             cotangents = [cotangent_leaves(row, like) for row in covectors]
-            rows = [gradient_vector(run(self._constants, leaves, u)) for u in cotangents]
-        return np.stack(rows)
+            return np.stack([gradient_vector(run(constants, [*leaves, *u])) for u in cotangents])
 
 
-class GradientOf:
-    """Plain AD's VJP of a widened function, as a function of `count` inputs and the cotangent."""
-
-    def __init__(self, widened: "Widened | GradientOf", count: int):
-        self._widened, self._count = widened, count
-        self.text, self.narrow, self.stops = widened.text, widened.narrow, widened.stops
-
-    def call(self, constants, leaves):
-        """The gradient in float64."""
-        return self._pull(self._widened.call, constants, leaves)
-
-    def native(self, constants, leaves):
-        """The gradient in the program's own types."""
-        return self._pull(self._widened.native, constants, leaves)
-
-    def nudged(self, seed: int) -> Callable:
-        """The gradient in float64, with every constant off by one rounding of its type."""
-        return lambda constants, leaves: self._pull(self._widened.nudged(seed), constants, leaves)
-
-    def _pull(self, call, constants, leaves):
-        pull = jax.vjp(lambda xs: call(constants, xs), leaves[: self._count])[1]
-        return pull(leaves[self._count :])[0]
-
-
-def plain_ad(
-    widened: Widened | GradientOf, program: Any, outputs: Sequence, name: str = "plain AD"
-) -> Exact:
-    """JAX's own derivative of the widened function, every custom rule stripped.
-
-    It is exact for every element at the price of one backward pass, and nominates suspects. It is
-    never the last word: it shares JAX's rules, and has subgradients of its own at kinks.
-    """
-
-    def pullback(call):
-        def run(constants, xs, cotangent):
-            return jax.vjp(lambda xs: call(constants, xs), xs)[1](cotangent)[0]
-
-        return low_jit(run)
-
-    return _exact(name, pullback, widened, program, outputs)
-
-
-def traced_vjp(subject: CheckSubject) -> Any:
-    """The function's own VJP as a program of inputs and cotangents, or the error in tracing it."""
+def traced_vjp(fun: Callable, subject: CheckSubject) -> Any:
+    """The VJP of a function as a program of a subject's inputs and cotangents."""
     cotangents = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in subject.outputs]
-    try:
-        return jax.make_jaxpr(lambda xs, u: jax.vjp(subject.fun, xs)[1](u)[0])(
-            subject.inputs, cotangents
-        )
-    except Exception as error:
-        return error
+    pulled = lambda xs, u: jax.vjp(fun, xs)[1](u)[0]  # noqa: E731
+    return jax.make_jaxpr(pulled)(subject.inputs, cotangents)
 
 
-def rule_in_float64(subject: CheckSubject, program: Any) -> Exact:
-    """The function's own VJP, its rules as written, evaluated in float64.
+def stripped(program: Any) -> Callable[[list], list]:
+    """The function of a program, with what custom rules compute in their place.
 
-    Raises:
-      Unsupported: it cannot be traced or widened, or looks at the bits of its numbers.
+    Its derivative, plain AD, is exact for every element at the price of one backward pass, and
+    nominates suspects. It is never the last word: it shares JAX's rules, and has subgradients of
+    its own at kinks.
     """
-    if isinstance(program, Exception):
-        raise Unsupported(f"it cannot be traced: {type(program).__name__}") from program
-    widened = widened_program(program)
-    if widened.looks_at_bits:
-        raise Unsupported("the function looks at the bits of its numbers")
-
-    def rows(call):
-        def run(constants, xs, cotangent):
-            return call(constants, [*xs, *cotangent])
-
-        return low_jit(run)
-
-    return _exact("rule", rows, widened, program, subject.outputs)
+    return lambda xs: _jaxpr.evaluate(program, xs, Strip())
 
 
 def stops_matter(widened: Widened, subject: CheckSubject, direction: np.ndarray) -> bool:
@@ -233,7 +185,6 @@ def stops_matter(widened: Widened, subject: CheckSubject, direction: np.ndarray)
     """
     if not widened.stops:
         return False
-    program = subject.program
 
     def run(constants, xs, tangents):
         both = (widened.call, widened.freely)
@@ -243,32 +194,8 @@ def stops_matter(widened: Widened, subject: CheckSubject, direction: np.ndarray)
     with jax.enable_x64(True), on_cpu():
         xs = [np.asarray(widened_leaf(x)) for x in subject.inputs]
         compiled = kept_by_key(("stops", widened.text), lambda: low_jit(run))
-        found = compiled(_jaxpr.opened(program)[1], xs, from_rows(direction, xs))
+        found = compiled(_jaxpr.opened(subject.program)[1], xs, from_rows(direction, xs))
     (values, stopped), (_, free) = found
     values, stopped, free = (to_numpy(leaves) for leaves in (values, stopped, free))
     size = np.abs(values).max() + np.abs(stopped).max()
     return bool(np.abs(stopped - free).max() > STOPPED * size)
-
-
-def _exact(name: str, compile: Callable, widened, program: Any, outputs) -> Exact:
-    key = (name, widened.text)
-
-    def nudged(seed):
-        return kept_by_key((*key, seed), lambda: compile(widened.nudged(seed)))
-
-    run = kept_by_key(key, lambda: compile(widened.call))
-    return Exact(run, nudged, _jaxpr.opened(program)[1], outputs)
-
-
-def rounding_of_plain_ad(
-    widened: Widened | GradientOf, program: Any, exact: np.ndarray, xs, covectors, outputs
-) -> np.ndarray:
-    """How far the stripped function's own gradient is off, for want of precision.
-
-    Eagerly, since a compiler may simplify away just what loses precision.
-    """
-    call = functools.partial(widened.native, _jaxpr.opened(program)[1])
-    _, pull = jax.vjp(call, list(xs))
-    cotangents = [cotangent_leaves(row, outputs) for row in covectors]
-    native = np.stack([gradient_vector(pull(leaves)[0]) for leaves in cotangents])
-    return np.abs(native - exact)

@@ -34,7 +34,7 @@ class Point:
       xs: the input leaves.
       gradient: the gradient as it was computed; 0 where it is not finite.
       finite: which of its elements are finite.
-      rule: the same rule evaluated in float64; None if it cannot be, or nothing is narrower.
+      exact: the same rule evaluated in float64; None if it cannot be.
       reference: plain AD in float64, custom rules stripped; None if it cannot be had.
       scale: the scale of each element, a power of two.
       direction: gives the vector of a direction.
@@ -45,7 +45,7 @@ class Point:
     xs: Sequence[jax.Array]
     gradient: np.ndarray
     finite: np.ndarray
-    rule: np.ndarray | None
+    exact: np.ndarray | None
     reference: np.ndarray | None
     scale: np.ndarray
     direction: Callable[[int], np.ndarray]
@@ -74,11 +74,11 @@ def make_point(
     around: Callable[[], np.ndarray | None] = lambda: None,
 ) -> Point:
     """A point from the gradients there: as computed, the rule's in float64, plain AD's."""
-    gradient, rule, reference = gradients
+    gradient, exact, reference = gradients
     finite = np.asarray(np.isfinite(gradient).all(axis=0))
     gradient = gradient if finite.all() else np.where(finite, gradient, 0.0)
-    if rule is not None and not np.isfinite(rule).all():
-        rule = None
+    if exact is not None and not np.isfinite(exact).all():
+        exact = None
     blind: list[int] = []
     if reference is not None:
         reference, blind = _mended(reference, gradient, subject.ranges)
@@ -94,7 +94,7 @@ def make_point(
             along[start:stop] *= factor if row in BALANCED else 1.0
         return along
 
-    return Point(xs, gradient, finite, rule, reference, scale, direction, blind, around)
+    return Point(xs, gradient, finite, exact, reference, scale, direction, blind, around)
 
 
 def _mended(reference, gradient, ranges) -> tuple[np.ndarray | None, list[int]]:

@@ -12,12 +12,10 @@ from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
 from clipgrad._check.subject import Range
 from clipgrad._check.tolerances import (
     AROUND,
-    MOST_EXCUSED,
     SETTLED,
-    SLIGHT,
     STATIONARY,
-    VANISHING,
     Allowed,
+    Excuse,
     Sizes,
     Tolerance,
     length_along,
@@ -27,12 +25,10 @@ from clipgrad._check.verdicts import (
     LOST,
     NO_VERDICTS,
     OK,
-    ROUNDING,
     UNSEEN,
     UNSURE,
     WRONG,
     Verdict,
-    is_certain,
     judge_ladder,
     judge_two,
 )
@@ -44,8 +40,6 @@ BLOCKS, PARTS = 64, 16  # that a group is split into, first and then
 WORST, KINDS_LOOKED_AT, INSPECTED = 8, 16, 64
 # Of the groups that are wrong, if there are more than FEW, only the worst; of those at kinks, FEW.
 FEW, WORST_GROUPS = 8, 2
-# Off by less than this part of the typical gradient: constants may have been rounded.
-SUBTLE = 0.01
 AT_ONCE = 2**13  # elements judged between two looks at the clock
 
 
@@ -53,8 +47,7 @@ class Finding(NamedTuple):
     """What was found in some elements of one leaf.
 
     `indices` are elements of the input vector, `verdict` the verdict on each and `seen` whether it
-    was moved alone; `exact` is whether no wrong one may be missing. `passes`: the rule is wrong in
-    float64, but its gradient as computed is within its own tolerance.
+    was moved alone; `exact` is whether no wrong one may be missing.
     """
 
     leaf: int
@@ -62,7 +55,6 @@ class Finding(NamedTuple):
     verdict: Verdict
     seen: np.ndarray
     exact: bool = True
-    passes: bool = False
 
     @property
     def is_wrong(self) -> bool:
@@ -92,9 +84,8 @@ class Judge:
         float64; None if neither can be had.
       tolerance: how far numbers may be apart.
       delta: an absolute step, to be used as it is; None to extrapolate.
-      rounding: gives what rounding excuses in each element, or None.
+      excuse: what may be off by more, and how far; None if nothing may.
       is_late: whether no more is to be looked at.
-      of_known: whether the formula is judged in float64, so that rounding is all that may be wrong.
       looks_around: whether the sizes are those around the point where the gradient vanishes there.
     """
 
@@ -104,10 +95,9 @@ class Judge:
     reference: np.ndarray | None
     tolerance: Tolerance
     delta: float | None = None
-    rounding: Callable[[], np.ndarray | None] = lambda: None
+    excuse: Excuse | None = None
     is_late: Callable[[], bool] = lambda: False
     looks_around: bool = False
-    of_known: bool = False
 
     @property
     def ranges(self) -> Sequence[Range]:
@@ -118,7 +108,7 @@ class Judge:
     def sizes(self) -> Sizes:
         """How large the gradient is, leaf by leaf; the exact one, if there is one."""
         target = self.gradient if self.reference is None else self.reference
-        sizes = self.tolerance.sizes(target, self.point.scale)
+        sizes = self.tolerance.sizes(target, self.point.scale, target is self.reference)
         if not self.looks_around or (around := self.point.around()) is None:
             return sizes
         size = self.tolerance.sizes(around, self.point.scale).typical.max(axis=0)
@@ -129,15 +119,11 @@ class Judge:
         """The judge that knows how large a gradient is around a point where it vanishes."""
         return dataclasses.replace(self, looks_around=True)
 
-    def allowed(self, leaf: int) -> Allowed:
-        """How far each element of a leaf may be off."""
-        scale = self.point.scale[slice(*self.ranges[leaf])]
-        return self.tolerance.elements(self.sizes, leaf, scale, self.reference is not None)
-
-    def allowed_at(self, indices: np.ndarray) -> Allowed:
-        """How far some elements may be off."""
-        leaves, scale = self.tolerance.leaves_of(indices), self.point.scale[indices]
-        return self.tolerance.elements(self.sizes, leaves, scale, self.reference is not None)
+    def allowed_at(self, indices: Any, beside: bool = True) -> Allowed:
+        """How far some elements may be off, or those of a slice of one leaf."""
+        one = isinstance(indices, slice)
+        leaf = self.tolerance.leaves_of(indices.start) if one else self.tolerance.leaves_of(indices)
+        return self.tolerance.elements(self.sizes, leaf, self.point.scale[indices], beside)
 
     def elements(self, indices: np.ndarray, judged: bool = True) -> Verdict:
         """The verdict on single elements, in units of the gradient."""
@@ -178,10 +164,7 @@ class Judge:
         if judged and direction != SINGLE:
             self._by_finer_steps(verdict, measure, areas, allowed)
         doubtful = verdict.kind != OK if judged else _unsettled(verdict)
-        certain = is_certain(verdict) & judged
-        if direction == SINGLE and certain.any():
-            certain &= ~self._may_be_stairs(areas[:, 0])
-        doubtful = np.flatnonzero(doubtful & ~certain)
+        doubtful = np.flatnonzero(doubtful)
         if doubtful.size and self.delta is None:
             steps = step_sizes(ladder)
             slopes = measure(areas[doubtful], steps)
@@ -189,14 +172,6 @@ class Judge:
                 doubtful, judge_ladder(slopes, steps[:-1] / steps[1:], allowed.part(doubtful))
             )
         return verdict
-
-    def _may_be_stairs(self, indices: np.ndarray) -> np.ndarray:
-        """Which elements have no gradient here nor around: only the smallest steps may show it."""
-        around = None if self.gradient[:, indices].all() else self.point.around()
-        if around is None:
-            return np.zeros(len(indices), bool)
-        both = np.concatenate([self.gradient[:, indices], around[:, indices]])
-        return np.asarray(~both.any(axis=0))
 
     def _by_finer_steps(self, verdict, measure, areas, allowed) -> None:
         """Try smaller steps where one disagrees, since elements may have passed their kinks."""
@@ -236,39 +211,30 @@ class Judge:
         return self.tolerance.ranges_along(np.stack(norms), self.sizes.overall, starts, exact)
 
 
-def search(
-    judge: Judge,
-    mode: str,
-    rows: int = 2,
-    allowance: Callable | None = None,
-    without: Collection = (),
-) -> list[Finding]:
+def search(judge: Judge, mode: str, rows: int = 2, without: Collection[int] = ()) -> list[Finding]:
     """Look for wrong elements at one point.
 
     Args:
       judge: judges the gradient there.
       mode: "auto", "fast", "full", or "reference": "auto" without a check of the reference itself.
       rows: how many random directions per group of leaves.
-      allowance: gives how far each element may be off in addition; called only where some are
-        off a little.
       without: leaves to leave out.
 
     Returns:
       What was found in leaves of which not all elements are right.
     """
-    found = _search(judge, mode, rows, allowance, without)
+    found = _search(judge, mode, rows, without)
     doubtful = any(np.isin(finding.verdict.kind, (WRONG, LOST)).any() for finding in found)
     around = judge.looking_around() if doubtful else judge
-    return _search(around, mode, rows, allowance, without) if around.sizes.around.any() else found
+    return _search(around, mode, rows, without) if around.sizes.around.any() else found
 
 
-def _search(judge: Judge, mode: str, rows: int, allowance, without: Collection) -> list[Finding]:
+def _search(judge: Judge, mode: str, rows: int, without: Collection[int]) -> list[Finding]:
     leaves = [leaf for leaf in range(len(judge.ranges)) if leaf not in without]
-    by_reference = mode in ("auto", "reference") and judge.reference is not None
     if mode == "full":
         found = [_every(judge, leaf) for leaf in leaves]
-    elif by_reference:
-        found = _by_reference(judge, leaves, allowance)
+    elif mode in ("auto", "reference") and judge.reference is not None:
+        found = [f for leaf in leaves for f in _by_reference(judge, leaf)]
         doubtful = _doubtful_leaves(judge, rows) if mode == "auto" else set()
         for leaf in leaves:
             blocks = BLOCKS if leaf in judge.point.blind else 1
@@ -278,8 +244,7 @@ def _search(judge: Judge, mode: str, rows: int, allowance, without: Collection) 
     else:
         blocks = 1 if mode == "fast" else BLOCKS
         found = [f for leaf in leaves for f in _in_leaf(judge, leaf, blocks, rows)]
-    found = [_without_constants(finding, judge, allowance) for finding in found]
-    return [_without_rounding(finding, judge) for finding in found]
+    return [_excused(finding, judge) for finding in found]
 
 
 def every_slope(judge: Judge) -> np.ndarray:
@@ -304,69 +269,51 @@ def _every(judge: Judge, leaf: int) -> Finding:
     return Finding(leaf, indices, verdict, seen)
 
 
-def _by_reference(judge: Judge, leaves, allowance) -> list[Finding]:
+def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
     """Judge by differences where the gradient and the reference disagree."""
-    found, reference = [], np.asarray(judge.reference)
-    for leaf in leaves:
-        start, stop = judge.ranges[leaf]
-        parts = reference[:, start:stop], judge.gradient[:, start:stop]
-        off, slack = np.abs(parts[0] - parts[1]), judge.allowed(leaf).slack(*parts)
-        finite = judge.point.finite[start:stop]
-        suspects = (off > slack).any(axis=0) & finite
-        found += _lost_beside_others(judge, leaf, off, parts, finite & ~suspects)
-        if not suspects.any():
-            continue
-        if allowance is not None and _is_subtle(off[:, suspects], parts[0], suspects, judge, leaf):
-            slack = slack + allowance()[:, start:stop]
-            suspects &= (off > slack).any(axis=0)
-        excused = judge.rounding()
-        rounding = np.zeros_like(suspects)
-        if excused is not None:
-            rounding = suspects & (off.max(axis=0) <= excused[start:stop])
-        if rounding.any():
-            indices = np.flatnonzero(rounding) + start
-            kinds = _excuse(judge, leaf, off[:, rounding].max(axis=0), parts[0][:, rounding])
-            verdict = _not_moved(judge, indices)._replace(kind=kinds)
-            found.append(Finding(leaf, indices, verdict, np.zeros(len(indices), bool)))
-        indices = np.flatnonzero(suspects & ~rounding)
-        if indices.size:
-            excess = (off[:, indices] / slack[:, indices]).max(axis=0)
-            excess[np.argmax(off[:, indices].max(axis=0))] = np.inf  # the one that is reported
-            found.append(
-                _examined(judge, leaf, indices[np.argsort(-excess, kind="stable")] + start)
-            )
+    suspects = _off_by_more(judge, leaf)
+    found = _lost_beside_others(judge, leaf, suspects)
+    if not len(suspects):
+        return found
+    unmoved = np.zeros(len(suspects), bool)
+    told = _excused(Finding(leaf, suspects, _not_moved(judge, suspects, WRONG), unmoved), judge)
+    excused = told.verdict.kind != WRONG
+    if excused.any():
+        part = told.verdict.part(excused)
+        found.append(Finding(leaf, suspects[excused], part, unmoved[excused]))
+    indices = suspects[~excused]
+    if len(indices):
+        parts = judge.reference[:, indices], judge.gradient[:, indices]
+        off = np.abs(parts[0] - parts[1])
+        excess = (off / judge.allowed_at(indices).slack(*parts)).max(axis=0)
+        excess[np.argmax(off.max(axis=0))] = np.inf  # the one that is reported
+        found.append(_examined(judge, leaf, indices[np.argsort(-excess, kind="stable")]))
     return found
 
 
-def _lost_beside_others(judge: Judge, leaf: int, off, parts, others) -> list[Finding]:
+def _off_by_more(judge: Judge, leaf: int, beside: bool = True) -> np.ndarray:
+    """The elements of a leaf that are off the reference; of a large one, found block by block."""
+    reference, found = np.asarray(judge.reference), []
+    start, stop = judge.ranges[leaf]
+    for begin in range(start, stop, AT_ONCE):
+        where = slice(begin, min(begin + AT_ONCE, stop))
+        parts = reference[:, where], judge.gradient[:, where]
+        slack = judge.allowed_at(where, beside).slack(*parts)
+        off = (np.abs(parts[0] - parts[1]) > slack).any(axis=0) & judge.point.finite[where]
+        found.append(np.flatnonzero(off) + begin)
+    return np.concatenate(found)
+
+
+def _lost_beside_others(judge: Judge, leaf: int, suspects: np.ndarray) -> list[Finding]:
     """Elements that nothing but the rounding of larger leaves excuses: there, zero would pass."""
-    scale = judge.point.scale[slice(*judge.ranges[leaf])]
-    if (
-        judge.sizes.typical[:, leaf].max() * scale.max()
-        > 10 * VANISHING * judge.sizes.overall.max()
-    ):
+    size = judge.sizes.typical[:, leaf].max() * judge.point.scale[slice(*judge.ranges[leaf])].max()
+    if size > 10 * judge.sizes.vanishing * judge.sizes.overall.max():
         return []
-    alone = judge.tolerance.elements(judge.sizes, leaf, scale, True, beside=False).slack(*parts)
-    indices = np.flatnonzero((off > alone).any(axis=0) & others) + judge.ranges[leaf][0]
+    indices = np.setdiff1d(_off_by_more(judge, leaf, beside=False), suspects)
     if not len(indices) or judge.tolerance.eps[leaf] > np.finfo(np.float64).eps:
         return []
-    verdict = _not_moved(judge, indices)
-    verdict.kind[:] = UNSURE
-    return [Finding(leaf, indices, verdict, np.zeros(len(indices), bool))]
-
-
-def _excuse(judge: Judge, leaf: int, off, gradient) -> np.ndarray:
-    """The verdict on elements that rounding excuses: little of them is lost, or much.
-
-    Where the formula was judged in float64, much is as much as rounding may ever excuse.
-    """
-    size = np.abs(gradient).max(axis=0) + judge.sizes.typical[:, leaf].max()
-    return np.where(off <= (MOST_EXCUSED if judge.of_known else SLIGHT) * size, ROUNDING, LOST)
-
-
-def _is_subtle(off, reference, suspects, judge: Judge, leaf: int) -> bool:
-    size = np.abs(reference[:, suspects]) + judge.sizes.typical[:, [leaf]]
-    return bool((off <= SUBTLE * size).all(axis=0).any())
+    none = np.zeros(len(indices), bool)
+    return [Finding(leaf, indices, _not_moved(judge, indices, UNSURE), none)]
 
 
 def _in_leaf(
@@ -497,13 +444,14 @@ def _split(groups: list[np.ndarray], parts: int) -> list[np.ndarray]:
     return [piece for several in pieces for piece in several]
 
 
-def _not_moved(judge: Judge, indices) -> Verdict:
+def _not_moved(judge: Judge, indices, kind: int = UNSEEN) -> Verdict:
     """The verdict on elements that were not moved; their numbers are the reference's."""
-    analytic = judge.gradient[0, indices]
-    numeric = analytic * np.nan if judge.reference is None else judge.reference[0, indices]
-    zero = np.zeros(len(indices))
-    kinds, sides = np.full(len(indices), UNSEEN), (numeric.copy(), numeric.copy())
-    return Verdict(kinds, numeric.copy(), analytic.copy(), zero, *sides, kink=zero > 0)
+    analytic = judge.gradient[:, indices]
+    numeric = analytic * np.nan if judge.reference is None else judge.reference[:, indices]
+    worst = np.argmax(np.abs(numeric - analytic), axis=0), np.arange(len(indices))
+    numeric, analytic, zero = numeric[worst], analytic[worst], np.zeros(len(indices))
+    kinds, sides = np.full(len(indices), kind), (numeric.copy(), numeric.copy())
+    return Verdict(kinds, numeric, analytic, zero, *sides, kink=zero > 0)
 
 
 def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
@@ -546,29 +494,17 @@ def _unsettled(verdict: Verdict) -> np.ndarray:
     return ~(verdict.error <= SETTLED * np.abs(verdict.numeric))
 
 
-def _without_constants(finding: Finding, judge: Judge, allowance: Callable | None) -> Finding:
-    """Accept what rounded constants explain, where there was no reference to compare with.
-
-    (test_a_constant_may_be_rounded_in_every_mode)
-    """
-    if allowance is None or not finding.is_wrong:
-        return finding
-    verdict = finding.verdict
-    off = np.abs(verdict.numeric - verdict.analytic)
+def _excused(finding: Finding, judge: Judge) -> Finding:
+    """Excuse elements that are off no more than the excuse allows them."""
+    verdict, excuse = finding.verdict, judge.excuse
     wrong = (verdict.kind == WRONG) & ~verdict.kink
-    subtle = wrong & (off <= SUBTLE * np.fmax(np.abs(verdict.numeric), np.abs(verdict.analytic)))
-    if not subtle.any():
-        return finding
-    return finding.with_kind(OK, subtle & (off <= allowance().max(axis=0)[finding.indices]))
-
-
-def _without_rounding(finding: Finding, judge: Judge) -> Finding:
-    """Excuse elements where plain AD in the same precision is off about as much."""
-    verdict = finding.verdict
-    wrong = (verdict.kind == WRONG) & ~verdict.kink
-    excused = judge.rounding() if wrong.any() else None
-    if excused is None:
+    if excuse is None or not wrong.any():
         return finding
     off = np.abs(verdict.numeric - verdict.analytic)
-    excuse = _excuse(judge, finding.leaf, off, verdict.numeric[None])
-    return finding.with_kind(excuse, wrong & (off <= excused[finding.indices]))
+    size = np.abs(verdict.numeric) + judge.sizes.typical[:, finding.leaf].max()
+    wrong &= off <= excuse.most * size
+    allowed = excuse.measure() if wrong.any() else None
+    if allowed is None:
+        return finding
+    kinds = np.where(off <= excuse.verified * size, excuse.kind, LOST)
+    return finding.with_kind(kinds, wrong & (off <= allowed[finding.indices]))

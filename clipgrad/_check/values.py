@@ -1,7 +1,5 @@
 """The check of values at one point: which gradient is judged by which, failures and notes."""
 
-import functools
-
 import numpy as np
 
 from clipgrad._check.check import Check
@@ -10,26 +8,19 @@ from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge, search, wrong_leaves
 from clipgrad._check.structure import check_ties, excuse_symmetric, excuse_tied
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import FAR_IN_FLOAT64
 from clipgrad._check.verdicts import KINDS, WRONG
 
 LAYOUT_LIMIT = 100_000  # elements of a leaf that are compared with its transpose and permutations
-PASSES_AS_COMPUTED = "; the rule is wrong in float64, but within the tolerance in its own precision"
 
 
 def check_values(check: Check, point: Point, where: str = "") -> None:
-    """Search for wrong elements at one point.
-
-    The rule evaluated in float64, where that can be done, must agree with slopes to float64's
-    tolerance; the gradient as it was computed must then agree with the rule's to its own. Else
-    the gradient as it was computed is judged by slopes.
-    """
+    """Search for wrong elements at one point."""
     log, first = check.log, not where
     mode = check.options.mode if first else _mode_elsewhere(check, point)
     found = found_at(check, point, mode, rows=1 if mode == "auto" else 2)
     failures, notes = told(check.subject, point, found, where)
     if first:
-        judge = check.judge(point)
+        judge = check.judge_of_arithmetic(point)
         failures += check_ties(check.subject, judge, check.vjp, found, check.options.seed)
         log.count(point, found)
     if not first:
@@ -47,44 +38,19 @@ def _mode_elsewhere(check: Check, point: Point) -> str:
 
 
 def found_at(check: Check, point: Point, mode: str, rows: int) -> list[Finding]:
-    """What is wrong at one point: of the rule in float64, and of the gradient as computed."""
-    judge, of_rule = check.judge(point), []
-    if point.rule is None:
-        found = search(judge, mode, rows)
-    else:
-        strict = check.judge_of_rule(point)
-        allowance = functools.cache(lambda: check.moved_by_constants(point))
-        of_rule = search(strict, mode, rows, allowance)
-        of_rule = _excused_search(check, strict, _faithful(of_rule, judge))
-        found = search(judge, "reference", without=wrong_leaves(of_rule))
-    return _told_once(of_rule, _excused_search(check, judge, found))
+    """What is wrong at one point: is the formula right, and then is its arithmetic?
 
-
-def _faithful(found: list[Finding], judge: Judge) -> list[Finding]:
-    """Leave out leaves whose gradient is right as computed though wrong by far in float64.
-
-    The rule does something there that widening changes.
+    The rule evaluated in float64 must agree with slopes to float64's tolerance; the gradient as it
+    was computed must then agree with that rule to its own. Where the rule cannot run in float64,
+    slopes judge the gradient as it was computed.
     """
-    rule = judge.reference
-    if rule is None or not wrong_leaves(found):
-        return found
-    findings = []
-    for finding in found:
-        if finding.is_wrong:
-            verdict = finding.verdict.part(np.flatnonzero(finding.verdict.kind == WRONG))
-            indices = finding.indices[finding.verdict.kind == WRONG]
-            apart = np.abs(rule[:, indices] - verdict.analytic)
-            row = np.argmin(apart, axis=0), np.arange(len(indices))
-            parts = rule[:, indices], judge.gradient[:, indices]
-            allowed = judge.allowed_at(indices).slack(*parts)[row]
-            own = np.abs(parts[1][row] - verdict.numeric) <= allowed
-            passes = bool((own & ~verdict.kink).all())
-            far = np.abs(verdict.analytic - verdict.numeric) > FAR_IN_FLOAT64 * allowed
-            if passes and far.all():
-                continue
-            finding = finding._replace(passes=passes)
-        findings.append(finding)
-    return findings
+    of_arithmetic = check.judge_of_arithmetic(point)
+    if point.exact is None:
+        return _excused_search(check, of_arithmetic, search(of_arithmetic, mode, rows))
+    of_formula = check.judge_of_formula(point)
+    formula = _excused_search(check, of_formula, search(of_formula, mode, rows))
+    found = search(of_arithmetic, "reference", without=wrong_leaves(formula))
+    return _told_once(formula, _excused_search(check, of_arithmetic, found))
 
 
 def _excused_search(check: Check, judge: Judge, found: list[Finding]) -> list[Finding]:
@@ -120,9 +86,7 @@ def _finding_failure(
     wrong = np.flatnonzero(finding.verdict.kind == WRONG)
     verdict, indices = finding.verdict.part(wrong), finding.indices[wrong]
     worst = _worst(verdict, finding.seen[wrong])
-    hint = _finding_hint(subject, point, finding, verdict) or (
-        PASSES_AS_COMPUTED if finding.passes else ""
-    )
+    hint = _finding_hint(subject, point, finding, verdict)
     return Failure(
         check=check,
         where=subject.element(int(indices[worst])),

@@ -10,8 +10,6 @@ import numpy as np
 
 from clipgrad._check.differences import Slopes
 from clipgrad._check.tolerances import (
-    CERTAIN,
-    FAR_OFF,
     GROWTH,
     JUMP,
     KINK_GAP,
@@ -94,18 +92,6 @@ def judge_two(slopes: Slopes, ratio: float, allowed: Allowed, as_they_are: bool)
     columns = (kind, numeric, analytic, error, slopes.ahead[:, 1], slopes.behind[:, 1])
     picked = [np.take_along_axis(column, worst, 1)[:, 0] for column in columns]
     return Verdict(*picked, kink=np.zeros(len(coarse), bool))
-
-
-def is_certain(verdict: Verdict) -> np.ndarray:
-    """Which rows two steps show to be wrong by far: no kink and no noise is that large.
-
-    Both one-sided slopes are the extrapolated one, to a small part of what the row is off.
-    """
-    off = np.abs(verdict.numeric - verdict.analytic)
-    sides = np.stack([verdict.ahead, verdict.behind])
-    apart = np.abs(sides - verdict.numeric).max(axis=0) + verdict.error
-    size = np.fmax(np.abs(verdict.numeric), np.abs(verdict.analytic))
-    return (verdict.kind == WRONG) & (apart <= CERTAIN * off) & (off >= FAR_OFF * size)
 
 
 def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed) -> Verdict:

@@ -58,4 +58,5 @@ from clipgrad._jaxpr.trace import Traced as Traced
 from clipgrad._jaxpr.trace import trace as trace
 from clipgrad._jaxpr.widen import FOREIGN_PROGRAMS as FOREIGN_PROGRAMS
 from clipgrad._jaxpr.widen import OWN_TYPES as OWN_TYPES
+from clipgrad._jaxpr.widen import PRODUCTS as PRODUCTS
 from clipgrad._jaxpr.widen import Widen as Widen

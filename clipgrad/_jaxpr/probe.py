@@ -110,7 +110,8 @@ class Probe(Hook):
         """The probes for a program of an equation, at this step or on this device."""
         place = Place(equation, self.parent)
         probes = step if isinstance(step, dict) else self._inside(equation)
-        return Probe(probes, self.summary, self.base, self.cured, place)
+        base = self.base.inside(equation, step)
+        return Probe(probes, self.summary, base, self.cured, place)
 
     def _inside(self, equation: JaxprEqn) -> dict[Site, Any]:
         key = Place(equation, self.parent).key

@@ -1,5 +1,6 @@
 """Evaluating a program in a wider floating type."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,34 +12,35 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 from clipgrad._jaxpr.evaluate import Hook, bind, is_entered, retrace
-from clipgrad._jaxpr.programs import map_programs, opened
+from clipgrad._jaxpr.programs import CUSTOM_RULES, PRINTS, map_programs, opened
 
 # What looks at the bits of its numbers, or may be there for some types alone: it is bound in the
 # types of the program, and its results are widened.
-OWN_TYPES = frozenset("bitcast_convert_type nextafter random_gamma rng_uniform".split())
+OWN_TYPES = frozenset("bitcast_convert_type nextafter rng_uniform".split())
 FOREIGN_PROGRAMS = frozenset(
-    "pure_callback io_callback debug_callback pallas_call custom_call ffi_call "
+    "pure_callback io_callback pallas_call custom_call ffi_call "
     "custom_partitioning run_state xla_pmap".split()
 )
 _DTYPES = ("new_dtype", "preferred_element_type", "dtype", "out_dtype")
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 class Widen(Hook):
     """Has every floating type that is narrower than ``dtype`` replaced by it.
 
-    Custom rules are entered, so that its derivative is that of plain AD. In float64 products have
-    the precision of the type. Foreign programs and what looks at bits stay in their own types.
+    Custom rules are entered, so that its derivative is that of plain AD; what the program of a rule
+    stops is nothing to JAX, and is not stopped. In float64 products have the precision of the type.
+    Foreign programs and what looks at bits stay in their own types; nothing is printed.
 
     Args:
       dtype: float32 or float64; complex numbers become those of two such numbers.
-      stop: what `stop_gradient` becomes.
+      stop: what `stop_gradient` becomes, and the parameter at which a sample is drawn.
     """
 
     flatten = True
 
     def __init__(self, dtype: Any, stop: Callable[[Any], Any] = lax.stop_gradient):
-        self.dtype, self.stop = jnp.dtype(dtype), stop
+        self.dtype, self.stop, self._base = jnp.dtype(dtype), stop, stop
 
     def wide_dtype(self, dtype: Any) -> Any:
         """The type that takes the place of another."""
@@ -58,6 +60,15 @@ class Widen(Hook):
             return value
         return value.astype(wide) if isinstance(value, Tracer) else np.asarray(value).astype(wide)
 
+    def inside(self, equation: JaxprEqn, step: Any) -> "Widen":
+        """The hook for the program of a custom rule stops nothing."""
+        del step
+        if equation.primitive.name not in CUSTOM_RULES:
+            return self
+        freely = copy.copy(self)
+        freely.stop = lambda x: x
+        return freely
+
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results in the wide type; None where the equation is entered."""
         name = equation.primitive.name
@@ -65,6 +76,10 @@ class Widen(Hook):
             return [self.stop(inputs[0])]
         if name == "reduce_precision":
             return inputs
+        if name in PRINTS:
+            return []
+        if name == "random_gamma":
+            return [self._sample(equation, inputs)]
         if name in OWN_TYPES | FOREIGN_PROGRAMS:
             return self._as_they_are(equation, inputs)
         return None if is_entered(equation, self) else self._bound(equation, inputs)
@@ -74,13 +89,27 @@ class Widen(Hook):
         narrow = [jnp.asarray(x, _dtype(v)) if _is_float(_dtype(v)) else x for v, x in pairs]
         return [self.constant(x, None) for x in bind(equation, narrow)]
 
+    def _sample(self, equation: JaxprEqn, inputs: list) -> Any:
+        """A sample of a gamma distribution, with the implicit derivative that JAX defines.
+
+        It is linear in its parameter: for a fixed key it is no smooth function of it.
+        """
+        key, parameter = inputs
+        at = self._base(parameter)
+        (sample,) = self._as_they_are(equation, [key, at])
+        value = lax.exp(sample) if equation.params["log_space"] else sample
+        least = jnp.finfo(value.dtype).tiny
+        slope = lax.random_gamma_grad(at, jnp.maximum(value, least))  # pyright: ignore[reportCallIssue]
+        slope = slope / value if equation.params["log_space"] else slope
+        return sample + slope * (parameter - at)
+
     def _bound(self, equation: JaxprEqn, inputs: list) -> list:
         params = equation.params
         dtypes = {k for k, v in params.items() if isinstance(v, np.dtype) or k in _DTYPES}
         changed: dict[str, Any] = {
             name: self.wide_dtype(params[name]) for name in dtypes if _is_float(params[name])
         }
-        if equation.primitive.name in _PRODUCTS and self.dtype == jnp.float64:
+        if equation.primitive.name in PRODUCTS and self.dtype == jnp.float64:
             changed["precision"] = None
         return bind(equation, inputs, **changed, **map_programs(equation, self._widened))
 
