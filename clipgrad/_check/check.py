@@ -16,11 +16,9 @@ from clipgrad._check.differences import Differences
 from clipgrad._check.evaluation import Chaotic, choose, reason
 from clipgrad._check.gradients import (
     VJP,
-    Differentiate,
     Gradient,
-    differentiator,
+    differentiated,
     has_rules,
-    stops_matter,
     stripped,
     traced_vjp,
 )
@@ -28,11 +26,9 @@ from clipgrad._check.options import Options
 from clipgrad._check.points import (
     Point,
     cotangents,
-    element_scales,
     make_point,
     moved_apart,
     nearby,
-    random_direction,
 )
 from clipgrad._check.programs import found_by_loops, quick_jit
 from clipgrad._check.report import Failure
@@ -46,6 +42,7 @@ from clipgrad._check.tolerances import (
     SLIGHT,
     SOLVED,
     STATIONARY,
+    STOPPED,
     Excuse,
     Tolerance,
     make_tolerance,
@@ -57,10 +54,7 @@ from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, WRONG
 from clipgrad._check.widening import Widened
 from clipgrad._errors import first_line
 
-UNSTEADY = (
-    "a second trace, or jax.vmap, gives other operations (does the function look at tracers, or "
-    "keep a state?)"
-)
+STOPS = "values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"
 # Parts of a full move to a further point, tried until the function is finite there.
 REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
 
@@ -115,7 +109,6 @@ class Check:
       options: how to check.
       log: what has been found so far.
       covectors: random dense cotangents as real vectors, one row each.
-      differentiate: gives the VJP at a point, as a user's program would have it.
       vjp: the VJP at the given point.
       gradient: the gradients there, one row for each cotangent.
       differences: measures slopes.
@@ -129,7 +122,6 @@ class Check:
     options: Options
     log: Log
     covectors: np.ndarray
-    differentiate: Differentiate
     vjp: VJP
     gradient: np.ndarray
     differences: Differences
@@ -159,7 +151,7 @@ class Check:
         for reach in REACHES:
             xs = nearby(self.subject, seed, reach)
             self.log.evaluations += 1
-            vjp = self.differentiate(xs)
+            vjp = differentiated(self.subject, xs)
             if all(np.isfinite(widened_leaf(y)).all() for y in vjp.outputs):
                 return xs, vjp.rows(self.covectors)
         return None
@@ -243,8 +235,8 @@ class Check:
         try:
             exact = self.plain(xs, rows)
             error = np.abs(self.plain.in_own_types(xs, rows) - exact)
-            if self.rule is self.plain:  # its gradient is plain AD, compiled or not
-                error = np.fmax(error, np.abs(self.differentiate(xs).rows(rows) - exact))
+            if self.rule is self.plain:  # its gradient is plain AD
+                error = np.fmax(error, np.abs(differentiated(self.subject, xs).rows(rows) - exact))
         except Exception:
             return None
         return error, exact
@@ -304,8 +296,7 @@ def are_on_cpu(leaves: Sequence[jax.Array]) -> bool:
 def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
     """Check what must hold before numbers mean anything; None if it does not."""
     covectors = cotangents(subject, options.seed)
-    differentiate = differentiator(subject)
-    vjp = _differentiated(subject, differentiate, covectors, log)
+    vjp = _differentiated(subject, covectors, log)
     if vjp is None:
         return None
     gradient = vjp.rows(covectors)
@@ -314,13 +305,14 @@ def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
     if evaluated is None:
         return None
     differences, wide = evaluated
-    log.notes += [] if differentiate.steady else [UNSTEADY]
     log.precision = differences.evaluation.label
     tolerance = _tolerance(subject, differences, wide, log)
     plain, rule, tolerance = exact_gradients(subject, wide, tolerance, log)
-    log.notes += _stops(subject, wide, options.seed)
-    measured = (differences, tolerance, plain, rule, wide is not None and wide.stops)
-    return Check(subject, options, log, covectors, differentiate, vjp, gradient, *measured)
+    stops = wide is not None and wide.stops
+    if stops and plain is not None and _stops_matter(subject, plain, covectors[:1]):
+        log.notes.append(STOPS)
+    measured = differences, tolerance, plain, rule, stops
+    return Check(subject, options, log, covectors, vjp, gradient, *measured)
 
 
 def exact_gradients(
@@ -354,7 +346,7 @@ def exact_gradients(
     return plain, rule, _of_solvers(subject, backward, tolerance, log)
 
 
-def _differentiated(subject: CheckSubject, differentiate, covectors, log: Log) -> VJP | None:
+def _differentiated(subject: CheckSubject, covectors, log: Log) -> VJP | None:
     again = subject.fun(subject.inputs)
     log.evaluations += 3
     if not _same_bits(subject.outputs, again):
@@ -363,8 +355,8 @@ def _differentiated(subject: CheckSubject, differentiate, covectors, log: Log) -
         return None
     failures = contract.finite_values(subject)
     try:
-        vjp = differentiate(subject.inputs)
-        first = vjp.pull(cotangent_leaves(covectors[0], subject.outputs))
+        vjp = differentiated(subject, subject.inputs)
+        first = vjp.pull(cotangent_leaves(covectors[0], subject.outputs))[0]
         failures += contract.primal(subject, vjp.outputs, "differentiated")
         failures += contract.same_types(subject, first)
         failures += contract.integers(subject, covectors[0])
@@ -446,13 +438,18 @@ def _tolerance(subject: CheckSubject, differences, widened, log: Log) -> Toleran
     return tolerance.of_slopes_in(differences.evaluation.dtype)
 
 
-def _stops(subject: CheckSubject, widened: Widened | None, seed: int) -> list[str]:
-    direction = random_direction(subject, seed, 0)
-    if widened is None or not stops_matter(
-        widened, subject, direction * element_scales(subject.inputs)
-    ):
-        return []
-    return ["values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"]
+def _stops_matter(subject: CheckSubject, plain: Gradient, covectors: np.ndarray) -> bool:
+    """Whether the gradient would be another, were it not for `stop_gradient`.
+
+    The maximum that a softmax subtracts is behind one, and does not matter.
+    """
+    freely = stripped(subject.program, stop=lambda x: x)
+    try:
+        free = Gradient(traced_vjp(freely, subject), subject.outputs)(subject.inputs, covectors)
+        exact = plain(subject.inputs, covectors)
+    except Exception:
+        return True
+    return bool(np.abs(free - exact).max() > STOPPED * np.abs(exact).max())
 
 
 def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log: Log) -> Tolerance:

@@ -10,7 +10,7 @@ import numpy as np
 from clipgrad._check.behavior import check_behavior
 from clipgrad._check.check import Check, Log, prepare
 from clipgrad._check.devices import find_devices, moved
-from clipgrad._check.gradients import differentiator
+from clipgrad._check.gradients import differentiated
 from clipgrad._check.options import Options, require_mapping, with_hints
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, verified_share
 from clipgrad._check.second_order import check_second_order
@@ -216,7 +216,7 @@ def _check_device(check: Check, subject_on: Callable, kind: str, device: Any) ->
     """The gradient computed on another device is the one found on the first."""
     with jax.default_device(device):
         subject = subject_on(device)
-        gradient = differentiator(subject)(subject.inputs).rows(check.covectors)
+        gradient = differentiated(subject, subject.inputs).rows(check.covectors)
     check.log.devices.append(kind)
     check.log.evaluations += 2
     text = f"the gradient on {kind}, compared with the one on {check.log.devices[0]}"

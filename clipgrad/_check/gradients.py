@@ -5,87 +5,40 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive, primitives
+from jax import lax
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._check.contract import primal
 from clipgrad._check.differences import on_cpu
-from clipgrad._check.programs import is_steady, kept_by_key, low_jit, quick_jit
+from clipgrad._check.programs import kept_by_key, low_jit
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import STOPPED
 from clipgrad._check.vectors import (
     cotangent_leaves,
-    from_rows,
     gradient_vector,
-    to_numpy,
     wide_dtype,
     widened_leaf,
 )
-from clipgrad._check.widening import Strip, Widened, widened_program
-
-OWN = frozenset(p for p in vars(primitives).values() if isinstance(p, Primitive))
-FOREIGN = ("custom_", *sorted(_jaxpr.FOREIGN_PROGRAMS))
+from clipgrad._check.widening import Strip, widened_program
 
 
 class VJP(NamedTuple):
     """The result of `jax.vjp` at one point: the outputs, and the map from cotangents."""
 
     outputs: list[jax.Array]
-    pull: Callable[[Sequence], list]
+    pull: Callable[[Sequence], tuple]
     like: Sequence[jax.Array]
 
     def __call__(self, covector: np.ndarray) -> np.ndarray:
         """The real gradient for a real cotangent vector."""
-        return gradient_vector(self.pull(cotangent_leaves(covector, self.like)))
+        return gradient_vector(self.pull(cotangent_leaves(covector, self.like))[0])
 
     def rows(self, covectors: np.ndarray) -> np.ndarray:
         """The gradients for several cotangents, shape (cotangents, inputs)."""
         return np.stack([self(covector) for covector in covectors])
 
 
-class Differentiate(NamedTuple):
-    """Differentiates a function at a point, `compiled` as one program or eagerly.
-
-    `steady` is False if the function has no custom rule, but other operations in other contexts.
-    """
-
-    call: Callable[[Sequence[jax.Array]], VJP]
-    compiled: bool
-    steady: bool = True
-
-    def __call__(self, xs: Sequence[jax.Array]) -> VJP:
-        """`jax.vjp` at a point."""
-        return self.call(xs)
-
-
-def differentiator(subject: CheckSubject) -> Differentiate:
-    """How to differentiate the function at a point.
-
-    It is differentiated eagerly, as in a user's program, if it has rules of its own or does not do
-    the same in every context. JAX's own operations are compiled as one program, unless the
-    compiler simplifies their rounding away.
-    """
-    eager = Differentiate(lambda xs: eagerly(subject, xs), compiled=False)
-    if not is_plain_subject(subject):
-        return eager
-    if not is_steady(subject.fun, subject.program, subject.inputs):
-        return eager._replace(steady=False)
-    compiled = Differentiate(_compiled_vjp(subject), compiled=True)
-    try:
-        same = not primal(subject, compiled(subject.inputs).outputs, "compiled")
-    except Exception:
-        same = False
-    return compiled if same else eager
-
-
-def is_plain_subject(subject: CheckSubject) -> bool:
-    """Whether the function is made of JAX's own operations alone, with no custom rule."""
-    if subject.program is None:
-        return False
-    return all(
-        equation.primitive in OWN and not equation.primitive.name.startswith(FOREIGN)
-        for equation in _jaxpr.equations(subject.program)
-    )
+def differentiated(subject: CheckSubject, xs: Sequence[jax.Array]) -> VJP:
+    """`jax.vjp` at a point, outside of `jax.jit` as in a user's program."""
+    return VJP(*jax.vjp(subject.fun, list(xs)), subject.outputs)
 
 
 def has_rules(subject: CheckSubject) -> bool:
@@ -94,27 +47,6 @@ def has_rules(subject: CheckSubject) -> bool:
         return True
     names = {equation.primitive.name for equation in _jaxpr.equations(subject.program)}
     return bool(names & (_jaxpr.CUSTOM_RULES | _jaxpr.FOREIGN_PROGRAMS))
-
-
-def eagerly(subject: CheckSubject, xs: Sequence[jax.Array], pulled: Callable | None = None) -> VJP:
-    """`jax.vjp` outside of `jax.jit`; `pulled(pull, cotangents)` calls the pull-back."""
-    outputs, pull = jax.vjp(subject.fun, list(xs))
-    pulled = pulled or (lambda pull, cotangents: pull(cotangents))
-    return VJP(outputs, lambda cts: pulled(pull, list(cts))[0], subject.outputs)
-
-
-def _compiled_vjp(subject: CheckSubject) -> Callable[[Sequence[jax.Array]], VJP]:
-    @quick_jit
-    def program(xs, cotangents):
-        outputs, pull = jax.vjp(subject.fun, xs)
-        return outputs, pull(cotangents)[0]
-
-    def differentiate(xs):
-        xs = list(xs)
-        outputs, _ = program(xs, subject.outputs)
-        return VJP(outputs, lambda cts: program(xs, list(cts))[1], subject.outputs)
-
-    return differentiate
 
 
 class Gradient:
@@ -168,34 +100,11 @@ def traced_vjp(fun: Callable, subject: CheckSubject) -> Any:
     return jax.make_jaxpr(pulled)(subject.inputs, cotangents)
 
 
-def stripped(program: Any) -> Callable[[list], list]:
+def stripped(program: Any, stop: Callable = lax.stop_gradient) -> Callable[[list], list]:
     """The function of a program, with what custom rules compute in their place.
 
     Its derivative, plain AD, is exact for every element at the price of one backward pass, and
     nominates suspects. It is never the last word: it shares JAX's rules, and has subgradients of
     its own at kinks.
     """
-    return lambda xs: _jaxpr.evaluate(program, xs, Strip())
-
-
-def stops_matter(widened: Widened, subject: CheckSubject, direction: np.ndarray) -> bool:
-    """Whether the slope along a direction would be another, were it not for `stop_gradient`.
-
-    The maximum that a softmax subtracts is behind one, and does not matter.
-    """
-    if not widened.stops:
-        return False
-
-    def run(constants, xs, tangents):
-        both = (widened.call, widened.freely)
-        calls = [lambda xs, call=call: call(constants, xs) for call in both]
-        return [jax.jvp(call, (xs,), (tangents,)) for call in calls]
-
-    with jax.enable_x64(True), on_cpu():
-        xs = [np.asarray(widened_leaf(x)) for x in subject.inputs]
-        compiled = kept_by_key(("stops", widened.text), lambda: low_jit(run))
-        found = compiled(_jaxpr.opened(subject.program)[1], xs, from_rows(direction, xs))
-    (values, stopped), (_, free) = found
-    values, stopped, free = (to_numpy(leaves) for leaves in (values, stopped, free))
-    size = np.abs(values).max() + np.abs(stopped).max()
-    return bool(np.abs(stopped - free).max() > STOPPED * size)
+    return lambda xs: _jaxpr.evaluate(program, xs, Strip(stop))

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 
 import clipgrad._jaxpr as _jaxpr
 
@@ -126,40 +126,6 @@ def _known(options: dict[str, Any]) -> bool:
     return True
 
 
-def is_steady(fun: Callable, program: Any, inputs: list) -> bool:
-    """Whether tracing a function again, and under `jax.vmap`, gives the operations of `program`.
-
-    It does not if the function looks at what it is called with (`isinstance(x, Tracer)`), keeps
-    count or draws numbers outside of JAX.
-    """
-    first = jaxpr_as_fun(program)
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
-    batches = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in inputs]
-
-    def seen_first(xs):
-        return first(*xs)
-
-    return _seen(lambda xs: fun(xs), shapes) == _seen(seen_first, shapes) and (
-        _seen(jax.vmap(fun), batches) == _seen(jax.vmap(seen_first), batches)
-    )
-
-
-def _seen(fun: Callable, shapes: list) -> Any:
-    """The operations of a function with their literals, or the kind of its error."""
-    try:
-        program = jax.make_jaxpr(fun)(shapes)
-    except Exception as error:
-        return type(error).__name__
-    return [
-        (
-            equation.primitive.name,
-            [getattr(variable.aval, "shape", None) for variable in equation.outvars],
-            [_rounded(atom.val) for atom in equation.invars if isinstance(atom, Literal)],
-        )
-        for equation in _jaxpr.equations(program)
-    ]
-
-
 def found_by_loops(program: Any) -> list[bool]:
     """Which results depend on a loop that stops when its numbers are near enough."""
     jaxpr = _jaxpr.opened(program)[0]
@@ -187,9 +153,3 @@ def _stops_by_its_numbers(equation: Any) -> bool:
     compared = _jaxpr.equations(equation.params["cond_jaxpr"])
     avals: list[Any] = [atom.aval for inner in compared for atom in inner.invars]
     return any(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
-
-
-def _rounded(value: Any) -> Any:
-    """A literal as a number that does not depend on how it is written."""
-    value = np.asarray(value)
-    return str(value.astype(np.float32) if value.dtype.kind == "f" else value)

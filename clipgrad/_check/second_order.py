@@ -7,7 +7,7 @@ import jax
 from clipgrad._check.check import Check, exact_gradients
 from clipgrad._check.differences import Differences
 from clipgrad._check.evaluation import choose, evaluation_in_float64
-from clipgrad._check.gradients import differentiator, stripped
+from clipgrad._check.gradients import differentiated, stripped
 from clipgrad._check.points import cotangents
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject, traced
@@ -51,8 +51,7 @@ def _of_the_vjp(check: Check) -> Check:
     """
     subject = _vjp(check)
     covectors = cotangents(subject, check.options.seed)
-    differentiate = differentiator(subject)
-    vjp = differentiate(subject.inputs)
+    vjp = differentiated(subject, subject.inputs)
     differences, wide = _evaluated(subject, covectors, check)
     inner = set() if wide is None else wide.narrow
     own = check.options.tolerance
@@ -63,7 +62,6 @@ def _of_the_vjp(check: Check) -> Check:
         check,
         subject=subject,
         covectors=covectors,
-        differentiate=differentiate,
         vjp=vjp,
         gradient=vjp.rows(covectors),
         differences=differences,

@@ -51,10 +51,6 @@ class Widened:
         """The outputs in float64, custom rules stripped: to be differentiated, it is plain AD."""
         return self._run(constants, xs, _jaxpr.Widen(jnp.float64))
 
-    def freely(self, constants: Sequence, xs: list) -> list:
-        """The outputs in float64, `stop_gradient` ignored."""
-        return self._run(constants, xs, _jaxpr.Widen(jnp.float64, lambda x: x))
-
     def held(self, constants: Sequence, xs: list) -> list:
         """The same under `jax.vmap(axis_name=AXIS)`, `stop_gradient` held at row 0.
 
@@ -81,8 +77,8 @@ def widened_program(program: Any) -> Widened:
 class Strip(_jaxpr.Widen):
     """Leaves every type as it is, and has custom rules replaced by what they compute."""
 
-    def __init__(self):
-        super().__init__(jnp.float64)
+    def __init__(self, stop: Callable[[Any], Any] = lax.stop_gradient):
+        super().__init__(jnp.float64, stop)
 
     def wide_dtype(self, dtype):
         """The type itself."""
