@@ -7,9 +7,9 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 
-from clipgrad._check import programs
+from clipgrad._jaxpr import compiled as programs
 from clipgrad._check.gradients import differentiator, is_plain_subject
-from clipgrad._check.programs import low_optimization, quick_jit
+from clipgrad._jaxpr.compiled import low_optimization, quick_jit
 from clipgrad._check.subject import make_subject
 from clipgrad._check.widening import AXIS, Unsupported, Widened
 from tests.check_zoo import custom

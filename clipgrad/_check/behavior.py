@@ -11,7 +11,6 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.check import Check, are_on_cpu, distance
 from clipgrad._check.gradients import differentiated, has_rules
 from clipgrad._check.points import element_scales, masked_rows, random_direction
-from clipgrad._check.programs import quick_jit
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import FORWARD
@@ -190,7 +189,7 @@ def vmap(check: Check) -> list[Failure]:
 def _attempt_gradient(gradient: Callable, forward: Callable, subject: CheckSubject, inputs) -> Any:
     """Compile and run; if that fails, the gradient is to blame unless the function fails too."""
     try:
-        return quick_jit(gradient)(*inputs)
+        return _jaxpr.quick_jit(gradient)(*inputs)
     except Exception as error:
         message = first_line(error)
     if not has_rules(subject):
@@ -213,7 +212,7 @@ def forward(check: Check) -> list[Failure]:
         return jax.vmap(lambda v: jax.jvp(subject.fun, (xs,), (v,))[1])(vs)
 
     try:
-        several = quick_jit(push)(subject.inputs, tangents)
+        several = _jaxpr.quick_jit(push)(subject.inputs, tangents)
     except Exception as error:
         raise NotRun(_why_no_forward(error)) from error
     failures = [

@@ -30,7 +30,6 @@ from clipgrad._check.points import (
     moved_apart,
     nearby,
 )
-from clipgrad._check.programs import found_by_loops, quick_jit
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
@@ -403,7 +402,9 @@ def _chosen_evaluation(subject: CheckSubject, covectors, options: Options, log: 
         log.notes = [str(reason)]
         return None
     except ValueError:
-        compiled = contract.primal(subject, quick_jit(subject.fun)(subject.inputs), "compiled")
+        compiled = contract.primal(
+            subject, _jaxpr.quick_jit(subject.fun)(subject.inputs), "compiled"
+        )
         log.fail([failure._replace(check="jit") for failure in compiled])
         if not log.failures:
             raise
@@ -456,7 +457,7 @@ def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log:
     """The tolerance, that of solvers for the leaves whose gradients they find."""
     if backward is None or log.options.tolerance is not None:
         return tolerance
-    solved = np.asarray(found_by_loops(backward))
+    solved = np.asarray(_jaxpr.found_by_loops(backward))
     names = ", ".join(name for name, flag in zip(subject.names, solved, strict=True) if flag)
     if names:
         text = f"{names}: found by a loop that stops when it is near enough, and judged to"

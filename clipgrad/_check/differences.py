@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipgrad._check.programs import kept_by_key, low_jit, quick_jit
+import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.tolerances import NOISE, length_along
 from clipgrad._check.vectors import from_rows, split, to_numpy, to_vector, wide_dtype
 from clipgrad._check.widening import AXIS
@@ -254,9 +254,9 @@ def _looped(evaluation: Evaluation, batch: int, outputs: int, fast_compile: bool
     if not fast_compile:
         return jax.jit(loop)
     if evaluation.key is None:
-        return quick_jit(loop)
+        return _jaxpr.quick_jit(loop)
     key = ("differences", evaluation.key, batch, outputs)
-    return kept_by_key(key, lambda: low_jit(loop))
+    return _jaxpr.kept_by_key(key, lambda: _jaxpr.low_jit(loop))
 
 
 def _moved_outputs(evaluation: Evaluation, constants, base, shift, signs):

@@ -9,7 +9,6 @@ from jax import lax
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.differences import on_cpu
-from clipgrad._check.programs import kept_by_key, low_jit
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.vectors import (
     cotangent_leaves,
@@ -46,7 +45,7 @@ def has_rules(subject: CheckSubject) -> bool:
     if subject.program is None:
         return True
     names = {equation.primitive.name for equation in _jaxpr.equations(subject.program)}
-    return bool(names & (_jaxpr.CUSTOM_RULES | _jaxpr.FOREIGN_PROGRAMS))
+    return bool(names & _jaxpr.FOREIGN_PROGRAMS) or any(n.startswith("custom_") for n in names)
 
 
 class Gradient:
@@ -84,7 +83,7 @@ class Gradient:
         return np.stack([gradient_vector(row) for row in rows])
 
     def _wide(self, name: Any, call: Callable, xs, covectors) -> np.ndarray:
-        run = kept_by_key((name, self.widened.text), lambda: low_jit(call))
+        run = _jaxpr.kept_by_key((name, self.widened.text), lambda: _jaxpr.low_jit(call))
         constants = _jaxpr.opened(self.program)[1]
         with jax.enable_x64(True), on_cpu():
             leaves = [np.asarray(widened_leaf(x)) for x in xs]

@@ -211,13 +211,6 @@ def of_value(values: np.ndarray, phase: float) -> np.ndarray:
     return np.sin(phase + np.log(np.where(size > 0, size, 1.0)))
 
 
-def tied_direction(xs: Sequence[jax.Array], seed: int) -> np.ndarray:
-    """A direction along which equal elements stay equal and zeros zeros, over all leaves."""
-    phase = generator(seed, "tied").uniform(0, 2 * np.pi)
-    parts = [widened_leaf(leaf) * (1 + 0.5 * of_value(widened_leaf(leaf), phase)) for leaf in xs]
-    return to_numpy(parts)
-
-
 def symmetric_leaves(subject: CheckSubject, xs: Sequence[jax.Array]) -> list[tuple[int, Range]]:
     """The leaves of symmetric or Hermitian matrices, whose elements are not all the same."""
     found = []

@@ -5,8 +5,8 @@ import numpy as np
 from clipgrad._check.check import Check
 from clipgrad._check.points import Point
 from clipgrad._check.report import Failure
-from clipgrad._check.search import Finding, Judge, search, wrong_leaves
-from clipgrad._check.structure import check_ties, excuse_symmetric, excuse_tied
+from clipgrad._check.search import Finding, search, wrong_leaves
+from clipgrad._check.structure import check_ties, excuse_structure
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.verdicts import KINDS, WRONG
 
@@ -44,29 +44,15 @@ def found_at(check: Check, point: Point, mode: str, rows: int) -> list[Finding]:
     was computed must then agree with that rule to its own. Where the rule cannot run in float64,
     slopes judge the gradient as it was computed.
     """
-    of_arithmetic = check.judge_of_arithmetic(point)
-    if point.exact is None:
-        return _excused_search(check, of_arithmetic, search(of_arithmetic, mode, rows))
-    of_formula = check.judge_of_formula(point)
-    formula = _excused_search(check, of_formula, search(of_formula, mode, rows))
-    found = search(of_arithmetic, "reference", without=wrong_leaves(formula))
-    return _told_once(formula, _excused_search(check, of_arithmetic, found))
-
-
-def _excused_search(check: Check, judge: Judge, found: list[Finding]) -> list[Finding]:
-    found = excuse_symmetric(check.subject, judge, found, check.options.seed)
-    return excuse_tied(check.subject, judge, found, check.options.seed)
-
-
-def _told_once(of_rule: list[Finding], found: list[Finding]) -> list[Finding]:
-    """The findings on the rule, and those on the gradient as computed that add something."""
-    known = {finding.leaf: set(finding.verdict.kind.tolist()) for finding in of_rule}
-
-    def is_new(finding: Finding) -> bool:
-        kinds = set(finding.verdict.kind.tolist())
-        return not kinds <= known.get(finding.leaf, set())
-
-    return of_rule + [finding for finding in found if is_new(finding)]
+    of_arithmetic, seed = check.judge_of_arithmetic(point), check.options.seed
+    known = point.exact is not None
+    judge = check.judge_of_formula(point) if known else of_arithmetic
+    found = excuse_structure(check.subject, judge, search(judge, mode, rows), seed)
+    if not known:
+        return found
+    more = search(of_arithmetic, "reference", without=wrong_leaves(found))
+    kinds = {f.leaf: set(f.verdict.kind.tolist()) for f in found}
+    return found + [f for f in more if not set(f.verdict.kind.tolist()) <= kinds.get(f.leaf, set())]
 
 
 def told(

@@ -11,7 +11,6 @@ from jax.core import Tracer
 from jax.extend.core import Literal, jaxprs_in_params
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._check.programs import kept_by_key, text, with_constants
 
 AXIS = "clipgrad_perturbation"
 
@@ -63,15 +62,15 @@ class Widened:
         return lambda constants, xs: self._run(constants, xs, _Nudge(seed))
 
     def _run(self, constants, xs, hook) -> list:
-        return _jaxpr.evaluate(with_constants(self._program, constants), xs, hook)
+        return _jaxpr.evaluate(_jaxpr.with_constants(self._program, constants), xs, hook)
 
 
 def widened_program(program: Any) -> Widened:
     """The widened program, the same object for the same text."""
     if program is None:
         return Widened(program)
-    key = text(program)
-    return kept_by_key(("widened", key), lambda: Widened(program, key))
+    key = _jaxpr.program_text(program)
+    return _jaxpr.kept_by_key(("widened", key), lambda: Widened(program, key))
 
 
 class Strip(_jaxpr.Widen):

@@ -1,8 +1,8 @@
 """Programs for brief use: compiled with little optimization, and kept for the same program.
 
-A check compiles about ten programs and runs each a few times. What a user's function does may
-have changed since it was last checked, so it is traced anew each time; if its program is the same
-as before, down to the text, so are the programs compiled from it.
+A check of a gradient compiles about ten programs and runs each a few times. What a user's function
+does may have changed since it was last checked, so it is traced anew each time; if its program is
+the same as before, down to the text, so are the programs compiled from it.
 """
 
 import collections
@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr
 
-import clipgrad._jaxpr as _jaxpr
+from clipgrad._jaxpr.evaluate import Hook, evaluate
+from clipgrad._jaxpr.programs import equations, opened
 
-CALLING = _jaxpr.JIT | _jaxpr.REMAT | _jaxpr.CALLS | _jaxpr.CUSTOM_RULES
 KEPT = 200  # programs; about ten for each function checked
 LOW = {"xla_backend_optimization_level": 0}
 OLDER = {"xla_cpu_use_fusion_emitters": False}  # JAX 0.10: the new emitters compile for longer
@@ -40,18 +40,18 @@ def kept_by_key(key: Any, make: Callable[[], Any]) -> Any:
         return found
 
 
-def text(program: Any) -> str:
+def program_text(program: Any) -> str:
     """A program as text, with all that it computes with but the values of its own constants.
 
     The constants that programs inside keep to themselves, as a `jax.jit` does that closes over
     an array, stand for themselves by a digest.
     """
     with np.printoptions(threshold=sys.maxsize):
-        return str(_jaxpr.opened(program)[0]) + "".join(map(_digest, _inner_constants(program)))
+        return str(opened(program)[0]) + "".join(map(_digest, _inner_constants(program)))
 
 
 def _inner_constants(program: Any) -> Iterator[Any]:
-    for equation in _jaxpr.equations(program):
+    for equation in equations(program):
         for inner in jax.tree.leaves(list(equation.params.values())):
             yield from inner.consts if isinstance(inner, ClosedJaxpr) else ()
 
@@ -64,7 +64,7 @@ def _digest(constant: Any) -> str:
 
 def with_constants(program: Any, constants: Any) -> ClosedJaxpr:
     """The program with other constants, which may be traced."""
-    return ClosedJaxpr(_jaxpr.opened(program)[0], list(constants))
+    return ClosedJaxpr(opened(program)[0], list(constants))
 
 
 def quick_jit(fun: Callable) -> Callable:
@@ -94,15 +94,15 @@ def _compiled_program(fun: Callable, structure: Any, leaves: list) -> Callable[[
         return out
 
     program = jax.make_jaxpr(flat)(leaves)
-    constants = _jaxpr.opened(program)[1]
-    jaxpr = _jaxpr.opened(program)[0]  # what is kept holds no constants of this call
-    run = kept_by_key(("quick_jit", text(program)), lambda: _compiled_evaluation(jaxpr))
+    constants = opened(program)[1]
+    jaxpr = opened(program)[0]  # what is kept holds no constants of this call
+    run = kept_by_key(("quick_jit", program_text(program)), lambda: _compiled_evaluation(jaxpr))
     return lambda leaves: found[0].unflatten(run(constants, leaves))
 
 
 def _compiled_evaluation(program: Any) -> Callable:
     def run(constants, leaves):
-        return _jaxpr.evaluate(with_constants(program, constants), leaves, _jaxpr.Hook())
+        return evaluate(with_constants(program, constants), leaves, Hook())
 
     return low_jit(run)
 
@@ -124,32 +124,3 @@ def _known(options: dict[str, Any]) -> bool:
     except Exception:
         return False
     return True
-
-
-def found_by_loops(program: Any) -> list[bool]:
-    """Which results depend on a loop that stops when its numbers are near enough."""
-    jaxpr = _jaxpr.opened(program)[0]
-    return _through_loops(jaxpr, [False] * len(jaxpr.invars))
-
-
-def _through_loops(jaxpr: Any, flags: list[bool]) -> list[bool]:
-    found = {variable for variable, flag in zip(jaxpr.invars, flags, strict=True) if flag}
-    for equation in jaxpr.eqns:
-        known = [not isinstance(atom, Literal) and atom in found for atom in equation.invars]
-        programs = [_jaxpr.opened(inner)[0] for inner in jaxprs_in_params(equation.params)]
-        if len(programs) == 1 and equation.primitive.name in CALLING:
-            flags = _through_loops(programs[0], known)
-        else:
-            inside = (inner for program in programs for inner in _jaxpr.equations(program))
-            stops = any(map(_stops_by_its_numbers, [equation, *inside]))
-            flags = [any(known) or stops] * len(equation.outvars)
-        found |= {variable for variable, flag in zip(equation.outvars, flags, strict=True) if flag}
-    return [not isinstance(atom, Literal) and atom in found for atom in jaxpr.outvars]
-
-
-def _stops_by_its_numbers(equation: Any) -> bool:
-    if equation.primitive.name != "while":
-        return False
-    compared = _jaxpr.equations(equation.params["cond_jaxpr"])
-    avals: list[Any] = [atom.aval for inner in compared for atom in inner.invars]
-    return any(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
