@@ -28,6 +28,8 @@ from clipgrad._errors import first_line
 # Nor has a loop that stops when it is near enough, in absolute terms.
 LARGE, LARGE_HALF, LARGE_SOLVED = 2.0**20, 2.0**4, 2.0
 HALF_EPS = 1e-4
+NOT_LINEAR = "rule is not linear, the pull-back"
+ALONE = 4  # outputs that are differentiated alone
 
 
 class NotRun(Exception):
@@ -71,10 +73,8 @@ def determinism(check: Check) -> list[Failure]:
 def _exactly(check: Check, got, expected, what: str) -> list[Failure]:
     """Compare what must agree to the last bit; devices that are not CPUs add in any order."""
     bad = distance(got, expected) > 0
-    if not bad.any():
-        return []
     failures = check.compare("determinism", got, expected, what)
-    if failures or not are_on_cpu(check.subject.inputs):
+    if failures or not bad.any() or not are_on_cpu(check.subject.inputs):
         return failures
     detail = f"{what}: {int(bad.sum())} of {bad.size} elements are not bit-identical"
     return [Failure("determinism", check.subject.element(int(np.argmax(bad))), detail)]
@@ -82,26 +82,20 @@ def _exactly(check: Check, got, expected, what: str) -> list[Failure]:
 
 def linearity(check: Check) -> list[Failure]:
     """The pull-back maps 0 to 0, multiples to multiples, negative ones too, and sums to sums."""
-    first, ones, gradient = check.covectors[0], np.ones_like(check.covectors[0]), check.gradient[0]
-    zero = check.compare(
-        "linearity", check.vjp(0 * first), 0 * gradient, "the pull-back of a zero cotangent"
-    )
+    first, gradient = check.covectors[0], check.gradient[0]
+    ones, mask = np.ones_like(first), masked_rows(check.subject, check.options.seed)
     large = LARGE_HALF if _has_half_precision(check) else LARGE
     large = LARGE_SOLVED if np.any(check.tolerance.own) else large
+
+    def claim(got, expected, what) -> list[Failure]:
+        return check.compare("linearity", got, expected, f"the {what}")
+
+    zero = claim(check.vjp(0 * first), 0 * gradient, "pull-back of a zero cotangent")
     small, above = _scaled_failures(check, 1 / large), _scaled_failures(check, -large)
-    mask = masked_rows(check.subject, check.options.seed)
-    sums = check.compare(
-        "linearity",
-        check.vjp(first * mask) + check.vjp(first * (1 - mask)),
-        gradient,
-        "the rule is not linear, the pull-backs of masked rows of a cotangent and of the others",
-    )
-    sums += check.compare(
-        "linearity",
-        check.vjp(first + ones),
-        gradient + check.vjp(ones),
-        "the rule is not linear, the pull-back of the sum of a cotangent and a constant one",
-    )
+    halves = check.vjp(first * mask) + check.vjp(first * (1 - mask))
+    sums = claim(halves, gradient, f"{NOT_LINEAR}s of masked rows of a cotangent and of the others")
+    whole, parts = check.vjp(first + ones), gradient + check.vjp(ones)
+    sums += claim(whole, parts, f"{NOT_LINEAR} of the sum of a cotangent and a constant one")
     if above and not (zero or small or sums or _scaled_failures(check, -1.0)):
         above = [above[0]._replace(detail=_above(check, large) + above[0].detail)]
     return (zero + above + small + sums)[:2]
@@ -116,8 +110,8 @@ def _scaled_failures(check: Check, factor: float) -> list[Failure]:
     expected = check.gradient[0]
     scaled = check.vjp(check.covectors[0] * factor) / factor
     scaled = _where_in_range(scaled, expected, factor, _has_half_precision(check))
-    times = f"{'-' * (factor < 0)}2 ** {np.log2(abs(factor)):g}"
-    text = f"the rule is not linear, the pull-back of the cotangent times {times}"
+    text = f"the {NOT_LINEAR} of the cotangent times "
+    text += f"{'-' * (factor < 0)}2 ** {np.log2(abs(factor)):g}"
     return check.compare("linearity", scaled, expected, text)
 
 
@@ -145,21 +139,17 @@ def _where_in_range(scaled, gradient, factor, half) -> np.ndarray:
 def jit(check: Check) -> list[Failure]:
     """The gradient under `jax.jit` is the eager one."""
     subject, u = check.subject, cotangent_leaves(check.covectors[0], check.subject.outputs)
+    pulled = lambda xs, ct: jax.vjp(subject.fun, xs)[1](ct)[0]  # noqa: E731
+    got = _attempt_gradient(pulled, jax.eval_shape, subject, (subject.inputs, u))
     text = "under jax.jit, compared with eager"
-
-    def gradient(xs, ct):
-        return jax.vjp(subject.fun, xs)[1](ct)[0]
-
-    got = _attempt_gradient(gradient, jax.eval_shape, subject, (subject.inputs, u))
     return check.compare("jit", gradient_vector(got), check.gradient[0], text)
 
 
 def vmap(check: Check) -> list[Failure]:
     """Under `jax.vmap`, over points and over cotangents, rows are those found one by one."""
     subject = check.subject
-    pairs = [cotangent_leaves(row, subject.outputs) for row in check.covectors[:2]]
+    pairs = stacked([cotangent_leaves(row, subject.outputs) for row in check.covectors[:2]])
     xs, elsewhere = check.elsewhere(1) or (subject.inputs, check.gradient)
-    points = stacked([subject.inputs, xs])
 
     def gradients(xs, cts, x):
         both = jax.vmap(lambda x, ct: jax.vjp(subject.fun, x)[1](ct)[0])(xs, cts)
@@ -171,16 +161,13 @@ def vmap(check: Check) -> list[Failure]:
     def forward(fun, xs):
         return jax.eval_shape(jax.vmap(fun), stacked([xs, xs]))
 
-    rows, shared = _attempt_gradient(
-        gradients, forward, subject, (points, stacked(pairs), subject.inputs)
-    )
-    expected = [(rows, 0, check.gradient[0]), (rows, 1, elsewhere[1])]
-    if shared is not None:
-        expected.append((shared, 1, check.gradient[1]))
+    inputs = stacked([subject.inputs, xs]), pairs, subject.inputs
+    rows, shared = _attempt_gradient(gradients, forward, subject, inputs)
+    expected = [(rows, 0, check.gradient[0], None), (rows, 1, elsewhere[1], xs)]
+    expected += [] if shared is None else [(shared, 1, check.gradient[1], None)]
     failures = []
-    for place, (leaves, k, other) in enumerate(expected):
+    for leaves, k, other, at in expected:
         row = gradient_vector([np.asarray(leaf)[k] for leaf in leaves])
-        at = xs if place == 1 else None
         text = f"under jax.vmap, row {k} compared with the row alone"
         failures += check.compare("vmap", row, other, text, at)
     return failures[:1]
@@ -207,10 +194,7 @@ def forward(check: Check) -> list[Failure]:
     scale = element_scales(subject.inputs)
     along = np.stack([random_direction(subject, check.options.seed, row) * scale for row in (0, 1)])
     tangents = stacked([leaves_of(row, subject.inputs) for row in along])
-
-    def push(xs, vs):
-        return jax.vmap(lambda v: jax.jvp(subject.fun, (xs,), (v,))[1])(vs)
-
+    push = lambda xs, vs: jax.vmap(lambda v: jax.jvp(subject.fun, (xs,), (v,))[1])(vs)  # noqa: E731
     try:
         several = _jaxpr.quick_jit(push)(subject.inputs, tangents)
     except Exception as error:
@@ -222,23 +206,22 @@ def forward(check: Check) -> list[Failure]:
     ]
     for row in (0, 1):
         tangent = to_numpy([np.asarray(leaf)[row] for leaf in several])
-        failures += _agrees(check, along[row], tangent, "jax.jvp under jax.vmap")
+        failures += _agrees(check, along[row], tangent)
     return failures[:1]
 
 
-def _agrees(check: Check, along, tangent, how: str) -> list[Failure]:
+def _agrees(check: Check, along, tangent) -> list[Failure]:
     pushed, pulled = check.covectors @ tangent, check.gradient @ along
     terms = np.sqrt((check.gradient**2) @ (along**2) + (check.covectors**2) @ (tangent**2))
     slack = FORWARD * check.tolerance.along.max() * (terms + np.abs(pulled))
     off = np.abs(pushed - pulled)
     noise = check.noise(check.subject.inputs) if np.any(off > slack) else None
     slack = slack if noise is None else slack + 2 * noise @ np.abs(along)
-    worst = int(np.argmax(off - slack))
-    if not np.isfinite(pulled).all() or off[worst] <= slack[worst]:
+    k = int(np.argmax(off - slack))
+    if not np.isfinite(pulled).all() or off[k] <= slack[k]:
         return []
-    detail = (
-        f"along a random direction {how} gives {pushed[worst]:.7g}, reverse {pulled[worst]:.7g}"
-    )
+    numbers = f"{pushed[k]:.7g}, reverse {pulled[k]:.7g}"
+    detail = f"along a random direction jax.jvp under jax.vmap gives {numbers}"
     return [Failure("forward", check.subject.names[0], detail)]
 
 
@@ -250,43 +233,35 @@ def _why_no_forward(error: Exception) -> str:
 
 def outputs(check: Check) -> list[Failure]:
     """A cotangent for one output only, the others' zero or left out, gives that one's part."""
-    subject = check.subject
+    subject, first = check.subject, check.covectors[0]
+    places, failures = offsets(subject.outputs), []
     if len(subject.outputs) < 2:
-        return []
-    places = offsets(subject.outputs)
-    total, failures = np.zeros_like(check.gradient[0]), []
+        return failures
+    total = np.zeros_like(check.gradient[0])
     for k, name in enumerate(subject.output_names):
-        single = np.zeros_like(check.covectors[0])
-        single[places[k] : places[k + 1]] = check.covectors[0][places[k] : places[k + 1]]
+        single, where = np.zeros_like(first), slice(places[k], places[k + 1])
+        single[where] = first[where]
         with_zeros = check.vjp(single)
         total = total + with_zeros
-        if k < 4:
-            alone = _one_output(subject, k, single[places[k] : places[k + 1]])
-            text = (
-                f"{name} differentiated alone, compared with zero cotangents for the other outputs"
-            )
-            failures += check.compare("outputs", alone, with_zeros, text)
+        if k < ALONE:
+            pull = jax.vjp(lambda xs, k=k: subject.fun(xs)[k], subject.inputs)[1]
+            own = pull(cotangent_leaves(first[where], [subject.outputs[k]])[0])[0]
+            text = f"{name} differentiated alone, compared with zero cotangents for the others"
+            failures += check.compare("outputs", gradient_vector(own), with_zeros, text)
     text = "the sum of the pull-backs of single outputs, compared with all at once"
     return (failures + check.compare("outputs", total, check.gradient[0], text))[:2]
 
 
-def _one_output(subject: CheckSubject, k: int, covector: np.ndarray) -> np.ndarray:
-    _, pull = jax.vjp(lambda xs: subject.fun(xs)[k], subject.inputs)
-    return gradient_vector(pull(cotangent_leaves(covector, [subject.outputs[k]])[0])[0])
-
-
 def alone(check: Check) -> list[Failure]:
     """Each input differentiated with the others held has the gradient that it has among them."""
-    subject, gradient = check.subject, check.gradient[0]
+    subject, gradient, failures = check.subject, check.gradient[0], []
     if len(subject.inputs) < 2 or not _sees_what_is_held(subject):
-        return []
-    failures = []
+        return failures
+    cotangents = cotangent_leaves(check.covectors[0], subject.outputs)
     for k, (start, stop) in enumerate(subject.ranges):
         pull = jax.vjp(lambda x, k=k: _with_input(subject, k, x), subject.inputs[k])[1]
         got = gradient.copy()
-        got[start:stop] = gradient_vector(
-            pull(cotangent_leaves(check.covectors[0], subject.outputs))
-        )
+        got[start:stop] = gradient_vector(pull(cotangents))
         text = f"{subject.names[k]} differentiated alone compared with all inputs at once"
         failures += check.compare("alone", got, gradient, text)
     return failures[:2]
@@ -305,17 +280,7 @@ def _sees_what_is_held(subject: CheckSubject) -> bool:
 
 
 BEHAVIORS: dict[str, Callable[[Check], list[Failure]]] = {
-    "determinism": determinism,
-    "linearity": linearity,
-    "jit": jit,
-    "vmap": vmap,
-    "forward": forward,
-    "outputs": outputs,
-    "alone": alone,
+    behaves.__name__: behaves
+    for behaves in (determinism, linearity, jit, vmap, forward, outputs, alone)
 }
-OF_RULES = (
-    "vmap",
-    "forward",
-    "outputs",
-    "alone",
-)  # these test JAX itself where there is no custom rule
+OF_RULES = {"vmap", "forward", "outputs", "alone"}  # without a custom rule they would test JAX

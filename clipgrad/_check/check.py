@@ -34,13 +34,11 @@ from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import (
-    AROUND,
     CONSTANTS,
     MOST_EXCUSED,
     SAME,
     SLIGHT,
     SOLVED,
-    STATIONARY,
     STOPPED,
     Excuse,
     Tolerance,
@@ -220,41 +218,26 @@ class Check:
 
     def noise(self, xs) -> np.ndarray | None:
         """How far rounding may move each element, as it moves plain AD there; None if unknown."""
-        found = self.rounding(xs)
-        return None if found is None else self.tolerance.excused(*found)
-
-    def rounding(self, xs) -> tuple[np.ndarray, np.ndarray] | None:
-        """The rounding error of plain AD at a point, and its gradient in float64.
-
-        None if they cannot be computed.
-        """
         if self.plain is None:
             return None
-        rows = self.covectors
         try:
-            exact = self.plain(xs, rows)
-            error = np.abs(self.plain.in_own_types(xs, rows) - exact)
+            exact = self.plain(xs, self.covectors)
+            error = np.abs(self.plain.in_own_types(xs, self.covectors) - exact)
             if self.rule is self.plain:  # its gradient is plain AD
-                error = np.fmax(error, np.abs(differentiated(self.subject, xs).rows(rows) - exact))
+                own = differentiated(self.subject, xs).rows(self.covectors)
+                error = np.fmax(error, np.abs(own - exact))
         except Exception:
             return None
-        return error, exact
+        return self.tolerance.excused(error, exact)
 
     def compare(self, check: str, got, expected, what: str, xs=None) -> list:
         """Compare two computations of one gradient; a failure names the worst element."""
         off = distance(got, expected)
-        if not off.any():
-            return []
-        known = np.where(np.isfinite(expected), expected, 0.0)[None]
-        sizes = self.tolerance.sizes(known, np.ones(off.size))
-        size = np.fmax(np.abs(known[0]), np.where(np.isfinite(got), np.abs(got), 0.0))
-        slack = np.zeros_like(off)
-        for leaf, (a, b) in enumerate(self.tolerance.ranges):
-            allowed = self.tolerance.elements(sizes, leaf, np.ones(b - a))
-            slack[a:b] = allowed.relative * size[a:b] + SAME * allowed.floor[0]
-        bad = off > slack
+        bad = off > self._slack(got, expected) if off.any() else off > 0
         if bad.any():
-            bad &= off > slack + self._noise_of_leaves(xs or self.subject.inputs, known)
+            noise = self.noise(xs or self.subject.inputs)
+            around = None if noise is None else self._around(xs or self.subject.inputs, 1)
+            bad &= off > self._slack(got, expected, noise, around)
         if not bad.any():
             return []
         worst = int(np.argmax(np.where(bad, off, -1)))
@@ -264,17 +247,17 @@ class Check:
         )
         return [Failure(check, self.subject.element(worst), detail)]
 
-    def _noise_of_leaves(self, xs, expected: np.ndarray) -> np.ndarray:
-        """What rounding does to the elements of a leaf at most, also where it vanishes."""
-        noise, largest = self.noise(xs), np.zeros(expected.shape[1])
-        around = None if noise is None else self._around(xs, 1)
+    def _slack(self, got, expected, noise=None, around=None) -> np.ndarray:
+        """How far two computations may be apart: each is off by the noise of its leaf."""
+        known, other = (np.where(np.isfinite(x), x, 0.0)[None] for x in (expected, got))
+        sizes = self.tolerance.sizes(known, np.ones(known.size), around=around)
+        slack = np.zeros(known.size)
         for leaf, (a, b) in enumerate(self.tolerance.ranges):
-            if noise is not None:
-                largest[a:b] = 2 * noise[a:b].max()  # each of two computations is off
-            size = 0.0 if around is None else np.sqrt(np.mean(around[0, a:b] ** 2))
-            if np.sqrt(np.mean(expected[0, a:b] ** 2)) < STATIONARY * size:
-                largest[a:b] += AROUND * self.tolerance.relative[leaf] * size
-        return largest
+            allowed = self.tolerance.elements(sizes, leaf, np.ones(b - a))
+            allowed = allowed._replace(floor=SAME * allowed.floor, paddle=None)
+            slack[a:b] = allowed.slack(known[:, a:b], other[:, a:b])[0]
+            slack[a:b] += 0.0 if noise is None else 2 * noise[a:b].max()
+        return slack
 
 
 def distance(got: np.ndarray, expected: np.ndarray) -> np.ndarray:
@@ -360,7 +343,7 @@ def _differentiated(subject: CheckSubject, covectors, log: Log) -> VJP | None:
         failures += contract.same_types(subject, first)
         failures += contract.integers(subject, covectors[0])
     except Exception as error:
-        log.failures += _not_differentiated(subject, error)
+        log.failures.append(_not_differentiated(subject, error))
         return None
     log.fail(failures)
     stop = any("shape" in f.detail or f.check == "finite" for f in failures)
@@ -368,30 +351,17 @@ def _differentiated(subject: CheckSubject, covectors, log: Log) -> VJP | None:
     return None if stop or different else vjp
 
 
-def _not_differentiated(subject: CheckSubject, error: Exception) -> list[Failure]:
-    """What to say where `jax.vjp` raises an error, for the leaves that it raises it for."""
+def _not_differentiated(subject: CheckSubject, error: Exception) -> Failure:
+    """What to say where `jax.vjp` raises an error."""
     closing = [] if subject.program is None else _jaxpr.closing_functions(subject.program)
-    if not closing:
-        detail = f"differentiation raises {first_line(error)}"
-        return [Failure("cotangent", subject.names[0], detail)]
-    detail = (
-        f"jax.vjp raises {type(error).__name__}: the derivative rules of {', '.join(closing)} "
-        "close over a traced value; pass it to the function as an argument, or leave this leaf "
-        "out with wrt or no_grad"
-    )
-    names = [name for i, name in enumerate(subject.names) if not _is_differentiable(subject, i)]
-    return [Failure("cotangent", name, detail) for name in names or subject.names[:1]]
-
-
-def _is_differentiable(subject: CheckSubject, i: int) -> bool:
-    """Whether JAX differentiates the function by one leaf, the others held."""
-    before, after = subject.inputs[:i], subject.inputs[i + 1 :]
-    try:
-        outputs, pull = jax.vjp(lambda x: subject.fun([*before, x, *after]), subject.inputs[i])
-        pull(outputs)
-    except Exception:
-        return False
-    return True
+    detail = f"differentiation raises {first_line(error)}"
+    if closing:
+        detail = (
+            f"jax.vjp raises {type(error).__name__}: the derivative rules of {', '.join(closing)} "
+            "close over a traced value; pass it to the function as an argument, or leave its leaf "
+            "out with wrt or no_grad"
+        )
+    return Failure("cotangent", subject.names[0], detail)
 
 
 def _chosen_evaluation(subject: CheckSubject, covectors, options: Options, log: Log):

@@ -11,9 +11,7 @@ from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar
 from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
 from clipgrad._check.subject import Range
 from clipgrad._check.tolerances import (
-    AROUND,
     SETTLED,
-    STATIONARY,
     Allowed,
     Excuse,
     Sizes,
@@ -108,12 +106,8 @@ class Judge:
     def sizes(self) -> Sizes:
         """How large the gradient is, leaf by leaf; the exact one, if there is one."""
         target = self.gradient if self.reference is None else self.reference
-        sizes = self.tolerance.sizes(target, self.point.scale, target is self.reference)
-        if not self.looks_around or (around := self.point.around()) is None:
-            return sizes
-        size = self.tolerance.sizes(around, self.point.scale).typical.max(axis=0)
-        part = np.where(sizes.typical.max(axis=0) < STATIONARY * size, AROUND * size, 0.0)
-        return sizes._replace(typical=np.fmax(sizes.typical, part), around=part)
+        around = self.point.around() if self.looks_around else None
+        return self.tolerance.sizes(target, self.point.scale, target is self.reference, around)
 
     def looking_around(self) -> "Judge":
         """The judge that knows how large a gradient is around a point where it vanishes."""

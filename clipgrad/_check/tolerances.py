@@ -246,8 +246,13 @@ class Tolerance(NamedTuple):
             allowed[start:stop] = np.fmin(OWN_ROUNDING * (part + middle), most)
         return allowed
 
-    def sizes(self, gradient: np.ndarray, scale: np.ndarray, exact: bool = True) -> "Sizes":
-        """How large a gradient of shape (cotangents, inputs) is, leaf by leaf."""
+    def sizes(
+        self, gradient: np.ndarray, scale: np.ndarray, exact: bool = True, around: Any = None
+    ) -> "Sizes":
+        """How large a gradient of shape (cotangents, inputs) is, leaf by leaf.
+
+        Where it vanishes at the point, it is measured by a part of the one `around` the point.
+        """
         typical, effects = [], []
         for start, stop in self.ranges:
             part, count = gradient[:, start:stop], np.sqrt(max(stop - start, 1))
@@ -255,7 +260,11 @@ class Tolerance(NamedTuple):
             effects.append(length_along(part, scale[start:stop]) / count)
         stacked, eps = np.stack(typical, axis=1), np.finfo(np.float64).eps
         vanishing = VANISHING * (eps if exact else self.eps.max())
-        return Sizes(stacked, np.max(effects, axis=0), np.zeros(stacked.shape[1]), vanishing)
+        part = np.zeros(stacked.shape[1])
+        if around is not None:
+            size = self.sizes(around, scale).typical.max(axis=0)
+            part = np.where(stacked.max(axis=0) < STATIONARY * size, AROUND * size, 0.0)
+        return Sizes(np.fmax(stacked, part), np.max(effects, axis=0), part, vanishing)
 
 
 class Sizes(NamedTuple):
