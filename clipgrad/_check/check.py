@@ -44,7 +44,6 @@ from clipgrad._check.tolerances import (
     Tolerance,
     make_tolerance,
     narrowest,
-    tolerance_in_float64,
 )
 from clipgrad._check.vectors import cotangent_leaves, real_dtype, widened_leaf
 from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, WRONG
@@ -191,8 +190,7 @@ class Check:
         """Judges the rule as it is written, evaluated in float64."""
         allowance = functools.cache(lambda: self._moved_by_constants(point))
         excuse = Excuse(SLIGHT, SLIGHT, OK, allowance)
-        tolerance = tolerance_in_float64(self.tolerance)
-        return self._judge(point, point.exact, point.reference, tolerance, excuse)
+        return self._judge(point, point.exact, point.reference, self.tolerance.in_float64(), excuse)
 
     def judge_of_arithmetic(self, point: Point) -> Judge:
         """Judges the gradient as it was computed: by the rule in float64, if it could be had."""
@@ -283,7 +281,7 @@ def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
         return None
     gradient = vjp.rows(covectors)
     log.fail(contract.finite_gradient(subject, gradient))
-    evaluated = _chosen_evaluation(subject, covectors, options, log)
+    evaluated = _chosen_evaluation(subject, covectors, log)
     if evaluated is None:
         return None
     differences, wide = evaluated
@@ -364,10 +362,10 @@ def _not_differentiated(subject: CheckSubject, error: Exception) -> Failure:
     return Failure("cotangent", subject.names[0], detail)
 
 
-def _chosen_evaluation(subject: CheckSubject, covectors, options: Options, log: Log):
+def _chosen_evaluation(subject: CheckSubject, covectors, log: Log):
     """How to evaluate the function, or None where it was found to fail another way."""
     try:
-        return choose(subject, covectors, log.notes, fast_compile=options.mode != "full")
+        return choose(subject, covectors, log.notes)
     except Chaotic as reason:
         log.notes = [str(reason)]
         return None

@@ -104,14 +104,13 @@ class Differences:
     Args:
       evaluation: how to evaluate the function.
       covectors: cotangents as real vectors, shape (cotangents, outputs).
-      fast_compile: compile with little optimization, for programs that run briefly.
 
     Attributes:
       evaluations: how often the function was evaluated.
       base: the outputs at the point last measured, as a real vector.
     """
 
-    def __init__(self, evaluation: Evaluation, covectors: np.ndarray, fast_compile: bool = True):
+    def __init__(self, evaluation: Evaluation, covectors: np.ndarray):
         self.evaluation = evaluation
         self.covectors = covectors
         self.evaluations = 0
@@ -119,7 +118,7 @@ class Differences:
         self._point: Any = None
         size = 8 * max(evaluation.together, 2) * max(covectors.shape[1], 1)
         self._batch = int(np.clip(BATCH_BYTES // size, 1, BATCH))
-        self._program = _looped(evaluation, self._batch, covectors.shape[1], fast_compile)
+        self._program = _looped(evaluation, self._batch, covectors.shape[1])
 
     def measure(
         self,
@@ -225,7 +224,7 @@ class Differences:
             return np.asarray(self._program(*args), np.float64)[:count]
 
 
-def _looped(evaluation: Evaluation, batch: int, outputs: int, fast_compile: bool) -> Callable:
+def _looped(evaluation: Evaluation, batch: int, outputs: int) -> Callable:
     """The program: the outputs ahead and behind of a number of moves."""
     evaluation = evaluation._replace(constants=())
 
@@ -251,8 +250,6 @@ def _looped(evaluation: Evaluation, batch: int, outputs: int, fast_compile: bool
     dtype = evaluation.dtype
     if not evaluation.compiled:
         return loop
-    if not fast_compile:
-        return jax.jit(loop)
     if evaluation.key is None:
         return _jaxpr.quick_jit(loop)
     key = ("differences", evaluation.key, batch, outputs)

@@ -40,7 +40,7 @@ class _NotSmooth(Exception):
 
 
 def choose(
-    subject: CheckSubject, covectors: np.ndarray, notes: list[str], fast_compile: bool = True
+    subject: CheckSubject, covectors: np.ndarray, notes: list[str]
 ) -> tuple[Differences, Widened | None]:
     """Try the evaluations in order, down to running them, and return the first that works.
 
@@ -49,7 +49,7 @@ def choose(
     for label, make in _candidates(subject):
         try:
             evaluation, widened = make()
-            differences = Differences(evaluation, covectors, fast_compile)
+            differences = Differences(evaluation, covectors)
             _probe_evaluation(subject, differences)
             return differences, widened
         except Exception as error:

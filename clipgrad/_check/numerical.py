@@ -13,7 +13,7 @@ from clipgrad._check.search import Judge, every_slope
 from clipgrad._check.selection import Selector, leaf_names, parameter_names
 from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
 from clipgrad._check.tolerances import make_tolerance
-from clipgrad._check.vectors import is_complex, offsets, real_size, to_numpy, wide_dtype
+from clipgrad._check.vectors import from_rows, offsets, to_numpy, wide_dtype
 
 
 @with_hints
@@ -82,7 +82,7 @@ def numerical_grad(
     require_arrays(args, {})
     subject = make_subject(fun, args, None, wrt, None, output)
     covector = _covector(subject, cotangent)
-    differences, _ = choose(subject, covector[None], [], fast_compile=False)
+    differences, _ = choose(subject, covector[None], [])
     tolerance = make_tolerance(subject.ranges, ["float64"] * len(subject.inputs))
     nothing = np.zeros((1, int(offsets(subject.inputs)[-1])))
     point = make_point(subject, subject.inputs, (nothing, None, None), 0, delta)
@@ -129,12 +129,5 @@ def _argument_number(fun, args: tuple, wrt: int | str) -> int | None:
 
 
 def _leaves(subject: CheckSubject, gradient: np.ndarray) -> list[np.ndarray]:
-    leaves, start = [], 0
-    for x in subject.inputs:
-        part = gradient[start : start + real_size(x)]
-        start += real_size(x)
-        if is_complex(x):
-            pairs = part.reshape((*x.shape, 2))
-            part = pairs[..., 0] - 1j * pairs[..., 1]
-        leaves.append(part.reshape(x.shape))
-    return leaves
+    like = [jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype)) for x in subject.inputs]
+    return [np.conj(leaf) for leaf in from_rows(gradient, like)]

@@ -59,6 +59,11 @@ class Finding(NamedTuple):
         """Whether some element is wrong."""
         return bool(np.any(self.verdict.kind == WRONG))
 
+    def part(self, where: np.ndarray) -> "Finding":
+        """The finding on some of its elements."""
+        verdict = self.verdict.part(where)
+        return self._replace(indices=self.indices[where], verdict=verdict, seen=self.seen[where])
+
     def with_kind(self, kind: Any, where: Any = True) -> "Finding":
         """The finding with another verdict on its wrong elements, or on some of them."""
         kinds = np.where((self.verdict.kind == WRONG) & where, kind, self.verdict.kind)
@@ -84,7 +89,6 @@ class Judge:
       delta: an absolute step, to be used as it is; None to extrapolate.
       excuse: what may be off by more, and how far; None if nothing may.
       is_late: whether no more is to be looked at.
-      looks_around: whether the sizes are those around the point where the gradient vanishes there.
     """
 
     differences: Differences
@@ -95,7 +99,6 @@ class Judge:
     delta: float | None = None
     excuse: Excuse | None = None
     is_late: Callable[[], bool] = lambda: False
-    looks_around: bool = False
 
     @property
     def ranges(self) -> Sequence[Range]:
@@ -106,12 +109,8 @@ class Judge:
     def sizes(self) -> Sizes:
         """How large the gradient is, leaf by leaf; the exact one, if there is one."""
         target = self.gradient if self.reference is None else self.reference
-        around = self.point.around() if self.looks_around else None
-        return self.tolerance.sizes(target, self.point.scale, target is self.reference, around)
-
-    def looking_around(self) -> "Judge":
-        """The judge that knows how large a gradient is around a point where it vanishes."""
-        return dataclasses.replace(self, looks_around=True)
+        exact = self.reference is not None
+        return self.tolerance.sizes(target, self.point.scale, exact, self.point.around())
 
     def allowed_at(self, indices: Any, beside: bool = True) -> Allowed:
         """How far some elements may be off, or those of a slice of one leaf."""
@@ -128,19 +127,13 @@ class Judge:
         return verdict._replace(**{name: getattr(verdict, name) / unit for name in names})
 
     def areas(
-        self,
-        areas,
-        direction: int,
-        target: np.ndarray | None = None,
-        judged: bool = True,
-        order: np.ndarray | None = None,
+        self, areas, direction: int, judged: bool = True, order: np.ndarray | None = None
     ) -> Verdict:
-        """Judge the slopes along ranges of elements against a gradient.
+        """Judge the slopes along ranges of elements against the gradient.
 
         Args:
           areas: pairs (start, stop), one for each row.
           direction: which of the point's directions to move along.
-          target: another gradient to be judged instead.
           judged: False to look closer at what is imprecise, instead of at what disagrees.
           order: the elements that `areas` are ranges of; None for all, one after the other.
 
@@ -150,21 +143,18 @@ class Judge:
         areas = np.asarray(areas, int).reshape(-1, 2)
         if not len(areas):
             return NO_VERDICTS
-        target = self.gradient if target is None else target
-        allowed = self._allowed(areas, direction, target, order)
-        measure = functools.partial(self._measure, direction, target, order)
-        quick, ladder = self.differences.evaluation.quick, self.differences.evaluation.ladder
-        verdict = self._by_two_steps(measure, areas, allowed, quick)
+        allowed = self._allowed(areas, direction, order)
+        measure = functools.partial(self._measure, direction, order)
+        evaluation = self.differences.evaluation
+        verdict = self._by_two_steps(measure, areas, allowed, evaluation.quick)
         if judged and direction != SINGLE:
             self._by_finer_steps(verdict, measure, areas, allowed)
-        doubtful = verdict.kind != OK if judged else _unsettled(verdict)
-        doubtful = np.flatnonzero(doubtful)
+        unsettled = ~(verdict.error <= SETTLED * np.abs(verdict.numeric))
+        doubtful = np.flatnonzero(verdict.kind != OK if judged else unsettled)
         if doubtful.size and self.delta is None:
-            steps = step_sizes(ladder)
-            slopes = measure(areas[doubtful], steps)
-            verdict.put(
-                doubtful, judge_ladder(slopes, steps[:-1] / steps[1:], allowed.part(doubtful))
-            )
+            steps = step_sizes(evaluation.ladder)
+            slopes, ratio = measure(areas[doubtful], steps), steps[:-1] / steps[1:]
+            verdict.put(doubtful, judge_ladder(slopes, ratio, allowed.part(doubtful)))
         return verdict
 
     def _by_finer_steps(self, verdict, measure, areas, allowed) -> None:
@@ -182,16 +172,16 @@ class Judge:
         steps = np.asarray([1.0, 0.5]) if own else step_sizes(exponents)
         return judge_two(measure(areas, steps), steps[0] / steps[1], allowed, own)
 
-    def _measure(self, direction, target, order, areas, steps) -> Slopes:
+    def _measure(self, direction, order, areas, steps) -> Slopes:
         count, each = len(areas), len(steps)
         starts, stops = (np.repeat(column, each) for column in areas.T)
         moves = Moves(starts, stops, np.tile(steps, count))
-        along = self.point.direction(direction)
+        along, xs = self.point.direction(direction), self.point.xs
         with progress_bar(len(moves.start)) as progress:
-            flat = self.differences.measure(self.point.xs, along, target, moves, progress, order)
+            flat = self.differences.measure(xs, along, self.gradient, moves, progress, order)
         return Slopes(*(column.reshape((count, each, -1)) for column in flat))
 
-    def _allowed(self, areas, direction, target, order) -> Allowed:
+    def _allowed(self, areas, direction, order) -> Allowed:
         starts = areas[:, 0] if order is None else order[areas[:, 0]]
         if direction == SINGLE:
             unit = self.point.scale[starts][:, None]
@@ -200,8 +190,8 @@ class Judge:
             return Allowed(allowed.relative[:, None], floor, typical, unit, allowed.paddle)
         along = self.point.direction(direction)
         where = [slice(a, b) if order is None else order[a:b] for a, b in areas]
-        norms = [length_along(target[:, part], along[part]) for part in where]
-        exact = target is self.reference
+        norms = [length_along(self.gradient[:, part], along[part]) for part in where]
+        exact = self.gradient is self.reference
         return self.tolerance.ranges_along(np.stack(norms), self.sizes.overall, starts, exact)
 
 
@@ -217,13 +207,6 @@ def search(judge: Judge, mode: str, rows: int = 2, without: Collection[int] = ()
     Returns:
       What was found in leaves of which not all elements are right.
     """
-    found = _search(judge, mode, rows, without)
-    doubtful = any(np.isin(finding.verdict.kind, (WRONG, LOST)).any() for finding in found)
-    around = judge.looking_around() if doubtful else judge
-    return _search(around, mode, rows, without) if around.sizes.around.any() else found
-
-
-def _search(judge: Judge, mode: str, rows: int, without: Collection[int]) -> list[Finding]:
     leaves = [leaf for leaf in range(len(judge.ranges)) if leaf not in without]
     if mode == "full":
         found = [_every(judge, leaf) for leaf in leaves]
@@ -254,13 +237,13 @@ def _finite_elements(judge: Judge, leaf: int) -> np.ndarray:
 
 def _every(judge: Judge, leaf: int) -> Finding:
     indices = _finite_elements(judge, leaf)
-    verdict, seen = _not_moved(judge, indices), np.zeros(len(indices), bool)
+    found = _unmoved(judge, leaf, indices)
     for begin in range(0, len(indices), AT_ONCE):
         part = np.arange(begin, min(begin + AT_ONCE, len(indices)))
         if not judge.is_late():
-            verdict.put(part, judge.elements(indices[part]))
-            seen[part] = True
-    return Finding(leaf, indices, verdict, seen)
+            found.verdict.put(part, judge.elements(indices[part]))
+            found.seen[part] = True
+    return found
 
 
 def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
@@ -269,12 +252,9 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
     found = _lost_beside_others(judge, leaf, suspects)
     if not len(suspects):
         return found
-    unmoved = np.zeros(len(suspects), bool)
-    told = _excused(Finding(leaf, suspects, _not_moved(judge, suspects, WRONG), unmoved), judge)
+    told = _excused(_unmoved(judge, leaf, suspects, WRONG), judge)
     excused = told.verdict.kind != WRONG
-    if excused.any():
-        part = told.verdict.part(excused)
-        found.append(Finding(leaf, suspects[excused], part, unmoved[excused]))
+    found += [told.part(excused)] if excused.any() else []
     indices = suspects[~excused]
     if len(indices):
         parts = judge.reference[:, indices], judge.gradient[:, indices]
@@ -306,8 +286,7 @@ def _lost_beside_others(judge: Judge, leaf: int, suspects: np.ndarray) -> list[F
     indices = np.setdiff1d(_off_by_more(judge, leaf, beside=False), suspects)
     if not len(indices) or judge.tolerance.eps[leaf] > np.finfo(np.float64).eps:
         return []
-    none = np.zeros(len(indices), bool)
-    return [Finding(leaf, indices, _not_moved(judge, indices, UNSURE), none)]
+    return [_unmoved(judge, leaf, indices, UNSURE)]
 
 
 def _in_leaf(
@@ -334,31 +313,26 @@ def _examined(judge: Judge, leaf: int, elements: np.ndarray) -> Finding:
 
     What is at a kink is held where the others are moved, so that it hides none of them.
     """
+    found = _unmoved(judge, leaf, elements)
     if judge.is_late():
-        none = np.zeros(len(elements), bool)
-        return Finding(leaf, elements, _not_moved(judge, elements), none, exact=False)
+        return found._replace(exact=False)
+    verdict, seen, known = found.verdict, found.seen, judge.reference is not None
     kind, shared = _kinds(judge, elements)
-    sample = _places_to_look_at(kind, shared, judge.reference is not None)
-    verdict = _not_moved(judge, elements)
-    seen = np.zeros(len(elements), bool)
+    sample = _places_to_look_at(kind, shared, known)
     seen[sample] = True
     looked_at = judge.elements(elements[sample])
-    if judge.reference is not None:
-        looked_at = _with_reference(looked_at, judge, elements[sample])
-    verdict.put(sample, looked_at)
-    if len(sample) and judge.reference is not None and (looked_at.kind == WRONG).all():
+    verdict.put(sample, _with_reference(looked_at, judge, elements[sample]) if known else looked_at)
+    if known and len(sample) and (verdict.kind[sample] == WRONG).all():
         verdict.kind[:] = WRONG
     for label in np.unique(kind[sample]):
         of_kind = kind == label
-        found = np.unique(verdict.kind[of_kind & seen])
-        wrong = judge.reference is not None and found[0] == WRONG
-        bent = shared[of_kind].all() and found[0] in BENT
-        if len(found) == 1 and (wrong or bent):
-            verdict.kind[of_kind] = found[0]
+        kinds = np.unique(verdict.kind[of_kind & seen])
+        bent = shared[of_kind].all() and kinds[0] in BENT
+        if len(kinds) == 1 and (bent or (known and kinds[0] == WRONG)):
+            verdict.kind[of_kind] = kinds[0]
     # What disagreed as a whole is split at once, unless what was looked at explains it.
-    parts = BLOCKS if judge.reference is None and (looked_at.kind == OK).all() else 1
-    exact = _halved(judge, elements, verdict, seen, parts)
-    return Finding(leaf, elements, verdict, seen, exact)
+    parts = 1 if known or (looked_at.kind != OK).any() else BLOCKS
+    return found._replace(exact=_halved(judge, elements, verdict, seen, parts))
 
 
 def _kinds(judge: Judge, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -438,14 +412,15 @@ def _split(groups: list[np.ndarray], parts: int) -> list[np.ndarray]:
     return [piece for several in pieces for piece in several]
 
 
-def _not_moved(judge: Judge, indices, kind: int = UNSEEN) -> Verdict:
-    """The verdict on elements that were not moved; their numbers are the reference's."""
+def _unmoved(judge: Judge, leaf: int, indices: np.ndarray, kind: int = UNSEEN) -> Finding:
+    """Elements that were not moved: their numbers are the reference's, for the worst cotangent."""
     analytic = judge.gradient[:, indices]
     numeric = analytic * np.nan if judge.reference is None else judge.reference[:, indices]
     worst = np.argmax(np.abs(numeric - analytic), axis=0), np.arange(len(indices))
     numeric, analytic, zero = numeric[worst], analytic[worst], np.zeros(len(indices))
     kinds, sides = np.full(len(indices), kind), (numeric.copy(), numeric.copy())
-    return Verdict(kinds, numeric, analytic, zero, *sides, kink=zero > 0)
+    verdict = Verdict(kinds, numeric, analytic, zero, *sides, zero > 0)
+    return Finding(leaf, indices, verdict, zero > 0)
 
 
 def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
@@ -476,16 +451,9 @@ def _doubtful_leaves(judge: Judge, rows: int) -> set[int]:
     """An independent look at the reference itself, a few leaves at a time."""
     groups = [g for g in np.array_split(np.arange(len(judge.ranges)), GROUPS) if g.size]
     areas = [(judge.ranges[g[0]][0], judge.ranges[g[-1]][1]) for g in groups]
-    doubtful: set[int] = set()
-    for direction in BALANCED[:rows]:
-        verdict = judge.areas(areas, direction, judge.reference)
-        for group, kind in zip(groups, verdict.kind, strict=True):
-            doubtful |= set(group.tolist()) if kind != OK else set()
-    return doubtful
-
-
-def _unsettled(verdict: Verdict) -> np.ndarray:
-    return ~(verdict.error <= SETTLED * np.abs(verdict.numeric))
+    itself = dataclasses.replace(judge, gradient=judge.reference)
+    kinds = np.max([itself.areas(areas, row).kind for row in BALANCED[:rows]], axis=0)
+    return {leaf for group, kind in zip(groups, kinds, strict=True) if kind != OK for leaf in group}
 
 
 def _excused(finding: Finding, judge: Judge) -> Finding:

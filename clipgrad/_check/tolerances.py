@@ -3,6 +3,8 @@
 Names in brackets are the tests that fail without the number, or with one much smaller or larger.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -170,37 +172,55 @@ class Excuse(NamedTuple):
     measure: Callable[[], np.ndarray | None]
 
 
-class Tolerance(NamedTuple):
-    """Tolerances of each leaf, by its dtype and those that the function computes in.
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """Tolerances of each leaf, by the narrowest type that it is computed in.
 
-    Leaves lie one after the other in the vector of inputs, at `ranges`.
+    Attributes:
+      ranges: where each leaf lies in the vector of inputs.
+      names: the type of each leaf.
+      own: relative tolerances in place of those of the type, 0 for none.
+      paddle: Paddle's relative error, which stands in for all others.
+      times: how many times those of the type.
     """
 
     ranges: Sequence[tuple[int, int]]
-    relative: np.ndarray
-    along: np.ndarray
-    eps: np.ndarray
-    roundings: np.ndarray
-    smallest: np.ndarray
+    names: Sequence[str]
+    own: np.ndarray
     paddle: float | None = None
-    own: np.ndarray | float = 0.0
+    times: float = 1.0
+
+    def _by_type(self, table: dict[str, float]) -> np.ndarray:
+        return np.asarray([table[name] for name in self.names])
+
+    @functools.cached_property
+    def relative(self) -> np.ndarray:
+        """How far an element may be off, relative to the larger number."""
+        return np.where(self.own > 0, self.own, self.times * self._by_type(RELATIVE))
+
+    @functools.cached_property
+    def along(self) -> np.ndarray:
+        """How far a slope along a dense direction may be off."""
+        return np.fmax(self.own, self.times * self._by_type(ALONG))
+
+    @functools.cached_property
+    def eps(self) -> np.ndarray:
+        """The rounding unit of each leaf."""
+        return np.asarray([float(jnp.finfo(name).eps) for name in self.names])
 
     def of_slopes_in(self, evaluation_dtype: Any) -> "Tolerance":
         """The tolerances where slopes can only be had in the function's own narrow type."""
-        if evaluation_dtype == np.float64:
-            return self
-        return self._replace(
-            relative=NATIVE_SLOPES * self.relative, along=NATIVE_SLOPES * self.along
-        )
-
-    def _own_part(self, leaf: Any) -> Any:
-        return np.broadcast_to(self.own, len(self.ranges))[leaf]
+        is_wide = evaluation_dtype == np.float64
+        return self if is_wide else dataclasses.replace(self, times=NATIVE_SLOPES)
 
     def solved(self, leaves: np.ndarray) -> "Tolerance":
         """The tolerance where the gradients of some leaves are found by loops that stop."""
-        own = np.where(leaves & (np.broadcast_to(self.own, len(leaves)) == 0), SOLVED, self.own)
-        along = np.where(leaves, np.fmax(SOLVED, self.along), self.along)
-        return self._replace(own=own, along=along, relative=np.fmax(self.relative, own))
+        own = np.where(leaves & (self.own == 0), np.fmax(SOLVED, self.relative), self.own)
+        return dataclasses.replace(self, own=own)
+
+    def in_float64(self) -> "Tolerance":
+        """The tolerances of the rule evaluated in float64, whatever its own types."""
+        return dataclasses.replace(self, names=["float64"] * len(self.names), times=1.0)
 
     def leaves_of(self, indices: np.ndarray) -> np.ndarray:
         """The leaf that each element of the input vector lies in."""
@@ -219,8 +239,9 @@ class Tolerance(NamedTuple):
         typical = sizes.typical[:, leaf] if np.ndim(leaf) else sizes.typical[:, [leaf]]
         others = sizes.overall[:, None] / scale
         others = np.where((typical > sizes.vanishing * others) | (not beside), 0.0, others)
-        floor = self.roundings[leaf] * (self.eps[leaf] * (typical + others) + self.smallest[leaf])
-        floor = floor + self._own_part(leaf) * typical + self.relative[leaf] * sizes.around[leaf]
+        roundings, smallest = self._by_type(ROUNDINGS)[leaf], self._by_type(SMALLEST)[leaf]
+        floor = roundings * (self.eps[leaf] * (typical + others) + smallest)
+        floor = floor + self.own[leaf] * typical + self.relative[leaf] * sizes.around[leaf]
         return Allowed(self.relative[leaf], floor, typical, 1.0, self.paddle)
 
     def ranges_along(self, norms, overall, starts: np.ndarray, exact: bool) -> Allowed:
@@ -304,31 +325,7 @@ def make_tolerance(
     max_relative_error: float | None = None,
     own: float | None = None,
 ) -> Tolerance:
-    """Tolerances for leaves of the given dtypes in a function that computes in `inner` ones.
-
-    One of the user's own stands in for those that are smaller.
-    """
+    """Tolerances for leaves of the given dtypes in a function that computes in `inner` ones."""
     inner = list(inner)
     names = [narrowest([dtype, *inner]) for dtype in dtypes]
-    return Tolerance(
-        ranges=ranges,
-        relative=np.asarray([own or RELATIVE[name] for name in names]),
-        along=np.asarray([max(ALONG[name], own or 0.0) for name in names]),
-        eps=np.asarray([float(jnp.finfo(name).eps) for name in names]),
-        roundings=np.asarray([ROUNDINGS[name] for name in names]),
-        smallest=np.asarray([SMALLEST[name] for name in names]),
-        paddle=max_relative_error,
-        own=own or 0.0,
-    )
-
-
-def tolerance_in_float64(tolerance: Tolerance) -> Tolerance:
-    """The tolerances of the rule evaluated in float64, whatever its own types."""
-    wide = make_tolerance(tolerance.ranges, ["float64"] * len(tolerance.ranges))
-    own = np.broadcast_to(tolerance.own, len(tolerance.ranges))
-    return wide._replace(
-        paddle=tolerance.paddle,
-        own=own,
-        relative=np.where(own > 0, own, wide.relative),
-        along=np.fmax(own, wide.along),
-    )
+    return Tolerance(ranges, names, np.full(len(names), own or 0.0), max_relative_error)
