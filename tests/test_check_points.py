@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from clipgrad._check import vectors as real
 from clipgrad._check.points import (
     BALANCED,
     DENSE,
@@ -24,6 +23,7 @@ from clipgrad._check.points import (
     tied_direction,
 )
 from clipgrad._check.subject import make_subject
+from clipgrad._trees import vectors as real
 
 Z = jnp.asarray([1 + 2j, 3 - 1j])
 

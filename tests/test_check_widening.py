@@ -7,11 +7,11 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 
-from clipgrad._jaxpr import compiled as programs
 from clipgrad._check.gradients import differentiator, is_plain_subject
-from clipgrad._jaxpr.compiled import low_optimization, quick_jit
 from clipgrad._check.subject import make_subject
 from clipgrad._check.widening import AXIS, Unsupported, Widened
+from clipgrad._jaxpr import compiled as programs
+from clipgrad._jaxpr.compiled import low_optimization, quick_jit
 from tests.check_zoo import custom
 
 X = jnp.asarray([0.3, -1.2, 2.0])

@@ -14,7 +14,8 @@ from clipgrad._check.points import element_scales, masked_rows, random_direction
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import FORWARD
-from clipgrad._check.vectors import (
+from clipgrad._errors import first_line
+from clipgrad._trees import (
     cotangent_leaves,
     gradient_vector,
     leaves_of,
@@ -22,7 +23,6 @@ from clipgrad._check.vectors import (
     stacked,
     to_numpy,
 )
-from clipgrad._errors import first_line
 
 # Powers of two by which a cotangent is multiplied; half precision has no room for more.
 # Nor has a loop that stops when it is near enough, in absolute terms.

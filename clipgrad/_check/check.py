@@ -45,10 +45,10 @@ from clipgrad._check.tolerances import (
     make_tolerance,
     narrowest,
 )
-from clipgrad._check.vectors import cotangent_leaves, real_dtype, widened_leaf
 from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, WRONG
 from clipgrad._check.widening import Widened
 from clipgrad._errors import first_line
+from clipgrad._trees import cotangent_leaves, real_dtype, widened_leaf
 
 STOPS = "values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"
 # Parts of a full move to a further point, tried until the function is finite there.

@@ -14,9 +14,9 @@ from clipgrad._check.gradients import differentiated
 from clipgrad._check.options import Options, require_mapping, with_hints
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, verified_share
 from clipgrad._check.second_order import check_second_order
-from clipgrad._check.selection import Selector
 from clipgrad._check.subject import make_subject, require_arrays
 from clipgrad._check.values import check_values
+from clipgrad._trees import Selector
 
 # Of the elements that are not at kinks, if `min_verified` is not given.
 LEAST_VERIFIED = 0.5

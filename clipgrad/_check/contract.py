@@ -9,7 +9,7 @@ import numpy as np
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import CALLED_ALIKE, RELATIVE, narrowest
-from clipgrad._check.vectors import cotangent_leaves, is_float_leaf, widened_leaf
+from clipgrad._trees import cotangent_leaves, is_float_leaf, widened_leaf
 
 
 def primal(subject: CheckSubject, outputs: Sequence[jax.Array], how: str) -> list[Failure]:

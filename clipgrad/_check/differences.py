@@ -18,8 +18,8 @@ from jax import lax
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.tolerances import NOISE, length_along
-from clipgrad._check.vectors import from_rows, split, to_numpy, to_vector, wide_dtype
 from clipgrad._check.widening import AXIS
+from clipgrad._trees import from_rows, split, to_numpy, to_vector, wide_dtype
 
 BATCH = 64
 # Of the points evaluated by one call, so that a large model's fit into memory beside it.

@@ -11,9 +11,9 @@ from clipgrad._check.differences import Differences, Evaluation, Moves
 from clipgrad._check.points import element_scales, random_direction
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import SAME_VALUES, narrowest
-from clipgrad._check.vectors import from_rows, real_dtype, to_numpy, wide_dtype, widened_leaf
 from clipgrad._check.widening import Unsupported, Widened, widened_program
 from clipgrad._errors import first_line
+from clipgrad._trees import from_rows, real_dtype, to_numpy, wide_dtype, widened_leaf
 
 # Binary exponents of the steps, in units of the scale of each element.
 #   quick: two steps that Richardson extrapolates. In float64 the truncation error (h ** 4) and the

@@ -10,13 +10,13 @@ from jax import lax
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.differences import on_cpu
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.vectors import (
+from clipgrad._check.widening import Strip, widened_program
+from clipgrad._trees import (
     cotangent_leaves,
     gradient_vector,
     wide_dtype,
     widened_leaf,
 )
-from clipgrad._check.widening import Strip, widened_program
 
 
 class VJP(NamedTuple):

@@ -10,10 +10,17 @@ from clipgrad._check.evaluation import choose
 from clipgrad._check.options import require_delta, with_hints
 from clipgrad._check.points import make_point
 from clipgrad._check.search import Judge, every_slope
-from clipgrad._check.selection import Selector, leaf_names, parameter_names
 from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
 from clipgrad._check.tolerances import make_tolerance
-from clipgrad._check.vectors import from_rows, offsets, to_numpy, wide_dtype
+from clipgrad._trees import (
+    Selector,
+    from_rows,
+    leaf_names,
+    offsets,
+    parameter_names,
+    to_numpy,
+    wide_dtype,
+)
 
 
 @with_hints

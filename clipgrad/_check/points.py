@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from clipgrad._check.subject import CheckSubject, Range
-from clipgrad._check.vectors import (
+from clipgrad._trees import (
     from_rows,
     is_complex,
     offsets,

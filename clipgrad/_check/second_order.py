@@ -13,9 +13,9 @@ from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject, traced
 from clipgrad._check.tolerances import make_tolerance
 from clipgrad._check.values import found_at, told
-from clipgrad._check.vectors import cotangent_leaves
 from clipgrad._check.widening import Widened
 from clipgrad._errors import first_line
+from clipgrad._trees import cotangent_leaves
 
 NAME = "second order"
 

@@ -23,13 +23,13 @@ from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge, wrong_leaves
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import KINK_GAP, NOISE, TIED_RELATIVE
-from clipgrad._check.vectors import from_rows, real_size, to_numpy
 from clipgrad._check.verdicts import (
     KINK,
     OK,
     SYMMETRIC,
     WRONG,
 )
+from clipgrad._trees import from_rows, real_size, to_numpy
 
 AT_KINKS = 64  # elements of each finding that are moved
 OUTPUTS = 8  # with kinks that are looked at

@@ -8,9 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from clipgrad._check.selection import Selector, leaf_names, parameter_names, select, simple_paths
-from clipgrad._check.vectors import is_float_leaf, offsets, real_dtype, widened_leaf
-from clipgrad._trees import check_leaves, check_tree, is_array
+from clipgrad._trees import (
+    Selector,
+    check_leaves,
+    check_tree,
+    is_array,
+    is_float_leaf,
+    leaf_names,
+    offsets,
+    parameter_names,
+    real_dtype,
+    select,
+    simple_paths,
+    widened_leaf,
+)
 
 Leaves = list[jax.Array]
 Range = tuple[int, int]
