@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
+import clipgrad._trees as _trees
 from clipgrad._check.check import Check, are_on_cpu, distance
 from clipgrad._check.gradients import differentiated, has_rules
 from clipgrad._check.points import element_scales, masked_rows, random_direction
@@ -15,14 +16,6 @@ from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import FORWARD
 from clipgrad._errors import first_line
-from clipgrad._trees import (
-    cotangent_leaves,
-    gradient_vector,
-    leaves_of,
-    offsets,
-    stacked,
-    to_numpy,
-)
 
 # Powers of two by which a cotangent is multiplied; half precision has no room for more.
 # Nor has a loop that stops when it is near enough, in absolute terms.
@@ -138,17 +131,19 @@ def _where_in_range(scaled, gradient, factor, half) -> np.ndarray:
 
 def jit(check: Check) -> list[Failure]:
     """The gradient under `jax.jit` is the eager one."""
-    subject, u = check.subject, cotangent_leaves(check.covectors[0], check.subject.outputs)
+    subject, u = check.subject, _trees.cotangent_leaves(check.covectors[0], check.subject.outputs)
     pulled = lambda xs, ct: jax.vjp(subject.fun, xs)[1](ct)[0]  # noqa: E731
     got = _attempt_gradient(pulled, jax.eval_shape, subject, (subject.inputs, u))
     text = "under jax.jit, compared with eager"
-    return check.compare("jit", gradient_vector(got), check.gradient[0], text)
+    return check.compare("jit", _trees.gradient_vector(got), check.gradient[0], text)
 
 
 def vmap(check: Check) -> list[Failure]:
     """Under `jax.vmap`, over points and over cotangents, rows are those found one by one."""
     subject = check.subject
-    pairs = stacked([cotangent_leaves(row, subject.outputs) for row in check.covectors[:2]])
+    pairs = _trees.stacked(
+        [_trees.cotangent_leaves(row, subject.outputs) for row in check.covectors[:2]]
+    )
     xs, elsewhere = check.elsewhere(1) or (subject.inputs, check.gradient)
 
     def gradients(xs, cts, x):
@@ -159,15 +154,15 @@ def vmap(check: Check) -> list[Failure]:
             return both, None
 
     def forward(fun, xs):
-        return jax.eval_shape(jax.vmap(fun), stacked([xs, xs]))
+        return jax.eval_shape(jax.vmap(fun), _trees.stacked([xs, xs]))
 
-    inputs = stacked([subject.inputs, xs]), pairs, subject.inputs
+    inputs = _trees.stacked([subject.inputs, xs]), pairs, subject.inputs
     rows, shared = _attempt_gradient(gradients, forward, subject, inputs)
     expected = [(rows, 0, check.gradient[0], None), (rows, 1, elsewhere[1], xs)]
     expected += [] if shared is None else [(shared, 1, check.gradient[1], None)]
     failures = []
     for leaves, k, other, at in expected:
-        row = gradient_vector([np.asarray(leaf)[k] for leaf in leaves])
+        row = _trees.gradient_vector([np.asarray(leaf)[k] for leaf in leaves])
         text = f"under jax.vmap, row {k} compared with the row alone"
         failures += check.compare("vmap", row, other, text, at)
     return failures[:1]
@@ -193,7 +188,7 @@ def forward(check: Check) -> list[Failure]:
     subject = check.subject
     scale = element_scales(subject.inputs)
     along = np.stack([random_direction(subject, check.options.seed, row) * scale for row in (0, 1)])
-    tangents = stacked([leaves_of(row, subject.inputs) for row in along])
+    tangents = _trees.stacked([_trees.leaves_of(row, subject.inputs) for row in along])
     push = lambda xs, vs: jax.vmap(lambda v: jax.jvp(subject.fun, (xs,), (v,))[1])(vs)  # noqa: E731
     try:
         several = _jaxpr.quick_jit(push)(subject.inputs, tangents)
@@ -205,7 +200,7 @@ def forward(check: Check) -> list[Failure]:
         if y.dtype != t.dtype
     ]
     for row in (0, 1):
-        tangent = to_numpy([np.asarray(leaf)[row] for leaf in several])
+        tangent = _trees.to_numpy([np.asarray(leaf)[row] for leaf in several])
         failures += _agrees(check, along[row], tangent)
     return failures[:1]
 
@@ -234,7 +229,7 @@ def _why_no_forward(error: Exception) -> str:
 def outputs(check: Check) -> list[Failure]:
     """A cotangent for one output only, the others' zero or left out, gives that one's part."""
     subject, first = check.subject, check.covectors[0]
-    places, failures = offsets(subject.outputs), []
+    places, failures = _trees.offsets(subject.outputs), []
     if len(subject.outputs) < 2:
         return failures
     total = np.zeros_like(check.gradient[0])
@@ -245,9 +240,9 @@ def outputs(check: Check) -> list[Failure]:
         total = total + with_zeros
         if k < ALONE:
             pull = jax.vjp(lambda xs, k=k: subject.fun(xs)[k], subject.inputs)[1]
-            own = pull(cotangent_leaves(first[where], [subject.outputs[k]])[0])[0]
+            own = pull(_trees.cotangent_leaves(first[where], [subject.outputs[k]])[0])[0]
             text = f"{name} differentiated alone, compared with zero cotangents for the others"
-            failures += check.compare("outputs", gradient_vector(own), with_zeros, text)
+            failures += check.compare("outputs", _trees.gradient_vector(own), with_zeros, text)
     text = "the sum of the pull-backs of single outputs, compared with all at once"
     return (failures + check.compare("outputs", total, check.gradient[0], text))[:2]
 
@@ -257,11 +252,11 @@ def alone(check: Check) -> list[Failure]:
     subject, gradient, failures = check.subject, check.gradient[0], []
     if len(subject.inputs) < 2 or not _sees_what_is_held(subject):
         return failures
-    cotangents = cotangent_leaves(check.covectors[0], subject.outputs)
+    cotangents = _trees.cotangent_leaves(check.covectors[0], subject.outputs)
     for k, (start, stop) in enumerate(subject.ranges):
         pull = jax.vjp(lambda x, k=k: _with_input(subject, k, x), subject.inputs[k])[1]
         got = gradient.copy()
-        got[start:stop] = gradient_vector(pull(cotangents))
+        got[start:stop] = _trees.gradient_vector(pull(cotangents))
         text = f"{subject.names[k]} differentiated alone compared with all inputs at once"
         failures += check.compare("alone", got, gradient, text)
     return failures[:2]

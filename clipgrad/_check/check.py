@@ -11,25 +11,13 @@ import jax
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
+import clipgrad._trees as _trees
 from clipgrad._check import contract
 from clipgrad._check.differences import Differences
-from clipgrad._check.evaluation import Chaotic, choose, reason
-from clipgrad._check.gradients import (
-    VJP,
-    Gradient,
-    differentiated,
-    has_rules,
-    stripped,
-    traced_vjp,
-)
+from clipgrad._check.evaluation import Chaotic, choose, why_not
+from clipgrad._check.gradients import VJP, Gradient, differentiated, has_rules, stripped, traced_vjp
 from clipgrad._check.options import Options
-from clipgrad._check.points import (
-    Point,
-    cotangents,
-    make_point,
-    moved_apart,
-    nearby,
-)
+from clipgrad._check.points import Point, cotangents, make_point, moved_apart, nearby
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
@@ -48,7 +36,6 @@ from clipgrad._check.tolerances import (
 from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, WRONG
 from clipgrad._check.widening import Widened
 from clipgrad._errors import first_line
-from clipgrad._trees import cotangent_leaves, real_dtype, widened_leaf
 
 STOPS = "values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"
 # Parts of a full move to a further point, tried until the function is finite there.
@@ -148,7 +135,7 @@ class Check:
             xs = nearby(self.subject, seed, reach)
             self.log.evaluations += 1
             vjp = differentiated(self.subject, xs)
-            if all(np.isfinite(widened_leaf(y)).all() for y in vjp.outputs):
+            if all(np.isfinite(_trees.widened_leaf(y)).all() for y in vjp.outputs):
                 return xs, vjp.rows(self.covectors)
         return None
 
@@ -308,7 +295,7 @@ def exact_gradients(
         try:
             return make()
         except Exception as error:
-            log.notes.append(f"no {what} ({reason(error)})")
+            log.notes.append(f"no {what} ({why_not(error)})")
 
     plain, rule, is_same = None, None, strip is None and not has_rules(subject)
     if wide is not None:
@@ -336,7 +323,7 @@ def _differentiated(subject: CheckSubject, covectors, log: Log) -> VJP | None:
     failures = contract.finite_values(subject)
     try:
         vjp = differentiated(subject, subject.inputs)
-        first = vjp.pull(cotangent_leaves(covectors[0], subject.outputs))[0]
+        first = vjp.pull(_trees.cotangent_leaves(covectors[0], subject.outputs))[0]
         failures += contract.primal(subject, vjp.outputs, "differentiated")
         failures += contract.same_types(subject, first)
         failures += contract.integers(subject, covectors[0])
@@ -380,21 +367,21 @@ def _chosen_evaluation(subject: CheckSubject, covectors, log: Log):
 
 
 def _same_bits(first, second) -> bool:
-    if not are_on_cpu(first):
-        pairs = zip(first, second, strict=True)
-        return all(
-            np.allclose(widened_leaf(a), widened_leaf(b), rtol=1e-3, equal_nan=True)
-            for a, b in pairs
-        )
+    relative = 0.0 if are_on_cpu(first) else 1e-3
     return len(first) == len(second) and all(
-        a.shape == b.shape and np.array_equal(widened_leaf(a), widened_leaf(b), equal_nan=True)
+        a.shape == b.shape
+        and np.allclose(
+            _trees.widened_leaf(a), _trees.widened_leaf(b), relative, 0.0, equal_nan=True
+        )
         for a, b in zip(first, second, strict=True)
     )
 
 
 def _tolerance(subject: CheckSubject, differences, widened, log: Log) -> Tolerance:
     own = subject.dtypes
-    inner = (widened.narrow if widened else set()) | {real_dtype(y).name for y in subject.outputs}
+    inner = (widened.narrow if widened else set()) | {
+        _trees.real_dtype(y).name for y in subject.outputs
+    }
     narrow = narrowest(inner)
     if narrow != narrowest([*own, narrow]) or narrow not in own:
         log.notes.append(

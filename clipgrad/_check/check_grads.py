@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import clipgrad._trees as _trees
 from clipgrad._check.behavior import check_behavior
 from clipgrad._check.check import Check, Log, prepare
 from clipgrad._check.devices import find_devices, moved
@@ -16,7 +17,6 @@ from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, ver
 from clipgrad._check.second_order import check_second_order
 from clipgrad._check.subject import make_subject, require_arrays
 from clipgrad._check.values import check_values
-from clipgrad._trees import Selector
 
 # Of the elements that are not at kinks, if `min_verified` is not given.
 LEAST_VERIFIED = 0.5
@@ -28,9 +28,9 @@ def check_grads(
     args: tuple,
     kwargs: Mapping[str, Any] | None = None,
     *,
-    wrt: Selector | None = None,
-    no_grad: Selector | None = None,
-    output: Selector | None = None,
+    wrt: _trees.Selector | None = None,
+    no_grad: _trees.Selector | None = None,
+    output: _trees.Selector | None = None,
     order: int = 1,
     mode: str = "auto",
     delta: float | None = None,

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import clipgrad._trees as _trees
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import CALLED_ALIKE, RELATIVE, narrowest
-from clipgrad._trees import cotangent_leaves, is_float_leaf, widened_leaf
 
 
 def primal(subject: CheckSubject, outputs: Sequence[jax.Array], how: str) -> list[Failure]:
@@ -23,7 +23,7 @@ def primal(subject: CheckSubject, outputs: Sequence[jax.Array], how: str) -> lis
                 failures.append(Failure("primal", name, detail))
         if called.shape == other.shape:
             failures += _same_value(
-                name, widened_leaf(called), widened_leaf(other), called.dtype, how
+                name, _trees.widened_leaf(called), _trees.widened_leaf(other), called.dtype, how
             )
     return failures
 
@@ -63,14 +63,14 @@ def same_types(subject: CheckSubject, cotangents: Sequence) -> list[Failure]:
 
 def integers(subject: CheckSubject, covector: np.ndarray) -> list[Failure]:
     """Inputs that are not floats get a cotangent of type float0."""
-    if all(map(is_float_leaf, subject.arrays)):
+    if all(map(_trees.is_float_leaf, subject.arrays)):
         return []
     _, pull = jax.vjp(subject.whole, subject.arrays)
-    cotangents = pull(cotangent_leaves(covector, subject.outputs))[0]
+    cotangents = pull(_trees.cotangent_leaves(covector, subject.outputs))[0]
     return [
         Failure("cotangent", "integer input", f"its cotangent has dtype {ct.dtype}, not float0")
         for x, ct in zip(subject.arrays, cotangents, strict=True)
-        if not is_float_leaf(x) and ct.dtype != jax.dtypes.float0
+        if not _trees.is_float_leaf(x) and ct.dtype != jax.dtypes.float0
     ]
 
 
@@ -78,7 +78,7 @@ def finite_values(subject: CheckSubject) -> list[Failure]:
     """The outputs are finite."""
     failures = []
     for name, leaf in zip(subject.output_names, subject.outputs, strict=True):
-        bad = ~np.isfinite(widened_leaf(leaf))
+        bad = ~np.isfinite(_trees.widened_leaf(leaf))
         if bad.any():
             index = [int(i) for i in np.argwhere(bad)[0]] or ""
             detail = (

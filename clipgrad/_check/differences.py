@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 import clipgrad._jaxpr as _jaxpr
+import clipgrad._trees as _trees
 from clipgrad._check.tolerances import NOISE, length_along
 from clipgrad._check.widening import AXIS
-from clipgrad._trees import from_rows, split, to_numpy, to_vector, wide_dtype
 
 BATCH = 64
 # Of the points evaluated by one call, so that a large model's fit into memory beside it.
@@ -82,7 +82,8 @@ class Slopes(NamedTuple):
     """What was measured for each move and cotangent; arrays of shape (moves, cotangents).
 
     `width` is half the difference of the one-sided slopes, summed without sign over the outputs;
-    `noise` is what rounding may do to a slope; `norm` is the length of the gradient's part.
+    `noise` is what the rounding of outputs, which has both signs, may do to a slope; `norm` is the
+    length of the gradient's part.
     """
 
     central: np.ndarray
@@ -152,7 +153,7 @@ class Differences:
     def _set_base(self, xs) -> None:
         if xs is self._point:
             return
-        self._point, self._vector = xs, to_numpy(xs)
+        self._point, self._vector = xs, _trees.to_numpy(xs)
         self._places = np.arange(self._vector.size, dtype=np.int32)
         nowhere = Moves(np.zeros(1, int), np.zeros(1, int), np.zeros(1))
         self.base = self._run(self._vector, nowhere)[0, 0]
@@ -164,50 +165,29 @@ class Differences:
         first, second = (ahead - self.base) / step, (self.base - behind) / step
         covectors = self.covectors[: len(gradient)]
         magnitude = np.abs(covectors).T
+        size = (np.abs(ahead) + np.abs(behind)) @ magnitude / np.sqrt(max(ahead.shape[1], 1))
         analytic, norm = self._along(direction, gradient, moves, order)
         return Slopes(
             central=(ahead - behind) / (2 * step) @ covectors.T,
             ahead=first @ covectors.T,
             behind=second @ covectors.T,
             width=np.abs(first - second) @ magnitude / 2,
-            noise=self._noise(ahead, behind, magnitude) / step,
+            noise=NOISE * self.evaluation.eps * size / step,
             analytic=analytic,
             norm=norm,
         )
 
     def _along(self, direction, gradient, moves: Moves, order) -> tuple[np.ndarray, np.ndarray]:
-        """The gradient along each move, and the length of its terms."""
+        """The gradient along each move, and the length of its terms; every step has the same."""
 
         @functools.cache
-        def along(start, stop, step):
+        def along(start, stop):
             where = slice(start, stop) if order is None else order[start:stop]
-            made, part = self._made(direction, where, step), gradient[:, where]
+            made, part = direction[where], gradient[:, where]
             return part @ made, length_along(part, made)
 
-        # In float64 every step makes the same move.
-        steps = np.ones_like(moves.step) if self._is_wide else moves.step
-        pairs = [along(*move) for move in zip(moves.start, moves.stop, steps, strict=True)]
+        pairs = [along(*ends) for ends in zip(moves.start, moves.stop, strict=True)]
         return np.stack([pair[0] for pair in pairs]), np.stack([pair[1] for pair in pairs])
-
-    def _made(self, direction, where: Any, step: float) -> np.ndarray:
-        """The move divided by its step, as the function's inputs can hold it."""
-        if self._is_wide:
-            return direction[where]
-        shift = np.zeros_like(self._vector)
-        shift[where] = step * direction[where]
-        sides = [from_rows(self._vector + sign * shift, self.evaluation.like) for sign in (1, -1)]
-        plus, minus = map(to_numpy, sides)
-        return (plus - minus)[where] / (2 * step)
-
-    @property
-    def _is_wide(self) -> bool:
-        return wide_dtype(self.evaluation.dtype) == self.evaluation.dtype
-
-    def _noise(self, ahead, behind, magnitude) -> np.ndarray:
-        """The rounding of outputs that are subtracted; their errors are of both signs."""
-        outputs = max(self.covectors.shape[1], 1)
-        size = (np.abs(ahead) + np.abs(behind)) @ magnitude
-        return NOISE * self.evaluation.eps * size / np.sqrt(outputs)
 
     def _run(self, direction: np.ndarray, moves: Moves, order=None) -> np.ndarray:
         """The outputs ahead and behind, shape (moves, 2, outputs)."""
@@ -259,8 +239,8 @@ def _looped(evaluation: Evaluation, batch: int, outputs: int) -> Callable:
 def _moved_outputs(evaluation: Evaluation, constants, base, shift, signs):
     """The outputs at the base and on both sides of a shift, or on one side of it."""
     dtype = evaluation.dtype
-    points = split(base[None] + signs[:, None] * shift[None], evaluation.like)
-    call = lambda xs: to_vector(evaluation.call(constants, xs), dtype)  # noqa: E731
+    points = _trees.split(base[None] + signs[:, None] * shift[None], evaluation.like)
+    call = lambda xs: _trees.to_vector(evaluation.call(constants, xs), dtype)  # noqa: E731
     if evaluation.held:
         return jax.vmap(call, axis_name=AXIS)(points)[1:]
     return call([leaf[0] for leaf in points])[None]
@@ -275,7 +255,7 @@ def _padded(column: np.ndarray, count: int) -> np.ndarray:
 @contextlib.contextmanager
 def precision(evaluation: Evaluation):
     """Sixty-four bits on the CPU for a float64 evaluation; nothing otherwise."""
-    if wide_dtype(evaluation.dtype) != evaluation.dtype:
+    if _trees.wide_dtype(evaluation.dtype) != evaluation.dtype:
         yield
         return
     with jax.enable_x64(True), on_cpu():

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
+import clipgrad._trees as _trees
 from clipgrad._check.differences import Differences, Evaluation, Moves
 from clipgrad._check.points import element_scales, random_direction
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import SAME_VALUES, narrowest
 from clipgrad._check.widening import Unsupported, Widened, widened_program
 from clipgrad._errors import first_line
-from clipgrad._trees import from_rows, real_dtype, to_numpy, wide_dtype, widened_leaf
 
 # Binary exponents of the steps, in units of the scale of each element.
 #   quick: two steps that Richardson extrapolates. In float64 the truncation error (h ** 4) and the
@@ -53,7 +53,7 @@ def choose(
             _probe_evaluation(subject, differences)
             return differences, widened
         except Exception as error:
-            notes.append(f"{label} is not possible ({reason(error)})")
+            notes.append(f"{label} is not possible ({why_not(error)})")
             if isinstance(error, _NotSmooth) and _is_chaotic(subject):
                 raise Chaotic(CHAOTIC) from error
     raise ValueError("the function cannot be evaluated at a point nearby: " + "; ".join(notes))
@@ -82,7 +82,7 @@ def evaluation_in_float64(subject: CheckSubject, hold: bool = True) -> tuple[Eva
 
 
 def _wide_evaluation(call, subject: CheckSubject, label: str, **options) -> Evaluation:
-    like = [jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype)) for x in subject.inputs]
+    like = [jax.ShapeDtypeStruct(x.shape, _trees.wide_dtype(x.dtype)) for x in subject.inputs]
     steps = WIDE_QUICK, WIDE_LADDER
     return Evaluation(call, like, np.float64, label, *steps, finer=WIDE_FINER, **options)
 
@@ -100,7 +100,7 @@ def _calls_back(subject: CheckSubject) -> bool:
 
 def _native(subject: CheckSubject) -> Evaluation:
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in subject.inputs]
-    name = narrowest([*subject.dtypes, *(real_dtype(y).name for y in subject.outputs)])
+    name = narrowest([*subject.dtypes, *(_trees.real_dtype(y).name for y in subject.outputs)])
     steps = {"float64": (WIDE_QUICK, WIDE_LADDER), "float32": (SINGLE_QUICK, SINGLE_LADDER)}
     quick, ladder = steps.get(name, (HALF_QUICK, HALF_LADDER))
     dtype = np.float64 if name == "float64" else np.float32
@@ -135,7 +135,7 @@ def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
     A value that is itself a rounding error, as the determinant of a singular matrix, is compared
     with how far larger moves of the inputs move it.
     """
-    own = to_numpy(subject.outputs)
+    own = _trees.to_numpy(subject.outputs)
     off, size = np.sqrt(np.mean((own - values) ** 2)), np.sqrt(np.mean(own**2))
     tiny = jnp.finfo(np.float32).tiny
     if not np.isfinite(own).all() or off <= SAME_VALUES * size + tiny:
@@ -147,21 +147,21 @@ def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
 def _is_chaotic(subject: CheckSubject) -> bool:
     """Whether one rounding of each input moves the values by a part that matters."""
     eps = max(float(jnp.finfo(x.dtype).eps) for x in subject.inputs)
-    size = np.sqrt(np.mean(to_numpy(subject.outputs) ** 2))
+    size = np.sqrt(np.mean(_trees.to_numpy(subject.outputs) ** 2))
     return bool(_change(subject, eps) > SAME_VALUES / 10 * max(size, _change(subject, MOVED_FAR)))
 
 
 def _change(subject: CheckSubject, part: float) -> float:
     """How far the values move when each input does by a part of itself, up or down."""
     factors = 1 + part * np.sign(random_direction(subject, 0, 0))
-    like = [widened_leaf(x) for x in subject.inputs]
-    wide = from_rows(to_numpy(subject.inputs) * factors, like)
+    like = [_trees.widened_leaf(x) for x in subject.inputs]
+    wide = _trees.from_rows(_trees.to_numpy(subject.inputs) * factors, like)
     leaves = [jax.device_put(w.astype(x.dtype)) for w, x in zip(wide, subject.inputs, strict=True)]
-    change = to_numpy(subject.fun(leaves)) - to_numpy(subject.outputs)
+    change = _trees.to_numpy(subject.fun(leaves)) - _trees.to_numpy(subject.outputs)
     return float(np.sqrt(np.mean(change**2)))
 
 
-def reason(error: Exception) -> str:
+def why_not(error: Exception) -> str:
     """Why something is not possible, in one line."""
     if isinstance(error, (_NotSmooth, Unsupported)):
         return str(error)

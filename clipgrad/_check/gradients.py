@@ -8,15 +8,10 @@ import numpy as np
 from jax import lax
 
 import clipgrad._jaxpr as _jaxpr
+import clipgrad._trees as _trees
 from clipgrad._check.differences import on_cpu
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.widening import Strip, widened_program
-from clipgrad._trees import (
-    cotangent_leaves,
-    gradient_vector,
-    wide_dtype,
-    widened_leaf,
-)
 
 
 class VJP(NamedTuple):
@@ -28,7 +23,7 @@ class VJP(NamedTuple):
 
     def __call__(self, covector: np.ndarray) -> np.ndarray:
         """The real gradient for a real cotangent vector."""
-        return gradient_vector(self.pull(cotangent_leaves(covector, self.like))[0])
+        return _trees.gradient_vector(self.pull(_trees.cotangent_leaves(covector, self.like))[0])
 
     def rows(self, covectors: np.ndarray) -> np.ndarray:
         """The gradients for several cotangents, shape (cotangents, inputs)."""
@@ -78,18 +73,22 @@ class Gradient:
 
         Eagerly, since a compiler may simplify away just what loses precision.
         """
-        inputs = ([*xs, *cotangent_leaves(row, self._outputs)] for row in covectors)
+        inputs = ([*xs, *_trees.cotangent_leaves(row, self._outputs)] for row in covectors)
         rows = [_jaxpr.evaluate(self.program, leaves, Strip()) for leaves in inputs]
-        return np.stack([gradient_vector(row) for row in rows])
+        return np.stack([_trees.gradient_vector(row) for row in rows])
 
     def _wide(self, name: Any, call: Callable, xs, covectors) -> np.ndarray:
         run = _jaxpr.kept_by_key((name, self.widened.text), lambda: _jaxpr.low_jit(call))
         constants = _jaxpr.opened(self.program)[1]
         with jax.enable_x64(True), on_cpu():
-            leaves = [np.asarray(widened_leaf(x)) for x in xs]
-            like = [jax.ShapeDtypeStruct(y.shape, wide_dtype(y.dtype)) for y in self._outputs]
-            cotangents = [cotangent_leaves(row, like) for row in covectors]
-            return np.stack([gradient_vector(run(constants, [*leaves, *u])) for u in cotangents])
+            leaves = [np.asarray(_trees.widened_leaf(x)) for x in xs]
+            like = [
+                jax.ShapeDtypeStruct(y.shape, _trees.wide_dtype(y.dtype)) for y in self._outputs
+            ]
+            cotangents = [_trees.cotangent_leaves(row, like) for row in covectors]
+            return np.stack(
+                [_trees.gradient_vector(run(constants, [*leaves, *u])) for u in cotangents]
+            )
 
 
 def traced_vjp(fun: Callable, subject: CheckSubject) -> Any:

@@ -8,15 +8,8 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
+import clipgrad._trees as _trees
 from clipgrad._check.subject import CheckSubject, Range
-from clipgrad._trees import (
-    from_rows,
-    is_complex,
-    offsets,
-    real_size,
-    to_numpy,
-    widened_leaf,
-)
 
 COTANGENTS = 2
 # Directions in which a point is moved: two balanced dense ones, another dense one, and single
@@ -55,14 +48,14 @@ class Point:
     @functools.cached_property
     def vector(self) -> np.ndarray:
         """All elements in float64."""
-        return to_numpy(self.xs)
+        return _trees.to_numpy(self.xs)
 
 
 def moved_apart(subject: CheckSubject, xs: Sequence[jax.Array], seed: int) -> list[np.ndarray]:
     """The point in float64 with each element moved by up to a sixteenth, equal ones apart."""
     direction = random_direction(subject, seed, SINGLE) * element_scales(xs) / 16
-    moves = from_rows(direction, [np.asarray(widened_leaf(x)) for x in xs])
-    return [widened_leaf(x) + move for x, move in zip(xs, moves, strict=True)]
+    moves = _trees.from_rows(direction, [np.asarray(_trees.widened_leaf(x)) for x in xs])
+    return [_trees.widened_leaf(x) + move for x, move in zip(xs, moves, strict=True)]
 
 
 def make_point(
@@ -131,13 +124,13 @@ def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
     rows = [
         np.concatenate(
             [
-                dense_numbers(generator(seed, f"{row} {name}"), real_size(leaf))
+                dense_numbers(generator(seed, f"{row} {name}"), _trees.real_size(leaf))
                 for name, leaf in zip(subject.output_names, subject.outputs, strict=True)
             ]
         )
         for row in range(COTANGENTS)
     ]
-    firsts = [int(start) for start in offsets(subject.outputs)[:-1] if start < len(rows[0])]
+    firsts = [int(start) for start in _trees.offsets(subject.outputs)[:-1] if start < len(rows[0])]
     rows[1][firsts] = -np.sign(rows[0][firsts]) * np.abs(rows[1][firsts])
     return np.stack(rows)
 
@@ -148,14 +141,14 @@ def masked_rows(subject: CheckSubject, seed: int) -> np.ndarray:
     for name, leaf in zip(subject.output_names, subject.outputs, strict=True):
         rows = leaf.shape[0] if leaf.ndim else 1
         kept = generator(seed, f"mask {name}").permutation(rows) < (rows + 1) // 2
-        masks.append(np.repeat(kept.astype(float), real_size(leaf) // max(rows, 1)))
+        masks.append(np.repeat(kept.astype(float), _trees.real_size(leaf) // max(rows, 1)))
     return np.concatenate(masks)
 
 
 def random_direction(subject: CheckSubject, seed: int, row: int) -> np.ndarray:
     """A random dense vector over all inputs, leaf by leaf."""
     parts = [
-        dense_numbers(generator(seed, f"direction {row} {name}"), real_size(leaf))
+        dense_numbers(generator(seed, f"direction {row} {name}"), _trees.real_size(leaf))
         for name, leaf in zip(subject.names, subject.inputs, strict=True)
     ]
     return np.concatenate(parts)
@@ -170,12 +163,12 @@ def element_scales(xs: Sequence[jax.Array]) -> np.ndarray:
 
 
 def _leaf_scales(leaf) -> np.ndarray:
-    size = np.abs(widened_leaf(leaf)).ravel()
+    size = np.abs(_trees.widened_leaf(leaf)).ravel()
     typical = np.sqrt(np.mean(size**2)) if size.size else 0.0
     if not typical > 0:
         typical = 1.0
     size = np.maximum(size, typical)
-    size = np.repeat(size, 2) if is_complex(leaf) else size
+    size = np.repeat(size, 2) if _trees.is_complex(leaf) else size
     return 2.0 ** np.round(np.log2(size))
 
 
@@ -196,7 +189,7 @@ def nearby(subject: CheckSubject, seed: int, reach: float = 1.0) -> list[jax.Arr
 
 
 def _moved_leaf(leaf, phase: float, rng, reach: float):
-    values = widened_leaf(leaf)
+    values = _trees.widened_leaf(leaf)
     if np.all(values == values.ravel()[0]):
         part = reach * rng.uniform(0.02, 0.08, leaf.shape)
         moved = (1 - part) * values if values.any() else part
@@ -215,7 +208,7 @@ def symmetric_leaves(subject: CheckSubject, xs: Sequence[jax.Array]) -> list[tup
     """The leaves of symmetric or Hermitian matrices, whose elements are not all the same."""
     found = []
     for leaf, (x, area) in enumerate(zip(xs, subject.ranges, strict=True)):
-        square, values = x.ndim > 1 and x.shape[-2] == x.shape[-1] > 1, widened_leaf(x)
+        square, values = x.ndim > 1 and x.shape[-2] == x.shape[-1] > 1, _trees.widened_leaf(x)
         if square and (values == np.conj(np.swapaxes(values, -1, -2))).all():
             found += [(leaf, area)] if (values != values.ravel()[0]).any() else []
     return found

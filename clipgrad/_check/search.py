@@ -10,14 +10,7 @@ import numpy as np
 from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar, step_sizes
 from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
 from clipgrad._check.subject import Range
-from clipgrad._check.tolerances import (
-    SETTLED,
-    Allowed,
-    Excuse,
-    Sizes,
-    Tolerance,
-    length_along,
-)
+from clipgrad._check.tolerances import SETTLED, Allowed, Excuse, Sizes, Tolerance, length_along
 from clipgrad._check.verdicts import (
     BENT,
     LOST,

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 
+import clipgrad._trees as _trees
 from clipgrad._check.check import Check, exact_gradients
 from clipgrad._check.differences import Differences
 from clipgrad._check.evaluation import choose, evaluation_in_float64
@@ -15,7 +16,6 @@ from clipgrad._check.tolerances import make_tolerance
 from clipgrad._check.values import found_at, told
 from clipgrad._check.widening import Widened
 from clipgrad._errors import first_line
-from clipgrad._trees import cotangent_leaves
 
 NAME = "second order"
 
@@ -77,7 +77,7 @@ def _vjp(check: Check) -> CheckSubject:
     def gradient(leaves):
         return jax.vjp(subject.fun, leaves[:count])[1](leaves[count:])[0]
 
-    inputs = [*subject.inputs, *cotangent_leaves(check.covectors[0], subject.outputs)]
+    inputs = [*subject.inputs, *_trees.cotangent_leaves(check.covectors[0], subject.outputs)]
     return subject._replace(
         fun=gradient,
         program=traced(gradient, inputs),

@@ -9,6 +9,7 @@ import dataclasses
 
 import numpy as np
 
+import clipgrad._trees as _trees
 from clipgrad._check.differences import Differences, Moves, step_sizes
 from clipgrad._check.gradients import VJP
 from clipgrad._check.points import (
@@ -23,13 +24,7 @@ from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge, wrong_leaves
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import KINK_GAP, NOISE, TIED_RELATIVE
-from clipgrad._check.verdicts import (
-    KINK,
-    OK,
-    SYMMETRIC,
-    WRONG,
-)
-from clipgrad._trees import from_rows, real_size, to_numpy
+from clipgrad._check.verdicts import KINK, OK, SYMMETRIC, WRONG
 
 AT_KINKS = 64  # elements of each finding that are moved
 OUTPUTS = 8  # with kinks that are looked at
@@ -146,7 +141,7 @@ def _slopes_nearby(judge: Judge, area: slice, indices, seed: int) -> tuple:
     for _ in range(2 * MOVED):
         moved = point.vector.copy()
         moved[area] += APART * rng.permutation(count) / count * point.scale[area].max()
-        xs = from_rows(moved, differences.evaluation.like)
+        xs = _trees.from_rows(moved, differences.evaluation.like)
         found.append(differences.measure(xs, point.scale, judge.gradient, moves).central)
     slopes = np.stack(found) / point.scale[indices][None, :, None]
     return slopes.min(axis=0).T, slopes.max(axis=0).T
@@ -164,10 +159,10 @@ def _symmetric(subject: CheckSubject, judge: Judge, finding: Finding, seed: int)
     leaf, area = subject.inputs[finding.leaf], judge.ranges[finding.leaf]
     rng = generator(seed, "symmetric")
     for _ in BALANCED:
-        (random,) = from_rows(dense_numbers(rng, real_size(leaf)), [leaf])
+        (random,) = _trees.from_rows(dense_numbers(rng, _trees.real_size(leaf)), [leaf])
         symmetric = (random + np.conj(np.swapaxes(random, -1, -2))) / 2
         direction = np.zeros_like(judge.point.scale)
-        direction[slice(*area)] = to_numpy([symmetric]) * judge.point.scale[area[0]]
+        direction[slice(*area)] = _trees.to_numpy([symmetric]) * judge.point.scale[area[0]]
         point = dataclasses.replace(judge.point, direction=lambda row: direction)  # noqa: B023
         if dataclasses.replace(judge, point=point).areas([area], DENSE).kind[0] != OK:
             return finding

@@ -8,20 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from clipgrad._trees import (
-    Selector,
-    check_leaves,
-    check_tree,
-    is_array,
-    is_float_leaf,
-    leaf_names,
-    offsets,
-    parameter_names,
-    real_dtype,
-    select,
-    simple_paths,
-    widened_leaf,
-)
+import clipgrad._trees as _trees
 
 Leaves = list[jax.Array]
 Range = tuple[int, int]
@@ -55,30 +42,30 @@ class CheckSubject(NamedTuple):
     @property
     def ranges(self) -> list[Range]:
         """The range of each leaf in the vector of inputs."""
-        places = offsets(self.inputs)
+        places = _trees.offsets(self.inputs)
         return [(int(a), int(b)) for a, b in zip(places[:-1], places[1:], strict=True)]
 
     @property
     def dtypes(self) -> list[str]:
         """The real dtype of each input leaf, by name."""
-        return [real_dtype(leaf).name for leaf in self.inputs]
+        return [_trees.real_dtype(leaf).name for leaf in self.inputs]
 
 
 def require_arrays(args: Any, kwargs: Mapping[str, Any]) -> None:
     """Raises an error for trees without an end, and for numbers that JAX cannot take."""
-    check_tree("args", (args, kwargs))
+    _trees.check_tree("args", (args, kwargs))
     for name, tree in (("args", args), ("kwargs", kwargs)):
         numbers = jax.tree.map(lambda leaf: leaf if _has_numeric_dtype(leaf) else None, tree)
-        check_leaves(name, numbers)
+        _trees.check_leaves(name, numbers)
 
 
 def make_subject(
     fun: Callable,
     args: tuple,
     kwargs: Mapping[str, Any] | None = None,
-    wrt: Selector | None = None,
-    no_grad: Selector | None = None,
-    output: Selector | None = None,
+    wrt: _trees.Selector | None = None,
+    no_grad: _trees.Selector | None = None,
+    output: _trees.Selector | None = None,
 ) -> CheckSubject:
     """Call the function once and set up the subject, or say what is wrong with the request."""
     if not isinstance(args, tuple):
@@ -92,7 +79,7 @@ def make_subject(
     arrays = [k for k, leaf in enumerate(leaves) if _is_jax_array(leaf)]
     chosen = _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad)
     call = _caller(fun, structure, leaves)
-    names = leaf_names(args, "args") + leaf_names(kwargs, "kwargs")
+    names = _trees.leaf_names(args, "args") + _trees.leaf_names(kwargs, "kwargs")
     _require_finite([leaves[k] for k in chosen], [names[k] for k in chosen])
     call, result = _first_call(call, leaves)
     pick, outputs, output_names = _chosen_outputs(result, output)
@@ -128,7 +115,7 @@ def _has_numeric_dtype(leaf):
 
 def _is_number_leaf(leaf):
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return is_array(np.asarray(leaf))
+        return _trees.is_array(np.asarray(leaf))
     return isinstance(leaf, (float, complex))
 
 
@@ -165,16 +152,16 @@ def _first_call(call: Callable, leaves: list) -> tuple[Callable, Any]:
 
 def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
     paths = _input_paths(fun, args, kwargs)
-    floats = [k for k, leaf in enumerate(leaves) if is_float_leaf(leaf)]
+    floats = [k for k, leaf in enumerate(leaves) if _trees.is_float_leaf(leaf)]
     if not floats:
         raise ValueError(
             f"args: got leaves of {sorted({_leaf_kind(leaf) for leaf in leaves})}, expected a "
             "floating-point array to differentiate"
         )
     names = [paths[k] for k in floats]
-    chosen = set(range(len(floats))) if wrt is None else select(wrt, names, "wrt")
+    chosen = set(range(len(floats))) if wrt is None else _trees.select(wrt, names, "wrt")
     if no_grad is not None:
-        chosen -= select(no_grad, names, "no_grad")
+        chosen -= _trees.select(no_grad, names, "no_grad")
     chosen = {k for k in chosen if leaves[floats[k]].size}
     if not chosen:
         raise ValueError(
@@ -185,14 +172,14 @@ def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
 
 
 def _input_paths(fun, args, kwargs):
-    parameters = parameter_names(fun, len(args))
+    parameters = _trees.parameter_names(fun, len(args))
     paths = []
-    for path in simple_paths(args):
+    for path in _trees.simple_paths(args):
         first, _, rest = path.partition("/")
         named = parameters[int(first)] if int(first) < len(parameters) else None
         spelled = [first] if named is None else [named, first]
         paths.append("|".join(f"{head}/{rest}" if rest else head for head in spelled))
-    return paths + simple_paths(kwargs)
+    return paths + _trees.simple_paths(kwargs)
 
 
 def _leaf_kind(leaf):
@@ -201,16 +188,16 @@ def _leaf_kind(leaf):
 
 def _chosen_outputs(out, output):
     leaves = jax.tree.leaves(out)
-    floats = [k for k, leaf in enumerate(leaves) if is_float_leaf(leaf)]
+    floats = [k for k, leaf in enumerate(leaves) if _trees.is_float_leaf(leaf)]
     if not floats:
         raise ValueError(
             f"fun: got {[_leaf_kind(leaf) for leaf in leaves] or out!r} from it, expected a "
             "floating-point array among its results"
         )
-    names = leaf_names(out, "out")
+    names = _trees.leaf_names(out, "out")
     if output is not None:
-        paths = simple_paths(out)
-        kept = select(output, [paths[k] or "0" for k in floats], "output")
+        paths = _trees.simple_paths(out)
+        kept = _trees.select(output, [paths[k] or "0" for k in floats], "output")
         floats = [floats[k] for k in sorted(kept)]
 
     def pick(result):
@@ -222,7 +209,7 @@ def _chosen_outputs(out, output):
 
 def _require_finite(leaves: Sequence[jax.Array], names: Sequence[str]) -> None:
     for leaf, name in zip(leaves, names, strict=True):
-        values = widened_leaf(leaf).ravel()
+        values = _trees.widened_leaf(leaf).ravel()
         bad = np.flatnonzero(~np.isfinite(values))
         if bad.size:
             index = int(bad[0]) * (2 if np.iscomplexobj(values) else 1)
@@ -233,7 +220,7 @@ def _require_finite(leaves: Sequence[jax.Array], names: Sequence[str]) -> None:
 
 
 def _element(leaves, names, index: int) -> str:
-    places = offsets(leaves)
+    places = _trees.offsets(leaves)
     k = int(np.searchsorted(places, index, "right") - 1)
     return names[k] + _subscript(leaves[k], index - int(places[k]))
 

@@ -9,14 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipgrad._check.differences import Slopes
-from clipgrad._check.tolerances import (
-    GROWTH,
-    JUMP,
-    KINK_GAP,
-    NEGLIGIBLE,
-    NOISY,
-    Allowed,
-)
+from clipgrad._check.tolerances import GROWTH, JUMP, KINK_GAP, NEGLIGIBLE, NOISY, Allowed
 
 
 class Kind(NamedTuple):
