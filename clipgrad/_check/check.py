@@ -266,25 +266,31 @@ def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
     vjp = _differentiated(subject, covectors, log)
     if vjp is None:
         return None
-    gradient = vjp.rows(covectors)
-    log.fail(contract.finite_gradient(subject, gradient))
+    log.fail(contract.finite_gradient(subject, vjp.rows(covectors)))
     evaluated = _chosen_evaluation(subject, covectors, log)
     if evaluated is None:
         return None
-    differences, wide = evaluated
-    log.precision = differences.evaluation.label
-    tolerance = _tolerance(subject, differences, wide, log)
-    plain, rule, tolerance = exact_gradients(subject, wide, tolerance, log)
-    stops = wide is not None and wide.stops
-    if stops and plain is not None and _stops_matter(subject, plain, covectors[:1]):
+    log.precision = evaluated[0].evaluation.label
+    check = measured(subject, log, covectors, vjp, evaluated)
+    if check.stops and check.plain is not None and _stops_matter(check):
         log.notes.append(STOPS)
-    measured = differences, tolerance, plain, rule, stops
-    return Check(subject, options, log, covectors, vjp, gradient, *measured)
+    return check
+
+
+def measured(
+    subject: CheckSubject, log: Log, covectors, vjp: VJP, evaluated, strip: Any = None
+) -> Check:
+    """What is known of a function's gradient; `strip` is as in `exact_gradients`."""
+    differences, wide = evaluated
+    tolerance = _tolerance(subject, differences, wide, log)
+    known = differences, *exact_gradients(subject, wide, tolerance, log, strip)
+    stops = wide is not None and wide.stops
+    return Check(subject, log.options, log, covectors, vjp, vjp.rows(covectors), *known, stops)
 
 
 def exact_gradients(
     subject: CheckSubject, wide: Widened | None, tolerance: Tolerance, log: Log, strip: Any = None
-) -> tuple[Gradient | None, Gradient | None, Tolerance]:
+) -> tuple[Tolerance, Gradient | None, Gradient | None]:
     """Plain AD, the rule as it is written, and the tolerance where loops find the gradient.
 
     Where there is no custom rule to strip, the rule is plain AD. `strip` is another function to
@@ -310,7 +316,7 @@ def exact_gradients(
     if rule is not None and rule.widened.looks_at_bits:
         log.notes.append("no rule in float64 (the function looks at the bits of its numbers)")
         rule = None
-    return plain, rule, _of_solvers(subject, backward, tolerance, log)
+    return _of_solvers(subject, backward, tolerance, log), plain, rule
 
 
 def _differentiated(subject: CheckSubject, covectors, log: Log) -> VJP | None:
@@ -394,15 +400,16 @@ def _tolerance(subject: CheckSubject, differences, widened, log: Log) -> Toleran
     return tolerance.of_slopes_in(differences.evaluation.dtype)
 
 
-def _stops_matter(subject: CheckSubject, plain: Gradient, covectors: np.ndarray) -> bool:
+def _stops_matter(check: Check) -> bool:
     """Whether the gradient would be another, were it not for `stop_gradient`.
 
     The maximum that a softmax subtracts is behind one, and does not matter.
     """
+    subject, at = check.subject, (check.subject.inputs, check.covectors[:1])
     freely = stripped(subject.program, stop=lambda x: x)
     try:
-        free = Gradient(traced_vjp(freely, subject), subject.outputs)(subject.inputs, covectors)
-        exact = plain(subject.inputs, covectors)
+        free = Gradient(traced_vjp(freely, subject), subject.outputs)(*at)
+        exact = check.plain(*at)
     except Exception:
         return True
     return bool(np.abs(free - exact).max() > STOPPED * np.abs(exact).max())

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._trees as _trees
@@ -16,20 +15,19 @@ def primal(subject: CheckSubject, outputs: Sequence[jax.Array], how: str) -> lis
     """The function called and the function differentiated have the same outputs."""
     failures = []
     for name, called, other in zip(subject.output_names, subject.outputs, outputs, strict=True):
-        for what in ("dtype", "shape"):
-            a, b = getattr(called, what), getattr(other, what)
-            if a != b:
-                detail = f"{what} {a} when called, {b} when {how}"
-                failures.append(Failure("primal", name, detail))
+        failures += [
+            Failure("primal", name, f"{what} {a} when called, {b} when {how}")
+            for what in ("dtype", "shape")
+            if (a := getattr(called, what)) != (b := getattr(other, what))
+        ]
         if called.shape == other.shape:
-            failures += _same_value(
-                name, _trees.widened_leaf(called), _trees.widened_leaf(other), called.dtype, how
-            )
+            failures += _same_value(name, called, other, how)
     return failures
 
 
-def _same_value(name, called, other, dtype, how) -> list[Failure]:
-    precision = narrowest([np.dtype(jnp.finfo(dtype).dtype).name])
+def _same_value(name, called, other, how) -> list[Failure]:
+    precision = narrowest([_trees.real_dtype(called).name])
+    called, other = _trees.widened_leaf(called), _trees.widened_leaf(other)
     size = np.sqrt(np.mean(np.abs(np.where(np.isfinite(called), called, 0.0)) ** 2))
     with np.errstate(invalid="ignore"):
         off = np.abs(called - other)
@@ -51,14 +49,12 @@ def _same_value(name, called, other, dtype, how) -> list[Failure]:
 
 def same_types(subject: CheckSubject, cotangents: Sequence) -> list[Failure]:
     """Each input's cotangent has the input's dtype and shape."""
-    failures = []
-    for name, x, ct in zip(subject.names, subject.inputs, cotangents, strict=True):
-        for what in ("dtype", "shape"):
-            a, b = getattr(x, what), getattr(ct, what, None)
-            if a != b:
-                detail = f"the input has {what} {a}, its cotangent {b}"
-                failures.append(Failure("cotangent", name, detail))
-    return failures
+    return [
+        Failure("cotangent", name, f"the input has {what} {a}, its cotangent {b}")
+        for name, x, ct in zip(subject.names, subject.inputs, cotangents, strict=True)
+        for what in ("dtype", "shape")
+        if (a := getattr(x, what)) != (b := getattr(ct, what, None))
+    ]
 
 
 def integers(subject: CheckSubject, covector: np.ndarray) -> list[Failure]:

@@ -121,18 +121,17 @@ def dense_numbers(rng: np.random.Generator, size: int) -> np.ndarray:
 
 def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
     """Random dense cotangents as real vectors, shape (2, outputs), of both signs at each output."""
-    rows = [
-        np.concatenate(
-            [
-                dense_numbers(generator(seed, f"{row} {name}"), _trees.real_size(leaf))
-                for name, leaf in zip(subject.output_names, subject.outputs, strict=True)
-            ]
-        )
-        for row in range(COTANGENTS)
-    ]
-    firsts = [int(start) for start in _trees.offsets(subject.outputs)[:-1] if start < len(rows[0])]
+    names, leaves = subject.output_names, subject.outputs
+    rows = [_dense(leaves, [f"{row} {name}" for name in names], seed) for row in range(COTANGENTS)]
+    firsts = [int(start) for start in _trees.offsets(leaves)[:-1] if start < len(rows[0])]
     rows[1][firsts] = -np.sign(rows[0][firsts]) * np.abs(rows[1][firsts])
     return np.stack(rows)
+
+
+def _dense(leaves: Sequence, names: Sequence[str], seed: int) -> np.ndarray:
+    pairs = zip(leaves, names, strict=True)
+    parts = [dense_numbers(generator(seed, name), _trees.real_size(leaf)) for leaf, name in pairs]
+    return np.concatenate(parts)
 
 
 def masked_rows(subject: CheckSubject, seed: int) -> np.ndarray:
@@ -147,11 +146,7 @@ def masked_rows(subject: CheckSubject, seed: int) -> np.ndarray:
 
 def random_direction(subject: CheckSubject, seed: int, row: int) -> np.ndarray:
     """A random dense vector over all inputs, leaf by leaf."""
-    parts = [
-        dense_numbers(generator(seed, f"direction {row} {name}"), _trees.real_size(leaf))
-        for name, leaf in zip(subject.names, subject.inputs, strict=True)
-    ]
-    return np.concatenate(parts)
+    return _dense(subject.inputs, [f"direction {row} {name}" for name in subject.names], seed)
 
 
 def element_scales(xs: Sequence[jax.Array]) -> np.ndarray:

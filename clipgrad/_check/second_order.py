@@ -1,20 +1,16 @@
 """The second order: the VJP is a function too, of the inputs and the cotangent; check its VJP."""
 
-import dataclasses
-
 import jax
 
 import clipgrad._trees as _trees
-from clipgrad._check.check import Check, exact_gradients
+from clipgrad._check.check import Check, measured
 from clipgrad._check.differences import Differences
 from clipgrad._check.evaluation import choose, evaluation_in_float64
 from clipgrad._check.gradients import differentiated, stripped
 from clipgrad._check.points import cotangents
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject, traced
-from clipgrad._check.tolerances import make_tolerance
 from clipgrad._check.values import found_at, told
-from clipgrad._check.widening import Widened
 from clipgrad._errors import first_line
 
 NAME = "second order"
@@ -52,22 +48,9 @@ def _of_the_vjp(check: Check) -> Check:
     subject = _vjp(check)
     covectors = cotangents(subject, check.options.seed)
     vjp = differentiated(subject, subject.inputs)
-    differences, wide = _evaluated(subject, covectors, check)
-    inner = set() if wide is None else wide.narrow
-    own = check.options.tolerance
-    tolerance = make_tolerance(subject.ranges, subject.dtypes, inner, own=own)
     strip = None if check.plain is None else stripped(check.plain.program)
-    found = exact_gradients(subject, wide, tolerance, check.log, strip)
-    return dataclasses.replace(
-        check,
-        subject=subject,
-        covectors=covectors,
-        vjp=vjp,
-        gradient=vjp.rows(covectors),
-        differences=differences,
-        plain=found[0],
-        rule=found[1],
-        tolerance=found[2],
+    return measured(
+        subject, check.log, covectors, vjp, _evaluated(subject, covectors, check), strip
     )
 
 
@@ -88,9 +71,7 @@ def _vjp(check: Check) -> CheckSubject:
     )
 
 
-def _evaluated(
-    subject: CheckSubject, covectors, check: Check
-) -> tuple[Differences, Widened | None]:
+def _evaluated(subject: CheckSubject, covectors, check: Check) -> tuple:
     try:
         evaluation, wide = evaluation_in_float64(subject, hold=False)
         return Differences(evaluation, covectors), wide

@@ -41,17 +41,23 @@ def check_ties(
     wrong, differences, point = wrong_leaves(found), judge.differences, judge.point
     kinks = [f.indices[f.verdict.kind == KINK][:AT_KINKS] for f in found if f.leaf not in wrong]
     kinks = np.unique(np.concatenate([np.zeros(0, int), *kinks]))
-    bent = _bent_one_way(differences, point, kinks) if len(kinks) > 1 else np.zeros((0, 0), bool)
+    if len(kinks) < 2:
+        return []
+    step = float(step_sizes(differences.evaluation.quick)[1])
+    bent, noise = _bent_one_way(differences, point, kinks, step)
     for output in np.flatnonzero(bent.sum(axis=0) > 1)[:OUTPUTS]:
         tied = kinks[bent[:, output]]
         gradient = vjp(np.eye(1, bent.shape[1], output)[0])
-        shifts = _shifts(judge, tied, seed)
+        signs = generator(seed, "ties").choice([-1.0, 1.0], (MOVED, len(tied)))
+        signs[0] = 1.0  # all up, and up and down at random
+        shifts = np.zeros((MOVED, point.scale.size))
+        shifts[:, tied] = step * signs * point.scale[tied].max()
         ahead, behind = (change[:, output] for change in differences.changes(point.xs, shifts))
         analytic = shifts @ gradient
         low, high = np.minimum(ahead, behind), np.maximum(ahead, behind)
         relative = TIED_RELATIVE * judge.tolerance.relative[judge.tolerance.leaves_of(tied)[0]]
-        relative = max(relative, BENDS * _step(differences))
-        slack = relative * np.abs(shifts) @ np.abs(gradient) + _noise(differences)
+        relative = max(relative, BENDS * step)
+        slack = relative * np.abs(shifts) @ np.abs(gradient) + noise
         off = np.fmax(low - analytic, analytic - high) - slack
         worst = int(np.argmax(off))
         if off[worst] > 0:
@@ -70,33 +76,16 @@ def _tied_failure(subject: CheckSubject, tied, output, slopes) -> Failure:
     return Failure("value", subject.element(int(tied[0])), detail, indices=tied - start)
 
 
-def _bent_one_way(differences: Differences, point: Point, kinks) -> np.ndarray:
-    """Which elements have a kink in which output, for outputs whose kinks all bend one way."""
+def _bent_one_way(differences: Differences, point: Point, kinks, step: float) -> tuple:
+    """Which elements have a kink in which output whose kinks all bend one way; the noise."""
     shifts = np.zeros((len(kinks), point.scale.size))
-    shifts[np.arange(len(kinks)), kinks] = _step(differences) * point.scale[kinks]
+    shifts[np.arange(len(kinks)), kinks] = step * point.scale[kinks]
     ahead, behind = differences.changes(point.xs, shifts)
-    bend = ahead - behind
-    least = KINK_GAP * np.fmax(np.abs(ahead), np.abs(behind)) + _noise(differences)
-    bent = np.abs(bend) > least
+    noise = NOISE * differences.evaluation.eps * float(np.max(np.abs(differences.base)))
+    bend, size = ahead - behind, np.fmax(np.abs(ahead), np.abs(behind))
+    bent = np.abs(bend) > KINK_GAP * size + noise
     one_way = ~(np.any(bent & (bend > 0), axis=0) & np.any(bent & (bend < 0), axis=0))
-    return bent & one_way
-
-
-def _shifts(judge: Judge, tied, seed: int) -> np.ndarray:
-    """All tied elements up, and moved up and down at random."""
-    signs = generator(seed, "ties").choice([-1.0, 1.0], (MOVED, len(tied)))
-    signs[0] = 1.0
-    shifts = np.zeros((MOVED, judge.point.scale.size))
-    shifts[:, tied] = _step(judge.differences) * signs * judge.point.scale[tied].max()
-    return shifts
-
-
-def _step(differences: Differences) -> float:
-    return float(step_sizes(differences.evaluation.quick)[1])
-
-
-def _noise(differences: Differences) -> float:
-    return NOISE * differences.evaluation.eps * float(np.max(np.abs(differences.base)))
+    return bent & one_way, noise
 
 
 def excuse_structure(subject: CheckSubject, judge: Judge, found: list[Finding], seed: int) -> list:

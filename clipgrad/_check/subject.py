@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 import clipgrad._trees as _trees
 
@@ -140,8 +139,7 @@ def _first_call(call: Callable, leaves: list) -> tuple[Callable, Any]:
 
     def with_copies(positions, values):
         values = dict(zip(positions, values, strict=True))
-        given = [values.get(k, leaves[k]) for k in places]
-        copies = [leaf if isinstance(leaf, Tracer) else leaf.copy() for leaf in given]
+        copies = [values.get(k, leaves[k]).copy() for k in places]
         return call(places, copies), copies
 
     result, copies = with_copies([], [])
