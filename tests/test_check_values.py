@@ -41,13 +41,20 @@ class Compared(Check):
 
     error = None
 
-    def rounding(self, xs):
-        return None if self.error is None else (np.asarray([self.error]), G[None])
+    def noise(self, xs):
+        if self.error is None:
+            return None
+        return self.tolerance.excused(np.asarray([self.error]), G[None])
 
 
 def checked(error=None):
     fields = dict.fromkeys(field.name for field in dataclasses.fields(Check))
-    known = {"subject": SUBJECT, "tolerance": TOLERANCE, "log": Log(Options())}
+    known = {
+        "subject": SUBJECT,
+        "tolerance": TOLERANCE,
+        "options": Options(),
+        "log": Log(Options()),
+    }
     check = Compared(**(fields | known))
     object.__setattr__(check, "error", error)
     return check

@@ -15,7 +15,6 @@ from clipgrad._check.verdicts import (
     UNSURE,
     WRONG,
     extrapolate,
-    is_certain,
     judge_ladder,
     judge_two,
     settled,
@@ -205,30 +204,6 @@ def test_steps_as_they_are_do_not_extrapolate():
     cube = lambda x: x**3  # noqa: E731
     assert by_two(cube, 0.0, steps=steps).numeric[0] == 0
     assert by_two(cube, 0.25, as_they_are=True, steps=steps).numeric[0] == 0.25
-
-
-@pytest.mark.parametrize(
-    ("function", "analytic", "certain"),
-    [
-        (np.sin, 1.0, False),
-        (np.sin, 1.01, False),
-        (np.sin, 1.1, True),
-        (np.sin, -1.0, True),
-        (np.sin, 0.0, True),
-        (relu, 2.0, False),
-        (lambda x: x + 0.1 * np.abs(x), 2.0, False),
-        (lambda x: x + 0.01 * np.abs(x), 2.0, True),
-        (np.sign, 1.0, False),
-    ],
-)
-def test_what_is_wrong_by_far_is_certain_where_both_sides_have_the_same_slope(
-    function, analytic, certain
-):
-    assert is_certain(by_two(function, analytic))[0] == certain
-
-
-def test_what_is_wrong_by_less_than_the_noise_is_not_certain():
-    assert not is_certain(by_two(np.sin, 2.0, noise=1e-6))[0]
 
 
 def test_every_kind_but_right_and_wrong_has_a_note_and_all_differ():

@@ -32,6 +32,7 @@ from clipgrad._check.tolerances import (
     Tolerance,
     make_tolerance,
     narrowest,
+    pieces,
 )
 from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, WRONG
 from clipgrad._check.widening import Widened
@@ -217,32 +218,35 @@ class Check:
 
     def compare(self, check: str, got, expected, what: str, xs=None) -> list:
         """Compare two computations of one gradient; a failure names the worst element."""
-        off = distance(got, expected)
-        bad = off > self._slack(got, expected) if off.any() else off > 0
+        bad = self._differ(got, expected)
         if bad.any():
             noise = self.noise(xs or self.subject.inputs)
             around = None if noise is None else self._around(xs or self.subject.inputs, 1)
-            bad &= off > self._slack(got, expected, noise, around)
+            bad = self._differ(got, expected, noise, around)
         if not bad.any():
             return []
-        worst = int(np.argmax(np.where(bad, off, -1)))
+        worst = int(np.argmax(np.where(bad, distance(got, expected), -1)))
         detail = (
             f"{what}: {int(bad.sum())} of {bad.size} elements differ; worst: {got[worst]:.7g}, "
             f"expected {expected[worst]:.7g}"
         )
         return [Failure(check, self.subject.element(worst), detail)]
 
-    def _slack(self, got, expected, noise=None, around=None) -> np.ndarray:
-        """How far two computations may be apart: each is off by the noise of its leaf."""
+    def _differ(self, got, expected, noise=None, around=None) -> np.ndarray:
+        """Where two computations are further apart than the noise of their leaf."""
+        bad = np.zeros(got.size, bool)
+        if np.array_equal(got, expected):
+            return bad
         known, other = (np.where(np.isfinite(x), x, 0.0)[None] for x in (expected, got))
-        sizes = self.tolerance.sizes(known, np.ones(known.size), around=around)
-        slack = np.zeros(known.size)
-        for leaf, (a, b) in enumerate(self.tolerance.ranges):
-            allowed = self.tolerance.elements(sizes, leaf, np.ones(b - a))
+        sizes = self.tolerance.sizes(known, np.ones(1), around=around)
+        for leaf, (start, stop) in enumerate(self.tolerance.ranges):
+            allowed = self.tolerance.elements(sizes, leaf, np.ones(1))
             allowed = allowed._replace(floor=SAME * allowed.floor, paddle=None)
-            slack[a:b] = allowed.slack(known[:, a:b], other[:, a:b])[0]
-            slack[a:b] += 0.0 if noise is None else 2 * noise[a:b].max()
-        return slack
+            more = 0.0 if noise is None else 2 * noise[start:stop].max()  # each is off
+            for where in pieces(start, stop):
+                slack = allowed.slack(known[:, where], other[:, where])[0] + more
+                bad[where] = distance(got[where], expected[where]) > slack
+        return bad
 
 
 def distance(got: np.ndarray, expected: np.ndarray) -> np.ndarray:

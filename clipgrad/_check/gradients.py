@@ -1,6 +1,7 @@
 """The gradient as a user's program computes it, and the exact ones to compare it with."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ class VJP(NamedTuple):
 
     def rows(self, covectors: np.ndarray) -> np.ndarray:
         """The gradients for several cotangents, shape (cotangents, inputs)."""
-        return np.stack([self(covector) for covector in covectors])
+        return _rows((self(covector) for covector in covectors), len(covectors))
 
 
 def differentiated(subject: CheckSubject, xs: Sequence[jax.Array]) -> VJP:
@@ -41,6 +42,15 @@ def has_rules(subject: CheckSubject) -> bool:
         return True
     names = {equation.primitive.name for equation in _jaxpr.equations(subject.program)}
     return bool(names & _jaxpr.FOREIGN_PROGRAMS) or any(n.startswith("custom_") for n in names)
+
+
+def _rows(vectors: Iterator[np.ndarray], count: int) -> np.ndarray:
+    """Vectors stacked, of which no more than one is there besides."""
+    first = next(vectors)
+    rows = np.empty((count, first.size))
+    for row, vector in zip(rows, itertools.chain([first], vectors), strict=True):
+        row[:] = vector
+    return rows
 
 
 class Gradient:
@@ -86,9 +96,8 @@ class Gradient:
                 jax.ShapeDtypeStruct(y.shape, _trees.wide_dtype(y.dtype)) for y in self._outputs
             ]
             cotangents = [_trees.cotangent_leaves(row, like) for row in covectors]
-            return np.stack(
-                [_trees.gradient_vector(run(constants, [*leaves, *u])) for u in cotangents]
-            )
+            found = (_trees.gradient_vector(run(constants, [*leaves, *u])) for u in cotangents)
+            return _rows(found, len(cotangents))
 
 
 def traced_vjp(fun: Callable, subject: CheckSubject) -> Any:

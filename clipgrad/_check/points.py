@@ -15,6 +15,7 @@ COTANGENTS = 2
 # Directions in which a point is moved: two balanced dense ones, another dense one, and single
 # elements by their scale.
 BALANCED, DENSE, SINGLE = (0, 1), 2, 3
+EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
 # How far apart the effects of leaves are balanced: more would be lost in rounding.
 LEAST_BALANCE = 2.0**-10
 
@@ -116,7 +117,7 @@ def generator(seed: int, name: str) -> np.random.Generator:
 
 def dense_numbers(rng: np.random.Generator, size: int) -> np.ndarray:
     """Numbers of random sign and magnitude in [0.5, 1.5], in eighths: short in binary."""
-    return rng.choice([-1.0, 1.0], size) * rng.integers(4, 13, size) / 8
+    return EIGHTHS[rng.integers(0, len(EIGHTHS), size, np.uint8)]
 
 
 def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
@@ -164,7 +165,8 @@ def _leaf_scales(leaf) -> np.ndarray:
         typical = 1.0
     size = np.maximum(size, typical)
     size = np.repeat(size, 2) if _trees.is_complex(leaf) else size
-    return 2.0 ** np.round(np.log2(size))
+    mantissa, exponent = np.frexp(size)
+    return np.ldexp(1.0, exponent - (mantissa <= np.sqrt(0.5)))
 
 
 def nearby(subject: CheckSubject, seed: int, reach: float = 1.0) -> list[jax.Array]:

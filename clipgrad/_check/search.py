@@ -10,7 +10,15 @@ import numpy as np
 from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar, step_sizes
 from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
 from clipgrad._check.subject import Range
-from clipgrad._check.tolerances import SETTLED, Allowed, Excuse, Sizes, Tolerance, length_along
+from clipgrad._check.tolerances import (
+    SETTLED,
+    Allowed,
+    Excuse,
+    Sizes,
+    Tolerance,
+    length_along,
+    pieces,
+)
 from clipgrad._check.verdicts import (
     BENT,
     LOST,
@@ -261,13 +269,11 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
 def _off_by_more(judge: Judge, leaf: int, beside: bool = True) -> np.ndarray:
     """The elements of a leaf that are off the reference; of a large one, found block by block."""
     reference, found = np.asarray(judge.reference), []
-    start, stop = judge.ranges[leaf]
-    for begin in range(start, stop, AT_ONCE):
-        where = slice(begin, min(begin + AT_ONCE, stop))
+    for where in pieces(*judge.ranges[leaf]):
         parts = reference[:, where], judge.gradient[:, where]
         slack = judge.allowed_at(where, beside).slack(*parts)
         off = (np.abs(parts[0] - parts[1]) > slack).any(axis=0) & judge.point.finite[where]
-        found.append(np.flatnonzero(off) + begin)
+        found.append(np.flatnonzero(off) + where.start)
     return np.concatenate(found)
 
 

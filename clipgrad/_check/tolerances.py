@@ -5,7 +5,7 @@ Names in brackets are the tests that fail without the number, or with one much s
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -127,7 +127,7 @@ STATIONARY, AROUND = 0.01, 0.1
 TIED_RELATIVE = 10.0
 
 
-BLOCK = 2**16  # elements at once, so that they stay in a cache
+BLOCK = 2**16  # elements
 
 
 class Allowed(NamedTuple):
@@ -278,7 +278,8 @@ class Tolerance:
         for start, stop in self.ranges:
             part, count = gradient[:, start:stop], np.sqrt(max(stop - start, 1))
             typical.append(length_along(part, np.ones(1)) / count)
-            effects.append(length_along(part, scale[start:stop]) / count)
+            along = scale if scale.size == 1 else scale[start:stop]
+            effects.append(length_along(part, along) / count)
         stacked, eps = np.stack(typical, axis=1), np.finfo(np.float64).eps
         vanishing = VANISHING * (eps if exact else self.eps.max())
         part = np.zeros(stacked.shape[1])
@@ -302,12 +303,16 @@ class Sizes(NamedTuple):
     vanishing: float
 
 
+def pieces(start: int, stop: int) -> Iterator[slice]:
+    """The parts of a range that are worked on at once, so that they stay in a cache."""
+    yield from (slice(k, min(k + BLOCK, stop)) for k in range(start, stop, BLOCK))
+
+
 def length_along(gradient: np.ndarray, direction: np.ndarray) -> np.ndarray:
     """|v * gradient| for each row, with no copy of a large model's gradient but of blocks of it."""
     squares = np.zeros(len(gradient))
-    for begin in range(0, gradient.shape[1], BLOCK):
-        along = direction[begin : begin + BLOCK] if direction.size > 1 else direction
-        terms = gradient[:, begin : begin + BLOCK] * along
+    for where in pieces(0, gradient.shape[1]):
+        terms = gradient[:, where] * (direction[where] if direction.size > 1 else direction)
         squares += np.einsum("ki,ki->k", terms, terms)
     return np.sqrt(squares)
 
