@@ -24,10 +24,10 @@ from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import (
     CONSTANTS,
     MOST_EXCUSED,
+    PRECISE,
     SAME,
     SLIGHT,
     SOLVED,
-    STOPPED,
     Excuse,
     Tolerance,
     make_tolerance,
@@ -416,7 +416,7 @@ def _stops_matter(check: Check) -> bool:
         exact = check.plain(*at)
     except Exception:
         return True
-    return bool(np.abs(free - exact).max() > STOPPED * np.abs(exact).max())
+    return bool(np.abs(free - exact).max() > PRECISE * np.abs(exact).max())
 
 
 def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log: Log) -> Tolerance:

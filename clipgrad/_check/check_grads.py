@@ -46,20 +46,19 @@ def check_grads(
 ) -> GradCheckReport:
     """Check the VJP of a function against finite differences, and how it behaves.
 
-    For a random dense cotangent u, the gradient of <u, f(x)> from `jax.vjp` is compared with
-    slopes of f, which are evaluated in float64 for every dtype of f. An element passes if::
+    For a random dense cotangent u, the gradient of <u, f(x)> is compared with slopes of f, which
+    are evaluated in float64 for every dtype of f. An element passes if::
 
         |numeric - analytic| <= rtol max(|numeric|, |analytic|) + error + 50 eps rms(leaf),
 
-    with 8 eps in float16 and 4 eps in bfloat16 instead of 50. If its program allows it, the rule is
-    evaluated in float64 as well, and must agree with the slopes to float64's rtol and eps, except
-    for the rounding of its constants. The computed gradient must agree with the rule in float64 to
-    the tolerance of the narrowest type that f computes in: rtol is 1e-6 for float64, 5e-4 for
-    float32, 1e-2 for float16, 5e-2 for bfloat16. Functions that can only be evaluated in their own
-    type have ten times this rtol. Steps are proportional to the scale of each element; two of them
-    are extrapolated and give the error. An analytic gradient between the one-sided slopes of a kink
-    passes with a note. In "auto" the number of evaluations of a right function without kinks does
-    not depend on the number of elements.
+    with 8 eps in float16 and 4 eps in bfloat16 instead of 50. The rule as it is written is
+    evaluated in float64 and must have these slopes to float64's rtol and eps, but for the rounding
+    of its constants: so the formula is right. The gradient from `jax.vjp` must then agree with that
+    rule to the tolerance of the narrowest type that f computes in: rtol is 1e-6 for float64, 5e-4
+    for float32, 1e-2 for float16, 5e-2 for bfloat16. If float64 cannot be had, the gradient itself
+    is compared with the slopes, to ten times this rtol if f can only be evaluated in its own type.
+    In "auto" the number of evaluations of a right function without kinks does not depend on the
+    number of elements.
 
     Guarantees:
       * ``notes`` has each element that could not be verified, ``not_run`` each check that could not
@@ -67,7 +66,8 @@ def check_grads(
         AD in the same precision is off too, up to a quarter of the element and its leaf, unless the
         terms of the leaf cancel. An element off by more is not verified, nor one off by more than a
         hundredth of them if the formula could not be judged in float64.
-      * Elements at kinks are held while the others are moved. At a jump nothing is verified.
+      * At a kink a gradient between the one-sided slopes passes with a note, and the element is
+        held while the others are moved. At a jump nothing is verified.
       * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them; a note
         says so where it matters.
       * The same seed gives the same report.
@@ -89,13 +89,11 @@ def check_grads(
     devices      each kind of device gives the same gradient
     ===========  ===================================================================================
 
-    If a function has no custom rule, and traces to the same operations again and under `jax.vmap`,
-    its gradient is compiled as one program and compared with the eager one; ``vmap``, ``forward``,
-    ``outputs`` and ``alone`` would test JAX itself there, and do not run. Tied elements, such as
-    equal maxima, are also moved together: the slope is the sum of their gradients. Further points
-    keep zeros, equal elements, symmetry, order and [0, 1]; only a leaf whose values are all equal
-    gets different values. A gradient that is right only for symmetric matrices passes at one, with
-    a note, if the function is meant for them.
+    Without a custom rule ``vmap``, ``forward``, ``outputs`` and ``alone`` would test JAX, and do not
+    run. Tied elements, such as equal maxima, are also moved together. Further points keep
+    zeros, equal elements, symmetry, order and [0, 1]; only a leaf whose values are all equal gets
+    different values. A gradient that is right only for symmetric matrices passes at one, with a
+    note, if the function is meant for them.
 
     Args:
       fun: the function, of any trees of arrays, to any tree of arrays.
@@ -226,24 +224,18 @@ def _check_device(check: Check, subject_on: Callable, kind: str, device: Any) ->
 
 def _logged_report(log: Log, seconds: float) -> GradCheckReport:
     least = LEAST_VERIFIED if log.options.min_verified is None else log.options.min_verified
-    share, reasons = (
-        verified_share(log),
-        "; ".join(dict.fromkeys(log.notes or log.not_run.values())),
-    )
+    share, told = verified_share(log), dict.fromkeys(log.notes or log.not_run.values())
+    reasons = "; ".join(told)
     if not log.failures and not (log.verified or log.at_kinks):
         log.failures.append(Failure("value", "all inputs", f"nothing was verified ({reasons})"))
     elif not log.failures and share < least:
         detail = f"{share:.0%} of the elements were verified, of {least:.0%} at least ({reasons})"
         log.failures.append(Failure("value", "all inputs", detail))
+    same = "not_run evaluations precision verified at_kinks elements".split()
     return GradCheckReport(
         failures=tuple(log.failures),
         notes=tuple(dict.fromkeys(log.notes)),
-        not_run=log.not_run,
-        evaluations=log.evaluations,
         seconds=seconds,
-        precision=log.precision,
         devices=tuple(log.devices),
-        verified=log.verified,
-        at_kinks=log.at_kinks,
-        elements=log.elements,
+        **{name: getattr(log, name) for name in same},
     )

@@ -198,7 +198,7 @@ class Differences:
             place[order] = np.arange(len(order))
         self.evaluations += count * max(evaluation.together, 2)
         columns = (column.astype(np.int32) for column in moves[:2])
-        padded = [_padded(column, self._batch) for column in (*columns, moves.step)]
+        padded = [np.resize(column, self._batch) for column in (*columns, moves.step)]
         args = (evaluation.constants, count, self._vector, direction, place, Moves(*padded))
         with precision(evaluation):
             return np.asarray(self._program(*args), np.float64)[:count]
@@ -246,12 +246,6 @@ def _moved_outputs(evaluation: Evaluation, constants, base, shift, signs):
     return call([leaf[0] for leaf in points])[None]
 
 
-def _padded(column: np.ndarray, count: int) -> np.ndarray:
-    out = np.zeros(count, column.dtype)
-    out[: len(column)] = column
-    return out
-
-
 @contextlib.contextmanager
 def precision(evaluation: Evaluation):
     """Sixty-four bits on the CPU for a float64 evaluation; nothing otherwise."""
@@ -273,12 +267,11 @@ def on_cpu():
 @contextlib.contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[int], object]]:
     """Yield a function to call with the number of moves just measured; silent for short work."""
-    if total < LONG:
-        yield lambda done: None
-        return
     try:
         from tqdm import tqdm
     except ImportError:
+        total = 0
+    if total < LONG:
         yield lambda done: None
         return
     with tqdm(total=total, desc="differences", leave=False, disable=None) as bar:

@@ -88,14 +88,10 @@ def _wide_evaluation(call, subject: CheckSubject, label: str, **options) -> Eval
 
 
 def _cast(subject: CheckSubject) -> Evaluation:
-    if not jax.config.read("jax_enable_x64") and _calls_back(subject):
+    names = [equation.primitive.name for equation in _jaxpr.equations(subject.program)]
+    if not jax.config.read("jax_enable_x64") and any("callback" in name for name in names):
         raise Unsupported("a callback runs in another thread, where 64-bit types are off")
     return _wide_evaluation(lambda constants, xs: subject.fun(xs), subject, CAST)
-
-
-def _calls_back(subject: CheckSubject) -> bool:
-    found = _jaxpr.equations(subject.program)
-    return any("callback" in equation.primitive.name for equation in found)
 
 
 def _native(subject: CheckSubject) -> Evaluation:
@@ -163,6 +159,5 @@ def _change(subject: CheckSubject, part: float) -> float:
 
 def why_not(error: Exception) -> str:
     """Why something is not possible, in one line."""
-    if isinstance(error, (_NotSmooth, Unsupported)):
-        return str(error)
-    return first_line(error)
+    is_said = isinstance(error, (_NotSmooth, Unsupported))
+    return str(error) if is_said else first_line(error)

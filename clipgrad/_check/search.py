@@ -11,7 +11,7 @@ from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar
 from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
 from clipgrad._check.subject import Range
 from clipgrad._check.tolerances import (
-    SETTLED,
+    PRECISE,
     Allowed,
     Excuse,
     Sizes,
@@ -150,7 +150,7 @@ class Judge:
         verdict = self._by_two_steps(measure, areas, allowed, evaluation.quick)
         if judged and direction != SINGLE:
             self._by_finer_steps(verdict, measure, areas, allowed)
-        unsettled = ~(verdict.error <= SETTLED * np.abs(verdict.numeric))
+        unsettled = ~(verdict.error <= PRECISE * np.abs(verdict.numeric))
         doubtful = np.flatnonzero(verdict.kind != OK if judged else unsettled)
         if doubtful.size and self.delta is None:
             steps = step_sizes(evaluation.ladder)
@@ -354,15 +354,15 @@ def _kinds(judge: Judge, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _places_to_look_at(kind: np.ndarray, shared: np.ndarray, by_ratio: bool) -> np.ndarray:
     """Where elements are that are looked at: two of each of the largest kinds, and some others."""
-    if by_ratio and len(kind) <= WORST:
-        return np.arange(len(kind))
     labels, first, sizes = np.unique(kind, return_index=True, return_counts=True)
-    usable = by_ratio | shared[first]
-    largest = labels[usable][np.argsort(-sizes[usable], kind="stable")][:KINDS_LOOKED_AT]
-    ends = [np.flatnonzero(kind == label)[[0, -1]] for label in largest]
-    if not by_ratio or len(largest) == len(labels):
-        return np.unique(np.concatenate([np.zeros(0, int), *ends]))
-    chosen = np.unique(np.concatenate([np.arange(min(WORST, len(kind))), *ends]))
+    usable = np.flatnonzero(by_ratio | shared[first])
+    largest = usable[np.argsort(-sizes[usable], kind="stable")][:KINDS_LOOKED_AT]
+    ends = [np.flatnonzero(kind == labels[k])[[0, -1]] for k in largest]
+    others = by_ratio and len(largest) < len(labels)
+    worst = np.arange(min(WORST, len(kind)) if others or len(kind) <= WORST and by_ratio else 0)
+    chosen = np.unique(np.concatenate([worst, *ends]))
+    if not others:
+        return chosen
     left = np.setdiff1d(np.arange(len(kind)), chosen)
     room = max(INSPECTED - len(chosen), 1)
     return np.union1d(chosen, left[:: max(1, -(-len(left) // room))])

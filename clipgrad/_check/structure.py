@@ -23,7 +23,7 @@ from clipgrad._check.points import (
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge, wrong_leaves
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import KINK_GAP, NOISE, TIED_RELATIVE
+from clipgrad._check.tolerances import KINK_GAP, LOOSER, NOISE
 from clipgrad._check.verdicts import KINK, OK, SYMMETRIC, WRONG
 
 AT_KINKS = 64  # elements of each finding that are moved
@@ -55,7 +55,7 @@ def check_ties(
         ahead, behind = (change[:, output] for change in differences.changes(point.xs, shifts))
         analytic = shifts @ gradient
         low, high = np.minimum(ahead, behind), np.maximum(ahead, behind)
-        relative = TIED_RELATIVE * judge.tolerance.relative[judge.tolerance.leaves_of(tied)[0]]
+        relative = LOOSER * judge.tolerance.relative[judge.tolerance.leaves_of(tied)[0]]
         relative = max(relative, BENDS * step)
         slack = relative * np.abs(shifts) @ np.abs(gradient) + noise
         off = np.fmax(low - analytic, analytic - high) - slack

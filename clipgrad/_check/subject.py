@@ -54,8 +54,8 @@ def require_arrays(args: Any, kwargs: Mapping[str, Any]) -> None:
     """Raises an error for trees without an end, and for numbers that JAX cannot take."""
     _trees.check_tree("args", (args, kwargs))
     for name, tree in (("args", args), ("kwargs", kwargs)):
-        numbers = jax.tree.map(lambda leaf: leaf if _has_numeric_dtype(leaf) else None, tree)
-        _trees.check_leaves(name, numbers)
+        leaves = jax.tree.map(lambda leaf: leaf if _has_numbers(leaf) else None, tree)
+        _trees.check_leaves(name, leaves)
 
 
 def make_subject(
@@ -75,7 +75,7 @@ def make_subject(
     tree = (args, kwargs)
     leaves, structure = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) if _is_number_leaf(leaf) else leaf for leaf in leaves]
-    arrays = [k for k, leaf in enumerate(leaves) if _is_jax_array(leaf)]
+    arrays = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     chosen = _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad)
     call = _caller(fun, structure, leaves)
     names = _trees.leaf_names(args, "args") + _trees.leaf_names(kwargs, "kwargs")
@@ -99,6 +99,11 @@ def make_subject(
     )
 
 
+def _has_numbers(leaf):
+    is_numpy = isinstance(leaf, (np.ndarray, np.generic))
+    return np.issubdtype(leaf.dtype, np.number) if is_numpy else hasattr(leaf, "dtype")
+
+
 def traced(fun: Callable[[Leaves], Leaves], inputs: Leaves) -> Any:
     """The function as a program, or None if it cannot be traced."""
     try:
@@ -107,19 +112,10 @@ def traced(fun: Callable[[Leaves], Leaves], inputs: Leaves) -> Any:
         return None
 
 
-def _has_numeric_dtype(leaf):
-    is_numpy = isinstance(leaf, (np.ndarray, np.generic))
-    return np.issubdtype(leaf.dtype, np.number) if is_numpy else hasattr(leaf, "dtype")
-
-
 def _is_number_leaf(leaf):
     if isinstance(leaf, (np.ndarray, np.generic)):
         return _trees.is_array(np.asarray(leaf))
     return isinstance(leaf, (float, complex))
-
-
-def _is_jax_array(leaf):
-    return isinstance(leaf, jax.Array)
 
 
 def _caller(fun, structure, leaves):
@@ -135,7 +131,7 @@ def _caller(fun, structure, leaves):
 
 def _first_call(call: Callable, leaves: list) -> tuple[Callable, Any]:
     """The call and its result; one that donates its arrays, and so deletes them, gets copies."""
-    places = [k for k, leaf in enumerate(leaves) if _is_jax_array(leaf)]
+    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
     def with_copies(positions, values):
         values = dict(zip(positions, values, strict=True))

@@ -39,27 +39,28 @@ SMALLEST = {
 # (smaller: test_an_offset_common_to_all_outputs_does_not_move_them; larger:
 # test_a_small_gradient_beside_outputs_of_another_magnitude_is_judged_by_plain_ad).
 VANISHING = 50.0
-# Where the function can only be evaluated in its own narrow type, slopes are as imprecise
-# (test_a_callback_is_evaluated_natively_where_its_thread_has_no_64_bit_types).
-NATIVE_SLOPES = 10.0
+# Times as far: slopes of a function that can only be evaluated in its own narrow type, forward mode
+# from reverse, tied elements together
+# (test_a_callback_is_evaluated_natively_where_its_thread_has_no_64_bit_types,
+# test_forward_mode_may_differ_from_reverse_by_ten_times_the_tolerance_along,
+# test_both_arguments_of_a_tie_cannot_have_the_whole_gradient).
+LOOSER = 10.0
 # Paddle's error is absolute below this magnitude, as its operator tests publish it
 # (test_paddles_rule_is_absolute_for_slopes_below_a_thousandth_alone).
 PADDLE_NEARLY_ZERO = 1e-3
 
-# --- Plain AD of the widened function against slopes along dense directions: both in float64
-# (larger: test_a_reference_that_is_wrong_itself_is_found_from_a_millionth_on; smaller, it costs
-# evaluations: test_auto_takes_under_a_hundred_evaluations_for_many_leaves).
-REFERENCE_ALONG = 1e-6
+# What is precise, as a part of itself: plain AD along dense directions (larger:
+# test_a_reference_that_is_wrong_itself_is_found_from_a_millionth_on; smaller, it costs evaluations:
+# test_auto_takes_under_a_hundred_evaluations_for_many_leaves), a slope that needs no closer look
+# (larger, it is wrong near a kink: test_beside_a_kink_the_slope_is_that_of_its_own_side), and a
+# gradient that `stop_gradient` does not change (test_a_stopped_gradient_that_matters_is_noted).
+PRECISE = 1e-6
 
 # --- Slopes
 # Roundings of the outputs in a difference, divided by the step (smaller or larger:
 # test_a_slope_beside_large_values_is_verified_to_what_their_noise_leaves,
 # test_ties_beside_large_values_are_verified_to_what_their_noise_leaves).
 NOISE = 4.0
-# Relative error below which a slope needs no closer look. Smaller, it costs evaluations
-# (test_a_smooth_function_is_evaluated_a_few_times_for_each_element); larger, it is wrong near a
-# kink (test_beside_a_kink_the_slope_is_that_of_its_own_side).
-SETTLED = 1e-6
 # One-sided slopes further apart than this part of them are a kink's; a smooth function's differ by
 # the step, 2 ** -32 at best (test_slopes_that_differ_by_a_fiftieth_are_those_of_a_kink).
 KINK_GAP = 0.02
@@ -107,14 +108,6 @@ SAME_VALUES = 0.1
 # Parts of `RELATIVE`, of a value and of the typical one, for values called and differentiated
 # (test_values_are_the_same_to_a_tenth_of_the_tolerance).
 CALLED_ALIKE = 0.1, 0.01
-# Times `ALONG`: forward against reverse mode
-# (test_forward_mode_may_differ_from_reverse_by_ten_times_the_tolerance_along).
-FORWARD = 10.0
-
-# Relative to values and slopes: `stop_gradient` matters where it changes them
-# (test_a_stopped_gradient_that_matters_is_noted).
-STOPPED = 1e-6
-
 # A gradient that comes from a loop which stops when it is near enough is as near as that: of the
 # element and its leaf (smaller: the cases deep_equilibrium and odeint; larger: those off by 1 %).
 SOLVED = 1e-3
@@ -122,10 +115,6 @@ SOLVED = 1e-3
 # the tolerance is relative to a part of that around it
 # (smaller: the case divergence_of_equal_distributions; larger: a wrong rule may pass there).
 STATIONARY, AROUND = 0.01, 0.1
-
-# --- Ties (test_both_arguments_of_a_tie_cannot_have_the_whole_gradient)
-TIED_RELATIVE = 10.0
-
 
 BLOCK = 2**16  # elements
 
@@ -211,7 +200,7 @@ class Tolerance:
     def of_slopes_in(self, evaluation_dtype: Any) -> "Tolerance":
         """The tolerances where slopes can only be had in the function's own narrow type."""
         is_wide = evaluation_dtype == np.float64
-        return self if is_wide else dataclasses.replace(self, times=NATIVE_SLOPES)
+        return self if is_wide else dataclasses.replace(self, times=LOOSER)
 
     def solved(self, leaves: np.ndarray) -> "Tolerance":
         """The tolerance where the gradients of some leaves are found by loops that stop."""
@@ -249,7 +238,7 @@ class Tolerance:
         leaves = self.leaves_of(starts)
         relative, eps = self.along[leaves][:, None], self.eps[leaves][:, None]
         if exact:
-            relative, eps = np.full_like(relative, REFERENCE_ALONG), np.finfo(np.float64).eps
+            relative, eps = np.full_like(relative, PRECISE), np.finfo(np.float64).eps
         floor = np.broadcast_to(eps / 2 * overall, norms.shape)
         return Allowed(relative, floor, norms, np.ones((len(starts), 1)))
 

@@ -16,25 +16,22 @@ LAYOUT_LIMIT = 100_000  # elements of a leaf that are compared with its transpos
 def check_values(check: Check, point: Point, where: str = "") -> None:
     """Search for wrong elements at one point."""
     log, first = check.log, not where
-    mode = check.options.mode if first else _mode_elsewhere(check, point)
+    mode = check.options.mode
+    if not first and (mode != "auto" or point.reference is None):
+        mode = "fast"
     found = found_at(check, point, mode, rows=1 if mode == "auto" else 2)
     failures, notes = told(check.subject, point, found, where)
     if first:
         judge = check.judge_of_arithmetic(point)
         failures += check_ties(check.subject, judge, check.vjp, found, check.options.seed)
         log.count(point, found)
-    if not first:
-        failures = [
-            f._replace(detail=f"right at the point that you passed; {f.detail}") for f in failures
-        ]
+    else:
+        right = "right at the point that you passed; "
+        failures = [f._replace(detail=right + f.detail) for f in failures]
     log.fail(failures)
     log.notes += [note for note in notes if note.replace(where, "", 1) not in log.notes]
     if first and not point.gradient.any():
         log.notes.append("the gradient is zero everywhere: does the output depend on the inputs?")
-
-
-def _mode_elsewhere(check: Check, point: Point) -> str:
-    return "auto" if check.options.mode == "auto" and point.reference is not None else "fast"
 
 
 def found_at(check: Check, point: Point, mode: str, rows: int) -> list[Finding]:
@@ -48,11 +45,9 @@ def found_at(check: Check, point: Point, mode: str, rows: int) -> list[Finding]:
     known = point.exact is not None
     judge = check.judge_of_formula(point) if known else of_arithmetic
     found = excuse_structure(check.subject, judge, search(judge, mode, rows), seed)
-    if not known:
-        return found
-    more = search(of_arithmetic, "reference", without=wrong_leaves(found))
-    kinds = {f.leaf: set(f.verdict.kind.tolist()) for f in found}
-    return found + [f for f in more if not set(f.verdict.kind.tolist()) <= kinds.get(f.leaf, set())]
+    if known:
+        found += search(of_arithmetic, "reference", without=wrong_leaves(found))
+    return found
 
 
 def told(
@@ -61,8 +56,15 @@ def told(
     """Return the failures and the notes of a search, one of each kind for each leaf."""
     wrong = [finding for finding in found if finding.is_wrong]
     failures = [_finding_failure(subject, point, finding, check, where) for finding in wrong]
-    notes = [note for finding in found for note in _finding_notes(subject, finding, where)]
-    return failures, notes + [_inspected_note(subject, f, where) for f in wrong if not f.seen.all()]
+    notes = []
+    for leaf, _, verdict, seen, _ in found:
+        start, stop = subject.ranges[leaf]
+        counts = [(int(np.sum(verdict.kind == kind)), kind) for kind in KINDS]
+        texts = [f"{n} of {stop - start} elements {KINDS[k].note}" for n, k in counts if n]
+        if (verdict.kind == WRONG).any() and not seen.all():
+            texts.append(f"{seen.sum()} of {len(seen)} elements in doubt were checked one by one")
+        notes += [f"{subject.names[leaf]}: {where}{text}" for text in texts]
+    return failures, notes
 
 
 def _finding_failure(
@@ -71,7 +73,8 @@ def _finding_failure(
     start, stop = subject.ranges[finding.leaf]
     wrong = np.flatnonzero(finding.verdict.kind == WRONG)
     verdict, indices = finding.verdict.part(wrong), finding.indices[wrong]
-    worst = _worst(verdict, finding.seen[wrong])
+    off, seen = np.abs(verdict.numeric - verdict.analytic), finding.seen[wrong]
+    worst = int(np.argmax(np.where(np.isfinite(off), off, 0) * (seen if seen.any() else 1)))
     hint = _finding_hint(subject, point, finding, verdict)
     return Failure(
         check=check,
@@ -93,50 +96,21 @@ def _finding_failure(
     )
 
 
-def _worst(verdict, seen: np.ndarray) -> int:
-    off = np.abs(verdict.numeric - verdict.analytic)
-    return int(np.argmax(np.where(np.isfinite(off), off, 0) * (seen if seen.any() else 1)))
-
-
 def _verdict_numbers(verdict, k: int) -> str:
+    analytic = f"analytic {verdict.analytic[k]:.7g}"
     if verdict.kink[k]:
-        return (
-            f"kink: slopes {verdict.behind[k]:.7g} and {verdict.ahead[k]:.7g}, "
-            f"analytic {verdict.analytic[k]:.7g}"
-        )
-    return (
-        f"numeric {verdict.numeric[k]:.7g} +- {verdict.error[k]:.0e}, "
-        f"analytic {verdict.analytic[k]:.7g}"
-    )
+        return f"kink: slopes {verdict.behind[k]:.7g} and {verdict.ahead[k]:.7g}, {analytic}"
+    return f"numeric {verdict.numeric[k]:.7g} +- {verdict.error[k]:.0e}, {analytic}"
 
 
 def _finding_hint(subject: CheckSubject, point: Point, finding: Finding, verdict) -> str:
-    start, stop = subject.ranges[finding.leaf]
-    leaf = subject.inputs[finding.leaf]
+    (start, stop), leaf = subject.ranges[finding.leaf], subject.inputs[finding.leaf]
     ratio = ratio_hint(verdict.numeric, verdict.analytic)
-    if ratio or point.reference is None or not 3 <= stop - start <= LAYOUT_LIMIT:
+    count = stop - start if point.reference is not None else 0
+    if ratio or not 3 <= count <= LAYOUT_LIMIT or count != leaf.size:
         return ratio
-    if stop - start != leaf.size:
-        return ""
-    shape = leaf.shape
-    return layout_hint(
-        point.reference[0, start:stop].reshape(shape), point.gradient[0, start:stop].reshape(shape)
-    )
-
-
-def _finding_notes(subject: CheckSubject, finding: Finding, where: str) -> list[str]:
-    start, stop = subject.ranges[finding.leaf]
-    kinds = finding.verdict.kind
-    counted = [(int(np.sum(kinds == kind)), meaning.note) for kind, meaning in KINDS.items()]
-    name = subject.names[finding.leaf]
-    return [f"{name}: {where}{n} of {stop - start} elements {text}" for n, text in counted if n]
-
-
-def _inspected_note(subject: CheckSubject, finding: Finding, where: str) -> str:
-    return (
-        f"{subject.names[finding.leaf]}: {where}{finding.seen.sum()} of {len(finding.seen)} "
-        "elements in doubt were checked one by one"
-    )
+    both = (g[0, start:stop].reshape(leaf.shape) for g in (point.reference, point.gradient))
+    return layout_hint(*both)
 
 
 # Ratios that spread this much, relative to what sets them apart from 1 and from 0, are one number:

@@ -107,7 +107,9 @@ def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed) -> Verdict:
     kind = np.where(grows, SINGULAR, kind)
     kind = np.where(np.isfinite(numeric), kind, UNSURE)
     sides = [slopes.at(best, name) for name in ("ahead", "behind")]
-    beside = [_slope_beside(side, ratio) for side in (slopes.ahead, slopes.behind)]
+    # The slope beside a jump is from the values at two steps, and not the one at the point.
+    last = ratio[-2]
+    beside = [(last * c[:, -3] - c[:, -2]) / (last - 1) for c in (slopes.ahead, slopes.behind)]
     sides = [np.where(jumps, at, side) for at, side in zip(beside, sides, strict=True)]
     between = np.abs(analytic - np.mean(beside, axis=0)) - np.abs(beside[0] - beside[1]) / 2
     relative = 10 * allowed.relative * np.fmax(np.abs(analytic), allowed.typical)
@@ -173,11 +175,6 @@ def _jumps(slopes: Slopes, ratio) -> np.ndarray:
         same = (size[:, 1:] > JUMP * ratio[-2:] * size[:, :-1]).all(axis=1)
         found |= same & (size[:, -1] > 10 * slopes.noise[:, -1])
     return found
-
-
-def _slope_beside(change: np.ndarray, ratio) -> np.ndarray:
-    """The slope beside a jump, from the values at two steps and not the one at the point."""
-    return (ratio[-2] * change[:, -3] - change[:, -2]) / (ratio[-2] - 1)
 
 
 def _pick(array: np.ndarray, step: np.ndarray) -> np.ndarray:

@@ -42,9 +42,11 @@ class Widened:
             raise Unsupported(f"it holds {', '.join(sorted(foreign))}")
         self._program, _ = _jaxpr.opened(program)  # kept longer than its constants
         self.text = text
-        self.narrow = _float_dtypes(found)
+        floats = [v.aval.dtype for e in found for v in e.outvars if _jaxpr.holds_floats(v)]
+        self.narrow = {np.dtype(jnp.finfo(dtype).dtype).name for dtype in floats}
         self.stops = bool(names & {"stop_gradient", "random_gamma"})
-        self.looks_at_bits = any(map(_looks_at_bits, found))
+        bits = [e for e in found if e.primitive.name in _jaxpr.OWN_TYPES]
+        self.looks_at_bits = any(_jaxpr.holds_floats(v) for e in bits for v in e.invars)
 
     def call(self, constants: Sequence, xs: list) -> list:
         """The outputs in float64, custom rules stripped: to be differentiated, it is plain AD."""
@@ -146,23 +148,10 @@ class _Nudge(_jaxpr.Widen):
         dtype = getattr(aval, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             return wide
-        if not isinstance(value, Tracer) and self._is_short(np.asarray(wide)):
-            return wide
+        if not isinstance(value, Tracer):
+            mantissa = np.frexp(np.stack([np.real(wide), np.imag(wide)]))[0] * self.DIGITS
+            if np.all((mantissa == np.round(mantissa)) | ~np.isfinite(mantissa)):
+                return wide
         shape = np.shape(wide) if np.size(wide) <= self.LARGEST else ()
         part = float(jnp.finfo(dtype).eps) / 2 * self._rng.choice([-1.0, 1.0], shape)
         return wide * (1 + part)
-
-    def _is_short(self, value: np.ndarray) -> bool:
-        parts = np.stack([np.real(value), np.imag(value)])
-        mantissa = np.frexp(parts)[0] * self.DIGITS
-        return bool(np.all((mantissa == np.round(mantissa)) | ~np.isfinite(parts)))
-
-
-def _looks_at_bits(equation) -> bool:
-    floats = map(_jaxpr.holds_floats, equation.invars)
-    return equation.primitive.name in _jaxpr.OWN_TYPES and any(floats)
-
-
-def _float_dtypes(found) -> set[str]:
-    dtypes = {v.aval.dtype for e in found for v in e.outvars if _jaxpr.holds_floats(v)}
-    return {np.dtype(jnp.finfo(dtype).dtype).name for dtype in dtypes}
