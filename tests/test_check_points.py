@@ -154,8 +154,7 @@ def test_equal_elements_of_two_leaves_stay_equal(values, seed):
 )
 def test_symmetric_leaves_are_found(leaf, is_found):
     both = subject(jnp.ones(2), leaf)
-    found = symmetric_leaves(both, both.inputs)
-    assert found == ([(1, (2, 2 + leaf.size))] if is_found else [])
+    assert symmetric_leaves(both.inputs) == ({1} if is_found else set())
 
 
 def point_of(gradient, reference=None, exact=None, delta=None):

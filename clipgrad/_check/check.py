@@ -12,7 +12,7 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
-from clipgrad._check import contract
+from clipgrad._check import contract, tolerances
 from clipgrad._check.differences import Differences
 from clipgrad._check.evaluation import Chaotic, choose, why_not
 from clipgrad._check.gradients import VJP, Gradient, differentiated, has_rules, stripped, traced_vjp
@@ -21,24 +21,13 @@ from clipgrad._check.points import Point, cotangents, make_point, moved_apart, n
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import (
-    CONSTANTS,
-    MOST_EXCUSED,
-    PRECISE,
-    SAME,
-    SLIGHT,
-    SOLVED,
-    Excuse,
-    Tolerance,
-    make_tolerance,
-    narrowest,
-    pieces,
-)
+from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest, pieces
 from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, WRONG
 from clipgrad._check.widening import Widened
 from clipgrad._errors import first_line
 
 STOPS = "values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"
+PASS_IT = "pass it as an argument, or leave its leaf out with wrt or no_grad"
 # Parts of a full move to a further point, tried until the function is finite there.
 REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
 
@@ -127,18 +116,14 @@ class Check:
 
         None if the function is not finite there.
         """
-        if k not in self._elsewhere:
-            self._elsewhere[k] = self._nearby(self.options.seed + k)
-        return self._elsewhere[k]
-
-    def _nearby(self, seed: int) -> tuple[list, np.ndarray] | None:
-        for reach in REACHES:
-            xs = nearby(self.subject, seed, reach)
+        for reach in () if k in self._elsewhere else REACHES:
+            xs = nearby(self.subject, self.options.seed + k, reach)
             self.log.evaluations += 1
             vjp = differentiated(self.subject, xs)
             if all(np.isfinite(_trees.widened_leaf(y)).all() for y in vjp.outputs):
-                return xs, vjp.rows(self.covectors)
-        return None
+                self._elsewhere[k] = xs, vjp.rows(self.covectors)
+                break
+        return self._elsewhere.setdefault(k, None)
 
     def other(self, k: int) -> Point | None:
         """The k-th further point, for the first cotangent alone."""
@@ -177,7 +162,7 @@ class Check:
     def judge_of_formula(self, point: Point) -> Judge:
         """Judges the rule as it is written, evaluated in float64."""
         allowance = functools.cache(lambda: self._moved_by_constants(point))
-        excuse = Excuse(SLIGHT, SLIGHT, OK, allowance)
+        excuse = Excuse(tolerances.SLIGHT, tolerances.SLIGHT, OK, allowance)
         return self._judge(point, point.exact, point.reference, self.tolerance.in_float64(), excuse)
 
     def judge_of_arithmetic(self, point: Point) -> Judge:
@@ -185,7 +170,8 @@ class Check:
         known = point.exact is not None
         exact = point.exact if known else point.reference
         noise = functools.cache(lambda: self.noise(point.xs))
-        excuse = Excuse(np.inf, MOST_EXCUSED if known else SLIGHT, ROUNDING, noise)
+        verified = tolerances.MOST_EXCUSED if known else tolerances.SLIGHT
+        excuse = Excuse(np.inf, verified, ROUNDING, noise)
         return self._judge(point, point.gradient, exact, self.tolerance, excuse)
 
     def _judge(self, point, gradient, reference, tolerance, excuse) -> Judge:
@@ -200,7 +186,7 @@ class Check:
             # Plain AD has no gradient where a rule is there for a `while_loop`.
             with contextlib.suppress(Exception):
                 moved += gradient.moved_by_constants(point.xs, self.covectors[:rows])
-        return CONSTANTS * moved.max(axis=0)
+        return tolerances.CONSTANTS * moved.max(axis=0)
 
     def noise(self, xs) -> np.ndarray | None:
         """How far rounding may move each element, as it moves plain AD there; None if unknown."""
@@ -241,7 +227,7 @@ class Check:
         sizes = self.tolerance.sizes(known, np.ones(1), around=around)
         for leaf, (start, stop) in enumerate(self.tolerance.ranges):
             allowed = self.tolerance.elements(sizes, leaf, np.ones(1))
-            allowed = allowed._replace(floor=SAME * allowed.floor, paddle=None)
+            allowed = allowed._replace(floor=tolerances.SAME * allowed.floor, paddle=None)
             more = 0.0 if noise is None else 2 * noise[start:stop].max()  # each is off
             for where in pieces(start, stop):
                 slack = allowed.slack(known[:, where], other[:, where])[0] + more
@@ -338,25 +324,15 @@ def _differentiated(subject: CheckSubject, covectors, log: Log) -> VJP | None:
         failures += contract.same_types(subject, first)
         failures += contract.integers(subject, covectors[0])
     except Exception as error:
-        log.failures.append(_not_differentiated(subject, error))
+        closing = _jaxpr.closing_functions(subject.program) if subject.program else []
+        hint = f"; the rules of {', '.join(closing)} close over a traced value: {PASS_IT}"
+        detail = f"differentiation raises {first_line(error)}{hint if closing else ''}"
+        log.failures.append(Failure("cotangent", subject.names[0], detail))
         return None
     log.fail(failures)
     stop = any("shape" in f.detail or f.check == "finite" for f in failures)
     different = any(a.dtype != b.dtype for a, b in zip(subject.outputs, vjp.outputs, strict=True))
     return None if stop or different else vjp
-
-
-def _not_differentiated(subject: CheckSubject, error: Exception) -> Failure:
-    """What to say where `jax.vjp` raises an error."""
-    closing = [] if subject.program is None else _jaxpr.closing_functions(subject.program)
-    detail = f"differentiation raises {first_line(error)}"
-    if closing:
-        detail = (
-            f"jax.vjp raises {type(error).__name__}: the derivative rules of {', '.join(closing)} "
-            "close over a traced value; pass it to the function as an argument, or leave its leaf "
-            "out with wrt or no_grad"
-        )
-    return Failure("cotangent", subject.names[0], detail)
 
 
 def _chosen_evaluation(subject: CheckSubject, covectors, log: Log):
@@ -416,7 +392,7 @@ def _stops_matter(check: Check) -> bool:
         exact = check.plain(*at)
     except Exception:
         return True
-    return bool(np.abs(free - exact).max() > PRECISE * np.abs(exact).max())
+    return bool(np.abs(free - exact).max() > tolerances.PRECISE * np.abs(exact).max())
 
 
 def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log: Log) -> Tolerance:
@@ -427,5 +403,5 @@ def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log:
     names = ", ".join(name for name, flag in zip(subject.names, solved, strict=True) if flag)
     if names:
         text = f"{names}: found by a loop that stops when it is near enough, and judged to"
-        log.notes.append(f"{text} {SOLVED:g}; tolerance= makes it another number")
+        log.notes.append(f"{text} {tolerances.SOLVED:g}; tolerance= makes it another number")
     return tolerance.solved(solved) if names else tolerance

@@ -89,11 +89,11 @@ def check_grads(
     devices      each kind of device gives the same gradient
     ===========  ===================================================================================
 
-    Without a custom rule ``vmap``, ``forward``, ``outputs`` and ``alone`` would test JAX, and do not
-    run. Tied elements, such as equal maxima, are also moved together. Further points keep
-    zeros, equal elements, symmetry, order and [0, 1]; only a leaf whose values are all equal gets
-    different values. A gradient that is right only for symmetric matrices passes at one, with a
-    note, if the function is meant for them.
+    Without a custom rule ``vmap``, ``forward``, ``outputs`` and ``alone`` would test JAX. Tied
+    elements, such as equal maxima, are also moved together. Further points keep zeros, equal
+    elements, symmetry, order and [0, 1]; only a leaf whose values are all equal gets different
+    values. A gradient that is right only for symmetric matrices passes at one, with a note, if the
+    function is meant for them.
 
     Args:
       fun: the function, of any trees of arrays, to any tree of arrays.

@@ -200,7 +200,8 @@ class Differences:
         columns = (column.astype(np.int32) for column in moves[:2])
         padded = [np.resize(column, self._batch) for column in (*columns, moves.step)]
         args = (evaluation.constants, count, self._vector, direction, place, Moves(*padded))
-        with precision(evaluation):
+        is_wide = _trees.wide_dtype(evaluation.dtype) == evaluation.dtype
+        with in_float64() if is_wide else contextlib.nullcontext():
             return np.asarray(self._program(*args), np.float64)[:count]
 
 
@@ -247,21 +248,14 @@ def _moved_outputs(evaluation: Evaluation, constants, base, shift, signs):
 
 
 @contextlib.contextmanager
-def precision(evaluation: Evaluation):
-    """Sixty-four bits on the CPU for a float64 evaluation; nothing otherwise."""
-    if _trees.wide_dtype(evaluation.dtype) != evaluation.dtype:
-        yield
-        return
-    with jax.enable_x64(True), on_cpu():
-        yield
-
-
-def on_cpu():
-    """A context that computes on the CPU where there is one."""
+def in_float64():
+    """A context that computes with 64 bits, on the CPU where there is one."""
     try:
-        return jax.default_device(jax.devices("cpu")[0])
+        device = jax.devices("cpu")[0]
     except RuntimeError:
-        return contextlib.nullcontext()
+        device = None
+    with jax.enable_x64(True), jax.default_device(device):
+        yield
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """How to evaluate the function for differences: the best way that works on it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +46,14 @@ def choose(
 
     With it comes the widened program, if that is it; what was not possible goes to `notes`.
     """
-    for label, make in _candidates(subject):
+    ways: list[tuple[str, Callable]] = [
+        ("evaluation in float64", evaluation_in_float64),
+        ("casting the inputs to float64", lambda subject: (_cast(subject), None)),
+        ("evaluation in native precision", lambda subject: (_native(subject), None)),
+    ]
+    for label, make in ways if subject.program is not None else ways[2:]:
         try:
-            evaluation, widened = make()
+            evaluation, widened = make(subject)
             differences = Differences(evaluation, covectors)
             _probe_evaluation(subject, differences)
             return differences, widened
@@ -57,13 +62,6 @@ def choose(
             if isinstance(error, _NotSmooth) and _is_chaotic(subject):
                 raise Chaotic(CHAOTIC) from error
     raise ValueError("the function cannot be evaluated at a point nearby: " + "; ".join(notes))
-
-
-def _candidates(subject: CheckSubject) -> Iterator:
-    if subject.program is not None:
-        yield "evaluation in float64", lambda: evaluation_in_float64(subject)
-        yield "casting the inputs to float64", lambda: (_cast(subject), None)
-    yield "evaluation in native precision", lambda: (_native(subject), None)
 
 
 def evaluation_in_float64(subject: CheckSubject, hold: bool = True) -> tuple[Evaluation, Widened]:

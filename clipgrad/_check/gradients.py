@@ -10,7 +10,7 @@ from jax import lax
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
-from clipgrad._check.differences import on_cpu
+from clipgrad._check.differences import in_float64
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.widening import Strip, widened_program
 
@@ -90,7 +90,7 @@ class Gradient:
     def _wide(self, name: Any, call: Callable, xs, covectors) -> np.ndarray:
         run = _jaxpr.kept_by_key((name, self.widened.text), lambda: _jaxpr.low_jit(call))
         constants = _jaxpr.opened(self.program)[1]
-        with jax.enable_x64(True), on_cpu():
+        with in_float64():
             leaves = [np.asarray(_trees.widened_leaf(x)) for x in xs]
             like = [
                 jax.ShapeDtypeStruct(y.shape, _trees.wide_dtype(y.dtype)) for y in self._outputs

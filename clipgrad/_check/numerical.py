@@ -10,7 +10,7 @@ import clipgrad._trees as _trees
 from clipgrad._check.evaluation import choose
 from clipgrad._check.options import require_delta, with_hints
 from clipgrad._check.points import make_point
-from clipgrad._check.search import Judge, every_slope
+from clipgrad._check.search import Judge
 from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
 from clipgrad._check.tolerances import make_tolerance
 
@@ -86,7 +86,9 @@ def numerical_grad(
     nothing = np.zeros((1, int(_trees.offsets(subject.inputs)[-1])))
     point = make_point(subject, subject.inputs, (nothing, None, None), 0, delta)
     judge = Judge(differences, point, nothing, None, tolerance, delta)
-    return _tree(fun, args, wrt, subject, every_slope(judge))
+    return _tree(
+        fun, args, wrt, subject, judge.elements(np.arange(nothing.size), judged=False).numeric
+    )
 
 
 def _covector(subject: CheckSubject, cotangent: Any) -> np.ndarray:
@@ -109,24 +111,14 @@ def _weights(leaf: np.ndarray, output) -> np.ndarray:
 
 
 def _tree(fun, args: tuple, wrt, subject: CheckSubject, gradient: np.ndarray) -> Any:
-    found = dict(zip(subject.names, _leaves(subject, gradient), strict=True))
+    like = [jax.ShapeDtypeStruct(x.shape, _trees.wide_dtype(x.dtype)) for x in subject.inputs]
+    leaves = [np.conj(leaf) for leaf in _trees.from_rows(gradient, like)]
+    found = dict(zip(subject.names, leaves, strict=True))
     leaves = [found.get(name) for name in _trees.leaf_names(args, "args")]
     tree = jax.tree.unflatten(jax.tree.structure(args), leaves)
     if wrt is None:
         return tree
-    position = _argument_number(fun, args, wrt)
-    if position is not None:
-        return tree[position]
-    return next(iter(found.values())) if len(found) == 1 else tree
-
-
-def _argument_number(fun, args: tuple, wrt: int | str) -> int | None:
     names = _trees.parameter_names(fun, len(args))
-    if isinstance(wrt, str) and wrt in names:
-        return names.index(wrt)
-    return int(wrt) if str(wrt).isdigit() else None
-
-
-def _leaves(subject: CheckSubject, gradient: np.ndarray) -> list[np.ndarray]:
-    like = [jax.ShapeDtypeStruct(x.shape, _trees.wide_dtype(x.dtype)) for x in subject.inputs]
-    return [np.conj(leaf) for leaf in _trees.from_rows(gradient, like)]
+    if wrt in names or str(wrt).isdigit():
+        return tree[names.index(wrt) if wrt in names else int(wrt)]
+    return next(iter(found.values())) if len(found) == 1 else tree

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import clipgrad._trees as _trees
-from clipgrad._check.subject import CheckSubject, Range
+from clipgrad._check.subject import CheckSubject
 
 COTANGENTS = 2
 # Directions in which a point is moved: two balanced dense ones, another dense one, and single
@@ -201,11 +201,11 @@ def of_value(values: np.ndarray, phase: float) -> np.ndarray:
     return np.sin(phase + np.log(np.where(size > 0, size, 1.0)))
 
 
-def symmetric_leaves(subject: CheckSubject, xs: Sequence[jax.Array]) -> list[tuple[int, Range]]:
+def symmetric_leaves(xs: Sequence[jax.Array]) -> set[int]:
     """The leaves of symmetric or Hermitian matrices, whose elements are not all the same."""
-    found = []
-    for leaf, (x, area) in enumerate(zip(xs, subject.ranges, strict=True)):
+    found = set()
+    for leaf, x in enumerate(xs):
         square, values = x.ndim > 1 and x.shape[-2] == x.shape[-1] > 1, _trees.widened_leaf(x)
         if square and (values == np.conj(np.swapaxes(values, -1, -2))).all():
-            found += [(leaf, area)] if (values != values.ravel()[0]).any() else []
+            found |= {leaf} if (values != values.ravel()[0]).any() else set()
     return found

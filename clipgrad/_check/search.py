@@ -7,30 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from clipgrad._check import tolerances, verdicts
 from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar, step_sizes
 from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
 from clipgrad._check.subject import Range
-from clipgrad._check.tolerances import (
-    PRECISE,
-    Allowed,
-    Excuse,
-    Sizes,
-    Tolerance,
-    length_along,
-    pieces,
-)
-from clipgrad._check.verdicts import (
-    BENT,
-    LOST,
-    NO_VERDICTS,
-    OK,
-    UNSEEN,
-    UNSURE,
-    WRONG,
-    Verdict,
-    judge_ladder,
-    judge_two,
-)
+from clipgrad._check.tolerances import PRECISE, Allowed, Excuse, Sizes, Tolerance
+from clipgrad._check.verdicts import BENT, LOST, OK, UNSEEN, UNSURE, WRONG, Verdict
 
 GROUPS = 3  # of leaves that an independent look at plain AD moves together
 BLOCKS, PARTS = 64, 16  # that a group is split into, first and then
@@ -143,7 +125,7 @@ class Judge:
         """
         areas = np.asarray(areas, int).reshape(-1, 2)
         if not len(areas):
-            return NO_VERDICTS
+            return verdicts.NO_VERDICTS
         allowed = self._allowed(areas, direction, order)
         measure = functools.partial(self._measure, direction, order)
         evaluation = self.differences.evaluation
@@ -155,7 +137,7 @@ class Judge:
         if doubtful.size and self.delta is None:
             steps = step_sizes(evaluation.ladder)
             slopes, ratio = measure(areas[doubtful], steps), steps[:-1] / steps[1:]
-            verdict.put(doubtful, judge_ladder(slopes, ratio, allowed.part(doubtful)))
+            verdict.put(doubtful, verdicts.judge_ladder(slopes, ratio, allowed.part(doubtful)))
         return verdict
 
     def _by_finer_steps(self, verdict, measure, areas, allowed) -> None:
@@ -171,7 +153,7 @@ class Judge:
     def _by_two_steps(self, measure, areas, allowed, exponents) -> Verdict:
         own = self.delta is not None
         steps = np.asarray([1.0, 0.5]) if own else step_sizes(exponents)
-        return judge_two(measure(areas, steps), steps[0] / steps[1], allowed, own)
+        return verdicts.judge_two(measure(areas, steps), steps[0] / steps[1], allowed, own)
 
     def _measure(self, direction, order, areas, steps) -> Slopes:
         count, each = len(areas), len(steps)
@@ -191,7 +173,7 @@ class Judge:
             return Allowed(allowed.relative[:, None], floor, typical, unit, allowed.paddle)
         along = self.point.direction(direction)
         where = [slice(a, b) if order is None else order[a:b] for a, b in areas]
-        norms = [length_along(self.gradient[:, part], along[part]) for part in where]
+        norms = [tolerances.length_along(self.gradient[:, part], along[part]) for part in where]
         exact = self.gradient is self.reference
         return self.tolerance.ranges_along(np.stack(norms), self.sizes.overall, starts, exact)
 
@@ -223,11 +205,6 @@ def search(judge: Judge, mode: str, rows: int = 2, without: Collection[int] = ()
         blocks = 1 if mode == "fast" else BLOCKS
         found = [f for leaf in leaves for f in _in_leaf(judge, leaf, blocks, rows)]
     return [_excused(finding, judge) for finding in found]
-
-
-def every_slope(judge: Judge) -> np.ndarray:
-    """The slope along every single element, for the first cotangent."""
-    return judge.elements(np.arange(judge.point.scale.size), judged=False).numeric
 
 
 def _finite_elements(judge: Judge, leaf: int) -> np.ndarray:
@@ -269,7 +246,7 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
 def _off_by_more(judge: Judge, leaf: int, beside: bool = True) -> np.ndarray:
     """The elements of a leaf that are off the reference; of a large one, found block by block."""
     reference, found = np.asarray(judge.reference), []
-    for where in pieces(*judge.ranges[leaf]):
+    for where in tolerances.pieces(*judge.ranges[leaf]):
         parts = reference[:, where], judge.gradient[:, where]
         slack = judge.allowed_at(where, beside).slack(*parts)
         off = (np.abs(parts[0] - parts[1]) > slack).any(axis=0) & judge.point.finite[where]
@@ -407,8 +384,8 @@ def _moved_together(judge: Judge, elements: np.ndarray, groups: list, direction:
 
 
 def _split(groups: list[np.ndarray], parts: int) -> list[np.ndarray]:
-    pieces = [np.array_split(group, min(parts, len(group))) for group in groups if len(group)]
-    return [piece for several in pieces for piece in several]
+    split = [np.array_split(group, min(parts, len(group))) for group in groups if len(group)]
+    return [piece for several in split for piece in several]
 
 
 def _unmoved(judge: Judge, leaf: int, indices: np.ndarray, kind: int = UNSEEN) -> Finding:

@@ -10,16 +10,10 @@ import dataclasses
 import numpy as np
 
 import clipgrad._trees as _trees
+from clipgrad._check import points
 from clipgrad._check.differences import Differences, Moves, step_sizes
 from clipgrad._check.gradients import VJP
-from clipgrad._check.points import (
-    BALANCED,
-    DENSE,
-    Point,
-    dense_numbers,
-    generator,
-    symmetric_leaves,
-)
+from clipgrad._check.points import BALANCED, DENSE, Point
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge, wrong_leaves
 from clipgrad._check.subject import CheckSubject
@@ -48,7 +42,7 @@ def check_ties(
     for output in np.flatnonzero(bent.sum(axis=0) > 1)[:OUTPUTS]:
         tied = kinks[bent[:, output]]
         gradient = vjp(np.eye(1, bent.shape[1], output)[0])
-        signs = generator(seed, "ties").choice([-1.0, 1.0], (MOVED, len(tied)))
+        signs = points.generator(seed, "ties").choice([-1.0, 1.0], (MOVED, len(tied)))
         signs[0] = 1.0  # all up, and up and down at random
         shifts = np.zeros((MOVED, point.scale.size))
         shifts[:, tied] = step * signs * point.scale[tied].max()
@@ -92,9 +86,9 @@ def excuse_structure(subject: CheckSubject, judge: Judge, found: list[Finding], 
     """Take what is wrong in symmetric matrices, or at tied elements alone, for what it is."""
     if judge.delta is not None or judge.differences.evaluation.dtype != np.float64:
         return found
-    areas = dict(symmetric_leaves(subject, judge.point.xs))
+    leaves = points.symmetric_leaves(judge.point.xs)
     of_symmetric = [
-        _symmetric(subject, judge, f, seed) if f.is_wrong and f.leaf in areas else f for f in found
+        _symmetric(subject, judge, f, seed) if f.is_wrong and f.leaf in leaves else f for f in found
     ]
     return [_untied(judge, f, seed) if f.is_wrong else f for f in of_symmetric]
 
@@ -126,7 +120,7 @@ def _slopes_nearby(judge: Judge, area: slice, indices, seed: int) -> tuple:
     """The least and the largest slope of each element, where no two elements are equal."""
     differences, point, count = judge.differences, judge.point, area.stop - area.start
     moves = Moves(indices, indices + 1, np.full(len(indices), APART / 4 / count))
-    rng, found = generator(seed, "untied"), []
+    rng, found = points.generator(seed, "untied"), []
     for _ in range(2 * MOVED):
         moved = point.vector.copy()
         moved[area] += APART * rng.permutation(count) / count * point.scale[area].max()
@@ -146,9 +140,9 @@ def _symmetric(subject: CheckSubject, judge: Judge, finding: Finding, seed: int)
     if not _is_meant_for_symmetric(judge, finding):
         return finding
     leaf, area = subject.inputs[finding.leaf], judge.ranges[finding.leaf]
-    rng = generator(seed, "symmetric")
+    rng = points.generator(seed, "symmetric")
     for _ in BALANCED:
-        (random,) = _trees.from_rows(dense_numbers(rng, _trees.real_size(leaf)), [leaf])
+        (random,) = _trees.from_rows(points.dense_numbers(rng, _trees.real_size(leaf)), [leaf])
         symmetric = (random + np.conj(np.swapaxes(random, -1, -2))) / 2
         direction = np.zeros_like(judge.point.scale)
         direction[slice(*area)] = _trees.to_numpy([symmetric]) * judge.point.scale[area[0]]

@@ -75,13 +75,16 @@ def _finding_failure(
     verdict, indices = finding.verdict.part(wrong), finding.indices[wrong]
     off, seen = np.abs(verdict.numeric - verdict.analytic), finding.seen[wrong]
     worst = int(np.argmax(np.where(np.isfinite(off), off, 0) * (seen if seen.any() else 1)))
+    k, numbers = worst, f"numeric {verdict.numeric[worst]:.7g} +- {verdict.error[worst]:.0e}"
+    if verdict.kink[k]:
+        numbers = f"kink: slopes {verdict.behind[k]:.7g} and {verdict.ahead[k]:.7g}"
     hint = _finding_hint(subject, point, finding, verdict)
     return Failure(
         check=check,
         where=subject.element(int(indices[worst])),
         detail=(
             f"{where}{'' if finding.exact else 'at least '}{len(wrong)} of {stop - start} elements "
-            f"wrong; worst: {_verdict_numbers(verdict, worst)}{hint}"
+            f"wrong; worst: {numbers}, analytic {verdict.analytic[k]:.7g}{hint}"
         ),
         numeric=float(verdict.numeric[worst]),
         error=float(verdict.error[worst]),
@@ -94,13 +97,6 @@ def _finding_failure(
             where=verdict.numeric != 0,
         ),
     )
-
-
-def _verdict_numbers(verdict, k: int) -> str:
-    analytic = f"analytic {verdict.analytic[k]:.7g}"
-    if verdict.kink[k]:
-        return f"kink: slopes {verdict.behind[k]:.7g} and {verdict.ahead[k]:.7g}, {analytic}"
-    return f"numeric {verdict.numeric[k]:.7g} +- {verdict.error[k]:.0e}, {analytic}"
 
 
 def _finding_hint(subject: CheckSubject, point: Point, finding: Finding, verdict) -> str:

@@ -48,23 +48,21 @@ class Widened:
         bits = [e for e in found if e.primitive.name in _jaxpr.OWN_TYPES]
         self.looks_at_bits = any(_jaxpr.holds_floats(v) for e in bits for v in e.invars)
 
-    def call(self, constants: Sequence, xs: list) -> list:
+    def call(self, constants: Sequence, xs: list, hook: _jaxpr.Hook | None = None) -> list:
         """The outputs in float64, custom rules stripped: to be differentiated, it is plain AD."""
-        return self._run(constants, xs, _jaxpr.Widen(jnp.float64))
+        program = _jaxpr.with_constants(self._program, constants)
+        return _jaxpr.evaluate(program, xs, hook or _jaxpr.Widen(jnp.float64))
 
     def held(self, constants: Sequence, xs: list) -> list:
         """The same under `jax.vmap(axis_name=AXIS)`, `stop_gradient` held at row 0.
 
         So differences see what JAX differentiates: a straight-through estimator is right.
         """
-        return self._run(constants, xs, _Hold(self._program))
+        return self.call(constants, xs, _Hold(self._program))
 
     def nudged(self, seed: int) -> Callable[[Sequence, list], list]:
         """`call` with every constant that is not a short number off by one rounding."""
-        return lambda constants, xs: self._run(constants, xs, _Nudge(seed))
-
-    def _run(self, constants, xs, hook) -> list:
-        return _jaxpr.evaluate(_jaxpr.with_constants(self._program, constants), xs, hook)
+        return lambda constants, xs: self.call(constants, xs, _Nudge(seed))
 
 
 def widened_program(program: Any) -> Widened:
