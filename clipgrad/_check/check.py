@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import clipgrad._trees as _trees
 from clipgrad._check import contract, tolerances
 from clipgrad._check.differences import Differences
 from clipgrad._check.evaluation import Chaotic, choose, why_not
-from clipgrad._check.gradients import VJP, Gradient, differentiated, has_rules, stripped, traced_vjp
+from clipgrad._check.gradients import VJP, Gradient, PlainAD, differentiated, has_rules, traced_vjp
 from clipgrad._check.options import Options
 from clipgrad._check.points import Point, cotangents, make_point, moved_apart, nearby
 from clipgrad._check.report import Failure
@@ -23,7 +23,7 @@ from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest, pieces
 from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, WRONG
-from clipgrad._check.widening import Widened
+from clipgrad._check.widening import Unsupported, Widened, widened_program
 from clipgrad._errors import first_line
 
 STOPS = "values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"
@@ -268,44 +268,40 @@ def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
 
 
 def measured(
-    subject: CheckSubject, log: Log, covectors, vjp: VJP, evaluated, strip: Any = None
+    subject: CheckSubject, log: Log, covectors, vjp: VJP, evaluated, plain: Gradient | None = None
 ) -> Check:
-    """What is known of a function's gradient; `strip` is as in `exact_gradients`."""
+    """What is known of a function's gradient; `plain` is plain AD, if it is known."""
     differences, wide = evaluated
     tolerance = _tolerance(subject, differences, wide, log)
-    known = differences, *exact_gradients(subject, wide, tolerance, log, strip)
+    known = differences, *exact_gradients(subject, wide, tolerance, log, plain)
     stops = wide is not None and wide.stops
     return Check(subject, log.options, log, covectors, vjp, vjp.rows(covectors), *known, stops)
 
 
 def exact_gradients(
-    subject: CheckSubject, wide: Widened | None, tolerance: Tolerance, log: Log, strip: Any = None
+    subject: CheckSubject, wide: Widened | None, tolerance: Tolerance, log: Log, plain: Any
 ) -> tuple[Tolerance, Gradient | None, Gradient | None]:
-    """Plain AD, the rule as it is written, and the tolerance where loops find the gradient.
+    """The tolerance where loops find the gradient, plain AD, and the rule as it is written.
 
-    Where there is no custom rule to strip, the rule is plain AD. `strip` is another function to
-    differentiate by plain AD than the subject's program with its rules stripped.
+    Where there is no custom rule to strip, the rule is plain AD, unless this is given.
     """
-
-    def tried(what: str, make: Callable[[], Any]) -> Any:
-        try:
-            return make()
-        except Exception as error:
-            log.notes.append(f"no {what} ({why_not(error)})")
-
-    plain, rule, is_same = None, None, strip is None and not has_rules(subject)
-    if wide is not None:
-        strip = strip or stripped(subject.program)
-        plain = tried("AD reference", lambda: Gradient(traced_vjp(strip, subject), subject.outputs))
-    if plain is not None and is_same:
-        rule, backward = plain, plain.program
-    else:
-        backward = tried("rule in float64", lambda: traced_vjp(subject.fun, subject))
-        if backward is not None and wide is not None:
-            rule = tried("rule in float64", lambda: Gradient(backward, subject.outputs))
-    if rule is not None and rule.widened.looks_at_bits:
-        log.notes.append("no rule in float64 (the function looks at the bits of its numbers)")
-        rule = None
+    rule = backward = None
+    is_plain, program = plain is None and not has_rules(subject), subject.program
+    if plain is None and wide is not None:
+        function = PlainAD(wide, len(subject.inputs))
+        plain = Gradient(function, _jaxpr.opened(program)[1], subject.outputs)
+    try:
+        if not is_plain or any(_jaxpr.found_by_loops(program)):
+            backward = traced_vjp(subject)
+        rule = plain if is_plain or wide is None else None
+        if wide is not None and not is_plain:
+            widened = widened_program(backward)
+            rule = Gradient(widened, _jaxpr.opened(backward)[1], subject.outputs)
+        if rule is not None and rule.function.looks_at_bits:
+            rule = None
+            raise Unsupported("the function looks at the bits of its numbers")
+    except Exception as error:
+        log.notes.append(f"no rule in float64 ({why_not(error)})")
     return _of_solvers(subject, backward, tolerance, log), plain, rule
 
 
@@ -385,11 +381,9 @@ def _stops_matter(check: Check) -> bool:
 
     The maximum that a softmax subtracts is behind one, and does not matter.
     """
-    subject, at = check.subject, (check.subject.inputs, check.covectors[:1])
-    freely = stripped(subject.program, stop=lambda x: x)
+    at, freely = (check.subject.inputs, check.covectors[:1]), _jaxpr.Widen(np.float64, lambda x: x)
     try:
-        free = Gradient(traced_vjp(freely, subject), subject.outputs)(*at)
-        exact = check.plain(*at)
+        free, exact = check.plain(*at, "freely", freely), check.plain(*at)
     except Exception:
         return True
     return bool(np.abs(free - exact).max() > tolerances.PRECISE * np.abs(exact).max())

@@ -1,18 +1,18 @@
 """The gradient as a user's program computes it, and the exact ones to compare it with."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax import lax
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check.differences import in_float64
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.widening import Strip, widened_program
+from clipgrad._check.widening import Nudge, Strip, Widened
 
 
 class VJP(NamedTuple):
@@ -53,29 +53,55 @@ def _rows(vectors: Iterator[np.ndarray], count: int) -> np.ndarray:
     return rows
 
 
-class Gradient:
-    """A gradient as a program of inputs and a cotangent, to be evaluated in float64.
+class PlainAD:
+    """The VJP of a widened function, as a function of `count` inputs and the cotangent.
 
-    Args:
-      program: what `traced_vjp` gives.
-      outputs: the outputs at the base point, for shapes and dtypes.
-
-    Raises:
-      Unsupported: it cannot be traced or widened.
+    It is exact for every element at the price of one backward pass, and nominates suspects. It is
+    never the last word: it shares JAX's rules, and has subgradients of its own at kinks.
     """
 
-    def __init__(self, program: Any, outputs: Sequence):
-        self.program, self._outputs = program, outputs
-        self.widened = widened_program(program)
+    def __init__(self, of: "Widened | PlainAD", count: int):
+        self._of, self._count = of, count
+        self.text, self.looks_at_bits = f"VJP of {of.text}", of.looks_at_bits
 
-    def __call__(self, xs: Sequence[jax.Array], covectors: np.ndarray) -> np.ndarray:
-        """The gradients in float64 for each cotangent, shape (cotangents, inputs)."""
-        return self._wide("call", self.widened.call, xs, covectors)
+    def call(self, constants: Sequence, leaves: list, hook: _jaxpr.Hook | None = None) -> list:
+        """The gradient under a hook, in float64 if there is none."""
+        pull = jax.vjp(lambda xs: self._of.call(constants, xs, hook), leaves[: self._count])[1]
+        return pull(leaves[self._count :])[0]
+
+
+class Gradient:
+    """A gradient as a function of inputs and a cotangent, to be evaluated in float64.
+
+    Args:
+      function: the widened program of a rule, or plain AD.
+      constants: those of the program.
+      outputs: the outputs at the base point, for shapes and dtypes.
+    """
+
+    def __init__(self, function: Widened | PlainAD, constants: Sequence, outputs: Sequence):
+        self.function, self.constants, self._outputs = function, constants, outputs
+
+    def __call__(self, xs, covectors: np.ndarray, name: Any = "", hook: Any = None) -> np.ndarray:
+        """The gradients in float64 for each cotangent, shape (cotangents, inputs).
+
+        `name` tells one hook from another, whose compiled programs are kept.
+        """
+        call, key = functools.partial(self.function.call, hook=hook), (name, self.function.text)
+        run = _jaxpr.kept_by_key(key, lambda: _jaxpr.low_jit(call))
+        with in_float64():
+            leaves = [np.asarray(_trees.widened_leaf(x)) for x in xs]
+            like = [
+                jax.ShapeDtypeStruct(y.shape, _trees.wide_dtype(y.dtype)) for y in self._outputs
+            ]
+            cotangents = [_trees.cotangent_leaves(row, like) for row in covectors]
+            found = (run(self.constants, [*leaves, *u]) for u in cotangents)
+            return _rows(map(_trees.gradient_vector, found), len(cotangents))
 
     def moved_by_constants(self, xs, covectors: np.ndarray) -> np.ndarray:
         """How far the gradient moves when every constant does by one rounding of its type."""
-        exact, nudged = self(xs, covectors), self.widened.nudged
-        moved = [self._wide(seed, nudged(seed), xs, covectors) for seed in (0, 1)]
+        exact = self(xs, covectors)
+        moved = [self(xs, covectors, seed, Nudge(seed)) for seed in (0, 1)]
         return np.max([np.abs(gradient - exact) for gradient in moved], axis=0)
 
     def in_own_types(self, xs, covectors: np.ndarray) -> np.ndarray:
@@ -84,34 +110,12 @@ class Gradient:
         Eagerly, since a compiler may simplify away just what loses precision.
         """
         inputs = ([*xs, *_trees.cotangent_leaves(row, self._outputs)] for row in covectors)
-        rows = [_jaxpr.evaluate(self.program, leaves, Strip()) for leaves in inputs]
+        rows = [self.function.call(self.constants, leaves, Strip()) for leaves in inputs]
         return np.stack([_trees.gradient_vector(row) for row in rows])
 
-    def _wide(self, name: Any, call: Callable, xs, covectors) -> np.ndarray:
-        run = _jaxpr.kept_by_key((name, self.widened.text), lambda: _jaxpr.low_jit(call))
-        constants = _jaxpr.opened(self.program)[1]
-        with in_float64():
-            leaves = [np.asarray(_trees.widened_leaf(x)) for x in xs]
-            like = [
-                jax.ShapeDtypeStruct(y.shape, _trees.wide_dtype(y.dtype)) for y in self._outputs
-            ]
-            cotangents = [_trees.cotangent_leaves(row, like) for row in covectors]
-            found = (_trees.gradient_vector(run(constants, [*leaves, *u])) for u in cotangents)
-            return _rows(found, len(cotangents))
 
-
-def traced_vjp(fun: Callable, subject: CheckSubject) -> Any:
-    """The VJP of a function as a program of a subject's inputs and cotangents."""
+def traced_vjp(subject: CheckSubject) -> Any:
+    """The VJP of a function, its rules as written, as a program of inputs and cotangents."""
     cotangents = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in subject.outputs]
-    pulled = lambda xs, u: jax.vjp(fun, xs)[1](u)[0]  # noqa: E731
+    pulled = lambda xs, u: jax.vjp(subject.fun, xs)[1](u)[0]  # noqa: E731
     return jax.make_jaxpr(pulled)(subject.inputs, cotangents)
-
-
-def stripped(program: Any, stop: Callable = lax.stop_gradient) -> Callable[[list], list]:
-    """The function of a program, with what custom rules compute in their place.
-
-    Its derivative, plain AD, is exact for every element at the price of one backward pass, and
-    nominates suspects. It is never the last word: it shares JAX's rules, and has subgradients of
-    its own at kinks.
-    """
-    return lambda xs: _jaxpr.evaluate(program, xs, Strip(stop))

@@ -6,7 +6,7 @@ import clipgrad._trees as _trees
 from clipgrad._check.check import Check, measured
 from clipgrad._check.differences import Differences
 from clipgrad._check.evaluation import choose, evaluation_in_float64
-from clipgrad._check.gradients import differentiated, stripped
+from clipgrad._check.gradients import Gradient, PlainAD, differentiated
 from clipgrad._check.points import cotangents
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject, traced
@@ -48,10 +48,11 @@ def _of_the_vjp(check: Check) -> Check:
     subject = _vjp(check)
     covectors = cotangents(subject, check.options.seed)
     vjp = differentiated(subject, subject.inputs)
-    strip = None if check.plain is None else stripped(check.plain.program)
-    return measured(
-        subject, check.log, covectors, vjp, _evaluated(subject, covectors, check), strip
-    )
+    plain, count = check.plain, len(subject.inputs)
+    if plain is not None:
+        plain = Gradient(PlainAD(plain.function, count), plain.constants, subject.outputs)
+    evaluated = _evaluated(subject, covectors, check)
+    return measured(subject, check.log, covectors, vjp, evaluated, plain)
 
 
 def _vjp(check: Check) -> CheckSubject:

@@ -1,7 +1,7 @@
 """A traced function evaluated with every floating type widened to 64 bits."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -60,10 +60,6 @@ class Widened:
         """
         return self.call(constants, xs, _Hold(self._program))
 
-    def nudged(self, seed: int) -> Callable[[Sequence, list], list]:
-        """`call` with every constant that is not a short number off by one rounding."""
-        return lambda constants, xs: self.call(constants, xs, _Nudge(seed))
-
 
 def widened_program(program: Any) -> Widened:
     """The widened program, the same object for the same text."""
@@ -76,8 +72,8 @@ def widened_program(program: Any) -> Widened:
 class Strip(_jaxpr.Widen):
     """Leaves every type as it is, and has custom rules replaced by what they compute."""
 
-    def __init__(self, stop: Callable[[Any], Any] = lax.stop_gradient):
-        super().__init__(jnp.float64, stop)
+    def __init__(self):
+        super().__init__(jnp.float64)
 
     def wide_dtype(self, dtype):
         """The type itself."""
@@ -128,7 +124,7 @@ def _stopped_factors(program: Any) -> frozenset:
     return frozenset(variable for variable in stops if variable not in needed)
 
 
-class _Nudge(_jaxpr.Widen):
+class Nudge(_jaxpr.Widen):
     """Moves each constant by one rounding: 0.1 in float32 is not the 0.1 that was meant.
 
     Numbers of few binary digits, such as 0.5, 3 and 1024, are meant as they are.
