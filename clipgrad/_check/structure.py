@@ -33,8 +33,8 @@ def check_ties(
 ) -> list[Failure]:
     """The one-sided slopes of single outputs along elements that are at kinks of them."""
     wrong, differences, point = wrong_leaves(found), judge.differences, judge.point
-    kinks = [f.indices[f.verdict.kind == KINK][:AT_KINKS] for f in found if f.leaf not in wrong]
-    kinks = np.unique(np.concatenate([np.zeros(0, int), *kinks]))
+    every = [f.indices[f.verdict.kind == KINK] for f in found if f.leaf not in wrong]
+    kinks = np.unique(np.concatenate([np.zeros(0, int), *(part[:AT_KINKS] for part in every)]))
     if len(kinks) < 2:
         return []
     step = float(step_sizes(differences.evaluation.quick)[1])
@@ -42,6 +42,9 @@ def check_ties(
     for output in np.flatnonzero(bent.sum(axis=0) > 1)[:OUTPUTS]:
         tied = kinks[bent[:, output]]
         gradient = vjp(np.eye(1, bent.shape[1], output)[0])
+        others = np.unique(np.concatenate(every))
+        if len(others) > len(kinks):  # those that were not moved are tied by their value
+            tied = others[np.isin(point.vector[others], point.vector[tied])]
         signs = points.generator(seed, "ties").choice([-1.0, 1.0], (MOVED, len(tied)))
         signs[0] = 1.0  # all up, and up and down at random
         shifts = np.zeros((MOVED, point.scale.size))
