@@ -103,19 +103,12 @@ class Check:
     rule: Gradient | None
     stops: bool = False
 
-    def first(self) -> Point:
-        """The given point; made anew, since its gradients need the memory of several models."""
-        return self._point(self.subject.inputs, self.gradient)
-
     @functools.cached_property
     def _elsewhere(self) -> dict[int, Any]:
         return {}
 
     def elsewhere(self, k: int) -> tuple[list, np.ndarray] | None:
-        """The k-th further point, near the first, and the gradients as computed there.
-
-        None if the function is not finite there.
-        """
+        """The k-th further point and the gradients there; None if the function is not finite."""
         for reach in () if k in self._elsewhere else REACHES:
             xs = nearby(self.subject, self.options.seed + k, reach)
             self.log.evaluations += 1
@@ -125,12 +118,13 @@ class Check:
                 break
         return self._elsewhere.setdefault(k, None)
 
-    def other(self, k: int) -> Point | None:
-        """The k-th further point, for the first cotangent alone."""
-        found = self.elsewhere(k)
-        return None if found is None else self._point(found[0], found[1][:1])
+    def point(self, xs=None, gradient: np.ndarray | None = None) -> Point:
+        """A point and the gradients computed there, or the given one.
 
-    def _point(self, xs, gradient: np.ndarray) -> Point:
+        It is made anew each time, since its gradients need the memory of several models.
+        """
+        xs = self.subject.inputs if xs is None else xs
+        gradient = self.gradient if gradient is None else gradient
         options, rows = self.options, len(gradient)
         is_own = options.delta is not None or options.max_relative_error is not None
         exact = None if is_own else self._exact(self.rule, xs, rows)
@@ -223,7 +217,9 @@ class Check:
         bad = np.zeros(got.size, bool)
         if np.array_equal(got, expected):
             return bad
-        known, other = (np.where(np.isfinite(x), x, 0.0)[None] for x in (expected, got))
+        pair = expected, got
+        both = (x if np.isfinite(x.sum()) else np.where(np.isfinite(x), x, 0) for x in pair)
+        known, other = (x[None] for x in both)
         sizes = self.tolerance.sizes(known, np.ones(1), around=around)
         for leaf, (start, stop) in enumerate(self.tolerance.ranges):
             allowed = self.tolerance.elements(sizes, leaf, np.ones(1))

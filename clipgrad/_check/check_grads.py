@@ -182,7 +182,7 @@ def _check(subject_on: Callable, device: Any, log: Log, others: Mapping[str, Any
     check = prepare(subject_on(device), log.options, log)
     if check is None:
         return
-    check_values(check, check.first())
+    check_values(check, check.point())
     if "points" not in log.options.skip and log.has_time("points"):
         _check_points(check)
     check_behavior(check)
@@ -200,11 +200,12 @@ def _check_points(check: Check) -> None:
         log.not_run["points"] = "the values at the first point are wrong"
         return
     for k in range(1, log.options.points):
-        other = check.other(k)
-        if other is None:
+        found = check.elsewhere(k)
+        if found is None:
             log.not_run["points"] = "the function is not finite at points nearby"
             return
-        check_values(check, other, "at a second point " if k == 1 else "at a further point ")
+        point = check.point(found[0], found[1][:1])  # for the first cotangent alone
+        check_values(check, point, "at a second point " if k == 1 else "at a further point ")
     text = "the first pull-back, called again after another point was differentiated"
     again = check.vjp(check.covectors[0])
     log.fail(check.compare("points", again, check.gradient[0], text))

@@ -131,8 +131,7 @@ def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
     """
     own = _trees.to_numpy(subject.outputs)
     off, size = np.sqrt(np.mean((own - values) ** 2)), np.sqrt(np.mean(own**2))
-    tiny = jnp.finfo(np.float32).tiny
-    if not np.isfinite(own).all() or off <= SAME_VALUES * size + tiny:
+    if not np.isfinite(own).all() or off <= SAME_VALUES * size + jnp.finfo(np.float32).tiny:
         return
     if not off <= SAME_VALUES * max(size, _change(subject, MOVED_FAR)):
         raise _NotSmooth("its values differ from those of the function")

@@ -72,6 +72,7 @@ class Judge:
       delta: an absolute step, to be used as it is; None to extrapolate.
       excuse: what may be off by more, and how far; None if nothing may.
       is_late: whether no more is to be looked at.
+      is_near: whether the gradient around the point counts, which costs another backward pass.
     """
 
     differences: Differences
@@ -82,6 +83,7 @@ class Judge:
     delta: float | None = None
     excuse: Excuse | None = None
     is_late: Callable[[], bool] = lambda: False
+    is_near: bool = False
 
     @property
     def ranges(self) -> Sequence[Range]:
@@ -92,8 +94,13 @@ class Judge:
     def sizes(self) -> Sizes:
         """How large the gradient is, leaf by leaf; the exact one, if there is one."""
         target = self.gradient if self.reference is None else self.reference
-        exact = self.reference is not None
-        return self.tolerance.sizes(target, self.point.scale, exact, self.point.around())
+        exact, around = self.reference is not None, self.point.around() if self.is_near else None
+        return self.tolerance.sizes(target, self.point.scale, exact, around)
+
+    @functools.cached_property
+    def near(self) -> "Judge":
+        """The judge that knows how large the gradient is around a point where it vanishes."""
+        return dataclasses.replace(self, is_near=True)
 
     def allowed_at(self, indices: Any, beside: bool = True) -> Allowed:
         """How far some elements may be off, or those of a slice of one leaf."""
@@ -192,7 +199,7 @@ def search(judge: Judge, mode: str, rows: int = 2, without: Collection[int] = ()
     """
     leaves = [leaf for leaf in range(len(judge.ranges)) if leaf not in without]
     if mode == "full":
-        found = [_every(judge, leaf) for leaf in leaves]
+        found = [_every(judge.near, leaf) for leaf in leaves]
     elif mode in ("auto", "reference") and judge.reference is not None:
         found = [f for leaf in leaves for f in _by_reference(judge, leaf)]
         doubtful = _doubtful_leaves(judge, rows) if mode == "auto" else set()
@@ -200,11 +207,11 @@ def search(judge: Judge, mode: str, rows: int = 2, without: Collection[int] = ()
             blocks = BLOCKS if leaf in judge.point.blind else 1
             if leaf in judge.point.blind or leaf in doubtful:
                 known = [f.indices for f in found if f.leaf == leaf]
-                found += _in_leaf(judge, leaf, blocks, rows, known)
+                found += _in_leaf(judge.near, leaf, blocks, rows, known)
     else:
         blocks = 1 if mode == "fast" else BLOCKS
-        found = [f for leaf in leaves for f in _in_leaf(judge, leaf, blocks, rows)]
-    return [_excused(finding, judge) for finding in found]
+        found = [f for leaf in leaves for f in _in_leaf(judge.near, leaf, blocks, rows)]
+    return [_excused(finding, judge.near) for finding in found]
 
 
 def _finite_elements(judge: Judge, leaf: int) -> np.ndarray:
@@ -227,6 +234,8 @@ def _every(judge: Judge, leaf: int) -> Finding:
 def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
     """Judge by differences where the gradient and the reference disagree."""
     suspects = _off_by_more(judge, leaf)
+    if len(suspects):
+        judge, suspects = judge.near, _off_by_more(judge.near, leaf)
     found = _lost_beside_others(judge, leaf, suspects)
     if not len(suspects):
         return found

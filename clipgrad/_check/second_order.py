@@ -30,7 +30,7 @@ def check_second_order(check: Check) -> None:
         detail = f"the VJP cannot be differentiated: it raises {first_line(error)}"
         log.failures.append(Failure(NAME, check.subject.names[0], detail))
         return
-    point = second.first()
+    point = second.point()
     mode = "reference" if check.stops and point.reference is not None else "auto"
     found = found_at(second, point, mode, rows=1)
     failures, notes = told(second.subject, point, found, check=NAME)

@@ -58,19 +58,17 @@ def check_ties(
         off = np.fmax(low - analytic, analytic - high) - slack
         worst = int(np.argmax(off))
         if off[worst] > 0:
-            slopes = np.asarray([behind[worst], ahead[worst], analytic[worst]])
-            return [_tied_failure(subject, tied, output, slopes / np.linalg.norm(shifts[worst]))]
+            size = float(np.linalg.norm(shifts[worst]))
+            numbers = [f"{slopes[worst] / size:.7g}" for slopes in (behind, ahead, analytic)]
+            detail = (
+                f"{len(tied)} tied elements share the gradient of "
+                f"{subject.output_element(int(output))} wrongly: along them its slopes are "
+                f"{numbers[0]} and {numbers[1]}, analytic {numbers[2]}"
+            )
+            start = max(start for start, _ in subject.ranges if start <= tied[0])
+            where = subject.element(int(tied[0]))
+            return [Failure("value", where, detail, indices=tied - start)]
     return []
-
-
-def _tied_failure(subject: CheckSubject, tied, output, slopes) -> Failure:
-    behind, ahead, analytic = slopes
-    detail = (
-        f"{len(tied)} tied elements share the gradient of {subject.output_element(int(output))} "
-        f"wrongly: along them its slopes are {behind:.7g} and {ahead:.7g}, analytic {analytic:.7g}"
-    )
-    start = max(start for start, _ in subject.ranges if start <= tied[0])
-    return Failure("value", subject.element(int(tied[0])), detail, indices=tied - start)
 
 
 def _bent_one_way(differences: Differences, point: Point, kinks, step: float) -> tuple:
