@@ -18,7 +18,7 @@ GROUPS = 3  # of leaves that an independent look at plain AD moves together
 BLOCKS, PARTS = 64, 16  # that a group is split into, first and then
 # Of elements that are off, the worst are looked at, two of each of the largest kinds, and some
 # spread over the others.
-WORST, KINDS_LOOKED_AT, INSPECTED = 8, 16, 64
+WORST, KINDS_LOOKED_AT, INSPECTED = 8, 16, 24
 # Of the groups that are wrong, if there are more than FEW, only the worst; of those at kinks, FEW.
 FEW, WORST_GROUPS = 8, 2
 AT_ONCE = 2**13  # elements judged between two looks at the clock
