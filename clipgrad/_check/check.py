@@ -252,26 +252,24 @@ def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
     vjp = _differentiated(subject, covectors, log)
     if vjp is None:
         return None
-    log.fail(contract.finite_gradient(subject, vjp.rows(covectors)))
+    gradient = vjp.rows(covectors)  # before the function is traced, which may change its state
+    log.fail(contract.finite_gradient(subject, gradient))
     evaluated = _chosen_evaluation(subject, covectors, log)
     if evaluated is None:
         return None
     log.precision = evaluated[0].evaluation.label
-    check = measured(subject, log, covectors, vjp, evaluated)
+    check = measured(subject, log, (covectors, vjp, gradient), evaluated)
     if check.stops and check.plain is not None and _stops_matter(check):
         log.notes.append(STOPS)
     return check
 
 
-def measured(
-    subject: CheckSubject, log: Log, covectors, vjp: VJP, evaluated, plain: Gradient | None = None
-) -> Check:
-    """What is known of a function's gradient; `plain` is plain AD, if it is known."""
+def measured(subject: CheckSubject, log: Log, own: tuple, evaluated: tuple, plain=None) -> Check:
+    """What is known of a function with its `own` VJP; `plain` is plain AD, if it is known."""
     differences, wide = evaluated
     tolerance = _tolerance(subject, differences, wide, log)
     known = differences, *exact_gradients(subject, wide, tolerance, log, plain)
-    stops = wide is not None and wide.stops
-    return Check(subject, log.options, log, covectors, vjp, vjp.rows(covectors), *known, stops)
+    return Check(subject, log.options, log, *own, *known, wide is not None and wide.stops)
 
 
 def exact_gradients(

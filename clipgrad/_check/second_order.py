@@ -51,8 +51,8 @@ def _of_the_vjp(check: Check) -> Check:
     plain, count = check.plain, len(subject.inputs)
     if plain is not None:
         plain = Gradient(PlainAD(plain.function, count), plain.constants, subject.outputs)
-    evaluated = _evaluated(subject, covectors, check)
-    return measured(subject, check.log, covectors, vjp, evaluated, plain)
+    own = covectors, vjp, vjp.rows(covectors)
+    return measured(subject, check.log, own, _evaluated(subject, covectors, check), plain)
 
 
 def _vjp(check: Check) -> CheckSubject:
