@@ -243,7 +243,9 @@ def outputs(check: Check) -> list[Failure]:
 def alone(check: Check) -> list[Failure]:
     """Each input differentiated with the others held has the gradient that it has among them."""
     subject, gradient, failures = check.subject, check.gradient[0], []
-    if len(subject.inputs) < 2 or not _sees_what_is_held(subject):
+    found = [] if subject.program is None else _jaxpr.equations(subject.program)
+    is_told = subject.program is None or any(e.params.get("symbolic_zeros") for e in found)
+    if len(subject.inputs) < 2 or not is_told:  # a rule, which of its arguments are differentiated
         return failures
     cotangents = _trees.cotangent_leaves(check.covectors[0], subject.outputs)
     for k, (start, stop) in enumerate(subject.ranges):
@@ -255,13 +257,6 @@ def alone(check: Check) -> list[Failure]:
         text = f"{subject.names[k]} differentiated alone compared with all inputs at once"
         failures += check.compare("alone", got, gradient, text)
     return failures[:2]
-
-
-def _sees_what_is_held(subject: CheckSubject) -> bool:
-    """Whether a rule is told which of its arguments are differentiated."""
-    program = subject.program
-    found = [] if program is None else _jaxpr.equations(program)
-    return program is None or any(e.params.get("symbolic_zeros") for e in found)
 
 
 BEHAVIORS: dict[str, Callable[[Check], list[Failure]]] = {

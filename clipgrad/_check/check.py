@@ -329,8 +329,8 @@ def _chosen_evaluation(subject: CheckSubject, covectors, log: Log):
     """How to evaluate the function, or None where it was found to fail another way."""
     try:
         return choose(subject, covectors, log.notes)
-    except Chaotic as reason:
-        log.notes = [str(reason)]
+    except Chaotic as error:
+        log.notes = [f"not verified: {error.__doc__}"]
         return None
     except ValueError:
         compiled = contract.primal(

@@ -28,11 +28,10 @@ HALF_QUICK, HALF_LADDER = (2, 3), (1, 2, 3, 4)
 PROBE = (10, 33)
 MOVED_FAR = 2.0**-4  # a part of the inputs that is far above rounding
 CAST = "float64 (inputs cast)"
-CHAOTIC = "not verified: rounding of the inputs alone moves its values by a hundredth or more"
 
 
 class Chaotic(Exception):
-    """A function whose values have no digit that rounding leaves as it is."""
+    """Rounding of the inputs alone moves the values by a hundredth or more."""
 
 
 class _NotSmooth(Exception):
@@ -60,7 +59,7 @@ def choose(
         except Exception as error:
             notes.append(f"{label} is not possible ({why_not(error)})")
             if isinstance(error, _NotSmooth) and _is_chaotic(subject):
-                raise Chaotic(CHAOTIC) from error
+                raise Chaotic from error
     raise ValueError("the function cannot be evaluated at a point nearby: " + "; ".join(notes))
 
 

@@ -110,7 +110,7 @@ class Gradient:
         Eagerly, since a compiler may simplify away just what loses precision.
         """
         inputs = ([*xs, *_trees.cotangent_leaves(row, self._outputs)] for row in covectors)
-        rows = [self.function.call(self.constants, leaves, Strip()) for leaves in inputs]
+        rows = [self.function.call(self.constants, leaves, Strip(np.float64)) for leaves in inputs]
         return np.stack([_trees.gradient_vector(row) for row in rows])
 
 

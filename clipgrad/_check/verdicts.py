@@ -103,6 +103,7 @@ def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed) -> Verdict:
     inside = np.abs(analytic - centre) <= width + slack + 3 * _pick(slopes.noise, best)
     noisy = error > np.fmax(NOISY * np.fmax(size, allowed.typical), NEGLIGIBLE * allowed.floor)
     kind = np.where(off <= slack + error, np.where(noisy, UNSURE, OK), WRONG)
+    kind = np.where((kind == WRONG) & _is_rough(slopes, numeric, error, size), UNSURE, kind)
     kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
     kind = np.where(grows, SINGULAR, kind)
     kind = np.where(np.isfinite(numeric), kind, UNSURE)
@@ -158,6 +159,15 @@ def _is_kink(slopes: Slopes, gap, best, ratio) -> np.ndarray:
     gap, noise = _pick(gap, best), _pick(slopes.noise, best)
     size = np.fmax(np.abs(slopes.at(best, "ahead")), np.abs(slopes.at(best, "behind")))
     return (gap - 3 * noise > KINK_GAP * size) & ~shrinks
+
+
+def _is_rough(slopes: Slopes, numeric, error, size) -> np.ndarray:
+    """Whether the smallest steps have other slopes, and not one: so a staircase has no slope."""
+    part, noise = KINK_GAP * size, 10 * slopes.noise
+    unlike = np.abs(slopes.central[:, -3:] - numeric[:, None]) - noise[:, -3:]
+    sides = np.concatenate([slopes.ahead[:, -2:], slopes.behind[:, -2:]], axis=1)
+    differ = np.ptp(sides, axis=1) > part + noise[:, -1]
+    return differ & (unlike > 10 * error[:, None] + part[:, None]).any(axis=1)
 
 
 def _grows(slopes: Slopes) -> np.ndarray:

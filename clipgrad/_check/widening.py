@@ -72,9 +72,6 @@ def widened_program(program: Any) -> Widened:
 class Strip(_jaxpr.Widen):
     """Leaves every type as it is, and has custom rules replaced by what they compute."""
 
-    def __init__(self):
-        super().__init__(jnp.float64)
-
     def wide_dtype(self, dtype):
         """The type itself."""
         return dtype
