@@ -189,9 +189,6 @@ class Check:
         try:
             exact = self.plain(xs, self.covectors)
             error = np.abs(self.plain.in_own_types(xs, self.covectors) - exact)
-            if self.rule is self.plain:  # its gradient is plain AD
-                own = differentiated(self.subject, xs).rows(self.covectors)
-                error = np.fmax(error, np.abs(own - exact))
         except Exception:
             return None
         return self.tolerance.excused(error, exact)
@@ -223,7 +220,9 @@ class Check:
         sizes = self.tolerance.sizes(known, np.ones(1), around=around)
         for leaf, (start, stop) in enumerate(self.tolerance.ranges):
             allowed = self.tolerance.elements(sizes, leaf, np.ones(1))
-            allowed = allowed._replace(floor=tolerances.SAME * allowed.floor, paddle=None)
+            extra = self.tolerance.relative[leaf] * sizes.around[leaf]
+            floor = tolerances.SAME * (allowed.floor - extra) + extra
+            allowed = allowed._replace(floor=floor, paddle=None)
             more = 0.0 if noise is None else 2 * noise[start:stop].max()  # each is off
             for where in pieces(start, stop):
                 slack = allowed.slack(known[:, where], other[:, where])[0] + more
