@@ -268,7 +268,8 @@ def measured(subject: CheckSubject, log: Log, own: tuple, evaluated: tuple, plai
     differences, wide = evaluated
     tolerance = _tolerance(subject, differences, wide, log)
     known = differences, *exact_gradients(subject, wide, tolerance, log, plain)
-    return Check(subject, log.options, log, *own, *known, wide is not None and wide.stops)
+    found: Any = *own, *known, wide is not None and wide.stops
+    return Check(subject, log.options, log, *found)
 
 
 def exact_gradients(
@@ -376,7 +377,8 @@ def _stops_matter(check: Check) -> bool:
     """
     at, freely = (check.subject.inputs, check.covectors[:1]), _jaxpr.Widen(np.float64, lambda x: x)
     try:
-        free, exact = check.plain(*at, "freely", freely), check.plain(*at)
+        plain: Any = check.plain
+        free, exact = plain(*at, "freely", freely), plain(*at)
     except Exception:
         return True
     return bool(np.abs(free - exact).max() > tolerances.PRECISE * np.abs(exact).max())

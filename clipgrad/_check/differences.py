@@ -264,8 +264,8 @@ def progress_bar(total: int) -> Iterator[Callable[[int], object]]:
     try:
         from tqdm import tqdm
     except ImportError:
-        total = 0
-    if total < LONG:
+        tqdm = None
+    if tqdm is None or total < LONG:
         yield lambda done: None
         return
     with tqdm(total=total, desc="differences", leave=False, disable=None) as bar:

@@ -244,7 +244,7 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
     found += [told.part(excused)] if excused.any() else []
     indices = suspects[~excused]
     if len(indices):
-        parts = judge.reference[:, indices], judge.gradient[:, indices]
+        parts = np.asarray(judge.reference)[:, indices], judge.gradient[:, indices]
         off = np.abs(parts[0] - parts[1])
         excess = (off / judge.allowed_at(indices).slack(*parts)).max(axis=0)
         excess[np.argmax(off.max(axis=0))] = np.inf  # the one that is reported

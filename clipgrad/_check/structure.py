@@ -66,8 +66,7 @@ def check_ties(
                 f"{numbers[0]} and {numbers[1]}, analytic {numbers[2]}"
             )
             start = max(start for start, _ in subject.ranges if start <= tied[0])
-            where = subject.element(int(tied[0]))
-            return [Failure("value", where, detail, indices=tied - start)]
+            return [Failure("value", subject.element(int(tied[0])), detail, indices=tied - start)]
     return []
 
 

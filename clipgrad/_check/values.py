@@ -105,7 +105,8 @@ def _finding_hint(subject: CheckSubject, point: Point, finding: Finding, verdict
     count = stop - start if point.reference is not None else 0
     if ratio or not 3 <= count <= LAYOUT_LIMIT or count != leaf.size:
         return ratio
-    both = (g[0, start:stop].reshape(leaf.shape) for g in (point.reference, point.gradient))
+    known = np.asarray(point.reference), point.gradient
+    both = (g[0, start:stop].reshape(leaf.shape) for g in known)
     return layout_hint(*both)
 
 

@@ -42,7 +42,7 @@ class Widened:
             raise Unsupported(f"it holds {', '.join(sorted(foreign))}")
         self._program, _ = _jaxpr.opened(program)  # kept longer than its constants
         self.text = text
-        floats = [v.aval.dtype for e in found for v in e.outvars if _jaxpr.holds_floats(v)]
+        floats = [_jaxpr.dtype_of(v) for e in found for v in e.outvars if _jaxpr.holds_floats(v)]
         self.narrow = {np.dtype(jnp.finfo(dtype).dtype).name for dtype in floats}
         self.stops = bool(names & {"stop_gradient", "random_gamma"})
         bits = [e for e in found if e.primitive.name in _jaxpr.OWN_TYPES]
@@ -94,7 +94,7 @@ class _Hold(_jaxpr.Widen):
         self._factors = _stopped_factors(program)
 
     def inside(self, equation, step):
-        hook = copy.copy(super().inside(equation, step))
+        hook: Any = copy.copy(super().inside(equation, step))
         programs = jaxprs_in_params(equation.params)
         hook._factors = self._factors.union(*map(_stopped_factors, programs))
         return hook
