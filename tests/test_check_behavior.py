@@ -64,7 +64,7 @@ def test_a_safety_clip_is_said_to_act_above_cotangents_of_a_size(limit):
     found = re.match(
         r"the VJP is not linear above cotangents of (\S+) \(a clip that acts there\? write "
         r"skip='linearity', or check the function without the clip\); the rule is not linear, "
-        r"the pull-back of the cotangent times 2 \*\* 20: ",
+        r"the pull-back of the cotangent times -2 \*\* 20: ",
         failure.detail,
     )
     assert found and float(found[1]) <= limit < 2.01 * float(found[1])
@@ -166,7 +166,7 @@ def test_a_rule_that_raises_in_one_of_the_checks_fails_that_check():
     assert "[outputs] args[0]: raises TypeError" in str(report)
 
 
-TRACED, NOTE = jax.core.Tracer, "gives other operations (does the function look at tracers"
+TRACED = jax.core.Tracer
 
 
 def is_eager(x):
@@ -200,19 +200,12 @@ def test_a_function_without_rules_that_changes_with_its_context_fails(name):
     assert found and check in {None, *found}
 
 
-def test_a_function_that_looks_for_batches_is_noted_and_its_gradient_looked_at_there():
-    batched = lambda x: x * (2.0 if "Batch" in type(x).__name__ else 1.0)  # noqa: E731
-    report = cg.check_grads(batched, (X,))
-    assert NOTE in str(report) and not report.not_run
-    assert NOTE not in str(cg.check_grads(jnp.sin, (X,)))
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_a_function_that_draws_which_gradient_to_stop_is_not_passed_over(seed):
     rng = np.random.default_rng(seed)
     drawn = lambda x: x * (x if rng.uniform() < 0.5 else lax.stop_gradient(x))  # noqa: E731
     report = cg.check_grads(drawn, (X,), raise_on_failure=False)
-    assert NOTE in str(report) or not report.ok
+    assert not report.ok
 
 
 @pytest.mark.exhaustive

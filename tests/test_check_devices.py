@@ -143,7 +143,7 @@ def test_many_notes_are_shortened():
 @pytest.mark.exhaustive
 def test_the_checks_of_rules_are_not_run_where_there_is_no_rule():
     report = cg.check_grads(jnp.sin, (X,))
-    assert set(report.not_run) == {"vmap", "forward", "outputs"}
+    assert set(report.not_run) == {"vmap", "forward", "outputs", "alone"}
     assert report.not_run["vmap"] == "it has only JAX's own operations, without a custom rule"
     assert "vmap" not in cg.check_grads(jax.nn.relu, (X,)).not_run
 

@@ -46,7 +46,7 @@ def test_a_right_function_of_constrained_or_rounded_inputs_is_accepted(name, dty
 
 
 def test_what_is_right_for_symmetric_matrices_alone_passes_with_a_note():
-    function, args = RIGHT["solve_by_conjugate_gradients"](jnp.float32)
+    function, args = RIGHT["solve_by_cholesky"](jnp.float32)
     notes = check_grads(function, args).notes
     assert any(
         "right for symmetric matrices, such as this one, but not for others" in n for n in notes
@@ -54,13 +54,9 @@ def test_what_is_right_for_symmetric_matrices_alone_passes_with_a_note():
 
 
 @pytest.mark.parametrize("name", IMPLICIT)
-def test_the_derivative_of_a_sample_by_a_parameter_is_not_verified(name):
+def test_a_sample_is_linear_in_its_parameter_as_jax_differentiates_it(name):
     draw, args = IMPLICIT[name](jnp.float32)
     shifted = lambda a, b: draw(a) + jnp.sin(b)  # noqa: E731
     args = *args, normal(1, 3, dtype=jnp.float32)
     report = check_grads(shifted, args, raise_on_failure=False)
-    assert report.ok and report.verified == 3, str(report)
-    assert any(
-        "3 of 3 elements not verified: the derivative of a random sample" in note
-        for note in report.notes
-    )
+    assert report.ok and report.verified == 6, str(report)

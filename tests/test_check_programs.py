@@ -9,8 +9,9 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
-from clipgrad._check import programs
-from clipgrad._check.programs import kept_by_key, quick_jit, text
+from clipgrad._jaxpr import compiled as programs
+from clipgrad._jaxpr.compiled import kept_by_key, quick_jit
+from clipgrad._jaxpr.compiled import program_text as text
 from tests.check_zoo import custom, normal
 
 X = jnp.asarray([0.3, -0.7, 1.1])

@@ -22,9 +22,9 @@ def wrong(name, **options):
     return cg.check_grads(function, args, raise_on_failure=False, **options)
 
 
-def made(failures=(), notes=(), verified=1):
+def made(failures=(), notes=(), verified=1, **counts):
     return GradCheckReport(
-        tuple(failures), tuple(notes), {}, 10, 0.5, "float64", ("cpu",), verified
+        tuple(failures), tuple(notes), {}, 10, 0.5, "float64", ("cpu",), verified, **counts
     )
 
 
@@ -32,6 +32,50 @@ def test_a_report_is_ok_if_something_was_verified_and_nothing_failed():
     assert made().ok
     assert not made(verified=0).ok
     assert not made([Failure("value", "x", "wrong")]).ok
+
+
+def test_the_first_line_says_what_share_was_not_verified_and_how_many_are_at_kinks():
+    head = lambda report: str(report).split(" (")[0]  # noqa: E731
+    assert head(made(verified=60, elements=100)) == "gradient check passed, 40% not verified"
+    assert head(made(verified=95, elements=100)) == "gradient check passed"
+    kinks = made(verified=45, elements=100, at_kinks=50)
+    assert head(kinks) == "gradient check passed, 50 at kinks" and kinks.ok
+    assert made(verified=0, elements=3, at_kinks=3).ok
+
+
+HALF_OF_IT = jnp.asarray([0.0, 0.0, 0.0, 2.0])
+
+
+def half_verified(**options):
+    safe = custom(
+        lambda x: jnp.sign(x) * jnp.sqrt(jnp.abs(x)),
+        lambda r, g: (g * jnp.where(r[0] == 0, 0, 0.5 / jnp.sqrt(jnp.abs(r[0]))),),
+    )
+    return cg.check_grads(safe, (HALF_OF_IT,), points=1, raise_on_failure=False, **options)
+
+
+def test_fewer_elements_verified_than_asked_for_are_a_failure():
+    assert "25% of the elements were verified, of 50% at least" in str(half_verified())
+    report = half_verified(min_verified=0.2)
+    assert report.ok and str(report).startswith("gradient check passed, 75% not verified (")
+    assert not half_verified(min_verified=0.3).ok
+
+
+def test_what_is_left_when_the_time_is_spent_is_not_verified():
+    square = custom(lambda x: x * x, lambda r, g: (2 * r[0] * g,))
+    report = cg.check_grads(
+        square, (jnp.ones(3),), mode="full", time_budget=1e-6, raise_on_failure=False
+    )
+    assert report.verified == 0 and not report.ok
+    assert "the time budget of 1e-06 s is spent" in report.not_run["jit"]
+    assert cg.check_grads(square, (jnp.ones(3),), time_budget=1e6).verified == 3
+
+
+def test_a_tolerance_of_ones_own_is_that_of_the_backward():
+    off = custom(lambda x: jnp.sin(x), lambda r, g: (1.004 * jnp.cos(r[0]) * g,))
+    assert not cg.check_grads(off, (jnp.ones(3),), raise_on_failure=False).ok
+    assert cg.check_grads(off, (jnp.ones(3),), tolerance=0.01).ok
+    assert not cg.check_grads(off, (jnp.ones(3),), tolerance=1e-3, raise_on_failure=False).ok
 
 
 def test_the_text_names_check_element_count_and_both_values():

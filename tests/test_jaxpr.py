@@ -1,6 +1,7 @@
 """The evaluator enters every nested program, and shows the hook each equation in it."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +169,98 @@ def test_the_options_of_a_nested_program_are_kept(name):
         return {k: v for k, v in equation.params.items() if isinstance(v, kinds)}
 
     assert options(plain) == options(evaluated) and len(options(plain)) > 1
+
+
+def halved(x):
+    return lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + x, jnp.sin(c[1]) + x), (x, x))[1]
+
+
+NOTED = []
+
+
+def noting(x):
+    def note(value):
+        jax.debug.callback(lambda v: NOTED.append(float(v)), value, ordered=True)
+        return value
+
+    return lax.while_loop(lambda c: note(c) < x[3] + 2, lambda c: note(-c) * -1 + 1, x[0])
+
+
+def recomputed(x):
+    return jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum())(x)
+
+
+def solved_by_steps(x):
+    """A root by Newton's method, whose rule solves by steps too."""
+    root = jax.custom_vjp(jax.vmap(halved))
+    root.defvjp(lambda x: (root(x), x), lambda x, g: (jax.vmap(halved)(x) * g,))
+    return jnp.sin(root(x))
+
+
+def summed_in_place(x):
+    total = jax.new_ref(jnp.zeros(()))
+
+    def body(c):
+        total[...] = total[...] + c
+        return c + 1
+
+    return lax.while_loop(lambda c: c < 5, body, x[0]) + total[...]
+
+
+SAME = {
+    "while of a vmap": jax.vmap(halved),
+    "while with effects": noting,
+    "cond on the platform": lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos),
+    "switch of a vmap": lambda x: jax.vmap(
+        lambda t: lax.switch(jnp.asarray(1), [jnp.cos, jnp.sin], t)
+    )(x),
+    "remat that is differentiated": recomputed,
+    "custom rule with a while": solved_by_steps,
+    "while that writes": summed_in_place,
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_program_is_bound_again_as_it_was(name):
+    plain = jax.make_jaxpr(SAME[name])(X)
+    evaluated = jax.make_jaxpr(lambda x: again(SAME[name], _jaxpr.Hook(), x))(X)
+    texts = [re.sub("0x[0-9a-f]+", "", str(program)) for program in (plain, evaluated)]
+    assert texts[0] == texts[1]
+
+
+def test_effects_happen_as_often_as_before():
+    notes = []
+    for function in (noting, lambda x: again(noting, Doubling(), x)):
+        NOTED.clear()
+        jax.jit(function)(X)
+        jax.effects_barrier()
+        notes.append(list(NOTED))
+    assert notes[0] == notes[1] and len(notes[0]) == 7
+
+
+def test_a_loop_of_a_vmap_is_evaluated_with_a_traced_value_in_the_hook():
+    """Each lane ends by itself, and the hook's array enters the loop as a constant."""
+
+    class Scaled(_jaxpr.Hook):
+        def __init__(self, factor):
+            self.factor = factor
+
+        def __call__(self, equation, inputs):
+            if equation.primitive.name == "sin":
+                return [self.factor * out for out in _jaxpr.bind(equation, inputs)]
+            return None
+
+    expected = []
+    for x in np.asarray(X, np.float64):
+        at, y = x, x
+        while at < 2:
+            at, y = at + x, 0.5 * np.sin(y) + x
+        expected.append(y)
+    scaled = jax.jit(lambda factor: again(jax.vmap(halved), Scaled(factor)))
+    np.testing.assert_allclose(scaled(0.5), expected, rtol=1e-5)
+    both = jax.vmap(lambda factor: again(jax.vmap(halved), Scaled(factor)))(jnp.array([0.5, 1.0]))
+    np.testing.assert_allclose(both[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(both[1], jax.vmap(halved)(X), rtol=1e-5)
 
 
 def test_a_symmetric_linear_solve_stays_symmetric():

@@ -7,26 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import clipgrad._jaxpr as _jaxpr
+import clipgrad._trees as _trees
 from clipgrad._check.check import Check, are_on_cpu, distance
-from clipgrad._check.gradients import eagerly, has_rules
-from clipgrad._check.points import element_scales, random_direction
-from clipgrad._check.programs import quick_jit
+from clipgrad._check.gradients import differentiated, has_rules
+from clipgrad._check.points import element_scales, masked_rows, random_direction
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import FORWARD, SAME_EXCUSED
-from clipgrad._check.vectors import (
-    cotangent_leaves,
-    gradient_vector,
-    leaves_of,
-    offsets,
-    stacked,
-    to_numpy,
-)
+from clipgrad._check.tolerances import LOOSER
 from clipgrad._errors import first_line
 
 # Powers of two by which a cotangent is multiplied; half precision has no room for more.
-LARGE, LARGE_HALF = 2.0**20, 2.0**4
+# Nor has a loop that stops when it is near enough, in absolute terms.
+LARGE, LARGE_HALF, LARGE_SOLVED = 2.0**20, 2.0**4, 2.0
 HALF_EPS = 1e-4
+NOT_LINEAR = "rule is not linear, the pull-back"
+ALONE = 4  # outputs that are differentiated alone
 
 
 class NotRun(Exception):
@@ -43,8 +39,10 @@ def check_behavior(check: Check) -> None:
     for name, behaves in BEHAVIORS.items():
         if name in check.options.skip:
             continue
-        if check.differentiate.compiled and name in OF_RULES:
+        if name in OF_RULES and not has_rules(check.subject):
             log.not_run[name] = "it has only JAX's own operations, without a custom rule"
+            continue
+        if not log.has_time(name):
             continue
         log.evaluations += 2
         try:
@@ -60,7 +58,7 @@ def determinism(check: Check) -> list[Failure]:
     """The same pull-back called twice, and the function differentiated twice, agree."""
     first, expected = check.covectors[0], check.gradient[0]
     again = _exactly(check, check.vjp(first), expected, "the pull-back called twice")
-    anew = check.differentiate(check.subject.inputs)(first)
+    anew = differentiated(check.subject, check.subject.inputs)(first)
     text = "the function differentiated twice (randomness or side effects?)"
     return again or _exactly(check, anew, expected, text)
 
@@ -68,43 +66,42 @@ def determinism(check: Check) -> list[Failure]:
 def _exactly(check: Check, got, expected, what: str) -> list[Failure]:
     """Compare what must agree to the last bit; devices that are not CPUs add in any order."""
     bad = distance(got, expected) > 0
-    if not bad.any():
-        return []
     failures = check.compare("determinism", got, expected, what)
-    if failures or not are_on_cpu(check.subject.inputs):
+    if failures or not bad.any() or not are_on_cpu(check.subject.inputs):
         return failures
     detail = f"{what}: {int(bad.sum())} of {bad.size} elements are not bit-identical"
     return [Failure("determinism", check.subject.element(int(np.argmax(bad))), detail)]
 
 
 def linearity(check: Check) -> list[Failure]:
-    """The pull-back maps 0 to 0, multiples to multiples, and sums to sums."""
-    first, second = check.covectors[:2]
-    gradient = check.gradient
-    failures = check.compare(
-        "linearity", check.vjp(0 * first), 0 * gradient[0], "the pull-back of a zero cotangent"
-    )
-    large = LARGE_HALF if _has_half_precision(check) else LARGE
-    small = _scaled_failures(check, 1 / large)
-    text = "the rule is not linear, the pull-back of the sum of two cotangents"
-    total = gradient[0] + gradient[1]
-    sums = check.compare("linearity", check.vjp(first + second), total, text)
-    above = _scaled_failures(check, large)
-    if above and not (failures or small or sums):
+    """The pull-back maps 0 to 0, multiples to multiples, negative ones too, and sums to sums."""
+    first, gradient = check.covectors[0], check.gradient[0]
+    ones, mask = np.ones_like(first), masked_rows(check.subject, check.options.seed)
+    large = LARGE_HALF if check.tolerance.eps.max() > HALF_EPS else LARGE
+    large = LARGE_SOLVED if np.any(check.tolerance.own) else large
+
+    def claim(got, expected, what) -> list[Failure]:
+        return check.compare("linearity", got, expected, f"the {what}")
+
+    zero = claim(check.vjp(0 * first), 0 * gradient, "pull-back of a zero cotangent")
+    small, above = _scaled_failures(check, 1 / large), _scaled_failures(check, -large)
+    halves = check.vjp(first * mask) + check.vjp(first * (1 - mask))
+    sums = claim(halves, gradient, f"{NOT_LINEAR}s of masked rows of a cotangent and of the others")
+    whole, parts = check.vjp(first + ones), gradient + check.vjp(ones)
+    sums += claim(whole, parts, f"{NOT_LINEAR} of the sum of a cotangent and a constant one")
+    if above and not (zero or small or sums or _scaled_failures(check, -1.0)):
         above = [above[0]._replace(detail=_above(check, large) + above[0].detail)]
-    return (failures + above + small + sums)[:2]
-
-
-def _has_half_precision(check: Check) -> bool:
-    return bool(check.tolerance.eps.max() > HALF_EPS)
+    return (zero + above + small + sums)[:2]
 
 
 def _scaled_failures(check: Check, factor: float) -> list[Failure]:
     """The multiple of a cotangent has that multiple of its gradient."""
     expected = check.gradient[0]
     scaled = check.vjp(check.covectors[0] * factor) / factor
-    scaled = _where_in_range(scaled, expected, factor, _has_half_precision(check))
-    text = f"the rule is not linear, the pull-back of the cotangent times 2 ** {np.log2(factor):g}"
+    half = bool(check.tolerance.eps.max() > HALF_EPS)
+    scaled = _where_in_range(scaled, expected, factor, half)
+    text = f"the {NOT_LINEAR} of the cotangent times "
+    text += f"{'-' * (factor < 0)}2 ** {np.log2(abs(factor)):g}"
     return check.compare("linearity", scaled, expected, text)
 
 
@@ -122,7 +119,7 @@ def _above(check: Check, factor: float) -> str:
 def _where_in_range(scaled, gradient, factor, half) -> np.ndarray:
     """Leave out what overflows or underflows because of the factor."""
     narrow = jnp.finfo(jnp.float16 if half else jnp.float32)
-    size = np.abs(gradient) * factor
+    size = np.abs(gradient * factor)
     typical = np.sqrt(np.mean(np.where(np.isfinite(size), size, 0.0) ** 2))
     low = (size > 0) & (size < float(narrow.tiny) * 1e3)
     outside = low | (size + typical > float(narrow.max) / 16) | ~np.isfinite(gradient)
@@ -131,26 +128,20 @@ def _where_in_range(scaled, gradient, factor, half) -> np.ndarray:
 
 def jit(check: Check) -> list[Failure]:
     """The gradient under `jax.jit` is the eager one."""
-    subject, u = check.subject, cotangent_leaves(check.covectors[0], check.subject.outputs)
+    subject, u = check.subject, _trees.cotangent_leaves(check.covectors[0], check.subject.outputs)
+    pulled = lambda xs, ct: jax.vjp(subject.fun, xs)[1](ct)[0]  # noqa: E731
+    got = _attempt_gradient(pulled, jax.eval_shape, subject, (subject.inputs, u))
     text = "under jax.jit, compared with eager"
-    if check.differentiate.compiled:
-        # The pull-back of JAX's own operations may be compiled; the function is called eagerly.
-        eager = eagerly(subject, subject.inputs, quick_jit(lambda pull, cts: pull(cts)))
-        return check.compare("jit", check.gradient[0], eager(check.covectors[0]), text)
-
-    def gradient(xs, ct):
-        return jax.vjp(subject.fun, xs)[1](ct)[0]
-
-    got = _attempt_gradient(gradient, jax.eval_shape, subject, (subject.inputs, u))
-    return check.compare("jit", gradient_vector(got), check.gradient[0], text)
+    return check.compare("jit", _trees.gradient_vector(got), check.gradient[0], text)
 
 
 def vmap(check: Check) -> list[Failure]:
     """Under `jax.vmap`, over points and over cotangents, rows are those found one by one."""
     subject = check.subject
-    pairs = [cotangent_leaves(row, subject.outputs) for row in check.covectors[:2]]
+    pairs = _trees.stacked(
+        [_trees.cotangent_leaves(row, subject.outputs) for row in check.covectors[:2]]
+    )
     xs, elsewhere = check.elsewhere(1) or (subject.inputs, check.gradient)
-    points = stacked([subject.inputs, xs])
 
     def gradients(xs, cts, x):
         both = jax.vmap(lambda x, ct: jax.vjp(subject.fun, x)[1](ct)[0])(xs, cts)
@@ -160,18 +151,15 @@ def vmap(check: Check) -> list[Failure]:
             return both, None
 
     def forward(fun, xs):
-        return jax.eval_shape(jax.vmap(fun), stacked([xs, xs]))
+        return jax.eval_shape(jax.vmap(fun), _trees.stacked([xs, xs]))
 
-    rows, shared = _attempt_gradient(
-        gradients, forward, subject, (points, stacked(pairs), subject.inputs)
-    )
-    expected = [(rows, 0, check.gradient[0]), (rows, 1, elsewhere[1])]
-    if shared is not None:
-        expected.append((shared, 1, check.gradient[1]))
+    inputs = _trees.stacked([subject.inputs, xs]), pairs, subject.inputs
+    rows, shared = _attempt_gradient(gradients, forward, subject, inputs)
+    expected = [(rows, 0, check.gradient[0], None), (rows, 1, elsewhere[1], xs)]
+    expected += [] if shared is None else [(shared, 1, check.gradient[1], None)]
     failures = []
-    for place, (leaves, k, other) in enumerate(expected):
-        row = gradient_vector([np.asarray(leaf)[k] for leaf in leaves])
-        at = xs if place == 1 else None
+    for leaves, k, other, at in expected:
+        row = _trees.gradient_vector([np.asarray(leaf)[k] for leaf in leaves])
         text = f"under jax.vmap, row {k} compared with the row alone"
         failures += check.compare("vmap", row, other, text, at)
     return failures[:1]
@@ -180,7 +168,7 @@ def vmap(check: Check) -> list[Failure]:
 def _attempt_gradient(gradient: Callable, forward: Callable, subject: CheckSubject, inputs) -> Any:
     """Compile and run; if that fails, the gradient is to blame unless the function fails too."""
     try:
-        return quick_jit(gradient)(*inputs)
+        return _jaxpr.quick_jit(gradient)(*inputs)
     except Exception as error:
         message = first_line(error)
     if not has_rules(subject):
@@ -197,81 +185,82 @@ def forward(check: Check) -> list[Failure]:
     subject = check.subject
     scale = element_scales(subject.inputs)
     along = np.stack([random_direction(subject, check.options.seed, row) * scale for row in (0, 1)])
-    tangents = stacked([leaves_of(row, subject.inputs) for row in along])
-
-    def push(xs, vs):
-        return jax.vmap(lambda v: jax.jvp(subject.fun, (xs,), (v,))[1])(vs)
-
+    tangents = _trees.stacked([_trees.leaves_of(row, subject.inputs) for row in along])
+    push = lambda xs, vs: jax.vmap(lambda v: jax.jvp(subject.fun, (xs,), (v,))[1])(vs)  # noqa: E731
     try:
-        several = quick_jit(push)(subject.inputs, tangents)
+        several = _jaxpr.quick_jit(push)(subject.inputs, tangents)
     except Exception as error:
-        raise NotRun(_why_no_forward(error)) from error
+        has_none = "custom_vjp" in str(error)
+        why = "a custom_vjp function has no forward rule" if has_none else first_line(error)
+        raise NotRun(why if has_none else f"forward mode raises {why}") from error
     failures = [
         Failure("forward", name, f"the output has dtype {y.dtype}, its tangent {t.dtype}")
         for name, y, t in zip(subject.output_names, subject.outputs, several, strict=True)
         if y.dtype != t.dtype
     ]
     for row in (0, 1):
-        tangent = to_numpy([np.asarray(leaf)[row] for leaf in several])
-        failures += _agrees(check, along[row], tangent, "jax.jvp under jax.vmap")
+        tangent = _trees.to_numpy([np.asarray(leaf)[row] for leaf in several])
+        failures += _agrees(check, along[row], tangent)
     return failures[:1]
 
 
-def _agrees(check: Check, along, tangent, how: str) -> list[Failure]:
+def _agrees(check: Check, along, tangent) -> list[Failure]:
     pushed, pulled = check.covectors @ tangent, check.gradient @ along
     terms = np.sqrt((check.gradient**2) @ (along**2) + (check.covectors**2) @ (tangent**2))
-    slack = FORWARD * check.tolerance.along.max() * (terms + np.abs(pulled))
+    slack = LOOSER * check.tolerance.along.max() * (terms + np.abs(pulled))
     off = np.abs(pushed - pulled)
-    found = check.rounding(check.subject.inputs) if np.any(off > slack) else None
-    slack = slack if found is None else slack + SAME_EXCUSED * found[0] @ np.abs(along)
-    worst = int(np.argmax(off - slack))
-    if not np.isfinite(pulled).all() or off[worst] <= slack[worst]:
+    noise = check.noise(check.subject.inputs) if np.any(off > slack) else None
+    slack = slack if noise is None else slack + 2 * noise @ np.abs(along)
+    k = int(np.argmax(off - slack))
+    if not np.isfinite(pulled).all() or off[k] <= slack[k]:
         return []
-    detail = (
-        f"along a random direction {how} gives {pushed[worst]:.7g}, reverse {pulled[worst]:.7g}"
-    )
+    numbers = f"{pushed[k]:.7g}, reverse {pulled[k]:.7g}"
+    detail = f"along a random direction jax.jvp under jax.vmap gives {numbers}"
     return [Failure("forward", check.subject.names[0], detail)]
-
-
-def _why_no_forward(error: Exception) -> str:
-    if "custom_vjp" in str(error):
-        return "a custom_vjp function has no forward rule"
-    return f"forward mode raises {first_line(error)}"
 
 
 def outputs(check: Check) -> list[Failure]:
     """A cotangent for one output only, the others' zero or left out, gives that one's part."""
-    subject = check.subject
+    subject, first = check.subject, check.covectors[0]
+    places, failures = _trees.offsets(subject.outputs), []
     if len(subject.outputs) < 2:
-        return []
-    places = offsets(subject.outputs)
-    total, failures = np.zeros_like(check.gradient[0]), []
+        return failures
+    total = np.zeros_like(check.gradient[0])
     for k, name in enumerate(subject.output_names):
-        single = np.zeros_like(check.covectors[0])
-        single[places[k] : places[k + 1]] = check.covectors[0][places[k] : places[k + 1]]
+        single, where = np.zeros_like(first), slice(places[k], places[k + 1])
+        single[where] = first[where]
         with_zeros = check.vjp(single)
         total = total + with_zeros
-        if k < 4:
-            alone = _one_output(subject, k, single[places[k] : places[k + 1]])
-            text = (
-                f"{name} differentiated alone, compared with zero cotangents for the other outputs"
-            )
-            failures += check.compare("outputs", alone, with_zeros, text)
+        if k < ALONE:
+            pull = jax.vjp(lambda xs, k=k: subject.fun(xs)[k], subject.inputs)[1]
+            own = pull(_trees.cotangent_leaves(first[where], [subject.outputs[k]])[0])[0]
+            text = f"{name} differentiated alone, compared with zero cotangents for the others"
+            failures += check.compare("outputs", _trees.gradient_vector(own), with_zeros, text)
     text = "the sum of the pull-backs of single outputs, compared with all at once"
     return (failures + check.compare("outputs", total, check.gradient[0], text))[:2]
 
 
-def _one_output(subject: CheckSubject, k: int, covector: np.ndarray) -> np.ndarray:
-    _, pull = jax.vjp(lambda xs: subject.fun(xs)[k], subject.inputs)
-    return gradient_vector(pull(cotangent_leaves(covector, [subject.outputs[k]])[0])[0])
+def alone(check: Check) -> list[Failure]:
+    """Each input differentiated with the others held has the gradient that it has among them."""
+    subject, gradient, failures = check.subject, check.gradient[0], []
+    found = [] if subject.program is None else _jaxpr.equations(subject.program)
+    is_told = subject.program is None or any(e.params.get("symbolic_zeros") for e in found)
+    if len(subject.inputs) < 2 or not is_told:  # a rule, which of its arguments are differentiated
+        return failures
+    cotangents = _trees.cotangent_leaves(check.covectors[0], subject.outputs)
+    for k, (start, stop) in enumerate(subject.ranges):
+        before, after = subject.inputs[:k], subject.inputs[k + 1 :]
+        own = lambda x, before=before, after=after: subject.fun([*before, x, *after])  # noqa: E731
+        pull = jax.vjp(own, subject.inputs[k])[1]
+        got = gradient.copy()
+        got[start:stop] = _trees.gradient_vector(pull(cotangents))
+        text = f"{subject.names[k]} differentiated alone compared with all inputs at once"
+        failures += check.compare("alone", got, gradient, text)
+    return failures[:2]
 
 
 BEHAVIORS: dict[str, Callable[[Check], list[Failure]]] = {
-    "determinism": determinism,
-    "linearity": linearity,
-    "jit": jit,
-    "vmap": vmap,
-    "forward": forward,
-    "outputs": outputs,
+    behaves.__name__: behaves
+    for behaves in (determinism, linearity, jit, vmap, forward, outputs, alone)
 }
-OF_RULES = ("vmap", "forward", "outputs")  # these test JAX itself where there is no custom rule
+OF_RULES = {"vmap", "forward", "outputs", "alone"}  # without a custom rule they would test JAX

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,50 +11,23 @@ import jax
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._check import contract
+import clipgrad._trees as _trees
+from clipgrad._check import contract, tolerances
 from clipgrad._check.differences import Differences
-from clipgrad._check.evaluation import choose
-from clipgrad._check.gradients import (
-    VJP,
-    Differentiate,
-    Exact,
-    GradientOf,
-    differentiator,
-    has_rules,
-    plain_ad,
-    rounding_of_plain_ad,
-    rule_in_float64,
-    stops_matter,
-)
+from clipgrad._check.evaluation import Chaotic, choose, why_not
+from clipgrad._check.gradients import VJP, Gradient, PlainAD, differentiated, has_rules, traced_vjp
 from clipgrad._check.options import Options
-from clipgrad._check.points import (
-    Point,
-    cotangents,
-    element_scales,
-    make_point,
-    nearby,
-    random_direction,
-)
-from clipgrad._check.programs import quick_jit
+from clipgrad._check.points import Point, cotangents, make_point, moved_apart, nearby
 from clipgrad._check.report import Failure
-from clipgrad._check.search import Judge
+from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import (
-    CONSTANTS,
-    SAME_EXCUSED,
-    Tolerance,
-    make_tolerance,
-    narrowest,
-    tolerance_in_float64,
-)
-from clipgrad._check.vectors import cotangent_leaves, real_dtype, widened_leaf
-from clipgrad._check.widening import Unsupported, Widened
+from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest, pieces
+from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, WRONG
+from clipgrad._check.widening import Unsupported, Widened, widened_program
 from clipgrad._errors import first_line
 
-UNSTEADY = (
-    "a second trace, or jax.vmap, gives other operations (does the function look at tracers, or "
-    "keep a state?)"
-)
+STOPS = "values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"
+PASS_IT = "pass it as an argument, or leave its leaf out with wrt or no_grad"
 # Parts of a full move to a further point, tried until the function is finite there.
 REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
 
@@ -68,12 +42,35 @@ class Log:
     not_run: dict[str, str] = dataclasses.field(default_factory=dict)
     evaluations: int = 0
     verified: int = 0
+    at_kinks: int = 0
+    elements: int = 0
+    started: float = dataclasses.field(default_factory=time.monotonic)
     precision: str = "no precision"
     devices: list[str] = dataclasses.field(default_factory=list)
 
     def fail(self, failures: Sequence[Failure]) -> None:
         """Record failures, but for those of checks that are switched off."""
         self.failures += [f for f in failures if f.check not in self.options.skip]
+
+    def is_late(self) -> bool:
+        """Whether the time budget is spent."""
+        budget = self.options.time_budget
+        return budget is not None and time.monotonic() - self.started > budget
+
+    def has_time(self, name: str) -> bool:
+        """Whether there is time left for a check; notes that it was not run if there is none."""
+        if self.is_late():
+            self.not_run[name] = f"the time budget of {self.options.time_budget:g} s is spent"
+        return not self.is_late()
+
+    def count(self, point: Point, found: Sequence[Finding]) -> None:
+        """Count the elements that were verified, and those at kinks, which no slope verifies."""
+        kinds = np.full(point.scale.size, OK)
+        for finding in found:
+            kinds[finding.indices] = np.maximum(kinds[finding.indices], finding.verdict.kind)
+        unverified = [WRONG, *(kind for kind, meaning in KINDS.items() if not meaning.verified)]
+        self.elements, self.at_kinks = point.scale.size, int(np.sum(kinds == KINK))
+        self.verified = int(np.sum(point.finite & ~np.isin(kinds, unverified)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,158 +82,160 @@ class Check:
       options: how to check.
       log: what has been found so far.
       covectors: random dense cotangents as real vectors, one row each.
-      differentiate: gives the VJP at a point, as a user's program would have it.
       vjp: the VJP at the given point.
       gradient: the gradients there, one row for each cotangent.
       differences: measures slopes.
-      tolerance: how far the gradient may be off.
-      widened: the traced function, to be evaluated in float64; None if it cannot be.
-      plain: plain AD in float64; None if it cannot be had or is not asked for.
-      rule: the VJP as it is written, in float64; None if it cannot be had or is float64 itself.
+      tolerance: how far the gradient may be off as it is computed.
+      plain: plain AD in float64; None if it cannot be had.
+      rule: the VJP as it is written, in float64; None if it cannot be had.
+      stops: whether the function holds a `stop_gradient`.
     """
 
     subject: CheckSubject
     options: Options
     log: Log
     covectors: np.ndarray
-    differentiate: Differentiate
     vjp: VJP
     gradient: np.ndarray
     differences: Differences
     tolerance: Tolerance
-    widened: Widened | GradientOf | None
-    plain: Exact | None
-    rule: Exact | None
-
-    def first(self) -> Point:
-        """The given point; made anew, since its gradients need the memory of several models."""
-        return self._point(self.subject.inputs, self.gradient)
+    plain: Gradient | None
+    rule: Gradient | None
+    stops: bool = False
 
     @functools.cached_property
     def _elsewhere(self) -> dict[int, Any]:
         return {}
 
     def elsewhere(self, k: int) -> tuple[list, np.ndarray] | None:
-        """The k-th further point, near the first, and the gradients as computed there.
-
-        None if the function is not finite there.
-        """
-        if k not in self._elsewhere:
-            self._elsewhere[k] = self._nearby(self.options.seed + k)
-        return self._elsewhere[k]
-
-    def _nearby(self, seed: int) -> tuple[list, np.ndarray] | None:
-        for reach in REACHES:
-            xs = nearby(self.subject, seed, reach)
+        """The k-th further point and the gradients there; None if the function is not finite."""
+        for reach in () if k in self._elsewhere else REACHES:
+            xs = nearby(self.subject, self.options.seed + k, reach)
             self.log.evaluations += 1
-            vjp = self.differentiate(xs)
-            if all(np.isfinite(widened_leaf(y)).all() for y in vjp.outputs):
-                return xs, vjp.rows(self.covectors)
-        return None
+            vjp = differentiated(self.subject, xs)
+            if all(np.isfinite(_trees.widened_leaf(y)).all() for y in vjp.outputs):
+                self._elsewhere[k] = xs, vjp.rows(self.covectors)
+                break
+        return self._elsewhere.setdefault(k, None)
 
-    def other(self, k: int) -> Point | None:
-        """The k-th further point, for the first cotangent alone."""
-        found = self.elsewhere(k)
-        return None if found is None else self._point(found[0], found[1][:1])
+    def point(self, xs=None, gradient: np.ndarray | None = None) -> Point:
+        """A point and the gradients computed there, or the given one.
 
-    def _point(self, xs, gradient: np.ndarray) -> Point:
-        auto = self.options.mode == "auto" and self.options.delta is None
-        rows = len(gradient)
-        reference = self._exact(self.plain, xs, rows) if auto else None
-        gradients = gradient, self._exact(self.rule, xs, rows), reference
-        return make_point(self.subject, xs, gradients, self.options.seed, self.options.delta)
+        It is made anew each time, since its gradients need the memory of several models.
+        """
+        xs = self.subject.inputs if xs is None else xs
+        gradient = self.gradient if gradient is None else gradient
+        options, rows = self.options, len(gradient)
+        is_own = options.delta is not None or options.max_relative_error is not None
+        exact = None if is_own else self._exact(self.rule, xs, rows)
+        reference = None
+        if options.mode == "auto" and options.delta is None:
+            shared = exact is not None and self.rule is self.plain
+            reference = exact if shared else self._exact(self.plain, xs, rows)
+        around = functools.cache(lambda: self._around(xs, rows))
+        gradients = gradient, exact, reference
+        return make_point(self.subject, xs, gradients, options.seed, options.delta, around)
 
-    def _exact(self, exact: Exact | None, xs, rows: int) -> np.ndarray | None:
-        if exact is None:
+    def _around(self, xs, rows: int) -> np.ndarray | None:
+        apart = moved_apart(self.subject, xs, self.options.seed)
+        found = self._exact(self.plain, apart, rows)
+        return found if found is not None and np.isfinite(found).all() else None
+
+    def _exact(self, gradient: Gradient | None, xs, rows: int) -> np.ndarray | None:
+        if gradient is None:
             return None
         self.log.evaluations += 1
         try:
-            return exact(xs, self.covectors[:rows])
+            return gradient(xs, self.covectors[:rows])
         except Exception as error:
-            what = "AD reference" if exact is self.plain else "rule in float64"
+            what = "AD reference" if gradient is self.plain else "rule in float64"
             note = f"no {what} ({first_line(error)})"
             self.log.notes += [] if note in self.log.notes else [note]
             return None
 
-    def judge(self, point: Point) -> Judge:
-        """Judges the gradient as it was computed."""
-        exact = point.reference if point.rule is None else point.rule
-        rounding = functools.cache(lambda: self._excused(point))
-        return self._judge(point, point.gradient, exact, self.tolerance, rounding)
-
-    def judge_of_rule(self, point: Point) -> Judge:
+    def judge_of_formula(self, point: Point) -> Judge:
         """Judges the rule as it is written, evaluated in float64."""
-        return self._judge(point, point.rule, point.reference, tolerance_in_float64(self.tolerance))
+        allowance = functools.cache(lambda: self._moved_by_constants(point))
+        excuse = Excuse(tolerances.SLIGHT, tolerances.SLIGHT, OK, allowance)
+        return self._judge(point, point.exact, point.reference, self.tolerance.in_float64(), excuse)
 
-    def _judge(self, point, gradient, exact, tolerance, rounding=lambda: None) -> Judge:
-        delta = self.options.delta
-        return Judge(self.differences, point, gradient, exact, tolerance, delta, rounding)
+    def judge_of_arithmetic(self, point: Point) -> Judge:
+        """Judges the gradient as it was computed: by the rule in float64, if it could be had."""
+        known = point.exact is not None
+        exact = point.exact if known else point.reference
+        noise = functools.cache(lambda: self.noise(point.xs))
+        verified = tolerances.MOST_EXCUSED if known else tolerances.SLIGHT
+        excuse = Excuse(np.inf, verified, ROUNDING, noise)
+        return self._judge(point, point.gradient, exact, self.tolerance, excuse)
 
-    def moved_by_constants(self, point: Point) -> np.ndarray:
+    def _judge(self, point, gradient, reference, tolerance, excuse) -> Judge:
+        own = self.differences, point, gradient, reference, tolerance
+        return Judge(*own, self.options.delta, excuse, self.log.is_late)
+
+    def _moved_by_constants(self, point: Point) -> np.ndarray:
         """How far the rule and plain AD may be apart because constants are rounded."""
-        exact = [e for e in (self.rule, self.plain) if e is not None]
+        rows = len(point.gradient)
         moved = np.zeros_like(point.gradient)
-        for gradient in exact:
+        for gradient in filter(None, {self.rule, self.plain}):
             # Plain AD has no gradient where a rule is there for a `while_loop`.
             with contextlib.suppress(Exception):
-                moved += gradient.moved_by_constants(point.xs, self.covectors[: len(moved)])
-        return CONSTANTS * moved
+                moved += gradient.moved_by_constants(point.xs, self.covectors[:rows])
+        return tolerances.CONSTANTS * moved.max(axis=0)
 
-    def _excused(self, point: Point) -> np.ndarray | None:
-        found = self.rounding(point.xs)
-        return None if found is None else self.tolerance.excused(*found)
-
-    def rounding(self, xs) -> tuple[np.ndarray, np.ndarray] | None:
-        """The rounding error of plain AD at a point, and its gradient in float64.
-
-        None if they cannot be computed.
-        """
-        if self.widened is None or self.plain is None:
+    def noise(self, xs) -> np.ndarray | None:
+        """How far rounding may move each element, as it moves plain AD there; None if unknown."""
+        if self.plain is None:
             return None
-        subject, rows = self.subject, self.covectors
         try:
-            exact = self.plain(xs, rows)
-            error = rounding_of_plain_ad(
-                self.widened, subject.program, exact, xs, rows, subject.outputs
-            )
-            if not has_rules(subject):  # its gradient is plain AD, compiled or not
-                own = self.differentiate(xs).rows(rows)
-                error = np.fmax(error, np.abs(own - exact))
+            exact = self.plain(xs, self.covectors)
+            error = np.abs(self.plain.in_own_types(xs, self.covectors) - exact)
         except Exception:
             return None
-        return error, exact
+        return self.tolerance.excused(error, exact)
 
     def compare(self, check: str, got, expected, what: str, xs=None) -> list:
         """Compare two computations of one gradient; a failure names the worst element."""
-        off = distance(got, expected)
-        bad, known = np.zeros(off.shape, bool), np.where(np.isfinite(expected), expected, 0.0)
-        overall = self.tolerance.sizes(known[None], np.ones(len(known))).overall[0]
-        for leaf, (start, stop) in enumerate(self.tolerance.ranges):
-            slack = self.tolerance.same(leaf, got[start:stop], expected[start:stop], overall)
-            bad[start:stop] = off[start:stop] > slack
+        bad = self._differ(got, expected)
         if bad.any():
-            found = self.rounding(self.subject.inputs if xs is None else xs)
-            if found is not None:
-                bad &= off > SAME_EXCUSED * self._largest(found[0].max(axis=0))
+            noise = self.noise(xs or self.subject.inputs)
+            around = None if noise is None else self._around(xs or self.subject.inputs, 1)
+            bad = self._differ(got, expected, noise, around)
         if not bad.any():
             return []
-        worst = int(np.argmax(np.where(bad, off, -1)))
+        worst = int(np.argmax(np.where(bad, distance(got, expected), -1)))
         detail = (
             f"{what}: {int(bad.sum())} of {bad.size} elements differ; worst: {got[worst]:.7g}, "
             f"expected {expected[worst]:.7g}"
         )
         return [Failure(check, self.subject.element(worst), detail)]
 
-    def _largest(self, error: np.ndarray) -> np.ndarray:
-        """The largest error in each leaf, at each element."""
-        ranges = self.tolerance.ranges
-        return np.concatenate([np.full(b - a, error[a:b].max()) for a, b in ranges])
+    def _differ(self, got, expected, noise=None, around=None) -> np.ndarray:
+        """Where two computations are further apart than the noise of their leaf."""
+        bad = np.zeros(got.size, bool)
+        if np.array_equal(got, expected):
+            return bad
+        pair = expected, got
+        both = (x if np.isfinite(x.sum()) else np.where(np.isfinite(x), x, 0) for x in pair)
+        known, other = (x[None] for x in both)
+        sizes = self.tolerance.sizes(known, np.ones(1), around=around)
+        for leaf, (start, stop) in enumerate(self.tolerance.ranges):
+            allowed = self.tolerance.elements(sizes, leaf, np.ones(1))
+            extra = self.tolerance.relative[leaf] * sizes.around[leaf]
+            floor = tolerances.SAME * (allowed.floor - extra) + extra
+            allowed = allowed._replace(floor=floor, paddle=None)
+            more = 0.0 if noise is None else 2 * noise[start:stop].max()  # each is off
+            for where in pieces(start, stop):
+                slack = allowed.slack(known[:, where], other[:, where])[0] + more
+                bad[where] = distance(got[where], expected[where]) > slack
+        return bad
 
 
 def distance(got: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """|got - expected|; 0 where both are the same non-finite value, infinite where one is."""
     with np.errstate(invalid="ignore"):
         off = np.abs(got - expected)
+        if np.isfinite(off.sum()):
+            return off
         same = (got == expected) | (np.isnan(got) & np.isnan(expected))
     return np.where(same, 0.0, np.where(np.isnan(off), np.inf, off))
 
@@ -249,30 +248,58 @@ def are_on_cpu(leaves: Sequence[jax.Array]) -> bool:
 def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
     """Check what must hold before numbers mean anything; None if it does not."""
     covectors = cotangents(subject, options.seed)
-    differentiate = differentiator(subject)
-    vjp = _differentiated(subject, differentiate, covectors, log)
+    vjp = _differentiated(subject, covectors, log)
     if vjp is None:
         return None
-    gradient = vjp.rows(covectors)
+    gradient = vjp.rows(covectors)  # before the function is traced, which may change its state
     log.fail(contract.finite_gradient(subject, gradient))
-    evaluated = _chosen_evaluation(subject, covectors, options, log)
+    evaluated = _chosen_evaluation(subject, covectors, log)
     if evaluated is None:
         return None
+    log.precision = evaluated[0].evaluation.label
+    check = measured(subject, log, (covectors, vjp, gradient), evaluated)
+    if check.stops and check.plain is not None and _stops_matter(check):
+        log.notes.append(STOPS)
+    return check
+
+
+def measured(subject: CheckSubject, log: Log, own: tuple, evaluated: tuple, plain=None) -> Check:
+    """What is known of a function with its `own` VJP; `plain` is plain AD, if it is known."""
     differences, wide = evaluated
-    log.notes += [] if differentiate.steady else [UNSTEADY]
-    log.precision = differences.evaluation.label
-    tolerance, is_narrow = _tolerance(subject, differences, wide, log)
-    plain = None if wide is None else plain_ad(wide, subject.program, subject.outputs)
-    log.notes += _stops(subject, wide, options.seed)
-    own_way = options.delta is not None or options.max_relative_error is not None
-    # Where there is no custom rule to strip, the rule is plain AD.
-    same = wide is None or not is_narrow or not has_rules(subject)
-    rule = None if same or own_way else _rule(subject, log)
-    found = (differentiate, vjp, gradient, differences, tolerance, wide, plain, rule)
-    return Check(subject, options, log, covectors, *found)
+    tolerance = _tolerance(subject, differences, wide, log)
+    known = differences, *exact_gradients(subject, wide, tolerance, log, plain)
+    found: Any = *own, *known, wide is not None and wide.stops
+    return Check(subject, log.options, log, *found)
 
 
-def _differentiated(subject: CheckSubject, differentiate, covectors, log: Log) -> VJP | None:
+def exact_gradients(
+    subject: CheckSubject, wide: Widened | None, tolerance: Tolerance, log: Log, plain: Any
+) -> tuple[Tolerance, Gradient | None, Gradient | None]:
+    """The tolerance where loops find the gradient, plain AD, and the rule as it is written.
+
+    Where there is no custom rule to strip, the rule is plain AD, unless this is given.
+    """
+    rule = backward = None
+    is_plain, program = plain is None and not has_rules(subject), subject.program
+    if plain is None and wide is not None:
+        function = PlainAD(wide, len(subject.inputs))
+        plain = Gradient(function, _jaxpr.opened(program)[1], subject.outputs)
+    try:
+        if not is_plain or any(_jaxpr.found_by_loops(program)):
+            backward = traced_vjp(subject)
+        rule = plain if is_plain or wide is None else None
+        if wide is not None and not is_plain:
+            widened = widened_program(backward)
+            rule = Gradient(widened, _jaxpr.opened(backward)[1], subject.outputs)
+        if rule is not None and rule.function.looks_at_bits:
+            rule = None
+            raise Unsupported("the function looks at the bits of its numbers")
+    except Exception as error:
+        log.notes.append(f"no rule in float64 ({why_not(error)})")
+    return _of_solvers(subject, backward, tolerance, log), plain, rule
+
+
+def _differentiated(subject: CheckSubject, covectors, log: Log) -> VJP | None:
     again = subject.fun(subject.inputs)
     log.evaluations += 3
     if not _same_bits(subject.outputs, again):
@@ -281,13 +308,16 @@ def _differentiated(subject: CheckSubject, differentiate, covectors, log: Log) -
         return None
     failures = contract.finite_values(subject)
     try:
-        vjp = differentiate(subject.inputs)
-        first = vjp.pull(cotangent_leaves(covectors[0], subject.outputs))
+        vjp = differentiated(subject, subject.inputs)
+        first = vjp.pull(_trees.cotangent_leaves(covectors[0], subject.outputs))[0]
         failures += contract.primal(subject, vjp.outputs, "differentiated")
         failures += contract.same_types(subject, first)
         failures += contract.integers(subject, covectors[0])
     except Exception as error:
-        log.failures += _not_differentiated(subject, error)
+        closing = _jaxpr.closing_functions(subject.program) if subject.program else []
+        hint = f"; the rules of {', '.join(closing)} close over a traced value: {PASS_IT}"
+        detail = f"differentiation raises {first_line(error)}{hint if closing else ''}"
+        log.failures.append(Failure("cotangent", subject.names[0], detail))
         return None
     log.fail(failures)
     stop = any("shape" in f.detail or f.check == "finite" for f in failures)
@@ -295,38 +325,17 @@ def _differentiated(subject: CheckSubject, differentiate, covectors, log: Log) -
     return None if stop or different else vjp
 
 
-def _not_differentiated(subject: CheckSubject, error: Exception) -> list[Failure]:
-    """What to say where `jax.vjp` raises an error, for the leaves that it raises it for."""
-    closing = [] if subject.program is None else _jaxpr.closing_functions(subject.program)
-    if not closing:
-        detail = f"differentiation raises {first_line(error)}"
-        return [Failure("cotangent", subject.names[0], detail)]
-    detail = (
-        f"jax.vjp raises {type(error).__name__}: the derivative rules of {', '.join(closing)} "
-        "close over a traced value; pass it to the function as an argument, or leave this leaf "
-        "out with wrt or no_grad"
-    )
-    names = [name for i, name in enumerate(subject.names) if not _is_differentiable(subject, i)]
-    return [Failure("cotangent", name, detail) for name in names or subject.names[:1]]
-
-
-def _is_differentiable(subject: CheckSubject, i: int) -> bool:
-    """Whether JAX differentiates the function by one leaf, the others held."""
-    before, after = subject.inputs[:i], subject.inputs[i + 1 :]
-    try:
-        outputs, pull = jax.vjp(lambda x: subject.fun([*before, x, *after]), subject.inputs[i])
-        pull(outputs)
-    except Exception:
-        return False
-    return True
-
-
-def _chosen_evaluation(subject: CheckSubject, covectors, options: Options, log: Log):
+def _chosen_evaluation(subject: CheckSubject, covectors, log: Log):
     """How to evaluate the function, or None where it was found to fail another way."""
     try:
-        return choose(subject, covectors, log.notes, fast_compile=options.mode != "full")
+        return choose(subject, covectors, log.notes)
+    except Chaotic as error:
+        log.notes = [f"not verified: {error.__doc__}"]
+        return None
     except ValueError:
-        compiled = contract.primal(subject, quick_jit(subject.fun)(subject.inputs), "compiled")
+        compiled = contract.primal(
+            subject, _jaxpr.quick_jit(subject.fun)(subject.inputs), "compiled"
+        )
         log.fail([failure._replace(check="jit") for failure in compiled])
         if not log.failures:
             raise
@@ -334,44 +343,54 @@ def _chosen_evaluation(subject: CheckSubject, covectors, options: Options, log: 
 
 
 def _same_bits(first, second) -> bool:
-    if not are_on_cpu(first):
-        pairs = zip(first, second, strict=True)
-        return all(
-            np.allclose(widened_leaf(a), widened_leaf(b), rtol=1e-3, equal_nan=True)
-            for a, b in pairs
-        )
+    relative = 0.0 if are_on_cpu(first) else 1e-3
     return len(first) == len(second) and all(
-        a.shape == b.shape and np.array_equal(widened_leaf(a), widened_leaf(b), equal_nan=True)
+        a.shape == b.shape
+        and np.allclose(
+            _trees.widened_leaf(a), _trees.widened_leaf(b), relative, 0.0, equal_nan=True
+        )
         for a, b in zip(first, second, strict=True)
     )
 
 
-def _tolerance(subject: CheckSubject, differences, widened, log: Log) -> tuple[Tolerance, bool]:
-    """The tolerance, and whether something in the function is narrower than float64."""
+def _tolerance(subject: CheckSubject, differences, widened, log: Log) -> Tolerance:
     own = subject.dtypes
-    inner = (widened.narrow if widened else set()) | {real_dtype(y).name for y in subject.outputs}
+    inner = (widened.narrow if widened else set()) | {
+        _trees.real_dtype(y).name for y in subject.outputs
+    }
     narrow = narrowest(inner)
     if narrow != narrowest([*own, narrow]) or narrow not in own:
         log.notes.append(
             f"the function computes in {narrow} inside, so the tolerances are those of {narrow}"
         )
-    tolerance = make_tolerance(subject.ranges, own, inner, log.options.max_relative_error)
-    tolerance = tolerance.of_slopes_in(differences.evaluation.dtype)
-    return tolerance, narrowest([*own, *inner]) != "float64"
+    options = log.options
+    tolerance = make_tolerance(
+        subject.ranges, own, inner, options.max_relative_error, options.tolerance
+    )
+    return tolerance.of_slopes_in(differences.evaluation.dtype)
 
 
-def _stops(subject: CheckSubject, widened: Widened | None, seed: int) -> list[str]:
-    direction = random_direction(subject, seed, 0)
-    if widened is None or not stops_matter(
-        widened, subject, direction * element_scales(subject.inputs)
-    ):
-        return []
-    return ["values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"]
+def _stops_matter(check: Check) -> bool:
+    """Whether the gradient would be another, were it not for `stop_gradient`.
 
-
-def _rule(subject: CheckSubject, log: Log) -> Exact | None:
+    The maximum that a softmax subtracts is behind one, and does not matter.
+    """
+    at, freely = (check.subject.inputs, check.covectors[:1]), _jaxpr.Widen(np.float64, lambda x: x)
     try:
-        return rule_in_float64(subject)
-    except Unsupported as error:
-        log.notes.append(f"the rule could not run in float64 ({error})")
-        return None
+        plain: Any = check.plain
+        free, exact = plain(*at, "freely", freely), plain(*at)
+    except Exception:
+        return True
+    return bool(np.abs(free - exact).max() > tolerances.PRECISE * np.abs(exact).max())
+
+
+def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log: Log) -> Tolerance:
+    """The tolerance, that of solvers for the leaves whose gradients they find."""
+    if backward is None or log.options.tolerance is not None:
+        return tolerance
+    solved = np.asarray(_jaxpr.found_by_loops(backward))
+    names = ", ".join(name for name, flag in zip(subject.names, solved, strict=True) if flag)
+    if names:
+        text = f"{names}: found by a loop that stops when it is near enough, and judged to"
+        log.notes.append(f"{text} {tolerances.SOLVED:g}; tolerance= makes it another number")
+    return tolerance.solved(solved) if names else tolerance

@@ -3,33 +3,31 @@
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+import clipgrad._trees as _trees
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import CALLED_ALIKE, RELATIVE, narrowest
-from clipgrad._check.vectors import cotangent_leaves, is_float_leaf, widened_leaf
 
 
 def primal(subject: CheckSubject, outputs: Sequence[jax.Array], how: str) -> list[Failure]:
     """The function called and the function differentiated have the same outputs."""
     failures = []
     for name, called, other in zip(subject.output_names, subject.outputs, outputs, strict=True):
-        for what in ("dtype", "shape"):
-            a, b = getattr(called, what), getattr(other, what)
-            if a != b:
-                detail = f"{what} {a} when called, {b} when {how}"
-                failures.append(Failure("primal", name, detail))
+        failures += [
+            Failure("primal", name, f"{what} {a} when called, {b} when {how}")
+            for what in ("dtype", "shape")
+            if (a := getattr(called, what)) != (b := getattr(other, what))
+        ]
         if called.shape == other.shape:
-            failures += _same_value(
-                name, widened_leaf(called), widened_leaf(other), called.dtype, how
-            )
+            failures += _same_value(name, called, other, how)
     return failures
 
 
-def _same_value(name, called, other, dtype, how) -> list[Failure]:
-    precision = narrowest([np.dtype(jnp.finfo(dtype).dtype).name])
+def _same_value(name, called, other, how) -> list[Failure]:
+    precision = narrowest([_trees.real_dtype(called).name])
+    called, other = _trees.widened_leaf(called), _trees.widened_leaf(other)
     size = np.sqrt(np.mean(np.abs(np.where(np.isfinite(called), called, 0.0)) ** 2))
     with np.errstate(invalid="ignore"):
         off = np.abs(called - other)
@@ -51,26 +49,24 @@ def _same_value(name, called, other, dtype, how) -> list[Failure]:
 
 def same_types(subject: CheckSubject, cotangents: Sequence) -> list[Failure]:
     """Each input's cotangent has the input's dtype and shape."""
-    failures = []
-    for name, x, ct in zip(subject.names, subject.inputs, cotangents, strict=True):
-        for what in ("dtype", "shape"):
-            a, b = getattr(x, what), getattr(ct, what, None)
-            if a != b:
-                detail = f"the input has {what} {a}, its cotangent {b}"
-                failures.append(Failure("cotangent", name, detail))
-    return failures
+    return [
+        Failure("cotangent", name, f"the input has {what} {a}, its cotangent {b}")
+        for name, x, ct in zip(subject.names, subject.inputs, cotangents, strict=True)
+        for what in ("dtype", "shape")
+        if (a := getattr(x, what)) != (b := getattr(ct, what, None))
+    ]
 
 
 def integers(subject: CheckSubject, covector: np.ndarray) -> list[Failure]:
     """Inputs that are not floats get a cotangent of type float0."""
-    if all(map(is_float_leaf, subject.arrays)):
+    if all(map(_trees.is_float_leaf, subject.arrays)):
         return []
     _, pull = jax.vjp(subject.whole, subject.arrays)
-    cotangents = pull(cotangent_leaves(covector, subject.outputs))[0]
+    cotangents = pull(_trees.cotangent_leaves(covector, subject.outputs))[0]
     return [
         Failure("cotangent", "integer input", f"its cotangent has dtype {ct.dtype}, not float0")
         for x, ct in zip(subject.arrays, cotangents, strict=True)
-        if not is_float_leaf(x) and ct.dtype != jax.dtypes.float0
+        if not _trees.is_float_leaf(x) and ct.dtype != jax.dtypes.float0
     ]
 
 
@@ -78,7 +74,7 @@ def finite_values(subject: CheckSubject) -> list[Failure]:
     """The outputs are finite."""
     failures = []
     for name, leaf in zip(subject.output_names, subject.outputs, strict=True):
-        bad = ~np.isfinite(widened_leaf(leaf))
+        bad = ~np.isfinite(_trees.widened_leaf(leaf))
         if bad.any():
             index = [int(i) for i in np.argwhere(bad)[0]] or ""
             detail = (

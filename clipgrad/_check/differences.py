@@ -1,8 +1,9 @@
 """Slopes of a function along many directions, by one compiled program.
 
-A perturbation moves one contiguous range of the input vector along a stored direction: a single
-element, a block, a leaf or several. The program evaluates the function in a loop over a batch of
-bounded size, so that one compilation serves every mode and every point.
+A perturbation moves one range of an order of elements along a stored direction: a single element,
+a block, a leaf or several, or any others that are put in such an order. The program evaluates the
+function in a loop over a batch of bounded size, so that one compilation serves every mode and every
+point.
 """
 
 import contextlib
@@ -15,14 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from clipgrad._check.programs import kept_by_key, low_jit, quick_jit
+import clipgrad._jaxpr as _jaxpr
+import clipgrad._trees as _trees
 from clipgrad._check.tolerances import NOISE, length_along
-from clipgrad._check.vectors import from_rows, split, to_numpy, to_vector, wide_dtype
 from clipgrad._check.widening import AXIS
 
 BATCH = 64
 # Of the points evaluated by one call, so that a large model's fit into memory beside it.
 BATCH_BYTES = 2**25
+# Every other step is this multiple of a power of two, so that no period divides them all; it has 17
+# binary digits, which leave room for those of a float32 beside a step of 2 ** -32.
+ODD = round(1.37 * 2**16) / 2**16
 LONG = 5000  # measurements that get a progress bar, where tqdm is installed
 
 
@@ -59,8 +63,15 @@ class Evaluation(NamedTuple):
         return 3 if self.held else 1
 
 
+def step_sizes(exponents: Sequence[int]) -> np.ndarray:
+    """Steps of these binary exponents, every other one a little larger."""
+    steps = 2.0 ** -np.asarray(exponents, np.float64)
+    steps[1::2] *= ODD
+    return steps
+
+
 class Moves(NamedTuple):
-    """Perturbations: the range [start, stop) of the input vector, and the step along it."""
+    """Perturbations: the range [start, stop) of an order of elements, and the step along it."""
 
     start: np.ndarray
     stop: np.ndarray
@@ -71,7 +82,8 @@ class Slopes(NamedTuple):
     """What was measured for each move and cotangent; arrays of shape (moves, cotangents).
 
     `width` is half the difference of the one-sided slopes, summed without sign over the outputs;
-    `noise` is what rounding may do to a slope; `norm` is the length of the gradient's part.
+    `noise` is what the rounding of outputs, which has both signs, may do to a slope; `norm` is the
+    length of the gradient's part.
     """
 
     central: np.ndarray
@@ -93,14 +105,13 @@ class Differences:
     Args:
       evaluation: how to evaluate the function.
       covectors: cotangents as real vectors, shape (cotangents, outputs).
-      fast_compile: compile with little optimization, for programs that run briefly.
 
     Attributes:
       evaluations: how often the function was evaluated.
       base: the outputs at the point last measured, as a real vector.
     """
 
-    def __init__(self, evaluation: Evaluation, covectors: np.ndarray, fast_compile: bool = True):
+    def __init__(self, evaluation: Evaluation, covectors: np.ndarray):
         self.evaluation = evaluation
         self.covectors = covectors
         self.evaluations = 0
@@ -108,25 +119,27 @@ class Differences:
         self._point: Any = None
         size = 8 * max(evaluation.together, 2) * max(covectors.shape[1], 1)
         self._batch = int(np.clip(BATCH_BYTES // size, 1, BATCH))
-        self._program = _looped(evaluation, self._batch, covectors.shape[1], fast_compile)
+        self._program = _looped(evaluation, self._batch, covectors.shape[1])
 
     def measure(
         self,
-        xs: Sequence[jax.Array],
+        xs: Sequence[Any],
         direction: np.ndarray,
         gradient: np.ndarray,
         moves: Moves,
         progress: Callable[[int], Any] = lambda done: None,
+        order: np.ndarray | None = None,
     ) -> Slopes:
         """Measure the slopes of all moves at the point `xs`, and of `gradient` along them.
 
-        A gradient of fewer rows than there are cotangents is that of the first of them.
+        A gradient of fewer rows than there are cotangents is that of the first of them. Moves are
+        ranges of `order`, some of the elements, or of all elements one after the other.
         """
         self._set_base(xs)
         parts = []
         for begin in range(0, len(moves.start), self._batch):
             part = Moves(*(column[begin : begin + self._batch] for column in moves))
-            parts.append(self._slopes(direction, gradient, part))
+            parts.append(self._slopes(direction, gradient, part, order))
             progress(len(part.start))
         return Slopes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
@@ -140,85 +153,71 @@ class Differences:
     def _set_base(self, xs) -> None:
         if xs is self._point:
             return
-        self._point, self._vector = xs, to_numpy(xs)
+        self._point, self._vector = xs, _trees.to_numpy(xs)
+        self._places = np.arange(self._vector.size, dtype=np.int32)
         nowhere = Moves(np.zeros(1, int), np.zeros(1, int), np.zeros(1))
         self.base = self._run(self._vector, nowhere)[0, 0]
 
-    def _slopes(self, direction, gradient, moves: Moves) -> Slopes:
-        values = self._run(direction, moves)
+    def _slopes(self, direction, gradient, moves: Moves, order) -> Slopes:
+        values = self._run(direction, moves, order)
         ahead, behind = values[:, 0], values[:, 1]
         step = moves.step[:, None]
         first, second = (ahead - self.base) / step, (self.base - behind) / step
         covectors = self.covectors[: len(gradient)]
         magnitude = np.abs(covectors).T
-        analytic, norm = self._along(direction, gradient, moves)
+        size = (np.abs(ahead) + np.abs(behind)) @ magnitude / np.sqrt(max(ahead.shape[1], 1))
+        analytic, norm = self._along(direction, gradient, moves, order)
         return Slopes(
             central=(ahead - behind) / (2 * step) @ covectors.T,
             ahead=first @ covectors.T,
             behind=second @ covectors.T,
             width=np.abs(first - second) @ magnitude / 2,
-            noise=self._noise(ahead, behind, magnitude) / step,
+            noise=NOISE * self.evaluation.eps * size / step,
             analytic=analytic,
             norm=norm,
         )
 
-    def _along(self, direction, gradient, moves: Moves) -> tuple[np.ndarray, np.ndarray]:
-        """The gradient along each move, and the length of its terms."""
+    def _along(self, direction, gradient, moves: Moves, order) -> tuple[np.ndarray, np.ndarray]:
+        """The gradient along each move, and the length of its terms; every step has the same."""
 
         @functools.cache
-        def along(start, stop, step):
-            made, part = self._made(direction, start, stop, step), gradient[:, start:stop]
+        def along(start, stop):
+            where = slice(start, stop) if order is None else order[start:stop]
+            made, part = direction[where], gradient[:, where]
             return part @ made, length_along(part, made)
 
-        # In float64 every step makes the same move.
-        steps = np.ones_like(moves.step) if self._is_wide else moves.step
-        pairs = [along(*move) for move in zip(moves.start, moves.stop, steps, strict=True)]
+        pairs = [along(*ends) for ends in zip(moves.start, moves.stop, strict=True)]
         return np.stack([pair[0] for pair in pairs]), np.stack([pair[1] for pair in pairs])
 
-    def _made(self, direction, start: int, stop: int, step: float) -> np.ndarray:
-        """The move divided by its step, as the function's inputs can hold it."""
-        if self._is_wide:
-            return direction[start:stop]
-        shift = np.zeros_like(self._vector)
-        shift[start:stop] = step * direction[start:stop]
-        sides = [from_rows(self._vector + sign * shift, self.evaluation.like) for sign in (1, -1)]
-        plus, minus = map(to_numpy, sides)
-        return (plus - minus)[start:stop] / (2 * step)
-
-    @property
-    def _is_wide(self) -> bool:
-        return wide_dtype(self.evaluation.dtype) == self.evaluation.dtype
-
-    def _noise(self, ahead, behind, magnitude) -> np.ndarray:
-        """The rounding of outputs that are subtracted; their errors are of both signs."""
-        outputs = max(self.covectors.shape[1], 1)
-        size = (np.abs(ahead) + np.abs(behind)) @ magnitude
-        return NOISE * self.evaluation.eps * size / np.sqrt(outputs)
-
-    def _run(self, direction: np.ndarray, moves: Moves) -> np.ndarray:
+    def _run(self, direction: np.ndarray, moves: Moves, order=None) -> np.ndarray:
         """The outputs ahead and behind, shape (moves, 2, outputs)."""
         evaluation, count = self.evaluation, len(moves.start)
+        place = self._places
+        if order is not None:
+            place = np.full(len(place), -1, np.int32)
+            place[order] = np.arange(len(order))
         self.evaluations += count * max(evaluation.together, 2)
         columns = (column.astype(np.int32) for column in moves[:2])
-        padded = [_padded(column, self._batch) for column in (*columns, moves.step)]
-        args = (evaluation.constants, count, self._vector, direction, Moves(*padded))
-        with precision(evaluation):
+        padded = [np.resize(column, self._batch) for column in (*columns, moves.step)]
+        args = (evaluation.constants, count, self._vector, direction, place, Moves(*padded))
+        is_wide = _trees.wide_dtype(evaluation.dtype) == evaluation.dtype
+        with in_float64() if is_wide else contextlib.nullcontext():
             return np.asarray(self._program(*args), np.float64)[:count]
 
 
-def _looped(evaluation: Evaluation, batch: int, outputs: int, fast_compile: bool) -> Callable:
+def _looped(evaluation: Evaluation, batch: int, outputs: int) -> Callable:
     """The program: the outputs ahead and behind of a number of moves."""
     evaluation = evaluation._replace(constants=())
 
-    def loop(constants, count, base, direction, moves: Moves):
+    def loop(constants, count, base, direction, place, moves: Moves):
         base, direction = jnp.asarray(base, dtype), jnp.asarray(direction, dtype)
 
         def row(k, found):
             move = Moves(*(column[k // each] for column in moves))
             signs = jnp.asarray([0, 1, -1], dtype) if each == 1 else (1 - 2 * (k % 2)).reshape(1)
-            values = _moved_outputs(
-                evaluation, constants, base, direction, move, signs.astype(dtype)
-            )
+            inside = (place >= move.start) & (place < move.stop)
+            shift = jnp.where(inside, jnp.asarray(move.step, dtype) * direction, 0)
+            values = _moved_outputs(evaluation, constants, base, shift, signs.astype(dtype))
             return lax.dynamic_update_slice(found, values[None], (k // each, k % each, 0))
 
         found = jnp.zeros((batch, 2, outputs), dtype)
@@ -232,60 +231,41 @@ def _looped(evaluation: Evaluation, batch: int, outputs: int, fast_compile: bool
     dtype = evaluation.dtype
     if not evaluation.compiled:
         return loop
-    if not fast_compile:
-        return jax.jit(loop)
     if evaluation.key is None:
-        return quick_jit(loop)
+        return _jaxpr.quick_jit(loop)
     key = ("differences", evaluation.key, batch, outputs)
-    return kept_by_key(key, lambda: low_jit(loop))
+    return _jaxpr.kept_by_key(key, lambda: _jaxpr.low_jit(loop))
 
 
-def _moved_outputs(evaluation: Evaluation, constants, base, direction, move: Moves, signs):
-    """The outputs at the base and on both sides of a move, or on one side of it."""
+def _moved_outputs(evaluation: Evaluation, constants, base, shift, signs):
+    """The outputs at the base and on both sides of a shift, or on one side of it."""
     dtype = evaluation.dtype
-    index = lax.iota(jnp.int32, base.size)
-    inside = (index >= move.start) & (index < move.stop)
-    shift = jnp.where(inside, jnp.asarray(move.step, dtype) * direction, 0)
-    points = split(base[None] + signs[:, None] * shift[None], evaluation.like)
-    call = lambda xs: to_vector(evaluation.call(constants, xs), dtype)  # noqa: E731
+    points = _trees.split(base[None] + signs[:, None] * shift[None], evaluation.like)
+    call = lambda xs: _trees.to_vector(evaluation.call(constants, xs), dtype)  # noqa: E731
     if evaluation.held:
         return jax.vmap(call, axis_name=AXIS)(points)[1:]
     return call([leaf[0] for leaf in points])[None]
 
 
-def _padded(column: np.ndarray, count: int) -> np.ndarray:
-    out = np.zeros(count, column.dtype)
-    out[: len(column)] = column
-    return out
-
-
 @contextlib.contextmanager
-def precision(evaluation: Evaluation):
-    """Sixty-four bits on the CPU for a float64 evaluation; nothing otherwise."""
-    if wide_dtype(evaluation.dtype) != evaluation.dtype:
-        yield
-        return
-    with jax.enable_x64(True), on_cpu():
-        yield
-
-
-def on_cpu():
-    """A context that computes on the CPU where there is one."""
+def in_float64():
+    """A context that computes with 64 bits, on the CPU where there is one."""
     try:
-        return jax.default_device(jax.devices("cpu")[0])
+        device = jax.devices("cpu")[0]
     except RuntimeError:
-        return contextlib.nullcontext()
+        device = None
+    with jax.enable_x64(True), jax.default_device(device):
+        yield
 
 
 @contextlib.contextmanager
 def progress_bar(total: int) -> Iterator[Callable[[int], object]]:
     """Yield a function to call with the number of moves just measured; silent for short work."""
-    if total < LONG:
-        yield lambda done: None
-        return
     try:
         from tqdm import tqdm
     except ImportError:
+        tqdm = None
+    if tqdm is None or total < LONG:
         yield lambda done: None
         return
     with tqdm(total=total, desc="differences", leave=False, disable=None) as bar:

@@ -1,19 +1,18 @@
 """How to evaluate the function for differences: the best way that works on it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
+import clipgrad._trees as _trees
 from clipgrad._check.differences import Differences, Evaluation, Moves
 from clipgrad._check.points import element_scales, random_direction
-from clipgrad._check.programs import kept_by_key, text
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import SAME_VALUES, narrowest
-from clipgrad._check.vectors import real_dtype, to_numpy, wide_dtype
-from clipgrad._check.widening import Unsupported, Widened
+from clipgrad._check.widening import Unsupported, Widened, widened_program
 from clipgrad._errors import first_line
 
 # Binary exponents of the steps, in units of the scale of each element.
@@ -27,7 +26,12 @@ SINGLE_QUICK, SINGLE_LADDER = (4, 5), tuple(range(2, 11))
 HALF_QUICK, HALF_LADDER = (2, 3), (1, 2, 3, 4)
 # Steps that distinguish float64 from a narrower type: at 2 ** -33 a float32 does not move.
 PROBE = (10, 33)
+MOVED_FAR = 2.0**-4  # a part of the inputs that is far above rounding
 CAST = "float64 (inputs cast)"
+
+
+class Chaotic(Exception):
+    """Rounding of the inputs alone moves the values by a hundredth or more."""
 
 
 class _NotSmooth(Exception):
@@ -35,28 +39,28 @@ class _NotSmooth(Exception):
 
 
 def choose(
-    subject: CheckSubject, covectors: np.ndarray, notes: list[str], fast_compile: bool = True
+    subject: CheckSubject, covectors: np.ndarray, notes: list[str]
 ) -> tuple[Differences, Widened | None]:
     """Try the evaluations in order, down to running them, and return the first that works.
 
     With it comes the widened program, if that is it; what was not possible goes to `notes`.
     """
-    for label, make in _candidates(subject):
+    ways: list[tuple[str, Callable]] = [
+        ("evaluation in float64", evaluation_in_float64),
+        ("casting the inputs to float64", lambda subject: (_cast(subject), None)),
+        ("evaluation in native precision", lambda subject: (_native(subject), None)),
+    ]
+    for label, make in ways if subject.program is not None else ways[2:]:
         try:
-            evaluation, widened = make()
-            differences = Differences(evaluation, covectors, fast_compile)
+            evaluation, widened = make(subject)
+            differences = Differences(evaluation, covectors)
             _probe_evaluation(subject, differences)
             return differences, widened
         except Exception as error:
-            notes.append(f"{label} is not possible ({_reason(error)})")
+            notes.append(f"{label} is not possible ({why_not(error)})")
+            if isinstance(error, _NotSmooth) and _is_chaotic(subject):
+                raise Chaotic from error
     raise ValueError("the function cannot be evaluated at a point nearby: " + "; ".join(notes))
-
-
-def _candidates(subject: CheckSubject) -> Iterator:
-    if subject.program is not None:
-        yield "evaluation in float64", lambda: evaluation_in_float64(subject)
-        yield "casting the inputs to float64", lambda: (_cast(subject), None)
-    yield "evaluation in native precision", lambda: (_native(subject), None)
 
 
 def evaluation_in_float64(subject: CheckSubject, hold: bool = True) -> tuple[Evaluation, Widened]:
@@ -74,34 +78,22 @@ def evaluation_in_float64(subject: CheckSubject, hold: bool = True) -> tuple[Eva
     return evaluation, widened
 
 
-def widened_program(program) -> Widened:
-    """The widened program, the same object for the same text."""
-    if program is None:
-        return Widened(program)
-    key = text(program)
-    return kept_by_key(("widened", key), lambda: Widened(program, key))
-
-
 def _wide_evaluation(call, subject: CheckSubject, label: str, **options) -> Evaluation:
-    like = [jax.ShapeDtypeStruct(x.shape, wide_dtype(x.dtype)) for x in subject.inputs]
+    like = [jax.ShapeDtypeStruct(x.shape, _trees.wide_dtype(x.dtype)) for x in subject.inputs]
     steps = WIDE_QUICK, WIDE_LADDER
     return Evaluation(call, like, np.float64, label, *steps, finer=WIDE_FINER, **options)
 
 
 def _cast(subject: CheckSubject) -> Evaluation:
-    if not jax.config.read("jax_enable_x64") and _calls_back(subject):
+    names = [equation.primitive.name for equation in _jaxpr.equations(subject.program)]
+    if not jax.config.read("jax_enable_x64") and any("callback" in name for name in names):
         raise Unsupported("a callback runs in another thread, where 64-bit types are off")
     return _wide_evaluation(lambda constants, xs: subject.fun(xs), subject, CAST)
 
 
-def _calls_back(subject: CheckSubject) -> bool:
-    found = _jaxpr.equations(subject.program)
-    return any("callback" in equation.primitive.name for equation in found)
-
-
 def _native(subject: CheckSubject) -> Evaluation:
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in subject.inputs]
-    name = narrowest([*subject.dtypes, *(real_dtype(y).name for y in subject.outputs)])
+    name = narrowest([*subject.dtypes, *(_trees.real_dtype(y).name for y in subject.outputs)])
     steps = {"float64": (WIDE_QUICK, WIDE_LADDER), "float32": (SINGLE_QUICK, SINGLE_LADDER)}
     quick, ladder = steps.get(name, (HALF_QUICK, HALF_LADDER))
     dtype = np.float64 if name == "float64" else np.float32
@@ -131,14 +123,37 @@ def _probe_evaluation(subject: CheckSubject, differences: Differences) -> None:
 
 
 def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
-    own = to_numpy(subject.outputs)
-    size = np.sqrt(np.mean(own**2))
-    off = np.sqrt(np.mean((own - values) ** 2))
-    if np.isfinite(own).all() and not off <= SAME_VALUES * size + jnp.finfo(np.float32).tiny:
+    """Raises an error unless the values are the function's own but for rounding.
+
+    A value that is itself a rounding error, as the determinant of a singular matrix, is compared
+    with how far larger moves of the inputs move it.
+    """
+    own = _trees.to_numpy(subject.outputs)
+    off, size = np.sqrt(np.mean((own - values) ** 2)), np.sqrt(np.mean(own**2))
+    if not np.isfinite(own).all() or off <= SAME_VALUES * size + jnp.finfo(np.float32).tiny:
+        return
+    if not off <= SAME_VALUES * max(size, _change(subject, MOVED_FAR)):
         raise _NotSmooth("its values differ from those of the function")
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, (_NotSmooth, Unsupported)):
-        return str(error)
-    return first_line(error)
+def _is_chaotic(subject: CheckSubject) -> bool:
+    """Whether one rounding of each input moves the values by a part that matters."""
+    eps = max(float(jnp.finfo(x.dtype).eps) for x in subject.inputs)
+    size = np.sqrt(np.mean(_trees.to_numpy(subject.outputs) ** 2))
+    return bool(_change(subject, eps) > SAME_VALUES / 10 * max(size, _change(subject, MOVED_FAR)))
+
+
+def _change(subject: CheckSubject, part: float) -> float:
+    """How far the values move when each input does by a part of itself, up or down."""
+    factors = 1 + part * np.sign(random_direction(subject, 0, 0))
+    like = [_trees.widened_leaf(x) for x in subject.inputs]
+    wide = _trees.from_rows(_trees.to_numpy(subject.inputs) * factors, like)
+    leaves = [jax.device_put(w.astype(x.dtype)) for w, x in zip(wide, subject.inputs, strict=True)]
+    change = _trees.to_numpy(subject.fun(leaves)) - _trees.to_numpy(subject.outputs)
+    return float(np.sqrt(np.mean(change**2)))
+
+
+def why_not(error: Exception) -> str:
+    """Why something is not possible, in one line."""
+    is_said = isinstance(error, (_NotSmooth, Unsupported))
+    return str(error) if is_said else first_line(error)

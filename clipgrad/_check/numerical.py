@@ -6,14 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 
+import clipgrad._trees as _trees
 from clipgrad._check.evaluation import choose
 from clipgrad._check.options import require_delta, with_hints
 from clipgrad._check.points import make_point
-from clipgrad._check.search import Judge, every_slope
-from clipgrad._check.selection import Selector, leaf_names, parameter_names
+from clipgrad._check.search import Judge
 from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
 from clipgrad._check.tolerances import make_tolerance
-from clipgrad._check.vectors import is_complex, offsets, real_size, to_numpy, wide_dtype
 
 
 @with_hints
@@ -21,8 +20,8 @@ def numerical_grad(
     fun: Callable,
     args: tuple,
     *,
-    wrt: Selector | None = None,
-    output: Selector | None = None,
+    wrt: _trees.Selector | None = None,
+    output: _trees.Selector | None = None,
     cotangent: Any = None,
     delta: float | None = None,
 ) -> Any:
@@ -82,12 +81,14 @@ def numerical_grad(
     require_arrays(args, {})
     subject = make_subject(fun, args, None, wrt, None, output)
     covector = _covector(subject, cotangent)
-    differences, _ = choose(subject, covector[None], [], fast_compile=False)
+    differences, _ = choose(subject, covector[None], [])
     tolerance = make_tolerance(subject.ranges, ["float64"] * len(subject.inputs))
-    nothing = np.zeros((1, int(offsets(subject.inputs)[-1])))
+    nothing = np.zeros((1, int(_trees.offsets(subject.inputs)[-1])))
     point = make_point(subject, subject.inputs, (nothing, None, None), 0, delta)
     judge = Judge(differences, point, nothing, None, tolerance, delta)
-    return _tree(fun, args, wrt, subject, every_slope(judge))
+    return _tree(
+        fun, args, wrt, subject, judge.elements(np.arange(nothing.size), judged=False).numeric
+    )
 
 
 def _covector(subject: CheckSubject, cotangent: Any) -> np.ndarray:
@@ -106,35 +107,18 @@ def _covector(subject: CheckSubject, cotangent: Any) -> np.ndarray:
 
 def _weights(leaf: np.ndarray, output) -> np.ndarray:
     """JAX pairs a cotangent with dy by the real part of their product, without conjugation."""
-    return to_numpy([np.conj(leaf).astype(wide_dtype(output.dtype))])
+    return _trees.to_numpy([np.conj(leaf).astype(_trees.wide_dtype(output.dtype))])
 
 
 def _tree(fun, args: tuple, wrt, subject: CheckSubject, gradient: np.ndarray) -> Any:
-    found = dict(zip(subject.names, _leaves(subject, gradient), strict=True))
-    leaves = [found.get(name) for name in leaf_names(args, "args")]
+    like = [jax.ShapeDtypeStruct(x.shape, _trees.wide_dtype(x.dtype)) for x in subject.inputs]
+    leaves = [np.conj(leaf) for leaf in _trees.from_rows(gradient, like)]
+    found = dict(zip(subject.names, leaves, strict=True))
+    leaves = [found.get(name) for name in _trees.leaf_names(args, "args")]
     tree = jax.tree.unflatten(jax.tree.structure(args), leaves)
     if wrt is None:
         return tree
-    position = _argument_number(fun, args, wrt)
-    if position is not None:
-        return tree[position]
+    names = _trees.parameter_names(fun, len(args))
+    if wrt in names or str(wrt).isdigit():
+        return tree[names.index(wrt) if wrt in names else int(wrt)]
     return next(iter(found.values())) if len(found) == 1 else tree
-
-
-def _argument_number(fun, args: tuple, wrt: int | str) -> int | None:
-    names = parameter_names(fun, len(args))
-    if isinstance(wrt, str) and wrt in names:
-        return names.index(wrt)
-    return int(wrt) if str(wrt).isdigit() else None
-
-
-def _leaves(subject: CheckSubject, gradient: np.ndarray) -> list[np.ndarray]:
-    leaves, start = [], 0
-    for x in subject.inputs:
-        part = gradient[start : start + real_size(x)]
-        start += real_size(x)
-        if is_complex(x):
-            pairs = part.reshape((*x.shape, 2))
-            part = pairs[..., 0] - 1j * pairs[..., 1]
-        leaves.append(part.reshape(x.shape))
-    return leaves

@@ -12,7 +12,7 @@ import numpy as np
 MODES = ("auto", "fast", "full")
 CHECKS = (
     "primal", "cotangent", "finite", "value", "points", "devices", "determinism", "linearity",
-    "jit", "vmap", "forward", "outputs",
+    "jit", "vmap", "forward", "outputs", "alone",
 )  # fmt: skip
 
 
@@ -38,6 +38,15 @@ class Options:
     max_relative_error: float | None = _option(
         None, metavar="ERROR", type=float, help="Paddle's tolerance, such as 0.005"
     )
+    tolerance: float | None = _option(
+        None, metavar="ERROR", type=float, help="the relative error that the backward may have"
+    )
+    min_verified: float | None = _option(
+        None, metavar="SHARE", type=float, help="the least share of elements to verify, such as 0.9"
+    )
+    time_budget: float | None = _option(
+        None, metavar="SECONDS", type=float, help="after which what is left is not verified"
+    )
     points: int = _option(2, metavar="N", type=int, help="number of points to check")
     seed: int = _option(0, metavar="N", type=int, help="seed of everything random")
     skip: Collection[str] = _option(
@@ -59,6 +68,12 @@ class Options:
             _refuse("mode", self.mode, f"one of {', '.join(MODES)}")
         if self.max_relative_error is not None and not self.max_relative_error > 0:
             _refuse("max_relative_error", self.max_relative_error, "a number above 0, or None")
+        if self.tolerance is not None and not 0 < self.tolerance < 1:
+            _refuse("tolerance", self.tolerance, "a number between 0 and 1, such as 1e-2, or None")
+        if self.min_verified is not None and not 0 <= self.min_verified <= 1:
+            _refuse("min_verified", self.min_verified, "a share from 0 to 1, or None for a half")
+        if self.time_budget is not None and not self.time_budget > 0:
+            _refuse("time_budget", self.time_budget, "a number of seconds above 0, or None")
         if not _is_count(self.points, 1):
             _refuse("points", self.points, "a whole number, 1 or more")
         if not _is_count(self.seed, 0):
@@ -85,7 +100,7 @@ def _refuse(name: str, got: Any, expected: str) -> None:
 P = ParamSpec("P")
 R = TypeVar("R")
 _STEP_HABIT = "the step follows the scale of each element; for an absolute step write delta={}"
-_TOLERANCE = "the tolerance follows the dtype; for Paddle's rule write max_relative_error={}"
+_TOLERANCE = "the tolerance follows the dtype; for another write tolerance={}"
 _BOTH = "leave it out: check_grads checks forward and reverse mode"
 # Arguments of jax.test_util, chex, torch and Paddle, and the argument here that stands for each;
 # a brace is where the value goes.
@@ -95,8 +110,8 @@ HABITS = {
     "eps": ("delta", _STEP_HABIT),
     "check_eps": ("delta", _STEP_HABIT),
     "numeric_grad_delta": ("delta", _STEP_HABIT),
-    "atol": ("max_relative_error", _TOLERANCE),
-    "rtol": ("max_relative_error", _TOLERANCE),
+    "atol": ("tolerance", _TOLERANCE),
+    "rtol": ("tolerance", _TOLERANCE),
     "fast_mode": ("mode", 'write mode="fast" for random directions only'),
     "nondet_tol": (
         "skip",

@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from clipgrad._check.subject import CheckSubject, Range
-from clipgrad._check.vectors import is_complex, real_size, to_numpy, widened_leaf
+import clipgrad._trees as _trees
+from clipgrad._check.subject import CheckSubject
 
 COTANGENTS = 2
 # Directions in which a point is moved: two balanced dense ones, another dense one, and single
 # elements by their scale.
 BALANCED, DENSE, SINGLE = (0, 1), 2, 3
+EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
 # How far apart the effects of leaves are balanced: more would be lost in rounding.
 LEAST_BALANCE = 2.0**-10
 
@@ -27,37 +28,51 @@ class Point:
       xs: the input leaves.
       gradient: the gradient as it was computed; 0 where it is not finite.
       finite: which of its elements are finite.
-      rule: the same rule evaluated in float64; None if it cannot be, or nothing is narrower.
+      exact: the same rule evaluated in float64; None if it cannot be.
       reference: plain AD in float64, custom rules stripped; None if it cannot be had.
       scale: the scale of each element, a power of two.
       direction: gives the vector of a direction.
       blind: the leaves in which the reference is not finite; `gradient` stands in for it there.
+      around: gives plain AD's gradient where each element is moved by a part of its own, or None.
     """
 
     xs: Sequence[jax.Array]
     gradient: np.ndarray
     finite: np.ndarray
-    rule: np.ndarray | None
+    exact: np.ndarray | None
     reference: np.ndarray | None
     scale: np.ndarray
     direction: Callable[[int], np.ndarray]
     blind: Sequence[int] = ()
+    around: Callable[[], np.ndarray | None] = lambda: None
 
     @functools.cached_property
     def vector(self) -> np.ndarray:
         """All elements in float64."""
-        return to_numpy(self.xs)
+        return _trees.to_numpy(self.xs)
+
+
+def moved_apart(subject: CheckSubject, xs: Sequence[jax.Array], seed: int) -> list[np.ndarray]:
+    """The point in float64 with each element moved by up to a sixteenth, equal ones apart."""
+    direction = random_direction(subject, seed, SINGLE) * element_scales(xs) / 16
+    moves = _trees.from_rows(direction, [np.asarray(_trees.widened_leaf(x)) for x in xs])
+    return [_trees.widened_leaf(x) + move for x, move in zip(xs, moves, strict=True)]
 
 
 def make_point(
-    subject: CheckSubject, xs, gradients, seed: int, delta: float | None = None
+    subject: CheckSubject,
+    xs,
+    gradients,
+    seed: int,
+    delta: float | None = None,
+    around: Callable[[], np.ndarray | None] = lambda: None,
 ) -> Point:
     """A point from the gradients there: as computed, the rule's in float64, plain AD's."""
-    gradient, rule, reference = gradients
+    gradient, exact, reference = gradients
     finite = np.asarray(np.isfinite(gradient).all(axis=0))
     gradient = gradient if finite.all() else np.where(finite, gradient, 0.0)
-    if rule is not None and not np.isfinite(rule).all():
-        rule = None
+    if exact is not None and not np.isfinite(exact).all():
+        exact = None
     blind: list[int] = []
     if reference is not None:
         reference, blind = _mended(reference, gradient, subject.ranges)
@@ -73,7 +88,7 @@ def make_point(
             along[start:stop] *= factor if row in BALANCED else 1.0
         return along
 
-    return Point(xs, gradient, finite, rule, reference, scale, direction, blind)
+    return Point(xs, gradient, finite, exact, reference, scale, direction, blind, around)
 
 
 def _mended(reference, gradient, ranges) -> tuple[np.ndarray | None, list[int]]:
@@ -102,30 +117,37 @@ def generator(seed: int, name: str) -> np.random.Generator:
 
 def dense_numbers(rng: np.random.Generator, size: int) -> np.ndarray:
     """Numbers of random sign and magnitude in [0.5, 1.5], in eighths: short in binary."""
-    return rng.choice([-1.0, 1.0], size) * rng.integers(4, 13, size) / 8
+    return EIGHTHS[rng.integers(0, len(EIGHTHS), size, np.uint8)]
 
 
 def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
-    """Random dense cotangents as real vectors, shape (2, outputs); never ones or one-hot."""
-    rows = [
-        np.concatenate(
-            [
-                dense_numbers(generator(seed, f"{row} {name}"), real_size(leaf))
-                for name, leaf in zip(subject.output_names, subject.outputs, strict=True)
-            ]
-        )
-        for row in range(COTANGENTS)
-    ]
+    """Random dense cotangents as real vectors, shape (2, outputs), of both signs at each output."""
+    names, leaves = subject.output_names, subject.outputs
+    rows = [_dense(leaves, [f"{row} {name}" for name in names], seed) for row in range(COTANGENTS)]
+    firsts = [int(start) for start in _trees.offsets(leaves)[:-1] if start < len(rows[0])]
+    rows[1][firsts] = -np.sign(rows[0][firsts]) * np.abs(rows[1][firsts])
     return np.stack(rows)
+
+
+def _dense(leaves: Sequence, names: Sequence[str], seed: int) -> np.ndarray:
+    pairs = zip(leaves, names, strict=True)
+    parts = [dense_numbers(generator(seed, name), _trees.real_size(leaf)) for leaf, name in pairs]
+    return np.concatenate(parts)
+
+
+def masked_rows(subject: CheckSubject, seed: int) -> np.ndarray:
+    """A vector over the outputs, 1 on about half of the rows of each and 0 on the others."""
+    masks = []
+    for name, leaf in zip(subject.output_names, subject.outputs, strict=True):
+        rows = leaf.shape[0] if leaf.ndim else 1
+        kept = generator(seed, f"mask {name}").permutation(rows) < (rows + 1) // 2
+        masks.append(np.repeat(kept.astype(float), _trees.real_size(leaf) // max(rows, 1)))
+    return np.concatenate(masks)
 
 
 def random_direction(subject: CheckSubject, seed: int, row: int) -> np.ndarray:
     """A random dense vector over all inputs, leaf by leaf."""
-    parts = [
-        dense_numbers(generator(seed, f"direction {row} {name}"), real_size(leaf))
-        for name, leaf in zip(subject.names, subject.inputs, strict=True)
-    ]
-    return np.concatenate(parts)
+    return _dense(subject.inputs, [f"direction {row} {name}" for name in subject.names], seed)
 
 
 def element_scales(xs: Sequence[jax.Array]) -> np.ndarray:
@@ -137,13 +159,14 @@ def element_scales(xs: Sequence[jax.Array]) -> np.ndarray:
 
 
 def _leaf_scales(leaf) -> np.ndarray:
-    size = np.abs(widened_leaf(leaf)).ravel()
+    size = np.abs(_trees.widened_leaf(leaf)).ravel()
     typical = np.sqrt(np.mean(size**2)) if size.size else 0.0
     if not typical > 0:
         typical = 1.0
     size = np.maximum(size, typical)
-    size = np.repeat(size, 2) if is_complex(leaf) else size
-    return 2.0 ** np.round(np.log2(size))
+    size = np.repeat(size, 2) if _trees.is_complex(leaf) else size
+    mantissa, exponent = np.frexp(size)
+    return np.ldexp(1.0, exponent - (mantissa <= np.sqrt(0.5)))
 
 
 def nearby(subject: CheckSubject, seed: int, reach: float = 1.0) -> list[jax.Array]:
@@ -163,7 +186,7 @@ def nearby(subject: CheckSubject, seed: int, reach: float = 1.0) -> list[jax.Arr
 
 
 def _moved_leaf(leaf, phase: float, rng, reach: float):
-    values = widened_leaf(leaf)
+    values = _trees.widened_leaf(leaf)
     if np.all(values == values.ravel()[0]):
         part = reach * rng.uniform(0.02, 0.08, leaf.shape)
         moved = (1 - part) * values if values.any() else part
@@ -178,19 +201,11 @@ def of_value(values: np.ndarray, phase: float) -> np.ndarray:
     return np.sin(phase + np.log(np.where(size > 0, size, 1.0)))
 
 
-def tied_direction(xs: Sequence[jax.Array], seed: int) -> np.ndarray:
-    """A direction along which equal elements stay equal and zeros zeros, over all leaves."""
-    phase = generator(seed, "tied").uniform(0, 2 * np.pi)
-    parts = [widened_leaf(leaf) * (1 + 0.5 * of_value(widened_leaf(leaf), phase)) for leaf in xs]
-    return to_numpy(parts)
-
-
-def symmetric_leaves(subject: CheckSubject, xs: Sequence[jax.Array]) -> list[tuple[int, Range]]:
-    """The real leaves that hold symmetric matrices whose elements are not all the same."""
-    found = []
-    for leaf, (x, area) in enumerate(zip(xs, subject.ranges, strict=True)):
-        square = x.ndim == 2 and x.shape[0] == x.shape[1] > 1 and not is_complex(x)
-        values = widened_leaf(x)
-        if square and (values == values.T).all() and np.ptp(values) > 0:
-            found.append((leaf, area))
+def symmetric_leaves(xs: Sequence[jax.Array]) -> set[int]:
+    """The leaves of symmetric or Hermitian matrices, whose elements are not all the same."""
+    found = set()
+    for leaf, x in enumerate(xs):
+        square, values = x.ndim > 1 and x.shape[-2] == x.shape[-1] > 1, _trees.widened_leaf(x)
+        if square and (values == np.conj(np.swapaxes(values, -1, -2))).all():
+            found |= {leaf} if (values != values.ravel()[0]).any() else set()
     return found

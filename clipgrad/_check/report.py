@@ -1,12 +1,13 @@
 """What a check found, for people and for programs."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 # The header, and for failures and for notes these and a line that counts the rest: 25 lines.
 SHOWN = 11
+SAID = 0.1  # the share of elements not verified that the first line says
 
 
 class Failure(NamedTuple):
@@ -36,7 +37,8 @@ class GradCheckReport:
     """The outcome of `check_grads`; ``str(report)`` fits one terminal screen.
 
     Guarantees:
-      * ``ok`` is true only if something was verified and nothing failed.
+      * ``ok`` is true only if something was verified, or lies at a kink, and nothing failed.
+      * The first line says what share was not verified, if it is more than a tenth.
       * ``not_run`` has each check that could not run, with its reason.
       * The text has at most 25 lines; the fields have everything.
 
@@ -50,6 +52,8 @@ class GradCheckReport:
       precision: the precision of the differences, such as "float64".
       devices: the kinds of device that computed the gradient.
       verified: the number of verified input elements.
+      at_kinks: how many more lie at kinks, with a gradient between the one-sided slopes.
+      elements: how many input elements there are.
 
     Example:
       >>> import jax.numpy as jnp
@@ -67,17 +71,23 @@ class GradCheckReport:
     precision: str
     devices: tuple[str, ...]
     verified: int
+    at_kinks: int = 0
+    elements: int = 0
 
     @property
     def ok(self) -> bool:
         """Whether something was verified and nothing failed."""
-        return not self.failures and self.verified > 0
+        return not self.failures and self.verified + self.at_kinks > 0
 
     def __str__(self) -> str:
-        word = "passed" if self.ok else "FAILED"
+        missing = 1 - verified_share(self)
+        word = "FAILED" if not self.ok else "passed"
+        word += f", {missing:.0%} not verified" if self.ok and missing > SAID else ""
+        word += f", {self.at_kinks} at kinks" if self.ok and self.at_kinks else ""
+        alone = "" if "float64" in self.precision or not self.devices else " alone"
         head = (
             f"gradient check {word} ({self.evaluations} evaluations, {self.seconds:.2f} s, "
-            f"differences in {self.precision}, devices {', '.join(self.devices) or 'none'})"
+            f"differences in {self.precision}{alone}, devices {', '.join(self.devices) or 'none'})"
         )
         lines = [str(failure) for failure in self.failures]
         notes = [f"note: {note}" for note in self.notes]
@@ -87,6 +97,12 @@ class GradCheckReport:
             for reason in reasons
         ]
         return "\n  ".join([head, *_shortened(lines, "failures"), *_shortened(notes, "notes")])
+
+
+def verified_share(report: Any) -> float:
+    """The share of the elements that were verified, of those that do not lie at kinks."""
+    count = report.elements - report.at_kinks
+    return report.verified / count if count > 0 else 1.0
 
 
 class GradCheckError(AssertionError):

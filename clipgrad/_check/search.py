@@ -1,4 +1,4 @@
-"""Where a gradient is wrong: suspects named by plain AD, ranges bisected, all judged by slopes."""
+"""Where a gradient is wrong: suspects named by plain AD, groups halved, all judged by slopes."""
 
 import dataclasses
 import functools
@@ -7,57 +7,45 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar
+from clipgrad._check import tolerances, verdicts
+from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar, step_sizes
 from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
 from clipgrad._check.subject import Range
-from clipgrad._check.tolerances import SETTLED, SLIGHT, Allowed, Sizes, Tolerance, length_along
-from clipgrad._check.verdicts import (
-    KINK,
-    LOST,
-    NO_VERDICTS,
-    OK,
-    ROUNDING,
-    UNSEEN,
-    UNSURE,
-    WRONG,
-    Verdict,
-    is_certain,
-    judge_ladder,
-    judge_two,
-)
+from clipgrad._check.tolerances import PRECISE, Allowed, Excuse, Sizes, Tolerance
+from clipgrad._check.verdicts import BENT, LOST, OK, UNSEEN, UNSURE, WRONG, Verdict
 
 GROUPS = 3  # of leaves that an independent look at plain AD moves together
-BLOCKS = 64  # parts that a leaf is split into where there is no reference
-# Of the suspects in a leaf, the worst and some spread over the others are looked at; if they are
-# all wrong so are the others, else more are looked at.
-WORST, SPREAD, INSPECTED = 8, 8, 64
-# A range that is wrong is split in so many parts; where more than FEW are, only the WORST_AREAS.
-PARTS, FEW, WORST_AREAS = 16, 8, 2
-# Off by less than this part of the typical gradient: constants may have been rounded.
-SUBTLE = 0.01
+BLOCKS, PARTS = 64, 16  # that a group is split into, first and then
+# Of elements that are off, the worst are looked at, two of each of the largest kinds, and some
+# spread over the others.
+WORST, KINDS_LOOKED_AT, INSPECTED = 8, 16, 24
+# Of the groups that are wrong, if there are more than FEW, only the worst; of those at kinks, FEW.
+FEW, WORST_GROUPS = 8, 2
+AT_ONCE = 2**13  # elements judged between two looks at the clock
 
 
 class Finding(NamedTuple):
-    """What was found in one leaf.
+    """What was found in some elements of one leaf.
 
-    `indices` are elements of the input vector and `verdict` the verdict on them, of which the
-    first `inspected` were looked at by differences; `suspects` counts all elements that disagree,
-    listed or not, and `exact` is whether that count is complete. `passes`: the rule is wrong in
-    float64, but its gradient as computed is within its own tolerance.
+    `indices` are elements of the input vector, `verdict` the verdict on each and `seen` whether it
+    was moved alone; `exact` is whether no wrong one may be missing.
     """
 
     leaf: int
     indices: np.ndarray
     verdict: Verdict
-    suspects: int
-    exact: bool
-    inspected: int
-    passes: bool = False
+    seen: np.ndarray
+    exact: bool = True
 
     @property
     def is_wrong(self) -> bool:
         """Whether some element is wrong."""
         return bool(np.any(self.verdict.kind == WRONG))
+
+    def part(self, where: np.ndarray) -> "Finding":
+        """The finding on some of its elements."""
+        verdict = self.verdict.part(where)
+        return self._replace(indices=self.indices[where], verdict=verdict, seen=self.seen[where])
 
     def with_kind(self, kind: Any, where: Any = True) -> "Finding":
         """The finding with another verdict on its wrong elements, or on some of them."""
@@ -65,16 +53,9 @@ class Finding(NamedTuple):
         return self._replace(verdict=self.verdict._replace(kind=kinds))
 
 
-class Search(NamedTuple):
-    """All findings at one point, and the ranges that are at kinks or could not be decided."""
-
-    findings: list[Finding]
-    kinks: list[Range]
-    unsure: list[Range]
-
-    def wrong_leaves(self) -> set[int]:
-        """The leaves in which some element is wrong."""
-        return {finding.leaf for finding in self.findings if finding.is_wrong}
+def wrong_leaves(findings: Sequence[Finding]) -> set[int]:
+    """The leaves in which some element is wrong."""
+    return {finding.leaf for finding in findings if finding.is_wrong}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +70,9 @@ class Judge:
         float64; None if neither can be had.
       tolerance: how far numbers may be apart.
       delta: an absolute step, to be used as it is; None to extrapolate.
-      rounding: gives what rounding excuses in each element, or None.
+      excuse: what may be off by more, and how far; None if nothing may.
+      is_late: whether no more is to be looked at.
+      is_near: whether the gradient around the point counts, which costs another backward pass.
     """
 
     differences: Differences
@@ -98,7 +81,9 @@ class Judge:
     reference: np.ndarray | None
     tolerance: Tolerance
     delta: float | None = None
-    rounding: Callable[[], np.ndarray | None] = lambda: None
+    excuse: Excuse | None = None
+    is_late: Callable[[], bool] = lambda: False
+    is_near: bool = False
 
     @property
     def ranges(self) -> Sequence[Range]:
@@ -109,17 +94,19 @@ class Judge:
     def sizes(self) -> Sizes:
         """How large the gradient is, leaf by leaf; the exact one, if there is one."""
         target = self.gradient if self.reference is None else self.reference
-        return self.tolerance.sizes(target, self.point.scale)
+        exact, around = self.reference is not None, self.point.around() if self.is_near else None
+        return self.tolerance.sizes(target, self.point.scale, exact, around)
 
-    def allowed(self, leaf: int) -> Allowed:
-        """How far each element of a leaf may be off."""
-        scale = self.point.scale[slice(*self.ranges[leaf])]
-        return self.tolerance.elements(self.sizes, leaf, scale, self.reference is not None)
+    @functools.cached_property
+    def near(self) -> "Judge":
+        """The judge that knows how large the gradient is around a point where it vanishes."""
+        return dataclasses.replace(self, is_near=True)
 
-    def allowed_at(self, indices: np.ndarray) -> Allowed:
-        """How far some elements may be off."""
-        leaves, scale = self.tolerance.leaves_of(indices), self.point.scale[indices]
-        return self.tolerance.elements(self.sizes, leaves, scale, self.reference is not None)
+    def allowed_at(self, indices: Any, beside: bool = True) -> Allowed:
+        """How far some elements may be off, or those of a slice of one leaf."""
+        one = isinstance(indices, slice)
+        leaf = self.tolerance.leaves_of(indices.start) if one else self.tolerance.leaves_of(indices)
+        return self.tolerance.elements(self.sizes, leaf, self.point.scale[indices], beside)
 
     def elements(self, indices: np.ndarray, judged: bool = True) -> Verdict:
         """The verdict on single elements, in units of the gradient."""
@@ -130,364 +117,341 @@ class Judge:
         return verdict._replace(**{name: getattr(verdict, name) / unit for name in names})
 
     def areas(
-        self, areas, direction: int, target: np.ndarray | None = None, judged: bool = True
+        self, areas, direction: int, judged: bool = True, order: np.ndarray | None = None
     ) -> Verdict:
-        """Judge the slopes along ranges of the input vector against a gradient.
+        """Judge the slopes along ranges of elements against the gradient.
 
         Args:
           areas: pairs (start, stop), one for each row.
           direction: which of the point's directions to move along.
-          target: another gradient to be judged instead.
           judged: False to look closer at what is imprecise, instead of at what disagrees.
+          order: the elements that `areas` are ranges of; None for all, one after the other.
 
         Returns:
-          One verdict for each range. What two steps show to be right or certainly wrong is not
-          looked at again.
+          One verdict for each range. What two steps show to be right is not looked at again.
         """
         areas = np.asarray(areas, int).reshape(-1, 2)
         if not len(areas):
-            return NO_VERDICTS
-        target = self.gradient if target is None else target
-        allowed = self._allowed(areas, direction, target)
-        verdict = self._by_two_steps(areas, direction, target, allowed)
+            return verdicts.NO_VERDICTS
+        allowed = self._allowed(areas, direction, order)
+        measure = functools.partial(self._measure, direction, order)
+        evaluation = self.differences.evaluation
+        verdict = self._by_two_steps(measure, areas, allowed, evaluation.quick)
         if judged and direction != SINGLE:
-            self._by_finer_steps(verdict, areas, direction, target, allowed)
-        doubtful = verdict.kind != OK if judged else _unsettled(verdict)
-        doubtful = np.flatnonzero(doubtful & ~(is_certain(verdict) & judged))
+            self._by_finer_steps(verdict, measure, areas, allowed)
+        unsettled = ~(verdict.error <= PRECISE * np.abs(verdict.numeric))
+        doubtful = np.flatnonzero(verdict.kind != OK if judged else unsettled)
         if doubtful.size and self.delta is None:
-            ladder, ratio = self._ladder(areas[doubtful], direction, target)
-            verdict.put(doubtful, judge_ladder(ladder, ratio, allowed.part(doubtful)))
+            steps = step_sizes(evaluation.ladder)
+            slopes, ratio = measure(areas[doubtful], steps), steps[:-1] / steps[1:]
+            verdict.put(doubtful, verdicts.judge_ladder(slopes, ratio, allowed.part(doubtful)))
         return verdict
 
-    def _by_finer_steps(self, verdict, areas, direction, target, allowed) -> None:
+    def _by_finer_steps(self, verdict, measure, areas, allowed) -> None:
         """Try smaller steps where one disagrees, since elements may have passed their kinks."""
         finer, doubtful = self.differences.evaluation.finer, np.flatnonzero(verdict.kind != OK)
         if finer is None or self.delta is not None or not doubtful.size:
             return
         part = allowed.part(doubtful)
-        closer = self._by_two_steps(areas[doubtful], direction, target, part, finer)
+        closer = self._by_two_steps(measure, areas[doubtful], part, finer)
         right = closer.kind == OK
         verdict.put(doubtful[right], closer.part(right))
 
-    def _by_two_steps(self, areas, direction, target, allowed, exponents=None) -> Verdict:
-        exponents = exponents or self.differences.evaluation.quick
-        exponents = exponents if self.delta is None else (0, 1)
-        steps = self._measure(areas, direction, target, exponents)
-        ratio = 2.0 ** (exponents[1] - exponents[0])
-        return judge_two(steps, ratio, allowed, as_they_are=self.delta is not None)
+    def _by_two_steps(self, measure, areas, allowed, exponents) -> Verdict:
+        own = self.delta is not None
+        steps = np.asarray([1.0, 0.5]) if own else step_sizes(exponents)
+        return verdicts.judge_two(measure(areas, steps), steps[0] / steps[1], allowed, own)
 
-    def _ladder(self, areas, direction, target) -> tuple[Slopes, float]:
-        exponents = self.differences.evaluation.ladder
-        ladder = self._measure(areas, direction, target, exponents)
-        return ladder, 2.0 ** (exponents[1] - exponents[0])
-
-    def _measure(self, areas, direction, target, exponents) -> Slopes:
-        steps = 2.0 ** -np.asarray(exponents, np.float64)
+    def _measure(self, direction, order, areas, steps) -> Slopes:
         count, each = len(areas), len(steps)
         starts, stops = (np.repeat(column, each) for column in areas.T)
         moves = Moves(starts, stops, np.tile(steps, count))
-        along = self.point.direction(direction)
+        along, xs = self.point.direction(direction), self.point.xs
         with progress_bar(len(moves.start)) as progress:
-            flat = self.differences.measure(self.point.xs, along, target, moves, progress)
+            flat = self.differences.measure(xs, along, self.gradient, moves, progress, order)
         return Slopes(*(column.reshape((count, each, -1)) for column in flat))
 
-    def _allowed(self, areas, direction, target) -> Allowed:
-        starts = areas[:, 0]
+    def _allowed(self, areas, direction, order) -> Allowed:
+        starts = areas[:, 0] if order is None else order[areas[:, 0]]
         if direction == SINGLE:
             unit = self.point.scale[starts][:, None]
             allowed = self.allowed_at(starts)
             floor, typical = allowed.floor.T * unit, allowed.typical.T * unit
             return Allowed(allowed.relative[:, None], floor, typical, unit, allowed.paddle)
         along = self.point.direction(direction)
-        norms = [length_along(target[:, a:b], along[a:b]) for a, b in areas]
-        exact = target is self.reference
+        where = [slice(a, b) if order is None else order[a:b] for a, b in areas]
+        norms = [tolerances.length_along(self.gradient[:, part], along[part]) for part in where]
+        exact = self.gradient is self.reference
         return self.tolerance.ranges_along(np.stack(norms), self.sizes.overall, starts, exact)
 
 
-def search(
-    judge: Judge,
-    mode: str,
-    rows: int = 2,
-    allowance: Callable | None = None,
-    without: Collection = (),
-) -> Search:
+def search(judge: Judge, mode: str, rows: int = 2, without: Collection[int] = ()) -> list[Finding]:
     """Look for wrong elements at one point.
 
     Args:
       judge: judges the gradient there.
       mode: "auto", "fast", "full", or "reference": "auto" without a check of the reference itself.
       rows: how many random directions per group of leaves.
-      allowance: gives how far each element may be off in addition; called only where some are
-        off a little.
       without: leaves to leave out.
 
     Returns:
-      A `Search`.
+      What was found in leaves of which not all elements are right.
     """
-    found, leaves = Search([], [], []), range(len(judge.ranges))
-    leaves = [leaf for leaf in leaves if leaf not in without]
+    leaves = [leaf for leaf in range(len(judge.ranges)) if leaf not in without]
     if mode == "full":
-        _full(judge, found)
+        found = [_every(judge.near, leaf) for leaf in leaves]
     elif mode in ("auto", "reference") and judge.reference is not None:
-        _by_reference(judge, judge.reference, found, leaves, allowance)
-        if mode == "auto":
-            _along_groups(judge, judge.reference, found, rows)
-        _by_blocks(judge, found, [leaf for leaf in judge.point.blind if leaf in leaves])
-    elif mode in ("auto", "reference"):
-        _by_blocks(judge, found, leaves)
+        found = [f for leaf in leaves for f in _by_reference(judge, leaf)]
+        doubtful = _doubtful_leaves(judge, rows) if mode == "auto" else set()
+        for leaf in leaves:
+            blocks = BLOCKS if leaf in judge.point.blind else 1
+            if leaf in judge.point.blind or leaf in doubtful:
+                known = [f.indices for f in found if f.leaf == leaf]
+                found += _in_leaf(judge.near, leaf, blocks, rows, known)
     else:
-        _along_leaves(judge, found, rows, leaves)
-    findings = [_of_finite(finding, judge.point) for finding in found.findings]
-    findings = [_without_constants(finding, judge, allowance) for finding in findings]
-    return found._replace(findings=[_without_rounding(f, judge) for f in findings])
+        blocks = 1 if mode == "fast" else BLOCKS
+        found = [f for leaf in leaves for f in _in_leaf(judge.near, leaf, blocks, rows)]
+    return [_excused(finding, judge.near) for finding in found]
 
 
-def every_slope(judge: Judge) -> np.ndarray:
-    """The slope along every single element, for the first cotangent."""
-    return judge.elements(np.arange(judge.point.scale.size), judged=False).numeric
+def _finite_elements(judge: Judge, leaf: int) -> np.ndarray:
+    """The elements of a leaf but for those that are not finite, which is a failure of its own."""
+    start, stop = judge.ranges[leaf]
+    return np.flatnonzero(judge.point.finite[start:stop]) + start
 
 
-def _full(judge: Judge, found: Search) -> None:
-    for leaf, (start, stop) in enumerate(judge.ranges):
-        indices = np.flatnonzero(judge.point.finite[start:stop]) + start
-        verdict = judge.elements(indices)
-        count = int(np.sum(verdict.kind == WRONG))
-        found.findings.append(Finding(leaf, indices, verdict, count, True, len(indices)))
+def _every(judge: Judge, leaf: int) -> Finding:
+    indices = _finite_elements(judge, leaf)
+    found = _unmoved(judge, leaf, indices)
+    for begin in range(0, len(indices), AT_ONCE):
+        part = np.arange(begin, min(begin + AT_ONCE, len(indices)))
+        if not judge.is_late():
+            found.verdict.put(part, judge.elements(indices[part]))
+            found.seen[part] = True
+    return found
 
 
-def _by_reference(judge: Judge, reference, found: Search, leaves, allowance) -> None:
+def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
     """Judge by differences where the gradient and the reference disagree."""
-    for leaf in leaves:
-        start, stop = judge.ranges[leaf]
-        off = np.abs(reference[:, start:stop] - judge.gradient[:, start:stop])
-        part = reference[:, start:stop], judge.gradient[:, start:stop]
-        slack = judge.allowed(leaf).slack(*part)
-        finite = judge.point.finite[start:stop]
-        suspects = (off > slack).any(axis=0) & finite
-        if not suspects.any():
-            continue
-        if allowance is not None and _is_subtle(
-            off[:, suspects], part[0][:, suspects], judge, leaf
-        ):
-            slack = slack + allowance()[:, start:stop]
-            suspects &= (off > slack).any(axis=0)
-        excused = judge.rounding()
-        rounding = np.zeros_like(suspects)
-        if excused is not None:
-            rounding = suspects & (off.max(axis=0) <= excused[start:stop])
-        if rounding.any():
-            indices = np.flatnonzero(rounding) + start
-            kinds = _excuse(judge, leaf, off[:, rounding].max(axis=0), part[0][:, rounding])
-            verdict = _as_reference(judge, reference, indices, ROUNDING)._replace(kind=kinds)
-            found.findings.append(Finding(leaf, indices, verdict, 0, True, 0))
-        indices = np.flatnonzero(suspects & ~rounding)
-        if indices.size:
-            excess = (off[:, indices] / slack[:, indices]).max(axis=0)
-            excess[np.argmax(off[:, indices].max(axis=0))] = np.inf  # the one that is reported
-            worst = indices[np.argsort(-excess, kind="stable")] + start
-            found.findings.append(_inspected_finding(judge, reference, leaf, worst))
+    suspects = _off_by_more(judge, leaf)
+    if len(suspects):
+        judge, suspects = judge.near, _off_by_more(judge.near, leaf)
+    found = _lost_beside_others(judge, leaf, suspects)
+    if not len(suspects):
+        return found
+    told = _excused(_unmoved(judge, leaf, suspects, WRONG), judge)
+    excused = told.verdict.kind != WRONG
+    found += [told.part(excused)] if excused.any() else []
+    indices = suspects[~excused]
+    if len(indices):
+        parts = np.asarray(judge.reference)[:, indices], judge.gradient[:, indices]
+        off = np.abs(parts[0] - parts[1])
+        excess = (off / judge.allowed_at(indices).slack(*parts)).max(axis=0)
+        excess[np.argmax(off.max(axis=0))] = np.inf  # the one that is reported
+        found.append(_examined(judge, leaf, indices[np.argsort(-excess, kind="stable")]))
+    return found
 
 
-def _excuse(judge: Judge, leaf: int, off, gradient) -> np.ndarray:
-    """The verdict on elements that rounding excuses: little of them is lost, or much."""
-    size = np.abs(gradient).max(axis=0) + judge.sizes.typical[:, leaf].max()
-    return np.where(off <= SLIGHT * size, ROUNDING, LOST)
+def _off_by_more(judge: Judge, leaf: int, beside: bool = True) -> np.ndarray:
+    """The elements of a leaf that are off the reference; of a large one, found block by block."""
+    reference, found = np.asarray(judge.reference), []
+    for where in tolerances.pieces(*judge.ranges[leaf]):
+        parts = reference[:, where], judge.gradient[:, where]
+        slack = judge.allowed_at(where, beside).slack(*parts)
+        off = (np.abs(parts[0] - parts[1]) > slack).any(axis=0) & judge.point.finite[where]
+        found.append(np.flatnonzero(off) + where.start)
+    return np.concatenate(found)
 
 
-def _is_subtle(off, reference, judge: Judge, leaf: int) -> bool:
-    size = np.abs(reference) + judge.sizes.typical[:, [leaf]]
-    return bool((off <= SUBTLE * size).all(axis=0).any())
+def _lost_beside_others(judge: Judge, leaf: int, suspects: np.ndarray) -> list[Finding]:
+    """Elements that nothing but the rounding of larger leaves excuses: there, zero would pass."""
+    size = judge.sizes.typical[:, leaf].max() * judge.point.scale[slice(*judge.ranges[leaf])].max()
+    if size > 10 * judge.sizes.vanishing * judge.sizes.overall.max():
+        return []
+    indices = np.setdiff1d(_off_by_more(judge, leaf, beside=False), suspects)
+    if not len(indices) or judge.tolerance.eps[leaf] > np.finfo(np.float64).eps:
+        return []
+    return [_unmoved(judge, leaf, indices, UNSURE)]
 
 
-def _inspected_finding(judge: Judge, reference, leaf: int, worst) -> Finding:
-    """Some of the suspects judged by differences; more of them, if they do not agree.
+def _in_leaf(
+    judge: Judge, leaf: int, blocks: int, rows: int, known: Sequence = ()
+) -> list[Finding]:
+    """Move the elements of a leaf together, but for known ones, and look at what disagrees."""
+    elements = _finite_elements(judge, leaf)
+    elements = np.setdiff1d(elements, np.concatenate(known)) if known else elements
+    if not len(elements):
+        return []
+    if judge.is_late():
+        return [_examined(judge, leaf, elements)]
+    directions = [DENSE] if blocks > 1 else [*BALANCED, DENSE][:rows]
+    groups = _split([np.arange(len(elements))], blocks)
+    kinds = [_moved_together(judge, elements, groups, direction).kind for direction in directions]
+    bad = [g for g, kind in zip(groups, np.max(kinds, axis=0), strict=True) if kind != OK]
+    if not bad:
+        return []
+    return [_examined(judge, leaf, elements[np.concatenate(bad)])]
 
-    Two of a kind stand for all of it if none is wrong. Of a kind are the elements of one value
-    that are off by one ratio, as are the zeros given to a relu.
+
+def _examined(judge: Judge, leaf: int, elements: np.ndarray) -> Finding:
+    """Judge elements of a leaf: two of each kind stand for it, and the others move together.
+
+    What is at a kink is held where the others are moved, so that it hides none of them.
     """
-    spread = worst[WORST:][:: max(1, (len(worst) - WORST) // SPREAD)][:SPREAD]
-    most = worst[:INSPECTED]
-    kind, of_a_kind = _kinds(judge, reference, most)
-    first = np.concatenate([worst[:WORST], spread])
-    by_kind = len(worst) > WORST and len(of_a_kind) < len(first)
-    first = most[of_a_kind] if by_kind else first
-    verdict = _with_reference(judge.elements(first), judge, reference, first)
-    if (verdict.kind == WRONG).all():
-        return _leaf_finding(judge, reference, leaf, worst, first, verdict, WRONG)
-    if by_kind and np.isin(verdict.kind, (OK, KINK)).all():
-        verdict = verdict.part(kind)
-    elif by_kind or len(first) < len(most):
-        verdict = _with_reference(judge.elements(most), judge, reference, most)
-    return _leaf_finding(judge, reference, leaf, worst, most, verdict, UNSEEN)
+    found = _unmoved(judge, leaf, elements)
+    if judge.is_late():
+        return found._replace(exact=False)
+    verdict, seen, known = found.verdict, found.seen, judge.reference is not None
+    kind, shared = _kinds(judge, elements)
+    sample = _places_to_look_at(kind, shared, known)
+    seen[sample] = True
+    looked_at = judge.elements(elements[sample])
+    verdict.put(sample, _with_reference(looked_at, judge, elements[sample]) if known else looked_at)
+    if known and len(sample) and (verdict.kind[sample] == WRONG).all():
+        verdict.kind[:] = WRONG
+    for label in np.unique(kind[sample]):
+        of_kind = kind == label
+        kinds = np.unique(verdict.kind[of_kind & seen])
+        bent = shared[of_kind].all() and kinds[0] in BENT
+        if len(kinds) == 1 and (bent or (known and kinds[0] == WRONG)):
+            verdict.kind[of_kind] = kinds[0]
+    # What disagreed as a whole is split at once, unless what was looked at explains it.
+    parts = 1 if known or (looked_at.kind != OK).any() else BLOCKS
+    return found._replace(exact=_halved(judge, elements, verdict, seen, parts))
 
 
-def _leaf_finding(
-    judge, reference, leaf: int, suspects, inspected, verdict, others: int
-) -> Finding:
-    """The verdict on the elements inspected, and `others` on the other suspects."""
-    rest = np.setdiff1d(suspects, inspected)
-    both = [verdict, _as_reference(judge, reference, rest, others)]
-    together = Verdict(*map(np.concatenate, zip(*both, strict=True)))
-    wrong = others == WRONG
-    count = len(suspects) if wrong else len(inspected)
-    indices, exact = np.r_[inspected, rest], wrong or not len(rest)
-    return Finding(leaf, indices, together, count, exact, len(inspected))
+def _kinds(judge: Judge, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """A kind for each element, and whether others in it have its value.
+
+    Of a kind are elements of one value, such as zeros given to a relu; where there is a reference,
+    those that are off it by one ratio.
+    """
+    _, place, counts = np.unique(
+        judge.point.vector[elements], return_inverse=True, return_counts=True
+    )
+    shared = counts[place] > 1
+    columns = [np.where(shared, place, -1.0)]
+    if judge.reference is not None:
+        ratio = judge.gradient[0, elements] / judge.reference[0, elements]
+        columns.append(np.round(ratio, 5) + 0.0)  # -0 is 0
+    _, kind = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
+    return kind.ravel(), shared
 
 
-def _kinds(judge: Judge, reference, indices) -> tuple[np.ndarray, np.ndarray]:
-    """The kind of each element, and where the first and the last of each kind are."""
-    ratio = judge.gradient[0, indices] / reference[0, indices]
-    alike = np.stack([judge.point.vector[indices], np.float32(ratio).astype(float)], axis=1)
-    _, first, kind = np.unique(alike, axis=0, return_index=True, return_inverse=True)
-    last = [np.flatnonzero(kind.ravel() == k)[-1] for k in range(len(first))]
-    return kind.ravel(), np.concatenate([first, np.asarray(last, int)])
+def _places_to_look_at(kind: np.ndarray, shared: np.ndarray, by_ratio: bool) -> np.ndarray:
+    """Where elements are that are looked at: two of each of the largest kinds, and some others."""
+    labels, first, sizes = np.unique(kind, return_index=True, return_counts=True)
+    usable = np.flatnonzero(by_ratio | shared[first])
+    largest = usable[np.argsort(-sizes[usable], kind="stable")][:KINDS_LOOKED_AT]
+    ends = [np.flatnonzero(kind == labels[k])[[0, -1]] for k in largest]
+    others = by_ratio and len(largest) < len(labels)
+    worst = np.arange(min(WORST, len(kind)) if others or len(kind) <= WORST and by_ratio else 0)
+    chosen = np.unique(np.concatenate([worst, *ends]))
+    if not others:
+        return chosen
+    left = np.setdiff1d(np.arange(len(kind)), chosen)
+    room = max(INSPECTED - len(chosen), 1)
+    return np.union1d(chosen, left[:: max(1, -(-len(left) // room))])
 
 
-def _as_reference(judge: Judge, reference, indices, kind: int) -> Verdict:
-    """The verdict on elements that only the reference has judged."""
-    numeric, analytic = reference[0, indices], judge.gradient[0, indices]
-    zero = np.zeros(len(indices))
-    kinds = np.full(len(indices), kind)
-    return Verdict(kinds, numeric, analytic, zero, numeric, numeric, zero.astype(bool))
+def _halved(judge: Judge, elements, verdict: Verdict, seen: np.ndarray, parts: int) -> bool:
+    """Move what is left together, and split what disagrees; return whether all was looked at."""
+    rest = np.flatnonzero(verdict.kind == UNSEEN)
+    groups, exact = [rest] if len(rest) else [], True
+    while groups and not judge.is_late():
+        groups, single = _split(groups, parts), max(map(len, groups)) <= parts
+        parts = BLOCKS if parts == 1 else PARTS
+        found = _moved_together(judge, elements, groups, SINGLE if single else DENSE)
+        if single:
+            alone = np.concatenate(groups)
+            verdict.put(alone, found)
+            seen[alone] = True
+            return exact
+        for group, kind in zip(groups, found.kind, strict=True):
+            verdict.kind[group] = kind if kind in (OK, UNSURE) else UNSEEN
+        off = np.abs(found.numeric - found.analytic)
+        wrong = sorted(np.flatnonzero(found.kind == WRONG), key=lambda k: -off[k])
+        bent = np.flatnonzero(np.isin(found.kind, BENT))
+        kept = [*(wrong[:WORST_GROUPS] if len(wrong) > FEW else wrong), *bent[:FEW]]
+        exact = exact and len(kept) == len(wrong) + len(bent)
+        groups = [groups[k] for k in kept]
+    return exact
 
 
-def _with_reference(verdict: Verdict, judge: Judge, reference, indices) -> Verdict:
+def _moved_together(judge: Judge, elements: np.ndarray, groups: list, direction: int) -> Verdict:
+    """Judge groups of elements, each moved as a whole."""
+    if direction == SINGLE:
+        return judge.elements(elements[np.concatenate(groups)])
+    ends = np.cumsum([0, *map(len, groups)])
+    areas, order = np.stack([ends[:-1], ends[1:]], axis=1), elements[np.concatenate(groups)]
+    found = judge.areas(areas, direction, order=order)
+    if judge.reference is not None:
+        known = np.abs(judge.reference[:, order]) + np.abs(judge.gradient[:, order])
+        nothing = ~np.logical_or.reduceat(known.any(axis=0), ends[:-1])
+        found = found._replace(kind=np.where(nothing & (found.kind == UNSURE), OK, found.kind))
+    return found
+
+
+def _split(groups: list[np.ndarray], parts: int) -> list[np.ndarray]:
+    split = [np.array_split(group, min(parts, len(group))) for group in groups if len(group)]
+    return [piece for several in split for piece in several]
+
+
+def _unmoved(judge: Judge, leaf: int, indices: np.ndarray, kind: int = UNSEEN) -> Finding:
+    """Elements that were not moved: their numbers are the reference's, for the worst cotangent."""
+    analytic = judge.gradient[:, indices]
+    numeric = analytic * np.nan if judge.reference is None else judge.reference[:, indices]
+    worst = np.argmax(np.abs(numeric - analytic), axis=0), np.arange(len(indices))
+    numeric, analytic, zero = numeric[worst], analytic[worst], np.zeros(len(indices))
+    kinds, sides = np.full(len(indices), kind), (numeric.copy(), numeric.copy())
+    verdict = Verdict(kinds, numeric, analytic, zero, *sides, zero > 0)
+    return Finding(leaf, indices, verdict, zero > 0)
+
+
+def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     """Where differences are too noisy to decide, without contradicting the reference, it decides.
 
-    A gradient far below the noise of the outputs is among them, but not one that vanishes.
+    A gradient far below the noise of the outputs is among them. One that is zero for both, and for
+    differences within their noise, is right.
     """
-    off = np.abs(reference - judge.gradient)[:, indices]
-    row = np.argmax(off, axis=0)
-    better, analytic = reference[row, indices], judge.gradient[row, indices]
-    close = np.abs(verdict.numeric - verdict.analytic) <= verdict.error
-    blurred = (np.abs(verdict.numeric - better) <= verdict.error) & (
-        np.abs(better - analytic) <= verdict.error
-    )
-    unsure = (verdict.kind == UNSURE) | ((verdict.kind == OK) & blurred)
-    wrong = unsure & np.isfinite(verdict.numeric) & close
+    parts = np.asarray(judge.reference)[:, indices], judge.gradient[:, indices]
+    off, allowed = np.abs(parts[0] - parts[1]), judge.allowed_at(indices).slack(*parts)
+    row = np.argmax(off, axis=0), np.arange(len(indices))
+    better, analytic = parts[0][row], parts[1][row]
+    apart = np.abs(verdict.numeric - verdict.analytic) - verdict.error
+    agrees = np.abs(verdict.numeric - better) <= verdict.error
+    unsure = verdict.kind == UNSURE
+    blurred = (verdict.kind == OK) & agrees & (np.abs(better - analytic) <= verdict.error)
+    wrong = (unsure | blurred) & (apart <= 0) & np.isfinite(verdict.numeric)
+    wrong &= (off > allowed).any(axis=0)
+    nothing = unsure & (apart <= 0) & (better == 0) & (analytic == 0)
     return verdict._replace(
-        kind=np.where(wrong, WRONG, verdict.kind),
+        kind=np.where(wrong, WRONG, np.where(nothing, OK, verdict.kind)),
         numeric=np.where(wrong, better, verdict.numeric),
         analytic=np.where(wrong, analytic, verdict.analytic),
     )
 
 
-def _along_groups(judge: Judge, reference: np.ndarray, found: Search, rows: int) -> None:
+def _doubtful_leaves(judge: Judge, rows: int) -> set[int]:
     """An independent look at the reference itself, a few leaves at a time."""
-    known = {finding.leaf for finding in found.findings}
     groups = [g for g in np.array_split(np.arange(len(judge.ranges)), GROUPS) if g.size]
     areas = [(judge.ranges[g[0]][0], judge.ranges[g[-1]][1]) for g in groups]
-    doubtful = set()
-    for direction in BALANCED[:rows]:
-        verdict = judge.areas(areas, direction, reference)
-        for group, kind in zip(groups, verdict.kind, strict=True):
-            doubtful |= set(group.tolist()) if kind != OK else set()
-    leaves = sorted(doubtful - known)
-    if leaves:
-        _along_leaves(judge, found, rows, leaves)
+    itself = dataclasses.replace(judge, gradient=judge.reference)
+    kinds = np.max([itself.areas(areas, row).kind for row in BALANCED[:rows]], axis=0)
+    return {leaf for group, kind in zip(groups, kinds, strict=True) if kind != OK for leaf in group}
 
 
-def _along_leaves(judge: Judge, found: Search, rows: int, leaves: Sequence[int]) -> None:
-    areas = [judge.ranges[leaf] for leaf in leaves]
-    verdicts = [judge.areas(areas, direction) for direction in (*BALANCED, DENSE)[:rows]]
-    kinds = np.max([verdict.kind for verdict in verdicts], axis=0)
-    for leaf, area, kind in zip(leaves, areas, kinds, strict=True):
-        _record(judge, found, leaf, [area], np.asarray([kind]))
-
-
-def _by_blocks(judge: Judge, found: Search, leaves: Sequence[int]) -> None:
-    for leaf in leaves:
-        blocks = _split_range(judge.ranges[leaf], BLOCKS)
-        _record(judge, found, leaf, blocks, _verdict(judge, blocks).kind)
-
-
-def _record(judge: Judge, found: Search, leaf: int, areas, kinds) -> None:
-    found.kinks.extend(area for area, kind in zip(areas, kinds, strict=True) if kind == KINK)
-    found.unsure.extend(area for area, kind in zip(areas, kinds, strict=True) if kind == UNSURE)
-    wrong = [area for area, kind in zip(areas, kinds, strict=True) if kind == WRONG]
-    if wrong:
-        finding = _bisect(judge, leaf, wrong)
-        found.findings.append(finding)
-        if not len(finding.indices):
-            found.unsure.extend((a, b) for a, b in wrong if b - a > BLOCKS)
-
-
-def _bisect(judge: Judge, leaf: int, areas: list[Range]) -> Finding:
-    """Split disagreeing ranges until single elements are left.
-
-    Where a range disagrees though all its parts agree, only elements at kinks are left: together
-    they may be wrong. No element is left where the disagreement was noise.
-    """
-    exact, kinks = True, []
-    while areas and max(stop - start for start, stop in areas) > 1:
-        parts = [part for area in areas for part in _split_range(area, _part_count(area))]
-        verdict = _verdict(judge, parts)
-        kinks = [part for part, kind in zip(parts, verdict.kind, strict=True) if kind == KINK]
-        wrong = np.flatnonzero(verdict.kind == WRONG)
-        if len(wrong) > FEW and max(stop - start for start, stop in parts) > 1:
-            off = np.abs(verdict.numeric - verdict.analytic)[wrong]
-            wrong, exact = wrong[np.argsort(-off, kind="stable")][:WORST_AREAS], False
-        areas = [parts[k] for k in wrong]
-    singles = areas or [(start, stop) for start, stop in kinks if stop - start == 1]
-    indices = np.asarray([start for start, _ in singles], int)[:INSPECTED]
-    return Finding(leaf, indices, judge.elements(indices), len(singles), exact, len(indices))
-
-
-def _verdict(judge: Judge, areas: list[Range]) -> Verdict:
-    single = max(stop - start for start, stop in areas) == 1
-    return judge.areas(areas, SINGLE if single else DENSE)
-
-
-def _part_count(area: Range) -> int:
-    return BLOCKS if area[1] - area[0] <= BLOCKS else PARTS
-
-
-def _split_range(area: Range, parts: int) -> list[Range]:
-    start, stop = area
-    cuts = np.linspace(start, stop, min(parts, stop - start) + 1).astype(int)
-    return [(int(a), int(b)) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
-
-
-def _unsettled(verdict: Verdict) -> np.ndarray:
-    return ~(verdict.error <= SETTLED * np.abs(verdict.numeric))
-
-
-def _of_finite(finding: Finding, point: Point) -> Finding:
-    """Leaves out elements whose gradient is not finite, which is a failure of its own."""
-    finite = point.finite[finding.indices]
-    if finite.all():
-        return finding
-    return finding._replace(
-        indices=finding.indices[finite],
-        verdict=finding.verdict.part(finite),
-        suspects=finding.suspects - int(np.sum(~finite)),
-        inspected=int(finite[: finding.inspected].sum()),
-    )
-
-
-def _without_constants(finding: Finding, judge: Judge, allowance: Callable | None) -> Finding:
-    """Accept what rounded constants explain, where there was no reference to compare with.
-
-    (test_a_constant_may_be_rounded_in_every_mode)
-    """
-    if allowance is None or not finding.is_wrong:
-        return finding
-    verdict = finding.verdict
-    off = np.abs(verdict.numeric - verdict.analytic)
+def _excused(finding: Finding, judge: Judge) -> Finding:
+    """Excuse elements that are off no more than the excuse allows them."""
+    verdict, excuse = finding.verdict, judge.excuse
     wrong = (verdict.kind == WRONG) & ~verdict.kink
-    subtle = wrong & (off <= SUBTLE * np.fmax(np.abs(verdict.numeric), np.abs(verdict.analytic)))
-    if not subtle.any():
-        return finding
-    return finding.with_kind(OK, subtle & (off <= allowance().max(axis=0)[finding.indices]))
-
-
-def _without_rounding(finding: Finding, judge: Judge) -> Finding:
-    """Excuse elements where plain AD in the same precision is off about as much."""
-    verdict = finding.verdict
-    wrong = (verdict.kind == WRONG) & ~verdict.kink
-    excused = judge.rounding() if wrong.any() else None
-    if excused is None:
+    if excuse is None or not wrong.any():
         return finding
     off = np.abs(verdict.numeric - verdict.analytic)
-    excuse = _excuse(judge, finding.leaf, off, verdict.numeric[None])
-    return finding.with_kind(excuse, wrong & (off <= excused[finding.indices]))
+    size = np.abs(verdict.numeric) + judge.sizes.typical[:, finding.leaf].max()
+    wrong &= off <= excuse.most * size
+    allowed = excuse.measure() if wrong.any() else None
+    if allowed is None:
+        return finding
+    kinds = np.where(off <= excuse.verified * size, excuse.kind, LOST)
+    return finding.with_kind(kinds, wrong & (off <= allowed[finding.indices]))

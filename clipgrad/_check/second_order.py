@@ -1,19 +1,16 @@
 """The second order: the VJP is a function too, of the inputs and the cotangent; check its VJP."""
 
-import dataclasses
-
 import jax
 
-from clipgrad._check.check import Check
+import clipgrad._trees as _trees
+from clipgrad._check.check import Check, measured
 from clipgrad._check.differences import Differences
 from clipgrad._check.evaluation import choose, evaluation_in_float64
-from clipgrad._check.gradients import GradientOf, differentiator, plain_ad
+from clipgrad._check.gradients import Gradient, PlainAD, differentiated
 from clipgrad._check.points import cotangents
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject, traced
-from clipgrad._check.tolerances import make_tolerance
 from clipgrad._check.values import found_at, told
-from clipgrad._check.vectors import cotangent_leaves
 from clipgrad._errors import first_line
 
 NAME = "second order"
@@ -22,7 +19,7 @@ NAME = "second order"
 def check_second_order(check: Check) -> None:
     """The second order, if it is asked for and the first is right."""
     log = check.log
-    if check.options.order < 2:
+    if check.options.order < 2 or not log.has_time(NAME):
         return
     if log.failures:
         log.not_run[NAME] = "the first order fails"
@@ -33,9 +30,8 @@ def check_second_order(check: Check) -> None:
         detail = f"the VJP cannot be differentiated: it raises {first_line(error)}"
         log.failures.append(Failure(NAME, check.subject.names[0], detail))
         return
-    stops = check.widened is not None and check.widened.stops
-    point = second.first()
-    mode = "reference" if stops and point.reference is not None else "auto"
+    point = second.point()
+    mode = "reference" if check.stops and point.reference is not None else "auto"
     found = found_at(second, point, mode, rows=1)
     failures, notes = told(second.subject, point, found, check=NAME)
     log.failures += failures
@@ -46,34 +42,17 @@ def check_second_order(check: Check) -> None:
 def _of_the_vjp(check: Check) -> Check:
     """The VJP as a function to be checked, of inputs and cotangent.
 
-    The reference is the derivative of plain AD's VJP, custom rules stripped. Suspects are judged
-    by differences of the VJP as written, `stop_gradient` not held: a held one would hide exactly
-    the derivative that a rule forgets.
+    Plain AD differentiates the VJP of plain AD. In slopes of the VJP as written `stop_gradient` is
+    not held: a held one would hide exactly the derivative that a rule forgets.
     """
-    subject, widened = _vjp(check), check.widened
+    subject = _vjp(check)
     covectors = cotangents(subject, check.options.seed)
-    differentiate = differentiator(subject)
-    vjp = differentiate(subject.inputs)
-    differences = _differences(subject, covectors, check)
-    inner = set() if widened is None else widened.narrow
-    plain = None
-    if widened is not None:
-        twice = GradientOf(widened, len(check.subject.inputs))
-        plain = plain_ad(twice, check.subject.program, subject.outputs, "plain AD twice")
-        widened = twice
-    return dataclasses.replace(
-        check,
-        subject=subject,
-        covectors=covectors,
-        differentiate=differentiate,
-        vjp=vjp,
-        gradient=vjp.rows(covectors),
-        differences=differences,
-        tolerance=make_tolerance(subject.ranges, subject.dtypes, inner),
-        widened=widened,
-        plain=plain,
-        rule=None,
-    )
+    vjp = differentiated(subject, subject.inputs)
+    plain, count = check.plain, len(subject.inputs)
+    if plain is not None:
+        plain = Gradient(PlainAD(plain.function, count), plain.constants, subject.outputs)
+    own = covectors, vjp, vjp.rows(covectors)
+    return measured(subject, check.log, own, _evaluated(subject, covectors, check), plain)
 
 
 def _vjp(check: Check) -> CheckSubject:
@@ -82,7 +61,7 @@ def _vjp(check: Check) -> CheckSubject:
     def gradient(leaves):
         return jax.vjp(subject.fun, leaves[:count])[1](leaves[count:])[0]
 
-    inputs = [*subject.inputs, *cotangent_leaves(check.covectors[0], subject.outputs)]
+    inputs = [*subject.inputs, *_trees.cotangent_leaves(check.covectors[0], subject.outputs)]
     return subject._replace(
         fun=gradient,
         program=traced(gradient, inputs),
@@ -93,11 +72,12 @@ def _vjp(check: Check) -> CheckSubject:
     )
 
 
-def _differences(subject: CheckSubject, covectors, check: Check) -> Differences:
+def _evaluated(subject: CheckSubject, covectors, check: Check) -> tuple:
     try:
-        return Differences(evaluation_in_float64(subject, hold=False)[0], covectors)
+        evaluation, wide = evaluation_in_float64(subject, hold=False)
+        return Differences(evaluation, covectors), wide
     except Exception:
         notes: list[str] = []
-        differences, _ = choose(subject, covectors, notes)
+        found = choose(subject, covectors, notes)
         check.log.notes += [f"{NAME}: {note}" for note in notes]
-        return differences
+        return found

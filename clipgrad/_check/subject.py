@@ -7,9 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._check.selection import Selector, leaf_names, parameter_names, select, simple_paths
-from clipgrad._check.vectors import is_float_leaf, offsets, real_dtype, widened_leaf
-from clipgrad._trees import check_leaves, check_tree, is_array
+import clipgrad._trees as _trees
 
 Leaves = list[jax.Array]
 Range = tuple[int, int]
@@ -43,30 +41,30 @@ class CheckSubject(NamedTuple):
     @property
     def ranges(self) -> list[Range]:
         """The range of each leaf in the vector of inputs."""
-        places = offsets(self.inputs)
+        places = _trees.offsets(self.inputs)
         return [(int(a), int(b)) for a, b in zip(places[:-1], places[1:], strict=True)]
 
     @property
     def dtypes(self) -> list[str]:
         """The real dtype of each input leaf, by name."""
-        return [real_dtype(leaf).name for leaf in self.inputs]
+        return [_trees.real_dtype(leaf).name for leaf in self.inputs]
 
 
 def require_arrays(args: Any, kwargs: Mapping[str, Any]) -> None:
     """Raises an error for trees without an end, and for numbers that JAX cannot take."""
-    check_tree("args", (args, kwargs))
+    _trees.check_tree("args", (args, kwargs))
     for name, tree in (("args", args), ("kwargs", kwargs)):
-        numbers = jax.tree.map(lambda leaf: leaf if _has_numeric_dtype(leaf) else None, tree)
-        check_leaves(name, numbers)
+        leaves = jax.tree.map(lambda leaf: leaf if _has_numbers(leaf) else None, tree)
+        _trees.check_leaves(name, leaves)
 
 
 def make_subject(
     fun: Callable,
     args: tuple,
     kwargs: Mapping[str, Any] | None = None,
-    wrt: Selector | None = None,
-    no_grad: Selector | None = None,
-    output: Selector | None = None,
+    wrt: _trees.Selector | None = None,
+    no_grad: _trees.Selector | None = None,
+    output: _trees.Selector | None = None,
 ) -> CheckSubject:
     """Call the function once and set up the subject, or say what is wrong with the request."""
     if not isinstance(args, tuple):
@@ -77,12 +75,13 @@ def make_subject(
     tree = (args, kwargs)
     leaves, structure = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) if _is_number_leaf(leaf) else leaf for leaf in leaves]
-    arrays = [k for k, leaf in enumerate(leaves) if _is_jax_array(leaf)]
+    arrays = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     chosen = _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad)
     call = _caller(fun, structure, leaves)
-    names = leaf_names(args, "args") + leaf_names(kwargs, "kwargs")
+    names = _trees.leaf_names(args, "args") + _trees.leaf_names(kwargs, "kwargs")
     _require_finite([leaves[k] for k in chosen], [names[k] for k in chosen])
-    pick, outputs, output_names = _chosen_outputs(call([], []), output)
+    call, result = _first_call(call, leaves)
+    pick, outputs, output_names = _chosen_outputs(result, output)
     inputs = [leaves[k] for k in chosen]
 
     def chosen_fun(xs):
@@ -100,6 +99,11 @@ def make_subject(
     )
 
 
+def _has_numbers(leaf):
+    is_numpy = isinstance(leaf, (np.ndarray, np.generic))
+    return np.issubdtype(leaf.dtype, np.number) if is_numpy else hasattr(leaf, "dtype")
+
+
 def traced(fun: Callable[[Leaves], Leaves], inputs: Leaves) -> Any:
     """The function as a program, or None if it cannot be traced."""
     try:
@@ -108,19 +112,10 @@ def traced(fun: Callable[[Leaves], Leaves], inputs: Leaves) -> Any:
         return None
 
 
-def _has_numeric_dtype(leaf):
-    is_numpy = isinstance(leaf, (np.ndarray, np.generic))
-    return np.issubdtype(leaf.dtype, np.number) if is_numpy else hasattr(leaf, "dtype")
-
-
 def _is_number_leaf(leaf):
     if isinstance(leaf, (np.ndarray, np.generic)):
-        return is_array(np.asarray(leaf))
+        return _trees.is_array(np.asarray(leaf))
     return isinstance(leaf, (float, complex))
-
-
-def _is_jax_array(leaf):
-    return isinstance(leaf, jax.Array)
 
 
 def _caller(fun, structure, leaves):
@@ -134,18 +129,33 @@ def _caller(fun, structure, leaves):
     return call
 
 
+def _first_call(call: Callable, leaves: list) -> tuple[Callable, Any]:
+    """The call and its result; one that donates its arrays, and so deletes them, gets copies."""
+    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def with_copies(positions, values):
+        values = dict(zip(positions, values, strict=True))
+        copies = [values.get(k, leaves[k]).copy() for k in places]
+        return call(places, copies), copies
+
+    result, copies = with_copies([], [])
+    if not any(leaf.is_deleted() for leaf in copies):
+        return call, result
+    return lambda positions, values: with_copies(positions, values)[0], result
+
+
 def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
     paths = _input_paths(fun, args, kwargs)
-    floats = [k for k, leaf in enumerate(leaves) if is_float_leaf(leaf)]
+    floats = [k for k, leaf in enumerate(leaves) if _trees.is_float_leaf(leaf)]
     if not floats:
         raise ValueError(
             f"args: got leaves of {sorted({_leaf_kind(leaf) for leaf in leaves})}, expected a "
             "floating-point array to differentiate"
         )
     names = [paths[k] for k in floats]
-    chosen = set(range(len(floats))) if wrt is None else select(wrt, names, "wrt")
+    chosen = set(range(len(floats))) if wrt is None else _trees.select(wrt, names, "wrt")
     if no_grad is not None:
-        chosen -= select(no_grad, names, "no_grad")
+        chosen -= _trees.select(no_grad, names, "no_grad")
     chosen = {k for k in chosen if leaves[floats[k]].size}
     if not chosen:
         raise ValueError(
@@ -156,14 +166,14 @@ def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
 
 
 def _input_paths(fun, args, kwargs):
-    parameters = parameter_names(fun, len(args))
+    parameters = _trees.parameter_names(fun, len(args))
     paths = []
-    for path in simple_paths(args):
+    for path in _trees.simple_paths(args):
         first, _, rest = path.partition("/")
         named = parameters[int(first)] if int(first) < len(parameters) else None
         spelled = [first] if named is None else [named, first]
         paths.append("|".join(f"{head}/{rest}" if rest else head for head in spelled))
-    return paths + simple_paths(kwargs)
+    return paths + _trees.simple_paths(kwargs)
 
 
 def _leaf_kind(leaf):
@@ -172,16 +182,16 @@ def _leaf_kind(leaf):
 
 def _chosen_outputs(out, output):
     leaves = jax.tree.leaves(out)
-    floats = [k for k, leaf in enumerate(leaves) if is_float_leaf(leaf)]
+    floats = [k for k, leaf in enumerate(leaves) if _trees.is_float_leaf(leaf)]
     if not floats:
         raise ValueError(
             f"fun: got {[_leaf_kind(leaf) for leaf in leaves] or out!r} from it, expected a "
             "floating-point array among its results"
         )
-    names = leaf_names(out, "out")
+    names = _trees.leaf_names(out, "out")
     if output is not None:
-        paths = simple_paths(out)
-        kept = select(output, [paths[k] or "0" for k in floats], "output")
+        paths = _trees.simple_paths(out)
+        kept = _trees.select(output, [paths[k] or "0" for k in floats], "output")
         floats = [floats[k] for k in sorted(kept)]
 
     def pick(result):
@@ -193,7 +203,7 @@ def _chosen_outputs(out, output):
 
 def _require_finite(leaves: Sequence[jax.Array], names: Sequence[str]) -> None:
     for leaf, name in zip(leaves, names, strict=True):
-        values = widened_leaf(leaf).ravel()
+        values = _trees.widened_leaf(leaf).ravel()
         bad = np.flatnonzero(~np.isfinite(values))
         if bad.size:
             index = int(bad[0]) * (2 if np.iscomplexobj(values) else 1)
@@ -204,7 +214,7 @@ def _require_finite(leaves: Sequence[jax.Array], names: Sequence[str]) -> None:
 
 
 def _element(leaves, names, index: int) -> str:
-    places = offsets(leaves)
+    places = _trees.offsets(leaves)
     k = int(np.searchsorted(places, index, "right") - 1)
     return names[k] + _subscript(leaves[k], index - int(places[k]))
 

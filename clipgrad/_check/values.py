@@ -1,145 +1,70 @@
 """The check of values at one point: which gradient is judged by which, failures and notes."""
 
-import functools
-
 import numpy as np
 
-import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.check import Check
 from clipgrad._check.points import Point
 from clipgrad._check.report import Failure
-from clipgrad._check.search import Finding, Judge, Search, search
-from clipgrad._check.structure import check_ties, excuse_symmetric
+from clipgrad._check.search import Finding, search, wrong_leaves
+from clipgrad._check.structure import check_ties, excuse_structure
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import FAR_IN_FLOAT64
-from clipgrad._check.verdicts import IMPLICIT, KINDS, KINK, UNSURE, WRONG
+from clipgrad._check.verdicts import KINDS, WRONG
 
 LAYOUT_LIMIT = 100_000  # elements of a leaf that are compared with its transpose and permutations
-PASSES_AS_COMPUTED = "; the rule is wrong in float64, but within the tolerance in its own precision"
 
 
 def check_values(check: Check, point: Point, where: str = "") -> None:
-    """Search for wrong elements at one point.
-
-    The rule evaluated in float64, where that can be done, must agree with slopes to float64's
-    tolerance; the gradient as it was computed must then agree with the rule's to its own. Else
-    the gradient as it was computed is judged by slopes.
-    """
+    """Search for wrong elements at one point."""
     log, first = check.log, not where
-    mode = check.options.mode if first else _mode_elsewhere(check, point)
+    mode = check.options.mode
+    if not first and (mode != "auto" or point.reference is None):
+        mode = "fast"
     found = found_at(check, point, mode, rows=1 if mode == "auto" else 2)
     failures, notes = told(check.subject, point, found, where)
     if first:
-        judge = check.judge(point)
+        judge = check.judge_of_arithmetic(point)
         failures += check_ties(check.subject, judge, check.vjp, found, check.options.seed)
-        log.verified = int(point.finite.sum()) - unverified(point, found)
-    if not first:
-        failures = [
-            f._replace(detail=f"right at the point that you passed; {f.detail}") for f in failures
-        ]
+        log.count(point, found)
+    else:
+        right = "right at the point that you passed; "
+        failures = [f._replace(detail=right + f.detail) for f in failures]
     log.fail(failures)
     log.notes += [note for note in notes if note.replace(where, "", 1) not in log.notes]
     if first and not point.gradient.any():
         log.notes.append("the gradient is zero everywhere: does the output depend on the inputs?")
 
 
-def _mode_elsewhere(check: Check, point: Point) -> str:
-    return "auto" if check.options.mode == "auto" and point.reference is not None else "fast"
+def found_at(check: Check, point: Point, mode: str, rows: int) -> list[Finding]:
+    """What is wrong at one point: is the formula right, and then is its arithmetic?
 
-
-def found_at(check: Check, point: Point, mode: str, rows: int) -> Search:
-    """What is wrong at one point: of the rule in float64, and of the gradient as computed."""
-    judge, of_rule = check.judge(point), Search([], [], [])
-    if point.rule is None:
-        found = search(judge, mode, rows)
-    else:
-        strict = check.judge_of_rule(point)
-        allowance = functools.cache(lambda: check.moved_by_constants(point))
-        of_rule = search(strict, mode, rows, allowance)
-        of_rule = _excused_search(check, strict, _faithful(of_rule, judge))
-        found = search(judge, "reference", without=of_rule.wrong_leaves())
-    found = _excused_search(check, judge, found)
-    return Search(
-        _told_once(of_rule.findings, found.findings),
-        of_rule.kinks + found.kinks,
-        of_rule.unsure + found.unsure,
-    )
-
-
-def _faithful(found: Search, judge: Judge) -> Search:
-    """Leave out leaves whose gradient is right as computed though wrong by far in float64.
-
-    The rule does something there that widening changes.
+    The rule evaluated in float64 must agree with slopes to float64's tolerance; the gradient as it
+    was computed must then agree with that rule to its own. Where the rule cannot run in float64,
+    slopes judge the gradient as it was computed.
     """
-    rule = judge.reference
-    if rule is None or not found.wrong_leaves():
-        return found
-    findings = []
-    for finding in found.findings:
-        if finding.is_wrong:
-            verdict = finding.verdict.part(np.flatnonzero(finding.verdict.kind == WRONG))
-            indices = finding.indices[finding.verdict.kind == WRONG]
-            apart = np.abs(rule[:, indices] - verdict.analytic)
-            row = np.argmin(apart, axis=0), np.arange(len(indices))
-            parts = rule[:, indices], judge.gradient[:, indices]
-            allowed = judge.allowed_at(indices).slack(*parts)[row]
-            own = np.abs(parts[1][row] - verdict.numeric) <= allowed
-            passes = bool((own & ~verdict.kink).all())
-            far = np.abs(verdict.analytic - verdict.numeric) > FAR_IN_FLOAT64 * allowed
-            if passes and far.all():
-                continue
-            finding = finding._replace(passes=passes)
-        findings.append(finding)
-    return found._replace(findings=findings)
-
-
-def _excused_search(check: Check, judge: Judge, found: Search) -> Search:
-    found = excuse_symmetric(check.subject, judge, found, check.options.seed)
-    if not found.wrong_leaves() or not _draws_implicitly(check.subject):
-        return found
-    return found._replace(findings=[f.with_kind(IMPLICIT) for f in found.findings])
-
-
-def _draws_implicitly(subject: CheckSubject) -> bool:
-    if subject.program is None:
-        return False
-    return any(e.primitive.name == "random_gamma" for e in _jaxpr.equations(subject.program))
-
-
-def _told_once(of_rule: list[Finding], found: list[Finding]) -> list[Finding]:
-    """The findings on the rule, and those on the gradient as computed that add something."""
-    known = {finding.leaf: set(finding.verdict.kind.tolist()) for finding in of_rule}
-
-    def is_new(finding: Finding) -> bool:
-        kinds = set(finding.verdict.kind.tolist())
-        return not kinds <= known.get(finding.leaf, set())
-
-    return of_rule + [finding for finding in found if is_new(finding)]
+    of_arithmetic, seed = check.judge_of_arithmetic(point), check.options.seed
+    known = point.exact is not None
+    judge = check.judge_of_formula(point) if known else of_arithmetic
+    found = excuse_structure(check.subject, judge, search(judge, mode, rows), seed)
+    if known:
+        found += search(of_arithmetic, "reference", without=wrong_leaves(found))
+    return found
 
 
 def told(
-    subject: CheckSubject, point: Point, found: Search, where: str = "", check: str = "value"
+    subject: CheckSubject, point: Point, found: list[Finding], where: str = "", check: str = "value"
 ) -> tuple[list[Failure], list[str]]:
     """Return the failures and the notes of a search, one of each kind for each leaf."""
-    wrong = [finding for finding in found.findings if finding.is_wrong]
+    wrong = [finding for finding in found if finding.is_wrong]
     failures = [_finding_failure(subject, point, finding, check, where) for finding in wrong]
-    notes = [note for finding in found.findings for note in _finding_notes(subject, finding, where)]
-    notes += [_inspected_note(subject, f, where) for f in wrong if f.inspected < f.suspects]
-    notes += _range_notes(subject, found.kinks, where, KINDS[KINK].note)
-    notes += _range_notes(subject, found.unsure, where, KINDS[UNSURE].note)
+    notes = []
+    for leaf, _, verdict, seen, _ in found:
+        start, stop = subject.ranges[leaf]
+        counts = [(int(np.sum(verdict.kind == kind)), kind) for kind in KINDS]
+        texts = [f"{n} of {stop - start} elements {KINDS[k].note}" for n, k in counts if n]
+        if (verdict.kind == WRONG).any() and not seen.all():
+            texts.append(f"{seen.sum()} of {len(seen)} elements in doubt were checked one by one")
+        notes += [f"{subject.names[leaf]}: {where}{text}" for text in texts]
     return failures, notes
-
-
-def unverified(point: Point, found: Search) -> int:
-    """How many elements could not be verified, by differences or by the reference."""
-    of_no = [kind for kind, meaning in KINDS.items() if not meaning.verified]
-    if point.reference is not None:
-        of_no.remove(UNSURE)
-    elements = [f.indices[np.isin(f.verdict.kind, of_no)] for f in found.findings]
-    count = len(np.unique(np.concatenate(elements))) if elements else 0
-    if point.reference is not None:
-        return count
-    return count + sum(stop - start for start, stop in found.unsure)
 
 
 def _finding_failure(
@@ -148,18 +73,18 @@ def _finding_failure(
     start, stop = subject.ranges[finding.leaf]
     wrong = np.flatnonzero(finding.verdict.kind == WRONG)
     verdict, indices = finding.verdict.part(wrong), finding.indices[wrong]
-    spared = int(np.sum(finding.verdict.kind[: finding.inspected] != WRONG))
-    count = max(finding.suspects - spared, len(wrong))
-    worst = _worst(verdict, int(np.sum(wrong < finding.inspected)))
-    hint = _finding_hint(subject, point, finding, verdict) or (
-        PASSES_AS_COMPUTED if finding.passes else ""
-    )
+    off, seen = np.abs(verdict.numeric - verdict.analytic), finding.seen[wrong]
+    worst = int(np.argmax(np.where(np.isfinite(off), off, 0) * (seen if seen.any() else 1)))
+    k, numbers = worst, f"numeric {verdict.numeric[worst]:.7g} +- {verdict.error[worst]:.0e}"
+    if verdict.kink[k]:
+        numbers = f"kink: slopes {verdict.behind[k]:.7g} and {verdict.ahead[k]:.7g}"
+    hint = _finding_hint(subject, point, finding, verdict)
     return Failure(
         check=check,
         where=subject.element(int(indices[worst])),
         detail=(
-            f"{where}{'' if finding.exact else 'at least '}{count} of {stop - start} elements "
-            f"wrong; worst: {_verdict_numbers(verdict, worst)}{hint}"
+            f"{where}{'' if finding.exact else 'at least '}{len(wrong)} of {stop - start} elements "
+            f"wrong; worst: {numbers}, analytic {verdict.analytic[k]:.7g}{hint}"
         ),
         numeric=float(verdict.numeric[worst]),
         error=float(verdict.error[worst]),
@@ -174,59 +99,15 @@ def _finding_failure(
     )
 
 
-def _worst(verdict, inspected: int) -> int:
-    off = np.abs(verdict.numeric - verdict.analytic)[: inspected or None]
-    return int(np.argmax(np.where(np.isfinite(off), off, 0)))
-
-
-def _verdict_numbers(verdict, k: int) -> str:
-    if verdict.kink[k]:
-        return (
-            f"kink: slopes {verdict.behind[k]:.7g} and {verdict.ahead[k]:.7g}, "
-            f"analytic {verdict.analytic[k]:.7g}"
-        )
-    return (
-        f"numeric {verdict.numeric[k]:.7g} +- {verdict.error[k]:.0e}, "
-        f"analytic {verdict.analytic[k]:.7g}"
-    )
-
-
 def _finding_hint(subject: CheckSubject, point: Point, finding: Finding, verdict) -> str:
-    start, stop = subject.ranges[finding.leaf]
-    leaf = subject.inputs[finding.leaf]
+    (start, stop), leaf = subject.ranges[finding.leaf], subject.inputs[finding.leaf]
     ratio = ratio_hint(verdict.numeric, verdict.analytic)
-    if ratio or point.reference is None or not 3 <= stop - start <= LAYOUT_LIMIT:
+    count = stop - start if point.reference is not None else 0
+    if ratio or not 3 <= count <= LAYOUT_LIMIT or count != leaf.size:
         return ratio
-    if stop - start != leaf.size:
-        return ""
-    shape = leaf.shape
-    return layout_hint(
-        point.reference[0, start:stop].reshape(shape), point.gradient[0, start:stop].reshape(shape)
-    )
-
-
-def _finding_notes(subject: CheckSubject, finding: Finding, where: str) -> list[str]:
-    start, stop = subject.ranges[finding.leaf]
-    kinds = finding.verdict.kind
-    counted = [(int(np.sum(kinds == kind)), meaning.note) for kind, meaning in KINDS.items()]
-    name = subject.names[finding.leaf]
-    return [f"{name}: {where}{n} of {stop - start} elements {text}" for n, text in counted if n]
-
-
-def _inspected_note(subject: CheckSubject, finding: Finding, where: str) -> str:
-    name = subject.names[finding.leaf]
-    return (
-        f"{name}: {where}{finding.inspected} of {finding.suspects} elements that are off plain AD "
-        "in float64 were checked one by one"
-    )
-
-
-def _range_notes(subject: CheckSubject, ranges, where: str, text: str) -> list[str]:
-    notes = []
-    for name, (start, stop) in zip(subject.names, subject.ranges, strict=True):
-        if any(start <= a < stop for a, _ in ranges):
-            notes.append(f"{name}: {where}along random directions {text}")
-    return notes
+    known = np.asarray(point.reference), point.gradient
+    both = (g[0, start:stop].reshape(leaf.shape) for g in known)
+    return layout_hint(*both)
 
 
 # Ratios that spread this much, relative to what sets them apart from 1 and from 0, are one number:

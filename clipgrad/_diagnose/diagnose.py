@@ -20,9 +20,8 @@ from clipgrad._diagnose.findings import (
     value_finding,
     vjp_finding,
 )
-from clipgrad._diagnose.places import EquationPlace
 from clipgrad._diagnose.records import GradientFinding
-from clipgrad._diagnose.rows import rows, units_and_rows
+from clipgrad._diagnose.rows import units_and_rows
 from clipgrad._diagnose.subject import DiagnosisSubject, subject
 from clipgrad._diagnose.sums import SumFault
 from clipgrad._diagnose.trends import trend_findings
@@ -31,6 +30,7 @@ from clipgrad._diagnose.units import CLOSED, ProgramBlock
 from clipgrad._diagnose.values import origin_of_loss
 from clipgrad._diagnose.vjps import fault
 from clipgrad._errors import first_line
+from clipgrad._jaxpr import Place
 from clipgrad._recorder import CapturedArgs
 
 
@@ -119,7 +119,7 @@ def _plain_settings() -> Iterator[Any]:
 def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
     block = ProgramBlock([given.program])
     sites = module_sites(block)
-    run = functools.partial(measure, given.program, given.inputs, given.chosen, block)
+    run = functools.partial(measure, given.program, given.inputs, given.chosen)
     loss, grads, measured = run(sites)
     pairs = list(units_and_rows(block, measured))
     found = tuple(row for _, row in pairs)
@@ -138,7 +138,8 @@ def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
     if may_underflow(found, given, grads):
         try:
             others = [run(sites, wide=True), run(sites, is_scaled=True)]
-            lost = underflow_finding(found, [rows(block, measured) for *_, measured in others])
+            same = [[r for _, r in units_and_rows(block, measured)] for *_, measured in others]
+            lost = underflow_finding(found, same)
             findings += lost or underflow_of_arguments(given, grads, [g for _, g, _ in others])
         except (TypeError, ValueError, NotImplementedError) as error:
             # An operation may be there for half precision alone.
@@ -155,7 +156,7 @@ def _nonfinite(
     if not origin and not np.isfinite(loss):
         findings.append(unexplained_loss(loss, given))
     if any(np.any(grad.nonfinite) for grad in grads):
-        excused = origin.place if origin else None
+        excused = origin.birth.place if origin else None
         program = given.program, given.inputs, given.chosen
         found = fault(*program, block, grads, measured, excused)
         if isinstance(found, SumFault):
@@ -171,7 +172,7 @@ def _nonfinite(
 
 def _block_notes(block: ProgramBlock) -> list[str]:
     """What has rules of its own, and what could not be gone into."""
-    places = [EquationPlace(e, b.parent) for b, e in block.all_equations()]
+    places = [Place(e, b.parent) for b, e in block.all_equations()]
     notes = {}
     for place in places:
         name = place.equation.primitive.name

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._diagnose.numbers import dtype_of, holds_floats, short
-from clipgrad._diagnose.places import EquationPlace, Location
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN
 from clipgrad._diagnose.subject import DiagnosisSubject
@@ -14,13 +12,14 @@ from clipgrad._diagnose.sums import SumFault
 from clipgrad._diagnose.suspects import computed, suspect
 from clipgrad._diagnose.values import ValueOrigin
 from clipgrad._diagnose.vjps import VjpFault
+from clipgrad._jaxpr import Location, Place, dtype_of, holds_floats
 
 
 def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFinding:
     """A finding on where a loss has its NaN or inf from."""
-    if origin.argument is not None:
-        return _argument_finding(origin.argument, given)
-    place = origin.place
+    birth, place = origin.birth, origin.birth.place
+    if birth.argument is not None:
+        return _argument_finding(birth.argument, given)
     assert place is not None
     if origin.values is None:
         what = f"{place.operation} takes a constant that is not finite, and the loss depends on it"
@@ -33,7 +32,7 @@ def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFindi
     if origin.becomes:
         then = origin.becomes
         what += f", and {then.operation} ({then.location}) turns its inf into NaN"
-    return _operation_finding("value", place, origin.step, what, origin.values or (), origin.device)
+    return _operation_finding("value", place, birth.step, what, origin.values or (), birth.device)
 
 
 def vjp_finding(fault: VjpFault) -> GradientFinding:
@@ -89,7 +88,7 @@ def _argument_finding(argument: int, given: DiagnosisSubject) -> GradientFinding
 
 def _operation_finding(
     kind: str,
-    place: EquationPlace,
+    place: Place,
     step: int | None,
     what: str,
     values: Sequence[float] = (),
@@ -110,7 +109,7 @@ def _operation_finding(
     )
 
 
-def _around(place: EquationPlace, step: int | None, where: Location) -> str:
+def _around(place: Place, step: int | None, where: Location) -> str:
     parts = [f", in {where.package}"] if where.package and where.file else []
     parts += [f", in module {place.module}"] if place.module else []
     if step is not None:
@@ -119,9 +118,7 @@ def _around(place: EquationPlace, step: int | None, where: Location) -> str:
     return "".join(parts)
 
 
-def _operation_advice(
-    kind: str, place: EquationPlace, where: Location, values: Sequence[float]
-) -> str:
+def _operation_advice(kind: str, place: Place, where: Location, values: Sequence[float]) -> str:
     function = where.package.partition(" ")[0] if where.package else None
     dtype = next((str(dtype_of(v)) for v in place.equation.outvars if holds_floats(v)), "")
     row = suspect(kind, place.operation, function, dtype, values)
@@ -131,8 +128,8 @@ def _operation_advice(
     return f"; the backward pass computes {known}" if known else ""
 
 
-def _operation_at(place: EquationPlace, values: Sequence[float]) -> str:
+def _operation_at(place: Place, values: Sequence[float]) -> str:
     """Such as "sqrt at 0"."""
     shown = [v for v in place.equation.invars if holds_floats(v)][: len(values)]
-    numbers = [short(value) for value, _ in zip(values, shown, strict=False)]
+    numbers = [f"{np.float64(value):.4g}" for value, _ in zip(values, shown, strict=False)]
     return f"{place.operation} at {', '.join(numbers)}" if numbers else place.operation

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from clipgrad._diagnose.places import Location
+from clipgrad._jaxpr import Location
 
 
 @dataclasses.dataclass(frozen=True)

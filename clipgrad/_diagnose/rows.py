@@ -1,51 +1,31 @@
 """The rows of a diagnosis: cotangents by part of a module, and by step of a scan."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-from clipgrad._diagnose.cotangents import RESULT, STATE, Summary, joined
-from clipgrad._diagnose.numbers import holds_floats
-from clipgrad._diagnose.places import EquationPlace
+from clipgrad._diagnose.cotangents import Measured, joined
 from clipgrad._diagnose.records import GradientRow
 from clipgrad._diagnose.units import ProgramBlock, Unit
+from clipgrad._jaxpr import Place
 
 SCAN = "scan"
 
 
-def rows(block: ProgramBlock, measured: dict[tuple, Summary]) -> tuple[GradientRow, ...]:
+def units_and_rows(block: ProgramBlock, measured: Measured) -> Iterator[tuple[Unit, GradientRow]]:
     """A row for each unit and each scan that cotangents come to, in forward order."""
-    return tuple(row for _, row in units_and_rows(block, measured))
-
-
-def units_and_rows(
-    block: ProgramBlock, measured: dict[tuple, Summary]
-) -> Iterator[tuple[Unit, GradientRow]]:
-    """The rows with the units that they are of."""
     for unit in block.all_units():
-        for row in _rows_of(unit, measured):
-            yield unit, row
-
-
-def _rows_of(unit: Unit, measured: dict[tuple, Summary]) -> Iterator[GradientRow]:
-    inner = unit.holder
-    if inner:  # what leaves it has rows inside; what a scan carries from step to step has not
-        variables = [v for v in inner.states if holds_floats(v)]
-        keys = [(STATE, id(inner), id(v), 0) for v in variables]
-        block, scans, operation = inner, inner.nest, SCAN
-    else:
-        variables = list(unit.leaves)
-        keys = [(RESULT, id(unit.block), id(e), i) for e, i in unit.leaves.values()]
-        block, scans, operation = unit.block, unit.block.nest, unit.place.operation
-    pairs = [(v, joined(measured[key], block)) for v, key in zip(variables, keys, strict=True)]
-    pairs = [(v, summary) for v, summary in pairs if np.any(summary.reached)]
-    if pairs:
-        yield _row(unit.place, scans, operation, pairs, unit.is_layer)
+        inner = unit.holder  # what leaves it has rows inside; what a scan carries has not
+        own, sites = (inner, inner.carried) if inner else (unit.block, unit.leaves)
+        pairs = [(v, joined(measured[site], own)) for v, site in sites.items()]
+        pairs = [(v, summary) for v, summary in pairs if np.any(summary.reached)]
+        if pairs:
+            operation = SCAN if inner else unit.place.operation
+            yield unit, _row(unit.place, own.nest, operation, pairs, unit.is_layer)
 
 
 def _row(
-    place: EquationPlace, scans: tuple[int, ...], operation: str, pairs: list, is_layer: bool
+    place: Place, scans: tuple[int, ...], operation: str, pairs: list, is_layer: bool
 ) -> GradientRow:
     largest = max((v.aval for v, _ in pairs), key=lambda aval: aval.size)
     sizes = np.array([v.aval.size for v, _ in pairs], float)
@@ -59,7 +39,7 @@ def _row(
         shape=tuple(largest.shape),
         dtype=str(largest.dtype),
         scans=scans,
-        norm=_joint_norm([s.norm for s in summaries]),
+        norm=np.linalg.norm(np.asarray([s.norm for s in summaries], np.float64), axis=0),
         largest=np.max([s.largest for s in summaries], axis=0),
         nonfinite=np.sum([s.nonfinite for s in summaries], axis=0),
         zeros=np.tensordot(sizes / max(sizes.sum(), 1), [s.zeros for s in summaries], 1),
@@ -68,10 +48,6 @@ def _row(
     )
 
 
-def _is_reversed(place: EquationPlace, operation: str) -> bool:
+def _is_reversed(place: Place, operation: str) -> bool:
     scans = [*place.scans, *([place.equation] if operation == SCAN else [])]
     return bool(scans) and scans[-1].params.get("reverse", False)
-
-
-def _joint_norm(norms: list[Any]) -> np.ndarray:
-    return np.sqrt(np.sum(np.square(np.asarray(norms, np.float64)), axis=0))

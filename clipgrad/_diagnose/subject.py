@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import holds_floats
 from clipgrad._error_clip import check_call
 from clipgrad._frameworks import Pure, has_modules, is_model, with_models
+from clipgrad._jaxpr import PRINTS, holds_floats
 from clipgrad._trees import check_tree, is_array, path_string
-
-PRINTS = ("debug_callback", "debug_print")
 
 
 class DiagnosisSubject(NamedTuple):
@@ -172,7 +170,7 @@ def _check_effects(program: Any) -> None:
         for equation in _jaxpr.equations(program)
         if _jaxpr.has_side_effects(equation) and not _jaxpr.entered_programs(equation)[0]
     }
-    names = {name for name in names if name not in (*PRINTS, "while")}
+    names = {name for name in names if name not in PRINTS | {"while"}}
     if names:
         raise ValueError(
             f"fun: got a function with side effects ({', '.join(sorted(names))}), expected one "

@@ -1,53 +1,45 @@
 """The value whose uses bring finite cotangents that are not finite when they are summed."""
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Literal
 
-import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.cotangents import OPERAND, RESULT, STATE, Summary
-from clipgrad._diagnose.numbers import holds_floats
-from clipgrad._diagnose.places import EquationPlace
+from clipgrad._diagnose.cotangents import Measured, Summary
 from clipgrad._diagnose.units import ProgramBlock
-
-_TRANSPARENT = _jaxpr.JIT | _jaxpr.CALLS | _jaxpr.REMAT
+from clipgrad._jaxpr import OPERAND, Place, Site, holds_floats
 
 
 class SumFault(NamedTuple):
     """A value that is used several times: an argument, or the result of an operation."""
 
     argument: int | None
-    place: EquationPlace | None
+    place: Place | None
     steps: tuple[int, ...]
     uses: int
     device: str | None = None
 
 
-class Use(NamedTuple):
-    """An operand of an equation."""
-
-    block: ProgramBlock
-    equation: JaxprEqn
-    position: int
+OperandUses = list[tuple[ProgramBlock, Site]]  # operands, and the blocks that they are in
 
 
 def sum_fault(
-    chosen: Sequence[int], block: ProgramBlock, grads: list[Summary], found: dict[tuple, Summary]
+    chosen: Sequence[int], block: ProgramBlock, grads: list[Summary], found: Measured
 ) -> SumFault | None:
     """The last value in program order whose cotangent overflows in the sum over its uses."""
-    uses: dict[tuple, list[Use]] = {}
+    uses: dict[tuple, OperandUses] = {}
     for inner, equation in block.all_equations():
         for i, v in enumerate(equation.invars):
             if type(v) is not Literal and holds_floats(v):
-                uses.setdefault(_source_variable(inner, v), []).append(Use(inner, equation, i))
+                use = inner, inner.site(OPERAND, equation, i)
+                uses.setdefault(inner.source(v), []).append(use)
     faults = []
-    for inner, v, key, place in _values(block):
+    for inner, v, key, place in block.values():
         own = uses.get((inner, v), [])
         over = _sum_overflows(found[key], own, found) if key in found else []
-        if over and v not in _leaving(inner):
+        if over and v not in inner.leaving:
             pairs = [inner.apart(index) for index in over]
             steps = max(steps for steps, _ in pairs)
             device = place.device(d for s, d in pairs if s == steps)
@@ -61,9 +53,9 @@ def sum_fault(
     return None
 
 
-def _sum_overflows(total: Summary, uses: list[Use], found: dict[tuple, Summary]) -> list[tuple]:
+def _sum_overflows(total: Summary, uses: OperandUses, found: Measured) -> list[tuple]:
     """The steps and devices at which a sum is not finite though its terms are known and finite."""
-    keys = [_use_key(use) for use in uses]
+    keys = [site for _, site in uses]
     bad = np.asarray(total.nonfinite) > 0
     if not keys or not bad.any() or any(key not in found for key in keys):
         return []
@@ -73,56 +65,7 @@ def _sum_overflows(total: Summary, uses: list[Use], found: dict[tuple, Summary])
     return [tuple(map(int, steps)) for steps in np.argwhere(bad)]
 
 
-def _values(block: ProgramBlock) -> Iterator[tuple[ProgramBlock, Any, tuple, EquationPlace]]:
-    """What scans carry, and then the results of equations in program order, with their keys."""
-    for inner in block.blocks():
-        if inner.parent:
-            for v in inner.states:
-                yield inner, v, (STATE, id(inner), id(v), 0), inner.parent
-    for inner, equation in block.all_equations():
-        for i, v in enumerate(equation.outvars):
-            yield (
-                inner,
-                v,
-                (RESULT, id(inner), id(equation), i),
-                EquationPlace(equation, inner.parent),
-            )
-
-
-def _count_terms(uses: list[Use], block: ProgramBlock, found: dict[tuple, Summary]) -> int:
+def _count_terms(uses: OperandUses, block: ProgramBlock, found: Measured) -> int:
     """How many cotangents are summed: one for each use, at each step of the scans inside."""
-    reached = [u for u in uses if np.any(found[_use_key(u)].reached)]
-    return sum(math.prod(use.block.nest[len(block.nest) :]) for use in reached)
-
-
-def _use_key(use: Use) -> tuple:
-    return OPERAND, id(use.block), id(use.equation), use.position
-
-
-def _leaving(block: ProgramBlock) -> set[Var]:
-    """What leaves a program in a way that is not known as a use."""
-    if block.parent and block.parent.equation.primitive.name in _TRANSPARENT:
-        return set()
-    return {v for program in block.programs for v in program.outvars if type(v) is not Literal}
-
-
-def _source_variable(block: ProgramBlock, variable: Any) -> tuple[ProgramBlock, Any]:
-    """The variable that a variable is another name of, in the programs around and inside."""
-    while type(variable) is not Literal:
-        around = block.outer.get(variable)
-        inside = _made_inside(block, variable)
-        if around is not None and block.outside is not None:
-            block, variable = block.outside, around
-        elif inside:
-            block, variable = inside
-        else:
-            break
-    return (block, variable) if type(variable) is not Literal else (block, None)
-
-
-def _made_inside(block: ProgramBlock, variable: Var) -> tuple[ProgramBlock, Any] | None:
-    for equation in block.holders:
-        if variable in equation.outvars and equation.primitive.name in _TRANSPARENT:
-            inner = block.children[id(equation)]
-            return inner, inner.programs[0].outvars[equation.outvars.index(variable)]
-    return None
+    reached = [own for own, site in uses if np.any(found[site].reached)]
+    return sum(math.prod(own.nest[len(block.nest) :]) for own in reached)

@@ -8,19 +8,12 @@ import numpy as np
 from clipgrad._docs import docs_page
 
 OperandValues = Sequence[float]
+DOUBLE_WHERE = "the double `where` below"
 
 
 def _at_zero(values: OperandValues) -> bool:
     """Of what is zero, or so small that a processor may compute with zero instead."""
     return bool(abs(values[0]) < np.finfo(np.float32).tiny)
-
-
-def _at_the_end_of_log(values: OperandValues) -> bool:
-    return values[0] in (0, -1)
-
-
-def _at_one(values: OperandValues) -> bool:
-    return abs(values[0]) == 1
 
 
 def _at_inf(values: OperandValues) -> bool:
@@ -38,26 +31,26 @@ class Suspect(NamedTuple):
       code: the operation as an expression of ``x``.
       at: where it goes wrong.
       computes: what the backward pass computes there.
+      applies: whether this happens for these values of the operands.
+      primitives: the operations of JAX that go wrong.
+      functions: the functions around them; empty: any.
       instead: what to write instead, for people; code comes first.
       why: the reason in a finding, with ``{}`` for the operation.
       fix: the fix in a finding.
-      applies: whether this happens for these values of the operands.
       kind: "vjp", or "value" if the value goes wrong too.
-      primitives: the operations of JAX that go wrong.
-      functions: the functions around them; empty: any.
       dtype: the dtype of the operation, if it matters.
     """
 
     code: str
     at: str
     computes: str
-    instead: str
-    why: str
-    fix: str
-    kind: str
     applies: Callable[[OperandValues], bool]
     primitives: tuple[str, ...]
     functions: tuple[str, ...] = ()
+    instead: str = DOUBLE_WHERE
+    why: str = "{} has no finite derivative at 0"
+    fix: str = "mask its input: jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
+    kind: str = "vjp"
     dtype: str | None = None
 
     def advice(self, operation: str) -> str:
@@ -66,10 +59,6 @@ class Suspect(NamedTuple):
         return f"{self.why.format(operation)}; {self.fix}{page}"
 
 
-DOUBLE_WHERE = "the double `where` below"
-_NO_DERIVATIVE = "{} has no finite derivative at 0"
-_NO_DERIVATIVE_HERE = "{} has no finite derivative here"
-_MASK_THE_INPUT = "mask its input: jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
 # Functions that a mask of -inf is for.
 MASKING = ("softmax", "log_softmax", "logsumexp", "softmax_cross_entropy")
 # What makes inf of finite numbers by its size alone.
@@ -82,112 +71,42 @@ COMPUTED = (
     (("atan2",), lambda values: not np.any(values), "0 / 0"),
     (("exp", "expm1", "exp2"), lambda values: values[0] > 0, "0 · inf, since its value overflows"),
 )
+# fmt: off
 SUSPECTS = (
-    Suspect(
-        "jnp.sqrt(x)",
-        "0",
-        "1 / 0",
-        DOUBLE_WHERE,
-        _NO_DERIVATIVE,
-        _MASK_THE_INPUT,
-        "vjp",
-        _at_zero,
-        ("sqrt", "cbrt"),
-    ),
-    Suspect(
-        "jnp.linalg.norm(jnp.stack([x, x]))",
-        "0",
-        "0 / 0",
-        DOUBLE_WHERE,
-        "norm has no derivative at 0",
-        "use a safe norm: jnp.where(ok, norm(jnp.where(ok, x, 1.0)), 0.0)",
-        "vjp",
-        _at_zero,
-        ("sqrt",),
-        ("norm",),
-    ),
-    Suspect(
-        "jnp.where(x > 0, jnp.log(x), 0.0)",
-        "0",
-        "0 · inf, from the branch not taken",
-        DOUBLE_WHERE,
-        _NO_DERIVATIVE_HERE + ", even if jnp.where masks its result",
-        _MASK_THE_INPUT,
-        "vjp",
-        _at_the_end_of_log,
-        ("log", "log1p"),
-    ),
-    Suspect(
-        "x ** 0.3",
-        "0",
-        "1 / 0",
-        DOUBLE_WHERE,
-        _NO_DERIVATIVE,
-        _MASK_THE_INPUT,
-        "vjp",
-        _at_zero,
-        ("pow",),
-    ),
-    Suspect(
-        "jnp.std(jnp.stack([x, x]))",
-        "0",
-        "0 / 0 for equal numbers",
-        "`jnp.sqrt(jnp.var(jnp.stack([x, x])) + 1e-6)`",
-        "std has no derivative where all numbers are equal",
-        "write jnp.sqrt(jnp.var(x) + 1e-6)",
-        "vjp",
-        _at_zero,
-        ("sqrt",),
-        ("std", "_std", "nanstd"),
-    ),
-    Suspect(
-        "jnp.log(jax.nn.softmax(jnp.stack([x, 0.0]))[0])",
-        "-200",
-        "the log of an underflow",
-        "`jax.nn.log_softmax(jnp.stack([x, 0.0]))[0]`",
-        "log(0) is -inf",
-        "for the log of a softmax use jax.nn.log_softmax",
-        "value",
-        _at_zero,
-        ("log",),
-    ),
-    Suspect(
-        "jax.nn.softmax(jnp.stack([x, -jnp.inf]))[0]",
-        "-inf",
-        "a row that is masked throughout",
-        "a finite mask, such as `jnp.finfo(x.dtype).min`",
-        "a row whose elements are all masked holds only -inf",
-        "use a finite mask, such as jnp.finfo(x.dtype).min",
-        "value",
-        _at_inf,
-        ("sub", "div"),
-        MASKING,
-    ),
-    Suspect(
-        "jnp.arccos(x)",
-        "1",
-        "1 / 0",
-        "`jnp.arccos(jnp.clip(x, -0.999999, 0.999999))`",
-        _NO_DERIVATIVE_HERE,
-        "keep its input inside, as in jnp.arccos(jnp.clip(x, -0.999999, 0.999999))",
-        "vjp",
-        _at_one,
-        ("acos", "asin", "atanh", "acosh"),
-    ),
-    Suspect(
-        "x.astype(jnp.float16) ** 4",
-        "300",
-        "more than 65504, the largest float16",
-        "`x.astype(jnp.bfloat16) ** 4`, or a loss scale",
-        "the largest float16 is 65504",
-        "compute in bfloat16 or float32, or scale the loss",
-        "value",
-        _values_overflow,
-        _OVERFLOWING,
-        (),
-        "float16",
-    ),
+    Suspect("jnp.sqrt(x)", "0", "1 / 0", _at_zero, ("sqrt", "cbrt")),
+    Suspect("jnp.linalg.norm(jnp.stack([x, x]))", "0", "0 / 0", _at_zero, ("sqrt",), ("norm",),
+            why="norm has no derivative at 0",
+            fix="use a safe norm: jnp.where(ok, norm(jnp.where(ok, x, 1.0)), 0.0)"),
+    Suspect("jnp.where(x > 0, jnp.log(x), 0.0)", "0", "0 · inf, from the branch not taken",
+            lambda values: values[0] in (0, -1), ("log", "log1p"),
+            why="{} has no finite derivative here, even if jnp.where masks its result"),
+    Suspect("x ** 0.3", "0", "1 / 0", _at_zero, ("pow",)),
+    Suspect("jnp.std(jnp.stack([x, x]))", "0", "0 / 0 for equal numbers",
+            _at_zero, ("sqrt",), ("std", "_std", "nanstd"),
+            instead="`jnp.sqrt(jnp.var(jnp.stack([x, x])) + 1e-6)`",
+            why="std has no derivative where all numbers are equal",
+            fix="write jnp.sqrt(jnp.var(x) + 1e-6)"),
+    Suspect("jnp.log(jax.nn.softmax(jnp.stack([x, 0.0]))[0])", "-200", "the log of an underflow",
+            _at_zero, ("log",), kind="value", why="log(0) is -inf",
+            instead="`jax.nn.log_softmax(jnp.stack([x, 0.0]))[0]`",
+            fix="for the log of a softmax use jax.nn.log_softmax"),
+    Suspect("jax.nn.softmax(jnp.stack([x, -jnp.inf]))[0]", "-inf",
+            "a row that is masked throughout", _at_inf, ("sub", "div"), MASKING, kind="value",
+            instead="a finite mask, such as `jnp.finfo(x.dtype).min`",
+            why="a row whose elements are all masked holds only -inf",
+            fix="use a finite mask, such as jnp.finfo(x.dtype).min"),
+    Suspect("jnp.arccos(x)", "1", "1 / 0", lambda values: abs(values[0]) == 1,
+            ("acos", "asin", "atanh", "acosh"),
+            instead="`jnp.arccos(jnp.clip(x, -0.999999, 0.999999))`",
+            why="{} has no finite derivative here",
+            fix="keep its input inside, as in jnp.arccos(jnp.clip(x, -0.999999, 0.999999))"),
+    Suspect("x.astype(jnp.float16) ** 4", "300", "more than 65504, the largest float16",
+            _values_overflow, _OVERFLOWING, kind="value", dtype="float16",
+            instead="`x.astype(jnp.bfloat16) ** 4`, or a loss scale",
+            why="the largest float16 is 65504",
+            fix="compute in bfloat16 or float32, or scale the loss"),
 )
+# fmt: on
 
 
 def suspect(

@@ -1,14 +1,13 @@
 """A program in parts: runs of equations of one module, with the programs inside of them."""
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.numbers import holds_floats
-from clipgrad._diagnose.places import EquationPlace
+from clipgrad._jaxpr import Place, holds_floats
 
 # Code without scopes is cut into so many parts, of at most so many equations: 184 probes in a
 # transformer of 12 layers and 997 equations, which compile in 18 seconds on two busy cores.
@@ -17,7 +16,6 @@ _PARTS, _LONGEST = 64, 24
 _SMALL_FUNCTION = 24
 _LAYERS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 CLOSED = frozenset({"while", "pallas_call", "pure_callback", "ffi_call", "cond"})
-_ENTERED = frozenset({"scan", "cond", "shard_map"}) | _jaxpr.CALLS | _jaxpr.REMAT | _jaxpr.JIT
 
 
 class Unit:
@@ -27,7 +25,7 @@ class Unit:
       equations: in program order; one alone if there are programs inside of it to go into.
       block: the program that they belong to.
       reads: the variables of other units that they read.
-      leaves: for each variable that other units read its equation and position.
+      leaves: the variables that other units read, and where their cotangents are measured.
       is_layer: whether a matrix product or convolution is among them.
     """
 
@@ -40,7 +38,7 @@ class Unit:
         }
         self.reads = [v for v in read if v not in made]
         self.leaves = {
-            v: (equation, i)
+            v: block.site(_jaxpr.RESULT, equation, i)
             for equation in equations
             for i, v in enumerate(equation.outvars)
             if not isinstance(v, DropVar) and holds_floats(v) and used.get(v, set()) - own
@@ -48,9 +46,9 @@ class Unit:
         self.is_layer = any(map(_is_layer, equations))
 
     @property
-    def place(self) -> EquationPlace:
+    def place(self) -> Place:
         """The last equation of the unit."""
-        return EquationPlace(self.equations[-1], self.block.parent)
+        return Place(self.equations[-1], self.block.parent)
 
     @property
     def holder(self) -> "ProgramBlock | None":
@@ -59,37 +57,8 @@ class Unit:
         return inner if inner and not inner.is_small else None
 
 
-class ProgramBlock:
-    """The programs inside of an equation, or the outermost program.
-
-    Attributes:
-      parent: the place of the equation that holds the programs.
-      children: the blocks inside, by the id of their equation.
-      states: what a scan carries, as variables of its body.
-      outer: for each other input the variable around the block that it is.
-    """
-
-    def __init__(
-        self,
-        programs: list[Any],
-        parent: EquationPlace | None = None,
-        outside: "ProgramBlock | None" = None,
-    ):
-        self.parent, self.outside = parent, outside
-        self.programs = [_jaxpr.opened(program)[0] for program in programs]
-        self.equations = [equation for program in self.programs for equation in program.eqns]
-        self.children = {
-            id(e): ProgramBlock(_jaxpr.entered_programs(e)[0], EquationPlace(e, parent), self)
-            for e in self.equations
-            if _is_entered(e)
-        }
-        self.count = len(self.equations) + sum(child.count for child in self.children.values())
-        self.states, self.outer = _inputs(parent and parent.equation, self.programs)
-
-    @property
-    def holders(self) -> list[JaxprEqn]:
-        """The equations with programs inside that are gone into."""
-        return [equation for equation in self.equations if id(equation) in self.children]
+class ProgramBlock(_jaxpr.Block):
+    """A `Block` in units."""
 
     @functools.cached_property
     def units(self) -> list[Unit]:
@@ -109,59 +78,10 @@ class ProgramBlock:
         return min(max(self.count // _PARTS, 1), _LONGEST)
 
     @property
-    def nest(self) -> tuple[int, ...]:
-        """The lengths of the scans around its equations, outermost first."""
-        if self.parent is None:
-            return ()
-        equation = self.parent.equation
-        own = (equation.params["length"],) if equation.primitive.name == "scan" else ()
-        return self.parent.nest + own
-
-    @property
-    def axes(self) -> tuple[tuple[str, int], ...]:
-        """The scans and the `shard_map`s around its equations, with their lengths."""
-        if self.parent is None or self.outside is None:
-            return ()
-        equation = self.parent.equation
-        name = equation.primitive.name
-        lengths = {"scan": lambda: equation.params["length"]}
-        lengths["shard_map"] = lambda: _jaxpr.device_count(equation)
-        return self.outside.axes + (((name, lengths[name]()),) if name in lengths else ())
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The lengths of `axes`."""
-        return tuple(length for _, length in self.axes)
-
-    def apart(self, index: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """An index into numbers of shape `shape` as steps of the scans, and devices."""
-        pairs = [(name, int(i)) for (name, _), i in zip(self.axes, index, strict=True)]
-        steps = tuple(i for name, i in pairs if name == "scan")
-        return steps, tuple(i for name, i in pairs if name != "scan")
-
-    @property
     def is_small(self) -> bool:
         """Whether it stays whole in a measurement of modules."""
         name = self.parent.equation.primitive.name if self.parent else None
         return name in _jaxpr.JIT and self.count <= _SMALL_FUNCTION and not self.has_loops
-
-    @property
-    def has_loops(self) -> bool:
-        """Whether there is a scan inside."""
-        loops = any(e.primitive.name == "scan" for e in self.equations)
-        return loops or any(child.has_loops for child in self.children.values())
-
-    def around(self) -> "Iterator[ProgramBlock]":
-        """This block and those that hold it."""
-        yield self
-        if self.outside:
-            yield from self.outside.around()
-
-    def blocks(self) -> "Iterator[ProgramBlock]":
-        """This block and all inside."""
-        yield self
-        for child in self.children.values():
-            yield from child.blocks()
 
     def all_units(self) -> Iterator[Unit]:
         """The units of this block and of those inside that are gone into, in program order."""
@@ -169,11 +89,6 @@ class ProgramBlock:
             if unit.holder:
                 yield from unit.holder.all_units()
             yield unit
-
-    def all_equations(self) -> Iterator[tuple["ProgramBlock", JaxprEqn]]:
-        """The equations of this block and of all blocks inside, but for those that hold these."""
-        for equation in self.equations:
-            yield from equations_of(self, equation)
 
     def _cut(self, program: Any) -> Iterator[Unit]:
         used: dict[Var, set[int]] = {v: {0} for v in program.outvars if type(v) is not Literal}
@@ -196,37 +111,8 @@ class ProgramBlock:
             return False
         if _is_layer(equation) and any(map(_is_layer, run)):
             return False
-        return EquationPlace(run[0]).module == EquationPlace(equation).module
-
-
-def equations_of(
-    block: ProgramBlock, equation: JaxprEqn
-) -> Iterator[tuple[ProgramBlock, JaxprEqn]]:
-    """The equation in its block, or those of the programs inside of it."""
-    inner = block.children.get(id(equation))
-    if inner:
-        yield from inner.all_equations()
-    else:
-        yield block, equation
-
-
-def _is_entered(equation: JaxprEqn) -> bool:
-    platforms = equation.params.get("branches_platforms")
-    return equation.primitive.name in _ENTERED and platforms is None
+        return Place(run[0]).module == Place(equation).module
 
 
 def _is_layer(equation: JaxprEqn) -> bool:
     return equation.primitive.name in _LAYERS
-
-
-def _inputs(equation: JaxprEqn | None, programs: list[Any]) -> tuple[list[Var], dict[Var, Any]]:
-    """The states of a scan, and the variables around an equation that its programs read."""
-    if equation is None:
-        return [], {}
-    around = equation.invars[1:] if equation.primitive.name == "cond" else equation.invars
-    constants, carried = (
-        _jaxpr.scan_counts(equation) if equation.primitive.name == "scan" else (0, 0)
-    )
-    states = [v for p in programs for v in p.invars[constants : constants + carried]]
-    pairs = [pair for p in programs for pair in zip(p.invars, around, strict=True)]
-    return states, {inner: v for inner, v in pairs if inner not in set(states)}

@@ -8,17 +8,15 @@ from jax.extend.core import JaxprEqn, Literal
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.cotangents import (
-    OPERAND,
-    RESULT,
-    STATE,
     CotangentSite,
+    Measured,
     Summary,
     measure,
     operation_sites,
 )
-from clipgrad._diagnose.places import EquationPlace
 from clipgrad._diagnose.sums import SumFault, sum_fault
 from clipgrad._diagnose.units import ProgramBlock, Unit
+from clipgrad._jaxpr import OPERAND, RESULT, Place
 
 # So many operations are measured one by one in one compiled program.
 _AT_ONCE = 240
@@ -26,13 +24,11 @@ _AT_ONCE = 240
 # measured again without the NaN of each, of so many at most.
 _TRIED_VJPS = 4
 
-Measured = dict[tuple, Summary]
-
 
 class VjpFault(NamedTuple):
     """An operation, the steps of the scans around it, and its operands where it goes wrong."""
 
-    place: EquationPlace
+    place: Place
     steps: tuple[int, ...]
     values: tuple[float, ...]
     finite_inputs: bool
@@ -46,7 +42,7 @@ def fault(
     block: ProgramBlock,
     grads: list[Summary],
     measured: Measured,
-    excused: EquationPlace | None,
+    excused: Place | None,
 ) -> VjpFault | SumFault | None:
     """The first operation in backward order whose VJP is at fault, else the sum that is.
 
@@ -66,13 +62,13 @@ def fault(
     every: Measured = {}
     for batch in _batches(suspects or units):
         sites = operation_sites(batch)
-        *_, found = measure(program, inputs, chosen, block, sites)
+        *_, found = measure(program, inputs, chosen, sites)
         every |= found
         faults = [f for f in _faults(sites, found) if not _is_excused(f[1].place, excused)]
         ordered = sorted(faults, key=lambda f: (f[1].finite_inputs, f[0]), reverse=True)
         for _, found_fault in ordered[:_TRIED_VJPS] if len(ordered) > 1 else ():
             own = [s for s in sites if s.equation is found_fault.place.equation]
-            _, cured, _ = measure(program, inputs, chosen, block, own, cured=True)
+            _, cured, _ = measure(program, inputs, chosen, own, cured=True)
             if _count_nonfinite(cured) < _count_nonfinite(grads):
                 return found_fault
         if ordered:
@@ -97,11 +93,9 @@ def _may_be_at_fault(unit: Unit, bad: dict, measured: Measured) -> Any:
 def _is_bad(block: ProgramBlock, variable: Any, bad: dict, measured: Measured) -> Any:
     """Whether the cotangent of a variable is not finite, for each step and device around it."""
     if variable in block.makers:
-        equation, i = block.makers[variable].leaves[variable]
-        return measured[RESULT, id(block), id(equation), i].nonfinite > 0
-    state = measured.get((STATE, id(block), id(variable), 0))
-    if state is not None:
-        return state.nonfinite > 0
+        return measured[block.makers[variable].leaves[variable]].nonfinite > 0
+    if block.carried.get(variable) in measured:
+        return measured[block.carried[variable]].nonfinite > 0
     around = block.outer.get(variable)
     if around is None or isinstance(around, Literal) or block.outside is None:
         return bad.get(variable, False)
@@ -129,26 +123,27 @@ def _faults(sites: list[CotangentSite], found: Measured) -> Iterator[tuple[list[
     """The operations that make bad cotangents of good ones, with their order in time."""
     operations: dict[tuple, list[CotangentSite]] = {}
     for site in sites:
-        operations.setdefault((id(site.block), id(site.equation)), []).append(site)
+        operations.setdefault(site.site.place, []).append(site)
     for own in operations.values():
         block, equation = own[0].block, own[0].equation
         assert equation is not None
-        results = [found[s.key] for s in own if s.kind == RESULT]
-        operands = [found[s.key] for s in own if s.kind == OPERAND]
+        results = [found[s.site] for s in own if s.site.kind == RESULT]
+        operands = [found[s.site] for s in own if s.site.kind == OPERAND]
         good = np.all([r.nonfinite == 0 for r in results], axis=0)
         if _is_joint(equation):  # the cotangents of the results come from all devices
             devices = tuple(i for i, (name, _) in enumerate(block.axes) if name != "scan")
             good = np.all(good, axis=devices, keepdims=True)
         at_fault = good & np.any([o.nonfinite > 0 for o in operands], axis=0) if operands else ()
         found_at = [tuple(map(int, index)) for index in np.argwhere(at_fault)]
-        times = [_time(block, equation, block.apart(index)[0]) for index in found_at]
+        steps_at = [block.apart(index)[0] for index in found_at]
+        times = [(block.time(equation, steps), steps) for steps in steps_at]
         if times:
             time, steps = max(times)
             here = [index for index in found_at if block.apart(index)[0] == steps]
             shown = [o for o in operands if o.nonfinite[here[0]] > 0]
             finite = not any(o.bad_values[here[0]] for o in operands)
             values = tuple(float(o.value[here[0]]) for o in shown)
-            place = EquationPlace(equation, block.parent)
+            place = Place(equation, block.parent)
             device = place.device(block.apart(index)[1] for index in here)
             yield time, VjpFault(place, steps, values, finite, device)
 
@@ -159,23 +154,6 @@ def _is_joint(equation: JaxprEqn) -> bool:
     return is_rule or bool(_jaxpr.crossed_axes(equation))
 
 
-def _time(
-    block: ProgramBlock, equation: JaxprEqn, steps: tuple[int, ...]
-) -> tuple[list[int], tuple]:
-    """When the forward pass comes to an equation: its position, at each scan the step first."""
-    order: list[int] = []
-    left = list(steps)
-    at, inside = block, equation
-    while True:
-        order.append([id(e) for e in at.equations].index(id(inside)))
-        if at.parent is None or at.outside is None:
-            return order[::-1], steps
-        inside, at = at.parent.equation, at.outside
-        if inside.primitive.name == "scan":
-            step = left.pop()
-            order.append(inside.params["length"] - 1 - step if inside.params["reverse"] else step)
-
-
-def _is_excused(place: EquationPlace, excused: EquationPlace | None) -> bool:
+def _is_excused(place: Place, excused: Place | None) -> bool:
     chains = [[id(e) for e in p.chain] if p else [] for p in (place, excused)]
     return bool(excused) and chains[1][-len(chains[0]) :] == chains[0]

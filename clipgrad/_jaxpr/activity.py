@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from clipgrad._jaxpr.evaluate import Hook, evaluate
 from clipgrad._jaxpr.programs import entered_programs, opened, scan_counts
 
 
@@ -64,3 +66,34 @@ def _of_any(programs: Sequence[Any], flags: Sequence[bool], found: set[Var]) -> 
 def _is_floating_variable(variable: Var) -> bool:
     aval = variable.aval
     return isinstance(aval, ShapedArray) and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def has_fixed_factors(
+    program: Any, moved: Sequence[int], results: Sequence[int], active: frozenset[Var]
+) -> bool:
+    """Whether results are linear in some inputs, with factors that depend on no active variable."""
+    jaxpr = opened(program)[0]
+
+    def tangent(tangents, inputs):
+        def run(values):
+            changed = dict(zip(moved, values, strict=True))
+            every = [changed.get(i, x) for i, x in enumerate(inputs)]
+            found = evaluate(program, every, _Flat())
+            return [found[i] for i in results]
+
+        return jax.jvp(run, ([inputs[i] for i in moved],), (tangents,))[1]
+
+    types: list[Any] = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    try:
+        derivative = jax.make_jaxpr(tangent)([types[i] for i in moved], types)
+    except (TypeError, ValueError, NotImplementedError, NameError):
+        return False  # a step that has no derivative by itself, or a collective
+    within = [i for i, v in enumerate(jaxpr.invars) if v in active or i in moved]
+    found = active_variables(derivative, [len(moved) + i for i in within])
+    return not any(type(v) is not Literal and v in found for v in derivative.jaxpr.outvars)
+
+
+class _Flat(Hook):
+    """Enters custom rules by their primal program."""
+
+    flatten = True

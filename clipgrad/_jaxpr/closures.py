@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
 from clipgrad._jaxpr.evaluate import Hook, ProgramValues, bind, evaluate
 from clipgrad._jaxpr.programs import called_program, opened
@@ -278,7 +278,7 @@ def _primal(equation: JaxprEqn) -> Callable[..., list]:
     """The function itself, which needs nothing of what its rules alone close over."""
 
     def call(closed, inputs):
-        return evaluate(called_program(equation), inputs, _Bound())
+        return jaxpr_as_fun(called_program(equation))(*inputs)
 
     call.__name__ = _function(equation)
     return call
@@ -335,14 +335,6 @@ def _explicit_jvp(
 
 
 _CONVERSIONS = {"custom_vjp_call": _explicit_vjp, "custom_jvp_call": _explicit_jvp}
-
-
-class _Bound(Hook):
-    """Keeps each equation as it is."""
-
-    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence:
-        """The results of the equation."""
-        return bind(equation, inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,6 +1,5 @@
 """How the evaluator goes inside each higher-order primitive."""
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,10 +15,20 @@ from clipgrad._jaxpr.programs import (
     CALLS,
     CUSTOM_RULES,
     JIT,
+    PRINTS,
     REMAT,
     called_program,
     manual_axes,
+    opened,
     scan_counts,
+)
+from clipgrad._jaxpr.rebind import (
+    Lifted,
+    cond_again,
+    remat_again,
+    scan_again,
+    types_of,
+    while_again,
 )
 from clipgrad._trees import combine, is_array, partition
 
@@ -32,9 +41,21 @@ def _body(equation: JaxprEqn, hook: Hook, program: Any = None) -> Callable[..., 
     return lambda *inputs: evaluate(program, inputs, hook.inside(equation, ()))
 
 
+def _noted(equation: JaxprEqn, hook: Hook, program: Any) -> Callable[..., tuple[list, Any]]:
+    """The evaluation of a program inside of an equation: its results, and its notes."""
+
+    def run(*inputs):
+        inner = hook.inside(equation, ())
+        return evaluate(program, inputs, inner), inner.noted()
+
+    return run
+
+
 @entrance(*CALLS, *CUSTOM_RULES)
 def _enter_call(equation, inputs, hook):
-    return _body(equation, hook)(*inputs)
+    outputs, notes = _noted(equation, hook, called_program(equation))(*inputs)
+    hook.note(equation, inputs, [notes])
+    return outputs
 
 
 @entrance(*JIT)
@@ -82,14 +103,7 @@ def _stated(sharding):
 def _enter_remat(equation, inputs, hook):
     if hook.flatten:
         return _enter_call(equation, inputs, hook)
-    params = equation.params
-    prevent_cse = params["prevent_cse"]
-    if params["differentiated"]:  # JAX puts a barrier before the recomputation
-        flags = [prevent_cse] * len(inputs) if isinstance(prevent_cse, bool) else prevent_cse
-        behind, free = partition(list(inputs), flags)
-        inputs = combine(lax.optimization_barrier(behind), free)
-    again = jax.checkpoint(_body(equation, hook), prevent_cse=prevent_cse, policy=params["policy"])
-    return again(*inputs)
+    return remat_again(equation, _body(equation, hook), inputs)
 
 
 @entrance("scan")
@@ -102,15 +116,11 @@ def _enter_scan(equation, inputs, hook):
         inner = hook.inside(equation, own)
         arguments = [*inputs[:constants], *carry, *sliced]
         outputs = evaluate(called_program(equation), arguments, inner)
-        return tuple(outputs[:carried]), tuple(outputs[carried:])
+        return tuple(outputs[:carried]), (tuple(outputs[carried:]), inner.noted())
 
-    options = ("length", "reverse", "unroll", "_split_transpose")
-    carry, stacked = lax.scan(
-        step,
-        tuple(inputs[constants:split]),
-        (tuple(inputs[split:]), hook.steps(equation)),
-        **{name: equation.params[name] for name in options if name in equation.params},
-    )
+    elements = tuple(inputs[split:]), hook.steps(equation)
+    carry, (stacked, notes) = scan_again(equation, step, tuple(inputs[constants:split]), elements)
+    hook.note(equation, inputs, [notes])
     return [*carry, *stacked]
 
 
@@ -119,34 +129,84 @@ def _enter_while(equation, inputs, hook):
     params = equation.params
     first = params["cond_nconsts"]
     second = first + params["body_nconsts"]
-    again = _body(equation, hook, params["cond_jaxpr"])
-    body = _body(equation, hook, params["body_jaxpr"])
+    carried = opened(params["body_jaxpr"])[0].invars[second - first :]
+    enter = _noted(equation, hook, params["body_jaxpr"])
 
-    def run(carry):
-        goes_on, new = again(*inputs[:first], *carry)[0], body(*inputs[first:second], *carry)
-        if not goes_on.ndim:
-            return tuple(new)
-        return tuple(map(functools.partial(kept_lanes, goes_on), new, carry))  # of a `vmap`
+    def again(*carry):
+        inner = Unprinted() if hook.has_notes else hook.inside(equation, ())
+        return evaluate(params["cond_jaxpr"], [*inputs[:first], *carry], inner)[0]
 
-    start = tuple(inputs[second:])
-    return lax.while_loop(lambda carry: again(*inputs[:first], *carry)[0].any(), run, start)
+    def body(*carry):
+        return enter(*inputs[first:second], *carry)
+
+    carry, types = inputs[second:], types_of(carried, inputs[second:])
+    if not hook.has_notes:
+        return while_again(equation, again, lambda *carry: body(*carry)[0], carry, types)
+    outputs, notes = _loop_with_notes(equation, again, body, carry, types, hook)
+    hook.note(equation, inputs, [notes])
+    return outputs
 
 
-def kept_lanes(where, new, old):
+def _loop_with_notes(equation, again, body, carry, types, hook):
+    """Counts the iterations, and has one predicate for all lanes of a `vmap`."""
+
+    def step(*carry):
+        goes_on, (outputs, notes) = again(*carry), body(*carry)
+        if goes_on.ndim:
+            pairs = zip(outputs, carry, strict=True)
+            outputs = [_kept_lanes(goes_on, new, old) for new, old in pairs]
+        return outputs, notes
+
+    once = Lifted(step, types)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    start, structure = jax.tree.flatten(hook.empty((count, once.shapes[1])))
+    own = len(start)
+
+    def run(*state):
+        number, old = structure.unflatten(state[:own])
+        outputs, new = once(*state[own:])
+        return [*jax.tree.leaves((number + 1, hook.kept(old, new, number))), *outputs]
+
+    goes_on = lambda *state: again(*state[own:]).any()  # noqa: E731
+    types = [*map(jax.typeof, start), *types]
+    results = while_again(equation, goes_on, run, [*start, *carry], types)
+    return results[own:], structure.unflatten(results[:own])[1]
+
+
+def _kept_lanes(where: Any, new: Any, old: Any) -> Any:
     """What each loop of a `vmap` carries: those that have ended keep it."""
     return jnp.where(where.reshape(where.shape + (1,) * (jnp.ndim(new) - where.ndim)), new, old)
 
 
+class Unprinted(Hook):
+    """Leaves prints out."""
+
+    def __call__(self, equation, inputs):
+        """Nothing for a print; None for all else."""
+        return [] if equation.primitive.name in PRINTS else None
+
+
 @entrance("cond")
 def _enter_cond(equation, inputs, hook):
-    branches = [_body(equation, hook, branch) for branch in equation.params["branches"]]
-    platforms = equation.params.get("branches_platforms")
-    if platforms is None:
-        return lax.switch(inputs[0], branches, *inputs[1:])
-    pairs = list(zip(platforms, branches, strict=True))
-    default = next((branch for names, branch in pairs if names is None), None)
-    named = {name: branch for names, branch in pairs for name in names or ()}
-    return lax.platform_dependent(*inputs[1:], default=default, **named)
+    programs = equation.params["branches"]
+    types = types_of(opened(programs[0])[0].invars, inputs[1:])
+    if not hook.has_notes:
+        branches = [_body(equation, hook, program) for program in programs]
+        return cond_again(equation, branches, inputs, types)
+    once = [Lifted(_noted(equation, hook, program), types) for program in programs]
+    notes = [own.shapes[1] for own in once]
+
+    def among_all(i):
+        def run(*values):
+            outputs, mine = once[i](*values)
+            return outputs, [mine if i == j else hook.empty(n) for j, n in enumerate(notes)]
+
+        return run
+
+    results = cond_again(equation, [among_all(i) for i in range(len(once))], inputs, types)
+    outputs, found = jax.tree.unflatten(jax.tree.structure((once[0].shapes[0], notes)), results)
+    hook.note(equation, inputs, found)
+    return outputs
 
 
 @entrance("shard_map")
@@ -161,17 +221,20 @@ def _enter_shard_map(equation, inputs, hook):
         inner = structure.unflatten(combine(arrays, rest))
         if own:
             inner = hook.inside(equation, jax.tree.map(lambda x: x[0], own))
-        return tuple(evaluate(called_program(equation), shards, inner))
+        outputs = evaluate(called_program(equation), shards, inner)
+        return tuple(outputs), jax.tree.map(lambda x: x[None], inner.noted())
 
     mapped = jax.shard_map(
         shard,
         mesh=params["mesh"],
         in_specs=(PartitionSpec(), PartitionSpec(axes), *params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
+        out_specs=(tuple(params["out_specs"]), PartitionSpec(axes)),
         axis_names=set(axes),
         check_vma=params["check_vma"],
     )
-    return mapped(arrays, apart, *inputs)
+    outputs, notes = mapped(arrays, apart, *inputs)
+    hook.note(equation, inputs, [notes])
+    return list(outputs)
 
 
 @entrance("custom_linear_solve")

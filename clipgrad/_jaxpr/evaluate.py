@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
@@ -33,9 +34,15 @@ class Hook:
     `flatten=True` evaluates `jit` and `remat` in place and enters custom rules by their primal
     program; `flatten=False` keeps all three. The arrays of a hook become arguments of a `jit`
     inside the program; a hook with arrays is a pytree.
+
+    A hook with `has_notes` is one for each evaluation of a program, flattens, and keeps arrays
+    besides. They leave the programs inside of equations by `noted` and come to the hook around by
+    `note`: with a leading axis for the steps of a scan or the devices of a `shard_map`; of a loop
+    what `kept` keeps of its iterations.
     """
 
     flatten: bool = False
+    has_notes: bool = False
 
     @property
     def is_reusable(self) -> bool:
@@ -49,6 +56,19 @@ class Hook:
         """Return the outputs of `equation`, or None to have it evaluated or entered."""
         del equation, inputs
         return None
+
+    def starts(self, inputs: Sequence) -> None:
+        """See the inputs of the program before its first equation."""
+
+    def operands(self, equation: JaxprEqn, inputs: list) -> list:
+        """Return what an equation gets in place of its inputs, also if it is entered."""
+        del equation
+        return inputs
+
+    def results(self, equation: JaxprEqn, outputs: Sequence) -> Sequence:
+        """Return what the program sees in place of the results, also if it was entered."""
+        del equation
+        return outputs
 
     def constant(self, value: Any, aval: Any) -> Any:
         """Return the value that replaces a literal or a closed-over constant."""
@@ -74,6 +94,21 @@ class Hook:
         """Return the hook for a program of `equation`; `step` is this step's part of `steps`."""
         del equation, step
         return self
+
+    def noted(self) -> Any:
+        """Return what was kept in this evaluation, a tree of arrays."""
+
+    def note(self, equation: JaxprEqn, inputs: list, notes: list) -> None:
+        """Keep the notes of the programs inside of `equation`: one for each branch of a cond."""
+
+    def empty(self, shapes: Any) -> Any:
+        """Return the notes of a branch that is not taken, and of a loop before it begins."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def kept(self, old: Any, new: Any, number: Any) -> Any:
+        """Return what a loop keeps of its notes until now and those of iteration `number`."""
+        del old, number
+        return new
 
 
 class ProgramValues:
@@ -109,6 +144,7 @@ def evaluate(program: Any, inputs: Sequence, hook: Hook) -> list:
     of programs inside it are shown to `hook.inside(equation, step)`.
     """
     jaxpr, constants = opened(program)
+    hook.starts(inputs)
     values = hook.values(jaxpr)
     values.write(jaxpr.invars, inputs)
     closed = zip(constants, jaxpr.constvars, strict=True)
@@ -118,7 +154,9 @@ def evaluate(program: Any, inputs: Sequence, hook: Hook) -> list:
         info = equation.source_info
         user = source_info_util.user_context(info.traceback, name_stack=scope + info.name_stack)
         with user, equation.ctx.manager:
-            values.write(equation.outvars, _outputs(equation, values.inputs(equation), hook))
+            operands = hook.operands(equation, values.inputs(equation))
+            outputs = hook.results(equation, _outputs(equation, operands, hook))
+            values.write(equation.outvars, outputs)
     return values.outputs(jaxpr)
 
 

@@ -10,6 +10,7 @@ CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_cal
 CALLS = frozenset({"closed_call", "core_call"})
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
 JIT = frozenset({"jit", "pjit"})
+PRINTS = frozenset({"debug_callback", "debug_print"})
 _DIFFERENTIATED = frozenset({"scan", "cond", "shard_map"}) | CALLS | REMAT | JIT
 
 

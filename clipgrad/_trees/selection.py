@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from clipgrad._trees import nearest, path_string, selects
+from clipgrad._trees.selectors import nearest, selects
+from clipgrad._trees.trees import path_string
 
 Selector = int | str | Sequence[int | str]
 

@@ -1,14 +1,13 @@
 """Programs for brief use: compiled with little optimization, and kept for the same program.
 
-A check compiles about ten programs and runs each a few times. What a user's function does may
-have changed since it was last checked, so it is traced anew each time; if its program is the same
-as before, down to the text, so are the programs compiled from it.
+A check of a gradient compiles about ten programs and runs each a few times. What a user's function
+does may have changed since it was last checked, so it is traced anew each time; if its program is
+the same as before, down to the text, so are the programs compiled from it.
 """
 
 import collections
 import functools
 import hashlib
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,14 +16,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
-import clipgrad._jaxpr as _jaxpr
+from clipgrad._jaxpr.evaluate import Hook, evaluate
+from clipgrad._jaxpr.programs import equations, opened
 
 KEPT = 200  # programs; about ten for each function checked
 LOW = {"xla_backend_optimization_level": 0}
 OLDER = {"xla_cpu_use_fusion_emitters": False}  # JAX 0.10: the new emitters compile for longer
-ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
 _kept_by_key: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 _lock = threading.RLock()
@@ -41,18 +40,18 @@ def kept_by_key(key: Any, make: Callable[[], Any]) -> Any:
         return found
 
 
-def text(program: Any) -> str:
+def program_text(program: Any) -> str:
     """A program as text, with all that it computes with but the values of its own constants.
 
     The constants that programs inside keep to themselves, as a `jax.jit` does that closes over
     an array, stand for themselves by a digest.
     """
     with np.printoptions(threshold=sys.maxsize):
-        return str(_jaxpr.opened(program)[0]) + "".join(map(_digest, _inner_constants(program)))
+        return str(opened(program)[0]) + "".join(map(_digest, _inner_constants(program)))
 
 
 def _inner_constants(program: Any) -> Iterator[Any]:
-    for equation in _jaxpr.equations(program):
+    for equation in equations(program):
         for inner in jax.tree.leaves(list(equation.params.values())):
             yield from inner.consts if isinstance(inner, ClosedJaxpr) else ()
 
@@ -65,7 +64,7 @@ def _digest(constant: Any) -> str:
 
 def with_constants(program: Any, constants: Any) -> ClosedJaxpr:
     """The program with other constants, which may be traced."""
-    return ClosedJaxpr(_jaxpr.opened(program)[0], list(constants))
+    return ClosedJaxpr(opened(program)[0], list(constants))
 
 
 def quick_jit(fun: Callable) -> Callable:
@@ -95,15 +94,15 @@ def _compiled_program(fun: Callable, structure: Any, leaves: list) -> Callable[[
         return out
 
     program = jax.make_jaxpr(flat)(leaves)
-    constants = _jaxpr.opened(program)[1]
-    jaxpr = _jaxpr.opened(program)[0]  # what is kept holds no constants of this call
-    run = kept_by_key(("quick_jit", text(program)), lambda: _compiled_evaluation(jaxpr))
+    constants = opened(program)[1]
+    jaxpr = opened(program)[0]  # what is kept holds no constants of this call
+    run = kept_by_key(("quick_jit", program_text(program)), lambda: _compiled_evaluation(jaxpr))
     return lambda leaves: found[0].unflatten(run(constants, leaves))
 
 
 def _compiled_evaluation(program: Any) -> Callable:
     def run(constants, leaves):
-        return _jaxpr.evaluate(with_constants(program, constants), leaves, _jaxpr.Hook())
+        return evaluate(with_constants(program, constants), leaves, Hook())
 
     return low_jit(run)
 
@@ -125,29 +124,3 @@ def _known(options: dict[str, Any]) -> bool:
     except Exception:
         return False
     return True
-
-
-def is_steady(fun: Callable, program: Any, inputs: list) -> bool:
-    """Whether tracing a function again, and under `jax.vmap`, gives the operations of `program`.
-
-    It does not if the function looks at what it is called with (`isinstance(x, Tracer)`), keeps
-    count or draws numbers outside of JAX.
-    """
-    first = jaxpr_as_fun(program)
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
-    batches = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in inputs]
-
-    def seen_first(xs):
-        return first(*xs)
-
-    return _seen(lambda xs: fun(xs), shapes) == _seen(seen_first, shapes) and (
-        _seen(jax.vmap(fun), batches) == _seen(jax.vmap(seen_first), batches)
-    )
-
-
-def _seen(fun: Callable, shapes: list) -> str:
-    """The operations of a function as text, or the kind of its error."""
-    try:
-        return ADDRESS.sub("", str(jax.make_jaxpr(fun)(shapes)))
-    except Exception as error:
-        return type(error).__name__

@@ -1,4 +1,4 @@
-"""The numbers with which an operation goes wrong, and how they are written."""
+"""What values hold: their dtypes, and elements of arrays whatever their sharding."""
 
 from typing import Any
 
@@ -51,8 +51,3 @@ def on_host(tree: Any) -> Any:
         whole = NamedSharding(away[0].mesh, PartitionSpec())
         tree = jax.jit(lambda tree: tree, out_shardings=whole)(tree)
     return jax.tree.map(np.asarray, tree)
-
-
-def short(value: Any) -> str:
-    """A number of at most four digits."""
-    return f"{np.float64(value):.4g}"

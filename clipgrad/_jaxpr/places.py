@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-import clipgrad._jaxpr as _jaxpr
+from clipgrad._jaxpr.programs import CUSTOM_RULES, JIT, manual_axes, opened
+from clipgrad._jaxpr.scopes import path
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _INSTALLED = (
@@ -24,7 +25,7 @@ _DEMO = str(_PACKAGE / "_demo")  # programs as a user would write them
 _MACHINERY = {"api.py", "core.py", "custom_derivatives.py", "pjit.py", "traceback_util.py"}
 _MACHINERY |= {"api_util.py", "linear_util.py", "partial_eval.py", "source_info_util.py"}
 _MACHINERY |= {"ufunc_api.py", "array_methods.py", "ad_checkpoint.py"}
-_NAMED = _jaxpr.CUSTOM_RULES | _jaxpr.JIT
+_NAMED = CUSTOM_RULES | JIT
 
 
 class Location(NamedTuple):
@@ -40,11 +41,11 @@ class Location(NamedTuple):
         return f"{shown(self.file)}:{self.line}"
 
 
-class EquationPlace(NamedTuple):
+class Place(NamedTuple):
     """An equation of a program, and the equations that hold this program, the innermost first."""
 
     equation: JaxprEqn
-    parent: "EquationPlace | None" = None
+    parent: "Place | None" = None
 
     @property
     def chain(self) -> list[JaxprEqn]:
@@ -64,14 +65,14 @@ class EquationPlace(NamedTuple):
             return name
         params = self.equation.params
         inner = next((params[key] for key in ("call_jaxpr", "jaxpr") if key in params), None)
-        info = getattr(_jaxpr.opened(inner)[0], "debug_info", None)
+        info = getattr(opened(inner)[0], "debug_info", None)
         return params.get("name") or getattr(info, "func_name", None) or name
 
     @property
     def module(self) -> str:
         """The module path, joined by slashes."""
-        paths = [_jaxpr.path(equation) for equation in reversed(self.chain)]
-        return "/".join(segment for path in paths for segment in path)
+        paths = [path(equation) for equation in reversed(self.chain)]
+        return "/".join(segment for scopes in paths for segment in scopes)
 
     @property
     def scans(self) -> list[JaxprEqn]:
@@ -93,8 +94,8 @@ class EquationPlace(NamedTuple):
           found: for each device its number in each `shard_map` around, outermost first.
         """
         maps = [e for e in reversed(self.chain[1:]) if e.primitive.name == "shard_map"]
-        sizes = {a: e.params["mesh"].shape[a] for e in maps for a in _jaxpr.manual_axes(e)}
-        shapes = [[sizes[a] for a in _jaxpr.manual_axes(e)] for e in maps]
+        sizes = {a: e.params["mesh"].shape[a] for e in maps for a in manual_axes(e)}
+        shapes = [[sizes[a] for a in manual_axes(e)] for e in maps]
         places = {
             tuple(int(i) for n, s in zip(own, shapes, strict=True) for i in np.unravel_index(n, s))
             for own in found
@@ -150,6 +151,6 @@ def _package_frame(frame: Any) -> str:
 
 def shown(file: str) -> str:
     """The file relative to the current folder, if it is inside of it."""
-    path = pathlib.Path(file)
+    whole = pathlib.Path(file)
     folder = pathlib.Path.cwd()
-    return str(path.relative_to(folder)) if path.is_relative_to(folder) else file
+    return str(whole.relative_to(folder)) if whole.is_relative_to(folder) else file

@@ -1,0 +1,180 @@
+"""A program as a tree: the programs inside of its equations, as far as derivatives go into them."""
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from clipgrad._jaxpr.elements import holds_floats
+from clipgrad._jaxpr.places import Place
+from clipgrad._jaxpr.probe import RESULT, STATE, Site
+from clipgrad._jaxpr.programs import (
+    CALLS,
+    JIT,
+    REMAT,
+    device_count,
+    entered_programs,
+    opened,
+    scan_counts,
+)
+
+_TRANSPARENT = JIT | CALLS | REMAT
+_ENTERED = frozenset({"scan", "cond", "shard_map"}) | _TRANSPARENT
+
+
+class Block:
+    """The programs inside of an equation, or the outermost program.
+
+    Attributes:
+      parent: the place of the equation that holds the programs.
+      outside: the block that this equation is in.
+      programs: the jaxprs: of a cond one for each branch.
+      equations: those of all programs.
+      children: the blocks inside, of the same class, by the id of their equation.
+      states: what a scan carries, as variables of its body.
+      outer: for each other input the variable around the block that it is.
+      count: how many equations there are, inside of others too.
+    """
+
+    def __init__(self, programs: list[Any], parent: Place | None = None, outside: Any = None):
+        self.parent, self.outside = parent, outside
+        self.programs = [opened(program)[0] for program in programs]
+        self.equations = [equation for program in self.programs for equation in program.eqns]
+        self.children = {
+            id(e): type(self)(entered_programs(e)[0], Place(e, parent), self)
+            for e in self.equations
+            if _is_followed(e)
+        }
+        self.count = len(self.equations) + sum(child.count for child in self.children.values())
+        self.states, self.outer = _inputs(parent and parent.equation, self.programs)
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The scans and the `shard_map`s around its equations, with their lengths."""
+        if self.parent is None or self.outside is None:
+            return ()
+        equation = self.parent.equation
+        name = equation.primitive.name
+        lengths = {"scan": lambda: equation.params["length"]}
+        lengths["shard_map"] = lambda: device_count(equation)
+        return self.outside.axes + (((name, lengths[name]()),) if name in lengths else ())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of `axes`."""
+        return tuple(length for _, length in self.axes)
+
+    @property
+    def nest(self) -> tuple[int, ...]:
+        """The lengths of the scans around its equations, outermost first."""
+        return tuple(length for name, length in self.axes if name == "scan")
+
+    def apart(self, index: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """An index into numbers of shape `shape` as steps of the scans, and devices."""
+        pairs = [(name, int(i)) for (name, _), i in zip(self.axes, index, strict=True)]
+        steps = tuple(i for name, i in pairs if name == "scan")
+        return steps, tuple(i for name, i in pairs if name != "scan")
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether there is a scan inside."""
+        loops = any(e.primitive.name == "scan" for e in self.equations)
+        return loops or any(child.has_loops for child in self.children.values())
+
+    @property
+    def leaving(self) -> set[Var]:
+        """What leaves the programs in a way that `source` does not follow."""
+        if self.parent and self.parent.equation.primitive.name in _TRANSPARENT:
+            return set()
+        return {v for program in self.programs for v in program.outvars if type(v) is not Literal}
+
+    def site(self, kind: str, equation: JaxprEqn, position: int) -> Site:
+        """A result or an operand of one of its equations."""
+        return Site(kind, Place(equation, self.parent).key, position)
+
+    @functools.cached_property
+    def carried(self) -> dict[Var, Site]:
+        """The floating numbers that a scan carries, and where their cotangents are measured."""
+        key = self.parent.key if self.parent else ()
+        sites = {v: Site(STATE, key, i) for i, v in enumerate(self.states)}
+        return {v: site for v, site in sites.items() if holds_floats(v)}
+
+    def blocks(self) -> Iterator[Any]:
+        """This block and all inside."""
+        yield self
+        for child in self.children.values():
+            yield from child.blocks()
+
+    def all_equations(self) -> Iterator[tuple[Any, JaxprEqn]]:
+        """The equations of this block and of all blocks inside, but for those that hold these."""
+        for equation in self.equations:
+            yield from self.within(equation)
+
+    def within(self, equation: JaxprEqn) -> Iterator[tuple[Any, JaxprEqn]]:
+        """The equation in its block, or those of the programs inside of it."""
+        inner = self.children.get(id(equation))
+        if inner:
+            yield from inner.all_equations()
+        else:
+            yield self, equation
+
+    def values(self) -> Iterator[tuple[Any, Var, Site, Place]]:
+        """What scans carry, and then the results of equations in program order, with their blocks.
+
+        The place is that of the scan, or of the equation.
+        """
+        for block in self.blocks():
+            for v, site in block.carried.items():
+                yield block, v, site, block.parent
+        for block, equation in self.all_equations():
+            for i, v in enumerate(equation.outvars):
+                yield block, v, block.site(RESULT, equation, i), Place(equation, block.parent)
+
+    def source(self, variable: Any) -> tuple[Any, Any]:
+        """The variable that a variable is another name of, in the programs around and inside."""
+        block: Any = self
+        while type(variable) is not Literal:
+            around, inside = block.outer.get(variable), block._made_inside(variable)
+            if around is not None and block.outside is not None:
+                block, variable = block.outside, around
+            elif inside:
+                block, variable = inside
+            else:
+                return block, variable
+        return block, None
+
+    def _made_inside(self, variable: Var) -> tuple[Any, Any] | None:
+        for equation in (e for e in self.equations if id(e) in self.children):
+            if variable in equation.outvars and equation.primitive.name in _TRANSPARENT:
+                inner = self.children[id(equation)]
+                return inner, inner.programs[0].outvars[equation.outvars.index(variable)]
+        return None
+
+    def time(self, equation: JaxprEqn, steps: tuple[int, ...]) -> list[int]:
+        """When the forward pass comes to an equation: its position, at each scan the step first."""
+        position = [id(e) for e in self.equations].index(id(equation))
+        if self.parent is None or self.outside is None:
+            return [position]
+        around, step = self.parent.equation, []
+        if around.primitive.name == "scan":
+            last = around.params["length"] - 1
+            step = [last - steps[-1] if around.params["reverse"] else steps[-1]]
+            steps = steps[:-1]
+        return [*self.outside.time(around, steps), *step, position]
+
+
+def _is_followed(equation: JaxprEqn) -> bool:
+    platforms = equation.params.get("branches_platforms")
+    return equation.primitive.name in _ENTERED and platforms is None
+
+
+def _inputs(equation: JaxprEqn | None, programs: list[Any]) -> tuple[list[Var], dict[Var, Any]]:
+    """The states of a scan, and the variables around an equation that its programs read."""
+    if equation is None:
+        return [], {}
+    around = equation.invars[1:] if equation.primitive.name == "cond" else equation.invars
+    constants, carried = scan_counts(equation) if equation.primitive.name == "scan" else (0, 0)
+    states = [v for p in programs for v in p.invars[constants : constants + carried]]
+    pairs = [pair for p in programs for pair in zip(p.invars, around, strict=True)]
+    return states, {inner: v for inner, v in pairs if inner not in set(states)}

@@ -1,0 +1,321 @@
+"""Where the values of a program that are not finite are from."""
+
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal
+
+from clipgrad._jaxpr.elements import holds_floats, on_host
+from clipgrad._jaxpr.places import Place
+from clipgrad._jaxpr.programs import (
+    PRINTS,
+    crossed_axes,
+    device_count,
+    manual_axes,
+    opened,
+    scan_counts,
+)
+from clipgrad._jaxpr.tracker import SAME_AS_OPERAND, Flags, badness, track, tracked_programs
+
+ARGUMENT, CONSTANT = (-1,), (np.inf,)  # times before and behind those of all operations
+Device = tuple[int, ...]  # its number in each `shard_map` around, outermost first
+
+
+class Birth(NamedTuple):
+    """An operation whose result is worse than its operands, at an iteration of the loops around.
+
+    ``time`` is an order, on all devices: at each level the position of the equation, and the
+    iteration. Arguments come before all operations, constants behind.
+    """
+
+    time: tuple[float, ...]
+    argument: int | None = None
+    place: Place | None = None
+    steps: tuple[int, ...] = ()
+    root: "Birth | None" = None  # where the inf is from that it makes NaN of
+    devices: Set[Device] = frozenset([()])  # of all such births
+
+    @property
+    def step(self) -> int | None:
+        """The step of the innermost scan."""
+        loops = zip(_loops(self.place), self.steps, strict=True) if self.place else ()
+        return ([step for e, step in loops if e.primitive.name == "scan"] or [None])[-1]
+
+    @property
+    def device(self) -> str | None:
+        """The coordinates of the first device, see `Place.device`; None for a constant."""
+        is_known = self.place is not None and self.time != CONSTANT
+        return self.place.device(self.devices) if self.place and is_known else None
+
+
+class Track(NamedTuple):
+    """Whether a value holds NaN (2) or inf (1), and where it is from."""
+
+    badness: int = 0
+    birth: Birth | None = None
+
+
+_FINITE = Track()
+Tracks = dict[Device, Track]  # of one variable
+
+
+def origins(program: Any, inputs: Sequence[Any], cured: Iterable[Place] = ()) -> list[Track]:
+    """Where each result of a program is from, with the infinities of some operations `cured`."""
+    run = jax.jit(lambda inputs: track(program, inputs, cured))
+    flags = on_host(run(list(inputs)))
+    own = iter(flags.elements)
+    births = (Birth(ARGUMENT, argument=i) for i in range(len(inputs)))
+    pairs = zip(inputs, births, strict=True)
+    tracks = [{(): _tracked(next(own), b) if holds_floats(x) else _FINITE} for x, b in pairs]
+    results = _Replay().evaluate(program, {(): flags}, tracks, None, (), ())
+    return [result[()] for result in results]
+
+
+def operands_of(program: Any, inputs: Sequence[Any], birth: Birth) -> tuple[float, ...]:
+    """What an operation reads where its result is not finite."""
+    place, steps, device = birth.place, list(birth.steps), list(min(birth.devices))
+    assert place is not None
+    run = jax.jit(lambda inputs: track(program, inputs, target=place).values)
+    values = on_host(run(list(inputs)))
+    for equation in place.chain[:0:-1]:  # a loop of unknown length has one iteration alone
+        name = equation.primitive.name
+        step = steps.pop(0) if name in ("scan", "while") else 0
+        if name in ("scan", "shard_map"):
+            values = values[step if name == "scan" else device.pop(0)]
+    pairs = zip(place.equation.invars, values, strict=True)
+    return tuple(float(value) for v, value in pairs if holds_floats(v))
+
+
+def _loops(place: Place) -> list[JaxprEqn]:
+    """The loops around an operation, outermost first."""
+    return [e for e in place.chain[:0:-1] if e.primitive.name in ("scan", "while")]
+
+
+def _tracked(bad: Any, birth: Birth | None) -> Track:
+    return Track(int(bad), birth) if bad else _FINITE
+
+
+class _Replay:
+    """A second evaluation, of the flags alone, of all devices that do the same together."""
+
+    def __init__(self):
+        self._births: dict[tuple, set[Device]] = {}  # the devices, by operation and steps
+        self._constants: dict[int, Track] = {}
+        # A loop may begin to be bad at another iteration on each device: what was brought last.
+        self._latest: dict[tuple, list[Track]] = {}
+
+    def evaluate(
+        self,
+        program: Any,
+        flags: dict[Device, Flags],
+        inputs: Sequence[Tracks],
+        parent: Place | None,
+        steps: tuple[int, ...],
+        time: tuple[float, ...],
+    ) -> list[Tracks]:
+        """Where the results of a program are from, on each device that there are flags of."""
+        jaxpr, constants = opened(program)
+        tracks = dict(zip(jaxpr.invars, inputs, strict=True))
+        bad = {device: iter(own.results) for device, own in flags.items()}
+        inside = {device: iter(own.inside) for device, own in flags.items()}
+
+        def constant(x):
+            return dict.fromkeys(flags, self._constant(x))
+
+        def read(atom):
+            return constant(atom.val) if type(atom) is Literal else tracks[atom]
+
+        tracks |= {v: constant(x) for v, x in zip(jaxpr.constvars, constants, strict=True)}
+        for i, equation in enumerate(jaxpr.eqns):
+            if equation.primitive.name in PRINTS:
+                continue
+            operands = [read(atom) for atom in equation.invars]
+            where = Place(equation, parent), steps, (*time, i)
+            if tracked_programs(equation):
+                found = {device: next(own) for device, own in inside.items()}
+                outputs = self._enter(where, operands, found, bad)
+            elif equation.primitive.name in SAME_AS_OPERAND:
+                outputs = operands[: len(equation.outvars)]
+            else:
+                outputs = self._operation(where, operands, bad)
+            tracks |= dict(zip(equation.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _constant(self, x: Any) -> Track:
+        if id(x) not in self._constants:
+            bad = badness(jnp.asarray(x)) if holds_floats(jnp.asarray(x)) else 0
+            self._constants[id(x)] = _tracked(int(bad), Birth(CONSTANT))
+        return self._constants[id(x)]
+
+    def _operation(
+        self, where: tuple, operands: list[Tracks], bad: dict[Device, Iterator]
+    ) -> list[Tracks]:
+        equation = where[0].equation
+        levels = {device: _levels(equation, own) for device, own in bad.items()}
+        given = {device: [tracks[device] for tracks in operands] for device in bad}
+        if any(levels[d] != [0] * len(levels[d]) for d in bad) and crossed_axes(equation):
+            given = self._brought(where[0], given)
+        results = {d: self._results(where, given[d], levels[d], d) for d in bad}
+        return [{d: own[i] for d, own in results.items()} for i in range(len(equation.outvars))]
+
+    def _brought(self, place: Place, given: dict[Device, list[Track]]) -> dict[Device, list[Track]]:
+        """What is not finite of all devices that an operation takes values of."""
+        mapped = [e for e in place.chain[1:] if e.primitive.name == "shard_map"]
+        if not mapped:
+            return given
+        groups: dict[tuple, list[Track]] = {}
+        keys = {d: (place.key, *d[:-1], *_others(place.equation, mapped[0], d[-1])) for d in given}
+        for device, key in keys.items():
+            groups.setdefault(key, []).extend(x for x in given[device] if x.badness)
+        self._latest |= {key: brought for key, brought in groups.items() if brought}
+        return {device: self._latest.get(key, []) for device, key in keys.items()}
+
+    def _results(
+        self, where: tuple, operands: list[Track], bad: list[int], device: Device
+    ) -> list[Track]:
+        """Has an origin here what is worse than all operands, else that of an operand as bad."""
+        place, steps, time = where
+        worst = max((x.badness for x in operands), default=0)
+        outputs = []
+        for level in bad:
+            as_bad = (x.birth for x in operands if x.badness >= max(min(level, worst), 1))
+            origin = _earliest(as_bad) if level else None
+            if origin and origin.time == CONSTANT and origin.place is None:
+                origin = origin._replace(place=place, steps=steps)
+            if level > worst:
+                devices = self._births.setdefault((place.key, steps), set())
+                devices.add(device)
+                origin = Birth(time, None, place, steps, origin, devices)
+            outputs.append(_tracked(level, origin))
+        return outputs
+
+    def _enter(
+        self, where: tuple, operands: list[Tracks], found: dict, bad: dict[Device, Iterator]
+    ) -> list[Tracks]:
+        """Where the results of an equation with programs are from, by the flags of each."""
+        name = where[0].equation.primitive.name
+        if not found:
+            return [{}] * len(where[0].equation.outvars)
+        if name == "while":
+            return self._after(where, self._chosen(where, operands, found), bad)
+        enter = {"scan": self._scan, "shard_map": self._shard_map}
+        return enter.get(name, self._chosen)(where, operands, found)
+
+    def _chosen(self, where: tuple, operands: list[Tracks], found: dict) -> list[Tracks]:
+        """What devices do together: those of one branch, or of one iteration, in this order."""
+        place, steps, time = where
+        programs, given = tracked_programs(place.equation), operands
+        is_loop = place.equation.primitive.name == "while"
+        if is_loop:
+            given = operands[place.equation.params["cond_nconsts"] :]
+        elif place.equation.primitive.name == "cond":
+            given = operands[1:]
+        groups: dict[int, list[Device]] = {}
+        for device, own in found.items():
+            groups.setdefault(int(own[0].index), []).append(device)
+        outputs: list[Tracks] = [{} for _ in place.equation.outvars]
+        for index, devices in sorted(groups.items()):
+            i = 0 if is_loop else min(max(index, 0), len(programs) - 1)
+            inputs = [{device: tracks[device] for device in devices} for tracks in given]
+            if is_loop and index:  # what is carried was finite until then
+                finite = [dict.fromkeys(devices, _FINITE)] * len(outputs)
+                inputs = [*inputs[: -len(outputs)], *finite]
+            flags = {device: found[device][i] for device in devices}
+            now = ((*steps, index), (*time, index)) if is_loop else (steps, time)
+            results = self.evaluate(programs[i], flags, inputs, place, *now)
+            outputs = [old | new for old, new in zip(outputs, results, strict=True)]
+        return outputs
+
+    def _shard_map(self, where: tuple, operands: list[Tracks], found: dict) -> list[Tracks]:
+        place, steps, time = where
+        (program,) = tracked_programs(place.equation)
+        count, variables = device_count(place.equation), place.equation.invars
+        flags, shards = {}, [{} for _ in variables]
+        for device, own in _of_program(found).items():
+            for number in map(int, np.flatnonzero(_bad_steps(own, count))):
+                flags[*device, number] = part = jax.tree.map(lambda x: x[number], own)  # noqa: B023
+                tracks = _parts(part, variables, [tracks[device] for tracks in operands])
+                for shard, own_track in zip(shards, tracks, strict=True):
+                    shard[*device, number] = own_track
+        results = self.evaluate(program, flags, shards, place, steps, time)
+        return [
+            {d: _joined([t for inner, t in own.items() if inner[:-1] == d]) for d in found}
+            for own in results
+        ]
+
+    def _scan(self, where: tuple, operands: list[Tracks], found: dict) -> list[Tracks]:
+        place, steps, time = where
+        (program,), params = tracked_programs(place.equation), place.equation.params
+        (constants, carried), length = scan_counts(place.equation), params["length"]
+        fixed, carry = operands[:constants], operands[constants : constants + carried]
+        whole = operands[constants + carried :]
+        variables = place.equation.invars[constants + carried :]
+        stacked = [dict.fromkeys(found, _FINITE)] * (len(place.equation.outvars) - carried)
+        flags = _of_program(found)
+        is_bad = np.any([_bad_steps(own, length) for own in flags.values()], axis=0)
+        for now in range(length):
+            t = length - 1 - now if params["reverse"] else now
+            bad = (x.badness for tracks in (*fixed, *carry) for x in tracks.values())
+            if not is_bad[t] and not any(bad):
+                continue
+            own = jax.tree.map(lambda x: x[t], flags)  # noqa: B023
+            parts = {d: _parts(own[d], variables, [x[d] for x in whole]) for d in own}
+            sliced = [{d: parts[d][i] for d in own} for i in range(len(whole))]
+            given = [*fixed, *carry, *sliced]
+            results = self.evaluate(program, own, given, place, (*steps, t), (*time, now))
+            carry = results[:carried]
+            pairs = zip(stacked, results[carried:], strict=True)
+            stacked = [{d: _joined([old[d], new[d]]) for d in own} for old, new in pairs]
+        return [*carry, *stacked]
+
+    def _after(
+        self, where: tuple, outputs: list[Tracks], bad: dict[Device, Iterator]
+    ) -> list[Tracks]:
+        """What a loop carries at its end, from the first iteration at which something is bad."""
+        place, steps, time = where
+        found: list[Tracks] = [{} for _ in outputs]
+        for device, own in bad.items():
+            new = Birth((*time, np.inf), None, place, steps, None, frozenset([device]))
+            first = _earliest(tracks[device].birth for tracks in outputs) or new
+            levels = _levels(place.equation, own)
+            for result, tracks, level in zip(found, outputs, levels, strict=True):
+                result[device] = _tracked(level, tracks[device].birth or first)
+        return found
+
+
+def _levels(equation: JaxprEqn, flags: Iterator) -> list[int]:
+    return [int(next(flags)) if holds_floats(v) else 0 for v in equation.outvars]
+
+
+def _of_program(found: dict[Device, list[Flags]]) -> dict[Device, Flags]:
+    return {device: own[0] for device, own in found.items()}
+
+
+def _others(equation: JaxprEqn, mapped: JaxprEqn, device: int) -> tuple[int, ...]:
+    """The coordinates of a device along the axes that an operation does not go across."""
+    names, crossed = manual_axes(mapped), crossed_axes(equation)
+    shape = [mapped.params["mesh"].shape[name] for name in names]
+    places = zip(names, np.unravel_index(device, shape), strict=True)
+    return tuple(int(i) for name, i in places if name not in crossed)
+
+
+def _bad_steps(flags: Flags, length: int) -> np.ndarray:
+    return np.any(flags.any_bad(lambda x: np.reshape(x, (length, -1)).any(-1)), axis=0)
+
+
+def _parts(flags: Flags, variables: Sequence[Any], whole: list[Track]) -> list[Track]:
+    """The elements that a scan goes through, or the shards of arrays."""
+    bad, pairs = iter(flags.elements), zip(variables, whole, strict=True)
+    return [_tracked(next(bad), x.birth) if holds_floats(v) else x for v, x in pairs]
+
+
+def _joined(tracks: list[Track]) -> Track:
+    bad = max((track.badness for track in tracks), default=0)
+    return Track(bad, _earliest(track.birth for track in tracks))
+
+
+def _earliest(births: Iterable[Birth | None]) -> Birth | None:
+    return min((birth for birth in births if birth), key=lambda birth: birth.time, default=None)

@@ -1,0 +1,163 @@
+"""Measuring what the backward pass brings to the values of a program."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from clipgrad._compat import to_varying, varying_axes
+from clipgrad._jaxpr.evaluate import Hook, bind, evaluate
+from clipgrad._jaxpr.places import Place
+from clipgrad._jaxpr.programs import (
+    JIT,
+    PRINTS,
+    called_program,
+    entered_programs,
+    opened,
+    scan_counts,
+)
+
+RESULT, OPERAND, STATE = "result", "operand", "state"
+
+
+class Site(NamedTuple):
+    """A value whose cotangent is measured.
+
+    That of a result and of what a scan carries is summed over all uses, that of an operand is that
+    of one use.
+    """
+
+    kind: str  # RESULT, OPERAND or STATE
+    place: tuple[int, ...]  # the key of the `Place` of the equation; of a state: of the scan
+    position: int  # among the results, the operands or the states
+
+    @property
+    def around(self) -> tuple[int, ...]:
+        """The key of the equation whose program the value is in."""
+        return self.place if self.kind == STATE else self.place[1:]
+
+
+class Probe(Hook):
+    """Lets the values of sites through unchanged; the cotangent of each probe is a summary.
+
+    A summary is ``summary(cotangent, value)``, of the shape and the dtype of the probe. A probe has
+    one leading axis for each scan and each `shard_map` around its site. The value comes with the
+    cotangent of an operand; it is None for others.
+
+    Args:
+      probes: an array for each site.
+      summary: what is measured.
+      base: what is done at equations besides, such as `Widen`.
+      cured: whether operands with a probe give back 0 for a cotangent that is not finite.
+    """
+
+    def __init__(
+        self,
+        probes: dict[Site, Any],
+        summary: Callable[[Any, Any], Any],
+        base: Hook | None = None,
+        cured: bool = False,
+        parent: Place | None = None,
+    ):
+        self.probes, self.summary, self.cured = probes, summary, cured
+        self.base, self.parent = base or Hook(), parent
+        self.flatten = self.base.flatten
+        around = parent and parent.equation
+        self._states = _carried(around) if around and around.primitive.name == "scan" else {}
+        self._probed_states: dict[Var, Any] = {}
+
+    def constant(self, value: Any, aval: Any) -> Any:
+        """What the base makes of a constant."""
+        return self.base.constant(value, aval)
+
+    def operands(self, equation: JaxprEqn, inputs: list) -> list:
+        """The operands of an equation, through their probes."""
+        key = Place(equation, self.parent).key
+        pairs = enumerate(zip(equation.invars, inputs, strict=True))
+        return [
+            x if type(v) is Literal else self._through(Site(OPERAND, key, i), self._state(v, x))
+            for i, (v, x) in pairs
+        ]
+
+    def results(self, equation: JaxprEqn, outputs: Sequence) -> Sequence:
+        """The results of an equation, through their probes."""
+        key = Place(equation, self.parent).key
+        return [self._through(Site(RESULT, key, i), x) for i, x in enumerate(outputs)]
+
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """The results of an equation without sites inside; None where there are some."""
+        if equation.primitive.name in PRINTS:
+            return []
+        found = self.base(equation, inputs)
+        if found is not None or self.flatten:
+            return found
+        if not entered_programs(equation)[0] or not self._inside(equation):
+            return bind(equation, inputs)
+        if equation.primitive.name in JIT:
+            return evaluate(called_program(equation), inputs, self.inside(equation, ()))
+        return None
+
+    def steps(self, equation: JaxprEqn) -> dict[Site, Any]:
+        """The probes inside of an equation."""
+        return self._inside(equation)
+
+    shards = steps  # devices are apart as steps are
+
+    def inside(self, equation: JaxprEqn, step: Any) -> "Probe":
+        """The probes for a program of an equation, at this step or on this device."""
+        place = Place(equation, self.parent)
+        probes = step if isinstance(step, dict) else self._inside(equation)
+        base = self.base.inside(equation, step)
+        return Probe(probes, self.summary, base, self.cured, place)
+
+    def _inside(self, equation: JaxprEqn) -> dict[Site, Any]:
+        key = Place(equation, self.parent).key
+        return {site: p for site, p in self.probes.items() if site.around[-len(key) :] == key}
+
+    def _state(self, variable: Var, x: Any) -> Any:
+        """What a scan carries, through one probe for all its uses."""
+        if variable not in self._states or self.parent is None:
+            return x
+        if variable not in self._probed_states:
+            site = Site(STATE, self.parent.key, self._states[variable])
+            self._probed_states[variable] = self._through(site, x)
+        return self._probed_states[variable]
+
+    def _through(self, site: Site, x: Any) -> Any:
+        probe = self.probes.get(site)
+        if probe is None:
+            return x
+        return _identity(self.summary, site.kind == OPERAND, self.cured, x, probe)
+
+
+def _carried(scan: JaxprEqn) -> dict[Var, int]:
+    """The variables that a scan carries in its body, with their positions."""
+    constants, carried = scan_counts(scan)
+    variables = opened(called_program(scan))[0].invars[constants : constants + carried]
+    return {v: i for i, v in enumerate(variables)}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _identity(summary: Callable, keeps: bool, cured: bool, x: Any, probe: Any) -> Any:
+    return x
+
+
+def _identity_forward(summary: Callable, keeps: bool, cured: bool, x: Any, probe: Any) -> Any:
+    return x, (x if keeps else None, probe)
+
+
+def _identity_backward(
+    summary: Callable, keeps: bool, cured: bool, residuals: Any, cotangent: Any
+) -> Any:
+    x, probe = residuals
+    measured = summary(cotangent, x).astype(probe.dtype)
+    measured = to_varying(measured, varying_axes(probe))
+    if keeps and cured:
+        cotangent = jnp.where(jnp.isfinite(cotangent), cotangent, jnp.zeros_like(cotangent))
+    return cotangent, measured
+
+
+_identity.defvjp(_identity_forward, _identity_backward)

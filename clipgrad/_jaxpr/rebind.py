@@ -1,0 +1,128 @@
+"""Applying the primitive of an equation again, with other functions as its programs.
+
+A `while` that was mapped has one predicate for each lane, which `jax.lax.while_loop` refuses, and a
+`cond` on the platform has a default: so a `while`, `cond` or `remat` equation is bound again, with
+all its parameters but for the programs. The parameters of a `scan` are private classes in newer
+JAX; `jax.lax.scan` can state all of them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+
+from clipgrad._jaxpr.evaluate import bind
+from clipgrad._jaxpr.programs import called_program, opened
+
+
+def scan_again(
+    equation: JaxprEqn, body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, elements: Any
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` of a body with the length, direction and unrolling of an equation."""
+    names = ("length", "reverse", "unroll", "_split_transpose")
+    options = {name: equation.params[name] for name in names if name in equation.params}
+    return lax.scan(body, carry, elements, **options)
+
+
+def while_again(
+    equation: JaxprEqn,
+    again: Callable[..., Any],
+    body: Callable[..., Sequence],
+    carry: Sequence,
+    types: Sequence,
+) -> list:
+    """The loop of a `while` equation with other functions of what it carries, of these types.
+
+    ``again`` may have one predicate for each lane of a `vmap`; then all that is carried has a
+    leading axis for the lanes.
+    """
+    goes_on = Lifted(lambda *carry: [again(*carry)], types)
+    step = Lifted(body, types)
+    return bind(
+        equation,
+        [*goes_on.closed, *step.closed, *carry],
+        cond_jaxpr=goes_on.like(equation.params["cond_jaxpr"]),
+        body_jaxpr=step.like(equation.params["body_jaxpr"]),
+        cond_nconsts=len(goes_on.closed),
+        body_nconsts=len(step.closed),
+    )
+
+
+def cond_again(
+    equation: JaxprEqn,
+    branches: Sequence[Callable[..., Sequence]],
+    inputs: Sequence,
+    types: Sequence,
+) -> list:
+    """The choice of a `cond` equation among other functions of its inputs behind the index."""
+    lifted = [Lifted(branch, types) for branch in branches]
+    closed = [x for own in lifted for x in own.closed]
+    programs, end = [], 0
+    for own, program in zip(lifted, equation.params["branches"], strict=True):
+        start, end = end, end + len(own.closed)
+        programs.append(own.like(program, closed[:start], closed[end:]))
+    return bind(equation, [inputs[0], *closed, *inputs[1:]], branches=tuple(programs))
+
+
+def remat_again(equation: JaxprEqn, body: Callable[..., Any], inputs: Sequence) -> Any:
+    """The function of a `remat` equation with another body; recomputation has its barriers.
+
+    What a hook has in place of arrays may be trees of arrays.
+    """
+    program, barriers = called_program(equation), equation.params["prevent_cse"]
+    leaves, structure = jax.tree.flatten(list(inputs))
+    types = [jax.typeof(x) for x in leaves]
+    if len(leaves) == len(inputs):
+        types = types_of(opened(program)[0].invars, leaves)
+    lifted = Lifted(lambda *leaves: body(*structure.unflatten(leaves)), types)
+    if not isinstance(barriers, bool):
+        pairs = zip(barriers, inputs, strict=True)
+        own = [flag for flag, x in pairs for _ in jax.tree.leaves(x)]
+        barriers = (*[True] * len(lifted.closed), *own)
+    changed = {"jaxpr": lifted.like(program), "prevent_cse": barriers}
+    outputs = bind(equation, [*lifted.closed, *leaves], **changed)
+    return jax.tree.unflatten(jax.tree.structure(lifted.shapes), outputs)
+
+
+def types_of(variables: Sequence, values: Sequence) -> list:
+    """The types of values, for a program that has these inputs; weak types are the program's."""
+    pairs = [(v.aval, jax.typeof(x)) for v, x in zip(variables, values, strict=True)]
+    return [own if _is_as(own, given) else given for own, given in pairs]
+
+
+def _is_as(own: Any, given: Any) -> bool:
+    names = ("shape", "dtype")
+    return all(getattr(own, name, None) == getattr(given, name, None) for name in names)
+
+
+class Lifted:
+    """A function of arrays as a program, with what it closes over as its first inputs."""
+
+    def __init__(self, fun: Callable[..., Any], types: Sequence):
+        self._traced, self.shapes = jax.make_jaxpr(fun, return_shape=True)(*types)
+        self._jaxpr, self.closed = opened(self._traced)
+        self._types = types
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The results for other inputs of these types, without tracing the function again."""
+        results = jaxpr_as_fun(self._traced)(*inputs)
+        return jax.tree.unflatten(jax.tree.structure(self.shapes), results)
+
+    def like(self, program: Any, before: Sequence = (), behind: Sequence = ()) -> Any:
+        """The program in the container of another one.
+
+        Inputs that it does not use may come ``before`` and ``behind`` what it closes over.
+        """
+        values = [*before, *self.closed, *behind]
+        first, end = len(before), len(before) + len(self.closed)
+
+        def explicit(*inputs: Any) -> list:
+            own = ClosedJaxpr(self._jaxpr, list(inputs[first:end]))
+            return jaxpr_as_fun(own)(*inputs[len(values) :])
+
+        found = self._traced
+        if values:
+            found = jax.make_jaxpr(explicit)(*values, *self._types)
+        return found if isinstance(program, ClosedJaxpr) else opened(found)[0]

@@ -1,0 +1,127 @@
+"""Evaluating a program in a wider floating type."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import JaxprEqn
+
+from clipgrad._jaxpr.evaluate import Hook, bind, is_entered, retrace
+from clipgrad._jaxpr.programs import CUSTOM_RULES, PRINTS, map_programs, opened
+
+# What looks at the bits of its numbers, or may be there for some types alone: it is bound in the
+# types of the program, and its results are widened.
+OWN_TYPES = frozenset("bitcast_convert_type nextafter rng_uniform".split())
+FOREIGN_PROGRAMS = frozenset(
+    "pure_callback io_callback pallas_call custom_call ffi_call "
+    "custom_partitioning run_state xla_pmap".split()
+)
+_DTYPES = ("new_dtype", "preferred_element_type", "dtype", "out_dtype")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+class Widen(Hook):
+    """Has every floating type that is narrower than ``dtype`` replaced by it.
+
+    Custom rules are entered, so that its derivative is that of plain AD; what the program of a rule
+    stops is nothing to JAX, and is not stopped. In float64 products have the precision of the type.
+    Foreign programs and what looks at bits stay in their own types; nothing is printed.
+
+    Args:
+      dtype: float32 or float64; complex numbers become those of two such numbers.
+      stop: what `stop_gradient` becomes, and the parameter at which a sample is drawn.
+    """
+
+    flatten = True
+
+    def __init__(self, dtype: Any, stop: Callable[[Any], Any] = lax.stop_gradient):
+        self.dtype, self.stop, self._base = jnp.dtype(dtype), stop, stop
+
+    def wide_dtype(self, dtype: Any) -> Any:
+        """The type that takes the place of another."""
+        if not _is_float(dtype) or jnp.finfo(dtype).bits >= jnp.finfo(self.dtype).bits:
+            return dtype
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+        return np.dtype(np.complex128) if is_complex else self.dtype
+
+    def constant(self, value: Any, aval: Any) -> Any:
+        """A literal, a constant or an input, widened."""
+        dtype = getattr(value, "dtype", None)
+        if dtype is None:  # a Python number, which has more digits than its type in the program
+            array = np.asarray(value)
+            own = getattr(aval, "dtype", array.dtype)
+            return array.astype(self.wide_dtype(own)) if array.dtype.kind in "fc" else value
+        if (wide := self.wide_dtype(dtype)) == dtype:
+            return value
+        return value.astype(wide) if isinstance(value, Tracer) else np.asarray(value).astype(wide)
+
+    def inside(self, equation: JaxprEqn, step: Any) -> "Widen":
+        """The hook for the program of a custom rule stops nothing."""
+        del step
+        if equation.primitive.name not in CUSTOM_RULES:
+            return self
+        freely = copy.copy(self)
+        freely.stop = lambda x: x
+        return freely
+
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """The results in the wide type; None where the equation is entered."""
+        name = equation.primitive.name
+        if name == "stop_gradient":
+            return [self.stop(inputs[0])]
+        if name == "reduce_precision":
+            return inputs
+        if name in PRINTS:
+            return []
+        if name == "random_gamma":
+            return [self._sample(equation, inputs)]
+        if name in OWN_TYPES | FOREIGN_PROGRAMS:
+            return self._as_they_are(equation, inputs)
+        return None if is_entered(equation, self) else self._bound(equation, inputs)
+
+    def _as_they_are(self, equation: JaxprEqn, inputs: list) -> list:
+        pairs = zip(equation.invars, inputs, strict=True)
+        narrow = [jnp.asarray(x, _dtype(v)) if _is_float(_dtype(v)) else x for v, x in pairs]
+        return [self.constant(x, None) for x in bind(equation, narrow)]
+
+    def _sample(self, equation: JaxprEqn, inputs: list) -> Any:
+        """A sample of a gamma distribution, with the implicit derivative that JAX defines.
+
+        It is linear in its parameter: for a fixed key it is no smooth function of it.
+        """
+        key, parameter = inputs
+        at = self._base(parameter)
+        (sample,) = self._as_they_are(equation, [key, at])
+        value = lax.exp(sample) if equation.params["log_space"] else sample
+        least = jnp.finfo(value.dtype).tiny
+        slope = lax.random_gamma_grad(at, jnp.maximum(value, least))  # pyright: ignore[reportCallIssue]
+        slope = slope / value if equation.params["log_space"] else slope
+        return sample + slope * (parameter - at)
+
+    def _bound(self, equation: JaxprEqn, inputs: list) -> list:
+        params = equation.params
+        dtypes = {k for k, v in params.items() if isinstance(v, np.dtype) or k in _DTYPES}
+        changed: dict[str, Any] = {
+            name: self.wide_dtype(params[name]) for name in dtypes if _is_float(params[name])
+        }
+        if equation.primitive.name in PRODUCTS and self.dtype == jnp.float64:
+            changed["precision"] = None
+        return bind(equation, inputs, **changed, **map_programs(equation, self._widened))
+
+    def _widened(self, program: Any) -> Any:
+        variables = opened(program)[0].invars
+        types = [jax.ShapeDtypeStruct(v.aval.shape, self.wide_dtype(_dtype(v))) for v in variables]
+        return retrace(program, types, self)
+
+
+def _dtype(variable: Any) -> Any:
+    return getattr(variable.aval, "dtype", None)
+
+
+def _is_float(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

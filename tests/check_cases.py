@@ -1,0 +1,520 @@
+"""Functions that mislead a checker of gradients: solvers, samplers, kinks, ties, masked rows.
+
+A maker takes a dtype and returns (function, args) or (function, args, options). The gradient of
+each of `WRONG` is wrong and that of each of `RIGHT` right; of `UNKNOWN`, nothing can be said.
+"""
+
+# ruff: noqa: E731
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from tests.check_history import positive_definite
+from tests.check_history_right import into
+from tests.check_zoo import custom, normal
+
+WRONG: dict[str, Callable[[Any], tuple]] = {}
+RIGHT: dict[str, Callable[[Any], tuple]] = {}
+UNKNOWN: dict[str, Callable[[Any], tuple]] = {}
+
+
+def ratio(draw, factor=1.0):
+    """A rule beside a sampler, off by a factor, and the sampler's parameter."""
+    scaled = custom(lambda x: jnp.sin(x), lambda r, g: (factor * g * jnp.cos(r[0]),))
+    return lambda a, x: draw(a) + jnp.sum(scaled(x))
+
+
+def _drawn(name, factor):
+    sample, parameters = getattr(jax.random, name), 2 if name == "beta" else 1
+
+    def make(dtype):
+        args = jnp.asarray([0.7, 1.5, 4], dtype), normal(1, 3, dtype=dtype)
+        draw = lambda a: sample(jax.random.key(0), *[a] * parameters, dtype=dtype)
+        return ratio(draw, factor), args
+
+    return make
+
+
+for _name in ("gamma", "beta", "dirichlet", "t"):
+    WRONG[f"a_rule_beside_a_sample_of_{_name}"] = _drawn(_name, 1.3)
+    RIGHT[f"a_sample_of_{_name}"] = _drawn(_name, 1.0)
+
+
+@into(WRONG)
+def a_sample_scaled_by_a_wrong_rule(dtype):
+    scaled = custom(lambda x: 2 * x, lambda r, g: (2.6 * g,))
+    draw = lambda a: scaled(jax.random.gamma(jax.random.key(0), scaled(a), dtype=dtype))
+    return draw, (jnp.asarray([0.7, 1.5, 4], dtype),)
+
+
+def relu(backward, primal=lambda x: jnp.maximum(x, 0)):
+    return custom(primal, lambda r, g: (g * backward(r[0]).astype(g.dtype),))
+
+
+def half_zeros(dtype, shape=(40, 10)):
+    x = normal(3, *shape, dtype=dtype)
+    return jnp.where(x > 0, x, 0)
+
+
+@into(WRONG)
+def relu_of_activations_with_half_zeros(dtype):
+    return relu(lambda x: jnp.where(x > 0, 1.3, x == 0)), (half_zeros(dtype),)
+
+
+@into(WRONG)
+def relu_halved_in_fast_mode(dtype):
+    return relu(lambda x: jnp.where(x > 0, 0.5, x == 0)), (half_zeros(dtype),), {"mode": "fast"}
+
+
+@into(RIGHT)
+def relu_in_fast_mode(dtype):
+    return relu(lambda x: x >= 0), (half_zeros(dtype),), {"mode": "fast"}
+
+
+def one_among_zeros(dtype):
+    return jnp.zeros(201, dtype).at[137].set(0.8)
+
+
+@into(WRONG)
+def one_element_beside_two_hundred_zeros(dtype):
+    return relu(lambda x: jnp.where(x > 0, 1.3, x == 0)), (one_among_zeros(dtype),)
+
+
+@into(WRONG)
+def one_element_beside_two_hundred_zeros_in_fast_mode(dtype):
+    function, args = one_element_beside_two_hundred_zeros(dtype)
+    return function, args, {"mode": "fast"}
+
+
+def in_pallas(x):
+    """max(x, 0) by a kernel, of which there is no float64."""
+
+    def kernel(x, out):
+        out[...] = jnp.maximum(x[...], 0)
+
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(kernel, out_shape=like, interpret=True)(x)
+
+
+def in_a_loop(x):
+    """max(x, 0) by a loop without a derivative of its own."""
+    return lax.while_loop(lambda s: s[0] < 1, lambda s: (s[0] + 1, jnp.maximum(s[1], 0)), (0, x))[1]
+
+
+def _kernels(where):
+    def one_row_of_32_halved(dtype):
+        row = jnp.ones((32, 1)).at[17].set(0.5)
+        return relu(lambda x: (x >= 0) * row, where), (half_zeros(dtype, (32, 8)),)
+
+    def one_element_zeroed_beside_a_kink(dtype):
+        x = half_zeros(dtype, (64,)).at[20].set(0.7)
+        return relu(lambda x: (x >= 0) * jnp.ones(64).at[20].set(0), where), (x,)
+
+    def right(dtype):
+        return relu(lambda x: x >= 0, where), (half_zeros(dtype, (32, 8)),)
+
+    name = where.__name__
+    WRONG[f"one_row_of_32_halved_{name}"] = one_row_of_32_halved
+    WRONG[f"one_element_zeroed_beside_a_kink_{name}"] = one_element_zeroed_beside_a_kink
+    RIGHT[f"relu_{name}"] = right
+
+
+_kernels(in_pallas)
+_kernels(in_a_loop)
+
+
+def _hessians(part):
+    def make(dtype):
+        inner = custom(lambda x: jnp.cos(x), lambda r, g: (-(1 + part) * g * jnp.sin(r[0]),))
+        outer = custom(lambda x: jnp.sin(x), lambda r, g: (g * inner(r[0]),))
+        return outer, (normal(4, 6, dtype=dtype),), {"order": 2}
+
+    return make
+
+
+for _part in (0.01, 0.05, 0.24):
+    WRONG[f"a_hessian_wrong_by_{_part:.0%}"] = _hessians(_part)
+RIGHT["a_hessian_by_a_rule_of_a_rule"] = _hessians(0.0)
+
+
+@into(WRONG)
+def second_derivative_of_i0_at_zero(dtype):
+    i0 = lambda x: jax.scipy.special.i0e(x) * jnp.exp(jnp.abs(x))
+    return i0, (jnp.asarray([0.0, 0.5, 1.5], dtype),), {"order": 2}
+
+
+def _losses(name, change):
+    def make(seed):
+        def of(dtype):
+            loss = custom(lambda x: jnp.sum(x * x), lambda r, g: (2 * r[0] * change(g),))
+            return lambda x: {"loss": loss(x)}, (normal(5, 4, dtype=dtype),), {"seed": seed}
+
+        return of
+
+    for seed in range(4):
+        WRONG[f"{name}_of_a_loss_seed_{seed}"] = make(seed)
+
+
+_losses("the_size", jnp.abs)
+_losses("the_positive_part", lambda g: jnp.maximum(g, 0))
+
+
+@into(WRONG)
+def nan_where_rows_of_the_cotangent_are_zero(dtype):
+    def backward(r, g):
+        size = jnp.sqrt(jnp.sum(g * g, axis=-1, keepdims=True))
+        return (jnp.cos(r[0]) * (g / size) * size,)
+
+    return custom(lambda x: jnp.sin(x), backward), (normal(6, 5, 3, dtype=dtype),)
+
+
+@into(WRONG)
+def wrong_for_a_constant_cotangent(dtype):
+    def backward(r, g):
+        return (jnp.cos(r[0]) * jnp.where(jnp.all(g == g.ravel()[0]), 2 * g, g),)
+
+    return custom(lambda x: jnp.sin(x), backward), (normal(7, 5, 3, dtype=dtype),)
+
+
+def _symbolic(factor):
+    def make(dtype):
+        @jax.custom_vjp
+        def product(x, y):
+            return x * y
+
+        def forward(x, y):
+            both = x.perturbed and y.perturbed
+            return x.value * y.value, (x.value, y.value, None if both else ())
+
+        def backward(saved, g):
+            x, y, alone = saved
+            g = g * (1.0 if alone is None else factor)
+            return g * y, g * x
+
+        product.defvjp(forward, backward, symbolic_zeros=True)
+        return product, (normal(8, 4, dtype=dtype), normal(9, 4, dtype=dtype))
+
+    return make
+
+
+WRONG["wrong_if_the_other_argument_is_constant"] = _symbolic(0.5)
+RIGHT["symbolic_zeros"] = _symbolic(1.0)
+
+
+@into(WRONG)
+def a_derivative_of_sign_at_its_jump(dtype):
+    sign = custom(lambda x: jnp.sign(x), lambda r, g: (42 * g * (r[0] == 0),))
+    return sign, (jnp.asarray([0.0, 1.0, -1.0], dtype),)
+
+
+@into(RIGHT)
+def sign_at_its_jump(dtype):
+    return lambda x: x * jnp.sign(x - 1), (jnp.asarray([1.0, 0.5, -1.0], dtype),)
+
+
+@into(WRONG)
+def zero_for_a_leaf_of_little_effect(dtype):
+    none = custom(lambda x: jnp.sum(jnp.sin(x)), lambda r, g: (0 * r[0],))
+    tiny = lambda x, y: jnp.sum(jnp.cos(x)) + jnp.asarray(1e-14, dtype) * none(y)
+    return tiny, (normal(10, 4, dtype=dtype), normal(11, 4, dtype=dtype))
+
+
+@into(WRONG)
+def off_by_a_thousandth_beside_a_print(dtype):
+    def primal(x):
+        jax.debug.print("{x}", x=x[0])
+        return jnp.sin(x)
+
+    return custom(primal, lambda r, g: (1.002 * g * jnp.cos(r[0]),)), (normal(12, 5, dtype=dtype),)
+
+
+@into(WRONG)
+def zero_for_a_triangle_wave(dtype):
+    wave = lambda x: jnp.abs(x * 2**19 - jnp.round(x * 2**19)) / 2**19
+    x = jnp.asarray([0.3, 0.7, 1.1], jnp.float32).astype(dtype)
+    return custom(wave, lambda r, g: (0 * r[0],)), (x,)
+
+
+def newton(factor):
+    """The root of z ** 3 + z = a by Newton's method, stopped when a step is below 1e-6."""
+
+    def primal(a):
+        step = lambda z: (z**3 + z - a) / (3 * z**2 + 1)
+        more = lambda s: (jnp.max(jnp.abs(s[1])) > 1e-6) & (s[2] < 50)
+        body = lambda s: (s[0] - step(s[0]), step(s[0]), s[2] + 1)
+        return lax.while_loop(more, body, (a, jnp.ones_like(a), 0))[0]
+
+    forward = lambda a: (primal(a), (primal(a),))
+    return custom(primal, lambda r, g: (factor * g / (3 * r[0] ** 2 + 1),), forward)
+
+
+@into(RIGHT)
+def root_by_newton(dtype):
+    return newton(1.0), (normal(13, 4, dtype=dtype),)
+
+
+@into(WRONG)
+def root_by_newton_off_by_a_hundredth(dtype):
+    return newton(1.01), (normal(13, 4, dtype=dtype),)
+
+
+def equilibrium(factor):
+    """z = tanh(w z + x) by iteration until it moves less than 1e-6; backward by the same."""
+
+    def iterate(step, z):
+        more = lambda s: (jnp.max(jnp.abs(s[0] - s[1])) > 1e-6) & (s[2] < 200)
+        body = lambda s: (step(s[0]), s[0], s[2] + 1)
+        return lax.while_loop(more, body, (step(z), z, 0))[0]
+
+    def primal(w, x):
+        return lax.stop_gradient(iterate(lambda z: jnp.tanh(w @ z + x), jnp.zeros_like(x)))
+
+    def backward(r, g):
+        w, x, z = r
+        pull = jax.vjp(lambda w, x, z: jnp.tanh(w @ z + x), w, x, z)[1]
+        adjoint = iterate(lambda u: g + pull(u)[2], g)
+        return tuple(factor * part for part in pull(adjoint)[:2])
+
+    return custom(primal, backward, lambda w, x: (primal(w, x), (w, x, primal(w, x))))
+
+
+def _equilibrium_args(dtype):
+    return 0.2 * normal(14, 4, 4, dtype=dtype), normal(15, 4, dtype=dtype)
+
+
+@into(RIGHT)
+def deep_equilibrium(dtype):
+    return equilibrium(1.0), _equilibrium_args(dtype)
+
+
+@into(RIGHT)
+def deep_equilibria_of_a_batch(dtype):
+    w, x = _equilibrium_args(dtype)
+    return jax.vmap(equilibrium(1.0), (None, 0)), (w, jnp.stack([x, -x, 2 * x]))
+
+
+@into(WRONG)
+def deep_equilibrium_off_by_a_hundredth(dtype):
+    return equilibrium(1.01), _equilibrium_args(dtype)
+
+
+@into(RIGHT)
+def conjugate_gradients(dtype):
+    solve = lambda a, b: jax.scipy.sparse.linalg.cg(lambda x: a @ x, b, tol=1e-6)[0]
+    return lambda a, b: solve(a + a.T, b), (positive_definite(dtype), normal(16, 3, dtype=dtype))
+
+
+@into(RIGHT)
+def gmres(dtype):
+    solve = lambda a, b: jax.scipy.sparse.linalg.gmres(lambda x: a @ x, b, tol=1e-6)[0]
+    return solve, (positive_definite(dtype), normal(16, 3, dtype=dtype))
+
+
+@into(RIGHT)
+def odeint(dtype):
+    from jax.experimental.ode import odeint
+
+    times = jnp.linspace(0.0, 1.0, 3, dtype=dtype)
+    solve = lambda a, y: odeint(lambda y, t, a: -a * y**2 + jnp.sin(t), y, times, a)
+    return solve, (jnp.asarray(0.7, dtype), jnp.asarray([1.0, 0.3], dtype))
+
+
+@into(RIGHT)
+def straight_through_before_conjugate_gradients(dtype):
+    through = lambda x: x + lax.stop_gradient(jnp.round(8 * x) / 8 - x)
+
+    @jax.jit
+    def solve(a, b):
+        a = through(a) + through(a).T
+        return jax.scipy.sparse.linalg.cg(lambda x: a @ x, through(b), tol=1e-7)[0]
+
+    return solve, (positive_definite(dtype), normal(17, 3, dtype=dtype))
+
+
+@into(RIGHT)
+def linear_solve_under_jit(dtype):
+    return jax.jit(jnp.linalg.solve), (positive_definite(dtype), normal(18, 3, dtype=dtype))
+
+
+THREE = [1.0, 0.5, 1.0, -2.0, 1.0]
+
+
+@into(RIGHT)
+def sort_with_three_equal_elements(dtype):
+    return jnp.sort, (jnp.asarray(THREE, dtype),)
+
+
+@into(RIGHT)
+def median_with_three_equal_elements(dtype):
+    return jnp.median, (jnp.asarray(THREE, dtype),)
+
+
+@into(WRONG)
+def sort_that_gives_equal_elements_too_much(dtype):
+    right = lambda x: jax.vjp(jnp.sort, x)[1]
+    backward = lambda r, g: (right(r[0])(g)[0] * jnp.where(r[0] == 1, 1.3, 1).astype(g.dtype),)
+    return custom(lambda x: jnp.sort(x), backward), (jnp.asarray(THREE, dtype),)
+
+
+def _batch(dtype):
+    one = positive_definite(dtype)
+    return jnp.stack([one, one @ one, 2 * one + jnp.diag(jnp.arange(1.0, 4, dtype=dtype))])
+
+
+def _hermitian(dtype):
+    skew = 0.3 * normal(19, 3, 3, dtype=dtype)
+    kind = jnp.complex128 if dtype == jnp.float64 else jnp.complex64
+    return _batch(dtype).astype(kind) + jnp.asarray(1j, kind) * (skew - skew.T)
+
+
+@into(RIGHT)
+def eigenvalues_of_a_batch(dtype):
+    return jnp.linalg.eigvalsh, (_batch(dtype),)
+
+
+@into(RIGHT)
+def cholesky_of_a_batch(dtype):
+    return jnp.linalg.cholesky, (_batch(dtype),)
+
+
+@into(RIGHT)
+def eigenvalues_of_hermitian_matrices(dtype):
+    return jnp.linalg.eigvalsh, (_hermitian(dtype),)
+
+
+@into(RIGHT)
+def cholesky_of_hermitian_matrices(dtype):
+    return jnp.linalg.cholesky, (_hermitian(dtype),)
+
+
+@into(RIGHT)
+def map_coordinates_at_grid_points(dtype):
+    image = normal(20, 6, 6, dtype=dtype)
+    read = lambda at: jax.scipy.ndimage.map_coordinates(image, list(at), order=1)
+    return read, (jnp.asarray([[1.0, 2, 3], [2.0, 4, 1]], dtype),)
+
+
+@into(RIGHT)
+def rounding_to_small_steps(dtype):
+    return lambda x: jnp.round(x * 2**23) / 2**23, (normal(21, 5, dtype=dtype),)
+
+
+@into(UNKNOWN)
+def a_chaotic_map(dtype):
+    del dtype
+    step = custom(lambda x: 3.9 * x * (1 - x), lambda r, g: (3.9 * g * (1 - 2 * r[0]),))
+    unrolled = lambda x: functools.reduce(lambda x, _: step(x), range(100), x)
+    return unrolled, (jnp.asarray([0.2, 0.5123, 0.7], jnp.float32),)
+
+
+@into(RIGHT)
+def divergence_of_equal_distributions(dtype):
+    def primal(p, q):
+        return jnp.sum(jnp.exp(p) * (p - q))
+
+    def backward(r, g):
+        p, q = r
+        return g * jnp.exp(p) * (p - q + 1), -g * jnp.exp(p)
+
+    loss = custom(primal, backward)
+    logits = normal(22, 6, dtype=dtype)
+    return lambda p, q: loss(jax.nn.log_softmax(p), jax.nn.log_softmax(q)), (logits, logits)
+
+
+@into(RIGHT)
+def cosine_distance_of_equal_vectors(dtype):
+    def distance(x, y):
+        return 1 - jnp.sum(x * y) / jnp.sqrt(jnp.sum(x * x) * jnp.sum(y * y))
+
+    x = normal(23, 6, dtype=dtype)
+    return distance, (x, x)
+
+
+@into(RIGHT)
+def a_jit_that_donates_its_input(dtype):
+    scale = jax.jit(lambda x, y: jnp.sin(x) * y, donate_argnums=0)
+    return scale, (normal(24, 5, dtype=dtype), normal(25, 5, dtype=dtype))
+
+
+@into(RIGHT)
+def a_backward_in_low_precision(dtype):
+    def backward(r, g):
+        x, w = r
+        low = lambda a, b: (a.astype("bfloat16") @ b.astype("bfloat16")).astype(g.dtype)
+        return low(g, w.T), low(x.T, g)
+
+    layer = custom(lambda x, w: x @ w, backward)
+    return (
+        layer,
+        (normal(26, 6, 5, dtype=dtype), normal(27, 5, 4, dtype=dtype)),
+        {"tolerance": 0.05},
+    )
+
+
+@into(WRONG)
+def a_backward_in_low_precision_with_a_sign(dtype):
+    layer = custom(lambda x: x * x, lambda r, g: (-2 * r[0] * g,))
+    return layer, (normal(26, 6, dtype=dtype),), {"tolerance": 0.05}
+
+
+@into(RIGHT)
+def a_backward_rounded_at_random(dtype):
+    def backward(r, g):
+        noise = jax.random.uniform(jax.random.key(3), g.shape, g.dtype, -1, 1)
+        return (g * jnp.cos(r[0]) * (1 + noise * 2**-8),)
+
+    return (
+        custom(lambda x: jnp.sin(x), backward),
+        (normal(28, 9, dtype=dtype),),
+        {"tolerance": 0.01},
+    )
+
+
+@into(RIGHT)
+def a_tenth_of_a_sine(dtype):
+    return lambda x: 0.1 * jnp.sin(x) + 1e-12, (jnp.asarray(0.7, dtype),)
+
+
+def masked_attention(factor):
+    """Softmax over the keys that a row may see, all of whose rows are masked in part."""
+
+    def backward(r, g):
+        logits, mask = r
+        p = jnp.where(mask, jax.nn.softmax(jnp.where(mask, logits, -1e9), axis=-1), 0)
+        return factor * p * (g - jnp.sum(p * g, axis=-1, keepdims=True)), None
+
+    primal = lambda x, mask: jnp.where(mask, jax.nn.softmax(jnp.where(mask, x, -1e9), axis=-1), 0)
+    return custom(primal, backward)
+
+
+def _masked(dtype):
+    return normal(29, 5, 5, dtype=dtype), jnp.tril(jnp.ones((5, 5), bool))
+
+
+@into(RIGHT)
+def softmax_of_masked_rows(dtype):
+    return masked_attention(1.0), _masked(dtype)
+
+
+@into(WRONG)
+def softmax_of_masked_rows_off_by_a_hundredth(dtype):
+    return masked_attention(1.01), _masked(dtype)
+
+
+def _half(kind):
+    def make(dtype):
+        del dtype
+        layer = lambda x, w: jnp.tanh(x @ w) @ w.T
+        return layer, (normal(30, 16, 32, dtype=kind), 0.2 * normal(31, 32, 32, dtype=kind))
+
+    return make
+
+
+RIGHT["a_layer_in_float16"] = _half(jnp.float16)
+RIGHT["a_layer_in_bfloat16"] = _half(jnp.bfloat16)
