@@ -27,7 +27,6 @@ from clipgrad._check.widening import Unsupported, Widened, widened_program
 from clipgrad._errors import first_line
 
 STOPS = "values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"
-PASS_IT = "pass it as an argument, or leave its leaf out with wrt or no_grad"
 # Parts of a full move to a further point, tried until the function is finite there.
 REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
 
@@ -314,15 +313,38 @@ def _differentiated(subject: CheckSubject, covectors, log: Log) -> VJP | None:
         failures += contract.same_types(subject, first)
         failures += contract.integers(subject, covectors[0])
     except Exception as error:
-        closing = _jaxpr.closing_functions(subject.program) if subject.program else []
-        hint = f"; the rules of {', '.join(closing)} close over a traced value: {PASS_IT}"
-        detail = f"differentiation raises {first_line(error)}{hint if closing else ''}"
-        log.failures.append(Failure("cotangent", subject.names[0], detail))
+        log.failures += _not_differentiated(subject, error)
         return None
     log.fail(failures)
     stop = any("shape" in f.detail or f.check == "finite" for f in failures)
     different = any(a.dtype != b.dtype for a, b in zip(subject.outputs, vjp.outputs, strict=True))
     return None if stop or different else vjp
+
+
+def _not_differentiated(subject: CheckSubject, error: Exception) -> list[Failure]:
+    """What to say where `jax.vjp` raises an error, for the leaves that it raises it for."""
+    closing = [] if subject.program is None else _jaxpr.closing_functions(subject.program)
+    if not closing:
+        detail = f"differentiation raises {first_line(error)}"
+        return [Failure("cotangent", subject.names[0], detail)]
+    detail = (
+        f"jax.vjp raises {type(error).__name__}: the derivative rules of {', '.join(closing)} "
+        "close over a traced value; pass it to the function as an argument, or leave this leaf "
+        "out with wrt or no_grad"
+    )
+    names = [name for i, name in enumerate(subject.names) if not _is_differentiable(subject, i)]
+    return [Failure("cotangent", name, detail) for name in names or subject.names[:1]]
+
+
+def _is_differentiable(subject: CheckSubject, i: int) -> bool:
+    """Whether JAX differentiates the function with respect to one leaf, the others held."""
+    before, after = subject.inputs[:i], subject.inputs[i + 1 :]
+    try:
+        outputs, pull = jax.vjp(lambda x: subject.fun([*before, x, *after]), subject.inputs[i])
+        pull(outputs)
+    except Exception:
+        return False
+    return True
 
 
 def _chosen_evaluation(subject: CheckSubject, covectors, log: Log):

@@ -178,16 +178,33 @@ class Differences:
         )
 
     def _along(self, direction, gradient, moves: Moves, order) -> tuple[np.ndarray, np.ndarray]:
-        """The gradient along each move, and the length of its terms; every step has the same."""
+        """The gradient along each move as it was made, and the length of its terms."""
 
         @functools.cache
-        def along(start, stop):
+        def along(start, stop, step):
             where = slice(start, stop) if order is None else order[start:stop]
-            made, part = direction[where], gradient[:, where]
+            made, part = self._made(direction, where, step), gradient[:, where]
             return part @ made, length_along(part, made)
 
-        pairs = [along(*ends) for ends in zip(moves.start, moves.stop, strict=True)]
+        # In float64 every step makes the same move.
+        steps = np.ones_like(moves.step) if self._is_wide else moves.step
+        pairs = [along(*move) for move in zip(moves.start, moves.stop, steps, strict=True)]
         return np.stack([pair[0] for pair in pairs]), np.stack([pair[1] for pair in pairs])
+
+    def _made(self, direction, where: Any, step: float) -> np.ndarray:
+        """The move divided by its step, as the function's inputs can hold it."""
+        if self._is_wide:
+            return direction[where]
+        shift = np.zeros_like(self._vector)
+        shift[where] = step * direction[where]
+        like = self.evaluation.like
+        sides = [_trees.from_rows(self._vector + sign * shift, like) for sign in (1, -1)]
+        plus, minus = map(_trees.to_numpy, sides)
+        return (plus - minus)[where] / (2 * step)
+
+    @property
+    def _is_wide(self) -> bool:
+        return _trees.wide_dtype(self.evaluation.dtype) == self.evaluation.dtype
 
     def _run(self, direction: np.ndarray, moves: Moves, order=None) -> np.ndarray:
         """The outputs ahead and behind, shape (moves, 2, outputs)."""
@@ -200,8 +217,7 @@ class Differences:
         columns = (column.astype(np.int32) for column in moves[:2])
         padded = [np.resize(column, self._batch) for column in (*columns, moves.step)]
         args = (evaluation.constants, count, self._vector, direction, place, Moves(*padded))
-        is_wide = _trees.wide_dtype(evaluation.dtype) == evaluation.dtype
-        with in_float64() if is_wide else contextlib.nullcontext():
+        with in_float64() if self._is_wide else contextlib.nullcontext():
             return np.asarray(self._program(*args), np.float64)[:count]
 
 

@@ -144,8 +144,8 @@ def _is_chaotic(subject: CheckSubject) -> bool:
 
 
 def _change(subject: CheckSubject, part: float) -> float:
-    """How far the values move when each input does by a part of itself, up or down."""
-    factors = 1 + part * np.sign(random_direction(subject, 0, 0))
+    """How far the values move when each input does by about a part of itself, up or down."""
+    factors = 1 + part * random_direction(subject, 0, 0)
     like = [_trees.widened_leaf(x) for x in subject.inputs]
     wide = _trees.from_rows(_trees.to_numpy(subject.inputs) * factors, like)
     leaves = [jax.device_put(w.astype(x.dtype)) for w, x in zip(wide, subject.inputs, strict=True)]

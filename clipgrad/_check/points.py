@@ -18,6 +18,9 @@ BALANCED, DENSE, SINGLE = (0, 1), 2, 3
 EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
 # How far apart the effects of leaves are balanced: more would be lost in rounding.
 LEAST_BALANCE = 2.0**-10
+# Numbers so much larger than the median of their leaf are no inputs of one function: a step of a
+# part of them would be larger than the others (the case garbage_in_the_padding).
+GARBAGE = 2.0**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +156,8 @@ def random_direction(subject: CheckSubject, seed: int, row: int) -> np.ndarray:
 def element_scales(xs: Sequence[jax.Array]) -> np.ndarray:
     """The scale of each element, a power of two.
 
-    The scale is about |x|, at least the root mean square of the leaf, and 1 for a leaf of zeros.
+    The scale is about |x|, at least the root mean square of the leaf, and 1 for a leaf of zeros. A
+    leaf with garbage in it, as in the padding of a batch, has its median in place of the mean.
     """
     return np.concatenate([_leaf_scales(leaf) for leaf in xs])
 
@@ -163,6 +167,8 @@ def _leaf_scales(leaf) -> np.ndarray:
     typical = np.sqrt(np.mean(size**2)) if size.size else 0.0
     if not typical > 0:
         typical = 1.0
+    elif typical > GARBAGE * (middle := np.median(size[size > 0])):
+        typical = middle
     size = np.maximum(size, typical)
     size = np.repeat(size, 2) if _trees.is_complex(leaf) else size
     mantissa, exponent = np.frexp(size)

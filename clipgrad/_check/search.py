@@ -144,8 +144,16 @@ class Judge:
         if doubtful.size and self.delta is None:
             steps = step_sizes(evaluation.ladder)
             slopes, ratio = measure(areas[doubtful], steps), steps[:-1] / steps[1:]
-            verdict.put(doubtful, verdicts.judge_ladder(slopes, ratio, allowed.part(doubtful)))
+            flat = direction == SINGLE and self._are_flat(areas[doubtful, 0])
+            part = allowed.part(doubtful)
+            verdict.put(doubtful, verdicts.judge_ladder(slopes, ratio, part, flat))
         return verdict
+
+    def _are_flat(self, indices: np.ndarray) -> np.ndarray:
+        """Which elements have no gradient here nor around, as on a staircase."""
+        flat = ~self.gradient[:, indices].any(axis=0)
+        around = self.point.around() if flat.any() else None
+        return flat & (around is not None) & (around is None or ~around[:, indices].any(axis=0))
 
     def _by_finer_steps(self, verdict, measure, areas, allowed) -> None:
         """Try smaller steps where one disagrees, since elements may have passed their kinks."""

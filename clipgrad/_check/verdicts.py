@@ -87,8 +87,11 @@ def judge_two(slopes: Slopes, ratio: float, allowed: Allowed, as_they_are: bool)
     return Verdict(*picked, kink=np.zeros(len(coarse), bool))
 
 
-def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed) -> Verdict:
-    """Judge each row by a ladder of shrinking steps; `ratio` is that of successive steps."""
+def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed, flat: Any = False) -> Verdict:
+    """Judge each row by a ladder of shrinking steps; `ratio` is that of successive steps.
+
+    A row that is `flat` may be a staircase, whose larger steps have the slope of a ramp.
+    """
     ratio = np.broadcast_to(ratio, slopes.central.shape[1] - 1)[:, None]
     numeric, error = settled(slopes, ratio)
     analytic, norm = slopes.analytic[:, -1], slopes.norm[:, -1]
@@ -103,7 +106,8 @@ def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed) -> Verdict:
     inside = np.abs(analytic - centre) <= width + slack + 3 * _pick(slopes.noise, best)
     noisy = error > np.fmax(NOISY * np.fmax(size, allowed.typical), NEGLIGIBLE * allowed.floor)
     kind = np.where(off <= slack + error, np.where(noisy, UNSURE, OK), WRONG)
-    kind = np.where((kind == WRONG) & _is_rough(slopes, numeric, error, size), UNSURE, kind)
+    stairs = np.reshape(flat, (-1, 1)) & _is_rough(slopes, numeric, error, size)
+    kind = np.where((kind == WRONG) & stairs, UNSURE, kind)
     kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
     kind = np.where(grows, SINGULAR, kind)
     kind = np.where(np.isfinite(numeric), kind, UNSURE)
@@ -162,7 +166,7 @@ def _is_kink(slopes: Slopes, gap, best, ratio) -> np.ndarray:
 
 
 def _is_rough(slopes: Slopes, numeric, error, size) -> np.ndarray:
-    """Whether the smallest steps have other slopes, and not one: so a staircase has no slope."""
+    """Whether the smallest steps have other slopes, and not one, as on a staircase."""
     part, noise = KINK_GAP * size, 10 * slopes.noise
     unlike = np.abs(slopes.central[:, -3:] - numeric[:, None]) - noise[:, -3:]
     sides = np.concatenate([slopes.ahead[:, -2:], slopes.behind[:, -2:]], axis=1)
