@@ -3,7 +3,7 @@
     python -m benchmarks.held_out {clipgrad,jax,torch} [--dtype float32] [--only NAME ...]
 
 Each program of `held_out_programs` is judged once, with the default settings of the checker. The
-verdicts and the CPU seconds of each go to benchmarks/results/held_out.json, beside those of other
+verdicts and the CPU seconds of each go to benchmarks/held_out.json, beside those of other
 checkers. The gradients of JAX are PyTorch's for its checker by a ``torch.autograd.Function``, which
 can't be differentiated twice: programs of second order are left out there.
 """
@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.held_out_programs import CASES, SPECIAL, Case
 
-RESULTS = pathlib.Path(__file__).parent / "results" / "held_out.json"
+RESULTS = pathlib.Path(__file__).with_suffix(".json")
 PASSES, FAILS, LEFT_OUT = "passes", "fails", "left out"
 LONGEST = 360  # seconds for one program, after which there is no verdict
 
