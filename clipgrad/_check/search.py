@@ -151,9 +151,11 @@ class Judge:
 
     def _are_flat(self, indices: np.ndarray) -> np.ndarray:
         """Which elements have no gradient here nor around, as on a staircase."""
-        flat = ~self.gradient[:, indices].any(axis=0)
+        flat = np.asarray(~self.gradient[:, indices].any(axis=0))
         around = self.point.around() if flat.any() else None
-        return flat & (around is not None) & (around is None or ~around[:, indices].any(axis=0))
+        if around is None:
+            return np.zeros_like(flat)
+        return np.asarray(flat & ~around[:, indices].any(axis=0))
 
     def _by_finer_steps(self, verdict, measure, areas, allowed) -> None:
         """Try smaller steps where one disagrees, since elements may have passed their kinks."""
