@@ -36,10 +36,11 @@ class Fails(Exception):
 def check_behavior(check: Check) -> None:
     """All checks of behavior that are not switched off."""
     log = check.log
+    is_plain = not has_rules(check.subject)
     for name, behaves in BEHAVIORS.items():
         if name in check.options.skip:
             continue
-        if name in OF_RULES and not has_rules(check.subject):
+        if is_plain and name in OF_RULES:
             log.not_run[name] = "it has only JAX's own operations, without a custom rule"
             continue
         if not log.has_time(name):
@@ -77,7 +78,7 @@ def linearity(check: Check) -> list[Failure]:
     """The pull-back maps 0 to 0, multiples to multiples, negative ones too, and sums to sums."""
     first, gradient = check.covectors[0], check.gradient[0]
     ones, mask = np.ones_like(first), masked_rows(check.subject, check.options.seed)
-    large = LARGE_HALF if check.tolerance.eps.max() > HALF_EPS else LARGE
+    large = LARGE_HALF if _has_half_precision(check) else LARGE
     large = LARGE_SOLVED if np.any(check.tolerance.own) else large
 
     def claim(got, expected, what) -> list[Failure]:
@@ -94,12 +95,15 @@ def linearity(check: Check) -> list[Failure]:
     return (zero + above + small + sums)[:2]
 
 
+def _has_half_precision(check: Check) -> bool:
+    return bool(check.tolerance.eps.max() > HALF_EPS)
+
+
 def _scaled_failures(check: Check, factor: float) -> list[Failure]:
     """The multiple of a cotangent has that multiple of its gradient."""
     expected = check.gradient[0]
     scaled = check.vjp(check.covectors[0] * factor) / factor
-    half = bool(check.tolerance.eps.max() > HALF_EPS)
-    scaled = _where_in_range(scaled, expected, factor, half)
+    scaled = _where_in_range(scaled, expected, factor, _has_half_precision(check))
     text = f"the {NOT_LINEAR} of the cotangent times "
     text += f"{'-' * (factor < 0)}2 ** {np.log2(abs(factor)):g}"
     return check.compare("linearity", scaled, expected, text)

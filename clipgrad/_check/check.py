@@ -23,7 +23,7 @@ from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest, pieces
 from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, WRONG
-from clipgrad._check.widening import Unsupported, Widened, widened_program
+from clipgrad._check.widening import Widened, widened_program
 from clipgrad._errors import first_line
 
 STOPS = "values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"
@@ -292,7 +292,7 @@ def exact_gradients(
             rule = Gradient(widened, _jaxpr.opened(backward)[1], subject.outputs)
         if rule is not None and rule.function.looks_at_bits:
             rule = None
-            raise Unsupported("the function looks at the bits of its numbers")
+            log.notes.append("no rule in float64 (the function looks at the bits of its numbers)")
     except Exception as error:
         log.notes.append(f"no rule in float64 ({why_not(error)})")
     return _of_solvers(subject, backward, tolerance, log), plain, rule

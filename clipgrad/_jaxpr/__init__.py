@@ -23,7 +23,6 @@ from clipgrad._jaxpr.evaluate import Hook as Hook
 from clipgrad._jaxpr.evaluate import ProgramValues as ProgramValues
 from clipgrad._jaxpr.evaluate import bind as bind
 from clipgrad._jaxpr.evaluate import evaluate as evaluate
-from clipgrad._jaxpr.evaluate import is_entered as is_entered
 from clipgrad._jaxpr.evaluate import retrace as retrace
 from clipgrad._jaxpr.loops import found_by_loops as found_by_loops
 from clipgrad._jaxpr.modules import ModuleValues as ModuleValues
@@ -40,7 +39,6 @@ from clipgrad._jaxpr.probe import STATE as STATE
 from clipgrad._jaxpr.probe import Probe as Probe
 from clipgrad._jaxpr.probe import Site as Site
 from clipgrad._jaxpr.programs import CALLS as CALLS
-from clipgrad._jaxpr.programs import CUSTOM_RULES as CUSTOM_RULES
 from clipgrad._jaxpr.programs import JIT as JIT
 from clipgrad._jaxpr.programs import PRINTS as PRINTS
 from clipgrad._jaxpr.programs import REMAT as REMAT
@@ -50,7 +48,6 @@ from clipgrad._jaxpr.programs import device_count as device_count
 from clipgrad._jaxpr.programs import entered_programs as entered_programs
 from clipgrad._jaxpr.programs import equations as equations
 from clipgrad._jaxpr.programs import has_side_effects as has_side_effects
-from clipgrad._jaxpr.programs import manual_axes as manual_axes
 from clipgrad._jaxpr.programs import map_programs as map_programs
 from clipgrad._jaxpr.programs import opened as opened
 from clipgrad._jaxpr.programs import scan_counts as scan_counts
