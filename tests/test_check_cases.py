@@ -18,6 +18,7 @@ def run(make, dtype):
         return check_grads(function, args, raise_on_failure=False, **(options or [{}])[0])
 
 
+@pytest.mark.ci("name", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_gradient_fails(name, dtype):
@@ -26,6 +27,7 @@ def test_a_wrong_gradient_fails(name, dtype):
     assert "nothing was verified" not in str(report)
 
 
+@pytest.mark.ci("name", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_gradient_passes(name, dtype):

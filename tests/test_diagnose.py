@@ -823,6 +823,7 @@ def linen_models(dtype):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.ci("name", "dtype")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "transformer"])
 def test_healthy_models_have_no_finding(name, dtype):

@@ -1,6 +1,5 @@
 """Any chain of operations, each example's gradient: against one after the other in float64."""
 
-import hypothesis
 import jax
 import numpy as np
 import pytest
@@ -35,7 +34,6 @@ def test_a_chain_is_clipped_and_measured_as_one_example_after_the_other(name):
 
 
 @pytest.mark.exhaustive
-@hypothesis.settings(max_examples=60)
 @given(chains)
 def test_any_chain_is_clipped_and_measured_as_one_example_after_the_other(chain):
     """In float64, since the gradient of a deep chain has few digits in float32."""
