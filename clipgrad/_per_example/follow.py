@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn, Literal
 from clipgrad._jaxpr import REMAT, Hook, bind, called_program
 from clipgrad._per_example.blocks import dense_gradient
 from clipgrad._per_example.grams import squares
+from clipgrad._per_example.layouts import convolved
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Contract, Summed
 from clipgrad._per_example.terms import NotAccumulated, Products, Unfollowed
@@ -95,6 +96,8 @@ class Follow(Hook):
         wants = [self.wanted.get(v) for v in equation.outvars]
         if not any(wants):
             self._remember(equation, inputs)
+            if equation.primitive.name == "conv_general_dilated":
+                return [convolved(equation, *inputs)]
             return bind(equation, inputs)
         if equation.primitive.name in REMAT:
             return None
