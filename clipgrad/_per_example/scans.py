@@ -155,4 +155,5 @@ def _stacked(value: Any, aval: Any, length: int) -> Any:
     if is_plain_array(value) or isinstance(value, Summed):
         return value
     terms = tuple(term.stacked(length) for term in value.terms)
-    return Products(terms, tuple(aval.shape), aval.dtype)
+    squares = value.squares and value.squares.over_axis()
+    return Products(terms, tuple(aval.shape), aval.dtype, squares=squares)
