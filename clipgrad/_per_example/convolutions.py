@@ -36,7 +36,7 @@ def _convolution(hook, equation, inputs, wants):
     groups, batches = params["feature_group_count"], params["batch_group_count"]
     if groups == batches == 1 and isinstance(hook.end, Measure) and wants[0].solo:
         if _taps_are_cheaper(aval.size, rhs.shape[0], rhs[0].size):
-            return [_squares_of_taps(*inputs, taps, equation, hook.end.zero)]
+            return [_squares_of_taps(inputs[0], inputs[1], taps, equation, hook.end.zero)]
     slices = _slices(inputs[0], rhs.shape[2:], taps, params)
     factors = sum(x.size for x in slices) + rhs.size
     if groups == batches == 1 and is_small(hook, aval, factors, wants[0]):
@@ -158,7 +158,7 @@ class Windows(NamedTuple):
         padded = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), edges)
         return cls(padded, space, tuple(sizes), params)
 
-    def at(self, tap: Sequence) -> jax.Array:
+    def at(self, tap: Any) -> jax.Array:
         """What one tap meets, a tuple of integers or an array of them."""
         starts: list[Any] = [0] * self.padded.ndim
         steps = [1] * self.padded.ndim

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from clipgrad._jaxpr import bind
 
@@ -24,7 +23,8 @@ def convolved(equation: Any, lhs: jax.Array, rhs: jax.Array, **changed: Any) -> 
     lhs, rhs = jnp.transpose(lhs, orders[0]), jnp.transpose(rhs, orders[1])
     lhs, padded = _no_smaller(lhs, rhs, equation.params)
     (made,) = bind(equation, (lhs, rhs), **changed, **padded)
-    return jnp.transpose(made, np.argsort(orders[2]))
+    order = orders[2]
+    return jnp.transpose(made, sorted(range(made.ndim), key=order.__getitem__))
 
 
 def _orders(numbers: Any) -> list[Sequence[int]]:
