@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
+from clipgrad._jaxpr import equations
 from tests.helpers import RELEASED
 from tests.per_example_programs import PROGRAMS, arguments
 
@@ -283,6 +284,16 @@ def test_no_gradient_of_each_example_is_made(method):
         temporary = plain.lower(params, batch).compile(RELEASED).memory_analysis()
         most = 1.2 * temporary.temp_size_in_bytes
         assert compiled.memory_analysis().temp_size_in_bytes < most + 2**18
+
+
+def test_one_pass_makes_gram_matrices_of_one_scanned_layer_at_a_time():
+    def loss(p, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p)[0])
+
+    per_example = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), method="one pass")
+    program = jax.make_jaxpr(per_example)(jnp.ones((3, 29, 29)), jnp.ones((5, 11, 29)))
+    inside = {v.aval.shape for e in equations(program) for v in e.outvars}
+    assert (5, 11, 11) in inside and not any(shape.count(11) > 1 and 3 in shape for shape in inside)
 
 
 @pytest.mark.exhaustive

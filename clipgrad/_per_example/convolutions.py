@@ -2,14 +2,17 @@
 
 import itertools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator
-from clipgrad._per_example.follow import contracted, follows, is_plain_array
+from clipgrad._per_example.follow import Measure, contracted, follows, is_plain_array
+from clipgrad._per_example.layouts import convolved
 from clipgrad._per_example.products import SMALL, is_small, one_product
+from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Contract
 from clipgrad._per_example.terms import Factor, GradientAxis, Term, Unfollowed
 
@@ -22,7 +25,7 @@ def _convolution(hook, equation, inputs, wants):
     if not all(is_plain_array(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in inputs):
         raise Unfollowed("a convolution of numbers that are not real")
     params, aval = equation.params, equation.outvars[0].aval
-    if (summed := contracted(hook, _over_examples(params), tuple(inputs), wants[0])) is not None:
+    if (summed := contracted(hook, _over_examples(equation), tuple(inputs), wants[0])) is not None:
         return [summed]
     numbers = params["dimension_numbers"]
     taps = [aval.shape[i] for i in numbers.out_spec[2:]]
@@ -30,8 +33,11 @@ def _convolution(hook, equation, inputs, wants):
         raise Unfollowed(f"a kernel with more than {_MOST_TAPS} taps")
     lhs = jnp.transpose(inputs[0], numbers.lhs_spec)
     rhs = jnp.transpose(inputs[1], numbers.rhs_spec)
-    slices = _slices(inputs[0], rhs.shape[2:], taps, params)
     groups, batches = params["feature_group_count"], params["batch_group_count"]
+    if groups == batches == 1 and isinstance(hook.end, Measure) and wants[0].solo:
+        if _taps_are_cheaper(aval.size, rhs.shape[0], rhs[0].size):
+            return [_squares_of_taps(inputs[0], inputs[1], taps, equation, hook.end.zero)]
+    slices = _slices(inputs[0], rhs.shape[2:], taps, params)
     factors = sum(x.size for x in slices) + rhs.size
     if groups == batches == 1 and is_small(hook, aval, factors, wants[0]):
         hook.notes.add(wants[0], SMALL)
@@ -56,18 +62,15 @@ def _convolution(hook, equation, inputs, wants):
     return one_product(hook, term if count > 1 else _ungrouped(term, group), aval, wants[0])
 
 
-def _over_examples(params: Any) -> Contract:
+def _over_examples(equation: Any) -> Contract:
     """The sum over examples of a convolution: their axis joins the features that are summed."""
-    numbers = params["dimension_numbers"]
+    numbers, groups = equation.params["dimension_numbers"], equation.params["feature_group_count"]
 
     def contract(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         kind = jnp.promote_types(accumulator(lhs), accumulator(rhs))
-        lhs = _joined_features(lhs.astype(kind), numbers.lhs_spec[1], params["feature_group_count"])
+        lhs = _joined_features(lhs.astype(kind), numbers.lhs_spec[1], groups)
         rhs = _joined_features(rhs.astype(kind), numbers.rhs_spec[1], 1)
-        names = "window_strides padding lhs_dilation rhs_dilation dimension_numbers precision"
-        counts = "feature_group_count batch_group_count"
-        options = {name: params[name] for name in (*names.split(), *counts.split())}
-        return jax.lax.conv_general_dilated(lhs, rhs, **options)
+        return convolved(equation, lhs, rhs, preferred_element_type=None)
 
     return contract
 
@@ -94,37 +97,82 @@ def _ungrouped(term: Term, group: int) -> Term:
 def _tap_by_tap(slices: list, rhs: jax.Array, taps: list[int], equation: Any) -> jax.Array:
     """The gradient itself: of many examples XLA would make a convolution in as many groups."""
     numbers, aval = equation.params["dimension_numbers"], equation.outvars[0].aval
-    summed = numbers.lhs_spec[1:], numbers.rhs_spec[1:]
-    options: Any = {"precision": equation.params["precision"]}
-    options["preferred_element_type"] = jnp.promote_types(accumulator(rhs), accumulator(slices[0]))
-    each = [jnp.tensordot(x, rhs, summed, **options) for x in slices]
+    each = [_of_tap(x, rhs, equation, equation.params["precision"]) for x in slices]
     whole = jnp.stack(each).reshape(*taps, *each[0].shape)
     made = *numbers.out_spec[2:], *numbers.out_spec[:2]
     order = sorted(range(aval.ndim), key=lambda i: made[i])
     return jnp.transpose(whole, order).astype(aval.dtype)
 
 
+def _taps_are_cheaper(size: int, outputs: int, rows: int) -> bool:
+    """Whether to make the gradient rather than Gram matrices of this many rows.
+
+    These need patches: on a CPU they were slower with 0.85 of the products, and faster with 0.3.
+    """
+    return size < 2 * rows * (size // outputs + outputs)
+
+
+def _of_tap(x: jax.Array, rhs: jax.Array, equation: Any, precision: Any) -> jax.Array:
+    """The gradient of one tap, from what it meets."""
+    numbers = equation.params["dimension_numbers"]
+    kind = jnp.promote_types(accumulator(rhs), accumulator(x))
+    options: Any = {"precision": precision, "preferred_element_type": kind}
+    return jnp.tensordot(x, rhs, (numbers.lhs_spec[1:], numbers.rhs_spec[1:]), **options)
+
+
+def _squares_of_taps(
+    lhs: jax.Array, rhs: jax.Array, taps: list[int], equation: Any, zero: bool
+) -> Squares:
+    """The squares of the gradient, of one tap after the other: it is never there as a whole."""
+    params = equation.params
+    window = [rhs.shape[i] for i in params["dimension_numbers"].rhs_spec[2:]]
+    found = Windows.of(lhs, window, params)
+    starts = jnp.array(list(itertools.product(*map(range, taps))), jnp.int32)
+
+    def squares(nothing: None, tap: jax.Array) -> tuple[None, Squares]:
+        return nothing, Squares.of(_of_tap(found.at(tap), rhs, equation, "highest"), zero)
+
+    _, each = jax.lax.scan(squares, None, starts)
+    return each.over_axis()
+
+
+class Windows(NamedTuple):
+    """What each tap of a kernel meets at each position, with axes as the array has them."""
+
+    padded: jax.Array
+    space: tuple[int, ...]  # the axes of space
+    sizes: tuple[int, ...]
+    params: Any
+
+    @classmethod
+    def of(cls, lhs: jax.Array, window: Sequence[int], params: Any) -> "Windows":
+        """The windows in an array that is padded and dilated first."""
+        space = params["dimension_numbers"].lhs_spec[2:]
+        pairs = zip(space, params["padding"], params["lhs_dilation"], strict=True)
+        edges = [(0, 0, 0)] * lhs.ndim
+        for axis, (low, high), dilation in pairs:
+            edges[axis] = int(low), int(high), dilation - 1
+        sizes = list(lhs.shape)
+        for axis, size, dilation in zip(space, window, params["rhs_dilation"], strict=True):
+            sizes[axis] = (size - 1) * dilation + 1
+        padded = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), edges)
+        return cls(padded, space, tuple(sizes), params)
+
+    def at(self, tap: Any) -> jax.Array:
+        """What one tap meets, a tuple of integers or an array of them."""
+        starts: list[Any] = [0] * self.padded.ndim
+        steps = [1] * self.padded.ndim
+        strides, dilation = self.params["window_strides"], self.params["rhs_dilation"]
+        for i, axis in enumerate(self.space):
+            starts[axis], steps[axis] = tap[i] * strides[i], dilation[i]
+        if isinstance(tap, tuple):
+            stops = [a + n for a, n in zip(starts, self.sizes, strict=True)]
+            return jax.lax.slice(self.padded, starts, stops, steps)
+        part = jax.lax.dynamic_slice(self.padded, starts, self.sizes)
+        return jax.lax.slice(part, [0] * part.ndim, part.shape, steps)
+
+
 def _slices(lhs: jax.Array, window: Any, taps: list[int], params: Any) -> list[jax.Array]:
-    """What each tap meets at each position, with axes as the array has them."""
-    numbers = params["dimension_numbers"]
-    strides, dilation = params["window_strides"], params["rhs_dilation"]
-    pairs = zip(params["padding"], params["lhs_dilation"], strict=True)
-
-    def over_space(values: Any, rest: Any) -> list:
-        """Values of the axes in space, at their places."""
-        found = dict(zip(numbers.lhs_spec[2:], values, strict=True))
-        return [found.get(i, rest(i)) for i in range(lhs.ndim)]
-
-    edges = over_space(
-        [(int(low), int(high), d - 1) for (low, high), d in pairs], lambda i: (0, 0, 0)
-    )
-    padded = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), edges)
-    sizes = [(w - 1) * d + 1 for w, d in zip(window, dilation, strict=True)]
-    slices = []
-    for tap in itertools.product(*map(range, taps)):
-        starts = [t * s for t, s in zip(tap, strides, strict=True)]
-        stops = [a + n for a, n in zip(starts, sizes, strict=True)]
-        steps = over_space(dilation, lambda i: 1)
-        ends = over_space(stops, lambda i: lhs.shape[i])
-        slices.append(jax.lax.slice(padded, over_space(starts, lambda i: 0), ends, steps))
-    return slices
+    """What each tap meets at each position."""
+    found = Windows.of(lhs, window, params)
+    return [found.at(tap) for tap in itertools.product(*map(range, taps))]

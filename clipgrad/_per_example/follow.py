@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn, Literal
 from clipgrad._jaxpr import REMAT, Hook, bind, called_program
 from clipgrad._per_example.blocks import dense_gradient
 from clipgrad._per_example.grams import squares
+from clipgrad._per_example.layouts import convolved
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Contract, Summed
 from clipgrad._per_example.terms import NotAccumulated, Products, Unfollowed
@@ -65,6 +66,27 @@ class Measure(NamedTuple):
         return False
 
 
+class Keep(NamedTuple):
+    """The squares of a gradient beside its products.
+
+    In a scan the Gram matrices are then those of one step, which stay in the cache of a processor:
+    the norms of four scanned layers took about a quarter of the time of those of all at once.
+    """
+
+    def __call__(self, value: Any, want: Want) -> Any:
+        """The products, with the squares of what is all of a gradient."""
+        if not want.solo or not isinstance(value, Products) or value.squares is not None:
+            return value
+        return dataclasses.replace(value, squares=squares(value))
+
+    def contracted(self, contract: Contract, factors: tuple, want: Want) -> None:
+        """Nothing."""
+
+    def adds(self, want: Want) -> bool:
+        """No."""
+        return False
+
+
 class Notes(dict[int, list[str]]):
     """For each gradient why it, or a part of it, is made for each example."""
 
@@ -95,6 +117,8 @@ class Follow(Hook):
         wants = [self.wanted.get(v) for v in equation.outvars]
         if not any(wants):
             self._remember(equation, inputs)
+            if equation.primitive.name == "conv_general_dilated":
+                return [convolved(equation, *inputs)]
             return bind(equation, inputs)
         if equation.primitive.name in REMAT:
             return None
@@ -110,7 +134,7 @@ class Follow(Hook):
             outputs = bind(equation, [gradient_array(x) for x in inputs])
         pairs = zip(outputs, wants, strict=True)
         end = self.end
-        return [end(v, want) if end and want else v for v, want in pairs]
+        return [v if end is None or want is None else end(v, want) for v, want in pairs]
 
     def _remember(self, equation: JaxprEqn, inputs: list) -> None:
         """Keeps what an array was before it was broadcast."""
@@ -142,7 +166,9 @@ class Follow(Hook):
 
 def contracted(hook: Follow, contract: Contract, factors: tuple, want: Want | None) -> Any:
     """What ``hook`` makes of a product of two factors at once; None if it needs the terms."""
-    return hook.end.contracted(contract, factors, want) if hook.end and want else None
+    if hook.end is None or want is None:
+        return None
+    return hook.end.contracted(contract, factors, want)
 
 
 def gradient_array(value: Any) -> Any:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._per_example.batches import batch_size
+from clipgrad._per_example.follow import Keep
 from clipgrad._per_example.grams import squares
 from clipgrad._per_example.scales import example_scales
 from clipgrad._per_example.squares import Squares
@@ -22,7 +23,7 @@ def one_pass_sums(
     subject: PerExampleSubject, params: Any, examples: Any
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
-    found = each_example(subject.loss_fn, subject.has_aux, params, examples)
+    found = each_example(subject.loss_fn, subject.has_aux, params, examples, end=Keep())
     scaling = scaling_of(subject, params, found.gradients, batch_size(examples))
     sums = [
         weighted_sum(value, weight, None if weight is None else scaling.ok, scaling.zero)
@@ -70,6 +71,8 @@ def each_squares(value: Any, size: int, zero: bool = False) -> Squares:
     """The squares of a leaf for each example."""
     if isinstance(value, Squares):
         return value
+    if isinstance(value, Products) and value.squares is not None:
+        return value.squares
     if isinstance(value, Products):
         return jax.vmap(squares, axis_size=size)(value)
     return jax.vmap(lambda x: Squares.of(x, zero))(value)

@@ -7,7 +7,16 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn
 
-from clipgrad._jaxpr import called_program, evaluate, opened, scan_again, scan_counts
+from clipgrad._jaxpr import (
+    CALLS,
+    JIT,
+    REMAT,
+    called_program,
+    evaluate,
+    opened,
+    scan_again,
+    scan_counts,
+)
 from clipgrad._per_example.follow import Follow, follows, gradient_array, is_plain_array
 from clipgrad._per_example.linear import total
 from clipgrad._per_example.squares import Squares
@@ -101,6 +110,24 @@ def _lazy(equation: JaxprEqn, wants: Sequence[Want | None]) -> set[int]:
     return _kept_carries(equation, wants, found, lambda want: True)
 
 
+def accumulates(program: Any, wants: Sequence[Want | None]) -> bool:
+    """Whether a scan in a program adds the gradient of a matrix up in its carry."""
+    found = wanted(program, wants)
+    for equation in opened(program)[0].eqns:
+        outputs = [found.get(variable) for variable in equation.outvars]
+        name = equation.primitive.name
+        if not any(outputs) or name not in ("scan", *JIT, *CALLS, *REMAT):
+            continue
+        carried = 0
+        if name == "scan":
+            if _lazy(equation, outputs):
+                return True
+            carried = scan_counts(equation)[1]
+        if accumulates(called_program(equation), [None] * carried + outputs[carried:]):
+            return True
+    return False
+
+
 def _kept_carries(
     equation: JaxprEqn, wants: Sequence[Want | None], found: set[int], may: Callable[[Want], bool]
 ) -> set[int]:
@@ -155,4 +182,5 @@ def _stacked(value: Any, aval: Any, length: int) -> Any:
     if is_plain_array(value) or isinstance(value, Summed):
         return value
     terms = tuple(term.stacked(length) for term in value.terms)
-    return Products(terms, tuple(aval.shape), aval.dtype)
+    squares = value.squares and value.squares.over_axis()
+    return Products(terms, tuple(aval.shape), aval.dtype, squares=squares)

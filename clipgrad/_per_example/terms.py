@@ -216,12 +216,14 @@ class Products:
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: Any = dataclasses.field(metadata={"static": True})
     carried: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+    squares: Any = None  # its `Squares`, where these are known
 
     def map(self, change: Callable[[Term], Term], aval: Any) -> "Products":
         """Each term changed, for a result of the shape and dtype of ``aval``."""
         if self.carried:
             raise NotAccumulated(self.carried[0])
-        return Products(tuple(map(change, self.terms)), tuple(aval.shape), aval.dtype)
+        terms = tuple(map(change, self.terms))
+        return Products(terms, tuple(aval.shape), aval.dtype, squares=self.squares)
 
     def plus(self, other: "Products") -> "Products":
         """The sum of both."""

@@ -20,7 +20,7 @@ from clipgrad._per_example.sums import (
     summed_over_examples,
 )
 from clipgrad._per_example.terms import Products
-from clipgrad._per_example.traced import each_example, one_example
+from clipgrad._per_example.traced import ExampleGradient
 from clipgrad._per_example.wanted import Want
 
 
@@ -66,14 +66,14 @@ def two_passes_sums(
     subject: PerExampleSubject, params: Any, examples: Any
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
-    measured = functools.partial(_first_pass, subject)
-    parts = _measured_parts(batch_size(examples))
+    gradient = ExampleGradient.of(subject.loss_fn, subject.has_aux, params, examples)
+    measured = functools.partial(_first_pass, subject, gradient)
+    parts = _measured_parts(batch_size(examples), gradient.accumulates())
     (weights, ok, stats), value = each(measured, params, examples, parts)
 
     def of_one(params: Any, example: Any, weights: Any, ok: Any, like: Any) -> list[jax.Array]:
         end, after = Add(weights, ok, like), never(weights)
-        options = subject.loss_fn, subject.has_aux
-        grads, _ = one_example(*options, params, example, end, Notes(), after)
+        grads, _ = gradient(params, example, end, Notes(), after)
         return [end.of_leaf(value, i).array for i, value in enumerate(grads)]
 
     mapped = jax.vmap(of_one, in_axes=(None, 0, 0, 0, 0), out_axes=None)
@@ -81,20 +81,24 @@ def two_passes_sums(
     return jax.tree.structure(params).unflatten(sums), (value, stats)
 
 
-def _first_pass(subject: PerExampleSubject, params: Any, examples: Any) -> tuple[Any, Any]:
+def _first_pass(
+    subject: PerExampleSubject, gradient: ExampleGradient, params: Any, examples: Any
+) -> tuple[Any, Any]:
     """The first pass: weights, flags and statistics; and what the loss function returned."""
-    measure = Measure(subject.nonfinite == "zero")
-    found = each_example(subject.loss_fn, subject.has_aux, params, examples, end=measure)
+    found = gradient.each(params, examples, Measure(subject.nonfinite == "zero"), Notes())
     scaling = scaling_of(subject, params, found.gradients, batch_size(examples))
     return (scaling.weights, scaling.ok, scaling.stats), found.value
 
 
-def _measured_parts(size: int) -> int:
+def _measured_parts(size: int, accumulates: bool) -> int:
     """In how many parts examples are measured.
 
-    What measuring needs beside a plain gradient, such as patches and stacked factors, was at most
-    1.2 times that again, and stacks of the second pass may be there before the first one ends: a
-    quarter of the examples leaves room for both. There are fewer parts where one might not have
-    an example of its own for each device.
+    What measuring needs beside a plain gradient was at most 1.2 times that again, and stacks of the
+    second pass may be there before the first one ends: a quarter of the examples leaves room for
+    both, an eighth if a scan adds gradients up in its carry, since then their factors are stacked.
+    With less than 8 examples at a time dense layers and convolutions took longer. There are fewer
+    parts where one might not have an example of its own for each device.
     """
-    return next(n for n in (4, 2, 1) if n == 1 or size % (n * jax.device_count()) == 0)
+    counts, least = ((8, 4, 2), 2) if accumulates else ((4, 2), 8)
+    fit = (n for n in counts if size >= n * least and size % (n * jax.device_count()) == 0)
+    return next(fit, 1)
