@@ -22,7 +22,7 @@ from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest, pieces
-from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, WRONG
+from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, UNSEEN, WRONG
 from clipgrad._check.widening import Widened, widened_program
 from clipgrad._errors import first_line
 
@@ -64,12 +64,12 @@ class Log:
 
     def count(self, point: Point, found: Sequence[Finding]) -> None:
         """Count the elements that were verified, and those at kinks, which no slope verifies."""
-        kinds = np.full(point.scale.size, OK)
+        kinds = np.full(point.scale.size, OK, np.int8)
         for finding in found:
             kinds[finding.indices] = np.maximum(kinds[finding.indices], finding.verdict.kind)
-        unverified = [WRONG, *(kind for kind, meaning in KINDS.items() if not meaning.verified)]
+        unverified = [k == WRONG or k in KINDS and not KINDS[k].verified for k in range(UNSEEN + 1)]
         self.elements, self.at_kinks = point.scale.size, int(np.sum(kinds == KINK))
-        self.verified = int(np.sum(point.finite & ~np.isin(kinds, unverified)))
+        self.verified = int(np.sum(point.finite & ~np.asarray(unverified)[kinds]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -133,8 +133,9 @@ class Judge:
         areas = np.asarray(areas, int).reshape(-1, 2)
         if not len(areas):
             return verdicts.NO_VERDICTS
-        allowed = self._allowed(areas, direction, order)
-        measure = functools.partial(self._measure, direction, order)
+        along = self.point.direction(direction)
+        allowed = self._allowed(areas, direction == SINGLE, along, order)
+        measure = functools.partial(self._measure, along, order)
         evaluation = self.differences.evaluation
         verdict = self._by_two_steps(measure, areas, allowed, evaluation.quick)
         if judged and direction != SINGLE:
@@ -172,23 +173,22 @@ class Judge:
         steps = np.asarray([1.0, 0.5]) if own else step_sizes(exponents)
         return verdicts.judge_two(measure(areas, steps), steps[0] / steps[1], allowed, own)
 
-    def _measure(self, direction, order, areas, steps) -> Slopes:
+    def _measure(self, along, order, areas, steps) -> Slopes:
         count, each = len(areas), len(steps)
         starts, stops = (np.repeat(column, each) for column in areas.T)
         moves = Moves(starts, stops, np.tile(steps, count))
-        along, xs = self.point.direction(direction), self.point.xs
         with progress_bar(len(moves.start)) as progress:
-            flat = self.differences.measure(xs, along, self.gradient, moves, progress, order)
+            at = self.point.xs, along, self.gradient
+            flat = self.differences.measure(*at, moves, progress, order)
         return Slopes(*(column.reshape((count, each, -1)) for column in flat))
 
-    def _allowed(self, areas, direction, order) -> Allowed:
+    def _allowed(self, areas, single: bool, along, order) -> Allowed:
         starts = areas[:, 0] if order is None else order[areas[:, 0]]
-        if direction == SINGLE:
+        if single:
             unit = self.point.scale[starts][:, None]
             allowed = self.allowed_at(starts)
             floor, typical = allowed.floor.T * unit, allowed.typical.T * unit
             return Allowed(allowed.relative[:, None], floor, typical, unit, allowed.paddle)
-        along = self.point.direction(direction)
         where = [slice(a, b) if order is None else order[a:b] for a, b in areas]
         norms = [tolerances.length_along(self.gradient[:, part], along[part]) for part in where]
         exact = self.gradient is self.reference
@@ -409,7 +409,7 @@ def _split(groups: list[np.ndarray], parts: int) -> list[np.ndarray]:
 
 def _unmoved(judge: Judge, leaf: int, indices: np.ndarray, kind: int = UNSEEN) -> Finding:
     """Elements that were not moved: their numbers are the reference's, for the worst cotangent."""
-    analytic = judge.gradient[:, indices]
+    analytic = np.asarray(judge.gradient[:, indices], np.float64)
     numeric = analytic * np.nan if judge.reference is None else judge.reference[:, indices]
     worst = np.argmax(np.abs(numeric - analytic), axis=0), np.arange(len(indices))
     numeric, analytic, zero = numeric[worst], analytic[worst], np.zeros(len(indices))
