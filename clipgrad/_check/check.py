@@ -17,7 +17,7 @@ from clipgrad._check.differences import Differences
 from clipgrad._check.evaluation import Chaotic, choose, why_not
 from clipgrad._check.gradients import VJP, Gradient, PlainAD, differentiated, has_rules, traced_vjp
 from clipgrad._check.options import Options
-from clipgrad._check.points import Point, cotangents, make_point, moved_apart, nearby
+from clipgrad._check.points import NEARBY, Point, cotangents, make_point, moved_apart, nearby
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
@@ -131,12 +131,12 @@ class Check:
         if options.mode == "auto" and options.delta is None:
             shared = exact is not None and self.rule is self.plain
             reference = exact if shared else self._exact(self.plain, xs, rows)
-        around = functools.cache(lambda: self._around(xs, rows))
+        around = functools.cache(lambda part: self._around(xs, rows, part))
         gradients = gradient, exact, reference
         return make_point(self.subject, xs, gradients, options.seed, options.delta, around)
 
-    def _around(self, xs, rows: int) -> np.ndarray | None:
-        apart = moved_apart(self.subject, xs, self.options.seed)
+    def _around(self, xs, rows: int, part: float = NEARBY) -> np.ndarray | None:
+        apart = moved_apart(self.subject, xs, self.options.seed, part)
         found = self._exact(self.plain, apart, rows)
         return found if found is not None and np.isfinite(found).all() else None
 

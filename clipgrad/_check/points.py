@@ -17,6 +17,9 @@ COTANGENTS = 2
 # Directions in which a point is moved: two balanced dense ones, another dense one, and single
 # elements by their scale.
 BALANCED, DENSE, SINGLE = (0, 1), 2, 3
+# Parts by which all elements are moved, to see the gradient around a point, or how rounding alone
+# changes it: by a few roundings of float64, so that even the phase of sin(1e10 x) stays as it is.
+NEARBY, HARDLY = 2.0**-4, 2.0**-45
 EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
 # How far apart the effects of leaves are balanced: more would be lost in rounding.
 LEAST_BALANCE = 2.0**-10
@@ -39,7 +42,8 @@ class Point:
       scale: the scale of each element, a power of two.
       direction: gives the vector of a direction.
       blind: the leaves in which the reference is not finite; `gradient` stands in for it there.
-      around: gives plain AD's gradient where each element is moved by a part of its own, or None.
+      around: gives plain AD's gradient where each element is moved by such a part of its own, or
+        None if it cannot be had.
     """
 
     xs: Sequence[jax.Array]
@@ -50,7 +54,7 @@ class Point:
     scale: np.ndarray
     direction: Callable[[int], np.ndarray]
     blind: Sequence[int] = ()
-    around: Callable[[], np.ndarray | None] = lambda: None
+    around: Callable[[float], np.ndarray | None] = lambda part: None
 
     @functools.cached_property
     def vector(self) -> np.ndarray:
@@ -58,9 +62,9 @@ class Point:
         return _trees.to_numpy(self.xs)
 
 
-def moved_apart(subject: CheckSubject, xs: Sequence[jax.Array], seed: int) -> list[np.ndarray]:
-    """The point in float64 with each element moved by up to a sixteenth, equal ones apart."""
-    direction = random_direction(subject, seed, SINGLE) * element_scales(xs) / 16
+def moved_apart(subject: CheckSubject, xs, seed: int, part: float) -> list[np.ndarray]:
+    """The point in float64 with each element moved by about a part of its own, equal ones apart."""
+    direction = random_direction(subject, seed, SINGLE) * element_scales(xs) * part
     moves = _trees.from_rows(direction, [np.asarray(_trees.widened_leaf(x)) for x in xs])
     return [_trees.widened_leaf(x) + move for x, move in zip(xs, moves, strict=True)]
 
@@ -71,7 +75,7 @@ def make_point(
     gradients,
     seed: int,
     delta: float | None = None,
-    around: Callable[[], np.ndarray | None] = lambda: None,
+    around: Callable[[float], np.ndarray | None] = lambda part: None,
 ) -> Point:
     """A point from the gradients there: as computed, the rule's in float64, plain AD's."""
     gradient, exact, reference = gradients

@@ -9,7 +9,7 @@ import numpy as np
 
 from clipgrad._check import tolerances, verdicts
 from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar, step_sizes
-from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
+from clipgrad._check.points import BALANCED, DENSE, HARDLY, NEARBY, SINGLE, Point
 from clipgrad._check.subject import Range
 from clipgrad._check.tolerances import PRECISE, Allowed, Excuse, Sizes, Tolerance
 from clipgrad._check.verdicts import BENT, LOST, OK, UNSEEN, UNSURE, WRONG, Verdict
@@ -21,6 +21,7 @@ BLOCKS, PARTS = 64, 16  # that a group is split into, first and then
 WORST, KINDS_LOOKED_AT, INSPECTED = 8, 16, 24
 # Of the groups that are wrong, if there are more than FEW, only the worst; of those at kinks, FEW.
 FEW, WORST_GROUPS = 8, 2
+MOVES = 4  # of the point, to see how rounding changes plain AD: one alone may leave it as it is
 AT_ONCE = 2**13  # elements judged between two looks at the clock
 
 
@@ -94,13 +95,29 @@ class Judge:
     def sizes(self) -> Sizes:
         """How large the gradient is, leaf by leaf; the exact one, if there is one."""
         target = self.gradient if self.reference is None else self.reference
-        exact, around = self.reference is not None, self.point.around() if self.is_near else None
+        exact, around = self.reference is not None, self.point.around(NEARBY) if self.is_near else None
         return self.tolerance.sizes(target, self.point.scale, exact, around)
 
     @functools.cached_property
     def near(self) -> "Judge":
         """The judge that knows how large the gradient is around a point where it vanishes."""
         return dataclasses.replace(self, is_near=True)
+
+    @functools.cached_property
+    def noise(self) -> np.ndarray:
+        """How large plain AD's gradient may be and yet be noise: as far as rounding changes it."""
+        plain, noise = self.point.reference, np.zeros(self.point.scale.size)
+        moved = [] if plain is None else [self.point.around(HARDLY * k) for k in range(1, 1 + MOVES)]
+        for other in moved:
+            noise = noise if other is None else np.fmax(noise, np.abs(other - plain).max(axis=0))
+        for start, stop in self.ranges:
+            noise[start:stop] += np.median(noise[start:stop])
+        return tolerances.OWN_ROUNDING * noise
+
+    def is_nothing(self, indices: np.ndarray) -> np.ndarray:
+        """Whether gradient and reference are zero or noise; a true gradient hardly changes."""
+        pair = (np.abs(g[:, indices]) for g in (np.asarray(self.reference), self.gradient))
+        return (np.fmax(*pair) <= self.noise[indices]).all(axis=0)
 
     def allowed_at(self, indices: Any, beside: bool = True) -> Allowed:
         """How far some elements may be off, or those of a slice of one leaf."""
@@ -153,7 +170,7 @@ class Judge:
     def _are_flat(self, indices: np.ndarray) -> np.ndarray:
         """Which elements have no gradient here nor around, as on a staircase."""
         flat = np.asarray(~self.gradient[:, indices].any(axis=0))
-        around = self.point.around() if flat.any() else None
+        around = self.point.around(NEARBY) if flat.any() else None
         if around is None:
             return np.zeros_like(flat)
         return np.asarray(flat & ~around[:, indices].any(axis=0))
@@ -395,10 +412,10 @@ def _moved_together(judge: Judge, elements: np.ndarray, groups: list, direction:
     ends = np.cumsum([0, *map(len, groups)])
     areas, order = np.stack([ends[:-1], ends[1:]], axis=1), elements[np.concatenate(groups)]
     found = judge.areas(areas, direction, order=order)
-    if judge.reference is not None:
-        known = np.abs(judge.reference[:, order]) + np.abs(judge.gradient[:, order])
-        nothing = ~np.logical_or.reduceat(known.any(axis=0), ends[:-1])
-        found = found._replace(kind=np.where(nothing & (found.kind == UNSURE), OK, found.kind))
+    unsure = found.kind == UNSURE
+    if judge.reference is not None and unsure.any():
+        unsure &= np.logical_and.reduceat(judge.is_nothing(order), ends[:-1])
+        found = found._replace(kind=np.where(unsure, OK, found.kind))
     return found
 
 
@@ -421,8 +438,8 @@ def _unmoved(judge: Judge, leaf: int, indices: np.ndarray, kind: int = UNSEEN) -
 def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     """Where differences are too noisy to decide, without contradicting the reference, it decides.
 
-    A gradient far below the noise of the outputs is among them. One that is zero for both, and for
-    differences within their noise, is right.
+    A gradient far below the noise of the outputs is among them. One that is zero or noise for both,
+    and zero for differences within theirs, is right.
     """
     parts = np.asarray(judge.reference)[:, indices], judge.gradient[:, indices]
     off, allowed = np.abs(parts[0] - parts[1]), judge.allowed_at(indices).slack(*parts)
@@ -434,7 +451,9 @@ def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     blurred = (verdict.kind == OK) & agrees & (np.abs(better - analytic) <= verdict.error)
     wrong = (unsure | blurred) & (apart <= 0) & np.isfinite(verdict.numeric)
     wrong &= (off > allowed).any(axis=0)
-    nothing = unsure & (apart <= 0) & (better == 0) & (analytic == 0)
+    nothing = (unsure | wrong) & (apart <= 0)
+    nothing &= judge.is_nothing(indices) if nothing.any() else False
+    wrong &= ~nothing
     return verdict._replace(
         kind=np.where(wrong, WRONG, np.where(nothing, OK, verdict.kind)),
         numeric=np.where(wrong, better, verdict.numeric),
