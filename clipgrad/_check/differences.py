@@ -18,7 +18,7 @@ from jax import lax
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
-from clipgrad._check.tolerances import NOISE, length_along
+from clipgrad._check.tolerances import NOISE, sum_along
 from clipgrad._check.widening import AXIS
 
 BATCH = 64
@@ -156,12 +156,16 @@ class Differences:
         if xs is self._point:
             return
         self._point, vector = xs, _trees.to_numpy(xs)
-        with self._types():
-            self._vector = jax.device_put(vector.astype(self.evaluation.dtype, copy=False))
-            if self._places is None:
-                self._places = jax.device_put(np.arange(vector.size, dtype=np.int32))
+        self._vector = self.placed(vector.astype(self.evaluation.dtype, copy=False))
+        if self._places is None:
+            self._places = self.placed(np.arange(vector.size, dtype=np.int32))
         nowhere = Moves(np.zeros(1, int), np.zeros(1, int), np.zeros(1))
         self.base = self._run(self._vector, nowhere, runs=1)[0, 0]
+
+    def placed(self, array: np.ndarray) -> jax.Array:
+        """An array where the function is evaluated."""
+        with self._types():
+            return jax.device_put(array)
 
     def _slopes(self, direction, gradient, moves: Moves, order) -> Slopes:
         values = self._run(direction, moves, order)
@@ -188,8 +192,7 @@ class Differences:
         @functools.cache
         def along(start, stop, step):
             where = slice(start, stop) if order is None else order[start:stop]
-            made, part = self._made(direction, where, step), gradient[:, where]
-            return part @ made, length_along(part, made)
+            return sum_along(gradient[:, where], self._made(np.asarray(direction), where, step))
 
         # In float64 every step makes the same move.
         steps = np.ones_like(moves.step) if self._is_wide else moves.step
@@ -200,7 +203,7 @@ class Differences:
         """The move divided by its step, as the function's inputs can hold it."""
         if self._is_wide:
             return direction[where]
-        shift, base = np.zeros_like(direction), np.asarray(self._vector)
+        shift, base = np.zeros(len(direction)), np.asarray(self._vector)
         shift[where] = step * direction[where]
         like = self.evaluation.like
         sides = [_trees.from_rows(base + sign * shift, like) for sign in (1, -1)]

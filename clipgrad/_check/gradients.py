@@ -1,6 +1,5 @@
 """The gradient as a user's program computes it, and the exact ones to compare it with."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -78,10 +77,15 @@ class Gradient:
 
         `name` tells one hook from another, whose compiled programs are kept.
         """
-        call, key = functools.partial(self.function.call, hook=hook), (name, self.function.text)
-        run = _jaxpr.kept_by_key(key, lambda: _jaxpr.low_jit(call))
+        function = self.function
+
+        def call(constants, leaves):
+            wide = [x.astype(_trees.wide_dtype(x.dtype)) for x in leaves]
+            return function.call(constants, wide, hook)
+
+        run = _jaxpr.kept_by_key((name, function.text), lambda: _jaxpr.low_jit(call))
         with in_float64():
-            leaves = [np.asarray(_trees.widened_leaf(x)) for x in xs]
+            leaves = [np.asarray(x) for x in xs]
             like = [
                 jax.ShapeDtypeStruct(y.shape, _trees.wide_dtype(y.dtype)) for y in self._outputs
             ]

@@ -95,8 +95,8 @@ class Judge:
     def sizes(self) -> Sizes:
         """How large the gradient is, leaf by leaf; the exact one, if there is one."""
         target = self.gradient if self.reference is None else self.reference
-        exact, around = self.reference is not None, self.point.around(NEARBY) if self.is_near else None
-        return self.tolerance.sizes(target, self.point.scale, exact, around)
+        around = self.point.around(NEARBY) if self.is_near else None
+        return self.tolerance.sizes(target, self.point.scale, self.reference is not None, around)
 
     @functools.cached_property
     def near(self) -> "Judge":
@@ -107,9 +107,9 @@ class Judge:
     def noise(self) -> np.ndarray:
         """How large plain AD's gradient may be and yet be noise: as far as rounding changes it."""
         plain, noise = self.point.reference, np.zeros(self.point.scale.size)
-        moved = [] if plain is None else [self.point.around(HARDLY * k) for k in range(1, 1 + MOVES)]
-        for other in moved:
-            noise = noise if other is None else np.fmax(noise, np.abs(other - plain).max(axis=0))
+        for k in range(MOVES if plain is not None else 0):
+            moved = self.point.around(HARDLY * (1 + k))
+            noise = noise if moved is None else np.fmax(noise, np.abs(moved - plain).max(axis=0))
         for start, stop in self.ranges:
             noise[start:stop] += np.median(noise[start:stop])
         return tolerances.OWN_ROUNDING * noise
@@ -150,8 +150,8 @@ class Judge:
         areas = np.asarray(areas, int).reshape(-1, 2)
         if not len(areas):
             return verdicts.NO_VERDICTS
-        along = self.point.direction(direction)
-        allowed = self._allowed(areas, direction == SINGLE, along, order)
+        along = self.differences.placed(self.point.direction(direction))
+        allowed = self._allowed(areas, direction == SINGLE, np.asarray(along), order)
         measure = functools.partial(self._measure, along, order)
         evaluation = self.differences.evaluation
         verdict = self._by_two_steps(measure, areas, allowed, evaluation.quick)
