@@ -281,12 +281,15 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
 
 def _off_by_more(judge: Judge, leaf: int, beside: bool = True) -> np.ndarray:
     """The elements of a leaf that are off the reference; of a large one, found block by block."""
-    reference, found = np.asarray(judge.reference), []
+    reference, found = np.asarray(judge.reference), [np.zeros(0, int)]
+    least = judge.tolerance.elements(judge.sizes, leaf, np.full(1, np.inf), beside)
     for where in tolerances.pieces(*judge.ranges[leaf]):
         parts = reference[:, where], judge.gradient[:, where]
-        slack = judge.allowed_at(where, beside).slack(*parts)
-        off = (np.abs(parts[0] - parts[1]) > slack).any(axis=0) & judge.point.finite[where]
-        found.append(np.flatnonzero(off) + where.start)
+        off = np.abs(parts[0] - parts[1])
+        if least.paddle is not None or not (off <= least.floor).all():
+            slack = judge.allowed_at(where, beside).slack(*parts)
+            bad = (off > slack).any(axis=0) & judge.point.finite[where]
+            found.append(np.flatnonzero(bad) + where.start)
     return np.concatenate(found)
 
 
@@ -462,8 +465,12 @@ def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
 
 
 def _doubtful_leaves(judge: Judge, rows: int) -> set[int]:
-    """An independent look at the reference itself, a few leaves at a time."""
-    groups = [g for g in np.array_split(np.arange(len(judge.ranges)), GROUPS) if g.size]
+    """An independent look at the reference itself, a few leaves at a time.
+
+    At a further point, where there is one cotangent, it is at all of them together.
+    """
+    count = min(GROUPS if len(judge.gradient) > 1 else 1, len(judge.ranges))
+    groups = np.array_split(np.arange(len(judge.ranges)), count)
     areas = [(judge.ranges[g[0]][0], judge.ranges[g[-1]][1]) for g in groups]
     itself = dataclasses.replace(judge, gradient=judge.reference)
     kinds = np.max([itself.areas(areas, row).kind for row in BALANCED[:rows]], axis=0)
