@@ -117,7 +117,7 @@ class Judge:
     def is_nothing(self, indices: np.ndarray) -> np.ndarray:
         """Whether gradient and reference are zero or noise; a true gradient hardly changes."""
         pair = (np.abs(g[:, indices]) for g in (np.asarray(self.reference), self.gradient))
-        return (np.fmax(*pair) <= self.noise[indices]).all(axis=0)
+        return np.all(np.fmax(*pair) <= self.noise[indices], axis=0)
 
     def allowed_at(self, indices: Any, beside: bool = True) -> Allowed:
         """How far some elements may be off, or those of a slice of one leaf."""
