@@ -218,6 +218,16 @@ def test_a_small_gradient_beside_outputs_of_another_magnitude_is_judged_by_plain
     assert failed(scaled(1.02), X, X).failures[0].where.startswith("args[1]")
 
 
+def test_plain_ad_is_noise_where_a_few_roundings_of_the_point_change_it_altogether():
+    def zero(f):
+        return custom(f, lambda r, g: (0 * r[0],))
+
+    logits = normal(212, 4, 6, dtype=jnp.float32)
+    report = passed(zero(lambda x: jax.nn.softmax(x).sum(-1)), logits)
+    assert report.verified == logits.size
+    failed(zero(lambda x: 1 + 1e-18 * jnp.sin(1e6 * x)), logits)
+
+
 @pytest.mark.parametrize("effect", [1e-14, 1e-15, 1e-16])
 def test_zero_for_a_leaf_of_no_effect_beside_another_is_not_verified_or_wrong(effect):
     none = custom(lambda x: jnp.sum(jnp.sin(x)), lambda r, g: (0 * r[0],))

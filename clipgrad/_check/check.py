@@ -17,12 +17,12 @@ from clipgrad._check.differences import Differences
 from clipgrad._check.evaluation import Chaotic, choose, why_not
 from clipgrad._check.gradients import VJP, Gradient, PlainAD, differentiated, has_rules, traced_vjp
 from clipgrad._check.options import Options
-from clipgrad._check.points import Point, cotangents, make_point, moved_apart, nearby
+from clipgrad._check.points import NEARBY, Point, cotangents, make_point, moved_apart, nearby
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest, pieces
-from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, WRONG
+from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, UNSEEN, WRONG
 from clipgrad._check.widening import Widened, widened_program
 from clipgrad._errors import first_line
 
@@ -64,12 +64,12 @@ class Log:
 
     def count(self, point: Point, found: Sequence[Finding]) -> None:
         """Count the elements that were verified, and those at kinks, which no slope verifies."""
-        kinds = np.full(point.scale.size, OK)
+        kinds = np.full(point.scale.size, OK, np.int8)
         for finding in found:
             kinds[finding.indices] = np.maximum(kinds[finding.indices], finding.verdict.kind)
-        unverified = [WRONG, *(kind for kind, meaning in KINDS.items() if not meaning.verified)]
+        unverified = [k == WRONG or k in KINDS and not KINDS[k].verified for k in range(UNSEEN + 1)]
         self.elements, self.at_kinks = point.scale.size, int(np.sum(kinds == KINK))
-        self.verified = int(np.sum(point.finite & ~np.isin(kinds, unverified)))
+        self.verified = int(np.sum(point.finite & ~np.asarray(unverified)[kinds]))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,12 +131,12 @@ class Check:
         if options.mode == "auto" and options.delta is None:
             shared = exact is not None and self.rule is self.plain
             reference = exact if shared else self._exact(self.plain, xs, rows)
-        around = functools.cache(lambda: self._around(xs, rows))
+        around = functools.cache(lambda part: self._around(xs, rows, part))
         gradients = gradient, exact, reference
         return make_point(self.subject, xs, gradients, options.seed, options.delta, around)
 
-    def _around(self, xs, rows: int) -> np.ndarray | None:
-        apart = moved_apart(self.subject, xs, self.options.seed)
+    def _around(self, xs, rows: int, part: float = NEARBY) -> np.ndarray | None:
+        apart = moved_apart(self.subject, xs, self.options.seed, part)
         found = self._exact(self.plain, apart, rows)
         return found if found is not None and np.isfinite(found).all() else None
 
@@ -224,8 +224,10 @@ class Check:
             allowed = allowed._replace(floor=floor, paddle=None)
             more = 0.0 if noise is None else 2 * noise[start:stop].max()  # each is off
             for where in pieces(start, stop):
-                slack = allowed.slack(known[:, where], other[:, where])[0] + more
-                bad[where] = distance(got[where], expected[where]) > slack
+                off = distance(got[where], expected[where])
+                if not (off <= floor[0]).all():
+                    slack = allowed.slack(known[:, where], other[:, where])[0] + more
+                    bad[where] = off > slack
         return bad
 
 

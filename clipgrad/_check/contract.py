@@ -29,16 +29,12 @@ def _same_value(name, called, other, how) -> list[Failure]:
     precision = narrowest([_trees.real_dtype(called).name])
     called, other = _trees.widened_leaf(called), _trees.widened_leaf(other)
     size = np.sqrt(np.mean(np.abs(np.where(np.isfinite(called), called, 0.0)) ** 2))
-    with np.errstate(invalid="ignore"):
-        off = np.abs(called - other)
-        same = (called == other) | (np.isnan(called) & np.isnan(other))
-    own, typical = CALLED_ALIKE
-    bad = ~same & ~(off <= RELATIVE[precision] * (own * np.abs(called) + typical * size))
+    own, typical = (RELATIVE[precision] * part for part in CALLED_ALIKE)
+    bad = ~np.isclose(other, called, own, typical * size, equal_nan=True)
     if not bad.any():
         return []
-    worst = np.unravel_index(
-        np.argmax(np.where(bad, np.nan_to_num(off, nan=np.inf), -1)), bad.shape
-    )
+    off = np.where(bad, np.nan_to_num(np.abs(called - other), nan=np.inf), -1)
+    worst = np.unravel_index(np.argmax(off), bad.shape)
     index = str([int(i) for i in worst]) if worst else ""
     detail = (
         f"value {called[worst]:.7g} when called, {other[worst]:.7g} when {how}; "

@@ -18,7 +18,7 @@ from jax import lax
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
-from clipgrad._check.tolerances import NOISE, length_along
+from clipgrad._check.tolerances import NOISE, sum_along
 from clipgrad._check.widening import AXIS
 
 BATCH = 64
@@ -117,6 +117,7 @@ class Differences:
         self.evaluations = 0
         self.base = np.zeros(0)
         self._point: Any = None
+        self._places: Any = None
         size = 8 * max(evaluation.together, 2) * max(covectors.shape[1], 1)
         self._batch = int(np.clip(BATCH_BYTES // size, 1, BATCH))
         self._program = _looped(evaluation, self._batch, covectors.shape[1])
@@ -135,7 +136,7 @@ class Differences:
         A gradient of fewer rows than there are cotangents is that of the first of them. Moves are
         ranges of `order`, some of the elements, or of all elements one after the other.
         """
-        self._set_base(xs)
+        self.set_base(xs)
         parts = []
         for begin in range(0, len(moves.start), self._batch):
             part = Moves(*(column[begin : begin + self._batch] for column in moves))
@@ -145,18 +146,26 @@ class Differences:
 
     def changes(self, xs: Sequence[jax.Array], shifts: np.ndarray) -> tuple[np.ndarray, ...]:
         """The change of each output from the point to each shift, and from minus the shift."""
-        self._set_base(xs)
+        self.set_base(xs)
         whole = Moves(np.zeros(1, int), np.full(1, shifts.shape[1]), np.ones(1))
         moved = np.concatenate([self._run(shift, whole) for shift in shifts])
         return moved[:, 0] - self.base, self.base - moved[:, 1]
 
-    def _set_base(self, xs) -> None:
+    def set_base(self, xs) -> None:
+        """Evaluate the function at a point, if it is another than the last one."""
         if xs is self._point:
             return
-        self._point, self._vector = xs, _trees.to_numpy(xs)
-        self._places = np.arange(self._vector.size, dtype=np.int32)
+        self._point, vector = xs, _trees.to_numpy(xs)
+        self._vector = self.placed(vector.astype(self.evaluation.dtype, copy=False))
+        if self._places is None:
+            self._places = self.placed(np.arange(vector.size, dtype=np.int32))
         nowhere = Moves(np.zeros(1, int), np.zeros(1, int), np.zeros(1))
-        self.base = self._run(self._vector, nowhere)[0, 0]
+        self.base = self._run(self._vector, nowhere, runs=1)[0, 0]
+
+    def placed(self, array: np.ndarray) -> jax.Array:
+        """An array where the function is evaluated."""
+        with self._types():
+            return jax.device_put(array)
 
     def _slopes(self, direction, gradient, moves: Moves, order) -> Slopes:
         values = self._run(direction, moves, order)
@@ -183,8 +192,7 @@ class Differences:
         @functools.cache
         def along(start, stop, step):
             where = slice(start, stop) if order is None else order[start:stop]
-            made, part = self._made(direction, where, step), gradient[:, where]
-            return part @ made, length_along(part, made)
+            return sum_along(gradient[:, where], self._made(np.asarray(direction), where, step))
 
         # In float64 every step makes the same move.
         steps = np.ones_like(moves.step) if self._is_wide else moves.step
@@ -195,10 +203,10 @@ class Differences:
         """The move divided by its step, as the function's inputs can hold it."""
         if self._is_wide:
             return direction[where]
-        shift = np.zeros_like(self._vector)
+        shift, base = np.zeros(len(direction)), np.asarray(self._vector)
         shift[where] = step * direction[where]
         like = self.evaluation.like
-        sides = [_trees.from_rows(self._vector + sign * shift, like) for sign in (1, -1)]
+        sides = [_trees.from_rows(base + sign * shift, like) for sign in (1, -1)]
         plus, minus = map(_trees.to_numpy, sides)
         return (plus - minus)[where] / (2 * step)
 
@@ -206,27 +214,30 @@ class Differences:
     def _is_wide(self) -> bool:
         return _trees.wide_dtype(self.evaluation.dtype) == self.evaluation.dtype
 
-    def _run(self, direction: np.ndarray, moves: Moves, order=None) -> np.ndarray:
+    def _run(self, direction, moves: Moves, order=None, runs: int = 0) -> np.ndarray:
         """The outputs ahead and behind, shape (moves, 2, outputs)."""
-        evaluation, count = self.evaluation, len(moves.start)
-        place = self._places
+        evaluation, count, place = self.evaluation, len(moves.start), self._places
         if order is not None:
-            place = np.full(len(place), -1, np.int32)
+            place = np.full(place.shape, -1, np.int32)
             place[order] = np.arange(len(order))
-        self.evaluations += count * max(evaluation.together, 2)
+        runs = count * (1 if evaluation.held else 2) if not runs else runs
+        self.evaluations += runs * evaluation.together
         columns = (column.astype(np.int32) for column in moves[:2])
         padded = [np.resize(column, self._batch) for column in (*columns, moves.step)]
-        args = (evaluation.constants, count, self._vector, direction, place, Moves(*padded))
-        with in_float64() if self._is_wide else contextlib.nullcontext():
+        args = (evaluation.constants, runs, self._vector, direction, place, Moves(*padded))
+        with self._types():
             return np.asarray(self._program(*args), np.float64)[:count]
+
+    def _types(self) -> contextlib.AbstractContextManager:
+        return in_float64() if self._is_wide else contextlib.nullcontext()
 
 
 def _looped(evaluation: Evaluation, batch: int, outputs: int) -> Callable:
     """The program: the outputs ahead and behind of a number of moves."""
     evaluation = evaluation._replace(constants=())
 
-    def loop(constants, count, base, direction, place, moves: Moves):
-        base, direction = jnp.asarray(base, dtype), jnp.asarray(direction, dtype)
+    def loop(constants, runs, base, direction, place, moves: Moves):
+        direction = jnp.asarray(direction, dtype)
 
         def row(k, found):
             move = Moves(*(column[k // each] for column in moves))
@@ -238,8 +249,8 @@ def _looped(evaluation: Evaluation, batch: int, outputs: int) -> Callable:
 
         found = jnp.zeros((batch, 2, outputs), dtype)
         if evaluation.compiled:
-            return lax.fori_loop(0, each * count, row, found)
-        for k in range(each * count):
+            return lax.fori_loop(0, runs, row, found)
+        for k in range(runs):
             found = row(jnp.asarray(k), found)
         return found
 

@@ -1,8 +1,6 @@
 """The gradient as a user's program computes it, and the exact ones to compare it with."""
 
-import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +26,8 @@ class VJP(NamedTuple):
 
     def rows(self, covectors: np.ndarray) -> np.ndarray:
         """The gradients for several cotangents, shape (cotangents, inputs)."""
-        return _rows((self(covector) for covector in covectors), len(covectors))
+        found = (self.pull(_trees.cotangent_leaves(u, self.like))[0] for u in covectors)
+        return _trees.gradient_rows(found, len(covectors))
 
 
 def differentiated(subject: CheckSubject, xs: Sequence[jax.Array]) -> VJP:
@@ -42,15 +41,6 @@ def has_rules(subject: CheckSubject) -> bool:
         return True
     names = {equation.primitive.name for equation in _jaxpr.equations(subject.program)}
     return bool(names & _jaxpr.FOREIGN_PROGRAMS) or any(n.startswith("custom_") for n in names)
-
-
-def _rows(vectors: Iterator[np.ndarray], count: int) -> np.ndarray:
-    """Vectors stacked, of which no more than one is there besides."""
-    first = next(vectors)
-    rows = np.empty((count, first.size))
-    for row, vector in zip(rows, itertools.chain([first], vectors), strict=True):
-        row[:] = vector
-    return rows
 
 
 class PlainAD:
@@ -87,16 +77,21 @@ class Gradient:
 
         `name` tells one hook from another, whose compiled programs are kept.
         """
-        call, key = functools.partial(self.function.call, hook=hook), (name, self.function.text)
-        run = _jaxpr.kept_by_key(key, lambda: _jaxpr.low_jit(call))
+        function = self.function
+
+        def call(constants, leaves):
+            wide = [x.astype(_trees.wide_dtype(x.dtype)) for x in leaves]
+            return function.call(constants, wide, hook)
+
+        run = _jaxpr.kept_by_key((name, function.text), lambda: _jaxpr.low_jit(call))
         with in_float64():
-            leaves = [np.asarray(_trees.widened_leaf(x)) for x in xs]
+            leaves = [np.asarray(x) for x in xs]
             like = [
                 jax.ShapeDtypeStruct(y.shape, _trees.wide_dtype(y.dtype)) for y in self._outputs
             ]
             cotangents = [_trees.cotangent_leaves(row, like) for row in covectors]
             found = (run(self.constants, [*leaves, *u]) for u in cotangents)
-            return _rows(map(_trees.gradient_vector, found), len(cotangents))
+            return _trees.gradient_rows(found, len(cotangents))
 
     def moved_by_constants(self, xs, covectors: np.ndarray) -> np.ndarray:
         """How far the gradient moves when every constant does by one rounding of its type."""
@@ -110,8 +105,8 @@ class Gradient:
         Eagerly, since a compiler may simplify away just what loses precision.
         """
         inputs = ([*xs, *_trees.cotangent_leaves(row, self._outputs)] for row in covectors)
-        rows = [self.function.call(self.constants, leaves, Strip(np.float64)) for leaves in inputs]
-        return np.stack([_trees.gradient_vector(row) for row in rows])
+        found = (self.function.call(self.constants, x, Strip(np.float64)) for x in inputs)
+        return _trees.gradient_rows(found, len(covectors))
 
 
 def traced_vjp(subject: CheckSubject) -> Any:

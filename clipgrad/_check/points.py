@@ -4,23 +4,29 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 import clipgrad._trees as _trees
 from clipgrad._check.subject import CheckSubject
+from clipgrad._check.tolerances import length_along
 
 COTANGENTS = 2
 # Directions in which a point is moved: two balanced dense ones, another dense one, and single
 # elements by their scale.
 BALANCED, DENSE, SINGLE = (0, 1), 2, 3
+# Parts by which all elements are moved, to see the gradient around a point, or how rounding alone
+# changes it: by a few roundings of float64, so that even the phase of sin(1e10 x) stays as it is.
+NEARBY, HARDLY = 2.0**-4, 2.0**-45
 EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
 # How far apart the effects of leaves are balanced: more would be lost in rounding.
 LEAST_BALANCE = 2.0**-10
 # Numbers so much larger than the median of their leaf are no inputs of one function: a step of a
 # part of them would be larger than the others (the case garbage_in_the_padding).
 GARBAGE = 2.0**24
+EXPONENT = 0x7FF << 52  # the bits of a float64 that give its power of two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +42,8 @@ class Point:
       scale: the scale of each element, a power of two.
       direction: gives the vector of a direction.
       blind: the leaves in which the reference is not finite; `gradient` stands in for it there.
-      around: gives plain AD's gradient where each element is moved by a part of its own, or None.
+      around: gives plain AD's gradient where each element is moved by such a part of its own, or
+        None if it cannot be had.
     """
 
     xs: Sequence[jax.Array]
@@ -47,7 +54,7 @@ class Point:
     scale: np.ndarray
     direction: Callable[[int], np.ndarray]
     blind: Sequence[int] = ()
-    around: Callable[[], np.ndarray | None] = lambda: None
+    around: Callable[[float], np.ndarray | None] = lambda part: None
 
     @functools.cached_property
     def vector(self) -> np.ndarray:
@@ -55,9 +62,9 @@ class Point:
         return _trees.to_numpy(self.xs)
 
 
-def moved_apart(subject: CheckSubject, xs: Sequence[jax.Array], seed: int) -> list[np.ndarray]:
-    """The point in float64 with each element moved by up to a sixteenth, equal ones apart."""
-    direction = random_direction(subject, seed, SINGLE) * element_scales(xs) / 16
+def moved_apart(subject: CheckSubject, xs, seed: int, part: float) -> list[np.ndarray]:
+    """The point in float64 with each element moved by about a part of its own, equal ones apart."""
+    direction = random_direction(subject, seed, SINGLE) * element_scales(xs) * part
     moves = _trees.from_rows(direction, [np.asarray(_trees.widened_leaf(x)) for x in xs])
     return [_trees.widened_leaf(x) + move for x, move in zip(xs, moves, strict=True)]
 
@@ -68,7 +75,7 @@ def make_point(
     gradients,
     seed: int,
     delta: float | None = None,
-    around: Callable[[], np.ndarray | None] = lambda: None,
+    around: Callable[[float], np.ndarray | None] = lambda part: None,
 ) -> Point:
     """A point from the gradients there: as computed, the rule's in float64, plain AD's."""
     gradient, exact, reference = gradients
@@ -107,7 +114,9 @@ def _mended(reference, gradient, ranges) -> tuple[np.ndarray | None, list[int]]:
 
 def _balance(gradient, scale, subject: CheckSubject) -> np.ndarray:
     """Powers of two that make the leaves' effects on the output alike, so that none hides."""
-    effects = [np.linalg.norm(gradient[:, a:b] * scale[a:b]) for a, b in subject.ranges]
+    effects = [
+        np.linalg.norm(length_along(gradient[:, a:b], scale[a:b])) for a, b in subject.ranges
+    ]
     least = min((e for e in effects if e > 0), default=1.0)
     factors = [np.clip(least / e, LEAST_BALANCE, 1.0) if e > 0 else 1.0 for e in effects]
     return 2.0 ** np.round(np.log2(np.asarray(factors)))
@@ -118,9 +127,9 @@ def generator(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(name.encode())])
 
 
-def dense_numbers(rng: np.random.Generator, size: int) -> np.ndarray:
+def dense_numbers(rng: np.random.Generator, size: int, out: Any = None) -> np.ndarray:
     """Numbers of random sign and magnitude in [0.5, 1.5], in eighths: short in binary."""
-    return EIGHTHS[rng.integers(0, len(EIGHTHS), size, np.uint8)]
+    return EIGHTHS.take(rng.integers(0, len(EIGHTHS), size, np.uint8), out=out, mode="clip")
 
 
 def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
@@ -133,9 +142,11 @@ def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
 
 
 def _dense(leaves: Sequence, names: Sequence[str], seed: int) -> np.ndarray:
-    pairs = zip(leaves, names, strict=True)
-    parts = [dense_numbers(generator(seed, name), _trees.real_size(leaf)) for leaf, name in pairs]
-    return np.concatenate(parts)
+    places = _trees.offsets(leaves)
+    whole = np.empty(int(places[-1]))
+    for name, start, stop in zip(names, places[:-1], places[1:], strict=True):
+        dense_numbers(generator(seed, name), stop - start, whole[start:stop])
+    return whole
 
 
 def masked_rows(subject: CheckSubject, seed: int) -> np.ndarray:
@@ -167,12 +178,12 @@ def _leaf_scales(leaf) -> np.ndarray:
     typical = np.sqrt(np.mean(size**2)) if size.size else 0.0
     if not typical > 0:
         typical = 1.0
-    elif typical > GARBAGE * (middle := np.median(size[size > 0])):
-        typical = middle
-    size = np.maximum(size, typical)
+    elif 2 * np.count_nonzero(GARBAGE * size < typical) >= size.size:
+        middle = np.median(size[size > 0])
+        typical = middle if typical > GARBAGE * middle else typical
+    size = np.maximum(size, typical) * 1.4142135  # a little less than the root of 2, for (0, 8)
     size = np.repeat(size, 2) if _trees.is_complex(leaf) else size
-    mantissa, exponent = np.frexp(size)
-    return np.ldexp(1.0, exponent - (mantissa <= np.sqrt(0.5)))
+    return (size.view(np.int64) & EXPONENT).view(np.float64)
 
 
 def nearby(subject: CheckSubject, seed: int, reach: float = 1.0) -> list[jax.Array]:
@@ -211,7 +222,7 @@ def symmetric_leaves(xs: Sequence[jax.Array]) -> set[int]:
     """The leaves of symmetric or Hermitian matrices, whose elements are not all the same."""
     found = set()
     for leaf, x in enumerate(xs):
-        square, values = x.ndim > 1 and x.shape[-2] == x.shape[-1] > 1, _trees.widened_leaf(x)
+        square, values = x.ndim > 1 and x.shape[-2] == x.shape[-1] > 1, np.asarray(x)
         if square and (values == np.conj(np.swapaxes(values, -1, -2))).all():
             found |= {leaf} if (values != values.ravel()[0]).any() else set()
     return found

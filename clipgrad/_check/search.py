@@ -9,7 +9,7 @@ import numpy as np
 
 from clipgrad._check import tolerances, verdicts
 from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar, step_sizes
-from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
+from clipgrad._check.points import BALANCED, DENSE, HARDLY, NEARBY, SINGLE, Point
 from clipgrad._check.subject import Range
 from clipgrad._check.tolerances import PRECISE, Allowed, Excuse, Sizes, Tolerance
 from clipgrad._check.verdicts import BENT, LOST, OK, UNSEEN, UNSURE, WRONG, Verdict
@@ -21,6 +21,7 @@ BLOCKS, PARTS = 64, 16  # that a group is split into, first and then
 WORST, KINDS_LOOKED_AT, INSPECTED = 8, 16, 24
 # Of the groups that are wrong, if there are more than FEW, only the worst; of those at kinks, FEW.
 FEW, WORST_GROUPS = 8, 2
+MOVES = 4  # of the point, to see how rounding changes plain AD: one alone may leave it as it is
 AT_ONCE = 2**13  # elements judged between two looks at the clock
 
 
@@ -94,13 +95,29 @@ class Judge:
     def sizes(self) -> Sizes:
         """How large the gradient is, leaf by leaf; the exact one, if there is one."""
         target = self.gradient if self.reference is None else self.reference
-        exact, around = self.reference is not None, self.point.around() if self.is_near else None
-        return self.tolerance.sizes(target, self.point.scale, exact, around)
+        around = self.point.around(NEARBY) if self.is_near else None
+        return self.tolerance.sizes(target, self.point.scale, self.reference is not None, around)
 
     @functools.cached_property
     def near(self) -> "Judge":
         """The judge that knows how large the gradient is around a point where it vanishes."""
         return dataclasses.replace(self, is_near=True)
+
+    @functools.cached_property
+    def noise(self) -> np.ndarray:
+        """How large plain AD's gradient may be and yet be noise: as far as rounding changes it."""
+        plain, noise = self.point.reference, np.zeros(self.point.scale.size)
+        for k in range(MOVES if plain is not None else 0):
+            moved = self.point.around(HARDLY * (1 + k))
+            noise = noise if moved is None else np.fmax(noise, np.abs(moved - plain).max(axis=0))
+        for start, stop in self.ranges:
+            noise[start:stop] += np.median(noise[start:stop])
+        return tolerances.OWN_ROUNDING * noise
+
+    def is_nothing(self, indices: np.ndarray) -> np.ndarray:
+        """Whether gradient and reference are zero or noise; a true gradient hardly changes."""
+        pair = (np.abs(g[:, indices]) for g in (np.asarray(self.reference), self.gradient))
+        return np.all(np.fmax(*pair) <= self.noise[indices], axis=0)
 
     def allowed_at(self, indices: Any, beside: bool = True) -> Allowed:
         """How far some elements may be off, or those of a slice of one leaf."""
@@ -133,8 +150,9 @@ class Judge:
         areas = np.asarray(areas, int).reshape(-1, 2)
         if not len(areas):
             return verdicts.NO_VERDICTS
-        allowed = self._allowed(areas, direction, order)
-        measure = functools.partial(self._measure, direction, order)
+        along = self.differences.placed(self.point.direction(direction))
+        allowed = self._allowed(areas, direction == SINGLE, np.asarray(along), order)
+        measure = functools.partial(self._measure, along, order)
         evaluation = self.differences.evaluation
         verdict = self._by_two_steps(measure, areas, allowed, evaluation.quick)
         if judged and direction != SINGLE:
@@ -152,7 +170,7 @@ class Judge:
     def _are_flat(self, indices: np.ndarray) -> np.ndarray:
         """Which elements have no gradient here nor around, as on a staircase."""
         flat = np.asarray(~self.gradient[:, indices].any(axis=0))
-        around = self.point.around() if flat.any() else None
+        around = self.point.around(NEARBY) if flat.any() else None
         if around is None:
             return np.zeros_like(flat)
         return np.asarray(flat & ~around[:, indices].any(axis=0))
@@ -172,23 +190,22 @@ class Judge:
         steps = np.asarray([1.0, 0.5]) if own else step_sizes(exponents)
         return verdicts.judge_two(measure(areas, steps), steps[0] / steps[1], allowed, own)
 
-    def _measure(self, direction, order, areas, steps) -> Slopes:
+    def _measure(self, along, order, areas, steps) -> Slopes:
         count, each = len(areas), len(steps)
         starts, stops = (np.repeat(column, each) for column in areas.T)
         moves = Moves(starts, stops, np.tile(steps, count))
-        along, xs = self.point.direction(direction), self.point.xs
         with progress_bar(len(moves.start)) as progress:
-            flat = self.differences.measure(xs, along, self.gradient, moves, progress, order)
+            at = self.point.xs, along, self.gradient
+            flat = self.differences.measure(*at, moves, progress, order)
         return Slopes(*(column.reshape((count, each, -1)) for column in flat))
 
-    def _allowed(self, areas, direction, order) -> Allowed:
+    def _allowed(self, areas, single: bool, along, order) -> Allowed:
         starts = areas[:, 0] if order is None else order[areas[:, 0]]
-        if direction == SINGLE:
+        if single:
             unit = self.point.scale[starts][:, None]
             allowed = self.allowed_at(starts)
             floor, typical = allowed.floor.T * unit, allowed.typical.T * unit
             return Allowed(allowed.relative[:, None], floor, typical, unit, allowed.paddle)
-        along = self.point.direction(direction)
         where = [slice(a, b) if order is None else order[a:b] for a, b in areas]
         norms = [tolerances.length_along(self.gradient[:, part], along[part]) for part in where]
         exact = self.gradient is self.reference
@@ -264,12 +281,15 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
 
 def _off_by_more(judge: Judge, leaf: int, beside: bool = True) -> np.ndarray:
     """The elements of a leaf that are off the reference; of a large one, found block by block."""
-    reference, found = np.asarray(judge.reference), []
+    reference, found = np.asarray(judge.reference), [np.zeros(0, int)]
+    least = judge.tolerance.elements(judge.sizes, leaf, np.full(1, np.inf), beside)
     for where in tolerances.pieces(*judge.ranges[leaf]):
         parts = reference[:, where], judge.gradient[:, where]
-        slack = judge.allowed_at(where, beside).slack(*parts)
-        off = (np.abs(parts[0] - parts[1]) > slack).any(axis=0) & judge.point.finite[where]
-        found.append(np.flatnonzero(off) + where.start)
+        off = np.abs(parts[0] - parts[1])
+        if least.paddle is not None or not (off <= least.floor).all():
+            slack = judge.allowed_at(where, beside).slack(*parts)
+            bad = (off > slack).any(axis=0) & judge.point.finite[where]
+            found.append(np.flatnonzero(bad) + where.start)
     return np.concatenate(found)
 
 
@@ -395,10 +415,10 @@ def _moved_together(judge: Judge, elements: np.ndarray, groups: list, direction:
     ends = np.cumsum([0, *map(len, groups)])
     areas, order = np.stack([ends[:-1], ends[1:]], axis=1), elements[np.concatenate(groups)]
     found = judge.areas(areas, direction, order=order)
-    if judge.reference is not None:
-        known = np.abs(judge.reference[:, order]) + np.abs(judge.gradient[:, order])
-        nothing = ~np.logical_or.reduceat(known.any(axis=0), ends[:-1])
-        found = found._replace(kind=np.where(nothing & (found.kind == UNSURE), OK, found.kind))
+    unsure = found.kind == UNSURE
+    if judge.reference is not None and unsure.any():
+        unsure &= np.logical_and.reduceat(judge.is_nothing(order), ends[:-1])
+        found = found._replace(kind=np.where(unsure, OK, found.kind))
     return found
 
 
@@ -409,7 +429,7 @@ def _split(groups: list[np.ndarray], parts: int) -> list[np.ndarray]:
 
 def _unmoved(judge: Judge, leaf: int, indices: np.ndarray, kind: int = UNSEEN) -> Finding:
     """Elements that were not moved: their numbers are the reference's, for the worst cotangent."""
-    analytic = judge.gradient[:, indices]
+    analytic = np.asarray(judge.gradient[:, indices], np.float64)
     numeric = analytic * np.nan if judge.reference is None else judge.reference[:, indices]
     worst = np.argmax(np.abs(numeric - analytic), axis=0), np.arange(len(indices))
     numeric, analytic, zero = numeric[worst], analytic[worst], np.zeros(len(indices))
@@ -421,8 +441,8 @@ def _unmoved(judge: Judge, leaf: int, indices: np.ndarray, kind: int = UNSEEN) -
 def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     """Where differences are too noisy to decide, without contradicting the reference, it decides.
 
-    A gradient far below the noise of the outputs is among them. One that is zero for both, and for
-    differences within their noise, is right.
+    A gradient far below the noise of the outputs is among them. One that is zero or noise for both,
+    and zero for differences within theirs, is right.
     """
     parts = np.asarray(judge.reference)[:, indices], judge.gradient[:, indices]
     off, allowed = np.abs(parts[0] - parts[1]), judge.allowed_at(indices).slack(*parts)
@@ -434,7 +454,9 @@ def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     blurred = (verdict.kind == OK) & agrees & (np.abs(better - analytic) <= verdict.error)
     wrong = (unsure | blurred) & (apart <= 0) & np.isfinite(verdict.numeric)
     wrong &= (off > allowed).any(axis=0)
-    nothing = unsure & (apart <= 0) & (better == 0) & (analytic == 0)
+    nothing = (unsure | wrong) & (apart <= 0)
+    nothing &= judge.is_nothing(indices) if nothing.any() else False
+    wrong &= ~nothing
     return verdict._replace(
         kind=np.where(wrong, WRONG, np.where(nothing, OK, verdict.kind)),
         numeric=np.where(wrong, better, verdict.numeric),
@@ -443,8 +465,12 @@ def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
 
 
 def _doubtful_leaves(judge: Judge, rows: int) -> set[int]:
-    """An independent look at the reference itself, a few leaves at a time."""
-    groups = [g for g in np.array_split(np.arange(len(judge.ranges)), GROUPS) if g.size]
+    """An independent look at the reference itself, a few leaves at a time.
+
+    At a further point, where there is one cotangent, it is at all of them together.
+    """
+    count = min(GROUPS if len(judge.gradient) > 1 else 1, len(judge.ranges))
+    groups = np.array_split(np.arange(len(judge.ranges)), count)
     areas = [(judge.ranges[g[0]][0], judge.ranges[g[-1]][1]) for g in groups]
     itself = dataclasses.replace(judge, gradient=judge.reference)
     kinds = np.max([itself.areas(areas, row).kind for row in BALANCED[:rows]], axis=0)

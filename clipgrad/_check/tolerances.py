@@ -298,12 +298,19 @@ def pieces(start: int, stop: int) -> Iterator[slice]:
 
 
 def length_along(gradient: np.ndarray, direction: np.ndarray) -> np.ndarray:
-    """|v * gradient| for each row, with no copy of a large model's gradient but of blocks of it."""
-    squares = np.zeros(len(gradient))
+    """|v * gradient| for each row."""
+    return sum_along(gradient, direction)[1]
+
+
+def sum_along(gradient: np.ndarray, direction: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """<v, gradient> and |v * gradient| for each row, with no copy but of blocks."""
+    sums, squares = np.zeros((2, len(gradient)))
     for where in pieces(0, gradient.shape[1]):
-        terms = gradient[:, where] * (direction[where] if direction.size > 1 else direction)
+        part = direction[where] if direction.size > 1 else direction
+        terms = np.multiply(gradient[:, where], part, dtype=np.float64)
+        sums += terms.sum(axis=1)
         squares += np.einsum("ki,ki->k", terms, terms)
-    return np.sqrt(squares)
+    return sums, np.sqrt(squares)
 
 
 def narrowest(dtypes: Iterable[str]) -> str:

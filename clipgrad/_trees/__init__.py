@@ -28,6 +28,7 @@ from clipgrad._trees.trees import path_string as path_string
 from clipgrad._trees.trees import with_paths as with_paths
 from clipgrad._trees.vectors import cotangent_leaves as cotangent_leaves
 from clipgrad._trees.vectors import from_rows as from_rows
+from clipgrad._trees.vectors import gradient_rows as gradient_rows
 from clipgrad._trees.vectors import gradient_vector as gradient_vector
 from clipgrad._trees.vectors import is_complex as is_complex
 from clipgrad._trees.vectors import is_float_leaf as is_float_leaf

@@ -1,6 +1,6 @@
 """Lists of float arrays as one real vector: complex numbers are two reals, side by side."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -66,13 +66,14 @@ def split(rows: jax.Array, like: Sequence[Array]) -> list[jax.Array]:
     return leaves
 
 
-def to_numpy(leaves: Sequence[Array]) -> np.ndarray:
-    """Flatten concrete leaves into one float64 vector."""
+def to_numpy(leaves: Sequence[Array], out: np.ndarray | None = None) -> np.ndarray:
+    """Flatten concrete leaves into one vector: `out`, or of float64."""
     known = [np.asarray(leaf) for leaf in leaves]
     parts = [
         _real_parts(leaf if leaf.dtype.kind in "fc" else widened_leaf(leaf), np) for leaf in known
     ]
-    return np.concatenate(parts, dtype=np.float64) if parts else np.zeros(0)
+    out = np.empty(int(offsets(leaves)[-1])) if out is None else out
+    return np.concatenate(parts, out=out) if parts else out
 
 
 def from_rows(rows: np.ndarray, like: Sequence[Array]) -> list[np.ndarray]:
@@ -86,7 +87,19 @@ def from_rows(rows: np.ndarray, like: Sequence[Array]) -> list[np.ndarray]:
 
 def gradient_vector(cotangents: Sequence[Array]) -> np.ndarray:
     """The real gradient: JAX hands back the conjugate of d/d(re) + i d/d(im)."""
-    return to_numpy([np.conj(leaf) if is_complex(leaf) else leaf for leaf in cotangents])
+    return gradient_rows([cotangents], 1)[0]
+
+
+def gradient_rows(found: Iterable[Sequence[Array]], count: int) -> np.ndarray:
+    """Several real gradients, of float32 if all leaves are, else of float64."""
+    rows = np.zeros((count, 0))
+    for row, cotangents in enumerate(found):
+        if not row:
+            is_single = all(real_dtype(leaf) == np.float32 for leaf in cotangents)
+            dtype = np.float32 if is_single else np.float64
+            rows = np.empty((count, int(offsets(cotangents)[-1])), dtype)
+        to_numpy([np.conj(x) if is_complex(x) else x for x in cotangents], rows[row])
+    return rows
 
 
 def leaves_of(vector: np.ndarray, like: Sequence[Array]) -> list[jax.Array]:
