@@ -25,7 +25,6 @@ from clipgrad._numerics.numbers import (
     over,
     real_or_absolute,
     real_product,
-    square,
     times,
     with_real_dtype,
 )
@@ -306,8 +305,8 @@ def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) 
     if kind.ord != 2:
         return _norms_of_order(groups, kind.ord, leaves)
     # Eagerly one operation after the other, so that results round as optax's do.
-    dtypes = _wide_dtypes(groups, leaves)
-    plain = groups.totals(groups.sums_of(square, leaves, dtypes, mean=kind.mean), leaves)
+    squares = groups.sums_of_squares(leaves, _wide_dtypes(groups, leaves), kind.mean)
+    plain = groups.totals(squares, leaves)
     return [_root(*parts) for parts in _sums_in_range(groups, kind, plain, leaves)]
 
 
@@ -330,15 +329,16 @@ def _rescued(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays
     A sum in range stays as it is then, too: in the branch XLA would add up in another order.
     """
 
+    def ordinary() -> list[Any]:
+        return [(total, jnp.ones_like(total)) for total in plain]
+
     def rescued() -> list[Any]:
         parts = _joined(leaves) if groups.joint else list(leaves)
         dtypes, known = _wide_dtypes(groups, parts), groups.per_leaf(plain, parts)
         sums = groups.totals(groups.sums_of(_scaled_square, parts, dtypes, known), parts)
         return [_unless_plain(*found) for found in zip(counts, plain, sums, strict=True)]
 
-    totals = jax.lax.cond(_all_in_range(plain), lambda: plain, rescued)
-    scale_of = _shared_scale if groups.joint else _scale_beside
-    return [(total, scale_of(p, total)) for p, total in zip(plain, totals, strict=True)]
+    return jax.lax.cond(_all_in_range(plain), ordinary, rescued)
 
 
 # Leaves up to this size are joined before they are added up again: XLA compiles one loop for all
@@ -361,29 +361,17 @@ def _joined(leaves: Arrays) -> list[jax.Array]:
 
 
 @one_call(0)
-def _unless_plain(count: float, plain: jax.Array, total: jax.Array) -> jax.Array:
-    """A scaled sum, divided by a count, but the plain one where that is in range."""
-    return choose(is_in_range(plain), plain, _divided(total, count))
+def _unless_plain(count: float, plain: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A scaled sum, divided by a count, and its scale; the plain one if that is in range or NaN."""
+    is_large, is_small = _out_of_range(plain)
+    total = choose(is_large | is_small, _divided(total, count), plain)
+    return total, _chosen_scale(is_large, is_small & (total > 0), plain)
 
 
 def _out_of_range(plain: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Whether a plain sum is too large, and too small."""
     rule = _RANGES[plain.dtype.name]
     return plain > 2.0 ** (2 * rule.high), plain < 2.0 ** (2 * rule.low)
-
-
-@one_call()
-def _shared_scale(plain: jax.Array, total: jax.Array) -> jax.Array:
-    """The scale of a sum that the clip of each leaf uses; 1 for zeros."""
-    is_large, is_small = _out_of_range(plain)
-    return _range_scale(is_large, is_small & (total > 0), plain)
-
-
-@one_call()
-def _scale_beside(plain: jax.Array, total: jax.Array) -> jax.Array:
-    """The same of a sum that one leaf uses: a few selections within its clip."""
-    is_large, is_small = _out_of_range(plain)
-    return _chosen_scale(is_large, is_small & (total > 0), plain)
 
 
 def _all_in_range(plain: list[jax.Array]) -> jax.Array:
@@ -441,11 +429,12 @@ def _in_range_of_rows(totals: list[jax.Array]) -> list[tuple[jax.Array, jax.Arra
         if len(places) == 1:
             chosen |= {i: _in_range_of(totals[i]) for i in places}
             continue
-        columns = jnp.stack([totals[i].reshape(3) for i in places], axis=1)
-        total, scale = _in_range_of(columns)
-        for k, i in enumerate(places):
+        columns = [jax.lax.reshape(totals[i], (3, 1)) for i in places]
+        both = _in_range_of(jax.lax.concatenate(columns, 1))
+        parts = zip(*(jax.lax.split(x, [1] * len(places)) for x in both), strict=True)
+        for i, (total, scale) in zip(places, parts, strict=True):
             shape = totals[i].shape[1:]
-            chosen[i] = (total[k].reshape(shape), scale[k].reshape(shape))
+            chosen[i] = jax.lax.reshape(total, shape), jax.lax.reshape(scale, shape)
     return [chosen[i] for i in range(len(totals))]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
 from clipgrad._compat import explicit_sharding
 
@@ -63,10 +64,11 @@ def real_product(a: jax.Array, b: jax.Array) -> jax.Array:
 
 def choose(condition: jax.Array, yes: Any, no: Any) -> jax.Array:
     """`jax.numpy.where`, but no call within a program: XLA takes long to inline very many."""
+    arrays = [x for x in (condition, yes, no) if isinstance(x, jax.Array)]
+    if not any(isinstance(x, Tracer) for x in arrays) or any(map(explicit_sharding, arrays)):
+        return jnp.where(condition, yes, no)
     dtype = jnp.result_type(yes, no)
     shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, yes, no)))
-    if any(map(explicit_sharding, (x for x in (condition, yes, no) if isinstance(x, jax.Array)))):
-        return jnp.where(condition, yes, no)
     yes, no = (_filled(x, shape, dtype) for x in (yes, no))
     return jax.lax.select(condition if not condition.ndim else _filled(condition, shape), yes, no)
 

@@ -10,7 +10,12 @@ import jax.numpy as jnp
 
 from clipgrad._compat import tracks_varying, varying_axes
 from clipgrad._numerics.calls import one_call
-from clipgrad._numerics.numbers import from_ordered_bits, to_ordered_bits, with_real_dtype
+from clipgrad._numerics.numbers import (
+    from_ordered_bits,
+    square,
+    to_ordered_bits,
+    with_real_dtype,
+)
 
 Arrays = Sequence[jax.Array]
 Axes = tuple[int, ...] | None
@@ -43,16 +48,22 @@ class Groups(NamedTuple):
         leaves: Arrays,
         dtypes: Sequence[str],
         *given: Arrays,
-        mean: bool = False,
     ) -> list[Any]:
-        """For each leaf on this device the sums, or means, of what a function makes of it.
+        """For each leaf on this device the sums of what a function makes of it.
 
         The function gets the leaf in its dtype of ``dtypes``, and its item of each of ``given``.
         """
         every = zip(leaves, dtypes, self._axes_from_end(leaves), *given, strict=True)
         return [
-            _reduced_parts(parts_of, dtype, axes, not self.joint, mean, leaf, *others)
+            _sums_of_parts(parts_of, dtype, axes, not self.joint, leaf, *others)
             for leaf, dtype, axes, *others in every
+        ]
+
+    def sums_of_squares(self, leaves: Arrays, dtypes: Sequence[str], mean: bool) -> list[jax.Array]:
+        """For each leaf on this device the sums, or means, of its squares as optax has them."""
+        every = zip(leaves, dtypes, self._axes_from_end(leaves), strict=True)
+        return [
+            _sum_of_squares(dtype, axes, not self.joint, mean, leaf) for leaf, dtype, axes in every
         ]
 
     def totals(self, local: Arrays, leaves: Arrays) -> list[jax.Array]:
@@ -125,16 +136,22 @@ class Groups(NamedTuple):
         return tuple(n for n in self.names if n in varying or not tracks_varying(n))
 
 
-@one_call(0, 1, 2, 3, 4)
-def _reduced_parts(
+@one_call(0, 1, 2, 3)
+def _sums_of_parts(
     parts_of: Callable[..., Any],
     dtype: str,
     axes: tuple[int, ...],
     keepdims: bool,
-    mean: bool,
     leaf: jax.Array,
     *given: jax.Array,
 ) -> Any:
     parts = parts_of(with_real_dtype(leaf, dtype), *given)
+    return jax.tree.map(lambda part: jnp.sum(part, axis=axes, keepdims=keepdims), parts)
+
+
+@one_call(0, 1, 2, 3, inline=True)
+def _sum_of_squares(
+    dtype: str, axes: tuple[int, ...], keepdims: bool, mean: bool, leaf: jax.Array
+) -> jax.Array:
     op = jnp.mean if mean and leaf.size else jnp.sum  # 0 for an empty leaf
-    return jax.tree.map(lambda part: op(part, axis=axes, keepdims=keepdims), parts)
+    return op(square(with_real_dtype(leaf, dtype)), axis=axes, keepdims=keepdims)

@@ -151,7 +151,7 @@ class UnitNorms(NamedTuple):
         return choose(self.norm.root == 0, 0, self.norm.value / self.least)
 
 
-@one_call()
+@one_call(inline=True)
 def _scale_units(leaf: jax.Array, norms: UnitNorms, clipping: jax.Array) -> jax.Array:
     # As in optax, limits are computed in the shape of the leaf: XLA rounds other shapes otherwise.
     # What is special about a unit is decided before: in that shape XLA's CPU loops may lose NaN.

@@ -87,7 +87,7 @@ class ClipByBlockRMS(MeasuringRule):
         ]
 
 
-@one_call()
+@one_call(inline=True)
 def _scale_by_rms(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     divisor = _divisor(norm, limit)
     return over(with_real_dtype(leaf, norm.root.dtype.name), divisor).astype(leaf.dtype)

@@ -89,7 +89,7 @@ class ClipByNorm(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the norm of each leaf, or slice, at most ``max_norm``."""
-        return map_clippable(scale_down, grads, norms, limits_by_leaf(self, norms))
+        return map_clippable(_scale_each, grads, norms, limits_by_leaf(self, norms))
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
         """The norm of each leaf, or the norms of its slices, and their limits."""
@@ -97,7 +97,7 @@ class ClipByNorm(MeasuringRule):
         return list(zip(norms, limits, strict=True)) if self.ord == 2 else None
 
 
-@one_call()
+@one_call(inline=True)
 def scale_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     """The leaf itself where its norm is within the limit, bit for bit; scaled to it elsewhere.
 
@@ -108,6 +108,11 @@ def scale_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
     shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)
     return choose(_is_within(norm, limit), leaf, shrunk)
+
+
+@one_call()
+def _scale_each(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
+    return scale_down(leaf, norm, limit)
 
 
 # One program also when called eagerly: under jax_debug_infs the scaled limit may be inf in it.
