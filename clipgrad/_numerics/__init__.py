@@ -19,8 +19,8 @@ from clipgrad._numerics.norms import widest as widest
 from clipgrad._numerics.numbers import accumulator as accumulator
 from clipgrad._numerics.numbers import at_least as at_least
 from clipgrad._numerics.numbers import at_least_float32 as at_least_float32
-from clipgrad._numerics.numbers import choose as choose
 from clipgrad._numerics.numbers import finite_product as finite_product
+from clipgrad._numerics.numbers import if_else as if_else
 from clipgrad._numerics.numbers import increment_if as increment_if
 from clipgrad._numerics.numbers import largest as largest
 from clipgrad._numerics.numbers import over as over

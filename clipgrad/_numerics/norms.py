@@ -21,7 +21,7 @@ from clipgrad._compat import by_platform, explicit_sharding, varying_axes
 from clipgrad._numerics.calls import one_call
 from clipgrad._numerics.numbers import (
     accumulator,
-    choose,
+    if_else,
     over,
     real_or_absolute,
     real_product,
@@ -106,7 +106,7 @@ def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Arra
     rule = _RANGES[plain.dtype.name]
     is_large = (down > 2.0 ** (2 * (rule.high + rule.down))) & ~jnp.isnan(plain)
     is_small = (plain < 2.0 ** (2 * rule.low)) & (up > 0)
-    total = choose(is_large, down, choose(is_small, up, plain))
+    total = if_else(is_large, down, if_else(is_small, up, plain))
     return total, _range_scale(is_large, is_small, plain)
 
 
@@ -131,13 +131,13 @@ def if_needed(up: jax.Array, plain: jax.Array) -> jax.Array:
 
     So it is after sums have been added up: where their total is too small, each of them is.
     """
-    return choose(plain < 2.0 ** (2 * _RANGES[plain.dtype.name].low), up, 0)
+    return if_else(plain < 2.0 ** (2 * _RANGES[plain.dtype.name].low), up, 0)
 
 
 def _chosen_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
     """The power of two that brings elements into the middle of the range."""
     rule, one = _RANGES[like.dtype.name], jnp.ones_like(like)
-    return choose(is_large, 2.0**rule.down, choose(is_small, 2.0**rule.up, one))
+    return if_else(is_large, 2.0**rule.down, if_else(is_small, 2.0**rule.up, one))
 
 
 def _range_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
@@ -146,7 +146,7 @@ def _range_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> j
     It would compute a choice, with all the sums that it depends on, in the loop of each leaf.
     """
     rule, one = _RANGES[like.dtype.name], jnp.ones_like(like)
-    inverse = choose(is_large, 2.0**-rule.down, choose(is_small, 2.0**-rule.up, one))
+    inverse = if_else(is_large, 2.0**-rule.down, if_else(is_small, 2.0**-rule.up, one))
     return 1 / inverse
 
 
@@ -168,8 +168,8 @@ class Norm(NamedTuple):
     @classmethod
     def of(cls, root: jax.Array, scale: jax.Array) -> "Norm":
         """The norm ``root / scale``."""
-        divisor = choose(root == 0, _nothing(root) ** 0.5, root)
-        return cls(root, scale, choose(jnp.isfinite(root), divisor, jnp.nan))
+        divisor = if_else(root == 0, _nothing(root) ** 0.5, root)
+        return cls(root, scale, if_else(jnp.isfinite(root), divisor, jnp.nan))
 
     @property
     def value(self) -> jax.Array:
@@ -364,7 +364,7 @@ def _joined(leaves: Arrays) -> list[jax.Array]:
 def _unless_plain(count: float, plain: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A scaled sum, divided by a count, and its scale; the plain one if that is in range or NaN."""
     is_large, is_small = _out_of_range(plain)
-    total = choose(is_large | is_small, _divided(total, count), plain)
+    total = if_else(is_large | is_small, _divided(total, count), plain)
     return total, _chosen_scale(is_large, is_small & (total > 0), plain)
 
 
@@ -460,8 +460,8 @@ def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
 @jax.jit
 def _root(total: jax.Array, scale: jax.Array) -> Norm:
     """The root of a sum of squares, or of their mean."""
-    finite = choose(jnp.isfinite(total), total, jnp.nan)
-    return Norm(jnp.sqrt(total), scale, jnp.sqrt(choose(total == 0, _nothing(total), finite)))
+    finite = if_else(jnp.isfinite(total), total, jnp.nan)
+    return Norm(jnp.sqrt(total), scale, jnp.sqrt(if_else(total == 0, _nothing(total), finite)))
 
 
 def _nothing(total: jax.Array) -> float:

@@ -62,7 +62,7 @@ def real_product(a: jax.Array, b: jax.Array) -> jax.Array:
     return a.real * b.real + a.imag * b.imag
 
 
-def choose(condition: jax.Array, yes: Any, no: Any) -> jax.Array:
+def if_else(condition: jax.Array, yes: Any, no: Any) -> jax.Array:
     """`jax.numpy.where`, but no call within a program: XLA takes long to inline very many."""
     arrays = [x for x in (condition, yes, no) if isinstance(x, jax.Array)]
     if not any(isinstance(x, Tracer) for x in arrays) or any(map(explicit_sharding, arrays)):
@@ -88,7 +88,7 @@ def real_or_absolute(leaf: jax.Array) -> jax.Array:
 
 def at_least(x: jax.Array, bound: jax.Array) -> jax.Array:
     """``max(x, bound)`` that keeps NaN, which XLA's CPU loops drop in a sum of maxima."""
-    return choose(x < bound, bound, x)
+    return if_else(x < bound, bound, x)
 
 
 def finite_product(x: jax.Array, factor: jax.Array) -> jax.Array:

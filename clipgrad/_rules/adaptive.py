@@ -14,8 +14,8 @@ from clipgrad._numerics import (
     AxisName,
     Norm,
     at_least,
-    choose,
     finite_product,
+    if_else,
     one_call,
     slice_norms,
     times,
@@ -148,7 +148,7 @@ class UnitNorms(NamedTuple):
     @property
     def value(self) -> jax.Array:
         """The ratio of the norms, the least ``clipping`` that changes nothing."""
-        return choose(self.norm.root == 0, 0, self.norm.value / self.least)
+        return if_else(self.norm.root == 0, 0, self.norm.value / self.least)
 
 
 @one_call(inline=True)
@@ -161,7 +161,7 @@ def _scale_units(leaf: jax.Array, norms: UnitNorms, clipping: jax.Array) -> jax.
     shrunk = times(with_real_dtype(leaf, root.dtype.name), limit / divisor * scale).astype(
         leaf.dtype
     )
-    return choose(root <= limit * scale, leaf, shrunk)
+    return if_else(root <= limit * scale, leaf, shrunk)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -172,8 +172,8 @@ def _without_extremes(norms: UnitNorms, clipping: jax.Array) -> tuple[jax.Array,
     limit = clipping * norms.least
     within = ~norms.norm.exceeds(limit) & (limit > 0)
     most = 2.0**40  # times scale and any weight that trains this is finite
-    root = choose(limit > 0, choose(within & (clipping > most), 0, root), jnp.inf)
+    root = if_else(limit > 0, if_else(within & (clipping > most), 0, root), jnp.inf)
     # The factor of a unit within its limit is about 1, should it round to just above in a leaf.
-    divisor = choose(within, jnp.minimum(jnp.maximum(limit * scale, 2.0**-100), 2.0**100), divisor)
-    divisor = choose(jnp.isnan(weights), jnp.nan, divisor)
+    divisor = if_else(within, jnp.minimum(jnp.maximum(limit * scale, 2.0**-100), 2.0**100), divisor)
+    divisor = if_else(jnp.isnan(weights), jnp.nan, divisor)
     return root, scale, divisor, weights, norms.eps, jnp.minimum(clipping, most)

@@ -10,8 +10,8 @@ from jax.typing import ArrayLike
 
 from clipgrad._numerics import (
     Norm,
-    choose,
     finite_product,
+    if_else,
     one_call,
     over,
     slice_norms,
@@ -96,6 +96,6 @@ def _scale_by_rms(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, inline=True)
 def _divisor(norm: Norm, limit: jax.Array) -> jax.Array:
     """1 within the limit, as in optax: XLA rounds the optimizer behind a selection otherwise."""
-    ratio = norm.root / choose(limit > 0, limit, 1) / norm.scale
-    divisor = choose(limit > 0, choose(ratio > 1, ratio, 1), jnp.inf)
-    return choose(jnp.isfinite(norm.root), divisor, jnp.nan)
+    ratio = norm.root / if_else(limit > 0, limit, 1) / norm.scale
+    divisor = if_else(limit > 0, if_else(ratio > 1, ratio, 1), jnp.inf)
+    return if_else(jnp.isfinite(norm.root), divisor, jnp.nan)

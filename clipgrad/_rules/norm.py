@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from clipgrad._numerics import (
     Norm,
     check_order,
-    choose,
+    if_else,
     one_call,
     over,
     slice_norms,
@@ -107,7 +107,7 @@ def scale_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     """
     wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
     shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)
-    return choose(_is_within(norm, limit), leaf, shrunk)
+    return if_else(_is_within(norm, limit), leaf, shrunk)
 
 
 @one_call()
