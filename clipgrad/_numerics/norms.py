@@ -341,8 +341,8 @@ def _rescued(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays
     return jax.lax.cond(_all_in_range(plain), ordinary, rescued)
 
 
-# Leaves up to this size are joined before they are added up again: XLA compiles one loop for all
-# of them. It is small beside the memory of a step, of which the joined leaves take a part.
+# Leaves of up to this size are joined before they are added up again, since XLA compiles one loop
+# for all of them. The joined leaves are temporaries, which larger leaves would make too large.
 _SMALL = 2**14
 
 
@@ -388,7 +388,8 @@ def _all_in_range(plain: list[jax.Array]) -> jax.Array:
 
 def _separate(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     """Three sums, of which one is known, and the choice of the one that is in range."""
-    pairs = groups.sums_of(_squares_apart, leaves, _wide_dtypes(groups, leaves))
+    dtypes = _wide_dtypes(groups, leaves)
+    pairs = groups.sums_of(_squares_apart, leaves, dtypes, inline=True)
     down, up = (groups.totals(sums, leaves) for sums in zip(*pairs, strict=True))
     return [_in_range_divided(*sums) for sums in zip(counts, down, plain, up, strict=True)]
 
@@ -397,7 +398,8 @@ def _squares_apart(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
     return scaled_squares(real_or_absolute(leaf))
 
 
-@one_call(0)
+# Written out, as its sums are: of calls the TPU's compiler makes more kernels here.
+@one_call(0, inline=True)
 def _in_range_divided(
     count: float, down: jax.Array, plain: jax.Array, up: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

@@ -48,14 +48,16 @@ class Groups(NamedTuple):
         leaves: Arrays,
         dtypes: Sequence[str],
         *given: Arrays,
+        inline: bool = False,
     ) -> list[Any]:
         """For each leaf on this device the sums of what a function makes of it.
 
         The function gets the leaf in its dtype of ``dtypes``, and its item of each of ``given``.
         """
         every = zip(leaves, dtypes, self._axes_from_end(leaves), *given, strict=True)
+        sums = _written_out_sums if inline else _called_sums
         return [
-            _sums_of_parts(parts_of, dtype, axes, not self.joint, leaf, *others)
+            sums(parts_of, dtype, axes, not self.joint, leaf, *others)
             for leaf, dtype, axes, *others in every
         ]
 
@@ -136,7 +138,6 @@ class Groups(NamedTuple):
         return tuple(n for n in self.names if n in varying or not tracks_varying(n))
 
 
-@one_call(0, 1, 2, 3)
 def _sums_of_parts(
     parts_of: Callable[..., Any],
     dtype: str,
@@ -147,6 +148,10 @@ def _sums_of_parts(
 ) -> Any:
     parts = parts_of(with_real_dtype(leaf, dtype), *given)
     return jax.tree.map(lambda part: jnp.sum(part, axis=axes, keepdims=keepdims), parts)
+
+
+_called_sums = one_call(0, 1, 2, 3)(_sums_of_parts)
+_written_out_sums = one_call(0, 1, 2, 3, inline=True)(_sums_of_parts)
 
 
 @one_call(0, 1, 2, 3, inline=True)
