@@ -329,43 +329,70 @@ def _rescued(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays
     A sum in range stays as it is then, too: in the branch XLA would add up in another order.
     """
 
-    def ordinary() -> list[Any]:
-        return [(total, jnp.ones_like(total)) for total in plain]
+    def totals() -> list[jax.Array]:
+        return _second_sums(groups, counts, plain, leaves)
 
-    def rescued() -> list[Any]:
-        parts = _joined(leaves) if groups.joint else list(leaves)
-        dtypes, known = _wide_dtypes(groups, parts), groups.per_leaf(plain, parts)
-        sums = groups.totals(groups.sums_of(_scaled_square, parts, dtypes, known), parts)
-        return [_unless_plain(*found) for found in zip(counts, plain, sums, strict=True)]
+    def with_scales(totals: list[jax.Array]) -> list[Any]:
+        return [(total, _scale_of_total(p, total)) for p, total in zip(plain, totals, strict=True)]
 
-    return jax.lax.cond(_all_in_range(plain), ordinary, rescued)
+    in_range = _all_in_range(plain)
+    if not groups.joint:  # a branch with half as many results compiles faster
+        return with_scales(jax.lax.cond(in_range, lambda: plain, totals))
+    # The loop of each leaf would compute the scale again, if the branch did not.
+    ordinary = [(total, jnp.ones_like(total)) for total in plain]
+    return jax.lax.cond(in_range, lambda: ordinary, lambda: with_scales(totals()))
 
 
-# Leaves of up to this size are joined before they are added up again, since XLA compiles one loop
-# for all of them. The joined leaves are temporaries, which larger leaves would make too large.
-_SMALL = 2**14
+def _second_sums(
+    groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays
+) -> list[jax.Array]:
+    """For each group the plain sum, or that of scaled elements where it is out of range."""
+    parts = _joined(leaves) if groups.joint else list(leaves)
+    scales = groups.per_leaf([_scale_of_plain(total) for total in plain], parts)
+    squares = groups.sums_of(_scaled_square, parts, _wide_dtypes(groups, parts), scales)
+    sums = groups.totals(squares, parts)
+    return [_unless_plain(*found) for found in zip(counts, plain, sums, strict=True)]
+
+
+# Leaves of up to 2 ** 14 elements are joined before they are added up again, since XLA compiles one
+# loop for all of them: up to 2 ** 20 elements, 4 MB in float32, which are temporaries.
+_SMALL, _JOINED = 2**14, 2**20
 
 
 def _joined(leaves: Arrays) -> list[jax.Array]:
     """The same elements in fewer arrays; those whose types are sharded stay apart."""
     kinds: dict[Any, list[jax.Array]] = {}
+    total = 0
     for i, leaf in enumerate(leaves):
-        apart = leaf.size > _SMALL or explicit_sharding(leaf)
+        apart = leaf.size > min(_SMALL, _JOINED - total) or explicit_sharding(leaf)
         kinds.setdefault(i if apart else (leaf.dtype, varying_axes(leaf)), []).append(leaf)
-    return [
-        jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in kind], 0)
-        if len(kind) > 1
-        else kind[0]
-        for kind in kinds.values()
-    ]
+        total += 0 if apart else leaf.size
+    return [_as_one(kind) for kind in kinds.values()]
+
+
+def _as_one(leaves: Arrays) -> jax.Array:
+    if len(leaves) == 1:
+        return leaves[0]
+    return jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in leaves], 0)
+
+
+@one_call()
+def _scale_of_plain(plain: jax.Array) -> jax.Array:
+    return _chosen_scale(*_out_of_range(plain), plain)
+
+
+@one_call()
+def _scale_of_total(plain: jax.Array, total: jax.Array) -> jax.Array:
+    """The scale of the elements in a total; 1 for zeros."""
+    is_large, is_small = _out_of_range(plain)
+    return _chosen_scale(is_large, is_small & (total > 0), plain)
 
 
 @one_call(0)
-def _unless_plain(count: float, plain: jax.Array, total: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A scaled sum, divided by a count, and its scale; the plain one if that is in range or NaN."""
+def _unless_plain(count: float, plain: jax.Array, total: jax.Array) -> jax.Array:
+    """A scaled sum, divided by a count; the plain one if that is in range or NaN."""
     is_large, is_small = _out_of_range(plain)
-    total = if_else(is_large | is_small, _divided(total, count), plain)
-    return total, _chosen_scale(is_large, is_small & (total > 0), plain)
+    return if_else(is_large | is_small, _divided(total, count), plain)
 
 
 def _out_of_range(plain: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -445,8 +472,7 @@ def _in_range_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return in_range(rows[0], rows[1], rows[2])
 
 
-def _scaled_square(leaf: jax.Array, plain: jax.Array) -> jax.Array:
-    scale = _chosen_scale(*_out_of_range(plain), plain)
+def _scaled_square(leaf: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.square(_bounded_product(real_or_absolute(leaf), scale))
 
 
