@@ -55,6 +55,13 @@ def test_a_clip_reads_each_leaf_once_more_than_it_scales_it(rule, key):
     assert reductions(compiled) <= 2 * len(tree) + 1  # one in the branch, and that all are in range
 
 
+def test_the_second_pass_of_a_global_norm_needs_4_mb_at_most():
+    """It joins small leaves: of these 8 MB half."""
+    leaves = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 128
+    compiled = jax.jit(cg.global_norm).lower(leaves).compile(compiler_options=RELEASED)
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**22 + 2**18
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_one_leaf_out_of_range_changes_no_bit_of_the_others(scale, key):
     leaves = [jax.random.normal(key, (64, 8)), jnp.array([3.0, 4.0]) * scale]
