@@ -59,7 +59,7 @@ def test_a_clip_reads_each_leaf_once_more_than_it_scales_it(rule, key):
 def test_the_second_pass_of_a_global_norm_joins_4_mb_of_small_leaves_at_most():
     leaves = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 66
     leaves += [jax.ShapeDtypeStruct((2**14 + 1,), jnp.float32)]
-    parts = jax.eval_shape(norms._joined, leaves)
+    parts = jax.eval_shape(norms._joined_leaves, leaves)
     assert [part.size for part in parts] == [2**20, 2**14, 2**14, 2**14 + 1]
 
 

@@ -347,7 +347,7 @@ def _second_sums(
     groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays
 ) -> list[jax.Array]:
     """For each group the plain sum, or that of scaled elements where it is out of range."""
-    parts = _joined(leaves) if groups.joint else list(leaves)
+    parts = _joined_leaves(leaves) if groups.joint else list(leaves)
     scales = groups.per_leaf([_scale_of_plain(total) for total in plain], parts)
     squares = groups.sums_of(_scaled_square, parts, _wide_dtypes(groups, parts), scales)
     sums = groups.totals(squares, parts)
@@ -359,7 +359,7 @@ def _second_sums(
 _SMALL, _JOINED = 2**14, 2**20
 
 
-def _joined(leaves: Arrays) -> list[jax.Array]:
+def _joined_leaves(leaves: Arrays) -> list[jax.Array]:
     """The same elements in fewer arrays; those whose types are sharded stay apart."""
     kinds: dict[Any, list[jax.Array]] = {}
     total = 0

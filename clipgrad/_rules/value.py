@@ -203,4 +203,4 @@ def _into(bound: Any, leaf: jax.Array, name: str) -> Any:
             f"{name}: got an array of shape {bound.shape}, expected one that broadcasts into the "
             f"leaf's shape {leaf.shape}"
         )
-    return broadcast_like(bound, leaf)
+    return broadcast_like(jnp.asarray(bound), leaf)
