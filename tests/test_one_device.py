@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import clipgrad as cg
+from clipgrad._numerics import norms
 from tests.helpers import RELEASED, reductions, tree_of
 from tests.test_bits import data, first_parameters, one_step
 from tests.test_nan import (  # noqa: F401
@@ -53,6 +54,13 @@ def test_a_clip_reads_each_leaf_once_more_than_it_scales_it(rule, key):
     entry, _ = branches(compiled.as_text())
     assert entry.count(" conditional(") == 1
     assert reductions(compiled) <= 2 * len(tree) + 1  # one in the branch, and that all are in range
+
+
+def test_the_second_pass_of_a_global_norm_joins_4_mb_of_small_leaves_at_most():
+    leaves = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 66
+    leaves += [jax.ShapeDtypeStruct((2**14 + 1,), jnp.float32)]
+    parts = jax.eval_shape(norms._joined_leaves, leaves)
+    assert [part.size for part in parts] == [2**20, 2**14, 2**14, 2**14 + 1]
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])

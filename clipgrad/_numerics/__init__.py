@@ -1,5 +1,6 @@
 """Sums, norms and dtypes, exact where float16 and float32 overflow."""
 
+from clipgrad._numerics.calls import one_call as one_call
 from clipgrad._numerics.norms import AxisName as AxisName
 from clipgrad._numerics.norms import Norm as Norm
 from clipgrad._numerics.norms import bounded_square as bounded_square
@@ -19,6 +20,7 @@ from clipgrad._numerics.numbers import accumulator as accumulator
 from clipgrad._numerics.numbers import at_least as at_least
 from clipgrad._numerics.numbers import at_least_float32 as at_least_float32
 from clipgrad._numerics.numbers import finite_product as finite_product
+from clipgrad._numerics.numbers import if_else as if_else
 from clipgrad._numerics.numbers import increment_if as increment_if
 from clipgrad._numerics.numbers import largest as largest
 from clipgrad._numerics.numbers import over as over

@@ -18,12 +18,13 @@ import numpy as np
 from jax.core import Tracer
 
 from clipgrad._compat import by_platform, explicit_sharding, varying_axes
+from clipgrad._numerics.calls import one_call
 from clipgrad._numerics.numbers import (
     accumulator,
+    if_else,
     over,
     real_or_absolute,
     real_product,
-    square,
     times,
     with_real_dtype,
 )
@@ -105,7 +106,7 @@ def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Arra
     rule = _RANGES[plain.dtype.name]
     is_large = (down > 2.0 ** (2 * (rule.high + rule.down))) & ~jnp.isnan(plain)
     is_small = (plain < 2.0 ** (2 * rule.low)) & (up > 0)
-    total = jnp.where(is_large, down, jnp.where(is_small, up, plain))
+    total = if_else(is_large, down, if_else(is_small, up, plain))
     return total, _range_scale(is_large, is_small, plain)
 
 
@@ -113,14 +114,6 @@ def is_in_range(plain: jax.Array) -> jax.Array:
     """Whether a plain sum of squares can be read; not if it is NaN."""
     rule = _RANGES[plain.dtype.name]
     return (plain >= 2.0 ** (2 * rule.low)) & (plain <= 2.0 ** (2 * rule.high))
-
-
-@_traced_once
-def _scale_of_sum(plain: jax.Array) -> jax.Array:
-    """The scale with which a plain sum of squares can be read."""
-    rule = _RANGES[plain.dtype.name]
-    is_large, is_small = plain > 2.0 ** (2 * rule.high), plain < 2.0 ** (2 * rule.low)
-    return _range_scale(is_large, is_small, plain)
 
 
 @_traced_once
@@ -138,15 +131,22 @@ def if_needed(up: jax.Array, plain: jax.Array) -> jax.Array:
 
     So it is after sums have been added up: where their total is too small, each of them is.
     """
-    return jnp.where(plain < 2.0 ** (2 * _RANGES[plain.dtype.name].low), up, 0)
+    return if_else(plain < 2.0 ** (2 * _RANGES[plain.dtype.name].low), up, 0)
+
+
+def _chosen_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
+    """The power of two that brings elements into the middle of the range."""
+    rule, one = _RANGES[like.dtype.name], jnp.ones_like(like)
+    return if_else(is_large, 2.0**rule.down, if_else(is_small, 2.0**rule.up, one))
 
 
 def _range_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
-    """The power of two that brings elements into the middle of the range."""
+    """The same as a quotient: XLA computes it once.
+
+    It would compute a choice, with all the sums that it depends on, in the loop of each leaf.
+    """
     rule, one = _RANGES[like.dtype.name], jnp.ones_like(like)
-    inverse = jnp.where(is_large, 2.0**-rule.down, jnp.where(is_small, 2.0**-rule.up, one))
-    # A quotient: XLA computes it once, and would compute a choice, with all the sums that it
-    # depends on, in the loop of each leaf.
+    inverse = if_else(is_large, 2.0**-rule.down, if_else(is_small, 2.0**-rule.up, one))
     return 1 / inverse
 
 
@@ -168,8 +168,8 @@ class Norm(NamedTuple):
     @classmethod
     def of(cls, root: jax.Array, scale: jax.Array) -> "Norm":
         """The norm ``root / scale``."""
-        divisor = jnp.where(root == 0, _nothing(root) ** 0.5, root)
-        return cls(root, scale, jnp.where(jnp.isfinite(root), divisor, jnp.nan))
+        divisor = if_else(root == 0, _nothing(root) ** 0.5, root)
+        return cls(root, scale, if_else(jnp.isfinite(root), divisor, jnp.nan))
 
     @property
     def value(self) -> jax.Array:
@@ -304,13 +304,13 @@ def _group_norms(leaves: list[jax.Array], groups: Groups, kind: _Kind) -> list[N
 def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) -> list[Norm]:
     if kind.ord != 2:
         return _norms_of_order(groups, kind.ord, leaves)
-    # One operation after the other, so that eager results round as optax's do.
-    squares = [square(g) for g in _wide_leaves(groups, leaves)]
-    plain = groups.means(squares) if kind.mean else groups.sums(squares, leaves)
+    # Eagerly one operation after the other, so that results round as optax's do.
+    squares = groups.sums_of_squares(leaves, _wide_dtypes(groups, leaves), kind.mean)
+    plain = groups.totals(squares, leaves)
     return [_root(*parts) for parts in _sums_in_range(groups, kind, plain, leaves)]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _sums_in_range(
     groups: Groups, kind: _Kind, plain: list[jax.Array], leaves: Arrays
 ) -> list[tuple[jax.Array, jax.Array]]:
@@ -329,24 +329,76 @@ def _rescued(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays
     A sum in range stays as it is then, too: in the branch XLA would add up in another order.
     """
 
-    def ordinary() -> list[Any]:
-        return [(total, jnp.ones_like(total)) for total in plain]
+    def totals() -> list[jax.Array]:
+        return _second_sums(groups, counts, plain, leaves)
 
-    def rescued() -> list[Any]:
-        scales = [_scale_of_sum(total) for total in plain]
-        wide = zip(_wide_leaves(groups, leaves), groups.per_leaf(scales, leaves), strict=True)
-        sums = groups.sums([_scaled_square(g, scale) for g, scale in wide], leaves)
-        found = zip(plain, map(_divided, sums, counts), scales, strict=True)
-        return [_unless_plain(*parts) for parts in found]
+    def with_scales(totals: list[jax.Array]) -> list[Any]:
+        return [(total, _scale_of_total(p, total)) for p, total in zip(plain, totals, strict=True)]
 
-    return jax.lax.cond(_all_in_range(plain), ordinary, rescued)
+    in_range = _all_in_range(plain)
+    if not groups.joint:  # a branch with half as many results compiles faster
+        return with_scales(jax.lax.cond(in_range, lambda: plain, totals))
+    # The loop of each leaf would compute the scale again, if the branch did not.
+    ordinary = [(total, jnp.ones_like(total)) for total in plain]
+    return jax.lax.cond(in_range, lambda: ordinary, lambda: with_scales(totals()))
 
 
-@_traced_once
-def _unless_plain(plain: jax.Array, total: jax.Array, scale: jax.Array) -> tuple[Any, Any]:
-    """A scaled sum and its scale, but the plain one where that is in range; that of zeros is."""
-    total = jnp.where(scale == 1, plain, total)
-    return total, jnp.where(total == 0, 1, scale)
+def _second_sums(
+    groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays
+) -> list[jax.Array]:
+    """For each group the plain sum, or that of scaled elements where it is out of range."""
+    parts = _joined_leaves(leaves) if groups.joint else list(leaves)
+    scales = groups.per_leaf([_scale_of_plain(total) for total in plain], parts)
+    squares = groups.sums_of(_scaled_square, parts, _wide_dtypes(groups, parts), scales)
+    sums = groups.totals(squares, parts)
+    return [_unless_plain(*found) for found in zip(counts, plain, sums, strict=True)]
+
+
+# Leaves of up to 2 ** 14 elements are joined before they are added up again, since XLA compiles one
+# loop for all of them: up to 2 ** 20 elements, 4 MB in float32, which are temporaries.
+_SMALL, _JOINED = 2**14, 2**20
+
+
+def _joined_leaves(leaves: Arrays) -> list[jax.Array]:
+    """The same elements in fewer arrays; those whose types are sharded stay apart."""
+    kinds: dict[Any, list[jax.Array]] = {}
+    total = 0
+    for i, leaf in enumerate(leaves):
+        apart = leaf.size > min(_SMALL, _JOINED - total) or explicit_sharding(leaf)
+        kinds.setdefault(i if apart else (leaf.dtype, varying_axes(leaf)), []).append(leaf)
+        total += 0 if apart else leaf.size
+    return [_as_one(kind) for kind in kinds.values()]
+
+
+def _as_one(leaves: Arrays) -> jax.Array:
+    if len(leaves) == 1:
+        return leaves[0]
+    return jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in leaves], 0)
+
+
+@one_call()
+def _scale_of_plain(plain: jax.Array) -> jax.Array:
+    return _chosen_scale(*_out_of_range(plain), plain)
+
+
+@one_call()
+def _scale_of_total(plain: jax.Array, total: jax.Array) -> jax.Array:
+    """The scale of the elements in a total; 1 for zeros."""
+    is_large, is_small = _out_of_range(plain)
+    return _chosen_scale(is_large, is_small & (total > 0), plain)
+
+
+@one_call(0)
+def _unless_plain(count: float, plain: jax.Array, total: jax.Array) -> jax.Array:
+    """A scaled sum, divided by a count; the plain one if that is in range or NaN."""
+    is_large, is_small = _out_of_range(plain)
+    return if_else(is_large | is_small, _divided(total, count), plain)
+
+
+def _out_of_range(plain: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether a plain sum is too large, and too small."""
+    rule = _RANGES[plain.dtype.name]
+    return plain > 2.0 ** (2 * rule.high), plain < 2.0 ** (2 * rule.low)
 
 
 def _all_in_range(plain: list[jax.Array]) -> jax.Array:
@@ -354,19 +406,31 @@ def _all_in_range(plain: list[jax.Array]) -> jax.Array:
 
     Sums whose types are sharded stay apart.
     """
-    joined = [jnp.ravel(total) for total in plain if not explicit_sharding(total)]
+    joined = [jax.lax.reshape(x, (x.size,)) for x in plain if not explicit_sharding(x)]
     totals = [total for total in plain if explicit_sharding(total)]
-    totals += [jnp.concatenate(joined)] if joined else []
+    totals += [jax.lax.concatenate(joined, 0)] if joined else []
     flags = [jnp.all(is_in_range(total)) for total in totals]
     return functools.reduce(jnp.logical_and, flags)
 
 
 def _separate(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     """Three sums, of which one is known, and the choice of the one that is in range."""
-    pairs = [scaled_squares(real_or_absolute(g)) for g in _wide_leaves(groups, leaves)]
-    down, up = (groups.sums(list(squares), leaves) for squares in zip(*pairs, strict=True))
-    down, up = (map(_divided, sums, counts) for sums in (down, up))
-    return [in_range(*sums) for sums in zip(down, plain, up, strict=True)]
+    dtypes = _wide_dtypes(groups, leaves)
+    pairs = groups.sums_of(_squares_apart, leaves, dtypes, inline=True)
+    down, up = (groups.totals(sums, leaves) for sums in zip(*pairs, strict=True))
+    return [_in_range_divided(*sums) for sums in zip(counts, down, plain, up, strict=True)]
+
+
+def _squares_apart(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return scaled_squares(real_or_absolute(leaf))
+
+
+# Written out, as its sums are: of calls the TPU's compiler makes more kernels here.
+@one_call(0, inline=True)
+def _in_range_divided(
+    count: float, down: jax.Array, plain: jax.Array, up: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return in_range(_divided(down, count), plain, _divided(up, count))
 
 
 def _stacked_sums(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
@@ -375,8 +439,12 @@ def _stacked_sums(groups: Groups, counts: Any, plain: list[jax.Array], leaves: A
     A reduction of three operands at once would do that, too, but gathers leaves that are sharded.
     """
     del plain
-    rows = [stacked_squares(real_or_absolute(g)) for g in _wide_leaves(groups, leaves)]
-    return _in_range_of_rows(list(map(_divided, groups.sums(rows, leaves), counts)))
+    rows = groups.sums_of(_squares_stacked, leaves, _wide_dtypes(groups, leaves))
+    return _in_range_of_rows(list(map(_divided, groups.totals(rows, leaves), counts)))
+
+
+def _squares_stacked(leaf: jax.Array) -> jax.Array:
+    return stacked_squares(real_or_absolute(leaf))
 
 
 def _in_range_of_rows(totals: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
@@ -390,20 +458,20 @@ def _in_range_of_rows(totals: list[jax.Array]) -> list[tuple[jax.Array, jax.Arra
         if len(places) == 1:
             chosen |= {i: _in_range_of(totals[i]) for i in places}
             continue
-        columns = jnp.stack([totals[i].reshape(3) for i in places], axis=1)
-        total, scale = _in_range_of(columns)
-        for k, i in enumerate(places):
+        columns = [jax.lax.reshape(totals[i], (3, 1)) for i in places]
+        both = _in_range_of(jax.lax.concatenate(columns, 1))
+        parts = zip(*(jax.lax.split(x, [1] * len(places)) for x in both), strict=True)
+        for i, (total, scale) in zip(places, parts, strict=True):
             shape = totals[i].shape[1:]
-            chosen[i] = (total[k].reshape(shape), scale[k].reshape(shape))
+            chosen[i] = jax.lax.reshape(total, shape), jax.lax.reshape(scale, shape)
     return [chosen[i] for i in range(len(totals))]
 
 
-@_traced_once
+@one_call()
 def _in_range_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return in_range(rows[0], rows[1], rows[2])
 
 
-@_traced_once
 def _scaled_square(leaf: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.square(_bounded_product(real_or_absolute(leaf), scale))
 
@@ -417,11 +485,11 @@ def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
     return [float(max(n, 1)) if mean else 1.0 for n in groups.sizes(leaves)]
 
 
-@_traced_once
+@jax.jit
 def _root(total: jax.Array, scale: jax.Array) -> Norm:
     """The root of a sum of squares, or of their mean."""
-    finite = jnp.where(jnp.isfinite(total), total, jnp.nan)
-    return Norm(jnp.sqrt(total), scale, jnp.sqrt(jnp.where(total == 0, _nothing(total), finite)))
+    finite = if_else(jnp.isfinite(total), total, jnp.nan)
+    return Norm(jnp.sqrt(total), scale, jnp.sqrt(if_else(total == 0, _nothing(total), finite)))
 
 
 def _nothing(total: jax.Array) -> float:
@@ -498,8 +566,11 @@ def _scale_of(largest: jax.Array) -> jax.Array:
 
 
 def _wide_leaves(groups: Groups, leaves: Arrays) -> list[jax.Array]:
-    """The leaves in the dtype of their sums, the widest of their group."""
-    dtypes = [accumulator(leaf) for leaf in leaves]
-    if groups.joint:
-        dtypes = [widest(leaves)] * len(leaves)
-    return [with_real_dtype(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+    """The leaves in the dtype of their sums."""
+    pairs = zip(leaves, _wide_dtypes(groups, leaves), strict=True)
+    return [with_real_dtype(leaf, dtype) for leaf, dtype in pairs]
+
+
+def _wide_dtypes(groups: Groups, leaves: Arrays) -> list[str]:
+    """The dtypes of the sums of leaves, the widest of their group."""
+    return [widest(leaves)] * len(leaves) if groups.joint else list(map(accumulator, leaves))

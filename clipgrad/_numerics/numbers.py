@@ -5,6 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
+
+from clipgrad._compat import explicit_sharding
 
 
 def accumulator(leaf: Any) -> str:
@@ -59,6 +62,25 @@ def real_product(a: jax.Array, b: jax.Array) -> jax.Array:
     return a.real * b.real + a.imag * b.imag
 
 
+def if_else(condition: jax.Array, yes: Any, no: Any) -> jax.Array:
+    """`jax.numpy.where`, but no call within a program: XLA takes long to inline very many."""
+    arrays = [x for x in (condition, yes, no) if isinstance(x, jax.Array)]
+    if not any(isinstance(x, Tracer) for x in arrays) or any(map(explicit_sharding, arrays)):
+        return jnp.where(condition, yes, no)
+    dtype = jnp.result_type(yes, no)
+    shape = jnp.broadcast_shapes(*map(jnp.shape, (condition, yes, no)))
+    yes, no = (_filled(x, shape, dtype) for x in (yes, no))
+    return jax.lax.select(condition if not condition.ndim else _filled(condition, shape), yes, no)
+
+
+def _filled(x: Any, shape: tuple[int, ...], dtype: Any = bool) -> jax.Array:
+    """An array or a number in a shape that it broadcasts to."""
+    if not isinstance(x, jax.Array):
+        return jax.lax.full(shape, x, dtype)
+    x = x.astype(dtype)
+    return x if x.shape == shape else jnp.broadcast_to(x, shape)
+
+
 def real_or_absolute(leaf: jax.Array) -> jax.Array:
     """Real numbers with the squares of ``|leaf|``; a real leaf itself, which needs no buffer."""
     return jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf
@@ -66,7 +88,7 @@ def real_or_absolute(leaf: jax.Array) -> jax.Array:
 
 def at_least(x: jax.Array, bound: jax.Array) -> jax.Array:
     """``max(x, bound)`` that keeps NaN, which XLA's CPU loops drop in a sum of maxima."""
-    return jnp.where(x < bound, bound, x)
+    return if_else(x < bound, bound, x)
 
 
 def finite_product(x: jax.Array, factor: jax.Array) -> jax.Array:

@@ -3,13 +3,19 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import tracks_varying, varying_axes
-from clipgrad._numerics.numbers import from_ordered_bits, to_ordered_bits
+from clipgrad._numerics.calls import one_call
+from clipgrad._numerics.numbers import (
+    from_ordered_bits,
+    square,
+    to_ordered_bits,
+    with_real_dtype,
+)
 
 Arrays = Sequence[jax.Array]
 Axes = tuple[int, ...] | None
@@ -36,16 +42,35 @@ class Groups(NamedTuple):
         """The sum of each group; ``parts`` has the shapes of ``leaves``, or more axes in front."""
         return self.totals(self._reduce(jnp.sum, parts, leaves), leaves)
 
-    def means(self, parts: Arrays) -> list[jax.Array]:
-        """The mean of each leaf on this device; 0 of an empty one."""
+    def sums_of(
+        self,
+        parts_of: Callable[..., Any],
+        leaves: Arrays,
+        dtypes: Sequence[str],
+        *given: Arrays,
+        inline: bool = False,
+    ) -> list[Any]:
+        """For each leaf on this device the sums of what a function makes of it.
+
+        The function gets the leaf in its dtype of ``dtypes``, and its item of each of ``given``.
+        """
+        every = zip(leaves, dtypes, self._axes_from_end(leaves), *given, strict=True)
+        sums = _written_out_sums if inline else _called_sums
         return [
-            jnp.mean(part, axis=axes, keepdims=True) if part.size else jnp.sum(part, keepdims=True)
-            for axes, part in zip(self.axes or (), parts, strict=True)
+            sums(parts_of, dtype, axes, not self.joint, leaf, *others)
+            for leaf, dtype, axes, *others in every
+        ]
+
+    def sums_of_squares(self, leaves: Arrays, dtypes: Sequence[str], mean: bool) -> list[jax.Array]:
+        """For each leaf on this device the sums, or means, of its squares as optax has them."""
+        every = zip(leaves, dtypes, self._axes_from_end(leaves), strict=True)
+        return [
+            _sum_of_squares(dtype, axes, not self.joint, mean, leaf) for leaf, dtype, axes in every
         ]
 
     def totals(self, local: Arrays, leaves: Arrays) -> list[jax.Array]:
         """The sum of each group, from the sums of the leaves on this device."""
-        return self._over_devices(local, leaves, jnp.add, jax.lax.psum)
+        return self._over_devices(local, leaves, jax.lax.add, jax.lax.psum)
 
     def maxima(self, parts: Arrays, leaves: Arrays) -> list[jax.Array]:
         """The maximum of each group: NaN if an element is, 0 for a group without elements."""
@@ -70,13 +95,17 @@ class Groups(NamedTuple):
     def _reduce(
         self, op: Callable[..., jax.Array], parts: Arrays, leaves: Arrays
     ) -> list[jax.Array]:
-        if self.axes is None:
-            return [op(part, axis=_last(x)) for part, x in zip(parts, leaves, strict=True)]
-        axes = [
-            _last(x) if a is None else tuple(i - x.ndim for i in a)
-            for a, x in zip(self.axes, leaves, strict=True)
+        axes = self._axes_from_end(leaves)
+        keep = not self.joint
+        return [op(part, axis=a, keepdims=keep) for a, part in zip(axes, parts, strict=True)]
+
+    def _axes_from_end(self, leaves: Arrays) -> list[tuple[int, ...]]:
+        """The axes of each leaf that are reduced, counted from the end."""
+        pairs = zip(self.axes or [None] * len(leaves), leaves, strict=True)
+        return [
+            tuple(range(-x.ndim, 0)) if axes is None else tuple(i - x.ndim for i in axes)
+            for axes, x in pairs
         ]
-        return [op(part, axis=a, keepdims=True) for a, part in zip(axes, parts, strict=True)]
 
     def _over_devices(
         self,
@@ -109,6 +138,25 @@ class Groups(NamedTuple):
         return tuple(n for n in self.names if n in varying or not tracks_varying(n))
 
 
-def _last(leaf: jax.Array) -> tuple[int, ...]:
-    """All axes of a leaf, counted from the end."""
-    return tuple(range(-leaf.ndim, 0))
+def _sums_of_parts(
+    parts_of: Callable[..., Any],
+    dtype: str,
+    axes: tuple[int, ...],
+    keepdims: bool,
+    leaf: jax.Array,
+    *given: jax.Array,
+) -> Any:
+    parts = parts_of(with_real_dtype(leaf, dtype), *given)
+    return jax.tree.map(lambda part: jnp.sum(part, axis=axes, keepdims=keepdims), parts)
+
+
+_called_sums = one_call(0, 1, 2, 3)(_sums_of_parts)
+_written_out_sums = one_call(0, 1, 2, 3, inline=True)(_sums_of_parts)
+
+
+@one_call(0, 1, 2, 3, inline=True)
+def _sum_of_squares(
+    dtype: str, axes: tuple[int, ...], keepdims: bool, mean: bool, leaf: jax.Array
+) -> jax.Array:
+    op = jnp.mean if mean and leaf.size else jnp.sum  # 0 for an empty leaf
+    return op(square(with_real_dtype(leaf, dtype)), axis=axes, keepdims=keepdims)

@@ -15,12 +15,14 @@ from clipgrad._numerics import (
     Norm,
     at_least,
     finite_product,
+    if_else,
+    one_call,
     slice_norms,
     times,
     with_real_dtype,
 )
 from clipgrad._rules.base import MeasuringRule, pytree_rule, static_field
-from clipgrad._rules.thresholds import check_threshold, limit_of, thresholds_by_leaf
+from clipgrad._rules.thresholds import check_threshold, limits_by_leaf, limits_of
 from clipgrad._rules.units import UnitAxis, check_unit_axis, unit_axes
 from clipgrad._trees import clippable_leaves, map_clippable, parameters_like
 
@@ -104,20 +106,20 @@ class AdaptiveClip(MeasuringRule):
                 "rule(grads, params), or optimizer.update(grads, state, params)"
             )
         pairs = unit_norms(grads, params, self.axis, self.axis_name)
-        return [UnitNorms(n, w.value, limit_of(self.eps, n)) for n, w in pairs]
+        least = limits_of([self.eps] * len(pairs), [norm for norm, _ in pairs])
+        return [UnitNorms(n, w.value, eps) for (n, w), eps in zip(pairs, least, strict=True)]
 
     def scale(self, grads: Any, norms: Sequence["UnitNorms"]) -> Any:
         """The tree with the norm of each unit at most ``clipping`` times that of its weights."""
-        return map_clippable(_scale_units, grads, norms, thresholds_by_leaf(self, len(norms)))
+        limits = limits_by_leaf(self, [units.norm for units in norms])
+        return map_clippable(_scale_units, grads, norms, limits)
 
     def l2_limits(
         self, grads: Any, norms: Sequence["UnitNorms"]
     ) -> list[tuple[Norm, jax.Array]] | None:
         """The norms of the units of each leaf and their limits, if units are on one device."""
-        limits = zip(thresholds_by_leaf(self, len(norms)), norms, strict=True)
-        pairs = [
-            (n.norm, finite_product(limit_of(clipping, n.norm), n.least)) for clipping, n in limits
-        ]
+        limits = zip(limits_by_leaf(self, [units.norm for units in norms]), norms, strict=True)
+        pairs = [(n.norm, finite_product(clipping, n.least)) for clipping, n in limits]
         return None if self.axis_name else pairs
 
 
@@ -146,19 +148,20 @@ class UnitNorms(NamedTuple):
     @property
     def value(self) -> jax.Array:
         """The ratio of the norms, the least ``clipping`` that changes nothing."""
-        return jnp.where(self.norm.root == 0, 0, self.norm.value / self.least)
+        return if_else(self.norm.root == 0, 0, self.norm.value / self.least)
 
 
-def _scale_units(leaf: jax.Array, norms: UnitNorms, clipping: Any) -> jax.Array:
+@one_call(inline=True)
+def _scale_units(leaf: jax.Array, norms: UnitNorms, clipping: jax.Array) -> jax.Array:
     # As in optax, limits are computed in the shape of the leaf: XLA rounds other shapes otherwise.
     # What is special about a unit is decided before: in that shape XLA's CPU loops may lose NaN.
-    parts = _without_extremes(norms, limit_of(clipping, norms.norm))
+    parts = _without_extremes(norms, clipping)
     root, scale, divisor, weights, least, clipping = (broadcast_like(x, leaf) for x in parts)
     limit = clipping * jnp.maximum(weights, least)
     shrunk = times(with_real_dtype(leaf, root.dtype.name), limit / divisor * scale).astype(
         leaf.dtype
     )
-    return jnp.where(root <= limit * scale, leaf, shrunk)
+    return if_else(root <= limit * scale, leaf, shrunk)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -169,8 +172,8 @@ def _without_extremes(norms: UnitNorms, clipping: jax.Array) -> tuple[jax.Array,
     limit = clipping * norms.least
     within = ~norms.norm.exceeds(limit) & (limit > 0)
     most = 2.0**40  # times scale and any weight that trains this is finite
-    root = jnp.where(limit > 0, jnp.where(within & (clipping > most), 0, root), jnp.inf)
+    root = if_else(limit > 0, if_else(within & (clipping > most), 0, root), jnp.inf)
     # The factor of a unit within its limit is about 1, should it round to just above in a leaf.
-    divisor = jnp.where(within, jnp.clip(limit * scale, 2.0**-100, 2.0**100), divisor)
-    divisor = jnp.where(jnp.isnan(weights), jnp.nan, divisor)
+    divisor = if_else(within, jnp.minimum(jnp.maximum(limit * scale, 2.0**-100), 2.0**100), divisor)
+    divisor = if_else(jnp.isnan(weights), jnp.nan, divisor)
     return root, scale, divisor, weights, norms.eps, jnp.minimum(clipping, most)

@@ -8,9 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from clipgrad._numerics import Norm, finite_product, over, slice_norms, with_real_dtype
+from clipgrad._numerics import (
+    Norm,
+    finite_product,
+    if_else,
+    one_call,
+    over,
+    slice_norms,
+    with_real_dtype,
+)
 from clipgrad._rules.base import MeasuringRule, pytree_rule
-from clipgrad._rules.thresholds import check_threshold, limit_of, thresholds_by_leaf
+from clipgrad._rules.thresholds import check_threshold, limits_by_leaf
 from clipgrad._trees import clippable_leaves, map_clippable
 
 
@@ -67,11 +75,11 @@ class ClipByBlockRMS(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the rms of each leaf at most ``threshold``."""
-        return map_clippable(_scale_by_rms, grads, norms, thresholds_by_leaf(self, len(norms)))
+        return map_clippable(_scale_by_rms, grads, norms, limits_by_leaf(self, norms))
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]]:
         """The norm of each leaf, the rms times the root of its size, and its limit."""
-        limits = map(limit_of, thresholds_by_leaf(self, len(norms)), norms)
+        limits = limits_by_leaf(self, norms)
         roots = [max(leaf.size, 1) ** 0.5 for leaf in clippable_leaves(grads)]
         return [
             (Norm.of(norm.root * root, norm.scale), finite_product(limit, limit.dtype.type(root)))
@@ -79,14 +87,15 @@ class ClipByBlockRMS(MeasuringRule):
         ]
 
 
-def _scale_by_rms(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
-    divisor = _divisor(norm, limit_of(threshold, norm))
+@one_call(inline=True)
+def _scale_by_rms(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
+    divisor = _divisor(norm, limit)
     return over(with_real_dtype(leaf, norm.root.dtype.name), divisor).astype(leaf.dtype)
 
 
 @functools.partial(jax.jit, inline=True)
 def _divisor(norm: Norm, limit: jax.Array) -> jax.Array:
     """1 within the limit, as in optax: XLA rounds the optimizer behind a selection otherwise."""
-    ratio = norm.root / jnp.where(limit > 0, limit, 1) / norm.scale
-    divisor = jnp.where(limit > 0, jnp.where(ratio > 1, ratio, 1), jnp.inf)
-    return jnp.where(jnp.isfinite(norm.root), divisor, jnp.nan)
+    ratio = norm.root / if_else(limit > 0, limit, 1) / norm.scale
+    divisor = if_else(limit > 0, if_else(ratio > 1, ratio, 1), jnp.inf)
+    return if_else(jnp.isfinite(norm.root), divisor, jnp.nan)

@@ -79,7 +79,8 @@ class ClipByGlobalNorm(MeasuringRule):
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with a norm of at most ``max_norm``."""
         (norm,) = norms
-        return map_clippable(lambda leaf: scale_down(leaf, norm, self.max_norm), grads)
+        limit = limit_of(self.max_norm, norm)
+        return map_clippable(lambda leaf: scale_down(leaf, norm, limit), grads)
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
         """The norm of the tree and its limit."""

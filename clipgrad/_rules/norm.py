@@ -6,12 +6,20 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from clipgrad._numerics import Norm, check_order, over, slice_norms, times, with_real_dtype
+from clipgrad._numerics import (
+    Norm,
+    check_order,
+    if_else,
+    one_call,
+    over,
+    slice_norms,
+    times,
+    with_real_dtype,
+)
 from clipgrad._rules.base import MeasuringRule, pytree_rule, static_field
-from clipgrad._rules.thresholds import check_threshold, limit_of, thresholds_by_leaf
+from clipgrad._rules.thresholds import check_threshold, limits_by_leaf
 from clipgrad._rules.units import check_axis, reduced_axes
 from clipgrad._trees import clippable_leaves, clippable_paths, map_clippable
 
@@ -81,25 +89,30 @@ class ClipByNorm(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the norm of each leaf, or slice, at most ``max_norm``."""
-        return map_clippable(scale_down, grads, norms, thresholds_by_leaf(self, len(norms)))
+        return map_clippable(_scale_each, grads, norms, limits_by_leaf(self, norms))
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
         """The norm of each leaf, or the norms of its slices, and their limits."""
-        limits = map(limit_of, thresholds_by_leaf(self, len(norms)), norms)
+        limits = limits_by_leaf(self, norms)
         return list(zip(norms, limits, strict=True)) if self.ord == 2 else None
 
 
-def scale_down(leaf: jax.Array, norm: Norm, threshold: Any) -> jax.Array:
+@one_call(inline=True)
+def scale_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     """The leaf itself where its norm is within the limit, bit for bit; scaled to it elsewhere.
 
     A group whose norm is not finite becomes NaN. Derivatives are finite, at zero too, since no
     divisor is 0. In the ordinary range the scale is 1, and what is computed for each element is
     what optax computes, so that XLA makes the same program of it and the optimizer behind it.
     """
-    limit = limit_of(threshold, norm)
     wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
     shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)
-    return jnp.where(_is_within(norm, limit), leaf, shrunk)
+    return if_else(_is_within(norm, limit), leaf, shrunk)
+
+
+@one_call()
+def _scale_each(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
+    return scale_down(leaf, norm, limit)
 
 
 # One program also when called eagerly: under jax_debug_infs the scaled limit may be inf in it.

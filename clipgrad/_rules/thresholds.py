@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -161,6 +162,23 @@ def limit_of(threshold: Any, norm: Norm) -> jax.Array:
             f"norms, of shape {norm.root.shape}"
         )
     return broadcast_like(limit, norm.root)
+
+
+def limits_of(thresholds: Sequence[Any], norms: Sequence[Norm]) -> list[jax.Array]:
+    """The limit of each norm, computed once for a threshold and all norms of one type."""
+    known: dict[Any, jax.Array] = {}
+    limits = []
+    for threshold, norm in zip(thresholds, norms, strict=True):
+        key = id(threshold), jax.typeof(norm.root)
+        if key not in known:
+            known[key] = limit_of(threshold, norm)
+        limits.append(known[key])
+    return limits
+
+
+def limits_by_leaf(rule: Any, norms: Sequence[Norm]) -> list[jax.Array]:
+    """The limit of each norm by the first threshold of a rule."""
+    return limits_of(thresholds_by_leaf(rule, len(norms)), norms)
 
 
 def threshold_array(value: Any, dtype: Any) -> jax.Array:

@@ -108,27 +108,37 @@ class ClipByValue(MeasuringRule):
     def scale(self, grads: Any, norms: Sequence[Norm] = ()) -> Any:
         """The tree with each element in [min, max]."""
         del norms
-        number = len(clippable_leaves(grads))
-        return map_clippable(self._clip, grads, thresholds_by_leaf(self, number))
+        maxima = thresholds_by_leaf(self, len(clippable_leaves(grads)))
+        known: dict[Any, tuple[Any, Any]] = {}
 
-    def _clip(self, leaf: jax.Array, maximum: Any) -> jax.Array:
+        def clip(leaf: jax.Array, maximum: Any) -> jax.Array:
+            key = id(maximum), leaf.dtype
+            if key not in known:
+                known[key] = self._bounds(maximum, leaf.real.dtype)
+            return self._clip(leaf, *known[key])
+
+        return map_clippable(clip, grads, maxima)
+
+    def _bounds(self, maximum: Any, dtype: Any) -> tuple[Any, Any]:
+        upper = self._upper(maximum, dtype)
+        return -upper if self.min is None else _bound(self.min, dtype), upper
+
+    def _clip(self, leaf: jax.Array, lower: Any, upper: Any) -> jax.Array:
         if self.nan is not None:
             leaf = jnp.where(jnp.isnan(leaf), threshold_array(self.nan, leaf.dtype), leaf)
         if jnp.iscomplexobj(leaf):
-            return self._clip_complex(leaf, maximum)
-        upper = self._upper(maximum, leaf.dtype)
-        lower = -upper if self.min is None else _bound(self.min, leaf.dtype)
+            return self._clip_complex(leaf, upper)
         # XLA's CPU loops keep NaN in a clamp, and lose it in a minimum behind which there is a sum.
         upper, lower = _into(upper, leaf, "max"), _into(lower, leaf, "min")
         return jax.lax.clamp(lower, leaf, upper)
 
-    def _clip_complex(self, leaf: jax.Array, maximum: Any) -> jax.Array:
+    def _clip_complex(self, leaf: jax.Array, upper: Any) -> jax.Array:
         if self.min is not None and not self._is_symmetric():
             raise ValueError(
                 f"min: got {self.min!r} with a complex leaf, whose absolute value is clipped to "
                 "max; expected None"
             )
-        upper = _into(self._upper(maximum, leaf.real.dtype), leaf, "max")
+        upper = _into(upper, leaf, "max")
         infinite = jnp.isinf(leaf.real) | jnp.isinf(leaf.imag)
         leaf = jnp.where(infinite, jax.lax.complex(_sign(leaf.real), _sign(leaf.imag)), leaf)
         # Halved, since the absolute value of the largest numbers is out of range.
@@ -141,11 +151,12 @@ class ClipByValue(MeasuringRule):
         known = _is_known_bound(self.min) and _is_known_bound(self.max)
         return known and bool(np.all(np.asarray(self.min) == -np.asarray(self.max)))
 
-    def _upper(self, maximum: Any, dtype: Any) -> jax.Array:
-        if self.min is None:
-            upper = nonnegative(maximum, at_least_float32(dtype))
-            return jnp.minimum(upper, _largest_number(dtype)).astype(dtype)
-        return _bound(maximum, dtype)
+    def _upper(self, maximum: Any, dtype: Any) -> Any:
+        if self.min is not None:
+            return _bound(maximum, dtype)
+        if isinstance(maximum, jax.Array):
+            return _bound(nonnegative(maximum, at_least_float32(dtype)), dtype)
+        return _bound(np.maximum(np.asarray(maximum, np.float64), 0), dtype)
 
 
 ErrorClipByValue = ClipByValue
@@ -170,16 +181,26 @@ def _largest_number(dtype: Any) -> float:
     return float(jnp.finfo(dtype).max) if narrow else float("inf")
 
 
-def _bound(bound: Any, dtype: Any) -> jax.Array:
-    wide, largest = threshold_array(bound, at_least_float32(dtype)), _largest_number(dtype)
-    return jnp.minimum(jnp.maximum(wide, -largest), largest).astype(dtype)
+def _bound(bound: Any, dtype: Any) -> Any:
+    """The bound in the dtype of a leaf; one of NumPy where it is no array of JAX."""
+    wide, largest = at_least_float32(dtype), _largest_number(dtype)
+    if isinstance(bound, jax.Array):
+        return jnp.minimum(jnp.maximum(bound.astype(wide), -largest), largest).astype(dtype)
+    with np.errstate(over="ignore"):
+        return (
+            np.asarray(np.clip(np.asarray(bound, np.float64), -largest, largest))
+            .astype(wide)
+            .astype(dtype)
+        )
 
 
-def _into(bound: jax.Array, leaf: jax.Array, name: str) -> jax.Array:
-    """``bound`` broadcast into the shape of the leaf."""
+def _into(bound: Any, leaf: jax.Array, name: str) -> Any:
+    """``bound`` broadcast into the shape of the leaf; a clamp takes one of NumPy as it is."""
+    if isinstance(bound, np.ndarray | np.generic) and not (bound.ndim or jnp.iscomplexobj(leaf)):
+        return bound
     if not broadcasts_into(bound.shape, leaf.shape):
         raise ValueError(
             f"{name}: got an array of shape {bound.shape}, expected one that broadcasts into the "
             f"leaf's shape {leaf.shape}"
         )
-    return broadcast_like(bound, leaf)
+    return broadcast_like(jnp.asarray(bound), leaf)
