@@ -120,10 +120,10 @@ def test_the_pendulum_of_the_picture_swings_up_with_the_error_clip(seeds):
     assert said in " ".join(COMMANDS.split())
 
 
-def test_adafactor_behind_a_global_norm_clip_that_acts_has_not_the_bits_of_optax():
+def test_adafactor_behind_a_global_norm_clip_that_acts_ends_near_optax():
     ours, theirs = (
         test_bits.train(optax.chain(clip(0.1), optax.adafactor(1e-2)))[0]
         for clip in (cg.clip_by_global_norm, optax.clip_by_global_norm)
     )
     off = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), ours, theirs)
-    assert 1e-6 < max(jax.tree.leaves(off)) < 1e-3 and test_bits.STEPS == 30
+    assert max(jax.tree.leaves(off)) < 1e-3 and test_bits.STEPS == 30

@@ -103,8 +103,9 @@ def clip_by_global_norm(
 
     A drop-in replacement of ``optax.clip_by_global_norm``, with the same state. On float32 trees
     in the ordinary range the updates are bit-identical, eagerly and under `jax.jit`. So are whole
-    compiled trainings with sgd, momentum, adam, adamw, rmsprop and lion, but not with adafactor if
-    the clip acts. In half precision the results differ, because squares are summed in float32.
+    compiled trainings with sgd, momentum, adam, adamw, rmsprop and lion; this is not promised with
+    adafactor if the clip acts. In half precision the results differ, because squares are summed in
+    float32.
 
     Args:
       max_norm: the maximal norm: a number, a schedule or an adaptive threshold.
