@@ -71,19 +71,31 @@ def test_a_convolution_in_another_order_is_the_same():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+def two_layers(p, x):
+    dims = ("NCHW", "HWIO", "NCHW")
+    x = jax.lax.conv_general_dilated(x[None], p[0], (2, 2), "SAME", dimension_numbers=dims)
+    x = jax.lax.conv_general_dilated(x**2, p[1], (1, 1), "SAME", dimension_numbers=dims)
+    return jnp.sum(x**2)
+
+
 def test_all_convolutions_are_in_the_order_of_eigen_inside_of_loops_too():
     """The second has an image of 2 x 2, which XLA would swap with its kernel."""
-    dims = ("NCHW", "HWIO", "NCHW")
-
-    def loss(p, x):
-        x = jax.lax.conv_general_dilated(x[None], p[0], (2, 2), "SAME", dimension_numbers=dims)
-        x = jax.lax.conv_general_dilated(x**2, p[1], (1, 1), "SAME", dimension_numbers=dims)
-        return jnp.sum(x**2)
-
     params, batch = [jnp.ones((3, 3, 3, 8)), jnp.ones((3, 3, 8, 8))], jnp.ones((32, 3, 4, 4))
-    per_example = cg.clip_per_example(loss, cg.ClipByGlobalNorm(0.1), method="two passes")
+    per_example = cg.clip_per_example(two_layers, cg.ClipByGlobalNorm(0.1), method="two passes")
     text = jax.jit(per_example).lower(params, batch).compile(RELEASED).as_text()
     orders = re.findall(r" convolution\(.*window=\{([^}]*)\}.* dim_labels=([\w>-]+)", text)
     assert len(orders) >= 6 and " while(" in text
     assert {labels for _, labels in orders} == {"b01f_01io->b01f"}
     assert not any("reversal" in window for window, _ in orders)
+
+
+def test_the_norms_of_one_tap_after_the_other_are_those_of_the_gradient_in_64_bits_too():
+    params = [jnp.full((3, 3, 3, 8), 0.1), jnp.full((3, 3, 8, 8), 0.1)]
+    batch = jax.random.normal(jax.random.key(1), (4, 3, 16, 16))
+    with jax.enable_x64(True):
+        norms = cg.per_example_norms(two_layers)
+        assert "scan[" in str(jax.make_jaxpr(norms)(params, batch))
+        found = norms(params, batch)
+        each = jax.vmap(jax.grad(two_layers), (None, 0))(params, batch)
+    expected = np.sqrt(sum(np.sum(np.square(g), (1, 2, 3, 4)) for g in map(np.asarray, each)))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)

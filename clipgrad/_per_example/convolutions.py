@@ -168,7 +168,8 @@ class Windows(NamedTuple):
         if isinstance(tap, tuple):
             stops = [a + n for a, n in zip(starts, self.sizes, strict=True)]
             return jax.lax.slice(self.padded, starts, stops, steps)
-        part = jax.lax.dynamic_slice(self.padded, starts, self.sizes)
+        alike = [jnp.asarray(start, jnp.int32) for start in starts]
+        part = jax.lax.dynamic_slice(self.padded, alike, self.sizes)
         return jax.lax.slice(part, [0] * part.ndim, part.shape, steps)
 
 
