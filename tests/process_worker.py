@@ -70,8 +70,9 @@ def main(port, number, index, folder):
     """Joins the other processes and saves the parts of the results that this one holds."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # On a busy machine a process may not run for longer than the 100 s that are JAX's limit.
-    patience = {"heartbeat_timeout_seconds": 240}
-    jax.distributed.initialize(f"127.0.0.1:{port}", int(number), int(index), **patience)
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", int(number), int(index), heartbeat_timeout_seconds=240
+    )
     assert jax.process_count() == int(number) and jax.device_count() == 2 * int(number)
     mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Auto,))
     saved = {}

@@ -67,9 +67,11 @@ def determinism(check: Check) -> list[Failure]:
 def _exactly(check: Check, got, expected, what: str) -> list[Failure]:
     """Compare what must agree to the last bit; devices that are not CPUs add in any order."""
     failures = check.compare("determinism", got, expected, what)
-    bad = np.zeros(0) if failures or np.array_equal(got, expected) else distance(got, expected) > 0
-    if not bad.any() or not are_on_cpu(check.subject.inputs):
+    if failures or np.array_equal(got, expected) or not are_on_cpu(check.subject.inputs):
         return failures
+    bad = distance(got, expected) > 0
+    if not bad.any():
+        return []
     detail = f"{what}: {int(bad.sum())} of {bad.size} elements are not bit-identical"
     return [Failure("determinism", check.subject.element(int(np.argmax(bad))), detail)]
 

@@ -220,7 +220,7 @@ class Differences:
         if order is not None:
             place = np.full(place.shape, -1, np.int32)
             place[order] = np.arange(len(order))
-        runs = count * (1 if evaluation.held else 2) if not runs else runs
+        runs = runs or count * (1 if evaluation.held else 2)
         self.evaluations += runs * evaluation.together
         columns = (column.astype(np.int32) for column in moves[:2])
         padded = [np.resize(column, self._batch) for column in (*columns, moves.step)]
