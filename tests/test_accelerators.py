@@ -131,7 +131,7 @@ def facts_of_update(tx: Any, kind: str, dtype: Any = jnp.float32) -> Facts:
 # Rules
 
 
-@pytest.mark.kinds("case kind", "place")
+@pytest.mark.kinds("case place", "kind")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("place", PLACES)
 @every_kind
@@ -280,6 +280,7 @@ def test_clipping_per_example_has_about_the_temporaries_of_a_plain_gradient(kind
     assert facts.collectives == (kind != "H200") or method == "two passes"
 
 
+@pytest.mark.kinds("kind", "axis_type")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @every_kind
 def test_a_training_step_compiles_with_sharded_parameters(kind, axis_type):

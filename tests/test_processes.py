@@ -62,7 +62,8 @@ def one_process():
     return {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in entries}
 
 
-@pytest.mark.parametrize("number", [2, 4])
+@pytest.mark.ci()
+@pytest.mark.parametrize("number", [4, 2])
 def test_processes_give_the_result_of_one(number, one_process, tmp_path):
     run_together(number, tmp_path)
     assert np.linalg.norm(one_process["norm"]) > 100
