@@ -36,6 +36,7 @@ def test_its_corrected_twin_is_accepted(name):
     assert report.ok, str(report)
 
 
+@pytest.mark.ci("name", "dtype")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_function_of_constrained_or_rounded_inputs_is_accepted(name, dtype):
