@@ -273,7 +273,7 @@ def test_a_custom_jvp_function_may_contain_a_clip():
     assert jax.jvp(f, (1.0,), (1.0,))[1] == 2
 
 
-@pytest.mark.exhaustive
+@pytest.mark.kinds()
 @every_rule
 def test_derivatives_of_the_gradient(rule):
     """Gradient, jacobian and hessian of the clipped gradient, against those of its composition."""
