@@ -179,10 +179,18 @@ def origin(results: dict[str, Any]) -> str:
     """Date, machine, versions, command and load of each run that the results come from."""
     runs: dict[str, list[str]] = {}
     for subject, result in results.items():
-        runs.setdefault(_describe(result["machine"], result["command"]), []).append(subject)
+        # A row that was measured in another run says so itself.
+        rows = [_describe(**row.get("origin", _own_origin(result))) for row in result["rows"]]
+        for run in dict.fromkeys(rows):
+            part = "" if (n := rows.count(run)) == len(rows) else f" ({n} row{'s' * (n > 1)})"
+            runs.setdefault(run, []).append(subject + part)
     if len(runs) == 1:
         return next(iter(runs))
     return "\n".join(f"* {', '.join(subjects)}: {run}" for run, subjects in runs.items())
+
+
+def _own_origin(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: result[key] for key in ("machine", "command")}
 
 
 def _describe(machine: dict[str, Any], command: str) -> str:
