@@ -1,8 +1,9 @@
 """Clipped sums with nothing kept: first the norms, then the gradients once more, weighted."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from clipgrad._numerics import accumulator
 from clipgrad._per_example.after import never
 from clipgrad._per_example.batches import batch_size, each
-from clipgrad._per_example.follow import Measure, Notes
+from clipgrad._per_example.follow import End, Measure, Notes
 from clipgrad._per_example.one_pass import scaling_of
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.sums import (
@@ -24,7 +25,8 @@ from clipgrad._per_example.traced import ExampleGradient
 from clipgrad._per_example.wanted import Want
 
 
-class Add(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Add(End):
     """The sum over the examples in place of the gradient of one, each leaf with its weight."""
 
     weights: Sequence[jax.Array | None]
