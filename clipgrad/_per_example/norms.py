@@ -101,7 +101,11 @@ class PerExampleNorms:
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """What is done with each leaf, from shapes alone, such as those of `jax.eval_shape`."""
-        return plan_of(self.subject, params, batch)
+        plan = plan_of(self.subject, params, batch)
+        if plan.method == "direct":
+            return plan
+        method = "one pass" if self.subject.method == "auto" else plan.method
+        return plan._replace(method=method, reason="norms are measured where factors arise")
 
     def _of_some(self, params: Any, examples: Any) -> Any:
         subject = self.subject
