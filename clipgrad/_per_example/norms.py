@@ -64,7 +64,7 @@ def per_example_norms(
     Raises:
       ValueError: for a ``microbatch`` that is not a positive integer, an unknown ``method``; when
         called, for parameters, a batch or a loss as `clip_per_example` refuses them.
-      TypeError: when called, for parameters that are not arrays.
+      TypeError: if ``loss_fn`` is not a function; when called, for parameters that are not arrays.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
