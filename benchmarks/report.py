@@ -212,6 +212,10 @@ def beside_plain(results: dict[str, Any]) -> str:
 Medians of the times, divided by that of the plain gradient, and the temporaries that XLA reports.
 Opacus and fastDP are compared with PyTorch's own plain gradient; their memory was not measured.
 
+{multiples.by_method(results["per_example"])}
+
+In the table above a cell has the time and the temporaries. All sides:
+
 {multiples.table(results["per_example"])}
 
 """
