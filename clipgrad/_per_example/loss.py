@@ -19,8 +19,8 @@ def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, An
     if is_rule or not callable(loss_fn):
         hint = "; write the loss before the rule" if is_rule else ""
         raise TypeError(
-            f"loss_fn: got {loss_fn!r:.60} of type {type(loss_fn).__name__}, expected a function of "
-            f"(params, example){hint}"
+            f"loss_fn: got {loss_fn!r:.60} of type {type(loss_fn).__name__}, expected a function "
+            f"of (params, example){hint}"
         )
 
     def loss(params: Any, example: Any) -> Any:
