@@ -15,11 +15,12 @@ def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, An
 
     It is not traced once more for that.
     """
-    is_rule = ClipRule in type(loss_fn).__mro__
+    kind: type = type(loss_fn)
+    is_rule = ClipRule in kind.__mro__
     if is_rule or not callable(loss_fn):
         hint = "; write the loss before the rule" if is_rule else ""
         raise TypeError(
-            f"loss_fn: got {loss_fn!r:.60} of type {type(loss_fn).__name__}, expected a function "
+            f"loss_fn: got {loss_fn!r:.60} of type {kind.__name__}, expected a function "
             f"of (params, example){hint}"
         )
 
