@@ -1,12 +1,13 @@
 """Times this library beside its peers, and writes what it found.
 
-    python -m benchmarks [--only SUBJECT ...] [--quick] [--long] [--out FOLDER]
+    python -m benchmarks [--only SUBJECT ...] [--rows TEXT ...] [--quick] [--long] [--out FOLDER]
 
 Each row first proves that its programs give the same numbers; then they take turns. The results
 are a JSON file for each subject, a table in Markdown and a picture. By default they go to
 benchmarks/results and between the markers of benchmarks/RESULTS.md, where results of subjects
-that are not run again stay. ``--quick`` does a small part of the work and writes nothing, unless
-``--out`` says where. What is not installed is named as not run: ``pip install ".[benchmarks]"``.
+that are not run again stay, and with ``--rows`` those of other rows. ``--quick`` does a small part
+of the work and writes nothing, unless ``--out`` says where. What is not installed is named as not
+run: ``pip install ".[benchmarks]"``.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import pathlib
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -53,9 +55,35 @@ def run_subject(name: str, options: argparse.Namespace) -> dict[str, Any]:
     subject = SUBJECTS[name]
     print(subject.TITLE, flush=True)
     scale = Scale(QUICK if options.quick else 1)
-    rows = [run_row(row, options) for row in subject.rows(scale)]
+    rows = [row for row in subject.rows(scale) if is_chosen(row.name, options)]
+    found = [run_row(row, options) for row in rows]
     jax.clear_caches()
-    return {"title": subject.TITLE, "rows": rows}
+    return {"title": subject.TITLE, "rows": found}
+
+
+def is_chosen(name: str, options: argparse.Namespace) -> bool:
+    """Whether a row is run: without ``--rows`` each one is."""
+    return not options.rows or any(text in name for text in options.rows)
+
+
+def row_names(subjects: Sequence[str]) -> list[str]:
+    """The names of all rows of these subjects."""
+    return [row.name for subject in subjects for row in SUBJECTS[subject].rows(Scale(1))]
+
+
+def beside_older(
+    result: dict[str, Any], older: dict[str, Any] | None, names: Sequence[str]
+) -> dict[str, Any]:
+    """A result with the rows of an older one, in the order of these names.
+
+    Rows that were not measured again say where they are from.
+    """
+    if older is None:
+        return result
+    origin = {key: older[key] for key in ("command", "machine")}
+    rows = {row["name"]: {"origin": origin} | row for row in older["rows"]}
+    rows |= {row["name"]: row for row in result["rows"]}
+    return result | {"rows": [rows[name] for name in names if name in rows]}
 
 
 def load(folder: pathlib.Path) -> dict[str, Any]:
@@ -80,10 +108,14 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("benchmarks", description=__doc__, formatter_class=style)
     parser.add_argument("--only", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
+    parser.add_argument("--rows", nargs="+", help="only rows with one of these in their name")
     parser.add_argument("--quick", action="store_true", help="small sizes, in one to two minutes")
     parser.add_argument("--long", action="store_true", help="rows that take minutes, too")
     parser.add_argument("--out", type=pathlib.Path, help="folder for JSON, table and picture")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.rows and not any(is_chosen(row, options) for row in row_names(options.only)):
+        parser.error(f"--rows: no row of {', '.join(options.only)} has {options.rows} in its name")
+    return options
 
 
 def main(arguments: list[str]) -> None:
@@ -99,6 +131,8 @@ def main(arguments: list[str]) -> None:
         result = origin | run_subject(name, options)
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
+            if options.rows:
+                result = beside_older(result, load(folder).get(name), row_names([name]))
             text = json.dumps(result, indent=1)
             (folder / f"{name}.json").write_text(text + "\n")
             why = write(folder)

@@ -3,6 +3,7 @@
 from typing import Any
 
 PLAIN, TORCH = "no clip", "torch, no clip"
+METHODS = ("one pass", "two passes")
 IN_TORCH = ("Opacus", "Opacus, ghost", "fastDP")
 HEAD = ["work", "by", "time", "temporaries, MB", "times as many"]
 
@@ -25,6 +26,18 @@ def lines(row: dict[str, Any]) -> list[list[str]]:
         if floor:
             found.append([row["name"] if not found else "", *cells(side, floor)])
     return found
+
+
+def by_method(result: dict[str, Any]) -> str:
+    """For each work what this library chooses, and the time and temporaries of each method."""
+    found = [["work", "`auto`", *METHODS, "optax"], ["---"] * 5]
+    for row in result["rows"]:
+        sides = {side["name"]: side for side in row["sides"]}
+        taken = {name: side["facts"].get("temporaries") for name, side in sides.items()}
+        chosen = next(name for name in METHODS if taken[name] == taken["clipgrad"])
+        each = [cells(sides[name], sides[PLAIN]) for name in (*METHODS, "optax, all at once")]
+        found.append([row["name"], chosen, *(f"{time}, {ratio}" for _, time, _, ratio in each)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in found)
 
 
 def table(result: dict[str, Any]) -> str:

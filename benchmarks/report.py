@@ -179,10 +179,18 @@ def origin(results: dict[str, Any]) -> str:
     """Date, machine, versions, command and load of each run that the results come from."""
     runs: dict[str, list[str]] = {}
     for subject, result in results.items():
-        runs.setdefault(_describe(result["machine"], result["command"]), []).append(subject)
+        # A row that was measured in another run says so itself.
+        rows = [_describe(**row.get("origin", _own_origin(result))) for row in result["rows"]]
+        for run in dict.fromkeys(rows):
+            part = "" if (n := rows.count(run)) == len(rows) else f" ({n} row{'s' * (n > 1)})"
+            runs.setdefault(run, []).append(subject + part)
     if len(runs) == 1:
         return next(iter(runs))
     return "\n".join(f"* {', '.join(subjects)}: {run}" for run, subjects in runs.items())
+
+
+def _own_origin(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: result[key] for key in ("machine", "command")}
 
 
 def _describe(machine: dict[str, Any], command: str) -> str:
@@ -203,6 +211,10 @@ def beside_plain(results: dict[str, Any]) -> str:
 
 Medians of the times, divided by that of the plain gradient, and the temporaries that XLA reports.
 Opacus and fastDP are compared with PyTorch's own plain gradient; their memory was not measured.
+
+{multiples.by_method(results["per_example"])}
+
+In the table above a cell has the time and the temporaries. All sides:
 
 {multiples.table(results["per_example"])}
 

@@ -163,6 +163,23 @@ def test_the_command_writes_json_a_table_and_keeps_other_sections(tmp_path, monk
     assert "128 MB in 20 leaves" in text and text.count(report.START) == text.count(report.END) == 1
 
 
+def test_some_rows_are_run_again_and_the_others_say_where_they_are_from(tmp_path, monkeypatch):
+    def row(name):
+        return Row(name, lambda: pair(lambda x: {"a": 2 * x, "b": x}).sides(), budget=0)
+
+    subject = types.SimpleNamespace(TITLE="Norm", rows=lambda scale: list(map(row, "abc")))
+    monkeypatch.setitem(SUBJECTS, "norm", subject)
+    for chosen in ("ab", "c", "b"):
+        command.main(["--only", "norm", "--out", str(tmp_path), "--rows", *chosen])
+    found = json.loads((tmp_path / "norm.json").read_text())
+    origins = {row["name"]: row.get("origin", found)["command"] for row in found["rows"]}
+    runs = {name: origin.partition("--rows ")[2] for name, origin in origins.items()}
+    assert list(runs.items()) == [("a", "a b"), ("b", "b"), ("c", "c")]
+    assert (tmp_path / "RESULTS.md").read_text().count("* norm (1 row): ") == 3
+    with pytest.raises(SystemExit):
+        command.parsed(["--only", "norm", "--rows", "d"])
+
+
 def test_the_section_is_replaced_where_it_stands(tmp_path):
     path = tmp_path / "RESULTS.md"
     path.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")

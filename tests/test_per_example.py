@@ -479,12 +479,18 @@ def test_the_gradients_have_the_structure_and_dtypes_of_the_parameters():
         ({"microbatch": 0}, ValueError, "microbatch: got 0, expected a positive integer or None"),
         ({"microbatch": True}, ValueError, "microbatch: got True, expected a positive integer"),
         ({"nonfinite": "skip"}, ValueError, "nonfinite: got 'skip', expected one of"),
+        (
+            {"loss_fn": None},
+            TypeError,
+            "loss_fn: got None of type NoneType, expected a function of",
+        ),
+        ({"loss_fn": NORM}, TypeError, "loss_fn: got ClipByGlobalNorm.* write the loss before"),
     ],
     ids=stable_id,
 )
 def test_wrong_arguments_are_refused_at_once(wrong, error, match):
     with pytest.raises(error, match=match):
-        cg.clip_per_example(loss, **{"rule": NORM, **wrong})
+        cg.clip_per_example(**{"loss_fn": loss, "rule": NORM, **wrong})
 
 
 @pytest.mark.parametrize(

@@ -90,11 +90,14 @@ def test_all_convolutions_are_in_the_order_of_eigen_inside_of_loops_too():
 
 
 def test_the_norms_of_one_tap_after_the_other_are_those_of_the_gradient_in_64_bits_too():
-    params = [jnp.full((3, 3, 3, 8), 0.1), jnp.full((3, 3, 8, 8), 0.1)]
+    """In the first layer three taps are one product."""
+    shapes = [(3, 3, 3, 12), (3, 3, 12, 8)]
+    params = [jax.random.normal(jax.random.key(i), s) / 8 for i, s in enumerate(shapes)]
     batch = jax.random.normal(jax.random.key(1), (4, 3, 16, 16))
     with jax.enable_x64(True):
         norms = cg.per_example_norms(two_layers)
-        assert "scan[" in str(jax.make_jaxpr(norms)(params, batch))
+        lengths = re.findall(r"length=(\d+)", str(jax.make_jaxpr(norms)(params, batch)))
+        assert sorted(lengths) == ["3", "9"]
         found = norms(params, batch)
         each = jax.vmap(jax.grad(two_layers), (None, 0))(params, batch)
     expected = np.sqrt(sum(np.sum(np.square(g), (1, 2, 3, 4)) for g in map(np.asarray, each)))

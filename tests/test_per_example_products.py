@@ -142,6 +142,7 @@ def test_the_plan_is_a_table_and_counts_what_is_kept():
     kernel = next(leaf for leaf in plan.leaves if leaf.path == "w")
     # For each example and layer a factor of 3 x 12 on both sides.
     assert kernel.norm == "Gram" and kernel.rows == 3 and kernel.bytes == 3 * 5 * 2 * 36 * 4
+    assert plan.reason == "norms are measured where factors arise"
     assert plan.method == "one pass" and plan.direct_bytes == 3 * 4 * 5 * (144 + 12)
     assert [line.split()[0] for line in str(plan).splitlines()[1:4]] == ["leaf", "b", "w"]
     shapes = jax.eval_shape(lambda *args: args, params, batch)
@@ -389,6 +390,8 @@ def test_a_sharded_batch_needs_one_all_reduce(method):
 def test_wrong_arguments_and_models_with_other_leaves_are_refused():
     with pytest.raises(ValueError, match="method: got 'fast', expected one of auto, one pass"):
         cg.per_example_norms(lambda p, x: p, method="fast")
+    with pytest.raises(TypeError, match="loss_fn: got 3 of type int, expected a function of"):
+        cg.per_example_norms(3)
     with pytest.raises(ValueError, match="microbatch: got 0, expected a positive integer"):
         cg.per_example_norms(lambda p, x: p, microbatch=0)
     model = {"w": jnp.ones(2), "activation": jnp.tanh}

@@ -2,17 +2,20 @@
 
 XLA orders a program by what it needs, and `jax.lax.optimization_barrier` is gone by then. So what
 is made first of an example becomes another number in a case that never is, which no compiler knows.
+Zeros that a scan begins with still come first, in memory of their own: so on a CPU the program is
+also a branch that is always taken, whose memory is there only while it runs.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
+from clipgrad._compat import by_platform, to_varying, varying_axes
 from clipgrad._jaxpr import Hook, entered_programs, opened, scan_counts
 from clipgrad._per_example.follow import Follow
 
@@ -26,6 +29,28 @@ def never(numbers: Sequence[jax.Array | None]) -> jax.Array:
     """False, which is known when these numbers are."""
     found = [jnp.isnan(x) & jnp.isinf(x) for x in numbers if x is not None]
     return functools.reduce(jnp.logical_or, found, jnp.array(False))
+
+
+def in_branch(function: Callable[..., list], arguments: tuple, flag: jax.Array) -> list:
+    """What a function returns; on a CPU in a branch that is taken as long as the flag is false.
+
+    A GPU would wait for the host there, and several devices would exchange the flag.
+    """
+    leaves = jax.tree.leaves(arguments)
+    axes = frozenset[str]().union(*map(varying_axes, leaves))
+    program = jax.make_jaxpr(function)(*arguments)
+    run = jaxpr_as_fun(program)
+
+    def zeros(*leaves: jax.Array) -> list:
+        return [to_varying(jnp.zeros(x.shape, x.dtype), axes) for x in program.out_avals]
+
+    def branch(flag: jax.Array, *leaves: jax.Array) -> list:
+        return jax.lax.cond(flag, zeros, run, *leaves)
+
+    def plain(flag: jax.Array, *leaves: jax.Array) -> list:
+        return run(*leaves)
+
+    return by_platform(flag, *leaves, cpu=branch, gpu=plain, default=plain)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -108,7 +108,8 @@ def clip_per_example(
       the method for each leaf, and the reason.
 
     Raises:
-      TypeError: if ``rule`` is neither a rule nor a function nor ``None``.
+      TypeError: if ``loss_fn`` is not a function, or ``rule`` is neither a rule nor a function nor
+        ``None``.
       ValueError: for another ``reduce``, a ``microbatch`` that is not a positive integer, an
         unknown ``nonfinite`` or ``method``; when called, for batch leaves without a common leading
         axis, a batch without examples or one that ``microbatch`` does not divide, for parameters

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +40,15 @@ class End(Protocol):
 
     def contracted(self, contract: Contract, factors: tuple, want: Want) -> Any | None:
         """What a product of two factors becomes, if that is known without its terms."""
-        ...
+        return None
 
     def adds(self, want: Want) -> bool:
         """Whether values are added up over examples here, so that a carry can hold their sum."""
-        ...
+        return False
 
 
-class Measure(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Measure(End):
     """The squares of a gradient in place of it; ``zero``: NaN and inf in arrays count as 0."""
 
     zero: bool
@@ -58,15 +59,8 @@ class Measure(NamedTuple):
             return value
         return squares(value) if isinstance(value, Products) else Squares.of(value, self.zero)
 
-    def contracted(self, contract: Contract, factors: tuple, want: Want) -> None:
-        """Nothing."""
 
-    def adds(self, want: Want) -> bool:
-        """No."""
-        return False
-
-
-class Keep(NamedTuple):
+class Keep(End):
     """The squares of a gradient beside its products.
 
     In a scan the Gram matrices are then those of one step, which stay in the cache of a processor:
@@ -78,13 +72,6 @@ class Keep(NamedTuple):
         if not want.solo or not isinstance(value, Products) or value.squares is not None:
             return value
         return dataclasses.replace(value, squares=squares(value))
-
-    def contracted(self, contract: Contract, factors: tuple, want: Want) -> None:
-        """Nothing."""
-
-    def adds(self, want: Want) -> bool:
-        """No."""
-        return False
 
 
 class Notes(dict[int, list[str]]):

@@ -64,7 +64,7 @@ def per_example_norms(
     Raises:
       ValueError: for a ``microbatch`` that is not a positive integer, an unknown ``method``; when
         called, for parameters, a batch or a loss as `clip_per_example` refuses them.
-      TypeError: when called, for parameters that are not arrays.
+      TypeError: if ``loss_fn`` is not a function; when called, for parameters that are not arrays.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -101,7 +101,11 @@ class PerExampleNorms:
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """What is done with each leaf, from shapes alone, such as those of `jax.eval_shape`."""
-        return plan_of(self.subject, params, batch)
+        plan = plan_of(self.subject, params, batch)
+        if plan.method == "direct":
+            return plan
+        method = "one pass" if self.subject.method == "auto" else plan.method
+        return plan._replace(method=method, reason="norms are measured where factors arise")
 
     def _of_some(self, params: Any, examples: Any) -> Any:
         subject = self.subject

@@ -8,9 +8,6 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from clipgrad._jaxpr import (
-    CALLS,
-    JIT,
-    REMAT,
     called_program,
     evaluate,
     opened,
@@ -108,24 +105,6 @@ def _lazy(equation: JaxprEqn, wants: Sequence[Want | None]) -> set[int]:
     carried = scan_counts(equation)[1]
     found = {i for i in range(carried) if wants[i] is not None and is_matrix(equation.outvars[i])}
     return _kept_carries(equation, wants, found, lambda want: True)
-
-
-def accumulates(program: Any, wants: Sequence[Want | None]) -> bool:
-    """Whether a scan in a program adds the gradient of a matrix up in its carry."""
-    found = wanted(program, wants)
-    for equation in opened(program)[0].eqns:
-        outputs = [found.get(variable) for variable in equation.outvars]
-        name = equation.primitive.name
-        if not any(outputs) or name not in ("scan", *JIT, *CALLS, *REMAT):
-            continue
-        carried = 0
-        if name == "scan":
-            if _lazy(equation, outputs):
-                return True
-            carried = scan_counts(equation)[1]
-        if accumulates(called_program(equation), [None] * carried + outputs[carried:]):
-            return True
-    return False
 
 
 def _kept_carries(

@@ -12,7 +12,6 @@ from clipgrad._jaxpr import Traced, evaluate, opened, trace
 from clipgrad._per_example import convolutions, linear, products, scans  # noqa: F401  how they are followed
 from clipgrad._per_example.after import After
 from clipgrad._per_example.follow import End, Follow, Notes
-from clipgrad._per_example.scans import accumulates
 from clipgrad._per_example.wanted import Want, wanted
 from clipgrad._trees import is_array
 
@@ -75,10 +74,6 @@ class ExampleGradient:
         """The gradients of the examples, as products or as what ``end`` makes of them."""
         of_one = functools.partial(self, end=end, notes=notes)
         return Examples(*jax.vmap(of_one, in_axes=(None, 0))(params, batch))
-
-    def accumulates(self) -> bool:
-        """Whether a scan adds the gradient of a matrix up in its carry."""
-        return accumulates(self.traced.program, self.wants)
 
 
 def each_example(

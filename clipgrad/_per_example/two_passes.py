@@ -1,16 +1,17 @@
 """Clipped sums with nothing kept: first the norms, then the gradients once more, weighted."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator
-from clipgrad._per_example.after import never
+from clipgrad._per_example.after import in_branch, never
 from clipgrad._per_example.batches import batch_size, each
-from clipgrad._per_example.follow import Measure, Notes
+from clipgrad._per_example.follow import End, Measure, Notes
 from clipgrad._per_example.one_pass import scaling_of
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.sums import (
@@ -24,7 +25,8 @@ from clipgrad._per_example.traced import ExampleGradient
 from clipgrad._per_example.wanted import Want
 
 
-class Add(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Add(End):
     """The sum over the examples in place of the gradient of one, each leaf with its weight."""
 
     weights: Sequence[jax.Array | None]
@@ -68,7 +70,7 @@ def two_passes_sums(
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     gradient = ExampleGradient.of(subject.loss_fn, subject.has_aux, params, examples)
     measured = functools.partial(_first_pass, subject, gradient)
-    parts = _measured_parts(batch_size(examples), gradient.accumulates())
+    parts = _measured_parts(batch_size(examples))
     (weights, ok, stats), value = each(measured, params, examples, parts)
 
     def of_one(params: Any, example: Any, weights: Any, ok: Any, like: Any) -> list[jax.Array]:
@@ -77,7 +79,8 @@ def two_passes_sums(
         return [end.of_leaf(value, i).array for i, value in enumerate(grads)]
 
     mapped = jax.vmap(of_one, in_axes=(None, 0, 0, 0, 0), out_axes=None)
-    sums = mapped(params, examples, weights, ok, jnp.zeros(batch_size(examples), bool))
+    given = params, examples, weights, ok, jnp.zeros(batch_size(examples), bool)
+    sums = in_branch(mapped, given, jnp.any(never(weights)))
     return jax.tree.structure(params).unflatten(sums), (value, stats)
 
 
@@ -90,15 +93,12 @@ def _first_pass(
     return (scaling.weights, scaling.ok, scaling.stats), found.value
 
 
-def _measured_parts(size: int, accumulates: bool) -> int:
+def _measured_parts(size: int) -> int:
     """In how many parts examples are measured.
 
-    What measuring needs beside a plain gradient was at most 1.2 times that again, and stacks of the
-    second pass may be there before the first one ends: a quarter of the examples leaves room for
-    both, an eighth if a scan adds gradients up in its carry, since then their factors are stacked.
-    With less than 8 examples at a time dense layers and convolutions took longer. There are fewer
-    parts where one might not have an example of its own for each device.
+    What measuring needs beside a plain gradient was at most 1.2 times that again, so half of the
+    examples need about as much as the second pass. With less than 8 examples at a time dense layers
+    and convolutions took longer. All are one part where a part might not have an example of its own
+    for each device.
     """
-    counts, least = ((8, 4, 2), 2) if accumulates else ((4, 2), 8)
-    fit = (n for n in counts if size >= n * least and size % (n * jax.device_count()) == 0)
-    return next(fit, 1)
+    return 2 if size >= 16 and size % (2 * jax.device_count()) == 0 else 1
