@@ -152,8 +152,7 @@ def _of(before: list[jax.Array], after: list[jax.Array] | None, dtype: str) -> C
         # Three products with the same number are one kernel on a GPU.
         return ClipStats(sums, sums, 0 * size, nonfinite * one, size)
     masks = [_differ(b, a) for b, a in zip(before, after, strict=True)]
-    changed = sum((_count_true(mask, dtype) for mask in masks), jnp.zeros((), dtype))
-    return ClipStats(sums, _measured(after, dtype)[0], changed, nonfinite, size)
+    return ClipStats(sums, _measured(after, dtype)[0], _count_true(masks, dtype), nonfinite, size)
 
 
 def stats_dtype(tree: Any) -> str:
@@ -164,8 +163,10 @@ def stats_dtype(tree: Any) -> str:
 def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
     """The number of elements of a tree that are NaN or inf."""
     leaves = clippable_leaves(tree)
-    dtype = widest(leaves)
-    counts = [_count_true(~jnp.isfinite(leaf), dtype) for leaf in leaves]
+    dtype, masks = widest(leaves), [~jnp.isfinite(leaf) for leaf in leaves]
+    if axis_name is None:
+        return _count_true(masks, dtype)
+    counts = [_count_true([mask], dtype) for mask in masks]
     return total_over_devices(counts, leaves, axis_name)
 
 
@@ -288,17 +289,24 @@ def scaled_stats(
 
 
 def _counts_unless(finite: jax.Array, trees: list[Any], axis_name: AxisName) -> list[jax.Array]:
-    """How many elements of each tree are NaN or inf; counted only if there are any."""
+    """How many elements of each tree are NaN or inf; counted only if there are any.
+
+    On a GPU XLA would compute both sides of the branch: without one it counts where it scales.
+    """
     axes = varying_axes(finite)
 
-    def counts() -> list[jax.Array]:
-        return [to_varying(count_nonfinite(tree, axis_name), axes) for tree in trees]
+    def counts(finite: jax.Array, parts: list[list[jax.Array]]) -> list[jax.Array]:
+        del finite
+        return [to_varying(count_nonfinite(part, axis_name), axes) for part in parts]
 
-    def zeros() -> list[jax.Array]:
-        return [to_varying(jnp.zeros(k.shape, k.dtype), axes) for k in kinds]
+    def if_any(finite: jax.Array, parts: list[list[jax.Array]]) -> list[jax.Array]:
+        def zeros() -> list[jax.Array]:
+            return [to_varying(jnp.zeros((), widest(part)), axes) for part in parts]
 
-    kinds = jax.eval_shape(counts)
-    return jax.lax.cond(finite, zeros, counts)
+        return jax.lax.cond(finite, zeros, lambda: counts(finite, parts))
+
+    leaves = list(map(clippable_leaves, trees))
+    return by_platform(finite, leaves, cpu=if_any, gpu=counts, default=if_any)
 
 
 def _measured(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -367,13 +375,18 @@ def _one(total: jax.Array) -> jax.Array:
     return ((total == total) | (total != total)).astype(total.dtype)
 
 
-def _count_true(mask: jax.Array, dtype: str) -> jax.Array:
-    """How many elements of a mask are true."""
-    total = jnp.zeros((), dtype)
-    for part in _countable(mask):
+def _count_true(masks: Sequence[jax.Array], dtype: str) -> jax.Array:
+    """How many elements of masks are true.
+
+    They are added up as integers as long as 32 bits hold them: so XLA adds up over devices once.
+    """
+    total, count, size = jnp.zeros((), dtype), jnp.uint32(0), 0
+    for part in (part for mask in masks for part in _countable(mask)):
+        if size + part.size >= 2**32:
+            total, count, size = total + count.astype(dtype), jnp.uint32(0), 0
         flags, axes = part.astype(jnp.uint32), tuple(range(part.ndim))
-        total = total + jax.lax.reduce(flags, jnp.uint32(0), jnp.add, axes).astype(dtype)
-    return total
+        count, size = count + jax.lax.reduce(flags, jnp.uint32(0), jnp.add, axes), size + part.size
+    return total + count.astype(dtype)
 
 
 def _countable(mask: jax.Array) -> list[jax.Array]:

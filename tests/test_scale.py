@@ -241,7 +241,7 @@ def test_masks_are_counted_in_parts_that_32_bits_count(size):
 def test_the_parts_of_a_mask_are_counted_together(monkeypatch):
     """As if 32 bits were fewer, since no test can hold a mask that is too large for them."""
     monkeypatch.setattr(_stats, "_countable", lambda mask: jnp.array_split(mask, 5))
-    count = _stats._count_true(jnp.arange(7) % 3 == 0, "float32")
+    count = _stats._count_true([jnp.arange(7) % 3 == 0], "float32")
     assert count == 3 and count.dtype == jnp.float32
 
 

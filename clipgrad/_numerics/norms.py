@@ -178,7 +178,13 @@ class Norm(NamedTuple):
 
     def exceeds(self, limit: jax.Array) -> jax.Array:
         """Where the norm is above the limit, or not finite."""
-        return ~(jnp.isfinite(self.root) & (self.root <= limit * self.scale))
+        return _exceeds(self.root, self.scale, limit)
+
+
+# One program also when called eagerly: under jax_debug_infs the scaled limit may be inf in it.
+@functools.partial(jax.jit, inline=True)
+def _exceeds(root: jax.Array, scale: jax.Array, limit: jax.Array) -> jax.Array:
+    return ~(jnp.isfinite(root) & (root <= limit * scale))
 
 
 class _Kind(NamedTuple):
@@ -305,35 +311,35 @@ def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) 
     if kind.ord != 2:
         return _norms_of_order(groups, kind.ord, leaves)
     # Eagerly one operation after the other, so that results round as optax's do.
-    squares = groups.sums_of_squares(leaves, _wide_dtypes(groups, leaves), kind.mean)
-    plain = groups.totals(squares, leaves)
-    return [_root(*parts) for parts in _sums_in_range(groups, kind, plain, leaves)]
+    plain = groups.totals(groups.sums_of_squares(leaves, _wide_dtypes(groups, leaves)), leaves)
+    counts = _counts(groups, kind.mean, leaves)
+    found = zip(counts, _sums_in_range(groups, plain, leaves), strict=True)
+    return [_root(count, *parts) for count, parts in found]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _sums_in_range(
-    groups: Groups, kind: _Kind, plain: list[jax.Array], leaves: Arrays
+    groups: Groups, plain: list[jax.Array], leaves: Arrays
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """For each group the sum or mean of squares that is in range, and the scale of its elements."""
+    """For each group the sum of squares that is in range, and the scale of its elements."""
     if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
         return [(total, jnp.ones_like(total)) for total in plain]
-    counts = tuple(_counts(groups, kind.mean, leaves))
     forms = (_rescued, _stacked_sums, _separate)
-    cpu, gpu, default = (functools.partial(form, groups, counts) for form in forms)
+    cpu, gpu, default = (functools.partial(form, groups) for form in forms)
     return by_platform(plain, leaves, cpu=cpu, gpu=gpu, default=default)
 
 
-def _rescued(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+def _rescued(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     """The plain sums, and only if one of them is out of range another pass over the leaves.
 
     A sum in range stays as it is then, too: in the branch XLA would add up in another order.
     """
 
     def totals() -> list[jax.Array]:
-        return _second_sums(groups, counts, plain, leaves)
+        return _second_sums(groups, plain, leaves)
 
     def with_scales(totals: list[jax.Array]) -> list[Any]:
-        return [(total, _scale_of_total(p, total)) for p, total in zip(plain, totals, strict=True)]
+        return list(zip(totals, map(_scale_of_plain, plain), strict=True))
 
     in_range = _all_in_range(plain)
     if not groups.joint:  # a branch with half as many results compiles faster
@@ -343,15 +349,13 @@ def _rescued(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays
     return jax.lax.cond(in_range, lambda: ordinary, lambda: with_scales(totals()))
 
 
-def _second_sums(
-    groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays
-) -> list[jax.Array]:
+def _second_sums(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[jax.Array]:
     """For each group the plain sum, or that of scaled elements where it is out of range."""
     parts = _joined_leaves(leaves) if groups.joint else list(leaves)
-    scales = groups.per_leaf([_scale_of_plain(total) for total in plain], parts)
-    squares = groups.sums_of(_scaled_square, parts, _wide_dtypes(groups, parts), scales)
+    given = groups.per_leaf(plain, parts)
+    squares = groups.sums_of(_scaled_square, parts, _wide_dtypes(groups, parts), given)
     sums = groups.totals(squares, parts)
-    return [_unless_plain(*found) for found in zip(counts, plain, sums, strict=True)]
+    return [_unless_plain(*found) for found in zip(plain, sums, strict=True)]
 
 
 # Leaves of up to 2 ** 14 elements are joined before they are added up again, since XLA compiles one
@@ -382,17 +386,10 @@ def _scale_of_plain(plain: jax.Array) -> jax.Array:
 
 
 @one_call()
-def _scale_of_total(plain: jax.Array, total: jax.Array) -> jax.Array:
-    """The scale of the elements in a total; 1 for zeros."""
+def _unless_plain(plain: jax.Array, total: jax.Array) -> jax.Array:
+    """A scaled sum; the plain one if that is in range or NaN."""
     is_large, is_small = _out_of_range(plain)
-    return _chosen_scale(is_large, is_small & (total > 0), plain)
-
-
-@one_call(0)
-def _unless_plain(count: float, plain: jax.Array, total: jax.Array) -> jax.Array:
-    """A scaled sum, divided by a count; the plain one if that is in range or NaN."""
-    is_large, is_small = _out_of_range(plain)
-    return if_else(is_large | is_small, _divided(total, count), plain)
+    return if_else(is_large | is_small, total, plain)
 
 
 def _out_of_range(plain: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -413,12 +410,12 @@ def _all_in_range(plain: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.logical_and, flags)
 
 
-def _separate(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+def _separate(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     """Three sums, of which one is known, and the choice of the one that is in range."""
     dtypes = _wide_dtypes(groups, leaves)
     pairs = groups.sums_of(_squares_apart, leaves, dtypes, inline=True)
     down, up = (groups.totals(sums, leaves) for sums in zip(*pairs, strict=True))
-    return [_in_range_divided(*sums) for sums in zip(counts, down, plain, up, strict=True)]
+    return list(map(_in_range, down, plain, up))
 
 
 def _squares_apart(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -426,21 +423,17 @@ def _squares_apart(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 # Written out, as its sums are: of calls the TPU's compiler makes more kernels here.
-@one_call(0, inline=True)
-def _in_range_divided(
-    count: float, down: jax.Array, plain: jax.Array, up: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return in_range(_divided(down, count), plain, _divided(up, count))
+_in_range = one_call(inline=True)(in_range)
 
 
-def _stacked_sums(groups: Groups, counts: Any, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+def _stacked_sums(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     """The same in one reduction for each leaf: three sums would end in three kernels on a GPU.
 
     A reduction of three operands at once would do that, too, but gathers leaves that are sharded.
     """
     del plain
     rows = groups.sums_of(_squares_stacked, leaves, _wide_dtypes(groups, leaves))
-    return _in_range_of_rows(list(map(_divided, groups.totals(rows, leaves), counts)))
+    return _in_range_of_rows(groups.totals(rows, leaves))
 
 
 def _squares_stacked(leaf: jax.Array) -> jax.Array:
@@ -472,12 +465,9 @@ def _in_range_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return in_range(rows[0], rows[1], rows[2])
 
 
-def _scaled_square(leaf: jax.Array, scale: jax.Array) -> jax.Array:
+def _scaled_square(leaf: jax.Array, plain: jax.Array) -> jax.Array:
+    scale = _chosen_scale(*_out_of_range(plain), plain)
     return jnp.square(_bounded_product(real_or_absolute(leaf), scale))
-
-
-def _divided(total: jax.Array, count: float) -> jax.Array:
-    return total if count == 1 else total / count
 
 
 def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
@@ -485,9 +475,10 @@ def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
     return [float(max(n, 1)) if mean else 1.0 for n in groups.sizes(leaves)]
 
 
-@jax.jit
-def _root(total: jax.Array, scale: jax.Array) -> Norm:
+@functools.partial(jax.jit, static_argnums=0)
+def _root(count: float, total: jax.Array, scale: jax.Array) -> Norm:
     """The root of a sum of squares, or of their mean."""
+    total = total if count == 1 else total / count
     finite = if_else(jnp.isfinite(total), total, jnp.nan)
     return Norm(jnp.sqrt(total), scale, jnp.sqrt(if_else(total == 0, _nothing(total), finite)))
 

@@ -61,12 +61,10 @@ class Groups(NamedTuple):
             for leaf, dtype, axes, *others in every
         ]
 
-    def sums_of_squares(self, leaves: Arrays, dtypes: Sequence[str], mean: bool) -> list[jax.Array]:
-        """For each leaf on this device the sums, or means, of its squares as optax has them."""
+    def sums_of_squares(self, leaves: Arrays, dtypes: Sequence[str]) -> list[jax.Array]:
+        """For each leaf on this device the sums of its squares as optax has them."""
         every = zip(leaves, dtypes, self._axes_from_end(leaves), strict=True)
-        return [
-            _sum_of_squares(dtype, axes, not self.joint, mean, leaf) for leaf, dtype, axes in every
-        ]
+        return [_sum_of_squares(dtype, axes, not self.joint, leaf) for leaf, dtype, axes in every]
 
     def totals(self, local: Arrays, leaves: Arrays) -> list[jax.Array]:
         """The sum of each group, from the sums of the leaves on this device."""
@@ -154,9 +152,8 @@ _called_sums = one_call(0, 1, 2, 3)(_sums_of_parts)
 _written_out_sums = one_call(0, 1, 2, 3, inline=True)(_sums_of_parts)
 
 
-@one_call(0, 1, 2, 3, inline=True)
+@one_call(0, 1, 2, inline=True)
 def _sum_of_squares(
-    dtype: str, axes: tuple[int, ...], keepdims: bool, mean: bool, leaf: jax.Array
+    dtype: str, axes: tuple[int, ...], keepdims: bool, leaf: jax.Array
 ) -> jax.Array:
-    op = jnp.mean if mean and leaf.size else jnp.sum  # 0 for an empty leaf
-    return op(square(with_real_dtype(leaf, dtype)), axis=axes, keepdims=keepdims)
+    return jnp.sum(square(with_real_dtype(leaf, dtype)), axis=axes, keepdims=keepdims)

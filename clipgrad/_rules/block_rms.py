@@ -1,6 +1,5 @@
 """Scaling each leaf to a maximal root mean square."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -75,7 +74,9 @@ class ClipByBlockRMS(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the rms of each leaf at most ``threshold``."""
-        return map_clippable(_scale_by_rms, grads, norms, limits_by_leaf(self, norms))
+        limits = limits_by_leaf(self, norms)
+        bounds = {id(limit): _bounds(limit) for limit in limits}  # once for leaves of one limit
+        return map_clippable(_scale_by_rms, grads, norms, [bounds[id(limit)] for limit in limits])
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]]:
         """The norm of each leaf, the rms times the root of its size, and its limit."""
@@ -87,15 +88,18 @@ class ClipByBlockRMS(MeasuringRule):
         ]
 
 
+def _bounds(limit: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What an rms is divided by, and the least divisor of a leaf; inf for a limit of 0."""
+    return if_else(limit > 0, limit, 1), if_else(limit > 0, 1, jnp.inf)
+
+
 @one_call(inline=True)
-def _scale_by_rms(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
-    divisor = _divisor(norm, limit)
+def _scale_by_rms(leaf: jax.Array, norm: Norm, bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """A divisor of 1 within the limit: behind a selection XLA would round the optimizer otherwise.
+
+    Each root is used once, so that XLA computes the divisor in one kernel.
+    """
+    limit, least = bounds
+    divisor = jnp.maximum(norm.divisor / limit / norm.scale, least)
+    divisor = if_else(jnp.isfinite(norm.root), divisor, jnp.nan)
     return over(with_real_dtype(leaf, norm.root.dtype.name), divisor).astype(leaf.dtype)
-
-
-@functools.partial(jax.jit, inline=True)
-def _divisor(norm: Norm, limit: jax.Array) -> jax.Array:
-    """1 within the limit, as in optax: XLA rounds the optimizer behind a selection otherwise."""
-    ratio = norm.root / if_else(limit > 0, limit, 1) / norm.scale
-    divisor = if_else(limit > 0, if_else(ratio > 1, ratio, 1), jnp.inf)
-    return if_else(jnp.isfinite(norm.root), divisor, jnp.nan)
