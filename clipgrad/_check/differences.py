@@ -153,9 +153,11 @@ class Differences:
         self._point, size = xs, int(_trees.offsets(xs)[-1])
         self._leaves = [self.placed(x if are_on_cpu([x]) else np.asarray(x)) for x in xs]
         if self._places is None:
-            self._places = self.placed(np.arange(size, dtype=np.int32))
+            place = _trees.zeros_in_place(size, np.int32)
+            place[:] = np.arange(size, dtype=np.int32)
+            self._places = self.placed(place)
         nowhere = Moves(np.zeros(1, int), np.zeros(1, int), np.zeros(1))
-        self.base = self._run(self.placed(np.zeros(size)), nowhere, runs=1)[0, 0]
+        self.base = self._run(self.placed(_trees.zeros_in_place(size)), nowhere, runs=1)[0, 0]
 
     def placed(self, array: np.ndarray) -> jax.Array:
         """An array where the function is evaluated."""

@@ -143,7 +143,7 @@ def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
 
 def _dense(leaves: Sequence, names: Sequence[str], seed: int) -> np.ndarray:
     places = _trees.offsets(leaves)
-    whole = np.empty(int(places[-1]))
+    whole = _trees.zeros_in_place(int(places[-1]))
     for name, start, stop in zip(names, places[:-1], places[1:], strict=True):
         whole[start:stop] = dense_numbers(generator(seed, name), stop - start)
     return whole
