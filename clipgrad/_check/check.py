@@ -273,8 +273,9 @@ def measured(subject: CheckSubject, log: Log, own: tuple, evaluated: tuple, plai
     differences, wide = evaluated
     tolerance = _tolerance(subject, differences, wide, log)
     tolerance, plain, rule = exact_gradients(subject, wide, tolerance, log, plain)
-    stops = wide is not None and wide.stops
-    return Check(subject, log, *own, differences, tolerance, plain, rule, stops)
+    known = differences, tolerance, plain, rule, wide is not None and wide.stops
+    found: Any = *own, *known
+    return Check(subject, log, *found)
 
 
 def exact_gradients(
