@@ -9,7 +9,7 @@ import pytest
 
 from clipgrad._check import contract
 from clipgrad._check.behavior import _exactly
-from clipgrad._check.check import Check, Log
+from clipgrad._check.check import Check, Log, prepare
 from clipgrad._check.options import Options
 from clipgrad._check.points import Point
 from clipgrad._check.report import Failure
@@ -29,6 +29,7 @@ from clipgrad._check.verdicts import (
     WRONG,
     Verdict,
 )
+from tests.check_zoo import custom
 
 X = jnp.asarray([[1.0, 2.0], [3.0, 4.0]])
 SUBJECT = make_subject(lambda x, y: (x * x, y), (X, jnp.float32(3)))
@@ -52,12 +53,20 @@ def checked(error=None):
     known = {
         "subject": SUBJECT,
         "tolerance": TOLERANCE,
-        "options": Options(),
         "log": Log(Options()),
     }
     check = Compared(**(fields | known))
     object.__setattr__(check, "error", error)
     return check
+
+
+@pytest.mark.parametrize(("factor", "is_shared"), [(1.0, True), (1 + 1e-5, False)])
+def test_plain_ad_takes_memory_only_where_the_rule_is_another(factor, is_shared):
+    rule = custom(lambda x: jnp.sin(x), lambda r, g: (factor * g * jnp.cos(r[0]),))
+    point = prepare(make_subject(rule, (X,)), Log(Options())).point()
+    assert np.shares_memory(point.exact, point.reference) == is_shared
+    assert point.exact is not point.reference and len(point.exact) == 2
+    np.testing.assert_allclose(point.exact, factor * point.reference, rtol=1e-7)
 
 
 def compared(*args, error=None):

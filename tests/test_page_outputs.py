@@ -177,6 +177,7 @@ def test_the_pages_on_the_checker_count_its_tables():
 
 JUDGES = {
     "check_grads": "clipgrad",
+    "check_grads` today": "clipgrad today",
     "jax.test_util.check_grads": "jax",
     "torch.autograd.gradcheck": "torch",
 }

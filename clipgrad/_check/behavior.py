@@ -9,12 +9,13 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
-from clipgrad._check.check import Check, are_on_cpu, distance
+from clipgrad._check.check import Check
+from clipgrad._check.differences import are_on_cpu
 from clipgrad._check.gradients import differentiated, has_rules
 from clipgrad._check.points import element_scales, masked_rows, random_direction
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import LOOSER, length_along, pieces
+from clipgrad._check.tolerances import LOOSER, distance, length_along, pieces
 from clipgrad._errors import first_line
 
 # Powers of two by which a cotangent is multiplied; half precision has no room for more.
@@ -261,9 +262,7 @@ def alone(check: Check) -> list[Failure]:
         return failures
     cotangents = _trees.cotangent_leaves(check.covectors[0], subject.outputs)
     for k, (start, stop) in enumerate(subject.ranges):
-        before, after = subject.inputs[:k], subject.inputs[k + 1 :]
-        own = lambda x, before=before, after=after: subject.fun([*before, x, *after])  # noqa: E731
-        pull = jax.vjp(own, subject.inputs[k])[1]
+        pull = jax.vjp(subject.alone(k), subject.inputs[k])[1]
         got = gradient.copy()
         got[start:stop] = _trees.gradient_vector(pull(cotangents))
         text = f"{subject.names[k]} differentiated alone compared with all inputs at once"

@@ -13,7 +13,7 @@ import numpy as np
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check import contract, tolerances
-from clipgrad._check.differences import Differences
+from clipgrad._check.differences import Differences, are_on_cpu
 from clipgrad._check.evaluation import Chaotic, choose, why_not
 from clipgrad._check.gradients import VJP, Gradient, PlainAD, differentiated, has_rules, traced_vjp
 from clipgrad._check.options import Options
@@ -21,7 +21,7 @@ from clipgrad._check.points import NEARBY, Point, cotangents, make_point, moved_
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest, pieces
+from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest
 from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, UNSEEN, WRONG
 from clipgrad._check.widening import Widened, widened_program
 from clipgrad._errors import first_line
@@ -78,7 +78,6 @@ class Check:
 
     Attributes:
       subject: the function of its float leaves, and the point.
-      options: how to check.
       log: what has been found so far.
       covectors: random dense cotangents as real vectors, one row each.
       vjp: the VJP at the given point.
@@ -91,7 +90,6 @@ class Check:
     """
 
     subject: CheckSubject
-    options: Options
     log: Log
     covectors: np.ndarray
     vjp: VJP
@@ -101,6 +99,11 @@ class Check:
     plain: Gradient | None
     rule: Gradient | None
     stops: bool = False
+
+    @property
+    def options(self) -> Options:
+        """How to check."""
+        return self.log.options
 
     @functools.cached_property
     def _elsewhere(self) -> dict[int, Any]:
@@ -126,26 +129,40 @@ class Check:
         gradient = self.gradient if gradient is None else gradient
         options, rows = self.options, len(gradient)
         is_own = options.delta is not None or options.max_relative_error is not None
-        exact = None if is_own else self._exact(self.rule, xs, rows)
+        exact = None if is_own else self._exact(self.rule, xs, slice(rows))
         reference = None
         if options.mode == "auto" and options.delta is None:
-            shared = exact is not None and self.rule is self.plain
-            reference = exact if shared else self._exact(self.plain, xs, rows)
+            reference = self._reference(xs, rows, exact)
         around = functools.cache(lambda part: self._around(xs, rows, part))
         gradients = gradient, exact, reference
         return make_point(self.subject, xs, gradients, options.seed, options.delta, around)
 
     def _around(self, xs, rows: int, part: float = NEARBY) -> np.ndarray | None:
         apart = moved_apart(self.subject, xs, self.options.seed, part)
-        found = self._exact(self.plain, apart, rows)
+        found = self._exact(self.plain, apart, slice(rows))
         return found if found is not None and np.isfinite(found).all() else None
 
-    def _exact(self, gradient: Gradient | None, xs, rows: int) -> np.ndarray | None:
+    def _reference(self, xs, rows: int, exact: np.ndarray | None) -> np.ndarray | None:
+        """Plain AD's gradients; where they are those of the rule, these, to save their memory."""
+        if exact is None or self.rule is self.plain:
+            return exact if exact is not None else self._exact(self.plain, xs, slice(rows))
+        found = exact[:]  # another array than the rule's, with the same numbers
+        tolerance = make_tolerance(self.subject.ranges, ["float64"] * len(self.subject.inputs))
+        for k in range(rows):
+            row = self._exact(self.plain, xs, slice(k, k + 1))
+            if row is None:
+                return None
+            if len(self._differ(row[0], exact[k], exact=tolerance)):
+                found = found if found.base is None else found.copy()
+                found[k] = row[0]
+        return found
+
+    def _exact(self, gradient: Gradient | None, xs, rows: slice) -> np.ndarray | None:
         if gradient is None:
             return None
-        self.log.evaluations += 1
+        self.log.evaluations += not rows.start  # one for all rows
         try:
-            return gradient(xs, self.covectors[:rows])
+            return gradient(xs, self.covectors[rows])
         except Exception as error:
             what = "AD reference" if gradient is self.plain else "rule in float64"
             note = f"no {what} ({first_line(error)})"
@@ -195,60 +212,44 @@ class Check:
     def compare(self, check: str, got, expected, what: str, xs=None) -> list:
         """Compare two computations of one gradient; a failure names the worst element."""
         bad = self._differ(got, expected)
-        if bad.any():
+        if len(bad):
             noise = self.noise(xs or self.subject.inputs)
             around = None if noise is None else self._around(xs or self.subject.inputs, 1)
             bad = self._differ(got, expected, noise, around)
-        if not bad.any():
+        if not len(bad):
             return []
-        worst = int(np.argmax(np.where(bad, distance(got, expected), -1)))
+        worst = int(bad[np.argmax(tolerances.distance(got[bad], expected[bad]))])
         detail = (
-            f"{what}: {int(bad.sum())} of {bad.size} elements differ; worst: {got[worst]:.7g}, "
+            f"{what}: {len(bad)} of {got.size} elements differ; worst: {got[worst]:.7g}, "
             f"expected {expected[worst]:.7g}"
         )
         return [Failure(check, self.subject.element(worst), detail)]
 
-    def _differ(self, got, expected, noise=None, around=None) -> np.ndarray:
-        """Where two computations are further apart than the noise of their leaf."""
-        bad = np.zeros(got.size, bool)
+    def _differ(self, got, expected, noise=None, around=None, exact: Any = None) -> np.ndarray:
+        """The elements where two computations are further apart than the noise of their leaf.
+
+        For `exact` ones, of that tolerance, none of the noise that one may have is left out.
+        """
+        tolerance, same = exact or self.tolerance, 1.0 if exact else tolerances.SAME
         if np.array_equal(got, expected):
-            return bad
-        pair = expected, got
-        both = (x if np.isfinite(x.sum()) else np.where(np.isfinite(x), x, 0) for x in pair)
-        known, other = (x[None] for x in both)
-        sizes = self.tolerance.sizes(known, np.ones(1), around=around)
-        for leaf, (start, stop) in enumerate(self.tolerance.ranges):
-            allowed = self.tolerance.elements(sizes, leaf, np.ones(1))
-            extra = self.tolerance.relative[leaf] * sizes.around[leaf]
-            floor = tolerances.SAME * (allowed.floor - extra) + extra
+            return np.zeros(0, int)
+        pair, found = (expected[None], got[None]), []
+        known, other = (x if np.isfinite(x.sum()) else np.where(np.isfinite(x), x, 0) for x in pair)
+        sizes = tolerance.sizes(known, np.ones(1), around=around)
+        for leaf, area in enumerate(tolerance.ranges):
+            allowed = tolerance.elements(sizes, leaf, np.ones(1), beside=not exact)
+            extra = tolerance.relative[leaf] * sizes.around[leaf]
+            floor = same * (allowed.floor - extra) + extra
+            floor = floor if noise is None else floor + 2 * noise[slice(*area)].max()  # each is off
             allowed = allowed._replace(floor=floor, paddle=None)
-            more = 0.0 if noise is None else 2 * noise[start:stop].max()  # each is off
-            for where in pieces(start, stop):
-                off = distance(got[where], expected[where])
-                if not (off <= floor[0]).all():
-                    slack = allowed.slack(known[:, where], other[:, where])[0] + more
-                    bad[where] = off > slack
-        return bad
+            slack = lambda where, a=allowed: a.slack(known[:, where], other[:, where])  # noqa: E731
+            found.append(tolerances.off_by_more(pair, area, floor, slack))
+        return np.concatenate(found)
 
 
-def distance(got: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """|got - expected|; 0 where both are the same non-finite value, infinite where one is."""
-    with np.errstate(invalid="ignore"):
-        off = np.abs(got - expected)
-        if np.isfinite(off.sum()):
-            return off
-        same = (got == expected) | (np.isnan(got) & np.isnan(expected))
-    return np.where(same, 0.0, np.where(np.isnan(off), np.inf, off))
-
-
-def are_on_cpu(leaves: Sequence[jax.Array]) -> bool:
-    """Whether the arrays are on CPUs, whose programs give the same bits each time."""
-    return all(device.platform == "cpu" for leaf in leaves for device in leaf.devices())
-
-
-def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
+def prepare(subject: CheckSubject, log: Log) -> Check | None:
     """Check what must hold before numbers mean anything; None if it does not."""
-    covectors = cotangents(subject, options.seed)
+    covectors = cotangents(subject, log.options.seed)
     vjp = _differentiated(subject, covectors, log)
     if vjp is None:
         return None
@@ -265,12 +266,16 @@ def prepare(subject: CheckSubject, options: Options, log: Log) -> Check | None:
 
 
 def measured(subject: CheckSubject, log: Log, own: tuple, evaluated: tuple, plain=None) -> Check:
-    """What is known of a function with its `own` VJP; `plain` is plain AD, if it is known."""
+    """What is known of a function, from `own`: its cotangents, its VJP and the gradients for these.
+
+    `evaluated` is how it is evaluated, with the widened program; `plain` is plain AD, if known.
+    """
     differences, wide = evaluated
     tolerance = _tolerance(subject, differences, wide, log)
-    known = differences, *exact_gradients(subject, wide, tolerance, log, plain)
-    found: Any = *own, *known, wide is not None and wide.stops
-    return Check(subject, log.options, log, *found)
+    tolerance, plain, rule = exact_gradients(subject, wide, tolerance, log, plain)
+    known = differences, tolerance, plain, rule, wide is not None and wide.stops
+    found: Any = *own, *known
+    return Check(subject, log, *found)
 
 
 def exact_gradients(
@@ -340,9 +345,8 @@ def _not_differentiated(subject: CheckSubject, error: Exception) -> list[Failure
 
 def _is_differentiable(subject: CheckSubject, i: int) -> bool:
     """Whether JAX differentiates the function with respect to one leaf, the others held."""
-    before, after = subject.inputs[:i], subject.inputs[i + 1 :]
     try:
-        outputs, pull = jax.vjp(lambda x: subject.fun([*before, x, *after]), subject.inputs[i])
+        outputs, pull = jax.vjp(subject.alone(i), subject.inputs[i])
         pull(outputs)
     except Exception:
         return False
@@ -368,13 +372,9 @@ def _chosen_evaluation(subject: CheckSubject, covectors, log: Log):
 
 def _same_bits(first, second) -> bool:
     relative = 0.0 if are_on_cpu(first) else 1e-3
-    return len(first) == len(second) and all(
-        a.shape == b.shape
-        and np.allclose(
-            _trees.widened_leaf(a), _trees.widened_leaf(b), relative, 0.0, equal_nan=True
-        )
-        for a, b in zip(first, second, strict=True)
-    )
+    same = functools.partial(np.allclose, rtol=relative, atol=0.0, equal_nan=True)
+    values = (map(_trees.widened_leaf, leaves) for leaves in (first, second))
+    return [y.shape for y in first] == [y.shape for y in second] and all(map(same, *values))
 
 
 def _tolerance(subject: CheckSubject, differences, widened, log: Log) -> Tolerance:

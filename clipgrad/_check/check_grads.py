@@ -179,7 +179,7 @@ def check_grads(
 
 def _check(subject_on: Callable, device: Any, log: Log, others: Mapping[str, Any]) -> None:
     """All checks, in order; each writes to the log."""
-    check = prepare(subject_on(device), log.options, log)
+    check = prepare(subject_on(device), log)
     if check is None:
         return
     check_values(check, check.point())

@@ -35,9 +35,8 @@ class Evaluation(NamedTuple):
 
     `call(constants, leaves)` gives the outputs; `dtype` is that of the vectors. With `held`, `call`
     runs under `jax.vmap` with the base point in row 0. `key` is equal for equal calls, and None if
-    it is not known which are. `quick` has two binary exponents of steps, `finer` those of two
-    smaller steps if the type allows them, `ladder` those of the closest look, and `label` is for
-    the report.
+    it is not known which are. `quick` has two binary exponents of steps, `ladder` those of the
+    closest look, and `label` is for the report.
     """
 
     call: Callable[[Sequence, list], list]
@@ -50,7 +49,6 @@ class Evaluation(NamedTuple):
     key: Any = None
     held: bool = False
     compiled: bool = True
-    finer: tuple[int, int] | None = None
 
     @property
     def eps(self) -> float:
@@ -94,10 +92,6 @@ class Slopes(NamedTuple):
     analytic: np.ndarray
     norm: np.ndarray
 
-    def at(self, step: np.ndarray, name: str) -> np.ndarray:
-        """Of slopes of shape (rows, steps, cotangents): a field at one step for each of them."""
-        return np.take_along_axis(getattr(self, name), step[:, None], axis=1)[:, 0]
-
 
 class Differences:
     """Measures slopes of one function; counts its evaluations.
@@ -118,6 +112,7 @@ class Differences:
         self.base = np.zeros(0)
         self._point: Any = None
         self._places: Any = None
+        self._leaves: list[jax.Array] = []
         size = 8 * max(evaluation.together, 2) * max(covectors.shape[1], 1)
         self._batch = int(np.clip(BATCH_BYTES // size, 1, BATCH))
         self._program = _looped(evaluation, self._batch, covectors.shape[1])
@@ -128,7 +123,6 @@ class Differences:
         direction: np.ndarray,
         gradient: np.ndarray,
         moves: Moves,
-        progress: Callable[[int], Any] = lambda done: None,
         order: np.ndarray | None = None,
     ) -> Slopes:
         """Measure the slopes of all moves at the point `xs`, and of `gradient` along them.
@@ -138,10 +132,11 @@ class Differences:
         """
         self.set_base(xs)
         parts = []
-        for begin in range(0, len(moves.start), self._batch):
-            part = Moves(*(column[begin : begin + self._batch] for column in moves))
-            parts.append(self._slopes(direction, gradient, part, order))
-            progress(len(part.start))
+        with progress_bar(len(moves.start)) as progress:
+            for begin in range(0, len(moves.start), self._batch):
+                part = Moves(*(column[begin : begin + self._batch] for column in moves))
+                parts.append(self._slopes(direction, gradient, part, order))
+                progress(len(part.start))
         return Slopes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
     def changes(self, xs: Sequence[jax.Array], shifts: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -155,12 +150,14 @@ class Differences:
         """Evaluate the function at a point, if it is another than the last one."""
         if xs is self._point:
             return
-        self._point, vector = xs, _trees.to_numpy(xs)
-        self._vector = self.placed(vector.astype(self.evaluation.dtype, copy=False))
+        self._point, size = xs, int(_trees.offsets(xs)[-1])
+        self._leaves = [self.placed(x if are_on_cpu([x]) else np.asarray(x)) for x in xs]
         if self._places is None:
-            self._places = self.placed(np.arange(vector.size, dtype=np.int32))
+            place = _trees.zeros_in_place(size, np.int32)
+            place[:] = np.arange(size, dtype=np.int32)
+            self._places = self.placed(place)
         nowhere = Moves(np.zeros(1, int), np.zeros(1, int), np.zeros(1))
-        self.base = self._run(self._vector, nowhere, runs=1)[0, 0]
+        self.base = self._run(self.placed(_trees.zeros_in_place(size)), nowhere, runs=1)[0, 0]
 
     def placed(self, array: np.ndarray) -> jax.Array:
         """An array where the function is evaluated."""
@@ -203,7 +200,8 @@ class Differences:
         """The move divided by its step, as the function's inputs can hold it."""
         if self._is_wide:
             return direction[where]
-        shift, base = np.zeros(len(direction)), np.asarray(self._vector)
+        shift, base = np.zeros(len(direction)), _trees.to_numpy(self._point)
+        base = base.astype(self.evaluation.dtype)
         shift[where] = step * direction[where]
         like = self.evaluation.like
         sides = [_trees.from_rows(base + sign * shift, like) for sign in (1, -1)]
@@ -224,7 +222,7 @@ class Differences:
         self.evaluations += runs * evaluation.together
         columns = (column.astype(np.int32) for column in moves[:2])
         padded = [np.resize(column, self._batch) for column in (*columns, moves.step)]
-        args = (evaluation.constants, runs, self._vector, direction, place, Moves(*padded))
+        args = (evaluation.constants, runs, self._leaves, direction, place, Moves(*padded))
         with self._types():
             return np.asarray(self._program(*args), np.float64)[:count]
 
@@ -236,15 +234,19 @@ def _looped(evaluation: Evaluation, batch: int, outputs: int) -> Callable:
     """The program: the outputs ahead and behind of a number of moves."""
     evaluation = evaluation._replace(constants=())
 
-    def loop(constants, runs, base, direction, place, moves: Moves):
+    def loop(constants, runs, leaves, direction, place, moves: Moves):
         direction = jnp.asarray(direction, dtype)
 
         def row(k, found):
             move = Moves(*(column[k // each] for column in moves))
+
+            def shift(area):
+                inside = (place[area] >= move.start) & (place[area] < move.stop)
+                return jnp.where(inside, jnp.asarray(move.step, dtype) * direction[area], 0)
+
             signs = jnp.asarray([0, 1, -1], dtype) if each == 1 else (1 - 2 * (k % 2)).reshape(1)
-            inside = (place >= move.start) & (place < move.stop)
-            shift = jnp.where(inside, jnp.asarray(move.step, dtype) * direction, 0)
-            values = _moved_outputs(evaluation, constants, base, shift, signs.astype(dtype))
+            own = lax.optimization_barrier((leaves, k))[0]  # not widened once for all rows
+            values = _moved_outputs(evaluation, constants, own, shift, signs.astype(dtype))
             return lax.dynamic_update_slice(found, values[None], (k // each, k % each, 0))
 
         found = jnp.zeros((batch, 2, outputs), dtype)
@@ -264,14 +266,26 @@ def _looped(evaluation: Evaluation, batch: int, outputs: int) -> Callable:
     return _jaxpr.kept_by_key(key, lambda: _jaxpr.low_jit(loop))
 
 
-def _moved_outputs(evaluation: Evaluation, constants, base, shift, signs):
-    """The outputs at the base and on both sides of a shift, or on one side of it."""
-    dtype = evaluation.dtype
-    points = _trees.split(base[None] + signs[:, None] * shift[None], evaluation.like)
+def _moved_outputs(evaluation: Evaluation, constants, leaves, shift, signs):
+    """The outputs at the leaves and on both sides of a shift, or on one side of it.
+
+    Each leaf is widened and moved by itself, so that there is no copy of all inputs; and flat: in
+    more dimensions it costs several times as much in a program that is hardly optimized.
+    """
+    dtype, places, points = evaluation.dtype, _trees.offsets(leaves), []
+    for x, like, start, stop in zip(leaves, evaluation.like, places[:-1], places[1:], strict=True):
+        base, move = _trees.to_vector([x], dtype), shift(slice(start, stop))
+        points += _trees.split(base[None] + signs[:, None] * move[None], [like])
     call = lambda xs: _trees.to_vector(evaluation.call(constants, xs), dtype)  # noqa: E731
     if evaluation.held:
         return jax.vmap(call, axis_name=AXIS)(points)[1:]
     return call([leaf[0] for leaf in points])[None]
+
+
+def are_on_cpu(leaves: Sequence[Any]) -> bool:
+    """Whether these are JAX's arrays on CPUs, whose programs give the same bits each time."""
+    placed = [isinstance(leaf, jax.Array) for leaf in leaves]
+    return all(placed) and all(d.platform == "cpu" for leaf in leaves for d in leaf.devices())
 
 
 @contextlib.contextmanager

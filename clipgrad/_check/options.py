@@ -16,69 +16,45 @@ CHECKS = (
 )  # fmt: skip
 
 
-def _option(default: Any, **words: Any) -> Any:
-    """A field whose metadata describe the command-line option of the same name."""
-    return dataclasses.field(default=default, metadata=words)
+# For each option which values make sense, and how an error says so.
+MEANINGFUL: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "order": (lambda x: x in (1, 2), "1, or 2 to check the second derivative as well"),
+    "mode": (lambda x: x in MODES, f"one of {', '.join(MODES)}"),
+    "max_relative_error": (lambda x: x is None or x > 0, "a number above 0, or None"),
+    "tolerance": (
+        lambda x: x is None or 0 < x < 1,
+        "a number between 0 and 1, such as 1e-2, or None",
+    ),
+    "min_verified": (lambda x: x is None or 0 <= x <= 1, "a share from 0 to 1, or None for a half"),
+    "time_budget": (lambda x: x is None or x > 0, "a number of seconds above 0, or None"),
+    "points": (lambda x: _is_count(x, 1), "a whole number, 1 or more"),
+    "seed": (lambda x: _is_count(x, 0), "a whole number, 0 or more"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """How to check: the arguments of `check_grads` that select no leaves; it documents them."""
 
-    order: int = _option(1, metavar="{1,2}", type=int, help="2 also checks the second derivative")
-    mode: str = _option(
-        "auto",
-        metavar="{auto,fast,full}",
-        help="auto: every element, with help from plain AD in float64; fast: random directions; "
-        "full: every element with finite differences",
-    )
-    delta: float | None = _option(
-        None, metavar="STEP", type=float, help="an absolute step, such as Paddle's 0.005"
-    )
-    max_relative_error: float | None = _option(
-        None, metavar="ERROR", type=float, help="Paddle's tolerance, such as 0.005"
-    )
-    tolerance: float | None = _option(
-        None, metavar="ERROR", type=float, help="the relative error that the backward may have"
-    )
-    min_verified: float | None = _option(
-        None, metavar="SHARE", type=float, help="the least share of elements to verify, such as 0.9"
-    )
-    time_budget: float | None = _option(
-        None, metavar="SECONDS", type=float, help="after which what is left is not verified"
-    )
-    points: int = _option(2, metavar="N", type=int, help="number of points to check")
-    seed: int = _option(0, metavar="N", type=int, help="seed of everything random")
-    skip: Collection[str] = _option(
-        frozenset(),
-        metavar="CHECKS",
-        action="extend",
-        type=lambda text: text.split(","),
-        help=f"checks to switch off, such as vmap,jit; some of {', '.join(CHECKS)}",
-    )
+    order: int = 1
+    mode: str = "auto"
+    delta: float | None = None
+    max_relative_error: float | None = None
+    tolerance: float | None = None
+    min_verified: float | None = None
+    time_budget: float | None = None
+    points: int = 2
+    seed: int = 0
+    skip: Collection[str] = frozenset()
 
     def __post_init__(self):
         """Refuse values that make no sense."""
         skip = [self.skip] if isinstance(self.skip, str) else list(self.skip)
         object.__setattr__(self, "skip", frozenset(skip))
-        unknown = [name for name in skip if name not in CHECKS]
-        if self.order not in (1, 2):
-            _refuse("order", self.order, "1, or 2 to check the second derivative as well")
-        if self.mode not in MODES:
-            _refuse("mode", self.mode, f"one of {', '.join(MODES)}")
-        if self.max_relative_error is not None and not self.max_relative_error > 0:
-            _refuse("max_relative_error", self.max_relative_error, "a number above 0, or None")
-        if self.tolerance is not None and not 0 < self.tolerance < 1:
-            _refuse("tolerance", self.tolerance, "a number between 0 and 1, such as 1e-2, or None")
-        if self.min_verified is not None and not 0 <= self.min_verified <= 1:
-            _refuse("min_verified", self.min_verified, "a share from 0 to 1, or None for a half")
-        if self.time_budget is not None and not self.time_budget > 0:
-            _refuse("time_budget", self.time_budget, "a number of seconds above 0, or None")
-        if not _is_count(self.points, 1):
-            _refuse("points", self.points, "a whole number, 1 or more")
-        if not _is_count(self.seed, 0):
-            _refuse("seed", self.seed, "a whole number, 0 or more")
-        if unknown:
+        for name, (is_meaningful, expected) in MEANINGFUL.items():
+            if not is_meaningful(getattr(self, name)):
+                _refuse(name, getattr(self, name), expected)
+        if unknown := [name for name in skip if name not in CHECKS]:
             _refuse("skip", unknown, f"some of {', '.join(CHECKS)}")
         require_delta(self.delta)
 

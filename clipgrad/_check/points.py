@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +25,7 @@ LEAST_BALANCE = 2.0**-10
 # Numbers so much larger than the median of their leaf are no inputs of one function: a step of a
 # part of them would be larger than the others (the case garbage_in_the_padding).
 GARBAGE = 2.0**24
+LEAST_SHORT = 2.0**-100  # above it, float32 is exact with room for steps
 EXPONENT = 0x7FF << 52  # the bits of a float64 that give its power of two
 
 
@@ -91,7 +91,7 @@ def make_point(
 
     def direction(row: int) -> np.ndarray:
         if row == SINGLE:
-            return scale
+            return scale.astype(np.float64)
         along = random_direction(subject, seed, row)
         along *= scale
         for (start, stop), factor in zip(subject.ranges, balance, strict=True):
@@ -127,9 +127,9 @@ def generator(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(name.encode())])
 
 
-def dense_numbers(rng: np.random.Generator, size: int, out: Any = None) -> np.ndarray:
+def dense_numbers(rng: np.random.Generator, size: int) -> np.ndarray:
     """Numbers of random sign and magnitude in [0.5, 1.5], in eighths: short in binary."""
-    return EIGHTHS.take(rng.integers(0, len(EIGHTHS), size, np.uint8), out=out, mode="clip")
+    return EIGHTHS.take(rng.integers(0, len(EIGHTHS), size, np.uint8), mode="clip")
 
 
 def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
@@ -143,9 +143,9 @@ def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
 
 def _dense(leaves: Sequence, names: Sequence[str], seed: int) -> np.ndarray:
     places = _trees.offsets(leaves)
-    whole = np.empty(int(places[-1]))
+    whole = _trees.zeros_in_place(int(places[-1]))
     for name, start, stop in zip(names, places[:-1], places[1:], strict=True):
-        dense_numbers(generator(seed, name), stop - start, whole[start:stop])
+        whole[start:stop] = dense_numbers(generator(seed, name), stop - start)
     return whole
 
 
@@ -170,7 +170,14 @@ def element_scales(xs: Sequence[jax.Array]) -> np.ndarray:
     The scale is about |x|, at least the root mean square of the leaf, and 1 for a leaf of zeros. A
     leaf with garbage in it, as in the padding of a batch, has its median in place of the mean.
     """
-    return np.concatenate([_leaf_scales(leaf) for leaf in xs])
+    return np.concatenate([_short(_leaf_scales(x)) for x in xs])
+
+
+def _short(numbers: np.ndarray) -> np.ndarray:
+    """The same numbers in float32, if they are, and far enough from its limits."""
+    narrow = numbers.astype(np.float32)
+    fits = np.array_equal(narrow, numbers) and (numbers.size == 0 or numbers.min() > LEAST_SHORT)
+    return narrow if fits else numbers
 
 
 def _leaf_scales(leaf) -> np.ndarray:
@@ -208,14 +215,9 @@ def _moved_leaf(leaf, phase: float, rng, reach: float):
         part = reach * rng.uniform(0.02, 0.08, leaf.shape)
         moved = (1 - part) * values if values.any() else part
     else:
-        moved = values * (1 - reach * (0.05 + 0.03 * of_value(values, phase)))
+        size = np.where(values == 0, 1.0, np.abs(values))
+        moved = values * (1 - reach * (0.05 + 0.03 * np.sin(phase + np.log(size))))
     return jax.device_put(moved.astype(leaf.dtype))
-
-
-def of_value(values: np.ndarray, phase: float) -> np.ndarray:
-    """A function of |value| alone, smooth and between -1 and 1."""
-    size = np.abs(values)
-    return np.sin(phase + np.log(np.where(size > 0, size, 1.0)))
 
 
 def symmetric_leaves(xs: Sequence[jax.Array]) -> set[int]:

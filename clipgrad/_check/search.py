@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clipgrad._check import tolerances, verdicts
-from clipgrad._check.differences import Differences, Moves, Slopes, progress_bar, step_sizes
+from clipgrad._check.differences import Differences, Moves, Slopes, step_sizes
 from clipgrad._check.points import BALANCED, DENSE, HARDLY, NEARBY, SINGLE, Point
 from clipgrad._check.subject import Range
 from clipgrad._check.tolerances import PRECISE, Allowed, Excuse, Sizes, Tolerance
@@ -154,12 +154,12 @@ class Judge:
         allowed = self._allowed(areas, direction == SINGLE, np.asarray(along), order)
         measure = functools.partial(self._measure, along, order)
         evaluation = self.differences.evaluation
-        verdict = self._by_two_steps(measure, areas, allowed, evaluation.quick)
-        if judged and direction != SINGLE:
-            self._by_finer_steps(verdict, measure, areas, allowed)
+        own = self.delta is not None
+        quick = np.asarray([1.0, 0.5]) if own else step_sizes(evaluation.quick)
+        verdict = verdicts.judge_two(measure(areas, quick), quick[0] / quick[1], allowed, own)
         unsettled = ~(verdict.error <= PRECISE * np.abs(verdict.numeric))
         doubtful = np.flatnonzero(verdict.kind != OK if judged else unsettled)
-        if doubtful.size and self.delta is None:
+        if doubtful.size and not own:
             steps = step_sizes(evaluation.ladder)
             slopes, ratio = measure(areas[doubtful], steps), steps[:-1] / steps[1:]
             flat = direction == SINGLE and self._are_flat(areas[doubtful, 0])
@@ -175,28 +175,11 @@ class Judge:
             return np.zeros_like(flat)
         return np.asarray(flat & ~around[:, indices].any(axis=0))
 
-    def _by_finer_steps(self, verdict, measure, areas, allowed) -> None:
-        """Try smaller steps where one disagrees, since elements may have passed their kinks."""
-        finer, doubtful = self.differences.evaluation.finer, np.flatnonzero(verdict.kind != OK)
-        if finer is None or self.delta is not None or not doubtful.size:
-            return
-        part = allowed.part(doubtful)
-        closer = self._by_two_steps(measure, areas[doubtful], part, finer)
-        right = closer.kind == OK
-        verdict.put(doubtful[right], closer.part(right))
-
-    def _by_two_steps(self, measure, areas, allowed, exponents) -> Verdict:
-        own = self.delta is not None
-        steps = np.asarray([1.0, 0.5]) if own else step_sizes(exponents)
-        return verdicts.judge_two(measure(areas, steps), steps[0] / steps[1], allowed, own)
-
     def _measure(self, along, order, areas, steps) -> Slopes:
         count, each = len(areas), len(steps)
         starts, stops = (np.repeat(column, each) for column in areas.T)
         moves = Moves(starts, stops, np.tile(steps, count))
-        with progress_bar(len(moves.start)) as progress:
-            at = self.point.xs, along, self.gradient
-            flat = self.differences.measure(*at, moves, progress, order)
+        flat = self.differences.measure(self.point.xs, along, self.gradient, moves, order)
         return Slopes(*(column.reshape((count, each, -1)) for column in flat))
 
     def _allowed(self, areas, single: bool, along, order) -> Allowed:
@@ -212,13 +195,12 @@ class Judge:
         return self.tolerance.ranges_along(np.stack(norms), self.sizes.overall, starts, exact)
 
 
-def search(judge: Judge, mode: str, rows: int = 2, without: Collection[int] = ()) -> list[Finding]:
+def search(judge: Judge, mode: str, without: Collection[int] = ()) -> list[Finding]:
     """Look for wrong elements at one point.
 
     Args:
       judge: judges the gradient there.
       mode: "auto", "fast", "full", or "reference": "auto" without a check of the reference itself.
-      rows: how many random directions per group of leaves.
       without: leaves to leave out.
 
     Returns:
@@ -229,15 +211,15 @@ def search(judge: Judge, mode: str, rows: int = 2, without: Collection[int] = ()
         found = [_every(judge.near, leaf) for leaf in leaves]
     elif mode in ("auto", "reference") and judge.reference is not None:
         found = [f for leaf in leaves for f in _by_reference(judge, leaf)]
-        doubtful = _doubtful_leaves(judge, rows) if mode == "auto" else set()
+        doubtful = _doubtful_leaves(judge) if mode == "auto" else set()
         for leaf in leaves:
             blocks = BLOCKS if leaf in judge.point.blind else 1
             if leaf in judge.point.blind or leaf in doubtful:
                 known = [f.indices for f in found if f.leaf == leaf]
-                found += _in_leaf(judge.near, leaf, blocks, rows, known)
+                found += _in_leaf(judge.near, leaf, blocks, BALANCED[:1], known)
     else:
         blocks = 1 if mode == "fast" else BLOCKS
-        found = [f for leaf in leaves for f in _in_leaf(judge.near, leaf, blocks, rows)]
+        found = [f for leaf in leaves for f in _in_leaf(judge.near, leaf, blocks, BALANCED)]
     return [_excused(finding, judge.near) for finding in found]
 
 
@@ -280,17 +262,13 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
 
 
 def _off_by_more(judge: Judge, leaf: int, beside: bool = True) -> np.ndarray:
-    """The elements of a leaf that are off the reference; of a large one, found block by block."""
-    reference, found = np.asarray(judge.reference), [np.zeros(0, int)]
+    """The elements of a leaf that are off the reference."""
+    pair, finite = (np.asarray(judge.reference), judge.gradient), judge.point.finite
     least = judge.tolerance.elements(judge.sizes, leaf, np.full(1, np.inf), beside)
-    for where in tolerances.pieces(*judge.ranges[leaf]):
-        parts = reference[:, where], judge.gradient[:, where]
-        off = np.abs(parts[0] - parts[1])
-        if least.paddle is not None or not (off <= least.floor).all():
-            slack = judge.allowed_at(where, beside).slack(*parts)
-            bad = (off > slack).any(axis=0) & judge.point.finite[where]
-            found.append(np.flatnonzero(bad) + where.start)
-    return np.concatenate(found)
+    slack = lambda where: judge.allowed_at(where, beside).slack(*(g[:, where] for g in pair))  # noqa: E731
+    floor = least.floor if least.paddle is None else -1.0
+    found = tolerances.off_by_more(pair, judge.ranges[leaf], floor, slack)
+    return found[finite[found]]
 
 
 def _lost_beside_others(judge: Judge, leaf: int, suspects: np.ndarray) -> list[Finding]:
@@ -305,7 +283,7 @@ def _lost_beside_others(judge: Judge, leaf: int, suspects: np.ndarray) -> list[F
 
 
 def _in_leaf(
-    judge: Judge, leaf: int, blocks: int, rows: int, known: Sequence = ()
+    judge: Judge, leaf: int, blocks: int, directions: Sequence[int], known: Sequence = ()
 ) -> list[Finding]:
     """Move the elements of a leaf together, but for known ones, and look at what disagrees."""
     elements = _finite_elements(judge, leaf)
@@ -314,7 +292,7 @@ def _in_leaf(
         return []
     if judge.is_late():
         return [_examined(judge, leaf, elements)]
-    directions = [DENSE] if blocks > 1 else [*BALANCED, DENSE][:rows]
+    directions = [DENSE] if blocks > 1 else directions
     groups = _split([np.arange(len(elements))], blocks)
     kinds = [_moved_together(judge, elements, groups, direction).kind for direction in directions]
     bad = [g for g, kind in zip(groups, np.max(kinds, axis=0), strict=True) if kind != OK]
@@ -464,7 +442,7 @@ def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     )
 
 
-def _doubtful_leaves(judge: Judge, rows: int) -> set[int]:
+def _doubtful_leaves(judge: Judge) -> set[int]:
     """An independent look at the reference itself, a few leaves at a time.
 
     At a further point, where there is one cotangent, it is at all of them together.
@@ -473,7 +451,7 @@ def _doubtful_leaves(judge: Judge, rows: int) -> set[int]:
     groups = np.array_split(np.arange(len(judge.ranges)), count)
     areas = [(judge.ranges[g[0]][0], judge.ranges[g[-1]][1]) for g in groups]
     itself = dataclasses.replace(judge, gradient=judge.reference)
-    kinds = np.max([itself.areas(areas, row).kind for row in BALANCED[:rows]], axis=0)
+    kinds = itself.areas(areas, BALANCED[0]).kind
     return {leaf for group, kind in zip(groups, kinds, strict=True) if kind != OK for leaf in group}
 
 

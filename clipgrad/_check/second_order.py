@@ -4,8 +4,7 @@ import jax
 
 import clipgrad._trees as _trees
 from clipgrad._check.check import Check, measured
-from clipgrad._check.differences import Differences
-from clipgrad._check.evaluation import choose, evaluation_in_float64
+from clipgrad._check.evaluation import choose
 from clipgrad._check.gradients import Gradient, PlainAD, differentiated
 from clipgrad._check.points import cotangents
 from clipgrad._check.report import Failure
@@ -32,7 +31,7 @@ def check_second_order(check: Check) -> None:
         return
     point = second.point()
     mode = "reference" if check.stops and point.reference is not None else "auto"
-    found = found_at(second, point, mode, rows=1)
+    found = found_at(second, point, mode)
     failures, notes = told(second.subject, point, found, check=NAME)
     log.failures += failures
     log.notes += notes
@@ -51,8 +50,10 @@ def _of_the_vjp(check: Check) -> Check:
     plain, count = check.plain, len(subject.inputs)
     if plain is not None:
         plain = Gradient(PlainAD(plain.function, count), plain.constants, subject.outputs)
-    own = covectors, vjp, vjp.rows(covectors)
-    return measured(subject, check.log, own, _evaluated(subject, covectors, check), plain)
+    own, notes = (covectors, vjp, vjp.rows(covectors)), []
+    evaluated = choose(subject, covectors, notes, hold=False)
+    check.log.notes += [f"{NAME}: {note}" for note in notes]
+    return measured(subject, check.log, own, evaluated, plain)
 
 
 def _vjp(check: Check) -> CheckSubject:
@@ -70,14 +71,3 @@ def _vjp(check: Check) -> CheckSubject:
         outputs=gradient(inputs),
         output_names=[f"gradient of {name}" for name in subject.names],
     )
-
-
-def _evaluated(subject: CheckSubject, covectors, check: Check) -> tuple:
-    try:
-        evaluation, wide = evaluation_in_float64(subject, hold=False)
-        return Differences(evaluation, covectors), wide
-    except Exception:
-        notes: list[str] = []
-        found = choose(subject, covectors, notes)
-        check.log.notes += [f"{NAME}: {note}" for note in notes]
-        return found

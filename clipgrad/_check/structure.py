@@ -13,7 +13,7 @@ import clipgrad._trees as _trees
 from clipgrad._check import points
 from clipgrad._check.differences import Differences, Moves, step_sizes
 from clipgrad._check.gradients import VJP
-from clipgrad._check.points import BALANCED, DENSE, Point
+from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge, wrong_leaves
 from clipgrad._check.subject import CheckSubject
@@ -125,7 +125,9 @@ def _slopes_nearby(judge: Judge, area: slice, indices, seed: int) -> tuple:
         moved = point.vector.copy()
         moved[area] += APART * rng.permutation(count) / count * point.scale[area].max()
         xs = _trees.from_rows(moved, differences.evaluation.like)
-        found.append(differences.measure(xs, point.scale, judge.gradient, moves).central)
+        found.append(
+            differences.measure(xs, point.direction(SINGLE), judge.gradient, moves).central
+        )
     slopes = np.stack(found) / point.scale[indices][None, :, None]
     return slopes.min(axis=0).T, slopes.max(axis=0).T
 
@@ -144,7 +146,7 @@ def _symmetric(subject: CheckSubject, judge: Judge, finding: Finding, seed: int)
     for _ in BALANCED:
         (random,) = _trees.from_rows(points.dense_numbers(rng, _trees.real_size(leaf)), [leaf])
         symmetric = (random + np.conj(np.swapaxes(random, -1, -2))) / 2
-        direction = np.zeros_like(judge.point.scale)
+        direction = np.zeros(judge.point.scale.size)
         direction[slice(*area)] = _trees.to_numpy([symmetric]) * judge.point.scale[area[0]]
         point = dataclasses.replace(judge.point, direction=lambda row: direction)  # noqa: B023
         if dataclasses.replace(judge, point=point).areas([area], DENSE).kind[0] != OK:

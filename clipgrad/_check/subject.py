@@ -38,6 +38,10 @@ class CheckSubject(NamedTuple):
         """The name of one real number of the outputs."""
         return _element(self.outputs, self.output_names, index)
 
+    def alone(self, k: int) -> Callable[[jax.Array], Leaves]:
+        """The function of one leaf, the others held."""
+        return lambda x: self.fun([*self.inputs[:k], x, *self.inputs[k + 1 :]])
+
     @property
     def ranges(self) -> list[Range]:
         """The range of each leaf in the vector of inputs."""

@@ -297,6 +297,29 @@ def pieces(start: int, stop: int) -> Iterator[slice]:
     yield from (slice(k, min(k + BLOCK, stop)) for k in range(start, stop, BLOCK))
 
 
+def distance(got: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """|got - expected|; 0 where both are the same non-finite value, infinite where one is."""
+    with np.errstate(invalid="ignore"):
+        off = np.abs(got - expected)
+        if np.isfinite(off.sum()):
+            return off
+        same = (got == expected) | (np.isnan(got) & np.isnan(expected))
+    return np.where(same, 0.0, np.where(np.isnan(off), np.inf, off))
+
+
+def off_by_more(pair, area: tuple[int, int], least: Any, slack: Callable) -> np.ndarray:
+    """The elements of an area where two gradients are further apart than the slack of a slice.
+
+    They are found block by block; where all of a block are within the `least` slack, none is.
+    """
+    found = [np.zeros(0, int)]
+    for where in pieces(*area):
+        off = distance(*(gradient[:, where] for gradient in pair))
+        if not (off <= least).all():
+            found.append(np.flatnonzero((off > slack(where)).any(axis=0)) + where.start)
+    return np.concatenate(found)
+
+
 def length_along(gradient: np.ndarray, direction: np.ndarray) -> np.ndarray:
     """|v * gradient| for each row."""
     return sum_along(gradient, direction)[1]

@@ -19,7 +19,7 @@ def check_values(check: Check, point: Point, where: str = "") -> None:
     mode = check.options.mode
     if not first and (mode != "auto" or point.reference is None):
         mode = "fast"
-    found = found_at(check, point, mode, rows=1 if mode == "auto" else 2)
+    found = found_at(check, point, mode)
     failures, notes = told(check.subject, point, found, where)
     if first:
         judge = check.judge_of_arithmetic(point)
@@ -34,7 +34,7 @@ def check_values(check: Check, point: Point, where: str = "") -> None:
         log.notes.append("the gradient is zero everywhere: does the output depend on the inputs?")
 
 
-def found_at(check: Check, point: Point, mode: str, rows: int) -> list[Finding]:
+def found_at(check: Check, point: Point, mode: str) -> list[Finding]:
     """What is wrong at one point: is the formula right, and then is its arithmetic?
 
     The rule evaluated in float64 must agree with slopes to float64's tolerance; the gradient as it
@@ -44,7 +44,7 @@ def found_at(check: Check, point: Point, mode: str, rows: int) -> list[Finding]:
     of_arithmetic, seed = check.judge_of_arithmetic(point), check.options.seed
     known = point.exact is not None
     judge = check.judge_of_formula(point) if known else of_arithmetic
-    found = excuse_structure(check.subject, judge, search(judge, mode, rows), seed)
+    found = excuse_structure(check.subject, judge, search(judge, mode), seed)
     if known:
         found += search(of_arithmetic, "reference", without=wrong_leaves(found))
     return found

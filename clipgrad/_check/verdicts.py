@@ -81,10 +81,9 @@ def judge_two(slopes: Slopes, ratio: float, allowed: Allowed, as_they_are: bool)
     sure = (error <= large) | as_they_are
     slack = slack + (error if allowed.paddle is None else 0.0)
     kind = np.where((off <= slack) & sure, OK, WRONG)
-    worst = np.argmax(np.where(kind == WRONG, np.inf, 0) + off, axis=1)[:, None]
-    columns = (kind, numeric, analytic, error, slopes.ahead[:, 1], slopes.behind[:, 1])
-    picked = [np.take_along_axis(column, worst, 1)[:, 0] for column in columns]
-    return Verdict(*picked, kink=np.zeros(len(coarse), bool))
+    worst = np.argmax(np.where(kind == WRONG, np.inf, 0) + off, axis=1)
+    sides, no_kink = (slopes.ahead[:, 1], slopes.behind[:, 1]), np.zeros(kind.shape, bool)
+    return Verdict(*(_pick(c, worst) for c in (kind, numeric, analytic, error, *sides, no_kink)))
 
 
 def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed, flat: Any = False) -> Verdict:
@@ -99,7 +98,7 @@ def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed, flat: Any = False
     best = np.argmin(np.where(np.isfinite(gap), gap + slopes.noise, np.inf), axis=1)
     kink = _is_kink(slopes, gap, best, ratio)
     grows, jumps = _grows(slopes), _jumps(slopes, ratio)
-    centre, width = slopes.at(best, "central"), slopes.at(best, "width")
+    centre, width = _pick(slopes.central, best), _pick(slopes.width, best)
     size = np.fmax(np.abs(numeric), norm)
     off = np.abs(numeric - analytic)
     slack = allowed.slack(numeric, norm)
@@ -111,7 +110,7 @@ def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed, flat: Any = False
     kind = np.where(kink, np.where(inside, KINK, WRONG), kind)
     kind = np.where(grows, SINGULAR, kind)
     kind = np.where(np.isfinite(numeric), kind, UNSURE)
-    sides = [slopes.at(best, name) for name in ("ahead", "behind")]
+    sides = [_pick(side, best) for side in (slopes.ahead, slopes.behind)]
     # The slope beside a jump is from the values at two steps, and not the one at the point.
     last = ratio[-2]
     beside = [(last * c[:, -3] - c[:, -2]) / (last - 1) for c in (slopes.ahead, slopes.behind)]
@@ -122,9 +121,9 @@ def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed, flat: Any = False
     kind = np.where(jumps, np.where(between > relative, WRONG, SINGULAR), kind)
     near, sure = _right_in_the_limit(slopes, numeric, error, analytic, slack)
     kind = np.where(near, np.where(sure, OK, UNSURE), kind)
-    worst = np.argmax(kind + np.where(off > 0, off / (1 + off), 0) / 2, axis=1)[:, None]
+    worst = np.argmax(kind + np.where(off > 0, off / (1 + off), 0) / 2, axis=1)
     columns = (kind, numeric, analytic, error, *sides, kink | jumps)
-    return Verdict(*(np.take_along_axis(c, worst, 1)[:, 0] for c in columns))
+    return Verdict(*(_pick(column, worst) for column in columns))
 
 
 def _right_in_the_limit(slopes: Slopes, numeric, error, analytic, slack) -> tuple:
@@ -161,7 +160,7 @@ def _is_kink(slopes: Slopes, gap, best, ratio) -> np.ndarray:
     shrinks = gap[:, 1:] < gap[:, :-1] / np.sqrt(ratio)
     shrinks = _pick(shrinks, np.maximum(best - 1, 0))
     gap, noise = _pick(gap, best), _pick(slopes.noise, best)
-    size = np.fmax(np.abs(slopes.at(best, "ahead")), np.abs(slopes.at(best, "behind")))
+    size = np.fmax(np.abs(_pick(slopes.ahead, best)), np.abs(_pick(slopes.behind, best)))
     return (gap - 3 * noise > KINK_GAP * size) & ~shrinks
 
 
@@ -192,4 +191,5 @@ def _jumps(slopes: Slopes, ratio) -> np.ndarray:
 
 
 def _pick(array: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """What each row has at a step of its own."""
     return np.take_along_axis(array, step[:, None], axis=1)[:, 0]

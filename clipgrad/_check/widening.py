@@ -42,8 +42,7 @@ class Widened:
             raise Unsupported(f"it holds {', '.join(sorted(foreign))}")
         self._program, _ = _jaxpr.opened(program)  # kept longer than its constants
         self.text = text
-        floats = [_jaxpr.dtype_of(v) for e in found for v in e.outvars if _jaxpr.holds_floats(v)]
-        self.narrow = {np.dtype(jnp.finfo(dtype).dtype).name for dtype in floats}
+        self.narrow = computed_types(program)
         self.stops = bool(names & {"stop_gradient", "random_gamma"})
         bits = [e for e in found if e.primitive.name in _jaxpr.OWN_TYPES]
         self.looks_at_bits = any(_jaxpr.holds_floats(v) for e in bits for v in e.invars)
@@ -59,6 +58,13 @@ class Widened:
         So differences see what JAX differentiates: a straight-through estimator is right.
         """
         return self.call(constants, xs, _Hold(self._program))
+
+
+def computed_types(program: Any) -> set[str]:
+    """The names of the floating types that a program computes in."""
+    results = [v for equation in _jaxpr.equations(program) for v in equation.outvars]
+    floats = [_jaxpr.dtype_of(v) for v in results if _jaxpr.holds_floats(v)]
+    return {np.dtype(jnp.finfo(dtype).dtype).name for dtype in floats}
 
 
 def widened_program(program: Any) -> Widened:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from clipgrad._check import PLATFORMS, GradCheckReport, Options, check_grads
+from clipgrad._check import CHECKS, PLATFORMS, GradCheckReport, Options, check_grads
 from clipgrad._commands.function import FAILED, PASSED, add_function, arguments, complain, load
 
 CHECK_EPILOG = """\
@@ -21,6 +21,49 @@ exit code:
   1  the gradient is wrong, or nothing was verified
   2  the check could not run; one line says why
 """
+
+# The words of each of `Options` on the command line.
+WORDS: dict[str, dict[str, Any]] = {
+    "order": {"metavar": "{1,2}", "type": int, "help": "2 also checks the second derivative"},
+    "mode": {
+        "metavar": "{auto,fast,full}",
+        "help": "auto: every element, with help from plain AD in float64; fast: random directions; "
+        "full: every element with finite differences",
+    },
+    "delta": {
+        "metavar": "STEP",
+        "type": float,
+        "help": "an absolute step, such as Paddle's 0.005",
+    },
+    "max_relative_error": {
+        "metavar": "ERROR",
+        "type": float,
+        "help": "Paddle's tolerance, such as 0.005",
+    },
+    "tolerance": {
+        "metavar": "ERROR",
+        "type": float,
+        "help": "the relative error that the backward may have",
+    },
+    "min_verified": {
+        "metavar": "SHARE",
+        "type": float,
+        "help": "the least share of elements to verify, such as 0.9",
+    },
+    "time_budget": {
+        "metavar": "SECONDS",
+        "type": float,
+        "help": "after which what is left is not verified",
+    },
+    "points": {"metavar": "N", "type": int, "help": "number of points to check"},
+    "seed": {"metavar": "N", "type": int, "help": "seed of everything random"},
+    "skip": {
+        "metavar": "CHECKS",
+        "action": "extend",
+        "type": lambda text: text.split(","),
+        "help": f"checks to switch off, such as vmap,jit; some of {', '.join(CHECKS)}",
+    },
+}
 
 
 def add_check_parser(subparsers: Any) -> None:
@@ -40,7 +83,7 @@ def add_check_parser(subparsers: Any) -> None:
     add("--output", metavar="PATH", help="the output to check, by position, key or path")
     how = parser.add_argument_group("how to check").add_argument
     for option in dataclasses.fields(Options):
-        words = dict(option.metadata)
+        words = dict(WORDS[option.name])
         if option.default:
             words["help"] += f" (default: {option.default})"
         how(f"--{option.name.replace('_', '-')}", default=argparse.SUPPRESS, **words)
