@@ -435,6 +435,19 @@ def test_differentiating_through_an_update(name, key):
     chex.assert_tree_all_finite(jax.grad(after, argnums=(0, 1))(0.1, 0.0))
 
 
+@pytest.mark.parametrize("name", ["clip_by_norm", "clip_by_global_norm", "clip_by_block_rms"])
+def test_the_slope_at_the_threshold_is_that_of_a_gradient_within(name):
+    """As in optax: half of it, the mean of both sides, would be that of a maximum."""
+    tx = CLIPS[name][0](1.0)
+
+    @jax.jit
+    @jax.grad
+    def slope(g):
+        return jnp.sum(update(tx, {"w": g})[0]["w"])
+
+    assert [slope(jnp.float32(g)) for g in (0.0, 0.5, 1.0, 2.0)] == [1, 1, 1, 0]
+
+
 def test_the_argument_of_optax_is_an_error_that_says_ours():
     with pytest.raises(TypeError, match=r"clip_by_value: got max_delta=1.0, expected max=1.0"):
         cg.clip_by_value(max_delta=1.0)

@@ -100,6 +100,8 @@ def _scale_by_rms(leaf: jax.Array, norm: Norm, bounds: tuple[jax.Array, jax.Arra
     Each root is used once, so that XLA computes the divisor in one kernel.
     """
     limit, least = bounds
-    divisor = jnp.maximum(norm.divisor / limit / norm.scale, least)
+    ratio = norm.divisor / limit / norm.scale
+    most = jnp.full_like(ratio, jnp.inf)
+    divisor = jax.lax.clamp(least.astype(ratio.dtype), ratio, most)  # of slope 1 at the limit
     divisor = if_else(jnp.isfinite(norm.root), divisor, jnp.nan)
     return over(with_real_dtype(leaf, norm.root.dtype.name), divisor).astype(leaf.dtype)
