@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from clipgrad._numerics import (
@@ -101,7 +102,7 @@ def _scale_by_rms(leaf: jax.Array, norm: Norm, bounds: tuple[jax.Array, jax.Arra
     """
     limit, least = bounds
     ratio = norm.divisor / limit / norm.scale
-    most = jnp.full_like(ratio, jnp.inf)
+    most = np.asarray(np.inf, ratio.dtype)  # not JAX's, which jax_debug_infs would refuse
     divisor = jax.lax.clamp(least.astype(ratio.dtype), ratio, most)  # of slope 1 at the limit
     divisor = if_else(jnp.isfinite(norm.root), divisor, jnp.nan)
     return over(with_real_dtype(leaf, norm.root.dtype.name), divisor).astype(leaf.dtype)
