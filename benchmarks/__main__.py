@@ -80,8 +80,8 @@ def beside_older(
     """
     if older is None:
         return result
-    origin = {key: older[key] for key in ("command", "machine")}
-    rows = {row["name"]: {"origin": origin} | row for row in older["rows"]}
+    origin = {"origin": report.own_origin(older)}
+    rows = {row["name"]: origin | row for row in older["rows"]}
     rows |= {row["name"]: row for row in result["rows"]}
     return result | {"rows": [rows[name] for name in names if name in rows]}
 

@@ -180,7 +180,7 @@ def origin(results: dict[str, Any]) -> str:
     runs: dict[str, list[str]] = {}
     for subject, result in results.items():
         # A row that was measured in another run says so itself.
-        rows = [_describe(**row.get("origin", _own_origin(result))) for row in result["rows"]]
+        rows = [_describe(**row.get("origin", own_origin(result))) for row in result["rows"]]
         for run in dict.fromkeys(rows):
             part = "" if (n := rows.count(run)) == len(rows) else f" ({n} row{'s' * (n > 1)})"
             runs.setdefault(run, []).append(subject + part)
@@ -189,7 +189,8 @@ def origin(results: dict[str, Any]) -> str:
     return "\n".join(f"* {', '.join(subjects)}: {run}" for run, subjects in runs.items())
 
 
-def _own_origin(result: dict[str, Any]) -> dict[str, Any]:
+def own_origin(result: dict[str, Any]) -> dict[str, Any]:
+    """The machine and the command of the run that a result comes from."""
     return {key: result[key] for key in ("machine", "command")}
 
 

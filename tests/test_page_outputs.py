@@ -45,6 +45,15 @@ def ratios(subject, work, theirs, ours="clipgrad"):
     ]
 
 
+EXAMPLES = {
+    "clip of each example": "MLP of 0.67M, batch 64",
+    "the same in parts of 16": "MLP of 0.67M, batch 64 in parts of 16",
+    "the same in a CNN, batch of 16": "CNN of 56k, batch 16",
+    "the same in a CNN, batch of 256": "CNN of 56k, batch 256",
+    "the same in a transformer": "transformer of 0.8M",
+    "the same in an LSTM, batch of 16": "LSTM of 0.13M, scan of 64, batch 16",
+    "the same in an LSTM, batch of 256": "LSTM of 0.13M, scan of 64, batch 256",
+}
 COSTS = {
     "clip by global norm, 128 MB": [
         ("norm", "128 MB in 20 leaves", peer) for peer in ("optax", "torch")
@@ -66,34 +75,6 @@ COSTS = {
     "flight recorder": [
         ("recorder", work, "not recorded", "recorded") for work in ("six layers", "two layers")
     ],
-    "clip of each example": [
-        ("per_example", "MLP of 0.67M, batch 64", peer)
-        for peer in ("optax, all at once", "jax-privacy")
-    ],
-    "the same in parts of 16": [
-        ("per_example", "MLP of 0.67M, batch 64 in parts of 16", peer)
-        for peer in ("optax, all at once", "jax-privacy")
-    ],
-    "the same in a CNN, batch of 16": [
-        ("per_example", "CNN of 56k, batch 16", peer)
-        for peer in ("optax, all at once", "jax-privacy")
-    ],
-    "the same in a CNN, batch of 256": [
-        ("per_example", "CNN of 56k, batch 256", peer)
-        for peer in ("optax, all at once", "jax-privacy")
-    ],
-    "the same in a transformer": [
-        ("per_example", "transformer of 0.8M", peer)
-        for peer in ("optax, all at once", "jax-privacy")
-    ],
-    "the same in an LSTM, batch of 16": [
-        ("per_example", "LSTM of 0.13M, scan of 64, batch 16", peer)
-        for peer in ("optax, all at once", "jax-privacy")
-    ],
-    "the same in an LSTM, batch of 256": [
-        ("per_example", "LSTM of 0.13M, scan of 64, batch 256", peer)
-        for peer in ("optax, all at once", "jax-privacy")
-    ],
     "check of the gradient": [
         ("checker", "MLP of 5k", peer)
         for peer in (
@@ -102,6 +83,10 @@ COSTS = {
             "torch gradcheck, slow",
         )
     ],
+    **{
+        start: [("per_example", work, peer) for peer in ("optax, all at once", "jax-privacy")]
+        for start, work in EXAMPLES.items()
+    },
 }
 
 

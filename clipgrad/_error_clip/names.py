@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._frameworks import Pure, with_models
-from clipgrad._rules import ClipRule, as_rule
+from clipgrad._rules import as_rule, is_rule
 from clipgrad._trees import is_array, matches, nearest
 
 Rules = Mapping[str, Callable[..., Any] | None]
@@ -257,7 +257,7 @@ def _check_cotangents(
 
 def check_function(fun: Any) -> None:
     """Raises `TypeError` if what is transformed is not a function, or is a rule."""
-    if ClipRule in type(fun).__mro__ or not callable(fun):
+    if is_rule(fun) or not callable(fun):
         raise TypeError(f"fun: got {fun!r}, expected a function; the rules come second")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._rules import ClipRule
+from clipgrad._rules import is_rule
 from clipgrad._trees import is_array
 
 
@@ -15,12 +15,10 @@ def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, An
 
     It is not traced once more for that.
     """
-    kind: type = type(loss_fn)
-    is_rule = ClipRule in kind.__mro__
-    if is_rule or not callable(loss_fn):
-        hint = "; write the loss before the rule" if is_rule else ""
+    if is_rule(loss_fn) or not callable(loss_fn):
+        hint = "; write the loss before the rule" if is_rule(loss_fn) else ""
         raise TypeError(
-            f"loss_fn: got {loss_fn!r:.60} of type {kind.__name__}, expected a function "
+            f"loss_fn: got {loss_fn!r:.60} of type {type(loss_fn).__name__}, expected a function "
             f"of (params, example){hint}"
         )
 

@@ -5,6 +5,7 @@ from clipgrad._rules.adaptive import unit_norms as unit_norms
 from clipgrad._rules.base import ClipRule as ClipRule
 from clipgrad._rules.base import apply_rule as apply_rule
 from clipgrad._rules.base import as_rule as as_rule
+from clipgrad._rules.base import is_rule as is_rule
 from clipgrad._rules.block_rms import ClipByBlockRMS as ClipByBlockRMS
 from clipgrad._rules.global_norm import ClipByGlobalNorm as ClipByGlobalNorm
 from clipgrad._rules.norm import ClipByNorm as ClipByNorm

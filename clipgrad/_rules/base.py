@@ -45,6 +45,11 @@ class ClipRule(Protocol):
         ...
 
 
+def is_rule(value: Any) -> bool:
+    """Whether this is of a class of rules: for `isinstance` each callable is, as for a protocol."""
+    return ClipRule in type(value).__mro__
+
+
 class MeasuringRule(ClipRule, Protocol):
     """A rule of this library: it measures norms of groups of elements, and scales by these.
 
