@@ -142,7 +142,8 @@ def doubling(*arms):
 def test_every_arm_records_what_goes_back_at_each_time_step_of_each_training_step():
     rule = cg.ErrorClipByValue(max=3.0)
     arms = (_task.Arm(_task.PLAIN), _task.Arm(_task.ERROR, error_clip=rule))
-    plain, clipped = train(doubling(*arms), 2, 3, lambda count: None).runs
+    (result,) = train([doubling(*arms)], 2, lambda count: None)
+    plain, clipped = result.runs
     assert plain.through_time.shape == clipped.through_time.shape == (2, 3, 4)
     np.testing.assert_array_equal(plain.through_time, np.full((2, 3, 4), [16, 8, 4, 2]))
     np.testing.assert_array_equal(clipped.through_time, np.full((2, 3, 4), [3, 3, 3, 2]))
@@ -258,8 +259,8 @@ def test_over_a_quarter_of_the_patches_are_blank():
 @pytest.mark.exhaustive
 def test_progress_counts_every_step():
     whole, made = TASKS["blank-patches"], []
-    task = dataclasses.replace(whole, arms=whole.arms[:1])
-    result = train(task, 1, 30, made.append)
+    task = dataclasses.replace(whole, arms=whole.arms[:1], steps=30)
+    (result,) = train([task], 1, made.append)
     assert made == [3] * 10
     assert result.runs[0].loss.shape == (1, 30)
 
@@ -268,9 +269,10 @@ def test_an_error_while_training_is_not_lost():
     def fail(count):
         raise RuntimeError("no progress")
 
-    task = dataclasses.replace(TASKS["blank-patches"], arms=TASKS["blank-patches"].arms[:1])
+    whole = TASKS["blank-patches"]
+    task = dataclasses.replace(whole, arms=whole.arms[:1], steps=30)
     with pytest.raises(RuntimeError, match="no progress"):
-        train(task, 1, 30, fail)
+        train([task], 1, fail)
 
 
 @pytest.mark.parametrize("steps, size", [(1, 1), (7, 1), (10, 1), (300, 30), (400, 40), (21, 1)])

@@ -33,7 +33,7 @@ def made_up(*curves, labels=(_task.PLAIN, _task.ERROR), task="char-rnn", through
         )
         for label, curve in zip(labels, curves, strict=True)
     ]
-    return Result(TASKS[task], len(curves[0][0]), runs, 3.0)
+    return Result(TASKS[task], len(curves[0][0]), runs)
 
 
 THROUGH_TIME = made_up(

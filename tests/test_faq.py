@@ -73,7 +73,8 @@ def trained(name, labels, seeds=5):
     """The runs of some ways to train a task of the demo."""
     arms = tuple(arm for arm in TASKS[name].arms if arm.label in labels)
     task = dataclasses.replace(TASKS[name], arms=arms)
-    return train(task, seeds, task.steps, lambda steps: None).runs
+    (result,) = train([task], seeds, lambda steps: None)
+    return result.runs
 
 
 def the_command(folder):

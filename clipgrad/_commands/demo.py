@@ -76,25 +76,17 @@ def _train_all(arguments: argparse.Namespace) -> list[Result]:
     from tqdm import tqdm
 
     tasks = _chosen(arguments)
+    seeds = arguments.seeds or (5 if arguments.all else 3)
     with tqdm(total=sum(len(task.arms) * task.steps for task in tasks), unit="step") as bar:
-        return [
-            _train_one(task, arguments.seeds or (5 if arguments.all else 3), bar) for task in tasks
-        ]
+        return train(tasks, seeds, bar.update, lambda task, run: _show(task, run, seeds, bar))
 
 
-def _train_one(task: Task, seeds: int, bar: Any) -> Result:
-    bar.set_description(task.name)
-    shown = []
-
-    def show(run: Run) -> None:
-        if not shown:
-            bar.write(head(task, seeds, task.steps, list(run.metrics)))
-        bar.write(row(run))
-        shown.append(run)
-
-    result = train(task, seeds, task.steps, bar.update, show)
-    bar.write("\n".join([*foot(task), ""]))
-    return result
+def _show(task: Task, run: Run, seeds: int, bar: Any) -> None:
+    if run.arm is task.arms[0]:
+        bar.write(head(task, seeds, task.steps, list(run.metrics)))
+    bar.write(row(run))
+    if run.arm is task.arms[-1]:
+        bar.write("\n".join([*foot(task), ""]))
 
 
 def _chosen(arguments: argparse.Namespace) -> list[Task]:

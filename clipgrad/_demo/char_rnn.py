@@ -87,5 +87,6 @@ TASK = Task(
     reached=lambda metrics: metrics["nats per character"] < 2.5,
     recurrent=True,
     short=350,
+    options={"xla_backend_optimization_level": 1},
     note="the norm clip wins: begin with it, an error clip does not replace it",
 )

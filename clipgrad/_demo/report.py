@@ -34,7 +34,7 @@ def _task(result: Result) -> dict[str, Any]:
         "goal": result.task.goal,
         "note": result.task.note,
         "steps": result.steps,
-        "seconds": round(result.seconds, 1),
+        "seconds": round(sum(run.seconds for run in result.runs), 1),
         "arms": {run.arm.label: _arm(run) for run in result.runs},
     }
 

@@ -1,11 +1,11 @@
-"""Training all seeds of an arm at once."""
+"""Training all seeds of an arm at once, and as many arms as there are cores."""
 
-import concurrent.futures
 import functools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,8 @@ import clipgrad as cg
 from clipgrad._demo.task import Arm, Task
 
 _CHUNKS = 10
+# What draws a batch or evaluates runs for milliseconds, and compiles for seconds if done with care.
+_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 class Run(NamedTuple):
@@ -43,12 +45,11 @@ class Run(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What all arms of a task gave, after so many steps, in so many seconds."""
+    """What all arms of a task gave, after so many steps."""
 
     task: Task
     steps: int
     runs: list[Run]
-    seconds: float
 
 
 class _Common(NamedTuple):
@@ -61,27 +62,22 @@ class _Common(NamedTuple):
     params: Any
     batches: Callable[[jax.Array], Any]
     evaluate: Callable[[Any], Any]
-    steps: int
 
 
 def train(
-    task: Task,
+    tasks: Sequence[Task],
     seeds: int,
-    steps: int,
     advance: Callable[[int], Any],
-    show: Callable[[Run], Any] = lambda run: None,
-) -> Result:
-    """Trains every arm of a task, all of them from the same parameters on the same batches.
+    show: Callable[[Task, Run], Any] = lambda task, run: None,
+) -> list[Result]:
+    """Trains every arm of each task, those of a task from the same parameters on the same batches.
 
     Args:
-      task: the task.
+      tasks: the tasks.
       seeds: how many seeds.
-      steps: how many steps.
       advance: is told how many steps have been made since the last time.
-      show: is given each arm's run when it and those before it have ended.
+      show: is given each arm's task and run when it and those before it have ended.
     """
-    start = time.perf_counter()
-    common = _prepare(task, seeds, steps)
     lock, stopped = threading.Lock(), threading.Event()
 
     def tick(count: int) -> None:
@@ -90,34 +86,45 @@ def train(
         with lock:
             advance(count)
 
-    # Models this small keep one core busy each.
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    # Models this small keep one core busy each: a core that is free begins with the next task.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
-            runs = []
-            for run in pool.map(functools.partial(_run, common, tick), task.arms):
-                runs.append(run)
-                show(run)
+            begun = [(task, _begin(pool, task, seeds, tick)) for task in tasks]
+            return [Result(task, task.steps, _collect(task, runs, show)) for task, runs in begun]
         finally:
             stopped.set()
-    return Result(task, steps, runs, time.perf_counter() - start)
+            pool.shutdown(cancel_futures=True)
 
 
-def _prepare(task: Task, seeds: int, steps: int) -> _Common:
+def _begin(pool: Executor, task: Task, seeds: int, tick: Callable[[int], Any]) -> list[Future[Run]]:
+    common = pool.submit(_prepare, task, seeds)
+    return [pool.submit(_run, common, tick, arm) for arm in task.arms]
+
+
+def _collect(task: Task, runs: list[Future[Run]], show: Callable[[Task, Run], Any]) -> list[Run]:
+    for run in runs:
+        show(task, run.result())
+    return [run.result() for run in runs]
+
+
+def _prepare(task: Task, seeds: int) -> _Common:
     data = task.load()
-    each = [task.init(data, np.random.default_rng(seed)) for seed in range(seeds)]
-    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-    keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
+    firsts = [task.init(data, np.random.default_rng(seed)) for seed in range(seeds)]
+    params = jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *firsts)
+    keys = jax.vmap(jax.random.key)(np.arange(seeds))
 
     def batch(data: Any, key: jax.Array, step: jax.Array) -> Any:
         return task.sample(data, jax.random.fold_in(key, step))
 
     some = jax.vmap(jax.vmap(batch, in_axes=(None, None, 0)), in_axes=(None, 0, None))
-    batches = functools.partial(jax.jit(some), data, keys)
-    every = jax.jit(jax.vmap(task.evaluate, in_axes=(0, 0, None)))
-    return _Common(task, params, batches, lambda last: every(params, last, data), steps)
+    batches = functools.partial(jax.jit(some, compiler_options=_QUICK), data, keys)
+    each_seed = jax.vmap(task.evaluate, in_axes=(0, 0, None))
+    every = jax.jit(each_seed, compiler_options=_QUICK)
+    return _Common(task, params, batches, lambda last: every(params, last, data))
 
 
-def _run(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Run:
+def _run(prepared: Future[_Common], tick: Callable[[int], Any], arm: Arm) -> Run:
+    common = prepared.result()
     start = time.perf_counter()
     # A thread has JAX's global settings, and optax's Adam fails with strict promotion.
     with jax.numpy_dtype_promotion("standard"):
@@ -130,13 +137,14 @@ def _run(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Run:
 
 def _train_arm(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Any:
     optimizer = arm.optimizer(common.task.optimizer)
-    carry = (common.params, jax.vmap(optimizer.init)(common.params))
+    init = jax.jit(jax.vmap(optimizer.init), compiler_options=_QUICK)
+    carry = (common.params, init(common.params))
     chunk = jax.vmap(_chunk(common.task, arm, optimizer))
     compiled = jax.jit(chunk, compiler_options=dict(common.task.options or {}))
-    size = _chunk_size(common.steps)
+    size = _chunk_size(common.task.steps)
     history = []
-    for start in range(0, common.steps, size):
-        carry, curves = compiled(carry, common.batches(jnp.arange(start, start + size)))
+    for start in range(0, common.task.steps, size):
+        carry, curves = compiled(carry, common.batches(np.arange(start, start + size)))
         history.append(jax.tree.map(np.asarray, curves))
         tick(size)
     return carry[0], jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *history)
