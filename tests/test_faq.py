@@ -103,7 +103,7 @@ def test_the_table_is_what_the_demo_trains(tmp_path):
 
 
 @pytest.mark.ci()
-@pytest.mark.parametrize("seeds", [5, 1])
+@pytest.mark.parametrize("seeds", [1, 5])
 def test_zero_nans_leaves_the_first_layer_of_blank_patches_as_it_was(seeds):
     (run,) = trained("blank-patches", [_task.ZERO_NANS], seeds)
     assert not np.any(run.metrics["layer 1 moved"]) and not np.any(run.reached)
@@ -113,7 +113,7 @@ def test_zero_nans_leaves_the_first_layer_of_blank_patches_as_it_was(seeds):
 
 
 @pytest.mark.ci()
-@pytest.mark.parametrize("seeds", [5, 1])
+@pytest.mark.parametrize("seeds", [1, 5])
 def test_the_pendulum_of_the_picture_swings_up_with_the_error_clip(seeds):
     norm, error = trained("pendulum", [_task.NORM, _task.ERROR], seeds)
     assert np.all(error.reached) and not np.any(norm.reached)

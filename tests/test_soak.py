@@ -29,6 +29,7 @@ from tests.helpers import assert_same, environment_of_users
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
 
 ROOT = pathlib.Path(__file__).parents[1]
+LONG = 1500  # steps, of which a process makes hundreds before it is killed
 
 
 def momentum(rate: float) -> optax.GradientTransformation:
@@ -166,12 +167,12 @@ def exported(shared: Training, folder: pathlib.Path) -> Ends:
 
 def killed(shared: Training, folder: pathlib.Path) -> Ends:
     """Processes that train the demo's network, are killed, and go on from a checkpoint."""
-    whole, parts, (first, second) = folder / "whole", folder / "parts", interruptions(5000, 2)
+    whole, parts, (first, second) = folder / "whole", folder / "parts", interruptions(LONG, 2)
     starts, compiled = [], []
     for path, last in ((whole, None), (parts, first), (parts, second), (parts, None)):
-        starts.append(ended(path, 5000, last))
+        starts.append(ended(path, LONG, last))
         compiled.append(len(list((folder / "cache").glob("jit_update-*-cache"))))
-    assert 0 == starts[0] == starts[1] < starts[2] < starts[3] < 5000
+    assert 0 == starts[0] == starts[1] < starts[2] < starts[3] < LONG
     # What was restored has a place, so that the step is compiled once more, and never again.
     assert compiled == [1, 1, 2, 2]
     return tuple(pickle.loads((path / "state").read_bytes()) for path in (parts, whole))
