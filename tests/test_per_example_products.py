@@ -64,8 +64,8 @@ def assert_clipped(result, each, limit, rtol=2e-5):
 
 # One program for each kind of product, and one in a scan.
 CORE = {
-    "experts as a batch dimension", "embedding tied to the head", "grouped convolution", "lstm",
-    "vmap inside of the loss",
+    "experts as a batch dimension", "embedding tied to the head", "grouped convolution",
+    "convolutions at many positions", "lstm", "vmap inside of the loss",
 }  # fmt: skip
 
 
