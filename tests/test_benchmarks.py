@@ -175,7 +175,12 @@ def test_some_rows_are_run_again_and_the_others_say_where_they_are_from(tmp_path
     origins = {row["name"]: row.get("origin", found)["command"] for row in found["rows"]}
     runs = {name: origin.partition("--rows ")[2] for name, origin in origins.items()}
     assert list(runs.items()) == [("a", "a b"), ("b", "b"), ("c", "c")]
-    assert (tmp_path / "RESULTS.md").read_text().count("* norm (1 row): ") == 3
+    # One line for all that differ in their rows alone, and one for another commit.
+    assert (tmp_path / "RESULTS.md").read_text().count("* norm: ") == 1
+    found["rows"][0]["origin"]["machine"] |= {"commit": "another", "load": 7}
+    lines = report.origin({"norm": found}).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["* norm (1 row)", "* norm (2 rows)"]
+    assert "another" in lines[0] and "Load average before: 7, so other" in lines[0]
     with pytest.raises(SystemExit):
         command.parsed(["--only", "norm", "--rows", "d"])
 
