@@ -84,7 +84,8 @@ class Keep(End):
         if not want.solo or not want.leaves <= self.clipped:
             return value
         if not isinstance(value, Products):
-            return self.arrays(_array_term(value))
+            real = jnp.issubdtype(value.dtype, jnp.floating)
+            return self.arrays(_array_term(value)) if real else value
         return value if value.squares is not None else value.with_squares(squares(value))
 
     def arrays(self, value: Products) -> Products:
