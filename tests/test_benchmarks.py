@@ -98,6 +98,13 @@ def test_programs_take_turns():
     assert times["a"]["run"] == [2.0 + calls * turn for turn in range(turns)]
 
 
+def test_no_program_always_runs_after_the_same_one():
+    turns = [timing._rotated(list("abcd"), turn) for turn in range(4)]
+    assert ["".join(turn) for turn in turns] == ["abcd", "badc", "cdab", "dcba"]
+    before = {b: {t[t.index(b) - 1] for t in turns if t[0] != b} for b in "abcd"}
+    assert all(len(found) > 1 for found in before.values())
+
+
 def test_what_takes_longer_than_the_budget_is_run_once():
     samples = {"slow": lambda: {"run": 9.0}, "quick": lambda: {"run": 0.5}}
     times = timing.take_turns(samples, budget=3.0)
