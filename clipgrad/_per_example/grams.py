@@ -26,7 +26,7 @@ from clipgrad._per_example.squares import NO_EXPONENT, Squares, exponents, times
 from clipgrad._per_example.terms import Products, Unfollowed, einsum
 
 # How many numbers of an example are multiplied at once.
-_LONG = 2**16
+_AT_ONCE = 2**16
 
 
 def squares(products: Products) -> Squares:
@@ -38,7 +38,7 @@ def squares(products: Products) -> Squares:
     if uses_gram(products):
         total = functools.reduce(jnp.add, [_inner_product(*pair) for pair in _pairs(scaled)])
     else:
-        parts = [placed(block, value(_in_range(block), "highest")) for block in scaled]
+        parts = [placed(block, value(_with_exponents(block), "highest")) for block in scaled]
         total = jnp.sum(jnp.square(functools.reduce(jnp.add, parts)))
     # Nobody knows how many elements are NaN or inf: all count if the norm is.
     size = jnp.array(float(math.prod(products.shape)), total.dtype)
@@ -102,7 +102,7 @@ def _scaled_part(part: Part, exponent: jax.Array) -> Part:
     return part._replace(exponent=exponent)
 
 
-def _in_range(block: ProductBlock) -> ProductBlock:
+def _with_exponents(block: ProductBlock) -> ProductBlock:
     """The block with its rows multiplied by what is meant."""
     parts = [
         part if part.exponent is None else part._replace(values=_times_exponent(part, part.values))
@@ -243,7 +243,7 @@ def _pieces(x: Part, y: Part, name: FactorAxis) -> int:
     512 to 4096, and no copy of the rows in range is made.
     """
     length = x.values.shape[1 + x.names.index(name)]
-    least = -(-max(x.values.size, y.values.size) // _LONG)
+    least = -(-max(x.values.size, y.values.size) // _AT_ONCE)
     return next((n for n in range(least, 4 * least) if length % n == 0), 1)
 
 
