@@ -26,7 +26,7 @@ from clipgrad._per_example.squares import NO_EXPONENT, Squares, exponents, times
 from clipgrad._per_example.terms import Products, Unfollowed, einsum
 
 # How many numbers of an example are multiplied at once.
-_AT_ONCE = 2**16
+_NUMBERS_IN_CACHE = 2**16
 
 
 def squares(products: Products) -> Squares:
@@ -243,7 +243,7 @@ def _pieces(x: Part, y: Part, name: FactorAxis) -> int:
     512 to 4096, and no copy of the rows in range is made.
     """
     length = x.values.shape[1 + x.names.index(name)]
-    least = -(-max(x.values.size, y.values.size) // _AT_ONCE)
+    least = -(-max(x.values.size, y.values.size) // _NUMBERS_IN_CACHE)
     return next((n for n in range(least, 4 * least) if length % n == 0), 1)
 
 
