@@ -176,17 +176,36 @@ def not_run(results: dict[str, Any]) -> str:
 
 
 def origin(results: dict[str, Any]) -> str:
-    """Date, machine, versions, command and load of each run that the results come from."""
-    runs: dict[str, list[str]] = {}
+    """Date, machine, versions, command and load of each run that the results come from.
+
+    Runs that differ in their rows and loads alone are one.
+    """
+    runs: dict[str, dict[str, list[float]]] = {}
     for subject, result in results.items():
-        # A row that was measured in another run says so itself.
-        rows = [_describe(**row.get("origin", own_origin(result))) for row in result["rows"]]
-        for run in dict.fromkeys(rows):
-            part = "" if (n := rows.count(run)) == len(rows) else f" ({n} row{'s' * (n > 1)})"
-            runs.setdefault(run, []).append(subject + part)
-    if len(runs) == 1:
-        return next(iter(runs))
-    return "\n".join(f"* {', '.join(subjects)}: {run}" for run, subjects in runs.items())
+        for row in result["rows"]:
+            # A row that was measured in another run says so itself.
+            found = row.get("origin", own_origin(result))
+            run = runs.setdefault(_describe(**found), {})
+            run.setdefault(subject, []).append(found["machine"]["load"])
+    lines = []
+    for run, subjects in runs.items():
+        loads = [load for found in subjects.values() for load in found]
+        parts = [_part(len(found), name, results[name]) for name, found in subjects.items()]
+        lines.append(f"{', '.join(parts)}: {run} {_loads(loads)}")
+    return "\n".join(f"* {line}" for line in lines)
+
+
+def _part(count: int, subject: str, result: dict[str, Any]) -> str:
+    """A subject, with the number of its rows if it has others."""
+    rows = f" ({count} row{'s' * (count > 1)})"
+    return subject if count == len(result["rows"]) else subject + rows
+
+
+def _loads(loads: list[float]) -> str:
+    least, most = min(loads), max(loads)
+    found = f"{least}" if least == most else f"{least} to {most}"
+    busy = ", so other programs ran and these times are uncertain" if most > 1 else ""
+    return f"Load average before: {found}{busy}."
 
 
 def own_origin(result: dict[str, Any]) -> dict[str, Any]:
@@ -196,11 +215,10 @@ def own_origin(result: dict[str, Any]) -> dict[str, Any]:
 
 def _describe(machine: dict[str, Any], command: str) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    busy = ", so other programs ran and these times are uncertain" if machine["load"] > 1 else ""
+    command = command.partition(" --rows ")[0]
     return (
         f"{machine['date']}, commit {machine['commit']}, {machine['cores']} cores of "
-        f"{machine['processor']}, JAX on {machine['device']}; {versions}. Command: `{command}`. "
-        f"Load average before: {machine['load']}{busy}."
+        f"{machine['processor']}, JAX on {machine['device']}; {versions}. Command: `{command}`."
     )
 
 

@@ -64,9 +64,13 @@ def take_turns(samples: Mapping[str, Sample], budget: float) -> dict[str, Times]
 
 
 def _rotated(names: list[str], turn: int) -> list[str]:
-    """Each program comes first in its turn, so that none always runs after the same one."""
+    """Each program comes first in its turn; in every second one the others go backwards.
+
+    So none always runs after the same one.
+    """
     start = turn % len(names)
-    return names[start:] + names[:start]
+    first, *others = names[start:] + names[:start]
+    return [first, *(others[::-1] if turn % 2 else others)]
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -225,9 +225,25 @@ def convolved(x, k, dims, stride=1, padding="SAME", **options):
     )[0]
 
 
-@program((4, 4, 12), "b", k=(3, 3, 12, 20), b=(20,))
+@program((2, 4, 12), "b", k=(3, 3, 12, 20), b=(20,))
 def convolution(p, x):
     return total(convolved(x, p["k"], ("NHWC", "HWIO", "NHWC")) + p["b"][None, None])
+
+
+@program((5, 4, 12), "each row whole", each=(3, 3, 12, 20), row=(20, 4, 3, 3), whole=(20, 3, 3, 2))
+def convolutions_at_many_positions(p, x):
+    """The gradient is made tap by tap, of rows of taps, and of all of them at once."""
+    each = convolved(x, p["each"], ("NHWC", "HWIO", "NHWC"))
+    rows = convolved(
+        jnp.moveaxis(x[..., :4], -1, 0),
+        p["row"],
+        ("NCHW", "OIHW", "NCHW"),
+        1,
+        [(2, 2)] * 2,
+        rhs_dilation=(2, 2),
+    )
+    whole = convolved(x[..., :2], p["whole"], ("NHWC", "OHWI", "NHWC"), 2, [(2, 1), (1, 3)])
+    return total(each) + total(rows) + total(whole)
 
 
 @program((7, 5, 8), k=(3, 2, 8, 40))

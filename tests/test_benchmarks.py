@@ -98,6 +98,13 @@ def test_programs_take_turns():
     assert times["a"]["run"] == [2.0 + calls * turn for turn in range(turns)]
 
 
+def test_no_program_always_runs_after_the_same_one():
+    turns = [timing._rotated(list("abcd"), turn) for turn in range(4)]
+    assert ["".join(turn) for turn in turns] == ["abcd", "badc", "cdab", "dcba"]
+    before = {b: {t[t.index(b) - 1] for t in turns if t[0] != b} for b in "abcd"}
+    assert all(len(found) > 1 for found in before.values())
+
+
 def test_what_takes_longer_than_the_budget_is_run_once():
     samples = {"slow": lambda: {"run": 9.0}, "quick": lambda: {"run": 0.5}}
     times = timing.take_turns(samples, budget=3.0)
@@ -175,7 +182,12 @@ def test_some_rows_are_run_again_and_the_others_say_where_they_are_from(tmp_path
     origins = {row["name"]: row.get("origin", found)["command"] for row in found["rows"]}
     runs = {name: origin.partition("--rows ")[2] for name, origin in origins.items()}
     assert list(runs.items()) == [("a", "a b"), ("b", "b"), ("c", "c")]
-    assert (tmp_path / "RESULTS.md").read_text().count("* norm (1 row): ") == 3
+    # One line for all that differ in their rows alone, and one for another commit.
+    assert (tmp_path / "RESULTS.md").read_text().count("* norm: ") == 1
+    found["rows"][0]["origin"]["machine"] |= {"commit": "another", "load": 7}
+    lines = report.origin({"norm": found}).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["* norm (1 row)", "* norm (2 rows)"]
+    assert "another" in lines[0] and "Load average before: 7, so other" in lines[0]
     with pytest.raises(SystemExit):
         command.parsed(["--only", "norm", "--rows", "d"])
 

@@ -185,3 +185,27 @@ def test_two_passes_are_mapped_and_differentiated_and_know_what_varies(of_a_recu
     expected = jax.jit(lambda: run(summed("direct"), summed("direct")))()
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())
+
+
+def test_gram_matrices_of_long_rows_are_summed_in_pieces():
+    """Rows of 32768 numbers, of 1e-25 and of 1e25, of a weight that is used twice."""
+
+    def loss(w, example):
+        x, scale = example
+        return scale * (jnp.sum(jnp.sin(x @ w)) + jnp.sum(x[:2] @ w))
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    w = jax.random.normal(keys[0], (8, 32768))
+    batch = jax.random.normal(keys[1], (3, 4, 8)), jnp.array([1e-25, 1.0, 1e25])
+    mesh = jax.make_mesh((1,), ("x",), (AxisType.Auto,), devices=jax.devices()[:1])
+
+    def norms_by(method):
+        found = cg.per_example_norms(loss, method=method)
+        apart = jax.shard_map(found, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"))
+        return jax.jit(lambda w, x: (found(w, x), apart(w, x))).lower(w, batch).compile()
+
+    ours, direct = norms_by("auto"), norms_by("direct")
+    assert "while" in ours.as_text() and "while" not in direct.as_text()
+    for found, expected in zip(ours(w, batch), direct(w, batch), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=2e-5)
+        assert np.all(np.isfinite(found)) and np.all(np.asarray(found) > 0)

@@ -64,8 +64,8 @@ def assert_clipped(result, each, limit, rtol=2e-5):
 
 # One program for each kind of product, and one in a scan.
 CORE = {
-    "experts as a batch dimension", "embedding tied to the head", "grouped convolution", "lstm",
-    "vmap inside of the loss",
+    "experts as a batch dimension", "embedding tied to the head", "grouped convolution",
+    "convolutions at many positions", "lstm", "vmap inside of the loss",
 }  # fmt: skip
 
 
@@ -147,6 +147,29 @@ def test_the_plan_is_a_table_and_counts_what_is_kept():
     assert [line.split()[0] for line in str(plan).splitlines()[1:4]] == ["leaf", "b", "w"]
     shapes = jax.eval_shape(lambda *args: args, params, batch)
     assert cg.per_example_norms(PROGRAMS[MIXED].loss).plan(*shapes) == plan
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "batch", "positions", "microbatch", "method", "room"),
+    [
+        (1, 1024, 2048, 64, None, "one pass", "fit into 1,024 MiB"),
+        (1, 1024, 2049, 64, None, "two passes", "do not fit into 1,024 MiB"),
+        (1, 1024, 4096, 64, 2048, "one pass", "fit into 1,024 MiB"),
+        (32, 4096, 2, 2048, None, "one pass", "fit into 4,096 MiB"),
+        (32, 4096, 3, 2048, None, "two passes", "do not fit into 4,096 MiB"),
+    ],
+    ids=["1 GiB", "more", "in parts", "twice the weights", "a language model"],
+)
+def test_auto_takes_one_pass_if_the_factors_fit(
+    layers, width, batch, positions, microbatch, method, room
+):
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+
+    per_example = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), microbatch=microbatch)
+    weights = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
+    plan = per_example.plan(weights, jax.ShapeDtypeStruct((batch, positions, width), jnp.float32))
+    assert (plan.method, plan.reason) == (method, f"the factors {room}")
 
 
 # truth

@@ -135,7 +135,7 @@ def rows(scale: Scale) -> list[Row]:
             f"{name}, batch {size}",
             lambda m=model, b=size: sides(lambda: m(scale), b),
             rtol,
-            6.0,
+            20.0,
         )
         for name, model, sizes, rtol in WORK
         for size in sizes

@@ -21,6 +21,7 @@ class Part(NamedTuple):
     names: tuple[FactorAxis, ...]
     hot: FactorAxis | None
     length: int
+    exponent: jax.Array | None = None  # of each row, which times two to it is meant
 
     @property
     def owned(self) -> tuple[FactorAxis, ...]:
@@ -162,7 +163,8 @@ def _joined_blocks(group: list[ProductBlock]) -> ProductBlock:
 def value(block: ProductBlock, precision: Any = None) -> jax.Array:
     """The sum of products of a block, as a part of the gradient with the axes of its windows."""
     hot = [part for part in block.parts if part.hot is not None]
-    dense = [part for part in block.parts if part.hot is None]
+    # XLA's CPU compiler transposes what comes first.
+    dense = sorted((p for p in block.parts if p.hot is None), key=lambda p: p.values.size)
     names = sorted({name for part in dense for name in part.names})
     row = [(-1, 0)] if hot else []
     labels = [[(-1, 0), *part.names] for part in dense]

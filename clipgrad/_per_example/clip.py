@@ -96,8 +96,9 @@ def clip_per_example(
         * ``"two passes"``: first the norms, then the gradients once more, in about the memory
           of a plain gradient: scans and `jax.checkpoint` still save memory.
         * ``"direct"``: computes the gradient of each example, as ``jax.vmap(jax.grad(loss))`` does.
-        * ``"auto"``: one pass, or two if the factors need much memory. Rules that do not
-          scale by L2 norms (value clips, other orders, units, functions) are direct.
+        * ``"auto"``: one pass, or two if the factors need more than 1 GiB (or twice the bytes of
+          the parameters, if that is more). Rules that do not scale by L2 norms (value clips,
+          other orders, units, functions) are direct.
 
     Returns:
       A function ``(params, batch) -> (value, grads, stats)``, with ``has_aux`` ``((value, aux),

@@ -14,7 +14,14 @@ from clipgrad._per_example.grams import squares
 from clipgrad._per_example.layouts import convolved
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Contract, Summed
-from clipgrad._per_example.terms import NotAccumulated, Products, Unfollowed
+from clipgrad._per_example.terms import (
+    Factor,
+    GradientAxis,
+    NotAccumulated,
+    Products,
+    Term,
+    Unfollowed,
+)
 from clipgrad._per_example.wanted import Want, wanted
 
 FollowRule = Callable[["Follow", JaxprEqn, list, list[Want | None]], Sequence | None]
@@ -57,21 +64,46 @@ class Measure(End):
         """The squares of what is all of a gradient."""
         if not want.solo or isinstance(value, Squares):
             return value
-        return squares(value) if isinstance(value, Products) else Squares.of(value, self.zero)
+        return squares(value) if isinstance(value, Products) else Squares.of(value, zero=self.zero)
 
 
+@dataclasses.dataclass(frozen=True)
 class Keep(End):
-    """The squares of a gradient beside its products.
+    """The squares of a gradient beside its products; ``zero``: NaN and inf in arrays become 0.
 
     In a scan the Gram matrices are then those of one step, which stay in the cache of a processor:
-    the norms of four scanned layers took about a quarter of the time of those of all at once.
+    the norms of four scanned layers took about a quarter of the time of those of all at once. So
+    does an array there, and it need not be read again in another order.
     """
 
+    zero: bool
+    clipped: frozenset[int]  # the leaves
+
     def __call__(self, value: Any, want: Want) -> Any:
-        """The products, with the squares of what is all of a gradient."""
-        if not want.solo or not isinstance(value, Products) or value.squares is not None:
+        """The products, or the array as one, with the squares of what is all of a gradient."""
+        if not want.solo or not want.leaves <= self.clipped:
             return value
-        return dataclasses.replace(value, squares=squares(value))
+        if not isinstance(value, Products):
+            real = jnp.issubdtype(value.dtype, jnp.floating)
+            return self.arrays(_array_term(value)) if real else value
+        return value if value.squares is not None else value.with_squares(squares(value))
+
+    def arrays(self, value: Products) -> Products:
+        """A gradient whose terms are arrays at places of their own, with their squares."""
+        arrays = [factor.values for term in value.terms for factor in term.factors]
+        found = Squares.of(*arrays, zero=self.zero)
+        if not self.zero:
+            return value.with_squares(found)
+        return jax.tree.map(
+            lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)), value
+        ).with_squares(found)
+
+
+def _array_term(array: Any) -> Products:
+    """An array as a sum of one product, of itself alone."""
+    axes = [GradientAxis((i,), 0, n) for i, n in enumerate(array.shape)]
+    term = Term((Factor(array, tuple(range(array.ndim))),), tuple(axes))
+    return Products((term,), tuple(array.shape), array.dtype)
 
 
 class Notes(dict[int, list[str]]):

@@ -16,14 +16,17 @@ nothing is left.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from clipgrad._per_example.blocks import Part, ProductBlock, blocks, placed, value
+from clipgrad._compat import by_platform, to_varying, varying_axes
+from clipgrad._per_example.blocks import FactorAxis, Part, ProductBlock, blocks, placed, value
 from clipgrad._per_example.squares import NO_EXPONENT, Squares, exponents, times_power
 from clipgrad._per_example.terms import Products, Unfollowed, einsum
+
+# How many numbers of an example are multiplied at once.
+_NUMBERS_IN_CACHE = 2**16
 
 
 def squares(products: Products) -> Squares:
@@ -35,7 +38,7 @@ def squares(products: Products) -> Squares:
     if uses_gram(products):
         total = functools.reduce(jnp.add, [_inner_product(*pair) for pair in _pairs(scaled)])
     else:
-        parts = [placed(block, value(block, "highest")) for block in scaled]
+        parts = [placed(block, value(_with_exponents(block), "highest")) for block in scaled]
         total = jnp.sum(jnp.square(functools.reduce(jnp.add, parts)))
     # Nobody knows how many elements are NaN or inf: all count if the norm is.
     size = jnp.array(float(math.prod(products.shape)), total.dtype)
@@ -65,7 +68,10 @@ def _entries(a: ProductBlock, b: ProductBlock) -> int:
 
 
 def _blocks_in_range(found: list[ProductBlock]) -> tuple[list[ProductBlock], jax.Array]:
-    """Blocks with rows of about 1, times a weight that is at most 1; and the exponent of all."""
+    """Blocks whose rows with their exponents are about 1, times a weight; and that of all.
+
+    The weight is at most 1.
+    """
     rows = [[_row_exponents(part) for part in block.parts] for block in found]
     totals = [functools.reduce(jnp.add, each) for each in rows]
     largest = functools.reduce(jnp.maximum, [jnp.max(t, initial=NO_EXPONENT) for t in totals])
@@ -91,10 +97,25 @@ def _row_exponents(part: Part) -> jax.Array:
 def _scaled_part(part: Part, exponent: jax.Array) -> Part:
     if part.hot is not None:
         return part
-    shape = (-1, *[1] * (part.values.ndim - 1))
     # A row of zeros has no exponent, and stays what it is.
     exponent = jnp.where(jnp.abs(exponent) > -NO_EXPONENT // 2, 0, exponent)
-    return part._replace(values=times_power(part.values, exponent.reshape(shape)))
+    return part._replace(exponent=exponent)
+
+
+def _with_exponents(block: ProductBlock) -> ProductBlock:
+    """The block with its rows multiplied by what is meant."""
+    parts = [
+        part if part.exponent is None else part._replace(values=_times_exponent(part, part.values))
+        for part in block.parts
+    ]
+    return block._replace(parts=tuple(parts))
+
+
+def _times_exponent(part: Part, rows: jax.Array) -> jax.Array:
+    """Rows of a part, or of a piece of it, times two to their exponents."""
+    if part.exponent is None:
+        return rows
+    return times_power(rows, part.exponent.reshape(-1, *[1] * (rows.ndim - 1)))
 
 
 def _overlap(a: ProductBlock, b: ProductBlock) -> tuple[ProductBlock, ProductBlock] | None:
@@ -174,16 +195,56 @@ def _gram(x: Part, y: Part, kept: Sequence) -> jax.Array:
         # An index out of range was made one in range, with a row of zeros beside it.
         axis = 1 + x.names.index(y.hot)
         found = jnp.take(x.values, y.values, axis=axis, mode="clip")
-        return _expanded(jnp.moveaxis(found, axis, 1), own, kept)
+        return _expanded(jnp.moveaxis(_times_exponent(x, found), axis, 1), own, kept)
+    return _expanded(_dense_gram(x, y, own), own, kept)
+
+
+def _dense_gram(x: Part, y: Part, own: Sequence) -> jax.Array:
+    """The inner products of rows of numbers: (rows, rows, sizes of the axes ``own``)."""
     labels = [[(-1, 0), *x.names], [(-2, 0), *y.names]]
-    if x.values.shape[0] == y.values.shape[0] == 1 and not own:
-        y_values = (
-            y.values if x.names == y.names else einsum([y.values], labels[1:], [(-2, 0), *x.names])
+    out, options = [(-1, 0), (-2, 0), *own], {"precision": "highest"}
+
+    def whole(first: jax.Array, second: jax.Array) -> jax.Array:
+        rows = _times_exponent(x, first), _times_exponent(y, second)
+        if rows[0].shape[0] == rows[1].shape[0] == 1 and not own:
+            second = einsum([rows[1]], labels[1:], [(-2, 0), *x.names])
+            return jnp.sum(rows[0] * second).reshape(1, 1)
+        return einsum(rows, labels, out, **options)
+
+    summed = [name for name in x.names if name not in own]
+    long = max(summed, key=lambda name: x.values.shape[1 + x.names.index(name)], default=None)
+    if long is None or (count := _pieces(x, y, long)) == 1:
+        return whole(x.values, y.values)
+    axes = 1 + x.names.index(long), 1 + y.names.index(long)
+    size = x.values.shape[axes[0]] // count
+
+    def in_pieces(first: jax.Array, second: jax.Array) -> jax.Array:
+        def step(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+            pairs = zip((first, second), axes, strict=True)
+            return total + whole(*(_piece(v, i * size, size, axis) for v, axis in pairs)), None
+
+        like = jax.eval_shape(whole, first, second)
+        zeros = to_varying(
+            jnp.zeros(like.shape, like.dtype), varying_axes(first) | varying_axes(second)
         )
-        return jnp.sum(x.values * y_values).reshape(1, 1, *[1] * len(kept))
-    out = [(-1, 0), (-2, 0), *own]
-    options: dict[str, Any] = {"precision": "highest"}
-    return _expanded(einsum([x.values, y.values], labels, out, **options), own, kept)
+        return jax.lax.scan(step, zeros, jnp.arange(count))[0]
+
+    return by_platform(x.values, y.values, cpu=in_pieces, gpu=whole, default=whole)
+
+
+def _piece(x: jax.Array, start: jax.Array, size: int, axis: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def _pieces(x: Part, y: Part, name: FactorAxis) -> int:
+    """In how many parts an axis is summed on a CPU, so that each of them stays in its cache.
+
+    Of 32 rows of 32k numbers for 16 examples, the inner products took half of the time in parts of
+    512 to 4096, and no copy of the rows in range is made.
+    """
+    length = x.values.shape[1 + x.names.index(name)]
+    least = -(-max(x.values.size, y.values.size) // _NUMBERS_IN_CACHE)
+    return next((n for n in range(least, 4 * least) if length % n == 0), 1)
 
 
 def _expanded(gram: jax.Array, own: Sequence, kept: Sequence) -> jax.Array:

@@ -23,7 +23,9 @@ def one_pass_sums(
     subject: PerExampleSubject, params: Any, examples: Any
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
-    found = each_example(subject.loss_fn, subject.has_aux, params, examples, end=Keep())
+    clipped = frozenset(i for i, flag in enumerate(subject.flags(params)) if flag)
+    keep = Keep(subject.nonfinite == "zero", clipped)
+    found = each_example(subject.loss_fn, subject.has_aux, params, examples, end=keep)
     scaling = scaling_of(subject, params, found.gradients, batch_size(examples))
     sums = [
         weighted_sum(value, weight, None if weight is None else scaling.ok, scaling.zero)
@@ -75,4 +77,4 @@ def each_squares(value: Any, size: int, zero: bool = False) -> Squares:
         return value.squares
     if isinstance(value, Products):
         return jax.vmap(squares, axis_size=size)(value)
-    return jax.vmap(lambda x: Squares.of(x, zero))(value)
+    return jax.vmap(lambda x: Squares.of(x, zero=zero))(value)

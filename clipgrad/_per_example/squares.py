@@ -21,17 +21,19 @@ class Squares(NamedTuple):
     nonfinite: jax.Array
 
     @classmethod
-    def of(cls, x: jax.Array, zero: bool = False) -> "Squares":
-        """The sum of the squares of an array; ``zero``: NaN and inf count as 0 in it."""
-        dtype = accumulator(x)
-        finite = jnp.isfinite(x)
-        wide = real_or_absolute(x).astype(dtype)
-        wide = jnp.where(finite, wide, jnp.zeros_like(wide)) if zero else wide
-        largest = jnp.max(jnp.abs(wide), initial=0)
+    def of(cls, *arrays: jax.Array, zero: bool = False) -> "Squares":
+        """The sum of the squares of arrays; ``zero``: NaN and inf count as 0 in them."""
+        dtype = max(map(accumulator, arrays))
+        finite = [jnp.isfinite(x) for x in arrays]
+        wide = [real_or_absolute(x).astype(dtype) for x in arrays]
+        if zero:
+            wide = [jnp.where(f, x, jnp.zeros_like(x)) for f, x in zip(finite, wide, strict=True)]
+        largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), initial=0) for x in wide])
         exponent = exponents(largest)
         used = jnp.where(exponent == NO_EXPONENT, 0, exponent)
-        bad = jnp.sum(~finite, dtype=dtype)
-        return cls(jnp.sum(jnp.square(times_power(wide, -used))), used, bad)
+        totals = [jnp.sum(jnp.square(times_power(x, -used))) for x in wide]
+        bad = [jnp.sum(~f, dtype=dtype) for f in finite]
+        return cls(functools.reduce(jnp.add, totals), used, functools.reduce(jnp.add, bad))
 
     @classmethod
     def sum(cls, parts: Sequence["Squares"]) -> "Squares":

@@ -102,8 +102,8 @@ def _weighted(term: Term, weights: Each, ok: Each) -> Term:
         values = factor.values
         if factor.hot is None:
             values = _where_ok(ok, values)
-        if i == smallest and weights is not None:
-            values = _times(values.astype(accumulator(values)), weights)
+        if i == smallest:
+            values = _times(with_real_dtype(values, accumulator(values)), weights)
         return dataclasses.replace(factor, values=values)
 
     factors = tuple(change(i, factor) for i, factor in enumerate(term.factors))

@@ -225,6 +225,10 @@ class Products:
         terms = tuple(map(change, self.terms))
         return Products(terms, tuple(aval.shape), aval.dtype, squares=self.squares)
 
+    def with_squares(self, squares: Any) -> "Products":
+        """The same with its `Squares`."""
+        return dataclasses.replace(self, squares=squares)
+
     def plus(self, other: "Products") -> "Products":
         """The sum of both."""
         carried = (*self.carried, *other.carried)
