@@ -149,6 +149,7 @@ class Check:
         found = exact[:]  # another array than the rule's, with the same numbers
         tolerance = make_tolerance(self.subject.ranges, ["float64"] * len(self.subject.inputs))
         for k in range(rows):
+            row = None  # the last one's memory
             row = self._exact(self.plain, xs, slice(k, k + 1))
             if row is None:
                 return None

@@ -104,11 +104,14 @@ def _native(subject: CheckSubject) -> Evaluation:
 
 def _probe_evaluation(subject: CheckSubject, differences: Differences) -> None:
     """Run it: same values as the function's own, and nearby no callback that refuses the point."""
-    differences.set_base(subject.inputs)
+    size = int(_trees.offsets(subject.inputs)[-1])
+    differences.set_base(subject.inputs, _trees.zeros_in_place(size, np.float32))
     _same_values(subject, differences.base)
     if differences.evaluation.key is None:
-        along = random_direction(subject, 0, 0) * element_scales(subject.inputs)
-        differences.changes(subject.inputs, NEARBY * along[None])
+        scale = element_scales(subject.inputs)
+        along = random_direction(subject, 0, 0, scale.dtype) * scale
+        along *= NEARBY
+        differences.changes(subject.inputs, along[None])
 
 
 def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
