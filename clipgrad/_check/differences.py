@@ -27,9 +27,9 @@ BATCH_BYTES = 2**25
 # Every other step is this multiple of a power of two, so that no period divides them all; it has 17
 # binary digits, which leave room for those of a float32 beside a step of 2 ** -32.
 ODD = round(1.37 * 2**16) / 2**16
-# Of elements, up to which one program serves moves in the elements' own order and in another; beyond
-# it the former need no array of places.
-SMALL = 2**16
+# Up to so many elements one program moves them in any order; for more, it needs no array of their
+# places as long as the order is their own.
+ANY_ORDER = 2**16
 LONG = 5000  # measurements that get a progress bar, where tqdm is installed
 
 
@@ -213,7 +213,7 @@ class Differences:
     def _run(self, direction, moves: Moves, order=None, runs: int = 0) -> np.ndarray:
         """The outputs ahead and behind, shape (moves, 2, outputs)."""
         evaluation, count, place = self.evaluation, len(moves.start), None
-        if order is not None or len(direction) <= SMALL:
+        if order is not None or len(direction) <= ANY_ORDER:
             order = np.arange(len(direction)) if order is None else order
             place = np.full(len(direction), -1, np.int32)
             place[order] = np.arange(len(order))

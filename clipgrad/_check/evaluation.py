@@ -12,7 +12,7 @@ from clipgrad._check.differences import Differences, Evaluation, in_float64
 from clipgrad._check.points import NEARBY, element_scales, moved_apart, random_direction
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import SAME_VALUES, narrowest
-from clipgrad._check.widening import Unsupported, Widened, computed_types, widened_program
+from clipgrad._check.widening import Unsupported, Widened, widened_program
 from clipgrad._errors import first_line
 
 # Binary exponents of the steps, in units of the scale of each element.
@@ -86,7 +86,7 @@ def _cast(subject: CheckSubject) -> Evaluation:
     evaluation = _wide_evaluation(call, subject, label)
     with in_float64():
         program = jax.make_jaxpr(subject.fun)(list(evaluation.like))
-    if computed_types(program) != {"float64"}:
+    if _jaxpr.computed_types(program) != {"float64"}:
         raise Unsupported("the function computes in a narrower type inside")
     return evaluation
 

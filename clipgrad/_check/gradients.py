@@ -10,7 +10,7 @@ import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check.differences import in_float64
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.widening import Nudge, Strip, Widened
+from clipgrad._check.widening import Nudge, Widened
 
 
 class VJP(NamedTuple):
@@ -105,7 +105,7 @@ class Gradient:
         Eagerly, since a compiler may simplify away just what loses precision.
         """
         inputs = ([*xs, *_trees.cotangent_leaves(row, self._outputs)] for row in covectors)
-        found = (self.function.call(self.constants, x, Strip(np.float64)) for x in inputs)
+        found = (self.function.call(self.constants, x, _jaxpr.Strip(np.float64)) for x in inputs)
         return _trees.gradient_rows(found, len(covectors))
 
 

@@ -50,10 +50,10 @@ def _of_the_vjp(check: Check) -> Check:
     plain, count = check.plain, len(subject.inputs)
     if plain is not None:
         plain = Gradient(PlainAD(plain.function, count), plain.constants, subject.outputs)
-    own, notes = (covectors, vjp, vjp.rows(covectors)), []
+    gradient, notes = vjp.rows(covectors), []
     evaluated = choose(subject, covectors, notes, hold=False)
     check.log.notes += [f"{NAME}: {note}" for note in notes]
-    return measured(subject, check.log, own, evaluated, plain)
+    return measured(subject, check.log, covectors, vjp, gradient, evaluated, plain)
 
 
 def _vjp(check: Check) -> CheckSubject:
