@@ -1,7 +1,5 @@
 """The second order: the VJP is a function too, of the inputs and the cotangent; check its VJP."""
 
-import jax
-
 import clipgrad._trees as _trees
 from clipgrad._check.check import Check, measured
 from clipgrad._check.evaluation import choose
@@ -60,7 +58,7 @@ def _vjp(check: Check) -> CheckSubject:
     subject, count = check.subject, len(check.subject.inputs)
 
     def gradient(leaves):
-        return jax.vjp(subject.fun, leaves[:count])[1](leaves[count:])[0]
+        return subject.pull_back(leaves[:count], leaves[count:])
 
     inputs = [*subject.inputs, *_trees.cotangent_leaves(check.covectors[0], subject.outputs)]
     return subject._replace(
