@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._check import devices
+from clipgrad import _devices as devices
 from clipgrad._check.check import Log
 from clipgrad._check.differences import LONG, progress_bar
 from clipgrad._check.options import Options

@@ -149,6 +149,7 @@ class Check:
         found = exact[:]  # another array than the rule's, with the same numbers
         tolerance = make_tolerance(self.subject.ranges, ["float64"] * len(self.subject.inputs))
         for k in range(rows):
+            row = None  # the last one's memory
             row = self._exact(self.plain, xs, slice(k, k + 1))
             if row is None:
                 return None
@@ -259,29 +260,34 @@ def prepare(subject: CheckSubject, log: Log) -> Check | None:
     if evaluated is None:
         return None
     log.precision = evaluated[0].evaluation.label
-    check = measured(subject, log, (covectors, vjp, gradient), evaluated)
+    check = measured(subject, log, covectors, vjp, gradient, evaluated)
     if check.stops and check.plain is not None and _stops_matter(check):
         log.notes.append(STOPS)
     return check
 
 
-def measured(subject: CheckSubject, log: Log, own: tuple, evaluated: tuple, plain=None) -> Check:
-    """What is known of a function, from `own`: its cotangents, its VJP and the gradients for these.
-
-    `evaluated` is how it is evaluated, with the widened program; `plain` is plain AD, if known.
-    """
+def measured(
+    subject: CheckSubject,
+    log: Log,
+    covectors: np.ndarray,
+    vjp: VJP,
+    gradient: np.ndarray,
+    evaluated: tuple[Differences, Widened | None],
+    plain: Gradient | None = None,
+) -> Check:
+    """What is known of a function once its gradients are there; `plain` is plain AD, if known."""
     differences, wide = evaluated
     tolerance = _tolerance(subject, differences, wide, log)
-    tolerance, plain, rule = exact_gradients(subject, wide, tolerance, log, plain)
-    known = differences, tolerance, plain, rule, wide is not None and wide.stops
-    found: Any = *own, *known
-    return Check(subject, log, *found)
+    plain, rule, backward = exact_gradients(subject, wide, log, plain)
+    tolerance = _of_solvers(subject, backward, tolerance, log)
+    stops = wide is not None and wide.stops
+    return Check(subject, log, covectors, vjp, gradient, differences, tolerance, plain, rule, stops)
 
 
 def exact_gradients(
-    subject: CheckSubject, wide: Widened | None, tolerance: Tolerance, log: Log, plain: Any
-) -> tuple[Tolerance, Gradient | None, Gradient | None]:
-    """The tolerance where loops find the gradient, plain AD, and the rule as it is written.
+    subject: CheckSubject, wide: Widened | None, log: Log, plain: Gradient | None
+) -> tuple[Gradient | None, Gradient | None, Any]:
+    """Plain AD, the rule as it is written, and the program of its backward pass where it is needed.
 
     Where there is no custom rule to strip, the rule is plain AD, unless this is given.
     """
@@ -302,7 +308,7 @@ def exact_gradients(
             log.notes.append("no rule in float64 (the function looks at the bits of its numbers)")
     except Exception as error:
         log.notes.append(f"no rule in float64 ({why_not(error)})")
-    return _of_solvers(subject, backward, tolerance, log), plain, rule
+    return plain, rule, backward
 
 
 def _differentiated(subject: CheckSubject, covectors, log: Log) -> VJP | None:

@@ -10,13 +10,13 @@ import numpy as np
 import clipgrad._trees as _trees
 from clipgrad._check.behavior import check_behavior
 from clipgrad._check.check import Check, Log, prepare
-from clipgrad._check.devices import find_devices, moved
 from clipgrad._check.gradients import differentiated
 from clipgrad._check.options import Options, require_mapping, with_hints
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, verified_share
 from clipgrad._check.second_order import check_second_order
 from clipgrad._check.subject import make_subject, require_arrays
 from clipgrad._check.values import check_values
+from clipgrad._devices import find_devices, moved
 
 # Of the elements that are not at kinks, if `min_verified` is not given.
 LEAST_VERIFIED = 0.5

@@ -27,6 +27,9 @@ BATCH_BYTES = 2**25
 # Every other step is this multiple of a power of two, so that no period divides them all; it has 17
 # binary digits, which leave room for those of a float32 beside a step of 2 ** -32.
 ODD = round(1.37 * 2**16) / 2**16
+# Up to so many elements one program moves them in any order; for more, it needs no array of their
+# places as long as the order is their own.
+ANY_ORDER = 2**16
 LONG = 5000  # measurements that get a progress bar, where tqdm is installed
 
 
@@ -111,7 +114,6 @@ class Differences:
         self.evaluations = 0
         self.base = np.zeros(0)
         self._point: Any = None
-        self._places: Any = None
         self._leaves: list[jax.Array] = []
         size = 8 * max(evaluation.together, 2) * max(covectors.shape[1], 1)
         self._batch = int(np.clip(BATCH_BYTES // size, 1, BATCH))
@@ -130,7 +132,7 @@ class Differences:
         A gradient of fewer rows than there are cotangents is that of the first of them. Moves are
         ranges of `order`, some of the elements, or of all elements one after the other.
         """
-        self.set_base(xs)
+        self.set_base(xs, direction)
         parts = []
         with progress_bar(len(moves.start)) as progress:
             for begin in range(0, len(moves.start), self._batch):
@@ -141,23 +143,19 @@ class Differences:
 
     def changes(self, xs: Sequence[jax.Array], shifts: np.ndarray) -> tuple[np.ndarray, ...]:
         """The change of each output from the point to each shift, and from minus the shift."""
-        self.set_base(xs)
+        self.set_base(xs, shifts[0])
         whole = Moves(np.zeros(1, int), np.full(1, shifts.shape[1]), np.ones(1))
         moved = np.concatenate([self._run(shift, whole) for shift in shifts])
         return moved[:, 0] - self.base, self.base - moved[:, 1]
 
-    def set_base(self, xs) -> None:
-        """Evaluate the function at a point, if it is another than the last one."""
+    def set_base(self, xs, direction) -> None:
+        """Evaluate the function at a point, not moved in a direction, if it is another point."""
         if xs is self._point:
             return
-        self._point, size = xs, int(_trees.offsets(xs)[-1])
+        self._point = xs
         self._leaves = [self.placed(x if are_on_cpu([x]) else np.asarray(x)) for x in xs]
-        if self._places is None:
-            place = _trees.zeros_in_place(size, np.int32)
-            place[:] = np.arange(size, dtype=np.int32)
-            self._places = self.placed(place)
         nowhere = Moves(np.zeros(1, int), np.zeros(1, int), np.zeros(1))
-        self.base = self._run(self.placed(_trees.zeros_in_place(size)), nowhere, runs=1)[0, 0]
+        self.base = self._run(direction, nowhere, runs=1)[0, 0]
 
     def placed(self, array: np.ndarray) -> jax.Array:
         """An array where the function is evaluated."""
@@ -214,9 +212,10 @@ class Differences:
 
     def _run(self, direction, moves: Moves, order=None, runs: int = 0) -> np.ndarray:
         """The outputs ahead and behind, shape (moves, 2, outputs)."""
-        evaluation, count, place = self.evaluation, len(moves.start), self._places
-        if order is not None:
-            place = np.full(place.shape, -1, np.int32)
+        evaluation, count, place = self.evaluation, len(moves.start), None
+        if order is not None or len(direction) <= ANY_ORDER:
+            order = np.arange(len(direction)) if order is None else order
+            place = np.full(len(direction), -1, np.int32)
             place[order] = np.arange(len(order))
         runs = runs or count * (1 if evaluation.held else 2)
         self.evaluations += runs * evaluation.together
@@ -235,18 +234,21 @@ def _looped(evaluation: Evaluation, batch: int, outputs: int) -> Callable:
     evaluation = evaluation._replace(constants=())
 
     def loop(constants, runs, leaves, direction, place, moves: Moves):
-        direction = jnp.asarray(direction, dtype)
-
         def row(k, found):
             move = Moves(*(column[k // each] for column in moves))
-
-            def shift(area):
-                inside = (place[area] >= move.start) & (place[area] < move.stop)
-                return jnp.where(inside, jnp.asarray(move.step, dtype) * direction[area], 0)
-
             signs = jnp.asarray([0, 1, -1], dtype) if each == 1 else (1 - 2 * (k % 2)).reshape(1)
-            own = lax.optimization_barrier((leaves, k))[0]  # not widened once for all rows
-            values = _moved_outputs(evaluation, constants, own, shift, signs.astype(dtype))
+            # So that none of it is widened once for all rows.
+            own, along, at, _ = lax.optimization_barrier((leaves, direction, place, k))
+
+            def points(leaf, area):
+                order = lax.iota(jnp.int32, leaf.size) if at is None else at[area]
+                first = area.start if at is None else 0
+                inside = (order >= move.start - first) & (order < move.stop - first)
+                step = jnp.asarray(move.step, dtype) * jnp.asarray(along[area], dtype)
+                moved = leaf[None] + signs.astype(dtype)[:, None] * step[None]
+                return jnp.where(inside, moved, leaf[None])
+
+            values = _moved_outputs(evaluation, constants, own, points)
             return lax.dynamic_update_slice(found, values[None], (k // each, k % each, 0))
 
         found = jnp.zeros((batch, 2, outputs), dtype)
@@ -266,20 +268,20 @@ def _looped(evaluation: Evaluation, batch: int, outputs: int) -> Callable:
     return _jaxpr.kept_by_key(key, lambda: _jaxpr.low_jit(loop))
 
 
-def _moved_outputs(evaluation: Evaluation, constants, leaves, shift, signs):
-    """The outputs at the leaves and on both sides of a shift, or on one side of it.
+def _moved_outputs(evaluation: Evaluation, constants, leaves, points: Callable):
+    """The outputs at the leaves and on both sides of them, or on one: `points` has rows for each.
 
     Each leaf is widened and moved by itself, so that there is no copy of all inputs; and flat: in
     more dimensions it costs several times as much in a program that is hardly optimized.
     """
-    dtype, places, points = evaluation.dtype, _trees.offsets(leaves), []
+    dtype, places, rows = evaluation.dtype, _trees.offsets(leaves), []
     for x, like, start, stop in zip(leaves, evaluation.like, places[:-1], places[1:], strict=True):
-        base, move = _trees.to_vector([x], dtype), shift(slice(start, stop))
-        points += _trees.split(base[None] + signs[:, None] * move[None], [like])
+        moved = points(_trees.to_vector([x], dtype), slice(int(start), int(stop)))
+        rows += _trees.split(moved, [like])
     call = lambda xs: _trees.to_vector(evaluation.call(constants, xs), dtype)  # noqa: E731
     if evaluation.held:
-        return jax.vmap(call, axis_name=AXIS)(points)[1:]
-    return call([leaf[0] for leaf in points])[None]
+        return jax.vmap(call, axis_name=AXIS)(rows)[1:]
+    return call([leaf[0] for leaf in rows])[None]
 
 
 def are_on_cpu(leaves: Sequence[Any]) -> bool:

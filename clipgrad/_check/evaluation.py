@@ -12,7 +12,7 @@ from clipgrad._check.differences import Differences, Evaluation, in_float64
 from clipgrad._check.points import NEARBY, element_scales, moved_apart, random_direction
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import SAME_VALUES, narrowest
-from clipgrad._check.widening import Unsupported, Widened, computed_types, widened_program
+from clipgrad._check.widening import Unsupported, Widened, widened_program
 from clipgrad._errors import first_line
 
 # Binary exponents of the steps, in units of the scale of each element.
@@ -86,7 +86,7 @@ def _cast(subject: CheckSubject) -> Evaluation:
     evaluation = _wide_evaluation(call, subject, label)
     with in_float64():
         program = jax.make_jaxpr(subject.fun)(list(evaluation.like))
-    if computed_types(program) != {"float64"}:
+    if _jaxpr.computed_types(program) != {"float64"}:
         raise Unsupported("the function computes in a narrower type inside")
     return evaluation
 
@@ -104,11 +104,14 @@ def _native(subject: CheckSubject) -> Evaluation:
 
 def _probe_evaluation(subject: CheckSubject, differences: Differences) -> None:
     """Run it: same values as the function's own, and nearby no callback that refuses the point."""
-    differences.set_base(subject.inputs)
+    size = int(_trees.offsets(subject.inputs)[-1])
+    differences.set_base(subject.inputs, _trees.zeros_in_place(size, np.float32))
     _same_values(subject, differences.base)
     if differences.evaluation.key is None:
-        along = random_direction(subject, 0, 0) * element_scales(subject.inputs)
-        differences.changes(subject.inputs, NEARBY * along[None])
+        scale = element_scales(subject.inputs)
+        along = random_direction(subject, 0, 0, scale.dtype) * scale
+        along *= NEARBY
+        differences.changes(subject.inputs, along[None])
 
 
 def _same_values(subject: CheckSubject, values: np.ndarray) -> None:

@@ -10,7 +10,7 @@ import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check.differences import in_float64
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.widening import Nudge, Strip, Widened
+from clipgrad._check.widening import Nudge, Widened
 
 
 class VJP(NamedTuple):
@@ -105,12 +105,11 @@ class Gradient:
         Eagerly, since a compiler may simplify away just what loses precision.
         """
         inputs = ([*xs, *_trees.cotangent_leaves(row, self._outputs)] for row in covectors)
-        found = (self.function.call(self.constants, x, Strip(np.float64)) for x in inputs)
+        found = (self.function.call(self.constants, x, _jaxpr.Strip(np.float64)) for x in inputs)
         return _trees.gradient_rows(found, len(covectors))
 
 
 def traced_vjp(subject: CheckSubject) -> Any:
     """The VJP of a function, its rules as written, as a program of inputs and cotangents."""
     cotangents = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in subject.outputs]
-    pulled = lambda xs, u: jax.vjp(subject.fun, xs)[1](u)[0]  # noqa: E731
-    return jax.make_jaxpr(pulled)(subject.inputs, cotangents)
+    return jax.make_jaxpr(subject.pull_back)(subject.inputs, cotangents)

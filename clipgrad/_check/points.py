@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -91,8 +92,8 @@ def make_point(
 
     def direction(row: int) -> np.ndarray:
         if row == SINGLE:
-            return scale.astype(np.float64)
-        along = random_direction(subject, seed, row)
+            return scale
+        along = random_direction(subject, seed, row, scale.dtype)
         along *= scale
         for (start, stop), factor in zip(subject.ranges, balance, strict=True):
             along[start:stop] *= factor if row in BALANCED else 1.0
@@ -141,9 +142,11 @@ def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
     return np.stack(rows)
 
 
-def _dense(leaves: Sequence, names: Sequence[str], seed: int) -> np.ndarray:
+def _dense(
+    leaves: Sequence, names: Sequence[str], seed: int, dtype: Any = np.float64
+) -> np.ndarray:
     places = _trees.offsets(leaves)
-    whole = _trees.zeros_in_place(int(places[-1]))
+    whole = _trees.zeros_in_place(int(places[-1]), dtype)
     for name, start, stop in zip(names, places[:-1], places[1:], strict=True):
         whole[start:stop] = dense_numbers(generator(seed, name), stop - start)
     return whole
@@ -159,9 +162,12 @@ def masked_rows(subject: CheckSubject, seed: int) -> np.ndarray:
     return np.concatenate(masks)
 
 
-def random_direction(subject: CheckSubject, seed: int, row: int) -> np.ndarray:
+def random_direction(
+    subject: CheckSubject, seed: int, row: int, dtype: Any = np.float64
+) -> np.ndarray:
     """A random dense vector over all inputs, leaf by leaf."""
-    return _dense(subject.inputs, [f"direction {row} {name}" for name in subject.names], seed)
+    names = [f"direction {row} {name}" for name in subject.names]
+    return _dense(subject.inputs, names, seed, dtype)
 
 
 def element_scales(xs: Sequence[jax.Array]) -> np.ndarray:

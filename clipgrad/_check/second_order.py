@@ -1,7 +1,5 @@
 """The second order: the VJP is a function too, of the inputs and the cotangent; check its VJP."""
 
-import jax
-
 import clipgrad._trees as _trees
 from clipgrad._check.check import Check, measured
 from clipgrad._check.evaluation import choose
@@ -50,17 +48,17 @@ def _of_the_vjp(check: Check) -> Check:
     plain, count = check.plain, len(subject.inputs)
     if plain is not None:
         plain = Gradient(PlainAD(plain.function, count), plain.constants, subject.outputs)
-    own, notes = (covectors, vjp, vjp.rows(covectors)), []
+    gradient, notes = vjp.rows(covectors), []
     evaluated = choose(subject, covectors, notes, hold=False)
     check.log.notes += [f"{NAME}: {note}" for note in notes]
-    return measured(subject, check.log, own, evaluated, plain)
+    return measured(subject, check.log, covectors, vjp, gradient, evaluated, plain)
 
 
 def _vjp(check: Check) -> CheckSubject:
     subject, count = check.subject, len(check.subject.inputs)
 
     def gradient(leaves):
-        return jax.vjp(subject.fun, leaves[:count])[1](leaves[count:])[0]
+        return subject.pull_back(leaves[:count], leaves[count:])
 
     inputs = [*subject.inputs, *_trees.cotangent_leaves(check.covectors[0], subject.outputs)]
     return subject._replace(

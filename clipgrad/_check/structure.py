@@ -41,13 +41,13 @@ def check_ties(
     bent, noise = _bent_one_way(differences, point, kinks, step)
     for output in np.flatnonzero(bent.sum(axis=0) > 1)[:OUTPUTS]:
         tied = kinks[bent[:, output]]
-        gradient = vjp(np.eye(1, bent.shape[1], output)[0])
+        gradient = vjp(np.eye(1, bent.shape[1], output)[0]).astype(np.float64)
         others = np.unique(np.concatenate(every))
         if len(others) > len(kinks):  # those that were not moved are tied by their value
             tied = others[np.isin(point.vector[others], point.vector[tied])]
         signs = points.generator(seed, "ties").choice([-1.0, 1.0], (MOVED, len(tied)))
         signs[0] = 1.0  # all up, and up and down at random
-        shifts = np.zeros((MOVED, point.scale.size))
+        shifts = np.zeros((MOVED, point.scale.size), point.scale.dtype)
         shifts[:, tied] = step * signs * point.scale[tied].max()
         ahead, behind = (change[:, output] for change in differences.changes(point.xs, shifts))
         analytic = shifts @ gradient
@@ -72,7 +72,7 @@ def check_ties(
 
 def _bent_one_way(differences: Differences, point: Point, kinks, step: float) -> tuple:
     """Which elements have a kink in which output whose kinks all bend one way; the noise."""
-    shifts = np.zeros((len(kinks), point.scale.size))
+    shifts = np.zeros((len(kinks), point.scale.size), point.scale.dtype)
     shifts[np.arange(len(kinks)), kinks] = step * point.scale[kinks]
     ahead, behind = differences.changes(point.xs, shifts)
     noise = NOISE * differences.evaluation.eps * float(np.max(np.abs(differences.base)))
@@ -146,7 +146,7 @@ def _symmetric(subject: CheckSubject, judge: Judge, finding: Finding, seed: int)
     for _ in BALANCED:
         (random,) = _trees.from_rows(points.dense_numbers(rng, _trees.real_size(leaf)), [leaf])
         symmetric = (random + np.conj(np.swapaxes(random, -1, -2))) / 2
-        direction = np.zeros(judge.point.scale.size)
+        direction = np.zeros_like(judge.point.scale)
         direction[slice(*area)] = _trees.to_numpy([symmetric]) * judge.point.scale[area[0]]
         point = dataclasses.replace(judge.point, direction=lambda row: direction)  # noqa: B023
         if dataclasses.replace(judge, point=point).areas([area], DENSE).kind[0] != OK:

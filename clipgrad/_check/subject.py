@@ -42,6 +42,10 @@ class CheckSubject(NamedTuple):
         """The function of one leaf, the others held."""
         return lambda x: self.fun([*self.inputs[:k], x, *self.inputs[k + 1 :]])
 
+    def pull_back(self, xs: Leaves, cotangents: Leaves) -> Leaves:
+        """The gradient as a function of the inputs and a cotangent."""
+        return jax.vjp(self.fun, xs)[1](cotangents)[0]
+
     @property
     def ranges(self) -> list[Range]:
         """The range of each leaf in the vector of inputs."""

@@ -1,14 +1,11 @@
 """A traced function evaluated with every floating type widened to 64 bits."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
-from jax.extend.core import Literal, jaxprs_in_params
 
 import clipgrad._jaxpr as _jaxpr
 
@@ -42,7 +39,7 @@ class Widened:
             raise Unsupported(f"it holds {', '.join(sorted(foreign))}")
         self._program, _ = _jaxpr.opened(program)  # kept longer than its constants
         self.text = text
-        self.narrow = computed_types(program)
+        self.narrow = _jaxpr.computed_types(program)
         self.stops = bool(names & {"stop_gradient", "random_gamma"})
         bits = [e for e in found if e.primitive.name in _jaxpr.OWN_TYPES]
         self.looks_at_bits = any(_jaxpr.holds_floats(v) for e in bits for v in e.invars)
@@ -57,14 +54,7 @@ class Widened:
 
         So differences see what JAX differentiates: a straight-through estimator is right.
         """
-        return self.call(constants, xs, _Hold(self._program))
-
-
-def computed_types(program: Any) -> set[str]:
-    """The names of the floating types that a program computes in."""
-    results = [v for equation in _jaxpr.equations(program) for v in equation.outvars]
-    floats = [_jaxpr.dtype_of(v) for v in results if _jaxpr.holds_floats(v)]
-    return {np.dtype(jnp.finfo(dtype).dtype).name for dtype in floats}
+        return self.call(constants, xs, _jaxpr.Hold(self._program, AXIS))
 
 
 def widened_program(program: Any) -> Widened:
@@ -73,58 +63,6 @@ def widened_program(program: Any) -> Widened:
         return Widened(program)
     key = _jaxpr.program_text(program)
     return _jaxpr.kept_by_key(("widened", key), lambda: Widened(program, key))
-
-
-class Strip(_jaxpr.Widen):
-    """Leaves every type as it is, and has custom rules replaced by what they compute."""
-
-    def wide_dtype(self, dtype):
-        """The type itself."""
-        return dtype
-
-    def __call__(self, equation, inputs):
-        """The results, rounded where the program rounds."""
-        rounds = equation.primitive.name in ("reduce_precision", *_jaxpr.PRODUCTS)
-        return _jaxpr.bind(equation, inputs) if rounds else super().__call__(equation, inputs)
-
-
-class _Hold(_jaxpr.Widen):
-    """Holds `stop_gradient` at row 0, but for the factors that a linear solve is given.
-
-    `jnp.linalg.solve` stops the gradient of its LU factors because the solve's own rule
-    differentiates the matrix; held factors would solve with the unperturbed matrix.
-    """
-
-    def __init__(self, program: Any):
-        super().__init__(jnp.float64, lambda x: lax.all_gather(x, AXIS)[0])
-        self._factors = _stopped_factors(program)
-
-    def inside(self, equation, step):
-        hook: Any = copy.copy(super().inside(equation, step))
-        programs = jaxprs_in_params(equation.params)
-        hook._factors = self._factors.union(*map(_stopped_factors, programs))
-        return hook
-
-    def __call__(self, equation, inputs):
-        if equation.outvars and equation.outvars[0] in self._factors:
-            return inputs
-        return super().__call__(equation, inputs)
-
-
-def _stopped_factors(program: Any) -> frozenset:
-    """The results of `stop_gradient` that reach nothing but the factors of linear solves."""
-    jaxpr = _jaxpr.opened(program)[0]
-    needed = {atom for atom in jaxpr.outvars if not isinstance(atom, Literal)}
-    for equation in reversed(jaxpr.eqns):
-        if needed.isdisjoint(equation.outvars):
-            continue
-        atoms = list(equation.invars)
-        if equation.primitive.name == "custom_linear_solve":
-            matvec, vecmat, *factors = equation.params["const_lengths"]
-            del atoms[matvec + vecmat : matvec + vecmat + sum(factors)]
-        needed |= {atom for atom in atoms if not isinstance(atom, Literal)}
-    stops = (e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "stop_gradient")
-    return frozenset(variable for variable in stops if variable not in needed)
 
 
 class Nudge(_jaxpr.Widen):

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
-from clipgrad._check import CHECKS, PLATFORMS, GradCheckReport, Options, check_grads
+from clipgrad._check import CHECKS, GradCheckReport, Options, check_grads
 from clipgrad._commands.function import FAILED, PASSED, add_function, arguments, complain, load
+from clipgrad._devices import PLATFORMS
 
 CHECK_EPILOG = """\
 examples:

@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from clipgrad._check import PLATFORMS, GradCheckReport, check_grads, find_devices
+from clipgrad._check import GradCheckReport, check_grads
 from clipgrad._commands.function import FAILED, PASSED, complain
+from clipgrad._devices import PLATFORMS, find_devices
 from clipgrad._error_clip import clip_cotangent, error_clip, error_clip_by_name
 from clipgrad._numerics import global_norm
 from clipgrad._rules import RULES, ClipByNorm, ErrorClipByValue

@@ -24,6 +24,7 @@ from clipgrad._jaxpr.evaluate import ProgramValues as ProgramValues
 from clipgrad._jaxpr.evaluate import bind as bind
 from clipgrad._jaxpr.evaluate import evaluate as evaluate
 from clipgrad._jaxpr.evaluate import retrace as retrace
+from clipgrad._jaxpr.hold import Hold as Hold
 from clipgrad._jaxpr.loops import found_by_loops as found_by_loops
 from clipgrad._jaxpr.modules import ModuleValues as ModuleValues
 from clipgrad._jaxpr.modules import variables_of_modules as variables_of_modules
@@ -61,5 +62,6 @@ from clipgrad._jaxpr.trace import Traced as Traced
 from clipgrad._jaxpr.trace import trace as trace
 from clipgrad._jaxpr.widen import FOREIGN_PROGRAMS as FOREIGN_PROGRAMS
 from clipgrad._jaxpr.widen import OWN_TYPES as OWN_TYPES
-from clipgrad._jaxpr.widen import PRODUCTS as PRODUCTS
+from clipgrad._jaxpr.widen import Strip as Strip
 from clipgrad._jaxpr.widen import Widen as Widen
+from clipgrad._jaxpr.widen import computed_types as computed_types

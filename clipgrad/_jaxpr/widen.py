@@ -11,8 +11,9 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
+from clipgrad._jaxpr.elements import dtype_of, holds_floats
 from clipgrad._jaxpr.evaluate import Hook, bind, is_entered, retrace
-from clipgrad._jaxpr.programs import CUSTOM_RULES, PRINTS, map_programs, opened
+from clipgrad._jaxpr.programs import CUSTOM_RULES, PRINTS, equations, map_programs, opened
 
 # What looks at the bits of its numbers, or may be there for some types alone: it is bound in the
 # types of the program, and its results are widened.
@@ -117,6 +118,26 @@ class Widen(Hook):
         variables = opened(program)[0].invars
         types = [jax.ShapeDtypeStruct(v.aval.shape, self.wide_dtype(_dtype(v))) for v in variables]
         return retrace(program, types, self)
+
+
+class Strip(Widen):
+    """Leaves every type as it is, and has custom rules replaced by what they compute."""
+
+    def wide_dtype(self, dtype: Any) -> Any:
+        """The type itself."""
+        return dtype
+
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """The results, rounded where the program rounds."""
+        rounds = equation.primitive.name in ("reduce_precision", *PRODUCTS)
+        return bind(equation, inputs) if rounds else super().__call__(equation, inputs)
+
+
+def computed_types(program: Any) -> set[str]:
+    """The names of the floating types that a program computes in."""
+    results = [v for equation in equations(program) for v in equation.outvars]
+    floats = [dtype_of(v) for v in results if holds_floats(v)]
+    return {np.dtype(jnp.finfo(dtype).dtype).name for dtype in floats}
 
 
 def _dtype(variable: Any) -> Any:
