@@ -314,7 +314,8 @@ def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) 
     plain = groups.totals(groups.sums_of_squares(leaves, _wide_dtypes(groups, leaves)), leaves)
     counts = _counts(groups, kind.mean, leaves)
     totals, scales = zip(*_sums_in_range(groups, plain, leaves), strict=True)
-    return for_each(_root, [(count,) for count in counts], totals, scales)
+    # Written out, or the TPU's compiler makes more kernels.
+    return for_each(_root, [(count,) for count in counts], totals, scales, written_out=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)
