@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import clipgrad as cg
+from clipgrad._numerics.calls import for_each
 from clipgrad._numerics.norms import _stacked_sums, slice_norms
 from clipgrad._numerics.reductions import Groups
 from tests.helpers import RELEASED, float64, reductions, tree_of
@@ -255,3 +256,35 @@ def test_a_float16_leaf_needs_one_sum(largest):
     leaf = jnp.full(4, largest, jnp.float16)
     np.testing.assert_allclose(cg.global_norm(leaf), reference(leaf), rtol=1e-6)
     assert reductions(jax.jit(cg.global_norm).lower(leaf).compile()) == 1
+
+
+# Calls
+
+
+def test_rows_of_one_kind_share_as_many_calls_as_the_root_of_their_number():
+    traced = []
+
+    def scaled(factor, leaf):
+        traced.append(leaf.shape)
+        return factor * leaf
+
+    leaves = [jnp.full(2 + (i == 4), float(i)) for i in range(10)]
+    program = jax.make_jaxpr(lambda xs: for_each(scaled, [(3,)] * 10, xs))(leaves)
+    # Nine rows of one shape in three calls of one program of three rows.
+    assert [len(e.outvars) for e in program.eqns] == [3, 3, 3, 1]
+    assert traced == [(2,)] * 3 + [(3,)]
+    found = jax.jit(lambda xs: for_each(scaled, [(3,)] * 10, xs))(leaves)
+    assert [x.tolist() for x in found] == [(3 * x).tolist() for x in leaves]
+
+
+@pytest.mark.parametrize("written_out, calls", [(False, 3), (True, 0)])
+def test_rows_that_are_written_out_are_no_calls_for_the_compiler(written_out, calls):
+    def halved(leaf):
+        return leaf / 2
+
+    def program(xs):
+        return for_each(halved, [()] * 9, xs, written_out=written_out)
+
+    text = jax.jit(program).lower([jnp.ones(2)] * 9).as_text()
+    assert text.count("call @") == calls
+    assert text.count("stablehlo.divide") == (3 if calls else 9)

@@ -1,32 +1,58 @@
 """Calls: what is done for each leaf, traced and lowered once for all leaves of a kind."""
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 from jax.core import Tracer
 
-F = TypeVar("F", bound=Callable[..., Any])
 
+def for_each(
+    function: Callable[..., Any],
+    static: Iterable[tuple[Any, ...]],
+    *columns: Sequence[Any],
+    written_out: bool = False,
+) -> list[Any]:
+    """The function of each row of arguments; within a program that is traced, in few calls.
 
-def one_call(*static: int, inline: bool = False) -> Callable[[F], F]:
-    """A decorator: within a program that is traced, a function is one operation, a call.
+    Rows whose static arguments and types are equal, n of them, share about sqrt(n) calls of as
+    many rows each: then JAX traces and lowers 2 sqrt(n) rows and calls instead of n. It keeps the
+    calls by the function, which must be the same object each time.
 
-    JAX traces it once for all arguments of the same shapes and dtypes. XLA writes the operations
-    of a call out after its first passes, so that it may round what is fused with them otherwise
-    than in optax: with ``inline`` they are written out before. Outside of such a program each
-    operation runs on its own. The arguments at the positions ``static`` are hashable.
+    XLA writes the operations of a call out after its first passes, so that it may round what is
+    fused with them otherwise than in optax: with ``written_out`` they are written out before, and
+    only JAX knows of calls. Outside of a program each operation runs on its own.
     """
+    rows = list(zip(static, zip(*columns, strict=True), strict=True))
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(columns)):
+        return [function(*given, *row) for given, row in rows]
+    call = _rows_written_out if written_out else _called_rows
+    kinds: dict[Any, list[int]] = {}
+    for i, (given, row) in enumerate(rows):
+        flat, structure = jax.tree.flatten(row)
+        kinds.setdefault((given, structure, *map(jax.typeof, flat)), []).append(i)
+    results: dict[int, Any] = {}
+    for places in kinds.values():
+        size = math.isqrt(len(places))
+        for start in range(0, len(places), size):
+            part = places[start : start + size]
+            found = call(function, rows[part[0]][0], [rows[i][1] for i in part])
+            results |= zip(part, found, strict=True)
+    return [results[i] for i in range(len(rows))]
 
-    def decorate(function: F) -> F:
-        compiled = jax.jit(function, static_argnums=static, inline=inline)
 
-        @functools.wraps(function)
-        def call(*args: Any) -> Any:
-            traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
-            return (compiled if traced else function)(*args)
+def _each_row(
+    function: Callable[..., Any], static: tuple[Any, ...], rows: Sequence[tuple[Any, ...]]
+) -> list[Any]:
+    return [function(*static, *row) for row in rows]
 
-        return call  # type: ignore[return-value]
 
-    return decorate
+_called_rows = jax.jit(_each_row, static_argnums=(0, 1))
+# JAX lowers what a backward pass may compute again without a call. As a `jax.jit` it is compiled
+# where it is called eagerly.
+_rows_written_out = jax.jit(
+    jax.checkpoint(_each_row, static_argnums=(0, 1), prevent_cse=False),
+    static_argnums=(0, 1),
+    inline=True,
+)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 
 from clipgrad._compat import by_platform, explicit_sharding, varying_axes
-from clipgrad._numerics.calls import one_call
+from clipgrad._numerics.calls import for_each
 from clipgrad._numerics.numbers import (
     accumulator,
     if_else,
@@ -313,8 +313,9 @@ def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) 
     # Eagerly one operation after the other, so that results round as optax's do.
     plain = groups.totals(groups.sums_of_squares(leaves, _wide_dtypes(groups, leaves)), leaves)
     counts = _counts(groups, kind.mean, leaves)
-    found = zip(counts, _sums_in_range(groups, plain, leaves), strict=True)
-    return [_root(count, *parts) for count, parts in found]
+    totals, scales = zip(*_sums_in_range(groups, plain, leaves), strict=True)
+    # Written out, or the TPU's compiler makes more kernels.
+    return for_each(_root, [(count,) for count in counts], totals, scales, written_out=True)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -339,7 +340,7 @@ def _rescued(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any
         return _second_sums(groups, plain, leaves)
 
     def with_scales(totals: list[jax.Array]) -> list[Any]:
-        return list(zip(totals, map(_scale_of_plain, plain), strict=True))
+        return list(zip(totals, for_each(_scale_of_plain, [()] * len(plain), plain), strict=True))
 
     in_range = _all_in_range(plain)
     if not groups.joint:  # a branch with half as many results compiles faster
@@ -355,7 +356,7 @@ def _second_sums(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list
     given = groups.per_leaf(plain, parts)
     squares = groups.sums_of(_scaled_square, parts, _wide_dtypes(groups, parts), given)
     sums = groups.totals(squares, parts)
-    return [_unless_plain(*found) for found in zip(plain, sums, strict=True)]
+    return for_each(_unless_plain, [()] * len(plain), plain, sums)
 
 
 # Leaves of up to 2 ** 14 elements are joined before they are added up again, since XLA compiles one
@@ -380,12 +381,10 @@ def _as_one(leaves: Arrays) -> jax.Array:
     return jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in leaves], 0)
 
 
-@one_call()
 def _scale_of_plain(plain: jax.Array) -> jax.Array:
     return _chosen_scale(*_out_of_range(plain), plain)
 
 
-@one_call()
 def _unless_plain(plain: jax.Array, total: jax.Array) -> jax.Array:
     """A scaled sum; the plain one if that is in range or NaN."""
     is_large, is_small = _out_of_range(plain)
@@ -413,17 +412,14 @@ def _all_in_range(plain: list[jax.Array]) -> jax.Array:
 def _separate(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     """Three sums, of which one is known, and the choice of the one that is in range."""
     dtypes = _wide_dtypes(groups, leaves)
-    pairs = groups.sums_of(_squares_apart, leaves, dtypes, inline=True)
+    pairs = groups.sums_of(_squares_apart, leaves, dtypes, written_out=True)
     down, up = (groups.totals(sums, leaves) for sums in zip(*pairs, strict=True))
-    return list(map(_in_range, down, plain, up))
+    # Written out, as its sums are: of calls the TPU's compiler makes more kernels here.
+    return for_each(in_range, [()] * len(plain), down, plain, up, written_out=True)
 
 
 def _squares_apart(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
     return scaled_squares(real_or_absolute(leaf))
-
-
-# Written out, as its sums are: of calls the TPU's compiler makes more kernels here.
-_in_range = one_call(inline=True)(in_range)
 
 
 def _stacked_sums(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
@@ -446,21 +442,30 @@ def _in_range_of_rows(totals: list[jax.Array]) -> list[tuple[jax.Array, jax.Arra
     for i, total in enumerate(totals):
         kind = (total.dtype, varying_axes(total)) if total.size == 3 else i
         kinds.setdefault(kind, []).append(i)
+    rows = [_side_by_side([totals[i] for i in places]) for places in kinds.values()]
     chosen: dict[int, tuple[jax.Array, jax.Array]] = {}
-    for places in kinds.values():
-        if len(places) == 1:
-            chosen |= {i: _in_range_of(totals[i]) for i in places}
-            continue
-        columns = [jax.lax.reshape(totals[i], (3, 1)) for i in places]
-        both = _in_range_of(jax.lax.concatenate(columns, 1))
-        parts = zip(*(jax.lax.split(x, [1] * len(places)) for x in both), strict=True)
-        for i, (total, scale) in zip(places, parts, strict=True):
-            shape = totals[i].shape[1:]
-            chosen[i] = jax.lax.reshape(total, shape), jax.lax.reshape(scale, shape)
+    every = for_each(_in_range_of, [()] * len(rows), rows)
+    for places, both in zip(kinds.values(), every, strict=True):
+        parts = [_apart(x, [totals[i].shape[1:] for i in places]) for x in both]
+        chosen |= zip(places, zip(*parts, strict=True), strict=True)
     return [chosen[i] for i in range(len(totals))]
 
 
-@one_call()
+def _side_by_side(totals: list[jax.Array]) -> jax.Array:
+    """The three sums of several norms as columns of one array; those of one leaf as they are."""
+    if len(totals) == 1:
+        return totals[0]
+    return jax.lax.concatenate([jax.lax.reshape(x, (3, 1)) for x in totals], 1)
+
+
+def _apart(found: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+    """What was found for each of the columns, in its shape."""
+    if len(shapes) == 1:
+        return [found]
+    parts = jax.lax.split(found, [1] * len(shapes))
+    return [jax.lax.reshape(x, shape) for x, shape in zip(parts, shapes, strict=True)]
+
+
 def _in_range_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return in_range(rows[0], rows[1], rows[2])
 
@@ -475,7 +480,7 @@ def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
     return [float(max(n, 1)) if mean else 1.0 for n in groups.sizes(leaves)]
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _root(count: float, total: jax.Array, scale: jax.Array) -> Norm:
     """The root of a sum of squares, or of their mean."""
     total = total if count == 1 else total / count

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import tracks_varying, varying_axes
-from clipgrad._numerics.calls import one_call
+from clipgrad._numerics.calls import for_each
 from clipgrad._numerics.numbers import (
     from_ordered_bits,
     square,
@@ -48,23 +48,21 @@ class Groups(NamedTuple):
         leaves: Arrays,
         dtypes: Sequence[str],
         *given: Arrays,
-        inline: bool = False,
+        written_out: bool = False,
     ) -> list[Any]:
         """For each leaf on this device the sums of what a function makes of it.
 
         The function gets the leaf in its dtype of ``dtypes``, and its item of each of ``given``.
         """
-        every = zip(leaves, dtypes, self._axes_from_end(leaves), *given, strict=True)
-        sums = _written_out_sums if inline else _called_sums
-        return [
-            sums(parts_of, dtype, axes, not self.joint, leaf, *others)
-            for leaf, dtype, axes, *others in every
-        ]
+        pairs = zip(dtypes, self._axes_from_end(leaves), strict=True)
+        static = [(parts_of, dtype, axes, not self.joint) for dtype, axes in pairs]
+        return for_each(_sums_of_parts, static, leaves, *given, written_out=written_out)
 
     def sums_of_squares(self, leaves: Arrays, dtypes: Sequence[str]) -> list[jax.Array]:
         """For each leaf on this device the sums of its squares as optax has them."""
-        every = zip(leaves, dtypes, self._axes_from_end(leaves), strict=True)
-        return [_sum_of_squares(dtype, axes, not self.joint, leaf) for leaf, dtype, axes in every]
+        pairs = zip(dtypes, self._axes_from_end(leaves), strict=True)
+        static = [(dtype, axes, not self.joint) for dtype, axes in pairs]
+        return for_each(_sum_of_squares, static, leaves, written_out=True)
 
     def totals(self, local: Arrays, leaves: Arrays) -> list[jax.Array]:
         """The sum of each group, from the sums of the leaves on this device."""
@@ -148,11 +146,6 @@ def _sums_of_parts(
     return jax.tree.map(lambda part: jnp.sum(part, axis=axes, keepdims=keepdims), parts)
 
 
-_called_sums = one_call(0, 1, 2, 3)(_sums_of_parts)
-_written_out_sums = one_call(0, 1, 2, 3, inline=True)(_sums_of_parts)
-
-
-@one_call(0, 1, 2, inline=True)
 def _sum_of_squares(
     dtype: str, axes: tuple[int, ...], keepdims: bool, leaf: jax.Array
 ) -> jax.Array:

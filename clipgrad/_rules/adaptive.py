@@ -16,15 +16,14 @@ from clipgrad._numerics import (
     at_least,
     finite_product,
     if_else,
-    one_call,
     slice_norms,
     times,
     with_real_dtype,
 )
-from clipgrad._rules.base import MeasuringRule, pytree_rule, static_field
+from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
 from clipgrad._rules.thresholds import check_threshold, limits_by_leaf, limits_of
 from clipgrad._rules.units import UnitAxis, check_unit_axis, unit_axes
-from clipgrad._trees import clippable_leaves, map_clippable, parameters_like
+from clipgrad._trees import clippable_leaves, parameters_like
 
 
 @pytree_rule
@@ -112,7 +111,7 @@ class AdaptiveClip(MeasuringRule):
     def scale(self, grads: Any, norms: Sequence["UnitNorms"]) -> Any:
         """The tree with the norm of each unit at most ``clipping`` times that of its weights."""
         limits = limits_by_leaf(self, [units.norm for units in norms])
-        return map_clippable(_scale_units, grads, norms, limits)
+        return scale_each(_scale_units, grads, norms, limits)
 
     def l2_limits(
         self, grads: Any, norms: Sequence["UnitNorms"]
@@ -151,7 +150,6 @@ class UnitNorms(NamedTuple):
         return if_else(self.norm.root == 0, 0, self.norm.value / self.least)
 
 
-@one_call(inline=True)
 def _scale_units(leaf: jax.Array, norms: UnitNorms, clipping: jax.Array) -> jax.Array:
     # As in optax, limits are computed in the shape of the leaf: XLA rounds other shapes otherwise.
     # What is special about a unit is decided before: in that shape XLA's CPU loops may lose NaN.

@@ -8,9 +8,16 @@ from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform, runtim
 import jax
 import jax.numpy as jnp
 
-from clipgrad._numerics import Norm
+from clipgrad._numerics import Norm, for_each
 from clipgrad._rules.thresholds import RULES, require_numbers
-from clipgrad._trees import clippable_paths, combine, is_clippable, partition
+from clipgrad._trees import (
+    clippable_leaves,
+    clippable_paths,
+    combine,
+    is_clippable,
+    map_clippable,
+    partition,
+)
 
 C = TypeVar("C", bound=type)
 
@@ -125,6 +132,18 @@ def as_rule(rule: Any, schedules: bool = False) -> Callable[..., Any] | None:
         f"rule: got {rule!r} of type {type(rule).__name__}, expected a ClipRule, a function of "
         f"the cotangent or None{hint}"
     )
+
+
+def scale_each(
+    function: Callable[..., Any], tree: Any, *lists: Sequence[Any], written_out: bool = True
+) -> Any:
+    """The tree with a function of each leaf that is clipped and of an item of each list.
+
+    With ``written_out`` XLA gets no calls, and rounds as it does in optax; see `for_each`.
+    """
+    leaves = clippable_leaves(tree)
+    scaled = for_each(function, [()] * len(leaves), leaves, *lists, written_out=written_out)
+    return map_clippable(lambda _, new: new, tree, scaled)
 
 
 def apply_rule(rule: Callable[..., Any], grads: Any, params: Any = None) -> Any:

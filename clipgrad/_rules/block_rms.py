@@ -12,14 +12,13 @@ from clipgrad._numerics import (
     Norm,
     finite_product,
     if_else,
-    one_call,
     over,
     slice_norms,
     with_real_dtype,
 )
-from clipgrad._rules.base import MeasuringRule, pytree_rule
+from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each
 from clipgrad._rules.thresholds import check_threshold, limits_by_leaf
-from clipgrad._trees import clippable_leaves, map_clippable
+from clipgrad._trees import clippable_leaves
 
 
 @pytree_rule
@@ -76,8 +75,9 @@ class ClipByBlockRMS(MeasuringRule):
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the rms of each leaf at most ``threshold``."""
         limits = limits_by_leaf(self, norms)
-        bounds = {id(limit): _bounds(limit) for limit in limits}  # once for leaves of one limit
-        return map_clippable(_scale_by_rms, grads, norms, [bounds[id(limit)] for limit in limits])
+        distinct = {id(limit): limit for limit in limits}
+        bounds = {key: _bounds(limit) for key, limit in distinct.items()}
+        return scale_each(_scale_by_rms, grads, norms, [bounds[id(limit)] for limit in limits])
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]]:
         """The norm of each leaf, the rms times the root of its size, and its limit."""
@@ -94,7 +94,6 @@ def _bounds(limit: jax.Array) -> tuple[jax.Array, jax.Array]:
     return if_else(limit > 0, limit, 1), if_else(limit > 0, 1, jnp.inf)
 
 
-@one_call(inline=True)
 def _scale_by_rms(leaf: jax.Array, norm: Norm, bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
     """A divisor of 1 within the limit: behind a selection XLA would round the optimizer otherwise.
 

@@ -8,10 +8,10 @@ import jax
 from jax.typing import ArrayLike
 
 from clipgrad._numerics import AxisName, Norm, check_order, tree_norm
-from clipgrad._rules.base import MeasuringRule, pytree_rule, static_field
+from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
 from clipgrad._rules.norm import scale_down
 from clipgrad._rules.thresholds import check_threshold, limit_of
-from clipgrad._trees import map_clippable
+from clipgrad._trees import clippable_leaves
 
 
 @pytree_rule
@@ -79,8 +79,9 @@ class ClipByGlobalNorm(MeasuringRule):
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with a norm of at most ``max_norm``."""
         (norm,) = norms
-        limit = limit_of(self.max_norm, norm)
-        return map_clippable(lambda leaf: scale_down(leaf, norm, limit), grads)
+        count = len(clippable_leaves(grads))
+        limits = [limit_of(self.max_norm, norm)] * count
+        return scale_each(scale_down, grads, [norm] * count, limits)
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
         """The norm of the tree and its limit."""

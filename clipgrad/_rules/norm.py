@@ -12,16 +12,15 @@ from clipgrad._numerics import (
     Norm,
     check_order,
     if_else,
-    one_call,
     over,
     slice_norms,
     times,
     with_real_dtype,
 )
-from clipgrad._rules.base import MeasuringRule, pytree_rule, static_field
+from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
 from clipgrad._rules.thresholds import check_threshold, limits_by_leaf
 from clipgrad._rules.units import check_axis, reduced_axes
-from clipgrad._trees import clippable_leaves, clippable_paths, map_clippable
+from clipgrad._trees import clippable_leaves, clippable_paths
 
 
 @pytree_rule
@@ -89,7 +88,8 @@ class ClipByNorm(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the norm of each leaf, or slice, at most ``max_norm``."""
-        return map_clippable(_scale_each, grads, norms, limits_by_leaf(self, norms))
+        limits = limits_by_leaf(self, norms)
+        return scale_each(_scale_each, grads, norms, limits, written_out=False)
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
         """The norm of each leaf, or the norms of its slices, and their limits."""
@@ -97,7 +97,6 @@ class ClipByNorm(MeasuringRule):
         return list(zip(norms, limits, strict=True)) if self.ord == 2 else None
 
 
-@one_call(inline=True)
 def scale_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     """The leaf itself where its norm is within the limit, bit for bit; scaled to it elsewhere.
 
@@ -110,7 +109,6 @@ def scale_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     return if_else(_is_within(norm, limit), leaf, shrunk)
 
 
-@one_call()
 def _scale_each(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     """The same, by one number for each norm besides its scale: each would be another kernel.
 
