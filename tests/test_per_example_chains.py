@@ -47,7 +47,7 @@ def test_any_chain_is_clipped_and_measured_as_one_example_after_the_other():
     seen = {pair for chain in CHAINS.values() for pair in pairs(chain)}
 
     # Of the chains that are drawn, those run that have five new pairs, or a new operation.
-    @settings(max_examples=100, phases=[Phase.generate])
+    @settings(max_examples=60, phases=[Phase.generate])
     @given(chains)
     def compare(chain):
         new = set(pairs(chain)) - seen
