@@ -60,7 +60,7 @@ class _Common(NamedTuple):
 
     task: Task
     params: Any
-    batches: Callable[[jax.Array], Any]
+    batches: Callable[[np.ndarray], Any]
     evaluate: Callable[[Any], Any]
 
 
