@@ -35,7 +35,9 @@ def _drawn(name, factor):
 
     def make(dtype):
         args = jnp.asarray([0.7, 1.5, 4], dtype), normal(1, 3, dtype=dtype)
-        draw = lambda a: sample(jax.random.key(0), *[a] * parameters, dtype=dtype)
+        # JAX 0.10.0 does not take the shape of the parameter of t by itself.
+        shape = {"shape": (3,)} if name == "t" else {}
+        draw = lambda a: sample(jax.random.key(0), *[a] * parameters, dtype=dtype, **shape)
         return ratio(draw, factor), args
 
     return make

@@ -100,4 +100,5 @@ IMPLICIT["beta"] = _draws(lambda key, a, dtype: jax.random.beta(key, a, a, dtype
 IMPLICIT["dirichlet"] = _draws(
     lambda key, a, dtype: jax.random.dirichlet(key, a, dtype=dtype), _positive
 )
-IMPLICIT["t"] = _draws(lambda key, a, dtype: jax.random.t(key, a, dtype=dtype), _positive)
+# JAX 0.10.0 does not take the shape of the parameter by itself.
+IMPLICIT["t"] = _draws(lambda key, a, dtype: jax.random.t(key, a, a.shape, dtype=dtype), _positive)
