@@ -11,6 +11,9 @@ import optax
 
 import clipgrad as cg
 
+# Of the compiler, for what runs for milliseconds and would compile for seconds if done with care.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
 Metrics = dict[str, Any]
 Optimizer = optax.GradientTransformation
 

@@ -14,11 +14,9 @@ import numpy as np
 import optax
 
 import clipgrad as cg
-from clipgrad._demo.task import Arm, Task
+from clipgrad._demo.task import QUICK, Arm, Task
 
 _CHUNKS = 10
-# What draws a batch or evaluates runs for milliseconds, and compiles for seconds if done with care.
-_QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 class Run(NamedTuple):
@@ -117,9 +115,9 @@ def _prepare(task: Task, seeds: int) -> _Common:
         return task.sample(data, jax.random.fold_in(key, step))
 
     some = jax.vmap(jax.vmap(batch, in_axes=(None, None, 0)), in_axes=(None, 0, None))
-    batches = functools.partial(jax.jit(some, compiler_options=_QUICK), data, keys)
+    batches = functools.partial(jax.jit(some, compiler_options=QUICK), data, keys)
     each_seed = jax.vmap(task.evaluate, in_axes=(0, 0, None))
-    every = jax.jit(each_seed, compiler_options=_QUICK)
+    every = jax.jit(each_seed, compiler_options=QUICK)
     return _Common(task, params, batches, lambda last: every(params, last, data))
 
 
@@ -137,7 +135,7 @@ def _run(prepared: Future[_Common], tick: Callable[[int], Any], arm: Arm) -> Run
 
 def _train_arm(common: _Common, tick: Callable[[int], Any], arm: Arm) -> Any:
     optimizer = arm.optimizer(common.task.optimizer)
-    init = jax.jit(jax.vmap(optimizer.init), compiler_options=_QUICK)
+    init = jax.jit(jax.vmap(optimizer.init), compiler_options=QUICK)
     carry = (common.params, init(common.params))
     chunk = jax.vmap(_chunk(common.task, arm, optimizer))
     compiled = jax.jit(chunk, compiler_options=dict(common.task.options or {}))
