@@ -1,19 +1,21 @@
 """Compiles clips for GPUs and TPUs on a machine that has none, and reads the programs.
 
-Prints a line of JSON for each: kernels in the entry computation, collectives, bytes of temporaries,
-CPU seconds of tracing and of compilation. Needs the extra ``accelerators``; nothing runs.
+Prints a line of JSON for each: kernels in the entry computation, and in the bodies of loops,
+collectives, bytes of temporaries, CPU seconds of tracing and of compilation. Needs the extra
+``accelerators``; nothing runs. Clips of each example are stored in benchmarks/compiled.json, for
+benchmarks/RESULTS.md.
 
     JAX_PLATFORMS=cpu python -m benchmarks.accelerators [H200 "8 H200" "1 TPU" "256 TPU"]
-    JAX_PLATFORMS=cpu python -m benchmarks.accelerators --per-example [H200 "1 TPU"]
+    JAX_PLATFORMS=cpu python -m benchmarks.accelerators --per-example [--rows TEXT ...]
 """
 
+import datetime
 import json
 import os
 import pathlib
 import re
 import sys
 import time
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from benchmarks import per_example_models as models
+from benchmarks import compiled
 from benchmarks.peers import by_leaf
 from benchmarks.rows import Scale
 from benchmarks.subjects import per_example as subject
@@ -41,11 +43,12 @@ KINDS = {
     "1 TPU": ("tpu", "v5e:2x2", 1),
     "256 TPU": ("tpu", "v5e:16x16", 256),
 }
-EXAMPLES = (
-    ("MLP of 0.67M", models.mlp, 64),
-    ("transformer of 0.8M, scan + remat", models.transformer, 16),
-    ("language model, 32k tokens, tied", partial(models.language_model, tied=True), 16),
-)
+ONE_DEVICE = ("H200", "1 TPU")
+# The models of `python -m benchmarks --only per_example`, each with its largest batch.
+EXAMPLES = {
+    f"{name}, batch {sizes[-1]}": (make, sizes[-1]) for name, make, sizes, _ in subject.WORK
+}
+KERNEL = re.compile(r"= [^=]*? (?:fusion|custom-call)[(]")
 
 CLIPS = {
     "global norm": (optax.clip_by_global_norm, cg.clip_by_global_norm, 1.0),
@@ -81,31 +84,44 @@ def update_of(tx):
     return lambda g, w: tx.update(g, tx.init(g), w)
 
 
+def kernel_counts(text):
+    """Kernels in the entry computation of a program, and in the bodies of its loops, once each."""
+    parts = re.split(r"\n(?=(?:ENTRY )?%\S+ [(])", text)
+    bodies = set(re.findall(r"\bbody=(%[\w.-]+)", text))
+    entry = next(part for part in parts if part.startswith("ENTRY"))
+    loops = [part for part in parts if part.partition(" ")[0] in bodies]
+    return len(KERNEL.findall(entry)), sum(len(KERNEL.findall(part)) for part in loops)
+
+
 def facts(fun, *args):
     """What a compiled function does, and what it took to compile it."""
     start = time.process_time()
     lowered = jax.jit(fun).lower(*args)
     traced = time.process_time()
-    compiled = lowered.compile()
-    text = compiled.as_text()
-    entry = text[text.index("ENTRY") :]
+    program = lowered.compile()
+    text = program.as_text()
+    kernels, in_loops = kernel_counts(text)
     joined = (
         r" (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?[(]"
     )
     return {
-        "kernels": len(re.findall(r"= [^=]*? (?:fusion|custom-call)[(]", entry)),
+        "kernels": kernels,
+        "in loops": in_loops,
         "collectives": len(re.findall(joined, text)),
-        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        "temporaries": program.memory_analysis().temp_size_in_bytes,
         "trace": round(traced - start, 2),
         "compile": round(time.process_time() - traced, 2),
     }
 
 
-def per_example(kinds):
+def per_example(texts):
     """Clips of each example's gradient beside the plain gradient, on one device."""
-    for kind in kinds:
+    origin = {"jax": jax.__version__, "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"}
+    for kind in ONE_DEVICE:
         sharding = NamedSharding(Mesh(devices(kind), ("data",)), P())
-        for work, make, size in EXAMPLES:
+        for work, (make, size) in EXAMPLES.items():
+            if not any(text in f"{kind}, {work}" for text in texts):
+                continue
             model = make(Scale(1))
             args = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),  # noqa: B023
@@ -114,8 +130,9 @@ def per_example(kinds):
             programs = {"no clip": subject.unclipped(model), "optax": subject.optax_sum(model)}
             programs |= {m: subject.clipped(model, m) for m in ("one pass", "two passes")}
             for who, fun in programs.items():
-                start = {"for": kind, "work": f"{work}, batch {size}", "who": who}
-                print(json.dumps(start | facts(fun, *args)), flush=True)
+                found = {"for": kind, "work": work, "who": who} | facts(fun, *args) | origin
+                print(json.dumps(found), flush=True)
+                compiled.keep(found, ONE_DEVICE, list(EXAMPLES))
 
 
 def clips(kinds):
@@ -134,7 +151,7 @@ def main(arguments):
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
     os.environ |= {"TPU_ACCELERATOR_TYPE": "v5e-4"}
     if arguments[:1] == ["--per-example"]:
-        per_example(arguments[1:] or ["H200", "1 TPU"])
+        per_example(arguments[2:] or [""])
     else:
         clips(arguments or KINDS)
 

@@ -240,8 +240,8 @@ In the table above a cell has the time and the temporaries. All sides:
 """
 
 
-def section(results: dict[str, Any], picture: str | None) -> str:
-    """The whole section of RESULTS.md."""
+def section(results: dict[str, Any], picture: str | None, programs: str = "") -> str:
+    """The whole section of RESULTS.md, with what is known of ``programs`` for accelerators."""
     shown = (
         f"![The global norm clip by number and size of leaves]({picture})\n\n" if picture else ""
     )
@@ -262,7 +262,7 @@ def section(results: dict[str, Any], picture: str | None) -> str:
 
 {not_run(results)}
 
-{beside_plain(results)}### All rows
+{beside_plain(results)}{programs}### All rows
 
 {table(results)}
 """

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks import held_out, multiples, report
+from benchmarks import compiled, held_out, multiples, report
 from tests import check_functions, check_zoo, check_zoo_layers, test_check_functions
 from tests.test_check_history import BUGS, RIGHT
 
@@ -102,6 +102,13 @@ def test_the_costs_on_the_page_on_examples_are_those_that_were_stored():
     table = multiples.by_method(STORED["per_example"])
     assert len(table.splitlines()) >= 8 and table in (DOCS / "per_example.md").read_text()
     assert table in (ROOT / "benchmarks" / "RESULTS.md").read_text()
+
+
+def test_the_programs_for_accelerators_are_those_that_were_stored():
+    rows = compiled.load()
+    text = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    assert compiled.table(rows) in text and len(rows) == 2 * 4 * 7
+    assert {row["for"] for row in rows} == {"H200", "1 TPU"}
 
 
 SPANS = {

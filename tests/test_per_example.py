@@ -303,6 +303,39 @@ def test_memory_is_bounded_by_the_microbatch():
     assert temporary(512, 4, "one pass") < temporary(64, 4, "one pass") + 80 * 448 < 4 * gradient
 
 
+# traces
+
+
+@pytest.mark.parametrize("method", ["auto", "one pass", "two passes", "direct"])
+@pytest.mark.parametrize("microbatch", [None, 4])
+def test_every_method_traces_the_loss_once(method, microbatch, key):
+    params, batch = data(key)
+    traces = []
+
+    def counted(factor, params, example):
+        traces.append(1)
+        return factor * loss(params, example)
+
+    def sums(factor, params, batch):
+        own = lambda params, example: counted(factor, params, example)  # noqa: E731
+        per_example = cg.clip_per_example(own, NORM, microbatch=microbatch, method=method)
+        return per_example(params, batch)
+
+    jax.eval_shape(sums, 2.0, params, batch)  # as under jax.jit, with a loss that has a tracer
+    assert len(traces) == 1
+
+
+def test_outside_jit_auto_traces_the_loss_once():
+    traces = []
+
+    def counted(params, x):
+        traces.append(1)
+        return params @ x
+
+    _, grads, _ = cg.clip_per_example(counted, NORM)(jnp.zeros(2), jnp.ones((1, 2)))
+    assert len(traces) == 1 and np.isclose(np.linalg.norm(grads), 1)
+
+
 # devices
 
 

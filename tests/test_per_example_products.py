@@ -1,5 +1,7 @@
 """Gradients followed to their products: against one example after the other in float64."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -276,8 +278,6 @@ def test_an_example_that_is_nan_is_left_out_and_harms_no_other():
 
 
 def arrays_in(text):
-    import re
-
     shapes = re.findall(r"(?:f32|bf16)\[([\d,]+)\]", text)
     return {tuple(map(int, shape.split(","))) for shape in shapes}
 
@@ -422,3 +422,18 @@ def test_wrong_arguments_and_models_with_other_leaves_are_refused():
         cg.clip_per_example(lambda p, x: x, None)(model, jnp.ones(3))
     with pytest.raises(TypeError, match=r"at 'activation', expected arrays.*\n.*eqx.partition"):
         cg.per_example_norms(lambda p, x: x).plan(model, jnp.ones(3))
+
+
+def test_two_kernels_of_a_recurrence_share_a_gram_matrix():
+    """That of the cotangents of their sum, as in an LSTM: three are made, not four."""
+
+    def loss(params, xs):
+        def step(h, x):
+            return jnp.tanh((x @ params["in"] + h @ params["rec"])[:16]), None
+
+        return jnp.sum(jax.lax.scan(step, jnp.zeros(16), xs)[0] ** 2)
+
+    params = {"in": jnp.ones((16, 48)), "rec": jnp.ones((16, 48))}
+    program = jax.jit(cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), method="one pass"))
+    text = program.lower(params, jnp.ones((2, 5, 16))).compile().as_text()
+    assert len(re.findall(r"= f32\[2,5,5\]\S* dot[(]", text)) == 3

@@ -78,9 +78,11 @@ def _blocks_in_range(found: list[ProductBlock]) -> tuple[list[ProductBlock], jax
     largest = jnp.where(largest <= NO_EXPONENT // 2, 0, largest)
     scaled = []
     for block, each, total in zip(found, rows, totals, strict=True):
-        last = max(i for i, part in enumerate(block.parts) if part.hot is None)
+        # Of the gates of an LSTM, two kernels then share the Gram matrix of the larger factor.
+        dense = [i for i, part in enumerate(block.parts) if part.hot is None]
+        smallest = min(reversed(dense), key=lambda i: block.parts[i].values.size)
         parts = [
-            _scaled_part(part, (total - largest if i == last else 0) - e)
+            _scaled_part(part, (total - largest if i == smallest else 0) - e)
             for i, (part, e) in enumerate(zip(block.parts, each, strict=True))
         ]
         scaled.append(block._replace(parts=tuple(parts)))

@@ -9,21 +9,28 @@ from clipgrad._per_example.explicit import shares_axes, with_auto_axes
 from clipgrad._per_example.one_pass import one_pass_sums
 from clipgrad._per_example.plan import plan_of
 from clipgrad._per_example.subject import PerExampleSubject
+from clipgrad._per_example.traced import ExampleGradient
 from clipgrad._per_example.two_passes import two_passes_sums
 
 Sums = Callable[[Any, Any], tuple[Any, tuple[Any, Any]]]
-_FORMS = {"one pass": one_pass_sums, "two passes": two_passes_sums, "direct": direct_sums}
+_FORMS = {"one pass": one_pass_sums, "two passes": two_passes_sums}
 
 
 def sums_of(subject: PerExampleSubject, params: Any, batch: Any) -> Sums:
     """The function of parameters and examples that gives the sum of the clipped gradients."""
-    if subject.why_direct(params) is not None:
-        method = "direct"
-    else:
-        method = (
-            plan_of(subject, params, batch).method if subject.method == "auto" else subject.method
-        )
-    form = functools.partial(_FORMS[method], subject)
-    if method == "direct" and not shares_axes(params, batch):
+    direct = subject.why_direct(params) is not None
+    form = functools.partial(direct_sums if direct else _followed_sums, subject)
+    if direct and not shares_axes(params, batch):
         return form  # the loss may name shardings itself
     return with_auto_axes(form, lambda whole, each: (whole, each))
+
+
+def _followed_sums(
+    subject: PerExampleSubject, params: Any, examples: Any
+) -> tuple[Any, tuple[Any, Any]]:
+    """The sum of the clipped gradients, from a program that is traced once, for the plan too."""
+    gradient = ExampleGradient.of(subject.loss_fn, subject.has_aux, params, examples)
+    method = subject.method
+    if method == "auto":
+        method = plan_of(subject, params, examples, gradient).method
+    return _FORMS[method](subject, gradient, params, examples)

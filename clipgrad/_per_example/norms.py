@@ -14,13 +14,13 @@ from clipgrad._per_example.batches import (
     part_count,
 )
 from clipgrad._per_example.explicit import shares_axes, with_auto_axes
-from clipgrad._per_example.follow import Measure
+from clipgrad._per_example.follow import Measure, Notes
 from clipgrad._per_example.loss import scalar_loss
 from clipgrad._per_example.one_pass import each_squares
 from clipgrad._per_example.plan import Plan, plan_of
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params
-from clipgrad._per_example.traced import each_example
+from clipgrad._per_example.traced import ExampleGradient
 from clipgrad._trees import Where, is_none, with_paths
 
 
@@ -110,10 +110,8 @@ class PerExampleNorms:
     def _of_some(self, params: Any, examples: Any) -> Any:
         subject = self.subject
         if subject.why_direct(params) is None:
-            found = each_example(
-                subject.loss_fn, subject.has_aux, params, examples, end=Measure(False)
-            )
-            values = found.gradients
+            gradient = ExampleGradient.of(subject.loss_fn, subject.has_aux, params, examples)
+            values = gradient.each(params, examples, Measure(False), Notes()).gradients
         else:
             grad = jax.grad(subject.loss_fn, has_aux=subject.has_aux)
             grads = jax.vmap(grad, in_axes=(None, 0))(params, examples)

@@ -7,25 +7,25 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._per_example.batches import batch_size
-from clipgrad._per_example.follow import Keep
+from clipgrad._per_example.follow import Keep, Notes
 from clipgrad._per_example.grams import squares
 from clipgrad._per_example.scales import example_scales
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.sums import weighted_sum
 from clipgrad._per_example.terms import Products
-from clipgrad._per_example.traced import each_example
+from clipgrad._per_example.traced import ExampleGradient
 from clipgrad._stats import ClipStats
 from clipgrad._trees import partition
 
 
 def one_pass_sums(
-    subject: PerExampleSubject, params: Any, examples: Any
+    subject: PerExampleSubject, gradient: ExampleGradient, params: Any, examples: Any
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     clipped = frozenset(i for i, flag in enumerate(subject.flags(params)) if flag)
     keep = Keep(subject.nonfinite == "zero", clipped)
-    found = each_example(subject.loss_fn, subject.has_aux, params, examples, end=keep)
+    found = gradient.each(params, examples, keep, Notes())
     scaling = scaling_of(subject, params, found.gradients, batch_size(examples))
     sums = [
         weighted_sum(value, weight, None if weight is None else scaling.ok, scaling.zero)

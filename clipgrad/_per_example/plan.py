@@ -14,7 +14,7 @@ from clipgrad._per_example.follow import Notes
 from clipgrad._per_example.grams import uses_gram
 from clipgrad._per_example.subject import PerExampleSubject, check_params
 from clipgrad._per_example.terms import Products
-from clipgrad._per_example.traced import each_example
+from clipgrad._per_example.traced import ExampleGradient
 from clipgrad._trees import is_none, with_paths
 
 # One pass took 0.4 to 0.9 times as long as two in the benchmarks, whose models keep up to 0.6 GB,
@@ -79,8 +79,13 @@ class Plan(NamedTuple):
         return "\n".join([f"{self.method}: {self.reason}", *(x.rstrip() for x in lines), kept])
 
 
-def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
-    """The plan of a subject for parameters and a batch of these shapes."""
+def plan_of(
+    subject: PerExampleSubject, params: Any, batch: Any, gradient: ExampleGradient | None = None
+) -> Plan:
+    """The plan of a subject for parameters and a batch of these shapes.
+
+    With the ``gradient`` of an example, the batch is what is computed at once.
+    """
     size, parts = part_count(batch, subject.microbatch)
     size //= parts
     paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
@@ -93,13 +98,7 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
         leaves = [_direct_leaf(*pair, size, why) for pair in zip(paths, kinds, strict=True)]
         return Plan("direct", why, tuple(leaves), size * whole, size * whole)
     notes = Notes()
-    params, batch = without_shardings((params, batch))
-    few = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[:size], x), batch)
-    found = jax.eval_shape(
-        lambda p, b: each_example(subject.loss_fn, subject.has_aux, p, b, notes=notes).gradients,
-        params,
-        few,
-    )
+    found = _products(subject, params, batch, size, gradient, notes)
     leaves = [
         _leaf(path, kind.shape, value, size, notes.get(i, []))
         for i, (path, kind, value) in enumerate(zip(paths, kinds, found, strict=True))
@@ -112,6 +111,27 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any) -> Plan:
         fits = "fit into" if kept <= room else "do not fit into"
         why = f"the factors {fits} {room / 2**20:,.0f} MiB"
     return Plan(method, why, tuple(leaves), kept, size * whole)
+
+
+def _products(
+    subject: PerExampleSubject,
+    params: Any,
+    batch: Any,
+    size: int,
+    gradient: ExampleGradient | None,
+    notes: Notes,
+) -> list[Any]:
+    """The gradients of ``size`` examples as shapes: of an array, or of `Products`."""
+    if gradient is not None:
+        return jax.eval_shape(lambda: gradient.each(params, batch, None, notes).gradients)
+
+    def traced(params: Any, batch: Any) -> list[Any]:
+        found = ExampleGradient.of(subject.loss_fn, subject.has_aux, params, batch)
+        return found.each(params, batch, None, notes).gradients
+
+    params, batch = without_shardings((params, batch))
+    few = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[:size], x), batch)
+    return jax.eval_shape(traced, params, few)
 
 
 def _direct_leaf(path: str, kind: Any, size: int, why: str) -> LeafPlan:

@@ -76,19 +76,5 @@ class ExampleGradient:
         return Examples(*jax.vmap(of_one, in_axes=(None, 0))(params, batch))
 
 
-def each_example(
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
-    params: Any,
-    batch: Any,
-    *,
-    end: End | None = None,
-    notes: Notes | None = None,
-) -> Examples:
-    """The gradients of the examples, as products or as what ``end`` makes of them."""
-    gradient = ExampleGradient.of(loss_fn, has_aux, params, batch)
-    return gradient.each(params, batch, end, Notes() if notes is None else notes)
-
-
 def _array_count(tree: Any) -> int:
     return sum(map(is_array, jax.tree.leaves(tree)))

@@ -65,10 +65,9 @@ class Add(End):
 
 
 def two_passes_sums(
-    subject: PerExampleSubject, params: Any, examples: Any
+    subject: PerExampleSubject, gradient: ExampleGradient, params: Any, examples: Any
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
-    gradient = ExampleGradient.of(subject.loss_fn, subject.has_aux, params, examples)
     measured = functools.partial(_first_pass, subject, gradient)
     parts = _measured_parts(batch_size(examples))
     (weights, ok, stats), value = each(measured, params, examples, parts)
