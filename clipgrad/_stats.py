@@ -385,7 +385,7 @@ def _one(total: jax.Array) -> jax.Array:
 def _count_true(masks: Sequence[jax.Array], dtype: str) -> jax.Array:
     """How many elements of masks are true."""
     parts = [part.astype(jnp.uint32) for mask in masks for part in _countable(mask)]
-    return _total([(part, part.size) for part in parts], dtype)
+    return _total_of_counts([(part, part.size) for part in parts], dtype)
 
 
 def _count_by_rows(masks: Sequence[jax.Array], dtype: str) -> jax.Array:
@@ -395,11 +395,11 @@ def _count_by_rows(masks: Sequence[jax.Array], dtype: str) -> jax.Array:
         kinds.setdefault((part.shape, explicit_sharding(part)), []).append(part)
     totals = []
     for parts in kinds.values():
-        size, rows = parts[0].size, list(map(_rows, parts))
+        size, rows = parts[0].size, list(map(_counts_of_rows, parts))
         number = max((2**32 - 1) // max(size, 1), 1)  # of parts that 32 bits count
         for some in (rows[i : i + number] for i in range(0, len(rows), number)):
             totals.append((functools.reduce(jnp.add, some), size * len(some)))
-    return _total(totals, dtype)
+    return _total_of_counts(totals, dtype)
 
 
 # The counts of rows of 64 elements or more, and the flags of vectors of up to 2 ** 16 elements,
@@ -407,20 +407,20 @@ def _count_by_rows(masks: Sequence[jax.Array], dtype: str) -> jax.Array:
 _ROW, _VECTOR = 64, 2**16
 
 
-def _rows(mask: jax.Array) -> jax.Array:
+def _counts_of_rows(mask: jax.Array) -> jax.Array:
     """Counts of the true elements of a mask, which add up to all of them."""
     flags = mask.astype(jnp.uint32)
     if mask.ndim == 1 and mask.size <= _VECTOR:
         return flags
     has_rows = mask.ndim > 1 and mask.shape[-1] >= _ROW
-    return _sum(flags, (mask.ndim - 1,) if has_rows else tuple(range(mask.ndim)))
+    return _sum_of_counts(flags, (mask.ndim - 1,) if has_rows else tuple(range(mask.ndim)))
 
 
-def _sum(counts: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def _sum_of_counts(counts: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return jax.lax.reduce(counts, jnp.uint32(0), jnp.add, axes)
 
 
-def _total(counts: Sequence[tuple[jax.Array, int]], dtype: str) -> jax.Array:
+def _total_of_counts(counts: Sequence[tuple[jax.Array, int]], dtype: str) -> jax.Array:
     """The sum of arrays of counts, given with how many elements were counted in each.
 
     They are added up as integers as long as 32 bits hold them: so XLA adds up over devices once.
@@ -429,7 +429,7 @@ def _total(counts: Sequence[tuple[jax.Array, int]], dtype: str) -> jax.Array:
     for part, number in counts:
         if size + number >= 2**32:
             total, count, size = total + count.astype(dtype), jnp.uint32(0), 0
-        count, size = count + _sum(part, tuple(range(part.ndim))), size + number
+        count, size = count + _sum_of_counts(part, tuple(range(part.ndim))), size + number
     return total + count.astype(dtype)
 
 
