@@ -404,15 +404,15 @@ def _count_by_rows(masks: Sequence[jax.Array], dtype: str) -> jax.Array:
 
 # The counts of rows of 64 elements or more, and the flags of vectors of up to 2 ** 16 elements,
 # are stored; other leaves are counted at once, so that temporaries stay small.
-_ROW, _VECTOR = 64, 2**16
+_COUNTED_ROW, _COUNTED_VECTOR = 64, 2**16
 
 
 def _counts_of_rows(mask: jax.Array) -> jax.Array:
     """Counts of the true elements of a mask, which add up to all of them."""
     flags = mask.astype(jnp.uint32)
-    if mask.ndim == 1 and mask.size <= _VECTOR:
+    if mask.ndim == 1 and mask.size <= _COUNTED_VECTOR:
         return flags
-    has_rows = mask.ndim > 1 and mask.shape[-1] >= _ROW
+    has_rows = mask.ndim > 1 and mask.shape[-1] >= _COUNTED_ROW
     return _sum_of_counts(flags, (mask.ndim - 1,) if has_rows else tuple(range(mask.ndim)))
 
 
