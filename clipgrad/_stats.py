@@ -160,13 +160,16 @@ def stats_dtype(tree: Any) -> str:
     return widest([x for x in jax.tree.leaves(tree) if is_clippable(x) and hasattr(x, "dtype")])
 
 
-def count_nonfinite(tree: Any, axis_name: AxisName = None) -> jax.Array:
-    """The number of elements of a tree that are NaN or inf."""
-    leaves = clippable_leaves(tree)
+def count_nonfinite(tree: Any, axis_name: AxisName = None, by_rows: bool = False) -> jax.Array:
+    """The number of elements of a tree that are NaN or inf.
+
+    With ``by_rows`` it is counted in fewer kernels on a GPU, of which XLA makes two for each sum.
+    """
+    leaves, count = clippable_leaves(tree), _count_by_rows if by_rows else _count_true
     dtype, masks = widest(leaves), [~jnp.isfinite(leaf) for leaf in leaves]
     if axis_name is None:
-        return _count_true(masks, dtype)
-    counts = [_count_true([mask], dtype) for mask in masks]
+        return count(masks, dtype)
+    counts = [count([mask], dtype) for mask in masks]
     return total_over_devices(counts, leaves, axis_name)
 
 
@@ -257,7 +260,8 @@ def _by_leaf(tree: Any, limits: Limits) -> dict[str, ClipStats]:
 def _joined_groups(leaves: Sequence[tuple[jax.Array, Any]], dtype: str) -> list[Any]:
     """Norms, limits and sizes of groups, those of all leaves in one array.
 
-    XLA compiles a formula of a thousand norms slowly. Norms whose types are sharded stay apart.
+    XLA compiles a formula of a thousand norms slowly, and on a GPU would make a kernel for each
+    of them, were they not one array behind the barrier. Norms whose types are sharded stay apart.
     """
     groups, joined = [], []
     for leaf, (norm, limit) in leaves:
@@ -265,8 +269,8 @@ def _joined_groups(leaves: Sequence[tuple[jax.Array, Any]], dtype: str) -> list[
         group = (norm.root.astype(dtype), norm.scale.astype(dtype), limit.astype(dtype), size)
         (groups if explicit_sharding(norm.root) else joined).append(group)
     if joined:
-        columns = zip(*jax.lax.optimization_barrier(joined), strict=True)
-        groups.append(tuple(jnp.concatenate(list(map(jnp.ravel, column))) for column in columns))
+        columns = [list(map(jnp.ravel, column)) for column in zip(*joined, strict=True)]
+        groups.append(jax.lax.optimization_barrier(tuple(map(jnp.concatenate, columns))))
     return [(Norm.of(root, scale), limit, size) for root, scale, limit, size in groups]
 
 
@@ -295,18 +299,21 @@ def _counts_unless(finite: jax.Array, trees: list[Any], axis_name: AxisName) -> 
     """
     axes = varying_axes(finite)
 
-    def counts(finite: jax.Array, parts: list[list[jax.Array]]) -> list[jax.Array]:
+    def by_rows(finite: jax.Array, parts: list[list[jax.Array]]) -> list[jax.Array]:
         del finite
-        return [to_varying(count_nonfinite(part, axis_name), axes) for part in parts]
+        return [to_varying(count_nonfinite(part, axis_name, by_rows=True), axes) for part in parts]
 
     def if_any(finite: jax.Array, parts: list[list[jax.Array]]) -> list[jax.Array]:
         def zeros() -> list[jax.Array]:
             return [to_varying(jnp.zeros((), widest(part)), axes) for part in parts]
 
-        return jax.lax.cond(finite, zeros, lambda: counts(finite, parts))
+        def counts() -> list[jax.Array]:
+            return [to_varying(count_nonfinite(part, axis_name), axes) for part in parts]
+
+        return jax.lax.cond(finite, zeros, counts)
 
     leaves = list(map(clippable_leaves, trees))
-    return by_platform(finite, leaves, cpu=if_any, gpu=counts, default=if_any)
+    return by_platform(finite, leaves, cpu=if_any, gpu=by_rows, default=if_any)
 
 
 def _measured(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array]:
@@ -376,16 +383,53 @@ def _one(total: jax.Array) -> jax.Array:
 
 
 def _count_true(masks: Sequence[jax.Array], dtype: str) -> jax.Array:
-    """How many elements of masks are true.
+    """How many elements of masks are true."""
+    parts = [part.astype(jnp.uint32) for mask in masks for part in _countable(mask)]
+    return _total_of_counts([(part, part.size) for part in parts], dtype)
+
+
+def _count_by_rows(masks: Sequence[jax.Array], dtype: str) -> jax.Array:
+    """The same: first in rows, which XLA does where a GPU scales; those of one shape together."""
+    kinds: dict[Any, list[jax.Array]] = {}
+    for part in (part for mask in masks for part in _countable(mask)):
+        kinds.setdefault((part.shape, explicit_sharding(part)), []).append(part)
+    totals = []
+    for parts in kinds.values():
+        size, rows = parts[0].size, list(map(_counts_of_rows, parts))
+        number = max((2**32 - 1) // max(size, 1), 1)  # of parts that 32 bits count
+        for some in (rows[i : i + number] for i in range(0, len(rows), number)):
+            totals.append((functools.reduce(jnp.add, some), size * len(some)))
+    return _total_of_counts(totals, dtype)
+
+
+# The counts of rows of 64 elements or more, and the flags of vectors of up to 2 ** 16 elements,
+# are stored; other leaves are counted at once, so that temporaries stay small.
+_COUNTED_ROW, _COUNTED_VECTOR = 64, 2**16
+
+
+def _counts_of_rows(mask: jax.Array) -> jax.Array:
+    """Counts of the true elements of a mask, which add up to all of them."""
+    flags = mask.astype(jnp.uint32)
+    if mask.ndim == 1 and mask.size <= _COUNTED_VECTOR:
+        return flags
+    has_rows = mask.ndim > 1 and mask.shape[-1] >= _COUNTED_ROW
+    return _sum_of_counts(flags, (mask.ndim - 1,) if has_rows else tuple(range(mask.ndim)))
+
+
+def _sum_of_counts(counts: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    return jax.lax.reduce(counts, jnp.uint32(0), jnp.add, axes)
+
+
+def _total_of_counts(counts: Sequence[tuple[jax.Array, int]], dtype: str) -> jax.Array:
+    """The sum of arrays of counts, given with how many elements were counted in each.
 
     They are added up as integers as long as 32 bits hold them: so XLA adds up over devices once.
     """
     total, count, size = jnp.zeros((), dtype), jnp.uint32(0), 0
-    for part in (part for mask in masks for part in _countable(mask)):
-        if size + part.size >= 2**32:
+    for part, number in counts:
+        if size + number >= 2**32:
             total, count, size = total + count.astype(dtype), jnp.uint32(0), 0
-        flags, axes = part.astype(jnp.uint32), tuple(range(part.ndim))
-        count, size = count + jax.lax.reduce(flags, jnp.uint32(0), jnp.add, axes), size + part.size
+        count, size = count + _sum_of_counts(part, tuple(range(part.ndim))), size + number
     return total + count.astype(dtype)
 
 

@@ -173,11 +173,13 @@ def test_statistics_need_no_temporaries_of_the_size_of_a_leaf(kind, make):
     assert stats.collectives <= plain.collectives + 2
 
 
-def test_statistics_of_a_norm_add_a_kernel_for_each_leaf_at_most():
-    """On eight GPUs: NaN and inf are counted where the clip scales, and then added up at once."""
-    plain, stats = (
-        facts_of_update(cg.clip_by_global_norm(0.1, stats=s), "8 H200") for s in (False, True)
-    )
+@pytest.mark.parametrize("make", [cg.clip_by_global_norm, cg.clip_by_norm, cg.adaptive_grad_clip])
+def test_statistics_of_a_norm_add_a_kernel_for_each_leaf_at_most(make):
+    """On eight GPUs: NaN and inf are counted where the clip scales, and then added up at once.
+
+    Norms by leaf are one array, of which there is one kernel, not one for each leaf.
+    """
+    plain, stats = (facts_of_update(make(0.1, stats=s), "8 H200") for s in (False, True))
     assert stats.kernels <= plain.kernels + 13  # leaves
     assert stats.collectives <= 2
 

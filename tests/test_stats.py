@@ -217,3 +217,33 @@ def test_what_is_not_asked_for_is_not_computed(key):
     assert ours.cost_analysis()["bytes accessed"] == plain.cost_analysis()["bytes accessed"]
     counted = jax.jit(lambda g: clip(g, "changed")).lower(grads).compile()
     assert counted.as_text().count(" reduce(") == 1
+
+
+# Rows, rows too short to be counted, three axes, vectors short and long, a scalar, no elements.
+COUNTED = [(8, 64), (8, 64), (300, 3), (2, 3, 70), (50,), (2**16 + 1,), (), (0, 64)]
+
+
+@pytest.mark.parametrize("axis_name", [None, "batch"])
+def test_nan_and_inf_are_counted_by_rows_as_they_are_at_once(axis_name):
+    """By rows is what a GPU does, which other tests do not run."""
+    rng = np.random.default_rng(0)
+    tree = [
+        np.where(rng.random((2, *shape)) < 0.2, np.float32(np.nan), np.float32(1))
+        for shape in COUNTED
+    ]
+
+    def counts(tree):
+        return [_stats.count_nonfinite(tree, axis_name, by_rows=flag) for flag in (False, True)]
+
+    at_once, by_rows = jax.vmap(counts, axis_name="batch")(tree)
+    number = np.array([sum(np.isnan(x[i]).sum() for x in tree) for i in range(2)])
+    expected = number if axis_name is None else np.full(2, number.sum())
+    np.testing.assert_array_equal(at_once, expected)
+    np.testing.assert_array_equal(by_rows, expected)
+
+
+def test_counts_that_32_bits_do_not_hold_are_added_up_as_floating_numbers():
+    """Leaves of one shape with 2 ** 33 elements together, of which only the shapes are computed."""
+    masks = [jax.ShapeDtypeStruct((2**15, 2**15), bool)] * 8
+    text = str(jax.make_jaxpr(lambda *masks: _stats._count_by_rows(masks, "float32"))(*masks))
+    assert text.count("f32[] = convert_element_type") == 3
