@@ -2,13 +2,14 @@
 
 Prints a line of JSON for each: kernels in the entry computation, and in the bodies of loops,
 collectives, bytes of temporaries, CPU seconds of tracing and of compilation. Needs the extra
-``accelerators``; nothing runs. Clips of each example are stored in benchmarks/compiled.json, for
+``accelerators``; nothing runs. All is stored in benchmarks/compiled.json, for
 benchmarks/RESULTS.md.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.accelerators [H200 "8 H200" "1 TPU" "256 TPU"]
+    JAX_PLATFORMS=cpu python -m benchmarks.accelerators [--rows "8 H200, adaptive" ...]
     JAX_PLATFORMS=cpu python -m benchmarks.accelerators --per-example [--rows TEXT ...]
 """
 
+import argparse
 import datetime
 import json
 import os
@@ -49,6 +50,8 @@ EXAMPLES = {
     f"{name}, batch {sizes[-1]}": (make, sizes[-1]) for name, make, sizes, _ in subject.WORK
 }
 KERNEL = re.compile(r"= [^=]*? (?:fusion|custom-call)[(]")
+# The compiler numbers the parts of a long tuple: (f32[2], /*index=5*/f32[2]).
+COMMENT = re.compile(r"/[*].*?[*]/")
 
 CLIPS = {
     "global norm": (optax.clip_by_global_norm, cg.clip_by_global_norm, 1.0),
@@ -86,7 +89,7 @@ def update_of(tx):
 
 def kernel_counts(text):
     """Kernels in the entry computation of a program, and in the bodies of its loops, once each."""
-    parts = re.split(r"\n(?=(?:ENTRY )?%\S+ [(])", text)
+    parts = re.split(r"\n(?=(?:ENTRY )?%\S+ [(])", COMMENT.sub("", text))
     bodies = set(re.findall(r"\bbody=(%[\w.-]+)", text))
     entry = next(part for part in parts if part.startswith("ENTRY"))
     loops = [part for part in parts if part.partition(" ")[0] in bodies]
@@ -114,9 +117,19 @@ def facts(fun, *args):
     }
 
 
+def origin():
+    return {"jax": jax.__version__, "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"}
+
+
+def keep(part, row, works, fun, args):
+    """Compiles a function, prints what it does, and stores it."""
+    found = row | facts(fun, *args) | origin()
+    print(json.dumps(found), flush=True)
+    compiled.keep(part, found, list(KINDS), list(works))
+
+
 def per_example(texts):
     """Clips of each example's gradient beside the plain gradient, on one device."""
-    origin = {"jax": jax.__version__, "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"}
     for kind in ONE_DEVICE:
         sharding = NamedSharding(Mesh(devices(kind), ("data",)), P())
         for work, (make, size) in EXAMPLES.items():
@@ -130,30 +143,32 @@ def per_example(texts):
             programs = {"no clip": subject.unclipped(model), "optax": subject.optax_sum(model)}
             programs |= {m: subject.clipped(model, m) for m in ("one pass", "two passes")}
             for who, fun in programs.items():
-                found = {"for": kind, "work": work, "who": who} | facts(fun, *args) | origin
-                print(json.dumps(found), flush=True)
-                compiled.keep(found, ONE_DEVICE, list(EXAMPLES))
+                row = {"for": kind, "work": work, "who": who}
+                keep(compiled.EXAMPLES, row, EXAMPLES, fun, args)
 
 
-def clips(kinds):
+def clips(texts):
     """Clips of finished gradients, beside optax's."""
-    for kind in kinds:
+    for kind in KINDS:
         tree = gradients(kind)
         for name, (theirs, ours, threshold) in CLIPS.items():
+            if not any(text in f"{kind}, {name}" for text in texts):
+                continue
             clips = {"optax": theirs(threshold), "clipgrad": ours(threshold)}
             for who, tx in (clips | {"with statistics": ours(threshold, stats=True)}).items():
-                start = {"for": kind, "clip": name, "who": who}
-                print(json.dumps(start | facts(update_of(tx), tree, tree)))
+                row = {"for": kind, "work": name, "who": who}
+                keep(compiled.CLIPS, row, CLIPS, update_of(tx), (tree, tree))
 
 
 def main(arguments):
     # Without these libtpu asks the network what machine it is on.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
     os.environ |= {"TPU_ACCELERATOR_TYPE": "v5e-4"}
-    if arguments[:1] == ["--per-example"]:
-        per_example(arguments[2:] or [""])
-    else:
-        clips(arguments or KINDS)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--per-example", action="store_true", help="clips of each example")
+    parser.add_argument("--rows", nargs="+", default=[""], metavar="TEXT")
+    options = parser.parse_args(arguments)
+    (per_example if options.per_example else clips)(options.rows)
 
 
 if __name__ == "__main__":

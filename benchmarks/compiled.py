@@ -8,31 +8,56 @@ from typing import Any
 Facts = dict[str, Any]
 STORED = pathlib.Path(__file__).parent / "compiled.json"
 KEY = ("for", "work", "who")
+EXAMPLES, CLIPS = "each example", "clips"
 HEAD = ("compiled for", "work", "by", "kernels", "in loops", "temporaries, MB", "to compile, s")
 RULE = ("---", "---", "---", "---:", "---:", "---:", "---:")
+CLIP_HEAD = ("compiled for", "clip", "kernels", "collectives", "temporaries, MB", "to compile, s")
+CLIP_RULE = ("---", "---", "---:", "---:", "---:", "---:")
 
 
-def load() -> list[Facts]:
-    """What was stored, in the order of its table."""
+def load() -> dict[str, list[Facts]]:
+    """What was stored of each example and of clips, in the order of their tables."""
     return json.loads(STORED.read_text())
 
 
-def keep(facts: Facts, kinds: Sequence[str], works: Sequence[str]) -> None:
+def keep(part: str, facts: Facts, kinds: Sequence[str], works: Sequence[str]) -> None:
     """Stores the facts of a program in place of older ones, in the order of kinds and works."""
-    rows = {tuple(row[k] for k in KEY): row for row in (load() if STORED.exists() else [])}
+    stored = load()
+    rows = {tuple(row[k] for k in KEY): row for row in stored[part]}
     rows[tuple(facts[k] for k in KEY)] = facts
     known = [row for row in rows.values() if row["for"] in kinds and row["work"] in works]
     known.sort(key=lambda row: (kinds.index(row["for"]), works.index(row["work"])))
-    STORED.write_text(json.dumps(known, indent=1) + "\n")
+    STORED.write_text(json.dumps(stored | {part: known}, indent=1) + "\n")
+
+
+def _lines(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cells(row: Facts) -> list[str]:
+    return [str(row["kernels"]), f"{row['temporaries'] / 1e6:.1f}", f"{row['compile']:.1f}"]
 
 
 def table(rows: Sequence[Facts]) -> str:
     """A line for each program."""
     lines = [HEAD, RULE]
     for row in rows:
-        counts = str(row["kernels"]), str(row["in loops"]), f"{row['temporaries'] / 1e6:.1f}"
-        lines.append((*(row[k] for k in KEY), *counts, f"{row['compile']:.1f}"))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        kernels, temporaries, seconds = _cells(row)
+        counts = kernels, str(row["in loops"]), temporaries, seconds
+        lines.append((*(row[k] for k in KEY), *counts))
+    return _lines(lines)
+
+
+def clip_table(rows: Sequence[Facts]) -> str:
+    """A line for each clip, whose cells have all that compute it."""
+    lines, groups = [CLIP_HEAD, CLIP_RULE], dict[tuple[str, str], list[Facts]]()
+    for row in rows:
+        groups.setdefault((row["for"], row["work"]), []).append(row)
+    for work, group in groups.items():
+        kernels, temporaries, seconds = zip(*map(_cells, group), strict=True)
+        collectives = [str(row["collectives"]) for row in group]
+        lines.append((*work, *map(", ".join, (kernels, collectives, temporaries, seconds))))
+    return _lines(lines)
 
 
 def origin(rows: Sequence[Facts]) -> str:
@@ -41,8 +66,9 @@ def origin(rows: Sequence[Facts]) -> str:
     return "; ".join(found)
 
 
-def section(rows: Sequence[Facts]) -> str:
+def section(stored: dict[str, list[Facts]]) -> str:
     """What RESULTS.md says of these programs."""
+    rows, clips = stored[EXAMPLES], stored[CLIPS]
     return f"""### Each example, compiled for accelerators and not run
 
 {origin(rows)}, on a machine with neither a GPU nor a TPU. Command: `JAX_PLATFORMS=cpu python -m
@@ -51,5 +77,16 @@ entry computation; *in loops* those of the bodies of loops, once each. *To compi
 Temporaries are those that the compiler reports, which on a TPU are 0.0 for some plain gradients.
 
 {table(rows)}
+
+### Clips, compiled for accelerators and not run
+
+{origin(clips)}, on a machine with neither a GPU nor a TPU. Command: `JAX_PLATFORMS=cpu python -m
+benchmarks.accelerators`. One update clips the gradients of a transformer of 12 layers, width 1024:
+120 float32 leaves with 151 million elements; each device has an equal part of each leaf's first
+axis. A cell has the program of optax, of clipgrad, and of clipgrad with statistics. By the norm of
+each leaf optax has no clip; its program is `g * minimum(1, c / optax.tree.norm(g))`. *Kernels* are
+those of the entry computation, *temporaries* those of each device, *to compile* CPU seconds.
+
+{clip_table(clips)}
 
 """

@@ -320,6 +320,23 @@ def test_one_pass_makes_gram_matrices_of_one_scanned_layer_at_a_time():
     assert (5, 11, 11) in inside and not any(shape.count(11) > 1 and 3 in shape for shape in inside)
 
 
+@pytest.mark.parametrize("positions", [3, 29], ids=["factors", "arrays"])
+def test_what_a_scan_has_stacked_is_not_copied_for_the_sum(positions):
+    """Where Gram matrices are small, factors are stacked, and elsewhere gradients."""
+
+    def loss(p, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p)[0])
+
+    per_example = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), method="one pass")
+    args = jnp.ones((2, 17, 17)), jnp.ones((64, positions, 17))
+    text = jax.jit(lambda p, b: per_example(p, b)[1]).lower(*args).compile(RELEASED).as_text()
+    stacked = [2, 64, min(positions, 17), 17]
+    made = re.findall(r"= f32\[([\d,]+)\]\S* ([\w-]+)[(]", text)
+    sizes = [(np.prod(list(map(int, shape.split(",")))), name) for shape, name in made]
+    assert {name for n, name in sizes if n == np.prod(stacked)} - {"transpose"}
+    assert (np.prod(stacked), "transpose") not in sizes
+
+
 @pytest.mark.exhaustive
 def test_a_convolution_is_summed_over_examples_without_patches():
     """Of a kernel that is not clipped no norm is needed: two passes are a plain gradient."""

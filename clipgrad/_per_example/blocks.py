@@ -84,7 +84,9 @@ def _normal_form(term: Term, dtype: str) -> ProductBlock:
     }
     sizes = term.sizes
     summed = {label: sizes[label] for label in term.summed}
-    parts = [_part(factor, places, summed, dtype) for factor in term.factors]
+    owned = [label for factor in term.factors for label in factor.labels]
+    shared = {label for label in places if owned.count(label) > 1}
+    parts = [_part(factor, places, summed, shared, dtype) for factor in term.factors]
     windows = [
         GradientWindow(axis.start, tuple(sizes[label] for label in axis.labels), axis.size)
         for axis in term.axes
@@ -110,23 +112,36 @@ def _indexed_alike(term: Term) -> Term:
     return term
 
 
-def _part(factor: Factor, places: dict, summed: dict[int, int], dtype: str) -> Part:
-    """A factor with one axis for all that is summed over, and its other axes in order."""
+def _part(
+    factor: Factor, places: dict, summed: dict[int, int], shared: set[int], dtype: str
+) -> Part:
+    """A factor with one axis for all that is summed over, and its other axes in order.
+
+    Axes that several factors have, as of scanned layers, are in front while others are merged: a
+    product over them wants them there, and there a scan has stacked them, so that XLA copies none.
+    """
     own = sorted((label for label in factor.labels if label in places), key=places.__getitem__)
+    first = [label for label in own if label in shared]
+    last = [label for label in own if label not in shared]
     present = [label for label in summed if label in factor.labels]
-    values = factor.values
+    sizes, values = factor.sizes, factor.values
     if factor.hot is None:
         values = values.astype(dtype)
-    order = [factor.labels.index(label) for label in (*present, *own)]
-    values = values if order == sorted(order) else jnp.transpose(values, order)
-    rest = [factor.sizes[label] for label in own]
+    values = _moved(values, [factor.labels.index(label) for label in (*first, *present, *last)])
+    heads, tails = ([sizes[label] for label in labels] for labels in (first, last))
     if len(present) < len(summed):
-        shape = [n if label in present else 1 for label, n in summed.items()]
-        values = values.reshape(*shape, *rest)
-        values = jnp.broadcast_to(values, (*summed.values(), *rest))
-    values = values.reshape(math.prod(summed.values()), *rest)
+        ones = [n if label in present else 1 for label, n in summed.items()]
+        values = values.reshape(*heads, *ones, *tails)
+        values = jnp.broadcast_to(values, (*heads, *summed.values(), *tails))
+    values = values.reshape(*heads, math.prod(summed.values()), *tails)
+    found = [*first, None, *last]
+    values = _moved(values, [found.index(label) for label in (None, *own)])
     hot = None if factor.hot is None else places[factor.hot]
     return Part(values, tuple(places[label] for label in own), hot, factor.length)
+
+
+def _moved(values: jax.Array, order: list[int]) -> jax.Array:
+    return values if order == sorted(order) else jnp.transpose(values, order)
 
 
 def _folded(parts: list[Part]) -> list[Part]:

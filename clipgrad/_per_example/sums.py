@@ -94,31 +94,45 @@ def weighted_sum(
 
 def _weighted(term: Term, weights: Each, ok: Each) -> Term:
     """A term that sums over examples, whose smallest factor has the weights."""
-    term = term.stacked(None)
+    (examples,) = term.fresh()
+    term = term.stacked(None).map(_steps_in_front)
     arrays = [i for i, factor in enumerate(term.factors) if factor.hot is None]
     smallest = min(arrays, key=lambda i: term.factors[i].values.size)
 
     def change(i: int, factor: Factor) -> Factor:
-        values = factor.values
+        values, axis = factor.values, factor.labels.index(examples)
         if factor.hot is None:
-            values = _where_ok(ok, values)
+            values = _where_ok(ok, values, axis)
         if i == smallest:
-            values = _times(with_real_dtype(values, accumulator(values)), weights)
+            values = _times(with_real_dtype(values, accumulator(values)), weights, axis)
         return dataclasses.replace(factor, values=values)
 
     factors = tuple(change(i, factor) for i, factor in enumerate(term.factors))
     return dataclasses.replace(term, factors=factors).tidied()
 
 
-def _where_ok(ok: Each, x: jax.Array) -> jax.Array:
-    return x if ok is None else jnp.where(_beside(ok, x), x, jnp.zeros_like(x))
+def _steps_in_front(factor: Factor) -> Factor:
+    """The factor with the examples behind the steps of a scan, where these came last before them.
+
+    So it was stacked. With the examples in front XLA's CPU compiler would copy the factor.
+    """
+    examples, *others = factor.labels
+    if factor.hot is not None or not others or others[0] < max(others):
+        return factor
+    labels = (others[0], examples, *others[1:])
+    return dataclasses.replace(factor, values=jnp.swapaxes(factor.values, 0, 1), labels=labels)
 
 
-def _times(x: jax.Array, weights: Each) -> jax.Array:
+def _where_ok(ok: Each, x: jax.Array, axis: int = 0) -> jax.Array:
+    return x if ok is None else jnp.where(_beside(ok, x, axis), x, jnp.zeros_like(x))
+
+
+def _times(x: jax.Array, weights: Each, axis: int = 0) -> jax.Array:
     if weights is None:
         return x
-    return times(x, _beside(weights.astype(accumulator(x)), x))
+    return times(x, _beside(weights.astype(accumulator(x)), x, axis))
 
 
-def _beside(numbers: jax.Array, x: jax.Array) -> jax.Array:
-    return numbers.reshape(-1, *[1] * (x.ndim - 1))
+def _beside(numbers: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    """The numbers of the examples, along their axis."""
+    return numbers.reshape([-1 if i == axis else 1 for i in range(x.ndim)])

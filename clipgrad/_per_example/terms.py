@@ -199,7 +199,17 @@ def _summed_in(factor: Factor, label: int) -> Factor:
 def einsum(
     arrays: Sequence[jax.Array], labels: Sequence[Sequence[Any]], out: Sequence[Any], **options: Any
 ) -> jax.Array:
-    """`jax.numpy.einsum` with anything as labels."""
+    """`jax.numpy.einsum` with anything as labels; those that all arrays and the result have first.
+
+    XLA transposes factors whose rows are in front of such an axis.
+    """
+    same = [k for k in out if all(k in each for each in labels)] if len(arrays) == 2 else []
+    orders = [[*same, *(k for k in each if k not in same)] for each in labels]
+    arrays = [
+        jnp.transpose(a, [list(each).index(k) for k in order]) if list(each) != order else a
+        for a, each, order in zip(arrays, labels, orders, strict=True)
+    ]
+    labels = orders
     names = {k: i for i, k in enumerate(dict.fromkeys(k for each in labels for k in each))}
     pairs = [
         x for a, each in zip(arrays, labels, strict=True) for x in (a, [names[k] for k in each])
