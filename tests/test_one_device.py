@@ -1,6 +1,7 @@
 """On one CPU device a norm is one sum, and a second one only out of its range."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -209,3 +210,29 @@ def test_gram_matrices_of_long_rows_are_summed_in_pieces():
     for found, expected in zip(ours(w, batch), direct(w, batch), strict=True):
         np.testing.assert_allclose(found, expected, rtol=2e-5)
         assert np.all(np.isfinite(found)) and np.all(np.asarray(found) > 0)
+
+
+def test_a_product_of_many_rows_begins_with_its_smaller_factor():
+    """XLA transposes the first one; without a barrier it would begin with the larger one."""
+
+    def loss(w, x):
+        return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    args = jax.random.normal(keys[0], (48, 16)), jax.random.normal(keys[1], (64, 5, 48))
+
+    def summed(method):
+        per_example = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), method=method)
+        return jax.jit(lambda w, x: per_example(w, x)[1]).lower(*args).compile(RELEASED)
+
+    ours, direct = summed("one pass"), summed("direct")
+    dots = re.findall(r"= f32\[([\d,]+)\]\S* dot[(]", ours.as_text())
+    assert "16,48" in dots and "48,16" not in dots
+    expected = direct(*args)
+    np.testing.assert_allclose(ours(*args), expected, atol=2e-5 * np.abs(expected).max())
+
+
+def test_rows_that_are_multiplied_with_themselves_are_read_once():
+    norms = cg.per_example_norms(lambda w, x: jnp.sum(jnp.sin(x @ w)))
+    program = str(jax.make_jaxpr(norms)(jnp.ones((8, 32768)), jnp.ones((3, 4, 8))))
+    assert program.count(" dynamic_slice[") == 1
