@@ -112,12 +112,12 @@ def _weighted(term: Term, weights: Each, ok: Each) -> Term:
 
 
 def _steps_in_front(factor: Factor) -> Factor:
-    """The factor with the examples behind the steps of a scan, where these came last before them.
+    """The factor with the examples behind the steps of the scan that has stacked it.
 
-    So it was stacked. With the examples in front XLA's CPU compiler would copy the factor.
+    So it lies in memory: with the examples in front XLA's CPU compiler would copy it.
     """
     examples, *others = factor.labels
-    if factor.hot is not None or not others or others[0] < max(others):
+    if factor.hot is not None or not others or others[0] != factor.steps:
         return factor
     labels = (others[0], examples, *others[1:])
     return dataclasses.replace(factor, values=jnp.swapaxes(factor.values, 0, 1), labels=labels)

@@ -30,6 +30,8 @@ class Factor:
     labels: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     hot: int | None = dataclasses.field(default=None, metadata={"static": True})
     length: int = dataclasses.field(default=0, metadata={"static": True})  # of the hot axis
+    # The label of the steps of the last scan that has stacked it.
+    steps: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -64,9 +66,10 @@ class Factor:
         values = jax.lax.slice_in_dim(self.values, start, stop, axis=axis)
         return dataclasses.replace(self, values=values)
 
-    def stacked(self, label: int) -> "Factor":
+    def stacked(self, label: int, by_scan: bool) -> "Factor":
         """The factor of values that have one more axis, in front."""
-        return dataclasses.replace(self, labels=(label, *self.labels))
+        steps = label if by_scan else self.steps
+        return dataclasses.replace(self, labels=(label, *self.labels), steps=steps)
 
 
 class GradientAxis(NamedTuple):
@@ -134,7 +137,7 @@ class Term:
     def stacked(self, size: int | None) -> "Term":
         """The term of values with one more axis in front: a new first axis, or ``None``: a sum."""
         (label,) = self.fresh()
-        term = self.map(lambda factor: factor.stacked(label))
+        term = self.map(lambda factor: factor.stacked(label, by_scan=size is not None))
         return (
             term if size is None else term.with_axes([GradientAxis((label,), 0, size), *self.axes])
         )
