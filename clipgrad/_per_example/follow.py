@@ -137,7 +137,7 @@ class Follow(Hook):
         if not any(wants):
             self._remember(equation, inputs)
             if equation.primitive.name == "conv_general_dilated":
-                return [convolved(equation, *inputs)]
+                return [convolved(equation, *inputs, quick=isinstance(self.end, Keep))]
             return bind(equation, inputs)
         if equation.primitive.name in REMAT:
             return None
