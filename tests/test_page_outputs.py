@@ -50,7 +50,8 @@ EXAMPLES = {
     "the same in parts of 16": "MLP of 0.67M, batch 64 in parts of 16",
     "the same in a CNN, batch of 16": "CNN of 56k, batch 16",
     "the same in a CNN, batch of 256": "CNN of 56k, batch 256",
-    "the same in a transformer": "transformer of 0.8M",
+    "the same in a transformer, batch of 16": "transformer of 0.8M, scan + remat, batch 16",
+    "the same in a transformer, batch of 256": "transformer of 0.8M, scan + remat, batch 256",
     "the same in an LSTM, batch of 16": "LSTM of 0.13M, scan of 64, batch 16",
     "the same in an LSTM, batch of 256": "LSTM of 0.13M, scan of 64, batch 256",
 }

@@ -30,9 +30,9 @@ def convolved(
             lhs,
             rhs,
             cpu=lambda lhs, rhs: _without_zeros(equation, lhs, rhs),
-            default=lambda lhs, rhs: _moved(equation, lhs, rhs),
+            default=lambda lhs, rhs: _reordered(equation, lhs, rhs),
         )
-    return _moved(equation, lhs, rhs, **changed)
+    return _reordered(equation, lhs, rhs, **changed)
 
 
 def _is_spread(params: Any) -> bool:
@@ -64,7 +64,7 @@ def _without_zeros(equation: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             image = lhs.shape[numbers.lhs_spec[2 + i]]
             padding.append((before, n - before + kernel.shape[axis] - 1 - image))
         options = {"lhs_dilation": ones, "padding": tuple(padding)}
-        parts.append(_moved(equation, lhs, kernel, **options) if kernel.size else nothing)
+        parts.append(_reordered(equation, lhs, kernel, **options) if kernel.size else nothing)
     return _interleaved(parts, dilation, numbers.out_spec[2:], lengths)
 
 
@@ -81,7 +81,7 @@ def _interleaved(
     return parts[0]
 
 
-def _moved(equation: Any, lhs: jax.Array, rhs: jax.Array, **changed: Any) -> jax.Array:
+def _reordered(equation: Any, lhs: jax.Array, rhs: jax.Array, **changed: Any) -> jax.Array:
     orders = _orders(equation.params["dimension_numbers"])
     specs = [_spec(order, kernel=i == 1) for i, order in enumerate(orders)]
     changed["dimension_numbers"] = type(equation.params["dimension_numbers"])(*specs)
