@@ -37,6 +37,30 @@ def test_an_unknown_command_is_wrong_usage(capsys):
     assert "'train'" in capsys.readouterr().err
 
 
+def test_help_lists_the_pages_and_prints_one(capsys):
+    assert cli.main(["help"]) == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert listed["nan"] == "Why is my gradient NaN?"
+    assert cli.main(["help", "nan"]) == 0
+    assert capsys.readouterr().out.startswith("# Why is my gradient NaN?\n")
+
+
+def test_an_unknown_page_is_refused_with_the_pages_there_are(capsys):
+    assert cli.main(["help", "nam"]) == 2
+    assert (
+        "page: got 'nam', which is not a page; the nearest are ['names', 'nan',"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.exhaustive
+def test_a_reader_that_goes_away_ends_the_command_in_silence():
+    command = [sys.executable, "-m", "clipgrad", "help", "my_run_blew_up"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 141
+
+
 def test_an_unknown_task_is_refused_with_the_tasks_there_are(capsys):
     assert exit_code("demo", "--task", "sorting") == 2
     message = capsys.readouterr().err

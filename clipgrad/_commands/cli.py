@@ -1,6 +1,7 @@
 """The command line: ``clipgrad``, or ``python -m clipgrad``."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -8,6 +9,7 @@ import clipgrad
 from clipgrad._commands.check import add_check_parser
 from clipgrad._commands.demo import add_demo_parser
 from clipgrad._commands.diagnose import add_diagnose_parser
+from clipgrad._commands.help import add_help_parser
 from clipgrad._commands.names import add_names_parser
 from clipgrad._commands.selftest import add_selftest_parser
 
@@ -18,6 +20,7 @@ _COMMANDS = (
     add_names_parser,
     add_diagnose_parser,
     add_selftest_parser,
+    add_help_parser,
 )
 
 
@@ -28,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; ``None``: those of the process.
 
     Returns:
-      The exit code: 0 for success, 2 for wrong usage, 130 if interrupted, others by command.
+      The exit code: 0 for success, 2 for wrong usage, 130 if interrupted, 141 if nobody reads the
+      output any more, others by command.
 
     Raises:
       SystemExit: after ``--help`` and ``--version``, and with 2 for arguments that are wrong.
@@ -46,6 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # as `| head` leaves it; Python would complain again at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

@@ -9,6 +9,7 @@ from clipgrad._docs import docs_page
 
 OperandValues = Sequence[float]
 DOUBLE_WHERE = "the double `where` below"
+_WITHIN_ONE = "jnp.clip(x, jnp.finfo(x.dtype).eps - 1, 1 - jnp.finfo(x.dtype).eps)"
 
 
 def _at_zero(values: OperandValues) -> bool:
@@ -49,7 +50,7 @@ class Suspect(NamedTuple):
     functions: tuple[str, ...] = ()
     instead: str = DOUBLE_WHERE
     why: str = "{} has no finite derivative at 0"
-    fix: str = "mask its input: jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
+    fix: str = "mask its input: with ok = x > 0, jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
     kind: str = "vjp"
     dtype: str | None = None
 
@@ -76,7 +77,8 @@ SUSPECTS = (
     Suspect("jnp.sqrt(x)", "0", "1 / 0", _at_zero, ("sqrt", "cbrt")),
     Suspect("jnp.linalg.norm(jnp.stack([x, x]))", "0", "0 / 0", _at_zero, ("sqrt",), ("norm",),
             why="norm has no derivative at 0",
-            fix="use a safe norm: jnp.where(ok, norm(jnp.where(ok, x, 1.0)), 0.0)"),
+            fix="use a safe norm: with ok = jnp.sum(x * x) > 0, "
+            "jnp.where(ok, jnp.linalg.norm(jnp.where(ok, x, 1.0)), 0.0)"),
     Suspect("jnp.where(x > 0, jnp.log(x), 0.0)", "0", "0 · inf, from the branch not taken",
             lambda values: values[0] in (0, -1), ("log", "log1p"),
             why="{} has no finite derivative here, even if jnp.where masks its result"),
@@ -92,19 +94,23 @@ SUSPECTS = (
             fix="for the log of a softmax use jax.nn.log_softmax"),
     Suspect("jax.nn.softmax(jnp.stack([x, -jnp.inf]))[0]", "-inf",
             "a row that is masked throughout", _at_inf, ("sub", "div"), MASKING, kind="value",
-            instead="a finite mask, such as `jnp.finfo(x.dtype).min`",
+            instead="a finite mask by `jnp.where(mask, x, jnp.finfo(x.dtype).min)`, not by a sum",
             why="a row whose elements are all masked holds only -inf",
-            fix="use a finite mask, such as jnp.finfo(x.dtype).min"),
+            fix="select a finite mask: jnp.where(mask, x, jnp.finfo(x.dtype).min); a mask that is "
+            "added overflows in float16"),
     Suspect("jnp.arccos(x)", "1", "1 / 0", lambda values: abs(values[0]) == 1,
-            ("acos", "asin", "atanh", "acosh"),
-            instead="`jnp.arccos(jnp.clip(x, -0.999999, 0.999999))`",
+            ("acos", "asin", "atanh"), instead=f"`jnp.arccos({_WITHIN_ONE})`",
             why="{} has no finite derivative here",
-            fix="keep its input inside, as in jnp.arccos(jnp.clip(x, -0.999999, 0.999999))"),
+            fix=f"keep its input inside, as in jnp.arccos({_WITHIN_ONE})"),
+    Suspect("jnp.arccosh(x)", "1", "1 / 0", lambda values: values[0] == 1, ("acosh",),
+            instead="`jnp.arccosh(jnp.maximum(x, 1 + jnp.finfo(x.dtype).eps))`",
+            why="{} has no finite derivative here",
+            fix="keep its input inside: jnp.arccosh(jnp.maximum(x, 1 + jnp.finfo(x.dtype).eps))"),
     Suspect("x.astype(jnp.float16) ** 4", "300", "more than 65504, the largest float16",
             _values_overflow, _OVERFLOWING, kind="value", dtype="float16",
-            instead="`x.astype(jnp.bfloat16) ** 4`, or a loss scale",
+            instead="`x.astype(jnp.bfloat16) ** 4`",
             why="the largest float16 is 65504",
-            fix="compute in bfloat16 or float32, or scale the loss"),
+            fix="compute in bfloat16 or float32; scaling the loss does not help a value"),
 )
 # fmt: on
 

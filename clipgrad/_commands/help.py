@@ -1,0 +1,46 @@
+"""`clipgrad help page`: the pages of the documentation, on the command line."""
+
+import argparse
+from typing import Any
+
+from clipgrad._commands.function import PASSED, UsageError, complain
+from clipgrad._docs import docs_pages, docs_title
+from clipgrad._trees import nearest
+
+HELP_EPILOG = """\
+example:
+  clipgrad help nan
+
+exit code:
+  0  the page, or the list of the pages, is printed
+  2  there is no such page; one line names the pages there are
+"""
+
+
+def add_help_parser(subparsers: Any) -> None:
+    """Add `help` to the subcommands of a parser."""
+    parser = subparsers.add_parser(
+        "help",
+        help="print a page of the documentation",
+        description="Print a page of the documentation; without a name, list the pages.",
+        epilog=HELP_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("page", nargs="?", help="the name of a page, such as nan")
+    parser.set_defaults(run=run_help)
+
+
+def run_help(options: argparse.Namespace) -> int:
+    """Print the page or the list of the pages; return the exit code."""
+    pages = docs_pages()
+    if options.page is None:
+        width = max(map(len, pages))
+        print("\n".join(f"{name:{width}}  {docs_title(name)}" for name in pages))
+    elif options.page in pages:
+        print(pages[options.page].read_text(encoding="utf-8"))
+    else:
+        error = UsageError(
+            f"page: got {options.page!r}, which is not a page; {nearest(options.page, pages)}"
+        )
+        return complain("help", error)
+    return PASSED

@@ -1,0 +1,88 @@
+"""The fix that a finding suggests cures the program, in each precision.
+
+Each row is a program that is sick at a point, the fix that its finding names, and the program with
+that fix, where `f` in the fix is the function of the program.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import clipgrad as cg
+from clipgrad._diagnose.suspects import SUSPECTS
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+
+MASKED = "with ok = x > 0, jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
+SAFE_NORM = (
+    "with ok = jnp.sum(x * x) > 0, jnp.where(ok, jnp.linalg.norm(jnp.where(ok, x, 1.0)), 0.0)"
+)
+INSIDE = "jnp.arccos(jnp.clip(x, jnp.finfo(x.dtype).eps - 1, 1 - jnp.finfo(x.dtype).eps))"
+ABOVE = "jnp.arccosh(jnp.maximum(x, 1 + jnp.finfo(x.dtype).eps))"
+NO_VARIANCE = "jnp.sqrt(jnp.var(x) + 1e-6)"
+FINITE_MASK = "jnp.where(mask, x, jnp.finfo(x.dtype).min)"
+PROGRAMS = {  # the program, the elements of x, the fix
+    "sqrt": ("f(x)", jnp.sqrt, [0.0, 0.5], MASKED),
+    "pow": ("f(x)", lambda x: x**0.3, [0.0, 0.5], MASKED),
+    "log": ("jnp.where(x > 0, f(x), 0.0)", jnp.log, [0.0, 0.5], MASKED),
+    "norm": ("jnp.linalg.norm(x)", None, [0.0, 0.0], SAFE_NORM),
+    "std": ("jnp.std(x)", None, [0.5, 0.5], NO_VARIANCE),
+    "log of softmax": ("jnp.log(jax.nn.softmax(x))", None, [-200.0, 0.0], "jax.nn.log_softmax"),
+    "mask": ("jax.nn.softmax(jnp.where(mask, x, -jnp.inf))", None, [0.3, 0.5], FINITE_MASK),
+    "arccos": ("jnp.arccos(x)", None, [1.0, -1.0], INSIDE),
+    "arcsin": ("jnp.arcsin(x)", None, [1.0, -1.0], INSIDE),
+    "arccosh": ("jnp.arccosh(x)", None, [1.0, 1.5], ABOVE),
+}
+
+
+def cured(program, fix):
+    """The program with the fix in it."""
+    if fix is FINITE_MASK:
+        return program.replace("jnp.where(mask, x, -jnp.inf)", fix)
+    if fix is INSIDE:
+        return program.replace("(x)", fix.removeprefix("jnp.arccos"))
+    if "with ok = " in fix:
+        condition, code = fix.removeprefix("with ok = ").split(", ", 1)
+        return f"(lambda ok: {code})({condition})"
+    return f"{fix}(x)" if "(" not in fix else fix
+
+
+def loss_of(program, function):
+    names = {"jnp": jnp, "jax": jax, "f": function, "mask": jnp.zeros(2, bool)}
+    return lambda x: jnp.sum(eval(program, names | {"x": x}) * 0.5)
+
+
+@pytest.mark.kinds("name")
+@pytest.mark.ci("name", "dtype")
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__
+)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_fix_of_a_finding_cures_the_program(name, dtype):
+    program, function, at, fix = PROGRAMS[name]
+    x = jnp.array(at, dtype)
+    sick = cg.diagnose(loss_of(program, function), (x,))
+    assert fix in sick.findings[0].message
+    healthy = cg.diagnose(loss_of(cured(program, fix), function), (x,))
+    assert healthy.ok, str(healthy)
+
+
+def test_a_value_that_overflows_float16_is_finite_in_wider_types():
+    fix = next(s for s in SUSPECTS if s.dtype == "float16").fix
+    assert fix.startswith("compute in bfloat16 or float32")
+    for dtype, is_finite in ((jnp.float16, False), (jnp.bfloat16, True), (jnp.float32, True)):
+        loss = lambda x: jnp.sum((x.astype(dtype) ** 4).astype(jnp.float32))  # noqa: B023, E731
+        assert cg.diagnose(loss, (jnp.array([300.0]),)).ok == is_finite
+
+
+def test_each_row_of_the_table_has_a_program():
+    fixes = {fix for _, _, _, fix in PROGRAMS.values()}
+    rows = [s.fix for s in SUSPECTS if s.dtype is None]
+    assert all(any(fix in row for fix in fixes) for row in rows)
+
+
+def test_a_finite_mask_that_is_added_overflows_in_float16():
+    scores, mask = jnp.full(2, -50.0, jnp.float16), jnp.zeros(2, bool)
+    lowest = jnp.finfo(scores.dtype).min
+    assert jnp.isneginf(scores + jnp.where(mask, 0.0, lowest).astype(scores.dtype)).all()
+    assert jnp.isfinite(jax.nn.softmax(jnp.where(mask, scores, lowest))).all()
