@@ -6,6 +6,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -107,6 +108,10 @@ def test_python_and_numpy_numbers_stay_what_they_are():
         (0.1, r"did you mean ErrorClipByValue\(max=0.1\)\?"),
         (jnp.array(2.0), r"did you mean ErrorClipByValue\(max=2.0\)\?"),
         (cg.ErrorClipByValue, r"did you mean an instance, ClipByValue\(...\)\?"),
+        (
+            optax.clip_by_global_norm(1.0),
+            r"got an optax\.GradientTransformation, .*; write the rule, such as",
+        ),
         ("value", "got 'value' of type str"),
         ({"h": None}, "got {'h': None} of type dict"),
     ],

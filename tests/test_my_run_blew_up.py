@@ -66,6 +66,37 @@ def test_each_loop_is_captured(name, page, tmp_path):
         np.testing.assert_array_equal(batch, list(batches(bad))[bad])
 
 
+def test_a_spike_is_captured_with_its_example(page, tmp_path, capsys):
+    page["report_spike"](tmp_path)
+    shown = PAGE.split("## A spike")[1].split("```text\n")[1].split("```")[0]
+    assert capsys.readouterr().out == shown
+    assert "step 45" in shown and "example 5:" in shown
+
+
+def test_a_run_that_died_is_replayed_from_a_checkpoint(page, tmp_path):
+    """The state after step 49 is all that is left of a run that died at step 57."""
+    import optax
+
+    tx = optax.adam(3e-3)
+
+    @jax.jit
+    def step(params, state, batch):
+        grads = jax.grad(page["loss"])(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = page["init"](jax.random.key(0))
+    state = tx.init(params)
+    for _, batch in zip(range(50), page["batches"](64), strict=False):
+        params, state = step(params, state, batch)
+    with pytest.raises(cg.HaltedError) as error:
+        page["replay"](tmp_path, params, state, 50)
+    capture = cg.load_capture(error.value.path)
+    assert capture.step == 57 and all(np.isfinite(x).all() for x in jax.tree.leaves(capture.params))
+    found = cg.diagnose(page["loss"], capture.args, examples="batch")
+    assert found.findings[0].operation == "div" and [e.index for e in found.examples] == [21]
+
+
 def test_every_kind_of_loop_is_on_the_page():
     kinds = "optax flax nnx equinox haiku multi_steps scaled maxtext levanter".split()
     assert LOOPS == [f"{kind}_loop" for kind in kinds]

@@ -11,6 +11,10 @@ from clipgrad._diagnose.records import GradientExample, GradientFinding, Gradien
 _LINE_WIDTH = 100
 _WORST = 10
 _NAME = 50
+_NO_FINDING = (
+    "nothing is wrong with the gradient",
+    "no operation is at fault; these examples stand out:",
+)
 _HEADS = {
     "value": "the value is not finite",
     "vjp": "the backward pass creates NaN or inf",
@@ -47,7 +51,7 @@ class GradientDiagnosis:
         parts += [_wrapped(str(example), "") for example in self.examples]
         parts += [_table(self.findings, self.rows)] if self.findings and self.rows else []
         parts += [_wrapped(f"note: {note}", "") for note in self.notes]
-        return "\n".join(parts if self.findings else ["nothing is wrong with the gradient", *parts])
+        return "\n".join(parts if self.findings else [_NO_FINDING[bool(self.examples)], *parts])
 
     def plot(self) -> Any:
         """Draws the norm of the cotangent by depth and by step of each scan, with the findings.

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, dataclass_transform, runtim
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from clipgrad._numerics import Norm, for_each
 from clipgrad._rules.thresholds import RULES, require_numbers
@@ -123,15 +124,26 @@ def as_rule(rule: Any, schedules: bool = False) -> Callable[..., Any] | None:
         if not schedules:
             require_numbers(rule)
         return rule
-    hint = ""
-    if isinstance(rule, numbers.Number) or getattr(rule, "shape", None) == ():
-        hint = f"; did you mean ErrorClipByValue(max={rule})?"
-    elif isinstance(rule, type):
-        hint = f"; did you mean an instance, {rule.__name__}(...)?"
+    got = f"{rule!r} of type {type(rule).__name__}"
+    if isinstance(rule, optax.GradientTransformation):
+        got = "an optax.GradientTransformation"
     raise TypeError(
-        f"rule: got {rule!r} of type {type(rule).__name__}, expected a ClipRule, a function of "
-        f"the cotangent or None{hint}"
+        f"rule: got {got}, expected a ClipRule, a function of the cotangent or None{_meant(rule)}"
     )
+
+
+def _meant(rule: Any) -> str:
+    """What somebody may have meant who wrote this for a rule."""
+    if isinstance(rule, optax.GradientTransformation):
+        return (
+            "; write the rule, such as ClipByGlobalNorm(1.0), or call the update of the "
+            "transformation: updates, state = tx.update(grads, state, params)"
+        )
+    if isinstance(rule, numbers.Number) or getattr(rule, "shape", None) == ():
+        return f"; did you mean ErrorClipByValue(max={rule})?"
+    if isinstance(rule, type):
+        return f"; did you mean an instance, {rule.__name__}(...)?"
+    return ""
 
 
 def scale_each(
