@@ -54,12 +54,15 @@ from clipgrad._jaxpr.programs import opened as opened
 from clipgrad._jaxpr.programs import scan_counts as scan_counts
 from clipgrad._jaxpr.rebind import scan_again as scan_again
 from clipgrad._jaxpr.scopes import ScopePath as ScopePath
+from clipgrad._jaxpr.scopes import marks as marks
 from clipgrad._jaxpr.scopes import path as path
 from clipgrad._jaxpr.scopes import scope_around as scope_around
+from clipgrad._jaxpr.scopes import with_mark as with_mark
 from clipgrad._jaxpr.sites import NamedSite as NamedSite
 from clipgrad._jaxpr.sites import sites as sites
 from clipgrad._jaxpr.trace import Traced as Traced
 from clipgrad._jaxpr.trace import trace as trace
+from clipgrad._jaxpr.tracker import tracked_programs as tracked_programs
 from clipgrad._jaxpr.widen import FOREIGN_PROGRAMS as FOREIGN_PROGRAMS
 from clipgrad._jaxpr.widen import OWN_TYPES as OWN_TYPES
 from clipgrad._jaxpr.widen import Strip as Strip

@@ -1,0 +1,5 @@
+"""The gradient of a function as one program, forward and backward."""
+
+from clipgrad._program.dependence import dependence as dependence
+from clipgrad._program.gradient import GradientProgram as GradientProgram
+from clipgrad._program.gradient import Operation as Operation

@@ -1,0 +1,93 @@
+"""The gradient of a function as one program: its values, its cotangents, and what each is from."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from clipgrad._jaxpr import Hook, Place, evaluate, holds_floats, opened, tracked_programs
+from clipgrad._program.dependence import Sources, dependence
+from clipgrad._program.marks import Marks
+
+
+class Operation(NamedTuple):
+    """An equation of a gradient.
+
+    Attributes:
+      place: where it is in the program of the gradient: its line, its scopes, the scans and the
+        devices around it.
+      is_backward: whether it computes a cotangent.
+      of: the equation of the function that it is, or whose derivative it belongs to.
+    """
+
+    place: Place
+    is_backward: bool
+    of: Place | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GradientProgram:
+    """The program of the results of a function and of its VJP.
+
+    Attributes:
+      forward: the program of the function.
+      chosen: the positions of the inputs that it is differentiated by.
+      program: from the inputs, and a cotangent for each floating result, to the results and then
+        the gradients of the chosen inputs.
+      count: how many inputs of ``program`` come before the cotangents.
+      marks: of the equations of the function, which those of ``program`` have too.
+    """
+
+    forward: Any
+    chosen: tuple[int, ...]
+    program: Any
+    count: int
+    marks: Marks
+
+    @classmethod
+    def of(cls, forward: Any, inputs: Sequence[Any], chosen: Sequence[int]) -> "GradientProgram":
+        """Trace the gradient of a program at its inputs, or at arrays of their types."""
+        marks, results = Marks(forward), opened(forward)[0].outvars
+
+        def run(inputs: list, cotangents: list) -> Any:
+            def function(given: list) -> tuple[list, list]:
+                changed = dict(zip(chosen, given, strict=True))
+                every = [changed.get(i, x) for i, x in enumerate(inputs)]
+                found = evaluate(marks.marked, every, Hook())
+                return [y for y in found if holds_floats(y)], found
+
+            _, pull_back, found = jax.vjp(function, [inputs[i] for i in chosen], has_aux=True)
+            return found, pull_back(cotangents)[0]
+
+        seeds = [v.aval for v in results if holds_floats(v)]
+        program = jax.make_jaxpr(run)(inputs, seeds)
+        return cls(forward, tuple(chosen), program, len(inputs), marks)
+
+    @functools.cached_property
+    def sources(self) -> dict[tuple[int, ...], list[Sources]]:
+        """For each operand of each equation, by the key of its `Place`, the inputs behind it."""
+        return dependence(self.program)
+
+    def cotangents(self, place: Place) -> list[bool]:
+        """Which operands of an equation are cotangents."""
+        return [any(i >= self.count for i in inputs) for inputs in self.sources[place.key]]
+
+    def operations(self) -> Iterator[Operation]:
+        """The equations in program order; of one that holds programs, those inside."""
+        return self._operations(opened(self.program)[0], None)
+
+    def operation(self, place: Place) -> Operation:
+        """What is known of an equation of the program."""
+        is_backward = any(self.cotangents(place))
+        return Operation(place, is_backward, self.marks.place(place))
+
+    def _operations(self, jaxpr: Any, parent: Place | None) -> Iterator[Operation]:
+        for equation in jaxpr.eqns:
+            place = Place(equation, parent)
+            programs = tracked_programs(equation)
+            for inner in programs:
+                yield from self._operations(opened(inner)[0], place)
+            if not programs:
+                yield self.operation(place)

@@ -1,0 +1,59 @@
+"""From an equation of a gradient back to the equation of the function that it is derived from."""
+
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from clipgrad._jaxpr import Place, map_programs, marks, opened, with_mark
+
+
+class Marks:
+    """Marks each equation of a program by its position, inside of others too.
+
+    JAX keeps the scopes of an equation in all that it derives from it: what the backward pass
+    needs, transposes, what a rule computes. A program that is called several times stays one
+    program.
+
+    Attributes:
+      program: the program without marks.
+      marked: the same with marks.
+    """
+
+    def __init__(self, program: Any):
+        self.program = program
+        self._numbers: dict[int, int] = {}  # of the jaxprs, by their id
+        self._marked: dict[int, Any] = {}
+        self.marked = self._with_marks(program)
+
+    def place(self, derived: Place) -> Place | None:
+        """The equation that a place in a gradient is derived from.
+
+        Where a rule of the user's computes it, this is the equation with the rule.
+        """
+        found, programs = None, [self.program]
+        for number, position in (m for e in reversed(derived.chain) for m in marks(e)):
+            known = {self._numbers.get(id(opened(program)[0])): program for program in programs}
+            if number in known:
+                found = Place(opened(known[number])[0].eqns[position], found)
+                programs = _programs(found.equation)
+        return found
+
+    def _with_marks(self, program: Any) -> Any:
+        jaxpr = opened(program)[0]
+        if id(jaxpr) not in self._marked:
+            number = self._numbers[id(jaxpr)] = len(self._numbers)
+            found = [self._equation(e, number, i) for i, e in enumerate(jaxpr.eqns)]
+            self._marked[id(jaxpr)] = jaxpr.replace(eqns=found)
+        own = self._marked[id(jaxpr)]
+        return own if program is jaxpr else program.replace(jaxpr=own)
+
+    def _equation(self, equation: JaxprEqn, number: int, position: int) -> JaxprEqn:
+        inner = map_programs(equation, self._with_marks)
+        marked = with_mark(equation, number, position)
+        return marked.replace(params={**equation.params, **inner}) if inner else marked
+
+
+def _programs(equation: JaxprEqn) -> list[Any]:
+    found: list[Any] = []
+    map_programs(equation, lambda program: found.append(program) or program)
+    return found
