@@ -66,7 +66,7 @@ def _in_float64(subject: CheckSubject, hold: bool) -> tuple[Evaluation, Widened]
         subject,
         "float64",
         constants=_jaxpr.opened(subject.program)[1],
-        key=(widened.text, held),
+        key=(widened.key, held),
         held=held,
     )
     return evaluation, widened

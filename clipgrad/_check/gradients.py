@@ -52,7 +52,7 @@ class PlainAD:
 
     def __init__(self, of: "Widened | PlainAD", count: int):
         self._of, self._count = of, count
-        self.text, self.looks_at_bits = f"VJP of {of.text}", of.looks_at_bits
+        self.key, self.looks_at_bits = ("VJP", of.key), of.looks_at_bits
 
     def call(self, constants: Sequence, leaves: list, hook: _jaxpr.Hook | None = None) -> list:
         """The gradient under a hook, in float64 if there is none."""
@@ -83,7 +83,7 @@ class Gradient:
             wide = [x.astype(_trees.wide_dtype(x.dtype)) for x in leaves]
             return function.call(constants, wide, hook)
 
-        run = _jaxpr.kept_by_key((name, function.text), lambda: _jaxpr.low_jit(call))
+        run = _jaxpr.kept_by_key((name, function.key), lambda: _jaxpr.low_jit(call))
         with in_float64():
             leaves = [np.asarray(x) for x in xs]
             like = [

@@ -20,7 +20,7 @@ class Widened:
     """A traced function from list to list, to be evaluated in float64.
 
     Attributes:
-      text: the program as text.
+      key: what the program is, equal for equal programs.
       narrow: the names of the floating types that the program computes in.
       stops: whether it holds a `stop_gradient`.
       looks_at_bits: whether it looks at the bits of its numbers, which widening changes.
@@ -30,7 +30,7 @@ class Widened:
         the function could not be traced, and `program` is None.
     """
 
-    def __init__(self, program: Any, text: str = ""):
+    def __init__(self, program: Any, key: Any = None):
         if program is None:
             raise Unsupported("it cannot be traced")
         found = list(_jaxpr.equations(program))
@@ -38,7 +38,7 @@ class Widened:
         if foreign := names & _jaxpr.FOREIGN_PROGRAMS:
             raise Unsupported(f"it holds {', '.join(sorted(foreign))}")
         self._program, _ = _jaxpr.opened(program)  # kept longer than its constants
-        self.text = text
+        self.key = key
         self.narrow = _jaxpr.computed_types(program)
         self.stops = bool(names & {"stop_gradient", "random_gamma"})
         bits = [e for e in found if e.primitive.name in _jaxpr.OWN_TYPES]
@@ -58,10 +58,10 @@ class Widened:
 
 
 def widened_program(program: Any) -> Widened:
-    """The widened program, the same object for the same text."""
+    """The widened program, the same object for the same program."""
     if program is None:
         return Widened(program)
-    key = _jaxpr.program_text(program)
+    key = _jaxpr.program_key(program)
     return _jaxpr.kept_by_key(("widened", key), lambda: Widened(program, key))
 
 

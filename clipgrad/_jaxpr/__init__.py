@@ -12,7 +12,6 @@ from clipgrad._jaxpr.closures import closing_functions as closing_functions
 from clipgrad._jaxpr.closures import with_explicit_closures as with_explicit_closures
 from clipgrad._jaxpr.compiled import kept_by_key as kept_by_key
 from clipgrad._jaxpr.compiled import low_jit as low_jit
-from clipgrad._jaxpr.compiled import program_text as program_text
 from clipgrad._jaxpr.compiled import quick_jit as quick_jit
 from clipgrad._jaxpr.compiled import with_constants as with_constants
 from clipgrad._jaxpr.elements import at_first as at_first
@@ -25,6 +24,7 @@ from clipgrad._jaxpr.evaluate import bind as bind
 from clipgrad._jaxpr.evaluate import evaluate as evaluate
 from clipgrad._jaxpr.evaluate import retrace as retrace
 from clipgrad._jaxpr.hold import Hold as Hold
+from clipgrad._jaxpr.identity import program_key as program_key
 from clipgrad._jaxpr.loops import found_by_loops as found_by_loops
 from clipgrad._jaxpr.modules import ModuleValues as ModuleValues
 from clipgrad._jaxpr.modules import variables_of_modules as variables_of_modules

@@ -2,24 +2,21 @@
 
 A check of a gradient compiles about ten programs and runs each a few times. What a user's function
 does may have changed since it was last checked, so it is traced anew each time; if its program is
-the same as before, down to the text, so are the programs compiled from it.
+the same as before (`identity.py`), so are the programs compiled from it.
 """
 
 import collections
 import functools
-import hashlib
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from clipgrad._jaxpr.evaluate import Hook, evaluate
-from clipgrad._jaxpr.programs import equations, opened
+from clipgrad._jaxpr.identity import program_key
+from clipgrad._jaxpr.programs import CUSTOM_RULES, called_program, opened
 
 KEPT = 200  # programs; about ten for each function checked
 LOW = {"xla_backend_optimization_level": 0}
@@ -38,28 +35,6 @@ def kept_by_key(key: Any, make: Callable[[], Any]) -> Any:
         while len(_kept_by_key) > KEPT:
             _kept_by_key.popitem(last=False)
         return found
-
-
-def program_text(program: Any) -> str:
-    """A program as text, with all that it computes with but the values of its own constants.
-
-    The constants that programs inside keep to themselves, as a `jax.jit` does that closes over
-    an array, stand for themselves by a digest.
-    """
-    with np.printoptions(threshold=sys.maxsize):
-        return str(opened(program)[0]) + "".join(map(_digest, _inner_constants(program)))
-
-
-def _inner_constants(program: Any) -> Iterator[Any]:
-    for equation in equations(program):
-        for inner in jax.tree.leaves(list(equation.params.values())):
-            yield from inner.consts if isinstance(inner, ClosedJaxpr) else ()
-
-
-def _digest(constant: Any) -> str:
-    is_key = jnp.issubdtype(jax.typeof(constant).dtype, jax.dtypes.prng_key)
-    values = np.asarray(jax.random.key_data(constant) if is_key else constant)
-    return hashlib.sha256(values.tobytes()).hexdigest()
 
 
 def with_constants(program: Any, constants: Any) -> ClosedJaxpr:
@@ -85,6 +60,19 @@ def quick_jit(fun: Callable) -> Callable:
     return call
 
 
+class Primal(Hook):
+    """Has functions with custom rules replaced by what they compute.
+
+    So nothing that is kept holds the rules, which a `ProgramKey` does not compare.
+    """
+
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """The results of a function with custom rules; None for anything else."""
+        if equation.primitive.name not in CUSTOM_RULES:
+            return None
+        return evaluate(called_program(equation), inputs, self)
+
+
 def _compiled_program(fun: Callable, structure: Any, leaves: list) -> Callable[[list], Any]:
     found = []
 
@@ -96,13 +84,13 @@ def _compiled_program(fun: Callable, structure: Any, leaves: list) -> Callable[[
     program = jax.make_jaxpr(flat)(leaves)
     constants = opened(program)[1]
     jaxpr = opened(program)[0]  # what is kept holds no constants of this call
-    run = kept_by_key(("quick_jit", program_text(program)), lambda: _compiled_evaluation(jaxpr))
+    run = kept_by_key(("quick_jit", program_key(program)), lambda: _compiled_evaluation(jaxpr))
     return lambda leaves: found[0].unflatten(run(constants, leaves))
 
 
 def _compiled_evaluation(program: Any) -> Callable:
     def run(constants, leaves):
-        return evaluate(with_constants(program, constants), leaves, Hook())
+        return evaluate(with_constants(program, constants), leaves, Primal())
 
     return low_jit(run)
 

@@ -1,0 +1,151 @@
+"""What a program is: a key by which two programs are told apart, or known to be the same."""
+
+import dataclasses
+import hashlib
+import struct
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import JaxprEqn, Literal
+
+from clipgrad._jaxpr.programs import CUSTOM_RULES, called_program, opened
+
+# Whose objects say by `==` whether they are the same; any other object is the same as itself alone.
+_COMPARABLE = frozenset({"builtins", "jax", "jaxlib", "ml_dtypes", "numpy"})
+
+
+class ProgramKey:
+    """Equal to the keys of programs that compute the same from the same constants and inputs.
+
+    It holds all objects that it is compared by, so that no other object has their addresses.
+    """
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, parts: Hashable):
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        is_key = isinstance(other, ProgramKey) and self._hash == other._hash
+        return is_key and self._parts == other._parts
+
+
+class Itself:
+    """Equal to nothing but the wrapper of the same object, which it holds."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: Any):
+        self._held = held
+
+    def __hash__(self) -> int:
+        return id(self._held)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self._held is other._held
+
+
+def program_key(program: Any) -> ProgramKey:
+    """The key of a program, but for the values of its own constants, which may be given anew.
+
+    Two programs have equal keys if they have the same primitives, types, effects and parameters in
+    the same order. Parameters are compared by equality, functions among them by identity; numbers
+    by their bits; programs inside, and the constants that these keep to themselves, by the same
+    rules. Derivative rules of functions are not compared, so what is kept may not hold them. What
+    cannot be compared has a key that equals no other.
+    """
+    try:
+        return ProgramKey(_Description().whole(program))
+    except Exception:
+        return ProgramKey(Itself(object()))
+
+
+class _Description:
+    """Describes programs by nested tuples; each program inside is described once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}  # of descriptions
+        self._known: dict[Itself, int] = {}  # of programs
+
+    def whole(self, program: Any) -> Hashable:
+        """The description of a program and of all programs inside it."""
+        outer = self._program(opened(program)[0], ())
+        return outer, tuple(self._numbers)
+
+    def _inside(self, program: Any) -> int:
+        itself = Itself(program)
+        if itself not in self._known:
+            described = self._program(*opened(program))
+            self._known[itself] = self._numbers.setdefault(described, len(self._numbers))
+        return self._known[itself]
+
+    def _program(self, jaxpr: Any, constants: Iterable) -> Hashable:
+        names: dict[Any, int] = {}
+
+        def define(variables: Iterable) -> Hashable:
+            new = list(variables)
+            names.update(zip(new, range(len(names), len(names) + len(new)), strict=True))
+            return tuple(self(v.aval) for v in new)
+
+        def use(atoms: Iterable) -> Hashable:
+            return tuple(self._literal(a) if isinstance(a, Literal) else names[a] for a in atoms)
+
+        inputs = define(jaxpr.constvars), define(jaxpr.invars), tuple(map(self, constants))
+        equations = tuple(self._equation(e, use, define) for e in jaxpr.eqns)
+        return inputs, equations, use(jaxpr.outvars), self(jaxpr.effects)
+
+    def _equation(self, equation: JaxprEqn, use: Callable, define: Callable) -> Hashable:
+        params = dict(equation.params)
+        if equation.primitive.name in CUSTOM_RULES:
+            params = {"program": called_program(equation)}
+        own = Itself(equation.primitive), Itself(equation.ctx)  # JAX has one for equal contexts
+        parts = use(equation.invars), self(params), self(equation.effects)
+        return *own, *parts, define(equation.outvars)
+
+    def _literal(self, literal: Any) -> Hashable:
+        return self(literal.aval), self(literal.val)
+
+    def __call__(self, value: Any) -> Hashable:
+        """The description of a parameter, a type, an effect, a number or an array."""
+        if isinstance(value, Tracer):
+            raise TypeError("a traced value has no numbers to compare")
+        if hasattr(value, "eqns"):
+            return "program", self._inside(value)
+        kind = type(value)
+        if isinstance(value, (tuple, list)):
+            return kind, *map(self, value)
+        if isinstance(value, (set, frozenset)):
+            return kind, frozenset(map(self, value))
+        if isinstance(value, dict):
+            return kind, *((self(key), self(part)) for key, part in value.items())
+        if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+            return _array(value)
+        if isinstance(value, (float, complex)):
+            return kind, struct.pack("dd", value.real, value.imag)
+        return self._object(kind, value)
+
+    def _object(self, kind: type, value: Any) -> Hashable:
+        if kind.__module__.partition(".")[0] not in _COMPARABLE:
+            return Itself(value)
+        if dataclasses.is_dataclass(value):
+            names = [field.name for field in dataclasses.fields(value)]
+            if set(getattr(value, "__dict__", names)) <= set(names):
+                return kind, *(self(getattr(value, name)) for name in names)
+        return Itself(value) if callable(value) else (kind, value)
+
+
+def _array(value: Any) -> Hashable:
+    aval = jax.typeof(value)
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    numbers = np.asarray(jax.random.key_data(value) if is_key else value)
+    bits = numbers.tobytes()
+    return type(value), aval, numbers.dtype, hashlib.sha256(bits).digest()
