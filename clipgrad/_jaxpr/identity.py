@@ -33,10 +33,9 @@ class ProgramKey:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        is_key = isinstance(other, ProgramKey) and self._hash == other._hash
-        return is_key and self._parts == other._parts
+        if self is other or not isinstance(other, ProgramKey):
+            return self is other
+        return self._hash == other._hash and self._parts == other._parts
 
 
 class Itself:
