@@ -127,7 +127,7 @@ class _Description:
         if isinstance(value, dict):
             return kind, *((self(key), self(part)) for key, part in value.items())
         if isinstance(value, (np.ndarray, np.generic, jax.Array)):
-            return _array(value)
+            return _array_bits(value)
         if isinstance(value, (float, complex)):
             return kind, struct.pack("dd", value.real, value.imag)
         return self._object(kind, value)
@@ -142,7 +142,7 @@ class _Description:
         return Itself(value) if callable(value) else (kind, value)
 
 
-def _array(value: Any) -> Hashable:
+def _array_bits(value: Any) -> Hashable:
     aval = jax.typeof(value)
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
     numbers = np.asarray(jax.random.key_data(value) if is_key else value)
