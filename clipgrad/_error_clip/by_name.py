@@ -159,7 +159,7 @@ class ByName(_jaxpr.Hook):
         if not self.modules:
             return super().values(jaxpr)
 
-        def leave(scopes: _jaxpr.ScopePath) -> Callable[[Any], Any] | None:
+        def leave(_: Any, scopes: _jaxpr.ScopePath) -> Callable[[Any], Any] | None:
             name = "/".join((*self.scopes, *scopes))
             watched = name in self.modules and self._has(name)
             return functools.partial(self._clip, name) if watched else None

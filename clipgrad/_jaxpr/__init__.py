@@ -27,6 +27,7 @@ from clipgrad._jaxpr.hold import Hold as Hold
 from clipgrad._jaxpr.identity import program_key as program_key
 from clipgrad._jaxpr.loops import found_by_loops as found_by_loops
 from clipgrad._jaxpr.modules import ModuleValues as ModuleValues
+from clipgrad._jaxpr.modules import exits as exits
 from clipgrad._jaxpr.modules import variables_of_modules as variables_of_modules
 from clipgrad._jaxpr.origins import CONSTANT as CONSTANT
 from clipgrad._jaxpr.origins import Birth as Birth
@@ -49,9 +50,11 @@ from clipgrad._jaxpr.programs import device_count as device_count
 from clipgrad._jaxpr.programs import entered_programs as entered_programs
 from clipgrad._jaxpr.programs import equations as equations
 from clipgrad._jaxpr.programs import has_side_effects as has_side_effects
+from clipgrad._jaxpr.programs import manual_axes as manual_axes
 from clipgrad._jaxpr.programs import map_programs as map_programs
 from clipgrad._jaxpr.programs import opened as opened
 from clipgrad._jaxpr.programs import scan_counts as scan_counts
+from clipgrad._jaxpr.programs import value_programs as value_programs
 from clipgrad._jaxpr.rebind import scan_again as scan_again
 from clipgrad._jaxpr.scopes import ScopePath as ScopePath
 from clipgrad._jaxpr.scopes import marks as marks
@@ -59,6 +62,7 @@ from clipgrad._jaxpr.scopes import path as path
 from clipgrad._jaxpr.scopes import scope_around as scope_around
 from clipgrad._jaxpr.scopes import with_mark as with_mark
 from clipgrad._jaxpr.sites import NamedSite as NamedSite
+from clipgrad._jaxpr.sites import left_unused as left_unused
 from clipgrad._jaxpr.sites import sites as sites
 from clipgrad._jaxpr.trace import Traced as Traced
 from clipgrad._jaxpr.trace import trace as trace

@@ -41,11 +41,14 @@ def _body(equation: JaxprEqn, hook: Hook, program: Any = None) -> Callable[..., 
     return lambda *inputs: evaluate(program, inputs, hook.inside(equation, ()))
 
 
-def _noted(equation: JaxprEqn, hook: Hook, program: Any) -> Callable[..., tuple[list, Any]]:
+def _noted(
+    equation: JaxprEqn, hook: Hook, program: Any, branch: int = 0
+) -> Callable[..., tuple[list, Any]]:
     """The evaluation of a program inside of an equation: its results, and its notes."""
 
     def run(*inputs):
         inner = hook.inside(equation, ())
+        inner = inner.branch(branch) if equation.primitive.name == "cond" else inner
         return evaluate(program, inputs, inner), inner.noted()
 
     return run
@@ -65,13 +68,17 @@ def _enter_jit(equation, inputs, hook):
     inner = hook.inside(equation, ())
     leaves, structure = jax.tree.flatten(inner)
     arrays, rest = partition(leaves, is_array)
-    if not inner.is_reusable:
-        return _jitted(equation, structure, rest)(arrays, *inputs)
-    compiled = _COMPILED.setdefault(called_program(equation), {})
-    key = (structure, *rest, *(equation.params[name] for name in _JIT_OPTIONS))
-    if key not in compiled:
-        compiled[key] = _jitted(equation, structure, rest)
-    return compiled[key](arrays, *inputs)
+    if inner.is_reusable:
+        compiled = _COMPILED.setdefault(called_program(equation), {})
+        key = (structure, *rest, *(equation.params[name] for name in _JIT_OPTIONS))
+        if key not in compiled:
+            compiled[key] = _jitted(equation, structure, rest)
+        run = compiled[key]
+    else:
+        run = _jitted(equation, structure, rest)
+    outputs, notes = run(arrays, *inputs)
+    hook.note(equation, inputs, [notes])
+    return outputs
 
 
 _JIT_OPTIONS = ("in_shardings", "out_shardings", "donated_invars", "keep_unused", "inline", "name")
@@ -82,13 +89,14 @@ def _jitted(equation: JaxprEqn, structure: Any, rest: list) -> Callable[..., lis
     program, params = weakref.ref(called_program(equation)), equation.params
 
     def run(arrays, *inputs):
-        return evaluate(program(), inputs, structure.unflatten(combine(arrays, rest)))
+        inner = structure.unflatten(combine(arrays, rest))
+        return evaluate(program(), inputs, inner), inner.noted()
 
     run.__name__ = params["name"]
     return jax.jit(
         run,
         in_shardings=(None, *map(_stated, params["in_shardings"])),
-        out_shardings=[_stated(sharding) for sharding in params["out_shardings"]],
+        out_shardings=([_stated(sharding) for sharding in params["out_shardings"]], None),
         donate_argnums=[i + 1 for i, donated in enumerate(params["donated_invars"]) if donated],
         keep_unused=params["keep_unused"],
         inline=params["inline"],
@@ -103,7 +111,10 @@ def _stated(sharding):
 def _enter_remat(equation, inputs, hook):
     if hook.flatten:
         return _enter_call(equation, inputs, hook)
-    return remat_again(equation, _body(equation, hook), inputs)
+    body = _noted(equation, hook, called_program(equation))
+    outputs, notes = remat_again(equation, body, inputs)
+    hook.note(equation, inputs, [notes])
+    return outputs
 
 
 @entrance("scan")
@@ -193,7 +204,8 @@ def _enter_cond(equation, inputs, hook):
     if not hook.has_notes:
         branches = [_body(equation, hook, program) for program in programs]
         return cond_again(equation, branches, inputs, types)
-    once = [Lifted(_noted(equation, hook, program), types) for program in programs]
+    noted = [_noted(equation, hook, program, i) for i, program in enumerate(programs)]
+    once = [Lifted(run, types) for run in noted]
     notes = [own.shapes[1] for own in once]
 
     def among_all(i):
@@ -219,8 +231,7 @@ def _enter_shard_map(equation, inputs, hook):
 
     def shard(arrays, own, *shards):
         inner = structure.unflatten(combine(arrays, rest))
-        if own:
-            inner = hook.inside(equation, jax.tree.map(lambda x: x[0], own))
+        inner = inner.shard(jax.tree.map(lambda x: x[0], own))
         outputs = evaluate(called_program(equation), shards, inner)
         return tuple(outputs), jax.tree.map(lambda x: x[None], inner.noted())
 

@@ -35,10 +35,10 @@ class Hook:
     program; `flatten=False` keeps all three. The arrays of a hook become arguments of a `jit`
     inside the program; a hook with arrays is a pytree.
 
-    A hook with `has_notes` is one for each evaluation of a program, flattens, and keeps arrays
-    besides. They leave the programs inside of equations by `noted` and come to the hook around by
-    `note`: with a leading axis for the steps of a scan or the devices of a `shard_map`; of a loop
-    what `kept` keeps of its iterations.
+    A hook with `has_notes` is one for each evaluation of a program, and keeps arrays besides. They
+    leave the programs inside of equations by `noted` and come to the hook around by `note`: with a
+    leading axis for the steps of a scan or the devices of a `shard_map`; of a loop what `kept`
+    keeps of its iterations.
     """
 
     flatten: bool = False
@@ -93,6 +93,16 @@ class Hook:
     def inside(self, equation: JaxprEqn, step: Any) -> "Hook":
         """Return the hook for a program of `equation`; `step` is this step's part of `steps`."""
         del equation, step
+        return self
+
+    def branch(self, number: int) -> "Hook":
+        """Return the hook for a branch of a cond, which `inside` has returned."""
+        del number
+        return self
+
+    def shard(self, own: Any) -> "Hook":
+        """Return the hook for a device of a `shard_map`: this one, with its part of `shards`."""
+        del own
         return self
 
     def noted(self) -> Any:

@@ -109,16 +109,16 @@ class _Views(NamedTuple):
 class ModuleValues(ProgramValues):
     """The values of a program, each with what it is outside of the scopes that it leaves.
 
-    `leave(path)` is a function of the values that leave the scopes ``path`` of this program, or
-    None. Uses inside of the scopes see the value itself, all others what the function returned.
-    Only ``variables`` are replaced; ``None``: all.
+    `leave(variable, path)` is a function of the values of a variable that leave the scopes
+    ``path`` of this program, or None. Uses inside of the scopes see the value itself, all others
+    what the function returned. Only ``variables`` are replaced; ``None``: all.
     """
 
     def __init__(
         self,
         hook: Hook,
         jaxpr: Any,
-        leave: Callable[[ScopePath], Callable[[Any], Any] | None],
+        leave: Callable[[Var, ScopePath], Callable[[Any], Any] | None],
         variables: frozenset[Var] | None = None,
     ) -> None:
         super().__init__(hook)
@@ -134,7 +134,7 @@ class ModuleValues(ProgramValues):
             exit = self._exits[variable]
             views, depths = [self.read(variable)], []
             for scopes in exit.left:
-                if (function := self._leave(scopes)) is not None:
+                if (function := self._leave(variable, scopes)) is not None:
                     views.append(function(views[-1]))
                     depths.append(len(scopes))
             if depths:

@@ -113,6 +113,10 @@ class Probe(Hook):
         base = self.base.inside(equation, step)
         return Probe(probes, self.summary, base, self.cured, place)
 
+    def shard(self, own: dict[Site, Any]) -> "Probe":
+        """The probes on a device."""
+        return Probe(own, self.summary, self.base, self.cured, self.parent)
+
     def _inside(self, equation: JaxprEqn) -> dict[Site, Any]:
         key = Place(equation, self.parent).key
         return {site: p for site, p in self.probes.items() if site.around[-len(key) :] == key}

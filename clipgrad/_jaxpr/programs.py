@@ -47,6 +47,18 @@ def entered_programs(equation: JaxprEqn) -> tuple[list, list]:
     return (inner, []) if name in _DIFFERENTIATED else ([], inner)
 
 
+def value_programs(equation: JaxprEqn) -> list:
+    """Return the programs inside an equation whose values can be kept besides its results.
+
+    They are in the order in which `evaluate` numbers the branches of a cond. Custom rules and
+    linear solves are left whole; the condition of a `while` is computed apart from its body.
+    """
+    name = equation.primitive.name
+    if name == "while":
+        return [equation.params["body_jaxpr"]]
+    return [] if name == "custom_linear_solve" else entered_programs(equation)[0]
+
+
 def map_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, Any]:
     """Return the parameters with programs in them, each replaced by `change` of it."""
 

@@ -13,7 +13,7 @@ from jax.core import ShapedArray
 from jax.extend.core import DropVar, JaxprEqn, Var
 
 from clipgrad._jaxpr.modules import exits, uses
-from clipgrad._jaxpr.programs import entered_programs, opened
+from clipgrad._jaxpr.programs import entered_programs, opened, value_programs
 from clipgrad._jaxpr.scopes import ScopePath, is_mapped, path
 
 # A program called from many places is read once, so that the time is linear in the source.
@@ -31,6 +31,7 @@ class NamedSite(NamedTuple):
     used: bool  # whether the program uses it; of a tag: what `checkpoint_name` returned
     within: str | None  # the primitive around it that no cotangent comes through
     mapped: bool  # whether a `vmap` inside the program surrounds it, so that it is a batch
+    sealed: str | None  # the primitive around it that no value leaves but its results
 
     @property
     def is_differentiable(self) -> bool:
@@ -46,6 +47,11 @@ class NamedSite(NamedTuple):
     def has_cotangent(self) -> bool:
         """Whether it has a cotangent that can be reached."""
         return self.used and self.is_differentiable and self.within is None
+
+    @property
+    def has_value(self) -> bool:
+        """Whether it has floating values that can be seen."""
+        return self.is_differentiable and self.sealed is None
 
     def below(self, scopes: ScopePath) -> "NamedSite":
         """This site of a program inside of an equation with these scopes around it."""
@@ -72,28 +78,32 @@ def _find(jaxpr: Any) -> Iterator[tuple[NamedSite, int]]:
             yield _site(equation.params["name"], "tag", tagged, tagged in used, mapped), 1
         loop = (equation.params["length"],) if name == "scan" else ()
         entered, others = entered_programs(equation)
-        for site, count in (item for inner in entered for item in sites(inner).items()):
-            around = {"nest": loop + site.nest, "mapped": mapped or site.mapped}
-            yield site.below(scopes)._replace(**around), count
-        for site, count in (item for inner in others for item in sites(inner).items()):
-            around = {"within": name, "mapped": mapped or site.mapped}
-            yield site.below(scopes)._replace(**around), count
+        seen = value_programs(equation)
+        for inner in (*entered, *others):
+            around: dict[str, Any] = {} if inner in entered else {"within": name}
+            around |= {} if inner in seen else {"sealed": name}
+            for site, count in sites(inner).items():
+                around |= {"nest": loop + site.nest, "mapped": mapped or site.mapped}
+                yield site.below(scopes)._replace(**around), count
         yield from _of_modules(jaxpr, equation, mapped)
 
 
 def _of_modules(jaxpr: Any, equation: JaxprEqn, mapped: bool) -> Iterator[tuple[NamedSite, int]]:
     """The scopes that the results of an equation leave; all, if nothing uses a result."""
-    scopes = path(equation)
-    for variable in equation.outvars if scopes else ():
-        if not isinstance(variable.aval, ShapedArray):
-            continue
-        used = not isinstance(variable, DropVar) and variable in uses(jaxpr)
+    for variable in equation.outvars:
+        unused = left_unused(jaxpr, equation, variable)
         leaves = exits(jaxpr).get(variable)
-        unused = [scopes[:depth] for depth in range(len(scopes), 0, -1)]
-        for left in leaves.left if leaves else () if used else unused:
-            yield _site("/".join(left), "module", variable, used, mapped), 1
+        for left in leaves.left if leaves else unused:
+            yield _site("/".join(left), "module", variable, not unused, mapped), 1
+
+
+def left_unused(jaxpr: Any, equation: JaxprEqn, variable: Var) -> list[ScopePath]:
+    """Return the scopes that a result leaves, innermost first, if nothing uses it."""
+    used = not isinstance(variable, DropVar) and variable in uses(jaxpr)
+    scopes = path(equation) if isinstance(variable.aval, ShapedArray) and not used else ()
+    return [scopes[:depth] for depth in range(len(scopes), 0, -1)]
 
 
 def _site(name: str, kind: str, variable: Var, used: bool, mapped: bool) -> NamedSite:
     aval: Any = variable.aval
-    return NamedSite(name, kind, (), tuple(aval.shape), str(aval.dtype), used, None, mapped)
+    return NamedSite(name, kind, (), tuple(aval.shape), str(aval.dtype), used, None, mapped, None)

@@ -1,0 +1,238 @@
+"""Seeing the values with names while a program is evaluated, and replacing what goes on."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._compat import to_varying, varying_axes
+
+Key = tuple[Any, ...]
+KeyedNotes = dict[Key, Any]
+
+
+class Seen(NamedTuple):
+    """A value with a name, as a hook sees it.
+
+    Attributes:
+      name: the tag, or the path of the module.
+      kind: ``"tag"`` or ``"module"``.
+      position: where it is in the program that is evaluated: the number of its equation, that of
+        the value among the results, and the depth of the module among the scopes of the program; 0
+        for a tag.
+    """
+
+    name: str
+    kind: str
+    position: tuple[int, int, int]
+
+
+@dataclasses.dataclass(eq=False)
+class ValueHook(_jaxpr.Hook):
+    """Shows each floating value with a name to `note_of`, and lets `replaced` of it go on.
+
+    Every tag has a name, and every value that leaves a module, or that nothing uses. Notes leave
+    the programs inside of equations as further results: with a leading axis for the steps of a scan
+    and the devices of a `shard_map`; those of a loop are `joined`; in a branch that is not taken
+    they are zeros. `jit` and `remat` stay, and custom rules and linear solves are left whole. A
+    `jax.pmap` or other primitive that is not entered is left whole, too.
+
+    The notes of a program are a dictionary, by default from positions in it: what is inside of an
+    equation has the number of the equation, and of the program in it, before. The same program has
+    the same positions each time. See `named_values` for what is there.
+
+    A subclass is a frozen set of data (`hook_data`) and of choices that can be hashed. It defines
+    what is noted.
+
+    Attributes:
+      taps: an array for each key of notes that `replaced` gets, with the leading axes of notes.
+      scopes: the scopes around the program.
+      axes: the axes of the meshes around it that JAX tracks what varies along.
+    """
+
+    has_notes = True
+
+    taps: KeyedNotes = dataclasses.field(default_factory=dict)
+    scopes: _jaxpr.ScopePath = ()
+    axes: frozenset[str] = frozenset()
+
+    def wants(self, name: str, kind: str) -> bool:
+        """Whether values of a name are to be seen."""
+        del name, kind
+        return True
+
+    def note_of(self, seen: Seen, x: jax.Array) -> Any:
+        """What is noted of a value, a tree of arrays."""
+        raise NotImplementedError
+
+    def replaced(self, seen: Seen, x: jax.Array, tap: Any) -> jax.Array:
+        """What goes on in place of a value; of a module: where it is used outside of it."""
+        del seen, tap
+        return x
+
+    def key(self, seen: Seen) -> Key:
+        """The key of a note in its own program."""
+        return seen.position
+
+    def key_around(self, equation: Any, program: int, key: Key) -> Key:
+        """The key outside of an equation, of a note of the ``program``-th program inside of it."""
+        del equation
+        return (self._number, program, *key)
+
+    def keys_inside(self, number: int) -> KeyedNotes:
+        """The taps inside of an equation, by their keys there but for the number of the program."""
+        return {key[1:]: tap for key, tap in self.taps.items() if key[0] == number and len(key) > 3}
+
+    def joined(self, first: Any, second: Any) -> Any:
+        """The note of two steps of a loop, or of two values with one key."""
+        del first
+        return second
+
+    def over_devices(self, note: Any) -> Any:
+        """What is kept outside of a `shard_map` of a note whose leading axis is over devices."""
+        return note
+
+    # What follows is the evaluation.
+
+    def starts(self, inputs: Sequence) -> None:
+        """Begin a new evaluation."""
+        del inputs
+        self._notes: KeyedNotes = {}
+        self._number = -1
+        self._equation: Any = None
+
+    def operands(self, equation: Any, inputs: list) -> list:
+        """Count the equations."""
+        self._number += 1
+        self._equation = equation
+        return inputs
+
+    def __call__(self, equation: Any, inputs: list) -> Sequence | None:
+        """The tagged value; an equation without names inside is bound as it is."""
+        if equation.primitive.name == "name":
+            (tagged,) = _jaxpr.bind(equation, inputs)
+            return [self._see(equation.params["name"], "tag", 0, 0, tagged)]
+        return None if self._has_names_inside(equation) else _jaxpr.bind(equation, inputs)
+
+    def values(self, jaxpr: Any) -> _jaxpr.ProgramValues:
+        """The values of the program, replaced where they leave modules."""
+        self._jaxpr = jaxpr
+        return _jaxpr.ModuleValues(self, jaxpr, self._leave)
+
+    def results(self, equation: Any, outputs: Sequence) -> Sequence:
+        """See what nothing uses."""
+        for i, (variable, x) in enumerate(zip(equation.outvars, outputs, strict=True)):
+            for scopes in _jaxpr.left_unused(self._jaxpr, equation, variable):
+                self._see(self._name(scopes), "module", i, len(scopes), x)
+        return outputs
+
+    def steps(self, equation: Any) -> KeyedNotes:
+        """The taps inside of an equation."""
+        return self.keys_inside(self._number) if equation.primitive.name != "cond" else {}
+
+    shards = steps
+
+    def inside(self, equation: Any, step: Any) -> Self:
+        """The hook for a program inside of an equation, with the taps of this step."""
+        name, axes, taps = equation.primitive.name, self.axes, step
+        if name == "shard_map" and equation.params["check_vma"]:
+            axes |= {*_jaxpr.manual_axes(equation)}
+        if not isinstance(step, dict):
+            taps = {} if name == "shard_map" else self.keys_inside(self._number)
+        inner = dataclasses.replace(
+            self, taps=taps, scopes=(*self.scopes, *_jaxpr.path(equation)), axes=axes
+        )
+        return inner if name in ("cond", "shard_map") else inner.branch(0)
+
+    def branch(self, number: int) -> Self:
+        """The hook with the taps of one of the programs of an equation."""
+        taps = {key[1:]: tap for key, tap in self.taps.items() if key[0] == number}
+        return dataclasses.replace(self, taps=taps)
+
+    def shard(self, own: Any) -> Self:
+        """The hook with the taps of a device."""
+        return dataclasses.replace(self, taps=own).branch(0)
+
+    def noted(self) -> KeyedNotes:
+        """The notes of this evaluation."""
+        return self._notes
+
+    def note(self, equation: Any, inputs: list, notes: list[KeyedNotes]) -> None:
+        """Keep the notes of the programs inside of an equation."""
+        del inputs
+        over = self.over_devices if equation.primitive.name == "shard_map" else lambda note: note
+        for program, own in enumerate(notes):
+            for key, note in own.items():
+                self._keep(self.key_around(equation, program, key), over(note))
+
+    def empty(self, shapes: Any) -> Any:
+        """Zeros, for what is not computed."""
+        return jax.tree.map(self._varying, super().empty(shapes))
+
+    def kept(self, old: KeyedNotes, new: KeyedNotes, number: Any) -> KeyedNotes:
+        """The notes of a loop after another iteration."""
+        del number
+        return {key: self.joined(old[key], note) for key, note in new.items()}
+
+    def _has_names_inside(self, equation: Any) -> bool:
+        scopes = (*self.scopes, *_jaxpr.path(equation))
+        inner = _jaxpr.value_programs(equation)
+        found = (site.below(scopes) for program in inner for site in _jaxpr.sites(program))
+        return any(site.has_value and self.wants(site.name, site.kind) for site in found)
+
+    def _name(self, scopes: _jaxpr.ScopePath) -> str:
+        return "/".join((*self.scopes, *scopes))
+
+    def _leave(
+        self, variable: Any, scopes: _jaxpr.ScopePath
+    ) -> Callable[[jax.Array], jax.Array] | None:
+        name = self._name(scopes)
+        if not self.wants(name, "module"):
+            return None
+        output = self._equation.outvars.index(variable)
+        return functools.partial(self._see, name, "module", output, len(scopes))
+
+    def _see(self, name: str, kind: str, output: int, depth: int, x: Any) -> Any:
+        """Note a value; return what goes on."""
+        if not _jaxpr.holds_floats(x) or not self.wants(name, kind):
+            return x
+        seen = Seen(name, kind, (self._number, output, depth))
+        key = self.key(seen)
+        self._keep(key, self._once(x, self.note_of(seen, jax.lax.stop_gradient(x))))
+        return self.replaced(seen, x, self.taps.get(key))
+
+    def _keep(self, key: Key, note: Any) -> None:
+        notes = self._notes
+        notes[key] = self.joined(notes[key], note) if key in notes else note
+
+    def _once(self, x: jax.Array, note: Any) -> Any:
+        """A note on one of the devices that hold the same value; zeros on the others."""
+        same = sorted(self.axes - varying_axes(x))
+        if not same:
+            return jax.tree.map(self._varying, note)
+        flags = [jax.lax.axis_index(axis) == 0 for axis in same]
+        first = functools.reduce(jnp.logical_and, flags)
+        return jax.tree.map(lambda n: self._varying(jnp.where(first, n, jnp.zeros_like(n))), note)
+
+    def _varying(self, x: Any) -> Any:
+        return to_varying(x, self.axes) if self.axes else x
+
+
+def value_hook(*, data: Sequence[str] = (), choices: Sequence[str] = ()) -> Callable[[type], type]:
+    """Decorates a `ValueHook` with more fields: ``data`` are arrays, ``choices`` can be hashed.
+
+    Data reach the programs inside of equations as further inputs, if they are `jit` or `shard_map`.
+    """
+
+    def register(cls: type) -> type:
+        return jax.tree_util.register_dataclass(
+            dataclasses.dataclass(eq=False)(cls),
+            data_fields=["taps", *data],
+            meta_fields=["scopes", "axes", *choices],
+        )
+
+    return register
