@@ -247,8 +247,6 @@ def section(results: dict[str, Any], picture: str | None, programs: str = "") ->
     )
     return f"""## Compared with other libraries
 
-{origin(results)}
-
 {GUIDE}
 ### In short
 
@@ -265,6 +263,15 @@ def section(results: dict[str, Any], picture: str | None, programs: str = "") ->
 {beside_plain(results)}{programs}### All rows
 
 {table(results)}
+
+### Runs, machines and versions
+
+<details>
+<summary>When each row was measured, on what, and with which command</summary>
+
+{origin(results)}
+
+</details>
 """
 
 

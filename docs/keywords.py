@@ -98,7 +98,12 @@ FOUND_BY = {
     ),
     "exploding": (
         "Why gradients vanish and explode, and what was invented against it.",
-        "vanishing gradients; exploding gradients; BPTT; backpropagation through time",
+        "vanishing gradients; exploding; exploding gradients; explode; BPTT; backpropagation through time",
+    ),
+    "api/gradient_clip": (
+        "Gradient clips for optax: clip_by_global_norm, clip_by_norm, clip_by_value, adaptive "
+        "clipping, with schedules and statistics.",
+        "norm; clip_by_global_norm; clip_by_norm; global norm; gradient norm; gradient clipping",
     ),
     "rules": (
         "All clip rules and adaptive thresholds, and how to write one.",
