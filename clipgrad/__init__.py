@@ -15,6 +15,7 @@ from clipgrad._gradient_clip import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
 from clipgrad._gradient_clip import GradientClipState as GradientClipState
 from clipgrad._gradient_clip import SkipSpikesState as SkipSpikesState
 from clipgrad._gradient_clip import SuggestedThreshold as SuggestedThreshold
+from clipgrad._gradient_clip import UClipState as UClipState
 from clipgrad._gradient_clip import adaptive_grad_clip as adaptive_grad_clip
 from clipgrad._gradient_clip import apply_gradient_clipping as apply_gradient_clipping
 from clipgrad._gradient_clip import clip_by_block_rms as clip_by_block_rms
@@ -26,15 +27,18 @@ from clipgrad._gradient_clip import gradient_clip as gradient_clip
 from clipgrad._gradient_clip import resume as resume
 from clipgrad._gradient_clip import skip_spikes as skip_spikes
 from clipgrad._gradient_clip import suggest_threshold as suggest_threshold
+from clipgrad._gradient_clip import u_clip as u_clip
 from clipgrad._numerics import global_norm as global_norm
 from clipgrad._per_example import clip_per_example as clip_per_example
 from clipgrad._per_example import per_example_norms as per_example_norms
 from clipgrad._rules import AdaptiveClip as AdaptiveClip
+from clipgrad._rules import AutoNorm as AutoNorm
 from clipgrad._rules import ClipByBlockRMS as ClipByBlockRMS
 from clipgrad._rules import ClipByGlobalNorm as ClipByGlobalNorm
 from clipgrad._rules import ClipByNorm as ClipByNorm
 from clipgrad._rules import ClipByValue as ClipByValue
 from clipgrad._rules import ClipRule as ClipRule
+from clipgrad._rules import DropTokens as DropTokens
 from clipgrad._rules import ErrorClipByValue as ErrorClipByValue
 from clipgrad._stats import ClipStats as ClipStats
 from clipgrad._thresholds import AdaptiveThreshold as AdaptiveThreshold

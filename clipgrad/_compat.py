@@ -36,6 +36,14 @@ def explicit_sharding(x: jax.Array) -> Any:
     return sharding if spread else None
 
 
+def on_every_device(x: jax.Array) -> jax.Array:
+    """``x`` with all of it on each device, where its type has another sharding."""
+    sharding = explicit_sharding(x)
+    if sharding is None:
+        return x
+    return jax.sharding.reshard(x, sharding.update(spec=jax.sharding.PartitionSpec()))
+
+
 def broadcast_like(x: jax.Array, leaf: jax.Array) -> jax.Array:
     """``x`` broadcast to the shape of ``leaf``, and to its sharding where that is explicit."""
     return jnp.broadcast_to(x, leaf.shape, out_sharding=explicit_sharding(leaf))

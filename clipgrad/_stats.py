@@ -181,9 +181,9 @@ def stats_of_clip(rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> C
     """
     limits = _limits(rule, tree, norms)
     if limits is None:
-        return ClipStats.of(tree, clipped)
+        return measured_stats(rule, tree, clipped)
     if rule.acts_on == "tree":
-        return _of_tree(tree, limits, rule.axis_name)
+        return _of_tree(tree, limits, rule)
     return _of_leaves(tree, limits)
 
 
@@ -191,9 +191,9 @@ def stats_by_leaf(rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> d
     """The same for each leaf by path."""
     limits = _limits(rule, tree, norms)
     if limits is None:
-        return _measured_by_leaf(tree, clipped)
+        return _measured_by_leaf(rule, tree, clipped)
     if rule.acts_on == "tree":
-        return _tree_by_leaf(tree, limits, rule.axis_name)
+        return _tree_by_leaf(tree, limits, rule)
     return _by_leaf(tree, limits)
 
 
@@ -202,27 +202,48 @@ def _limits(rule: Any, tree: Any, norms: Sequence[Any]) -> Limits | None:
     return rule.l2_limits(tree, norms) if norms and is_own(rule) else None
 
 
-def _measured_by_leaf(before: Any, after: Any) -> dict[str, ClipStats]:
+def measured_stats(rule: Any, before: Any, after: Any, dtype: Any = None) -> ClipStats:
+    """The statistics of what a rule has clipped, from the trees before and after it."""
+    stats = ClipStats.of(before, after, dtype)
+    axes = rule.counted_over if is_own(rule) else ()
+    if axes == () or after is before:
+        return stats
+    dtype = stats.size.dtype.name
+    pairs = list(zip(clippable_leaves(before), clippable_leaves(after), strict=True))
+
+    def count(masks: list[jax.Array]) -> jax.Array:
+        return _count_true([jnp.any(mask, axes) for mask in masks], dtype)
+
+    # All are compared, so that vmap counts those of every lane.
+    return stats._replace(
+        changed=count([_differ(b, a) for b, a in pairs]),
+        nonfinite=count([~jnp.isfinite(b) for b, _ in pairs]),
+        size=count([(b == b) | (b != b) for b, _ in pairs]),
+    )
+
+
+def _measured_by_leaf(rule: Any, before: Any, after: Any) -> dict[str, ClipStats]:
     dtype = stats_dtype(before)
     pairs = zip(clippable_leaves(before), clippable_leaves(after), strict=True)
-    stats = [ClipStats.of(*pair, dtype) for pair in pairs]
+    stats = [measured_stats(rule, *pair, dtype) for pair in pairs]
     return dict(zip(clippable_paths(before), stats, strict=True))
 
 
-def _of_tree(tree: Any, limits: Limits, axis_name: AxisName) -> ClipStats:
+def _of_tree(tree: Any, limits: Limits, rule: Any) -> ClipStats:
     """The statistics of a tree that was scaled as a whole."""
     ((norm, limit),) = limits
     finite = jnp.isfinite(norm.root)
-    (bad,) = _counts_unless(finite, [tree], axis_name)
-    size = tree_size(tree, axis_name)
-    return scaled_stats(norm.value, limit, norm.exceeds(limit), finite, bad, size)
+    (bad,) = _counts_unless(finite, [tree], rule.axis_name)
+    size = tree_size(tree, rule.axis_name)
+    return scaled_stats(norm.value, limit, rule.changes(norm, limit), finite, bad, size)
 
 
-def _tree_by_leaf(tree: Any, limits: Limits, axis_name: AxisName) -> dict[str, ClipStats]:
+def _tree_by_leaf(tree: Any, limits: Limits, rule: Any) -> dict[str, ClipStats]:
     """The same for each leaf, from the sums that make up the norm."""
     ((norm, limit),) = limits
+    axis_name = rule.axis_name
     paths, leaves = clippable_paths(tree), clippable_leaves(tree)
-    clips, finite = norm.exceeds(limit), jnp.isfinite(norm.root)
+    clips, finite = rule.changes(norm, limit), jnp.isfinite(norm.root)
     bad = _counts_unless(finite, leaves, axis_name)
     stats = {}
     for i, part in enumerate(slice_norms(leaves, [None] * len(leaves), axis_name=axis_name)):

@@ -34,7 +34,7 @@ class Case(NamedTuple):
     """A rule, what it should give, and how far a tree is from its limits.
 
     ``reference(tree, params, c)`` computes the rule in float64; ``ratios(tree, params, c)`` gives
-    norm / limit of each of its groups.
+    norm / limit of each of its groups. ``limits``: what is within the limit stays as it is.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Case(NamedTuple):
     reference: Callable[[Tree, Tree, float], Tree]
     ratios: Callable[[Tree, Tree, float], list[np.ndarray]]
     optax: Any = None
+    limits: bool = True
 
 
 def _norm(x, ord=2, axis=None):
@@ -81,6 +82,16 @@ def _joint(ord):
         return {k: _shrink(x, norm_of(tree).reshape(()), c) for k, x in tree.items()}
 
     return reference, lambda tree, params, c: [norm_of(tree) / c]
+
+
+def _auto_norm(gamma):
+    _, ratios = _joint(2)
+
+    def reference(tree, params, c):
+        (norm,) = ratios(tree, params, 1.0)
+        return {k: x * (c / (norm.reshape(()) + gamma)) for k, x in tree.items()}
+
+    return reference, ratios
 
 
 def _threshold(w, c):
@@ -132,8 +143,12 @@ CASES = [
          "clip_by_block_rms"),
     Case("AdaptiveClip", lambda c: cg.AdaptiveClip(c), *_agc(_unit_axis), "adaptive_grad_clip"),
     Case("AdaptiveClip(axis=-1)", lambda c: cg.AdaptiveClip(c, axis=-1), *_agc(lambda x: -1)),
+    Case("AutoNorm", lambda c: cg.AutoNorm(c, gamma=1.0), *_auto_norm(1.0), limits=False),
 ]  # fmt: skip
-assert {type(case.make(1.0)) for case in CASES} == set(RULES)
+# The one rule without a threshold has laws of its own, in test_drop_tokens.py.
+assert {type(case.make(1.0)) for case in CASES} == set(RULES) - {cg.DropTokens}
+assert all(case.limits == type(case.make(1.0)).limits for case in CASES)
+LIMITING = [case for case in CASES if case.limits]
 SCALING = [case for case in CASES if case.name != "ClipByValue"]
 
 

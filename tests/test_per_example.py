@@ -70,7 +70,7 @@ def test_every_rule_clips_the_gradient_of_each_example(case, by_every_rule):
     norms = [np.sqrt(sum((g**2).sum() for g in e.values())) for e in examples]
     assert_close(stats.norm, np.array(norms), rtol=1e-5)
     above = [max(np.max(r) for r in case.ratios(e, params, 0.05)) for e in examples]
-    assert (stats.clipped == (np.array(above) > 1)).all()
+    assert (stats.clipped == (np.array(above) > 1 if case.limits else True)).all()
 
 
 @pytest.mark.exhaustive

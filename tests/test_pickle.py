@@ -133,6 +133,8 @@ RULES = {
     "ClipByGlobalNorm(ord=3)": lambda c: cg.ClipByGlobalNorm(c, ord=3),
     "ClipByBlockRMS": lambda c: cg.ClipByBlockRMS(c),
     "AdaptiveClip": lambda c: cg.AdaptiveClip(c),
+    "AutoNorm": lambda c: cg.AutoNorm(c),
+    "DropTokens": lambda c: cg.DropTokens(np.int32(c)),
     "AdaptiveClip(axis)": lambda c: cg.AdaptiveClip(c, axis={"w": 0}),
 }
 LIMITS = {
@@ -155,6 +157,7 @@ CLIPS = {
     "an adaptive clip by leaf": lambda: cg.clip_by_block_rms(
         cg.EMAThreshold(warmup=2), stats="per_leaf"),
     "a clip by a function": lambda: cg.gradient_clip(halve),
+    "u_clip": lambda: cg.u_clip(cg.ClipByGlobalNorm(0.5)),
 }  # fmt: skip
 CASES = [
     *(

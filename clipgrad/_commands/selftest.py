@@ -19,13 +19,18 @@ from clipgrad._commands.function import FAILED, PASSED, complain
 from clipgrad._devices import PLATFORMS, find_devices
 from clipgrad._error_clip import clip_cotangent, error_clip, error_clip_by_name
 from clipgrad._numerics import global_norm
-from clipgrad._rules import RULES, ClipByNorm, ErrorClipByValue
+from clipgrad._rules import RULES, AutoNorm, ClipByNorm, DropTokens, ErrorClipByValue
 
 INFINITE = (
-    *(rule(math.inf) for rule in RULES if not rule.needs_params),
+    *(rule(math.inf) for rule in RULES if rule.limits and not rule.needs_params),
     ClipByNorm(math.inf, axis=-1),
 )
-ACTIVE = (*(rule(0.3) for rule in RULES), ClipByNorm(0.3, axis=-1))
+ACTIVE = (
+    *(rule(0.3) for rule in RULES if rule.limits),
+    ClipByNorm(0.3, axis=-1),
+    AutoNorm(0.3),
+    DropTokens(1),
+)
 
 
 class Case(NamedTuple):

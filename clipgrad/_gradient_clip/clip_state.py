@@ -19,6 +19,7 @@ from clipgrad._rules import (
     resolve_schedules,
     schedules_of,
     threshold_array,
+    threshold_arrays,
 )
 from clipgrad._stats import ClipStats, stats_dtype
 from clipgrad._thresholds import unlimited
@@ -41,7 +42,7 @@ class GradientClipState(NamedTuple):
         ``stats=True``.
       threshold: the first threshold of the rule at the last update; ``None`` if it has none. An
         adaptive threshold of a rule that acts on leaves is an array, in the order of
-        ``jax.tree.leaves``.
+        ``jax.tree.leaves``; a tree of limits is a tree.
       history: the state of an adaptive threshold, or ``None``.
       leaf_stats: the `ClipStats` of the last update for each leaf by path, such as
         ``"layers/0/kernel"``; ``None`` without ``stats="per_leaf"``.
@@ -52,7 +53,7 @@ class GradientClipState(NamedTuple):
     stats: ClipStats | None
     clipped_count: jax.Array | None
     nonfinite_count: jax.Array | None
-    threshold: jax.Array | None
+    threshold: Any
     history: Any = None
     leaf_stats: dict[str, ClipStats] | None = None
 
@@ -93,7 +94,7 @@ def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
         _no_stats(rule, tree, dtype) if asked else ClipStats.zero(dtype=dtype) if kept else None,
         zero() if kept else None,
         zero() if kept else None,
-        None if threshold is None else threshold_array(threshold, dtype) + 0,
+        jax.tree.map(lambda x: x + 0, threshold_arrays(threshold, dtype)),
         history,
         {path: ClipStats.zero(dtype=dtype) for path in paths} if kept == "per_leaf" else None,
     )
@@ -156,8 +157,7 @@ def next_state(state: Any, clipped: Clipped) -> Any:
     if state.threshold is not None:
         value = main_threshold(clipped.rule)
         threshold = value.values if isinstance(value, PerLeaf) else value
-        threshold = threshold_array(threshold, state.threshold.dtype)
-        state = state._replace(threshold=jnp.broadcast_to(threshold, state.threshold.shape))
+        state = state._replace(threshold=jax.tree.map(_broadcast_as, threshold, state.threshold))
     if state.leaf_stats is not None:
         leaves = _under_first_paths(clipped.leaf_stats(), state.leaf_stats)
         state = state._replace(leaf_stats=_as_before(leaves, state.leaf_stats))
@@ -171,6 +171,10 @@ def next_state(state: Any, clipped: Clipped) -> Any:
         clipped_count=increment_if(stats.clipped, state.clipped_count),
         nonfinite_count=increment_if(stats.nonfinite > 0, state.nonfinite_count),
     )
+
+
+def _broadcast_as(threshold: Any, before: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(threshold_array(threshold, before.dtype), before.shape)
 
 
 def _under_first_paths(stats: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from clipgrad._numerics import Norm, accumulator
 from clipgrad._per_example.squares import Squares
-from clipgrad._rules import ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm
+from clipgrad._rules import AutoNorm, ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm
 from clipgrad._stats import ClipStats, scaled_stats, stats_dtype
 
 
@@ -16,7 +16,7 @@ def why_direct(rule: Any) -> str | None:
     """Why a rule needs each example's gradient itself; None if norms are all that it needs."""
     if rule is None or type(rule) is ClipByBlockRMS:
         return None
-    if type(rule) is ClipByGlobalNorm and rule.ord == 2 and not rule.axis_name:
+    if type(rule) in (ClipByGlobalNorm, AutoNorm) and rule.ord == 2 and not rule.axis_name:
         return None
     if type(rule) is ClipByNorm and rule.ord == 2 and rule.axis is None:
         return None
@@ -40,28 +40,35 @@ def example_scales(
 def _scales_of_one(
     rule: Any, params: Any, leaves: Sequence[Squares]
 ) -> tuple[list[jax.Array], ClipStats]:
-    kinds, dtype = [jnp.asarray(p) for p in jax.tree.leaves(params)], stats_dtype(params)
+    leaves_of_params, structure = jax.tree.flatten(params)
+    kinds, dtype = [jnp.asarray(p) for p in leaves_of_params], stats_dtype(params)
     sizes = [float(p.size) for p in kinds]
     ones = [jnp.ones((), accumulator(p)) for p in kinds]
     together = Squares.sum(leaves)
     whole, bad = together.norm(), together.nonfinite.astype(dtype)
     total = jnp.array(sum(sizes), dtype)
     if rule is None:
-        stats = _stats(whole, jnp.full_like(whole.root, jnp.inf), bad, total)
+        no_limit = jnp.full_like(whole.root, jnp.inf)
+        stats = _stats(whole, no_limit, whole.exceeds(no_limit), bad, total)
         return ones, stats._replace(after=stats.before, changed=0 * stats.changed)
     if rule.acts_on == "tree":
         ((norm, limit),) = rule.l2_limits(params, [whole])
-        return rule.scale(ones, [whole]), _stats(norm, limit, bad, total)
+        return rule.scale(ones, [whole]), _stats(norm, limit, rule.changes(norm, limit), bad, total)
     mean = type(rule) is ClipByBlockRMS
     norms = [
         leaf.norm(max(size, 1.0) if mean else 1.0) for leaf, size in zip(leaves, sizes, strict=True)
     ]
     pairs = zip(rule.l2_limits(params, norms), sizes, strict=True)
-    each = [_stats(n, limit, bad, jnp.array(size, n.root.dtype)) for (n, limit), size in pairs]
+    each = [
+        _stats(n, limit, rule.changes(n, limit), bad, jnp.array(size, n.root.dtype))
+        for (n, limit), size in pairs
+    ]
     stats = jax.tree.map(lambda *fields: sum(x.astype(dtype) for x in fields), *each)
-    return rule.scale(ones, norms), stats._replace(nonfinite=bad)
+    scales = jax.tree.leaves(rule.scale(structure.unflatten(ones), norms))
+    return scales, stats._replace(nonfinite=bad)
 
 
-def _stats(norm: Norm, limit: jax.Array, bad: jax.Array, size: jax.Array) -> ClipStats:
-    finite = jnp.isfinite(norm.root)
-    return scaled_stats(norm.value, limit, norm.exceeds(limit), finite, bad, size)
+def _stats(
+    norm: Norm, limit: jax.Array, clips: jax.Array, bad: jax.Array, size: jax.Array
+) -> ClipStats:
+    return scaled_stats(norm.value, limit, clips, jnp.isfinite(norm.root), bad, size)

@@ -2,11 +2,13 @@
 
 from clipgrad._rules.adaptive import AdaptiveClip as AdaptiveClip
 from clipgrad._rules.adaptive import unit_norms as unit_norms
+from clipgrad._rules.auto_norm import AutoNorm as AutoNorm
 from clipgrad._rules.base import ClipRule as ClipRule
 from clipgrad._rules.base import apply_rule as apply_rule
 from clipgrad._rules.base import as_rule as as_rule
 from clipgrad._rules.base import is_rule as is_rule
 from clipgrad._rules.block_rms import ClipByBlockRMS as ClipByBlockRMS
+from clipgrad._rules.drop_tokens import DropTokens as DropTokens
 from clipgrad._rules.global_norm import ClipByGlobalNorm as ClipByGlobalNorm
 from clipgrad._rules.norm import ClipByNorm as ClipByNorm
 from clipgrad._rules.thresholds import RULES as RULES
@@ -20,6 +22,7 @@ from clipgrad._rules.thresholds import main_threshold as main_threshold
 from clipgrad._rules.thresholds import resolve_schedules as resolve_schedules
 from clipgrad._rules.thresholds import schedules_of as schedules_of
 from clipgrad._rules.thresholds import threshold_array as threshold_array
+from clipgrad._rules.thresholds import threshold_arrays as threshold_arrays
 from clipgrad._rules.thresholds import with_threshold as with_threshold
 from clipgrad._rules.units import check_unit_axis as check_unit_axis
 from clipgrad._rules.value import ClipByValue as ClipByValue

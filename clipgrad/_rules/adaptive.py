@@ -110,14 +110,16 @@ class AdaptiveClip(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence["UnitNorms"]) -> Any:
         """The tree with the norm of each unit at most ``clipping`` times that of its weights."""
-        limits = limits_by_leaf(self, [units.norm for units in norms])
+        limits = limits_by_leaf(self, grads, [units.norm for units in norms])
         return scale_each(_scale_units, grads, norms, limits)
 
     def l2_limits(
         self, grads: Any, norms: Sequence["UnitNorms"]
     ) -> list[tuple[Norm, jax.Array]] | None:
         """The norms of the units of each leaf and their limits, if units are on one device."""
-        limits = zip(limits_by_leaf(self, [units.norm for units in norms]), norms, strict=True)
+        limits = zip(
+            limits_by_leaf(self, grads, [units.norm for units in norms]), norms, strict=True
+        )
         pairs = [(n.norm, finite_product(clipping, n.least)) for clipping, n in limits]
         return None if self.axis_name else pairs
 

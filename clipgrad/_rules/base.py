@@ -64,9 +64,14 @@ class MeasuringRule(ClipRule, Protocol):
     Attributes:
       acts_on: what a group is: an ``"element"``, a ``"leaf"`` (or slices or units of it), or the
         whole ``"tree"``, which has one norm.
+      limits: whether the threshold is a limit: what is within it stays as it is.
+      counted_over: the axes over which elements make up one of what statistics count; ``()``:
+        each element counts.
     """
 
     acts_on: ClassVar[str] = "leaf"
+    limits: ClassVar[bool] = True
+    counted_over: Any = ()
 
     def __call__(self, grads: Any, params: Any = None) -> Any:
         """The clipped tree."""
@@ -85,6 +90,10 @@ class MeasuringRule(ClipRule, Protocol):
         """For each group the L2 norm of the gradient and its limit, if that is what is clipped."""
         del grads, norms
         return None
+
+    def changes(self, norm: Norm, limit: jax.Array) -> jax.Array:
+        """Where a group of this norm is scaled to the limit of `l2_limits`."""
+        return norm.exceeds(limit)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))

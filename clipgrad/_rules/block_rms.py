@@ -74,14 +74,14 @@ class ClipByBlockRMS(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the rms of each leaf at most ``threshold``."""
-        limits = limits_by_leaf(self, norms)
+        limits = limits_by_leaf(self, grads, norms)
         distinct = {id(limit): limit for limit in limits}
         bounds = {key: _bounds(limit) for key, limit in distinct.items()}
         return scale_each(_scale_by_rms, grads, norms, [bounds[id(limit)] for limit in limits])
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]]:
         """The norm of each leaf, the rms times the root of its size, and its limit."""
-        limits = limits_by_leaf(self, norms)
+        limits = limits_by_leaf(self, grads, norms)
         roots = [max(leaf.size, 1) ** 0.5 for leaf in clippable_leaves(grads)]
         return [
             (Norm.of(norm.root * root, norm.scale), finite_product(limit, limit.dtype.type(root)))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
-from jax.typing import ArrayLike
 
 from clipgrad._numerics import (
     Norm,
@@ -18,7 +17,7 @@ from clipgrad._numerics import (
     with_real_dtype,
 )
 from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
-from clipgrad._rules.thresholds import check_threshold, limits_by_leaf
+from clipgrad._rules.thresholds import check_limits, limits_by_leaf
 from clipgrad._rules.units import check_axis, reduced_axes
 from clipgrad._trees import clippable_leaves, clippable_paths
 
@@ -47,13 +46,14 @@ class ClipByNorm(MeasuringRule):
 
     Args:
       max_norm: the maximal norm: a number, or with ``axis`` an array that broadcasts to the
-        norms of the slices, which keep the reduced axes with size 1.
+        norms of the slices, which keep the reduced axes with size 1; or a tree of these that is a
+        prefix of the gradients' tree, with ``None`` for subtrees without a limit.
       ord: the order $p$ of the norm, in (0, inf].
       axis: the axis or axes that norms are over; ``None``: all.
 
     Raises:
       ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
-        called, for a leaf that lacks an axis.
+        called, for a leaf that lacks an axis, and for a tree of limits that is not a prefix.
       TypeError: for a threshold that is not a number, array or schedule.
 
     Example:
@@ -63,20 +63,22 @@ class ClipByNorm(MeasuringRule):
       >>> cg.ClipByNorm(1.0, axis=-1)(jnp.array([[3.0, 4.0], [0.3, 0.4]]))
       Array([[0.6, 0.8],
              [0.3, 0.4]], dtype=float32)
+      >>> cg.ClipByNorm({"b": None, "w": 0.1})({"b": jnp.ones(1), "w": jnp.ones(1)})
+      {'b': Array([1.], dtype=float32), 'w': Array([0.1], dtype=float32)}
 
     References:
       Pascanu, Mikolov and Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,
       https://arxiv.org/abs/1211.5063.
     """
 
-    max_norm: ArrayLike
+    max_norm: Any  # a threshold, or a tree of thresholds
     _: dataclasses.KW_ONLY
     ord: float = static_field(default=2)
     axis: int | tuple[int, ...] | None = static_field(default=None)
     needs_params: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_threshold("max_norm", self.max_norm, adaptive=True)
+        check_limits("max_norm", self.max_norm)
         object.__setattr__(self, "ord", check_order(self.ord))
         object.__setattr__(self, "axis", check_axis(self.axis))
 
@@ -88,12 +90,12 @@ class ClipByNorm(MeasuringRule):
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the norm of each leaf, or slice, at most ``max_norm``."""
-        limits = limits_by_leaf(self, norms)
+        limits = limits_by_leaf(self, grads, norms)
         return scale_each(_scale_each, grads, norms, limits, written_out=False)
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
         """The norm of each leaf, or the norms of its slices, and their limits."""
-        limits = limits_by_leaf(self, norms)
+        limits = limits_by_leaf(self, grads, norms)
         return list(zip(norms, limits, strict=True)) if self.ord == 2 else None
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from jax.core import Tracer
 from clipgrad._compat import broadcast_like
 from clipgrad._numerics import Norm
 from clipgrad._thresholds import is_adaptive
+from clipgrad._trees import clippable_leaves, is_none
 
 # The classes of this library's rules, in the order in which `pytree_rule` made them.
 # A module that is reloaded keeps the list, which other modules hold.
@@ -25,13 +27,19 @@ class PerLeaf(NamedTuple):
     values: jax.Array
 
 
-def check_threshold(name: str, value: Any, negative: bool = False, adaptive: bool = False) -> None:
+def check_threshold(
+    name: str,
+    value: Any,
+    negative: bool = False,
+    adaptive: bool = False,
+    infinite: bool = True,
+) -> None:
     """Refuses what can't be a threshold here; the values of tracers and schedules are not known."""
     expected = "a number, an array or a schedule (a function of the step)"
     if is_adaptive(value):
         if adaptive:
             return
-        expected += "; only the first threshold of a gradient clip can be adaptive"
+        expected += "; only the first threshold of a clip by limits can be adaptive"
     elif _is_schedule(value):
         return
     if not _is_real(value):
@@ -45,6 +53,22 @@ def check_threshold(name: str, value: Any, negative: bool = False, adaptive: boo
         raise ValueError(f"{name}: got {value!r}, expected a threshold that is not NaN")
     if not negative and (numbers < 0).any():
         raise ValueError(f"{name}: got {value!r}, expected a threshold that is not negative")
+    if not infinite and np.isinf(numbers).any():
+        raise ValueError(f"{name}: got {value!r}, expected a threshold that is finite")
+
+
+def check_limits(name: str, value: Any) -> None:
+    """The same for a threshold that may be adaptive, or a tree of thresholds."""
+    if not is_tree_of_limits(value):
+        return check_threshold(name, value, adaptive=True)
+    for path, limit in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_schedule):
+        check_threshold(name + jax.tree_util.keystr(path), limit)
+
+
+def is_tree_of_limits(value: Any) -> bool:
+    """Whether this is a tree with thresholds as leaves, not one threshold."""
+    one = is_adaptive(value) or isinstance(value, PerLeaf) or _is_schedule(value)
+    return not (one or jax.tree_util.all_leaves([value])) and bool(jax.tree.leaves(value))
 
 
 def _is_real(value: Any) -> bool:
@@ -80,22 +104,34 @@ def is_data(rule: Any) -> bool:
 
 
 def schedules_of(rule: Any) -> dict[str, Any]:
-    """The thresholds of a rule that are functions of the step, by field."""
+    """The thresholds of a rule that are, or have in them, functions of the step, by field."""
     if not isinstance(rule, tuple(RULES)):
         return {}
-    fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
     static = {f.name for f in dataclasses.fields(rule) if f.metadata.get("static")}
-    return {n: v for n, v in fields.items() if n not in static and _is_schedule(v)}
+    fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
+    return {n: v for n, v in fields.items() if n not in static and _has_schedule(v)}
+
+
+def _has_schedule(value: Any) -> bool:
+    return any(map(_is_schedule, jax.tree.leaves(value, is_leaf=_is_schedule)))
 
 
 def resolve_schedules(rule: Any, count: jax.Array) -> Any:
     """``rule`` with its schedules evaluated at the step ``count``."""
-    values = {name: schedule(count) for name, schedule in schedules_of(rule).items()}
-    for name, value in values.items():
-        if not _is_real(value):
+
+    def evaluated(name: str, value: Any) -> Any:
+        if not _is_schedule(value):
+            return value
+        if not _is_real(number := value(count)):
             raise TypeError(
-                f"{name}: got {value!r} from the schedule, expected a number or an array"
+                f"{name}: got {number!r} from the schedule, expected a number or an array"
             )
+        return number
+
+    values = {
+        name: jax.tree.map(functools.partial(evaluated, name), value, is_leaf=_is_schedule)
+        for name, value in schedules_of(rule).items()
+    }
     return _with(rule, values) if values else rule
 
 
@@ -115,9 +151,11 @@ def with_threshold(rule: Any, threshold: Any) -> Any:
     return _with(rule, {_main_field(rule): threshold})
 
 
-def thresholds_by_leaf(rule: Any, count: int) -> list[Any]:
-    """The first threshold of a rule for each of ``count`` leaves: one for all, or one for each."""
+def thresholds_by_leaf(rule: Any, grads: Any, count: int) -> list[Any]:
+    """The first threshold of a rule for each of ``count`` leaves."""
     threshold = main_threshold(rule)
+    if is_tree_of_limits(threshold):
+        return _spread(_main_field(rule), threshold, grads)
     if not isinstance(threshold, PerLeaf):
         return [threshold] * count
     if threshold.values.shape != (count,):
@@ -126,6 +164,22 @@ def thresholds_by_leaf(rule: Any, count: int) -> list[Any]:
             "each threshold; pass the parameters to init: init(params)"
         )
     return list(threshold.values)
+
+
+def _spread(name: str, limits: Any, grads: Any) -> list[Any]:
+    """The limit of each leaf, from a tree that is a prefix of the gradients'; inf for ``None``."""
+    each, prefix = jax.tree.flatten(limits, is_leaf=is_none)
+    try:
+        parts = prefix.flatten_up_to(grads)
+    except (ValueError, TypeError) as error:
+        structure = jax.tree.structure(grads, is_leaf=is_none)
+        raise ValueError(
+            f"{name}: got limits of the structure {prefix}, expected a prefix of the structure "
+            f"that is clipped, {structure}: {error}"
+        ) from None
+    numbers = [np.inf if limit is None else limit for limit in each]
+    pairs = zip(numbers, parts, strict=True)
+    return [limit for limit, part in pairs for _ in clippable_leaves(part)]
 
 
 def require_numbers(rule: Any) -> None:
@@ -176,9 +230,9 @@ def limits_of(thresholds: Sequence[Any], norms: Sequence[Norm]) -> list[jax.Arra
     return limits
 
 
-def limits_by_leaf(rule: Any, norms: Sequence[Norm]) -> list[jax.Array]:
-    """The limit of each norm by the first threshold of a rule."""
-    return limits_of(thresholds_by_leaf(rule, len(norms)), norms)
+def limits_by_leaf(rule: Any, grads: Any, norms: Sequence[Norm]) -> list[jax.Array]:
+    """The limit of each norm of a leaf by the first threshold of a rule."""
+    return limits_of(thresholds_by_leaf(rule, grads, len(norms)), norms)
 
 
 def threshold_array(value: Any, dtype: Any) -> jax.Array:
@@ -187,6 +241,11 @@ def threshold_array(value: Any, dtype: Any) -> jax.Array:
         return value.astype(dtype)
     with np.errstate(over="ignore"):
         return jnp.asarray(np.asarray(value, np.float64).astype(dtype))
+
+
+def threshold_arrays(value: Any, dtype: Any) -> Any:
+    """The same for a tree of thresholds."""
+    return jax.tree.map(lambda leaf: threshold_array(leaf, dtype), value)
 
 
 def _is_schedule(value: Any) -> bool:

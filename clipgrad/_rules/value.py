@@ -108,7 +108,7 @@ class ClipByValue(MeasuringRule):
     def scale(self, grads: Any, norms: Sequence[Norm] = ()) -> Any:
         """The tree with each element in [min, max]."""
         del norms
-        maxima = thresholds_by_leaf(self, len(clippable_leaves(grads)))
+        maxima = thresholds_by_leaf(self, grads, len(clippable_leaves(grads)))
         known: dict[Any, tuple[Any, Any]] = {}
 
         def clip(leaf: jax.Array, maximum: Any) -> jax.Array:

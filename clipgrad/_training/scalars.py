@@ -12,7 +12,7 @@ from clipgrad._gradient_clip import GradientClipState, SkipSpikesState
 from clipgrad._stats import ClipStats
 from clipgrad._training.by_module import by_module
 from clipgrad._training.train_step import TrainState
-from clipgrad._trees import check_tree, instances, is_array
+from clipgrad._trees import check_tree, instances, is_array, with_paths
 
 Items = Iterator[tuple[str, Any]]
 
@@ -122,8 +122,10 @@ def _items(path: str, tree: Any, clips: Iterator[str]) -> Items:
 
 def _clip_items(path: str, state: GradientClipState, clips: Iterator[str]) -> Items:
     for name in _OF_CLIP:
-        if getattr(state, name) is not None:
-            yield _join(path, name), getattr(state, name)
+        # A threshold may be a tree of limits.
+        for place, value in with_paths(getattr(state, name)):
+            if value is not None:
+                yield _join(path, _join(name, place)), value
     if state.stats is not None:
         yield from _items(path, state.stats, clips)
     # Of a tree that is one array the statistics are those above.

@@ -1,0 +1,108 @@
+"""Normalizing a whole tree, without a threshold to tune."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+from jax.typing import ArrayLike
+
+from clipgrad._numerics import AxisName, Norm, over, times, tree_norm, with_real_dtype
+from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
+from clipgrad._rules.thresholds import check_threshold, limit_of
+from clipgrad._trees import clippable_leaves
+
+
+@pytree_rule
+class AutoNorm(MeasuringRule):
+    r"""Scales all leaves by one factor: $g \cdot \mathrm{max\_norm} / (\|g\| + \mathrm{gamma})$.
+
+    The norm is `global_norm`. A gradient far above ``gamma`` gets the norm ``max_norm``, whether it
+    was larger or smaller; far below it the factor is ``max_norm / gamma``. So ``max_norm`` only
+    multiplies the learning rate. With `clip_per_example` this is the automatic clipping (AUTO-S)
+    of differentially private training.
+
+    Guarantees:
+      * The norm of the result is less than ``max_norm``, up to a relative 4e-7 in float32, and the
+        direction is kept.
+      * The norm of the result grows with the norm of the gradient.
+
+    ============================  ======================================================
+    norm or threshold             result
+    ============================  ======================================================
+    norm 0, empty tree            unchanged, with finite derivatives
+    ``max_norm=0``                exact zeros
+    a traced number < 0           acts as 0
+    NaN or inf in any leaf        NaN throughout the tree
+    ============================  ======================================================
+
+    Args:
+      max_norm: the norm that results are below, a number.
+      gamma: the norm whose result is ``max_norm / 2``, a number.
+      axis_name: the mapped axes that the tree is spread over; see `global_norm`.
+
+    Raises:
+      ValueError: for a number that is negative or NaN, or an infinite ``max_norm``; when called,
+        for an ``axis_name`` that is not a mapped axis.
+      TypeError: for what is not a number, array or schedule.
+
+    Example:
+      >>> import clipgrad as cg, jax.numpy as jnp
+      >>> rule = cg.AutoNorm(max_norm=1.0, gamma=5.0)
+      >>> rule(jnp.array([3.0, 4.0])), rule(jnp.array([12.0, 16.0]))    # norms 5 and 20
+      (Array([0.3, 0.4], dtype=float32), Array([0.48, 0.64], dtype=float32))
+
+    References:
+      Bu, Wang, Zha and Karypis, Automatic Clipping: Differentially Private Deep Learning Made
+      Easier and Stronger, 2023, https://arxiv.org/abs/2206.07136: AUTO-S, with ``gamma`` 0.01.
+    """
+
+    max_norm: ArrayLike = 1.0
+    gamma: ArrayLike = 0.01
+    _: dataclasses.KW_ONLY
+    axis_name: AxisName = static_field(default=None)
+    needs_params: ClassVar[bool] = False
+    acts_on: ClassVar[str] = "tree"
+    limits: ClassVar[bool] = False
+    ord: ClassVar[float] = 2
+
+    def __post_init__(self) -> None:
+        check_threshold("max_norm", self.max_norm, infinite=False)
+        check_threshold("gamma", self.gamma)
+        if isinstance(self.axis_name, list):
+            object.__setattr__(self, "axis_name", tuple(self.axis_name))
+
+    def measure(self, grads: Any, params: Any = None) -> list[Norm]:
+        """The norm of the whole tree."""
+        return [tree_norm(grads, axis_name=self.axis_name)]
+
+    def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
+        """The tree with a norm below ``max_norm``."""
+        (norm,) = norms
+        each = [[x] * len(clippable_leaves(grads)) for x in (norm, *self._numbers(norm))]
+        return scale_each(_normalized, grads, *each)
+
+    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]]:
+        """The norm of the tree, and what it becomes."""
+        return [(norm, _norm_after(norm, *self._numbers(norm))) for norm in norms]
+
+    def changes(self, norm: Norm, limit: jax.Array) -> jax.Array:
+        """Wherever there is something to scale."""
+        return norm.root != 0
+
+    def _numbers(self, norm: Norm) -> tuple[jax.Array, jax.Array]:
+        return limit_of(self.max_norm, norm), limit_of(self.gamma, norm)
+
+
+def _normalized(leaf: jax.Array, norm: Norm, limit: jax.Array, gamma: jax.Array) -> jax.Array:
+    wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
+    return times(over(wide, _divisor(norm, gamma)), limit).astype(leaf.dtype)
+
+
+def _norm_after(norm: Norm, limit: jax.Array, gamma: jax.Array) -> jax.Array:
+    return norm.root / _divisor(norm, gamma) * limit
+
+
+def _divisor(norm: Norm, gamma: jax.Array) -> jax.Array:
+    """The norm plus gamma, in the units of the norm's root."""
+    return norm.divisor + gamma * norm.scale

@@ -1,0 +1,286 @@
+"""`DropTokens`: the laws of a rule that has a number of tokens in place of a threshold."""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests.helpers import PLACES, assert_close, assert_same, float64
+
+everywhere = pytest.mark.parametrize("apply", PLACES.values(), ids=PLACES)
+X = jnp.linspace(-1, 2, 24).reshape(8, 3)
+WEIGHTS = jnp.arange(1.0, 4.0)[None]
+
+
+def reference(x, k, axis=-1):
+    """In float64: the k-th largest norm is the k-th of the sorted ones."""
+    norms = np.sqrt((np.abs(x) ** 2).sum(axis=axis, keepdims=True))
+    kth = np.sort(norms, axis=None)[::-1][k - 1] if k else np.inf
+    return np.where(norms >= kth, 0, x)
+
+
+def tree_of_tokens(seed, dtype=jnp.float32, scale=1.0):
+    rng = np.random.default_rng(seed)
+    shapes = {"block": (2, 3, 4), "flat": (5, 2), "empty": (0, 3)}
+    return {k: jnp.asarray(rng.normal(size=s) * scale, dtype) for k, s in shapes.items()}
+
+
+@everywhere
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e19, 1e30])
+def test_the_largest_tokens_become_zero_and_the_others_stay_bit_for_bit(apply, scale):
+    for k in (0, 1, 4):
+        tree = tree_of_tokens(k, scale=scale)
+        clipped = jax.jit(lambda g, k=k: apply(cg.DropTokens(k), g, g))(tree)
+        expected = {n: reference(x, k) for n, x in float64(tree).items() if x.size}
+        assert_same(clipped, {n: jnp.asarray(expected.get(n, x), x.dtype) for n, x in tree.items()})
+
+
+@hypothesis.given(seed=st.integers(0, 999), k=st.integers(0, 11), axis=st.sampled_from([-1, 0, 1]))
+def test_any_leaf_equals_the_reference(seed, k, axis):
+    x = np.random.default_rng(seed).normal(size=(4, 3, 4)).round(1)  # with ties
+    x = np.where(np.random.default_rng(seed + 1).random(size=(4, 3, 4)) < 0.3, 0, x)
+    clipped = cg.DropTokens(k, axis=axis)(jnp.asarray(x, jnp.float32))
+    np.testing.assert_array_equal(clipped, reference(np.float64(np.float32(x)), k, axis))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64", "float8_e5m2"])
+def test_norms_are_those_of_float32_and_dtypes_are_kept(dtype):
+    x = jnp.array([[300.0, 300.0], [301.0, 0.0], [1.0, 2.0]]).astype(dtype)
+    clipped = jax.jit(cg.DropTokens(1))(x)
+    assert clipped.dtype == x.dtype
+    assert_same(clipped, x.at[0].set(0))
+
+
+def test_float64_is_compared_in_float64():
+    with jax.enable_x64(True):
+        x = jnp.array([[1e200, 0.0], [1e200 * (1 + 1e-15), 0.0]])
+        np.testing.assert_array_equal(cg.DropTokens(1)(x), x.at[1].set(0))
+
+
+def test_equal_norms_at_the_kth_largest_are_all_dropped():
+    x = jnp.array([[3.0, 4.0], [4.0, 3.0], [1.0, 1.0], [5.0, 0.0]])
+    np.testing.assert_array_equal(cg.DropTokens(1)(x), x.at[jnp.array([0, 1, 3])].set(0))
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+def test_tokens_that_are_not_finite_rank_first_and_leave_the_others_alone(bad):
+    x = jnp.array([[9.0, 9.0], [1.0, bad], [1.0, 1.0], [bad, bad]])
+    for k in (1, 2):
+        clipped, stats = cg.clip_grads(x, cg.DropTokens(k))
+        np.testing.assert_array_equal(clipped, [[9, 9], [0, 0], [1, 1], [0, 0]])
+        assert (stats.nonfinite, stats.changed, stats.size) == (2, 2, 4)
+    np.testing.assert_array_equal(cg.DropTokens(3)(x), [[0, 0], [0, 0], [1, 1], [0, 0]])
+
+
+def test_what_holds_no_cotangent_and_empty_trees_stay():
+    tree = {"i": jnp.arange(3), "none": None, "key": jax.random.key(0), "x": X}
+    clipped = cg.clip_grads(tree, cg.DropTokens(1))[0]
+    assert all(clipped[name] is tree[name] for name in ("i", "none", "key"))
+    assert cg.DropTokens()({}) == {}
+
+
+@everywhere
+def test_a_number_of_tokens_may_be_traced_and_a_new_one_retraces_nothing(apply):
+    traces = []
+
+    @jax.jit
+    def clip(rule):
+        traces.append(rule)
+        return apply(rule, X, X)
+
+    for k in (0, 3, 7):
+        assert_same(clip(cg.DropTokens(k)), cg.DropTokens(k)(X))
+    assert_same(clip(cg.DropTokens(8)), jnp.zeros_like(X))
+    assert_same(clip(jax.tree.map(lambda k: -k, cg.DropTokens(3))), X)
+    assert len(traces) == 1
+    swept = jax.vmap(lambda k: apply(cg.DropTokens(k), X, X))(jnp.arange(3))
+    assert_same(swept, jnp.stack([cg.DropTokens(k)(X) for k in range(3)]))
+
+
+def test_a_schedule_is_the_number_of_tokens_at_a_step():
+    tx = cg.gradient_clip(cg.DropTokens(lambda step: jnp.where(step < 1, 2, 0)), stats=True)
+    state = tx.init(X)
+    for dropped in (2, 0):
+        updates, state = jax.jit(tx.update)(X, state)
+        assert_same(updates, cg.DropTokens(dropped)(X))
+        assert (state.stats.changed, state.threshold) == (dropped, dropped)
+
+
+@pytest.mark.parametrize(
+    "error, make, match",
+    [
+        (TypeError, lambda: cg.DropTokens(0.5), "k: got 0.5, expected an integer"),
+        (TypeError, lambda: cg.DropTokens(jnp.ones(2)), "k: got .*expected an integer"),
+        (TypeError, lambda: cg.DropTokens("4"), "k: got '4' of type str, expected a number"),
+        (TypeError, lambda: cg.DropTokens(True), "k: got True of type bool"),
+        (TypeError, lambda: cg.DropTokens(cg.PercentileThreshold()), "clip by limits can be adap"),
+        (ValueError, lambda: cg.DropTokens(-1), "k: got -1, expected .*not negative"),
+        (TypeError, lambda: cg.DropTokens(axis="features"), "axis: got 'features'"),
+        (ValueError, lambda: cg.DropTokens(2)({"w": jnp.ones((2, 3))}),
+         r"k: got 2 for w of shape \(2, 3\), which has 2 tokens .*more tokens than k"),
+        (ValueError, lambda: cg.clip_cotangent(jnp.ones(3), cg.DropTokens(1)), "1 tokens along"),
+        (ValueError, lambda: cg.DropTokens(1, axis=2)(X), "axis: got 2 for the leaf"),
+    ],
+    ids=range(10),
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(error, make, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+# Transformations
+
+
+def loss(x, rule):
+    return jnp.sum(jnp.sin(3 * cg.clip_cotangent(jnp.tanh(x), rule)) * WEIGHTS)
+
+
+def expected_gradient(x, rule):
+    h, pull_back = jax.vjp(jnp.tanh, x)
+    return pull_back(rule(jax.grad(lambda h: jnp.sum(jnp.sin(3 * h) * WEIGHTS))(h)))[0]
+
+
+def scanned(gradient):
+    return lambda x: jax.lax.scan(lambda c, x: (c, gradient(x)), 0, x[None])[1][0]
+
+
+WRAPS = {
+    "eager": lambda f: jax.grad(f),
+    "jit": lambda f: jax.jit(jax.grad(f)),
+    "remat": lambda f: jax.jit(jax.grad(jax.checkpoint(f))),
+    "scan": lambda f: jax.jit(scanned(jax.grad(f))),
+    "vmap": lambda f: lambda x: jax.jit(jax.vmap(jax.grad(f)))(jnp.stack([x, 2 * x]))[0],
+    "cond": lambda f: jax.jit(lambda x: jax.lax.cond(x.sum() < 99, jax.grad(f), lambda x: x, x)),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_the_cotangent_is_clipped_under_every_transformation(wrap):
+    rule = cg.DropTokens(3)
+    gradient = wrap(lambda x: loss(x, rule))(X)
+    assert_close(gradient, expected_gradient(X, rule), rtol=1e-5, atol=1e-7)
+    assert (np.abs(gradient).sum(1) == 0).sum() == 3
+
+
+def test_derivatives_through_it_are_those_of_the_tokens_that_stay():
+    second = jax.grad(lambda x: jnp.sum(cg.DropTokens(2)(x) ** 2))(X)
+    assert_close(second, 2 * cg.DropTokens(2)(X))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sharded_tokens_are_ranked_over_all_devices(kind):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+    x = jax.random.normal(jax.random.key(0), (8, 4, 6))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P("x", None, "y")))
+        clipped, stats = jax.jit(lambda x: cg.clip_grads(x, cg.DropTokens(5)))(placed)
+        if kind == AxisType.Explicit:
+            assert jax.typeof(clipped).sharding.spec == P("x", None, "y")
+    assert_same(np.asarray(clipped), np.asarray(cg.DropTokens(5)(x)))
+    assert (stats.changed, stats.size) == (5, 32)
+
+
+# Statistics, and by name
+
+
+def block(x, w, name):
+    with jax.named_scope(name):
+        return x + jnp.tanh(x @ w)
+
+
+def unrolled(w, x):
+    for i in range(3):
+        x = block(x, w[i], f"block_{i}")
+    return jnp.sum(x**3)
+
+
+def of_a_scan(w, x):
+    return jnp.sum(jax.lax.scan(lambda x, w: (block(x, w, "block"), None), x, w)[0] ** 3)
+
+
+def test_the_blocks_of_a_model_are_clipped_by_name_scanned_or_not():
+    w = jax.random.normal(jax.random.key(0), (3, 3, 3)) / 3
+    x = jax.random.normal(jax.random.key(1), (2, 5, 3))
+    rule = cg.DropTokens(2)
+    by_scan, plain = (
+        jax.jit(cg.value_and_grad_with_stats(f, rules={pattern: rule}, watch=()))(w, x)
+        for f, pattern in ((of_a_scan, "block"), (unrolled, "block_*"))
+    )
+    assert_close(by_scan[:2], plain[:2], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(by_scan[2]["block"].changed, [2, 2, 2])
+    np.testing.assert_array_equal(by_scan[2]["block"].size, [10, 10, 10])
+    for i in range(3):
+        stats = plain[2][f"block_{i}"]
+        assert (stats.changed, stats.size) == (2, 10)
+        assert_close(stats.norm, by_scan[2]["block"].norm[i], rtol=1e-5)
+    assert not np.allclose(plain[1], jax.grad(unrolled)(w, x))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scan", [False, True], ids=["layers", "scanned layers"])
+def test_an_unedited_transformer_of_flax_is_clipped_at_its_blocks(scan):
+    nn = pytest.importorskip("flax.linen")
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _=None):
+            x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
+            return x + nn.Dense(4)(nn.gelu(nn.Dense(8)(nn.LayerNorm()(x)))), None
+
+    class Transformer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            if scan:
+                layers = nn.scan(
+                    Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+                )
+                return layers(name="blocks")(x, None)[0]
+            for i in range(2):
+                x, _ = Block(name=f"block_{i}")(x)
+            return x
+
+    model, x = Transformer(), jax.random.normal(jax.random.key(0), (2, 6, 4))
+    params = model.init(jax.random.key(1), x)
+    step = cg.train_step(
+        lambda params, x: jnp.mean(model.apply(params, x) ** 4),
+        optax.sgd(0.1),
+        error_clip={"Transformer/blocks" if scan else "Transformer/block_*": cg.DropTokens(3)},
+    )
+    state, metrics = step(step.init(params), x)
+    if scan:
+        (stats,) = metrics["error_clip"].values()
+    else:
+        both = metrics["error_clip"]
+        assert list(both) == ["Transformer/block_0", "Transformer/block_1"]
+        stats = jax.tree.map(lambda *parts: jnp.stack(parts), *both.values())
+    np.testing.assert_array_equal(stats.changed, [3, 3])
+    np.testing.assert_array_equal(stats.size, [12, 12])
+
+
+def test_vmap_counts_the_tokens_of_every_lane():
+    def loss(probe, x):
+        return jnp.sum(cg.clip_cotangent(x, cg.DropTokens(1), probe=probe) ** 2)
+
+    def total(probe, x):
+        return jnp.sum(jax.vmap(functools.partial(loss, probe))(x))
+
+    stats = jax.grad(total)(cg.ClipStats.zero(), jnp.stack([X, X, X]))
+    assert (stats.changed, stats.size, stats.nonfinite) == (3, 24, 0)
+
+
+def test_statistics_by_leaf_count_tokens_too():
+    tree = tree_of_tokens(0)
+    tx = cg.gradient_clip(cg.DropTokens(2), stats="per_leaf")
+    state = jax.jit(tx.update)(tree, tx.init(tree))[1]
+    assert {n: (s.changed, s.size) for n, s in state.leaf_stats.items()} == {
+        "block": (2, 6), "empty": (0, 0), "flat": (2, 5)}  # fmt: skip
+    assert (state.stats.changed, state.stats.size) == (4, 11)
