@@ -98,7 +98,8 @@ FOUND_BY = {
     ),
     "exploding": (
         "Why gradients vanish and explode, and what was invented against it.",
-        "vanishing gradients; exploding; exploding gradients; explode; BPTT; backpropagation through time",
+        "vanishing gradients; exploding; exploding gradients; explode; BPTT; backpropagation "
+        "through time",
     ),
     "api/gradient_clip": (
         "Gradient clips for optax: clip_by_global_norm, clip_by_norm, clip_by_value, adaptive "
@@ -107,7 +108,7 @@ FOUND_BY = {
     ),
     "rules": (
         "All clip rules and adaptive thresholds, and how to write one.",
-        "ClipRule; own rule; threshold; mask",
+        "ClipRule; own rule; threshold; mask; AutoNorm; AUTO-S; automatic clipping; U-Clip; drop tokens",
     ),
     "benchmarks/RESULTS": (
         "Times of clipgrad beside optax, torch, chex, Opacus and others, losses included.",
