@@ -108,7 +108,7 @@ FOUND_BY = {
     ),
     "rules": (
         "All clip rules and adaptive thresholds, and how to write one.",
-        "ClipRule; own rule; threshold; mask; AutoNorm; AUTO-S; automatic clipping; U-Clip; drop tokens",
+        "ClipRule; own rule; threshold; mask; AutoNorm; AUTO-S; U-Clip; drop tokens",
     ),
     "benchmarks/RESULTS": (
         "Times of clipgrad beside optax, torch, chex, Opacus and others, losses included.",
