@@ -5,6 +5,8 @@ import importlib.metadata
 import sys
 import typing
 
+from clipgrad._error_clip import ErrorClipHistory as ErrorClipHistory
+from clipgrad._error_clip import adaptive_error_clip as adaptive_error_clip
 from clipgrad._error_clip import clip_cotangent as clip_cotangent
 from clipgrad._error_clip import error_clip as error_clip
 from clipgrad._error_clip import error_clip_by_name as error_clip_by_name

@@ -1,5 +1,8 @@
 """Clips of cotangents inside of the backward pass: on a value, a function, by name, everywhere."""
 
+from clipgrad._error_clip.adapting import ErrorClipHistory as ErrorClipHistory
+from clipgrad._error_clip.adaptive import AdaptiveRules as AdaptiveRules
+from clipgrad._error_clip.adaptive import adaptive_error_clip as adaptive_error_clip
 from clipgrad._error_clip.by_name import error_clip_by_name as error_clip_by_name
 from clipgrad._error_clip.cotangent import clip_cotangent as clip_cotangent
 from clipgrad._error_clip.error_clip import error_clip as error_clip

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 import clipgrad._jaxpr as _jaxpr
+from clipgrad._error_clip.adapting import Stepwise
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._error_clip.names import Resolved, Rules, check_function, checked_rules, resolved
 from clipgrad._frameworks import with_models
@@ -143,7 +144,7 @@ class ByName(_jaxpr.Hook):
     @property
     def is_reusable(self) -> bool:
         """Whether all that the rules compute with is in their fields."""
-        return all(map(is_own, self.rules.values()))
+        return all(map(is_own, map(_now, self.rules.values())))
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
         """The clipped result of a tag; None for an equation with names inside."""
@@ -166,21 +167,27 @@ class ByName(_jaxpr.Hook):
 
         return _jaxpr.ModuleValues(self, jaxpr, leave, self.active)
 
-    def steps(self, equation: Any) -> dict[str, ClipStats]:
-        """The probes with an entry for each step of this scan."""
-        probes = self._part_inside(equation).probes
-        return {name: probe for name, probe in probes.items() if probe.size.ndim}
+    def steps(self, equation: Any) -> Any:
+        """The probes, and the limits, with an entry for each step of this scan."""
+        inner = self._part_inside(equation)
+        probes = {name: probe for name, probe in inner.probes.items() if probe.size.ndim}
+        stepwise = {name: rule for name, rule in inner.rules.items() if _has_steps(rule)}
+        for name, rule in stepwise.items():
+            rule.check_length(name, equation.params["length"])
+        return probes, {name: rule.limits for name, rule in stepwise.items()}
 
     def inside(self, equation: Any, step: Any) -> "ByName":
-        """The clips inside of an equation, with the probes of this step."""
+        """The clips inside of an equation, with the probes and the limits of this step."""
         inner = self._part_inside(equation)
-        return dataclasses.replace(inner, probes=inner.probes | (step or {}))
+        probes, limits = step or ({}, {})
+        rules = {n: dataclasses.replace(inner.rules[n], limits=limits[n]) for n in limits}
+        return dataclasses.replace(inner, probes=inner.probes | probes, rules=inner.rules | rules)
 
     def _has(self, name: Any) -> bool:
         return name in self.rules or name in self.probes
 
     def _clip(self, name: str, x: Any) -> Any:
-        return clip_cotangent(x, self.rules.get(name), probe=self.probes.get(name))
+        return clip_cotangent(x, _now(self.rules.get(name)), probe=self.probes.get(name))
 
     def _part_inside(self, equation: Any) -> "ByName":
         """The part of this for the variables inside of an equation."""
@@ -198,6 +205,14 @@ class ByName(_jaxpr.Hook):
         return ByName(rules, probes, self.modules & names, active, scopes)
 
 
+def _now(rule: Any) -> Any:
+    return rule.now if isinstance(rule, Stepwise) else rule
+
+
+def _has_steps(rule: Any) -> bool:
+    return isinstance(rule, Stepwise) and rule.limits.ndim > 0
+
+
 def warn_of_batches(program: Any, names: Resolved, caller: str, stacklevel: int) -> None:
     """Warns of rules that measure a norm where a variable is a batch."""
     found = [site for site in _jaxpr.sites(program) if site.mapped and not site.within]
@@ -213,5 +228,6 @@ def warn_of_batches(program: Any, names: Resolved, caller: str, stacklevel: int)
 
 
 def _measures_all(rule: Any) -> bool:
+    rule = _now(rule)
     by_norm = is_own(rule) and rule.acts_on != "element"
     return by_norm and getattr(rule, "axis", None) is None

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from clipgrad._compat import broadcast_like
 from clipgrad._numerics import Norm
-from clipgrad._thresholds import is_adaptive
+from clipgrad._thresholds import AdaptiveThreshold, is_adaptive
 from clipgrad._trees import clippable_leaves, is_none
 
 # The classes of this library's rules, in the order in which `pytree_rule` made them.
@@ -67,7 +67,8 @@ def check_limits(name: str, value: Any) -> None:
 
 def is_tree_of_limits(value: Any) -> bool:
     """Whether this is a tree with thresholds as leaves, not one threshold."""
-    one = is_adaptive(value) or isinstance(value, PerLeaf) or _is_schedule(value)
+    # Optax's transformations are tuples, and look like adaptive thresholds.
+    one = isinstance(value, AdaptiveThreshold | PerLeaf) or _is_schedule(value)
     return not (one or jax.tree_util.all_leaves([value])) and bool(jax.tree.leaves(value))
 
 
@@ -192,7 +193,8 @@ def require_numbers(rule: Any) -> None:
     if (adaptive := adaptive_threshold(rule)) is not None:
         raise TypeError(
             f"{_main_field(rule)}: got {adaptive!r}, which only a gradient clip can use since "
-            "it keeps the history; expected a number or an array, or clipgrad.gradient_clip(rule)"
+            "it keeps the history; expected a number or an array, or clipgrad.gradient_clip(rule); "
+            "in an error clip, train_step(error_clip=...) or adaptive_error_clip keep histories"
         )
 
 

@@ -21,10 +21,11 @@ FAR_ABOVE_MEDIAN = 10.0
 class AdaptiveThreshold(Protocol):
     """A threshold computed from the norms of past gradients, in place of a number.
 
-    Only a gradient clip has the state for it: `clip_by_global_norm` and the others accept such an
-    object wherever they accept a schedule. A custom threshold is a class with these two methods,
-    without side effects. The state is a pytree of arrays whose structure, shapes and dtypes never
-    change.
+    A gradient clip has the state for it: `clip_by_global_norm` and the others accept such an object
+    wherever they accept a schedule. So do the error clips of `train_step` and
+    `adaptive_error_clip`, which take the limit that it sets for a norm of NaN. A custom threshold
+    is a class with these two methods, without side effects. The state is a pytree of arrays whose
+    structure, shapes and dtypes never change.
 
     The norms of a step are the smallest thresholds at which the rule would change nothing. For
     `clip_by_global_norm` this is the norm, one number. For the other rules it is an array with an

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._compat import exportable
-from clipgrad._error_clip import Rules, with_stats
+from clipgrad._error_clip import AdaptiveRules, Rules, with_stats
 from clipgrad._frameworks import as_static, equinox_value_and_grad, from_static, partition_trained
 from clipgrad._gradient_clip import (
     SkipSpikesState,
@@ -42,10 +42,18 @@ StepMetrics = dict[str, Any]
 
 @exportable
 class TrainState(NamedTuple):
-    """The state of a training step: the parameters and the state of the optimizer."""
+    """The state of a training step.
+
+    Attributes:
+      params: the parameters.
+      opt_state: the state of the optimizer.
+      error_clip: an `ErrorClipHistory` for each name whose error clip has an adaptive threshold;
+        ``None`` if there are none, and before the first step without a batch in ``step.init``.
+    """
 
     params: Any
     opt_state: Any
+    error_clip: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +67,33 @@ class TrainStep:
 
     update: Any
     optimizer: optax.GradientTransformation
+    histories: Callable[[Any, Any], Any] | None = None
 
-    def init(self, params: Any) -> TrainState:
-        """The first state; it has copies, because a step may overwrite the buffers of its state."""
+    def init(self, params: Any, batch: Any = None) -> TrainState:
+        """The first state; it has copies, because a step may overwrite the buffers of its state.
+
+        Error clips with an adaptive threshold have a history for each name and scan step, which
+        only a batch tells: pass one (its values don't matter) where the structure of the state must
+        not change, as in `jax.lax.scan`; else the first step makes the histories.
+        """
         check_tree("params", params)
         check_leaves("params", params)
         _check_numbers(params)
         params = from_static(jax.tree.map(_copied_leaf, as_static(params)))
         trained, _ = partition_trained(params)
-        return TrainState(params, jax.tree.map(_copied_leaf, self.optimizer.init(trained)))
+        opt_state = jax.tree.map(_copied_leaf, self.optimizer.init(trained))
+        state = TrainState(params, opt_state)
+        return state if batch is None else self._with_histories(state, batch)
+
+    def _with_histories(self, state: TrainState, batch: Any) -> TrainState:
+        if self.histories is None or state.error_clip is not None:
+            return state
+        return state._replace(error_clip=self.histories(state.params, batch))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         """One step of training."""
         check_tree("batch", batch)
+        state = self._with_histories(state, batch)
         try:
             state, metrics = self.update(as_static(state), batch)
             return from_static(state), metrics
@@ -124,6 +146,9 @@ def train_step(
         module or a pattern, see `error_clip_by_name`; ``None`` in place of a rule: watch only. With
         ``accumulate=k`` it sees the cotangents of one microbatch. If the loss is a mean over the
         batch, they are k times as large, so make a limit by value k times as large, too.
+        ``ClipByNorm(threshold)`` and ``ClipByGlobalNorm(threshold)`` may have an adaptive threshold
+        such as ``PercentileThreshold(90)``: the state then has a history of the cotangent's norm
+        for each name and scan step, see `adaptive_error_clip`.
       accumulate: the number of microbatches that the leading axis of the batch is split into.
       has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
       donate: whether a step may write the new state into the buffers of the old one, which you
@@ -160,12 +185,20 @@ def train_step(
     optimizer = as_optimizer("optimizer", optimizer)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ValueError(f"accumulate: got {accumulate!r}, expected a positive integer")
-    gradients = _gradients(loss_fn, has_aux, error_clip)
-    if accumulate > 1:
-        gradients = accumulated(gradients, accumulate)
+    adaptive = AdaptiveRules.of(error_clip or {})
+
+    def gradients_of(rules: Rules | None) -> Gradients:
+        gradients = _gradients(loss_fn, has_aux, rules)
+        return accumulated(gradients, accumulate) if accumulate > 1 else gradients
+
+    def histories(params: Any, batch: Any) -> Any:
+        watched = gradients_of(dict.fromkeys(adaptive.rules))
+        return adaptive.first(jax.eval_shape(lambda batch: watched(params, batch)[2], batch))
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         state = from_static(state)
+        kept = state.error_clip
+        gradients = gradients_of(error_clip if kept is None else adaptive.bound(kept))
         (loss, aux), grads, stats = gradients(state.params, batch)
         trained, fixed = partition_trained(state.params)
         _check_trained(optimizer, trained, fixed, state.opt_state)
@@ -184,9 +217,11 @@ def train_step(
         params = overwrite(params, overwriting, keep=metrics.get("skipped", False))
         metrics |= {} if error_clip is None else {"error_clip": stats}
         metrics |= {"aux": aux} if has_aux else {}
-        return as_static(TrainState(combine(params, fixed), opt_state)), metrics
+        kept = None if kept is None else adaptive.after(kept, stats, accumulate)
+        return as_static(TrainState(combine(params, fixed), opt_state, kept)), metrics
 
-    return TrainStep(jax.jit(update, donate_argnums=0 if donate else ()), optimizer)
+    compiled = jax.jit(update, donate_argnums=0 if donate else ())
+    return TrainStep(compiled, optimizer, histories if adaptive.are_adaptive else None)
 
 
 def _updated(
