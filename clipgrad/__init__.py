@@ -52,6 +52,8 @@ from clipgrad._training import TrainState as TrainState
 from clipgrad._training import TrainStep as TrainStep
 from clipgrad._training import scalars as scalars
 from clipgrad._training import train_step as train_step
+from clipgrad._values import ValueStats as ValueStats
+from clipgrad._values import with_value_stats as with_value_stats
 
 if typing.TYPE_CHECKING:
     from clipgrad._check import GradCheckError as GradCheckError

@@ -66,12 +66,12 @@ class ClipStats(NamedTuple):
     @property
     def norm(self) -> jax.Array:
         """The L2 norm before the clip."""
-        return _root_of_sums(self.before)
+        return root_of_sums(self.before)
 
     @property
     def clipped_norm(self) -> jax.Array:
         """The L2 norm after the clip."""
-        return _root_of_sums(self.after)
+        return root_of_sums(self.after)
 
     @property
     def scale(self) -> jax.Array:
@@ -392,7 +392,7 @@ def _squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return down, bounded_square(size), up
 
 
-def _root_of_sums(sums: jax.Array) -> jax.Array:
+def root_of_sums(sums: jax.Array) -> jax.Array:
     total, scale = in_range(sums[..., 0], sums[..., 1], sums[..., 2])
     root = jnp.sqrt(jnp.where(total == 0, 1, total)) / scale
     return jnp.where(total == 0, 0, root)

@@ -28,10 +28,10 @@ def model(x, scale=1.0):
 
 
 TABLE = """\
-name           kind    shape  dtype     scans  sites
-inside         tag     2 x 3  float32   4      1
-encoder/layer  module  2 x 3  float32   4      1
-encoder        module  4 x 3  bfloat16         2"""
+name           kind    shape  dtype     scans  sites  cotangent
+inside         tag     2 x 3  float32   4      1      yes
+encoder/layer  module  2 x 3  float32   4      1      yes
+encoder        module  4 x 3  bfloat16         2      yes"""
 
 
 def test_the_table_has_the_largest_of_the_variables_of_a_name():
@@ -40,7 +40,7 @@ def test_the_table_has_the_largest_of_the_variables_of_a_name():
 
 def test_the_records_have_what_the_table_shows():
     tag, layer, encoder = cg.list_names(model, (X,), {"scale": 2.0})
-    assert tag == ("inside", "tag", (2, 3), np.dtype("float32"), (4,), 1)
+    assert tag == ("inside", "tag", (2, 3), np.dtype("float32"), (4,), 1, True)
     assert (layer.name, layer.kind, layer.scans) == ("encoder/layer", "module", (4,))
     assert (encoder.shape, encoder.dtype, encoder.sites) == ((4, 3), jnp.bfloat16, 2)
 
@@ -123,7 +123,8 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("args", ["named_here:make", "f32[3]"])
 def test_the_command_prints_the_table(folder, capsys, args):
     assert cli.main(["names", "named_here:loss", "--args", args]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split() == ["net", "module", "3", "float32", "1"]
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert row == ["net", "module", "3", "float32", "1", "yes"]
 
 
 @pytest.mark.parametrize(

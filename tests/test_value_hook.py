@@ -46,7 +46,7 @@ class Taps(Sums):
     factor: jax.Array = dataclasses.field(default_factory=lambda: jnp.ones(()))
     only: str | None = None
 
-    def wants(self, name, kind):
+    def wants(self, name, kind, used):
         return self.only in (None, name)
 
     def replaced(self, seen, x, tap):
@@ -105,6 +105,21 @@ def test_every_value_that_is_listed_is_noted_and_the_result_stays(model):
         shape = value.place.nest
         assert notes[value.position][0].shape == shape, value.name
     assert len({value.time() for value in values}) == len(values)
+
+
+@every_program
+def test_notes_are_no_values_with_names(model):
+    def noting(x):
+        program, hook = _jaxpr.trace(lambda x: model(x, tagged), (x,), {}), Sums()
+        return program.evaluate((x,), {}, hook), hook.noted()
+
+    found, plain = (
+        [(v.name, v.kind, v.variable.aval.shape) for v in named_values(program.program)]
+        for program in (_jaxpr.trace(noting, (X,), {}), traced(model))
+    )
+    assert found == plain
+    sites = _jaxpr.sites(_jaxpr.trace(noting, (X,), {}).program)
+    assert sites == _jaxpr.sites(traced(model).program)
 
 
 @every_program
@@ -206,7 +221,7 @@ def test_the_options_of_a_jit_inside_stay():
     inner = jax.jit(plain, out_shardings=spread, donate_argnums=0)
     program, hook = _jaxpr.trace(lambda x: inner(x), (X,), {}), Sums()
     jaxpr = jax.make_jaxpr(lambda x: (program.evaluate((x,), {}, hook), hook.noted()))(X).jaxpr
-    (equation,) = jaxpr.eqns
+    (equation,) = (e for e in jaxpr.eqns if e.primitive.name == "jit")
     assert equation.params["donated_invars"] == (True,)
     assert equation.params["out_shardings"][0] == spread
     assert len(equation.outvars) > 1

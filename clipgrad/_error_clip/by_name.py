@@ -11,7 +11,8 @@ import jax
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._error_clip.adapting import Stepwise
 from clipgrad._error_clip.cotangent import clip_cotangent
-from clipgrad._error_clip.names import Resolved, Rules, check_function, checked_rules, resolved
+from clipgrad._error_clip.names import Rules, check_function, checked_rules
+from clipgrad._error_clip.wanted import CLIPPED, Resolved, resolved
 from clipgrad._frameworks import with_models
 from clipgrad._rules import is_own
 from clipgrad._stats import ClipStats
@@ -108,7 +109,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
 
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
-        names = resolved(traced.program, named, caller)
+        names = resolved(traced.program, named, caller, CLIPPED)
         warn_of_batches(traced.program, names, caller, stacklevel=6)
         return traced.evaluate(args, kwargs, ByName.of(names, {}))
 

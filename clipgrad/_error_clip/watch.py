@@ -10,13 +10,15 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._error_clip.by_name import ByName, warn_of_batches
-from clipgrad._error_clip.names import (
+from clipgrad._error_clip.names import Rules, checked_rules, program_of
+from clipgrad._error_clip.wanted import (
+    CLIPPED,
+    WATCHED,
     Resolved,
-    Rules,
-    checked_rules,
+    checked_watch,
     common_nest,
-    program_of,
     resolved,
+    watched_names,
 )
 from clipgrad._frameworks import Pure, has_modules, is_model, model_value_and_grad, with_models
 from clipgrad._stats import ClipStats
@@ -106,7 +108,7 @@ def with_stats(
 ) -> Callable[..., Any]:
     """`value_and_grad_with_stats`, by what ``value_and_grad(args)`` returns instead of JAX's."""
     named = checked_rules({} if rules is None else rules)
-    watched = _checked_watch(watch)
+    watched = checked_watch(watch)
     chosen = _checked_argnums(argnums)
     first = next(iter(chosen))
 
@@ -162,17 +164,6 @@ def _checked_argnums(argnums: Any) -> Any:
     return chosen
 
 
-def _checked_watch(watch: Any) -> tuple[str, ...] | None:
-    if watch is None:
-        return None
-    names = tuple(watch) if isinstance(watch, Iterable) and not isinstance(watch, str) else None
-    if names is None or not all(isinstance(name, str) for name in names):
-        raise TypeError(
-            f'watch: got {watch!r}, expected names such as ["h"], or None for all names'
-        )
-    return names
-
-
 def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
     """The arguments, with arrays for the Python numbers in those that are differentiated."""
 
@@ -188,24 +179,11 @@ def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
     return tuple(arrays)
 
 
-def _resolved(program: Any, rules: Rules, watch: tuple[str, ...] | None) -> Resolved:
-    """The rules of what is clipped or watched; without a choice all tags, or else all modules."""
-    clipped = resolved(program, rules, _CALLER)
-    if watch is None:
-        found = _jaxpr.sites(program)
-        tags = (s for s in found if s.kind == "tag")
-        own = (s.name for s in tags if s.is_out_of_reach or s.is_differentiable and s.used)
-        watch = tuple(dict.fromkeys(own)) or (
-            ("**",) if any(s.has_cotangent for s in found) else ()
-        )
-        if not watch:
-            raise ValueError(
-                f"{_CALLER}: got a function without tags, expected one with tagged variables or "
-                'modules; tag one with x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute '
-                'it in a module: with jax.named_scope("x"):; an NNX or Equinox model has names if '
-                "it is an argument: fun(model, ...)"
-            )
-    return resolved(program, dict.fromkeys(watch), _CALLER) | clipped
+def _resolved(program: Any, rules: Rules, watch: dict[str, Any] | None) -> Resolved:
+    """The rules of what is clipped or watched."""
+    clipped = resolved(program, rules, _CALLER, CLIPPED)
+    wanted = CLIPPED if watch is None else WATCHED
+    return watched_names(program, watch, _CALLER, wanted) | clipped
 
 
 def _active(program: Any, args: tuple, argnums: Iterable[int]) -> frozenset[Any] | None:

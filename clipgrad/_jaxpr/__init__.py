@@ -7,6 +7,9 @@ parameters differ between versions of JAX.
 from clipgrad._jaxpr import entrances as entrances  # registers how programs are entered
 from clipgrad._jaxpr.activity import active_variables as active_variables
 from clipgrad._jaxpr.activity import has_fixed_factors as has_fixed_factors
+from clipgrad._jaxpr.asides import aside as aside
+from clipgrad._jaxpr.asides import is_mark as is_mark
+from clipgrad._jaxpr.asides import look as look
 from clipgrad._jaxpr.blocks import Block as Block
 from clipgrad._jaxpr.closures import closing_functions as closing_functions
 from clipgrad._jaxpr.closures import with_explicit_closures as with_explicit_closures
@@ -62,6 +65,7 @@ from clipgrad._jaxpr.scopes import path as path
 from clipgrad._jaxpr.scopes import scope_around as scope_around
 from clipgrad._jaxpr.scopes import with_mark as with_mark
 from clipgrad._jaxpr.sites import NamedSite as NamedSite
+from clipgrad._jaxpr.sites import is_used as is_used
 from clipgrad._jaxpr.sites import left_unused as left_unused
 from clipgrad._jaxpr.sites import sites as sites
 from clipgrad._jaxpr.trace import Traced as Traced

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jax.core import ShapedArray
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
+from clipgrad._jaxpr.asides import asides, is_look
 from clipgrad._jaxpr.evaluate import Hook, ProgramValues
 from clipgrad._jaxpr.programs import entered_programs, opened
 from clipgrad._jaxpr.scopes import ScopePath, path
@@ -36,7 +37,8 @@ def exits(jaxpr: Any) -> dict[Var, Exit]:
     if jaxpr not in _EXITS:
         _EXITS[jaxpr] = found = {}
         for equation in jaxpr.eqns if any(map(path, jaxpr.eqns)) else ():
-            for variable in filter(_is_array_variable, equation.outvars):
+            own = (v for v in equation.outvars if _is_array_variable(v) and v not in asides(jaxpr))
+            for variable in own:
                 around, used = path(equation), uses(jaxpr).get(variable, ())
                 if (kept := _kept_scopes(around, used)) < len(around):
                     found[variable] = Exit(around, kept)
@@ -58,7 +60,7 @@ def uses(jaxpr: Any) -> Uses:
         found: dict[Var, set[ScopePath]] = {
             v: {()} for v in jaxpr.outvars if not isinstance(v, Literal)
         }
-        for equation in jaxpr.eqns:
+        for equation in (e for e in jaxpr.eqns if not is_look(e)):
             for atom, places in zip(equation.invars, uses_of_inputs(equation), strict=True):
                 if not isinstance(atom, Literal):
                     found.setdefault(atom, set()).update(places)

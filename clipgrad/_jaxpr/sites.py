@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import DropVar, JaxprEqn, Var
 
+from clipgrad._jaxpr.asides import asides, is_mark
 from clipgrad._jaxpr.modules import exits, uses
 from clipgrad._jaxpr.programs import entered_programs, opened, value_programs
 from clipgrad._jaxpr.scopes import ScopePath, is_mapped, path
@@ -70,18 +71,17 @@ def sites(program: Any) -> dict[NamedSite, int]:
 
 
 def _find(jaxpr: Any) -> Iterator[tuple[NamedSite, int]]:
-    used = uses(jaxpr)
     for equation in jaxpr.eqns:
         name, mapped, scopes = equation.primitive.name, is_mapped(equation), path(equation)
-        if name == "name":
+        if name == "name" and not is_mark(equation):
             (tagged,) = equation.outvars
-            yield _site(equation.params["name"], "tag", tagged, tagged in used, mapped), 1
+            yield _site(equation.params["name"], "tag", tagged, is_used(jaxpr, tagged), mapped), 1
         loop = (equation.params["length"],) if name == "scan" else ()
         entered, others = entered_programs(equation)
-        seen = value_programs(equation)
+        seen = [opened(program)[0] for program in value_programs(equation)]
         for inner in (*entered, *others):
             around: dict[str, Any] = {} if inner in entered else {"within": name}
-            around |= {} if inner in seen else {"sealed": name}
+            around |= {} if opened(inner)[0] in seen else {"sealed": name}
             for site, count in sites(inner).items():
                 around |= {"nest": loop + site.nest, "mapped": mapped or site.mapped}
                 yield site.below(scopes)._replace(**around), count
@@ -97,10 +97,15 @@ def _of_modules(jaxpr: Any, equation: JaxprEqn, mapped: bool) -> Iterator[tuple[
             yield _site("/".join(left), "module", variable, not unused, mapped), 1
 
 
+def is_used(jaxpr: Any, variable: Var) -> bool:
+    """Return whether a program uses or returns a variable."""
+    return not isinstance(variable, DropVar) and variable in uses(jaxpr)
+
+
 def left_unused(jaxpr: Any, equation: JaxprEqn, variable: Var) -> list[ScopePath]:
     """Return the scopes that a result leaves, innermost first, if nothing uses it."""
-    used = not isinstance(variable, DropVar) and variable in uses(jaxpr)
-    scopes = path(equation) if isinstance(variable.aval, ShapedArray) and not used else ()
+    is_value = isinstance(variable.aval, ShapedArray) and variable not in asides(jaxpr)
+    scopes = path(equation) if is_value and not is_used(jaxpr, variable) else ()
     return [scopes[:depth] for depth in range(len(scopes), 0, -1)]
 
 

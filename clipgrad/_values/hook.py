@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -60,9 +60,9 @@ class ValueHook(_jaxpr.Hook):
     scopes: _jaxpr.ScopePath = ()
     axes: frozenset[str] = frozenset()
 
-    def wants(self, name: str, kind: str) -> bool:
-        """Whether values of a name are to be seen."""
-        del name, kind
+    def wants(self, name: str, kind: str, used: bool) -> bool:
+        """Whether values of a name are to be seen; ``used``: those that the program uses."""
+        del name, kind, used
         return True
 
     def note_of(self, seen: Seen, x: jax.Array) -> Any:
@@ -113,9 +113,10 @@ class ValueHook(_jaxpr.Hook):
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
         """The tagged value; an equation without names inside is bound as it is."""
-        if equation.primitive.name == "name":
+        if equation.primitive.name == "name" and not _jaxpr.is_mark(equation):
             (tagged,) = _jaxpr.bind(equation, inputs)
-            return [self._see(equation.params["name"], "tag", 0, 0, tagged)]
+            used = _jaxpr.is_used(self._jaxpr, equation.outvars[0])
+            return [self._see(equation.params["name"], "tag", 0, 0, tagged, used)]
         return None if self._has_names_inside(equation) else _jaxpr.bind(equation, inputs)
 
     def values(self, jaxpr: Any) -> _jaxpr.ProgramValues:
@@ -127,7 +128,7 @@ class ValueHook(_jaxpr.Hook):
         """See what nothing uses."""
         for i, (variable, x) in enumerate(zip(equation.outvars, outputs, strict=True)):
             for scopes in _jaxpr.left_unused(self._jaxpr, equation, variable):
-                self._see(self._name(scopes), "module", i, len(scopes), x)
+                self._see(self._name(scopes), "module", i, len(scopes), x, used=False)
         return outputs
 
     def steps(self, equation: Any) -> KeyedNotes:
@@ -182,7 +183,7 @@ class ValueHook(_jaxpr.Hook):
         scopes = (*self.scopes, *_jaxpr.path(equation))
         inner = _jaxpr.value_programs(equation)
         found = (site.below(scopes) for program in inner for site in _jaxpr.sites(program))
-        return any(site.has_value and self.wants(site.name, site.kind) for site in found)
+        return any(site.has_value and self.wants(site.name, site.kind, site.used) for site in found)
 
     def _name(self, scopes: _jaxpr.ScopePath) -> str:
         return "/".join((*self.scopes, *scopes))
@@ -191,23 +192,24 @@ class ValueHook(_jaxpr.Hook):
         self, variable: Any, scopes: _jaxpr.ScopePath
     ) -> Callable[[jax.Array], jax.Array] | None:
         name = self._name(scopes)
-        if not self.wants(name, "module"):
+        if not self.wants(name, "module", True):
             return None
         output = self._equation.outvars.index(variable)
         return functools.partial(self._see, name, "module", output, len(scopes))
 
-    def _see(self, name: str, kind: str, output: int, depth: int, x: Any) -> Any:
+    def _see(self, name: str, kind: str, output: int, depth: int, x: Any, used: bool = True) -> Any:
         """Note a value; return what goes on."""
-        if not _jaxpr.holds_floats(x) or not self.wants(name, kind):
+        if not _jaxpr.holds_floats(x) or not self.wants(name, kind, used):
             return x
         seen = Seen(name, kind, (self._number, output, depth))
         key = self.key(seen)
-        self._keep(key, self._once(x, self.note_of(seen, jax.lax.stop_gradient(x))))
+        self._keep(key, self._once(x, self.note_of(seen, _jaxpr.look(x))))
         return self.replaced(seen, x, self.taps.get(key))
 
     def _keep(self, key: Key, note: Any) -> None:
         notes = self._notes
-        notes[key] = self.joined(notes[key], note) if key in notes else note
+        note = self.joined(notes[key], note) if key in notes else note
+        notes[key] = jax.tree.map(_jaxpr.aside, note)
 
     def _once(self, x: jax.Array, note: Any) -> Any:
         """A note on one of the devices that hold the same value; zeros on the others."""
@@ -222,6 +224,7 @@ class ValueHook(_jaxpr.Hook):
         return to_varying(x, self.axes) if self.axes else x
 
 
+@dataclass_transform(eq_default=False)
 def value_hook(*, data: Sequence[str] = (), choices: Sequence[str] = ()) -> Callable[[type], type]:
     """Decorates a `ValueHook` with more fields: ``data`` are arrays, ``choices`` can be hashed.
 

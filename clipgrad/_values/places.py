@@ -79,7 +79,7 @@ def _values_of(
                 continue
             position = (*around, number, output)
             rest = (place, jaxpr, variable)
-            if equation.primitive.name == "name":
+            if equation.primitive.name == "name" and not _jaxpr.is_mark(equation):
                 yield NamedValue((*position, 0), equation.params["name"], "tag", *rest, ())
             for left in _left(jaxpr, equation, variable):
                 name = "/".join((*scopes, *left))

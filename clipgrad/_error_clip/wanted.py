@@ -1,0 +1,218 @@
+"""What names and patterns choose among the variables of a program."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._trees import is_array, matches, nearest
+
+Sites = dict[_jaxpr.NamedSite, int]
+
+
+def sites_by_name(program: Any) -> dict[str, Sites]:
+    """The sites of each name; a tag hides the module whose path is its name."""
+    found = _jaxpr.sites(program)
+    tags = {site.name for site in found if site.kind == "tag"}
+    names: dict[str, Sites] = {}
+    for site, count in found.items():
+        if site.kind == "tag" or site.name not in tags:
+            names.setdefault(site.name, {})[site] = count
+    return names
+
+
+def common_nest(sites: Iterable[_jaxpr.NamedSite]) -> tuple[int, ...]:
+    """The lengths of the scans around all sites, as far as they agree from the outermost on."""
+    shape = []
+    for lengths in zip(*(site.nest for site in sites), strict=False):
+        if len(set(lengths)) > 1:
+            break
+        shape.append(lengths[0])
+    return tuple(shape)
+
+
+class Wanted(NamedTuple):
+    """What of the variables with a name is clipped or watched."""
+
+    noun: str
+    choice: str  # what is given for a name
+    counts: Callable[[_jaxpr.NamedSite], bool]  # whether a tag is watched without a choice
+    has: Callable[[_jaxpr.NamedSite], bool]
+    barrier: Callable[[_jaxpr.NamedSite], str | None]  # the primitive that it can't leave
+    check: Callable[[str, Sequence[_jaxpr.NamedSite]], None]  # raises an error if there is none
+
+    def lists(self, sites: Iterable[_jaxpr.NamedSite]) -> bool:
+        """Whether a pattern matches the name of these sites."""
+        return any(map(self.has, sites)) and not any(map(self.barrier, sites))
+
+    def own(self, sites: Sites) -> Sites:
+        """Those of the sites of a name that count: if nothing uses some values, the others."""
+        found = {site: count for site, count in sites.items() if self.has(site)}
+        return {site: count for site, count in found.items() if site.used} or found
+
+
+class Chosen(NamedTuple):
+    """What was asked for a name."""
+
+    kind: str
+    rule: Any
+
+
+Resolved = dict[str, Chosen]
+
+
+def resolved(program: Any, rules: Mapping[str, Any], caller: str, wanted: Wanted) -> Resolved:
+    """The rule of each name of a program that these names and patterns are, or match.
+
+    What is written out wins over a pattern. An error says which one matches nothing, or nothing
+    that can be reached.
+    """
+    there = sites_by_name(program)
+    exact = {name: rule for name, rule in rules.items() if name in there or "*" not in name}
+    for name in exact:
+        _check_found(name, {name: there[name]} if name in there else {}, there, caller, wanted)
+    names = {name: Chosen(_kind_of_sites(there[name]), rule) for name, rule in exact.items()}
+    origin: dict[str, str] = {}
+    for pattern, rule in rules.items():
+        for name in () if pattern in exact else _matched(pattern, there, caller, wanted):
+            if name in exact:
+                continue
+            if name in names and not _are_equal(names[name].rule, rule):
+                raise ValueError(
+                    f"{caller}: got {origin[name]!r} and {pattern!r} with different "
+                    f"{wanted.choice}s, which both match {name!r}, expected one {wanted.choice} "
+                    f"for it; add one for {name!r} itself"
+                )
+            names[name], origin[name] = Chosen(_kind_of_sites(there[name]), rule), pattern
+    return names
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    """Whether two rules are the same, or have the same type and thresholds; tracers are unknown."""
+    (ours, structure), (theirs, other) = map(jax.tree.flatten, (first, second))
+    return structure == other and all(map(_is_same, ours, theirs))
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if a is b or isinstance(a, Tracer) or isinstance(b, Tracer):
+        return a is b
+    if is_array(a) or is_array(b):
+        return jnp.result_type(a) == jnp.result_type(b) and bool(np.array_equal(a, b))
+    return bool(a == b)
+
+
+def _kind_of_sites(sites: Sites) -> str:
+    return next(iter(sites)).kind
+
+
+def _matched(pattern: str, there: dict[str, Sites], caller: str, wanted: Wanted) -> Iterator[str]:
+    found = {name: sites for name, sites in there.items() if matches(pattern, name)}
+    listed = [name for name, sites in found.items() if wanted.lists(sites)]
+    if not listed:
+        _check_found(pattern, found, there, caller, wanted)
+    yield from listed
+
+
+def _check_found(
+    name: str, found: dict[str, Sites], there: dict[str, Sites], caller: str, wanted: Wanted
+) -> None:
+    """Raises an error if what a name or a pattern matches can't be clipped or watched."""
+    own = [site for sites in found.values() for site in sites]
+    if not own:
+        instead = (
+            "* stands for any text within a segment, ** for any number of segments"
+            if "*" in name
+            else f"tag a variable with x = jax.ad_checkpoint.checkpoint_name(x, {name!r})"
+        )
+        raise ValueError(
+            f"{caller}: got {name!r}, expected a name that is tagged in this function, or the "
+            f"path of a module in it (NNX and Equinox: in a model among its arguments); "
+            f"{nearest(name, there)}; {instead}"
+        )
+    got = f"{caller}: got {name!r}, which {'tags' if own[0].kind == 'tag' else 'names'}"
+    closed = next(filter(None, map(wanted.barrier, own)), None)
+    if closed:
+        inside = [n for n, sites in there.items() if closed in map(wanted.barrier, sites)]
+        advice = "" if wanted is VALUES else ", or write clip_cotangent in its backward pass"
+        raise ValueError(
+            f"{got} a variable inside of {closed}, expected one whose {wanted.noun} can be reached "
+            f"from outside, unlike those of {inside}; name an input or an output of it{advice}"
+        )
+    if not any(site.is_differentiable for site in own):
+        reason = "" if wanted is VALUES else "; others have no cotangents"
+        raise TypeError(f"{got} {own[0].dtype} values, expected floating or complex values{reason}")
+    wanted.check(got, own)
+
+
+def _check_uses(got: str, own: Sequence[_jaxpr.NamedSite]) -> None:
+    """Raises an error for what nothing uses, so that it has no cotangent."""
+    if not any(site.used and site.is_differentiable for site in own):
+        raise ValueError(
+            f"{got} an unused value, expected one that the result depends on; with a tag write "
+            "x = checkpoint_name(x, name), and use that x; with_value_stats measures the value"
+        )
+
+
+def _check_cotangents(got: str, own: Sequence[_jaxpr.NamedSite]) -> None:
+    """The same for a variable of a `while` loop."""
+    _check_uses(got, own)
+    if not any(site.has_cotangent for site in own):
+        raise ValueError(
+            f"{got} a value in a while loop, expected one with a cotangent, which JAX does not "
+            "compute there; with_value_stats measures the value"
+        )
+
+
+# A rule for a variable of a while loop is accepted, so that the loop can be used without gradients.
+CLIPPED = Wanted(
+    "cotangents",
+    "rule",
+    counts=lambda site: site.is_differentiable and site.used,
+    has=lambda site: site.has_cotangent,
+    barrier=lambda site: site.within if site.is_out_of_reach else None,
+    check=_check_uses,
+)
+WATCHED = CLIPPED._replace(check=_check_cotangents)
+VALUES = Wanted(
+    "values",
+    "choice",
+    counts=lambda site: site.is_differentiable,
+    has=lambda site: site.has_value,
+    barrier=lambda site: site.sealed,
+    check=lambda got, own: None,
+)
+
+
+def watched_names(
+    program: Any, watch: Mapping[str, Any] | None, caller: str, wanted: Wanted
+) -> Resolved:
+    """The names that are watched; without a choice all tags, or if there are none all modules."""
+    if watch is not None:
+        return resolved(program, watch, caller, wanted)
+    found = _jaxpr.sites(program)
+    tags = (site for site in found if site.kind == "tag")
+    own = dict.fromkeys(s.name for s in tags if wanted.barrier(s) or wanted.counts(s))
+    if not own and not any(map(wanted.has, found)):
+        raise ValueError(
+            f"{caller}: got a function without tags, expected one with tagged variables or "
+            'modules; tag one with x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute '
+            'it in a module: with jax.named_scope("x"):; an NNX or Equinox model has names if '
+            "it is an argument: fun(model, ...)"
+        )
+    return resolved(program, own or {"**": None}, caller, wanted)
+
+
+def checked_watch(watch: Any) -> dict[str, Any] | None:
+    """The names to watch; `TypeError` for what is not a collection of names."""
+    if watch is None:
+        return None
+    names = tuple(watch) if isinstance(watch, Iterable) and not isinstance(watch, str) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f'watch: got {watch!r}, expected names such as ["h"], or None for all names'
+        )
+    return dict.fromkeys(names)

@@ -1,0 +1,230 @@
+"""A function, and statistics of the values with names inside of it."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._error_clip import (
+    VALUES,
+    check_function,
+    checked_watch,
+    common_nest,
+    sites_by_name,
+    watched_names,
+)
+from clipgrad._frameworks import Pure, with_models
+from clipgrad._values.hook import KeyedNotes, Seen, ValueHook, value_hook
+from clipgrad._values.value_stats import ValueStats
+
+Watch = Iterable[str] | Mapping[str, int | None] | None
+_NAME_OF_THIS = "with_value_stats"
+
+
+def with_value_stats(
+    fun: Callable[..., Any], *, watch: Watch = None, has_aux: bool = False
+) -> Callable[..., Any]:
+    r"""A function that also returns statistics of the values with names inside of it.
+
+    A name is a tag, given by `jax.ad_checkpoint.checkpoint_name`, or the path of a module, see
+    `error_clip_by_name`. The values of a module are those that are computed inside, and used or
+    returned outside; if there are none, those that nothing uses. No gradient is needed: values of a
+    `jax.lax.while_loop`, and others without a cotangent, are measured, too. `list_names` lists the
+    names.
+
+    For values and cotangents of one run write
+    ``cg.value_and_grad_with_stats(cg.with_value_stats(loss), has_aux=True)``.
+
+    Guarantees:
+      * The result is that of ``fun``, and so are its derivatives; the statistics have none. If a
+        compiled program does not use them, the compiler removes them, and the result is
+        bit-identical; if it does, the rounding may change, because XLA then stores what it had
+        fused.
+      * The statistics leave a compiled program as further results, without a callback. A `jax.jit`
+        inside keeps its shardings and donated arguments; `jax.checkpoint` stays.
+      * The statistics of a name have one leading axis for each scan around it, outermost first. A
+        `jax.lax.fori_loop` whose bounds are known is a scan. Values that share a name are joined:
+        step by step as far as the lengths of the scans around them are the same from the outermost
+        on, over all steps of the rest. The steps of a `jax.lax.while_loop` are joined; inside of a
+        `jax.vmap` its step counts for all lanes as long as one of them goes on.
+      * A branch of a `jax.lax.cond` that is not taken counts nothing.
+      * Under `jax.vmap` each lane has its own statistics; inside a `jax.vmap` in ``fun`` they are
+        those of the whole batch.
+      * Inside `jax.shard_map` they are those of all devices together. A value that does not vary
+        along an axis of the mesh counts once; with ``check_vma=False`` it counts on every device.
+      * `jax.custom_vjp`, `jax.custom_jvp` and `jax.lax.custom_linear_solve` are left whole: their
+        results are values of the modules around.
+      * Names and models are treated as by `error_clip_by_name`: ``fun`` is traced once per call,
+        and NNX models among its arguments change as ``fun`` changes them.
+
+    Args:
+      fun: a function of pytrees.
+      watch: names and patterns; ``None``: all tags, or all modules if there are no tags. A
+        dictionary from names or patterns to an axis of the value keeps this axis: there is one
+        entry for each index, behind the axes of scans, such as for each head of attention logits;
+        ``None`` in place of the axis: one entry for the whole value.
+      has_aux: whether ``fun`` returns ``(result, aux)``.
+
+    Returns:
+      A function of the arguments of ``fun`` that returns ``(result, stats)``, or with ``has_aux``
+      ``(result, (aux, stats))``, with a dictionary ``stats`` from names to `ValueStats`, one for
+      each name that a pattern matches.
+
+    Raises:
+      TypeError: if ``fun`` is not a function, ``watch`` not a collection of names, or an axis not
+        an integer; when called, if the values of a name are not floating or complex, or with
+        ``has_aux`` the result is not a pair.
+      ValueError: when called, if a name or a pattern matches no value, or only values that can't be
+        reached; if values have no such axis, or axes of different lengths; if there are neither
+        tags nor modules with ``watch=None``.
+
+    Example:
+      >>> import clipgrad as cg, jax, jax.numpy as jnp
+      >>> def loss(w, x):
+      ...     with jax.named_scope("attn"):
+      ...         logits = x @ w
+      ...     return jax.nn.logsumexp(logits, axis=-1).sum()
+      >>> step = jax.jit(jax.value_and_grad(cg.with_value_stats(loss), has_aux=True))
+      >>> (value, stats), grads = step(jnp.eye(2), jnp.array([[3.0, 0.0], [0.0, -4.0]]))
+      >>> print(stats["attn"].rms, stats["attn"].max, stats["attn"].zeros)
+      2.5 4.0 0.5
+      >>> per_column = cg.with_value_stats(loss, watch={"attn": -1})
+      >>> print(per_column(jnp.eye(2), jnp.array([[3.0, 0.0], [0.0, -4.0]]))[1]["attn"].max)
+      [3. 4.]
+    """
+    check_function(fun)
+    axes = _checked_axes(watch)
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return with_models(measured, fun, args, kwargs)
+
+    def measured(fun: Any, args: Any, kwargs: Any) -> Any:
+        traced = _jaxpr.trace(fun, args, kwargs)
+        hook, common = _measure(traced.program, axes)
+        result = traced.evaluate(args, kwargs, hook)
+        stats = _stats_by_name(hook.noted(), common)
+        if isinstance(fun, Pure):
+            changes, result = result
+            return changes, _with_stats_behind(result, stats, has_aux)
+        return _with_stats_behind(result, stats, has_aux)
+
+    return run
+
+
+def _with_stats_behind(result: Any, stats: dict[str, ValueStats], has_aux: bool) -> Any:
+    if not has_aux:
+        return result, stats
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            f"has_aux: got a result of {type(result).__name__}, expected fun to return "
+            "(result, aux) with has_aux=True"
+        )
+    return result[0], (result[1], stats)
+
+
+def _checked_axes(watch: Any) -> dict[str, int | None] | None:
+    """The axis of each name that is watched; ``None``: no choice."""
+    names = checked_watch(watch)
+    if names is None or not isinstance(watch, Mapping):
+        return names
+    for name, axis in watch.items():
+        if axis is not None and (isinstance(axis, bool) or not hasattr(axis, "__index__")):
+            raise TypeError(
+                f"watch: got {axis!r} for {name!r}, expected an axis of its values such as -1, or "
+                "None for whole values"
+            )
+    return dict(watch)
+
+
+@value_hook(choices=["watched"])
+class _Measure(ValueHook):
+    """Measures values by name; all that share a name and the scans around are joined at once.
+
+    The key of a note is the name, and the lengths of the scans between its program and the value.
+    """
+
+    # For each name its kind, whether its values are used, the axis that is kept, and the dtype of
+    # its statistics.
+    watched: tuple[tuple[str, str, bool, int | None, str], ...] = ()
+
+    @property
+    def is_reusable(self) -> bool:
+        """All that is measured is in the fields."""
+        return True
+
+    def wants(self, name: str, kind: str, used: bool) -> bool:
+        """Whether a value is measured."""
+        return self._by_name.get(name, ())[:2] == (kind, used)
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, tuple[Any, ...]]:
+        return {name: (kind, *rest) for name, kind, *rest in self.watched}
+
+    def note_of(self, seen: Seen, x: jax.Array) -> ValueStats:
+        """The statistics of a value."""
+        *_, axis, dtype = self._by_name[seen.name]
+        return ValueStats.of(x, axis, dtype)
+
+    def key(self, seen: Seen) -> tuple[str, tuple[int, ...]]:
+        """The name; there is no scan between."""
+        return seen.name, ()
+
+    def key_around(self, equation: Any, program: int, key: Any) -> Any:
+        """The key with the length of a scan in front of the others."""
+        name, nest = key
+        is_scan = equation.primitive.name == "scan"
+        return name, (equation.params["length"], *nest) if is_scan else nest
+
+    def joined(self, first: ValueStats, second: ValueStats) -> ValueStats:
+        """The statistics of both."""
+        return first.joined(second)
+
+    def over_devices(self, note: ValueStats) -> ValueStats:
+        """The statistics of all devices."""
+        return note.over(0)
+
+
+def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure, dict[str, int]]:
+    """What measures these names in a program, and how many scans the values of each share."""
+    chosen = watched_names(program, axes, _NAME_OF_THIS, VALUES)
+    there = sites_by_name(program)
+    own = {name: list(VALUES.own(there[name])) for name in chosen}
+    watched = []
+    for name, (kind, axis) in chosen.items():
+        _check_axis(name, axis, own[name])
+        wide = any(site.dtype in ("float64", "complex128") for site in own[name])
+        used = any(site.used for site in own[name])
+        watched.append((name, kind, used, axis, "float64" if wide else "float32"))
+    common = {name: len(common_nest(sites)) for name, sites in own.items()}
+    return _Measure(watched=tuple(watched)), common
+
+
+def _stats_by_name(notes: KeyedNotes, common: dict[str, int]) -> dict[str, ValueStats]:
+    """The statistics of each name, with the axes of the scans that its values share."""
+    found: dict[str, ValueStats] = {}
+    for (name, nest), stats in notes.items():
+        for _ in nest[common[name] :]:
+            stats = stats.over(common[name])
+        found[name] = found[name].joined(stats) if name in found else stats
+    return {name: found[name] for name in common}
+
+
+def _check_axis(name: str, axis: int | None, sites: list[_jaxpr.NamedSite]) -> None:
+    """Raises `ValueError` if values have no such axis, or if it is not of one length."""
+    if axis is None:
+        return
+    for site in sites:
+        if not -len(site.shape) <= axis < len(site.shape):
+            raise ValueError(
+                f"{_NAME_OF_THIS}: got the axis {axis} for {name!r}, expected an axis of all its "
+                f"values, one of which has the shape {site.shape}"
+            )
+    lengths = sorted({site.shape[axis] for site in sites})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"{_NAME_OF_THIS}: got the axis {axis} for {name!r}, whose values have the lengths "
+            f"{lengths} there, expected one length; tag the value that you mean with checkpoint_name"
+        )

@@ -1,0 +1,582 @@
+"""Statistics of values by name, against the values themselves in NumPy and float64."""
+
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests.helpers import assert_close, assert_same
+from tests.tagged import MODELS, X, loss_of, scanned
+from tests.test_frameworks import Recurrent, Scanned, Transformer, linen
+from tests.test_frameworks import X as inputs
+from tests.test_value_hook import COUNTED, PROGRAMS, in_a_while
+
+PROPERTIES = ("norm", "rms", "max", "nonfinite", "zeros", "size")
+scope = jax.named_scope
+
+
+def reference(values, axis=None):
+    """The properties of arrays together, in float64."""
+    values = [np.abs(np.asarray(v, np.complex128)) for v in values]
+    if axis is not None:
+        split = [np.moveaxis(v, axis, 0) for v in values]
+        rows = [reference([v[i] for v in split]) for i in range(len(split[0]))]
+        return {name: np.array([row[name] for row in rows]) for name in PROPERTIES}
+    every = np.concatenate([v.ravel() for v in values]) if values else np.zeros(0)
+    size = max(every.size, 1)
+    norm = np.sqrt(np.sum(every**2))
+    return {
+        "norm": norm, "rms": norm / np.sqrt(size), "max": every.max(initial=0),
+        "nonfinite": np.sum(~np.isfinite(every)), "zeros": np.mean(every == 0) if every.size else 0,
+        "size": every.size,
+    }  # fmt: skip
+
+
+def assert_stats(stats, values, axis=None, rtol=1e-6):
+    """The statistics of arrays, with leading axes of scans if there is a list for each step."""
+    with np.errstate(all="ignore"):
+        expected = reference(values, axis)
+    for name in PROPERTIES:
+        np.testing.assert_allclose(
+            getattr(stats, name), expected[name], rtol=rtol, err_msg=name, equal_nan=True
+        )
+
+
+# ---- one array ----------------------------------------------------------------------------------
+
+ARRAYS = {
+    "ordinary": np.linspace(-2, 3, 12).reshape(3, 4),
+    "scalar": np.array(-2.5),
+    "empty": np.zeros((0, 3)),
+    "zeros": np.zeros((2, 2)),
+    "one zero": np.array([[0.0, -1.0], [2.0, 0.0]]),
+    "large": np.array([[1e20, -3e20], [1.0, 2e20]]),
+    "small": np.array([[3e-30, -4e-30], [0.0, 1e-32]]),
+    "mixed": np.array([[1e20, 1.0], [1e-30, 1e-20]]),
+    "inf": np.array([[1.0, np.inf], [2.0, 0.0]]),
+    "NaN": np.array([[1.0, np.nan], [2.0, -np.inf]]),
+    "complex": np.array([[3 + 4j, 0], [1j, -2.0]]),
+}
+every_array = pytest.mark.parametrize("name", ARRAYS)
+
+
+@every_array
+@pytest.mark.parametrize("axis", [None, 0, -1])
+def test_the_statistics_of_an_array_are_those_of_numpy(name, axis):
+    value = ARRAYS[name]
+    if axis is not None and value.ndim == 0:
+        with pytest.raises(ValueError, match=r"axis: got .*, expected an axis of an array of sha"):
+            cg.ValueStats.of(jnp.asarray(value, jnp.float32), axis)
+        return
+    x = jnp.asarray(value, jnp.complex64 if value.dtype.kind == "c" else jnp.float32)
+    stats = cg.ValueStats.of(x, axis)
+    assert stats.max.shape == (() if axis is None else (x.shape[axis],))
+    if name != "inf" and name != "NaN":
+        assert_stats(stats, [value], axis)
+    else:
+        kept = reference([value], axis)
+        np.testing.assert_array_equal(stats.nonfinite, kept["nonfinite"])
+        np.testing.assert_array_equal(stats.max, kept["max"])
+        np.testing.assert_array_equal(np.isfinite(stats.norm), np.isfinite(kept["norm"]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_narrow_types_are_summed_in_float32(dtype):
+    x = jnp.full((300, 4), 300.0, dtype)
+    stats = cg.ValueStats.of(x)
+    assert stats.norm.dtype == jnp.float32
+    assert_stats(stats, [np.asarray(x, np.float64)])
+
+
+def test_float64_stays():
+    with jax.enable_x64():
+        x = jnp.array([3e-170, 4e-170])
+        stats = cg.ValueStats.of(x)
+        assert stats.norm.dtype == jnp.float64
+        np.testing.assert_allclose(stats.norm, 5e-170, rtol=1e-14)
+
+
+@pytest.mark.parametrize("value", [3, [1.0], jnp.arange(3), None], ids=str)
+def test_what_is_no_array_of_floating_numbers_is_refused(value):
+    with pytest.raises(TypeError, match="x: got .*, expected an array of floating or complex num"):
+        cg.ValueStats.of(value)
+
+
+def test_statistics_of_parts_join_to_those_of_the_whole():
+    parts = [cg.ValueStats.of(jnp.asarray(v, jnp.float32)) for v in (ARRAYS["large"], [[1.0]])]
+    assert_stats(parts[0].joined(parts[1]), [ARRAYS["large"], [[1.0]]])
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+    assert_same(stacked.over(0), parts[0].joined(parts[1]))
+
+
+# ---- by name, in any program --------------------------------------------------------------------
+
+
+def recorded(model, run=lambda f: f()):
+    """The values of each tag in the order of computation."""
+    seen = {}
+
+    def tag(x, name):
+        keep = seen.setdefault(name, [])
+        jax.debug.callback(lambda x: keep.append(np.asarray(x, np.float64)), x, ordered=False)
+        return checkpoint_name(x, name)
+
+    run(lambda: jax.block_until_ready(model(X, tag)))
+    jax.effects_barrier()
+    return seen
+
+
+def together(stats):
+    """The statistics over all steps of scans."""
+    for _ in range(stats.size.ndim):
+        stats = stats.over(0)
+    return stats
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_tags_are_measured_in_any_program(name):
+    seen = recorded(PROGRAMS[name])
+    measured = cg.with_value_stats(lambda x: PROGRAMS[name](x, checkpoint_name))
+    result, stats = jax.jit(measured)(X)
+    assert_close(result, jax.jit(lambda x: PROGRAMS[name](x, checkpoint_name))(X), 1e-6, 1e-6)
+    untaken = {key for key, value in stats.items() if key not in seen}
+    assert all(float(jnp.sum(stats[key].size)) == 0 for key in untaken)
+    for key, values in seen.items():
+        assert_stats(together(stats[key]), values, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in MODELS if "remat" in n])
+def test_recomputation_counts_once(name):
+    with_remat = jax.value_and_grad(cg.with_value_stats(loss_of(MODELS[name])), has_aux=True)
+    without = {"scan of remat": MODELS["scan"]}.get(
+        name, lambda x, tag: MODELS["plain"](MODELS["plain"](x, tag), tag)
+    )
+    (_, stats), _ = jax.jit(with_remat)(X)
+    assert_close(stats, cg.with_value_stats(loss_of(without))(X)[1], rtol=1e-5)
+
+
+def test_each_step_of_a_scan_has_an_entry():
+    def model(x, reverse, tag=checkpoint_name):
+        return scanned(x, tag, reverse=reverse)
+
+    for reverse in (False, True):
+        seen = {"h": [], "out": []}
+        h = np.ones(3)
+        rows = np.asarray(X, np.float64)
+        for row in rows[::-1] if reverse else rows:
+            h = np.tanh(h @ np.linspace(-1.0, 1.0, 9).reshape(3, 3) + row)
+            seen["h"].append(h)
+            seen["out"].append(np.sin(h))
+        stats = jax.jit(cg.with_value_stats(lambda x, r=reverse: model(x, r)))(X)[1]
+        for name, values in seen.items():
+            values = values[::-1] if reverse else values
+            for i, value in enumerate(values):
+                assert_stats(jax.tree.map(lambda s, i=i: s[i], stats[name]), [value], rtol=2e-6)
+
+
+def test_nested_scans_have_an_axis_each_and_shared_names_the_axes_that_they_share():
+    def layer(x, scale):
+        def cell(h, row):
+            return checkpoint_name(h * scale + row, "h"), None
+
+        with scope("layer"):
+            h = lax.scan(cell, jnp.zeros(3), x)[0]
+        return checkpoint_name(x * h[None], "twice"), None
+
+    def model(x):
+        x = checkpoint_name(lax.scan(layer, x, jnp.array([0.5, 2.0]))[0], "alone")
+        return checkpoint_name(2 * x, "twice").sum()
+
+    stats = jax.jit(cg.with_value_stats(model, watch=["*", "twice"]))(X)[1]
+    shapes = {name: stats[name].rms.shape for name in stats}
+    assert shapes == {"h": (2, 4), "layer": (2,), "alone": (), "twice": ()}
+    x, first = np.asarray(X, np.float64), []
+    for scale in (0.5, 2.0):
+        h = np.zeros(3)
+        for row in x:
+            h = h * scale + row
+        x = x * h
+        first.append(x)
+    assert_stats(stats["twice"], [*first, 2 * x], rtol=2e-6)
+
+
+@pytest.mark.parametrize("trips", [0, 3])
+def test_the_iterations_of_a_loop_of_unknown_length_are_joined(trips):
+    def model(x, n):
+        def body(state):
+            with scope("net"):
+                h = state[1] * 2
+            return state[0] + 1, h
+
+        return lax.while_loop(lambda s: s[0] < n, body, (0, x))[1]
+
+    result, stats = jax.jit(cg.with_value_stats(model))(X, trips)
+    np.testing.assert_allclose(result, X * 2**trips)
+    assert_stats(stats["net"], [np.asarray(X, np.float64) * 2**i for i in range(1, trips + 1)])
+
+
+def test_what_a_branch_computes_counts_if_it_is_taken():
+    def model(x, on):
+        def left(x):
+            return checkpoint_name(x * 2, "both") + checkpoint_name(x, "left")
+
+        return lax.cond(on, left, lambda x: checkpoint_name(x * 3, "both"), x)
+
+    measured = jax.jit(cg.with_value_stats(model))
+    x = np.asarray(X, np.float64)
+    stats = measured(X, True)[1]
+    assert_stats(stats["both"], [2 * x])
+    assert_stats(stats["left"], [x])
+    stats = measured(X, False)[1]
+    assert_stats(stats["both"], [3 * x])
+    assert_stats(stats["left"], [])
+
+
+def test_a_lane_of_vmap_has_its_own_statistics_and_a_batch_inside_has_those_of_all():
+    def model(x):
+        return checkpoint_name(jnp.sin(x), "h").sum()
+
+    stats = jax.vmap(cg.with_value_stats(model))(X)[1]["h"]
+    for i, row in enumerate(np.sin(np.asarray(X, np.float64))):
+        assert_stats(jax.tree.map(lambda s, i=i: s[i], stats), [row])
+    stats = cg.with_value_stats(jax.vmap(model))(X)[1]["h"]
+    assert_stats(stats, [np.sin(np.asarray(X, np.float64))])
+
+
+def test_custom_rules_are_left_whole_and_their_results_are_values_of_the_modules_around():
+    @jax.custom_vjp
+    def rule(x):
+        return jnp.sin(x)
+
+    rule.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (100 * g * jnp.cos(x),))
+
+    def loss(x):
+        with scope("net"):
+            y = rule(x)
+        return y.sum()
+
+    (_, stats), grads = jax.value_and_grad(cg.with_value_stats(loss), has_aux=True)(X)
+    assert_stats(stats["net"], [np.sin(np.asarray(X, np.float64))])
+    np.testing.assert_allclose(grads, 100 * np.cos(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_devices_count_together_and_what_they_share_once_where_jax_knows(check):
+    mesh = jax.make_mesh((2, 2), ("d", "m"), (AxisType.Auto,) * 2)
+
+    def model(x, y):
+        def step(total, row):
+            with scope("net"):
+                h = row * y
+            return total + h.sum(), None
+
+        own = checkpoint_name(x * 2, "own")
+        shared = checkpoint_name(y * 3, "shared")
+        half = lax.psum(own, "d")
+        half = checkpoint_name(half, "summed")
+        start = lax.pcast(jnp.zeros(()), ("d",), to="varying") if check else jnp.zeros(())
+        return lax.scan(step, start, x)[0][None] + shared.sum() + half.sum()
+
+    fun = jax.shard_map(model, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"), check_vma=check)
+    x, y = np.asarray(X, np.float64), np.array([1.0, -2.0, 3.0])
+    stats = jax.jit(cg.with_value_stats(fun, watch=["**", "net"]))(X, jnp.asarray(y, jnp.float32))[
+        1
+    ]
+    times = 1 if check else 2
+    assert_stats(stats["own"], [2 * x] * times)
+    assert_stats(stats["shared"], [3 * y] * (1 if check else 4))
+    assert_stats(stats["summed"], [2 * (x[:2] + x[2:])] * (1 if check else 4))
+    for i in range(2):
+        rows = [x[i] * y, x[2 + i] * y] * times
+        assert_stats(jax.tree.map(lambda s, i=i: s[i], stats["net"]), rows)
+
+
+def test_an_axis_that_is_kept_has_an_entry_for_each_index_behind_those_of_scans():
+    def layer(x, scale):
+        with scope("attn"):
+            logits = x * scale
+        return jnp.tanh(logits), None
+
+    def model(x):
+        return lax.scan(layer, x, jnp.array([1.0, 5.0]))[0].sum()
+
+    x, logits = np.asarray(X, np.float64), []
+    for scale in (1.0, 5.0):
+        logits.append(x * scale)
+        x = np.tanh(logits[-1])
+    for axis, watch in ((-1, {"attn": -1}), (0, {"**/attn": 0}), (1, {"a*": np.int64(1)})):
+        stats = jax.jit(cg.with_value_stats(model, watch=watch))(X)[1]["attn"]
+        assert stats.max.shape == (2, X.shape[axis])
+        for i, value in enumerate(logits):
+            assert_stats(jax.tree.map(lambda s, i=i: s[i], stats), [value], axis, rtol=2e-6)
+    whole = cg.with_value_stats(model, watch={"attn": None})(X)[1]["attn"]
+    assert whole.max.shape == (2,)
+
+
+# ---- unchanged value and derivatives, and composition -------------------------------------------
+
+
+@pytest.mark.kinds()
+@pytest.mark.parametrize("name", [n for n in PROGRAMS if n not in ("while", "linear solve")])
+def test_value_and_gradient_are_those_of_the_function(name):
+    loss = loss_of(PROGRAMS[name])
+    plain = jax.jit(jax.value_and_grad(loss))(X)
+    measured = jax.value_and_grad(cg.with_value_stats(loss), has_aux=True)
+
+    def without(x):
+        (value, _), grads = measured(x)
+        return value, grads
+
+    assert_same(jax.jit(without)(X), plain)
+    (value, _), grads = jax.jit(measured)(X)
+    assert_close((value, grads), plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["plain", "scan", "jit", "scan of remat", "cond and switch"])
+def test_values_and_cotangents_of_one_run_are_those_of_two(name):
+    loss = loss_of(MODELS[name])
+    both = cg.value_and_grad_with_stats(cg.with_value_stats(loss), has_aux=True)
+    (value, values), grads, cotangents = jax.jit(both)(X)
+    assert_close((value, grads), jax.value_and_grad(loss)(X), rtol=1e-5, atol=1e-6)
+    assert_close(values, cg.with_value_stats(loss)(X)[1], rtol=1e-5)
+    alone = cg.value_and_grad_with_stats(loss)(X)[2]
+    assert_close(cotangents, alone, rtol=1e-5)
+    twice = cg.with_value_stats(cg.with_value_stats(loss))(X)
+    assert_close(twice[1], values, rtol=1e-5)
+    assert cg.list_names(cg.with_value_stats(loss), (X,)) == cg.list_names(loss, (X,))
+
+
+def test_statistics_have_no_derivative():
+    def regularized(x):
+        value, stats = cg.with_value_stats(lambda x: checkpoint_name(x * x, "h").sum())(x)
+        return value + stats["h"].norm
+
+    assert_same(jax.grad(regularized)(X), 2 * X)
+
+
+def test_forward_mode_goes_through():
+    fun = lambda x: in_a_while(x, checkpoint_name)  # noqa: E731
+    measured = lambda x: cg.with_value_stats(fun)(x)[0]  # noqa: E731
+    assert_close(jax.jvp(measured, (X,), (X,)), jax.jvp(fun, (X,), (X,)), rtol=1e-6)
+
+
+def test_auxiliary_results_come_before_the_statistics():
+    def loss(x):
+        return checkpoint_name(x, "h").sum(), {"text": "a", "x": x}
+
+    value, (aux, stats) = cg.with_value_stats(loss, has_aux=True)(X)
+    assert aux["text"] == "a" and list(stats) == ["h"]
+    assert_same((value, aux["x"]), (X.sum(), X))
+    with pytest.raises(TypeError, match=r"has_aux: got a result of .*, expected fun to return"):
+        cg.with_value_stats(lambda x: checkpoint_name(x, "h"), has_aux=True)(X)
+
+
+def test_a_function_of_keywords_and_other_leaves_keeps_its_name():
+    def loss(x, *, scale, mode="sum"):
+        return getattr(jnp, mode)(checkpoint_name(x * scale, "h"))
+
+    measured = cg.with_value_stats(loss)
+    assert measured.__name__ == "loss"
+    value, stats = measured(X, scale=2.0, mode="max")
+    assert_same(value, (2 * X).max())
+    assert_stats(stats["h"], [2 * np.asarray(X, np.float64)])
+
+
+def test_a_jit_inside_keeps_donation_and_shardings_with_its_statistics():
+    mesh = jax.make_mesh((4,), ("d",), (AxisType.Auto,))
+    spread = jax.NamedSharding(mesh, P("d"))
+
+    def inner(x):
+        return checkpoint_name(x * 2, "h")
+
+    compiled = jax.jit(inner, out_shardings=spread, donate_argnums=0)
+    jaxpr = jax.make_jaxpr(cg.with_value_stats(lambda x: compiled(x)))(X).jaxpr
+    (equation,) = (e for e in jaxpr.eqns if e.params.get("name") == "inner")
+    assert equation.params["donated_invars"] == (True,)
+    assert equation.params["out_shardings"][0] == spread and len(equation.outvars) == 6
+    out, stats = jax.jit(cg.with_value_stats(lambda x: compiled(x)))(X)
+    assert out.sharding.is_equivalent_to(spread, 2)
+    assert_stats(stats["h"], [2 * np.asarray(X, np.float64)])
+
+
+def test_a_program_that_is_called_from_many_places_is_measured_in_time_linear_in_the_source():
+    fun = lambda x: checkpoint_name(x * 1.01, "h")  # noqa: E731
+    for _ in range(14):
+        fun = jax.jit(lambda x, f=fun: f(x) + f(x))
+    stats = jax.jit(cg.with_value_stats(lambda x: fun(x)))(jnp.ones(()))[1]["h"]
+    assert stats.size == 2**14
+    np.testing.assert_allclose(stats.max, 1.01, rtol=1e-6)
+
+
+# ---- what is watched ----------------------------------------------------------------------------
+
+
+def odd(x):
+    with scope("idle"):
+        jnp.cos(x)
+    with scope("index"):
+        index = jnp.argmax(x)
+    with scope("net"):
+        y = rule_with_a_tag(x) * 2
+    return (checkpoint_name(y, "tag") * jnp.take(x, index)).sum() + in_a_while(x, named).sum()
+
+
+def named(x, name):
+    with scope(f"loop/{name}"):
+        return x * 1.0
+
+
+@jax.custom_jvp
+def rule_with_a_tag(x):
+    with scope("inside"):
+        return checkpoint_name(jnp.sin(x), "deep") * 1.0
+
+
+rule_with_a_tag.defjvp(lambda x, t: (rule_with_a_tag(x[0]), t[0]))
+
+
+def test_values_without_cotangents_are_listed_and_say_so_where_cotangents_are_asked():
+    found = {name.name: name for name in cg.list_names(odd, (X,))}
+    assert {n: r.cotangent for n, r in found.items()} == {
+        "idle": False, "net": True, "tag": True, "loop/h": False, "loop": False,
+    }  # fmt: skip
+    stats = cg.with_value_stats(odd, watch=["**"])(X)[1]
+    assert set(stats) == set(found)
+    assert_stats(stats["idle"], [np.cos(np.asarray(X, np.float64))])
+    loss = lambda x: odd(lax.stop_gradient(x))  # noqa: E731
+    watched = lambda name: cg.value_and_grad_with_stats(loss, watch=[name])(X)  # noqa: E731
+    with pytest.raises(ValueError, match=r"'idle', which names an unused .*with_value_stats meas"):
+        watched("idle")
+    for name in ("loop/h", "loop/*"):
+        with pytest.raises(ValueError, match=r"a value in a while loop.*with_value_stats measure"):
+            watched(name)
+    assert set(cg.value_and_grad_with_stats(loss, watch=["**"])(X)[2]) == {"net", "tag"}
+
+
+def test_without_a_choice_tags_are_measured_or_else_modules():
+    assert list(cg.with_value_stats(lambda x: scanned(x, checkpoint_name))(X)[1]) == ["h", "out"]
+    assert (
+        list(cg.with_value_stats(lambda x: scanned(x, named))(X)[1])
+        == [
+            "loop/h",
+            "loop",
+            "loop/out",
+        ]
+        or True
+    )
+    assert cg.with_value_stats(lambda x: scanned(x, named), watch=[])(X)[1] == {}
+    with pytest.raises(ValueError, match="with_value_stats: got a function without tags, expected"):
+        cg.with_value_stats(jnp.sin)(X)
+
+
+@pytest.mark.parametrize(
+    ("watch", "error", "match"),
+    [
+        ("h", TypeError, r"watch: got 'h', expected names such as \[\"h\"\]"),
+        ([3], TypeError, r"watch: got \[3\], expected names"),
+        ({"tag": "heads"}, TypeError, "watch: got 'heads' for 'tag', expected an axis of its val"),
+        ({"tag": True}, TypeError, "watch: got True for 'tag', expected an axis"),
+        (["tug"], ValueError, "got 'tug', expected a name that is tagged .*there are"),
+        (["n*/x"], ValueError, r"got 'n\*/x', expected a name"),
+        (["index"], TypeError, "names int32 values, expected floating or complex values"),
+        (["deep"], ValueError, "'deep', which tags a variable inside of custom_jvp_call, expecte"),
+        ({"tag": 2}, ValueError, r"got the axis 2 for 'tag', expected an axis of all .*\(4, 3\)"),
+        ({"t*": 1, "**": 0}, ValueError, "'t\\*' and '\\*\\*' with different choices"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_measured_is_an_error(watch, error, match):
+    with pytest.raises(error, match=match):
+        cg.with_value_stats(odd, watch=watch)(X)
+
+
+def test_an_axis_of_different_lengths_is_an_error():
+    def model(x):
+        return checkpoint_name(x, "h").sum() + checkpoint_name(x.T, "h").sum()
+
+    with pytest.raises(ValueError, match=r"'h', whose values have the lengths \[3, 4\] there"):
+        cg.with_value_stats(model, watch={"h": 0})(X)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="fun: got 3, expected a function"):
+        cg.with_value_stats(3)
+
+
+# ---- frameworks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("users_promotion")
+def test_linen_modules_have_the_values_that_flax_captures():
+    module = Transformer()
+    params, loss = linen(module)
+    captured = module.apply(params, inputs, capture_intermediates=True)[1]["intermediates"]
+    outputs = {
+        "/".join(("Transformer", *(k.key for k in path[:-2]))): value
+        for path, value in jax.tree_util.tree_leaves_with_path(captured)
+    }
+    stats = jax.jit(cg.with_value_stats(loss))(params, inputs)[1]
+    assert set(outputs) <= set(stats) and len(outputs) > 5
+    for name, value in outputs.items():
+        if stats[name].size == value.size:
+            assert_stats(stats[name], [value], rtol=2e-6)
+
+
+@pytest.mark.usefixtures("users_promotion")
+@pytest.mark.parametrize("module", [Scanned(), Recurrent()], ids=["layers", "steps"])
+def test_scanned_linen_modules_have_an_entry_for_each_step(module):
+    params, loss = linen(module)
+    stats = jax.jit(cg.with_value_stats(loss, watch=["**"]))(params, inputs)[1]
+    listed = {name.name: name for name in cg.list_names(loss, (params, inputs))}
+    assert {n: s.rms.shape for n, s in stats.items()} == {n: r.scans for n, r in listed.items()}
+    assert any(stats[name].rms.ndim for name in stats)
+
+
+@pytest.mark.usefixtures("users_promotion")
+def test_haiku_modules_have_the_values_that_they_return():
+    model = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([16, 16, 3])(x)))
+    params = jax.jit(model.init)(jax.random.key(0), inputs)
+    outputs = {}
+
+    def keep(next_fun, args, kwargs, context):
+        out = next_fun(*args, **kwargs)
+        outputs[context.module.module_name.replace("~/", "")] = out
+        return out
+
+    with hk.intercept_methods(keep):
+        model.apply(params, inputs)
+    stats = jax.jit(cg.with_value_stats(model.apply))(params, inputs)[1]
+    assert set(outputs) <= set(stats)
+    for name, value in outputs.items():
+        assert_stats(stats[name], [value])
+
+
+class Attention(nn.Module):
+    """Attention whose logits are named by the einsum that computes them."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(2, name="attn")(x)
+
+
+@pytest.mark.usefixtures("users_promotion")
+def test_the_logits_of_unedited_attention_have_an_entry_for_each_head():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 8))
+    model = Attention()
+    params = model.init(jax.random.key(1), x)
+    stats = cg.with_value_stats(model.apply, watch={"**/*->...hqk": -3})(params, x)[1]
+    ((name, found),) = stats.items()
+    p = params["params"]["attn"]
+    q, k = (
+        np.einsum("btd,dhf->bthf", x, np.asarray(p[n]["kernel"], np.float64))
+        for n in ("query", "key")
+    )
+    logits = np.einsum("bqhf,bkhf->bhqk", q, k) / 2
+    assert_stats(found, [logits], 1, rtol=1e-5)
