@@ -20,7 +20,7 @@ from clipgrad._values.hook import KeyedNotes, Seen, ValueHook, value_hook
 from clipgrad._values.value_stats import ValueStats
 
 Watch = Iterable[str] | Mapping[str, int | None] | None
-_NAME_OF_THIS = "with_value_stats"
+_OF_VALUES = "with_value_stats"
 
 
 def with_value_stats(
@@ -189,7 +189,7 @@ class _Measure(ValueHook):
 
 def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure, dict[str, int]]:
     """What measures these names in a program, and how many scans the values of each share."""
-    chosen = watched_names(program, axes, _NAME_OF_THIS, VALUES)
+    chosen = watched_names(program, axes, _OF_VALUES, VALUES)
     there = sites_by_name(program)
     own = {name: list(VALUES.own(there[name])) for name in chosen}
     watched = []
@@ -219,12 +219,12 @@ def _check_axis(name: str, axis: int | None, sites: list[_jaxpr.NamedSite]) -> N
     for site in sites:
         if not -len(site.shape) <= axis < len(site.shape):
             raise ValueError(
-                f"{_NAME_OF_THIS}: got the axis {axis} for {name!r}, expected an axis of all its "
+                f"{_OF_VALUES}: got the axis {axis} for {name!r}, expected an axis of all its "
                 f"values, one of which has the shape {site.shape}"
             )
     lengths = sorted({site.shape[axis] for site in sites})
     if len(lengths) > 1:
         raise ValueError(
-            f"{_NAME_OF_THIS}: got the axis {axis} for {name!r}, whose values have the lengths "
-            f"{lengths} there, expected one length; tag the value that you mean with checkpoint_name"
+            f"{_OF_VALUES}: got the axis {axis} for {name!r}, whose values have the lengths "
+            f"{lengths} there, expected one length; tag the value you mean with checkpoint_name"
         )
