@@ -10,7 +10,7 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._error_clip import check_call
-from clipgrad._frameworks import Pure, has_modules, is_model, with_models
+from clipgrad._frameworks import Pure, differentiated_inputs, has_modules, is_model, with_models
 from clipgrad._jaxpr import PRINTS, holds_floats
 from clipgrad._trees import check_tree, is_array, path_string
 
@@ -111,11 +111,9 @@ def _trace(
     apart = args[0] if is_apart else (args, kwargs)
     entries, _ = jax.tree_util.tree_flatten_with_path(apart)
     arrays = [(path, leaf) for path, leaf in entries if is_array(leaf)]
-    chosen = [
-        i
-        for i, (path, leaf) in enumerate(arrays)
-        if path[0].idx == 0 and path[1].idx in positions and holds_floats(leaf)
-    ]
+    moved = differentiated_inputs(apart, dict.fromkeys(positions))
+    pairs = zip(arrays, moved, strict=True)
+    chosen = [i for i, ((_, x), is_moved) in enumerate(pairs) if is_moved and holds_floats(x)]
     if not chosen:
         raise ValueError(_nothing_floating(args, positions))
     names = [_argument_name(path) for path, _ in arrays]

@@ -8,7 +8,7 @@ import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._error_clip.wanted import CLIPPED, VALUES, Sites, common_nest, sites_by_name
-from clipgrad._frameworks import Pure, with_models
+from clipgrad._frameworks import Pure, differentiated_inputs, with_models
 from clipgrad._rules import as_rule, is_rule
 
 Rules = Mapping[str, Callable[..., Any] | None]
@@ -109,10 +109,17 @@ def _inner_first(names: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (last[name], -name.count("/")))
 
 
-def program_of(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_jaxpr.Traced, bool]:
-    """The program of a function, and whether it would change an NNX model; here they stay."""
+def program_of(
+    fun: Callable[..., Any], args: Any, kwargs: Any, chosen: Mapping[int, Any] | None = None
+) -> tuple[_jaxpr.Traced, bool, list[bool]]:
+    """The program of a function, and whether it would change an NNX model; here they stay.
+
+    The third result says for each input of the program whether the function is differentiated
+    with respect to it, see `differentiated_inputs`.
+    """
     traced: list[_jaxpr.Traced] = []
     changes: list[bool] = []
+    flags: list[bool] = []
 
     def read(function: Any, args: Any, kwargs: Any) -> None:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -121,9 +128,11 @@ def program_of(fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_jaxpr.
             return result
 
         traced.append(_jaxpr.trace(noted, args, kwargs))
+        apart = args[0] if isinstance(function, Pure) else (args, kwargs)
+        flags[:] = differentiated_inputs(apart, chosen or {})
 
     with_models(read, fun, args, kwargs)
-    return traced[0], changes[0]
+    return traced[0], changes[0], flags
 
 
 def _name_of_sites(name: str, sites: Sites) -> Name:

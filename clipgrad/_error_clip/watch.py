@@ -1,8 +1,9 @@
 """Value, gradient, and what arrived at variables with names in the backward pass."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +21,23 @@ from clipgrad._error_clip.wanted import (
     resolved,
     watched_names,
 )
-from clipgrad._frameworks import Pure, has_modules, is_model, model_value_and_grad, with_models
+from clipgrad._frameworks import (
+    Pure,
+    has_modules,
+    is_diff_state,
+    is_model,
+    model_value_and_grad,
+    with_models,
+)
 from clipgrad._stats import ClipStats
-from clipgrad._trees import check_tree, is_array
+from clipgrad._trees import check_tree
 
 _CALLER = "value_and_grad_with_stats"
 
 
 def value_and_grad_with_stats(
     fun: Callable[..., Any],
-    argnums: int | Sequence[int] = 0,
+    argnums: Any = 0,
     has_aux: bool = False,
     *,
     rules: Rules | None = None,
@@ -43,7 +51,8 @@ def value_and_grad_with_stats(
     Guarantees:
       * Value and gradient are those of ``jax.value_and_grad(error_clip_by_name(fun, rules))``;
         flax NNX models are differentiated as in ``nnx.value_and_grad``, with respect to
-        their ``nnx.Param``, and mutated as ``fun`` does. Arguments with Equinox modules are
+        their ``nnx.Param`` (or what an ``nnx.DiffState`` in ``argnums`` selects), and mutated as
+        ``fun`` does. Arguments with Equinox modules are
         differentiated as in ``eqx.filter_value_and_grad``, with respect to their floating arrays;
         the gradient has ``None`` for all other leaves.
       * The statistics leave the compiled backward pass as the gradients do, without a callback;
@@ -100,7 +109,7 @@ def value_and_grad_with_stats(
 
 def with_stats(
     fun: Callable[..., Any],
-    argnums: int | Sequence[int],
+    argnums: Any,
     has_aux: bool,
     rules: Rules | None,
     watch: Iterable[str] | None,
@@ -109,59 +118,80 @@ def with_stats(
     """`value_and_grad_with_stats`, by what ``value_and_grad(args)`` returns instead of JAX's."""
     named = checked_rules({} if rules is None else rules)
     watched = checked_watch(watch)
-    chosen = _checked_argnums(argnums)
-    first = next(iter(chosen))
+    wanted, is_one = _checked_argnums(argnums), not isinstance(argnums, Iterable)
+    first, *_ = chosen = [each.position for each in wanted]
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not all(-len(args) <= i < len(args) for i in chosen):
-            jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)  # says what is wrong
+            _raise_as_jax(fun, chosen[0] if is_one else tuple(chosen), has_aux, args, kwargs)
         arrays = _as_arrays(args, chosen)
-        traced, has_changes = program_of(fun, arrays, kwargs)
+        filters = {each.position % len(args): each.filter for each in wanted}
+        traced, has_changes, flags = program_of(fun, arrays, kwargs, filters)
         names = _resolved(traced.program, named, watched)
         probes = _probes(traced.program, names)
         warn_of_batches(traced.program, names, _CALLER, stacklevel=3)
-        active = _active(traced.program, arrays, chosen)
+        moved = [i for i, is_chosen in enumerate(flags) if is_chosen]
 
         def with_probes(*packed: Any) -> Any:
             *args, kwargs = packed
             args[first], probes = args[first]
-            hook = ByName.of(names, probes, active)
 
             def again(function: Any, args: Any, kwargs: Any) -> Any:
                 apart = isinstance(function, Pure)
                 known = _jaxpr.trace(function, args, kwargs) if apart else traced
-                return known.evaluate(args, kwargs, hook)
+                active = _jaxpr.active_variables(known.program, moved)
+                return known.evaluate(args, kwargs, ByName.of(names, probes, active))
 
             return with_models(again, fun, tuple(args), kwargs)
 
-        positions = tuple(i % len(args) for i in chosen)
-        seen = (args, kwargs) if has_changes else [args[i] for i in positions]
-        differentiated = value_and_grad(seen)(
-            with_probes, argnums=positions if chosen is argnums else positions[0], has_aux=has_aux
-        )
+        numbers = tuple(each.within(len(args)) for each in wanted)
+        seen = (args, kwargs) if has_changes else [args[i] for i in filters]
+        argument = numbers[0] if is_one else numbers
+        differentiated = value_and_grad(seen)(with_probes, argnums=argument, has_aux=has_aux)
         # The keyword arguments come last, since NNX resolves keywords by the signature of `fun`.
-        packed = [(arg, probes) if i == positions[0] else arg for i, arg in enumerate(args)]
+        packed = [(arg, probes) if i == first % len(args) else arg for i, arg in enumerate(args)]
         value, grads = differentiated(*packed, kwargs)
-        (grad, stats), *others = grads if chosen is argnums else (grads,)
-        return value, ((grad, *others) if chosen is argnums else grad), stats
+        (grad, stats), *others = (grads,) if is_one else grads
+        return value, (grad if is_one else (grad, *others)), stats
 
     return run
 
 
-def _checked_argnums(argnums: Any) -> Any:
-    chosen = argnums if isinstance(argnums, Iterable) else (argnums,)
+def _raise_as_jax(fun: Any, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> None:
+    """Raises JAX's error for positions without an argument."""
+    jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)
+
+
+class _Argument(NamedTuple):
+    """An argument to differentiate: its position, and which variables of a model."""
+
+    position: int
+    filter: Any = None
+    given: Any = None  # the `nnx.DiffState`
+
+    def within(self, count: int) -> Any:
+        """The same as JAX or NNX takes it, of so many arguments."""
+        position = self.position % count
+        return position if self.given is None else type(self.given)(position, self.filter)
+
+
+def _checked_argnums(argnums: Any) -> list[_Argument]:
+    chosen = list(argnums) if isinstance(argnums, Iterable) else [argnums]
     if not chosen:
         raise ValueError(
             f"argnums: got {argnums!r}, expected the position of at least one argument to "
             "differentiate"
         )
-    if not all(hasattr(position, "__index__") for position in chosen):
+    if not all(hasattr(item, "__index__") or is_diff_state(item) for item in chosen):
         raise TypeError(
             f"argnums: got {argnums!r}, expected the position of an argument, or several, such as "
             "0 or (0, 1)"
         )
-    return chosen
+    return [
+        _Argument(x.argnum, x.filter, x) if is_diff_state(x) else _Argument(operator.index(x))
+        for x in chosen
+    ]
 
 
 def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
@@ -184,20 +214,6 @@ def _resolved(program: Any, rules: Rules, watch: dict[str, Any] | None) -> Resol
     clipped = resolved(program, rules, _CALLER, CLIPPED)
     wanted = CLIPPED if watch is None else WATCHED
     return watched_names(program, watch, _CALLER, wanted) | clipped
-
-
-def _active(program: Any, args: tuple, argnums: Iterable[int]) -> frozenset[Any] | None:
-    """The variables that depend on what is differentiated; ``None`` if it is not known.
-
-    A probe of any other would make a cotangent where there is none, and where an operation behind
-    it may have no derivative at all.
-    """
-    if any(map(is_model, jax.tree.leaves(args, is_leaf=is_model))):
-        return None
-    positions = {i % len(args) for i in argnums}
-    owners = [i for i, arg in enumerate(args) for x in jax.tree.leaves(arg) if is_array(x)]
-    chosen = (place for place, owner in enumerate(owners) if owner in positions)
-    return _jaxpr.active_variables(program, chosen)
 
 
 def _probes(program: Any, names: Resolved) -> dict[str, ClipStats]:

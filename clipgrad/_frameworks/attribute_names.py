@@ -54,7 +54,7 @@ class Named:
         result = None
         try:
             for path, module in models:
-                _set_class(module, _class_at(path, module, _nnx().Module, before))
+                _set_class(module, _class_at(path, module, flax_nnx().Module, before))
             result = self._fun(*args, **kwargs)
         except Exception:
             self.failed = bool(before)
@@ -104,12 +104,13 @@ def _renamed(tree: Any, path: AttributePath, class_of: Callable[[Any, AttributeP
     return copy
 
 
-def _nnx() -> Any:
+def flax_nnx() -> Any:
+    """The module, if it is imported."""
     return sys.modules.get("flax.nnx")
 
 
 def _is_nnx(x: Any) -> bool:
-    nnx = _nnx()
+    nnx = flax_nnx()
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
@@ -119,7 +120,7 @@ def _segments(keys: Any) -> list[str]:
 
 def _nnx_modules(trees: Any) -> Iterator[tuple[AttributePath, Any]]:
     """The NNX modules in some trees, each once, with its first path in its tree."""
-    nnx = _nnx()
+    nnx = flax_nnx()
     leaves = jax.tree_util.tree_flatten_with_path(trees, is_leaf=_is_nnx)[0] if nnx else ()
     seen = set()
     for keys, model in leaves:

@@ -1,6 +1,6 @@
 """Equinox models as parameters: their floating arrays, apart from all else that they hold."""
 
-import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._frameworks.attribute_names import is_equinox
-from clipgrad._trees import combine, is_array, is_clippable, partition
+from clipgrad._trees import combine, instances, is_array, is_clippable, partition
 
 
 def has_modules(tree: Any) -> bool:
@@ -55,29 +55,15 @@ def _filtered(
     return run
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """A leaf that is no array, as a part of the structure: `jax.jit` takes it, and compares it."""
-
-    kind: type
-    value: Any
-
-
-def as_static(tree: Any) -> Any:
-    """A tree with Equinox modules whose leaves are arrays alone; `from_static` undoes it."""
-    if not has_modules(tree):
-        return tree
-    return jax.tree.map(lambda x: x if is_array(x) else Static(type(x), x), tree)
-
-
-def from_static(tree: Any) -> Any:
-    """The tree with all its leaves."""
-
-    def is_static(x: Any) -> bool:
-        return isinstance(x, Static)
-
-    return jax.tree.map(lambda x: x.value if is_static(x) else x, tree, is_leaf=is_static)
+def check_no_state(params: Any) -> None:
+    """Raises `ValueError` for an ``equinox.nn.State``, which a gradient would train."""
+    kind = getattr(getattr(sys.modules.get("equinox"), "nn", None), "State", None)
+    if kind is not None and instances(params, kind):
+        raise ValueError(
+            "params: got an equinox.nn.State among the parameters, which is not trained, expected "
+            "the model alone; write loss_fn(model, batch) that takes the state from the batch, "
+            "(state, x), and returns the new one as aux: (loss, state)"
+        )
 
 
 def _is_inexact(leaf: Any) -> bool:

@@ -99,6 +99,12 @@ def is_model(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
+def is_diff_state(x: Any) -> bool:
+    """Whether this is an argument of `nnx.grad` with the variables to differentiate."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.DiffState)
+
+
 def without_variables(tree: Any) -> Any:
     """The tree with arrays in place of NNX variables, which hold the state of `nnx.Optimizer`."""
     nnx: Any = sys.modules.get("flax.nnx")

@@ -29,6 +29,7 @@ def clip_per_example(
     where: Where = None,
     nonfinite: str = "propagate",
     method: str = "auto",
+    wrt: Any = None,
 ) -> "ClipPerExample":
     r"""Makes a ``value_and_grad`` that clips the gradient of each example.
 
@@ -99,10 +100,13 @@ def clip_per_example(
         * ``"auto"``: one pass, or two if the factors need more than 1 GiB (or twice the bytes of
           the parameters, if that is more). Rules that do not scale by L2 norms (value clips,
           other orders, units, functions) are direct.
+      wrt: which variables of a model of flax NNX are differentiated, a filter such as
+        ``nnx.LoRAParam``; ``None``: its ``nnx.Param``.
 
     Returns:
       A function ``(params, batch) -> (value, grads, stats)``, with ``has_aux`` ``((value, aux),
-      grads, stats)``. ``grads`` has the structure and dtypes of ``params``; ``aux`` and the
+      grads, stats)``. ``grads`` has the structure and dtypes of ``params``, with ``None`` for
+      integers; for models it is as of ``nnx.grad`` and ``equinox.filter_grad``; ``aux`` and the
       `ClipStats` ``stats`` have one entry for each example, in the order of the batch:
       ``stats.norm`` has the shape (B,), ``stats.clipped.mean()`` is the part of the examples that
       were clipped. Such statistics are not private. Its method ``plan(params, batch)`` shows
@@ -140,7 +144,8 @@ def clip_per_example(
         raise ValueError(f"reduce: got {reduce!r}, expected one of {', '.join(REDUCTIONS)}")
     check_microbatch(microbatch)
     loss_fn = scalar_loss(loss_fn, has_aux)
-    subject = PerExampleSubject(loss_fn, rule, microbatch, has_aux, where, nonfinite, method)
+    options = (microbatch, has_aux, where, nonfinite, method, wrt)
+    subject = PerExampleSubject(loss_fn, rule, *options)
     return ClipPerExample(subject, reduce)
 
 
@@ -153,18 +158,20 @@ class ClipPerExample:
 
     def __call__(self, params: Any, batch: Any) -> tuple[Any, Any, Any]:
         """The reduced loss, the reduced clipped gradients, and the statistics of each example."""
-        subject = self.subject
         check_params(params)
+        apart = self.subject.apart(params, batch)
+        subject, params, batch = apart.subject, apart.trained, apart.batch
         size, parts = part_count(batch, subject.microbatch)
         of_some = sums_of(subject, params, batch)
-        apart = on_each_device(params, batch)
-        total, (value, stats) = sums(of_some, apart, batch, parts)
+        total, (value, stats) = sums(of_some, on_each_device(params, batch), batch, parts)
         divisor = float(size) if self.reduce == "mean" else 1.0
         grads = jax.tree.map(lambda t, p: (t / divisor).astype(jnp.result_type(p)), total, params)
         loss, aux = value if subject.has_aux else (value, None)
         loss = jnp.mean(loss) if self.reduce == "mean" else jnp.sum(loss)
-        return ((loss, aux) if subject.has_aux else loss), grads, stats
+        return ((loss, aux) if subject.has_aux else loss), apart.gradients(grads), stats
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """What is done with each leaf, from shapes alone, such as those of `jax.eval_shape`."""
-        return plan_of(self.subject, params, batch)
+        check_params(params)
+        apart = self.subject.apart(params, batch)
+        return plan_of(apart.subject, apart.trained, apart.batch)

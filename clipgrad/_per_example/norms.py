@@ -32,6 +32,7 @@ def per_example_norms(
     per_leaf: bool = False,
     microbatch: int | None = None,
     method: str = "auto",
+    wrt: Any = None,
 ) -> "PerExampleNorms":
     r"""Makes a function that returns the L2 norm of the gradient of each example of a batch.
 
@@ -55,6 +56,7 @@ def per_example_norms(
       microbatch: the number of examples at once, which must divide the batch; ``None``: all.
       method: see `clip_per_example`; ``"direct"`` computes the gradients; all others measure
         them where they arise.
+      wrt: which variables of a model of flax NNX are differentiated; see `clip_per_example`.
 
     Returns:
       A function ``(params, batch) -> norms``, an array of shape (B,); with ``per_leaf`` a
@@ -79,7 +81,7 @@ def per_example_norms(
     check_method(method)
     check_microbatch(microbatch)
     loss_fn = scalar_loss(loss_fn, has_aux)
-    subject = PerExampleSubject(loss_fn, None, microbatch, has_aux, where, "propagate", method)
+    subject = PerExampleSubject(loss_fn, None, microbatch, has_aux, where, "propagate", method, wrt)
     return PerExampleNorms(subject, per_leaf)
 
 
@@ -93,6 +95,13 @@ class PerExampleNorms:
     def __call__(self, params: Any, batch: Any) -> Any:
         """The norms of the gradients of the examples."""
         check_params(params)
+        apart = self.subject.apart(params, batch)
+        own = dataclasses.replace(self, subject=apart.subject)
+        norms = own._of_arrays(apart.trained, apart.batch)
+        apart.note()
+        return norms
+
+    def _of_arrays(self, params: Any, batch: Any) -> Any:
         _, parts = part_count(batch, self.subject.microbatch)
         of_some = self._of_some
         if self.subject.why_direct(params) is None or shares_axes(params, batch):
@@ -101,7 +110,9 @@ class PerExampleNorms:
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """What is done with each leaf, from shapes alone, such as those of `jax.eval_shape`."""
-        plan = plan_of(self.subject, params, batch)
+        check_params(params)
+        apart = self.subject.apart(params, batch)
+        plan = plan_of(apart.subject, apart.trained, apart.batch)
         if plan.method == "direct":
             return plan
         method = "one pass" if self.subject.method == "auto" else plan.method

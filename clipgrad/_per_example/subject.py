@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from clipgrad._frameworks import Parameters, has_modules, is_model, take_apart
+from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.scales import why_direct
 from clipgrad._trees import Where, check_tree, is_array, is_none, path_string, selected
 
@@ -24,6 +26,31 @@ class PerExampleSubject:
     where: Where
     nonfinite: str
     method: str
+    wrt: Any = None
+
+    def apart(self, params: Any, batch: Any) -> "ApartSubject":
+        """The same of arrays that are all differentiated, for a model of any framework.
+
+        Each example has keys of its own where a model of flax NNX draws random numbers.
+        """
+        given = take_apart(params, self.wrt)
+        if jax.tree.structure(given.trained) == jax.tree.structure(params):
+            return ApartSubject(self, params, batch, given, False)
+        size = batch_size(batch)
+        first = jax.eval_shape(
+            lambda batch: jax.tree.map(lambda x: jnp.asarray(x)[0], batch), batch
+        )
+        is_random = given.random_state(self.loss_fn, first)
+
+        def loss(trained: Any, example: Any) -> Any:
+            example, keys = example if is_random else (example, {})
+            own = given.with_random_state(keys)
+            return own.call(self.loss_fn, trained, own.state, example)[0]
+
+        if is_random:
+            batch = batch, given.random_states(size)
+        subject = dataclasses.replace(self, loss_fn=loss)
+        return ApartSubject(subject, given.trained, batch, given, is_random)
 
     def why_direct(self, params: Any) -> str | None:
         """Why the gradient of each example is made; None if it need not be."""
@@ -40,6 +67,34 @@ class PerExampleSubject:
         return [flag for flag, leaf in zip(flags, leaves, strict=True) if leaf is not None]
 
 
+class ApartSubject(NamedTuple):
+    """A loss of arrays alone, with these and the batch.
+
+    Attributes:
+      subject: the loss, of ``trained`` and an example of ``batch``.
+      trained: the arrays to differentiate with respect to.
+      batch: the examples.
+      given: the parameters that they are from.
+      is_random: whether the loss draws random numbers by the state of a model.
+    """
+
+    subject: PerExampleSubject
+    trained: Any
+    batch: Any
+    given: Parameters
+    is_random: bool
+
+    def gradients(self, grads: Any) -> Any:
+        """The gradients as the framework of the parameters has them."""
+        self.note()
+        return self.given.as_given(grads)
+
+    def note(self) -> None:
+        """Advances the counts of random numbers in the models that were given."""
+        if self.is_random:
+            self.given.count_random_state()
+
+
 def check_method(method: str) -> None:
     """Raises `ValueError` for what is not the name of a method."""
     if method not in METHODS:
@@ -54,7 +109,11 @@ def check_params(params: Any) -> None:
             f"params: got {params!r:.60}, expected a tree with an array to differentiate with "
             "respect to; write (params, batch), in this order"
         )
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+    if has_modules(params):
+        return
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_model)[0]:
+        if is_model(leaf):
+            continue
         if not is_array(leaf) and not isinstance(leaf, (bool, int, float, complex, jnp.generic)):
             raise TypeError(
                 f"params: got a leaf of type {type(leaf).__name__} at {path_string(path)!r}, "

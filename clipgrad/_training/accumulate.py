@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._frameworks import partition_trained
+from clipgrad._frameworks import Parameters
 from clipgrad._numerics import at_least_float32
 from clipgrad._trees import combine, split_overwritten
 
-Gradients = Callable[..., tuple[tuple[Any, Any], Any, Any]]
+Gradients = Callable[..., tuple[tuple[Any, Any], Any, Any, Any]]
 
 
 def microbatches(batch: Any, parts: int) -> Callable[[Any], Any]:
@@ -26,12 +26,21 @@ def microbatches(batch: Any, parts: int) -> Callable[[Any], Any]:
 
 def scan_sums(f: Callable[[Any], tuple[Any, Any]], zeros: Any, parts: int) -> tuple[Any, Any]:
     """The sum of the first results of ``f(i)`` from ``zeros`` on, and the second ones stacked."""
+    (total, _), rest = _scan_sums(lambda _, i: (*f(i), None), zeros, None, parts)
+    return total, rest
 
-    def body(total: Any, i: jax.Array) -> tuple[Any, Any]:
-        new, rest = f(i)
-        return jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new), rest
 
-    return jax.lax.scan(body, zeros, jnp.arange(parts))
+def _scan_sums(
+    f: Callable[[Any, Any], tuple[Any, Any, Any]], zeros: Any, state: Any, parts: int
+) -> tuple[tuple[Any, Any], Any]:
+    """The same of ``f(state, i)``, whose third result is the state of the next."""
+
+    def body(carried: Any, i: jax.Array) -> tuple[Any, Any]:
+        total, state = carried
+        new, rest, state = f(state, i)
+        return (jax.tree.map(lambda t, n: t + n.astype(t.dtype), total, new), state), rest
+
+    return jax.lax.scan(body, (zeros, state), jnp.arange(parts))
 
 
 def wide_zeros(leaf: Any, like: Any) -> jax.Array:
@@ -40,13 +49,14 @@ def wide_zeros(leaf: Any, like: Any) -> jax.Array:
 
 
 def accumulated(gradients: Gradients, parts: int) -> Gradients:
-    """``gradients(params, batch) -> ((loss, aux), grads, stats)`` over microbatches.
+    """``gradients(params, batch) -> ((loss, aux), grads, stats, params)`` over microbatches.
 
     Loss and gradients are averaged, in float32 or wider, statistics added, aux values stacked. Of
-    values that overwrite a parameter the largest counts.
+    values that overwrite a parameter the largest counts. The state of a model goes from one
+    microbatch to the next, and the last one's is in the parameters that come back.
     """
 
-    def averaged(params: Any, batch: Any) -> Any:
+    def averaged(params: Parameters, batch: Any) -> Any:
         for shape in map(jnp.shape, jax.tree.leaves(batch)):
             if not shape or shape[0] % parts:
                 raise ValueError(
@@ -55,18 +65,26 @@ def accumulated(gradients: Gradients, parts: int) -> Gradients:
                 )
         part = microbatches(batch, parts)
 
-        def of_part(i: Any) -> Any:
-            (loss, aux), grads, stats = gradients(params, part(i))
+        def of_part(state: Any, i: Any) -> Any:
+            (loss, aux), grads, stats, after = gradients(params.with_state(state), part(i))
+            if not params.has_form_of(after):
+                raise ValueError(
+                    f"loss_fn: got a function that changes more of an NNX model than the values of "
+                    f"its state, expected one that does not with accumulate={parts}; create its "
+                    "variables before the step, or leave accumulate out"
+                )
             grads, overwriting = split_overwritten(grads)
-            return (loss, grads), (aux, stats, overwriting)
+            return (loss, grads), (aux, stats, overwriting), after.state
 
-        like, _ = jax.eval_shape(lambda: of_part(0))
-        trained, _ = split_overwritten(partition_trained(params)[0])
+        like, *_ = jax.eval_shape(of_part, params.state, 0)
+        trained, _ = split_overwritten(params.trained)
         zeros = jax.tree.map(wide_zeros, (0.0, trained), like)
-        total, (aux, stats, overwriting) = scan_sums(of_part, zeros, parts)
+        sums, (aux, stats, overwriting) = _scan_sums(of_part, zeros, params.state, parts)
+        total, state = sums
         loss, grads = jax.tree.map(lambda t, s: (t / parts).astype(s.dtype), total, like)
         # All start from the same history, and each puts the largest number that it met into it.
         grads = combine(grads, jax.tree.map(lambda value: value.max(0), overwriting))
-        return (loss, aux), grads, jax.tree.map(lambda field: field.sum(0), stats)
+        stats = jax.tree.map(lambda field: field.sum(0), stats)
+        return (loss, aux), grads, stats, params.with_state(state)
 
     return averaged

@@ -12,7 +12,7 @@ import optax
 
 from clipgrad._compat import exportable
 from clipgrad._error_clip import AdaptiveRules, Rules, with_stats
-from clipgrad._frameworks import as_static, equinox_value_and_grad, from_static, partition_trained
+from clipgrad._frameworks import Parameters, as_static, from_static, is_model, take_apart
 from clipgrad._gradient_clip import (
     SkipSpikesState,
     as_optimizer,
@@ -29,11 +29,9 @@ from clipgrad._trees import (
     check_tree,
     combine,
     instances,
-    is_clippable,
     overwrite,
-    partition,
+    path_string,
     split_overwritten,
-    with_paths,
     zeros_for,
 )
 
@@ -63,11 +61,13 @@ class TrainStep:
     Attributes:
       update: the compiled function of `jax.jit`, for example for ``update.lower(...)``.
       optimizer: the optimizer.
+      wrt: which variables of an NNX model are trained.
     """
 
     update: Any
     optimizer: optax.GradientTransformation
     histories: Callable[[Any, Any], Any] | None = None
+    wrt: Any = None
 
     def init(self, params: Any, batch: Any = None) -> TrainState:
         """The first state; it has copies, because a step may overwrite the buffers of its state.
@@ -80,7 +80,7 @@ class TrainStep:
         check_leaves("params", params)
         _check_numbers(params)
         params = from_static(jax.tree.map(_copied_leaf, as_static(params)))
-        trained, _ = partition_trained(params)
+        trained = take_apart(params, self.wrt).trained
         opt_state = jax.tree.map(_copied_leaf, self.optimizer.init(trained))
         state = TrainState(params, opt_state)
         return state if batch is None else self._with_histories(state, batch)
@@ -115,6 +115,7 @@ def train_step(
     accumulate: int = 1,
     has_aux: bool = False,
     donate: bool = True,
+    wrt: Any = None,
 ) -> TrainStep:
     """Makes a compiled training step from a loss function and any optax optimizer.
 
@@ -129,6 +130,11 @@ def train_step(
         statistics, and a warning says so.
       * A clip that does not act in a step, as in ``optax.MultiSteps`` before the last microbatch or
         in a skipped step, has statistics of size 0 there: norm 0, scale 1.
+      * A model of flax NNX among the parameters is trained as by ``nnx.grad`` and
+        ``nnx.Optimizer``: its ``nnx.Param`` (or ``wrt=``) are differentiated and updated, and its
+        other state, such as statistics of batches and counts of random numbers, is in the next
+        state as ``loss_fn`` has left it. The model that you pass to ``step.init`` does not change;
+        ``state.params`` is the trained one. A step that `skip_spikes` skips leaves both.
       * Integers and booleans among the parameters stay as they are; the optimizer sees ``None`` in
         their places.
       * Leaves below flax's ``_overwrite_with_gradient`` (scales and histories of 8-bit floats) are
@@ -138,7 +144,8 @@ def train_step(
 
     Args:
       loss_fn: ``loss_fn(params, batch)``, a scalar, or ``(scalar, aux)``. The parameters may be a
-        whole Equinox model: its floating arrays are trained, and its other leaves are kept.
+        whole Equinox model: its floating arrays are trained, and its other leaves are kept. They
+        may be a model of flax NNX, or a tree with such models.
       optimizer: an optax gradient transformation, such as
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
         ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.
@@ -153,6 +160,8 @@ def train_step(
       has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
       donate: whether a step may write the new state into the buffers of the old one, which you
         can't use after that.
+      wrt: which variables of a model of flax NNX are trained, a filter such as ``nnx.LoRAParam``;
+        ``None``: its ``nnx.Param``.
 
     Returns:
       A `TrainStep`: ``state = step.init(params)``, then ``state, metrics = step(state, batch)``.
@@ -183,8 +192,7 @@ def train_step(
       [-0.6 -0.8] 5.0 1.0
     """
     optimizer = as_optimizer("optimizer", optimizer)
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate: got {accumulate!r}, expected a positive integer")
+    _check_accumulate(accumulate)
     adaptive = AdaptiveRules.of(error_clip or {})
 
     def gradients_of(rules: Rules | None) -> Gradients:
@@ -192,40 +200,45 @@ def train_step(
         return accumulated(gradients, accumulate) if accumulate > 1 else gradients
 
     def histories(params: Any, batch: Any) -> Any:
-        watched = gradients_of(dict.fromkeys(adaptive.rules))
-        return adaptive.first(jax.eval_shape(lambda batch: watched(params, batch)[2], batch))
+        watched, given = gradients_of(dict.fromkeys(adaptive.rules)), take_apart(params, wrt)
+        return adaptive.first(jax.eval_shape(lambda batch: watched(given, batch)[2], batch))
 
     def update(state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         state = from_static(state)
         kept = state.error_clip
         gradients = gradients_of(error_clip if kept is None else adaptive.bound(kept))
-        (loss, aux), grads, stats = gradients(state.params, batch)
-        trained, fixed = partition_trained(state.params)
-        _check_trained(optimizer, trained, fixed, state.opt_state)
+        given = take_apart(state.params, wrt)
+        (loss, aux), grads, stats, after = gradients(given, batch)
+        _check_trained(optimizer, given.trained, state)
         grads, overwriting = split_overwritten(grads)
 
         def value(trained: Any) -> Any:
-            params = combine(trained, fixed)
             with asking_for_stats(""):
-                return loss_fn(params, batch)[0] if has_aux else loss_fn(params, batch)
+                result, _ = given.call(loss_fn, trained, given.state, batch)
+            return result[0] if has_aux else result
 
         seen = combine(grads, zeros_for(overwriting))
         extra = {"value": loss, "grad": seen, "value_fn": value}
-        updates, opt_state, clips = _updated(optimizer, seen, trained, state.opt_state, **extra)
-        params = optax.apply_updates(trained, updates)
+        updates, opt_state, clips = _updated(optimizer, seen, after.trained, state.opt_state, extra)
+        params = optax.apply_updates(after.trained, updates)
         metrics = {"loss": loss, **_metrics(grads, opt_state, clips)}
-        params = overwrite(params, overwriting, keep=metrics.get("skipped", False))
+        skipped = metrics.get("skipped", False)
+        params = after.unless(skipped, given).whole(overwrite(params, overwriting, keep=skipped))
         metrics |= {} if error_clip is None else {"error_clip": stats}
         metrics |= {"aux": aux} if has_aux else {}
         kept = None if kept is None else adaptive.after(kept, stats, accumulate)
-        return as_static(TrainState(combine(params, fixed), opt_state, kept)), metrics
+        return as_static(TrainState(params, opt_state, kept)), metrics
 
     compiled = jax.jit(update, donate_argnums=0 if donate else ())
-    return TrainStep(compiled, optimizer, histories if adaptive.are_adaptive else None)
+    return TrainStep(compiled, optimizer, histories if adaptive.are_adaptive else None, wrt)
 
 
 def _updated(
-    optimizer: optax.GradientTransformation, grads: Any, params: Any, state: Any, **extra: Any
+    optimizer: optax.GradientTransformation,
+    grads: Any,
+    params: Any,
+    state: Any,
+    extra: dict[str, Any],
 ) -> tuple[Any, Any, tuple[ClipStats, ...]]:
     """What an optimizer returns, and the statistics of all clips in it.
 
@@ -244,22 +257,18 @@ def _updated(
 def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) -> Gradients:
     """The gradients of a loss, with the statistics of its error clips."""
 
-    def with_aux(params: Any, batch: Any) -> Any:
-        return loss_fn(params, batch) if has_aux else (loss_fn(params, batch), None)
+    def gradients(params: Parameters, batch: Any) -> Any:
+        def loss(trained: Any, state: Any, batch: Any) -> Any:
+            result, changes = params.call(loss_fn, trained, state, batch)
+            value, aux = result if has_aux else (result, None)
+            return value, (aux, changes)
 
-    def differentiated(params: Any) -> Callable[..., Any]:
-        # Of integers and booleans the gradient has no elements.
-        return functools.partial(equinox_value_and_grad(params), allow_int=True)
-
-    def plain(params: Any, batch: Any) -> Any:
-        return differentiated(params)(with_aux, has_aux=True)(params, batch)
-
-    if rules is not None:
-        plain = with_stats(with_aux, 0, True, rules, (), differentiated)
-
-    def gradients(params: Any, batch: Any) -> tuple[Any, Any, Any]:
-        value, grads, *stats = plain(params, batch)
-        return value, partition(grads, is_clippable)[0], stats[0] if stats else {}
+        plain = functools.partial(jax.value_and_grad, has_aux=True)
+        run = (
+            plain(loss) if rules is None else with_stats(loss, 0, True, rules, (), lambda _: plain)
+        )
+        (value, (aux, changes)), grads, *stats = run(params.trained, params.state, batch)
+        return (value, aux), grads, stats[0] if stats else {}, params.after(changes)
 
     return gradients
 
@@ -278,28 +287,35 @@ def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> StepMe
     return metrics
 
 
+def _check_accumulate(accumulate: Any) -> None:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate: got {accumulate!r}, expected a positive integer")
+
+
 def _check_numbers(params: Any) -> None:
     """Raises `TypeError` for keys of random numbers, by which JAX does not differentiate."""
-    for path, leaf in with_paths(params):
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_model)[0]:
+        if is_model(leaf):
+            continue  # its keys are state
         if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             raise TypeError(
-                f"params: got a leaf of dtype {leaf.dtype} at {path!r}, expected numbers; pass "
-                "PRNG keys in the batch, or jax.random.key_data(key)"
+                f"params: got a leaf of dtype {leaf.dtype} at {path_string(path)!r}, expected "
+                "numbers; pass PRNG keys in the batch, or jax.random.key_data(key)"
             )
 
 
 def _check_trained(
-    optimizer: optax.GradientTransformation, trained: Any, fixed: list[Any], state: Any
+    optimizer: optax.GradientTransformation, trained: Any, state: TrainState
 ) -> None:
     """Raises `ValueError` for an optimizer's state with places for integers, as of momentum."""
-    if all(leaf is None for leaf in fixed):
+    if jax.tree.structure(trained) == jax.tree.structure(state.params):
         return
     expected = jax.tree.structure(jax.eval_shape(optimizer.init, trained))
-    if jax.tree.structure(state) != expected:
+    if jax.tree.structure(state.opt_state) != expected:
         raise ValueError(
             "state: got an optimizer state of another structure, expected the state of "
-            "step.init(params), which leaves out the integers among the parameters: "
-            f"{expected}"
+            "step.init(params), which leaves out the integers among the parameters, and all but "
+            f"the trained variables of an NNX model: {expected}"
         )
 
 

@@ -1,0 +1,321 @@
+"""Parameters with models of flax NNX, apart: trained variables, and their other variables."""
+
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._frameworks.attribute_names import Named, flax_nnx
+from clipgrad._frameworks.nnx import explained, is_model
+from clipgrad._trees import is_array, is_clippable
+
+_RANDOM = "keys of random numbers"
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["trained", "state"],
+    meta_fields=["graph", "structures"],
+)
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """What a function has changed in NNX models: arrays, and what makes models of them.
+
+    Attributes:
+      trained: the arrays that are trained; ``None`` if they are the same.
+      state: the other arrays.
+      graph: what NNX makes models of, with the variables.
+      structures: those of the variables that are trained, and of the others.
+    """
+
+    trained: list[Any] | None
+    state: list[Any]
+    graph: Any
+    structures: tuple[Any, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NNXParameters:
+    """A tree with models of NNX, taken apart as `nnx.grad` does it.
+
+    Attributes:
+      trained: the tree with an `nnx.State` of arrays in place of each model.
+      state: the arrays of the variables of models that are not trained.
+      graph: what NNX makes models of, with the variables.
+      structures: those of the variables that are trained, and of the others.
+      leaves: the leaves of the tree, a model as one.
+      structure: that of the tree, with models as leaves.
+      is_trained: whether a variable at a path is trained.
+    """
+
+    trained: Any
+    state: list[Any]
+    graph: Any
+    structures: tuple[Any, Any]
+    leaves: list[Any]
+    structure: Any
+    is_trained: Callable[[Any, Any], bool]
+
+    @classmethod
+    def of(cls, params: Any, wrt: Any) -> "NNXParameters":
+        """The parameters apart.
+
+        Raises:
+          ValueError: nothing in them is trained.
+        """
+        leaves, structure = jax.tree.flatten(params, is_leaf=is_model)
+        is_trained = trained_variables(wrt)
+        graph, trained, state = _split_of(leaves, is_trained)
+        if not jax.tree.leaves(trained) and not any(map(is_clippable, leaves)):
+            kinds = sorted({type(v).__name__ for _, v in flax_nnx().to_flat_state(state)})
+            raise ValueError(
+                f"params: got an NNX model without variables that are trained, with "
+                f"{', '.join(kinds) or 'none'}, expected nnx.Param; write wrt= as for nnx.grad, "
+                "such as wrt=nnx.LoRAParam"
+            )
+        structures = jax.tree.structure(trained), jax.tree.structure(state)
+        own = cls(None, jax.tree.leaves(state), graph, structures, leaves, structure, is_trained)
+        return dataclasses.replace(own, trained=own._tree_of(trained, pure=True))
+
+    def whole(self, trained: Any, state: list[Any] | None = None) -> Any:
+        """The tree with other arrays; its models are new objects."""
+        pieces = list(zip(self.structure.flatten_up_to(trained), self.leaves, strict=True))
+        arrays = jax.tree.leaves([piece for piece, x in pieces if is_model(x)])
+        state = self.state if state is None else state
+        parts = (s.unflatten(x) for s, x in zip(self.structures, (arrays, state), strict=True))
+        models = iter(flax_nnx().merge(self.graph, *parts))
+        return self.structure.unflatten(
+            next(models) if is_model(x) else x if piece is None else piece for piece, x in pieces
+        )
+
+    def call(self, fun: Callable[..., Any], trained: Any, state: Any, *args: Any) -> Any:
+        """The result of ``fun(tree, *args)``, and the `Changes` in the models, or ``None``.
+
+        Submodules have their attribute paths as names.
+        """
+        named = Named(fun)
+        with explained():
+            try:
+                return self._called(named, trained, state, args)
+            except Exception:
+                if not named.failed:
+                    raise
+            return self._called(fun, trained, state, args)
+
+    def after(self, changes: Changes | None) -> "NNXParameters":
+        """The parameters with what a function has changed in them."""
+        if changes is None:
+            return self
+        own = dataclasses.replace(
+            self, state=changes.state, graph=changes.graph, structures=changes.structures
+        )
+        if changes.trained is None:
+            return own
+        variables = own.structures[0].unflatten(changes.trained)
+        return dataclasses.replace(own, trained=own._tree_of(variables, pure=True))
+
+    def with_state(self, state: Any) -> "NNXParameters":
+        """The parameters with other arrays in their state."""
+        return dataclasses.replace(self, state=state)
+
+    def has_form_of(self, other: Any) -> bool:
+        """Whether only values of the state are different."""
+        types = [[jax.typeof(x) for x in each.state] for each in (self, other)]
+        same = self.graph == other.graph and self.structures == other.structures
+        return same and other.trained is self.trained and types[0] == types[1]
+
+    def unless(self, condition: Any, other: Any) -> "NNXParameters":
+        """The parameters with the state of others, as far as it has the same form, in this case."""
+        if condition is False or self.structures != other.structures:
+            return self
+        pairs = zip(self.state, other.state, strict=True)
+        return self.with_state([x if x is y else jnp.where(condition, y, x) for x, y in pairs])
+
+    def as_given(self, trained: Any) -> Any:
+        """A tree like `trained` with variables around the arrays, as `nnx.grad` has them."""
+        arrays, count = jax.tree.leaves(trained), self.structures[0].num_leaves
+        variables = self.structures[0].unflatten(range(count))
+        return jax.tree.structure(self._tree_of(variables, pure=False)).unflatten(arrays)
+
+    def random_state(self, fun: Callable[..., Any], example: Any) -> bool:
+        """Whether a function of one example draws random numbers by the state of a model.
+
+        Raises:
+          ValueError: the function changes something else in a model.
+        """
+        found: list[str] = []
+
+        def run(trained: Any, state: list[Any], example: Any) -> None:
+            _, changes = self.call(fun, trained, state, example)
+            found.extend(self._changed(state, changes))
+
+        jax.eval_shape(run, self.trained, self.state, example)
+        others = [name for name in found if name != _RANDOM]
+        if others:
+            raise ValueError(
+                f"params: got an NNX model in which the loss of one example changes "
+                f"{', '.join(others[:3])}, expected a loss that does not; for statistics of "
+                "batches write model.eval(), and to drop the changes\n"
+                "  graph, params, rest = nnx.split(model, nnx.Param, ...)\n"
+                "  loss = lambda params, x: loss_fn(nnx.merge(graph, params, rest, copy=True), x)\n"
+                "and pass params"
+            )
+        return bool(found)
+
+    def random_states(self, count: int) -> dict[int, Any]:
+        """The keys of so many examples, as `nnx.split_rngs` makes them, by place in the state."""
+        models = [x for x in jax.tree.leaves(self.whole(self.trained), is_leaf=is_model)]
+        models = [x for x in models if is_model(x)]
+        flax_nnx().split_rngs(models, splits=count)
+        after = self._arrays(models)[1]
+        pairs = enumerate(zip(self.state, after, strict=True))
+        return {i: new for i, (old, new) in pairs if new is not old}
+
+    def with_random_state(self, keys: dict[int, Any]) -> "NNXParameters":
+        """The parameters with the keys of one example."""
+        return self.with_state([keys.get(i, x) for i, x in enumerate(self.state)])
+
+    def count_random_state(self) -> None:
+        """Advances the counts of random numbers in the models as `nnx.split_rngs` does."""
+        with explained():
+            models = [x for x in self.leaves if is_model(x)]
+            flax_nnx().restore_rngs(flax_nnx().split_rngs(models, splits=1))
+
+    def _changed(self, state: list[Any], changes: Changes | None) -> Iterator[str]:
+        """The variables that a function has changed, in words."""
+        if changes is None:
+            return
+        if changes.structures != self.structures or changes.graph != self.graph:
+            yield "its attributes or variables"
+            return
+        if changes.trained is not None:
+            yield "its parameters"
+        numbered = self.structures[1].unflatten(range(len(state)))
+        for path, variable in flax_nnx().to_flat_state(numbered):
+            is_random = isinstance(variable, flax_nnx().RngState)
+            if any(changes.state[i] is not state[i] for i in jax.tree.leaves(variable)):
+                name = f"{type(variable).__name__} at {'/'.join(map(str, path[1:]))!r}"
+                yield _RANDOM if is_random else name
+
+    def _called(self, fun: Callable[..., Any], trained: Any, state: list[Any], args: Any) -> Any:
+        tree = self.whole(trained, state)
+        leaves = jax.tree.leaves(tree, is_leaf=is_model)
+        before = self._arrays(leaves)
+        result = fun(tree, *args)
+        graph, *after = _split_of(leaves, self.is_trained)
+        structures, arrays = (
+            tuple(map(jax.tree.structure, after)),
+            list(map(jax.tree.leaves, after)),
+        )
+        same = [_are_same(x, y) for x, y in zip(before, arrays, strict=True)]
+        if graph == self.graph and structures == self.structures and all(same):
+            return result, None
+        return result, Changes(None if same[0] else arrays[0], arrays[1], graph, structures)
+
+    def _arrays(self, leaves: list[Any]) -> list[list[Any]]:
+        return [jax.tree.leaves(part) for part in _split_of(leaves, self.is_trained)[1:]]
+
+    def _tree_of(self, states: Any, pure: bool) -> Any:
+        """The tree with parts of a state of all models in their places."""
+        numbers = itertools.count()
+        return self.structure.unflatten(
+            _part_of_model(states, next(numbers), x, pure)
+            if is_model(x)
+            else x
+            if is_clippable(x)
+            else None
+            for x in self.leaves
+        )
+
+
+def _part_of_model(states: Any, i: int, model: Any, pure: bool) -> Any:
+    """What a state has of a model; a variable that is itself in the tree stays one."""
+    if isinstance(model, flax_nnx().Variable):
+        return states.get(i)
+    piece = states.get(i, flax_nnx().State({}))
+    return flax_nnx().as_pure(piece) if pure else piece
+
+
+def trained_variables(wrt: Any) -> Callable[[Any, Any], bool]:
+    """Whether a variable at a path in its model is trained: integers are not.
+
+    Raises:
+      TypeError: ``wrt`` is not a filter of NNX.
+    """
+    nnx = flax_nnx()
+    try:
+        is_chosen = nnx.filterlib.to_predicate(nnx.Param if wrt is None else wrt)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"wrt: got {wrt!r}, expected a filter of flax NNX, such as nnx.Param or nnx.LoRAParam"
+        ) from error
+    return lambda path, x: is_chosen(path, x) and all(map(is_clippable, jax.tree.leaves(x)))
+
+
+def differentiated_inputs(arguments: tuple[Any, Any], chosen: Mapping[int, Any]) -> list[bool]:
+    """For each array among arguments whether the function is differentiated with respect to it.
+
+    Args:
+      arguments: the positional and the keyword arguments, in which `with_models` may have taken
+        models apart.
+      chosen: the positions of arguments, each with a filter as ``wrt``.
+    """
+    nnx = flax_nnx()
+    kind = () if nnx is None else nnx.NodeStates
+    entries, _ = jax.tree_util.tree_flatten_with_path(
+        arguments, is_leaf=lambda x: isinstance(x, kind)
+    )
+    flags: list[bool] = []
+    for path, part in entries:
+        is_chosen = path[0].idx == 0 and path[1].idx in chosen
+        if isinstance(part, kind):
+            wrt = chosen[path[1].idx] if is_chosen else None
+            flags += _trained_arrays(part.state, is_chosen, wrt)
+        elif is_array(part):
+            flags.append(is_chosen)
+    return flags
+
+
+def _trained_arrays(state: Any, is_chosen: bool, wrt: Any) -> list[bool]:
+    """For each array in a state whether it is trained."""
+    leaves, structure = jax.tree.flatten(state)
+    trained: set[int] = set()
+    if is_chosen:
+        is_trained, numbered = trained_variables(wrt), structure.unflatten(range(len(leaves)))
+        pairs = zip(_flat(state), _flat(numbered), strict=True)
+        for (path, variable), (_, numbers) in pairs:
+            trained |= set(jax.tree.leaves(numbers)) if is_trained(path, variable) else set()
+    return [i in trained for i, leaf in enumerate(leaves) if is_array(leaf)]
+
+
+def _flat(state: Any) -> list[tuple[Any, Any]]:
+    """The variables of a state with their paths; of one that is a variable itself, this one."""
+    return (
+        [((), state)]
+        if isinstance(state, flax_nnx().Variable)
+        else list(flax_nnx().to_flat_state(state))
+    )
+
+
+def all_trained(models: list[Any], wrt: Any) -> bool:
+    """Whether these are variables, as in an `nnx.State`, that are all trained."""
+    is_trained = trained_variables(wrt)
+    return all(isinstance(x, flax_nnx().Variable) and is_trained((), x) for x in models)
+
+
+def _split_of(leaves: list[Any], is_trained: Callable[[Any, Any], bool]) -> tuple[Any, Any, Any]:
+    """The graph of the models among some leaves, their variables that are trained, and others."""
+
+    def chosen(path: Any, variable: Any) -> bool:
+        return is_trained(path[1:], variable)  # without the number of the model
+
+    return flax_nnx().split([x for x in leaves if is_model(x)], chosen, ...)
+
+
+def _are_same(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(map(operator.is_, before, after))

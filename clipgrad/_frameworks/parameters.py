@@ -1,0 +1,100 @@
+"""Parameters taken apart: what is differentiated, what is state, and what is neither.
+
+This is the one place that decides it, for trees of arrays and for models of every framework.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from clipgrad._frameworks.equinox import check_no_state, partition_trained
+from clipgrad._frameworks.nnx import is_model
+from clipgrad._frameworks.nnx_parameters import NNXParameters, all_trained
+from clipgrad._trees import check_tree, combine
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TreeParameters:
+    """A tree of arrays, perhaps with modules of Equinox, apart.
+
+    Attributes:
+      trained: what is differentiated: the tree with ``None`` in place of all else.
+      rest: the leaves that are not.
+      state: nothing; the methods are those of `NNXParameters`.
+    """
+
+    trained: Any
+    rest: list[Any]
+    state: None = None
+
+    def whole(self, trained: Any) -> Any:
+        """The tree with other trained arrays."""
+        return combine(trained, self.rest)
+
+    def call(
+        self, fun: Callable[..., Any], trained: Any, state: Any, *args: Any
+    ) -> tuple[Any, None]:
+        """The result of a function of the tree, which is a value: nothing in it changes."""
+        return fun(self.whole(trained), *args), None
+
+    def after(self, changes: None) -> "TreeParameters":
+        """The same."""
+        return self
+
+    def with_state(self, state: Any) -> "TreeParameters":
+        """The same."""
+        return self
+
+    def has_form_of(self, other: Any) -> bool:
+        """Whether these are the same."""
+        return other is self
+
+    def unless(self, condition: Any, other: Any) -> "TreeParameters":
+        """The same."""
+        return self
+
+    def as_given(self, trained: Any) -> Any:
+        """The same."""
+        return trained
+
+    def random_state(self, fun: Callable[..., Any], example: Any) -> bool:
+        """Never: there is no state."""
+        return False
+
+    def random_states(self, count: int) -> Any:
+        """None."""
+
+    def with_random_state(self, keys: Any) -> "TreeParameters":
+        """The same."""
+        return self
+
+    def count_random_state(self) -> None:
+        """Nothing."""
+
+
+Parameters = TreeParameters | NNXParameters
+
+
+def take_apart(params: Any, wrt: Any = None) -> Parameters:
+    """The parameters apart.
+
+    Of a model of flax NNX its ``nnx.Param`` are trained, or what the filter ``wrt`` selects; of a
+    tree with Equinox modules its floating arrays; of another tree all floating leaves.
+
+    Raises:
+      ValueError: for a filter without an NNX model, a model without such variables, or an
+        ``equinox.nn.State``, which is not trained and would not be updated.
+    """
+    check_tree("params", params)
+    models = [x for x in jax.tree.leaves(params, is_leaf=is_model) if is_model(x)]
+    if models and not all_trained(models, wrt):
+        return NNXParameters.of(params, wrt)
+    if wrt is not None and not models:
+        raise ValueError(
+            f"wrt: got {wrt!r} for parameters without a model of flax NNX, expected None; to train "
+            "a part of a tree, write optax.masked or optax.partition"
+        )
+    check_no_state(params)
+    return TreeParameters(*partition_trained(params))

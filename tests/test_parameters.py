@@ -1,0 +1,337 @@
+"""What of a model is trained, and what is state: one answer at every entry point."""
+
+import copy
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import clipgrad as cg
+from clipgrad._diagnose.subject import subject
+from tests.helpers import assert_close
+
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+X = jnp.linspace(-1.0, 2.0, 12).reshape(4, 3) ** 2
+
+
+class Counter(nnx.Variable):
+    """A variable of a user's own."""
+
+
+class Plain(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.last = nnx.Linear(3, 4, rngs=rngs), nnx.Linear(4, 2, rngs=rngs)
+
+    def inner(self, h):
+        return jnp.tanh(h)
+
+    def __call__(self, x):
+        return self.last(checkpoint_name(self.inner(self.first(x)), "h"))
+
+
+class Normed(Plain):
+    def __init__(self, rngs, average=False):
+        super().__init__(rngs)
+        self.norm = nnx.BatchNorm(4, use_running_average=average, rngs=rngs)
+        self.table = nnx.data(jnp.ones(4))
+        self.ids = nnx.Param(jnp.arange(4))
+
+    def inner(self, h):
+        return self.norm(h) * self.table + self.ids[...].sum()
+
+
+class Evaluated(Normed):
+    def __init__(self, rngs):
+        super().__init__(rngs, average=True)
+
+
+class Dropped(Plain):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def inner(self, h):
+        return self.dropout(h)
+
+
+class Counted(Plain):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.count = Counter(jnp.zeros((), jnp.int32))
+
+    def inner(self, h):
+        self.count[...] += 1
+        return h
+
+
+class Adapted(Plain):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.lora = nnx.LoRA(4, 2, 4, base_module=nnx.Linear(4, 4, rngs=rngs), rngs=rngs)
+        self.lora.lora_b[...] = jnp.ones((2, 4))
+
+    def inner(self, h):
+        return self.lora(h)
+
+
+class Tied(Plain):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.again = self.mix = nnx.Linear(4, 4, rngs=rngs)
+
+    def inner(self, h):
+        return self.again(self.mix(h))
+
+
+class Scanned(Plain):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.rnn = nnx.RNN(nnx.LSTMCell(4, 4, rngs=rngs), rngs=rngs)
+
+    def inner(self, h):
+        return self.rnn(h[..., None, :] * jnp.ones((5, 1)))[..., -1, :]
+
+
+KINDS = [Plain, Normed, Evaluated, Dropped, Counted, Adapted, Tied, Scanned]
+FILTERS = {"Adapted": nnx.LoRAParam}
+KEPT = (Plain, Evaluated, Adapted, Tied)  # models that the loss of one example does not change
+every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+
+
+def loss(model, x):
+    return jnp.mean((model(x) - 1) ** 2)
+
+
+def of_one(model, x):
+    return loss(model, x[None])
+
+
+def wrt_of(kind):
+    return nnx.All(FILTERS.get(kind.__name__, nnx.Param), lambda path, _: "ids" not in path)
+
+
+def gradient(kind, model, x):
+    return nnx.value_and_grad(loss, argnums=nnx.DiffState(0, wrt_of(kind)))(model, x)
+
+
+def numbers(tree):
+    leaves = jax.tree.leaves(tree)
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [np.array(jax.random.key_data(x) if is_key(x) else x) for x in leaves]
+
+
+def state_of(model):
+    return numbers(nnx.state(model))
+
+
+def trained_by_nnx(kind, steps=2):
+    model = kind(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=wrt_of(kind))
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, grads = gradient(kind, model, X)
+        optimizer.update(model, grads)
+        return value, cg.global_norm(nnx.as_pure(grads))
+
+    return model, [step(model, optimizer) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("options", [{}, {"error_clip": {"h": None}}], ids=["plain", "watched"])
+@every_kind
+def test_a_step_trains_a_model_as_nnx_does_and_returns_its_state(kind, options):
+    expected, seen = trained_by_nnx(kind)
+    given = kind(nnx.Rngs(0))
+    before = state_of(given)
+    step = cg.train_step(loss, optax.adam(0.1), wrt=FILTERS.get(kind.__name__), **options)
+    state = step.init(given)
+    for value, norm in seen:
+        state, metrics = step(state, X)
+        assert_close((metrics["loss"], metrics["grad_norm"]), (value, norm), rtol=1e-5)
+    assert_close(state_of(state.params), state_of(expected), rtol=1e-5, atol=1e-6)
+    assert_close(state_of(given), before, rtol=0)
+    assert isinstance(state.params, kind) and step.update._cache_size() == 1
+    assert options == {} or metrics["error_clip"]["h"].norm > 0
+
+
+@every_kind
+def test_statistics_come_with_the_gradient_of_nnx(kind):
+    argnums = nnx.DiffState(0, wrt_of(kind))
+    expected, model = kind(nnx.Rngs(0)), kind(nnx.Rngs(0))
+    value, grads = gradient(kind, expected, X)
+    found = cg.value_and_grad_with_stats(loss, argnums, watch=["h", "**"])(model, X)
+    assert_close((found[0], numbers(found[1])), (value, numbers(grads)), rtol=1e-5, atol=1e-6)
+    assert jax.tree.structure(found[1]) == jax.tree.structure(grads)
+    assert_close(state_of(model), state_of(expected), rtol=1e-5)
+    assert found[2]["h"].norm > 0 and "first" in found[2]
+
+
+def each_by_nnx(kind, model):
+    @nnx.split_rngs(splits=len(X))
+    @nnx.vmap(in_axes=(nnx.StateAxes({nnx.RngState: 0, ...: None}), 0))
+    def each(model, x):
+        return gradient(kind, model, x[None])[1]
+
+    return nnx.as_pure(each(model, X))
+
+
+@pytest.mark.parametrize("method", ["direct", "one pass", "two passes"])
+@pytest.mark.parametrize("kind", [*KEPT, Dropped, Scanned], ids=lambda kind: kind.__name__)
+def test_each_example_has_the_gradient_of_nnx(kind, method):
+    expected, model = kind(nnx.Rngs(0)), kind(nnx.Rngs(0))
+    each = each_by_nnx(kind, expected)
+    options = {"wrt": FILTERS.get(kind.__name__), "method": method}
+    _, grads, stats = cg.clip_per_example(of_one, None, **options)(model, X)
+    assert isinstance(grads, nnx.State)
+    mean = jax.tree.map(lambda x: x.mean(0), each)
+    assert_close(numbers(grads), numbers(mean), rtol=1e-4, atol=1e-5)
+    norms = jax.vmap(cg.global_norm)(each)
+    assert_close(stats.norm, norms, rtol=1e-4)
+    assert_close(state_of(model), state_of(expected), rtol=0)
+    again = kind(nnx.Rngs(0))
+    assert_close(cg.per_example_norms(of_one, **options)(again, X), norms, rtol=1e-4)
+    assert_close(state_of(again), state_of(expected), rtol=0)
+    before = state_of(again)
+    assert len(cg.per_example_norms(of_one, **options).plan(again, X).leaves) == len(numbers(grads))
+    assert_close(state_of(again), before, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [Normed, Counted], ids=lambda kind: kind.__name__)
+def test_a_model_that_an_example_would_change_is_refused_with_the_line_to_write(kind):
+    model = kind(nnx.Rngs(0))
+    clipped = cg.clip_per_example(of_one, cg.ClipByGlobalNorm(1.0))
+    with pytest.raises(ValueError, match=r"changes (BatchStat|Counter) at .*expected a loss that"):
+        clipped(model, X)
+    with pytest.raises(ValueError, match=r"model.eval\(\)"):
+        cg.per_example_norms(of_one)(model, X)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)  # the line that the error writes
+    params = nnx.filter_state(params, lambda path, _: "ids" not in path)
+    names = dict(nnx.to_flat_state(params))
+    ids = {} if kind is Counted else {"ids": nnx.Param(jnp.arange(4))}
+    whole = lambda p: nnx.merge(graph, nnx.merge_state(p, nnx.State(ids)), rest, copy=True)  # noqa: E731
+    _, grads, _ = cg.clip_per_example(lambda p, x: of_one(whole(p), x), None)(params, X)
+    assert dict(nnx.to_flat_state(grads)).keys() == names.keys()
+
+
+@every_kind
+def test_a_diagnosis_looks_at_the_trained_variables(kind):
+    model = kind(nnx.Rngs(0))
+    before = state_of(model)
+    assert cg.diagnose(loss, (model, X)).ok
+    given = subject(loss, (model, X), None, 0, False)
+    own = nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.PathContains("ids")))))
+    names = {f"args/0/{'/'.join(map(str, path))}" for path, _ in own}
+    found = {given.names[i].removesuffix("/value") for i in given.chosen}
+    assert {name.replace("states/0/", "") for name in found} == names
+    assert_close(state_of(model), before, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [Normed, Dropped, Counted], ids=lambda kind: kind.__name__)
+def test_the_state_goes_from_one_microbatch_to_the_next(kind):
+    expected, model = kind(nnx.Rngs(0)), kind(nnx.Rngs(0))
+    parts = [X[i::2] for i in range(2)]
+    grads = [nnx.as_pure(gradient(kind, expected, part)[1]) for part in parts]
+    step = cg.train_step(loss, optax.sgd(1.0), accumulate=2)
+    state, _ = step(step.init(model), X)
+    params = nnx.as_pure(nnx.state(model, wrt_of(kind)))
+    moved = jax.tree.map(lambda w, *g: w - sum(g) / 2, params, *grads)
+    trained = nnx.as_pure(nnx.state(state.params, wrt_of(kind)))
+    assert_close(trained, moved, rtol=1e-5, atol=1e-6)
+    rest = nnx.Not(nnx.Param)
+    assert_close(
+        numbers(nnx.state(state.params, rest)), numbers(nnx.state(expected, rest)), rtol=1e-5
+    )
+
+
+def test_a_skipped_step_leaves_the_state_of_the_model():
+    step = cg.train_step(loss, cg.skip_spikes(optax.sgd(0.1), halt=True))
+    state, _ = step(step.init(Normed(nnx.Rngs(0))), X)
+    before = state_of(state.params)
+    state, metrics = step(state, X.at[0, 0].set(jnp.nan))
+    assert metrics["skipped"]
+    assert_close(state_of(state.params), before, rtol=0)
+
+
+def test_models_beside_arrays_are_trained_together():
+    def scaled(params, x):
+        return loss(params["model"], x) * params["scale"]
+
+    given = {"model": Normed(nnx.Rngs(0)), "scale": jnp.float32(2), "ids": jnp.arange(3)}
+    step = cg.train_step(scaled, optax.sgd(0.1))
+    state, _ = step(step.init(given), X)
+    expected = copy.deepcopy(given["model"])
+    _, grads = gradient(Normed, expected, X)
+    value = loss(copy.deepcopy(given["model"]), X)
+    assert_close(state.params["scale"], 2 - 0.1 * value, rtol=1e-5)
+    kernel = given["model"].last.kernel[...] - 0.2 * grads["last"]["kernel"][...]
+    assert_close(state.params["model"].last.kernel[...], kernel, rtol=1e-5)
+    assert_close(state.params["model"].norm.mean[...], expected.norm.mean[...], rtol=1e-6)
+
+
+def test_a_state_of_several_kinds_trains_its_parameters():
+    graph, given = nnx.split(Evaluated(nnx.Rngs(0)))
+    step = cg.train_step(lambda p, x: loss(nnx.merge(graph, p), x), optax.sgd(0.1))
+    state, _ = step(step.init(given), X)
+    for (path, before), (_, after) in zip(
+        nnx.to_flat_state(given), nnx.to_flat_state(state.params), strict=True
+    ):
+        if isinstance(before, nnx.Variable):  # another array in the state is an array of the tree
+            is_moved = not np.array_equal(before[...], after[...])
+            assert is_moved == (before.dtype == jnp.float32 and type(before) is nnx.Param), path
+
+
+def test_integers_among_the_parameters_of_examples_have_no_gradient():
+    params = {"w": jnp.ones(3), "ids": jnp.arange(3), "flag": True}
+    single = lambda p, x: jnp.sum(p["w"][p["ids"]] * x)  # noqa: E731
+    _, grads, stats = cg.clip_per_example(single, cg.ClipByGlobalNorm(1.0), reduce="sum")(params, X)
+    assert grads["ids"] is None and grads["flag"] is None
+    assert_close(stats.norm, jnp.linalg.norm(X, axis=1), rtol=1e-6)
+    assert_close(cg.per_example_norms(single)(params, X), stats.norm, rtol=1e-6)
+
+
+def test_an_equinox_model_is_clipped_by_example_as_filter_grad_does():
+    model = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
+    single = lambda model, x: jnp.sum(model(x) ** 2)  # noqa: E731
+    _, grads, stats = cg.clip_per_example(single, None)(model, X)
+    each = eqx.filter_vmap(eqx.filter_grad(single), in_axes=(None, 0))(model, X)
+    assert jax.tree.structure(grads) == jax.tree.structure(eqx.filter_grad(single)(model, X[0]))
+    assert_close(stats.norm, jax.vmap(cg.global_norm)(each), rtol=1e-5)
+    assert_close(cg.per_example_norms(single)(model, X), stats.norm, rtol=1e-5)
+
+
+# bad input
+
+
+def test_a_filter_or_a_model_without_anything_to_train_is_refused():
+    model = Plain(nnx.Rngs(0))
+    with pytest.raises(ValueError, match="without variables that are trained, with Param, exp"):
+        cg.train_step(loss, optax.sgd(0.1), wrt=nnx.LoRAParam).init(model)
+    with pytest.raises(TypeError, match=r"wrt: got 3.5, expected a filter .* as nnx.Param"):
+        cg.clip_per_example(of_one, None, wrt=3.5)(model, X)
+    with pytest.raises(ValueError, match="wrt: got .*Param.* without a model of flax NNX"):
+        cg.train_step(loss, optax.sgd(0.1), wrt=nnx.Param).init({"w": jnp.ones(2)})
+
+
+def test_a_state_of_equinox_among_the_parameters_is_refused_with_the_line_to_write():
+    given = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, axis_name="b", mode="batch")
+    step = cg.train_step(lambda p, x: jnp.float32(0), optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"equinox.nn.State .*expected the model alone; write"):
+        step.init(given)
+
+
+def test_a_loss_that_makes_variables_is_refused_with_microbatches():
+    def sow(model, x):
+        model.seen = Counter(jnp.sum(x))
+        return loss(model, x)
+
+    step = cg.train_step(sow, optax.sgd(0.1), accumulate=2)
+    with pytest.raises(ValueError, match="changes more of an NNX model than .* accumulate=2"):
+        step(step.init(Plain(nnx.Rngs(0))), X)
+    step = cg.train_step(sow, optax.sgd(0.1))
+    state, _ = step(step.init(Plain(nnx.Rngs(0))), X)
+    assert_close(state.params.seen[...], jnp.sum(X), rtol=1e-6)
