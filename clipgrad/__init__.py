@@ -60,6 +60,8 @@ if typing.TYPE_CHECKING:
     from clipgrad._check import GradCheckReport as GradCheckReport
     from clipgrad._check import check_grads as check_grads
     from clipgrad._check import numerical_grad as numerical_grad
+    from clipgrad._compare import GradientComparison as GradientComparison
+    from clipgrad._compare import compare as compare
     from clipgrad._diagnose import GradientDiagnosis as GradientDiagnosis
     from clipgrad._diagnose import diagnose as diagnose
     from clipgrad._recorder import Capture as Capture
@@ -75,6 +77,8 @@ _LATER = {
     "GradCheckReport": "_check",
     "check_grads": "_check",
     "numerical_grad": "_check",
+    "GradientComparison": "_compare",
+    "compare": "_compare",
     "GradientDiagnosis": "_diagnose",
     "diagnose": "_diagnose",
     "Capture": "_recorder",

@@ -1,0 +1,4 @@
+"""Two versions of one loss, or of one training step: where they first differ."""
+
+from clipgrad._compare.compare import compare as compare
+from clipgrad._compare.comparison import GradientComparison as GradientComparison

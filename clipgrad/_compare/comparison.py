@@ -1,0 +1,79 @@
+"""What a comparison says, for people and for programs."""
+
+import dataclasses
+import textwrap
+from typing import Any
+
+from clipgrad._compare.records import ComparisonFinding, ComparisonRow
+
+_WIDTH = 100
+_MOST_ROWS = 20
+_NAME = 56
+_HEADS = {
+    "value": "the values differ from here on",
+    "vjp": "the values agree, and the cotangents differ from here on",
+    "grads": "values and cotangents agree, and a gradient differs",
+    "output": "an output differs",
+    "rounding": "precision is lost here",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientComparison:
+    """The result of `compare`; ``print`` shows it as a report.
+
+    Attributes:
+      ok: whether the outputs and the gradients agree; with a dtype's name, whether no leaf of the
+        gradient has lost its precision.
+      findings: the places where the versions differ, in the order of computation.
+      rows: every place that both versions have, with the relative differences there.
+      unmatched: the places that only one of the versions has.
+      notes: what else there is to know, such as places where rounding decides.
+    """
+
+    ok: bool
+    findings: tuple[ComparisonFinding, ...]
+    rows: tuple[ComparisonRow, ...]
+    unmatched: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        parts = [] if self.findings else [f"no difference, at {len(self.rows)} places"]
+        parts += [_written(finding) for finding in self.findings]
+        parts += _table(self.rows) if self.findings else []
+        parts += [_wrapped(f"not matched: {place}") for place in self.unmatched]
+        return "\n".join(parts + [_wrapped(f"note: {note}") for note in self.notes])
+
+
+def _written(finding: ComparisonFinding) -> str:
+    where = finding.path if finding.module is None else finding.module
+    step = "" if finding.step is None else f", step {finding.step}"
+    head = f"{finding.kind}: {_HEADS[finding.kind]}: {where or 'outside of modules'}{step}"
+    return f"{_wrapped(head)}\n{_wrapped(finding.message, '  ')}"
+
+
+def _table(rows: tuple[ComparisonRow, ...]) -> list[str]:
+    """The rows with the largest differences beyond rounding, in the order of computation."""
+    worst = sorted(rows, key=_excess, reverse=True)[:_MOST_ROWS]
+    lines = [f"{'relative difference':<{_NAME}}{'step':>6}{'value':>10}{'cotangent':>12}"]
+    return lines + [_line(row) for row in rows if any(row is bad for bad in worst)]
+
+
+def _excess(row: ComparisonRow) -> float:
+    value = row.value / (row.value_tolerance or 1e-300)
+    if row.cotangent is None:
+        return value
+    return max(value, row.cotangent / (row.cotangent_tolerance or 1e-300))
+
+
+def _line(row: ComparisonRow) -> str:
+    name = row.module if len(row.module) < _NAME else "..." + row.module[4 - _NAME :]
+    step = "" if row.step is None else row.step
+    cotangent = "" if row.cotangent is None else f"{row.cotangent:.1e}"
+    return f"{name:<{_NAME}}{step:>6}{row.value:>10.1e}{cotangent:>12}"
+
+
+def _wrapped(text: Any, indent: str = "") -> str:
+    return textwrap.fill(
+        text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )

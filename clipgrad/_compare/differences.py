@@ -1,0 +1,140 @@
+"""What counts as different: beyond the rounding of a dtype, and beyond what rounding moves."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._jaxpr import on_host
+
+ROUNDINGS = 4  # of the dtype; two orders of one sum differ by fewer
+FLOORS = 4  # times the measured floor; with 8 a halved scale of attention in bfloat16 is missed
+UNJUDGED = 0.1  # a place that one rounding of the arguments moves by more is decided by rounding
+
+
+class Judgment(NamedTuple):
+    """Whether two versions of a value differ.
+
+    Attributes:
+      difference: the norm of the difference over the elements that are not equal, relative to the
+        norm of the other version there; inf if they are not finite in different ways.
+      tolerance: what rounding explains, in the same measure.
+      is_judged: whether rounding leaves anything to judge.
+    """
+
+    difference: float
+    tolerance: float
+    is_judged: bool = True
+
+    @property
+    def differs(self) -> bool:
+        """Whether the versions differ by more than rounding explains."""
+        return self.is_judged and not self.difference <= self.tolerance
+
+
+class Exact(NamedTuple):
+    """Numbers that are compared exactly: integers, booleans, and the data of keys."""
+
+    values: np.ndarray
+
+
+def host_values(leaves: Sequence[Any]) -> list[Any]:
+    """Leaves in NumPy: `Exact`, or float64 or complex128; what is no number stays as it is."""
+    arrays = [isinstance(x, jax.Array) for x in leaves]
+    data = [_data(x) for x, is_one in zip(leaves, arrays, strict=True) if is_one]
+    found = iter(on_host(data))
+    return [_host(next(found) if is_one else x) for x, is_one in zip(leaves, arrays, strict=True)]
+
+
+def _data(x: jax.Array) -> jax.Array:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
+
+
+def _host(x: Any) -> Any:
+    if not isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
+        return x
+    x = np.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return Exact(x)
+    is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return x.astype(np.complex128 if is_complex else np.float64)
+
+
+def rounding(*dtypes: Any) -> float:
+    """One rounding of the coarsest of some floating dtypes, relative to the number."""
+    return max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
+
+
+def judge(
+    own: np.ndarray, other: np.ndarray, moved: Sequence[np.ndarray], eps: float, rtol: float | None
+) -> Judgment:
+    r"""Compare two versions of a value, shape (...), in float64 or complex128.
+
+    With :math:`S` the elements that are not equal, the versions differ if
+    :math:`\lVert a - b\rVert_S > 4 \max(\epsilon \lVert b\rVert_S, f_S)`, where :math:`f_S` is the
+    root mean square over the runs ``moved`` of :math:`\lVert a' - a\rVert_S`: the elements are
+    judged by what rounding did to these elements, so that a mask of -1e9 beside them hides nothing.
+
+    Args:
+      own: the value in the first version.
+      other: the value in the second version.
+      moved: the value in runs of the first version with arguments moved by one rounding.
+      eps: one rounding of the dtype.
+      rtol: the tolerance in place of all this, or None.
+    """
+    own, other = np.ravel(own), np.ravel(other)
+    odd = ~np.isfinite(own) | ~np.isfinite(other)
+    if not np.array_equal(own[odd], other[odd], equal_nan=True):
+        return Judgment(
+            math.inf, rtol or ROUNDINGS * eps, rtol is not None or _is_stable(own, moved)
+        )
+    unequal = ~odd & (own != other)
+    own_part, other_part = own[unequal], other[unequal]
+    distance, size = _norm(own_part - other_part), _norm(other_part)
+    found = relative(distance, size)
+    if rtol is not None:
+        return Judgment(found, rtol)
+    floor = _root_mean_square([_norm(np.ravel(m)[unequal] - own_part) for m in moved])
+    if not math.isfinite(floor):
+        return Judgment(found, math.inf, found == 0)
+    tolerance = max(ROUNDINGS * eps, relative(FLOORS * floor, size))
+    return Judgment(found, tolerance, found <= ROUNDINGS * eps or _is_stable(own, moved))
+
+
+def judge_exactly(own: np.ndarray, other: np.ndarray, moved: Sequence[np.ndarray]) -> Judgment:
+    """Compare integers: their difference is the share of those that are not equal."""
+    stays = all(np.array_equal(own, m) for m in moved)
+    return Judgment(float(np.mean(own != other)) if own.size else 0.0, 0.0, stays)
+
+
+def relative(distance: float, size: float) -> float:
+    """A distance relative to a size: nothing is no difference, also beside nothing."""
+    return 0.0 if distance == 0 else math.inf if size == 0 else float(distance / size)
+
+
+def movement(own: np.ndarray, moved: Sequence[np.ndarray]) -> float:
+    """How far runs with moved arguments are from a value, relative to it."""
+    own = np.ravel(own)
+    finite = np.isfinite(own)
+    distances = [_norm(np.ravel(m)[finite] - own[finite]) for m in moved]
+    return relative(_root_mean_square(distances), _norm(own[finite]))
+
+
+def _is_stable(own: np.ndarray, moved: Sequence[np.ndarray]) -> bool:
+    return movement(own, moved) <= UNJUDGED
+
+
+def _norm(x: np.ndarray) -> float:
+    """The L2 norm, without overflow and underflow of squares."""
+    largest = float(np.max(np.abs(x), initial=0))
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    return largest * float(np.linalg.norm(x / largest))
+
+
+def _root_mean_square(values: Sequence[float]) -> float:
+    return _norm(np.asarray(values, np.float64)) / math.sqrt(max(1, len(values)))

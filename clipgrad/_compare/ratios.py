@@ -1,0 +1,135 @@
+"""Factors between two versions of a training step, and the mistakes that make them."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from clipgrad._jaxpr import equations
+
+CLOSE = 1e-3  # a factor explains a difference if it leaves less; a mean of parts is not as exact
+NEARLY = 0.9  # norms of parts add up to at most the square root, and to less if they are unequal
+EXPLAINED = 0.1  # of the difference; a leaf that moved a little is near to 1.00 times any other
+MOST_PARTS = 64  # a whole number up to this is a number of parts, also if nothing else says so
+
+
+class Counts(NamedTuple):
+    """Into how many parts two programs divide their work.
+
+    Attributes:
+      devices: the numbers of devices, along each axis of a mesh and in all.
+      steps: the lengths of scans, of which one may be over microbatches.
+    """
+
+    devices: tuple[int, ...]
+    steps: tuple[int, ...]
+
+
+def counts(trees: Any, programs: Iterable[Any]) -> Counts:
+    """The devices of arrays and programs, and the lengths of the scans."""
+    devices: set[int] = set()
+    steps: set[int] = set()
+    for x in jax.tree.leaves(trees):
+        if isinstance(x, jax.Array):
+            devices |= {len(x.sharding.device_set), *_axes(getattr(x.sharding, "mesh", None))}
+    for equation in (e for program in programs for e in equations(program)):
+        params = equation.params
+        if equation.primitive.name == "scan":
+            steps.add(params["length"])
+        sharding = params.get("sharding")
+        meshes = [
+            params.get("mesh"),
+            sharding.mesh if isinstance(sharding, NamedSharding) else None,
+        ]
+        devices |= {size for mesh in meshes for size in _axes(mesh)}
+    several = [tuple(sorted(n for n in sizes if n > 1)) for sizes in (devices, steps)]
+    return Counts(*several)
+
+
+def _axes(mesh: Any) -> list[int]:
+    shape = dict(getattr(mesh, "shape", None) or {})
+    return [math.prod(shape.values()), *shape.values()] if shape else []
+
+
+def ratio(own: np.ndarray, other: np.ndarray, tolerance: float) -> float | None:
+    r"""The factor r for which ``own`` is r times ``other``, shape (...); None if none is.
+
+    Of the difference of the two the factor leaves at most a tenth, and of ``own`` at most 0.001.
+    Source: the least squares fit, :math:`r = \langle b, a\rangle / \lVert b\rVert^2`.
+    """
+    a, b = np.ravel(own), np.ravel(other)
+    if not (np.all(np.isfinite(a)) and np.all(np.isfinite(b))):
+        return None
+    scales = [float(np.max(np.abs(x), initial=0)) for x in (a, b)]
+    if not all(scales):
+        return None
+    a, b = a / scales[0], b / scales[1]  # squares of what is left neither over- nor underflow
+    found = complex(np.vdot(b, a) / np.vdot(b, b))
+    left = np.linalg.norm(a - found * b)
+    most = max(CLOSE, tolerance) * np.linalg.norm(a)
+    difference = np.linalg.norm(a - b * (scales[1] / scales[0]))
+    if left > min(most, EXPLAINED * difference) or abs(found.imag) > CLOSE * abs(found):
+        return None
+    return found.real * scales[0] / scales[1]
+
+
+def meaning(ratio: float, known: Counts) -> str | None:
+    """What a factor between two versions of a step means, or None."""
+    if ratio < 0:
+        return "the sign is the opposite" if abs(ratio + 1) < CLOSE else None
+    if ratio == 0 or abs(ratio - 1) < CLOSE:
+        return None
+    large, small = ("fun", "other") if ratio > 1 else ("other", "fun")
+    factor = max(ratio, 1 / ratio)
+    found = [text for fits, text in _explanations(known, large, small) if fits(factor)]
+    if not found and _is_near(factor, round(factor)) and factor < MOST_PARTS:
+        found = [f"{large} sums {factor:.0f} parts where {small} averages them"]
+    return " or ".join(dict.fromkeys(found)) or None
+
+
+def _explanations(
+    known: Counts, large: str, small: str
+) -> Iterable[tuple[Callable[[float], bool], str]]:
+    for n in known.devices:
+        yield (
+            lambda f, n=n: _is_near(f, n),
+            f"the {n} devices: {large} sums where {small} averages",
+        )
+        yield (
+            lambda f, n=n: NEARLY * math.sqrt(n) < f < math.sqrt(n) * (1 + CLOSE),
+            f"the square root of the {n} devices: in {large} norms of parts are added, not their "
+            f"squares, or squares of replicated leaves are counted {n} times",
+        )
+        yield (
+            lambda f, n=n: _is_near(f, n * n),
+            f"the square of the {n} devices: {large} sums twice where {small} averages twice",
+        )
+    for k in known.steps:
+        yield (
+            lambda f, k=k: _is_near(f, k),
+            f"the {k} microbatches (or steps of a scan): {large} sums where {small} averages",
+        )
+        yield (
+            lambda f, k=k: _is_near(f, math.sqrt(k)),
+            f"the square root of {k} microbatches (or steps of a scan): in {large} norms of parts "
+            "are added, not their squares",
+        )
+    for n, k in ((n, k) for n in known.devices for k in known.steps):
+        yield (
+            lambda f, n=n, k=k: _is_near(f, n * k),
+            f"{n} devices times {k} microbatches: {large} sums where {small} averages",
+        )
+
+
+def _is_near(factor: float, number: float) -> bool:
+    return abs(factor - number) <= CLOSE * number
+
+
+def repeats(arrays: Sequence[np.ndarray], parts: int) -> bool:
+    """Whether the first axis of all arrays is the same rows again and again, in so many parts."""
+    found = [x for x in arrays if np.ndim(x) and np.shape(x)[0] and np.shape(x)[0] % parts == 0]
+    rows = [np.reshape(x, (parts, -1)) for x in found]
+    return bool(rows) and all(np.array_equal(x, np.broadcast_to(x[:1], x.shape)) for x in rows)

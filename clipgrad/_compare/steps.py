@@ -1,0 +1,202 @@
+"""Two versions of a whole training step: their outputs, by path."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._compare.arguments import copied, moved
+from clipgrad._compare.comparison import GradientComparison
+from clipgrad._compare.differences import (
+    Exact,
+    Judgment,
+    host_values,
+    judge,
+    judge_exactly,
+    rounding,
+)
+from clipgrad._compare.order import ages
+from clipgrad._compare.ratios import Counts, counts, meaning, ratio, repeats
+from clipgrad._compare.records import ComparisonFinding, ComparisonRow
+from clipgrad._errors import first_line
+from clipgrad._frameworks import with_models
+from clipgrad._trees import is_array, nearest, with_paths
+
+RUNS = 4  # with moved arguments: of fewer, all may move a scalar less than rounding does
+
+WHOLE = "the output"  # the path of an output that is one array
+
+
+class Output(NamedTuple):
+    """An output of a step: its value on the host, and the type that it had."""
+
+    value: Any
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def compare_steps(
+    fun: Callable[..., Any],
+    other: Callable[..., Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    other_args: tuple,
+    rtol: float | None,
+) -> GradientComparison:
+    """Run two versions of a step, and compare their outputs by path."""
+    programs, notes = [], []
+    own, theirs = _outputs(fun, args, kwargs), _outputs(other, other_args, kwargs)
+    runs = 0 if rtol is not None else RUNS
+    again = [_outputs(fun, moved(args, run), moved(kwargs, run)) for run in range(1, runs + 1)]
+    order: dict[str, int] = {}
+    for name, function, given in (("fun", fun, args), ("other", other, other_args)):
+        try:
+            program, paths = _program(function, given, kwargs)
+        except Exception as error:  # a step may be a loop of Python that reads numbers
+            notes.append(f"{name} can't be traced as one program ({first_line(error)})")
+            continue
+        programs.append(program)
+        order = order or dict(zip(paths, ages(program), strict=True))
+    if not order:
+        notes.append("so outputs are in the order of their paths, not in that of computation")
+    known = counts((args, other_args), programs)
+    notes += _repeats(args, own, known)
+    return _judged(own, theirs, again, order, known, rtol, notes)
+
+
+def _outputs(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Output]:
+    """The outputs by path; of models among the arguments what changes in them, too."""
+    found: list[Any] = []
+
+    def run(function: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+        found.append(function(*copied(args), **copied(kwargs)))
+
+    with_models(run, fun, args, dict(kwargs))
+    entries = [(path or WHOLE, leaf) for path, leaf in with_paths(found[0]) if leaf is not None]
+    values = host_values([leaf for _, leaf in entries])
+    return {
+        path: Output(value, np.shape(leaf), _dtype_of_output(leaf))
+        for (path, leaf), value in zip(entries, values, strict=True)
+    }
+
+
+def _dtype_of_output(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+
+
+def _program(
+    fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]
+) -> tuple[Any, list[str]]:
+    """The program of a step, and the path of each of its outputs."""
+    found: list[Any] = []
+
+    def run(function: Callable[..., Any], args: tuple, kwargs: dict) -> None:
+        paths: list[str] = []
+
+        def outputs(*args: Any, **kwargs: Any) -> Any:
+            results = with_paths(function(*args, **kwargs))
+            kept = [(path or WHOLE, leaf) for path, leaf in results if isinstance(leaf, jax.Array)]
+            paths[:] = [path for path, _ in kept]
+            return [leaf for _, leaf in kept]
+
+        found.extend((_jaxpr.trace(outputs, args, kwargs).program, paths))
+
+    with_models(run, fun, args, dict(kwargs))
+    return found[0], found[1]
+
+
+def _judged(
+    own: dict[str, Output],
+    theirs: dict[str, Output],
+    again: Sequence[dict[str, Output]],
+    order: Mapping[str, int],
+    known: Counts,
+    rtol: float | None,
+    notes: list[str],
+) -> GradientComparison:
+    both = sorted((path for path in own if path in theirs), key=lambda path: order.get(path, 0))
+    if not both:
+        raise ValueError(
+            f"other: got outputs {list(theirs)[:5]}, expected the outputs of fun; "
+            f"{nearest('', own)}; return trees with the same paths"
+        )
+    findings, rows = [], []
+    for path in both:
+        found = _judgment(own[path], theirs[path], [run[path] for run in again], rtol)
+        rows.append(
+            ComparisonRow(path, None, found.difference, None, found.tolerance, kind="output")
+        )
+        if not found.is_judged:
+            notes.append(f"{path}: rounding decides here, so it is not judged")
+        elif found.differs:
+            findings.append(_finding(path, own[path], theirs[path], found, known))
+    unmatched = [f"output {p}, only in fun" for p in own if p not in theirs]
+    unmatched += [f"output {p}, only in other" for p in theirs if p not in own]
+    notes += [
+        f"{path}: {own[path].dtype} in fun, {theirs[path].dtype} in other"
+        for path in both
+        if own[path].dtype != theirs[path].dtype
+    ]
+    return GradientComparison(
+        not findings, tuple(findings), tuple(rows), tuple(unmatched), tuple(notes)
+    )
+
+
+def _judgment(own: Output, other: Output, again: Sequence[Output], rtol: float | None) -> Judgment:
+    if own.shape != other.shape:
+        return Judgment(float("inf"), 0.0)
+    values, moves = (own.value, other.value), [x.value for x in again]
+    if all(isinstance(x, np.ndarray) for x in values):
+        return judge(*values, moves, rounding(own.dtype, other.dtype), rtol)
+    if all(isinstance(x, Exact) for x in values):
+        return judge_exactly(values[0].values, values[1].values, [x.values for x in moves])
+    return Judgment(0.0 if values[0] == values[1] else 1.0, 0.0)
+
+
+def _finding(
+    path: str, own: Output, other: Output, found: Judgment, known: Counts
+) -> ComparisonFinding:
+    if own.shape != other.shape:
+        text = f"the shape is {list(own.shape)} in fun, {list(other.shape)} in other"
+        return ComparisonFinding("output", f"{path}: {text}", path=path)
+    factor, text = None, f"{path}: the relative difference is {found.difference:.2g}"
+    if isinstance(own.value, np.ndarray) and isinstance(other.value, np.ndarray):
+        text += f", of which rounding explains {found.tolerance:.1g}"
+        factor = ratio(own.value, other.value, found.tolerance)
+        if own.shape == ():
+            text += f"; it is {own.value:.6g} in fun, {other.value:.6g} in other"
+    else:
+        text = f"{path}: {found.difference:.2g} of its numbers differ, which are compared exactly"
+    if factor is not None:
+        means = meaning(factor, known)
+        shown = f"{factor:.2f}" if abs(factor) >= 1 else f"{factor:.3g}"
+        text += f"; fun is {shown} times other" + (f", {means}" if means else "")
+    return ComparisonFinding("output", text, path=path, ratio=factor)
+
+
+def _repeats(args: tuple, outputs: Mapping[str, Output], known: Counts) -> list[str]:
+    """Notes of the arguments, but for state, whose parts on all devices are the same."""
+    parts, found = max(known.devices, default=1), []
+    for i, arg in enumerate(args if parts > 1 else ()):
+        leaves = [x for x in jax.tree.leaves(arg) if is_array(x)]
+        if _is_state(leaves, outputs):
+            continue
+        host = [x.values if isinstance(x, Exact) else x for x in host_values(leaves)]
+        if repeats(host, parts):
+            found.append(
+                f"args/{i}: the rows repeat over the {parts} devices, which hides averages that "
+                "are missing; compare with rows that differ"
+            )
+    return found
+
+
+def _is_state(leaves: Sequence[Any], outputs: Mapping[str, Output]) -> bool:
+    """Whether a step returns an argument: an output has the shape of each of its arrays."""
+    shapes = [(out.shape, out.dtype) for out in outputs.values()]
+    for x in leaves:
+        if (x.shape, x.dtype) not in shapes:
+            return False
+        shapes.remove((x.shape, x.dtype))
+    return True

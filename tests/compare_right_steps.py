@@ -1,0 +1,227 @@
+"""Training steps that are right under their layout, each beside the same step on one device."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests import compare_trainers
+from tests.compare_trainers import AXIS, mesh, numbers
+
+
+class RightStep(NamedTuple):
+    """Two versions of a step, and their arguments."""
+
+    fun: Callable[..., Any]
+    other: Callable[..., Any]
+    args: tuple
+    other_args: tuple | None = None
+
+
+def params():
+    first, last = numbers(8, 16, seed=20) / 3, numbers(16, 8, seed=21) / 4
+    return {"in": first, "scale": jnp.ones((1, 16)), "out": last}
+
+
+def batch(rows=16):
+    return numbers(rows, 8, seed=22), numbers(rows, 8, seed=23)
+
+
+def loss(params, batch):
+    x, y = batch
+    hidden = jnp.tanh(x @ params["in"]) * params["scale"]
+    return jnp.mean(jnp.square(hidden @ params["out"] - y))
+
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+
+def stepped(value_and_grad, optimizer=OPTIMIZER):
+    """A step of an optimizer, of a function that returns the loss and the gradient."""
+
+    def step(params, opt_state, batch):
+        value, grads = value_and_grad(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        metrics = {"loss": value, "grad_norm": cg.global_norm(grads)}
+        return optax.apply_updates(params, updates), opt_state, metrics
+
+    return jax.jit(step)
+
+
+PLAIN = stepped(jax.value_and_grad(loss))
+
+
+def state():
+    return params(), OPTIMIZER.init(params())
+
+
+def placed(tree, *spec):
+    return jax.device_put(tree, NamedSharding(mesh(), P(*spec)))
+
+
+def in_shard_map():
+    @functools.partial(
+        jax.shard_map, mesh=mesh(), in_specs=(P(), P(AXIS)), out_specs=P(), check_vma=True
+    )
+    def both(params, batch):
+        return jax.value_and_grad(lambda p: lax.pmean(loss(p, batch), AXIS))(params)
+
+    return RightStep(PLAIN, stepped(both), (*state(), batch()))
+
+
+def with_pmean():
+    @functools.partial(
+        jax.shard_map, mesh=mesh(), in_specs=(P(), P(AXIS)), out_specs=P(), check_vma=False
+    )
+    def both(params, batch):
+        return lax.pmean(jax.value_and_grad(loss)(params, batch), AXIS)
+
+    return RightStep(PLAIN, stepped(both), (*state(), batch()))
+
+
+def by_the_compiler(**specs):
+    """GSPMD: the same program, with other layouts of parameters and batch."""
+    specs = {name: specs.get(name, ()) for name in params()}
+    own = {name: placed(p, *specs[name]) for name, p in params().items()}
+    moments = jax.tree.map(jnp.asarray, OPTIMIZER.init(own))
+    return RightStep(PLAIN, PLAIN, (*state(), batch()), (own, moments, placed(batch(), AXIS)))
+
+
+def accumulated():
+    def both(params, batch):
+        parts = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
+        values = lax.map(lambda part: jax.value_and_grad(loss)(params, part), parts)
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), values)
+
+    return RightStep(PLAIN, stepped(both), (*state(), batch()))
+
+
+def rematerialized():
+    both = jax.value_and_grad(jax.checkpoint(loss))
+    return RightStep(PLAIN, stepped(both), (*state(), batch()), (*state(), placed(batch(), AXIS)))
+
+
+def multi_steps():
+    several = optax.MultiSteps(OPTIMIZER, every_k_schedule=4)
+
+    @jax.jit
+    def whole(params, batch):
+        grads = jax.grad(loss)(params, batch)
+        updates, _ = OPTIMIZER.update(grads, OPTIMIZER.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    @jax.jit
+    def in_parts(params, batch):
+        opt_state = several.init(params)
+        for i in range(4):
+            part = jax.tree.map(lambda x, i=i: x[4 * i : 4 * i + 4], batch)
+            updates, opt_state = several.update(jax.grad(loss)(params, part), opt_state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    return RightStep(whole, in_parts, (params(), batch()))
+
+
+def train_state():
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss)(state.params, batch)
+        return state.apply_gradients(grads=grads), value
+
+    given = TrainState.create(apply_fn=None, params=params(), tx=OPTIMIZER)
+    jitted = jax.jit(step, donate_argnums=0)
+    return RightStep(jitted, jitted, (given, batch()), (placed(given), placed(batch(), AXIS)))
+
+
+def of_this_library():
+    optimizer = optax.chain(cg.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    one = cg.train_step(loss, optimizer)
+    four = cg.train_step(loss, optimizer, accumulate=4)
+    args = (one.init(params()), batch())
+    return RightStep(one, four, args, (placed(args[0]), placed(args[1], AXIS)))
+
+
+def of_equinox():
+    model = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
+    optimizer = optax.adam(1e-2)
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
+
+    @eqx.filter_jit
+    def step(model, opt_state, batch):
+        def loss(model):
+            return jnp.mean(jnp.square(jax.vmap(model)(batch[0]) - batch[1]))
+
+        value, grads = eqx.filter_value_and_grad(loss)(model)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return eqx.apply_updates(model, updates), opt_state, value
+
+    own, placed_batch = (model, opt_state, batch()), placed(batch(), AXIS)
+    return RightStep(step, step, own, (model, opt_state, placed_batch))
+
+
+class Net(nnx.Module):
+    """A model with statistics of the batch."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first, self.norm = nnx.Linear(8, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+        self.last = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(jax.nn.relu(self.norm(self.first(x))))
+
+
+def of_nnx():
+    def step(model, optimizer, batch):
+        def loss(model):
+            return jnp.mean(jnp.square(model(batch[0]) - batch[1]))
+
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    model = Net()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    jitted = nnx.jit(step)
+    return RightStep(
+        jitted, jitted, (model, optimizer, batch()), (model, optimizer, placed(batch(), AXIS))
+    )
+
+
+def of_experts(weighted):
+    args = (compare_trainers.new_state(), compare_trainers.new_batch(weighted))
+    return RightStep(compare_trainers.plain_step, compare_trainers.sharded_step(), args)
+
+
+def of_experts_in_microbatches():
+    args = (compare_trainers.new_state(), compare_trainers.new_batch(weighted=True))
+    local = compare_trainers.micro_gradient(lambda grads, batch: grads)
+    return RightStep(compare_trainers.plain_step, compare_trainers.sharded_step(local=local), args)
+
+
+STEPS = {
+    "shard_map": in_shard_map,
+    "shard_map with pmean": with_pmean,
+    "experts": functools.partial(of_experts, weighted=False),
+    "experts and weights": functools.partial(of_experts, weighted=True),
+    "experts and microbatches": of_experts_in_microbatches,
+    "GSPMD": by_the_compiler,
+    "FSDP": lambda: by_the_compiler(**{"in": (AXIS,), "out": (AXIS,), "scale": (None, AXIS)}),
+    "tensor parallel": lambda: by_the_compiler(**{"in": (None, AXIS), "out": (AXIS,)}),
+    "accumulation": accumulated,
+    "remat": rematerialized,
+    "MultiSteps": multi_steps,
+    "TrainState": train_state,
+    "train_step": of_this_library,
+    "Equinox": of_equinox,
+    "NNX": of_nnx,
+}

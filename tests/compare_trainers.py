@@ -1,0 +1,425 @@
+"""A training step on one device, the same step in `shard_map`, and the faults that such steps had.
+
+The parts of the sharded step are functions of a dictionary; a fault replaces some of them.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+DEVICES, ROWS, WIDTH, MICRO = 8, 4, 6, 4
+LIMIT, RATE, DECAY = 0.05, 0.1, 0.01
+AXIS = "data"
+
+
+def numbers(*shape, seed):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def mesh():
+    return jax.make_mesh((DEVICES,), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def new_state():
+    params = {
+        "frozen": numbers(1, WIDTH, seed=1),
+        "w": numbers(WIDTH, WIDTH, seed=2) / 2,
+        "experts": numbers(DEVICES, WIDTH, WIDTH, seed=3) / 2,
+        "out": numbers(WIDTH, seed=4),
+    }
+    return {
+        "params": params,
+        "momentum": jax.tree.map(lambda p: 0.01 * p, params),
+        "mean": numbers(WIDTH, seed=5),
+        "variance": numbers(WIDTH, seed=6) ** 2,
+        "key": jax.random.key(7),
+        "count": jnp.asarray(3),
+    }
+
+
+def new_batch(weighted=False):
+    weights = np.ones((DEVICES, ROWS), np.float32)
+    if weighted:
+        weights = np.random.default_rng(8).integers(0, 3, weights.shape).astype(np.float32)
+    return {
+        "x": numbers(DEVICES, ROWS, WIDTH, seed=9),
+        "y": numbers(DEVICES, ROWS, seed=10),
+        "weight": jnp.asarray(weights),
+    }
+
+
+def group_loss(params, batch, key):
+    """The weighted sum of errors of a device's rows, with its expert, and what they have hidden."""
+    hidden = jnp.tanh((batch["x"] + lax.stop_gradient(params["frozen"])) @ params["w"])
+    kept = jax.random.bernoulli(key, 0.8, hidden.shape).astype(hidden.dtype)
+    mixed = hidden * kept + jnp.tanh(hidden @ params["experts"])
+    errors = (mixed @ params["out"] - batch["y"]) ** 2
+    return jnp.sum(batch["weight"] * errors), hidden
+
+
+def squares(tree):
+    return sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree))
+
+
+def update(state, grads, scale, rate=RATE, decay=DECAY):
+    """Momentum of clipped gradients, and weight decay that no clip acts on."""
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g * scale, state["momentum"], grads)
+    params = jax.tree.map(lambda p, m: p - rate * (m + decay * p), state["params"], momentum)
+    return momentum, {**params, "frozen": state["params"]["frozen"]}
+
+
+def moments(state, mean, variance):
+    return 0.9 * state["mean"] + 0.1 * mean, 0.9 * state["variance"] + 0.1 * variance
+
+
+def limited(norm):
+    return jnp.minimum(1.0, LIMIT / norm)
+
+
+@jax.jit
+def plain_step(state, batch):
+    """The step on one device."""
+    folded = jax.random.fold_in(state["key"], state["count"])
+    keys = jax.vmap(functools.partial(jax.random.fold_in, folded))(jnp.arange(DEVICES))
+
+    def loss(params):
+        axes = {**dict.fromkeys(params), "experts": 0}
+        total, hidden = jax.vmap(group_loss, in_axes=(axes, 0, 0))(params, batch, keys)
+        return jnp.sum(total) / jnp.sum(batch["weight"]), hidden
+
+    (value, hidden), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
+    norm = jnp.sqrt(squares(grads))
+    momentum, params = update(state, grads, limited(norm))
+    rows = hidden.reshape(-1, WIDTH)
+    mean, variance = moments(state, jnp.mean(rows, axis=0), jnp.var(rows, axis=0))
+    new = {"params": params, "momentum": momentum, "mean": mean, "variance": variance}
+    new |= {"key": jax.random.split(state["key"])[0], "count": state["count"] + 1}
+    expert_norm = jnp.sqrt(squares(grads["experts"]))
+    return new, {"loss": value, "grad_norm": norm, "expert_norm": expert_norm}
+
+
+# ---- the same in shard_map, in parts ----
+
+
+def own_key(state):
+    folded = jax.random.fold_in(state["key"], state["count"])
+    return jax.random.fold_in(folded, lax.axis_index(AXIS))
+
+
+def local_gradient(params, batch, key):
+    """The sum of weighted errors of the device's rows, their gradient, and what is hidden."""
+    (total, hidden), grads = jax.value_and_grad(group_loss, has_aux=True)(params, batch, key)
+    return total, grads, hidden
+
+
+def all_of(x):
+    return lax.psum(x, AXIS)
+
+
+def reduced(grads, weight):
+    """The mean over all rows; each device has the gradient of its expert to itself."""
+    total = all_of(weight)
+    return {k: (g if k == "experts" else all_of(g)) / total for k, g in grads.items()}
+
+
+def norms(grads, local):
+    del local
+    rest = {k: g for k, g in grads.items() if k != "experts"}
+    experts = all_of(squares(grads["experts"]))
+    return jnp.sqrt(squares(rest) + experts), jnp.sqrt(experts)
+
+
+def batch_moments(hidden):
+    mean = lax.pmean(jnp.mean(hidden, axis=0), AXIS)
+    return mean, lax.pmean(jnp.mean(jnp.square(hidden - mean[None]), axis=0), AXIS)
+
+
+RIGHT = {
+    "key": own_key,
+    "local": local_gradient,
+    "reduced": reduced,
+    "norms": norms,
+    "scale": limited,
+    "update": update,
+    "moments": batch_moments,
+    "loss": lambda total, weight: all_of(total) / all_of(weight),
+    "next_key": lambda state: jax.random.split(state["key"])[0],
+    "count": lambda state: state["count"] + 1,
+}
+
+
+def sharded_step(**replaced):
+    """The step in `shard_map`, with some parts replaced."""
+    part = RIGHT | replaced
+
+    def device_step(state, batch):
+        # A device's part has a leading axis of length 1 for its expert and its rows.
+        params = {**state["params"], "experts": state["params"]["experts"][0]}
+        batch = jax.tree.map(lambda x: x[0], batch)
+        weight = jnp.sum(batch["weight"])
+        total, local, hidden = part["local"](params, batch, part["key"](state))
+        grads = part["reduced"](local, weight)
+        norm, expert_norm = part["norms"](grads, local)
+        whole = {**grads, "experts": grads["experts"][None]}
+        momentum, new_params = part["update"](state, whole, part["scale"](norm))
+        mean, variance = moments(state, *part["moments"](hidden))
+        new = {"params": new_params, "momentum": momentum, "mean": mean, "variance": variance}
+        new |= {"key": part["next_key"](state), "count": part["count"](state)}
+        value = part["loss"](total, weight)
+        return new, {"loss": value, "grad_norm": norm, "expert_norm": expert_norm}
+
+    state_specs = jax.tree.map(lambda _: P(), new_state())
+    state_specs["params"]["experts"] = state_specs["momentum"]["experts"] = P(AXIS)
+    specs = (state_specs, P(AXIS))
+    mapped = jax.shard_map(
+        device_step, mesh=mesh(), in_specs=specs, out_specs=(state_specs, P()), check_vma=False
+    )
+    return jax.jit(mapped, donate_argnums=0)
+
+
+class StepFault(NamedTuple):
+    """A fault: the parts replaced, the paths that may be the first wrong one, and the ratio."""
+
+    parts: dict
+    first: tuple
+    ratio: float | None = None  # of the right step to the wrong one
+    means: str = ""
+    weighted: bool = False
+
+
+def gradient_sum(grads, weight):
+    return jax.tree.map(lambda g: g / weight, all_but_experts(grads, all_of))
+
+
+def all_but_experts(grads, function):
+    return {k: g if k == "experts" else function(g) for k, g in grads.items()}
+
+
+def changed_norms(function):
+    return {"norms": function}
+
+
+def local_norms(grads, local):
+    n = jnp.sqrt(squares(local)) / (DEVICES * ROWS)
+    return n, norms(grads, local)[1]
+
+
+def averaged_norms(grads, local):
+    return lax.pmean(local_norms(grads, local)[0] * DEVICES, AXIS), norms(grads, local)[1]
+
+
+def counted_often(grads, local):
+    return jnp.sqrt(all_of(squares(grads))), norms(grads, local)[1]
+
+
+def one_group(grads, local):
+    return jnp.sqrt(squares(grads)), jnp.sqrt(squares(grads["experts"]))
+
+
+def only_experts_of_one(grads, local):
+    return norms(grads, local)[0], jnp.sqrt(squares(grads["experts"]))
+
+
+def norms_added(grads, local):
+    return norms(grads, local)[0], all_of(jnp.sqrt(squares(grads["experts"])))
+
+
+def replicated_counted(grads, local):
+    rest = {k: g for k, g in grads.items() if k != "experts"}
+    return jnp.sqrt(all_of(squares(rest))), norms(grads, local)[1]
+
+
+def micro_gradient(combine, each=lambda g, batch: g):
+    """Gradients of microbatches of one row, and how they are combined."""
+
+    def run(params, batch, key):
+        total, _, hidden = local_gradient(params, batch, key)
+        kept = jax.random.bernoulli(key, 0.8, hidden.shape).astype(hidden.dtype)
+
+        def row_loss(params, row, kept):
+            hidden = jnp.tanh((row["x"] + lax.stop_gradient(params["frozen"][0])) @ params["w"])
+            mixed = hidden * kept + jnp.tanh(hidden @ params["experts"])
+            return row["weight"] * (mixed @ params["out"] - row["y"]) ** 2
+
+        def body(carry, row):
+            grads = each(jax.grad(row_loss)(params, *row), row[0])
+            return jax.tree.map(jnp.add, carry, grads), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        grads, _ = lax.scan(body, zeros, (batch, kept))
+        return total, combine(grads, batch), hidden
+
+    return run
+
+
+def clipped_alone(grads, batch):
+    scale = jnp.minimum(1.0, LIMIT * DEVICES / jnp.sqrt(squares(grads)))
+    return jax.tree.map(lambda g: g * scale, grads)
+
+
+def unweighted(grads, batch):
+    """Each microbatch is divided by its own weight."""
+    return jax.tree.map(lambda g: g / jnp.maximum(batch["weight"], 1e-6), grads)
+
+
+def clipped_before(grads, weight):
+    scale = limited(jnp.sqrt(squares(grads)) / weight)
+    return reduced(jax.tree.map(lambda g: g * scale, grads), weight)
+
+
+def in_bfloat16(grads, weight):
+    narrow = {k: g.astype(jnp.bfloat16).astype(jnp.float32) for k, g in grads.items()}
+    return reduced(narrow, weight)
+
+
+def decay_of_all(state, grads, scale):
+    return update(state, grads, scale, decay=DECAY * DEVICES)
+
+
+def decay_in_gradient(state, grads, scale):
+    grads = jax.tree.map(lambda g, p: g + DECAY * p, grads, state["params"])
+    return update(state, grads, scale, decay=0.0)
+
+
+def thawed(state, grads, scale):
+    momentum, params = update(state, grads, scale)
+    step = RATE * (momentum["frozen"] + DECAY * state["params"]["frozen"])
+    return momentum, {**params, "frozen": state["params"]["frozen"] - step}
+
+
+def stale(state, grads, scale):
+    return state["momentum"], update(state, grads, scale)[1]
+
+
+def old_params(state, grads, scale):
+    return update(state, grads, scale)[0], state["params"]
+
+
+def rate_of_all(state, grads, scale):
+    return update(state, grads, scale, rate=RATE * DEVICES)
+
+
+def mean_of_variances(hidden):
+    return batch_moments(hidden)[0], lax.pmean(jnp.var(hidden, axis=0), AXIS)
+
+
+def own_moments(hidden):
+    return jnp.mean(hidden, axis=0), jnp.var(hidden, axis=0)
+
+
+def shared_key(state):
+    return jax.random.fold_in(state["key"], state["count"])
+
+
+def key_of_the_last_step(state):
+    folded = jax.random.fold_in(state["key"], state["count"] - 1)
+    return jax.random.fold_in(folded, lax.axis_index(AXIS))
+
+
+GRADIENT = ("1/grad_norm", "1/expert_norm", "0/momentum/experts", "0/momentum/out")
+GRADIENT += ("0/momentum/w", "1/loss")
+EXPERTS = ("1/expert_norm", "0/momentum/experts")
+EIGHTH, DEVICES_MEAN = 1 / DEVICES, "devices"
+
+FAULTS = {
+    "the gradient is a sum": StepFault(
+        {"reduced": lambda g, w: jax.tree.map(lambda x: x * DEVICES, reduced(g, w))},
+        GRADIENT, EIGHTH, DEVICES_MEAN,
+    ),
+    "no average": StepFault(
+        {"reduced": lambda g, w: jax.tree.map(lambda x: x / all_of(w), g)}, GRADIENT
+    ),
+    "summed twice": StepFault(
+        {"reduced": lambda g, w: all_but_experts(reduced(g, w), all_of)}, GRADIENT
+    ),
+    "averaged twice": StepFault(
+        {"reduced": lambda g, w: jax.tree.map(lambda x: x / DEVICES, reduced(g, w))},
+        GRADIENT, float(DEVICES), DEVICES_MEAN,
+    ),
+    "experts averaged": StepFault(
+        {"reduced": lambda g, w: {k: lax.pmean(x, AXIS) for k, x in reduced(g, w).items()}},
+        EXPERTS,
+    ),
+    "experts not averaged": StepFault(
+        {"reduced": lambda g, w: {**reduced(g, w), "experts": g["experts"] / w}},
+        EXPERTS, EIGHTH, DEVICES_MEAN,
+    ),
+    "the norm before the average": StepFault(changed_norms(local_norms), ("1/grad_norm",)),
+    "norms averaged": StepFault(changed_norms(averaged_norms), ("1/grad_norm",)),
+    "replicated leaves counted often": StepFault(changed_norms(counted_often), ("1/grad_norm",)),
+    "the norm of one group": StepFault(
+        changed_norms(one_group), ("1/grad_norm", "1/expert_norm")
+    ),
+    "the norm of one expert": StepFault(changed_norms(only_experts_of_one), ("1/expert_norm",)),
+    "norms of parts added": StepFault(
+        changed_norms(norms_added), ("1/expert_norm",)
+    ),
+    "experts left out of the norm": StepFault(changed_norms(replicated_counted), ("1/grad_norm",)),
+    "each device clips": StepFault({"reduced": clipped_before}, GRADIENT),
+    "each microbatch clips": StepFault(
+        {"local": micro_gradient(lambda g, b: g, clipped_alone)}, GRADIENT
+    ),
+    "a sum over microbatches": StepFault(
+        {"local": micro_gradient(lambda g, b: jax.tree.map(lambda x: x * MICRO, g))},
+        GRADIENT, 1 / MICRO, "microbatches",
+    ),
+    "microbatches of unequal weight averaged": StepFault(
+        {
+            "local": micro_gradient(
+                lambda g, b: jax.tree.map(lambda x: x * jnp.mean(b["weight"]), g), unweighted
+            )
+        },
+        GRADIENT, weighted=True,
+    ),
+    "devices of unequal weight averaged": StepFault(
+        {"reduced": lambda g, w: jax.tree.map(
+            lambda x: lax.pmean(x, AXIS), {k: x / w for k, x in g.items()}
+        ) | {"experts": reduced(g, w)["experts"]}},
+        GRADIENT, weighted=True,
+    ),
+    "the scale twice": StepFault(
+        {"scale": lambda norm: limited(norm) ** 2},
+        ("0/momentum/experts", "0/momentum/out", "0/momentum/w"),
+    ),
+    "weight decay by each device": StepFault(
+        {"update": decay_of_all}, ("0/params/experts", "0/params/out", "0/params/w")
+    ),
+    "weight decay through the clip": StepFault(
+        {"update": decay_in_gradient},
+        ("0/momentum/experts", "0/momentum/frozen", "0/momentum/out", "0/momentum/w"),
+    ),
+    "the rate of all devices": StepFault(
+        {"update": rate_of_all}, ("0/params/experts", "0/params/out", "0/params/w")
+    ),
+    "statistics of one device": StepFault({"moments": own_moments}, ("0/mean", "0/variance")),
+    "the mean of variances": StepFault({"moments": mean_of_variances}, ("0/variance",)),
+    "one key for all devices": StepFault({"key": shared_key}, (*GRADIENT, "0/mean")),
+    "the key of the last step": StepFault({"key": key_of_the_last_step}, (*GRADIENT, "0/mean")),
+    "the key is used again": StepFault({"next_key": lambda state: state["key"]}, ("0/key",)),
+    "the frozen leaf moves": StepFault({"update": thawed}, ("0/params/frozen",)),
+    "the state is not given back": StepFault(
+        {"update": stale}, ("0/momentum/experts", "0/momentum/out", "0/momentum/w")
+    ),
+    "parameters are not given back": StepFault(
+        {"update": old_params}, ("0/params/experts", "0/params/out", "0/params/w")
+    ),
+    "each device counts": StepFault(
+        {"count": lambda state: state["count"] + DEVICES}, ("0/count",)
+    ),
+    "the loss of one device": StepFault(
+        {"loss": lambda total, weight: total / weight}, ("1/loss",)
+    ),
+    "the loss is a sum": StepFault(
+        {"loss": lambda total, weight: all_of(total / weight)}, ("1/loss",), EIGHTH, DEVICES_MEAN
+    ),
+    "the loss of devices of unequal weight": StepFault(
+        {"loss": lambda total, weight: lax.pmean(total / weight, AXIS)}, ("1/loss",), weighted=True
+    ),
+    "gradients summed in bfloat16": StepFault({"reduced": in_bfloat16}, GRADIENT),
+}  # fmt: skip

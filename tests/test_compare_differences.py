@@ -1,0 +1,245 @@
+"""What counts as different: the judgment, the ratios and their meanings, the moved arguments."""
+
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis.extra import numpy as hnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from clipgrad._compare.arguments import copied, moved, signs
+from clipgrad._compare.differences import judge, judge_exactly, movement
+from clipgrad._compare.order import ages
+from clipgrad._compare.ratios import Counts, meaning, ratio
+from tests.compare_trainers import AXIS, mesh
+
+EPS = float(np.finfo(np.float32).eps)
+FINITE = st.floats(-1e30, 1e30, allow_subnormal=False)
+ARRAYS = hnp.arrays(np.float64, st.integers(0, 8), elements=FINITE)
+
+
+def reference(a, b, moves):
+    """The definition of the docstring, element by element."""
+    unequal = [i for i in range(len(a)) if a[i] != b[i]]
+    size = math.hypot(*(b[i] for i in unequal))
+    distance = math.hypot(*(a[i] - b[i] for i in unequal))
+    floors = [math.hypot(*(m[i] - a[i] for i in unequal)) for m in moves]
+    floor = math.hypot(*floors) / math.sqrt(len(moves))
+    return distance, 4 * max(EPS * size, floor)
+
+
+@hypothesis.given(st.data())
+def test_the_judgment_is_that_of_its_definition(data):
+    n = data.draw(st.integers(1, 6))
+    arrays = hnp.arrays(np.float64, n, elements=st.floats(-1e6, 1e6, allow_subnormal=False))
+    a = data.draw(arrays)
+    b = a * (1 + EPS * np.round(data.draw(arrays) / 2e5))
+    moves = [a * (1 + EPS * np.round(data.draw(arrays) / 5e5)) for _ in range(2)]
+    distance, most = reference(a, b, moves)
+    hypothesis.assume(abs(distance - most) > 1e-6 * most or distance == most == 0)
+    assert judge(a, b, moves, EPS, None).differs is (distance > most)
+
+
+@hypothesis.given(ARRAYS)
+def test_a_value_does_not_differ_from_itself(x):
+    found = judge(x, x, [x, x], EPS, None)
+    assert found.difference == 0 and not found.differs
+
+
+USUAL = st.just(0.0) | st.floats(1e-3, 1e3) | st.floats(-1e3, -1e-3)
+
+
+@hypothesis.given(
+    hnp.arrays(np.float64, st.integers(0, 8), elements=USUAL), st.sampled_from([1e-30, 1e30])
+)
+def test_the_judgment_does_not_depend_on_the_scale(x, scale):
+    plain, scaled = (judge(s * x, s * x * 1.01, [s * x], EPS, None) for s in (1.0, scale))
+    assert plain.differs is scaled.differs is bool(np.any(x))
+    assert math.isclose(plain.difference, scaled.difference, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "a, b, moves, differs",
+    [
+        ([1.0, 2.0], [1.0, 2.0 * (1 + 3 * EPS)], [[1.0, 2.0]], False),  # 4 roundings
+        ([1.0, 2.0], [1.0, 2.0 * (1 + 5 * EPS)], [[1.0, 2.0]], True),
+        ([1.0], [1.003], [[1.001]], False),  # 4 times the floor
+        ([1.0], [1.005], [[1.001]], True),
+        ([-1e9, 1.0], [-1e9, 1.005], [[-1e9 - 100, 1.001]], True),  # judged by its own floor
+        ([0.0], [0.0], [[0.0]], False),
+        ([1e-9], [0.0], [[0.0]], False),  # nothing but rounding
+        ([1e-30], [2e-30], [[1e-30]], True),
+        ([1e300], [2e300], [[1e300]], True),
+        ([np.nan], [np.nan], [[np.nan]], False),
+        ([np.nan], [1.0], [[np.nan]], True),
+        ([np.inf], [-np.inf], [[np.inf]], True),
+        ([np.inf, 1.0], [np.inf, 1.0], [[np.inf, 1.0]], False),
+        ([1j], [-1j], [[1j]], True),
+        ([], [], [[]], False),
+    ],
+)
+def test_known_judgments(a, b, moves, differs):
+    dtype = complex if a and isinstance(a[0], complex) else float
+    arrays = [np.array(x, dtype) for x in (a, b, *moves)]
+    assert judge(arrays[0], arrays[1], arrays[2:], EPS, None).differs is differs
+
+
+def test_what_one_rounding_moves_by_a_tenth_is_not_judged():
+    a, b = np.array([1.0, 1.0]), np.array([2.0, 1.0])
+    found = judge(a, b, [np.array([1.2, 1.0])], EPS, None)
+    assert not found.is_judged and not found.differs
+    assert judge(a, b, [np.array([1.05, 1.0])], EPS, None).differs
+    # A value that agrees to the last bit needs no judgment.
+    assert judge(a, a, [np.array([9.0, 1.0])], EPS, None).is_judged
+    assert judge(a, b, [np.array([np.nan, 1.0])], EPS, None).is_judged is False
+
+
+def test_integers_differ_by_the_share_of_those_that_are_not_equal():
+    a = np.array([1, 2, 3, 4])
+    found = judge_exactly(a, np.array([1, 2, 3, 5]), [a])
+    assert (found.difference, found.differs) == (0.25, True)
+    assert not judge_exactly(a, a + 1, [a + 1]).is_judged
+
+
+def test_the_movement_is_relative_to_the_value():
+    assert math.isclose(movement(np.array([3.0, 4.0]), [np.array([3.0, 4.5])]), 0.1)
+    assert movement(np.zeros(2), [np.zeros(2)]) == 0
+    assert movement(np.zeros(2), [np.ones(2)]) == math.inf
+
+
+# ---- ratios ----
+
+DEVICES = Counts((8,), ())
+
+
+@pytest.mark.parametrize("factor", [8.0, -1.0, 0.125, 1e30, 1e-30])
+def test_a_factor_is_found(factor):
+    b = np.random.default_rng(0).normal(size=10)
+    assert math.isclose(ratio(factor * b, b, 1e-6), factor, rel_tol=1e-12)
+    assert math.isclose(ratio(factor * b * 1j, b * 1j, 1e-6), factor, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        ([1.0, 2.0], [2.0, 1.0]),
+        ([1.0, 2.0], [1.0, 2.002]),  # 1.001 leaves most of the difference
+        ([1.0], [0.0]),
+        ([0.0], [1.0]),
+        ([np.nan], [1.0]),
+        ([1j], [1.0]),
+    ],
+)
+def test_no_factor_explains_this(a, b):
+    assert ratio(np.array(a), np.array(b), 1e-6) is None
+
+
+@pytest.mark.parametrize(
+    "factor, known, words",
+    [
+        (8.0, DEVICES, "the 8 devices: fun sums where other averages"),
+        (0.125, DEVICES, "the 8 devices: other sums where fun averages"),
+        (math.sqrt(8), DEVICES, "the square root of the 8 devices: in fun norms of parts are"),
+        (1 / 2.75, DEVICES, "the square root of the 8 devices: in other norms of parts are"),
+        (64.0, DEVICES, "the square of the 8 devices: fun sums twice"),
+        (4.0, Counts((8,), (4,)), "the 4 microbatches"),
+        (2.0, Counts((8,), (4,)), "the square root of 4 microbatches"),
+        (32.0, Counts((8,), (4,)), "8 devices times 4 microbatches"),
+        (4.0, Counts((2, 4, 8), (4,)), "the 4 devices"),
+        (5.0, DEVICES, "fun sums 5 parts where other averages them"),
+        (-1.0, DEVICES, "the sign is the opposite"),
+        (1.0, DEVICES, None),
+        (0.0, DEVICES, None),
+        (1.3, DEVICES, None),
+        (-8.0, DEVICES, None),
+        (1000.0, DEVICES, None),
+    ],
+)
+def test_the_meaning_of_a_ratio(factor, known, words):
+    found = meaning(factor, known)
+    assert found is None if words is None else words in found
+
+
+def test_the_norms_of_parts_add_up_to_nearly_the_square_root():
+    """The inequality behind the meaning: equality for equal parts, less for others."""
+    parts = np.random.default_rng(1).normal(size=(8, 100))
+    factor = np.sum(np.linalg.norm(parts, axis=1)) / np.linalg.norm(parts)
+    assert 0.9 * math.sqrt(8) < factor <= math.sqrt(8)
+    assert "norms of parts are added" in meaning(factor, DEVICES)
+
+
+# ---- moved arguments ----
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16", "complex64"])
+def test_numbers_move_by_one_rounding(dtype):
+    with jax.enable_x64(True):
+        x = (jnp.arange(1, 100) / 7).astype(dtype)
+        near = moved({"x": x}, 1)["x"]
+    assert near.dtype == x.dtype
+    step = np.abs(np.asarray(near, complex) / np.asarray(x, complex) - 1)
+    eps = float(jnp.finfo(dtype).eps)
+    assert np.all(np.asarray(near) != np.asarray(x)) and step.max() < 2.01 * eps
+    up = np.asarray(near).real.astype(float) > np.asarray(x).real.astype(float)
+    assert 30 < np.sum(up) < 70
+
+
+def test_signs_differ_from_run_to_run_and_not_between_numpy_and_jax():
+    positions = np.arange(1000)
+    found = [signs(positions, run) for run in (1, 2)]
+    assert set(np.unique(found[0])) == {-1.0, 1.0}
+    assert 400 < np.sum(found[0] != found[1]) < 600
+    np.testing.assert_array_equal(found[0], signs(jnp.asarray(positions), 1))
+
+
+def test_copies_and_moved_arguments_keep_type_and_layout():
+    spread = NamedSharding(mesh(), P(AXIS))
+    tree = {
+        "weak": jnp.asarray(0.1),
+        "spread": jax.device_put(jnp.arange(16.0), spread),
+        "same": jax.device_put(jnp.arange(1.0, 5.0), NamedSharding(mesh(), P())),
+        "here": jnp.ones(3),
+        "there": jax.device_put(jnp.ones(3), jax.devices()[3]),
+        "numpy": np.ones(3, np.float32),
+        "count": jnp.arange(3),
+        "key": jax.random.key(0),
+        "text": "a",
+        "number": 1.0,
+        "empty": jnp.zeros((0, 2)),
+    }
+    for new in (copied(tree), moved(tree, 1)):
+        for name, x in tree.items():
+            assert type(new[name]) is type(x), name
+            if isinstance(x, jax.Array):
+                assert new[name].dtype == x.dtype and new[name].shape == x.shape
+                assert new[name].committed == x.committed, name
+                assert new[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
+                assert getattr(new[name], "weak_type", None) == getattr(x, "weak_type", None)
+    same = [np.asarray(s.data) for s in moved(tree, 1)["same"].addressable_shards]
+    assert all(np.array_equal(part, same[0]) for part in same)
+    assert not np.array_equal(moved(tree, 1)["weak"], tree["weak"])
+    assert moved(tree, 1)["number"] == 1.0
+
+
+# ---- the order of computation ----
+
+
+def test_an_output_is_older_than_those_it_is_computed_from():
+    def step(x):
+        a = jnp.tanh(x)
+
+        def body(carry, _):
+            return carry * a, carry
+
+        b, stacked = jax.lax.scan(body, a, length=3)
+        c = jax.jit(jnp.sin)(b) + 1
+        return {"out": jax.checkpoint(jnp.exp)(c), "c": c, "b": b, "s": stacked, "a": a, "x": x}
+
+    shapes = jax.make_jaxpr(step)(1.0)
+    found = dict(zip(["a", "b", "c", "out", "s", "x"], ages(shapes), strict=True))
+    assert found["x"] == 0 < found["a"] < found["b"] < found["c"] < found["out"]

@@ -1,0 +1,205 @@
+"""Whole training steps under their layout: the first wrong output, and silence for right ones."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests.compare_right_steps import STEPS
+from tests.compare_trainers import (
+    AXIS,
+    FAULTS,
+    mesh,
+    new_batch,
+    new_state,
+    numbers,
+    plain_step,
+    sharded_step,
+)
+
+CORE_FAULTS = [
+    "the gradient is a sum",
+    "norms of parts added",
+    "statistics of one device",
+    "the key is used again",
+]
+CORE_STEPS = ["shard_map", "FSDP"]
+
+
+def in_core(names, core):
+    return [n if n in core else pytest.param(n, marks=pytest.mark.exhaustive) for n in names]
+
+
+def test_the_tables_have_enough_rows():
+    assert len(FAULTS) >= 25 and len(STEPS) >= 12
+
+
+@pytest.mark.parametrize("name", in_core(FAULTS, CORE_FAULTS))
+def test_a_fault_of_a_trainer_is_found_where_it_is(name):
+    fault = FAULTS[name]
+    args = (new_state(), new_batch(fault.weighted))
+    found = cg.compare(plain_step, sharded_step(**fault.parts), args, argnums=None)
+    first = found.findings[0]
+    assert not found.ok and {f.kind for f in found.findings} == {"output"}
+    assert first.path in fault.first and fault.means in first.message, str(found)
+    assert not fault.ratio or math.isclose(first.ratio, fault.ratio, rel_tol=1e-3)
+    # What the fault does not reach is the same.
+    assert "0/params/frozen" in {f.path for f in found.findings} or name != "the frozen leaf moves"
+    assert len(found.findings) < len(found.rows)
+
+
+@pytest.mark.parametrize("name", in_core(STEPS, CORE_STEPS))
+def test_a_right_step_has_no_findings(name, users_promotion):
+    step = STEPS[name]()
+    found = cg.compare(step.fun, step.other, step.args, other_args=step.other_args, argnums=None)
+    assert found.ok and not found.findings and not found.unmatched, str(found)
+    assert len(found.rows) >= 3
+
+
+def outputs(*, change=1.0, shift=0.0):
+    def step(x):
+        total = jnp.sum(x * x)
+        norm = jnp.sqrt(total) * jnp.float32(change)
+        return {"a/norm": norm, "b/total": total, "c/x": x + jnp.float32(shift)}
+
+    return step
+
+
+def test_outputs_are_in_the_order_in_which_they_are_computed():
+    x = numbers(6, seed=1)
+
+    def reversed_names(change):
+        def step(x):
+            first = jnp.tanh(x) * jnp.float32(change)
+            return {"a": jnp.sum(jnp.exp(first)), "b": jnp.sum(first), "c": first}
+
+        return step
+
+    found = cg.compare(reversed_names(1.0), reversed_names(1.5), (x,), argnums=None)
+    assert [f.path for f in found.findings] == ["c", "b", "a"]
+
+
+def test_a_step_may_donate_its_arguments():
+    x = numbers(6, seed=2)
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    assert cg.compare(step, step, (x,), argnums=None).ok
+    assert not x.is_deleted()
+
+
+def test_integers_booleans_and_keys_are_compared_exactly():
+    def step(change):
+        def run(n, key):
+            keys = jax.random.split(key)
+            return {"n": n + change, "flag": n > change, "key": keys[change], "text": "a", "no": 1}
+
+        return run
+
+    args = (jnp.asarray(1), jax.random.key(0))
+    assert cg.compare(step(0), step(0), args, argnums=None).ok
+    found = cg.compare(step(0), step(1), args, argnums=None)
+    assert {f.path for f in found.findings} == {"n", "flag", "key"}
+    assert all("compared exactly" in f.message for f in found.findings)
+
+
+def test_an_integer_that_rounding_decides_is_not_judged():
+    def step(limit):
+        return lambda x: x > jnp.float32(limit)
+
+    x = jnp.full((8,), 0.1, jnp.float32)
+    found = cg.compare(step(x[0]), step(0.099), (x,), argnums=None)
+    assert found.ok and "rounding decides here" in found.notes[0]
+
+
+def test_outputs_of_one_version_are_listed_and_those_of_none_are_an_error():
+    x = jnp.ones(3)
+    found = cg.compare(lambda x: {"a": x, "b": x}, lambda x: {"a": x, "c": x}, (x,), argnums=None)
+    assert found.ok and found.unmatched == ("output b, only in fun", "output c, only in other")
+    assert "not matched: output b, only in fun" in str(found)
+    with pytest.raises(ValueError, match="expected the outputs of fun"):
+        cg.compare(lambda x: {"a": x}, lambda x: {"b": x}, (x,), argnums=None)
+
+
+def test_other_shapes_and_dtypes_are_told():
+    x = numbers(4, seed=3)
+    found = cg.compare(lambda x: x, lambda x: x[:1], (x,), argnums=None)
+    assert "the shape is [4] in fun, [1] in other" in found.findings[0].message
+    found = cg.compare(lambda x: x, lambda x: x.astype(jnp.bfloat16), (x,), argnums=None)
+    assert found.ok and found.notes == ("the output: float32 in fun, bfloat16 in other",)
+
+
+def test_a_step_of_python_that_reads_numbers_is_compared_too():
+    def step(x):
+        return {"b": x * float(x[0]), "a": x}
+
+    found = cg.compare(step, lambda x: {"b": x * 2.0, "a": x}, (numbers(3, seed=4),), argnums=None)
+    assert [f.path for f in found.findings] == ["b"]
+    assert "can't be traced as one program (ConcretizationTypeError" in found.notes[0]
+
+
+def test_rows_that_repeat_over_the_devices_are_a_note():
+    def mean(x):
+        return jnp.mean(x)
+
+    step = jax.shard_map(mean, mesh=mesh(), in_specs=P(AXIS), out_specs=P(), check_vma=False)
+    same = jnp.tile(numbers(2, 3, seed=5), (8, 1))
+    found = cg.compare(mean, step, (same,), argnums=None)
+    assert found.ok and "args/0: the rows repeat over the 8 devices" in found.notes[0]
+    found = cg.compare(mean, step, (numbers(16, 3, seed=6),), argnums=None)
+    assert not found.ok and not found.notes
+
+
+@pytest.mark.parametrize("rtol, ok", [(0.2, True), (1e-3, False), (None, False)])
+def test_rtol_replaces_the_floor(rtol, ok):
+    found = cg.compare(
+        outputs(), outputs(change=1.1), (numbers(6, seed=7),), argnums=None, rtol=rtol
+    )
+    assert found.ok is ok
+
+
+def test_a_mask_of_large_numbers_hides_nothing():
+    def step(scale):
+        def run(x):
+            return jnp.where(jnp.arange(4) < 2, -1e9, x * jnp.float32(scale))
+
+        return run
+
+    found = cg.compare(step(1.0), step(1.001), (numbers(4, seed=8),), argnums=None)
+    assert found.findings[0].path == "the output" and found.findings[0].ratio is None
+    assert math.isclose(found.rows[0].value, 1e-3, rel_tol=1e-2)
+
+
+def test_nan_and_inf_agree_where_both_have_the_same():
+    x = jnp.array([jnp.nan, jnp.inf, -jnp.inf, 1.0])
+    assert cg.compare(lambda x: x, lambda x: x + 0, (x,), argnums=None).ok
+    found = cg.compare(lambda x: x, lambda x: -x, (x,), argnums=None)
+    assert found.rows[0].value == math.inf and not found.ok
+
+
+def test_the_smallest_fault_of_a_right_step_is_seen():
+    """One row of 16 is left out of one device's mean."""
+
+    def step(rows):
+        def run(w, x):
+            part = lax.psum(jnp.sum(jnp.tanh(x[:rows] @ w), axis=0), AXIS)
+            return part / 16
+
+        specs = (P(), P(AXIS))
+        return jax.shard_map(run, mesh=mesh(), in_specs=specs, out_specs=P())
+
+    args = numbers(3, 5, seed=9), numbers(16, 3, seed=10)
+    whole = functools.partial(lambda w, x: jnp.sum(jnp.tanh(x @ w), axis=0) / 16)
+    assert cg.compare(whole, step(2), args, argnums=None).ok
+    assert not cg.compare(whole, step(1), args, argnums=None).ok
+
+
+def test_the_report_of_a_step():
+    found = cg.compare(outputs(), outputs(change=2.0), (numbers(6, seed=7),), argnums=None)
+    assert str(found).startswith("output: an output differs: a/norm\n")
+    assert "fun is 0.5 times other" in str(found)
+    assert np.isclose(found.findings[0].ratio, 0.5)
