@@ -59,8 +59,15 @@ def nudged(x: np.ndarray, positions: np.ndarray, run: int) -> np.ndarray:
 def signs(positions: Any, run: Any) -> Any:
     """A sign for each position, 1.0 or -1.0: a hash of it and of the number of the run."""
     library: Any = np if isinstance(positions, np.ndarray) else jnp
+    h = hashed(positions, run)
+    return 1.0 - 2.0 * ((h >> library.uint32(13)) & library.uint32(1)).astype(library.float32)
+
+
+def hashed(positions: Any, run: Any) -> Any:
+    """A number of 32 bits for each position, in NumPy or in JAX."""
+    library: Any = np if isinstance(positions, np.ndarray) else jnp
     h = positions.astype(library.uint32) * library.uint32(2654435761)
-    h = h + library.asarray(run, library.uint32) * library.uint32(0x9E3779B9)
+    h = h + library.asarray(run).astype(library.uint32) * library.uint32(0x9E3779B9)
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
         h = (h ^ (h >> library.uint32(shift))) * library.uint32(factor)
-    return 1.0 - 2.0 * ((h >> library.uint32(13)) & library.uint32(1)).astype(library.float32)
+    return h

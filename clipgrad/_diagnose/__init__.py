@@ -2,3 +2,5 @@
 
 from clipgrad._diagnose.diagnose import diagnose as diagnose
 from clipgrad._diagnose.diagnosis import GradientDiagnosis as GradientDiagnosis
+from clipgrad._diagnose.subject import DiagnosisSubject as DiagnosisSubject
+from clipgrad._diagnose.subject import subject as subject

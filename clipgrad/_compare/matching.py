@@ -1,0 +1,133 @@
+"""Which named value of one version is which of the other."""
+
+import collections
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from clipgrad._compare.versions import Version, leading_axes
+from clipgrad._trees import nearest
+from clipgrad._values import NamedValue
+
+Group = tuple[str, str, tuple[int, ...]]
+
+
+class Instance(NamedTuple):
+    """A value at one step of the scans around it.
+
+    Attributes:
+      value: the value.
+      steps: the indices in these scans, outermost first.
+      index: the indices in the leading axes of its sketches; all of it over devices.
+    """
+
+    value: NamedValue
+    steps: tuple[int, ...]
+    index: tuple[Any, ...]
+
+    @property
+    def time(self) -> tuple:
+        """When it is computed."""
+        return self.value.time(self.steps)
+
+
+class Pair(NamedTuple):
+    """The same value in both versions."""
+
+    own: Instance
+    other: Instance
+
+
+class Matching(NamedTuple):
+    """The values that both versions have, in the order of the first, and the others."""
+
+    pairs: list[Pair]
+    unmatched: list[str]
+
+
+def match(own: Version, other: Version, names: Mapping[str, str] | None) -> Matching:
+    """Match values by name, kind and shape, in the order of computation.
+
+    As many values of the second version as of the first are matched one by one: n calls of a
+    module are matched with n steps of a scan.
+
+    Raises:
+      ValueError: an expression of ``names`` is that of no value.
+    """
+    ours, theirs = _Renamed(own, dict(names or {})), _Renamed(other, {})
+    theirs.patterns = [wanted for _, wanted in ours.rules if "*" in wanted]
+    groups = _groups(own, ours), _groups(other, theirs)
+    ours.check("names", [v.name for v in own.values])
+    pairs, unmatched = [], []
+    for group, found in groups[0].items():
+        same = groups[1].get(group, [])
+        if len(same) != len(found):
+            unmatched.append(_unmatched(group, found, same, "fun", "other"))
+        else:
+            pairs += [Pair(*pair) for pair in zip(found, same, strict=True)]
+    for group, found in groups[1].items():
+        if group not in groups[0]:
+            unmatched.append(_unmatched(group, found, [], "other", "fun"))
+    return Matching(sorted(pairs, key=lambda pair: pair.own.time), unmatched)
+
+
+def _groups(version: Version, renamed: "_Renamed") -> dict[Group, list[Instance]]:
+    groups: dict[Group, list[Instance]] = collections.defaultdict(list)
+    for value in version.values:
+        group = renamed(value.name), value.kind, tuple(value.variable.aval.shape)
+        groups[group] += _instances(value)
+    return {g: sorted(found, key=lambda i: i.time) for g, found in groups.items()}
+
+
+def _instances(value: NamedValue) -> Iterator[Instance]:
+    axes = leading_axes(value)
+    for steps in itertools.product(*(range(size) for size, is_scan in axes if is_scan)):
+        left = iter(steps)
+        index = tuple(next(left) if is_scan else slice(None) for _, is_scan in axes)
+        yield Instance(value, steps, index)
+
+
+def _unmatched(group: Group, found: Sequence, same: Sequence, here: str, there: str) -> str:
+    name, kind, shape = group
+    return f"{kind} {name} {list(shape)}: {len(found)} in {here}, {len(same)} in {there}"
+
+
+class _Renamed:
+    """The name under which a value of a version is looked for in the other one."""
+
+    def __init__(self, version: Version, names: dict[str, str]) -> None:
+        self.rules = list(names.items())
+        self.patterns: list[str] = []
+        self._used: set[str] = set()
+
+    def __call__(self, name: str) -> str:
+        for pattern, wanted in self.rules:
+            if found := _prefix(pattern, name):
+                self._used.add(pattern)
+                texts = iter(found.groups())
+                if "*" in wanted and "*" in pattern:
+                    wanted = re.sub(r"\*+", lambda m: next(texts, m[0]), wanted)
+                return wanted + name[found.end() :]
+        for pattern in self.patterns:
+            if found := _prefix(pattern, name):
+                return pattern + name[found.end() :]
+        return name
+
+    def check(self, argument: str, there: Sequence[str]) -> None:
+        """Raise `ValueError` for an expression that was not used."""
+        for pattern, _ in self.rules:
+            if pattern not in self._used:
+                raise ValueError(
+                    f"{argument}: got {pattern!r}, expected the path of a value in fun, or a "
+                    f"pattern of it; {nearest(pattern, there)}"
+                )
+
+
+def _prefix(pattern: str, name: str) -> re.Match | None:
+    """Match whole segments at the start of a name: ``*`` within one, ``**`` any number of them."""
+    parts = re.split(r"(\*\*|\*)", pattern)
+    regex = "".join(
+        "(.*)" if part == "**" else "([^/]*)" if part == "*" else re.escape(part) for part in parts
+    )
+    return re.match(f"{regex}(?=/|$)", name)

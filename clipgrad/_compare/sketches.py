@@ -1,0 +1,129 @@
+"""Sketches: a few numbers of each value and cotangent, whose differences are as large as theirs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._compare.arguments import hashed, signs
+from clipgrad._compare.differences import Judgment, judge, rounding
+from clipgrad._compat import to_varying, varying_axes
+from clipgrad._jaxpr import replicated
+from clipgrad._values import Seen, ValueHook, value_hook
+
+NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %
+LARGE = 1e6  # what masks are made of has a sketch of its own, in which it hides nothing
+SCALE = 2.0**-64  # sums of the largest float32 would overflow
+LENGTH = 2 * NUMBERS + 1
+
+
+def sketch_dtype(dtype: Any) -> Any:
+    """The type of a sketch: float64 for values in it, or else float32."""
+    return np.dtype(np.float64 if jnp.finfo(dtype).bits == 64 else np.float32)
+
+
+def sketch(x: jax.Array) -> jax.Array:
+    r"""The sketch of an array, shape (513,): of ordinary, of large and of non-finite elements.
+
+    The first 256 numbers are sums of elements below 1e6 in magnitude, each with a sign and in a
+    bucket by a hash of its position, the next 256 those of larger ones, times :math:`2^{-64}`. The
+    last number is an exact code of which elements are NaN, inf and -inf. The squared norm of a sum
+    with random signs is on average the squared norm of the summed vector (Charikar, Chen and
+    Farach-Colton, "Finding frequent items in data streams", 2002).
+    """
+    if jnp.iscomplexobj(x):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    flat = replicated(x).ravel().astype(sketch_dtype(x.dtype))
+    positions = jnp.arange(flat.size, dtype=jnp.uint32)
+    finite, large = jnp.isfinite(flat), jnp.abs(flat) >= LARGE
+    signed = flat * signs(positions, 0).astype(flat.dtype)
+    nothing = jnp.zeros_like(flat)
+    ordinary = _buckets(jnp.where(finite & ~large, signed, nothing))
+    masks = _buckets(jnp.where(finite & large, signed * SCALE, nothing))
+    kinds = jnp.where(jnp.isnan(flat), 1, jnp.where(finite, 0, jnp.where(flat > 0, 2, 3)))
+    code = jnp.sum(kinds.astype(jnp.uint32) * hashed(positions, 1)) & jnp.uint32(0xFFFFFF)
+    return jnp.concatenate([ordinary, masks, code.astype(flat.dtype)[None]])
+
+
+def _buckets(x: jax.Array) -> jax.Array:
+    """The sums of the elements in each bucket: rows of 256, each rotated by a hash of its number.
+
+    So neither neighbors nor a column of a matrix come into one bucket.
+    """
+    count = -(-x.size // NUMBERS)
+    rows = jnp.pad(x, (0, count * NUMBERS - x.size)).reshape(count, NUMBERS)
+    shifts = hashed(jnp.arange(count, dtype=jnp.uint32), 2)[:, None]
+    columns = jnp.arange(NUMBERS, dtype=jnp.uint32)[None, :] + shifts & jnp.uint32(NUMBERS - 1)
+    return jnp.sum(jnp.take_along_axis(rows, columns.astype(jnp.int32), axis=1), axis=0)
+
+
+def judge_sketches(
+    own: np.ndarray, other: np.ndarray, moved: list[np.ndarray], eps: float, rtol: float | None
+) -> Judgment:
+    """Compare the sketches of two versions of a value, shape (..., 513), as `judge` does."""
+
+    def part(x: np.ndarray, start: int, end: int) -> np.ndarray:
+        return np.asarray(x, np.float64)[..., start:end]
+
+    if not np.array_equal(part(own, -1, LENGTH), part(other, -1, LENGTH)):
+        stays = all(np.array_equal(part(own, -1, LENGTH), part(m, -1, LENGTH)) for m in moved)
+        return Judgment(float("inf"), 0.0, stays)
+    halves = ((0, NUMBERS), (NUMBERS, 2 * NUMBERS))
+    found = [
+        judge(part(own, *h), part(other, *h), [part(m, *h) for m in moved], eps, rtol)
+        for h in halves
+    ]
+    return max(found, key=lambda j: (j.differs, not j.is_judged, j.difference))
+
+
+@jax.custom_vjp
+def tapped(x: jax.Array, tap: jax.Array) -> jax.Array:
+    """The value; the sketch of its cotangent becomes the cotangent of the tap."""
+    del tap
+    return x
+
+
+def _tapped_forward(x: jax.Array, tap: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, tap
+
+
+def _tapped_backward(tap: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    found = sketch(cotangent).astype(tap.dtype)
+    return cotangent, to_varying(found, varying_axes(tap))
+
+
+tapped.defvjp(_tapped_forward, _tapped_backward)
+
+
+@value_hook(data=("run", "roundings"), choices=("names",))
+class Sketches(ValueHook):
+    """Notes the sketch of each value of some names, and of its cotangent where it has a tap.
+
+    Attributes:
+      run: the number of the run, from which signs follow.
+      roundings: by how many roundings of its dtype each value is moved.
+      names: pairs of a name and its kind.
+    """
+
+    run: Any = 0
+    roundings: Any = 0.0
+    names: frozenset[tuple[str, str]] = frozenset()
+
+    def wants(self, name: str, kind: str) -> bool:
+        """Whether it is one of the names."""
+        return (name, kind) in self.names
+
+    def note_of(self, seen: Seen, x: jax.Array) -> jax.Array:
+        """The sketch."""
+        del seen
+        return sketch(x)
+
+    def replaced(self, seen: Seen, x: jax.Array, tap: Any) -> jax.Array:
+        """The value, moved."""
+        del seen
+        real = jnp.finfo(x.dtype).dtype
+        positions = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
+        step = jnp.asarray(self.roundings, real) * rounding(x.dtype)
+        x = x * (1 + step * signs(positions, self.run).astype(real)).astype(x.dtype)
+        return x if tap is None else tapped(x, tap)

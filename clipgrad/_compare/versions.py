@@ -1,0 +1,144 @@
+"""One version of a loss: its program, its named values, and what a run of it computes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._compare.arguments import copied, moved
+from clipgrad._compare.differences import host_values
+from clipgrad._compare.sketches import LENGTH, Sketches, sketch_dtype
+from clipgrad._diagnose import DiagnosisSubject, subject
+from clipgrad._jaxpr import Widen, active_variables, device_count, evaluate, on_host, trace
+from clipgrad._values import NamedValue, named_values
+
+Names = frozenset[tuple[str, str]]
+
+
+class Version(NamedTuple):
+    """A version of a loss, as a program.
+
+    Attributes:
+      subject: the loss, traced, and its arguments.
+      values: its values with names, in the order of computation.
+    """
+
+    subject: DiagnosisSubject
+    values: list[NamedValue]
+
+    @property
+    def leaves(self) -> list[str]:
+        """The argument and the path of each array that the loss is differentiated by."""
+        return [self.subject.names[i] for i in self.subject.chosen]
+
+
+class VersionRun(NamedTuple):
+    """What a run computes, on the host.
+
+    Attributes:
+      loss: its value.
+      grads: the gradient of each array that is differentiated.
+      values: the sketch of each value, by its position, with leading axes for scans and devices.
+      cotangents: the same of the cotangents that there are.
+    """
+
+    loss: np.ndarray
+    grads: list[np.ndarray]
+    values: dict[Any, np.ndarray]
+    cotangents: dict[Any, np.ndarray]
+
+
+def version(
+    fun: Callable[..., Any], args: tuple, kwargs: Any, argnums: int | Sequence[int], has_aux: bool
+) -> Version:
+    """Trace a loss once."""
+    found = subject(fun, args, kwargs, argnums, has_aux)
+    return Version(found, named_values(found.program))
+
+
+def runner(
+    own: Version, names: Names, wide: Any = None
+) -> Callable[[int], VersionRun]:
+    """The function of the number of a run: 0 as it is, others with all that is floating moved.
+
+    Args:
+      own: the version.
+      names: the names, with kinds, whose values are sketched.
+      wide: the dtype in which the value and the gradient are evaluated, or None.
+    """
+    given, chosen = own.subject, own.subject.chosen
+    taps = _taps(own, names)
+
+    def loss(
+        moving: list, taps: dict, inputs: list, run: Any, roundings: Any
+    ) -> tuple[jax.Array, dict]:
+        every = list(inputs)
+        for i, x in zip(chosen, moving, strict=True):
+            every[i] = x
+        hook = Sketches(taps=taps, run=run, roundings=roundings, names=names)
+        (value,) = evaluate(given.program, every, hook)
+        return value, hook.noted()
+
+    def both(inputs: list, taps: dict, run: Any, roundings: Any) -> Any:
+        moving = [inputs[i] for i in chosen]
+        run_both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        return run_both(moving, taps, inputs, run, roundings)
+
+    step = jax.jit(both) if wide is None else _widened(both, wide)
+
+    def at(run: int) -> VersionRun:
+        inputs = moved(given.inputs, run) if run else copied(given.inputs)
+        start = {key: jnp.zeros(shape, dtype) for key, (shape, dtype) in taps.items()}
+        (value, notes), (grads, cotangents) = step(inputs, start, jnp.uint32(run), _one(run))
+        return VersionRun(
+            host_values([value])[0], host_values(grads), on_host(notes), on_host(cotangents)
+        )
+
+    return at
+
+
+def _one(run: int) -> jax.Array:
+    return jnp.asarray(1.0 if run else 0.0, jnp.float32)
+
+
+def _widened(both: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
+    """The function in a wider type: after its derivatives are taken, so that rules stay."""
+    hook = Widen(dtype)
+
+    def widen(tree: Any) -> Any:
+        return jax.tree.map(lambda x: hook.constant(x, None), tree)
+
+    def run(*args: Any) -> Any:
+        traced = trace(both, args, {})
+        program = jax.jit(lambda leaves: evaluate(traced.program, leaves, hook))
+        return traced.result(program(widen(jax.tree.leaves(args))))
+
+    return run
+
+
+def _taps(own: Version, names: Names) -> dict[Any, tuple]:
+    """Shape and dtype of a tap for each value that has a cotangent to be reached."""
+    active = active_variables(own.subject.program, own.subject.chosen)
+    return {
+        value.position: (leading_shape(value) + (LENGTH,), sketch_dtype(value.variable.aval.dtype))
+        for value in own.values
+        if (value.name, value.kind) in names and not value.in_while and value.variable in active
+    }
+
+
+def leading_shape(value: NamedValue) -> tuple[int, ...]:
+    """The axes before a sketch: one for each scan and each `shard_map` around, outermost first."""
+    return tuple(size for size, _ in leading_axes(value))
+
+
+def leading_axes(value: NamedValue) -> list[tuple[int, bool]]:
+    """The lengths of these axes, and whether each is over the steps of a scan."""
+    axes = []
+    for equation in reversed(value.place.chain[1:]):
+        if equation.primitive.name == "scan":
+            axes.append((equation.params["length"], True))
+        elif equation.primitive.name == "shard_map":
+            axes.append((device_count(equation), False))
+    return axes
