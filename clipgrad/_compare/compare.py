@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from clipgrad._compare.comparison import GradientComparison
+from clipgrad._compare.gradients import compare_gradients
 from clipgrad._compare.steps import compare_steps
 from clipgrad._error_clip import check_call
 
@@ -30,3 +31,6 @@ def compare(
     with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
         if argnums is None:
             return compare_steps(fun, other, args, dict(kwargs or {}), given, rtol)
+        return compare_gradients(
+            fun, other, args, dict(kwargs or {}), given, argnums, has_aux, names, rtol
+        )

@@ -1,0 +1,129 @@
+"""What differs first: a value, a cotangent, or the gradient of a leaf."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn
+
+from clipgrad._compare.differences import Judgment
+from clipgrad._compare.places import ComparedPlace
+from clipgrad._compare.records import ComparisonFinding
+from clipgrad._compare.slices import Ends, Slice, made_by, used_by, users_of, value_scopes
+from clipgrad._compare.versions import Version
+from clipgrad._jaxpr import Place, opened
+
+
+class ComparedLeaf(NamedTuple):
+    """A leaf of the gradient of both versions: its path, its argument's position, its judgment."""
+
+    path: str
+    position: int
+    judgment: Judgment
+
+
+def find(
+    own: Version,
+    places: Sequence[ComparedPlace],
+    loss: Judgment,
+    leaves: Sequence[ComparedLeaf],
+) -> list[ComparisonFinding]:
+    """The findings, if the outputs or the gradients differ.
+
+    At most one of "value", "vjp" and "grads" is there: what differs later may follow from it.
+    """
+    values = [place for place in places if place.value.differs]
+    bad = [leaf for leaf in leaves if leaf.judgment.differs]
+    if not loss.differs and not bad:
+        return []
+    if values:
+        return [_value_finding(values[0], places)]
+    if loss.differs:
+        return [_loss_finding(own, places, loss)]
+    cotangents = [p for p in places if p.cotangent is not None and p.cotangent.differs]
+    if cotangents:
+        return [_vjp_finding(cotangents[-1], places)]
+    return [_leaf_finding(own, leaf, places) for leaf in bad]
+
+
+def _value_finding(first: ComparedPlace, places: Sequence[ComparedPlace]) -> ComparisonFinding:
+    before = places[: places.index(first)]
+    value = first.pair.own.value
+    scopes = value_scopes(value)
+    found = made_by(value.jaxpr, value.variable, scopes, _agreeing(before))
+    text = f"the value of {first.name} {_difference(first.value)}"
+    module = found.module if found.scopes else first.name
+    factor = _factor(first.value, [place.value for place in before])
+    return _finding("value", module, first.step, text, value.place, factor)
+
+
+def _loss_finding(
+    own: Version, places: Sequence[ComparedPlace], loss: Judgment
+) -> ComparisonFinding:
+    jaxpr = opened(own.subject.program)[0]
+    (result,) = jaxpr.outvars
+    found = made_by(jaxpr, result, (), _agreeing(places))
+    text = f"the loss {_difference(loss)}; all named values before it agree"
+    factor = _factor(loss, [place.value for place in places])
+    return _finding("value", found.module, None, text, _place(found, None), factor)
+
+
+def _vjp_finding(last: ComparedPlace, places: Sequence[ComparedPlace]) -> ComparisonFinding:
+    later = [
+        place
+        for place in places[places.index(last) + 1 :]
+        if place.cotangent is not None and place.cotangent.is_judged
+    ]
+    value = last.pair.own.value
+    found, step = users_of(value, last.step, _agreeing(later))
+    assert last.cotangent is not None
+    text = f"the cotangent of {last.name} {_difference(last.cotangent)}; all values agree"
+    factor = _factor(last.cotangent, [place.cotangent for place in later])
+    place = _place(found, value.place.parent) or value.place
+    return _finding("vjp", found.module, step, text, place, factor)
+
+
+def _leaf_finding(
+    own: Version, leaf: ComparedLeaf, places: Sequence[ComparedPlace]
+) -> ComparisonFinding:
+    jaxpr = opened(own.subject.program)[0]
+    tapped = [place for place in places if place.cotangent is not None]
+    found, _ = used_by(jaxpr, [jaxpr.invars[leaf.position]], (), (), _agreeing(tapped))
+    text = f"the gradient of {leaf.path or 'the argument'} {_difference(leaf.judgment)}"
+    text += "; values and cotangents agree"
+    finding = _finding("grads", found.module, None, text, _place(found, None), None)
+    return finding.__class__(**{**vars(finding), "path": leaf.path})
+
+
+def _agreeing(places: Sequence[ComparedPlace]) -> Ends:
+    """Whether a variable is one of the values that end a slice."""
+    ends = {place.pair.own.value.variable for place in places if place.value.is_judged}
+    return ends.__contains__
+
+
+def _place(found: Slice, parent: Place | None) -> Place | None:
+    equations: list[JaxprEqn] = found.equations
+    return Place(equations[0], parent) if equations else None
+
+
+def _factor(found: Judgment, before: Sequence[Judgment | None]) -> float | None:
+    """How much larger a difference is than those before; None if there are none."""
+    largest = max((j.difference for j in before if j is not None and j.is_judged), default=0.0)
+    known = largest and math.isfinite(largest) and math.isfinite(found.difference)
+    return found.difference / largest if known else None
+
+
+def _difference(found: Judgment) -> str:
+    if math.isinf(found.difference):
+        return "is NaN, inf or nothing in one of the versions only"
+    return f"differs by {found.difference:.2g}, of which rounding explains {found.tolerance:.1g}"
+
+
+def _finding(
+    kind: str, module: str, step: int | None, text: str, place: Place | None, factor: Any
+) -> ComparisonFinding:
+    location = place.location if place is not None else None
+    file, line = (location.file, location.line) if location else (None, None)
+    if file is not None:
+        text = f"{location}: {text}"
+    return ComparisonFinding(kind, text, module, step, file, line, factor)

@@ -1,0 +1,113 @@
+"""Two versions of a loss: their named values, their cotangents, and their gradients."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from clipgrad._compare.comparison import GradientComparison
+from clipgrad._compare.differences import Judgment, judge, rounding
+from clipgrad._compare.findings import ComparedLeaf, find
+from clipgrad._compare.matching import match
+from clipgrad._compare.places import ComparedPlace, compared_places, undecided
+from clipgrad._compare.versions import Names, Version, VersionRun, runner, version
+
+RUNS = 4  # with moved arguments and values; the norm of their movements is right to about 1 / 4
+
+
+def compare_gradients(
+    fun: Callable[..., Any],
+    other: Callable[..., Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    other_args: tuple,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    names: Mapping[str, str] | None,
+    rtol: float | None,
+) -> GradientComparison:
+    """Run two versions of a loss and of its gradient, one after the other, and compare them."""
+    first = version(fun, args, kwargs, argnums, has_aux)
+    second = version(other, other_args, kwargs, argnums, has_aux)
+    matching = match(first, second, names)
+    own_run = runner(first, _wanted(pair.own.value for pair in matching.pairs))
+    own, moves = own_run(0), [own_run(i) for i in range(1, 1 + RUNS * (rtol is None))]
+    theirs = runner(second, _wanted(pair.other.value for pair in matching.pairs))(0)
+    places = compared_places(matching.pairs, own, theirs, moves, rtol)
+    loss = _judged(own.loss, theirs.loss, [m.loss for m in moves], _loss_types(first, second), rtol)
+    leaves, alone = _leaves(first, second, own, theirs, moves, rtol)
+    return _comparison(first, places, loss, leaves, [*matching.unmatched, *alone])
+
+
+def _wanted(values: Any) -> Names:
+    return frozenset((value.name, value.kind) for value in values)
+
+
+def _loss_types(*versions: Version) -> list[Any]:
+    return [v.subject.program.jaxpr.outvars[0].aval.dtype for v in versions]
+
+
+def _judged(
+    own: Any, other: Any, moved: Sequence[Any], dtypes: Sequence[Any], rtol: float | None
+) -> Judgment:
+    return judge(np.asarray(own), np.asarray(other), moved, rounding(*dtypes), rtol)
+
+
+def _leaves(
+    first: Version,
+    second: Version,
+    own: VersionRun,
+    theirs: VersionRun,
+    moves: Sequence[VersionRun],
+    rtol: float | None,
+) -> tuple[list[ComparedLeaf], list[str]]:
+    """The leaves of both gradients, and those that only one of them has."""
+    there = {path: i for i, path in enumerate(second.leaves)}
+    found, alone = [], []
+    for i, path in enumerate(first.leaves):
+        j = there.pop(path, None)
+        if j is None or own.grads[i].shape != theirs.grads[j].shape:
+            alone.append(f"gradient {path}, only in fun, or of another shape")
+            continue
+        inputs = [v.subject.inputs[v.subject.chosen[k]] for v, k in ((first, i), (second, j))]
+        dtypes = [x.dtype for x in inputs]
+        moved = [m.grads[i] for m in moves]
+        judgment = _judged(own.grads[i], theirs.grads[j], moved, dtypes, rtol)
+        found.append(ComparedLeaf(path, first.subject.chosen[i], judgment))
+    return found, [*alone, *(f"gradient {path}, only in other" for path in there)]
+
+
+def _comparison(
+    first: Version,
+    places: list[ComparedPlace],
+    loss: Judgment,
+    leaves: list[ComparedLeaf],
+    unmatched: list[str],
+) -> GradientComparison:
+    findings = find(first, places, loss, leaves)
+    notes = undecided(places)
+    notes += [
+        f"{leaf.path}: rounding decides here, so its gradient is not judged"
+        for leaf in leaves
+        if not leaf.judgment.is_judged
+    ]
+    if not places:
+        notes.append("no named value was matched; name values by names=, or tag them")
+    if not findings:
+        notes += _inner_differences(places)
+    rows = tuple(place.row for place in places)
+    return GradientComparison(not findings, tuple(findings), rows, tuple(unmatched), tuple(notes))
+
+
+def _inner_differences(places: Sequence[ComparedPlace]) -> list[str]:
+    """Notes of what differs inside of versions whose outputs and gradients agree."""
+    found = []
+    for what in ("value", "cotangent"):
+        judgments = {p.name: getattr(p, what) for p in places}
+        bad = [name for name, judgment in judgments.items() if judgment and judgment.differs]
+        if bad:
+            more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+            found.append(
+                f"outputs and gradients agree, but the {what}s of {', '.join(bad[:5])}{more} differ"
+            )
+    return found

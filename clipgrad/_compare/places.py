@@ -1,0 +1,104 @@
+"""The places that both versions have, each with its judgment."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clipgrad._compare.differences import Judgment, rounding
+from clipgrad._compare.matching import Instance, Pair
+from clipgrad._compare.records import ComparisonRow
+from clipgrad._compare.sketches import LENGTH, judge_sketches
+from clipgrad._compare.versions import VersionRun
+
+
+class ComparedPlace(NamedTuple):
+    """A place of both versions: the judgments of the values there, and of their cotangents."""
+
+    pair: Pair
+    value: Judgment
+    cotangent: Judgment | None
+
+    @property
+    def name(self) -> str:
+        """The name in the first version."""
+        return self.pair.own.value.name
+
+    @property
+    def step(self) -> int | None:
+        """The index in the innermost scan, or None."""
+        return self.pair.own.steps[-1] if self.pair.own.steps else None
+
+    @property
+    def row(self) -> ComparisonRow:
+        """The place as data."""
+        cotangent = self.cotangent
+        return ComparisonRow(
+            self.name,
+            self.step,
+            self.value.difference,
+            cotangent and cotangent.difference,
+            self.value.tolerance,
+            cotangent and cotangent.tolerance,
+            self.pair.own.steps,
+            self.pair.own.value.kind,
+        )
+
+
+def compared_places(
+    pairs: Sequence[Pair],
+    own: VersionRun,
+    other: VersionRun,
+    moves: Sequence[VersionRun],
+    rtol: float | None,
+) -> list[ComparedPlace]:
+    """Judge each pair, in the order of computation."""
+    found = []
+    for pair in pairs:
+        keys = pair.own.value.position, pair.other.value.position
+        value = _judgment(pair, own.values, other.values, [m.values for m in moves], rtol)
+        cotangent = None
+        if keys[0] in own.cotangents and keys[1] in other.cotangents:
+            moved = [m.cotangents for m in moves]
+            cotangent = _judgment(pair, own.cotangents, other.cotangents, moved, rtol)
+        found.append(ComparedPlace(pair, value, cotangent))
+    return found
+
+
+def _judgment(
+    pair: Pair, own: dict, other: dict, moved: Sequence[dict], rtol: float | None
+) -> Judgment:
+    sketches = [_on_devices(x, pair.own) for x in (own, *moved)]
+    theirs = _on_devices(other, pair.other)
+    if len(theirs) != len(sketches[0]):  # the same value on some devices
+        kept = np.any(sketches[0] if len(sketches[0]) > 1 else theirs, axis=1)
+        sketches = [x[kept] if len(x) > 1 else x for x in sketches]
+        theirs = theirs[kept] if len(theirs) > 1 else theirs
+        shape = np.broadcast_shapes(sketches[0].shape, theirs.shape)
+        sketches = [np.broadcast_to(x, shape) for x in sketches]
+        theirs = np.broadcast_to(theirs, shape)
+    dtypes = (pair.own.value.variable.aval.dtype, pair.other.value.variable.aval.dtype)
+    return judge_sketches(sketches[0], theirs, sketches[1:], rounding(*dtypes), rtol)
+
+
+def _on_devices(notes: dict, instance: Instance) -> np.ndarray:
+    """The sketch on each device, shape (devices, 513)."""
+    return np.asarray(notes[instance.value.position])[instance.index].reshape(-1, LENGTH)
+
+
+def undecided(places: Iterable[ComparedPlace]) -> list[str]:
+    """Notes of the places that rounding decides, each name once."""
+    steps: dict[tuple[str, str], list[Any]] = {}
+    for place in places:
+        for what, found in (("value", place.value), ("cotangent", place.cotangent)):
+            if found is not None and not found.is_judged:
+                steps.setdefault((place.name, what), []).append(place.step)
+    return [
+        f"{name}{_listed(at)}: rounding decides here, so its {what} is not judged"
+        for (name, what), at in steps.items()
+    ]
+
+
+def _listed(steps: Sequence[int | None]) -> str:
+    known = sorted({step for step in steps if step is not None})
+    return f", steps {', '.join(map(str, known))}" if known else ""
