@@ -58,9 +58,14 @@ def nudged(x: np.ndarray, positions: np.ndarray, run: int) -> np.ndarray:
 
 def signs(positions: Any, run: Any) -> Any:
     """A sign for each position, 1.0 or -1.0: a hash of it and of the number of the run."""
-    library: Any = np if isinstance(positions, np.ndarray) else jnp
-    h = hashed(positions, run)
-    return 1.0 - 2.0 * ((h >> library.uint32(13)) & library.uint32(1)).astype(library.float32)
+    return sign_of(hashed(positions, run))
+
+
+def sign_of(hashes: Any) -> Any:
+    """A sign by a bit of each hash, in float32."""
+    library: Any = np if isinstance(hashes, np.ndarray) else jnp
+    bits = (hashes >> library.uint32(13)) & library.uint32(1)
+    return 1.0 - 2.0 * bits.astype(library.float32)
 
 
 def hashed(positions: Any, run: Any) -> Any:

@@ -103,8 +103,8 @@ def _inner_differences(places: Sequence[ComparedPlace]) -> list[str]:
     """Notes of what differs inside of versions whose outputs and gradients agree."""
     found = []
     for what in ("value", "cotangent"):
-        judgments = {p.name: getattr(p, what) for p in places}
-        bad = [name for name, judgment in judgments.items() if judgment and judgment.differs]
+        judged = [(place.name, getattr(place, what)) for place in places]
+        bad = list(dict.fromkeys(name for name, found in judged if found and found.differs))
         if bad:
             more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
             found.append(

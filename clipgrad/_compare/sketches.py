@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compare.arguments import hashed, signs
+from clipgrad._compare.arguments import hashed, sign_of, signs
 from clipgrad._compare.differences import Judgment, judge, rounding
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._jaxpr import replicated
@@ -23,6 +23,7 @@ def sketch_dtype(dtype: Any) -> Any:
     return np.dtype(np.float64 if jnp.finfo(dtype).bits == 64 else np.float32)
 
 
+@jax.jit  # traced once for each shape
 def sketch(x: jax.Array) -> jax.Array:
     r"""The sketch of an array, shape (513,): of ordinary, of large and of non-finite elements.
 
@@ -35,27 +36,29 @@ def sketch(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-1)
     flat = replicated(x).ravel().astype(sketch_dtype(x.dtype))
-    positions = jnp.arange(flat.size, dtype=jnp.uint32)
+    hashes = hashed(jnp.arange(flat.size, dtype=jnp.uint32), 0)
     finite, large = jnp.isfinite(flat), jnp.abs(flat) >= LARGE
-    signed = flat * signs(positions, 0).astype(flat.dtype)
-    nothing = jnp.zeros_like(flat)
-    ordinary = _buckets(jnp.where(finite & ~large, signed, nothing))
-    masks = _buckets(jnp.where(finite & large, signed * SCALE, nothing))
+    signed = flat * sign_of(hashes).astype(flat.dtype)
+    parts = [jnp.where(finite & ~large, signed, 0), jnp.where(finite & large, signed * SCALE, 0)]
+    sums = _buckets(jnp.stack(parts)).ravel()
     kinds = jnp.where(jnp.isnan(flat), 1, jnp.where(finite, 0, jnp.where(flat > 0, 2, 3)))
-    code = jnp.sum(kinds.astype(jnp.uint32) * hashed(positions, 1)) & jnp.uint32(0xFFFFFF)
-    return jnp.concatenate([ordinary, masks, code.astype(flat.dtype)[None]])
+    code = jnp.sum(kinds.astype(jnp.uint32) * hashes) & jnp.uint32(0xFFFFFF)
+    return jnp.concatenate([sums, code.astype(flat.dtype)[None]])
 
 
 def _buckets(x: jax.Array) -> jax.Array:
-    """The sums of the elements in each bucket: rows of 256, each rotated by a hash of its number.
+    """The sums, shape (m, 256), of elements, shape (m, n), in buckets.
 
-    So neither neighbors nor a column of a matrix come into one bucket.
+    Elements are in rows of 256, each rotated by a hash of its number: so neither neighbors nor a
+    column of a matrix come into one bucket.
     """
-    count = -(-x.size // NUMBERS)
-    rows = jnp.pad(x, (0, count * NUMBERS - x.size)).reshape(count, NUMBERS)
+    count = -(-x.shape[1] // NUMBERS)
+    padded = jnp.pad(x, ((0, 0), (0, count * NUMBERS - x.shape[1])))
+    rows = padded.reshape(len(x), count, NUMBERS)
     shifts = hashed(jnp.arange(count, dtype=jnp.uint32), 2)[:, None]
     columns = jnp.arange(NUMBERS, dtype=jnp.uint32)[None, :] + shifts & jnp.uint32(NUMBERS - 1)
-    return jnp.sum(jnp.take_along_axis(rows, columns.astype(jnp.int32), axis=1), axis=0)
+    turned = jnp.take_along_axis(rows, columns.astype(jnp.int32)[None], axis=2)
+    return jnp.sum(turned, axis=1)
 
 
 def judge_sketches(

@@ -1,0 +1,307 @@
+"""A small transformer in parts, the faults that such models had, and equal versions of it."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+LAYERS, TOKENS, WIDTH, HEADS, WORDS, BATCH = 3, 6, 8, 2, 11, 4
+
+
+def make_args(dtype="float32"):
+    """Parameters and a batch: tokens, targets, and a key."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, scale=0.4):
+        return jnp.asarray(rng.normal(size=shape) * scale, dtype)
+
+    layers = {
+        "qkv": normal(LAYERS, WIDTH, 3 * WIDTH),
+        "out": normal(LAYERS, WIDTH, WIDTH),
+        "up": normal(LAYERS, WIDTH, WIDTH),
+        "down": normal(LAYERS, WIDTH, WIDTH),
+        "scale": 1 + normal(LAYERS, 2, WIDTH, scale=0.1),
+        "experts": normal(LAYERS, 2, WIDTH, WIDTH),
+    }
+    params = {
+        "words": normal(WORDS, WIDTH, scale=1.0),
+        "places": normal(TOKENS + 1, WIDTH),
+        "layers": layers,
+        "bias": normal(WORDS, scale=0.1),
+    }
+    tokens = jnp.asarray(rng.integers(0, WORDS, (BATCH, TOKENS)))
+    targets = jnp.asarray(rng.integers(0, WORDS, (BATCH, TOKENS)))
+    return params, (tokens, targets, jax.random.key(1))
+
+
+def number(x, like):
+    return jnp.asarray(x, like.dtype)
+
+
+def row(x, like):
+    """A vector as the last axis of an array of the rank of another one."""
+    return x.reshape((1,) * (like.ndim - 1) + x.shape)
+
+
+def norm(x, scale, part):
+    size = jnp.mean(jnp.square(x), axis=-1, keepdims=True) + number(part["eps"], x)
+    return x * lax.rsqrt(size) * row(scale, x)
+
+
+def logits(q, k, part):
+    found = jnp.einsum("bqhd,bkhd->bhqk", q, k) * number((WIDTH // HEADS) ** -0.5, q)
+    return part["logits"](found)
+
+
+def masked(x, part):
+    mask = part["mask"](jnp.arange(TOKENS)[:, None], jnp.arange(TOKENS)[None, :])
+    return jnp.where(mask.reshape((1,) * (4 - mask.ndim) + mask.shape), x, number(-1e9, x))
+
+
+def attention(x, layer, part):
+    with jax.named_scope("qkv"):
+        split = (x @ part["weight"](layer["qkv"])).reshape(BATCH, TOKENS, 3, HEADS, -1)
+        q, k, v = (split[:, :, i] for i in part["order"])
+    with jax.named_scope("logits"):
+        found = checkpoint_name(logits(q, k, part), "logits")
+    with jax.named_scope("mix"):
+        weights = part["softmax"](masked(found, part))
+        mixed = part["mixed"](jnp.einsum("bhqk,bkhd->bqhd", weights, v))
+    with jax.named_scope("out"):
+        return mixed.reshape(x.shape) @ part["out"](layer["out"])
+
+
+def mlp(x, layer, part, key):
+    with jax.named_scope("up"):
+        hidden = part["act"](part["matmul"](x, layer["up"]))
+    with jax.named_scope("experts"):
+        mixed = part["experts"](jnp.einsum("btd,edf->ebtf", hidden, layer["experts"]))
+        hidden = hidden + jnp.sum(mixed, axis=0)
+    with jax.named_scope("dropout"):
+        kept = jax.random.bernoulli(part["key"](key), 0.8, hidden.shape)
+        hidden = jnp.where(kept, hidden / number(0.8, hidden), number(0, hidden))
+    with jax.named_scope("down"):
+        return part["down"](hidden @ layer["down"])
+
+
+def block(x, layer, key, step, part):
+    with jax.named_scope("norm"):
+        y = norm(x, layer["scale"][0], part)
+    with jax.named_scope("attention"):
+        x = part["residual"](x, attention(y, layer, part))
+    with jax.named_scope("norm2"):
+        y = norm(x, layer["scale"][1], part)
+    with jax.named_scope("mlp"):
+        x = x + mlp(y, layer, part, key)
+    return part["step"](x, step)
+
+
+def cross_entropy(x, targets):
+    logp = jax.nn.log_softmax(x)
+    return -jnp.mean(jnp.take_along_axis(logp, targets[..., None], axis=-1))
+
+
+def identity(x):
+    return x
+
+
+RIGHT: dict[str, Any] = {
+    "eps": 1e-6,
+    "logits": identity,
+    "mask": lambda q, k: q >= k,
+    "weight": identity,
+    "order": (0, 1, 2),
+    "softmax": jax.nn.softmax,
+    "mixed": identity,
+    "out": identity,
+    "act": jnp.tanh,
+    "matmul": lambda x, w: x @ w,
+    "experts": identity,
+    "key": identity,
+    "down": identity,
+    "residual": lambda x, y: x + y,
+    "step": lambda x, step: x,
+    "places": lambda p: p[:TOKENS],
+    "embed": identity,
+    "head": identity,
+    "tied": identity,
+    "loss": cross_entropy,
+    "scan": True,
+    "block": identity,
+}
+
+
+def model(**replaced):
+    """The loss, with some parts replaced."""
+    part = RIGHT | replaced
+
+    def loss(params, batch):
+        tokens, targets, key = batch
+        with jax.named_scope("embed"):
+            x = params["words"][tokens] + part["places"](params["places"])[None]
+            x = part["embed"](x)
+        keys, steps = jax.random.split(key, LAYERS), jnp.arange(LAYERS)
+        own_block = part["block"](functools.partial(block, part=part))
+        if part["scan"]:
+            with jax.named_scope("layers"):
+                body = lambda x, layer: (own_block(x, *layer), None)  # noqa: E731
+                x, _ = lax.scan(body, x, (params["layers"], keys, steps))
+        else:
+            for i in range(LAYERS):
+                with jax.named_scope(f"layers_{i}"):
+                    layer = jax.tree.map(lambda w, i=i: w[i], params["layers"])
+                    x = own_block(x, layer, keys[i], steps[i])
+        with jax.named_scope("head"):
+            found = x @ part["tied"](params["words"]).T + row(params["bias"], x)
+            found = part["head"](found)
+        return part["loss"](found, targets)
+
+    return loss
+
+
+def with_vjp(function, backward):
+    """A function whose cotangent is changed by another one."""
+    wrapped = jax.custom_vjp(function)
+
+    def forward(*args):
+        value, pull_back = jax.vjp(function, *args)
+        return value, pull_back
+
+    wrapped.defvjp(forward, lambda pull_back, g: backward(pull_back(g)))
+    return wrapped
+
+
+def scaled(by):
+    return lambda grads: jax.tree.map(lambda g: g * number(by, g), grads)
+
+
+def at(axis, index, by):
+    """Multiplies one slice of an array."""
+
+    def change(x):
+        where = jnp.arange(x.shape[axis]).reshape([-1 if i == axis else 1 for i in range(x.ndim)])
+        return x * jnp.where(where == index, number(by, x), number(1, x))
+
+    return change
+
+
+def in_bfloat16(x, w):
+    product = jnp.dot(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16))
+    return product.astype(x.dtype)
+
+
+def at_step(i, by):
+    return lambda x, step: x * jnp.where(step == i, number(by, x), number(1, x))
+
+
+class ModelFault(NamedTuple):
+    """A fault: the parts replaced, the kind, the modules that may be named, and the step."""
+
+    parts: dict
+    kind: str
+    module: str
+    step: int | None = 0
+
+
+HEAD_MASK = lambda q, k: jnp.stack([q >= k, q >= k - 1])  # noqa: E731
+VALUE_FAULTS = {
+    "scale of attention": ({"logits": lambda x: x * number(0.7, x)}, "layers/attention/logits"),
+    "mask off by one": ({"mask": lambda q, k: q > k}, "layers/attention/mix"),
+    "no mask": ({"mask": lambda q, k: q > -1 + 0 * k}, "layers/attention/mix"),
+    "the mask of one head": ({"mask": HEAD_MASK}, "layers/attention/mix"),
+    "epsilon": ({"eps": 1e-3}, "layers/norm"),
+    "activation": ({"act": jax.nn.gelu}, "layers/mlp/up"),
+    "activation a little": ({"act": lambda x: jnp.tanh(x * number(1.001, x))}, "layers/mlp/up"),
+    "transposed weight": ({"out": lambda w: w.T}, "layers/attention/out"),
+    "keys and values exchanged": ({"order": (0, 2, 1)}, "layers/attention/qkv"),
+    "positions off by one": ({"places": lambda p: p[1:]}, "embed"),
+    "dropout key reused": ({"key": lambda key: jax.random.key(5)}, "layers/mlp/dropout"),
+    "bfloat16 product": ({"matmul": in_bfloat16}, "layers/mlp/up"),
+    "bfloat16 softmax": (
+        {"softmax": lambda x: jax.nn.softmax(x.astype(jnp.bfloat16)).astype(x.dtype)},
+        "layers/attention/mix",
+    ),
+    "one head": ({"mixed": at(2, 1, 1.5)}, "layers/attention/mix"),
+    "one expert": ({"experts": at(0, 1, 1.5)}, "layers/mlp/experts"),
+    "one token": ({"mixed": at(1, 3, 1.5)}, "layers/attention/mix"),
+    "one feature": ({"down": at(2, 5, 1.01)}, "layers/mlp/down"),
+    "one example": ({"embed": at(0, 2, 1.01)}, "embed"),
+    "soft cap": ({"logits": lambda x: 5 * jnp.tanh(x / 5)}, "layers/attention/logits"),
+    "residual left out": ({"residual": lambda x, y: y}, "layers/attention"),
+    "residual scaled": ({"residual": lambda x, y: x + number(0.9, y) * y}, "layers/attention"),
+    "logits of the head": ({"head": lambda x: x * number(1.01, x)}, "head"),
+    "sum for mean": ({"loss": lambda x, t: cross_entropy(x, t) * 24}, ""),
+    "label smoothing": ({"loss": lambda x, t: cross_entropy(x, t) + 0.01 * jnp.mean(x)}, ""),
+    "softmax over another axis": (
+        {"softmax": functools.partial(jax.nn.softmax, axis=-2)}, "layers/attention/mix",
+    ),
+}  # fmt: skip
+CUSTOM_TANH = with_vjp(jnp.tanh, scaled(1.01))
+VJP_FAULTS = {
+    "wrong rule of the activation": ({"act": CUSTOM_TANH}, "layers/mlp/up"),
+    "stop_gradient of weights": (
+        {"softmax": lambda x: lax.stop_gradient(jax.nn.softmax(x))}, "layers/attention/mix",
+    ),
+    "straight through": (
+        {"act": lambda x: x + lax.stop_gradient(jnp.tanh(x) - x)}, "layers/mlp/up"
+    ),
+    "wrong rule of a residual branch": (
+        {"residual": with_vjp(lambda x, y: x + y, lambda g: (g[0], g[1] * number(0.9, g[1])))},
+        "layers/attention",
+    ),
+    "stop_gradient of experts": (
+        {"experts": lambda x: lax.stop_gradient(x)}, "layers/mlp/experts"
+    ),
+    "wrong rule of the head": ({"head": with_vjp(identity, scaled(1.01))}, "head"),
+    "cotangents in bfloat16": (
+        {"down": with_vjp(identity, lambda g: jax.tree.map(
+            lambda x: x.astype(jnp.bfloat16).astype(x.dtype), g))},
+        "layers/mlp/down",
+    ),
+    "a clip that nobody wanted": (
+        {"mixed": with_vjp(identity, lambda g: (jnp.clip(g[0], -1e-3, 1e-3),))},
+        "layers/attention/mix",
+    ),
+}  # fmt: skip
+GRADS_FAULTS = {
+    "tied weights untied": ({"tied": lax.stop_gradient}, "words"),
+    "gradient of a weight": ({"weight": with_vjp(identity, scaled(2.0))}, "layers/qkv"),
+}
+STEP_FAULTS = {
+    "one scan step": ({"step": at_step(1, 1.01)}, "value", 1),
+    "the last scan step": ({"step": at_step(2, 1.01)}, "value", 2),
+}
+
+
+def versions(dtype):
+    """Parts of versions that are equal to the model."""
+    remat = {"block": jax.checkpoint}
+    saved = {"block": functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("logits")
+    )}  # fmt: skip
+    by_hand = {"softmax": lambda x: jnp.exp(x) / jnp.sum(jnp.exp(x), axis=-1, keepdims=True)}
+    summed = {"matmul": lambda x, w: jnp.sum(x[..., None] * w[None, None], axis=-2)}
+    ordered = {"matmul": lambda x, w: jnp.einsum("df,btd->btf", w[::-1], x[..., ::-1])}
+    own_rule = {"act": with_vjp(jnp.tanh, identity)}
+    expanded = {"act": lambda x: 2 * jax.nn.sigmoid(2 * x) - 1}
+    del dtype
+    return {
+        "the same": {},
+        "remat": remat,
+        "remat with a policy": saved,
+        "jit of the block": {"block": jax.jit},
+        "softmax by hand": by_hand,
+        "products by sums": summed,
+        "another order of sums": ordered,
+        "a right rule": own_rule,
+        "tanh by sigmoid": expanded,
+        "remat of jit": {"block": lambda f: jax.checkpoint(jax.jit(f))},
+        "jit of remat": {"block": lambda f: jax.jit(jax.checkpoint(f))},
+        "residual the other way": {"residual": lambda x, y: y + x},
+        "mask by multiplication": {"mask": lambda q, k: (q - k) >= 0},
+        "places by index": {"places": lambda p: p[jnp.arange(TOKENS)]},
+    }
