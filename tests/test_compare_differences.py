@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from clipgrad._compare.arguments import copied, moved, signs
+from clipgrad._compare.arguments import copied, moved_by_rounding, signs
 from clipgrad._compare.differences import judge, judge_exactly, movement
 from clipgrad._compare.order import ages
 from clipgrad._compare.ratios import Counts, meaning, ratio
@@ -180,7 +180,7 @@ def test_the_norms_of_parts_add_up_to_nearly_the_square_root():
 def test_numbers_move_by_one_rounding(dtype):
     with jax.enable_x64(True):
         x = (jnp.arange(1, 100) / 7).astype(dtype)
-        near = moved({"x": x}, 1)["x"]
+        near = moved_by_rounding({"x": x}, 1)["x"]
     assert near.dtype == x.dtype
     step = np.abs(np.asarray(near, complex) / np.asarray(x, complex) - 1)
     eps = float(jnp.finfo(dtype).eps)
@@ -212,7 +212,7 @@ def test_copies_and_moved_arguments_keep_type_and_layout():
         "number": 1.0,
         "empty": jnp.zeros((0, 2)),
     }
-    for new in (copied(tree), moved(tree, 1)):
+    for new in (copied(tree), moved_by_rounding(tree, 1)):
         for name, x in tree.items():
             assert type(new[name]) is type(x), name
             if isinstance(x, jax.Array):
@@ -220,10 +220,10 @@ def test_copies_and_moved_arguments_keep_type_and_layout():
                 assert new[name].committed == x.committed, name
                 assert new[name].sharding.is_equivalent_to(x.sharding, x.ndim), name
                 assert getattr(new[name], "weak_type", None) == getattr(x, "weak_type", None)
-    same = [np.asarray(s.data) for s in moved(tree, 1)["same"].addressable_shards]
+    same = [np.asarray(s.data) for s in moved_by_rounding(tree, 1)["same"].addressable_shards]
     assert all(np.array_equal(part, same[0]) for part in same)
-    assert not np.array_equal(moved(tree, 1)["weak"], tree["weak"])
-    assert moved(tree, 1)["number"] == 1.0
+    assert not np.array_equal(moved_by_rounding(tree, 1)["weak"], tree["weak"])
+    assert moved_by_rounding(tree, 1)["number"] == 1.0
 
 
 # ---- the order of computation ----

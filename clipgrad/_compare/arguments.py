@@ -16,19 +16,19 @@ def copied(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.copy() if is_array(x) else x, tree)
 
 
-def moved(tree: Any, run: int) -> Any:
+def moved_by_rounding(tree: Any, run: int) -> Any:
     """The tree with each floating number multiplied by 1 plus or minus one rounding of its dtype.
 
     The signs follow from the index of the element and the number of the run. Zeros stay.
     """
-    return jax.tree.map(lambda x: _moved(x, run) if _is_floating(x) else x, copied(tree))
+    return jax.tree.map(lambda x: _moved_leaf(x, run) if _is_floating(x) else x, copied(tree))
 
 
 def _is_floating(x: Any) -> bool:
     return is_array(x) and holds_floats(x)
 
 
-def _moved(x: Any, run: int) -> Any:
+def _moved_leaf(x: Any, run: int) -> Any:
     if isinstance(x, np.ndarray):
         return nudged(x, np.arange(x.size), run)
     if x.weak_type:  # an array from NumPy would have a type of its own
@@ -37,7 +37,7 @@ def _moved(x: Any, run: int) -> Any:
     positions = np.arange(x.size).reshape(x.shape)
 
     def part(index: Any) -> np.ndarray:
-        return nudged(parts[_key(index, x.shape)], positions[index], run)
+        return nudged(parts[_key(index, x.shape)], np.asarray(positions[index]), run)
 
     if not x.committed:
         return jnp.asarray(part((slice(None),) * x.ndim))
@@ -51,7 +51,7 @@ def _key(index: Any, shape: tuple[int, ...]) -> tuple:
 def nudged(x: np.ndarray, positions: np.ndarray, run: int) -> np.ndarray:
     """An array in NumPy, moved by one rounding of its dtype."""
     wide = np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64
-    own = signs(positions, run).astype(np.float64).reshape(x.shape)
+    own = signs(positions.ravel(), run).astype(np.float64).reshape(x.shape)
     factors = 1 + rounding(x.dtype) * own  # in float32 it would be 1 for float64
     return (x.astype(wide) * factors).astype(x.dtype)
 
@@ -71,8 +71,12 @@ def sign_of(hashes: Any) -> Any:
 def hashed(positions: Any, run: Any) -> Any:
     """A number of 32 bits for each position, in NumPy or in JAX."""
     library: Any = np if isinstance(positions, np.ndarray) else jnp
-    h = positions.astype(library.uint32) * library.uint32(2654435761)
-    h = h + library.asarray(run).astype(library.uint32) * library.uint32(0x9E3779B9)
-    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
-        h = (h ^ (h >> library.uint32(shift))) * library.uint32(factor)
+    salt = 0x9E3779B9
+    if isinstance(run, int):
+        shift = library.uint32(run * salt % 2**32)
+    else:
+        shift = run.astype(library.uint32) * library.uint32(salt)
+    h = positions.astype(library.uint32) * library.uint32(2654435761) + shift
+    for right, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
+        h = (h ^ (h >> library.uint32(right))) * library.uint32(factor)
     return h

@@ -1,6 +1,7 @@
-"""From two versions of a loss to the first place where they differ."""
+"""From two versions of a loss, or of a training step, to the first place where they differ."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,12 +11,10 @@ from clipgrad._compare.gradients import compare_gradients
 from clipgrad._compare.steps import compare_steps
 from clipgrad._error_clip import check_call
 
-DTYPES = ("float32", "float64")
-
 
 def compare(
     fun: Callable[..., Any],
-    other: Callable[..., Any] | str,
+    other: Callable[..., Any],
     args: tuple,
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -25,12 +24,99 @@ def compare(
     names: Mapping[str, str] | None = None,
     rtol: float | None = None,
 ) -> GradientComparison:
-    """WIP"""
+    r"""Finds the first place where two versions of a loss, or of a training step, differ.
+
+    Each version is traced once and runs in one compiled program, unedited. Of each named value (a
+    tag, or what leaves a module or a step of a scan) and of its cotangent only 256 sums with random
+    signs leave the program: the norm of the difference of two such sketches is that of the values
+    to about 10 %. So a comparison has the memory of a gradient.
+
+    A place differs if its relative difference is above four roundings of its dtype, and above four
+    times what rounding does there: ``fun`` runs four more times with its arguments and named values
+    moved by one rounding each.
+
+    Guarantees:
+      * Places are in the order of computation, steps of scans included.
+      * A "value" finding is the first named value that differs. It names the common module of the
+        operations between the named values before, which agree, and this one.
+      * If all values agree, a "vjp" finding is the first cotangent in backward order that differs;
+        it names the module of the operations that use the value, such as one with a wrong rule.
+      * If all cotangents agree too, each leaf whose gradient differs is a "grads" finding.
+      * If outputs and gradients agree, there are no findings: what differs inside is a note.
+      * NaN and inf are equal where both versions have the same. A mask of -1e9 hides nothing.
+      * Places that one rounding moves by more than 10 % are not judged, and are notes. What could
+        not be matched is in ``unmatched``.
+      * With ``argnums=None`` the functions are run as they are, on copies of the arguments, so they
+        may donate them. The outputs are compared by path, integers, booleans and keys exactly; an
+        "output" finding comes before those of outputs that are computed from it, and has the factor
+        between the versions, if one explains the difference.
+
+    Args:
+      fun: the first version, a function that returns a scalar, or ``(scalar, aux)``. With
+        ``argnums=None`` it may return any tree.
+      other: the second version, a function of the same arguments.
+      args: the tuple of arguments.
+      kwargs: keyword arguments of both versions.
+      other_args: the arguments of ``other``, if they are of other types, trees or layouts.
+      argnums: the positions of the arguments to differentiate, or ``None`` for whole steps.
+      has_aux: whether the functions return ``(scalar, aux)``; aux is not compared.
+      names: names of values in ``other`` by their names in ``fun``, where they differ:
+        ``{"encoder/Dense_*": "enc/linear*"}``. The start of a path stands for all that is below. In
+        ``{"layers_*": "layers"}``, the modules are matched with the steps of a scan, in order.
+      rtol: a relative tolerance, in place of the measured one.
+
+    Returns:
+      A `GradientComparison`; ``print`` it.
+
+    Raises:
+      TypeError: an argument is not of the type above.
+      ValueError: a loss is not a floating scalar, ``argnums`` is out of range, a name is of no
+        value, or two steps have no output in common.
+
+    Example:
+      >>> import clipgrad as cg, jax, jax.numpy as jnp
+      >>> def loss(w, x, scale=1.0):
+      ...     with jax.named_scope("hidden"):
+      ...         h = jnp.tanh(x @ w) * scale
+      ...     return jnp.mean(h**2)
+      >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
+      >>> found = cg.compare(loss, lambda w, x: loss(w, x, scale=1.1), args)
+      >>> found.ok, found.findings[0].kind, found.findings[0].module
+      (False, 'value', 'hidden')
+    """
     check_call(fun, args, kwargs)
-    given = args if other_args is None else other_args
-    with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+    _check_comparison(other, other_args, argnums, names, rtol)
+    given, named = args if other_args is None else other_args, dict(kwargs or {})
+    with contextlib.ExitStack() as settings:
+        for setting in _settings_of_runs():
+            settings.enter_context(setting)
         if argnums is None:
-            return compare_steps(fun, other, args, dict(kwargs or {}), given, rtol)
-        return compare_gradients(
-            fun, other, args, dict(kwargs or {}), given, argnums, has_aux, names, rtol
+            return compare_steps(fun, other, args, named, given, rtol)
+        return compare_gradients(fun, other, args, named, given, argnums, has_aux, names, rtol)
+
+
+def _settings_of_runs() -> Iterator[Any]:
+    """JAX's own ways of finding NaN and of forbidding transfers: off."""
+    yield from (jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"))
+
+
+def _check_comparison(other: Any, other_args: Any, argnums: Any, names: Any, rtol: Any) -> None:
+    if not callable(other):
+        raise TypeError(f"other: got {other!r}, expected a function of the same arguments")
+    if other_args is not None and not isinstance(other_args, tuple):
+        raise TypeError(
+            f"other_args: got {type(other_args).__name__}, expected a tuple; for one argument "
+            "write (x,)"
+        )
+    is_named = names is None or isinstance(names, Mapping)
+    if not is_named or not all(isinstance(x, str) for pair in (names or {}).items() for x in pair):
+        raise TypeError(
+            f"names: got {names!r}, expected a mapping from names in fun to names in other, such "
+            'as {"layers_*": "layers"}'
+        )
+    if rtol is not None and not (isinstance(rtol, int | float) and 0 <= rtol < float("inf")):
+        raise ValueError(f"rtol: got {rtol!r}, expected a tolerance of at least 0, such as 1e-3")
+    if names and argnums is None:
+        raise ValueError(
+            "names: got names of values, expected None with argnums=None, which compares outputs"
         )

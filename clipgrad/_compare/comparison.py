@@ -8,8 +8,8 @@ from clipgrad._compare.records import ComparisonFinding, ComparisonRow
 
 _WIDTH = 100
 _MOST_ROWS = 20
-_NAME = 56
-_HEADS = {
+_NAME_WIDTH = 56
+_COMPARISON_HEADS = {
     "value": "the values differ from here on",
     "vjp": "the values agree, and the cotangents differ from here on",
     "grads": "values and cotangents agree, and a gradient differs",
@@ -40,22 +40,24 @@ class GradientComparison:
     def __str__(self) -> str:
         parts = [] if self.findings else [f"no difference, at {len(self.rows)} places"]
         parts += [_written(finding) for finding in self.findings]
-        parts += _table(self.rows) if self.findings else []
-        parts += [_wrapped(f"not matched: {place}") for place in self.unmatched]
-        return "\n".join(parts + [_wrapped(f"note: {note}") for note in self.notes])
+        parts += _row_table(self.rows) if self.findings else []
+        parts += [_filled(f"not matched: {place}") for place in self.unmatched]
+        return "\n".join(parts + [_filled(f"note: {note}") for note in self.notes])
 
 
 def _written(finding: ComparisonFinding) -> str:
     where = finding.path if finding.module is None else finding.module
     step = "" if finding.step is None else f", step {finding.step}"
-    head = f"{finding.kind}: {_HEADS[finding.kind]}: {where or 'outside of modules'}{step}"
-    return f"{_wrapped(head)}\n{_wrapped(finding.message, '  ')}"
+    head = (
+        f"{finding.kind}: {_COMPARISON_HEADS[finding.kind]}: {where or 'outside of modules'}{step}"
+    )
+    return f"{_filled(head)}\n{_filled(finding.message, '  ')}"
 
 
-def _table(rows: tuple[ComparisonRow, ...]) -> list[str]:
+def _row_table(rows: tuple[ComparisonRow, ...]) -> list[str]:
     """The rows with the largest differences beyond rounding, in the order of computation."""
     worst = sorted(rows, key=_excess, reverse=True)[:_MOST_ROWS]
-    lines = [f"{'relative difference':<{_NAME}}{'step':>6}{'value':>10}{'cotangent':>12}"]
+    lines = [f"{'relative difference':<{_NAME_WIDTH}}{'step':>6}{'value':>10}{'cotangent':>12}"]
     return lines + [_line(row) for row in rows if any(row is bad for bad in worst)]
 
 
@@ -67,13 +69,13 @@ def _excess(row: ComparisonRow) -> float:
 
 
 def _line(row: ComparisonRow) -> str:
-    name = row.module if len(row.module) < _NAME else "..." + row.module[4 - _NAME :]
+    name = row.module if len(row.module) < _NAME_WIDTH else "..." + row.module[4 - _NAME_WIDTH :]
     step = "" if row.step is None else row.step
     cotangent = "" if row.cotangent is None else f"{row.cotangent:.1e}"
-    return f"{name:<{_NAME}}{step:>6}{row.value:>10.1e}{cotangent:>12}"
+    return f"{name:<{_NAME_WIDTH}}{step:>6}{row.value:>10.1e}{cotangent:>12}"
 
 
-def _wrapped(text: Any, indent: str = "") -> str:
+def _filled(text: Any, indent: str = "") -> str:
     return textwrap.fill(
         text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
     )

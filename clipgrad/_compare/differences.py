@@ -10,7 +10,7 @@ import numpy as np
 
 from clipgrad._jaxpr import on_host
 
-ROUNDINGS = 4  # of the dtype; two orders of one sum differ by fewer
+EQUAL_ROUNDINGS = 4  # of the dtype; two orders of one sum differ by fewer
 FLOORS = 4  # times the measured floor; with 8 a halved scale of attention in bfloat16 is missed
 UNJUDGED = 0.1  # a place that one rounding of the arguments moves by more is decided by rounding
 
@@ -20,7 +20,8 @@ class Judgment(NamedTuple):
 
     Attributes:
       difference: the norm of the difference over the elements that are not equal, relative to the
-        norm of the other version there; inf if they are not finite in different ways.
+        norm of the other version there, or of the first one if the other is zero; inf if they are
+        not finite in different ways.
       tolerance: what rounding explains, in the same measure.
       is_judged: whether rounding leaves anything to judge.
     """
@@ -90,19 +91,19 @@ def judge(
     odd = ~np.isfinite(own) | ~np.isfinite(other)
     if not np.array_equal(own[odd], other[odd], equal_nan=True):
         return Judgment(
-            math.inf, rtol or ROUNDINGS * eps, rtol is not None or _is_stable(own, moved)
+            math.inf, rtol or EQUAL_ROUNDINGS * eps, rtol is not None or _is_stable(own, moved)
         )
     unequal = ~odd & (own != other)
     own_part, other_part = own[unequal], other[unequal]
-    distance, size = _norm(own_part - other_part), _norm(other_part)
+    distance, size = _norm(own_part - other_part), _norm(other_part) or _norm(own_part)
     found = relative(distance, size)
     if rtol is not None:
         return Judgment(found, rtol)
     floor = _root_mean_square([_norm(np.ravel(m)[unequal] - own_part) for m in moved])
     if not math.isfinite(floor):
         return Judgment(found, math.inf, found == 0)
-    tolerance = max(ROUNDINGS * eps, relative(FLOORS * floor, size))
-    return Judgment(found, tolerance, found <= ROUNDINGS * eps or _is_stable(own, moved))
+    tolerance = max(EQUAL_ROUNDINGS * eps, relative(FLOORS * floor, size))
+    return Judgment(found, tolerance, found <= EQUAL_ROUNDINGS * eps or _is_stable(own, moved))
 
 
 def judge_exactly(own: np.ndarray, other: np.ndarray, moved: Sequence[np.ndarray]) -> Judgment:

@@ -13,6 +13,8 @@ from clipgrad._compare.slices import Ends, Slice, made_by, used_by, users_of, va
 from clipgrad._compare.versions import Version
 from clipgrad._jaxpr import Place, opened
 
+ARGUMENT = "the argument"  # the path of an argument that is one array
+
 
 class ComparedLeaf(NamedTuple):
     """A leaf of the gradient of both versions: its path, its argument's position, its judgment."""
@@ -42,7 +44,7 @@ def find(
         return [_loss_finding(own, places, loss)]
     cotangents = [p for p in places if p.cotangent is not None and p.cotangent.differs]
     if cotangents:
-        return [_vjp_finding(cotangents[-1], places)]
+        return [_vjp_finding(own, cotangents[-1], places)]
     return [_leaf_finding(own, leaf, places) for leaf in bad]
 
 
@@ -51,10 +53,11 @@ def _value_finding(first: ComparedPlace, places: Sequence[ComparedPlace]) -> Com
     value = first.pair.own.value
     scopes = value_scopes(value)
     found = made_by(value.jaxpr, value.variable, scopes, _agreeing(before))
-    text = f"the value of {first.name} {_difference(first.value)}"
-    module = found.module if found.scopes else first.name
+    text = f"the value of {first.name or 'what the scan carries'} {_difference(first.value)}"
+    # The inner view of the same value agrees: what changed it is in this module alone.
+    module = first.name if _other_view(first, before) else found.module
     factor = _factor(first.value, [place.value for place in before])
-    return _finding("value", module, first.step, text, value.place, factor)
+    return _located("value", module, first.step, text, value.place, factor)
 
 
 def _loss_finding(
@@ -65,22 +68,26 @@ def _loss_finding(
     found = made_by(jaxpr, result, (), _agreeing(places))
     text = f"the loss {_difference(loss)}; all named values before it agree"
     factor = _factor(loss, [place.value for place in places])
-    return _finding("value", found.module, None, text, _place(found, None), factor)
+    return _located("value", found.module, None, text, _first_place(found, None), factor)
 
 
-def _vjp_finding(last: ComparedPlace, places: Sequence[ComparedPlace]) -> ComparisonFinding:
+def _vjp_finding(
+    own: Version, last: ComparedPlace, places: Sequence[ComparedPlace]
+) -> ComparisonFinding:
     later = [
         place
         for place in places[places.index(last) + 1 :]
         if place.cotangent is not None and place.cotangent.is_judged
     ]
     value = last.pair.own.value
-    found, step = users_of(value, last.step, _agreeing(later))
+    outer = _other_view(last, later)
+    found, step = users_of(own.subject.program, last.pair.own, _agreeing(later))
+    module, step = (outer.name, last.step) if outer else (found.module, step)
     assert last.cotangent is not None
     text = f"the cotangent of {last.name} {_difference(last.cotangent)}; all values agree"
     factor = _factor(last.cotangent, [place.cotangent for place in later])
-    place = _place(found, value.place.parent) or value.place
-    return _finding("vjp", found.module, step, text, place, factor)
+    place = _first_place(found, value.place.parent) or value.place
+    return _located("vjp", module, step, text, place, factor)
 
 
 def _leaf_finding(
@@ -89,10 +96,22 @@ def _leaf_finding(
     jaxpr = opened(own.subject.program)[0]
     tapped = [place for place in places if place.cotangent is not None]
     found, _ = used_by(jaxpr, [jaxpr.invars[leaf.position]], (), (), _agreeing(tapped))
-    text = f"the gradient of {leaf.path or 'the argument'} {_difference(leaf.judgment)}"
+    text = f"the gradient of {leaf.path or ARGUMENT} {_difference(leaf.judgment)}"
     text += "; values and cotangents agree"
-    finding = _finding("grads", found.module, None, text, _place(found, None), None)
+    finding = _located("grads", found.module, None, text, _first_place(found, None), None)
     return finding.__class__(**{**vars(finding), "path": leaf.path})
+
+
+def _other_view(place: ComparedPlace, others: Sequence[ComparedPlace]) -> ComparedPlace | None:
+    """The same value at the same steps, inside or outside of other modules."""
+    own = place.pair.own
+    pairs = [(other, other.pair.own) for other in others]
+    same = [
+        other
+        for other, its in pairs
+        if its.value.variable is own.value.variable and its.steps == own.steps
+    ]
+    return same[0] if same else None
 
 
 def _agreeing(places: Sequence[ComparedPlace]) -> Ends:
@@ -101,7 +120,7 @@ def _agreeing(places: Sequence[ComparedPlace]) -> Ends:
     return ends.__contains__
 
 
-def _place(found: Slice, parent: Place | None) -> Place | None:
+def _first_place(found: Slice, parent: Place | None) -> Place | None:
     equations: list[JaxprEqn] = found.equations
     return Place(equations[0], parent) if equations else None
 
@@ -119,7 +138,7 @@ def _difference(found: Judgment) -> str:
     return f"differs by {found.difference:.2g}, of which rounding explains {found.tolerance:.1g}"
 
 
-def _finding(
+def _located(
     kind: str, module: str, step: int | None, text: str, place: Place | None, factor: Any
 ) -> ComparisonFinding:
     location = place.location if place is not None else None

@@ -7,12 +7,14 @@ import numpy as np
 
 from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.differences import Judgment, judge, rounding
-from clipgrad._compare.findings import ComparedLeaf, find
+from clipgrad._compare.findings import ARGUMENT, ComparedLeaf, find
 from clipgrad._compare.matching import match
 from clipgrad._compare.places import ComparedPlace, compared_places, undecided
-from clipgrad._compare.versions import Names, Version, VersionRun, runner, version
+from clipgrad._compare.versions import SketchedNames, Version, VersionRun, runner, version
 
-RUNS = 4  # with moved arguments and values; the norm of their movements is right to about 1 / 4
+MOVED_RUNS = (
+    4  # with moved arguments and values; the norm of their movements is right to about 1 / 4
+)
 
 
 def compare_gradients(
@@ -31,15 +33,17 @@ def compare_gradients(
     second = version(other, other_args, kwargs, argnums, has_aux)
     matching = match(first, second, names)
     own_run = runner(first, _wanted(pair.own.value for pair in matching.pairs))
-    own, moves = own_run(0), [own_run(i) for i in range(1, 1 + RUNS * (rtol is None))]
+    own, moves = own_run(0), [own_run(i) for i in range(1, 1 + MOVED_RUNS * (rtol is None))]
     theirs = runner(second, _wanted(pair.other.value for pair in matching.pairs))(0)
     places = compared_places(matching.pairs, own, theirs, moves, rtol)
-    loss = _judged(own.loss, theirs.loss, [m.loss for m in moves], _loss_types(first, second), rtol)
+    loss = _judged_array(
+        own.loss, theirs.loss, [m.loss for m in moves], _loss_types(first, second), rtol
+    )
     leaves, alone = _leaves(first, second, own, theirs, moves, rtol)
     return _comparison(first, places, loss, leaves, [*matching.unmatched, *alone])
 
 
-def _wanted(values: Any) -> Names:
+def _wanted(values: Any) -> SketchedNames:
     return frozenset((value.name, value.kind) for value in values)
 
 
@@ -47,7 +51,7 @@ def _loss_types(*versions: Version) -> list[Any]:
     return [v.subject.program.jaxpr.outvars[0].aval.dtype for v in versions]
 
 
-def _judged(
+def _judged_array(
     own: Any, other: Any, moved: Sequence[Any], dtypes: Sequence[Any], rtol: float | None
 ) -> Judgment:
     return judge(np.asarray(own), np.asarray(other), moved, rounding(*dtypes), rtol)
@@ -62,19 +66,19 @@ def _leaves(
     rtol: float | None,
 ) -> tuple[list[ComparedLeaf], list[str]]:
     """The leaves of both gradients, and those that only one of them has."""
-    there = {path: i for i, path in enumerate(second.leaves)}
+    there = {path: i for i, path in enumerate(second.paths)}
     found, alone = [], []
-    for i, path in enumerate(first.leaves):
+    for i, path in enumerate(first.paths):
         j = there.pop(path, None)
         if j is None or own.grads[i].shape != theirs.grads[j].shape:
-            alone.append(f"gradient {path}, only in fun, or of another shape")
+            alone.append(f"gradient {path or ARGUMENT}, only in fun, or of another shape")
             continue
         inputs = [v.subject.inputs[v.subject.chosen[k]] for v, k in ((first, i), (second, j))]
         dtypes = [x.dtype for x in inputs]
         moved = [m.grads[i] for m in moves]
-        judgment = _judged(own.grads[i], theirs.grads[j], moved, dtypes, rtol)
+        judgment = _judged_array(own.grads[i], theirs.grads[j], moved, dtypes, rtol)
         found.append(ComparedLeaf(path, first.subject.chosen[i], judgment))
-    return found, [*alone, *(f"gradient {path}, only in other" for path in there)]
+    return found, [*alone, *(f"gradient {path or ARGUMENT}, only in other" for path in there)]
 
 
 def _comparison(
@@ -87,7 +91,7 @@ def _comparison(
     findings = find(first, places, loss, leaves)
     notes = undecided(places)
     notes += [
-        f"{leaf.path}: rounding decides here, so its gradient is not judged"
+        f"{leaf.path or ARGUMENT}: rounding decides here, so its gradient is not judged"
         for leaf in leaves
         if not leaf.judgment.is_judged
     ]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from clipgrad._compare.versions import Version, leading_axes
+from clipgrad._compare.versions import Version, dtype_and_shape, leading_axes
 from clipgrad._trees import nearest
 from clipgrad._values import NamedValue
 
@@ -19,12 +19,12 @@ class Instance(NamedTuple):
     Attributes:
       value: the value.
       steps: the indices in these scans, outermost first.
-      index: the indices in the leading axes of its sketches; all of it over devices.
+      at: the indices in the leading axes of its sketches; all of it over devices.
     """
 
     value: NamedValue
     steps: tuple[int, ...]
-    index: tuple[Any, ...]
+    at: tuple[Any, ...]
 
     @property
     def time(self) -> tuple:
@@ -56,7 +56,7 @@ def match(own: Version, other: Version, names: Mapping[str, str] | None) -> Matc
       ValueError: an expression of ``names`` is that of no value.
     """
     ours, theirs = _Renamed(own, dict(names or {})), _Renamed(other, {})
-    theirs.patterns = [wanted for _, wanted in ours.rules if "*" in wanted]
+    theirs.patterns = [b for a, b in ours.rules if "*" in b and "*" not in a]
     groups = _groups(own, ours), _groups(other, theirs)
     ours.check("names", [v.name for v in own.values])
     pairs, unmatched = [], []
@@ -75,7 +75,7 @@ def match(own: Version, other: Version, names: Mapping[str, str] | None) -> Matc
 def _groups(version: Version, renamed: "_Renamed") -> dict[Group, list[Instance]]:
     groups: dict[Group, list[Instance]] = collections.defaultdict(list)
     for value in version.values:
-        group = renamed(value.name), value.kind, tuple(value.variable.aval.shape)
+        group = renamed(value.name), value.kind, dtype_and_shape(value)[1]
         groups[group] += _instances(value)
     return {g: sorted(found, key=lambda i: i.time) for g, found in groups.items()}
 
@@ -84,8 +84,8 @@ def _instances(value: NamedValue) -> Iterator[Instance]:
     axes = leading_axes(value)
     for steps in itertools.product(*(range(size) for size, is_scan in axes if is_scan)):
         left = iter(steps)
-        index = tuple(next(left) if is_scan else slice(None) for _, is_scan in axes)
-        yield Instance(value, steps, index)
+        at = tuple(next(left) if is_scan else slice(None) for _, is_scan in axes)
+        yield Instance(value, steps, at)
 
 
 def _unmatched(group: Group, found: Sequence, same: Sequence, here: str, there: str) -> str:
@@ -105,9 +105,9 @@ class _Renamed:
         for pattern, wanted in self.rules:
             if found := _prefix(pattern, name):
                 self._used.add(pattern)
-                texts = iter(found.groups())
-                if "*" in wanted and "*" in pattern:
-                    wanted = re.sub(r"\*+", lambda m: next(texts, m[0]), wanted)
+                texts = found.groups() if "*" in wanted else ()
+                for text in texts:
+                    wanted = re.sub(r"\*+", lambda _, text=text: text, wanted, count=1)
                 return wanted + name[found.end() :]
         for pattern in self.patterns:
             if found := _prefix(pattern, name):

@@ -7,7 +7,7 @@ from jax.extend.core import Literal, Var
 
 from clipgrad._jaxpr import CALLS, JIT, REMAT, entered_programs, opened
 
-_ENTERED = JIT | REMAT | CALLS | {"shard_map", "scan"}
+_FOLLOWED = JIT | REMAT | CALLS | {"shard_map", "scan"}
 
 
 def ages(program: Any) -> list[int]:
@@ -29,7 +29,7 @@ def _ages(jaxpr: Any, given: Sequence[int]) -> list[int]:
     for equation in jaxpr.eqns:
         inputs = [age(atom) for atom in equation.invars]
         inner, _ = entered_programs(equation)
-        if equation.primitive.name in _ENTERED:
+        if equation.primitive.name in _FOLLOWED:
             found = _ages(opened(inner[0])[0], inputs)
         else:
             found = [max(inputs, default=0) + 1] * len(equation.outvars)

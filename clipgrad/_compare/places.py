@@ -9,7 +9,7 @@ from clipgrad._compare.differences import Judgment, rounding
 from clipgrad._compare.matching import Instance, Pair
 from clipgrad._compare.records import ComparisonRow
 from clipgrad._compare.sketches import LENGTH, judge_sketches
-from clipgrad._compare.versions import VersionRun
+from clipgrad._compare.versions import VersionRun, dtype_and_shape
 
 
 class ComparedPlace(NamedTuple):
@@ -56,16 +56,16 @@ def compared_places(
     found = []
     for pair in pairs:
         keys = pair.own.value.position, pair.other.value.position
-        value = _judgment(pair, own.values, other.values, [m.values for m in moves], rtol)
+        value = _place_judgment(pair, own.values, other.values, [m.values for m in moves], rtol)
         cotangent = None
         if keys[0] in own.cotangents and keys[1] in other.cotangents:
             moved = [m.cotangents for m in moves]
-            cotangent = _judgment(pair, own.cotangents, other.cotangents, moved, rtol)
+            cotangent = _place_judgment(pair, own.cotangents, other.cotangents, moved, rtol)
         found.append(ComparedPlace(pair, value, cotangent))
     return found
 
 
-def _judgment(
+def _place_judgment(
     pair: Pair, own: dict, other: dict, moved: Sequence[dict], rtol: float | None
 ) -> Judgment:
     sketches = [_on_devices(x, pair.own) for x in (own, *moved)]
@@ -77,13 +77,13 @@ def _judgment(
         shape = np.broadcast_shapes(sketches[0].shape, theirs.shape)
         sketches = [np.broadcast_to(x, shape) for x in sketches]
         theirs = np.broadcast_to(theirs, shape)
-    dtypes = (pair.own.value.variable.aval.dtype, pair.other.value.variable.aval.dtype)
-    return judge_sketches(sketches[0], theirs, sketches[1:], rounding(*dtypes), rtol)
+    eps = rounding(*(dtype_and_shape(side.value)[0] for side in pair))
+    return judge_sketches(sketches[0], theirs, sketches[1:], eps, rtol)
 
 
 def _on_devices(notes: dict, instance: Instance) -> np.ndarray:
     """The sketch on each device, shape (devices, 513)."""
-    return np.asarray(notes[instance.value.position])[instance.index].reshape(-1, LENGTH)
+    return np.asarray(notes[instance.value.position])[instance.at].reshape(-1, LENGTH)
 
 
 def undecided(places: Iterable[ComparedPlace]) -> list[str]:

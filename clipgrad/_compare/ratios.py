@@ -28,13 +28,13 @@ class Counts(NamedTuple):
     steps: tuple[int, ...]
 
 
-def counts(trees: Any, programs: Iterable[Any]) -> Counts:
+def part_counts(trees: Any, programs: Iterable[Any]) -> Counts:
     """The devices of arrays and programs, and the lengths of the scans."""
     devices: set[int] = set()
     steps: set[int] = set()
     for x in jax.tree.leaves(trees):
         if isinstance(x, jax.Array):
-            devices |= {len(x.sharding.device_set), *_axes(getattr(x.sharding, "mesh", None))}
+            devices |= {len(x.sharding.device_set), *_mesh_sizes(getattr(x.sharding, "mesh", None))}
     for equation in (e for program in programs for e in equations(program)):
         params = equation.params
         if equation.primitive.name == "scan":
@@ -44,12 +44,12 @@ def counts(trees: Any, programs: Iterable[Any]) -> Counts:
             params.get("mesh"),
             sharding.mesh if isinstance(sharding, NamedSharding) else None,
         ]
-        devices |= {size for mesh in meshes for size in _axes(mesh)}
+        devices |= {size for mesh in meshes for size in _mesh_sizes(mesh)}
     several = [tuple(sorted(n for n in sizes if n > 1)) for sizes in (devices, steps)]
     return Counts(*several)
 
 
-def _axes(mesh: Any) -> list[int]:
+def _mesh_sizes(mesh: Any) -> list[int]:
     shape = dict(getattr(mesh, "shape", None) or {})
     return [math.prod(shape.values()), *shape.values()] if shape else []
 

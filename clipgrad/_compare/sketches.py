@@ -1,19 +1,35 @@
 """Sketches: a few numbers of each value and cotangent, whose differences are as large as theirs."""
 
-from typing import Any
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from clipgrad._compare.arguments import hashed, sign_of, signs
 from clipgrad._compare.differences import Judgment, judge, rounding
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._jaxpr import replicated
-from clipgrad._values import Seen, ValueHook, value_hook
+from clipgrad._jaxpr import (
+    ModuleValues,
+    Place,
+    ProgramValues,
+    ScopePath,
+    called_program,
+    equations,
+    holds_floats,
+    opened,
+    path,
+    replicated,
+    scan_counts,
+    value_programs,
+)
+from clipgrad._values import NamedValue, Seen, ValueHook, value_hook
 
 NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %
-LARGE = 1e6  # what masks are made of has a sketch of its own, in which it hides nothing
+MASKED = 1e6  # what masks are made of has a sketch of its own, in which it hides nothing
 SCALE = 2.0**-64  # sums of the largest float32 would overflow
 LENGTH = 2 * NUMBERS + 1
 
@@ -37,7 +53,7 @@ def sketch(x: jax.Array) -> jax.Array:
         x = jnp.stack([x.real, x.imag], axis=-1)
     flat = replicated(x).ravel().astype(sketch_dtype(x.dtype))
     hashes = hashed(jnp.arange(flat.size, dtype=jnp.uint32), 0)
-    finite, large = jnp.isfinite(flat), jnp.abs(flat) >= LARGE
+    finite, large = jnp.isfinite(flat), jnp.abs(flat) >= MASKED
     signed = flat * sign_of(hashes).astype(flat.dtype)
     parts = [jnp.where(finite & ~large, signed, 0), jnp.where(finite & large, signed * SCALE, 0)]
     sums = _buckets(jnp.stack(parts)).ravel()
@@ -99,28 +115,39 @@ def _tapped_backward(tap: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, j
 tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
-@value_hook(data=("run", "roundings"), choices=("names",))
+@value_hook(data=("run", "roundings"), choices=("names", "carried"))
 class Sketches(ValueHook):
     """Notes the sketch of each value of some names, and of its cotangent where it has a tap.
+
+    What a scan carries from step to step has the name of the scan; see `carried_values`.
 
     Attributes:
       run: the number of the run, from which signs follow.
       roundings: by how many roundings of its dtype each value is moved.
       names: pairs of a name and its kind.
+      carried: how many results of the program a scan carries.
     """
 
     run: Any = 0
     roundings: Any = 0.0
     names: frozenset[tuple[str, str]] = frozenset()
+    carried: int = 0
 
     def wants(self, name: str, kind: str) -> bool:
         """Whether it is one of the names."""
         return (name, kind) in self.names
 
+    def starts(self, inputs: Sequence) -> None:
+        """Begin a new evaluation."""
+        super().starts(inputs)
+        self._sketched: dict[tuple, jax.Array] = {}
+
     def note_of(self, seen: Seen, x: jax.Array) -> jax.Array:
-        """The sketch."""
-        del seen
-        return sketch(x)
+        """The sketch; a value that leaves several modules has one."""
+        at = seen.position[:2]
+        if at not in self._sketched:
+            self._sketched[at] = sketch(x)
+        return self._sketched[at]
 
     def replaced(self, seen: Seen, x: jax.Array, tap: Any) -> jax.Array:
         """The value, moved."""
@@ -130,3 +157,61 @@ class Sketches(ValueHook):
         step = jnp.asarray(self.roundings, real) * rounding(x.dtype)
         x = x * (1 + step * signs(positions, self.run).astype(real)).astype(x.dtype)
         return x if tap is None else tapped(x, tap)
+
+    def values(self, jaxpr: Any) -> ProgramValues:
+        """The values of the program; a scan's are replaced when its step is over, too."""
+        values = super().values(jaxpr)
+        return _CarriedValues(self, jaxpr, self._leave) if self.carried else values
+
+    def inside(self, equation: Any, step: Any) -> Self:
+        """The hook for a program inside of an equation."""
+        count = scan_counts(equation)[1] if equation.primitive.name == "scan" else 0
+        return dataclasses.replace(super().inside(equation, step), carried=count)
+
+    def end_of_step(self, jaxpr: Any, results: list) -> list:
+        """What the scan carries on, and the other results."""
+        self._number += 1
+        name, given = self._name(()), set(jaxpr.invars)
+        made = [type(v) is not Literal and v not in given for v in jaxpr.outvars[: self.carried]]
+        for i in (i for i, is_made in enumerate(made) if is_made):
+            results[i] = self._see(name, "module", i, 0, results[i])
+        return results
+
+    def _has_names_inside(self, equation: Any) -> bool:
+        inner = [e for program in value_programs(equation) for e in equations(program)]
+        scans = any(e.primitive.name == "scan" for e in (equation, *inner))
+        return scans or super()._has_names_inside(equation)
+
+
+class _CarriedValues(ModuleValues):
+    """The values of a step of a scan."""
+
+    def __init__(self, hook: Sketches, *args: Any) -> None:
+        super().__init__(hook, *args)
+        self._hook = hook
+
+    def outputs(self, jaxpr: Any) -> list:
+        """The results of the step."""
+        return self._hook.end_of_step(jaxpr, super().outputs(jaxpr))
+
+
+def carried_values(
+    program: Any, around: tuple[int, ...] = (), parent: Place | None = None, scopes: ScopePath = ()
+) -> Iterator[NamedValue]:
+    """The floating values that scans carry from step to step, as `Sketches` sees them.
+
+    Each has the name of its scan, "" outside of modules, and is last in its step.
+    """
+    for number, equation in enumerate(opened(program)[0].eqns):
+        place, inside = Place(equation, parent), (*scopes, *path(equation))
+        for i, inner in enumerate(value_programs(equation)):
+            yield from carried_values(inner, (*around, number, i), place, inside)
+        if equation.primitive.name != "scan":
+            continue
+        body = opened(called_program(equation))[0]
+        makers = {v: e for e in body.eqns for v in e.outvars}
+        for i, v in enumerate(body.outvars[: scan_counts(equation)[1]]):
+            if type(v) is not Literal and v in makers and holds_floats(v):
+                position = (*around, number, 0, len(body.eqns), i, 0)
+                at = Place(makers[v], place)
+                yield NamedValue(position, "/".join(inside), "module", at, body, v, ())

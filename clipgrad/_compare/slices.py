@@ -6,7 +6,16 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from clipgrad._jaxpr import ScopePath, entered_programs, opened, path, scan_counts
+from clipgrad._compare.matching import Instance
+from clipgrad._jaxpr import (
+    Place,
+    ScopePath,
+    entered_programs,
+    opened,
+    path,
+    scan_counts,
+    value_programs,
+)
 from clipgrad._values import NamedValue
 
 Ends = Callable[[Var], bool]  # whether a named value that agrees ends a slice
@@ -30,17 +39,35 @@ class Slice(NamedTuple):
 
 
 def made_by(jaxpr: Any, variable: Var, scopes: ScopePath, ends: Ends) -> Slice:
-    """The operations of a program that compute a variable from named values and inputs."""
+    """The operations of a program that compute a variable from named values.
+
+    Those that compute something of inputs alone, such as a cast of a weight, are left out, if there
+    are others.
+    """
     makers = {v: e for e in jaxpr.eqns for v in e.outvars}
-    found, todo, seen = Slice([], []), [variable], set()
+    behind = _behind(jaxpr, ends)
+    found, every = Slice([], []), Slice([], [])
+    todo, seen = [variable], set()
     while todo:
         equation = makers.get(todo.pop())
         if equation is None or id(equation) in seen:
             continue
         seen.add(id(equation))
-        found.scopes.append((*scopes, *path(equation)))
-        found.equations.append(equation)
+        for part in (every, found) if id(equation) in behind else (every,):
+            part.scopes.append((*scopes, *path(equation)))
+            part.equations.append(equation)
         todo += [v for v in equation.invars if type(v) is not Literal and not ends(v)]
+    return found if found.equations else every
+
+
+def _behind(jaxpr: Any, ends: Ends) -> set[int]:
+    """The equations that compute something of a named value that agrees, by `id`."""
+    known, found = {v for v in jaxpr.invars if ends(v)}, set()
+    for equation in jaxpr.eqns:
+        if any(type(v) is not Literal and v in known for v in equation.invars):
+            found.add(id(equation))
+            known.update(equation.outvars)
+        known.update(filter(ends, equation.outvars))
     return found
 
 
@@ -82,24 +109,60 @@ def _inside(
     return found, outputs
 
 
-def users_of(value: NamedValue, step: int | None, ends: Ends) -> tuple[Slice, int | None]:
-    """The operations that use a value outside of its module, and the step in which they do.
+def users_of(program: Any, instance: Instance, ends: Ends) -> tuple[Slice, int | None]:
+    """The operations that use a value outside of its module, and their step, or None.
 
-    A value that a scan carries is used in its next step.
+    A value that a scan carries is used in its next step, or else, like other results, by what uses
+    the result of the equation around.
     """
-    around = value.place.chain[1] if value.place.parent else None
-    scopes = value_scopes(value)
-    found, reached = used_by(value.jaxpr, [value.variable], scopes, value.scopes, ends)
-    is_scan = around is not None and around.primitive.name == "scan"
-    if found.scopes or not is_scan or step is None:
-        return found, step
-    constants, carried = scan_counts(around)
-    results = value.jaxpr.outvars[:carried]
-    starts = [value.jaxpr.invars[constants + i] for i, v in enumerate(results) if v in reached]
-    later = step + (-1 if around.params["reverse"] else 1)
-    if not starts or not 0 <= later < around.params["length"]:
-        return found, step
-    return used_by(value.jaxpr, starts, scopes, (), ends)[0], later
+    value, steps = instance.value, list(instance.steps)
+    jaxpr, variables, place = value.jaxpr, {value.variable}, value.place
+    scopes, inside = value_scopes(value), value.scopes
+    while True:
+        found, reached = used_by(jaxpr, variables, scopes, inside, ends)
+        if found.scopes or place.parent is None:
+            return found, steps[-1] if steps else None
+        holder = place.parent.equation
+        if holder.primitive.name == "scan":
+            later = _next_step(holder, jaxpr, reached, steps.pop())
+            if later is not None:
+                found, _ = used_by(jaxpr, later[0], scopes, (), ends)
+                if found.scopes:
+                    return found, later[1]
+        variables = _results(holder, jaxpr, reached)
+        scopes, inside = scopes[: len(scopes) - len(path(holder))], ()
+        place = place.parent
+        jaxpr = _program_of(program, place)
+
+
+def _next_step(
+    scan: JaxprEqn, jaxpr: Any, reached: set[Var], step: int
+) -> tuple[list[Var], int] | None:
+    """The variables that have what a step carried on, and the number of the next step."""
+    constants, carried = scan_counts(scan)
+    results = enumerate(jaxpr.outvars[:carried])
+    starts = [jaxpr.invars[constants + i] for i, v in results if _is_in(v, reached)]
+    later = step + (-1 if scan.params["reverse"] else 1)
+    return (starts, later) if starts and 0 <= later < scan.params["length"] else None
+
+
+def _results(holder: JaxprEqn, jaxpr: Any, reached: set[Var]) -> set[Var]:
+    """The results of an equation that are these variables of the program inside of it."""
+    if len(holder.outvars) != len(jaxpr.outvars):
+        return set(holder.outvars)
+    pairs = zip(holder.outvars, jaxpr.outvars, strict=True)
+    return {v for v, inner in pairs if _is_in(inner, reached)}
+
+
+def _is_in(atom: Any, variables: set[Var]) -> bool:
+    return type(atom) is not Literal and atom in variables
+
+
+def _program_of(program: Any, place: Place) -> Any:
+    """The program that an equation is in."""
+    programs = value_programs(place.parent.equation) if place.parent else [program]
+    jaxprs = [opened(inner)[0] for inner in programs]
+    return next(j for j in jaxprs if any(e is place.equation for e in j.eqns))
 
 
 def value_scopes(value: NamedValue) -> ScopePath:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._compare.arguments import copied, moved
+from clipgrad._compare.arguments import copied, moved_by_rounding
 from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.differences import (
     Exact,
@@ -18,15 +18,15 @@ from clipgrad._compare.differences import (
     rounding,
 )
 from clipgrad._compare.order import ages
-from clipgrad._compare.ratios import Counts, counts, meaning, ratio, repeats
+from clipgrad._compare.ratios import Counts, meaning, part_counts, ratio, repeats
 from clipgrad._compare.records import ComparisonFinding, ComparisonRow
 from clipgrad._errors import first_line
 from clipgrad._frameworks import with_models
 from clipgrad._trees import is_array, nearest, with_paths
 
-RUNS = 4  # with moved arguments: of fewer, all may move a scalar less than rounding does
+STEP_RUNS = 4  # with moved arguments: of fewer, all may move a scalar less than rounding does
 
-WHOLE = "the output"  # the path of an output that is one array
+WHOLE_OUTPUT = "the output"  # the path of an output that is one array
 
 
 class Output(NamedTuple):
@@ -47,9 +47,12 @@ def compare_steps(
 ) -> GradientComparison:
     """Run two versions of a step, and compare their outputs by path."""
     programs, notes = [], []
-    own, theirs = _outputs(fun, args, kwargs), _outputs(other, other_args, kwargs)
-    runs = 0 if rtol is not None else RUNS
-    again = [_outputs(fun, moved(args, run), moved(kwargs, run)) for run in range(1, runs + 1)]
+    own, theirs = _outputs_of(fun, args, kwargs), _outputs_of(other, other_args, kwargs)
+    runs = 0 if rtol is not None else STEP_RUNS
+    again = [
+        _outputs_of(fun, moved_by_rounding(args, run), moved_by_rounding(kwargs, run))
+        for run in range(1, runs + 1)
+    ]
     order: dict[str, int] = {}
     for name, function, given in (("fun", fun, args), ("other", other, other_args)):
         try:
@@ -61,12 +64,14 @@ def compare_steps(
         order = order or dict(zip(paths, ages(program), strict=True))
     if not order:
         notes.append("so outputs are in the order of their paths, not in that of computation")
-    known = counts((args, other_args), programs)
+    known = part_counts((args, other_args), programs)
     notes += _repeats(args, own, known)
-    return _judged(own, theirs, again, order, known, rtol, notes)
+    return _compared_outputs(own, theirs, again, order, known, rtol, notes)
 
 
-def _outputs(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Output]:
+def _outputs_of(
+    fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]
+) -> dict[str, Output]:
     """The outputs by path; of models among the arguments what changes in them, too."""
     found: list[Any] = []
 
@@ -74,7 +79,9 @@ def _outputs(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) ->
         found.append(function(*copied(args), **copied(kwargs)))
 
     with_models(run, fun, args, dict(kwargs))
-    entries = [(path or WHOLE, leaf) for path, leaf in with_paths(found[0]) if leaf is not None]
+    entries = [
+        (path or WHOLE_OUTPUT, leaf) for path, leaf in with_paths(found[0]) if leaf is not None
+    ]
     values = host_values([leaf for _, leaf in entries])
     return {
         path: Output(value, np.shape(leaf), _dtype_of_output(leaf))
@@ -97,7 +104,11 @@ def _program(
 
         def outputs(*args: Any, **kwargs: Any) -> Any:
             results = with_paths(function(*args, **kwargs))
-            kept = [(path or WHOLE, leaf) for path, leaf in results if isinstance(leaf, jax.Array)]
+            kept = [
+                (path or WHOLE_OUTPUT, leaf)
+                for path, leaf in results
+                if isinstance(leaf, jax.Array)
+            ]
             paths[:] = [path for path, _ in kept]
             return [leaf for _, leaf in kept]
 
@@ -107,7 +118,7 @@ def _program(
     return found[0], found[1]
 
 
-def _judged(
+def _compared_outputs(
     own: dict[str, Output],
     theirs: dict[str, Output],
     again: Sequence[dict[str, Output]],
@@ -124,14 +135,14 @@ def _judged(
         )
     findings, rows = [], []
     for path in both:
-        found = _judgment(own[path], theirs[path], [run[path] for run in again], rtol)
+        found = _output_judgment(own[path], theirs[path], [run[path] for run in again], rtol)
         rows.append(
             ComparisonRow(path, None, found.difference, None, found.tolerance, kind="output")
         )
         if not found.is_judged:
             notes.append(f"{path}: rounding decides here, so it is not judged")
         elif found.differs:
-            findings.append(_finding(path, own[path], theirs[path], found, known))
+            findings.append(_output_finding(path, own[path], theirs[path], found, known))
     unmatched = [f"output {p}, only in fun" for p in own if p not in theirs]
     unmatched += [f"output {p}, only in other" for p in theirs if p not in own]
     notes += [
@@ -144,7 +155,9 @@ def _judged(
     )
 
 
-def _judgment(own: Output, other: Output, again: Sequence[Output], rtol: float | None) -> Judgment:
+def _output_judgment(
+    own: Output, other: Output, again: Sequence[Output], rtol: float | None
+) -> Judgment:
     if own.shape != other.shape:
         return Judgment(float("inf"), 0.0)
     values, moves = (own.value, other.value), [x.value for x in again]
@@ -155,7 +168,7 @@ def _judgment(own: Output, other: Output, again: Sequence[Output], rtol: float |
     return Judgment(0.0 if values[0] == values[1] else 1.0, 0.0)
 
 
-def _finding(
+def _output_finding(
     path: str, own: Output, other: Output, found: Judgment, known: Counts
 ) -> ComparisonFinding:
     if own.shape != other.shape:

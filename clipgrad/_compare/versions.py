@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compare.arguments import copied, moved
+from clipgrad._compare.arguments import copied, moved_by_rounding
 from clipgrad._compare.differences import host_values
-from clipgrad._compare.sketches import LENGTH, Sketches, sketch_dtype
+from clipgrad._compare.sketches import LENGTH, Sketches, carried_values, sketch_dtype
 from clipgrad._diagnose import DiagnosisSubject, subject
 from clipgrad._jaxpr import Widen, active_variables, device_count, evaluate, on_host, trace
 from clipgrad._values import NamedValue, named_values
 
-Names = frozenset[tuple[str, str]]
+SketchedNames = frozenset[tuple[str, str]]
 
 
 class Version(NamedTuple):
@@ -23,15 +23,12 @@ class Version(NamedTuple):
     Attributes:
       subject: the loss, traced, and its arguments.
       values: its values with names, in the order of computation.
+      paths: the path in the tree of the gradient of each array that it is differentiated by.
     """
 
     subject: DiagnosisSubject
     values: list[NamedValue]
-
-    @property
-    def leaves(self) -> list[str]:
-        """The argument and the path of each array that the loss is differentiated by."""
-        return [self.subject.names[i] for i in self.subject.chosen]
+    paths: list[str]
 
 
 class VersionRun(NamedTuple):
@@ -55,12 +52,30 @@ def version(
 ) -> Version:
     """Trace a loss once."""
     found = subject(fun, args, kwargs, argnums, has_aux)
-    return Version(found, named_values(found.program))
+    carried = list(carried_values(found.program))
+    ends = {(value.position[:-4], value.position[-2], value.name) for value in carried}
+    named = [
+        value
+        for value in named_values(found.program)
+        if (value.position[:-2], value.position[-2], value.name) not in ends
+    ]  # what a scan returns is what its last step carries on
+    values = sorted([*named, *carried], key=lambda value: value.time())
+    return Version(found, values, _paths(found, argnums))
 
 
-def runner(
-    own: Version, names: Names, wide: Any = None
-) -> Callable[[int], VersionRun]:
+def _paths(given: DiagnosisSubject, argnums: int | Sequence[int]) -> list[str]:
+    """The path of each array that is differentiated, in the tree of the gradient."""
+    is_one = not isinstance(argnums, Sequence)
+    order = [] if is_one else [i % len(given.names) for i in argnums]
+    found = []
+    for i in given.chosen:
+        _, number, *rest = given.names[i].split("/", 2)
+        first = [] if is_one else [str(order.index(int(number)))]
+        found.append("/".join([*first, *rest]).rstrip("/"))
+    return found
+
+
+def runner(own: Version, names: SketchedNames, wide: Any = None) -> Callable[[int], VersionRun]:
     """The function of the number of a run: 0 as it is, others with all that is floating moved.
 
     Args:
@@ -89,9 +104,9 @@ def runner(
     step = jax.jit(both) if wide is None else _widened(both, wide)
 
     def at(run: int) -> VersionRun:
-        inputs = moved(given.inputs, run) if run else copied(given.inputs)
+        inputs = moved_by_rounding(given.inputs, run) if run else copied(given.inputs)
         start = {key: jnp.zeros(shape, dtype) for key, (shape, dtype) in taps.items()}
-        (value, notes), (grads, cotangents) = step(inputs, start, jnp.uint32(run), _one(run))
+        (value, notes), (grads, cotangents) = step(inputs, start, jnp.uint32(run), _roundings(run))
         return VersionRun(
             host_values([value])[0], host_values(grads), on_host(notes), on_host(cotangents)
         )
@@ -99,7 +114,7 @@ def runner(
     return at
 
 
-def _one(run: int) -> jax.Array:
+def _roundings(run: int) -> jax.Array:
     return jnp.asarray(1.0 if run else 0.0, jnp.float32)
 
 
@@ -118,14 +133,20 @@ def _widened(both: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
     return run
 
 
-def _taps(own: Version, names: Names) -> dict[Any, tuple]:
+def _taps(own: Version, names: SketchedNames) -> dict[Any, tuple]:
     """Shape and dtype of a tap for each value that has a cotangent to be reached."""
     active = active_variables(own.subject.program, own.subject.chosen)
     return {
-        value.position: (leading_shape(value) + (LENGTH,), sketch_dtype(value.variable.aval.dtype))
+        value.position: (leading_shape(value) + (LENGTH,), sketch_dtype(dtype_and_shape(value)[0]))
         for value in own.values
         if (value.name, value.kind) in names and not value.in_while and value.variable in active
     }
+
+
+def dtype_and_shape(value: NamedValue) -> tuple[Any, tuple[int, ...]]:
+    """The type of a value."""
+    aval: Any = value.variable.aval
+    return aval.dtype, tuple(aval.shape)
 
 
 def leading_shape(value: NamedValue) -> tuple[int, ...]:

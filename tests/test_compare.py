@@ -1,0 +1,304 @@
+"""Two versions of one loss: the module, the kind and the step of each planted difference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import clipgrad as cg
+from tests.compare_models import (
+    GRADS_FAULTS,
+    LAYERS,
+    STEP_FAULTS,
+    VALUE_FAULTS,
+    VJP_FAULTS,
+    make_args,
+    model,
+    versions,
+)
+
+CORE = ["one head", "wrong rule of a residual branch", "tied weights untied", "one scan step"]
+LAST = LAYERS - 1
+
+
+def rows(names):
+    """Each name in float32 with scanned layers; those of the core without a mark."""
+    marks = pytest.mark.exhaustive
+    return [n if n in CORE else pytest.param(n, marks=marks) for n in names]
+
+
+def expected(module, step, scan):
+    """Module and step of a scanned model, or of one that is unrolled."""
+    is_layer = module.startswith("layers")
+    if scan or not is_layer:
+        return module, step if is_layer else None
+    return module.replace("layers", f"layers_{step}", 1), None
+
+
+def compared(parts, scan=True, dtype="float32"):
+    with jax.enable_x64(dtype == "float64"):
+        return cg.compare(model(scan=scan), model(**parts, scan=scan), make_args(dtype))
+
+
+def check(found, kind, module, step, scan):
+    assert not found.ok and len(found.findings) == 1, str(found)
+    (finding,) = found.findings
+    wanted = (kind, *expected(module, step, scan))
+    assert (finding.kind, finding.module, finding.step) == wanted, str(found)
+
+
+OTHERS = [
+    pytest.param(True, "float64", marks=pytest.mark.exhaustive),
+    pytest.param(False, "float32", marks=pytest.mark.exhaustive),
+]
+KINDS = pytest.mark.parametrize("scan, dtype", [(True, "float32"), *OTHERS])
+
+
+def test_the_tables_have_enough_rows():
+    faults = VALUE_FAULTS, VJP_FAULTS, GRADS_FAULTS, STEP_FAULTS
+    assert sum(map(len, faults)) >= 30
+
+
+@KINDS
+@pytest.mark.parametrize("name", rows(VALUE_FAULTS))
+def test_a_value_that_differs_is_found_in_its_module(name, scan, dtype):
+    parts, module = VALUE_FAULTS[name]
+    check(compared(parts, scan, dtype), "value", module, 0, scan)
+
+
+@KINDS
+@pytest.mark.parametrize("name", rows(VJP_FAULTS))
+def test_a_wrong_backward_pass_is_found_in_its_module(name, scan, dtype):
+    parts, module = VJP_FAULTS[name]
+    check(compared(parts, scan, dtype), "vjp", module, LAST, scan)
+
+
+@KINDS
+@pytest.mark.parametrize("name", rows(GRADS_FAULTS))
+def test_a_gradient_that_differs_alone_is_found_by_its_path(name, scan, dtype):
+    parts, path = GRADS_FAULTS[name]
+    found = compared(parts, scan, dtype)
+    assert {f.kind for f in found.findings} == {"grads"} and not found.ok, str(found)
+    assert [f.path for f in found.findings] == [path]
+
+
+@KINDS
+@pytest.mark.parametrize("name", rows(STEP_FAULTS))
+def test_the_step_is_that_of_the_fault(name, scan, dtype):
+    parts, kind, step = STEP_FAULTS[name]
+    check(compared(parts, scan, dtype), kind, "layers", step, scan)
+
+
+@KINDS
+@pytest.mark.parametrize("name", rows(versions(None)))
+def test_equal_versions_have_no_findings(name, scan, dtype):
+    found = compared(versions(None)[name], scan, dtype)
+    assert found.ok and not found.findings, str(found)
+    assert len(found.rows) > 50
+
+
+def test_scanned_layers_are_compared_with_unrolled_ones():
+    args = make_args()
+    found = cg.compare(model(scan=False), model(), args, names={"layers_*": "layers"})
+    assert found.ok and not found.unmatched, str(found)
+    assert len(found.rows) > 50
+
+
+@pytest.mark.exhaustive
+def test_unrolled_layers_are_compared_with_scanned_ones():
+    args = make_args()
+    found = cg.compare(model(), model(scan=False), args, names={"layers": "layers_*"})
+    assert found.ok and not found.unmatched, str(found)
+    parts, _, step = STEP_FAULTS["one scan step"]
+    found = cg.compare(model(), model(scan=False, **parts), args, names={"layers": "layers_*"})
+    check(found, "value", "layers", step, True)
+
+
+# ---- small functions ----
+
+ARGS = jnp.linspace(0.1, 1.0, 6).reshape(3, 2), jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+
+
+def small(scale=1.0, name="hidden", after=1.0, tag=None, aux=None):
+    def loss(w, x):
+        with jax.named_scope(name):
+            h = jnp.tanh(x @ w) * scale
+        h = checkpoint_name(h, tag) if tag else h
+        value = jnp.mean(h**2) * after
+        return value if aux is None else (value, aux)
+
+    return loss
+
+
+def test_the_loss_is_the_last_place():
+    found = cg.compare(small(), small(after=1.1), ARGS)
+    (finding,) = found.findings
+    assert (finding.kind, finding.module, finding.step) == ("value", "", None)
+    assert "the loss differs by 0.091" in finding.message
+    assert finding.file == __file__ and finding.line
+
+
+def test_names_that_differ_are_matched_by_names():
+    found = cg.compare(small(), small(name="other"), ARGS)
+    assert found.ok and len(found.unmatched) == 2 and not found.rows
+    assert found.notes == ("no named value was matched; name values by names=, or tag them",)
+    found = cg.compare(small(), small(name="other", scale=1.1), ARGS, names={"hidden": "other"})
+    assert not found.unmatched and found.findings[0].module == "hidden"
+    with pytest.raises(ValueError, match="names: got 'hiden', expected the path of a value in fun"):
+        cg.compare(small(), small(name="other"), ARGS, names={"hiden": "other"})
+
+
+def test_names_are_patterns_whose_stars_stand_for_the_same_text():
+    names = {"a_*/b": "x*/c"}
+    found = cg.compare(small(name="a_7/b"), small(name="x7/c"), ARGS, names=names)
+    assert len(found.rows) == 1 and found.unmatched == (
+        "module a_7 [4, 2]: 1 in fun, 0 in other",
+        "module x7 [4, 2]: 1 in other, 0 in fun",
+    )
+
+
+def test_has_aux_leaves_aux_out():
+    found = cg.compare(small(aux=1), small(aux=2), ARGS, has_aux=True)
+    assert found.ok and len(found.rows) == 1
+    with pytest.raises(ValueError, match="expected a scalar loss"):
+        cg.compare(small(aux=1), small(aux=2), ARGS)
+
+
+def test_what_differs_inside_of_equal_outputs_is_a_note():
+    def loss(w, x, by):
+        with jax.named_scope("inside"):
+            h = (x @ w) * by
+        with jax.named_scope("outside"):
+            h = h / by
+        return jnp.mean(h**2)
+
+    found = cg.compare(functools.partial(loss, by=2.0), functools.partial(loss, by=4.0), ARGS)
+    assert found.ok and not found.findings
+    assert found.notes[0] == "outputs and gradients agree, but the values of inside differ"
+    assert found.notes[1].endswith("the cotangents of inside differ")
+
+
+def test_other_args_may_have_another_dtype_and_other_leaves():
+    wide = tuple(x.astype(jnp.bfloat16) for x in ARGS)
+
+    def loss(w, x):
+        return small()(w.astype(jnp.float32), x.astype(jnp.float32))
+
+    found = cg.compare(loss, loss, ARGS, other_args=tuple(x.astype(jnp.float32) for x in wide))
+    assert not found.ok
+    assert cg.compare(loss, loss, wide, other_args=tuple(x * 1 for x in wide)).ok
+    tree = {"w": ARGS[0], "more": ARGS[0]}
+    found = cg.compare(
+        lambda p, x: loss(p["w"], x), lambda p, x: loss(p["w"], x) + 0 * p["more"].sum(),
+        ({"w": ARGS[0]}, ARGS[1]), other_args=(tree, ARGS[1]),
+    )  # fmt: skip
+    assert found.ok and found.unmatched == ("gradient more, only in other",)
+
+
+@pytest.mark.parametrize("argnums, paths", [(0, [""]), ((0, 1), ["0", "1"]), ((1, 0), ["1", "0"])])
+def test_paths_are_those_of_the_gradient(argnums, paths):
+    def wrong(w, x):
+        @jax.custom_vjp
+        def passed(v):
+            return v
+
+        passed.defvjp(lambda v: (v, None), lambda _, g: (2 * g,))
+        return small()(passed(w), passed(x))
+
+    found = cg.compare(small(), wrong, ARGS, argnums=argnums)
+    assert [f.path for f in found.findings] == paths
+    assert {f.kind for f in found.findings} == {"grads"}
+
+
+def test_a_place_that_rounding_decides_is_not_judged():
+    def loss(w, x, shift):
+        h = jnp.sum(x * w)
+        with jax.named_scope("noise"):
+            noise = jnp.sin(1e9 * (h + shift))
+        return jnp.mean(h) + 0 * noise
+
+    plain = functools.partial(loss, shift=0.0)
+    shifted = functools.partial(loss, shift=1e-6)
+    found = cg.compare(plain, shifted, (jnp.float32(0.3), jnp.linspace(0.1, 1.0, 7)))
+    assert "noise: rounding decides here, so its value is not judged" in found.notes
+
+
+def test_values_in_while_loops_have_no_cotangent():
+    def loss(w, x, by):
+        def body(state):
+            i, h = state
+            with jax.named_scope("cell"):
+                h = jnp.tanh(h) * by
+            return i + 1, h
+
+        _, h = jax.lax.while_loop(lambda s: s[0] < 3, body, (0, jax.lax.stop_gradient(x @ w)))
+        return jnp.mean(h) + jnp.mean(w)
+
+    found = cg.compare(functools.partial(loss, by=1.0), functools.partial(loss, by=1.1), ARGS)
+    assert found.findings[0].module == "cell"
+    assert found.rows[0].cotangent is None
+
+
+def test_branches_that_are_not_taken_are_equal():
+    def loss(w, x, by):
+        def first(h):
+            with jax.named_scope("first"):
+                return jnp.tanh(h)
+
+        def second(h):
+            with jax.named_scope("second"):
+                return jnp.sin(h) * by
+
+        return jnp.mean(jax.lax.cond(x[0, 0] < 0, first, second, x @ w))
+
+    plain = functools.partial(loss, by=1.0)
+    changed = functools.partial(loss, by=1.1)
+    assert cg.compare(plain, changed, ARGS).ok
+    found = cg.compare(plain, changed, (ARGS[0], ARGS[1] + 2))
+    assert found.findings[0].module == "second"
+
+
+def test_a_comparison_stores_sketches_and_not_values():
+    """The places of 24 layers: of their values, 96 KiB each, no more is kept than by a gradient."""
+    from clipgrad._compare.versions import runner, version
+
+    def loss(w, x):
+        def body(h, _):
+            with jax.named_scope("layer"):
+                return jnp.tanh(h @ w), None
+
+        h, _ = jax.lax.scan(jax.checkpoint(body), x, length=24)
+        return jnp.mean(h**2)
+
+    args = jnp.ones((96, 96)) / 96, jnp.ones((256, 96))
+    own = version(loss, args, {}, 0, False)
+    found = runner(own, frozenset({("layer", "module")}))(0)
+    assert {x.shape for x in found.values.values()} == {(24, 513)}
+    assert np.all(np.isfinite(found.loss))
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda: cg.compare(1, small(), ARGS), TypeError, "fun: got"),
+        (lambda: cg.compare(small(), 1, ARGS), TypeError, "other: got 1, expected a function"),
+        (lambda: cg.compare(small(), small(), ARGS[0]), TypeError, "args: got ArrayImpl"),
+        (
+            lambda: cg.compare(small(), small(), ARGS, other_args=list(ARGS)),
+            TypeError, "other_args: got list, expected a tuple",
+        ),
+        (lambda: cg.compare(small(), small(), ARGS, names=["a"]), TypeError, "names: got"),
+        (lambda: cg.compare(small(), small(), ARGS, rtol=-1.0), ValueError, "rtol: got -1.0"),
+        (lambda: cg.compare(small(), small(), ARGS, argnums=2), ValueError, "argnums: got 2"),
+        (
+            lambda: cg.compare(small(), small(), ARGS, argnums=None, names={"a": "b"}),
+            ValueError, "compares outputs",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_told(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
