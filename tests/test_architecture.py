@@ -19,10 +19,8 @@ TESTS = sorted(pathlib.Path(__file__).parent.glob("test_*.py"))
 ROOMS = [
     "_compat", "_docs", "_elsewhere", "_errors", "_chart", "_devices", "_trees", "_jaxpr",
     "_program", "_frameworks", "_numerics", "_thresholds", "_rules", "_stats", "_error_clip",
-    "_program", "_frameworks", "_numerics", "_thresholds", "_rules", "_stats", "_error_clip",
     "_values", "_gradient_clip", "_training", "_per_example", "_recorder", "_check", "_diagnose",
     "_compare", "__init__", "_demo", "_commands", "__main__",
-    "__init__", "_demo", "_commands", "__main__",
 ]  # fmt: skip
 FOLDERS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
 

@@ -21,14 +21,14 @@ def moved_by_rounding(tree: Any, run: int) -> Any:
 
     The signs follow from the index of the element and the number of the run. Zeros stay.
     """
-    return jax.tree.map(lambda x: _moved_leaf(x, run) if _is_floating(x) else x, copied(tree))
+    return jax.tree.map(lambda x: _moved_array(x, run) if _is_floating(x) else x, copied(tree))
 
 
 def _is_floating(x: Any) -> bool:
     return is_array(x) and holds_floats(x)
 
 
-def _moved_leaf(x: Any, run: int) -> Any:
+def _moved_array(x: Any, run: int) -> Any:
     if isinstance(x, np.ndarray):
         return nudged(x, np.arange(x.size), run)
     if x.weak_type:  # an array from NumPy would have a type of its own

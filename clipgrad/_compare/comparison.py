@@ -41,8 +41,8 @@ class GradientComparison:
         parts = [] if self.findings else [f"no difference, at {len(self.rows)} places"]
         parts += [_written(finding) for finding in self.findings]
         parts += _row_table(self.rows) if self.findings else []
-        parts += [_filled(f"not matched: {place}") for place in self.unmatched]
-        return "\n".join(parts + [_filled(f"note: {note}") for note in self.notes])
+        parts += [_folded_lines(f"not matched: {place}") for place in self.unmatched]
+        return "\n".join(parts + [_folded_lines(f"note: {note}") for note in self.notes])
 
 
 def _written(finding: ComparisonFinding) -> str:
@@ -51,7 +51,7 @@ def _written(finding: ComparisonFinding) -> str:
     head = (
         f"{finding.kind}: {_COMPARISON_HEADS[finding.kind]}: {where or 'outside of modules'}{step}"
     )
-    return f"{_filled(head)}\n{_filled(finding.message, '  ')}"
+    return f"{_folded_lines(head)}\n{_folded_lines(finding.message, '  ')}"
 
 
 def _row_table(rows: tuple[ComparisonRow, ...]) -> list[str]:
@@ -75,7 +75,7 @@ def _line(row: ComparisonRow) -> str:
     return f"{name:<{_NAME_WIDTH}}{step:>6}{row.value:>10.1e}{cotangent:>12}"
 
 
-def _filled(text: Any, indent: str = "") -> str:
+def _folded_lines(text: Any, indent: str = "") -> str:
     return textwrap.fill(
         text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
     )

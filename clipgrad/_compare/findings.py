@@ -13,7 +13,7 @@ from clipgrad._compare.slices import Ends, Slice, made_by, used_by, users_of, va
 from clipgrad._compare.versions import Version
 from clipgrad._jaxpr import Place, opened
 
-ARGUMENT = "the argument"  # the path of an argument that is one array
+ONE_ARGUMENT = "the argument"  # the path of an argument that is one array
 
 
 class ComparedLeaf(NamedTuple):
@@ -96,7 +96,7 @@ def _leaf_finding(
     jaxpr = opened(own.subject.program)[0]
     tapped = [place for place in places if place.cotangent is not None]
     found, _ = used_by(jaxpr, [jaxpr.invars[leaf.position]], (), (), _agreeing(tapped))
-    text = f"the gradient of {leaf.path or ARGUMENT} {_difference(leaf.judgment)}"
+    text = f"the gradient of {leaf.path or ONE_ARGUMENT} {_difference(leaf.judgment)}"
     text += "; values and cotangents agree"
     finding = _located("grads", found.module, None, text, _first_place(found, None), None)
     return finding.__class__(**{**vars(finding), "path": leaf.path})

@@ -7,7 +7,7 @@ import numpy as np
 
 from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.differences import Judgment, judge, rounding
-from clipgrad._compare.findings import ARGUMENT, ComparedLeaf, find
+from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf, find
 from clipgrad._compare.matching import match
 from clipgrad._compare.places import ComparedPlace, compared_places, undecided
 from clipgrad._compare.versions import SketchedNames, Version, VersionRun, runner, version
@@ -71,14 +71,14 @@ def _leaves(
     for i, path in enumerate(first.paths):
         j = there.pop(path, None)
         if j is None or own.grads[i].shape != theirs.grads[j].shape:
-            alone.append(f"gradient {path or ARGUMENT}, only in fun, or of another shape")
+            alone.append(f"gradient {path or ONE_ARGUMENT}, only in fun, or of another shape")
             continue
         inputs = [v.subject.inputs[v.subject.chosen[k]] for v, k in ((first, i), (second, j))]
         dtypes = [x.dtype for x in inputs]
         moved = [m.grads[i] for m in moves]
         judgment = _judged_array(own.grads[i], theirs.grads[j], moved, dtypes, rtol)
         found.append(ComparedLeaf(path, first.subject.chosen[i], judgment))
-    return found, [*alone, *(f"gradient {path or ARGUMENT}, only in other" for path in there)]
+    return found, [*alone, *(f"gradient {path or ONE_ARGUMENT}, only in other" for path in there)]
 
 
 def _comparison(
@@ -91,7 +91,7 @@ def _comparison(
     findings = find(first, places, loss, leaves)
     notes = undecided(places)
     notes += [
-        f"{leaf.path or ARGUMENT}: rounding decides here, so its gradient is not judged"
+        f"{leaf.path or ONE_ARGUMENT}: rounding decides here, so its gradient is not judged"
         for leaf in leaves
         if not leaf.judgment.is_judged
     ]
