@@ -133,8 +133,9 @@ class Sketches(ValueHook):
     names: frozenset[tuple[str, str]] = frozenset()
     carried: int = 0
 
-    def wants(self, name: str, kind: str) -> bool:
+    def wants(self, name: str, kind: str, used: bool) -> bool:
         """Whether it is one of the names."""
+        del used
         return (name, kind) in self.names
 
     def starts(self, inputs: Sequence) -> None:
