@@ -333,7 +333,7 @@ def test_a_sum_of_cotangents_that_overflows_is_found(loss, operation, uses):
 
 def test_a_gradient_that_is_not_finite_is_never_ok(monkeypatch):
     module = sys.modules["clipgrad._diagnose.diagnose"]
-    monkeypatch.setattr(module, "fault", lambda *args: None)
+    monkeypatch.setattr(module, "first_fault", lambda *args: None)
     (finding,) = cg.diagnose(root, (jnp.array(0.0),)).findings
     assert finding.kind == "vjp" and "the gradient of args/0 is not finite" in finding.message
 

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from clipgrad._diagnose.cotangents import measure, module_sites
+from clipgrad._diagnose.backward import VjpFault, first_fault, is_value_at_fault
+from clipgrad._diagnose.cotangents import Summary, measure, module_sites
 from clipgrad._diagnose.decays import has_vanished, reason
 from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._diagnose.examples import bad_examples
 from clipgrad._diagnose.findings import (
-    sum_finding,
+    data_finding,
     unexplained_finding,
     unexplained_loss,
     value_finding,
@@ -23,14 +24,13 @@ from clipgrad._diagnose.findings import (
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import units_and_rows
 from clipgrad._diagnose.subject import DiagnosisSubject, subject
-from clipgrad._diagnose.sums import SumFault
 from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import may_underflow, underflow_finding, underflow_of_arguments
 from clipgrad._diagnose.units import CLOSED, ProgramBlock
-from clipgrad._diagnose.values import origin_of_loss
-from clipgrad._diagnose.vjps import fault
+from clipgrad._diagnose.values import origin_of, origin_of_loss
 from clipgrad._errors import first_line
-from clipgrad._jaxpr import Place
+from clipgrad._jaxpr import Origins, Place, origins
+from clipgrad._program import GradientProgram, dependence
 from clipgrad._recorder import CapturedArgs
 
 
@@ -129,7 +129,7 @@ def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
         lambda row: reason(unit_of[id(row)], row, given, grads),
         lambda deep: has_vanished(deep, grads),
     )
-    findings, notes = _nonfinite(given, block, loss, grads, measured), _block_notes(block)
+    findings, notes = _nonfinite(given, loss, grads), _block_notes(block)
     for trend in trends:
         if isinstance(trend, str):
             notes.append(trend)
@@ -147,27 +147,42 @@ def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
 
 
-def _nonfinite(
-    given: DiagnosisSubject, block: ProgramBlock, loss: float, grads: list, measured: dict
-) -> list[GradientFinding]:
+def _nonfinite(given: DiagnosisSubject, loss: float, grads: list[Summary]) -> list[GradientFinding]:
     """The findings of NaN and inf: in the value, and then in the backward pass."""
-    origin = None if np.isfinite(loss) else origin_of_loss(given.program, given.inputs)
-    findings = [value_finding(origin, given)] if origin else []
-    if not origin and not np.isfinite(loss):
-        findings.append(unexplained_loss(loss, given))
-    if any(np.any(grad.nonfinite) for grad in grads):
-        excused = origin.birth.place if origin else None
-        program = given.program, given.inputs, given.chosen
-        found = fault(*program, block, grads, measured, excused)
-        if isinstance(found, SumFault):
-            findings.append(sum_finding(found, given))
-        elif found and (found.finite_inputs or not origin):
-            findings.append(vjp_finding(found))
-        if not findings:
-            bad = zip(given.chosen, grads, strict=True)
-            names = [given.names[i] for i, grad in bad if np.any(grad.nonfinite)]
+    findings, origin, forward = [], None, None
+    if not np.isfinite(loss):
+        forward = origins(given.program, given.inputs)
+        origin = origin_of_loss(given.program, given.inputs, forward)
+        findings.append(value_finding(origin, given) if origin else unexplained_loss(loss, given))
+    bad = [i for i, grad in enumerate(grads) if np.any(grad.nonfinite)]
+    if bad:
+        excused = is_value_at_fault(origin, forward) if origin and forward else lambda *_: False
+        gradient = GradientProgram.of(given.program, given.inputs, given.chosen)
+        found = first_fault(gradient, given.inputs, bad, excused)
+        if found:
+            findings.append(_of_data(found, forward, given) or vjp_finding(found, given))
+        elif not findings:
+            names = [given.names[given.chosen[i]] for i in bad]
             findings.append(unexplained_finding(names, given))
     return findings
+
+
+def _of_data(
+    fault: VjpFault, forward: Origins | None, given: DiagnosisSubject
+) -> GradientFinding | None:
+    """The finding on NaN or inf that an operation reads from what is not differentiated."""
+    sources = dependence(given.program).get(fault.place.key, [])
+    data = [i for i in fault.bad_operands if not sources[i] & {*given.chosen}]
+    if not data:
+        return None
+    forward = forward or origins(given.program, given.inputs)
+    operands = forward.operands.get((fault.place.key, fault.birth.steps), [])
+    births = [operands[i].birth for i in data if operands]
+    birth = next((birth for birth in births if birth), None)
+    if birth is None:
+        return None
+    origin = origin_of(given.program, given.inputs, birth)
+    return data_finding(origin, fault, sorted(sources[data[0]]), given)
 
 
 def _block_notes(block: ProgramBlock) -> list[str]:

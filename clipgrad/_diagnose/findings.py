@@ -1,17 +1,17 @@
 """Findings in words."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._diagnose.backward import VjpFault
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._diagnose.sums import SumFault
 from clipgrad._diagnose.suspects import computed, suspect
 from clipgrad._diagnose.values import ValueOrigin
-from clipgrad._diagnose.vjps import VjpFault
 from clipgrad._jaxpr import Location, Place, dtype_of, holds_floats
 
 
@@ -35,27 +35,47 @@ def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFindi
     return _operation_finding("value", place, birth.step, what, origin.values or (), birth.device)
 
 
-def vjp_finding(fault: VjpFault) -> GradientFinding:
-    """A finding on an operation whose VJP is at fault."""
+def vjp_finding(fault: VjpFault, given: DiagnosisSubject) -> GradientFinding:
+    """A finding on an operation whose VJP is at fault, or on a value whose cotangents are."""
+    if fault.summed:
+        return _sum_finding(fault, given)
     place = fault.place
     rule = place.equation.primitive.name in ("custom_vjp_call", "custom_jvp_call")
     of = f"the {'rule' if rule else 'VJP'} of {_operation_at(place, fault.values)}"
-    step = fault.steps[-1] if fault.steps else None
     what = f"{of} turns finite cotangents into NaN or inf"
-    return _operation_finding("vjp", place, step, what, fault.values, fault.device)
+    return _operation_finding("vjp", place, fault.step, what, fault.values, fault.birth.device)
 
 
-def sum_finding(fault: SumFault, given: DiagnosisSubject) -> GradientFinding:
+def _sum_finding(fault: VjpFault, given: DiagnosisSubject) -> GradientFinding:
     """A finding on a value whose cotangents overflow when they are summed."""
-    finite = f"the cotangents of its {fault.uses} uses are finite, but their sum is not"
-    if fault.place is None:
-        name = given.names[fault.argument or 0]
+    assert fault.summed is not None
+    value, place = fault.summed, fault.place
+    finite = f"the cotangents of its {value.uses} uses are finite, but their sum is not"
+    if value.argument is not None:
+        name = given.names[value.argument]
         return function_finding("vjp", f"{name} is used more than once; {finite}", given)
-    step = fault.steps[-1] if fault.steps else None
-    carried = fault.place.operation == SCAN
-    value = "the carry of the scan" if carried else f"the value of {fault.place.operation}"
-    what = f"{value} is used more than once; {finite}"
-    return _operation_finding("vjp", fault.place, step, what, (), fault.device)
+    what = "the carry of the scan" if place.operation == SCAN else f"the value of {place.operation}"
+    what += f" is used more than once; {finite}"
+    return _operation_finding("vjp", place, fault.step, what, (), fault.birth.device)
+
+
+def data_finding(
+    origin: ValueOrigin, fault: VjpFault, sources: Sequence[int], given: DiagnosisSubject
+) -> GradientFinding:
+    """A finding on what is not finite in data, of which no gradient is taken.
+
+    Args:
+      origin: where it is from.
+      fault: the operation that reads it in the backward pass.
+      sources: the arguments that it is computed from.
+      given: the loss.
+    """
+    found = value_finding(origin, given)
+    names = ", ".join(given.names[i] for i in sources)
+    computed = f"; it is computed from {names}" if names and origin.birth.argument is None else ""
+    reader = f"{fault.place.operation} ({fault.place.location})"
+    what = f"{computed}; the loss is finite, but the VJP of {reader} reads what is not"
+    return dataclasses.replace(found, message=found.message + what)
 
 
 def unexplained_finding(names: Sequence[str], given: DiagnosisSubject) -> GradientFinding:

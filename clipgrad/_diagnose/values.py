@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.suspects import MASKING
-from clipgrad._jaxpr import CONSTANT, Birth, Place
+from clipgrad._jaxpr import CONSTANT, Birth, Origins, Place
 
 # NaN such as inf - inf is made of two infinities, of several operations at times.
 _TRIED_VALUES = 4
@@ -24,19 +24,26 @@ class ValueOrigin(NamedTuple):
         return self.birth.root and self.birth.root.argument
 
 
-def origin_of_loss(program: Any, inputs: Sequence[Any]) -> ValueOrigin | None:
+def origin_of_loss(program: Any, inputs: Sequence[Any], found: Origins) -> ValueOrigin | None:
     """Where the first result of a program is not finite from; None if it is finite.
 
     NaN or inf that is masked later is not followed, so that masks made of -inf are harmless. NaN
     that is made of the inf of an operation is the doing of this operation, if there is no NaN
     where the inf is replaced by an ordinary number.
     """
-    birth = _birth(program, inputs, ())
+    birth = found.results[0].birth
     if birth is None or birth.place is None or birth.time == CONSTANT:
         return birth and ValueOrigin(birth)
     root = _overflow(program, inputs, birth)
     values = _jaxpr.operands_of(program, inputs, root or birth)
     return ValueOrigin(root or birth, values, birth.place if root else None)
+
+
+def origin_of(program: Any, inputs: Sequence[Any], birth: Birth) -> ValueOrigin:
+    """Where a value in the program is not finite from."""
+    if birth.place is None or birth.time == CONSTANT:
+        return ValueOrigin(birth)
+    return ValueOrigin(birth, _jaxpr.operands_of(program, inputs, birth))
 
 
 def _overflow(program: Any, inputs: Sequence[Any], birth: Birth) -> Birth | None:
@@ -64,4 +71,4 @@ def _is_mask(birth: Birth, root: Birth) -> bool:
 
 def _birth(program: Any, inputs: Sequence[Any], cured: Sequence[Place]) -> Birth | None:
     """Where the first result is from, if it is not finite."""
-    return _jaxpr.origins(program, inputs, cured)[0].birth
+    return _jaxpr.origins(program, inputs, cured).results[0].birth

@@ -1,14 +1,14 @@
 """A program as a tree: the programs inside of its equations, as far as derivatives go into them."""
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
 from clipgrad._jaxpr.elements import holds_floats
 from clipgrad._jaxpr.places import Place
-from clipgrad._jaxpr.probe import RESULT, STATE, Site
+from clipgrad._jaxpr.probe import STATE, Site
 from clipgrad._jaxpr.programs import (
     CALLS,
     JIT,
@@ -70,24 +70,11 @@ class Block:
         """The lengths of the scans around its equations, outermost first."""
         return tuple(length for name, length in self.axes if name == "scan")
 
-    def apart(self, index: Iterable[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """An index into numbers of shape `shape` as steps of the scans, and devices."""
-        pairs = [(name, int(i)) for (name, _), i in zip(self.axes, index, strict=True)]
-        steps = tuple(i for name, i in pairs if name == "scan")
-        return steps, tuple(i for name, i in pairs if name != "scan")
-
     @property
     def has_loops(self) -> bool:
         """Whether there is a scan inside."""
         loops = any(e.primitive.name == "scan" for e in self.equations)
         return loops or any(child.has_loops for child in self.children.values())
-
-    @property
-    def leaving(self) -> set[Var]:
-        """What leaves the programs in a way that `source` does not follow."""
-        if self.parent and self.parent.equation.primitive.name in _TRANSPARENT:
-            return set()
-        return {v for program in self.programs for v in program.outvars if type(v) is not Literal}
 
     def site(self, kind: str, equation: JaxprEqn, position: int) -> Site:
         """A result or an operand of one of its equations."""
@@ -99,12 +86,6 @@ class Block:
         key = self.parent.key if self.parent else ()
         sites = {v: Site(STATE, key, i) for i, v in enumerate(self.states)}
         return {v: site for v, site in sites.items() if holds_floats(v)}
-
-    def blocks(self) -> Iterator[Any]:
-        """This block and all inside."""
-        yield self
-        for child in self.children.values():
-            yield from child.blocks()
 
     def all_equations(self) -> Iterator[tuple[Any, JaxprEqn]]:
         """The equations of this block and of all blocks inside, but for those that hold these."""
@@ -118,50 +99,6 @@ class Block:
             yield from inner.all_equations()
         else:
             yield self, equation
-
-    def values(self) -> Iterator[tuple[Any, Var, Site, Place]]:
-        """What scans carry, and then the results of equations in program order, with their blocks.
-
-        The place is that of the scan, or of the equation.
-        """
-        for block in self.blocks():
-            for v, site in block.carried.items():
-                yield block, v, site, block.parent
-        for block, equation in self.all_equations():
-            for i, v in enumerate(equation.outvars):
-                yield block, v, block.site(RESULT, equation, i), Place(equation, block.parent)
-
-    def source(self, variable: Any) -> tuple[Any, Any]:
-        """The variable that a variable is another name of, in the programs around and inside."""
-        block: Any = self
-        while type(variable) is not Literal:
-            around, inside = block.outer.get(variable), block._made_inside(variable)
-            if around is not None and block.outside is not None:
-                block, variable = block.outside, around
-            elif inside:
-                block, variable = inside
-            else:
-                return block, variable
-        return block, None
-
-    def _made_inside(self, variable: Var) -> tuple[Any, Any] | None:
-        for equation in (e for e in self.equations if id(e) in self.children):
-            if variable in equation.outvars and equation.primitive.name in _TRANSPARENT:
-                inner = self.children[id(equation)]
-                return inner, inner.programs[0].outvars[equation.outvars.index(variable)]
-        return None
-
-    def time(self, equation: JaxprEqn, steps: tuple[int, ...]) -> list[int]:
-        """When the forward pass comes to an equation: its position, at each scan the step first."""
-        position = [id(e) for e in self.equations].index(id(equation))
-        if self.parent is None or self.outside is None:
-            return [position]
-        around, step = self.parent.equation, []
-        if around.primitive.name == "scan":
-            last = around.params["length"] - 1
-            step = [last - steps[-1] if around.params["reverse"] else steps[-1]]
-            steps = steps[:-1]
-        return [*self.outside.time(around, steps), *step, position]
 
 
 def _is_followed(equation: JaxprEqn) -> bool:

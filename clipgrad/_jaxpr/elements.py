@@ -11,9 +11,14 @@ from clipgrad._compat import explicit_sharding
 
 
 def holds_floats(x: Any) -> bool:
-    """Whether a variable, a type or an array holds floating or complex numbers."""
-    dtype = dtype_of(x)
+    """Whether a variable, a type or an array holds floating or complex numbers; no reference."""
+    dtype = None if is_reference(x) else dtype_of(x)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_reference(x: Any) -> bool:
+    """Whether a variable is a reference to an array that operations may change."""
+    return hasattr(getattr(x, "aval", x), "inner_aval")
 
 
 def dtype_of(x: Any) -> Any:

@@ -1,6 +1,6 @@
 """Where the values of a program that are not finite are from."""
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
+from clipgrad._jaxpr.compiled import jit_for_one_call
 from clipgrad._jaxpr.elements import holds_floats, on_host
 from clipgrad._jaxpr.places import Place
 from clipgrad._jaxpr.programs import (
@@ -18,7 +19,18 @@ from clipgrad._jaxpr.programs import (
     opened,
     scan_counts,
 )
-from clipgrad._jaxpr.tracker import SAME_AS_OPERAND, Flags, badness, track, tracked_programs
+from clipgrad._jaxpr.tracker import (
+    SAME_AS_OPERAND,
+    Flags,
+    Followed,
+    OperandOfVjp,
+    badness,
+    elements_followed,
+    every_number,
+    is_followed,
+    track,
+    tracked_programs,
+)
 
 ARGUMENT, CONSTANT = (-1,), (np.inf,)  # times before and behind those of all operations
 Device = tuple[int, ...]  # its number in each `shard_map` around, outermost first
@@ -58,35 +70,77 @@ class Track(NamedTuple):
     birth: Birth | None = None
 
 
+class Origins(NamedTuple):
+    """Where the results of a program are from."""
+
+    results: list[Track]
+    # Of each operation that reads a value that is not finite, by the key of its `Place` and the
+    # steps around: its operands on the first device on which it does.
+    operands: dict[tuple, list[Track]]
+
+
 _FINITE = Track()
 Tracks = dict[Device, Track]  # of one variable
 
 
-def origins(program: Any, inputs: Sequence[Any], cured: Iterable[Place] = ()) -> list[Track]:
-    """Where each result of a program is from, with the infinities of some operations `cured`."""
-    run = jax.jit(lambda inputs: track(program, inputs, cured))
-    flags = on_host(run(list(inputs)))
+def origins(
+    program: Any,
+    inputs: Sequence[Any],
+    cured: Iterable[Place] = (),
+    followed: Followed = every_number,
+    is_excused: Callable[[Place, tuple[int, ...]], bool] = lambda *_: False,
+) -> "Origins":
+    """Where each result of a program is from.
+
+    Args:
+      program: a jaxpr.
+      inputs: its inputs.
+      cured: the operations whose infinities are replaced by ordinary numbers.
+      followed: which operands of an equation are followed; all others count as finite.
+      is_excused: whether an operation at some steps is the origin only where no other is.
+    """
+    run = jit_for_one_call(program)(lambda inputs: track(program, inputs, cured, followed=followed))
+    flags = on_host(run(list(inputs))).on_host()
     own = iter(flags.elements)
-    births = (Birth(ARGUMENT, argument=i) for i in range(len(inputs)))
-    pairs = zip(inputs, births, strict=True)
-    tracks = [{(): _tracked(next(own), b) if holds_floats(x) else _FINITE} for x, b in pairs]
-    results = _Replay().evaluate(program, {(): flags}, tracks, None, (), ())
-    return [result[()] for result in results]
+    births = [Birth(ARGUMENT, argument=i) for i in range(len(inputs))]
+    tracks = [{(): _FINITE} for _ in inputs]
+    if followed is every_number:
+        pairs = zip(inputs, births, strict=True)
+        tracks = [{(): _tracked(next(own), b) if holds_floats(x) else _FINITE} for x, b in pairs]
+    replay = _Replay(followed, is_excused)
+    results = replay.evaluate(program, {(): flags}, tracks, None, (), ())
+    return Origins([result[()] for result in results], replay.operands)
 
 
 def operands_of(program: Any, inputs: Sequence[Any], birth: Birth) -> tuple[float, ...]:
     """What an operation reads where its result is not finite."""
-    place, steps, device = birth.place, list(birth.steps), list(min(birth.devices))
+    place = birth.place
     assert place is not None
-    run = jax.jit(lambda inputs: track(program, inputs, target=place).values)
-    values = on_host(run(list(inputs)))
-    for equation in place.chain[:0:-1]:  # a loop of unknown length has one iteration alone
-        name = equation.primitive.name
-        step = steps.pop(0) if name in ("scan", "while") else 0
-        if name in ("scan", "shard_map"):
-            values = values[step if name == "scan" else device.pop(0)]
+    run = jit_for_one_call(program)(lambda inputs: track(program, inputs, target=place).values)
+    values = _at(on_host(run(list(inputs))), place, birth.steps, min(birth.devices))
     pairs = zip(place.equation.invars, values, strict=True)
     return tuple(float(value) for v, value in pairs if holds_floats(v))
+
+
+def operands_of_vjp(
+    program: Any, inputs: Sequence[Any], place: Place, steps: Sequence[int], device: Device
+) -> list[OperandOfVjp | tuple]:
+    """What an operation reads at some steps where its VJP is not finite."""
+    run = jit_for_one_call(program)(
+        lambda inputs: track(program, inputs, target=place, is_vjp=True).values
+    )
+    return jax.tree.map(lambda x: _at(x, place, steps, device), on_host(run(list(inputs))))
+
+
+def _at(values: Any, place: Place, steps: Sequence[int], device: Device) -> Any:
+    """What was recorded at some steps and on a device."""
+    left, numbers = list(steps), list(device)
+    for equation in place.chain[:0:-1]:  # a loop of unknown length has one iteration alone
+        name = equation.primitive.name
+        step = left.pop(0) if name in ("scan", "while") and left else 0
+        if name in ("scan", "shard_map"):
+            values = values[step if name == "scan" else numbers.pop(0)]
+    return values
 
 
 def _loops(place: Place) -> list[JaxprEqn]:
@@ -101,9 +155,11 @@ def _tracked(bad: Any, birth: Birth | None) -> Track:
 class _Replay:
     """A second evaluation, of the flags alone, of all devices that do the same together."""
 
-    def __init__(self):
+    def __init__(self, followed: Followed, is_excused: Callable[[Place, tuple[int, ...]], bool]):
+        self._followed, self._is_excused = followed, is_excused
         self._births: dict[tuple, set[Device]] = {}  # the devices, by operation and steps
         self._constants: dict[int, Track] = {}
+        self.operands: dict[tuple, list[Track]] = {}
         # A loop may begin to be bad at another iteration on each device: what was brought last.
         self._latest: dict[tuple, list[Track]] = {}
 
@@ -122,18 +178,28 @@ class _Replay:
         bad = {device: iter(own.results) for device, own in flags.items()}
         inside = {device: iter(own.inside) for device, own in flags.items()}
 
+        finite, is_all = dict.fromkeys(flags, _FINITE), self._followed is every_number
+
         def constant(x):
             return dict.fromkeys(flags, self._constant(x))
 
         def read(atom):
+            if type(atom) is Literal and not is_all:
+                return finite
             return constant(atom.val) if type(atom) is Literal else tracks[atom]
 
-        tracks |= {v: constant(x) for v, x in zip(jaxpr.constvars, constants, strict=True)}
+        closed = zip(jaxpr.constvars, constants, strict=True)
+        tracks |= {v: constant(x) if is_all else finite for v, x in closed}
         for i, equation in enumerate(jaxpr.eqns):
             if equation.primitive.name in PRINTS:
                 continue
-            operands = [read(atom) for atom in equation.invars]
-            where = Place(equation, parent), steps, (*time, i)
+            place = Place(equation, parent)
+            if not is_followed(place, self._followed):
+                tracks |= dict.fromkeys(equation.outvars, finite)
+                continue
+            operands = self._operands(place, [read(atom) for atom in equation.invars], finite)
+            self._keep((place.key, steps), operands)
+            where = place, steps, (*time, i)
             if tracked_programs(equation):
                 found = {device: next(own) for device, own in inside.items()}
                 outputs = self._enter(where, operands, found, bad)
@@ -143,6 +209,18 @@ class _Replay:
                 outputs = self._operation(where, operands, bad)
             tracks |= dict(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _keep(self, key: tuple, operands: list[Tracks]) -> None:
+        bad = [device for tracks in operands for device, x in tracks.items() if x.badness]
+        if bad and key not in self.operands:
+            self.operands[key] = [tracks[min(bad)] for tracks in operands]
+
+    def _operands(self, place: Place, given: list[Tracks], finite: Tracks) -> list[Tracks]:
+        """What is followed of the operands of an equation."""
+        if self._followed is every_number:
+            return given
+        pairs = zip(given, self._followed(place), strict=True)
+        return [tracks if is_own else finite for tracks, is_own in pairs]
 
     def _constant(self, x: Any) -> Track:
         if id(x) not in self._constants:
@@ -188,7 +266,8 @@ class _Replay:
             if level > worst:
                 devices = self._births.setdefault((place.key, steps), set())
                 devices.add(device)
-                origin = Birth(time, None, place, steps, origin, devices)
+                when = (*CONSTANT, *time) if self._is_excused(place, steps) else time
+                origin = Birth(when, None, place, steps, origin, devices)
             outputs.append(_tracked(level, origin))
         return outputs
 
@@ -237,7 +316,8 @@ class _Replay:
         for device, own in _of_program(found).items():
             for number in map(int, np.flatnonzero(_bad_steps(own, count))):
                 flags[*device, number] = part = jax.tree.map(lambda x: x[number], own)  # noqa: B023
-                tracks = _parts(part, variables, [tracks[device] for tracks in operands])
+                whole = [tracks[device] for tracks in operands]
+                tracks = self._parts(place, part, whole)
                 for shard, own_track in zip(shards, tracks, strict=True):
                     shard[*device, number] = own_track
         results = self.evaluate(program, flags, shards, place, steps, time)
@@ -252,7 +332,6 @@ class _Replay:
         (constants, carried), length = scan_counts(place.equation), params["length"]
         fixed, carry = operands[:constants], operands[constants : constants + carried]
         whole = operands[constants + carried :]
-        variables = place.equation.invars[constants + carried :]
         stacked = [dict.fromkeys(found, _FINITE)] * (len(place.equation.outvars) - carried)
         flags = _of_program(found)
         is_bad = np.any([_bad_steps(own, length) for own in flags.values()], axis=0)
@@ -262,7 +341,7 @@ class _Replay:
             if not is_bad[t] and not any(bad):
                 continue
             own = jax.tree.map(lambda x: x[t], flags)  # noqa: B023
-            parts = {d: _parts(own[d], variables, [x[d] for x in whole]) for d in own}
+            parts = {d: self._parts(place, own[d], [x[d] for x in whole]) for d in own}
             sliced = [{d: parts[d][i] for d in own} for i in range(len(whole))]
             given = [*fixed, *carry, *sliced]
             results = self.evaluate(program, own, given, place, (*steps, t), (*time, now))
@@ -270,6 +349,12 @@ class _Replay:
             pairs = zip(stacked, results[carried:], strict=True)
             stacked = [{d: _joined([old[d], new[d]]) for d in own} for old, new in pairs]
         return [*carry, *stacked]
+
+    def _parts(self, place: Place, flags: Flags, whole: list[Track]) -> list[Track]:
+        """The elements that a scan goes through, or the shards of arrays."""
+        bad, first = iter(flags.elements), len(place.equation.invars) - len(whole)
+        own = {i - first for i in elements_followed(place, self._followed)}
+        return [_tracked(next(bad), x.birth) if i in own else x for i, x in enumerate(whole)]
 
     def _after(
         self, where: tuple, outputs: list[Tracks], bad: dict[Device, Iterator]
@@ -304,12 +389,6 @@ def _others(equation: JaxprEqn, mapped: JaxprEqn, device: int) -> tuple[int, ...
 
 def _bad_steps(flags: Flags, length: int) -> np.ndarray:
     return np.any(flags.any_bad(lambda x: np.reshape(x, (length, -1)).any(-1)), axis=0)
-
-
-def _parts(flags: Flags, variables: Sequence[Any], whole: list[Track]) -> list[Track]:
-    """The elements that a scan goes through, or the shards of arrays."""
-    bad, pairs = iter(flags.elements), zip(variables, whole, strict=True)
-    return [_tracked(next(bad), x.birth) if holds_floats(v) else x for v, x in pairs]
 
 
 def _joined(tracks: list[Track]) -> Track:

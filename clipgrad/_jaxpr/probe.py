@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._compat import to_varying, varying_axes
@@ -20,19 +19,18 @@ from clipgrad._jaxpr.programs import (
     scan_counts,
 )
 
-RESULT, OPERAND, STATE = "result", "operand", "state"
+RESULT, STATE = "result", "state"
 
 
 class Site(NamedTuple):
     """A value whose cotangent is measured.
 
-    That of a result and of what a scan carries is summed over all uses, that of an operand is that
-    of one use.
+    It is summed over all uses.
     """
 
-    kind: str  # RESULT, OPERAND or STATE
+    kind: str  # RESULT or STATE
     place: tuple[int, ...]  # the key of the `Place` of the equation; of a state: of the scan
-    position: int  # among the results, the operands or the states
+    position: int  # among the results or the states
 
     @property
     def around(self) -> tuple[int, ...]:
@@ -43,15 +41,13 @@ class Site(NamedTuple):
 class Probe(Hook):
     """Lets the values of sites through unchanged; the cotangent of each probe is a summary.
 
-    A summary is ``summary(cotangent, value)``, of the shape and the dtype of the probe. A probe has
-    one leading axis for each scan and each `shard_map` around its site. The value comes with the
-    cotangent of an operand; it is None for others.
+    A summary is ``summary(cotangent, probe)``, a tree of the structure, shapes and dtypes of the
+    probe. A probe has one leading axis for each scan and each `shard_map` around its site.
 
     Args:
-      probes: an array for each site.
+      probes: a tree of arrays for each site.
       summary: what is measured.
       base: what is done at equations besides, such as `Widen`.
-      cured: whether operands with a probe give back 0 for a cotangent that is not finite.
     """
 
     def __init__(
@@ -59,10 +55,9 @@ class Probe(Hook):
         probes: dict[Site, Any],
         summary: Callable[[Any, Any], Any],
         base: Hook | None = None,
-        cured: bool = False,
         parent: Place | None = None,
     ):
-        self.probes, self.summary, self.cured = probes, summary, cured
+        self.probes, self.summary = probes, summary
         self.base, self.parent = base or Hook(), parent
         self.flatten = self.base.flatten
         around = parent and parent.equation
@@ -74,13 +69,9 @@ class Probe(Hook):
         return self.base.constant(value, aval)
 
     def operands(self, equation: JaxprEqn, inputs: list) -> list:
-        """The operands of an equation, through their probes."""
-        key = Place(equation, self.parent).key
-        pairs = enumerate(zip(equation.invars, inputs, strict=True))
-        return [
-            x if type(v) is Literal else self._through(Site(OPERAND, key, i), self._state(v, x))
-            for i, (v, x) in pairs
-        ]
+        """The operands of an equation; what a scan carries through its probe."""
+        pairs = zip(equation.invars, inputs, strict=True)
+        return [x if type(v) is Literal else self._state(v, x) for v, x in pairs]
 
     def results(self, equation: JaxprEqn, outputs: Sequence) -> Sequence:
         """The results of an equation, through their probes."""
@@ -111,7 +102,7 @@ class Probe(Hook):
         place = Place(equation, self.parent)
         probes = step if isinstance(step, dict) else self._inside(equation)
         base = self.base.inside(equation, step)
-        return Probe(probes, self.summary, base, self.cured, place)
+        return Probe(probes, self.summary, base, place)
 
     def shard(self, own: dict[Site, Any]) -> "Probe":
         """The probes on a device."""
@@ -134,7 +125,7 @@ class Probe(Hook):
         probe = self.probes.get(site)
         if probe is None:
             return x
-        return _identity(self.summary, site.kind == OPERAND, self.cured, x, probe)
+        return _identity(self.summary, x, probe)
 
 
 def _carried(scan: JaxprEqn) -> dict[Var, int]:
@@ -144,24 +135,20 @@ def _carried(scan: JaxprEqn) -> dict[Var, int]:
     return {v: i for i, v in enumerate(variables)}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _identity(summary: Callable, keeps: bool, cured: bool, x: Any, probe: Any) -> Any:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _identity(summary: Callable, x: Any, probe: Any) -> Any:
     return x
 
 
-def _identity_forward(summary: Callable, keeps: bool, cured: bool, x: Any, probe: Any) -> Any:
-    return x, (x if keeps else None, probe)
+def _identity_forward(summary: Callable, x: Any, probe: Any) -> Any:
+    return x, probe
 
 
-def _identity_backward(
-    summary: Callable, keeps: bool, cured: bool, residuals: Any, cotangent: Any
-) -> Any:
-    x, probe = residuals
-    measured = summary(cotangent, x).astype(probe.dtype)
-    measured = to_varying(measured, varying_axes(probe))
-    if keeps and cured:
-        cotangent = jnp.where(jnp.isfinite(cotangent), cotangent, jnp.zeros_like(cotangent))
-    return cotangent, measured
+def _identity_backward(summary: Callable, probe: Any, cotangent: Any) -> Any:
+    def as_probe(found, own):
+        return to_varying(found.astype(own.dtype), varying_axes(own))
+
+    return cotangent, jax.tree.map(as_probe, summary(cotangent, probe), probe)
 
 
 _identity.defvjp(_identity_forward, _identity_backward)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from clipgrad._compat import to_varying
@@ -21,6 +22,7 @@ from clipgrad._jaxpr.programs import (
     PRINTS,
     REMAT,
     called_program,
+    device_count,
     entered_programs,
     manual_axes,
     scan_counts,
@@ -36,6 +38,17 @@ SAME_AS_OPERAND |= {"copy", "pvary", "pcast", "sharding_constraint", "reshard"}
 _ORDINARY = 1.25
 
 
+# An array of so few elements, at all steps and on all devices, is flagged on the host: to compile a
+# reduction takes longer. A program has some thousands of values, so that these are a few megabytes.
+_SMALL = 2**12
+
+
+class SmallArray(NamedTuple):
+    """An array that is flagged on the host."""
+
+    value: Any
+
+
 class Flags(NamedTuple):
     """2 for each result of a program that holds NaN, 1 for inf, 0 if it is finite.
 
@@ -48,12 +61,28 @@ class Flags(NamedTuple):
     inside: Any  # of the equations with programs inside, for each program
     index: Any  # which branch of a cond, which iteration of a loop
     found: Any = ()  # of the operation that is asked for: whether its result is not finite
-    values: Any = ()  # and what it reads there
+    values: Any = ()  # and what is recorded of it there
 
     def any_bad(self, reduce: Callable[[Any], Any]) -> list:
         """Where something is not finite; `reduce` gets what is above zero in each array."""
-        own = [reduce(x > 0) for x in (self.elements, self.results, *jax.tree.leaves(self.found))]
+        own = [reduce(x > 0) for x in (*self.elements, *self.results, *jax.tree.leaves(self.found))]
         return own + [x for each in self.inside for flags in each for x in flags.any_bad(reduce)]
+
+    def on_host(self) -> "Flags":
+        """The same with flags in place of small arrays, once they are on the host."""
+        axes = np.ndim(self.index)
+        inside = [[flags.on_host() for flags in each] for each in self.inside]
+        elements, results = (
+            [_flagged(x.value, axes) if isinstance(x, SmallArray) else x for x in own]
+            for own in (self.elements, self.results)
+        )
+        return self._replace(elements=elements, results=results, inside=inside)
+
+
+def _flagged(x: np.ndarray, axes: int) -> np.ndarray:
+    """The `badness` of arrays behind some leading axes."""
+    kinds = np.where(np.isnan(x), 2, np.where(np.isfinite(x), 0, 1))
+    return np.max(kinds.reshape(*x.shape[:axes], -1), axis=-1, initial=0)
 
 
 def tracked_programs(equation: JaxprEqn) -> list:
@@ -67,7 +96,36 @@ def tracked_programs(equation: JaxprEqn) -> list:
     return entered_programs(equation)[0] if is_chosen or name in ("scan", "shard_map") else []
 
 
-def track(program: Any, inputs: Sequence, cured: Iterable[Place] = (), target: Any = None) -> Flags:
+Followed = Callable[[Place], Sequence[bool]]
+
+
+def every_number(place: Place) -> list[bool]:
+    """The floating operands of an equation: all that can be followed."""
+    return [holds_floats(v) for v in place.equation.invars]
+
+
+def is_followed(place: Place, followed: Followed) -> bool:
+    """Whether the results of an equation are followed."""
+    return followed is every_number or any(followed(place))
+
+
+def elements_followed(place: Place | None, followed: Followed) -> list[int]:
+    """Which inputs of the programs of a scan or a `shard_map` are flagged at their beginning."""
+    if place is None:
+        return []
+    first = sum(scan_counts(place.equation)) if place.equation.primitive.name == "scan" else 0
+    pairs = zip(place.equation.invars, followed(place), strict=True)
+    return [i for i, (v, own) in enumerate(pairs) if i >= first and own and holds_floats(v)]
+
+
+def track(
+    program: Any,
+    inputs: Sequence,
+    cured: Iterable[Place] = (),
+    target: Any = None,
+    followed: Followed = every_number,
+    is_vjp: bool = False,
+) -> Flags:
     """The flags of a program.
 
     Args:
@@ -75,8 +133,11 @@ def track(program: Any, inputs: Sequence, cured: Iterable[Place] = (), target: A
       inputs: its inputs.
       cured: the operations whose infinities are replaced by ordinary numbers.
       target: a `Place` whose operands are recorded; there are no other flags then.
+      followed: which operands of an equation are followed; its results are if one operand is.
+      is_vjp: whether the target's operands are recorded where its VJP is not finite.
     """
-    tracker = Tracker(frozenset(place.key for place in cured), target)
+    keys = frozenset(place.key for place in cured)
+    tracker = Tracker(keys, target, followed=followed, is_vjp=is_vjp)
     evaluate(program, inputs, tracker)
     return tracker.noted()
 
@@ -92,8 +153,13 @@ class Tracker(Hook):
         target: Place | None = None,
         parent: Place | None = None,
         axes: frozenset[str] = frozenset(),
+        followed: Followed = every_number,
+        is_vjp: bool = False,
+        copies: float = 1,
     ):
         self._cured, self._target, self._parent = cured, target, parent
+        self._followed, self._is_vjp = followed, is_vjp
+        self._copies = copies  # how many steps and devices are around
         self._axes = axes  # of the mesh, in the `shard_map`s around that know what varies
         self._elements: list[Any] = []
         self._results: list[Any] = []
@@ -102,11 +168,12 @@ class Tracker(Hook):
 
     def starts(self, inputs: Sequence) -> None:
         """Flag the arguments, the shards, or the elements that a scan goes through."""
-        around = self._parent and self._parent.equation
-        name = around.primitive.name if around else "shard_map"
-        if name in ("scan", "shard_map"):
-            first = sum(scan_counts(around)) if around and name == "scan" else 0
-            self._elements = [badness(x) for x in inputs[first:] if holds_floats(x)]
+        if self._parent is None:
+            chosen = range(len(inputs)) if self._followed is every_number else ()
+            self._elements = [self._flag(inputs[i]) for i in chosen if holds_floats(inputs[i])]
+        elif self._parent.equation.primitive.name in ("scan", "shard_map"):
+            chosen = elements_followed(self._parent, self._followed)
+            self._elements = [self._flag(inputs[i]) for i in chosen]
 
     def constant(self, value: Any, aval: Any) -> Any:
         """The value as an array."""
@@ -116,19 +183,23 @@ class Tracker(Hook):
         """The results of an operation; None where it has programs to go into."""
         if equation.primitive.name in PRINTS:
             return []
-        if tracked_programs(equation):
+        whole = Place(equation, self._parent)
+        place = whole.key
+        if self._target and place == self._target.key:
+            recorded = _recorded_vjp if self._is_vjp else _recorded
+            self._record = recorded(equation, inputs)
+        elif tracked_programs(equation) and is_followed(whole, self._followed):
             return None
         outputs = bind(equation, inputs)
-        place = Place(equation, self._parent).key
-        if self._target and place == self._target.key:
-            self._record = _recorded(inputs, [y for y in outputs if holds_floats(y)])
         return [_ordinary(y) for y in outputs] if place in self._cured else outputs
 
     def results(self, equation: JaxprEqn, outputs: Sequence) -> Sequence:
         """Flag the results of an operation, and of a loop."""
         name = equation.primitive.name
+        if not is_followed(Place(equation, self._parent), self._followed):
+            return outputs
         if name == "while" or not (name in SAME_AS_OPERAND or tracked_programs(equation)):
-            self._results += [badness(y) for y in outputs if holds_floats(y)]
+            self._results += [self._flag(y) for y in outputs if holds_floats(y)]
         return outputs
 
     def inside(self, equation: JaxprEqn, step: Any) -> "Tracker":
@@ -136,16 +207,25 @@ class Tracker(Hook):
         axes = self._axes
         if equation.primitive.name == "shard_map" and equation.params["check_vma"]:
             axes |= {*manual_axes(equation)}
-        return Tracker(self._cured, self._target, Place(equation, self._parent), axes)
+        place, copies = Place(equation, self._parent), self._copies
+        if equation.primitive.name == "scan":
+            copies *= equation.params["length"]
+        elif equation.primitive.name == "shard_map":
+            copies *= device_count(equation)
+        elif equation.primitive.name == "while":
+            copies = np.inf  # its notes are compared at each iteration
+        followed, is_vjp = self._followed, self._is_vjp
+        return Tracker(self._cured, self._target, place, axes, followed, is_vjp, copies)
+
+    def _flag(self, x: Any) -> Any:
+        is_small = x.size * self._copies <= _SMALL and not self._target
+        return SmallArray(x) if is_small else badness(x)
 
     def noted(self) -> Flags:
         """The flags of this evaluation."""
-        elements, results = (
-            self._marked(jnp.stack(own) if own and not self._target else jnp.zeros(0, jnp.int32))
-            for own in (self._elements, self._results)
-        )
-        found, values = jax.tree.map(self._marked, self._record)
-        return Flags(elements, results, self._inside, self._marked(jnp.int32(0)), found, values)
+        elements, results = ([], []) if self._target else (self._elements, self._results)
+        elements, results, record = jax.tree.map(self._marked, (elements, results, self._record))
+        return Flags(elements, results, self._inside, self._marked(jnp.int32(0)), *record)
 
     def note(self, equation: JaxprEqn, inputs: list, notes: list) -> None:
         """Keep the flags of the programs inside of an equation, and what was recorded there."""
@@ -172,12 +252,39 @@ class Tracker(Hook):
         return to_varying(x, self._axes) if self._axes else x
 
 
-def _recorded(inputs: list, outputs: list) -> tuple[Any, Any]:
+def _recorded(equation: JaxprEqn, inputs: list) -> tuple[Any, Any]:
     """Whether a result is not finite, and the elements of the operands where it is not."""
+    outputs = [y for y in bind(equation, inputs) if holds_floats(y)]
     y = max(outputs, key=lambda y: y.size)
     bad = jnp.where(jnp.isnan(y).any(), jnp.isnan(y), jnp.isinf(y))
     read = [at_first(bad, x) if holds_floats(x) else jnp.zeros(()) for x in inputs]
     return bad.any().astype(jnp.int32), jnp.asarray(read, jnp.result_type(float))
+
+
+class OperandOfVjp(NamedTuple):
+    """A floating operand of an operation whose VJP is not finite."""
+
+    is_at_fault: Any  # whether its own cotangent is not finite, for cotangents of ones
+    value: Any  # its element where the cotangent is not finite
+    bad_values: Any  # how many of its elements are not finite
+
+
+def _recorded_vjp(equation: JaxprEqn, inputs: list) -> tuple[Any, list]:
+    """An `OperandOfVjp` for each operand; () for one that holds no floating numbers."""
+    chosen = [i for i, x in enumerate(inputs) if holds_floats(x)]
+
+    def run(*given):
+        changed = dict(zip(chosen, given, strict=True))
+        outputs = bind(equation, [changed.get(i, x) for i, x in enumerate(inputs)])
+        return [y for y in outputs if holds_floats(y)]
+
+    outputs, pull_back = jax.vjp(run, *(inputs[i] for i in chosen))
+    found: list[Any] = [()] * len(inputs)
+    for i, cotangent in zip(chosen, pull_back([jnp.ones_like(y) for y in outputs]), strict=True):
+        bad, x = ~jnp.isfinite(cotangent), inputs[i]
+        value = at_first(bad, x).astype(jnp.result_type(float))
+        found[i] = OperandOfVjp(bad.any(), value, jnp.sum(~jnp.isfinite(x)))
+    return jnp.int32(0), found
 
 
 def _ordinary(y: Any) -> Any:

@@ -3,3 +3,5 @@
 from clipgrad._program.dependence import dependence as dependence
 from clipgrad._program.gradient import GradientProgram as GradientProgram
 from clipgrad._program.gradient import Operation as Operation
+from clipgrad._program.sums import SummedValue as SummedValue
+from clipgrad._program.sums import summed_value as summed_value

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend.core import Literal, Var
 
-from clipgrad._jaxpr import Place, opened, scan_counts, tracked_programs
+from clipgrad._jaxpr import Place, is_reference, opened, scan_counts, tracked_programs
 
 Sources = frozenset[int]  # positions among the inputs of the program
 _NONE: Sources = frozenset()
@@ -40,7 +40,7 @@ class _Walk:
             known |= dict(zip(equation.outvars, outputs, strict=True))
             everything = _NONE.union(*operands)
             # What an operation writes to a reference, others read.
-            changed = [v for v in equation.invars if _is_reference(v)]
+            changed = [v for v in equation.invars if is_reference(v)]
             known |= {v: everything for v in changed}
         return [_NONE if type(v) is Literal else known.get(v, _NONE) for v in jaxpr.outvars]
 
@@ -69,7 +69,3 @@ class _Walk:
             if state == inputs[constants:end]:
                 return outputs
             inputs = [*inputs[:constants], *state, *inputs[end:]]
-
-
-def _is_reference(variable: Any) -> bool:
-    return hasattr(variable.aval, "inner_aval")

@@ -23,6 +23,7 @@ class Marks:
         self.program = program
         self._numbers: dict[int, int] = {}  # of the jaxprs, by their id
         self._marked: dict[int, Any] = {}
+        self._positions: dict[int, int] = {}  # of the equations, by their id
         self.marked = self._with_marks(program)
 
     def place(self, derived: Place) -> Place | None:
@@ -38,6 +39,10 @@ class Marks:
                 programs = _programs(found.equation)
         return found
 
+    def order(self, place: Place) -> tuple[int, ...]:
+        """When the program comes to an equation: the positions of those around, and its own."""
+        return tuple(self._positions[id(e)] for e in reversed(place.chain))
+
     def _with_marks(self, program: Any) -> Any:
         jaxpr = opened(program)[0]
         if id(jaxpr) not in self._marked:
@@ -48,6 +53,7 @@ class Marks:
         return own if program is jaxpr else program.replace(jaxpr=own)
 
     def _equation(self, equation: JaxprEqn, number: int, position: int) -> JaxprEqn:
+        self._positions[id(equation)] = position
         inner = map_programs(equation, self._with_marks)
         marked = with_mark(equation, number, position)
         return marked.replace(params={**equation.params, **inner}) if inner else marked

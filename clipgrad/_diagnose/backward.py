@@ -1,0 +1,126 @@
+"""The operation whose VJP makes a cotangent that is not finite of finite ones."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+import clipgrad._jaxpr as _jaxpr
+from clipgrad._diagnose.values import ValueOrigin
+from clipgrad._jaxpr import Birth, Device, OperandOfVjp, Origins, Place
+from clipgrad._program import GradientProgram, SummedValue, summed_value
+
+
+class VjpFault(NamedTuple):
+    """An operation whose VJP, or a value of whose cotangents the sum, is not finite first.
+
+    Attributes:
+      birth: where the program of the gradient has it from.
+      place: the operation of the function.
+      operands: what the operation reads there, as far as it is known.
+      summed: the value whose cotangents are finite, but not their sum.
+    """
+
+    birth: Birth
+    place: Place
+    operands: list[OperandOfVjp | tuple]
+    summed: SummedValue | None = None
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The elements of the operands whose cotangents are not finite."""
+        return tuple(float(x.value) for x in self.operands if x and x.is_at_fault)
+
+    @property
+    def bad_operands(self) -> list[int]:
+        """Which operands hold NaN or inf."""
+        return [i for i, x in enumerate(self.operands) if x and x.bad_values]
+
+    @property
+    def step(self) -> int | None:
+        """The step of the innermost scan around the operation, or around the value."""
+        if self.summed:
+            return _last(self.birth.steps[: self.summed.loops])
+        return self.birth.step if self.place.nest else None
+
+
+def _last(steps: Sequence[int]) -> int | None:
+    return steps[-1] if steps else None
+
+
+def first_fault(
+    gradient: GradientProgram,
+    inputs: Sequence[Any],
+    bad: Iterable[int],
+    excused: Callable[[Place, tuple[int, ...]], bool],
+) -> VjpFault | None:
+    """The first operation in backward order whose VJP is at fault, or sum that is.
+
+    Args:
+      gradient: the program of the loss and its gradient.
+      inputs: the inputs of the loss.
+      bad: which of the gradients are not finite.
+      excused: whether nothing is said of the VJP of an operation, at some steps.
+    """
+
+    def is_excused(place: Place, steps: tuple[int, ...]) -> bool:
+        own = gradient.marks.place(place)
+        return own is not None and excused(own, steps)
+
+    seeds = [jnp.ones(v.aval.shape, v.aval.dtype) for v in _seeds(gradient)]
+    found = _jaxpr.origins(
+        gradient.program,
+        [*inputs, *seeds],
+        followed=gradient.cotangents,
+        is_excused=is_excused,
+    )
+    tracks = found.results[len(found.results) - len(gradient.chosen) :]
+    births = [_root(tracks[i].birth) for i in bad]
+    birth = min((b for b in births if b), key=lambda b: b.time, default=None)
+    if birth is None or birth.place is None or is_excused(birth.place, birth.steps):
+        return None
+    return _fault(gradient, inputs, birth)
+
+
+def _seeds(gradient: GradientProgram) -> list[Any]:
+    return _jaxpr.opened(gradient.program)[0].invars[gradient.count :]
+
+
+def _root(birth: Birth | None) -> Birth | None:
+    """The first operation at fault, where a second makes NaN of its inf."""
+    while birth and birth.root and birth.root.place:
+        birth = birth.root
+    return birth
+
+
+def _fault(gradient: GradientProgram, inputs: Sequence[Any], birth: Birth) -> VjpFault:
+    assert birth.place is not None
+    if birth.place.operation == "add_any" and (value := summed_value(gradient, birth.place)):
+        return VjpFault(birth, value.place or birth.place, [], value)
+    place = gradient.marks.place(birth.place)
+    if place is None:
+        return VjpFault(birth, birth.place, [])
+    device: Device = min(birth.devices)
+    try:
+        operands = _jaxpr.operands_of_vjp(gradient.forward, inputs, place, birth.steps, device)
+    except (TypeError, ValueError, NotImplementedError, NameError):
+        operands = []  # an operation that has no derivative by itself
+    return VjpFault(birth, place, operands)
+
+
+def is_value_at_fault(
+    origin: ValueOrigin, forward: Origins
+) -> Callable[[Place, tuple[int, ...]], bool]:
+    """Whether an operation reads what is not finite, or is the origin of a loss that is not."""
+    steps_of: dict[tuple, set[tuple[int, ...]]] = {}
+    for key, steps in forward.operands:
+        steps_of.setdefault(key, set()).add(steps)
+    around = [id(e) for e in origin.birth.place.chain] if origin.birth.place else []
+
+    def excused(place: Place, steps: tuple[int, ...]) -> bool:
+        own = [id(e) for e in place.chain]
+        known = steps_of.get(place.key, set())
+        is_same = any(len(one) != len(steps) or one == steps for one in known)
+        return is_same or around[-len(own) :] == own
+
+    return excused

@@ -1,0 +1,135 @@
+"""The value whose cotangents a program adds up, and how many there are."""
+
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from clipgrad._jaxpr import Place, opened, scan_counts, tracked_programs
+from clipgrad._program.gradient import GradientProgram
+
+
+class SummedValue(NamedTuple):
+    """A value that is used several times.
+
+    Attributes:
+      argument: the position of the input that it is, or None.
+      place: the operation of the function that computes it, or the scan that carries it.
+      loops: how many loops are around it.
+      uses: how many cotangents are summed.
+    """
+
+    argument: int | None
+    place: Place | None
+    loops: int
+    uses: int
+
+
+def summed_value(gradient: GradientProgram, place: Place) -> SummedValue | None:
+    """The value whose cotangents a sum of a gradient adds up; None if it is not found.
+
+    The sum is followed to its end, and then to the operation that consumes it: the one that
+    computes the value, since the backward pass goes from it to its operands.
+    """
+    level, v = _Level.around(gradient, place), place.equation.outvars[0]
+    while True:
+        v = level.end_of_sum(v)
+        if consumers := level.users(v):
+            found = [gradient.marks.place(Place(e, level.parent)) for e in consumers]
+            known = [own for own in found if own]
+            maker = max(known, key=gradient.marks.order, default=None)
+            return SummedValue(None, maker, level.loops, level.terms(v)) if maker else None
+        position = next((i for i, out in enumerate(level.jaxpr.outvars) if out is v), None)
+        if position is None:
+            return None
+        if level.parent is None:
+            first = len(level.jaxpr.outvars) - len(gradient.chosen)
+            return SummedValue(gradient.chosen[position - first], None, 0, level.terms(v))
+        if level.is_carried(position) and not level.adds_up(position):
+            scan = gradient.marks.place(level.parent)
+            return SummedValue(None, scan, level.loops, level.terms(v))
+        v = level.parent.equation.outvars[position]
+        level = _Level.around(gradient, level.parent)
+
+
+class _Level:
+    """One program of a gradient, with its equations by the variables that they compute."""
+
+    def __init__(self, jaxpr: Any, parent: Place | None):
+        self.jaxpr, self.parent = jaxpr, parent
+        self.makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
+
+    @classmethod
+    def around(cls, gradient: GradientProgram, place: Place) -> "_Level":
+        """The program that an equation is in."""
+        if place.parent is None:
+            return cls(opened(gradient.program)[0], None)
+        programs = [opened(program)[0] for program in tracked_programs(place.parent.equation)]
+        own = (p for p in programs if any(e is place.equation for e in p.eqns))
+        return cls(next(own), place.parent)
+
+    @property
+    def loops(self) -> int:
+        chain = self.parent.chain if self.parent else []
+        return sum(e.primitive.name in ("scan", "while") for e in chain)
+
+    def users(self, v: Var) -> list[JaxprEqn]:
+        return [e for e in self.jaxpr.eqns if any(atom is v for atom in e.invars)]
+
+    def end_of_sum(self, v: Var) -> Var:
+        while sums := [e for e in self.users(v) if _is_sum(e)]:
+            v = sums[0].outvars[0]
+        return v
+
+    def is_carried(self, position: int) -> bool:
+        """Whether a result is what a scan carries."""
+        around = self.parent.equation if self.parent else None
+        return bool(around and around.primitive.name == "scan") and position < self._counts[1]
+
+    @property
+    def _counts(self) -> tuple[int, int]:
+        assert self.parent is not None
+        return scan_counts(self.parent.equation)
+
+    def adds_up(self, position: int) -> bool:
+        """Whether a scan only adds to what it carries there: the cotangent of a constant."""
+        state = self.jaxpr.invars[self._counts[0] + position]
+        users = self.users(state)
+        result = self.jaxpr.outvars[position]
+        return bool(users) and all(
+            _is_sum(e) and self.end_of_sum(e.outvars[0]) is result for e in users
+        )
+
+    def terms(self, v: Any) -> int:
+        """How many cotangents a variable is the sum of, at all steps of the scans inside."""
+        equation = None if isinstance(v, Literal) else self.makers.get(v)
+        if equation is None:
+            return 0 if v in self._states() else 1
+        if _is_sum(equation):
+            return sum(map(self.terms, equation.invars))
+        programs, position = tracked_programs(equation), equation.outvars.index(v)
+        place = Place(equation, self.parent)
+        inner = [_Level(opened(program)[0], place) for program in programs]
+        if not inner or equation.primitive.name in ("while", "shard_map"):
+            return 1
+        if equation.primitive.name != "scan":
+            return max(level.terms(level.jaxpr.outvars[position]) for level in inner)
+        (body,) = inner
+        if not body.is_carried(position) or not body.adds_up(position):
+            return 1
+        start = equation.invars[body._counts[0] + position]
+        before = self.terms(start) if self._is_summed(start) else 0
+        return before + equation.params["length"] * body.terms(body.jaxpr.outvars[position])
+
+    def _is_summed(self, v: Any) -> bool:
+        maker = None if isinstance(v, Literal) else self.makers.get(v)
+        return maker is not None and _is_sum(maker)
+
+    def _states(self) -> list[Var]:
+        if self.parent is None or self.parent.equation.primitive.name != "scan":
+            return []
+        constants, carried = self._counts
+        return self.jaxpr.invars[constants : constants + carried]
+
+
+def _is_sum(equation: JaxprEqn) -> bool:
+    return equation.primitive.name == "add_any"
