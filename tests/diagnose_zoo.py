@@ -320,6 +320,14 @@ def fitted_softmax_of_a_float16_model():
 
 
 @healthy
+def softmax_in_float16_whose_rest_is_one_rounding():
+    def loss(w, x, labels):
+        return cross_entropy(x @ w, labels).astype(jnp.float32)
+
+    return loss, (17 * jnp.eye(8, dtype=LOW), jnp.eye(8, dtype=LOW), jnp.arange(8))
+
+
+@healthy
 def masked_attention():
     def loss(w, x, mask):
         scores = jnp.where(mask, x @ w @ x.T, -jnp.inf)
@@ -420,6 +428,14 @@ def recurrence_by_hand():
     return loss, (jnp.float32(2.0), normal(40, 3))
 
 
+@sick("grows", factor=3.0)
+def threefold_recurrence_whose_gradient_overflows_in_the_sum():
+    def loss(w, x):
+        return jax.lax.scan(lambda h, x: (w * h + x, None), jnp.zeros(3), x)[0].sum()
+
+    return loss, (jnp.float32(3.0), normal(80, 3))
+
+
 @sick("shrinks", factor=0.5)
 def start_that_is_forgotten():
     return lambda h: jnp.sum(jax.lax.scan(lambda h, _: (0.5 * h, None), h, length=50)[0]), (
@@ -435,6 +451,16 @@ def deep_tanh_net():
 @sick("shrinks")
 def deep_sigmoid_net():
     return stack(jax.nn.sigmoid, 12)
+
+
+@sick("shrinks")
+def deep_sigmoid_net_of_one_array():
+    def loss(weights, x):
+        for i in range(12):
+            x = jax.nn.sigmoid(x @ weights[i])
+        return jnp.mean((x - 1) ** 2)
+
+    return loss, (jnp.stack(layers(12)), normal(4, 8, seed=99))
 
 
 @sick("shrinks")

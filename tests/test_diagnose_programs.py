@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import clipgrad as cg
@@ -231,7 +232,23 @@ def in_a_scan(x):
     return jax.lax.scan(step, 1.0, jnp.stack([x[0], x[0], x[1]]))[0]
 
 
+def lost_in_a_quotient(x):
+    square = (1e30 * x) ** 2
+    part = x / square
+    return jnp.sum(part / jnp.sum(part))
+
+
+def in_an_earlier_step(x):
+    def step(h, x):
+        return 1 / jnp.exp(x), h
+
+    h, before = jax.lax.scan(step, 1.0, jnp.stack([x[0], x[1], x[0]]))
+    return jnp.sum(jnp.where(before > 0, 0.0, before / before))
+
+
 OVERFLOWS = [
+    (lost_in_a_quotient, "** 2", "div"),
+    (in_an_earlier_step, "jnp.exp", "div"),
     (weights, "jnp.exp", "div"),
     (difference, "jnp.exp", "sub"),
     (half_square, "** 2", "sub"),
@@ -252,7 +269,103 @@ def test_the_overflow_is_the_finding_and_nan_its_consequence(loss, text, then):
     finding = cg.diagnose(loss, (x,)).findings[0]
     assert finding.kind == "value" and finding.line == line_of(loss, text)
     assert f"and {then} (" in finding.message and "turns its inf into NaN" in finding.message
-    assert finding.step == (2 if loss is in_a_scan else None)
+    assert finding.step == {in_a_scan: 2, in_an_earlier_step: 1}.get(loss)
+
+
+def test_an_overflow_is_the_finding_where_an_infinity_follows_from_a_zero():
+    def loss(x):
+        total = jnp.exp(x).sum()
+        return jnp.sum(jnp.log(x / total))
+
+    (finding,) = cg.diagnose(loss, (jnp.array([1.0, 100.0]),)).findings
+    assert (finding.kind, finding.operation) == ("value", "exp")
+    assert "and log (" in finding.message and "is not finite because of its inf" in finding.message
+
+
+def finite_part(y):
+    return jnp.sum(jnp.where(jnp.isfinite(y), y, 0.0) ** 2)
+
+
+def pixels(w, x):
+    return finite_part(x @ w)
+
+
+def logs_of_pixels(w, x):
+    logs = jnp.log(x)
+    return finite_part(logs @ w)
+
+
+def pixels_in_a_scan(w, x):
+    return jax.lax.scan(lambda total, x: (total + finite_part(x @ w), None), 0.0, x)[0]
+
+
+def pixels_on_devices(w, x):
+    specs = {"in_specs": (PartitionSpec(), D), "out_specs": PartitionSpec()}
+    return mapped(lambda w, x: jax.lax.psum(finite_part(x @ w), "d"), **specs)(w, x)
+
+
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan, -1.0])
+@pytest.mark.parametrize("loss", [pixels, logs_of_pixels, pixels_in_a_scan, pixels_on_devices])
+def test_data_that_are_not_finite_are_the_finding_although_the_loss_is(loss, bad):
+    x = jnp.ones((8, 4)).at[3, 1].set(bad)
+    found = cg.diagnose(loss, (jnp.ones((4, 3)), x))
+    if bad == -1 and loss is not logs_of_pixels:
+        assert found.ok
+        return
+    (finding,) = found.findings
+    is_log = loss is logs_of_pixels and bad == -1
+    assert (finding.kind, finding.operation) == ("value", "log" if is_log else "argument")
+    assert finding.line == line_of(loss, "jnp.log" if is_log else "def")
+    told = "it is computed from args/1" if is_log else "1 of 32 elements of args/1"
+    assert told in finding.message and "the VJP of dot_general (" in finding.message
+
+
+def kernel_root(x):
+    def kernel(x, out):
+        out[...] = jnp.sqrt(x[...])
+
+    return pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+@jax.custom_vjp
+def root_of_a_kernel(x):
+    return kernel_root(x)
+
+
+root_of_a_kernel.defvjp(lambda x: (kernel_root(x), x), lambda x, g: (g / (2 * kernel_root(x)),))
+
+
+def with_a_kernel(x):
+    return jnp.sum(root_of_a_kernel(x))
+
+
+def with_a_reference(x):
+    total = jax.new_ref(jnp.zeros(()))
+
+    def step(i, _):
+        total[...] += jnp.sqrt(x[i])
+
+    jax.lax.fori_loop(0, 3, step, None)
+    return total[...]
+
+
+def written_and_read(x):
+    ref = jax.new_ref(2 * x)
+    ref[...] = jnp.sqrt(ref[...])
+    return jnp.sum(jax.freeze(ref))
+
+
+@pytest.mark.parametrize("loss", [with_a_kernel, with_a_reference, written_and_read])
+def test_kernels_and_references_inside_of_a_loss_are_diagnosed(loss):
+    def found(bad):
+        findings = cg.diagnose(loss, (jnp.array([1.0, bad, 2.0]),)).findings
+        return [(f.kind, f.operation, f.step) for f in findings]
+
+    step = 1 if loss is with_a_reference else None
+    names = ("root_of_a_kernel", "pallas_call") if loss is with_a_kernel else ("sqrt", "sqrt")
+    assert found(3.0) == []
+    assert found(0.0) == [("vjp", names[0], step)]
+    assert found(-1.0)[0] == ("value", names[1], step)
 
 
 def masked_by_log(x):

@@ -23,7 +23,7 @@ class VjpFault(NamedTuple):
 
     birth: Birth
     place: Place
-    operands: list[OperandOfVjp | tuple]
+    operands: list[OperandOfVjp | None]
     summed: SummedValue | None = None
 
     @property
@@ -75,7 +75,7 @@ def first_fault(
         is_excused=is_excused,
     )
     tracks = found.results[len(found.results) - len(gradient.chosen) :]
-    births = [_root(tracks[i].birth) for i in bad]
+    births = [_first_of(tracks[i].birth) for i in bad]
     birth = min((b for b in births if b), key=lambda b: b.time, default=None)
     if birth is None or birth.place is None or is_excused(birth.place, birth.steps):
         return None
@@ -86,7 +86,7 @@ def _seeds(gradient: GradientProgram) -> list[Any]:
     return _jaxpr.opened(gradient.program)[0].invars[gradient.count :]
 
 
-def _root(birth: Birth | None) -> Birth | None:
+def _first_of(birth: Birth | None) -> Birth | None:
     """The first operation at fault, where a second makes NaN of its inf."""
     while birth and birth.root and birth.root.place:
         birth = birth.root
@@ -111,10 +111,14 @@ def _fault(gradient: GradientProgram, inputs: Sequence[Any], birth: Birth) -> Vj
 def is_value_at_fault(
     origin: ValueOrigin, forward: Origins
 ) -> Callable[[Place, tuple[int, ...]], bool]:
-    """Whether an operation reads what is not finite, or is the origin of a loss that is not."""
+    """Whether an operation is the origin of a loss that is not finite, or reads what is from it.
+
+    It may also read what is not finite from elsewhere.
+    """
     steps_of: dict[tuple, set[tuple[int, ...]]] = {}
-    for key, steps in forward.operands:
-        steps_of.setdefault(key, set()).add(steps)
+    for (key, steps), operands in forward.operands.items():
+        if any(x.badness or (x.past and x.past.place == origin.birth.place) for x in operands):
+            steps_of.setdefault(key, set()).add(steps)
     around = [id(e) for e in origin.birth.place.chain] if origin.birth.place else []
 
     def excused(place: Place, steps: tuple[int, ...]) -> bool:

@@ -11,13 +11,13 @@ from jax.extend.core import Var
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.units import ProgramBlock
-from clipgrad._jaxpr import Site, on_host, replicated
+from clipgrad._jaxpr import RESULT, Site, dtype_of, on_host, replicated
 from clipgrad._numerics import at_least_float32
 
-_SCALE = 2.0**15  # the largest loss scale that float16 can hold
+LOSS_SCALE = 2.0**15  # the largest loss scale that float16 can hold
 # A cotangent of so few elements, at all steps and on all devices, leaves the program as it is, and
 # is summed up on the host: to compile its sums takes longer. There are some hundreds of cotangents.
-_SMALL = 2**13
+_SENT_WHOLE = 2**13
 
 
 class CotangentSite(NamedTuple):
@@ -51,6 +51,23 @@ def module_sites(block: ProgramBlock) -> list[CotangentSite]:
     return sites
 
 
+def parts_of_arguments(block: ProgramBlock, chosen: Sequence[int]) -> list[list[CotangentSite]]:
+    """For each chosen input its slices, such as ``w[i]``, if it is read in no other way."""
+    inputs = {v: i for i, v in enumerate(block.programs[0].invars)}
+    slices: dict[int, list[CotangentSite]] = {}
+    whole: set[int] = set()
+    for inner, equation in block.all_equations():
+        for position, variable in enumerate(equation.invars):
+            argument = inputs.get(inner.origin(variable), -1)
+            if equation.primitive.name == "slice" and position == 0 and not inner.shape:
+                site = inner.site(RESULT, equation, 0)
+                own = CotangentSite(site, inner, equation.outvars[0])
+                slices.setdefault(argument, []).append(own)
+            else:
+                whole.add(argument)
+    return [[] if i in whole else slices.get(i, []) for i in chosen]
+
+
 def measure(
     program: Any,
     inputs: Sequence[Any],
@@ -77,14 +94,14 @@ def measure(
     def loss(given: list, others: list, probes: dict[Site, Any]) -> Any:
         left = iter(given)
         all_inputs = [next(left) if i in chosen else x for i, x in enumerate(others)]
-        hook = _jaxpr.Probe(probes, _measured, base)
+        hook = _jaxpr.Probe(probes, _as_in_probe, base)
         value = _jaxpr.evaluate(program, [hook.constant(x, None) for x in all_inputs], hook)[0]
-        return value * jnp.asarray(_SCALE, value.dtype) if is_scaled else value
+        return value * jnp.asarray(LOSS_SCALE, value.dtype) if is_scaled else value
 
     @_jaxpr.jit_for_one_call(program)
     def run(*args: list) -> Any:
         value, (grads, measured) = jax.value_and_grad(loss, argnums=(0, 2))(*args)
-        return value, [_sent(grad, grad.size <= _SMALL) for grad in grads], measured
+        return value, [_sent(grad, grad.size <= _SENT_WHOLE) for grad in grads], measured
 
     inputs = [base.constant(x, None) for x in inputs] if base else inputs
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
@@ -115,16 +132,16 @@ class Sent(NamedTuple):
 
 
 def _probe_of(site: CotangentSite) -> Sent:
-    aval, lengths = site.variable.aval, site.block.shape
-    dtype = at_least_float32(aval.dtype)
+    shape, lengths = getattr(site.variable.aval, "shape", ()), site.block.shape
+    dtype = at_least_float32(dtype_of(site.variable))
     real = np.finfo(dtype).dtype
-    if math.prod(aval.shape) * math.prod(lengths) <= _SMALL:
-        return Sent(np.zeros(lengths, real), np.zeros((*lengths, *aval.shape), dtype), None)
+    if math.prod(shape) * math.prod(lengths) <= _SENT_WHOLE:
+        return Sent(np.zeros(lengths, real), np.zeros((*lengths, *shape), dtype), None)
     count = len(Summary._fields) - 1
     return Sent(np.zeros(lengths, real), None, np.zeros((*lengths, count), real))
 
 
-def _measured(cotangent: Any, probe: Sent) -> Sent:
+def _as_in_probe(cotangent: Any, probe: Sent) -> Sent:
     return _sent(cotangent, probe.whole is not None)
 
 
@@ -133,10 +150,10 @@ def _sent(cotangent: Any, is_whole: bool) -> Sent:
     reached = jnp.ones((), jnp.finfo(dtype).dtype)
     if is_whole:
         return Sent(reached, replicated(cotangent).astype(dtype), None)
-    return Sent(reached, None, _sums(cotangent))
+    return Sent(reached, None, _reduced(cotangent))
 
 
-def _sums(cotangent: Any) -> jax.Array:
+def _reduced(cotangent: Any) -> jax.Array:
     size = jnp.abs(cotangent)
     size = size.astype(at_least_float32(size.dtype))
     bad = ~jnp.isfinite(size)

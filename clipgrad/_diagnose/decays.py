@@ -44,13 +44,11 @@ def reason(
     return GATED if names & _SIGMOIDS and _has_gate(body, active) else None
 
 
-def has_vanished(layers: Sequence[GradientRow], gradients: Sequence[Summary]) -> bool:
+def has_vanished(layers: Sequence[GradientRow], parameters: Sequence[Summary]) -> bool:
     """Whether the first layer, and the gradient of a parameter, are smaller by four orders."""
     norms = [float(finite_norm(row)) for row in layers]
-    largest, parameters = max(norms), [float(g.norm) for g in gradients if np.any(g.reached)]
-    return (
-        norms[0] * FAR_IN_ALL <= norms[-1] and min(parameters, default=0.0) * FAR_IN_ALL <= largest
-    )
+    least = min((float(g.norm) for g in parameters if np.any(g.reached)), default=0.0)
+    return norms[0] * FAR_IN_ALL <= norms[-1] and least * FAR_IN_ALL <= max(norms)
 
 
 def _has_gate(body: Any, active: frozenset) -> bool:

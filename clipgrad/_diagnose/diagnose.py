@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,12 @@ import jax
 import numpy as np
 
 from clipgrad._diagnose.backward import VjpFault, first_fault, is_value_at_fault
-from clipgrad._diagnose.cotangents import Summary, measure, module_sites
+from clipgrad._diagnose.cotangents import (
+    Summary,
+    measure,
+    module_sites,
+    parts_of_arguments,
+)
 from clipgrad._diagnose.decays import has_vanished, reason
 from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._diagnose.examples import bad_examples
@@ -22,7 +28,7 @@ from clipgrad._diagnose.findings import (
     vjp_finding,
 )
 from clipgrad._diagnose.records import GradientFinding
-from clipgrad._diagnose.rows import units_and_rows
+from clipgrad._diagnose.rows import SCAN, units_and_rows
 from clipgrad._diagnose.subject import DiagnosisSubject, subject
 from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import may_underflow, underflow_finding, underflow_of_arguments
@@ -118,23 +124,25 @@ def _plain_settings() -> Iterator[Any]:
 
 def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
     block = ProgramBlock([given.program])
-    sites = module_sites(block)
+    sites, parts = module_sites(block), parts_of_arguments(block, given.chosen)
     run = functools.partial(measure, given.program, given.inputs, given.chosen)
-    loss, grads, measured = run(sites)
+    every = {site.site: site for site in [*sites, *itertools.chain(*parts)]}
+    loss, grads, measured = run(list(every.values()))
     pairs = list(units_and_rows(block, measured))
     found = tuple(row for _, row in pairs)
     unit_of = {id(row): unit for unit, row in pairs}
-    trends = trend_findings(
-        found,
-        lambda row: reason(unit_of[id(row)], row, given, grads),
-        lambda deep: has_vanished(deep, grads),
+    each = zip(parts, grads, strict=True)
+    parameters = [p for own, grad in each for p in [measured[s.site] for s in own] or [grad]]
+    trends = list(
+        trend_findings(
+            found,
+            lambda row: reason(unit_of[id(row)], row, given, grads),
+            lambda deep: has_vanished(deep, parameters),
+        )
     )
-    findings, notes = _nonfinite(given, loss, grads), _block_notes(block)
-    for trend in trends:
-        if isinstance(trend, str):
-            notes.append(trend)
-        else:
-            findings.append(trend)
+    growths = [trend for trend in trends if not isinstance(trend, str)]
+    findings = [*_nonfinite(given, loss, grads, growths), *growths]
+    notes = [*_block_notes(block), *(trend for trend in trends if isinstance(trend, str))]
     if may_underflow(found, given, grads):
         try:
             others = [run(sites, wide=True), run(sites, is_scaled=True)]
@@ -147,8 +155,16 @@ def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
 
 
-def _nonfinite(given: DiagnosisSubject, loss: float, grads: list[Summary]) -> list[GradientFinding]:
-    """The findings of NaN and inf: in the value, and then in the backward pass."""
+def _nonfinite(
+    given: DiagnosisSubject,
+    loss: float,
+    grads: list[Summary],
+    trends: Sequence[GradientFinding],
+) -> list[GradientFinding]:
+    """The findings of NaN and inf: in the value, and then in the backward pass.
+
+    A sum over the steps of a scan in which cotangents grow is not finite for that reason.
+    """
     findings, origin, forward = [], None, None
     if not np.isfinite(loss):
         forward = origins(given.program, given.inputs)
@@ -159,12 +175,20 @@ def _nonfinite(given: DiagnosisSubject, loss: float, grads: list[Summary]) -> li
         excused = is_value_at_fault(origin, forward) if origin and forward else lambda *_: False
         gradient = GradientProgram.of(given.program, given.inputs, given.chosen)
         found = first_fault(gradient, given.inputs, bad, excused)
+        if found and _is_of_growth(found, trends):
+            return findings
         if found:
             findings.append(_of_data(found, forward, given) or vjp_finding(found, given))
         elif not findings:
             names = [given.names[given.chosen[i]] for i in bad]
             findings.append(unexplained_finding(names, given))
     return findings
+
+
+def _is_of_growth(fault: VjpFault, trends: Sequence[GradientFinding]) -> bool:
+    growing = {(t.file, t.line) for t in trends if t.kind == "grows" and t.operation == SCAN}
+    places = [scan.location for scan in fault.summed.scans] if fault.summed else []
+    return any((place.file, place.line) in growing for place in places)
 
 
 def _of_data(

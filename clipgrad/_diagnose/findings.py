@@ -31,7 +31,8 @@ def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFindi
         what += f" ({given.names[origin.cause]} contains inf)"
     if origin.becomes:
         then = origin.becomes
-        what += f", and {then.operation} ({then.location}) turns its inf into NaN"
+        outcome = "turns its inf into NaN" if origin.is_nan else "is not finite because of its inf"
+        what += f", and {then.operation} ({then.location}) {outcome}"
     return _operation_finding("value", place, birth.step, what, origin.values or (), birth.device)
 
 

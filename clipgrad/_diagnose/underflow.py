@@ -1,10 +1,11 @@
 """Cotangents in half precision that are zero, but not in float32."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from clipgrad._diagnose.cotangents import Summary
+from clipgrad._diagnose.cotangents import LOSS_SCALE, Summary
 from clipgrad._diagnose.findings import function_finding
 from clipgrad._diagnose.records import GradientFinding, GradientRow
 from clipgrad._diagnose.subject import DiagnosisSubject
@@ -12,6 +13,9 @@ from clipgrad._diagnose.subject import DiagnosisSubject
 _HALF_NAMES = ("float16", "bfloat16")
 # The share of zeros more than in float32; transformers, MLPs and LSTMs in bfloat16 have 0.004.
 _LOST = 0.1
+# A scale of the loss cures an underflow: it brings back more than this of the largest element. Of
+# a fitted softmax it brings back less: the largest are differences that have rounded to zero.
+_CURED = 0.5
 
 
 def may_underflow(
@@ -33,7 +37,7 @@ def underflow_finding(
     no cotangent that underflows, as where the probabilities of a softmax have rounded to 0 and 1.
     """
     for row, *same in zip(reversed(rows), *map(reversed, others), strict=True):
-        lost = row.zeros - np.max([other.zeros for other in same], axis=0)
+        lost = _lost_share(row, *same)
         if row.dtype not in _HALF_NAMES or np.max(lost) < _LOST:
             continue
         step = int(np.unravel_index(np.argmax(lost), lost.shape)[-1]) if row.scans else None
@@ -49,14 +53,20 @@ def underflow_finding(
     return []
 
 
+def _lost_share(own: Any, wide: Any, scaled: Any) -> Any:
+    """The share of zeros that neither float32 nor a scaled loss has, if the scale cures them."""
+    lost = own.zeros - np.maximum(wide.zeros, scaled.zeros)
+    is_cured = np.asarray(scaled.largest) / LOSS_SCALE >= _CURED * np.asarray(wide.largest)
+    return np.where(is_cured | (np.asarray(scaled.nonfinite) > 0), lost, 0)
+
+
 def underflow_of_arguments(
     given: DiagnosisSubject, gradients: Sequence[Summary], others: Sequence[Sequence[Summary]]
 ) -> list[GradientFinding]:
     """The same for the gradients of arguments."""
     lost = {}
     for i, gradient, *same in zip(given.chosen, gradients, *others, strict=True):
-        there = max(float(other.zeros) for other in same)
-        share, dtype = float(gradient.zeros) - there, str(given.inputs[i].dtype)
+        share, dtype = float(_lost_share(gradient, *same)), str(given.inputs[i].dtype)
         if dtype in _HALF_NAMES and share >= _LOST:
             lost[given.names[i]] = share, dtype
     if not lost:

@@ -16,7 +16,8 @@ class ValueOrigin(NamedTuple):
 
     birth: Birth  # an argument, an operation, or a constant in an operation
     values: tuple[float, ...] | None = None  # what goes in where it goes wrong; None: a constant
-    becomes: Place | None = None  # the operation that makes NaN of the inf
+    becomes: Place | None = None  # the operation that is not finite because of the inf
+    is_nan: bool = True  # whether it makes NaN
 
     @property
     def cause(self) -> int | None:
@@ -36,7 +37,8 @@ def origin_of_loss(program: Any, inputs: Sequence[Any], found: Origins) -> Value
         return birth and ValueOrigin(birth)
     root = _overflow(program, inputs, birth)
     values = _jaxpr.operands_of(program, inputs, root or birth)
-    return ValueOrigin(root or birth, values, birth.place if root else None)
+    then = birth.place if root else None
+    return ValueOrigin(root or birth, values, then, birth.badness == 2)
 
 
 def origin_of(program: Any, inputs: Sequence[Any], birth: Birth) -> ValueOrigin:

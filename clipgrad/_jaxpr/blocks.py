@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._jaxpr.elements import holds_floats
 from clipgrad._jaxpr.places import Place
@@ -86,6 +86,13 @@ class Block:
         key = self.parent.key if self.parent else ()
         sites = {v: Site(STATE, key, i) for i, v in enumerate(self.states)}
         return {v: site for v, site in sites.items() if holds_floats(v)}
+
+    def origin(self, variable: Any) -> Any:
+        """The variable of the outermost program that a variable is, or the variable itself."""
+        block: Any = self
+        while type(variable) is not Literal and variable in block.outer:
+            block, variable = block.outside, block.outer[variable]
+        return None if type(variable) is Literal else variable
 
     def all_equations(self) -> Iterator[tuple[Any, JaxprEqn]]:
         """The equations of this block and of all blocks inside, but for those that hold these."""

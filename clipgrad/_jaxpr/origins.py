@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
 from clipgrad._jaxpr.compiled import jit_for_one_call
-from clipgrad._jaxpr.elements import holds_floats, on_host
+from clipgrad._jaxpr.elements import holds_floats, is_reference, on_host
 from clipgrad._jaxpr.places import Place
 from clipgrad._jaxpr.programs import (
     PRINTS,
@@ -47,8 +47,9 @@ class Birth(NamedTuple):
     argument: int | None = None
     place: Place | None = None
     steps: tuple[int, ...] = ()
-    root: "Birth | None" = None  # where the inf is from that it makes NaN of
+    root: "Birth | None" = None  # where the inf is from that it, or an operation before, reads
     devices: Set[Device] = frozenset([()])  # of all such births
+    badness: int = 0  # of the result
 
     @property
     def step(self) -> int | None:
@@ -68,14 +69,15 @@ class Track(NamedTuple):
 
     badness: int = 0
     birth: Birth | None = None
+    past: Birth | None = None  # of a finite value: an operation whose inf it is computed from
 
 
 class Origins(NamedTuple):
     """Where the results of a program are from."""
 
     results: list[Track]
-    # Of each operation that reads a value that is not finite, by the key of its `Place` and the
-    # steps around: its operands on the first device on which it does.
+    # Of each operation that reads what is not finite, or computed from an inf, by the key of its
+    # `Place` and the steps around: its operands on the first device on which it does.
     operands: dict[tuple, list[Track]]
 
 
@@ -124,7 +126,7 @@ def operands_of(program: Any, inputs: Sequence[Any], birth: Birth) -> tuple[floa
 
 def operands_of_vjp(
     program: Any, inputs: Sequence[Any], place: Place, steps: Sequence[int], device: Device
-) -> list[OperandOfVjp | tuple]:
+) -> list[OperandOfVjp | None]:
     """What an operation reads at some steps where its VJP is not finite."""
     run = jit_for_one_call(program)(
         lambda inputs: track(program, inputs, target=place, is_vjp=True).values
@@ -148,8 +150,8 @@ def _loops(place: Place) -> list[JaxprEqn]:
     return [e for e in place.chain[:0:-1] if e.primitive.name in ("scan", "while")]
 
 
-def _tracked(bad: Any, birth: Birth | None) -> Track:
-    return Track(int(bad), birth) if bad else _FINITE
+def _tracked(bad: Any, birth: Birth | None, past: Birth | None = None) -> Track:
+    return Track(int(bad), birth) if bad else Track(past=past) if past else _FINITE
 
 
 class _Replay:
@@ -204,14 +206,16 @@ class _Replay:
                 found = {device: next(own) for device, own in inside.items()}
                 outputs = self._enter(where, operands, found, bad)
             elif equation.primitive.name in SAME_AS_OPERAND:
-                outputs = operands[: len(equation.outvars)]
+                outputs = [dict(own) for own in operands[: len(equation.outvars)]]
             else:
                 outputs = self._operation(where, operands, bad)
             tracks |= dict(zip(equation.outvars, outputs, strict=True))
+            _write(equation, operands)
         return [read(atom) for atom in jaxpr.outvars]
 
     def _keep(self, key: tuple, operands: list[Tracks]) -> None:
-        bad = [device for tracks in operands for device, x in tracks.items() if x.badness]
+        pairs = (pair for tracks in operands for pair in tracks.items())
+        bad = [device for device, x in pairs if x.badness or x.past]
         if bad and key not in self.operands:
             self.operands[key] = [tracks[min(bad)] for tracks in operands]
 
@@ -257,18 +261,19 @@ class _Replay:
         """Has an origin here what is worse than all operands, else that of an operand as bad."""
         place, steps, time = where
         worst = max((x.badness for x in operands), default=0)
+        past = _earliest(x.past or _inf_of(x) for x in operands)
         outputs = []
         for level in bad:
             as_bad = (x.birth for x in operands if x.badness >= max(min(level, worst), 1))
-            origin = _earliest(as_bad) if level else None
+            origin = (_earliest(as_bad) or past) if level else None
             if origin and origin.time == CONSTANT and origin.place is None:
                 origin = origin._replace(place=place, steps=steps)
             if level > worst:
                 devices = self._births.setdefault((place.key, steps), set())
                 devices.add(device)
                 when = (*CONSTANT, *time) if self._is_excused(place, steps) else time
-                origin = Birth(when, None, place, steps, origin, devices)
-            outputs.append(_tracked(level, origin))
+                origin = Birth(when, None, place, steps, origin, devices, level)
+            outputs.append(_tracked(level, origin, past))
         return outputs
 
     def _enter(
@@ -298,7 +303,11 @@ class _Replay:
         outputs: list[Tracks] = [{} for _ in place.equation.outvars]
         for index, devices in sorted(groups.items()):
             i = 0 if is_loop else min(max(index, 0), len(programs) - 1)
-            inputs = [{device: tracks[device] for device in devices} for tracks in given]
+            variables = opened(programs[i])[0].invars
+            inputs = [
+                own if is_reference(v) else {device: own[device] for device in devices}
+                for own, v in zip(given, variables, strict=True)
+            ]
             if is_loop and index:  # what is carried was finite until then
                 finite = [dict.fromkeys(devices, _FINITE)] * len(outputs)
                 inputs = [*inputs[: -len(outputs)], *finite]
@@ -337,8 +346,9 @@ class _Replay:
         is_bad = np.any([_bad_steps(own, length) for own in flags.values()], axis=0)
         for now in range(length):
             t = length - 1 - now if params["reverse"] else now
-            bad = (x.badness for tracks in (*fixed, *carry) for x in tracks.values())
-            if not is_bad[t] and not any(bad):
+            bad = any(x.badness for tracks in (*fixed, *carry) for x in tracks.values())
+            past = any(x.past for tracks in carry for x in tracks.values())
+            if not (is_bad[t] or bad or past):
                 continue
             own = jax.tree.map(lambda x: x[t], flags)  # noqa: B023
             parts = {d: self._parts(place, own[d], [x[d] for x in whole]) for d in own}
@@ -354,7 +364,8 @@ class _Replay:
         """The elements that a scan goes through, or the shards of arrays."""
         bad, first = iter(flags.elements), len(place.equation.invars) - len(whole)
         own = {i - first for i in elements_followed(place, self._followed)}
-        return [_tracked(next(bad), x.birth) if i in own else x for i, x in enumerate(whole)]
+        pairs = enumerate(whole)
+        return [_tracked(next(bad), x.birth, x.past) if i in own else x for i, x in pairs]
 
     def _after(
         self, where: tuple, outputs: list[Tracks], bad: dict[Device, Iterator]
@@ -393,7 +404,23 @@ def _bad_steps(flags: Flags, length: int) -> np.ndarray:
 
 def _joined(tracks: list[Track]) -> Track:
     bad = max((track.badness for track in tracks), default=0)
-    return Track(bad, _earliest(track.birth for track in tracks))
+    past = None if bad else _earliest(track.past for track in tracks)
+    return Track(bad, _earliest(track.birth for track in tracks), past)
+
+
+def _inf_of(track: Track) -> Birth | None:
+    """The operation that a value has its inf from."""
+    is_operation = track.birth and track.birth.place and track.birth.time != CONSTANT
+    return track.birth if track.badness == 1 and is_operation else None
+
+
+def _write(equation: JaxprEqn, operands: list[Tracks]) -> None:
+    """Keep in each reference that an operation may write to what it may write."""
+    for variable, tracks in zip(equation.invars, operands, strict=True):
+        if is_reference(variable):
+            for device, old in tracks.items():
+                new = [own[device] for own in operands if own is not tracks and device in own]
+                tracks[device] = _joined([old, *new])
 
 
 def _earliest(births: Iterable[Birth | None]) -> Birth | None:

@@ -11,6 +11,10 @@ CALLS = frozenset({"closed_call", "core_call"})
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
 JIT = frozenset({"jit", "pjit"})
 PRINTS = frozenset({"debug_callback", "debug_print"})
+# JAX has no public names for the effects of an operation along a named axis, and on a reference.
+_HARMLESS = frozenset({"NamedAxisEffect"})
+_OF_REFERENCES = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
+_OF_REFERENCES |= {"InternalMutableArrayEffect"}
 _DIFFERENTIATED = frozenset({"scan", "cond", "shard_map"}) | CALLS | REMAT | JIT
 
 
@@ -74,10 +78,13 @@ def map_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, 
     return {name: value for name, value in new.items() if value is not equation.params[name]}
 
 
-def has_side_effects(equation: JaxprEqn) -> bool:
-    """Whether an operation changes something; a collective does not."""
-    # JAX has no public name for the effect of an operation along a named axis.
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+def has_side_effects(equation: JaxprEqn, references: bool = True) -> bool:
+    """Whether an operation changes something; a collective does not.
+
+    Reads and writes of a reference count only with ``references``.
+    """
+    harmless = _HARMLESS if references else _HARMLESS | _OF_REFERENCES
+    return any(type(effect).__name__ not in harmless for effect in equation.effects)
 
 
 def manual_axes(equation: JaxprEqn) -> tuple[str, ...]:

@@ -33,14 +33,14 @@ _IN_PLACE = JIT | CALLS | REMAT | CUSTOM_RULES
 SAME_AS_OPERAND = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "squeeze", "neg", "rev", "name"}
 )
-SAME_AS_OPERAND |= {"copy", "pvary", "pcast", "sharding_constraint", "reshard"}
+SAME_AS_OPERAND |= {"new_ref", "freeze", "copy", "pvary", "pcast", "sharding_constraint", "reshard"}
 # An infinity is replaced by a number of its sign that is no pole or zero of common functions.
 _ORDINARY = 1.25
 
 
 # An array of so few elements, at all steps and on all devices, is flagged on the host: to compile a
 # reduction takes longer. A program has some thousands of values, so that these are a few megabytes.
-_SMALL = 2**12
+_FLAGGED_LATER = 2**12
 
 
 class SmallArray(NamedTuple):
@@ -218,7 +218,7 @@ class Tracker(Hook):
         return Tracker(self._cured, self._target, place, axes, followed, is_vjp, copies)
 
     def _flag(self, x: Any) -> Any:
-        is_small = x.size * self._copies <= _SMALL and not self._target
+        is_small = x.size * self._copies <= _FLAGGED_LATER and not self._target
         return SmallArray(x) if is_small else badness(x)
 
     def noted(self) -> Flags:
@@ -270,7 +270,7 @@ class OperandOfVjp(NamedTuple):
 
 
 def _recorded_vjp(equation: JaxprEqn, inputs: list) -> tuple[Any, list]:
-    """An `OperandOfVjp` for each operand; () for one that holds no floating numbers."""
+    """An `OperandOfVjp` for each operand; None for one that holds no floating numbers."""
     chosen = [i for i, x in enumerate(inputs) if holds_floats(x)]
 
     def run(*given):
@@ -279,7 +279,7 @@ def _recorded_vjp(equation: JaxprEqn, inputs: list) -> tuple[Any, list]:
         return [y for y in outputs if holds_floats(y)]
 
     outputs, pull_back = jax.vjp(run, *(inputs[i] for i in chosen))
-    found: list[Any] = [()] * len(inputs)
+    found: list[OperandOfVjp | None] = [None] * len(inputs)
     for i, cotangent in zip(chosen, pull_back([jnp.ones_like(y) for y in outputs]), strict=True):
         bad, x = ~jnp.isfinite(cotangent), inputs[i]
         value = at_first(bad, x).astype(jnp.result_type(float))

@@ -63,6 +63,9 @@ class _Walk:
         self, place: Place, body: Any, inputs: list[Sources], constants: int, carried: int
     ) -> list[Sources]:
         end = constants + carried
+        written = _NONE.union(*inputs)  # what a step writes to a reference, the next may read
+        pairs = zip(inputs, body.invars, strict=True)
+        inputs = [written if is_reference(v) else own for own, v in pairs]
         while True:
             outputs = self.through(body, inputs, place)
             state = [a | b for a, b in zip(inputs[constants:end], outputs, strict=False)]

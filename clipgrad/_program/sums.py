@@ -16,12 +16,14 @@ class SummedValue(NamedTuple):
       place: the operation of the function that computes it, or the scan that carries it.
       loops: how many loops are around it.
       uses: how many cotangents are summed.
+      scans: those scans of the function at whose steps they are summed.
     """
 
     argument: int | None
     place: Place | None
     loops: int
     uses: int
+    scans: tuple[Place, ...] = ()
 
 
 def summed_value(gradient: GradientProgram, place: Place) -> SummedValue | None:
@@ -31,22 +33,26 @@ def summed_value(gradient: GradientProgram, place: Place) -> SummedValue | None:
     computes the value, since the backward pass goes from it to its operands.
     """
     level, v = _Level.around(gradient, place), place.equation.outvars[0]
+    scans: list[Place] = []
     while True:
         v = level.end_of_sum(v)
         if consumers := level.users(v):
             found = [gradient.marks.place(Place(e, level.parent)) for e in consumers]
             known = [own for own in found if own]
             maker = max(known, key=gradient.marks.order, default=None)
-            return SummedValue(None, maker, level.loops, level.terms(v)) if maker else None
+            terms = level.terms(v)
+            return SummedValue(None, maker, level.loops, terms, (*scans,)) if maker else None
         position = next((i for i, out in enumerate(level.jaxpr.outvars) if out is v), None)
         if position is None:
             return None
         if level.parent is None:
             first = len(level.jaxpr.outvars) - len(gradient.chosen)
-            return SummedValue(gradient.chosen[position - first], None, 0, level.terms(v))
+            argument = gradient.chosen[position - first]
+            return SummedValue(argument, None, 0, level.terms(v), (*scans,))
+        scan = gradient.marks.place(level.parent)
         if level.is_carried(position) and not level.adds_up(position):
-            scan = gradient.marks.place(level.parent)
-            return SummedValue(None, scan, level.loops, level.terms(v))
+            return SummedValue(None, scan, level.loops, level.terms(v), (*scans,))
+        scans += [scan] if scan and level.is_carried(position) else []
         v = level.parent.equation.outvars[position]
         level = _Level.around(gradient, level.parent)
 
