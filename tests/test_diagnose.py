@@ -302,6 +302,19 @@ def uses_behind_a_rule(x):
     return 2e38 * jnp.sin(y) + 2e38 * jnp.tan(y)
 
 
+def uses_of_a_sum(x):
+    y = jnp.sinh(x) + jnp.arctan(2.0 * x)
+    return 2e38 * jnp.sin(y) + 2e38 * jnp.tan(y)
+
+
+def uses_of_a_sum_in_a_scan(x):
+    def step(total, _):
+        y = jnp.sinh(x) + jnp.arctan(2.0 * x)
+        return total + 2e38 * jnp.sin(y) + 2e38 * jnp.tan(y), None
+
+    return jax.lax.scan(step, 0.0, None, length=2)[0]
+
+
 def uses_in_a_branch(x):
     return jax.lax.cond(x < 1, uses_of_an_argument, lambda x: x, x)
 
@@ -319,6 +332,8 @@ def uses_of_an_argument(x):
         (uses_in_a_branch, "argument", 2),
         (uses_of_an_argument, "argument", 2),
         (uses_in_a_jit, "mul", 2),
+        (uses_of_a_sum, "add", 2),
+        (uses_of_a_sum_in_a_scan, "add", 2),
         (sums_in_a_scan, "argument", 5),
     ],
 )
@@ -328,7 +343,8 @@ def test_a_sum_of_cotangents_that_overflows_is_found(loss, operation, uses):
     assert f"cotangents of its {uses} uses are finite, but their sum is not" in finding.message
     assert operation != "argument" or "args/0 is used" in finding.message
     assert operation in ("argument", "scan") or finding.line == line_of(loss, "2.0 * x")
-    assert finding.step == (0 if operation == "scan" else None)
+    step = {uses_of_what_a_scan_carries: 0, uses_of_a_sum_in_a_scan: 1}.get(loss)
+    assert finding.step == step
 
 
 def test_a_gradient_that_is_not_finite_is_never_ok(monkeypatch):

@@ -52,16 +52,18 @@ def diagnose(
     r"""Finds the operation that makes a gradient NaN, explode, vanish or underflow.
 
     The loss is traced once; you do not tag or edit it. One compiled backward pass measures its
-    cotangents by module and by step of each scan. If one of them is not finite, a second pass
-    measures each operation of the suspected modules.
+    cotangents by module and by step of each scan. If a gradient is not finite, a second pass
+    follows the cotangents from operation to operation.
 
     Guarantees:
       * A "value" finding is the first operation with finite inputs and a value that is not finite,
         or with a NaN but without a NaN in its inputs, if the loss depends on it; a mask of -inf is
-        not a finding. If a NaN comes from the inf of an earlier operation, that earlier operation
-        is the finding.
+        not a finding. If a NaN or an inf comes from the inf of an earlier operation, that earlier
+        operation is the finding, even if its inf has become 0 between the two.
       * A "vjp" finding is the first operation in backward order whose VJP turns finite cotangents
-        into NaN or inf. It comes after the "value" finding, and there is at most one of each.
+        into NaN or inf. It comes after the "value" finding, and there is at most one of each. If it
+        reads NaN or inf from data that is not differentiated, the finding is a "value": the
+        argument, or the operation that computed it.
       * A "grows" or "shrinks" finding is a steady trend of the norms, by layer or by step of scans,
         over four orders of magnitude in all: growth by at least 1.05 a step, decay by at most 0.6,
         or a slower decay over thirty orders or until it rounds to zero. Decay by a fixed factor, in
@@ -71,7 +73,8 @@ def diagnose(
         `jax.shard_map` and `jax.pmap`; a "value" finding also inside `jax.lax.while_loop`.
       * Inside `jax.shard_map` and `jax.pmap` a finding names the device, such as "data=5": the
         first device on which the operation fails. A fault on one device hides none on another.
-      * A function with a custom rule is one operation; if its rule is right, a note names it.
+      * A function with a custom rule is one operation; if its rule is right, a note names it. A
+        kernel of `jax.experimental.pallas` is one operation too.
       * A loss or a gradient that is not finite always has a finding. It is the compiled loss that
         counts: XLA may simplify ``log(exp(x))``, which overflows in eager code, to ``x``.
       * `jax.debug_nans`, `jax.debug_infs` and a transfer guard are off inside, and restored after.
@@ -94,7 +97,8 @@ def diagnose(
     Raises:
       TypeError: ``fun`` is not a function, ``args`` not a tuple or ``kwargs`` not a mapping.
       ValueError: the loss is not a floating scalar, ``argnums`` is out of range, there is nothing
-        to differentiate, ``fun`` has side effects, or ``examples`` does not name a batch.
+        to differentiate, ``fun`` has side effects (writing to a `jax.new_ref` of its own is none),
+        or ``examples`` does not name a batch.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp

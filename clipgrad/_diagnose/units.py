@@ -24,7 +24,6 @@ class Unit:
     Attributes:
       equations: in program order; one alone if there are programs inside of it to go into.
       block: the program that they belong to.
-      reads: the variables of other units that they read.
       leaves: the variables that other units read, and where their cotangents are measured.
       is_layer: whether a matrix product or convolution is among them.
     """
@@ -32,11 +31,6 @@ class Unit:
     def __init__(self, block: "ProgramBlock", equations: list[JaxprEqn], used: dict[Var, set[int]]):
         self.block, self.equations = block, equations
         own = set(map(id, equations))
-        made = {v for equation in equations for v in equation.outvars}
-        read = {
-            v: None for equation in equations for v in equation.invars if type(v) is not Literal
-        }
-        self.reads = [v for v in read if v not in made]
         self.leaves = {
             v: block.site(_jaxpr.RESULT, equation, i)
             for equation in equations
@@ -64,11 +58,6 @@ class ProgramBlock(_jaxpr.Block):
     def units(self) -> list[Unit]:
         """All equations in order."""
         return [unit for program in self.programs for unit in self._cut(program)]
-
-    @functools.cached_property
-    def makers(self) -> dict[Var, Unit]:
-        """The unit that each variable leaves."""
-        return {v: unit for unit in self.units for v in unit.leaves}
 
     @functools.cached_property
     def longest(self) -> int:

@@ -19,8 +19,7 @@ from clipgrad._jaxpr.programs import (
     scan_counts,
 )
 
-_TRANSPARENT = JIT | CALLS | REMAT
-_ENTERED = frozenset({"scan", "cond", "shard_map"}) | _TRANSPARENT
+_ENTERED = frozenset({"scan", "cond", "shard_map"}) | JIT | CALLS | REMAT
 
 
 class Block:
@@ -97,15 +96,10 @@ class Block:
     def all_equations(self) -> Iterator[tuple[Any, JaxprEqn]]:
         """The equations of this block and of all blocks inside, but for those that hold these."""
         for equation in self.equations:
-            yield from self.within(equation)
-
-    def within(self, equation: JaxprEqn) -> Iterator[tuple[Any, JaxprEqn]]:
-        """The equation in its block, or those of the programs inside of it."""
-        inner = self.children.get(id(equation))
-        if inner:
-            yield from inner.all_equations()
-        else:
-            yield self, equation
+            if inner := self.children.get(id(equation)):
+                yield from inner.all_equations()
+            else:
+                yield self, equation
 
 
 def _is_followed(equation: JaxprEqn) -> bool:

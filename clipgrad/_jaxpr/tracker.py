@@ -264,13 +264,16 @@ def _recorded(equation: JaxprEqn, inputs: list) -> tuple[Any, Any]:
 class OperandOfVjp(NamedTuple):
     """A floating operand of an operation whose VJP is not finite."""
 
-    is_at_fault: Any  # whether its own cotangent is not finite, for cotangents of ones
+    is_at_fault: Any  # whether its own cotangent is not finite, see `_recorded_vjp`
     value: Any  # its element where the cotangent is not finite
     bad_values: Any  # how many of its elements are not finite
 
 
 def _recorded_vjp(equation: JaxprEqn, inputs: list) -> tuple[Any, list]:
-    """An `OperandOfVjp` for each operand; None for one that holds no floating numbers."""
+    """An `OperandOfVjp` for each operand; None for one that holds no floating numbers.
+
+    The cotangents of the results are ones, or if these give finite ones, as large as they can be.
+    """
     chosen = [i for i, x in enumerate(inputs) if holds_floats(x)]
 
     def run(*given):
@@ -280,8 +283,12 @@ def _recorded_vjp(equation: JaxprEqn, inputs: list) -> tuple[Any, list]:
 
     outputs, pull_back = jax.vjp(run, *(inputs[i] for i in chosen))
     found: list[OperandOfVjp | None] = [None] * len(inputs)
-    for i, cotangent in zip(chosen, pull_back([jnp.ones_like(y) for y in outputs]), strict=True):
-        bad, x = ~jnp.isfinite(cotangent), inputs[i]
+    of_ones = pull_back([jnp.ones_like(y) for y in outputs])
+    of_most = pull_back([jnp.full_like(y, jnp.finfo(y.dtype).max) for y in outputs])
+    is_of_ones = jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in of_ones]))
+    for i, *own in zip(chosen, of_ones, of_most, strict=True):
+        first, second = (~jnp.isfinite(cotangent) for cotangent in own)
+        bad, x = jnp.where(is_of_ones, first, second), inputs[i]
         value = at_first(bad, x).astype(jnp.result_type(float))
         found[i] = OperandOfVjp(bad.any(), value, jnp.sum(~jnp.isfinite(x)))
     return jnp.int32(0), found

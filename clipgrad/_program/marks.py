@@ -1,8 +1,9 @@
 """From an equation of a gradient back to the equation of the function that it is derived from."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 from clipgrad._jaxpr import Place, map_programs, marks, opened, with_mark
 
@@ -42,6 +43,17 @@ class Marks:
     def order(self, place: Place) -> tuple[int, ...]:
         """When the program comes to an equation: the positions of those around, and its own."""
         return tuple(self._positions[id(e)] for e in reversed(place.chain))
+
+    def common_operand(self, places: Sequence[Place]) -> Place | None:
+        """The operation that computes the one operand that some operations have in common."""
+        sets = [{v for v in p.equation.invars if type(v) is not Literal} for p in places]
+        common = set.intersection(*sets) if sets else set()
+        if len(common) != 1 or len({p.parent and p.parent.key for p in places}) != 1:
+            return None
+        around = places[0].parent
+        programs = [self.program] if around is None else _programs(around.equation)
+        made = (e for p in programs for e in opened(p)[0].eqns if common & {*e.outvars})
+        return next((Place(equation, around) for equation in made), None)
 
     def _with_marks(self, program: Any) -> Any:
         jaxpr = opened(program)[0]

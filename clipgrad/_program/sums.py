@@ -29,7 +29,8 @@ class SummedValue(NamedTuple):
 def summed_value(gradient: GradientProgram, place: Place) -> SummedValue | None:
     """The value whose cotangents a sum of a gradient adds up; None if it is not found.
 
-    The sum is followed to its end, and then to the operation that consumes it: the one that
+    The value is the operand that all operations have in common whose cotangents are summed. Where
+    there is no such operand, the sum is followed to the operation that consumes it: the one that
     computes the value, since the backward pass goes from it to its operands.
     """
     level, v = _Level.around(gradient, place), place.equation.outvars[0]
@@ -37,9 +38,11 @@ def summed_value(gradient: GradientProgram, place: Place) -> SummedValue | None:
     while True:
         v = level.end_of_sum(v)
         if consumers := level.users(v):
-            found = [gradient.marks.place(Place(e, level.parent)) for e in consumers]
-            known = [own for own in found if own]
-            maker = max(known, key=gradient.marks.order, default=None)
+            users = gradient.places(level.makers_of_terms(v), level.parent)
+            found = gradient.places(consumers, level.parent)
+            maker = gradient.marks.common_operand(users) or max(
+                found, key=gradient.marks.order, default=None
+            )
             terms = level.terms(v)
             return SummedValue(None, maker, level.loops, terms, (*scans,)) if maker else None
         position = next((i for i, out in enumerate(level.jaxpr.outvars) if out is v), None)
@@ -125,6 +128,15 @@ class _Level:
         start = equation.invars[body._counts[0] + position]
         before = self.terms(start) if self._is_summed(start) else 0
         return before + equation.params["length"] * body.terms(body.jaxpr.outvars[position])
+
+    def makers_of_terms(self, v: Any) -> list[JaxprEqn]:
+        """The operations that compute the terms of a sum."""
+        equation = None if isinstance(v, Literal) else self.makers.get(v)
+        if equation is None:
+            return []
+        if not _is_sum(equation):
+            return [equation]
+        return [e for atom in equation.invars for e in self.makers_of_terms(atom)]
 
     def _is_summed(self, v: Any) -> bool:
         maker = None if isinstance(v, Literal) else self.makers.get(v)
