@@ -56,8 +56,8 @@ def test_what_is_wide_enough_stays_as_it_is():
     assert _jaxpr.Widen(jnp.float64).constant(0.1, jax.typeof(jnp.float32(0))) == 0.1
 
 
-def largest(cotangent, value):
-    del value
+def largest(cotangent, probe):
+    del probe
     return jnp.max(jnp.abs(cotangent))
 
 
@@ -72,7 +72,7 @@ def test_probes_measure_the_cotangents_of_all_steps():
         return 3 * run(w)
 
     program = jax.make_jaxpr(loss)(2.0)
-    call, last = program.eqns[-2:]
+    call = program.eqns[-2]
     place = _jaxpr.Place(call)
     scan, product = (
         next(e for e in _jaxpr.equations(program) if e.primitive.name == name)
@@ -83,9 +83,7 @@ def test_probes_measure_the_cotangents_of_all_steps():
     shapes = {
         _jaxpr.Site(_jaxpr.STATE, place.key, 0): (4,),
         _jaxpr.Site(_jaxpr.RESULT, inner.key, 0): (4,),
-        _jaxpr.Site(_jaxpr.OPERAND, inner.key, 0): (4,),
         _jaxpr.Site(_jaxpr.RESULT, place.key, 0): (),
-        _jaxpr.Site(_jaxpr.OPERAND, _jaxpr.Place(last).key, 1): (),
     }
     probes = {site: np.zeros(shape, np.float32) for site, shape in shapes.items()}
 
@@ -94,8 +92,8 @@ def test_probes_measure_the_cotangents_of_all_steps():
 
     value, (grad, found) = jax.jit(jax.value_and_grad(probed, argnums=(0, 1)))(2.0, probes)
     assert value == 48 and grad == 96
-    powers, states = 3.0 * 2 ** np.arange(4)[::-1], 2.0 ** np.arange(4)
-    expected = [2 * powers, powers, powers * states, 3.0, 3.0]
+    powers = 3.0 * 2 ** np.arange(4)[::-1]
+    expected = [2 * powers, powers, 3.0]
     for site, numbers in zip(shapes, expected, strict=True):
         np.testing.assert_allclose(found[site], numbers)
 
@@ -113,7 +111,7 @@ def test_a_value_is_followed_to_where_it_went_wrong():
         return lax.while_loop(lambda c: c[0] < 6, body, (0, x))[1]
 
     traced = jax.make_jaxpr(program)(1.0)
-    (track,) = _jaxpr.origins(traced, [np.float32(1)])
+    (track,) = _jaxpr.origins(traced, [np.float32(1)]).results
     birth = track.birth
     assert (track.badness, birth.place.operation, birth.steps) == (2, "log", (2, 0))
     (read,) = _jaxpr.operands_of(traced, [np.float32(1)], birth)
