@@ -106,7 +106,7 @@ class Probe(Hook):
 
     def shard(self, own: dict[Site, Any]) -> "Probe":
         """The probes on a device."""
-        return Probe(own, self.summary, self.base, self.cured, self.parent)
+        return Probe(own, self.summary, self.base, self.parent)
 
     def _inside(self, equation: JaxprEqn) -> dict[Site, Any]:
         key = Place(equation, self.parent).key
