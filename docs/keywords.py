@@ -57,6 +57,16 @@ FOUND_BY = {
         "AutoClip; PercentileThreshold; percentile; quantile; ZClip; AdaGC; Levanter; adaptive "
         "threshold",
     ),
+    "write_your_own": (
+        "A clip rule, an optax transformation with a state (U-Clip) and an adaptive threshold of "
+        "your own in JAX, each in a few lines.",
+        "custom clip; custom rule; own threshold; AdaptiveThreshold; protocol",
+    ),
+    "muon": (
+        "What a norm clip before Muon does and does not, measured with optax.contrib.muon: the "
+        "size of the update, a spike in the momentum.",
+        "Muon; orthogonalized update; Newton-Schulz; momentum; spike; MuonClip; QK-clip",
+    ),
     "custom_rules": (
         "How to test the gradient of a Pallas kernel, a jax.custom_vjp or a jax.custom_jvp: "
         "against finite differences, against a reference in jnp, in pytest, on CPU, GPU and "
@@ -104,7 +114,7 @@ FOUND_BY = {
     "api/gradient_clip": (
         "Gradient clips for optax: clip_by_global_norm, clip_by_norm, clip_by_value, adaptive "
         "clipping, with schedules and statistics.",
-        "norm; clip_by_global_norm; clip_by_norm; global norm; gradient norm; gradient clipping",
+        "norm; clip_by_global_norm; clip_by_norm; global norm; gradient clipping",
     ),
     "rules": (
         "All clip rules and adaptive thresholds, and how to write one.",

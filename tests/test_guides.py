@@ -18,7 +18,7 @@ from tests.test_coming_from import assert_pages_program_prints
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 GUIDES = [
     "adaptive_thresholds", "corner_cases", "custom_rules", "frameworks", "glossary", "logging",
-    "published_clips", "recipes",
+    "muon", "published_clips", "recipes", "write_your_own",
 ]  # fmt: skip
 TREE = re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
 
