@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -527,3 +528,71 @@ def _half(kind):
 
 RIGHT["a_layer_in_float16"] = _half(jnp.float16)
 RIGHT["a_layer_in_bfloat16"] = _half(jnp.bfloat16)
+
+
+def beside_a_cholesky(transposed):
+    """A solution by Cholesky decomposition, and a product with the same matrix by a rule."""
+    right = lambda r, g: (jnp.outer(g, r[1]), r[0].T @ g)
+    wrong = lambda r, g: (jnp.outer(r[1], g), r[0].T @ g)
+    product = custom(lambda a, x: a @ x, wrong if transposed else right)
+
+    def both(a, b):
+        return jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(a), b) + product(a, b)
+
+    return lambda dtype: (both, (positive_definite(dtype), normal(32, 3, dtype=dtype)))
+
+
+WRONG["a_transposed_product_beside_a_cholesky_decomposition"] = beside_a_cholesky(True)
+RIGHT["a_product_beside_a_cholesky_decomposition"] = beside_a_cholesky(False)
+
+
+def steep(factor):
+    """A smooth function of large slopes at equal elements, at that point alone."""
+    layer = custom(
+        lambda x: jnp.exp(30 * (x - 1)), lambda r, g: (factor * 30 * g * jnp.exp(30 * (r[0] - 1)),)
+    )
+    x = np.full(4, 0.9)
+    return lambda dtype: (layer, (jnp.asarray(x, dtype),), {"points": 1})
+
+
+WRONG["a_steep_function_of_equal_elements_off_by_a_little"] = steep(1.0002)
+RIGHT["a_steep_function_of_equal_elements"] = steep(1.0)
+
+
+def beside_newton(sign, share):
+    """Roots by Newton's method of a product with a weight; the second root hardly counts."""
+    root, counts = newton(1.0), [1.0, 4e-4, 1.0, 1.0]
+
+    def signed(dtype):
+        signs = jnp.asarray([1.0, sign, 1.0, 1.0], dtype)
+        return custom(lambda a: a, lambda r, g: (g * signs,))
+
+    def make(dtype):
+        scaled = custom(lambda w, x: w * x, lambda r, g: (share * g * r[1], g * r[0]))
+
+        def fun(w, x):
+            return root(scaled(w, signed(dtype)(x))) * jnp.asarray(counts, dtype)
+
+        return fun, (normal(33, 4, dtype=dtype), normal(34, 4, dtype=dtype))
+
+    return make
+
+
+WRONG["a_small_element_of_the_wrong_sign_before_a_loop"] = beside_newton(-1.0, 1.0)
+WRONG["a_weight_before_a_loop_off_by_nine_in_ten_thousand"] = beside_newton(1.0, 1.0009)
+RIGHT["a_weight_before_a_loop"] = beside_newton(1.0, 1.0)
+
+
+def by_iteration(factor, count):
+    """z = 0.9 z + sin(x) / 10, a fixed number of times: enough for float32; implicit backward."""
+
+    def primal(x):
+        return lax.fori_loop(0, count, lambda i, z: 0.9 * z + 0.1 * jnp.sin(x), jnp.zeros_like(x))
+
+    layer = custom(primal, lambda r, g: (factor * g * jnp.cos(r[0]),))
+    return lambda dtype: (layer, (normal(35, 4, dtype=dtype),))
+
+
+RIGHT["roots_by_iteration_in_tenths"] = by_iteration(1.0, 150)
+WRONG["roots_by_iteration_in_tenths_off_by_a_thousandth"] = by_iteration(1.001, 150)
+WRONG["far_from_the_root_by_iteration"] = by_iteration(1.0, 20)

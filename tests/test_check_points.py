@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from clipgrad._check.further import NOTHING, SYMMETRY, nearby, symmetric_leaves
 from clipgrad._check.points import (
     BALANCED,
     DENSE,
@@ -17,14 +18,13 @@ from clipgrad._check.points import (
     dense_numbers,
     element_scales,
     make_point,
-    nearby,
     random_direction,
-    symmetric_leaves,
 )
 from clipgrad._check.subject import make_subject
 from clipgrad._trees import vectors as real
 
 Z = jnp.asarray([1 + 2j, 3 - 1j])
+SEEDS = st.integers(0, 100)
 
 
 def subject(*leaves):
@@ -42,6 +42,11 @@ def test_two_cotangents_are_never_alike_nor_one_hot():
     first, second = cotangents(subject(jnp.ones(50)), 0)
     assert (first != 0).all() and (second != 0).all()
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.5
+
+
+@given(st.integers(2, 3), SEEDS)
+def test_a_cotangent_of_few_outputs_is_not_the_same_for_all(size, seed):
+    assert all(len(set(row)) > 1 for row in cotangents(subject(jnp.ones(size)), seed))
 
 
 def test_a_leaf_has_its_own_numbers_whatever_stands_beside_it():
@@ -95,7 +100,6 @@ def test_the_elements_of_a_leaf_that_are_all_the_same_are_told_apart():
 # Leaves with zeros, ties, and numbers of every size; those that are all the same apart.
 SOME = st.sampled_from([0.0, 1.0, 0.5, 1e-30, 3e7]) | st.floats(2.0**-100, 1, width=32)
 VECTORS = hnp.arrays(np.float32, st.integers(2, 9), elements=st.builds(np.float32, SOME))
-SEEDS = st.integers(0, 100)
 
 
 def moved_points(x, seed):
@@ -137,6 +141,62 @@ def test_equal_elements_of_two_leaves_stay_equal(values, seed):
     first, second = moved_points([np.r_[values, 7.0], np.r_[7.0, 9.0, values]], seed)
     np.testing.assert_array_equal(first[:-1], second[2:])
     assert first[-1] == second[0] != 7
+
+
+def further(leaves, seed=0, keeps=NOTHING, reach=1.0):
+    return [np.asarray(x) for x in nearby(subject(*map(jnp.asarray, leaves)), seed, reach, keeps)]
+
+
+def of_sizes(values):
+    """Numbers that float32 can move apart: some equal, some zero, of both signs."""
+    kept = np.where(np.abs(values) < 1e-3, 0, np.round(values, 2)).astype(np.float32)
+    return np.concatenate([kept, -kept, kept])
+
+
+@given(VECTORS, SEEDS)
+def test_at_a_generic_point_no_elements_are_equal_or_zero_in_the_same_order(values, seed):
+    leaf = of_sizes(values)
+    first, second = further([leaf, leaf], seed)
+    for moved in (first, second):
+        size = np.abs(moved)
+        assert len(np.unique(size)) == len(size) and size.min() > 0
+        order = np.argsort(leaf, kind="stable")
+        ends = np.flatnonzero(np.diff(leaf[order])) + 1  # of groups of equal elements
+        groups = np.split(moved[order], ends)
+        assert all(a.max() < b.min() for a, b in zip(groups, groups[1:], strict=False))
+        assert (np.sign(moved) == np.where(leaf == 0, 1, np.sign(leaf))).all()
+        assert (size <= np.maximum(np.abs(leaf), 0.07 * np.abs(leaf).max() + (leaf == 0))).all()
+    assert (first != second).all()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("kind", ["identity", "symmetric", "hermitian", "antisymmetric", "ones"])
+def test_at_a_generic_point_no_matrix_is_symmetric_unless_symmetry_is_kept(kind, n):
+    rng = np.random.default_rng(0)
+    a = rng.normal(size=(n, n)).astype(np.float32)
+    matrix = {
+        "identity": np.eye(n, dtype=np.float32),
+        "symmetric": a + a.T,
+        "hermitian": a + a.T + 1j * (a - a.T),
+        "antisymmetric": a - a.T,
+        "ones": np.ones((n, n), np.float32),
+    }[kind]
+    (moved,) = further([matrix])
+    adjoint = np.conj(moved.T)
+    upper = np.triu_indices(n, 1)
+    assert (np.abs(moved - adjoint) > 1e-5)[upper].all()
+    assert (np.abs(moved + adjoint) > 1e-5)[upper].all()
+    (kept,) = further([matrix], keeps=SYMMETRY)
+    is_symmetric = (kept == np.conj(kept.T)).all()
+    assert is_symmetric == (kind in ("identity", "symmetric", "hermitian"))
+    assert (kept != 0).any(axis=0).all()
+
+
+def test_a_smaller_reach_moves_less_what_is_equal_too():
+    leaf = np.float32([0, 0, 1, 1, 2])
+    (near,), (nearer,) = further([leaf]), further([leaf], reach=2.0**-6)
+    assert (np.abs(nearer - leaf) <= np.abs(near - leaf) / 32).all()
+    assert len(np.unique(nearer)) == 5
 
 
 @pytest.mark.parametrize(

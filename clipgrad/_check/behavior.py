@@ -11,6 +11,7 @@ import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check.check import Check
 from clipgrad._check.differences import are_on_cpu
+from clipgrad._check.further import EQUALITY
 from clipgrad._check.gradients import differentiated, has_rules
 from clipgrad._check.points import element_scales, masked_rows, random_direction
 from clipgrad._check.report import Failure
@@ -82,7 +83,7 @@ def linearity(check: Check) -> list[Failure]:
     first, gradient = check.covectors[0], check.gradient[0]
     ones, mask = np.ones_like(first), masked_rows(check.subject, check.options.seed)
     large = LARGE_HALF if _has_half_precision(check) else LARGE
-    large = LARGE_SOLVED if np.any(check.tolerance.own) else large
+    large = LARGE_SOLVED if np.any(check.tolerance.own) or np.any(check.tolerance.loops) else large
 
     def claim(got, expected, what) -> list[Failure]:
         return check.compare("linearity", got, expected, f"the {what}")
@@ -150,7 +151,9 @@ def vmap(check: Check) -> list[Failure]:
     pairs = _trees.stacked(
         [_trees.cotangent_leaves(row, subject.outputs) for row in check.covectors[:2]]
     )
-    xs, elsewhere = check.elsewhere(1) or (subject.inputs, check.gradient)
+    xs, elsewhere = (
+        check.elsewhere(1) or check.elsewhere(1, EQUALITY) or (subject.inputs, check.gradient)
+    )
 
     def forward(fun, xs):
         return jax.eval_shape(jax.vmap(fun), _trees.stacked([xs, xs]))

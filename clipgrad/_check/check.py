@@ -15,9 +15,10 @@ import clipgrad._trees as _trees
 from clipgrad._check import contract, tolerances
 from clipgrad._check.differences import Differences, are_on_cpu
 from clipgrad._check.evaluation import Chaotic, choose, why_not
+from clipgrad._check.further import EQUALITY, NOTHING, nearby
 from clipgrad._check.gradients import VJP, Gradient, PlainAD, differentiated, has_rules, traced_vjp
 from clipgrad._check.options import Options
-from clipgrad._check.points import NEARBY, Point, cotangents, make_point, moved_apart, nearby
+from clipgrad._check.points import NEARBY, Point, cotangents, make_point, moved_apart
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
@@ -106,19 +107,25 @@ class Check:
         return self.log.options
 
     @functools.cached_property
-    def _elsewhere(self) -> dict[int, Any]:
+    def _elsewhere(self) -> dict[tuple[int, int], Any]:
         return {}
 
-    def elsewhere(self, k: int) -> tuple[list, np.ndarray] | None:
+    def elsewhere(self, k: int, keeps: int = NOTHING) -> tuple[list, np.ndarray] | None:
         """The k-th further point and the gradients there; None if the function is not finite."""
-        for reach in () if k in self._elsewhere else REACHES:
-            xs = nearby(self.subject, self.options.seed + k, reach)
+        key = k, keeps
+        for reach in () if key in self._elsewhere else REACHES:
+            xs = nearby(self.subject, self.options.seed + k, reach, keeps)
             self.log.evaluations += 1
-            vjp = differentiated(self.subject, xs)
-            if all(np.isfinite(_trees.widened_leaf(y)).all() for y in vjp.outputs):
-                self._elsewhere[k] = xs, vjp.rows(self.covectors)
+            try:
+                vjp = differentiated(self.subject, xs)
+            except Exception:  # a callback may refuse what has no structure
+                if keeps == EQUALITY:
+                    raise
                 break
-        return self._elsewhere.setdefault(k, None)
+            if all(np.isfinite(_trees.widened_leaf(y)).all() for y in vjp.outputs):
+                self._elsewhere[key] = xs, vjp.rows(self.covectors)
+                break
+        return self._elsewhere.setdefault(key, None)
 
     def point(self, xs=None, gradient: np.ndarray | None = None) -> Point:
         """A point and the gradients computed there, or the given one.
@@ -172,9 +179,15 @@ class Check:
 
     def judge_of_formula(self, point: Point) -> Judge:
         """Judges the rule as it is written, evaluated in float64."""
-        allowance = functools.cache(lambda: self._moved_by_constants(point))
-        excuse = Excuse(tolerances.SLIGHT, tolerances.SLIGHT, OK, allowance)
-        return self._judge(point, point.exact, point.reference, self.tolerance.in_float64(), excuse)
+        converge = functools.cache(lambda: self._unconverged(point))
+        is_found = np.any(self.tolerance.loops)
+
+        def allowance():
+            return self._moved_by_constants(point) + (0.0 if is_found else converge())
+
+        excuse = Excuse(tolerances.SLIGHT, tolerances.SLIGHT, OK, functools.cache(allowance))
+        own = point.exact, point.reference, self.tolerance.in_float64(), excuse
+        return self._judge(point, *own, converge() if is_found else None)
 
     def judge_of_arithmetic(self, point: Point) -> Judge:
         """Judges the gradient as it was computed: by the rule in float64, if it could be had."""
@@ -185,9 +198,21 @@ class Check:
         excuse = Excuse(np.inf, verified, ROUNDING, noise)
         return self._judge(point, point.gradient, exact, self.tolerance, excuse)
 
-    def _judge(self, point, gradient, reference, tolerance, excuse) -> Judge:
+    def _judge(self, point, gradient, reference, tolerance, excuse, unconverged=None) -> Judge:
         own = self.differences, point, gradient, reference, tolerance
-        return Judge(*own, self.options.delta, excuse, self.log.is_late)
+        return Judge(*own, self.options.delta, excuse, unconverged, self.log.is_late)
+
+    def _unconverged(self, point: Point) -> np.ndarray:
+        """How far the rule and plain AD may be apart because loops end before they converge."""
+        covectors, moved = self.covectors[: len(point.gradient)], np.zeros_like(point.gradient)
+        has_loops = self.subject.program is not None and _jaxpr.has_loops(self.subject.program)
+        for gradient in filter(None, {self.rule, self.plain} if has_loops else ()):
+            with contextlib.suppress(Exception):  # plain AD has no gradient of a `while_loop`
+                longer = gradient(point.xs, covectors, "longer", _jaxpr.Longer(np.float64))
+                moved += np.abs(longer - gradient(point.xs, covectors))
+        exact = point.gradient if point.exact is None else point.exact
+        change = np.where(np.isfinite(moved), moved, np.inf).max(axis=0)
+        return self.tolerance.unconverged(change, exact)
 
     def _moved_by_constants(self, point: Point) -> np.ndarray:
         """How far the rule and plain AD may be apart because constants are rounded."""
@@ -415,12 +440,13 @@ def _stops_matter(check: Check) -> bool:
 
 
 def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log: Log) -> Tolerance:
-    """The tolerance, that of solvers for the leaves whose gradients they find."""
+    """The tolerance, which knows the leaves whose gradients are found by loops that stop."""
     if backward is None or log.options.tolerance is not None:
         return tolerance
     solved = np.asarray(_jaxpr.found_by_loops(backward))
     names = ", ".join(name for name, flag in zip(subject.names, solved, strict=True) if flag)
-    if names:
-        text = f"{names}: found by a loop that stops when it is near enough, and judged to"
-        log.notes.append(f"{text} {tolerances.SOLVED:g}; tolerance= makes it another number")
-    return tolerance.solved(solved) if names else tolerance
+    if not names:
+        return tolerance
+    text = f"{names}: found by a loop that stops when it is near enough, and judged to how near "
+    log.notes.append(f"{text}it is, {tolerances.SOLVED:g} at most")
+    return dataclasses.replace(tolerance, loops=solved)

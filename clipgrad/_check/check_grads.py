@@ -15,7 +15,7 @@ from clipgrad._check.options import Options, require_mapping, with_hints
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, verified_share
 from clipgrad._check.second_order import check_second_order
 from clipgrad._check.subject import make_subject, require_arrays
-from clipgrad._check.values import check_values
+from clipgrad._check.values import check_further_points, check_values
 from clipgrad._devices import find_devices, moved
 
 # Of the elements that are not at kinks, if `min_verified` is not given.
@@ -90,10 +90,11 @@ def check_grads(
     ===========  ===================================================================================
 
     Without a custom rule ``vmap``, ``forward``, ``outputs`` and ``alone`` would test JAX. Tied
-    elements, such as equal maxima, are also moved together. Further points keep zeros, equal
-    elements, symmetry, order and [0, 1]; only a leaf whose values are all equal gets different
-    values. A gradient that is right only for symmetric matrices passes at one, with a note, if the
-    function is meant for them.
+    elements, such as equal maxima, are also moved together. At further
+    points no elements are equal or zero and no matrices symmetric; leaves keep their order, signs
+    and [0, 1]. Only where the function is not meant for such points, they keep the symmetry of
+    matrices, or all that is equal, and a note says so. A gradient that is right only for symmetric
+    matrices passes at one, with a note, if the function is meant for them.
 
     Args:
       fun: the function, of any trees of arrays, to any tree of arrays.
@@ -184,31 +185,13 @@ def _check(subject_on: Callable, device: Any, log: Log, others: Mapping[str, Any
         return
     check_values(check, check.point())
     if "points" not in log.options.skip and log.has_time("points"):
-        _check_points(check)
+        check_further_points(check)
     check_behavior(check)
     check_second_order(check)
     log.evaluations += check.differences.evaluations
     for kind, other in others.items():
         if "devices" not in log.options.skip and log.has_time("devices"):
             _check_device(check, subject_on, kind, other)
-
-
-def _check_points(check: Check) -> None:
-    """The values once more at other points, and then the first pull-back again."""
-    log = check.log
-    if any(failure.check == "value" for failure in log.failures):
-        log.not_run["points"] = "the values at the first point are wrong"
-        return
-    for k in range(1, log.options.points):
-        found = check.elsewhere(k)
-        if found is None:
-            log.not_run["points"] = "the function is not finite at points nearby"
-            return
-        point = check.point(found[0], found[1][:1])  # for the first cotangent alone
-        check_values(check, point, "at a second point " if k == 1 else "at a further point ")
-    text = "the first pull-back, called again after another point was differentiated"
-    again = check.vjp(check.covectors[0])
-    log.fail(check.compare("points", again, check.gradient[0], text))
 
 
 def _check_device(check: Check, subject_on: Callable, kind: str, device: Any) -> None:

@@ -45,28 +45,37 @@ def choose(
         ("casting the inputs to float64", lambda subject: (_cast(subject), None)),
         ("evaluation in native precision", lambda subject: (_native(subject), None)),
     ]
-    for label, make in ways if subject.program is not None else ways[2:]:
+    if subject.program is None:
+        ways = ways[2:]
+    elif _jaxpr.stops_by_numbers(subject.program):  # not worth a word where it does not converge
+        ways = [("", lambda subject: _in_float64(subject, hold, longer=True)), *ways]
+    for label, make in ways:
         try:
             evaluation, widened = make(subject)
             differences = Differences(evaluation, covectors)
             _probe_evaluation(subject, differences)
             return differences, widened
         except Exception as error:
+            if not label:
+                continue
             notes.append(f"{label} is not possible ({why_not(error)})")
             if isinstance(error, _OtherValues) and _is_chaotic(subject):
                 raise Chaotic from error
     raise ValueError("the function cannot be evaluated at a point nearby: " + "; ".join(notes))
 
 
-def _in_float64(subject: CheckSubject, hold: bool) -> tuple[Evaluation, Widened]:
+def _in_float64(
+    subject: CheckSubject, hold: bool, longer: bool = False
+) -> tuple[Evaluation, Widened]:
     widened = widened_program(subject.program)
     held = hold and widened.stops
+    calls = widened.call, widened.held, widened.longer, widened.held_longer
     evaluation = _wide_evaluation(
-        widened.held if held else widened.call,
+        calls[2 * longer + held],
         subject,
         "float64",
         constants=_jaxpr.opened(subject.program)[1],
-        key=(widened.key, held),
+        key=(widened.key, held, longer),
         held=held,
     )
     return evaluation, widened

@@ -137,6 +137,8 @@ def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
     """Random dense cotangents as real vectors, shape (2, outputs), of both signs at each output."""
     names, leaves = subject.output_names, subject.outputs
     rows = [_dense(leaves, [f"{row} {name}" for name in names], seed) for row in range(COTANGENTS)]
+    if len(rows[0]) > 1 and (rows[0] == rows[0][0]).all():
+        rows[0][0] *= -1  # alike they see no more than the sum of the outputs
     firsts = [int(start) for start in _trees.offsets(leaves)[:-1] if start < len(rows[0])]
     rows[1][firsts] = -np.sign(rows[0][firsts]) * np.abs(rows[1][firsts])
     return np.stack(rows)
@@ -197,40 +199,3 @@ def _leaf_scales(leaf) -> np.ndarray:
     size = np.maximum(size, typical) * 1.4142135  # a little less than the root of 2, for (0, 8)
     size = np.repeat(size, 2) if _trees.is_complex(leaf) else size
     return (size.view(np.int64) & EXPONENT).view(np.float64)
-
-
-def nearby(subject: CheckSubject, seed: int, reach: float = 1.0) -> list[jax.Array]:
-    """Another point: every element nearer to zero by 2 to 8 percent of itself, times `reach`.
-
-    By how much is a function of the element's value. So equal elements stay equal, symmetric
-    matrices symmetric and zeros zeros, in the same order, and what is in [0, 1] stays there. A leaf
-    of one value throughout is an exception: it is more often a test's `ones` than a structure, and
-    each of its elements moves by an amount of its own; a leaf of zeros moves up by as much of 1.
-    """
-    rng = generator(seed, "nearby")
-    phase = rng.uniform(0, 2 * np.pi)
-    return [
-        _moved_leaf(leaf, phase, generator(seed, f"nearby {name}"), reach)
-        for name, leaf in zip(subject.names, subject.inputs, strict=True)
-    ]
-
-
-def _moved_leaf(leaf, phase: float, rng, reach: float):
-    values = _trees.widened_leaf(leaf)
-    if np.all(values == values.ravel()[0]):
-        part = reach * rng.uniform(0.02, 0.08, leaf.shape)
-        moved = (1 - part) * values if values.any() else part
-    else:
-        size = np.where(values == 0, 1.0, np.abs(values))
-        moved = values * (1 - reach * (0.05 + 0.03 * np.sin(phase + np.log(size))))
-    return jax.device_put(moved.astype(leaf.dtype))
-
-
-def symmetric_leaves(xs: Sequence[jax.Array]) -> set[int]:
-    """The leaves of symmetric or Hermitian matrices, whose elements are not all the same."""
-    found = set()
-    for leaf, x in enumerate(xs):
-        square, values = x.ndim > 1 and x.shape[-2] == x.shape[-1] > 1, np.asarray(x)
-        if square and (values == np.conj(np.swapaxes(values, -1, -2))).all():
-            found |= {leaf} if (values != values.ravel()[0]).any() else set()
-    return found

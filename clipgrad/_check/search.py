@@ -72,6 +72,7 @@ class Judge:
       tolerance: how far numbers may be apart.
       delta: an absolute step, to be used as it is; None to extrapolate.
       excuse: what may be off by more, and how far; None if nothing may.
+      unconverged: how far each element may be off since loops stop; None if there are none.
       is_late: whether no more is to be looked at.
       is_near: whether the gradient around the point counts, which costs another backward pass.
     """
@@ -83,6 +84,7 @@ class Judge:
     tolerance: Tolerance
     delta: float | None = None
     excuse: Excuse | None = None
+    unconverged: np.ndarray | None = None
     is_late: Callable[[], bool] = lambda: False
     is_near: bool = False
 
@@ -123,7 +125,9 @@ class Judge:
         """How far some elements may be off, or those of a slice of one leaf."""
         one = isinstance(indices, slice)
         leaf = self.tolerance.leaves_of(indices.start) if one else self.tolerance.leaves_of(indices)
-        return self.tolerance.elements(self.sizes, leaf, self.point.scale[indices], beside)
+        allowed = self.tolerance.elements(self.sizes, leaf, self.point.scale[indices], beside)
+        extra = 0.0 if self.unconverged is None else self.unconverged[indices]
+        return allowed._replace(floor=allowed.floor + extra)
 
     def elements(self, indices: np.ndarray, judged: bool = True) -> Verdict:
         """The verdict on single elements, in units of the gradient."""
@@ -192,7 +196,11 @@ class Judge:
         where = [slice(a, b) if order is None else order[a:b] for a, b in areas]
         norms = [tolerances.length_along(self.gradient[:, part], along[part]) for part in where]
         exact = self.gradient is self.reference
-        return self.tolerance.ranges_along(np.stack(norms), self.sizes.overall, starts, exact)
+        allowed = self.tolerance.ranges_along(np.stack(norms), self.sizes.overall, starts, exact)
+        if self.unconverged is None:
+            return allowed
+        extra = [np.sum(np.abs(self.unconverged[part] * along[part])) for part in where]
+        return allowed._replace(floor=allowed.floor + np.asarray(extra)[:, None])
 
 
 def search(judge: Judge, mode: str, without: Collection[int] = ()) -> list[Finding]:
@@ -211,7 +219,7 @@ def search(judge: Judge, mode: str, without: Collection[int] = ()) -> list[Findi
         found = [_every(judge.near, leaf) for leaf in leaves]
     elif mode in ("auto", "reference") and judge.reference is not None:
         found = [f for leaf in leaves for f in _by_reference(judge, leaf)]
-        doubtful = _doubtful_leaves(judge) if mode == "auto" else set()
+        doubtful = doubtful_leaves(judge) if mode == "auto" else set()
         for leaf in leaves:
             blocks = BLOCKS if leaf in judge.point.blind else 1
             if leaf in judge.point.blind or leaf in doubtful:
@@ -442,7 +450,7 @@ def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     )
 
 
-def _doubtful_leaves(judge: Judge) -> set[int]:
+def doubtful_leaves(judge: Judge) -> set[int]:
     """An independent look at the reference itself, a few leaves at a time.
 
     At a further point, where there is one cotangent, it is at all of them together.

@@ -12,6 +12,7 @@ import numpy as np
 import clipgrad._trees as _trees
 from clipgrad._check import points
 from clipgrad._check.differences import Differences, Moves, step_sizes
+from clipgrad._check.further import symmetric_leaves
 from clipgrad._check.gradients import VJP
 from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
 from clipgrad._check.report import Failure
@@ -86,7 +87,7 @@ def excuse_structure(subject: CheckSubject, judge: Judge, found: list[Finding], 
     """Take what is wrong in symmetric matrices, or at tied elements alone, for what it is."""
     if judge.delta is not None or judge.differences.evaluation.dtype != np.float64:
         return found
-    leaves = points.symmetric_leaves(judge.point.xs)
+    leaves = symmetric_leaves(judge.point.xs)
     of_symmetric = [
         _symmetric(subject, judge, f, seed) if f.is_wrong and f.leaf in leaves else f for f in found
     ]
@@ -110,7 +111,8 @@ def _untied(judge: Judge, finding: Finding, seed: int) -> Finding:
     low, high = _slopes_nearby(judge, slice(start, stop), indices, seed)
     gradient = judge.gradient[:, indices]
     slack = judge.allowed_at(indices).slack(gradient, gradient) + APART * np.abs(high - low)
-    inside = (gradient >= low - slack) & (gradient <= high + slack) & (high - low > slack)
+    inside = (gradient >= low - slack) & (gradient <= high + slack)
+    inside &= high - low > slack + KINK_GAP * np.fmax(np.abs(low), np.abs(high))
     where = np.zeros(len(finding.indices), bool)
     where[wrong[tied]] = inside.all(axis=0)
     return finding.with_kind(KINK, where)
@@ -135,30 +137,24 @@ def _slopes_nearby(judge: Judge, area: slice, indices, seed: int) -> tuple:
 def _symmetric(subject: CheckSubject, judge: Judge, finding: Finding, seed: int) -> Finding:
     """Excuse what is right for symmetric matrices, where the function itself is meant for them.
 
-    That is so where plain AD disagrees with the slopes as well, as for a Cholesky decomposition,
-    which is differentiated as a function of symmetric matrices but reads one triangle. So a
-    transposed gradient is not excused.
+    That is so where plain AD has the same gradient, which disagrees with the slopes as well, as for
+    a Cholesky decomposition: it is differentiated as a function of symmetric matrices but reads one
+    triangle. So a transposed gradient is not excused.
     """
-    if not _is_meant_for_symmetric(judge, finding):
+    plain, indices = judge.point.reference, finding.indices
+    if plain is None:
         return finding
+    both = plain[:, indices], judge.gradient[:, indices]
+    excused = (np.abs(both[0] - both[1]) <= judge.allowed_at(indices).slack(*both)).all(axis=0)
     leaf, area = subject.inputs[finding.leaf], judge.ranges[finding.leaf]
     rng = points.generator(seed, "symmetric")
-    for _ in BALANCED:
+    for _ in BALANCED if excused.any() else ():
         (random,) = _trees.from_rows(points.dense_numbers(rng, _trees.real_size(leaf)), [leaf])
         symmetric = (random + np.conj(np.swapaxes(random, -1, -2))) / 2
         direction = np.zeros_like(judge.point.scale)
         direction[slice(*area)] = _trees.to_numpy([symmetric]) * judge.point.scale[area[0]]
         point = dataclasses.replace(judge.point, direction=lambda row: direction)  # noqa: B023
-        if dataclasses.replace(judge, point=point).areas([area], DENSE).kind[0] != OK:
+        itself = dataclasses.replace(judge, point=point, gradient=plain)
+        if itself.areas([area], DENSE).kind[0] != OK:
             return finding
-    return finding.with_kind(SYMMETRIC)
-
-
-def _is_meant_for_symmetric(judge: Judge, finding: Finding) -> bool:
-    plain = judge.point.reference
-    if plain is None:
-        return False
-    wrong = np.flatnonzero((finding.verdict.kind == WRONG) & finding.seen)
-    numeric, indices = finding.verdict.numeric[wrong], finding.indices[wrong]
-    slack = judge.allowed_at(indices).slack(plain[:, indices], judge.gradient[:, indices])
-    return bool((np.abs(plain[:, indices] - numeric) > slack).all(axis=0).any())
+    return finding.with_kind(SYMMETRIC, excused)

@@ -108,9 +108,14 @@ SAME_VALUES = 0.1
 # Parts of `RELATIVE`, of a value and of the typical one, for values called and differentiated
 # (test_values_are_the_same_to_a_tenth_of_the_tolerance).
 CALLED_ALIKE = 0.1, 0.01
-# A gradient that comes from a loop which stops when it is near enough is as near as that: of the
-# element and its leaf (smaller: the cases deep_equilibrium and odeint; larger: those off by 1 %).
+# A gradient that comes from a loop which stops when it is near enough is as near as that. How it is
+# computed, in the function's own types, may be off by this part of the element and its leaf.
 SOLVED = 1e-3
+# The formula may be off by so many times what one more iteration of its loops changes, there and in
+# the leaf: a loop is so far from its end if each leaves nine tenths of the error or less (smaller:
+# the case deep_equilibrium). Where that is more than `SOLVED`, loops do not converge, or not so:
+# the formula may be off by this part of the element alone (the case odeint).
+NEXT = 10.0
 # A leaf whose gradient is this part of that around the point vanishes there, as at a minimum: then
 # the tolerance is relative to a part of that around it
 # (smaller: the case divergence_of_equal_distributions; larger: a wrong rule may pass there).
@@ -171,6 +176,7 @@ class Tolerance:
       own: relative tolerances in place of those of the type, 0 for none.
       paddle: Paddle's relative error, which stands in for all others.
       times: how many times those of the type.
+      loops: the leaves whose gradients are found by loops that stop when they are near enough.
     """
 
     ranges: Sequence[tuple[int, int]]
@@ -178,6 +184,7 @@ class Tolerance:
     own: np.ndarray
     paddle: float | None = None
     times: float = 1.0
+    loops: Any = False
 
     def _by_type(self, table: dict[str, float]) -> np.ndarray:
         return np.asarray([table[name] for name in self.names])
@@ -185,12 +192,21 @@ class Tolerance:
     @functools.cached_property
     def relative(self) -> np.ndarray:
         """How far an element may be off, relative to the larger number."""
-        return np.where(self.own > 0, self.own, self.times * self._by_type(RELATIVE))
+        known = np.where(self.own > 0, self.own, self.times * self._by_type(RELATIVE))
+        return np.fmax(known, self._solved)
 
     @functools.cached_property
     def along(self) -> np.ndarray:
         """How far a slope along a dense direction may be off."""
-        return np.fmax(self.own, self.times * self._by_type(ALONG))
+        return np.fmax(self._own, self.times * self._by_type(ALONG))
+
+    @property
+    def _solved(self) -> np.ndarray:
+        return np.where(self.loops & (self.own == 0), SOLVED, 0.0)
+
+    @property
+    def _own(self) -> np.ndarray:
+        return np.fmax(self.own, self._solved)
 
     @functools.cached_property
     def eps(self) -> np.ndarray:
@@ -202,14 +218,10 @@ class Tolerance:
         is_wide = evaluation_dtype == np.float64
         return self if is_wide else dataclasses.replace(self, times=LOOSER)
 
-    def solved(self, leaves: np.ndarray) -> "Tolerance":
-        """The tolerance where the gradients of some leaves are found by loops that stop."""
-        own = np.where(leaves & (self.own == 0), np.fmax(SOLVED, self.relative), self.own)
-        return dataclasses.replace(self, own=own)
-
     def in_float64(self) -> "Tolerance":
-        """The tolerances of the rule evaluated in float64, whatever its own types."""
-        return dataclasses.replace(self, names=["float64"] * len(self.names), times=1.0)
+        """The tolerances of the rule evaluated in float64, whatever its own types or loops."""
+        names = ["float64"] * len(self.names)
+        return dataclasses.replace(self, names=names, times=1.0, loops=False)
 
     def leaves_of(self, indices: np.ndarray) -> np.ndarray:
         """The leaf that each element of the input vector lies in."""
@@ -230,7 +242,7 @@ class Tolerance:
         others = np.where((typical > sizes.vanishing * others) | (not beside), 0.0, others)
         roundings, smallest = self._by_type(ROUNDINGS)[leaf], self._by_type(SMALLEST)[leaf]
         floor = roundings * (self.eps[leaf] * (typical + others) + smallest)
-        floor = floor + self.own[leaf] * typical + self.relative[leaf] * sizes.around[leaf]
+        floor = floor + self._own[leaf] * typical + self.relative[leaf] * sizes.around[leaf]
         return Allowed(self.relative[leaf], floor, typical, 1.0, self.paddle)
 
     def ranges_along(self, norms, overall, starts: np.ndarray, exact: bool) -> Allowed:
@@ -254,6 +266,22 @@ class Tolerance:
             size = np.sqrt(np.mean(part**2))
             most = np.inf if CANCELLED * typical[leaf] < size else most
             allowed[start:stop] = np.fmin(OWN_ROUNDING * (part + middle), most)
+        return allowed
+
+    def unconverged(self, change: np.ndarray, exact: np.ndarray) -> np.ndarray:
+        """How far each element may be off, given how far loops that ran on `change` it.
+
+        Arrays of shape (inputs,) and (cotangents, inputs). Where the loops have not converged, that
+        is nothing, or a part of the element if they are to stop when they are near enough.
+        """
+        allowed, size = np.zeros_like(change), np.abs(exact).max(axis=0)
+        for leaf, (start, stop) in enumerate(self.ranges):
+            part, own = change[start:stop], size[start:stop]
+            typical = np.sqrt(np.mean(part**2))
+            part = np.where(part > 0, NEXT * (part + typical), 0.0)
+            near = part <= SOLVED * (own + np.sqrt(np.mean(own**2)))
+            stops = np.broadcast_to(self.loops, len(self.ranges))[leaf]
+            allowed[start:stop] = np.where(near, part, SOLVED * own * stops)
         return allowed
 
     def sizes(

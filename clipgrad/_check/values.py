@@ -3,35 +3,100 @@
 import numpy as np
 
 from clipgrad._check.check import Check
+from clipgrad._check.further import EQUALITY, NOTHING, SYMMETRY, symmetric_leaves
 from clipgrad._check.points import Point
 from clipgrad._check.report import Failure
-from clipgrad._check.search import Finding, search, wrong_leaves
+from clipgrad._check.search import Finding, doubtful_leaves, search, wrong_leaves
 from clipgrad._check.structure import check_ties, excuse_structure
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.verdicts import KINDS, WRONG
 
+KEPT = {SYMMETRY: "the symmetry of matrices", EQUALITY: "what is equal, zero or symmetric"}
+UNSEEN_THERE = "what is wrong there alone was not seen"
 LAYOUT_LIMIT = 100_000  # elements of a leaf that are compared with its transpose and permutations
 
 
-def check_values(check: Check, point: Point, where: str = "") -> None:
-    """Search for wrong elements at one point."""
-    log, first = check.log, not where
-    mode = check.options.mode
-    if not first and (mode != "auto" or point.reference is None):
-        mode = "fast"
-    found = found_at(check, point, mode)
-    failures, notes = told(check.subject, point, found, where)
-    if first:
-        judge = check.judge_of_arithmetic(point)
-        failures += check_ties(check.subject, judge, check.vjp, found, check.options.seed)
-        log.count(point, found)
-    else:
-        right = "right at the point that you passed; "
-        failures = [f._replace(detail=right + f.detail) for f in failures]
+def check_values(check: Check, point: Point) -> None:
+    """Search for wrong elements at the point that was passed."""
+    log = check.log
+    found = found_at(check, point, check.options.mode)
+    failures, notes = told(check.subject, point, found)
+    judge = check.judge_of_arithmetic(point)
+    failures += check_ties(check.subject, judge, check.vjp, found, check.options.seed)
+    log.count(point, found)
     log.fail(failures)
-    log.notes += [note for note in notes if note.replace(where, "", 1) not in log.notes]
-    if first and not point.gradient.any():
+    log.notes += notes
+    if not point.gradient.any():
         log.notes.append("the gradient is zero everywhere: does the output depend on the inputs?")
+
+
+def check_further_points(check: Check) -> None:
+    """The values once more at other points, and then the first pull-back again."""
+    log = check.log
+    if any(failure.check == "value" for failure in log.failures):
+        log.not_run["points"] = "the values at the first point are wrong"
+        return
+    for k in range(1, check.options.points):
+        if not _check_further_point(check, k):
+            log.not_run["points"] = "the function is not finite at points nearby"
+            return
+    text = "the first pull-back, called again after another point was differentiated"
+    again = check.vjp(check.covectors[0])
+    log.fail(check.compare("points", again, check.gradient[0], text))
+
+
+def _check_further_point(check: Check, k: int) -> bool:
+    """Check at the k-th further point, of as little structure as the function is meant for.
+
+    What is wrong where plain AD does not have the slopes of the function either is no fault of the
+    rule: there, the function is not meant to be differentiated.
+    """
+    log, where, why = check.log, "at a second point " if k == 1 else "at a further point ", ""
+    symmetric = symmetric_leaves(check.subject.inputs)
+    for keeps in (NOTHING, *([SYMMETRY] if symmetric else []), EQUALITY):
+        found = check.elsewhere(k, keeps)
+        if found is None:
+            why = why or "the function is not finite"
+            continue
+        point = check.point(found[0], found[1][:1])  # for the first cotangent alone
+        failures, notes = _told_at(check, point, where)
+        doubt = _doubt(check, point, symmetric) if failures and keeps != EQUALITY else ""
+        if doubt and (point.reference is not None or keeps == NOTHING):
+            why = why or doubt
+            continue
+        log.fail(failures)
+        log.notes += [note for note in notes if note.replace(where, "", 1) not in log.notes]
+        if keeps != NOTHING:
+            log.notes.append(f"{where}{KEPT[keeps]} is kept: without it {why}; {UNSEEN_THERE}")
+        return True
+    return False
+
+
+def _told_at(check: Check, point: Point, where: str) -> tuple[list[Failure], list[str]]:
+    mode = check.options.mode
+    if mode != "auto" or point.reference is None:
+        mode = "fast"
+    failures, notes = told(check.subject, point, found_at(check, point, mode), where)
+    right = "right at the point that you passed; "
+    return [f._replace(detail=right + f.detail) for f in failures], notes
+
+
+def _doubt(check: Check, point: Point, symmetric: set[int]) -> str:
+    """Why a function may not be meant for a point where its gradient is wrong; "" if it is."""
+    plain = point.reference
+    if plain is None:
+        return "there is no plain AD to compare with" if symmetric else ""
+    judge = check.judge_of_arithmetic(point)
+    judge = judge if point.exact is None else check.judge_of_formula(point)
+    if point.blind or doubtful_leaves(judge):
+        return "plain AD does not have the slopes of the function"
+    moved = symmetric - symmetric_leaves(point.xs)
+    for leaf in moved:
+        (start, stop), shape = check.subject.ranges[leaf], point.xs[leaf].shape
+        parts = plain[0, start:stop].reshape(*shape, -1)
+        if _near(parts, np.swapaxes(parts, -2, -3)):
+            return "the function reads both triangles as one"
+    return ""
 
 
 def found_at(check: Check, point: Point, mode: str) -> list[Finding]:

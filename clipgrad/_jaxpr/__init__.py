@@ -30,7 +30,11 @@ from clipgrad._jaxpr.evaluate import evaluate as evaluate
 from clipgrad._jaxpr.evaluate import retrace as retrace
 from clipgrad._jaxpr.hold import Hold as Hold
 from clipgrad._jaxpr.identity import program_key as program_key
+from clipgrad._jaxpr.loops import HeldLonger as HeldLonger
+from clipgrad._jaxpr.loops import Longer as Longer
 from clipgrad._jaxpr.loops import found_by_loops as found_by_loops
+from clipgrad._jaxpr.loops import has_loops as has_loops
+from clipgrad._jaxpr.loops import stops_by_numbers as stops_by_numbers
 from clipgrad._jaxpr.modules import ModuleValues as ModuleValues
 from clipgrad._jaxpr.modules import exits as exits
 from clipgrad._jaxpr.modules import variables_of_modules as variables_of_modules

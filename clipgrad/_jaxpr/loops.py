@@ -1,11 +1,24 @@
-"""Which results of a program are found by loops that stop when they are near enough."""
+"""Loops that come nearer and nearer to a result: which results they find, and how near."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Literal, jaxprs_in_params
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
-from clipgrad._jaxpr.programs import CALLS, CUSTOM_RULES, JIT, REMAT, equations, opened
+from clipgrad._jaxpr.evaluate import ENTRANCES, evaluate
+from clipgrad._jaxpr.hold import Hold
+from clipgrad._jaxpr.programs import (
+    CALLS,
+    CUSTOM_RULES,
+    JIT,
+    REMAT,
+    equations,
+    opened,
+    scan_counts,
+)
+from clipgrad._jaxpr.widen import Widen
 
 _CALLING = JIT | REMAT | CALLS | CUSTOM_RULES
 
@@ -37,3 +50,50 @@ def _stops_by_its_numbers(equation: Any) -> bool:
     compared = equations(equation.params["cond_jaxpr"])
     avals: list[Any] = [atom.aval for inner in compared for atom in inner.invars]
     return any(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
+
+
+class Longer(Widen):
+    """Widens, and has loops run on where they end: converged ones change little.
+
+    A `while_loop` runs for `more` further iterations; a loop of a fixed number of them, which has
+    nothing but what it carries, for as many again.
+    """
+
+    more = 1
+
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """The results of a loop that ran on; of anything else as they are."""
+        name, params = equation.primitive.name, equation.params
+        if name == "while":
+            first = params["cond_nconsts"]
+            constants = inputs[first : first + params["body_nconsts"]]
+            carry = ENTRANCES[name](equation, inputs, self)
+            again = lambda _, c: tuple(evaluate(params["body_jaxpr"], [*constants, *c], self))  # noqa: E731
+            return list(lax.fori_loop(0, self.more, again, tuple(carry)))
+        if name == "scan" and is_carried_alone(equation):
+            constants = inputs[: scan_counts(equation)[0]]
+            carry = ENTRANCES[name](equation, inputs, self)
+            return ENTRANCES[name](equation, [*constants, *carry], self)
+        return super().__call__(equation, inputs)
+
+
+class HeldLonger(Longer, Hold):
+    """Holds what `stop_gradient` hides, and has loops run on."""
+
+
+def stops_by_numbers(program: Any) -> bool:
+    """Whether a program has a loop that stops when its numbers are near enough."""
+    return any(map(_stops_by_its_numbers, equations(program)))
+
+
+def is_carried_alone(equation: JaxprEqn) -> bool:
+    """Whether a scan has nothing but what it carries, as `lax.fori_loop` has."""
+    constants, carried = scan_counts(equation)
+    return len(equation.invars) == constants + carried and len(equation.outvars) == carried
+
+
+def has_loops(program: Any) -> bool:
+    """Whether a program has a loop that `Longer` has run on."""
+    found = list(equations(program))
+    scans = (e for e in found if e.primitive.name == "scan")
+    return any(e.primitive.name == "while" for e in found) or any(map(is_carried_alone, scans))

@@ -1,0 +1,88 @@
+"""Further points: where nothing is equal by accident, or else of the structure of the given one."""
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+import clipgrad._trees as _trees
+from clipgrad._check.points import generator
+from clipgrad._check.subject import CheckSubject
+
+# What a further point keeps of the given one, besides the order of the elements of each leaf, their
+# signs and what lies in [0, 1]: nothing, the symmetry of its matrices, or all that is equal or 0.
+NOTHING, SYMMETRY, EQUALITY = range(3)
+# By which parts of themselves elements move nearer to zero, at least and at most; what is equal is
+# moved apart by as much again, but by no more than a part of its distance to the next number.
+LEAST, MOST = 0.02, 0.08
+APART, OF_GAP = 0.06, 1 / 3
+
+
+def nearby(
+    subject: CheckSubject, seed: int, reach: float = 1.0, keeps: int = EQUALITY
+) -> list[jax.Array]:
+    """Another point: every element nearer to zero by 2 to 8 percent of itself, times `reach`.
+
+    By how much is a function of the element's value, one for each leaf, so the order stays as it
+    is, and what is in [0, 1] stays there. Equal elements, zeros among them, are then moved apart:
+    no two are equal, no matrix is symmetric and nothing vanishes. `SYMMETRY` moves those of
+    symmetric matrices in pairs. `EQUALITY` moves all leaves alike and nothing apart, but for leaves
+    of one value throughout, which are more often a test's `ones` than a structure.
+    """
+    symmetric = symmetric_leaves(subject.inputs) if keeps == SYMMETRY else set()
+    shared, moved = generator(seed, "nearby").uniform(0, 2 * np.pi), []
+    for k, (name, leaf) in enumerate(zip(subject.names, subject.inputs, strict=True)):
+        rng, values = generator(seed, f"nearby {name}"), _trees.widened_leaf(leaf)
+        if np.all(values == values.ravel()[0]) and k not in symmetric:
+            moved.append(_told_apart(values, rng, reach))
+        elif keeps == EQUALITY:
+            moved.append(_nearer_to_zero(values, shared, reach))
+        else:
+            nearer = _nearer_to_zero(values, rng.uniform(0, 2 * np.pi), reach)
+            moved.append(_moved_apart(nearer, _parts(rng, values.shape, k in symmetric), reach))
+    pairs = zip(moved, subject.inputs, strict=True)
+    return [jax.device_put(values.astype(leaf.dtype)) for values, leaf in pairs]
+
+
+def _told_apart(values: np.ndarray, rng, reach: float) -> np.ndarray:
+    part = reach * rng.uniform(LEAST, MOST, values.shape)
+    return (1 - part) * values if values.any() else part
+
+
+def _nearer_to_zero(values: np.ndarray, phase: float, reach: float) -> np.ndarray:
+    size = np.where(values == 0, 1.0, np.abs(values))
+    middle, swing = (LEAST + MOST) / 2, (MOST - LEAST) / 2
+    return values * (1 - reach * (middle + swing * np.sin(phase + np.log(size))))
+
+
+def _parts(rng, shape: tuple[int, ...], symmetric: bool) -> np.ndarray:
+    parts = rng.uniform(0.2, 1.0, shape)
+    return np.tril(parts) + np.swapaxes(np.tril(parts, -1), -1, -2) if symmetric else parts
+
+
+def _moved_apart(values: np.ndarray, parts: np.ndarray, reach: float) -> np.ndarray:
+    """Elements of equal size nearer to zero by some part of the room there, zeros away from it.
+
+    Complex numbers have no order, and room enough.
+    """
+    numbers, place = np.unique(values, return_inverse=True)
+    _, alike, counts = np.unique(np.abs(values), return_inverse=True, return_counts=True)
+    size, typical = np.abs(numbers), np.sqrt(np.mean(np.abs(values) ** 2))
+    room = reach * APART * np.where(numbers == 0, typical, size)
+    if not np.iscomplexobj(values):
+        gaps = np.diff(numbers, prepend=-np.inf), np.diff(numbers, append=np.inf)
+        room = np.fmin(room, OF_GAP * np.where(numbers > 0, *gaps))
+    towards = np.where(numbers == 0, 1.0, -numbers / np.where(numbers == 0, 1.0, size))
+    moves = (towards * room)[place].reshape(values.shape) * parts
+    is_equal = (counts > 1)[alike].reshape(values.shape) | (values == 0)
+    return values + np.where(is_equal | np.iscomplexobj(values), moves, 0.0)
+
+
+def symmetric_leaves(xs: Sequence[jax.Array]) -> set[int]:
+    """The leaves of symmetric or Hermitian matrices, whose elements are not all the same."""
+    found = set()
+    for leaf, x in enumerate(xs):
+        square, values = x.ndim > 1 and x.shape[-2] == x.shape[-1] > 1, np.asarray(x)
+        if square and (values == np.conj(np.swapaxes(values, -1, -2))).all():
+            found |= {leaf} if (values != values.ravel()[0]).any() else set()
+    return found

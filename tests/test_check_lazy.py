@@ -1,0 +1,44 @@
+"""Where people check: equal elements and inputs, identity and symmetric matrices, minima."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from clipgrad._check import check_grads
+from tests.check_lazy import LAZY
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+
+
+def run(name, dtype, which, **options):
+    with jax.enable_x64(dtype == "float64"):
+        *pair, args = LAZY[name](jnp.dtype(dtype))
+        return check_grads(pair[which], args, raise_on_failure=False, **options)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.kinds("dtype")
+@pytest.mark.ci("name", "dtype")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", LAZY)
+def test_a_vjp_that_is_right_at_the_point_alone_fails_and_its_twin_passes(name, dtype):
+    report = run(name, dtype, 0)
+    assert report.failures, str(report)
+    assert all(failure.check in ("value", "vmap") for failure in report.failures), str(report)
+    report = run(name, dtype, 1)
+    assert report.ok and report.verified == report.elements, str(report)
+    assert not any("keeps" in note for note in report.notes), str(report)
+
+
+KEPT = {
+    "reads one triangle": lambda a: jnp.linalg.eigh(a, symmetrize_input=False)[0],
+    "is not finite for others": lambda a: jnp.where(jnp.all(a == a.T), jnp.sum(a**3), jnp.nan),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_structure_that_a_function_is_meant_for_is_kept_and_said(name):
+    matrix = jnp.asarray([[2.0, 1.0], [1.0, 3.0]])
+    report = check_grads(KEPT[name], (matrix,))
+    assert any("the symmetry of matrices is kept: without it" in note for note in report.notes)
+    assert any("what is wrong there alone was not seen" in note for note in report.notes)
