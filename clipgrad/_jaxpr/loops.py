@@ -1,5 +1,6 @@
 """Loops that come nearer and nearer to a result: which results they find, and how near."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ class Longer(Widen):
     """Widens, and has loops run on where they end: converged ones change little.
 
     A `while_loop` runs for `more` further iterations; a loop of a fixed number of them, which has
-    nothing but what it carries, for as many again.
+    nothing but what it carries, for as many again. Loops inside of such a loop stay as they are.
     """
 
     more = 1
@@ -64,16 +65,18 @@ class Longer(Widen):
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results of a loop that ran on; of anything else as they are."""
         name, params = equation.primitive.name, equation.params
-        if name == "while":
+        inner = copy.copy(self)
+        inner.more = 0
+        if name == "while" and self.more:
             first = params["cond_nconsts"]
             constants = inputs[first : first + params["body_nconsts"]]
-            carry = ENTRANCES[name](equation, inputs, self)
-            again = lambda _, c: tuple(evaluate(params["body_jaxpr"], [*constants, *c], self))  # noqa: E731
+            carry = ENTRANCES[name](equation, inputs, inner)
+            again = lambda _, c: tuple(evaluate(params["body_jaxpr"], [*constants, *c], inner))  # noqa: E731
             return list(lax.fori_loop(0, self.more, again, tuple(carry)))
-        if name == "scan" and is_carried_alone(equation):
+        if name == "scan" and self.more and is_carried_alone(equation):
             constants = inputs[: scan_counts(equation)[0]]
-            carry = ENTRANCES[name](equation, inputs, self)
-            return ENTRANCES[name](equation, [*constants, *carry], self)
+            carry = ENTRANCES[name](equation, inputs, inner)
+            return ENTRANCES[name](equation, [*constants, *carry], inner)
         return super().__call__(equation, inputs)
 
 
