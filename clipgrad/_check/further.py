@@ -15,7 +15,7 @@ NOTHING, SYMMETRY, EQUALITY = range(3)
 # By which parts of themselves elements move nearer to zero, at least and at most; what is equal is
 # moved apart by as much again, but by no more than a part of its distance to the next number.
 LEAST, MOST = 0.02, 0.08
-APART, OF_GAP = 0.06, 1 / 3
+SPREAD, OF_GAP = 0.06, 1 / 3
 
 
 def nearby(
@@ -68,7 +68,7 @@ def _moved_apart(values: np.ndarray, parts: np.ndarray, reach: float) -> np.ndar
     numbers, place = np.unique(values, return_inverse=True)
     _, alike, counts = np.unique(np.abs(values), return_inverse=True, return_counts=True)
     size, typical = np.abs(numbers), np.sqrt(np.mean(np.abs(values) ** 2))
-    room = reach * APART * np.where(numbers == 0, typical, size)
+    room = reach * SPREAD * np.where(numbers == 0, typical, size)
     if not np.iscomplexobj(values):
         gaps = np.diff(numbers, prepend=-np.inf), np.diff(numbers, append=np.inf)
         room = np.fmin(room, OF_GAP * np.where(numbers > 0, *gaps))

@@ -11,7 +11,7 @@ from clipgrad._check.structure import check_ties, excuse_structure
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.verdicts import KINDS, WRONG
 
-KEPT = {SYMMETRY: "the symmetry of matrices", EQUALITY: "what is equal, zero or symmetric"}
+STRUCTURES = {SYMMETRY: "the symmetry of matrices", EQUALITY: "what is equal, zero or symmetric"}
 UNSEEN_THERE = "what is wrong there alone was not seen"
 LAYOUT_LIMIT = 100_000  # elements of a leaf that are compared with its transpose and permutations
 
@@ -67,7 +67,9 @@ def _check_further_point(check: Check, k: int) -> bool:
         log.fail(failures)
         log.notes += [note for note in notes if note.replace(where, "", 1) not in log.notes]
         if keeps != NOTHING:
-            log.notes.append(f"{where}{KEPT[keeps]} is kept: without it {why}; {UNSEEN_THERE}")
+            log.notes.append(
+                f"{where}{STRUCTURES[keeps]} is kept: without it {why}; {UNSEEN_THERE}"
+            )
         return True
     return False
 
