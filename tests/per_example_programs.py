@@ -400,6 +400,50 @@ def error_clip_inside(p, x):
     return total(cg.clip_cotangent(h @ p["v"], cg.ClipByGlobalNorm(0.5)))
 
 
+# weights that are changed or cut before they are used
+
+
+@program((3, 24), q=(24, 8), k=(24, 8), v=(24, 8))
+def joined_kernels_that_are_cut_again(p, x):
+    w = jnp.concatenate([p["q"], p["k"], p["v"]], axis=1)
+    return total(jax.nn.softmax((x @ w[:, :8]) @ (x @ w[:, 8:16]).T) @ (x @ w[:, 16:]))
+
+
+@program((3, 30), "w", w=(40, 60))
+def kernel_reshaped_across_its_axes(p, x):
+    return total(x @ p["w"].reshape(30, 80))
+
+
+@program((3, 12), "w", w=(12, 12))
+def kernel_doubled_again_and_again(p, x):
+    w = p["w"] / 2**20
+    for _ in range(20):
+        w = w + w.T
+    return total(x @ w)
+
+
+@program((3, 3, 4), "a", a=(3, 3, 4, 8), b=(3, 3, 8, 16))
+def strided_convolution_of_an_image_smaller_than_its_kernel(p, x):
+    dims = ("NHWC", "HWIO", "NHWC")
+    x = jnp.tanh(convolved(x, p["a"], dims, stride=2))
+    return total(convolved(x, p["b"], dims, stride=2))
+
+
+@program((5, 12), "first", first=(5, 12), w=(3, 12, 12))
+def first_state_that_is_a_weight(p, x):
+    """A carry of the backward scan is the gradient of a leaf, and is changed in each step."""
+
+    def step(h, w):
+        return h * x + h @ w, None
+
+    return total(jax.lax.scan(step, p["first"], p["w"])[0])
+
+
+@program((5, 12), "first", first=(5, 12))
+def first_state_that_is_halved(p, x):
+    return total(x * jax.lax.scan(lambda h, _: (h / 2, None), p["first"], length=3)[0])
+
+
 # what is direct
 
 

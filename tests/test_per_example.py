@@ -543,10 +543,18 @@ def test_a_wrong_batch_is_refused(batch, match):
         cg.clip_per_example(lambda w, x: w, NORM, microbatch=3)(jnp.float32(1), batch)
 
 
-def test_parameters_that_have_no_gradient_are_refused_by_jax(key):
+@pytest.mark.parametrize("leaf", [1, jnp.zeros(3, bool), jax.random.key(0)], ids=stable_id)
+def test_parameters_that_have_no_gradient_are_passed_over(leaf, key):
     params, batch = data(key)
-    with pytest.raises(TypeError, match="real- or complex-valued inputs"):
-        cg.clip_per_example(loss, NORM)({**params, "step": 1}, batch)
+    more = {**params, "step": leaf}
+    for method in ("one pass", "direct"):
+        per_example = cg.clip_per_example(loss, NORM, method=method)
+        value, grads, stats = per_example(more, batch)
+        assert grads.pop("step") is None
+        assert_close((value, grads, stats), per_example(params, batch), rtol=1e-6)
+        assert len(per_example.plan(more, batch).leaves) == 2
+    norms = cg.per_example_norms(loss)
+    assert_close(norms(more, batch), norms(params, batch), rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,9 @@ _VIEWS = frozenset(
 )
 
 
-def never(numbers: Sequence[jax.Array | None]) -> jax.Array:
+def never(numbers: Sequence[jax.Array]) -> jax.Array:
     """False, which is known when these numbers are."""
-    found = [jnp.isnan(x) & jnp.isinf(x) for x in numbers if x is not None]
+    found = [jnp.isnan(x) & jnp.isinf(x) for x in numbers]
     return functools.reduce(jnp.logical_or, found, jnp.array(False))
 
 

@@ -1,6 +1,7 @@
 """Gradients of each example of a batch, clipped one by one and then reduced."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from clipgrad._gradient_clip import check_policy
 from clipgrad._per_example.batches import check_microbatch, on_each_device, part_count, sums
 from clipgrad._per_example.loss import scalar_loss
-from clipgrad._per_example.methods import sums_of
+from clipgrad._per_example.methods import sums_of, sums_of_followed
 from clipgrad._per_example.plan import Plan, plan_of
 from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params
 from clipgrad._rules import as_rule
@@ -172,6 +173,7 @@ class ClipPerExample:
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """What is done with each leaf, from shapes alone, such as those of `jax.eval_shape`."""
-        check_params(params)
+        check_params(params, shapes=True)
         apart = self.subject.apart(params, batch)
-        return plan_of(apart.subject, apart.trained, apart.batch)
+        run = functools.partial(sums_of_followed, apart.subject)
+        return plan_of(apart.subject, apart.trained, apart.batch, run)

@@ -45,10 +45,11 @@ def _convolution(hook, equation, inputs, wants):
     groups, batches = params["feature_group_count"], params["batch_group_count"]
     cheaper = _taps_are_cheaper(aval.size, rhs.shape[0], rhs[0].size)
     if groups == batches == 1 and cheaper and isinstance(hook.end, Measure) and wants[0].solo:
-        return [_squares_of_taps(inputs[0], inputs[1], taps, equation, hook.end.zero)]
+        zero = wants[0].leaves <= hook.end.zero
+        return [_squares_of_taps(inputs[0], inputs[1], taps, equation, zero)]
     slices = _slices(inputs[0], rhs.shape[2:], taps, params)
     if groups == batches == 1 and cheaper and wants[0].repeat == 1:
-        hook.notes.add(wants[0], CHEAPER)
+        hook.course.notes.add(wants[0].leaves, CHEAPER)
         return [_arrays(hook, _tap_by_tap(slices, inputs[1], taps, equation), wants[0])]
     patches = jnp.stack([jnp.transpose(x, numbers.lhs_spec) for x in slices])
     rank = len(taps)
@@ -140,7 +141,7 @@ def _fits(taps: Sequence[int], channels: int, outputs: int) -> bool:
 def _arrays(hook: Any, value: Products, want: Any) -> Products | jax.Array:
     """What becomes of a gradient whose terms are arrays at places of their own."""
     if isinstance(hook.end, Keep) and want.solo and want.leaves <= hook.end.clipped:
-        return hook.end.arrays(value)
+        return hook.end.arrays(value, want)
     return gradient_array(value)
 
 

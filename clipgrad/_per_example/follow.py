@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._jaxpr import REMAT, Hook, bind, called_program
+from clipgrad._jaxpr import CALLS, JIT, REMAT, Hook, bind, called_program
 from clipgrad._per_example.blocks import dense_gradient
+from clipgrad._per_example.course import Course, Lost, Place, following, want_leaves, why
 from clipgrad._per_example.grams import squares
 from clipgrad._per_example.layouts import convolved
+from clipgrad._per_example.measured import waits
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Contract, Summed
 from clipgrad._per_example.terms import (
@@ -20,12 +22,14 @@ from clipgrad._per_example.terms import (
     NotAccumulated,
     Products,
     Term,
-    Unfollowed,
 )
 from clipgrad._per_example.wanted import Want, wanted
 
 FollowRule = Callable[["Follow", JaxprEqn, list, list[Want | None]], Sequence | None]
 _RULES: dict[str, FollowRule] = {}
+# Equations that add all of their inputs, and those whose rules take sums over examples too.
+_ADDING = frozenset(["add", "add_any", "sub", "concatenate"])
+_OF_ANYTHING = frozenset([*JIT, *CALLS, "scan", "optimization_barrier"])
 
 
 def follows(*names: str) -> Callable[[FollowRule], FollowRule]:
@@ -53,46 +57,67 @@ class End(Protocol):
         """Whether values are added up over examples here, so that a carry can hold their sum."""
         return False
 
+    def inside_scan(self) -> "End":
+        """The same for a step of a scan."""
+        return self
+
 
 @dataclasses.dataclass(frozen=True)
 class Measure(End):
-    """The squares of a gradient in place of it; ``zero``: NaN and inf in arrays count as 0."""
+    """The squares of a gradient in place of it; ``zero``: leaves whose NaN and inf count as 0."""
 
-    zero: bool
+    zero: frozenset[int]
+    in_scan: bool = False
 
     def __call__(self, value: Any, want: Want) -> Any:
         """The squares of what is all of a gradient."""
         if not want.solo or isinstance(value, Squares):
             return value
-        return squares(value) if isinstance(value, Products) else Squares.of(value, zero=self.zero)
+        if isinstance(value, Products):
+            return squares(value)
+        if not self.in_scan and waits(value):
+            return value
+        return Squares.of(value, zero=want.leaves <= self.zero)
+
+    def inside_scan(self) -> "Measure":
+        """The same for a step of a scan, where nothing waits."""
+        return dataclasses.replace(self, in_scan=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Keep(End):
-    """The squares of a gradient beside its products; ``zero``: NaN and inf in arrays become 0.
+    """The squares of a gradient beside its products; ``zero``: leaves whose NaN and inf become 0.
 
     In a scan the Gram matrices are then those of one step, which stay in the cache of a processor:
     the norms of four scanned layers took about a quarter of the time of those of all at once. So
     does an array there, and it need not be read again in another order.
     """
 
-    zero: bool
-    clipped: frozenset[int]  # the leaves
+    zero: frozenset[int]
+    clipped: frozenset[int]
+    in_scan: bool = False
 
     def __call__(self, value: Any, want: Want) -> Any:
         """The products, or the array as one, with the squares of what is all of a gradient."""
         if not want.solo or not want.leaves <= self.clipped:
             return value
         if not isinstance(value, Products):
+            if not self.in_scan and waits(value):
+                return value
             real = jnp.issubdtype(value.dtype, jnp.floating)
-            return self.arrays(_array_term(value)) if real else value
+            return self.arrays(_array_term(value), want) if real else value
         return value if value.squares is not None else value.with_squares(squares(value))
 
-    def arrays(self, value: Products) -> Products:
+    def inside_scan(self) -> "Keep":
+        """The same for a step of a scan, where nothing waits."""
+        return dataclasses.replace(self, in_scan=True)
+
+    def arrays(self, value: Products, want: Want) -> Products:
         """A gradient whose terms are arrays at places of their own, with their squares."""
         arrays = [factor.values for term in value.terms for factor in term.factors]
-        found = Squares.of(*arrays, zero=self.zero)
-        if not self.zero:
+        zero = want.leaves <= self.zero
+        found = Squares.of(*arrays, zero=zero)
+        if not zero:
             return value.with_squares(found)
         return jax.tree.map(
             lambda x: jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)), value
@@ -106,54 +131,74 @@ def _array_term(array: Any) -> Products:
     return Products((term,), tuple(array.shape), array.dtype)
 
 
-class Notes(dict[int, list[str]]):
-    """For each gradient why it, or a part of it, is made for each example."""
-
-    def add(self, want: Want, reason: str) -> None:
-        """A reason, once."""
-        for leaf in want.leaves:
-            if reason not in self.setdefault(leaf, []):
-                self[leaf].append(reason)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Follow(Hook):
     """Keeps what is wanted as `Products`, or as what ``end`` makes of it where that is possible."""
 
     wanted: Mapping[Any, Want]
     end: "End | None"
-    notes: Notes
+    course: Course
+    around: Place = ()
     # For what is broadcast or cast, the array before it and the axes that it has.
     sources: dict[Any, tuple[Any, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, program: Any, wants: Sequence[Want | None], like: "Follow") -> "Follow":
-        """A hook like another for a program whose outputs make these gradients."""
-        return dataclasses.replace(like, wanted=wanted(program, wants), sources={})
+    def of(cls, equation: JaxprEqn, wants: Sequence[Want | None], like: "Follow") -> "Follow":
+        """A hook for the program of an equation, whose outputs make these gradients."""
+        found, around, end = wanted(called_program(equation), wants), like.place(equation), like.end
+        if end is not None and equation.primitive.name == "scan":
+            end = end.inside_scan()
+        return dataclasses.replace(like, wanted=found, end=end, around=around, sources={})
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The outputs of an equation."""
         wants = [self.wanted.get(v) for v in equation.outvars]
         if not any(wants):
             self._remember(equation, inputs)
-            if equation.primitive.name == "conv_general_dilated":
+            if equation.primitive.name == "conv_general_dilated" and self.wanted:
                 return [convolved(equation, *inputs, quick=isinstance(self.end, Keep))]
             return bind(equation, inputs)
         if equation.primitive.name in REMAT:
             return None
-        rule = _RULES.get(equation.primitive.name)
-        try:
-            outputs = None if rule is None else rule(self, equation, inputs, wants)
-            reason = f"computed by {equation.primitive.name}"
-        except Unfollowed as error:
-            outputs, reason = None, str(error)
-        if outputs is None:
-            for want in filter(None, wants):
-                self.notes.add(want, reason)
-            outputs = bind(equation, [gradient_array(x) for x in inputs])
-        pairs = zip(outputs, wants, strict=True)
-        end = self.end
-        return [v if end is None or want is None else end(v, want) for v, want in pairs]
+        with following(want_leaves(wants)):
+            outputs = self._followed(equation, inputs, wants)
+            pairs, end = zip(outputs, wants, strict=True), self.end
+            return [v if end is None or want is None else end(v, want) for v, want in pairs]
+
+    def _followed(self, equation: JaxprEqn, inputs: list, wants: list[Want | None]) -> Sequence:
+        """The outputs by the rule of the primitive, or as arrays where it has none or fails."""
+        place, name = self.place(equation), equation.primitive.name
+        if any(isinstance(x, Summed) for x in inputs) and name not in _OF_ANYTHING:
+            return [self._of_sums(equation, inputs, wants[0])]
+        if place not in self.course.stops:
+            rule, reason = _RULES.get(name), f"computed by {name}"
+            try:
+                outputs = None if rule is None else rule(self, equation, inputs, wants)
+            except (Lost, NotAccumulated):
+                raise
+            except Exception as error:
+                outputs, reason = None, why(error)
+            if outputs is not None:
+                return outputs
+            self.course.stop(place, want_leaves(wants), reason)
+        return bind(equation, [gradient_array(x) for x in inputs])
+
+    def _of_sums(self, equation: JaxprEqn, inputs: list, want: Any) -> Summed:
+        """An equation applied to sums over the examples, which stay in float32 or wider."""
+        name, end = equation.primitive.name, self.end
+        if name in ("convert_element_type", "reduce_precision"):
+            return inputs[0]
+        if name in _ADDING and end is not None:
+            inputs = [end(x, want) for x in inputs]
+        arrays = [x.array if isinstance(x, Summed) else x for x in inputs]
+        if name == "pad":
+            arrays[1] = arrays[1].astype(arrays[0].dtype)
+        (result,) = bind(equation, arrays)
+        return Summed(result)
+
+    def place(self, equation: JaxprEqn) -> Place:
+        """Where an equation is."""
+        return (*self.around, equation.outvars[0])
 
     def _remember(self, equation: JaxprEqn, inputs: list) -> None:
         """Keeps what an array was before it was broadcast."""
@@ -179,8 +224,7 @@ class Follow(Hook):
 
     def inside(self, equation: JaxprEqn, step: Any) -> "Follow":
         """The hook for the program that an equation calls."""
-        wants = [self.wanted.get(v) for v in equation.outvars]
-        return Follow.of(called_program(equation), wants, self)
+        return Follow.of(equation, [self.wanted.get(v) for v in equation.outvars], self)
 
 
 def contracted(hook: Follow, contract: Contract, factors: tuple, want: Want | None) -> Any:

@@ -87,7 +87,7 @@ def _reordered(equation: Any, lhs: jax.Array, rhs: jax.Array, **changed: Any) ->
     changed["dimension_numbers"] = type(equation.params["dimension_numbers"])(*specs)
     lhs, rhs = jnp.transpose(lhs, orders[0]), jnp.transpose(rhs, orders[1])
     lhs, padded = _no_smaller(lhs, rhs, equation.params | changed)
-    (made,) = bind(equation, (lhs, rhs), **changed, **padded)
+    (made,) = bind(equation, (lhs, rhs), **(changed | padded))
     order = orders[2]
     return jnp.transpose(made, sorted(range(made.ndim), key=order.__getitem__))
 

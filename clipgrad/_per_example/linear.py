@@ -10,19 +10,8 @@ from clipgrad._jaxpr import CALLS, JIT, bind, called_program, evaluate
 from clipgrad._numerics import accumulator, with_real_dtype
 from clipgrad._per_example.follow import follows, gradient_array, is_plain_array, no_products, tie
 from clipgrad._per_example.squares import Squares
-from clipgrad._per_example.sums import Summed
 from clipgrad._per_example.terms import GradientAxis, Products, Term, Unfollowed, reshaped
 from clipgrad._per_example.wanted import is_zero
-
-
-def on_sums(equation: Any, inputs: list) -> Summed:
-    """An equation applied to sums over the examples, which stay in float32 or wider."""
-    if equation.primitive.name in ("convert_element_type", "reduce_precision"):
-        return inputs[0]
-    arrays = [x.array if isinstance(x, Summed) else x for x in inputs]
-    if equation.primitive.name == "pad":
-        arrays[1] = arrays[1].astype(arrays[0].dtype)
-    return Summed(*bind(equation, arrays))
 
 
 def _on_first(change: Any) -> Any:
@@ -32,8 +21,6 @@ def _on_first(change: Any) -> Any:
         value = inputs[0]
         if isinstance(value, Squares):
             return [value]
-        if isinstance(value, Summed):
-            return [on_sums(equation, inputs)]
         if is_plain_array(value):
             return bind(equation, inputs)
         return [value.map(lambda term: change(equation, inputs, term), equation.outvars[0].aval)]
@@ -83,11 +70,14 @@ def _follow_slice(equation, inputs, term):
     return _sliced(term, equation.params["start_indices"], equation.params["limit_indices"])
 
 
-def _sliced(term: Term, starts: Sequence[int], stops: Sequence[int]) -> Term:
+def _sliced(term: Term, starts: Sequence[int], stops: Sequence[int]) -> Term | None:
+    """The term between these indices; None if it is zero there."""
     axes = []
     for axis, low, high in zip(term.axes, starts, stops, strict=True):
         end = axis.start + term.extent(axis)
-        start, stop = max(axis.start, low), max(min(end, high), max(axis.start, low))
+        start, stop = max(axis.start, low), min(end, high)
+        if start >= stop:
+            return None
         if (start, stop) != (axis.start, end):
             if len(axis.labels) != 1:
                 raise Unfollowed("a slice of merged axes")
@@ -119,8 +109,6 @@ def _follow_broadcast(hook, equation, inputs, wants):
 
 @follows("add", "add_any", "sub")
 def _follow_add(hook, equation, inputs, wants):
-    if any(isinstance(x, Summed) for x in inputs):
-        return [on_sums(equation, [hook.end(x, wants[0]) for x in inputs])]
     first, second = inputs
     if equation.primitive.name == "sub" and isinstance(second, Products):
         second = second.map(lambda term: term.times(-1), equation.outvars[0].aval)
@@ -139,8 +127,6 @@ def total(aval: Any, first: Any, second: Any) -> Any:
 @follows("concatenate")
 def _follow_concatenate(hook, equation, inputs, wants):
     aval, dimension = equation.outvars[0].aval, equation.params["dimension"]
-    if any(isinstance(x, Summed) for x in inputs):
-        return [on_sums(equation, [hook.end(x, wants[0]) for x in inputs])]
     if not all(isinstance(x, Products) for x in inputs):
         return bind(equation, [gradient_array(x) for x in inputs])
     joined, start = no_products(aval), 0
@@ -188,7 +174,7 @@ def _reciprocal(x: Any) -> Any:
 def _follow_split(hook, equation, inputs, wants):
     value, axis = inputs[0], equation.params["axis"]
     if not isinstance(value, Products):
-        return None if is_plain_array(value) else [Summed(x) for x in bind(equation, [value.array])]
+        return None
     parts, start = [], 0
     for size, variable in zip(equation.params["sizes"], equation.outvars, strict=True):
         starts = [start if i == axis else 0 for i in range(len(value.shape))]

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from clipgrad._numerics import accumulator
 from clipgrad._per_example.batches import (
     batch_size,
     check_microbatch,
@@ -14,13 +16,12 @@ from clipgrad._per_example.batches import (
     part_count,
 )
 from clipgrad._per_example.explicit import shares_axes, with_auto_axes
-from clipgrad._per_example.follow import Measure, Notes
+from clipgrad._per_example.follow import Measure
 from clipgrad._per_example.loss import scalar_loss
-from clipgrad._per_example.one_pass import each_squares
+from clipgrad._per_example.measured import squares_of_leaves
 from clipgrad._per_example.plan import Plan, plan_of
-from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.subject import PerExampleSubject, check_method, check_params
-from clipgrad._per_example.traced import ExampleGradient
+from clipgrad._per_example.traced import ExampleGradient, followed
 from clipgrad._trees import Where, is_none, with_paths
 
 
@@ -110,9 +111,10 @@ class PerExampleNorms:
 
     def plan(self, params: Any, batch: Any) -> Plan:
         """What is done with each leaf, from shapes alone, such as those of `jax.eval_shape`."""
-        check_params(params)
+        check_params(params, shapes=True)
         apart = self.subject.apart(params, batch)
-        plan = plan_of(apart.subject, apart.trained, apart.batch)
+        own = dataclasses.replace(self, subject=apart.subject)
+        plan = plan_of(apart.subject, apart.trained, apart.batch, own._norms_of_followed)
         if plan.method == "direct":
             return plan
         method = "one pass" if self.subject.method == "auto" else plan.method
@@ -121,23 +123,24 @@ class PerExampleNorms:
     def _of_some(self, params: Any, examples: Any) -> Any:
         subject = self.subject
         if subject.why_direct(params) is None:
-            gradient = ExampleGradient.of(subject.loss_fn, subject.has_aux, params, examples)
-            values = gradient.each(params, examples, Measure(False), Notes()).gradients
-        else:
-            grad = jax.grad(subject.loss_fn, has_aux=subject.has_aux)
-            grads = jax.vmap(grad, in_axes=(None, 0))(params, examples)
-            values = jax.tree.leaves(grads[0] if subject.has_aux else grads)
+            return followed(subject, params, examples, self._norms_of_followed)[0]
+        grad = jax.grad(subject.loss_fn, has_aux=subject.has_aux)
+        grads = jax.vmap(grad, in_axes=(None, 0))(params, examples)
+        values = jax.tree.leaves(grads[0] if subject.has_aux else grads)
+        return self._norms(params, values, batch_size(examples))
+
+    def _norms_of_followed(
+        self, gradient: ExampleGradient, shapes: Any, params: Any, examples: Any
+    ) -> Any:
+        values = gradient.each(params, examples, Measure(frozenset())).gradients
+        return self._norms(params, values, batch_size(examples))
+
+    def _norms(self, params: Any, values: list[Any], size: int) -> Any:
         paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
-        flags = subject.flags(params)
-        chosen = {
-            path: each_squares(value, batch_size(examples))
-            for path, value, flag in zip(paths, values, flags, strict=True)
-            if flag
-        }
-        if self.per_leaf:
-            return {path: jax.vmap(_example_norm)([leaf]) for path, leaf in chosen.items()}
-        return jax.vmap(_example_norm)(list(chosen.values()))
-
-
-def _example_norm(leaves: list[Squares]) -> jax.Array:
-    return Squares.sum(leaves).norm().value
+        chosen = [i for i, flag in enumerate(self.subject.flags(params)) if flag]
+        leaves = squares_of_leaves({i: values[i] for i in chosen}, size, frozenset())
+        if not self.per_leaf:
+            return jax.vmap(lambda x: x.over_axis().norm().value, in_axes=1)(leaves)
+        norms = jax.vmap(jax.vmap(lambda x: x.norm().value))(leaves)
+        kinds = [accumulator(jnp.asarray(p)) for p in jax.tree.leaves(params)]
+        return {paths[i]: norms[k].astype(kinds[i]) for k, i in enumerate(chosen)}

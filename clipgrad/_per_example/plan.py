@@ -1,7 +1,7 @@
 """What is done with the gradient of each leaf, and what it costs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from clipgrad._per_example.batches import part_count
 from clipgrad._per_example.blocks import blocks
+from clipgrad._per_example.course import Course
 from clipgrad._per_example.explicit import without_shardings
-from clipgrad._per_example.follow import Notes
 from clipgrad._per_example.grams import uses_gram
-from clipgrad._per_example.subject import PerExampleSubject, check_params
+from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.terms import Products
-from clipgrad._per_example.traced import ExampleGradient
+from clipgrad._per_example.traced import followed
 from clipgrad._trees import is_none, with_paths
 
 # One pass took 0.4 to 0.9 times as long as two in the benchmarks, whose models keep up to 0.6 GB,
@@ -79,79 +79,73 @@ class Plan(NamedTuple):
         return "\n".join([f"{self.method}: {self.reason}", *(x.rstrip() for x in lines), kept])
 
 
-def plan_of(
-    subject: PerExampleSubject, params: Any, batch: Any, gradient: ExampleGradient | None = None
-) -> Plan:
+def plan_of(subject: PerExampleSubject, params: Any, batch: Any, run: Callable[..., Any]) -> Plan:
     """The plan of a subject for parameters and a batch of these shapes.
 
-    With the ``gradient`` of an example, the batch is what is computed at once.
+    ``run`` is what is done with the gradient, as `followed` takes it; here it gets no arrays.
     """
     size, parts = part_count(batch, subject.microbatch)
     size //= parts
     paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
-    given = jax.tree.leaves(params)
-    if not given or not all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in given):
-        check_params(params)
     kinds = jax.tree.leaves(jax.eval_shape(lambda params: params, params))
-    whole = sum(_bytes(kind.shape, kind.dtype) for kind in kinds)
+    whole = sum(_bytes(kind) for kind in kinds)
     if (why := subject.why_direct(params)) is not None:
         leaves = [_direct_leaf(*pair, size, why) for pair in zip(paths, kinds, strict=True)]
         return Plan("direct", why, tuple(leaves), size * whole, size * whole)
-    notes = Notes()
-    found = _products(subject, params, batch, size, gradient, notes)
-    leaves = [
-        _leaf(path, kind.shape, value, size, notes.get(i, []))
-        for i, (path, kind, value) in enumerate(zip(paths, kinds, found, strict=True))
-    ]
-    kept = sum(leaf.bytes for leaf in leaves)
-    method, why = subject.method, "as asked"
-    if method == "auto":
-        room = max(2 * whole, _ROOM)
-        method = "one pass" if kept <= room else "two passes"
-        fits = "fit into" if kept <= room else "do not fit into"
-        why = f"the factors {fits} {room / 2**20:,.0f} MiB"
-    return Plan(method, why, tuple(leaves), kept, size * whole)
-
-
-def _products(
-    subject: PerExampleSubject,
-    params: Any,
-    batch: Any,
-    size: int,
-    gradient: ExampleGradient | None,
-    notes: Notes,
-) -> list[Any]:
-    """The gradients of ``size`` examples as shapes: of an array, or of `Products`."""
-    if gradient is not None:
-        return jax.eval_shape(lambda: gradient.each(params, batch, None, notes).gradients)
-
-    def traced(params: Any, batch: Any) -> list[Any]:
-        found = ExampleGradient.of(subject.loss_fn, subject.has_aux, params, batch)
-        return found.each(params, batch, None, notes).gradients
-
     params, batch = without_shardings((params, batch))
     few = jax.tree.map(lambda x: jax.eval_shape(lambda x: x[:size], x), batch)
-    return jax.eval_shape(traced, params, few)
+    course, shapes = _decided(subject, params, few, run)
+    leaves = [
+        _leaf(path, kind.shape, value, size, course.reason(i))
+        for i, (path, kind, value) in enumerate(zip(paths, kinds, shapes, strict=True))
+    ]
+    method, why = method_for(subject, params, shapes, size)
+    return Plan(method, why, tuple(leaves), sum(leaf.bytes for leaf in leaves), size * whole)
+
+
+def _decided(
+    subject: PerExampleSubject, params: Any, batch: Any, run: Callable[..., Any]
+) -> tuple[Course, list[Any]]:
+    """What is decided about the leaves, and the shapes of the gradients of one example."""
+    found: list[Any] = []
+
+    def traced(params: Any, batch: Any) -> Any:
+        made, *rest = followed(subject, params, batch, run)
+        found.extend(rest)
+        return made
+
+    jax.eval_shape(traced, params, batch)
+    course, shapes = found
+    return course, shapes
+
+
+def method_for(
+    subject: PerExampleSubject, params: Any, shapes: Sequence[Any], size: int
+) -> tuple[str, str]:
+    """The method for gradients of one example of these shapes, and why."""
+    if subject.method != "auto":
+        return subject.method, "as asked"
+    whole = _bytes(jax.eval_shape(lambda params: params, params))
+    room, kept = max(2 * whole, _ROOM), size * _bytes(shapes)
+    method, fits = ("one pass", "fit into") if kept <= room else ("two passes", "do not fit into")
+    return method, f"the factors {fits} {room / 2**20:,.0f} MiB"
 
 
 def _direct_leaf(path: str, kind: Any, size: int, why: str) -> LeafPlan:
-    stored = size * _bytes(kind.shape, kind.dtype)
+    stored = size * _bytes(kind)
     return LeafPlan(path, kind.shape, "direct", 0, 0, 4 * size * kind.size, stored, why)
 
 
-def _bytes(shape: Sequence[int], dtype: Any) -> int:
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
+def _bytes(tree: Any) -> int:
+    """Of all arrays of a tree."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
-def _leaf(path: str, shape: tuple[int, ...], value: Any, size: int, notes: list[str]) -> LeafPlan:
-    count = math.prod(shape)
+def _leaf(path: str, shape: tuple[int, ...], value: Any, size: int, reason: str) -> LeafPlan:
+    count, kept = math.prod(shape), size * _bytes(value)
     if not isinstance(value, Products):
-        reason = "; ".join(notes) or "a sum or an element-wise product, no larger than its inputs"
-        return LeafPlan(
-            path, shape, "direct", 0, 0, 4 * size * count, _bytes(value.shape, value.dtype), reason
-        )
-    # For one example: the shapes of factors without the axis of examples.
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), value)
+        reason = reason or "a sum or an element-wise product, no larger than its inputs"
+        return LeafPlan(path, shape, "direct", 0, 0, 4 * size * count, kept, reason)
     facts: dict[str, Any] = {}
 
     def look(products: Products) -> None:
@@ -160,8 +154,7 @@ def _leaf(path: str, shape: tuple[int, ...], value: Any, size: int, notes: list[
         facts["gram"] = uses_gram(products)
         facts["flops"] = sum(_flops(block, facts["gram"], count) for block in found)
 
-    jax.eval_shape(look, one)
-    kept = sum(_bytes(x.shape, x.dtype) for x in jax.tree.leaves(value))
+    jax.eval_shape(look, value)
     norm = "Gram" if facts["gram"] else "product"
     flops = size * facts["flops"]
     return LeafPlan(path, shape, norm, len(value.terms), facts["rows"], flops, kept, "")

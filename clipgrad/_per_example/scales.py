@@ -1,5 +1,6 @@
 """By what each example's gradient is scaled, from the norms of its leaves."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,48 +24,79 @@ def why_direct(rule: Any) -> str | None:
     return f"{rule!r} does not scale whole leaves by L2 norms"
 
 
-def example_scales(
-    rule: Any, params: Any, leaves: Sequence[Squares]
-) -> tuple[list[jax.Array], ClipStats]:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What the gradient of each leaf is multiplied by; leaves share a number."""
+
+    numbers: tuple[jax.Array, ...]
+    # The number of each leaf; None where it is not clipped.
+    places: tuple[int | None, ...] = dataclasses.field(metadata={"static": True})
+
+    def of(self, leaf: int) -> jax.Array | None:
+        """The number of a leaf."""
+        place = self.places[leaf]
+        return None if place is None else self.numbers[place]
+
+    def among(self, flags: Sequence[bool]) -> "Weights":
+        """The same, where only the leaves with a flag have been counted."""
+        places = iter(self.places)
+        return Weights(self.numbers, tuple(next(places) if flag else None for flag in flags))
+
+
+def example_scales(rule: Any, params: Any, leaves: Squares) -> tuple[Weights, ClipStats]:
     """The scales of the leaves of each example, and what they do.
 
-    ``params`` has the leaves that are clipped, and `None` in place of others.
+    ``params`` has the leaves that are clipped, and `None` in place of others. The squares have the
+    shape (leaves, examples).
     """
+    kinds = [accumulator(jnp.asarray(p)) for p in jax.tree.leaves(params)]
+    alike = list(dict.fromkeys(kinds)) if rule is None or rule.acts_on == "tree" else []
+    places = [alike.index(kind) for kind in kinds] if alike else range(len(kinds))
 
-    def of_one(leaves: Sequence[Squares]) -> tuple[list[jax.Array], ClipStats]:
-        return _scales_of_one(rule, params, leaves)
+    def of_one(leaves: Squares) -> tuple[list[jax.Array], ClipStats]:
+        if alike:
+            return _scales_of_all(rule, params, leaves, [jnp.ones((), kind) for kind in alike])
+        return _scales_by_leaf(rule, params, leaves, [jnp.ones((), kind) for kind in kinds])
 
-    return jax.vmap(of_one)(list(leaves))
+    numbers, stats = jax.vmap(of_one, in_axes=1)(leaves)
+    return Weights(tuple(numbers), tuple(places)), stats
 
 
-def _scales_of_one(
-    rule: Any, params: Any, leaves: Sequence[Squares]
+def _scales_of_all(
+    rule: Any, params: Any, leaves: Squares, ones: list[jax.Array]
 ) -> tuple[list[jax.Array], ClipStats]:
-    leaves_of_params, structure = jax.tree.flatten(params)
-    kinds, dtype = [jnp.asarray(p) for p in leaves_of_params], stats_dtype(params)
-    sizes = [float(p.size) for p in kinds]
-    ones = [jnp.ones((), accumulator(p)) for p in kinds]
-    together = Squares.sum(leaves)
+    """One number for all leaves of a dtype: XLA would compute the number of each leaf again."""
+    together, dtype = leaves.over_axis(), stats_dtype(params)
     whole, bad = together.norm(), together.nonfinite.astype(dtype)
-    total = jnp.array(sum(sizes), dtype)
+    total = jnp.array(float(sum(jnp.size(p) for p in jax.tree.leaves(params))), dtype)
     if rule is None:
         no_limit = jnp.full_like(whole.root, jnp.inf)
         stats = _stats(whole, no_limit, whole.exceeds(no_limit), bad, total)
         return ones, stats._replace(after=stats.before, changed=0 * stats.changed)
-    if rule.acts_on == "tree":
-        ((norm, limit),) = rule.l2_limits(params, [whole])
-        return rule.scale(ones, [whole]), _stats(norm, limit, rule.changes(norm, limit), bad, total)
-    mean = type(rule) is ClipByBlockRMS
+    ((norm, limit),) = rule.l2_limits(params, [whole])
+    return rule.scale(ones, [whole]), _stats(norm, limit, rule.changes(norm, limit), bad, total)
+
+
+def _scales_by_leaf(
+    rule: Any, params: Any, leaves: Squares, ones: list[jax.Array]
+) -> tuple[list[jax.Array], ClipStats]:
+    """A number for each leaf."""
+    dtype, mean = stats_dtype(params), type(rule) is ClipByBlockRMS
+    sizes = [float(jnp.size(p)) for p in jax.tree.leaves(params)]
+    own = [jax.tree.map(lambda x, i=i: x[i], leaves) for i in range(len(sizes))]
     norms = [
-        leaf.norm(max(size, 1.0) if mean else 1.0) for leaf, size in zip(leaves, sizes, strict=True)
+        leaf._replace(total=leaf.total.astype(one.dtype)).norm(max(size, 1.0) if mean else 1.0)
+        for leaf, size, one in zip(own, sizes, ones, strict=True)
     ]
     pairs = zip(rule.l2_limits(params, norms), sizes, strict=True)
+    bad = jnp.sum(leaves.nonfinite).astype(dtype)
     each = [
         _stats(n, limit, rule.changes(n, limit), bad, jnp.array(size, n.root.dtype))
         for (n, limit), size in pairs
     ]
     stats = jax.tree.map(lambda *fields: sum(x.astype(dtype) for x in fields), *each)
-    scales = jax.tree.leaves(rule.scale(structure.unflatten(ones), norms))
+    scales = jax.tree.leaves(rule.scale(jax.tree.structure(params).unflatten(ones), norms))
     return scales, stats._replace(nonfinite=bad)
 
 

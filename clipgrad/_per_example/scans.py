@@ -1,7 +1,7 @@
 """Gradients that leave a scan: stacked, or added up in its carry."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,6 @@ from jax.extend.core import JaxprEqn
 from clipgrad._jaxpr import (
     called_program,
     evaluate,
-    opened,
     scan_again,
     scan_counts,
 )
@@ -19,7 +18,7 @@ from clipgrad._per_example.linear import total
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Summed
 from clipgrad._per_example.terms import NotAccumulated, Products
-from clipgrad._per_example.wanted import Want, is_matrix, wanted
+from clipgrad._per_example.wanted import Want, added_carries, is_matrix
 
 _NUMBERS = itertools.count()
 
@@ -31,7 +30,10 @@ def _follow_scan(
     constants, carried = scan_counts(equation)
     first = inputs[constants : constants + carried]
     summed = _summed(hook, equation, wants)
-    lazy = {i: next(_NUMBERS) for i in _lazy(equation, wants) - summed}
+    dense = hook.course.carries(hook.place(equation))
+    lazy = {i: next(_NUMBERS) for i in _lazy(equation, wants) - summed - dense}
+    first = [_array(x) if i in dense else x for i, x in enumerate(first)]
+    inputs = [*inputs[:constants], *first, *inputs[constants + carried :]]
     while True:
         try:
             return _attempt_scan(hook, equation, inputs, wants, lazy, summed)
@@ -42,7 +44,9 @@ def _follow_scan(
                 raise
             for i in set(lazy) - set(left):
                 if (want := wants[i]) is not None:
-                    hook.notes.add(want, "changed in the carry of a scan, not only added to")
+                    reason = "changed in the carry of a scan, not only added to"
+                    hook.course.notes.add(want.leaves, reason)
+                dense.add(i)
                 first[i] = gradient_array(first[i])
             inputs = [*inputs[:constants], *first, *inputs[constants + carried :]]
             lazy = left
@@ -63,7 +67,7 @@ def _attempt_scan(
         _want_inside(want, length) if i in lazy else want if i in summed else None
         for i, want in enumerate(wants[:carried])
     ]
-    inner = Follow.of(program, [*flags, *wants[carried:]], hook)
+    inner = Follow.of(equation, [*flags, *wants[carried:]], hook)
     avals = [variable.aval for variable in equation.outvars]
     layout: list[Any] = []  # of what is stacked: a factor of several products is, once
 
@@ -103,24 +107,8 @@ def _array(value: Any) -> Any:
 def _lazy(equation: JaxprEqn, wants: Sequence[Want | None]) -> set[int]:
     """The carries of matrices that the body may only add to."""
     carried = scan_counts(equation)[1]
-    found = {i for i in range(carried) if wants[i] is not None and is_matrix(equation.outvars[i])}
-    return _kept_carries(equation, wants, found, lambda want: True)
-
-
-def _kept_carries(
-    equation: JaxprEqn, wants: Sequence[Want | None], found: set[int], may: Callable[[Want], bool]
-) -> set[int]:
-    """Those of some carries that are wanted in the body too, with wants that are allowed."""
-    constants, carried = scan_counts(equation)
-    program = called_program(equation)
-    state = opened(program)[0].invars[constants : constants + carried]
-    while True:
-        flags = [want if i in found else None for i, want in enumerate(wants[:carried])]
-        inner = wanted(program, [*flags, *wants[carried:]])
-        kept = {i for i in found if (want := inner.get(state[i])) is not None and may(want)}
-        if kept == found:
-            return found
-        found = kept
+    found = [i for i in range(carried) if is_matrix(equation.outvars[i])]
+    return added_carries(equation, wants, found, lambda want: True)
 
 
 def _summed(hook: Follow, equation: JaxprEqn, wants: list[Want | None]) -> set[int]:
@@ -128,9 +116,7 @@ def _summed(hook: Follow, equation: JaxprEqn, wants: list[Want | None]) -> set[i
     end = hook.end
     if end is None:
         return set()
-    carried = scan_counts(equation)[1]
-    found = {i for i in range(carried) if (want := wants[i]) is not None and end.adds(want)}
-    return _kept_carries(equation, wants, found, end.adds)
+    return added_carries(equation, wants, range(scan_counts(equation)[1]), end.adds)
 
 
 def _want_inside(want: Want | None, length: int) -> Want | None:

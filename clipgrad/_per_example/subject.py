@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from clipgrad._frameworks import Parameters, has_modules, is_model, take_apart
 from clipgrad._per_example.batches import batch_size
@@ -60,6 +61,10 @@ class PerExampleSubject:
             return "nonfinite='error' looks at each element"
         return why_direct(self.rule)
 
+    def zeroed(self, arrays: frozenset[int]) -> frozenset[int]:
+        """The leaves in which NaN and inf count as 0, of those that are arrays."""
+        return arrays if self.nonfinite == "zero" else frozenset()
+
     def flags(self, params: Any) -> list[bool]:
         """Which leaves are clipped."""
         leaves = jax.tree.leaves(params, is_leaf=is_none)
@@ -101,8 +106,8 @@ def check_method(method: str) -> None:
         raise ValueError(f"method: got {method!r}, expected one of {', '.join(METHODS)}")
 
 
-def check_params(params: Any) -> None:
-    """Refuses parameters that JAX would refuse with less help."""
+def check_params(params: Any, shapes: bool = False) -> None:
+    """Refuses parameters that JAX would refuse with less help; ``shapes``: arrays may be shapes."""
     check_tree("params", params)
     if not jax.tree.leaves(params):
         raise ValueError(
@@ -111,10 +116,9 @@ def check_params(params: Any) -> None:
         )
     if has_modules(params):
         return
+    kinds = (bool, int, float, complex, np.generic, *([jax.ShapeDtypeStruct] if shapes else []))
     for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_model)[0]:
-        if is_model(leaf):
-            continue
-        if not is_array(leaf) and not isinstance(leaf, (bool, int, float, complex, jnp.generic)):
+        if not (is_model(leaf) or is_array(leaf) or isinstance(leaf, kinds)):
             raise TypeError(
                 f"params: got a leaf of type {type(leaf).__name__} at {path_string(path)!r}, "
                 "expected arrays; for a model with other leaves write\n"

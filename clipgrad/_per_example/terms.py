@@ -16,6 +16,10 @@ import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator, with_real_dtype
 
+# A gradient that is doubled again and again would be 2, 4, 8, ... products; an unrolled recurrence
+# of this many steps is still followed.
+MOST_TERMS = 2**10
+
 
 class Unfollowed(Exception):  # noqa: N818
     """A change of a gradient that can't be made in its factors."""
@@ -231,11 +235,15 @@ class Products:
     carried: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
     squares: Any = None  # its `Squares`, where these are known
 
-    def map(self, change: Callable[[Term], Term], aval: Any) -> "Products":
-        """Each term changed, for a result of the shape and dtype of ``aval``."""
+    def __post_init__(self) -> None:
+        if len(self.terms) > MOST_TERMS:
+            raise Unfollowed(f"a sum of more than {MOST_TERMS:,} products")
+
+    def map(self, change: Callable[[Term], Term | None], aval: Any) -> "Products":
+        """Each term changed, for a result of the shape and dtype of ``aval``; None: it is zero."""
         if self.carried:
             raise NotAccumulated(self.carried[0])
-        terms = tuple(map(change, self.terms))
+        terms = tuple(term for term in map(change, self.terms) if term is not None)
         return Products(terms, tuple(aval.shape), aval.dtype, squares=self.squares)
 
     def with_squares(self, squares: Any) -> "Products":
@@ -317,11 +325,11 @@ def _dealt(
     for i, size in enumerate(sizes):
         window = extent // inner if i == first and extent != whole else size
         own: list[int] = []
-        while math.prod(term.sizes[label] for label in own) < window:
-            room = window // math.prod(term.sizes[label] for label in own)
+        while (have := math.prod(term.sizes[label] for label in own)) < window:
+            room = window // have
             label, labels = labels[0], labels[1:]
             if (length := term.sizes[label]) > room:
-                if length % room:
+                if window % have or length % room:
                     raise Unfollowed("a reshape that does not keep the axes of products apart")
                 new = term.fresh(2)
                 term = term.split(label, (room, length // room))

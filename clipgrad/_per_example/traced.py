@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,14 @@ import jax.numpy as jnp
 from clipgrad._jaxpr import Traced, evaluate, opened, trace
 from clipgrad._per_example import convolutions, linear, products, scans  # noqa: F401  how they are followed
 from clipgrad._per_example.after import After
-from clipgrad._per_example.follow import End, Follow, Notes
+from clipgrad._per_example.course import Course, attempted, following
+from clipgrad._per_example.follow import End, Follow
+from clipgrad._per_example.subject import PerExampleSubject
+from clipgrad._per_example.terms import Products
 from clipgrad._per_example.wanted import Want, wanted
 from clipgrad._trees import is_array
+
+T = TypeVar("T")
 
 
 class Examples(NamedTuple):
@@ -29,6 +34,7 @@ class ExampleGradient:
 
     traced: Traced
     count: int  # of the leaves of the gradient
+    course: Course = dataclasses.field(default_factory=lambda: Course({}))
 
     @classmethod
     def of(
@@ -47,14 +53,33 @@ class ExampleGradient:
     def wants(self) -> list[Want | None]:
         """What each output is for: first the gradients leaf by leaf."""
         rest = len(opened(self.traced.program)[0].outvars) - self.count
-        return [Want(frozenset([i]), True, True, 1) for i in range(self.count)] + [None] * rest
+        own = [None if i in self.course.direct else _all_of(i) for i in range(self.count)]
+        return own + [None] * rest
+
+    def settled(
+        self, params: Any, batch: Any, direct: Mapping[int, str]
+    ) -> tuple["ExampleGradient", list[Any]]:
+        """The same with its course, and the gradients of one example as shapes.
+
+        A gradient is the shape of an array, or `Products` of shapes.
+        """
+        course = Course(direct)
+        gradient = dataclasses.replace(self, course=course)
+
+        def of_first(batch: Any) -> list[Any]:
+            return gradient(params, jax.tree.map(lambda x: jnp.asarray(x)[0], batch), None)[0]
+
+        found = jax.eval_shape(of_first, batch)
+        followed = [isinstance(value, Products) for value in found]
+        course.arrays = frozenset(i for i, flag in enumerate(followed) if not flag)
+        course.is_settled = True
+        return gradient, found
 
     def __call__(
         self,
         params: Any,
         example: Any,
         end: End | None,
-        notes: Notes,
         after: jax.Array | None = None,
     ) -> tuple[list[Any], Any]:
         """The gradient of one example leaf by leaf, and what the loss function returned.
@@ -62,18 +87,40 @@ class ExampleGradient:
         It is evaluated when ``after``, from `never`, is known.
         """
         program = self.traced.program
-        hook: Any = Follow(wanted(program, self.wants), end, notes)
+        hook: Any = Follow(wanted(program, self.wants), end, self.course)
         if after is not None:
             hook = After.of(program, _array_count(params), hook, after)
         inputs = [leaf for leaf in jax.tree.leaves((params, example)) if is_array(leaf)]
-        outputs = evaluate(program, inputs, hook)
+        with following(range(self.count)):
+            outputs = evaluate(program, inputs, hook)
         _, value = self.traced.result([jnp.zeros(())] * self.count + outputs[self.count :])
         return outputs[: self.count], value
 
-    def each(self, params: Any, batch: Any, end: End | None, notes: Notes) -> Examples:
+    def each(self, params: Any, batch: Any, end: End) -> Examples:
         """The gradients of the examples, as products or as what ``end`` makes of them."""
-        of_one = functools.partial(self, end=end, notes=notes)
+        of_one = functools.partial(self, end=end)
         return Examples(*jax.vmap(of_one, in_axes=(None, 0))(params, batch))
+
+
+def followed(
+    subject: PerExampleSubject, params: Any, examples: Any, run: Callable[..., T]
+) -> tuple[T, Course, list[Any]]:
+    """What ``run`` makes of a settled gradient, its shapes, parameters and examples.
+
+    Beside it the course, and the shapes. Where something goes wrong it runs again, with the leaves
+    that were followed there direct; the loss function is traced once.
+    """
+    whole = ExampleGradient.of(subject.loss_fn, subject.has_aux, params, examples)
+
+    def attempt(direct: Mapping[int, str]) -> tuple[T, Course, list[Any]]:
+        gradient, shapes = whole.settled(params, examples, direct)
+        return run(gradient, shapes, params, examples), gradient.course, shapes
+
+    return attempted(attempt)
+
+
+def _all_of(leaf: int) -> Want:
+    return Want(frozenset([leaf]), True, True, 1)
 
 
 def _array_count(tree: Any) -> int:

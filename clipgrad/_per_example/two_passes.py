@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,8 +10,10 @@ import jax.numpy as jnp
 from clipgrad._numerics import accumulator
 from clipgrad._per_example.after import in_branch, never
 from clipgrad._per_example.batches import batch_size, each
-from clipgrad._per_example.follow import End, Measure, Notes
+from clipgrad._per_example.course import following
+from clipgrad._per_example.follow import End, Measure, gradient_array
 from clipgrad._per_example.one_pass import scaling_of
+from clipgrad._per_example.scales import Weights
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.sums import (
     Contract,
@@ -29,9 +30,10 @@ from clipgrad._per_example.wanted import Want
 class Add(End):
     """The sum over the examples in place of the gradient of one, each leaf with its weight."""
 
-    weights: Sequence[jax.Array | None]
+    weights: Weights
     ok: jax.Array | None
     like: jax.Array
+    zero: frozenset[int]  # leaves that are arrays, with NaN and inf as 0
 
     def __call__(self, value: Any, want: Want) -> Any:
         """The sum, where what follows is the same for all examples."""
@@ -40,14 +42,21 @@ class Add(End):
         (leaf,) = want.leaves
         return self.of_leaf(value, leaf)
 
+    def at_the_end(self, value: Any, leaf: int) -> jax.Array:
+        """The sum of the gradient of a leaf."""
+        with following([leaf]):
+            return self.of_leaf(value, leaf).array
+
     def of_leaf(self, value: Any, leaf: int) -> Summed:
         """The sum of a gradient, or a part of one."""
         if isinstance(value, Summed):
             return value
         if isinstance(value, Products) and not value.terms:
             return Summed(jnp.zeros(value.shape, accumulator(value)))
-        weight = self.weights[leaf]
+        weight = self.weights.of(leaf)
         ok = None if weight is None else self.ok
+        if leaf in self.zero:
+            value = gradient_array(value)
         return Summed(summed_over_examples(value, weight, ok, self.like))
 
     def contracted(self, contract: Contract, factors: tuple, want: Want) -> Summed | None:
@@ -55,13 +64,13 @@ class Add(End):
         if not self.adds(want):
             return None
         (leaf,) = want.leaves
-        weight = self.weights[leaf]
+        weight = self.weights.of(leaf)
         ok = None if weight is None else self.ok
         return Summed(contracted_over_examples(contract, factors, weight, ok, self.like))
 
     def adds(self, want: Want) -> bool:
         """Whether values are added up over examples here."""
-        return want.final
+        return want.final and not want.leaves & self.zero
 
 
 def two_passes_sums(
@@ -72,14 +81,16 @@ def two_passes_sums(
     parts = _measured_parts(batch_size(examples))
     (weights, ok, stats), value = each(measured, params, examples, parts)
 
+    zero = subject.zeroed(gradient.course.arrays)
+
     def of_one(params: Any, example: Any, weights: Any, ok: Any, like: Any) -> list[jax.Array]:
-        end, after = Add(weights, ok, like), never(weights)
-        grads, _ = gradient(params, example, end, Notes(), after)
-        return [end.of_leaf(value, i).array for i, value in enumerate(grads)]
+        end = Add(weights, ok, like, zero)
+        grads, _ = gradient(params, example, end, never(weights.numbers))
+        return [end.at_the_end(value, i) for i, value in enumerate(grads)]
 
     mapped = jax.vmap(of_one, in_axes=(None, 0, 0, 0, 0), out_axes=None)
     given = params, examples, weights, ok, jnp.zeros(batch_size(examples), bool)
-    sums = in_branch(mapped, given, jnp.any(never(weights)))
+    sums = in_branch(mapped, given, jnp.any(never(weights.numbers)))
     return jax.tree.structure(params).unflatten(sums), (value, stats)
 
 
@@ -87,8 +98,9 @@ def _first_pass(
     subject: PerExampleSubject, gradient: ExampleGradient, params: Any, examples: Any
 ) -> tuple[Any, Any]:
     """The first pass: weights, flags and statistics; and what the loss function returned."""
-    found = gradient.each(params, examples, Measure(subject.nonfinite == "zero"), Notes())
-    scaling = scaling_of(subject, params, found.gradients, batch_size(examples))
+    measure = Measure(subject.zeroed(gradient.course.arrays))
+    found = gradient.each(params, examples, measure)
+    scaling = scaling_of(subject, params, found.gradients, measure.zero, batch_size(examples))
     return (scaling.weights, scaling.ok, scaling.stats), found.value
 
 

@@ -1,6 +1,6 @@
 """Which variables of a program only make gradients, so that they may stay sums of products."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -191,4 +191,28 @@ def _want_remat(equation, wants, made):
 def _want_scan(equation, wants, made):
     constants, carried = scan_counts(equation)
     rest = len(equation.invars) - constants - carried
-    return [None] * constants + [joint(want) for want in wants[:carried]] + [None] * rest
+    added = added_carries(equation, wants, range(carried), lambda want: True)
+    summed = added_carries(equation, wants, added, lambda want: want.final)
+    first = [
+        want and want._replace(solo=False, final=i in summed) if i in added else None
+        for i, want in enumerate(wants[:carried])
+    ]
+    return [None] * constants + first + [None] * rest
+
+
+def added_carries(
+    equation: JaxprEqn, wants: Wants, found: Iterable[int], may: Callable[[Want], bool]
+) -> set[int]:
+    """The carries of a scan that its body only adds to, of those whose wants are allowed."""
+    constants, carried = scan_counts(equation)
+    program = called_program(equation)
+    state = opened(program)[0].invars[constants : constants + carried]
+    found = {i for i in found if (want := wants[i]) is not None and may(want)}
+    while found:
+        flags = [want if i in found else None for i, want in enumerate(wants[:carried])]
+        inner = wanted(program, [*flags, *wants[carried:]])
+        kept = {i for i in found if (want := inner.get(state[i])) is not None and may(want)}
+        if kept == found:
+            break
+        found = kept
+    return found

@@ -1,0 +1,103 @@
+"""How the leaves of a gradient are followed: decided once, for every pass over its program."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from clipgrad._per_example.terms import NotAccumulated, Unfollowed
+from clipgrad._per_example.wanted import Want
+
+Place = tuple[Any, ...]  # the first output of an equation, behind those of the equations around it
+T = TypeVar("T")
+
+
+class Lost(Exception):  # noqa: N818
+    """What went wrong while some leaves were followed."""
+
+    def __init__(self, leaves: Iterable[int], reason: str) -> None:
+        super().__init__(reason)
+        self.leaves, self.reason = frozenset(leaves), reason
+
+
+class Notes(dict[int, list[str]]):
+    """For each leaf why its gradient, or a part of it, is made for each example."""
+
+    def add(self, leaves: Iterable[int], reason: str) -> None:
+        """A reason, once."""
+        for leaf in leaves:
+            if reason not in self.setdefault(leaf, []):
+                self[leaf].append(reason)
+
+
+@dataclasses.dataclass(eq=False)
+class Course:
+    """What is decided about each leaf, from shapes alone.
+
+    The program is followed once without arrays, and where that fails, products become arrays.
+    Every later pass does the same at the same places; where anything else goes wrong, it raises
+    `Lost`.
+    """
+
+    direct: Mapping[int, str]  # the leaves that are not followed at all, and why
+    notes: Notes = dataclasses.field(default_factory=Notes)
+    stops: set[Place] = dataclasses.field(default_factory=set)
+    dense: dict[Place, set[int]] = dataclasses.field(default_factory=dict)  # carries, of scans
+    arrays: frozenset[int] = frozenset()  # leaves whose gradient is an array for each example
+    is_settled: bool = False
+
+    def stop(self, place: Place, leaves: Iterable[int], reason: str) -> None:
+        """Notes that products become arrays at an equation."""
+        if self.is_settled:
+            raise Lost(leaves, reason)
+        self.stops.add(place)
+        self.notes.add(leaves, reason)
+
+    def carries(self, place: Place) -> set[int]:
+        """The carries of a scan that are arrays, though gradients are added to them."""
+        return self.dense.setdefault(place, set())
+
+    def reason(self, leaf: int) -> str:
+        """Why a leaf, or a part of it, is direct."""
+        return self.direct.get(leaf) or "; ".join(self.notes.get(leaf, []))
+
+
+@contextlib.contextmanager
+def following(leaves: Iterable[int]) -> Iterator[None]:
+    """Whatever goes wrong inside is what went wrong with these leaves."""
+    try:
+        yield
+    except (Lost, NotAccumulated):
+        raise
+    except Exception as error:
+        raise Lost(leaves, why(error)) from error
+
+
+def why(error: Exception) -> str:
+    """What is said of an error in the plan."""
+    if isinstance(error, Unfollowed):
+        return str(error)
+    text = " ".join(str(error).split())
+    return f"following it failed: {type(error).__name__}: {text:.120}"
+
+
+def attempted(attempt: Callable[[Mapping[int, str]], T]) -> T:
+    """The result of an attempt, which gets the leaves that are direct, and why.
+
+    Each attempt that goes wrong adds one leaf or more. With all of them direct there is nothing to
+    follow, and what still goes wrong is an error of the user's program.
+    """
+    direct: dict[int, str] = {}
+    while True:
+        try:
+            return attempt(direct)
+        except Lost as error:
+            new = {leaf: error.reason for leaf in error.leaves if leaf not in direct}
+            if not new:
+                raise (error.__cause__ or error) from None
+            direct = {**direct, **new}
+
+
+def want_leaves(wants: Iterable[Want | None]) -> frozenset[int]:
+    """All leaves that some variables make."""
+    return frozenset[int]().union(*(want.leaves for want in wants if want is not None))

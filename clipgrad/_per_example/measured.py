@@ -1,0 +1,72 @@
+"""The squares of all leaves as one array: what is done with them is compiled once, not by leaf."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._per_example.course import following
+from clipgrad._per_example.grams import squares
+from clipgrad._per_example.squares import Squares
+from clipgrad._per_example.terms import Products
+
+# The most elements of an array that waits for others of its shape, to be measured with them. Biases
+# and scales of layers do; to copy a larger array takes longer than to compile one more sum.
+_MOST_ELEMENTS = 2**12
+
+
+def waits(array: jax.Array) -> bool:
+    """Whether an example's gradient is so small that it is measured with others of its shape."""
+    return array.size <= _MOST_ELEMENTS and jnp.issubdtype(array.dtype, jnp.floating)
+
+
+def squares_of_leaves(values: Mapping[int, Any], size: int, zero: frozenset[int]) -> Squares:
+    """The squares of leaves, of the shape (leaves, examples), in their order.
+
+    A leaf is given as an array, `Products` or `Squares`, with ``size`` examples in front. NaN and
+    inf count as 0 in the arrays of the leaves ``zero``.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, value in values.items():
+        alone = isinstance(value, Products | Squares)
+        key = i if alone else (value.shape, value.dtype.name, i in zero)
+        groups.setdefault(key, []).append(i)
+    found = []
+    for leaves in groups.values():
+        with following(leaves):
+            found.append(_of_group([values[i] for i in leaves], size, leaves[0] in zero))
+    if not found:
+        return Squares(*(jnp.zeros((0, size), kind) for kind in ("float32", "int32", "float32")))
+    columns = [_joined(column) for column in zip(*found, strict=True)]
+    order = np.argsort([i for leaves in groups.values() for i in leaves])
+    if any(order != np.arange(len(order))):
+        columns = [column[order] for column in columns]
+    return Squares(*columns)
+
+
+def _joined(parts: Sequence[jax.Array]) -> jax.Array:
+    """Rows in the widest of their dtypes."""
+    dtype = max(parts, key=lambda part: part.dtype.itemsize).dtype
+    return jnp.concatenate([part.astype(dtype) for part in parts])
+
+
+def _of_group(values: Sequence[Any], size: int, zero: bool) -> Squares:
+    """The squares of values that are alike, of the shape (values, examples)."""
+    first = values[0]
+    if len(values) > 1:
+        each = jax.vmap(jax.vmap(lambda x: Squares.of(x, zero=zero)))
+        return each(jnp.stack(values))
+    return jax.tree.map(lambda x: x[None], each_squares(first, size, zero))
+
+
+def each_squares(value: Any, size: int, zero: bool = False) -> Squares:
+    """The squares of a leaf for each example."""
+    if isinstance(value, Squares):
+        return value
+    if isinstance(value, Products) and value.squares is not None:
+        return value.squares
+    if isinstance(value, Products):
+        return jax.vmap(squares, axis_size=size)(value)
+    return jax.vmap(lambda x: Squares.of(x, zero=zero))(value)

@@ -1,0 +1,191 @@
+"""One answer by every method: what goes wrong while a leaf is followed makes this leaf direct."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from clipgrad._per_example import follow, linear, sums, terms
+from tests.per_example_programs import PROGRAMS, arguments
+from tests.per_example_weights import program
+from tests.test_per_example_products import (
+    FOLLOWED,
+    assert_clipped,
+    every_way,
+    norms_of,
+    one_by_one,
+    wide,
+)
+
+ROWS = [
+    "joined kernels that are cut again",
+    "kernel reshaped across its axes",
+    "kernel doubled again and again",
+    "strided convolution of an image smaller than its kernel",
+    "first state that is a weight",
+    "first state that is halved",
+]
+
+
+def in_one(names):
+    """The losses of these programs added up, so that they are compiled at once."""
+    given = {name: arguments(name) for name in names}
+    params = {name: p for name, (p, _) in given.items()}
+    batch = {name: x for name, (_, x) in given.items()}
+
+    def loss(params, batch):
+        return sum(PROGRAMS[name].loss(params[name], batch[name]) for name in names)
+
+    return loss, params, batch
+
+
+def flat(tree):
+    return {"/".join(map(str, path)): x for path, x in _paths(tree)}
+
+
+def _paths(tree):
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        yield [entry.key for entry in path], leaf
+
+
+def test_rows_that_crashed_hung_or_were_wrong_have_one_answer():
+    loss, params, batch = in_one(ROWS)
+    each = flat(one_by_one(loss, params, batch))
+    norms = norms_of(each)
+    limit = float(np.median(np.sqrt(sum(n**2 for n in norms.values()))))
+    ways, by_leaf = every_way(loss, cg.ClipByGlobalNorm(limit), params, batch)
+    for value, grads, stats in ways.values():
+        assert_clipped((value, flat(grads), stats), each, limit)
+    for path, norm in norms.items():
+        np.testing.assert_allclose(by_leaf[path], norm, rtol=2e-5, err_msg=path)
+    plan = cg.clip_per_example(loss, cg.ClipByGlobalNorm(limit)).plan(params, batch)
+    direct = {leaf.path: leaf.reason for leaf in plan.leaves if leaf.norm == "direct"}
+    assert set(direct) == {f"{name}/{leaf}" for name in ROWS for leaf in PROGRAMS[name].direct}
+    assert all(reason and "failed" not in reason for reason in direct.values())
+    assert "more than 1,024 products" in direct["kernel doubled again and again/w"]
+
+
+# Random chains of weights; what is drawn is compared in float64, where norms have 12 digits.
+
+
+def check_chains(seed):
+    loss, params, batch, names = program(seed)
+    each = one_by_one(loss, params, batch)
+    norms = norms_of(each)
+    limit = float(np.median(np.sqrt(sum(n**2 for n in norms.values()))))
+    with jax.enable_x64(True):
+        args = wide((params, batch))
+        ways, by_leaf = every_way(loss, cg.ClipByGlobalNorm(limit), *args)
+        for result in ways.values():
+            assert_clipped(result, each, limit, rtol=1e-9)
+        plan = cg.clip_per_example(loss, cg.ClipByGlobalNorm(limit)).plan(*args)
+    for path, norm in norms.items():
+        np.testing.assert_allclose(by_leaf[path], norm, rtol=1e-9, atol=1e-30, err_msg=f"{names}")
+    assert not [leaf for leaf in plan.leaves if "failed" in leaf.reason]
+
+
+def test_any_chain_of_weights_has_one_answer():
+    check_chains(0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_any_other_chain_of_weights_has_one_answer(seed):
+    check_chains(seed)
+
+
+# Whatever goes wrong
+
+
+def broken(*args, **kwargs):
+    raise RuntimeError("out of order")
+
+
+def rule(name):
+    return lambda patch: patch.setitem(follow._RULES, name, broken)
+
+
+BREAKS = {
+    "dot_general": rule("dot_general"),
+    "transpose": rule("transpose"),
+    "add_any": rule("add_any"),
+    "scan": rule("scan"),
+    "squares": lambda patch: patch.setattr(follow, "squares", broken),
+    "sums": lambda patch: patch.setattr(sums, "_weighted", broken),
+    "slices": lambda patch: patch.setattr(linear, "_sliced", broken),
+    "terms": lambda patch: patch.setattr(terms.Term, "with_axes", broken),
+}
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param("one pass", marks=pytest.mark.exhaustive), "two passes"]
+)
+def test_whatever_breaks_while_a_leaf_is_followed_makes_it_direct(method, monkeypatch):
+    def loss(p, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x @ p["in"].T, p["layers"])
+        cut = jnp.concatenate([p["cut"], p["cut"]], axis=1)
+        x = jnp.sin(x @ cut[:, :5]) * (x @ cut[:, 3:8])
+        return jnp.sum(x @ p["twice"] @ p["twice"])
+
+    shapes = {"in": (12, 8), "layers": (3, 12, 12), "cut": (12, 4), "twice": (5, 5)}
+    keys = dict(zip(shapes, jax.random.split(jax.random.key(0), 4), strict=True))
+    params = {k: jax.random.normal(keys[k], s) / 3 for k, s in shapes.items()}
+    batch = jax.random.normal(jax.random.key(1), (3, 2, 8))
+    each = one_by_one(loss, params, batch)
+    rule, found = cg.ClipByGlobalNorm(2.0), {}
+    per_example = cg.clip_per_example(loss, rule, reduce="sum", method=method)
+    for name, breaks in BREAKS.items():
+        with monkeypatch.context() as patch:
+            breaks(patch)
+            found[name] = per_example.plan(params, batch), per_example(params, batch)
+    for name, (plan, result) in found.items():
+        assert_clipped(result, each, 2.0)
+        failed = [leaf for leaf in plan.leaves if "RuntimeError: out of order" in leaf.reason]
+        assert failed and all(leaf.norm == "direct" for leaf in failed), name
+
+
+def test_an_error_of_the_model_is_its_own():
+    @jax.custom_vjp
+    def same(x):
+        return x
+
+    def backward(_, ct):
+        raise KeyError("of the model")
+
+    same.defvjp(lambda x: (x, None), backward)
+    with pytest.raises(KeyError, match="of the model"):
+        cg.clip_per_example(lambda w, x: same(w @ x), None)(jnp.ones(2), jnp.ones((3, 2)))
+
+
+# What is an array in the plan is one in every pass: there NaN and inf count as 0.
+
+
+def test_both_passes_leave_out_the_same_of_an_example_that_is_not_finite():
+    """The first kernel has a gradient that is NaN, and no other: tanh is flat at infinity."""
+
+    def loss(p, x):
+        x = jnp.tanh(jax.lax.conv(x[None], p["stem"], (1, 1), "SAME"))
+        return jnp.sum(jnp.tanh(x.reshape(8, -1) @ p["w"]) @ p["small"]) + jnp.sum(p["b"] * x[0, 0])
+
+    shapes = {"stem": (8, 3, 3, 3), "w": (36, 9), "small": (9, 1), "b": (6, 6)}
+    keys = dict(zip(shapes, jax.random.split(jax.random.key(0), 4), strict=True))
+    params = {k: jax.random.normal(keys[k], s) / 3 for k, s in shapes.items()}
+    batch = jax.random.normal(jax.random.key(1), (4, 3, 6, 6)).at[1, 0, 2, 2].set(jnp.inf)
+
+    @jax.jit
+    def run(params, batch):
+        return [
+            cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), nonfinite="zero", method=method)(
+                params, batch
+            )[1:]
+            for method in ("direct", *FOLLOWED)
+        ]
+
+    (expected, stats), *others = run(params, batch)
+    assert all(np.isfinite(g).all() for g in expected.values())
+    assert (np.asarray(stats.nonfinite) > 0).tolist() == [False, True, False, False]
+    for grads, own in others:
+        for path, g in expected.items():
+            np.testing.assert_allclose(grads[path], g, atol=2e-5 * np.abs(g).max(), err_msg=path)
+        np.testing.assert_allclose(own.norm, stats.norm, rtol=2e-5)
