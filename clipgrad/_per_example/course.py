@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 from clipgrad._per_example.terms import NotAccumulated, Unfollowed
 from clipgrad._per_example.wanted import Want
 
-Place = tuple[Any, ...]  # the first output of an equation, behind those of the equations around it
-T = TypeVar("T")
+EquationPath = tuple[
+    Any, ...
+]  # the first output of an equation, behind those of the equations around it
+Attempted = TypeVar("Attempted")
 
 
 class Lost(Exception):  # noqa: N818
@@ -41,19 +43,20 @@ class Course:
 
     direct: Mapping[int, str]  # the leaves that are not followed at all, and why
     notes: Notes = dataclasses.field(default_factory=Notes)
-    stops: set[Place] = dataclasses.field(default_factory=set)
-    dense: dict[Place, set[int]] = dataclasses.field(default_factory=dict)  # carries, of scans
+    stops: set[EquationPath] = dataclasses.field(default_factory=set)
+    # The carries of scans that are arrays.
+    dense: dict[EquationPath, set[int]] = dataclasses.field(default_factory=dict)
     arrays: frozenset[int] = frozenset()  # leaves whose gradient is an array for each example
     is_settled: bool = False
 
-    def stop(self, place: Place, leaves: Iterable[int], reason: str) -> None:
+    def stop(self, place: EquationPath, leaves: Iterable[int], reason: str) -> None:
         """Notes that products become arrays at an equation."""
         if self.is_settled:
             raise Lost(leaves, reason)
         self.stops.add(place)
         self.notes.add(leaves, reason)
 
-    def carries(self, place: Place) -> set[int]:
+    def carries(self, place: EquationPath) -> set[int]:
         """The carries of a scan that are arrays, though gradients are added to them."""
         return self.dense.setdefault(place, set())
 
@@ -81,7 +84,7 @@ def why(error: Exception) -> str:
     return f"following it failed: {type(error).__name__}: {text:.120}"
 
 
-def attempted(attempt: Callable[[Mapping[int, str]], T]) -> T:
+def attempted(attempt: Callable[[Mapping[int, str]], Attempted]) -> Attempted:
     """The result of an attempt, which gets the leaves that are direct, and why.
 
     Each attempt that goes wrong adds one leaf or more. With all of them direct there is nothing to

@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from clipgrad._jaxpr import CALLS, JIT, REMAT, Hook, bind, called_program
 from clipgrad._per_example.blocks import dense_gradient
-from clipgrad._per_example.course import Course, Lost, Place, following, want_leaves, why
+from clipgrad._per_example.course import Course, EquationPath, Lost, following, want_leaves, why
 from clipgrad._per_example.grams import squares
 from clipgrad._per_example.layouts import convolved
 from clipgrad._per_example.measured import waits
@@ -138,7 +138,7 @@ class Follow(Hook):
     wanted: Mapping[Any, Want]
     end: "End | None"
     course: Course
-    around: Place = ()
+    around: EquationPath = ()
     # For what is broadcast or cast, the array before it and the axes that it has.
     sources: dict[Any, tuple[Any, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
 
@@ -196,7 +196,7 @@ class Follow(Hook):
         (result,) = bind(equation, arrays)
         return Summed(result)
 
-    def place(self, equation: JaxprEqn) -> Place:
+    def place(self, equation: JaxprEqn) -> EquationPath:
         """Where an equation is."""
         return (*self.around, equation.outvars[0])
 

@@ -39,14 +39,14 @@ def squares_of_leaves(values: Mapping[int, Any], size: int, zero: frozenset[int]
             found.append(_of_group([values[i] for i in leaves], size, leaves[0] in zero))
     if not found:
         return Squares(*(jnp.zeros((0, size), kind) for kind in ("float32", "int32", "float32")))
-    columns = [_joined(column) for column in zip(*found, strict=True)]
+    columns = [_as_rows(column) for column in zip(*found, strict=True)]
     order = np.argsort([i for leaves in groups.values() for i in leaves])
     if any(order != np.arange(len(order))):
         columns = [column[order] for column in columns]
     return Squares(*columns)
 
 
-def _joined(parts: Sequence[jax.Array]) -> jax.Array:
+def _as_rows(parts: Sequence[jax.Array]) -> jax.Array:
     """Rows in the widest of their dtypes."""
     dtype = max(parts, key=lambda part: part.dtype.itemsize).dtype
     return jnp.concatenate([part.astype(dtype) for part in parts])

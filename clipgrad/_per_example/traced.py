@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,12 @@ import jax.numpy as jnp
 from clipgrad._jaxpr import Traced, evaluate, opened, trace
 from clipgrad._per_example import convolutions, linear, products, scans  # noqa: F401  how they are followed
 from clipgrad._per_example.after import After
-from clipgrad._per_example.course import Course, attempted, following
+from clipgrad._per_example.course import Attempted, Course, attempted, following
 from clipgrad._per_example.follow import End, Follow
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.terms import Products
 from clipgrad._per_example.wanted import Want, wanted
 from clipgrad._trees import is_array
-
-T = TypeVar("T")
 
 
 class Examples(NamedTuple):
@@ -103,8 +101,8 @@ class ExampleGradient:
 
 
 def followed(
-    subject: PerExampleSubject, params: Any, examples: Any, run: Callable[..., T]
-) -> tuple[T, Course, list[Any]]:
+    subject: PerExampleSubject, params: Any, examples: Any, run: Callable[..., Attempted]
+) -> tuple[Attempted, Course, list[Any]]:
     """What ``run`` makes of a settled gradient, its shapes, parameters and examples.
 
     Beside it the course, and the shapes. Where something goes wrong it runs again, with the leaves
@@ -112,7 +110,7 @@ def followed(
     """
     whole = ExampleGradient.of(subject.loss_fn, subject.has_aux, params, examples)
 
-    def attempt(direct: Mapping[int, str]) -> tuple[T, Course, list[Any]]:
+    def attempt(direct: Mapping[int, str]) -> tuple[Attempted, Course, list[Any]]:
         gradient, shapes = whole.settled(params, examples, direct)
         return run(gradient, shapes, params, examples), gradient.course, shapes
 
