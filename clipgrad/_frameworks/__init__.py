@@ -11,5 +11,6 @@ from clipgrad._frameworks.nnx import without_variables as without_variables
 from clipgrad._frameworks.nnx_parameters import differentiated_inputs as differentiated_inputs
 from clipgrad._frameworks.packed import as_static as as_static
 from clipgrad._frameworks.packed import from_static as from_static
+from clipgrad._frameworks.packed import with_leaves as with_leaves
 from clipgrad._frameworks.parameters import Parameters as Parameters
 from clipgrad._frameworks.parameters import take_apart as take_apart

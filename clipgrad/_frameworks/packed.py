@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -61,6 +62,22 @@ def from_static(tree: Any) -> Any:
         return x.value if isinstance(x, Static) else x
 
     return jax.tree.map(value, tree, is_leaf=is_leaf)
+
+
+def with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
+    """A tree with other leaves; a variable that NNX models have in several places stays one."""
+    copy = jax.tree.structure(tree).unflatten(leaves)
+    models = [x for x in jax.tree.leaves(tree, is_leaf=is_model) if is_model(x)]
+    if not models:
+        return copy
+    nnx: Any = sys.modules["flax.nnx"]
+    graph, state = nnx.split(models)
+    copies = [x for x in jax.tree.leaves(copy, is_leaf=is_model) if is_model(x)]
+    known = dict(nnx.to_flat_state(nnx.split(copies)[1]))
+    merged = iter(
+        nnx.merge(graph, nnx.from_flat_state([(p, known[p]) for p, _ in nnx.to_flat_state(state)]))
+    )
+    return jax.tree.map(lambda x: next(merged) if is_model(x) else x, copy, is_leaf=is_model)
 
 
 def _static_leaf(x: Any) -> Any:

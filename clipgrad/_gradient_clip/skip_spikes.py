@@ -49,6 +49,13 @@ class SkipSpikesState(NamedTuple):
     halted_at: jax.Array | None = None
     count: jax.Array | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
 
+    def __getattr__(self, name: str) -> Any:
+        """A field of the state of ``optax.MultiSteps`` inside, which trainers look for here."""
+        inner = self[0]
+        if isinstance(inner, optax.MultiStepsState) and name in inner._fields:
+            return getattr(inner, name)
+        raise AttributeError(f"SkipSpikesState has no attribute {name!r}")
+
 
 def skip_spikes(
     inner: optax.GradientTransformation | optax.MultiSteps,
@@ -85,8 +92,10 @@ def skip_spikes(
 
     Args:
       inner: an optax gradient transformation, or ``optax.MultiSteps``, whose average of gradients
-        would keep a NaN forever if it were outside. A clip belongs inside, for the steps before
-        the history is full: ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
+        would keep a NaN forever if it were outside; the fields of its state, such as
+        ``gradient_step``, are attributes of the `SkipSpikesState` as well. A clip belongs inside,
+        for the steps before the history is full:
+        ``skip_spikes(optax.chain(clip_by_global_norm(1.0), optax.sgd(0.1)))``.
       max_norm: an absolute limit; ``None``: no limit.
       window: the number of norms in the history.
       sigma: the most deviations that a norm may be above the mean. ``None``: no history and no
@@ -334,7 +343,9 @@ def _no_step(count: jax.Array) -> jax.Array:
 def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformation:
     """The optimizer of the argument ``name`` as a gradient transformation."""
     if isinstance(optimizer, optax.MultiSteps):
-        optimizer = optimizer.gradient_transformation()
+        # Its own `gradient_transformation` drops extra arguments, such as ``value``.
+        update: Any = optimizer.update
+        optimizer = optax.GradientTransformationExtraArgs(optimizer.init, update)
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
             f"{name}: got {type(optimizer).__name__}, expected an optax.GradientTransformation "

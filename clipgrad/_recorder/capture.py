@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from clipgrad._recorder.restored import restored
 from clipgrad._recorder.storage import orbax, read, read_manifest
-from clipgrad._trees import with_paths
 
 _NO_PARAMS = (
     "params: got none, expected a state with params, or record(..., params=params); the state has "
@@ -56,7 +56,9 @@ class Capture:
       extra: the other arguments of ``record``.
       meta: ``halted_at``, ``statistics``, ``versions``, ``devices``, ``processes``, ``platform``,
         ``device_kind``; ``no_batch`` gives the reason if there is no batch; ``microbatches`` is
-        their number if ``optax.MultiSteps`` wraps `skip_spikes`.
+        their number if ``optax.MultiSteps`` wraps `skip_spikes`. If the batch was recorded with
+        several steps, ``steps`` is their number, and ``step_in_batch`` the position of the bad one
+        along the leading axis of the batch.
     """
 
     path: pathlib.Path
@@ -103,26 +105,20 @@ class Capture:
     def restore(self, like: Any, name: str = "params") -> Any:
         """A part of the capture in the structure of your tree.
 
+        Guarantees:
+          * Leaves are paired by their paths, never by position.
+          * The result has the classes of your tree; a variable that a model of flax NNX has in
+            several places stays one.
+
         Args:
-          like: a tree with as many arrays, such as a model; its other leaves stay as they are.
+          like: a tree with the same paths, such as a model or a flax ``TrainState``. What is not an
+            array, a number or text in it stays as it is.
           name: "params", "state", "batch" or "extra".
 
         Raises:
-          ValueError: the numbers of leaves or their shapes differ.
+          ValueError: paths, shapes or dtypes differ.
         """
-        given, structure = jax.tree.flatten(like)
-        arrays = [leaf for leaf in given if _shape(leaf) is not None]
-        found = with_paths(getattr(self, name))
-        found = [(path, leaf) for path, leaf in found if _shape(leaf) is not None]
-        if len(found) != len(arrays):
-            raise ValueError(f"like: got {len(arrays)} arrays, expected {len(found)} as in {name}")
-        for (path, leaf), other in zip(found, arrays, strict=True):
-            if _shape(leaf) != _shape(other):
-                raise ValueError(
-                    f"like: got shape {_shape(other)} for {path!r}, expected {_shape(leaf)}"
-                )
-        leaves = iter(leaf for _, leaf in found)
-        return structure.unflatten([x if _shape(x) is None else next(leaves) for x in given])
+        return restored(like, getattr(self, name), name)
 
     def plot(self) -> Any:
         """Draws the statistics of the steps up to the bad one.
@@ -188,7 +184,3 @@ def _fields(state: Any) -> str:
     if isinstance(state, dict):
         return ", ".join(map(str, state))
     return ", ".join(getattr(state, "_fields", ())) or f"no names, it is a {type(state).__name__}"
-
-
-def _shape(leaf: Any) -> tuple | None:
-    return getattr(leaf, "shape", None)

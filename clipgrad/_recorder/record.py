@@ -22,6 +22,8 @@ class StepRecord:
       step: the number of the step that the user gave, or None.
       extra: what else the user gave.
       flag: the flag on the host, once it was looked at.
+      before: the number of steps before it; None if it was not looked at.
+      is_done: whether all was done that its flag asks for.
     """
 
     copy: Any
@@ -31,6 +33,8 @@ class StepRecord:
     step: Any
     extra: dict[str, Any]
     flag: Flag | None = None
+    before: int | None = None
+    is_done: bool = False
 
     def look(self) -> Flag:
         """The flag; waits for it."""
@@ -45,6 +49,24 @@ class StepRecord:
         return bool(flag.halted) and flag.count == flag.halted_at + 1 and not flag.microbatch
 
     @property
+    def steps(self) -> int:
+        """How many steps it is of: those of one dispatch, of which the batch has an entry each.
+
+        1 where steps were not recorded, whose batches are not here.
+        """
+        flag, leaves = self.look(), jax.tree.leaves(self.batch)
+        count = flag.count - (flag.count if self.before is None else self.before)
+        is_stacked = bool(leaves) and all(np.shape(leaf)[:1] == (count,) for leaf in leaves)
+        return count if count > 1 and is_stacked and not flag.microbatch else 1
+
+    @property
+    def has_bad_step(self) -> bool:
+        """Whether the step that has halted the training is this one, or one of these."""
+        flag = self.look()
+        among = self.steps > 1 and flag.halted and flag.count - flag.halted_at <= self.steps
+        return self.is_bad_step or bool(among)
+
+    @property
     def numbers(self) -> dict[str, Any]:
         """The single numbers among what else the user gave, where they are."""
         return {name: value for name, value in self.extra.items() if _is_single_number(value)}
@@ -54,7 +76,7 @@ def kept_tree(name: str, tree: Any) -> Any:
     """The tree with copies of NumPy's arrays, which a data iterator may write into again.
 
     Raises:
-      TypeError: a leaf is no array, number or text.
+      TypeError: a leaf is no array, number or text, or a key of a dictionary can't be written.
       ValueError: a buffer was donated, or a process of several has an array of its own.
     """
     check_tree(name, tree)
@@ -72,10 +94,11 @@ def _kept_leaf(name: str, path: Any, leaf: Any) -> Any:
             )
         shared = not leaf.is_fully_addressable or name != "batch" or leaf.ndim == 0
         return leaf if jax.process_count() == 1 or shared else _alone(where, leaf)
-    if isinstance(leaf, bool | int | float | complex | str | bytes):
+    is_plain = type(leaf) in (bool, int, float, complex, str, bytes)
+    if is_plain:
         return leaf
     array = np.array(leaf)
-    if array.dtype.kind in "OMmV" and not _is_extended(array.dtype):
+    if array.dtype.hasobject or isinstance(leaf, np.ma.MaskedArray):
         got = where.format(f"{type(leaf).__name__}")
         raise TypeError(f"{got}, expected arrays, numbers or text")
     return array if jax.process_count() == 1 else _alone(where, leaf)
@@ -87,11 +110,6 @@ def _alone(where: str, leaf: Any) -> Any:
         f"{got}, expected arrays of all {jax.process_count()} processes; write "
         "jax.make_array_from_process_local_data(sharding, x) before the step"
     )
-
-
-def _is_extended(dtype: np.dtype) -> bool:
-    """Whether this is one of the types that NumPy has from JAX, such as bfloat16."""
-    return dtype.kind == "V" and dtype.names is None and dtype.type.__module__ == "ml_dtypes"
 
 
 def _is_single_number(value: Any) -> bool:

@@ -17,6 +17,7 @@ from clipgrad._recorder.halted_error import HaltedError
 from clipgrad._recorder.newest import Newest
 from clipgrad._recorder.record import StepRecord, kept_tree
 from clipgrad._recorder.storage import MANIFEST, orbax, write
+from clipgrad._recorder.structure import check_structure
 from clipgrad._trees import check_tree, is_array
 
 # Some numbers of each step: enough for a picture, and less than one small array in all.
@@ -39,7 +40,10 @@ class FlightRecorder:
       * Several processes must stop at the same step. There `record` waits for the flag of the step
         ``keep - 1`` steps before, so the loop never runs further ahead.
       * A capture never has the batch of another step. If the loop does not record every step, or
-        records a state that had already halted, the capture says that it has no batch.
+        records a state that had already halted, the capture says that it has no batch. If a
+        compiled function takes several steps, record the state after the last one with the batches
+        of all, stacked along the leading axis: the capture has them all, and says which is bad.
+      * What can't be written is refused by the first `record`, not at the halt.
       * A capture gets its name when it is complete, and never overwrites another one.
       * It does not have a thread or global state, and loading a capture does not run code from it.
 
@@ -95,6 +99,8 @@ class FlightRecorder:
         self._records: collections.deque[StepRecord] = collections.deque()
         self._past: collections.deque[tuple] = collections.deque(maxlen=_STATISTICS)
         self._place: FlagPlace | None = None
+        self._checked: dict[str, Any] = {}
+        self._count = 0  # of the steps that were looked at
         self._names: list[str] = []
         self._halted_at: int | None = None
         self._unwritten: StepRecord | None = None
@@ -119,17 +125,19 @@ class FlightRecorder:
         Raises:
           HaltedError: a step was bad, and its capture is written; unless ``raise_on_halt=False``.
           ValueError: ``state`` has no flag or several, or ``state`` or ``batch`` was donated.
-          TypeError: a leaf of ``batch`` is not an array, a number or text.
+          TypeError: a leaf of ``batch`` is not an array, a number or text, or a key of a dictionary
+            is not text, a number, bytes or a tuple of them.
         """
         params = extra.pop("params", None)
         leaves, structure = jax.tree.flatten(state)
         if self._place is None or structure != self._place.structure:
-            check_tree("state", state)
+            self._check("state", state)
             self._place = find_flag(structure)
             self._names = self._place.names(leaves)
-        data = {"batch": kept_tree("batch", batch), "key": kept_tree("key", key)}
-        more = {name: kept_tree(name, value) for name, value in extra.items()}
-        number = _variable(step)
+        self._check("params", params)
+        data = {"batch": self._kept("batch", batch), "key": self._kept("key", key)}
+        more = {name: self._kept(name, value) for name, value in extra.items()}
+        number = _step_number(step)
         flag, norms, copied = self._place.copied(leaves, number if is_array(number) else None)
         step = number if copied is None else copied
         flag.copy_to_host_async()
@@ -138,6 +146,19 @@ class FlightRecorder:
         self._newest = Newest({"state": (leaves, structure)} | given)
         several = jax.process_count() > 1
         self._look(waiting=len(self._records) - self.keep + 1 if several else 0, peek=not several)
+
+    def _check(self, name: str, tree: Any) -> None:
+        """Refuses, where its structure is new, what could not be written at the halt."""
+        structure = jax.tree.structure(tree)
+        if name not in self._checked or self._checked[name] != structure:
+            check_tree(name, tree)
+            check_structure(name, tree)
+            self._checked[name] = structure
+
+    def _kept(self, name: str, tree: Any) -> Any:
+        check_tree(name, tree)
+        self._check(name, tree)
+        return kept_tree(name, tree)
 
     def close(self) -> None:
         """Waits for the flags of all remaining steps, and reads them.
@@ -148,9 +169,8 @@ class FlightRecorder:
         Raises:
           HaltedError: a step was bad, as for `record`.
         """
-        unwritten, self._unwritten = self._unwritten, None
-        if unwritten is not None:
-            self._halt(unwritten)
+        if self._unwritten is not None:
+            self._halt(self._unwritten)
         self._look(waiting=len(self._records))
 
     def __enter__(self) -> Self:
@@ -177,20 +197,25 @@ class FlightRecorder:
     def _look(self, waiting: int, peek: bool = False) -> None:
         """Looks at flags in their order: waits for the first ones, others must have arrived."""
         for i, record in enumerate(list(self._records)):
-            if record.flag is None and not (i < waiting or peek and record.copy.is_ready()):
+            if not record.is_done and not (i < waiting or peek and record.copy.is_ready()):
                 break
             self._look_at(record)
-        while len(self._records) > self.keep and self._records[0].flag is not None:
+        while len(self._records) > self.keep and self._records[0].is_done:
             self._records.popleft()
 
     def _look_at(self, record: StepRecord) -> None:
-        if record.flag is not None:
+        """Does what a flag asks for; an interruption, as by Ctrl-C, leaves it to be done."""
+        if record.is_done:
             return
         flag = record.look()
-        self._past.append((record.step, flag, record.norms, record.numbers))
+        if record.before is None:
+            record.before, self._count = self._count, flag.count
+            self._past.append((record.step, flag, record.norms, record.numbers))
         halted_at = flag.halted_at if flag.halted else None
-        known, self._halted_at = self._halted_at, halted_at
-        if halted_at is not None and halted_at != known:
+        if halted_at is not None and halted_at != self._halted_at:
+            self._unwritten = record
+        self._halted_at, record.is_done = halted_at, True
+        if self._unwritten is record:
             self._halt(record)
 
     def _halt(self, record: StepRecord) -> None:
@@ -198,6 +223,7 @@ class FlightRecorder:
         message, cause, path = f"the training has halted at step {self._step(record)}", None, None
         try:
             path = self._written(record)
+            self._unwritten = None
             self.captures.append(path)
             message += (
                 f"; its capture is {path}; to find the reason, call clipgrad.diagnose(loss, "
@@ -209,8 +235,9 @@ class FlightRecorder:
             message += "; its capture could not be written: "
             several = isinstance(error, _TooManyError)
             message += str(error) if several else f"{type(error).__name__}: {error}"
-            if not several:
-                self._unwritten = record
+            if several:
+                self._unwritten = None
+            else:
                 message += "; close() tries again, if your state still exists"
         if self.raise_on_halt:
             raise HaltedError(path, message) from cause
@@ -229,10 +256,13 @@ class FlightRecorder:
         path = next(p for p in (path, *again) if not p.exists())
         content, meta = self._newest.alive(), self._meta(record)
         batch, missing = self._batch(record)
-        content |= {"key": record.key, "extra": record.extra} if record.is_bad_step else {}
+        content |= {"key": record.key, "extra": record.extra} if record.has_bad_step else {}
         content |= {} if missing else {"batch": batch}
         meta |= {"no_batch": missing} if missing else {}
         meta |= {"microbatches": len(batch)} if self._accumulates and not missing else {}
+        if not missing and record.steps > 1:
+            first = record.look().count - record.steps
+            meta |= {"steps": record.steps, "step_in_batch": meta["halted_at"] - first}
         write(path, content, meta)
         return path
 
@@ -249,7 +279,7 @@ class FlightRecorder:
     def _batch(self, record: StepRecord) -> tuple[Any, str | None]:
         """The batch of the bad step, or why there is none."""
         flag = record.look()
-        if not record.is_bad_step:
+        if not record.has_bad_step:
             return None, (
                 f"the first record after step {flag.halted_at} was of step {flag.count - 1}; "
                 "call record after every step, or clipgrad.resume if the state was halted before"
@@ -304,14 +334,28 @@ def _check_writable(directory: pathlib.Path) -> None:
         pass
 
 
-def _variable(step: Any) -> Any:
-    """The array of a step, which may be a variable of flax NNX."""
+def _step_number(step: Any) -> Any:
+    """The number of a step, which may be a variable of flax NNX.
+
+    Raises:
+      TypeError: it is not a number or text.
+    """
     leaves = jax.tree.leaves(step)
-    return leaves[0] if len(leaves) == 1 else None
+    number = leaves[0] if len(leaves) == 1 else step
+    kind = getattr(getattr(number, "dtype", None), "kind", None)
+    is_array = kind is not None and np.size(number) == 1 and kind in "biufUV"
+    if not (number is None or is_array or isinstance(number, int | float | str)):
+        raise TypeError(
+            f"step: got {step!r:.60} of type {type(step).__name__}, expected a number or text"
+        )
+    return number
 
 
 def _plain_number(number: Any) -> Any:
     """A number as JSON has it; None for a buffer that was donated meanwhile."""
     if isinstance(number, jax.Array) and number.is_deleted():
         return None
-    return number if isinstance(number, int | float | str) else np.asarray(number).item()
+    if type(number) in (bool, int, float, str):
+        return number
+    plain = np.asarray(number).item()
+    return plain if isinstance(plain, bool | int | str) else float(plain)

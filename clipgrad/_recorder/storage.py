@@ -1,13 +1,15 @@
 """A capture on the disk: arrays by orbax, all else as JSON; complete or not there."""
 
+import contextlib
 import functools
 import json
 import math
+import operator
 import os
 import pathlib
 import shutil
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +19,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from clipgrad._recorder.structure import from_data, to_data
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "capture.json"
 _ARRAYS = "arrays"
+_NUMPY = "numpy"
 
 
 def orbax() -> Any:
@@ -38,22 +41,31 @@ def orbax() -> Any:
     return orbax.checkpoint
 
 
+class Written(NamedTuple):
+    """The arrays of a capture, by their names in the manifest."""
+
+    arrays: dict[str, Any]  # by orbax
+    files: dict[str, np.ndarray]  # those of NumPy that orbax does not take, such as text
+
+
 def write(path: pathlib.Path, content: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
     """Write a capture; it has its name only once it is complete. All processes take part."""
     partial = path.with_name(f".{path.name}.partial")
-    arrays: dict[str, Any] = {}
-    data = to_data(dict(content), lambda leaf: _leaf_data(leaf, arrays))
+    written = Written({}, {})
+    data = to_data(dict(content), lambda leaf: _leaf_data(leaf, written))
     first = jax.process_index() == 0
     try:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            (partial / _NUMPY).mkdir(parents=True)
         _synchronize(f"{path.name} begins")
-        if arrays:
+        if written.arrays:
             ocp = orbax()
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                checkpointer.save(partial / _ARRAYS, args=ocp.args.PyTreeSave(arrays))
+                checkpointer.save(partial / _ARRAYS, args=ocp.args.PyTreeSave(written.arrays))
         if first:
+            for name, array in written.files.items():
+                np.save(partial / _NUMPY / f"{name}.npy", array, allow_pickle=False)
             text = json.dumps({"format": FORMAT, "meta": dict(meta), "content": data}, indent=1)
             (partial / MANIFEST).write_text(text, encoding="utf-8")
             os.rename(partial, path)
@@ -69,34 +81,76 @@ def _synchronize(what: str) -> None:
         multihost_utils.sync_global_devices(f"clipgrad capture {what}")
 
 
-def _leaf_data(leaf: Any, arrays: dict[str, Any]) -> dict[str, Any]:
+def _leaf_data(leaf: Any, written: Written) -> dict[str, Any]:
     """What the manifest says of a leaf; the arrays themselves are collected."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return _numpy_data(np.asarray(leaf), written)
     if isinstance(leaf, bool | int | float | str):
         return {"value": leaf}
     if isinstance(leaf, bytes):
         return {"bytes": leaf.hex()}
     if isinstance(leaf, complex):
         return {"complex": [leaf.real, leaf.imag]}
-    is_array = isinstance(leaf, jax.Array)
-    if not (is_array or isinstance(leaf, np.ndarray | np.generic)) or leaf.dtype == object:
+    if not isinstance(leaf, jax.Array):
         return {"left_out": f"{type(leaf).__module__}.{type(leaf).__qualname__}"}
-    return _array_data(leaf, is_array, arrays)
-
-
-def _array_data(leaf: Any, is_array: bool, arrays: dict[str, Any]) -> dict[str, Any]:
-    if is_array and leaf.is_deleted():
+    if leaf.is_deleted():
         return {"left_out": "an array that was donated to a later step"}
-    data: dict[str, Any] = {"sharding": _sharding_data(leaf.sharding) if is_array else "numpy"}
+    return _array_data(leaf, written)
+
+
+def _numpy_data(leaf: np.ndarray, written: Written) -> dict[str, Any]:
+    """The same of an array of NumPy."""
+    if leaf.dtype.hasobject:
+        return {"left_out": f"an array of dtype {leaf.dtype}"}
+    data: dict[str, Any] = {"sharding": "numpy", "dtype": str(leaf.dtype)}
+    data["shape"] = list(leaf.shape)
+    if not _is_for_orbax(leaf.dtype):
+        data["file"] = f"{len(written.files)}"
+        written.files[data["file"]] = leaf
+    elif leaf.size:  # orbax does not save arrays without elements
+        data["array"] = f"{len(written.arrays)}"
+        written.arrays[data["array"]] = leaf.view(np.uint8) if _is_odd(leaf.dtype) else leaf
+    return data
+
+
+def _is_odd(dtype: Any) -> bool:
+    """Whether orbax does not take a type of JAX; its bits go as bytes."""
+    return str(dtype) in ("uint2", "uint4", "float6_e2m3fn", "float6_e3m2fn", "float8_e4m3")
+
+
+def _as_bytes(leaf: jax.Array) -> jax.Array:
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        return leaf.astype(jnp.uint8)
+    return jax.lax.bitcast_convert_type(leaf, jnp.uint8)
+
+
+def _from_bytes(array: Any, dtype: np.dtype) -> Any:
+    if isinstance(array, np.ndarray):
+        return array.view(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return array.astype(dtype)
+    return jax.lax.bitcast_convert_type(array, dtype)
+
+
+def _is_for_orbax(dtype: np.dtype) -> bool:
+    """Whether orbax gives back the same bits: of numbers in this machine's order of bytes."""
+    is_extended = dtype.kind == "V" and dtype.type.__module__ == "ml_dtypes"
+    is_number = dtype.kind in "biufc" and dtype not in (np.longdouble, np.clongdouble)
+    return is_extended or is_number and dtype.isnative
+
+
+def _array_data(leaf: Any, written: Written) -> dict[str, Any]:
+    data: dict[str, Any] = {"sharding": _sharding_data(leaf.sharding)}
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data["key"] = str(jax.random.key_impl(leaf))
         leaf = jax.random.key_data(leaf)
     data |= {"dtype": str(leaf.dtype), "shape": list(leaf.shape)}
-    # Orbax does not save arrays without elements.
     if leaf.size:
-        data["array"] = f"{len(arrays)}"
+        data["array"] = f"{len(written.arrays)}"
         # Of what each of several processes has for itself the first one's is written.
-        own = is_array and leaf.is_fully_addressable and jax.process_count() > 1
-        arrays[data["array"]] = leaf if is_array and not own else np.asarray(leaf)
+        own = leaf.is_fully_addressable and jax.process_count() > 1
+        leaf = _as_bytes(leaf) if _is_odd(leaf.dtype) else leaf
+        written.arrays[data["array"]] = np.asarray(leaf) if own else leaf
     return data
 
 
@@ -116,26 +170,73 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
 
     Raises:
       FileNotFoundError: there is none, or none that is complete.
-      ValueError: it was written by a later version.
+      ValueError: it was written by a later version, or is damaged.
     """
     if path.name.startswith(".") or not (path / MANIFEST).is_file():
         inside = sorted(str(p.parent) for p in path.glob(f"[!.]*/{MANIFEST}"))
         hint = f"; there are {', '.join(inside)}" if inside else ""
         raise FileNotFoundError(f"path: got {str(path)!r}, expected a capture{hint}")
-    try:
+    with _readable(path, MANIFEST):
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         version = int(manifest["format"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"path: got {str(path)!r} whose {MANIFEST} can't be read: {error}"
-        ) from None
     if version > FORMAT:
         raise ValueError(
-            f"path: got a capture of format {version}, written by clipgrad "
-            f"{manifest['meta']['versions']['clipgrad']}, expected format {FORMAT}; install that "
-            "version or a later one"
+            f"path: got a capture of format {version}, written by a later version of clipgrad, "
+            f"expected format {FORMAT} or an earlier one; install that version"
         )
+    with _readable(path, MANIFEST):
+        # All that is read of it later, so that what is damaged is said here.
+        from_data(manifest["content"], _check_leaf_data)
+        _check_meta(manifest["meta"])
     return manifest
+
+
+@contextlib.contextmanager
+def _readable(path: pathlib.Path, part: str) -> Iterator[None]:
+    """Raises `ValueError` for a part of a capture that is damaged."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"path: got {str(path)!r} whose {part} can't be read: {type(error).__name__}: "
+            f"{str(error)[:200]}"
+        ) from None
+
+
+def _check_leaf_data(leaf: Any) -> None:
+    if not set(leaf) & {"value", "bytes", "complex", "left_out", "dtype"}:
+        raise KeyError(f"a leaf of {sorted(leaf)}")
+    if "bytes" in leaf:
+        bytes.fromhex(leaf["bytes"])
+    if "complex" in leaf:
+        complex(*leaf["complex"])
+    if "dtype" in leaf:
+        _check_array_data(**leaf)
+
+
+def _check_array_data(
+    *, dtype: str, shape: list[int], sharding: Any, array: str = "", file: str = "", key: str = ""
+) -> None:
+    if not all(isinstance(name, str) for name in (dtype, array, file, key)):
+        raise TypeError(f"names {dtype!r}, {array!r}, {file!r}, {key!r}")
+    if "/" in file or min(map(operator.index, shape), default=0) < 0:
+        raise ValueError(f"file {file!r}, shape {shape!r}")
+    if not file:
+        jnp.dtype(dtype)
+    if isinstance(sharding, dict):
+        lists = [[AxisType[name] for name in sharding["types"]], sharding["axes"]]
+        sizes = [*map(operator.index, sharding["sizes"])]
+        if any(len(each) != len(sizes) for each in lists) or "spec" not in sharding:
+            raise ValueError(f"a mesh {sharding!r}")
+    elif sharding not in (None, "numpy"):
+        raise ValueError(f"a sharding {sharding!r}")
+
+
+def _check_meta(meta: Any) -> None:
+    wanted = {"statistics", "versions", "step", "halted_at", "devices", "device_kind"}
+    missing = wanted - set(meta) or {"jax"} - set(meta["versions"])
+    if missing or not isinstance(meta["statistics"], dict):
+        raise KeyError(f"meta without {sorted(missing)}")
 
 
 def read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
@@ -145,13 +246,14 @@ def read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
     from_data(data, leaves.append)
     placements, wanted = {}, {}
     for leaf in leaves:
-        if "dtype" in leaf:
+        if "dtype" in leaf and "file" not in leaf:
             _check_width(leaf)
             placement = None if leaf["sharding"] == "numpy" else _placement(leaf, mesh)
             placements[id(leaf)] = placement
             if "array" in leaf:
                 wanted[leaf["array"]] = placement
-    arrays = _restored(path / _ARRAYS, wanted) if wanted else {}
+    with _readable(path, "arrays"):
+        arrays = _restored(path / _ARRAYS, wanted) if wanted else {}
 
     def value(leaf: dict[str, Any]) -> Any:
         if "value" in leaf:
@@ -162,10 +264,25 @@ def read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
             return complex(*leaf["complex"])
         if "dtype" not in leaf:
             return None
+        if "file" in leaf:
+            with _readable(path, f"{_NUMPY}/{leaf['file']}.npy"):
+                return np.load(path / _NUMPY / f"{leaf['file']}.npy", allow_pickle=False)
         array = arrays[leaf["array"]] if "array" in leaf else _empty(leaf, placements[id(leaf)])
+        if "array" in leaf and _is_odd(leaf["dtype"]) and array.dtype == np.uint8:
+            array = _from_bytes(array, jnp.dtype(leaf["dtype"]))
+        _check_array(path, array, leaf)
         return jax.random.wrap_key_data(array, impl=leaf["key"]) if "key" in leaf else array
 
     return from_data(data, value)
+
+
+def _check_array(path: pathlib.Path, array: Any, leaf: dict[str, Any]) -> None:
+    found, expected = (str(array.dtype), [*array.shape]), (leaf["dtype"], leaf["shape"])
+    if found != expected:
+        raise ValueError(
+            f"path: got {str(path)!r} with an array of {found}, expected {expected} as in "
+            f"{MANIFEST}"
+        )
 
 
 def _restored(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:

@@ -1,31 +1,116 @@
-"""A tree as plain data and a list of leaves, and back; no code of the tree is needed or run."""
+"""A tree as plain data and a list of leaves, and back; no code of the tree is needed or run.
 
+`parts` says what the parts of a tree are and what their keys are; writing, checking and restoring
+all ask it.
+"""
+
+import collections
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 Encode = Callable[[Any], Any]
+Path = tuple[Any, ...]
 
 # Their states are tuples of arrays, and are made again as what they were.
 _KNOWN = ("clipgrad", "optax")
+_KEYS = (str, bool, int, float, bytes)
+# A reader needs a few frames of Python's stack, of which there are 1000, for each level.
+MOST_LEVELS = 100
+
+
+def parts(tree: Any) -> list[tuple[Any, Any]] | None:
+    """The parts of a tree with their keys; ``None`` for a leaf."""
+    entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    if len(entries) == 1 and not entries[0][0]:
+        return None
+    return [(_key_of(path[0]), part) for path, part in entries]
+
+
+def without_boxes(tree: Any) -> Any:
+    """What a box of flax holds, such as ``flax.linen.Partitioned``; else the tree."""
+    kind = getattr(sys.modules.get("flax.core.meta"), "AxisMetadata", ())
+    while isinstance(tree, kind):
+        found = parts(tree)
+        if not found or len(found) != 1:
+            break
+        tree = found[0][1]
+    return tree
+
+
+def entries(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a tree, `None` left out, with their paths, in JAX's order."""
+    tree = without_boxes(tree)
+    found = parts(tree)
+    if found is None:
+        yield path, tree
+        return
+    for key, part in found:
+        if part is not None:
+            yield from entries(part, (*path, key))
+
+
+def check_structure(name: str, tree: Any) -> None:
+    """Checks what `to_data` needs.
+
+    Raises:
+      TypeError: a key of a dictionary is of a type that can't be written.
+      ValueError: there are too many levels, or two parts of one key.
+    """
+    _check_part(name, tree, ())
+
+
+def _check_part(name: str, tree: Any, path: Path) -> None:
+    tree = without_boxes(tree)
+    found = None if tree is None else parts(tree)
+    where = f"{name}: got {{}} at {path_text(path)!r}" if path else f"{name}: got {{}}"
+    if len(path) > MOST_LEVELS:
+        got = f"{name}: got a tree of more than {MOST_LEVELS} levels"
+        raise ValueError(f"{got}, expected fewer; stack the arrays of the levels")
+    keys = [key for key, _ in found or ()]
+    for key in keys:
+        if not _is_key(key):
+            got = where.format(f"the dictionary key {key!r:.60} of type {type(key).__name__}")
+            raise TypeError(f"{got}, expected text, numbers, bytes or tuples of them as keys")
+    if len({repr(_key_data(key)) for key in keys}) < len(keys):
+        raise ValueError(f"{where.format(type(tree).__name__)} with several parts of one key")
+    for key, part in found or ():
+        _check_part(name, part, (*path, key))
+
+
+def path_text(path: Path) -> str:
+    """A path as in messages."""
+    return "/".join(map(str, path))
 
 
 def to_data(tree: Any, leaf: Encode) -> Any:
     """The tree as JSON has it, with ``leaf(x)`` for each leaf."""
+    tree = without_boxes(tree)
     if tree is None:
         return {"none": True}
-    entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
-    if len(entries) == 1 and not entries[0][0]:
+    found = parts(tree)
+    if found is None:
         return {"leaf": leaf(tree)}
-    children = [[_key_name(path[0]), to_data(child, leaf)] for path, child in entries]
+    children = [[_key_data(key), to_data(part, leaf)] for key, part in found]
+    for name, kind in _CONTAINERS.items():
+        if type(tree) is kind:
+            return {name: children if name in _MAPPINGS else [child for _, child in children]}
     if isinstance(tree, dict):
         return {"dict": children}
-    if type(tree) in (list, tuple):
-        return {type(tree).__name__: [child for _, child in children]}
     kind = type(tree)
     return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": children}
+
+
+_CONTAINERS = {
+    "dict": dict,
+    "list": list,
+    "tuple": tuple,
+    "OrderedDict": collections.OrderedDict,
+}
+_MAPPINGS = ("dict", "OrderedDict")
 
 
 def from_data(data: Any, leaf: Encode) -> Any:
@@ -37,12 +122,12 @@ def from_data(data: Any, leaf: Encode) -> Any:
         return None
     if "leaf" in data:
         return leaf(data["leaf"])
-    for kind in (list, tuple):
-        if kind.__name__ in data:
-            return kind(from_data(child, leaf) for child in data[kind.__name__])
-    if "dict" in data:
-        return {key: from_data(child, leaf) for key, child in data["dict"]}
-    fields = {key: from_data(child, leaf) for key, child in data["fields"]}
+    for name, kind in _CONTAINERS.items():
+        if name in data and name not in _MAPPINGS:
+            return kind(from_data(child, leaf) for child in data[name])
+        if name in data:
+            return kind((_key_from(key), from_data(child, leaf)) for key, child in data[name])
+    fields = {_key_from(key): from_data(child, leaf) for key, child in data["fields"]}
     known = _known_tuple(data["class"], set(fields))
     return known(**fields) if known else fields
 
@@ -55,9 +140,40 @@ def _known_tuple(path: str, fields: set[str]) -> Any:
     return found if is_tuple and fields == set(getattr(found, "_fields", ())) else None
 
 
-def _key_name(key: Any) -> Any:
+def _key_of(key: Any) -> Any:
     for attribute in ("name", "key", "idx"):
         if hasattr(key, attribute):
-            name = getattr(key, attribute)
-            return name if isinstance(name, str | int) else str(name)
+            return getattr(key, attribute)
     return str(key)
+
+
+def _is_key(key: Any) -> bool:
+    if isinstance(key, tuple):
+        return type(key) is tuple and all(map(_is_key, key))
+    plain = isinstance(key, np.generic) and key.dtype.kind in "biufSU"
+    return key is None or type(key) in _KEYS or plain
+
+
+def _key_data(key: Any) -> Any:
+    """A key as JSON has it: text and integers as they are, all else by its type."""
+    if type(key) in (str, int):
+        return key
+    if isinstance(key, tuple):
+        return {"tuple": [_key_data(part) for part in key]}
+    if isinstance(key, np.generic):
+        return {"numpy": key.dtype.str, "hex": key.tobytes().hex()}
+    if isinstance(key, float):
+        return {"float": key.hex()}
+    return {"bytes": key.hex()} if isinstance(key, bytes) else {"value": key}
+
+
+def _key_from(data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    if "tuple" in data:
+        return tuple(map(_key_from, data["tuple"]))
+    if "numpy" in data:
+        return np.frombuffer(bytes.fromhex(data["hex"]), np.dtype(data["numpy"]))[0]
+    if "float" in data:
+        return float.fromhex(data["float"])
+    return bytes.fromhex(data["bytes"]) if "bytes" in data else data["value"]

@@ -1,0 +1,369 @@
+"""What the recorder takes, it gives back: every leaf, key and container, in another process."""
+
+import collections
+import json
+import pathlib
+import subprocess
+import sys
+from typing import NamedTuple
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import clipgrad as cg
+from clipgrad._recorder.storage import MANIFEST
+from clipgrad._recorder.structure import MOST_LEVELS
+
+pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
+TX = cg.skip_spikes(optax.sgd(0.1), sigma=None, halt=True)
+
+
+class Pair(NamedTuple):
+    up: jax.Array
+    down: jax.Array
+
+
+def leaves():
+    """Every kind of leaf."""
+    found = {
+        f"jax {dtype}": jnp.array([0, 1], dtype)
+        for dtype in (
+            "bool int2 uint2 int4 uint4 int8 uint8 int16 uint16 int32 uint32 float16 bfloat16 "
+            "float32 float8_e3m4 float8_e4m3 float8_e4m3fn float8_e5m2 float8_e4m3b11fnuz "
+            "float8_e4m3fnuz float8_e5m2fnuz complex64"
+        ).split()
+    }
+    numpy = "? b B h H i I l L q Q e f d g F D G >i2 >f4 >f8 >c8 >U3 S5 M8[s] m8[D] V3".split()
+    found |= {f"numpy {dtype}": np.zeros((2, 2), dtype) for dtype in numpy}
+    found |= {f"0-d {dtype}": np.ones((), dtype) for dtype in ("f4", ">f4", "U2")}
+    found |= {f"empty {dtype}": np.zeros((0, 3), dtype) for dtype in ("f4", ">f4", "U2")}
+    found["nan"] = np.uint32([0x7FC12345, 0xFF800000, 0x80000000]).view(np.float32)
+    found["text"] = np.array(["naïve", "", "日本"])
+    found["structured"] = np.array([(1, 2.5)], [("a", ">i4"), ("b", "f8")])
+    found["fortran"] = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    found["bfloat16 of numpy"] = np.ones(3, jnp.bfloat16)
+    for impl in ("threefry2x32", "rbg"):
+        found[impl] = jax.random.split(jax.random.key(3, impl=impl), 2)
+    plain = [True, 0, -(2**80), 0.1, -0.0, float("inf"), 1 - 2j, "a\ud800b", "", b"\x00\xff"]
+    return found | {f"python {i}": x for i, x in enumerate(plain)}
+
+
+KEYS = [
+    ["b", "a/b", "", "ü"],
+    [3, -1, 2**70],
+    [1.5, -0.0, float("inf")],
+    [(1, "a"), (0, "b")],
+    [b"\xff", b""],
+    [False, True],
+    [np.int64(7), np.int64(-7)],
+    [np.float32(0.1)],
+]
+
+
+def everything():
+    """A tree with all of it."""
+    keyed = [{key: np.float32(i) for i, key in enumerate(keys)} for keys in KEYS]
+    ordered = collections.OrderedDict([("z", 1), ("a", 2)])
+    containers = [(), [], {}, None, [None, (1,)], ordered, {"deep": [[({"x": 1},)]]}]
+    return {"leaves": leaves(), "keyed": keyed, "containers": containers}
+
+
+def described(tree):
+    """A tree as text in which equal text means equal bits and types."""
+    if isinstance(tree, dict):
+        items = [f"{type(k).__name__} {k!r}: {described(v)}" for k, v in tree.items()]
+        items = items if type(tree) is collections.OrderedDict else sorted(items)
+        return f"{type(tree).__name__}{{{', '.join(items)}}}"
+    if type(tree) in (list, tuple):
+        return f"{type(tree).__name__}[{', '.join(map(described, tree))}]"
+    if isinstance(tree, jax.Array) and jnp.issubdtype(tree.dtype, jax.dtypes.prng_key):
+        return f"{jax.random.key_impl(tree)} {described(jax.random.key_data(tree))}"
+    if isinstance(tree, jax.Array | np.ndarray | np.generic):
+        array = np.asarray(tree)
+        kind = "jax" if isinstance(tree, jax.Array) else "numpy"
+        return (
+            f"{kind} {array.dtype.descr if array.dtype.names else array.dtype.str} {array.dtype}"
+            f" {array.shape} {array.tobytes().hex()}"
+        )
+    return f"{type(tree).__name__} {ascii(tree)}"
+
+
+def captured(folder, batch, state=None, **more):
+    """The capture of a bad step."""
+    params = {"w": jnp.ones(2)}
+    if state is None:
+        _, state = TX.update({"w": jnp.full(2, jnp.nan)}, TX.init(params), params)
+        more = {"params": params} | more
+    recorder = cg.FlightRecorder(folder, raise_on_halt=False)
+    recorder.record(state, batch, **more)
+    recorder.close()
+    return recorder.captures[0]
+
+
+def halted(params):
+    """The state of an optimizer that has halted."""
+    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), params)
+    return TX.update(bad, TX.init(params), params)[1]
+
+
+def test_all_that_is_taken_comes_back_in_another_process(tmp_path):
+    path = captured(tmp_path, everything(), note=everything()["keyed"])
+    script = (
+        "import sys, clipgrad as cg; from tests.test_recorder_trees import *\n"
+        "found = cg.load_capture(sys.argv[1])\n"
+        "print(described(found.batch)); print(described(found.extra['note']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)],
+        cwd=pathlib.Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = everything()
+    assert done.stdout.splitlines() == [described(expected), described(expected["keyed"])]
+
+
+def nested(levels):
+    return 1 if levels == 0 else [nested(levels - 1)]
+
+
+def test_the_deepest_tree_that_is_taken_comes_back(tmp_path):
+    assert cg.load_capture(captured(tmp_path, nested(MOST_LEVELS))).batch == nested(MOST_LEVELS)
+
+
+class Key:
+    """A key that can be sorted and hashed."""
+
+    def __lt__(self, other):
+        return id(self) < id(other)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Twice:
+    """A container whose two parts have one key."""
+
+    def tree_flatten_with_keys(self):
+        key = jax.tree_util.GetAttrKey("x")
+        return [(key, 1), (key, 2)], None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls()
+
+
+REFUSED = {
+    "objects": (np.array([object()]), TypeError, "batch: got ndarray, expected arrays, numbers"),
+    "function": ({"f": len}, TypeError, "batch: got builtin_function.* at 'f', expected"),
+    "mask": (np.ma.masked_array([1, 2], [0, 1]), TypeError, "batch: got MaskedArray, expected"),
+    "key": ([{Key(): 1}], TypeError, "batch: got the dictionary key .* of type Key at '0', expec"),
+    "twice": (Twice(), ValueError, "batch: got Twice with several parts of one key"),
+    "deep": (nested(MOST_LEVELS + 2), ValueError, "batch: got a tree of more than 100 levels"),
+}
+
+
+@pytest.mark.parametrize(("tree", "error", "match"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_written_is_refused_by_the_first_record(tree, error, match, tmp_path):
+    recorder = cg.FlightRecorder(tmp_path)
+    with pytest.raises(error, match=match):
+        recorder.record(halted({"w": jnp.ones(2)}), tree)
+    with pytest.raises(error, match=match.replace("batch", "more")):
+        recorder.record(halted({"w": jnp.ones(2)}), 1, more=tree)
+
+
+def test_a_step_is_a_number_or_text(tmp_path):
+    for i, step in enumerate(["a", 3, np.int8(3), jnp.int32(3), np.longdouble(3), 2.5]):
+        found = cg.load_capture(captured(tmp_path / str(i), 1, step=step))
+        assert found.step == step
+    with pytest.raises(TypeError, match="step: got b'3' of type bytes, expected a number or text"):
+        captured(tmp_path / "bytes", 1, step=b"3")
+
+
+# Models in their own classes.
+
+
+class Block(eqx.Module):
+    up: jax.Array
+    down: jax.Array
+    name: str
+    act: object = jnp.tanh
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        self.up = self.again = nnx.Linear(2, 2, rngs=rngs)
+        self.norm = nnx.BatchNorm(2, rngs=rngs)
+        self.rngs = rngs
+
+
+class Boxed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        return nn.Dense(3, kernel_init=init)(x)
+
+
+def changed(tree):
+    """The same tree with other numbers."""
+    is_number = lambda x: eqx.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
+    return jax.tree.map(lambda x: x + 1 if is_number(x) else x, tree)
+
+
+def models():
+    block = Block(jnp.arange(4.0), jnp.arange(4.0) + 10, "block")
+    boxed = Boxed().init(jax.random.key(0), jnp.ones((1, 2)))
+    return {
+        "equinox": block,
+        "nested": {"b": [block, Pair(jnp.ones(2), jnp.zeros(2))]},
+        "nnx": Tied(nnx.Rngs(0)),
+        "nnx state": nnx.state(Tied(nnx.Rngs(0))),
+        "partitioned": boxed,
+        "named tuple": Pair(jnp.ones(2), jnp.zeros(2)),
+        "optax": optax.chain(optax.adam(0.1), optax.ema(0.5)).init({"w": jnp.ones(2)}),
+    }
+
+
+@pytest.mark.parametrize("name", models())
+def test_every_model_comes_back_in_its_own_class_by_path(name, tmp_path):
+    model = models()[name]
+    path = captured(tmp_path, 1, halted({"w": jnp.ones(2)}), params=model)
+    like = Tied(nnx.Rngs(5)) if name == "nnx" else changed(models()[name])
+    found = cg.load_capture(path).restore(like)
+    assert jax.tree.structure(found) == jax.tree.structure(model)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
+        assert described(ours) == described(theirs) or ours is theirs
+    assert name != "nnx" or found.again is found.up
+
+
+def test_a_train_state_of_flax_comes_back(tmp_path):
+    params = {"up": jnp.arange(3.0), "down": jnp.arange(3.0) + 10}
+    fresh = TrainState.create(apply_fn=len, params=params, tx=TX)
+    state = fresh.replace(step=jnp.int32(7), opt_state=halted(params))
+    found = cg.load_capture(captured(tmp_path, 1, state)).restore(changed(fresh), name="state")
+    assert isinstance(found, TrainState) and found.apply_fn is len and found.step == 7
+    assert described(found.params) == described(params)
+
+
+def test_partitioned_parameters_can_be_used_as_they_are(tmp_path):
+    boxed, x = models()["partitioned"], jnp.ones((1, 2))
+    found = cg.load_capture(captured(tmp_path, x, halted({"w": jnp.ones(2)}), params=boxed))
+    assert jnp.array_equal(Boxed().apply(*found.args), Boxed().apply(boxed, x))
+
+
+def test_another_path_shape_or_dtype_is_refused(tmp_path):
+    given = {"a": jnp.ones(2), "b": jnp.ones(3)}
+    found = cg.load_capture(captured(tmp_path, 1, halted({"w": jnp.ones(2)}), params=given))
+    for like, match in (
+        ({"a": jnp.ones(2)}, "without 'b', which params of the capture has"),
+        ({"a": jnp.ones(2), "c": jnp.ones(3)}, "got 'c', which params of the capture does not hav"),
+        ({"a": jnp.ones(3), "b": jnp.ones(3)}, r"float32\[3\] at 'a', expected float32\[2\]"),
+        ({"a": jnp.ones(2, int), "b": jnp.ones(3)}, r"int32\[2\] at 'a', expected float32\[2\]"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            found.restore(like)
+
+
+# Damage, and the worst moments.
+
+
+def damaged(manifest):
+    """Manifests with something taken out or replaced, at every place."""
+    text = json.dumps(manifest)
+    yield from (text[:-3], "[]", "3", "[" * 5000, '{"format": 2}', '{"format": "x"}')
+    for path in paths(manifest):
+        for edit in ("remove", "number", "list"):
+            copy = json.loads(text)
+            part = copy
+            for key in path[:-1]:
+                part = part[key]
+            if edit == "remove":
+                del part[path[-1]]
+            else:
+                part[path[-1]] = 3.5 if edit == "number" else [[]]
+            yield json.dumps(copy)
+
+
+def paths(data, path=()):
+    items = data.items() if isinstance(data, dict) else enumerate(data)
+    for key, value in items if isinstance(data, dict | list) else ():
+        yield (*path, key)
+        if isinstance(value, dict | list):
+            yield from paths(value, (*path, key))
+
+
+def test_a_damaged_manifest_is_an_error_that_says_so_or_does_no_harm(tmp_path):
+    path = captured(tmp_path, {"x": np.array(["a"]), "y": [1, b"c", jnp.ones(2)]})
+    manifest = json.loads((path / MANIFEST).read_text())
+    refused = 0
+    for text in list(damaged(manifest))[::7]:
+        (path / MANIFEST).write_text(text)
+        try:
+            cg.load_capture(path)
+        except (ValueError, FileNotFoundError) as error:
+            assert "path: got" in str(error)
+            refused += 1
+    assert refused > 5
+
+
+@pytest.mark.parametrize("moment", ["save", "rename"])
+def test_a_capture_that_ctrl_c_interrupts_is_written_by_close(moment, tmp_path, monkeypatch):
+    recorder, state = cg.FlightRecorder(tmp_path, raise_on_halt=False), halted({"w": jnp.ones(2)})
+
+    def interrupted(*_, **__):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(*(json, "dumps") if moment == "save" else ("os.rename",), interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        recorder.record(state, 1)
+        recorder.close()
+    assert recorder.captures == []
+    recorder.close()
+    assert cg.load_capture(*recorder.captures).batch == 1
+
+
+def test_the_batch_of_a_dispatch_of_several_steps_is_captured(tmp_path):
+    step = cg.train_step(lambda p, x: jnp.sum(jnp.log(x * p["w"] ** 2)), TX)
+
+    @jax.jit
+    def several(state, batches):
+        return jax.lax.scan(step.update, state, batches)[0]
+
+    state = step.init({"w": jnp.float32([1.0, 2.0])})
+    recorder = cg.FlightRecorder(tmp_path, raise_on_halt=False)
+    given = np.ones((3, 4, 2), np.float32) * np.arange(1, 4, dtype=np.float32)[:, None, None]
+    given[1, 2, 0] = 0
+    for batches in given:
+        state = several(state, batches)
+        recorder.record(state, batches, key=jax.random.key(0))
+    recorder.close()
+    found = cg.load_capture(*recorder.captures)
+    assert found.step == 6 and found.meta["steps"] == 4 and found.meta["step_in_batch"] == 2
+    np.testing.assert_array_equal(found.batch, given[1])
+    assert found.key is not None
+
+
+def test_extra_arguments_reach_the_optimizer_through_multi_steps():
+    params = {"w": jnp.ones(2)}
+    loss = lambda p, x: jnp.sum(p["w"]) + jax.lax.stop_gradient(x)  # noqa: E731
+    for outside in (True, False):
+        inner = cg.skip_spikes(optax.sgd(1.0), sigma=None, halt=True)
+        inner = inner if outside else optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau())
+        multi = optax.MultiSteps(inner, 2)
+        step = cg.train_step(loss, multi if outside else cg.skip_spikes(multi, halt=True))
+        state = step.init(params)
+        for x in (0.0, jnp.nan):
+            state, metrics = step(state, jnp.float32(x))
+        assert metrics["skipped"], outside
+        assert (state.params["w"] == 1).all() and state.opt_state.gradient_step == int(outside)
+        assert state.opt_state.mini_step == int(not outside)
+    assert optax.MultiSteps(optax.sgd(1.0), 2).has_updated(state.opt_state) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        state.opt_state.nothing  # noqa: B018
