@@ -21,7 +21,7 @@ def restored(like: Any, found: Any, name: str) -> Any:
     leaves = [_leaf_like(path, leaf, known, name) for path, leaf in entries(like)]
     if known:
         raise ValueError(
-            f"like: got a tree without {_listed(known)}, which {name} of the capture has; expected "
+            f"like: got a tree without {_path_list(known)}, which {name} of the capture has; expected "
             "one with the same paths"
         )
     return with_leaves(like, leaves)
@@ -34,7 +34,7 @@ def _leaf_like(path: tuple, leaf: Any, known: dict[tuple, Any], name: str) -> An
             return leaf  # a function, for example
         raise ValueError(
             f"like: got {path_text(path)!r}, which {name} of the capture does not have, expected "
-            f"its paths: {_listed(known)}"
+            f"its paths: {_path_list(known)}"
         )
     other = known.pop(path)
     got, expected = _type_of(leaf), _type_of(other)
@@ -52,7 +52,7 @@ def _type_of(leaf: Any) -> tuple[tuple[int, ...], str]:
     return shape, str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
-def _listed(known: dict[tuple, Any]) -> str:
+def _path_list(known: dict[tuple, Any]) -> str:
     paths = [path_text(path) or "one leaf" for path in known]
     more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
     return ", ".join(map(repr, paths[:5])) + more if paths else "none"
