@@ -21,8 +21,8 @@ def restored(like: Any, found: Any, name: str) -> Any:
     leaves = [_leaf_like(path, leaf, known, name) for path, leaf in entries(like)]
     if known:
         raise ValueError(
-            f"like: got a tree without {_path_list(known)}, which {name} of the capture has; expected "
-            "one with the same paths"
+            f"like: got a tree without {_path_list(known)}, which {name} of the capture has; "
+            "expected one with the same paths"
         )
     return with_leaves(like, leaves)
 
