@@ -8,13 +8,14 @@ import jax
 
 from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.gradients import compare_gradients
+from clipgrad._compare.rounding import DTYPES, compare_dtypes
 from clipgrad._compare.steps import compare_steps
 from clipgrad._error_clip import check_call
 
 
 def compare(
     fun: Callable[..., Any],
-    other: Callable[..., Any],
+    other: Callable[..., Any] | str,
     args: tuple,
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -50,11 +51,16 @@ def compare(
         may donate them. The outputs are compared by path, integers, booleans and keys exactly; an
         "output" finding comes before those of outputs that are computed from it, and has the factor
         between the versions, if one explains the difference.
+      * With the name of a dtype as ``other``, findings are of kind "rounding": the modules at which
+        the error of values grows most (of cotangents, if it grows at no value), and each leaf of
+        whose gradient more than ``rtol`` (0.05) is rounding; ``ok`` says that there is no such
+        leaf. The gradient is traced before it is widened, so custom rules stay.
 
     Args:
       fun: the first version, a function that returns a scalar, or ``(scalar, aux)``. With
         ``argnums=None`` it may return any tree.
-      other: the second version, a function of the same arguments.
+      other: the second version, a function of the same arguments; or ``"float32"`` or
+        ``"float64"``: ``fun`` and its gradient evaluated in this type.
       args: the tuple of arguments.
       kwargs: keyword arguments of both versions.
       other_args: the arguments of ``other``, if they are of other types, trees or layouts.
@@ -90,6 +96,9 @@ def compare(
     with contextlib.ExitStack() as settings:
         for setting in _settings_of_runs():
             settings.enter_context(setting)
+        if isinstance(other, str):
+            assert argnums is not None  # checked
+            return compare_dtypes(fun, other, args, named, argnums, has_aux, rtol)
         if argnums is None:
             return compare_steps(fun, other, args, named, given, rtol)
         return compare_gradients(fun, other, args, named, given, argnums, has_aux, names, rtol)
@@ -101,8 +110,13 @@ def _settings_of_runs() -> Iterator[Any]:
 
 
 def _check_comparison(other: Any, other_args: Any, argnums: Any, names: Any, rtol: Any) -> None:
-    if not callable(other):
-        raise TypeError(f"other: got {other!r}, expected a function of the same arguments")
+    if isinstance(other, str):
+        _check_dtype(other, other_args, argnums, names)
+    elif not callable(other):
+        raise TypeError(
+            f"other: got {other!r}, expected a function of the same arguments, or the name of a "
+            f"dtype, one of {', '.join(DTYPES)}"
+        )
     if other_args is not None and not isinstance(other_args, tuple):
         raise TypeError(
             f"other_args: got {type(other_args).__name__}, expected a tuple; for one argument "
@@ -119,4 +133,22 @@ def _check_comparison(other: Any, other_args: Any, argnums: Any, names: Any, rto
     if names and argnums is None:
         raise ValueError(
             "names: got names of values, expected None with argnums=None, which compares outputs"
+        )
+
+
+def _check_dtype(other: str, other_args: Any, argnums: Any, names: Any) -> None:
+    if other not in DTYPES:
+        raise ValueError(
+            f"other: got {other!r}, expected the name of a wider dtype, one of "
+            f"{', '.join(DTYPES)}, or a function"
+        )
+    for name, given in (("other_args", other_args), ("names", names)):
+        if given is not None:
+            raise ValueError(
+                f"{name}: got {given!r} with other={other!r}, expected None; both runs are of fun"
+            )
+    if argnums is None:
+        raise ValueError(
+            f"argnums: got None with other={other!r}, expected positions of arguments to "
+            "differentiate; to compare whole steps, write a function with wider arguments"
         )

@@ -38,7 +38,9 @@ class GradientComparison:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        parts = [] if self.findings else [f"no difference, at {len(self.rows)} places"]
+        parts = (
+            [] if self.findings else [f"no difference beyond rounding, at {len(self.rows)} places"]
+        )
         parts += [_written(finding) for finding in self.findings]
         parts += _row_table(self.rows) if self.findings else []
         parts += [_folded_lines(f"not matched: {place}") for place in self.unmatched]

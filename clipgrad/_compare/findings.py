@@ -57,7 +57,7 @@ def _value_finding(first: ComparedPlace, places: Sequence[ComparedPlace]) -> Com
     # The inner view of the same value agrees: what changed it is in this module alone.
     module = first.name if _other_view(first, before) else found.module
     factor = _factor(first.value, [place.value for place in before])
-    return _located("value", module, first.step, text, value.place, factor)
+    return located("value", module, first.step, text, value.place, factor)
 
 
 def _loss_finding(
@@ -68,7 +68,7 @@ def _loss_finding(
     found = made_by(jaxpr, result, (), _agreeing(places))
     text = f"the loss {_difference(loss)}; all named values before it agree"
     factor = _factor(loss, [place.value for place in places])
-    return _located("value", found.module, None, text, _first_place(found, None), factor)
+    return located("value", found.module, None, text, _first_place(found, None), factor)
 
 
 def _vjp_finding(
@@ -87,7 +87,7 @@ def _vjp_finding(
     text = f"the cotangent of {last.name} {_difference(last.cotangent)}; all values agree"
     factor = _factor(last.cotangent, [place.cotangent for place in later])
     place = _first_place(found, value.place.parent) or value.place
-    return _located("vjp", module, step, text, place, factor)
+    return located("vjp", module, step, text, place, factor)
 
 
 def _leaf_finding(
@@ -98,7 +98,7 @@ def _leaf_finding(
     found, _ = used_by(jaxpr, [jaxpr.invars[leaf.position]], (), (), _agreeing(tapped))
     text = f"the gradient of {leaf.path or ONE_ARGUMENT} {_difference(leaf.judgment)}"
     text += "; values and cotangents agree"
-    finding = _located("grads", found.module, None, text, _first_place(found, None), None)
+    finding = located("grads", found.module, None, text, _first_place(found, None), None)
     return finding.__class__(**{**vars(finding), "path": leaf.path})
 
 
@@ -138,7 +138,7 @@ def _difference(found: Judgment) -> str:
     return f"differs by {found.difference:.2g}, of which rounding explains {found.tolerance:.1g}"
 
 
-def _located(
+def located(
     kind: str, module: str, step: int | None, text: str, place: Place | None, factor: Any
 ) -> ComparisonFinding:
     location = place.location if place is not None else None

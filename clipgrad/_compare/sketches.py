@@ -58,7 +58,7 @@ def sketch(x: jax.Array) -> jax.Array:
     parts = [jnp.where(finite & ~large, signed, 0), jnp.where(finite & large, signed * SCALE, 0)]
     sums = _buckets(jnp.stack(parts)).ravel()
     kinds = jnp.where(jnp.isnan(flat), 1, jnp.where(finite, 0, jnp.where(flat > 0, 2, 3)))
-    code = jnp.sum(kinds.astype(jnp.uint32) * hashes) & jnp.uint32(0xFFFFFF)
+    code = jnp.sum(kinds.astype(jnp.uint32) * hashes, dtype=jnp.uint32) & jnp.uint32(0xFFFFFF)
     return jnp.concatenate([sums, code.astype(flat.dtype)[None]])
 
 

@@ -1,0 +1,133 @@
+"""Where low precision loses: held against gradients in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from tests.compare_models import make_args, model, with_vjp
+
+
+def numbers(*shape, seed, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def cancelling(params, x):
+    """A variance as the difference of two moments, of values far from zero."""
+    with jax.named_scope("hidden"):
+        h = jnp.tanh(x @ params["w"])
+    with jax.named_scope("far"):
+        h = h + params["far"]
+    with jax.named_scope("variance"):
+        v = jnp.mean(h * h, axis=-1) - jnp.mean(h, axis=-1) ** 2
+    with jax.named_scope("out"):
+        return jnp.mean(v * params["scale"])
+
+
+def careful(params, x):
+    with jax.named_scope("hidden"):
+        h = jnp.tanh(x @ params["w"])
+    with jax.named_scope("far"):
+        h = h + params["far"]
+    with jax.named_scope("variance"):
+        v = jnp.mean((h - jnp.mean(h, axis=-1, keepdims=True)) ** 2, axis=-1)
+    with jax.named_scope("out"):
+        return jnp.mean(v * params["scale"])
+
+
+def arguments(far, dtype="bfloat16"):
+    params = {
+        "w": numbers(4, 6, seed=1, dtype=dtype),
+        "far": jnp.full((1, 6), far, dtype),
+        "scale": numbers(8, seed=2, dtype=dtype),
+    }
+    return params, numbers(8, 4, seed=3, dtype=dtype)
+
+
+def errors(fun, args):
+    """The share of each leaf's gradient that is rounding, by its own gradient in float64."""
+    near = jax.grad(fun)(*args)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), args)
+        exact = jax.grad(fun)(*wide)
+        return {
+            name: np.linalg.norm(np.asarray(near[name], np.float64) - g) / np.linalg.norm(g)
+            for name, g in exact.items()
+        }
+
+
+@pytest.mark.parametrize("other", ["float32", "float64"])
+def test_cancellation_is_found_in_its_module_and_in_the_leaves_behind_it(other):
+    args = arguments(30.0)
+    found = cg.compare(cancelling, other, args)
+    assert not found.ok and {f.kind for f in found.findings} == {"rounding"}
+    assert found.findings[0].module == "variance" and found.findings[0].factor > 10
+    assert found.findings[0].file == __file__
+    lost = {f.path: f.ratio for f in found.findings if f.path}
+    exact = errors(cancelling, args)
+    assert set(lost) <= {name for name, error in exact.items() if error > 0.04}
+    assert "scale" in lost
+    np.testing.assert_allclose(lost["scale"], exact["scale"], rtol=0.35)
+
+
+def test_the_careful_twin_and_small_values_lose_nothing():
+    assert cg.compare(cancelling, "float64", arguments(0.0)).ok
+    assert cg.compare(careful, "float64", arguments(0.0)).ok
+    found = cg.compare(cancelling, "float64", arguments(30.0, "float32"))
+    assert found.ok, str(found)
+
+
+def test_rtol_is_the_share_of_a_gradient_that_may_be_rounding():
+    assert cg.compare(cancelling, "float32", arguments(30.0), rtol=1e9).ok
+    # Four roundings of the whole gradient are never a finding.
+    found = cg.compare(cancelling, "float32", arguments(0.0), rtol=1e-5)
+    assert found.ok and "no more than four roundings of the whole gradient" in found.notes[0]
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_a_note():
+    def loss(params, x):
+        key = x @ params["key"] + params["bias"]  # the same for each key: softmax ignores it
+        scores = jax.nn.softmax(x @ key.T / 16, axis=-1)
+        return jnp.mean((scores @ x @ params["out"]) ** 2)
+
+    dtype = "bfloat16"
+    params = {"key": numbers(6, 6, seed=4, dtype=dtype), "bias": numbers(1, 6, seed=5, dtype=dtype)}
+    params |= {"out": numbers(6, 6, seed=9, dtype=dtype)}
+    found = cg.compare(loss, "float64", (params, numbers(5, 6, seed=6, dtype=dtype)))
+    assert found.ok and "bias: zero but for rounding" in found.notes, str(found)
+
+
+def test_custom_rules_stay():
+    """A wrong rule is the same in both types: no precision is lost there."""
+
+    def twice(grads):
+        return jax.tree.map(lambda g: g * 2, grads)
+
+    def loss(w, x):
+        return jnp.mean(with_vjp(jnp.tanh, twice)(x @ w) ** 2)
+
+    args = numbers(4, 3, seed=7, dtype="bfloat16"), numbers(5, 4, seed=8, dtype="bfloat16")
+    assert cg.compare(loss, "float64", args).ok
+
+
+@pytest.mark.exhaustive
+def test_a_transformer_in_bfloat16_loses_little():
+    found = cg.compare(model(), "float64", make_args("bfloat16"))
+    assert found.ok and len(found.rows) > 50
+    largest = max(row.value for row in found.rows)
+    assert 0.004 < largest < 0.03
+
+
+@pytest.mark.parametrize(
+    "kwargs, words",
+    [
+        ({"other": "float16"}, "other: got 'float16', expected the name of a wider dtype"),
+        ({"other": "float32", "names": {"a": "b"}}, "both runs are of fun"),
+        ({"other": "float32", "other_args": (1,)}, "both runs are of fun"),
+        ({"other": "float32", "argnums": None}, "argnums: got None with other='float32'"),
+    ],
+)
+def test_wrong_arguments_with_a_dtype_are_told(kwargs, words):
+    with pytest.raises(ValueError, match=words):
+        cg.compare(cancelling, args=arguments(0.0), **kwargs)
