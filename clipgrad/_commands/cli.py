@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import clipgrad
 from clipgrad._commands.check import add_check_parser
+from clipgrad._commands.compare import add_compare_parser
 from clipgrad._commands.demo import add_demo_parser
 from clipgrad._commands.diagnose import add_diagnose_parser
 from clipgrad._commands.help import add_help_parser
@@ -19,6 +20,7 @@ _COMMANDS = (
     add_check_parser,
     add_names_parser,
     add_diagnose_parser,
+    add_compare_parser,
     add_selftest_parser,
     add_help_parser,
 )

@@ -2,3 +2,4 @@
 
 from clipgrad._compare.compare import compare as compare
 from clipgrad._compare.comparison import GradientComparison as GradientComparison
+from clipgrad._compare.rounding import WIDER_DTYPES as WIDER_DTYPES

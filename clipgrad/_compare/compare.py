@@ -8,7 +8,7 @@ import jax
 
 from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.gradients import compare_gradients
-from clipgrad._compare.rounding import DTYPES, compare_dtypes
+from clipgrad._compare.rounding import WIDER_DTYPES, compare_dtypes
 from clipgrad._compare.steps import compare_steps
 from clipgrad._error_clip import check_call
 
@@ -115,7 +115,7 @@ def _check_comparison(other: Any, other_args: Any, argnums: Any, names: Any, rto
     elif not callable(other):
         raise TypeError(
             f"other: got {other!r}, expected a function of the same arguments, or the name of a "
-            f"dtype, one of {', '.join(DTYPES)}"
+            f"dtype, one of {', '.join(WIDER_DTYPES)}"
         )
     if other_args is not None and not isinstance(other_args, tuple):
         raise TypeError(
@@ -137,10 +137,10 @@ def _check_comparison(other: Any, other_args: Any, argnums: Any, names: Any, rto
 
 
 def _check_dtype(other: str, other_args: Any, argnums: Any, names: Any) -> None:
-    if other not in DTYPES:
+    if other not in WIDER_DTYPES:
         raise ValueError(
             f"other: got {other!r}, expected the name of a wider dtype, one of "
-            f"{', '.join(DTYPES)}, or a function"
+            f"{', '.join(WIDER_DTYPES)}, or a function"
         )
     for name, given in (("other_args", other_args), ("names", names)):
         if given is not None:

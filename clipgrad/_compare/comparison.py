@@ -46,6 +46,19 @@ class GradientComparison:
         parts += [_folded_lines(f"not matched: {place}") for place in self.unmatched]
         return "\n".join(parts + [_folded_lines(f"note: {note}") for note in self.notes])
 
+    def plot(self) -> Any:
+        """Draws the relative differences by depth, of values and of cotangents, with the findings.
+
+        Returns:
+          A figure of matplotlib, which the extra ``demo`` installs.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        from clipgrad._compare.figure import comparison_figure
+
+        return comparison_figure(self.rows, self.findings)
+
 
 def _written(finding: ComparisonFinding) -> str:
     where = finding.path if finding.module is None else finding.module

@@ -20,7 +20,7 @@ from clipgrad._compare.versions import Version, VersionRun, dtype_and_shape, run
 LOST = 0.05  # the share of a leaf's gradient that may be rounding
 GROWTH = 2.0  # a module at which the error grows by less is not one that loses precision
 MOST_MODULES = 10
-DTYPES = ("float32", "float64")
+WIDER_DTYPES = ("float32", "float64")
 
 
 def compare_dtypes(

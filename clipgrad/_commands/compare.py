@@ -1,0 +1,154 @@
+"""`clipgrad compare module:f module:g`: two versions of a loss on the command line."""
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from clipgrad._commands.function import (
+    FAILED,
+    PASSED,
+    UsageError,
+    add_function,
+    arguments,
+    complain,
+    load,
+)
+from clipgrad._compare import WIDER_DTYPES, GradientComparison, compare
+
+COMPARE_EPILOG = """\
+examples:
+  clipgrad compare models:loss kernels:loss --args models:example_args
+  clipgrad compare models:loss float32 --args models:example_args --out comparison
+  clipgrad compare models:step models:sharded_step --args models:state_and_batch --steps
+
+exit code:
+  0  the versions agree; with a dtype, no leaf of the gradient has lost its precision
+  1  they differ
+  2  the comparison could not run; one line says why
+"""
+
+
+def add_compare_parser(subparsers: Any) -> None:
+    """Add `compare` to the subcommands of a parser."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="find the first place where two versions of a loss, or of a training step, differ",
+        description="Find the first place where two versions of a loss or training step differ.",
+        epilog=COMPARE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add_function(add, "loss")
+    add(
+        "other",
+        metavar="module:other",
+        help=f"the other version, or a dtype: {' or '.join(WIDER_DTYPES)}",
+    )
+    add(
+        "--other-args",
+        metavar="module:make_args",
+        help="a function that returns the tuple of arguments of the other version, if they differ",
+    )
+    how = parser.add_mutually_exclusive_group().add_argument
+    how("--argnums", metavar="N", type=int, nargs="+", help="positions to differentiate (0)")
+    how("--steps", action="store_true", help="the functions are whole steps: compare their outputs")
+    add("--has-aux", action="store_true", help="the losses return (loss, aux)")
+    add(
+        "--name",
+        metavar="FUN=OTHER",
+        action="append",
+        help="a name, or pattern, in fun and in other; you can repeat it: 'layers_*=layers'",
+    )
+    add("--rtol", metavar="ERROR", type=float, help="a tolerance in place of the measured one")
+    add("--out", metavar="DIR", help="write comparison.png and comparison.json into this folder")
+    parser.set_defaults(run=run_compare)
+
+
+def run_compare(options: argparse.Namespace) -> int:
+    """Run a comparison and print it; return the exit code."""
+    try:
+        found = _command_comparison(options)
+        print(found)
+    except Exception as error:
+        return complain("compare", error)
+    try:
+        if options.out:
+            _write_comparison(found, pathlib.Path(options.out))
+    except Exception as error:
+        unwritten = complain("compare", error)
+        return unwritten if found.ok else FAILED
+    return PASSED if found.ok else FAILED
+
+
+def _command_comparison(options: argparse.Namespace) -> GradientComparison:
+    function = load(options.function)
+    other = options.other if ":" not in options.other else load(options.other)
+    if isinstance(other, str) and other not in WIDER_DTYPES:
+        raise UsageError(
+            f"other: got {other!r}, expected module:function, or one of {', '.join(WIDER_DTYPES)}"
+        )
+    if options.steps and ":" in (options.args or ""):
+        args, kwargs = _made(options.args), {}  # to call a step may delete its arguments
+    else:
+        args, kwargs = arguments("compare", options.function, function, options.args, 0)
+    other_args = _made(options.other_args) if options.other_args else None
+    return compare(
+        function,
+        other,
+        args,
+        kwargs,
+        other_args=other_args,
+        argnums=None if options.steps else _argnums(options.argnums),
+        has_aux=options.has_aux,
+        names=_pairs(options.name),
+        rtol=options.rtol,
+    )
+
+
+def _argnums(given: list[int] | None) -> int | tuple[int, ...]:
+    found = tuple(given or [0])
+    return found[0] if len(found) == 1 else found
+
+
+def _made(path: str) -> tuple:
+    made = load(path)()
+    if not isinstance(made, tuple):
+        raise UsageError(
+            f"{path}: got a {type(made).__name__} from it, expected the tuple of arguments"
+        )
+    return made
+
+
+def _pairs(texts: list[str] | None) -> dict[str, str] | None:
+    pairs = [text.split("=") for text in texts or []]
+    wrong = [text for text, pair in zip(texts or [], pairs, strict=True) if len(pair) != 2]
+    if wrong:
+        raise UsageError(f"--name: got {wrong[0]!r}, expected FUN=OTHER, such as 'layers_*=layers'")
+    return dict(pairs) or None
+
+
+def _write_comparison(found: GradientComparison, folder: pathlib.Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(comparison_as_json(found), indent=2, allow_nan=False)
+    (folder / "comparison.json").write_text(text, encoding="utf-8")
+    found.plot().savefig(folder / "comparison.png", dpi=120)
+
+
+def comparison_as_json(found: GradientComparison) -> dict[str, Any]:
+    """The comparison as plain data; numbers that are not finite are null."""
+    data = {
+        name: [{k: _finite_or_null(v) for k, v in vars(x).items()} for x in getattr(found, name)]
+        for name in ("findings", "rows")
+    }
+    lists = {"unmatched": list(found.unmatched), "notes": list(found.notes)}
+    return {"ok": found.ok} | data | lists
+
+
+def _finite_or_null(value: Any) -> Any:
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -1,0 +1,102 @@
+"""The command `clipgrad compare`: what it prints, writes and exits with; and the picture."""
+
+import json
+
+import pytest
+
+from clipgrad._commands.cli import main
+
+MODULE = """
+import functools
+import jax, jax.numpy as jnp
+
+def loss(w, x, scale=1.0, name="hidden"):
+    with jax.named_scope(name):
+        h = jnp.tanh(x @ w) * scale
+    return jnp.mean(h**2)
+
+def changed(w, x):
+    return loss(w, x, scale=1.1)
+
+def renamed(w, x):
+    return loss(w, x, name="other")
+
+def make():
+    return jnp.ones((3, 2)), jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+
+def as_list():
+    return list(make())
+
+@functools.partial(jax.jit, donate_argnums=0)
+def step(w, x):
+    return w - 0.1 * jax.grad(loss)(w, x), jnp.sum(x**2)
+
+def wrong_step(w, x):
+    return w - 0.8 * jax.grad(loss)(w, x), 8 * jnp.sum(x**2)
+
+"""
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch, request):
+    name = f"compared{len(request.node.name)}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def run(models, function, other, *options):
+    other = other if other.startswith("float") else f"{models}:{other}"
+    return main(["compare", f"{models}:{function}", other, "--args", f"{models}:make", *options])
+
+
+def test_versions_that_differ_exit_with_1_and_name_the_module(models, capsys):
+    assert run(models, "loss", "changed") == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("value: the values differ from here on: hidden\n")
+    assert f"{models}.py:7: the value of hidden differs by 0.091" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_versions_that_agree_exit_with_0(models, capsys):
+    assert run(models, "loss", "loss") == 0
+    assert capsys.readouterr().out == "no difference beyond rounding, at 1 places\n"
+    assert run(models, "loss", "renamed", "--name", "hidden=other", "--argnums", "0", "1") == 0
+    assert "not matched" not in capsys.readouterr().out
+
+
+def test_whole_steps_may_donate_their_arguments(models, capsys):
+    assert run(models, "step", "step", "--steps") == 0
+    assert run(models, "step", "wrong_step", "--steps") == 1
+    assert "output: an output differs: 1" in capsys.readouterr().out
+
+
+def test_a_dtype_is_another_version(models):
+    assert run(models, "loss", "float32") == 0
+    assert run(models, "loss", "float64") == 0
+
+
+@pytest.mark.exhaustive
+def test_a_picture_and_data_are_written(models, tmp_path):
+    out = tmp_path / "new" / "out"
+    assert run(models, "loss", "changed", "--out", str(out)) == 1
+    assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    data = json.loads((out / "comparison.json").read_text())
+    assert not data["ok"] and data["findings"][0]["kind"] == "value" and data["rows"]
+    assert data["findings"][0]["line"] == 7
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        (["loss", "absent"], "has no 'absent'"),
+        (["loss", "float16"], "other: got 'float16', expected module:function, or one of float32"),
+        (["loss", "loss", "--name", "hidden"], "--name: got 'hidden', expected FUN=OTHER"),
+        (["loss", "loss", "--argnums", "7"], "argnums: got 7"),
+        (["loss", "loss", "--other-args", "{}:as_list"], "got a list from it, expected the tuple"),
+    ],
+)
+def test_wrong_usage_of_compare_is_one_line_and_exits_with_2(models, capsys, options, match):
+    assert run(models, *[option.format(models) for option in options]) == 2
+    shown = capsys.readouterr()
+    assert match in shown.err and shown.err.count("\n") == 1 and shown.out == ""
