@@ -103,7 +103,7 @@ def _command_comparison(options: argparse.Namespace) -> GradientComparison:
         other_args=other_args,
         argnums=None if options.steps else _argnums(options.argnums),
         has_aux=options.has_aux,
-        names=_pairs(options.name),
+        names=_renamed_pairs(options.name),
         rtol=options.rtol,
     )
 
@@ -122,7 +122,7 @@ def _made(path: str) -> tuple:
     return made
 
 
-def _pairs(texts: list[str] | None) -> dict[str, str] | None:
+def _renamed_pairs(texts: list[str] | None) -> dict[str, str] | None:
     pairs = [text.split("=") for text in texts or []]
     wrong = [text for text, pair in zip(texts or [], pairs, strict=True) if len(pair) != 2]
     if wrong:

@@ -9,7 +9,7 @@ from clipgrad._chart import empty_chart
 from clipgrad._compare.records import ComparisonFinding, ComparisonRow
 
 _MOST_LABELS = 24  # more names than this can't be read
-_COLORS = {"value": "#0072B2", "cotangent": "#E69F00"}
+_CURVE_COLORS = {"value": "#0072B2", "cotangent": "#E69F00"}
 
 
 def comparison_figure(rows: Sequence[ComparisonRow], findings: Sequence[ComparisonFinding]) -> Any:
@@ -21,8 +21,8 @@ def comparison_figure(rows: Sequence[ComparisonRow], findings: Sequence[Comparis
     chart = empty_chart(10, 5)
     panel = chart.subplots()
     shown = [
-        _draw_curve(panel, rows, "value"),
-        _draw_curve(panel, rows, "cotangent"),
+        _draw_differences(panel, rows, "value"),
+        _draw_differences(panel, rows, "cotangent"),
     ]
     if any(shown):
         panel.set_yscale("log")
@@ -30,16 +30,18 @@ def comparison_figure(rows: Sequence[ComparisonRow], findings: Sequence[Comparis
     panel.set_ylabel("relative difference")
     panel.set_xlabel("depth, from the input to the output")
     at = range(0, len(rows), max(1, -(-len(rows) // _MOST_LABELS)))
-    panel.set_xticks(list(at), [_label(rows[i]) for i in at], rotation=60, ha="right", fontsize=7)
+    panel.set_xticks(
+        list(at), [_row_label(rows[i]) for i in at], rotation=60, ha="right", fontsize=7
+    )
     for finding in findings:
         _mark_finding(panel, rows, finding)
     return chart
 
 
-def _draw_curve(panel: Any, rows: Sequence[ComparisonRow], what: str) -> bool:
+def _draw_differences(panel: Any, rows: Sequence[ComparisonRow], what: str) -> bool:
     """Draw differences above zero, and their tolerance; return whether there are any."""
     curves = [_numbers(rows, name) for name in (what, f"{what}_tolerance")]
-    style = {"color": _COLORS[what]}
+    style = {"color": _CURVE_COLORS[what]}
     if np.isfinite(curves[1]).any():
         panel.plot(curves[0], marker=".", label=what, **style)
         panel.plot(curves[1], linestyle=":", label=f"{what}: what rounding explains", **style)
@@ -52,7 +54,7 @@ def _numbers(rows: Sequence[ComparisonRow], name: str) -> np.ndarray:
     return np.where((array > 0) & np.isfinite(array), array, np.nan)
 
 
-def _label(row: ComparisonRow) -> str:
+def _row_label(row: ComparisonRow) -> str:
     step = "" if row.step is None else f", {row.step}"
     return f"{row.module[-32:]}{step}"
 

@@ -17,8 +17,8 @@ from clipgrad._compare.places import ComparedPlace, compared_places
 from clipgrad._compare.records import ComparisonFinding
 from clipgrad._compare.versions import Version, VersionRun, dtype_and_shape, runner, version
 
-LOST = 0.05  # the share of a leaf's gradient that may be rounding
-GROWTH = 2.0  # a module at which the error grows by less is not one that loses precision
+MOST_ROUNDING = 0.05  # the share of a leaf's gradient that may be rounding
+LOSING = 2.0  # a module at which the error grows by less is not one that loses precision
 MOST_MODULES = 10
 WIDER_DTYPES = ("float32", "float64")
 
@@ -43,7 +43,7 @@ def compare_dtypes(
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
         wide = runner(own, names, jnp.dtype(dtype))(0)
     places = compared_places(pairs, narrow, wide, [], None)
-    lost, notes = _lost_leaves(own, narrow, wide, LOST if rtol is None else rtol)
+    lost, notes = _lost_leaves(own, narrow, wide, MOST_ROUNDING if rtol is None else rtol)
     modules = _growing(places, "value") or _growing(places, "cotangent")
     found = (*modules, *lost)
     rows = tuple(place.row for place in places)
@@ -95,7 +95,7 @@ def _growing(places: Sequence[ComparedPlace], what: str) -> list[ComparisonFindi
         unit = rounding(dtype_and_shape(place.pair.own.value)[0])
         before = max(largest, unit)
         factor = judgment.difference / before
-        if factor > GROWTH:
+        if factor > LOSING:
             text = (
                 f"the relative error of the {what} of {place.name} is {judgment.difference:.2g}, "
                 f"{factor:.1f} times that before"
