@@ -5,6 +5,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -580,3 +581,57 @@ def test_the_logits_of_unedited_attention_have_an_entry_for_each_head():
     )
     logits = np.einsum("bqhf,bkhf->bhqk", q, k) / 2
     assert_stats(found, [logits], 1, rtol=1e-5)
+
+
+# ---- in a training step, and for loggers --------------------------------------------------------
+
+
+def attention_loss(params, batch):
+    with scope("attn"):
+        logits = checkpoint_name(batch @ params["w"], "logits")
+    return jnp.mean(jnp.tanh(logits) ** 2)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_training_step_measures_the_values_before_it(accumulate, has_aux):
+    loss = (lambda p, b: (attention_loss(p, b), 2 * b)) if has_aux else attention_loss
+    options = {"accumulate": accumulate, "has_aux": has_aux, "error_clip": {"attn": None}}
+    watch = {"attn": None, "logits": -1}
+    step = cg.train_step(loss, optax.sgd(0.1), watch_values=watch, **options)
+    plain = cg.train_step(loss, optax.sgd(0.1), **options)
+    params = {"w": jnp.linspace(-1.0, 2.0, 9).reshape(3, 3)}
+    state, metrics = step(step.init(params), X)
+    other, without = plain(plain.init(params), X)
+    assert_close(state, other, rtol=1e-5)
+    values = metrics.pop("values")
+    assert jax.tree.structure(metrics) == jax.tree.structure(without)
+    logits = np.asarray(X, np.float64) @ np.linspace(-1.0, 2.0, 9).reshape(3, 3)
+    assert_stats(values["attn"], [logits], rtol=2e-6)
+    assert_stats(values["logits"], [logits], -1, rtol=2e-6)
+    state, _ = step(state, X)
+    assert step.update._cache_size() == 1
+
+
+def test_the_optimizer_gets_the_largest_magnitudes():
+    def update(updates, state, params=None, *, max_logits, **_):
+        return jax.tree.map(lambda u: u * 0 + max_logits["logits"][None], updates), state
+
+    spy = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), update)
+    optimizer = optax.chain(cg.clip_by_global_norm(1.0), spy)
+    step = cg.train_step(attention_loss, optimizer, watch_values={"logits": -1})
+    state, metrics = step(step.init({"w": jnp.eye(3)}), X)
+    assert_close(state.params["w"], jnp.eye(3) + jnp.abs(X).max(0)[None])
+
+
+def test_loggers_get_the_properties_by_name():
+    step = cg.train_step(attention_loss, optax.sgd(0.1), watch_values={"attn": None, "logits": -1})
+    _, metrics = step(step.init({"w": jnp.eye(3)}), X)
+    found = cg.scalars(metrics)
+    assert {"values/attn/rms", "values/attn/max", "values/logits/max", "loss"} <= set(found)
+    assert found["values/logits/max"].shape == (3,) and found["values/attn/rms"].shape == ()
+    assert found.keys() == cg.scalars(metrics, by="module").keys()
+    stats = cg.with_value_stats(attention_loss, watch=["attn"])({"w": jnp.eye(3)}, X)[1]
+    of_values = {"attn/norm", "attn/rms", "attn/max", "attn/zeros", "attn/nonfinite"}
+    assert set(cg.scalars(stats)) == of_values
+    assert set(cg.scalars(stats, by="module")) == {f"values/{name}" for name in of_values}

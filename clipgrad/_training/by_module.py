@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from clipgrad._gradient_clip import GradientClipState, SkipSpikesState
 from clipgrad._stats import ClipStats, stats_dtype
 from clipgrad._trees import check_leaves, clippable_leaves, clippable_paths, instances, unboxed
+from clipgrad._values import ValueStats
 
-GRAD, COTANGENT = "grad", "cotangent"
+GRAD, COTANGENT, _VALUES = "grad", "cotangent", "values"
+_STATISTICS = ClipStats | ValueStats | GradientClipState | SkipSpikesState
 
 
 def by_module(tree: Any) -> Any:
@@ -20,7 +22,7 @@ def by_module(tree: Any) -> Any:
     A tree without statistics is one of gradients.
     """
     is_metrics = isinstance(tree, Mapping) and {"clips", "grads"} & set(tree)
-    if not is_metrics and not instances(tree, ClipStats | GradientClipState | SkipSpikesState):
+    if not is_metrics and not instances(tree, _STATISTICS):
         return {GRAD: _module_norms(tree)}
     return _regrouped(tree)
 
@@ -36,6 +38,10 @@ def _regrouped(tree: Any) -> Any:
     for key, value in tree.items():
         if isinstance(value, ClipStats):
             found.setdefault(COTANGENT, {})[key] = value
+        elif isinstance(value, ValueStats):
+            found.setdefault(_VALUES, {})[key] = value
+        elif key == _VALUES and isinstance(value, Mapping):
+            found.setdefault(_VALUES, {}).update(value)
         elif key == "error_clip":
             found.setdefault(COTANGENT, {}).update(value)
         elif key == "grads":

@@ -13,21 +13,24 @@ from clipgrad._stats import ClipStats
 from clipgrad._training.by_module import by_module
 from clipgrad._training.train_step import TrainState
 from clipgrad._trees import check_tree, instances, is_array, with_paths
+from clipgrad._values import ValueStats
 
 Items = Iterator[tuple[str, Any]]
 
 _OF_STATS = ("norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite")
+_OF_VALUES = ("norm", "rms", "max", "zeros", "nonfinite")
 _OF_CLIP = ("count", "clipped_count", "nonfinite_count", "threshold")
 _OF_SKIPS = ("raw_norm", "skipped", "skipped_count", "spike_count", "consecutive")
 _OF_SKIPS += ("nonfinite_consecutive",)
-_SCALAR_STATES = ClipStats | GradientClipState | SkipSpikesState
+_SCALAR_STATES = ClipStats | ValueStats | GradientClipState | SkipSpikesState
 
 
 def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
     """Statistics of clips as a flat dictionary of numbers, for a logger.
 
     Statistics give ``norm``, ``clipped_norm``, ``scale``, ``clipped``, ``fraction`` and
-    ``nonfinite`` below their name. The clips of ``train_step``'s metrics, and those in the state of
+    ``nonfinite`` below their name, those of values ``norm``, ``rms``, ``max``, ``zeros`` and
+    ``nonfinite``. The clips of ``train_step``'s metrics, and those in the state of
     an optimizer, are called ``clip``; ``clip_0``, ``clip_1``, ... if there are several.
 
     With ``by="module"`` the names tell two kinds of norms apart. ``cotangent/blocks/3/norm`` is the
@@ -43,10 +46,10 @@ def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
         one axis; states and parameters of other libraries are left out.
 
     Args:
-      tree: the statistics of `value_and_grad_with_stats`, the metrics or the state of `train_step`,
-        the state of an optimizer (also ``nnx.Optimizer(...).opt_state``), a `ClipStats`, or a
-        dictionary or tuple of such. With ``by="module"`` also a tree of gradients, alone or in a
-        dictionary as ``"grads"``.
+      tree: the statistics of `value_and_grad_with_stats` or `with_value_stats`, the metrics or the
+        state of `train_step`, the state of an optimizer (also ``nnx.Optimizer(...).opt_state``), a
+        `ClipStats` or `ValueStats`, or a dictionary or tuple of such. With ``by="module"`` also a
+        tree of gradients, alone or in a dictionary as ``"grads"``.
       by: ``"module"``, or ``None``.
 
     Returns:
@@ -98,6 +101,8 @@ def _items(path: str, tree: Any, clips: Iterator[str]) -> Items:
         yield from _items(path, tree.opt_state, clips)
     elif isinstance(tree, ClipStats):
         yield from ((_join(path, name), getattr(tree, name)) for name in _OF_STATS)
+    elif isinstance(tree, ValueStats):
+        yield from ((_join(path, name), getattr(tree, name)) for name in _OF_VALUES)
     elif isinstance(tree, GradientClipState):
         yield from _clip_items(_join(path, next(clips)), tree, clips)
     elif isinstance(tree, SkipSpikesState):

@@ -24,6 +24,7 @@ from clipgrad._gradient_clip import (
 from clipgrad._numerics import global_norm
 from clipgrad._stats import ClipStats, count_nonfinite
 from clipgrad._training.accumulate import Gradients, accumulated
+from clipgrad._training.values import MeasuredLoss
 from clipgrad._trees import (
     check_leaves,
     check_tree,
@@ -34,6 +35,7 @@ from clipgrad._trees import (
     split_overwritten,
     zeros_for,
 )
+from clipgrad._values import Watch
 
 StepMetrics = dict[str, Any]
 
@@ -112,6 +114,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     *,
     error_clip: Rules | None = None,
+    watch_values: Watch = None,
     accumulate: int = 1,
     has_aux: bool = False,
     donate: bool = True,
@@ -148,7 +151,8 @@ def train_step(
         may be a model of flax NNX, or a tree with such models.
       optimizer: an optax gradient transformation, such as
         ``optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))``, or
-        ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``.
+        ``optax.MultiSteps``. It gets the extra arguments ``value``, ``grad`` and ``value_fn``, and
+        with ``watch_values`` ``max_logits``, see `qk_clip`.
       error_clip: a rule for each name of a variable inside ``loss_fn``, a tag, the path of a
         module or a pattern, see `error_clip_by_name`; ``None`` in place of a rule: watch only. With
         ``accumulate=k`` it sees the cotangents of one microbatch. If the loss is a mean over the
@@ -156,6 +160,8 @@ def train_step(
         ``ClipByNorm(threshold)`` and ``ClipByGlobalNorm(threshold)`` may have an adaptive threshold
         such as ``PercentileThreshold(90)``: the state then has a history of the cotangent's norm
         for each name and scan step, see `adaptive_error_clip`.
+      watch_values: names and patterns of values inside ``loss_fn`` to measure, or a dictionary from
+        them to an axis that is kept, see `with_value_stats`.
       accumulate: the number of microbatches that the leading axis of the batch is split into.
       has_aux: whether ``loss_fn`` returns ``(scalar, aux)``.
       donate: whether a step may write the new state into the buffers of the old one, which you
@@ -172,7 +178,9 @@ def train_step(
       ``grad_norm`` with ``where=``, a mask or an earlier transformation), ``clipped_norm`` (the
       norm after the clip) and ``clip_scale`` (their ratio); with `skip_spikes` ``skipped`` and
       ``nonfinite_consecutive``; with ``error_clip`` a dictionary ``error_clip`` of the `ClipStats`
-      of each name (added up over microbatches); with ``has_aux`` ``aux`` (stacked over them).
+      of each name (added up over microbatches); with ``watch_values`` a dictionary ``values`` of
+      the `ValueStats` of each name (joined over microbatches), of the parameters before the step;
+      with ``has_aux`` ``aux`` (stacked over microbatches).
 
     Raises:
       TypeError: if ``optimizer`` is not a gradient transformation, or ``error_clip`` not a mapping
@@ -194,9 +202,10 @@ def train_step(
     optimizer = as_optimizer("optimizer", optimizer)
     _check_accumulate(accumulate)
     adaptive = AdaptiveRules.of(error_clip or {})
+    measured = MeasuredLoss(loss_fn, has_aux, watch_values)
 
     def gradients_of(rules: Rules | None) -> Gradients:
-        gradients = _gradients(loss_fn, has_aux, rules)
+        gradients = _gradients(measured.fun, measured.fun_has_aux, rules)
         return accumulated(gradients, accumulate) if accumulate > 1 else gradients
 
     def histories(params: Any, batch: Any) -> Any:
@@ -209,6 +218,7 @@ def train_step(
         gradients = gradients_of(error_clip if kept is None else adaptive.bound(kept))
         given = take_apart(state.params, wrt)
         (loss, aux), grads, stats, after = gradients(given, batch)
+        aux, values = measured.split(aux, accumulate)
         _check_trained(optimizer, given.trained, state)
         grads, overwriting = split_overwritten(grads)
 
@@ -218,13 +228,14 @@ def train_step(
             return result[0] if has_aux else result
 
         seen = combine(grads, zeros_for(overwriting))
-        extra = {"value": loss, "grad": seen, "value_fn": value}
+        extra = {"value": loss, "grad": seen, "value_fn": value, **measured.extra_args(values)}
         updates, opt_state, clips = _updated(optimizer, seen, after.trained, state.opt_state, extra)
         params = optax.apply_updates(after.trained, updates)
         metrics = {"loss": loss, **_metrics(grads, opt_state, clips)}
         skipped = metrics.get("skipped", False)
         params = after.unless(skipped, given).whole(overwrite(params, overwriting, keep=skipped))
         metrics |= {} if error_clip is None else {"error_clip": stats}
+        metrics |= measured.metrics(values)
         metrics |= {"aux": aux} if has_aux else {}
         kept = None if kept is None else adaptive.after(kept, stats, accumulate)
         return as_static(TrainState(params, opt_state, kept)), metrics
