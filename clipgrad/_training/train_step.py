@@ -222,26 +222,31 @@ def train_step(
         _check_trained(optimizer, given.trained, state)
         grads, overwriting = split_overwritten(grads)
 
-        def value(trained: Any) -> Any:
-            with asking_for_stats(""):
-                result, _ = given.call(loss_fn, trained, given.state, batch)
-            return result[0] if has_aux else result
-
-        seen = combine(grads, zeros_for(overwriting))
-        extra = {"value": loss, "grad": seen, "value_fn": value, **measured.extra_args(values)}
+        seen, value_fn = combine(grads, zeros_for(overwriting)), _value_fn(measured, given, batch)
+        extra = {"value": loss, "grad": seen, "value_fn": value_fn, **measured.extra_args(values)}
         updates, opt_state, clips = _updated(optimizer, seen, after.trained, state.opt_state, extra)
         params = optax.apply_updates(after.trained, updates)
         metrics = {"loss": loss, **_metrics(grads, opt_state, clips)}
         skipped = metrics.get("skipped", False)
         params = after.unless(skipped, given).whole(overwrite(params, overwriting, keep=skipped))
         metrics |= {} if error_clip is None else {"error_clip": stats}
-        metrics |= measured.metrics(values)
-        metrics |= {"aux": aux} if has_aux else {}
+        metrics |= measured.metrics(values, aux)
         kept = None if kept is None else adaptive.after(kept, stats, accumulate)
         return as_static(TrainState(params, opt_state, kept)), metrics
 
     compiled = jax.jit(update, donate_argnums=0 if donate else ())
     return TrainStep(compiled, optimizer, histories if adaptive.are_adaptive else None, wrt)
+
+
+def _value_fn(measured: MeasuredLoss, given: Any, batch: Any) -> Callable[[Any], Any]:
+    """The loss as a function of what is trained, for an optimizer that searches along a line."""
+
+    def value(trained: Any) -> Any:
+        with asking_for_stats(""):
+            result, _ = given.call(measured.loss_fn, trained, given.state, batch)
+        return result[0] if measured.has_aux else result
+
+    return value
 
 
 def _updated(

@@ -34,9 +34,10 @@ class MeasuredLoss(NamedTuple):
             values = {name: stats.over(0) for name, stats in values.items()}
         return aux, values
 
-    def metrics(self, values: dict[str, ValueStats]) -> dict[str, Any]:
-        """What the metrics have of the statistics."""
-        return {} if self.watch is None else {"values": values}
+    def metrics(self, values: dict[str, ValueStats], aux: Any) -> dict[str, Any]:
+        """What the metrics have of the statistics and the auxiliary results."""
+        measured = {} if self.watch is None else {"values": values}
+        return measured | ({"aux": aux} if self.has_aux else {})
 
     def extra_args(self, values: dict[str, ValueStats]) -> dict[str, Any]:
         """What the optimizer gets of them."""
