@@ -13,7 +13,7 @@ from clipgrad._trees import check_leaves, clippable_leaves, clippable_paths, ins
 from clipgrad._values import ValueStats
 
 GRAD, COTANGENT, _VALUES = "grad", "cotangent", "values"
-_STATISTICS = ClipStats | ValueStats | GradientClipState | SkipSpikesState
+_BY_NAME = ClipStats | ValueStats | GradientClipState | SkipSpikesState
 
 
 def by_module(tree: Any) -> Any:
@@ -22,7 +22,7 @@ def by_module(tree: Any) -> Any:
     A tree without statistics is one of gradients.
     """
     is_metrics = isinstance(tree, Mapping) and {"clips", "grads"} & set(tree)
-    if not is_metrics and not instances(tree, _STATISTICS):
+    if not is_metrics and not instances(tree, _BY_NAME):
         return {GRAD: _module_norms(tree)}
     return _regrouped(tree)
 

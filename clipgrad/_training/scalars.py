@@ -18,7 +18,7 @@ from clipgrad._values import ValueStats
 Items = Iterator[tuple[str, Any]]
 
 _OF_STATS = ("norm", "clipped_norm", "scale", "clipped", "fraction", "nonfinite")
-_OF_VALUES = ("norm", "rms", "max", "zeros", "nonfinite")
+_OF_MEASURED = ("norm", "rms", "max", "zeros", "nonfinite")
 _OF_CLIP = ("count", "clipped_count", "nonfinite_count", "threshold")
 _OF_SKIPS = ("raw_norm", "skipped", "skipped_count", "spike_count", "consecutive")
 _OF_SKIPS += ("nonfinite_consecutive",)
@@ -102,7 +102,7 @@ def _items(path: str, tree: Any, clips: Iterator[str]) -> Items:
     elif isinstance(tree, ClipStats):
         yield from ((_join(path, name), getattr(tree, name)) for name in _OF_STATS)
     elif isinstance(tree, ValueStats):
-        yield from ((_join(path, name), getattr(tree, name)) for name in _OF_VALUES)
+        yield from ((_join(path, name), getattr(tree, name)) for name in _OF_MEASURED)
     elif isinstance(tree, GradientClipState):
         yield from _clip_items(_join(path, next(clips)), tree, clips)
     elif isinstance(tree, SkipSpikesState):
