@@ -1,0 +1,274 @@
+"""QK-clip against its formula in NumPy, and on attention as it is in frameworks."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import clipgrad as cg
+from tests.helpers import assert_same
+
+RNG = np.random.default_rng(0)
+LIMIT = 2.0
+
+
+def normal(*shape):
+    return np.asarray(RNG.normal(size=shape), np.float32)
+
+
+# For each: shape and axis of queries, of keys, heads of queries and of keys, size of a head along
+# the axis, layers.
+LAYOUTS = {
+    "heads apart": ((5, 4, 3), (5, 4, 3), 1, 4, 4, 1, ()),
+    "from the end": ((5, 4, 3), (5, 4, 3), -2, 4, 4, 1, ()),
+    "heads first": ((4, 5, 3), (4, 5, 3), 0, 4, 4, 1, ()),
+    "one after the other": ((5, 12), (5, 12), 1, 4, 4, 3, ()),
+    "PyTorch's": ((12, 5), (12, 5), 0, 4, 4, 3, ()),
+    "grouped": ((5, 4, 3), (5, 2, 3), 1, 4, 2, 1, ()),
+    "grouped, one after the other": ((5, 12), (5, 6), 1, 4, 2, 3, ()),
+    "one key": ((5, 4, 3), (5, 1, 3), 1, 4, 1, 1, ()),
+    "layers": ((2, 5, 4, 3), (2, 5, 2, 3), -2, 4, 2, 1, (2,)),
+}
+
+
+def reference(p, u, gamma, axis, power, heads, size):
+    """The update of one kernel, head by head, in float64."""
+    p, u = np.asarray(p, np.float64), np.asarray(u, np.float64)
+    out = u.copy()
+    layers = gamma.shape[:-1]
+    for layer in np.ndindex(*layers):
+        of_layer = np.moveaxis(out[layer], axis - len(layers) if axis >= 0 else axis, 0)
+        weights = np.moveaxis(p[layer], axis - len(layers) if axis >= 0 else axis, 0)
+        share = gamma.shape[-1] // heads
+        for head in range(heads):
+            factor = gamma[layer][head * share : (head + 1) * share].min()
+            rows = slice(head * size, (head + 1) * size)
+            if factor < 1:
+                new = factor**power * (weights[rows] + of_layer[rows]) - weights[rows]
+                of_layer[rows] = new
+    return out
+
+
+@pytest.mark.parametrize("balance", [0.5, 0.2, 1.0])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_update_is_that_of_the_formula(name, balance):
+    query, key, axis, heads, key_heads, size, layers = LAYOUTS[name]
+    params = {"q": {"kernel": normal(*query)}, "k": {"kernel": normal(*key)}, "v": normal(3)}
+    updates = jax.tree.map(lambda p: 0.1 * normal(*p.shape), params)
+    largest = np.abs(normal(*layers, heads)) * 3
+    largest[..., 0] = LIMIT / 2
+    tx = cg.qk_clip([("logits", "q/kernel", "k/kernel", axis)], LIMIT, balance)
+    found, state = jax.jit(tx.update)(
+        updates, tx.init(params), params, max_logits={"logits": largest}
+    )
+    assert state == optax.EmptyState()
+    gamma = np.minimum(1, LIMIT / largest.astype(np.float64))
+    for part, count, power in (("q", heads, balance), ("k", key_heads, 1 - balance)):
+        p, u = params[part]["kernel"], updates[part]["kernel"]
+        expected = reference(p, u, gamma, axis, power, count, size)
+        np.testing.assert_allclose(found[part]["kernel"], expected, rtol=2e-6, atol=2e-7)
+    assert_same(found["v"], jnp.asarray(updates["v"]))
+
+
+@pytest.mark.parametrize(
+    "largest", [[0.0, 0.5, LIMIT], [np.nan, np.inf, 0.0]], ids=["below or at", "not finite"]
+)
+def test_heads_without_a_clip_keep_their_bits(largest):
+    params = {"q": normal(5, 3, 2), "k": normal(5, 3, 2)}
+    updates = jax.tree.map(lambda p: normal(*p.shape), params)
+    tx = cg.qk_clip([("logits", "q", "k", 1)], LIMIT)
+    found, _ = tx.update(
+        updates, tx.init(params), params, max_logits={"logits": jnp.array(largest)}
+    )
+    assert_same(found, jax.tree.map(jnp.asarray, updates))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_computed_in_float32(dtype):
+    params = {"q": jnp.asarray(normal(5, 2, 2), dtype), "k": jnp.asarray(normal(5, 2, 2), dtype)}
+    tx = cg.qk_clip([("logits", "q", "k", 1)], LIMIT)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    largest = {"logits": jnp.array([4 * LIMIT, 1.0])}
+    updates, _ = tx.update(zeros, tx.init(params), params, max_logits=largest)
+    assert updates["q"].dtype == dtype
+    assert_same(optax.apply_updates(params, updates)["q"][:, 0], params["q"][:, 0] / 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "bias", "parts", "axis", "heads"),
+    [
+        ((5, 3, 4, 2), (3, 4, 2), [np.s_[:, 0], np.s_[:, 1]], 1, lambda a, i: a[..., i, :, :]),
+        ((5, 24), (24,), [np.s_[:, :8], np.s_[:, 8:16]], -1, None),
+        ((24, 5), (24,), [np.s_[:8], np.s_[8:16]], 0, None),
+    ],
+    ids=["apart", "along an axis", "PyTorch's"],
+)
+def test_parts_of_a_fused_kernel_and_its_bias_are_scaled_alike(shape, bias, parts, axis, heads):
+    params = {"qkv": {"kernel": normal(*shape), "bias": normal(*bias)}}
+    pairs = [("logits", ("qkv/kernel", parts[0]), ("qkv/kernel", parts[1]), axis)]
+    tx = cg.qk_clip(pairs, LIMIT)
+    zeros = jax.tree.map(np.zeros_like, params)
+    largest = {"logits": jnp.array([4 * LIMIT, 1.0, 1.0, 16 * LIMIT])}
+    updates, _ = tx.update(zeros, tx.init(params), params, max_logits=largest)
+    after = jax.tree.map(np.asarray, optax.apply_updates(params, updates))
+    scale = np.array([0.5, 1, 1, 0.25])
+    of_kernel, of_bias = np.ones(shape), np.ones(bias)
+    if heads:
+        of_kernel[:, :2] = scale[None, None, :, None]
+        of_bias[:2] = scale[None, :, None]
+    else:
+        line = np.repeat(scale, 2)
+        of_bias[:16] = np.tile(line, 2)
+        of_kernel *= of_bias if axis == -1 else of_bias[:, None]
+    np.testing.assert_allclose(after["qkv"]["kernel"], params["qkv"]["kernel"] * of_kernel, 1e-6)
+    np.testing.assert_allclose(after["qkv"]["bias"], params["qkv"]["bias"] * of_bias, 1e-6)
+
+
+# ---- attention as it is -------------------------------------------------------------------------
+
+X = jax.random.normal(jax.random.key(1), (2, 5, 8))
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(2, name="attn", bias_init=nn.initializers.normal())(
+            x
+        )
+
+
+def linen():
+    params = Linen().init(jax.random.key(0), X)["params"]
+    loss = lambda p, x: jnp.mean(Linen().apply({"params": p}, x) ** 2)  # noqa: E731
+    return loss, params, "**/*->...hqk", -3, ("attn/query/kernel", "attn/key/kernel", 1)
+
+
+def in_nnx():
+    attn = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(attn)
+    loss = lambda p, x: jnp.mean(nnx.merge(graph, p)(x) ** 2)  # noqa: E731
+    return loss, params, "**/*->...hqk", -3, ("query/kernel", "key/kernel", 1)
+
+
+def equinox():
+    model = eqx.nn.MultiheadAttention(2, 8, use_query_bias=True, key=jax.random.key(0))
+    loss = lambda m, x: jnp.mean(jax.vmap(m)(x, x, x) ** 2)  # noqa: E731
+    return loss, model, "**/*->sS", None, ("query_proj/weight", "key_proj/weight", 0)
+
+
+def grouped():
+    params = {"q": normal(8, 4, 3), "k": normal(8, 2, 3)}
+
+    def loss(p, x):
+        q, k = jnp.einsum("btd,dhf->bthf", x, p["q"]), jnp.einsum("btd,dhf->bthf", x, p["k"])
+        with jax.named_scope("logits"):
+            logits = jnp.einsum("bqhf,bkhf->bhqk", q, jnp.repeat(k, 2, 2))
+        return jnp.mean(jax.nn.softmax(logits) ** 2)
+
+    return loss, params, "logits", 1, ("q", "k", 1)
+
+
+def heads_axis(loss, params, pattern):
+    """The name of the logits, and the axis of length 2 in those of Equinox, which maps heads."""
+    found = [n for n in cg.list_names(loss, (params, X)) if cg._trees.matches(pattern, n.name)]
+    return found[0]
+
+
+@pytest.mark.usefixtures("users_promotion")
+@pytest.mark.parametrize("make", [linen, in_nnx, equinox, grouped])
+def test_the_largest_logit_is_at_the_limit_after_the_step_and_others_stay(make):
+    loss, params, pattern, axis, (query, key, heads) = make()
+    name = heads_axis(loss, params, pattern)
+    axis = 1 if axis is None else axis
+    measure = jax.jit(cg.with_value_stats(loss, watch={pattern: axis}))
+    before = measure(params, X)[1][name.name].max
+    limit = (
+        float(jnp.sort(before)[-2]) * 0.9
+        if len(before) > 2
+        else float(before.min() + before.max()) / 2
+    )
+    tx = optax.chain(optax.sgd(0.0), cg.qk_clip([(name.name, query, key, heads)], limit))
+    step = cg.train_step(loss, tx, watch_values={pattern: axis})
+    state, metrics = step(step.init(params), X)
+    np.testing.assert_allclose(metrics["values"][name.name].max, before, rtol=1e-6)
+    after = measure(state.params, X)[1][name.name].max
+    assert (np.asarray(after) <= limit * (1 + 1e-5)).all() and (np.asarray(before) > limit).any()
+    if make is not grouped:
+        np.testing.assert_allclose(after, np.minimum(before, limit), rtol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", [optax.adamw, optax.contrib.muon], ids=["adamw", "muon"])
+def test_logits_that_grow_stay_at_the_limit(optimizer):
+    params = {"q": normal(8, 8), "k": normal(8, 8)}
+
+    def loss(p, x):
+        q, k = ((x @ p[n]).reshape(2, 5, 2, 4) for n in "qk")
+        with jax.named_scope("logits"):
+            logits = jnp.einsum("bqhf,bkhf->bhqk", q, k)
+        return -jnp.mean(logits[:, :, :, 0])
+
+    grown, kept = [], []
+    clip = cg.qk_clip([("logits", "q", "k", 1)], 20.0)
+    for seen, tail in ((grown, optax.identity()), (kept, clip)):
+        step = cg.train_step(loss, optax.chain(optimizer(0.02), tail), watch_values={"logits": 1})
+        state = step.init(params)
+        for _ in range(60):
+            state, metrics = step(state, X)
+            seen.append(float(metrics["values"]["logits"].max.max()))
+    assert grown[-1] > 40
+    growth = max(after / before for before, after in zip(grown, grown[1:], strict=False))
+    assert max(kept[5:]) <= 20 * growth  # the largest logit that one update makes of the limit
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+PAIR = ("logits", "q", "k", 1)
+PARAMS = {"q": jnp.ones((5, 4, 2)), "k": jnp.ones((5, 4, 2))}
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "match"),
+    [
+        (("logits",), TypeError, "pairs: got 'logits', expected a list of such as"),
+        (([("logits", "q", "k")],), TypeError, r"pairs: got \('logits', 'q', 'k'\), expected such"),
+        (([("logits", "q", "k", "h")],), TypeError, "expected such as"),
+        (([("logits", ("q", "h"), "k", 1)],), TypeError, "and an index of slices and integers"),
+        (([PAIR], -1.0), ValueError, "max_logit: got -1.0, expected a positive number"),
+        (([PAIR], 1.0, 2.0), ValueError, "balance: got 2.0, expected a number from 0 to 1"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused(args, error, match):
+    with pytest.raises(error, match=match):
+        cg.qk_clip(*args)
+
+
+@pytest.mark.parametrize(
+    ("pair", "max_logits", "match"),
+    [
+        (PAIR, None, r"max_logits: got None, .*train_step\(..., watch_values={'logits': axis}\)"),
+        (PAIR, {"other": jnp.ones(4)}, "max_logits: got no 'logits', .*there are"),
+        (PAIR, {"logits": jnp.ones(())}, "max_logits: got one number for 'logits', expected one"),
+        (PAIR, {"logits": jnp.ones(3)}, "of length 4, expected a multiple of the 3 heads"),
+        (("logits", "q", "k", 3), {"logits": jnp.ones(4)}, "with the axis 3, expected an axis of"),
+        (PAIR, {"logits": jnp.ones((2, 4))}, r"behind the axes \(2,\) of stacked layers"),
+    ],
+    ids=str,
+)
+def test_logits_and_kernels_that_do_not_fit_are_refused(pair, max_logits, match):
+    tx = cg.qk_clip([pair])
+    with pytest.raises(ValueError, match=match):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS, max_logits=max_logits)
+
+
+def test_a_path_that_is_not_there_is_refused_at_once():
+    with pytest.raises(
+        ValueError, match="pairs: got the path 'w', expected that of a kernel; ther"
+    ):
+        cg.qk_clip([("logits", "w", "k", 1)]).init(PARAMS)
+    with pytest.raises(ValueError, match="params: got None, expected the parameters"):
+        cg.qk_clip([PAIR]).update(PARAMS, optax.EmptyState(), max_logits={})
