@@ -70,7 +70,7 @@ def test_the_update_is_that_of_the_formula(name, balance):
     for part, count, power in (("q", heads, balance), ("k", key_heads, 1 - balance)):
         p, u = params[part]["kernel"], updates[part]["kernel"]
         expected = reference(p, u, gamma, axis, power, count, size)
-        np.testing.assert_allclose(found[part]["kernel"], expected, rtol=2e-6, atol=2e-7)
+        np.testing.assert_allclose(found[part]["kernel"], expected, rtol=1e-6, atol=1e-6)
     assert_same(found["v"], jnp.asarray(updates["v"]))
 
 
@@ -130,7 +130,7 @@ def test_parts_of_a_fused_kernel_and_its_bias_are_scaled_alike(shape, bias, part
 
 # ---- attention as it is -------------------------------------------------------------------------
 
-X = jax.random.normal(jax.random.key(1), (2, 5, 8))
+X = jax.random.normal(jax.random.key(1), (3, 5, 8))
 
 
 class Linen(nn.Module):
@@ -151,7 +151,7 @@ def in_nnx():
     attn = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
     graph, params = nnx.split(attn)
     loss = lambda p, x: jnp.mean(nnx.merge(graph, p)(x) ** 2)  # noqa: E731
-    return loss, params, "**/*->...hqk", -3, ("query/kernel", "key/kernel", 1)
+    return loss, params, "**/BTNH,BSNH->BNTS", 1, ("query/kernel", "key/kernel", 1)
 
 
 def equinox():
@@ -184,7 +184,7 @@ def test_the_largest_logit_is_at_the_limit_after_the_step_and_others_stay(make):
     loss, params, pattern, axis, (query, key, heads) = make()
     name = heads_axis(loss, params, pattern)
     axis = 1 if axis is None else axis
-    measure = jax.jit(cg.with_value_stats(loss, watch={pattern: axis}))
+    measure = cg.with_value_stats(loss, watch={pattern: axis})
     before = measure(params, X)[1][name.name].max
     limit = (
         float(jnp.sort(before)[-2]) * 0.9
@@ -201,12 +201,13 @@ def test_the_largest_logit_is_at_the_limit_after_the_step_and_others_stay(make):
         np.testing.assert_allclose(after, np.minimum(before, limit), rtol=1e-5)
 
 
+@pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize("optimizer", [optax.adamw, optax.contrib.muon], ids=["adamw", "muon"])
 def test_logits_that_grow_stay_at_the_limit(optimizer):
     params = {"q": normal(8, 8), "k": normal(8, 8)}
 
     def loss(p, x):
-        q, k = ((x @ p[n]).reshape(2, 5, 2, 4) for n in "qk")
+        q, k = ((x @ p[n]).reshape(3, 5, 2, 4) for n in "qk")
         with jax.named_scope("logits"):
             logits = jnp.einsum("bqhf,bkhf->bhqk", q, k)
         return -jnp.mean(logits[:, :, :, 0])
@@ -220,8 +221,8 @@ def test_logits_that_grow_stay_at_the_limit(optimizer):
             state, metrics = step(state, X)
             seen.append(float(metrics["values"]["logits"].max.max()))
     assert grown[-1] > 40
-    growth = max(after / before for before, after in zip(grown, grown[1:], strict=False))
-    assert max(kept[5:]) <= 20 * growth  # the largest logit that one update makes of the limit
+    # Each update is added to weights that fit the limit: the logits are over it by one update.
+    assert 20 < max(kept[5:]) <= 20 * 1.15
 
 
 # ---- errors -------------------------------------------------------------------------------------
