@@ -95,7 +95,7 @@ def qk_clip(
         if structure != jax.tree.structure(params):
             raise ValueError(f"updates: got {structure}, expected the structure of the parameters")
         for pair in chosen:
-            largest = _largest(pair, max_logits)
+            largest = _largest_logits(pair, max_logits)
             is_over = jnp.isfinite(largest) & (largest > max_logit)
             gamma = jnp.where(is_over, max_logit / jnp.where(is_over, largest, 1), 1)
             size = leaves.head_size(pair, gamma)
@@ -161,7 +161,7 @@ def _is_index(entry: Any) -> bool:
     return entry is Ellipsis or isinstance(entry, slice | int)
 
 
-def _largest(pair: _Pair, max_logits: Any) -> jax.Array:
+def _largest_logits(pair: _Pair, max_logits: Any) -> jax.Array:
     """The largest logits of the heads of an attention."""
     if not isinstance(max_logits, Mapping):
         raise ValueError(
@@ -211,7 +211,7 @@ class _Leaves(NamedTuple):
     def head_size(self, pair: _Pair, gamma: jax.Array) -> int:
         """How many entries along the axis of heads each head of queries has."""
         kernel, heads = self.part(pair.query), gamma.shape[-1]
-        _check_part(pair, pair.query, kernel, gamma)
+        _check_heads(pair, pair.query, kernel, gamma)
         length = kernel.shape[pair.axis]
         if length % heads:
             raise ValueError(
@@ -223,7 +223,7 @@ class _Leaves(NamedTuple):
     def of_heads(self, pair: _Pair, part: _Part, gamma: jax.Array, size: int) -> jax.Array:
         """For each entry along the axis of heads the smallest factor of the heads that use it."""
         kernel, heads = self.part(part), gamma.shape[-1]
-        _check_part(pair, part, kernel, gamma)
+        _check_heads(pair, part, kernel, gamma)
         own, rest = divmod(kernel.shape[pair.axis], size)
         if rest or not own or heads % own:
             raise ValueError(
@@ -268,7 +268,7 @@ class _Leaves(NamedTuple):
         )
 
 
-def _check_part(pair: _Pair, part: _Part, kernel: Any, gamma: jax.Array) -> None:
+def _check_heads(pair: _Pair, part: _Part, kernel: Any, gamma: jax.Array) -> None:
     """Raises `ValueError` for a kernel without the axis of heads, or those of stacked layers."""
     leading = gamma.shape[:-1]
     is_axis = -kernel.ndim <= pair.axis < kernel.ndim and pair.axis % kernel.ndim >= len(leading)
