@@ -16,6 +16,7 @@ from clipgrad._numerics import (
     if_needed,
     in_range,
     is_in_range,
+    joined_leaves,
     real_or_absolute,
     scaled_squares,
     slice_norms,
@@ -324,17 +325,20 @@ def _counts_unless(finite: jax.Array, trees: list[Any], axis_name: AxisName) -> 
         del finite
         return [to_varying(count_nonfinite(part, axis_name, by_rows=True), axes) for part in parts]
 
-    def if_any(finite: jax.Array, parts: list[list[jax.Array]]) -> list[jax.Array]:
+    def if_any(join: bool, finite: jax.Array, parts: list[list[jax.Array]]) -> list[jax.Array]:
         def zeros() -> list[jax.Array]:
             return [to_varying(jnp.zeros((), widest(part)), axes) for part in parts]
 
         def counts() -> list[jax.Array]:
-            return [to_varying(count_nonfinite(part, axis_name), axes) for part in parts]
+            # Of what is joined XLA compiles one loop.
+            arrays = [joined_leaves(part) if join else part for part in parts]
+            return [to_varying(count_nonfinite(x, axis_name), axes) for x in arrays]
 
         return jax.lax.cond(finite, zeros, counts)
 
     leaves = list(map(clippable_leaves, trees))
-    return by_platform(finite, leaves, cpu=if_any, gpu=by_rows, default=if_any)
+    cpu, default = (functools.partial(if_any, join) for join in (True, False))
+    return by_platform(finite, leaves, cpu=cpu, gpu=by_rows, default=default)
 
 
 def _measured(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array]:

@@ -62,8 +62,18 @@ def test_a_clip_reads_each_leaf_once_more_than_it_scales_it(rule, key):
 def test_the_second_pass_of_a_global_norm_joins_4_mb_of_small_leaves_at_most():
     leaves = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 66
     leaves += [jax.ShapeDtypeStruct((2**14 + 1,), jnp.float32)]
-    parts = jax.eval_shape(norms._joined_leaves, leaves)
+    parts = jax.eval_shape(norms.joined_leaves, leaves)
     assert [part.size for part in parts] == [2**20, 2**14, 2**14, 2**14 + 1]
+
+
+def test_statistics_count_in_all_small_leaves_at_once():
+    leaves = [jnp.ones(4)] * 20 + [jnp.ones(2**14 + 1), jnp.array([jnp.nan, jnp.inf, 1.0])]
+
+    def nonfinite(leaves):
+        return cg.clip_grads(leaves, cg.ClipByNorm(1.0))[1].nonfinite
+
+    assert jax.jit(nonfinite).lower(leaves).as_text().count("stablehlo.is_finite") < len(leaves)
+    assert jax.jit(nonfinite)(leaves) == 2
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])

@@ -10,6 +10,7 @@ from clipgrad._numerics.norms import global_norm as global_norm
 from clipgrad._numerics.norms import if_needed as if_needed
 from clipgrad._numerics.norms import in_range as in_range
 from clipgrad._numerics.norms import is_in_range as is_in_range
+from clipgrad._numerics.norms import joined_leaves as joined_leaves
 from clipgrad._numerics.norms import scaled_squares as scaled_squares
 from clipgrad._numerics.norms import slice_norms as slice_norms
 from clipgrad._numerics.norms import total_over_devices as total_over_devices

@@ -352,7 +352,7 @@ def _rescued(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any
 
 def _second_sums(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[jax.Array]:
     """For each group the plain sum, or that of scaled elements where it is out of range."""
-    parts = _joined_leaves(leaves) if groups.joint else list(leaves)
+    parts = joined_leaves(leaves) if groups.joint else list(leaves)
     given = groups.per_leaf(plain, parts)
     squares = groups.sums_of(_scaled_square, parts, _wide_dtypes(groups, parts), given)
     sums = groups.totals(squares, parts)
@@ -364,7 +364,7 @@ def _second_sums(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list
 _SMALL, _JOINED = 2**14, 2**20
 
 
-def _joined_leaves(leaves: Arrays) -> list[jax.Array]:
+def joined_leaves(leaves: Arrays) -> list[jax.Array]:
     """The same elements in fewer arrays; those whose types are sharded stay apart."""
     kinds: dict[Any, list[jax.Array]] = {}
     total = 0
@@ -386,9 +386,8 @@ def _scale_of_plain(plain: jax.Array) -> jax.Array:
 
 
 def _unless_plain(plain: jax.Array, total: jax.Array) -> jax.Array:
-    """A scaled sum; the plain one if that is in range or NaN."""
-    is_large, is_small = _out_of_range(plain)
-    return if_else(is_large | is_small, total, plain)
+    """A scaled sum; the plain one if that is in range."""
+    return if_else(is_in_range(plain), plain, total)
 
 
 def _out_of_range(plain: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -471,7 +470,9 @@ def _in_range_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _scaled_square(leaf: jax.Array, plain: jax.Array) -> jax.Array:
-    scale = _chosen_scale(*_out_of_range(plain), plain)
+    """The sum of these is used if the plain one is out of range: too large, or else too small."""
+    rule = _RANGES[plain.dtype.name]
+    scale = if_else(plain > 1, jnp.full_like(plain, 2.0**rule.down), 2.0**rule.up)
     return jnp.square(_bounded_product(real_or_absolute(leaf), scale))
 
 
