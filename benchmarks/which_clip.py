@@ -35,6 +35,8 @@ from benchmarks.which_clip_language import TASK as LANGUAGE
 from benchmarks.which_clip_language import warmed_up
 from benchmarks.which_clip_ppo import TASK as PPO
 from benchmarks.which_clip_ppo import OnPolicy
+from benchmarks.which_clip_private import TASK as PRIVATE
+from benchmarks.which_clip_private import with_noise
 from clipgrad._demo import blank_patches as _blank_patches
 from clipgrad._demo import task as _task
 from clipgrad._demo.task import Task
@@ -52,6 +54,9 @@ class Clips(NamedTuple):
       error: the rule in the backward pass.
       example: the rule for each example's gradient.
       every: after how many time steps the gradient is cut off, by ``stop_gradient``.
+      adapting: a rule in the backward pass with an adaptive threshold.
+      noise: the limit of each example that noise is added for.
+      keeps: whether what the rule before the optimizer cuts off is kept for later (U-Clip).
       zero_nans: whether NaN in the gradient is replaced by 0.
       skips: whether steps far out of the ordinary are skipped.
     """
@@ -60,6 +65,9 @@ class Clips(NamedTuple):
     error: Any = None
     example: Any = None
     every: Any = None
+    adapting: Any = None
+    noise: Any = None
+    keeps: bool = False
     zero_nans: bool = False
     skips: bool = False
 
@@ -73,12 +81,14 @@ class Way:
       thresholds: those to try; ``(None,)`` without one.
       task: what is trained if not the task as it is.
       optimizer: the optimizer, of its learning rate, if not that of the study.
+      static: whether a threshold is a number of Python: a program for each of them.
     """
 
     clips: Callable[[Any], Clips] = lambda threshold: Clips()
     thresholds: Sequence[float | None] = (None,)
     task: Task | None = None
     optimizer: Callable[[Any], optax.GradientTransformation] | None = None
+    static: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +156,48 @@ def today(norms: Sequence[float], **more: Way) -> dict[str, Way]:
         "per example": Way(per_example, norms),
     }
     return found | {name.replace("_", " "): way for name, way in more.items()}
+
+
+def error_by_percentile(percentile: float) -> Clips:
+    """An error clip by norm, at a percentile of the last 64 norms of each scan step."""
+    threshold = cg.PercentileThreshold(percentile, window=64)
+    return Clips(adapting=cg.ClipByNorm(threshold))
+
+
+def auto_norm(gamma: Any) -> Clips:
+    """All gradients scaled to about norm 1."""
+    return Clips(norm=cg.AutoNorm(1.0, gamma))
+
+
+def u_clip(threshold: Any) -> Clips:
+    """A norm clip that keeps what it cuts off for later steps."""
+    return norm(threshold)._replace(keeps=True)
+
+
+PERCENTILES = (10.0, 50.0, 90.0)
+
+
+def of_others(norms: Sequence[float]) -> dict[str, Way]:
+    """Error clips that find their threshold, AUTO-S and U-Clip."""
+    middle = norms[len(norms) // 2]
+    return {
+        "adaptive error clip": Way(error_by_percentile, PERCENTILES, static=True),
+        "adaptive error clip + norm": Way(
+            both(error_by_percentile, middle), PERCENTILES, static=True
+        ),
+        "auto norm": Way(auto_norm, (0.01, 1.0)),
+        "u-clip": Way(u_clip, norms),
+    }
+
+
+def private_norm(threshold: Any) -> Clips:
+    """DP-SGD: the norm of each example's gradient, and noise."""
+    return per_example(threshold)._replace(noise=threshold)
+
+
+def private_auto_norm(gamma: Any) -> Clips:
+    """DP-SGD with AUTO-S: each example's gradient scaled to about norm 1, and noise."""
+    return Clips(example=cg.AutoNorm(1.0, gamma), noise=1.0)
 
 
 def truncated(every: Any) -> Clips:
@@ -253,12 +305,36 @@ STUDIES = {
         ),
         Study(PPO, optax.adam, (1e-3, 3e-3, 1e-2), today((0.1, 0.5))),
         Study(DIFFUSION, optax.adam, (1e-3, 3e-3, 1e-2), today((0.1, 0.5, 2.0))),
+        Study(
+            PRIVATE, optax.sgd, (0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
+            {
+                "per example + noise": Way(private_norm, (0.03, 0.1, 0.3, 1.0, 3.0)),
+                "auto norm per example + noise": Way(private_auto_norm, (0.01,)),
+                "no clip, no noise": Way(),
+            },
+        ),
     )
 }  # fmt: skip
 
 
 def train(study: Study, way: Way, cells: Sequence[tuple], seeds: Sequence[int]) -> dict[str, Any]:
     """The metrics of each cell (learning rate, threshold) and seed, of shape (cells, seeds)."""
+    if not way.static:
+        return train_at_once(study, way, cells, seeds)
+    found: dict[tuple, dict[str, Any]] = {}
+    for threshold in dict.fromkeys(cell[1] for cell in cells):
+        fixed = dataclasses.replace(way, clips=lambda _, t=threshold: way.clips(t), static=False)
+        own = [cell for cell in cells if cell[1] == threshold]
+        metrics = train_at_once(study, fixed, own, seeds)
+        for i, cell in enumerate(own):
+            found[cell] = {name: values[i] for name, values in metrics.items()}
+    return {name: np.stack([found[cell][name] for cell in cells]) for name in found[cells[0]]}
+
+
+def train_at_once(
+    study: Study, way: Way, cells: Sequence[tuple], seeds: Sequence[int]
+) -> dict[str, Any]:
+    """The same, in one program."""
     task = way.task or study.task
     data = task.load()
     starts = [task.init(data, np.random.default_rng(seed)) for seed in seeds]
@@ -275,15 +351,17 @@ def _train_one(
     study: Study, way: Way, task: Task, data: Any, first: Any, key: Any, rate: Any, threshold: Any
 ) -> Any:
     clips = way.clips(threshold)
-    chain = [optax.zero_nans()] if clips.zero_nans else [cg.gradient_clip(clips.norm)]
-    optimizer = optax.chain(*chain, (way.optimizer or study.optimizer)(rate))
+    clip = cg.u_clip(clips.norm) if clips.keeps else cg.gradient_clip(clips.norm)
+    clip = optax.zero_nans() if clips.zero_nans else clip
+    optimizer = optax.chain(clip, (way.optimizer or study.optimizer)(rate))
     optimizer = cg.skip_spikes(optimizer) if clips.skips else optimizer
-    gradient = _gradient(task, clips)
+    histories, gradient = _gradient(task, clips)
 
     def update(carry: Any, batch: Any) -> Any:
-        params, state = carry
-        updates, state = optimizer.update(gradient(params, batch), state, params)
-        return (optax.apply_updates(params, updates), state), None
+        params, state, kept = carry
+        grads, kept = gradient(params, batch, kept)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state, kept), None
 
     def step(carry: Any, number: jax.Array) -> Any:
         drawn = jax.random.fold_in(key, number)
@@ -291,18 +369,41 @@ def _train_one(
             return jax.lax.scan(update, carry, task.collect(carry[0], drawn))
         return update(carry, task.sample(data, drawn))
 
-    start = (first, optimizer.init(first))
-    (params, _), _ = jax.lax.scan(step, start, jnp.arange(task.steps))
+    start = (first, optimizer.init(first), histories(first, data, key))
+    (params, *_), _ = jax.lax.scan(step, start, jnp.arange(task.steps))
     metrics = task.evaluate(first, params, data)
     return metrics | {"reached": task.reached(metrics)}
 
 
-def _gradient(task: Task, clips: Clips) -> Callable[[Any, Any], Any]:
+def _gradient(task: Task, clips: Clips) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What a clip keeps at first, and the gradient and what it keeps then."""
+    if clips.noise is not None:
+        private = _plain_gradient(task, clips)
+
+        def noisy(params: Any, batch: Any, key: Any) -> Any:
+            key, own = jax.random.split(key)
+            return with_noise(private(params, batch), own, clips.noise), key
+
+        return lambda params, data, key: jax.random.fold_in(key, task.steps), noisy
+    if clips.adapting is None:
+        plain = _plain_gradient(task, clips)
+        return lambda *_: None, lambda params, batch, kept: (plain(params, batch), kept)
+    clip = cg.adaptive_error_clip(task.loss, {task.tag: clips.adapting})
+
+    def adapted(params: Any, batch: Any, kept: Any) -> Any:
+        _, grads, kept, _ = clip(kept, params, batch)
+        return grads, kept
+
+    return lambda params, data, key: clip.init(params, task.sample(data, key)), adapted
+
+
+def _plain_gradient(task: Task, clips: Clips) -> Callable[[Any, Any], Any]:
     if clips.every is not None:
         loss: Any = task.loss
         return jax.grad(functools.partial(loss, every=clips.every))
     if clips.example is None:
-        return jax.grad(cg.error_clip_by_name(task.loss, {task.tag: clips.error}))
+        rules = {task.tag: clips.error} if task.tag else {}
+        return jax.grad(cg.error_clip_by_name(task.loss, rules))
 
     def loss_of_one(params: Any, example: Any) -> jax.Array:
         return task.loss(params, jax.tree.map(lambda leaf: leaf[None], example))
