@@ -177,17 +177,19 @@ def u_clip(threshold: Any) -> Clips:
 PERCENTILES = (10.0, 50.0, 90.0)
 
 
-def of_others(norms: Sequence[float]) -> dict[str, Way]:
-    """Error clips that find their threshold, AUTO-S and U-Clip."""
-    middle = norms[len(norms) // 2]
+def adaptive_errors(norms: Sequence[float]) -> dict[str, Way]:
+    """Error clips that find their threshold, alone and with a norm clip."""
+    joint = both(error_by_percentile, norms[len(norms) // 2])
     return {
         "adaptive error clip": Way(error_by_percentile, PERCENTILES, static=True),
-        "adaptive error clip + norm": Way(
-            both(error_by_percentile, middle), PERCENTILES, static=True
-        ),
-        "auto norm": Way(auto_norm, (0.01, 1.0)),
-        "u-clip": Way(u_clip, norms),
+        "adaptive error clip + norm": Way(joint, PERCENTILES, static=True),
     }
+
+
+def of_others(norms: Sequence[float]) -> dict[str, Way]:
+    """The same, AUTO-S and U-Clip."""
+    found = {"auto norm": Way(auto_norm, (0.01, 1.0)), "u-clip": Way(u_clip, norms)}
+    return adaptive_errors(norms) | found
 
 
 def private_norm(threshold: Any) -> Clips:
@@ -271,7 +273,7 @@ STUDIES = {
             ways(
                 (0.3, 1.0, 3.0), error_by_value, (1e-4, 1e-3, 1e-2, 1e-1),
                 mended=Way(task=_from_identity()),
-            ),
+            ) | of_others((0.3, 1.0, 3.0)),
         ),
         Study(
             GRAVES, _MOMENTUM, (0.3, 1.0, 3.0, 10.0, 30.0),
@@ -283,7 +285,7 @@ STUDIES = {
                 (0.1, 1.0, 10.0, 100.0, 1e3), error_by_row, (1e-6, 1e-5, 1e-4, 1e-3),
                 mended=Way(task=two_heads(1.0)),
                 mended_plus_norm=Way(norm, (0.1, 1.0, 10.0, 100.0), two_heads(1.0)),
-            ),
+            ) | of_others((0.1, 1.0, 10.0, 100.0, 1e3)),
         ),
         Study(
             TASKS["pendulum"], optax.adam, (1e-3, 3e-3, 1e-2, 3e-2, 0.1),

@@ -224,6 +224,26 @@ def test_the_notes_of_the_tasks_of_today_are_what_was_measured():
     assert all(abs(noise[way] - noise["no clip"]) < 1e-3 for way in noise if way != "per example")
 
 
+def test_the_notes_of_the_rules_of_others_are_what_was_measured():
+    alone, joint = "adaptive error clip", "adaptive error clip + norm"
+    assert abs(median("deep-mlp", alone) - median("deep-mlp", "error clip")) < 0.005
+    assert reached("deep-mlp", alone) == 4
+    assert abs(median("two-heads", alone) - median("two-heads", "no clip")) < 0.005
+    deep = {way: median("deep-mlp", way) for way in CONTENT["tasks"]["deep-mlp"]["ways"]}
+    assert max(deep, key=lambda way: deep[way] * (way != "mended")) == joint
+    assert round(deep[joint], 2) == 0.98
+    assert reached("two-heads", joint) == 5
+    heads = [median("two-heads", way) for way in (joint, "norm", "error clip")]
+    np.testing.assert_allclose(heads, [0.942, 0.924, 0.972], atol=6e-4)
+    for task in ("deep-mlp", "two-heads"):
+        assert abs(median(task, "auto norm") - median(task, "norm")) < 0.01
+        assert reached(task, "u-clip") == 0
+    private = CONTENT["tasks"]["private-digits"]["ways"]
+    assert [len(way["sweep"]) for way in private.values()] == [30, 6, 6]
+    medians = [median("private-digits", way) for way in private]
+    np.testing.assert_allclose(medians, [0.924, 0.919, 0.98], atol=6e-4)
+
+
 def test_the_notes_of_the_other_tasks_are_what_was_measured():
     best = {
         (task, way): result["best"]["rate"]
