@@ -17,6 +17,21 @@ FOUND_BY = {
         "what to write instead.",
         "NaN; inf; nan_to_num; debug_nans; not finite; FloatingPointError; double where; safe norm",
     ),
+    "two_versions": (
+        "Find the first module where two versions of a JAX loss differ: a kernel and its "
+        "reference, a port, before and after a change.",
+        "compare; port; reference; faster kernel; regression; differ; mismatch; parity",
+    ),
+    "bfloat16": (
+        "Find the modules and the leaves of the gradient where bfloat16 or float16 loses "
+        "precision in JAX.",
+        "rounding; loss of precision; cancellation; low precision; float32; float64",
+    ),
+    "layout": (
+        "Check a sharded JAX training step against the same step on one device: missing averages, "
+        "wrong norms, statistics of one shard.",
+        "psum; pmean; FSDP; tensor parallel; data parallel; wrong norm; missing all-reduce",
+    ),
     "my_run_blew_up": (
         "A JAX training run that ended in NaN: keep the step, the batch and the parameters, and"
         " replay them to find the line.",

@@ -1,12 +1,13 @@
 """What differs first: a value, a cotangent, or the gradient of a leaf."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
 from clipgrad._compare.differences import Judgment
+from clipgrad._compare.matching import Instance
 from clipgrad._compare.places import ComparedPlace
 from clipgrad._compare.records import ComparisonFinding
 from clipgrad._compare.slices import Ends, Slice, made_by, used_by, users_of, value_scopes
@@ -26,6 +27,7 @@ class ComparedLeaf(NamedTuple):
 
 def find(
     own: Version,
+    other: Version,
     places: Sequence[ComparedPlace],
     loss: Judgment,
     leaves: Sequence[ComparedLeaf],
@@ -44,15 +46,17 @@ def find(
         return [_loss_finding(own, places, loss)]
     cotangents = [p for p in places if p.cotangent is not None and p.cotangent.differs]
     if cotangents:
-        return [_vjp_finding(own, cotangents[-1], places)]
+        return [_vjp_finding(own, other, cotangents[-1], places)]
     return [_leaf_finding(own, leaf, places) for leaf in bad]
 
 
 def _value_finding(first: ComparedPlace, places: Sequence[ComparedPlace]) -> ComparisonFinding:
     before = places[: places.index(first)]
     value = first.pair.own.value
-    scopes = value_scopes(value)
-    found = made_by(value.jaxpr, value.variable, scopes, _agreeing(before))
+    found = _joined(
+        made_by(side.value.jaxpr, side.value.variable, value_scopes(side.value), ends)
+        for side, ends in _sides(first, before)
+    )
     text = f"the value of {first.name or 'what the scan carries'} {_difference(first.value)}"
     # The inner view of the same value agrees: what changed it is in this module alone.
     module = first.name if _other_view(first, before) else found.module
@@ -72,7 +76,7 @@ def _loss_finding(
 
 
 def _vjp_finding(
-    own: Version, last: ComparedPlace, places: Sequence[ComparedPlace]
+    own: Version, other: Version, last: ComparedPlace, places: Sequence[ComparedPlace]
 ) -> ComparisonFinding:
     later = [
         place
@@ -81,8 +85,13 @@ def _vjp_finding(
     ]
     value = last.pair.own.value
     outer = _other_view(last, later)
-    found, step = users_of(own.subject.program, last.pair.own, _agreeing(later))
-    module, step = (outer.name, last.step) if outer else (found.module, step)
+    programs = own.subject.program, other.subject.program
+    users = [
+        users_of(program, side, ends)
+        for program, (side, ends) in zip(programs, _sides(last, later), strict=False)
+    ]
+    found = _joined(part for part, _ in users)
+    module, step = (outer.name, last.step) if outer else (found.module, users[0][1])
     assert last.cotangent is not None
     text = f"the cotangent of {last.name} {_difference(last.cotangent)}; all values agree"
     factor = _factor(last.cotangent, [place.cotangent for place in later])
@@ -114,10 +123,26 @@ def _other_view(place: ComparedPlace, others: Sequence[ComparedPlace]) -> Compar
     return same[0] if same else None
 
 
-def _agreeing(places: Sequence[ComparedPlace]) -> Ends:
-    """Whether a variable is one of the values that end a slice."""
-    ends = {place.pair.own.value.variable for place in places if place.value.is_judged}
+def _agreeing(places: Sequence[ComparedPlace], side: int = 0) -> Ends:
+    """Whether a variable of a version is one of the values that end a slice."""
+    ends = {place.pair[side].value.variable for place in places if place.value.is_judged}
     return ends.__contains__
+
+
+def _sides(place: ComparedPlace, agreeing: Sequence[ComparedPlace]) -> list[tuple[Instance, Ends]]:
+    """A place in each version, if it has one name: what is only in ``other`` may be the fault."""
+    pair = place.pair
+    count = 2 if pair.own.value.name == pair.other.value.name else 1
+    return [(pair[side], _agreeing(agreeing, side)) for side in range(count)]
+
+
+def _joined(parts: Iterable[Slice]) -> Slice:
+    """The operations of several slices."""
+    found = Slice([], [])
+    for part in parts:
+        found.scopes.extend(part.scopes)
+        found.equations.extend(part.equations)
+    return found
 
 
 def _first_place(found: Slice, parent: Place | None) -> Place | None:

@@ -1,6 +1,6 @@
 """Two versions of a loss: their named values, their cotangents, and their gradients."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,12 +35,12 @@ def compare_gradients(
     own_run = runner(first, _wanted(pair.own.value for pair in matching.pairs))
     own, moves = own_run(0), [own_run(i) for i in range(1, 1 + MOVED_RUNS * (rtol is None))]
     theirs = runner(second, _wanted(pair.other.value for pair in matching.pairs))(0)
-    places = compared_places(matching.pairs, own, theirs, moves, rtol)
+    places, partial = compared_places(matching.pairs, own, theirs, moves, rtol)
     loss = _judged_array(
         own.loss, theirs.loss, [m.loss for m in moves], _loss_types(first, second), rtol
     )
     leaves, alone = _leaves(first, second, own, theirs, moves, rtol)
-    return _comparison(first, places, loss, leaves, [*matching.unmatched, *alone])
+    return _comparison(first, second, places, loss, leaves, [*matching.unmatched, *partial, *alone])
 
 
 def _wanted(values: Any) -> SketchedNames:
@@ -69,7 +69,7 @@ def _leaves(
     there = {path: i for i, path in enumerate(second.paths)}
     found, alone = [], []
     for i, path in enumerate(first.paths):
-        j = there.pop(path, None)
+        j = there.pop(_same_path(path, there), None)
         if j is None or own.grads[i].shape != theirs.grads[j].shape:
             alone.append(f"gradient {path or ONE_ARGUMENT}, only in fun, or of another shape")
             continue
@@ -81,14 +81,23 @@ def _leaves(
     return found, [*alone, *(f"gradient {path or ONE_ARGUMENT}, only in other" for path in there)]
 
 
+def _same_path(path: str, there: Iterable[str]) -> str:
+    """The path, or the only other one of which it is the end, or which is its end."""
+    if path in there:
+        return path
+    ends = [p for p in there if f"/{p}".endswith(f"/{path}") or f"/{path}".endswith(f"/{p}")]
+    return ends[0] if len(ends) == 1 else path
+
+
 def _comparison(
     first: Version,
+    second: Version,
     places: list[ComparedPlace],
     loss: Judgment,
     leaves: list[ComparedLeaf],
     unmatched: list[str],
 ) -> GradientComparison:
-    findings = find(first, places, loss, leaves)
+    findings = find(first, second, places, loss, leaves)
     notes = undecided(places)
     notes += [
         f"{leaf.path or ONE_ARGUMENT}: rounding decides here, so its gradient is not judged"

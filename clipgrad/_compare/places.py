@@ -51,18 +51,41 @@ def compared_places(
     other: VersionRun,
     moves: Sequence[VersionRun],
     rtol: float | None,
-) -> list[ComparedPlace]:
-    """Judge each pair, in the order of computation."""
-    found = []
+) -> tuple[list[ComparedPlace], list[str]]:
+    """Judge each pair, in the order of computation; and what is of one device alone."""
+    found: list[ComparedPlace] = []
+    partial: dict[str, None] = {}
     for pair in pairs:
         keys = pair.own.value.position, pair.other.value.position
-        value = _place_judgment(pair, own.values, other.values, [m.values for m in moves], rtol)
+        if _is_partial(own.values, other.values, pair):
+            value = pair.own.value
+            partial[f"{value.kind} {value.name}: not the same on each device, in one version"] = (
+                None
+            )
+            continue
+        judged = _place_judgment(pair, own.values, other.values, [m.values for m in moves], rtol)
         cotangent = None
-        if keys[0] in own.cotangents and keys[1] in other.cotangents:
+        shared = keys[0] in own.cotangents and keys[1] in other.cotangents
+        if shared and _same_devices(own.cotangents, other.cotangents, pair):
             moved = [m.cotangents for m in moves]
             cotangent = _place_judgment(pair, own.cotangents, other.cotangents, moved, rtol)
-        found.append(ComparedPlace(pair, value, cotangent))
-    return found
+        found.append(ComparedPlace(pair, judged, cotangent))
+    return found, list(partial)
+
+
+def _same_devices(own: dict, other: dict, pair: Pair) -> bool:
+    return len(_on_devices(own, pair.own)) == len(_on_devices(other, pair.other))
+
+
+def _is_partial(own: dict, other: dict, pair: Pair) -> bool:
+    """Whether devices have other values in one version, and the other version has one value."""
+    if _same_devices(own, other, pair):
+        return False
+    for found in (_on_devices(own, pair.own), _on_devices(other, pair.other)):
+        kept = found[np.any(found, axis=1)]
+        if len(kept) > 1 and not np.array_equal(kept, np.broadcast_to(kept[:1], kept.shape)):
+            return True
+    return False
 
 
 def _place_judgment(

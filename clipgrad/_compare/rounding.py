@@ -42,7 +42,7 @@ def compare_dtypes(
     narrow = runner(own, names)(0)
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
         wide = runner(own, names, jnp.dtype(dtype))(0)
-    places = compared_places(pairs, narrow, wide, [], None)
+    places, _ = compared_places(pairs, narrow, wide, [], None)
     lost, notes = _lost_leaves(own, narrow, wide, MOST_ROUNDING if rtol is None else rtol)
     modules = _growing(places, "value") or _growing(places, "cotangent")
     found = (*modules, *lost)

@@ -1,5 +1,6 @@
 """One version of a loss: its program, its named values, and what a run of it computes."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -71,8 +72,13 @@ def _paths(given: DiagnosisSubject, argnums: int | Sequence[int]) -> list[str]:
     for i in given.chosen:
         _, number, *rest = given.names[i].split("/", 2)
         first = [] if is_one else [str(order.index(int(number)))]
-        found.append("/".join([*first, *rest]).rstrip("/"))
+        found.append("/".join([*first, *map(_of_model, rest)]).rstrip("/"))
     return found
+
+
+def _of_model(path: str) -> str:
+    """A path without what NNX puts around the attributes of a model that it takes apart."""
+    return re.sub(r"^states/\d+/(.*)/value$", r"\1", path)
 
 
 def runner(own: Version, names: SketchedNames, wide: Any = None) -> Callable[[int], VersionRun]:

@@ -1,0 +1,228 @@
+"""Equal versions of one loss, and their twins: layouts, vmap, frameworks, kernels."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen, nnx
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests.compare_trainers import AXIS, mesh, numbers
+
+pytestmark = pytest.mark.usefixtures("users_promotion")
+
+PARAMS = {"w": numbers(8, 16, seed=30) / 3, "v": numbers(16, 8, seed=31) / 4}
+BATCH = (numbers(16, 8, seed=32), numbers(16, 8, seed=33))
+ARGS = (PARAMS, BATCH)
+
+
+def mlp(params, batch, by=1.0, device=None, axis=None):
+    with jax.named_scope("first"):
+        h = jnp.tanh(batch[0] @ params["w"])
+        if device is not None:
+            h = h * jnp.where(lax.axis_index(axis) == device, 1.1, 1.0)
+    with jax.named_scope("second"):
+        z = h @ params["v"] * by
+    value = jnp.mean((z - batch[1]) ** 2)
+    return value if axis is None else lax.pmean(value, axis)
+
+
+def placed(tree, *spec):
+    return jax.device_put(tree, NamedSharding(mesh(), P(*spec)))
+
+
+LAYOUTS = {
+    "data parallel": lambda: (placed(PARAMS), placed(BATCH, AXIS)),
+    "tensor parallel": lambda: (
+        {"w": placed(PARAMS["w"], None, AXIS), "v": placed(PARAMS["v"], AXIS)}, placed(BATCH),
+    ),
+    "FSDP": lambda: (placed(PARAMS, AXIS), placed(BATCH, AXIS)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["data parallel", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in
+                                ("tensor parallel", "FSDP"))]
+)  # fmt: skip
+def test_sharded_arrays_are_compared_with_those_of_one_device(name):
+    layout = LAYOUTS[name]()
+    found = cg.compare(mlp, mlp, ARGS, other_args=layout)
+    assert found.ok and len(found.rows) == 2 and not found.unmatched, str(found)
+    found = cg.compare(mlp, functools.partial(mlp, by=1.01), ARGS, other_args=layout)
+    assert found.findings[0].module == "second"
+
+
+def sharded(check, **changed):
+    loss = functools.partial(mlp, axis=AXIS, **changed)
+    specs = (P(), P(AXIS))
+    return jax.shard_map(loss, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=check)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("check", [True, False])
+def test_one_device_is_found(check):
+    assert cg.compare(sharded(check), sharded(check), ARGS).ok
+    found = cg.compare(sharded(check), sharded(check, device=3), ARGS)
+    assert (found.findings[0].kind, found.findings[0].module) == ("value", "first")
+
+
+def test_what_is_of_one_device_alone_is_not_matched():
+    def loss(params, batch, axis=None):
+        with jax.named_scope("part"):
+            value = mlp(params, batch)
+        return value if axis is None else lax.pmean(value, axis)
+
+    specs = (P(), P(AXIS))
+    mapped = jax.shard_map(
+        functools.partial(loss, axis=AXIS), mesh=mesh(), in_specs=specs, out_specs=P()
+    )
+    found = cg.compare(loss, mapped, ARGS)
+    assert found.ok
+    assert "module part: not the same on each device, in one version" in found.unmatched
+
+
+def backward(rule):
+    @jax.custom_vjp
+    def passed(w):
+        return w
+
+    passed.defvjp(lambda w: (w, None), lambda _, g: (rule(g),))
+
+    def loss(params, batch):
+        with jax.named_scope("weights"):
+            params = jax.tree.map(passed, params)
+        return lax.pmean(mlp(params, batch), AXIS)
+
+    specs = (P(), P(AXIS))
+    return jax.shard_map(loss, mesh=mesh(), in_specs=specs, out_specs=P(), check_vma=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rule", [lambda g: lax.psum(g, AXIS), lambda g: g / 8])
+def test_a_psum_that_is_missing_or_doubled_in_the_backward_pass(rule):
+    found = cg.compare(backward(lambda g: g), backward(rule), ARGS)
+    assert {f.kind for f in found.findings} == {"grads"} and not found.ok
+    assert {f.path for f in found.findings} == {"w", "v"}
+
+
+def test_vmap_is_compared_with_a_batch():
+    def one(params, x, y):
+        return mlp(params, (x, y))
+
+    def mapped(params, batch):
+        return jnp.mean(jax.vmap(one, (None, 0, 0))(params, *batch))
+
+    found = cg.compare(mlp, mapped, ARGS)
+    assert found.ok and len(found.rows) == 2 and not found.unmatched
+
+
+class LinenNet(linen.Module):
+    """Two layers."""
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(8, name="down")(linen.relu(linen.Dense(16, name="up")(x)))
+
+
+class NnxNet(nnx.Module):
+    """The same."""
+
+    def __init__(self, params):
+        rngs = nnx.Rngs(0)
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+        for name, layer in params.items():
+            getattr(self, name).kernel[...] = layer["kernel"]
+            getattr(self, name).bias[...] = layer["bias"]
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def of_linen(params, batch):
+    return jnp.mean((LinenNet().apply(params, batch[0]) - batch[1]) ** 2)
+
+
+def of_nnx(net, batch):
+    return jnp.mean((net(batch[0]) - batch[1]) ** 2)
+
+
+@pytest.mark.exhaustive
+def test_a_port_from_linen_to_nnx():
+    params = LinenNet().init(jax.random.key(0), BATCH[0])
+    names = {"LinenNet/up": "up", "LinenNet/down": "down"}
+    against = functools.partial(cg.compare, of_linen, of_nnx, (params, BATCH), names=names)
+    found = against(other_args=(NnxNet(params["params"]), BATCH))
+    assert found.ok and len(found.rows) == 2, str(found)
+    assert not [place for place in found.unmatched if place.startswith("gradient")]
+    changed = jax.tree.map(lambda x: x, params["params"])
+    changed["down"]["kernel"] = changed["down"]["kernel"] * 1.01
+    found = against(other_args=(NnxNet(changed), BATCH))
+    assert found.findings[0].kind == "value" and "LinenNet/down" in found.findings[0].message
+    net = NnxNet(params["params"])
+    assert cg.compare(of_nnx, of_nnx, (net, BATCH)).ok
+
+
+@pytest.mark.exhaustive
+def test_models_of_equinox():
+    model = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
+
+    def loss(model, batch, by=1.0):
+        return jnp.mean((jax.vmap(model)(batch[0]) * by - batch[1]) ** 2)
+
+    assert cg.compare(loss, loss, (model, BATCH)).ok
+    found = cg.compare(loss, functools.partial(loss, by=1.01), (model, BATCH))
+    assert found.findings[0].kind == "value" and len(found.rows) > 5
+
+
+def attention(q, k, v):
+    return jax.nn.softmax(q @ k.T / 4) @ v
+
+
+def kernel(q, k, v, scale=4.0):
+    """Attention in blocks of queries, with the running maximum and sum of flash attention."""
+
+    def body(q_ref, k_ref, v_ref, out_ref):
+        q, largest = q_ref[...], jnp.full((q_ref.shape[0], 1), -jnp.inf)
+        total, found = jnp.zeros((q_ref.shape[0], 1)), jnp.zeros(q_ref.shape)
+        for i in range(0, k_ref.shape[0], 4):
+            scores = q @ k_ref[i : i + 4, :].T / scale
+            new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+            weights, old = jnp.exp(scores - new), jnp.exp(largest - new)
+            total = total * old + jnp.sum(weights, axis=-1, keepdims=True)
+            found = found * old + weights @ v_ref[i : i + 4, :]
+            largest = new
+        out_ref[...] = found / total
+
+    return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype), interpret=True)(
+        q, k, v
+    )
+
+
+def flash(scale=4.0):
+    run = jax.custom_vjp(functools.partial(kernel, scale=scale))
+    run.defvjp(lambda *xs: (kernel(*xs, scale=scale), xs),
+               lambda xs, g: jax.vjp(attention, *xs)[1](g))  # fmt: skip
+    return run
+
+
+@pytest.mark.exhaustive
+def test_flash_attention_is_compared_with_its_reference():
+    def loss(params, x, attend):
+        with jax.named_scope("attention"):
+            x = attend(x @ params["q"], x @ params["k"], x @ params["v"])
+        with jax.named_scope("out"):
+            return jnp.mean((x @ params["v"]) ** 2)
+
+    params = {name: numbers(16, 16, seed=40 + i) / 4 for i, name in enumerate("qkv")}
+    against = functools.partial(functools.partial, loss)
+    args = (params, numbers(12, 16, seed=43))
+    found = cg.compare(against(attend=flash()), against(attend=attention), args)
+    assert found.ok and not found.findings, str(found)
+    found = cg.compare(against(attend=flash(4.1)), against(attend=attention), args)
+    assert (found.findings[0].kind, found.findings[0].module) == ("value", "attention")
