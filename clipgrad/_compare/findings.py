@@ -53,7 +53,7 @@ def find(
 def _value_finding(first: ComparedPlace, places: Sequence[ComparedPlace]) -> ComparisonFinding:
     before = places[: places.index(first)]
     value = first.pair.own.value
-    found = _joined(
+    found = _together(
         made_by(side.value.jaxpr, side.value.variable, value_scopes(side.value), ends)
         for side, ends in _sides(first, before)
     )
@@ -90,7 +90,7 @@ def _vjp_finding(
         users_of(program, side, ends)
         for program, (side, ends) in zip(programs, _sides(last, later), strict=False)
     ]
-    found = _joined(part for part, _ in users)
+    found = _together(part for part, _ in users)
     module, step = (outer.name, last.step) if outer else (found.module, users[0][1])
     assert last.cotangent is not None
     text = f"the cotangent of {last.name} {_difference(last.cotangent)}; all values agree"
@@ -136,7 +136,7 @@ def _sides(place: ComparedPlace, agreeing: Sequence[ComparedPlace]) -> list[tupl
     return [(pair[side], _agreeing(agreeing, side)) for side in range(count)]
 
 
-def _joined(parts: Iterable[Slice]) -> Slice:
+def _together(parts: Iterable[Slice]) -> Slice:
     """The operations of several slices."""
     found = Slice([], [])
     for part in parts:
