@@ -445,3 +445,20 @@ def test_a_function_that_cannot_be_evaluated_elsewhere_is_refused():
 
     with pytest.raises(ValueError, match="(?s)cannot be evaluated at a point nearby.*native"):
         cg.check_grads(custom(call, cosine(1)), (X,))
+
+
+@pytest.mark.parametrize("x", [[16.0, 15, 17, 18], [20.0, 25, 18, 22]])
+def test_what_is_nothing_but_rounding_is_not_wrong_though_plain_ad_rounds_otherwise(x):
+    rule = custom(lambda x: jnp.tanh(x), lambda r, g: (g * (1 - jnp.tanh(r[0]) ** 2),))
+    zero = custom(lambda x: jnp.tanh(x) - 1e-14 * x, lambda r, g: (0 * g * r[0],))
+    with jax.enable_x64(True):
+        report = cg.check_grads(rule, (jnp.asarray(x),), raise_on_failure=False)
+        assert all("verified" in failure.detail for failure in report.failures), str(report)
+        assert not cg.check_grads(zero, (jnp.ones(4),), raise_on_failure=False).ok
+
+
+def test_a_gradient_that_is_not_finite_is_one_failure_and_not_zero_everywhere():
+    rule = custom(lambda x: jnp.sin(x), lambda r, g: (g * jnp.nan,))
+    report = cg.check_grads(rule, (jnp.ones(3),), raise_on_failure=False)
+    assert [failure.check for failure in report.failures] == ["finite"]
+    assert not any("zero everywhere" in note for note in report.notes)

@@ -178,6 +178,13 @@ def test_a_rearranged_leaf_is_a_hint(change, hint):
     assert layout_hint(numeric, change(numeric)) == hint
 
 
+def test_many_numbers_that_are_as_near_as_any_others_are_no_permutation():
+    numeric = np.linspace(-1, 1, 40_000)
+    other = np.random.default_rng(0).permutation(numeric + 2e-5)
+    assert layout_hint(numeric, other) == ""
+    assert layout_hint(numeric, np.random.default_rng(0).permutation(numeric)) != ""
+
+
 @pytest.mark.exhaustive
 def test_fifty_wrong_leaves_fit_one_screen():
     triple = custom(lambda x: 3 * x, lambda r, g: (g,))

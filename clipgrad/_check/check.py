@@ -185,8 +185,12 @@ class Check:
         def allowance():
             return self._moved_by_constants(point) + (0.0 if is_found else converge())
 
-        excuse = Excuse(tolerances.SLIGHT, tolerances.SLIGHT, OK, functools.cache(allowance))
-        own = point.exact, point.reference, self.tolerance.in_float64(), excuse
+        rounded = functools.cache(lambda: self._moved_by_rounding(point))
+        excuses = (
+            Excuse(tolerances.SLIGHT, tolerances.SLIGHT, OK, functools.cache(allowance)),
+            Excuse(np.inf, tolerances.SLIGHT, OK, rounded),
+        )
+        own = point.exact, point.reference, self.tolerance.in_float64(), excuses
         return self._judge(point, *own, converge() if is_found else None)
 
     def judge_of_arithmetic(self, point: Point) -> Judge:
@@ -195,12 +199,24 @@ class Check:
         exact = point.exact if known else point.reference
         noise = functools.cache(lambda: self.noise(point.xs))
         verified = tolerances.MOST_EXCUSED if known else tolerances.SLIGHT
-        excuse = Excuse(np.inf, verified, ROUNDING, noise)
-        return self._judge(point, point.gradient, exact, self.tolerance, excuse)
+        rounded = functools.cache(lambda: self._moved_by_rounding(point))
+        excuses = [
+            Excuse(np.inf, verified, ROUNDING, noise),
+            Excuse(np.inf, tolerances.SLIGHT, ROUNDING, rounded),
+        ]
+        return self._judge(point, point.gradient, exact, self.tolerance, excuses)
 
-    def _judge(self, point, gradient, reference, tolerance, excuse, unconverged=None) -> Judge:
+    def _judge(self, point, gradient, reference, tolerance, excuses, unconverged=None) -> Judge:
         own = self.differences, point, gradient, reference, tolerance
-        return Judge(*own, self.options.delta, excuse, unconverged, self.log.is_late)
+        return Judge(*own, self.options.delta, excuses, unconverged, self.log.is_late)
+
+    def _moved_by_rounding(self, point: Point) -> np.ndarray:
+        """How far the rule and plain AD may be apart because float64 rounds what they compute."""
+        covectors, moved = self.covectors[: len(point.gradient)], np.zeros_like(point.gradient)
+        for gradient in filter(None, {self.rule, self.plain}):
+            with contextlib.suppress(Exception):
+                moved += gradient.moved_by_rounding(point.xs, covectors)
+        return tolerances.OWN_ROUNDING * moved.max(axis=0)
 
     def _unconverged(self, point: Point) -> np.ndarray:
         """How far the rule and plain AD may be apart because loops end before they converge."""

@@ -10,7 +10,7 @@ import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check.differences import in_float64
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.widening import Nudge, Widened
+from clipgrad._check.widening import Jitter, Nudge, Widened
 
 
 class VJP(NamedTuple):
@@ -95,8 +95,15 @@ class Gradient:
 
     def moved_by_constants(self, xs, covectors: np.ndarray) -> np.ndarray:
         """How far the gradient moves when every constant does by one rounding of its type."""
+        return self._moved_by(Nudge, xs, covectors)
+
+    def moved_by_rounding(self, xs, covectors: np.ndarray) -> np.ndarray:
+        """How far the gradient moves when every result of an operation does by one rounding."""
+        return self._moved_by(Jitter, xs, covectors)
+
+    def _moved_by(self, hook: Callable, xs, covectors: np.ndarray) -> np.ndarray:
         exact = self(xs, covectors)
-        moved = [self(xs, covectors, seed, Nudge(seed)) for seed in (0, 1)]
+        moved = [self(xs, covectors, (hook, seed), hook(seed)) for seed in (0, 1)]
         return np.max([np.abs(gradient - exact) for gradient in moved], axis=0)
 
     def in_own_types(self, xs, covectors: np.ndarray) -> np.ndarray:

@@ -71,7 +71,7 @@ class Judge:
         float64; None if neither can be had.
       tolerance: how far numbers may be apart.
       delta: an absolute step, to be used as it is; None to extrapolate.
-      excuse: what may be off by more, and how far; None if nothing may.
+      excuses: what may be off by more, and how far.
       unconverged: how far each element may be off since loops stop; None if there are none.
       is_late: whether no more is to be looked at.
       is_near: whether the gradient around the point counts, which costs another backward pass.
@@ -83,7 +83,7 @@ class Judge:
     reference: np.ndarray | None
     tolerance: Tolerance
     delta: float | None = None
-    excuse: Excuse | None = None
+    excuses: Sequence[Excuse] = ()
     unconverged: np.ndarray | None = None
     is_late: Callable[[], bool] = lambda: False
     is_near: bool = False
@@ -464,16 +464,15 @@ def doubtful_leaves(judge: Judge) -> set[int]:
 
 
 def _excused(finding: Finding, judge: Judge) -> Finding:
-    """Excuse elements that are off no more than the excuse allows them."""
-    verdict, excuse = finding.verdict, judge.excuse
-    wrong = (verdict.kind == WRONG) & ~verdict.kink
-    if excuse is None or not wrong.any():
-        return finding
+    """Excuse elements that are off no more than one of the excuses allows them."""
+    verdict = finding.verdict
     off = np.abs(verdict.numeric - verdict.analytic)
-    size = np.abs(verdict.numeric) + judge.sizes.typical[:, finding.leaf].max()
-    wrong &= off <= excuse.most * size
-    allowed = excuse.measure() if wrong.any() else None
-    if allowed is None:
-        return finding
-    kinds = np.where(off <= excuse.verified * size, excuse.kind, LOST)
-    return finding.with_kind(kinds, wrong & (off <= allowed[finding.indices]))
+    for excuse in judge.excuses if finding.is_wrong else ():
+        wrong = (finding.verdict.kind == WRONG) & ~verdict.kink
+        size = np.abs(verdict.numeric) + judge.sizes.typical[:, finding.leaf].max()
+        wrong &= off <= excuse.most * size
+        allowed = excuse.measure() if wrong.any() else None
+        if allowed is not None:
+            kinds = np.where(off <= excuse.verified * size, excuse.kind, LOST)
+            finding = finding.with_kind(kinds, wrong & (off <= allowed[finding.indices]))
+    return finding

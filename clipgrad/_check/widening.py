@@ -13,6 +13,12 @@ AXIS = "clipgrad_perturbation"
 # Further iterations of a loop that stops when it is near enough: each leaves nine tenths of the
 # error or less, so a twentieth is left of them all.
 MORE = 30
+# Operations whose results are rounded; others, such as `floor`, are exact.
+ROUNDED = frozenset(
+    "add add_any sub mul div exp exp2 log log1p expm1 tanh logistic sin cos tan sqrt rsqrt cbrt "
+    "pow integer_pow square erf erfc erf_inv atan2 dot_general conv_general_dilated reduce_sum "
+    "reduce_prod cumsum cumprod cumlogsumexp lgamma digamma".split()
+)
 
 
 class Unsupported(Exception):
@@ -105,3 +111,26 @@ class Nudge(_jaxpr.Widen):
         shape = np.shape(wide) if np.size(wide) <= self.LARGEST else ()
         part = float(jnp.finfo(dtype).eps) / 2 * self._rng.choice([-1.0, 1.0], shape)
         return wide * (1 + part)
+
+
+class Jitter(_jaxpr.Widen):
+    """Moves each result that float64 rounds by one rounding, up or down.
+
+    So what is nothing but rounding, as 1 - tanh(18) ** 2, moves as far as it is off.
+    """
+
+    def __init__(self, seed: int):
+        super().__init__(jnp.float64)
+        self._rng = np.random.default_rng(seed)
+
+    def results(self, equation, outputs):
+        if equation.primitive.name not in ROUNDED:
+            return outputs
+        return [
+            self._moved(y) if _jaxpr.holds_floats(v) else y
+            for v, y in zip(equation.outvars, outputs, strict=True)
+        ]
+
+    def _moved(self, result):
+        sign = self._rng.choice([-1.0, 1.0], np.shape(result)[-1:])  # not an array of its size
+        return result * (1 + np.finfo(np.float64).eps * sign)
