@@ -596,3 +596,39 @@ def by_iteration(factor, count):
 RIGHT["roots_by_iteration_in_tenths"] = by_iteration(1.0, 150)
 WRONG["roots_by_iteration_in_tenths_off_by_a_thousandth"] = by_iteration(1.001, 150)
 WRONG["far_from_the_root_by_iteration"] = by_iteration(1.0, 20)
+
+
+def bisection(factor):
+    """A root of z ** 3 + z = a by halving, until less than 1e-4 is left: a staircase."""
+
+    def primal(a):
+        def half(s):
+            middle = (s[0] + s[1]) / 2
+            above = middle**3 + middle > a
+            return jnp.where(above, s[0], middle), jnp.where(above, middle, s[1])
+
+        ends = jnp.full_like(a, -3), jnp.full_like(a, 3)
+        low, high = lax.while_loop(lambda s: jnp.max(s[1] - s[0]) > 1e-4, half, ends)
+        return (low + high) / 2
+
+    forward = lambda a: (primal(a), (primal(a),))
+    layer = custom(primal, lambda r, g: (factor * g / (3 * r[0] ** 2 + 1),), forward)
+    return lambda dtype: (layer, (normal(37, 4, dtype=dtype),))
+
+
+RIGHT["root_by_bisection"] = bisection(1.0)
+WRONG["root_by_bisection_off_by_a_hundredth"] = bisection(1.01)
+
+
+@into(RIGHT)
+def shrunk_by_a_loop_until_it_is_small(dtype):
+    def primal(x):  # does not converge: each iteration takes a part of a hundredth
+        more = lambda y: jnp.sum(y * y) > 1
+        return lax.while_loop(more, lambda y: 0.999 * y, x)
+
+    def backward(r, g):
+        x, y = r
+        return (g * y[0] / x[0],)
+
+    shrunk = custom(primal, backward, lambda x: (primal(x), (x, primal(x))))
+    return shrunk, (normal(38, 3, dtype=dtype),)

@@ -542,3 +542,38 @@ def small_element_doubled_beside_large_ones(dtype):
     right = lambda r, g: (g * scale * jnp.cos(r[0]),)
     wrong = lambda r, g: (right(r, g)[0].at[3].multiply(2),)
     return *twins(lambda x: scale * jnp.sin(x), wrong, right), args
+
+
+def _trigamma(x):
+    """The derivative of digamma; `polygamma` of JAX 0.12 is wrong for negative numbers."""
+    reflected = (jnp.pi / jnp.sin(jnp.pi * x)) ** 2 - jax.scipy.special.polygamma(1, 1 - x)
+    return jnp.where(x < 0, reflected, jax.scipy.special.polygamma(1, jnp.where(x < 0, 1, x)))
+
+
+def _digamma(derivative):
+    return custom(lambda x: lax.digamma(x), lambda r, g: (g * derivative(r[0]),))
+
+
+def _as_in_jax(x):
+    return jax.scipy.special.polygamma(1, x)
+
+
+@bug("jax-ml/jax#37635")
+def digamma_of_negative_numbers(dtype):
+    args = (jnp.asarray([-16.5, -19.5, 1.5], dtype),)
+    return _digamma(_as_in_jax), _digamma(_trigamma), args
+
+
+@bug("jax-ml/jax#39800", "second order", order=2, dtype="float64")
+def lgamma_of_negative_numbers_twice(dtype):
+    args = (jnp.asarray([-100.5, 2.5], dtype),)
+    backward = lambda derivative: lambda r, g: (g * _digamma(derivative)(r[0]),)
+    return edit(lambda x: lax.lgamma(x), backward, _as_in_jax, _trigamma, *args)
+
+
+@bug("jax-ml/jax#26248", "finite")
+def norm_of_zeros(dtype):
+    norm = lambda x: jnp.sqrt(jnp.sum(x * x))
+    wrong = lambda r, g: (g * r[0] / norm(r[0]),)
+    right = lambda r, g: (g * r[0] / jnp.where(norm(r[0]) > 0, norm(r[0]), 1),)
+    return *twins(norm, wrong, right), (jnp.zeros(3, dtype),)

@@ -11,7 +11,7 @@ import clipgrad._trees as _trees
 from clipgrad._check.differences import Differences, Evaluation, in_float64
 from clipgrad._check.points import NEARBY, element_scales, moved_apart, random_direction
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import SAME_VALUES, narrowest
+from clipgrad._check.tolerances import SAME_VALUES, SOLVED, narrowest
 from clipgrad._check.widening import Unsupported, Widened, widened_program
 from clipgrad._errors import first_line
 
@@ -53,7 +53,7 @@ def choose(
         try:
             evaluation, widened = make(subject)
             differences = Differences(evaluation, covectors)
-            _probe_evaluation(subject, differences)
+            _probe_evaluation(subject, differences, SAME_VALUES if label else SOLVED)
             return differences, widened
         except Exception as error:
             if not label:
@@ -111,11 +111,11 @@ def _native(subject: CheckSubject) -> Evaluation:
     return Evaluation(call, like, dtype, name, quick, ladder, compiled=compiled)
 
 
-def _probe_evaluation(subject: CheckSubject, differences: Differences) -> None:
+def _probe_evaluation(subject: CheckSubject, differences: Differences, part: float) -> None:
     """Run it: same values as the function's own, and nearby no callback that refuses the point."""
     size = int(_trees.offsets(subject.inputs)[-1])
     differences.set_base(subject.inputs, _trees.zeros_in_place(size, np.float32))
-    _same_values(subject, differences.base)
+    _same_values(subject, differences.base, part)
     if differences.evaluation.key is None:
         scale = element_scales(subject.inputs)
         along = random_direction(subject, 0, 0, scale.dtype) * scale
@@ -123,7 +123,7 @@ def _probe_evaluation(subject: CheckSubject, differences: Differences) -> None:
         differences.changes(subject.inputs, along[None])
 
 
-def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
+def _same_values(subject: CheckSubject, values: np.ndarray, part: float) -> None:
     """Raises an error unless the values are the function's own but for rounding.
 
     A value that is itself a rounding error, as the determinant of a singular matrix, is compared
@@ -131,9 +131,9 @@ def _same_values(subject: CheckSubject, values: np.ndarray) -> None:
     """
     own = _trees.to_numpy(subject.outputs)
     off, size = np.sqrt(np.mean((own - values) ** 2)), np.sqrt(np.mean(own**2))
-    if not np.isfinite(own).all() or off <= SAME_VALUES * size + jnp.finfo(np.float32).tiny:
+    if not np.isfinite(own).all() or off <= part * size + jnp.finfo(np.float32).tiny:
         return
-    if not off <= SAME_VALUES * max(size, _change(subject, NEARBY)):
+    if not off <= part * max(size, _change(subject, NEARBY)):
         raise _OtherValues("its values differ from those of the function")
 
 
