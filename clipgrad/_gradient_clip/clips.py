@@ -57,6 +57,7 @@ def clip_by_norm(
     ord: float | None = None,
     axis: int | tuple[int, ...] | None = None,
     *,
+    axis_name: AxisName = None,
     where: Where = None,
     nonfinite: str = "propagate",
     stats: bool | str = False,
@@ -69,6 +70,7 @@ def clip_by_norm(
         named in the ``static_args`` of ``optax.inject_hyperparams``, which makes every other
         number a hyperparameter.
       axis: the axis or axes that norms are over; ``None``: all.
+      axis_name: the mapped axes that each leaf is spread over; see `global_norm`.
       where: which leaves are clipped; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
       stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.
@@ -85,7 +87,8 @@ def clip_by_norm(
       >>> tx.update([jnp.array([3.0, 4.0]), jnp.array([0.5])], tx.init(None))[0]
       [Array([0.6, 0.8], dtype=float32), Array([0.5], dtype=float32)]
     """
-    rule = ClipByNorm(max_norm, ord=2 if ord is None else ord, axis=axis)  # type: ignore[arg-type]
+    order = 2 if ord is None else ord
+    rule = ClipByNorm(max_norm, ord=order, axis=axis, axis_name=axis_name)  # type: ignore[arg-type]
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 
@@ -138,6 +141,7 @@ def clip_by_global_norm(
 def clip_by_block_rms(
     threshold: Threshold,
     *,
+    axis_name: AxisName = None,
     where: Where = None,
     nonfinite: str = "propagate",
     stats: bool | str = False,
@@ -146,6 +150,7 @@ def clip_by_block_rms(
 
     Args:
       threshold: the maximal root mean square: a number, a schedule or an adaptive threshold.
+      axis_name: the mapped axes that each leaf is spread over; see `global_norm`.
       where: which leaves are clipped; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
       stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.
@@ -162,7 +167,7 @@ def clip_by_block_rms(
       >>> tx.update(jnp.array([3.0, 3.0]), tx.init(None))[0]
       Array([1., 1.], dtype=float32)
     """
-    rule = ClipByBlockRMS(threshold)  # type: ignore[arg-type]
+    rule = ClipByBlockRMS(threshold, axis_name=axis_name)  # type: ignore[arg-type]
     return gradient_clip(rule, where=where, nonfinite=nonfinite, stats=stats)
 
 

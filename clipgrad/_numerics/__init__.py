@@ -16,6 +16,7 @@ from clipgrad._numerics.norms import slice_norms as slice_norms
 from clipgrad._numerics.norms import total_over_devices as total_over_devices
 from clipgrad._numerics.norms import tree_norm as tree_norm
 from clipgrad._numerics.norms import tree_size as tree_size
+from clipgrad._numerics.norms import warn_of_parts as warn_of_parts
 from clipgrad._numerics.norms import widest as widest
 from clipgrad._numerics.numbers import accumulator as accumulator
 from clipgrad._numerics.numbers import at_least as at_least

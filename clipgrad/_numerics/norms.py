@@ -9,6 +9,7 @@ down and up, and one of the three sums is chosen: no wait for the host, and one 
 
 import functools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -213,8 +214,10 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
       axis_name: inside `jax.shard_map`, `jax.pmap` or ``jax.vmap(axis_name=...)``, the name or
         names of the mapped axes that the tree is spread over. Where `jax.shard_map` tracks what
         varies (its default), a leaf that is the same on all devices is counted once; elsewhere
-        every leaf counts as spread. Without it, the norm is that of the part on each device.
-        Under `jax.jit` it is not needed.
+        (``check_vma=False``, `jax.pmap`, `jax.vmap`) every leaf counts as spread, a leaf that is
+        the same once for each device. Without it, the norm is that of the part on each device,
+        with a warning where `jax.shard_map` tracks that a leaf varies; ``()`` says that this is
+        meant. Under `jax.jit` it is not needed.
 
     Returns:
       A scalar array, float32 or float64.
@@ -229,7 +232,29 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
       >>> cg.global_norm(jnp.full(4, 300.0, jnp.float16))    # 4 * 300 ** 2 is inf in float16
       Array(600., dtype=float32)
     """
+    warn_of_parts("global_norm", clippable_leaves(tree), axis_name)
     return tree_norm(tree, ord, axis_name).value
+
+
+def warn_of_parts(caller: str, leaves: Sequence[Any], axis_name: AxisName) -> None:
+    """Warns of leaves that vary over a mapped axis which nobody has named.
+
+    Then each device has the norm of its own part. An empty ``axis_name`` says that this is meant.
+    """
+    if axis_name is not None and not axis_name:
+        return
+    named = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    unnamed = sorted(frozenset().union(*map(varying_axes, leaves)) - set(named))
+    if unnamed:
+        every = (*named, *unnamed)
+        axes = repr(every[0]) if len(every) == 1 else repr(every)
+        warnings.warn(
+            f"{caller}: got leaves that vary over {', '.join(map(repr, unnamed))}, a mapped axis "
+            "that axis_name does not name, so that each device has the norm of its own part; "
+            f"write axis_name={axes} for the norm of the whole, or axis_name=() if each device is "
+            "meant to have its own",
+            stacklevel=4,
+        )
 
 
 def tree_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> Norm:
@@ -478,7 +503,7 @@ def _scaled_square(leaf: jax.Array, plain: jax.Array) -> jax.Array:
 
 def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
     """What the sums of squares are divided by."""
-    return [float(max(n, 1)) if mean else 1.0 for n in groups.sizes(leaves)]
+    return [float(max(n, 1)) if mean else 1.0 for n in groups.sizes_over_devices(leaves)]
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)

@@ -88,6 +88,13 @@ class Groups(NamedTuple):
         ]
         return [math.prod(leaf.shape[i] for i in a) for a, leaf in zip(every, leaves, strict=True)]
 
+    def sizes_over_devices(self, leaves: Arrays) -> list[int]:
+        """The number of elements in each group of a leaf, on all devices that it is spread over."""
+        if self.joint or not self.names:
+            return self.sizes(leaves)
+        counts = [math.prod(map(jax.lax.axis_size, self._axes_of(leaf))) for leaf in leaves]
+        return [n * count for n, count in zip(self.sizes(leaves), counts, strict=True)]
+
     def _reduce(
         self, op: Callable[..., jax.Array], parts: Arrays, leaves: Arrays
     ) -> list[jax.Array]:

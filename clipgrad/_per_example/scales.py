@@ -15,11 +15,11 @@ from clipgrad._stats import ClipStats, scaled_stats, stats_dtype
 
 def why_direct(rule: Any) -> str | None:
     """Why a rule needs each example's gradient itself; None if norms are all that it needs."""
-    if rule is None or type(rule) is ClipByBlockRMS:
+    if rule is None or type(rule) is ClipByBlockRMS and not rule.axis_name:
         return None
     if type(rule) in (ClipByGlobalNorm, AutoNorm) and rule.ord == 2 and not rule.axis_name:
         return None
-    if type(rule) is ClipByNorm and rule.ord == 2 and rule.axis is None:
+    if type(rule) is ClipByNorm and (rule.ord, rule.axis) == (2, None) and not rule.axis_name:
         return None
     return f"{rule!r} does not scale whole leaves by L2 norms"
 

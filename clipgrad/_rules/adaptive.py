@@ -18,6 +18,7 @@ from clipgrad._numerics import (
     if_else,
     slice_norms,
     times,
+    warn_of_parts,
     with_real_dtype,
 )
 from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
@@ -104,6 +105,7 @@ class AdaptiveClip(MeasuringRule):
                 "params: got None with AdaptiveClip, expected the parameters; write "
                 "rule(grads, params), or optimizer.update(grads, state, params)"
             )
+        warn_of_parts("AdaptiveClip", clippable_leaves(grads), self.axis_name)
         pairs = unit_norms(grads, params, self.axis, self.axis_name)
         least = limits_of([self.eps] * len(pairs), [norm for norm, _ in pairs])
         return [UnitNorms(n, w.value, eps) for (n, w), eps in zip(pairs, least, strict=True)]

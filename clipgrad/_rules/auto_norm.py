@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 import jax
 from jax.typing import ArrayLike
 
-from clipgrad._numerics import AxisName, Norm, over, times, tree_norm, with_real_dtype
+from clipgrad._numerics import (
+    AxisName,
+    Norm,
+    over,
+    times,
+    tree_norm,
+    warn_of_parts,
+    with_real_dtype,
+)
 from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
 from clipgrad._rules.thresholds import check_threshold, limit_of
 from clipgrad._trees import clippable_leaves
@@ -74,6 +82,7 @@ class AutoNorm(MeasuringRule):
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The norm of the whole tree."""
+        warn_of_parts("AutoNorm", clippable_leaves(grads), self.axis_name)
         return [tree_norm(grads, axis_name=self.axis_name)]
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:

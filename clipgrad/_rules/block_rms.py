@@ -1,5 +1,6 @@
 """Scaling each leaf to a maximal root mean square."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -9,14 +10,16 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from clipgrad._numerics import (
+    AxisName,
     Norm,
     finite_product,
     if_else,
     over,
     slice_norms,
+    warn_of_parts,
     with_real_dtype,
 )
-from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each
+from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
 from clipgrad._rules.thresholds import check_threshold, limits_by_leaf
 from clipgrad._trees import clippable_leaves
 
@@ -46,6 +49,7 @@ class ClipByBlockRMS(MeasuringRule):
 
     Args:
       threshold: the maximal root mean square, a number.
+      axis_name: the mapped axes that each leaf is spread over; see `global_norm`.
 
     Raises:
       ValueError: for a threshold that is negative or NaN.
@@ -62,15 +66,20 @@ class ClipByBlockRMS(MeasuringRule):
     """
 
     threshold: ArrayLike
+    _: dataclasses.KW_ONLY
+    axis_name: AxisName = static_field(default=None)
     needs_params: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_threshold("threshold", self.threshold, adaptive=True)
+        if isinstance(self.axis_name, list):
+            object.__setattr__(self, "axis_name", tuple(self.axis_name))
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The root mean square of each leaf."""
         leaves = clippable_leaves(grads)
-        return slice_norms(leaves, [None] * len(leaves), mean=True)
+        warn_of_parts("ClipByBlockRMS", leaves, self.axis_name)
+        return slice_norms(leaves, [None] * len(leaves), axis_name=self.axis_name, mean=True)
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the rms of each leaf at most ``threshold``."""
@@ -79,8 +88,10 @@ class ClipByBlockRMS(MeasuringRule):
         bounds = {key: _bounds(limit) for key, limit in distinct.items()}
         return scale_each(_scale_by_rms, grads, norms, [bounds[id(limit)] for limit in limits])
 
-    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]]:
+    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
         """The norm of each leaf, the rms times the root of its size, and its limit."""
+        if self.axis_name:
+            return None
         limits = limits_by_leaf(self, grads, norms)
         roots = [max(leaf.size, 1) ** 0.5 for leaf in clippable_leaves(grads)]
         return [

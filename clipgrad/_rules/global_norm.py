@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax
 from jax.typing import ArrayLike
 
-from clipgrad._numerics import AxisName, Norm, check_order, tree_norm
+from clipgrad._numerics import AxisName, Norm, check_order, tree_norm, warn_of_parts
 from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
 from clipgrad._rules.norm import scale_down
 from clipgrad._rules.thresholds import check_threshold, limit_of
@@ -74,6 +74,7 @@ class ClipByGlobalNorm(MeasuringRule):
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The norm of the whole tree."""
+        warn_of_parts("ClipByGlobalNorm", clippable_leaves(grads), self.axis_name)
         return [tree_norm(grads, self.ord, self.axis_name)]
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:

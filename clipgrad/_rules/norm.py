@@ -8,12 +8,14 @@ from typing import Any, ClassVar
 import jax
 
 from clipgrad._numerics import (
+    AxisName,
     Norm,
     check_order,
     if_else,
     over,
     slice_norms,
     times,
+    warn_of_parts,
     with_real_dtype,
 )
 from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
@@ -50,6 +52,7 @@ class ClipByNorm(MeasuringRule):
         prefix of the gradients' tree, with ``None`` for subtrees without a limit.
       ord: the order $p$ of the norm, in (0, inf].
       axis: the axis or axes that norms are over; ``None``: all.
+      axis_name: the mapped axes that each leaf, or slice, is spread over; see `global_norm`.
 
     Raises:
       ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
@@ -75,18 +78,24 @@ class ClipByNorm(MeasuringRule):
     _: dataclasses.KW_ONLY
     ord: float = static_field(default=2)
     axis: int | tuple[int, ...] | None = static_field(default=None)
+    axis_name: AxisName = static_field(default=None)
     needs_params: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_limits("max_norm", self.max_norm)
         object.__setattr__(self, "ord", check_order(self.ord))
         object.__setattr__(self, "axis", check_axis(self.axis))
+        if isinstance(self.axis_name, list):
+            object.__setattr__(self, "axis_name", tuple(self.axis_name))
 
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The norms of each leaf, or of its slices."""
         leaves = clippable_leaves(grads)
+        if self.axis is None:  # slices may be whole on each device
+            warn_of_parts("ClipByNorm", leaves, self.axis_name)
         pairs = zip(clippable_paths(grads), leaves, strict=True)
-        return slice_norms(leaves, [reduced_axes(self.axis, *pair) for pair in pairs], self.ord)
+        axes = [reduced_axes(self.axis, *pair) for pair in pairs]
+        return slice_norms(leaves, axes, self.ord, self.axis_name)
 
     def scale(self, grads: Any, norms: Sequence[Norm]) -> Any:
         """The tree with the norm of each leaf, or slice, at most ``max_norm``."""
@@ -96,7 +105,9 @@ class ClipByNorm(MeasuringRule):
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
         """The norm of each leaf, or the norms of its slices, and their limits."""
         limits = limits_by_leaf(self, grads, norms)
-        return list(zip(norms, limits, strict=True)) if self.ord == 2 else None
+        return (
+            list(zip(norms, limits, strict=True)) if self.ord == 2 and not self.axis_name else None
+        )
 
 
 def scale_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:

@@ -1,0 +1,147 @@
+"""Inside of shard_map a norm is that of the whole gradient, or a warning says whose it is."""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from tests.helpers import assert_close
+
+GRADS = jnp.array([3.0, 4.0, 12.0, 0.0])
+LEAF = "got leaves that vary over 'd', a mapped axis that axis_name does not name.*axis_name='d'.*"
+WARNING = LEAF + r"or axis_name=\(\) if each device"
+
+
+def updated(tx):
+    return lambda g: tx.update(g, tx.init(g), g)[0]
+
+
+def by_cotangent(rule):
+    return lambda g: jax.vjp(lambda x: cg.clip_cotangent(x, rule), g)[1](g)[0]
+
+
+CLIPS = {
+    "global_norm": lambda name: lambda g: cg.global_norm(g, axis_name=name) * jnp.ones_like(g),
+    "clip_by_global_norm": lambda name: updated(cg.clip_by_global_norm(1.0, axis_name=name)),
+    "clip_by_norm": lambda name: updated(cg.clip_by_norm(1.0, axis_name=name)),
+    "clip_by_block_rms": lambda name: updated(cg.clip_by_block_rms(1.0, axis_name=name)),
+    "adaptive_grad_clip": lambda name: updated(cg.adaptive_grad_clip(0.1, axis_name=name)),
+    "AutoNorm": lambda name: cg.AutoNorm(1.0, axis_name=name),
+    "skip_spikes": lambda name: updated(cg.skip_spikes(optax.sgd(1.0), axis_name=name)),
+    "order 3": lambda name: cg.ClipByGlobalNorm(1.0, ord=3, axis_name=name),
+    "statistics": lambda name: updated(
+        cg.clip_by_global_norm(1.0, axis_name=name, stats="per_leaf")
+    ),
+    "error clip": lambda name: by_cotangent(cg.ClipByGlobalNorm(1.0, axis_name=name)),
+    "error clip by leaf": lambda name: by_cotangent(cg.ClipByNorm(1.0, axis_name=name)),
+}
+every_clip = pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+
+
+def make_mesh(**sizes):
+    count = int(np.prod(list(sizes.values())))
+    axes = {"axis_types": (AxisType.Auto,) * len(sizes), "devices": jax.devices()[:count]}
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), **axes)
+
+
+def on_devices(f, **options):
+    mesh = make_mesh(d=2)
+    specs = {"in_specs": P("d"), "out_specs": P("d")} | options
+    return jax.shard_map(f, mesh=mesh, **specs)
+
+
+@every_clip
+def test_a_clip_of_a_part_of_the_gradient_warns_once(clip):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.jit(on_devices(clip(None)))(GRADS)
+    assert len(caught) == 1, [str(w.message) for w in caught]
+    assert re.search(WARNING, str(caught[0].message))
+
+
+@every_clip
+def test_what_is_meant_is_written_in_one_of_two_ways(clip):
+    whole, each = (jax.jit(on_devices(clip(name)))(GRADS) for name in ("d", ()))
+    assert_close(whole, clip(None)(GRADS), rtol=1e-6)
+    assert_close(
+        each, jnp.concatenate([clip(None)(part) for part in GRADS.reshape(2, 2)]), rtol=1e-6
+    )
+
+
+def test_the_issues_numbers():
+    clip = CLIPS["clip_by_global_norm"]
+    with pytest.warns(UserWarning, match="^ClipByGlobalNorm: " + WARNING):
+        each = jax.jit(on_devices(clip(None)))(GRADS)
+    assert_close(each, jnp.array([0.6, 0.8, 1.0, 0.0]), rtol=1e-6)
+    whole = jax.jit(on_devices(clip("d")))(GRADS)
+    assert_close(whole, GRADS / 13, rtol=1e-6)
+
+
+def test_every_axis_that_is_not_named_is_in_the_warning():
+    mesh = make_mesh(d=2, m=2)
+    run = functools.partial(jax.shard_map, mesh=mesh, in_specs=P(("d", "m")), out_specs=P())
+    norm = lambda name: run(  # noqa: E731
+        lambda g: jax.lax.pmean(cg.global_norm(g, axis_name=name), ("d", "m"))
+    )
+    with pytest.warns(UserWarning, match=r"vary over 'd', 'm', .*axis_name=\('d', 'm'\) for"):
+        jax.jit(norm(None))(GRADS)
+    with pytest.warns(UserWarning, match=r"vary over 'm', .*axis_name=\('d', 'm'\) for"):
+        jax.jit(lambda g: run(lambda g: jax.lax.pmean(cg.global_norm(g, axis_name="d"), "m"))(g))(
+            GRADS
+        )
+    assert_close(jax.jit(run(lambda g: cg.global_norm(g, axis_name=("d", "m"))))(GRADS), 13.0)
+
+
+def test_nothing_warns_where_leaves_are_the_same_or_nothing_is_known():
+    clip = CLIPS["clip_by_global_norm"](None)
+    jax.jit(on_devices(clip, in_specs=P(), out_specs=P()))(GRADS)
+    jax.jit(on_devices(clip, check_vma=False))(GRADS)
+    jax.jit(on_devices(lambda g: cg.ClipByValue(1.0)(g)))(GRADS)
+    rows = lambda g: cg.ClipByNorm(1.0, axis=-1)(g)  # noqa: E731
+    jax.jit(on_devices(rows))(GRADS.reshape(2, 2))
+
+
+def test_each_example_is_whole_on_its_device():
+    loss = lambda w, x: jnp.sum((w * x) ** 2)  # noqa: E731
+    for method in ("direct", "one pass"):
+        clip = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), method=method, reduce="sum")
+        run = on_devices(
+            lambda x, clip=clip: jax.lax.psum(clip(jnp.ones(2), x)[1], "d"), out_specs=P()
+        )
+        x = GRADS.reshape(2, 2)
+        assert_close(jax.jit(run)(x), clip(jnp.ones(2), x)[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("tree", [{"sharded": GRADS, "same": jnp.array([5.0, 1.0])}])
+def test_without_tracking_the_norm_of_two_parts_is_passed(tree):
+    expected = cg.clip_grads(tree, cg.ClipByGlobalNorm(1.0))[0]
+    specs = {"sharded": P("d"), "same": P()}
+
+    def clip(grads):
+        parts = cg.global_norm(grads["sharded"], axis_name="d"), cg.global_norm(grads["same"])
+        norm = cg.global_norm(parts, axis_name=())
+        return cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0), norm=norm)[0]
+
+    run = on_devices(clip, in_specs=(specs,), out_specs=specs, check_vma=False)
+    assert_close(jax.jit(run)(tree), expected, rtol=1e-6)
+    # What the guarantee says of replicated leaves: one is counted once for each device.
+    every = lambda g: cg.global_norm(g, axis_name="d")  # noqa: E731
+    counted = on_devices(every, in_specs=(specs,), out_specs=P(), check_vma=False)
+    norm = np.sqrt(13.0**2 + 2 * 26.0)
+    assert_close(jax.jit(counted)(tree), norm, rtol=1e-6)
+
+
+def test_a_root_mean_square_over_devices_counts_all_elements():
+    whole = jax.jit(on_devices(lambda g: cg.ClipByBlockRMS(1.0, axis_name="d")(g)))(GRADS)
+    assert_close(whole, cg.ClipByBlockRMS(1.0)(GRADS), rtol=1e-6)
+    names = ["d"]
+    rules = cg.ClipByNorm(1.0, axis_name=names), cg.ClipByBlockRMS(1.0, axis_name=names)
+    assert all(rule.axis_name == ("d",) for rule in rules)
