@@ -1,6 +1,7 @@
 """`clip_cotangent`: what it does to a value, to its cotangent and to a probe."""
 
 import ast
+import dataclasses
 import inspect
 
 import jax
@@ -228,7 +229,7 @@ def test_probes_that_are_shared_add_up_over_uses_lanes_and_devices(key):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
 
     def mapped(x, probe):
-        y = cg.clip_cotangent(x, rule, probe=probe)
+        y = cg.clip_cotangent(x, dataclasses.replace(rule, axis_name=()), probe=probe)
         return jax.lax.psum(jnp.sum(y**2), "x")
 
     sharded = jax.shard_map(mapped, mesh=mesh, in_specs=(P("x"), P()), out_specs=P())

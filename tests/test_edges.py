@@ -65,7 +65,7 @@ def test_the_norm_of_each_device_in_shard_map_with_statistics(check_vma):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
 
     def clip(grads):
-        clipped, stats = cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0))
+        clipped, stats = cg.clip_grads(grads, cg.ClipByGlobalNorm(1.0, axis_name=()))
         return clipped, stats.norm[None], stats.nonfinite[None]
 
     specs = dict(mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=check_vma)

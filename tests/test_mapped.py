@@ -104,7 +104,7 @@ def test_adaptive_units_over_devices(axis, spec):
     """Units that are spread over the axis, and units that each lie on one device."""
     grads, params = ({"w": jnp.tile(t["dense"], (1, 4))} for t in (GRADS, PARAMS))
     spread = axis is not None or spec == P("x")
-    rule = cg.AdaptiveClip(0.1, axis=axis, axis_name="x" if spread else None)
+    rule = cg.AdaptiveClip(0.1, axis=axis, axis_name="x" if spread else ())
     clip = mapped(rule, mesh_of((8,), ("x",)), ({"w": spec},) * 2, {"w": spec})
     expected = cg.AdaptiveClip(0.1, axis=axis)(grads, params)
     assert_close(clip(grads, params), expected, rtol=2e-6)

@@ -296,7 +296,9 @@ def test_a_clip_with_a_schedule_reports_and_its_state_is_as_small_as_before(key)
 def test_a_step_inside_of_shard_map_reports_too():
     """There a branch that does not act must return statistics of the type of those that do."""
     whole = cg.clip_by_global_norm(1.0, axis_name="d")
-    tx = optax.apply_if_finite(optax.chain(whole, cg.clip_by_norm(0.1), optax.adam(0.1)), 3)
+    tx = optax.apply_if_finite(
+        optax.chain(whole, cg.clip_by_norm(0.1, axis_name=()), optax.adam(0.1)), 3
+    )
     step = cg.train_step(lambda params, batch: batch.sum() * (params["w"] ** 2).sum(), tx)
     mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,))
 

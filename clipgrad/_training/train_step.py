@@ -291,7 +291,11 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
 
 def _metrics(grads: Any, opt_state: Any, clips: tuple[ClipStats, ...]) -> StepMetrics:
     skips = instances(opt_state, SkipSpikesState)
-    metrics = {"grad_norm": global_norm(grads), "nonfinite": count_nonfinite(grads), "clips": clips}
+    metrics = {
+        "grad_norm": global_norm(grads, axis_name=()),
+        "nonfinite": count_nonfinite(grads),
+        "clips": clips,
+    }
     if len(clips) == 1:
         (clip,) = clips
         metrics |= {"measured_norm": clip.norm, "clipped_norm": clip.clipped_norm}
