@@ -15,13 +15,16 @@ from clipgrad._stats import ClipStats, scaled_stats, stats_dtype
 
 def why_direct(rule: Any) -> str | None:
     """Why a rule needs each example's gradient itself; None if norms are all that it needs."""
-    if rule is None or type(rule) is ClipByBlockRMS and not rule.axis_name:
+    reason = f"{rule!r} does not scale whole leaves by L2 norms"
+    if getattr(rule, "axis_name", None):
+        return reason
+    if rule is None or type(rule) is ClipByBlockRMS:
         return None
-    if type(rule) in (ClipByGlobalNorm, AutoNorm) and rule.ord == 2 and not rule.axis_name:
+    if type(rule) in (ClipByGlobalNorm, AutoNorm) and rule.ord == 2:
         return None
-    if type(rule) is ClipByNorm and (rule.ord, rule.axis) == (2, None) and not rule.axis_name:
+    if type(rule) is ClipByNorm and rule.ord == 2 and rule.axis is None:
         return None
-    return f"{rule!r} does not scale whole leaves by L2 norms"
+    return reason
 
 
 @jax.tree_util.register_dataclass
