@@ -304,6 +304,28 @@ def pixels_on_devices(w, x):
     return mapped(lambda w, x: jax.lax.psum(finite_part(x @ w), "d"), **specs)(w, x)
 
 
+def missing_targets(w, x):
+    difference = jnp.sum(w) - x
+    return jnp.sum(jnp.where(jnp.isnan(x), 0.0, difference**2))
+
+
+def test_missing_targets_that_are_masked_too_late_are_the_finding():
+    (finding,) = cg.diagnose(missing_targets, (jnp.ones(3), jnp.array([1.0, jnp.nan]))).findings
+    assert (finding.kind, finding.operation) == ("value", "argument")
+    assert "1 of 2 elements of args/1" in finding.message
+
+
+def test_a_vjp_that_reads_what_is_not_finite_says_whose_result_it_is():
+    def loss(x):
+        logs = jnp.log(-x)
+        return jnp.sum(jnp.where(x < 0, logs * x, x))
+
+    (finding,) = cg.diagnose(loss, (jnp.ones(2),)).findings
+    assert (finding.kind, finding.operation) == ("vjp", "mul")
+    line = line_of(loss, "jnp.log")
+    assert f"reads the result of log (tests/test_diagnose_programs.py:{line})" in finding.message
+
+
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan, -1.0])
 @pytest.mark.parametrize("loss", [pixels, logs_of_pixels, pixels_in_a_scan, pixels_on_devices])
 def test_data_that_are_not_finite_are_the_finding_although_the_loss_is(loss, bad):

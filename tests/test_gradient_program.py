@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from clipgrad._jaxpr import equations
-from clipgrad._program import GradientProgram
+from clipgrad._program import GradientProgram, active_variables, dependence
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 X = jnp.array([0.5, 1.5, 2.5, 3.5])
@@ -153,9 +153,32 @@ def test_each_argument_that_an_operand_depends_on_is_known():
 
     args = (jnp.float32(2.0), X, X)
     gradient = GradientProgram.of(jax.make_jaxpr(loss)(*args), list(args), [0])
-    behind = {}
+    known, behind = dependence(gradient.program), {}
     for operation in gradient.operations():
-        sources = gradient.sources[operation.place.key]
+        sources = known[operation.place.key]
         behind.setdefault(operation.of.operation, []).append(frozenset().union(*sources))
     assert behind["log"] == [{1}]
     assert behind["mul"][0] == {0, 1} and any(3 in sources for sources in behind["mul"])
+
+
+def test_what_cannot_be_differentiated_is_not_active():
+    @jax.custom_vjp
+    def straight(x):
+        return jax.lax.stop_gradient(jnp.round(x))
+
+    straight.defvjp(lambda x: (straight(x), None), lambda _, g: (g,))
+
+    def loss(w, data):
+        def step(c, x):
+            return c * w + x, jnp.floor(x).astype(int)
+
+        c, _ = jax.lax.scan(step, 0.0, data)
+        return c + jax.lax.stop_gradient(3 * w) + jnp.sum(data) + straight(w)
+
+    program = jax.make_jaxpr(loss)(2.0, X)
+    active = active_variables(program, [0])
+    found = [e for e in equations(program) if any(v in active for v in e.outvars)]
+    names = {e.primitive.name for e in found}
+    assert {"scan", "mul", "custom_vjp_call"} <= names
+    assert names.isdisjoint({"stop_gradient", "floor", "reduce_sum", "round"})
+    assert active_variables(program, [1]) & set(program.jaxpr.outvars)

@@ -33,8 +33,8 @@ class VjpFault(NamedTuple):
 
     @property
     def bad_operands(self) -> list[int]:
-        """Which operands hold NaN or inf."""
-        return [i for i, x in enumerate(self.operands) if x and x.bad_values]
+        """Which operands are not finite where the VJP is not."""
+        return [i for i, x in enumerate(self.operands) if x and x.is_bad]
 
     @property
     def step(self) -> int | None:

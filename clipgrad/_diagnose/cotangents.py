@@ -13,6 +13,7 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.units import ProgramBlock
 from clipgrad._jaxpr import RESULT, Site, dtype_of, on_host, replicated
 from clipgrad._numerics import at_least_float32
+from clipgrad._program import active_variables
 
 LOSS_SCALE = 2.0**15  # the largest loss scale that float16 can hold
 # A cotangent of so few elements, at all steps and on all devices, leaves the program as it is, and
@@ -86,7 +87,7 @@ def measure(
     """
     # A probe of a variable that does not depend on the inputs would give it a cotangent, and
     # differentiate what is behind it: a loop of unknown length, say, which has no derivative.
-    active = _jaxpr.active_variables(program, chosen)
+    active = active_variables(program, chosen)
     probes = {own.site: _probe_of(own) for own in sites}
     silent = {s.site: _received(probes.pop(s.site)) for s in sites if s.variable not in active}
     base = _jaxpr.Widen(jnp.float32) if wide else None

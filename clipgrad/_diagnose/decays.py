@@ -13,6 +13,7 @@ from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.trends import FAR_IN_ALL, GATED, REPEATED, STATED, finite_norm
 from clipgrad._diagnose.units import Unit
 from clipgrad._jaxpr import holds_floats
+from clipgrad._program import active_variables, has_fixed_factors
 
 # What reads another part of an array at each step.
 _INDEXED = frozenset({"dynamic_slice", "gather"})
@@ -32,14 +33,14 @@ def reason(
     if inner is None or inner.parent is None or not largest * FAR_IN_ALL >= finite_norm(row).max():
         return None
     body, equation = inner.programs[0], inner.parent.equation
-    active = _jaxpr.active_variables(given.program, given.chosen)
+    active = active_variables(given.program, given.chosen)
     constants, carried = _jaxpr.scan_counts(equation)
     names = {e.primitive.name for e in _jaxpr.equations(body)}
     elements = [v for v in body.invars[constants + carried :] if holds_floats(v)]
     if not elements and not names & _INDEXED:
         return REPEATED
     moved = [i for i in range(constants, constants + carried) if holds_floats(body.invars[i])]
-    if _jaxpr.has_fixed_factors(body, moved, [i - constants for i in moved], active):
+    if has_fixed_factors(body, moved, [i - constants for i in moved], active):
         return STATED
     return GATED if names & _SIGMOIDS and _has_gate(body, active) else None
 

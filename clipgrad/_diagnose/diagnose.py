@@ -35,7 +35,7 @@ from clipgrad._diagnose.underflow import may_underflow, underflow_finding, under
 from clipgrad._diagnose.units import CLOSED, ProgramBlock
 from clipgrad._diagnose.values import origin_of, origin_of_loss
 from clipgrad._errors import first_line
-from clipgrad._jaxpr import Origins, Place, origins
+from clipgrad._jaxpr import CONSTANT, Origins, Place, origins
 from clipgrad._program import GradientProgram, dependence
 from clipgrad._recorder import CapturedArgs
 
@@ -182,7 +182,7 @@ def _nonfinite(
         if found and _is_of_growth(found, trends):
             return findings
         if found:
-            findings.append(_of_data(found, forward, given) or vjp_finding(found, given))
+            findings.append(_of_vjp(found, forward, given))
         elif not findings:
             names = [given.names[given.chosen[i]] for i in bad]
             findings.append(unexplained_finding(names, given))
@@ -195,22 +195,22 @@ def _is_of_growth(fault: VjpFault, trends: Sequence[GradientFinding]) -> bool:
     return any((place.file, place.line) in growing for place in places)
 
 
-def _of_data(
-    fault: VjpFault, forward: Origins | None, given: DiagnosisSubject
-) -> GradientFinding | None:
-    """The finding on NaN or inf that an operation reads from what is not differentiated."""
-    sources = dependence(given.program).get(fault.place.key, [])
-    data = [i for i in fault.bad_operands if not sources[i] & {*given.chosen}]
-    if not data:
-        return None
+def _of_vjp(fault: VjpFault, forward: Origins | None, given: DiagnosisSubject) -> GradientFinding:
+    """The finding on a VJP; if it reads NaN or inf of data, the finding on these."""
+    if not fault.bad_operands:
+        return vjp_finding(fault, given)
     forward = forward or origins(given.program, given.inputs)
     operands = forward.operands.get((fault.place.key, fault.birth.steps), [])
-    births = [operands[i].birth for i in data if operands]
-    birth = next((birth for birth in births if birth), None)
+    births = [operands[i].birth for i in fault.bad_operands if operands]
+    birth = next((birth for birth in births if birth and birth.time != CONSTANT), None)
     if birth is None:
-        return None
+        return vjp_finding(fault, given)
+    sources = dependence(given.program)[birth.place.key] if birth.place else []
+    arguments = frozenset().union(*sources)
+    if arguments & {*given.chosen}:
+        return vjp_finding(fault, given, birth.place)
     origin = origin_of(given.program, given.inputs, birth)
-    return data_finding(origin, fault, sorted(sources[data[0]]), given)
+    return data_finding(origin, fault, sorted(arguments), given)
 
 
 def _block_notes(block: ProgramBlock) -> list[str]:

@@ -36,14 +36,24 @@ def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFindi
     return _operation_finding("value", place, birth.step, what, origin.values or (), birth.device)
 
 
-def vjp_finding(fault: VjpFault, given: DiagnosisSubject) -> GradientFinding:
-    """A finding on an operation whose VJP is at fault, or on a value whose cotangents are."""
+def vjp_finding(
+    fault: VjpFault, given: DiagnosisSubject, read: Place | None = None
+) -> GradientFinding:
+    """A finding on an operation whose VJP is at fault, or on a value whose cotangents are.
+
+    Args:
+      fault: the operation or the value.
+      given: the loss.
+      read: the operation whose result, NaN or inf, the VJP reads.
+    """
     if fault.summed:
         return _sum_finding(fault, given)
     place = fault.place
     rule = place.equation.primitive.name in ("custom_vjp_call", "custom_jvp_call")
     of = f"the {'rule' if rule else 'VJP'} of {_operation_at(place, fault.values)}"
     what = f"{of} turns finite cotangents into NaN or inf"
+    if read:
+        what += f", since it reads the result of {read.operation} ({read.location})"
     return _operation_finding("vjp", place, fault.step, what, fault.values, fault.birth.device)
 
 
@@ -63,7 +73,7 @@ def _sum_finding(fault: VjpFault, given: DiagnosisSubject) -> GradientFinding:
 def data_finding(
     origin: ValueOrigin, fault: VjpFault, sources: Sequence[int], given: DiagnosisSubject
 ) -> GradientFinding:
-    """A finding on what is not finite in data, of which no gradient is taken.
+    """A finding on what is not finite in an argument, or is computed from data alone.
 
     Args:
       origin: where it is from.
@@ -75,7 +85,7 @@ def data_finding(
     names = ", ".join(given.names[i] for i in sources)
     computed = f"; it is computed from {names}" if names and origin.birth.argument is None else ""
     reader = f"{fault.place.operation} ({fault.place.location})"
-    what = f"{computed}; the loss is finite, but the VJP of {reader} reads what is not"
+    what = f"{computed}; the VJP of {reader} reads it"
     return dataclasses.replace(found, message=found.message + what)
 
 

@@ -5,8 +5,6 @@ parameters differ between versions of JAX.
 """
 
 from clipgrad._jaxpr import entrances as entrances  # registers how programs are entered
-from clipgrad._jaxpr.activity import active_variables as active_variables
-from clipgrad._jaxpr.activity import has_fixed_factors as has_fixed_factors
 from clipgrad._jaxpr.asides import aside as aside
 from clipgrad._jaxpr.asides import is_mark as is_mark
 from clipgrad._jaxpr.asides import look as look

@@ -3,6 +3,7 @@
 Only that is computed for each operation: what follows from it is found outside, in `origins`.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ SAME_AS_OPERAND = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "squeeze", "neg", "rev", "name"}
 )
 SAME_AS_OPERAND |= {"new_ref", "freeze", "copy", "pvary", "pcast", "sharding_constraint", "reshard"}
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # An infinity is replaced by a number of its sign that is no pole or zero of common functions.
 _ORDINARY = 1.25
 
@@ -266,7 +268,7 @@ class OperandOfVjp(NamedTuple):
 
     is_at_fault: Any  # whether its own cotangent is not finite, see `_recorded_vjp`
     value: Any  # its element where the cotangent is not finite
-    bad_values: Any  # how many of its elements are not finite
+    is_bad: Any  # whether it is not finite where a cotangent is not finite
 
 
 def _recorded_vjp(equation: JaxprEqn, inputs: list) -> tuple[Any, list]:
@@ -286,11 +288,17 @@ def _recorded_vjp(equation: JaxprEqn, inputs: list) -> tuple[Any, list]:
     of_ones = pull_back([jnp.ones_like(y) for y in outputs])
     of_most = pull_back([jnp.full_like(y, jnp.finfo(y.dtype).max) for y in outputs])
     is_of_ones = jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in of_ones]))
-    for i, *own in zip(chosen, of_ones, of_most, strict=True):
-        first, second = (~jnp.isfinite(cotangent) for cotangent in own)
-        bad, x = jnp.where(is_of_ones, first, second), inputs[i]
+    masks = [
+        jnp.where(is_of_ones, ~jnp.isfinite(one), ~jnp.isfinite(most))
+        for one, most in zip(of_ones, of_most, strict=True)
+    ]
+    shapes = {y.shape for y in [*outputs, *(inputs[i] for i in chosen)]}
+    is_elementwise = len(shapes) == 1 and equation.primitive.name not in _PRODUCTS
+    there = functools.reduce(jnp.logical_or, masks) if is_elementwise else True
+    for i, bad in zip(chosen, masks, strict=True):
+        x = inputs[i]
         value = at_first(bad, x).astype(jnp.result_type(float))
-        found[i] = OperandOfVjp(bad.any(), value, jnp.sum(~jnp.isfinite(x)))
+        found[i] = OperandOfVjp(bad.any(), value, jnp.any(~jnp.isfinite(x) & there))
     return jnp.int32(0), found
 
 

@@ -1,6 +1,8 @@
 """The gradient of a function as one program, forward and backward."""
 
+from clipgrad._program.dependence import active_variables as active_variables
 from clipgrad._program.dependence import dependence as dependence
+from clipgrad._program.factors import has_fixed_factors as has_fixed_factors
 from clipgrad._program.gradient import GradientProgram as GradientProgram
 from clipgrad._program.gradient import Operation as Operation
 from clipgrad._program.sums import SummedValue as SummedValue

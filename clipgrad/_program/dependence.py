@@ -1,52 +1,106 @@
-"""What each equation of a program depends on."""
+"""What each equation and each variable of a program depends on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
-from clipgrad._jaxpr import Place, is_reference, opened, scan_counts, tracked_programs
+from clipgrad._jaxpr import (
+    Place,
+    entered_programs,
+    holds_floats,
+    is_reference,
+    opened,
+    scan_counts,
+    tracked_programs,
+)
 
 Sources = frozenset[int]  # positions among the inputs of the program
 _NONE: Sources = frozenset()
 
 
-def dependence(program: Any) -> dict[tuple[int, ...], list[Sources]]:
+def dependence(
+    program: Any, inputs: Iterable[int] | None = None
+) -> dict[tuple[int, ...], list[Sources]]:
     """The inputs that each operand depends on, by the key of the `Place` of its equation.
 
     Equations inside of others are among them, as far as operations are followed one by one there.
+
+    Args:
+      program: a jaxpr.
+      inputs: the positions of the inputs that are followed; None: all.
     """
-    walk = _Walk()
-    jaxpr = opened(program)[0]
-    walk.through(jaxpr, [frozenset([i]) for i in range(len(jaxpr.invars))], None)
-    return walk.found
+    walk = _Walk(tracked_programs, lambda equation, variable: True)
+    walk.start(program, inputs)
+    return walk.operands
+
+
+def active_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
+    """Return the variables that depend on these inputs so that they can be differentiated by them.
+
+    Those of programs inside are among them. Only such a variable has a cotangent. One of a program
+    with several calls is among them if it depends on the inputs in one of the calls.
+    """
+
+    def is_differentiated(equation: JaxprEqn, variable: Var) -> bool:
+        return equation.primitive.name != "stop_gradient" and holds_floats(variable)
+
+    walk = _Walk(_differentiated_programs, is_differentiated)
+    walk.start(program, [i for i in inputs if holds_floats(opened(program)[0].invars[i])])
+    return frozenset(walk.variables)
+
+
+def _differentiated_programs(equation: JaxprEqn) -> list[Any]:
+    """The programs that derivatives go through as JAX computes them, by no rule of a user's."""
+    is_solve = equation.primitive.name == "custom_linear_solve"
+    return [] if is_solve else entered_programs(equation)[0]
 
 
 class _Walk:
-    """One walk through a program and all programs inside, with what each variable depends on."""
+    """One walk through a program and the programs inside, with what each variable depends on.
 
-    def __init__(self):
-        self.found: dict[tuple[int, ...], list[Sources]] = {}
+    Args:
+      programs: the programs inside of an equation that the walk enters.
+      passes: whether what an equation depends on passes to a result.
+    """
 
-    def through(self, jaxpr: Any, inputs: Sequence[Sources], parent: Place | None) -> list[Sources]:
+    def __init__(
+        self,
+        programs: Callable[[JaxprEqn], list[Any]],
+        passes: Callable[[JaxprEqn, Var], bool],
+    ):
+        self._programs, self._passes = programs, passes
+        self.operands: dict[tuple[int, ...], list[Sources]] = {}
+        self.variables: set[Var] = set()  # those that depend on something
+
+    def start(self, program: Any, inputs: Iterable[int] | None) -> None:
+        jaxpr = opened(program)[0]
+        chosen = set(range(len(jaxpr.invars)) if inputs is None else inputs)
+        sources = [frozenset({i} & chosen) for i in range(len(jaxpr.invars))]
+        self._through(jaxpr, sources, None)
+
+    def _through(
+        self, jaxpr: Any, inputs: Sequence[Sources], parent: Place | None
+    ) -> list[Sources]:
         known: dict[Var, Sources] = dict(zip(jaxpr.invars, inputs, strict=True))
         for equation in jaxpr.eqns:
             place = Place(equation, parent)
             operands = [
                 _NONE if type(v) is Literal else known.get(v, _NONE) for v in equation.invars
             ]
-            self.found[place.key] = operands
-            outputs = self._results(place, operands)
-            known |= dict(zip(equation.outvars, outputs, strict=True))
+            self.operands[place.key] = operands
+            results = zip(equation.outvars, self._results(place, operands), strict=True)
+            known |= {v: own for v, own in results if self._passes(equation, v)}
             everything = _NONE.union(*operands)
             # What an operation writes to a reference, others read.
             changed = [v for v in equation.invars if is_reference(v)]
             known |= {v: everything for v in changed}
+        self.variables |= {v for v, sources in known.items() if sources}
         return [_NONE if type(v) is Literal else known.get(v, _NONE) for v in jaxpr.outvars]
 
     def _results(self, place: Place, operands: list[Sources]) -> list[Sources]:
         equation, name = place.equation, place.equation.primitive.name
-        programs = [opened(program)[0] for program in tracked_programs(equation)]
+        programs = [opened(program)[0] for program in self._programs(equation)]
         if not programs:
             return [_NONE.union(*operands)] * len(equation.outvars)
         if name == "scan":
@@ -56,7 +110,7 @@ class _Walk:
             rest = operands[condition:]
             return self._loop(place, programs[0], rest, constants, len(rest) - constants)
         given = operands[1:] if name == "cond" else operands
-        each = [self.through(jaxpr, given, place) for jaxpr in programs]
+        each = [self._through(jaxpr, given, place) for jaxpr in programs]
         return [_NONE.union(*results) for results in zip(*each, strict=True)]
 
     def _loop(
@@ -67,7 +121,7 @@ class _Walk:
         pairs = zip(inputs, body.invars, strict=True)
         inputs = [written if is_reference(v) else own for own, v in pairs]
         while True:
-            outputs = self.through(body, inputs, place)
+            outputs = self._through(body, inputs, place)
             state = [a | b for a, b in zip(inputs[constants:end], outputs, strict=False)]
             if state == inputs[constants:end]:
                 return outputs

@@ -67,12 +67,13 @@ class GradientProgram:
 
     @functools.cached_property
     def sources(self) -> dict[tuple[int, ...], list[Sources]]:
-        """For each operand of each equation, by the key of its `Place`, the inputs behind it."""
-        return dependence(self.program)
+        """The cotangents of results that each operand depends on, by the key of the `Place`."""
+        inputs = len(opened(self.program)[0].invars)
+        return dependence(self.program, range(self.count, inputs))
 
     def cotangents(self, place: Place) -> list[bool]:
         """Which operands of an equation are cotangents."""
-        return [any(i >= self.count for i in inputs) for inputs in self.sources[place.key]]
+        return [bool(sources) for sources in self.sources[place.key]]
 
     def operations(self) -> Iterator[Operation]:
         """The equations in program order; of one that holds programs, those inside."""
