@@ -307,6 +307,12 @@ def uses_of_a_sum(x):
     return 2e38 * jnp.sin(y) + 2e38 * jnp.tan(y)
 
 
+def uses_of_a_sum_and_of_its_part(x):
+    part = jnp.sinh(x)
+    y = part + jnp.arctan(2.0 * x)
+    return 2e38 * jnp.sin(y) + 2e38 * jnp.tan(y) + part
+
+
 def uses_of_a_sum_in_a_scan(x):
     def step(total, _):
         y = jnp.sinh(x) + jnp.arctan(2.0 * x)
@@ -333,6 +339,7 @@ def uses_of_an_argument(x):
         (uses_of_an_argument, "argument", 2),
         (uses_in_a_jit, "mul", 2),
         (uses_of_a_sum, "add", 2),
+        (uses_of_a_sum_and_of_its_part, "add", 2),
         (uses_of_a_sum_in_a_scan, "add", 2),
         (sums_in_a_scan, "argument", 5),
     ],

@@ -326,6 +326,7 @@ def test_a_vjp_that_reads_what_is_not_finite_says_whose_result_it_is():
     assert f"reads the result of log (tests/test_diagnose_programs.py:{line})" in finding.message
 
 
+@pytest.mark.kinds("loss")
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan, -1.0])
 @pytest.mark.parametrize("loss", [pixels, logs_of_pixels, pixels_in_a_scan, pixels_on_devices])
 def test_data_that_are_not_finite_are_the_finding_although_the_loss_is(loss, bad):

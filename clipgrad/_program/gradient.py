@@ -84,11 +84,6 @@ class GradientProgram:
         is_backward = any(self.cotangents(place))
         return Operation(place, is_backward, self.marks.place(place))
 
-    def places(self, equations: Sequence[Any], parent: Place | None) -> list[Place]:
-        """The operations of the function that equations inside of ``parent`` are derived from."""
-        found = (self.marks.place(Place(equation, parent)) for equation in equations)
-        return [place for place in found if place]
-
     def _operations(self, jaxpr: Any, parent: Place | None) -> Iterator[Operation]:
         for equation in jaxpr.eqns:
             place = Place(equation, parent)

@@ -1,11 +1,13 @@
 """The value whose cotangents a program adds up, and how many there are."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._jaxpr import Place, opened, scan_counts, tracked_programs
 from clipgrad._program.gradient import GradientProgram
+from clipgrad._program.marks import Marks
 
 
 class SummedValue(NamedTuple):
@@ -36,15 +38,13 @@ def summed_value(gradient: GradientProgram, place: Place) -> SummedValue | None:
     level, v = _Level.around(gradient, place), place.equation.outvars[0]
     scans: list[Place] = []
     while True:
-        v = level.end_of_sum(v)
-        if consumers := level.users(v):
-            users = gradient.places(level.makers_of_terms(v), level.parent)
-            found = gradient.places(consumers, level.parent)
-            maker = gradient.marks.common_operand(users) or max(
-                found, key=gradient.marks.order, default=None
-            )
-            terms = level.terms(v)
-            return SummedValue(None, maker, level.loops, terms, (*scans,)) if maker else None
+        known = level.common_operand(v)
+        while (sums := level.sums(v)) and (not known or level.common_operand(sums[0]) == known):
+            v = sums[0]
+        consumers = level.derived_from(level.users(v))
+        maker = known or max(consumers, key=gradient.marks.order, default=None)
+        if maker:
+            return SummedValue(None, maker, level.loops, level.terms(v), (*scans,))
         position = next((i for i, out in enumerate(level.jaxpr.outvars) if out is v), None)
         if position is None:
             return None
@@ -63,18 +63,18 @@ def summed_value(gradient: GradientProgram, place: Place) -> SummedValue | None:
 class _Level:
     """One program of a gradient, with its equations by the variables that they compute."""
 
-    def __init__(self, jaxpr: Any, parent: Place | None):
-        self.jaxpr, self.parent = jaxpr, parent
+    def __init__(self, jaxpr: Any, parent: Place | None, marks: Marks):
+        self.jaxpr, self.parent, self.marks = jaxpr, parent, marks
         self.makers = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
 
     @classmethod
     def around(cls, gradient: GradientProgram, place: Place) -> "_Level":
         """The program that an equation is in."""
         if place.parent is None:
-            return cls(opened(gradient.program)[0], None)
+            return cls(opened(gradient.program)[0], None, gradient.marks)
         programs = [opened(program)[0] for program in tracked_programs(place.parent.equation)]
         own = (p for p in programs if any(e is place.equation for e in p.eqns))
-        return cls(next(own), place.parent)
+        return cls(next(own), place.parent, gradient.marks)
 
     @property
     def loops(self) -> int:
@@ -84,10 +84,25 @@ class _Level:
     def users(self, v: Var) -> list[JaxprEqn]:
         return [e for e in self.jaxpr.eqns if any(atom is v for atom in e.invars)]
 
+    def sums(self, v: Var) -> list[Var]:
+        """The sums that a variable is a term of."""
+        return [e.outvars[0] for e in self.users(v) if _is_sum(e)]
+
     def end_of_sum(self, v: Var) -> Var:
-        while sums := [e for e in self.users(v) if _is_sum(e)]:
-            v = sums[0].outvars[0]
+        while sums := self.sums(v):
+            v = sums[0]
         return v
+
+    def derived_from(self, equations: Iterable[JaxprEqn]) -> list[Place]:
+        """The operations of the function that equations of this program are derived from."""
+        found = (self.marks.place(Place(equation, self.parent)) for equation in equations)
+        return [place for place in found if place]
+
+    def common_operand(self, v: Var) -> Place | None:
+        """The operation that computes the one operand that all terms of a sum are derived from."""
+        makers = self.makers_of_terms(v)
+        places = self.derived_from(equation for equation in makers if equation)
+        return self.marks.common_operand(places) if None not in makers else None
 
     def is_carried(self, position: int) -> bool:
         """Whether a result is what a scan carries."""
@@ -117,7 +132,7 @@ class _Level:
             return sum(map(self.terms, equation.invars))
         programs, position = tracked_programs(equation), equation.outvars.index(v)
         place = Place(equation, self.parent)
-        inner = [_Level(opened(program)[0], place) for program in programs]
+        inner = [_Level(opened(program)[0], place, self.marks) for program in programs]
         if not inner or equation.primitive.name in ("while", "shard_map"):
             return 1
         if equation.primitive.name != "scan":
@@ -129,11 +144,11 @@ class _Level:
         before = self.terms(start) if self._is_summed(start) else 0
         return before + equation.params["length"] * body.terms(body.jaxpr.outvars[position])
 
-    def makers_of_terms(self, v: Any) -> list[JaxprEqn]:
-        """The operations that compute the terms of a sum."""
+    def makers_of_terms(self, v: Any) -> list[JaxprEqn | None]:
+        """The operations that compute the terms of a sum; None for a term from outside."""
         equation = None if isinstance(v, Literal) else self.makers.get(v)
         if equation is None:
-            return []
+            return [] if v in self._states() else [None]
         if not _is_sum(equation):
             return [equation]
         return [e for atom in equation.invars for e in self.makers_of_terms(atom)]
