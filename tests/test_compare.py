@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -20,7 +19,7 @@ from tests.compare_models import (
     versions,
 )
 
-CORE = ["one head", "wrong rule of a residual branch", "tied weights untied", "one scan step"]
+CORE = ["wrong rule of a residual branch", "one scan step"]
 LAST = LAYERS - 1
 
 
@@ -100,6 +99,39 @@ def test_equal_versions_have_no_findings(name, scan, dtype):
     assert len(found.rows) > 50
 
 
+def cells(unrolled, by=1.0):
+    """Three steps of a cell, at the second of which a factor applies."""
+
+    def loss(w, x):
+        def cell(h, i):
+            with jax.named_scope("norm"):
+                y = h / jnp.sqrt(1 + jnp.mean(h**2))
+            return (h + jnp.tanh(y @ w)) * jnp.where(i == 1, by, 1.0), None
+
+        if unrolled:
+            for i in range(3):
+                with jax.named_scope(f"cell_{i}"):
+                    x, _ = cell(x, i)
+        else:
+            with jax.named_scope("cell"):
+                x, _ = jax.lax.scan(cell, x, jnp.arange(3))
+        return jnp.mean(x**2)
+
+    return loss
+
+
+@pytest.mark.parametrize("unrolled", [True, False])
+def test_calls_are_matched_with_the_steps_of_a_scan(unrolled):
+    args = jnp.eye(3), jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
+    names = {"cell_*": "cell"} if unrolled else {"cell": "cell_*"}
+    found = cg.compare(cells(unrolled), cells(not unrolled), args, names=names)
+    assert found.ok and len(found.rows) == 6 and not found.unmatched, str(found)
+    found = cg.compare(cells(unrolled), cells(not unrolled, by=1.1), args, names=names)
+    where = ("cell_1", None) if unrolled else ("cell", 1)
+    assert (found.findings[0].module, found.findings[0].step) == where
+
+
+@pytest.mark.exhaustive
 def test_scanned_layers_are_compared_with_unrolled_ones():
     args = make_args()
     found = cg.compare(model(scan=False), model(), args, names={"layers_*": "layers"})
@@ -259,25 +291,6 @@ def test_branches_that_are_not_taken_are_equal():
     assert cg.compare(plain, changed, ARGS).ok
     found = cg.compare(plain, changed, (ARGS[0], ARGS[1] + 2))
     assert found.findings[0].module == "second"
-
-
-def test_a_comparison_stores_sketches_and_not_values():
-    """The places of 24 layers: of their values, 96 KiB each, no more is kept than by a gradient."""
-    from clipgrad._compare.versions import runner, version
-
-    def loss(w, x):
-        def body(h, _):
-            with jax.named_scope("layer"):
-                return jnp.tanh(h @ w), None
-
-        h, _ = jax.lax.scan(jax.checkpoint(body), x, length=24)
-        return jnp.mean(h**2)
-
-    args = jnp.ones((96, 96)) / 96, jnp.ones((256, 96))
-    own = version(loss, args, {}, 0, False)
-    found = runner(own, frozenset({("layer", "module")}))(0)
-    assert {x.shape for x in found.values.values()} == {(24, 513)}
-    assert np.all(np.isfinite(found.loss))
 
 
 @pytest.mark.parametrize(

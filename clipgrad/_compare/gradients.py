@@ -10,7 +10,7 @@ from clipgrad._compare.differences import Judgment, judge, rounding
 from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf, find
 from clipgrad._compare.matching import match
 from clipgrad._compare.places import ComparedPlace, compared_places, undecided
-from clipgrad._compare.versions import SketchedNames, Version, VersionRun, runner, version
+from clipgrad._compare.versions import SketchedNames, Version, VersionProgram, VersionRun, version
 
 MOVED_RUNS = (
     4  # with moved arguments and values; the norm of their movements is right to about 1 / 4
@@ -32,9 +32,9 @@ def compare_gradients(
     first = version(fun, args, kwargs, argnums, has_aux)
     second = version(other, other_args, kwargs, argnums, has_aux)
     matching = match(first, second, names)
-    own_run = runner(first, _wanted(pair.own.value for pair in matching.pairs))
+    own_run = VersionProgram(first, _wanted(pair.own.value for pair in matching.pairs))
     own, moves = own_run(0), [own_run(i) for i in range(1, 1 + MOVED_RUNS * (rtol is None))]
-    theirs = runner(second, _wanted(pair.other.value for pair in matching.pairs))(0)
+    theirs = VersionProgram(second, _wanted(pair.other.value for pair in matching.pairs))(0)
     places, partial = compared_places(matching.pairs, own, theirs, moves, rtol)
     loss = _judged_array(
         own.loss, theirs.loss, [m.loss for m in moves], _loss_types(first, second), rtol

@@ -15,7 +15,7 @@ from clipgrad._compare.findings import ONE_ARGUMENT, located
 from clipgrad._compare.matching import match
 from clipgrad._compare.places import ComparedPlace, compared_places
 from clipgrad._compare.records import ComparisonFinding
-from clipgrad._compare.versions import Version, VersionRun, dtype_and_shape, runner, version
+from clipgrad._compare.versions import Version, VersionProgram, VersionRun, dtype_and_shape, version
 
 MOST_ROUNDING = 0.05  # the share of a leaf's gradient that may be rounding
 LOSING = 2.0  # a module at which the error grows by less is not one that loses precision
@@ -39,9 +39,9 @@ def compare_dtypes(
     own = version(fun, args, kwargs, argnums, has_aux)
     pairs = match(own, own, None).pairs
     names = frozenset((value.name, value.kind) for value in own.values)
-    narrow = runner(own, names)(0)
+    narrow = VersionProgram(own, names)(0)
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
-        wide = runner(own, names, jnp.dtype(dtype))(0)
+        wide = VersionProgram(own, names, jnp.dtype(dtype))(0)
     places, _ = compared_places(pairs, narrow, wide, [], None)
     lost, notes = _lost_leaves(own, narrow, wide, MOST_ROUNDING if rtol is None else rtol)
     modules = _growing(places, "value") or _growing(places, "cotangent")

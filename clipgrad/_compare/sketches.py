@@ -97,22 +97,34 @@ def judge_sketches(
 
 
 @jax.custom_vjp
-def tapped(x: jax.Array, tap: jax.Array) -> jax.Array:
-    """The value; the sketch of its cotangent becomes the cotangent of the tap."""
+def tapped(x: jax.Array, tap: jax.Array, run: Any, roundings: Any) -> jax.Array:
+    """A value, moved; the sketch of its cotangent becomes the cotangent of the tap.
+
+    Its own derivative would keep the factors, an array of the size of the value.
+    """
     del tap
-    return x
+    return moved_value(x, run, roundings)
 
 
-def _tapped_forward(x: jax.Array, tap: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return x, tap
+def _tapped_forward(x: jax.Array, tap: jax.Array, run: Any, roundings: Any) -> tuple:
+    return moved_value(x, run, roundings), (tap, run, roundings)
 
 
-def _tapped_backward(tap: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    found = sketch(cotangent).astype(tap.dtype)
-    return cotangent, to_varying(found, varying_axes(tap))
+def _tapped_backward(kept: tuple, cotangent: jax.Array) -> tuple:
+    tap, run, roundings = kept
+    found = to_varying(sketch(cotangent).astype(tap.dtype), varying_axes(tap))
+    return moved_value(cotangent, run, roundings), found, None, None
 
 
 tapped.defvjp(_tapped_forward, _tapped_backward)
+
+
+def moved_value(x: jax.Array, run: Any, roundings: Any) -> jax.Array:
+    """A value with each number moved by so many roundings of its dtype, up or down."""
+    real = jnp.finfo(x.dtype).dtype
+    positions = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
+    step = jnp.asarray(roundings, real) * rounding(x.dtype)
+    return x * (1 + step * signs(positions, run).astype(real)).astype(x.dtype)
 
 
 @value_hook(data=("run", "roundings"), choices=("names", "carried"))
@@ -153,11 +165,9 @@ class Sketches(ValueHook):
     def replaced(self, seen: Seen, x: jax.Array, tap: Any) -> jax.Array:
         """The value, moved."""
         del seen
-        real = jnp.finfo(x.dtype).dtype
-        positions = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
-        step = jnp.asarray(self.roundings, real) * rounding(x.dtype)
-        x = x * (1 + step * signs(positions, self.run).astype(real)).astype(x.dtype)
-        return x if tap is None else tapped(x, tap)
+        if tap is None:
+            return moved_value(x, self.run, self.roundings)
+        return tapped(x, tap, self.run, self.roundings)
 
     def values(self, jaxpr: Any) -> ProgramValues:
         """The values of the program; a scan's are replaced when its step is over, too."""

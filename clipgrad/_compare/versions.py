@@ -81,47 +81,48 @@ def _of_model(path: str) -> str:
     return re.sub(r"^states/\d+/(.*)/value$", r"\1", path)
 
 
-def runner(own: Version, names: SketchedNames, wide: Any = None) -> Callable[[int], VersionRun]:
-    """The function of the number of a run: 0 as it is, others with all that is floating moved.
+class VersionProgram:
+    """The compiled program of a version and of its gradient, with sketches.
 
     Args:
       own: the version.
       names: the names, with kinds, whose values are sketched.
       wide: the dtype in which the value and the gradient are evaluated, or None.
     """
-    given, chosen = own.subject, own.subject.chosen
-    taps = _taps(own, names)
 
-    def loss(
-        moving: list, taps: dict, inputs: list, run: Any, roundings: Any
-    ) -> tuple[jax.Array, dict]:
-        every = list(inputs)
-        for i, x in zip(chosen, moving, strict=True):
-            every[i] = x
-        hook = Sketches(taps=taps, run=run, roundings=roundings, names=names)
-        (value,) = evaluate(given.program, every, hook)
-        return value, hook.noted()
+    def __init__(self, own: Version, names: SketchedNames, wide: Any = None) -> None:
+        self._given, self._names = own.subject, names
+        self._taps = _taps(own, names)
+        self.step = jax.jit(self._both) if wide is None else _widened(self._both, wide)
 
-    def both(inputs: list, taps: dict, run: Any, roundings: Any) -> Any:
-        moving = [inputs[i] for i in chosen]
-        run_both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-        return run_both(moving, taps, inputs, run, roundings)
-
-    step = jax.jit(both) if wide is None else _widened(both, wide)
-
-    def at(run: int) -> VersionRun:
-        inputs = moved_by_rounding(given.inputs, run) if run else copied(given.inputs)
-        start = {key: jnp.zeros(shape, dtype) for key, (shape, dtype) in taps.items()}
-        (value, notes), (grads, cotangents) = step(inputs, start, jnp.uint32(run), _roundings(run))
+    def __call__(self, run: int) -> VersionRun:
+        """Run it: 0 as it is, other numbers with all that is floating moved."""
+        (value, notes), (grads, cotangents) = self.step(*self.arguments(run))
         return VersionRun(
             host_values([value])[0], host_values(grads), on_host(notes), on_host(cotangents)
         )
 
-    return at
+    def arguments(self, run: int) -> tuple:
+        """What ``step`` takes in a run."""
+        inputs = self._given.inputs
+        inputs = moved_by_rounding(inputs, run) if run else copied(inputs)
+        taps = {key: jnp.zeros(shape, dtype) for key, (shape, dtype) in self._taps.items()}
+        return inputs, taps, jnp.uint32(run), jnp.float32(1.0 if run else 0.0)
 
+    def _both(self, inputs: list, taps: dict, run: Any, roundings: Any) -> Any:
+        moving = [inputs[i] for i in self._given.chosen]
+        run_both = jax.value_and_grad(self._loss, argnums=(0, 1), has_aux=True)
+        return run_both(moving, taps, inputs, run, roundings)
 
-def _roundings(run: int) -> jax.Array:
-    return jnp.asarray(1.0 if run else 0.0, jnp.float32)
+    def _loss(
+        self, moving: list, taps: dict, inputs: list, run: Any, roundings: Any
+    ) -> tuple[jax.Array, dict]:
+        every = list(inputs)
+        for i, x in zip(self._given.chosen, moving, strict=True):
+            every[i] = x
+        hook = Sketches(taps=taps, run=run, roundings=roundings, names=self._names)
+        (value,) = evaluate(self._given.program, every, hook)
+        return value, hook.noted()
 
 
 def _widened(both: Callable[..., Any], dtype: Any) -> Callable[..., Any]:

@@ -1,0 +1,124 @@
+"""Sketches: how near the norm of a difference is, and what they must not hide."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clipgrad._compare.differences import rounding
+from clipgrad._compare.sketches import LENGTH, judge_sketches, sketch, tapped
+from clipgrad._compare.versions import VersionProgram, version
+from tests.helpers import RELEASED
+
+EPS = rounding(jnp.float32)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def sketched(x, dtype=jnp.float32):
+    return np.asarray(sketch(jnp.asarray(x, dtype)), np.float64)
+
+
+DIFFERENCES = {
+    "everywhere": lambda d: d,
+    "one row": lambda d: d * (np.arange(40)[:, None] == 7),
+    "one column": lambda d: d * (np.arange(512)[None] == 256),
+    "one block": lambda d: d * (np.arange(512)[None] < 64),
+    "all the same": np.ones_like,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_the_norm_of_a_difference_of_sketches_is_that_of_the_values(name):
+    """To sqrt(2 / 256), 9 %, on average; to three times that each."""
+    x = normal(40, 512)
+    ratios = []
+    for seed in range(6):
+        d = DIFFERENCES[name](normal(40, 512, seed=1 + seed))
+        found = np.linalg.norm(sketched(x + d) - sketched(x))
+        ratios.append(found / np.linalg.norm(d))
+    if name in ("one row", "everywhere", "one block"):
+        assert 0.05 > abs(np.mean(ratios) - 1), ratios
+    assert max(abs(np.array(ratios) - 1)) < 0.35, ratios
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (0, 3), (256,), (257,), (3, 5)])
+def test_every_shape_has_a_sketch(shape):
+    x = normal(*shape)
+    found = sketched(x)
+    assert found.shape == (LENGTH,)
+    if np.size(x) <= 256:  # nothing is added
+        np.testing.assert_allclose(np.linalg.norm(found), np.linalg.norm(x), rtol=1e-6)
+
+
+def test_a_complex_value_is_two_real_ones():
+    x = normal(5, 3) + 1j * normal(5, 3, seed=1)
+    found = np.linalg.norm(sketched(x, jnp.complex64))
+    np.testing.assert_allclose(found, np.linalg.norm(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [-1e9, float(np.finfo(np.float32).min), -np.inf, np.nan])
+def test_masks_hide_nothing(mask):
+    x = normal(40, 40)
+    where = np.arange(1600).reshape(40, 40) % 3 == 0
+    pair = [sketched(np.where(where, mask, y)) for y in (x, x * 1.001)]
+    moved = sketched(np.where(where, mask * (1 - EPS), x * (1 - EPS)))
+    found = judge_sketches(*pair, [moved], EPS, None)
+    assert found.differs and 0.0005 < found.difference < 0.002
+    assert not judge_sketches(pair[0], pair[0], [moved], EPS, None).differs
+
+
+@pytest.mark.parametrize("other", [np.nan, np.inf, -np.inf, 0.0])
+def test_values_that_are_not_finite_are_compared_exactly(other):
+    x = normal(40, 40)
+    x[3, 4] = np.nan
+    y = x.copy()
+    y[3, 4] = other
+    same = np.isnan(other)
+    assert judge_sketches(sketched(x), sketched(y), [sketched(x)], EPS, None).differs is not same
+    z = x.copy()
+    z[3, 4], z[5, 6] = z[5, 6], z[3, 4]
+    assert judge_sketches(sketched(x), sketched(z), [sketched(x)], EPS, None).differs
+
+
+def test_the_cotangent_of_a_tap_is_the_sketch_of_the_cotangent():
+    x, c = jnp.asarray(normal(6, 5), jnp.float32), jnp.asarray(normal(6, 5, seed=1), jnp.float32)
+    value, grads = jax.value_and_grad(lambda x, t: jnp.sum(c * tapped(x, t, 0, 0.0)), (0, 1))(
+        x, jnp.zeros(LENGTH)
+    )
+    np.testing.assert_array_equal(grads[0], c)
+    np.testing.assert_array_equal(grads[1], sketch(c))
+    np.testing.assert_allclose(value, jnp.sum(c * x), rtol=1e-6)
+
+
+def test_float64_has_a_sketch_in_float64():
+    with jax.enable_x64(True):
+        x = jnp.asarray(normal(40, 40))
+        found = np.asarray(sketch(x * (1 + 1e-12)) - sketch(x))
+        assert found.dtype == np.float64
+    size = np.linalg.norm(found) / np.linalg.norm(x)
+    assert 0.5e-12 < size < 2e-12
+
+
+@pytest.mark.parametrize("wrap", [jax.checkpoint, lambda body: body])
+def test_a_comparison_takes_the_memory_of_a_gradient(wrap):
+    """Of a scan of 32 steps: what the backward pass needs, and no value for its sketch."""
+
+    def loss(w, x):
+        def body(h, _):
+            with jax.named_scope("layer"):
+                return jnp.tanh(h @ w), None
+
+        h, _ = jax.lax.scan(wrap(body), x, length=32)
+        return jnp.mean(h**2)
+
+    args = jnp.ones((64, 64)) / 64, jnp.ones((1024, 64))
+    plain = jax.jit(jax.value_and_grad(loss)).lower(*args).compile(RELEASED).memory_analysis()
+    own = version(loss, args, {}, 0, False)
+    program = VersionProgram(own, frozenset({("layer", "module"), ("", "module")}))
+    lowered = program.step.lower(*program.arguments(0))
+    ours = lowered.compile(RELEASED).memory_analysis()
+    value = 1024 * 64 * 4
+    assert ours.temp_size_in_bytes < plain.temp_size_in_bytes + 20 * value  # 16 on JAX 0.10
