@@ -266,7 +266,7 @@ STUDIES = {
         ),
         Study(
             ADDING, optax.adam, (3e-4, 1e-3, 3e-3, 1e-2),
-            ways((0.1, 1.0, 10.0), error_by_row, (1e-3, 1e-2, 1e-1)),
+            ways((0.1, 1.0, 10.0), error_by_row, (1e-3, 1e-2, 1e-1)) | of_others((0.1, 1.0, 10.0)),
         ),
         Study(
             DEEP_MLP, _NESTEROV, (1e-3, 1e-2, 1e-1, 1.0),

@@ -67,6 +67,8 @@ def limit_in_numpy(name, norms):
     return mean + 0.5 * (spread + 1e-6)
 
 
+@pytest.mark.kinds("name")
+@pytest.mark.ci("name", "rule")
 @pytest.mark.parametrize("name", THRESHOLDS)
 @pytest.mark.parametrize("rule", [cg.ClipByNorm, cg.ClipByGlobalNorm])
 def test_the_limit_of_each_scan_step_comes_from_its_norms_in_the_steps_before(name, rule):

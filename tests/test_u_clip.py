@@ -20,7 +20,8 @@ def run(tx, steps, params=None):
     return found, state
 
 
-@pytest.mark.kinds("case")
+@pytest.mark.kinds()
+@pytest.mark.ci("case")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_is_the_algorithm_of_the_paper_with_every_rule(case, key):
     params = tree_of(jax.random.fold_in(key, 9))

@@ -232,10 +232,13 @@ def test_the_notes_of_the_rules_of_others_are_what_was_measured():
     deep = {way: median("deep-mlp", way) for way in CONTENT["tasks"]["deep-mlp"]["ways"]}
     assert max(deep, key=lambda way: deep[way] * (way != "mended")) == joint
     assert round(deep[joint], 2) == 0.98
-    assert reached("two-heads", joint) == 5
+    assert [reached("adding", way) for way in (alone, "error clip")] == [4, 3]
+    assert max(CONTENT["tasks"]["adding"]["ways"][alone]["metrics"]["squared error"]) < 1
+    assert abs(median("adding", joint) - median("adding", "error clip + norm")) < 1e-4
     heads = [median("two-heads", way) for way in (joint, "norm", "error clip")]
     np.testing.assert_allclose(heads, [0.942, 0.924, 0.972], atol=6e-4)
-    for task in ("deep-mlp", "two-heads"):
+    for task in ("adding", "deep-mlp", "two-heads"):
+        assert reached(task, joint) == reached(task, "auto norm") == reached(task, "norm") == 5
         assert abs(median(task, "auto norm") - median(task, "norm")) < 0.01
         assert reached(task, "u-clip") == 0
     private = CONTENT["tasks"]["private-digits"]["ways"]
