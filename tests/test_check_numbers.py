@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental.pallas import pallas_call
 
 import clipgrad as cg
+from tests.check_cases import RIGHT, WRONG
 from tests.check_zoo import PAIRS, custom, normal
 
 pytestmark = pytest.mark.exhaustive
@@ -462,3 +463,11 @@ def test_a_gradient_that_is_not_finite_is_one_failure_and_not_zero_everywhere():
     report = cg.check_grads(rule, (jnp.ones(3),), raise_on_failure=False)
     assert [failure.check for failure in report.failures] == ["finite"]
     assert not any("zero everywhere" in note for note in report.notes)
+
+
+def test_a_rule_by_the_implicit_function_theorem_is_judged_to_how_near_its_loop_is():
+    function, args = RIGHT["roots_by_iteration_in_tenths"](jnp.float32)
+    report = cg.check_grads(function, args)
+    assert any("as many again change" in note for note in report.notes)
+    wrong, args = WRONG["roots_by_iteration_in_tenths_off_by_a_thousandth"](jnp.float32)
+    assert not cg.check_grads(wrong, args, raise_on_failure=False).ok

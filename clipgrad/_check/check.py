@@ -28,6 +28,10 @@ from clipgrad._check.widening import Widened, widened_program
 from clipgrad._errors import first_line
 
 STOPS = "values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"
+NOT_CONVERGED = (
+    "loops of a fixed number of iterations still converge in float64: the formula is judged to "
+    "what as many again change"
+)
 # Parts of a full move to a further point, tried until the function is finite there.
 REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
 
@@ -183,7 +187,11 @@ class Check:
         is_found = np.any(self.tolerance.loops)
 
         def allowance():
-            return self._moved_by_constants(point) + (0.0 if is_found else converge())
+            constants = self._moved_by_constants(point)
+            if is_found or not converge().any():
+                return constants
+            self.log.notes += [] if NOT_CONVERGED in self.log.notes else [NOT_CONVERGED]
+            return constants + converge()
 
         rounded = functools.cache(lambda: self._moved_by_rounding(point))
         excuses = (
