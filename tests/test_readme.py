@@ -28,41 +28,63 @@ def words(text):
     return re.sub(r"(jax/\S+:)\d+", r"\1", " ".join(text.split()))
 
 
-def test_there_are_three_programs():
-    assert (len(PROGRAMS), len(OUTPUTS)) == (3, 2)
+DIAGNOSE, CLIP, COMPARE, VALUES = PROGRAMS
 
 
-def test_both_clips_of_the_first_program_are_seen_to_act(capsys):
-    run(PROGRAMS[0])
+def test_each_program_shows_its_output():
+    assert len(OUTPUTS) == 4
+
+
+def test_it_is_read_in_two_minutes():
+    assert len(TEXT.split()) < 1400
+
+
+def test_the_first_screen_diagnoses_before_it_installs_anything_else():
+    assert TEXT.index("pip install .") < TEXT.index("cg.diagnose(") < TEXT.index("```sh")
+
+
+def test_both_clips_are_seen_to_act(capsys):
+    run(CLIP)
     printed = capsys.readouterr().out
     exploded, one, bounded, clipped = map(float, NUMBER.findall(printed))
     assert exploded > 1000 > 10 > bounded > 1 == one == clipped
-    assert NUMBER.sub("", printed) == NUMBER.sub("", OUTPUTS[0])
-    shown = [float(number) for number in NUMBER.findall(OUTPUTS[0])]
+    assert NUMBER.sub("", printed) == NUMBER.sub("", OUTPUTS[1])
+    shown = [float(number) for number in NUMBER.findall(OUTPUTS[1])]
     assert shown == pytest.approx([exploded, one, bounded, clipped], rel=0.05)
 
 
-def test_the_first_program_is_short():
-    assert sum(bool(line.strip()) for line in PROGRAMS[0].splitlines()) <= 20
+@pytest.mark.parametrize(
+    "program, lines", [(DIAGNOSE, 10), (CLIP, 20), (COMPARE, 10), (VALUES, 10)]
+)
+def test_the_programs_are_short(program, lines):
+    assert sum(bool(line.strip()) for line in program.splitlines()) <= lines
+
+
+def test_versions_are_compared_and_values_seen(capsys):
+    namespace = run(COMPARE)
+    assert words(capsys.readouterr().out) == words(OUTPUTS[2])
+    assert "block_2" in OUTPUTS[2] and '"block_{i}"' in COMPARE.splitlines()[5]
+    exec(compile(VALUES, "model.py", "exec"), namespace)
+    assert words(capsys.readouterr().out) == words(OUTPUTS[3])
 
 
 def test_the_diagnosis_names_the_line_that_divides(capsys):
-    run(PROGRAMS[1])
+    run(DIAGNOSE)
     printed = words(capsys.readouterr().out)
-    assert printed == words(OUTPUTS[1])
+    assert printed == words(OUTPUTS[0])
     line = int(re.match(r"model\.py:(\d+): ", printed)[1])
-    assert "jnp.linalg.norm" in PROGRAMS[1].splitlines()[line - 1]
+    assert "jnp.linalg.norm" in DIAGNOSE.splitlines()[line - 1]
 
 
 @pytest.mark.exhaustive
-def test_the_picture_of_the_third_program_shows_what_its_caption_says(
-    capsys, monkeypatch, tmp_path
-):
+def test_the_picture_shows_what_its_caption_says(capsys, monkeypatch, tmp_path):
     plt = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.chdir(tmp_path)
-    run(PROGRAMS[2])
+    page = (ROOT / "docs" / "names.md").read_text()
+    program = re.search(r"```py\n(.*?)```", page, re.DOTALL)[1]
+    run(program)
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0].split() == ["name", "kind", "shape", "dtype", "scans", "sites"]
+    assert printed[0].split() == ["name", "kind", "shape", "dtype", "scans", "sites", "cotangent"]
     plain, clipped = (line.get_ydata() for line in plt.gca().lines)
     plt.close()
     assert len(plain) == len(clipped) == 50 and "50 time steps" in TEXT
