@@ -12,7 +12,8 @@ from clipgrad._compare.arguments import copied, moved_by_rounding
 from clipgrad._compare.differences import host_values
 from clipgrad._compare.sketches import LENGTH, Sketches, carried_values, sketch_dtype
 from clipgrad._diagnose import DiagnosisSubject, subject
-from clipgrad._jaxpr import Widen, active_variables, device_count, evaluate, on_host, trace
+from clipgrad._jaxpr import Widen, device_count, evaluate, on_host, trace
+from clipgrad._program import active_variables
 from clipgrad._values import NamedValue, named_values
 
 SketchedNames = frozenset[tuple[str, str]]

@@ -29,6 +29,7 @@ from clipgrad._frameworks import (
     model_value_and_grad,
     with_models,
 )
+from clipgrad._program import active_variables
 from clipgrad._stats import ClipStats
 from clipgrad._trees import check_tree
 
@@ -140,7 +141,7 @@ def with_stats(
             def again(function: Any, args: Any, kwargs: Any) -> Any:
                 apart = isinstance(function, Pure)
                 known = _jaxpr.trace(function, args, kwargs) if apart else traced
-                active = _jaxpr.active_variables(known.program, moved)
+                active = active_variables(known.program, moved)
                 return known.evaluate(args, kwargs, ByName.of(names, probes, active))
 
             return with_models(again, fun, tuple(args), kwargs)
