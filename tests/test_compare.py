@@ -310,6 +310,10 @@ def test_branches_that_are_not_taken_are_equal():
             lambda: cg.compare(small(), small(), ARGS, argnums=None, names={"a": "b"}),
             ValueError, "compares outputs",
         ),
+        (
+            lambda: cg.compare(small(), small(), ARGS, argnums=None, has_aux=True),
+            ValueError, "has_aux: got True with argnums=None",
+        ),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_told(call, error, words):

@@ -92,6 +92,10 @@ def compare(
     """
     check_call(fun, args, kwargs)
     _check_comparison(other, other_args, argnums, names, rtol)
+    if has_aux and argnums is None:
+        raise ValueError(
+            "has_aux: got True with argnums=None, expected False; all outputs are compared"
+        )
     given, named = args if other_args is None else other_args, dict(kwargs or {})
     with contextlib.ExitStack() as settings:
         for setting in _settings_of_runs():
