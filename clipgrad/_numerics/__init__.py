@@ -13,6 +13,7 @@ from clipgrad._numerics.norms import is_in_range as is_in_range
 from clipgrad._numerics.norms import joined_leaves as joined_leaves
 from clipgrad._numerics.norms import scaled_squares as scaled_squares
 from clipgrad._numerics.norms import slice_norms as slice_norms
+from clipgrad._numerics.norms import sums_by_largest as sums_by_largest
 from clipgrad._numerics.norms import total_over_devices as total_over_devices
 from clipgrad._numerics.norms import tree_norm as tree_norm
 from clipgrad._numerics.norms import tree_size as tree_size

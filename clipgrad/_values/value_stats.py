@@ -6,15 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._compat import by_platform, exportable, to_varying, varying_axes
-from clipgrad._numerics import (
-    bounded_square,
-    from_plain,
-    if_needed,
-    is_in_range,
-    real_or_absolute,
-    scaled_squares,
-)
+from clipgrad._compat import exportable
+from clipgrad._numerics import real_or_absolute, sums_by_largest
 from clipgrad._stats import root_of_sums
 
 
@@ -116,28 +109,11 @@ class ValueStats(NamedTuple):
 
 
 def _measured_magnitudes(size: jax.Array, over: tuple[int, ...]) -> ValueStats:
-    """The statistics of magnitudes over some axes."""
-    largest = jnp.max(jnp.abs(size), over, initial=0)
-    zeros = jnp.sum((size == 0).astype(size.dtype), over)
+    """The statistics of magnitudes over some axes; what is not used is one pass less."""
+    size = jnp.abs(size)
+    largest = jnp.max(size, over, initial=0)
     count = jnp.full(largest.shape, math.prod(size.shape[i] for i in over), size.dtype)
-
-    def together(size: jax.Array) -> tuple[jax.Array, jax.Array]:
-        down, up = scaled_squares(size)
-        plain = jnp.sum(bounded_square(size), over)
-        sums = jnp.sum(down, over), plain, if_needed(jnp.sum(up, over), plain)
-        bad = jnp.sum((~jnp.isfinite(size)).astype(size.dtype), over)
-        return jnp.stack(sums, -1), bad
-
-    def by_range(size: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # On a CPU each sum is a pass over the data, and a branch that is not taken costs nothing:
-        # where the plain sum is in range all others follow from it, and nothing is NaN or inf.
-        plain = jnp.sum(jnp.square(size), over)
-        none = to_varying(jnp.zeros_like(plain), varying_axes(plain))
-        return jax.lax.cond(
-            jnp.all(is_in_range(plain)),
-            lambda: (jnp.stack(from_plain(plain), -1), none),
-            lambda: together(size),
-        )
-
-    squares, bad = by_platform(size, cpu=by_range, gpu=together, default=together)
-    return ValueStats(squares, largest, bad, zeros, count)
+    zeros, bad = (
+        jnp.sum(flags.astype(size.dtype), over) for flags in (size == 0, ~jnp.isfinite(size))
+    )
+    return ValueStats(sums_by_largest(size, largest, over), largest, bad, zeros, count)
