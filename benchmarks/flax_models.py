@@ -27,7 +27,10 @@ class Transformer(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """The logits."""
         if self.scanned:
-            options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            options = {
+                "variable_axes": {"params": 0, "intermediates": 0},
+                "split_rngs": {"params": True},
+            }
             x = nn.scan(Block, length=self.blocks, **options)(name="layers")(x, None)[0]
         else:
             for i in range(self.blocks):

@@ -158,6 +158,13 @@ def tagged_rnn(scale: Scale) -> tuple[Callable, Any, Any, list[str]]:
     return rnn, normal(0, 128, 128) / 11, normal(1, scale(200), 16, 128), ["h"]
 
 
+def flax_apply(scale: Scale, scanned: bool) -> Callable:
+    """The flax transformer as a function of its parameters and data."""
+    from benchmarks.flax_models import Transformer
+
+    return Transformer(scanned, scale(12)).apply
+
+
 def flax_transformer(scale: Scale, scanned: bool) -> tuple[Callable, Any, Any, list[str]]:
     """The loss of a flax transformer without tags, its parameters and data; all modules."""
     from benchmarks.flax_models import Transformer

@@ -51,11 +51,12 @@ FOUND_BY = {
     ),
     "recipes": (
         "Gradient clipping with LoRA, frozen parameters, optax.MultiSteps and gradient "
-        "accumulation, dynamic loss scaling in float16, and mixed precision with bfloat16, in "
-        "JAX.",
+        "accumulation, dynamic loss scaling in float16, and mixed precision with bfloat16; "
+        "attention logits that grow, and a coordinate check, in JAX.",
         "LoRA; adapters; fine-tuning; frozen parameters; freeze; optax.partition; optax.masked;"
         " MultiSteps; gradient accumulation; microbatch; loss scaling; DynamicScale; float16; "
-        "bfloat16; mixed precision; AMP",
+        "bfloat16; mixed precision; AMP; attention logits; QK-clip; MuonClip; soft cap; z-loss; "
+        "muP; coordinate check",
     ),
     "published_clips": (
         "Gradient clipping thresholds that the papers and configurations of GPT-3, Gopher, "

@@ -27,6 +27,9 @@ from tests.test_norms import (  # noqa: F401
     test_norms_under_vmap_are_per_lane_whatever_their_range,
     test_the_derivative_is_that_of_the_formula,
 )
+from tests.test_value_stats import (  # noqa: F401
+    test_the_statistics_of_an_array_are_those_of_numpy,
+)
 
 pytestmark = pytest.mark.exhaustive
 

@@ -635,3 +635,25 @@ def test_loggers_get_the_properties_by_name():
     of_values = {"attn/norm", "attn/rms", "attn/max", "attn/zeros", "attn/nonfinite"}
     assert set(cg.scalars(stats)) == of_values
     assert set(cg.scalars(stats, by="module")) == {f"values/{name}" for name in of_values}
+
+
+# ---- costs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("users_promotion")
+@pytest.mark.parametrize("module", [Transformer(), Scanned()], ids=["unrolled", "scanned"])
+def test_unused_statistics_cost_nothing_and_used_ones_never_wait_for_the_host(module):
+    params, loss = linen(module)
+    measured = cg.with_value_stats(loss, watch=["**"])
+
+    def compiled(fun, has_aux):
+        return jax.jit(jax.value_and_grad(fun, has_aux=has_aux)).lower(params, inputs).compile()
+
+    plain = compiled(loss, False)
+    unused = compiled(lambda *args: measured(*args)[0], False)
+    sizes = [c.memory_analysis().temp_size_in_bytes for c in (plain, unused)]
+    assert sizes[0] == sizes[1]
+    costs = [c.cost_analysis() for c in (plain, unused)]
+    assert costs[0]["bytes accessed"] == costs[1]["bytes accessed"]
+    used = compiled(measured, True).as_text()
+    assert "callback" not in used and "outfeed" not in used and "send(" not in used

@@ -12,6 +12,7 @@ from benchmarks.subjects import (
     recorder,
     steps,
     thresholds,
+    values,
 )
 
 SUBJECTS = {
@@ -25,6 +26,7 @@ SUBJECTS = {
         compilation,
         error_clip,
         names,
+        values,
         checker,
         thresholds,
         recorder,

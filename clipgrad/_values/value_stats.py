@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._compat import exportable
+from clipgrad._compat import by_platform, exportable, to_varying, varying_axes
 from clipgrad._numerics import real_or_absolute, sums_by_largest
 from clipgrad._stats import root_of_sums
 
@@ -113,7 +113,17 @@ def _measured_magnitudes(size: jax.Array, over: tuple[int, ...]) -> ValueStats:
     size = jnp.abs(size)
     largest = jnp.max(size, over, initial=0)
     count = jnp.full(largest.shape, math.prod(size.shape[i] for i in over), size.dtype)
-    zeros, bad = (
-        jnp.sum(flags.astype(size.dtype), over) for flags in (size == 0, ~jnp.isfinite(size))
-    )
+    zeros = jnp.sum((size == 0).astype(size.dtype), over)
+
+    def counted(size: jax.Array, largest: jax.Array) -> jax.Array:
+        return jnp.sum((~jnp.isfinite(size)).astype(largest.dtype), over)
+
+    def if_any(size: jax.Array, largest: jax.Array) -> jax.Array:
+        # On a CPU each sum is a pass over the data, and a branch that is not taken costs nothing.
+        none = to_varying(jnp.zeros_like(largest), varying_axes(largest))
+        return jax.lax.cond(
+            jnp.all(jnp.isfinite(largest)), lambda: none, lambda: counted(size, largest)
+        )
+
+    bad = by_platform(size, largest, cpu=if_any, gpu=counted, default=counted)
     return ValueStats(sums_by_largest(size, largest, over), largest, bad, zeros, count)

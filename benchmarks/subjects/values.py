@@ -1,0 +1,68 @@
+"""Statistics of values by name, beside the plain gradient and flax's captured intermediates."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import clipgrad as cg
+from benchmarks import models
+from benchmarks.rows import FLOOR, OURS, PEER, Row, Scale, Side, jitted
+
+TITLE = "Statistics of values by name"
+
+
+def variants(fun: Callable, names: list[str]) -> dict[str, Callable]:
+    """What this library makes of a model: functions that return the statistics as a second."""
+    measured = cg.with_value_stats(fun, watch=names)
+
+    def with_some(*args: Any) -> tuple[Any, Any]:
+        value, stats = measured(*args)
+        return value, {name: (s.rms, s.max) for name, s in stats.items()}
+
+    def with_all(*args: Any) -> tuple[Any, Any]:
+        value, stats = measured(*args)
+        return value, cg.scalars(stats)
+
+    def unused(*args: Any) -> tuple[Any, Any]:
+        return measured(*args)[0], ()
+
+    return {"unused": unused, "rms and max used": with_some, "all used": with_all}
+
+
+def captured(apply: Callable, params: Any, x: Any) -> tuple[Any, Any]:
+    """The loss, and the same statistics of what flax captures."""
+    out, state = apply(params, x, capture_intermediates=True)
+    summary = lambda a: (jnp.sqrt(jnp.mean(a**2)), jnp.max(jnp.abs(a)))  # noqa: E731
+    return jnp.mean(out**2), jax.tree.map(summary, state["intermediates"])
+
+
+def sides(scale: Scale, scanned: bool) -> list[Side]:
+    """The variants, flax and the plain gradient."""
+    fun, params, data, names = models.flax_transformer(scale, scanned)
+    apply = models.flax_apply(scale, scanned)
+
+    def side(name: str, kind: str, changed: Callable) -> Side:
+        gradient = jax.value_and_grad(changed, has_aux=True)
+
+        def run(*args: Any) -> tuple[Any, Any]:
+            (value, stats), grads = gradient(*args)
+            return (value, grads), stats
+
+        return jitted(name, kind, run, params, data, numbers=lambda result: result[0])
+
+    return [
+        *(side(name, OURS, changed) for name, changed in variants(fun, names).items()),
+        side("flax capture_intermediates", PEER, lambda p, x: captured(apply, p, x)),
+        side("plain", FLOOR, lambda p, x: (fun(p, x), ())),
+    ]
+
+
+def rows(scale: Scale) -> list[Row]:
+    """A transformer whose layers are unrolled, and one that scans them; all modules."""
+    found = {"unrolled transformer": False, "scanned transformer": True}
+    return [
+        Row(name, lambda s=scanned: sides(scale, s), rtol=1e-5, budget=12.0)
+        for name, scanned in found.items()
+    ]
