@@ -63,7 +63,7 @@ def test_the_programs_are_short(program, lines):
 def test_versions_are_compared_and_values_seen(capsys):
     namespace = run(COMPARE)
     assert words(capsys.readouterr().out) == words(OUTPUTS[2])
-    assert "block_2" in OUTPUTS[2] and '"block_{i}"' in COMPARE.splitlines()[5]
+    assert "block_1" in OUTPUTS[2] and '"block_{i}"' in COMPARE.splitlines()[5]
     exec(compile(VALUES, "model.py", "exec"), namespace)
     assert words(capsys.readouterr().out) == words(OUTPUTS[3])
 
