@@ -61,7 +61,7 @@ def qk_clip(
         path is not in the parameters; by ``update``, if logits are missing, or heads do not fit.
 
     References:
-      Kimi Team, `Kimi K2: Open Agentic Intelligence <https://arxiv.org/abs/2507.20534>`_, 2025.
+      Kimi Team, Kimi K2: Open Agentic Intelligence, 2025, https://arxiv.org/abs/2507.20534.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax
