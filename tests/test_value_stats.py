@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
@@ -657,3 +658,28 @@ def test_unused_statistics_cost_nothing_and_used_ones_never_wait_for_the_host(mo
     assert costs[0]["bytes accessed"] == costs[1]["bytes accessed"]
     used = compiled(measured, True).as_text()
     assert "callback" not in used and "outfeed" not in used and "send(" not in used
+
+
+class Normalized(nnx.Module):
+    """A layer with statistics of its batches."""
+
+    def __init__(self, rngs):
+        self.up, self.norm = nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.up(x))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("users_promotion")
+def test_an_nnx_model_is_measured_and_changes_as_without():
+    loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
+    one, other = Normalized(nnx.Rngs(0)), Normalized(nnx.Rngs(0))
+    expected = np.asarray(X, np.float64) @ np.asarray(one.up.kernel[...], np.float64)
+    value, stats = cg.with_value_stats(loss, watch=["*"])(one, X)
+    assert_close(value, loss(other, X))
+    assert_close(nnx.state(one), nnx.state(other))
+    assert_stats(stats["up"], [expected])
+    step = cg.train_step(loss, optax.sgd(0.1), watch_values=["up"])
+    _, metrics = step(step.init(one), X)
+    assert_stats(metrics["values"]["up"], [expected])
