@@ -156,3 +156,12 @@ def a_product_by_callback_of_a_vector_with_itself(dtype):
     x = normal(12, 4, dtype=dtype)
     wrong, right = lambda r, g: (g * r[0], g * r[1]), lambda r, g: (g * r[1], g * r[0])
     return custom(primal, wrong), custom(primal, right), (x, x)
+
+
+@into(LAZY)
+def a_product_with_itself_beside_a_decomposition_that_reads_one_triangle(dtype):
+    wrong, right = lambda r, g: (g * r[0], g * r[1]), lambda r, g: (g * r[1], g * r[0])
+    pair = twins(lambda x, y: x * y, wrong, right)
+    a, x = symmetric(13, 3, dtype) + 6 * jnp.eye(3, dtype=dtype), normal(14, 3, dtype=dtype)
+    solve = lambda a, b: jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(a), b)
+    return *((lambda a, x, y, f=f: solve(a, f(x, y))) for f in pair), (a, x, x)

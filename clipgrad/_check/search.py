@@ -450,13 +450,13 @@ def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     )
 
 
-def doubtful_leaves(judge: Judge) -> set[int]:
-    """An independent look at the reference itself, a few leaves at a time.
+def doubtful_leaves(judge: Judge, groups: Any = None) -> set[int]:
+    """An independent look at the reference itself, a few leaves at a time, or such groups.
 
     At a further point, where there is one cotangent, it is at all of them together.
     """
     count = min(GROUPS if len(judge.gradient) > 1 else 1, len(judge.ranges))
-    groups = np.array_split(np.arange(len(judge.ranges)), count)
+    groups = groups or np.array_split(np.arange(len(judge.ranges)), count)
     areas = [(judge.ranges[g[0]][0], judge.ranges[g[-1]][1]) for g in groups]
     itself = dataclasses.replace(judge, gradient=judge.reference)
     kinds = itself.areas(areas, BALANCED[0]).kind

@@ -59,8 +59,9 @@ def _check_further_point(check: Check, k: int) -> bool:
             why = why or "the function is not finite"
             continue
         point = check.point(found[0], found[1][:1])  # for the first cotangent alone
-        failures, notes = _told_at(check, point, where)
-        doubt = _doubt(check, point, symmetric) if failures and keeps != EQUALITY else ""
+        wrong, failures, notes = _told_at(check, point, where)
+        moved = symmetric if keeps == NOTHING else set()
+        doubt = _doubt(check, point, wrong, moved) if wrong and keeps != EQUALITY else ""
         if doubt and (point.reference is not None or keeps == NOTHING):
             why = why or doubt
             continue
@@ -74,25 +75,30 @@ def _check_further_point(check: Check, k: int) -> bool:
     return False
 
 
-def _told_at(check: Check, point: Point, where: str) -> tuple[list[Failure], list[str]]:
+def _told_at(check: Check, point: Point, where: str) -> tuple[set[int], list, list[str]]:
     mode = check.options.mode
     if mode != "auto" or point.reference is None:
         mode = "fast"
-    failures, notes = told(check.subject, point, found_at(check, point, mode), where)
+    found = found_at(check, point, mode)
+    failures, notes = told(check.subject, point, found, where)
     right = "right at the point that you passed; "
-    return [f._replace(detail=right + f.detail) for f in failures], notes
+    failures = [f._replace(detail=right + f.detail) for f in failures]
+    return wrong_leaves(found), failures, notes
 
 
-def _doubt(check: Check, point: Point, symmetric: set[int]) -> str:
-    """Why a function may not be meant for a point where its gradient is wrong; "" if it is."""
+def _doubt(check: Check, point: Point, wrong: set[int], moved: set[int]) -> str:
+    """Why a function may not be meant for a point where its gradient is wrong; "" if it is.
+
+    `wrong` are the leaves in which it is, `moved` those of matrices that are not symmetric there.
+    """
     plain = point.reference
     if plain is None:
-        return "there is no plain AD to compare with" if symmetric else ""
+        return "there is no plain AD to compare with" if moved else ""
     judge = check.judge_of_arithmetic(point)
     judge = judge if point.exact is None else check.judge_of_formula(point)
-    if point.blind or doubtful_leaves(judge):
+    asked = wrong | moved
+    if not asked.isdisjoint(point.blind) or doubtful_leaves(judge, [[leaf] for leaf in asked]):
         return "plain AD does not have the slopes of the function"
-    moved = symmetric - symmetric_leaves(point.xs)
     for leaf in moved:
         (start, stop), shape = check.subject.ranges[leaf], point.xs[leaf].shape
         parts = plain[0, start:stop].reshape(*shape, -1)
