@@ -425,3 +425,12 @@ def test_two_overflows_of_one_nan_are_the_first():
 
     finding = cg.diagnose(loss, (jnp.array([100.0]),)).findings[0]
     assert finding.line == line_of(loss, "first = ")
+
+
+def product_of_a_bad_value(x):
+    return jnp.sum(x) * jnp.sum(jnp.log(jax.lax.stop_gradient(x) - 200))
+
+
+@pytest.mark.parametrize("loss", [lost_in_a_quotient, product_of_a_bad_value])
+def test_what_follows_from_a_value_that_is_not_finite_is_no_second_finding(loss):
+    assert kinds(cg.diagnose(loss, (jnp.array([1.0, 100.0]),))) == ["value"]
