@@ -45,8 +45,7 @@ class ValueHook(_jaxpr.Hook):
     equation has the number of the equation, and of the program in it, before. The same program has
     the same positions each time. See `named_values` for what is there.
 
-    A subclass is a frozen set of data (`hook_data`) and of choices that can be hashed. It defines
-    what is noted.
+    A subclass says what is noted, and is decorated by `value_hook`.
 
     Attributes:
       taps: an array for each key of notes that `replaced` gets, with the leading axes of notes.
