@@ -27,8 +27,8 @@ def test_a_vjp_that_is_right_at_the_point_alone_fails_and_its_twin_passes(name, 
     assert all(failure.check in ("value", "vmap") for failure in report.failures), str(report)
     report = run(name, dtype, 1)
     assert report.ok and report.verified == report.elements, str(report)
-    reads_both = "one_triangle" not in name
-    assert reads_both != any("is kept: without it" in note for note in report.notes), str(report)
+    if "one_triangle" not in name:  # some versions of JAX read both
+        assert not any("is kept: without it" in note for note in report.notes), str(report)
 
 
 KEPT = {
