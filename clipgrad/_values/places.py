@@ -31,11 +31,6 @@ class NamedValue(NamedTuple):
     scopes: _jaxpr.ScopePath
 
     @property
-    def loops(self) -> list[JaxprEqn]:
-        """The scans around it, outermost first."""
-        return self.place.scans
-
-    @property
     def in_while(self) -> bool:
         """Whether it is in a `while` loop, so that it has no cotangent."""
         return any(e.primitive.name == "while" for e in self.place.chain[1:])
