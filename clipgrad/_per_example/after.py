@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._compat import by_platform, to_varying, varying_axes
 from clipgrad._jaxpr import Hook, entered_programs, opened, scan_counts
@@ -36,13 +36,18 @@ def in_branch(function: Callable[..., list], arguments: tuple, flag: jax.Array) 
 
     A GPU would wait for the host there, and several devices would exchange the flag.
     """
-    leaves = jax.tree.leaves(arguments)
+    leaves, structure = jax.tree.flatten(arguments)
     axes = frozenset[str]().union(*map(varying_axes, leaves))
-    program = jax.make_jaxpr(function)(*arguments)
-    run = jaxpr_as_fun(program)
+
+    @jax.jit
+    def run(*leaves: jax.Array) -> list:
+        """Traced once for all platforms."""
+        return function(*structure.unflatten(leaves))
+
+    shapes = jax.eval_shape(run, *leaves)
 
     def zeros(*leaves: jax.Array) -> list:
-        return [to_varying(jnp.zeros(x.shape, x.dtype), axes) for x in program.out_avals]
+        return [to_varying(jnp.zeros(x.shape, x.dtype), axes) for x in shapes]
 
     def branch(flag: jax.Array, *leaves: jax.Array) -> list:
         return jax.lax.cond(flag, zeros, run, *leaves)

@@ -22,7 +22,7 @@ class Part(NamedTuple):
     names: tuple[FactorAxis, ...]
     hot: FactorAxis | None
     length: int
-    exponent: jax.Array | None = None  # of each row, which times two to it is meant
+    powers: tuple[jax.Array, ...] = ()  # of two, of each row: the row times these is meant
 
     @property
     def owned(self) -> tuple[FactorAxis, ...]:

@@ -165,8 +165,8 @@ class ClipPerExample:
         size, parts = part_count(batch, subject.microbatch)
         of_some = sums_of(subject, params, batch)
         total, (value, stats) = sums(of_some, on_each_device(params, batch), batch, parts)
-        divisor = float(size) if self.reduce == "mean" else 1.0
-        grads = jax.tree.map(lambda t, p: (t / divisor).astype(jnp.result_type(p)), total, params)
+        mean = jax.tree.map(lambda t: t / float(size), total) if self.reduce == "mean" else total
+        grads = jax.tree.map(lambda t, p: t.astype(jnp.result_type(p)), mean, params)
         loss, aux = value if subject.has_aux else (value, None)
         loss = jnp.mean(loss) if self.reduce == "mean" else jnp.sum(loss)
         return ((loss, aux) if subject.has_aux else loss), apart.gradients(grads), stats

@@ -21,8 +21,15 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import by_platform, to_varying, varying_axes
+from clipgrad._numerics import if_else
 from clipgrad._per_example.blocks import FactorAxis, Part, ProductBlock, blocks, placed, value
-from clipgrad._per_example.squares import NO_EXPONENT, Squares, exponents, times_power
+from clipgrad._per_example.squares import (
+    NO_EXPONENT,
+    Squares,
+    largest_size,
+    power_at_most_one,
+    unit_scale,
+)
 from clipgrad._per_example.terms import Products, Unfollowed, einsum
 
 # How many numbers of an example are multiplied at once, and how many of a row at least: 4 MB of 64
@@ -39,11 +46,11 @@ def squares(products: Products) -> Squares:
     if uses_gram(products):
         total = functools.reduce(jnp.add, [_inner_product(*pair) for pair in _pairs(scaled)])
     else:
-        parts = [placed(block, value(_with_exponents(block), "highest")) for block in scaled]
+        parts = [placed(block, value(_times_powers(block), "highest")) for block in scaled]
         total = jnp.sum(jnp.square(functools.reduce(jnp.add, parts)))
     # Nobody knows how many elements are NaN or inf: all count if the norm is.
     size = jnp.array(float(math.prod(products.shape)), total.dtype)
-    return Squares(total, exponent, jnp.where(jnp.isfinite(total), 0, size))
+    return Squares(total, exponent, if_else(jnp.isfinite(total), 0, size))
 
 
 def uses_gram(products: Products) -> bool:
@@ -73,52 +80,50 @@ def _blocks_in_range(found: list[ProductBlock]) -> tuple[list[ProductBlock], jax
 
     The weight is at most 1.
     """
-    rows = [[_row_exponents(part) for part in block.parts] for block in found]
-    totals = [functools.reduce(jnp.add, each) for each in rows]
-    largest = functools.reduce(jnp.maximum, [jnp.max(t, initial=NO_EXPONENT) for t in totals])
-    largest = jnp.where(largest <= NO_EXPONENT // 2, 0, largest)
+    rows = [[_row_scales(part) for part in block.parts] for block in found]
+    totals = [functools.reduce(jnp.add, [e for _, e in each if e is not None]) for each in rows]
+    largest = functools.reduce(jnp.maximum, map(_largest, totals))
+    largest = if_else(largest <= NO_EXPONENT // 2, 0, largest)
     scaled = []
     for block, each, total in zip(found, rows, totals, strict=True):
         # Of the gates of an LSTM, two kernels then share the Gram matrix of the larger factor.
         dense = [i for i, part in enumerate(block.parts) if part.hot is None]
         smallest = min(reversed(dense), key=lambda i: block.parts[i].values.size)
-        parts = [
-            _scaled_part(part, (total - largest if i == smallest else 0) - e)
-            for i, (part, e) in enumerate(zip(block.parts, each, strict=True))
+        powers: list[tuple[jax.Array, ...]] = [
+            () if scale is None else (scale,) for scale, _ in each
         ]
-        scaled.append(block._replace(parts=tuple(parts)))
+        weight = power_at_most_one(total - largest, block.parts[smallest].values.dtype)
+        powers[smallest] = (*powers[smallest], weight)
+        pairs = zip(block.parts, powers, strict=True)
+        scaled.append(block._replace(parts=tuple(p._replace(powers=x) for p, x in pairs)))
     return scaled, largest
 
 
-def _row_exponents(part: Part) -> jax.Array:
+def _row_scales(part: Part) -> tuple[jax.Array | None, jax.Array | None]:
+    """The power of two that brings each row near 1, and the exponents of the rows."""
     if part.hot is not None:
-        return jnp.zeros(part.values.shape, jnp.int32)
-    largest = jnp.max(jnp.abs(part.values), axis=range(1, part.values.ndim), initial=0)
-    return exponents(largest)
+        return None, None
+    return unit_scale(largest_size(part.values, range(1, part.values.ndim)))
 
 
-def _scaled_part(part: Part, exponent: jax.Array) -> Part:
-    if part.hot is not None:
-        return part
-    # A row of zeros has no exponent, and stays what it is.
-    exponent = jnp.where(jnp.abs(exponent) > -NO_EXPONENT // 2, 0, exponent)
-    return part._replace(exponent=exponent)
+def _largest(exponents: jax.Array) -> jax.Array:
+    return jnp.max(exponents) if exponents.size else jnp.int32(NO_EXPONENT)
 
 
-def _with_exponents(block: ProductBlock) -> ProductBlock:
+def _times_powers(block: ProductBlock) -> ProductBlock:
     """The block with its rows multiplied by what is meant."""
     parts = [
-        part if part.exponent is None else part._replace(values=_times_exponent(part, part.values))
+        part._replace(values=_in_range(part, part.values), powers=()) if part.powers else part
         for part in block.parts
     ]
     return block._replace(parts=tuple(parts))
 
 
-def _times_exponent(part: Part, rows: jax.Array) -> jax.Array:
-    """Rows of a part, or of a piece of it, times two to their exponents."""
-    if part.exponent is None:
-        return rows
-    return times_power(rows, part.exponent.reshape(-1, *[1] * (rows.ndim - 1)))
+def _in_range(part: Part, rows: jax.Array) -> jax.Array:
+    """Rows of a part, or of a piece of it, times the powers of two of the rows."""
+    for power in part.powers:
+        rows = rows * power.reshape(-1, *[1] * (rows.ndim - 1))
+    return rows
 
 
 def _overlap(a: ProductBlock, b: ProductBlock) -> tuple[ProductBlock, ProductBlock] | None:
@@ -198,7 +203,7 @@ def _gram(x: Part, y: Part, kept: Sequence) -> jax.Array:
         # An index out of range was made one in range, with a row of zeros beside it.
         axis = 1 + x.names.index(y.hot)
         found = jnp.take(x.values, y.values, axis=axis, mode="clip")
-        return _expanded(jnp.moveaxis(_times_exponent(x, found), axis, 1), own, kept)
+        return _expanded(jnp.moveaxis(_in_range(x, found), axis, 1), own, kept)
     return _expanded(_dense_gram(x, y, own), own, kept)
 
 
@@ -211,7 +216,7 @@ def _dense_gram(x: Part, y: Part, own: Sequence) -> jax.Array:
     values = [x.values] if x is y else [x.values, y.values]
 
     def whole(*values: jax.Array) -> jax.Array:
-        scaled = [_times_exponent(*pair) for pair in zip((x, y), values, strict=False)]
+        scaled = [_in_range(*pair) for pair in zip((x, y), values, strict=False)]
         rows = scaled[0], scaled[-1]
         if rows[0].shape[0] == rows[1].shape[0] == 1 and not own:
             second = einsum([rows[1]], labels[1:], [(-2, 0), *x.names])

@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from clipgrad._numerics import Norm, accumulator, real_or_absolute
+from clipgrad._numerics import Norm, accumulator, if_else, real_or_absolute
 
 # The exponent of 0: less than that of any product of three numbers of float64.
 NO_EXPONENT = -10_000
@@ -28,33 +28,17 @@ class Squares(NamedTuple):
         wide = [real_or_absolute(x).astype(dtype) for x in arrays]
         if zero:
             wide = [jnp.where(f, x, jnp.zeros_like(x)) for f, x in zip(finite, wide, strict=True)]
-        largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(x), initial=0) for x in wide])
-        exponent = exponents(largest)
-        used = jnp.where(exponent == NO_EXPONENT, 0, exponent)
-        totals = [jnp.sum(jnp.square(times_power(x, -used))) for x in wide]
+        scale, exponent = unit_scale(functools.reduce(jnp.maximum, map(largest_size, wide)))
+        used = if_else(exponent == NO_EXPONENT, 0, exponent)
+        totals = [jnp.sum(jnp.square(x * scale)) for x in wide]
         bad = [jnp.sum(~f, dtype=dtype) for f in finite]
         return cls(functools.reduce(jnp.add, totals), used, functools.reduce(jnp.add, bad))
 
-    @classmethod
-    def sum(cls, parts: Sequence["Squares"]) -> "Squares":
-        """The sum of several."""
-        dtype = max((part.total.dtype.name for part in parts), default="float32")
-        if not parts:
-            return cls(jnp.zeros((), dtype), jnp.int32(0), jnp.zeros((), dtype))
-        present = [jnp.where(p.total == 0, NO_EXPONENT, p.exponent) for p in parts]
-        largest = functools.reduce(jnp.maximum, present)
-        largest = jnp.where(largest == NO_EXPONENT, 0, largest)
-        totals = [
-            times_power(part.total.astype(dtype), 2 * (part.exponent - largest)) for part in parts
-        ]
-        bad = [part.nonfinite.astype(dtype) for part in parts]
-        return cls(functools.reduce(jnp.add, totals), largest, functools.reduce(jnp.add, bad))
-
     def over_axis(self) -> "Squares":
         """The sum over the first axis."""
-        present = jnp.where(self.total == 0, NO_EXPONENT, self.exponent)
+        present = if_else(self.total == 0, NO_EXPONENT, self.exponent)
         largest = jnp.max(present, axis=0, initial=NO_EXPONENT)
-        largest = jnp.where(largest == NO_EXPONENT, 0, largest)
+        largest = if_else(largest == NO_EXPONENT, 0, largest)
         scaled = times_power(self.total, 2 * (self.exponent - largest))
         return Squares(jnp.sum(scaled, axis=0), largest, jnp.sum(self.nonfinite, axis=0))
 
@@ -69,26 +53,54 @@ class Squares(NamedTuple):
         return Norm.of(root, times_power(jnp.ones_like(root), scale))
 
 
-def exponents(largest: jax.Array) -> jax.Array:
-    """For numbers from 0 on the exponents ``e`` with ``2 ** (e - 1) <= x < 2 ** e``, as integers.
+def largest_size(x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
+    """The largest absolute value along axes (``None``: all); 0 of none."""
+    axes = tuple(range(x.ndim)) if axes is None else tuple(axes)
+    if not x.size:
+        return jnp.zeros([n for i, n in enumerate(x.shape) if i not in axes], x.dtype)
+    return jnp.max(jnp.abs(x), axis=axes)
 
-    `NO_EXPONENT` for 0 (and what XLA takes for 0); some exponent for NaN and inf.
+
+def unit_scale(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For numbers from 0 on the power of two that brings them near 1, and the exponent of each.
+
+    A number is between ``2 ** (exponent - 1)`` and ``2 ** exponent``, and times its power from 1/2
+    to 1, or to 4 at the upper end of the range, where the inverse would not be a normal number. The
+    exponent is `NO_EXPONENT` of 0 (and what XLA takes for 0); NaN and inf have some exponent.
     """
-    bits, mantissa, bias = (32, 23, 126) if largest.dtype.itemsize == 4 else (64, 52, 1022)
-    integers = jax.lax.bitcast_convert_type(largest, f"int{bits}")
-    field = (integers >> mantissa).astype(jnp.int32)
-    return jax.lax.stop_gradient(jnp.where(field > 0, field - bias, NO_EXPONENT))
+    bits, mantissa, bias = _format(largest.dtype)
+    integers = jax.lax.bitcast_convert_type(jax.lax.stop_gradient(largest), f"int{bits}")
+    field = _clamped(integers >> mantissa, 2 * (bias - 1))
+    scale = jax.lax.bitcast_convert_type((2 * bias - 1 - field) << mantissa, largest.dtype)
+    exponent = (field - (bias - 1)).astype(jnp.int32)
+    return scale, if_else(field > 0, exponent, NO_EXPONENT)
+
+
+def power_at_most_one(exponent: jax.Array, dtype: Any) -> jax.Array:
+    """``2 ** exponent`` for exponents up to 0; 0 where that is not a normal number."""
+    bits, mantissa, bias = _format(dtype)
+    field = _clamped(exponent + bias, bias).astype(f"int{bits}")
+    return jax.lax.bitcast_convert_type(field << mantissa, dtype)
 
 
 def times_power(x: jax.Array, exponent: jax.Array) -> jax.Array:
     """``x * 2 ** exponent``, in two steps so that neither factor is out of range."""
-    half = exponent // 2
+    half = exponent >> 1
     return x * _power(half, x.dtype) * _power(exponent - half, x.dtype)
 
 
-def _power(exponent: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _power(exponent: jax.Array, dtype: Any) -> jax.Array:
     """``2 ** exponent`` exactly, 0 where it is not a normal number."""
-    wide = jnp.finfo(dtype).bits == 64
-    bits, mantissa, bias = (64, 52, 1023) if wide else (32, 23, 127)
-    field = jnp.clip(exponent + bias, 0, 2 * bias).astype(f"int{bits}")
-    return jax.lax.bitcast_convert_type(field << mantissa, f"float{bits}")
+    bits, mantissa, bias = _format(dtype)
+    field = _clamped(exponent + bias, 2 * bias).astype(f"int{bits}")
+    return jax.lax.bitcast_convert_type(field << mantissa, dtype)
+
+
+def _format(dtype: Any) -> tuple[int, int, int]:
+    """The bits of a number, those of its mantissa, and the field of the exponent of 1."""
+    return (64, 52, 1023) if jnp.finfo(dtype).bits == 64 else (32, 23, 127)
+
+
+def _clamped(x: jax.Array, most: int) -> jax.Array:
+    """Integers from 0 to another one; `jax.numpy.clip` would be a call in each place."""
+    return jax.lax.clamp(jnp.array(0, x.dtype), x, jnp.array(most, x.dtype))
