@@ -31,7 +31,7 @@ def never(numbers: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.logical_or, found, jnp.array(False))
 
 
-def in_branch(function: Callable[..., list], arguments: tuple, flag: jax.Array) -> list:
+def in_branch(function: Callable[..., Any], arguments: tuple, flag: jax.Array) -> Any:
     """What a function returns; on a CPU in a branch that is taken as long as the flag is false.
 
     A GPU would wait for the host there, and several devices would exchange the flag.
@@ -40,19 +40,19 @@ def in_branch(function: Callable[..., list], arguments: tuple, flag: jax.Array) 
     axes = frozenset[str]().union(*map(varying_axes, leaves))
 
     @jax.jit
-    def run(*leaves: jax.Array) -> list:
+    def run(*leaves: jax.Array) -> Any:
         """Traced once for all platforms."""
         return function(*structure.unflatten(leaves))
 
     shapes = jax.eval_shape(run, *leaves)
 
-    def zeros(*leaves: jax.Array) -> list:
-        return [to_varying(jnp.zeros(x.shape, x.dtype), axes) for x in shapes]
+    def zeros(*leaves: jax.Array) -> Any:
+        return jax.tree.map(lambda x: to_varying(jnp.zeros(x.shape, x.dtype), axes), shapes)
 
-    def branch(flag: jax.Array, *leaves: jax.Array) -> list:
+    def branch(flag: jax.Array, *leaves: jax.Array) -> Any:
         return jax.lax.cond(flag, zeros, run, *leaves)
 
-    def plain(flag: jax.Array, *leaves: jax.Array) -> list:
+    def plain(flag: jax.Array, *leaves: jax.Array) -> Any:
         return run(*leaves)
 
     return by_platform(flag, *leaves, cpu=branch, gpu=plain, default=plain)
