@@ -1,7 +1,7 @@
 """What each example's clip takes to trace and compile, for a transformer of unrolled layers.
 
-``python -m benchmarks.per_example_compile 3 8`` prints CPU seconds and the operations of the lowered
-program for each number of layers, one after the other in turns, beside the plain gradient.
+``python -m benchmarks.per_example_compile 3 8`` prints CPU seconds and operations of the lowered
+program for each number of layers, beside the plain gradient; the programs take turns.
 """
 
 import argparse

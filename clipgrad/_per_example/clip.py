@@ -49,8 +49,9 @@ def clip_per_example(
     The second formula is one product over all examples. clipgrad follows the program of the
     gradient back from each leaf to its products: through scans, `jax.jit` and `jax.checkpoint`, for
     dense layers, convolutions and embeddings, and for weights that are used in several places. If
-    it can't follow a leaf (`jax.lax.cond`, a function of a weight such as ``tanh``), it computes
-    the gradient of each example for this leaf alone, and ``plan`` shows the reason.
+    it can't follow a leaf (`jax.lax.cond`, a function of a weight such as ``tanh``), or anything
+    goes wrong with it, it computes the gradient of each example for this leaf alone, and ``plan``
+    shows the reason.
 
     Guarantees:
       * With the rule ``None`` and ``"mean"`` it is `jax.value_and_grad` of the mean loss.
@@ -89,7 +90,8 @@ def clip_per_example(
       where: which leaves are clipped; see `clip_grads`. The others are summed without a clip.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`. With ``"zero"`` an
         example with NaN or inf does not spoil the others: it is left out if the gradient of a
-        followed weight is not finite. ``"error"`` is direct, and needs
+        followed weight is not finite; in a leaf that the plan calls direct NaN and inf count as 0.
+        ``"error"`` is direct, and needs
         `jax.experimental.checkify.checkify` under `jax.jit` and with a ``microbatch``.
 
       method: how the gradients of examples are computed.
