@@ -82,7 +82,7 @@ def _blocks_in_range(found: list[ProductBlock]) -> tuple[list[ProductBlock], jax
     """
     rows = [[_row_scales(part) for part in block.parts] for block in found]
     totals = [functools.reduce(jnp.add, [e for _, e in each if e is not None]) for each in rows]
-    largest = functools.reduce(jnp.maximum, map(_largest, totals))
+    largest = functools.reduce(jnp.maximum, map(_largest_exponent, totals))
     largest = if_else(largest <= NO_EXPONENT // 2, 0, largest)
     scaled = []
     for block, each, total in zip(found, rows, totals, strict=True):
@@ -106,7 +106,7 @@ def _row_scales(part: Part) -> tuple[jax.Array | None, jax.Array | None]:
     return unit_scale(largest_size(part.values, range(1, part.values.ndim)))
 
 
-def _largest(exponents: jax.Array) -> jax.Array:
+def _largest_exponent(exponents: jax.Array) -> jax.Array:
     return jnp.max(exponents) if exponents.size else jnp.int32(NO_EXPONENT)
 
 
