@@ -53,7 +53,7 @@ def functions(layers: int) -> tuple[dict[str, Callable[..., Any]], tuple[Any, An
     params = net.init(jax.random.key(1), ids[0])["params"]
 
     def loss(params: Any, ids: jax.Array) -> jax.Array:
-        scores = jax.nn.log_softmax(net.apply({"params": params}, ids)[:-1])
+        scores = jax.nn.log_softmax(jnp.asarray(net.apply({"params": params}, ids))[:-1])
         return -jnp.mean(jnp.take_along_axis(scores, ids[1:, None], axis=-1))
 
     def mean(params: Any, batch: jax.Array) -> jax.Array:
