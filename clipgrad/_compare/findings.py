@@ -125,8 +125,19 @@ def _other_view(place: ComparedPlace, others: Sequence[ComparedPlace]) -> Compar
 
 def _agreeing(places: Sequence[ComparedPlace], side: int = 0) -> Ends:
     """Whether a variable of a version is one of the values that end a slice."""
-    ends = {place.pair[side].value.variable for place in places if place.value.is_judged}
-    return ends.__contains__
+    agree = [place.pair[side] for place in places if place.value.is_judged]
+    return {variable for instance in agree for variable in _variables(instance)}.__contains__
+
+
+def _variables(instance: Instance) -> list[Any]:
+    """The variable of a value; of what a scan's last step carries, the result of the scan too."""
+    value = instance.value
+    if value.kind == "tag" or value.position[-1] or value.place.parent is None:
+        return [value.variable]
+    scan = value.place.parent.equation
+    last = 0 if scan.params["reverse"] else scan.params["length"] - 1
+    results = [scan.outvars[value.position[-2]]] if instance.steps[-1] == last else []
+    return [value.variable, *results]
 
 
 def _sides(place: ComparedPlace, agreeing: Sequence[ComparedPlace]) -> list[tuple[Instance, Ends]]:
