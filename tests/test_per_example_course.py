@@ -208,18 +208,20 @@ def operations(loss, params, batch, method):
 
 
 @pytest.mark.parametrize(
-    ("method", "of_kernel", "of_bias"), [("one pass", 120, 8), ("two passes", 135, 15)]
+    ("method", "of_kernel", "of_bias"), [("one pass", 125, 12), ("two passes", 140, 25)]
 )
 def test_each_leaf_adds_as_many_operations_in_any_depth(method, of_kernel, of_bias):
     """They were 194 and 222 for a kernel, 119 and 137 for a bias: sums and weights by leaf."""
 
     def loss(p, x):
         for w, b in p:
-            x = jnp.tanh(x @ w + b)
+            x = jnp.tanh(x @ w + b[None])
         return jnp.sum(x)
 
     def dense(p, x):
-        return loss([(w, 0.0) for w in p], x)
+        for w in p:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
 
     def added(loss, leaf):
         batch = jax.ShapeDtypeStruct((16, 8, 64), jnp.float32)
