@@ -1,4 +1,4 @@
-"""What other libraries call the things that are here, so that an error can say our name."""
+"""Names in other libraries for the things that are here, so that an error can say our name."""
 
 import functools
 from collections.abc import Callable

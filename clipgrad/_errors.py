@@ -1,4 +1,4 @@
-"""What messages show of other errors."""
+"""The text of other errors in messages."""
 
 import textwrap
 

@@ -1,4 +1,4 @@
-"""What a clip did, as sums that add up over steps, uses and devices."""
+"""The effect of a clip, as sums that add up over steps, uses and devices."""
 
 import functools
 from collections.abc import Sequence
@@ -189,7 +189,7 @@ def stats_of_clip(rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> C
 
 
 def stats_by_leaf(rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> dict[str, ClipStats]:
-    """The same for each leaf by path."""
+    """The statistics of each leaf by path."""
     limits = _limits(rule, tree, norms)
     if limits is None:
         return _measured_by_leaf(rule, tree, clipped)
@@ -199,7 +199,7 @@ def stats_by_leaf(rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> d
 
 
 def _limits(rule: Any, tree: Any, norms: Sequence[Any]) -> Limits | None:
-    """What L2 norms were limited to, if that is what the rule does."""
+    """The limits of L2 norms, for a rule that limits these."""
     return rule.l2_limits(tree, norms) if norms and is_own(rule) else None
 
 
@@ -240,7 +240,7 @@ def _of_tree(tree: Any, limits: Limits, rule: Any) -> ClipStats:
 
 
 def _tree_by_leaf(tree: Any, limits: Limits, rule: Any) -> dict[str, ClipStats]:
-    """The same for each leaf, from the sums that make up the norm."""
+    """The statistics of each leaf, from the sums that make up the norm."""
     ((norm, limit),) = limits
     axis_name = rule.axis_name
     paths, leaves = clippable_paths(tree), clippable_leaves(tree)
@@ -272,7 +272,7 @@ def _of_leaves(tree: Any, limits: Limits) -> ClipStats:
 
 
 def _by_leaf(tree: Any, limits: Limits) -> dict[str, ClipStats]:
-    """The same for each leaf."""
+    """The statistics of each leaf."""
     dtype, leaves = stats_dtype(tree), clippable_leaves(tree)
     stats = [_of_leaves(*pair) for pair in zip(leaves, ([limit] for limit in limits), strict=True)]
     cast = [jax.tree.map(lambda x: x.astype(dtype), of_leaf) for of_leaf in stats]
@@ -315,7 +315,7 @@ def scaled_stats(
 
 
 def _counts_unless(finite: jax.Array, trees: list[Any], axis_name: AxisName) -> list[jax.Array]:
-    """How many elements of each tree are NaN or inf; counted only if there are any.
+    """The number of NaN and inf in each tree; counted only if there are any.
 
     On a GPU XLA would compute both sides of the branch: without one it counts where it scales.
     """
@@ -356,7 +356,7 @@ def _sums_together(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _sums_apart(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same as separate sums, which share one read on a TPU; what is stacked is stored there."""
+    """The sums apart, which share one read on a TPU; a stack would be stored there."""
     totals = [[jnp.sum(part) for part in _parts_of_sums(x)] for x in sizes]
     return _measurements([functools.reduce(jnp.add, each) for each in zip(*totals, strict=True)])
 
@@ -408,13 +408,13 @@ def _one(total: jax.Array) -> jax.Array:
 
 
 def _count_true(masks: Sequence[jax.Array], dtype: str) -> jax.Array:
-    """How many elements of masks are true."""
+    """The number of true elements of masks."""
     parts = [part.astype(jnp.uint32) for mask in masks for part in _countable(mask)]
     return _total_of_counts([(part, part.size) for part in parts], dtype)
 
 
 def _count_by_rows(masks: Sequence[jax.Array], dtype: str) -> jax.Array:
-    """The same: first in rows, which XLA does where a GPU scales; those of one shape together."""
+    """The number, by rows first: XLA counts these where a GPU scales; one shape together."""
     kinds: dict[Any, list[jax.Array]] = {}
     for part in (part for mask in masks for part in _countable(mask)):
         kinds.setdefault((part.shape, explicit_sharding(part)), []).append(part)

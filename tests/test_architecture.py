@@ -102,6 +102,14 @@ def test_functions_are_short(path):
             assert lines <= 40, node.name
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_docstrings_name_the_thing(path):
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(ast.parse(path.read_text())):
+        text = isinstance(node, documented) and ast.get_docstring(node) or ""
+        assert not re.match(r"(What|How|Where|Which|The same)\b", text), text
+
+
 def bindings(statements):
     """The names that statements of a module define, also under `if`, `try` and `with`."""
     for node in statements:

@@ -58,7 +58,7 @@ def check_behavior(check: Check) -> None:
 
 
 def determinism(check: Check) -> list[Failure]:
-    """The same pull-back called twice, and the function differentiated twice, agree."""
+    """Two calls of the pull-back agree, and so do two derivatives of the function."""
     first, expected = check.covectors[0], check.gradient[0]
     again = _exactly(check, check.vjp(first), expected, "the pull-back called twice")
     anew = differentiated(check.subject, check.subject.inputs)(first)

@@ -38,7 +38,7 @@ REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
 
 @dataclasses.dataclass
 class Log:
-    """What has been found so far."""
+    """The findings so far."""
 
     options: Options
     failures: list[Failure] = dataclasses.field(default_factory=list)
@@ -107,7 +107,7 @@ class Check:
 
     @property
     def options(self) -> Options:
-        """How to check."""
+        """The options of the check."""
         return self.log.options
 
     @functools.cached_property
@@ -219,7 +219,7 @@ class Check:
         return Judge(*own, self.options.delta, excuses, unconverged, self.log.is_late)
 
     def _moved_by_rounding(self, point: Point) -> np.ndarray:
-        """How far the rule and plain AD may be apart because float64 rounds what they compute."""
+        """The distance of the rule and plain AD that rounding in float64 excuses."""
         covectors, moved = self.covectors[: len(point.gradient)], np.zeros_like(point.gradient)
         for gradient in filter(None, {self.rule, self.plain}):
             with contextlib.suppress(Exception):
@@ -227,7 +227,7 @@ class Check:
         return tolerances.OWN_ROUNDING * moved.max(axis=0)
 
     def _unconverged(self, point: Point) -> np.ndarray:
-        """How far the rule and plain AD may be apart because loops end before they converge."""
+        """The distance of the rule and plain AD, excused by loops that end before they converge."""
         covectors, moved = self.covectors[: len(point.gradient)], np.zeros_like(point.gradient)
         has_loops = self.subject.program is not None and _jaxpr.has_loops(self.subject.program)
         for gradient in filter(None, {self.rule, self.plain} if has_loops else ()):
@@ -239,7 +239,7 @@ class Check:
         return self.tolerance.unconverged(change, exact)
 
     def _moved_by_constants(self, point: Point) -> np.ndarray:
-        """How far the rule and plain AD may be apart because constants are rounded."""
+        """The distance of the rule and plain AD that the rounding of constants excuses."""
         rows = len(point.gradient)
         moved = np.zeros_like(point.gradient)
         for gradient in filter(None, {self.rule, self.plain}):
@@ -249,7 +249,7 @@ class Check:
         return tolerances.CONSTANTS * moved.max(axis=0)
 
     def noise(self, xs) -> np.ndarray | None:
-        """How far rounding may move each element, as it moves plain AD there; None if unknown."""
+        """The noise of each element from rounding, as it moves plain AD there; None if unknown."""
         if self.plain is None:
             return None
         try:
@@ -324,7 +324,7 @@ def measured(
     evaluated: tuple[Differences, Widened | None],
     plain: Gradient | None = None,
 ) -> Check:
-    """What is known of a function once its gradients are there; `plain` is plain AD, if known."""
+    """The check of a function whose gradients are there; `plain` is plain AD, if known."""
     differences, wide = evaluated
     tolerance = _tolerance(subject, differences, wide, log)
     plain, rule, backward = exact_gradients(subject, wide, log, plain)
@@ -384,7 +384,7 @@ def _differentiated(subject: CheckSubject, covectors, log: Log) -> VJP | None:
 
 
 def _not_differentiated(subject: CheckSubject, error: Exception) -> list[Failure]:
-    """What to say where `jax.vjp` raises an error, for the leaves that it raises it for."""
+    """The failures where `jax.vjp` raises an error, for the leaves that it raises it for."""
     closing = [] if subject.program is None else _jaxpr.closing_functions(subject.program)
     if not closing:
         detail = f"differentiation raises {first_line(error)}"
@@ -409,7 +409,7 @@ def _is_differentiable(subject: CheckSubject, i: int) -> bool:
 
 
 def _chosen_evaluation(subject: CheckSubject, covectors, log: Log):
-    """How to evaluate the function, or None where it was found to fail another way."""
+    """The way to evaluate the function, or None where it fails another way."""
     try:
         return choose(subject, covectors, log.notes)
     except Chaotic as error:

@@ -60,7 +60,7 @@ class Evaluation(NamedTuple):
 
     @property
     def together(self) -> int:
-        """How many points are evaluated at once: the base, ahead and behind, or one."""
+        """The number of points evaluated at once: the base, ahead and behind, or one."""
         return 3 if self.held else 1
 
 
@@ -80,7 +80,7 @@ class Moves(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """What was measured for each move and cotangent; arrays of shape (moves, cotangents).
+    """The slopes of each move and cotangent; arrays of shape (moves, cotangents).
 
     `width` is half the difference of the one-sided slopes, summed without sign over the outputs;
     `noise` is what the rounding of outputs, which has both signs, may do to a slope; `norm` is the

@@ -1,4 +1,4 @@
-"""How to evaluate the function for differences: the best way that works on it."""
+"""Evaluation of the function for differences: the best way that works on it."""
 
 from collections.abc import Callable
 
@@ -145,7 +145,7 @@ def _is_chaotic(subject: CheckSubject) -> bool:
 
 
 def _change(subject: CheckSubject, part: float) -> float:
-    """How far the values move when each input does by about a part of itself, up or down."""
+    """The change of the values when each input moves by about a part of itself, up or down."""
     pairs = zip(moved_apart(subject, subject.inputs, 0, part), subject.inputs, strict=True)
     leaves = [jax.device_put(wide.astype(x.dtype)) for wide, x in pairs]
     change = _trees.to_numpy(subject.fun(leaves)) - _trees.to_numpy(subject.outputs)

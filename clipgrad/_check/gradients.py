@@ -94,11 +94,11 @@ class Gradient:
             return _trees.gradient_rows(found, len(cotangents))
 
     def moved_by_constants(self, xs, covectors: np.ndarray) -> np.ndarray:
-        """How far the gradient moves when every constant does by one rounding of its type."""
+        """The change of the gradient when every constant moves by one rounding of its type."""
         return self._moved_by(Nudge, xs, covectors)
 
     def moved_by_rounding(self, xs, covectors: np.ndarray) -> np.ndarray:
-        """How far the gradient moves when every result of an operation does by one rounding."""
+        """The change of the gradient when every result of an operation moves by one rounding."""
         return self._moved_by(Jitter, xs, covectors)
 
     def _moved_by(self, hook: Callable, xs, covectors: np.ndarray) -> np.ndarray:

@@ -34,7 +34,7 @@ MEANINGFUL: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How to check: the arguments of `check_grads` that select no leaves; it documents them."""
+    """The arguments of `check_grads` that select no leaves; it documents them."""
 
     order: int = 1
     mode: str = "auto"

@@ -182,7 +182,7 @@ def element_scales(xs: Sequence[jax.Array]) -> np.ndarray:
 
 
 def _short(numbers: np.ndarray) -> np.ndarray:
-    """The same numbers in float32, if they are, and far enough from its limits."""
+    """The numbers in float32 if it holds them exactly, far enough from its limits."""
     narrow = numbers.astype(np.float32)
     fits = np.array_equal(narrow, numbers) and (numbers.size == 0 or numbers.min() > LEAST_SHORT)
     return narrow if fits else numbers

@@ -1,4 +1,4 @@
-"""What a check found, for people and for programs."""
+"""The report of a check, for people and for programs."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Where a gradient is wrong: suspects named by plain AD, groups halved, all judged by slopes."""
+"""The search for wrong elements: plain AD names suspects, groups are halved, slopes judge all."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ AT_ONCE = 2**13  # elements judged between two looks at the clock
 
 
 class Finding(NamedTuple):
-    """What was found in some elements of one leaf.
+    """The verdicts on some elements of one leaf.
 
     `indices` are elements of the input vector, `verdict` the verdict on each and `seen` whether it
     was moved alone; `exact` is whether no wrong one may be missing.
@@ -95,7 +95,7 @@ class Judge:
 
     @functools.cached_property
     def sizes(self) -> Sizes:
-        """How large the gradient is, leaf by leaf; the exact one, if there is one."""
+        """The size of the gradient, leaf by leaf; the exact one, if there is one."""
         target = self.gradient if self.reference is None else self.reference
         around = self.point.around(NEARBY) if self.is_near else None
         return self.tolerance.sizes(target, self.point.scale, self.reference is not None, around)
@@ -107,7 +107,7 @@ class Judge:
 
     @functools.cached_property
     def noise(self) -> np.ndarray:
-        """How large plain AD's gradient may be and yet be noise: as far as rounding changes it."""
+        """The noise in plain AD's gradient: as far as rounding changes it."""
         plain, noise = self.point.reference, np.zeros(self.point.scale.size)
         for k in range(MOVES if plain is not None else 0):
             moved = self.point.around(HARDLY * (1 + k))
@@ -122,7 +122,7 @@ class Judge:
         return np.all(np.fmax(*pair) <= self.noise[indices], axis=0)
 
     def allowed_at(self, indices: Any, beside: bool = True) -> Allowed:
-        """How far some elements may be off, or those of a slice of one leaf."""
+        """The allowed error of some elements, or of a slice of one leaf."""
         one = isinstance(indices, slice)
         leaf = self.tolerance.leaves_of(indices.start) if one else self.tolerance.leaves_of(indices)
         allowed = self.tolerance.elements(self.sizes, leaf, self.point.scale[indices], beside)
@@ -172,7 +172,7 @@ class Judge:
         return verdict
 
     def _are_flat(self, indices: np.ndarray) -> np.ndarray:
-        """Which elements have no gradient here nor around, as on a staircase."""
+        """Whether each element has no gradient here nor around, as on a staircase."""
         flat = np.asarray(~self.gradient[:, indices].any(axis=0))
         around = self.point.around(NEARBY) if flat.any() else None
         if around is None:
@@ -355,7 +355,7 @@ def _kinds(judge: Judge, elements: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _places_to_look_at(kind: np.ndarray, shared: np.ndarray, by_ratio: bool) -> np.ndarray:
-    """Where elements are that are looked at: two of each of the largest kinds, and some others."""
+    """The places of elements to look at: two of each of the largest kinds, and some others."""
     labels, first, sizes = np.unique(kind, return_index=True, return_counts=True)
     usable = np.flatnonzero(by_ratio | shared[first])
     largest = usable[np.argsort(-sizes[usable], kind="stable")][:KINDS_LOOKED_AT]
@@ -425,7 +425,7 @@ def _unmoved(judge: Judge, leaf: int, indices: np.ndarray, kind: int = UNSEEN) -
 
 
 def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
-    """Where differences are too noisy to decide, without contradicting the reference, it decides.
+    """The reference decides where differences are too noisy to decide and do not contradict it.
 
     A gradient far below the noise of the outputs is among them. One that is zero or noise for both,
     and zero for differences within theirs, is right.

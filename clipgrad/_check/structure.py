@@ -72,7 +72,7 @@ def check_ties(
 
 
 def _bent_one_way(differences: Differences, point: Point, kinks, step: float) -> tuple:
-    """Which elements have a kink in which output whose kinks all bend one way; the noise."""
+    """The kinks of elements in outputs, without outputs whose kinks bend both ways; the noise."""
     shifts = np.zeros((len(kinks), point.scale.size), point.scale.dtype)
     shifts[np.arange(len(kinks)), kinks] = step * point.scale[kinks]
     ahead, behind = differences.changes(point.xs, shifts)

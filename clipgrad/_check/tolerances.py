@@ -1,4 +1,4 @@
-"""How far two numbers may be apart: every tolerance of the checker, and why it is what it is.
+"""The tolerances of the checker, and the reason for each.
 
 Names in brackets are the tests that fail without the number, or with one much smaller or larger.
 """
@@ -140,14 +140,14 @@ class Allowed(NamedTuple):
     paddle: float | None = None
 
     def slack(self, numeric: np.ndarray, analytic: np.ndarray) -> np.ndarray:
-        """How far a slope may be off, but for the numeric error."""
+        """The allowed error of a slope, but for the numeric error."""
         if self.paddle is None:
             return self.relative * np.fmax(np.abs(numeric), np.abs(analytic)) + self.floor
         size = np.abs(numeric) / self.unit
         return self.paddle * np.where(size < PADDLE_NEARLY_ZERO, 1.0, size) * self.unit
 
     def part(self, rows: np.ndarray) -> "Allowed":
-        """The same for some of the rows."""
+        """The allowed errors of some of the rows."""
         columns: Any = (c[rows] if isinstance(c, np.ndarray) else c for c in self)
         return Allowed(*columns)
 
@@ -191,13 +191,13 @@ class Tolerance:
 
     @functools.cached_property
     def relative(self) -> np.ndarray:
-        """How far an element may be off, relative to the larger number."""
+        """The allowed error of an element, relative to the larger number."""
         known = np.where(self.own > 0, self.own, self.times * self._by_type(RELATIVE))
         return np.fmax(known, self._solved)
 
     @functools.cached_property
     def along(self) -> np.ndarray:
-        """How far a slope along a dense direction may be off."""
+        """The allowed error of a slope along a dense direction."""
         return np.fmax(self._own, self.times * self._by_type(ALONG))
 
     @property
@@ -255,7 +255,7 @@ class Tolerance:
         return Allowed(relative, floor, norms, np.ones((len(starts), 1)))
 
     def excused(self, error: np.ndarray, exact: np.ndarray) -> np.ndarray:
-        """What rounding excuses in each element, given that plain AD's is off by `error`."""
+        """The error that rounding excuses in each element, where plain AD's is off by `error`."""
         error = np.where(np.isfinite(error), error, 0.0).max(axis=0)
         exact = np.where(np.isfinite(exact), exact, 0.0)
         typical = self.sizes(exact, np.ones(exact.shape[1])).typical.max(axis=0)
@@ -269,7 +269,7 @@ class Tolerance:
         return allowed
 
     def unconverged(self, change: np.ndarray, exact: np.ndarray) -> np.ndarray:
-        """How far each element may be off, given how far loops that ran on `change` it.
+        """The allowed error of each element, given the `change` from loops that ran on.
 
         Arrays of shape (inputs,) and (cotangents, inputs). Where the loops have not converged, that
         is nothing, or a part of the element if they are to stop when they are near enough.
@@ -287,7 +287,7 @@ class Tolerance:
     def sizes(
         self, gradient: np.ndarray, scale: np.ndarray, exact: bool = True, around: Any = None
     ) -> "Sizes":
-        """How large a gradient of shape (cotangents, inputs) is, leaf by leaf.
+        """The size of a gradient of shape (cotangents, inputs), leaf by leaf.
 
         Where it vanishes at the point, it is measured by a part of the one `around` the point.
         """

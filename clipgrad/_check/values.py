@@ -108,7 +108,7 @@ def _doubt(check: Check, point: Point, wrong: set[int], moved: set[int]) -> str:
 
 
 def found_at(check: Check, point: Point, mode: str) -> list[Finding]:
-    """What is wrong at one point: is the formula right, and then is its arithmetic?
+    """The wrong elements at one point: is the formula right, and then is its arithmetic?
 
     The rule evaluated in float64 must agree with slopes to float64's tolerance; the gradient as it
     was computed must then agree with that rule to its own. Where the rule cannot run in float64,

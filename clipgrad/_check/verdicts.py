@@ -13,7 +13,7 @@ from clipgrad._check.tolerances import GROWTH, JUMP, KINK_GAP, NEGLIGIBLE, NOISY
 
 
 class Kind(NamedTuple):
-    """What a verdict means for the report: the note, and whether the element is verified."""
+    """The meaning of a verdict: the note in the report, and whether the element is verified."""
 
     note: str
     verified: bool = True
@@ -191,5 +191,5 @@ def _jumps(slopes: Slopes, ratio) -> np.ndarray:
 
 
 def _pick(array: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """What each row has at a step of its own."""
+    """The entry of each row at a step of its own."""
     return np.take_along_axis(array, step[:, None], axis=1)[:, 0]

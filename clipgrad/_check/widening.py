@@ -59,7 +59,7 @@ class Widened:
         return _jaxpr.evaluate(program, xs, hook or _jaxpr.Widen(jnp.float64))
 
     def held(self, constants: Sequence, xs: list) -> list:
-        """The same under `jax.vmap(axis_name=AXIS)`, `stop_gradient` held at row 0.
+        """The call under `jax.vmap(axis_name=AXIS)`, `stop_gradient` held at row 0.
 
         So differences see what JAX differentiates: a straight-through estimator is right.
         """
@@ -70,7 +70,7 @@ class Widened:
         return self._run_on(constants, xs, _jaxpr.Longer(jnp.float64))
 
     def held_longer(self, constants: Sequence, xs: list) -> list:
-        """The same under `jax.vmap`, `stop_gradient` held at row 0."""
+        """The call with longer loops under `jax.vmap`, `stop_gradient` held at row 0."""
         return self._run_on(constants, xs, _jaxpr.HeldLonger(self._program, AXIS))
 
     def _run_on(self, constants: Sequence, xs: list, hook: _jaxpr.Longer) -> list:

@@ -46,7 +46,7 @@ class Parameter(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """What to call a function with."""
+    """The arguments of one call."""
 
     args: tuple
     kwargs: dict[str, Any]
@@ -96,7 +96,7 @@ def inferred_arguments(parameters: list[Parameter], seed: int) -> Arguments | No
 
 
 def example(parameters: list[Parameter]) -> str:
-    """What `--args` could be for these parameters, and which ones these are."""
+    """A value of `--args` for these parameters, and their names."""
     needed = [p for p in parameters if p.required] or parameters[:1]
     usual = ["f32[8,16]", *["f32[16]"] * len(needed)]
     known = [p.shape if p.shape != SCALAR else None for p in needed]

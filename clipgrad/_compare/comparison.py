@@ -1,4 +1,4 @@
-"""What a comparison says, for people and for programs."""
+"""The result of a comparison, for people and for programs."""
 
 import dataclasses
 import textwrap

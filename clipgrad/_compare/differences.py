@@ -1,4 +1,4 @@
-"""What counts as different: beyond the rounding of a dtype, and beyond what rounding moves."""
+"""Real differences: beyond a dtype's rounding, and beyond the changes that rounding makes."""
 
 import math
 from collections.abc import Sequence
@@ -118,7 +118,7 @@ def relative(distance: float, size: float) -> float:
 
 
 def movement(own: np.ndarray, moved: Sequence[np.ndarray]) -> float:
-    """How far runs with moved arguments are from a value, relative to it."""
+    """The distance of runs with moved arguments from a value, relative to it."""
     own = np.ravel(own)
     finite = np.isfinite(own)
     distances = [_norm(np.ravel(m)[finite] - own[finite]) for m in moved]

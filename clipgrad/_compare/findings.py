@@ -1,4 +1,4 @@
-"""What differs first: a value, a cotangent, or the gradient of a leaf."""
+"""The first difference: a value, a cotangent, or the gradient of a leaf."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -112,7 +112,7 @@ def _leaf_finding(
 
 
 def _other_view(place: ComparedPlace, others: Sequence[ComparedPlace]) -> ComparedPlace | None:
-    """The same value at the same steps, inside or outside of other modules."""
+    """The place of the same value at the same steps, inside or outside of other modules."""
     own = place.pair.own
     pairs = [(other, other.pair.own) for other in others]
     same = [
@@ -162,7 +162,7 @@ def _first_place(found: Slice, parent: Place | None) -> Place | None:
 
 
 def _factor(found: Judgment, before: Sequence[Judgment | None]) -> float | None:
-    """How much larger a difference is than those before; None if there are none."""
+    """The ratio of a difference to the largest one before; None if there are none."""
     largest = max((j.difference for j in before if j is not None and j.is_judged), default=0.0)
     known = largest and math.isfinite(largest) and math.isfinite(found.difference)
     return found.difference / largest if known else None

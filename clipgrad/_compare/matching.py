@@ -1,4 +1,4 @@
-"""Which named value of one version is which of the other."""
+"""The matching of the named values of two versions."""
 
 import collections
 import itertools
@@ -33,7 +33,7 @@ class Instance(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The same value in both versions."""
+    """A value in both versions."""
 
     own: Instance
     other: Instance

@@ -77,7 +77,7 @@ def ratio(own: np.ndarray, other: np.ndarray, tolerance: float) -> float | None:
 
 
 def meaning(ratio: float, known: Counts) -> str | None:
-    """What a factor between two versions of a step means, or None."""
+    """The meaning of a factor between two versions of a step, or None."""
     if ratio < 0:
         return "the sign is the opposite" if abs(ratio + 1) < CLOSE else None
     if ratio == 0 or abs(ratio - 1) < CLOSE:

@@ -1,4 +1,4 @@
-"""What a comparison is made of: findings and rows."""
+"""The parts of a comparison: findings and rows."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Where low precision loses: a loss beside its own gradient, evaluated in a wider type."""
+"""The loss of low precision: a loss beside its own gradient, evaluated in a wider type."""
 
 import contextlib
 import math

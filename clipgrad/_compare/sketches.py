@@ -180,7 +180,7 @@ class Sketches(ValueHook):
         return dataclasses.replace(super().inside(equation, step), carried=count)
 
     def end_of_step(self, jaxpr: Any, results: list) -> list:
-        """What the scan carries on, and the other results."""
+        """The carries of a scan and its other results, after one step."""
         self._number += 1
         name, given = self._name(()), set(jaxpr.invars)
         made = [type(v) is not Literal and v not in given for v in jaxpr.outvars[: self.carried]]

@@ -34,7 +34,7 @@ class Version(NamedTuple):
 
 
 class VersionRun(NamedTuple):
-    """What a run computes, on the host.
+    """The results of a run, on the host.
 
     Attributes:
       loss: its value.
@@ -104,7 +104,7 @@ class VersionProgram:
         )
 
     def arguments(self, run: int) -> tuple:
-        """What ``step`` takes in a run."""
+        """The arguments of ``step`` in a run."""
         inputs = self._given.inputs
         inputs = moved_by_rounding(inputs, run) if run else copied(inputs)
         taps = {key: jnp.zeros(shape, dtype) for key, (shape, dtype) in self._taps.items()}

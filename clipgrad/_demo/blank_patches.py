@@ -39,7 +39,7 @@ def _unit(h: jax.Array) -> jax.Array:
 
 
 def mended_unit(h: jax.Array) -> jax.Array:
-    """The same with the derivative 0 at 0: the cure without a clip."""
+    """The patches, normalized with the derivative 0 at 0: the cure without a clip."""
     blank = jnp.all(h == 0, axis=-1, keepdims=True)
     return jnp.where(blank, 0, _unit(jnp.where(blank, 1, h)))
 

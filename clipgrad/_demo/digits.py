@@ -16,7 +16,7 @@ class Digits(NamedTuple):
 
     @property
     def test(self) -> "Digits":
-        """What is not trained on."""
+        """The images and labels of the test set."""
         return Digits(self.images[TRAIN:], self.labels[TRAIN:])
 
     def sample(self, key: jax.Array, size: int) -> "Digits":

@@ -1,4 +1,4 @@
-"""What a demo leaves in a folder: a figure and all numbers."""
+"""The files of a demo: a figure and all numbers."""
 
 import time
 from pathlib import Path

@@ -11,21 +11,21 @@ _LABEL, _SPAN, _SHARE = 24, 20, 8
 
 
 def table(result: Result) -> str:
-    """What was trained, and a line for each arm."""
+    """The task, and a line for each arm."""
     task, runs = result.task, result.runs
     top = head(task, len(runs[0].loss), result.steps, list(runs[0].metrics))
     return "\n".join([top, *map(row, runs), *foot(task)])
 
 
 def head(task: Task, seeds: int, steps: int, metrics: list[str]) -> str:
-    """What is trained, and the names of the columns."""
+    """The task, and the names of the columns."""
     names = _table_line("", metrics, "goal", "finite", "max gradient norm")
     goal = f"goal: {task.goal}  ({seeds} seeds, {steps} steps)"
     return "\n".join([f"{task.name}: {task.summary}", goal, names, "-" * len(names)])
 
 
 def row(run: Run) -> str:
-    """What one arm gave."""
+    """The results of one arm."""
     finite = np.isfinite(run.loss[:, -1])
     spans = [span(values) for values in run.metrics.values()]
     return _table_line(
@@ -34,7 +34,7 @@ def row(run: Run) -> str:
 
 
 def foot(task: Task) -> list[str]:
-    """What the metrics alone don't say."""
+    """The note of a task, beside its metrics."""
     return [f"note: {task.note}"] if task.note else []
 
 

@@ -1,4 +1,4 @@
-"""What a task of the demo is, and the ways to train that it compares."""
+"""A task of the demo, and the ways to train that it compares."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

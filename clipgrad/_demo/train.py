@@ -20,7 +20,7 @@ _CHUNKS = 10
 
 
 class Run(NamedTuple):
-    """What training one arm gave.
+    """The results of training one arm.
 
     Attributes:
       arm: the way to train.
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What all arms of a task gave, after so many steps."""
+    """The results of all arms of a task, after so many steps."""
 
     task: Task
     steps: int
@@ -51,7 +51,7 @@ class Result(NamedTuple):
 
 
 class _Common(NamedTuple):
-    """What all arms of a task share, so that they differ in nothing but how they train.
+    """Everything that all arms of a task share, so that they differ in their training alone.
 
     ``batches`` makes those of some steps, and has the seeds and the steps as leading axes.
     """

@@ -33,7 +33,7 @@ class VjpFault(NamedTuple):
 
     @property
     def bad_operands(self) -> list[int]:
-        """Which operands are not finite where the VJP is not."""
+        """The positions of the operands that are not finite where the VJP is not."""
         return [i for i, x in enumerate(self.operands) if x and x.is_bad]
 
     @property

@@ -1,4 +1,4 @@
-"""What the backward pass brings to the variables of a program, measured in one compiled run."""
+"""The cotangents of the variables of a program, measured in one compiled run."""
 
 import math
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ Measured = dict[Site, Summary]
 
 
 def module_sites(block: ProgramBlock) -> list[CotangentSite]:
-    """What leaves each unit, and what each scan carries."""
+    """The sites of values that leave each unit, and of the carries of each scan."""
     sites = []
     for unit in block.all_units():
         sites += [CotangentSite(site, unit.block, v) for v, site in unit.leaves.items()]
@@ -125,7 +125,7 @@ def joined(summary: Summary, block: ProgramBlock) -> Summary:
 
 
 class Sent(NamedTuple):
-    """What leaves the program of a cotangent: the whole, or its sums."""
+    """The results of the program for a cotangent: the whole, or its sums."""
 
     reached: Any  # 1, so that it is 0 where there is no cotangent
     whole: Any

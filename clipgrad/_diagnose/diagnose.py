@@ -214,7 +214,7 @@ def _of_vjp(fault: VjpFault, forward: Origins | None, given: DiagnosisSubject) -
 
 
 def _block_notes(block: ProgramBlock) -> list[str]:
-    """What has rules of its own, and what could not be gone into."""
+    """Notes on operations that have rules of their own, or are not measured inside."""
     places = [Place(e, b.parent) for b, e in block.all_equations()]
     notes = {}
     for place in places:

@@ -1,4 +1,4 @@
-"""What a diagnosis says, for people and for programs."""
+"""The result of a diagnosis, for people and for programs."""
 
 import dataclasses
 import textwrap

@@ -131,7 +131,7 @@ def _gathered(x: Any) -> Any:
 
 
 def _coordinates(array: Any, index: int) -> str:
-    """Where an example is: the axes of the mesh that the batch is spread over, such as "data=5"."""
+    """The place of an example on the axes of the mesh that hold the batch, such as "data=5"."""
     sharding = getattr(array, "sharding", None)
     spec = getattr(sharding, "spec", None) or (None,)
     if not isinstance(sharding, NamedSharding) or spec[0] is None:

@@ -1,4 +1,4 @@
-"""What a diagnosis is made of: findings, rows and examples."""
+"""The parts of a diagnosis: findings, rows and examples."""
 
 import dataclasses
 from typing import Any

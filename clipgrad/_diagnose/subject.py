@@ -1,4 +1,4 @@
-"""What is diagnosed: a loss as a program, and its arguments as arrays."""
+"""The subject of a diagnosis: a loss as a program, and its arguments as arrays."""
 
 import operator
 from collections.abc import Callable, Iterable, Sequence

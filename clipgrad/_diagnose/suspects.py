@@ -133,6 +133,6 @@ def suspect(
 
 
 def computed(operation: str, values: OperandValues) -> str | None:
-    """What the backward pass of an operation computes at these values, if it is known."""
+    """The formula of the backward pass of an operation at these values, if it is known."""
     fits = (text for names, applies, text in COMPUTED if operation in names and applies(values))
     return next(fits, None) if len(values) else None

@@ -62,7 +62,7 @@ class Trend(NamedTuple):
 
     @property
     def growth_in_time(self) -> float | None:
-        """The same for the state of a scan, which adds up contributions of its steps."""
+        """The growth for the state of a scan, which adds up contributions of its steps."""
         outgrows = self.entries >= _LONG and self.ratio > self.entries and self.factor >= _GROWS
         return self.growth or (self.ratio ** (1 / (self.entries - 1)) if outgrows else None)
 

@@ -63,7 +63,7 @@ def _lost_share(own: Any, wide: Any, scaled: Any) -> Any:
 def underflow_of_arguments(
     given: DiagnosisSubject, gradients: Sequence[Summary], others: Sequence[Sequence[Summary]]
 ) -> list[GradientFinding]:
-    """The same for the gradients of arguments."""
+    """Findings of underflow in the gradients of arguments."""
     lost = {}
     for i, gradient, *same in zip(given.chosen, gradients, *others, strict=True):
         share, dtype = float(_lost_share(gradient, *same)), str(given.inputs[i].dtype)

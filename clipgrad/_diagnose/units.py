@@ -61,7 +61,7 @@ class ProgramBlock(_jaxpr.Block):
 
     @functools.cached_property
     def longest(self) -> int:
-        """How many equations a unit may have."""
+        """The number of equations that a unit may have."""
         if self.outside:
             return self.outside.longest
         return min(max(self.count // _PARTS, 1), _LONGEST)

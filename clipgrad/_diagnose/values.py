@@ -12,7 +12,7 @@ _TRIED_VALUES = 4
 
 
 class ValueOrigin(NamedTuple):
-    """Where a NaN or inf is from."""
+    """The origin of a NaN or inf."""
 
     birth: Birth  # an argument, an operation, or a constant in an operation
     values: tuple[float, ...] | None = None  # what goes in where it goes wrong; None: a constant
@@ -26,7 +26,7 @@ class ValueOrigin(NamedTuple):
 
 
 def origin_of_loss(program: Any, inputs: Sequence[Any], found: Origins) -> ValueOrigin | None:
-    """Where the first result of a program is not finite from; None if it is finite.
+    """The origin of the NaN or inf in the first result of a program; None if it is finite.
 
     NaN or inf that is masked later is not followed, so that masks made of -inf are harmless. NaN
     that is made of the inf of an operation is the doing of this operation, if there is no NaN
@@ -42,7 +42,7 @@ def origin_of_loss(program: Any, inputs: Sequence[Any], found: Origins) -> Value
 
 
 def origin_of(program: Any, inputs: Sequence[Any], birth: Birth) -> ValueOrigin:
-    """Where a value in the program is not finite from."""
+    """The origin of the NaN or inf in a value of the program."""
     if birth.place is None or birth.time == CONSTANT:
         return ValueOrigin(birth)
     return ValueOrigin(birth, _jaxpr.operands_of(program, inputs, birth))
@@ -72,5 +72,5 @@ def _is_mask(birth: Birth, root: Birth) -> bool:
 
 
 def _birth(program: Any, inputs: Sequence[Any], cured: Sequence[Place]) -> Birth | None:
-    """Where the first result is from, if it is not finite."""
+    """The birth of the first result, if it is not finite."""
     return _jaxpr.origins(program, inputs, cured).results[0].birth

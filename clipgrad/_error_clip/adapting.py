@@ -14,7 +14,7 @@ from clipgrad._stats import ClipStats
 
 @exportable
 class ErrorClipHistory(NamedTuple):
-    """What an error clip with an adaptive threshold keeps of the steps so far, for one name.
+    """The history of an error clip with an adaptive threshold, for one name.
 
     All arrays begin with the axes of the name's statistics, one for each scan around it.
 

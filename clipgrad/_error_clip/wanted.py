@@ -1,4 +1,4 @@
-"""What names and patterns choose among the variables of a program."""
+"""The variables of a program that names and patterns choose."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ def common_nest(sites: Iterable[_jaxpr.NamedSite]) -> tuple[int, ...]:
 
 
 class Wanted(NamedTuple):
-    """What of the variables with a name is clipped or watched."""
+    """The variables with a name that are clipped or watched."""
 
     noun: str
     choice: str  # what is given for a name
@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What was asked for a name."""
+    """The choice for a name: its kind and its rule."""
 
     kind: str
     rule: Any
@@ -158,7 +158,7 @@ def _check_uses(got: str, own: Sequence[_jaxpr.NamedSite]) -> None:
 
 
 def _check_cotangents(got: str, own: Sequence[_jaxpr.NamedSite]) -> None:
-    """The same for a variable of a `while` loop."""
+    """Raises an error for a variable that nothing uses, and for one of a `while` loop."""
     _check_uses(got, own)
     if not any(site.has_cotangent for site in own):
         raise ValueError(

@@ -172,7 +172,7 @@ class _Argument(NamedTuple):
     given: Any = None  # the `nnx.DiffState`
 
     def within(self, count: int) -> Any:
-        """The same as JAX or NNX takes it, of so many arguments."""
+        """The argument as JAX or NNX takes it, of so many arguments."""
         position = self.position % count
         return position if self.given is None else type(self.given)(position, self.filter)
 

@@ -1,4 +1,4 @@
-"""What models of flax NNX and Equinox need: attribute paths, state, leaves that are not arrays."""
+"""Models of flax NNX and Equinox: attribute paths, state, leaves that are not arrays."""
 
 from clipgrad._frameworks.equinox import equinox_value_and_grad as equinox_value_and_grad
 from clipgrad._frameworks.equinox import has_modules as has_modules

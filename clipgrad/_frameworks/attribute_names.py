@@ -165,7 +165,7 @@ def _class_at(path: AttributePath, module: Any, base: type, before: Classes) -> 
 
 
 def _options(module: Any, base: type) -> dict[str, Any]:
-    """What NNX has to know of a class to make it a pytree, or not."""
+    """The options by which NNX makes a class a pytree, or not."""
     if not _is_nnx(module):
         return {}
     is_opaque = jax.tree_util.all_leaves([module])

@@ -17,7 +17,7 @@ def has_modules(tree: Any) -> bool:
 
 
 def partition_trained(params: Any) -> tuple[Any, list[Any]]:
-    """What of the parameters is trained, and the rest; `combine` puts them together.
+    """The trained leaves of the parameters, and the rest; `combine` puts them together.
 
     Of a tree with Equinox modules these are its floating arrays, as by
     ``eqx.partition(params, eqx.is_inexact_array)``; of another Python numbers too.

@@ -24,7 +24,7 @@ _RANDOM = "keys of random numbers"
 )
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What a function has changed in NNX models: arrays, and what makes models of them.
+    """The changes of a function to NNX models: arrays, and the graph that makes models of them.
 
     Attributes:
       trained: the arrays that are trained; ``None`` if they are the same.
@@ -234,7 +234,7 @@ class NNXParameters:
 
 
 def _part_of_model(states: Any, i: int, model: Any, pure: bool) -> Any:
-    """What a state has of a model; a variable that is itself in the tree stays one."""
+    """The part of a state for a model; a variable that is itself in the tree stays one."""
     if isinstance(model, flax_nnx().Variable):
         return states.get(i)
     piece = states.get(i, flax_nnx().State({}))

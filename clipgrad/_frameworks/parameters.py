@@ -40,11 +40,11 @@ class TreeParameters:
         return fun(self.whole(trained), *args), None
 
     def after(self, changes: None) -> "TreeParameters":
-        """The same."""
+        """The tree itself, which nothing changes."""
         return self
 
     def with_state(self, state: Any) -> "TreeParameters":
-        """The same."""
+        """The tree itself, which has no state."""
         return self
 
     def has_form_of(self, other: Any) -> bool:
@@ -52,11 +52,11 @@ class TreeParameters:
         return other is self
 
     def unless(self, condition: Any, other: Any) -> "TreeParameters":
-        """The same."""
+        """The tree itself, whatever the condition."""
         return self
 
     def as_given(self, trained: Any) -> Any:
-        """The same."""
+        """The trained arrays themselves."""
         return trained
 
     def random_state(self, fun: Callable[..., Any], example: Any) -> bool:
@@ -67,7 +67,7 @@ class TreeParameters:
         """None."""
 
     def with_random_state(self, keys: Any) -> "TreeParameters":
-        """The same."""
+        """The tree itself, which has no random state."""
         return self
 
     def count_random_state(self) -> None:

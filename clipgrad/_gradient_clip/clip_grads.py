@@ -92,18 +92,18 @@ class Clipped(NamedTuple):
     adapted: Any  # what an adaptive threshold keeps
 
     def stats(self) -> ClipStats:
-        """What was done to the selected leaves."""
+        """The statistics of the selected leaves."""
         stats = stats_of_clip(self.rule, self.before, self.after, self.norms)
         return self._counted(stats, self.raw)
 
     def leaf_stats(self) -> dict[str, ClipStats]:
-        """The same for each leaf."""
+        """The statistics of each leaf."""
         stats = stats_by_leaf(self.rule, self.before, self.after, self.norms)
         parts = zip(stats.items(), clippable_leaves(self.raw), strict=True)
         return {path: self._counted(of_leaf, leaf) for (path, of_leaf), leaf in parts}
 
     def _counted(self, stats: ClipStats, raw: Any) -> ClipStats:
-        """The same, with NaN and inf counted in the tree as it was."""
+        """The statistics, with NaN and inf counted in the tree before the clip."""
         if self.before is self.raw:
             return stats
         count = count_nonfinite(raw, getattr(self.rule, "axis_name", None))
@@ -115,7 +115,7 @@ Adapt = Callable[[list[Any]], tuple[Any, Any]]
 
 
 class ClipScope(NamedTuple):
-    """Which leaves are clipped, which are measured, and what becomes of NaN and inf."""
+    """The leaves to clip, the leaves to measure, and the policy for NaN and inf."""
 
     where: Where
     measure: Where

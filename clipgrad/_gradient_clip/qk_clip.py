@@ -195,7 +195,7 @@ class _Leaves(NamedTuple):
         return cls({path: i for i, (path, _) in enumerate(found)}, [leaf for _, leaf in found])
 
     def place(self, part: _Part) -> int:
-        """Where a kernel is; `ValueError` if it is not there."""
+        """The place of a kernel; `ValueError` if it is not there."""
         if part.path not in self.places:
             raise ValueError(
                 f"pairs: got the path {part.path!r}, expected that of a kernel; "
@@ -209,7 +209,7 @@ class _Leaves(NamedTuple):
         return kernel[part.full_index(kernel.ndim)]
 
     def head_size(self, pair: _Pair, gamma: jax.Array) -> int:
-        """How many entries along the axis of heads each head of queries has."""
+        """The number of entries along the axis of heads that each head of queries has."""
         kernel, heads = self.part(pair.query), gamma.shape[-1]
         _check_heads(pair, pair.query, kernel, gamma)
         length = kernel.shape[pair.axis]
@@ -237,7 +237,7 @@ class _Leaves(NamedTuple):
     def factors(
         self, pair: _Pair, part: _Part, factor: jax.Array, leading: int
     ) -> list[tuple[int, tuple[Any, ...], jax.Array]]:
-        """What a kernel and the bias beside it are multiplied by, and at which index."""
+        """The factors of a kernel and the bias beside it, with their indices."""
         kernel, place = self.part(part), self.place(part)
         axis, ndim = pair.axis % kernel.ndim, self.values[place].ndim
         index = part.full_index(ndim)
@@ -251,7 +251,7 @@ class _Leaves(NamedTuple):
     def _of_bias(
         self, pair: _Pair, part: _Part, bias: Any, factor: jax.Array, leading: int
     ) -> tuple[tuple[Any, ...], jax.Array]:
-        """The same for a bias, whose shape is that of the kernel without its axis of inputs."""
+        """The factor of a bias, which has the shape of the kernel without its axis of inputs."""
         kernel = self.part(part)
         index, axis = part.full_index(self.values[self.place(part)].ndim), pair.axis % kernel.ndim
         kept = [i for i, entry in enumerate(index) if isinstance(entry, slice)]

@@ -186,7 +186,7 @@ def skip_spikes(
 
 
 def _most(name: str, count: int | None) -> int:
-    """How many steps in a row are skipped; a number that is not reached for ``None``."""
+    """The number of steps in a row that are skipped; for ``None`` one that is not reached."""
     if count is not None:
         check_steps(name, count)
     return jnp.iinfo(jnp.int32).max if count is None else int(count)

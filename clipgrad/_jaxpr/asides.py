@@ -1,4 +1,4 @@
-"""What was added to a program, such as statistics: it is no value of the modules around it.
+"""Additions to a program, such as statistics: they are no values of the modules around them.
 
 Marks are tags, because all transformations keep them, and they cost nothing in a compiled program.
 """

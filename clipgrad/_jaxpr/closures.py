@@ -100,7 +100,7 @@ class _Explicit(Hook):
         return call(list(known.values()), list(inputs))
 
     def _value(self, tracer: Any) -> Any:
-        """What a tracer of the program that was traced is now; None for one of another."""
+        """The present value of a tracer of the program that was traced; None for another tracer."""
         if isinstance(getattr(tracer, "val", None), Literal):
             return jnp.asarray(tracer.val.val)
         places = _place(tracer), _place_of_result(tracer)
@@ -136,7 +136,7 @@ def _place(tracer: Any) -> ClosurePlace:
 
 
 def _place_of_result(tracer: Any) -> ClosurePlace:
-    """The same as a result of an equation.
+    """The place of a tracer as a result of an equation.
 
     JAX 0.10.0 drops the variables that no equation uses, and to be closed over is no use.
     """
@@ -374,7 +374,7 @@ def _is_floating_value(x: Any) -> bool:
 
 
 def _typed(x: Any) -> Any:
-    """What has the shape and the dtype of a value or a variable."""
+    """An object with the shape and the dtype of a value or a variable."""
     return getattr(x, "aval", x)
 
 
@@ -388,7 +388,7 @@ def _moves(tangent: Any) -> bool:
 
 
 class _Still(NamedTuple):
-    """What an equation can't be differentiated by: what its rules close over."""
+    """An equation whose rules close over values, by which it can't be differentiated."""
 
     equation: JaxprEqn
     rules: _Rules

@@ -31,7 +31,7 @@ _lock = threading.RLock()
 
 
 def kept_by_key(key: Any, make: Callable[[], Any]) -> Any:
-    """What `make()` returned for an equal key, or returns now."""
+    """The result that `make()` returned for an equal key, or returns now."""
     with _lock:
         found = _kept_by_key[key] if key in _kept_by_key else make()
         _kept_by_key[key] = found
@@ -113,7 +113,7 @@ def jit_for_one_call(program: Any) -> Callable[[Callable], Callable]:
 
 
 def element_count(program: Any) -> int:
-    """How many elements a program computes, in each loop of known length at all steps."""
+    """The number of elements that a program computes, in each loop of known length at all steps."""
     count = 0
     for equation in opened(program)[0].eqns:
         count += sum(math.prod(getattr(v.aval, "shape", ())) for v in equation.outvars)

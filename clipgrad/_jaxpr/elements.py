@@ -1,4 +1,4 @@
-"""What values hold: their dtypes, and elements of arrays whatever their sharding."""
+"""The contents of values: dtypes, and elements of arrays whatever their sharding."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How the evaluator goes inside each higher-order primitive."""
+"""The evaluator's way into each higher-order primitive."""
 
 import weakref
 from collections.abc import Callable
@@ -185,7 +185,7 @@ def _loop_with_notes(equation, again, body, carry, types, hook):
 
 
 def _kept_lanes(where: Any, new: Any, old: Any) -> Any:
-    """What each loop of a `vmap` carries: those that have ended keep it."""
+    """The carry of each loop of a `vmap`: loops that have ended keep it."""
     return jnp.where(where.reshape(where.shape + (1,) * (jnp.ndim(new) - where.ndim)), new, old)
 
 

@@ -29,7 +29,7 @@ def entrance(*names: str) -> Callable[[Entrance], Entrance]:
 
 
 class Hook:
-    """What to do at the equations of a program; the defaults change nothing.
+    """The actions at the equations of a program; the defaults change nothing.
 
     `flatten=True` evaluates `jit` and `remat` in place and enters custom rules by their primal
     program; `flatten=False` keeps all three. The arrays of a hook become arguments of a `jit`

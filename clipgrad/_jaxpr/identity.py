@@ -1,4 +1,4 @@
-"""What a program is: a key by which two programs are told apart, or known to be the same."""
+"""The identity of a program: a key by which programs are told apart, or known to be the same."""
 
 import dataclasses
 import hashlib

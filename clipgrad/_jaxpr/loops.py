@@ -25,7 +25,7 @@ _CALLING = JIT | REMAT | CALLS | CUSTOM_RULES
 
 
 def found_by_loops(program: Any) -> list[bool]:
-    """Which results depend on a loop that stops when its numbers are near enough."""
+    """Whether each result depends on a loop that stops when its numbers are near enough."""
     jaxpr = opened(program)[0]
     return _through_loops(jaxpr, [False] * len(jaxpr.invars))
 

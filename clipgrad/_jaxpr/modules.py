@@ -84,7 +84,7 @@ def uses_of_inputs(equation: JaxprEqn) -> list[frozenset[ScopePath]]:
 
 
 def _kept_scopes(around: ScopePath, places: Iterable[ScopePath]) -> int:
-    """How many of the scopes around a value are around all these uses of it."""
+    """The number of scopes around a value that are around all these uses of it."""
     return min((_common(around, place) for place in places), default=len(around))
 
 

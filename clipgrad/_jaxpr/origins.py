@@ -1,4 +1,4 @@
-"""Where the values of a program that are not finite are from."""
+"""The origins of the values of a program that are not finite."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ class Track(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """Where the results of a program are from."""
+    """The origins of the results of a program."""
 
     results: list[Track]
     # Of each operation that reads what is not finite, or computed from an inf, by the key of its
@@ -92,7 +92,7 @@ def origins(
     followed: Followed = every_number,
     is_excused: Callable[[Place, tuple[int, ...]], bool] = lambda *_: False,
 ) -> "Origins":
-    """Where each result of a program is from.
+    """The origin of each result of a program.
 
     Args:
       program: a jaxpr.
@@ -115,7 +115,7 @@ def origins(
 
 
 def operands_of(program: Any, inputs: Sequence[Any], birth: Birth) -> tuple[float, ...]:
-    """What an operation reads where its result is not finite."""
+    """The operands of an operation where its result is not finite."""
     place = birth.place
     assert place is not None
     run = jit_for_one_call(program)(lambda inputs: track(program, inputs, target=place).values)
@@ -127,7 +127,7 @@ def operands_of(program: Any, inputs: Sequence[Any], birth: Birth) -> tuple[floa
 def operands_of_vjp(
     program: Any, inputs: Sequence[Any], place: Place, steps: Sequence[int], device: Device
 ) -> list[OperandOfVjp | None]:
-    """What an operation reads at some steps where its VJP is not finite."""
+    """The operands of an operation at some steps where its VJP is not finite."""
     run = jit_for_one_call(program)(
         lambda inputs: track(program, inputs, target=place, is_vjp=True).values
     )
@@ -135,7 +135,7 @@ def operands_of_vjp(
 
 
 def _at(values: Any, place: Place, steps: Sequence[int], device: Device) -> Any:
-    """What was recorded at some steps and on a device."""
+    """The values that were recorded at some steps and on a device."""
     left, numbers = list(steps), list(device)
     for equation in place.chain[:0:-1]:  # a loop of unknown length has one iteration alone
         name = equation.primitive.name
@@ -174,7 +174,7 @@ class _Replay:
         steps: tuple[int, ...],
         time: tuple[float, ...],
     ) -> list[Tracks]:
-        """Where the results of a program are from, on each device that there are flags of."""
+        """The tracks of the results of a program, on each device that has flags."""
         jaxpr, constants = opened(program)
         tracks = dict(zip(jaxpr.invars, inputs, strict=True))
         bad = {device: iter(own.results) for device, own in flags.items()}
@@ -220,7 +220,7 @@ class _Replay:
             self.operands[key] = [tracks[min(bad)] for tracks in operands]
 
     def _operands(self, place: Place, given: list[Tracks], finite: Tracks) -> list[Tracks]:
-        """What is followed of the operands of an equation."""
+        """The tracks of an equation's operands that are followed; finite ones for the others."""
         if self._followed is every_number:
             return given
         pairs = zip(given, self._followed(place), strict=True)
@@ -244,7 +244,7 @@ class _Replay:
         return [{d: own[i] for d, own in results.items()} for i in range(len(equation.outvars))]
 
     def _brought(self, place: Place, given: dict[Device, list[Track]]) -> dict[Device, list[Track]]:
-        """What is not finite of all devices that an operation takes values of."""
+        """The bad tracks of all devices from which an operation takes values."""
         mapped = [e for e in place.chain[1:] if e.primitive.name == "shard_map"]
         if not mapped:
             return given
@@ -279,7 +279,7 @@ class _Replay:
     def _enter(
         self, where: tuple, operands: list[Tracks], found: dict, bad: dict[Device, Iterator]
     ) -> list[Tracks]:
-        """Where the results of an equation with programs are from, by the flags of each."""
+        """The tracks of the results of an equation with programs, by the flags of each."""
         name = where[0].equation.primitive.name
         if not found:
             return [{}] * len(where[0].equation.outvars)
@@ -289,7 +289,7 @@ class _Replay:
         return enter.get(name, self._chosen)(where, operands, found)
 
     def _chosen(self, where: tuple, operands: list[Tracks], found: dict) -> list[Tracks]:
-        """What devices do together: those of one branch, or of one iteration, in this order."""
+        """The tracks of devices that run together: in one branch, or one iteration, in order."""
         place, steps, time = where
         programs, given = tracked_programs(place.equation), operands
         is_loop = place.equation.primitive.name == "while"
@@ -370,7 +370,7 @@ class _Replay:
     def _after(
         self, where: tuple, outputs: list[Tracks], bad: dict[Device, Iterator]
     ) -> list[Tracks]:
-        """What a loop carries at its end, from the first iteration at which something is bad."""
+        """The tracks of a loop's carries at its end, from the first iteration with a bad value."""
         place, steps, time = where
         found: list[Tracks] = [{} for _ in outputs]
         for device, own in bad.items():

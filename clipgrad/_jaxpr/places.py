@@ -1,4 +1,4 @@
-"""Where an operation is: its equation, its module, and its line in the user's files."""
+"""The place of an operation: its equation, its module, and its line in the user's files."""
 
 import functools
 import os
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
     @property
     def key(self) -> tuple[int, ...]:
-        """What is the same for the same place only."""
+        """A key that is equal for the same place only."""
         return tuple(map(id, self.chain))
 
     @property

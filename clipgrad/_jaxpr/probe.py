@@ -65,7 +65,7 @@ class Probe(Hook):
         self._probed_states: dict[Var, Any] = {}
 
     def constant(self, value: Any, aval: Any) -> Any:
-        """What the base makes of a constant."""
+        """The constant as the base evaluates it."""
         return self.base.constant(value, aval)
 
     def operands(self, equation: JaxprEqn, inputs: list) -> list:
@@ -113,7 +113,7 @@ class Probe(Hook):
         return {site: p for site, p in self.probes.items() if site.around[-len(key) :] == key}
 
     def _state(self, variable: Var, x: Any) -> Any:
-        """What a scan carries, through one probe for all its uses."""
+        """The carry of a scan, through one probe for all its uses."""
         if variable not in self._states or self.parent is None:
             return x
         if variable not in self._probed_states:

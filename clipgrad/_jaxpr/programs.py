@@ -1,4 +1,4 @@
-"""Where the equations of a jaxpr keep the programs inside them."""
+"""The programs inside the equations of a jaxpr."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Which values of a program are not finite, in one compiled pass.
+"""The values of a program that are not finite, flagged in one compiled pass.
 
 Only that is computed for each operation: what follows from it is found outside, in `origins`.
 """
@@ -66,12 +66,12 @@ class Flags(NamedTuple):
     values: Any = ()  # and what is recorded of it there
 
     def any_bad(self, reduce: Callable[[Any], Any]) -> list:
-        """Where something is not finite; `reduce` gets what is above zero in each array."""
+        """The flags of each array, reduced; `reduce` gets the mask of elements above zero."""
         own = [reduce(x > 0) for x in (*self.elements, *self.results, *jax.tree.leaves(self.found))]
         return own + [x for each in self.inside for flags in each for x in flags.any_bad(reduce)]
 
     def on_host(self) -> "Flags":
-        """The same with flags in place of small arrays, once they are on the host."""
+        """These flags, with flags in place of small arrays, once they are on the host."""
         axes = np.ndim(self.index)
         inside = [[flags.on_host() for flags in each] for each in self.inside]
         elements, results = (
@@ -112,7 +112,7 @@ def is_followed(place: Place, followed: Followed) -> bool:
 
 
 def elements_followed(place: Place | None, followed: Followed) -> list[int]:
-    """Which inputs of the programs of a scan or a `shard_map` are flagged at their beginning."""
+    """The positions of the inputs of a scan or a `shard_map` that are flagged at the beginning."""
     if place is None:
         return []
     first = sum(scan_counts(place.equation)) if place.equation.primitive.name == "scan" else 0
@@ -205,7 +205,7 @@ class Tracker(Hook):
         return outputs
 
     def inside(self, equation: JaxprEqn, step: Any) -> "Tracker":
-        """What flags the programs inside of an equation."""
+        """The tracker for the programs inside of an equation."""
         axes = self._axes
         if equation.primitive.name == "shard_map" and equation.params["check_vma"]:
             axes |= {*manual_axes(equation)}

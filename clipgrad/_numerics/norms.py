@@ -142,7 +142,7 @@ def _chosen_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> 
 
 
 def _range_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
-    """The same as a quotient: XLA computes it once.
+    """The scale as a quotient: XLA computes it once.
 
     It would compute a choice, with all the sums that it depends on, in the loop of each leaf.
     """
@@ -178,7 +178,7 @@ class Norm(NamedTuple):
         return self.root / self.scale
 
     def exceeds(self, limit: jax.Array) -> jax.Array:
-        """Where the norm is above the limit, or not finite."""
+        """Whether the norm is above the limit, or not finite."""
         return _exceeds(self.root, self.scale, limit)
 
 
@@ -189,7 +189,7 @@ def _exceeds(root: jax.Array, scale: jax.Array, limit: jax.Array) -> jax.Array:
 
 
 class _Kind(NamedTuple):
-    """Which norm: its order, and whether of the mean instead of the sum (rms)."""
+    """A kind of norm: its order, and whether of the mean instead of the sum (rms)."""
 
     ord: float
     mean: bool = False
@@ -390,7 +390,7 @@ _SMALL, _JOINED = 2**14, 2**20
 
 
 def joined_leaves(leaves: Arrays) -> list[jax.Array]:
-    """The same elements in fewer arrays; those whose types are sharded stay apart."""
+    """The elements in fewer arrays; those whose types are sharded stay apart."""
     kinds: dict[Any, list[jax.Array]] = {}
     total = 0
     for i, leaf in enumerate(leaves):
@@ -447,7 +447,7 @@ def _squares_apart(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _stacked_sums(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
-    """The same in one reduction for each leaf: three sums would end in three kernels on a GPU.
+    """The three sums in one reduction for each leaf: apart, they end in three kernels on a GPU.
 
     A reduction of three operands at once would do that, too, but gathers leaves that are sharded.
     """
@@ -483,7 +483,7 @@ def _side_by_side(totals: list[jax.Array]) -> jax.Array:
 
 
 def _apart(found: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
-    """What was found for each of the columns, in its shape."""
+    """The result of each column, in its shape."""
     if len(shapes) == 1:
         return [found]
     parts = jax.lax.split(found, [1] * len(shapes))
@@ -502,7 +502,7 @@ def _scaled_square(leaf: jax.Array, plain: jax.Array) -> jax.Array:
 
 
 def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
-    """What the sums of squares are divided by."""
+    """The divisor of the sums of squares."""
     return [float(max(n, 1)) if mean else 1.0 for n in groups.sizes_over_devices(leaves)]
 
 

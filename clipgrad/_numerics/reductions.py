@@ -22,7 +22,7 @@ Axes = tuple[int, ...] | None
 
 
 class Groups(NamedTuple):
-    """What is reduced together; hashable, so that it can be static under `jax.jit`.
+    """Elements that are reduced together; hashable, so that it can be static under `jax.jit`.
 
     Attributes:
       axes: for each leaf the axes that are reduced and kept with size 1 (``None``: all of

@@ -32,7 +32,7 @@ def never(numbers: Sequence[jax.Array]) -> jax.Array:
 
 
 def in_branch(function: Callable[..., Any], arguments: tuple, flag: jax.Array) -> Any:
-    """What a function returns; on a CPU in a branch that is taken as long as the flag is false.
+    """The result of a function; on a CPU in a branch that is taken as long as the flag is false.
 
     A GPU would wait for the host there, and several devices would exchange the flag.
     """
@@ -111,7 +111,7 @@ def _ties(jaxpr: Any, count: int) -> dict[Var, int | None]:
 
 
 def _smallest(equation: Any, flags: Sequence[bool]) -> int:
-    """Which input of a program inside waits: a part of the example, or where a scan begins."""
+    """The position of the input that waits: a part of the example, or where a scan begins."""
     places = [i for i, flag in enumerate(flags) if flag]
     if equation.primitive.name == "scan":
         constants, carried = scan_counts(equation)

@@ -40,7 +40,7 @@ def sums(
 
 
 def each(of_some: Callable[[Any, Any], Any], params: Any, batch: Any, parts: int) -> Any:
-    """What there is for each example, in the order of the batch."""
+    """The results for each example, in the order of the batch."""
     if parts == 1:
         return of_some(params, batch)
     part = microbatches(batch, parts)

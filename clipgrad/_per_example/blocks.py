@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 class GradientWindow(NamedTuple):
-    """Where along an axis of the gradient a block is: ``sizes`` multiply to its length."""
+    """The place of a block along an axis of the gradient: ``sizes`` multiply to its length."""
 
     start: int
     sizes: tuple[int, ...]
@@ -47,7 +47,7 @@ class ProductBlock(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many products are summed."""
+        """The number of products that are summed."""
         return self.parts[0].values.shape[0]
 
     @property

@@ -174,7 +174,7 @@ class ClipPerExample:
         return ((loss, aux) if subject.has_aux else loss), apart.gradients(grads), stats
 
     def plan(self, params: Any, batch: Any) -> Plan:
-        """What is done with each leaf, from shapes alone, such as those of `jax.eval_shape`."""
+        """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""
         check_params(params, shapes=True)
         apart = self.subject.apart(params, batch)
         run = functools.partial(sums_of_followed, apart.subject)

@@ -139,7 +139,7 @@ def _fits(taps: Sequence[int], channels: int, outputs: int) -> bool:
 
 
 def _arrays(hook: Any, value: Products, want: Any) -> Products | jax.Array:
-    """What becomes of a gradient whose terms are arrays at places of their own."""
+    """A gradient whose terms are arrays at places of their own, as the hook keeps it."""
     if isinstance(hook.end, Keep) and want.solo and want.leaves <= hook.end.clipped:
         return hook.end.arrays(value, want)
     return gradient_array(value)
@@ -194,7 +194,7 @@ def _squares_of_taps(
 
 
 class Windows(NamedTuple):
-    """What each tap of a kernel meets at each position, with axes as the array has them."""
+    """The elements that each tap of a kernel meets, with axes as the array has them."""
 
     padded: jax.Array
     space: tuple[int, ...]  # the axes of space
@@ -216,7 +216,7 @@ class Windows(NamedTuple):
         return cls(padded, space, tuple(sizes), params)
 
     def at(self, tap: Any) -> jax.Array:
-        """What one tap meets, a tuple of integers or an array of them."""
+        """The elements that one tap meets, a tuple of integers or an array of them."""
         starts: list[Any] = [0] * self.padded.ndim
         steps = [1] * self.padded.ndim
         strides, dilation = self.params["window_strides"], self.params["rhs_dilation"]
@@ -231,6 +231,6 @@ class Windows(NamedTuple):
 
 
 def _slices(lhs: jax.Array, window: Any, taps: list[int], params: Any) -> list[jax.Array]:
-    """What each tap meets at each position."""
+    """The elements that each tap meets at each position."""
     found = Windows.of(lhs, window, params)
     return [found.at(tap) for tap in itertools.product(*map(range, taps))]

@@ -1,4 +1,4 @@
-"""How the leaves of a gradient are followed: decided once, for every pass over its program."""
+"""The course of the leaves of a gradient, decided once for every pass over its program."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ Attempted = TypeVar("Attempted")
 
 
 class Lost(Exception):  # noqa: N818
-    """What went wrong while some leaves were followed."""
+    """An error while some leaves were followed."""
 
     def __init__(self, leaves: Iterable[int], reason: str) -> None:
         super().__init__(reason)
@@ -34,7 +34,7 @@ class Notes(dict[int, list[str]]):
 
 @dataclasses.dataclass(eq=False)
 class Course:
-    """What is decided about each leaf, from shapes alone.
+    """The decisions about each leaf, from shapes alone.
 
     The program is followed once without arrays, and where that fails, products become arrays.
     Every later pass does the same at the same places; where anything else goes wrong, it raises
@@ -77,7 +77,7 @@ def following(leaves: Iterable[int]) -> Iterator[None]:
 
 
 def why(error: Exception) -> str:
-    """What is said of an error in the plan."""
+    """The text of an error in the plan."""
     if isinstance(error, Unfollowed):
         return str(error)
     text = " ".join(str(error).split())

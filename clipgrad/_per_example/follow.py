@@ -43,14 +43,14 @@ def follows(*names: str) -> Callable[[FollowRule], FollowRule]:
 
 
 class End(Protocol):
-    """What becomes of a gradient where no factor is needed any more."""
+    """The treatment of a gradient where no factor is needed any more."""
 
     def __call__(self, value: Any, want: Want) -> Any:
         """The value, or what it becomes."""
         ...
 
     def contracted(self, contract: Contract, factors: tuple, want: Want) -> Any | None:
-        """What a product of two factors becomes, if that is known without its terms."""
+        """The value of a product of two factors, if it is known without its terms."""
         return None
 
     def adds(self, want: Want) -> bool:
@@ -58,7 +58,7 @@ class End(Protocol):
         return False
 
     def inside_scan(self) -> "End":
-        """The same for a step of a scan."""
+        """The treatment for a step of a scan."""
         return self
 
 
@@ -80,7 +80,7 @@ class Measure(End):
         return Squares.of(value, zero=want.leaves <= self.zero)
 
     def inside_scan(self) -> "Measure":
-        """The same for a step of a scan, where nothing waits."""
+        """A copy for a step of a scan, where nothing waits."""
         return dataclasses.replace(self, in_scan=True)
 
 
@@ -109,7 +109,7 @@ class Keep(End):
         return value if value.squares is not None else value.with_squares(squares(value))
 
     def inside_scan(self) -> "Keep":
-        """The same for a step of a scan, where nothing waits."""
+        """A copy for a step of a scan, where nothing waits."""
         return dataclasses.replace(self, in_scan=True)
 
     def arrays(self, value: Products, want: Want) -> Products:
@@ -197,7 +197,7 @@ class Follow(Hook):
         return Summed(result)
 
     def place(self, equation: JaxprEqn) -> EquationPath:
-        """Where an equation is."""
+        """The path of an equation."""
         return (*self.around, equation.outvars[0])
 
     def _remember(self, equation: JaxprEqn, inputs: list) -> None:
@@ -228,7 +228,7 @@ class Follow(Hook):
 
 
 def contracted(hook: Follow, contract: Contract, factors: tuple, want: Want | None) -> Any:
-    """What ``hook`` makes of a product of two factors at once; None if it needs the terms."""
+    """The result of ``hook`` for a product of two factors at once; None if it needs the terms."""
     if hook.end is None or want is None:
         return None
     return hook.end.contracted(contract, factors, want)

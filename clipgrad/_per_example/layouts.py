@@ -100,7 +100,7 @@ def _orders(numbers: Any) -> list[Sequence[int]]:
 
 
 def _spec(order: Sequence[int], kernel: bool) -> tuple[int, ...]:
-    """Where the batch, the features and the space of an array in that order are."""
+    """The axes of the batch, the features and the space of an array in that order."""
     last = len(order) - 1
     return (last, last - 1, *range(last - 1)) if kernel else (0, last, *range(1, last))
 

@@ -1,4 +1,4 @@
-"""What is done to gradients behind their products, done to the factors."""
+"""Linear operations on gradients behind their products, done to the factors."""
 
 import functools
 from collections.abc import Sequence

@@ -110,7 +110,7 @@ class PerExampleNorms:
         return each(of_some, on_each_device(params, batch), batch, parts)
 
     def plan(self, params: Any, batch: Any) -> Plan:
-        """What is done with each leaf, from shapes alone, such as those of `jax.eval_shape`."""
+        """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""
         check_params(params, shapes=True)
         apart = self.subject.apart(params, batch)
         own = dataclasses.replace(self, subject=apart.subject)

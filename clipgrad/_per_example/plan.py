@@ -1,4 +1,4 @@
-"""What is done with the gradient of each leaf, and what it costs."""
+"""The plan for the gradient of each leaf, and its cost."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _ROOM = 2**30
 
 
 class LeafPlan(NamedTuple):
-    """How one leaf is clipped or measured.
+    """The plan for one leaf that is clipped or measured.
 
     Attributes:
       path: of the leaf, such as ``"layers/0/kernel"``.
@@ -50,7 +50,7 @@ class LeafPlan(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How each example is clipped or measured; ``str()`` is a table.
+    """The plan by which each example is clipped or measured; ``str()`` is a table.
 
     Attributes:
       method: ``"one pass"``, ``"two passes"`` or ``"direct"``.
@@ -106,7 +106,7 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any, run: Callable[.
 def _decided(
     subject: PerExampleSubject, params: Any, batch: Any, run: Callable[..., Any]
 ) -> tuple[Course, list[Any]]:
-    """What is decided about the leaves, and the shapes of the gradients of one example."""
+    """The decisions about the leaves, and the shapes of the gradients of one example."""
     found: list[Any] = []
 
     def traced(params: Any, batch: Any) -> Any:

@@ -100,7 +100,7 @@ def _indices(indices: jax.Array, axes: Any, shape: Any) -> dict[int, jax.Array]:
 
 
 def _terms(updates: Any, rows: list[int], inside: list[jax.Array], clips: bool) -> list[Term]:
-    """What is added, as terms, with zeros for rows whose index is out of range."""
+    """The terms that are added, with zeros for rows whose index is out of range."""
     if is_plain_array(updates):
         labels = tuple(range(updates.ndim))
         axes = [GradientAxis((i,), 0, n) for i, n in enumerate(updates.shape)]

@@ -31,7 +31,7 @@ def why_direct(rule: Any) -> str | None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What the gradient of each leaf is multiplied by; leaves share a number."""
+    """The number that multiplies the gradient of each leaf; leaves share a number."""
 
     numbers: tuple[jax.Array, ...]
     # The number of each leaf; None where it is not clipped.
@@ -43,7 +43,7 @@ class Weights:
         return None if place is None else self.numbers[place]
 
     def among(self, flags: Sequence[bool]) -> "Weights":
-        """The same, where only the leaves with a flag have been counted."""
+        """The weights of all leaves, where only the leaves with a flag have been counted."""
         places = iter(self.places)
         return Weights(self.numbers, tuple(next(places) if flag else None for flag in flags))
 

@@ -128,7 +128,7 @@ def _placeholder(aval: Any, number: int) -> Products:
 
 
 def _added(value: Any, number: int) -> Products:
-    """What a step adds to its carry."""
+    """The sum of products that a step adds to its carry."""
     if not isinstance(value, Products) or value.carried != (number,):
         raise NotAccumulated(number)
     return Products(value.terms, value.shape, value.dtype)

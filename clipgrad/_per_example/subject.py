@@ -1,4 +1,4 @@
-"""What is asked of the examples of a batch, and by which method it is found."""
+"""The question about the examples of a batch, and the method that answers it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class PerExampleSubject:
     wrt: Any = None
 
     def apart(self, params: Any, batch: Any) -> "ApartSubject":
-        """The same of arrays that are all differentiated, for a model of any framework.
+        """The subject with arrays that are all differentiated, for a model of any framework.
 
         Each example has keys of its own where a model of flax NNX draws random numbers.
         """
@@ -66,7 +66,7 @@ class PerExampleSubject:
         return arrays if self.nonfinite == "zero" else frozenset()
 
     def flags(self, params: Any) -> list[bool]:
-        """Which leaves are clipped."""
+        """Whether each leaf is clipped."""
         leaves = jax.tree.leaves(params, is_leaf=is_none)
         flags = selected(self.where, params)
         return [flag for flag, leaf in zip(flags, leaves, strict=True) if leaf is not None]

@@ -247,7 +247,7 @@ class Products:
         return Products(terms, tuple(aval.shape), aval.dtype, squares=self.squares)
 
     def with_squares(self, squares: Any) -> "Products":
-        """The same with its `Squares`."""
+        """The products with their `Squares`."""
         return dataclasses.replace(self, squares=squares)
 
     def plus(self, other: "Products") -> "Products":

@@ -20,7 +20,7 @@ from clipgrad._trees import is_array
 
 
 class Examples(NamedTuple):
-    """What the examples of a batch gave; each array has an axis for them in front."""
+    """The results of the examples of a batch; each array has an axis for them in front."""
 
     gradients: list[Any]  # of each leaf: an array, `Products` or `Squares`
     value: Any  # what the loss function returned
@@ -49,7 +49,7 @@ class ExampleGradient:
 
     @property
     def wants(self) -> list[Want | None]:
-        """What each output is for: first the gradients leaf by leaf."""
+        """The want of each output: first the gradients leaf by leaf."""
         rest = len(opened(self.traced.program)[0].outvars) - self.count
         own = [None if i in self.course.direct else _all_of(i) for i in range(self.count)]
         return own + [None] * rest
@@ -57,7 +57,7 @@ class ExampleGradient:
     def settled(
         self, params: Any, batch: Any, direct: Mapping[int, str]
     ) -> tuple["ExampleGradient", list[Any]]:
-        """The same with its course, and the gradients of one example as shapes.
+        """The gradient with its course, and the gradients of one example as shapes.
 
         A gradient is the shape of an array, or `Products` of shapes.
         """
@@ -103,7 +103,7 @@ class ExampleGradient:
 def followed(
     subject: PerExampleSubject, params: Any, examples: Any, run: Callable[..., Attempted]
 ) -> tuple[Attempted, Course, list[Any]]:
-    """What ``run`` makes of a settled gradient, its shapes, parameters and examples.
+    """The result of ``run`` for a settled gradient, its shapes, parameters and examples.
 
     Beside it the course, and the shapes. Where something goes wrong it runs again, with the leaves
     that were followed there direct; the loss function is traced once.

@@ -1,4 +1,4 @@
-"""Which variables of a program only make gradients, so that they may stay sums of products."""
+"""The variables of a program that only make gradients, and so may stay sums of products."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from clipgrad._jaxpr import CALLS, JIT, REMAT, called_program, opened, scan_coun
 
 
 class Want(NamedTuple):
-    """What a variable makes."""
+    """The gradients that a variable makes."""
 
     leaves: frozenset[int]  # the gradients
     solo: bool  # whether it is all of a gradient, or its squares add up to those of one
@@ -68,12 +68,12 @@ def wanted(program: Any, outputs: Wants) -> dict[Var, Want]:
 
 
 def joint(want: Want | None) -> Want | None:
-    """The same for one of several parts of a gradient."""
+    """The want of one of several parts of a gradient."""
     return want and want._replace(solo=False)
 
 
 def own(want: Want | None) -> Want | None:
-    """The same for what an example changes by numbers of its own."""
+    """The want of a variable that an example changes by numbers of its own."""
     return want and want._replace(solo=False, final=False)
 
 

@@ -1,4 +1,4 @@
-"""What each equation and each variable of a program depends on."""
+"""The inputs that each equation and each variable of a program depends on."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -72,7 +72,7 @@ class GradientProgram:
         return dependence(self.program, range(self.count, inputs))
 
     def cotangents(self, place: Place) -> list[bool]:
-        """Which operands of an equation are cotangents."""
+        """Whether each operand of an equation is a cotangent."""
         return [bool(sources) for sources in self.sources[place.key]]
 
     def operations(self) -> Iterator[Operation]:
@@ -80,7 +80,7 @@ class GradientProgram:
         return self._operations(opened(self.program)[0], None)
 
     def operation(self, place: Place) -> Operation:
-        """What is known of an equation of the program."""
+        """The operation of an equation of the program."""
         is_backward = any(self.cotangents(place))
         return Operation(place, is_backward, self.marks.place(place))
 

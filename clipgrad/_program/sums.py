@@ -124,7 +124,7 @@ class _Level:
         )
 
     def terms(self, v: Any) -> int:
-        """How many cotangents a variable is the sum of, at all steps of the scans inside."""
+        """The number of cotangents in the sum of a variable, at all steps of the scans inside."""
         equation = None if isinstance(v, Literal) else self.makers.get(v)
         if equation is None:
             return 0 if v in self._states() else 1

@@ -72,7 +72,7 @@ class Capture:
 
     @property
     def params(self) -> Any:
-        """What ``record(params=...)`` was given, or else the parameters in the state."""
+        """The parameters given to ``record(params=...)``, or else those in the state."""
         if self._params is not None:
             return self._params
         state = self.state

@@ -1,4 +1,4 @@
-"""What a run ran on: versions and devices."""
+"""The circumstances of a run: versions and devices."""
 
 import importlib.metadata
 import platform

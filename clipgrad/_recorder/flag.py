@@ -15,7 +15,7 @@ _FLAG_STATES = SkipSpikesState | GradientClipState | optax.MultiStepsState
 
 
 class Flag(NamedTuple):
-    """What a state says of the halt.
+    """The halt and the counts that a state holds.
 
     Attributes:
       halted: whether a step has halted the training.
@@ -40,7 +40,7 @@ class _Small(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FlagPlace:
-    """Where the flag and the statistics are among the leaves of a state.
+    """The places of the flag and the statistics among the leaves of a state.
 
     Attributes:
       structure: that of the state.

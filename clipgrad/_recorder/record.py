@@ -12,7 +12,7 @@ from clipgrad._trees import check_tree, path_string
 
 @dataclasses.dataclass
 class StepRecord:
-    """What was recorded of a step.
+    """The record of a step.
 
     Attributes:
       copy: the flag, a small array that may not have arrived yet.
@@ -50,7 +50,7 @@ class StepRecord:
 
     @property
     def steps(self) -> int:
-        """How many steps it is of: those of one dispatch, of which the batch has an entry each.
+        """The number of steps in the dispatch, where the batch has an entry for each.
 
         1 where steps were not recorded, whose batches are not here.
         """

@@ -188,7 +188,7 @@ class FlightRecorder:
             self._close_after(error)
 
     def _close_after(self, error: BaseException) -> None:
-        """What ends the loop stays the error; it says if a step was bad as well."""
+        """Closes after an error, which stays the one raised and says if a step was bad as well."""
         try:
             self.close()
         except Exception as other:
@@ -289,7 +289,7 @@ class FlightRecorder:
         return _microbatches(list(self._records), record)
 
     def _meta(self, record: StepRecord) -> dict[str, Any]:
-        """What the capture says besides what it holds."""
+        """The facts of a capture beside its arrays."""
         flag = record.look()
         return {
             "step": self._step(record),

@@ -82,7 +82,7 @@ def _synchronize(what: str) -> None:
 
 
 def _leaf_data(leaf: Any, written: Written) -> dict[str, Any]:
-    """What the manifest says of a leaf; the arrays themselves are collected."""
+    """The manifest's entry for a leaf; the arrays themselves are collected."""
     if isinstance(leaf, np.ndarray | np.generic):
         return _numpy_data(np.asarray(leaf), written)
     if isinstance(leaf, bool | int | float | str):
@@ -99,7 +99,7 @@ def _leaf_data(leaf: Any, written: Written) -> dict[str, Any]:
 
 
 def _numpy_data(leaf: np.ndarray, written: Written) -> dict[str, Any]:
-    """The same of an array of NumPy."""
+    """The manifest's entry for an array of NumPy."""
     if leaf.dtype.hasobject:
         return {"left_out": f"an array of dtype {leaf.dtype}"}
     data: dict[str, Any] = {"sharding": "numpy", "dtype": str(leaf.dtype)}
@@ -166,7 +166,7 @@ def _sharding_data(sharding: Any) -> Any:
 
 
 def read_manifest(path: pathlib.Path) -> dict[str, Any]:
-    """What a capture says of itself.
+    """The manifest of a capture.
 
     Raises:
       FileNotFoundError: there is none, or none that is complete.
@@ -312,7 +312,7 @@ def _check_width(leaf: dict[str, Any]) -> None:
 
 
 def _placement(leaf: dict[str, Any], mesh: Any) -> Any:
-    """Where an array goes: as in the run, if there are that many devices."""
+    """The sharding of an array: as in the run, if there are that many devices."""
     data = leaf["sharding"]
     if data is None or data["spec"] is None:
         return SingleDeviceSharding(jax.devices()[0]) if mesh is None else _named_sharding(mesh, [])

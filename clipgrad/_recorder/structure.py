@@ -31,7 +31,7 @@ def parts(tree: Any) -> list[tuple[Any, Any]] | None:
 
 
 def without_boxes(tree: Any) -> Any:
-    """What a box of flax holds, such as ``flax.linen.Partitioned``; else the tree."""
+    """The contents of a box of flax, such as ``flax.linen.Partitioned``; else the tree."""
     kind = getattr(sys.modules.get("flax.core.meta"), "AxisMetadata", ())
     while isinstance(tree, kind):
         found = parts(tree)

@@ -1,4 +1,4 @@
-"""What a clip rule is, and how any rule is applied to any tree."""
+"""Clip rules, and the application of any rule to any tree."""
 
 import dataclasses
 import numbers
@@ -92,7 +92,7 @@ class MeasuringRule(ClipRule, Protocol):
         return None
 
     def changes(self, norm: Norm, limit: jax.Array) -> jax.Array:
-        """Where a group of this norm is scaled to the limit of `l2_limits`."""
+        """Whether a group of this norm is scaled to the limit of `l2_limits`."""
         return norm.exceeds(limit)
 
 
@@ -142,7 +142,7 @@ def as_rule(rule: Any, schedules: bool = False) -> Callable[..., Any] | None:
 
 
 def _meant(rule: Any) -> str:
-    """What somebody may have meant who wrote this for a rule."""
+    """A hint for somebody who wrote this in place of a rule."""
     if isinstance(rule, optax.GradientTransformation):
         return (
             "; write the rule, such as ClipByGlobalNorm(1.0), or call the update of the "

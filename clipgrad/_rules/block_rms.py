@@ -101,7 +101,7 @@ class ClipByBlockRMS(MeasuringRule):
 
 
 def _bounds(limit: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What an rms is divided by, and the least divisor of a leaf; inf for a limit of 0."""
+    """The divisor of an rms, and the least divisor of a leaf; inf for a limit of 0."""
     return if_else(limit > 0, limit, 1), if_else(limit > 0, 1, jnp.inf)
 
 

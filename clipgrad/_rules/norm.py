@@ -123,7 +123,7 @@ def scale_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
 
 
 def _scale_each(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
-    """The same, by one number for each norm besides its scale: each would be another kernel.
+    """The scaled leaf, by one number for each norm besides its scale: one more is a kernel more.
 
     It is less than 0 within the limit.
     """

@@ -58,7 +58,7 @@ def check_threshold(
 
 
 def check_limits(name: str, value: Any) -> None:
-    """The same for a threshold that may be adaptive, or a tree of thresholds."""
+    """The check of a threshold that may be adaptive, or a tree of thresholds."""
     if not is_tree_of_limits(value):
         return check_threshold(name, value, adaptive=True)
     for path, limit in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_schedule):
@@ -246,7 +246,7 @@ def threshold_array(value: Any, dtype: Any) -> jax.Array:
 
 
 def threshold_arrays(value: Any, dtype: Any) -> Any:
-    """The same for a tree of thresholds."""
+    """The thresholds of a tree as arrays of the given dtype."""
     return jax.tree.map(lambda leaf: threshold_array(leaf, dtype), value)
 
 

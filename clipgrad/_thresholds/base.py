@@ -69,7 +69,7 @@ def unlimited(norms: jax.Array) -> jax.Array:
 
 
 def counts(norms: jax.Array) -> jax.Array:
-    """Which norms enter a history: those that are finite, and not the 0 of an unused leaf."""
+    """Whether a norm enters a history: it is finite, and not the 0 of an unused leaf."""
     # Subnormal numbers act as 0 on most devices.
     return jnp.isfinite(norms) & (norms >= jnp.finfo(norms.dtype).tiny)
 
@@ -108,7 +108,7 @@ class Window(NamedTuple):
 
     @property
     def filled(self) -> jax.Array:
-        """Which entries are norms, shape ``(size, *groups)``."""
+        """Whether each entry is a norm, shape ``(size, *groups)``."""
         size = len(self.norms)
         places = jnp.arange(size, dtype=jnp.int32).reshape(size, *(1 for _ in self.seen.shape))
         return places >= size - self.seen[None]
@@ -127,7 +127,7 @@ class Window(NamedTuple):
         return jnp.where(part == 0, low, jnp.minimum(low + (high - low) * part, high))
 
     def near(self, low: bool = True) -> jax.Array:
-        """Which entries are norms within a factor of ten of their median, or not far above it."""
+        """Whether each entry is a norm within a factor of ten of the median, or not far above."""
         median = self.percentile(50)[None]
         near = self.filled & (self.norms / FAR_ABOVE_MEDIAN <= median)
         return near & (self.norms >= median / FAR_ABOVE_MEDIAN) if low else near

@@ -33,7 +33,7 @@ def scan_sums(f: Callable[[Any], tuple[Any, Any]], zeros: Any, parts: int) -> tu
 def _scan_sums(
     f: Callable[[Any, Any], tuple[Any, Any, Any]], zeros: Any, state: Any, parts: int
 ) -> tuple[tuple[Any, Any], Any]:
-    """The same of ``f(state, i)``, whose third result is the state of the next."""
+    """The sums of ``f(state, i)``, whose third result is the state of the next."""
 
     def body(carried: Any, i: jax.Array) -> tuple[Any, Any]:
         total, state = carried

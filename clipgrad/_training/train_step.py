@@ -256,7 +256,7 @@ def _updated(
     state: Any,
     extra: dict[str, Any],
 ) -> tuple[Any, Any, tuple[ClipStats, ...]]:
-    """What an optimizer returns, and the statistics of all clips in it.
+    """The result of an optimizer, and the statistics of all clips in it.
 
     Inside of this one update every clip has a state with statistics, whatever wraps it.
     """

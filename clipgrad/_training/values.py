@@ -35,11 +35,11 @@ class MeasuredLoss(NamedTuple):
         return aux, values
 
     def metrics(self, values: dict[str, ValueStats], aux: Any) -> dict[str, Any]:
-        """What the metrics have of the statistics and the auxiliary results."""
+        """The statistics and the auxiliary results as metrics."""
         measured = {} if self.watch is None else {"values": values}
         return measured | ({"aux": aux} if self.has_aux else {})
 
     def extra_args(self, values: dict[str, ValueStats]) -> dict[str, Any]:
-        """What the optimizer gets of them."""
+        """The extra arguments of the optimizer: the maxima of the statistics."""
         maxima = {name: stats.max for name, stats in values.items()}
         return {} if self.watch is None else {"max_logits": maxima}

@@ -28,7 +28,7 @@ def split_overwritten(grads: Any) -> tuple[Any, list[Any]]:
 
 
 def zeros_for(values: Sequence[Any]) -> list[Any]:
-    """What an optimizer sees in place of next values."""
+    """Zeros that an optimizer sees in place of next values."""
     return [None if value is None else jnp.zeros_like(value) for value in values]
 
 

@@ -1,4 +1,4 @@
-"""Which leaves of a tree an expression means: a position, a name, a path, or several."""
+"""The leaves of a tree that an expression means: a position, a name, a path, or several."""
 
 import inspect
 import operator

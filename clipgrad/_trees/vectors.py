@@ -39,12 +39,12 @@ def widened_leaf(leaf: Array) -> np.ndarray:
 
 
 def real_size(leaf: Array) -> int:
-    """How many real numbers the leaf holds."""
+    """The number of real numbers in the leaf."""
     return leaf.size * (2 if is_complex(leaf) else 1)
 
 
 def offsets(leaves: Sequence[Array]) -> np.ndarray:
-    """Where each leaf begins in the vector; the last entry is the vector's length."""
+    """The place of each leaf in the vector; the last entry is the vector's length."""
     return np.cumsum([0] + [real_size(leaf) for leaf in leaves])
 
 

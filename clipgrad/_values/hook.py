@@ -65,11 +65,11 @@ class ValueHook(_jaxpr.Hook):
         return True
 
     def note_of(self, seen: Seen, x: jax.Array) -> Any:
-        """What is noted of a value, a tree of arrays."""
+        """The note of a value, a tree of arrays."""
         raise NotImplementedError
 
     def replaced(self, seen: Seen, x: jax.Array, tap: Any) -> jax.Array:
-        """What goes on in place of a value; of a module: where it is used outside of it."""
+        """The replacement of a value; a module's value is replaced where it is used outside."""
         del seen, tap
         return x
 
@@ -92,7 +92,7 @@ class ValueHook(_jaxpr.Hook):
         return second
 
     def over_devices(self, note: Any) -> Any:
-        """What is kept outside of a `shard_map` of a note whose leading axis is over devices."""
+        """The note kept outside of a `shard_map`, of a note whose leading axis is over devices."""
         return note
 
     # What follows is the evaluation.

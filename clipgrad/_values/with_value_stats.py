@@ -188,7 +188,7 @@ class _Measure(ValueHook):
 
 
 def _measure(program: Any, axes: dict[str, int | None] | None) -> tuple[_Measure, dict[str, int]]:
-    """What measures these names in a program, and how many scans the values of each share."""
+    """The hook that measures these names, and the number of scans that the values of each share."""
     chosen = watched_names(program, axes, _OF_VALUES, VALUES)
     there = sites_by_name(program)
     own = {name: list(VALUES.own(there[name])) for name in chosen}
