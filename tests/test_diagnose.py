@@ -143,6 +143,20 @@ def test_each_suspect_of_the_page_is_found_at_its_line(disease, place):
     assert cg.diagnose(place(fun), (jnp.full(STEPS, good),)).ok
 
 
+def test_parameters_that_are_nan_already_lead_to_an_earlier_step():
+    def loss(w, x):
+        return jnp.sum((x @ w) ** 2)
+
+    bad = jnp.array([1.0, jnp.nan])
+    (finding,) = cg.diagnose(loss, (bad, jnp.ones((3, 2)))).findings
+    assert "1 of 2 elements of args/0 are not finite before the loss uses them" in finding.message
+    assert f"earlier one: diagnose its capture or checkpoint ({docs_page('my_run_blew_up')})" in (
+        finding.message
+    )
+    (finding,) = cg.diagnose(loss, (jnp.ones(2), jnp.stack([bad, bad]))).findings
+    assert "args/1" in finding.message and "capture" not in finding.message
+
+
 def test_the_table_of_the_page_is_the_data():
     table = [tuple(row) for row in rows("nan.md", "operation")]
     data = [(s.code, s.at, s.computes, s.instead.strip("`")) for s in SUSPECTS]

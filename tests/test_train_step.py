@@ -359,6 +359,11 @@ def test_a_clip_in_the_loss_is_none_of_the_optimizer(key):
     assert len(metrics["clips"]) == 1
 
 
+def test_a_loss_and_an_optimizer_that_are_swapped_are_refused():
+    with pytest.raises(TypeError, match=r"loss_fn: got an optax.*; write train_step\(loss_fn, opt"):
+        cg.train_step(optax.sgd(0.1), lambda params, batch: 0.0)
+
+
 def test_what_is_no_optimizer_is_refused():
     with pytest.raises(TypeError, match="optimizer: got ClipByValue, expected an optax.Gradient"):
         cg.train_step(loss_fn, cg.ClipByValue(1.0))

@@ -12,6 +12,7 @@ from clipgrad._diagnose.rows import SCAN
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.suspects import computed, suspect
 from clipgrad._diagnose.values import ValueOrigin
+from clipgrad._docs import docs_page
 from clipgrad._jaxpr import Location, Place, dtype_of, holds_floats
 
 
@@ -114,6 +115,9 @@ def _argument_finding(argument: int, given: DiagnosisSubject) -> GradientFinding
     count = int(jnp.sum(~jnp.isfinite(array)))
     name = given.names[argument]
     what = f"{count} of {array.size} elements of {name} are not finite before the loss uses them"
+    if argument in given.chosen:
+        what += "; the step that made them so is an earlier one: diagnose its capture or checkpoint"
+        what += f" ({docs_page('my_run_blew_up')})"
     return function_finding("value", what, given)
 
 

@@ -199,6 +199,11 @@ def train_step(
       >>> print(state.params["w"], metrics["grad_norm"], metrics["clipped_norm"])
       [-0.6 -0.8] 5.0 1.0
     """
+    if isinstance(loss_fn, optax.GradientTransformation):
+        raise TypeError(
+            "loss_fn: got an optax.GradientTransformation, expected a function of (params, batch); "
+            "write train_step(loss_fn, optimizer)"
+        )
     optimizer = as_optimizer("optimizer", optimizer)
     _check_accumulate(accumulate)
     adaptive = AdaptiveRules.of(error_clip or {})
