@@ -15,16 +15,13 @@ from clipgrad._stats import root_of_sums
 class ValueStats(NamedTuple):
     r"""Statistics of the values with a name, see `with_value_stats`.
 
-    Let $x_1, \dots, x_n$ be the elements of all of them; of complex numbers the magnitudes. The
+    Let $x_1, \ldots, x_n$ be the elements of all of them; of complex numbers the magnitudes. The
     fields are sums and a maximum, so that statistics of several values can be joined; the
     properties are derived from them. Each has the axes that the name has: one for each scan around,
     and the axis that ``watch`` keeps.
 
-    | property | formula |
-    |---|---|
-    | `norm` | $\sqrt{\sum_i x_i^2}$ |
-    | `rms` | $\sqrt{\sum_i x_i^2 / n}$ |
-    | `zeros` | the share of elements that are exactly 0 |
+    ``norm`` is $\sqrt{\sum_i x_i^2}$, ``rms`` is $\sqrt{\sum_i x_i^2 / n}$, and ``zeros`` is the
+    share of elements that are exactly 0.
 
     Guarantees:
       * The norm is right from 1.2e-38 to 3.4e38 in float32, as that of `ClipStats`.
