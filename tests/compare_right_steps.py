@@ -4,12 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
-from flax.training.train_state import TrainState
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -133,6 +130,8 @@ def multi_steps():
 
 
 def train_state():
+    from flax.training.train_state import TrainState
+
     def step(state, batch):
         value, grads = jax.value_and_grad(loss)(state.params, batch)
         return state.apply_gradients(grads=grads), value
@@ -151,6 +150,8 @@ def of_this_library():
 
 
 def of_equinox():
+    import equinox as eqx
+
     model = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
     optimizer = optax.adam(1e-2)
     opt_state = optimizer.init(eqx.filter(model, eqx.is_array))
@@ -168,19 +169,20 @@ def of_equinox():
     return RightStep(step, step, own, (model, opt_state, placed_batch))
 
 
-class Net(nnx.Module):
-    """A model with statistics of the batch."""
-
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.first, self.norm = nnx.Linear(8, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
-        self.last = nnx.Linear(16, 8, rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(jax.nn.relu(self.norm(self.first(x))))
-
-
 def of_nnx():
+    from flax import nnx
+
+    class Net(nnx.Module):
+        """A model with statistics of the batch."""
+
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.first, self.norm = nnx.Linear(8, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+            self.last = nnx.Linear(16, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(jax.nn.relu(self.norm(self.first(x))))
+
     def step(model, optimizer, batch):
         def loss(model):
             return jnp.mean(jnp.square(model(batch[0]) - batch[1]))
