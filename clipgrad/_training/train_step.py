@@ -199,11 +199,7 @@ def train_step(
       >>> print(state.params["w"], metrics["grad_norm"], metrics["clipped_norm"])
       [-0.6 -0.8] 5.0 1.0
     """
-    if isinstance(loss_fn, optax.GradientTransformation):
-        raise TypeError(
-            "loss_fn: got an optax.GradientTransformation, expected a function of (params, batch); "
-            "write train_step(loss_fn, optimizer)"
-        )
+    _check_order(loss_fn)
     optimizer = as_optimizer("optimizer", optimizer)
     _check_accumulate(accumulate)
     adaptive = AdaptiveRules.of(error_clip or {})
@@ -241,6 +237,15 @@ def train_step(
 
     compiled = jax.jit(update, donate_argnums=0 if donate else ())
     return TrainStep(compiled, optimizer, histories if adaptive.are_adaptive else None, wrt)
+
+
+def _check_order(loss_fn: Any) -> None:
+    """An optimizer in place of the loss is refused."""
+    if isinstance(loss_fn, optax.GradientTransformation):
+        raise TypeError(
+            "loss_fn: got an optax.GradientTransformation, expected a function of (params, batch); "
+            "write train_step(loss_fn, optimizer)"
+        )
 
 
 def _value_fn(measured: MeasuredLoss, given: Any, batch: Any) -> Callable[[Any], Any]:
