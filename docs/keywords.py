@@ -55,7 +55,7 @@ FOUND_BY = {
         "attention logits that grow, and a coordinate check, in JAX.",
         "LoRA; adapters; fine-tuning; frozen parameters; freeze; optax.partition; optax.masked;"
         " MultiSteps; gradient accumulation; microbatch; loss scaling; DynamicScale; float16; "
-        "bfloat16; mixed precision; AMP; attention logits; QK-clip; MuonClip; soft cap; z-loss; "
+        "bfloat16; mixed precision; AMP; attention logits; soft cap; z-loss; "
         "muP; coordinate check",
     ),
     "published_clips": (

@@ -259,7 +259,7 @@ def test_what_is_no_probe_is_refused(bad, match):
 
 
 def test_it_is_the_only_custom_vjp_of_the_clips():
-    """Others are the probes of `diagnose`, what the selftest checks, and rules given again."""
+    """Others are probes of `diagnose`, taps of `compare`, the selftest, and rules given again."""
     import clipgrad
 
     folder = inspect.getfile(clipgrad).removesuffix("__init__.py")
@@ -271,7 +271,7 @@ def test_it_is_the_only_custom_vjp_of_the_clips():
         if any(isinstance(n, ast.Attribute) and n.attr == "custom_vjp" for n in nodes):
             users.add(path.name)
     assert (
-        users <= {"cotangent.py", "probe.py", "selftest.py", "closures.py"}
+        users <= {"cotangent.py", "probe.py", "selftest.py", "closures.py", "sketches.py"}
         and "cotangent.py" in users
     )
 

@@ -124,7 +124,7 @@ def test_the_report_has_null_for_what_is_not_finite_and_says_when_it_began():
     ]
     plain, clipped = arms["no clipping"], arms["error clip"]
     assert plain["gradient_clip"] is plain["error_clip"] is None
-    assert clipped["error_clip"] == "ClipByNorm(max_norm=0.5, ord=2, axis=None)"
+    assert clipped["error_clip"] == "ClipByNorm(max_norm=0.5, ord=2, axis=None, axis_name=None)"
     assert [seed["loss"] for seed in plain["seeds"]] == [[4.0, None, None], [4.0, 3.5, None]]
     assert [seed["first_nonfinite_loss_step"] for seed in plain["seeds"]] == [2, 3]
     assert plain["seeds"][0]["final_loss"] is None

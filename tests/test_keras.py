@@ -32,7 +32,7 @@ assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), (value, grads), ex
 @pytest.mark.exhaustive
 def test_the_recipe_trains_a_keras_model_and_names_its_layers():
     """In a process of its own, since Keras takes its backend from the environment."""
-    (recipe,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs/names.md").read_text(), re.DOTALL)
+    *_, recipe = re.findall(r"```py\n(.*?)```", (ROOT / "docs/names.md").read_text(), re.DOTALL)
     start = "for _ in range(2):\n"
     recipe = recipe.replace(start, "first = trained\n" + start)
     environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}

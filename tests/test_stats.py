@@ -88,7 +88,7 @@ def test_what_a_cpu_measures_is_what_an_accelerator_does(size, bad, dtype):
         rtol = 1e-6 if dtype == jnp.float32 else 1e-14
         for sums, nonfinite in found:
             np.testing.assert_allclose(
-                _stats._root_of_sums(sums), _stats._root_of_sums(found[0][0]), rtol=rtol
+                _stats.root_of_sums(sums), _stats.root_of_sums(found[0][0]), rtol=rtol
             )
             assert nonfinite == (0 if bad is None else 2)
 

@@ -99,6 +99,12 @@ def is_model(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
+def is_module(x: Any) -> bool:
+    """Whether this is a model or a layer of NNX, which `jax.jit` does not take as it is."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Pytree)
+
+
 def is_diff_state(x: Any) -> bool:
     """Whether this is an argument of `nnx.grad` with the variables to differentiate."""
     nnx: Any = sys.modules.get("flax.nnx")

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from clipgrad._frameworks.equinox import has_modules
-from clipgrad._frameworks.nnx import is_model
+from clipgrad._frameworks.nnx import is_model, is_module
 from clipgrad._trees import is_array
 
 
@@ -43,8 +43,8 @@ def as_static(tree: Any) -> Any:
         tree = jax.tree.map(_static_leaf, tree, is_leaf=is_model)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_model)
     models = [x for x in leaves if is_model(x)]
-    if not models:
-        return tree
+    if not any(map(is_module, models)):
+        return tree  # variables alone, as in an `nnx.State`, are nodes of a tree already
     graph, state = sys.modules["flax.nnx"].split(models)
     return Packed(state, tuple(None if is_model(x) else x for x in leaves), graph, structure)
 

@@ -292,7 +292,7 @@ def _recorded_vjp(equation: JaxprEqn, inputs: list) -> tuple[Any, list]:
         jnp.where(is_of_ones, ~jnp.isfinite(one), ~jnp.isfinite(most))
         for one, most in zip(of_ones, of_most, strict=True)
     ]
-    shapes = {y.shape for y in [*outputs, *(inputs[i] for i in chosen)]}
+    shapes = {jnp.shape(y) for y in [*outputs, *(inputs[i] for i in chosen)]}
     is_elementwise = len(shapes) == 1 and equation.primitive.name not in _PRODUCTS
     there = functools.reduce(jnp.logical_or, masks) if is_elementwise else True
     for i, bad in zip(chosen, masks, strict=True):

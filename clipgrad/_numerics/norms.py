@@ -411,8 +411,9 @@ def _scale_of_plain(plain: jax.Array) -> jax.Array:
 
 
 def _unless_plain(plain: jax.Array, total: jax.Array) -> jax.Array:
-    """A scaled sum; the plain one if that is in range."""
-    return if_else(is_in_range(plain), plain, total)
+    """A scaled sum; the plain one if that is in range or NaN, which a scaled sum may lose."""
+    is_large, is_small = _out_of_range(plain)
+    return if_else(is_large | is_small, total, plain)
 
 
 def _out_of_range(plain: jax.Array) -> tuple[jax.Array, jax.Array]:
