@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import os
 import pathlib
 import pickle
@@ -271,10 +272,12 @@ def grown(training: Training, steps: int, after: int) -> tuple[int, int, int]:
     """By how many arrays, objects of Python and bytes a training grows after the first steps."""
     some = batches(steps)
     state = training.run(training.step.init(training.params), some[:after])
+    gc.collect()
     before = len(jax.live_arrays()), sys.getallocatedblocks(), resident()
     for batch in some[after:]:
         state = training.step(state, batch)[0]
     jax.block_until_ready(state)
+    gc.collect()
     now = len(jax.live_arrays()), sys.getallocatedblocks(), resident()
     return tuple(b - a for a, b in zip(before, now, strict=True))
 
