@@ -114,14 +114,16 @@ class Nudge(_jaxpr.Widen):
 
 
 class Jitter(_jaxpr.Widen):
-    """Moves each result that float64 rounds by one rounding, up or down.
+    """Moves each result that float64 rounds by so many roundings, up or down.
 
     So what is nothing but rounding, as 1 - tanh(18) ** 2, moves as far as it is off.
     """
 
-    def __init__(self, seed: int):
+    MANY = 16
+
+    def __init__(self, seed: int, by: int = 1):
         super().__init__(jnp.float64)
-        self._rng = np.random.default_rng(seed)
+        self._rng, self._by = np.random.default_rng(seed), by
 
     def results(self, equation, outputs):
         if equation.primitive.name not in ROUNDED:
@@ -133,4 +135,4 @@ class Jitter(_jaxpr.Widen):
 
     def _moved(self, result):
         sign = self._rng.choice([-1.0, 1.0], np.shape(result)[-1:])  # not an array of its size
-        return result * (1 + np.finfo(np.float64).eps * sign)
+        return result * (1 + self._by * np.finfo(np.float64).eps * sign)
