@@ -1,21 +1,17 @@
 """`clipgrad compare module:f module:g`: two versions of a loss on the command line."""
 
 import argparse
-import json
-import pathlib
+import functools
 from typing import Any
 
-import numpy as np
-
 from clipgrad._commands.function import (
-    FAILED,
-    PASSED,
     UsageError,
     add_function,
     arguments,
-    complain,
     load,
+    made_arguments,
 )
+from clipgrad._commands.result import plain_records, show_result
 from clipgrad._compare import WIDER_DTYPES, GradientComparison, compare
 
 COMPARE_EPILOG = """\
@@ -69,18 +65,8 @@ def add_compare_parser(subparsers: Any) -> None:
 
 def run_compare(options: argparse.Namespace) -> int:
     """Run a comparison and print it; return the exit code."""
-    try:
-        found = _command_comparison(options)
-        print(found)
-    except Exception as error:
-        return complain("compare", error)
-    try:
-        if options.out:
-            _write_comparison(found, pathlib.Path(options.out))
-    except Exception as error:
-        unwritten = complain("compare", error)
-        return unwritten if found.ok else FAILED
-    return PASSED if found.ok else FAILED
+    find = functools.partial(_command_comparison, options)
+    return show_result("compare", "comparison", find, comparison_as_json, options.out)
 
 
 def _command_comparison(options: argparse.Namespace) -> GradientComparison:
@@ -91,10 +77,10 @@ def _command_comparison(options: argparse.Namespace) -> GradientComparison:
             f"other: got {other!r}, expected module:function, or one of {', '.join(WIDER_DTYPES)}"
         )
     if options.steps and ":" in (options.args or ""):
-        args, kwargs = _made(options.args), {}  # to call a step may delete its arguments
+        args, kwargs = made_arguments(options.args), {}  # to call a step may delete its arguments
     else:
         args, kwargs = arguments("compare", options.function, function, options.args, 0)
-    other_args = _made(options.other_args) if options.other_args else None
+    other_args = made_arguments(options.other_args) if options.other_args else None
     return compare(
         function,
         other,
@@ -113,15 +99,6 @@ def _argnums(given: list[int] | None) -> int | tuple[int, ...]:
     return found[0] if len(found) == 1 else found
 
 
-def _made(path: str) -> tuple:
-    made = load(path)()
-    if not isinstance(made, tuple):
-        raise UsageError(
-            f"{path}: got a {type(made).__name__} from it, expected the tuple of arguments"
-        )
-    return made
-
-
 def _renamed_pairs(texts: list[str] | None) -> dict[str, str] | None:
     pairs = [text.split("=") for text in texts or []]
     wrong = [text for text, pair in zip(texts or [], pairs, strict=True) if len(pair) != 2]
@@ -130,25 +107,8 @@ def _renamed_pairs(texts: list[str] | None) -> dict[str, str] | None:
     return dict(pairs) or None
 
 
-def _write_comparison(found: GradientComparison, folder: pathlib.Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(comparison_as_json(found), indent=2, allow_nan=False)
-    (folder / "comparison.json").write_text(text, encoding="utf-8")
-    found.plot().savefig(folder / "comparison.png", dpi=120)
-
-
 def comparison_as_json(found: GradientComparison) -> dict[str, Any]:
     """The comparison as plain data; numbers that are not finite are null."""
-    data = {
-        name: [{k: _finite_or_null(v) for k, v in vars(x).items()} for x in getattr(found, name)]
-        for name in ("findings", "rows")
-    }
+    data = {name: plain_records(getattr(found, name)) for name in ("findings", "rows")}
     lists = {"unmatched": list(found.unmatched), "notes": list(found.notes)}
     return {"ok": found.ok} | data | lists
-
-
-def _finite_or_null(value: Any) -> Any:
-    value = value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, tuple):
-        return list(value)
-    return None if isinstance(value, float) and not np.isfinite(value) else value

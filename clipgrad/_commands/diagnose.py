@@ -1,24 +1,19 @@
 """`clipgrad diagnose module:loss`: a diagnosis on the command line."""
 
 import argparse
-import json
-import pathlib
+import functools
 from typing import Any
-
-import numpy as np
 
 from clipgrad._commands.arguments import Arguments
 from clipgrad._commands.function import (
-    FAILED,
-    PASSED,
     UsageError,
     add_function,
     arguments,
-    complain,
     load,
+    made_arguments,
 )
+from clipgrad._commands.result import plain_records, show_result
 from clipgrad._diagnose import GradientDiagnosis, diagnose
-from clipgrad._errors import first_line
 from clipgrad._recorder import load_capture
 
 DIAGNOSE_EPILOG = """\
@@ -66,28 +61,22 @@ def add_diagnose_parser(subparsers: Any) -> None:
 
 def run_diagnose(options: argparse.Namespace) -> int:
     """Run a diagnosis and print it; return the exit code."""
-    try:
-        function = load(options.function)
-        if options.capture:
-            args, kwargs = _captured(options.capture, options.args)
-            if options.args is None and options.examples is None:
-                options.examples = "1"
-        else:
-            args, kwargs = arguments("diagnose", options.function, function, options.args, 0)
-        argnums, has_aux = tuple(options.argnums), options.has_aux
-        batch = options.examples
-        batch = int(batch) if batch is not None and batch.isdigit() else batch
-        found = diagnose(function, args, kwargs, argnums=argnums, has_aux=has_aux, examples=batch)
-        print(found)
-    except Exception as error:
-        return complain("diagnose", error)
-    try:
-        if options.out:
-            _write_diagnosis(found, pathlib.Path(options.out))
-    except Exception as error:
-        unwritten = complain("diagnose", error)
-        return unwritten if found.ok else FAILED
-    return PASSED if found.ok else FAILED
+    find = functools.partial(_command_diagnosis, options)
+    return show_result("diagnose", "diagnosis", find, diagnosis_as_json, options.out)
+
+
+def _command_diagnosis(options: argparse.Namespace) -> GradientDiagnosis:
+    function = load(options.function)
+    if options.capture:
+        args, kwargs = _captured(options.capture, options.args)
+        if options.args is None and options.examples is None:
+            options.examples = "1"
+    else:
+        args, kwargs = arguments("diagnose", options.function, function, options.args, 0)
+    argnums, has_aux = tuple(options.argnums), options.has_aux
+    batch = options.examples
+    batch = int(batch) if batch is not None and batch.isdigit() else batch
+    return diagnose(function, args, kwargs, argnums=argnums, has_aux=has_aux, examples=batch)
 
 
 def _captured(path: str, make_args: str | None) -> Arguments:
@@ -104,38 +93,12 @@ def _captured(path: str, make_args: str | None) -> Arguments:
     print(f"capture of step {capture.step}: {capture.path}{without}")
     if make_args is None:
         return Arguments(capture.args, {})
-    try:
-        made = load(make_args)(capture)
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"{make_args} raises {first_line(error)}") from error
-    if not isinstance(made, tuple):
-        raise UsageError(
-            f"{make_args}: got a {type(made).__name__} from it, expected the tuple of arguments"
-        )
-    return Arguments(made, {})
-
-
-def _write_diagnosis(found: GradientDiagnosis, folder: pathlib.Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(diagnosis_as_json(found), indent=2, allow_nan=False)
-    (folder / "diagnosis.json").write_text(text, encoding="utf-8")
-    found.plot().savefig(folder / "diagnosis.png", dpi=120)
+    return Arguments(made_arguments(make_args, capture), {})
 
 
 def diagnosis_as_json(found: GradientDiagnosis) -> dict[str, Any]:
     """The diagnosis as plain data; numbers that are not finite are null."""
-    rows = [{name: _plain_json(value) for name, value in vars(row).items()} for row in found.rows]
-    findings = [{k: _plain_json(v) for k, v in vars(finding).items()} for finding in found.findings]
-    examples = [{k: _plain_json(v) for k, v in vars(example).items()} for example in found.examples]
+    names = ("findings", "rows", "examples")
+    findings, rows, examples = (plain_records(getattr(found, name)) for name in names)
     data = {"ok": found.ok, "findings": findings, "rows": rows, "notes": list(found.notes)}
     return data | {"examples": examples}
-
-
-def _plain_json(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return [_plain_json(item) for item in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value

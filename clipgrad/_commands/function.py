@@ -74,10 +74,19 @@ def arguments(
 def _given(text: str, seed: int) -> tuple:
     if "[" in text:
         return random_arguments(text, seed)
-    made = _called(text, load(text), Arguments((), {}))
+    return made_arguments(text)
+
+
+def made_arguments(path: str, *given: Any) -> tuple:
+    """The arguments that a function such as `module:make_args` makes.
+
+    Raises:
+      UsageError: it raises, or makes no tuple.
+    """
+    made = _called(path, load(path), Arguments(given, {}))
     if not isinstance(made, tuple):
         raise UsageError(
-            f"{text}: got a {type(made).__name__} from it, expected the tuple of arguments"
+            f"{path}: got a {type(made).__name__} from it, expected the tuple of arguments"
         )
     return made
 

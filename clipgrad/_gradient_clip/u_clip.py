@@ -111,10 +111,6 @@ def _plus(gradient: Any, carry: jax.Array) -> jax.Array:
     return jnp.asarray(gradient).astype(dtype) + carry.astype(dtype)
 
 
-def _rounded_as(update: jax.Array, gradient: Any) -> jax.Array:
-    return update.astype(jnp.result_type(gradient))
-
-
 def _cut_off(total: jax.Array, result: jax.Array, before: jax.Array) -> jax.Array:
     rest = (total - result.astype(total.dtype)).astype(before.dtype)
     return jnp.where(jnp.isfinite(rest), rest, before)
