@@ -8,7 +8,8 @@ those of which_clip_*.py; they are small: all of them take half an hour on one c
 Run: python benchmarks/which_clip.py [--task NAME ...] [--out docs]
 
 It writes which_clip.json, every number of every grid, and prints the table of docs/which_clip.md.
-With --task it leaves what which_clip.json has of other tasks as it is.
+With --task it leaves what which_clip.json has of other tasks as it is, and with --missing all that
+it has.
 """
 
 import argparse
@@ -175,21 +176,19 @@ def u_clip(threshold: Any) -> Clips:
 
 
 PERCENTILES = (10.0, 50.0, 90.0)
+# Where the norm clip has two thresholds.
+FEWER = (10.0, 90.0)
 
 
-def adaptive_errors(norms: Sequence[float]) -> dict[str, Way]:
-    """Error clips that find their threshold, alone and with a norm clip."""
+def of_others(norms: Sequence[float], percentiles: Sequence[float] = PERCENTILES) -> dict[str, Way]:
+    """Error clips that find their threshold, alone and with a norm clip; AUTO-S and U-Clip."""
     joint = both(error_by_percentile, norms[len(norms) // 2])
     return {
-        "adaptive error clip": Way(error_by_percentile, PERCENTILES, static=True),
-        "adaptive error clip + norm": Way(joint, PERCENTILES, static=True),
+        "adaptive error clip": Way(error_by_percentile, percentiles, static=True),
+        "adaptive error clip + norm": Way(joint, percentiles, static=True),
+        "auto norm": Way(auto_norm, (0.01, 1.0)),
+        "u-clip": Way(u_clip, norms),
     }
-
-
-def of_others(norms: Sequence[float]) -> dict[str, Way]:
-    """The same, AUTO-S and U-Clip."""
-    found = {"auto norm": Way(auto_norm, (0.01, 1.0)), "u-clip": Way(u_clip, norms)}
-    return adaptive_errors(norms) | found
 
 
 def private_norm(threshold: Any) -> Clips:
@@ -210,6 +209,14 @@ def truncated(every: Any) -> Clips:
 def both(error: Callable[[Any], Clips], max_norm: float) -> Callable[[Any], Clips]:
     """An error clip, and a norm clip of a threshold that stays."""
     return lambda threshold: error(threshold)._replace(norm=cg.ClipByGlobalNorm(max_norm))
+
+
+def error_clips(norms: Sequence[float], errors: Sequence[float]) -> dict[str, Way]:
+    """Error clips of each example, alone and with a norm clip."""
+    return {
+        "error clip": Way(error_by_row, errors),
+        "error clip + norm": Way(both(error_by_row, norms[len(norms) // 2]), errors),
+    }
 
 
 def ways(
@@ -258,11 +265,12 @@ STUDIES = {
                 zero_nans=Way(lambda threshold: Clips(zero_nans=True)),
                 mended=Way(task=_mended_patches()),
                 mended_plus_norm=Way(norm, (0.1, 0.3, 1.0, 3.0), _mended_patches()),
-            ),
+            ) | of_others((0.3, 1.0, 3.0)),
         ),
         Study(
             TASKS["char-rnn"], optax.sgd, (0.1, 0.3, 1.0, 3.0, 10.0),
-            ways((0.1, 0.3, 1.0), error_by_value, (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)),
+            ways((0.1, 0.3, 1.0), error_by_value, (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3))
+            | of_others((0.1, 0.3, 1.0)),
         ),
         Study(
             ADDING, optax.adam, (3e-4, 1e-3, 3e-3, 1e-2),
@@ -277,7 +285,8 @@ STUDIES = {
         ),
         Study(
             GRAVES, _MOMENTUM, (0.3, 1.0, 3.0, 10.0, 30.0),
-            ways((0.03, 0.1, 0.3, 1.0), error_by_value, (1e-4, 1e-3, 1e-2, 1e-1)),
+            ways((0.03, 0.1, 0.3, 1.0), error_by_value, (1e-4, 1e-3, 1e-2, 1e-1))
+            | of_others((0.03, 0.1, 0.3, 1.0)),
         ),
         Study(
             two_heads(4.0), _MOMENTUM, (0.003, 0.01, 0.03, 0.1, 0.3),
@@ -293,7 +302,7 @@ STUDIES = {
                 (1e-3, 0.1, 1.0, 10.0), error_by_row, (3e-4, 1e-3, 3e-3, 1e-2),
                 per_example=Way(per_example, (0.1, 1.0, 10.0, 100.0)),
                 truncated_plus_norm=Way(truncated, (10.0, 20.0, 40.0)),
-            ),
+            ) | of_others((1e-3, 0.1, 1.0, 10.0)),
         ),
         Study(
             LANGUAGE, warmed_up, (3e-3, 1e-2, 3e-2),
@@ -303,10 +312,19 @@ STUDIES = {
                 warmed_up_longer_plus_norm=Way(
                     norm, (0.1, 1.0), None, functools.partial(warmed_up, steps=60)
                 ),
-            ),
+            )
+            | error_clips((0.1, 1.0), (1e-3, 1e-2)) | of_others((0.1, 1.0), FEWER),
         ),
-        Study(PPO, optax.adam, (1e-3, 3e-3, 1e-2), today((0.1, 0.5))),
-        Study(DIFFUSION, optax.adam, (1e-3, 3e-3, 1e-2), today((0.1, 0.5, 2.0))),
+        Study(
+            PPO, optax.adam, (1e-3, 3e-3, 1e-2),
+            today((0.1, 0.5))
+            | error_clips((0.1, 0.5), (1e-3, 1e-2)) | of_others((0.1, 0.5), FEWER),
+        ),
+        Study(
+            DIFFUSION, optax.adam, (1e-3, 3e-3, 1e-2),
+            today((0.1, 0.5, 2.0))
+            | error_clips((0.1, 0.5, 2.0), (1e-4, 1e-3, 1e-2)) | of_others((0.1, 0.5, 2.0)),
+        ),
         Study(
             PRIVATE, optax.sgd, (0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
             {
@@ -396,7 +414,13 @@ def _gradient(task: Task, clips: Clips) -> tuple[Callable[..., Any], Callable[..
         _, grads, kept, _ = clip(kept, params, batch)
         return grads, kept
 
-    return lambda params, data, key: clip.init(params, task.sample(data, key)), adapted
+    return lambda params, data, key: clip.init(params, _a_batch(task, params, data, key)), adapted
+
+
+def _a_batch(task: Task, params: Any, data: Any, key: Any) -> Any:
+    if isinstance(task, OnPolicy):
+        return jax.tree.map(lambda leaf: leaf[0], task.collect(params, key))
+    return task.sample(data, key)
 
 
 def _plain_gradient(task: Task, clips: Clips) -> Callable[[Any, Any], Any]:
@@ -486,9 +510,10 @@ def _short(number: float | None) -> str:
 
 
 def main() -> None:
-    """Measures the tasks that are asked for, and writes what was found after each."""
+    """Measures the tasks that are asked for, and writes what was found after each way."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--task", nargs="+", choices=STUDIES, default=list(STUDIES))
+    parser.add_argument("--missing", action="store_true", help="only ways that the file lacks")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("docs"))
     arguments = parser.parse_args()
     path = arguments.out / "which_clip.json"
@@ -496,17 +521,24 @@ def main() -> None:
     known = content["tasks"]
     for name in arguments.task:
         study = STUDIES[name]
-        measured = {way: measure(study, rules) for way, rules in study.ways.items()}
-        metric = first_metric(next(iter(measured.values()))["metrics"])
-        known[name] = {"goal": study.task.goal, "metric": metric, "ways": measured}
-        content = {
-            "versions": {"jax": jax.__version__, "optax": optax.__version__},
-            "device": jax.devices()[0].platform,
-            "seeds": {"sweep": SWEPT, "comparison": COMPARED},
-            "tasks": {name: known[name] for name in STUDIES if name in known},
-        }
-        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        measured = known[name]["ways"] if arguments.missing and name in known else {}
+        for way in [way for way in study.ways if way not in measured]:
+            measured[way] = measure(study, study.ways[way])
+            known[name] = _task_of(study, measured)
+            content = {
+                "versions": {"jax": jax.__version__, "optax": optax.__version__},
+                "device": jax.devices()[0].platform,
+                "seeds": {"sweep": SWEPT, "comparison": COMPARED},
+                "tasks": {name: known[name] for name in STUDIES if name in known},
+            }
+            path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     print(table(content))
+
+
+def _task_of(study: Study, measured: Mapping[str, Any]) -> dict[str, Any]:
+    ordered = {way: measured[way] for way in study.ways if way in measured}
+    metric = first_metric(next(iter(ordered.values()))["metrics"])
+    return {"goal": study.task.goal, "metric": metric, "ways": ordered}
 
 
 if __name__ == "__main__":

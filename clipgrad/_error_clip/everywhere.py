@@ -99,7 +99,9 @@ class _Everywhere(_jaxpr.Hook):
         if inner and equation.primitive.name != "custom_linear_solve":
             return None
         outputs = _jaxpr.bind(equation, inputs)
-        if equation.primitive.name == "name":
+        # A number has no cotangent, nor has its copy on each device that `jax.shard_map` makes.
+        is_number = all(isinstance(atom, Literal) for atom in equation.invars)
+        if is_number or equation.primitive.name == "name":
             return outputs
         pairs = zip(equation.outvars, outputs, strict=True)
         return [clip_cotangent(x, self.rule) if self._clips(v) else x for v, x in pairs]
