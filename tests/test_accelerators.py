@@ -192,6 +192,38 @@ def test_adaptive_thresholds_and_skipping_are_one_collective_at_most(kind):
         assert facts_of_update(tx, kind).collectives <= (kind != "H200")
 
 
+@every_kind
+def test_tokens_are_dropped_by_an_exchange_of_their_norms_alone(kind):
+    """Each device ranks all norms; no token leaves the device that has it."""
+    tokens = abstract((mesh_of(kind).size, 128, WIDTH), mesh_of(kind))
+    facts = Facts.of(lambda x: cg.clip_grads(x, cg.DropTokens(4))[0], tokens)
+    assert facts.collectives <= (kind != "H200")
+    assert facts.temporaries <= 2**20
+
+
+@every_kind
+def test_what_u_clip_keeps_stays_where_it_is(kind):
+    tx, tree = cg.u_clip(cg.ClipByGlobalNorm(0.1)), abstract(SHAPES, mesh_of(kind))
+    facts = Facts.of(tx.update, tree, jax.eval_shape(tx.init, tree)._replace(carry=tree))
+    assert facts.collectives <= (kind != "H200") and facts.moved == 0
+
+
+@every_kind
+def test_kernels_of_attention_are_scaled_where_they_are(kind):
+    tree = abstract({"key": (WIDTH, 2, 64), "query": (WIDTH, 8, 64)}, mesh_of(kind))
+    tx = cg.qk_clip([("logits", "query", "key", 1)])
+    largest = abstract((8,), mesh_of(kind), P())
+    facts = Facts.of(
+        lambda updates, params, largest: tx.update(
+            updates, tx.init(params), params, max_logits={"logits": largest}
+        )[0],
+        tree,
+        tree,
+        largest,
+    )
+    assert facts.collectives == 0 and facts.kernels <= 6
+
+
 # Error clips
 
 

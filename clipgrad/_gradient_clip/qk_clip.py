@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.typing import ArrayLike
@@ -74,7 +75,7 @@ def qk_clip(
       (Array([2., 2.], dtype=float32), Array([-4.5, -4.5], dtype=float32))
     """
     chosen = _checked_pairs(pairs)
-    if not isinstance(max_logit, Tracer) and not jnp.all(jnp.asarray(max_logit) > 0):
+    if not isinstance(max_logit, Tracer) and not np.all(np.asarray(max_logit) > 0):
         raise ValueError(f"max_logit: got {max_logit!r}, expected a positive number such as 100.0")
     if not 0 <= balance <= 1:
         raise ValueError(f"balance: got {balance!r}, expected a number from 0 to 1")
