@@ -404,12 +404,18 @@ def test_a_jit_inside_keeps_donation_and_shardings_with_its_statistics():
 
 
 def test_a_program_that_is_called_from_many_places_is_measured_in_time_linear_in_the_source():
-    fun = lambda x: checkpoint_name(x * 1.01, "h")  # noqa: E731
-    for _ in range(14):
-        fun = jax.jit(lambda x, f=fun: f(x) + f(x))
-    stats = jax.jit(cg.with_value_stats(lambda x: fun(x)))(jnp.ones(()))[1]["h"]
-    assert stats.size == 2**14
+    def measured(depth):
+        fun = lambda x: checkpoint_name(x * 1.01, "h")  # noqa: E731
+        for _ in range(depth):
+            fun = jax.jit(lambda x, f=fun: f(x) + f(x))
+        return jax.jit(cg.with_value_stats(lambda x: fun(x)))
+
+    stats = measured(4)(jnp.ones(()))[1]["h"]
+    assert stats.size == 2**4
     np.testing.assert_allclose(stats.max, 1.01, rtol=1e-6)
+    # Not compiled: XLA writes every call out.
+    once, twice = (len(measured(n).lower(1.0).as_text().splitlines()) for n in (7, 14))
+    assert twice <= 2 * once
 
 
 # ---- what is watched ----------------------------------------------------------------------------
