@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
-from clipgrad._jaxpr import compiled as programs
-from clipgrad._jaxpr.compiled import kept_by_key, quick_jit
+from clipgrad._check import kept as programs
+from clipgrad._check.kept import kept_by_key, quick_jit
 from tests.check_zoo import custom
 
 X = jnp.asarray([0.3, -0.7, 1.1])

@@ -8,10 +8,11 @@ from jax import lax
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.gradients import differentiated, has_rules
+from clipgrad._check.kept import quick_jit
 from clipgrad._check.subject import make_subject
 from clipgrad._check.widening import AXIS, Unsupported, Widened
 from clipgrad._jaxpr import compiled as programs
-from clipgrad._jaxpr.compiled import low_optimization, quick_jit
+from clipgrad._jaxpr.compiled import low_optimization
 from tests.check_zoo import custom
 
 X = jnp.asarray([0.3, -1.2, 2.0])

@@ -13,6 +13,7 @@ from clipgrad._check.check import Check
 from clipgrad._check.differences import are_on_cpu
 from clipgrad._check.further import EQUALITY
 from clipgrad._check.gradients import differentiated, has_rules
+from clipgrad._check.kept import quick_jit
 from clipgrad._check.points import element_scales, masked_rows, random_direction
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
@@ -168,7 +169,7 @@ def vmap(check: Check) -> list[Failure]:
     failures = claim(rows, 0, check.gradient[0]) + claim(rows, 1, elsewhere[1], xs)
     del both, rows  # each is as large as two models
     try:
-        shared = _jaxpr.quick_jit(jax.vmap(subject.pull_back, (None, 0)))(subject.inputs, pairs)
+        shared = quick_jit(jax.vmap(subject.pull_back, (None, 0)))(subject.inputs, pairs)
     except Exception:
         return failures[:1]
     return (failures + claim(shared, 1, check.gradient[1]))[:1]
@@ -177,7 +178,7 @@ def vmap(check: Check) -> list[Failure]:
 def _attempt_gradient(gradient: Callable, forward: Callable, subject: CheckSubject, inputs) -> Any:
     """Compile and run; if that fails, the gradient is to blame unless the function fails too."""
     try:
-        return _jaxpr.quick_jit(gradient)(*inputs)
+        return quick_jit(gradient)(*inputs)
     except Exception as error:
         message = first_line(error)
     if not has_rules(subject):
@@ -199,7 +200,7 @@ def forward(check: Check) -> list[Failure]:
         scale = element_scales(subject.inputs)
         along = [random_direction(subject, check.options.seed, row) * scale for row in (0, 1)]
         tangents = _trees.stacked([_trees.leaves_of(row, subject.inputs) for row in along])
-        several = _jaxpr.quick_jit(push)(subject.inputs, tangents)
+        several = quick_jit(push)(subject.inputs, tangents)
         along = np.stack(along)
     except Exception as error:
         has_none = "custom_vjp" in str(error)

@@ -17,6 +17,8 @@ from clipgrad._check.differences import Differences, are_on_cpu
 from clipgrad._check.evaluation import Chaotic, choose, why_not
 from clipgrad._check.further import EQUALITY, NOTHING, nearby
 from clipgrad._check.gradients import VJP, Gradient, PlainAD, differentiated, has_rules, traced_vjp
+from clipgrad._check.kept import quick_jit
+from clipgrad._check.loops import Longer, found_by_loops, has_loops
 from clipgrad._check.options import Options
 from clipgrad._check.points import NEARBY, Point, cotangents, make_point, moved_apart
 from clipgrad._check.report import Failure
@@ -229,10 +231,10 @@ class Check:
     def _unconverged(self, point: Point) -> np.ndarray:
         """The distance of the rule and plain AD, excused by loops that end before they converge."""
         covectors, moved = self.covectors[: len(point.gradient)], np.zeros_like(point.gradient)
-        has_loops = self.subject.program is not None and _jaxpr.has_loops(self.subject.program)
-        for gradient in filter(None, {self.rule, self.plain} if has_loops else ()):
+        runs_on = self.subject.program is not None and has_loops(self.subject.program)
+        for gradient in filter(None, {self.rule, self.plain} if runs_on else ()):
             with contextlib.suppress(Exception):  # plain AD has no gradient of a `while_loop`
-                longer = gradient(point.xs, covectors, "longer", _jaxpr.Longer(np.float64))
+                longer = gradient(point.xs, covectors, "longer", Longer(np.float64))
                 moved += np.abs(longer - gradient(point.xs, covectors))
         exact = point.gradient if point.exact is None else point.exact
         change = np.where(np.isfinite(moved), moved, np.inf).max(axis=0)
@@ -346,7 +348,7 @@ def exact_gradients(
         function = PlainAD(wide, len(subject.inputs))
         plain = Gradient(function, _jaxpr.opened(program)[1], subject.outputs)
     try:
-        if not is_plain or any(_jaxpr.found_by_loops(program)):
+        if not is_plain or any(found_by_loops(program)):
             backward = traced_vjp(subject)
         rule = plain if is_plain or wide is None else None
         if wide is not None and not is_plain:
@@ -416,9 +418,7 @@ def _chosen_evaluation(subject: CheckSubject, covectors, log: Log):
         log.notes = [f"not verified: {error.__doc__}"]
         return None
     except ValueError:
-        compiled = contract.primal(
-            subject, _jaxpr.quick_jit(subject.fun)(subject.inputs), "compiled"
-        )
+        compiled = contract.primal(subject, quick_jit(subject.fun)(subject.inputs), "compiled")
         log.fail([failure._replace(check="jit") for failure in compiled])
         if not log.failures:
             raise
@@ -467,7 +467,7 @@ def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log:
     """The tolerance, which knows the leaves whose gradients are found by loops that stop."""
     if backward is None or log.options.tolerance is not None:
         return tolerance
-    solved = np.asarray(_jaxpr.found_by_loops(backward))
+    solved = np.asarray(found_by_loops(backward))
     names = ", ".join(name for name, flag in zip(subject.names, solved, strict=True) if flag)
     if not names:
         return tolerance

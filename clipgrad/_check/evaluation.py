@@ -9,6 +9,7 @@ import numpy as np
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check.differences import Differences, Evaluation, in_float64
+from clipgrad._check.loops import stops_by_numbers
 from clipgrad._check.points import NEARBY, element_scales, moved_apart, random_direction
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import SAME_VALUES, SOLVED, narrowest
@@ -47,7 +48,7 @@ def choose(
     ]
     if subject.program is None:
         ways = ways[2:]
-    elif _jaxpr.stops_by_numbers(subject.program):  # not worth a word where it does not converge
+    elif stops_by_numbers(subject.program):  # not worth a word where it does not converge
         ways = [("", lambda subject: _in_float64(subject, hold, longer=True)), *ways]
     for label, make in ways:
         try:

@@ -9,6 +9,7 @@ import numpy as np
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check.differences import in_float64
+from clipgrad._check.kept import kept_by_key
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.widening import Jitter, Nudge, Widened
 
@@ -83,7 +84,7 @@ class Gradient:
             wide = [x.astype(_trees.wide_dtype(x.dtype)) for x in leaves]
             return function.call(constants, wide, hook)
 
-        run = _jaxpr.kept_by_key((name, function.key), lambda: _jaxpr.low_jit(call))
+        run = kept_by_key((name, function.key), lambda: _jaxpr.low_jit(call))
         with in_float64():
             leaves = [np.asarray(x) for x in xs]
             like = [

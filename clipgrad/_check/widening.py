@@ -8,6 +8,10 @@ import numpy as np
 from jax.core import Tracer
 
 import clipgrad._jaxpr as _jaxpr
+from clipgrad._check.hold import Hold
+from clipgrad._check.identity import program_key
+from clipgrad._check.kept import kept_by_key, with_constants
+from clipgrad._check.loops import HeldLonger, Longer
 
 AXIS = "clipgrad_perturbation"
 # Further iterations of a loop that stops when it is near enough: each leaves nine tenths of the
@@ -55,7 +59,7 @@ class Widened:
 
     def call(self, constants: Sequence, xs: list, hook: _jaxpr.Hook | None = None) -> list:
         """The outputs in float64, custom rules stripped: to be differentiated, it is plain AD."""
-        program = _jaxpr.with_constants(self._program, constants)
+        program = with_constants(self._program, constants)
         return _jaxpr.evaluate(program, xs, hook or _jaxpr.Widen(jnp.float64))
 
     def held(self, constants: Sequence, xs: list) -> list:
@@ -63,17 +67,17 @@ class Widened:
 
         So differences see what JAX differentiates: a straight-through estimator is right.
         """
-        return self.call(constants, xs, _jaxpr.Hold(self._program, AXIS))
+        return self.call(constants, xs, Hold(self._program, AXIS))
 
     def longer(self, constants: Sequence, xs: list) -> list:
         """The outputs to which loops converge that stop when they are near enough."""
-        return self._run_on(constants, xs, _jaxpr.Longer(jnp.float64))
+        return self._run_on(constants, xs, Longer(jnp.float64))
 
     def held_longer(self, constants: Sequence, xs: list) -> list:
         """The call with longer loops under `jax.vmap`, `stop_gradient` held at row 0."""
-        return self._run_on(constants, xs, _jaxpr.HeldLonger(self._program, AXIS))
+        return self._run_on(constants, xs, HeldLonger(self._program, AXIS))
 
-    def _run_on(self, constants: Sequence, xs: list, hook: _jaxpr.Longer) -> list:
+    def _run_on(self, constants: Sequence, xs: list, hook: Longer) -> list:
         hook.more = MORE
         return self.call(constants, xs, hook)
 
@@ -82,8 +86,8 @@ def widened_program(program: Any) -> Widened:
     """The widened program, the same object for the same program."""
     if program is None:
         return Widened(program)
-    key = _jaxpr.program_key(program)
-    return _jaxpr.kept_by_key(("widened", key), lambda: Widened(program, key))
+    key = program_key(program)
+    return kept_by_key(("widened", key), lambda: Widened(program, key))
 
 
 class Nudge(_jaxpr.Widen):

@@ -8,18 +8,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
-from clipgrad._jaxpr.evaluate import ENTRANCES, evaluate
-from clipgrad._jaxpr.hold import Hold
-from clipgrad._jaxpr.programs import (
+from clipgrad._check.hold import Hold
+from clipgrad._jaxpr import (
     CALLS,
     CUSTOM_RULES,
+    ENTRANCES,
     JIT,
     REMAT,
+    Widen,
     equations,
+    evaluate,
     opened,
     scan_counts,
 )
-from clipgrad._jaxpr.widen import Widen
 
 _CALLING = JIT | REMAT | CALLS | CUSTOM_RULES
 

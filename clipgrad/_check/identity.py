@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._jaxpr.programs import CUSTOM_RULES, called_program, opened
+from clipgrad._jaxpr import CUSTOM_RULES, called_program, opened
 
 # Whose objects say by `==` whether they are the same; any other object is the same as itself alone.
 _COMPARABLE = frozenset({"builtins", "jax", "jaxlib", "ml_dtypes", "numpy"})

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
-from clipgrad._jaxpr.programs import opened
-from clipgrad._jaxpr.widen import Widen
+from clipgrad._jaxpr import Widen, opened
 
 
 class Hold(Widen):
