@@ -17,7 +17,7 @@ TESTS = sorted(pathlib.Path(__file__).parent.glob("test_*.py"))
 
 # Each room (a folder, or a file beside them) may import the ones before it.
 ROOMS = [
-    "_compat", "_docs", "_elsewhere", "_errors", "_chart", "_devices", "_trees", "_jaxpr",
+    "_compat", "_docs", "_elsewhere", "_errors", "_chart", "_devices", "_trees", "_jaxpr", "_names",
     "_program", "_frameworks", "_numerics", "_thresholds", "_rules", "_stats", "_error_clip",
     "_values", "_gradient_clip", "_training", "_per_example", "_recorder", "_check", "_diagnose",
     "_compare", "__init__", "_demo", "_commands", "__main__",

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, PartitionSpec
 
-from clipgrad import _jaxpr
+from clipgrad import _jaxpr, _names
 
 X = jnp.linspace(0.1, 1.0, 4)
 
@@ -352,7 +352,7 @@ def test_sites_have_their_names_nests_and_dtypes():
 
         return lax.scan(step, x[0], x)[1] * index[0].astype(jnp.float32)
 
-    found = {site.name: site for site in _jaxpr.sites(jax.make_jaxpr(model)(X))}
+    found = {site.name: site for site in _names.sites(jax.make_jaxpr(model)(X))}
     assert (found["h"].nest, found["h"].dtype, found["h"].within) == ((4, 4), "float32", None)
     assert found["index"].nest == () and not found["index"].is_differentiable
     assert found["h"].is_differentiable and found["h"].used and not found["unused"].used
@@ -374,7 +374,7 @@ def test_sites_in_custom_rules_say_what_they_are_within(name):
         stated(rules[name])
     else:
         rules[name].def_vmap(lambda size, batched, x: (x, True))
-    (site,) = _jaxpr.sites(jax.make_jaxpr(jax.jit(rules[name]))(X))
+    (site,) = _names.sites(jax.make_jaxpr(jax.jit(rules[name]))(X))
     assert site.within == name + "_call"
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
-from clipgrad import _jaxpr
+from clipgrad import _jaxpr, _names
 from tests.helpers import assert_close
 
 pytestmark = pytest.mark.exhaustive
@@ -239,12 +239,12 @@ def test_many_tagged_sites_make_a_program_linear_in_the_size_of_the_model():
 
 def test_a_function_called_from_many_places_is_read_once(monkeypatch):
     read = []
-    sites = sys.modules["clipgrad._jaxpr.sites"]
+    sites = sys.modules["clipgrad._names.sites"]
     find = sites._find
     monkeypatch.setattr(sites, "_find", lambda jaxpr: read.append(jaxpr) or find(jaxpr))
 
     called = jax.jit(lambda x: checkpoint_name(x, "h"))
     for _ in range(10):
         called = jax.jit(lambda x, f=called: f(f(x)))
-    (site,) = _jaxpr.sites(jax.make_jaxpr(called)(X))
+    (site,) = _names.sites(jax.make_jaxpr(called)(X))
     assert site.name == "h" and len(read) <= 12

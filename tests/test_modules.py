@@ -674,7 +674,7 @@ def test_the_compiled_forward_pass_is_the_same_program():
 
 def test_a_program_called_from_many_modules_is_read_once(monkeypatch):
     read = []
-    sites = sys.modules["clipgrad._jaxpr.sites"]
+    sites = sys.modules["clipgrad._names.sites"]
     find = sites._find
     monkeypatch.setattr(sites, "_find", lambda jaxpr: read.append(jaxpr) or find(jaxpr))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from clipgrad import _jaxpr
+from clipgrad import _diagnose, _jaxpr, _names
 
 KINDS = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float64": jnp.float64}
 
@@ -73,22 +73,22 @@ def test_probes_measure_the_cotangents_of_all_steps():
 
     program = jax.make_jaxpr(loss)(2.0)
     call = program.eqns[-2]
-    place = _jaxpr.Place(call)
+    place = _names.Place(call)
     scan, product = (
         next(e for e in _jaxpr.equations(program) if e.primitive.name == name)
         for name in ("scan", "mul")
     )
-    place = _jaxpr.Place(scan, place)
-    inner = _jaxpr.Place(product, place)
+    place = _names.Place(scan, place)
+    inner = _names.Place(product, place)
     shapes = {
-        _jaxpr.Site(_jaxpr.STATE, place.key, 0): (4,),
-        _jaxpr.Site(_jaxpr.RESULT, inner.key, 0): (4,),
-        _jaxpr.Site(_jaxpr.RESULT, place.key, 0): (),
+        _diagnose.Site(_diagnose.STATE, place.key, 0): (4,),
+        _diagnose.Site(_diagnose.RESULT, inner.key, 0): (4,),
+        _diagnose.Site(_diagnose.RESULT, place.key, 0): (),
     }
     probes = {site: np.zeros(shape, np.float32) for site, shape in shapes.items()}
 
     def probed(w, probes):
-        return _jaxpr.evaluate(program, [w], _jaxpr.Probe(probes, largest))[0]
+        return _jaxpr.evaluate(program, [w], _diagnose.Probe(probes, largest))[0]
 
     value, (grad, found) = jax.jit(jax.value_and_grad(probed, argnums=(0, 1)))(2.0, probes)
     assert value == 48 and grad == 96
@@ -111,8 +111,8 @@ def test_a_value_is_followed_to_where_it_went_wrong():
         return lax.while_loop(lambda c: c[0] < 6, body, (0, x))[1]
 
     traced = jax.make_jaxpr(program)(1.0)
-    (track,) = _jaxpr.origins(traced, [np.float32(1)]).results
+    (track,) = _diagnose.origins(traced, [np.float32(1)]).results
     birth = track.birth
     assert (track.badness, birth.place.operation, birth.steps) == (2, "log", (2, 0))
-    (read,) = _jaxpr.operands_of(traced, [np.float32(1)], birth)
+    (read,) = _diagnose.operands_of(traced, [np.float32(1)], birth)
     np.testing.assert_allclose(read, -0.2, atol=1e-6)

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipgrad._jaxpr as _jaxpr
+import clipgrad._names as _names
 from clipgrad._values import ValueHook, named_values, value_hook
 from tests.helpers import assert_close, assert_same
 from tests.tagged import MODELS, X, scanned, step
@@ -118,8 +119,8 @@ def test_notes_are_no_values_with_names(model):
         for program in (_jaxpr.trace(noting, (X,), {}), traced(model))
     )
     assert found == plain
-    sites = _jaxpr.sites(_jaxpr.trace(noting, (X,), {}).program)
-    assert sites == _jaxpr.sites(traced(model).program)
+    sites = _names.sites(_jaxpr.trace(noting, (X,), {}).program)
+    assert sites == _names.sites(traced(model).program)
 
 
 @every_program

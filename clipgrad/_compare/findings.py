@@ -12,7 +12,8 @@ from clipgrad._compare.places import ComparedPlace
 from clipgrad._compare.records import ComparisonFinding
 from clipgrad._compare.slices import Ends, Slice, made_by, used_by, users_of, value_scopes
 from clipgrad._compare.versions import Version
-from clipgrad._jaxpr import Place, opened
+from clipgrad._jaxpr import opened
+from clipgrad._names import Place
 
 ONE_ARGUMENT = "the argument"  # the path of an argument that is one array
 

@@ -13,19 +13,16 @@ from clipgrad._compare.arguments import hashed, sign_of, signs
 from clipgrad._compare.differences import Judgment, judge, rounding
 from clipgrad._compat import to_varying, varying_axes
 from clipgrad._jaxpr import (
-    ModuleValues,
-    Place,
     ProgramValues,
-    ScopePath,
     called_program,
     equations,
     holds_floats,
     opened,
-    path,
     replicated,
     scan_counts,
     value_programs,
 )
+from clipgrad._names import ModuleValues, Place, ScopePath, path
 from clipgrad._values import NamedValue, Seen, ValueHook, value_hook
 
 NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %

@@ -7,15 +7,8 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._compare.matching import Instance
-from clipgrad._jaxpr import (
-    Place,
-    ScopePath,
-    entered_programs,
-    opened,
-    path,
-    scan_counts,
-    value_programs,
-)
+from clipgrad._jaxpr import entered_programs, opened, scan_counts, value_programs
+from clipgrad._names import Place, ScopePath, path
 from clipgrad._values import NamedValue
 
 Ends = Callable[[Var], bool]  # whether a named value that agrees ends a slice

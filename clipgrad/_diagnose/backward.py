@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 import clipgrad._jaxpr as _jaxpr
+from clipgrad._diagnose.origins import Birth, Device, Origins, operands_of_vjp, origins
+from clipgrad._diagnose.tracker import OperandOfVjp
 from clipgrad._diagnose.values import ValueOrigin
-from clipgrad._jaxpr import Birth, Device, OperandOfVjp, Origins, Place
+from clipgrad._names import Place
 from clipgrad._program import GradientProgram, SummedValue, summed_value
 
 
@@ -68,7 +70,7 @@ def first_fault(
         return own is not None and excused(own, steps)
 
     seeds = [jnp.ones(v.aval.shape, v.aval.dtype) for v in _seeds(gradient)]
-    found = _jaxpr.origins(
+    found = origins(
         gradient.program,
         [*inputs, *seeds],
         followed=gradient.cotangents,
@@ -102,7 +104,7 @@ def _fault(gradient: GradientProgram, inputs: Sequence[Any], birth: Birth) -> Vj
         return VjpFault(birth, birth.place, [])
     device: Device = min(birth.devices)
     try:
-        operands = _jaxpr.operands_of_vjp(gradient.forward, inputs, place, birth.steps, device)
+        operands = operands_of_vjp(gradient.forward, inputs, place, birth.steps, device)
     except (TypeError, ValueError, NotImplementedError, NameError):
         operands = []  # an operation that has no derivative by itself
     return VjpFault(birth, place, operands)

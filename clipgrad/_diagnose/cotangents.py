@@ -10,8 +10,9 @@ import numpy as np
 from jax.extend.core import Var
 
 import clipgrad._jaxpr as _jaxpr
+from clipgrad._diagnose.probe import RESULT, Probe, Site
 from clipgrad._diagnose.units import ProgramBlock
-from clipgrad._jaxpr import RESULT, Site, dtype_of, on_host, replicated
+from clipgrad._jaxpr import dtype_of, on_host, replicated
 from clipgrad._numerics import at_least_float32
 from clipgrad._program import active_variables
 
@@ -95,7 +96,7 @@ def measure(
     def loss(given: list, others: list, probes: dict[Site, Any]) -> Any:
         left = iter(given)
         all_inputs = [next(left) if i in chosen else x for i, x in enumerate(others)]
-        hook = _jaxpr.Probe(probes, _as_in_probe, base)
+        hook = Probe(probes, _as_in_probe, base)
         value = _jaxpr.evaluate(program, [hook.constant(x, None) for x in all_inputs], hook)[0]
         return value * jnp.asarray(LOSS_SCALE, value.dtype) if is_scaled else value
 

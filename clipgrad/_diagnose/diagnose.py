@@ -27,6 +27,7 @@ from clipgrad._diagnose.findings import (
     value_finding,
     vjp_finding,
 )
+from clipgrad._diagnose.origins import CONSTANT, Origins, origins
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN, units_and_rows
 from clipgrad._diagnose.subject import DiagnosisSubject, subject
@@ -35,7 +36,7 @@ from clipgrad._diagnose.underflow import may_underflow, underflow_finding, under
 from clipgrad._diagnose.units import CLOSED, ProgramBlock
 from clipgrad._diagnose.values import origin_of, origin_of_loss
 from clipgrad._errors import first_line
-from clipgrad._jaxpr import CONSTANT, Origins, Place, origins
+from clipgrad._names import Place
 from clipgrad._program import GradientProgram, dependence
 from clipgrad._recorder import CapturedArgs
 

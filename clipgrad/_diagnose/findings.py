@@ -13,7 +13,8 @@ from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._diagnose.suspects import computed, suspect
 from clipgrad._diagnose.values import ValueOrigin
 from clipgrad._docs import docs_page
-from clipgrad._jaxpr import Location, Place, dtype_of, holds_floats
+from clipgrad._jaxpr import dtype_of, holds_floats
+from clipgrad._names import Location, Place
 
 
 def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFinding:

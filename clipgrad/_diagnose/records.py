@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from clipgrad._jaxpr import Location
+from clipgrad._names import Location
 
 
 @dataclasses.dataclass(frozen=True)

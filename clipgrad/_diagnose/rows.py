@@ -7,7 +7,7 @@ import numpy as np
 from clipgrad._diagnose.cotangents import Measured, joined
 from clipgrad._diagnose.records import GradientRow
 from clipgrad._diagnose.units import ProgramBlock, Unit
-from clipgrad._jaxpr import Place
+from clipgrad._names import Place
 
 SCAN = "scan"
 

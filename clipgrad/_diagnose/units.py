@@ -7,7 +7,10 @@ from typing import Any
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._jaxpr import Place, holds_floats
+from clipgrad._diagnose.blocks import Block
+from clipgrad._diagnose.probe import RESULT
+from clipgrad._jaxpr import holds_floats
+from clipgrad._names import Place
 
 # Code without scopes is cut into so many parts, of at most so many equations: 184 probes in a
 # transformer of 12 layers and 997 equations, which compile in 18 seconds on two busy cores.
@@ -32,7 +35,7 @@ class Unit:
         self.block, self.equations = block, equations
         own = set(map(id, equations))
         self.leaves = {
-            v: block.site(_jaxpr.RESULT, equation, i)
+            v: block.site(RESULT, equation, i)
             for equation in equations
             for i, v in enumerate(equation.outvars)
             if not isinstance(v, DropVar) and holds_floats(v) and used.get(v, set()) - own
@@ -51,7 +54,7 @@ class Unit:
         return inner if inner and not inner.is_small else None
 
 
-class ProgramBlock(_jaxpr.Block):
+class ProgramBlock(Block):
     """A `Block` in units."""
 
     @functools.cached_property

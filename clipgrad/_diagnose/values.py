@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import clipgrad._jaxpr as _jaxpr
+from clipgrad._diagnose.origins import CONSTANT, Birth, Origins, operands_of, origins
 from clipgrad._diagnose.suspects import MASKING
-from clipgrad._jaxpr import CONSTANT, Birth, Origins, Place
+from clipgrad._names import Place
 
 # NaN such as inf - inf is made of two infinities, of several operations at times.
 _TRIED_VALUES = 4
@@ -36,7 +36,7 @@ def origin_of_loss(program: Any, inputs: Sequence[Any], found: Origins) -> Value
     if birth is None or birth.place is None or birth.time == CONSTANT:
         return birth and ValueOrigin(birth)
     root = _overflow(program, inputs, birth)
-    values = _jaxpr.operands_of(program, inputs, root or birth)
+    values = operands_of(program, inputs, root or birth)
     then = birth.place if root else None
     return ValueOrigin(root or birth, values, then, birth.badness == 2)
 
@@ -45,7 +45,7 @@ def origin_of(program: Any, inputs: Sequence[Any], birth: Birth) -> ValueOrigin:
     """The origin of the NaN or inf in a value of the program."""
     if birth.place is None or birth.time == CONSTANT:
         return ValueOrigin(birth)
-    return ValueOrigin(birth, _jaxpr.operands_of(program, inputs, birth))
+    return ValueOrigin(birth, operands_of(program, inputs, birth))
 
 
 def _overflow(program: Any, inputs: Sequence[Any], birth: Birth) -> Birth | None:
@@ -73,4 +73,4 @@ def _is_mask(birth: Birth, root: Birth) -> bool:
 
 def _birth(program: Any, inputs: Sequence[Any], cured: Sequence[Place]) -> Birth | None:
     """The birth of the first result, if it is not finite."""
-    return _jaxpr.origins(program, inputs, cured).results[0].birth
+    return origins(program, inputs, cured).results[0].birth

@@ -11,10 +11,5 @@ from clipgrad._error_clip.names import Rules as Rules
 from clipgrad._error_clip.names import check_call as check_call
 from clipgrad._error_clip.names import check_function as check_function
 from clipgrad._error_clip.names import list_names as list_names
-from clipgrad._error_clip.wanted import VALUES as VALUES
-from clipgrad._error_clip.wanted import checked_watch as checked_watch
-from clipgrad._error_clip.wanted import common_nest as common_nest
-from clipgrad._error_clip.wanted import sites_by_name as sites_by_name
-from clipgrad._error_clip.wanted import watched_names as watched_names
 from clipgrad._error_clip.watch import value_and_grad_with_stats as value_and_grad_with_stats
 from clipgrad._error_clip.watch import with_stats as with_stats

@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 import jax
 
 import clipgrad._jaxpr as _jaxpr
+import clipgrad._names as _names
 from clipgrad._error_clip.adapting import Stepwise
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._error_clip.names import Rules, check_function, checked_rules
-from clipgrad._error_clip.wanted import CLIPPED, Resolved, resolved
 from clipgrad._frameworks import with_models
+from clipgrad._names import CLIPPED, Resolved, resolved
 from clipgrad._rules import is_own
 from clipgrad._stats import ClipStats
 
@@ -129,7 +130,7 @@ class ByName(_jaxpr.Hook):
     probes: dict[str, ClipStats]  # with a leading axis for each scan around the variable
     modules: frozenset[str]  # the names that are paths of modules; the others are tags
     active: frozenset[Any] | None = None  # variables of modules with a cotangent; None: all
-    scopes: _jaxpr.ScopePath = ()  # those around the program
+    scopes: _names.ScopePath = ()  # those around the program
 
     @classmethod
     def of(
@@ -161,12 +162,12 @@ class ByName(_jaxpr.Hook):
         if not self.modules:
             return super().values(jaxpr)
 
-        def leave(_: Any, scopes: _jaxpr.ScopePath) -> Callable[[Any], Any] | None:
+        def leave(_: Any, scopes: _names.ScopePath) -> Callable[[Any], Any] | None:
             name = "/".join((*self.scopes, *scopes))
             watched = name in self.modules and self._has(name)
             return functools.partial(self._clip, name) if watched else None
 
-        return _jaxpr.ModuleValues(self, jaxpr, leave, self.active)
+        return _names.ModuleValues(self, jaxpr, leave, self.active)
 
     def steps(self, equation: Any) -> Any:
         """The probes, and the limits, with an entry for each step of this scan."""
@@ -193,16 +194,16 @@ class ByName(_jaxpr.Hook):
     def _part_inside(self, equation: Any) -> "ByName":
         """The part of this for the variables inside of an equation."""
         inner, _ = _jaxpr.entered_programs(equation)
-        scopes = (*self.scopes, *_jaxpr.path(equation)) if inner else ()
+        scopes = (*self.scopes, *_names.path(equation)) if inner else ()
         found = (
-            s.below(scopes) for program in inner for s in _jaxpr.sites(program) if not s.within
+            s.below(scopes) for program in inner for s in _names.sites(program) if not s.within
         )
         names = {s.name for s in found if (s.kind == "module") == (s.name in self.modules)}
         rules = {n: rule for n, rule in self.rules.items() if n in names and rule is not None}
         probes = {n: probe for n, probe in self.probes.items() if n in names}
         active = self.active
         if active is not None:
-            active &= frozenset().union(*map(_jaxpr.variables_of_modules, inner))
+            active &= frozenset().union(*map(_names.variables_of_modules, inner))
         return ByName(rules, probes, self.modules & names, active, scopes)
 
 
@@ -216,7 +217,7 @@ def _has_steps(rule: Any) -> bool:
 
 def warn_of_batches(program: Any, names: Resolved, caller: str, stacklevel: int) -> None:
     """Warns of rules that measure a norm where a variable is a batch."""
-    found = [site for site in _jaxpr.sites(program) if site.mapped and not site.within]
+    found = [site for site in _names.sites(program) if site.mapped and not site.within]
     mapped = {(site.name, site.kind) for site in found}
     batches = [n for n, c in names.items() if (n, c.kind) in mapped and _measures_all(c.rule)]
     if batches:

@@ -1,56 +1,14 @@
 """The names of the variables inside of a function, and the rules for them."""
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._error_clip.wanted import CLIPPED, VALUES, Sites, common_nest, sites_by_name
 from clipgrad._frameworks import Pure, differentiated_inputs, with_models
+from clipgrad._names import Names, names_of
 from clipgrad._rules import as_rule, is_rule
 
 Rules = Mapping[str, Callable[..., Any] | None]
-
-
-class Name(NamedTuple):
-    """A name of variables inside of a function.
-
-    Attributes:
-      name: the tag, or the path of the module.
-      kind: ``"tag"`` or ``"module"``.
-      shape: the shape of the largest of its variables, as it is within one step of a scan.
-      dtype: its dtype.
-      scans: the lengths of the scans around all of its variables, outermost first: the leading
-        axes of its statistics.
-      sites: how many variables have the name.
-      cotangent: whether its cotangents can be clipped and watched. Then the other attributes are
-        those of the variables with cotangents. If not, `with_value_stats` can watch the values.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    scans: tuple[int, ...]
-    sites: int
-    cotangent: bool
-
-
-class Names(tuple[Name, ...]):
-    """The names of a function, in the order of computation; `str` is a table."""
-
-    def __str__(self) -> str:
-        """The table."""
-        rows = [("name", "kind", "shape", "dtype", "scans", "sites", "cotangent")]
-        for name in self:
-            shape, scans = (" x ".join(map(str, n)) for n in (name.shape, name.scans))
-            rest = str(name.dtype), scans, str(name.sites), "yes" if name.cotangent else "no"
-            rows.append((*name[:2], shape or "scalar", *rest))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-        return "\n".join(lines)
 
 
 def list_names(
@@ -95,18 +53,7 @@ def list_names(
     """
     check_call(fun, args, kwargs)
     program = program_of(fun, args, kwargs or {})[0].program
-    there = sites_by_name(program)
-    listed = {n: s for n, s in there.items() if CLIPPED.lists(s) or VALUES.lists(s)}
-    return Names(_name_of_sites(name, listed[name]) for name in _inner_first(listed))
-
-
-def _inner_first(names: Iterable[str]) -> list[str]:
-    """Names in their order, but each after those inside it: some leave a module before its end."""
-    last: dict[str, int] = {}
-    for i, name in enumerate(names):
-        segments = name.split("/")
-        last |= {"/".join(segments[:depth]): i for depth in range(1, len(segments) + 1)}
-    return sorted(names, key=lambda name: (last[name], -name.count("/")))
+    return names_of(program)
 
 
 def program_of(
@@ -133,14 +80,6 @@ def program_of(
 
     with_models(read, fun, args, kwargs)
     return traced[0], changes[0], flags
-
-
-def _name_of_sites(name: str, sites: Sites) -> Name:
-    wanted = CLIPPED if CLIPPED.lists(sites) else VALUES
-    own = wanted.own(sites)
-    largest = max(own, key=lambda site: math.prod(site.shape))
-    rest = largest.shape, np.dtype(largest.dtype), common_nest(own), sum(own.values())
-    return Name(name, largest.kind, *rest, wanted is CLIPPED)
 
 
 def check_function(fun: Any) -> None:

@@ -10,17 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
+import clipgrad._names as _names
 from clipgrad._error_clip.by_name import ByName, warn_of_batches
 from clipgrad._error_clip.names import Rules, checked_rules, program_of
-from clipgrad._error_clip.wanted import (
-    CLIPPED,
-    WATCHED,
-    Resolved,
-    checked_watch,
-    common_nest,
-    resolved,
-    watched_names,
-)
 from clipgrad._frameworks import (
     Pure,
     has_modules,
@@ -28,6 +20,15 @@ from clipgrad._frameworks import (
     is_model,
     model_value_and_grad,
     with_models,
+)
+from clipgrad._names import (
+    CLIPPED,
+    WATCHED,
+    Resolved,
+    checked_watch,
+    common_nest,
+    resolved,
+    watched_names,
 )
 from clipgrad._program import active_variables
 from clipgrad._stats import ClipStats
@@ -218,14 +219,14 @@ def _resolved(program: Any, rules: Rules, watch: dict[str, Any] | None) -> Resol
 
 
 def _probes(program: Any, names: Resolved) -> dict[str, ClipStats]:
-    found: dict[str, list[_jaxpr.NamedSite]] = {name: [] for name in names}
-    for site in _jaxpr.sites(program):
+    found: dict[str, list[_names.NamedSite]] = {name: [] for name in names}
+    for site in _names.sites(program):
         if site.has_cotangent and site.name in names and site.kind == names[site.name].kind:
             found[site.name].append(site)
     return {name: _probe_of_sites(own) for name, own in found.items()}
 
 
-def _probe_of_sites(own: list[_jaxpr.NamedSite]) -> ClipStats:
+def _probe_of_sites(own: list[_names.NamedSite]) -> ClipStats:
     """Statistics of nothing, with an axis for each scan around all these sites."""
     wide = any(site.dtype in ("float64", "complex128") for site in own)
     return ClipStats.zero(common_nest(own), jnp.float64 if wide else jnp.float32)

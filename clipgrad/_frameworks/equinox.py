@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._frameworks.attribute_names import is_equinox
+from clipgrad._names import is_equinox
 from clipgrad._trees import combine, instances, is_array, is_clippable, partition
 
 

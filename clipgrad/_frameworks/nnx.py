@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 import clipgrad._frameworks.equinox as _equinox
-from clipgrad._frameworks.attribute_names import Named
+from clipgrad._names import Named
 from clipgrad._trees import check_tree, instances
 
 TAG = "clipgrad"

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._frameworks.attribute_names import Named, flax_nnx
 from clipgrad._frameworks.nnx import explained, is_model
+from clipgrad._names import Named, flax_nnx
 from clipgrad._trees import is_array, is_clippable
 
 _RANDOM = "keys of random numbers"

@@ -37,32 +37,6 @@ def equations(program: Any) -> Iterator[JaxprEqn]:
             yield from equations(inner)
 
 
-def entered_programs(equation: JaxprEqn) -> tuple[list, list]:
-    """Return the programs inside an equation: those that derivatives go through, and the others.
-
-    Of the others `evaluate` enters only those of `while`, and custom rules if its hook flattens.
-    """
-    name = equation.primitive.name
-    if name == "custom_linear_solve":
-        solve = equation.params["jaxprs"]
-        others = [solve.solve, solve.vecmat, solve.transpose_solve]
-        return [solve.matvec], [program for program in others if program is not None]
-    inner = list(jaxprs_in_params(equation.params))
-    return (inner, []) if name in _DIFFERENTIATED else ([], inner)
-
-
-def value_programs(equation: JaxprEqn) -> list:
-    """Return the programs inside an equation whose values can be kept besides its results.
-
-    They are in the order in which `evaluate` numbers the branches of a cond. Custom rules and
-    linear solves are left whole; the condition of a `while` is computed apart from its body.
-    """
-    name = equation.primitive.name
-    if name == "while":
-        return [equation.params["body_jaxpr"]]
-    return [] if name == "custom_linear_solve" else entered_programs(equation)[0]
-
-
 def map_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, Any]:
     """Return the parameters with programs in them, each replaced by `change` of it."""
 
@@ -76,6 +50,60 @@ def map_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, 
 
     new = {name: changed(value) for name, value in equation.params.items()}
     return {name: value for name, value in new.items() if value is not equation.params[name]}
+
+
+def held_programs(equation: JaxprEqn) -> list:
+    """Return all programs inside an equation, in JAX's containers."""
+    found: list[Any] = []
+    map_programs(equation, lambda program: found.append(program) or program)
+    return found
+
+
+def differentiated_programs(equation: JaxprEqn) -> list:
+    """Return the programs inside an equation that JAX differentiates operation by operation.
+
+    Those of a custom rule, a kernel, a `while` and a linear solve are not: they have derivatives of
+    their own, or none.
+    """
+    return held_programs(equation) if equation.primitive.name in _DIFFERENTIATED else []
+
+
+def entered_programs(equation: JaxprEqn) -> tuple[list, list]:
+    """Return the programs inside an equation: those that derivatives go through, and the others.
+
+    Of the others `evaluate` enters only those of `while`, and custom rules if its hook flattens.
+    """
+    if equation.primitive.name == "custom_linear_solve":
+        solve = equation.params["jaxprs"]
+        others = [solve.solve, solve.vecmat, solve.transpose_solve]
+        return [solve.matvec], [program for program in others if program is not None]
+    inner = differentiated_programs(equation)
+    return (inner, []) if inner else ([], held_programs(equation))
+
+
+def value_programs(equation: JaxprEqn) -> list:
+    """Return the programs inside an equation whose values can be kept besides its results.
+
+    They are in the order in which `evaluate` numbers the branches of a cond. Custom rules and
+    linear solves are left whole; the condition of a `while` is computed apart from its body.
+    """
+    is_while = equation.primitive.name == "while"
+    return [equation.params["body_jaxpr"]] if is_while else differentiated_programs(equation)
+
+
+def tracked_programs(equation: JaxprEqn) -> list:
+    """Return the programs inside an equation whose operations are followed one by one.
+
+    They are those of `value_programs` and of custom rules; a choice by platform is one operation.
+    """
+    if equation.primitive.name in CUSTOM_RULES:
+        return [called_program(equation)]
+    return [] if chooses_by_platform(equation) else value_programs(equation)
+
+
+def chooses_by_platform(equation: JaxprEqn) -> bool:
+    """Whether an equation is a cond that chooses by the platform, when XLA compiles."""
+    return equation.params.get("branches_platforms") is not None
 
 
 def has_side_effects(equation: JaxprEqn, references: bool = True) -> bool:

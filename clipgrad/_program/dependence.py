@@ -6,14 +6,14 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._jaxpr import (
-    Place,
-    entered_programs,
+    differentiated_programs,
     holds_floats,
     is_reference,
     opened,
     scan_counts,
     tracked_programs,
 )
+from clipgrad._names import Place
 
 Sources = frozenset[int]  # positions among the inputs of the program
 _NONE: Sources = frozenset()
@@ -45,15 +45,9 @@ def active_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
     def is_differentiated(equation: JaxprEqn, variable: Var) -> bool:
         return equation.primitive.name != "stop_gradient" and holds_floats(variable)
 
-    walk = _Walk(_differentiated_programs, is_differentiated)
+    walk = _Walk(differentiated_programs, is_differentiated)
     walk.start(program, [i for i in inputs if holds_floats(opened(program)[0].invars[i])])
     return frozenset(walk.variables)
-
-
-def _differentiated_programs(equation: JaxprEqn) -> list[Any]:
-    """The programs that derivatives go through as JAX computes them, by no rule of a user's."""
-    is_solve = equation.primitive.name == "custom_linear_solve"
-    return [] if is_solve else entered_programs(equation)[0]
 
 
 class _Walk:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from clipgrad._jaxpr import Hook, Place, evaluate, holds_floats, opened, tracked_programs
+from clipgrad._jaxpr import Hook, evaluate, holds_floats, opened, tracked_programs
+from clipgrad._names import Place
 from clipgrad._program.dependence import Sources, dependence
 from clipgrad._program.marks import Marks
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._jaxpr import Place, map_programs, marks, opened, with_mark
+from clipgrad._jaxpr import held_programs, map_programs, opened
+from clipgrad._names import Place, marks, with_mark
 
 
 class Marks:
@@ -37,7 +38,7 @@ class Marks:
             known = {self._numbers.get(id(opened(program)[0])): program for program in programs}
             if number in known:
                 found = Place(opened(known[number])[0].eqns[position], found)
-                programs = _programs(found.equation)
+                programs = held_programs(found.equation)
         return found
 
     def order(self, place: Place) -> tuple[int, ...]:
@@ -51,7 +52,7 @@ class Marks:
         if len(common) != 1 or len({p.parent and p.parent.key for p in places}) != 1:
             return None
         around = places[0].parent
-        programs = [self.program] if around is None else _programs(around.equation)
+        programs = [self.program] if around is None else held_programs(around.equation)
         made = (e for p in programs for e in opened(p)[0].eqns if common & {*e.outvars})
         return next((Place(equation, around) for equation in made), None)
 
@@ -69,9 +70,3 @@ class Marks:
         inner = map_programs(equation, self._with_marks)
         marked = with_mark(equation, number, position)
         return marked.replace(params={**equation.params, **inner}) if inner else marked
-
-
-def _programs(equation: JaxprEqn) -> list[Any]:
-    found: list[Any] = []
-    map_programs(equation, lambda program: found.append(program) or program)
-    return found

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from clipgrad._jaxpr import Place, opened, scan_counts, tracked_programs
+from clipgrad._jaxpr import opened, scan_counts, tracked_programs
+from clipgrad._names import Place
 from clipgrad._program.gradient import GradientProgram
 from clipgrad._program.marks import Marks
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import clipgrad._jaxpr as _jaxpr
+import clipgrad._names as _names
 from clipgrad._compat import to_varying, varying_axes
 
 Key = tuple[Any, ...]
@@ -56,7 +57,7 @@ class ValueHook(_jaxpr.Hook):
     has_notes = True
 
     taps: KeyedNotes = dataclasses.field(default_factory=dict)
-    scopes: _jaxpr.ScopePath = ()
+    scopes: _names.ScopePath = ()
     axes: frozenset[str] = frozenset()
 
     def wants(self, name: str, kind: str, used: bool) -> bool:
@@ -112,21 +113,21 @@ class ValueHook(_jaxpr.Hook):
 
     def __call__(self, equation: Any, inputs: list) -> Sequence | None:
         """The tagged value; an equation without names inside is bound as it is."""
-        if equation.primitive.name == "name" and not _jaxpr.is_mark(equation):
+        if equation.primitive.name == "name" and not _names.is_mark(equation):
             (tagged,) = _jaxpr.bind(equation, inputs)
-            used = _jaxpr.is_used(self._jaxpr, equation.outvars[0])
+            used = _names.is_used(self._jaxpr, equation.outvars[0])
             return [self._see(equation.params["name"], "tag", 0, 0, tagged, used)]
         return None if self._has_names_inside(equation) else _jaxpr.bind(equation, inputs)
 
     def values(self, jaxpr: Any) -> _jaxpr.ProgramValues:
         """The values of the program, replaced where they leave modules."""
         self._jaxpr = jaxpr
-        return _jaxpr.ModuleValues(self, jaxpr, self._leave)
+        return _names.ModuleValues(self, jaxpr, self._leave)
 
     def results(self, equation: Any, outputs: Sequence) -> Sequence:
         """See what nothing uses."""
         for i, (variable, x) in enumerate(zip(equation.outvars, outputs, strict=True)):
-            for scopes in _jaxpr.left_unused(self._jaxpr, equation, variable):
+            for scopes in _names.left_unused(self._jaxpr, equation, variable):
                 self._see(self._name(scopes), "module", i, len(scopes), x, used=False)
         return outputs
 
@@ -144,7 +145,7 @@ class ValueHook(_jaxpr.Hook):
         if not isinstance(step, dict):
             taps = {} if name == "shard_map" else self.keys_inside(self._number)
         inner = dataclasses.replace(
-            self, taps=taps, scopes=(*self.scopes, *_jaxpr.path(equation)), axes=axes
+            self, taps=taps, scopes=(*self.scopes, *_names.path(equation)), axes=axes
         )
         return inner if name in ("cond", "shard_map") else inner.branch(0)
 
@@ -179,16 +180,16 @@ class ValueHook(_jaxpr.Hook):
         return {key: self.joined(old[key], note) for key, note in new.items()}
 
     def _has_names_inside(self, equation: Any) -> bool:
-        scopes = (*self.scopes, *_jaxpr.path(equation))
+        scopes = (*self.scopes, *_names.path(equation))
         inner = _jaxpr.value_programs(equation)
-        found = (site.below(scopes) for program in inner for site in _jaxpr.sites(program))
+        found = (site.below(scopes) for program in inner for site in _names.sites(program))
         return any(site.has_value and self.wants(site.name, site.kind, site.used) for site in found)
 
-    def _name(self, scopes: _jaxpr.ScopePath) -> str:
+    def _name(self, scopes: _names.ScopePath) -> str:
         return "/".join((*self.scopes, *scopes))
 
     def _leave(
-        self, variable: Any, scopes: _jaxpr.ScopePath
+        self, variable: Any, scopes: _names.ScopePath
     ) -> Callable[[jax.Array], jax.Array] | None:
         name = self._name(scopes)
         if not self.wants(name, "module", True):
@@ -202,13 +203,13 @@ class ValueHook(_jaxpr.Hook):
             return x
         seen = Seen(name, kind, (self._number, output, depth))
         key = self.key(seen)
-        self._keep(key, self._once(x, self.note_of(seen, _jaxpr.look(x))))
+        self._keep(key, self._once(x, self.note_of(seen, _names.look(x))))
         return self.replaced(seen, x, self.taps.get(key))
 
     def _keep(self, key: Key, note: Any) -> None:
         notes = self._notes
         note = self.joined(notes[key], note) if key in notes else note
-        notes[key] = jax.tree.map(_jaxpr.aside, note)
+        notes[key] = jax.tree.map(_names.aside, note)
 
     def _once(self, x: jax.Array, note: Any) -> Any:
         """A note on one of the devices that hold the same value; zeros on the others."""

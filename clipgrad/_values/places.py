@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Var
 
 import clipgrad._jaxpr as _jaxpr
+import clipgrad._names as _names
 
 
 class NamedValue(NamedTuple):
@@ -25,10 +26,10 @@ class NamedValue(NamedTuple):
     position: tuple[int, ...]
     name: str
     kind: str
-    place: _jaxpr.Place
+    place: _names.Place
     jaxpr: Any
     variable: Var
-    scopes: _jaxpr.ScopePath
+    scopes: _names.ScopePath
 
     @property
     def in_while(self) -> bool:
@@ -61,26 +62,26 @@ def named_values(program: Any) -> list[NamedValue]:
 
 
 def _values_of(
-    program: Any, around: tuple[int, ...], parent: _jaxpr.Place | None, scopes: _jaxpr.ScopePath
+    program: Any, around: tuple[int, ...], parent: _names.Place | None, scopes: _names.ScopePath
 ) -> Iterator[NamedValue]:
     jaxpr = _jaxpr.opened(program)[0]
     for number, equation in enumerate(jaxpr.eqns):
-        place = _jaxpr.Place(equation, parent)
+        place = _names.Place(equation, parent)
         for i, inner in enumerate(_jaxpr.value_programs(equation)):
-            inside = (*scopes, *_jaxpr.path(equation))
+            inside = (*scopes, *_names.path(equation))
             yield from _values_of(inner, (*around, number, i), place, inside)
         for output, variable in enumerate(equation.outvars):
             if not _jaxpr.holds_floats(variable):
                 continue
             position = (*around, number, output)
             rest = (place, jaxpr, variable)
-            if equation.primitive.name == "name" and not _jaxpr.is_mark(equation):
+            if equation.primitive.name == "name" and not _names.is_mark(equation):
                 yield NamedValue((*position, 0), equation.params["name"], "tag", *rest, ())
             for left in _left(jaxpr, equation, variable):
                 name = "/".join((*scopes, *left))
                 yield NamedValue((*position, len(left)), name, "module", *rest, left)
 
 
-def _left(jaxpr: Any, equation: JaxprEqn, variable: Var) -> list[_jaxpr.ScopePath]:
-    exit = _jaxpr.exits(jaxpr).get(variable)
-    return exit.left if exit else _jaxpr.left_unused(jaxpr, equation, variable)
+def _left(jaxpr: Any, equation: JaxprEqn, variable: Var) -> list[_names.ScopePath]:
+    exit = _names.exits(jaxpr).get(variable)
+    return exit.left if exit else _names.left_unused(jaxpr, equation, variable)

@@ -7,15 +7,10 @@ from typing import Any
 import jax
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._error_clip import (
-    VALUES,
-    check_function,
-    checked_watch,
-    common_nest,
-    sites_by_name,
-    watched_names,
-)
+import clipgrad._names as _names
+from clipgrad._error_clip import check_function
 from clipgrad._frameworks import Pure, with_models
+from clipgrad._names import VALUES, checked_watch, common_nest, sites_by_name, watched_names
 from clipgrad._values.hook import KeyedNotes, Seen, ValueHook, value_hook
 from clipgrad._values.value_stats import ValueStats
 
@@ -212,7 +207,7 @@ def _stats_by_name(notes: KeyedNotes, common: dict[str, int]) -> dict[str, Value
     return {name: found[name] for name in common}
 
 
-def _check_axis(name: str, axis: int | None, sites: list[_jaxpr.NamedSite]) -> None:
+def _check_axis(name: str, axis: int | None, sites: list[_names.NamedSite]) -> None:
     """Raises `ValueError` if values have no such axis, or if it is not of one length."""
     if axis is None:
         return

@@ -6,20 +6,16 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from clipgrad._jaxpr.elements import holds_floats
-from clipgrad._jaxpr.places import Place
-from clipgrad._jaxpr.probe import STATE, Site
-from clipgrad._jaxpr.programs import (
-    CALLS,
-    JIT,
-    REMAT,
+from clipgrad._diagnose.probe import STATE, Site
+from clipgrad._jaxpr import (
+    chooses_by_platform,
     device_count,
-    entered_programs,
+    differentiated_programs,
+    holds_floats,
     opened,
     scan_counts,
 )
-
-_ENTERED = frozenset({"scan", "cond", "shard_map"}) | JIT | CALLS | REMAT
+from clipgrad._names import Place
 
 
 class Block:
@@ -41,9 +37,9 @@ class Block:
         self.programs = [opened(program)[0] for program in programs]
         self.equations = [equation for program in self.programs for equation in program.eqns]
         self.children = {
-            id(e): type(self)(entered_programs(e)[0], Place(e, parent), self)
+            id(e): type(self)(inner, Place(e, parent), self)
             for e in self.equations
-            if _is_followed(e)
+            if (inner := differentiated_programs(e)) and not chooses_by_platform(e)
         }
         self.count = len(self.equations) + sum(child.count for child in self.children.values())
         self.states, self.outer = _inputs(parent and parent.equation, self.programs)
@@ -100,11 +96,6 @@ class Block:
                 yield from inner.all_equations()
             else:
                 yield self, equation
-
-
-def _is_followed(equation: JaxprEqn) -> bool:
-    platforms = equation.params.get("branches_platforms")
-    return equation.primitive.name in _ENTERED and platforms is None
 
 
 def _inputs(equation: JaxprEqn | None, programs: list[Any]) -> tuple[list[Var], dict[Var, Any]]:

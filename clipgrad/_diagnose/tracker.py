@@ -13,23 +13,20 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from clipgrad._compat import to_varying
-from clipgrad._jaxpr.elements import at_first, holds_floats
-from clipgrad._jaxpr.evaluate import Hook, bind, evaluate
-from clipgrad._jaxpr.places import Place
-from clipgrad._jaxpr.programs import (
-    CALLS,
-    CUSTOM_RULES,
-    JIT,
+from clipgrad._jaxpr import (
     PRINTS,
-    REMAT,
-    called_program,
+    Hook,
+    at_first,
+    bind,
     device_count,
-    entered_programs,
+    evaluate,
+    holds_floats,
     manual_axes,
     scan_counts,
+    tracked_programs,
 )
+from clipgrad._names import Place
 
-_IN_PLACE = JIT | CALLS | REMAT | CUSTOM_RULES
 # What is in the result of these is what was in their operand.
 SAME_AS_OPERAND = frozenset(
     {"reshape", "transpose", "broadcast_in_dim", "squeeze", "neg", "rev", "name"}
@@ -85,17 +82,6 @@ def _flagged(x: np.ndarray, axes: int) -> np.ndarray:
     """The `badness` of arrays behind some leading axes."""
     kinds = np.where(np.isnan(x), 2, np.where(np.isfinite(x), 0, 1))
     return np.max(kinds.reshape(*x.shape[:axes], -1), axis=-1, initial=0)
-
-
-def tracked_programs(equation: JaxprEqn) -> list:
-    """The programs of an equation whose operations are followed one by one."""
-    name, params = equation.primitive.name, equation.params
-    if name == "while":
-        return [params["body_jaxpr"]]
-    if name in _IN_PLACE:
-        return [called_program(equation)]
-    is_chosen = name == "cond" and params.get("branches_platforms") is None
-    return entered_programs(equation)[0] if is_chosen or name in ("scan", "shard_map") else []
 
 
 Followed = Callable[[Place], Sequence[bool]]

@@ -8,18 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._jaxpr.compiled import jit_for_one_call
-from clipgrad._jaxpr.elements import holds_floats, is_reference, on_host
-from clipgrad._jaxpr.places import Place
-from clipgrad._jaxpr.programs import (
-    PRINTS,
-    crossed_axes,
-    device_count,
-    manual_axes,
-    opened,
-    scan_counts,
-)
-from clipgrad._jaxpr.tracker import (
+from clipgrad._diagnose.tracker import (
     SAME_AS_OPERAND,
     Flags,
     Followed,
@@ -29,8 +18,21 @@ from clipgrad._jaxpr.tracker import (
     every_number,
     is_followed,
     track,
+)
+from clipgrad._jaxpr import (
+    PRINTS,
+    crossed_axes,
+    device_count,
+    holds_floats,
+    is_reference,
+    jit_for_one_call,
+    manual_axes,
+    on_host,
+    opened,
+    scan_counts,
     tracked_programs,
 )
+from clipgrad._names import Place
 
 ARGUMENT, CONSTANT = (-1,), (np.inf,)  # times before and behind those of all operations
 Device = tuple[int, ...]  # its number in each `shard_map` around, outermost first

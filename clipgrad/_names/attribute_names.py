@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from clipgrad._jaxpr import scope_around
+from clipgrad._names.scopes import scope_around
 from clipgrad._trees import path_string
 
 AttributePath = tuple[str, ...]

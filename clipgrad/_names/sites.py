@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import DropVar, JaxprEqn, Var
 
-from clipgrad._jaxpr.asides import asides, is_mark
-from clipgrad._jaxpr.modules import exits, uses
-from clipgrad._jaxpr.programs import entered_programs, opened, value_programs
-from clipgrad._jaxpr.scopes import ScopePath, is_mapped, path
+from clipgrad._jaxpr import entered_programs, opened, value_programs
+from clipgrad._names.asides import asides, is_mark
+from clipgrad._names.modules import exits, uses
+from clipgrad._names.scopes import ScopePath, is_mapped, path
 
 # A program called from many places is read once, so that the time is linear in the source.
 _SITES: weakref.WeakKeyDictionary[Any, "dict[NamedSite, int]"] = weakref.WeakKeyDictionary()

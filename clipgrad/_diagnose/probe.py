@@ -8,16 +8,18 @@ import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._jaxpr.evaluate import Hook, bind, evaluate
-from clipgrad._jaxpr.places import Place
-from clipgrad._jaxpr.programs import (
+from clipgrad._jaxpr import (
     JIT,
     PRINTS,
+    Hook,
+    bind,
     called_program,
     entered_programs,
+    evaluate,
     opened,
     scan_counts,
 )
+from clipgrad._names import Place
 
 RESULT, STATE = "result", "state"
 

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-import clipgrad._jaxpr as _jaxpr
+from clipgrad._names.sites import NamedSite, sites
 from clipgrad._trees import is_array, matches, nearest
 
-Sites = dict[_jaxpr.NamedSite, int]
+Sites = dict[NamedSite, int]
 
 
 def sites_by_name(program: Any) -> dict[str, Sites]:
     """The sites of each name; a tag hides the module whose path is its name."""
-    found = _jaxpr.sites(program)
+    found = sites(program)
     tags = {site.name for site in found if site.kind == "tag"}
     names: dict[str, Sites] = {}
     for site, count in found.items():
@@ -25,7 +25,7 @@ def sites_by_name(program: Any) -> dict[str, Sites]:
     return names
 
 
-def common_nest(sites: Iterable[_jaxpr.NamedSite]) -> tuple[int, ...]:
+def common_nest(sites: Iterable[NamedSite]) -> tuple[int, ...]:
     """The lengths of the scans around all sites, as far as they agree from the outermost on."""
     shape = []
     for lengths in zip(*(site.nest for site in sites), strict=False):
@@ -40,12 +40,12 @@ class Wanted(NamedTuple):
 
     noun: str
     choice: str  # what is given for a name
-    counts: Callable[[_jaxpr.NamedSite], bool]  # whether a tag is watched without a choice
-    has: Callable[[_jaxpr.NamedSite], bool]
-    barrier: Callable[[_jaxpr.NamedSite], str | None]  # the primitive that it can't leave
-    check: Callable[[str, Sequence[_jaxpr.NamedSite]], None]  # raises an error if there is none
+    counts: Callable[[NamedSite], bool]  # whether a tag is watched without a choice
+    has: Callable[[NamedSite], bool]
+    barrier: Callable[[NamedSite], str | None]  # the primitive that it can't leave
+    check: Callable[[str, Sequence[NamedSite]], None]  # raises an error if there is none
 
-    def lists(self, sites: Iterable[_jaxpr.NamedSite]) -> bool:
+    def lists(self, sites: Iterable[NamedSite]) -> bool:
         """Whether a pattern matches the name of these sites."""
         return any(map(self.has, sites)) and not any(map(self.barrier, sites))
 
@@ -148,7 +148,7 @@ def _check_found(
     wanted.check(got, own)
 
 
-def _check_uses(got: str, own: Sequence[_jaxpr.NamedSite]) -> None:
+def _check_uses(got: str, own: Sequence[NamedSite]) -> None:
     """Raises an error for what nothing uses, so that it has no cotangent."""
     if not any(site.used and site.is_differentiable for site in own):
         raise ValueError(
@@ -157,7 +157,7 @@ def _check_uses(got: str, own: Sequence[_jaxpr.NamedSite]) -> None:
         )
 
 
-def _check_cotangents(got: str, own: Sequence[_jaxpr.NamedSite]) -> None:
+def _check_cotangents(got: str, own: Sequence[NamedSite]) -> None:
     """Raises an error for a variable that nothing uses, and for one of a `while` loop."""
     _check_uses(got, own)
     if not any(site.has_cotangent for site in own):
@@ -193,7 +193,7 @@ def watched_names(
     """The names that are watched; without a choice all tags, or if there are none all modules."""
     if watch is not None:
         return resolved(program, watch, caller, wanted)
-    found = _jaxpr.sites(program)
+    found = sites(program)
     tags = (site for site in found if site.kind == "tag")
     own = dict.fromkeys(s.name for s in tags if wanted.barrier(s) or wanted.counts(s))
     if not own and not any(map(wanted.has, found)):

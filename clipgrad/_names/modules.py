@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 from jax.core import ShapedArray
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
-from clipgrad._jaxpr.asides import asides, is_look
-from clipgrad._jaxpr.evaluate import Hook, ProgramValues
-from clipgrad._jaxpr.programs import entered_programs, opened
-from clipgrad._jaxpr.scopes import ScopePath, path
+from clipgrad._jaxpr import Hook, ProgramValues, entered_programs, opened
+from clipgrad._names.asides import asides, is_look
+from clipgrad._names.scopes import ScopePath, path
 
 Uses = dict[Var, frozenset[ScopePath]]
 

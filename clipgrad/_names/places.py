@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from clipgrad._jaxpr.programs import CUSTOM_RULES, JIT, manual_axes, opened
-from clipgrad._jaxpr.scopes import path
+from clipgrad._jaxpr import CUSTOM_RULES, JIT, manual_axes, opened
+from clipgrad._names.scopes import path
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _INSTALLED = (

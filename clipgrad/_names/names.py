@@ -1,0 +1,72 @@
+"""The names of the values inside of a program."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from clipgrad._names.wanted import CLIPPED, VALUES, Sites, common_nest, sites_by_name
+
+
+class Name(NamedTuple):
+    """A name of variables inside of a function.
+
+    Attributes:
+      name: the tag, or the path of the module.
+      kind: ``"tag"`` or ``"module"``.
+      shape: the shape of the largest of its variables, as it is within one step of a scan.
+      dtype: its dtype.
+      scans: the lengths of the scans around all of its variables, outermost first: the leading
+        axes of its statistics.
+      sites: how many variables have the name.
+      cotangent: whether its cotangents can be clipped and watched. Then the other attributes are
+        those of the variables with cotangents. If not, `with_value_stats` can watch the values.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    scans: tuple[int, ...]
+    sites: int
+    cotangent: bool
+
+
+class Names(tuple[Name, ...]):
+    """The names of a function, in the order of computation; `str` is a table."""
+
+    def __str__(self) -> str:
+        """The table."""
+        rows = [("name", "kind", "shape", "dtype", "scans", "sites", "cotangent")]
+        for name in self:
+            shape, scans = (" x ".join(map(str, n)) for n in (name.shape, name.scans))
+            rest = str(name.dtype), scans, str(name.sites), "yes" if name.cotangent else "no"
+            rows.append((*name[:2], shape or "scalar", *rest))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join(lines)
+
+
+def names_of(program: Any) -> Names:
+    """The names whose values can be watched from outside, a module after the modules inside it."""
+    there = sites_by_name(program)
+    listed = {n: s for n, s in there.items() if CLIPPED.lists(s) or VALUES.lists(s)}
+    return Names(_name_of_sites(name, listed[name]) for name in _inner_first(listed))
+
+
+def _inner_first(names: Iterable[str]) -> list[str]:
+    """Names in their order, but each after those inside it: some leave a module before its end."""
+    last: dict[str, int] = {}
+    for i, name in enumerate(names):
+        segments = name.split("/")
+        last |= {"/".join(segments[:depth]): i for depth in range(1, len(segments) + 1)}
+    return sorted(names, key=lambda name: (last[name], -name.count("/")))
+
+
+def _name_of_sites(name: str, sites: Sites) -> Name:
+    wanted = CLIPPED if CLIPPED.lists(sites) else VALUES
+    own = wanted.own(sites)
+    largest = max(own, key=lambda site: math.prod(site.shape))
+    rest = largest.shape, np.dtype(largest.dtype), common_nest(own), sum(own.values())
+    return Name(name, largest.kind, *rest, wanted is CLIPPED)
