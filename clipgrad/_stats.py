@@ -336,7 +336,8 @@ def _counts_unless(finite: jax.Array, trees: list[Any], axis_name: AxisName) -> 
 
         return jax.lax.cond(finite, zeros, counts)
 
-    leaves = list(map(clippable_leaves, trees))
+    # JAX cannot mark them inside of the branch, if `jax.vmap` makes a choice of it.
+    leaves = [[to_varying(x, axes) for x in clippable_leaves(tree)] for tree in trees]
     cpu, default = (functools.partial(if_any, join) for join in (True, False))
     return by_platform(finite, leaves, cpu=cpu, gpu=by_rows, default=default)
 

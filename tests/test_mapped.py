@@ -116,13 +116,13 @@ def test_adaptive_units_over_devices(axis, spec):
     "rule, spec",
     [
         (cg.ClipByValue(0.5), P("x")),
-        (cg.ClipByNorm(0.5, axis=-1), P("x")),
+        (cg.ClipByNorm(0.5, axis=-1, axis_name=()), P("x")),
         (cg.ClipByNorm(0.5), P()),
         (cg.ClipByBlockRMS(0.5), P()),
     ],
     ids=repr,
 )
-def test_groups_that_lie_on_one_device_need_no_axis_name(rule, spec):
+def test_groups_that_lie_on_one_device_need_no_axis(rule, spec):
     clip = mapped(rule, mesh_of((8,), ("x",)), (spec,), spec)
     assert_close(clip(GRADS["dense"]), rule(GRADS["dense"]), rtol=2e-6)
 

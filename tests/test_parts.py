@@ -42,6 +42,7 @@ CLIPS = {
     ),
     "error clip": lambda name: by_cotangent(cg.ClipByGlobalNorm(1.0, axis_name=name)),
     "error clip by leaf": lambda name: by_cotangent(cg.ClipByNorm(1.0, axis_name=name)),
+    "error clip of slices": lambda name: by_cotangent(cg.ClipByNorm(1.0, axis=0, axis_name=name)),
 }
 every_clip = pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
 
@@ -105,8 +106,100 @@ def test_nothing_warns_where_leaves_are_the_same_or_nothing_is_known():
     jax.jit(on_devices(clip, in_specs=P(), out_specs=P()))(GRADS)
     jax.jit(on_devices(clip, check_vma=False))(GRADS)
     jax.jit(on_devices(lambda g: cg.ClipByValue(1.0)(g)))(GRADS)
-    rows = lambda g: cg.ClipByNorm(1.0, axis=-1)(g)  # noqa: E731
-    jax.jit(on_devices(rows))(GRADS.reshape(2, 2))
+
+
+# JAX tracks that a leaf varies, and not along which axis: only the caller knows what cuts a slice.
+SLICES = {
+    "rows": lambda name: cg.ClipByNorm(0.5, axis=-1, axis_name=name),
+    "units": lambda name: lambda g: cg.AdaptiveClip(0.1, axis=-1, axis_name=name)(g, g + 1.0),
+    "tokens": lambda name: cg.DropTokens(3, axis_name=name),
+}
+
+
+@pytest.mark.parametrize("clip", SLICES.values(), ids=SLICES)
+def test_slices_warn_until_somebody_says_what_cuts_them(clip):
+    mesh, x = make_mesh(d=2, m=2), jax.random.normal(jax.random.key(3), (8, 4))
+    run = functools.partial(jax.shard_map, mesh=mesh)
+    rows = {"in_specs": P(("d", "m")), "out_specs": P(("d", "m"))}
+    with pytest.warns(UserWarning, match=r"vary over 'd', 'm', .*or axis_name=\(\) if each device"):
+        jax.jit(run(lambda g: clip(None)(g), **rows))(x[:, :4].repeat(4, 0))
+    if clip is not SLICES["tokens"]:  # of which each device drops three
+        whole = jax.jit(run(lambda g: clip(())(g), **rows))(x)
+        assert_close(whole, clip(None)(x), rtol=1e-6)
+    # Cut by one axis, and whole along the other one: nothing to warn of.
+    cut = {"in_specs": P(None, "m"), "out_specs": P(None, "m")}
+    assert_close(jax.jit(run(lambda g: clip("m")(g), **cut))(x), clip(None)(x), rtol=1e-6)
+    both = {"in_specs": P("d", "m"), "out_specs": P("d", "m")}
+    expected = jnp.concatenate([clip(None)(part) for part in jnp.split(x, 2)])
+    assert_close(jax.jit(run(lambda g: clip("m")(g), **both))(x), expected, rtol=1e-6)
+
+
+PARAMS = {
+    "cut": jax.random.normal(jax.random.key(0), (3, 4)),
+    "same": jax.random.normal(jax.random.key(1), (3,)),
+}
+EXAMPLES = jax.random.normal(jax.random.key(2), (4, 3))
+PLACES = {"cut": P(None, "m"), "same": P()}
+
+
+def of_example(params, x):
+    return jnp.sum(jnp.tanh(x @ params["cut"]) ** 2) + jnp.sum(params["same"] * x**2)
+
+
+def of_example_on_devices(params, x):
+    own = jnp.sum(jnp.tanh(x @ params["cut"]) ** 2)
+    return jax.lax.psum(own, "m") + jnp.sum(params["same"] * x**2)
+
+
+# Of what clips or measures each example: from an axis_name to a function of a loss.
+OF_EXAMPLES = {
+    method: lambda name, method=method: (
+        lambda loss: (
+            lambda params, x: cg.clip_per_example(
+                loss, cg.ClipByGlobalNorm(1.0, axis_name=name), method=method, reduce="sum"
+            )(params, x)[1]["cut"]
+        )
+    )
+    for method in ("auto", "one pass", "two passes", "direct")
+}
+OF_EXAMPLES["norms"] = lambda name: lambda loss: cg.per_example_norms(loss, axis_name=name)
+OF_EXAMPLES["norms by leaf"] = lambda name: (
+    lambda loss: cg.per_example_norms(loss, axis_name=name, per_leaf=True)
+)
+
+
+@pytest.mark.parametrize("kind", OF_EXAMPLES)
+def test_an_example_over_parts_of_the_parameters_is_whole_or_warns(kind):
+    of = OF_EXAMPLES[kind]
+    # Examples over d, and parameters over m.
+    out = P("d", None) if kind.startswith("norms") else P("d", None, "m")
+    specs = {"mesh": make_mesh(d=2, m=2), "in_specs": (PLACES, P("d")), "out_specs": out}
+
+    def run(name):
+        return jax.jit(
+            jax.shard_map(
+                lambda *args: jax.tree.map(
+                    lambda x: x[None], of(name)(of_example_on_devices)(*args)
+                ),
+                **specs,
+            )
+        )
+
+    expected = [of(None)(of_example)(PARAMS, part) for part in jnp.split(EXAMPLES, 2)]
+    expected = jax.tree.map(lambda *parts: jnp.stack(parts), *expected)
+    assert_close(run("m")(PARAMS, EXAMPLES), expected, rtol=1e-5)
+    each = lambda name: jax.shard_map(  # noqa: E731
+        lambda *args: jax.tree.leaves(of(name)(of_example_on_devices)(*args))[0].sum()[None],
+        **specs | {"out_specs": P(("d", "m"))},
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        jax.jit(each(None))(PARAMS, EXAMPLES)
+    assert len(caught) == 1, [str(w.message) for w in caught]
+    assert re.search(r"vary over 'm', .*axis_name='m' for", str(caught[0].message))
+    jax.jit(each(()))(PARAMS, EXAMPLES)  # meant, and nothing warns
+    with pytest.raises(ValueError, match="^axis_name: got 'd' for a batch .*spread over 'd', exp"):
+        jax.jit(each("d"))(PARAMS, EXAMPLES)
 
 
 def test_each_example_is_whole_on_its_device():

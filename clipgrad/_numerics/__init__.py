@@ -18,6 +18,7 @@ from clipgrad._numerics.norms import total_over_devices as total_over_devices
 from clipgrad._numerics.norms import tree_norm as tree_norm
 from clipgrad._numerics.norms import tree_size as tree_size
 from clipgrad._numerics.norms import warn_of_parts as warn_of_parts
+from clipgrad._numerics.norms import whole_along as whole_along
 from clipgrad._numerics.norms import widest as widest
 from clipgrad._numerics.numbers import accumulator as accumulator
 from clipgrad._numerics.numbers import at_least as at_least

@@ -7,10 +7,11 @@ where a branch would double the collectives in the program, they are summed alwa
 down and up, and one of the three sums is chosen: no wait for the host, and one all-reduce.
 """
 
+import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -213,7 +214,8 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
       ord: the order $p$, a number in (0, inf].
       axis_name: inside `jax.shard_map`, `jax.pmap` or ``jax.vmap(axis_name=...)``, the name or
         names of the mapped axes that the tree is spread over. Where `jax.shard_map` tracks what
-        varies (its default), a leaf that is the same on all devices is counted once; elsewhere
+        varies (its default), a leaf that is the same on all devices is counted once, if JAX knows
+        it (a result of `jax.lax.all_gather` counts as one that varies); elsewhere
         (``check_vma=False``, `jax.pmap`, `jax.vmap`) every leaf counts as spread, a leaf that is
         the same once for each device. Without it, the norm is that of the part on each device,
         with a warning where `jax.shard_map` tracks that a leaf varies; ``()`` says that this is
@@ -236,15 +238,28 @@ def global_norm(tree: Any, ord: float = 2, axis_name: AxisName = None) -> jax.Ar
     return tree_norm(tree, ord, axis_name).value
 
 
-def warn_of_parts(caller: str, leaves: Sequence[Any], axis_name: AxisName) -> None:
+# The mapped axes along which each device has all that is measured.
+_WHOLE_ALONG = jax.make_user_context(())
+
+
+def whole_along(axes: Iterable[str]) -> contextlib.AbstractContextManager:
+    """Inside, `warn_of_parts` does not warn of leaves that vary over these mapped axes."""
+    return _WHOLE_ALONG(tuple(sorted(axes)))
+
+
+def warn_of_parts(
+    caller: str, leaves: Sequence[Any], axis_name: AxisName, slices: bool = False
+) -> None:
     """Warns of leaves that vary over a mapped axis which nobody has named.
 
     Then each device has the norm of its own part. An empty ``axis_name`` says that this is meant.
+    With ``slices``, any does: JAX tracks that a leaf varies, and not along which of its axes, so
+    only the caller knows which mapped axes cut a slice.
     """
-    if axis_name is not None and not axis_name:
+    if axis_name is not None and (slices or not axis_name):
         return
     named = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
-    unnamed = sorted(frozenset().union(*map(varying_axes, leaves)) - set(named))
+    unnamed = sorted(frozenset().union(*map(varying_axes, leaves)) - {*named, *_WHOLE_ALONG.value})
     if unnamed:
         every = (*named, *unnamed)
         axes = repr(every[0]) if len(every) == 1 else repr(every)

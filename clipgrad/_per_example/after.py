@@ -86,7 +86,8 @@ class After(Hook):
         )
 
     def _tied(self, x: Any) -> Any:
-        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        differs = varying_axes(self.flag) - varying_axes(x)  # the program would differ as well
+        if differs or jnp.issubdtype(x.dtype, jax.dtypes.extended):
             return x
         return jnp.where(self.flag, jnp.zeros_like(x), x)
 

@@ -1,5 +1,6 @@
 """Batches of examples: their size, on which devices they are, and sums over parts of them."""
 
+import contextlib
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import to_varying, varying_axes
+from clipgrad._numerics import AxisName, whole_along
 from clipgrad._training import microbatches, scan_sums, wide_zeros
 from clipgrad._trees import check_tree, path_string
 
@@ -58,8 +60,29 @@ def on_each_device(params: Any, batch: Any) -> Any:
     Otherwise `jax.grad` inside `jax.shard_map` adds up the gradients of one example from each
     device before they can be clipped.
     """
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(batch)))
+    axes = _axes_of(batch)
     return jax.tree.map(lambda p: to_varying(p, axes), params) if axes else params
+
+
+def whole_examples(batch: Any, axis_name: AxisName) -> contextlib.AbstractContextManager:
+    """Inside, nothing warns along the mapped axes that the examples are spread over.
+
+    `ValueError` if a norm is over one of these: it would be of an example from each device.
+    """
+    axes = _axes_of(batch)
+    named = {axis_name} if isinstance(axis_name, str) else set(axis_name or ())
+    if axes & named:
+        raise ValueError(
+            f"axis_name: got {axis_name!r} for a batch whose examples are spread over "
+            f"{', '.join(map(repr, sorted(axes & named)))}, expected mapped axes that only the "
+            "parameters are spread over: an example is whole on its device, so leave this out"
+        )
+    return whole_along(axes)
+
+
+def _axes_of(batch: Any) -> frozenset[str]:
+    """The mapped axes that a batch varies over."""
+    return frozenset().union(*map(varying_axes, jax.tree.leaves(batch)))
 
 
 def batch_size(batch: Any) -> int:

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._gradient_clip import check_policy
-from clipgrad._per_example.batches import check_microbatch, on_each_device, part_count, sums
+from clipgrad._per_example.batches import (
+    check_microbatch,
+    on_each_device,
+    part_count,
+    sums,
+    whole_examples,
+)
 from clipgrad._per_example.loss import scalar_loss
 from clipgrad._per_example.methods import sums_of, sums_of_followed
 from clipgrad._per_example.plan import Plan, plan_of
@@ -76,7 +82,8 @@ def clip_per_example(
         shardings of the parameters. If the loss itself names shardings, write
         ``method="direct"``, which keeps the axes Explicit unless a parameter is sharded along the
         axis of the batch. In `jax.shard_map` and `jax.pmap` the result is that of the examples of
-        one device: average or sum it over the axis.
+        one device: average or sum it over the axis. An example must be whole on its device.
+        Parameters that are in parts on several devices need the ``axis_name`` of the rule.
 
     Args:
       loss_fn: ``loss_fn(params, example)``, a scalar or ``(scalar, aux)``, where an example is the
@@ -121,7 +128,8 @@ def clip_per_example(
       ValueError: for another ``reduce``, a ``microbatch`` that is not a positive integer, an
         unknown ``nonfinite`` or ``method``; when called, for batch leaves without a common leading
         axis, a batch without examples or one that ``microbatch`` does not divide, for parameters
-        without arrays, and a loss of one example that is not a floating scalar.
+        without arrays, for an ``axis_name`` that the examples are spread over, and for a loss of
+        one example that is not a floating scalar.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -166,7 +174,9 @@ class ClipPerExample:
         subject, params, batch = apart.subject, apart.trained, apart.batch
         size, parts = part_count(batch, subject.microbatch)
         of_some = sums_of(subject, params, batch)
-        total, (value, stats) = sums(of_some, on_each_device(params, batch), batch, parts)
+        with whole_examples(batch, getattr(subject.rule, "axis_name", None)):
+            subject.warn_of_parts(params)
+            total, (value, stats) = sums(of_some, on_each_device(params, batch), batch, parts)
         mean = jax.tree.map(lambda t: t / float(size), total) if self.reduce == "mean" else total
         grads = jax.tree.map(lambda t, p: t.astype(jnp.result_type(p)), mean, params)
         loss, aux = value if subject.has_aux else (value, None)

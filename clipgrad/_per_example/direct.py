@@ -1,6 +1,5 @@
 """Clipped sums of gradients that are made for each example."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -28,14 +27,11 @@ def direct_sums(
 
 def _clipped(subject: PerExampleSubject, params: Any, grads: Any) -> tuple[Any, Any]:
     """The sum of stacked gradients, each clipped on its own, and the statistics."""
-    rule = subject.rule
-    if getattr(rule, "axis_name", ()) is None:
-        rule = dataclasses.replace(rule, axis_name=())  # an example is whole on its device
 
     def of_one(grads: Any) -> Any:
         wide = map_clippable(lambda g: with_real_dtype(g, accumulator(g)), grads)
         options = {"where": subject.where, "nonfinite": subject.nonfinite}
-        return clip_grads(wide, rule, params, **options)
+        return clip_grads(wide, subject.rule, params, **options)
 
     clipped, stats = jax.vmap(of_one)(grads)
     return jax.tree.map(lambda g: jnp.sum(g, axis=0), clipped), stats

@@ -7,13 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._numerics import accumulator
+from clipgrad._numerics import AxisName, accumulator, tree_norm, warn_of_parts
 from clipgrad._per_example.batches import (
     batch_size,
     check_microbatch,
     each,
     on_each_device,
     part_count,
+    whole_examples,
 )
 from clipgrad._per_example.explicit import shares_axes, with_auto_axes
 from clipgrad._per_example.follow import Measure
@@ -34,6 +35,7 @@ def per_example_norms(
     microbatch: int | None = None,
     method: str = "auto",
     wrt: Any = None,
+    axis_name: AxisName = None,
 ) -> "PerExampleNorms":
     r"""Makes a function that returns the L2 norm of the gradient of each example of a batch.
 
@@ -58,6 +60,7 @@ def per_example_norms(
       method: see `clip_per_example`; ``"direct"`` computes the gradients; all others measure
         them where they arise.
       wrt: which variables of a model of flax NNX are differentiated; see `clip_per_example`.
+      axis_name: the mapped axes that the parameters are spread over; see `global_norm`.
 
     Returns:
       A function ``(params, batch) -> norms``, an array of shape (B,); with ``per_leaf`` a
@@ -66,7 +69,8 @@ def per_example_norms(
 
     Raises:
       ValueError: for a ``microbatch`` that is not a positive integer, an unknown ``method``; when
-        called, for parameters, a batch or a loss as `clip_per_example` refuses them.
+        called, for parameters, a batch, a loss or an ``axis_name`` as `clip_per_example` refuses
+        them.
       TypeError: if ``loss_fn`` is not a function; when called, for parameters that are not arrays.
 
     Example:
@@ -83,7 +87,7 @@ def per_example_norms(
     check_microbatch(microbatch)
     loss_fn = scalar_loss(loss_fn, has_aux)
     subject = PerExampleSubject(loss_fn, None, microbatch, has_aux, where, "propagate", method, wrt)
-    return PerExampleNorms(subject, per_leaf)
+    return PerExampleNorms(subject, per_leaf, axis_name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,6 +96,7 @@ class PerExampleNorms:
 
     subject: PerExampleSubject
     per_leaf: bool
+    axis_name: AxisName
 
     def __call__(self, params: Any, batch: Any) -> Any:
         """The norms of the gradients of the examples."""
@@ -105,6 +110,8 @@ class PerExampleNorms:
     def _of_arrays(self, params: Any, batch: Any) -> Any:
         _, parts = part_count(batch, self.subject.microbatch)
         of_some = self._of_some
+        with whole_examples(batch, self.axis_name):
+            warn_of_parts("per_example_norms", self.subject.clipped(params), self.axis_name)
         if self.subject.why_direct(params) is None or shares_axes(params, batch):
             of_some = with_auto_axes(of_some, lambda whole, each: each)
         return each(of_some, on_each_device(params, batch), batch, parts)
@@ -138,9 +145,22 @@ class PerExampleNorms:
     def _norms(self, params: Any, values: list[Any], size: int) -> Any:
         paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
         chosen = [i for i, flag in enumerate(self.subject.flags(params)) if flag]
+        if self.axis_name:
+            return self._norms_over_devices(values, chosen, paths, size)
         leaves = squares_of_leaves({i: values[i] for i in chosen}, size, frozenset())
         if not self.per_leaf:
             return jax.vmap(lambda x: x.over_axis().norm().value, in_axes=1)(leaves)
         norms = jax.vmap(jax.vmap(lambda x: x.norm().value))(leaves)
         kinds = [accumulator(jnp.asarray(p)) for p in jax.tree.leaves(params)]
         return {paths[i]: norms[k].astype(kinds[i]) for k, i in enumerate(chosen)}
+
+    def _norms_over_devices(
+        self, values: list[Any], chosen: list[int], paths: list[str], size: int
+    ) -> Any:
+        """The norms of leaves that are in parts on several devices; each leaf varies on its own."""
+        alone = [squares_of_leaves({i: values[i]}, size, frozenset()) for i in chosen]
+        own = [jax.vmap(lambda x: x.over_axis().norm().value, in_axes=1)(leaf) for leaf in alone]
+        whole = jax.vmap(lambda norms: tree_norm(norms, axis_name=self.axis_name).value)
+        if not self.per_leaf:
+            return whole(own)
+        return {paths[i]: whole([norm]) for i, norm in zip(chosen, own, strict=True)}

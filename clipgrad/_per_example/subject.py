@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._frameworks import Parameters, has_modules, is_model, take_apart
+from clipgrad._numerics import warn_of_parts
 from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.scales import why_direct
 from clipgrad._trees import Where, check_tree, is_array, is_none, path_string, selected
@@ -60,6 +61,16 @@ class PerExampleSubject:
         if self.nonfinite == "error":
             return "nonfinite='error' looks at each element"
         return why_direct(self.rule)
+
+    def warn_of_parts(self, params: Any) -> None:
+        """Warns of parameters in parts on several devices, where no gradient meets the rule."""
+        if self.rule is not None and self.why_direct(params) is None:
+            warn_of_parts(type(self.rule).__name__, self.clipped(params), self.rule.axis_name)
+
+    def clipped(self, params: Any) -> list[Any]:
+        """The leaves that are clipped."""
+        pairs = zip(jax.tree.leaves(params), self.flags(params), strict=True)
+        return [leaf for leaf, flag in pairs if flag]
 
     def zeroed(self, arrays: frozenset[int]) -> frozenset[int]:
         """The leaves in which NaN and inf count as 0, of those that are arrays."""

@@ -62,7 +62,8 @@ class AdaptiveClip(MeasuringRule):
         axes, of which the first that selects a leaf counts; ``None`` in it means the whole leaf,
         and other leaves have the default; or a function ``(path, leaf) -> axes``. For weights that
         are stacked over layers or experts leave the axes of these out.
-      axis_name: the mapped axes over which units are spread; see `global_norm`.
+      axis_name: the mapped axes over which units are spread; see `global_norm`. A unit is whole
+        along the axes that are not named; ``()`` if it is whole on its device.
 
     Raises:
       ValueError: for thresholds that are negative or NaN; when called, without ``params``, for
@@ -105,7 +106,7 @@ class AdaptiveClip(MeasuringRule):
                 "params: got None with AdaptiveClip, expected the parameters; write "
                 "rule(grads, params), or optimizer.update(grads, state, params)"
             )
-        warn_of_parts("AdaptiveClip", clippable_leaves(grads), self.axis_name)
+        warn_of_parts("AdaptiveClip", clippable_leaves(grads), self.axis_name, slices=True)
         pairs = unit_norms(grads, params, self.axis, self.axis_name)
         least = limits_of([self.eps] * len(pairs), [norm for norm, _ in pairs])
         return [UnitNorms(n, w.value, eps) for (n, w), eps in zip(pairs, least, strict=True)]

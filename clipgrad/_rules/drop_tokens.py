@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from clipgrad._compat import broadcast_like, on_every_device
-from clipgrad._numerics import Norm, slice_norms
+from clipgrad._numerics import AxisName, Norm, slice_norms, warn_of_parts
 from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
 from clipgrad._rules.thresholds import check_threshold
 from clipgrad._rules.units import check_axis, reduced_axes
@@ -48,6 +48,8 @@ class DropTokens(MeasuringRule):
     Args:
       k: how many tokens to drop from each leaf: an integer, or an array of one.
       axis: the axis or axes of the features.
+      axis_name: the mapped axes that the features of a token are spread over; see `global_norm`.
+        A token is whole along the axes that are not named; ``()`` if it is whole on its device.
 
     Raises:
       ValueError: for a negative ``k``; when called, for a leaf that lacks an axis, and for a leaf
@@ -69,6 +71,7 @@ class DropTokens(MeasuringRule):
     k: ArrayLike = 4
     _: dataclasses.KW_ONLY
     axis: int | tuple[int, ...] = static_field(default=-1)
+    axis_name: AxisName = static_field(default=None)
     needs_params: ClassVar[bool] = False
     limits: ClassVar[bool] = False
 
@@ -76,6 +79,8 @@ class DropTokens(MeasuringRule):
         check_threshold("k", self.k)
         _check_count(self.k)
         object.__setattr__(self, "axis", check_axis(self.axis))
+        if isinstance(self.axis_name, list):
+            object.__setattr__(self, "axis_name", tuple(self.axis_name))
 
     @property
     def counted_over(self) -> Any:
@@ -85,8 +90,9 @@ class DropTokens(MeasuringRule):
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The norm of each token."""
         leaves, paths = clippable_leaves(grads), clippable_paths(grads)
+        warn_of_parts("DropTokens", leaves, self.axis_name, slices=True)
         axes = [reduced_axes(self.axis, *pair) for pair in zip(paths, leaves, strict=True)]
-        norms = slice_norms(leaves, axes)
+        norms = slice_norms(leaves, axes, axis_name=self.axis_name)
         for path, leaf, norm in zip(paths, leaves, norms, strict=True):
             self._check_tokens(path, leaf, norm.root.size)
         return norms

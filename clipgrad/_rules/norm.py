@@ -52,7 +52,8 @@ class ClipByNorm(MeasuringRule):
         prefix of the gradients' tree, with ``None`` for subtrees without a limit.
       ord: the order $p$ of the norm, in (0, inf].
       axis: the axis or axes that norms are over; ``None``: all.
-      axis_name: the mapped axes that each leaf, or slice, is spread over; see `global_norm`.
+      axis_name: the mapped axes that each leaf, or slice, is spread over; see `global_norm`. A
+        slice is whole along the axes that are not named; ``()`` if it is whole on its device.
 
     Raises:
       ValueError: for a threshold that is negative or NaN, for an ``ord`` out of range; when
@@ -91,8 +92,7 @@ class ClipByNorm(MeasuringRule):
     def measure(self, grads: Any, params: Any = None) -> list[Norm]:
         """The norms of each leaf, or of its slices."""
         leaves = clippable_leaves(grads)
-        if self.axis is None:  # slices may be whole on each device
-            warn_of_parts("ClipByNorm", leaves, self.axis_name)
+        warn_of_parts("ClipByNorm", leaves, self.axis_name, slices=self.axis is not None)
         pairs = zip(clippable_paths(grads), leaves, strict=True)
         axes = [reduced_axes(self.axis, *pair) for pair in pairs]
         return slice_norms(leaves, axes, self.ord, self.axis_name)
