@@ -122,8 +122,8 @@ def test_every_setting_of_a_language_model_has_a_source_and_a_value():
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.split("\n")]
     assert len(rows) >= 15
     for model, threshold, source, *_ in rows:
-        assert re.search(r", 20\d\d$", model) and "https://" in source, model
-        assert re.match(r"\d\.\d|not stated", threshold), model
+        assert re.search(r", 20\d\d( to 20\d\d)?$", model) and "https://" in source, model
+        assert re.match(r"\d\.\d|not stated|none", threshold), model
 
 
 def found_by():
