@@ -72,8 +72,9 @@ def section(stored: dict[str, list[Facts]]) -> str:
     return f"""### Each example, compiled for accelerators and not run
 
 {origin(rows)}, on a machine with neither a GPU nor a TPU. Command: `JAX_PLATFORMS=cpu python -m
-benchmarks.accelerators --per-example`, for one H200 and one TPU of v5e. *Kernels* are the kernels of the
-entry computation; *in loops* the kernels of the bodies of loops, once each. *To compile* are CPU seconds.
+benchmarks.accelerators --per-example`, for one H200 and one TPU of v5e. *Kernels* are the
+kernels of the entry computation; *in loops* the kernels of the bodies of loops, once each. *To
+compile* are CPU seconds.
 Temporaries are those that the compiler reports, which on a TPU are 0.0 for some plain gradients.
 
 {table(rows)}
@@ -85,7 +86,8 @@ benchmarks.accelerators`. One update clips the gradients of a transformer of 12 
 120 float32 leaves with 151 million elements; each device has an equal part of each leaf's first
 axis. A cell has the program of optax, of clipgrad, and of clipgrad with statistics. By the norm of
 each leaf optax has no clip; its program is `g * minimum(1, c / optax.tree.norm(g))`. *Kernels* are
-the kernels of the entry computation, *temporaries* the temporaries of each device, *to compile* CPU seconds.
+the kernels of the entry computation, *temporaries* the temporaries of each device, *to compile*
+CPU seconds.
 
 {clip_table(clips)}
 

@@ -43,8 +43,8 @@ SHORT = (
 )
 GUIDE = f"""Each row first checks that its programs give the same numbers. Then they take turns.
 *Ratio* is the median of the ratios of their times, ours divided by theirs: below 1, clipgrad is
-faster. *Quartiles* are the quartiles of the same ratios, one for each round. *Once* means that one of the
-two takes too long to be run again. Italics mark a program that does less, such as a copy of the
+faster. *Quartiles* are the quartiles of these ratios, one for each round. *Once* means that one of
+the two takes too long to be run again. Italics mark a program that does less, such as a copy of the
 same bytes, or the model without a clip. A bold ratio is a loss: another library is faster, and the
 lower quartile is above {LOSS}.
 """
@@ -228,8 +228,9 @@ def beside_plain(results: dict[str, Any]) -> str:
         return ""
     return f"""### Each example, in multiples of the plain gradient
 
-Medians of the times, divided by the time of the plain gradient, and the temporaries that XLA reports.
-Opacus and fastDP are compared with PyTorch's own plain gradient; their memory was not measured.
+Medians of the times, divided by the time of the plain gradient, and the temporaries that XLA
+reports. Opacus and fastDP are compared with PyTorch's own plain gradient; their memory was not
+measured.
 
 {multiples.by_method(results["per_example"])}
 

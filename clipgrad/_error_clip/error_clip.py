@@ -9,6 +9,7 @@ import jax
 
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._rules import as_rule
+from clipgrad._trees import parts_below
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 _ALL = object()  # in place of a parameter's name: each of them
@@ -144,13 +145,7 @@ def _clip_argument(parameter: inspect.Parameter, value: Any, rules: dict[str, An
 
 def _clip_outputs(result: Any, rules: Any) -> Any:
     each, structure = jax.tree.flatten(rules, is_leaf=_is_rule)
-    try:
-        parts = structure.flatten_up_to(result)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"outputs: got rules of the structure {structure}, expected a prefix of the result's, "
-            f"{jax.tree.structure(result)}: {error}"
-        ) from None
+    parts = parts_below("outputs", "rules", structure, result)
     return structure.unflatten(map(clip_cotangent, parts, each))
 
 

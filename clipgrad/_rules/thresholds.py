@@ -14,7 +14,7 @@ from jax.core import Tracer
 from clipgrad._compat import broadcast_like
 from clipgrad._numerics import Norm
 from clipgrad._thresholds import AdaptiveThreshold, is_adaptive
-from clipgrad._trees import clippable_leaves, is_none
+from clipgrad._trees import clippable_leaves, is_none, parts_below
 
 # The classes of this library's rules, in the order in which `pytree_rule` made them.
 # A module that is reloaded keeps the list, which other modules hold.
@@ -170,14 +170,7 @@ def thresholds_by_leaf(rule: Any, grads: Any, count: int) -> list[Any]:
 def _spread(name: str, limits: Any, grads: Any) -> list[Any]:
     """The limit of each leaf, from a tree that is a prefix of the gradients'; inf for ``None``."""
     each, prefix = jax.tree.flatten(limits, is_leaf=is_none)
-    try:
-        parts = prefix.flatten_up_to(grads)
-    except (ValueError, TypeError) as error:
-        structure = jax.tree.structure(grads, is_leaf=is_none)
-        raise ValueError(
-            f"{name}: got limits of the structure {prefix}, expected a prefix of the structure "
-            f"that is clipped, {structure}: {error}"
-        ) from None
+    parts = parts_below(name, "limits", prefix, grads)
     numbers = [np.inf if limit is None else limit for limit in each]
     pairs = zip(numbers, parts, strict=True)
     return [limit for limit, part in pairs for _ in clippable_leaves(part)]

@@ -24,6 +24,7 @@ from clipgrad._trees.trees import is_none as is_none
 from clipgrad._trees.trees import map_clippable as map_clippable
 from clipgrad._trees.trees import parameters_like as parameters_like
 from clipgrad._trees.trees import partition as partition
+from clipgrad._trees.trees import parts_below as parts_below
 from clipgrad._trees.trees import path_string as path_string
 from clipgrad._trees.trees import with_paths as with_paths
 from clipgrad._trees.vectors import cotangent_leaves as cotangent_leaves

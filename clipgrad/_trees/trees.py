@@ -42,6 +42,21 @@ def _in_jax(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.number) and dtype.isnative and dtype.itemsize <= widest
 
 
+def parts_below(name: str, kind: str, prefix: Any, tree: Any) -> list[Any]:
+    """The part of a tree below each leaf of a structure, or `ValueError` if it is no prefix.
+
+    ``name`` is the name of the argument and ``kind`` what its leaves are, for the error.
+    """
+    try:
+        return prefix.flatten_up_to(tree)
+    except (ValueError, TypeError) as error:
+        structure = jax.tree.structure(tree, is_leaf=is_none)
+        raise ValueError(
+            f"{name}: got {kind} of the structure {prefix}, expected a prefix of {structure}: "
+            f"{error}"
+        ) from None
+
+
 def check_tree(name: str, tree: Any) -> None:
     """Raises `ValueError` for what JAX cannot take apart, and for trees that are very deep.
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from clipgrad._trees.overwritten import are_overwritten
 from clipgrad._trees.selectors import nearest, selects
-from clipgrad._trees.trees import check_tree, is_clippable, is_none, with_paths
+from clipgrad._trees.trees import check_tree, is_clippable, is_none, parts_below, with_paths
 
 Where = Any | Callable[[Any], Any] | str | None
 
@@ -48,14 +48,7 @@ def _flags(mask: Any, tree: Any, name: str) -> list[bool]:
                 f"{name}: got {flag!r} of type {type(flag).__name__} in the mask, expected True or "
                 "False for each leaf or subtree"
             )
-    try:
-        parts = prefix.flatten_up_to(tree)
-    except (ValueError, TypeError) as error:
-        structure = jax.tree.structure(tree, is_leaf=is_none)
-        raise ValueError(
-            f"{name}: got a mask of the structure {prefix}, expected a prefix of {structure}: "
-            f"{error}"
-        ) from None
+    parts = parts_below(name, "a mask", prefix, tree)
     if any(flag is None and jax.tree.leaves(part) for flag, part in zip(each, parts, strict=True)):
         raise ValueError(
             f"{name}: got None in the mask where the tree has leaves, expected True or False"
