@@ -90,7 +90,7 @@ def test_the_types_found_inside_are_told():
 def test_a_stripped_program_rounds_as_the_function_does():
     function = lambda x: lax.reduce_precision(PROGRAMS["custom_vjp"](x), 5, 2)  # noqa: E731
     program = jax.make_jaxpr(lambda xs: [function(xs[0])])([X])
-    stripped = lambda xs: _jaxpr.evaluate(program, xs, _jaxpr.Strip(jnp.float64))  # noqa: E731
+    stripped = lambda xs: _jaxpr.evaluate(program, xs, _jaxpr.NoRules(jnp.float64))  # noqa: E731
     (found,), pull = jax.vjp(stripped, [X])
     np.testing.assert_array_equal(found, function(X))
     np.testing.assert_allclose(pull([jnp.ones(3)])[0][0], np.cos(X), rtol=1e-6)

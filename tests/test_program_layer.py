@@ -111,8 +111,8 @@ def test_a_value_is_followed_to_where_it_went_wrong():
         return lax.while_loop(lambda c: c[0] < 6, body, (0, x))[1]
 
     traced = jax.make_jaxpr(program)(1.0)
-    (track,) = _diagnose.origins(traced, [np.float32(1)]).results
-    birth = track.birth
-    assert (track.badness, birth.place.operation, birth.steps) == (2, "log", (2, 0))
-    (read,) = _diagnose.operands_of(traced, [np.float32(1)], birth)
+    (taint,) = _diagnose.origins(traced, [np.float32(1)]).results
+    source = taint.source
+    assert (taint.badness, source.place.operation, source.steps) == (2, "log", (2, 0))
+    (read,) = _diagnose.operands_of(traced, [np.float32(1)], source)
     np.testing.assert_allclose(read, -0.2, atol=1e-6)

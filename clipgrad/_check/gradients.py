@@ -11,7 +11,7 @@ import clipgrad._trees as _trees
 from clipgrad._check.differences import in_float64
 from clipgrad._check.kept import kept_by_key
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.widening import Jitter, Nudge, Widened
+from clipgrad._check.widening import Jitter, MovedConstants, Widened
 
 
 class VJP(NamedTuple):
@@ -96,7 +96,7 @@ class Gradient:
 
     def moved_by_constants(self, xs, covectors: np.ndarray) -> np.ndarray:
         """The change of the gradient when every constant moves by one rounding of its type."""
-        return self._moved_by(Nudge, xs, covectors)
+        return self._moved_by(MovedConstants, xs, covectors)
 
     def moved_by_rounding(self, xs, covectors: np.ndarray) -> np.ndarray:
         """The change of the gradient when every result of an operation moves by one rounding."""
@@ -117,7 +117,7 @@ class Gradient:
         Eagerly, since a compiler may simplify away just what loses precision.
         """
         inputs = ([*xs, *_trees.cotangent_leaves(row, self._outputs)] for row in covectors)
-        found = (self.function.call(self.constants, x, _jaxpr.Strip(np.float64)) for x in inputs)
+        found = (self.function.call(self.constants, x, _jaxpr.NoRules(np.float64)) for x in inputs)
         return _trees.gradient_rows(found, len(covectors))
 
 

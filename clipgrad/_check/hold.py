@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 from clipgrad._jaxpr import Widen, opened
 
 
-class Hold(Widen):
+class HeldStops(Widen):
     """Widens to float64, and holds what `stop_gradient` hides at row 0 of a batch along ``axis``.
 
     But for the factors that a linear solve is given: `jnp.linalg.solve` stops the gradient of its

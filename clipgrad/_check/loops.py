@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
-from clipgrad._check.hold import Hold
+from clipgrad._check.hold import HeldStops
 from clipgrad._jaxpr import (
     CALLS,
     CUSTOM_RULES,
@@ -81,7 +81,7 @@ class Longer(Widen):
         return super().__call__(equation, inputs)
 
 
-class HeldLonger(Longer, Hold):
+class HeldLonger(Longer, HeldStops):
     """Holds what `stop_gradient` hides, and has loops run on."""
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._check.hold import Hold
+from clipgrad._check.hold import HeldStops
 from clipgrad._check.identity import program_key
 from clipgrad._check.kept import kept_by_key, with_constants
 from clipgrad._check.loops import HeldLonger, Longer
@@ -67,7 +67,7 @@ class Widened:
 
         So differences see what JAX differentiates: a straight-through estimator is right.
         """
-        return self.call(constants, xs, Hold(self._program, AXIS))
+        return self.call(constants, xs, HeldStops(self._program, AXIS))
 
     def longer(self, constants: Sequence, xs: list) -> list:
         """The outputs to which loops converge that stop when they are near enough."""
@@ -90,7 +90,7 @@ def widened_program(program: Any) -> Widened:
     return kept_by_key(("widened", key), lambda: Widened(program, key))
 
 
-class Nudge(_jaxpr.Widen):
+class MovedConstants(_jaxpr.Widen):
     """Moves each constant by one rounding: 0.1 in float32 is not the 0.1 that was meant.
 
     Numbers of few binary digits, such as 0.5, 3 and 1024, are meant as they are.

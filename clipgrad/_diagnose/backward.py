@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.origins import Birth, Device, Origins, operands_of_vjp, origins
+from clipgrad._diagnose.origins import Device, Origins, Source, operands_of_vjp, origins
 from clipgrad._diagnose.tracker import OperandOfVjp
 from clipgrad._diagnose.values import ValueOrigin
 from clipgrad._names import Place
@@ -17,13 +17,13 @@ class VjpFault(NamedTuple):
     """An operation whose VJP, or a value of whose cotangents the sum, is not finite first.
 
     Attributes:
-      birth: where the program of the gradient has it from.
+      source: where the program of the gradient has it from.
       place: the operation of the function.
       operands: what the operation reads there, as far as it is known.
       summed: the value whose cotangents are finite, but not their sum.
     """
 
-    birth: Birth
+    source: Source
     place: Place
     operands: list[OperandOfVjp | None]
     summed: SummedValue | None = None
@@ -42,8 +42,8 @@ class VjpFault(NamedTuple):
     def step(self) -> int | None:
         """The step of the innermost scan around the operation, or around the value."""
         if self.summed:
-            return _last(self.birth.steps[: self.summed.loops])
-        return self.birth.step if self.place.nest else None
+            return _last(self.source.steps[: self.summed.loops])
+        return self.source.step if self.place.nest else None
 
 
 def _last(steps: Sequence[int]) -> int | None:
@@ -76,38 +76,38 @@ def first_fault(
         followed=gradient.cotangents,
         is_excused=is_excused,
     )
-    tracks = found.results[len(found.results) - len(gradient.chosen) :]
-    births = [_first_of(tracks[i].birth) for i in bad]
-    birth = min((b for b in births if b), key=lambda b: b.time, default=None)
-    if birth is None or birth.place is None or is_excused(birth.place, birth.steps):
+    taints = found.results[len(found.results) - len(gradient.chosen) :]
+    sources = [_first_of(taints[i].source) for i in bad]
+    source = min((b for b in sources if b), key=lambda b: b.time, default=None)
+    if source is None or source.place is None or is_excused(source.place, source.steps):
         return None
-    return _fault(gradient, inputs, birth)
+    return _fault(gradient, inputs, source)
 
 
 def _seeds(gradient: GradientProgram) -> list[Any]:
     return _jaxpr.opened(gradient.program)[0].invars[gradient.count :]
 
 
-def _first_of(birth: Birth | None) -> Birth | None:
+def _first_of(source: Source | None) -> Source | None:
     """The first operation at fault, where a second makes NaN of its inf."""
-    while birth and birth.root and birth.root.place:
-        birth = birth.root
-    return birth
+    while source and source.root and source.root.place:
+        source = source.root
+    return source
 
 
-def _fault(gradient: GradientProgram, inputs: Sequence[Any], birth: Birth) -> VjpFault:
-    assert birth.place is not None
-    if birth.place.operation == "add_any" and (value := summed_value(gradient, birth.place)):
-        return VjpFault(birth, value.place or birth.place, [], value)
-    place = gradient.marks.place(birth.place)
+def _fault(gradient: GradientProgram, inputs: Sequence[Any], source: Source) -> VjpFault:
+    assert source.place is not None
+    if source.place.operation == "add_any" and (value := summed_value(gradient, source.place)):
+        return VjpFault(source, value.place or source.place, [], value)
+    place = gradient.marks.place(source.place)
     if place is None:
-        return VjpFault(birth, birth.place, [])
-    device: Device = min(birth.devices)
+        return VjpFault(source, source.place, [])
+    device: Device = min(source.devices)
     try:
-        operands = operands_of_vjp(gradient.forward, inputs, place, birth.steps, device)
+        operands = operands_of_vjp(gradient.forward, inputs, place, source.steps, device)
     except (TypeError, ValueError, NotImplementedError, NameError):
         operands = []  # an operation that has no derivative by itself
-    return VjpFault(birth, place, operands)
+    return VjpFault(source, place, operands)
 
 
 def is_value_at_fault(
@@ -119,9 +119,11 @@ def is_value_at_fault(
     """
     steps_of: dict[tuple, set[tuple[int, ...]]] = {}
     for (key, steps), operands in forward.operands.items():
-        if any(x.badness or (x.past and x.past.place == origin.birth.place) for x in operands):
+        if any(
+            x.badness or (x.earlier and x.earlier.place == origin.source.place) for x in operands
+        ):
             steps_of.setdefault(key, set()).add(steps)
-    around = [id(e) for e in origin.birth.place.chain] if origin.birth.place else []
+    around = [id(e) for e in origin.source.place.chain] if origin.source.place else []
 
     def excused(place: Place, steps: tuple[int, ...]) -> bool:
         own = [id(e) for e in place.chain]

@@ -201,16 +201,16 @@ def _of_vjp(fault: VjpFault, forward: Origins | None, given: DiagnosisSubject) -
     if not fault.bad_operands:
         return vjp_finding(fault, given)
     forward = forward or origins(given.program, given.inputs)
-    operands = forward.operands.get((fault.place.key, fault.birth.steps), [])
-    births = [operands[i].birth for i in fault.bad_operands if operands]
-    birth = next((birth for birth in births if birth and birth.time != CONSTANT), None)
-    if birth is None:
+    operands = forward.operands.get((fault.place.key, fault.source.steps), [])
+    sources = [operands[i].source for i in fault.bad_operands if operands]
+    source = next((source for source in sources if source and source.time != CONSTANT), None)
+    if source is None:
         return vjp_finding(fault, given)
-    sources = dependence(given.program)[birth.place.key] if birth.place else []
-    arguments = frozenset().union(*sources)
+    read = dependence(given.program)[source.place.key] if source.place else []
+    arguments = frozenset().union(*read)
     if arguments & {*given.chosen}:
-        return vjp_finding(fault, given, birth.place)
-    origin = origin_of(given.program, given.inputs, birth)
+        return vjp_finding(fault, given, source.place)
+    origin = origin_of(given.program, given.inputs, source)
     return data_finding(origin, fault, sorted(arguments), given)
 
 

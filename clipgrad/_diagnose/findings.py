@@ -19,9 +19,9 @@ from clipgrad._names import Location, Place
 
 def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFinding:
     """A finding on where a loss has its NaN or inf from."""
-    birth, place = origin.birth, origin.birth.place
-    if birth.argument is not None:
-        return _argument_finding(birth.argument, given)
+    source, place = origin.source, origin.source.place
+    if source.argument is not None:
+        return _argument_finding(source.argument, given)
     assert place is not None
     if origin.values is None:
         what = f"{place.operation} takes a constant that is not finite, and the loss depends on it"
@@ -35,7 +35,7 @@ def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFindi
         then = origin.becomes
         outcome = "turns its inf into NaN" if origin.is_nan else "is not finite because of its inf"
         what += f", and {then.operation} ({then.location}) {outcome}"
-    return _operation_finding("value", place, birth.step, what, origin.values or (), birth.device)
+    return _operation_finding("value", place, source.step, what, origin.values or (), source.device)
 
 
 def vjp_finding(
@@ -56,7 +56,7 @@ def vjp_finding(
     what = f"{of} turns finite cotangents into NaN or inf"
     if read:
         what += f", since it reads the result of {read.operation} ({read.location})"
-    return _operation_finding("vjp", place, fault.step, what, fault.values, fault.birth.device)
+    return _operation_finding("vjp", place, fault.step, what, fault.values, fault.source.device)
 
 
 def _sum_finding(fault: VjpFault, given: DiagnosisSubject) -> GradientFinding:
@@ -69,7 +69,7 @@ def _sum_finding(fault: VjpFault, given: DiagnosisSubject) -> GradientFinding:
         return function_finding("vjp", f"{name} is used more than once; {finite}", given)
     what = "the carry of the scan" if place.operation == SCAN else f"the value of {place.operation}"
     what += f" is used more than once; {finite}"
-    return _operation_finding("vjp", place, fault.step, what, (), fault.birth.device)
+    return _operation_finding("vjp", place, fault.step, what, (), fault.source.device)
 
 
 def data_finding(
@@ -85,7 +85,7 @@ def data_finding(
     """
     found = value_finding(origin, given)
     names = ", ".join(given.names[i] for i in sources)
-    computed = f"; it is computed from {names}" if names and origin.birth.argument is None else ""
+    computed = f"; it is computed from {names}" if names and origin.source.argument is None else ""
     reader = f"{fault.place.operation} ({fault.place.location})"
     what = f"{computed}; the VJP of {reader} reads it"
     return dataclasses.replace(found, message=found.message + what)

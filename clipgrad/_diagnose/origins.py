@@ -38,7 +38,7 @@ ARGUMENT, CONSTANT = (-1,), (np.inf,)  # times before and behind those of all op
 Device = tuple[int, ...]  # its number in each `shard_map` around, outermost first
 
 
-class Birth(NamedTuple):
+class Source(NamedTuple):
     """An operation whose result is worse than its operands, at an iteration of the loops around.
 
     ``time`` is an order, on all devices: at each level the position of the equation, and the
@@ -49,8 +49,8 @@ class Birth(NamedTuple):
     argument: int | None = None
     place: Place | None = None
     steps: tuple[int, ...] = ()
-    root: "Birth | None" = None  # where the inf is from that it, or an operation before, reads
-    devices: Set[Device] = frozenset([()])  # of all such births
+    root: "Source | None" = None  # where the inf is from that it, or an operation before, reads
+    devices: Set[Device] = frozenset([()])  # of all such sources
     badness: int = 0  # of the result
 
     @property
@@ -66,25 +66,25 @@ class Birth(NamedTuple):
         return self.place.device(self.devices) if self.place and is_known else None
 
 
-class Track(NamedTuple):
+class Taint(NamedTuple):
     """Whether a value holds NaN (2) or inf (1), and where it is from."""
 
     badness: int = 0
-    birth: Birth | None = None
-    past: Birth | None = None  # of a finite value: an operation whose inf it is computed from
+    source: Source | None = None
+    earlier: Source | None = None  # of a finite value: an operation whose inf it is computed from
 
 
 class Origins(NamedTuple):
     """The origins of the results of a program."""
 
-    results: list[Track]
+    results: list[Taint]
     # Of each operation that reads what is not finite, or computed from an inf, by the key of its
     # `Place` and the steps around: its operands on the first device on which it does.
-    operands: dict[tuple, list[Track]]
+    operands: dict[tuple, list[Taint]]
 
 
-_FINITE = Track()
-Tracks = dict[Device, Track]  # of one variable
+_FINITE = Taint()
+Taints = dict[Device, Taint]  # of one variable
 
 
 def origins(
@@ -106,22 +106,22 @@ def origins(
     run = jit_for_one_call(program)(lambda inputs: track(program, inputs, cured, followed=followed))
     flags = on_host(run(list(inputs))).on_host()
     own = iter(flags.elements)
-    births = [Birth(ARGUMENT, argument=i) for i in range(len(inputs))]
-    tracks = [{(): _FINITE} for _ in inputs]
+    sources = [Source(ARGUMENT, argument=i) for i in range(len(inputs))]
+    taints = [{(): _FINITE} for _ in inputs]
     if followed is every_number:
-        pairs = zip(inputs, births, strict=True)
-        tracks = [{(): _tracked(next(own), b) if holds_floats(x) else _FINITE} for x, b in pairs]
+        pairs = zip(inputs, sources, strict=True)
+        taints = [{(): _tainted(next(own), b) if holds_floats(x) else _FINITE} for x, b in pairs]
     replay = _Replay(followed, is_excused)
-    results = replay.evaluate(program, {(): flags}, tracks, None, (), ())
+    results = replay.evaluate(program, {(): flags}, taints, None, (), ())
     return Origins([result[()] for result in results], replay.operands)
 
 
-def operands_of(program: Any, inputs: Sequence[Any], birth: Birth) -> tuple[float, ...]:
+def operands_of(program: Any, inputs: Sequence[Any], source: Source) -> tuple[float, ...]:
     """The operands of an operation where its result is not finite."""
-    place = birth.place
+    place = source.place
     assert place is not None
     run = jit_for_one_call(program)(lambda inputs: track(program, inputs, target=place).values)
-    values = _at(on_host(run(list(inputs))), place, birth.steps, min(birth.devices))
+    values = _at(on_host(run(list(inputs))), place, source.steps, min(source.devices))
     pairs = zip(place.equation.invars, values, strict=True)
     return tuple(float(value) for v, value in pairs if holds_floats(v))
 
@@ -152,8 +152,8 @@ def _loops(place: Place) -> list[JaxprEqn]:
     return [e for e in place.chain[:0:-1] if e.primitive.name in ("scan", "while")]
 
 
-def _tracked(bad: Any, birth: Birth | None, past: Birth | None = None) -> Track:
-    return Track(int(bad), birth) if bad else Track(past=past) if past else _FINITE
+def _tainted(bad: Any, source: Source | None, earlier: Source | None = None) -> Taint:
+    return Taint(int(bad), source) if bad else Taint(earlier=earlier) if earlier else _FINITE
 
 
 class _Replay:
@@ -161,24 +161,24 @@ class _Replay:
 
     def __init__(self, followed: Followed, is_excused: Callable[[Place, tuple[int, ...]], bool]):
         self._followed, self._is_excused = followed, is_excused
-        self._births: dict[tuple, set[Device]] = {}  # the devices, by operation and steps
-        self._constants: dict[int, Track] = {}
-        self.operands: dict[tuple, list[Track]] = {}
-        # A loop may begin to be bad at another iteration on each device: what was brought last.
-        self._latest: dict[tuple, list[Track]] = {}
+        self._devices_of: dict[tuple, set[Device]] = {}  # the devices, by operation and steps
+        self._constants: dict[int, Taint] = {}
+        self.operands: dict[tuple, list[Taint]] = {}
+        # A loop may begin to be bad at another iteration on each device: what came last.
+        self._latest: dict[tuple, list[Taint]] = {}
 
     def evaluate(
         self,
         program: Any,
         flags: dict[Device, Flags],
-        inputs: Sequence[Tracks],
+        inputs: Sequence[Taints],
         parent: Place | None,
         steps: tuple[int, ...],
         time: tuple[float, ...],
-    ) -> list[Tracks]:
-        """The tracks of the results of a program, on each device that has flags."""
+    ) -> list[Taints]:
+        """The taints of the results of a program, on each device that has flags."""
         jaxpr, constants = opened(program)
-        tracks = dict(zip(jaxpr.invars, inputs, strict=True))
+        taints = dict(zip(jaxpr.invars, inputs, strict=True))
         bad = {device: iter(own.results) for device, own in flags.items()}
         inside = {device: iter(own.inside) for device, own in flags.items()}
 
@@ -190,16 +190,16 @@ class _Replay:
         def read(atom):
             if type(atom) is Literal and not is_all:
                 return finite
-            return constant(atom.val) if type(atom) is Literal else tracks[atom]
+            return constant(atom.val) if type(atom) is Literal else taints[atom]
 
         closed = zip(jaxpr.constvars, constants, strict=True)
-        tracks |= {v: constant(x) if is_all else finite for v, x in closed}
+        taints |= {v: constant(x) if is_all else finite for v, x in closed}
         for i, equation in enumerate(jaxpr.eqns):
             if equation.primitive.name in PRINTS:
                 continue
             place = Place(equation, parent)
             if not is_followed(place, self._followed):
-                tracks |= dict.fromkeys(equation.outvars, finite)
+                taints |= dict.fromkeys(equation.outvars, finite)
                 continue
             operands = self._operands(place, [read(atom) for atom in equation.invars], finite)
             self._keep((place.key, steps), operands)
@@ -211,77 +211,79 @@ class _Replay:
                 outputs = [dict(own) for own in operands[: len(equation.outvars)]]
             else:
                 outputs = self._operation(where, operands, bad)
-            tracks |= dict(zip(equation.outvars, outputs, strict=True))
+            taints |= dict(zip(equation.outvars, outputs, strict=True))
             _write(equation, operands)
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _keep(self, key: tuple, operands: list[Tracks]) -> None:
-        pairs = (pair for tracks in operands for pair in tracks.items())
-        bad = [device for device, x in pairs if x.badness or x.past]
+    def _keep(self, key: tuple, operands: list[Taints]) -> None:
+        pairs = (pair for taints in operands for pair in taints.items())
+        bad = [device for device, x in pairs if x.badness or x.earlier]
         if bad and key not in self.operands:
-            self.operands[key] = [tracks[min(bad)] for tracks in operands]
+            self.operands[key] = [taints[min(bad)] for taints in operands]
 
-    def _operands(self, place: Place, given: list[Tracks], finite: Tracks) -> list[Tracks]:
-        """The tracks of an equation's operands that are followed; finite ones for the others."""
+    def _operands(self, place: Place, given: list[Taints], finite: Taints) -> list[Taints]:
+        """The taints of an equation's operands that are followed; finite ones for the others."""
         if self._followed is every_number:
             return given
         pairs = zip(given, self._followed(place), strict=True)
-        return [tracks if is_own else finite for tracks, is_own in pairs]
+        return [taints if is_own else finite for taints, is_own in pairs]
 
-    def _constant(self, x: Any) -> Track:
+    def _constant(self, x: Any) -> Taint:
         if id(x) not in self._constants:
             bad = badness(jnp.asarray(x)) if holds_floats(jnp.asarray(x)) else 0
-            self._constants[id(x)] = _tracked(int(bad), Birth(CONSTANT))
+            self._constants[id(x)] = _tainted(int(bad), Source(CONSTANT))
         return self._constants[id(x)]
 
     def _operation(
-        self, where: tuple, operands: list[Tracks], bad: dict[Device, Iterator]
-    ) -> list[Tracks]:
+        self, where: tuple, operands: list[Taints], bad: dict[Device, Iterator]
+    ) -> list[Taints]:
         equation = where[0].equation
         levels = {device: _levels(equation, own) for device, own in bad.items()}
-        given = {device: [tracks[device] for tracks in operands] for device in bad}
+        given = {device: [taints[device] for taints in operands] for device in bad}
         if any(levels[d] != [0] * len(levels[d]) for d in bad) and crossed_axes(equation):
-            given = self._brought(where[0], given)
+            given = self._of_other_devices(where[0], given)
         results = {d: self._results(where, given[d], levels[d], d) for d in bad}
         return [{d: own[i] for d, own in results.items()} for i in range(len(equation.outvars))]
 
-    def _brought(self, place: Place, given: dict[Device, list[Track]]) -> dict[Device, list[Track]]:
-        """The bad tracks of all devices from which an operation takes values."""
+    def _of_other_devices(
+        self, place: Place, given: dict[Device, list[Taint]]
+    ) -> dict[Device, list[Taint]]:
+        """The bad taints of all devices from which an operation takes values."""
         mapped = [e for e in place.chain[1:] if e.primitive.name == "shard_map"]
         if not mapped:
             return given
-        groups: dict[tuple, list[Track]] = {}
+        groups: dict[tuple, list[Taint]] = {}
         keys = {d: (place.key, *d[:-1], *_others(place.equation, mapped[0], d[-1])) for d in given}
         for device, key in keys.items():
             groups.setdefault(key, []).extend(x for x in given[device] if x.badness)
-        self._latest |= {key: brought for key, brought in groups.items() if brought}
+        self._latest |= {key: taints for key, taints in groups.items() if taints}
         return {device: self._latest.get(key, []) for device, key in keys.items()}
 
     def _results(
-        self, where: tuple, operands: list[Track], bad: list[int], device: Device
-    ) -> list[Track]:
+        self, where: tuple, operands: list[Taint], bad: list[int], device: Device
+    ) -> list[Taint]:
         """Has an origin here what is worse than all operands, else that of an operand as bad."""
         place, steps, time = where
         worst = max((x.badness for x in operands), default=0)
-        past = _earliest(x.past or _inf_of(x) for x in operands)
+        earlier = _earliest(x.earlier or _inf_of(x) for x in operands)
         outputs = []
         for level in bad:
-            as_bad = (x.birth for x in operands if x.badness >= max(min(level, worst), 1))
-            origin = (_earliest(as_bad) or past) if level else None
+            as_bad = (x.source for x in operands if x.badness >= max(min(level, worst), 1))
+            origin = (_earliest(as_bad) or earlier) if level else None
             if origin and origin.time == CONSTANT and origin.place is None:
                 origin = origin._replace(place=place, steps=steps)
             if level > worst:
-                devices = self._births.setdefault((place.key, steps), set())
+                devices = self._devices_of.setdefault((place.key, steps), set())
                 devices.add(device)
                 when = (*CONSTANT, *time) if self._is_excused(place, steps) else time
-                origin = Birth(when, None, place, steps, origin, devices, level)
-            outputs.append(_tracked(level, origin, past))
+                origin = Source(when, None, place, steps, origin, devices, level)
+            outputs.append(_tainted(level, origin, earlier))
         return outputs
 
     def _enter(
-        self, where: tuple, operands: list[Tracks], found: dict, bad: dict[Device, Iterator]
-    ) -> list[Tracks]:
-        """The tracks of the results of an equation with programs, by the flags of each."""
+        self, where: tuple, operands: list[Taints], found: dict, bad: dict[Device, Iterator]
+    ) -> list[Taints]:
+        """The taints of the results of an equation with programs, by the flags of each."""
         name = where[0].equation.primitive.name
         if not found:
             return [{}] * len(where[0].equation.outvars)
@@ -290,8 +292,8 @@ class _Replay:
         enter = {"scan": self._scan, "shard_map": self._shard_map}
         return enter.get(name, self._chosen)(where, operands, found)
 
-    def _chosen(self, where: tuple, operands: list[Tracks], found: dict) -> list[Tracks]:
-        """The tracks of devices that run together: in one branch, or one iteration, in order."""
+    def _chosen(self, where: tuple, operands: list[Taints], found: dict) -> list[Taints]:
+        """The taints of devices that run together: in one branch, or one iteration, in order."""
         place, steps, time = where
         programs, given = tracked_programs(place.equation), operands
         is_loop = place.equation.primitive.name == "while"
@@ -302,7 +304,7 @@ class _Replay:
         groups: dict[int, list[Device]] = {}
         for device, own in found.items():
             groups.setdefault(int(own[0].index), []).append(device)
-        outputs: list[Tracks] = [{} for _ in place.equation.outvars]
+        outputs: list[Taints] = [{} for _ in place.equation.outvars]
         for index, devices in sorted(groups.items()):
             i = 0 if is_loop else min(max(index, 0), len(programs) - 1)
             variables = opened(programs[i])[0].invars
@@ -319,7 +321,7 @@ class _Replay:
             outputs = [old | new for old, new in zip(outputs, results, strict=True)]
         return outputs
 
-    def _shard_map(self, where: tuple, operands: list[Tracks], found: dict) -> list[Tracks]:
+    def _shard_map(self, where: tuple, operands: list[Taints], found: dict) -> list[Taints]:
         place, steps, time = where
         (program,) = tracked_programs(place.equation)
         count, variables = device_count(place.equation), place.equation.invars
@@ -327,17 +329,17 @@ class _Replay:
         for device, own in _of_program(found).items():
             for number in map(int, np.flatnonzero(_bad_steps(own, count))):
                 flags[*device, number] = part = jax.tree.map(lambda x: x[number], own)  # noqa: B023
-                whole = [tracks[device] for tracks in operands]
-                tracks = self._parts(place, part, whole)
-                for shard, own_track in zip(shards, tracks, strict=True):
-                    shard[*device, number] = own_track
+                whole = [taints[device] for taints in operands]
+                taints = self._parts(place, part, whole)
+                for shard, own_taint in zip(shards, taints, strict=True):
+                    shard[*device, number] = own_taint
         results = self.evaluate(program, flags, shards, place, steps, time)
         return [
             {d: _joined([t for inner, t in own.items() if inner[:-1] == d]) for d in found}
             for own in results
         ]
 
-    def _scan(self, where: tuple, operands: list[Tracks], found: dict) -> list[Tracks]:
+    def _scan(self, where: tuple, operands: list[Taints], found: dict) -> list[Taints]:
         place, steps, time = where
         (program,), params = tracked_programs(place.equation), place.equation.params
         (constants, carried), length = scan_counts(place.equation), params["length"]
@@ -348,9 +350,9 @@ class _Replay:
         is_bad = np.any([_bad_steps(own, length) for own in flags.values()], axis=0)
         for now in range(length):
             t = length - 1 - now if params["reverse"] else now
-            bad = any(x.badness for tracks in (*fixed, *carry) for x in tracks.values())
-            past = any(x.past for tracks in carry for x in tracks.values())
-            if not (is_bad[t] or bad or past):
+            bad = any(x.badness for taints in (*fixed, *carry) for x in taints.values())
+            earlier = any(x.earlier for taints in carry for x in taints.values())
+            if not (is_bad[t] or bad or earlier):
                 continue
             own = jax.tree.map(lambda x: x[t], flags)  # noqa: B023
             parts = {d: self._parts(place, own[d], [x[d] for x in whole]) for d in own}
@@ -362,25 +364,25 @@ class _Replay:
             stacked = [{d: _joined([old[d], new[d]]) for d in own} for old, new in pairs]
         return [*carry, *stacked]
 
-    def _parts(self, place: Place, flags: Flags, whole: list[Track]) -> list[Track]:
+    def _parts(self, place: Place, flags: Flags, whole: list[Taint]) -> list[Taint]:
         """The elements that a scan goes through, or the shards of arrays."""
         bad, first = iter(flags.elements), len(place.equation.invars) - len(whole)
         own = {i - first for i in elements_followed(place, self._followed)}
         pairs = enumerate(whole)
-        return [_tracked(next(bad), x.birth, x.past) if i in own else x for i, x in pairs]
+        return [_tainted(next(bad), x.source, x.earlier) if i in own else x for i, x in pairs]
 
     def _after(
-        self, where: tuple, outputs: list[Tracks], bad: dict[Device, Iterator]
-    ) -> list[Tracks]:
-        """The tracks of a loop's carries at its end, from the first iteration with a bad value."""
+        self, where: tuple, outputs: list[Taints], bad: dict[Device, Iterator]
+    ) -> list[Taints]:
+        """The taints of a loop's carries at its end, from the first iteration with a bad value."""
         place, steps, time = where
-        found: list[Tracks] = [{} for _ in outputs]
+        found: list[Taints] = [{} for _ in outputs]
         for device, own in bad.items():
-            new = Birth((*time, np.inf), None, place, steps, None, frozenset([device]))
-            first = _earliest(tracks[device].birth for tracks in outputs) or new
+            new = Source((*time, np.inf), None, place, steps, None, frozenset([device]))
+            first = _earliest(taints[device].source for taints in outputs) or new
             levels = _levels(place.equation, own)
-            for result, tracks, level in zip(found, outputs, levels, strict=True):
-                result[device] = _tracked(level, tracks[device].birth or first)
+            for result, taints, level in zip(found, outputs, levels, strict=True):
+                result[device] = _tainted(level, taints[device].source or first)
         return found
 
 
@@ -404,26 +406,28 @@ def _bad_steps(flags: Flags, length: int) -> np.ndarray:
     return np.any(flags.any_bad(lambda x: np.reshape(x, (length, -1)).any(-1)), axis=0)
 
 
-def _joined(tracks: list[Track]) -> Track:
-    bad = max((track.badness for track in tracks), default=0)
-    past = None if bad else _earliest(track.past for track in tracks)
-    return Track(bad, _earliest(track.birth for track in tracks), past)
+def _joined(taints: list[Taint]) -> Taint:
+    bad = max((taint.badness for taint in taints), default=0)
+    earlier = None if bad else _earliest(taint.earlier for taint in taints)
+    return Taint(bad, _earliest(taint.source for taint in taints), earlier)
 
 
-def _inf_of(track: Track) -> Birth | None:
+def _inf_of(taint: Taint) -> Source | None:
     """The operation that a value has its inf from."""
-    is_operation = track.birth and track.birth.place and track.birth.time != CONSTANT
-    return track.birth if track.badness == 1 and is_operation else None
+    is_operation = taint.source and taint.source.place and taint.source.time != CONSTANT
+    return taint.source if taint.badness == 1 and is_operation else None
 
 
-def _write(equation: JaxprEqn, operands: list[Tracks]) -> None:
+def _write(equation: JaxprEqn, operands: list[Taints]) -> None:
     """Keep in each reference that an operation may write to what it may write."""
-    for variable, tracks in zip(equation.invars, operands, strict=True):
+    for variable, taints in zip(equation.invars, operands, strict=True):
         if is_reference(variable):
-            for device, old in tracks.items():
-                new = [own[device] for own in operands if own is not tracks and device in own]
-                tracks[device] = _joined([old, *new])
+            for device, old in taints.items():
+                new = [own[device] for own in operands if own is not taints and device in own]
+                taints[device] = _joined([old, *new])
 
 
-def _earliest(births: Iterable[Birth | None]) -> Birth | None:
-    return min((birth for birth in births if birth), key=lambda birth: birth.time, default=None)
+def _earliest(sources: Iterable[Source | None]) -> Source | None:
+    return min(
+        (source for source in sources if source), key=lambda source: source.time, default=None
+    )

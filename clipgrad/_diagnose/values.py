@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from clipgrad._diagnose.origins import CONSTANT, Birth, Origins, operands_of, origins
+from clipgrad._diagnose.origins import CONSTANT, Origins, Source, operands_of, origins
 from clipgrad._diagnose.suspects import MASKING
 from clipgrad._names import Place
 
@@ -14,7 +14,7 @@ _TRIED_VALUES = 4
 class ValueOrigin(NamedTuple):
     """The origin of a NaN or inf."""
 
-    birth: Birth  # an argument, an operation, or a constant in an operation
+    source: Source  # an argument, an operation, or a constant in an operation
     values: tuple[float, ...] | None = None  # what goes in where it goes wrong; None: a constant
     becomes: Place | None = None  # the operation that is not finite because of the inf
     is_nan: bool = True  # whether it makes NaN
@@ -22,7 +22,7 @@ class ValueOrigin(NamedTuple):
     @property
     def cause(self) -> int | None:
         """The argument with the inf that the operation makes NaN of."""
-        return self.birth.root and self.birth.root.argument
+        return self.source.root and self.source.root.argument
 
 
 def origin_of_loss(program: Any, inputs: Sequence[Any], found: Origins) -> ValueOrigin | None:
@@ -32,45 +32,45 @@ def origin_of_loss(program: Any, inputs: Sequence[Any], found: Origins) -> Value
     that is made of the inf of an operation is the doing of this operation, if there is no NaN
     where the inf is replaced by an ordinary number.
     """
-    birth = found.results[0].birth
-    if birth is None or birth.place is None or birth.time == CONSTANT:
-        return birth and ValueOrigin(birth)
-    root = _overflow(program, inputs, birth)
-    values = operands_of(program, inputs, root or birth)
-    then = birth.place if root else None
-    return ValueOrigin(root or birth, values, then, birth.badness == 2)
+    source = found.results[0].source
+    if source is None or source.place is None or source.time == CONSTANT:
+        return source and ValueOrigin(source)
+    root = _overflow(program, inputs, source)
+    values = operands_of(program, inputs, root or source)
+    then = source.place if root else None
+    return ValueOrigin(root or source, values, then, source.badness == 2)
 
 
-def origin_of(program: Any, inputs: Sequence[Any], birth: Birth) -> ValueOrigin:
+def origin_of(program: Any, inputs: Sequence[Any], source: Source) -> ValueOrigin:
     """The origin of the NaN or inf in a value of the program."""
-    if birth.place is None or birth.time == CONSTANT:
-        return ValueOrigin(birth)
-    return ValueOrigin(birth, operands_of(program, inputs, birth))
+    if source.place is None or source.time == CONSTANT:
+        return ValueOrigin(source)
+    return ValueOrigin(source, operands_of(program, inputs, source))
 
 
-def _overflow(program: Any, inputs: Sequence[Any], birth: Birth) -> Birth | None:
+def _overflow(program: Any, inputs: Sequence[Any], source: Source) -> Source | None:
     """The operation that makes inf of finite numbers, without which there is no such NaN."""
     cured: list[Place] = []
-    again: Birth | None = birth
+    again: Source | None = source
     for _ in range(_TRIED_VALUES):
         root = again and again.root
-        if root is None or root.place is None or root.time == CONSTANT or _is_mask(birth, root):
+        if root is None or root.place is None or root.time == CONSTANT or _is_mask(source, root):
             return None
         cured.append(root.place)
         again = _birth(program, inputs, cured)
-        if again is None or again.place != birth.place:
-            return birth.root
+        if again is None or again.place != source.place:
+            return source.root
     return None
 
 
-def _is_mask(birth: Birth, root: Birth) -> bool:
+def _is_mask(source: Source, root: Source) -> bool:
     """Whether a softmax makes NaN of log(0): that is a row that is masked throughout."""
-    assert birth.place is not None and root.place is not None
-    package = birth.place.location.package or ""
+    assert source.place is not None and root.place is not None
+    package = source.place.location.package or ""
     is_log = root.place.operation in ("log", "log1p")
     return is_log and package.partition(" ")[0] in MASKING
 
 
-def _birth(program: Any, inputs: Sequence[Any], cured: Sequence[Place]) -> Birth | None:
-    """The birth of the first result, if it is not finite."""
-    return origins(program, inputs, cured).results[0].birth
+def _birth(program: Any, inputs: Sequence[Any], cured: Sequence[Place]) -> Source | None:
+    """The source of the first result, if it is not finite."""
+    return origins(program, inputs, cured).results[0].source

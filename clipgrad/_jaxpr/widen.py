@@ -120,7 +120,7 @@ class Widen(Hook):
         return retrace(program, types, self)
 
 
-class Strip(Widen):
+class NoRules(Widen):
     """Leaves every type as it is, and has custom rules replaced by what they compute."""
 
     def wide_dtype(self, dtype: Any) -> Any:
