@@ -60,11 +60,11 @@ FOUND_BY = {
     ),
     "published_clips": (
         "Gradient clipping thresholds that the papers and configurations of GPT-3, Gopher, "
-        "PaLM, OPT, Llama 1, 2 and 3, OLMo 1 and 2, DeepSeek-V2 and V3, BERT and others state, "
-        "with sources.",
+        "PaLM, OPT, Llama 1 to 3, OLMo 1 to 3, DeepSeek-V2 and V3, Qwen, Pythia, BERT and others "
+        "state, with sources.",
         "GPT-3; PaLM; Gopher; Llama; Llama 2; Llama 3; OLMo; OLMo 2; DeepSeek; DeepSeek-V3; "
-        "BERT; RoBERTa; OPT; Baichuan; Megatron; Chameleon; max_grad_norm; clip "
-        "norm; large language model; LLM",
+        "BERT; RoBERTa; OPT; Baichuan; Megatron; Chameleon; Qwen; Gemma; Pythia; "
+        "Moonlight; nanochat; max_grad_norm; clip norm; large language model; LLM",
     ),
     "adaptive_thresholds": (
         "Why PercentileThreshold defaults to the 10th percentile, as in AutoClip's paper, when "

@@ -33,7 +33,7 @@ class Location(NamedTuple):
 
     file: str | None
     line: int | None
-    package: str | None  # such as "norm (jax/_src/numpy/linalg.py:1234)"
+    package: str | None  # such as "norm (jax/_src/numpy/linalg.py:1243)"
 
     def __str__(self) -> str:
         if self.file is None:
