@@ -83,7 +83,40 @@ def main(port, number, index, folder):
             starts = [part.start or 0 for part in shard.index]
             saved[f"{name}@{i}@start"] = np.array(starts, np.int64)
     np.savez(f"{folder}/{index}.npz", **saved)
+    compare(mesh)
     halt(mesh, folder)
+
+
+def compare(mesh):
+    """A step of one process beside right and wrong ones of all: each process finds the fault."""
+
+    def step(average, params, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        grads = jax.tree.map(average, grads)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        return new, {"loss": value, "grad_norm": cg.global_norm(grads)}
+
+    def mapped(average):
+        def one(params, batch):
+            new, metrics = step(average, params, batch)
+            return new, metrics | {"loss": jax.lax.pmean(metrics["loss"], "x")}
+
+        return jax.jit(
+            jax.shard_map(one, mesh=mesh, in_specs=(P(), BATCH), out_specs=P(), check_vma=False)
+        )
+
+    arrays = {"w": numbers((4, 3), 9) / 30}, numbers((16, 4), 10) / 30
+    alone = jax.tree.map(jnp.asarray, arrays)
+    spread = jax.tree.map(lambda x, spec: placed(x, spec, mesh), arrays, ({"w": P()}, BATCH))
+    plain = jax.jit(functools.partial(step, lambda g: g))
+    against = functools.partial(cg.compare, plain, args=alone, other_args=spread, argnums=None)
+    for right in plain, mapped(lambda g: jax.lax.pmean(g, "x")):
+        found = against(right)
+        assert found.ok and len(found.rows) == 3, found
+    found = against(mapped(lambda g: jax.lax.psum(g, "x")))
+    ratios = {finding.path: finding.ratio for finding in found.findings}
+    assert set(ratios) == {"0/w", "1/grad_norm"}, found
+    assert abs(ratios["1/grad_norm"] * jax.device_count() - 1) < 1e-4, found
 
 
 def halt(mesh, folder):

@@ -13,8 +13,15 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from clipgrad._check.identity import program_key
-from clipgrad._jaxpr import CUSTOM_RULES, Hook, called_program, evaluate, low_jit, opened
+from clipgrad._jaxpr import (
+    CUSTOM_RULES,
+    Hook,
+    called_program,
+    evaluate,
+    low_jit,
+    opened,
+    program_key,
+)
 
 KEPT = 200  # programs; about ten for each function checked
 

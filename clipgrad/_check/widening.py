@@ -9,7 +9,6 @@ from jax.core import Tracer
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.hold import HeldStops
-from clipgrad._check.identity import program_key
 from clipgrad._check.kept import kept_by_key, with_constants
 from clipgrad._check.loops import HeldLonger, Longer
 
@@ -86,7 +85,7 @@ def widened_program(program: Any) -> Widened:
     """The widened program, the same object for the same program."""
     if program is None:
         return Widened(program)
-    key = program_key(program)
+    key = _jaxpr.program_key(program)
     return kept_by_key(("widened", key), lambda: Widened(program, key))
 
 

@@ -1,7 +1,7 @@
 """The first difference: a value, a cotangent, or the gradient of a leaf."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
@@ -12,9 +12,11 @@ from clipgrad._compare.places import ComparedPlace
 from clipgrad._compare.records import ComparisonFinding
 from clipgrad._compare.slices import Ends, Slice, made_by, used_by, users_of, value_scopes
 from clipgrad._compare.versions import Version
+from clipgrad._compare.wiring import shared_modules
 from clipgrad._jaxpr import opened
-from clipgrad._names import Place
+from clipgrad._names import Place, ScopePath
 
+Modules = Set[ScopePath]
 ONE_ARGUMENT = "the argument"  # the path of an argument that is one array
 
 
@@ -41,23 +43,26 @@ def find(
     bad = [leaf for leaf in leaves if leaf.judgment.differs]
     if not loss.differs and not bad:
         return []
+    shared = shared_modules(own.subject.program, other.subject.program)
     if values:
-        return [_value_finding(values[0], places)]
+        return [_value_finding(values[0], places, shared)]
     if loss.differs:
-        return [_loss_finding(own, places, loss)]
+        return [_loss_finding(own, places, loss, shared)]
     cotangents = [p for p in places if p.cotangent is not None and p.cotangent.differs]
     if cotangents:
-        return [_vjp_finding(own, other, cotangents[-1], places)]
-    return [_leaf_finding(own, leaf, places) for leaf in bad]
+        return [_vjp_finding(own, other, cotangents[-1], places, shared)]
+    return [_leaf_finding(own, leaf, places, shared) for leaf in bad]
 
 
-def _value_finding(first: ComparedPlace, places: Sequence[ComparedPlace]) -> ComparisonFinding:
+def _value_finding(
+    first: ComparedPlace, places: Sequence[ComparedPlace], shared: Modules
+) -> ComparisonFinding:
     before = places[: places.index(first)]
     value = first.pair.own.value
     found = _together(
         made_by(side.value.jaxpr, side.value.variable, value_scopes(side.value), ends)
         for side, ends in _sides(first, before)
-    )
+    ).outside(shared)
     text = f"the value of {first.name or 'what the scan carries'} {_difference(first.value)}"
     # The inner view of the same value agrees: what changed it is in this module alone.
     module = first.name if _other_view(first, before) else found.module
@@ -66,18 +71,23 @@ def _value_finding(first: ComparedPlace, places: Sequence[ComparedPlace]) -> Com
 
 
 def _loss_finding(
-    own: Version, places: Sequence[ComparedPlace], loss: Judgment
+    own: Version, places: Sequence[ComparedPlace], loss: Judgment, shared: Modules
 ) -> ComparisonFinding:
     jaxpr = opened(own.subject.program)[0]
     (result,) = jaxpr.outvars
-    found = made_by(jaxpr, result, (), _agreeing(places))
-    text = f"the loss {_difference(loss)}; all named values before it agree"
+    found = made_by(jaxpr, result, (), _agreeing(places)).outside(shared)
+    text = f"the loss {_difference(loss)}; "
+    text += f"all {len(places)} named values agree" if places else "no named value was matched"
     factor = _factor(loss, [place.value for place in places])
     return located("value", found.module, None, text, _first_place(found, None), factor)
 
 
 def _vjp_finding(
-    own: Version, other: Version, last: ComparedPlace, places: Sequence[ComparedPlace]
+    own: Version,
+    other: Version,
+    last: ComparedPlace,
+    places: Sequence[ComparedPlace],
+    shared: Modules,
 ) -> ComparisonFinding:
     later = [
         place
@@ -91,7 +101,7 @@ def _vjp_finding(
         users_of(program, side, ends)
         for program, (side, ends) in zip(programs, _sides(last, later), strict=False)
     ]
-    found = _together(part for part, _ in users)
+    found = _together(part for part, _ in users).outside(shared)
     module, step = (outer.name, last.step) if outer else (found.module, users[0][1])
     assert last.cotangent is not None
     text = f"the cotangent of {last.name} {_difference(last.cotangent)}; all values agree"
@@ -101,13 +111,14 @@ def _vjp_finding(
 
 
 def _leaf_finding(
-    own: Version, leaf: ComparedLeaf, places: Sequence[ComparedPlace]
+    own: Version, leaf: ComparedLeaf, places: Sequence[ComparedPlace], shared: Modules
 ) -> ComparisonFinding:
     jaxpr = opened(own.subject.program)[0]
     tapped = [place for place in places if place.cotangent is not None]
     found, _ = used_by(jaxpr, [jaxpr.invars[leaf.position]], (), (), _agreeing(tapped))
     text = f"the gradient of {leaf.path or ONE_ARGUMENT} {_difference(leaf.judgment)}"
     text += "; values and cotangents agree"
+    found = found.outside(shared)
     finding = located("grads", found.module, None, text, _first_place(found, None), None)
     return finding.__class__(**{**vars(finding), "path": leaf.path})
 

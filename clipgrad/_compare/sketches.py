@@ -100,11 +100,11 @@ def tapped(x: jax.Array, tap: jax.Array, run: Any, roundings: Any) -> jax.Array:
     Its own derivative would keep the factors, an array of the size of the value.
     """
     del tap
-    return moved_value(x, run, roundings)
+    return moved_but_counts(x, run, roundings)
 
 
 def _tapped_forward(x: jax.Array, tap: jax.Array, run: Any, roundings: Any) -> tuple:
-    return moved_value(x, run, roundings), (tap, run, roundings)
+    return moved_but_counts(x, run, roundings), (tap, run, roundings)
 
 
 def _tapped_backward(kept: tuple, cotangent: jax.Array) -> tuple:
@@ -114,6 +114,17 @@ def _tapped_backward(kept: tuple, cotangent: jax.Array) -> tuple:
 
 
 tapped.defvjp(_tapped_forward, _tapped_backward)
+
+
+def moved_but_counts(x: jax.Array, run: Any, roundings: Any) -> jax.Array:
+    """A named value, moved but for small whole numbers.
+
+    Operations on those do not round: a position in a queue that is moved below its number would be
+    that of the place before.
+    """
+    most = 2.0 ** (jnp.finfo(x.dtype).nmant - 4)  # below it few numbers are whole by chance
+    is_count = (x == jnp.round(x)) & (jnp.abs(x) < most)
+    return jnp.where(is_count, x, moved_value(x, run, roundings))
 
 
 def moved_value(x: jax.Array, run: Any, roundings: Any) -> jax.Array:
@@ -163,7 +174,7 @@ class Sketches(ValueHook):
         """The value, moved."""
         del seen
         if tap is None:
-            return moved_value(x, self.run, self.roundings)
+            return moved_but_counts(x, self.run, self.roundings)
         return tapped(x, tap, self.run, self.roundings)
 
     def values(self, jaxpr: Any) -> ProgramValues:

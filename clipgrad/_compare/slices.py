@@ -1,7 +1,7 @@
 """The module of a difference: the common scope of the operations that made or used a value."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -29,6 +29,12 @@ class Slice(NamedTuple):
     def module(self) -> str:
         """Their common scope, "" for none."""
         return "/".join(os.path.commonprefix(self.scopes))
+
+    def outside(self, modules: Set[ScopePath]) -> "Slice":
+        """The operations that no such module holds directly; all, if each is in one of them."""
+        pairs = zip(self.scopes, self.equations, strict=True)
+        kept = [pair for pair in pairs if pair[0] not in modules]
+        return Slice(*map(list, zip(*kept, strict=True))) if kept else self
 
 
 def made_by(jaxpr: Any, variable: Var, scopes: ScopePath, ends: Ends) -> Slice:

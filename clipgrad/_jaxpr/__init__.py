@@ -21,6 +21,8 @@ from clipgrad._jaxpr.evaluate import ProgramValues as ProgramValues
 from clipgrad._jaxpr.evaluate import bind as bind
 from clipgrad._jaxpr.evaluate import evaluate as evaluate
 from clipgrad._jaxpr.evaluate import retrace as retrace
+from clipgrad._jaxpr.identity import equation_key as equation_key
+from clipgrad._jaxpr.identity import program_key as program_key
 from clipgrad._jaxpr.programs import CALLS as CALLS
 from clipgrad._jaxpr.programs import CUSTOM_RULES as CUSTOM_RULES
 from clipgrad._jaxpr.programs import JIT as JIT

@@ -12,7 +12,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Literal
 
-from clipgrad._jaxpr import CUSTOM_RULES, called_program, opened
+from clipgrad._jaxpr.programs import (
+    CUSTOM_RULES,
+    called_program,
+    map_programs,
+    opened,
+    value_programs,
+)
 
 # Whose objects say by `==` whether they are the same; any other object is the same as itself alone.
 _COMPARABLE = frozenset({"builtins", "jax", "jaxlib", "ml_dtypes", "numpy"})
@@ -68,6 +74,21 @@ def program_key(program: Any) -> ProgramKey:
         return ProgramKey(Itself(object()))
 
 
+def equation_key(equation: JaxprEqn) -> ProgramKey:
+    """The key of an operation: of its primitive, its types and its parameters.
+
+    The programs inside that `value_programs` has are left out. An operation with rules of its own
+    equals no other.
+    """
+    if equation.primitive.name in CUSTOM_RULES:
+        return ProgramKey(Itself(object()))
+    inside = map_programs(equation, lambda _: None) if value_programs(equation) else {}
+    try:
+        return ProgramKey(_Description().one(equation, dict(equation.params) | inside))
+    except Exception:
+        return ProgramKey(Itself(object()))
+
+
 class _Description:
     """Describes programs by nested tuples; each program inside is described once."""
 
@@ -79,6 +100,12 @@ class _Description:
         """The description of a program and of all programs inside it."""
         outer = self._program(opened(program)[0], ())
         return outer, tuple(self._numbers)
+
+    def one(self, equation: JaxprEqn, params: dict) -> Hashable:
+        """The description of an operation, of any operands."""
+        types = [self(atom.aval) for atom in (*equation.invars, *equation.outvars)]
+        found = Itself(equation.primitive), self(params), self(equation.effects), *types
+        return found, tuple(self._numbers)
 
     def _inside(self, program: Any) -> int:
         itself = Itself(program)
