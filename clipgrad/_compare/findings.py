@@ -16,7 +16,7 @@ from clipgrad._compare.wiring import shared_modules
 from clipgrad._jaxpr import opened
 from clipgrad._names import Place, ScopePath
 
-Modules = Set[ScopePath]
+SharedModules = Set[ScopePath]
 ONE_ARGUMENT = "the argument"  # the path of an argument that is one array
 
 
@@ -55,7 +55,7 @@ def find(
 
 
 def _value_finding(
-    first: ComparedPlace, places: Sequence[ComparedPlace], shared: Modules
+    first: ComparedPlace, places: Sequence[ComparedPlace], shared: SharedModules
 ) -> ComparisonFinding:
     before = places[: places.index(first)]
     value = first.pair.own.value
@@ -71,7 +71,7 @@ def _value_finding(
 
 
 def _loss_finding(
-    own: Version, places: Sequence[ComparedPlace], loss: Judgment, shared: Modules
+    own: Version, places: Sequence[ComparedPlace], loss: Judgment, shared: SharedModules
 ) -> ComparisonFinding:
     jaxpr = opened(own.subject.program)[0]
     (result,) = jaxpr.outvars
@@ -87,7 +87,7 @@ def _vjp_finding(
     other: Version,
     last: ComparedPlace,
     places: Sequence[ComparedPlace],
-    shared: Modules,
+    shared: SharedModules,
 ) -> ComparisonFinding:
     later = [
         place
@@ -111,7 +111,7 @@ def _vjp_finding(
 
 
 def _leaf_finding(
-    own: Version, leaf: ComparedLeaf, places: Sequence[ComparedPlace], shared: Modules
+    own: Version, leaf: ComparedLeaf, places: Sequence[ComparedPlace], shared: SharedModules
 ) -> ComparisonFinding:
     jaxpr = opened(own.subject.program)[0]
     tapped = [place for place in places if place.cotangent is not None]

@@ -105,22 +105,23 @@ class ValueStats(NamedTuple):
         return sums._replace(max=jnp.max(self.max, axis, initial=0))
 
 
-def _measured_magnitudes(size: jax.Array, over: tuple[int, ...]) -> ValueStats:
-    """The statistics of magnitudes over some axes; what is not used is one pass less."""
-    size = jnp.abs(size)
+def _measured_magnitudes(x: jax.Array, over: tuple[int, ...]) -> ValueStats:
+    """The statistics of numbers over some axes; what is not used is one pass less."""
+    size = jnp.abs(x)
     largest = jnp.max(size, over, initial=0)
     count = jnp.full(largest.shape, math.prod(size.shape[i] for i in over), size.dtype)
     zeros = jnp.sum((size == 0).astype(size.dtype), over)
 
-    def counted(size: jax.Array, largest: jax.Array) -> jax.Array:
-        return jnp.sum((~jnp.isfinite(size)).astype(largest.dtype), over)
+    def counted(x: jax.Array, largest: jax.Array) -> jax.Array:
+        return jnp.sum((~jnp.isfinite(x)).astype(largest.dtype), over)
 
-    def if_any(size: jax.Array, largest: jax.Array) -> jax.Array:
+    def if_any(x: jax.Array, largest: jax.Array) -> jax.Array:
         # On a CPU each sum is a pass over the data, and a branch that is not taken costs nothing.
+        # What goes into a branch is stored, so it is no copy of the data.
         none = to_varying(jnp.zeros_like(largest), varying_axes(largest))
         return jax.lax.cond(
-            jnp.all(jnp.isfinite(largest)), lambda: none, lambda: counted(size, largest)
+            jnp.all(jnp.isfinite(largest)), lambda: none, lambda: counted(x, largest)
         )
 
-    bad = by_platform(size, largest, cpu=if_any, gpu=counted, default=counted)
+    bad = by_platform(x, largest, cpu=if_any, gpu=counted, default=counted)
     return ValueStats(sums_by_largest(size, largest, over), largest, bad, zeros, count)
