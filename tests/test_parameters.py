@@ -3,12 +3,14 @@
 import copy
 
 import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
@@ -322,6 +324,98 @@ def test_a_state_of_equinox_among_the_parameters_is_refused_with_the_line_to_wri
     step = cg.train_step(lambda p, x: jnp.float32(0), optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"equinox.nn.State .*expected the model alone; write"):
         step.init(given)
+
+
+LINEN = nn.Sequential([nn.Dense(4), nn.BatchNorm(use_running_average=True), nn.Dense(1)])
+
+
+class Fourier(nn.Module):
+    """A collection of the user's own."""
+
+    @nn.compact
+    def __call__(self, x):
+        table = self.variable("table", "w", jnp.ones, (3, 4))
+        return nn.Dense(1)(jnp.sin(x @ table.value))
+
+
+ENTRIES = {
+    "train_step": lambda loss, p: cg.train_step(loss, optax.sgd(0.1)).init(p),
+    "clip_per_example": lambda loss, p: cg.clip_per_example(loss, None)(p, X),
+    "per_example_norms": lambda loss, p: cg.per_example_norms(loss)(p, X),
+}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("net", [LINEN, Fourier()], ids=["batch_stats", "table"])
+def test_a_collection_of_linen_beside_the_parameters_is_refused_with_the_line_to_write(net, entry):
+    variables = net.init(jax.random.key(0), X)
+    others = {name: part for name, part in variables.items() if name != "params"}
+    whole = lambda v, x: jnp.sum(net.apply(v, x[None]) ** 2)  # noqa: E731
+    with pytest.raises(ValueError, match=rf"collection '{[*others][0]}' .* expected the .* write"):
+        ENTRIES[entry](whole, variables)
+    ENTRIES[entry](lambda p, x: whole({"params": p, **others}, x), variables["params"])
+    ENTRIES[entry](whole, {"params": variables["params"]} | jax.tree.map(jnp.int32, others))
+
+
+def test_a_state_in_place_of_the_parameters_is_refused():
+    given = {"w": jnp.ones(3)}
+    state = TrainState.create(apply_fn=None, params=given, tx=optax.sgd(0.1))
+    ours = cg.train_step(lambda p, x: jnp.float32(0), optax.sgd(0.1)).init(given)
+    for each in (state, ours, {"params": given, "opt_state": state.opt_state}):
+        for run in ENTRIES.values():
+            with pytest.raises(ValueError, match="with params and opt_state, .* state.params"):
+                run(lambda p, x: jnp.sum(p.params["w"] * x), each)
+
+
+class Zoo(eqx.Module):
+    """Leaves of all kinds, of which the floating arrays are trained."""
+
+    w: jax.Array
+    ids: jax.Array
+    key: jax.Array
+    table: np.ndarray
+    number: float
+    none: None
+    act: object
+    shared: eqx.nn.Shared
+
+    def __init__(self, seed):
+        keys = jax.random.split(jax.random.key(seed), 3)
+        self.w, self.ids, self.key = jax.random.normal(keys[0], (3,)), jnp.arange(3), keys[1]
+        self.table, self.number, self.none, self.act = np.ones(3, np.float32), 0.5, None, jnp.tanh
+        pair = eqx.nn.Linear(3, 3, key=keys[1]), eqx.nn.Linear(3, 3, key=keys[2])
+        self.shared = eqx.nn.Shared(pair, lambda p: p[1].weight, lambda p: p[0].weight)
+
+    def __call__(self, x):
+        first, last = self.shared()
+        h = last(self.act(first(x))) * self.w[self.ids] * self.table
+        return jnp.sum(h) * self.number + jax.random.normal(self.key)
+
+
+def test_an_equinox_model_with_all_kinds_of_leaves_is_trained_as_filter_grad_does():
+    tx, whole = optax.adam(0.1), lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
+    step, expected = cg.train_step(whole, tx), Zoo(0)
+    state, opt_state = step.init(Zoo(0)), tx.init(eqx.filter(expected, eqx.is_inexact_array))
+    for _ in range(2):
+        state, _ = step(state, X)
+        grads = eqx.filter_grad(whole)(expected, X)
+        updates, opt_state = tx.update(grads, opt_state)
+        expected = eqx.apply_updates(expected, updates)
+    assert jax.tree.structure(state.params) == jax.tree.structure(expected)
+    assert state.params.act is expected.act and step.update._cache_size() == 1
+    found, wanted = (eqx.filter(x, eqx.is_array) for x in (state.params, expected))
+    assert_close(numbers(found), numbers(wanted), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["direct", "one pass", "two passes"])
+def test_numbers_of_python_and_numpy_among_the_parameters_are_differentiated(method):
+    given = {"w": jnp.ones(3), "number": 2.0, "table": np.ones(3, np.float32), "ids": 3}
+    single = lambda p, x: jnp.sum(p["w"] * p["table"] * x) ** 2 * p["number"]  # noqa: E731
+    _, grads, stats = cg.clip_per_example(single, None, reduce="sum", method=method)(given, X)
+    floating = {name: given[name] for name in ("w", "number", "table")}
+    each = jax.vmap(jax.grad(single), in_axes=(None, 0))(jax.tree.map(jnp.asarray, floating), X)
+    assert_close({n: grads[n] for n in floating}, jax.tree.map(lambda g: g.sum(0), each), rtol=1e-5)
+    assert_close(stats.norm, jax.vmap(cg.global_norm)(each), rtol=1e-5)
 
 
 def test_a_loss_that_makes_variables_is_refused_with_microbatches():

@@ -1,6 +1,7 @@
 """What the recorder takes, it gives back: every leaf, key and container, in another process."""
 
 import collections
+import enum
 import json
 import pathlib
 import subprocess
@@ -139,6 +140,12 @@ def test_the_deepest_tree_that_is_taken_comes_back(tmp_path):
     assert cg.load_capture(captured(tmp_path, nested(MOST_LEVELS))).batch == nested(MOST_LEVELS)
 
 
+class Color(enum.IntEnum):
+    """A number that would come back as another class."""
+
+    RED = 1
+
+
 class Key:
     """A key that can be sorted and hashed."""
 
@@ -162,6 +169,10 @@ class Twice:
 REFUSED = {
     "objects": (np.array([object()]), TypeError, "batch: got ndarray, expected arrays, numbers"),
     "function": ({"f": len}, TypeError, "batch: got builtin_function.* at 'f', expected"),
+    "deque": (collections.deque([1]), TypeError, "batch: got deque, expected arrays, numbers or"),
+    "range": ([range(3)], TypeError, "batch: got range at '0', expected arrays, numbers or text"),
+    "bytearray": ([bytearray(b"a")], TypeError, "batch: got bytearray at '0', expected arrays, n"),
+    "enum": ([Color.RED], TypeError, "batch: got Color at '0', expected arrays, numbers or text"),
     "mask": (np.ma.masked_array([1, 2], [0, 1]), TypeError, "batch: got MaskedArray, expected"),
     "key": ([{Key(): 1}], TypeError, "batch: got the dictionary key .* of type Key at '0', expec"),
     "twice": (Twice(), ValueError, "batch: got Twice with several parts of one key"),
@@ -203,6 +214,14 @@ class Tied(nnx.Module):
         self.rngs = rngs
 
 
+class Listed(nnx.Module):
+    """A list, whose keys are numbers beside names; a variable at two places."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(2, 2, rngs=rngs), nnx.Linear(2, 2, rngs=rngs)])
+        self.again = self.layers[0].kernel
+
+
 class Boxed(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -223,6 +242,7 @@ def models():
         "equinox": block,
         "nested": {"b": [block, Pair(jnp.ones(2), jnp.zeros(2))]},
         "nnx": Tied(nnx.Rngs(0)),
+        "nnx list": Listed(nnx.Rngs(0)),
         "nnx state": nnx.state(Tied(nnx.Rngs(0))),
         "partitioned": boxed,
         "named tuple": Pair(jnp.ones(2), jnp.zeros(2)),
@@ -234,12 +254,22 @@ def models():
 def test_every_model_comes_back_in_its_own_class_by_path(name, tmp_path):
     model = models()[name]
     path = captured(tmp_path, 1, halted({"w": jnp.ones(2)}), params=model)
-    like = Tied(nnx.Rngs(5)) if name == "nnx" else changed(models()[name])
+    kind = {"nnx": Tied, "nnx list": Listed}.get(name)
+    like = kind(nnx.Rngs(5)) if kind else changed(models()[name])
     found = cg.load_capture(path).restore(like)
     assert jax.tree.structure(found) == jax.tree.structure(model)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(model), strict=True):
         assert described(ours) == described(theirs) or ours is theirs
-    assert name != "nnx" or found.again is found.up
+    assert kind is not Tied or found.again is found.up
+    assert kind is not Listed or found.again is found.layers[0].kernel
+
+
+def test_a_training_that_goes_on_keeps_the_model_and_its_shared_variables():
+    model = Listed(nnx.Rngs(0))
+    state = cg.resume({"model": model, "opt_state": halted({"w": jnp.ones(2)})})
+    assert state["model"] is model and not state["opt_state"].halted
+    optimizer = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
+    assert not cg.resume(optimizer).opt_state.halted[...]
 
 
 def test_a_train_state_of_flax_comes_back(tmp_path):
@@ -268,6 +298,10 @@ def test_another_path_shape_or_dtype_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=match):
             found.restore(like)
+    with pytest.raises(ValueError, match="name: got 'model', expected 'params', 'state', 'batch'"):
+        found.restore(given, name="model")
+    with pytest.raises(TypeError, match="path: got None, expected the folder of a capture"):
+        cg.load_capture(None)
 
 
 # Damage, and the worst moments.
@@ -329,6 +363,32 @@ def test_a_capture_that_ctrl_c_interrupts_is_written_by_close(moment, tmp_path, 
     assert cg.load_capture(*recorder.captures).batch == 1
 
 
+def test_recorders_that_share_a_directory_write_at_the_same_time(tmp_path, monkeypatch):
+    recorders = [cg.FlightRecorder(tmp_path, raise_on_halt=False) for _ in range(3)]
+    for i, recorder in enumerate(recorders):
+        recorder.record(halted({"w": jnp.ones(2)}), np.full(2, i))
+    dumps, others = json.dumps, recorders[1:]
+
+    def interleaved(*args, **options):
+        """While one capture is written, before it has its name, another recorder writes its own."""
+        if others:
+            others.pop().close()
+        return dumps(*args, **options)
+
+    monkeypatch.setattr(json, "dumps", interleaved)
+    recorders[0].close()
+    for i, recorder in enumerate(recorders):
+        assert cg.load_capture(*recorder.captures).batch.tolist() == [i, i]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_directory_whose_name_orbax_takes_for_a_pattern_is_refused(tmp_path):
+    for name in ("run[1]", "run*", "run?"):
+        with pytest.raises(ValueError, match=r"directory: got .*run.*, expected a path without \*"):
+            cg.FlightRecorder(tmp_path / name)
+    cg.FlightRecorder(tmp_path / "run (1) ü")
+
+
 def test_the_batch_of_a_dispatch_of_several_steps_is_captured(tmp_path):
     step = cg.train_step(lambda p, x: jnp.sum(jnp.log(x * p["w"] ** 2)), TX)
 
@@ -348,6 +408,54 @@ def test_the_batch_of_a_dispatch_of_several_steps_is_captured(tmp_path):
     assert found.step == 6 and found.meta["steps"] == 4 and found.meta["step_in_batch"] == 2
     np.testing.assert_array_equal(found.batch, given[1])
     assert found.key is not None
+
+
+def seeing():
+    """An optimizer that keeps the extra argument ``value``, and does not do without it."""
+
+    def update(updates, state, params=None, *, value, **extra):
+        del state, params, extra
+        return updates, {"loss_seen": value}
+
+    return optax.GradientTransformationExtraArgs(lambda _: {"loss_seen": jnp.zeros(())}, update)
+
+
+WRAPPERS = {
+    "bare": lambda core: core,
+    "chain": lambda core: optax.chain(core, optax.scale(1.0)),
+    "named chain": lambda core: optax.named_chain(("a", core), ("b", optax.scale(1.0))),
+    "masked": lambda core: optax.masked(core, {"w": True}),
+    "multi_transform": lambda core: optax.multi_transform({"a": core}, {"w": "a"}),
+    "MultiSteps": lambda core: optax.MultiSteps(core, 1),
+    "its transformation": lambda core: optax.MultiSteps(core, 1).gradient_transformation(),
+    "apply_if_finite": lambda core: optax.apply_if_finite(core, 3),
+    "skip_spikes": cg.skip_spikes,
+    "skip_spikes of it": lambda core: cg.skip_spikes(
+        optax.MultiSteps(core, 1).gradient_transformation(), halt=True
+    ),
+    "u_clip": lambda core: optax.chain(cg.u_clip(optax.chain(core, optax.clip(1.0)))),
+    "schedule_free": lambda core: optax.contrib.schedule_free(core, 0.1),
+    "inject": lambda core: optax.inject_hyperparams(lambda lr: optax.chain(core, optax.scale(lr)))(
+        lr=1.0
+    ),
+    "flatten": optax.flatten,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_the_loss_reaches_the_optimizer_in_every_wrapper(wrapper):
+    step = cg.train_step(lambda p, x: jnp.sum(p["w"] * x), WRAPPERS[wrapper](seeing()))
+    state, metrics = step(step.init({"w": jnp.ones(2)}), jnp.full(2, 3.0))
+    assert metrics["loss"] == 6 and optax.tree.get(state.opt_state, "loss_seen") == 6
+
+
+def test_an_optimizer_gets_no_argument_that_it_has_no_parameter_for():
+    step = cg.train_step(
+        lambda p, x: jnp.sum(p["w"] * x),
+        cg.skip_spikes(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))),
+    )
+    state, metrics = step(step.init({"w": jnp.ones(2)}), jnp.full(2, 3.0))
+    assert not metrics["skipped"]
 
 
 def test_extra_arguments_reach_the_optimizer_through_multi_steps():

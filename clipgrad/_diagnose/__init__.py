@@ -1,5 +1,6 @@
 """Diagnosis of a gradient: where it is NaN, where it grows, shrinks and underflows."""
 
+from clipgrad._diagnose.captured_args import CapturedArgs as CapturedArgs
 from clipgrad._diagnose.diagnose import diagnose as diagnose
 from clipgrad._diagnose.diagnosis import GradientDiagnosis as GradientDiagnosis
 from clipgrad._diagnose.origins import operands_of as operands_of

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from clipgrad._diagnose.backward import VjpFault, first_fault, is_value_at_fault
+from clipgrad._diagnose.captured_args import CapturedArgs
 from clipgrad._diagnose.cotangents import (
     Summary,
     measure,
@@ -38,7 +39,6 @@ from clipgrad._diagnose.values import origin_of, origin_of_loss
 from clipgrad._errors import first_line
 from clipgrad._names import Place
 from clipgrad._program import GradientProgram, dependence
-from clipgrad._recorder import CapturedArgs
 
 
 def diagnose(

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from clipgrad._frameworks.equinox import check_no_state, partition_trained
+from clipgrad._frameworks.linen import check_no_collections
 from clipgrad._frameworks.nnx import is_model
 from clipgrad._frameworks.nnx_parameters import NNXParameters, all_trained
 from clipgrad._trees import check_tree, combine
@@ -84,10 +86,12 @@ def take_apart(params: Any, wrt: Any = None) -> Parameters:
     tree with Equinox modules its floating arrays; of another tree all floating leaves.
 
     Raises:
-      ValueError: for a filter without an NNX model, a model without such variables, or an
-        ``equinox.nn.State``, which is not trained and would not be updated.
+      ValueError: for a filter without an NNX model, a model without such variables, an
+        ``equinox.nn.State`` or a collection of Linen, which are not trained and would not be
+        updated, and for the state of a training.
     """
     check_tree("params", params)
+    check_no_collections(params)
     models = [x for x in jax.tree.leaves(params, is_leaf=is_model) if is_model(x)]
     if models and not all_trained(models, wrt):
         return NNXParameters.of(params, wrt)
@@ -97,4 +101,5 @@ def take_apart(params: Any, wrt: Any = None) -> Parameters:
             "a part of a tree, write optax.masked or optax.partition"
         )
     check_no_state(params)
-    return TreeParameters(*partition_trained(params))
+    trained, rest = partition_trained(params)
+    return TreeParameters(jax.tree.map(jnp.asarray, trained), rest)

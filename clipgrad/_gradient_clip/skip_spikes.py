@@ -1,5 +1,6 @@
 """Skipping the steps whose gradient is not finite, or far larger than those before."""
 
+import inspect
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -7,10 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._compat import exportable
+from clipgrad._frameworks import is_model
 from clipgrad._numerics import AxisName, global_norm, increment_if
 from clipgrad._stats import stats_dtype
 from clipgrad._thresholds import HistoryThreshold, Window, check_between, check_steps, unlimited
-from clipgrad._trees import Where, partition, selected
+from clipgrad._trees import Where, instances, partition, selected
 
 # The deviation counts as at least this part of the mean, so that equal norms, as of a full batch,
 # don't make an outlier of the next one.
@@ -144,7 +146,7 @@ def skip_spikes(
       The OLMo Team, 2 OLMo 2 Furious, 2024, https://arxiv.org/abs/2501.00656: updates are
       skipped on outliers of the norm.
     """
-    inner = optax.with_extra_args_support(as_optimizer("inner", inner))
+    inner = as_optimizer("inner", inner)
     history = _history(window, sigma, min_history, max_consecutive)
     _check_halt(halt)
     if max_norm is not None:
@@ -324,8 +326,12 @@ def resume(tree: Any) -> Any:
         off = jax.tree.map(jnp.zeros_like, node.halted)
         return node._replace(halted=off, halted_at=jax.tree.map(_no_step, node.halted_at))
 
+    def is_leaf(x: Any) -> bool:
+        # A model stays the object that it is: its copy has a shared variable several times.
+        return isinstance(x, SkipSpikesState) or is_model(x) and not instances(x, SkipSpikesState)
+
     def walk(part: Any) -> Any:
-        return jax.tree.map(resumed, part, is_leaf=lambda x: isinstance(x, SkipSpikesState))
+        return jax.tree.map(resumed, part, is_leaf=is_leaf)
 
     result = walk(tree)
     if not found:
@@ -340,18 +346,37 @@ def _no_step(count: jax.Array) -> jax.Array:
     return jnp.full_like(count, -1)
 
 
-def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformation:
-    """The optimizer of the argument ``name`` as a gradient transformation."""
+def as_optimizer(name: str, optimizer: Any) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of the argument ``name``, which takes any extra arguments.
+
+    Its own function gets those that it has parameters for. The ``gradient_transformation()`` of
+    `optax.MultiSteps` takes them and does not say so.
+    """
     if isinstance(optimizer, optax.MultiSteps):
-        # Its own `gradient_transformation` drops extra arguments, such as ``value``.
-        update: Any = optimizer.update
-        optimizer = optax.GradientTransformationExtraArgs(optimizer.init, update)
+        optimizer = optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
             f"{name}: got {type(optimizer).__name__}, expected an optax.GradientTransformation "
             "such as optax.chain(clipgrad.clip_by_global_norm(1.0), optax.adam(1e-3))"
         )
-    return optimizer
+    own, taken = optimizer.update, _extra_parameters(optimizer)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        chosen = {k: v for k, v in extra.items() if taken is None or k in taken}
+        return own(updates, state, params, **chosen)
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _extra_parameters(optimizer: optax.GradientTransformation) -> set[str] | None:
+    """The names of the extra arguments that an optimizer takes; ``None``: any."""
+    is_multi_steps = isinstance(getattr(optimizer.update, "__self__", None), optax.MultiSteps)
+    if not isinstance(optimizer, optax.GradientTransformationExtraArgs) and not is_multi_steps:
+        return set()
+    parameters = inspect.signature(optimizer.update).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name for p in parameters}
 
 
 def _zero_if(condition: jax.Array, tree: Any) -> Any:

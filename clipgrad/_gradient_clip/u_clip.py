@@ -74,8 +74,7 @@ def u_clip(
       https://arxiv.org/abs/2302.02971.
     """
     is_transformation = isinstance(clip, optax.GradientTransformation | optax.MultiSteps)
-    inner = as_optimizer("clip", clip) if is_transformation else gradient_clip(clip)
-    inner = optax.with_extra_args_support(inner)
+    inner = as_optimizer("clip", clip if is_transformation else gradient_clip(clip))
 
     def init(params: Any) -> UClipState:
         return UClipState(jax.tree.map(_nothing_like, _clippable_part(params)), inner.init(params))

@@ -7,36 +7,14 @@ from typing import Any
 
 import jax
 
+from clipgrad._diagnose import CapturedArgs
 from clipgrad._recorder.restored import restored
 from clipgrad._recorder.storage import orbax, read, read_manifest
 
+_CAPTURED = ("params", "state", "batch", "extra")
 _NO_PARAMS = (
     "params: got none, expected a state with params, or record(..., params=params); the state has "
 )
-
-
-class CapturedArgs(tuple):
-    """The parameters and the batch of a bad step.
-
-    Attributes:
-      expected: what a diagnosis says if it finds nothing; "" if the step was finite, a spike.
-    """
-
-    expected: str = ""
-
-
-def _flatten(args: CapturedArgs) -> tuple[list[tuple[Any, Any]], str]:
-    keys = map(jax.tree_util.SequenceKey, range(len(args)))
-    return list(zip(keys, args, strict=True)), args.expected
-
-
-def _unflatten(expected: str, children: Any) -> CapturedArgs:
-    args = CapturedArgs(children)
-    args.expected = expected
-    return args
-
-
-jax.tree_util.register_pytree_with_keys(CapturedArgs, _flatten, _unflatten)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +94,10 @@ class Capture:
           name: "params", "state", "batch" or "extra".
 
         Raises:
-          ValueError: paths, shapes or dtypes differ.
+          ValueError: paths, shapes or dtypes differ, or there is no part of this name.
         """
+        if name not in _CAPTURED:
+            raise ValueError(f"name: got {name!r}, expected {', '.join(map(repr, _CAPTURED))}")
         return restored(like, getattr(self, name), name)
 
     def plot(self) -> Any:
@@ -154,7 +134,7 @@ def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = No
       FileNotFoundError: there is no capture, or only an incomplete one.
       ValueError: it is of a later version, has dtypes that need ``jax_enable_x64``, or the mesh
         does not have the axes of the run, or does not divide an array.
-      TypeError: ``mesh`` is not a mesh.
+      TypeError: ``mesh`` is not a mesh, or ``path`` is ``None``.
       ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
 
     Example:
@@ -170,6 +150,11 @@ def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = No
     """
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise TypeError(f"mesh: got {type(mesh).__name__}, expected a jax.sharding.Mesh or None")
+    if path is None:
+        raise TypeError(
+            "path: got None, expected the folder of a capture; the path of a HaltedError is None "
+            "if its capture could not be written, and its message says why"
+        )
     folder = pathlib.Path(path).absolute()
     manifest = read_manifest(folder)
     orbax()

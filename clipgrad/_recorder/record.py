@@ -97,8 +97,8 @@ def _kept_leaf(name: str, path: Any, leaf: Any) -> Any:
     is_plain = type(leaf) in (bool, int, float, complex, str, bytes)
     if is_plain:
         return leaf
-    array = np.array(leaf)
-    if array.dtype.hasobject or isinstance(leaf, np.ma.MaskedArray):
+    array = np.array(leaf) if hasattr(leaf, "__array__") else None
+    if array is None or array.dtype.hasobject or isinstance(leaf, np.ma.MaskedArray):
         got = where.format(f"{type(leaf).__name__}")
         raise TypeError(f"{got}, expected arrays, numbers or text")
     return array if jax.process_count() == 1 else _alone(where, leaf)

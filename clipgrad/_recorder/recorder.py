@@ -1,6 +1,7 @@
 """The flight recorder: it keeps what a step was given until the step is known to be good."""
 
 import collections
+import glob
 import os
 import pathlib
 import tempfile
@@ -61,7 +62,8 @@ class FlightRecorder:
     Raises:
       ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
       OSError: the directory can't be made or written to.
-      ValueError: ``keep`` or ``max_captures`` is not a positive integer.
+      ValueError: ``keep`` or ``max_captures`` is not a positive integer, or the path of the
+        directory has the character ``*``, ``?`` or ``[``.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax, tempfile
@@ -251,9 +253,8 @@ class FlightRecorder:
                 f"max_captures: got {self.max_captures}, but there are as many in {self.directory}"
             )
         step = self._step(record)
-        path = self.directory / f"step_{step}"
-        again = (self.directory / f"step_{step}_{i}" for i in range(1, len(there) + 2))
-        path = next(p for p in (path, *again) if not p.exists())
+        names = [f"step_{step}", *(f"step_{step}_{i}" for i in range(1, self.max_captures + 1))]
+        paths = [path for path in map(self.directory.joinpath, names) if not path.exists()]
         content, meta = self._newest.alive(), self._meta(record)
         batch, missing = self._batch(record)
         content |= {"key": record.key, "extra": record.extra} if record.has_bad_step else {}
@@ -263,8 +264,7 @@ class FlightRecorder:
         if not missing and record.steps > 1:
             first = record.look().count - record.steps
             meta |= {"steps": record.steps, "step_in_batch": meta["halted_at"] - first}
-        write(path, content, meta)
-        return path
+        return write(paths, content, meta)
 
     @property
     def _accumulates(self) -> bool:
@@ -329,6 +329,11 @@ def _microbatches(records: list[StepRecord], bad: StepRecord) -> tuple[Any, str 
 
 
 def _check_writable(directory: pathlib.Path) -> None:
+    if glob.has_magic(str(directory)):
+        raise ValueError(
+            f"directory: got {str(directory)!r}, expected a path without *, ? and [, which orbax "
+            "takes for a pattern"
+        )
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory):
         pass

@@ -7,8 +7,11 @@ import math
 import operator
 import os
 import pathlib
+import platform
+import re
+import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +26,8 @@ FORMAT = 2
 MANIFEST = "capture.json"
 _ARRAYS = "arrays"
 _NUMPY = "numpy"
+# In the names of what this machine is writing; another one may share the directory.
+_PROCESS = re.sub(r"\W", "-", platform.node())
 
 
 def orbax() -> Any:
@@ -48,9 +53,18 @@ class Written(NamedTuple):
     files: dict[str, np.ndarray]  # those of NumPy that orbax does not take, such as text
 
 
-def write(path: pathlib.Path, content: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-    """Write a capture; it has its name only once it is complete. All processes take part."""
-    partial = path.with_name(f".{path.name}.partial")
+def write(
+    paths: Sequence[pathlib.Path], content: Mapping[str, Any], meta: Mapping[str, Any]
+) -> pathlib.Path:
+    """Writes a capture, and returns its path, the first of some that is free.
+
+    It has its name only once it is complete. Until then its folder has a name of its own, so that
+    the recorders of several runs may share a directory. All processes of a run take part.
+    """
+    path, several = paths[0], jax.process_count() > 1
+    own = "" if several else f".{_PROCESS}.{os.getpid()}.{secrets.token_hex(4)}"
+    partial = path.with_name(f".{path.name}{own}.partial")
+    _remove_left_over(path.parent)
     written = Written({}, {})
     data = to_data(dict(content), lambda leaf: _leaf_data(leaf, written))
     first = jax.process_index() == 0
@@ -68,12 +82,43 @@ def write(path: pathlib.Path, content: Mapping[str, Any], meta: Mapping[str, Any
                 np.save(partial / _NUMPY / f"{name}.npy", array, allow_pickle=False)
             text = json.dumps({"format": FORMAT, "meta": dict(meta), "content": data}, indent=1)
             (partial / MANIFEST).write_text(text, encoding="utf-8")
-            os.rename(partial, path)
+            path = _with_name(partial, paths[:1] if several else paths)
         _synchronize(f"{path.name} is written")
     except BaseException:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
         raise
+    return path
+
+
+def _remove_left_over(directory: pathlib.Path) -> None:
+    """Removes what processes of this machine left that died while they were writing."""
+    for partial in directory.glob(f".*.{_PROCESS}.*.partial"):
+        process = partial.name.split(".")[-3]
+        if process.isdecimal() and not _is_running(int(process)):
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _with_name(partial: pathlib.Path, paths: Sequence[pathlib.Path]) -> pathlib.Path:
+    """Gives a complete capture its name, which another run may have taken meanwhile."""
+    for path in paths:
+        try:
+            os.rename(partial, path)
+            return path
+        except OSError:
+            if not path.exists():
+                raise
+    raise FileExistsError(f"{paths[-1]} exists already")
 
 
 def _synchronize(what: str) -> None:

@@ -27,7 +27,8 @@ def parts(tree: Any) -> list[tuple[Any, Any]] | None:
     entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     if len(entries) == 1 and not entries[0][0]:
         return None
-    return [(_key_of(path[0]), part) for path, part in entries]
+    keys = _sortable([_key_of(path[0]) for path, _ in entries])
+    return list(zip(keys, (part for _, part in entries), strict=True))
 
 
 def without_boxes(tree: Any) -> Any:
@@ -138,6 +139,15 @@ def _known_tuple(path: str, fields: set[str]) -> Any:
     found = getattr(sys.modules.get(module), name, None) if module.split(".")[0] in _KNOWN else None
     is_tuple = isinstance(found, type) and issubclass(found, tuple)
     return found if is_tuple and fields == set(getattr(found, "_fields", ())) else None
+
+
+def _sortable(keys: list[Any]) -> list[Any]:
+    """The keys of one node, as text if they are names and numbers, as those of `nnx.List`.
+
+    What is read is a dictionary, whose keys JAX sorts.
+    """
+    kinds = set(map(type, keys))
+    return list(map(str, keys)) if kinds == {str, int} else keys
 
 
 def _key_of(key: Any) -> Any:

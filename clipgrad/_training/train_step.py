@@ -12,7 +12,14 @@ import optax
 
 from clipgrad._compat import exportable
 from clipgrad._error_clip import AdaptiveRules, Rules, with_stats
-from clipgrad._frameworks import Parameters, as_static, from_static, is_model, take_apart
+from clipgrad._frameworks import (
+    Parameters,
+    as_static,
+    from_static,
+    has_modules,
+    is_model,
+    take_apart,
+)
 from clipgrad._gradient_clip import (
     SkipSpikesState,
     as_optimizer,
@@ -79,8 +86,9 @@ class TrainStep:
         not change, as in `jax.lax.scan`; else the first step makes the histories.
         """
         check_tree("params", params)
-        check_leaves("params", params)
-        _check_numbers(params)
+        if not has_modules(params):  # leaves of a module that are not floating arrays stay
+            check_leaves("params", params)
+            _check_numbers(params)
         params = from_static(jax.tree.map(_copied_leaf, as_static(params)))
         trained = take_apart(params, self.wrt).trained
         opt_state = jax.tree.map(_copied_leaf, self.optimizer.init(trained))
@@ -184,7 +192,8 @@ def train_step(
 
     Raises:
       TypeError: if ``optimizer`` is not a gradient transformation, or ``error_clip`` not a mapping
-        of names to rules; by ``step.init``, for PRNG keys among the parameters.
+        of names to rules; by ``step.init``, for PRNG keys among parameters
+        that are not in an Equinox model.
       ValueError: if ``accumulate`` is not a positive integer; when called, if it does not divide
         the batch, a name can't be found or reached, a step has overwritten the state, or the
         optimizer's state has places for integer parameters.
@@ -275,8 +284,7 @@ def _updated(
     with contextlib.suppress(Exception), asking_for_stats("init"):
         wide = with_room(state, jax.eval_shape(optimizer.init, params))
     with asking_for_stats("update"):
-        extended = optax.with_extra_args_support(optimizer)
-        updates, after = extended.update(grads, wide, params, **extra)
+        updates, after = optimizer.update(grads, wide, params, **extra)
     return updates, without_room(after, state), stats_in(after)
 
 
@@ -355,4 +363,6 @@ def _is_deleted(leaf: Any) -> bool:
 
 def _copied_leaf(leaf: Any) -> Any:
     """A copy that is not weakly typed, so that the second step is not traced anew."""
+    if jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.extended):
+        return jnp.copy(leaf)  # keys of random numbers in an Equinox module
     return jnp.array(leaf, dtype=jnp.asarray(leaf).dtype, copy=True)

@@ -1,0 +1,47 @@
+"""Variables of flax Linen, and states of a training, in place of parameters."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from clipgrad._trees import is_clippable
+
+# flax overwrites the variables of this collection by their gradients, as its `TrainState` does.
+_TRAINED = ("params", "_overwrite_with_gradient")
+
+
+def check_no_collections(params: Any) -> None:
+    """Raises `ValueError` for what has the parameters in it, and numbers that are not trained.
+
+    A gradient would train these as well: the statistics of a `flax.linen.BatchNorm`, or the state
+    of an optimizer.
+    """
+    names = _part_names(params)
+    if "params" in names and "opt_state" in names:
+        raise ValueError(
+            f"params: got a {type(params).__name__} with params and opt_state, expected the "
+            "parameters alone; write state.params"
+        )
+    if "flax.linen" not in sys.modules or "params" not in names:
+        return
+    for name in names:
+        if name not in _TRAINED and _is_collection(params[name]):
+            raise ValueError(
+                f"params: got the collection {name!r} of flax Linen beside 'params', which is not "
+                "trained, expected the parameters alone; write loss_fn(params, batch) with "
+                f"model.apply({{'params': params, {name!r}: {name}}}, x), where {name} is in the "
+                "batch, and the new one is returned as aux; to train both, use another name than "
+                "'params'"
+            )
+
+
+def _part_names(params: Any) -> tuple[str, ...]:
+    if isinstance(params, Mapping):
+        return tuple(params)
+    return tuple(name for name in ("params", "opt_state") if hasattr(params, name))
+
+
+def _is_collection(part: Any) -> bool:
+    return isinstance(part, Mapping) and any(map(is_clippable, jax.tree.leaves(part)))
