@@ -85,6 +85,7 @@ class Capture:
 
         Guarantees:
           * Leaves are paired by their paths, never by position.
+          * The arrays are those of the capture: a step that donates them overwrites both.
           * The result has the classes of your tree; a variable that a model of flax NNX has in
             several places stays one.
 

@@ -44,6 +44,7 @@ class FlightRecorder:
         records a state that had already halted, the capture says that it has no batch. If a
         compiled function takes several steps, record the state after the last one with the batches
         of all, stacked along the leading axis: the capture has them all, and says which is bad.
+        Batches of k examples look like this if you record every k-th step: don't.
       * What can't be written is refused by the first `record`, not at the halt.
       * A capture gets its name when it is complete, and never overwrites another one.
       * It does not have a thread or global state, and loading a capture does not run code from it.
