@@ -364,6 +364,20 @@ def test_a_loss_and_an_optimizer_that_are_swapped_are_refused():
         cg.train_step(optax.sgd(0.1), lambda params, batch: 0.0)
 
 
+@pytest.mark.parametrize(
+    "given, match",
+    [
+        (lambda state, x: (x, state), r"state: got .*Array.*; the state comes first: write step\("),
+        (lambda state, x: ({"x": x}, state), "state: got dict, expected the state of a train"),
+        (lambda state, x: (state.params, x), r"got dict, .*; it is step.init\(params\): write ste"),
+    ],
+)
+def test_anything_in_place_of_the_state_is_refused(given, match):
+    step = cg.train_step(lambda w, x: jnp.sum(w["w"] * x), optax.sgd(0.1))
+    with pytest.raises(TypeError, match=match):
+        step(*given(step.init({"w": jnp.ones(2)}), jnp.ones(2)))
+
+
 def test_what_is_no_optimizer_is_refused():
     with pytest.raises(TypeError, match="optimizer: got ClipByValue, expected an optax.Gradient"):
         cg.train_step(loss_fn, cg.ClipByValue(1.0))

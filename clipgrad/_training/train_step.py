@@ -102,6 +102,7 @@ class TrainStep:
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         """One step of training."""
+        _check_state(state, batch)
         check_tree("batch", batch)
         state = self._with_histories(state, batch)
         try:
@@ -254,6 +255,17 @@ def _check_order(loss_fn: Any) -> None:
         raise TypeError(
             "loss_fn: got an optax.GradientTransformation, expected a function of (params, batch); "
             "write train_step(loss_fn, optimizer)"
+        )
+
+
+def _check_state(state: Any, batch: Any) -> None:
+    """Anything in place of the state is refused, such as the batch."""
+    if not all(hasattr(state, field) for field in TrainState._fields):
+        is_swapped = isinstance(batch, TrainState)
+        advice = "the state comes first" if is_swapped else "it is step.init(params)"
+        raise TypeError(
+            f"state: got {type(state).__name__}, expected the state of a training step; {advice}: "
+            "write step(state, batch)"
         )
 
 
