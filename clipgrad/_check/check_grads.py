@@ -77,7 +77,7 @@ def check_grads(
     ===========  ===================================================================================
     value        every element of the gradient, against differences
     primal       value, dtype and shape of the function called and differentiated are the same
-    cotangent    dtype, shape and structure are those of the input; float0 for integers
+    cotangent    dtype, shape and structure are as of the input; float0 for integers
     finite       the value and the gradient are finite
     linearity    the pull-back is linear: of -2^20 times a cotangent, of masked rows, of ones
     determinism  a second run is bit-identical, on CPUs

@@ -14,7 +14,7 @@ class Failure(NamedTuple):
     """One thing that is wrong.
 
     ``check`` names the check, ``where`` the worst element, ``detail`` says it in words. Where the
-    failure is one of values, ``numeric``, ``error`` and ``analytic`` are those of the worst
+    failure is one of values, ``numeric``, ``error`` and ``analytic`` are the numbers of the worst
     element, ``indices`` the elements of the leaf that were found wrong and ``ratio``
     analytic/numeric.
     """

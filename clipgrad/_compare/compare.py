@@ -29,8 +29,8 @@ def compare(
 
     Each version is traced once and runs in one compiled program, unedited. Of each named value (a
     tag, or what leaves a module or a step of a scan) and of its cotangent only 256 sums with random
-    signs leave the program: the norm of the difference of two such sketches is that of the values
-    to about 10 %. So a comparison has the memory of a gradient.
+    signs leave the program: the norm of the difference of two such sketches is the norm of the
+    difference of the values, to about 10 %. So a comparison has the memory of a gradient.
 
     A place differs if its relative difference is above four roundings of its dtype, and above four
     times what rounding does there: ``fun`` runs four more times with its arguments and named values
@@ -49,8 +49,8 @@ def compare(
         not be matched is in ``unmatched``.
       * With ``argnums=None`` the functions are run as they are, on copies of the arguments, so they
         may donate them. The outputs are compared by path, integers, booleans and keys exactly; an
-        "output" finding comes before those of outputs that are computed from it, and has the factor
-        between the versions, if one explains the difference.
+        "output" finding comes before the findings of outputs that are computed from it, and has the
+        factor between the versions, if one explains the difference.
       * With the name of a dtype as ``other``, findings are of kind "rounding": the modules at which
         the error of values grows most (of cotangents, if it grows at no value), and each leaf of
         whose gradient more than ``rtol`` (0.05) is rounding; ``ok`` says that there is no such

@@ -44,7 +44,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
     same name.
 
     Guarantees:
-      * The result is bit-identical to that of ``fun``, with its structure, weak types and
+      * The result is bit-identical to the result of ``fun``, with its structure, weak types and
         shardings. (A compiled gradient with a clip that acts is another program, which XLA may
         round differently. In eager code so is a function such as `jax.numpy.mean`, which JAX
         compiles as a whole.)

@@ -25,18 +25,18 @@ def error_clip_everywhere(fun: Transformed, rule: Callable[..., Any] | None) -> 
     cotangents of all uses of $y$, the operation's VJP sees $\mathrm{rule}(\bar y)$.
 
     Guarantees:
-      * The result is bit-identical to that of ``fun``, with its structure, weak types and
+      * The result is bit-identical to the result of ``fun``, with its structure, weak types and
         shardings. In eager code functions such as `jax.numpy.mean`, which JAX compiles as a whole
         there, may round differently.
       * All operations are clipped inside `jax.jit`, `jax.lax.scan` (at each step),
         `jax.lax.cond`, `jax.checkpoint` and `jax.shard_map`; `jax.jit` makes no difference.
-      * The cotangents of arguments are not clipped, nor those of results that ``fun`` does not use
-        itself. The next step of a scan uses the carry.
+      * The cotangents of arguments are not clipped, nor the cotangents of results that ``fun``
+        does not use itself. The next step of a scan uses the carry.
       * A function with a custom rule, such as `jax.custom_vjp`, is one operation.
 
     A value rule is the usual choice: a norm rule measures the cotangent of each value alone, and
-    inside a `jax.vmap` in ``fun`` that of the whole batch. Each call traces ``fun`` once, and
-    mutates flax NNX models and references as ``fun`` does; see `error_clip_by_name`.
+    inside a `jax.vmap` in ``fun`` the cotangent of the whole batch. Each call traces ``fun`` once,
+    and mutates flax NNX models and references as ``fun`` does; see `error_clip_by_name`.
 
     Args:
       fun: a function of pytrees.

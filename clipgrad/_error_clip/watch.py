@@ -51,12 +51,12 @@ def value_and_grad_with_stats(
     pattern; see `error_clip_by_name`.
 
     Guarantees:
-      * Value and gradient are those of ``jax.value_and_grad(error_clip_by_name(fun, rules))``;
-        flax NNX models are differentiated as in ``nnx.value_and_grad``, with respect to
-        their ``nnx.Param`` (or what an ``nnx.DiffState`` in ``argnums`` selects), and mutated as
-        ``fun`` does. Arguments with Equinox modules are
-        differentiated as in ``eqx.filter_value_and_grad``, with respect to their floating arrays;
-        the gradient has ``None`` for all other leaves.
+      * Value and gradient are the same as of
+        ``jax.value_and_grad(error_clip_by_name(fun, rules))``; flax NNX models are differentiated
+        as in ``nnx.value_and_grad``, with respect to their ``nnx.Param`` (or what an
+        ``nnx.DiffState`` in ``argnums`` selects), and mutated as ``fun`` does. Arguments with
+        Equinox modules are differentiated as in ``eqx.filter_value_and_grad``, with respect to
+        their floating arrays; the gradient has ``None`` for all other leaves.
       * The statistics leave the compiled backward pass as the gradients do, without a callback;
         under `jax.jit` unused statistics are not computed.
       * Value and gradient are bit-identical if a compiled program does not use the statistics, and
@@ -70,9 +70,9 @@ def value_and_grad_with_stats(
         layer. Variables that share a name are added up: step by step as far as the lengths of the
         scans around them are the same from the outermost on, over all steps of the rest.
       * Under `jax.vmap` each lane has its own statistics; inside a `jax.vmap` in ``fun`` they are
-        those of the whole batch.
-      * Inside `jax.shard_map` they are those of all devices together, like the gradients of values
-        that the devices share; with ``check_vma=False`` each device has its own.
+        statistics of the whole batch.
+      * Inside `jax.shard_map` they are statistics of all devices together, like the gradients of
+        values that the devices share; with ``check_vma=False`` each device has its own.
 
     Args:
       fun: a function that returns a scalar, or ``(scalar, aux)``.

@@ -117,7 +117,7 @@ def clip_by_global_norm(
         number a hyperparameter.
       axis_name: the mapped axes that the updates are spread over; see `global_norm`.
       where: which leaves are clipped; see `clip_grads`.
-      measure: which leaves make up the norm, if not those of ``where``; see `clip_grads`.
+      measure: which leaves make up the norm, if not the leaves of ``where``; see `clip_grads`.
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`.
       stats: ``True`` or ``"per_leaf"``: the state keeps statistics; see `GradientClipState`.
 

@@ -40,9 +40,9 @@ def apply_gradient_clipping(
     ``"adaptive"``  $g \cdot \min(1, \mathrm{threshold} \cdot \|w\| / \|g\|)$ by unit
     ==============  ======================================================================
 
-    The formula of the adaptive rule is Composer's, not that of `AdaptiveClip`. It has no smallest
+    The formula of the adaptive rule is Composer's, not `AdaptiveClip`'s. It has no smallest
     weight norm, so zero weights get zero gradients. A ratio that is NaN counts as 1, so a NaN in a
-    unit does not change the rest of the unit. The units are those of `AdaptiveClip`, for
+    unit does not change the rest of the unit. The units are the units of `AdaptiveClip`, for
     the layouts of JAX, where the outputs are the last axis. In the layout of PyTorch, which
     Composer's weights have, they are the first: set ``axis`` there, as in the second example.
 

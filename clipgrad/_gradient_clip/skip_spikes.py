@@ -80,7 +80,7 @@ def skip_spikes(
     ``min_history`` of them. Then the update is zero, and the state of ``inner`` does not change.
 
     Guarantees:
-      * On a step that is not skipped, updates and state are those of ``inner``.
+      * On a step that is not skipped, updates and state are the same as from ``inner``.
       * Only NaN and inf count toward ``max_nonfinite``, only finite outliers toward
         ``max_consecutive``.
       * On a skipped step the updates are exact zeros, and the state of ``inner`` is bit-identical:

@@ -43,7 +43,7 @@ def u_clip(
       * Each update is within the limits of the clip, and keeps structure, shapes and dtypes.
       * What is cut off is kept in float32 or wider, and includes the rounding of updates in a
         narrower dtype.
-      * Where NaN or inf arrives, or the clip returns it, the carry stays as it was: one bad step
+      * Where NaN or inf arrives, or the clip returns it, the carry does not change: one bad step
         is seen by what follows in the chain, and not by later steps.
 
     Args:

@@ -46,7 +46,7 @@ def per_example_norms(
     \rangle$. So the norm does not need this gradient.
 
     Guarantees:
-      * A norm is that of `global_norm` of the example's gradient to about 1e-5, and where products
+      * A norm is the `global_norm` of the example's gradient to about 1e-5, and where products
         cancel it is not too small; see `clip_per_example`.
       * It neither overflows nor underflows while the norm itself is in the range of its dtype.
 

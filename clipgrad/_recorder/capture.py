@@ -119,8 +119,8 @@ def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = No
     """Loads a capture of `FlightRecorder`.
 
     Guarantees:
-      * Values and dtypes are bit-identical to those of the run.
-      * Arrays are sharded as in the run, over ``mesh`` or over a mesh like that of the run. If
+      * Values and dtypes are bit-identical to the values and dtypes of the run.
+      * Arrays are sharded as in the run, over ``mesh`` or over a mesh like the mesh of the run. If
         there are fewer devices than that, each array is on the first device.
       * Loading does not run code from the capture, which holds only numbers and JSON.
 

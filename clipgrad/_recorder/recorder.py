@@ -55,8 +55,8 @@ class FlightRecorder:
       keep: the number of batches to keep of steps that are known to be good; also the number of
         steps that several processes may run ahead. If ``optax.MultiSteps`` *wraps* `skip_spikes`,
         keep as many as it accumulates, because the capture has all of their batches.
-      max_captures: the most captures in the directory, those of earlier runs included. When there
-        are as many, no other is written, and the error says so.
+      max_captures: the most captures in the directory, captures of earlier runs included. When
+        there are as many, no other is written, and the error says so.
       raise_on_halt: ``False``: do not raise, and warn if a capture can't be written. The attribute
         ``captures`` lists the captures, and the training stays halted until `resume`.
 
@@ -116,12 +116,12 @@ class FlightRecorder:
 
         Args:
           state: the state *after* the step, any tree with the one state of
-            ``skip_spikes(halt=...)``: that of `train_step`, a flax ``TrainState``, an
+            ``skip_spikes(halt=...)``: `train_step`'s, a flax ``TrainState``, an
             ``nnx.Optimizer``, the state of an optimizer, a tuple of such.
           batch: the batch of the step, any tree of arrays; or its number, if you can load the data
             again by that number. NumPy arrays are copied; arrays of JAX must not be donated.
           key: the PRNG key of the step.
-          step: the number of the step; by default that of `skip_spikes`, 0 for the first.
+          step: the number of the step; by default the number of `skip_spikes`, 0 for the first.
           **extra: other values of the step. Single numbers, such as ``loss=loss``, become
             statistics; pass ``params=`` if ``state`` does not have the parameters.
 

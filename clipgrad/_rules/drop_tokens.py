@@ -31,9 +31,9 @@ class DropTokens(MeasuringRule):
     Guarantees:
       * Tokens below the k-th largest norm come back bit-identical; the others become exact zeros.
       * The statistics count tokens: ``changed`` those that were dropped and were not 0, ``size``
-        all, ``nonfinite`` those with NaN or inf. Their norms are those of the elements.
-      * Inside `jax.vmap` the tokens are those of one example, and inside `jax.shard_map` those of
-        one device; otherwise those of the whole batch.
+        all, ``nonfinite`` those with NaN or inf. Their norms are the norms of the elements.
+      * Inside `jax.vmap` the tokens are the tokens of one example, inside `jax.shard_map` of one
+        device, and otherwise of the whole batch.
 
     ============================  ======================================================
     tokens                        result

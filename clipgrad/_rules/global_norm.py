@@ -18,7 +18,7 @@ from clipgrad._trees import clippable_leaves
 class ClipByGlobalNorm(MeasuringRule):
     r"""Scales all leaves by one factor: $g \cdot \min(1, \mathrm{max\_norm} / \|g\|_p)$.
 
-    The norm is `global_norm`, that of all leaves as one vector.
+    The norm is `global_norm`, the norm of all leaves as one vector.
 
     Guarantees:
       * A tree whose norm is at most ``max_norm`` comes back bit-identical.

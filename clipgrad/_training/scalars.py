@@ -29,7 +29,7 @@ def scalars(tree: Any, *, by: str | None = None) -> dict[str, jax.Array]:
     """Statistics of clips as a flat dictionary of numbers, for a logger.
 
     Statistics give ``norm``, ``clipped_norm``, ``scale``, ``clipped``, ``fraction`` and
-    ``nonfinite`` below their name, those of values ``norm``, ``rms``, ``max``, ``zeros`` and
+    ``nonfinite`` below their name, statistics of values ``norm``, ``rms``, ``max``, ``zeros`` and
     ``nonfinite``. The clips of ``train_step``'s metrics, and those in the state of
     an optimizer, are called ``clip``; ``clip_0``, ``clip_1``, ... if there are several.
 

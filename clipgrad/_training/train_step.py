@@ -136,7 +136,7 @@ def train_step(
       * With ``accumulate=k`` gradients are averaged over k microbatches, in float32 or wider,
         and then clipped once. A microbatch has every k-th example, so the devices that share the
         batch share each microbatch.
-      * The state is that of the optimizer. The metrics have the statistics of every gradient clip
+      * The state is the optimizer's state. The metrics have the statistics of every gradient clip
         in it, with ``stats=True`` or without, in any wrapper: ``optax.MultiSteps``,
         ``optax.masked``, your own. If a wrapper does not keep the state of the clip, there are no
         statistics, and a warning says so.

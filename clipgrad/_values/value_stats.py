@@ -24,7 +24,7 @@ class ValueStats(NamedTuple):
     share of elements that are exactly 0.
 
     Guarantees:
-      * The norm is right from 1.2e-38 to 3.4e38 in float32, as that of `ClipStats`.
+      * The norm is right from 1.2e-38 to 3.4e38 in float32, as the norm of `ClipStats`.
       * NaN is not hidden: if an element is NaN, so are ``max``, ``norm`` and ``rms``.
       * Of no elements ``norm``, ``rms``, ``max`` and ``zeros`` are 0.
 

@@ -33,7 +33,7 @@ def with_value_stats(
     ``cg.value_and_grad_with_stats(cg.with_value_stats(loss), has_aux=True)``.
 
     Guarantees:
-      * The result is that of ``fun``, and so are its derivatives; the statistics have none. If a
+      * The result and its derivatives are the same as of ``fun``; the statistics have none. If a
         compiled program does not use them, the compiler removes them, and the result is
         bit-identical; if it does, the rounding may change, because XLA then stores what it had
         fused.
@@ -46,9 +46,10 @@ def with_value_stats(
         `jax.vmap` its step counts for all lanes as long as one of them goes on.
       * A branch of a `jax.lax.cond` that is not taken counts nothing.
       * Under `jax.vmap` each lane has its own statistics; inside a `jax.vmap` in ``fun`` they are
-        those of the whole batch.
-      * Inside `jax.shard_map` they are those of all devices together. A value that does not vary
-        along an axis of the mesh counts once; with ``check_vma=False`` it counts on every device.
+        statistics of the whole batch.
+      * Inside `jax.shard_map` they are statistics of all devices together. A value that does not
+        vary along an axis of the mesh counts once; with ``check_vma=False`` it counts on every
+        device.
       * `jax.custom_vjp`, `jax.custom_jvp` and `jax.lax.custom_linear_solve` are left whole: their
         results are values of the modules around.
       * Names and models are treated as by `error_clip_by_name`: ``fun`` is traced once per call,
