@@ -225,6 +225,12 @@ def test_a_gradient_that_is_not_finite_fails():
     assert "[finite] args[0][0]: 1 of 2 elements" in failed(jnp.sqrt, X.at[0].set(0))
 
 
+@pytest.mark.parametrize("fun", [jnp.sqrt, jnp.cbrt, lambda x: jnp.where(x > 0, jnp.log(x), 0.0)])
+def test_a_gradient_that_is_not_finite_is_one_failure(fun):
+    report = cg.check_grads(fun, (X.at[0].set(0),), raise_on_failure=False)
+    assert [(each.check, each.where) for each in report.failures] == [("finite", "args[0][0]")]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["auto", "fast", "full"])
 def test_what_is_not_finite_is_not_a_wrong_value_as_well(mode):

@@ -80,13 +80,17 @@ def _exactly(check: Check, got, expected, what: str) -> list[Failure]:
 
 
 def linearity(check: Check) -> list[Failure]:
-    """The pull-back maps 0 to 0, multiples to multiples, negative ones too, and sums to sums."""
+    """The pull-back maps 0 to 0, multiples to multiples, negative ones too, and sums to sums.
+
+    An element that is not finite is no multiple and no sum, and another check has said so.
+    """
     first, gradient = check.covectors[0], check.gradient[0]
     ones, mask = np.ones_like(first), masked_rows(check.subject, check.options.seed)
     large = LARGE_HALF if _has_half_precision(check) else LARGE
     large = LARGE_SOLVED if np.any(check.tolerance.own) or np.any(check.tolerance.loops) else large
 
     def claim(got, expected, what) -> list[Failure]:
+        got, expected = (np.where(np.isfinite(gradient), x, 0) for x in (got, expected))
         return check.compare("linearity", got, expected, f"the {what}")
 
     zero = claim(check.vjp(0 * first), 0 * gradient, "pull-back of a zero cotangent")
