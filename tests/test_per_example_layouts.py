@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import clipgrad as cg
 from clipgrad._per_example.layouts import convolved
@@ -130,3 +131,24 @@ def test_the_gradient_of_a_convolution_with_strides_reads_no_zeros():
         for f in (lambda p, b: clip(p, b)[1], plain)
     )
     assert "lhs_dilate=2x2" in theirs and "lhs_dilate" not in ours
+
+
+def standardized(kernel, x):
+    mean, spread = kernel.mean((1, 2, 3), keepdims=True), kernel.std((1, 2, 3), keepdims=True)
+    whole = jax.lax.conv_general_dilated(
+        x[None], (kernel - mean) / (spread + 0.01), (1, 1), "SAME", feature_group_count=2
+    )
+    return jnp.mean(whole**2)
+
+
+@pytest.mark.parametrize("method", ["one pass", "two passes"])
+def test_an_infinite_pixel_stays_in_its_example_where_a_convolution_has_groups(method):
+    keys = jax.random.split(jax.random.key(0))
+    kernel = jax.random.normal(keys[0], (4, 2, 3, 3))
+    x = jax.random.normal(keys[1], (4, 4, 6, 6))
+    clip = cg.clip_per_example(standardized, None, reduce="sum", method=method, nonfinite="zero")
+    _, grads, stats = clip(kernel, x.at[1, 0, 0, 0].set(jnp.inf))
+    others = clip(kernel, x[jnp.array([0, 2, 3])])[1]
+    assert np.asarray(stats.nonfinite > 0).tolist() == [False, True, False, False]
+    # The other group of features of the second example is finite, and counts.
+    np.testing.assert_allclose(grads[:2], others[:2], rtol=1e-5)

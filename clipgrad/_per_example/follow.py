@@ -155,7 +155,7 @@ class Follow(Hook):
         wants = [self.wanted.get(v) for v in equation.outvars]
         if not any(wants):
             self._remember(equation, inputs)
-            if equation.primitive.name == "conv_general_dilated" and self.wanted:
+            if equation.primitive.name == "conv_general_dilated":
                 return [convolved(equation, *inputs, quick=isinstance(self.end, Keep))]
             return bind(equation, inputs)
         if equation.primitive.name in REMAT:

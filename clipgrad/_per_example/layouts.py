@@ -82,6 +82,11 @@ def _interleaved(
 
 
 def _reordered(equation: Any, lhs: jax.Array, rhs: jax.Array, **changed: Any) -> jax.Array:
+    if (groups := equation.params["batch_group_count"]) > 1:
+        # Of these XLA's CPU compiler multiplies all groups, and other groups by zeros: one inf
+        # would be NaN in all of them.
+        lhs = _as_groups_of_features(lhs, equation.params["dimension_numbers"], groups)
+        changed |= {"batch_group_count": 1, "feature_group_count": groups}
     orders = _orders(equation.params["dimension_numbers"])
     specs = [_spec(order, kernel=i == 1) for i, order in enumerate(orders)]
     changed["dimension_numbers"] = type(equation.params["dimension_numbers"])(*specs)
@@ -90,6 +95,18 @@ def _reordered(equation: Any, lhs: jax.Array, rhs: jax.Array, **changed: Any) ->
     (made,) = bind(equation, (lhs, rhs), **(changed | padded))
     order = orders[2]
     return jnp.transpose(made, sorted(range(made.ndim), key=order.__getitem__))
+
+
+def _as_groups_of_features(x: jax.Array, numbers: Any, groups: int) -> jax.Array:
+    """An image with the groups of its batch in front of its features."""
+    batch, features = numbers.lhs_spec[:2]
+    shape = list(x.shape)
+    split = x.reshape(*shape[:batch], groups, -1, *shape[batch + 1 :])
+    place = features + (features > batch)  # of the features, beside one more axis
+    moved = jnp.moveaxis(split, batch, place - (place > batch))
+    shape[batch] //= groups
+    shape[features] *= groups
+    return moved.reshape(shape)
 
 
 def _orders(numbers: Any) -> list[Sequence[int]]:
