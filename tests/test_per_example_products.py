@@ -224,6 +224,29 @@ def test_extreme_gradients_neither_overflow_nor_underflow():
         assert 0 < total <= 5e-22 * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("method", ["one pass", "two passes"])
+@pytest.mark.parametrize("size", [1e20, 1e30])
+def test_a_weight_is_not_multiplied_with_the_constants_of_a_loss(method, size):
+    """Compiled, the weight 1e-20 times 1 / 1e20 was 0, and the gradient of the kernel as well."""
+
+    def loss(params, x):
+        first = (x @ params["w"] + params["b"][None]) / size
+        return jnp.sum(first * (x @ params["w"])) / len(x)
+
+    rng = np.random.default_rng(0)
+    make = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    params, x = {"w": make(16, 8), "b": make(8)}, make(4, 5, 16) * size
+    rule = cg.ClipByGlobalNorm(1.0)
+    clip, direct = (cg.clip_per_example(loss, rule, method=m) for m in (method, "direct"))
+    (_, grads, stats), (_, expected, others) = (
+        jax.jit(lambda *args, f=f: f(*args)).lower(params, x).compile(RELEASED)(params, x)
+        for f in (clip, direct)
+    )
+    np.testing.assert_allclose(stats.norm, others.norm, rtol=1e-5)
+    np.testing.assert_allclose(grads["w"], expected["w"], rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(grads["b"] * size, expected["b"] * size, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
 def test_half_precision_is_summed_in_float32(dtype):

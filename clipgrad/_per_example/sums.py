@@ -128,8 +128,14 @@ def _where_ok(ok: Each, x: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def _times(x: jax.Array, weights: Each, axis: int = 0) -> jax.Array:
+    """The values times the weights of the examples.
+
+    XLA would multiply a weight with the constants in ``x`` first: where the gradient is 1e20 and
+    the loss divides by 1e20, to 1e-40, which is 0 on a CPU.
+    """
     if weights is None:
         return x
+    x = jax.lax.optimization_barrier(x)
     return times(x, _beside(weights.astype(accumulator(x)), x, axis))
 
 
