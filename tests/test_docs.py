@@ -15,6 +15,7 @@ from tests.test_guides import GUIDES
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+ALL_PAGES = [*PAGES, *DOCS.glob("[ac]*/*.md")]  # without the copies that the site has
 PROGRAM = re.compile(r"```python\n(.*?)```", re.DOTALL)
 WITH_PROGRAMS = [  # those of the guides run in tests/test_guides.py
     page for page in PAGES if page.stem not in GUIDES and PROGRAM.search(page.read_text())
@@ -39,6 +40,11 @@ def test_the_programs_of_a_page_run_in_one_go(page):
 
 def test_there_are_pages_with_programs():
     assert {page.stem for page in WITH_PROGRAMS} >= {"nan", "which_clip"}
+
+
+def test_no_address_of_a_link_is_broken_over_two_lines():
+    texts = {page: re.sub(r"```.*?```", "", page.read_text(), flags=re.S) for page in ALL_PAGES}
+    assert not [page for page, text in texts.items() if re.search(r"\]\([^)\s]*\n", text)]
 
 
 def test_every_public_name_has_one_place_in_the_reference():
