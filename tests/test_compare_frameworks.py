@@ -9,7 +9,7 @@ import pytest
 from flax import linen, nnx
 
 import clipgrad as cg
-from tests.test_compare_versions import BATCH
+from tests.test_compare_versions import BATCH, wide
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("users_promotion")]
 
@@ -26,8 +26,8 @@ class NnxNet(nnx.Module):
     """The same."""
 
     def __init__(self, params):
-        rngs = nnx.Rngs(0)
-        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+        kinds = {"rngs": nnx.Rngs(0), "param_dtype": params["up"]["kernel"].dtype}
+        self.up, self.down = nnx.Linear(8, 16, **kinds), nnx.Linear(16, 8, **kinds)
         for name, layer in params.items():
             getattr(self, name).kernel[...] = layer["kernel"]
             getattr(self, name).bias[...] = layer["bias"]
@@ -57,6 +57,17 @@ def test_a_port_from_linen_to_nnx():
     assert found.findings[0].kind == "value" and "LinenNet/down" in found.findings[0].message
     net = NnxNet(params["params"])
     assert cg.compare(of_nnx, of_nnx, (net, BATCH)).ok
+
+
+def test_a_port_in_float64():
+    with jax.enable_x64(True):
+        batch = wide(BATCH)
+        params = wide(LinenNet().init(jax.random.key(0), batch[0]))
+        args, other = (params, batch), (NnxNet(params["params"]), batch)
+        names = {"LinenNet/up": "up", "LinenNet/down": "down"}
+        found = cg.compare(of_linen, of_nnx, args, other_args=other, names=names)
+        assert found.ok and len(found.rows) == 2, str(found)
+        assert max(row.value for row in found.rows) < 1e-14
 
 
 def test_models_of_equinox():

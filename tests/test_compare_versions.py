@@ -31,6 +31,11 @@ def mlp(params, batch, by=1.0, device=None, axis=None):
     return value if axis is None else lax.pmean(value, axis)
 
 
+def wide(tree):
+    """The tree in float64."""
+    return jax.tree.map(lambda x: x.astype("float64"), tree)
+
+
 def placed(tree, *spec):
     return jax.device_put(tree, NamedSharding(mesh(), P(*spec)))
 
@@ -54,6 +59,15 @@ def test_sharded_arrays_are_compared_with_those_of_one_device(name):
     assert found.ok and len(found.rows) == 2 and not found.unmatched, str(found)
     found = cg.compare(mlp, functools.partial(mlp, by=1.01), ARGS, other_args=layout)
     assert found.findings[0].module == "second"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_agree_in_float64(name):
+    with jax.enable_x64(True):
+        found = cg.compare(mlp, mlp, wide(ARGS), other_args=wide(LAYOUTS[name]()))
+        assert found.ok and len(found.rows) == 2 and not found.unmatched, str(found)
+        assert max(row.value for row in found.rows) < 1e-14
 
 
 def sharded(check, **changed):
@@ -116,8 +130,10 @@ def test_vmap_is_compared_with_a_batch():
     def mapped(params, batch):
         return jnp.mean(jax.vmap(one, (None, 0, 0))(params, *batch))
 
-    found = cg.compare(mlp, mapped, ARGS)
-    assert found.ok and len(found.rows) == 2 and not found.unmatched
+    with jax.enable_x64(True):
+        for args in ARGS, wide(ARGS):
+            found = cg.compare(mlp, mapped, args)
+            assert found.ok and len(found.rows) == 2 and not found.unmatched
 
 
 def attention(q, k, v):
@@ -128,8 +144,9 @@ def kernel(q, k, v, scale=4.0):
     """Attention in blocks of queries, with the running maximum and sum of flash attention."""
 
     def body(q_ref, k_ref, v_ref, out_ref):
-        q, largest = q_ref[...], jnp.full((q_ref.shape[0], 1), -jnp.inf)
-        total, found = jnp.zeros((q_ref.shape[0], 1)), jnp.zeros(q_ref.shape)
+        q = q_ref[...]
+        largest = jnp.full((q_ref.shape[0], 1), -jnp.inf, q.dtype)
+        total, found = jnp.zeros_like(largest), jnp.zeros_like(q)
         for i in range(0, k_ref.shape[0], 4):
             scores = q @ k_ref[i : i + 4, :].T / scale
             new = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
@@ -162,7 +179,9 @@ def test_flash_attention_is_compared_with_its_reference():
     params = {name: numbers(16, 16, seed=40 + i) / 4 for i, name in enumerate("qkv")}
     against = functools.partial(functools.partial, loss)
     args = (params, numbers(12, 16, seed=43))
-    found = cg.compare(against(attend=flash()), against(attend=attention), args)
-    assert found.ok and not found.findings, str(found)
-    found = cg.compare(against(attend=flash(4.1)), against(attend=attention), args)
-    assert (found.findings[0].kind, found.findings[0].module) == ("value", "attention")
+    with jax.enable_x64(True):
+        for given in args, wide(args):
+            found = cg.compare(against(attend=flash()), against(attend=attention), given)
+            assert found.ok and not found.findings, str(found)
+            found = cg.compare(against(attend=flash(4.1)), against(attend=attention), given)
+            assert (found.findings[0].kind, found.findings[0].module) == ("value", "attention")

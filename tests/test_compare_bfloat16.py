@@ -1,0 +1,162 @@
+"""Public models in bfloat16: what is lost, held against gradients and values in float64."""
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import clipgrad as cg
+from benchmarks.flax_models import Transformer
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("users_promotion")]
+
+
+def data(*shape, dtype):
+    return jnp.asarray(np.random.default_rng(1).normal(size=shape), dtype)
+
+
+def cast(tree, dtype):
+    """The arrays of a tree in another type; their numbers are those of bfloat16."""
+    is_float = lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    narrow = lambda x: x.astype(jnp.bfloat16).astype(dtype)  # noqa: E731
+    return jax.tree.map(lambda x: narrow(x) if is_float(x) else x, tree)
+
+
+def transformer(dtype):
+    """Two blocks of Linen."""
+    model = Transformer(scanned=False, blocks=2)
+    params = model.init(jax.random.key(0), data(2, 16, 32, dtype="float32"))
+    loss = lambda p, x: jnp.mean(jnp.tanh(model.apply(p, x)) ** 2)  # noqa: E731
+    return loss, (cast(params, dtype), data(2, 16, 32, dtype=dtype))
+
+
+def recurrent(dtype):
+    """An LSTM of Linen over 12 steps."""
+    model = lambda of: linen.RNN(linen.OptimizedLSTMCell(24, param_dtype=of))  # noqa: E731
+    params = model("float32").init(jax.random.key(0), data(4, 12, 16, dtype="float32"))
+    loss = lambda p, x: jnp.mean(model(dtype).apply(p, x)[:, -1] ** 2)  # noqa: E731
+    return loss, (cast(params, dtype), data(4, 12, 16, dtype=dtype))
+
+
+def normalized(dtype):
+    """An MLP of Haiku behind a layer norm, of data far from zero."""
+    net = hk.without_apply_rng(
+        hk.transform(lambda x: hk.nets.MLP([32, 32, 8])(hk.LayerNorm(-1, True, True)(x)))
+    )
+    params = net.init(jax.random.key(0), data(8, 16, dtype="float32"))
+    x = (40 + data(8, 16, dtype="float32")).astype(jnp.bfloat16).astype(dtype)
+    return lambda p, x: jnp.mean(net.apply(p, x) ** 2), (cast(params, dtype), x)
+
+
+def attention(dtype):
+    """A block of Equinox."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    with jax.enable_x64(False):
+        model = {
+            "attention": eqx.nn.MultiheadAttention(4, 32, key=keys[0]),
+            "norm": eqx.nn.LayerNorm(32),
+            "mlp": eqx.nn.MLP(32, 32, 64, 2, key=keys[1]),
+        }
+    arrays, rest = eqx.partition(model, eqx.is_array)
+
+    def loss(arrays, x):
+        own = eqx.combine(arrays, rest)
+        y = jax.vmap(own["norm"])(x)
+        x = x + own["attention"](y, y, y)
+        return jnp.mean(jax.vmap(own["mlp"])(x) ** 2)
+
+    return loss, (cast(arrays, dtype), data(10, 32, dtype=dtype))
+
+
+class Net(nnx.Module):
+    """Convolutions, a group norm and a linear layer of NNX."""
+
+    def __init__(self, dtype):
+        kinds = {"rngs": nnx.Rngs(0), "dtype": dtype}
+        self.first = nnx.Conv(3, 16, (3, 3), **kinds)
+        self.norm = nnx.GroupNorm(16, num_groups=4, **kinds)
+        self.second = nnx.Conv(16, 16, (3, 3), strides=2, **kinds)
+        self.out = nnx.Linear(16, 8, **kinds)
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm(self.first(x)))
+        return self.out(nnx.relu(self.second(x)).mean((1, 2)))
+
+
+def convolutions(dtype):
+    graph, params = nnx.split(Net(dtype))
+    net = nnx.merge(graph, cast(params, dtype))
+    return lambda net, x: jnp.mean(net(x) ** 2), (net, data(4, 12, 12, 3, dtype=dtype))
+
+
+MODELS = {
+    "transformer of Linen": transformer,
+    "LSTM of Linen": recurrent,
+    "MLP of Haiku": normalized,
+    "attention of Equinox": attention,
+    "convolutions of NNX": convolutions,
+}
+
+
+def gradients(make, dtype):
+    """The gradient of the model made in a type, by path."""
+    loss, args = make(dtype)
+    grad = nnx.jit(nnx.grad(loss)) if make is convolutions else jax.jit(jax.grad(loss))
+    leaves = jax.tree_util.tree_leaves_with_path(grad(*args))
+    assert all(x.dtype == dtype for _, x in leaves)
+    names = [jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in leaves]
+    values = [np.asarray(x.astype(jnp.float64)) for _, x in leaves]
+    return dict(zip([name.removesuffix("/value") for name in names], values, strict=True))
+
+
+def errors(make):
+    """The relative error of each leaf in bfloat16, and whether it is zero but for rounding."""
+    with jax.enable_x64(True):
+        exact, near = gradients(make, "float64"), gradients(make, "bfloat16")
+    whole = max(np.abs(x).max() for x in exact.values())
+    return {
+        name: (np.linalg.norm(near[name] - x) / np.linalg.norm(x), np.abs(x).max() < 1e-9 * whole)
+        for name, x in exact.items()
+    }
+
+
+MODULES = {"MLP of Haiku": ["layer_norm"], "convolutions of NNX": ["second"]}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_rounding_of_each_leaf_is_that_of_its_gradient(name):
+    found = cg.compare(MODELS[name]("bfloat16")[0], "float32", MODELS[name]("bfloat16")[1])
+    lost = {finding.path: finding.ratio for finding in found.findings if finding.path}
+    zero = {note.split(":")[0] for note in found.notes if note.endswith("zero but for rounding")}
+    for path, (error, is_zero) in errors(MODELS[name]).items():
+        assert is_zero == (path in zero)
+        if path in lost or (error > 0.055 and not is_zero):
+            np.testing.assert_allclose(lost[path], error, rtol=0.1, err_msg=path)
+    assert found.ok == (not lost)
+    modules = [finding.module for finding in found.findings if not finding.path]
+    assert modules == MODULES.get(name, []), str(found)
+
+
+def captured(dtype):
+    """The output of each module of the transformer."""
+    _, (params, x) = transformer(dtype)
+    model = Transformer(scanned=False, blocks=2)
+    apply = jax.jit(lambda *args: model.apply(*args, capture_intermediates=True)[1])
+    leaves = jax.tree_util.tree_leaves_with_path(apply(params, x)["intermediates"])
+    return {"/".join(key.key for key in path[:-2]): np.float64(x) for path, x in leaves}
+
+
+def test_the_error_of_each_module_is_that_of_its_output():
+    loss, args = transformer("bfloat16")
+    rows = cg.compare(loss, "float32", args).rows
+    with jax.enable_x64(True):
+        exact, near = captured("float64"), captured("bfloat16")
+    seen = {row.module.removeprefix("Transformer/"): row for row in rows}
+    names = [name for name in exact if name in seen]
+    assert len(names) >= 10
+    for name in names:
+        error = np.linalg.norm(near[name] - exact[name]) / np.linalg.norm(exact[name])
+        np.testing.assert_allclose(seen[name].value, error, rtol=0.3, err_msg=name)
