@@ -352,23 +352,29 @@ def _measured(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array
 
 def _sums_together(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """All in one reduction for each leaf, which is one kernel on a GPU."""
-    sums = [jnp.sum(jnp.stack(_parts_of_sums(x)), range(1, x.ndim + 1)) for x in sizes]
+    sums = [jnp.sum(jnp.stack(parts_of_sums(x)), range(1, x.ndim + 1)) for x in sizes]
     return _measurements(functools.reduce(jnp.add, sums))
 
 
 def _sums_apart(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The sums apart, which share one read on a TPU; a stack would be stored there."""
-    totals = [[jnp.sum(part) for part in _parts_of_sums(x)] for x in sizes]
+    totals = [[jnp.sum(part) for part in parts_of_sums(x)] for x in sizes]
     return _measurements([functools.reduce(jnp.add, each) for each in zip(*totals, strict=True)])
 
 
-def _parts_of_sums(size: jax.Array) -> list[jax.Array]:
+def parts_of_sums(size: jax.Array) -> list[jax.Array]:
+    """What is added up of real numbers: squares, in three ranges, and what is not finite."""
     return [*_squares(size), (~jnp.isfinite(size)).astype(size.dtype)]
 
 
 def _measurements(totals: Any) -> tuple[jax.Array, jax.Array]:
     down, plain, up, nonfinite = totals
-    return jnp.stack([down, plain, if_needed(up, plain)]), nonfinite
+    return stacked_sums(down, plain, up), nonfinite
+
+
+def stacked_sums(down: jax.Array, plain: jax.Array, up: jax.Array) -> jax.Array:
+    """The three sums of squares along a last axis."""
+    return jnp.stack([down, plain, if_needed(up, plain)], -1)
 
 
 def _by_range(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -283,6 +283,22 @@ def test_a_watched_module_is_at_most_four_kernels_on_a_gpu():
     assert 0 < added <= 4 * len(rules)
 
 
+@pytest.mark.parametrize("model", [mlp, scanned])
+def test_statistics_of_values_store_no_value_on_a_gpu(model):
+    mesh, rows = mesh_of("H200"), (8 * WIDTH, WIDTH)
+    layers = jax.tree.map(lambda s: (4, *s), LAYER, is_leaf=lambda s: isinstance(s, tuple))
+    params = abstract(layers if model is scanned else SHAPES, mesh, P())
+    args = params, abstract(rows, mesh)
+    measured = cg.with_value_stats(model)
+    plain, unused, used = (
+        Facts.of(jax.value_and_grad(fun, has_aux=fun is not model), *args)
+        for fun in (model, lambda *xs: (measured(*xs)[0], ()), measured)
+    )
+    assert unused == plain
+    assert used.temporaries < plain.temporaries + rows[0] * rows[1] * 4
+    assert used.kernels - plain.kernels <= 7 * (1 if model is scanned else 3)
+
+
 # Training
 
 

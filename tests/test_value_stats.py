@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
+from clipgrad._values import value_stats
 from tests.helpers import assert_close, assert_same
 from tests.tagged import MODELS, X, loss_of, scanned
 from tests.test_value_hook import COUNTED, PROGRAMS, in_a_while
@@ -565,3 +566,19 @@ def test_loggers_get_the_properties_by_name():
     of_values = {"attn/norm", "attn/rms", "attn/max", "attn/zeros", "attn/nonfinite"}
     assert set(cg.scalars(stats)) == of_values
     assert set(cg.scalars(stats, by="module")) == {f"values/{name}" for name in of_values}
+
+
+@pytest.mark.parametrize("form", [value_stats._sums_together, value_stats._sums_apart])
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
+@pytest.mark.parametrize("bad", [None, np.nan, -np.inf])
+def test_each_way_to_measure_gives_the_same(form, scale, bad):
+    x = np.random.default_rng(0).normal(size=(5, 7)) * scale
+    x[1, 2], x[3, 3] = 0, x[3, 3] if bad is None else bad
+    x = jnp.asarray(x, jnp.float32)
+    for over in ((0, 1), (1,)):
+        squares, *others = form(over, x)
+        expected, *rest = value_stats._by_largest(over, x)
+        norms = [value_stats.root_of_sums(sums) for sums in (squares, expected)]
+        np.testing.assert_allclose(*norms, rtol=1e-6)
+        for own, other in zip(others, rest, strict=True):
+            np.testing.assert_array_equal(own, other)

@@ -1,5 +1,6 @@
 """Statistics of values, as sums that add up over places, steps and devices."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from clipgrad._compat import by_platform, exportable, to_varying, varying_axes
 from clipgrad._numerics import real_or_absolute, sums_by_largest
-from clipgrad._stats import root_of_sums
+from clipgrad._stats import parts_of_sums, root_of_sums, stacked_sums
 
 
 @exportable
@@ -106,22 +107,45 @@ class ValueStats(NamedTuple):
 
 
 def _measured_magnitudes(x: jax.Array, over: tuple[int, ...]) -> ValueStats:
-    """The statistics of numbers over some axes; what is not used is one pass less."""
-    size = jnp.abs(x)
-    largest = jnp.max(size, over, initial=0)
-    count = jnp.full(largest.shape, math.prod(size.shape[i] for i in over), size.dtype)
-    zeros = jnp.sum((size == 0).astype(size.dtype), over)
+    """The statistics of numbers over some axes."""
+    forms = {"cpu": _by_largest, "gpu": _sums_together, "default": _sums_apart}
+    found = by_platform(x, **{k: functools.partial(form, over) for k, form in forms.items()})
+    squares, largest, nonfinite, zeros = found
+    count = jnp.full(largest.shape, math.prod(x.shape[i] for i in over), x.dtype)
+    return ValueStats(squares, largest, nonfinite, zeros, count)
 
-    def counted(x: jax.Array, largest: jax.Array) -> jax.Array:
-        return jnp.sum((~jnp.isfinite(x)).astype(largest.dtype), over)
 
-    def if_any(x: jax.Array, largest: jax.Array) -> jax.Array:
-        # On a CPU each sum is a pass over the data, and a branch that is not taken costs nothing.
-        # What goes into a branch is stored, so it is no copy of the data.
-        none = to_varying(jnp.zeros_like(largest), varying_axes(largest))
-        return jax.lax.cond(
-            jnp.all(jnp.isfinite(largest)), lambda: none, lambda: counted(x, largest)
-        )
+def _largest(over: tuple[int, ...], x: jax.Array) -> jax.Array:
+    return jnp.max(jnp.abs(x), over, initial=0)
 
-    bad = by_platform(x, largest, cpu=if_any, gpu=counted, default=counted)
-    return ValueStats(sums_by_largest(size, largest, over), largest, bad, zeros, count)
+
+def _zeros(x: jax.Array) -> jax.Array:
+    return (x == 0).astype(x.dtype)
+
+
+def _sums_together(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+    """All sums in one reduction, which is one kernel on a GPU."""
+    parts = jnp.stack([*parts_of_sums(x), _zeros(x)])
+    *squares, bad, zeros = jnp.sum(parts, [1 + i for i in over])
+    return stacked_sums(*squares), _largest(over, x), bad, zeros
+
+
+def _sums_apart(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+    """The sums apart, which share one read on a TPU; a stack would be stored there."""
+    *squares, bad, zeros = (jnp.sum(part, over) for part in (*parts_of_sums(x), _zeros(x)))
+    return stacked_sums(*squares), _largest(over, x), bad, zeros
+
+
+def _by_largest(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+    """Few passes: on a CPU each sum is one, and a branch that is not taken costs nothing.
+
+    What goes into a branch is stored, so it is no copy of the data.
+    """
+    largest = _largest(over, x)
+    none = to_varying(jnp.zeros_like(largest), varying_axes(largest))
+    bad = jax.lax.cond(
+        jnp.all(jnp.isfinite(largest)),
+        lambda: none,
+        lambda: jnp.sum((~jnp.isfinite(x)).astype(x.dtype), over),
+    )
+    return sums_by_largest(jnp.abs(x), largest, over), largest, bad, jnp.sum(_zeros(x), over)
