@@ -363,7 +363,7 @@ def _sums_apart(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def parts_of_sums(size: jax.Array) -> list[jax.Array]:
-    """What is added up of real numbers: squares, in three ranges, and what is not finite."""
+    """The terms that are added up of real numbers: squares in three ranges, and 1 if not finite."""
     return [*_squares(size), (~jnp.isfinite(size)).astype(size.dtype)]
 
 
