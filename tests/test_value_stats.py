@@ -568,7 +568,7 @@ def test_loggers_get_the_properties_by_name():
     assert set(cg.scalars(stats, by="module")) == {f"values/{name}" for name in of_values}
 
 
-@pytest.mark.parametrize("form", [value_stats._sums_together, value_stats._sums_apart])
+@pytest.mark.parametrize("form", [value_stats._measured_together, value_stats._measured_apart])
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 @pytest.mark.parametrize("bad", [None, np.nan, -np.inf])
 def test_each_way_to_measure_gives_the_same(form, scale, bad):
@@ -577,7 +577,7 @@ def test_each_way_to_measure_gives_the_same(form, scale, bad):
     x = jnp.asarray(x, jnp.float32)
     for over in ((0, 1), (1,)):
         squares, *others = form(over, x)
-        expected, *rest = value_stats._by_largest(over, x)
+        expected, *rest = value_stats._measured_by_largest(over, x)
         norms = [value_stats.root_of_sums(sums) for sums in (squares, expected)]
         np.testing.assert_allclose(*norms, rtol=1e-6)
         for own, other in zip(others, rest, strict=True):

@@ -108,14 +108,14 @@ class ValueStats(NamedTuple):
 
 def _measured_magnitudes(x: jax.Array, over: tuple[int, ...]) -> ValueStats:
     """The statistics of numbers over some axes."""
-    forms = {"cpu": _by_largest, "gpu": _sums_together, "default": _sums_apart}
+    forms = {"cpu": _measured_by_largest, "gpu": _measured_together, "default": _measured_apart}
     found = by_platform(x, **{k: functools.partial(form, over) for k, form in forms.items()})
     squares, largest, nonfinite, zeros = found
     count = jnp.full(largest.shape, math.prod(x.shape[i] for i in over), x.dtype)
     return ValueStats(squares, largest, nonfinite, zeros, count)
 
 
-def _largest(over: tuple[int, ...], x: jax.Array) -> jax.Array:
+def _largest_magnitude(over: tuple[int, ...], x: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(x), over, initial=0)
 
 
@@ -123,25 +123,25 @@ def _zeros(x: jax.Array) -> jax.Array:
     return (x == 0).astype(x.dtype)
 
 
-def _sums_together(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+def _measured_together(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, ...]:
     """All sums in one reduction, which is one kernel on a GPU."""
     parts = jnp.stack([*parts_of_sums(x), _zeros(x)])
     *squares, bad, zeros = jnp.sum(parts, [1 + i for i in over])
-    return stacked_sums(*squares), _largest(over, x), bad, zeros
+    return stacked_sums(*squares), _largest_magnitude(over, x), bad, zeros
 
 
-def _sums_apart(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+def _measured_apart(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, ...]:
     """The sums apart, which share one read on a TPU; a stack would be stored there."""
     *squares, bad, zeros = (jnp.sum(part, over) for part in (*parts_of_sums(x), _zeros(x)))
-    return stacked_sums(*squares), _largest(over, x), bad, zeros
+    return stacked_sums(*squares), _largest_magnitude(over, x), bad, zeros
 
 
-def _by_largest(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+def _measured_by_largest(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, ...]:
     """Few passes: on a CPU each sum is one, and a branch that is not taken costs nothing.
 
     What goes into a branch is stored, so it is no copy of the data.
     """
-    largest = _largest(over, x)
+    largest = _largest_magnitude(over, x)
     none = to_varying(jnp.zeros_like(largest), varying_axes(largest))
     bad = jax.lax.cond(
         jnp.all(jnp.isfinite(largest)),
