@@ -1,7 +1,9 @@
 """What each example's clip takes to trace and compile, for a transformer of unrolled layers.
 
 ``python -m benchmarks.per_example_compile 3 8`` prints CPU seconds and operations of the lowered
-program for each number of layers, beside the plain gradient; the programs take turns.
+program for each number of layers, beside the plain gradient; the programs take turns. With
+``--translation`` the model has as many layers in an encoder and in a decoder that attends to it, as
+flax's example for WMT, and one table of embeddings for source, target and logits.
 """
 
 import argparse
@@ -46,9 +48,43 @@ class LanguageModel(nn.Module):
         return nn.Dense(TOKENS)(nn.LayerNorm()(x))
 
 
-def functions(layers: int) -> tuple[dict[str, Callable[..., Any]], tuple[Any, Any]]:
+class CrossBlock(nn.Module):
+    """One layer of a decoder: it attends to itself, to the encoder, and has two dense layers."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, encoded: jax.Array) -> jax.Array:
+        """The layer's output."""
+        mask, heads = nn.make_causal_mask(x[..., 0]), {"num_heads": 2, "deterministic": True}
+        x = x + nn.SelfAttention(**heads)(nn.LayerNorm()(x), mask)
+        x = x + nn.MultiHeadDotProductAttention(**heads)(nn.LayerNorm()(x), encoded, encoded)
+        h = nn.relu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x)))
+        return x + nn.Dense(WIDTH)(h)
+
+
+class Translation(nn.Module):
+    """An encoder and a decoder with one table of embeddings."""
+
+    layers: int
+
+    @nn.compact
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """The logits of the next token of a text that is translated to itself."""
+        table = nn.Embed(TOKENS, WIDTH)
+        places = self.param("places", nn.initializers.normal(0.02), (POSITIONS, WIDTH))
+        encoded, x = table(ids) + places, table(ids) + places
+        for _ in range(self.layers):
+            encoded = Block()(encoded)
+        encoded = nn.LayerNorm()(encoded)
+        for _ in range(self.layers):
+            x = CrossBlock()(x, encoded)
+        return table.attend(nn.LayerNorm()(x)) / WIDTH**0.5
+
+
+def functions(
+    layers: int, model: type[nn.Module] = LanguageModel
+) -> tuple[dict[str, Callable[..., Any]], tuple[Any, Any]]:
     """What is compared, by name, and its arguments."""
-    net = LanguageModel(layers)
+    net: Any = model(layers)
     ids = jax.random.randint(jax.random.key(0), (EXAMPLES, POSITIONS), 0, TOKENS)
     params = net.init(jax.random.key(1), ids[0])["params"]
 
@@ -82,9 +118,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("layers", type=int, nargs="+")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--translation", action="store_true")
     options = parser.parse_args()
     for layers in options.layers:
-        found, arguments = functions(layers)
+        model = Translation if options.translation else LanguageModel
+        found, arguments = functions(layers, model)
         seconds: dict[str, list[float]] = {name: [] for name in found}
         counts = {}
         for _ in range(options.repeats):
