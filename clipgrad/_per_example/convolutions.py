@@ -29,7 +29,7 @@ _MOST_TAPS = 256
 CHEAPER = "cheaper for each example than Gram matrices of its patches"
 
 
-@follows("conv_general_dilated")
+@follows("conv_general_dilated", wants=None)
 def _convolution(hook, equation, inputs, wants):
     if not all(is_plain_array(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in inputs):
         raise Unfollowed("a convolution of numbers that are not real")

@@ -23,7 +23,7 @@ from clipgrad._per_example.terms import (
     Products,
     Term,
 )
-from clipgrad._per_example.wanted import Want, wanted
+from clipgrad._per_example.wanted import Want, WantRule, register_wants, wanted
 
 FollowRule = Callable[["Follow", JaxprEqn, list, list[Want | None]], Sequence | None]
 _RULES: dict[str, FollowRule] = {}
@@ -32,11 +32,16 @@ _ADDING = frozenset(["add", "add_any", "sub", "concatenate"])
 _OF_ANYTHING = frozenset([*JIT, *CALLS, "scan", "optimization_barrier"])
 
 
-def follows(*names: str) -> Callable[[FollowRule], FollowRule]:
-    """Decorates how primitives of these names are applied to, or make, sums of products."""
+def follows(*names: str, wants: WantRule | None) -> Callable[[FollowRule], FollowRule]:
+    """Decorates how primitives of these names are applied to, or make, sums of products.
+
+    ``wants`` says which of their inputs may be such sums; ``None``: they only make them.
+    """
 
     def register(function: FollowRule) -> FollowRule:
         _RULES.update(dict.fromkeys(names, function))
+        if wants is not None:
+            register_wants(names, wants)
         return function
 
     return register

@@ -11,7 +11,19 @@ from clipgrad._numerics import accumulator, with_real_dtype
 from clipgrad._per_example.follow import follows, gradient_array, is_plain_array, no_products, tie
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.terms import GradientAxis, Products, Term, Unfollowed, reshaped
-from clipgrad._per_example.wanted import is_zero
+from clipgrad._per_example.wanted import (
+    is_zero,
+    want_broadcast,
+    want_called,
+    want_converted,
+    want_padded,
+    want_product,
+    want_reduced,
+    want_slice,
+    want_split,
+    want_sum,
+    want_unchanged,
+)
 
 
 def _on_first(change: Any) -> Any:
@@ -28,13 +40,13 @@ def _on_first(change: Any) -> Any:
     return rule
 
 
-@follows("transpose")
+@follows("transpose", wants=want_unchanged)
 @_on_first
 def _follow_transpose(equation, inputs, term):
     return term.with_axes([term.axes[i] for i in equation.params["permutation"]])
 
 
-@follows("reshape", "squeeze", "expand_dims")
+@follows("reshape", "squeeze", "expand_dims", wants=want_unchanged)
 @_on_first
 def _follow_reshape(equation, inputs, term):
     if equation.params.get("dimensions") is not None:
@@ -42,19 +54,20 @@ def _follow_reshape(equation, inputs, term):
     return reshaped(term, equation.invars[0].aval.shape, equation.outvars[0].aval.shape)
 
 
-@follows("copy", "copy_p", "name", "convert_element_type", "reduce_precision")
+@follows("convert_element_type", wants=want_converted)
+@follows("copy", "copy_p", "name", "reduce_precision", wants=want_unchanged)
 @_on_first
 def _follow_same(equation, inputs, term):
     return term
 
 
-@follows("neg")
+@follows("neg", wants=want_unchanged)
 @_on_first
 def _follow_negative(equation, inputs, term):
     return term.times(-1)
 
 
-@follows("pad")
+@follows("pad", wants=want_padded)
 @_on_first
 def _follow_pad(equation, inputs, term):
     edges = equation.params["padding_config"]
@@ -64,7 +77,7 @@ def _follow_pad(equation, inputs, term):
     )
 
 
-@follows("slice")
+@follows("slice", wants=want_slice)
 @_on_first
 def _follow_slice(equation, inputs, term):
     return _sliced(term, equation.params["start_indices"], equation.params["limit_indices"])
@@ -87,13 +100,13 @@ def _sliced(term: Term, starts: Sequence[int], stops: Sequence[int]) -> Term | N
     return term.with_axes(axes)
 
 
-@follows("reduce_sum")
+@follows("reduce_sum", wants=want_reduced)
 @_on_first
 def _follow_reduce(equation, inputs, term):
     return term.without(equation.params["axes"])
 
 
-@follows("broadcast_in_dim")
+@follows("broadcast_in_dim", wants=want_broadcast)
 def _follow_broadcast(hook, equation, inputs, wants):
     aval = equation.outvars[0].aval
     if is_zero(equation.invars[0]):
@@ -107,7 +120,7 @@ def _follow_broadcast(hook, equation, inputs, wants):
     return _follow_reshape(hook, equation, inputs, wants)
 
 
-@follows("add", "add_any", "sub")
+@follows("add", "add_any", "sub", wants=want_sum)
 def _follow_add(hook, equation, inputs, wants):
     first, second = inputs
     if equation.primitive.name == "sub" and isinstance(second, Products):
@@ -124,7 +137,7 @@ def total(aval: Any, first: Any, second: Any) -> Any:
     return gradient_array(first) + gradient_array(second)
 
 
-@follows("concatenate")
+@follows("concatenate", wants=want_sum)
 def _follow_concatenate(hook, equation, inputs, wants):
     aval, dimension = equation.outvars[0].aval, equation.params["dimension"]
     if not all(isinstance(x, Products) for x in inputs):
@@ -146,7 +159,7 @@ def _moved_term(term: Term, dimension: int, start: int, size: int) -> Term:
     return term.with_axes(axes)
 
 
-@follows("mul", "div")
+@follows("mul", "div", wants=want_product)
 def _follow_product(hook, equation, inputs, wants):
     first, second = inputs
     if is_plain_array(first) and is_plain_array(second):
@@ -170,7 +183,7 @@ def _reciprocal(x: Any) -> Any:
     return 1 / with_real_dtype(jnp.asarray(x), accumulator(x))
 
 
-@follows("split")
+@follows("split", wants=want_split)
 def _follow_split(hook, equation, inputs, wants):
     value, axis = inputs[0], equation.params["axis"]
     if not isinstance(value, Products):
@@ -185,11 +198,11 @@ def _follow_split(hook, equation, inputs, wants):
     return parts
 
 
-@follows("optimization_barrier")
+@follows("optimization_barrier", wants=want_unchanged)
 def _follow_barrier(hook, equation, inputs, wants):
     return tie(inputs)
 
 
-@follows(*JIT, *CALLS)
+@follows(*JIT, *CALLS, wants=want_called)
 def _follow_call(hook, equation, inputs, wants):
     return evaluate(called_program(equation), inputs, hook.inside(equation, ()))

@@ -9,11 +9,12 @@ from jax.lax import GatherScatterMode
 
 from clipgrad._per_example.follow import follows, is_plain_array
 from clipgrad._per_example.terms import Factor, GradientAxis, Products, Term, Unfollowed
+from clipgrad._per_example.wanted import want_scattered, want_updated
 
 SMALL = "no larger for one example than its factors"
 
 
-@follows("dot_general")
+@follows("dot_general", wants=None)
 def _follow_dot_general(hook, equation, inputs, wants):
     (contracted, shared) = equation.params["dimension_numbers"]
     aval = equation.outvars[0].aval
@@ -59,7 +60,7 @@ def is_small(hook: Any, aval: Any, factors: int, want: Any) -> bool:
     return want.repeat == 1 and math.prod(aval.shape) <= factors and not summed
 
 
-@follows("scatter-add", "scatter_add")
+@follows("scatter-add", "scatter_add", wants=want_scattered)
 def _follow_scatter(hook, equation, inputs, wants):
     zeros, indices, updates = inputs
     numbers = equation.params["dimension_numbers"]
@@ -158,7 +159,7 @@ def _with_indices(
     return Term(tuple(factors), tuple(ordered), term.precision)
 
 
-@follows("dynamic_update_slice")
+@follows("dynamic_update_slice", wants=want_updated)
 def _follow_update(hook, equation, inputs, wants):
     zeros, updates, *starts = inputs
     if not isinstance(zeros, Products) or zeros.carried or zeros.terms or is_plain_array(updates):

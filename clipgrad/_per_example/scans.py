@@ -18,12 +18,12 @@ from clipgrad._per_example.linear import total
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Summed
 from clipgrad._per_example.terms import NotAccumulated, Products
-from clipgrad._per_example.wanted import Want, added_carries, is_matrix
+from clipgrad._per_example.wanted import Want, added_carries, is_matrix, want_scan
 
 _NUMBERS = itertools.count()
 
 
-@follows("scan")
+@follows("scan", wants=want_scan)
 def _follow_scan(
     hook: Follow, equation: JaxprEqn, inputs: list, wants: list[Want | None]
 ) -> Sequence:

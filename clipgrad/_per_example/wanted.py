@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from clipgrad._jaxpr import CALLS, JIT, REMAT, called_program, opened, scan_counts
+from clipgrad._jaxpr import called_program, opened, scan_counts
 
 
 class Want(NamedTuple):
@@ -19,18 +19,14 @@ class Want(NamedTuple):
 
 
 Wants = Sequence[Want | None]
-Pass = Callable[[JaxprEqn, Wants, Mapping[Var, JaxprEqn]], Wants]
-_PASSES: dict[str, Pass] = {}
+Made = Mapping[Var, JaxprEqn]  # the equation that makes each variable
+WantRule = Callable[[JaxprEqn, Wants, Made], Wants]
+_WANT_RULES: dict[str, WantRule] = {}
 
 
-def passes(*names: str) -> Callable[[Pass], Pass]:
-    """Decorates what says which inputs of these primitives may be sums of products."""
-
-    def register(function: Pass) -> Pass:
-        _PASSES.update(dict.fromkeys(names, function))
-        return function
-
-    return register
+def register_wants(names: Sequence[str], rule: WantRule) -> None:
+    """Registers what says which inputs of these primitives may be sums of products."""
+    _WANT_RULES.update(dict.fromkeys(names, rule))
 
 
 def wanted(program: Any, outputs: Wants) -> dict[Var, Want]:
@@ -62,7 +58,7 @@ def wanted(program: Any, outputs: Wants) -> dict[Var, Want]:
     for equation in reversed(jaxpr.eqns):
         wants = [of(variable) for variable in equation.outvars]
         nothing: Wants = [None] * len(equation.invars)
-        rule = _PASSES.get(equation.primitive.name) if any(wants) else None
+        rule = _WANT_RULES.get(equation.primitive.name) if any(wants) else None
         use(equation.invars, rule(equation, wants, made) if rule else nothing)
     return {v: want for v in found if (want := of(v)) is not None}
 
@@ -82,7 +78,7 @@ def is_zero(atom: Any) -> bool:
     return isinstance(atom, Literal) and jnp.ndim(atom.val) == 0 and bool(atom.val == 0)
 
 
-def broadcast_of(atom: Any, made: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
+def broadcast_of(atom: Any, made: Made) -> JaxprEqn | None:
     """The equation that broadcasts an array to this input, if there is one."""
     equation = None if isinstance(atom, Literal) else made.get(atom)
     while equation is not None and equation.primitive.name in ("convert_element_type", "copy"):
@@ -92,49 +88,48 @@ def broadcast_of(atom: Any, made: Mapping[Var, JaxprEqn]) -> JaxprEqn | None:
     return equation if name == "broadcast_in_dim" else None
 
 
-@passes("transpose", "reshape", "squeeze", "expand_dims", "copy", "copy_p", "neg", "name")
-@passes("reduce_precision", "optimization_barrier")
-def _want_unchanged(equation, wants, made):
+def want_unchanged(equation: Any, wants: Wants, made: Made) -> Wants:
+    """A change of place, sign or name."""
     return list(wants)
 
 
-@passes("convert_element_type")
-def _want_convert(equation, wants, made):
+def want_converted(equation: Any, wants: Wants, made: Made) -> Wants:
+    """A change from one floating dtype to another."""
     kinds = [v.aval.dtype for v in (*equation.invars, *equation.outvars)]
     return list(wants) if all(jnp.issubdtype(k, jnp.floating) for k in kinds) else [None]
 
 
-@passes("broadcast_in_dim")
-def _want_broadcast(equation, wants, made):
+def want_broadcast(equation: Any, wants: Wants, made: Made) -> Wants:
+    """A broadcast that repeats nothing."""
     same = equation.invars[0].aval.size == equation.outvars[0].aval.size
     return [wants[0] if same else None] + [None] * (len(equation.invars) - 1)
 
 
-@passes("pad")
-def _want_pad(equation, wants, made):
+def want_padded(equation: Any, wants: Wants, made: Made) -> Wants:
+    """Zeros around it."""
     edges = equation.params["padding_config"]
     plain = all(low >= 0 and high >= 0 and not inner for low, high, inner in edges)
     return [wants[0] if plain and is_zero(equation.invars[1]) else None, None]
 
 
-@passes("slice")
-def _want_slice(equation, wants, made):
+def want_slice(equation: Any, wants: Wants, made: Made) -> Wants:
+    """A part of it without gaps."""
     strides = equation.params["strides"]
     return [joint(wants[0]) if strides is None or set(strides) <= {1} else None]
 
 
-@passes("add", "add_any", "sub", "concatenate")
-def _want_sum(equation, wants, made):
+def want_sum(equation: Any, wants: Wants, made: Made) -> Wants:
+    """One of several parts that are added, or put side by side."""
     return [joint(wants[0])] * len(equation.invars)
 
 
-@passes("reduce_sum")
-def _want_reduce(equation, wants, made):
+def want_reduced(equation: Any, wants: Wants, made: Made) -> Wants:
+    """A sum over axes, of which two are left."""
     return [joint(wants[0]) if equation.outvars[0].aval.ndim >= 2 else None]
 
 
-@passes("mul", "div")
-def _want_product(equation, wants, made):
+def want_product(equation: Any, wants: Wants, made: Made) -> Wants:
+    """A product with what is smaller, or one number along some axes."""
     first, second = equation.invars
     quotient = equation.primitive.name == "div"
     size = equation.outvars[0].aval.size
@@ -147,8 +142,8 @@ def _want_product(equation, wants, made):
     return [None, own(wants[0])] if is_small(first) and not quotient else [None, None]
 
 
-@passes("split")
-def _want_split(equation, wants, made):
+def want_split(equation: Any, wants: Wants, made: Made) -> Wants:
+    """A whole of which every part is wanted."""
     present = [want for want in wants if want is not None]
     if len(present) < len(wants):
         return [None]
@@ -162,33 +157,28 @@ def is_matrix(variable: Any) -> bool:
     return sum(n > 1 for n in variable.aval.shape) >= 2
 
 
-@passes("scatter-add", "scatter_add")
-def _want_scatter(equation, wants, made):
+def want_scattered(equation: Any, wants: Wants, made: Made) -> Wants:
+    """Rows that are added at an index."""
     # Rows of an embedding are there anyway; a matrix of a stack may be a product itself.
     several = len(equation.params["dimension_numbers"].update_window_dims) >= 2
     return [own(wants[0]), None, own(wants[0]) if several else None]
 
 
-@passes("dynamic_update_slice")
-def _want_update(equation, wants, made):
+def want_updated(equation: Any, wants: Wants, made: Made) -> Wants:
+    """A slice that is written at an index."""
     matrix = is_matrix(equation.invars[1])
     rest: list[Want | None] = [None] * (len(equation.invars) - 2)
     return [own(wants[0]), own(wants[0]) if matrix else None, *rest]
 
 
-@passes(*JIT, *CALLS)
-def _want_call(equation, wants, made):
+def want_called(equation: Any, wants: Wants, made: Made) -> Wants:
+    """The inputs of a program, by what it does with them."""
     inner = wanted(called_program(equation), wants)
     return [inner.get(variable) for variable in opened(called_program(equation))[0].invars]
 
 
-@passes(*REMAT)
-def _want_remat(equation, wants, made):
-    return [None] * len(equation.invars)
-
-
-@passes("scan")
-def _want_scan(equation, wants, made):
+def want_scan(equation: Any, wants: Wants, made: Made) -> Wants:
+    """The carries of a scan that its body only adds to."""
     constants, carried = scan_counts(equation)
     rest = len(equation.invars) - constants - carried
     added = added_carries(equation, wants, range(carried), lambda want: True)
