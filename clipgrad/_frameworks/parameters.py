@@ -102,4 +102,9 @@ def take_apart(params: Any, wrt: Any = None) -> Parameters:
         )
     check_no_state(params)
     trained, rest = partition_trained(params)
-    return TreeParameters(jax.tree.map(jnp.asarray, trained), rest)
+    return TreeParameters(jax.tree.map(_as_array, trained), rest)
+
+
+def _as_array(x: Any) -> Any:
+    """The array; a shape stays one, for a plan."""
+    return x if isinstance(x, jax.ShapeDtypeStruct) else jnp.asarray(x)
