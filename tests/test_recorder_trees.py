@@ -19,6 +19,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import clipgrad as cg
+from clipgrad._recorder import storage
 from clipgrad._recorder.storage import MANIFEST
 from clipgrad._recorder.structure import MOST_LEVELS
 
@@ -365,21 +366,22 @@ def test_a_capture_that_ctrl_c_interrupts_is_written_by_close(moment, tmp_path, 
 
 def test_recorders_that_share_a_directory_write_at_the_same_time(tmp_path, monkeypatch):
     recorders = [cg.FlightRecorder(tmp_path, raise_on_halt=False) for _ in range(3)]
-    for i, recorder in enumerate(recorders):
-        recorder.record(halted({"w": jnp.ones(2)}), np.full(2, i))
-    dumps, others = json.dumps, recorders[1:]
+    state, others = halted({"w": jnp.ones(2)}), [1, 2]
 
-    def interleaved(*args, **options):
+    def write(i):
+        recorders[i].record(state, np.full(2, i))
+        recorders[i].close()
+
+    def interleaved(_):
         """While one capture is written, before it has its name, another recorder writes its own."""
         if others:
-            others.pop().close()
-        return dumps(*args, **options)
+            write(others.pop())
 
-    monkeypatch.setattr(json, "dumps", interleaved)
-    recorders[0].close()
+    monkeypatch.setattr(storage, "_synchronize", interleaved)
+    write(0)
     for i, recorder in enumerate(recorders):
         assert cg.load_capture(*recorder.captures).batch.tolist() == [i, i]
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(tmp_path.iterdir())) == 3 and not others
 
 
 def test_a_directory_whose_name_orbax_takes_for_a_pattern_is_refused(tmp_path):
