@@ -49,11 +49,17 @@ def test_the_largest_tokens_become_zero_and_the_others_stay_bit_for_bit(apply, s
         assert_same(clipped, {n: jnp.asarray(expected.get(n, x), x.dtype) for n, x in tree.items()})
 
 
+@functools.cache
+def of_features(axis):
+    """One program for every number of tokens."""
+    return jax.jit(lambda k, x: cg.DropTokens(k, axis=axis)(x))
+
+
 @hypothesis.given(seed=st.integers(0, 999), k=st.integers(0, 11), axis=st.sampled_from([-1, 0, 1]))
 def test_any_leaf_equals_the_reference(seed, k, axis):
     x = np.random.default_rng(seed).normal(size=(4, 3, 4)).round(1)  # with ties
     x = np.where(np.random.default_rng(seed + 1).random(size=(4, 3, 4)) < 0.3, 0, x)
-    clipped = cg.DropTokens(k, axis=axis)(jnp.asarray(x, jnp.float32))
+    clipped = of_features(axis)(k, jnp.asarray(x, jnp.float32))
     np.testing.assert_array_equal(clipped, reference(np.float64(np.float32(x)), k, axis))
 
 
@@ -68,26 +74,27 @@ def test_norms_are_those_of_float32_and_dtypes_are_kept(dtype):
 def test_float64_is_compared_in_float64():
     with jax.enable_x64(True):
         x = jnp.array([[1e200, 0.0], [1e200 * (1 + 1e-15), 0.0]])
-        np.testing.assert_array_equal(cg.DropTokens(1)(x), x.at[1].set(0))
+        np.testing.assert_array_equal(of_features(-1)(1, x), x.at[1].set(0))
 
 
 def test_equal_norms_at_the_kth_largest_are_all_dropped():
     x = jnp.array([[3.0, 4.0], [4.0, 3.0], [1.0, 1.0], [5.0, 0.0]])
-    np.testing.assert_array_equal(cg.DropTokens(1)(x), x.at[jnp.array([0, 1, 3])].set(0))
+    np.testing.assert_array_equal(of_features(-1)(1, x), [[0, 0], [0, 0], [1, 1], [0, 0]])
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
 def test_tokens_that_are_not_finite_rank_first_and_leave_the_others_alone(bad):
     x = jnp.array([[9.0, 9.0], [1.0, bad], [1.0, 1.0], [bad, bad]])
+    clip = jax.jit(lambda k: cg.clip_grads(x, cg.DropTokens(k)))
     for k in (1, 2):
-        clipped, stats = cg.clip_grads(x, cg.DropTokens(k))
+        clipped, stats = clip(k)
         np.testing.assert_array_equal(clipped, [[9, 9], [0, 0], [1, 1], [0, 0]])
         assert (stats.nonfinite, stats.changed, stats.size) == (2, 2, 4)
-    np.testing.assert_array_equal(cg.DropTokens(3)(x), [[0, 0], [0, 0], [1, 1], [0, 0]])
+    np.testing.assert_array_equal(clip(3)[0], [[0, 0], [0, 0], [1, 1], [0, 0]])
 
 
 def test_what_holds_no_cotangent_and_empty_trees_stay():
-    tree = {"i": jnp.arange(3), "none": None, "key": jax.random.key(0), "x": X}
+    tree = {"i": jnp.arange(3), "none": None, "key": jax.random.key(0), "x": X[:2, :1]}
     clipped = cg.clip_grads(tree, cg.DropTokens(1))[0]
     assert all(clipped[name] is tree[name] for name in ("i", "none", "key"))
     assert cg.DropTokens()({}) == {}
@@ -103,12 +110,12 @@ def test_a_number_of_tokens_may_be_traced_and_a_new_one_retraces_nothing(apply):
         return apply(rule, X, X)
 
     for k in (0, 3, 7):
-        assert_same(clip(cg.DropTokens(k)), cg.DropTokens(k)(X))
+        assert_same(clip(cg.DropTokens(k)), of_features(-1)(k, X))
     assert_same(clip(cg.DropTokens(8)), jnp.zeros_like(X))
     assert_same(clip(jax.tree.map(lambda k: -k, cg.DropTokens(3))), X)
     assert len(traces) == 1
-    swept = jax.vmap(lambda k: apply(cg.DropTokens(k), X, X))(jnp.arange(3))
-    assert_same(swept, jnp.stack([cg.DropTokens(k)(X) for k in range(3)]))
+    swept = jax.jit(jax.vmap(lambda k: apply(cg.DropTokens(k), X, X)))(jnp.arange(3))
+    assert_same(swept, jnp.stack([of_features(-1)(k, X) for k in range(3)]))
 
 
 def test_a_schedule_is_the_number_of_tokens_at_a_step():
@@ -168,6 +175,7 @@ WRAPS = {
 }
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 def test_the_cotangent_is_clipped_under_every_transformation(wrap):
     rule = cg.DropTokens(3)
@@ -177,8 +185,8 @@ def test_the_cotangent_is_clipped_under_every_transformation(wrap):
 
 
 def test_derivatives_through_it_are_those_of_the_tokens_that_stay():
-    second = jax.grad(lambda x: jnp.sum(cg.DropTokens(2)(x) ** 2))(X)
-    assert_close(second, 2 * cg.DropTokens(2)(X))
+    second = jax.jit(jax.grad(lambda x: jnp.sum(cg.DropTokens(2)(x) ** 2)))(X)
+    assert_close(second, 2 * of_features(-1)(2, X))
 
 
 @pytest.mark.exhaustive
@@ -279,7 +287,7 @@ def test_vmap_counts_the_tokens_of_every_lane():
     def total(probe, x):
         return jnp.sum(jax.vmap(functools.partial(loss, probe))(x))
 
-    stats = jax.grad(total)(cg.ClipStats.zero(), jnp.stack([X, X, X]))
+    stats = jax.jit(jax.grad(total))(cg.ClipStats.zero(), jnp.stack([X, X, X]))
     assert (stats.changed, stats.size, stats.nonfinite) == (3, 24, 0)
 
 
