@@ -6,8 +6,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from clipgrad._compat import by_platform, explicit_sharding, exportable, to_varying, varying_axes
+from clipgrad._compat import (
+    broadcast_like,
+    by_platform,
+    explicit_sharding,
+    exportable,
+    to_varying,
+    varying_axes,
+)
 from clipgrad._numerics import (
     AxisName,
     Norm,
@@ -29,6 +37,8 @@ from clipgrad._trees import check_tree, clippable_leaves, clippable_paths, is_cl
 
 # For each group of elements the norm that it was scaled from, and the limit.
 Limits = Sequence[tuple[Norm, jax.Array]]
+# For each leaf the numbers that the limits of its groups follow from.
+Numbers = Sequence[tuple[Any, ...]]
 
 
 @exportable
@@ -180,27 +190,29 @@ def stats_of_clip(rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> C
     Where they are L2 norms all follows from them, and nothing is summed over the elements, except
     that NaN and inf are counted if there are any.
     """
-    limits = _limits(rule, tree, norms)
-    if limits is None:
+    known = _limits_known(rule, tree, norms)
+    if known is None:
         return measured_stats(rule, tree, clipped)
     if rule.acts_on == "tree":
-        return _of_tree(tree, limits, rule)
-    return _of_leaves(tree, limits)
+        return _of_tree(tree, known, rule)
+    return _of_leaves(rule, clippable_leaves(tree), known)
 
 
 def stats_by_leaf(rule: Any, tree: Any, clipped: Any, norms: Sequence[Any]) -> dict[str, ClipStats]:
     """The statistics of each leaf by path."""
-    limits = _limits(rule, tree, norms)
-    if limits is None:
+    known = _limits_known(rule, tree, norms)
+    if known is None:
         return _measured_by_leaf(rule, tree, clipped)
     if rule.acts_on == "tree":
-        return _tree_by_leaf(tree, limits, rule)
-    return _by_leaf(tree, limits)
+        return _tree_by_leaf(tree, known, rule)
+    return _by_leaf(rule, tree, known)
 
 
-def _limits(rule: Any, tree: Any, norms: Sequence[Any]) -> Limits | None:
-    """The limits of L2 norms, for a rule that limits these."""
-    return rule.l2_limits(tree, norms) if norms and is_own(rule) else None
+def _limits_known(rule: Any, tree: Any, norms: Sequence[Any]) -> Any:
+    """The limit of the L2 norm of a tree, or for each leaf the numbers that limits follow from."""
+    if not norms or not is_own(rule):
+        return None
+    return (rule.l2_limits if rule.acts_on == "tree" else rule.l2_numbers)(tree, norms)
 
 
 def measured_stats(rule: Any, before: Any, after: Any, dtype: Any = None) -> ClipStats:
@@ -256,13 +268,11 @@ def _tree_by_leaf(tree: Any, limits: Limits, rule: Any) -> dict[str, ClipStats]:
     return stats
 
 
-def _of_leaves(tree: Any, limits: Limits) -> ClipStats:
-    """The statistics of a tree whose leaves, or groups in them, were scaled each by its norm."""
-    groups = _joined_groups(
-        list(zip(clippable_leaves(tree), limits, strict=True)), stats_dtype(tree)
-    )
+def _of_leaves(rule: Any, leaves: list[jax.Array], numbers: Numbers) -> ClipStats:
+    """The statistics of leaves that were scaled, or groups in them, each by its norm."""
+    groups = _joined_groups(rule, leaves, numbers)
     finite = [jnp.all(jnp.isfinite(norm.root)) for norm, _, _ in groups]
-    (bad,) = _counts_unless(functools.reduce(jnp.logical_and, finite), [tree], None)
+    (bad,) = _counts_unless(functools.reduce(jnp.logical_and, finite), [leaves], None)
     stats = [
         scaled_stats(norm.value, limit, norm.exceeds(limit), jnp.isfinite(norm.root), bad, size)
         for norm, limit, size in groups
@@ -271,29 +281,44 @@ def _of_leaves(tree: Any, limits: Limits) -> ClipStats:
     return total._replace(nonfinite=bad)
 
 
-def _by_leaf(tree: Any, limits: Limits) -> dict[str, ClipStats]:
+def _by_leaf(rule: Any, tree: Any, numbers: Numbers) -> dict[str, ClipStats]:
     """The statistics of each leaf."""
     dtype, leaves = stats_dtype(tree), clippable_leaves(tree)
-    stats = [_of_leaves(*pair) for pair in zip(leaves, ([limit] for limit in limits), strict=True)]
+    stats = [_of_leaves(rule, [leaf], [own]) for leaf, own in zip(leaves, numbers, strict=True)]
     cast = [jax.tree.map(lambda x: x.astype(dtype), of_leaf) for of_leaf in stats]
     return dict(zip(clippable_paths(tree), cast, strict=True))
 
 
-def _joined_groups(leaves: Sequence[tuple[jax.Array, Any]], dtype: str) -> list[Any]:
+def _joined_groups(rule: Any, leaves: list[jax.Array], numbers: Numbers) -> list[Any]:
     """Norms, limits and sizes of groups, those of all leaves in one array.
 
     XLA compiles a formula of a thousand norms slowly, and on a GPU would make a kernel for each
     of them, were they not one array behind the barrier. Norms whose types are sharded stay apart.
     """
-    groups, joined = [], []
-    for leaf, (norm, limit) in leaves:
-        size = jnp.full(norm.root.shape, leaf.size / max(norm.root.size, 1), dtype)
-        group = (norm.root.astype(dtype), norm.scale.astype(dtype), limit.astype(dtype), size)
-        (groups if explicit_sharding(norm.root) else joined).append(group)
+    groups, joined, dtype = [], [], widest(leaves)
+    for leaf, (root, *others) in zip(leaves, numbers, strict=True):
+        size = np.full((1,) * root.ndim, leaf.size / max(root.size, 1))
+        (groups if explicit_sharding(root) else joined).append((root, *others, size))
     if joined:
-        columns = [list(map(jnp.ravel, column)) for column in zip(*joined, strict=True)]
-        groups.append(jax.lax.optimization_barrier(tuple(map(jnp.concatenate, columns))))
-    return [(Norm.of(root, scale), limit, size) for root, scale, limit, size in groups]
+        groups.append([_joined_column(column, joined) for column in zip(*joined, strict=True)])
+    found = []
+    for *group, size in groups:
+        norm, limit = rule.l2_limit(*(jnp.asarray(x, dtype) for x in group))
+        found.append((norm, broadcast_like(limit, norm.root), jnp.asarray(size, dtype)))
+    return found
+
+
+def _joined_column(parts: Sequence[Any], rows: Sequence[Any]) -> Any:
+    """One number of every group, as an array; a number that is that of all of them, alone."""
+    first = parts[0]
+    if first.size == 1 and all(part is first for part in parts):
+        return first.reshape(())
+    if all(isinstance(part, np.ndarray) for part in parts):
+        pairs = zip(parts, rows, strict=True)
+        return np.concatenate([np.broadcast_to(part, row[0].shape).ravel() for part, row in pairs])
+    wide = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+    flat = [jnp.ravel(part).astype(wide) for part in parts]
+    return jax.lax.optimization_barrier(jnp.concatenate(flat))
 
 
 @functools.partial(jax.jit, inline=True)

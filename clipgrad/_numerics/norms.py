@@ -299,6 +299,8 @@ def slice_norms(
 def tree_size(tree: Any, axis_name: AxisName = None) -> jax.Array:
     """The number of elements of a tree that are clipped, in the dtype of its norm."""
     leaves = clippable_leaves(tree)
+    if not axis_name:
+        return jnp.array(float(sum(leaf.size for leaf in leaves)), widest(leaves))
     sizes = [jnp.array(float(leaf.size), widest(leaves)) for leaf in leaves]
     return total_over_devices(sizes, leaves, axis_name)
 

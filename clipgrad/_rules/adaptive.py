@@ -21,7 +21,7 @@ from clipgrad._numerics import (
     warn_of_parts,
     with_real_dtype,
 )
-from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
+from clipgrad._rules.base import Limit, MeasuringRule, pytree_rule, scale_each, static_field
 from clipgrad._rules.thresholds import check_threshold, limits_by_leaf, limits_of
 from clipgrad._rules.units import UnitAxis, check_unit_axis, unit_axes
 from clipgrad._trees import clippable_leaves, parameters_like
@@ -116,15 +116,21 @@ class AdaptiveClip(MeasuringRule):
         limits = limits_by_leaf(self, grads, [units.norm for units in norms])
         return scale_each(_scale_units, grads, norms, limits)
 
-    def l2_limits(
-        self, grads: Any, norms: Sequence["UnitNorms"]
-    ) -> list[tuple[Norm, jax.Array]] | None:
-        """The norms of the units of each leaf and their limits, if units are on one device."""
-        limits = zip(
-            limits_by_leaf(self, grads, [units.norm for units in norms]), norms, strict=True
-        )
-        pairs = [(n.norm, finite_product(clipping, n.least)) for clipping, n in limits]
-        return None if self.axis_name else pairs
+    def l2_numbers(self, grads: Any, norms: Sequence["UnitNorms"]) -> list[tuple[Any, ...]] | None:
+        """The norms of the units of each leaf, and what makes their limits, if on one device."""
+        if self.axis_name:
+            return None
+        limits = limits_by_leaf(self, grads, [units.norm for units in norms])
+        return [
+            (n.norm.root, n.norm.scale, clipping, n.weights, n.eps)
+            for clipping, n in zip(limits, norms, strict=True)
+        ]
+
+    def l2_limit(self, root: jax.Array, scale: jax.Array, *numbers: jax.Array) -> Limit:
+        """The limit is that of the unit's weights."""
+        clipping, weights, eps = numbers
+        norm = Norm.of(root, scale)
+        return norm, finite_product(clipping, UnitNorms(norm, weights, eps).least)
 
 
 def unit_norms(

@@ -19,7 +19,7 @@ from clipgrad._numerics import (
     warn_of_parts,
     with_real_dtype,
 )
-from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
+from clipgrad._rules.base import Limit, MeasuringRule, pytree_rule, scale_each, static_field
 from clipgrad._rules.thresholds import check_threshold, limits_by_leaf
 from clipgrad._trees import clippable_leaves
 
@@ -88,16 +88,21 @@ class ClipByBlockRMS(MeasuringRule):
         bounds = {key: _bounds(limit) for key, limit in distinct.items()}
         return scale_each(_scale_by_rms, grads, norms, [bounds[id(limit)] for limit in limits])
 
-    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
-        """The norm of each leaf, the rms times the root of its size, and its limit."""
+    def l2_numbers(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Any, ...]] | None:
+        """The rms of each leaf, its limit and the root of the size of the leaf."""
         if self.axis_name:
             return None
         limits = limits_by_leaf(self, grads, norms)
-        roots = [max(leaf.size, 1) ** 0.5 for leaf in clippable_leaves(grads)]
+        sizes = [leaf.size for leaf in clippable_leaves(grads)]
         return [
-            (Norm.of(norm.root * root, norm.scale), finite_product(limit, limit.dtype.type(root)))
-            for norm, limit, root in zip(norms, limits, roots, strict=True)
+            (norm.root, norm.scale, limit, np.full((1,) * norm.root.ndim, max(size, 1) ** 0.5))
+            for norm, limit, size in zip(norms, limits, sizes, strict=True)
         ]
+
+    def l2_limit(self, root: jax.Array, scale: jax.Array, *numbers: jax.Array) -> Limit:
+        """The norm is the rms times the root of the size."""
+        limit, root_of_size = (jnp.asarray(x, root.dtype) for x in numbers)
+        return Norm.of(root * root_of_size, scale), finite_product(limit, root_of_size)
 
 
 def _bounds(limit: jax.Array) -> tuple[jax.Array, jax.Array]:

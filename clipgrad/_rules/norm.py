@@ -102,12 +102,12 @@ class ClipByNorm(MeasuringRule):
         limits = limits_by_leaf(self, grads, norms)
         return scale_each(_scale_each, grads, norms, limits, written_out=False)
 
-    def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
+    def l2_numbers(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Any, ...]] | None:
         """The norm of each leaf, or the norms of its slices, and their limits."""
-        limits = limits_by_leaf(self, grads, norms)
-        return (
-            list(zip(norms, limits, strict=True)) if self.ord == 2 and not self.axis_name else None
-        )
+        if self.ord != 2 or self.axis_name:
+            return None
+        pairs = zip(norms, limits_by_leaf(self, grads, norms), strict=True)
+        return [(norm.root, norm.scale, limit) for norm, limit in pairs]
 
 
 def scale_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
