@@ -300,7 +300,8 @@ def _joined_groups(rule: Any, leaves: list[jax.Array], numbers: Numbers) -> list
         size = np.full((1,) * root.ndim, leaf.size / max(root.size, 1))
         (groups if explicit_sharding(root) else joined).append((root, *others, size))
     if joined:
-        groups.append([_joined_column(column, joined) for column in zip(*joined, strict=True)])
+        columns = [_joined_column(column, joined) for column in zip(*joined, strict=True)]
+        groups.append([*jax.lax.optimization_barrier(tuple(columns[:-1])), columns[-1]])
     found = []
     for *group, size in groups:
         norm, limit = rule.l2_limit(*(jnp.asarray(x, dtype) for x in group))
@@ -318,7 +319,7 @@ def _joined_column(parts: Sequence[Any], rows: Sequence[Any]) -> Any:
         return np.concatenate([np.broadcast_to(part, row[0].shape).ravel() for part, row in pairs])
     wide = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
     flat = [jnp.ravel(part).astype(wide) for part in parts]
-    return jax.lax.optimization_barrier(jnp.concatenate(flat))
+    return jnp.concatenate(flat)
 
 
 @functools.partial(jax.jit, inline=True)

@@ -122,15 +122,13 @@ class AdaptiveClip(MeasuringRule):
             return None
         limits = limits_by_leaf(self, grads, [units.norm for units in norms])
         return [
-            (n.norm.root, n.norm.scale, clipping, n.weights, n.eps)
+            (n.norm.root, n.norm.scale, clipping, n.least)
             for clipping, n in zip(limits, norms, strict=True)
         ]
 
     def l2_limit(self, root: jax.Array, scale: jax.Array, *numbers: jax.Array) -> Limit:
         """The limit is that of the unit's weights."""
-        clipping, weights, eps = numbers
-        norm = Norm.of(root, scale)
-        return norm, finite_product(clipping, UnitNorms(norm, weights, eps).least)
+        return Norm.of(root, scale), finite_product(*numbers)
 
 
 def unit_norms(
