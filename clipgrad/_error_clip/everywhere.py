@@ -83,7 +83,7 @@ def _run_clipped(rule: Callable[..., Any], fun: Callable[..., Any], args: Any, k
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["rule"], meta_fields=["ends"])
 @dataclasses.dataclass(frozen=True)
 class _Everywhere(_jaxpr.Hook):
-    """Clips the results of operations, except the variables ``ends``."""
+    """Clips the results of operations, except the variables ``ends`` and what has no cotangent."""
 
     rule: Callable[..., Any]
     ends: frozenset[Var]
@@ -99,9 +99,7 @@ class _Everywhere(_jaxpr.Hook):
         if inner and equation.primitive.name != "custom_linear_solve":
             return None
         outputs = _jaxpr.bind(equation, inputs)
-        # A number has no cotangent, nor has its copy on each device that `jax.shard_map` makes.
-        is_number = all(isinstance(atom, Literal) for atom in equation.invars)
-        if is_number or equation.primitive.name == "name":
+        if equation.primitive.name == "name":
             return outputs
         pairs = zip(equation.outvars, outputs, strict=True)
         return [clip_cotangent(x, self.rule) if self._clips(v) else x for v, x in pairs]
@@ -120,11 +118,20 @@ class _Everywhere(_jaxpr.Hook):
 
 
 def _ends(program: Any, positions: Iterable[int]) -> frozenset[Var]:
-    """The results at these positions that the program does not use itself."""
+    """The results at these positions that the program does not use itself, and its numbers."""
     jaxpr, _ = _jaxpr.opened(program)
     results = list(enumerate(jaxpr.outvars))
     chosen = set(positions)
     used = {atom for e in jaxpr.eqns for atom in e.invars if not isinstance(atom, Literal)}
     used |= {v for i, v in results if i not in chosen and not isinstance(v, Literal)}
     ends = {v for i, v in results if i in chosen and not isinstance(v, Literal)}
-    return frozenset(ends - used)
+    return frozenset(ends - used) | _made_of_numbers(jaxpr)
+
+
+def _made_of_numbers(jaxpr: Any) -> frozenset[Var]:
+    """Variables that depend on numbers alone, as copies of them that `jax.shard_map` makes."""
+    found: set[Var] = set()
+    for e in jaxpr.eqns:
+        if all(isinstance(atom, Literal) or atom in found for atom in e.invars):
+            found.update(e.outvars)
+    return frozenset(found)
