@@ -19,15 +19,11 @@ from clipgrad._compat import (
 from clipgrad._numerics import (
     AxisName,
     Norm,
-    bounded_square,
-    from_plain,
-    if_needed,
-    in_range,
-    is_in_range,
     joined_leaves,
-    real_or_absolute,
-    scaled_squares,
+    root_of_sums,
     slice_norms,
+    sums_and_nonfinite,
+    sums_of_norm,
     total_over_devices,
     tree_size,
     widest,
@@ -156,14 +152,15 @@ def _check_same(before: Any, after: Any) -> None:
 @functools.partial(jax.jit, static_argnums=2)
 def _of(before: list[jax.Array], after: list[jax.Array] | None, dtype: str) -> ClipStats:
     """Traced once for leaves of the same shapes; ``None`` after a clip that is off."""
-    sums, nonfinite = _measured(before, dtype)
+    sums, nonfinite = sums_and_nonfinite(before, dtype)
     one = _one(sums[1])
     size = jnp.array(float(sum(leaf.size for leaf in before)), dtype) * one
     if after is None:
         # Three products with the same number are one kernel on a GPU.
         return ClipStats(sums, sums, 0 * size, nonfinite * one, size)
     masks = [_differ(b, a) for b, a in zip(before, after, strict=True)]
-    return ClipStats(sums, _measured(after, dtype)[0], _count_true(masks, dtype), nonfinite, size)
+    clipped, _ = sums_and_nonfinite(after, dtype)
+    return ClipStats(sums, clipped, _count_true(masks, dtype), nonfinite, size)
 
 
 def stats_dtype(tree: Any) -> str:
@@ -332,8 +329,8 @@ def scaled_stats(
     size: jax.Array,
 ) -> ClipStats:
     """The statistics of groups of ``size`` elements, scaled from known norms to limits."""
-    before = _sums_of_norm(value)
-    after = jnp.where(clips, _sums_of_norm(limit), before)
+    before = sums_of_norm(value)
+    after = jnp.where(clips, sums_of_norm(limit), before)
     after = jnp.where(finite, after, jnp.nan)
     rows = (before, after, jnp.where(clips, size, 0), size * _one(before[1]))
     before, after, changed, size = (jnp.sum(x, range(x.ndim - value.ndim, x.ndim)) for x in rows)
@@ -366,73 +363,6 @@ def _counts_unless(finite: jax.Array, trees: list[Any], axis_name: AxisName) -> 
     leaves = [[to_varying(x, axes) for x in clippable_leaves(tree)] for tree in trees]
     cpu, default = (functools.partial(if_any, join) for join in (True, False))
     return by_platform(finite, leaves, cpu=cpu, gpu=by_rows, default=default)
-
-
-def _measured(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array]:
-    """The three sums of squares, and how many elements are NaN or inf."""
-    sizes = [real_or_absolute(leaf).astype(dtype) for leaf in leaves]
-    if not sizes:
-        return jnp.zeros(3, dtype), jnp.zeros((), dtype)
-    return by_platform(*sizes, cpu=_by_range, gpu=_sums_together, default=_sums_apart)
-
-
-def _sums_together(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """All in one reduction for each leaf, which is one kernel on a GPU."""
-    sums = [jnp.sum(jnp.stack(parts_of_sums(x)), range(1, x.ndim + 1)) for x in sizes]
-    return _measurements(functools.reduce(jnp.add, sums))
-
-
-def _sums_apart(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sums apart, which share one read on a TPU; a stack would be stored there."""
-    totals = [[jnp.sum(part) for part in parts_of_sums(x)] for x in sizes]
-    return _measurements([functools.reduce(jnp.add, each) for each in zip(*totals, strict=True)])
-
-
-def parts_of_sums(size: jax.Array) -> list[jax.Array]:
-    """The terms that are added up of real numbers: squares in three ranges, and 1 if not finite."""
-    return [*_squares(size), (~jnp.isfinite(size)).astype(size.dtype)]
-
-
-def _measurements(totals: Any) -> tuple[jax.Array, jax.Array]:
-    down, plain, up, nonfinite = totals
-    return stacked_sums(down, plain, up), nonfinite
-
-
-def stacked_sums(down: jax.Array, plain: jax.Array, up: jax.Array) -> jax.Array:
-    """The three sums of squares along a last axis."""
-    return jnp.stack([down, plain, if_needed(up, plain)], -1)
-
-
-def _by_range(*sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The plain sum; all others follow from it where it is in range, as it almost always is.
-
-    On a CPU each sum is a pass over the data, and a branch that is not taken costs nothing.
-    """
-    plain = functools.reduce(jnp.add, [jnp.sum(jnp.square(x)) for x in sizes])
-    none = to_varying(jnp.zeros((), plain.dtype), varying_axes(plain))
-
-    def known() -> tuple[jax.Array, jax.Array]:
-        return jnp.stack(from_plain(plain)), none
-
-    return jax.lax.cond(is_in_range(plain), known, lambda: _sums_together(*sizes))
-
-
-def _sums_of_norm(norm: jax.Array) -> jax.Array:
-    """The three sums of a norm that is known."""
-    down, plain, up = _squares(norm)
-    return jnp.stack([down, plain, if_needed(up, plain)])
-
-
-def _squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Squares scaled down, as they are, and scaled up."""
-    down, up = scaled_squares(size)
-    return down, bounded_square(size), up
-
-
-def root_of_sums(sums: jax.Array) -> jax.Array:
-    total, scale = in_range(sums[..., 0], sums[..., 1], sums[..., 2])
-    root = jnp.sqrt(jnp.where(total == 0, 1, total)) / scale
-    return jnp.where(total == 0, 0, root)
 
 
 def _one(total: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ TESTS = sorted(pathlib.Path(__file__).parent.glob("test_*.py"))
 ROOMS = [
     "_compat", "_docs", "_elsewhere", "_errors", "_chart", "_devices", "_trees", "_jaxpr", "_names",
     "_program", "_frameworks", "_numerics", "_thresholds", "_rules", "_stats", "_error_clip",
-    "_values", "_gradient_clip", "_training", "_per_example", "_check", "_diagnose", "_recorder",
+    "_gradient_clip", "_values", "_training", "_per_example", "_check", "_diagnose", "_recorder",
     "_compare", "__init__", "_demo", "_commands", "__main__",
 ]  # fmt: skip
 FOLDERS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
@@ -57,6 +57,26 @@ def test_imports_go_one_way_and_not_past_the_door_of_a_room(path):
         before = room(path) == "__init__" or ROOMS.index(imported) < ROOMS.index(room(path))
         assert inside or before, module
         assert inside or len(parts) <= 2, f"{path} reaches past {imported} to {module}"
+
+
+DESIGN = (PACKAGE.parent / "docs" / "design.md").read_text()
+PICTURE = next(part for part in DESIGN.split("```text\n") if "to run it" in part).split("```")[0]
+NAMED = sorted([*FOLDERS, "_stats"])
+LINES = [set(re.findall(r"(?<!\w)_\w+", line)) for line in PICTURE.splitlines()]
+
+
+def test_the_picture_of_the_design_is_that_of_the_imports():
+    assert sorted(name for line in LINES for name in line) == NAMED
+    height = {name: -i for i, line in enumerate(LINES) for name in line}
+    arrows = {(room(p), m.split(".")[1]) for p in FILES for m in imports(p) if "clipgrad._" in m}
+    arrows = {(a, b) for a, b in arrows if a in height and b in height}
+    assert [(a, b) for a, b in arrows if height[b] > height[a]] == []
+
+
+def test_the_table_of_the_design_is_in_the_order_of_the_rooms():
+    table = DESIGN.split("| folder | subject |\n|---|---|\n")[1].split("\n\n")[0]
+    named = [n for row in table.splitlines() for n in re.findall(r"`(_\w+)`", row.split("|")[1])]
+    assert named == [name for name in ROOMS if name in NAMED]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

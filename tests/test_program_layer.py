@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from clipgrad import _diagnose, _jaxpr, _names
+from clipgrad import _jaxpr, _names
+from clipgrad._diagnose import cotangents
+from clipgrad._diagnose.origins import operands_of, origins
+from clipgrad._diagnose.probe import RESULT, STATE, Probe, Site
 
 KINDS = {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "float64": jnp.float64}
 
@@ -81,14 +84,14 @@ def test_probes_measure_the_cotangents_of_all_steps():
     place = _names.Place(scan, place)
     inner = _names.Place(product, place)
     shapes = {
-        _diagnose.Site(_diagnose.STATE, place.key, 0): (4,),
-        _diagnose.Site(_diagnose.RESULT, inner.key, 0): (4,),
-        _diagnose.Site(_diagnose.RESULT, place.key, 0): (),
+        Site(STATE, place.key, 0): (4,),
+        Site(RESULT, inner.key, 0): (4,),
+        Site(RESULT, place.key, 0): (),
     }
     probes = {site: np.zeros(shape, np.float32) for site, shape in shapes.items()}
 
     def probed(w, probes):
-        return _jaxpr.evaluate(program, [w], _diagnose.Probe(probes, largest))[0]
+        return _jaxpr.evaluate(program, [w], Probe(probes, largest))[0]
 
     value, (grad, found) = jax.jit(jax.value_and_grad(probed, argnums=(0, 1)))(2.0, probes)
     assert value == 48 and grad == 96
@@ -111,8 +114,34 @@ def test_a_value_is_followed_to_where_it_went_wrong():
         return lax.while_loop(lambda c: c[0] < 6, body, (0, x))[1]
 
     traced = jax.make_jaxpr(program)(1.0)
-    (taint,) = _diagnose.origins(traced, [np.float32(1)]).results
+    (taint,) = origins(traced, [np.float32(1)]).results
     source = taint.source
     assert (taint.badness, source.place.operation, source.steps) == (2, "log", (2, 0))
-    (read,) = _diagnose.operands_of(traced, [np.float32(1)], source)
+    (read,) = operands_of(traced, [np.float32(1)], source)
     np.testing.assert_allclose(read, -0.2, atol=1e-6)
+
+
+NUMBERS = {
+    "finite": lambda x: x,
+    "zeros": lambda x: 0 * x,
+    "large": lambda x: x * np.float32(1e30),
+    "NaN": lambda x: np.where(x > 2, np.float32(np.nan), x),
+    "inf": lambda x: np.where(x > 2, -np.float32(np.inf), x),
+    "nothing finite": lambda x: np.full_like(x, np.inf),
+}
+
+
+@pytest.mark.parametrize("shape", [(200,), (3, 70), (40, 2, 3)])
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_a_large_cotangent_is_summed_up_as_a_small_one_on_the_host(kind, shape):
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    x = NUMBERS[kind](x * (np.abs(x) > 0.1))
+    own, whole = (jax.jit(cotangents._sent, static_argnums=1)(x, flag) for flag in (False, True))
+    for found, expected in zip(cotangents._received(own), cotangents._received(whole), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_to_sum_up_a_large_cotangent_takes_no_copy_of_it():
+    x = jax.ShapeDtypeStruct((64, 256, 256), jnp.float32)
+    memory = jax.jit(cotangents._reduced).lower(x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * x.size / 8

@@ -10,6 +10,7 @@ import pytest
 
 import clipgrad as cg
 from clipgrad import _stats
+from clipgrad._numerics import sums_in_range as forms
 from tests.helpers import SCALING, assert_same, tree_of
 from tests.strategies import trees
 
@@ -83,7 +84,7 @@ def test_what_a_cpu_measures_is_what_an_accelerator_does(size, bad, dtype):
         x = jnp.full((4, 5), size, dtype)
         x = x if bad is None else x.at[1, 2].set(bad)
         found = [
-            form(x, x / 2) for form in (_stats._by_range, _stats._sums_together, _stats._sums_apart)
+            form(x, x / 2) for form in (forms._all_by_branch, forms._all_in_stack, forms._all_apart)
         ]
         rtol = 1e-6 if dtype == jnp.float32 else 1e-14
         for sums, nonfinite in found:
@@ -94,7 +95,7 @@ def test_what_a_cpu_measures_is_what_an_accelerator_does(size, bad, dtype):
 
 
 def test_on_a_cpu_only_one_pass_is_made_over_ordinary_numbers():
-    program = jax.make_jaxpr(_stats._by_range)(jnp.ones(3)).jaxpr
+    program = jax.make_jaxpr(forms._all_by_branch)(jnp.ones(3)).jaxpr
     names = [equation.primitive.name for equation in program.eqns]
     assert names.count("reduce_sum") == names.count("cond") == 1
 

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Var
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.probe import RESULT, Probe, Site
 from clipgrad._diagnose.units import ProgramBlock
 from clipgrad._jaxpr import dtype_of, on_host, replicated
-from clipgrad._numerics import at_least_float32
+from clipgrad._numerics import at_least_float32, real_or_absolute
 from clipgrad._program import active_variables
 
 LOSS_SCALE = 2.0**15  # the largest loss scale that float16 can hold
@@ -156,15 +157,48 @@ def _sent(cotangent: Any, is_whole: bool) -> Sent:
 
 
 def _reduced(cotangent: Any) -> jax.Array:
-    size = jnp.abs(cotangent)
-    size = size.astype(at_least_float32(size.dtype))
-    bad = ~jnp.isfinite(size)
-    finite = jnp.where(bad, 0, size)
-    largest = jnp.max(finite, initial=0)
-    unit = finite / jnp.where(largest == 0, 1, largest)
+    """The other fields of a `Summary` in one array; of a cotangent that is not empty.
+
+    XLA's CPU loops store what is compared or selected, or an absolute value that is used twice: a
+    copy of the gradient for each. So comparisons are left to cotangents that are not finite.
+    """
+    x = real_or_absolute(cotangent)
+    x = x.astype(at_least_float32(x.dtype))
+    largest = jnp.max(jnp.abs(x))
+    unit = x / jnp.where(largest == 0, 1, largest)
     norm = largest * jnp.sqrt(jnp.sum(unit * unit))
-    zeros = jnp.mean((size == 0).astype(size.dtype)) if size.size else jnp.zeros_like(norm)
-    return jnp.stack([jnp.sum(bad).astype(norm.dtype), zeros, largest, norm])
+    zeros = 1 - _mean(jnp.abs(jnp.sign(x)))
+    finite = jnp.stack([jnp.zeros_like(norm), zeros, largest, norm])
+    return lax.cond(jnp.isfinite(largest), lambda: finite, lambda: _reduced_by_rows(x))
+
+
+def _reduced_by_rows(x: jax.Array) -> jax.Array:
+    """The array of `_reduced` for real numbers that are not all finite.
+
+    One row after the other, so that temporaries are as large as a row.
+    """
+    rows = replicated(x)
+    rows = rows if rows.ndim > 1 else rows[None]
+
+    def finite(row: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isfinite(row), row, 0)
+
+    def numbers(row: jax.Array) -> tuple[jax.Array, ...]:
+        bad, zeros = (~jnp.isfinite(row)).astype(row.dtype), (row == 0).astype(row.dtype)
+        return jnp.sum(bad), _mean(zeros), jnp.max(jnp.abs(finite(row)))
+
+    bad, zeros, tops = lax.map(numbers, rows)
+    largest = jnp.max(tops)
+    unit = jnp.where(largest == 0, 1, largest)
+    squares = lax.map(lambda row: jnp.sum(jnp.square(finite(row) / unit)), rows)
+    norm = largest * jnp.sqrt(jnp.sum(squares))
+    return jnp.stack([jnp.sum(bad), _mean(zeros), largest, norm])
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    """The mean, of rows first: a sum of ones is exact up to 2 ** 24 in float32."""
+    rows = jnp.mean(x, axis=-1) if x.ndim > 1 else x
+    return jnp.mean(rows)
 
 
 def _received(sent: Sent) -> Summary:

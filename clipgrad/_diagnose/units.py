@@ -1,4 +1,7 @@
-"""A program in parts: runs of equations of one module, with the programs inside of them."""
+"""A program in parts: runs of equations of one module, with the programs inside of them.
+
+Programs inside are parts as far as derivatives go into them.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -6,10 +9,16 @@ from typing import Any
 
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
-import clipgrad._jaxpr as _jaxpr
-from clipgrad._diagnose.blocks import Block
-from clipgrad._diagnose.probe import RESULT
-from clipgrad._jaxpr import holds_floats
+from clipgrad._diagnose.probe import RESULT, STATE, Site
+from clipgrad._jaxpr import (
+    JIT,
+    chooses_by_platform,
+    device_count,
+    differentiated_programs,
+    holds_floats,
+    opened,
+    scan_counts,
+)
 from clipgrad._names import Place
 
 # Code without scopes is cut into so many parts, of at most so many equations: 184 probes in a
@@ -54,8 +63,89 @@ class Unit:
         return inner if inner and not inner.is_small else None
 
 
-class ProgramBlock(Block):
-    """A `Block` in units."""
+class ProgramBlock:
+    """The programs inside of an equation, or the outermost program.
+
+    Attributes:
+      parent: the place of the equation that holds the programs.
+      outside: the block that this equation is in.
+      programs: the jaxprs: of a cond one for each branch.
+      equations: those of all programs.
+      children: the blocks inside, by the id of their equation.
+      states: what a scan carries, as variables of its body.
+      outer: for each other input the variable around the block that it is.
+      count: how many equations there are, inside of others too.
+    """
+
+    def __init__(
+        self,
+        programs: list[Any],
+        parent: Place | None = None,
+        outside: "ProgramBlock | None" = None,
+    ):
+        self.parent, self.outside = parent, outside
+        self.programs = [opened(program)[0] for program in programs]
+        self.equations = [equation for program in self.programs for equation in program.eqns]
+        self.children = {
+            id(e): ProgramBlock(inner, Place(e, parent), self)
+            for e in self.equations
+            if (inner := differentiated_programs(e)) and not chooses_by_platform(e)
+        }
+        self.count = len(self.equations) + sum(child.count for child in self.children.values())
+        self.states, self.outer = _inputs(parent and parent.equation, self.programs)
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The scans and the `shard_map`s around its equations, with their lengths."""
+        if self.parent is None or self.outside is None:
+            return ()
+        equation = self.parent.equation
+        name = equation.primitive.name
+        lengths = {"scan": lambda: equation.params["length"]}
+        lengths["shard_map"] = lambda: device_count(equation)
+        return self.outside.axes + (((name, lengths[name]()),) if name in lengths else ())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The lengths of `axes`."""
+        return tuple(length for _, length in self.axes)
+
+    @property
+    def nest(self) -> tuple[int, ...]:
+        """The lengths of the scans around its equations, outermost first."""
+        return tuple(length for name, length in self.axes if name == "scan")
+
+    @property
+    def has_loops(self) -> bool:
+        """Whether there is a scan inside."""
+        loops = any(e.primitive.name == "scan" for e in self.equations)
+        return loops or any(child.has_loops for child in self.children.values())
+
+    def site(self, kind: str, equation: JaxprEqn, position: int) -> Site:
+        """A result or an operand of one of its equations."""
+        return Site(kind, Place(equation, self.parent).key, position)
+
+    @functools.cached_property
+    def carried(self) -> dict[Var, Site]:
+        """The floating numbers that a scan carries, and where their cotangents are measured."""
+        key = self.parent.key if self.parent else ()
+        sites = {v: Site(STATE, key, i) for i, v in enumerate(self.states)}
+        return {v: site for v, site in sites.items() if holds_floats(v)}
+
+    def origin(self, variable: Any) -> Any:
+        """The variable of the outermost program that a variable is, or the variable itself."""
+        block: Any = self
+        while type(variable) is not Literal and variable in block.outer:
+            block, variable = block.outside, block.outer[variable]
+        return None if type(variable) is Literal else variable
+
+    def all_equations(self) -> Iterator[tuple["ProgramBlock", JaxprEqn]]:
+        """The equations of this block and of all blocks inside, but for those that hold these."""
+        for equation in self.equations:
+            if inner := self.children.get(id(equation)):
+                yield from inner.all_equations()
+            else:
+                yield self, equation
 
     @functools.cached_property
     def units(self) -> list[Unit]:
@@ -73,7 +163,7 @@ class ProgramBlock(Block):
     def is_small(self) -> bool:
         """Whether it stays whole in a measurement of modules."""
         name = self.parent.equation.primitive.name if self.parent else None
-        return name in _jaxpr.JIT and self.count <= _SMALL_FUNCTION and not self.has_loops
+        return name in JIT and self.count <= _SMALL_FUNCTION and not self.has_loops
 
     def all_units(self) -> Iterator[Unit]:
         """The units of this block and of those inside that are gone into, in program order."""
@@ -104,6 +194,17 @@ class ProgramBlock(Block):
         if _is_layer(equation) and any(map(_is_layer, run)):
             return False
         return Place(run[0]).module == Place(equation).module
+
+
+def _inputs(equation: JaxprEqn | None, programs: list[Any]) -> tuple[list[Var], dict[Var, Any]]:
+    """The states of a scan, and the variables around an equation that its programs read."""
+    if equation is None:
+        return [], {}
+    around = equation.invars[1:] if equation.primitive.name == "cond" else equation.invars
+    constants, carried = scan_counts(equation) if equation.primitive.name == "scan" else (0, 0)
+    states = [v for p in programs for v in p.invars[constants : constants + carried]]
+    pairs = [pair for p in programs for pair in zip(p.invars, around, strict=True)]
+    return states, {inner: v for inner, v in pairs if inner not in set(states)}
 
 
 def _is_layer(equation: JaxprEqn) -> bool:

@@ -19,137 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from clipgrad._compat import by_platform, explicit_sharding, varying_axes
+from clipgrad._compat import varying_axes
 from clipgrad._numerics.calls import for_each
 from clipgrad._numerics.numbers import (
-    accumulator,
     if_else,
     over,
-    real_or_absolute,
     real_product,
     times,
+    widest,
     with_real_dtype,
 )
+from clipgrad._numerics.ranges import scale_of_largest
 from clipgrad._numerics.reductions import Arrays, Axes, Groups
+from clipgrad._numerics.sums_in_range import sums_in_range, wide_dtypes
 from clipgrad._trees import clippable_leaves
 
 AxisName = str | Sequence[str] | None
-
-
-class _Range(NamedTuple):
-    """Exponents of two: what norms a plain sum of squares is right for, and two scales.
-
-    Norms from 2 ** low to 2 ** high are read off the plain sum: elements that matter for them have
-    squares in range. Larger norms are read off the sum of elements times 2 ** down, with room for
-    2 ** 50 of the largest; smaller ones off that of elements times 2 ** up, whose smallest have
-    squares in range.
-    """
-
-    low: int
-    high: int
-    down: int
-    up: int
-
-
-_RANGES = {"float32": _Range(-30, 50, -90, 73), "float64": _Range(-450, 450, -550, 600)}
-
-
-# What is done for each leaf is traced once for all leaves of a shape and dtype.
-_traced_once = functools.partial(jax.jit, inline=True)
-
-
-def _bounded_product(size: jax.Array, scale: jax.Array) -> jax.Array:
-    """A product to be squared: of that alone XLA would make ``(x * x) * (c * c)``.
-
-    Both factors would be out of range. It does so where the scale is a constant.
-    """
-    return jnp.maximum(size * scale, jnp.finfo(size.dtype).min)
-
-
-@_traced_once
-def scaled_squares(size: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Squares of real numbers scaled down, and scaled up, which stop where they are not used.
-
-    The bounds change no sum that is used. They are on one side only: two make a clamp, for which
-    XLA's CPU loops take another buffer.
-    """
-    rule = _RANGES[size.dtype.name]
-    down = _bounded_product(size, jnp.array(2.0**rule.down, size.dtype))
-    largest = 2.0 ** (rule.low + rule.up)
-    up = jnp.minimum(size * jnp.array(2.0**rule.up, size.dtype), largest)
-    return jnp.square(down), jnp.minimum(jnp.square(up), largest**2)
-
-
-@_traced_once
-def stacked_squares(size: jax.Array) -> jax.Array:
-    """Squares of real numbers scaled down, as they are, and scaled up, along a first axis.
-
-    Those scaled up may be inf where they are not used. No bound is needed: XLA moves no factor
-    out of a square of several operands, and a bound would cost a buffer of the leaf's size.
-    """
-    rule = _RANGES[size.dtype.name]
-    down, up = (jnp.array(2.0**n, size.dtype) for n in (rule.down, rule.up))
-    return jnp.square(jnp.stack([size * down, size, size * up]))
-
-
-@_traced_once
-def bounded_square(size: jax.Array) -> jax.Array:
-    """The plain square, which stops at a large number where it is not used."""
-    rule = _RANGES[size.dtype.name]
-    # One number, but as an array: in a minimum with a number XLA's CPU loops lose NaN, for a select
-    # they take a buffer, and so they do for a factor that is used twice.
-    limit = size * jnp.array(2.0 ** (rule.down - 1), size.dtype)
-    return jnp.minimum(jnp.square(size), jnp.maximum(limit, 2.0 ** (2 * rule.high)))
-
-
-@_traced_once
-def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of three sums of squares the one that is in range, and the scale of its elements."""
-    rule = _RANGES[plain.dtype.name]
-    is_large = (down > 2.0 ** (2 * (rule.high + rule.down))) & ~jnp.isnan(plain)
-    is_small = (plain < 2.0 ** (2 * rule.low)) & (up > 0)
-    total = if_else(is_large, down, if_else(is_small, up, plain))
-    return total, _range_scale(is_large, is_small, plain)
-
-
-def is_in_range(plain: jax.Array) -> jax.Array:
-    """Whether a plain sum of squares can be read; not if it is NaN."""
-    rule = _RANGES[plain.dtype.name]
-    return (plain >= 2.0 ** (2 * rule.low)) & (plain <= 2.0 ** (2 * rule.high))
-
-
-@_traced_once
-def from_plain(plain: jax.Array) -> tuple[jax.Array, ...]:
-    """All three sums of squares, from a plain one that is in range."""
-    rule = _RANGES[plain.dtype.name]
-    high, down = 2.0 ** (2 * rule.high), 2.0**rule.down
-    # A bound between two factors, of which XLA would make one that is out of range.
-    return jnp.minimum(plain * down, high * down) * down, plain, jnp.zeros_like(plain)
-
-
-@_traced_once
-def if_needed(up: jax.Array, plain: jax.Array) -> jax.Array:
-    """A sum of squares scaled up, 0 where the plain sum is large enough to be read.
-
-    So it is after sums have been added up: where their total is too small, each of them is.
-    """
-    return if_else(plain < 2.0 ** (2 * _RANGES[plain.dtype.name].low), up, 0)
-
-
-def _chosen_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
-    """The power of two that brings elements into the middle of the range."""
-    rule, one = _RANGES[like.dtype.name], jnp.ones_like(like)
-    return if_else(is_large, 2.0**rule.down, if_else(is_small, 2.0**rule.up, one))
-
-
-def _range_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
-    """The scale as a quotient: XLA computes it once.
-
-    It would compute a choice, with all the sums that it depends on, in the loop of each leaf.
-    """
-    rule, one = _RANGES[like.dtype.name], jnp.ones_like(like)
-    inverse = if_else(is_large, 2.0**-rule.down, if_else(is_small, 2.0**-rule.up, one))
-    return 1 / inverse
 
 
 class Norm(NamedTuple):
@@ -313,11 +198,6 @@ def total_over_devices(
     return groups.totals(local, leaves)[0] if leaves else jnp.zeros((), widest(leaves))
 
 
-def widest(leaves: Sequence[Any]) -> str:
-    """The dtype of a norm over all of these leaves."""
-    return max([accumulator(leaf) for leaf in leaves], default="float32")
-
-
 def check_order(ord: float) -> float:
     """The order of a norm, if it is one: a number in (0, inf]."""
     if isinstance(ord, (jax.Array, np.ndarray, np.generic)) and not isinstance(ord, Tracer):
@@ -353,170 +233,11 @@ def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) 
     if kind.ord != 2:
         return _norms_of_order(groups, kind.ord, leaves)
     # Eagerly one operation after the other, so that results round as optax's do.
-    plain = groups.totals(groups.sums_of_squares(leaves, _wide_dtypes(groups, leaves)), leaves)
+    plain = groups.totals(groups.sums_of_squares(leaves, wide_dtypes(groups, leaves)), leaves)
     counts = _counts(groups, kind.mean, leaves)
-    totals, scales = zip(*_sums_in_range(groups, plain, leaves), strict=True)
+    totals, scales = zip(*sums_in_range(groups, plain, leaves), strict=True)
     # Written out, or the TPU's compiler makes more kernels.
     return for_each(_root, [(count,) for count in counts], totals, scales, written_out=True)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _sums_in_range(
-    groups: Groups, plain: list[jax.Array], leaves: Arrays
-) -> list[tuple[jax.Array, jax.Array]]:
-    """For each group the sum of squares that is in range, and the scale of its elements."""
-    if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
-        return [(total, jnp.ones_like(total)) for total in plain]
-    forms = (_rescued, _stacked_sums, _separate)
-    cpu, gpu, default = (functools.partial(form, groups) for form in forms)
-    return by_platform(plain, leaves, cpu=cpu, gpu=gpu, default=default)
-
-
-def _rescued(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
-    """The plain sums, and only if one of them is out of range another pass over the leaves.
-
-    A sum in range stays as it is then, too: in the branch XLA would add up in another order.
-    """
-
-    def totals() -> list[jax.Array]:
-        return _second_sums(groups, plain, leaves)
-
-    def with_scales(totals: list[jax.Array]) -> list[Any]:
-        return list(zip(totals, for_each(_scale_of_plain, [()] * len(plain), plain), strict=True))
-
-    in_range = _all_in_range(plain)
-    if not groups.joint:  # a branch with half as many results compiles faster
-        return with_scales(jax.lax.cond(in_range, lambda: plain, totals))
-    # The loop of each leaf would compute the scale again, if the branch did not.
-    ordinary = [(total, jnp.ones_like(total)) for total in plain]
-    return jax.lax.cond(in_range, lambda: ordinary, lambda: with_scales(totals()))
-
-
-def _second_sums(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[jax.Array]:
-    """For each group the plain sum, or that of scaled elements where it is out of range."""
-    parts = joined_leaves(leaves) if groups.joint else list(leaves)
-    given = groups.per_leaf(plain, parts)
-    squares = groups.sums_of(_scaled_square, parts, _wide_dtypes(groups, parts), given)
-    sums = groups.totals(squares, parts)
-    return for_each(_unless_plain, [()] * len(plain), plain, sums)
-
-
-# Leaves of up to 2 ** 14 elements are joined before they are added up again, since XLA compiles one
-# loop for all of them: up to 2 ** 20 elements, 4 MB in float32, which are temporaries.
-_SMALL, _JOINED = 2**14, 2**20
-
-
-def joined_leaves(leaves: Arrays) -> list[jax.Array]:
-    """The elements in fewer arrays; those whose types are sharded stay apart."""
-    kinds: dict[Any, list[jax.Array]] = {}
-    total = 0
-    for i, leaf in enumerate(leaves):
-        apart = leaf.size > min(_SMALL, _JOINED - total) or explicit_sharding(leaf)
-        kinds.setdefault(i if apart else (leaf.dtype, varying_axes(leaf)), []).append(leaf)
-        total += 0 if apart else leaf.size
-    return [_as_one(kind) for kind in kinds.values()]
-
-
-def _as_one(leaves: Arrays) -> jax.Array:
-    if len(leaves) == 1:
-        return leaves[0]
-    return jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in leaves], 0)
-
-
-def _scale_of_plain(plain: jax.Array) -> jax.Array:
-    return _chosen_scale(*_out_of_range(plain), plain)
-
-
-def _unless_plain(plain: jax.Array, total: jax.Array) -> jax.Array:
-    """A scaled sum; the plain one if that is in range or NaN, which a scaled sum may lose."""
-    is_large, is_small = _out_of_range(plain)
-    return if_else(is_large | is_small, total, plain)
-
-
-def _out_of_range(plain: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whether a plain sum is too large, and too small."""
-    rule = _RANGES[plain.dtype.name]
-    return plain > 2.0 ** (2 * rule.high), plain < 2.0 ** (2 * rule.low)
-
-
-def _all_in_range(plain: list[jax.Array]) -> jax.Array:
-    """Whether no plain sum is out of range; in one array, since XLA compiles a long formula slowly.
-
-    Sums whose types are sharded stay apart.
-    """
-    joined = [jax.lax.reshape(x, (x.size,)) for x in plain if not explicit_sharding(x)]
-    totals = [total for total in plain if explicit_sharding(total)]
-    totals += [jax.lax.concatenate(joined, 0)] if joined else []
-    flags = [jnp.all(is_in_range(total)) for total in totals]
-    return functools.reduce(jnp.logical_and, flags)
-
-
-def _separate(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
-    """Three sums, of which one is known, and the choice of the one that is in range."""
-    dtypes = _wide_dtypes(groups, leaves)
-    pairs = groups.sums_of(_squares_apart, leaves, dtypes, written_out=True)
-    down, up = (groups.totals(sums, leaves) for sums in zip(*pairs, strict=True))
-    # Written out, as its sums are: of calls the TPU's compiler makes more kernels here.
-    return for_each(in_range, [()] * len(plain), down, plain, up, written_out=True)
-
-
-def _squares_apart(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return scaled_squares(real_or_absolute(leaf))
-
-
-def _stacked_sums(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
-    """The three sums in one reduction for each leaf: apart, they end in three kernels on a GPU.
-
-    A reduction of three operands at once would do that, too, but gathers leaves that are sharded.
-    """
-    del plain
-    rows = groups.sums_of(_squares_stacked, leaves, _wide_dtypes(groups, leaves))
-    return _in_range_of_rows(groups.totals(rows, leaves))
-
-
-def _squares_stacked(leaf: jax.Array) -> jax.Array:
-    return stacked_squares(real_or_absolute(leaf))
-
-
-def _in_range_of_rows(totals: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-    """The choice for each leaf, for those with one norm at once: each would be a kernel."""
-    kinds: dict[Any, list[int]] = {}
-    for i, total in enumerate(totals):
-        kind = (total.dtype, varying_axes(total)) if total.size == 3 else i
-        kinds.setdefault(kind, []).append(i)
-    rows = [_side_by_side([totals[i] for i in places]) for places in kinds.values()]
-    chosen: dict[int, tuple[jax.Array, jax.Array]] = {}
-    every = for_each(_in_range_of, [()] * len(rows), rows)
-    for places, both in zip(kinds.values(), every, strict=True):
-        parts = [_apart(x, [totals[i].shape[1:] for i in places]) for x in both]
-        chosen |= zip(places, zip(*parts, strict=True), strict=True)
-    return [chosen[i] for i in range(len(totals))]
-
-
-def _side_by_side(totals: list[jax.Array]) -> jax.Array:
-    """The three sums of several norms as columns of one array; those of one leaf as they are."""
-    if len(totals) == 1:
-        return totals[0]
-    return jax.lax.concatenate([jax.lax.reshape(x, (3, 1)) for x in totals], 1)
-
-
-def _apart(found: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
-    """The result of each column, in its shape."""
-    if len(shapes) == 1:
-        return [found]
-    parts = jax.lax.split(found, [1] * len(shapes))
-    return [jax.lax.reshape(x, shape) for x, shape in zip(parts, shapes, strict=True)]
-
-
-def _in_range_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return in_range(rows[0], rows[1], rows[2])
-
-
-def _scaled_square(leaf: jax.Array, plain: jax.Array) -> jax.Array:
-    """The sum of these is used if the plain one is out of range: too large, or else too small."""
-    rule = _RANGES[plain.dtype.name]
-    scale = if_else(plain > 1, jnp.full_like(plain, 2.0**rule.down), 2.0**rule.up)
-    return jnp.square(_bounded_product(real_or_absolute(leaf), scale))
 
 
 def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
@@ -541,7 +262,7 @@ def _nothing(total: jax.Array) -> float:
 def _norms_of_order(groups: Groups, ord: float, leaves: Arrays) -> list[Norm]:
     sizes = [jnp.abs(g) for g in _wide_leaves(groups, leaves)]
     largest = groups.maxima(sizes, leaves)
-    scales = [_scale_of(m) for m in largest]
+    scales = [scale_of_largest(m) for m in largest]
     tops = [m * s for m, s in zip(largest, scales, strict=True)]
     if ord == math.inf:
         return [Norm.of(top, s) for top, s in zip(tops, scales, strict=True)]
@@ -598,38 +319,7 @@ def _weights_of_norms(
     return [times(u, share) for u, share in zip(units, shares, strict=True)]
 
 
-def _scale_of(largest: jax.Array) -> jax.Array:
-    """A power of two that brings the largest element into the middle of the range."""
-    rule = _RANGES[largest.dtype.name]
-    is_large = (largest > 2.0**rule.high) & jnp.isfinite(largest)
-    return _range_scale(is_large, largest < 2.0**rule.low, largest)
-
-
 def _wide_leaves(groups: Groups, leaves: Arrays) -> list[jax.Array]:
     """The leaves in the dtype of their sums."""
-    pairs = zip(leaves, _wide_dtypes(groups, leaves), strict=True)
+    pairs = zip(leaves, wide_dtypes(groups, leaves), strict=True)
     return [with_real_dtype(leaf, dtype) for leaf, dtype in pairs]
-
-
-def _wide_dtypes(groups: Groups, leaves: Arrays) -> list[str]:
-    """The dtypes of the sums of leaves, the widest of their group."""
-    return [widest(leaves)] * len(leaves) if groups.joint else list(map(accumulator, leaves))
-
-
-@functools.partial(jax.jit, inline=True, static_argnums=2)
-def sums_by_largest(size: jax.Array, largest: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The three sums of squares of magnitudes over some axes, where the largest is known.
-
-    They are read off one sum, of elements times the power of two that the largest needs: one pass
-    over the data, and no branch. The three are stacked along a last axis.
-    """
-    rule = _RANGES[size.dtype.name]
-    is_large = largest > 2.0 ** (rule.high - 10)
-    is_small = largest < 2.0 ** (rule.low - 5)
-    scale = _chosen_scale(is_large, is_small, largest)
-    total = jnp.sum(jnp.square(size * jnp.expand_dims(scale, axes)), axes)
-    inverse = 1 / scale
-    plain = total * inverse * inverse
-    down = if_else(is_large, total, if_else(is_small, 0, from_plain(plain)[0]))
-    up = if_else(is_small, total, plain * 2.0**rule.up * 2.0**rule.up)
-    return jnp.stack([down, plain, if_needed(if_else(is_large, 0, up), plain)], -1)

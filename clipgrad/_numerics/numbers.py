@@ -1,5 +1,6 @@
 """Arithmetic of real factors with real or complex arrays, and of counters, exact in dtype."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -115,3 +116,8 @@ def from_ordered_bits(bits: jax.Array) -> jax.Array:
 def largest(x: jax.Array) -> jax.Array:
     """The largest of numbers that are not negative: NaN if one is, 0 if there are none."""
     return from_ordered_bits(jnp.max(to_ordered_bits(x), initial=0))
+
+
+def widest(leaves: Sequence[Any]) -> str:
+    """The dtype of a norm over all of these leaves."""
+    return max([accumulator(leaf) for leaf in leaves], default="float32")

@@ -8,8 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import by_platform, exportable, to_varying, varying_axes
-from clipgrad._numerics import real_or_absolute, sums_by_largest
-from clipgrad._stats import parts_of_sums, root_of_sums, stacked_sums
+from clipgrad._numerics import (
+    parts_of_sums,
+    real_or_absolute,
+    root_of_sums,
+    stacked_sums,
+    sums_by_largest,
+)
 
 
 @exportable

@@ -1,0 +1,201 @@
+"""Ranges of numbers whose squares can be added up, and the squares of numbers out of range.
+
+There are three sums of squares: of elements scaled down, as they are, and scaled up. One of them is
+in range for every norm that float32 holds, and a norm is its root divided by the scale.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from clipgrad._numerics.numbers import if_else, real_or_absolute
+
+
+class _Range(NamedTuple):
+    """Exponents of two: what norms a plain sum of squares is right for, and two scales.
+
+    Norms from 2 ** low to 2 ** high are read off the plain sum: elements that matter for them have
+    squares in range. Larger norms are read off the sum of elements times 2 ** down, with room for
+    2 ** 50 of the largest; smaller ones off that of elements times 2 ** up, whose smallest have
+    squares in range.
+    """
+
+    low: int
+    high: int
+    down: int
+    up: int
+
+
+_RANGES = {"float32": _Range(-30, 50, -90, 73), "float64": _Range(-450, 450, -550, 600)}
+
+
+# What is done for each leaf is traced once for all leaves of a shape and dtype.
+_traced_once = functools.partial(jax.jit, inline=True)
+
+
+def _bounded_product(size: jax.Array, scale: jax.Array) -> jax.Array:
+    """A product to be squared: of that alone XLA would make ``(x * x) * (c * c)``.
+
+    Both factors would be out of range. It does so where the scale is a constant.
+    """
+    return jnp.maximum(size * scale, jnp.finfo(size.dtype).min)
+
+
+@_traced_once
+def scaled_squares(size: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Squares of real numbers scaled down, and scaled up, which stop where they are not used.
+
+    The bounds change no sum that is used. They are on one side only: two make a clamp, for which
+    XLA's CPU loops take another buffer.
+    """
+    rule = _RANGES[size.dtype.name]
+    down = _bounded_product(size, jnp.array(2.0**rule.down, size.dtype))
+    largest = 2.0 ** (rule.low + rule.up)
+    up = jnp.minimum(size * jnp.array(2.0**rule.up, size.dtype), largest)
+    return jnp.square(down), jnp.minimum(jnp.square(up), largest**2)
+
+
+@_traced_once
+def stacked_squares(size: jax.Array) -> jax.Array:
+    """Squares of real numbers scaled down, as they are, and scaled up, along a first axis.
+
+    Those scaled up may be inf where they are not used. No bound is needed: XLA moves no factor
+    out of a square of several operands, and a bound would cost a buffer of the leaf's size.
+    """
+    rule = _RANGES[size.dtype.name]
+    down, up = (jnp.array(2.0**n, size.dtype) for n in (rule.down, rule.up))
+    return jnp.square(jnp.stack([size * down, size, size * up]))
+
+
+@_traced_once
+def bounded_square(size: jax.Array) -> jax.Array:
+    """The plain square, which stops at a large number where it is not used."""
+    rule = _RANGES[size.dtype.name]
+    # One number, but as an array: in a minimum with a number XLA's CPU loops lose NaN, for a select
+    # they take a buffer, and so they do for a factor that is used twice.
+    limit = size * jnp.array(2.0 ** (rule.down - 1), size.dtype)
+    return jnp.minimum(jnp.square(size), jnp.maximum(limit, 2.0 ** (2 * rule.high)))
+
+
+@_traced_once
+def in_range(down: jax.Array, plain: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of three sums of squares the one that is in range, and the scale of its elements."""
+    rule = _RANGES[plain.dtype.name]
+    is_large = (down > 2.0 ** (2 * (rule.high + rule.down))) & ~jnp.isnan(plain)
+    is_small = (plain < 2.0 ** (2 * rule.low)) & (up > 0)
+    total = if_else(is_large, down, if_else(is_small, up, plain))
+    return total, _range_scale(is_large, is_small, plain)
+
+
+def is_in_range(plain: jax.Array) -> jax.Array:
+    """Whether a plain sum of squares can be read; not if it is NaN."""
+    rule = _RANGES[plain.dtype.name]
+    return (plain >= 2.0 ** (2 * rule.low)) & (plain <= 2.0 ** (2 * rule.high))
+
+
+@_traced_once
+def from_plain(plain: jax.Array) -> tuple[jax.Array, ...]:
+    """All three sums of squares, from a plain one that is in range."""
+    rule = _RANGES[plain.dtype.name]
+    high, down = 2.0 ** (2 * rule.high), 2.0**rule.down
+    # A bound between two factors, of which XLA would make one that is out of range.
+    return jnp.minimum(plain * down, high * down) * down, plain, jnp.zeros_like(plain)
+
+
+@_traced_once
+def if_needed(up: jax.Array, plain: jax.Array) -> jax.Array:
+    """A sum of squares scaled up, 0 where the plain sum is large enough to be read.
+
+    So it is after sums have been added up: where their total is too small, each of them is.
+    """
+    return if_else(plain < 2.0 ** (2 * _RANGES[plain.dtype.name].low), up, 0)
+
+
+def _chosen_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
+    """The power of two that brings elements into the middle of the range."""
+    rule, one = _RANGES[like.dtype.name], jnp.ones_like(like)
+    return if_else(is_large, 2.0**rule.down, if_else(is_small, 2.0**rule.up, one))
+
+
+def _range_scale(is_large: jax.Array, is_small: jax.Array, like: jax.Array) -> jax.Array:
+    """The scale as a quotient: XLA computes it once.
+
+    It would compute a choice, with all the sums that it depends on, in the loop of each leaf.
+    """
+    rule, one = _RANGES[like.dtype.name], jnp.ones_like(like)
+    inverse = if_else(is_large, 2.0**-rule.down, if_else(is_small, 2.0**-rule.up, one))
+    return 1 / inverse
+
+
+def scale_of_plain(plain: jax.Array) -> jax.Array:
+    return _chosen_scale(*_out_of_range(plain), plain)
+
+
+def unless_plain(plain: jax.Array, total: jax.Array) -> jax.Array:
+    """A scaled sum; the plain one if that is in range or NaN, which a scaled sum may lose."""
+    is_large, is_small = _out_of_range(plain)
+    return if_else(is_large | is_small, total, plain)
+
+
+def _out_of_range(plain: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether a plain sum is too large, and too small."""
+    rule = _RANGES[plain.dtype.name]
+    return plain > 2.0 ** (2 * rule.high), plain < 2.0 ** (2 * rule.low)
+
+
+def scaled_square(leaf: jax.Array, plain: jax.Array) -> jax.Array:
+    """The sum of these is used if the plain one is out of range: too large, or else too small."""
+    rule = _RANGES[plain.dtype.name]
+    scale = if_else(plain > 1, jnp.full_like(plain, 2.0**rule.down), 2.0**rule.up)
+    return jnp.square(_bounded_product(real_or_absolute(leaf), scale))
+
+
+def scale_of_largest(largest: jax.Array) -> jax.Array:
+    """A power of two that brings the largest element into the middle of the range."""
+    rule = _RANGES[largest.dtype.name]
+    is_large = (largest > 2.0**rule.high) & jnp.isfinite(largest)
+    return _range_scale(is_large, largest < 2.0**rule.low, largest)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=2)
+def sums_by_largest(size: jax.Array, largest: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """The three sums of squares of magnitudes over some axes, where the largest is known.
+
+    They are read off one sum, of elements times the power of two that the largest needs: one pass
+    over the data, and no branch. The three are stacked along a last axis.
+    """
+    rule = _RANGES[size.dtype.name]
+    is_large = largest > 2.0 ** (rule.high - 10)
+    is_small = largest < 2.0 ** (rule.low - 5)
+    scale = _chosen_scale(is_large, is_small, largest)
+    total = jnp.sum(jnp.square(size * jnp.expand_dims(scale, axes)), axes)
+    inverse = 1 / scale
+    plain = total * inverse * inverse
+    down = if_else(is_large, total, if_else(is_small, 0, from_plain(plain)[0]))
+    up = if_else(is_small, total, plain * 2.0**rule.up * 2.0**rule.up)
+    return jnp.stack([down, plain, if_needed(if_else(is_large, 0, up), plain)], -1)
+
+
+def three_squares(size: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Squares scaled down, as they are, and scaled up."""
+    down, up = scaled_squares(size)
+    return down, bounded_square(size), up
+
+
+def stacked_sums(down: jax.Array, plain: jax.Array, up: jax.Array) -> jax.Array:
+    """The three sums of squares along a last axis."""
+    return jnp.stack([down, plain, if_needed(up, plain)], -1)
+
+
+def sums_of_norm(norm: jax.Array) -> jax.Array:
+    """The three sums of a norm that is known, along a first axis."""
+    down, plain, up = three_squares(norm)
+    return jnp.stack([down, plain, if_needed(up, plain)])
+
+
+def root_of_sums(sums: jax.Array) -> jax.Array:
+    total, scale = in_range(sums[..., 0], sums[..., 1], sums[..., 2])
+    root = jnp.sqrt(jnp.where(total == 0, 1, total)) / scale
+    return jnp.where(total == 0, 0, root)
