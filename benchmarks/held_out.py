@@ -1,11 +1,16 @@
 """Scores a checker of gradients on programs that nobody had shown it.
 
     python -m benchmarks.held_out {clipgrad,jax,torch} [--dtype float32] [--only NAME ...]
+        [--programs {programs,lazy,sequences}]
 
 Each program of `held_out_programs` is judged once, with the default settings of the checker. The
 verdicts and the CPU seconds of each go to benchmarks/held_out.json, beside those of other
-checkers. Those of clipgrad are kept as "clipgrad today"; its first ones, from before anything was
-mended, stay. The gradients of JAX are PyTorch's for its checker by a ``torch.autograd.Function``,
+checkers; those of the two later lists, `held_out_lazy` and `held_out_sequences`, go to files of
+their names. The programs of a sequence are judged one after the other from both ends, and nothing
+is forgotten in between.
+
+Those of clipgrad are kept as "clipgrad today"; its first ones, from before anything was mended,
+stay. The gradients of JAX are PyTorch's for its checker by a ``torch.autograd.Function``,
 which can't be differentiated twice: programs of second order are left out there.
 """
 
@@ -22,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import held_out_lazy, held_out_sequences
 from benchmarks.held_out_programs import CASES, SPECIAL, Case
 
 RESULTS = pathlib.Path(__file__).with_suffix(".json")
@@ -135,6 +141,56 @@ def judged(build: Callable[[], Case], checker: str, dtype: str) -> dict[str, Any
     return {"wrong": case.wrong, "verdict": verdict, "seconds": seconds}
 
 
+def judged_in_sequence(members: list, checker: str, dtype: str) -> dict[str, dict[str, Any]]:
+    """The verdicts on programs that are judged one after the other."""
+    found = {}
+    for member in members:
+        args, started = member.args, time.process_time()
+        if dtype == "float64":
+            args = jax.tree.map(_float32_in_float64, args)
+        try:
+            if member.before is not None:
+                member.before()
+            verdict = _verdict_on_member(member, checker, args)
+        except Exception as error:  # noqa: BLE001  an error of any kind is a verdict too
+            verdict = f"raises {type(error).__name__}"
+        seconds = round(time.process_time() - started, 2)
+        found[member.name] = {"wrong": member.wrong, "verdict": verdict, "seconds": seconds}
+    return found
+
+
+def _float32_in_float64(x: Any) -> Any:
+    return in_float64(x) if getattr(x, "dtype", None) == np.float32 else x
+
+
+def _verdict_on_member(member: Any, checker: str, args: tuple) -> str:
+    import clipgrad as cg
+
+    if checker != "clipgrad":
+        if member.slopes is not None or set(member.options) - {"skip"}:
+            return LEFT_OUT
+        places = tuple(range(len(args)))
+        return CHECKERS[checker](Case(member.name, member.wrong, member.fun, args, places), args)
+    if member.slopes is not None:
+        found = np.asarray(cg.numerical_grad(member.fun, args, wrt=0))
+        return PASSES if np.allclose(found, member.slopes, rtol=1e-3) else FAILS
+    report = cg.check_grads(member.fun, args, raise_on_failure=False, **member.options)
+    return PASSES if report.ok else FAILS
+
+
+def sequences(checker: str, dtype: str, only: list[str]) -> dict[str, dict[str, Any]]:
+    """The verdicts on all sequences, each from its beginning and from its end."""
+    verdicts = {}
+    for make in held_out_sequences.SEQUENCES:
+        if not any(part in make.__name__ for part in only):
+            continue
+        for end, members in (("on", make()), ("back", make()[::-1])):
+            for name, verdict in judged_in_sequence(members, checker, dtype).items():
+                verdicts[f"{make.__name__}/{name}/{end}"] = verdict
+                print(make.__name__, name, end, verdict, flush=True)
+    return verdicts
+
+
 def score(verdicts: dict[str, Any]) -> dict[str, int]:
     """How many wrong programs were missed, and how many right ones were not accepted.
 
@@ -159,27 +215,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checker", choices=CHECKERS)
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    lists = ["programs", "lazy", "sequences"]
+    parser.add_argument("--programs", choices=lists, default="programs")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names")
     options = parser.parse_args()
     jax.config.update("jax_enable_x64", options.dtype == "float64")
+    jax.config.update("jax_num_cpu_devices", 4)  # for the sequences on meshes
     warnings.simplefilter("ignore")
 
     def late(*_: Any) -> None:
         raise LateError
 
     signal.signal(signal.SIGALRM, late)
-    verdicts = {}
-    for build in CASES:
-        if any(part in build.__name__ for part in options.only):
-            verdicts[build.__name__] = judged(build, options.checker, options.dtype)
-            print(build.__name__, verdicts[build.__name__], flush=True)
-            jax.clear_caches()
+    if options.programs == "sequences":
+        verdicts = sequences(options.checker, options.dtype, options.only)
+    else:
+        builds = held_out_lazy.CASES if options.programs == "lazy" else CASES
+        verdicts = {}
+        for build in builds:
+            if any(part in build.__name__ for part in options.only):
+                verdicts[build.__name__] = judged(build, options.checker, options.dtype)
+                print(build.__name__, verdicts[build.__name__], flush=True)
+                jax.clear_caches()
     print(score(verdicts))
     if options.only == [""]:
-        kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        is_first = options.programs == "programs"
+        own = RESULTS if is_first else RESULTS.with_stem(f"held_out_{options.programs}")
+        kept = json.loads(own.read_text()) if own.exists() else {}
         name = "clipgrad today" if options.checker == "clipgrad" else options.checker
         kept[f"{name}, {options.dtype}"] = verdicts
-        RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+        own.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

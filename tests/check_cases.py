@@ -616,6 +616,25 @@ def bisection(factor):
     return lambda dtype: (layer, (normal(37, 4, dtype=dtype),))
 
 
+def halving(factor):
+    """The same root by halving thirty times: a staircase whose steps float64 sees."""
+
+    def primal(a):
+        def half(_, s):
+            middle = (s[0] + s[1]) / 2
+            above = middle**3 + middle > a
+            return jnp.where(above, s[0], middle), jnp.where(above, middle, s[1])
+
+        low, high = lax.fori_loop(0, 30, half, (jnp.zeros_like(a), jnp.full_like(a, 4)))
+        return (low + high) / 2
+
+    forward = lambda a: (primal(a), (primal(a),))
+    layer = custom(primal, lambda r, g: (factor * g / (3 * r[0] ** 2 + 1),), forward)
+    return lambda dtype: (layer, (jnp.asarray([0.7, 2, 9], dtype),))
+
+
+RIGHT["root_by_halving_thirty_times"] = halving(1.0)
+WRONG["root_by_halving_off_by_a_thousandth"] = halving(1.001)
 RIGHT["root_by_bisection"] = bisection(1.0)
 WRONG["root_by_bisection_off_by_a_hundredth"] = bisection(1.01)
 
@@ -632,3 +651,26 @@ def shrunk_by_a_loop_until_it_is_small(dtype):
 
     shrunk = custom(primal, backward, lambda x: (primal(x), (x, primal(x))))
     return shrunk, (normal(38, 3, dtype=dtype),)
+
+
+@into(WRONG)
+def saturated_tanh_without_a_square(dtype):
+    layer = custom(lambda x: jnp.tanh(x), lambda r, g: (g * (1 - jnp.abs(jnp.tanh(r[0]))),))
+    return layer, (jnp.asarray([9, -9.5, 8.5, 8], dtype),)
+
+
+@into(UNKNOWN)
+def a_sum_beside_a_large_number(dtype):
+    backward = lambda r, g: (g * jnp.ones_like(r[0]),)
+    shifted = custom(lambda x: jnp.sum(x + 1e7) - 4e7, backward)
+    return shifted, (jnp.asarray([0.5, 1, 2, 3], dtype),)
+
+
+@into(UNKNOWN)
+def a_sum_beside_a_large_number_by_callback(dtype):
+    def shifted(x):
+        out = lambda x: np.sum(x + x.dtype.type(1e7), dtype=x.dtype) - x.dtype.type(4e7)
+        return jax.pure_callback(out, jax.ShapeDtypeStruct((), dtype), x, vmap_method="sequential")
+
+    backward = lambda r, g: (g * jnp.ones_like(r[0]),)
+    return custom(shifted, backward), (jnp.asarray([0.5, 1, 2, 3], dtype),)

@@ -577,3 +577,63 @@ def norm_of_zeros(dtype):
     wrong = lambda r, g: (g * r[0] / norm(r[0]),)
     right = lambda r, g: (g * r[0] / jnp.where(norm(r[0]) > 0, norm(r[0]), 1),)
     return *twins(norm, wrong, right), (jnp.zeros(3, dtype),)
+
+
+@bug("flatironinstitute/jax-finufft#158")
+def fourier_series_whose_frequencies_begin_at_zero(dtype):
+    frequencies = np.fft.fftfreq(6, 1 / 6).astype(dtype)
+    cosines = lambda c, x, k: jnp.cos(x[:, None] * k[None]) @ c
+
+    def backward(order):
+        def rule(r, g):
+            (c, x), k = r, jnp.asarray(frequencies)
+            slopes = -jnp.sin(x[:, None] * k[None]) @ (jnp.asarray(order(frequencies)) * c)
+            return jnp.cos(x[:, None] * k[None]).T @ g, g * slopes
+
+        return rule
+
+    primal = lambda c, x: cosines(c, x, jnp.asarray(frequencies))
+    args = normal(31, 6, dtype=dtype), normal(32, 4, dtype=dtype)
+    return edit(primal, backward, np.fft.fftshift, lambda k: k, *args)
+
+
+@bug("jax-ml/jax#36886")
+def each_example_with_the_gradients_of_all_devices(dtype):
+    devices = 2
+    args = normal(33, 4, 3, dtype=dtype), normal(34, 4, 3, dtype=dtype)
+
+    def backward(over):
+        def rule(r, g):
+            own = g[:, None] * r[1]
+            return over(own.reshape(devices, -1, 3)).reshape(own.shape), g[:, None] * r[0]
+
+        return rule
+
+    summed = lambda parts: jnp.broadcast_to(jnp.sum(parts, 0, keepdims=True), parts.shape)
+    return edit(lambda p, x: jnp.sum(p * x, 1), backward, summed, lambda parts: parts, *args)
+
+
+@bug("jax-ml/jax#5900")
+def power_by_a_scan_that_keeps_its_last_value(dtype):
+    def primal(x):
+        return lax.scan(lambda y, _: (y * x, None), jnp.ones_like(x), None, 4)[0]
+
+    args = (jnp.asarray([3, 0.7, -1.5], dtype),)
+    return edit(primal, lambda n: lambda r, g: (4 * g * r[0] ** n,), 4, 3, *args)
+
+
+@bug("google/jaxopt#141")
+def root_without_the_gradient_of_what_its_equation_closes_over(dtype):
+    def primal(y, a, b):  # of a x ** 2 + b x = (a + b) y
+        return (jnp.sqrt(b * b + 4 * a * (a + b) * y) - b) / (2 * a)
+
+    def backward(part):
+        def rule(r, g):
+            y, a, b = r
+            x = primal(y, a, b)
+            scale = g / (2 * a * x + b)
+            return (a + b) * scale, part * (y - x * x) * scale, part * (y - x) * scale
+
+        return rule
+
+    return edit(primal, backward, 0, 1, *(jnp.asarray(v, dtype) for v in (0.5, 1.5, 0.7)))

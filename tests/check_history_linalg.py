@@ -255,3 +255,19 @@ def real_transform_by_its_inverse(dtype):
     wrong = lambda r, g: (jnp.fft.irfft(jnp.conj(g), 6) * 6,)
     right = lambda r, g: (jnp.real(jnp.fft.fft(g, 6)),)
     return *twins(lambda x: jnp.fft.rfft(x), wrong, right), args
+
+
+@bug("jax-ml/jax#12795")
+def eigenvalues_of_one_triangle_with_a_gradient_in_both(dtype):
+    symmetric = lambda a: jnp.tril(a) + jnp.swapaxes(jnp.tril(a, -1), -1, -2)
+    args = (jnp.tril(normal(35, 3, 3, dtype=dtype)),)
+
+    def backward(of_lower):
+        def rule(r, g):
+            vectors = jnp.linalg.eigh(symmetric(r[0]))[1]
+            whole = vectors @ (g[:, None] * vectors.T)
+            return (jnp.tril(whole) + jnp.tril(whole, -1) if of_lower else whole,)
+
+        return rule
+
+    return edit(lambda a: jnp.linalg.eigh(symmetric(a))[0], backward, False, True, *args)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tests.check_history_right import into
 from tests.check_zoo import custom, normal, twins
@@ -165,3 +166,53 @@ def a_product_with_itself_beside_a_decomposition_that_reads_one_triangle(dtype):
     a, x = symmetric(13, 3, dtype) + 6 * jnp.eye(3, dtype=dtype), normal(14, 3, dtype=dtype)
     solve = lambda a, b: jax.scipy.linalg.cho_solve(jax.scipy.linalg.cho_factor(a), b)
     return *((lambda a, x, y, f=f: solve(a, f(x, y))) for f in pair), (a, x, x)
+
+
+@into(LAZY)
+def a_quadratic_form_of_a_symmetric_matrix(dtype):
+    primal = lambda a, x: x @ a @ x
+    wrong = lambda r, g: (g * jnp.outer(r[1], r[1]), 2 * g * r[0] @ r[1])
+    right = lambda r, g: (g * jnp.outer(r[1], r[1]), g * (r[0] + r[0].T) @ r[1])
+    return *twins(primal, wrong, right), (symmetric(15, 3, dtype), normal(16, 3, dtype=dtype))
+
+
+@into(LAZY)
+def a_quadratic_form_of_a_symmetric_matrix_by_callback(dtype):
+    primal = lambda a, x: jax.pure_callback(
+        lambda a, x: np.asarray(x @ a @ x, a.dtype),
+        jax.ShapeDtypeStruct((), dtype),
+        a,
+        x,
+        vmap_method="sequential",
+    )
+    wrong = lambda r, g: (g * jnp.outer(r[1], r[1]), 2 * g * r[0] @ r[1])
+    right = lambda r, g: (g * jnp.outer(r[1], r[1]), g * (r[0] + r[0].T) @ r[1])
+    args = symmetric(15, 3, dtype), normal(16, 3, dtype=dtype)
+    return custom(primal, wrong), custom(primal, right), args
+
+
+@into(LAZY)
+def a_sort_of_sorted_numbers(dtype):
+    wrong = lambda r, g: (g,)
+    right = lambda r, g: (jnp.zeros_like(g).at[jnp.argsort(r[0])].set(g),)
+    args = (jnp.asarray([-1.5, -0.25, 0.5, 1.0, 2.25], dtype),)
+    return *twins(lambda x: jnp.sort(x), wrong, right), args
+
+
+@into(LAZY)
+def a_sort_of_the_rows_of_a_range(dtype):
+    wrong = lambda r, g: (jnp.flip(g, 1),)
+    right = lambda r, g: (
+        jnp.put_along_axis(jnp.zeros_like(g), jnp.argsort(-r[0], 1), g, axis=1, inplace=False),
+    )
+    args = (jnp.arange(12, dtype=dtype).reshape(3, 4) - 5.5,)
+    return *twins(lambda x: -jnp.sort(-x, 1), wrong, right), args
+
+
+@into(LAZY)
+def a_product_of_complex_numbers_that_are_real(dtype):
+    wide = jnp.result_type(dtype, jnp.complex64)
+    x, y = (normal(seed, 4, dtype=dtype).astype(wide) for seed in (17, 18))
+    wrong = lambda r, g: (g * jnp.conj(r[1]), g * r[0])
+    right = lambda r, g: (g * r[1], g * r[0])
+    return *twins(lambda x, y: x * y, wrong, right), (x, y)

@@ -216,3 +216,12 @@ def test_what_differs_so_much_when_compiled_that_nothing_can_be_measured_fails_j
 
     report = cg.check_grads(inside_jit, (X,), raise_on_failure=False)
     assert "[jit] out[2]: value 0.8912074 when called, 1.782415 when compiled" in str(report)
+
+
+@pytest.mark.parametrize("slope", [1.0, 1.1])
+def test_a_rule_whose_residuals_are_donated_is_checked(slope):
+    layer = custom(lambda x: jnp.exp(x), lambda r, g: (slope * g * jnp.exp(r[0]),))
+    donating = jax.jit(layer, donate_argnums=0)
+    report = cg.check_grads(donating, (np.linspace(0, 1, 4, dtype="f"),), raise_on_failure=False)
+    assert report.ok == (slope == 1.0), str(report)
+    assert {failure.check for failure in report.failures} <= {"value"}

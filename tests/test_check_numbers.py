@@ -471,3 +471,11 @@ def test_a_rule_by_the_implicit_function_theorem_is_judged_to_how_near_its_loop_
     assert any("as many again change" in note for note in report.notes)
     wrong, args = WRONG["roots_by_iteration_in_tenths_off_by_a_thousandth"](jnp.float32)
     assert not cg.check_grads(wrong, args, raise_on_failure=False).ok
+
+
+@pytest.mark.parametrize("of_rule", [True, False])
+def test_a_saturated_leaf_is_not_verified_and_not_wrong(of_rule):
+    rule = custom(lambda x: jnp.tanh(x), lambda r, g: (g * (1 - jnp.tanh(r[0]) ** 2),))
+    report = failed(rule if of_rule else jnp.tanh, jnp.asarray([9, -9.6, 9.24, 12]))
+    (failure,) = report.failures
+    assert "verified" in failure.detail and "wrong" not in failure.detail

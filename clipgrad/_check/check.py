@@ -14,8 +14,8 @@ import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check import contract, tolerances
 from clipgrad._check.differences import Differences, are_on_cpu
-from clipgrad._check.evaluation import Chaotic, choose, why_not
-from clipgrad._check.further import EQUALITY, NOTHING, nearby
+from clipgrad._check.evaluation import Chaotic, choose, settled_values, why_not
+from clipgrad._check.further import EQUALITY, NOTHING, disordered, nearby, sorted_axes
 from clipgrad._check.gradients import VJP, Gradient, PlainAD, differentiated, has_rules, traced_vjp
 from clipgrad._check.kept import quick_jit
 from clipgrad._check.loops import Longer, found_by_loops, has_loops
@@ -116,11 +116,24 @@ class Check:
     def _elsewhere(self) -> dict[tuple[int, int], Any]:
         return {}
 
+    @functools.cached_property
+    def _unordered(self) -> list[tuple[int, int]]:
+        """Leaves in order along an axis, where the function is the same in any other order."""
+        subject, found = self.subject, []
+        for axis in sorted_axes(subject.inputs) if has_rules(subject) else ():
+            self.log.evaluations += 1
+            with contextlib.suppress(Exception):  # a callback may refuse what is out of order
+                outputs = subject.fun(disordered(subject.inputs, [axis], self.options.seed))
+                found += [axis] if _are_near(outputs, subject.outputs) else []
+        return found
+
     def elsewhere(self, k: int, keeps: int = NOTHING) -> tuple[list, np.ndarray] | None:
         """The k-th further point and the gradients there; None if the function is not finite."""
         key = k, keeps
         for reach in () if key in self._elsewhere else REACHES:
             xs = nearby(self.subject, self.options.seed + k, reach, keeps)
+            if keeps == NOTHING:
+                xs = disordered(xs, self._unordered, self.options.seed + k)
             self.log.evaluations += 1
             try:
                 vjp = differentiated(self.subject, xs)
@@ -201,7 +214,10 @@ class Check:
             Excuse(np.inf, tolerances.SLIGHT, OK, rounded),
         )
         own = point.exact, point.reference, self.tolerance.in_float64(), excuses
-        return self._judge(point, *own, converge() if is_found else None)
+        judge = self._judge(point, *own, converge() if is_found else None)
+        has_own_rule = self.rule is not self.plain and not is_found
+        apart = functools.cache(lambda: self._apart(point) if has_own_rule else 0.0)
+        return dataclasses.replace(judge, apart=apart)
 
     def judge_of_arithmetic(self, point: Point) -> Judge:
         """Judges the gradient as it was computed: by the rule in float64, if it could be had."""
@@ -219,6 +235,16 @@ class Check:
     def _judge(self, point, gradient, reference, tolerance, excuses, unconverged=None) -> Judge:
         own = self.differences, point, gradient, reference, tolerance
         return Judge(*own, self.options.delta, excuses, unconverged, self.log.is_late)
+
+    def _apart(self, point: Point) -> np.ndarray:
+        """The distance of the value from where loops of a fixed length settle, 0 if they do not."""
+        cotangents, base = np.abs(self.covectors[: len(point.gradient)]), self.differences.base
+        with contextlib.suppress(Exception):
+            values = settled_values(self.subject, self.differences, point.xs)
+            off = 0 * base if values is None else np.abs(values - base)
+            if np.linalg.norm(off) <= tolerances.SOLVED * np.linalg.norm(base):
+                return cotangents @ off
+        return np.zeros(len(cotangents))
 
     def _moved_by_rounding(self, point: Point) -> np.ndarray:
         """The distance of the rule and plain AD that rounding in float64 excuses."""
@@ -259,7 +285,31 @@ class Check:
             error = np.abs(self.plain.in_own_types(xs, self.covectors) - exact)
         except Exception:
             return None
-        return self.tolerance.excused(error, exact)
+        return np.fmax(self.tolerance.excused(error, exact), self._lost(xs))
+
+    def _lost(self, xs) -> np.ndarray:
+        """The error of elements of which rounding leaves nothing, in plain AD's gradient either."""
+        eps, none = float(self.tolerance.eps.max()), np.zeros(self.gradient.shape[1])
+        if self.plain is None or eps <= np.finfo(np.float64).eps:
+            return none
+        with contextlib.suppress(Exception):
+            exact = self.plain(xs, self.covectors)
+            off = np.abs(self.plain.in_own_types(xs, self.covectors) - exact)
+            if not (off > np.abs(exact) / 2).any():
+                return none
+            moved = self._as_written.moved_by_rounding(xs, self.covectors, eps)
+            is_lost = (moved > np.abs(exact)) & (off > np.abs(exact) / 2)
+            return np.where(is_lost, tolerances.LOSES * moved, 0.0).max(axis=0)
+        return none
+
+    @functools.cached_property
+    def _as_written(self) -> Gradient:
+        """The rule in float64 as a program of single operations, whose results can be moved."""
+        if self.rule is not None and self.rule is not self.plain:
+            return self.rule
+        backward = traced_vjp(self.subject)
+        constants = _jaxpr.opened(backward)[1]
+        return Gradient(widened_program(backward), constants, self.subject.outputs)
 
     def compare(self, check: str, got, expected, what: str, xs=None) -> list:
         """Compare two computations of one gradient; a failure names the worst element."""
@@ -426,7 +476,10 @@ def _chosen_evaluation(subject: CheckSubject, covectors, log: Log):
 
 
 def _same_bits(first, second) -> bool:
-    relative = 0.0 if are_on_cpu(first) else 1e-3
+    return _are_near(first, second, 0.0 if are_on_cpu(first) else 1e-3)
+
+
+def _are_near(first, second, relative: float = 1e-3) -> bool:
     same = functools.partial(np.allclose, rtol=relative, atol=0.0, equal_nan=True)
     values = (map(_trees.widened_leaf, leaves) for leaves in (first, second))
     return [y.shape for y in first] == [y.shape for y in second] and all(map(same, *values))

@@ -11,6 +11,7 @@ import clipgrad._trees as _trees
 from clipgrad._check.behavior import check_behavior
 from clipgrad._check.check import Check, Log, prepare
 from clipgrad._check.gradients import differentiated
+from clipgrad._check.kept import few_left_behind
 from clipgrad._check.options import Options, require_mapping, with_hints
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, verified_share
 from clipgrad._check.second_order import check_second_order
@@ -90,11 +91,12 @@ def check_grads(
     ===========  ===================================================================================
 
     Without a custom rule ``vmap``, ``forward``, ``outputs`` and ``alone`` would test JAX. Tied
-    elements, such as equal maxima, are also moved together. At further
-    points no elements are equal or zero and no matrices symmetric; leaves keep their order, signs
-    and [0, 1]. Only where the function is not meant for such points, they keep the symmetry of
-    matrices, or all that is equal, and a note says so. A gradient that is right only for symmetric
-    matrices passes at one, with a note, if the function is meant for them.
+    elements, such as equal maxima, are also moved together. At further points no elements are equal
+    or zero and no matrices symmetric; leaves keep signs and [0, 1], and their order unless the
+    function is the same in any other, as a sum is. Only where the function is not meant for such
+    points, they keep the symmetry of matrices, or all that is equal, and a note says so. A gradient
+    that is right only for symmetric matrices passes at one, with a note, if the function is meant
+    for them.
 
     Args:
       fun: the function, of any trees of arrays, to any tree of arrays.
@@ -169,7 +171,7 @@ def check_grads(
     for kind, device in list(found.there.items())[:1]:
         others = {other: d for other, d in found.there.items() if other != kind}
         with jax.default_device(device), jax.default_matmul_precision("highest"):
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), few_left_behind():
                 log.devices.append(kind)
                 _check(subject_on, device, log, others)
     report = _logged_report(log, time.perf_counter() - started)

@@ -9,7 +9,7 @@ import numpy as np
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check.differences import Differences, Evaluation, in_float64
-from clipgrad._check.loops import stops_by_numbers
+from clipgrad._check.loops import has_loops, stops_by_numbers
 from clipgrad._check.points import NEARBY, element_scales, moved_apart, random_direction
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import SAME_VALUES, SOLVED, narrowest
@@ -63,6 +63,16 @@ def choose(
             if isinstance(error, _OtherValues) and _is_chaotic(subject):
                 raise Chaotic from error
     raise ValueError("the function cannot be evaluated at a point nearby: " + "; ".join(notes))
+
+
+def settled_values(subject: CheckSubject, differences: Differences, xs) -> np.ndarray | None:
+    """The outputs if loops of a fixed length ran for as long again; None if there are none."""
+    is_wide = differences.evaluation.label == "float64"
+    if not is_wide or subject.program is None or not has_loops(subject.program):
+        return None
+    longer = Differences(_in_float64(subject, True, longer=True)[0], differences.covectors)
+    longer.set_base(xs, _trees.zeros_in_place(int(_trees.offsets(subject.inputs)[-1]), np.float32))
+    return longer.base
 
 
 def _in_float64(

@@ -9,8 +9,9 @@ import clipgrad._trees as _trees
 from clipgrad._check.points import generator
 from clipgrad._check.subject import CheckSubject
 
-# What a further point keeps of the given one, besides the order of the elements of each leaf, their
-# signs and what lies in [0, 1]: nothing, the symmetry of its matrices, or all that is equal or 0.
+# What a further point keeps of the given one, besides signs, what lies in [0, 1] and the order of
+# the elements of each leaf where the function's value depends on it: nothing, the symmetry of its
+# matrices, or all that is equal or 0.
 NOTHING, SYMMETRY, EQUALITY = range(3)
 # By which parts of themselves elements move nearer to zero, at least and at most; what is equal is
 # moved apart by as much again, but by no more than a part of its distance to the next number.
@@ -25,21 +26,24 @@ def nearby(
 
     By how much is a function of the element's value, one for each leaf, so the order stays as it
     is, and what is in [0, 1] stays there. Equal elements, zeros among them, are then moved apart:
-    no two are equal, no matrix is symmetric and nothing vanishes. `SYMMETRY` moves those of
-    symmetric matrices in pairs. `EQUALITY` moves all leaves alike and nothing apart, but for leaves
-    of one value throughout, which are more often a test's `ones` than a structure.
+    no two are equal, no matrix is symmetric, no complex number is real and nothing vanishes.
+    `SYMMETRY` moves those of symmetric matrices in pairs. `EQUALITY` moves all leaves alike and
+    nothing apart, but for leaves of one value throughout, which are more often a test's `ones` than
+    a structure.
     """
     symmetric = symmetric_leaves(subject.inputs) if keeps == SYMMETRY else set()
     shared, moved = generator(seed, "nearby").uniform(0, 2 * np.pi), []
     for k, (name, leaf) in enumerate(zip(subject.names, subject.inputs, strict=True)):
         rng, values = generator(seed, f"nearby {name}"), _trees.widened_leaf(leaf)
         if np.all(values == values.ravel()[0]) and k not in symmetric:
-            moved.append(_told_apart(values, rng, reach))
+            values = _told_apart(values, rng, reach)
         elif keeps == EQUALITY:
-            moved.append(_nearer_to_zero(values, shared, reach))
+            values = _nearer_to_zero(values, shared, reach)
         else:
             nearer = _nearer_to_zero(values, rng.uniform(0, 2 * np.pi), reach)
-            moved.append(_moved_apart(nearer, _parts(rng, values.shape, k in symmetric), reach))
+            values = _moved_apart(nearer, _parts(rng, values.shape, k in symmetric), reach)
+        is_free = keeps == NOTHING and np.iscomplexobj(values)
+        moved.append(_turned(values, rng, reach) if is_free else values)
     pairs = zip(moved, subject.inputs, strict=True)
     return [jax.device_put(values.astype(leaf.dtype)) for values, leaf in pairs]
 
@@ -76,6 +80,33 @@ def _moved_apart(values: np.ndarray, parts: np.ndarray, reach: float) -> np.ndar
     moves = (towards * room)[place].reshape(values.shape) * parts
     is_equal = (counts > 1)[alike].reshape(values.shape) | (values == 0)
     return values + np.where(is_equal | np.iscomplexobj(values), moves, 0.0)
+
+
+def _turned(values: np.ndarray, rng, reach: float) -> np.ndarray:
+    """Complex numbers turned about zero, each by its own angle: none is real or imaginary."""
+    return values * np.exp(1j * reach * rng.uniform(LEAST, MOST, values.shape))
+
+
+def sorted_axes(xs: Sequence[jax.Array]) -> list[tuple[int, int]]:
+    """The leaves whose numbers are in order, up or down, along an axis, and this axis."""
+    found = []
+    for leaf, x in enumerate(xs):
+        for axis in () if _trees.is_complex(x) else range(x.ndim):
+            steps = np.diff(_trees.widened_leaf(x), axis=axis)
+            in_order = (steps >= 0).all() or (steps <= 0).all()
+            found += [(leaf, axis)] if x.shape[axis] > 2 and steps.any() and in_order else []
+    return found
+
+
+def disordered(xs: Sequence, axes: Sequence[tuple[int, int]], seed: int) -> list:
+    """The leaves with their rows along axes in another order, neither up nor down."""
+    moved = list(xs)
+    for leaf, axis in axes:
+        order = generator(seed, f"order {leaf} {axis}").permutation(moved[leaf].shape[axis])
+        if (np.diff(order) > 0).all() or (np.diff(order) < 0).all():
+            order = np.roll(order, 1)
+        moved[leaf] = jax.device_put(np.asarray(moved[leaf]).take(order, axis))
+    return moved
 
 
 def symmetric_leaves(xs: Sequence[jax.Array]) -> set[int]:

@@ -98,13 +98,16 @@ class Gradient:
         """The change of the gradient when every constant moves by one rounding of its type."""
         return self._moved_by(MovedConstants, xs, covectors)
 
-    def moved_by_rounding(self, xs, covectors: np.ndarray) -> np.ndarray:
+    def moved_by_rounding(
+        self, xs, covectors: np.ndarray, eps: float = np.finfo(np.float64).eps
+    ) -> np.ndarray:
         """The change of the gradient when every result of an operation moves by one rounding."""
-        once, often = (self._moved_by(Jitter, xs, covectors, by) for by in (1, Jitter.MANY))
+        many = Jitter.MANY
+        once, often = (self._moved_by(Jitter, xs, covectors, by * eps) for by in (1, many))
         # The jump at a tie is as large whatever the roundings that untie it.
         return np.where(often > Jitter.MANY / 4 * once, once, 0.0)
 
-    def _moved_by(self, hook: Callable, xs, covectors: np.ndarray, *options: int) -> np.ndarray:
+    def _moved_by(self, hook: Callable, xs, covectors: np.ndarray, *options: float) -> np.ndarray:
         exact = self(xs, covectors)
         moved = [
             self(xs, covectors, (hook, seed, *options), hook(seed, *options)) for seed in (0, 1)

@@ -74,6 +74,7 @@ class Judge:
       excuses: what may be off by more, and how far.
       unconverged: how far each element may be off since loops stop; None if there are none.
       is_late: whether no more is to be looked at.
+      apart: how far the value is from where its loops would settle, for each cotangent.
       is_near: whether the gradient around the point counts, which costs another backward pass.
     """
 
@@ -86,6 +87,7 @@ class Judge:
     excuses: Sequence[Excuse] = ()
     unconverged: np.ndarray | None = None
     is_late: Callable[[], bool] = lambda: False
+    apart: Callable[[], Any] = lambda: 0.0
     is_near: bool = False
 
     @property
@@ -165,11 +167,18 @@ class Judge:
         doubtful = np.flatnonzero(verdict.kind != OK if judged else unsettled)
         if doubtful.size and not own:
             steps = step_sizes(evaluation.ladder)
-            slopes, ratio = measure(areas[doubtful], steps), steps[:-1] / steps[1:]
+            slopes, ratio = self._ladder(measure(areas[doubtful], steps), steps)
             flat = direction == SINGLE and self._are_flat(areas[doubtful, 0])
             part = allowed.part(doubtful)
             verdict.put(doubtful, verdicts.judge_ladder(slopes, ratio, part, flat))
         return verdict
+
+    def _ladder(self, slopes: Slopes, steps: np.ndarray) -> tuple[Slopes, np.ndarray]:
+        """The slopes of a ladder, with all of their noise, and the ratios of its steps."""
+        if self.differences.evaluation.eps > np.finfo(np.float64).eps:
+            slopes = verdicts.with_grains(slopes, steps)
+        noise = slopes.noise + self.apart() / steps[:, None]
+        return slopes._replace(noise=noise), steps[:-1] / steps[1:]
 
     def _are_flat(self, indices: np.ndarray) -> np.ndarray:
         """Whether each element has no gradient here nor around, as on a staircase."""

@@ -138,7 +138,10 @@ def _caller(fun, structure, leaves):
 
 
 def _first_call(call: Callable, leaves: list) -> tuple[Callable, Any]:
-    """The call and its result; one that donates its arrays, and so deletes them, gets copies."""
+    """The call and its result; one that donates its arrays, and so deletes them, is traced.
+
+    Inside of `jax.jit` nothing is donated.
+    """
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
 
     def with_copies(positions, values):
@@ -149,7 +152,8 @@ def _first_call(call: Callable, leaves: list) -> tuple[Callable, Any]:
     result, copies = with_copies([], [])
     if not any(leaf.is_deleted() for leaf in copies):
         return call, result
-    return lambda positions, values: with_copies(positions, values)[0], result
+    traced_call = jax.jit(call, static_argnums=0)
+    return lambda positions, values: traced_call(tuple(positions), values), result
 
 
 def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:

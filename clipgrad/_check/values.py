@@ -90,16 +90,17 @@ def _doubt(check: Check, point: Point, wrong: set[int], moved: set[int]) -> str:
     """Why a function may not be meant for a point where its gradient is wrong; "" if it is.
 
     `wrong` are the leaves in which it is, `moved` those of matrices that are not symmetric there.
+    A function that is meant for symmetric ones has another gradient of these too elsewhere.
     """
     plain = point.reference
     if plain is None:
-        return "there is no plain AD to compare with" if moved else ""
+        return "there is no plain AD to compare with" if wrong & moved else ""
     judge = check.judge_of_arithmetic(point)
     judge = judge if point.exact is None else check.judge_of_formula(point)
     asked = wrong | moved
     if not asked.isdisjoint(point.blind) or doubtful_leaves(judge, [[leaf] for leaf in asked]):
         return "plain AD does not have the slopes of the function"
-    for leaf in moved:
+    for leaf in wrong & moved:
         (start, stop), shape = check.subject.ranges[leaf], point.xs[leaf].shape
         parts = plain[0, start:stop].reshape(*shape, -1)
         if _near(parts, np.swapaxes(parts, -2, -3)):

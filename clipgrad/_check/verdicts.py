@@ -57,6 +57,8 @@ class Verdict(NamedTuple):
             column[rows] = better
 
 
+STILL = 3  # of the smallest steps, which change nothing where values change by grains
+OF_GRAINS = 1e-3  # how far a number of grains may be from a whole one
 NO_VERDICTS = Verdict(*(np.zeros(0) for _ in range(6)), kink=np.zeros(0, bool))
 
 
@@ -124,6 +126,24 @@ def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed, flat: Any = False
     worst = np.argmax(kind + np.where(off > 0, off / (1 + off), 0) / 2, axis=1)
     columns = (kind, numeric, analytic, error, *sides, kink | jumps)
     return Verdict(*(_pick(column, worst) for column in columns))
+
+
+def with_grains(slopes: Slopes, steps: np.ndarray) -> Slopes:
+    """The slopes with the noise of values that change by grains, as those of large sums do.
+
+    Where the smallest steps change nothing and a larger one does, the least change is a grain: each
+    value may be off by as much, and so may those of other rows that change by grains or not at all.
+    """
+    steps = steps[None, :, None]
+    sizes = np.stack([np.abs(slopes.ahead), np.abs(slopes.behind)]) * steps
+    still = (sizes[:, :, -STILL:] == 0).all(axis=(0, 2))
+    least = np.where(sizes > 0, sizes, np.inf).min(axis=(0, 2))
+    grain = np.where(still, least, np.inf).min(axis=0, initial=np.inf)
+    counts = sizes / np.where(np.isfinite(grain), grain, 1.0)
+    by_grains = (np.abs(counts - np.round(counts)) <= OF_GRAINS).all(axis=(0, 2))
+    grains = np.where(still, np.where(np.isfinite(least), least, grain), grain)
+    found = np.where(np.isfinite(grain) & (still | by_grains), grains, 0.0)
+    return slopes._replace(noise=slopes.noise + 2 * found[:, None] / steps)
 
 
 def _right_in_the_limit(slopes: Slopes, numeric, error, analytic, slack) -> tuple:

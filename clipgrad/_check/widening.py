@@ -117,14 +117,14 @@ class MovedConstants(_jaxpr.Widen):
 
 
 class Jitter(_jaxpr.Widen):
-    """Moves each result that float64 rounds by so many roundings, up or down.
+    """Moves each result that is rounded by a part of itself, up or down.
 
     So what is nothing but rounding, as 1 - tanh(18) ** 2, moves as far as it is off.
     """
 
     MANY = 16
 
-    def __init__(self, seed: int, by: int = 1):
+    def __init__(self, seed: int, by: float):
         super().__init__(jnp.float64)
         self._rng, self._by = np.random.default_rng(seed), by
 
@@ -138,4 +138,4 @@ class Jitter(_jaxpr.Widen):
 
     def _moved(self, result):
         sign = self._rng.choice([-1.0, 1.0], np.shape(result)[-1:])  # not an array of its size
-        return result * (1 + self._by * np.finfo(np.float64).eps * sign)
+        return result * (1 + self._by * sign)
