@@ -6,13 +6,11 @@ the same as before (`identity.py`), so are the programs compiled from it.
 """
 
 import collections
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.backend import backends
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from clipgrad._jaxpr import (
@@ -26,13 +24,9 @@ from clipgrad._jaxpr import (
 )
 
 KEPT = 200  # programs; about ten for each function checked
-# Compiled programs of a process that checks may leave behind before all are forgotten: one takes a
-# megabyte or two, and JAX keeps thousands of the single operations that it ran.
-LEFT_BEHIND = 500
 
 _kept_by_key: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 _lock = threading.RLock()
-_compiled_by_checks = [0]
 
 
 def kept_by_key(key: Any, make: Callable[[], Any]) -> Any:
@@ -44,28 +38,6 @@ def kept_by_key(key: Any, make: Callable[[], Any]) -> Any:
         while len(_kept_by_key) > KEPT:
             _kept_by_key.popitem(last=False)
         return found
-
-
-@contextlib.contextmanager
-def few_left_behind() -> Iterator[None]:
-    """Has all compiled programs of the process forgotten if many checks left many behind.
-
-    What is used again is compiled again.
-    """
-    before = _count_compiled()
-    try:
-        yield
-    finally:
-        with _lock:
-            _compiled_by_checks[0] += max(_count_compiled() - before, 0)
-            if _compiled_by_checks[0] > LEFT_BEHIND:
-                _compiled_by_checks[0] = 0
-                _kept_by_key.clear()
-                jax.clear_caches()
-
-
-def _count_compiled() -> int:
-    return sum(len(backend.live_executables()) for backend in backends().values())
 
 
 def with_constants(program: Any, constants: Any) -> ClosedJaxpr:
