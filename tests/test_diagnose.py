@@ -587,6 +587,16 @@ def deep(scale, depth=20, size=32):
     return loss, (weights, jax.random.normal(jax.random.key(1), (4, size)))
 
 
+def test_an_expression_that_grows_is_not_called_modules_with_a_matrix_product():
+    def loss(x):
+        for scale in (3.0, 4.0, 5.0, 2.0, 3.0, 6.0, 4.0, 3.0, 5.0):
+            x = jnp.sin(x) * scale
+        return jnp.sum(x @ jnp.ones((3, 1)))
+
+    (finding,) = cg.diagnose(loss, (jnp.full((3,), 1e-6),)).findings
+    assert finding.kind == "grows" and "parts of the model" in finding.message
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scale, kind", [(2.5, "grows"), (0.4, "shrinks")])
 def test_a_deep_model_grows_or_shrinks_by_module(scale, kind):

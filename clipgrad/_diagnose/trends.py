@@ -120,7 +120,9 @@ def trend_findings(
     deep = layers(rows)
     found = trend([float(finite_norm(row)) for row in reversed(deep)])
     if found and found.growth and (found.growth > 1 or has_vanished(deep)):
-        where = f"at each of the {found.entries} modules with a matrix product"
+        all_layers = all(row.is_layer for row in deep)
+        entries = "modules with a matrix product" if all_layers else "parts of the model"
+        where = f"at each of the {found.entries} {entries}"
         yield _trend_finding(deep[0], found, found.growth, where)
 
 
