@@ -131,6 +131,28 @@ def test_calls_are_matched_with_the_steps_of_a_scan(unrolled):
     assert (found.findings[0].module, found.findings[0].step) == where
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_carry_that_has_a_name_is_not_listed_again(swapped):
+    def layer(x, w, name):
+        with jax.named_scope(name):
+            return jnp.tanh(x @ w)
+
+    def scanned(w, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w, "layers"), None), x, w)[0])
+
+    def unrolled(w, x):
+        for i in range(3):
+            x = layer(x, w[i], f"layer_{i}")
+        return jnp.mean(x)
+
+    args = 0.3 * jnp.arange(12.0).reshape(3, 2, 2), jnp.ones((4, 2))
+    pair, names = (unrolled, scanned), {"layer_*": "layers"}
+    if swapped:
+        pair, names = pair[::-1], {"layers": "layer_*"}
+    found = cg.compare(*pair, args, names=names)
+    assert found.ok and len(found.rows) == 3 and not found.unmatched, str(found)
+
+
 @pytest.mark.exhaustive
 def test_scanned_layers_are_compared_with_unrolled_ones():
     args = make_args()

@@ -63,11 +63,12 @@ def match(own: Version, other: Version, names: Mapping[str, str] | None) -> Matc
     for group, found in groups[0].items():
         same = groups[1].get(group, [])
         if len(same) != len(found):
-            unmatched.append(_unmatched(group, found, same, "fun", "other"))
+            if not _is_under_a_name(found, own):
+                unmatched.append(_unmatched(group, found, same, "fun", "other"))
         else:
             pairs += [Pair(*pair) for pair in zip(found, same, strict=True)]
     for group, found in groups[1].items():
-        if group not in groups[0]:
+        if group not in groups[0] and not _is_under_a_name(found, other):
             unmatched.append(_unmatched(group, found, [], "other", "fun"))
     return Matching(sorted(pairs, key=lambda pair: pair.own.time), unmatched)
 
@@ -88,9 +89,19 @@ def _instances(value: NamedValue) -> Iterator[Instance]:
         yield Instance(value, steps, at)
 
 
+def _is_under_a_name(found: Sequence[Instance], version: Version) -> bool:
+    """Whether all are carried by scans outside of modules, and are values with names, too."""
+    named = {(value.position[:-3], value.variable) for value in version.values if value.name}
+    return all(
+        not each.value.name and (each.value.position[:-3], each.value.variable) in named
+        for each in found
+    )
+
+
 def _unmatched(group: Group, found: Sequence, same: Sequence, here: str, there: str) -> str:
     name, kind, shape = group
-    return f"{kind} {name} {list(shape)}: {len(found)} in {here}, {len(same)} in {there}"
+    what = f"{kind} {name}" if name else "value outside of all modules"
+    return f"{what} {list(shape)}: {len(found)} in {here}, {len(same)} in {there}"
 
 
 class _Renamed:
