@@ -1,6 +1,7 @@
 """The cotangents of the variables of a program, measured in one compiled run."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -90,14 +91,16 @@ def measure(
     # A probe of a variable that does not depend on the inputs would give it a cotangent, and
     # differentiate what is behind it: a loop of unknown length, say, which has no derivative.
     active = active_variables(program, chosen)
-    probes = {own.site: _probe_of(own) for own in sites}
+    # In the order of the program, which is the same in all processes, as addresses are not.
+    probes = OrderedDict((own.site, _probe_of(own)) for own in sites)
     silent = {s.site: _received(probes.pop(s.site)) for s in sites if s.variable not in active}
     base = _jaxpr.Widen(jnp.float32) if wide else None
 
-    def loss(given: list, others: list, probes: dict[Site, Any]) -> Any:
+    def loss(given: list, others: list, values: list) -> Any:
         left = iter(given)
         all_inputs = [next(left) if i in chosen else x for i, x in enumerate(others)]
-        hook = Probe(probes, _as_in_probe, base)
+        own = OrderedDict(zip(probes, values, strict=True))
+        hook = Probe(own, _as_in_probe, base)
         value = _jaxpr.evaluate(program, [hook.constant(x, None) for x in all_inputs], hook)[0]
         return value * jnp.asarray(LOSS_SCALE, value.dtype) if is_scaled else value
 
@@ -108,8 +111,9 @@ def measure(
 
     inputs = [base.constant(x, None) for x in inputs] if base else inputs
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
-    value, grads, measured = on_host(run([inputs[i] for i in chosen], others, probes))
-    found = {site: _received(numbers) for site, numbers in measured.items()}
+    given = [inputs[i] for i in chosen]
+    value, grads, measured = on_host(run(given, others, list(probes.values())))
+    found = {site: _received(numbers) for site, numbers in zip(probes, measured, strict=True)}
     return float(value), [_received(grad) for grad in grads], silent | found
 
 

@@ -1,6 +1,7 @@
 """Measuring what the backward pass brings to the values of a program."""
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -47,14 +48,14 @@ class Probe(Hook):
     probe. A probe has one leading axis for each scan and each `shard_map` around its site.
 
     Args:
-      probes: a tree of arrays for each site.
+      probes: a tree of arrays for each site, in an order that does not depend on addresses.
       summary: what is measured.
       base: what is done at equations besides, such as `Widen`.
     """
 
     def __init__(
         self,
-        probes: dict[Site, Any],
+        probes: OrderedDict[Site, Any],
         summary: Callable[[Any, Any], Any],
         base: Hook | None = None,
         parent: Place | None = None,
@@ -93,7 +94,7 @@ class Probe(Hook):
             return evaluate(called_program(equation), inputs, self.inside(equation, ()))
         return None
 
-    def steps(self, equation: JaxprEqn) -> dict[Site, Any]:
+    def steps(self, equation: JaxprEqn) -> OrderedDict[Site, Any]:
         """The probes inside of an equation."""
         return self._inside(equation)
 
@@ -106,13 +107,14 @@ class Probe(Hook):
         base = self.base.inside(equation, step)
         return Probe(probes, self.summary, base, place)
 
-    def shard(self, own: dict[Site, Any]) -> "Probe":
+    def shard(self, own: OrderedDict[Site, Any]) -> "Probe":
         """The probes on a device."""
         return Probe(own, self.summary, self.base, self.parent)
 
-    def _inside(self, equation: JaxprEqn) -> dict[Site, Any]:
+    def _inside(self, equation: JaxprEqn) -> OrderedDict[Site, Any]:
         key = Place(equation, self.parent).key
-        return {site: p for site, p in self.probes.items() if site.around[-len(key) :] == key}
+        own = [each for each in self.probes.items() if each[0].around[-len(key) :] == key]
+        return OrderedDict(own)
 
     def _state(self, variable: Var, x: Any) -> Any:
         """The carry of a scan, through one probe for all its uses."""
