@@ -59,8 +59,8 @@ def test_a_peer_of_a_subject_that_is_wrong_is_refused(monkeypatch):
 CHEAP = {"norm": -1, "clips": 1, "per_example": 0, "compilation": 0, "error_clip": -1}
 
 
-# What a peer calls may be deprecated.
-@pytest.mark.filterwarnings("ignore:optax.global_norm is deprecated:DeprecationWarning")
+# Peers warn of what they call themselves.
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("subject", CHEAP)
 def test_rows_run_and_say_what_was_not_run(subject):
     row = SUBJECTS[subject].rows(TINY)[CHEAP[subject]]
