@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator
 from clipgrad._per_example.follow import (
-    Keep,
-    Measure,
+    KeptFactors,
+    SquaredNorm,
     contracted,
     follows,
     gradient_array,
@@ -44,11 +44,12 @@ def _convolution(hook, equation, inputs, wants):
     rhs = jnp.transpose(inputs[1], numbers.rhs_spec)
     groups, batches = params["feature_group_count"], params["batch_group_count"]
     cheaper = _taps_are_cheaper(aval.size, rhs.shape[0], rhs[0].size)
-    if groups == batches == 1 and cheaper and isinstance(hook.end, Measure) and wants[0].solo:
-        zero = wants[0].leaves <= hook.end.zero
+    plain, reduction = groups == batches == 1, hook.reduction
+    if plain and cheaper and isinstance(reduction, SquaredNorm) and wants[0].is_whole:
+        zero = wants[0].leaves <= reduction.zero
         return [_squares_of_taps(inputs[0], inputs[1], taps, equation, zero)]
     slices = _slices(inputs[0], rhs.shape[2:], taps, params)
-    if groups == batches == 1 and cheaper and wants[0].repeat == 1:
+    if plain and cheaper and wants[0].steps == 1:
         hook.course.notes.add(wants[0].leaves, CHEAPER)
         return [_arrays(hook, _tap_by_tap(slices, inputs[1], taps, equation), wants[0])]
     patches = jnp.stack([jnp.transpose(x, numbers.lhs_spec) for x in slices])
@@ -140,8 +141,9 @@ def _fits(taps: Sequence[int], channels: int, outputs: int) -> bool:
 
 def _arrays(hook: Any, value: Products, want: Any) -> Products | jax.Array:
     """A gradient whose terms are arrays at places of their own, as the hook keeps it."""
-    if isinstance(hook.end, Keep) and want.solo and want.leaves <= hook.end.clipped:
-        return hook.end.arrays(value, want)
+    kept = hook.reduction
+    if isinstance(kept, KeptFactors) and want.is_whole and want.leaves <= kept.clipped:
+        return kept.arrays(value, want)
     return gradient_array(value)
 
 

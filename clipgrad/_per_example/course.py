@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from clipgrad._per_example.terms import NotAccumulated, Unfollowed
-from clipgrad._per_example.wanted import Want
+from clipgrad._per_example.wanted import WantedGradient
 
 EquationPath = tuple[
     Any, ...
@@ -101,6 +101,6 @@ def attempted(attempt: Callable[[Mapping[int, str]], Attempted]) -> Attempted:
             direct = {**direct, **new}
 
 
-def want_leaves(wants: Iterable[Want | None]) -> frozenset[int]:
+def want_leaves(wants: Iterable[WantedGradient | None]) -> frozenset[int]:
     """All leaves that some variables make."""
     return frozenset[int]().union(*(want.leaves for want in wants if want is not None))

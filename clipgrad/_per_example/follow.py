@@ -23,9 +23,9 @@ from clipgrad._per_example.terms import (
     Products,
     Term,
 )
-from clipgrad._per_example.wanted import Want, WantRule, register_wants, wanted
+from clipgrad._per_example.wanted import WantedGradient, WantRule, Wants, register_wants, wanted
 
-FollowRule = Callable[["Follow", JaxprEqn, list, list[Want | None]], Sequence | None]
+FollowRule = Callable[["Follow", JaxprEqn, list, Wants], Sequence | None]
 _RULES: dict[str, FollowRule] = {}
 # Equations that add all of their inputs, and those whose rules take sums over examples too.
 _ADDING = frozenset(["add", "add_any", "sub", "concatenate"])
@@ -47,36 +47,36 @@ def follows(*names: str, wants: WantRule | None) -> Callable[[FollowRule], Follo
     return register
 
 
-class End(Protocol):
-    """The treatment of a gradient where no factor is needed any more."""
+class Reduction(Protocol):
+    """The number or sum that a gradient becomes where no factor is needed any more."""
 
-    def __call__(self, value: Any, want: Want) -> Any:
+    def __call__(self, value: Any, want: WantedGradient) -> Any:
         """The value, or what it becomes."""
         ...
 
-    def contracted(self, contract: Contract, factors: tuple, want: Want) -> Any | None:
+    def contracted(self, contract: Contract, factors: tuple, want: WantedGradient) -> Any | None:
         """The value of a product of two factors, if it is known without its terms."""
         return None
 
-    def adds(self, want: Want) -> bool:
+    def adds(self, want: WantedGradient) -> bool:
         """Whether values are added up over examples here, so that a carry can hold their sum."""
         return False
 
-    def inside_scan(self) -> "End":
-        """The treatment for a step of a scan."""
+    def inside_scan(self) -> "Reduction":
+        """The reduction for a step of a scan."""
         return self
 
 
 @dataclasses.dataclass(frozen=True)
-class Measure(End):
+class SquaredNorm(Reduction):
     """The squares of a gradient in place of it; ``zero``: leaves whose NaN and inf count as 0."""
 
     zero: frozenset[int]
     in_scan: bool = False
 
-    def __call__(self, value: Any, want: Want) -> Any:
+    def __call__(self, value: Any, want: WantedGradient) -> Any:
         """The squares of what is all of a gradient."""
-        if not want.solo or isinstance(value, Squares):
+        if not want.is_whole or isinstance(value, Squares):
             return value
         if isinstance(value, Products):
             return squares(value)
@@ -84,13 +84,13 @@ class Measure(End):
             return value
         return Squares.of(value, zero=want.leaves <= self.zero)
 
-    def inside_scan(self) -> "Measure":
+    def inside_scan(self) -> "SquaredNorm":
         """A copy for a step of a scan, where nothing waits."""
         return dataclasses.replace(self, in_scan=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class Keep(End):
+class KeptFactors(Reduction):
     """The squares of a gradient beside its products; ``zero``: leaves whose NaN and inf become 0.
 
     In a scan the Gram matrices are then those of one step, which stay in the cache of a processor:
@@ -102,9 +102,9 @@ class Keep(End):
     clipped: frozenset[int]
     in_scan: bool = False
 
-    def __call__(self, value: Any, want: Want) -> Any:
+    def __call__(self, value: Any, want: WantedGradient) -> Any:
         """The products, or the array as one, with the squares of what is all of a gradient."""
-        if not want.solo or not want.leaves <= self.clipped:
+        if not want.is_whole or not want.leaves <= self.clipped:
             return value
         if not isinstance(value, Products):
             if not self.in_scan and waits(value):
@@ -113,11 +113,11 @@ class Keep(End):
             return self.arrays(_array_term(value), want) if real else value
         return value if value.squares is not None else value.with_squares(squares(value))
 
-    def inside_scan(self) -> "Keep":
+    def inside_scan(self) -> "KeptFactors":
         """A copy for a step of a scan, where nothing waits."""
         return dataclasses.replace(self, in_scan=True)
 
-    def arrays(self, value: Products, want: Want) -> Products:
+    def arrays(self, value: Products, want: WantedGradient) -> Products:
         """A gradient whose terms are arrays at places of their own, with their squares."""
         arrays = [factor.values for term in value.terms for factor in term.factors]
         zero = want.leaves <= self.zero
@@ -138,22 +138,24 @@ def _array_term(array: Any) -> Products:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Follow(Hook):
-    """Keeps what is wanted as `Products`, or as what ``end`` makes of it where that is possible."""
+    """Keeps what is wanted as `Products`, or as its ``reduction`` where that is possible."""
 
-    wanted: Mapping[Any, Want]
-    end: "End | None"
+    wanted: Mapping[Any, WantedGradient]
+    reduction: Reduction | None
     course: Course
     around: EquationPath = ()
     # For what is broadcast or cast, the array before it and the axes that it has.
     sources: dict[Any, tuple[Any, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, equation: JaxprEqn, wants: Sequence[Want | None], like: "Follow") -> "Follow":
+    def of(cls, equation: JaxprEqn, wants: Wants, like: "Follow") -> "Follow":
         """A hook for the program of an equation, whose outputs make these gradients."""
-        found, around, end = wanted(called_program(equation), wants), like.place(equation), like.end
-        if end is not None and equation.primitive.name == "scan":
-            end = end.inside_scan()
-        return dataclasses.replace(like, wanted=found, end=end, around=around, sources={})
+        found, reduction = wanted(called_program(equation), wants), like.reduction
+        if reduction is not None and equation.primitive.name == "scan":
+            reduction = reduction.inside_scan()
+        return dataclasses.replace(
+            like, wanted=found, reduction=reduction, around=like.place(equation), sources={}
+        )
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The outputs of an equation."""
@@ -161,16 +163,16 @@ class Follow(Hook):
         if not any(wants):
             self._remember(equation, inputs)
             if equation.primitive.name == "conv_general_dilated":
-                return [convolved(equation, *inputs, quick=isinstance(self.end, Keep))]
+                return [convolved(equation, *inputs, quick=isinstance(self.reduction, KeptFactors))]
             return bind(equation, inputs)
         if equation.primitive.name in REMAT:
             return None
         with following(want_leaves(wants)):
             outputs = self._followed(equation, inputs, wants)
-            pairs, end = zip(outputs, wants, strict=True), self.end
-            return [v if end is None or want is None else end(v, want) for v, want in pairs]
+            pairs, reduced = zip(outputs, wants, strict=True), self.reduction
+            return [v if reduced is None or want is None else reduced(v, want) for v, want in pairs]
 
-    def _followed(self, equation: JaxprEqn, inputs: list, wants: list[Want | None]) -> Sequence:
+    def _followed(self, equation: JaxprEqn, inputs: list, wants: Wants) -> Sequence:
         """The outputs by the rule of the primitive, or as arrays where it has none or fails."""
         place, name = self.place(equation), equation.primitive.name
         if any(isinstance(x, Summed) for x in inputs) and name not in _OF_ANYTHING:
@@ -190,11 +192,11 @@ class Follow(Hook):
 
     def _of_sums(self, equation: JaxprEqn, inputs: list, want: Any) -> Summed:
         """An equation applied to sums over the examples, which stay in float32 or wider."""
-        name, end = equation.primitive.name, self.end
+        name, reduction = equation.primitive.name, self.reduction
         if name in ("convert_element_type", "reduce_precision"):
             return inputs[0]
-        if name in _ADDING and end is not None:
-            inputs = [end(x, want) for x in inputs]
+        if name in _ADDING and reduction is not None:
+            inputs = [reduction(x, want) for x in inputs]
         arrays = [x.array if isinstance(x, Summed) else x for x in inputs]
         if name == "pad":
             arrays[1] = arrays[1].astype(arrays[0].dtype)
@@ -232,11 +234,13 @@ class Follow(Hook):
         return Follow.of(equation, [self.wanted.get(v) for v in equation.outvars], self)
 
 
-def contracted(hook: Follow, contract: Contract, factors: tuple, want: Want | None) -> Any:
+def contracted(
+    hook: Follow, contract: Contract, factors: tuple, want: WantedGradient | None
+) -> Any:
     """The result of ``hook`` for a product of two factors at once; None if it needs the terms."""
-    if hook.end is None or want is None:
+    if hook.reduction is None or want is None:
         return None
-    return hook.end.contracted(contract, factors, want)
+    return hook.reduction.contracted(contract, factors, want)
 
 
 def gradient_array(value: Any) -> Any:

@@ -17,7 +17,7 @@ from clipgrad._per_example.batches import (
     whole_examples,
 )
 from clipgrad._per_example.explicit import shares_axes, with_auto_axes
-from clipgrad._per_example.follow import Measure
+from clipgrad._per_example.follow import SquaredNorm
 from clipgrad._per_example.loss import scalar_loss
 from clipgrad._per_example.measured import squares_of_leaves
 from clipgrad._per_example.plan import Plan, plan_of
@@ -139,7 +139,7 @@ class PerExampleNorms:
     def _norms_of_followed(
         self, gradient: ExampleGradient, shapes: Any, params: Any, examples: Any
     ) -> Any:
-        values = gradient.each(params, examples, Measure(frozenset())).gradients
+        values = gradient.each(params, examples, SquaredNorm(frozenset())).gradients
         return self._norms(params, values, batch_size(examples))
 
     def _norms(self, params: Any, values: list[Any], size: int) -> Any:

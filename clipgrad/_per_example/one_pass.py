@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from clipgrad._per_example.batches import batch_size
 from clipgrad._per_example.course import following
-from clipgrad._per_example.follow import Keep
+from clipgrad._per_example.follow import KeptFactors
 from clipgrad._per_example.measured import squares_of_leaves
 from clipgrad._per_example.scales import Weights, example_scales
 from clipgrad._per_example.subject import PerExampleSubject
@@ -23,15 +23,15 @@ def one_pass_sums(
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     clipped = frozenset(i for i, flag in enumerate(subject.flags(params)) if flag)
-    keep = Keep(subject.zeroed(gradient.course.arrays), clipped)
-    found = gradient.each(params, examples, keep)
-    scaling = scaling_of(subject, params, found.gradients, keep.zero, batch_size(examples))
+    factors = KeptFactors(subject.zeroed(gradient.course.arrays), clipped)
+    found = gradient.each(params, examples, factors)
+    scaling = scaling_of(subject, params, found.gradients, factors.zero, batch_size(examples))
     sums = []
     for i, value in enumerate(found.gradients):
         weight = scaling.weights.of(i)
         ok = None if weight is None else scaling.ok
         with following([i]):
-            sums.append(weighted_sum(value, weight, ok, i in keep.zero))
+            sums.append(weighted_sum(value, weight, ok, i in factors.zero))
     return jax.tree.structure(params).unflatten(sums), (found.value, scaling.stats)
 
 

@@ -56,8 +56,8 @@ def one_product(hook: Any, term: Term, aval: Any, want: Any) -> list[Products]:
 
 def is_small(hook: Any, aval: Any, factors: int, want: Any) -> bool:
     """Whether a gradient is no larger than its factors, and no sum of several."""
-    summed = hook.end is not None and hook.end.adds(want)
-    return want.repeat == 1 and math.prod(aval.shape) <= factors and not summed
+    summed = hook.reduction is not None and hook.reduction.adds(want)
+    return want.steps == 1 and math.prod(aval.shape) <= factors and not summed
 
 
 @follows("scatter-add", "scatter_add", wants=want_scattered)
@@ -90,7 +90,7 @@ def _follow_scatter(hook, equation, inputs, wants):
     if zeros.carried or zeros.terms:
         products = zeros.plus(products)
     sizes = [factor.values.size for term in terms for factor in term.factors]
-    if wants[0].repeat == 1 and not zeros.carried and math.prod(aval.shape) <= sum(sizes):
+    if wants[0].steps == 1 and not zeros.carried and math.prod(aval.shape) <= sum(sizes):
         raise Unfollowed(SMALL)
     return [products]
 

@@ -18,15 +18,13 @@ from clipgrad._per_example.linear import total
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Summed
 from clipgrad._per_example.terms import NotAccumulated, Products
-from clipgrad._per_example.wanted import Want, added_carries, is_matrix, want_scan
+from clipgrad._per_example.wanted import WantedGradient, Wants, added_carries, is_matrix, want_scan
 
 _NUMBERS = itertools.count()
 
 
 @follows("scan", wants=want_scan)
-def _follow_scan(
-    hook: Follow, equation: JaxprEqn, inputs: list, wants: list[Want | None]
-) -> Sequence:
+def _follow_scan(hook: Follow, equation: JaxprEqn, inputs: list, wants: Wants) -> Sequence:
     constants, carried = scan_counts(equation)
     first = inputs[constants : constants + carried]
     summed = _summed(hook, equation, wants)
@@ -56,7 +54,7 @@ def _attempt_scan(
     hook: Follow,
     equation: JaxprEqn,
     inputs: list,
-    wants: list[Want | None],
+    wants: Wants,
     lazy: dict[int, int],
     summed: set[int],
 ) -> list:
@@ -104,23 +102,23 @@ def _array(value: Any) -> Any:
     return value if isinstance(value, Summed) else gradient_array(value)
 
 
-def _lazy(equation: JaxprEqn, wants: Sequence[Want | None]) -> set[int]:
+def _lazy(equation: JaxprEqn, wants: Wants) -> set[int]:
     """The carries of matrices that the body may only add to."""
     carried = scan_counts(equation)[1]
     found = [i for i in range(carried) if is_matrix(equation.outvars[i])]
     return added_carries(equation, wants, found, lambda want: True)
 
 
-def _summed(hook: Follow, equation: JaxprEqn, wants: list[Want | None]) -> set[int]:
+def _summed(hook: Follow, equation: JaxprEqn, wants: Wants) -> set[int]:
     """The carries that hold sums over the examples: which the body only adds to."""
-    end = hook.end
-    if end is None:
+    reduction = hook.reduction
+    if reduction is None:
         return set()
-    return added_carries(equation, wants, range(scan_counts(equation)[1]), end.adds)
+    return added_carries(equation, wants, range(scan_counts(equation)[1]), reduction.adds)
 
 
-def _want_inside(want: Want | None, length: int) -> Want | None:
-    return want and want._replace(solo=False, repeat=want.repeat * length)
+def _want_inside(want: WantedGradient | None, length: int) -> WantedGradient | None:
+    return want and want._replace(is_whole=False, steps=want.steps * length)
 
 
 def _placeholder(aval: Any, number: int) -> Products:

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 
 from clipgrad._jaxpr import Traced, evaluate, opened, trace
 from clipgrad._per_example import convolutions, linear, products, scans  # noqa: F401  how they are followed
-from clipgrad._per_example.after import After
 from clipgrad._per_example.course import Attempted, Course, attempted, following
-from clipgrad._per_example.follow import End, Follow
+from clipgrad._per_example.delay import Delay
+from clipgrad._per_example.follow import Follow, Reduction
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.terms import Products
-from clipgrad._per_example.wanted import Want, wanted
+from clipgrad._per_example.wanted import WantedGradient, wanted
 from clipgrad._trees import is_array
 
 
@@ -48,7 +48,7 @@ class ExampleGradient:
         return cls(trace(run, (params, example), {}), len(jax.tree.leaves(params)))
 
     @property
-    def wants(self) -> list[Want | None]:
+    def wants(self) -> list[WantedGradient | None]:
         """The want of each output: first the gradients leaf by leaf."""
         rest = len(opened(self.traced.program)[0].outvars) - self.count
         own = [None if i in self.course.direct else _all_of(i) for i in range(self.count)]
@@ -77,26 +77,26 @@ class ExampleGradient:
         self,
         params: Any,
         example: Any,
-        end: End | None,
-        after: jax.Array | None = None,
+        reduction: Reduction | None,
+        flag: jax.Array | None = None,
     ) -> tuple[list[Any], Any]:
         """The gradient of one example leaf by leaf, and what the loss function returned.
 
-        It is evaluated when ``after``, from `never`, is known.
+        It is evaluated when the ``flag`` of `delay_flag` is known.
         """
         program = self.traced.program
-        hook: Any = Follow(wanted(program, self.wants), end, self.course)
-        if after is not None:
-            hook = After.of(program, _array_count(params), hook, after)
+        hook: Any = Follow(wanted(program, self.wants), reduction, self.course)
+        if flag is not None:
+            hook = Delay.of(program, _array_count(params), hook, flag)
         inputs = [leaf for leaf in jax.tree.leaves((params, example)) if is_array(leaf)]
         with following(range(self.count)):
             outputs = evaluate(program, inputs, hook)
         _, value = self.traced.result([jnp.zeros(())] * self.count + outputs[self.count :])
         return outputs[: self.count], value
 
-    def each(self, params: Any, batch: Any, end: End) -> Examples:
-        """The gradients of the examples, as products or as what ``end`` makes of them."""
-        of_one = functools.partial(self, end=end)
+    def each(self, params: Any, batch: Any, reduction: Reduction) -> Examples:
+        """The gradients of the examples, as products or as their ``reduction``."""
+        of_one = functools.partial(self, reduction=reduction)
         return Examples(*jax.vmap(of_one, in_axes=(None, 0))(params, batch))
 
 
@@ -117,8 +117,8 @@ def followed(
     return attempted(attempt)
 
 
-def _all_of(leaf: int) -> Want:
-    return Want(frozenset([leaf]), True, True, 1)
+def _all_of(leaf: int) -> WantedGradient:
+    return WantedGradient(frozenset([leaf]), True, True, 1)
 
 
 def _array_count(tree: Any) -> int:

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator
-from clipgrad._per_example.after import in_branch, never
 from clipgrad._per_example.batches import batch_size, each
 from clipgrad._per_example.course import following
-from clipgrad._per_example.follow import End, Measure, gradient_array
+from clipgrad._per_example.delay import delay_flag, in_branch
+from clipgrad._per_example.follow import Reduction, SquaredNorm, gradient_array
 from clipgrad._per_example.one_pass import scaling_of
 from clipgrad._per_example.scales import Weights
 from clipgrad._per_example.subject import PerExampleSubject
@@ -23,11 +23,11 @@ from clipgrad._per_example.sums import (
 )
 from clipgrad._per_example.terms import Products
 from clipgrad._per_example.traced import ExampleGradient
-from clipgrad._per_example.wanted import Want
+from clipgrad._per_example.wanted import WantedGradient
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Add(End):
+class ExampleSum(Reduction):
     """The sum over the examples in place of the gradient of one, each leaf with its weight."""
 
     weights: Weights
@@ -35,7 +35,7 @@ class Add(End):
     like: jax.Array
     zero: frozenset[int]  # leaves that are arrays, with NaN and inf as 0
 
-    def __call__(self, value: Any, want: Want) -> Any:
+    def __call__(self, value: Any, want: WantedGradient) -> Any:
         """The sum, where what follows is the same for all examples."""
         if not self.adds(want) or isinstance(value, Summed):
             return value
@@ -59,7 +59,7 @@ class Add(End):
             value = gradient_array(value)
         return Summed(summed_over_examples(value, weight, ok, self.like))
 
-    def contracted(self, contract: Contract, factors: tuple, want: Want) -> Summed | None:
+    def contracted(self, contract: Contract, factors: tuple, want: WantedGradient) -> Summed | None:
         """The sum as one product over examples, where what follows is the same for all of them."""
         if not self.adds(want):
             return None
@@ -68,9 +68,9 @@ class Add(End):
         ok = None if weight is None else self.ok
         return Summed(contracted_over_examples(contract, factors, weight, ok, self.like))
 
-    def adds(self, want: Want) -> bool:
+    def adds(self, want: WantedGradient) -> bool:
         """Whether values are added up over examples here."""
-        return want.final and not want.leaves & self.zero
+        return want.is_summable and not want.leaves & self.zero
 
 
 def two_passes_sums(
@@ -84,13 +84,13 @@ def two_passes_sums(
     zero = subject.zeroed(gradient.course.arrays)
 
     def of_one(params: Any, example: Any, weights: Any, ok: Any, like: Any) -> list[jax.Array]:
-        end = Add(weights, ok, like, zero)
-        grads, _ = gradient(params, example, end, never(weights.numbers))
-        return [end.at_the_end(value, i) for i, value in enumerate(grads)]
+        total = ExampleSum(weights, ok, like, zero)
+        grads, _ = gradient(params, example, total, delay_flag(weights.numbers))
+        return [total.at_the_end(value, i) for i, value in enumerate(grads)]
 
     mapped = jax.vmap(of_one, in_axes=(None, 0, 0, 0, 0), out_axes=None)
     given = params, examples, weights, ok, jnp.zeros(batch_size(examples), bool)
-    sums = in_branch(mapped, given, jnp.any(never(weights.numbers)))
+    sums = in_branch(mapped, given, jnp.any(delay_flag(weights.numbers)))
     return jax.tree.structure(params).unflatten(sums), (value, stats)
 
 
@@ -98,9 +98,9 @@ def _first_pass(
     subject: PerExampleSubject, gradient: ExampleGradient, params: Any, examples: Any
 ) -> tuple[Any, Any]:
     """The first pass: weights, flags and statistics; and what the loss function returned."""
-    measure = Measure(subject.zeroed(gradient.course.arrays))
-    found = gradient.each(params, examples, measure)
-    scaling = scaling_of(subject, params, found.gradients, measure.zero, batch_size(examples))
+    squared = SquaredNorm(subject.zeroed(gradient.course.arrays))
+    found = gradient.each(params, examples, squared)
+    scaling = scaling_of(subject, params, found.gradients, squared.zero, batch_size(examples))
     return (scaling.weights, scaling.ok, scaling.stats), found.value
 
 

@@ -9,16 +9,17 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from clipgrad._jaxpr import called_program, opened, scan_counts
 
 
-class Want(NamedTuple):
+class WantedGradient(NamedTuple):
     """The gradients that a variable makes."""
 
     leaves: frozenset[int]  # the gradients
-    solo: bool  # whether it is all of a gradient, or its squares add up to those of one
-    final: bool  # whether it may be summed over examples: what follows is the same for all of them
-    repeat: int  # how many of it are added up in the carries of scans
+    is_whole: bool  # whether it is all of a gradient, or its squares add up to those of one
+    # Whether it may be summed over examples: what follows is the same for all of them.
+    is_summable: bool
+    steps: int  # how many of it are added up in the carries of scans
 
 
-Wants = Sequence[Want | None]
+Wants = Sequence[WantedGradient | None]
 Made = Mapping[Var, JaxprEqn]  # the equation that makes each variable
 WantRule = Callable[[JaxprEqn, Wants, Made], Wants]
 _WANT_RULES: dict[str, WantRule] = {}
@@ -29,11 +30,11 @@ def register_wants(names: Sequence[str], rule: WantRule) -> None:
     _WANT_RULES.update(dict.fromkeys(names, rule))
 
 
-def wanted(program: Any, outputs: Wants) -> dict[Var, Want]:
+def wanted(program: Any, outputs: Wants) -> dict[Var, WantedGradient]:
     """The variables that are used for gradients alone, by changes that factors can follow."""
     jaxpr = opened(program)[0]
     made = {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
-    found: dict[Var, list[Want]] = {}
+    found: dict[Var, list[WantedGradient]] = {}
     spoiled: set[Var] = set()
 
     def use(atoms: Sequence, wants: Wants) -> None:
@@ -45,14 +46,14 @@ def wanted(program: Any, outputs: Wants) -> dict[Var, Want]:
             else:
                 found.setdefault(atom, []).append(want)
 
-    def of(variable: Var) -> Want | None:
+    def of(variable: Var) -> WantedGradient | None:
         uses = found.get(variable, ())
         if not uses or variable in spoiled:
             return None
         leaves = frozenset[int]().union(*(want.leaves for want in uses))
-        solo = len(uses) == 1 and uses[0].solo
-        final = len(leaves) == 1 and all(want.final for want in uses)
-        return Want(leaves, solo, final, max(want.repeat for want in uses))
+        is_whole = len(uses) == 1 and uses[0].is_whole
+        is_summable = len(leaves) == 1 and all(want.is_summable for want in uses)
+        return WantedGradient(leaves, is_whole, is_summable, max(want.steps for want in uses))
 
     use(jaxpr.outvars, outputs)
     for equation in reversed(jaxpr.eqns):
@@ -63,14 +64,14 @@ def wanted(program: Any, outputs: Wants) -> dict[Var, Want]:
     return {v: want for v in found if (want := of(v)) is not None}
 
 
-def joint(want: Want | None) -> Want | None:
+def joint(want: WantedGradient | None) -> WantedGradient | None:
     """The want of one of several parts of a gradient."""
-    return want and want._replace(solo=False)
+    return want and want._replace(is_whole=False)
 
 
-def own(want: Want | None) -> Want | None:
+def own(want: WantedGradient | None) -> WantedGradient | None:
     """The want of a variable that an example changes by numbers of its own."""
-    return want and want._replace(solo=False, final=False)
+    return want and want._replace(is_whole=False, is_summable=False)
 
 
 def is_zero(atom: Any) -> bool:
@@ -149,7 +150,7 @@ def want_split(equation: Any, wants: Wants, made: Made) -> Wants:
         return [None]
     leaves = frozenset[int]().union(*(want.leaves for want in present))
     # Whatever the parts are for, the whole is left as it is.
-    return [Want(leaves, False, False, max(want.repeat for want in present))]
+    return [WantedGradient(leaves, False, False, max(want.steps for want in present))]
 
 
 def is_matrix(variable: Any) -> bool:
@@ -167,7 +168,7 @@ def want_scattered(equation: Any, wants: Wants, made: Made) -> Wants:
 def want_updated(equation: Any, wants: Wants, made: Made) -> Wants:
     """A slice that is written at an index."""
     matrix = is_matrix(equation.invars[1])
-    rest: list[Want | None] = [None] * (len(equation.invars) - 2)
+    rest: list[WantedGradient | None] = [None] * (len(equation.invars) - 2)
     return [own(wants[0]), own(wants[0]) if matrix else None, *rest]
 
 
@@ -182,16 +183,16 @@ def want_scan(equation: Any, wants: Wants, made: Made) -> Wants:
     constants, carried = scan_counts(equation)
     rest = len(equation.invars) - constants - carried
     added = added_carries(equation, wants, range(carried), lambda want: True)
-    summed = added_carries(equation, wants, added, lambda want: want.final)
+    summed = added_carries(equation, wants, added, lambda want: want.is_summable)
     first = [
-        want and want._replace(solo=False, final=i in summed) if i in added else None
+        want and want._replace(is_whole=False, is_summable=i in summed) if i in added else None
         for i, want in enumerate(wants[:carried])
     ]
     return [None] * constants + first + [None] * rest
 
 
 def added_carries(
-    equation: JaxprEqn, wants: Wants, found: Iterable[int], may: Callable[[Want], bool]
+    equation: JaxprEqn, wants: Wants, found: Iterable[int], may: Callable[[WantedGradient], bool]
 ) -> set[int]:
     """The carries of a scan that its body only adds to, of those whose wants are allowed."""
     constants, carried = scan_counts(equation)

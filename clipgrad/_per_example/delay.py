@@ -1,9 +1,9 @@
 """Keeping a program from beginning before numbers are known that it does not use.
 
 XLA orders a program by what it needs, and `jax.lax.optimization_barrier` is gone by then. So what
-is made first of an example becomes another number in a case that never is, which no compiler knows.
-Zeros that a scan begins with still come first, in memory of their own: so on a CPU the program is
-also a branch that is always taken, whose memory is there only while it runs.
+is made first of an example becomes another number in a case that does not occur, which no compiler
+knows. Zeros that a scan begins with still come first, in memory of their own: so on a CPU the
+program is also a branch that is always taken, whose memory is there only while it runs.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ _VIEWS = frozenset(
 )
 
 
-def never(numbers: Sequence[jax.Array]) -> jax.Array:
-    """False, which is known when these numbers are."""
+def delay_flag(numbers: Sequence[jax.Array]) -> jax.Array:
+    """False, known when these numbers are."""
     found = [jnp.isnan(x) & jnp.isinf(x) for x in numbers]
     return functools.reduce(jnp.logical_or, found, jnp.array(False))
 
@@ -59,15 +59,15 @@ def in_branch(function: Callable[..., Any], arguments: tuple, flag: jax.Array) -
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class After(Hook):
-    """Another hook, for a program that begins when a flag from `never` is known."""
+class Delay(Hook):
+    """Another hook, for a program that begins when a flag of `delay_flag` is known."""
 
     hook: Follow
     flag: jax.Array
     ties: dict[Var, int | None]
 
     @classmethod
-    def of(cls, program: Any, count: int, hook: Follow, flag: jax.Array) -> "After":
+    def of(cls, program: Any, count: int, hook: Follow, flag: jax.Array) -> "Delay":
         """The hook for a program whose first ``count`` inputs are the parameters."""
         return cls(hook, flag, _ties(opened(program)[0], count))
 
