@@ -92,6 +92,16 @@ def test_the_diagnosis_of_a_capture_names_the_line(capture):
     assert found.findings[0].operation == "log" and found.findings[0].file == __file__
 
 
+def test_a_loss_that_needs_a_model_says_what_to_do_with_a_capture(capture):
+    with pytest.raises(TypeError, match="'dict' object is not callable") as error:
+        cg.diagnose(lambda model, batch: model(batch).sum(), capture.args)
+    advice = "write diagnose(loss, (capture.restore(model), capture.batch))"
+    assert any(advice in note for note in error.value.__notes__)
+    with pytest.raises(TypeError) as error:
+        cg.diagnose(lambda model, batch: model(batch).sum(), tuple(capture.args))
+    assert not any(advice in note for note in getattr(error.value, "__notes__", ()))
+
+
 COMMAND = """
 import jax.numpy as jnp
 
