@@ -37,7 +37,7 @@ jax.tree_util.register_pytree_with_keys(CapturedArgs, _flatten, _unflatten)
 
 
 @contextlib.contextmanager
-def explained(args: Any) -> Iterator[None]:
+def noting_objects(args: Any) -> Iterator[None]:
     """Notes on an error of a function that got the arguments of a capture."""
     try:
         yield

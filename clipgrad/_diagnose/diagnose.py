@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from clipgrad._diagnose.backward import VjpFault, first_fault, is_value_at_fault
-from clipgrad._diagnose.captured_args import CapturedArgs, explained
+from clipgrad._diagnose.captured_args import CapturedArgs, noting_objects
 from clipgrad._diagnose.cotangents import (
     Summary,
     measure,
@@ -111,7 +111,7 @@ def diagnose(
         for setting in _plain_settings():
             settings.enter_context(setting)
         trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
-        with explained(args):
+        with noting_objects(args):
             given = trace(args, kwargs)
         found = _diagnosis(given)
         if not found.findings and isinstance(args, CapturedArgs) and args.expected:
