@@ -244,9 +244,9 @@ def test_leaves_are_balanced_only_so_far():
 
 def test_a_reference_that_is_not_finite_in_a_leaf_leaves_that_leaf_to_differences():
     point = point_of([1.0, 1, 1, 1], [1.0, np.nan, 1, 1])
-    assert point.blind == [0] and np.isfinite(point.reference).all()
+    assert point.unreferenced == [0] and np.isfinite(point.reference).all()
     none = point_of([1.0, 1, 1, 1], [np.nan] * 4)
-    assert none.reference is None and none.blind == [0, 1]
+    assert none.reference is None and none.unreferenced == [0, 1]
 
 
 def test_elements_that_are_not_finite_are_zero_and_known_and_such_a_rule_is_not_used():

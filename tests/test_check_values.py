@@ -16,7 +16,7 @@ from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding
 from clipgrad._check.subject import make_subject
 from clipgrad._check.tolerances import make_tolerance
-from clipgrad._check.values import told
+from clipgrad._check.values import failures_and_notes
 from clipgrad._check.verdicts import (
     KINK,
     LOST,
@@ -195,7 +195,7 @@ def finding(kinds, numeric=None, kink=False, exact=True, seen=None):
 
 
 def texts(*findings, where=""):
-    failures, notes = told(SUBJECT, point(), list(findings), where=where)
+    failures, notes = failures_and_notes(SUBJECT, point(), list(findings), where=where)
     return [str(failure) for failure in failures], notes
 
 
@@ -222,7 +222,7 @@ def test_the_worst_element_is_one_that_was_looked_at():
 
 
 def test_a_failure_holds_its_numbers():
-    (failure,), _ = told(SUBJECT, point(), [finding([WRONG, WRONG])])
+    (failure,), _ = failures_and_notes(SUBJECT, point(), [finding([WRONG, WRONG])])
     assert (failure.numeric, failure.analytic, failure.error) == (2.0, 12.0, 1e-9)
     np.testing.assert_array_equal(failure.indices, [0, 1])
     np.testing.assert_array_equal(failure.ratio, [3.0, 6.0])

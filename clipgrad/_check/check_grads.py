@@ -209,8 +209,8 @@ def _check_device(check: Check, subject_on: Callable, kind: str, device: Any) ->
 
 def _logged_report(log: Log, seconds: float) -> GradCheckReport:
     least = LEAST_VERIFIED if log.options.min_verified is None else log.options.min_verified
-    share, told = verified_share(log), dict.fromkeys(log.notes or log.not_run.values())
-    reasons = "; ".join(told)
+    share, notes = verified_share(log), dict.fromkeys(log.notes or log.not_run.values())
+    reasons = "; ".join(notes)
     if not log.failures and not (log.verified or log.at_kinks):
         log.failures.append(Failure("value", "all inputs", f"nothing was verified ({reasons})"))
     elif not log.failures and share < least:

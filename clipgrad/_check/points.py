@@ -19,7 +19,7 @@ COTANGENTS = 2
 BALANCED, DENSE, SINGLE = (0, 1), 2, 3
 # Parts by which all elements are moved, to see the gradient around a point, or how rounding alone
 # changes it: by a few roundings of float64, so that even the phase of sin(1e10 x) stays as it is.
-NEARBY, HARDLY = 2.0**-4, 2.0**-45
+NEARBY, FEW_ROUNDINGS = 2.0**-4, 2.0**-45
 EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
 # How far apart the effects of leaves are balanced: more would be lost in rounding.
 LEAST_BALANCE = 2.0**-10
@@ -42,7 +42,7 @@ class Point:
       reference: plain AD in float64, custom rules stripped; None if it cannot be had.
       scale: the scale of each element, a power of two.
       direction: gives the vector of a direction.
-      blind: the leaves in which the reference is not finite; `gradient` stands in for it there.
+      unreferenced: the leaves whose reference is not finite; `gradient` stands in for it there.
       around: gives plain AD's gradient where each element is moved by such a part of its own, or
         None if it cannot be had.
     """
@@ -54,7 +54,7 @@ class Point:
     reference: np.ndarray | None
     scale: np.ndarray
     direction: Callable[[int], np.ndarray]
-    blind: Sequence[int] = ()
+    unreferenced: Sequence[int] = ()
     around: Callable[[float], np.ndarray | None] = lambda part: None
 
     @functools.cached_property
@@ -84,9 +84,9 @@ def make_point(
     gradient = gradient if finite.all() else np.where(finite, gradient, 0.0)
     if exact is not None and not np.isfinite(exact).all():
         exact = None
-    blind: list[int] = []
+    unreferenced: list[int] = []
     if reference is not None:
-        reference, blind = _mended(reference, gradient, subject.ranges)
+        reference, unreferenced = _mended(reference, gradient, subject.ranges)
     scale = element_scales(xs) if delta is None else np.full(gradient.shape[1], delta)
     balance = _balance(gradient if reference is None else reference, scale, subject)
 
@@ -99,18 +99,18 @@ def make_point(
             along[start:stop] *= factor if row in BALANCED else 1.0
         return along
 
-    return Point(xs, gradient, finite, exact, reference, scale, direction, blind, around)
+    return Point(xs, gradient, finite, exact, reference, scale, direction, unreferenced, around)
 
 
 def _mended(reference, gradient, ranges) -> tuple[np.ndarray | None, list[int]]:
     bad = [not np.isfinite(reference[:, a:b]).all() for a, b in ranges]
-    blind = [leaf for leaf, is_bad in enumerate(bad) if is_bad]
-    if len(blind) == len(ranges):
-        return None, blind
-    reference = reference.copy() if blind else reference
-    for start, stop in (ranges[leaf] for leaf in blind):
+    unreferenced = [leaf for leaf, is_bad in enumerate(bad) if is_bad]
+    if len(unreferenced) == len(ranges):
+        return None, unreferenced
+    reference = reference.copy() if unreferenced else reference
+    for start, stop in (ranges[leaf] for leaf in unreferenced):
         reference[:, start:stop] = gradient[:, start:stop]
-    return reference, blind
+    return reference, unreferenced
 
 
 def _balance(gradient, scale, subject: CheckSubject) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 
 from clipgrad._check import tolerances, verdicts
 from clipgrad._check.differences import Differences, Moves, Slopes, step_sizes
-from clipgrad._check.points import BALANCED, DENSE, HARDLY, NEARBY, SINGLE, Point
+from clipgrad._check.points import BALANCED, DENSE, FEW_ROUNDINGS, NEARBY, SINGLE, Point
 from clipgrad._check.subject import Range
 from clipgrad._check.tolerances import PRECISE, Allowed, Excuse, Sizes, Tolerance
 from clipgrad._check.verdicts import BENT, LOST, OK, UNSEEN, UNSURE, WRONG, Verdict
@@ -112,7 +112,7 @@ class Judge:
         """The noise in plain AD's gradient: as far as rounding changes it."""
         plain, noise = self.point.reference, np.zeros(self.point.scale.size)
         for k in range(MOVES if plain is not None else 0):
-            moved = self.point.around(HARDLY * (1 + k))
+            moved = self.point.around(FEW_ROUNDINGS * (1 + k))
             noise = noise if moved is None else np.fmax(noise, np.abs(moved - plain).max(axis=0))
         for start, stop in self.ranges:
             noise[start:stop] += np.median(noise[start:stop])
@@ -230,8 +230,8 @@ def search(judge: Judge, mode: str, without: Collection[int] = ()) -> list[Findi
         found = [f for leaf in leaves for f in _by_reference(judge, leaf)]
         doubtful = doubtful_leaves(judge) if mode == "auto" else set()
         for leaf in leaves:
-            blocks = BLOCKS if leaf in judge.point.blind else 1
-            if leaf in judge.point.blind or leaf in doubtful:
+            blocks = BLOCKS if leaf in judge.point.unreferenced else 1
+            if leaf in judge.point.unreferenced or leaf in doubtful:
                 known = [f.indices for f in found if f.leaf == leaf]
                 found += _in_leaf(judge.near, leaf, blocks, BALANCED[:1], known)
     else:
@@ -265,9 +265,9 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
     found = _lost_beside_others(judge, leaf, suspects)
     if not len(suspects):
         return found
-    told = _excused(_unmoved(judge, leaf, suspects, WRONG), judge)
-    excused = told.verdict.kind != WRONG
-    found += [told.part(excused)] if excused.any() else []
+    excusable = _excused(_unmoved(judge, leaf, suspects, WRONG), judge)
+    excused = excusable.verdict.kind != WRONG
+    found += [excusable.part(excused)] if excused.any() else []
     indices = suspects[~excused]
     if len(indices):
         parts = np.asarray(judge.reference)[:, indices], judge.gradient[:, indices]

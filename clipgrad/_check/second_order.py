@@ -7,7 +7,7 @@ from clipgrad._check.gradients import Gradient, PlainAD, differentiated
 from clipgrad._check.points import cotangents
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject, traced
-from clipgrad._check.values import found_at, told
+from clipgrad._check.values import failures_and_notes, found_at
 from clipgrad._errors import first_line
 
 NAME = "second order"
@@ -30,7 +30,7 @@ def check_second_order(check: Check) -> None:
     point = second.point()
     mode = "reference" if check.stops and point.reference is not None else "auto"
     found = found_at(second, point, mode)
-    failures, notes = told(second.subject, point, found, check=NAME)
+    failures, notes = failures_and_notes(second.subject, point, found, check=NAME)
     log.failures += failures
     log.notes += notes
     log.evaluations += second.differences.evaluations + 3

@@ -20,7 +20,7 @@ def check_values(check: Check, point: Point) -> None:
     """Search for wrong elements at the point that was passed."""
     log = check.log
     found = found_at(check, point, check.options.mode)
-    failures, notes = told(check.subject, point, found)
+    failures, notes = failures_and_notes(check.subject, point, found)
     judge = check.judge_of_arithmetic(point)
     failures += check_ties(check.subject, judge, check.vjp, found, check.options.seed)
     log.count(point, found)
@@ -80,7 +80,7 @@ def _told_at(check: Check, point: Point, where: str) -> tuple[set[int], list, li
     if mode != "auto" or point.reference is None:
         mode = "fast"
     found = found_at(check, point, mode)
-    failures, notes = told(check.subject, point, found, where)
+    failures, notes = failures_and_notes(check.subject, point, found, where)
     right = "right at the point that you passed; "
     failures = [f._replace(detail=right + f.detail) for f in failures]
     return wrong_leaves(found), failures, notes
@@ -98,7 +98,8 @@ def _doubt(check: Check, point: Point, wrong: set[int], moved: set[int]) -> str:
     judge = check.judge_of_arithmetic(point)
     judge = judge if point.exact is None else check.judge_of_formula(point)
     asked = wrong | moved
-    if not asked.isdisjoint(point.blind) or doubtful_leaves(judge, [[leaf] for leaf in asked]):
+    apart = [[leaf] for leaf in asked]
+    if not asked.isdisjoint(point.unreferenced) or doubtful_leaves(judge, apart):
         return "plain AD does not have the slopes of the function"
     for leaf in wrong & moved:
         (start, stop), shape = check.subject.ranges[leaf], point.xs[leaf].shape
@@ -124,7 +125,7 @@ def found_at(check: Check, point: Point, mode: str) -> list[Finding]:
     return found
 
 
-def told(
+def failures_and_notes(
     subject: CheckSubject, point: Point, found: list[Finding], where: str = "", check: str = "value"
 ) -> tuple[list[Failure], list[str]]:
     """Return the failures and the notes of a search, one of each kind for each leaf."""
