@@ -5,11 +5,15 @@ import jax.numpy as jnp
 import pytest
 
 from clipgrad._check import check_grads
-from tests.check_cases import RIGHT, UNKNOWN, WRONG
+from tests import check_cases, check_edges
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("users_promotion")]
 
 DTYPES = ["float32", "float64"]
+WRONG, RIGHT, UNKNOWN = (
+    getattr(check_cases, name) | getattr(check_edges, name)
+    for name in ("WRONG", "RIGHT", "UNKNOWN")
+)
 
 
 def run(make, dtype):

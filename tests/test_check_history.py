@@ -6,6 +6,7 @@ import pytest
 
 from clipgrad._check import check_grads
 from tests.check_history import HISTORY
+from tests.check_history_jax import OF_JAX
 from tests.check_history_layers import LARGE, LAYERS
 from tests.check_history_linalg import LINALG
 from tests.check_history_right import IMPLICIT, RIGHT
@@ -13,7 +14,7 @@ from tests.check_zoo import normal
 
 pytestmark = pytest.mark.exhaustive
 
-BUGS = HISTORY | LINALG | LAYERS | LARGE
+BUGS = HISTORY | LINALG | LAYERS | LARGE | OF_JAX
 
 
 def run(bug, which):

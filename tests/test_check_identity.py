@@ -19,10 +19,12 @@ from clipgrad._check.kept import quick_jit
 from clipgrad._check.subject import make_subject
 from clipgrad._jaxpr.identity import Itself, program_key
 from clipgrad._jaxpr.programs import CUSTOM_RULES, called_program, opened
-from tests import check_cases, check_functions, check_history, check_zoo
+from tests import check_cases, check_edges, check_functions, check_history, check_zoo
+from tests.check_history_jax import OF_JAX
 from tests.check_history_layers import LARGE, LAYERS
 from tests.check_history_linalg import LINALG
-from tests.check_history_right import RIGHT
+from tests.check_history_right import IMPLICIT, RIGHT
+from tests.check_lazy import LAZY
 from tests.check_zoo import custom
 from tests.check_zoo_layers import LAYERS as ZOO_LAYERS
 
@@ -303,17 +305,25 @@ def test_the_slopes_of_callbacks_are_their_own():
 def table_rows():
     """Each row of the checker's tables: its name, a function and its arguments, in float32."""
     dtype = jnp.dtype("float32")
-    for name, make in (check_cases.WRONG | check_cases.RIGHT | RIGHT).items():
+    cases = RIGHT | IMPLICIT
+    for part in (check_cases, check_edges):
+        cases |= part.WRONG | part.RIGHT | part.UNKNOWN
+    for name, make in cases.items():
         function, args, *options = make(dtype)
         yield name, function, args, (options or [{}])[0]
-    for name, (make, _) in (check_zoo.PAIRS | ZOO_LAYERS).items():
+    for name, make in LAZY.items():
         *pair, args = make(dtype)
         yield from ((f"{name} {k}", function, args, {}) for k, function in enumerate(pair))
-    for name, bug in (check_history.HISTORY | LINALG | LAYERS | LARGE).items():
+    for name, (make, check) in (check_zoo.PAIRS | ZOO_LAYERS).items():
+        *pair, args = make(dtype)
+        options = {"order": 2 if check == "second order" else 1}
+        yield from ((f"{name} {k}", function, args, options) for k, function in enumerate(pair))
+    for name, bug in (check_history.HISTORY | LINALG | LAYERS | LARGE | OF_JAX).items():
         if bug.dtype == "float32":
             *pair, args = bug.make(dtype)
-            yield from ((f"{name} {k}", function, args, {}) for k, function in enumerate(pair))
-    for name, (function, make) in check_functions.FUNCTIONS.items():
+            options = {"order": bug.order}
+            yield from ((f"{name} {k}", function, args, options) for k, function in enumerate(pair))
+    for name, (function, make) in (check_functions.FUNCTIONS | check_functions.MORE).items():
         yield name, function, make(dtype), {}
 
 

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from benchmarks import compiled, held_out, multiples, report
-from tests import check_functions, check_zoo, check_zoo_layers, test_check_functions
+from tests import (
+    check_cases,
+    check_edges,
+    check_functions,
+    check_zoo,
+    check_zoo_layers,
+    test_check_functions,
+)
 from tests.test_check_history import BUGS, RIGHT
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -179,6 +186,9 @@ def test_the_pages_on_the_checker_count_its_tables():
     page = (DOCS / "check.md").read_text()
     assert f"| {small + layers} | {small} |" in page and f"| {len(BUGS)}, two of them" in page
     assert f"| {right + more} | {right} |" in page and f"| {len(RIGHT)} | {len(RIGHT)} |" in page
+    for part in (check_cases, check_edges):
+        counts = f"{len(part.WRONG)} wrong, {len(part.RIGHT)} right"
+        assert f"(`tests/{part.__name__.split('.')[-1]}.py`) | {counts} |" in page
 
 
 JUDGES = {
