@@ -140,12 +140,6 @@ def cholesky_that_reads_one_triangle(dtype):
     return read, (positive_definite(dtype),)
 
 
-@into(WRONG)
-def cholesky_that_reads_one_triangle_of_another_matrix(dtype):
-    read, (matrix,) = cholesky_that_reads_one_triangle(dtype)
-    return read, (matrix + jnp.triu(jnp.ones_like(matrix), 1),)
-
-
 @into(RIGHT)
 def eigenvalues_as_near_as_numbers_are(dtype):
     return jnp.linalg.eigvalsh, (jnp.diag(2.0**53 + jnp.asarray([0, 2, 4], dtype)),)

@@ -363,6 +363,10 @@ def sampled_rows(seed, share):
     return [rows[k] for k in chosen]
 
 
+# Rules that remember how often they were called: only a new one gives the same report.
+REMEMBERING = ("random_gradient 0", "wrong_from_the_fourth_call_on 0")
+
+
 def reports_in_order(rows, order):
     found = {}
     for k in order:
@@ -377,5 +381,7 @@ def reports_in_order(rows, order):
 def test_rows_of_the_tables_in_two_orders_in_one_process_have_equal_reports(share):
     rows = sampled_rows(0, share)
     orders = [np.random.default_rng(seed).permutation(len(rows)) for seed in (1, 2)]
-    first, second = (reports_in_order(rows, order) for order in orders)
-    assert first == second
+    first = reports_in_order(rows, orders[0])
+    anew = dict(zip((row[0] for row in rows), sampled_rows(0, share), strict=True))
+    rows = [anew[row[0]] if row[0] in REMEMBERING else row for row in rows]
+    assert first == reports_in_order(rows, orders[1])
