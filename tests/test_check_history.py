@@ -17,23 +17,33 @@ pytestmark = pytest.mark.exhaustive
 BUGS = HISTORY | LINALG | LAYERS | LARGE | OF_JAX
 
 
-def run(bug, which):
-    with jax.enable_x64(bug.dtype == "float64"):
-        *pair, args = bug.make(jnp.dtype(bug.dtype))
+# A bug that is one of float32 is one of float64, too.
+ROWS = [
+    (name, dtype)
+    for name, bug in BUGS.items()
+    for dtype in (("float32", "float64") if bug.dtype == "float32" else (bug.dtype,))
+]
+
+
+def run(bug, dtype, which):
+    with jax.enable_x64(dtype == "float64"):
+        *pair, args = bug.make(jnp.dtype(dtype))
         return check_grads(pair[which], args, order=bug.order, raise_on_failure=False)
 
 
-@pytest.mark.parametrize("name", BUGS)
-def test_a_bug_of_the_past_is_rejected(name):
-    report = run(BUGS[name], 0)
+@pytest.mark.ci("name", "dtype")
+@pytest.mark.parametrize(("name", "dtype"), ROWS)
+def test_a_bug_of_the_past_is_rejected(name, dtype):
+    report = run(BUGS[name], dtype, 0)
     assert not report.ok, str(report)
     found = {failure.check for failure in report.failures}
     assert BUGS[name].check in {None, *found}, str(report)
 
 
-@pytest.mark.parametrize("name", BUGS)
-def test_its_corrected_twin_is_accepted(name):
-    report = run(BUGS[name], 1)
+@pytest.mark.ci("name", "dtype")
+@pytest.mark.parametrize(("name", "dtype"), ROWS)
+def test_its_corrected_twin_is_accepted(name, dtype):
+    report = run(BUGS[name], dtype, 1)
     assert report.ok, str(report)
 
 

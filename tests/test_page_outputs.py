@@ -179,12 +179,17 @@ def test_the_pages_on_the_checker_count_its_tables():
     promised = (DOCS / "guarantees.md").read_text()
     assert f"All of {small + layers + len(BUGS)} wrong VJPs" in promised
     assert f"{small} small bugs" in promised and f"{layers} layers with one bug" in promised
-    assert f"{len(BUGS)} bugs modeled" in promised and half == 2
+    both = sum(bug.dtype == "float32" for bug in BUGS.values())
+    assert f"{len(BUGS)} bugs modeled" in promised and half == 2 and len(BUGS) - both == 3
+    assert f"of which {both} are in float32\nand in float64" in promised
     assert f"{right + more} right functions pass" in promised
     assert f"{right} in float32 and in float64, {more} in float32" in promised
     assert len(test_check_functions.SMOOTH) == 9
     page = (DOCS / "check.md").read_text()
-    assert f"| {small + layers} | {small} |" in page and f"| {len(BUGS)}, two of them" in page
+    assert (
+        f"| {small + layers} | {small} |" in page
+        and f"| {len(BUGS)}, two of them in half precision | {both} |" in page
+    )
     assert f"| {right + more} | {right} |" in page and f"| {len(RIGHT)} | {len(RIGHT)} |" in page
     for part in (check_cases, check_edges):
         counts = f"{len(part.WRONG)} wrong, {len(part.RIGHT)} right"
