@@ -42,9 +42,8 @@ class ErrorClipHistory(NamedTuple):
 
     @classmethod
     def _of(cls, rule: Any, history: Any, like: jax.Array) -> "ErrorClipHistory":
-        """A history, and the limit that it sets whatever the norm of the next step may be."""
-        unknown = jnp.full_like(like, jnp.nan)
-        limit, _ = _each(adaptive_threshold(rule).update, like.ndim)(history, unknown)
+        """A history, and the limit that it sets for a norm that counts nowhere, 0."""
+        limit, _ = _each(adaptive_threshold(rule).update, like.ndim)(history, jnp.zeros_like(like))
         return cls(limit, history)
 
 

@@ -23,6 +23,7 @@ from clipgrad._compat import varying_axes
 from clipgrad._numerics.calls import for_each
 from clipgrad._numerics.numbers import (
     if_else,
+    nan_unless,
     over,
     real_product,
     times,
@@ -56,7 +57,7 @@ class Norm(NamedTuple):
     def of(cls, root: jax.Array, scale: jax.Array) -> "Norm":
         """The norm ``root / scale``."""
         divisor = if_else(root == 0, _nothing(root) ** 0.5, root)
-        return cls(root, scale, if_else(jnp.isfinite(root), divisor, jnp.nan))
+        return cls(root, scale, nan_unless(jnp.isfinite(root), divisor))
 
     @property
     def value(self) -> jax.Array:
@@ -249,7 +250,7 @@ def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
 def _root(count: float, total: jax.Array, scale: jax.Array) -> Norm:
     """The root of a sum of squares, or of their mean."""
     total = total if count == 1 else total / count
-    finite = if_else(jnp.isfinite(total), total, jnp.nan)
+    finite = nan_unless(jnp.isfinite(total), total)
     return Norm(jnp.sqrt(total), scale, jnp.sqrt(if_else(total == 0, _nothing(total), finite)))
 
 

@@ -1,5 +1,6 @@
 """Arithmetic of real factors with real or complex arrays, and of counters, exact in dtype."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,6 +81,13 @@ def _filled(x: Any, shape: tuple[int, ...], dtype: Any = bool) -> jax.Array:
         return jax.lax.full(shape, x, dtype)
     x = x.astype(dtype)
     return x if x.shape == shape else jnp.broadcast_to(x, shape)
+
+
+# One program also when called eagerly: under jax_debug_nans a NaN of its own would raise.
+@functools.partial(jax.jit, inline=True)
+def nan_unless(condition: jax.Array, x: jax.Array) -> jax.Array:
+    """NaN where the condition is false."""
+    return if_else(condition, x, jnp.nan)
 
 
 def real_or_absolute(leaf: jax.Array) -> jax.Array:

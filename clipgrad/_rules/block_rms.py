@@ -14,6 +14,7 @@ from clipgrad._numerics import (
     Norm,
     finite_product,
     if_else,
+    nan_unless,
     over,
     slice_norms,
     warn_of_parts,
@@ -119,5 +120,5 @@ def _scale_by_rms(leaf: jax.Array, norm: Norm, bounds: tuple[jax.Array, jax.Arra
     ratio = norm.divisor / limit / norm.scale
     most = np.asarray(np.inf, ratio.dtype)  # not JAX's, which jax_debug_infs would refuse
     divisor = jax.lax.clamp(least.astype(ratio.dtype), ratio, most)  # of slope 1 at the limit
-    divisor = if_else(jnp.isfinite(norm.root), divisor, jnp.nan)
+    divisor = nan_unless(jnp.isfinite(norm.root), divisor)
     return over(with_real_dtype(leaf, norm.root.dtype.name), divisor).astype(leaf.dtype)
