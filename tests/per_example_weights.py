@@ -1,4 +1,4 @@
-"""Random chains of views and changes of weights, several in one loss, and where weights are used.
+"""Random chains of views and changes of weights, several in one loss, and what uses the weights.
 
 A chain is drawn from a seed. One loss has several of them, since each program is compiled once for
 all methods; weights are shared by some chains, joined and cut.
@@ -11,8 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-SIZES, MOST, ROWS, EXAMPLES = (1, 2, 3, 4, 6, 8), 720, 2, 4
-CHANGES = {}
+FEW, SIZES, MOST, ROWS, EXAMPLES = (1, 2, 3), (6, 9, 12, 16, 20, 24), 1200, 2, 4
+CHANGES, USES = {}, {}
+# What products are followed through, if the arrays are large enough; two thirds of the changes.
+FOLLOWED = ["reshape", "transpose", "cut", "pad", "twice", "split", "rows", "inside", "scaled"]
+OF_THE_EXAMPLE = {"scaled_by_the_example", "carried"}
 
 
 def change(function):
@@ -45,7 +48,7 @@ def transpose(rng, shape):
 
 @change
 def cut(rng, shape):
-    bounds = [sorted(rng.choice(n + 1, 2, replace=False)) for n in shape]
+    bounds = [(rng.integers(n // 2 + 1), n // 2 + 1 + rng.integers(n // 2 + 1)) for n in shape]
     steps = rng.integers(1, 3, len(shape)) if rng.random() < 0.2 else [1] * len(shape)
     place = tuple(slice(a, b, s) for (a, b), s in zip(bounds, steps, strict=True))
     return lambda w, x: w[place]
@@ -65,7 +68,7 @@ def pad(rng, shape):
 @change
 def twice(rng, shape):
     axis = int(rng.integers(len(shape)))
-    return lambda w, x: jnp.concatenate([w, jnp.flip(w, axis) if axis else 2 * w], axis)
+    return lambda w, x: jnp.concatenate([w, 2 * w], axis)
 
 
 @change
@@ -113,7 +116,7 @@ def masked(rng, shape):
 
 @change
 def rows(rng, shape):
-    chosen = rng.integers(shape[0], size=int(rng.integers(1, 4)))
+    chosen = rng.integers(shape[0], size=int(rng.integers(1, shape[0] + 2)))
     return lambda w, x: w[jnp.asarray(chosen, jnp.int32)]
 
 
@@ -142,6 +145,12 @@ def carried(rng, shape):
 
 
 @change
+def summed_up(rng, shape):
+    axis = int(rng.integers(len(shape)))
+    return lambda w, x: jnp.cumsum(w, axis) / shape[axis]
+
+
+@change
 def nonlinear(rng, shape):
     return lambda w, x: jnp.tanh(w)
 
@@ -153,12 +162,19 @@ def inside(rng, shape):
     return lambda w, x: wrap(body)(w, x)
 
 
-def chain(rng, shape):
+def matrix(rng, shape):
+    """How many rows an array has as a matrix: its first axes, or any of its factors."""
+    if len(shape) > 1 and rng.random() < 0.8:
+        return math.prod(shape[: int(rng.integers(1, len(shape)))])
+    return factors(rng, math.prod(shape))[0]
+
+
+def chain(rng, shape, share):
     """Some changes of a weight of this shape, and the shape that comes out."""
     x = jax.ShapeDtypeStruct((ROWS, MOST), jnp.float32)
     found, names = [], []
-    for _ in range(int(rng.integers(1, 6))):
-        name = str(rng.choice(sorted(CHANGES)))
+    for _ in range(int(rng.integers(1, 3 + int(5 * share)))):
+        name = str(rng.choice(sorted(CHANGES) if rng.random() < share else FOLLOWED))
         step = CHANGES[name](rng, shape)
         new = jax.eval_shape(step, jax.ShapeDtypeStruct(shape, jnp.float32), x).shape
         if new and 0 < math.prod(new) <= MOST:
@@ -166,30 +182,128 @@ def chain(rng, shape):
     return found, shape, names
 
 
-def used(rng, shape):
-    """What a loss does with an array of this shape: mostly a product of rows."""
-    kind = rng.random()
-    if kind < 0.2:
-        return lambda v, x: jnp.sum(jnp.sin(v * x[0, : math.prod(shape)].reshape(shape)))
-    inner = factors(rng, math.prod(shape))[0]
-    count = 1 if kind < 0.5 else ROWS
+# What a loss does with the array that comes out of a chain, and an example, of (ROWS, MOST).
+
+
+def use(function):
+    """Registers what draws a function of an array of a shape and an example, and gives a number."""
+    USES[function.__name__] = function
+    return function
+
+
+@use
+def element_wise(rng, shape):
+    return lambda v, x: jnp.sum(jnp.sin(v * x[0, : math.prod(shape)].reshape(shape)))
+
+
+@use
+def product(rng, shape):
+    inner, count = matrix(rng, shape), int(rng.integers(1, ROWS + 1))
     return lambda v, x: jnp.sum(jnp.tanh(x[:count, :inner] @ v.reshape(inner, -1)))
 
 
+@use
+def product_of_groups(rng, shape):
+    count = shape[0] if len(shape) > 1 and shape[0] < 4 else 1
+    inner = matrix(rng, shape if count == 1 else shape[1:])
+
+    def apply(v, x):
+        x = x[:, : count * inner].reshape(ROWS, count, inner)
+        return jnp.sum(jnp.tanh(jnp.einsum("tgi,gio->gto", x, v.reshape(count, inner, -1))))
+
+    return apply
+
+
+@use
+def convolution(rng, shape):
+    taps = max(n for n in range(1, 7) if shape[0] % n == 0)
+    channels = matrix(rng, (shape[0] // taps, *shape[1:]))
+    outputs = math.prod(shape) // taps // channels
+    positions = int(rng.integers(1, 6 if channels < 100 else 2))
+    stride, dilation = (int(n) for n in rng.integers(1, 3, 2))
+
+    def apply(v, x):
+        # Where nothing is inf or NaN: on a CPU XLA makes one convolution of those of all examples
+        # in float64, with zeros between them, in `vmap(grad)` too.
+        x = x[0, MOST - positions * channels :].reshape(1, positions, channels)
+        kernel = v.reshape(taps, channels, outputs)
+        edges = (int(dilation * (taps - 1)), 1)
+        dims = ("NHC", "HIO", "NHC")
+        options = {"rhs_dilation": (dilation,), "dimension_numbers": dims}
+        made = jax.lax.conv_general_dilated(x, kernel, (stride,), [edges], **options)
+        return jnp.sum(jnp.tanh(made))
+
+    return apply
+
+
+@use
+def embedding(rng, shape):
+    """Rows at ids of the example, some of them out of range."""
+    count = matrix(rng, shape)
+
+    def apply(v, x):
+        ids = jnp.int32(jnp.floor(x[-1, -4:] * count))
+        found = v.reshape(count, -1).at[ids].get(mode="fill", fill_value=0.0)
+        return jnp.sum(jnp.sin(found * x[-1, : found.shape[1]][None]))
+
+    return apply
+
+
+@use
+def first_state(rng, shape):
+    def apply(v, x):
+        step = lambda h, x: (jnp.tanh(h * x), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(step, v, x[:, 3])[0])
+
+    return apply
+
+
+@use
+def scanned(rng, shape):
+    """Steps that each take their part of it, and all of it."""
+    length = shape[0] if len(shape) > 1 and shape[0] < 13 else 1
+    inner = matrix(rng, shape[1:] if length > 1 else shape)
+
+    def apply(v, x):
+        layers = v.reshape(length, inner, -1)
+
+        def step(h, w):
+            h = jnp.tanh(h + (x[:, :inner] @ w) @ jnp.swapaxes(layers[0], 0, 1))
+            return h, jnp.sum(h @ w)
+
+        h, found = jax.lax.scan(step, x[:, :inner], layers)
+        return jnp.sum(h) + jnp.sum(found)
+
+    return apply
+
+
+def shape_of(rng):
+    """The shape of a weight of two axes, or of three of which one is short."""
+    shape = [int(n) for n in rng.choice(SIZES, 2)]
+    if rng.random() < 0.4:
+        shape.insert(int(rng.integers(3)), int(rng.choice(FEW)))
+    return tuple(shape)
+
+
 def program(seed, count=6):
-    """A loss of that many chains, its parameters and a batch; and the names of the changes."""
+    """A loss of that many weights, each in one chain or two; its parameters and a batch; the names.
+
+    Of three weights one is only cut and moved, one is changed seldom and one often.
+    """
     rng = np.random.default_rng(seed)
-    shapes = [
-        tuple(int(n) for n in rng.choice(SIZES, int(rng.integers(1, 4)))) for _ in range(count)
-    ]
+    shapes = [shape_of(rng) for _ in range(count)]
+    everything = sorted(USES)
+    products = [name for name in everything if name not in ("element_wise", "first_state")]
     found = []
     for i, shape in enumerate(shapes):
-        steps, new, names = chain(rng, shape)
-        # Some chains begin with the weight of another one, so that two of them are added up.
-        found.append((f"w{i}", steps, used(rng, new), names))
-        if rng.random() < 0.4:
-            steps, new, names = chain(rng, shape)
-            found.append((f"w{i}", steps, used(rng, new), names))
+        share = (0, 0.15, 0.7)[i % 3]
+        for turn in range(1 + int(rng.random() < 0.3)):  # two chains of one weight are added up
+            steps, new, names = chain(rng, shape, share)
+            some = products if share < 0.5 else everything
+            name = some[(seed + i + turn) % len(some)]
+            if name == "convolution" and OF_THE_EXAMPLE & set(names):  # there XLA makes one as well
+                name = "product"
+            found.append((f"w{i}", steps, USES[name](rng, new), [*names, name]))
 
     def loss(p, x):
         total = 0.0
@@ -202,3 +316,10 @@ def program(seed, count=6):
     }
     batch = jnp.asarray(rng.normal(size=(EXAMPLES, ROWS, MOST)) / 2, jnp.float32)
     return loss, params, batch, [(name, *names) for name, _, _, names in found]
+
+
+def poisoned(seed, batch):
+    """The batch with inf or NaN in the second example, at a place that few or many chains read."""
+    rng = np.random.default_rng(seed)
+    place = 1, int(rng.integers(ROWS)), int(rng.choice([0, 1, 2, 3, 5, 20, 60]))
+    return batch.at[place].set(float(rng.choice([np.inf, -np.inf, np.nan])))

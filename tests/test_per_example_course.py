@@ -10,14 +10,12 @@ import pytest
 import clipgrad as cg
 from clipgrad._per_example import follow, linear, sums, terms
 from tests.per_example_programs import PROGRAMS, arguments
-from tests.per_example_weights import program
 from tests.test_per_example_products import (
     FOLLOWED,
     assert_clipped,
     every_way,
     norms_of,
     one_by_one,
-    wide,
 )
 
 ROWS = [
@@ -66,35 +64,6 @@ def test_rows_that_crashed_hung_or_were_wrong_have_one_answer():
     assert set(direct) == {f"{name}/{leaf}" for name in ROWS for leaf in PROGRAMS[name].direct}
     assert all(reason and "failed" not in reason for reason in direct.values())
     assert "more than 1,024 products" in direct["kernel doubled again and again/w"]
-
-
-# Random chains of weights; what is drawn is compared in float64, where norms have 12 digits.
-
-
-def check_chains(seed):
-    loss, params, batch, names = program(seed)
-    each = one_by_one(loss, params, batch)
-    norms = norms_of(each)
-    limit = float(np.median(np.sqrt(sum(n**2 for n in norms.values()))))
-    with jax.enable_x64(True):
-        args = wide((params, batch))
-        ways, by_leaf = every_way(loss, cg.ClipByGlobalNorm(limit), *args)
-        for result in ways.values():
-            assert_clipped(result, each, limit, rtol=1e-9)
-        plan = cg.clip_per_example(loss, cg.ClipByGlobalNorm(limit)).plan(*args)
-    for path, norm in norms.items():
-        np.testing.assert_allclose(by_leaf[path], norm, rtol=1e-9, atol=1e-30, err_msg=f"{names}")
-    assert not [leaf for leaf in plan.leaves if "failed" in leaf.reason]
-
-
-def test_any_chain_of_weights_has_one_answer():
-    check_chains(0)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(1, 13))
-def test_any_other_chain_of_weights_has_one_answer(seed):
-    check_chains(seed)
 
 
 # Whatever goes wrong

@@ -79,7 +79,8 @@ class SquaredNorm(Reduction):
         if not want.is_whole or isinstance(value, Squares):
             return value
         if isinstance(value, Products):
-            return squares(value)
+            # What becomes an array later has NaN and inf as 0 there.
+            return value if want.leaves <= self.zero else squares(value)
         if not self.in_scan and waits(value):
             return value
         return Squares.of(value, zero=want.leaves <= self.zero)
@@ -177,7 +178,8 @@ class Follow(Hook):
         place, name = self.place(equation), equation.primitive.name
         if any(isinstance(x, Summed) for x in inputs) and name not in _OF_ANYTHING:
             return [self._of_sums(equation, inputs, wants[0])]
-        if place not in self.course.stops:
+        # Squares pass where products of one example would become an array.
+        if place not in self.course.stops or any(isinstance(x, Squares) for x in inputs):
             rule, reason = _RULES.get(name), f"computed by {name}"
             try:
                 outputs = None if rule is None else rule(self, equation, inputs, wants)
