@@ -7,6 +7,7 @@ benchmarks/RESULTS.md.
 
     JAX_PLATFORMS=cpu python -m benchmarks.accelerators [--rows "8 H200, adaptive" ...]
     JAX_PLATFORMS=cpu python -m benchmarks.accelerators --per-example [--rows TEXT ...]
+    JAX_PLATFORMS=cpu python -m benchmarks.accelerators --values [--rows TEXT ...]
 """
 
 import argparse
@@ -28,9 +29,11 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from benchmarks import compiled
+from benchmarks.flax_models import Transformer
 from benchmarks.peers import by_leaf
 from benchmarks.rows import Scale
 from benchmarks.subjects import per_example as subject
+from benchmarks.subjects import values as of_values
 
 WIDTH = 1024
 VECTORS = {"bias": (WIDTH,), "scale": (WIDTH,)}
@@ -49,6 +52,9 @@ ONE_DEVICE = ("H200", "1 TPU")
 EXAMPLES = {
     f"{name}, batch {sizes[-1]}": (make, sizes[-1]) for name, make, sizes, _ in subject.WORK
 }
+# A CPU is beside them for its temporaries, with the rows of the batch that each compiles for.
+VALUES = {"CPU": 8, "H200": 8, "1 TPU": 64}
+MODELS = {"unrolled": False, "scanned": True}
 KERNEL = re.compile(r"= [^=]*? (?:fusion|custom-call)[(]")
 # The compiler numbers the parts of a long tuple: (f32[2], /*index=5*/f32[2]).
 COMMENT = re.compile(r"/[*].*?[*]/")
@@ -63,6 +69,8 @@ CLIPS = {
 
 
 def devices(kind):
+    if kind == "CPU":
+        return np.array(jax.devices("cpu")[:1])
     platform, topology, count = KINDS[kind]
     if platform == "tpu":
         found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
@@ -125,7 +133,7 @@ def keep(part, row, works, fun, args):
     """Compiles a function, prints what it does, and stores it."""
     found = row | facts(fun, *args) | origin()
     print(json.dumps(found), flush=True)
-    compiled.keep(part, found, list(KINDS), list(works))
+    compiled.keep(part, found, ["CPU", *KINDS], list(works))
 
 
 def per_example(texts):
@@ -147,6 +155,26 @@ def per_example(texts):
                 keep(compiled.EXAMPLES, row, EXAMPLES, fun, args)
 
 
+def values(texts):
+    """Statistics of the values of all modules of a transformer, beside the plain gradient."""
+    for kind, size in VALUES.items():
+        sharding = NamedSharding(Mesh(devices(kind), ("data",)), P())
+        for work, scanned in MODELS.items():
+            if not any(text in f"{kind}, {work}" for text in texts):
+                continue
+            model = Transformer(scanned, 4)
+            data = jax.ShapeDtypeStruct((size, 128, 256), jnp.float32)
+            shapes = jax.eval_shape(model.init, jax.random.key(0), data), data
+            args = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),  # noqa: B023
+                shapes,
+            )
+            loss = lambda p, x: jnp.mean(model.apply(p, x) ** 2)  # noqa: B023, E731
+            for who, fun in of_values.programs(loss, model.apply, ["**"]).items():
+                row = {"for": kind, "work": work, "who": who}
+                keep(compiled.VALUES, row, MODELS, fun, args)
+
+
 def clips(texts):
     """Clips of finished gradients, beside optax's."""
     for kind in KINDS:
@@ -161,14 +189,16 @@ def clips(texts):
 
 
 def main(arguments):
-    # Without these libtpu asks the network what machine it is on.
+    # Without these libtpu asks the network what machine it is on, and one process loads it alone.
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
-    os.environ |= {"TPU_ACCELERATOR_TYPE": "v5e-4"}
+    os.environ |= {"TPU_ACCELERATOR_TYPE": "v5e-4", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--per-example", action="store_true", help="clips of each example")
+    parser.add_argument("--values", action="store_true", help="statistics of values by name")
     parser.add_argument("--rows", nargs="+", default=[""], metavar="TEXT")
     options = parser.parse_args(arguments)
-    (per_example if options.per_example else clips)(options.rows)
+    chosen = per_example if options.per_example else values if options.values else clips
+    chosen(options.rows)
 
 
 if __name__ == "__main__":

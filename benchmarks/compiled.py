@@ -8,9 +8,11 @@ from typing import Any
 Facts = dict[str, Any]
 STORED = pathlib.Path(__file__).parent / "compiled.json"
 KEY = ("for", "work", "who")
-EXAMPLES, CLIPS = "each example", "clips"
+EXAMPLES, CLIPS, VALUES = "each example", "clips", "values"
 HEAD = ("compiled for", "work", "by", "kernels", "in loops", "temporaries, MB", "to compile, s")
 RULE = ("---", "---", "---", "---:", "---:", "---:", "---:")
+VALUE_HEAD = (*HEAD[:-2], "temporaries, MB", "beside plain", HEAD[-1])
+VALUE_RULE = (*RULE, "---:")
 CLIP_HEAD = ("compiled for", "clip", "kernels", "collectives", "temporaries, MB", "to compile, s")
 CLIP_RULE = ("---", "---", "---:", "---:", "---:", "---:")
 
@@ -23,7 +25,7 @@ def load() -> dict[str, list[Facts]]:
 def keep(part: str, facts: Facts, kinds: Sequence[str], works: Sequence[str]) -> None:
     """Stores the facts of a program in place of older ones, in the order of kinds and works."""
     stored = load()
-    rows = {tuple(row[k] for k in KEY): row for row in stored[part]}
+    rows = {tuple(row[k] for k in KEY): row for row in stored.get(part, [])}
     rows[tuple(facts[k] for k in KEY)] = facts
     known = [row for row in rows.values() if row["for"] in kinds and row["work"] in works]
     known.sort(key=lambda row: (kinds.index(row["for"]), works.index(row["work"])))
@@ -48,6 +50,20 @@ def table(rows: Sequence[Facts]) -> str:
     return _lines(lines)
 
 
+def value_table(rows: Sequence[Facts]) -> str:
+    """A line for each program, with its temporaries beside those of the plain gradient."""
+    lines, plain = [VALUE_HEAD, VALUE_RULE], {}
+    for row in rows:
+        if row["who"] == "plain":
+            plain[row["for"], row["work"]] = row["temporaries"]
+    for row in rows:
+        kernels, temporaries, seconds = _cells(row)
+        ratio = f"{row['temporaries'] / plain[row['for'], row['work']]:.3f}"
+        counts = kernels, str(row["in loops"]), temporaries, ratio, seconds
+        lines.append((*(row[k] for k in KEY), *counts))
+    return _lines(lines)
+
+
 def clip_table(rows: Sequence[Facts]) -> str:
     """A line for each clip, whose cells have all that compute it."""
     lines, groups = [CLIP_HEAD, CLIP_RULE], dict[tuple[str, str], list[Facts]]()
@@ -68,7 +84,7 @@ def origin(rows: Sequence[Facts]) -> str:
 
 def section(stored: dict[str, list[Facts]]) -> str:
     """What RESULTS.md says of these programs."""
-    rows, clips = stored[EXAMPLES], stored[CLIPS]
+    rows, clips, values = stored[EXAMPLES], stored[CLIPS], stored[VALUES]
     return f"""### Each example, compiled for accelerators and not run
 
 {origin(rows)}, on a machine with neither a GPU nor a TPU. Command: `JAX_PLATFORMS=cpu python -m
@@ -90,5 +106,16 @@ the kernels of the entry computation, *temporaries* the temporaries of each devi
 CPU seconds.
 
 {clip_table(clips)}
+
+### Statistics of values by name, compiled for accelerators and not run
+
+{origin(values)}, on a machine with neither a GPU nor a TPU. Command: `JAX_PLATFORMS=cpu python -m
+benchmarks.accelerators --values`. The gradient of a flax transformer of 4 layers, width 256, with
+128 tokens and 8 rows (64 for a TPU), all of its modules watched by `with_value_stats`; a CPU is
+there for its temporaries. *Kernels* are fusions and calls of the entry computation; *in loops* the
+same in the bodies of loops, once each. *Beside plain*: temporaries divided by those of the plain
+gradient. *To compile* are CPU seconds.
+
+{value_table(values)}
 
 """

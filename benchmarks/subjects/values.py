@@ -11,6 +11,7 @@ from benchmarks import models
 from benchmarks.rows import FLOOR, OURS, PEER, Row, Scale, Side, jitted
 
 TITLE = "Statistics of values by name"
+FLAX, PLAIN = "flax capture_intermediates", "plain"
 
 
 def variants(fun: Callable, names: list[str]) -> dict[str, Callable]:
@@ -38,24 +39,33 @@ def captured(apply: Callable, params: Any, x: Any) -> tuple[Any, Any]:
     return jnp.mean(out**2), jax.tree.map(summary, state["intermediates"])
 
 
-def sides(scale: Scale, scanned: bool) -> list[Side]:
-    """The variants, flax and the plain gradient."""
-    fun, params, data, names = models.flax_transformer(scale, scanned)
-    apply = models.flax_apply(scale, scanned)
+def programs(fun: Callable, apply: Callable, names: list[str]) -> dict[str, Callable]:
+    """The gradient beside statistics: the variants, flax and the plain gradient."""
 
-    def side(name: str, kind: str, changed: Callable) -> Side:
+    def of(changed: Callable) -> Callable:
         gradient = jax.value_and_grad(changed, has_aux=True)
 
         def run(*args: Any) -> tuple[Any, Any]:
             (value, stats), grads = gradient(*args)
             return (value, grads), stats
 
-        return jitted(name, kind, run, params, data, numbers=lambda result: result[0])
+        return run
 
+    return {
+        **{name: of(changed) for name, changed in variants(fun, names).items()},
+        FLAX: of(lambda p, x: captured(apply, p, x)),
+        PLAIN: of(lambda p, x: (fun(p, x), ())),
+    }
+
+
+def sides(scale: Scale, scanned: bool) -> list[Side]:
+    """The variants, flax and the plain gradient."""
+    fun, params, data, names = models.flax_transformer(scale, scanned)
+    found = programs(fun, models.flax_apply(scale, scanned), names)
+    kinds = {FLAX: PEER, PLAIN: FLOOR}
     return [
-        *(side(name, OURS, changed) for name, changed in variants(fun, names).items()),
-        side("flax capture_intermediates", PEER, lambda p, x: captured(apply, p, x)),
-        side("plain", FLOOR, lambda p, x: (fun(p, x), ())),
+        jitted(name, kinds.get(name, OURS), run, params, data, numbers=lambda result: result[0])
+        for name, run in found.items()
     ]
 
 
