@@ -79,6 +79,15 @@ def test_the_table_of_the_design_is_in_the_order_of_the_rooms():
     assert named == [name for name in ROOMS if name in NAMED]
 
 
+def test_the_files_that_the_design_names_exist():
+    named = set(re.findall(r"(?<![\w/.])(?:\w+/)*\w+\.py\b", DESIGN))
+    there = {
+        f"/{path.relative_to(PACKAGE.parent)}" for path in [*FILES, *TESTS[0].parent.glob("*")]
+    }
+    assert len(named) > 100
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in there)] == []
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_imports_inside_of_a_room_go_one_way_too(folder):
     here = f"clipgrad.{folder}."

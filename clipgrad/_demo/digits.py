@@ -9,7 +9,7 @@ TRAIN = 1400
 
 
 class Digits(NamedTuple):
-    """Images and labels, those of the test set last."""
+    """Images and labels, the test set's last."""
 
     images: jax.Array
     labels: jax.Array

@@ -74,7 +74,7 @@ class Task:
       shown: the arms that tell the story: without ``--all`` only they are trained, and only they
         are drawn.
       short: how many steps show it; 0: all.
-      options: those of the compiler, for a model that takes longer to compile than to train.
+      options: the compiler's options, for a model that takes longer to compile than to train.
     """
 
     name: str

@@ -28,7 +28,7 @@ class Run(NamedTuple):
       norm: the norm of the gradients before any gradient clip, likewise.
       through_time: the norm of the gradient that goes back through the tagged variable, after
         any error clip, of shape (seeds, steps, time steps); ``None`` without time steps.
-      metrics: those of the task after the last step, each of shape (seeds,).
+      metrics: the task's metrics after the last step, each of shape (seeds,).
       reached: whether each seed reached the goal.
       seconds: how long it took, with compilation.
     """
@@ -53,7 +53,7 @@ class Result(NamedTuple):
 class _Common(NamedTuple):
     """Everything that all arms of a task share, so that they differ in their training alone.
 
-    ``batches`` makes those of some steps, and has the seeds and the steps as leading axes.
+    ``batches`` makes the batches of some steps, and has the seeds and the steps as leading axes.
     """
 
     task: Task
@@ -68,7 +68,7 @@ def train(
     advance: Callable[[int], Any],
     show: Callable[[Task, Run], Any] = lambda task, run: None,
 ) -> list[Result]:
-    """Trains every arm of each task, those of a task from the same parameters on the same batches.
+    """Trains every arm of each task, each from the same parameters on the same batches.
 
     Args:
       tasks: the tasks.
