@@ -4,6 +4,14 @@ import textwrap
 
 # With the kind of the error before it, a line of a terminal.
 LINE = 90
+PAGE = 100
+
+
+def folded(text: str, indent: str = "") -> str:
+    """A text in lines of a report, each with this indent; words with a hyphen stay whole."""
+    return textwrap.fill(
+        text, PAGE, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
 
 
 def first_line(error: BaseException) -> str:

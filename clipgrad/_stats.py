@@ -224,7 +224,7 @@ def measured_stats(rule: Any, before: Any, after: Any, dtype: Any = None) -> Cli
     def count(masks: list[jax.Array]) -> jax.Array:
         return _count_true([jnp.any(mask, axes) for mask in masks], dtype)
 
-    # All are compared, so that vmap counts those of every lane.
+    # All are compared, so that vmap counts the elements of every lane.
     return stats._replace(
         changed=count([_differ(b, a) for b, a in pairs]),
         nonfinite=count([~jnp.isfinite(b) for b, _ in pairs]),
@@ -287,7 +287,7 @@ def _by_leaf(rule: Any, tree: Any, numbers: Numbers) -> dict[str, ClipStats]:
 
 
 def _joined_groups(rule: Any, leaves: list[jax.Array], numbers: Numbers) -> list[Any]:
-    """Norms, limits and sizes of groups, those of all leaves in one array.
+    """Norms, limits and sizes of groups, one array for all leaves.
 
     XLA compiles a formula of a thousand norms slowly, and on a GPU would make a kernel for each
     of them, were they not one array behind the barrier. Norms whose types are sharded stay apart.
@@ -366,7 +366,7 @@ def _counts_unless(finite: jax.Array, trees: list[Any], axis_name: AxisName) -> 
 
 
 def _one(total: jax.Array) -> jax.Array:
-    """1, computed from a sum over the elements so that vmap counts those of every lane."""
+    """1, computed from a sum over the elements so that vmap counts the elements of every lane."""
     return ((total == total) | (total != total)).astype(total.dtype)
 
 

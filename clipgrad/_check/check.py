@@ -55,7 +55,7 @@ class Log:
     devices: list[str] = dataclasses.field(default_factory=list)
 
     def fail(self, failures: Sequence[Failure]) -> None:
-        """Record failures, but for those of checks that are switched off."""
+        """Record failures, but not of checks that are switched off."""
         self.failures += [f for f in failures if f.check not in self.options.skip]
 
     def is_late(self) -> bool:
@@ -169,7 +169,7 @@ class Check:
         return found if found is not None and np.isfinite(found).all() else None
 
     def _reference(self, xs, rows: int, exact: np.ndarray | None) -> np.ndarray | None:
-        """Plain AD's gradients; where they are those of the rule, these, to save their memory."""
+        """Plain AD's gradients; where they are the rule's, these, to save their memory."""
         if exact is None or self.rule is self.plain:
             return exact if exact is not None else self._exact(self.plain, xs, slice(rows))
         found = exact[:]  # another array than the rule's, with the same numbers

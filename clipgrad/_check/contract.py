@@ -9,6 +9,7 @@ import clipgrad._trees as _trees
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import CALLED_ALIKE, RELATIVE, narrowest
+from clipgrad._jaxpr import holds_floats
 
 
 def primal(subject: CheckSubject, outputs: Sequence[jax.Array], how: str) -> list[Failure]:
@@ -55,14 +56,14 @@ def same_types(subject: CheckSubject, cotangents: Sequence) -> list[Failure]:
 
 def integers(subject: CheckSubject, covector: np.ndarray) -> list[Failure]:
     """Inputs that are not floats get a cotangent of type float0."""
-    if all(map(_trees.is_float_leaf, subject.arrays)):
+    if all(map(holds_floats, subject.arrays)):
         return []
     _, pull = jax.vjp(subject.whole, subject.arrays)
     cotangents = pull(_trees.cotangent_leaves(covector, subject.outputs))[0]
     return [
         Failure("cotangent", "integer input", f"its cotangent has dtype {ct.dtype}, not float0")
         for x, ct in zip(subject.arrays, cotangents, strict=True)
-        if not _trees.is_float_leaf(x) and ct.dtype != jax.dtypes.float0
+        if not holds_floats(x) and ct.dtype != jax.dtypes.float0
     ]
 
 

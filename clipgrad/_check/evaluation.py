@@ -30,7 +30,7 @@ class Chaotic(Exception):
 
 
 class _OtherValues(Exception):
-    """An evaluation whose values are not those of the function."""
+    """An evaluation whose values are not the function's."""
 
 
 def choose(

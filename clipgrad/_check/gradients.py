@@ -66,7 +66,7 @@ class Gradient:
 
     Args:
       function: the widened program of a rule, or plain AD.
-      constants: those of the program.
+      constants: the constants of the program.
       outputs: the outputs at the base point, for shapes and dtypes.
     """
 

@@ -4,25 +4,20 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from clipgrad._check.hold import HeldStops
 from clipgrad._jaxpr import (
-    CALLS,
-    CUSTOM_RULES,
     ENTRANCES,
-    JIT,
-    REMAT,
     Widen,
     equations,
     evaluate,
+    holds_floats,
     opened,
     scan_counts,
+    tracked_programs,
 )
-
-_CALLING = JIT | REMAT | CALLS | CUSTOM_RULES
 
 
 def found_by_loops(program: Any) -> list[bool]:
@@ -35,11 +30,11 @@ def _through_loops(jaxpr: Any, flags: list[bool]) -> list[bool]:
     found = {variable for variable, flag in zip(jaxpr.invars, flags, strict=True) if flag}
     for equation in jaxpr.eqns:
         known = [not isinstance(atom, Literal) and atom in found for atom in equation.invars]
-        programs = [opened(inner)[0] for inner in jaxprs_in_params(equation.params)]
-        if len(programs) == 1 and equation.primitive.name in _CALLING:
-            flags = _through_loops(programs[0], known)
+        chooses = equation.primitive.name in ("scan", "while", "cond")
+        if not chooses and (called := tracked_programs(equation)):
+            flags = _through_loops(opened(called[0])[0], known)
         else:
-            inside = (inner for program in programs for inner in equations(program))
+            inside = (e for held in jaxprs_in_params(equation.params) for e in equations(held))
             stops = any(map(_stops_by_its_numbers, [equation, *inside]))
             flags = [any(known) or stops] * len(equation.outvars)
         found |= {variable for variable, flag in zip(equation.outvars, flags, strict=True) if flag}
@@ -50,8 +45,7 @@ def _stops_by_its_numbers(equation: Any) -> bool:
     if equation.primitive.name != "while":
         return False
     compared = equations(equation.params["cond_jaxpr"])
-    avals: list[Any] = [atom.aval for inner in compared for atom in inner.invars]
-    return any(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
+    return any(holds_floats(atom) for inner in compared for atom in inner.invars)
 
 
 class Longer(Widen):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._trees as _trees
+from clipgrad._jaxpr import holds_floats
 
 Leaves = list[jax.Array]
 Range = tuple[int, int]
@@ -158,7 +159,7 @@ def _first_call(call: Callable, leaves: list) -> tuple[Callable, Any]:
 
 def _chosen_inputs(fun, args, kwargs, leaves, wrt, no_grad) -> list[int]:
     paths = _input_paths(fun, args, kwargs)
-    floats = [k for k, leaf in enumerate(leaves) if _trees.is_float_leaf(leaf)]
+    floats = [k for k, leaf in enumerate(leaves) if holds_floats(leaf)]
     if not floats:
         raise ValueError(
             f"args: got leaves of {sorted({_leaf_kind(leaf) for leaf in leaves})}, expected a "
@@ -194,7 +195,7 @@ def _leaf_kind(leaf):
 
 def _chosen_outputs(out, output):
     leaves = jax.tree.leaves(out)
-    floats = [k for k, leaf in enumerate(leaves) if _trees.is_float_leaf(leaf)]
+    floats = [k for k, leaf in enumerate(leaves) if holds_floats(leaf)]
     if not floats:
         raise ValueError(
             f"fun: got {[_leaf_kind(leaf) for leaf in leaves] or out!r} from it, expected a "

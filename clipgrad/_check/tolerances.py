@@ -179,7 +179,7 @@ class Tolerance:
       names: the type of each leaf.
       own: relative tolerances in place of those of the type, 0 for none.
       paddle: Paddle's relative error, which stands in for all others.
-      times: how many times those of the type.
+      times: how many times the type's.
       loops: the leaves whose gradients are found by loops that stop when they are near enough.
     """
 

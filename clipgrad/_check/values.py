@@ -89,7 +89,7 @@ def _told_at(check: Check, point: Point, where: str) -> tuple[set[int], list, li
 def _doubt(check: Check, point: Point, wrong: set[int], moved: set[int]) -> str:
     """Why a function may not be meant for a point where its gradient is wrong; "" if it is.
 
-    `wrong` are the leaves in which it is, `moved` those of matrices that are not symmetric there.
+    `wrong` are the leaves in which it is, `moved` the leaves that are not symmetric there.
     A function that is meant for symmetric ones has another gradient of these too elsewhere.
     """
     plain = point.reference

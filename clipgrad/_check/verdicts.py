@@ -89,7 +89,7 @@ def judge_two(slopes: Slopes, ratio: float, allowed: Allowed, as_they_are: bool)
 
 
 def judge_ladder(slopes: Slopes, ratio: Any, allowed: Allowed, flat: Any = False) -> Verdict:
-    """Judge each row by a ladder of shrinking steps; `ratio` is that of successive steps.
+    """Judge each row by a ladder of shrinking steps; `ratio` is the ratio of successive steps.
 
     A row that is `flat` may be a staircase, whose larger steps have the slope of a ramp.
     """

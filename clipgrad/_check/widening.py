@@ -104,15 +104,14 @@ class MovedConstants(_jaxpr.Widen):
 
     def constant(self, value, aval):
         wide = super().constant(value, aval)
-        dtype = getattr(aval, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+        if not _jaxpr.holds_floats(aval):
             return wide
         if not isinstance(value, Tracer):
             mantissa = np.frexp(np.stack([np.real(wide), np.imag(wide)]))[0] * self.DIGITS
             if np.all((mantissa == np.round(mantissa)) | ~np.isfinite(mantissa)):
                 return wide
         shape = np.shape(wide) if np.size(wide) <= self.LARGEST else ()
-        part = float(jnp.finfo(dtype).eps) / 2 * self._rng.choice([-1.0, 1.0], shape)
+        part = float(jnp.finfo(aval.dtype).eps) / 2 * self._rng.choice([-1.0, 1.0], shape)
         return wide * (1 + part)
 
 

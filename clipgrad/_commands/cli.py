@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-      argv: the arguments; ``None``: those of the process.
+      argv: the arguments; ``None``: the arguments of the process.
 
     Returns:
       The exit code: 0 for success, 2 for wrong usage, 130 if interrupted, 141 if nobody reads the

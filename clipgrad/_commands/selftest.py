@@ -70,7 +70,7 @@ def cases() -> Iterator[Case]:
 
 
 def laws() -> Iterator[Law]:
-    """The VJP of a clipped function is that of the function, of the clipped cotangent."""
+    """The VJP of a clipped function is the function's VJP, of the clipped cotangent."""
     x, w, cotangent = _normal_array(3, 4), _normal_array(4, 4), 3 * _normal_array(3, 4)
     _, plain = jax.vjp(lambda x: _cell(x, w), x)
     for rule in ACTIVE:

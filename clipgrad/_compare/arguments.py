@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._compare.differences import rounding
-from clipgrad._jaxpr import holds_floats
-from clipgrad._trees import is_array
+from clipgrad._trees import is_array, is_float_array, widened_leaf
 
 
 def copied(tree: Any) -> Any:
@@ -21,11 +20,7 @@ def moved_by_rounding(tree: Any, run: int) -> Any:
 
     The signs follow from the index of the element and the number of the run. Zeros stay.
     """
-    return jax.tree.map(lambda x: _moved_array(x, run) if _is_floating(x) else x, copied(tree))
-
-
-def _is_floating(x: Any) -> bool:
-    return is_array(x) and holds_floats(x)
+    return jax.tree.map(lambda x: _moved_array(x, run) if is_float_array(x) else x, copied(tree))
 
 
 def _moved_array(x: Any, run: int) -> Any:
@@ -50,10 +45,9 @@ def _key(index: Any, shape: tuple[int, ...]) -> tuple:
 
 def nudged(x: np.ndarray, positions: np.ndarray, run: int) -> np.ndarray:
     """An array in NumPy, moved by one rounding of its dtype."""
-    wide = np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64
     own = signs(positions.ravel(), run).astype(np.float64).reshape(x.shape)
     factors = 1 + rounding(x.dtype) * own  # in float32 it would be 1 for float64
-    return (x.astype(wide) * factors).astype(x.dtype)
+    return (widened_leaf(x) * factors).astype(x.dtype)
 
 
 def signs(positions: Any, run: Any) -> Any:

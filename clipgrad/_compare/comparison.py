@@ -1,12 +1,11 @@
 """The result of a comparison, for people and for programs."""
 
 import dataclasses
-import textwrap
 from typing import Any
 
 from clipgrad._compare.records import ComparisonFinding, ComparisonRow
+from clipgrad._errors import folded
 
-_WIDTH = 100
 _MOST_ROWS = 20
 _NAME_WIDTH = 56
 _COMPARISON_HEADS = {
@@ -43,8 +42,8 @@ class GradientComparison:
         )
         parts += [_written(finding) for finding in self.findings]
         parts += _row_table(self.rows) if self.findings else []
-        parts += [_folded_lines(f"not matched: {place}") for place in self.unmatched]
-        return "\n".join(parts + [_folded_lines(f"note: {note}") for note in self.notes])
+        parts += [folded(f"not matched: {place}") for place in self.unmatched]
+        return "\n".join(parts + [folded(f"note: {note}") for note in self.notes])
 
     def plot(self) -> Any:
         """Draws the relative differences by depth, of values and of cotangents, with the findings.
@@ -66,7 +65,7 @@ def _written(finding: ComparisonFinding) -> str:
     head = (
         f"{finding.kind}: {_COMPARISON_HEADS[finding.kind]}: {where or 'outside of modules'}{step}"
     )
-    return f"{_folded_lines(head)}\n{_folded_lines(finding.message, '  ')}"
+    return f"{folded(head)}\n{folded(finding.message, '  ')}"
 
 
 def _row_table(rows: tuple[ComparisonRow, ...]) -> list[str]:
@@ -88,9 +87,3 @@ def _line(row: ComparisonRow) -> str:
     step = "" if row.step is None else row.step
     cotangent = "" if row.cotangent is None else f"{row.cotangent:.1e}"
     return f"{name:<{_NAME_WIDTH}}{step:>6}{row.value:>10.1e}{cotangent:>12}"
-
-
-def _folded_lines(text: Any, indent: str = "") -> str:
-    return textwrap.fill(
-        text, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-    )

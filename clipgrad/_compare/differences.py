@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._jaxpr import on_host
+from clipgrad._jaxpr import holds_floats, on_host
+from clipgrad._trees import widened_leaf
 
 EQUAL_ROUNDINGS = 4  # of the dtype; two orders of one sum differ by fewer
 FLOORS = 4  # times the measured floor; with 8 a halved scale of attention in bfloat16 is missed
@@ -59,10 +60,7 @@ def _host(x: Any) -> Any:
     if not isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
         return x
     x = np.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return Exact(x)
-    is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
-    return x.astype(np.complex128 if is_complex else np.float64)
+    return widened_leaf(x) if holds_floats(x) else Exact(x)
 
 
 def rounding(*dtypes: Any) -> float:

@@ -53,9 +53,9 @@ def match(own: Version, other: Version, names: Mapping[str, str] | None) -> Matc
     module are matched with n steps of a scan.
 
     Raises:
-      ValueError: an expression of ``names`` is that of no value.
+      ValueError: an expression of ``names`` fits no value.
     """
-    ours, theirs = _Renamed(own, dict(names or {})), _Renamed(other, {})
+    ours, theirs = _Renamed(dict(names or {})), _Renamed({})
     theirs.patterns = [b for a, b in ours.rules if "*" in b and "*" not in a]
     groups = _groups(own, ours), _groups(other, theirs)
     ours.check("names", [v.name for v in own.values])
@@ -105,9 +105,9 @@ def _unmatched(group: Group, found: Sequence, same: Sequence, here: str, there: 
 
 
 class _Renamed:
-    """The name under which a value of a version is looked for in the other one."""
+    """The name under which a value of one version is looked for in the other."""
 
-    def __init__(self, version: Version, names: dict[str, str]) -> None:
+    def __init__(self, names: dict[str, str]) -> None:
         self.rules = list(names.items())
         self.patterns: list[str] = []
         self._used: set[str] = set()

@@ -5,9 +5,7 @@ from typing import Any
 
 from jax.extend.core import Literal, Var
 
-from clipgrad._jaxpr import CALLS, JIT, REMAT, entered_programs, opened
-
-_FOLLOWED = JIT | REMAT | CALLS | {"shard_map", "scan"}
+from clipgrad._jaxpr import differentiated_programs, opened
 
 
 def ages(program: Any) -> list[int]:
@@ -28,8 +26,8 @@ def _ages(jaxpr: Any, given: Sequence[int]) -> list[int]:
 
     for equation in jaxpr.eqns:
         inputs = [age(atom) for atom in equation.invars]
-        inner, _ = entered_programs(equation)
-        if equation.primitive.name in _FOLLOWED:
+        inner = differentiated_programs(equation)
+        if inner and equation.primitive.name != "cond":
             found = _ages(opened(inner[0])[0], inputs)
         else:
             found = [max(inputs, default=0) + 1] * len(equation.outvars)

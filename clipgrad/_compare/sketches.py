@@ -22,7 +22,7 @@ from clipgrad._jaxpr import (
     scan_counts,
     value_programs,
 )
-from clipgrad._names import ModuleValues, Place, ScopePath, path
+from clipgrad._names import ModuleValues, Place, path, placed_equations
 from clipgrad._values import NamedValue, Seen, ValueHook, value_hook
 
 NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %
@@ -120,7 +120,7 @@ def moved_but_counts(x: jax.Array, run: Any, roundings: Any) -> jax.Array:
     """A named value, moved but for small whole numbers.
 
     Operations on those do not round: a position in a queue that is moved below its number would be
-    that of the place before.
+    the sketch of the place before.
     """
     most = 2.0 ** (jnp.finfo(x.dtype).nmant - 4)  # below it few numbers are whole by chance
     is_count = (x == jnp.round(x)) & (jnp.abs(x) < most)
@@ -214,23 +214,20 @@ class _CarriedValues(ModuleValues):
         return self._hook.end_of_step(jaxpr, super().outputs(jaxpr))
 
 
-def carried_values(
-    program: Any, around: tuple[int, ...] = (), parent: Place | None = None, scopes: ScopePath = ()
-) -> Iterator[NamedValue]:
+def carried_values(program: Any) -> Iterator[NamedValue]:
     """The floating values that scans carry from step to step, as `Sketches` sees them.
 
     Each has the name of its scan, "" outside of modules, and is last in its step.
     """
-    for number, equation in enumerate(opened(program)[0].eqns):
-        place, inside = Place(equation, parent), (*scopes, *path(equation))
-        for i, inner in enumerate(value_programs(equation)):
-            yield from carried_values(inner, (*around, number, i), place, inside)
+    for own, place, _, scopes in placed_equations(program, value_programs):
+        equation = place.equation
         if equation.primitive.name != "scan":
             continue
+        inside = (*scopes, *path(equation))
         body = opened(called_program(equation))[0]
         makers = {v: e for e in body.eqns for v in e.outvars}
         for i, v in enumerate(body.outvars[: scan_counts(equation)[1]]):
             if type(v) is not Literal and v in makers and holds_floats(v):
-                position = (*around, number, 0, len(body.eqns), i, 0)
+                position = (*own, 0, len(body.eqns), i, 0)
                 at = Place(makers[v], place)
                 yield NamedValue(position, "/".join(inside), "module", at, body, v, ())

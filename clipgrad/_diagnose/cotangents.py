@@ -118,7 +118,7 @@ def measure(
 
 
 def joined(summary: Summary, block: ProgramBlock) -> Summary:
-    """The numbers of a site in a block, those of the devices of a `shard_map` joined."""
+    """The numbers of a site in a block, the devices of a `shard_map` joined."""
     for axis in reversed([i for i, (name, _) in enumerate(block.axes) if name != "scan"]):
         summary = Summary(
             reached=np.max(summary.reached, axis),

@@ -1,14 +1,13 @@
 """The result of a diagnosis, for people and for programs."""
 
 import dataclasses
-import textwrap
 from typing import Any
 
 import numpy as np
 
 from clipgrad._diagnose.records import GradientExample, GradientFinding, GradientRow
+from clipgrad._errors import folded
 
-_LINE_WIDTH = 100
 _WORST = 10
 _NAME = 50
 _NO_FINDING = (
@@ -48,9 +47,9 @@ class GradientDiagnosis:
 
     def __str__(self) -> str:
         parts = [_written_finding(finding) for finding in self.findings]
-        parts += [_wrapped(str(example), "") for example in self.examples]
+        parts += [folded(str(example)) for example in self.examples]
         parts += [_table(self.findings, self.rows)] if self.findings and self.rows else []
-        parts += [_wrapped(f"note: {note}", "") for note in self.notes]
+        parts += [folded(f"note: {note}") for note in self.notes]
         return "\n".join(parts if self.findings else [_NO_FINDING[bool(self.examples)], *parts])
 
     def plot(self) -> Any:
@@ -91,10 +90,4 @@ def _row_line(row: GradientRow) -> str:
 
 def _written_finding(finding: GradientFinding) -> str:
     head = f"{finding.kind}: {_HEADS[finding.kind]}"
-    return "\n".join([head, _wrapped(finding.message, "  ")])
-
-
-def _wrapped(text: str, indent: str) -> str:
-    return textwrap.fill(
-        text, _LINE_WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-    )
+    return "\n".join([head, folded(finding.message, "  ")])

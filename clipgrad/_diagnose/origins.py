@@ -34,7 +34,7 @@ from clipgrad._jaxpr import (
 )
 from clipgrad._names import Place
 
-ARGUMENT, CONSTANT = (-1,), (np.inf,)  # times before and behind those of all operations
+ARGUMENT, CONSTANT = (-1,), (np.inf,)  # times before and behind all operations
 Device = tuple[int, ...]  # its number in each `shard_map` around, outermost first
 
 
@@ -262,7 +262,7 @@ class _Replay:
     def _results(
         self, where: tuple, operands: list[Taint], bad: list[int], device: Device
     ) -> list[Taint]:
-        """Has an origin here what is worse than all operands, else that of an operand as bad."""
+        """Has an origin here what is worse than all operands, else an operand's as bad."""
         place, steps, time = where
         worst = max((x.badness for x in operands), default=0)
         earlier = _earliest(x.earlier or _inf_of(x) for x in operands)

@@ -103,7 +103,7 @@ class Probe(Hook):
     def inside(self, equation: JaxprEqn, step: Any) -> "Probe":
         """The probes for a program of an equation, at this step or on this device."""
         place = Place(equation, self.parent)
-        probes = step if isinstance(step, dict) else self._inside(equation)
+        probes = step if isinstance(step, OrderedDict) else self._inside(equation)
         base = self.base.inside(equation, step)
         return Probe(probes, self.summary, base, place)
 

@@ -25,7 +25,7 @@ _STEADY = 0.8  # the share of the variance that a trend explains; the models abo
 # Sums of equal contributions of T steps grow T-fold at most, so that more than that is a factor;
 # LSTMs and GRUs with a loss at each step reach 3, the demo's `char-rnn` 50 to 2000 of 40 steps.
 _LONG = 16
-# Scans inside of scans have one trend if that of the innermost is so near to that of all.
+# Scans inside of scans have one trend if the innermost's is so near to the trend of all.
 _EVEN = 0.5
 
 

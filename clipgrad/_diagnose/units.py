@@ -70,7 +70,7 @@ class ProgramBlock:
       parent: the place of the equation that holds the programs.
       outside: the block that this equation is in.
       programs: the jaxprs: of a cond one for each branch.
-      equations: those of all programs.
+      equations: the equations of all programs.
       children: the blocks inside, by the id of their equation.
       states: what a scan carries, as variables of its body.
       outer: for each other input the variable around the block that it is.

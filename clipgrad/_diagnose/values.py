@@ -57,7 +57,7 @@ def _overflow(program: Any, inputs: Sequence[Any], source: Source) -> Source | N
         if root is None or root.place is None or root.time == CONSTANT or _is_mask(source, root):
             return None
         cured.append(root.place)
-        again = _birth(program, inputs, cured)
+        again = _first_source(program, inputs, cured)
         if again is None or again.place != source.place:
             return source.root
     return None
@@ -71,6 +71,6 @@ def _is_mask(source: Source, root: Source) -> bool:
     return is_log and package.partition(" ")[0] in MASKING
 
 
-def _birth(program: Any, inputs: Sequence[Any], cured: Sequence[Place]) -> Source | None:
+def _first_source(program: Any, inputs: Sequence[Any], cured: Sequence[Place]) -> Source | None:
     """The source of the first result, if it is not finite."""
     return origins(program, inputs, cured).results[0].source

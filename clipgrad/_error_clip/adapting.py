@@ -65,7 +65,7 @@ class Stepwise:
         return with_threshold(self.rule, self.limits)
 
     def check_length(self, name: str, length: int) -> None:
-        """Raises `ValueError` for a scan of another length than that of the limits."""
+        """Raises `ValueError` for a scan of another length than the limits have."""
         if (kept := len(self.limits)) != length:
             raise ValueError(
                 f"error_clip: got {length} steps of the scan around {name!r}, but the state has "

@@ -23,7 +23,7 @@ def list_names(
 
     Guarantees:
       * The function is traced, not run; arrays may be `jax.ShapeDtypeStruct`.
-      * All names that a pattern can match are listed: those of floating or complex variables whose
+      * All names that a pattern can match are listed: names of floating or complex variables whose
         values or cotangents can be reached from outside. A value that nothing uses has no
         cotangent, nor has one in a `jax.lax.while_loop`. Inside a custom rule neither can be
         reached, and no values inside the matrix of a `jax.lax.custom_linear_solve`.

@@ -5,10 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from clipgrad._names import is_equinox
-from clipgrad._trees import combine, instances, is_array, is_clippable, partition
+from clipgrad._trees import combine, instances, is_clippable, is_float_array, partition
 
 
 def has_modules(tree: Any) -> bool:
@@ -22,7 +21,7 @@ def partition_trained(params: Any) -> tuple[Any, list[Any]]:
     Of a tree with Equinox modules these are its floating arrays, as by
     ``eqx.partition(params, eqx.is_inexact_array)``; of another Python numbers too.
     """
-    return partition(params, _is_inexact if has_modules(params) else is_clippable)
+    return partition(params, is_float_array if has_modules(params) else is_clippable)
 
 
 def equinox_value_and_grad(args: Any) -> Callable[..., Any]:
@@ -41,7 +40,7 @@ def _filtered(
     positions = (argnums,) if is_one else tuple(argnums)
 
     def run(*args: Any) -> Any:
-        arrays, rests = zip(*(partition(args[i], _is_inexact) for i in positions), strict=True)
+        arrays, rests = zip(*(partition(args[i], is_float_array) for i in positions), strict=True)
 
         def of_arrays(*arrays: Any) -> Any:
             whole = list(args)
@@ -64,7 +63,3 @@ def check_no_state(params: Any) -> None:
             "the model alone; write loss_fn(model, batch) that takes the state from the batch, "
             "(state, x), and returns the new one as aux: (loss, state)"
         )
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)

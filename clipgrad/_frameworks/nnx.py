@@ -71,7 +71,7 @@ def _run_on_tree(run: Callable[..., Any], fun: Callable[..., Any], args: Any, kw
 
 
 def model_value_and_grad(args: Any) -> Callable[..., Any]:
-    """`nnx.value_and_grad` for NNX modules, that of Equinox for its modules, or that of JAX."""
+    """`nnx.value_and_grad` for NNX modules, Equinox's for its modules, or JAX's."""
     nnx: Any = sys.modules.get("flax.nnx")
     if nnx and instances(args, nnx.Pytree):
         return nnx.value_and_grad

@@ -30,7 +30,7 @@ class Changes:
       trained: the arrays that are trained; ``None`` if they are the same.
       state: the other arrays.
       graph: what NNX makes models of, with the variables.
-      structures: those of the variables that are trained, and of the others.
+      structures: the structures of the variables that are trained, and of the others.
     """
 
     trained: list[Any] | None
@@ -47,9 +47,9 @@ class NNXParameters:
       trained: the tree with an `nnx.State` of arrays in place of each model.
       state: the arrays of the variables of models that are not trained.
       graph: what NNX makes models of, with the variables.
-      structures: those of the variables that are trained, and of the others.
+      structures: the structures of the variables that are trained, and of the others.
       leaves: the leaves of the tree, a model as one.
-      structure: that of the tree, with models as leaves.
+      structure: the tree's, with models as leaves.
       is_trained: whether a variable at a path is trained.
     """
 

@@ -24,7 +24,7 @@ class TreeParameters:
     Attributes:
       trained: what is differentiated: the tree with ``None`` in place of all else.
       rest: the leaves that are not.
-      state: nothing; the methods are those of `NNXParameters`.
+      state: nothing; it has the methods of `NNXParameters`.
     """
 
     trained: Any

@@ -101,7 +101,7 @@ def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
 
 
 def _no_stats(rule: Any, tree: Any, dtype: str) -> ClipStats:
-    """Statistics of nothing that vary over the devices of a ``shard_map`` as those of a step do.
+    """Statistics of nothing that vary over the devices of a ``shard_map`` as a step's do.
 
     A branch of `jax.lax.cond` that does not act returns them in place of these.
     """

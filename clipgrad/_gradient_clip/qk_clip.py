@@ -270,7 +270,7 @@ class _Leaves(NamedTuple):
 
 
 def _check_heads(pair: _Pair, part: _Part, kernel: Any, gamma: jax.Array) -> None:
-    """Raises `ValueError` for a kernel without the axis of heads, or those of stacked layers."""
+    """Raises `ValueError` for a kernel without the axis of heads, or the axes of stacked layers."""
     leading = gamma.shape[:-1]
     is_axis = -kernel.ndim <= pair.axis < kernel.ndim and pair.axis % kernel.ndim >= len(leading)
     if not is_axis or kernel.shape[: len(leading)] != leading:

@@ -159,7 +159,7 @@ def _closes(program: Any) -> bool:
 
 
 def _inner_programs(jaxpr: Any) -> Iterator[Any]:
-    """The programs that derivatives may reach: that of a function with a rule is not one."""
+    """The programs that derivatives may reach: the program of a function with a rule is not one."""
     for equation in jaxpr.eqns:
         if equation.primitive.name not in _CONVERSIONS:
             yield from jaxprs_in_params(equation.params)

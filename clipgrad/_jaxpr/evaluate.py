@@ -116,7 +116,7 @@ class Hook:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def kept(self, old: Any, new: Any, number: Any) -> Any:
-        """Return what a loop keeps of its notes until now and those of iteration `number`."""
+        """Return what a loop keeps of its notes until now and the notes of iteration `number`."""
         del old, number
         return new
 

@@ -71,7 +71,7 @@ def differentiated_programs(equation: JaxprEqn) -> list:
 def entered_programs(equation: JaxprEqn) -> tuple[list, list]:
     """Return the programs inside an equation: those that derivatives go through, and the others.
 
-    Of the others `evaluate` enters only those of `while`, and custom rules if its hook flattens.
+    Of the others `evaluate` enters only `while`'s, and custom rules if its hook flattens.
     """
     if equation.primitive.name == "custom_linear_solve":
         solve = equation.params["jaxprs"]
@@ -94,7 +94,7 @@ def value_programs(equation: JaxprEqn) -> list:
 def tracked_programs(equation: JaxprEqn) -> list:
     """Return the programs inside an equation whose operations are followed one by one.
 
-    They are those of `value_programs` and of custom rules; a choice by platform is one operation.
+    They are the `value_programs`, and custom rules; a choice by platform is one operation.
     """
     if equation.primitive.name in CUSTOM_RULES:
         return [called_program(equation)]

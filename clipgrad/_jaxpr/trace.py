@@ -13,7 +13,7 @@ from clipgrad._trees import check_tree, combine, is_array, partition
 class Traced(NamedTuple):
     """A function traced for arguments of certain types."""
 
-    program: Any  # its jaxpr, from the arrays among the arguments to those of the result
+    program: Any  # its jaxpr, from the arrays among the arguments to the arrays of the result
     result: Callable[[Sequence], Any]  # from the outputs of the program to the result
 
     def evaluate(self, args: tuple, kwargs: Mapping[str, Any], hook: Hook) -> Any:

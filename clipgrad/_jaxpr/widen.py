@@ -29,12 +29,12 @@ PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 class Widen(Hook):
     """Has every floating type that is narrower than ``dtype`` replaced by it.
 
-    Custom rules are entered, so that its derivative is that of plain AD; what the program of a rule
+    Custom rules are entered, so that its derivative is plain AD's; what the program of a rule
     stops is nothing to JAX, and is not stopped. In float64 products have the precision of the type.
     Foreign programs and what looks at bits stay in their own types; nothing is printed.
 
     Args:
-      dtype: float32 or float64; complex numbers become those of two such numbers.
+      dtype: float32 or float64; complex numbers become pairs of such numbers.
       stop: what `stop_gradient` becomes, and the parameter at which a sample is drawn.
     """
 
@@ -87,7 +87,7 @@ class Widen(Hook):
 
     def _as_they_are(self, equation: JaxprEqn, inputs: list) -> list:
         pairs = zip(equation.invars, inputs, strict=True)
-        narrow = [jnp.asarray(x, _dtype(v)) if _is_float(_dtype(v)) else x for v, x in pairs]
+        narrow = [jnp.asarray(x, dtype_of(v)) if holds_floats(v) else x for v, x in pairs]
         return [self.constant(x, None) for x in bind(equation, narrow)]
 
     def _sample(self, equation: JaxprEqn, inputs: list) -> Any:
@@ -116,7 +116,9 @@ class Widen(Hook):
 
     def _widened(self, program: Any) -> Any:
         variables = opened(program)[0].invars
-        types = [jax.ShapeDtypeStruct(v.aval.shape, self.wide_dtype(_dtype(v))) for v in variables]
+        types = [
+            jax.ShapeDtypeStruct(v.aval.shape, self.wide_dtype(dtype_of(v))) for v in variables
+        ]
         return retrace(program, types, self)
 
 
@@ -138,10 +140,6 @@ def computed_types(program: Any) -> set[str]:
     results = [v for equation in equations(program) for v in equation.outvars]
     floats = [dtype_of(v) for v in results if holds_floats(v)]
     return {np.dtype(jnp.finfo(dtype).dtype).name for dtype in floats}
-
-
-def _dtype(variable: Any) -> Any:
-    return getattr(variable.aval, "dtype", None)
 
 
 def _is_float(dtype: Any) -> bool:

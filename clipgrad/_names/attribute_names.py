@@ -23,7 +23,6 @@ from clipgrad._trees import path_string
 
 AttributePath = tuple[str, ...]
 Classes = dict[type, type]
-Modules = list[tuple[Any, type]]
 
 # The path of the module that is being called: the path of one inside it goes on from there. JAX
 # knows the scopes around an operation within one program only, and the body of a scan is its own.

@@ -100,7 +100,7 @@ class _Views(NamedTuple):
     """A value as it is inside of scopes, and as `leave` returned it outside of more and more."""
 
     path: ScopePath
-    depths: tuple[int, ...]  # those of the scopes that were asked for, innermost first
+    depths: tuple[int, ...]  # the depths of the scopes that were asked for, innermost first
     values: tuple[Any, ...]  # one more
 
     def at(self, kept: int) -> Any:

@@ -4,7 +4,7 @@ import functools
 import os
 import pathlib
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from clipgrad._jaxpr import CUSTOM_RULES, JIT, manual_axes, opened
-from clipgrad._names.scopes import path
+from clipgrad._names.scopes import ScopePath, path
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _INSTALLED = (
@@ -122,8 +122,35 @@ class Place(NamedTuple):
         return Location(frames[own].file_name, frames[own].line_num, package)
 
 
+class PlacedEquation(NamedTuple):
+    """An equation of a program or of a program inside of it."""
+
+    position: tuple[
+        int, ...
+    ]  # its number, behind the numbers of the equations and programs around it
+    place: Place
+    jaxpr: Any  # the program that it is an equation of
+    scopes: ScopePath  # the scopes around this program
+
+
+def placed_equations(
+    program: Any,
+    programs: Callable[[JaxprEqn], list[Any]],
+    around: tuple[int, ...] = (),
+    parent: Place | None = None,
+    scopes: ScopePath = (),
+) -> Iterator[PlacedEquation]:
+    """The equations of a program, each behind the equations of the ``programs`` inside of it."""
+    jaxpr = opened(program)[0]
+    for number, equation in enumerate(jaxpr.eqns):
+        place, inside = Place(equation, parent), (*scopes, *path(equation))
+        for i, inner in enumerate(programs(equation)):
+            yield from placed_equations(inner, programs, (*around, number, i), place, inside)
+        yield PlacedEquation((*around, number), place, jaxpr, scopes)
+
+
 def _axis(name: str) -> str:
-    """The name of an axis; that of a `pmap` without a name is JAX's own."""
+    """The name of an axis; a `pmap` without a name has JAX's own."""
     return "pmap" if name.startswith("_internal_pmap") else name
 
 

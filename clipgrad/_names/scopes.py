@@ -54,7 +54,7 @@ def is_mapped(equation: JaxprEqn) -> bool:
 
 
 def scope_around(name: str, is_inside: Callable[[str], bool]) -> Any:
-    """`jax.named_scope`, around those of the innermost scopes for which ``is_inside`` holds."""
+    """`jax.named_scope`, around the innermost scopes for which ``is_inside`` holds."""
     stack = source_info_util.current_name_stack()
     place = len(stack)
     for i, entry in reversed(list(enumerate(stack.stack))):

@@ -67,7 +67,7 @@ def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[A
 
 
 def _second_sums(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[jax.Array]:
-    """For each group the plain sum, or that of scaled elements where it is out of range."""
+    """For each group the plain sum, or the sum of scaled elements where it is out of range."""
     parts = joined_leaves(leaves) if groups.joint else list(leaves)
     given = groups.per_leaf(plain, parts)
     squares = groups.sums_of(scaled_square, parts, wide_dtypes(groups, parts), given)
@@ -152,7 +152,7 @@ def _in_range_of_rows(totals: list[jax.Array]) -> list[tuple[jax.Array, jax.Arra
 
 
 def _side_by_side(totals: list[jax.Array]) -> jax.Array:
-    """The three sums of several norms as columns of one array; those of one leaf as they are."""
+    """The three sums of several norms as columns of one array; the sums of one leaf as they are."""
     if len(totals) == 1:
         return totals[0]
     return jax.lax.concatenate([jax.lax.reshape(x, (3, 1)) for x in totals], 1)

@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
     @property
     def owned(self) -> tuple[FactorAxis, ...]:
-        """All names, that of the hot axis included."""
+        """All names, the hot axis included."""
         return self.names if self.hot is None else (self.hot,)
 
 

@@ -10,7 +10,7 @@ from clipgrad._per_example.wanted import WantedGradient
 
 EquationPath = tuple[
     Any, ...
-]  # the first output of an equation, behind those of the equations around it
+]  # the first output of an equation, behind the outputs of the equations around it
 Attempted = TypeVar("Attempted")
 
 

@@ -76,7 +76,7 @@ def _entries(a: ProductBlock, b: ProductBlock) -> int:
 
 
 def _blocks_in_range(found: list[ProductBlock]) -> tuple[list[ProductBlock], jax.Array]:
-    """Blocks whose rows with their exponents are about 1, times a weight; and that of all.
+    """Blocks whose rows with their exponents are about 1, times a weight; and the weight of all.
 
     The weight is at most 1.
     """
@@ -161,7 +161,7 @@ def _cut_block(block: ProductBlock, axis: int, start: int, stop: int) -> Product
 
 
 def _partners(a: ProductBlock, b: ProductBlock) -> list[tuple[Part, Part]]:
-    """Each part of a block with that of the other which has the same axes for itself."""
+    """Each part of a block with the part of the other which has the same axes for itself."""
     kept = a.kept | b.kept
     if [w.sizes for w in a.windows] != [w.sizes for w in b.windows]:
         raise Unfollowed("products whose axes are merged differently")

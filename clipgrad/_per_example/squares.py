@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from clipgrad._numerics import Norm, accumulator, if_else, real_or_absolute
 
-# The exponent of 0: less than that of any product of three numbers of float64.
+# The exponent of 0: less than the exponent of any product of three numbers of float64.
 NO_EXPONENT = -10_000
 
 
@@ -97,7 +97,7 @@ def _power(exponent: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _format(dtype: Any) -> tuple[int, int, int]:
-    """The bits of a number, those of its mantissa, and the field of the exponent of 1."""
+    """The bits of a number, the bits of its mantissa, and the field of the exponent of 1."""
     return (64, 52, 1023) if jnp.finfo(dtype).bits == 64 else (32, 23, 127)
 
 

@@ -39,7 +39,7 @@ class Factor:
 
     @property
     def owned(self) -> tuple[int, ...]:
-        """All labels, that of the hot axis included."""
+        """All labels, the hot axis included."""
         return self.labels if self.hot is None else (*self.labels, self.hot)
 
     @property
@@ -102,7 +102,7 @@ class Term:
     def summed(self) -> tuple[int, ...]:
         """The labels that are summed over, the last one that was added in front.
 
-        It is the first axis of the factors, and that of the examples may be sharded: in front it
+        It is the first axis of the factors, and the examples' may be sharded: in front it
         stays where it is when axes are merged.
         """
         kept = {label for axis in self.axes for label in axis.labels}

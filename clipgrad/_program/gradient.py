@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from clipgrad._jaxpr import Hook, evaluate, holds_floats, opened, tracked_programs
-from clipgrad._names import Place
+from clipgrad._names import Place, placed_equations
 from clipgrad._program.dependence import Sources, dependence
 from clipgrad._program.marks import Marks
 
@@ -38,7 +38,7 @@ class GradientProgram:
       program: from the inputs, and a cotangent for each floating result, to the results and then
         the gradients of the chosen inputs.
       count: how many inputs of ``program`` come before the cotangents.
-      marks: of the equations of the function, which those of ``program`` have too.
+      marks: of the equations of the function, which the equations of ``program`` have too.
     """
 
     forward: Any
@@ -78,18 +78,11 @@ class GradientProgram:
 
     def operations(self) -> Iterator[Operation]:
         """The equations in program order; of one that holds programs, those inside."""
-        return self._operations(opened(self.program)[0], None)
+        for _, place, _, _ in placed_equations(self.program, tracked_programs):
+            if not tracked_programs(place.equation):
+                yield self.operation(place)
 
     def operation(self, place: Place) -> Operation:
         """The operation of an equation of the program."""
         is_backward = any(self.cotangents(place))
         return Operation(place, is_backward, self.marks.place(place))
-
-    def _operations(self, jaxpr: Any, parent: Place | None) -> Iterator[Operation]:
-        for equation in jaxpr.eqns:
-            place = Place(equation, parent)
-            programs = tracked_programs(equation)
-            for inner in programs:
-                yield from self._operations(opened(inner)[0], place)
-            if not programs:
-                yield self.operation(place)

@@ -43,7 +43,7 @@ class FlagPlace:
     """The places of the flag and the statistics among the leaves of a state.
 
     Attributes:
-      structure: that of the state.
+      structure: the structure of the state.
       indices: the positions of the small numbers among its leaves.
       small: their structure.
       accumulates: whether an ``optax.MultiSteps`` is around the flag.

@@ -285,7 +285,7 @@ def _check_meta(meta: Any) -> None:
 
 
 def read(path: pathlib.Path, data: Any, mesh: Any) -> Any:
-    """The content of a capture, placed on a mesh, on one like that of the run, or on one device."""
+    """The content of a capture, placed on a mesh, on one like the run's, or on one device."""
     leaves: list[dict[str, Any]] = []
     # Whatever the leaves become, the structure keeps them apart.
     from_data(data, leaves.append)

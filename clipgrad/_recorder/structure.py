@@ -142,7 +142,7 @@ def _known_tuple(path: str, fields: set[str]) -> Any:
 
 
 def _sortable(keys: list[Any]) -> list[Any]:
-    """The keys of one node, as text if they are names and numbers, as those of `nnx.List`.
+    """The keys of one node, as text if they are names and numbers, as the keys of `nnx.List` are.
 
     What is read is a dictionary, whose keys JAX sorts.
     """

@@ -112,7 +112,7 @@ class AdaptiveClip(MeasuringRule):
         return [UnitNorms(n, w.value, eps) for (n, w), eps in zip(pairs, least, strict=True)]
 
     def scale(self, grads: Any, norms: Sequence["UnitNorms"]) -> Any:
-        """The tree with the norm of each unit at most ``clipping`` times that of its weights."""
+        """The tree with the norm of each unit at most ``clipping`` times its weights' norm."""
         limits = limits_by_leaf(self, grads, [units.norm for units in norms])
         return scale_each(_scale_units, grads, norms, limits)
 
@@ -127,7 +127,7 @@ class AdaptiveClip(MeasuringRule):
         ]
 
     def l2_limit(self, root: jax.Array, scale: jax.Array, *numbers: jax.Array) -> Limit:
-        """The limit is that of the unit's weights."""
+        """The limit is the norm of the unit's weights."""
         return Norm.of(root, scale), finite_product(*numbers)
 
 

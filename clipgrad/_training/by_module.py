@@ -17,7 +17,7 @@ _BY_NAME = ClipStats | ValueStats | GradientClipState | SkipSpikesState
 
 
 def by_module(tree: Any) -> Any:
-    """Statistics under names that say what was measured, those of parameters added up by module.
+    """Statistics under names that say what was measured, parameters' added up by module.
 
     A tree without statistics is one of gradients.
     """

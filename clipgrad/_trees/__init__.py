@@ -20,6 +20,7 @@ from clipgrad._trees.trees import combine as combine
 from clipgrad._trees.trees import instances as instances
 from clipgrad._trees.trees import is_array as is_array
 from clipgrad._trees.trees import is_clippable as is_clippable
+from clipgrad._trees.trees import is_float_array as is_float_array
 from clipgrad._trees.trees import is_none as is_none
 from clipgrad._trees.trees import map_clippable as map_clippable
 from clipgrad._trees.trees import parameters_like as parameters_like
@@ -32,7 +33,6 @@ from clipgrad._trees.vectors import from_rows as from_rows
 from clipgrad._trees.vectors import gradient_rows as gradient_rows
 from clipgrad._trees.vectors import gradient_vector as gradient_vector
 from clipgrad._trees.vectors import is_complex as is_complex
-from clipgrad._trees.vectors import is_float_leaf as is_float_leaf
 from clipgrad._trees.vectors import leaves_of as leaves_of
 from clipgrad._trees.vectors import offsets as offsets
 from clipgrad._trees.vectors import real_dtype as real_dtype

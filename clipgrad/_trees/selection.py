@@ -61,7 +61,7 @@ def select(selector: Selector, paths: Sequence[str], word: str) -> set[int]:
 
 
 def _several(selector: Any) -> list[Any]:
-    """The expressions of a selector; integers of NumPy and JAX are those of Python."""
+    """The expressions of a selector; integers of NumPy and JAX count as Python's."""
     one = isinstance(selector, str) or getattr(selector, "ndim", None) == 0
     if one or not isinstance(selector, Iterable):
         return [_position(selector)]

@@ -12,7 +12,7 @@ def selects(expression: str, paths: Sequence[str], name: str) -> list[bool]:
     and of the checker's ``wrt=`` and ``no_grad=``: an expression that is whole segments of a path
     selects the leaves at or below it: ``"kernel"`` selects ``"layers/0/kernel"`` and not
     ``"layers/0/out_kernel"``. Any other is a regular expression that is searched in the paths, as
-    ``"Dense"``, ``"^params/"`` or ``"kernel$"``. ``name`` is that of the argument, for errors.
+    ``"Dense"``, ``"^params/"`` or ``"kernel$"``. ``name`` is the argument's, for errors.
     """
     whole = [f"/{expression}/" in f"/{path}/" for path in paths]
     if any(whole):
@@ -27,7 +27,7 @@ def selects(expression: str, paths: Sequence[str], name: str) -> list[bool]:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern, such as ``"model/block_*/attn"`` or ``"**/Dense_*"``, is that of a name.
+    """Whether a pattern, such as ``"model/block_*/attn"`` or ``"**/Dense_*"``, fits a name.
 
     This is the one language for names of variables inside of functions: ``*`` stands for any text
     within a segment, ``**`` for any number of segments, also for none.

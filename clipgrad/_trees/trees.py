@@ -34,6 +34,11 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) or isinstance(leaf, np.ndarray) and _in_jax(leaf.dtype)
 
 
+def is_float_array(leaf: Any) -> bool:
+    """Whether a leaf is an array of floating or complex numbers."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
 def _in_jax(dtype: np.dtype) -> bool:
     """Whether JAX has a dtype of NumPy."""
     if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jnp.bool_):

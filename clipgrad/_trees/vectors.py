@@ -11,11 +11,6 @@ from jax import lax
 Array = Any
 
 
-def is_float_leaf(leaf: Array) -> bool:
-    """Whether a leaf holds real or complex floating-point numbers."""
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
 def is_complex(leaf: Array) -> bool:
     """Whether a leaf holds complex numbers."""
     return jnp.issubdtype(leaf.dtype, jnp.complexfloating)

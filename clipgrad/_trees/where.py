@@ -17,7 +17,7 @@ def selected(where: Where, tree: Any, name: str = "where") -> list[bool]:
     """For each leaf of ``tree`` (``None`` included) whether ``where`` selects it.
 
     ``where`` is ``None`` (all), a tree of booleans that is a prefix of ``tree``, a function from
-    ``tree`` to one, or an expression on paths, see `selects`; ``name`` is that of the argument.
+    ``tree`` to one, or an expression on paths, see `selects`; ``name`` is the argument's.
     What a gradient overwrites is not selected by anything.
     """
     check_tree("tree", tree)

@@ -38,7 +38,7 @@ class ValueHook(_jaxpr.Hook):
 
     Every tag has a name, and every value that leaves a module, or that nothing uses. Notes leave
     the programs inside of equations as further results: with a leading axis for the steps of a scan
-    and the devices of a `shard_map`; those of a loop are `joined`; in a branch that is not taken
+    and the devices of a `shard_map`; a loop's are `joined`; in a branch that is not taken
     they are zeros. `jit` and `remat` stay, and custom rules and linear solves are left whole. A
     `jax.pmap` or other primitive that is not entered is left whole, too.
 

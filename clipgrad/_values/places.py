@@ -20,7 +20,7 @@ class NamedValue(NamedTuple):
       place: the equation that computes it, and those around.
       jaxpr: the program that the equation is in.
       variable: the result of the equation.
-      scopes: those of this program that the value leaves; none for a tag.
+      scopes: the scopes of this program that the value leaves; none for a tag.
     """
 
     position: tuple[int, ...]
@@ -58,22 +58,16 @@ class NamedValue(NamedTuple):
 
 def named_values(program: Any) -> list[NamedValue]:
     """Return the floating values that a `ValueHook` sees, in the order of computation."""
-    return sorted(_values_of(program, (), None, ()), key=lambda value: value.time())
+    return sorted(_values_of(program), key=lambda value: value.time())
 
 
-def _values_of(
-    program: Any, around: tuple[int, ...], parent: _names.Place | None, scopes: _names.ScopePath
-) -> Iterator[NamedValue]:
-    jaxpr = _jaxpr.opened(program)[0]
-    for number, equation in enumerate(jaxpr.eqns):
-        place = _names.Place(equation, parent)
-        for i, inner in enumerate(_jaxpr.value_programs(equation)):
-            inside = (*scopes, *_names.path(equation))
-            yield from _values_of(inner, (*around, number, i), place, inside)
+def _values_of(program: Any) -> Iterator[NamedValue]:
+    for own, place, jaxpr, scopes in _names.placed_equations(program, _jaxpr.value_programs):
+        equation = place.equation
         for output, variable in enumerate(equation.outvars):
             if not _jaxpr.holds_floats(variable):
                 continue
-            position = (*around, number, output)
+            position = (*own, output)
             rest = (place, jaxpr, variable)
             if equation.primitive.name == "name" and not _names.is_mark(equation):
                 yield NamedValue((*position, 0), equation.params["name"], "tag", *rest, ())

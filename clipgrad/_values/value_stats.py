@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import by_platform, exportable, to_varying, varying_axes
+from clipgrad._jaxpr import dtype_of, holds_floats
 from clipgrad._numerics import (
     parts_of_sums,
     real_or_absolute,
@@ -86,10 +87,9 @@ class ValueStats(NamedTuple):
           TypeError: if ``x`` is not an array of floating or complex numbers.
           ValueError: if it has no such axis.
         """
-        dtype_of_x = getattr(x, "dtype", None)
-        if dtype_of_x is None or not jnp.issubdtype(dtype_of_x, jnp.inexact):
+        if not holds_floats(x):
             raise TypeError(
-                f"x: got {dtype_of_x or type(x).__name__}, expected an array of floating or "
+                f"x: got {dtype_of(x) or type(x).__name__}, expected an array of floating or "
                 "complex numbers"
             )
         size = real_or_absolute(x)
@@ -106,7 +106,7 @@ class ValueStats(NamedTuple):
         return sums._replace(max=jnp.maximum(self.max, other.max))
 
     def over(self, axis: int) -> "ValueStats":
-        """The statistics joined along an axis that is not negative, such as that of steps."""
+        """The statistics joined along an axis that is not negative, such as the axis of steps."""
         sums = jax.tree.map(lambda x: jnp.sum(x, axis), self)
         return sums._replace(max=jnp.max(self.max, axis, initial=0))
 
