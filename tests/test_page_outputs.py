@@ -130,6 +130,19 @@ def test_the_programs_for_accelerators_are_those_that_were_stored():
     assert compiled.table(examples) in text and len(examples) == 2 * 4 * 7
     assert {row["for"] for row in examples} == {"H200", "1 TPU"}
     assert compiled.clip_table(clips) in text and len(clips) == 4 * 5 * 3
+    values = stored[compiled.VALUES]
+    assert compiled.value_table(values) in text and len(values) == 3 * 2 * 5
+    # The page quotes these, in the form of its own table.
+    temporaries = {(row["for"], row["work"], row["who"]): row["temporaries"] for row in values}
+    for work, who in {key[1:] for key in temporaries} - {
+        ("unrolled", "plain"),
+        ("scanned", "plain"),
+    }:
+        ratios = [
+            temporaries[kind, work, who] / temporaries[kind, work, "plain"]
+            for kind in ("CPU", "H200", "1 TPU")
+        ]
+        assert " | ".join(f"{ratio:.3f}" for ratio in ratios) in text, (work, who)
 
 
 SPANS = {
