@@ -307,7 +307,7 @@ def _joined_groups(rule: Any, leaves: list[jax.Array], numbers: Numbers) -> list
 
 
 def _joined_column(parts: Sequence[Any], rows: Sequence[Any]) -> Any:
-    """One number of every group, as an array; a number that is that of all of them, alone."""
+    """One number of every group, as an array; a number that all of them have, alone."""
     first = parts[0]
     if first.size == 1 and all(part is first for part in parts):
         return first.reshape(())

@@ -41,7 +41,7 @@ def sketch(x: jax.Array) -> jax.Array:
     r"""The sketch of an array, shape (513,): of ordinary, of large and of non-finite elements.
 
     The first 256 numbers are sums of elements below 1e6 in magnitude, each with a sign and in a
-    bucket by a hash of its position, the next 256 those of larger ones, times :math:`2^{-64}`. The
+    bucket by a hash of its position, the next 256 sums of larger ones, times :math:`2^{-64}`. The
     last number is an exact code of which elements are NaN, inf and -inf. The squared norm of a sum
     with random signs is on average the squared norm of the summed vector (Charikar, Chen and
     Farach-Colton, "Finding frequent items in data streams", 2002).

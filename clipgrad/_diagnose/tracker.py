@@ -52,7 +52,7 @@ class Flags(NamedTuple):
     """2 for each result of a program that holds NaN, 1 for inf, 0 if it is finite.
 
     With a leading axis for each scan and each `shard_map` around the program. Of a loop of unknown
-    length these are those of the first iteration at which one is not 0.
+    length these are of the first iteration at which one is not 0.
     """
 
     elements: Any  # of the elements that a scan goes through; of shards; of the arguments

@@ -102,7 +102,7 @@ def _trace_backward(
 ) -> tuple[_Backward, Any]:
     """The backward pass, with the arrays that the rule has or closes over as arguments.
 
-    A backward pass may not close over tracers: inside of `jax.lax.scan` they would be those of
+    A backward pass may not close over tracers: inside of `jax.lax.scan` they would be values of
     another trace by the time that it runs. A rule of this library is traced once for all
     variables of a shape; any other may depend on state that changes, and is traced anew.
     """

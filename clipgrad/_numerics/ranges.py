@@ -18,7 +18,7 @@ class _Range(NamedTuple):
 
     Norms from 2 ** low to 2 ** high are read off the plain sum: elements that matter for them have
     squares in range. Larger norms are read off the sum of elements times 2 ** down, with room for
-    2 ** 50 of the largest; smaller ones off that of elements times 2 ** up, whose smallest have
+    2 ** 50 of the largest; smaller ones off the sum of elements times 2 ** up, whose smallest have
     squares in range.
     """
 

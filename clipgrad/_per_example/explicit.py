@@ -22,7 +22,7 @@ def with_auto_axes(
     """A function of parameters and examples in which XLA shards what is in between.
 
     Products of factors sum over a sharded axis, for which types would want the sharding of each
-    result. ``place`` gives these of the outputs, from those of the parameters, which sums have as
+    result. ``place`` gives the outputs' from the parameters', which sums have as
     well, and of what each example has.
     """
 

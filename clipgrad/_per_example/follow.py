@@ -94,8 +94,8 @@ class SquaredNorm(Reduction):
 class KeptFactors(Reduction):
     """The squares of a gradient beside its products; ``zero``: leaves whose NaN and inf become 0.
 
-    In a scan the Gram matrices are then those of one step, which stay in the cache of a processor:
-    the norms of four scanned layers took about a quarter of the time of those of all at once. So
+    In a scan the Gram matrices are then of one step, which stay in the cache of a processor:
+    the norms of four scanned layers took about a quarter of the time of all at once. So
     does an array there, and it need not be read again in another order.
     """
 

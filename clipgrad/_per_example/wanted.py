@@ -13,7 +13,7 @@ class WantedGradient(NamedTuple):
     """The gradients that a variable makes."""
 
     leaves: frozenset[int]  # the gradients
-    is_whole: bool  # whether it is all of a gradient, or its squares add up to those of one
+    is_whole: bool  # whether it is all of a gradient, or its squares add up to one's
     # Whether it may be summed over examples: what follows is the same for all of them.
     is_summable: bool
     steps: int  # how many of it are added up in the carries of scans

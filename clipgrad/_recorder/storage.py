@@ -50,7 +50,7 @@ class Written(NamedTuple):
     """The arrays of a capture, by their names in the manifest."""
 
     arrays: dict[str, Any]  # by orbax
-    files: dict[str, np.ndarray]  # those of NumPy that orbax does not take, such as text
+    files: dict[str, np.ndarray]  # arrays of NumPy that orbax does not take, such as text
 
 
 def write(

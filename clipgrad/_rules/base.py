@@ -111,7 +111,7 @@ class MeasuringRule(ClipRule, Protocol):
 def pytree_rule(cls: C) -> C:
     """Makes a frozen dataclass whose fields are pytree children, unless marked as static.
 
-    Unlike those of `jax.tree_util.register_dataclass`, instances that JAX rebuilds don't run
+    Unlike with `jax.tree_util.register_dataclass`, instances that JAX rebuilds don't run
     ``__post_init__``: it checks what a user writes, and a rule's gradient may be negative.
     """
     cls = dataclasses.dataclass(frozen=True)(cls)
