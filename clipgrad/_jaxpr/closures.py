@@ -49,7 +49,7 @@ class _Rules(NamedTuple):
     """The rules of an equation, traced.
 
     Of a `custom_vjp`: from inputs to results and residuals, and from residuals and cotangents to
-    the cotangents of the inputs ``reached``; the cotangents of others are zero, and not computed. Of a
+    the cotangents of the inputs ``reached``; all others are zero, and not computed. Of a
     `custom_jvp`: from inputs and the tangents of those that are ``moved`` to both of the results.
     """
 

@@ -21,7 +21,7 @@ class Name(NamedTuple):
         axes of its statistics.
       sites: how many variables have the name.
       cotangent: whether its cotangents can be clipped and watched. Then the other attributes are
-        the variables with cotangents. If not, `with_value_stats` can watch the values.
+        about variables with cotangents. If not, `with_value_stats` can watch the values.
     """
 
     name: str
