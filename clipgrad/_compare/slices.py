@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._compare.matching import Instance
-from clipgrad._jaxpr import entered_programs, opened, scan_counts, value_programs
-from clipgrad._names import Place, ScopePath, path
+from clipgrad._jaxpr import entered_programs, opened, scan_counts
+from clipgrad._names import ScopePath, path
 from clipgrad._values import NamedValue
 
 Ends = Callable[[Var], bool]  # whether a named value that agrees ends a slice
@@ -131,7 +131,7 @@ def users_of(program: Any, instance: Instance, ends: Ends) -> tuple[Slice, int |
         variables = _results(holder, jaxpr, reached)
         scopes, inside = scopes[: len(scopes) - len(path(holder))], ()
         place = place.parent
-        jaxpr = _program_of(program, place)
+        jaxpr = place.program_in(program)
 
 
 def _next_step(
@@ -155,13 +155,6 @@ def _results(holder: JaxprEqn, jaxpr: Any, reached: set[Var]) -> set[Var]:
 
 def _is_in(atom: Any, variables: set[Var]) -> bool:
     return type(atom) is not Literal and atom in variables
-
-
-def _program_of(program: Any, place: Place) -> Any:
-    """The program that an equation is in."""
-    programs = value_programs(place.parent.equation) if place.parent else [program]
-    jaxprs = [opened(inner)[0] for inner in programs]
-    return next(j for j in jaxprs if any(e is place.equation for e in j.eqns))
 
 
 def value_scopes(value: NamedValue) -> ScopePath:

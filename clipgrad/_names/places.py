@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from clipgrad._jaxpr import CUSTOM_RULES, JIT, manual_axes, opened
+from clipgrad._jaxpr import CUSTOM_RULES, JIT, held_programs, manual_axes, opened
 from clipgrad._names.scopes import ScopePath, path
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
@@ -56,6 +56,12 @@ class Place(NamedTuple):
     def key(self) -> tuple[int, ...]:
         """A key that is equal for the same place only."""
         return tuple(map(id, self.chain))
+
+    def program_in(self, program: Any) -> Any:
+        """The program that the equation is in: ``program``, or one inside of it."""
+        held = held_programs(self.parent.equation) if self.parent else [program]
+        jaxprs = (opened(own)[0] for own in held)
+        return next(j for j in jaxprs if any(e is self.equation for e in j.eqns))
 
     @property
     def operation(self) -> str:

@@ -71,11 +71,7 @@ class _Level:
     @classmethod
     def around(cls, gradient: GradientProgram, place: Place) -> "_Level":
         """The program that an equation is in."""
-        if place.parent is None:
-            return cls(opened(gradient.program)[0], None, gradient.marks)
-        programs = [opened(program)[0] for program in tracked_programs(place.parent.equation)]
-        own = (p for p in programs if any(e is place.equation for e in p.eqns))
-        return cls(next(own), place.parent, gradient.marks)
+        return cls(place.program_in(gradient.program), place.parent, gradient.marks)
 
     @property
     def loops(self) -> int:
