@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
+from clipgrad._check import check as check_module
 from tests.check_zoo import PAIRS, custom
 
 X = jnp.asarray([0.3, -0.7, 1.1])
@@ -77,6 +78,36 @@ def test_what_is_not_linear_at_any_size_is_not_said_to_be_so_above_one():
     for rule in (affine, squared):
         text = str(cg.check_grads(rule, (X,), raise_on_failure=False))
         assert "[linearity]" in text and "not linear above" not in text
+
+
+def test_a_rule_written_to_be_nan_for_large_cotangents_is_right_below_them():
+    """As the matrix exponential of a block of cotangents is; what overflows is wrong."""
+    large = lambda g: jnp.max(jnp.abs(g)) > 1e4  # noqa: E731
+    written = custom(
+        lambda x: jnp.sin(x), lambda r, g: (jnp.where(large(g), jnp.nan, g * jnp.cos(r[0])),)
+    )
+    report = cg.check_grads(written, (X,))
+    (note,) = (note for note in report.notes if note.startswith("linearity"))
+    found = re.match(
+        r"linearity: the VJP is NaN above cotangents of (\S+), where the rule is", note
+    )
+    assert found and float(found[1]) <= 1e4 < 2.01 * float(found[1])
+
+    def through_half(r, g):
+        half = g.astype(jnp.float16)
+        return (jnp.cos(r[0]) * (half + 0 * half).astype(g.dtype),)
+
+    assert checks(custom(lambda x: jnp.sin(x), through_half)) == {"linearity"}
+
+
+def test_the_noise_at_a_point_is_measured_once(monkeypatch):
+    """A clip that acts on all but small cotangents is compared with them size by size."""
+    clipped = custom(lambda x: 1.0 * x, lambda r, g: (jnp.clip(g, -10, 10),))
+    measured, in_own_types = [], check_module.in_own_types
+    found = lambda *args: measured.append(1) or in_own_types(*args)  # noqa: E731
+    monkeypatch.setattr(check_module, "in_own_types", found)
+    assert checks(clipped) == {"linearity"}
+    assert len(measured) == 1
 
 
 def test_a_cotangent_of_another_shape_fails():

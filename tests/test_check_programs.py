@@ -12,10 +12,14 @@ from jax import lax
 
 import clipgrad as cg
 from clipgrad._check import kept as programs
+from clipgrad._check.gradients import Gradient, PlainAD
 from clipgrad._check.kept import kept_by_key, quick_jit
+from clipgrad._check.subject import make_subject
+from clipgrad._check.widening import Jitter, widened_program
 from tests.check_zoo import custom
 
 X = jnp.asarray([0.3, -0.7, 1.1])
+X5 = jnp.asarray([0.3, 0.7, 1.1, 1.4, 0.2])
 KEY = jax.random.key(0)
 FIRST, OTHER = np.float32([1, 2, 3]), np.float32([1, 2, 3.5])
 
@@ -68,6 +72,48 @@ def test_a_second_check_of_the_same_function_compiles_nothing(name, compiled):
     assert compiled["compiled"] == 0 and len(programs._kept_by_key) == count
     assert list(map(str, second.failures)) == list(map(str, first.failures))
     assert second.evaluations == first.evaluations
+
+
+def plain_ad(function, x):
+    """Plain AD of a function of one array, and a cotangent of ones."""
+    subject = make_subject(function, (x,), None, None, None, None)
+    constants = subject.program.consts
+    gradient = Gradient(PlainAD(widened_program(subject.program), 1), constants, subject.outputs)
+    return gradient, subject.inputs, np.ones((1, subject.outputs[0].size))
+
+
+@pytest.mark.parametrize("solves", [False, True])
+def test_numbers_moved_by_rounding_either_way_share_a_program(solves, compiled):
+    """But for those inside a linear solve, whose programs close over nothing."""
+    solve = lambda x: jnp.linalg.solve(jnp.diag(x + 0.1), x)  # noqa: E731
+    gradient, xs, ones = plain_ad(solve if solves else lambda x: 0.1 * jnp.sin(x) ** 3, X5)
+    gradient(xs, ones)
+    compiled.clear()
+    moved = gradient.moved_by_constants(xs, ones), gradient.moved_by_rounding(xs, ones)
+    assert compiled["compiled"] == (6 if solves else 2)
+    assert 0 < moved[0].max() < 1e-6 and moved[1].max() < 1e-13
+    again = [gradient._moved_by(Jitter, xs, ones, by) for by in (1e-6, 2e-6)]
+    np.testing.assert_allclose(again[1], 2 * again[0], rtol=1e-4)
+
+
+def test_plain_ad_at_a_point_in_float64_is_the_program_of_the_one_in_float32(compiled):
+    gradient, xs, ones = plain_ad(lambda x: jnp.cos(x) ** 3 + x, X5)
+    gradient(xs, ones)
+    compiled.clear()
+    gradient([np.asarray(x, np.float64) for x in xs], ones)
+    assert compiled["compiled"] == 0
+
+
+def test_plain_ad_that_cannot_be_had_is_traced_once(monkeypatch):
+    """Nor is it under another hook: of a loop that stops there is no gradient whatever it does."""
+    loop = lambda x: lax.while_loop(lambda y: jnp.sum(y) < 9, lambda y: 2 * y, x)  # noqa: E731
+    gradient, xs, ones = plain_ad(loop, jnp.ones(5))
+    tried, pull_back = [], PlainAD.pull_back
+    monkeypatch.setattr(PlainAD, "pull_back", lambda *args: tried.append(1) or pull_back(*args))
+    for measured in (gradient, gradient.moved_by_rounding, gradient):
+        with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+            measured(xs, ones)
+    assert len(tried) == 1
 
 
 @pytest.mark.exhaustive

@@ -25,6 +25,10 @@ from clipgrad._errors import first_line
 LARGE, LARGE_HALF, LARGE_SOLVED = 2.0**20, 2.0**4, 2.0
 HALF_EPS = 1e-4
 NOT_LINEAR = "rule is not linear, the pull-back"
+CLIPS = (
+    " (a clip that acts there? write skip='linearity', or check the function without the clip); "
+)
+REFUSES = ", where the rule is written so: it is NaN in float64 too"
 ALONE = 4  # outputs that are differentiated alone
 
 
@@ -100,8 +104,26 @@ def linearity(check: Check) -> list[Failure]:
     whole, parts = check.vjp(first + ones), gradient + check.vjp(ones)
     sums += claim(whole, parts, f"{NOT_LINEAR} of the sum of a cotangent and a constant one")
     if above and not (zero or small or sums or _scaled_failures(check, -1.0)):
-        above = [above[0]._replace(detail=_above(check, large) + above[0].detail)]
+        limit = _above(check, large)
+        if _refuses(check, -large):
+            check.log.notes.append(
+                f"linearity: the VJP is NaN above cotangents of {limit}{REFUSES}"
+            )
+            return []
+        text = f"the VJP is not linear above cotangents of {limit}{CLIPS}"
+        above = [above[0]._replace(detail=text + above[0].detail)]
     return (zero + above + small + sums)[:2]
+
+
+def _refuses(check: Check, factor: float) -> bool:
+    """Whether a rule gives NaN for that multiple of a cotangent, as it does in float64 too.
+
+    So it is no overflow: the rule is written so, as the matrix exponential is for large matrices.
+    """
+    first = check.covectors[:1] * factor
+    if check.rule is None or np.isfinite(check.rule(check.subject.inputs, first)).any():
+        return False
+    return bool(np.isnan(check.vjp(first[0])).all())
 
 
 def _has_half_precision(check: Check) -> bool:
@@ -122,11 +144,7 @@ def _above(check: Check, factor: float) -> str:
     """Above which size of the cotangents a rule is not linear that is linear below it."""
     while factor > 2 and _scaled_failures(check, factor / 2):
         factor /= 2
-    largest = float(np.abs(check.covectors[0]).max())
-    return (
-        f"the VJP is not linear above cotangents of {largest * factor / 2:.3g} (a clip that acts "
-        "there? write skip='linearity', or check the function without the clip); "
-    )
+    return f"{float(np.abs(check.covectors[0]).max()) * factor / 2:.3g}"
 
 
 def _where_in_range(scaled, gradient, factor, half) -> np.ndarray:

@@ -16,7 +16,15 @@ from clipgrad._check import contract, tolerances
 from clipgrad._check.differences import Differences, are_on_cpu
 from clipgrad._check.evaluation import Chaotic, choose, settled_values, why_not
 from clipgrad._check.further import EQUALITY, NOTHING, disordered, nearby, sorted_axes
-from clipgrad._check.gradients import VJP, Gradient, PlainAD, differentiated, has_rules, traced_vjp
+from clipgrad._check.gradients import (
+    VJP,
+    Gradient,
+    PlainAD,
+    differentiated,
+    has_rules,
+    in_own_types,
+    traced_vjp,
+)
 from clipgrad._check.kept import quick_jit
 from clipgrad._check.loops import Longer, found_by_loops, has_loops
 from clipgrad._check.options import Options
@@ -260,7 +268,7 @@ class Check:
         runs_on = self.subject.program is not None and has_loops(self.subject.program)
         for gradient in filter(None, {self.rule, self.plain} if runs_on else ()):
             with contextlib.suppress(Exception):  # plain AD has no gradient of a `while_loop`
-                longer = gradient(point.xs, covectors, "longer", Longer(np.float64))
+                longer = gradient(point.xs, covectors, _longer)
                 moved += np.abs(longer - gradient(point.xs, covectors))
         exact = point.gradient if point.exact is None else point.exact
         change = np.where(np.isfinite(moved), moved, np.inf).max(axis=0)
@@ -278,29 +286,33 @@ class Check:
 
     def noise(self, xs) -> np.ndarray | None:
         """The noise of each element from rounding, as it moves plain AD there; None if unknown."""
+        if not any(known is xs for known, _ in self._noise):
+            self._noise[:] = [*self._noise[-1:], (xs, self._noise_at(xs))]
+        return next(found for known, found in self._noise if known is xs)
+
+    @functools.cached_property
+    def _noise(self) -> list[tuple[Any, Any]]:
+        return []  # the last points and the noise there: eager, it takes as long as all the rest
+
+    def _noise_at(self, xs) -> np.ndarray | None:
         if self.plain is None:
             return None
         try:
             exact = self.plain(xs, self.covectors)
-            error = np.abs(self.plain.in_own_types(xs, self.covectors) - exact)
+            error = np.abs(in_own_types(self.plain, xs, self.covectors) - exact)
         except Exception:
             return None
-        return np.fmax(self.tolerance.excused(error, exact), self._lost(xs))
+        return np.fmax(self.tolerance.excused(error, exact), self._lost(xs, error, exact))
 
-    def _lost(self, xs) -> np.ndarray:
+    def _lost(self, xs, off: np.ndarray, exact: np.ndarray) -> np.ndarray:
         """The error of elements of which rounding leaves nothing, in plain AD's gradient either."""
-        eps, none = float(self.tolerance.eps.max()), np.zeros(self.gradient.shape[1])
-        if self.plain is None or eps <= np.finfo(np.float64).eps:
-            return none
-        with contextlib.suppress(Exception):
-            exact = self.plain(xs, self.covectors)
-            off = np.abs(self.plain.in_own_types(xs, self.covectors) - exact)
-            if not (off > np.abs(exact) / 2).any():
-                return none
-            moved = self._as_written.moved_by_rounding(xs, self.covectors, eps)
-            is_lost = (moved > np.abs(exact)) & (off > np.abs(exact) / 2)
-            return np.where(is_lost, tolerances.LOSES * moved, 0.0).max(axis=0)
-        return none
+        eps, is_off = float(self.tolerance.eps.max()), off > np.abs(exact) / 2
+        if eps > np.finfo(np.float64).eps and is_off.any():
+            with contextlib.suppress(Exception):
+                moved = self._as_written.moved_by_rounding(xs, self.covectors, eps)
+                is_lost = (moved > np.abs(exact)) & is_off
+                return np.where(is_lost, tolerances.LOSES * moved, 0.0).max(axis=0)
+        return np.zeros(self.gradient.shape[1])
 
     @functools.cached_property
     def _as_written(self) -> Gradient:
@@ -507,13 +519,21 @@ def _stops_matter(check: Check) -> bool:
 
     The maximum that a softmax subtracts is behind one, and does not matter.
     """
-    at, freely = (check.subject.inputs, check.covectors[:1]), _jaxpr.Widen(np.float64, lambda x: x)
+    at = check.subject.inputs, check.covectors[:1]
     try:
         plain: Any = check.plain
-        free, exact = plain(*at, "freely", freely), plain(*at)
+        free, exact = plain(*at, _freely), plain(*at)
     except Exception:
         return True
     return bool(np.abs(free - exact).max() > tolerances.PRECISE * np.abs(exact).max())
+
+
+def _freely() -> _jaxpr.Widen:
+    return _jaxpr.Widen(np.float64, lambda x: x)
+
+
+def _longer() -> Longer:
+    return Longer(np.float64)
 
 
 def _of_solvers(subject: CheckSubject, backward: Any, tolerance: Tolerance, log: Log) -> Tolerance:

@@ -11,7 +11,11 @@ import clipgrad._trees as _trees
 from clipgrad._check.differences import in_float64
 from clipgrad._check.kept import kept_by_key
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.widening import Jitter, MovedConstants, Widened
+from clipgrad._check.widening import Jitter, Moved, MovedConstants, Widened
+
+# Elements of a point that is widened before a program runs: one program serves it in any type. For
+# more, each leaf is widened where it is needed.
+WIDENED_FIRST = 2**16
 
 
 class VJP(NamedTuple):
@@ -54,11 +58,15 @@ class PlainAD:
     def __init__(self, of: "Widened | PlainAD", count: int):
         self._of, self._count = of, count
         self.key, self.looks_at_bits = ("VJP", of.key), of.looks_at_bits
+        self.is_entered = of.is_entered
 
     def call(self, constants: Sequence, leaves: list, hook: _jaxpr.Hook | None = None) -> list:
         """The gradient under a hook, in float64 if there is none."""
-        pull = jax.vjp(lambda xs: self._of.call(constants, xs, hook), leaves[: self._count])[1]
-        return pull(leaves[self._count :])[0]
+        return self.pull_back(constants, leaves[: self._count], hook)(leaves[self._count :])[0]
+
+    def pull_back(self, constants: Sequence, xs: list, hook: _jaxpr.Hook | None) -> Callable:
+        """The map from cotangents to gradients."""
+        return jax.vjp(lambda xs: self._of.call(constants, xs, hook), xs)[1]
 
 
 class Gradient:
@@ -71,28 +79,39 @@ class Gradient:
     """
 
     def __init__(self, function: Widened | PlainAD, constants: Sequence, outputs: Sequence):
-        self.function, self.constants, self._outputs = function, constants, outputs
+        self.function, self.constants, self.outputs = function, constants, outputs
+        self._error: Exception | None = None  # without a hook; with any other, it is there too
 
-    def __call__(self, xs, covectors: np.ndarray, name: Any = "", hook: Any = None) -> np.ndarray:
+    def __call__(
+        self, xs, covectors: np.ndarray, hook: Callable | None = None, *numbers: Any
+    ) -> np.ndarray:
         """The gradients in float64 for each cotangent, shape (cotangents, inputs).
 
-        `name` tells one hook from another, whose compiled programs are kept.
+        `hook(*numbers)` makes a hook. Compiled programs are kept by what makes it, and serve all
+        numbers if the hook sees the whole program as it runs.
         """
         function = self.function
+        fixed = () if function.is_entered else numbers
+        if self._error is not None:
+            raise self._error
 
-        def call(constants, leaves):
+        def call(constants, leaves, numbers):
             wide = [x.astype(_trees.wide_dtype(x.dtype)) for x in leaves]
-            return function.call(constants, wide, hook)
+            return function.call(constants, wide, hook and hook(*(fixed or numbers)))
 
-        run = kept_by_key((name, function.key), lambda: _jaxpr.low_jit(call))
+        run = kept_by_key((hook, *fixed, function.key), lambda: _jaxpr.low_jit(call))
         with in_float64():
-            leaves = [np.asarray(x) for x in xs]
-            like = [
-                jax.ShapeDtypeStruct(y.shape, _trees.wide_dtype(y.dtype)) for y in self._outputs
-            ]
+            size = sum(x.size for x in xs)
+            widened = _trees.widened_leaf if size <= WIDENED_FIRST else np.asarray
+            leaves = [widened(x) for x in xs]
+            like = [jax.ShapeDtypeStruct(y.shape, _trees.wide_dtype(y.dtype)) for y in self.outputs]
             cotangents = [_trees.cotangent_leaves(row, like) for row in covectors]
-            found = (run(self.constants, [*leaves, *u]) for u in cotangents)
-            return _trees.gradient_rows(found, len(cotangents))
+            found = (run(self.constants, [*leaves, *u], numbers) for u in cotangents)
+            try:
+                return _trees.gradient_rows(found, len(cotangents))
+            except Exception as error:
+                self._error = None if hook else error.with_traceback(None)
+                raise
 
     def moved_by_constants(self, xs, covectors: np.ndarray) -> np.ndarray:
         """The change of the gradient when every constant moves by one rounding of its type."""
@@ -105,23 +124,23 @@ class Gradient:
         many = Jitter.MANY
         once, often = (self._moved_by(Jitter, xs, covectors, by * eps) for by in (1, many))
         # The jump at a tie is as large whatever the roundings that untie it.
-        return np.where(often > Jitter.MANY / 4 * once, once, 0.0)
+        return np.where(often > many / 4 * once, once, 0.0)
 
-    def _moved_by(self, hook: Callable, xs, covectors: np.ndarray, *options: float) -> np.ndarray:
+    def _moved_by(self, hook: type[Moved], xs, covectors: np.ndarray, *by: float) -> np.ndarray:
         exact = self(xs, covectors)
-        moved = [
-            self(xs, covectors, (hook, seed, *options), hook(seed, *options)) for seed in (0, 1)
-        ]
+        moved = [self(xs, covectors, hook, way, *map(float, by)) for way in hook.WAYS]
         return np.max([np.abs(gradient - exact) for gradient in moved], axis=0)
 
-    def in_own_types(self, xs, covectors: np.ndarray) -> np.ndarray:
-        """The gradients in the types of the program.
 
-        Eagerly, since a compiler may simplify away just what loses precision.
-        """
-        inputs = ([*xs, *_trees.cotangent_leaves(row, self._outputs)] for row in covectors)
-        found = (self.function.call(self.constants, x, _jaxpr.NoRules(np.float64)) for x in inputs)
-        return _trees.gradient_rows(found, len(covectors))
+def in_own_types(plain: Gradient, xs, covectors: np.ndarray) -> np.ndarray:
+    """Plain AD's gradients in the types of the program.
+
+    Eagerly, since a compiler may simplify away just what loses precision.
+    """
+    function: Any = plain.function
+    pull = function.pull_back(plain.constants, list(xs), _jaxpr.NoRules(np.float64))
+    found = (pull(_trees.cotangent_leaves(row, plain.outputs))[0] for row in covectors)
+    return _trees.gradient_rows(found, len(covectors))
 
 
 def traced_vjp(subject: CheckSubject) -> Any:

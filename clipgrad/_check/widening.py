@@ -36,6 +36,8 @@ class Widened:
       narrow: the names of the floating types that the program computes in.
       stops: whether it holds a `stop_gradient`.
       looks_at_bits: whether it looks at the bits of its numbers, which widening changes.
+      is_entered: whether a hook sees all operations as the program runs; those in the programs of a
+        linear solve or a reduction it sees as they are traced again, closing over nothing.
 
     Raises:
       Unsupported: a primitive that cannot be widened, such as a callback or a foreign call; or
@@ -55,6 +57,9 @@ class Widened:
         self.stops = bool(names & {"stop_gradient", "random_gamma"})
         bits = [e for e in found if e.primitive.name in _jaxpr.OWN_TYPES]
         self.looks_at_bits = any(_jaxpr.holds_floats(v) for e in bits for v in e.invars)
+        hook = _jaxpr.Widen(jnp.float64)
+        whole = (e for e in found if not _jaxpr.is_entered(e, hook))
+        self.is_entered = not any(map(_jaxpr.held_programs, whole))
 
     def call(self, constants: Sequence, xs: list, hook: _jaxpr.Hook | None = None) -> list:
         """The outputs in float64, custom rules stripped: to be differentiated, it is plain AD."""
@@ -89,7 +94,24 @@ def widened_program(program: Any) -> Widened:
     return kept_by_key(("widened", key), lambda: Widened(program, key))
 
 
-class MovedConstants(_jaxpr.Widen):
+class Moved(_jaxpr.Widen):
+    """Moves numbers up or down at random, in one of two ways.
+
+    The way may be an argument of the program, so that one compiled program serves both.
+    """
+
+    WAYS = (0, 1)
+
+    def __init__(self, way: Any):
+        super().__init__(jnp.float64)
+        self._first = way == self.WAYS[0]
+        self._rngs = [np.random.default_rng(seed) for seed in self.WAYS]
+
+    def _signs(self, shape: tuple[int, ...]) -> Any:
+        return jnp.where(self._first, *(rng.choice([-1.0, 1.0], shape) for rng in self._rngs))
+
+
+class MovedConstants(Moved):
     """Moves each constant by one rounding: 0.1 in float32 is not the 0.1 that was meant.
 
     Numbers of few binary digits, such as 0.5, 3 and 1024, are meant as they are.
@@ -97,10 +119,6 @@ class MovedConstants(_jaxpr.Widen):
 
     DIGITS = 2.0**12
     LARGEST = 4096  # of arrays moved each element its own way; a larger one moves as a whole
-
-    def __init__(self, seed: int):
-        super().__init__(jnp.float64)
-        self._rng = np.random.default_rng(seed)
 
     def constant(self, value, aval):
         wide = super().constant(value, aval)
@@ -111,11 +129,11 @@ class MovedConstants(_jaxpr.Widen):
             if np.all((mantissa == np.round(mantissa)) | ~np.isfinite(mantissa)):
                 return wide
         shape = np.shape(wide) if np.size(wide) <= self.LARGEST else ()
-        part = float(jnp.finfo(aval.dtype).eps) / 2 * self._rng.choice([-1.0, 1.0], shape)
-        return wide * (1 + part)
+        part = float(jnp.finfo(aval.dtype).eps) / 2 * self._signs(shape)
+        return wide * (1 + part).astype(wide.dtype)
 
 
-class Jitter(_jaxpr.Widen):
+class Jitter(Moved):
     """Moves each result that is rounded by a part of itself, up or down.
 
     So what is nothing but rounding, as 1 - tanh(18) ** 2, moves as far as it is off.
@@ -123,9 +141,9 @@ class Jitter(_jaxpr.Widen):
 
     MANY = 16
 
-    def __init__(self, seed: int, by: float):
-        super().__init__(jnp.float64)
-        self._rng, self._by = np.random.default_rng(seed), by
+    def __init__(self, way: Any, by: Any):
+        super().__init__(way)
+        self._by = by
 
     def results(self, equation, outputs):
         if equation.primitive.name not in ROUNDED:
@@ -136,5 +154,5 @@ class Jitter(_jaxpr.Widen):
         ]
 
     def _moved(self, result):
-        sign = self._rng.choice([-1.0, 1.0], np.shape(result)[-1:])  # not an array of its size
-        return result * (1 + self._by * sign)
+        signs = self._signs(np.shape(result)[-1:])  # not an array of its size
+        return result * (1 + self._by * signs)
