@@ -74,7 +74,7 @@ def expected(each, limit, nonfinite, arrays):
 
 def assert_norm(found, norm, where):
     """Where products cancel, a norm may be too large, as promised, and never too small."""
-    np.testing.assert_allclose(found, norm, rtol=1e-7, atol=1e-30, err_msg=where)
+    np.testing.assert_allclose(found, norm, rtol=1e-8, atol=1e-30, err_msg=where)
     finite = np.isfinite(norm)
     assert (found[finite] >= norm[finite] * (1 - 1e-9) - 1e-30).all(), where
 
@@ -89,7 +89,7 @@ def assert_answer(result, truth, where):
             assert not np.isfinite(np.asarray(grads[path])).all(), (where, path)
             continue
         np.testing.assert_allclose(
-            grads[path], total, rtol=0, atol=1e-7 * scale + 1e-30, err_msg=f"{where} {path}"
+            grads[path], total, rtol=0, atol=1e-8 * scale + 1e-30, err_msg=f"{where} {path}"
         )
 
 
