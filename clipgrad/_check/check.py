@@ -286,9 +286,12 @@ class Check:
 
     def noise(self, xs) -> np.ndarray | None:
         """The noise of each element from rounding, as it moves plain AD there; None if unknown."""
-        if not any(known is xs for known, _ in self._noise):
-            self._noise[:] = [*self._noise[-1:], (xs, self._noise_at(xs))]
-        return next(found for known, found in self._noise if known is xs)
+        for known, found in self._noise:
+            if known is xs:
+                return found
+        found = self._noise_at(xs)
+        self._noise[:] = [*self._noise[-1:], (xs, found)]
+        return found
 
     @functools.cached_property
     def _noise(self) -> list[tuple[Any, Any]]:

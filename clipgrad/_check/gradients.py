@@ -80,7 +80,8 @@ class Gradient:
 
     def __init__(self, function: Widened | PlainAD, constants: Sequence, outputs: Sequence):
         self.function, self.constants, self.outputs = function, constants, outputs
-        self._error: Exception | None = None  # without a hook; with any other, it is there too
+        # Of a call without a hook: calls with any hook raise it as well.
+        self._error: Exception | None = None
 
     def __call__(
         self, xs, covectors: np.ndarray, hook: Callable | None = None, *numbers: Any

@@ -120,7 +120,7 @@ def moved_but_counts(x: jax.Array, run: Any, roundings: Any) -> jax.Array:
     """A named value, moved but for small whole numbers.
 
     Operations on those do not round: a position in a queue that is moved below its number would be
-    the sketch of the place before.
+    the position of the place before.
     """
     most = 2.0 ** (jnp.finfo(x.dtype).nmant - 4)  # below it few numbers are whole by chance
     is_count = (x == jnp.round(x)) & (jnp.abs(x) < most)

@@ -68,7 +68,7 @@ def train(
     advance: Callable[[int], Any],
     show: Callable[[Task, Run], Any] = lambda task, run: None,
 ) -> list[Result]:
-    """Trains every arm of each task, each from the same parameters on the same batches.
+    """Trains the arms of each task, all from the same parameters on the same batches.
 
     Args:
       tasks: the tasks.

@@ -131,9 +131,7 @@ class Place(NamedTuple):
 class PlacedEquation(NamedTuple):
     """An equation of a program or of a program inside of it."""
 
-    position: tuple[
-        int, ...
-    ]  # its number, behind the numbers of the equations and programs around it
+    position: tuple[int, ...]  # its number, behind the numbers of equations and programs around it
     place: Place
     jaxpr: Any  # the program that it is an equation of
     scopes: ScopePath  # the scopes around this program

@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 from clipgrad._per_example.terms import NotAccumulated, Unfollowed
 from clipgrad._per_example.wanted import WantedGradient
 
-EquationPath = tuple[
-    Any, ...
-]  # the first output of an equation, behind the outputs of the equations around it
+# The first output of an equation, behind the outputs of the equations around it.
+EquationPath = tuple[Any, ...]
 Attempted = TypeVar("Attempted")
 
 

@@ -22,8 +22,8 @@ def with_auto_axes(
     """A function of parameters and examples in which XLA shards what is in between.
 
     Products of factors sum over a sharded axis, for which types would want the sharding of each
-    result. ``place`` gives the outputs' from the parameters', which sums have as
-    well, and of what each example has.
+    result. ``place`` gives the shardings of the outputs from two: the shardings of the parameters,
+    which sums have as well, and the sharding of what each example has.
     """
 
     def run(params: Any, examples: Any) -> Any:
