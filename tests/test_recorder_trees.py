@@ -17,6 +17,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from clipgrad._recorder import storage
@@ -413,13 +414,24 @@ def test_the_batch_of_a_dispatch_of_several_steps_is_captured(tmp_path):
 
 
 def seeing():
-    """An optimizer that keeps the extra argument ``value``, and does not do without it."""
+    """An optimizer that names all that `train_step` gives, keeps it, and has no other parameter."""
 
-    def update(updates, state, params=None, *, value, **extra):
-        del state, params, extra
-        return updates, {"loss_seen": value}
+    def update(updates, state, params=None, *, value, grad, value_fn, max_logits):
+        del state, params
+        shown = value, jnp.sum(grad["w"]), value_fn(grad), max_logits["h"]
+        return updates, {"given": jnp.stack(shown)}
 
-    return optax.GradientTransformationExtraArgs(lambda _: {"loss_seen": jnp.zeros(())}, update)
+    return optax.GradientTransformationExtraArgs(lambda _: {"given": jnp.zeros(4)}, update)
+
+
+def seeing_of_a_user():
+    """An optimizer that names what a loop of a user gives."""
+
+    def update(updates, state, params=None, *, value, temperature):
+        del state, params
+        return updates, {"given": jnp.stack([value, temperature])}
+
+    return optax.GradientTransformationExtraArgs(lambda _: {"given": jnp.zeros(2)}, update)
 
 
 WRAPPERS = {
@@ -445,10 +457,32 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_loss_reaches_the_optimizer_in_every_wrapper(wrapper):
-    step = cg.train_step(lambda p, x: jnp.sum(p["w"] * x), WRAPPERS[wrapper](seeing()))
-    state, metrics = step(step.init({"w": jnp.ones(2)}), jnp.full(2, 3.0))
-    assert metrics["loss"] == 6 and optax.tree.get(state.opt_state, "loss_seen") == 6
+def test_all_that_a_step_gives_reaches_the_optimizer_in_every_wrapper(wrapper):
+    def loss(p, x):
+        return jnp.sum(checkpoint_name(p["w"] * x, "h"))
+
+    step = cg.train_step(loss, WRAPPERS[wrapper](seeing()), watch_values=["h"])
+    state, metrics = step(step.init({"w": jnp.array([1.0, 2.0])}), jnp.full(2, 3.0))
+    seen = optax.tree.get(state.opt_state, "given")
+    assert metrics["loss"] == 9 and seen.tolist() == [9, 6, 18, 6]
+
+
+@pytest.mark.parametrize("outer", ["skip_spikes", "u_clip", "both"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_arguments_that_only_an_inner_optimizer_names_reach_it(wrapper, outer):
+    inner, params = WRAPPERS[wrapper](seeing_of_a_user()), {"w": jnp.ones(2)}
+    tx = {"skip_spikes": cg.skip_spikes, "u_clip": cg.u_clip}.get(outer)
+    tx = cg.skip_spikes(cg.u_clip(inner), halt=True) if tx is None else tx(inner)
+    _, state = tx.update(params, tx.init(params), params, value=1.0, temperature=2.0)
+    assert optax.tree.get(state, "given").tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("outer", [cg.skip_spikes, cg.u_clip])
+def test_what_a_wrapper_takes_for_itself_does_not_reach_an_optimizer_without_a_parameter(outer):
+    tx, params = outer(seeing_of_a_user()), {"w": jnp.ones(2)}
+    extra = {"value": 1.0, "temperature": 2.0, "grad_norm": 1.0, "unknown": 3.0}
+    _, state = tx.update(params, tx.init(params), params, **extra)
+    assert optax.tree.get(state, "given").tolist() == [1, 2]
 
 
 def test_an_optimizer_gets_no_argument_that_it_has_no_parameter_for():
