@@ -241,12 +241,7 @@ def embedding(rng, shape):
     """Rows at ids of the example, some of them out of range."""
     count = matrix(rng, shape)
 
-    def apply(v, x):
-        ids = jnp.int32(jnp.floor(x[-1, -4:] * count))
-        found = v.reshape(count, -1).at[ids].get(mode="fill", fill_value=0.0)
-        return jnp.sum(jnp.sin(found * x[-1, : found.shape[1]][None]))
-
-    return apply
+    return lambda v, x: rows_at_ids(v.reshape(count, -1), x)
 
 
 @use
@@ -285,10 +280,43 @@ def shape_of(rng):
     return tuple(shape)
 
 
+def plain_product(rng):
+    count = int(rng.integers(1, ROWS + 1))
+    return lambda v, x: jnp.sum(jnp.tanh(x[:count, : v.shape[0]] @ v))
+
+
+def rows_at_ids(v, x):
+    ids = jnp.int32(jnp.floor(x[-1, -4:] * v.shape[0]))
+    found = v.at[ids].get(mode="fill", fill_value=0.0)
+    return jnp.sum(jnp.sin(found * x[-1, : v.shape[1]][None]))
+
+
+def overlapping(rng, shape):
+    """Two or three uses of parts of a weight that overlap: the products have cross terms.
+
+    If the parts have all rows, the first use is an embedding.
+    """
+    found, all_rows = [], bool(rng.integers(2))
+    for turn in range(int(rng.integers(2, 4))):
+        first, last = (
+            [int(n) for n in rng.integers(0, [size // 3 + 1, size // 3 + 1])] for size in shape
+        )
+        rows = slice(None) if all_rows else slice(first[0], shape[0] - first[1])
+        place = rows, slice(last[0], shape[1] - last[1])
+        if all_rows and turn == 0:
+            steps, name, use = [], "rows at ids", rows_at_ids
+        else:
+            steps, name = [lambda w, x: w.T] * int(rng.integers(2)), "plain product"
+            use = plain_product(rng)
+        found.append(([lambda w, x, place=place: w[place], *steps], use, ["part", name]))
+    return found
+
+
 def program(seed, count=6):
     """A loss of that many weights, each in one chain or two; its parameters and a batch; the names.
 
-    Of three weights one is only cut and moved, one is changed seldom and one often.
+    Of three weights one is only cut and moved, one is changed seldom and one often. Of one more
+    weight parts that overlap are used.
     """
     rng = np.random.default_rng(seed)
     shapes = [shape_of(rng) for _ in range(count)]
@@ -304,6 +332,9 @@ def program(seed, count=6):
             if name == "convolution" and OF_THE_EXAMPLE & set(names):  # there XLA makes one as well
                 name = "product"
             found.append((f"w{i}", steps, USES[name](rng, new), [*names, name]))
+    shapes.append((24, 16))
+    own = np.random.default_rng([seed, count])
+    found += [(f"w{count}", *chain) for chain in overlapping(own, shapes[-1])]
 
     def loss(p, x):
         total = 0.0
