@@ -508,6 +508,24 @@ def embedding_that_stops_counting_at_256(dtype):
     return edit(primal, backward, dtype, jnp.float32, normal(27, 5, 3, dtype=dtype))
 
 
+@bug("after the rule of an embedding, summed in a loop", None, dtype="bfloat16")
+def loop_that_stops_counting_at_256(dtype):
+    weights = jnp.abs(normal(30, 2048, dtype=jnp.float32)) / 1024
+
+    def primal(x):
+        add = lambda total, w: (total + x.astype(jnp.float32) * w, None)
+        return lax.scan(add, jnp.zeros(5), weights)[0].astype(dtype)
+
+    def backward(counted):
+        def rule(r, g):
+            add = lambda total, w: (total + (g.astype(counted) * w.astype(counted)), None)
+            return (lax.scan(add, jnp.zeros(5, counted), weights)[0].astype(dtype),)
+
+        return rule
+
+    return edit(primal, backward, dtype, jnp.float32, jnp.arange(1, 6, dtype=dtype))
+
+
 @bug("after the rule of max, shared in half precision", None, dtype="float16")
 def maximum_of_70_000_ties(dtype):
     def backward(counted):

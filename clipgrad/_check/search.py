@@ -266,7 +266,10 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
     if not len(suspects):
         return found
     excusable = _excused(_unmoved(judge, leaf, suspects, WRONG), judge)
-    excused = excusable.verdict.kind != WRONG
+    lost = excusable.verdict.kind == LOST
+    # Of what is zero but for rounding, differences may say so.
+    lost &= judge.is_nothing(suspects) if lost.any() else False
+    excused = (excusable.verdict.kind != WRONG) & ~lost
     found += [excusable.part(excused)] if excused.any() else []
     indices = suspects[~excused]
     if len(indices):

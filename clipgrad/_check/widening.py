@@ -1,8 +1,11 @@
 """A traced function evaluated with every floating type widened to 64 bits."""
 
-from collections.abc import Sequence
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -20,8 +23,16 @@ MORE = 30
 ROUNDED = frozenset(
     "add add_any sub mul div exp exp2 log log1p expm1 tanh logistic sin cos tan sqrt rsqrt cbrt "
     "pow integer_pow square erf erfc erf_inv atan2 dot_general conv_general_dilated reduce_sum "
-    "reduce_prod cumsum cumprod cumlogsumexp lgamma digamma".split()
+    "reduce_prod cumsum cumprod cumlogsumexp lgamma digamma reduce scatter-add scatter-sub "
+    "scatter-mul reduce_window reduce_window_sum select_and_scatter_add".split()
 )
+
+
+@contextlib.contextmanager
+def one_promotion() -> Iterator[None]:
+    """A context in which the arithmetic of hooks does not depend on a user's settings of JAX."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 class Unsupported(Exception):
@@ -64,7 +75,8 @@ class Widened:
     def call(self, constants: Sequence, xs: list, hook: _jaxpr.Hook | None = None) -> list:
         """The outputs in float64, custom rules stripped: to be differentiated, it is plain AD."""
         program = with_constants(self._program, constants)
-        return _jaxpr.evaluate(program, xs, hook or _jaxpr.Widen(jnp.float64))
+        with one_promotion():
+            return _jaxpr.evaluate(program, xs, hook or _jaxpr.Widen(jnp.float64))
 
     def held(self, constants: Sequence, xs: list) -> list:
         """The call under `jax.vmap(axis_name=AXIS)`, `stop_gradient` held at row 0.
@@ -136,14 +148,16 @@ class MovedConstants(Moved):
 class Jitter(Moved):
     """Moves each result that is rounded by a part of itself, up or down.
 
-    So what is nothing but rounding, as 1 - tanh(18) ** 2, moves as far as it is off.
+    So what is nothing but rounding, as 1 - tanh(18) ** 2, moves as far as it is off. A sum of
+    thousands does not: its roundings are not all in one direction, so a reduction is rounded once,
+    and each step of a scan its own way.
     """
 
     MANY = 16
 
     def __init__(self, way: Any, by: Any):
         super().__init__(way)
-        self._by = by
+        self._by, self._whole = by, _jaxpr.Widen(jnp.float64)._bound
 
     def results(self, equation, outputs):
         if equation.primitive.name not in ROUNDED:
@@ -152,6 +166,18 @@ class Jitter(Moved):
             self._moved(y) if _jaxpr.holds_floats(v) else y
             for v, y in zip(equation.outvars, outputs, strict=True)
         ]
+
+    def steps(self, equation):
+        return self._signs((equation.params["length"],))
+
+    def inside(self, equation, step):
+        inner: Any = copy.copy(super().inside(equation, step))
+        inner._by = self._by * step if equation.primitive.name == "scan" else self._by
+        return inner
+
+    def _bound(self, equation, inputs):
+        in_parts = equation.primitive.name == "custom_linear_solve"
+        return super()._bound(equation, inputs) if in_parts else self._whole(equation, inputs)
 
     def _moved(self, result):
         signs = self._signs(np.shape(result)[-1:])  # not an array of its size
