@@ -96,6 +96,23 @@ def test_numbers_moved_by_rounding_either_way_share_a_program(solves, compiled):
     np.testing.assert_allclose(again[1], 2 * again[0], rtol=1e-4)
 
 
+SUMS = {
+    "scan": lambda x: lax.scan(lambda y, w: (y + w * x[None], None), X5[None], jnp.ones(999))[0],
+    "gather": lambda x: jnp.sin(x[None, jnp.arange(3000) % 5]),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_of_many_is_not_moved_one_way_by_roundings_whatever_the_promotion(name):
+    gradient, xs, ones = plain_ad(SUMS[name], X5)
+    exact, found = gradient(xs, ones), []
+    for setting in ("allow", "raise"):
+        with jax.numpy_rank_promotion(setting):
+            found.append(gradient._moved_by(Jitter, xs, ones, 2.0**-7))
+    np.testing.assert_array_equal(*found)
+    assert (found[0] > 0).all() and (found[0] < np.abs(exact) / 2).all()
+
+
 def test_plain_ad_at_a_point_in_float64_is_the_program_of_the_one_in_float32(compiled):
     gradient, xs, ones = plain_ad(lambda x: jnp.cos(x) ** 3 + x, X5)
     gradient(xs, ones)
