@@ -1,13 +1,14 @@
 """Compiles clips for GPUs and TPUs on a machine that has none, and reads the programs.
 
 Prints a line of JSON for each: kernels in the entry computation, and in the bodies of loops,
-collectives, bytes of temporaries, CPU seconds of tracing and of compilation. Needs the extra
-``accelerators``; nothing runs. All is stored in benchmarks/compiled.json, for
-benchmarks/RESULTS.md.
+collectives, bytes of temporaries, CPU seconds of tracing and of compilation. A program that talks
+to the host is refused. Needs the extra ``accelerators``; nothing runs. All is stored in
+benchmarks/compiled.json, for benchmarks/RESULTS.md.
 
     JAX_PLATFORMS=cpu python -m benchmarks.accelerators [--rows "8 H200, adaptive" ...]
     JAX_PLATFORMS=cpu python -m benchmarks.accelerators --per-example [--rows TEXT ...]
     JAX_PLATFORMS=cpu python -m benchmarks.accelerators --values [--rows TEXT ...]
+    JAX_PLATFORMS=cpu python -m benchmarks.accelerators --value-sizes [--rows TEXT ...]
 """
 
 import argparse
@@ -54,7 +55,18 @@ EXAMPLES = {
 }
 # A CPU is beside them for its temporaries, with the rows of the batch that each compiles for.
 VALUES = {"CPU": 8, "H200": 8, "1 TPU": 64}
-MODELS = {"unrolled": False, "scanned": True}
+MODELS = {compiled.UNROLLED: (False, 4, 256), "scanned": (True, 4, 256)}
+# By layers and width, unrolled, beside the model above. A TPU's compiler takes minutes for each.
+SIZES = {
+    f"{layers} layers, width {width}": (False, layers, width)
+    for layers in (4, 8, 12)
+    for width in (256, 512, 768)
+}
+SIZES_FOR = {
+    "CPU": [size for size in list(SIZES)[1:] if not size.startswith("8")],
+    "H200": ["12 layers, width 256"],
+    "1 TPU": ["8 layers, width 256"],
+}
 KERNEL = re.compile(r"= [^=]*? (?:fusion|custom-call)[(]")
 # The compiler numbers the parts of a long tuple: (f32[2], /*index=5*/f32[2]).
 COMMENT = re.compile(r"/[*].*?[*]/")
@@ -111,6 +123,8 @@ def facts(fun, *args):
     traced = time.process_time()
     program = lowered.compile()
     text = program.as_text()
+    if found := compiled.host_transfers(text):
+        raise RuntimeError(f"the program talks to the host: {found[0]}")
     kernels, in_loops = kernel_counts(text)
     joined = (
         r" (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?[(]"
@@ -155,24 +169,40 @@ def per_example(texts):
                 keep(compiled.EXAMPLES, row, EXAMPLES, fun, args)
 
 
+def transformer(kind, scanned, layers, width):
+    """What programs compute for a transformer all of whose modules are watched; its arguments."""
+    sharding = NamedSharding(Mesh(devices(kind), ("data",)), P())
+    model = Transformer(scanned, layers)
+    data = jax.ShapeDtypeStruct((VALUES[kind], 128, width), jnp.float32)
+    args = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        (jax.eval_shape(model.init, jax.random.key(0), data), data),
+    )
+    loss = lambda p, x: jnp.mean(model.apply(p, x) ** 2)  # noqa: E731
+    return of_values.programs(loss, model.apply, ["**"]), args
+
+
 def values(texts):
     """Statistics of the values of all modules of a transformer, beside the plain gradient."""
-    for kind, size in VALUES.items():
-        sharding = NamedSharding(Mesh(devices(kind), ("data",)), P())
-        for work, scanned in MODELS.items():
+    for kind in VALUES:
+        for work, model in MODELS.items():
             if not any(text in f"{kind}, {work}" for text in texts):
                 continue
-            model = Transformer(scanned, 4)
-            data = jax.ShapeDtypeStruct((size, 128, 256), jnp.float32)
-            shapes = jax.eval_shape(model.init, jax.random.key(0), data), data
-            args = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),  # noqa: B023
-                shapes,
-            )
-            loss = lambda p, x: jnp.mean(model.apply(p, x) ** 2)  # noqa: B023, E731
-            for who, fun in of_values.programs(loss, model.apply, ["**"]).items():
+            found, args = transformer(kind, *model)
+            for who, fun in found.items():
+                keep(compiled.VALUES, {"for": kind, "work": work, "who": who}, MODELS, fun, args)
+
+
+def value_sizes(texts):
+    """The same by layers and width."""
+    for kind, sizes in SIZES_FOR.items():
+        for work in sizes:
+            if not any(text in f"{kind}, {work}" for text in texts):
+                continue
+            found, args = transformer(kind, *SIZES[work])
+            for who in ("rms and max used", "all used", of_values.PLAIN):
                 row = {"for": kind, "work": work, "who": who}
-                keep(compiled.VALUES, row, MODELS, fun, args)
+                keep(compiled.SIZES, row, SIZES, found[who], args)
 
 
 def clips(texts):
@@ -195,10 +225,14 @@ def main(arguments):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--per-example", action="store_true", help="clips of each example")
     parser.add_argument("--values", action="store_true", help="statistics of values by name")
+    parser.add_argument("--value-sizes", action="store_true", help="the same by size of the model")
     parser.add_argument("--rows", nargs="+", default=[""], metavar="TEXT")
     options = parser.parse_args(arguments)
-    chosen = per_example if options.per_example else values if options.values else clips
-    chosen(options.rows)
+    parts = {per_example: options.per_example, values: options.values}
+    parts |= {value_sizes: options.value_sizes}
+    chosen = [part for part, asked in parts.items() if asked] or [clips]
+    for part in chosen:
+        part(options.rows)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,12 +10,33 @@ Facts = dict[str, Any]
 STORED = pathlib.Path(__file__).parent / "compiled.json"
 KEY = ("for", "work", "who")
 EXAMPLES, CLIPS, VALUES = "each example", "clips", "values"
+SIZES, UNROLLED = "values by size", "unrolled"
 HEAD = ("compiled for", "work", "by", "kernels", "in loops", "temporaries, MB", "to compile, s")
 RULE = ("---", "---", "---", "---:", "---:", "---:", "---:")
 VALUE_HEAD = (*HEAD[:-2], "temporaries, MB", "beside plain", HEAD[-1])
 VALUE_RULE = (*RULE, "---:")
 CLIP_HEAD = ("compiled for", "clip", "kernels", "collectives", "temporaries, MB", "to compile, s")
 CLIP_RULE = ("---", "---", "---:", "---:", "---:", "---:")
+SIZE_HEAD = (
+    "compiled for",
+    "size",
+    "plain, MB",
+    "rms and max used",
+    "more, MB",
+    "all used",
+    "more, MB",
+)
+SIZE_RULE = ("---", "---", "---:", "---:", "---:", "---:", "---:")
+# A callback, a feed, a message to the host, or an array in the host's memory, the fifth space.
+HOST = re.compile(
+    r"callback|infeed|outfeed|is_host_transfer=true| (?:send|recv)[(]|S\(5\)|MoveToHost"
+)
+
+
+def host_transfers(text: str) -> list[str]:
+    """The lines of a compiled program that talk to the host."""
+    lines = re.sub(r"metadata={[^}]*}", "", text).splitlines()
+    return [line for line in lines if HOST.search(line)]
 
 
 def load() -> dict[str, list[Facts]]:
@@ -64,6 +86,29 @@ def value_table(rows: Sequence[Facts]) -> str:
     return _lines(lines)
 
 
+def by_size(stored: dict[str, list[Facts]]) -> list[Facts]:
+    """The programs of the unrolled models of each size; one size is in the table above, too."""
+    first = [row | {"work": "4 layers, width 256"} for row in stored[VALUES]]
+    first = [row for row, own in zip(first, stored[VALUES], strict=True) if own["work"] == UNROLLED]
+    rows = [*first, *stored[SIZES]]
+    return [
+        row for kind in dict.fromkeys(r["for"] for r in rows) for row in rows if row["for"] == kind
+    ]
+
+
+def size_table(rows: Sequence[Facts]) -> str:
+    """A line for each model, with its temporaries beside those of the plain gradient."""
+    lines, models = [SIZE_HEAD, SIZE_RULE], dict[tuple[str, str], dict[str, int]]()
+    for row in rows:
+        models.setdefault((row["for"], row["work"]), {})[row["who"]] = row["temporaries"]
+    for model, found in models.items():
+        plain = found["plain"]
+        more = [found[who] - plain for who in ("rms and max used", "all used")]
+        cells = [(f"{1 + extra / plain:.3f}", f"{extra / 1e6:.1f}") for extra in more]
+        lines.append((*model, f"{plain / 1e6:.1f}", *cells[0], *cells[1]))
+    return _lines(lines)
+
+
 def clip_table(rows: Sequence[Facts]) -> str:
     """A line for each clip, whose cells have all that compute it."""
     lines, groups = [CLIP_HEAD, CLIP_RULE], dict[tuple[str, str], list[Facts]]()
@@ -85,6 +130,7 @@ def origin(rows: Sequence[Facts]) -> str:
 def section(stored: dict[str, list[Facts]]) -> str:
     """What RESULTS.md says of these programs."""
     rows, clips, values = stored[EXAMPLES], stored[CLIPS], stored[VALUES]
+    sizes = by_size(stored)
     return f"""### Each example, compiled for accelerators and not run
 
 {origin(rows)}, on a machine with neither a GPU nor a TPU. Command: `JAX_PLATFORMS=cpu python -m
@@ -114,8 +160,13 @@ benchmarks.accelerators --values`. The gradient of a flax transformer of 4 layer
 128 tokens and 8 rows (64 for a TPU), all of its modules watched by `with_value_stats`; a CPU is
 there for its temporaries. *Kernels* are fusions and calls of the entry computation; *in loops* the
 same in the bodies of loops, once each. *Beside plain*: temporaries divided by those of the plain
-gradient. *To compile* are CPU seconds.
+gradient. *To compile* are CPU seconds. The command refuses a program that talks to the host.
 
 {value_table(values)}
+
+By size, unrolled, with {origin(sizes)}. Command: `JAX_PLATFORMS=cpu python -m
+benchmarks.accelerators --value-sizes`. *More*: temporaries beyond those of the plain gradient.
+
+{size_table(sizes)}
 
 """

@@ -132,6 +132,12 @@ def test_the_programs_for_accelerators_are_those_that_were_stored():
     assert compiled.clip_table(clips) in text and len(clips) == 4 * 5 * 3
     values = stored[compiled.VALUES]
     assert compiled.value_table(values) in text and len(values) == 3 * 2 * 5
+    sizes = compiled.by_size(stored)
+    assert compiled.size_table(sizes) in text and {row["for"] for row in sizes} == {
+        "CPU",
+        "H200",
+        "1 TPU",
+    }
     # The page quotes these, in the form of its own table.
     temporaries = {(row["for"], row["work"], row["who"]): row["temporaries"] for row in values}
     for work, who in {key[1:] for key in temporaries if key[2] != "plain"}:

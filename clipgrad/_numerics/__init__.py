@@ -15,6 +15,7 @@ from clipgrad._numerics.numbers import accumulator as accumulator
 from clipgrad._numerics.numbers import at_least as at_least
 from clipgrad._numerics.numbers import at_least_float32 as at_least_float32
 from clipgrad._numerics.numbers import finite_product as finite_product
+from clipgrad._numerics.numbers import flags_of_bits as flags_of_bits
 from clipgrad._numerics.numbers import if_else as if_else
 from clipgrad._numerics.numbers import increment_if as increment_if
 from clipgrad._numerics.numbers import largest as largest

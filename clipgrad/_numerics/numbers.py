@@ -121,6 +121,23 @@ def from_ordered_bits(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, floats)
 
 
+_BITS_OF_INF = 0x7F800000  # in float32
+
+
+def flags_of_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Numbers that are 1 where ``x`` is NaN or inf, and 1 where it is 0; elsewhere they are 0.
+
+    They are the signs of differences. A TPU's compiler stores what a comparison gives, and then
+    what is compared, before it is added up; float64, of which a TPU has no bits, is compared.
+    """
+    if x.dtype != jnp.float32:
+        return (~jnp.isfinite(x)).astype(x.dtype), (x == 0).astype(x.dtype)
+    bits = to_ordered_bits(x)
+    is_finite = jax.lax.shift_right_logical(bits - _BITS_OF_INF, 31)
+    is_zero = jax.lax.shift_right_logical(bits - 1, 31)
+    return (1 - is_finite).astype(x.dtype), is_zero.astype(x.dtype)
+
+
 def largest(x: jax.Array) -> jax.Array:
     """The largest of numbers that are not negative: NaN if one is, 0 if there are none."""
     return from_ordered_bits(jnp.max(to_ordered_bits(x), initial=0))

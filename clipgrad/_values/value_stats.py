@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from clipgrad._compat import by_platform, exportable, to_varying, varying_axes
 from clipgrad._jaxpr import dtype_of, holds_floats
 from clipgrad._numerics import (
+    flags_of_bits,
     parts_of_sums,
     real_or_absolute,
     root_of_sums,
@@ -137,8 +138,9 @@ def _measured_together(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, 
 
 def _measured_apart(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, ...]:
     """The sums apart, which share one read on a TPU; a stack would be stored there."""
-    *squares, bad, zeros = (jnp.sum(part, over) for part in (*parts_of_sums(x), _zeros(x)))
-    return stacked_sums(*squares), _largest_magnitude(over, x), bad, zeros
+    *squares, _ = parts_of_sums(x)
+    *sums, bad, zeros = (jnp.sum(part, over) for part in (*squares, *flags_of_bits(x)))
+    return stacked_sums(*sums), _largest_magnitude(over, x), bad, zeros
 
 
 def _measured_by_largest(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, ...]:
