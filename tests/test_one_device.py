@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 import clipgrad._numerics as _numerics
+from benchmarks.per_example_temporaries import EXAMPLES, PROGRAMS
 from tests.helpers import RELEASED, reductions, tree_of
 from tests.test_bits import data, first_parameters, one_step
 from tests.test_nan import (  # noqa: F401
@@ -177,6 +178,36 @@ def test_two_passes_over_a_recurrence_need_the_memory_of_a_plain_gradient(of_a_r
     for path, expected in direct(*of_a_recurrence).items():
         found = ours(*of_a_recurrence)[path]
         np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+
+
+# In one pass each tap of a kernel is a slice of the image, which is faster: docs/per_example.md.
+BY_TAPS = {"convolutions"}
+
+
+def temporaries(program, method):
+    return program.compiled(method, RELEASED).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ci("name")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - BY_TAPS))
+def test_auto_holds_no_more_than_other_ways(name, seed):
+    """Where factors need more than the gradients of all examples, no more than any way.
+
+    Elsewhere it takes one pass for its time, and holds no more than the larger of the others.
+    """
+    program = PROGRAMS[name](np.random.default_rng(seed))
+    plan = program.clip("auto").plan(*program.arguments())
+    others = [temporaries(program, method) for method in ("two passes", "direct")]
+    if plan.bytes > plan.direct_bytes:
+        most = min([*others, temporaries(program, "one pass")])
+    else:
+        most = max(others)
+    # A square, its exponent and a count of NaN and inf, for each leaf and example; and a fiftieth:
+    # one pass of scanned layers has 1.5 % more temporaries than the gradients of all examples.
+    small = 12 * EXAMPLES * len(program.shapes) + most / 50
+    assert temporaries(program, "auto") <= most + small
 
 
 def test_two_passes_are_mapped_and_differentiated_and_know_what_varies(of_a_recurrence):

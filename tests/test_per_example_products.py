@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
+from benchmarks.per_example_temporaries import PROGRAMS as PLANNED
 from clipgrad._jaxpr import equations
 from tests.helpers import RELEASED
 from tests.per_example_programs import PROGRAMS, arguments
@@ -172,6 +173,20 @@ def test_auto_takes_one_pass_if_the_factors_fit(
     weights = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
     plan = per_example.plan(weights, jax.ShapeDtypeStruct((batch, positions, width), jnp.float32))
     assert (plan.method, plan.reason) == (method, f"the factors {room}")
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_auto_takes_two_passes_if_the_factors_are_larger_than_the_gradients(name):
+    """Those of all steps of a recurrence are; any other leaf is an array then."""
+    found = set()
+    for seed in range(4):
+        drawn = PLANNED[name](np.random.default_rng(seed))
+        plan = drawn.clip("auto").plan(*drawn.arguments())
+        is_larger = plan.bytes > plan.direct_bytes
+        assert plan.method == ("two passes" if is_larger else "one pass")
+        assert ("larger than the gradients of all examples" in plan.reason) == is_larger
+        found.add(is_larger)
+    assert (True in found) == (name in ("recurrence", "lstm"))
 
 
 # truth

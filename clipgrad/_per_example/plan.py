@@ -19,7 +19,8 @@ from clipgrad._trees import is_none, with_paths
 
 # One pass took 0.4 to 0.9 times as long as two in the benchmarks, whose models keep up to 0.6 GB,
 # most of which a plain gradient keeps as well. So it is chosen while the factors are no larger than
-# the parameters and their gradient, or than this: a part of the memory of what trains a model.
+# the parameters and their gradient, or than this: a part of the memory of what trains a model; and
+# no larger than the gradients of all examples, which the factors of many steps of a recurrence are.
 _ROOM = 2**30
 
 
@@ -127,8 +128,11 @@ def method_for(
         return subject.method, "as asked"
     whole = _bytes(jax.eval_shape(lambda params: params, params))
     room, kept = max(2 * whole, _ROOM), size * _bytes(shapes)
-    method, fits = ("one pass", "fit into") if kept <= room else ("two passes", "do not fit into")
-    return method, f"the factors {fits} {room / 2**20:,.0f} MiB"
+    if kept > room:
+        return "two passes", f"the factors do not fit into {room / 2**20:,.0f} MiB"
+    if kept > size * whole:
+        return "two passes", "the factors are larger than the gradients of all examples"
+    return "one pass", f"the factors fit into {room / 2**20:,.0f} MiB"
 
 
 def _direct_leaf(path: str, kind: Any, size: int, why: str) -> LeafPlan:
