@@ -231,11 +231,10 @@ class Check:
         """Judges the gradient as it was computed: by the rule in float64, if it could be had."""
         known = point.exact is not None
         exact = point.exact if known else point.reference
-        noise = functools.cache(lambda: self.noise(point.xs))
         verified = tolerances.MOST_EXCUSED if known else tolerances.SLIGHT
         rounded = functools.cache(lambda: self._moved_by_rounding(point))
         excuses = [
-            Excuse(np.inf, verified, ROUNDING, noise),
+            Excuse(np.inf, verified, ROUNDING, functools.partial(self.noise, point.xs)),
             Excuse(np.inf, tolerances.SLIGHT, ROUNDING, rounded),
         ]
         return self._judge(point, point.gradient, exact, self.tolerance, excuses)

@@ -17,7 +17,7 @@ PRECISIONS = ("bfloat16", "float16", "float32", "float64")
 # Of the gradient as it was computed, by the narrowest type inside. A rule that is right loses
 # about the square root of its operations in roundings; 5e-4 is 4,000 of float32, 5e-2 six of
 # bfloat16 (test_rounding_by_half_the_tolerance_passes_and_by_twice_fails). The rule itself,
-# evaluated in float64, has float64's tolerance: that of Richardson's two steps
+# evaluated in float64, has float64's tolerance: the error of Richardson's two steps
 # (test_a_rule_written_wrong_fails_however_little_of_the_tolerance_it_is_off).
 RELATIVE = {"float64": 1e-6, "float32": 5e-4, "float16": 1e-2, "bfloat16": 5e-2}
 # Along a dense direction, relative to |v * gradient|: roundings cancel in a sum, and one wrong
@@ -72,8 +72,8 @@ GROWTH = 1.5
 # of the floor: of a leaf that vanishes beside the others, nothing but noise is left
 # (test_a_leaf_that_vanishes_is_verified_without_a_reference).
 NOISY, NEGLIGIBLE = 0.1, 1e4
-# A change that is this part of itself at the next smaller step, or more, is that of a jump; that of
-# a root would be a third (test_a_jump_has_the_slopes_beside_it).
+# A change that is this part of itself at the next smaller step, or more, is the change of a jump;
+# of a root it would be a third (test_a_jump_has_the_slopes_beside_it).
 JUMP = 0.85
 
 # --- What rounding excuses: plain AD in the same precision is off about as much, in the element or

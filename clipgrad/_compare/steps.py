@@ -63,7 +63,7 @@ def compare_steps(
         programs.append(program)
         order = order or dict(zip(paths, ages(program), strict=True))
     if not order:
-        notes.append("so outputs are in the order of their paths, not in that of computation")
+        notes.append("so outputs are in the order of their paths, not of their computation")
     known = part_counts((args, other_args), programs)
     notes += _repeats(args, own, known)
     return _compared_outputs(own, theirs, again, order, known, rtol, notes)

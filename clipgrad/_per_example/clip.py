@@ -81,8 +81,8 @@ def clip_per_example(
         There the loss is differentiated with these axes as Auto, and the gradients have the
         shardings of the parameters. If the loss itself names shardings, write
         ``method="direct"``, which keeps the axes Explicit unless a parameter is sharded along the
-        axis of the batch. In `jax.shard_map` and `jax.pmap` the result is that of the examples of
-        one device: average or sum it over the axis. An example must be whole on its device.
+        axis of the batch. In `jax.shard_map` and `jax.pmap` the result is of the examples of one
+        device: average or sum it over the axis. An example must be whole on its device.
         Parameters that are in parts on several devices need the ``axis_name`` of the rule.
 
     Args:

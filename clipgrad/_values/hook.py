@@ -22,8 +22,8 @@ class Seen(NamedTuple):
     Attributes:
       name: the tag, or the path of the module.
       kind: ``"tag"`` or ``"module"``.
-      position: where it is in the program that is evaluated: the number of its equation, that of
-        the value among the results, and the depth of the module among the scopes of the program; 0
+      position: where it is in the program that is evaluated: the number of its equation, the number
+        of the value among the results, and the depth of the module among the scopes of the program; 0
         for a tag.
     """
 
