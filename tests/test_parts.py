@@ -168,7 +168,13 @@ OF_EXAMPLES["norms by leaf"] = lambda name: (
 )
 
 
-@pytest.mark.parametrize("kind", OF_EXAMPLES)
+IN_CORE = ("auto", "norms by leaf")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.exhaustive) if k not in IN_CORE else k for k in OF_EXAMPLES],
+)
 def test_an_example_over_parts_of_the_parameters_is_whole_or_warns(kind):
     of = OF_EXAMPLES[kind]
     # Examples over d, and parameters over m.

@@ -99,6 +99,7 @@ def test_all_convolutions_are_in_the_order_of_eigen_inside_of_loops_too():
     assert not any("reversal" in window for window, _ in orders)
 
 
+@pytest.mark.exhaustive
 def test_the_norms_of_one_tap_after_the_other_are_those_of_the_gradient_in_64_bits_too():
     """In the first layer three taps are one product."""
     shapes = [(3, 3, 3, 12), (3, 3, 12, 8)]
@@ -141,7 +142,9 @@ def standardized(kernel, x):
     return jnp.mean(whole**2)
 
 
-@pytest.mark.parametrize("method", ["one pass", "two passes"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("one pass", marks=pytest.mark.exhaustive), "two passes"]
+)
 def test_an_infinite_pixel_stays_in_its_example_where_a_convolution_has_groups(method):
     keys = jax.random.split(jax.random.key(0))
     kernel = jax.random.normal(keys[0], (4, 2, 3, 3))
