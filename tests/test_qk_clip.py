@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
-from tests.helpers import assert_same
+from tests.helpers import assert_close, assert_same
 
 RNG = np.random.default_rng(0)
 LIMIT = 2.0
@@ -71,6 +71,35 @@ def test_the_update_is_that_of_the_formula(name, balance):
         expected = reference(p, u, gamma, axis, power, count, size)
         np.testing.assert_allclose(found[part]["kernel"], expected, rtol=1e-6, atol=1e-6)
     assert_same(found["v"], jnp.asarray(updates["v"]))
+
+
+PARTS = [("qkv", np.s_[:, 0]), ("qkv", np.s_[:, 1]), ("qkv", np.s_[:, 0:2]), "q", "k"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_kernel_in_several_pairs_is_scaled_once_by_the_smallest_factor(seed):
+    """Random pairs: kernels that are shared, for queries and keys alike, and parts that overlap."""
+    rng = np.random.default_rng(seed)
+    params = {"qkv": normal(5, 2, 4, 3), "q": normal(5, 4, 3), "k": normal(5, 4, 3)}
+    updates = jax.tree.map(lambda p: 0.1 * normal(*p.shape), params)
+    factors = {name: np.ones(p.shape) for name, p in params.items()}
+    pairs, largest = [], {}
+    for i in range(5):
+        several, names = rng.integers(2), [PARTS[j] for j in rng.choice([0, 1, 3, 4], 2)]
+        parts = [PARTS[2]] * 2 if several else names
+        pairs.append((f"layer {i}", *parts, 2 if several else 1))
+        largest[f"layer {i}"] = np.abs(rng.normal(size=4)) * 3
+        gamma = np.minimum(1, LIMIT / largest[f"layer {i}"])
+        for part, power in zip(parts, (0.3, 0.7), strict=True):
+            name, index = part if isinstance(part, tuple) else (part, ...)
+            own = gamma[:, None] ** power  # heads and what is behind them
+            factors[name][index] = np.minimum(factors[name][index], own)
+    tx = cg.qk_clip(pairs, LIMIT, balance=0.3)
+    found, _ = jax.jit(tx.update)(updates, tx.init(params), params, max_logits=largest)
+    for name, factor in factors.items():
+        p, u = np.float64(params[name]), np.float64(updates[name])
+        np.testing.assert_allclose(found[name], factor * (p + u) - p, rtol=1e-5, atol=1e-6)
+        assert_same(found[name][factor == 1], jnp.asarray(updates[name][factor == 1]))
 
 
 @pytest.mark.parametrize(
@@ -248,6 +277,9 @@ PARAMS = {"q": jnp.ones((5, 4, 2)), "k": jnp.ones((5, 4, 2))}
         (([("logits", "q", "k", "h")],), TypeError, "expected such as"),
         (([("logits", ("q", "h"), "k", 1)],), TypeError, "and an index of slices and integers"),
         (([PAIR], -1.0), ValueError, "max_logit: got -1.0, expected a positive number"),
+        (([PAIR], "a"), TypeError, "max_logit: got 'a', expected a positive number"),
+        (([PAIR], None), TypeError, "max_logit: got None, expected a positive number"),
+        (([PAIR], 1.0, "a"), TypeError, "balance: got 'a', expected a number from 0 to 1"),
         (([PAIR], 1.0, 2.0), ValueError, "balance: got 2.0, expected a number from 0 to 1"),
     ],
     ids=str,
@@ -273,6 +305,39 @@ def test_logits_and_kernels_that_do_not_fit_are_refused(pair, max_logits, match)
     tx = cg.qk_clip([pair])
     with pytest.raises(ValueError, match=match):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS, max_logits=max_logits)
+
+
+def test_logits_that_are_no_numbers_are_refused():
+    tx, stats = cg.qk_clip([PAIR]), cg.ValueStats.of(jnp.ones((4, 3)), axis=0)
+    for given in (stats, {"a": 1}):
+        with pytest.raises(TypeError, match=r"for 'logits', .* such as stats\[name\].max"):
+            tx.update(PARAMS, tx.init(PARAMS), PARAMS, max_logits={"logits": given})
+
+
+def test_heads_that_devices_cut_are_clipped_each_by_its_own_logits():
+    params = {"q": jnp.asarray(normal(5, 4, 3)), "k": jnp.asarray(normal(5, 4, 3))}
+    params["q"] = params["q"].at[:, 2].mul(1000)
+    mesh = jax.make_mesh((2,), ("m",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    def attention(q, k, x):
+        with jax.named_scope("logits"):
+            return jnp.einsum("sd,dhe,tf,fhe->hst", x, q, x, k)
+
+    cut = {"in_specs": (P(None, "m"), P(None, "m"), P()), "out_specs": P("m")}
+    on_devices = jax.shard_map(attention, mesh=mesh, **cut)
+    largest = lambda p: jnp.abs(on_devices(p["q"], p["k"], x)).max((1, 2))  # noqa: E731
+    x = jnp.asarray(normal(6, 5))
+    before = largest(params)
+    step = cg.train_step(
+        lambda p, x: on_devices(p["q"], p["k"], x).mean(),
+        optax.chain(optax.sgd(0.0), cg.qk_clip([PAIR], max_logit=100.0)),
+        watch_values={"logits": (0, "m")},
+        donate=False,
+    )
+    state, metrics = step(step.init(params), x)
+    assert_close(metrics["values"]["logits"].max, before, rtol=1e-6)
+    assert (before > 100).tolist() == [False, False, True, False]
+    assert_close(largest(state.params), jnp.minimum(before, 100), rtol=1e-4)
 
 
 def test_a_path_that_is_not_there_is_refused_at_once():

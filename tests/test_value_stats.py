@@ -318,6 +318,70 @@ def test_an_axis_that_is_kept_has_an_entry_for_each_index_behind_those_of_scans(
     assert whole.max.shape == (2,)
 
 
+CUTS = {
+    "heads": (P(None, None, "m"), (2, "m")),
+    "heads, and rows": (P("d", None, "m"), (-1, "m")),
+    "heads by both": (P(None, None, ("d", "m")), (2, ("d", "m"))),
+    "heads by both, the inner first": (P(None, None, ("m", "d")), (2, ("m", "d"))),
+    "rows": (P("d"), (2, ())),
+    "rows by both, all kept": (P(("m", "d")), (0, ("m", "d"))),
+}
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("name", CUTS)
+def test_an_axis_that_devices_cut_is_whole_again(name, check):
+    place, watch = CUTS[name]
+    mesh = jax.make_mesh((2, 2), ("d", "m"), (AxisType.Auto,) * 2)
+
+    def model(x, reduced=lambda total: total):
+        def step(total, scale):
+            h = checkpoint_name(x * scale, "h")
+            return total, h.sum()
+
+        return reduced(lax.scan(step, 0.0, jnp.array([1.0, -5.0, 0.0]))[1].sum())
+
+    x = jnp.linspace(-3, 4, 4 * 3 * 8).reshape(4, 3, 8)
+    axes = tuple(a for entry in place if entry for a in ((entry,) if type(entry) is str else entry))
+    on_devices = jax.shard_map(
+        lambda x: model(x, lambda total: lax.psum(total, axes)),
+        mesh=mesh, in_specs=place, out_specs=P(), check_vma=check, axis_names=set(axes),
+    )  # fmt: skip
+    found = jax.jit(cg.with_value_stats(on_devices, watch={"h": watch}))(x)[1]["h"]
+    whole = cg.with_value_stats(model, watch={"h": watch[0]})(x)[1]["h"]
+    assert found.max.shape == (3, x.shape[watch[0]])
+    for field in ("max", "norm", "zeros", "size"):
+        assert_close(getattr(found, field), getattr(whole, field), rtol=1e-6)
+
+
+def test_where_devices_may_cut_the_axis_that_is_kept_a_warning_asks_for_it():
+    mesh = jax.make_mesh((2,), ("m",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    def own(x):
+        return lax.psum(checkpoint_name(x * 2, "h").sum(), "m")
+
+    def same(x):
+        h = checkpoint_name(lax.psum(x, "m"), "h")
+        return h.sum()
+
+    def run(model, watch):
+        fun = jax.shard_map(model, mesh=mesh, in_specs=P("m"), out_specs=P())
+        return cg.with_value_stats(fun, watch=watch)(X)[1]
+
+    match = r"values of 'h' that vary over 'm', .*write watch={'h': \(1, 'm'\)} if .*\(1, \(\)\) if"
+    with pytest.warns(UserWarning, match=match):
+        joined = run(own, {"h": 1})["h"]
+    np.testing.assert_allclose(joined.max, np.abs(2 * X).max(0))
+    run(own, {"h": None})  # without an axis there is nothing to ask
+    run(same, {"h": 1})
+    with pytest.raises(ValueError, match=r"got \('m',\) for 'h', .* are the same along 'm'"):
+        run(same, {"h": (1, "m")})
+    with pytest.raises(
+        ValueError, match=r"got \('d',\) for 'h', expected axes .*are \['m'\]; with"
+    ):
+        run(own, {"h": (1, "d")})
+
+
 # ---- unchanged value and derivatives, and composition -------------------------------------------
 
 
@@ -480,6 +544,12 @@ def test_without_a_choice_tags_are_measured_or_else_modules():
         ([3], TypeError, r"watch: got \[3\], expected names"),
         ({"tag": "heads"}, TypeError, "watch: got 'heads' for 'tag', expected an axis of its val"),
         ({"tag": True}, TypeError, "watch: got True for 'tag', expected an axis"),
+        (
+            {"tag": (1, 2)},
+            TypeError,
+            r"watch: got \(1, 2\) for 'tag', .* \(-1, \"m\"\) for an axis",
+        ),
+        ({"tag": (None, "m")}, TypeError, r"watch: got \(None, 'm'\) for 'tag', expected an axis"),
         (["tug"], ValueError, "got 'tug', expected a name that is tagged .*there are"),
         (["n*/x"], ValueError, r"got 'n\*/x', expected a name"),
         (["index"], TypeError, "names int32 values, expected floating or complex values"),

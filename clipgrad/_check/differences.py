@@ -37,10 +37,10 @@ LONG = 5000  # measurements that get a progress bar, where tqdm is installed
 class Evaluation(NamedTuple):
     """A way to evaluate the function for differences.
 
-    `call(constants, leaves)` gives the outputs; `dtype` is the type of the vectors. With `held`, `call`
-    runs under `jax.vmap` with the base point in row 0. `key` is equal for equal calls, and None if
-    it is not known which are. `quick` has two binary exponents of steps, `ladder` those of the
-    closest look, and `label` is for the report.
+    `call(constants, leaves)` gives the outputs; `dtype` is the type of the vectors. With `held`,
+    `call` runs under `jax.vmap` with the base point in row 0. `key` is equal for equal calls, and
+    None if it is not known which are. `quick` has two binary exponents of steps, `ladder` those of
+    the closest look, and `label` is for the report.
     """
 
     call: Callable[[Sequence, list], list]
@@ -130,8 +130,8 @@ class Differences:
     ) -> Slopes:
         """Measure the slopes of all moves at the point `xs`, and of `gradient` along them.
 
-        A gradient of fewer rows than there are cotangents is the gradient for the first of them. Moves are
-        ranges of `order`, some of the elements, or of all elements one after the other.
+        A gradient of fewer rows than there are cotangents is the gradient for the first of them.
+        Moves are ranges of `order`, some of the elements, or of all elements one after the other.
         """
         self.set_base(xs, direction)
         parts = []

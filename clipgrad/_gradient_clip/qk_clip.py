@@ -1,5 +1,7 @@
 """Weights of queries and keys scaled down where attention logits are too large."""
 
+import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,10 +40,13 @@ def qk_clip(
       * A head at or below the limit keeps its updates, bit for bit. So does a head whose largest
         logit is NaN or inf, which `skip_spikes` is for.
       * Where several heads of queries share one of keys (grouped queries), it is scaled for the
-        largest logit of all of them; query head i uses key head i // (number that share one).
+        largest logit of all of them; query head i uses key head i // (number that share one). So is
+        a kernel in several pairs, as of layers that share weights, or of queries and keys alike: by
+        the smallest of its factors, once.
       * The bias beside a kernel (``"attn/query/bias"``) is scaled with it.
       * Layers that a scan has stacked are scaled each by its own logits: where the statistics have
-        leading axes, the kernels have the same.
+        leading axes, the kernels have the same. For a kernel that all steps of a scan share, pass
+        the largest logits of all steps: ``{name: stats.max.max(0)}``.
 
     Args:
       pairs: for each attention ``(name of the logits, path of the query kernel, path of the key
@@ -57,7 +62,8 @@ def qk_clip(
       A gradient transformation without state, which needs the parameters and ``max_logits``.
 
     Raises:
-      TypeError: if ``pairs`` are not of this form.
+      TypeError: if ``pairs`` are not of this form, or ``max_logit`` or ``balance`` no numbers; by
+        ``update``, if the logits of a name are no array of numbers.
       ValueError: if ``max_logit`` is not positive, or ``balance`` not in [0, 1]; by ``init``, if a
         path is not in the parameters; by ``update``, if logits are missing, or heads do not fit.
 
@@ -75,6 +81,8 @@ def qk_clip(
       (Array([2., 2.], dtype=float32), Array([-4.5, -4.5], dtype=float32))
     """
     chosen = _checked_pairs(pairs)
+    _check_number("max_logit", max_logit, "a positive number such as 100.0")
+    _check_number("balance", balance, "a number from 0 to 1")
     if not isinstance(max_logit, Tracer) and not np.all(np.asarray(max_logit) > 0):
         raise ValueError(f"max_logit: got {max_logit!r}, expected a positive number such as 100.0")
     if not 0 <= balance <= 1:
@@ -95,6 +103,7 @@ def qk_clip(
         leaves, (changed, structure) = _Leaves.of(params), jax.tree.flatten(updates)
         if structure != jax.tree.structure(params):
             raise ValueError(f"updates: got {structure}, expected the structure of the parameters")
+        factors: dict[int, list[_Factor]] = {}
         for pair in chosen:
             largest = _largest_logits(pair, max_logits)
             is_over = jnp.isfinite(largest) & (largest > max_logit)
@@ -102,11 +111,28 @@ def qk_clip(
             size = leaves.head_size(pair, gamma)
             for part, power in ((pair.query, balance), (pair.key, 1 - balance)):
                 shared = leaves.of_heads(pair, part, gamma, size)
-                for place, index, factor in leaves.factors(pair, part, shared**power, gamma.ndim):
-                    changed[place] = _scaled(leaves.values[place], changed[place], index, factor)
+                for place, own in leaves.factors(pair, part, shared**power, gamma.ndim):
+                    factors.setdefault(place, []).append(own)
+        for place, several in factors.items():
+            p = leaves.values[place]
+            for index, factor in _smallest(several, jnp.shape(p)):
+                changed[place] = _scaled(p, changed[place], index, factor)
         return structure.unflatten(changed), state
 
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
+
+
+def _check_number(name: str, value: Any, expected: str) -> None:
+    kind = getattr(value, "dtype", None) or np.asarray(value).dtype
+    if not jnp.issubdtype(kind, jnp.number):
+        raise TypeError(f"{name}: got {value!r}, expected {expected}")
+
+
+class _Factor(NamedTuple):
+    """A factor of a part of a leaf."""
+
+    index: tuple[Any, ...]
+    factor: jax.Array
 
 
 class _Part(NamedTuple):
@@ -175,7 +201,13 @@ def _largest_logits(pair: _Pair, max_logits: Any) -> jax.Array:
             f"max_logits: got no {pair.name!r}, expected the logits of each pair; "
             f"{nearest(pair.name, max_logits)}"
         )
-    largest = jnp.asarray(max_logits[pair.name])
+    given = max_logits[pair.name]
+    if not isinstance(given, jax.Array | np.ndarray | np.generic | list | float | int):
+        raise TypeError(
+            f"max_logits: got {type(given).__name__} for {pair.name!r}, expected an array of the "
+            "largest logits, such as stats[name].max"
+        )
+    largest = jnp.asarray(given)
     if not largest.ndim:
         raise ValueError(
             f"max_logits: got one number for {pair.name!r}, expected one for each head; write "
@@ -237,21 +269,21 @@ class _Leaves(NamedTuple):
 
     def factors(
         self, pair: _Pair, part: _Part, factor: jax.Array, leading: int
-    ) -> list[tuple[int, tuple[Any, ...], jax.Array]]:
-        """The factors of a kernel and the bias beside it, with their indices."""
+    ) -> list[tuple[int, _Factor]]:
+        """The factors of a kernel and the bias beside it, with their places."""
         kernel, place = self.part(part), self.place(part)
         axis, ndim = pair.axis % kernel.ndim, self.values[place].ndim
         index = part.full_index(ndim)
-        found = [(place, index, _along(factor, axis, kernel.ndim))]
+        found = [(place, _Factor(index, _along(factor, axis, kernel.ndim)))]
         folder, _, last = part.path.rpartition("/")
         bias = self.places.get(f"{folder}/bias" if folder else "bias")
         if bias is not None and last != "bias":
-            found.append((bias, *self._of_bias(pair, part, self.values[bias], factor, leading)))
+            found.append((bias, self._of_bias(pair, part, self.values[bias], factor, leading)))
         return found
 
     def _of_bias(
         self, pair: _Pair, part: _Part, bias: Any, factor: jax.Array, leading: int
-    ) -> tuple[tuple[Any, ...], jax.Array]:
+    ) -> _Factor:
         """The factor of a bias, which has the shape of the kernel without its axis of inputs."""
         kernel = self.part(part)
         index, axis = part.full_index(self.values[self.place(part)].ndim), pair.axis % kernel.ndim
@@ -262,7 +294,7 @@ class _Leaves(NamedTuple):
             rest = index[:own] + index[own + 1 :]
             shape = kernel.shape[:i] + kernel.shape[i + 1 :]
             if len(rest) == bias.ndim and bias[rest].shape == shape:
-                return rest, _along(factor, axis - (i < axis), len(shape))
+                return _Factor(rest, _along(factor, axis - (i < axis), len(shape)))
         raise ValueError(
             f"pairs: got {part.path!r} with a bias of shape {bias.shape} beside it, expected the "
             f"shape of the kernel, {kernel.shape}, without one axis"
@@ -286,6 +318,33 @@ def _along(factor: jax.Array, axis: int, ndim: int) -> jax.Array:
     leading = factor.shape[:-1]
     between = [1] * (axis - len(leading))
     return factor.reshape(*leading, *between, factor.shape[-1], *[1] * (ndim - axis - 1))
+
+
+def _smallest(factors: list[_Factor], shape: tuple[int, ...]) -> list[_Factor]:
+    """Factors of a leaf that have no element in common: of several the smallest holds."""
+    parts: list[_Factor] = []
+    for index, factor in factors:
+        same = [own for own in parts if own.index == index]
+        parts = [own for own in parts if own.index != index]
+        parts.append(_Factor(index, functools.reduce(jnp.minimum, [f for _, f in same], factor)))
+    pairs = itertools.combinations(parts, 2)
+    if not any(_overlap(a.index, b.index, shape) for a, b in pairs):
+        return parts
+    whole = jnp.ones(shape, functools.reduce(jnp.promote_types, [f.dtype for _, f in parts]))
+    for index, factor in parts:
+        whole = whole.at[index].set(jnp.minimum(whole[index], factor.astype(whole.dtype)))
+    return [_Factor((slice(None),) * len(shape), whole)]
+
+
+def _overlap(first: tuple[Any, ...], second: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
+    """Whether two indices have an element in common."""
+
+    def along(entry: Any, length: int) -> set[int]:
+        every = range(length)
+        return {*every[entry]} if isinstance(entry, slice) else {every[entry]}
+
+    axes = zip(first, second, shape, strict=True)
+    return all(along(a, length) & along(b, length) for a, b, length in axes)
 
 
 def _scaled(p: Any, u: Any, index: tuple[Any, ...], factor: jax.Array) -> Any:

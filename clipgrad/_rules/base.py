@@ -196,7 +196,7 @@ def _like(result: Any, leaf: Any, path: str) -> jax.Array:
     array, leaf = jnp.asarray(result), jnp.asarray(leaf)
     if array.shape != leaf.shape:
         raise ValueError(
-            f"rule: got the shape {array.shape} back for {path or 'the leaf'}, expected the shape of "
-            f"the leaf, {leaf.shape}"
+            f"rule: got the shape {array.shape} back for {path or 'the leaf'}, expected "
+            f"{leaf.shape}, as the leaf has"
         )
     return array.astype(leaf.dtype)

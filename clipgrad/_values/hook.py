@@ -23,8 +23,8 @@ class Seen(NamedTuple):
       name: the tag, or the path of the module.
       kind: ``"tag"`` or ``"module"``.
       position: where it is in the program that is evaluated: the number of its equation, the number
-        of the value among the results, and the depth of the module among the scopes of the program; 0
-        for a tag.
+        of the value among the results, and the depth of the module among the scopes of the
+        program; 0 for a tag.
     """
 
     name: str
@@ -92,8 +92,9 @@ class ValueHook(_jaxpr.Hook):
         del first
         return second
 
-    def over_devices(self, note: Any) -> Any:
+    def over_devices(self, equation: Any, key: Key, note: Any) -> Any:
         """The note kept outside of a `shard_map`, of a note whose leading axis is over devices."""
+        del equation, key
         return note
 
     # What follows is the evaluation.
@@ -165,10 +166,11 @@ class ValueHook(_jaxpr.Hook):
     def note(self, equation: Any, inputs: list, notes: list[KeyedNotes]) -> None:
         """Keep the notes of the programs inside of an equation."""
         del inputs
-        over = self.over_devices if equation.primitive.name == "shard_map" else lambda note: note
+        on_devices = equation.primitive.name == "shard_map"
         for program, own in enumerate(notes):
             for key, note in own.items():
-                self._keep(self.key_around(equation, program, key), over(note))
+                note = self.over_devices(equation, key, note) if on_devices else note
+                self._keep(self.key_around(equation, program, key), note)
 
     def empty(self, shapes: Any) -> Any:
         """Zeros, for what is not computed."""

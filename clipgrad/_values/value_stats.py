@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -110,6 +111,32 @@ class ValueStats(NamedTuple):
         """The statistics joined along an axis that is not negative, such as the axis of steps."""
         sums = jax.tree.map(lambda x: jnp.sum(x, axis), self)
         return sums._replace(max=jnp.max(self.max, axis, initial=0))
+
+    def over_devices(self, sizes: Sequence[int], cut: Sequence[int]) -> "ValueStats":
+        """The statistics of all devices of a mesh, of those of each along a leading axis.
+
+        Args:
+          sizes: the lengths of the axes of the mesh.
+          cut: the positions of those that cut the axis that is kept, the outermost first. The
+            entries of their devices come one after the other; all else is joined.
+        """
+        if not cut:
+            return self.over(0)
+        found = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), self)
+        for axis in sorted({*range(len(sizes))} - {*cut}, reverse=True):
+            found = found.over(axis)
+        order = [sorted(cut).index(axis) for axis in cut]
+        arrays = [_in_a_row(x, order, behind=x is found.squares) for x in found]
+        return ValueStats(*arrays)
+
+
+def _in_a_row(x: jax.Array, devices: Sequence[int], behind: int) -> jax.Array:
+    """Leading axes of devices joined with an axis, which has ``behind`` others behind it."""
+    kept = x.ndim - 1 - behind
+    between = range(len(devices), kept)
+    length = math.prod(x.shape[i] for i in (*devices, kept))
+    shape = (*[x.shape[i] for i in between], length, *x.shape[kept + 1 :])
+    return x.transpose(*between, *devices, *range(kept, x.ndim)).reshape(shape)
 
 
 def _measured_magnitudes(x: jax.Array, over: tuple[int, ...]) -> ValueStats:
