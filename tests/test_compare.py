@@ -1,6 +1,7 @@
 """Two versions of one loss: the module, the kind and the step of each planted difference."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -203,6 +204,10 @@ def test_names_that_differ_are_matched_by_names():
     assert not found.unmatched and found.findings[0].module == "hidden"
     with pytest.raises(ValueError, match="names: got 'hiden', expected the path of a value in fun"):
         cg.compare(small(), small(name="other"), ARGS, names={"hiden": "other"})
+    for names in ({"hidden": "othr"}, {"h*": "*r"}):
+        (target,) = map(re.escape, names.values())
+        with pytest.raises(ValueError, match=f"names: got '{target}' for .*path of a value in oth"):
+            cg.compare(small(), small(name="other"), ARGS, names=names)
 
 
 def test_names_are_patterns_whose_stars_stand_for_the_same_text():
@@ -212,6 +217,13 @@ def test_names_are_patterns_whose_stars_stand_for_the_same_text():
         "module a_7 [4, 2]: 1 in fun, 0 in other",
         "module x7 [4, 2]: 1 in other, 0 in fun",
     )
+
+
+def test_a_value_without_a_match_has_its_own_name():
+    two = lambda name: lambda w, x: small(name=name)(w, x) + small(name="same")(w, x)  # noqa: E731
+    deep = lambda w, x: small(name="b")(w, x[:2]) + small(name="b")(w, x)  # noqa: E731
+    found = cg.compare(two("a"), deep, ARGS, names={"a": "b", "same": "b"})
+    assert "module a (as b) [4, 2]: 2 in fun, 1 in other" in str(found.unmatched)
 
 
 def test_has_aux_leaves_aux_out():

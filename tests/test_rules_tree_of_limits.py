@@ -126,3 +126,10 @@ def test_each_example_has_a_limit_for_each_layer(method):
 def test_what_makes_no_sense_is_refused(error, run, match):
     with pytest.raises(error, match=match):
         run()
+
+
+def test_a_tree_that_is_no_prefix_is_shown_without_its_numbers():
+    grads = {f"layer_{i}": {"kernel": jnp.full((64, 64), 12.5)} for i in range(12)}
+    with pytest.raises(ValueError, match="expected a prefix of") as caught:
+        cg.ClipByNorm([1.0])(grads)
+    assert "12.5" not in str(caught.value) and len(str(caught.value)) < 1000

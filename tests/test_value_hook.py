@@ -28,7 +28,7 @@ class Sums(ValueHook):
     def joined(self, first, second):
         return jax.tree.map(jnp.add, first, second)
 
-    def over_devices(self, note):
+    def over_devices(self, equation, key, note):
         return jax.tree.map(lambda x: x.sum(0), note)
 
 

@@ -76,8 +76,8 @@ def compare(
 
     Raises:
       TypeError: an argument is not of the type above.
-      ValueError: a loss is not a floating scalar, ``argnums`` is out of range, a name is of no
-        value, or two steps have no output in common.
+      ValueError: a loss is not a floating scalar, ``argnums`` is out of range, a name of
+        ``names`` is of no value in its version, or two steps have no output in common.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp

@@ -53,12 +53,13 @@ def match(own: Version, other: Version, names: Mapping[str, str] | None) -> Matc
     module are matched with n steps of a scan.
 
     Raises:
-      ValueError: an expression of ``names`` fits no value.
+      ValueError: an expression of ``names`` fits no value of the first version, or leads to none
+        of the second.
     """
     ours, theirs = _Renamed(dict(names or {})), _Renamed({})
     theirs.patterns = [b for a, b in ours.rules if "*" in b and "*" not in a]
     groups = _groups(own, ours), _groups(other, theirs)
-    ours.check("names", [v.name for v in own.values])
+    ours.check([v.name for v in own.values], [name for name, *_ in groups[1]])
     pairs, unmatched = [], []
     for group, found in groups[0].items():
         same = groups[1].get(group, [])
@@ -99,8 +100,9 @@ def _is_under_a_name(found: Sequence[Instance], version: Version) -> bool:
 
 
 def _unmatched(group: Group, found: Sequence, same: Sequence, here: str, there: str) -> str:
-    name, kind, shape = group
-    what = f"{kind} {name}" if name else "value outside of all modules"
+    (name, kind, shape), own = group, found[0].value.name
+    what = f"{kind} {own}" if name else "value outside of all modules"
+    what += f" (as {name})" if name != own else ""
     return f"{what} {list(shape)}: {len(found)} in {here}, {len(same)} in {there}"
 
 
@@ -110,28 +112,34 @@ class _Renamed:
     def __init__(self, names: dict[str, str]) -> None:
         self.rules = list(names.items())
         self.patterns: list[str] = []
-        self._used: set[str] = set()
+        self._found: dict[str, set[str]] = {}  # the names that each expression leads to
 
     def __call__(self, name: str) -> str:
         for pattern, wanted in self.rules:
             if found := _prefix(pattern, name):
-                self._used.add(pattern)
                 texts = found.groups() if "*" in wanted else ()
                 for text in texts:
                     wanted = re.sub(r"\*+", lambda _, text=text: text, wanted, count=1)
-                return wanted + name[found.end() :]
+                renamed = wanted + name[found.end() :]
+                self._found.setdefault(pattern, set()).add(renamed)
+                return renamed
         for pattern in self.patterns:
             if found := _prefix(pattern, name):
                 return pattern + name[found.end() :]
         return name
 
-    def check(self, argument: str, there: Sequence[str]) -> None:
-        """Raise `ValueError` for an expression that was not used."""
-        for pattern, _ in self.rules:
-            if pattern not in self._used:
+    def check(self, here: Sequence[str], there: Sequence[str]) -> None:
+        """Raise `ValueError` for an expression that fits no name, or leads to none."""
+        for pattern, wanted in self.rules:
+            if pattern not in self._found:
                 raise ValueError(
-                    f"{argument}: got {pattern!r}, expected the path of a value in fun, or a "
-                    f"pattern of it; {nearest(pattern, there)}"
+                    f"names: got {pattern!r}, expected the path of a value in fun, or a "
+                    f"pattern of it; {nearest(pattern, here)}"
+                )
+            if self._found[pattern].isdisjoint(there):
+                raise ValueError(
+                    f"names: got {wanted!r} for {pattern!r}, expected the path of a value in "
+                    f"other; {nearest(wanted, there)}"
                 )
 
 

@@ -85,7 +85,8 @@ def program_of(
 def check_function(fun: Any) -> None:
     """Raises `TypeError` if what is transformed is not a function, or is a rule."""
     if is_rule(fun) or not callable(fun):
-        raise TypeError(f"fun: got {fun!r}, expected a function; the rules come second")
+        order = "; the rules come second" if is_rule(fun) else ""
+        raise TypeError(f"fun: got {fun!r}, expected a function{order}")
 
 
 def check_call(fun: Any, args: Any, kwargs: Any) -> None:

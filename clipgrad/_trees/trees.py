@@ -54,11 +54,10 @@ def parts_below(name: str, kind: str, prefix: Any, tree: Any) -> list[Any]:
     """
     try:
         return prefix.flatten_up_to(tree)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError):
         structure = jax.tree.structure(tree, is_leaf=is_none)
         raise ValueError(
-            f"{name}: got {kind} of the structure {prefix}, expected a prefix of {structure}: "
-            f"{error}"
+            f"{name}: got {kind} of the structure {prefix}, expected a prefix of {structure}"
         ) from None
 
 

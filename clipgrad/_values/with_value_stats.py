@@ -59,7 +59,9 @@ def with_value_stats(
         step by step as far as the lengths of the scans around them are the same from the outermost
         on, over all steps of the rest. The steps of a `jax.lax.while_loop` are joined; inside of a
         `jax.vmap` its step counts for all lanes as long as one of them goes on.
-      * A branch of a `jax.lax.cond` that is not taken counts nothing.
+      * A branch of a `jax.lax.cond` that is not taken counts nothing. Where a `jax.vmap` in ``fun``
+        gives each lane a condition of its own, JAX computes both branches in all lanes, and both
+        count.
       * Under `jax.vmap` each lane has its own statistics; inside a `jax.vmap` in ``fun`` they are
         statistics of the whole batch.
       * Inside `jax.shard_map` they are statistics of all devices together. A value that does not
