@@ -131,7 +131,7 @@ def _check_number(name: str, value: Any, expected: str) -> None:
 class _Factor(NamedTuple):
     """A factor of a part of a leaf."""
 
-    index: tuple[Any, ...]
+    at: tuple[Any, ...]
     factor: jax.Array
 
 
@@ -324,11 +324,11 @@ def _smallest(factors: list[_Factor], shape: tuple[int, ...]) -> list[_Factor]:
     """Factors of a leaf that have no element in common: of several the smallest holds."""
     parts: list[_Factor] = []
     for index, factor in factors:
-        same = [own for own in parts if own.index == index]
-        parts = [own for own in parts if own.index != index]
+        same = [own for own in parts if own.at == index]
+        parts = [own for own in parts if own.at != index]
         parts.append(_Factor(index, functools.reduce(jnp.minimum, [f for _, f in same], factor)))
     pairs = itertools.combinations(parts, 2)
-    if not any(_overlap(a.index, b.index, shape) for a, b in pairs):
+    if not any(_overlap(a.at, b.at, shape) for a, b in pairs):
         return parts
     whole = jnp.ones(shape, functools.reduce(jnp.promote_types, [f.dtype for _, f in parts]))
     for index, factor in parts:

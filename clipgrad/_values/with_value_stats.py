@@ -153,7 +153,10 @@ def _checked_axes(watch: Any) -> dict[str, KeptAxis | None] | None:
 
 
 def _checked_axis(name: str, given: Any) -> KeptAxis | None:
-    axis, cut = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    pair: tuple[Any, Any] = (given, None)
+    if isinstance(given, tuple) and len(given) == 2:
+        pair = given
+    axis, cut = pair
     cut = (cut,) if isinstance(cut, str) else cut
     are_names = cut is None or (isinstance(cut, tuple) and all(isinstance(a, str) for a in cut))
     is_axis = hasattr(axis, "__index__") and not isinstance(axis, bool)
