@@ -115,7 +115,7 @@ def qk_clip(
                     factors.setdefault(place, []).append(own)
         for place, several in factors.items():
             p = leaves.values[place]
-            for index, factor in _smallest(several, jnp.shape(p)):
+            for index, factor in _smallest_factors(several, jnp.shape(p)):
                 changed[place] = _scaled(p, changed[place], index, factor)
         return structure.unflatten(changed), state
 
@@ -320,7 +320,7 @@ def _along(factor: jax.Array, axis: int, ndim: int) -> jax.Array:
     return factor.reshape(*leading, *between, factor.shape[-1], *[1] * (ndim - axis - 1))
 
 
-def _smallest(factors: list[_Factor], shape: tuple[int, ...]) -> list[_Factor]:
+def _smallest_factors(factors: list[_Factor], shape: tuple[int, ...]) -> list[_Factor]:
     """Factors of a leaf that have no element in common: of several the smallest holds."""
     parts: list[_Factor] = []
     for index, factor in factors:
@@ -328,7 +328,7 @@ def _smallest(factors: list[_Factor], shape: tuple[int, ...]) -> list[_Factor]:
         parts = [own for own in parts if own.at != index]
         parts.append(_Factor(index, functools.reduce(jnp.minimum, [f for _, f in same], factor)))
     pairs = itertools.combinations(parts, 2)
-    if not any(_overlap(a.at, b.at, shape) for a, b in pairs):
+    if not any(_share_elements(a.at, b.at, shape) for a, b in pairs):
         return parts
     whole = jnp.ones(shape, functools.reduce(jnp.promote_types, [f.dtype for _, f in parts]))
     for index, factor in parts:
@@ -336,7 +336,9 @@ def _smallest(factors: list[_Factor], shape: tuple[int, ...]) -> list[_Factor]:
     return [_Factor((slice(None),) * len(shape), whole)]
 
 
-def _overlap(first: tuple[Any, ...], second: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
+def _share_elements(
+    first: tuple[Any, ...], second: tuple[Any, ...], shape: tuple[int, ...]
+) -> bool:
     """Whether two indices have an element in common."""
 
     def along(entry: Any, length: int) -> set[int]:

@@ -1,6 +1,7 @@
 """A function, and statistics of the values with names inside of it."""
 
 import functools
+import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -162,12 +163,12 @@ def _checked_axis(name: str, given: Any) -> KeptAxis | None:
     is_axis = hasattr(axis, "__index__") and not isinstance(axis, bool)
     if not is_axis and axis is None and cut is None:
         return None
-    if not is_axis or not are_names:
+    if axis is None or not is_axis or not are_names:
         raise TypeError(
             f"watch: got {given!r} for {name!r}, expected an axis of its values such as -1, None "
             'for whole values, or (-1, "m") for an axis that the axis "m" of a mesh cuts'
         )
-    return KeptAxis(int(axis), cut)
+    return KeptAxis(operator.index(axis), cut)
 
 
 @value_hook(choices=["watched"])
