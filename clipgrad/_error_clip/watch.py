@@ -22,8 +22,7 @@ from clipgrad._frameworks import (
     with_models,
 )
 from clipgrad._names import (
-    CLIPPED,
-    WATCHED,
+    COTANGENTS,
     Resolved,
     checked_watch,
     common_nest,
@@ -63,6 +62,8 @@ def value_and_grad_with_stats(
         in eager code outside of a scan and of functions that JAX compiles as a whole there, such as
         `jax.numpy.mean`. If a compiled program uses them, its rounding may change, because XLA then
         stores a cotangent that it had fused.
+      * A name that is only in a `jax.lax.while_loop`, where values have no cotangents, is an error;
+        if it is elsewhere too, it is clipped and counted there.
       * Values in a module that do not depend on the differentiated arguments have no cotangent, and
         are not counted.
       * The statistics of a name have one leading axis for each scan around it, outermost first:
@@ -80,7 +81,7 @@ def value_and_grad_with_stats(
       has_aux: whether ``fun`` returns ``(scalar, aux)``.
       rules: a rule for each name or pattern; ``None`` in place of a rule: watch only.
       watch: further names and patterns to watch only; ``None``: all tags whose variables have
-        cotangents, or all modules if there are no tags.
+        cotangents, or all modules if there are no such tags.
 
     Returns:
       A function of the arguments of ``fun`` that returns ``(value, grads, stats)``, or
@@ -91,7 +92,7 @@ def value_and_grad_with_stats(
       TypeError: as `error_clip_by_name`; if ``watch`` is not a collection of names, or a
         position in ``argnums`` not an integer.
       ValueError: when called, as `error_clip_by_name`, or if there are neither tags nor modules
-        with ``watch=None``.
+        with cotangents with ``watch=None``.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp
@@ -213,9 +214,8 @@ def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
 
 def _resolved(program: Any, rules: Rules, watch: dict[str, Any] | None) -> Resolved:
     """The rules of what is clipped or watched."""
-    clipped = resolved(program, rules, _CALLER, CLIPPED)
-    wanted = CLIPPED if watch is None else WATCHED
-    return watched_names(program, watch, _CALLER, wanted) | clipped
+    clipped = resolved(program, rules, _CALLER, COTANGENTS)
+    return watched_names(program, watch, _CALLER, COTANGENTS) | clipped
 
 
 def _probes(program: Any, names: Resolved) -> dict[str, ClipStats]:

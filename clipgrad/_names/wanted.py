@@ -1,7 +1,7 @@
 """The variables of a program that names and patterns choose."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +40,8 @@ class Wanted(NamedTuple):
 
     noun: str
     choice: str  # what is given for a name
-    counts: Callable[[NamedSite], bool]  # whether a tag is watched without a choice
-    has: Callable[[NamedSite], bool]
+    has: Callable[[NamedSite], bool]  # a name without such a site is an error
     barrier: Callable[[NamedSite], str | None]  # the primitive that it can't leave
-    check: Callable[[str, Sequence[NamedSite]], None]  # raises an error if there is none
 
     def lists(self, sites: Iterable[NamedSite]) -> bool:
         """Whether a pattern matches the name of these sites."""
@@ -120,7 +118,7 @@ def _matched(pattern: str, there: dict[str, Sites], caller: str, wanted: Wanted)
 def _check_found(
     name: str, found: dict[str, Sites], there: dict[str, Sites], caller: str, wanted: Wanted
 ) -> None:
-    """Raises an error if what a name or a pattern matches can't be clipped or watched."""
+    """Raises an error unless what a name or a pattern matches can be clipped or watched."""
     own = [site for sites in found.values() for site in sites]
     if not own:
         instead = (
@@ -142,63 +140,54 @@ def _check_found(
             f"{got} a variable inside of {closed}, expected one whose {wanted.noun} can be reached "
             f"from outside, unlike those of {inside}; name an input or an output of it{advice}"
         )
+    if not any(map(wanted.has, own)):
+        _raise_for_none(got, own, wanted)
+
+
+def _raise_for_none(got: str, own: Sequence[NamedSite], wanted: Wanted) -> NoReturn:
+    """Raises an error that says why none of these sites has what is wanted."""
     if not any(site.is_differentiable for site in own):
         reason = "" if wanted is VALUES else "; others have no cotangents"
         raise TypeError(f"{got} {own[0].dtype} values, expected floating or complex values{reason}")
-    wanted.check(got, own)
-
-
-def _check_uses(got: str, own: Sequence[NamedSite]) -> None:
-    """Raises an error for what nothing uses, so that it has no cotangent."""
     if not any(site.used and site.is_differentiable for site in own):
         raise ValueError(
             f"{got} an unused value, expected one that the result depends on; with a tag write "
             "x = checkpoint_name(x, name), and use that x; with_value_stats measures the value"
         )
+    raise ValueError(
+        f"{got} a value in a while loop, expected one with a cotangent, which JAX does not "
+        "compute there (but in a scan, and in a fori_loop whose bounds are Python numbers); "
+        "with_value_stats measures the value"
+    )
 
 
-def _check_cotangents(got: str, own: Sequence[NamedSite]) -> None:
-    """Raises an error for a variable that nothing uses, and for one of a `while` loop."""
-    _check_uses(got, own)
-    if not any(site.has_cotangent for site in own):
-        raise ValueError(
-            f"{got} a value in a while loop, expected one with a cotangent, which JAX does not "
-            "compute there; with_value_stats measures the value"
-        )
-
-
-# A rule for a variable of a while loop is accepted, so that the loop can be used without gradients.
-CLIPPED = Wanted(
+COTANGENTS = Wanted(
     "cotangents",
     "rule",
-    counts=lambda site: site.is_differentiable and site.used,
     has=lambda site: site.has_cotangent,
     barrier=lambda site: site.within if site.is_out_of_reach else None,
-    check=_check_uses,
 )
-WATCHED = CLIPPED._replace(check=_check_cotangents)
 VALUES = Wanted(
     "values",
     "choice",
-    counts=lambda site: site.is_differentiable,
     has=lambda site: site.has_value,
     barrier=lambda site: site.sealed,
-    check=lambda got, own: None,
 )
 
 
 def watched_names(
     program: Any, watch: Mapping[str, Any] | None, caller: str, wanted: Wanted
 ) -> Resolved:
-    """The names that are watched; without a choice all tags, or if there are none all modules."""
+    """The names that are watched; without a choice all tags, or if none has any all modules."""
     if watch is not None:
         return resolved(program, watch, caller, wanted)
     found = sites(program)
     tags = (site for site in found if site.kind == "tag")
-    own = dict.fromkeys(s.name for s in tags if wanted.barrier(s) or wanted.counts(s))
+    own = dict.fromkeys(s.name for s in tags if wanted.barrier(s) or wanted.has(s))
     if not own and not any(map(wanted.has, found)):
+        got = f"whose names have no {wanted.noun} to watch" if found else "without tags"
         raise ValueError(
-            f"{caller}: got a function without tags, expected one with tagged variables or "
+            f"{caller}: got a function {got}, expected one with tagged variables or "
             'modules; tag one with x = jax.ad_checkpoint.checkpoint_name(x, "x"), or compute '
             'it in a module: with jax.named_scope("x"):; an NNX or Equinox model has names if '
             "it is an argument: fun(model, ...)"

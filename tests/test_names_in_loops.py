@@ -1,0 +1,218 @@
+"""A name that is clipped or watched has a cotangent, or is an error: in and beside while loops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import clipgrad as cg
+from tests.helpers import assert_close
+
+X = jnp.array([0.5, 1.0, 2.0])
+RULE = cg.ErrorClipByValue(0.01)
+ADAPTIVE = cg.ClipByNorm(cg.PercentileThreshold(50))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs():
+    """Gives back the compiled programs, hundreds that no other test runs."""
+    yield
+    jax.clear_caches()
+
+
+def loop(step, x, times=3):
+    """A loop that can't be differentiated in reverse, of values that are not differentiated."""
+    more, body = lambda c: c[0] < times, lambda c: (c[0] + 1, step(c[1]))
+    return lax.while_loop(more, body, (0, lax.stop_gradient(x)))[1]
+
+
+def scan(step, x):
+    return lax.scan(lambda c, _: (step(c), None), x, length=2)[0]
+
+
+def only(x, tag):
+    return x * loop(lambda c: tag(2 * c), x)
+
+
+def in_the_condition(x, tag):
+    halved = lambda c: tag(c).sum() < 9  # noqa: E731
+    return x * lax.while_loop(halved, lambda c: 2 * c, lax.stop_gradient(x))
+
+
+def scan_in_while(x, tag):
+    return x * loop(lambda c: scan(lambda c: tag(2 * c), c), x)
+
+
+def while_in_scan(x, tag):
+    return scan(lambda c: c * loop(lambda c: tag(2 * c), c), x)
+
+
+def cond_in_while(x, tag):
+    return x * loop(lambda c: lax.cond(c.sum() > 0, lambda c: tag(2 * c), lambda c: c, c), x)
+
+
+def while_in_cond(x, tag):
+    return lax.cond(x.sum() > 0, lambda x: only(x, tag), lambda x: x, x)
+
+
+def rule_in_while(x, tag):
+    @jax.custom_vjp
+    def rule(x):
+        return tag(2 * x)
+
+    rule.defvjp(lambda x: (rule(x), None), lambda _, g: (2 * g,))
+    return x * loop(rule, x)
+
+
+def jit_and_remat(x, tag):
+    return jax.jit(jax.checkpoint(lambda x: only(x, tag)))(x)
+
+
+def mapped(x, tag):
+    return jax.vmap(lambda x: only(x, tag))(x)
+
+
+def of_unknown_length(x, tag):
+    bound = 2 + jnp.asarray(x[0] > 0, jnp.int32)
+    return x * lax.fori_loop(0, bound, lambda _, c: tag(2 * c), lax.stop_gradient(x))
+
+
+def beside_what_is_unused(x, tag):
+    tag(x)
+    return only(x, tag)
+
+
+NEVER = [
+    only, in_the_condition, scan_in_while, while_in_scan, cond_in_while, while_in_cond,
+    rule_in_while, jit_and_remat, mapped, of_unknown_length, beside_what_is_unused,
+]  # fmt: skip
+
+
+def partly(x, tag):
+    return tag(3 * only(x, tag))
+
+
+def partly_in_a_scan(x, tag):
+    return scan(lambda c: tag(c * loop(lambda c: tag(2 * c), c)), x)
+
+
+def of_fixed_length(x, tag):
+    return x * lax.fori_loop(0, 3, lambda _, c: tag(2 * c), x)
+
+
+def before_the_loop(x, tag):
+    h = tag(2 * x)
+    return h * loop(lambda c: 2 * c, h)
+
+
+SOMEWHERE = [partly, partly_in_a_scan, of_fixed_length, before_the_loop]
+
+
+def in_a_scope(x):
+    with jax.named_scope("in"):
+        return 1.0 * x
+
+
+NAMES = {"tag": lambda x: checkpoint_name(x, "in"), "module": in_a_scope}
+
+
+def loss_of(program, kind):
+    def loss(x, factor=1.0):
+        return jnp.sum(factor * program(x, NAMES[kind]))
+
+    return loss
+
+
+def stepped(loss, rule, name):
+    step = cg.train_step(loss, optax.sgd(1.0), error_clip={name: rule})
+    state, metrics = step(step.init(X), jnp.ones(()))
+    return X - state.params, metrics["error_clip"]
+
+
+def adapted(loss, name):
+    clip = cg.adaptive_error_clip(loss, {name: ADAPTIVE})
+    _, grads, _, stats = clip(clip.init(X), X)
+    return grads, stats
+
+
+def with_stats(loss, **options):
+    return cg.value_and_grad_with_stats(loss, **options)(X)[1:]
+
+
+CALLERS = {
+    "by name": lambda loss, n: (jax.grad(cg.error_clip_by_name(loss, {n: RULE}))(X), None),
+    "rules": lambda loss, n: with_stats(loss, rules={n: RULE}, watch=()),
+    "rules compiled": lambda loss, n: jax.jit(lambda: with_stats(loss, rules={n: RULE}))(),
+    "train_step": lambda loss, n: stepped(loss, RULE, n),
+    "train_step, adaptive": lambda loss, n: stepped(loss, ADAPTIVE, n),
+    "adaptive_error_clip": adapted,
+    "watch": lambda loss, n: with_stats(loss, watch=[n]),
+    "rule None": lambda loss, n: with_stats(loss, rules={n: None}),
+}
+CLIPS = [name for name in CALLERS if "adaptive" not in name and name not in ("watch", "rule None")]
+NONE = r"got 'in?\*?', which (tags|names) a value in a while loop, expected one with a cotangent"
+
+
+@pytest.mark.kinds("program caller", "kind caller", "name caller")
+@pytest.mark.parametrize("name", ["in", "i*"])
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("program", NEVER, ids=lambda f: f.__name__)
+def test_a_name_that_is_only_in_while_loops_is_an_error(program, caller, kind, name):
+    with pytest.raises(ValueError, match=NONE):
+        CALLERS[caller](loss_of(program, kind), name)
+
+
+@pytest.mark.kinds("program caller", "kind caller", "name caller")
+@pytest.mark.parametrize("name", ["in", "i*"])
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("caller", CALLERS)
+@pytest.mark.parametrize("program", SOMEWHERE, ids=lambda f: f.__name__)
+def test_a_name_that_is_elsewhere_too_is_clipped_and_watched_there(program, caller, kind, name):
+    grads, stats = CALLERS[caller](loss_of(program, kind), name)
+    rule = RULE if caller in CLIPS else None
+    by_hand = lambda x: jnp.sum(program(x, lambda x: cg.clip_cotangent(x, rule)))  # noqa: E731
+    assert_close(grads, jax.grad(by_hand)(X), rtol=1e-5)
+    if stats is not None:
+        assert set(stats) == {"in"} and np.all(np.asarray(stats["in"].size) == X.size)
+    if rule is not None:
+        assert np.any(np.abs(grads - jax.grad(lambda x: jnp.sum(program(x, lambda x: x)))(X)) > 1)
+
+
+@pytest.mark.parametrize("program", [*NEVER, *SOMEWHERE], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("run", ["value", "jvp", "init"])
+def test_an_error_does_not_wait_for_the_backward_pass(program, run):
+    loss = loss_of(program, "tag")  # forward mode, with respect to the factor, needs no cotangent
+    clipped = cg.error_clip_by_name(loss, {"in": RULE})
+    runs = {
+        "value": lambda: clipped(X),
+        "jvp": lambda: jax.jvp(lambda f: clipped(X, f), (1.0,), (1.0,))[0],
+        "init": lambda: cg.adaptive_error_clip(loss, {"in": ADAPTIVE}).init(X) and loss(X),
+    }
+    if program in NEVER:
+        with pytest.raises(ValueError, match=NONE):
+            runs[run]()
+    else:
+        assert_close(runs[run](), loss(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("program", [*NEVER, *SOMEWHERE], ids=lambda f: f.__name__)
+def test_without_a_choice_names_with_cotangents_are_watched(program, kind):
+    def loss(x):
+        with jax.named_scope("net"):
+            return loss_of(program, kind)(x) ** 2
+
+    names = {name.name for name in cg.list_names(loss, (X,)) if name.cotangent}
+    assert any("in" in name.split("/") for name in names) == (program in SOMEWHERE)
+    stats = cg.value_and_grad_with_stats(loss)(X)[2]
+    tags = names & {"in"}
+    assert set(stats) == (tags or names)
+    assert all(np.all(np.asarray(s.size) > 0) for s in stats.values())
+    bare = loss_of(program, kind)
+    if program in NEVER:
+        with pytest.raises(ValueError, match="a function whose names have no cotangents to watch"):
+            cg.value_and_grad_with_stats(bare)(X)
