@@ -14,7 +14,7 @@ from clipgrad._error_clip.adapting import Stepwise
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._error_clip.names import Rules, check_function, checked_rules
 from clipgrad._frameworks import with_models
-from clipgrad._names import COTANGENTS, Resolved, resolved
+from clipgrad._names import CLIPPED, Resolved, resolved
 from clipgrad._rules import is_own
 from clipgrad._stats import ClipStats
 
@@ -113,7 +113,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
 
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
-        names = resolved(traced.program, named, caller, COTANGENTS)
+        names = resolved(traced.program, named, caller, CLIPPED)
         warn_of_batches(traced.program, names, caller, stacklevel=6)
         return traced.evaluate(args, kwargs, ByName.of(names, {}))
 

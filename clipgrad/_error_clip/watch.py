@@ -22,7 +22,7 @@ from clipgrad._frameworks import (
     with_models,
 )
 from clipgrad._names import (
-    COTANGENTS,
+    CLIPPED,
     Resolved,
     checked_watch,
     common_nest,
@@ -214,8 +214,8 @@ def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
 
 def _resolved(program: Any, rules: Rules, watch: dict[str, Any] | None) -> Resolved:
     """The rules of what is clipped or watched."""
-    clipped = resolved(program, rules, _CALLER, COTANGENTS)
-    return watched_names(program, watch, _CALLER, COTANGENTS) | clipped
+    clipped = resolved(program, rules, _CALLER, CLIPPED)
+    return watched_names(program, watch, _CALLER, CLIPPED) | clipped
 
 
 def _probes(program: Any, names: Resolved) -> dict[str, ClipStats]:

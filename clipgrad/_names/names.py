@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clipgrad._names.wanted import COTANGENTS, VALUES, Sites, common_nest, sites_by_name
+from clipgrad._names.wanted import CLIPPED, VALUES, Sites, common_nest, sites_by_name
 
 
 class Name(NamedTuple):
@@ -51,7 +51,7 @@ class Names(tuple[Name, ...]):
 def names_of(program: Any) -> Names:
     """The names whose values can be watched from outside, a module after the modules inside it."""
     there = sites_by_name(program)
-    listed = {n: s for n, s in there.items() if COTANGENTS.lists(s) or VALUES.lists(s)}
+    listed = {n: s for n, s in there.items() if CLIPPED.lists(s) or VALUES.lists(s)}
     return Names(_name_of_sites(name, listed[name]) for name in _inner_first(listed))
 
 
@@ -65,8 +65,8 @@ def _inner_first(names: Iterable[str]) -> list[str]:
 
 
 def _name_of_sites(name: str, sites: Sites) -> Name:
-    wanted = COTANGENTS if COTANGENTS.lists(sites) else VALUES
+    wanted = CLIPPED if CLIPPED.lists(sites) else VALUES
     own = wanted.own(sites)
     largest = max(own, key=lambda site: math.prod(site.shape))
     rest = largest.shape, np.dtype(largest.dtype), common_nest(own), sum(own.values())
-    return Name(name, largest.kind, *rest, wanted is COTANGENTS)
+    return Name(name, largest.kind, *rest, wanted is CLIPPED)

@@ -161,7 +161,7 @@ def _raise_for_none(got: str, own: Sequence[NamedSite], wanted: Wanted) -> NoRet
     )
 
 
-COTANGENTS = Wanted(
+CLIPPED = Wanted(
     "cotangents",
     "rule",
     has=lambda site: site.has_cotangent,
