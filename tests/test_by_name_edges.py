@@ -189,7 +189,9 @@ def loop(x):
     return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, tag(c[1] * 2)), (0, x))[1]
 
 
-def test_a_while_loop_beside_a_clip_runs_and_differentiates_forwards_as_it_is():
+def test_a_while_loop_runs_and_differentiates_forwards_as_it_is():
+    np.testing.assert_allclose(clipped(loop)(X), 8 * X)
+    np.testing.assert_allclose(jax.jvp(clipped(loop), (X,), (X,))[1], 8 * X)
     fun = lambda x: loop(x) * tag(lax.stop_gradient(x))  # noqa: E731
     np.testing.assert_allclose(clipped(fun)(X), 8 * X * X)
     np.testing.assert_allclose(jax.jvp(clipped(fun), (X,), (X,))[1], 8 * X * X)

@@ -137,8 +137,8 @@ def adaptive_error_clip(
 
     Raises:
       TypeError: as `error_clip_by_name`, and for an adaptive threshold in another rule.
-      ValueError: when called, as `error_clip_by_name`, and for the state of another function or of
-        scans of another length.
+      ValueError: when called, as `value_and_grad_with_stats`, and for the state of another
+        function or of scans of another length.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp

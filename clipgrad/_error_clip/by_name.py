@@ -14,7 +14,7 @@ from clipgrad._error_clip.adapting import Stepwise
 from clipgrad._error_clip.cotangent import clip_cotangent
 from clipgrad._error_clip.names import Rules, check_function, checked_rules
 from clipgrad._frameworks import with_models
-from clipgrad._names import CLIPPED, Resolved, resolved
+from clipgrad._names import CLIPPED_IF_DIFFERENTIATED, Resolved, resolved
 from clipgrad._rules import is_own
 from clipgrad._stats import ClipStats
 
@@ -56,8 +56,9 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
         `jax.lax.custom_linear_solve`. Tags keep their meaning for the policies of
         `jax.checkpoint`.
       * A `jax.lax.while_loop`, or a `jax.lax.fori_loop` whose bounds are not known, has no
-        cotangents inside. A name that is only there is an error, also if nothing is differentiated;
-        if it is elsewhere too, it is clipped there. A loop beside clips does not change.
+        cotangents inside, so nothing is clipped there. It runs, and differentiates forwards, as it
+        is: a name that is only there is accepted here, and an error where the gradient is computed
+        too, as by `train_step` and `value_and_grad_with_stats`.
       * Each array is a separate variable, at each step of a scan.
       * An operation with a program inside, such as a scan, uses a value where that program uses it;
         the results of the program leave the modules inside it. A module that is applied twice with
@@ -85,11 +86,11 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
     Raises:
       TypeError: if ``fun`` is not a function, ``rules`` not a mapping of names to rules, or a rule
         needs parameters; when called, if the variables of a name are integers.
-      ValueError: when called, if a name or a pattern matches no variable, only unused ones, only
-        ones in a `jax.lax.while_loop`, or one inside a primitive that can't be entered, such as a
-        `jax.custom_vjp`, whose custom rule replaces the cotangents in it; if two patterns with
-        different rules match one name; if ``fun`` changes an NNX model that it closes over; when
-        differentiated, if a rule of a `jax.custom_vjp` closes over a differentiated value.
+      ValueError: when called, if a name or a pattern matches no variable, only unused ones, or one
+        inside a primitive that can't be entered, such as a `jax.custom_vjp`, whose custom rule
+        replaces the cotangents in it; if two patterns with different rules match one name; if
+        ``fun`` changes an NNX model that it closes over; when differentiated, if a rule of a
+        `jax.custom_vjp` closes over a differentiated value.
 
     Example:
       >>> import clipgrad as cg, jax
@@ -113,7 +114,7 @@ def error_clip_by_name(fun: ClippedByName, rules: Rules, *, prefix: str = "") ->
 
     def run(fun: Any, args: Any, kwargs: Any) -> Any:
         traced = _jaxpr.trace(fun, args, kwargs)
-        names = resolved(traced.program, named, caller, CLIPPED)
+        names = resolved(traced.program, named, caller, CLIPPED_IF_DIFFERENTIATED)
         warn_of_batches(traced.program, names, caller, stacklevel=6)
         return traced.evaluate(args, kwargs, ByName.of(names, {}))
 

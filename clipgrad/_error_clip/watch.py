@@ -91,8 +91,9 @@ def value_and_grad_with_stats(
     Raises:
       TypeError: as `error_clip_by_name`; if ``watch`` is not a collection of names, or a
         position in ``argnums`` not an integer.
-      ValueError: when called, as `error_clip_by_name`, or if there are neither tags nor modules
-        with cotangents with ``watch=None``.
+      ValueError: when called, as `error_clip_by_name`, if a name is only in a
+        `jax.lax.while_loop`, or if there are neither tags nor modules with cotangents with
+        ``watch=None``.
 
     Example:
       >>> import clipgrad as cg, jax, jax.numpy as jnp

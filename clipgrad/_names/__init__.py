@@ -23,6 +23,7 @@ from clipgrad._names.sites import is_used as is_used
 from clipgrad._names.sites import left_unused as left_unused
 from clipgrad._names.sites import sites as sites
 from clipgrad._names.wanted import CLIPPED as CLIPPED
+from clipgrad._names.wanted import CLIPPED_IF_DIFFERENTIATED as CLIPPED_IF_DIFFERENTIATED
 from clipgrad._names.wanted import VALUES as VALUES
 from clipgrad._names.wanted import Resolved as Resolved
 from clipgrad._names.wanted import Sites as Sites

@@ -1,7 +1,7 @@
 """The variables of a program that names and patterns choose."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,7 @@ class Wanted(NamedTuple):
     choice: str  # what is given for a name
     has: Callable[[NamedSite], bool]  # a name without such a site is an error
     barrier: Callable[[NamedSite], str | None]  # the primitive that it can't leave
+    in_loops: bool = False  # whether a name that is only in while loops may be given
 
     def lists(self, sites: Iterable[NamedSite]) -> bool:
         """Whether a pattern matches the name of these sites."""
@@ -144,7 +145,7 @@ def _check_found(
         _raise_for_none(got, own, wanted)
 
 
-def _raise_for_none(got: str, own: Sequence[NamedSite], wanted: Wanted) -> NoReturn:
+def _raise_for_none(got: str, own: Sequence[NamedSite], wanted: Wanted) -> None:
     """Raises an error that says why none of these sites has what is wanted."""
     if not any(site.is_differentiable for site in own):
         reason = "" if wanted is VALUES else "; others have no cotangents"
@@ -154,6 +155,8 @@ def _raise_for_none(got: str, own: Sequence[NamedSite], wanted: Wanted) -> NoRet
             f"{got} an unused value, expected one that the result depends on; with a tag write "
             "x = checkpoint_name(x, name), and use that x; with_value_stats measures the value"
         )
+    if wanted.in_loops:
+        return
     raise ValueError(
         f"{got} a value in a while loop, expected one with a cotangent, which JAX does not "
         "compute there (but in a scan, and in a fori_loop whose bounds are Python numbers); "
@@ -167,6 +170,8 @@ CLIPPED = Wanted(
     has=lambda site: site.has_cotangent,
     barrier=lambda site: site.within if site.is_out_of_reach else None,
 )
+# Where nothing need be differentiated: such a loop runs, and differentiates forwards.
+CLIPPED_IF_DIFFERENTIATED = CLIPPED._replace(in_loops=True)
 VALUES = Wanted(
     "values",
     "choice",
