@@ -272,6 +272,11 @@ def test_error_names_the_leaves():
     cg.clip_grads(BAD, cg.ClipByValue(1.0), nonfinite="error", where="c")
 
 
+def test_the_error_of_a_single_array_has_no_empty_name():
+    with pytest.raises(FloatingPointError, match=r"NaN or inf in the gradient \(1 of 2 elements\)"):
+        cg.clip_grads(jnp.array([jnp.nan, 1.0]), cg.ClipByNorm(1.0), nonfinite="error")
+
+
 def test_error_is_an_error_of_checkify_under_jit():
     tx = cg.clip_by_global_norm(1.0, nonfinite="error")
     checked = jax.jit(checkify.checkify(lambda grads: update(tx, grads)[0]))

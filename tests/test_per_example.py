@@ -1,5 +1,7 @@
 """Clipping per example: against a loop, optax and one device; memory, precision, bad input."""
 
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -487,6 +489,39 @@ def test_an_example_that_is_nan(nonfinite):
     else:
         assert jnp.isnan(grad).all()
     assert ("are NaN or inf" in (error.get() or "")) == (nonfinite == "error")
+
+
+BAD = jnp.array(
+    [[1.0, 2.0], [3.0, 4.0], [jnp.nan, 1.0], [0.3, 0.4], [jnp.inf, -jnp.inf], [1.0, 0.0]]
+)
+BARE = (lambda p, x: jnp.sum(p * x), jnp.ones(2), "the gradient", " ")
+NAMED = (lambda p, x: jnp.sum(p["{w}"] * x) + p["b"], {"{w}": jnp.ones(2), "b": jnp.zeros(())})
+LEAVES = {"a single array": BARE, "a tree": (*NAMED, "'{w}'", " '{w}' ")}
+
+
+@pytest.mark.kinds("leaves microbatch", "method microbatch")
+@pytest.mark.parametrize("microbatch", [None, 1, 3])
+@pytest.mark.parametrize("method", ["auto", "one pass", "two passes", "direct"])
+@pytest.mark.parametrize("leaves", LEAVES)
+def test_a_bad_example_is_an_error_that_names_leaf_and_example(leaves, method, microbatch):
+    fun, params, eager, compiled = LEAVES[leaves]
+    options = {"nonfinite": "error", "microbatch": microbatch, "method": method}
+    per_example = cg.clip_per_example(fun, NORM, **options)
+    which = "3 elements in 2 of 6 examples, the first with index 2"
+    message = f"grads: got NaN or inf in {eager} ({which}), expected finite numbers"
+    with pytest.raises(FloatingPointError, match=f"^{re.escape(message)}$"):
+        per_example(params, BAD)
+    per_example(params, BAD[jnp.array([0, 1, 3])])
+    error, _ = jax.jit(checkify.checkify(per_example))(params, BAD)
+    message = f"3 elements of the gradient{compiled}are NaN or inf, {which.partition('s ')[2]}"
+    assert error.get().startswith(message)
+    assert jax.jit(checkify.checkify(per_example))(params, BAD[:2].repeat(3, 0))[0].get() is None
+
+
+def test_a_leaf_that_is_not_clipped_raises_no_error():
+    fun, params = NAMED
+    _, grads, _ = cg.clip_per_example(fun, NORM, nonfinite="error", where="b")(params, BAD)
+    assert jnp.isnan(grads["{w}"]).any() and grads["b"] == 1
 
 
 @pytest.mark.exhaustive

@@ -14,6 +14,8 @@ from clipgrad._gradient_clip.composer import apply_gradient_clipping as apply_gr
 from clipgrad._gradient_clip.gradient_clip import GradientClipState as GradientClipState
 from clipgrad._gradient_clip.gradient_clip import gradient_clip as gradient_clip
 from clipgrad._gradient_clip.nonfinite import check_policy as check_policy
+from clipgrad._gradient_clip.nonfinite import nonfinite_counts as nonfinite_counts
+from clipgrad._gradient_clip.nonfinite import raise_for_counts as raise_for_counts
 from clipgrad._gradient_clip.presets import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
 from clipgrad._gradient_clip.presets import SuggestedThreshold as SuggestedThreshold
 from clipgrad._gradient_clip.presets import suggest_threshold as suggest_threshold

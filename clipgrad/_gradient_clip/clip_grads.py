@@ -59,8 +59,9 @@ def clip_grads(
         an object or of a dtype that JAX lacks; strings and functions are ignored.
       ValueError: if ``where`` selects nothing or is not a prefix, for an unknown ``nonfinite``, for
         ``norm`` or ``measure`` with another rule, and each error of the rule.
-      FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit` the function
-        must be transformed by `jax.experimental.checkify.checkify` for this.
+      FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit`, and so in
+        `train_step` and ``optax.MultiSteps``, the function must be transformed by
+        `jax.experimental.checkify.checkify` for this.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp

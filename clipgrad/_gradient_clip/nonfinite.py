@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.experimental import checkify
@@ -29,17 +30,61 @@ def apply_policy(nonfinite: str, tree: Any) -> Any:
 
 
 def _raise_for_nonfinite(tree: Any) -> None:
-    leaves = {path: leaf for path, leaf in with_paths(tree) if is_clippable(leaf)}
-    counts = {path: count_nonfinite(leaf) for path, leaf in leaves.items()}
+    raise_for_counts(nonfinite_counts(tree), {p: x.size for p, x in _leaves(tree).items()})
+
+
+def nonfinite_counts(tree: Any) -> dict[str, jax.Array]:
+    """The number of elements that are NaN or inf, of each leaf by path."""
+    return {path: count_nonfinite(leaf) for path, leaf in _leaves(tree).items()}
+
+
+def raise_for_counts(counts: dict[str, jax.Array], sizes: dict[str, int] | None = None) -> None:
+    """Raises an error that names the leaves with elements that are NaN or inf.
+
+    It is a `FloatingPointError`, and where the counts are not known yet, as under `jax.jit`, an
+    error of `checkify`.
+
+    Args:
+      counts: the number of these elements in each leaf by path, or a number for each example.
+      sizes: the number of all elements of each leaf, if they are not of examples.
+    """
     if any(isinstance(count, Tracer) for count in counts.values()):
         for path, count in counts.items():
-            shown = repr(path).replace("{", "{{").replace("}", "}}")
-            message = f"{{count:.0f}} elements of the gradient {shown} are NaN or inf"
-            checkify.check(count == 0, message, count=count)
+            _check_count(path, count)
         return
-    pairs = {path: f"{k:.0f} of {leaves[path].size}" for path, k in counts.items() if k}
-    found = [f"{path!r} ({elements} elements)" for path, elements in pairs.items()]
+    bad = {path: count for path, count in counts.items() if jnp.any(count)}
+    found = [_shown(path, count, (sizes or {}).get(path)) for path, count in bad.items()]
     if found:
         raise FloatingPointError(
             f"grads: got NaN or inf in {', '.join(found)}, expected finite numbers"
         )
+
+
+def _check_count(path: str, count: jax.Array) -> None:
+    shown = f" {path!r}".replace("{", "{{").replace("}", "}}") if path else ""
+    message, total = f"{{count:.0f}} elements of the gradient{shown} are NaN or inf", jnp.sum(count)
+    if not count.ndim:
+        checkify.check(total == 0, message, count=total)
+        return
+    message += f", in {{number}} of {count.size} examples, the first with index {{first}}"
+    number, first = _bad_examples(count)
+    checkify.check(total == 0, message, count=total, number=number, first=first)
+
+
+def _shown(path: str, count: jax.Array, size: int | None) -> str:
+    """The leaf, and how much of it is NaN or inf; a single array has no path."""
+    elements = f"{float(jnp.sum(count)):.0f}" + (f" of {size} elements" if size else " elements")
+    if count.ndim:
+        number, first = map(int, _bad_examples(count))
+        elements += f" in {number} of {count.size} examples, the first with index {first}"
+    return f"{repr(path) if path else 'the gradient'} ({elements})"
+
+
+def _bad_examples(count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The number of examples with NaN or inf, and the index of the first."""
+    return jnp.sum(count > 0), jnp.argmax(count > 0)
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    leaves = {path: leaf for path, leaf in with_paths(tree) if is_clippable(leaf)}
+    return {path: jnp.asarray(leaf) for path, leaf in leaves.items()}

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._gradient_clip import check_policy
+from clipgrad._gradient_clip import check_policy, raise_for_counts
 from clipgrad._per_example.batches import (
     check_microbatch,
     on_each_device,
@@ -98,8 +98,8 @@ def clip_per_example(
       nonfinite: ``"propagate"``, ``"zero"`` or ``"error"``; see `clip_grads`. With ``"zero"`` an
         example with NaN or inf does not spoil the others: it is left out if the gradient of a
         followed weight is not finite; in a leaf that the plan calls direct NaN and inf count as 0.
-        ``"error"`` is direct, and needs
-        `jax.experimental.checkify.checkify` under `jax.jit` and with a ``microbatch``.
+        ``"error"`` is direct; the error says in how many examples a leaf is bad, and the index of
+        the first of them.
 
       method: how the gradients of examples are computed.
 
@@ -131,6 +131,8 @@ def clip_per_example(
         axis, a batch without examples or one that ``microbatch`` does not divide, for parameters
         without arrays, for an ``axis_name`` that the examples are spread over, and for a loss of
         one example that is not a floating scalar.
+      FloatingPointError: for NaN or inf with ``nonfinite="error"``; under `jax.jit` the function
+        must be transformed by `jax.experimental.checkify.checkify` for this.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -177,7 +179,9 @@ class ClipPerExample:
         of_some = sums_of(subject, params, batch)
         with whole_examples(batch, getattr(subject.rule, "axis_name", None)):
             subject.warn_of_parts(params)
-            total, (value, stats) = sums(of_some, on_each_device(params, batch), batch, parts)
+            total, rest = sums(of_some, on_each_device(params, batch), batch, parts)
+        value, stats, *counts = rest
+        raise_for_counts(*counts or [{}])
         mean = jax.tree.map(lambda t: t / float(size), total) if self.reduce == "mean" else total
         grads = jax.tree.map(lambda t, p: t.astype(jnp.result_type(p)), mean, params)
         loss, aux = value if subject.has_aux else (value, None)

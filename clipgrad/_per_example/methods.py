@@ -13,7 +13,7 @@ from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.traced import ExampleGradient, followed
 from clipgrad._per_example.two_passes import two_passes_sums
 
-Sums = Callable[[Any, Any], tuple[Any, tuple[Any, Any]]]
+Sums = Callable[[Any, Any], tuple[Any, tuple[Any, ...]]]
 _FORMS = {"one pass": one_pass_sums, "two passes": two_passes_sums}
 
 
