@@ -88,7 +88,9 @@ def test_it_equals_the_function_of_optax_on_float32(key):
     for max_norm in (0.0, 0.3, 1.0, np.inf):
         theirs, number = optax.per_example_global_norm_clip(each, max_norm)
         _, grads, stats = run(jnp.float32(max_norm))
-        assert_close(grads, theirs, rtol=1e-5, atol=1e-6)
+        for name, expected in theirs.items():  # examples cancel, so rounding is that of the leaf
+            size = max(1.0, float(jnp.abs(expected).max()))
+            assert_close(grads[name], expected, rtol=1e-5, atol=1e-6 * size)
         assert stats.clipped.sum() == number
 
 
