@@ -30,12 +30,14 @@ def apply_policy(nonfinite: str, tree: Any) -> Any:
 
 
 def _raise_for_nonfinite(tree: Any) -> None:
-    raise_for_counts(nonfinite_counts(tree), {p: x.size for p, x in _leaves(tree).items()})
+    raise_for_counts(
+        nonfinite_counts(tree), {p: x.size for p, x in _clippable_by_path(tree).items()}
+    )
 
 
 def nonfinite_counts(tree: Any) -> dict[str, jax.Array]:
     """The number of elements that are NaN or inf, of each leaf by path."""
-    return {path: count_nonfinite(leaf) for path, leaf in _leaves(tree).items()}
+    return {path: count_nonfinite(leaf) for path, leaf in _clippable_by_path(tree).items()}
 
 
 def raise_for_counts(counts: dict[str, jax.Array], sizes: dict[str, int] | None = None) -> None:
@@ -50,7 +52,7 @@ def raise_for_counts(counts: dict[str, jax.Array], sizes: dict[str, int] | None 
     """
     if any(isinstance(count, Tracer) for count in counts.values()):
         for path, count in counts.items():
-            _check_count(path, count)
+            _check_functionally(path, count)
         return
     bad = {path: count for path, count in counts.items() if jnp.any(count)}
     found = [_shown(path, count, (sizes or {}).get(path)) for path, count in bad.items()]
@@ -60,7 +62,7 @@ def raise_for_counts(counts: dict[str, jax.Array], sizes: dict[str, int] | None 
         )
 
 
-def _check_count(path: str, count: jax.Array) -> None:
+def _check_functionally(path: str, count: jax.Array) -> None:
     shown = f" {path!r}".replace("{", "{{").replace("}", "}}") if path else ""
     message, total = f"{{count:.0f}} elements of the gradient{shown} are NaN or inf", jnp.sum(count)
     if not count.ndim:
@@ -85,6 +87,6 @@ def _bad_examples(count: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.sum(count > 0), jnp.argmax(count > 0)
 
 
-def _leaves(tree: Any) -> dict[str, Any]:
+def _clippable_by_path(tree: Any) -> dict[str, Any]:
     leaves = {path: leaf for path, leaf in with_paths(tree) if is_clippable(leaf)}
     return {path: jnp.asarray(leaf) for path, leaf in leaves.items()}
