@@ -6,6 +6,10 @@ multiples of the step with optax's clip, and how many instructions the compiled 
 results are in benchmarks/RESULTS.md.
 
     python -m benchmarks.compilation_of_steps [--rounds 3] [--layers 12] [--scanned]
+
+For a device that is not there, with the compilers of the extra accelerators:
+
+    JAX_PLATFORMS=cpu python -m benchmarks.compilation_of_steps --device H200 (or "1 TPU")
 """
 
 import argparse
@@ -17,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import clipgrad as cg
 from benchmarks.flax_models import Transformer
@@ -54,13 +59,23 @@ def step_of(model: Any, clip: optax.GradientTransformation) -> tuple[Callable, A
     return step, tx
 
 
-def taken(model: Any, clip: optax.GradientTransformation) -> Taken:
+def placed(tree: Any, kind: str) -> Any:
+    """The types of arrays on a device, which need not be there."""
+    if kind == "CPU":
+        return tree
+    from benchmarks.accelerators import devices
+
+    sharding = NamedSharding(Mesh(devices(kind), ("data",)), PartitionSpec())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def taken(model: Any, clip: optax.GradientTransformation, kind: str = "CPU") -> Taken:
     """What one step takes, nothing of which is known before."""
     jax.clear_caches()
     x = jax.ShapeDtypeStruct((4, 64, WIDTH), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     step, tx = step_of(model, clip)
-    state = jax.eval_shape(tx.init, params)
+    params, state, x = placed((params, jax.eval_shape(tx.init, params), x), kind)
     start = time.process_time()
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, x)
     traced = time.process_time()
@@ -75,9 +90,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--scanned", action="store_true", help="the layers are one scan")
+    parser.add_argument("--device", choices=["CPU", "H200", "1 TPU"], default="CPU")
     options = parser.parse_args()
     model = Transformer(options.scanned, options.layers)
-    taken(model, optax.identity())  # what is imported and made once
+    taken(model, optax.identity(), options.device)  # what is imported and made once
     print("| step with | trace, s | compile, s | / optax: trace | compile | both | instructions |")
     for name, (theirs, ours, limit) in CLIPS.items():
         clips = {"optax": theirs(limit), "clipgrad": ours(limit)}
@@ -85,7 +101,7 @@ def main() -> None:
         found: dict[str, list[Taken]] = {who: [] for who in clips}
         for _ in range(options.rounds):
             for who, clip in clips.items():
-                found[who].append(taken(model, clip))
+                found[who].append(taken(model, clip, options.device))
         medians = {who: Taken(*np.median(rounds, axis=0)) for who, rounds in found.items()}
         beside = medians["optax"]
         for who, m in medians.items():

@@ -471,8 +471,8 @@ def test_wrong_rules_are_refused_at_once(rules, error):
 
 
 def test_what_is_no_function_is_refused_at_once():
-    for fun in (3, {"h": VALUE}, None):
-        with pytest.raises(TypeError, match="fun: got .*expected a function; the rules"):
+    for fun, hint in ((3, "$"), (None, "$"), ({"h": VALUE}, "; the rules"), (VALUE, "; the rules")):
+        with pytest.raises(TypeError, match=f"fun: got .*expected a function{hint}"):
             cg.error_clip_by_name(fun, {"h": VALUE})
 
 

@@ -159,7 +159,8 @@ CLIPS = [name for name in CALLERS if "adaptive" not in name and name not in ("wa
 NONE = r"got 'in?\*?', which (tags|names) a value in a while loop, expected one with a cotangent"
 
 
-@pytest.mark.kinds("program caller", "kind caller", "name caller")
+@pytest.mark.kinds("program", "caller", "kind", "name")
+@pytest.mark.ci("program caller", "kind caller", "name caller")
 @pytest.mark.parametrize("name", ["in", "i*"])
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize("caller", CALLERS)
@@ -173,7 +174,8 @@ def test_a_name_that_is_only_in_while_loops_is_an_error(program, caller, kind, n
         CALLERS[caller](loss_of(program, kind), name)
 
 
-@pytest.mark.kinds("program caller", "kind caller", "name caller")
+@pytest.mark.kinds("program", "caller", "kind", "name")
+@pytest.mark.ci("program caller", "kind caller", "name caller")
 @pytest.mark.parametrize("name", ["in", "i*"])
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize("caller", CALLERS)

@@ -501,7 +501,7 @@ NAMED = (lambda p, x: jnp.sum(p["{w}"] * x) + p["b"], {"{w}": jnp.ones(2), "b": 
 LEAVES = {"a single array": BARE, "a tree": (*NAMED, "'{w}'", " '{w}' ")}
 
 
-@pytest.mark.kinds("leaves microbatch", "method microbatch")
+@pytest.mark.kinds("leaves", "microbatch", "method")
 @pytest.mark.parametrize("microbatch", [None, 1, 3])
 @pytest.mark.parametrize("method", ["auto", "one pass", "two passes", "direct"])
 @pytest.mark.parametrize("leaves", LEAVES)

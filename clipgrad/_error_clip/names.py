@@ -85,7 +85,7 @@ def program_of(
 def check_function(fun: Any) -> None:
     """Raises `TypeError` if what is transformed is not a function, or is a rule."""
     if is_rule(fun) or not callable(fun):
-        order = "; the rules come second" if is_rule(fun) else ""
+        order = "; the rules come second" if is_rule(fun) or isinstance(fun, Mapping) else ""
         raise TypeError(f"fun: got {fun!r}, expected a function{order}")
 
 

@@ -197,6 +197,6 @@ def _like(result: Any, leaf: Any, path: str) -> jax.Array:
     if array.shape != leaf.shape:
         raise ValueError(
             f"rule: got the shape {array.shape} back for {path or 'the leaf'}, expected "
-            f"{leaf.shape}, as the leaf has"
+            f"the leaf's shape {leaf.shape}"
         )
     return array.astype(leaf.dtype)
