@@ -93,6 +93,12 @@ def devices(kind):
     return np.array(found.devices[:count])
 
 
+def placed(tree, kind):
+    """The types of arrays, whole on each device, which need not be there."""
+    sharding = NamedSharding(Mesh(devices(kind), ("data",)), P())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
 def gradients(kind):
     sharding = NamedSharding(Mesh(devices(kind), ("data",)), P("data"))
 
@@ -171,13 +177,9 @@ def per_example(texts):
 
 def transformer(kind, scanned, layers, width):
     """What programs compute for a transformer all of whose modules are watched; its arguments."""
-    sharding = NamedSharding(Mesh(devices(kind), ("data",)), P())
     model = Transformer(scanned, layers)
     data = jax.ShapeDtypeStruct((VALUES[kind], 128, width), jnp.float32)
-    args = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        (jax.eval_shape(model.init, jax.random.key(0), data), data),
-    )
+    args = placed((jax.eval_shape(model.init, jax.random.key(0), data), data), kind)
     loss = lambda p, x: jnp.mean(model.apply(p, x) ** 2)  # noqa: E731
     return of_values.programs(loss, model.apply, ["**"]), args
 

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import clipgrad as cg
 from benchmarks.flax_models import Transformer
@@ -59,25 +58,19 @@ def step_of(model: Any, clip: optax.GradientTransformation) -> tuple[Callable, A
     return step, tx
 
 
-def placed(tree: Any, kind: str) -> Any:
-    """The types of arrays on a device, which need not be there."""
-    if kind == "CPU":
-        return tree
-    from benchmarks.accelerators import devices
-
-    sharding = NamedSharding(Mesh(devices(kind), ("data",)), PartitionSpec())
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-
-
 def taken(model: Any, clip: optax.GradientTransformation, kind: str = "CPU") -> Taken:
     """What one step takes, nothing of which is known before."""
     jax.clear_caches()
     x = jax.ShapeDtypeStruct((4, 64, WIDTH), jnp.float32)
     params = jax.eval_shape(model.init, jax.random.key(0), x)
     step, tx = step_of(model, clip)
-    params, state, x = placed((params, jax.eval_shape(tx.init, params), x), kind)
+    args = params, jax.eval_shape(tx.init, params), x
+    if kind != "CPU":
+        from benchmarks.accelerators import placed
+
+        args = placed(args, kind)
     start = time.process_time()
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, x)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
     traced = time.process_time()
     program = lowered.compile()
     done = time.process_time()

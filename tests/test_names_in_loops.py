@@ -3,6 +3,8 @@
 But for `error_clip_by_name`, whose function need not be differentiated.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -159,12 +161,21 @@ CLIPS = [name for name in CALLERS if "adaptive" not in name and name not in ("wa
 NONE = r"got 'in?\*?', which (tags|names) a value in a while loop, expected one with a cotangent"
 
 
-@pytest.mark.kinds("program", "caller", "kind", "name")
-@pytest.mark.ci("program caller", "kind caller", "name caller")
-@pytest.mark.parametrize("name", ["in", "i*"])
-@pytest.mark.parametrize("kind", NAMES)
-@pytest.mark.parametrize("caller", CALLERS)
-@pytest.mark.parametrize("program", NEVER, ids=lambda f: f.__name__)
+def each_way(programs):
+    """Rows of programs, callers, kinds of names, and ways to write a name."""
+    marks = pytest.mark
+    rows = [
+        marks.parametrize("program", programs, ids=lambda f: f.__name__),
+        marks.parametrize("caller", CALLERS),
+        marks.parametrize("kind", NAMES),
+        marks.parametrize("name", ["in", "i*"]),
+        marks.ci("program caller", "kind caller", "name caller"),
+        marks.kinds("program", "caller", "kind", "name"),
+    ]
+    return lambda test: functools.reduce(lambda test, mark: mark(test), rows[::-1], test)
+
+
+@each_way(NEVER)
 def test_a_name_that_is_only_in_while_loops_is_an_error(program, caller, kind, name):
     if caller == "by name":
         grads, _ = CALLERS[caller](loss_of(program, kind), name)
@@ -174,12 +185,7 @@ def test_a_name_that_is_only_in_while_loops_is_an_error(program, caller, kind, n
         CALLERS[caller](loss_of(program, kind), name)
 
 
-@pytest.mark.kinds("program", "caller", "kind", "name")
-@pytest.mark.ci("program caller", "kind caller", "name caller")
-@pytest.mark.parametrize("name", ["in", "i*"])
-@pytest.mark.parametrize("kind", NAMES)
-@pytest.mark.parametrize("caller", CALLERS)
-@pytest.mark.parametrize("program", SOMEWHERE, ids=lambda f: f.__name__)
+@each_way(SOMEWHERE)
 def test_a_name_that_is_elsewhere_too_is_clipped_and_watched_there(program, caller, kind, name):
     grads, stats = CALLERS[caller](loss_of(program, kind), name)
     rule = RULE if caller in CLIPS else None

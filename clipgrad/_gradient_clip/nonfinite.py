@@ -30,14 +30,14 @@ def apply_policy(nonfinite: str, tree: Any) -> Any:
 
 
 def _raise_for_nonfinite(tree: Any) -> None:
-    raise_for_counts(
-        nonfinite_counts(tree), {p: x.size for p, x in _clippable_by_path(tree).items()}
-    )
+    sizes = {path: jnp.size(leaf) for path, leaf in with_paths(tree) if is_clippable(leaf)}
+    raise_for_counts(nonfinite_counts(tree), sizes)
 
 
 def nonfinite_counts(tree: Any) -> dict[str, jax.Array]:
     """The number of elements that are NaN or inf, of each leaf by path."""
-    return {path: count_nonfinite(leaf) for path, leaf in _clippable_by_path(tree).items()}
+    leaves = ((path, leaf) for path, leaf in with_paths(tree) if is_clippable(leaf))
+    return {path: count_nonfinite(jnp.asarray(leaf)) for path, leaf in leaves}
 
 
 def raise_for_counts(counts: dict[str, jax.Array], sizes: dict[str, int] | None = None) -> None:
@@ -85,8 +85,3 @@ def _shown(path: str, count: jax.Array, size: int | None) -> str:
 def _bad_examples(count: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The number of examples with NaN or inf, and the index of the first."""
     return jnp.sum(count > 0), jnp.argmax(count > 0)
-
-
-def _clippable_by_path(tree: Any) -> dict[str, Any]:
-    leaves = {path: leaf for path, leaf in with_paths(tree) if is_clippable(leaf)}
-    return {path: jnp.asarray(leaf) for path, leaf in leaves.items()}

@@ -141,12 +141,13 @@ def _check_found(
             f"{got} a variable inside of {closed}, expected one whose {wanted.noun} can be reached "
             f"from outside, unlike those of {inside}; name an input or an output of it{advice}"
         )
-    if not any(map(wanted.has, own)):
-        _raise_for_none(got, own, wanted)
+    _check_has(got, own, wanted)
 
 
-def _raise_for_none(got: str, own: Sequence[NamedSite], wanted: Wanted) -> None:
+def _check_has(got: str, own: Sequence[NamedSite], wanted: Wanted) -> None:
     """Raises an error that says why none of these sites has what is wanted."""
+    if any(map(wanted.has, own)):
+        return
     if not any(site.is_differentiable for site in own):
         reason = "" if wanted is VALUES else "; others have no cotangents"
         raise TypeError(f"{got} {own[0].dtype} values, expected floating or complex values{reason}")

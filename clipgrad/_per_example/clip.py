@@ -181,7 +181,8 @@ class ClipPerExample:
             subject.warn_of_parts(params)
             total, rest = sums(of_some, on_each_device(params, batch), batch, parts)
         value, stats, *counts = rest
-        raise_for_counts(*counts or [{}])
+        for of_leaves in counts:  # the direct method has them
+            raise_for_counts(of_leaves)
         mean = jax.tree.map(lambda t: t / float(size), total) if self.reduce == "mean" else total
         grads = jax.tree.map(lambda t, p: t.astype(jnp.result_type(p)), mean, params)
         loss, aux = value if subject.has_aux else (value, None)

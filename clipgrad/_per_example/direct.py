@@ -37,8 +37,10 @@ def _clipped(subject: PerExampleSubject, params: Any, grads: Any) -> tuple[Any, 
         wide = map_clippable(lambda g: with_real_dtype(g, accumulator(g)), grads)
         options = {"where": subject.where, "nonfinite": policy}
         clipped, stats = clip_grads(wide, subject.rule, params, **options)
+        if not raises:
+            return clipped, stats, {}
         chosen, _ = partition(wide, selected(subject.where, wide))
-        return clipped, stats, nonfinite_counts(chosen) if raises else {}
+        return clipped, stats, nonfinite_counts(chosen)
 
     clipped, *rest = jax.vmap(of_one)(grads)
     return jax.tree.map(lambda g: jnp.sum(g, axis=0), clipped), tuple(rest)

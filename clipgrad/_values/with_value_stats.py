@@ -154,16 +154,15 @@ def _checked_axes(watch: Any) -> dict[str, KeptAxis | None] | None:
 
 
 def _checked_axis(name: str, given: Any) -> KeptAxis | None:
-    pair: tuple[Any, Any] = (given, None)
-    if isinstance(given, tuple) and len(given) == 2:
-        pair = given
+    if given is None:
+        return None
+    is_pair = isinstance(given, tuple) and len(given) == 2
+    pair: tuple[Any, Any] = given if is_pair else (given, None)
     axis, cut = pair
     cut = (cut,) if isinstance(cut, str) else cut
     are_names = cut is None or (isinstance(cut, tuple) and all(isinstance(a, str) for a in cut))
     is_axis = hasattr(axis, "__index__") and not isinstance(axis, bool)
-    if not is_axis and axis is None and cut is None:
-        return None
-    if axis is None or not is_axis or not are_names:
+    if not is_axis or not are_names:
         raise TypeError(
             f"watch: got {given!r} for {name!r}, expected an axis of its values such as -1, None "
             'for whole values, or (-1, "m") for an axis that the axis "m" of a mesh cuts'
