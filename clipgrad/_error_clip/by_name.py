@@ -221,8 +221,7 @@ def _has_steps(rule: Any) -> bool:
 
 def warn_of_batches(program: Any, names: Resolved, caller: str, stacklevel: int) -> None:
     """Warns of rules that measure a norm where a variable is a batch."""
-    found = [site for site in _names.sites(program) if site.mapped and not site.within]
-    mapped = {(site.name, site.kind) for site in found}
+    mapped = {(s.name, s.kind) for s in _names.sites(program) if s.mapped and not s.within}
     batches = [n for n, c in names.items() if (n, c.kind) in mapped and _measures_all(c.rule)]
     if batches:
         warnings.warn(

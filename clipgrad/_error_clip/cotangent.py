@@ -78,7 +78,8 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
     arrays = jax.tree.map(jnp.asarray, chosen)
     dtype = None if probe is None else probe.before.dtype.name
     backward, thresholds = _trace_backward(rule, structure, dtype, arrays)
-    clipped = _clipped_identity(backward, arrays, thresholds, _spread_probe(probe, arrays))
+    spread = None if probe is None else _spread_probe(probe, arrays)
+    clipped = _clipped_identity(backward, arrays, thresholds, spread)
     return structure.unflatten(combine(clipped, rest))
 
 
@@ -165,7 +166,7 @@ def _has_cotangent(leaf: Any, probe: ClipStats | None) -> bool:
     return is_clippable(leaf) and (isinstance(leaf, jax.Array) or probe is not None)
 
 
-def _spread_probe(probe: ClipStats | None, arrays: Any) -> ClipStats | None:
+def _spread_probe(probe: ClipStats, arrays: Any) -> ClipStats:
     """The probe varying as the arrays do, so that its cotangent is summed over the devices."""
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves(arrays)))
     return jax.tree.map(lambda field: to_varying(field, axes), probe)

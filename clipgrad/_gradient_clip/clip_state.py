@@ -78,11 +78,11 @@ def has_lasting_state(rule: Any, kept: bool | str) -> bool:
 
 def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
     """The state before the first update; ``kept`` as ``stats=`` of `gradient_clip`."""
-    dtype, zero = stats_dtype(tree), functools.partial(jnp.zeros, (), jnp.int32)
-    asked = _ASKED_BY.value == "init"
+    no_stats = _no_stats(rule, tree) if _ASKED_BY.value == "init" else None
     if not has_lasting_state(rule, kept):
-        stats = _no_stats(rule, tree, dtype) if asked else None
-        return GradientClipState(None, stats, None, None, None) if stats else optax.EmptyState()
+        empty = no_stats is None
+        return optax.EmptyState() if empty else GradientClipState(None, no_stats, None, None, None)
+    dtype, zero = stats_dtype(tree), functools.partial(jnp.zeros, (), jnp.int32)
     rule = resolve_schedules(rule, zero())
     threshold, history, paths = main_threshold(rule), None, clippable_paths(tree)
     if (adaptive := adaptive_threshold(rule)) is not None:
@@ -91,7 +91,7 @@ def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
     # Each field has a buffer of its own, so that the state can be donated.
     return GradientClipState(
         zero(),
-        _no_stats(rule, tree, dtype) if asked else ClipStats.zero(dtype=dtype) if kept else None,
+        no_stats or (ClipStats.zero(dtype=dtype) if kept else None),
         zero() if kept else None,
         zero() if kept else None,
         jax.tree.map(lambda x: x + 0, threshold_arrays(threshold, dtype)),
@@ -100,7 +100,7 @@ def first_state(rule: Any, tree: Any, kept: bool | str) -> Any:
     )
 
 
-def _no_stats(rule: Any, tree: Any, dtype: str) -> ClipStats:
+def _no_stats(rule: Any, tree: Any) -> ClipStats:
     """Statistics of nothing that vary over the devices of a ``shard_map`` as a step's do.
 
     A branch of `jax.lax.cond` that does not act returns them in place of these.
@@ -109,7 +109,7 @@ def _no_stats(rule: Any, tree: Any, dtype: str) -> ClipStats:
     if has_one_norm(rule) and rule.ord == 2:
         names = rule.axis_name or ()
         axes -= {names} if isinstance(names, str) else set(names)
-    return jax.tree.map(lambda x: to_varying(x, axes), ClipStats.zero(dtype=dtype))
+    return jax.tree.map(lambda x: to_varying(x, axes), ClipStats.zero(dtype=stats_dtype(tree)))
 
 
 def check_state(state: Any, needed: bool) -> None:

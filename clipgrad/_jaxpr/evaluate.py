@@ -165,16 +165,14 @@ def evaluate(program: Any, inputs: Sequence, hook: Hook) -> list:
         user = source_info_util.user_context(info.traceback, name_stack=scope + info.name_stack)
         with user, equation.ctx.manager:
             operands = hook.operands(equation, values.inputs(equation))
-            outputs = hook.results(equation, _outputs(equation, operands, hook))
-            values.write(equation.outvars, outputs)
+            outputs = hook(equation, operands)
+            if outputs is None:
+                if is_entered(equation, hook):
+                    outputs = ENTRANCES[equation.primitive.name](equation, operands, hook)
+                else:
+                    outputs = bind(equation, operands)
+            values.write(equation.outvars, hook.results(equation, outputs))
     return values.outputs(jaxpr)
-
-
-def _outputs(equation: JaxprEqn, inputs: list, hook: Hook) -> Sequence:
-    outputs = hook(equation, inputs)
-    if outputs is None and is_entered(equation, hook):
-        outputs = ENTRANCES[equation.primitive.name](equation, inputs, hook)
-    return bind(equation, inputs) if outputs is None else outputs
 
 
 def bind(equation: JaxprEqn, inputs: Sequence, **changed: Any) -> list:

@@ -54,9 +54,8 @@ def map_programs(equation: JaxprEqn, change: Callable[[Any], Any]) -> dict[str, 
 
 def held_programs(equation: JaxprEqn) -> list:
     """Return all programs inside an equation, in JAX's containers."""
-    found: list[Any] = []
-    map_programs(equation, lambda program: found.append(program) or program)
-    return found
+    parts = (p if isinstance(p, tuple) else (p,) for p in equation.params.values())
+    return [item for part in parts for item in part if hasattr(item, "eqns")]
 
 
 def differentiated_programs(equation: JaxprEqn) -> list:

@@ -1,13 +1,15 @@
 """Names of values: tags, scopes of modules, attribute paths, and the place of an operation."""
 
-from clipgrad._names.asides import aside as aside
-from clipgrad._names.asides import is_mark as is_mark
-from clipgrad._names.asides import look as look
 from clipgrad._names.attribute_names import Named as Named
 from clipgrad._names.attribute_names import flax_nnx as flax_nnx
 from clipgrad._names.attribute_names import is_equinox as is_equinox
 from clipgrad._names.modules import ModuleValues as ModuleValues
+from clipgrad._names.modules import aside as aside
 from clipgrad._names.modules import exits as exits
+from clipgrad._names.modules import is_mark as is_mark
+from clipgrad._names.modules import is_used as is_used
+from clipgrad._names.modules import left_unused as left_unused
+from clipgrad._names.modules import look as look
 from clipgrad._names.modules import variables_of_modules as variables_of_modules
 from clipgrad._names.names import Names as Names
 from clipgrad._names.names import names_of as names_of
@@ -19,8 +21,6 @@ from clipgrad._names.scopes import marks as marks
 from clipgrad._names.scopes import path as path
 from clipgrad._names.scopes import with_mark as with_mark
 from clipgrad._names.sites import NamedSite as NamedSite
-from clipgrad._names.sites import is_used as is_used
-from clipgrad._names.sites import left_unused as left_unused
 from clipgrad._names.sites import sites as sites
 from clipgrad._names.wanted import CLIPPED as CLIPPED
 from clipgrad._names.wanted import CLIPPED_IF_DIFFERENTIATED as CLIPPED_IF_DIFFERENTIATED

@@ -1,14 +1,20 @@
-"""The variables of modules: the values that leave the named scopes of a program."""
+"""The variables of modules: the values that leave the named scopes of a program.
 
+What is added to a program, such as statistics, is no value of the modules around it, and is marked
+as such. Marks are tags, because all transformations keep them, and they cost nothing when compiled.
+"""
+
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from clipgrad._jaxpr import Hook, ProgramValues, entered_programs, opened
-from clipgrad._names.asides import asides, is_look
 from clipgrad._names.scopes import ScopePath, path
 
 Uses = dict[Var, frozenset[ScopePath]]
@@ -17,6 +23,43 @@ Uses = dict[Var, frozenset[ScopePath]]
 _USES: weakref.WeakKeyDictionary[Any, Uses] = weakref.WeakKeyDictionary()
 _VARIABLES: weakref.WeakKeyDictionary[Any, frozenset[Var]] = weakref.WeakKeyDictionary()
 _EXITS: weakref.WeakKeyDictionary[Any, dict[Var, "Exit"]] = weakref.WeakKeyDictionary()
+_ASIDES: weakref.WeakKeyDictionary[Any, frozenset[Var]] = weakref.WeakKeyDictionary()
+
+_LOOK, _ASIDE = "clipgrad: look", "clipgrad: aside"
+
+
+def look(x: Any) -> Any:
+    """A copy of a value to compute statistics of, which is no use of it, and has no derivative."""
+    return lax.stop_gradient(checkpoint_name(x, _LOOK))
+
+
+def aside(x: Any) -> Any:
+    """A result that was added to the program."""
+    return checkpoint_name(x, _ASIDE)
+
+
+def is_mark(equation: JaxprEqn) -> bool:
+    """Whether an equation is one of these marks, and no tag of the user's."""
+    return equation.primitive.name == "name" and equation.params["name"] in (_LOOK, _ASIDE)
+
+
+def _is_look(equation: JaxprEqn) -> bool:
+    return equation.primitive.name == "name" and equation.params["name"] == _LOOK
+
+
+def _asides(jaxpr: Any) -> frozenset[Var]:
+    """Return the variables that were added to a program, and leave it or equations in it.
+
+    Where statistics leave the program inside of an equation, they are among its results, and seem
+    to leave the modules around it.
+    """
+    if jaxpr not in _ASIDES:
+        found: set[Var] = set()
+        for mark in filter(is_mark, jaxpr.eqns):
+            atoms = mark.outvars if _is_look(mark) else [*mark.invars, *mark.outvars]
+            found.update(atom for atom in atoms if isinstance(atom, Var))
+        _ASIDES[jaxpr] = frozenset(found)
+    return _ASIDES[jaxpr]
 
 
 class Exit(NamedTuple):
@@ -36,7 +79,7 @@ def exits(jaxpr: Any) -> dict[Var, Exit]:
     if jaxpr not in _EXITS:
         _EXITS[jaxpr] = found = {}
         for equation in jaxpr.eqns if any(map(path, jaxpr.eqns)) else ():
-            own = (v for v in equation.outvars if _is_array_variable(v) and v not in asides(jaxpr))
+            own = (v for v in equation.outvars if _is_array_variable(v) and v not in _asides(jaxpr))
             for variable in own:
                 around, used = path(equation), uses(jaxpr).get(variable, ())
                 if (kept := _kept_scopes(around, used)) < len(around):
@@ -59,7 +102,7 @@ def uses(jaxpr: Any) -> Uses:
         found: dict[Var, set[ScopePath]] = {
             v: {()} for v in jaxpr.outvars if not isinstance(v, Literal)
         }
-        for equation in (e for e in jaxpr.eqns if not is_look(e)):
+        for equation in itertools.filterfalse(_is_look, jaxpr.eqns):
             for atom, places in zip(equation.invars, uses_of_inputs(equation), strict=True):
                 if not isinstance(atom, Literal):
                     found.setdefault(atom, set()).update(places)
@@ -80,6 +123,18 @@ def uses_of_inputs(equation: JaxprEqn) -> list[frozenset[ScopePath]]:
         found = [uses(jaxpr).get(jaxpr.invars[i - first], ()) for jaxpr in programs]
         places[i] = frozenset(around + use for of_program in found for use in of_program)
     return places
+
+
+def is_used(jaxpr: Any, variable: Var) -> bool:
+    """Return whether a program uses or returns a variable."""
+    return not isinstance(variable, DropVar) and variable in uses(jaxpr)
+
+
+def left_unused(jaxpr: Any, equation: JaxprEqn, variable: Var) -> list[ScopePath]:
+    """Return the scopes that a result leaves, innermost first, if nothing uses it."""
+    is_value = isinstance(variable.aval, ShapedArray) and variable not in _asides(jaxpr)
+    scopes = path(equation) if is_value and not is_used(jaxpr, variable) else ()
+    return [scopes[:depth] for depth in range(len(scopes), 0, -1)]
 
 
 def _kept_scopes(around: ScopePath, places: Iterable[ScopePath]) -> int:

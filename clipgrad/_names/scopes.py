@@ -24,8 +24,7 @@ def path(equation: JaxprEqn) -> ScopePath:
     is two scopes; entries of transformations such as `vmap` are none.
     """
     stack = equation.source_info.name_stack.stack
-    names = (entry.name for entry in stack if type(entry) is _SCOPE)
-    scopes = (name for name in names if not name.startswith(_MARK))
+    scopes = (e.name for e in stack if type(e) is _SCOPE and not e.name.startswith(_MARK))
     return tuple(segment for name in scopes for segment in name.split("/") if segment)
 
 

@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.core import ShapedArray
-from jax.extend.core import DropVar, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
 from clipgrad._jaxpr import entered_programs, opened, value_programs
-from clipgrad._names.asides import asides, is_mark
-from clipgrad._names.modules import exits, uses
+from clipgrad._names.modules import exits, is_mark, is_used, left_unused
 from clipgrad._names.scopes import ScopePath, is_mapped, path
 
 # A program called from many places is read once, so that the time is linear in the source.
@@ -95,18 +93,6 @@ def _of_modules(jaxpr: Any, equation: JaxprEqn, mapped: bool) -> Iterator[tuple[
         leaves = exits(jaxpr).get(variable)
         for left in leaves.left if leaves else unused:
             yield _site("/".join(left), "module", variable, not unused, mapped), 1
-
-
-def is_used(jaxpr: Any, variable: Var) -> bool:
-    """Return whether a program uses or returns a variable."""
-    return not isinstance(variable, DropVar) and variable in uses(jaxpr)
-
-
-def left_unused(jaxpr: Any, equation: JaxprEqn, variable: Var) -> list[ScopePath]:
-    """Return the scopes that a result leaves, innermost first, if nothing uses it."""
-    is_value = isinstance(variable.aval, ShapedArray) and variable not in asides(jaxpr)
-    scopes = path(equation) if is_value and not is_used(jaxpr, variable) else ()
-    return [scopes[:depth] for depth in range(len(scopes), 0, -1)]
 
 
 def _site(name: str, kind: str, variable: Var, used: bool, mapped: bool) -> NamedSite:

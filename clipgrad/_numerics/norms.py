@@ -26,13 +26,14 @@ from clipgrad._numerics.numbers import (
     nan_unless,
     over,
     real_product,
+    square,
     times,
     widest,
     with_real_dtype,
 )
 from clipgrad._numerics.ranges import scale_of_largest
 from clipgrad._numerics.reductions import Arrays, Axes, Groups
-from clipgrad._numerics.sums_in_range import sums_in_range, wide_dtypes
+from clipgrad._numerics.sums_in_range import sums_in_range
 from clipgrad._trees import clippable_leaves
 
 AxisName = str | Sequence[str] | None
@@ -66,13 +67,17 @@ class Norm(NamedTuple):
 
     def exceeds(self, limit: jax.Array) -> jax.Array:
         """Whether the norm is above the limit, or not finite."""
-        return _exceeds(self.root, self.scale, limit)
+        return ~(jnp.isfinite(self.root) & _is_at_most(self.root, self.scale, limit))
+
+    def is_within(self, limit: jax.Array) -> jax.Array:
+        """Whether what has this norm stays as it is: the divisor is at most the limit."""
+        return _is_at_most(self.divisor, self.scale, limit)
 
 
 # One program also when called eagerly: under jax_debug_infs the scaled limit may be inf in it.
 @functools.partial(jax.jit, inline=True)
-def _exceeds(root: jax.Array, scale: jax.Array, limit: jax.Array) -> jax.Array:
-    return ~(jnp.isfinite(root) & (root <= limit * scale))
+def _is_at_most(root: jax.Array, scale: jax.Array, limit: jax.Array) -> jax.Array:
+    return root <= limit * scale
 
 
 class _Kind(NamedTuple):
@@ -234,7 +239,7 @@ def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) 
     if kind.ord != 2:
         return _norms_of_order(groups, kind.ord, leaves)
     # Eagerly one operation after the other, so that results round as optax's do.
-    plain = groups.totals(groups.sums_of_squares(leaves, wide_dtypes(groups, leaves)), leaves)
+    plain = groups.totals(groups.sums_of(square, leaves, written_out=True), leaves)
     counts = _counts(groups, kind.mean, leaves)
     totals, scales = zip(*sums_in_range(groups, plain, leaves), strict=True)
     # Written out, or the TPU's compiler makes more kernels.
@@ -242,8 +247,10 @@ def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) 
 
 
 def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:
-    """The divisor of the sums of squares."""
-    return [float(max(n, 1)) if mean else 1.0 for n in groups.sizes_over_devices(leaves)]
+    """The divisors of the sums of squares: 1, or for a mean the numbers of elements."""
+    if not mean:
+        return [1.0] * (1 if groups.joint else len(leaves))
+    return [float(max(size, 1)) for size in groups.slice_sizes(leaves)]
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -302,8 +309,7 @@ def _weights_of_norms(
     ]
     sizes = [jnp.abs(jnp.where(u == 0, 1, u)) for u in units]
     if kind.ord < math.inf:
-        counts = _counts(groups, kind.mean, leaves)
-        counts = counts * len(leaves) if groups.joint else counts
+        counts = groups.per_leaf(_counts(groups, kind.mean, leaves), leaves)
         return [
             times(over(u, size), size ** (kind.ord - 1) / n)
             for u, size, n in zip(units, sizes, counts, strict=True)
@@ -322,5 +328,5 @@ def _weights_of_norms(
 
 def _wide_leaves(groups: Groups, leaves: Arrays) -> list[jax.Array]:
     """The leaves in the dtype of their sums."""
-    pairs = zip(leaves, wide_dtypes(groups, leaves), strict=True)
+    pairs = zip(leaves, groups.dtypes(leaves), strict=True)
     return [with_real_dtype(leaf, dtype) for leaf, dtype in pairs]

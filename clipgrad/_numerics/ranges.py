@@ -44,12 +44,13 @@ def _bounded_product(size: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 @_traced_once
-def scaled_squares(size: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Squares of real numbers scaled down, and scaled up, which stop where they are not used.
+def scaled_squares(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Squares of a leaf scaled down, and scaled up, which stop where they are not used.
 
     The bounds change no sum that is used. They are on one side only: two make a clamp, for which
     XLA's CPU loops take another buffer.
     """
+    size = real_or_absolute(leaf)
     rule = _RANGES[size.dtype.name]
     down = _bounded_product(size, jnp.array(2.0**rule.down, size.dtype))
     largest = 2.0 ** (rule.low + rule.up)
@@ -58,12 +59,13 @@ def scaled_squares(size: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @_traced_once
-def stacked_squares(size: jax.Array) -> jax.Array:
-    """Squares of real numbers scaled down, as they are, and scaled up, along a first axis.
+def stacked_squares(leaf: jax.Array) -> jax.Array:
+    """Squares of a leaf scaled down, as they are, and scaled up, along a first axis.
 
     Those scaled up may be inf where they are not used. No bound is needed: XLA moves no factor
     out of a square of several operands, and a bound would cost a buffer of the leaf's size.
     """
+    size = real_or_absolute(leaf)
     rule = _RANGES[size.dtype.name]
     down, up = (jnp.array(2.0**n, size.dtype) for n in (rule.down, rule.up))
     return jnp.square(jnp.stack([size * down, size, size * up]))

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from clipgrad._compat import tracks_varying, varying_axes
 from clipgrad._numerics.calls import for_each
 from clipgrad._numerics.numbers import (
+    accumulator,
     from_ordered_bits,
-    square,
     to_ordered_bits,
+    widest,
     with_real_dtype,
 )
 
@@ -42,27 +43,24 @@ class Groups(NamedTuple):
         """The sum of each group; ``parts`` has the shapes of ``leaves``, or more axes in front."""
         return self.totals(self._reduce(jnp.sum, parts, leaves), leaves)
 
+    def dtypes(self, leaves: Arrays) -> list[str]:
+        """The dtypes of the sums of leaves, the widest of their group."""
+        return [widest(leaves)] * len(leaves) if self.joint else list(map(accumulator, leaves))
+
     def sums_of(
         self,
         parts_of: Callable[..., Any],
         leaves: Arrays,
-        dtypes: Sequence[str],
         *given: Arrays,
         written_out: bool = False,
     ) -> list[Any]:
         """For each leaf on this device the sums of what a function makes of it.
 
-        The function gets the leaf in its dtype of ``dtypes``, and its item of each of ``given``.
+        The function gets the leaf in the dtype of its sums, and its item of each of ``given``.
         """
-        pairs = zip(dtypes, self._axes_from_end(leaves), strict=True)
+        pairs = zip(self.dtypes(leaves), self._axes_from_end(leaves), strict=True)
         static = [(parts_of, dtype, axes, not self.joint) for dtype, axes in pairs]
         return for_each(_sums_of_parts, static, leaves, *given, written_out=written_out)
-
-    def sums_of_squares(self, leaves: Arrays, dtypes: Sequence[str]) -> list[jax.Array]:
-        """For each leaf on this device the sums of its squares as optax has them."""
-        pairs = zip(dtypes, self._axes_from_end(leaves), strict=True)
-        static = [(dtype, axes, not self.joint) for dtype, axes in pairs]
-        return for_each(_sum_of_squares, static, leaves, written_out=True)
 
     def totals(self, local: Arrays, leaves: Arrays) -> list[jax.Array]:
         """The sum of each group, from the sums of the leaves on this device."""
@@ -75,25 +73,16 @@ class Groups(NamedTuple):
         totals = self._over_devices(local, leaves, jnp.maximum, jax.lax.pmax)
         return [from_ordered_bits(total) for total in totals]
 
-    def per_leaf(self, values: Arrays, leaves: Arrays) -> list[jax.Array]:
+    def per_leaf(self, values: Sequence[Any], leaves: Arrays) -> list[Any]:
         """For each leaf the value of its group."""
         return list(values) * len(leaves) if self.joint else list(values)
 
-    def sizes(self, leaves: Arrays) -> list[int]:
-        """The number of elements on this device in each group."""
-        if self.axes is None:
-            return [sum(leaf.size for leaf in leaves)]
-        every = [
-            range(leaf.ndim) if a is None else a for a, leaf in zip(self.axes, leaves, strict=True)
-        ]
-        return [math.prod(leaf.shape[i] for i in a) for a, leaf in zip(every, leaves, strict=True)]
-
-    def sizes_over_devices(self, leaves: Arrays) -> list[int]:
-        """The number of elements in each group of a leaf, on all devices that it is spread over."""
-        if self.joint or not self.names:
-            return self.sizes(leaves)
-        counts = [math.prod(map(jax.lax.axis_size, self._axes_of(leaf))) for leaf in leaves]
-        return [n * count for n, count in zip(self.sizes(leaves), counts, strict=True)]
+    def slice_sizes(self, leaves: Arrays) -> list[int]:
+        """The number of elements in a slice of each leaf, on all devices that it is spread over."""
+        pairs = zip(leaves, self._axes_from_end(leaves), strict=True)
+        here = [math.prod(leaf.shape[i] for i in axes) for leaf, axes in pairs]
+        devices = [math.prod(map(jax.lax.axis_size, self._axes_of(leaf))) for leaf in leaves]
+        return [size * count for size, count in zip(here, devices, strict=True)]
 
     def _reduce(
         self, op: Callable[..., jax.Array], parts: Arrays, leaves: Arrays
@@ -151,9 +140,3 @@ def _sums_of_parts(
 ) -> Any:
     parts = parts_of(with_real_dtype(leaf, dtype), *given)
     return jax.tree.map(lambda part: jnp.sum(part, axis=axes, keepdims=keepdims), parts)
-
-
-def _sum_of_squares(
-    dtype: str, axes: tuple[int, ...], keepdims: bool, leaf: jax.Array
-) -> jax.Array:
-    return jnp.sum(square(with_real_dtype(leaf, dtype)), axis=axes, keepdims=keepdims)

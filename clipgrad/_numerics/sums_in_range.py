@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from clipgrad._compat import by_platform, explicit_sharding, to_varying, varying_axes
 from clipgrad._numerics.calls import for_each
-from clipgrad._numerics.numbers import accumulator, real_or_absolute, widest
+from clipgrad._numerics.numbers import real_or_absolute
 from clipgrad._numerics.ranges import (
     from_plain,
     in_range,
@@ -27,11 +27,6 @@ from clipgrad._numerics.ranges import (
     unless_plain,
 )
 from clipgrad._numerics.reductions import Arrays, Groups
-
-
-def wide_dtypes(groups: Groups, leaves: Arrays) -> list[str]:
-    """The dtypes of the sums of leaves, the widest of their group."""
-    return [widest(leaves)] * len(leaves) if groups.joint else list(map(accumulator, leaves))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -52,25 +47,22 @@ def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[A
     A sum in range stays as it is then, too: in the branch XLA would add up in another order.
     """
 
-    def totals() -> list[jax.Array]:
-        return _second_sums(groups, plain, leaves)
-
     def with_scales(totals: list[jax.Array]) -> list[Any]:
         return list(zip(totals, for_each(scale_of_plain, [()] * len(plain), plain), strict=True))
 
-    in_range = _all_in_range(plain)
+    in_range, again = _all_in_range(plain), functools.partial(_second_sums, groups, plain, leaves)
     if not groups.joint:  # a branch with half as many results compiles faster
-        return with_scales(jax.lax.cond(in_range, lambda: plain, totals))
+        return with_scales(jax.lax.cond(in_range, lambda: plain, again))
     # The loop of each leaf would compute the scale again, if the branch did not.
     ordinary = [(total, jnp.ones_like(total)) for total in plain]
-    return jax.lax.cond(in_range, lambda: ordinary, lambda: with_scales(totals()))
+    return jax.lax.cond(in_range, lambda: ordinary, lambda: with_scales(again()))
 
 
 def _second_sums(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[jax.Array]:
     """For each group the plain sum, or the sum of scaled elements where it is out of range."""
     parts = joined_leaves(leaves) if groups.joint else list(leaves)
     given = groups.per_leaf(plain, parts)
-    squares = groups.sums_of(scaled_square, parts, wide_dtypes(groups, parts), given)
+    squares = groups.sums_of(scaled_square, parts, given)
     sums = groups.totals(squares, parts)
     return for_each(unless_plain, [()] * len(plain), plain, sums)
 
@@ -111,15 +103,10 @@ def _all_in_range(plain: list[jax.Array]) -> jax.Array:
 
 def _apart_by_leaf(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     """Three sums, of which one is known, and the choice of the one that is in range."""
-    dtypes = wide_dtypes(groups, leaves)
-    pairs = groups.sums_of(_squares_apart, leaves, dtypes, written_out=True)
+    pairs = groups.sums_of(scaled_squares, leaves, written_out=True)
     down, up = (groups.totals(sums, leaves) for sums in zip(*pairs, strict=True))
     # Written out, as its sums are: of calls the TPU's compiler makes more kernels here.
     return for_each(in_range, [()] * len(plain), down, plain, up, written_out=True)
-
-
-def _squares_apart(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return scaled_squares(real_or_absolute(leaf))
 
 
 def _in_stack(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
@@ -128,12 +115,8 @@ def _in_stack(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[An
     A reduction of three operands at once would do that, too, but gathers leaves that are sharded.
     """
     del plain
-    rows = groups.sums_of(_squares_stacked, leaves, wide_dtypes(groups, leaves))
+    rows = groups.sums_of(stacked_squares, leaves)
     return _in_range_of_rows(groups.totals(rows, leaves))
-
-
-def _squares_stacked(leaf: jax.Array) -> jax.Array:
-    return stacked_squares(real_or_absolute(leaf))
 
 
 def _in_range_of_rows(totals: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:

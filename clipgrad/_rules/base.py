@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import optax
 
 from clipgrad._numerics import Norm, for_each
-from clipgrad._rules.thresholds import RULES, require_numbers
+from clipgrad._rules.thresholds import RULES, leaf_fields, require_numbers
 from clipgrad._trees import (
     clippable_leaves,
-    clippable_paths,
     combine,
     is_clippable,
-    map_clippable,
     partition,
+    path_string,
+    with_clippable,
 )
 
 C = TypeVar("C", bound=type)
@@ -115,8 +115,8 @@ def pytree_rule(cls: C) -> C:
     ``__post_init__``: it checks what a user writes, and a rule's gradient may be negative.
     """
     cls = dataclasses.dataclass(frozen=True)(cls)
-    static = [f.name for f in dataclasses.fields(cls) if f.metadata.get("static")]
-    names = [f.name for f in dataclasses.fields(cls) if f.name not in static]
+    names = leaf_fields(cls)
+    static = [f.name for f in dataclasses.fields(cls) if f.name not in names]
 
     def flatten_with_keys(rule: Any) -> Any:
         children = [(jax.tree_util.GetAttrKey(n), getattr(rule, n)) for n in names]
@@ -175,7 +175,7 @@ def scale_each(
     """
     leaves = clippable_leaves(tree)
     scaled = for_each(function, [()] * len(leaves), leaves, *lists, written_out=written_out)
-    return map_clippable(lambda _, new: new, tree, scaled)
+    return with_clippable(tree, scaled)
 
 
 def apply_rule(rule: Callable[..., Any], grads: Any, params: Any = None) -> Any:
@@ -187,16 +187,15 @@ def apply_rule(rule: Callable[..., Any], grads: Any, params: Any = None) -> Any:
         raise ValueError(
             f"rule: got the structure {returned} back, expected {jax.tree.structure(chosen)}"
         )
-    paths = iter(clippable_paths(grads))
-    like = jax.tree.map(lambda result, leaf: _like(result, leaf, next(paths)), clipped, chosen)
-    return combine(like, rest)
+    return combine(jax.tree_util.tree_map_with_path(_like, clipped, chosen), rest)
 
 
-def _like(result: Any, leaf: Any, path: str) -> jax.Array:
+def _like(path: Any, result: Any, leaf: Any) -> jax.Array:
     array, leaf = jnp.asarray(result), jnp.asarray(leaf)
     if array.shape != leaf.shape:
+        place = path_string(path) or "the leaf"
         raise ValueError(
-            f"rule: got the shape {array.shape} back for {path or 'the leaf'}, expected "
-            f"the leaf's shape {leaf.shape}"
+            f"rule: got the shape {array.shape} back for {place}, expected the leaf's shape "
+            f"{leaf.shape}"
         )
     return array.astype(leaf.dtype)

@@ -7,9 +7,18 @@ from typing import Any, ClassVar
 import jax
 from jax.typing import ArrayLike
 
-from clipgrad._numerics import AxisName, Norm, check_order, tree_norm, warn_of_parts
+from clipgrad._numerics import (
+    AxisName,
+    Norm,
+    check_order,
+    if_else,
+    over,
+    times,
+    tree_norm,
+    warn_of_parts,
+    with_real_dtype,
+)
 from clipgrad._rules.base import MeasuringRule, pytree_rule, scale_each, static_field
-from clipgrad._rules.norm import scale_down
 from clipgrad._rules.thresholds import check_threshold, limit_of
 from clipgrad._trees import clippable_leaves
 
@@ -82,8 +91,20 @@ class ClipByGlobalNorm(MeasuringRule):
         (norm,) = norms
         count = len(clippable_leaves(grads))
         limits = [limit_of(self.max_norm, norm)] * count
-        return scale_each(scale_down, grads, [norm] * count, limits)
+        return scale_each(_scale_down, grads, [norm] * count, limits)
 
     def l2_limits(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Norm, jax.Array]] | None:
         """The norm of the tree and its limit."""
         return [(n, limit_of(self.max_norm, n)) for n in norms] if self.ord == 2 else None
+
+
+def _scale_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
+    """The leaf itself where the norm is within the limit, bit for bit; scaled to it elsewhere.
+
+    A tree whose norm is not finite becomes NaN. Derivatives are finite, at zero too, since no
+    divisor is 0. In the ordinary range the scale is 1, and what is computed for each element is
+    what optax computes, so that XLA makes the same program of it and the optimizer behind it.
+    """
+    wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
+    shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)
+    return if_else(norm.is_within(limit), leaf, shrunk)

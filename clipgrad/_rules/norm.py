@@ -1,7 +1,6 @@
 """Scaling each leaf, or each slice of it, to a maximal norm."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +11,6 @@ from clipgrad._numerics import (
     Norm,
     check_order,
     if_else,
-    over,
     slice_norms,
     times,
     warn_of_parts,
@@ -110,30 +108,12 @@ class ClipByNorm(MeasuringRule):
         return [(norm.root, norm.scale, limit) for norm, limit in pairs]
 
 
-def scale_down(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
-    """The leaf itself where its norm is within the limit, bit for bit; scaled to it elsewhere.
-
-    A group whose norm is not finite becomes NaN. Derivatives are finite, at zero too, since no
-    divisor is 0. In the ordinary range the scale is 1, and what is computed for each element is
-    what optax computes, so that XLA makes the same program of it and the optimizer behind it.
-    """
-    wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
-    shrunk = times(over(wide, norm.divisor), limit).astype(leaf.dtype)
-    return if_else(_is_within(norm, limit), leaf, shrunk)
-
-
 def _scale_each(leaf: jax.Array, norm: Norm, limit: jax.Array) -> jax.Array:
     """The scaled leaf, by one number for each norm besides its scale: one more is a kernel more.
 
     It is less than 0 within the limit.
     """
-    inverse = 1 / if_else(_is_within(norm, limit), -norm.divisor, norm.divisor)
+    inverse = 1 / if_else(norm.is_within(limit), -norm.divisor, norm.divisor)
     wide = times(with_real_dtype(leaf, norm.root.dtype.name), norm.scale)
     shrunk = times(times(wide, inverse), limit).astype(leaf.dtype)
     return if_else(inverse < 0, leaf, shrunk)
-
-
-# One program also when called eagerly: under jax_debug_infs the scaled limit may be inf in it.
-@functools.partial(jax.jit, inline=True)
-def _is_within(norm: Norm, limit: jax.Array) -> jax.Array:
-    return norm.divisor <= limit * norm.scale

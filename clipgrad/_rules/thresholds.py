@@ -104,17 +104,19 @@ def is_data(rule: Any) -> bool:
     )
 
 
+def leaf_fields(rule: Any) -> list[str]:
+    """The fields of a rule, or of its class, that are leaves: its main threshold is the first."""
+    return [f.name for f in dataclasses.fields(rule) if not f.metadata.get("static")]
+
+
 def schedules_of(rule: Any) -> dict[str, Any]:
     """The thresholds of a rule that are, or have in them, functions of the step, by field."""
-    if not isinstance(rule, tuple(RULES)):
-        return {}
-    static = {f.name for f in dataclasses.fields(rule) if f.metadata.get("static")}
-    fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
-    return {n: v for n, v in fields.items() if n not in static and _has_schedule(v)}
-
-
-def _has_schedule(value: Any) -> bool:
-    return any(map(_is_schedule, jax.tree.leaves(value, is_leaf=_is_schedule)))
+    found = {}
+    for name in leaf_fields(rule) if isinstance(rule, tuple(RULES)) else ():
+        value = getattr(rule, name)
+        if any(map(_is_schedule, jax.tree.leaves(value, is_leaf=_is_schedule))):
+            found[name] = value
+    return found
 
 
 def resolve_schedules(rule: Any, count: jax.Array) -> Any:
@@ -138,7 +140,7 @@ def resolve_schedules(rule: Any, count: jax.Array) -> Any:
 
 def main_threshold(rule: Any) -> Any:
     """The first field of a rule, which is its threshold; ``None`` for a function."""
-    return getattr(rule, _main_field(rule)) if isinstance(rule, tuple(RULES)) else None
+    return getattr(rule, leaf_fields(rule)[0]) if isinstance(rule, tuple(RULES)) else None
 
 
 def adaptive_threshold(rule: Any) -> Any:
@@ -149,14 +151,14 @@ def adaptive_threshold(rule: Any) -> Any:
 
 def with_threshold(rule: Any, threshold: Any) -> Any:
     """``rule`` with another first threshold."""
-    return _with(rule, {_main_field(rule): threshold})
+    return _with(rule, {leaf_fields(rule)[0]: threshold})
 
 
 def thresholds_by_leaf(rule: Any, grads: Any, count: int) -> list[Any]:
     """The first threshold of a rule for each of ``count`` leaves."""
     threshold = main_threshold(rule)
     if is_tree_of_limits(threshold):
-        return _spread(_main_field(rule), threshold, grads)
+        return _spread(leaf_fields(rule)[0], threshold, grads)
     if not isinstance(threshold, PerLeaf):
         return [threshold] * count
     if threshold.values.shape != (count,):
@@ -185,7 +187,7 @@ def require_numbers(rule: Any) -> None:
         )
     if (adaptive := adaptive_threshold(rule)) is not None:
         raise TypeError(
-            f"{_main_field(rule)}: got {adaptive!r}, which only a gradient clip can use since "
+            f"{leaf_fields(rule)[0]}: got {adaptive!r}, which only a gradient clip can use since "
             "it keeps the history; expected a number or an array, or clipgrad.gradient_clip(rule); "
             "in an error clip, train_step(error_clip=...) or adaptive_error_clip keep histories"
         )
@@ -245,10 +247,6 @@ def threshold_arrays(value: Any, dtype: Any) -> Any:
 
 def _is_schedule(value: Any) -> bool:
     return callable(value) and not isinstance(value, type)
-
-
-def _main_field(rule: Any) -> str:
-    return next(f.name for f in dataclasses.fields(rule) if not f.metadata.get("static"))
 
 
 def _with(rule: Any, values: dict[str, Any]) -> Any:

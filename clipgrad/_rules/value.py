@@ -23,7 +23,7 @@ from clipgrad._rules.thresholds import (
     thresholds_by_leaf,
 )
 from clipgrad._thresholds import is_adaptive
-from clipgrad._trees import clippable_leaves, map_clippable
+from clipgrad._trees import clippable_leaves, with_clippable
 
 
 @pytree_rule
@@ -108,20 +108,23 @@ class ClipByValue(MeasuringRule):
     def scale(self, grads: Any, norms: Sequence[Norm] = ()) -> Any:
         """The tree with each element in [min, max]."""
         del norms
-        maxima = thresholds_by_leaf(self, grads, len(clippable_leaves(grads)))
+        leaves, clipped = clippable_leaves(grads), []
         known: dict[Any, tuple[Any, Any]] = {}
-
-        def clip(leaf: jax.Array, maximum: Any) -> jax.Array:
+        for leaf, maximum in zip(leaves, thresholds_by_leaf(self, grads, len(leaves)), strict=True):
             key = id(maximum), leaf.dtype
             if key not in known:
                 known[key] = self._bounds(maximum, leaf.real.dtype)
-            return self._clip(leaf, *known[key])
-
-        return map_clippable(clip, grads, maxima)
+            clipped.append(self._clip(leaf, *known[key]))
+        return with_clippable(grads, clipped)
 
     def _bounds(self, maximum: Any, dtype: Any) -> tuple[Any, Any]:
-        upper = self._upper(maximum, dtype)
-        return -upper if self.min is None else _bound(self.min, dtype), upper
+        if self.min is not None:
+            return _bound(self.min, dtype), _bound(maximum, dtype)
+        if isinstance(maximum, jax.Array):
+            upper = _bound(nonnegative(maximum, at_least_float32(dtype)), dtype)
+        else:
+            upper = _bound(np.maximum(np.asarray(maximum, np.float64), 0), dtype)
+        return -upper, upper
 
     def _clip(self, leaf: jax.Array, lower: Any, upper: Any) -> jax.Array:
         if self.nan is not None:
@@ -150,13 +153,6 @@ class ClipByValue(MeasuringRule):
     def _is_symmetric(self) -> bool:
         known = _is_known_bound(self.min) and _is_known_bound(self.max)
         return known and bool(np.all(np.asarray(self.min) == -np.asarray(self.max)))
-
-    def _upper(self, maximum: Any, dtype: Any) -> Any:
-        if self.min is not None:
-            return _bound(maximum, dtype)
-        if isinstance(maximum, jax.Array):
-            return _bound(nonnegative(maximum, at_least_float32(dtype)), dtype)
-        return _bound(np.maximum(np.asarray(maximum, np.float64), 0), dtype)
 
 
 ErrorClipByValue = ClipByValue

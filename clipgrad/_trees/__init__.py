@@ -27,6 +27,7 @@ from clipgrad._trees.trees import parameters_like as parameters_like
 from clipgrad._trees.trees import partition as partition
 from clipgrad._trees.trees import parts_below as parts_below
 from clipgrad._trees.trees import path_string as path_string
+from clipgrad._trees.trees import with_clippable as with_clippable
 from clipgrad._trees.trees import with_paths as with_paths
 from clipgrad._trees.vectors import cotangent_leaves as cotangent_leaves
 from clipgrad._trees.vectors import from_rows as from_rows

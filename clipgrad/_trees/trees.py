@@ -176,10 +176,15 @@ def clippable_paths(tree: Any) -> list[str]:
 
 def map_clippable(f: Callable[..., Any], tree: Any, *lists: Sequence[Any]) -> Any:
     """Maps over the leaves that are clipped, with an item of each list; the others stay."""
-    chosen, rest = partition(tree, is_clippable)
-    leaves, structure = jax.tree.flatten(chosen)
-    results = [f(jnp.asarray(leaf), *items) for leaf, *items in zip(leaves, *lists, strict=True)]
-    return combine(structure.unflatten(results), rest)
+    rows = zip(clippable_leaves(tree), *lists, strict=True)
+    return with_clippable(tree, [f(leaf, *items) for leaf, *items in rows])
+
+
+def with_clippable(tree: Any, leaves: Iterable[Any]) -> Any:
+    """The tree with these in place of the leaves that are clipped; the others stay."""
+    before, structure = jax.tree.flatten(tree, is_leaf=is_none)
+    new = iter(leaves)
+    return structure.unflatten([next(new) if is_clippable(x) else x for x in before])
 
 
 def parameters_like(tree: Any, params: Any) -> list[Any]:
