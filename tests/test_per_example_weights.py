@@ -19,8 +19,8 @@ from tests.test_per_example_products import norms_of, one_by_one, wide
 SMALL = {
     (measured, "_MOST_ELEMENTS"): 3,
     (convolutions, "_MOST_TAPS"): 2,
-    (grams, "_NUMBERS_IN_CACHE"): 16,
-    (grams, "_LEAST_OF_A_ROW"): 2,
+    (measured, "_MOST_OF_A_VECTOR"): 3,
+    (grams, "_PIECE"): 2,
     (terms, "MOST_TERMS"): 3,
     (plan, "_ROOM"): 64,
     (two_passes, "_measured_parts"): lambda size: 2,

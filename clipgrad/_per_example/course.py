@@ -46,6 +46,7 @@ class Course:
     # The carries of scans that are arrays.
     dense: dict[EquationPath, set[int]] = dataclasses.field(default_factory=dict)
     arrays: frozenset[int] = frozenset()  # leaves whose gradient is an array for each example
+    waiting: frozenset[int] = frozenset()  # those of them that are measured with others
     is_settled: bool = False
 
     def stop(self, place: EquationPath, leaves: Iterable[int], reason: str) -> None:

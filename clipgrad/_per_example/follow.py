@@ -13,7 +13,6 @@ from clipgrad._per_example.blocks import dense_gradient
 from clipgrad._per_example.course import Course, EquationPath, Lost, following, want_leaves, why
 from clipgrad._per_example.grams import squares
 from clipgrad._per_example.layouts import convolved
-from clipgrad._per_example.measured import waits
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import Contract, Summed
 from clipgrad._per_example.terms import (
@@ -68,11 +67,23 @@ class Reduction(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class SquaredNorm(Reduction):
-    """The squares of a gradient in place of it; ``zero``: leaves whose NaN and inf count as 0."""
+class Measured(Reduction):
+    """Measures what is all of a gradient where it arises, but the arrays of ``waiting`` leaves.
+
+    NaN and inf count as 0 in the leaves ``zero``.
+    """
 
     zero: frozenset[int]
-    in_scan: bool = False
+    waiting: frozenset[int]
+
+    def inside_scan(self) -> "Measured":
+        """A copy for a step of a scan, where nothing waits."""
+        return dataclasses.replace(self, waiting=frozenset())
+
+
+@dataclasses.dataclass(frozen=True)
+class SquaredNorm(Measured):
+    """The squares of a gradient in place of it."""
 
     def __call__(self, value: Any, want: WantedGradient) -> Any:
         """The squares of what is all of a gradient."""
@@ -81,42 +92,31 @@ class SquaredNorm(Reduction):
         if isinstance(value, Products):
             # What becomes an array later has NaN and inf as 0 there.
             return value if want.leaves <= self.zero else squares(value)
-        if not self.in_scan and waits(value):
+        if want.leaves <= self.waiting:
             return value
         return Squares.of(value, zero=want.leaves <= self.zero)
 
-    def inside_scan(self) -> "SquaredNorm":
-        """A copy for a step of a scan, where nothing waits."""
-        return dataclasses.replace(self, in_scan=True)
-
 
 @dataclasses.dataclass(frozen=True)
-class KeptFactors(Reduction):
-    """The squares of a gradient beside its products; ``zero``: leaves whose NaN and inf become 0.
+class KeptFactors(Measured):
+    """The squares of a gradient beside its products.
 
     In a scan the Gram matrices are then of one step, which stay in the cache of a processor:
     the norms of four scanned layers took about a quarter of the time of all at once. So
     does an array there, and it need not be read again in another order.
     """
 
-    zero: frozenset[int]
     clipped: frozenset[int]
-    in_scan: bool = False
 
     def __call__(self, value: Any, want: WantedGradient) -> Any:
         """The products, or the array as one, with the squares of what is all of a gradient."""
         if not want.is_whole or not want.leaves <= self.clipped:
             return value
         if not isinstance(value, Products):
-            if not self.in_scan and waits(value):
-                return value
             real = jnp.issubdtype(value.dtype, jnp.floating)
-            return self.arrays(_array_term(value), want) if real else value
+            waits = want.leaves <= self.waiting or not real
+            return value if waits else self.arrays(_array_term(value), want)
         return value if value.squares is not None else value.with_squares(squares(value))
-
-    def inside_scan(self) -> "KeptFactors":
-        """A copy for a step of a scan, where nothing waits."""
-        return dataclasses.replace(self, in_scan=True)
 
     def arrays(self, value: Products, want: WantedGradient) -> Products:
         """A gradient whose terms are arrays at places of their own, with their squares."""

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from clipgrad._compat import by_platform, to_varying, varying_axes
 from clipgrad._numerics import if_else
-from clipgrad._per_example.blocks import FactorAxis, Part, ProductBlock, blocks, placed, value
+from clipgrad._per_example.blocks import Part, ProductBlock, blocks, placed, value
 from clipgrad._per_example.squares import (
     NO_EXPONENT,
     Squares,
@@ -32,9 +32,8 @@ from clipgrad._per_example.squares import (
 )
 from clipgrad._per_example.terms import Products, Unfollowed, einsum
 
-# How many numbers of an example are multiplied at once, and how many of a row at least: 4 MB of 64
-# examples.
-_NUMBERS_IN_CACHE, _LEAST_OF_A_ROW = 2**14, 512
+# How many numbers of a row are multiplied at once on a CPU (benchmarks/RESULTS.md has other sizes).
+_PIECE = 2048
 
 
 def squares(products: Products) -> Squares:
@@ -225,10 +224,13 @@ def _dense_gram(x: Part, y: Part, own: Sequence) -> jax.Array:
 
     summed = [name for name in x.names if name not in own]
     long = max(summed, key=lambda name: x.values.shape[1 + x.names.index(name)], default=None)
-    if long is None or (count := _pieces(x, y, long)) == 1:
+    if long is None:
         return whole(*values)
     axes = 1 + x.names.index(long), 1 + y.names.index(long)
-    size = x.values.shape[axes[0]] // count
+    length = x.values.shape[axes[0]]
+    if (count := _pieces(length)) == 1:
+        return whole(*values)
+    size = length // count
 
     def in_pieces(*values: jax.Array) -> jax.Array:
         def step(total: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
@@ -247,15 +249,13 @@ def _piece(x: jax.Array, start: jax.Array, size: int, axis: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def _pieces(x: Part, y: Part, name: FactorAxis) -> int:
+def _pieces(length: int) -> int:
     """In how many parts an axis is summed on a CPU, so that each of them stays in its cache.
 
-    Of 32 rows of 32k numbers for 16 examples, the inner products took half of the time in parts of
-    512 to 4096, and for 64 examples in parts of 512; no copy of the rows in range is made.
+    No copy of the rows in range is made then. Each sum in parts is a loop, which takes longer to
+    compile, so that short rows are multiplied whole.
     """
-    length = x.values.shape[1 + x.names.index(name)]
-    least = -(-max(x.values.size, y.values.size) // _NUMBERS_IN_CACHE)
-    least = max(1, min(least, length // _LEAST_OF_A_ROW))
+    least = max(1, length // _PIECE)
     return next((n for n in range(least, 4 * least) if length % n == 0), 1)
 
 

@@ -12,15 +12,33 @@ from clipgrad._per_example.grams import squares
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.terms import Products
 
-# The most elements of an array that waits for others of its shape, to be measured with them. Biases
-# and scales of layers do. With 2 ** 12 elements, 8 unrolled layers of a transformer took 4.8 s of
-# CPU time to trace and compile, and 8.4 MB; with these 4.3 s and 7.1 MB, with 127 elements 4.5 s.
+# The most elements of an array that waits for others of its shape, to be measured with them. With
+# 2 ** 12 elements, 8 unrolled layers of a transformer took 4.8 s of CPU time to trace and compile,
+# and 8.4 MB; with these 4.3 s and 7.1 MB, with 127 elements 4.5 s.
 _MOST_ELEMENTS = 2**9
+# The same for vectors, such as biases and scales of wide layers, and the least that is kept for the
+# other leaves in multiples of them. A model of many positions keeps more: a vector is a sum over
+# positions. Without positions it is as large as a factor, and a copy of it would be noticed.
+_MOST_OF_A_VECTOR, _LEAST_BESIDE_VECTORS = 2**13, 16
 
 
-def waits(array: jax.Array) -> bool:
-    """Whether an example's gradient is so small that it is measured with others of its shape."""
-    return array.size <= _MOST_ELEMENTS and jnp.issubdtype(array.dtype, jnp.floating)
+def waiting_leaves(gradients: Sequence[Any]) -> frozenset[int]:
+    """The leaves whose arrays are measured with others of their shape, from shapes alone.
+
+    A gradient is the shape of an array, or `Products` of shapes.
+    """
+    arrays = {i: x for i, x in enumerate(gradients) if _is_real_array(x)}
+    small = {i for i, x in arrays.items() if x.size <= _MOST_ELEMENTS}
+    vectors = {
+        i for i, x in arrays.items() if max(x.shape, default=1) == x.size <= _MOST_OF_A_VECTOR
+    }
+    kept = sum(x.size for x in jax.tree.leaves(gradients))
+    room = kept // (1 + _LEAST_BESIDE_VECTORS)
+    return frozenset(small | (vectors if sum(arrays[i].size for i in vectors) <= room else set()))
+
+
+def _is_real_array(gradient: Any) -> bool:
+    return not isinstance(gradient, Products) and jnp.issubdtype(gradient.dtype, jnp.floating)
 
 
 def squares_of_leaves(values: Mapping[int, Any], size: int, zero: frozenset[int]) -> Squares:

@@ -139,7 +139,8 @@ class PerExampleNorms:
     def _norms_of_followed(
         self, gradient: ExampleGradient, shapes: Any, params: Any, examples: Any
     ) -> Any:
-        values = gradient.each(params, examples, SquaredNorm(frozenset())).gradients
+        squared = SquaredNorm(frozenset(), gradient.course.waiting)
+        values = gradient.each(params, examples, squared).gradients
         return self._norms(params, values, batch_size(examples))
 
     def _norms(self, params: Any, values: list[Any], size: int) -> Any:

@@ -23,7 +23,8 @@ def one_pass_sums(
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     clipped = frozenset(i for i, flag in enumerate(subject.flags(params)) if flag)
-    factors = KeptFactors(subject.zeroed(gradient.course.arrays), clipped)
+    course = gradient.course
+    factors = KeptFactors(subject.zeroed(course.arrays), course.waiting, clipped)
     found = gradient.each(params, examples, factors)
     scaling = scaling_of(subject, params, found.gradients, factors.zero, batch_size(examples))
     sums = []

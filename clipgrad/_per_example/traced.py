@@ -13,6 +13,7 @@ from clipgrad._per_example import convolutions, linear, products, scans  # noqa:
 from clipgrad._per_example.course import Attempted, Course, attempted, following
 from clipgrad._per_example.delay import Delay
 from clipgrad._per_example.follow import Follow, Reduction
+from clipgrad._per_example.measured import waiting_leaves
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.terms import Products
 from clipgrad._per_example.wanted import WantedGradient, wanted
@@ -70,6 +71,7 @@ class ExampleGradient:
         found = jax.eval_shape(of_first, batch)
         followed = [isinstance(value, Products) for value in found]
         course.arrays = frozenset(i for i, flag in enumerate(followed) if not flag)
+        course.waiting = waiting_leaves(found)
         course.is_settled = True
         return gradient, found
 

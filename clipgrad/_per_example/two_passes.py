@@ -98,7 +98,7 @@ def _first_pass(
     subject: PerExampleSubject, gradient: ExampleGradient, params: Any, examples: Any
 ) -> tuple[Any, Any]:
     """The first pass: weights, flags and statistics; and what the loss function returned."""
-    squared = SquaredNorm(subject.zeroed(gradient.course.arrays))
+    squared = SquaredNorm(subject.zeroed(gradient.course.arrays), gradient.course.waiting)
     found = gradient.each(params, examples, squared)
     scaling = scaling_of(subject, params, found.gradients, squared.zero, batch_size(examples))
     return (scaling.weights, scaling.ok, scaling.stats), found.value
