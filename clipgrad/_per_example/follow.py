@@ -67,7 +67,7 @@ class Reduction(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured(Reduction):
+class Measuring(Reduction):
     """Measures what is all of a gradient where it arises, but the arrays of ``waiting`` leaves.
 
     NaN and inf count as 0 in the leaves ``zero``.
@@ -76,13 +76,13 @@ class Measured(Reduction):
     zero: frozenset[int]
     waiting: frozenset[int]
 
-    def inside_scan(self) -> "Measured":
+    def inside_scan(self) -> "Measuring":
         """A copy for a step of a scan, where nothing waits."""
         return dataclasses.replace(self, waiting=frozenset())
 
 
 @dataclasses.dataclass(frozen=True)
-class SquaredNorm(Measured):
+class SquaredNorm(Measuring):
     """The squares of a gradient in place of it."""
 
     def __call__(self, value: Any, want: WantedGradient) -> Any:
@@ -98,7 +98,7 @@ class SquaredNorm(Measured):
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptFactors(Measured):
+class KeptFactors(Measuring):
     """The squares of a gradient beside its products.
 
     In a scan the Gram matrices are then of one step, which stay in the cache of a processor:
