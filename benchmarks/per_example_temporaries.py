@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import clipgrad as cg
+from benchmarks import per_example_models
+from benchmarks.rows import Scale
 
 EXAMPLES, TURNS = 16, 15
 METHODS = ("auto", "one pass", "two passes", "direct")
@@ -100,6 +102,15 @@ def convolutions(rng: np.random.Generator) -> Program:
         return jnp.sum(x**2)
 
     return Program(loss, shapes, [((pixels, pixels, 3), "float32")])
+
+
+@program
+def convolutional_network(rng: np.random.Generator) -> Program:
+    """The CNN of the benchmarks; nothing is drawn."""
+    model = per_example_models.cnn(Scale(1))
+    shapes = {name: leaf.shape for name, leaf in model.params.items()}
+    example = [(leaf.shape[1:], leaf.dtype.name) for leaf in model.batch(1)]
+    return Program(model.loss, shapes, example)
 
 
 @program

@@ -39,11 +39,11 @@ def _mapped(
     size: int, mapped: Any, value: Any, weight: Each, ok: Each, like: jax.Array
 ) -> tuple[jax.Array, bool]:
     del like
-    value, weight, ok = _with_examples(size, mapped[:3], (value, weight, ok))
+    value, weight, ok = with_examples(size, mapped[:3], (value, weight, ok))
     return weighted_sum(value, weight, ok, ok is not None), False
 
 
-def _with_examples(size: int, mapped: Any, values: Any) -> Any:
+def with_examples(size: int, mapped: Any, values: Any) -> Any:
     """Arrays with an axis for the examples in front, those too that all examples share."""
     leaves, structure = jax.tree.flatten(values)
     each = [
@@ -70,7 +70,7 @@ def contracted_over_examples(
 
     @summed.def_vmap
     def _mapped(size: int, mapped: Any, *values: Any) -> tuple[jax.Array, bool]:
-        (first, second), weight, ok = _with_examples(size, mapped[:3], values[:3])
+        (first, second), weight, ok = with_examples(size, mapped[:3], values[:3])
         return contract(_where_ok(ok, first), _times(_where_ok(ok, second), weight)), False
 
     return summed(factors, weight, ok, like)
