@@ -16,6 +16,7 @@ import clipgrad as cg
 import clipgrad._numerics as _numerics
 from benchmarks.per_example_temporaries import EXAMPLES, PROGRAMS
 from clipgrad._per_example import taps
+from clipgrad._per_example.convolutions import CHEAPER
 from tests.helpers import RELEASED, reductions, tree_of
 from tests.test_bits import data, first_parameters, one_step
 from tests.test_nan import (  # noqa: F401
@@ -266,6 +267,9 @@ def test_the_gradient_of_a_kernel_is_the_same_for_some_examples_at_a_time(monkey
                 found.setdefault(i, []).append((grads, stats.norm))
         return found
 
+    for loss, kernel, batch in drawn:  # what goes wrong would be direct
+        (leaf,) = cg.clip_per_example(loss, None).plan(kernel, batch).leaves
+        assert leaf.reason == CHEAPER
     for ours, direct in run().values():
         for one, other in zip(ours, direct, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * np.abs(other).max())
