@@ -48,7 +48,8 @@ def _convolution(hook, equation, inputs, wants):
         return [squares_of_taps(inputs[0], inputs[1], taps, equation, zero)]
     if plain and cheaper and wants[0].steps == 1:
         hook.course.notes.add(wants[0].leaves, CHEAPER)
-        return [_arrays(hook, tap_by_tap(inputs[0], inputs[1], taps, equation), wants[0])]
+        made = tap_by_tap(inputs[0], inputs[1], taps, equation, hook.course)
+        return [_arrays(hook, made, wants[0])]
     windows = Windows.of(inputs[0], rhs.shape[2:], params)
     patches = jnp.stack([jnp.transpose(x, numbers.lhs_spec) for x in windows.all(taps)])
     rank = len(taps)
@@ -63,8 +64,8 @@ def _convolution(hook, equation, inputs, wants):
     left = Factor(patches.reshape(*taps, *sizes, *rhs.shape[2:]), (*first, *order, *second))
     right = Factor(rhs.reshape(count, f, *rhs.shape[1:]), (group, column, channel, *second))
     axes: list[Any] = [None] * aval.ndim
-    made = [(row,), (group, column), *((k,) for k in first)]
-    for place, labels in zip(numbers.out_spec, made, strict=True):
+    merged = [(row,), (group, column), *((k,) for k in first)]
+    for place, labels in zip(numbers.out_spec, merged, strict=True):
         axes[place] = GradientAxis(labels, 0, aval.shape[place])
     term = Term((left, right), tuple(axes), params["precision"])
     return one_product(hook, term if count > 1 else _ungrouped(term, group), aval, wants[0])

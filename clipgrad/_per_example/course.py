@@ -47,7 +47,17 @@ class Course:
     dense: dict[EquationPath, set[int]] = dataclasses.field(default_factory=dict)
     arrays: frozenset[int] = frozenset()  # leaves whose gradient is an array for each example
     waiting: frozenset[int] = frozenset()  # those of them that are measured with others
+    copied: int = 0  # the numbers of one example's images, once for each tap of a kernel
+    size: int = 0  # of the gradient of one example
     is_settled: bool = False
+
+    @property
+    def copies_a_part(self) -> bool:
+        """Whether images are copied for some of the examples at a time.
+
+        The gradients of all examples are there twice where each is made, and in one pass once.
+        """
+        return self.copied > 2 * self.size
 
     def stop(self, place: EquationPath, leaves: Iterable[int], reason: str) -> None:
         """Notes that products become arrays at an equation."""

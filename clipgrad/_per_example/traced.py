@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -72,6 +73,7 @@ class ExampleGradient:
         followed = [isinstance(value, Products) for value in found]
         course.arrays = frozenset(i for i, flag in enumerate(followed) if not flag)
         course.waiting = waiting_leaves(found)
+        course.size = sum(math.prod(value.shape) for value in found)
         course.is_settled = True
         return gradient, found
 
