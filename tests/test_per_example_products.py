@@ -175,6 +175,7 @@ def test_auto_takes_one_pass_if_the_factors_fit(
     assert (plan.method, plan.reason) == (method, f"the factors {room}")
 
 
+@pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize("name", PLANNED)
 def test_auto_takes_two_passes_if_the_factors_are_larger_than_the_gradients(name):
     """Those of all steps of a recurrence are; any other leaf is an array then."""
