@@ -37,7 +37,7 @@ def explicit_sharding(x: jax.Array) -> Any:
 
 
 def on_every_device(x: jax.Array) -> jax.Array:
-    """``x`` with all of it on each device, where its type has another sharding."""
+    """``x`` with all of it on each device, where its type has another sharding: to flatten it."""
     sharding = explicit_sharding(x)
     if sharding is None:
         return x

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from clipgrad._trees.trees import combine, is_clippable, is_none, map_clippable, partition
+from clipgrad._trees.trees import (
+    combine,
+    is_clippable,
+    is_none,
+    map_clippable,
+    partition,
+    with_clippable,
+)
 
 LEAVES = [
     None, 1, 2.5, True, "text", np.ones(2), jnp.zeros(3), jnp.arange(2), jax.random.key(0),
@@ -109,6 +116,12 @@ def test_a_node_that_refuses_none_passes_where_all_leaves_are_chosen():
     np.testing.assert_array_equal(combine(chosen, rest)[0].value, [1, 1])
     doubled = map_clippable(lambda leaf: 2 * leaf, tree)
     np.testing.assert_array_equal(doubled[0].value, [2, 2])
+
+
+def test_leaves_that_are_not_clipped_stay_in_their_places():
+    tree = {"a": jnp.ones(2), "b": None, "c": 3, "d": jnp.zeros(1), "e": "text"}
+    put = with_clippable(tree, ["first", "second"])
+    assert put == {"a": "first", "b": None, "c": 3, "d": "second", "e": "text"}
 
 
 def test_an_empty_tree_comes_back():

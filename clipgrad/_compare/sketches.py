@@ -11,14 +11,13 @@ from jax.extend.core import Literal
 
 from clipgrad._compare.arguments import hashed, sign_of, signs
 from clipgrad._compare.differences import Judgment, judge, rounding
-from clipgrad._compat import to_varying, varying_axes
+from clipgrad._compat import on_every_device, to_varying, varying_axes
 from clipgrad._jaxpr import (
     ProgramValues,
     called_program,
     equations,
     holds_floats,
     opened,
-    replicated,
     scan_counts,
     value_programs,
 )
@@ -48,7 +47,7 @@ def sketch(x: jax.Array) -> jax.Array:
     """
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-1)
-    flat = replicated(x).ravel().astype(sketch_dtype(x.dtype))
+    flat = on_every_device(x).ravel().astype(sketch_dtype(x.dtype))
     hashes = hashed(jnp.arange(flat.size, dtype=jnp.uint32), 0)
     finite, large = jnp.isfinite(flat), jnp.abs(flat) >= MASKED
     signed = flat * sign_of(hashes).astype(flat.dtype)

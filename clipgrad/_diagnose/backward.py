@@ -42,12 +42,9 @@ class VjpFault(NamedTuple):
     def step(self) -> int | None:
         """The step of the innermost scan around the operation, or around the value."""
         if self.summed:
-            return _last(self.source.steps[: self.summed.loops])
+            steps = self.source.steps[: self.summed.loops]
+            return steps[-1] if steps else None
         return self.source.step if self.place.nest else None
-
-
-def _last(steps: Sequence[int]) -> int | None:
-    return steps[-1] if steps else None
 
 
 def first_fault(
@@ -69,7 +66,8 @@ def first_fault(
         own = gradient.marks.place(place)
         return own is not None and excused(own, steps)
 
-    seeds = [jnp.ones(v.aval.shape, v.aval.dtype) for v in _seeds(gradient)]
+    cotangents = _jaxpr.opened(gradient.program)[0].invars[gradient.count :]
+    seeds = [jnp.ones(v.aval.shape, v.aval.dtype) for v in cotangents]
     found = origins(
         gradient.program,
         [*inputs, *seeds],
@@ -82,10 +80,6 @@ def first_fault(
     if source is None or source.place is None or is_excused(source.place, source.steps):
         return None
     return _fault(gradient, inputs, source)
-
-
-def _seeds(gradient: GradientProgram) -> list[Any]:
-    return _jaxpr.opened(gradient.program)[0].invars[gradient.count :]
 
 
 def _first_of(source: Source | None) -> Source | None:

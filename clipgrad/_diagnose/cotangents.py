@@ -12,9 +12,10 @@ from jax import lax
 from jax.extend.core import Var
 
 import clipgrad._jaxpr as _jaxpr
+from clipgrad._compat import on_every_device
 from clipgrad._diagnose.probe import RESULT, Probe, Site
 from clipgrad._diagnose.units import ProgramBlock
-from clipgrad._jaxpr import dtype_of, on_host, replicated
+from clipgrad._jaxpr import dtype_of, on_host
 from clipgrad._numerics import at_least_float32, real_or_absolute
 from clipgrad._program import active_variables
 
@@ -156,7 +157,7 @@ def _sent(cotangent: Any, is_whole: bool) -> Sent:
     dtype = at_least_float32(cotangent.dtype)
     reached = jnp.ones((), jnp.finfo(dtype).dtype)
     if is_whole:
-        return Sent(reached, replicated(cotangent).astype(dtype), None)
+        return Sent(reached, on_every_device(cotangent).astype(dtype), None)
     return Sent(reached, None, _reduced(cotangent))
 
 
@@ -181,7 +182,7 @@ def _reduced_by_rows(x: jax.Array) -> jax.Array:
 
     One row after the other, so that temporaries are as large as a row.
     """
-    rows = replicated(x)
+    rows = on_every_device(x)
     rows = rows if rows.ndim > 1 else rows[None]
 
     def finite(row: jax.Array) -> jax.Array:

@@ -1,10 +1,9 @@
 """From a loss and its arguments to the operation that spoils its gradient."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -107,9 +106,13 @@ def diagnose(
       >>> found.ok, found.findings[0].kind, found.findings[0].operation
       (False, 'vjp', 'sqrt')
     """
-    with contextlib.ExitStack() as settings:
-        for setting in _plain_settings():
-            settings.enter_context(setting)
+    # JAX's own ways of finding NaN, of forbidding transfers and of running without `jit` are off.
+    with (
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.transfer_guard("allow"),
+        jax.disable_jit(False),
+    ):
         trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
         with noting_objects(args):
             given = trace(args, kwargs)
@@ -120,12 +123,6 @@ def diagnose(
             return found
         bad = bad_examples(given, trace, args, kwargs, examples)
         return dataclasses.replace(found, examples=bad)
-
-
-def _plain_settings() -> Iterator[Any]:
-    """JAX's own ways of finding NaN, of forbidding transfers and of running without `jit`: off."""
-    yield from (jax.debug_nans(False), jax.debug_infs(False))
-    yield from (jax.transfer_guard("allow"), jax.disable_jit(False))
 
 
 def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:

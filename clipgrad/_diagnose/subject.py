@@ -12,7 +12,7 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._error_clip import check_call
 from clipgrad._frameworks import Pure, differentiated_inputs, has_modules, is_model, with_models
 from clipgrad._jaxpr import PRINTS, holds_floats
-from clipgrad._trees import check_tree, is_array, path_string
+from clipgrad._trees import check_tree, described, is_array, path_string
 
 
 class DiagnosisSubject(NamedTuple):
@@ -123,16 +123,12 @@ def _trace(
 def _nothing_floating(args: tuple, positions: list[int]) -> str:
     """The error of a loss without anything to differentiate by; it says what there is instead."""
     leaves = [leaf for i in positions for leaf in jax.tree.leaves(args[i])]
-    there = {_described(leaf) for leaf in leaves}
+    there = {described(leaf) for leaf in leaves}
     where = ", ".join(f"args/{i}" for i in positions)
     return (
         f"args: got {', '.join(sorted(there)) or 'no arrays'} in {where}, expected floating "
         "arrays to differentiate; write 1.0 for 1, or x.astype(float), or choose other argnums"
     )
-
-
-def _described(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__
 
 
 def _argument_name(path: tuple) -> str:
@@ -144,7 +140,7 @@ def _checked_loss(result: Any, has_aux: bool) -> jax.Array:
     if has_aux:
         if not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(
-                f"fun: got {_described(result)} from it, expected (loss, aux) for has_aux=True; "
+                f"fun: got {described(result)} from it, expected (loss, aux) for has_aux=True; "
                 "leave has_aux out if it returns only the loss"
             )
         result = result[0]
@@ -156,7 +152,7 @@ def _checked_loss(result: Any, has_aux: bool) -> jax.Array:
         )
     if result.shape or not jnp.issubdtype(result.dtype, jnp.floating):
         raise ValueError(
-            f"fun: got {result.dtype}{list(result.shape)} from it, expected a floating scalar; "
+            f"fun: got {described(result)} from it, expected a floating scalar; "
             "write its mean or sum"
         )
     return result

@@ -57,7 +57,7 @@ def _overflow(program: Any, inputs: Sequence[Any], source: Source) -> Source | N
         if root is None or root.place is None or root.time == CONSTANT or _is_mask(source, root):
             return None
         cured.append(root.place)
-        again = _first_source(program, inputs, cured)
+        again = origins(program, inputs, cured).results[0].source
         if again is None or again.place != source.place:
             return source.root
     return None
@@ -69,8 +69,3 @@ def _is_mask(source: Source, root: Source) -> bool:
     package = source.place.location.package or ""
     is_log = root.place.operation in ("log", "log1p")
     return is_log and package.partition(" ")[0] in MASKING
-
-
-def _first_source(program: Any, inputs: Sequence[Any], cured: Sequence[Place]) -> Source | None:
-    """The source of the first result, if it is not finite."""
-    return origins(program, inputs, cured).results[0].source

@@ -72,7 +72,9 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
     _check_probe(probe)
     check_tree("x", x)
     leaves, structure = jax.tree.flatten(x, is_leaf=is_none)
-    chosen, rest = partition(leaves, lambda leaf: _has_cotangent(leaf, probe))
+    # Python and NumPy numbers have cotangents only where they are watched.
+    kind: Any = jax.Array if probe is None else object
+    chosen, rest = partition(leaves, lambda x: is_clippable(x) and isinstance(x, kind))
     if (rule is None and probe is None) or not jax.tree.leaves(chosen):
         return x
     arrays = jax.tree.map(jnp.asarray, chosen)
@@ -159,11 +161,6 @@ def _clip_backward(backward: _Backward, residuals: Any, cotangents: Any) -> Any:
 
 
 _clipped_identity.defvjp(_clip_forward, _clip_backward)
-
-
-def _has_cotangent(leaf: Any, probe: ClipStats | None) -> bool:
-    """Whether a leaf is clipped; Python and NumPy numbers only where they are watched."""
-    return is_clippable(leaf) and (isinstance(leaf, jax.Array) or probe is not None)
 
 
 def _spread_probe(probe: ClipStats, arrays: Any) -> ClipStats:

@@ -24,13 +24,9 @@ def apply_policy(nonfinite: str, tree: Any) -> Any:
     if nonfinite == "zero":
         return map_clippable(lambda g: jnp.where(jnp.isfinite(g), g, jnp.zeros_like(g)), tree)
     if nonfinite == "error":
-        _raise_for_nonfinite(tree)
+        sizes = {path: jnp.size(leaf) for path, leaf in with_paths(tree) if is_clippable(leaf)}
+        raise_for_counts(nonfinite_counts(tree), sizes)
     return tree
-
-
-def _raise_for_nonfinite(tree: Any) -> None:
-    sizes = {path: jnp.size(leaf) for path, leaf in with_paths(tree) if is_clippable(leaf)}
-    raise_for_counts(nonfinite_counts(tree), sizes)
 
 
 def nonfinite_counts(tree: Any) -> dict[str, jax.Array]:

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -81,12 +81,8 @@ def qk_clip(
       (Array([2., 2.], dtype=float32), Array([-4.5, -4.5], dtype=float32))
     """
     chosen = _checked_pairs(pairs)
-    _check_number("max_logit", max_logit, "a positive number such as 100.0")
-    _check_number("balance", balance, "a number from 0 to 1")
-    if not isinstance(max_logit, Tracer) and not np.all(np.asarray(max_logit) > 0):
-        raise ValueError(f"max_logit: got {max_logit!r}, expected a positive number such as 100.0")
-    if not 0 <= balance <= 1:
-        raise ValueError(f"balance: got {balance!r}, expected a number from 0 to 1")
+    _check_number("max_logit", max_logit, lambda x: x > 0, "a positive number such as 100.0")
+    _check_number("balance", balance, lambda x: (x >= 0) & (x <= 1), "a number from 0 to 1")
 
     def init(params: Any) -> optax.EmptyState:
         leaves = _Leaves.of(params)
@@ -122,10 +118,13 @@ def qk_clip(
     return optax.GradientTransformationExtraArgs(init, update)  # type: ignore[arg-type]
 
 
-def _check_number(name: str, value: Any, expected: str) -> None:
+def _check_number(name: str, value: Any, holds: Callable[[Any], Any], expected: str) -> None:
+    """Refuses what is no number, and a number of which the condition does not hold."""
     kind = getattr(value, "dtype", None) or np.asarray(value).dtype
     if not jnp.issubdtype(kind, jnp.number):
         raise TypeError(f"{name}: got {value!r}, expected {expected}")
+    if not isinstance(value, Tracer) and not np.all(holds(np.asarray(value))):
+        raise ValueError(f"{name}: got {value!r}, expected {expected}")
 
 
 class _Factor(NamedTuple):

@@ -14,7 +14,6 @@ from clipgrad._jaxpr.elements import dtype_of as dtype_of
 from clipgrad._jaxpr.elements import holds_floats as holds_floats
 from clipgrad._jaxpr.elements import is_reference as is_reference
 from clipgrad._jaxpr.elements import on_host as on_host
-from clipgrad._jaxpr.elements import replicated as replicated
 from clipgrad._jaxpr.evaluate import ENTRANCES as ENTRANCES
 from clipgrad._jaxpr.evaluate import Hook as Hook
 from clipgrad._jaxpr.evaluate import ProgramValues as ProgramValues

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from clipgrad._compat import explicit_sharding
+from clipgrad._compat import on_every_device
 
 
 def holds_floats(x: Any) -> bool:
@@ -35,17 +35,9 @@ def at_first(where: Any, x: Any) -> jax.Array:
     size = size.astype(jnp.result_type(float))
     pairs = zip(size.shape, where.shape, strict=False)
     if size.ndim == where.ndim and size.size and all(own in (1, n) for own, n in pairs):
-        index = jnp.argmax(replicated(where).ravel())
-        return jnp.broadcast_to(replicated(size), where.shape).ravel()[index]
+        index = jnp.argmax(on_every_device(where).ravel())
+        return jnp.broadcast_to(on_every_device(size), where.shape).ravel()[index]
     return jnp.max(jnp.abs(size), initial=0)
-
-
-def replicated(x: Any) -> Any:
-    """The array on each device, if its type says how it is sharded: only so it can be flattened."""
-    sharding = explicit_sharding(x)
-    if sharding is None:
-        return x
-    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*[None] * x.ndim)))
 
 
 def on_host(tree: Any) -> Any:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._rules import is_rule
-from clipgrad._trees import is_array
+from clipgrad._trees import described, is_array
 
 
 def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, Any], Any]:
@@ -33,7 +33,7 @@ def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, An
 def _loss_beside_aux(result: Any) -> Any:
     if not isinstance(result, tuple) or len(result) != 2:
         raise ValueError(
-            f"loss_fn: got {_kind_of(result)} from it, expected (loss, aux) for has_aux=True; "
+            f"loss_fn: got {described(result)} from it, expected (loss, aux) for has_aux=True; "
             "leave has_aux out if it returns the loss alone"
         )
     return result[0]
@@ -47,12 +47,6 @@ def _check_loss(value: Any) -> None:
     numeric = is_array(value) or isinstance(value, (int, float, complex, np.generic))
     if not numeric or jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise ValueError(
-            f"loss_fn: got {_kind_of(value)} from it for one example, expected a floating scalar; "
+            f"loss_fn: got {described(value)} from it for one example, expected a floating scalar; "
             "write its mean or sum, as in\n  lambda params, x: jnp.mean(loss_fn(params, x[None]))"
         )
-
-
-def _kind_of(value: Any) -> str:
-    if is_array(value):
-        return f"{value.dtype}{list(value.shape)}"
-    return type(value).__name__

@@ -39,6 +39,11 @@ def is_float_array(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def described(x: Any) -> str:
+    """The dtype and the shape of an array as text, such as "float32[3, 2]", or a type's name."""
+    return f"{x.dtype}{list(x.shape)}" if is_array(x) else type(x).__name__
+
+
 def _in_jax(dtype: np.dtype) -> bool:
     """Whether JAX has a dtype of NumPy."""
     if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jnp.bool_):
