@@ -26,6 +26,7 @@ from clipgrad._check.verdicts import (
     SYMMETRIC,
     UNSEEN,
     UNSURE,
+    VANISHED,
     WRONG,
     Verdict,
 )
@@ -237,8 +238,12 @@ def test_a_kink_shows_its_slopes_and_a_second_point_is_named():
 NOTES = {
     KINK: "not differentiable; the gradient lies between the one-sided slopes",
     UNSURE: "could not be verified, because the differences are too noisy",
-    ROUNDING: "off by rounding, as plain AD in this precision is, too",
-    LOST: "not verified: off by rounding, as plain AD in this precision is, too",
+    VANISHED: "are nothing but rounding at this point: further points alone verify",
+    ROUNDING: "off by rounding: plain AD or the rule's operations lose as much in this precision",
+    LOST: (
+        "not verified: off by rounding: plain AD or the rule's operations lose as much in this "
+        "precision"
+    ),
     SYMMETRIC: (
         "right for symmetric matrices, such as this one, but not for others: the function does not "
         "read both triangles alike"
@@ -257,12 +262,20 @@ def test_what_is_no_failure_is_a_note(kind):
 @pytest.mark.parametrize(
     ("kind", "verified", "at_kinks"),
     [(OK, 5, 0), (KINK, 3, 2), (SINGULAR, 3, 0), (SYMMETRIC, 5, 0), (ROUNDING, 5, 0), (LOST, 3, 0),
-     (UNSURE, 3, 0), (UNSEEN, 3, 0), (WRONG, 3, 0)],
+     (VANISHED, 3, 0), (UNSURE, 3, 0), (UNSEEN, 3, 0), (WRONG, 3, 0)],
 )  # fmt: skip
 def test_what_is_excused_is_not_verified_and_kinks_are_counted_apart(kind, verified, at_kinks):
     log = Log(Options())
     log.count(point(), [finding([kind, OK, kind])])
     assert (log.elements, log.verified, log.at_kinks) == (5, verified, at_kinks)
+
+
+def test_what_vanishes_is_verified_by_a_further_point_that_does_not_vanish():
+    log = Log(Options())
+    log.count(point(), [finding([VANISHED, UNSURE, VANISHED])])
+    for kinds, verified in (([VANISHED, OK, VANISHED], 2), ([OK, OK, UNSEEN], 3), ([OK] * 3, 4)):
+        log.count_elsewhere(point(), [finding(kinds)])
+        assert log.verified == verified
 
 
 def test_elements_of_outputs_have_names_too():

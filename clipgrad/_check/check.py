@@ -28,12 +28,26 @@ from clipgrad._check.gradients import (
 from clipgrad._check.kept import quick_jit
 from clipgrad._check.loops import Longer, found_by_loops, has_loops
 from clipgrad._check.options import Options
-from clipgrad._check.points import NEARBY, Point, cotangents, make_point, moved_apart
+from clipgrad._check.points import (
+    NEARBY,
+    Point,
+    cotangents,
+    element_scales,
+    make_point,
+    moved_apart,
+)
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest
-from clipgrad._check.verdicts import KINDS, KINK, OK, ROUNDING, UNSEEN, WRONG
+from clipgrad._check.verdicts import (
+    KINK,
+    OK,
+    ROUNDING,
+    UNSEEN,
+    VANISHED,
+    are_verified,
+)
 from clipgrad._check.widening import Widened, widened_program
 from clipgrad._errors import first_line
 
@@ -58,6 +72,7 @@ class Log:
     verified: int = 0
     at_kinks: int = 0
     elements: int = 0
+    vanished: Any = False
     started: float = dataclasses.field(default_factory=time.monotonic)
     precision: str = "no precision"
     devices: list[str] = dataclasses.field(default_factory=list)
@@ -79,12 +94,22 @@ class Log:
 
     def count(self, point: Point, found: Sequence[Finding]) -> None:
         """Count the elements that were verified, and those at kinks, which no slope verifies."""
-        kinds = np.full(point.scale.size, OK, np.int8)
-        for finding in found:
-            kinds[finding.indices] = np.maximum(kinds[finding.indices], finding.verdict.kind)
-        unverified = [k == WRONG or k in KINDS and not KINDS[k].verified for k in range(UNSEEN + 1)]
+        kinds = _kinds_at(point, found)
         self.elements, self.at_kinks = point.scale.size, int(np.sum(kinds == KINK))
-        self.verified = int(np.sum(point.finite & ~np.asarray(unverified)[kinds]))
+        self.verified, self.vanished = int(np.sum(are_verified(kinds))), kinds == VANISHED
+
+    def count_elsewhere(self, point: Point, found: Sequence[Finding]) -> None:
+        """Count the elements that are verified here, and vanish at the point that was passed."""
+        seen = self.vanished & are_verified(_kinds_at(point, found))
+        self.verified, self.vanished = self.verified + int(np.sum(seen)), self.vanished & ~seen
+
+
+def _kinds_at(point: Point, found: Sequence[Finding]) -> np.ndarray:
+    """The most severe verdict on each element of a point, of one that is not finite unseen."""
+    kinds = np.where(point.finite, np.int8(OK), np.int8(UNSEEN))
+    for finding in found:
+        kinds[finding.indices] = np.maximum(kinds[finding.indices], finding.verdict.kind)
+    return kinds
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -307,14 +332,25 @@ class Check:
         return np.fmax(self.tolerance.excused(error, exact), self._lost(xs, error, exact))
 
     def _lost(self, xs, off: np.ndarray, exact: np.ndarray) -> np.ndarray:
-        """The error of elements of which rounding leaves nothing, in plain AD's gradient either."""
+        """The error of each element that one rounding of each operation explains.
+
+        Where nothing is left of an element, plain AD is `off` as well. A rule of its own may lose
+        more than plain AD where its terms cancel beside the effect of another leaf, or around.
+        """
         eps, is_off = float(self.tolerance.eps.max()), off > np.abs(exact) / 2
-        if eps > np.finfo(np.float64).eps and is_off.any():
+        has_own = self.rule is not None and self.rule is not self.plain
+        if eps > np.finfo(np.float64).eps and (has_own or is_off.any()):
             with contextlib.suppress(Exception):
                 moved = self._as_written.moved_by_rounding(xs, self.covectors, eps)
                 is_lost = (moved > np.abs(exact)) & is_off
-                return np.where(is_lost, tolerances.LOSES * moved, 0.0).max(axis=0)
+                lost = np.where(is_lost, tolerances.LOSES * moved, 0.0).max(axis=0)
+                return np.fmax(lost, self._cancelling(xs, moved, exact) if has_own else 0.0)
         return np.zeros(self.gradient.shape[1])
+
+    def _cancelling(self, xs, moved: np.ndarray, exact: np.ndarray) -> np.ndarray:
+        around = self._around(xs, len(exact))
+        around = exact if around is None else around
+        return self.tolerance.cancelling(moved.max(axis=0), exact, around, element_scales(xs))
 
     @functools.cached_property
     def _as_written(self) -> Gradient:

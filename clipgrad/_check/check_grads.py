@@ -65,7 +65,10 @@ def check_grads(
         run; a report in which nothing was verified is not ok. Rounding excuses an element if plain
         AD in the same precision is off too, up to a quarter of the element and its leaf, unless the
         terms of the leaf cancel. An element off by more is not verified, nor one off by more than a
-        hundredth of them if the formula could not be judged in float64.
+        hundredth of them if the formula could not be judged in float64. Where its terms
+        cancel, a rule may lose what its own operations do, up to 50 roundings of the largest leaf's
+        effect, there or nearby.
+      * An element that vanishes beside other leaves is verified at further points alone.
       * At a kink a gradient between the one-sided slopes passes with a note, and the element is
         held while the others are moved. At a jump nothing is verified.
       * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them; a note

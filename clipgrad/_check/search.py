@@ -12,7 +12,7 @@ from clipgrad._check.differences import Differences, Moves, Slopes, step_sizes
 from clipgrad._check.points import BALANCED, DENSE, FEW_ROUNDINGS, NEARBY, SINGLE, Point
 from clipgrad._check.subject import Range
 from clipgrad._check.tolerances import PRECISE, Allowed, Excuse, Sizes, Tolerance
-from clipgrad._check.verdicts import BENT, LOST, OK, UNSEEN, UNSURE, WRONG, Verdict
+from clipgrad._check.verdicts import BENT, LOST, OK, UNSEEN, UNSURE, VANISHED, WRONG, Verdict
 
 GROUPS = 3  # of leaves that an independent look at plain AD moves together
 BLOCKS, PARTS = 64, 16  # that a group is split into, first and then
@@ -299,7 +299,7 @@ def _lost_beside_others(judge: Judge, leaf: int, suspects: np.ndarray) -> list[F
     indices = np.setdiff1d(_off_by_more(judge, leaf, beside=False), suspects)
     if not len(indices) or judge.tolerance.eps[leaf] > np.finfo(np.float64).eps:
         return []
-    return [_unmoved(judge, leaf, indices, UNSURE)]
+    return [_unmoved(judge, leaf, indices, VANISHED)]
 
 
 def _in_leaf(

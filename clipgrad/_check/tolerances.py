@@ -93,6 +93,10 @@ LOSES = 4.0
 # that is left; what accumulates too little is off by less than itself (a softmax and its own
 # targets; test_what_cancels_in_half_precision_is_a_note).
 CANCELLED = 1.2
+# Where one rounding of each operation moves a leaf by more than so many roundings of itself, its
+# terms cancel, and the rule may lose more than plain AD; what does not cancel is moved by less
+# (smaller: test_rounding_by_half_the_tolerance_passes_and_by_twice_fails).
+CANCELS = 16.0
 # What is off by more is excused, but not verified, if the formula could not be judged in float64 (a
 # saturated tanh is off by less); nor may rounded constants explain more.
 SLIGHT = 0.01
@@ -248,6 +252,21 @@ class Tolerance:
         floor = roundings * (self.eps[leaf] * (typical + others) + smallest)
         floor = floor + self._own[leaf] * typical + self.relative[leaf] * sizes.around[leaf]
         return Allowed(self.relative[leaf], floor, typical, 1.0, self.paddle)
+
+    def cancelling(self, moved, exact, around, scale: np.ndarray) -> np.ndarray:
+        """The error that is excused in leaves whose terms cancel, as roundings `moved` elements.
+
+        Little may move one element at random, so that the median of the leaf is added. It is at
+        most what vanishes beside the largest effect of any leaf, there or `around`.
+        """
+        allowed, typical = np.zeros_like(moved), self.sizes(exact, scale).typical.max(axis=0)
+        largest = max(self.sizes(g, scale).overall.max() for g in (exact, around))
+        for leaf, (start, stop) in enumerate(self.ranges):
+            part, most = moved[start:stop], VANISHING * self.eps[leaf] * largest
+            if np.sqrt(np.mean(part**2)) > CANCELS * self.eps[leaf] * typical[leaf]:
+                own = OWN_ROUNDING * (part + np.median(part))
+                allowed[start:stop] = np.minimum(own, most / scale[start:stop])
+        return allowed
 
     def ranges_along(self, norms, overall, starts: np.ndarray, exact: bool) -> Allowed:
         """For slopes along a dense direction: `norms` is |v * gradient| over each range."""

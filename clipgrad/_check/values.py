@@ -54,18 +54,20 @@ def _check_further_point(check: Check, k: int) -> bool:
     log, where, why = check.log, "at a second point " if k == 1 else "at a further point ", ""
     symmetric = symmetric_leaves(check.subject.inputs)
     for keeps in (NOTHING, *([SYMMETRY] if symmetric else []), EQUALITY):
-        found = check.elsewhere(k, keeps)
-        if found is None:
+        elsewhere = check.elsewhere(k, keeps)
+        if elsewhere is None:
             why = why or "the function is not finite"
             continue
-        point = check.point(found[0], found[1][:1])  # for the first cotangent alone
-        wrong, failures, notes = _told_at(check, point, where)
+        point = check.point(elsewhere[0], elsewhere[1][:1])  # for the first cotangent alone
+        found, failures, notes = _told_at(check, point, where)
+        wrong = wrong_leaves(found)
         moved = symmetric if keeps == NOTHING else set()
         doubt = _doubt(check, point, wrong, moved) if wrong and keeps != EQUALITY else ""
         if doubt and (point.reference is not None or keeps == NOTHING):
             why = why or doubt
             continue
         log.fail(failures)
+        log.count_elsewhere(point, found)
         log.notes += [note for note in notes if note.replace(where, "", 1) not in log.notes]
         if keeps != NOTHING:
             log.notes.append(
@@ -75,7 +77,7 @@ def _check_further_point(check: Check, k: int) -> bool:
     return False
 
 
-def _told_at(check: Check, point: Point, where: str) -> tuple[set[int], list, list[str]]:
+def _told_at(check: Check, point: Point, where: str) -> tuple[list[Finding], list, list[str]]:
     mode = check.options.mode
     if mode != "auto" or point.reference is None:
         mode = "fast"
@@ -83,7 +85,7 @@ def _told_at(check: Check, point: Point, where: str) -> tuple[set[int], list, li
     failures, notes = failures_and_notes(check.subject, point, found, where)
     right = "right at the point that you passed; "
     failures = [f._replace(detail=right + f.detail) for f in failures]
-    return wrong_leaves(found), failures, notes
+    return found, failures, notes
 
 
 def _doubt(check: Check, point: Point, wrong: set[int], moved: set[int]) -> str:

@@ -20,20 +20,28 @@ class Kind(NamedTuple):
 
 
 # In order of severity: of several cotangents the most severe verdict counts.
-OK, KINK, SINGULAR, UNSURE, WRONG, ROUNDING, LOST, SYMMETRIC, UNSEEN = range(9)
+OK, KINK, SINGULAR, VANISHED, UNSURE, WRONG, ROUNDING, LOST, SYMMETRIC, UNSEEN = range(10)
 BENT = (KINK, SINGULAR)
+ROUNDS = "off by rounding: plain AD or the rule's operations lose as much in this precision"
 KINDS = {
     KINK: Kind("not differentiable; the gradient lies between the one-sided slopes", False),
     SINGULAR: Kind("not verified: at a jump, or where slopes grow without bound", False),
     UNSURE: Kind("could not be verified, because the differences are too noisy", False),
-    ROUNDING: Kind("off by rounding, as plain AD in this precision is, too"),
-    LOST: Kind("not verified: off by rounding, as plain AD in this precision is, too", False),
+    VANISHED: Kind("are nothing but rounding at this point: further points alone verify", False),
+    ROUNDING: Kind(ROUNDS),
+    LOST: Kind(f"not verified: {ROUNDS}", False),
     SYMMETRIC: Kind(
         "right for symmetric matrices, such as this one, but not for others: the function does not "
         "read both triangles alike",
     ),
     UNSEEN: Kind("not verified: not checked one by one", False),
 }
+
+
+def are_verified(kinds: np.ndarray) -> np.ndarray:
+    """Whether elements of these kinds are verified."""
+    unverified = [k == WRONG or k in KINDS and not KINDS[k].verified for k in range(UNSEEN + 1)]
+    return ~np.asarray(unverified)[kinds]
 
 
 class Verdict(NamedTuple):
