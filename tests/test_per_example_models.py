@@ -386,19 +386,25 @@ def test_a_public_model_is_clipped_by_every_method_as_by_vmap_of_grad(name):
     make, direct = MODELS[name]
     loss, params, batch = make()
     each = arrays(each_by_grad(loss, params, batch))
-    norms = np.sqrt(sum(np.sum(np.square(g), axis=tuple(range(1, g.ndim))) for g in each))
-    limit = float(np.median(norms))
+    by_leaf = [np.sqrt(np.sum(np.square(g), axis=tuple(range(1, g.ndim)))) for g in each]
+    norms = np.sqrt(sum(n**2 for n in by_leaf))
+    # Nearly all leaves are above it, so that each of them tells whether its own norm is right.
+    limit = float(np.median(norms)) / 1000
     clips = [
-        cg.clip_per_example(loss, cg.ClipByGlobalNorm(limit), reduce="sum", method=method)
+        cg.clip_per_example(loss, cg.ClipByNorm(limit), reduce="sum", method=method)
         for method in ("auto", "two passes")
     ]
     plan = clips[0].plan(params, batch)
     assert plan.method == "one pass"
     assert_plan(plan, direct)
-    expected = [np.tensordot(np.minimum(1, limit / norms), g, 1) for g in each]
+    factors = [limit / np.maximum(n, limit) for n in by_leaf]
+    assert np.mean(np.array(factors) < 1) > 0.8
+    expected = [np.tensordot(*pair, 1) for pair in zip(factors, each, strict=True)]
     for clip in clips:
         compiled = clip if isinstance(params, nnx.Module) else eqx.filter_jit(clip)
         _, grads, stats = compiled(params, batch)
         np.testing.assert_allclose(stats.norm, norms, rtol=1e-5)
-        for found, total in zip(arrays(grads), expected, strict=True):
-            np.testing.assert_allclose(found, total, rtol=0, atol=2e-5 * np.abs(total).max() + 1e-7)
+        for found, total, factor in zip(arrays(grads), expected, factors, strict=True):
+            # A part of a leaf, and the rounding of a gradient of the size of the whole one.
+            atol = 2e-5 * np.abs(total).max() + 1e-7 * np.max(factor * norms)
+            np.testing.assert_allclose(found, total, rtol=0, atol=atol)
