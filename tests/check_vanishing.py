@@ -46,6 +46,17 @@ VANISHING: dict[str, Row] = {}
 either = lambda is_wrong, wrong, right: jnp.where(is_wrong, wrong, right)
 
 
+ATTENTION_BUGS = (
+    "values for keys",
+    "no mean",
+    "twice",
+    "transposed",
+    "no scale",
+    "p for p.T",
+    "no mask",
+)
+
+
 def attention(causal: bool, *shape: int) -> Row:
     n, d = shape
     seen = np.tril(np.ones((n, n), bool)) if causal else np.ones((n, n), bool)
@@ -65,8 +76,7 @@ def attention(causal: bool, *shape: int) -> Row:
         dq = either(has["twice"], 2, 1) * ds @ either(has["values for keys"], v, k)
         return dq, ds.T @ q, either(has["p for p.T"], p, p.T) @ g
 
-    bugs = ("values for keys", "no mean", "twice", "transposed", "no scale", "p for p.T")
-    bugs = (*bugs, "no mask") if causal else bugs
+    bugs = ATTENTION_BUGS if causal else ATTENTION_BUGS[:-1]
     return Row(lambda q, k, v: weights(q, k) @ v, rule, bugs, (shape,) * 3)
 
 
@@ -74,6 +84,24 @@ for shape in ((6, 4), (6, 16)):
     VANISHING["causal attention, {} x {}".format(*shape)] = attention(True, *shape)
 for shape in ((6, 4), (16, 8)):
     VANISHING["attention, {} x {}".format(*shape)] = attention(False, *shape)
+
+
+def part_of_attention(given: int) -> Row:
+    """Attention of the first arguments; the others are ones, so that the gradient is zero."""
+    whole, ones = attention(True, 6, 4), np.ones((6, 4))
+    rest = lambda x: [jnp.asarray(ones, x.dtype)] * (3 - given)
+
+    def rule(has, r, g):
+        return whole.rule({**dict.fromkeys(ATTENTION_BUGS, False), **has}, (*r, *rest(g)), g)[
+            :given
+        ]
+
+    primal = lambda *xs: whole.primal(*xs, *rest(xs[0]))
+    return Row(primal, rule, ("no mean",), whole.shapes[:given])
+
+
+VANISHING["attention of queries alone"] = part_of_attention(1)
+VANISHING["attention without values"] = part_of_attention(2)
 
 
 def of(name: str, bugs: tuple[str, ...], *shapes) -> Callable:

@@ -264,10 +264,13 @@ def test_what_cancels_may_be_off_as_roundings_move_it_and_by_fifty_of_the_larges
     """Ten times the own and ten times the median of the leaf, as plain AD's rounding is excused."""
     exact, around = np.asarray([[1e-3] * 3 + [1.0] * 2]), np.asarray([[0.0] * 3 + [100.0] * 2])
     moved, scale = np.asarray([1e-6, 3e-6, 1.0, 15 * EPS, 15 * EPS]), np.asarray([1.0, 2, 4, 1, 1])
-    found = TOLERANCE.cancelling(moved, exact, around, scale)
+    found = TOLERANCE.cancelling(moved, exact, around, scale, 1000.0)
     np.testing.assert_allclose(found, [4e-5, 6e-5, 50 * EPS * 100 / 4, 0, 0], rtol=1e-6)
-    found = TOLERANCE.cancelling(moved + 2 * EPS, exact, exact, scale)
+    found = TOLERANCE.cancelling(moved + 2 * EPS, exact, exact, scale, 1000.0)
     np.testing.assert_allclose(found[3:], 50 * EPS, rtol=1e-6)
+    nothing = np.full((1, 5), 1e-9)  # no leaf has an effect, and the value has
+    found = TOLERANCE.cancelling(moved + 1, nothing, nothing, scale, 1000.0)
+    np.testing.assert_allclose(found, 50 * EPS * 1000 / scale, rtol=1e-6)
 
 
 def test_the_floor_follows_the_scale_of_each_element():

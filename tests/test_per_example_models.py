@@ -73,9 +73,11 @@ class Block(nn.Module):
 class Translation(nn.Module):
     """The transformer for WMT: one table for source, target and logits."""
 
+    rows: int = WORDS
+
     @nn.compact
     def __call__(self, source, target):
-        embed = nn.Embed(WORDS, WIDTH)
+        embed = nn.Embed(self.rows, WIDTH)
         places = self.param("places", nn.initializers.normal(), (LENGTH, WIDTH))
         x = Block()(embed(source) + places, nn.make_attention_mask(source > 0, source > 0))
         shifted = jnp.pad(target[:, :-1], ((0, 0), (1, 0)))
@@ -87,16 +89,26 @@ class Translation(nn.Module):
         return embed.attend(nn.LayerNorm()(y)) / WIDTH**0.5
 
 
-@model(r"places|.*/(bias|scale)")
-def wmt():
+def translation(rows):
     source, target = words(), words(seed=1)
-    params = started(Translation(), source, target)
+    net = Translation(rows)
+    params = started(net, source, target)
 
     def loss(p, example):
         source, target = (x[None] for x in example)
-        return cross_entropy(Translation().apply({"params": p}, source, target), target)
+        return cross_entropy(net.apply({"params": p}, source, target), target)
 
     return loss, params, (source, target)
+
+
+@model(r"places|.*/(bias|scale)")
+def wmt():
+    return translation(WORDS)
+
+
+@model(r"places|.*/(bias|scale)")
+def wmt_with_a_table_that_is_larger_than_its_factors():
+    return translation(50 * WORDS)
 
 
 class Language(nn.Module):

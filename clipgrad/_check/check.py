@@ -244,9 +244,9 @@ class Check:
         rounded = functools.cache(lambda: self._moved_by_rounding(point))
         excuses = (
             Excuse(tolerances.SLIGHT, tolerances.SLIGHT, OK, functools.cache(allowance)),
-            Excuse(np.inf, tolerances.SLIGHT, OK, rounded),
+            Excuse(np.inf, tolerances.SLIGHT, OK, lambda: tolerances.OWN_ROUNDING * rounded()),
         )
-        own = point.exact, point.reference, self.tolerance.in_float64(), excuses
+        own = point.exact, point.reference, self.tolerance.in_float64(), excuses, rounded
         judge = self._judge(point, *own, converge() if is_found else None)
         has_own_rule = self.rule is not self.plain and not is_found
         apart = functools.cache(lambda: self._apart(point) if has_own_rule else 0.0)
@@ -258,15 +258,21 @@ class Check:
         exact = point.exact if known else point.reference
         verified = tolerances.MOST_EXCUSED if known else tolerances.SLIGHT
         rounded = functools.cache(lambda: self._moved_by_rounding(point))
+        lost = functools.partial(self.noise, point.xs)
         excuses = [
-            Excuse(np.inf, verified, ROUNDING, functools.partial(self.noise, point.xs)),
-            Excuse(np.inf, tolerances.SLIGHT, ROUNDING, rounded),
+            Excuse(np.inf, verified, ROUNDING, lost, of_zero=known),
+            Excuse(
+                np.inf, tolerances.SLIGHT, ROUNDING, lambda: tolerances.OWN_ROUNDING * rounded()
+            ),
         ]
-        return self._judge(point, point.gradient, exact, self.tolerance, excuses)
+        return self._judge(point, point.gradient, exact, self.tolerance, excuses, rounded)
 
-    def _judge(self, point, gradient, reference, tolerance, excuses, unconverged=None) -> Judge:
+    def _judge(
+        self, point, gradient, reference, tolerance, excuses, rounded, unconverged=None
+    ) -> Judge:
         own = self.differences, point, gradient, reference, tolerance
-        return Judge(*own, self.options.delta, excuses, unconverged, self.log.is_late)
+        judge = Judge(*own, self.options.delta, excuses, unconverged, self.log.is_late)
+        return dataclasses.replace(judge, rounded=rounded)
 
     def _apart(self, point: Point) -> np.ndarray:
         """The distance of the value from where loops of a fixed length settle, 0 if they do not."""
@@ -279,12 +285,12 @@ class Check:
         return np.zeros(len(cotangents))
 
     def _moved_by_rounding(self, point: Point) -> np.ndarray:
-        """The distance of the rule and plain AD that rounding in float64 excuses."""
+        """The distance by which one rounding in float64 moves the rule and plain AD together."""
         covectors, moved = self.covectors[: len(point.gradient)], np.zeros_like(point.gradient)
         for gradient in filter(None, {self.rule, self.plain}):
             with contextlib.suppress(Exception):
                 moved += gradient.moved_by_rounding(point.xs, covectors)
-        return tolerances.OWN_ROUNDING * moved.max(axis=0)
+        return moved.max(axis=0)
 
     def _unconverged(self, point: Point) -> np.ndarray:
         """The distance of the rule and plain AD, excused by loops that end before they converge."""
@@ -339,7 +345,7 @@ class Check:
         """
         eps, is_off = float(self.tolerance.eps.max()), off > np.abs(exact) / 2
         has_own = self.rule is not None and self.rule is not self.plain
-        if eps > np.finfo(np.float64).eps and (has_own or is_off.any()):
+        if has_own or eps > np.finfo(np.float64).eps and is_off.any():
             with contextlib.suppress(Exception):
                 moved = self._as_written.moved_by_rounding(xs, self.covectors, eps)
                 is_lost = (moved > np.abs(exact)) & is_off
@@ -349,8 +355,10 @@ class Check:
 
     def _cancelling(self, xs, moved: np.ndarray, exact: np.ndarray) -> np.ndarray:
         around = self._around(xs, len(exact))
-        around = exact if around is None else around
-        return self.tolerance.cancelling(moved.max(axis=0), exact, around, element_scales(xs))
+        around, scales = exact if around is None else around, element_scales(xs)
+        value = np.nan_to_num(np.abs(_trees.to_numpy(self.subject.outputs)), posinf=0.0)
+        value = np.max(np.abs(self.covectors) @ value)
+        return self.tolerance.cancelling(moved.max(axis=0), exact, around, scales, value)
 
     @functools.cached_property
     def _as_written(self) -> Gradient:

@@ -75,6 +75,7 @@ class Judge:
       unconverged: how far each element may be off since loops stop; None if there are none.
       is_late: whether no more is to be looked at.
       apart: how far the value is from where its loops would settle, for each cotangent.
+      rounded: how far one rounding of each operation in float64 moves each element of the rule.
       is_near: whether the gradient around the point counts, which costs another backward pass.
     """
 
@@ -88,6 +89,7 @@ class Judge:
     unconverged: np.ndarray | None = None
     is_late: Callable[[], bool] = lambda: False
     apart: Callable[[], Any] = lambda: 0.0
+    rounded: Callable[[], Any] = lambda: 0.0
     is_near: bool = False
 
     @property
@@ -109,19 +111,25 @@ class Judge:
 
     @functools.cached_property
     def noise(self) -> np.ndarray:
-        """The noise in plain AD's gradient: as far as rounding changes it."""
+        """The noise in float64: as far as rounding changes plain AD's gradient, or the rule's."""
         plain, noise = self.point.reference, np.zeros(self.point.scale.size)
         for k in range(MOVES if plain is not None else 0):
             moved = self.point.around(FEW_ROUNDINGS * (1 + k))
             noise = noise if moved is None else np.fmax(noise, np.abs(moved - plain).max(axis=0))
+        noise = np.fmax(noise, self.rounded())
         for start, stop in self.ranges:
             noise[start:stop] += np.median(noise[start:stop])
         return tolerances.OWN_ROUNDING * noise
 
     def is_nothing(self, indices: np.ndarray) -> np.ndarray:
         """Whether gradient and reference are zero or noise; a true gradient hardly changes."""
-        pair = (np.abs(g[:, indices]) for g in (np.asarray(self.reference), self.gradient))
-        return np.all(np.fmax(*pair) <= self.noise[indices], axis=0)
+        own = np.all(np.abs(self.gradient[:, indices]) <= self.noise[indices], axis=0)
+        return own & self.is_zero(indices)
+
+    def is_zero(self, indices: np.ndarray) -> np.ndarray:
+        """Whether the reference is zero or noise."""
+        known = np.asarray(self.reference)[:, indices]
+        return np.all(np.abs(known) <= self.noise[indices], axis=0)
 
     def allowed_at(self, indices: Any, beside: bool = True) -> Allowed:
         """The allowed error of some elements, or of a slice of one leaf."""
@@ -485,6 +493,8 @@ def _excused(finding: Finding, judge: Judge) -> Finding:
         wrong &= off <= excuse.most * size
         allowed = excuse.measure() if wrong.any() else None
         if allowed is not None:
-            kinds = np.where(off <= excuse.verified * size, excuse.kind, LOST)
+            sure = off <= excuse.verified * size
+            sure |= judge.is_zero(finding.indices) if excuse.of_zero else False
+            kinds = np.where(sure, excuse.kind, LOST)
             finding = finding.with_kind(kinds, wrong & (off <= allowed[finding.indices]))
     return finding

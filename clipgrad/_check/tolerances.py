@@ -165,13 +165,14 @@ class Excuse(NamedTuple):
 
     What is off by `most` of the element and its leaf, or less, is excused if it is off no more than
     `measure()` gives for it, None if that cannot be had. It is of this `kind` then, and `verified`
-    if it is off by that part or less.
+    if it is off by that part or less, or, with `of_zero`, if the gradient is zero there.
     """
 
     most: float
     verified: float
     kind: int
     measure: Callable[[], np.ndarray | None]
+    of_zero: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,14 +254,16 @@ class Tolerance:
         floor = floor + self._own[leaf] * typical + self.relative[leaf] * sizes.around[leaf]
         return Allowed(self.relative[leaf], floor, typical, 1.0, self.paddle)
 
-    def cancelling(self, moved, exact, around, scale: np.ndarray) -> np.ndarray:
+    def cancelling(self, moved, exact, around, scale: np.ndarray, value: float) -> np.ndarray:
         """The error that is excused in leaves whose terms cancel, as roundings `moved` elements.
 
         Little may move one element at random, so that the median of the leaf is added. It is at
-        most what vanishes beside the largest effect of any leaf, there or `around`.
+        most what vanishes beside the largest effect of any leaf, there or `around`, or, where no
+        leaf has an effect, beside the `value` itself.
         """
         allowed, typical = np.zeros_like(moved), self.sizes(exact, scale).typical.max(axis=0)
         largest = max(self.sizes(g, scale).overall.max() for g in (exact, around))
+        largest = largest if largest > VANISHING * self.eps.max() * value else value
         for leaf, (start, stop) in enumerate(self.ranges):
             part, most = moved[start:stop], VANISHING * self.eps[leaf] * largest
             if np.sqrt(np.mean(part**2)) > CANCELS * self.eps[leaf] * typical[leaf]:

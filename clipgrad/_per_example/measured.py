@@ -11,6 +11,7 @@ from clipgrad._per_example.course import following
 from clipgrad._per_example.grams import squares
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.terms import Products
+from clipgrad._per_example.wanted import is_matrix
 
 # The most elements of an array that waits for others of its shape, to be measured with them. With
 # 2 ** 12 elements, 8 unrolled layers of a transformer took 4.8 s of CPU time to trace and compile,
@@ -22,23 +23,16 @@ _MOST_ELEMENTS = 2**9
 _MOST_OF_A_VECTOR, _LEAST_BESIDE_VECTORS = 2**13, 16
 
 
-def waiting_leaves(gradients: Sequence[Any]) -> frozenset[int]:
+def waiting_leaves(arrays: Mapping[int, Any], kept: int) -> frozenset[int]:
     """The leaves whose arrays are measured with others of their shape, from shapes alone.
 
-    A gradient is the shape of an array, or `Products` of shapes.
+    Of the gradient of one example ``kept`` numbers are there, with those of the other leaves.
     """
-    arrays = {i: x for i, x in enumerate(gradients) if _is_real_array(x)}
-    small = {i for i, x in arrays.items() if x.size <= _MOST_ELEMENTS}
-    vectors = {
-        i for i, x in arrays.items() if max(x.shape, default=1) == x.size <= _MOST_OF_A_VECTOR
-    }
-    kept = sum(x.size for x in jax.tree.leaves(gradients))
-    room = kept // (1 + _LEAST_BESIDE_VECTORS)
-    return frozenset(small | (vectors if sum(arrays[i].size for i in vectors) <= room else set()))
-
-
-def _is_real_array(gradient: Any) -> bool:
-    return not isinstance(gradient, Products) and jnp.issubdtype(gradient.dtype, jnp.floating)
+    real = {i: x for i, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    small = {i for i, x in real.items() if x.size <= _MOST_ELEMENTS}
+    vectors = {i for i, x in real.items() if x.size <= _MOST_OF_A_VECTOR and not is_matrix(x)}
+    is_room = sum(real[i].size for i in vectors) <= kept // (1 + _LEAST_BESIDE_VECTORS)
+    return frozenset(small | vectors if is_room else small)
 
 
 def squares_of_leaves(values: Mapping[int, Any], size: int, zero: frozenset[int]) -> Squares:

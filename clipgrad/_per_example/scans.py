@@ -105,7 +105,7 @@ def _array(value: Any) -> Any:
 def _lazy(equation: JaxprEqn, wants: Wants) -> set[int]:
     """The carries of matrices that the body may only add to."""
     carried = scan_counts(equation)[1]
-    found = [i for i in range(carried) if is_matrix(equation.outvars[i])]
+    found = [i for i in range(carried) if is_matrix(equation.outvars[i].aval)]
     return added_carries(equation, wants, found, lambda want: True)
 
 

@@ -40,8 +40,7 @@ def tap_by_tap(
     row, column = rank, rank + 1
 
     def products(lhs: jax.Array, rhs: jax.Array) -> list[jax.Array]:
-        window = [rhs.shape[i] for i in numbers.rhs_spec[2:]]
-        slices = Windows.of(lhs, window, equation.params).all(taps)
+        slices = _windows(lhs, rhs, equation).all(taps)
         made = []
         for i in range(0, len(slices), count):
             patches = jnp.stack(slices[i : i + count], axis=rows)
@@ -143,8 +142,7 @@ def squares_of_taps(
     three times as large patches two passes took longer, and with five times more memory.
     """
     numbers = equation.params["dimension_numbers"]
-    window = [rhs.shape[i] for i in numbers.rhs_spec[2:]]
-    found = Windows.of(lhs, window, equation.params)
+    found = _windows(lhs, rhs, equation)
     starts = jnp.array(list(itertools.product(*map(range, taps))), jnp.int32)
     rows = numbers.lhs_spec[0]
     few = max(rhs.shape[numbers.rhs_spec[0]] // lhs.shape[rows], 1)
@@ -156,6 +154,12 @@ def squares_of_taps(
 
     _, each = jax.lax.scan(squares, None, starts.reshape(-1, count, len(taps)))
     return each.over_axis()
+
+
+def _windows(lhs: jax.Array, rhs: jax.Array, equation: Any) -> "Windows":
+    """What each tap of a kernel meets in an image, for the positions of its gradient ``rhs``."""
+    window = [rhs.shape[i] for i in equation.params["dimension_numbers"].rhs_spec[2:]]
+    return Windows.of(lhs, window, equation.params)
 
 
 class Windows(NamedTuple):

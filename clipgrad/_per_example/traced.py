@@ -70,9 +70,9 @@ class ExampleGradient:
             return gradient(params, jax.tree.map(lambda x: jnp.asarray(x)[0], batch), None)[0]
 
         found = jax.eval_shape(of_first, batch)
-        followed = [isinstance(value, Products) for value in found]
-        course.arrays = frozenset(i for i, flag in enumerate(followed) if not flag)
-        course.waiting = waiting_leaves(found)
+        arrays = {i: value for i, value in enumerate(found) if not isinstance(value, Products)}
+        course.arrays = frozenset(arrays)
+        course.waiting = waiting_leaves(arrays, sum(x.size for x in jax.tree.leaves(found)))
         course.size = sum(math.prod(value.shape) for value in found)
         course.is_settled = True
         return gradient, found

@@ -153,9 +153,9 @@ def want_split(equation: Any, wants: Wants, made: Made) -> Wants:
     return [WantedGradient(leaves, False, False, max(want.steps for want in present))]
 
 
-def is_matrix(variable: Any) -> bool:
-    """Whether an array has more than one axis: the gradient of a vector is no product."""
-    return sum(n > 1 for n in variable.aval.shape) >= 2
+def is_matrix(array: Any) -> bool:
+    """Whether an array of this shape has more than one axis: a vector's gradient is no product."""
+    return sum(n > 1 for n in array.shape) >= 2
 
 
 def want_scattered(equation: Any, wants: Wants, made: Made) -> Wants:
@@ -167,7 +167,7 @@ def want_scattered(equation: Any, wants: Wants, made: Made) -> Wants:
 
 def want_updated(equation: Any, wants: Wants, made: Made) -> Wants:
     """A slice that is written at an index."""
-    matrix = is_matrix(equation.invars[1])
+    matrix = is_matrix(equation.invars[1].aval)
     rest: list[WantedGradient | None] = [None] * (len(equation.invars) - 2)
     return [own(wants[0]), own(wants[0]) if matrix else None, *rest]
 
