@@ -164,7 +164,7 @@ gradient. *To compile* are CPU seconds. The command refuses a program that talks
 
 {value_table(values)}
 
-By size, unrolled, with {origin(sizes)}. Command: `JAX_PLATFORMS=cpu python -m
+By size, unrolled: {origin(sizes)}. Command: `JAX_PLATFORMS=cpu python -m
 benchmarks.accelerators --value-sizes`. *More*: temporaries beyond those of the plain gradient.
 
 {size_table(sizes)}
