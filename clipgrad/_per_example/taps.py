@@ -157,7 +157,7 @@ def squares_of_taps(
 
 
 def _windows(lhs: jax.Array, rhs: jax.Array, equation: Any) -> "Windows":
-    """What each tap of a kernel meets in an image, for the positions of its gradient ``rhs``."""
+    """The windows of a kernel in an image, for the positions of what they meet, ``rhs``."""
     window = [rhs.shape[i] for i in equation.params["dimension_numbers"].rhs_spec[2:]]
     return Windows.of(lhs, window, equation.params)
 
