@@ -67,7 +67,7 @@ def limit_in_numpy(name, norms):
     return mean + 0.5 * (spread + 1e-6)
 
 
-@pytest.mark.kinds("name")
+@pytest.mark.kinds("rule")
 @pytest.mark.ci("name", "rule")
 @pytest.mark.parametrize("name", THRESHOLDS)
 @pytest.mark.parametrize("rule", [cg.ClipByNorm, cg.ClipByGlobalNorm])

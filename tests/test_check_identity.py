@@ -285,6 +285,7 @@ ASKED = {
 }
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("order", [1, -1])
 def test_callbacks_and_kernels_are_judged_alike_in_any_order(order):
     for name, (function, x, is_right) in list(ASKED.items())[::order]:
@@ -402,6 +403,7 @@ def reports_in_order(rows, order, promotion):
     return {rows[k][0]: report_of(rows[k], promotion) for k in order}
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("name", ["embedding", "loop"])
 def test_what_stops_counting_is_wrong_under_any_promotion(name):
     """Rounding alone must not excuse it, though plain AD stops counting as well."""

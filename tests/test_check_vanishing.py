@@ -14,7 +14,6 @@ ATTENTION, LOGSUMEXP = "causal attention, 6 x 4", "difference of logsumexp"
 CORE = [
     (ATTENTION, "float32", "ones"),
     (ATTENTION, "float32", "nearly one"),
-    ("attention, 6 x 4", "float64", "ones"),
 ]
 
 

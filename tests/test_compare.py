@@ -86,6 +86,7 @@ def test_a_gradient_that_differs_alone_is_found_by_its_path(name, scan, dtype):
 
 
 @KINDS
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", rows(STEP_FAULTS))
 def test_the_step_is_that_of_the_fault(name, scan, dtype):
     parts, kind, step = STEP_FAULTS[name]

@@ -57,7 +57,8 @@ def errors(fun, args):
         }
 
 
-@pytest.mark.parametrize("other", ["float32", "float64"])
+@pytest.mark.kinds()
+@pytest.mark.parametrize("other", ["float64", "float32"])
 def test_cancellation_is_found_in_its_module_and_in_the_leaves_behind_it(other):
     args = arguments(30.0)
     found = cg.compare(cancelling, other, args)
@@ -71,6 +72,7 @@ def test_cancellation_is_found_in_its_module_and_in_the_leaves_behind_it(other):
     np.testing.assert_allclose(lost["scale"], exact["scale"], rtol=0.35)
 
 
+@pytest.mark.exhaustive
 def test_the_careful_twin_and_small_values_lose_nothing():
     assert cg.compare(cancelling, "float64", arguments(0.0)).ok
     assert cg.compare(careful, "float64", arguments(0.0)).ok

@@ -102,6 +102,7 @@ def test_float64_has_a_sketch_in_float64():
     assert 0.5e-12 < size < 2e-12
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("wrap", [jax.checkpoint, lambda body: body])
 def test_a_comparison_takes_the_memory_of_a_gradient(wrap):
     """Of a scan of 32 steps: what the backward pass needs, and no value for its sketch."""

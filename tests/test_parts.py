@@ -168,7 +168,7 @@ OF_EXAMPLES["norms by leaf"] = lambda name: (
 )
 
 
-IN_CORE = ("auto", "norms by leaf")
+IN_CORE = ("norms by leaf",)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def _paths(tree):
         yield [entry.key for entry in path], leaf
 
 
+@pytest.mark.exhaustive
 def test_rows_that_crashed_hung_or_were_wrong_have_one_answer():
     loss, params, batch = in_one(ROWS)
     each = flat(one_by_one(loss, params, batch))
@@ -205,6 +206,7 @@ def test_biases_are_measured_together_where_a_copy_of_them_is_little(
     assert found == alone if positions == 2 else found < alone
 
 
+@pytest.mark.kinds("method")
 @pytest.mark.parametrize("width", [64, 1024])
 @pytest.mark.parametrize(
     ("method", "of_kernel", "of_bias"), [("one pass", 125, 12), ("two passes", 140, 25)]

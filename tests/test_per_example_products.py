@@ -68,7 +68,7 @@ def assert_clipped(result, each, limit, rtol=2e-5):
 # One program for each kind of product, and one in a scan.
 CORE = {
     "experts as a batch dimension", "embedding tied to the head", "grouped convolution",
-    "convolutions at many positions", "lstm", "vmap inside of the loss",
+    "lstm", "vmap inside of the loss",
 }  # fmt: skip
 
 
@@ -176,6 +176,7 @@ def test_auto_takes_one_pass_if_the_factors_fit(
 
 
 @pytest.mark.usefixtures("users_promotion")
+@pytest.mark.kinds()
 @pytest.mark.parametrize("name", PLANNED)
 def test_auto_takes_two_passes_if_the_factors_are_larger_than_the_gradients(name):
     """Those of all steps of a recurrence are; any other leaf is an array then."""

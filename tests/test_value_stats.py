@@ -354,6 +354,7 @@ def test_an_axis_that_devices_cut_is_whole_again(name, check):
         assert_close(getattr(found, field), getattr(whole, field), rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_where_devices_may_cut_the_axis_that_is_kept_a_warning_asks_for_it():
     mesh = jax.make_mesh((2,), ("m",), (AxisType.Auto,), devices=jax.devices()[:2])
 
