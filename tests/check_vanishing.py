@@ -46,17 +46,6 @@ VANISHING: dict[str, Row] = {}
 either = lambda is_wrong, wrong, right: jnp.where(is_wrong, wrong, right)
 
 
-ATTENTION_BUGS = (
-    "values for keys",
-    "no mean",
-    "twice",
-    "transposed",
-    "no scale",
-    "p for p.T",
-    "no mask",
-)
-
-
 def attention(causal: bool, *shape: int) -> Row:
     n, d = shape
     seen = np.tril(np.ones((n, n), bool)) if causal else np.ones((n, n), bool)
@@ -76,7 +65,8 @@ def attention(causal: bool, *shape: int) -> Row:
         dq = either(has["twice"], 2, 1) * ds @ either(has["values for keys"], v, k)
         return dq, ds.T @ q, either(has["p for p.T"], p, p.T) @ g
 
-    bugs = ATTENTION_BUGS if causal else ATTENTION_BUGS[:-1]
+    bugs = ("values for keys", "no mean", "twice", "transposed", "no scale", "p for p.T")
+    bugs = (*bugs, "no mask") if causal else bugs
     return Row(lambda q, k, v: weights(q, k) @ v, rule, bugs, (shape,) * 3)
 
 
@@ -88,13 +78,12 @@ for shape in ((6, 4), (16, 8)):
 
 def part_of_attention(given: int) -> Row:
     """Attention of the first arguments; the others are ones, so that the gradient is zero."""
-    whole, ones = attention(True, 6, 4), np.ones((6, 4))
-    rest = lambda x: [jnp.asarray(ones, x.dtype)] * (3 - given)
+    whole = attention(True, 6, 4)
+    rest = lambda x: [jnp.ones_like(x)] * (3 - given)
 
     def rule(has, r, g):
-        return whole.rule({**dict.fromkeys(ATTENTION_BUGS, False), **has}, (*r, *rest(g)), g)[
-            :given
-        ]
+        has = dict.fromkeys(whole.bugs, False) | has
+        return whole.rule(has, (*r, *rest(g)), g)[:given]
 
     primal = lambda *xs: whole.primal(*xs, *rest(xs[0]))
     return Row(primal, rule, ("no mean",), whole.shapes[:given])

@@ -194,7 +194,9 @@ class Check:
             reference = self._reference(xs, rows, exact)
         around = functools.cache(lambda part: self._around(xs, rows, part))
         gradients = gradient, exact, reference
-        return make_point(self.subject, xs, gradients, options.seed, options.delta, around)
+        point = make_point(self.subject, xs, gradients, options.seed, options.delta, around)
+        rounded = functools.cache(lambda: self._moved_by_rounding(xs, rows))
+        return dataclasses.replace(point, rounded=rounded)
 
     def _around(self, xs, rows: int, part: float = NEARBY) -> np.ndarray | None:
         apart = moved_apart(self.subject, xs, self.options.seed, part)
@@ -241,12 +243,11 @@ class Check:
             self.log.notes += [] if NOT_CONVERGED in self.log.notes else [NOT_CONVERGED]
             return constants + converge()
 
-        rounded = functools.cache(lambda: self._moved_by_rounding(point))
         excuses = (
             Excuse(tolerances.SLIGHT, tolerances.SLIGHT, OK, functools.cache(allowance)),
-            Excuse(np.inf, tolerances.SLIGHT, OK, lambda: tolerances.OWN_ROUNDING * rounded()),
+            Excuse(np.inf, tolerances.SLIGHT, OK, point.rounded),
         )
-        own = point.exact, point.reference, self.tolerance.in_float64(), excuses, rounded
+        own = point.exact, point.reference, self.tolerance.in_float64(), excuses
         judge = self._judge(point, *own, converge() if is_found else None)
         has_own_rule = self.rule is not self.plain and not is_found
         apart = functools.cache(lambda: self._apart(point) if has_own_rule else 0.0)
@@ -257,22 +258,16 @@ class Check:
         known = point.exact is not None
         exact = point.exact if known else point.reference
         verified = tolerances.MOST_EXCUSED if known else tolerances.SLIGHT
-        rounded = functools.cache(lambda: self._moved_by_rounding(point))
         lost = functools.partial(self.noise, point.xs)
         excuses = [
             Excuse(np.inf, verified, ROUNDING, lost, of_zero=known),
-            Excuse(
-                np.inf, tolerances.SLIGHT, ROUNDING, lambda: tolerances.OWN_ROUNDING * rounded()
-            ),
+            Excuse(np.inf, tolerances.SLIGHT, ROUNDING, point.rounded),
         ]
-        return self._judge(point, point.gradient, exact, self.tolerance, excuses, rounded)
+        return self._judge(point, point.gradient, exact, self.tolerance, excuses)
 
-    def _judge(
-        self, point, gradient, reference, tolerance, excuses, rounded, unconverged=None
-    ) -> Judge:
+    def _judge(self, point, gradient, reference, tolerance, excuses, unconverged=None) -> Judge:
         own = self.differences, point, gradient, reference, tolerance
-        judge = Judge(*own, self.options.delta, excuses, unconverged, self.log.is_late)
-        return dataclasses.replace(judge, rounded=rounded)
+        return Judge(*own, self.options.delta, excuses, unconverged, self.log.is_late)
 
     def _apart(self, point: Point) -> np.ndarray:
         """The distance of the value from where loops of a fixed length settle, 0 if they do not."""
@@ -284,13 +279,13 @@ class Check:
                 return cotangents @ off
         return np.zeros(len(cotangents))
 
-    def _moved_by_rounding(self, point: Point) -> np.ndarray:
-        """The distance by which one rounding in float64 moves the rule and plain AD together."""
-        covectors, moved = self.covectors[: len(point.gradient)], np.zeros_like(point.gradient)
+    def _moved_by_rounding(self, xs, rows: int) -> np.ndarray:
+        """The distance of the rule and plain AD that rounding in float64 excuses."""
+        moved = np.zeros((rows, self.gradient.shape[1]))
         for gradient in filter(None, {self.rule, self.plain}):
             with contextlib.suppress(Exception):
-                moved += gradient.moved_by_rounding(point.xs, covectors)
-        return moved.max(axis=0)
+                moved += gradient.moved_by_rounding(xs, self.covectors[:rows])
+        return tolerances.OWN_ROUNDING * moved.max(axis=0)
 
     def _unconverged(self, point: Point) -> np.ndarray:
         """The distance of the rule and plain AD, excused by loops that end before they converge."""

@@ -45,6 +45,7 @@ class Point:
       unreferenced: the leaves whose reference is not finite; `gradient` stands in for it there.
       around: gives plain AD's gradient where each element is moved by such a part of its own, or
         None if it cannot be had.
+      rounded: gives how far each element may be off since operations round in float64.
     """
 
     xs: Sequence[jax.Array]
@@ -56,6 +57,7 @@ class Point:
     direction: Callable[[int], np.ndarray]
     unreferenced: Sequence[int] = ()
     around: Callable[[float], np.ndarray | None] = lambda part: None
+    rounded: Callable[[], Any] = lambda: 0.0
 
     @functools.cached_property
     def vector(self) -> np.ndarray:

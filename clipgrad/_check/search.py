@@ -75,7 +75,6 @@ class Judge:
       unconverged: how far each element may be off since loops stop; None if there are none.
       is_late: whether no more is to be looked at.
       apart: how far the value is from where its loops would settle, for each cotangent.
-      rounded: how far one rounding of each operation in float64 moves each element of the rule.
       is_near: whether the gradient around the point counts, which costs another backward pass.
     """
 
@@ -89,7 +88,6 @@ class Judge:
     unconverged: np.ndarray | None = None
     is_late: Callable[[], bool] = lambda: False
     apart: Callable[[], Any] = lambda: 0.0
-    rounded: Callable[[], Any] = lambda: 0.0
     is_near: bool = False
 
     @property
@@ -116,10 +114,10 @@ class Judge:
         for k in range(MOVES if plain is not None else 0):
             moved = self.point.around(FEW_ROUNDINGS * (1 + k))
             noise = noise if moved is None else np.fmax(noise, np.abs(moved - plain).max(axis=0))
-        noise = np.fmax(noise, self.rounded())
+        noise = np.fmax(tolerances.OWN_ROUNDING * noise, self.point.rounded())
         for start, stop in self.ranges:
             noise[start:stop] += np.median(noise[start:stop])
-        return tolerances.OWN_ROUNDING * noise
+        return noise
 
     def is_nothing(self, indices: np.ndarray) -> np.ndarray:
         """Whether gradient and reference are zero or noise; a true gradient hardly changes."""
