@@ -338,6 +338,38 @@ def facts_of_plain_gradient(kind: str) -> Facts:
     return Facts.of(jax.grad(mean), *layers_and_sequences(kind))
 
 
+def products_of_rounded_factors(text: str) -> list[str]:
+    """The products of a compiled program whose float32 factors are rounded first."""
+    types = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text))
+    kind = r" (?:dot|convolution)\(([^)]*)\)(.*)"
+    products = [found for line in text.splitlines() if (found := re.search(kind, line))]
+    assert products
+    return [
+        found.group(0)
+        for found in products
+        if {types[name] for name in re.findall(r"%[\w.-]+", found.group(1))} != {"bf16"}
+        and "operand_precision={highest,highest}" not in found.group(2)
+    ]
+
+
+@pytest.mark.parametrize("method", ["one pass", "two passes"])
+@pytest.mark.parametrize("kind", ["H200", "TPU"])
+def test_no_product_of_an_examples_clip_rounds_its_factors(kind, method):
+    """The layers compute in bfloat16, so that products of float32 are those of the clip."""
+
+    def loss(params, x):
+        narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+        h = x.astype(jnp.bfloat16)
+        for w in narrow:
+            h = h + jnp.tanh(h @ w)
+        return jnp.mean(h.astype(jnp.float32) ** 2)
+
+    mesh = mesh_of(kind)
+    args = abstract([(WIDTH, WIDTH)] * 2, mesh, P()), abstract((8, 32, WIDTH), mesh, P())
+    clip = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), method=method)
+    assert not products_of_rounded_factors(jax.jit(clip).lower(*args).compile().as_text())
+
+
 # Temporaries as a multiple of the plain gradient's, and how many kernels more outside of the scan.
 PER_EXAMPLE = {"one pass": (1.75, 50), "two passes": (1.35, 20)}
 

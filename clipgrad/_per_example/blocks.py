@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from clipgrad._compat import by_platform
 from clipgrad._numerics import accumulator
-from clipgrad._per_example.terms import Factor, Products, Term, einsum
+from clipgrad._per_example.terms import Factor, Products, Term, product
 
 # Of an axis of a factor: the axis of the gradient, and the place in that.
 FactorAxis = tuple[int, int]
@@ -43,7 +43,6 @@ class ProductBlock(NamedTuple):
 
     parts: tuple[Part, ...]
     windows: tuple[GradientWindow, ...]
-    precision: Any
 
     @property
     def rows(self) -> int:
@@ -68,7 +67,7 @@ def blocks(products: Products) -> list[ProductBlock]:
     for term in products.terms:
         block = _normal_form(term, dtype)
         shapes = tuple((p.names, p.hot, p.length, p.values.dtype.name) for p in block.parts)
-        groups.setdefault((shapes, block.windows, block.precision), []).append(block)
+        groups.setdefault((shapes, block.windows), []).append(block)
     return [_joined_blocks(group) for group in groups.values()]
 
 
@@ -93,7 +92,7 @@ def _normal_form(term: Term, dtype: str) -> ProductBlock:
         for axis in term.axes
     ]
     ordered = sorted(_folded(parts), key=lambda part: (part.owned, part.hot is not None))
-    return ProductBlock(tuple(ordered), tuple(windows), term.precision)
+    return ProductBlock(tuple(ordered), tuple(windows))
 
 
 def _indexed_alike(term: Term) -> Term:
@@ -126,7 +125,7 @@ def _part(
     last = [label for label in own if label not in shared]
     present = [label for label in summed if label in factor.labels]
     sizes, values = factor.sizes, factor.values
-    if factor.hot is None:
+    if factor.hot is None and values.dtype != jnp.bfloat16:
         values = values.astype(dtype)
     values = _moved(values, [factor.labels.index(label) for label in (*first, *present, *last)])
     heads, tails = ([sizes[label] for label in labels] for labels in (first, last))
@@ -155,9 +154,8 @@ def _folded(parts: list[Part]) -> list[Part]:
         else:
             other = result[i]
             labels = [[(-1, 0), *p.names] for p in (other, part)]
-            result[i] = other._replace(
-                values=einsum([other.values, part.values], labels, labels[0])
-            )
+            values = product([other.values, part.values], labels, labels[0])
+            result[i] = other._replace(values=values)
     return result
 
 
@@ -176,7 +174,7 @@ def _joined_blocks(group: list[ProductBlock]) -> ProductBlock:
     return group[0]._replace(parts=tuple(parts))
 
 
-def value(block: ProductBlock, precision: Any = None) -> jax.Array:
+def value(block: ProductBlock) -> jax.Array:
     """The sum of products of a block, as a part of the gradient with the axes of its windows."""
     hot = [part for part in block.parts if part.hot is not None]
     dense = sorted((p for p in block.parts if p.hot is None), key=lambda p: p.values.size)
@@ -185,7 +183,7 @@ def value(block: ProductBlock, precision: Any = None) -> jax.Array:
     if not dense:
         total = jnp.ones((block.rows,))  # only indices: a sum of ones at them
     else:
-        total = _product(dense, [*row, *names], precision or block.precision)
+        total = _product(dense, [*row, *names])
     if hot:
         total = _scattered(hot, total)
         order = [name for part in hot for name in part.owned] + names
@@ -193,7 +191,7 @@ def value(block: ProductBlock, precision: Any = None) -> jax.Array:
     return total.reshape([math.prod(window.sizes) for window in block.windows])
 
 
-def _product(parts: list[Part], out: list[FactorAxis], precision: Any) -> jax.Array:
+def _product(parts: list[Part], out: list[FactorAxis]) -> jax.Array:
     """The product of parts with these axes; the first one is the smallest.
 
     XLA's CPU compiler transposes what comes first, and swaps the factors of a product that is
@@ -206,10 +204,10 @@ def _product(parts: list[Part], out: list[FactorAxis], precision: Any) -> jax.Ar
     made = [*shared, *(k for each in labels for k in each if k in out and k not in shared)]
 
     def at_once(*values: jax.Array) -> jax.Array:
-        return einsum(values, labels, out, precision=precision)
+        return product(values, labels, out)
 
     def transposed_after(*values: jax.Array) -> jax.Array:
-        total = jax.lax.optimization_barrier(einsum(values, labels, made, precision=precision))
+        total = jax.lax.optimization_barrier(product(values, labels, made))
         return jnp.transpose(total, [made.index(k) for k in out])
 
     rows, first = values[0].shape[0], math.prod(values[0].shape[1:])
@@ -232,10 +230,10 @@ def placed(block: ProductBlock, part: jax.Array) -> jax.Array:
     return jax.lax.pad(part, jnp.zeros((), part.dtype), edges)
 
 
-def dense_gradient(products: Products, precision: Any = None) -> jax.Array:
+def dense_gradient(products: Products) -> jax.Array:
     """The gradient itself, in float32 or wider."""
     total = None
     for block in blocks(products):
-        part = placed(block, value(block, precision))
+        part = placed(block, value(block))
         total = part if total is None else total + part
     return jnp.zeros(products.shape, sum_dtype(products)) if total is None else total

@@ -79,7 +79,8 @@ def _over_examples(equation: Any) -> Contract:
         kind = jnp.promote_types(accumulator(lhs), accumulator(rhs))
         lhs = _joined_features(lhs.astype(kind), numbers.lhs_spec[1], groups)
         rhs = _joined_features(rhs.astype(kind), numbers.rhs_spec[1], 1)
-        return convolved(equation, lhs, rhs, preferred_element_type=None)
+        highest = (jax.lax.Precision.HIGHEST,) * 2
+        return convolved(equation, lhs, rhs, preferred_element_type=None, precision=highest)
 
     return contract
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import by_platform, to_varying, varying_axes
-from clipgrad._numerics import if_else
+from clipgrad._numerics import accumulator, if_else
 from clipgrad._per_example.blocks import Part, ProductBlock, blocks, placed, value
 from clipgrad._per_example.squares import (
     NO_EXPONENT,
@@ -30,7 +30,7 @@ from clipgrad._per_example.squares import (
     power_at_most_one,
     unit_scale,
 )
-from clipgrad._per_example.terms import Products, Unfollowed, einsum
+from clipgrad._per_example.terms import Products, Unfollowed, einsum, product
 
 # How many numbers of a row are multiplied at once on a CPU (benchmarks/RESULTS.md has other sizes).
 _PIECE = 2048
@@ -45,7 +45,7 @@ def squares(products: Products) -> Squares:
     if uses_gram(products):
         total = functools.reduce(jnp.add, [_inner_product(*pair) for pair in _pairs(scaled)])
     else:
-        parts = [placed(block, value(_times_powers(block), "highest")) for block in scaled]
+        parts = [placed(block, value(_times_powers(block))) for block in scaled]
         total = jnp.sum(jnp.square(functools.reduce(jnp.add, parts)))
     # Nobody knows how many elements are NaN or inf: all count if the norm is.
     size = jnp.array(float(math.prod(products.shape)), total.dtype)
@@ -91,7 +91,7 @@ def _blocks_in_range(found: list[ProductBlock]) -> tuple[list[ProductBlock], jax
         powers: list[tuple[jax.Array, ...]] = [
             () if scale is None else (scale,) for scale, _ in each
         ]
-        weight = power_at_most_one(total - largest, block.parts[smallest].values.dtype)
+        weight = power_at_most_one(total - largest, accumulator(block.parts[smallest].values))
         powers[smallest] = (*powers[smallest], weight)
         pairs = zip(block.parts, powers, strict=True)
         scaled.append(block._replace(parts=tuple(p._replace(powers=x) for p, x in pairs)))
@@ -102,7 +102,8 @@ def _row_scales(part: Part) -> tuple[jax.Array | None, jax.Array | None]:
     """The power of two that brings each row near 1, and the exponents of the rows."""
     if part.hot is not None:
         return None, None
-    return unit_scale(largest_size(part.values, range(1, part.values.ndim)))
+    largest = largest_size(part.values, range(1, part.values.ndim))
+    return unit_scale(largest.astype(accumulator(largest)))
 
 
 def _largest_exponent(exponents: jax.Array) -> jax.Array:
@@ -121,7 +122,7 @@ def _times_powers(block: ProductBlock) -> ProductBlock:
 def _in_range(part: Part, rows: jax.Array) -> jax.Array:
     """Rows of a part, or of a piece of it, times the powers of two of the rows."""
     for power in part.powers:
-        rows = rows * power.reshape(-1, *[1] * (rows.ndim - 1))
+        rows = rows * power.astype(rows.dtype).reshape(-1, *[1] * (rows.ndim - 1))
     return rows
 
 
@@ -182,7 +183,7 @@ def _inner_product(a: ProductBlock, b: ProductBlock) -> jax.Array:
     """The inner product of two blocks, twice unless they are one, and its error of rounding."""
     kept = sorted(a.kept | b.kept)
     pairs = _partners(a, b)
-    dtype = next(part.values.dtype for part in a.parts if part.hot is None)
+    dtype = next(accumulator(part.values) for part in a.parts if part.hot is None)
     grams = [_gram(*pair, kept).astype(dtype) for pair in pairs]
     product = functools.reduce(jnp.multiply, grams)
     error = 4 + sum(math.sqrt(math.prod(map(a.size, set(p.owned) - set(kept)))) for p, _ in pairs)
@@ -209,7 +210,7 @@ def _gram(x: Part, y: Part, kept: Sequence) -> jax.Array:
 def _dense_gram(x: Part, y: Part, own: Sequence) -> jax.Array:
     """The inner products of rows of numbers: (rows, rows, sizes of the axes ``own``)."""
     labels = [[(-1, 0), *x.names], [(-2, 0), *y.names]]
-    out, options = [(-1, 0), (-2, 0), *own], {"precision": "highest"}
+    out = [(-1, 0), (-2, 0), *own]
 
     # Rows with themselves are read, and brought into range, once.
     values = [x.values] if x is y else [x.values, y.values]
@@ -219,8 +220,9 @@ def _dense_gram(x: Part, y: Part, own: Sequence) -> jax.Array:
         rows = scaled[0], scaled[-1]
         if rows[0].shape[0] == rows[1].shape[0] == 1 and not own:
             second = einsum([rows[1]], labels[1:], [(-2, 0), *x.names])
-            return jnp.sum(rows[0] * second).reshape(1, 1)
-        return einsum(rows, labels, out, **options)
+            first, second = (r.astype(accumulator(r)) for r in (rows[0], second))
+            return jnp.sum(first * second).reshape(1, 1)
+        return product(rows, labels, out)
 
     summed = [name for name in x.names if name not in own]
     long = max(summed, key=lambda name: x.values.shape[1 + x.names.index(name)], default=None)

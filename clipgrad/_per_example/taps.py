@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import by_platform
-from clipgrad._numerics import accumulator
 from clipgrad._per_example.course import Course
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.sums import with_examples
-from clipgrad._per_example.terms import Factor, GradientAxis, Products, Term
+from clipgrad._per_example.terms import Factor, GradientAxis, Products, Term, product
 
 # How many numbers of images are copied at once where a part is, in multiples of the numbers of all
 # images and of what they meet. Convolutions of 8 channels over 16 x 16 pixels held 3.6 times the
@@ -45,7 +44,7 @@ def tap_by_tap(
         for i in range(0, len(slices), count):
             patches = jnp.stack(slices[i : i + count], axis=rows)
             patches = patches.reshape(*patches.shape[:rows], -1, *patches.shape[rows + 2 :])
-            made.append(_of_tap(patches, rhs, equation, equation.params["precision"], swapped))
+            made.append(_of_tap(patches, rhs, equation, swapped))
         return made
 
     positions = math.prod(rhs.shape[i] for i in numbers.rhs_spec[2:])
@@ -118,19 +117,18 @@ def taps_are_cheaper(size: int, outputs: int, rows: int) -> bool:
     return size < 2 * rows * (size // outputs + outputs)
 
 
-def _of_tap(
-    x: jax.Array, rhs: jax.Array, equation: Any, precision: Any, swapped: bool = False
-) -> jax.Array:
+def _of_tap(x: jax.Array, rhs: jax.Array, equation: Any, swapped: bool = False) -> jax.Array:
     """The gradient of one tap, from what it meets; ``swapped``: with its rows last.
 
     XLA's CPU compiler transposes what comes first.
     """
     numbers = equation.params["dimension_numbers"]
-    kind = jnp.promote_types(accumulator(rhs), accumulator(x))
-    options: Any = {"precision": precision, "preferred_element_type": kind}
-    if swapped:
-        return jnp.tensordot(rhs, x, (numbers.rhs_spec[1:], numbers.lhs_spec[1:]), **options)
-    return jnp.tensordot(x, rhs, (numbers.lhs_spec[1:], numbers.rhs_spec[1:]), **options)
+    arrays, labels = [x, rhs], []
+    for array, spec, own in ((x, numbers.lhs_spec, -1), (rhs, numbers.rhs_spec, -2)):
+        places = {axis: k for k, axis in enumerate(spec)}
+        labels.append([places[axis] or own for axis in range(array.ndim)])
+    order = slice(None, None, -1 if swapped else 1)
+    return product(arrays[order], labels[order], [-1, -2][order])
 
 
 def squares_of_taps(
@@ -150,7 +148,7 @@ def squares_of_taps(
 
     def squares(nothing: None, some: jax.Array) -> tuple[None, Squares]:
         patches = jnp.concatenate([found.at(some[i]) for i in range(count)], axis=rows)
-        return nothing, Squares.of(_of_tap(patches, rhs, equation, "highest"), zero=zero)
+        return nothing, Squares.of(_of_tap(patches, rhs, equation), zero=zero)
 
     _, each = jax.lax.scan(squares, None, starts.reshape(-1, count, len(taps)))
     return each.over_axis()

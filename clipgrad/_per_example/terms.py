@@ -7,6 +7,8 @@ alone.
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from clipgrad._compat import by_platform
 from clipgrad._numerics import accumulator, with_real_dtype
 
 # A gradient that is doubled again and again would be 2, 4, 8, ... products; an unrolled recurrence
@@ -222,6 +225,46 @@ def einsum(
         x for a, each in zip(arrays, labels, strict=True) for x in (a, [names[k] for k in each])
     ]
     return jnp.einsum(*pairs, [names[k] for k in out], **options)
+
+
+def product(
+    arrays: Sequence[jax.Array], labels: Sequence[Sequence[Any]], out: Sequence[Any]
+) -> jax.Array:
+    """An `einsum` whose terms are rounded as in float32, on every backend; float64 stays.
+
+    The default precision of a backend is not enough for a norm, or for a sum that must not exceed
+    one: of float32 a GPU makes TF32, a TPU one bfloat16. A bfloat16 array is multiplied as it is
+    where matrix units are fast at that: its products with another are exact in float32, and so are
+    those with the `_halves` of a float32 array. A CPU has no such units. float16 becomes float32:
+    its range is too small for the halves, and a TPU does not multiply it exactly.
+    """
+    dtype = max(map(accumulator, arrays))
+
+    def wide(*arrays: jax.Array) -> jax.Array:
+        return einsum([x.astype(dtype) for x in arrays], labels, out, precision="highest")
+
+    def by_halves(*arrays: jax.Array) -> jax.Array:
+        pairs = itertools.product(*map(_halves, arrays))
+        options = {"preferred_element_type": dtype}
+        return functools.reduce(jnp.add, [einsum(pair, labels, out, **options) for pair in pairs])
+
+    is_half = [x.dtype == jnp.bfloat16 for x in arrays]
+    if len(arrays) != 2 or not any(is_half) or dtype != "float32":
+        return wide(*arrays)
+    return by_platform(*arrays, cpu=wide, gpu=by_halves, default=by_halves)
+
+
+def _halves(x: jax.Array) -> list[jax.Array]:
+    """Three bfloat16 arrays whose sum a float32 array is, to its last bit; the largest first."""
+    if x.dtype == jnp.bfloat16:
+        return [x]
+    found, x = [], x.astype(jnp.float32)
+    for _ in range(3):
+        # Not by a cast: XLA removes a cast and its inverse, and no rest would be left.
+        half = jax.lax.reduce_precision(x, 8, 7)
+        found.append(half.astype(jnp.bfloat16))
+        x = jnp.where(jnp.isfinite(half), x - half, 0)
+    return found
 
 
 @jax.tree_util.register_dataclass

@@ -1,0 +1,122 @@
+"""Products of each example's clip, where a backend rounds the factors of a product by default."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from clipgrad._jaxpr import Hook, bind, evaluate
+from clipgrad._per_example.terms import product
+
+# Bits behind the leading one of a float32 factor at the default precision of a backend.
+GPU, TPU = 10, 7  # TF32, and one pass of bfloat16
+LIMIT = 1e-3
+
+
+class DefaultPrecision(Hook):
+    """Rounds float32 factors of products that do not ask for a precision."""
+
+    def __init__(self, bits):
+        self.bits = bits
+
+    def __call__(self, equation, inputs):
+        if equation.primitive.name not in ("dot_general", "conv_general_dilated"):
+            return None
+        asked = equation.params["precision"]
+        if asked is not None and set(asked) != {jax.lax.Precision.DEFAULT}:
+            return None
+        rounded = [
+            jax.lax.reduce_precision(x, 8, self.bits) if x.dtype == jnp.float32 else x
+            for x in inputs
+        ]
+        return bind(equation, rounded)
+
+
+def on_backend(fun, bits, *args):
+    """The results of a function on a backend whose products have so many bits."""
+    program, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    run = lambda *leaves: evaluate(program, leaves, DefaultPrecision(bits))  # noqa: E731
+    found = jax.jit(run)(*jax.tree.leaves(args))
+    return jax.tree.structure(shapes).unflatten(found)
+
+
+def model(dtype, params, x):
+    """Layers over rows, as of a sequence, and a convolution, computed in a dtype."""
+    p = jax.tree.map(lambda w: w.astype(dtype), params)
+    h = jnp.tanh(x.astype(dtype) @ p["in"])
+    h = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, p["layers"])[0]
+    h = jax.lax.conv_general_dilated(
+        h[None], p["kernel"], (1,), "SAME", None, None, ("NWC", "WIO", "NWC")
+    )
+    return jnp.sum((h[0] @ p["out"]).astype(jnp.float32) ** 2)
+
+
+def arguments(key, examples):
+    shapes = {"in": (24, 32), "layers": (3, 32, 32), "kernel": (3, 32, 8), "out": (8, 20)}
+    keys = jax.random.split(key, len(shapes) + 1)
+    params = {
+        n: jax.random.normal(k, s) / 5 for k, (n, s) in zip(keys, shapes.items(), strict=False)
+    }
+    return params, jax.random.normal(keys[-1], (examples, 6, 24))
+
+
+def norm(tree):
+    return np.sqrt(sum(np.sum(np.asarray(x, np.float64) ** 2) for x in jax.tree.leaves(tree)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [("float32", GPU), ("float32", TPU), ("bfloat16", TPU), ("float16", TPU)],
+)
+@pytest.mark.parametrize("method", ["one pass", "two passes"])
+@pytest.mark.usefixtures("users_promotion")
+def test_no_example_adds_more_than_the_limit_whatever_a_backend_rounds(key, bits, method, dtype):
+    """Each of two examples alone: what it adds is a promise of privacy."""
+    params, batch = arguments(key, 2)
+    clip = cg.clip_per_example(
+        functools.partial(model, dtype), cg.ClipByGlobalNorm(LIMIT), reduce="sum", method=method
+    )
+    found = on_backend(jax.vmap(lambda x: clip(params, x[None])[1]), bits, batch)
+    for i in range(2):
+        size = norm(jax.tree.map(lambda x, i=i: x[i], found))
+        assert LIMIT * (1 - 1e-3) < size <= LIMIT * (1 + 4e-7)
+
+
+@pytest.mark.parametrize("bits", [GPU, TPU])
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
+def test_products_of_narrow_and_wide_factors_are_as_in_float32(key, scale, bits):
+    shapes = {"rows": ([(0, 1), (0, 2)], (1, 2)), "batched": ([(3, 0, 1), (3, 0, 2)], (3, 1, 2))}
+    sizes = {0: 96, 1: 5, 2: 7, 3: 4}
+    kinds = [(a, b) for a in ("bfloat16", "float32") for b in ("bfloat16", "float32", "float16")]
+    keys = iter(jax.random.split(key, 24))
+
+    def arrays(labels, dtypes):
+        made = [jax.random.normal(next(keys), [sizes[k] for k in own]) for own in labels]
+        made[0] = made[0] * jnp.float32(scale)
+        return [x.astype(d) for x, d in zip(made, dtypes, strict=True)]
+
+    cases = [(labels, out, arrays(labels, d)) for labels, out in shapes.values() for d in kinds]
+
+    def run(values):
+        return [product(x, labels, out) for x, (labels, out, _) in zip(values, cases, strict=True)]
+
+    for found, (labels, out, values) in zip(
+        on_backend(run, bits, [values for *_, values in cases]), cases, strict=True
+    ):
+        wide = [np.asarray(x, np.float64) for x in values]
+        exact = np.einsum(wide[0], labels[0], wide[1], labels[1], out)
+        size = np.einsum(np.abs(wide[0]), labels[0], np.abs(wide[1]), labels[1], out)
+        assert found.dtype == jnp.float32
+        assert np.all(np.abs(np.asarray(found, np.float64) - exact) <= 1e-6 * size)
+
+
+def test_what_is_not_finite_stays_as_it_is_in_products_with_narrow_factors():
+    wide = jnp.array([[1.0, jnp.inf], [2.0, -jnp.inf], [jnp.nan, 1.0]])
+    found = jax.jit(lambda x, y: product([x, y], [(0, 1), (1,)], (0,)))(
+        wide, jnp.ones(2, jnp.bfloat16)
+    )
+    np.testing.assert_array_equal(found, [np.inf, -np.inf, np.nan])
