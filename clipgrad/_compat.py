@@ -36,6 +36,12 @@ def explicit_sharding(x: jax.Array) -> Any:
     return sharding if spread else None
 
 
+def unreduced_axes(x: Any) -> tuple[str, ...]:
+    """The explicit mesh axes over which ``x`` is still to be added up."""
+    sharding = getattr(jax.typeof(x), "sharding", None) if isinstance(x, jax.Array) else None
+    return tuple(sorted(getattr(getattr(sharding, "spec", None), "unreduced", None) or ()))
+
+
 def on_every_device(x: jax.Array) -> jax.Array:
     """``x`` with all of it on each device, where its type has another sharding: to flatten it."""
     sharding = explicit_sharding(x)

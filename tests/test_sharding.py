@@ -262,3 +262,24 @@ def test_multi_steps_over_devices_clips_once_after_averaging():
             actual, state = step(state, sharded, over)
     assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     assert optax.tree.get(state, "clipped_count") == 1
+
+
+def test_gradients_that_are_not_added_up_yet_are_refused(users_promotion):
+    """Those of weights that are the same on all devices, as for an accumulation."""
+    mesh = mesh_of(AxisType.Explicit)
+    calls = {case.name: lambda g, rule=case.make(0.3): rule(g, g) for case in CASES}
+    calls |= {"global_norm": cg.global_norm, "clip_grads": lambda g: cg.clip_grads(g, None)}
+
+    def gradient(use, w, x):
+        def loss(w):
+            return jnp.sum(jnp.einsum("bi,ij->bj", x, jax.reshard(w, P(None, None, reduced={"x"}))))
+
+        return use(jax.grad(loss)(jax.reshard(w, P(None, None, reduced={"x"}))))
+
+    with jax.set_mesh(mesh):
+        arrays = jax.reshard(jnp.ones((4, 4)), P()), jax.reshard(jnp.ones((16, 4)), P("x"))
+        for call in calls.values():
+            with pytest.raises(ValueError, match=r"U:x.*not yet added up.*jax.reshard"):
+                jax.jit(functools.partial(gradient, call))(*arrays)
+        whole = lambda g: cg.global_norm(jax.reshard(g, P()))  # noqa: E731
+        assert jax.jit(functools.partial(gradient, whole))(*arrays) == 64

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._compat import unreduced_axes
+
 
 def is_clippable(leaf: Any) -> bool:
     """Whether a leaf is measured and clipped: floating or complex numbers are, nothing else."""
@@ -20,6 +22,12 @@ def is_clippable(leaf: Any) -> bool:
         raise TypeError(
             "grads: got a leaf of dtype float8_e8m0fnu, which has no zero and no sign; expected a "
             "dtype that gradients can have, such as float32 or float8_e5m2"
+        )
+    if axes := unreduced_axes(leaf):
+        raise ValueError(
+            f"grads: got a leaf of type {jax.typeof(leaf)}, which is not yet added up over the mesh "
+            f"axes {axes}; expected the sum, since a clip of parts is no clip of their sum: write "
+            "grads = jax.reshard(grads, jax.P()), or with the layout of the parameters, before"
         )
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
