@@ -63,7 +63,8 @@ def clip_per_example(
       * With the rule ``None`` and ``"mean"`` it is `jax.value_and_grad` of the mean loss.
       * Gradients are clipped and summed in float32, or float64 if the parameter is, and rounded to
         the dtype of the parameter once, at the end. So one example adds
-        a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, for float16 and bfloat16 as well.
+        a norm of at most ``max_norm * (1 + 4e-7)`` to the sum, for float16 and bfloat16 as well,
+        and whatever the default precision of products is where it runs.
       * That last rounding moves each element of the result by at most 1/256 of it in bfloat16,
         1/2048 in float16, which may be more than the share of one example. If the bound must hold
         for the result, keep the parameters in float32 and cast them inside the loss, as in the
