@@ -288,7 +288,7 @@ def test_logits_far_below_zero_are_no_reason_to_scale(name):
     before = np.asarray(logits_of(params).max((0, 2, 3)))
     limit = float(np.sort(before)[-2]) * 1.1
     tx = optax.chain(optax.sgd(0.0), cg.qk_clip([PAIR], limit))
-    for accumulate in (1, 3):
+    for accumulate in (1, 3) if name == "masked" else (1,):
         step = cg.train_step(loss, tx, watch_values={"logits": 1}, accumulate=accumulate)
         state, metrics = step(step.init(params), X)
         found = metrics["values"]["logits"].highest

@@ -276,8 +276,9 @@ class _Leaves(NamedTuple):
         if rest or not own or heads % own or kernel.ndim != self.part(pair.query).ndim:
             raise ValueError(
                 f"pairs: got the axis {pair.axis} of {part.path!r} of shape {kernel.shape}, "
-                f"expected the {heads} heads of {pair.name!r}, or a number that divides them, times "
-                f"the size {size} of a head along it; write None for a key without an axis of heads"
+                f"expected the {heads} heads of {pair.name!r}, or a number that divides them, "
+                f"times the size {size} of a head along it; write None for a key without an axis "
+                "of heads"
             )
         groups = gamma.reshape(*gamma.shape[:-1], own, heads // own).min(-1)
         return jnp.repeat(groups, size, axis=-1)
@@ -328,11 +329,12 @@ def _check_terms(pair: _Pair, own: int, key_heads: dict[str, tuple[_Pair, int]])
     other, heads = key_heads.setdefault(pair.name, (pair, own))
     if own == heads:
         return
-    _, shared = min((own, pair), (heads, other), key=lambda found: found[0])
+    shared = pair if own < heads else other
+    key = shared.key and shared.key.path
     raise ValueError(
         f"pairs: got keys of {heads} and {own} heads for {pair.name!r}, expected as many in all "
-        f"terms of these logits; write None in place of the key {shared.key and shared.key.path!r}, "
-        f"which heads share: ({pair.name!r}, {shared.query.path!r}, None, {shared.axis})"
+        f"terms of these logits; write None in place of the key {key!r}, which heads share: "
+        f"({pair.name!r}, {shared.query.path!r}, None, {shared.axis})"
     )
 
 
