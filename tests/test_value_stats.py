@@ -110,6 +110,32 @@ def test_what_is_no_array_of_floating_numbers_is_refused(value):
         cg.ValueStats.of(value)
 
 
+NUMBERS = {"float": -2.5, "complex": 3 + 4j, "NumPy": np.float32(2), "array": np.full(3, -2.0)}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_of_python_with_a_name_is_measured_eagerly_as_when_compiled(name):
+    number = NUMBERS[name]
+
+    def function(x):
+        with scope("module"):
+            y = checkpoint_name(number, "h")
+
+        def step(total, _):
+            return total + jnp.sum(jnp.abs(x * checkpoint_name(number, "inside"))), None
+
+        return lax.scan(step, jnp.abs(y).sum(), None, length=2)[0]
+
+    measured = cg.with_value_stats(function, watch=["h", "inside", "module"])
+    for run in (measured, jax.jit(measured)):
+        stats = run(jnp.ones(()))[1]
+        assert_stats(stats["h"], [number])
+        assert_stats(stats["module"], [number])
+        np.testing.assert_allclose(stats["inside"].max, [np.abs(number).max()] * 2, rtol=1e-6)
+    eager = cg.with_value_stats(lambda x: checkpoint_name(x, "h") * 2)(number)[1]["h"]
+    assert_stats(eager, [number])
+
+
 def test_statistics_of_parts_join_to_those_of_the_whole():
     parts = [cg.ValueStats.of(jnp.asarray(v, jnp.float32)) for v in (ARRAYS["large"], [[1.0]])]
     assert_stats(parts[0].joined(parts[1]), [ARRAYS["large"], [[1.0]]])

@@ -13,6 +13,7 @@ from clipgrad._jaxpr import dtype_of, holds_floats
 from clipgrad._numerics import (
     flags_of_bits,
     largest,
+    largest_by_bits,
     parts_of_sums,
     real_or_absolute,
     root_of_sums,
@@ -175,10 +176,11 @@ def _zeros(x: jax.Array) -> jax.Array:
 
 
 def _measured_together(over: tuple[int, ...], x: jax.Array) -> Measured:
-    """All sums in one reduction, which is one kernel on a GPU."""
-    parts = jnp.stack([*parts_of_sums(x), _zeros(x)])
-    *squares, bad, zeros = jnp.sum(parts, [1 + i for i in over])
-    return stacked_sums(*squares), _maxima(over, x, squares[1]), bad, zeros
+    """All sums in one reduction, which is one kernel on a GPU, and the maxima in another."""
+    parts, behind = jnp.stack([*parts_of_sums(x), _zeros(x)]), tuple(1 + i for i in over)
+    *squares, bad, zeros = jnp.sum(parts, behind)
+    top, highest = largest_by_bits(jnp.stack([x, jnp.where(x < 0, 0, x)]), behind)
+    return stacked_sums(*squares), (top, highest), bad, zeros
 
 
 def _measured_apart(over: tuple[int, ...], x: jax.Array) -> Measured:
