@@ -113,6 +113,7 @@ def test_what_is_no_array_of_floating_numbers_is_refused(value):
 NUMBERS = {"float": -2.5, "complex": 3 + 4j, "NumPy": np.float32(2), "array": np.full(3, -2.0)}
 
 
+@pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_of_python_with_a_name_is_measured_eagerly_as_when_compiled(name):
     number = NUMBERS[name]
