@@ -35,20 +35,20 @@ NAMES = {
 
 
 def hint(name: str, public: Iterable[str]) -> str:
-    """What to write for a name that is not here: its name here, or the public name most like it."""
+    """A hint for a name that is not here: its name here, or the public name most like it."""
     if ours := NAMES.get(name):
         return f"; write clipgrad.{ours}"
     known = [*public, *NAMES]
-    found = difflib.get_close_matches(_simple(name), map(_simple, known), n=1, cutoff=0.8)
+    found = difflib.get_close_matches(_letters(name), map(_letters, known), n=1, cutoff=0.8)
     if not found:
         return ""
     likeness = difflib.SequenceMatcher(None, name)  # such as ClipByNorm and clip_by_norm
-    same = [own for own in known if _simple(own) == found[0]]
+    same = [own for own in known if _letters(own) == found[0]]
     near = max(same, key=lambda own: likeness.set_seq2(own) or likeness.ratio())
     return f"; write clipgrad.{NAMES.get(near, near)}"
 
 
-def _simple(name: str) -> str:
+def _letters(name: str) -> str:
     return name.lower().replace("_", "")
 
 

@@ -147,9 +147,7 @@ def with_stats(
                 active = active_variables(known.program, moved)
                 return known.evaluate(args, kwargs, ByName.of(names, probes, active))
 
-            result = with_models(again, fun, tuple(args), kwargs)
-            value, aux = loss_and_aux("fun", result, has_aux)
-            return (value, aux) if has_aux else value
+            return _checked_result(with_models(again, fun, tuple(args), kwargs), has_aux)
 
         numbers = tuple(each.within(len(args)) for each in wanted)
         seen = (args, kwargs) if has_changes else [args[i] for i in filters]
@@ -216,13 +214,18 @@ def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
     return tuple(arrays)
 
 
+def _checked_result(result: Any, has_aux: bool) -> Any:
+    loss_and_aux("fun", result, has_aux)
+    return result
+
+
 def _check_is_floating(position: int, arg: Any) -> None:
     """Raises `TypeError` for a number or an array by which nothing is differentiated."""
     dtype = getattr(arg, "dtype", None) or (isinstance(arg, bool | int) and jnp.dtype(type(arg)))
     if dtype and (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)):
         raise TypeError(
             f"args: got {described(arg)} at position {position}, by which the function is "
-            "differentiated, expected floating or complex numbers; write 1.0 for 1, "
+            "differentiated, expected real- or complex-valued inputs; write 1.0 for 1, "
             "x.astype(float), or argnums="
         )
 

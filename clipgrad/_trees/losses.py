@@ -1,4 +1,4 @@
-"""What a loss function returned: the loss alone, or with what is beside it."""
+"""Results of loss functions: the loss alone, or with auxiliary results beside it."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from clipgrad._trees.trees import described
 
 
 def loss_and_aux(name: str, result: Any, has_aux: bool) -> tuple[Any, Any]:
-    """The loss, and what is beside it or ``None``; `ValueError` if ``has_aux`` says otherwise."""
+    """The loss, and what is beside it or None; `ValueError` if ``has_aux`` says otherwise."""
     if has_aux and (not isinstance(result, tuple) or len(result) != 2):
         raise ValueError(
             f"{name}: got {described(result)} from it, expected (loss, aux) for has_aux=True; "

@@ -22,7 +22,7 @@ from clipgrad._numerics import (
 )
 
 Maxima = tuple[jax.Array, jax.Array]
-Measured = tuple[jax.Array, Maxima, jax.Array, jax.Array]
+Measurements = tuple[jax.Array, Maxima, jax.Array, jax.Array]
 
 
 @exportable
@@ -175,7 +175,7 @@ def _zeros(x: jax.Array) -> jax.Array:
     return (x == 0).astype(x.dtype)
 
 
-def _measured_together(over: tuple[int, ...], x: jax.Array) -> Measured:
+def _measured_together(over: tuple[int, ...], x: jax.Array) -> Measurements:
     """All sums in one reduction, which is one kernel on a GPU, and the maxima in another."""
     parts, behind = jnp.stack([*parts_of_sums(x), _zeros(x)]), tuple(1 + i for i in over)
     *squares, bad, zeros = jnp.sum(parts, behind)
@@ -183,14 +183,14 @@ def _measured_together(over: tuple[int, ...], x: jax.Array) -> Measured:
     return stacked_sums(*squares), (top, highest), bad, zeros
 
 
-def _measured_apart(over: tuple[int, ...], x: jax.Array) -> Measured:
+def _measured_apart(over: tuple[int, ...], x: jax.Array) -> Measurements:
     """The sums apart, which share one read on a TPU; a stack would be stored there."""
     *squares, _ = parts_of_sums(x)
     *sums, bad, zeros = (jnp.sum(part, over) for part in (*squares, *flags_of_bits(x)))
     return stacked_sums(*sums), _maxima(over, x, sums[1]), bad, zeros
 
 
-def _measured_by_largest(over: tuple[int, ...], x: jax.Array) -> Measured:
+def _measured_by_largest(over: tuple[int, ...], x: jax.Array) -> Measurements:
     """Few passes: on a CPU each sum is one, and a branch that is not taken costs nothing.
 
     What goes into a branch is stored, so it is no copy of the data.
