@@ -95,7 +95,7 @@ def train(
         number, rate = now
         rows = jax.random.randint(jax.random.fold_in(key, number), (BATCH,), 0, len(data.train))
         grads, stats = jax.grad(watched, has_aux=True)(params, data.train[rows])
-        largest = {name: found.max for name, found in stats.items()}
+        largest = {name: found.highest for name, found in stats.items()}
         updates, state = optimizer.update(grads, state, params)
         updates = jax.tree.map(lambda u: u * rate, updates)
         for each in clip:

@@ -94,9 +94,9 @@ if not typing.TYPE_CHECKING:
 
 def __getattr__(name: str) -> typing.Any:
     if name not in _LATER:
-        here = sys.modules[__name__]
-        ours = importlib.import_module("clipgrad._elsewhere").NAMES.get(name)
-        hint = f"; write clipgrad.{ours}" if ours else ""
+        here, hint = sys.modules[__name__], ""
+        if not name.startswith("_"):
+            hint = importlib.import_module("clipgrad._elsewhere").hint(name, here.__all__)
         message = f"module 'clipgrad' has no attribute {name!r}{hint}"
         raise AttributeError(message, name=name, obj=here)
     value = getattr(importlib.import_module(f"clipgrad.{_LATER[name]}"), name)

@@ -1,14 +1,27 @@
 """Names in other libraries for the things that are here, so that an error can say our name."""
 
+import difflib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 Spelled = TypeVar("Spelled", bound=Callable[..., Any])
 
-# Names of optax, and of torch.nn.utils, that somebody may look for here.
+# Names of optax, of torch.nn.utils and torch.autograd, and of PaddlePaddle and TensorFlow, that
+# somebody may look for here.
 NAMES = {
+    "ClipGradByGlobalNorm": "clip_by_global_norm(max_norm)",
+    "ClipGradByNorm": "clip_by_norm(max_norm)",
+    "ClipGradByValue": "clip_by_value(max)",
     "clip": "clip_by_value(max)",
+    "clip_grad_norm": "clip_grads(grads, ClipByGlobalNorm(max_norm)), or clip_by_global_norm",
+    "clip_grad_value": "clip_grads(grads, ClipByValue(max)), or clip_by_value",
+    "clip_grads_with_norm_": "clip_grads(grads, ClipByGlobalNorm(max_norm))",
+    "detect_anomaly": "diagnose(loss, args)",
+    "get_numerical_gradient": "numerical_grad(fun, args)",
+    "get_total_norm": "global_norm(grads)",
+    "gradcheck": "check_grads(fun, args)",
+    "gradgradcheck": "check_grads(fun, args, order=2)",
     "clip_grad_norm_": "clip_grads(grads, ClipByGlobalNorm(max_norm)), or clip_by_global_norm",
     "clip_grad_value_": "clip_grads(grads, ClipByValue(max)), or clip_by_value",
     "differentially_private_aggregate": "clip_per_example(loss, ClipByGlobalNorm(max_norm))",
@@ -19,6 +32,24 @@ NAMES = {
     "unitwise_norm": "AdaptiveClip(clipping)",
     "zero_nans": 'gradient_clip(rule, nonfinite="zero")',
 }
+
+
+def hint(name: str, public: Iterable[str]) -> str:
+    """A hint for a name that is not here: its name here, or the public name most like it."""
+    if ours := NAMES.get(name):
+        return f"; write clipgrad.{ours}"
+    known = [*public, *NAMES]
+    found = difflib.get_close_matches(_letters(name), map(_letters, known), n=1, cutoff=0.8)
+    if not found:
+        return ""
+    likeness = difflib.SequenceMatcher(None, name)  # such as ClipByNorm and clip_by_norm
+    same = [own for own in known if _letters(own) == found[0]]
+    near = max(same, key=lambda own: likeness.set_seq2(own) or likeness.ratio())
+    return f"; write clipgrad.{NAMES.get(near, near)}"
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "")
 
 
 def spelled(**names: str) -> Callable[[Spelled], Spelled]:

@@ -219,7 +219,7 @@ def assert_at_the_limit_after_a_step(loss, params, pattern, axis, kernels):
     name = heads_axis(loss, params, pattern)
     axis = 1 if axis is None else axis
     measure = cg.with_value_stats(loss, watch={pattern: axis})
-    before = measure(params, X)[1][name.name].max
+    before = measure(params, X)[1][name.name].highest
     limit = (
         float(jnp.sort(before)[-2]) * 0.9
         if len(before) > 2
@@ -228,8 +228,8 @@ def assert_at_the_limit_after_a_step(loss, params, pattern, axis, kernels):
     tx = optax.chain(optax.sgd(0.0), cg.qk_clip([(name.name, query, key, heads)], limit))
     step = cg.train_step(loss, tx, watch_values={pattern: axis})
     state, metrics = step(step.init(params), X)
-    np.testing.assert_allclose(metrics["values"][name.name].max, before, rtol=1e-6)
-    after = measure(state.params, X)[1][name.name].max
+    np.testing.assert_allclose(metrics["values"][name.name].highest, before, rtol=1e-6)
+    after = measure(state.params, X)[1][name.name].highest
     assert (np.asarray(after) <= limit * (1 + 1e-5)).all() and (np.asarray(before) > limit).any()
     return before, after, limit
 
@@ -257,10 +257,116 @@ def test_logits_that_grow_stay_at_the_limit(optimizer):
         state = step.init(params)
         for _ in range(60):
             state, metrics = step(state, X)
-            seen.append(float(metrics["values"]["logits"].max.max()))
+            seen.append(float(metrics["values"]["logits"].highest.max()))
     assert grown[-1] > 40
     # Each update is added to weights that fit the limit: the logits are over it by one update.
     assert 20 < max(kept[5:]) <= 20 * 1.15
+
+
+# ---- the largest logit, not the largest magnitude -----------------------------------------------
+
+FAR_BELOW = {"ordinary": 0.0, "shifted": -400.0, "masked": -1e9, "masked by -inf": -np.inf}
+
+
+@pytest.mark.parametrize("name", FAR_BELOW)
+def test_logits_far_below_zero_are_no_reason_to_scale(name):
+    """Softmax ignores shifts; and of what a mask adds nothing comes from the kernels."""
+    params = {"q": normal(8, 4, 3), "k": normal(8, 4, 3)}
+    params["q"][:, 1] *= 30
+    mask = np.tri(5, dtype=bool)
+
+    def logits_of(p):
+        logits = jnp.einsum("btd,dhf,bsd,dhf->bhts", X, p["q"], X, p["k"])
+        below = FAR_BELOW[name]
+        return jnp.where(mask, logits, below) if "mask" in name else logits.at[:, 2].add(below)
+
+    def loss(p, x):
+        with jax.named_scope("logits"):
+            logits = logits_of(p)
+        return jnp.mean(jax.nn.softmax(logits) ** 2)
+
+    before = np.asarray(logits_of(params).max((0, 2, 3)))
+    limit = float(np.sort(before)[-2]) * 1.1
+    tx = optax.chain(optax.sgd(0.0), cg.qk_clip([PAIR], limit))
+    for accumulate in (1, 3) if name == "masked" else (1,):
+        step = cg.train_step(loss, tx, watch_values={"logits": 1}, accumulate=accumulate)
+        state, metrics = step(step.init(params), X)
+        found = metrics["values"]["logits"].highest
+        np.testing.assert_allclose(found, np.maximum(before, 0), rtol=1e-5)
+        factor = np.ones(4)
+        factor[1] = (limit / before[1]) ** 0.5
+        for kernel in "qk":
+            wanted = params[kernel] * factor[:, None]
+            np.testing.assert_allclose(state.params[kernel], wanted, rtol=1e-5)
+
+
+# ---- multi-head latent attention: logits that are a sum -----------------------------------------
+
+
+def latent(kernel_of_queries):
+    """The logits of a part for each head, and of a rotary part whose key all heads share."""
+
+    def parts(p):
+        q = p["q"] if kernel_of_queries == "fused" else jnp.concatenate([p["q"], p["q_rope"]], -1)
+        queries = jnp.einsum("btd,dhf->bthf", X, q)
+        own = jnp.einsum("bthf,bsd,dhf->bhts", queries[..., :3], X, p["k"])
+        return own + jnp.einsum("bthf,bsd,df->bhts", queries[..., 3:], X, p["k_rope"])
+
+    params = {"q": normal(8, 4, 3), "k": normal(8, 4, 3), "k_rope": normal(8, 2)}
+    rope = normal(8, 4, 2)
+    if kernel_of_queries == "fused":
+        params["q"] = np.concatenate([params["q"], rope], -1)
+        at = [("q", np.s_[:, :, :3]), ("q", np.s_[:, :, 3:])]
+    else:
+        params["q_rope"] = rope
+        at = ["q", "q_rope"]
+    return parts, params, at
+
+
+@pytest.mark.parametrize("balance", [0.5, 0.2])
+@pytest.mark.parametrize("kernels", ["fused", "apart"])
+def test_a_key_that_heads_share_stays_and_quiet_heads_keep_their_logits(kernels, balance):
+    logits_of, params, (own, rope) = latent(kernels)
+    before = np.asarray(logits_of(params))
+    largest = before.max((0, 2, 3))
+    limit = float(np.mean(np.sort(largest)[1:3]))  # two heads are above
+    pairs = [("logits", own, "k", 1), ("logits", rope, None, 1)]
+    tx = cg.qk_clip(pairs, limit, balance)
+    zeros = jax.tree.map(np.zeros_like, params)
+    updates, _ = tx.update(zeros, tx.init(params), params, max_logits={"logits": largest})
+    after = optax.apply_updates(params, updates)
+    factor = np.minimum(1, limit / largest)[:, None, None]
+    assert (factor < 1).sum() == 2
+    np.testing.assert_allclose(logits_of(after), before * factor, rtol=1e-4, atol=1e-4)
+    assert_same(after["k_rope"], jnp.asarray(params["k_rope"]))
+
+
+def test_a_shared_key_beside_one_for_each_head_is_refused():
+    kernels = {
+        "q": (5, 4, 3),
+        "k": (5, 4, 3),
+        "rope": (5, 4, 2),
+        "one": (5, 1, 2),
+        "two": (5, 2, 3),
+    }
+    params = {name: normal(*shape) for name, shape in kernels.items()} | {"flat": normal(5, 4)}
+    largest = {"logits": jnp.full(4, 2 * LIMIT), "other": jnp.ones(4)}
+    refused = [
+        ([("q", "k"), ("rope", "one")], r"of 4 and 1 heads .*the key 'one'.*'rope', None, 1\)"),
+        ([("rope", "one"), ("q", "k")], r"of 1 and 4 heads .*the key 'one'.*'rope', None, 1\)"),
+        ([("q", "two"), ("rope", "one")], r"of 2 and 1 heads .*the key 'one'"),
+        ([("q", "two"), ("rope", None)], r"of 2 and 4 heads .*the key 'two'"),
+        ([("rope", "flat")], r"'flat' of shape \(5, 4\), .*write None for a key without an axis"),
+    ]
+    for kernels, match in refused:
+        tx = cg.qk_clip([("logits", *both, 1) for both in kernels], LIMIT)
+        with pytest.raises(ValueError, match=match):
+            tx.update(params, tx.init(params), params, max_logits=largest)
+    for kernels in ([("q", "two")], [("rope", "one")], [("rope", None)], [("q", "k"), ("q", "k")]):
+        tx = cg.qk_clip([("logits", *both, 1) for both in kernels], LIMIT)
+        tx.update(params, tx.init(params), params, max_logits=largest)
+    apart = cg.qk_clip([("logits", "q", "k", 1), ("other", "rope", "one", 1)], LIMIT)
+    apart.update(params, apart.init(params), params, max_logits=largest)
 
 
 # ---- errors -------------------------------------------------------------------------------------
@@ -310,7 +416,7 @@ def test_logits_and_kernels_that_do_not_fit_are_refused(pair, max_logits, match)
 def test_logits_that_are_no_numbers_are_refused():
     tx, stats = cg.qk_clip([PAIR]), cg.ValueStats.of(jnp.ones((4, 3)), axis=0)
     for given in (stats, {"a": 1}):
-        with pytest.raises(TypeError, match=r"for 'logits', .* such as stats\[name\].max"):
+        with pytest.raises(TypeError, match=r"for 'logits', .* such as stats\[name\].highest"):
             tx.update(PARAMS, tx.init(PARAMS), PARAMS, max_logits={"logits": given})
 
 
@@ -325,7 +431,7 @@ def test_heads_that_devices_cut_are_clipped_each_by_its_own_logits():
 
     cut = {"in_specs": (P(None, "m"), P(None, "m"), P()), "out_specs": P("m")}
     on_devices = jax.shard_map(attention, mesh=mesh, **cut)
-    largest = lambda p: jnp.abs(on_devices(p["q"], p["k"], x)).max((1, 2))  # noqa: E731
+    largest = lambda p: on_devices(p["q"], p["k"], x).max((1, 2))  # noqa: E731
     x = jnp.asarray(normal(6, 5))
     before = largest(params)
     step = cg.train_step(
@@ -335,7 +441,7 @@ def test_heads_that_devices_cut_are_clipped_each_by_its_own_logits():
         donate=False,
     )
     state, metrics = step(step.init(params), x)
-    assert_close(metrics["values"]["logits"].max, before, rtol=1e-6)
+    assert_close(metrics["values"]["logits"].highest, before, rtol=1e-6)
     assert (before > 100).tolist() == [False, False, True, False]
     assert_close(largest(state.params), jnp.minimum(before, 100), rtol=1e-4)
 

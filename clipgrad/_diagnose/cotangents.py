@@ -171,10 +171,11 @@ def _reduced(cotangent: Any) -> jax.Array:
     x = x.astype(at_least_float32(x.dtype))
     largest = jnp.max(jnp.abs(x))
     unit = x / jnp.where(largest == 0, 1, largest)
-    norm = largest * jnp.sqrt(jnp.sum(unit * unit))
+    squares = jnp.sum(unit * unit)  # NaN where an element is, which a maximum over devices drops
+    norm = largest * jnp.sqrt(squares)
     zeros = 1 - _mean(jnp.abs(jnp.sign(x)))
     finite = jnp.stack([jnp.zeros_like(norm), zeros, largest, norm])
-    return lax.cond(jnp.isfinite(largest), lambda: finite, lambda: _reduced_by_rows(x))
+    return lax.cond(jnp.isfinite(squares), lambda: finite, lambda: _reduced_by_rows(x))
 
 
 def _reduced_by_rows(x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from clipgrad._error_clip.adapting import ErrorClipHistory, Stepwise, check_adap
 from clipgrad._error_clip.names import Rules, check_function, checked_rules
 from clipgrad._error_clip.watch import value_and_grad_with_stats
 from clipgrad._rules import adaptive_threshold
-from clipgrad._trees import matches
+from clipgrad._trees import described, matches
 
 Histories = dict[str, ErrorClipHistory]
 
@@ -41,6 +41,12 @@ class AdaptiveRules:
 
     def bound(self, histories: Histories) -> dict[str, Any]:
         """The rules of a step: what a pattern matches has its own history, or is only watched."""
+        if not _are_histories(histories):
+            raise TypeError(
+                f"state: got {described(histories)}, expected the histories of the last step, at "
+                "first of init; write state = clip.init(*args), then "
+                "value, grads, state, stats = clip(state, *args)"
+            )
         return {**self.rules, **_plain(self.rules)} | {
             name: Stepwise(self._rule_of(name), kept.threshold) for name, kept in histories.items()
         }
@@ -71,6 +77,13 @@ class AdaptiveRules:
         return rules[0] if rules else None
 
 
+def _are_histories(state: Any) -> bool:
+    """Whether this is a dictionary of histories."""
+    return isinstance(state, Mapping) and all(
+        isinstance(history, ErrorClipHistory) for history in state.values()
+    )
+
+
 def _plain(rules: Any) -> dict[str, None]:
     """`None` in place of each adaptive rule: only watch."""
     return {name: None for name, rule in rules.items() if adaptive_threshold(rule) is not None}
@@ -90,7 +103,7 @@ class AdaptiveErrorClip:
         watched = self._with(dict.fromkeys(self.rules.rules))
         return self.rules.first(jax.eval_shape(lambda: watched(*args, **kwargs)[2]))
 
-    def __call__(self, state: Histories, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, state: Histories, /, *args: Any, **kwargs: Any) -> Any:
         """The value, the gradients, the next state and the statistics."""
         value, grads, stats = self._with(self.rules.bound(state))(*args, **kwargs)
         return value, grads, self.rules.after(state, stats), stats

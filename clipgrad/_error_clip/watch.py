@@ -31,7 +31,7 @@ from clipgrad._names import (
 )
 from clipgrad._program import active_variables
 from clipgrad._stats import ClipStats
-from clipgrad._trees import check_tree
+from clipgrad._trees import check_tree, described, loss_and_aux
 
 _CALLER = "value_and_grad_with_stats"
 
@@ -147,7 +147,7 @@ def with_stats(
                 active = active_variables(known.program, moved)
                 return known.evaluate(args, kwargs, ByName.of(names, probes, active))
 
-            return with_models(again, fun, tuple(args), kwargs)
+            return _checked_result(with_models(again, fun, tuple(args), kwargs), has_aux)
 
         numbers = tuple(each.within(len(args)) for each in wanted)
         seen = (args, kwargs) if has_changes else [args[i] for i in filters]
@@ -207,10 +207,27 @@ def _as_arrays(args: tuple, argnums: Iterable[int]) -> tuple:
     check_tree("args", args)
     arrays = list(args)
     for i in argnums:
+        _check_is_floating(i, args[i])
         # In an Equinox model numbers are not differentiated, see `equinox_value_and_grad`.
         kinds = np.number if has_modules(args[i]) else int | float | complex | np.number
         arrays[i] = jax.tree.map(as_array, args[i], is_leaf=is_model)
     return tuple(arrays)
+
+
+def _checked_result(result: Any, has_aux: bool) -> Any:
+    loss_and_aux("fun", result, has_aux)
+    return result
+
+
+def _check_is_floating(position: int, arg: Any) -> None:
+    """Raises `TypeError` for a number or an array by which nothing is differentiated."""
+    dtype = getattr(arg, "dtype", None) or (isinstance(arg, bool | int) and jnp.dtype(type(arg)))
+    if dtype and (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)):
+        raise TypeError(
+            f"args: got {described(arg)} at position {position}, by which the function is "
+            "differentiated, expected real- or complex-valued inputs; write 1.0 for 1, "
+            "x.astype(float), or argnums="
+        )
 
 
 def _resolved(program: Any, rules: Rules, watch: dict[str, Any] | None) -> Resolved:

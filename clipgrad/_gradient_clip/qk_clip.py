@@ -21,37 +21,43 @@ _FORM = '("attn/logits", "attn/query/kernel", "attn/key/kernel", 1)'
 def qk_clip(
     pairs: Iterable[Sequence[Any]], max_logit: ArrayLike = 100.0, balance: float = 0.5
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Scales the kernels of queries and keys so that attention logits stay below a limit.
+    r"""Scales the kernels of queries and keys so that attention logits stay near a limit.
 
     This is QK-clip, of MuonClip, for the end of a chain. Let $S$ be the largest logit of a head in
-    the forward pass of this step. Then
+    the forward pass of this step, with its sign: logits far below 0 are no reason to scale, since
+    softmax ignores shifts. Then
 
     $$\gamma = \min(1, \mathrm{max\_logit} / S), \quad u \leftarrow \gamma^{a} (p + u) - p$$
 
     for the part of the kernels $p$ that belongs to the head, with $a$ = ``balance`` for queries and
     1 - ``balance`` for keys: the logits of the same batch are scaled by $\gamma$. `train_step`
     passes the logits from its ``watch_values``; in your own step pass ``max_logits``, a dictionary
-    from names to the ``max`` of `with_value_stats` with ``watch={name: axis}``.
+    from names to ``highest`` of `with_value_stats` with ``watch={name: axis}``.
 
     Guarantees:
-      * With updates of 0 the largest logits are at or below ``max_logit`` after the step, up to
-        rounding, if logits are bilinear in the two kernels, as with rotary embeddings; they are not
-        if queries or keys are normalized.
+      * With updates of 0 the largest logits of this batch are at or below ``max_logit`` after the
+        step, up to rounding, if logits are bilinear in the two kernels, as with rotary embeddings;
+        they are not if queries or keys are normalized. The next update is added to these kernels,
+        so a logit may be above the limit by one update.
       * A head at or below the limit keeps its updates, bit for bit. So does a head whose largest
         logit is NaN or inf, which `skip_spikes` is for.
       * Where several heads of queries share one of keys (grouped queries), it is scaled for the
         largest logit of all of them; query head i uses key head i // (number that share one). So is
         a kernel in several pairs, as of layers that share weights, or of queries and keys alike: by
         the smallest of its factors, once.
+      * Logits that are a sum, as in multi-head latent attention, have a pair for each term. A key
+        that all heads share, such as the rotary key, is left alone with ``None`` in place of its
+        path: the queries of this pair are then scaled by all of $\gamma$. A shared key beside one
+        that is split by heads is refused, since it would change the logits of quiet heads.
       * The bias beside a kernel (``"attn/query/bias"``) is scaled with it.
       * Layers that a scan has stacked are scaled each by its own logits: where the statistics have
         leading axes, the kernels have the same. For a kernel that all steps of a scan share, pass
-        the largest logits of all steps: ``{name: stats.max.max(0)}``.
+        the largest logits of all steps: ``{name: stats.highest.max(0)}``.
 
     Args:
       pairs: for each attention ``(name of the logits, path of the query kernel, path of the key
-        kernel, axis of the heads in the kernels)``. The name is one that `list_names` lists, of
-        logits before a mask. Where several parts share a kernel, as in fused QKV, write
+        kernel or None, axis of the heads in the kernels)``. The name is one that `list_names`
+        lists. Where several parts share a kernel, as in fused QKV, write
         ``(path, index)`` for a path: ``("attn/qkv/kernel", numpy.s_[:, 0])``; the axis is then that
         of the part. The axis may hold the heads one after the other, as in a kernel of shape
         (features, heads * head size).
@@ -65,7 +71,8 @@ def qk_clip(
       TypeError: if ``pairs`` are not of this form, or ``max_logit`` or ``balance`` no numbers; by
         ``update``, if the logits of a name are no array of numbers.
       ValueError: if ``max_logit`` is not positive, or ``balance`` not in [0, 1]; by ``init``, if a
-        path is not in the parameters; by ``update``, if logits are missing, or heads do not fit.
+        path is not in the parameters; by ``update``, if logits are missing, heads do not fit, or
+        keys of the terms of one sum are shared by different numbers of heads.
 
     References:
       Kimi Team, Kimi K2: Open Agentic Intelligence, 2025, https://arxiv.org/abs/2507.20534.
@@ -87,7 +94,7 @@ def qk_clip(
     def init(params: Any) -> optax.EmptyState:
         leaves = _Leaves.of(params)
         for pair in chosen:
-            for part in (pair.query, pair.key):
+            for part, _ in pair.powers(balance):
                 leaves.place(part)
         return optax.EmptyState()
 
@@ -100,12 +107,14 @@ def qk_clip(
         if structure != jax.tree.structure(params):
             raise ValueError(f"updates: got {structure}, expected the structure of the parameters")
         factors: dict[int, list[_Factor]] = {}
+        key_heads: dict[str, tuple[_Pair, int]] = {}
         for pair in chosen:
             largest = _largest_logits(pair, max_logits)
             is_over = jnp.isfinite(largest) & (largest > max_logit)
             gamma = jnp.where(is_over, max_logit / jnp.where(is_over, largest, 1), 1)
             size = leaves.head_size(pair, gamma)
-            for part, power in ((pair.query, balance), (pair.key, 1 - balance)):
+            _check_terms(pair, leaves.key_heads(pair, gamma, size), key_heads)
+            for part, power in pair.powers(balance):
                 shared = leaves.of_heads(pair, part, gamma, size)
                 for place, own in leaves.factors(pair, part, shared**power, gamma.ndim):
                     factors.setdefault(place, []).append(own)
@@ -154,8 +163,14 @@ class _Pair(NamedTuple):
 
     name: str
     query: _Part
-    key: _Part
+    key: _Part | None
     axis: int
+
+    def powers(self, balance: float) -> list[tuple[_Part, float]]:
+        """The kernels that are scaled, each with its share of the exponent."""
+        if self.key is None:
+            return [(self.query, 1.0)]
+        return [(self.query, balance), (self.key, 1 - balance)]
 
 
 def _checked_pairs(pairs: Any) -> list[_Pair]:
@@ -169,7 +184,8 @@ def _checked_pair(pair: Any) -> _Pair:
     is_pair = len(parts) == 4 and isinstance(parts[0], str) and hasattr(parts[3], "__index__")
     if not is_pair or isinstance(parts[3], bool):
         raise TypeError(f"pairs: got {pair!r}, expected such as {_FORM}")
-    return _Pair(parts[0], _checked_part(parts[1]), _checked_part(parts[2]), int(parts[3]))
+    key = None if parts[2] is None else _checked_part(parts[2])
+    return _Pair(parts[0], _checked_part(parts[1]), key, int(parts[3]))
 
 
 def _checked_part(part: Any) -> _Part:
@@ -204,7 +220,7 @@ def _largest_logits(pair: _Pair, max_logits: Any) -> jax.Array:
     if not isinstance(given, jax.Array | np.ndarray | np.generic | list | float | int):
         raise TypeError(
             f"max_logits: got {type(given).__name__} for {pair.name!r}, expected an array of the "
-            "largest logits, such as stats[name].max"
+            "largest logits, such as stats[name].highest"
         )
     largest = jnp.asarray(given)
     if not largest.ndim:
@@ -257,14 +273,19 @@ class _Leaves(NamedTuple):
         kernel, heads = self.part(part), gamma.shape[-1]
         _check_heads(pair, part, kernel, gamma)
         own, rest = divmod(kernel.shape[pair.axis], size)
-        if rest or not own or heads % own:
+        if rest or not own or heads % own or kernel.ndim != self.part(pair.query).ndim:
             raise ValueError(
-                f"pairs: got the axis {pair.axis} of {part.path!r} of length "
-                f"{kernel.shape[pair.axis]}, expected the {heads} heads of {pair.name!r}, or a "
-                f"number that divides them, times the size {size} of a head along it"
+                f"pairs: got the axis {pair.axis} of {part.path!r} of shape {kernel.shape}, "
+                f"expected the {heads} heads of {pair.name!r}, or a number that divides them, "
+                f"times the size {size} of a head along it; write None for a key without an axis "
+                "of heads"
             )
         groups = gamma.reshape(*gamma.shape[:-1], own, heads // own).min(-1)
         return jnp.repeat(groups, size, axis=-1)
+
+    def key_heads(self, pair: _Pair, gamma: jax.Array, size: int) -> int:
+        """The number of heads of keys; as many as of queries for a key that is left alone."""
+        return gamma.shape[-1] if pair.key is None else self.part(pair.key).shape[pair.axis] // size
 
     def factors(
         self, pair: _Pair, part: _Part, factor: jax.Array, leading: int
@@ -298,6 +319,23 @@ class _Leaves(NamedTuple):
             f"pairs: got {part.path!r} with a bias of shape {bias.shape} beside it, expected the "
             f"shape of the kernel, {kernel.shape}, without one axis"
         )
+
+
+def _check_terms(pair: _Pair, own: int, key_heads: dict[str, tuple[_Pair, int]]) -> None:
+    """Raises `ValueError` if keys of the terms of a sum are shared by different numbers of heads.
+
+    One factor for a head would become several for its terms.
+    """
+    other, heads = key_heads.setdefault(pair.name, (pair, own))
+    if own == heads:
+        return
+    shared = pair if own < heads else other
+    key = shared.key and shared.key.path
+    raise ValueError(
+        f"pairs: got keys of {heads} and {own} heads for {pair.name!r}, expected as many in all "
+        f"terms of these logits; write None in place of the key {key!r}, which heads share: "
+        f"({pair.name!r}, {shared.query.path!r}, None, {shared.axis})"
+    )
 
 
 def _check_heads(pair: _Pair, part: _Part, kernel: Any, gamma: jax.Array) -> None:

@@ -37,7 +37,8 @@ def at_first(where: Any, x: Any) -> jax.Array:
     if size.ndim == where.ndim and size.size and all(own in (1, n) for own, n in pairs):
         index = jnp.argmax(on_every_device(where).ravel())
         return jnp.broadcast_to(on_every_device(size), where.shape).ravel()[index]
-    return jnp.max(jnp.abs(size), initial=0)
+    # Gathered, since XLA's maximum over devices drops NaN.
+    return jnp.max(jnp.abs(on_every_device(size)), initial=0)
 
 
 def on_host(tree: Any) -> Any:

@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
@@ -29,7 +31,11 @@ _LOOK, _ASIDE = "clipgrad: look", "clipgrad: aside"
 
 
 def look(x: Any) -> Any:
-    """A copy of a value to compute statistics of, which is no use of it, and has no derivative."""
+    """A copy of a value to compute statistics of, which is no use of it, and has no derivative.
+
+    What is evaluated eagerly may be a number of JAX's own, which is no array.
+    """
+    x = x if isinstance(x, jax.Array) else jnp.asarray(x, x.dtype)
     return lax.stop_gradient(checkpoint_name(x, _LOOK))
 
 

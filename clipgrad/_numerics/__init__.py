@@ -19,6 +19,7 @@ from clipgrad._numerics.numbers import flags_of_bits as flags_of_bits
 from clipgrad._numerics.numbers import if_else as if_else
 from clipgrad._numerics.numbers import increment_if as increment_if
 from clipgrad._numerics.numbers import largest as largest
+from clipgrad._numerics.numbers import largest_by_bits as largest_by_bits
 from clipgrad._numerics.numbers import nan_unless as nan_unless
 from clipgrad._numerics.numbers import over as over
 from clipgrad._numerics.numbers import real_or_absolute as real_or_absolute

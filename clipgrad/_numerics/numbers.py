@@ -138,9 +138,21 @@ def flags_of_bits(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (1 - is_finite).astype(x.dtype), is_zero.astype(x.dtype)
 
 
-def largest(x: jax.Array) -> jax.Array:
-    """The largest of numbers that are not negative: NaN if one is, 0 if there are none."""
-    return from_ordered_bits(jnp.max(to_ordered_bits(x), initial=0))
+def largest(
+    x: jax.Array, axis: int | tuple[int, ...] | None = None, total: jax.Array | None = None
+) -> jax.Array:
+    """The largest element along axes, at least 0: NaN if an element is, also over devices.
+
+    XLA's maximum over devices drops NaN, but no sum does. ``total`` is a sum that is NaN where an
+    element is, if there is one; else magnitudes are added up.
+    """
+    total = jnp.sum(jnp.abs(x), axis) if total is None else total
+    return nan_unless(~jnp.isnan(total), jnp.max(x, axis, initial=0))
+
+
+def largest_by_bits(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+    """The largest magnitude along axes, as `largest`: one kernel on a GPU, and slow on a CPU."""
+    return from_ordered_bits(jnp.max(to_ordered_bits(x), axis, initial=0))
 
 
 def widest(leaves: Sequence[Any]) -> str:

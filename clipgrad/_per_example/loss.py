@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._rules import is_rule
-from clipgrad._trees import described, is_array
+from clipgrad._trees import combine, described, is_array, loss_and_aux, partition
 
 
 def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, Any], Any]:
@@ -23,27 +24,34 @@ def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, An
         )
 
     def loss(params: Any, example: Any) -> Any:
-        result = loss_fn(params, example)
-        _check_loss(_loss_beside_aux(result) if has_aux else result)
+        try:
+            result = loss_fn(params, example)
+        except (IndexError, TypeError, ValueError) as error:
+            _check_is_of_one(loss_fn, params, example, error)
+            raise
+        _check_loss(loss_and_aux("loss_fn", result, has_aux)[0])
         return result
 
     return loss
 
 
-def _loss_beside_aux(result: Any) -> Any:
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise ValueError(
-            f"loss_fn: got {described(result)} from it, expected (loss, aux) for has_aux=True; "
-            "leave has_aux out if it returns the loss alone"
-        )
-    return result[0]
+def _check_is_of_one(loss_fn: Any, params: Any, example: Any, error: Exception) -> None:
+    """Raises `ValueError` if a loss that failed for one example can be traced for a batch of it."""
+    arrays, rest = partition(example, is_array)
+    try:
+        batch = jax.tree.map(lambda x: jnp.asarray(x)[None], arrays)
+        jax.eval_shape(lambda batch: jax.tree.leaves(loss_fn(params, combine(batch, rest))), batch)
+    except Exception:
+        return  # it fails for another reason, which the caller raises
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(arrays)]
+    raise ValueError(
+        f"loss_fn: got {type(error).__name__} from it for one example, of shapes {shapes}, "
+        "expected the loss of one example, without an axis for the batch; write "
+        "lambda params, example: loss_fn(params, jax.tree.map(lambda x: x[None], example))"
+    ) from error
 
 
 def _check_loss(value: Any) -> None:
-    if isinstance(value, tuple):
-        raise ValueError(
-            "loss_fn: got a tuple from it, expected a scalar; write has_aux=True for (loss, aux)"
-        )
     numeric = is_array(value) or isinstance(value, (int, float, complex, np.generic))
     if not numeric or jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise ValueError(

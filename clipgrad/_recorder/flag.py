@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from clipgrad._gradient_clip import GradientClipState, SkipSpikesState
+from clipgrad._numerics import largest
 from clipgrad._training import scalars
 
 _FLAG_STATES = SkipSpikesState | GradientClipState | optax.MultiStepsState
@@ -136,7 +137,7 @@ def _copied_flag(small: _Small, step: Any) -> tuple[jax.Array, jax.Array, Any]:
     flag = Flag(skips.halted, skips.halted_at, skips.count, microbatch)
     # Under pmap and vmap each of them has an axis.
     numbers = jnp.stack([jnp.max(x).astype(jnp.int32) for x in flag])
-    norms = jnp.stack([jnp.max(x).astype(jnp.float32) for x in _flag_norms(small).values()])
+    norms = jnp.stack([largest(x).astype(jnp.float32) for x in _flag_norms(small).values()])
     # A copy, since a result that is an argument shares its buffer.
     return numbers, norms, jax.tree.map(jnp.copy, step)
 

@@ -128,9 +128,26 @@ def pytree_rule(cls: C) -> C:
             object.__setattr__(rule, name, value)
         return rule
 
+    cls.__hash__ = _hash_of_numbers  # pyright: ignore[reportAttributeAccessIssue]
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
     RULES.append(cls)
     return cls
+
+
+def _hash_of_numbers(rule: Any) -> int:
+    """The hash of a rule; `TypeError` for an array, which has none."""
+    for field in dataclasses.fields(rule):
+        value = getattr(rule, field.name)
+        try:
+            hash(value)
+        except TypeError:
+            raise TypeError(
+                f"{field.name}: got {value!r} in a rule that is to be hashed, as for "
+                "jax.jit(rule), expected a number; where it is an array write "
+                "jax.jit(lambda rule, grads: rule(grads))(rule, grads), which is not traced again "
+                "for another value"
+            ) from None
+    return hash((type(rule), *(getattr(rule, f.name) for f in dataclasses.fields(rule))))
 
 
 def static_field(**kwargs: Any) -> Any:

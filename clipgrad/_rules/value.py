@@ -30,8 +30,8 @@ from clipgrad._trees import clippable_leaves, with_clippable
 class ClipByValue(MeasuringRule):
     r"""Clips each element to an interval: $\min(\max(g, \mathrm{min}), \mathrm{max})$.
 
-    `ErrorClipByValue` is the same class under the name that it has in PaddlePaddle. A complex
-    element keeps its phase: its absolute value is clipped to ``max``.
+    `ErrorClipByValue` is the same class under the name that it has in PaddlePaddle, so it prints as
+    ``ClipByValue``. A complex element keeps its phase: its absolute value is clipped to ``max``.
 
     Guarantees:
       * Every element that is not NaN ends up in [min, max], with bounds rounded to the dtype of

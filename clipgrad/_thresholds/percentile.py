@@ -1,6 +1,7 @@
 """A percentile of the past norms as threshold (AutoClip)."""
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,8 @@ class PercentileThreshold:
     ==========================  ==========================================================
 
     Args:
-      percentile: $p$, in [0, 100]; the paper's 10 clips nine of ten steps, and acts like a
+      percentile: $p$, in [0, 100], so that 90 is the 90th percentile; a warning asks whether 0.9
+        was meant, which is the 0.9th. The paper's 10 clips nine of ten steps, and acts like a
         normalization of the gradients.
       window: $w$, the number of norms that are kept; the paper keeps all.
       feed: the norms that enter the history: ``"raw"``, as in the paper, or ``"clipped"``, with
@@ -57,7 +59,15 @@ class PercentileThreshold:
     window: int = steps(1024)
     feed: str = feeds("raw")
 
-    __post_init__ = check
+    def __post_init__(self) -> None:
+        check(self)
+        if 0 < self.percentile < 1:
+            warnings.warn(
+                f"percentile: got {self.percentile!r}, which is the {self.percentile}th "
+                "percentile, since percentiles are from 0 to 100; for this share write "
+                f"{100 * self.percentile:g}",
+                stacklevel=3,
+            )
 
     def init(self, norms: jax.Array) -> Window:
         """An empty history."""

@@ -37,6 +37,7 @@ from clipgrad._trees import (
     check_tree,
     combine,
     instances,
+    loss_and_aux,
     overwrite,
     path_string,
     split_overwritten,
@@ -306,7 +307,7 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
     def gradients(params: Parameters, batch: Any) -> Any:
         def loss(trained: Any, state: Any, batch: Any) -> Any:
             result, changes = params.call(loss_fn, trained, state, batch)
-            value, aux = result if has_aux else (result, None)
+            value, aux = loss_and_aux("loss_fn", result, has_aux)
             return value, (aux, changes)
 
         plain = functools.partial(jax.value_and_grad, has_aux=True)

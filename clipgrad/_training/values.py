@@ -40,6 +40,6 @@ class MeasuredLoss(NamedTuple):
         return measured | ({"aux": aux} if self.has_aux else {})
 
     def extra_args(self, values: dict[str, ValueStats]) -> dict[str, Any]:
-        """The extra arguments of the optimizer: the maxima of the statistics."""
-        maxima = {name: stats.max for name, stats in values.items()}
-        return {} if self.watch is None else {"max_logits": maxima}
+        """The extra arguments of the optimizer: the largest elements, for `qk_clip`."""
+        highest = {name: stats.highest for name, stats in values.items()}
+        return {} if self.watch is None else {"max_logits": highest}

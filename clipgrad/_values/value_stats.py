@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,8 @@ from clipgrad._compat import by_platform, exportable, to_varying, varying_axes
 from clipgrad._jaxpr import dtype_of, holds_floats
 from clipgrad._numerics import (
     flags_of_bits,
+    largest,
+    largest_by_bits,
     parts_of_sums,
     real_or_absolute,
     root_of_sums,
@@ -19,13 +21,16 @@ from clipgrad._numerics import (
     sums_by_largest,
 )
 
+Maxima = tuple[jax.Array, jax.Array]
+Measurements = tuple[jax.Array, Maxima, jax.Array, jax.Array]
+
 
 @exportable
 class ValueStats(NamedTuple):
     r"""Statistics of the values with a name, see `with_value_stats`.
 
     Let $x_1, \ldots, x_n$ be the elements of all of them; of complex numbers the magnitudes. The
-    fields are sums and a maximum, so that statistics of several values can be joined; the
+    fields are sums and maxima, so that statistics of several values can be joined; the
     properties are derived from them. Each has the axes that the name has: one for each scan around,
     and the axis that ``watch`` keeps.
 
@@ -34,8 +39,9 @@ class ValueStats(NamedTuple):
 
     Guarantees:
       * The norm is right from 1.2e-38 to 3.4e38 in float32, as the norm of `ClipStats`.
-      * NaN is not hidden: if an element is NaN, so are ``max``, ``norm`` and ``rms``.
-      * Of no elements ``norm``, ``rms``, ``max`` and ``zeros`` are 0.
+      * NaN is not hidden, on one device or many: if an element is NaN, so are ``max``,
+        ``highest``, ``norm`` and ``rms``.
+      * Of no elements ``norm``, ``rms``, ``max``, ``highest`` and ``zeros`` are 0.
 
     Attributes:
       squares: sums of squares of elements scaled down, as they are, and scaled up, of shape
@@ -45,12 +51,14 @@ class ValueStats(NamedTuple):
         2 ** 24 in float32.
       zero_count: the number of elements that are 0.
       size: the number of elements.
+      highest: the largest element, with its sign; 0 if none is above 0. `qk_clip` takes it of
+        attention logits.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
       >>> stats = cg.ValueStats.of(jnp.array([3.0, -4.0, 0.0, 0.0]))
-      >>> print(stats.norm, stats.rms, stats.max, stats.zeros)
-      5.0 2.5 4.0 0.5
+      >>> print(stats.norm, stats.rms, stats.max, stats.highest, stats.zeros)
+      5.0 2.5 4.0 3.0 0.5
       >>> print(cg.ValueStats.of(jnp.array([[3.0, -4.0], [0.0, 1.0]]), axis=0).max)
       [4. 1.]
     """
@@ -60,6 +68,7 @@ class ValueStats(NamedTuple):
     nonfinite: jax.Array
     zero_count: jax.Array
     size: jax.Array
+    highest: jax.Array
 
     @property
     def norm(self) -> jax.Array:
@@ -105,12 +114,20 @@ class ValueStats(NamedTuple):
     def joined(self, other: "ValueStats") -> "ValueStats":
         """The statistics of what two statistics are of."""
         sums = jax.tree.map(jnp.add, self, other)
-        return sums._replace(max=jnp.maximum(self.max, other.max))
+        both = (jnp.stack(pair) for pair in zip(self._maxima, other._maxima, strict=True))
+        return sums._with_maxima(largest(pair, 0) for pair in both)
 
     def over(self, axis: int) -> "ValueStats":
         """The statistics joined along an axis that is not negative, such as the axis of steps."""
         sums = jax.tree.map(lambda x: jnp.sum(x, axis), self)
-        return sums._replace(max=jnp.max(self.max, axis, initial=0))
+        return sums._with_maxima(largest(x, axis) for x in self._maxima)
+
+    @property
+    def _maxima(self) -> tuple[jax.Array, jax.Array]:
+        return self.max, self.highest
+
+    def _with_maxima(self, maxima: Iterable[jax.Array]) -> "ValueStats":
+        return self._replace(**dict(zip(("max", "highest"), maxima, strict=True)))
 
     def over_devices(self, sizes: Sequence[int], cut: Sequence[int]) -> "ValueStats":
         """The statistics of all devices of a mesh, of those of each along a leading axis.
@@ -143,43 +160,47 @@ def _measured_magnitudes(x: jax.Array, over: tuple[int, ...]) -> ValueStats:
     """The statistics of numbers over some axes."""
     forms = {"cpu": _measured_by_largest, "gpu": _measured_together, "default": _measured_apart}
     found = by_platform(x, **{k: functools.partial(form, over) for k, form in forms.items()})
-    squares, largest, nonfinite, zeros = found
-    count = jnp.full(largest.shape, math.prod(x.shape[i] for i in over), x.dtype)
-    return ValueStats(squares, largest, nonfinite, zeros, count)
+    squares, (top, highest), nonfinite, zeros = found
+    count = jnp.full(top.shape, math.prod(x.shape[i] for i in over), x.dtype)
+    return ValueStats(squares, top, nonfinite, zeros, count, highest)
 
 
-def _largest_magnitude(over: tuple[int, ...], x: jax.Array) -> jax.Array:
-    return jnp.max(jnp.abs(x), over, initial=0)
+def _maxima(over: tuple[int, ...], x: jax.Array, total: jax.Array | None = None) -> Maxima:
+    """The largest magnitude, and the largest element or 0."""
+    top = largest(jnp.abs(x), over, total)
+    return top, largest(x, over, top)
 
 
 def _zeros(x: jax.Array) -> jax.Array:
     return (x == 0).astype(x.dtype)
 
 
-def _measured_together(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, ...]:
-    """All sums in one reduction, which is one kernel on a GPU."""
-    parts = jnp.stack([*parts_of_sums(x), _zeros(x)])
-    *squares, bad, zeros = jnp.sum(parts, [1 + i for i in over])
-    return stacked_sums(*squares), _largest_magnitude(over, x), bad, zeros
+def _measured_together(over: tuple[int, ...], x: jax.Array) -> Measurements:
+    """All sums in one reduction, which is one kernel on a GPU, and the maxima in another."""
+    parts, behind = jnp.stack([*parts_of_sums(x), _zeros(x)]), tuple(1 + i for i in over)
+    *squares, bad, zeros = jnp.sum(parts, behind)
+    top, highest = largest_by_bits(jnp.stack([x, jnp.where(x < 0, 0, x)]), behind)
+    return stacked_sums(*squares), (top, highest), bad, zeros
 
 
-def _measured_apart(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+def _measured_apart(over: tuple[int, ...], x: jax.Array) -> Measurements:
     """The sums apart, which share one read on a TPU; a stack would be stored there."""
     *squares, _ = parts_of_sums(x)
     *sums, bad, zeros = (jnp.sum(part, over) for part in (*squares, *flags_of_bits(x)))
-    return stacked_sums(*sums), _largest_magnitude(over, x), bad, zeros
+    return stacked_sums(*sums), _maxima(over, x, sums[1]), bad, zeros
 
 
-def _measured_by_largest(over: tuple[int, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+def _measured_by_largest(over: tuple[int, ...], x: jax.Array) -> Measurements:
     """Few passes: on a CPU each sum is one, and a branch that is not taken costs nothing.
 
     What goes into a branch is stored, so it is no copy of the data.
     """
-    largest = _largest_magnitude(over, x)
-    none = to_varying(jnp.zeros_like(largest), varying_axes(largest))
+    top, highest = _maxima(over, x)
+    none = to_varying(jnp.zeros_like(top), varying_axes(top))
     bad = jax.lax.cond(
-        jnp.all(jnp.isfinite(largest)),
+        jnp.all(jnp.isfinite(top)),
         lambda: none,
         lambda: jnp.sum((~jnp.isfinite(x)).astype(x.dtype), over),
     )
-    return sums_by_largest(jnp.abs(x), largest, over), largest, bad, jnp.sum(_zeros(x), over)
+    squares = sums_by_largest(jnp.abs(x), top, over)
+    return squares, (top, highest), bad, jnp.sum(_zeros(x), over)

@@ -1,0 +1,186 @@
+"""The largest number of arrays that several devices hold: NaN if one is, wherever it is."""
+
+import ast
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import clipgrad as cg
+from clipgrad import _numerics
+
+SHAPE = (16, 24)
+LAYOUTS = {"rows": P("d"), "columns": P(None, "d")}
+# Where NaN is: nowhere, on the first device, on the last, on one between, on two.
+PLACES = [(), ((0, 0),), ((-1, -1),), ((7, 11),), ((0, -1), (9, 2))]
+
+
+def model(w, x):
+    return jnp.sum(checkpoint_name(w * x, "h"))
+
+
+def of_stats(stats):
+    return {"max": stats.max, "highest": stats.highest}
+
+
+def every_largest(mesh, spec):
+    """A compiled program that returns what there is of largest numbers, for each reduced axis."""
+
+    def on_devices(check):
+        def local(w, x):
+            return model(w, x).reshape(1)
+
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=(P(), spec), out_specs=P("d"), check_vma=check
+        )
+
+    def measured(fun, watch, x):
+        return of_stats(cg.with_value_stats(fun, watch=watch)(jnp.ones((), x.dtype), x)[1]["h"])
+
+    def program(x):
+        cut = 0 if spec[0] == "d" else 1
+        found = {
+            "all": [
+                measured(model, ["h"], x),
+                measured(on_devices(True), ["h"], x),
+                measured(on_devices(False), ["h"], x),
+                {"max": cg.global_norm({"x": x}, jnp.inf)},
+                {"max": _numerics.largest(jnp.abs(x)), "highest": _numerics.largest(x)},
+                {"max": cg.ClipByValue(1.0).measure(x)[0].value},
+            ],
+            "0": [measured(model, {"h": 0}, x)],
+            "1": [measured(model, {"h": 1}, x)],
+        }
+        found[str(cut)] += [measured(on_devices(True), {"h": (cut, "d")}, x)]
+        found[str(1 - cut)] += [measured(on_devices(True), {"h": (1 - cut, ())}, x)]
+        return found
+
+    return jax.jit(program)
+
+
+def expected(x, axis):
+    """The largest numbers by NumPy, which keeps NaN."""
+    over = {"all": None, "0": 1, "1": 0}[axis]
+    return {"max": np.abs(x).max(over), "highest": np.maximum(x.max(over), 0)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nan_on_any_device_is_in_every_largest_number(layout, dtype):
+    mesh = jax.make_mesh((8,), ("d",), (AxisType.Auto,))
+    run, place = every_largest(mesh, LAYOUTS[layout]), NamedSharding(mesh, LAYOUTS[layout])
+    step = cg.train_step(model, optax.sgd(0.1), watch_values=["h"])
+    ordinary = np.random.default_rng(0).normal(size=SHAPE)
+    cases = [(sign * ordinary - shift, p) for p in PLACES for sign, shift in ((1, 0), (-1, 9))]
+    for values, places in cases:
+        x = np.array(values, dtype)
+        for index in places:
+            x[index] = np.nan
+        given, x = jax.device_put(x, place), np.array(x, np.float32)
+        for axis, every in run(given).items():
+            wanted = expected(x, axis)
+            for i, found in enumerate(every):
+                for name, value in found.items():
+                    value = np.float32(value)
+                    np.testing.assert_array_equal(value, wanted[name], f"{name} {axis} {i}")
+        metrics = step(step.init(jnp.ones((), dtype)), given)[1]
+        for name, value in of_stats(metrics["values"]["h"]).items():
+            np.testing.assert_array_equal(np.float32(value), expected(x, "all")[name], name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_with_nan_on_any_device_are_the_largest(layout):
+    mesh = jax.make_mesh((8,), ("d",), (AxisType.Auto,))
+    drop = jax.jit(cg.DropTokens(k=2))
+    for places in PLACES:
+        x = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+        for index in places:
+            x[index] = np.nan
+        size = np.nan_to_num(np.linalg.norm(x, axis=1), nan=np.inf)
+        wanted = np.where((size >= np.sort(size)[-2])[:, None], 0, x)
+        found = drop(jax.device_put(x, NamedSharding(mesh, LAYOUTS[layout])))
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_diagnosis_counts_nan_on_any_device():
+    mesh = jax.make_mesh((8,), ("d",), (AxisType.Auto,))
+
+    def loss(w, x, scale):
+        return jnp.sum(checkpoint_name(w * x, "h") * scale)
+
+    shape = (64, 256)  # more than leaves the program whole
+    x = jax.device_put(jnp.ones(shape), NamedSharding(mesh, P("d")))
+    scale = np.ones(shape, np.float32)
+    scale[7, 11] = np.nan
+    given = jax.device_put(scale, NamedSharding(mesh, P("d")))
+    of = [cg.diagnose(loss, (x, x, s), argnums=0) for s in (given, scale)]
+    assert [d.ok for d in of] == [False, False]
+    counts = [[float(np.sum(row.nonfinite)) for row in d.rows] for d in of]
+    assert counts[0] == counts[1] and max(counts[0]) == 1
+
+
+# ---- no other maximum ---------------------------------------------------------------------------
+
+EXTREMES = {
+    *("max", "min", "amax", "amin", "nanmax", "nanmin", "fmax", "fmin"),
+    *("pmax", "pmin", "reduce_max", "reduce_min", "cummax", "cummin", "segment_max", "segment_min"),
+}
+# The others: (file, function) and why no NaN is lost there.
+HARMLESS = {
+    ("_numerics/numbers.py", "largest"): "the one maximum",
+    ("_numerics/numbers.py", "largest_by_bits"): "of integers, whose largest is NaN",
+    ("_numerics/reductions.py", "maxima"): "of integers, whose largest is NaN: one collective",
+    ("_jaxpr/elements.py", "at_first"): "on every device",
+    ("_diagnose/cotangents.py", "_reduced"): "a sum beside it says whether there is NaN",
+    ("_diagnose/cotangents.py", "numbers"): "of finite numbers",
+    ("_diagnose/cotangents.py", "_reduced_by_rows"): "of finite numbers",
+    ("_diagnose/tracker.py", "badness"): "of integers",
+    ("_gradient_clip/qk_clip.py", "of_heads"): "of finite factors",
+    ("_per_example/grams.py", "_largest_exponent"): "of integers",
+    ("_per_example/squares.py", "over_axis"): "of integers",
+    ("_per_example/squares.py", "largest_size"): "of what is then squared and added up",
+    ("_recorder/flag.py", "_copied_flag"): "of integers",
+    ("_thresholds/ema.py", "update"): "of finite norms",
+    ("_thresholds/ema.py", "_jointly"): "of finite norms",
+    ("_training/accumulate.py", "averaged"): "along an axis that no device cuts",
+    ("_training/train_step.py", "_metrics"): "of integers",
+}
+
+
+HOST = ("_check", "_demo")  # methods there are of NumPy's arrays
+
+
+def extremes_of(path):
+    """The functions of a module that take a maximum or minimum of elements of JAX's arrays."""
+    tree = ast.parse(path.read_text())
+    if "jnp" not in {a.asname for n in ast.walk(tree) for a in getattr(n, "names", [])}:
+        return  # NumPy, on the host
+
+    def visit(node, function):
+        name = node.name if isinstance(node, ast.FunctionDef) else function
+        called = node.func if isinstance(node, ast.Call) else None
+        for own, bases in ((node, ("jnp", "lax", "jax.lax")), (called, None)):
+            if isinstance(own, ast.Attribute) and own.attr in EXTREMES:
+                of, is_method = ast.unparse(own.value), path.parent.name not in HOST
+                if of in bases if bases else is_method and of != "np":
+                    yield name
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, name)
+
+    yield from visit(tree, None)
+
+
+def test_there_is_one_maximum_over_elements():
+    root = pathlib.Path(cg.__file__).parent
+    found = {
+        (str(path.relative_to(root)), function)
+        for path in root.rglob("*.py")
+        for function in extremes_of(path)
+    }
+    assert found == HARMLESS.keys(), "write _numerics.largest, or say here why NaN is not lost"
