@@ -215,14 +215,14 @@ def _attempt_gradient(gradient: Callable, forward: Callable, subject: CheckSubje
 def forward(check: Check) -> list[Failure]:
     """Forward mode, one direction and several at once, agrees with reverse mode."""
     subject = check.subject
-    push = jax.vmap(lambda xs, v: jax.jvp(subject.fun, (xs,), (v,))[1], in_axes=(None, 0))
+    push = lambda xs, v: jax.jvp(subject.fun, (xs,), (v,))[1]  # noqa: E731
     try:
-        pair = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in subject.inputs]
-        jax.eval_shape(push, subject.inputs, pair)  # raises errors before much is made
+        # Raises errors before much is made; inside of `jax.vmap` JAX would keep what it traced.
+        jax.eval_shape(push, subject.inputs, subject.inputs)
         scale = element_scales(subject.inputs)
         along = [random_direction(subject, check.options.seed, row) * scale for row in (0, 1)]
         tangents = _trees.stacked([_trees.leaves_of(row, subject.inputs) for row in along])
-        several = quick_jit(push)(subject.inputs, tangents)
+        several = quick_jit(jax.vmap(push, in_axes=(None, 0)))(subject.inputs, tangents)
         along = np.stack(along)
     except Exception as error:
         has_none = "custom_vjp" in str(error)

@@ -11,6 +11,7 @@ import clipgrad._trees as _trees
 from clipgrad._check.behavior import check_behavior
 from clipgrad._check.check import Check, Log, prepare
 from clipgrad._check.gradients import differentiated
+from clipgrad._check.kept import kept_lightly
 from clipgrad._check.options import Options, require_mapping, with_hints
 from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, verified_share
 from clipgrad._check.second_order import check_second_order
@@ -173,7 +174,7 @@ def check_grads(
     for kind, device in list(found.there.items())[:1]:
         others = {other: d for other, d in found.there.items() if other != kind}
         with jax.default_device(device), jax.default_matmul_precision("highest"):
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), kept_lightly():
                 log.devices.append(kind)
                 _check(subject_on, device, log, others)
     report = _logged_report(log, time.perf_counter() - started)
