@@ -179,6 +179,10 @@ class Check:
                 break
         return self._elsewhere.setdefault(key, None)
 
+    def gradients(self) -> list[np.ndarray]:
+        """The gradients at all points where there are any so far."""
+        return [self.gradient, *(found[1] for found in self._elsewhere.values() if found)]
+
     def point(self, xs=None, gradient: np.ndarray | None = None) -> Point:
         """A point and the gradients computed there, or the given one.
 
