@@ -59,7 +59,7 @@ def check_ties(
 def _shared_wrongly(
     judge: Judge, vjp: VJP, tied, output: int, seed: int, step: float, noise: float
 ) -> str:
-    """How the gradient of an output is outside of its slopes where tied elements move together."""
+    """The slopes of an output where tied elements move together, if its gradient is outside."""
     differences, point = judge.differences, judge.point
     gradient = vjp(np.eye(1, len(differences.base), output)[0])[tied].astype(np.float64)
     leaf = judge.tolerance.leaves_of(tied)[0]
