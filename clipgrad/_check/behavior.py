@@ -225,7 +225,7 @@ def forward(check: Check) -> list[Failure]:
         # Raises errors before much is made; inside of `jax.vmap` JAX would keep what it traced.
         jax.eval_shape(push, subject.inputs, subject.inputs)
         scale = element_scales(subject.inputs)
-        along = [_along(check, row, scale) for row in (0, 1)]
+        along = [_scaled_direction(check, row, scale) for row in (0, 1)]
         tangents = _trees.stacked([_trees.from_rows(row, subject.inputs) for row in along])
         several = quick_jit(jax.vmap(push, in_axes=(None, 0)))(subject.inputs, tangents)
         del tangents, scale
@@ -244,7 +244,7 @@ def forward(check: Check) -> list[Failure]:
     return failures[:1]
 
 
-def _along(check: Check, row: int, scale: np.ndarray) -> np.ndarray:
+def _scaled_direction(check: Check, row: int, scale: np.ndarray) -> np.ndarray:
     """A random direction by the scale of each element, in the type of these."""
     along = random_direction(check.subject, check.options.seed, row, scale.dtype)
     along *= scale

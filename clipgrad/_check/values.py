@@ -227,7 +227,7 @@ def layout_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
     """
     if not np.all(np.isfinite(analytic)) or _near(numeric, analytic):
         return ""
-    if len(_told_apart(numeric.reshape(-1, 1))) < 3:
+    if len(_distinct_rows(numeric.reshape(-1, 1))) < 3:
         return ""
     if numeric.ndim == 2 and numeric.shape[0] == numeric.shape[1] and _near(numeric.T, analytic):
         return "; analytic is the transpose of numeric"
@@ -235,7 +235,7 @@ def layout_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
         count, rows = numeric.shape[axis], np.moveaxis(numeric, axis, 0)
         if not _near(np.flip(numeric, axis), analytic):
             continue
-        if len(_told_apart(rows.reshape(count, -1))) == count:
+        if len(_distinct_rows(rows.reshape(count, -1))) == count:
             return f"; analytic is numeric reversed along axis {axis}"
     both = np.sort(numeric, axis=None), np.sort(analytic, axis=None)
     apart = OF_GAPS * np.median(np.diff(both[0]))  # else any two would be near, if there are many
@@ -244,7 +244,7 @@ def layout_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
     return ""
 
 
-def _told_apart(rows: np.ndarray) -> np.ndarray:
+def _distinct_rows(rows: np.ndarray) -> np.ndarray:
     """A number for each row that equals no other, but for rounding."""
     found = np.sort(rows @ dense_numbers(np.random.default_rng(0), rows.shape[1]))
     return found[np.diff(found, prepend=-np.inf) > SAME_ROWS * np.abs(found).max()]

@@ -22,7 +22,7 @@ from clipgrad._jaxpr.programs import (
 
 # Whose objects say by `==` whether they are the same; any other object is the same as itself alone.
 _COMPARABLE = frozenset({"builtins", "jax", "jaxlib", "ml_dtypes", "numpy"})
-_SMALL = 2**16  # bytes of an array inside a program that is no burden to keep
+_LIGHT = 2**16  # bytes of an array inside a program that is no burden to keep
 
 
 class ProgramKey:
@@ -161,7 +161,7 @@ class _Description:
         if isinstance(value, dict):
             return kind, *((self(key), self(part)) for key, part in value.items())
         if isinstance(value, (np.ndarray, np.generic, jax.Array)):
-            self.is_light &= value.size * value.dtype.itemsize <= _SMALL
+            self.is_light &= value.size * value.dtype.itemsize <= _LIGHT
             return _array_bits(value)
         if isinstance(value, (float, complex)):
             return kind, struct.pack("dd", value.real, value.imag)
