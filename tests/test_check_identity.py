@@ -158,6 +158,56 @@ def test_what_cannot_be_compared_equals_itself_alone():
     assert found[1] != found[2] and found[1] == found[1]
 
 
+def ruled(forward, backward):
+    function = jax.custom_vjp(forward)
+    function.defvjp(lambda x: (forward(x), x), lambda x, g: (backward(x, g),))
+    return function
+
+
+def with_tangent(part):
+    function = jax.custom_jvp(lambda x: jnp.sin(x))
+    function.defjvp(lambda x, t: (jnp.sin(x[0]), part() * jnp.cos(x[0]) * t[0]))
+    return function
+
+
+# Functions that hold a large array, of which they use the ones that it begins with.
+HOLDING = {
+    "a callback": lambda held: ruled(
+        lambda x: jax.pure_callback(
+            lambda v: (np.sin(v) * held[0]).astype(v.dtype), x, x, vmap_method="sequential"
+        ),
+        lambda x, g: g * jnp.cos(x),
+    ),
+    "a callback that prints": lambda held: (
+        lambda x: (
+            jax.debug.callback(lambda v: held[:0], x),
+            jnp.sin(x),
+        )[1]
+    ),
+    "a jitted function": lambda held: jax.jit(lambda x: jnp.sin(x) * jnp.asarray(held)[:3]),
+    "a backward rule": lambda held: ruled(
+        lambda x: jnp.sin(x), lambda x, g: g * jnp.cos(x) * jnp.asarray(held)[:3]
+    ),
+    "a tangent rule": lambda held: with_tangent(lambda: jnp.asarray(held)[:3]),
+    "a policy": lambda held: jax.checkpoint(
+        lambda x: jnp.sin(jnp.sin(x)), policy=lambda *_, **__: held.size == 0
+    ),
+}
+
+
+def test_what_a_function_holds_is_given_back():
+    """After `jax.clear_caches()`, since JAX keeps some of it."""
+    alive = {}
+    for name, make in HOLDING.items():
+        held = np.ones(2**16, np.float32)
+        alive[name] = weakref.ref(held)
+        assert cg.check_grads(make(held), (X,)).ok
+        del held
+    jax.clear_caches()
+    gc.collect()
+    assert [name for name, still in alive.items() if still() is not None] == []
+
+
 # One program for each of these, whose parameters are then changed one by one.
 MADE_OF = {
     "sums": lambda x: jnp.sum(jnp.cumsum(x[::-1]), axis=0),
@@ -256,6 +306,7 @@ def test_a_program_that_differs_in_one_parameter_of_one_equation_has_another_key
     function = MADE_OF[name]
     program = jax.make_jaxpr(lambda x: function(x))(X)
     own, count = program_key(program), 0
+    assert own.is_light
     assert own == program_key(jax.make_jaxpr(lambda x: function(x))(X))
     for other in changed(program):
         count += 1

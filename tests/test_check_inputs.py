@@ -13,6 +13,7 @@ from jax import lax
 
 import clipgrad as cg
 from clipgrad._check.options import CHECKS, Options
+from tests.check_zoo import custom
 
 X = jnp.asarray([0.5, 1.5])
 
@@ -273,7 +274,19 @@ def test_absent_devices_are_not_run_and_alone_not_ok():
 
 def test_a_gradient_of_zero_everywhere_is_noted():
     report = cg.check_grads(jnp.round, (X + 0.1,))
-    assert any("zero everywhere" in note for note in report.notes)
+    assert "the gradient is zero everywhere: does the output depend on the inputs?" in report.notes
+    report = cg.check_grads(jnp.round, (X + 0.1,), points=1)
+    assert "zero at this point, and no other was checked: does the output" in str(report)
+
+
+@pytest.mark.parametrize("function", [jnp.square, lambda x: jnp.sum(x**3), jnp.cosh])
+@pytest.mark.parametrize("rule", [1.0, 0.0])
+def test_a_stationary_point_is_not_called_independent(function, rule):
+    """Nor is a rule that is zero, which another point shows to be wrong."""
+    ruled = custom(lambda x: function(x), lambda r, g: (rule * jax.vjp(function, *r)[1](g)[0],))
+    report = cg.check_grads(ruled, (jnp.zeros(3),), raise_on_failure=False)
+    assert report.ok == (rule == 1.0)
+    assert "depend" not in str(report)
 
 
 @pytest.mark.exhaustive

@@ -1,5 +1,7 @@
 """Cotangents, directions, steps, points and those nearby; real vectors of trees."""
 
+import tracemalloc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -191,6 +193,22 @@ def test_at_a_generic_point_no_matrix_is_symmetric_unless_symmetry_is_kept(kind,
     is_symmetric = (kept == np.conj(kept.T)).all()
     assert is_symmetric == (kind in ("identity", "symmetric", "hermitian"))
     assert (kept != 0).any(axis=0).all()
+
+
+@pytest.mark.exhaustive
+def test_a_generic_point_takes_few_arrays_of_its_size():
+    """Also where some numbers are equal by accident, as among many in float32."""
+    values = np.random.default_rng(0).normal(size=200_000).astype(np.float32)
+    given = subject(jnp.asarray(values))
+    tracemalloc.start()
+    try:
+        (moved,) = nearby(given, 0, keeps=NOTHING)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(np.unique(values)) < len(values)
+    assert len(np.unique(moved)) > 0.999 * len(values)
+    assert peak < 9 * moved.size * np.dtype(float).itemsize
 
 
 def test_a_smaller_reach_moves_less_what_is_equal_too():

@@ -178,6 +178,35 @@ def test_a_rearranged_leaf_is_a_hint(change, hint):
     assert layout_hint(numeric, change(numeric)) == hint
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize(
+    ("columns", "change", "hint"),
+    [
+        ([0, 1, 1], lambda a: np.roll(a, -1, 1), "; analytic is a permutation of numeric"),
+        ([0, 1, 2], lambda a: a[:, ::-1], "; analytic is numeric reversed along axis 1"),
+        ([0, 0, 0], lambda a: a[::-1], "; analytic is numeric reversed along axis 0"),
+    ],
+)
+def test_a_shift_of_equal_columns_is_not_called_reversed(dtype, columns, change, hint):
+    numeric = np.random.default_rng(1).normal(size=(4, 3))[:, columns]
+    assert layout_hint(numeric, change(numeric).astype(dtype)) == hint
+
+
+def test_two_numbers_have_no_order():
+    numeric = np.repeat([[1.0], [-0.3]], 3, axis=1)
+    assert (
+        layout_hint(numeric, numeric[::-1]) == layout_hint(numeric[:, :2], numeric[:, :2].T) == ""
+    )
+
+
+def test_what_is_random_is_said_first():
+    rng = np.random.default_rng(0)
+    noisy = custom(lambda x: jnp.sin(x), lambda r, g: (g * rng.normal(),))
+    found = cg.check_grads(noisy, (jnp.ones(3),), raise_on_failure=False)
+    checks = [failure.check for failure in found.failures]
+    assert checks[0] == "determinism" and "value" in checks
+
+
 def test_many_numbers_that_are_as_near_as_any_others_are_no_permutation():
     numeric = np.linspace(-1, 1, 40_000)
     other = np.random.default_rng(0).permutation(numeric + 2e-5)

@@ -1,6 +1,7 @@
 """The search for wrong elements: references that are wrong too, blocks, ties, noise, order two."""
 
 import re
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -170,6 +171,18 @@ def test_ties_are_looked_at_output_by_output(first, second):
 def test_auto_takes_under_a_hundred_evaluations_where_random_points_lie_near_kinks():
     found = report(lambda x: jnp.maximum(x, 0), normal(6, 300_000, dtype=jnp.float32))
     assert found.ok and found.evaluations < 100
+
+
+def test_kinks_of_many_outputs_are_looked_at_in_few_arrays_of_their_size():
+    size = 100_000
+    tracemalloc.start()
+    try:
+        found = report(jax.nn.relu, jnp.zeros(size), points=1, skip=("linearity", "determinism"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.at_kinks == size
+    assert peak < 150 * size * np.dtype(float).itemsize  # arrays for each of 64 kinks are 400
 
 
 def test_auto_takes_under_a_hundred_evaluations_for_a_deep_relu_network():

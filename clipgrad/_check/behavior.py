@@ -17,7 +17,7 @@ from clipgrad._check.kept import quick_jit
 from clipgrad._check.points import element_scales, masked_rows, random_direction
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import LOOSER, distance, length_along, pieces
+from clipgrad._check.tolerances import LOOSER, distance, length_along, pieces, sum_along
 from clipgrad._errors import first_line
 
 # Powers of two by which a cotangent is multiplied; half precision has no room for more.
@@ -104,12 +104,13 @@ def linearity(check: Check) -> list[Failure]:
     whole, parts = check.vjp(first + ones), gradient + check.vjp(ones)
     sums += claim(whole, parts, f"{NOT_LINEAR} of the sum of a cotangent and a constant one")
     if above and not (zero or small or sums or _scaled_failures(check, -1.0)):
-        limit = _above(check, large)
         if _refuses(check, -large):
+            limit = _above(check, large, _is_nan)
             check.log.notes.append(
                 f"linearity: the VJP is NaN above cotangents of {limit}{REFUSES}"
             )
             return []
+        limit = _above(check, large, _scaled_failures)
         text = f"the VJP is not linear above cotangents of {limit}{CLIPS}"
         above = [above[0]._replace(detail=text + above[0].detail)]
     return (zero + above + small + sums)[:2]
@@ -123,7 +124,11 @@ def _refuses(check: Check, factor: float) -> bool:
     first = check.covectors[:1] * factor
     if check.rule is None or np.isfinite(check.rule(check.subject.inputs, first)).any():
         return False
-    return bool(np.isnan(check.vjp(first[0])).all())
+    return _is_nan(check, factor)
+
+
+def _is_nan(check: Check, factor: float) -> bool:
+    return bool(np.isnan(check.vjp(check.covectors[0] * factor)).all())
 
 
 def _has_half_precision(check: Check) -> bool:
@@ -140,9 +145,9 @@ def _scaled_failures(check: Check, factor: float) -> list[Failure]:
     return check.compare("linearity", scaled, expected, text)
 
 
-def _above(check: Check, factor: float) -> str:
-    """Above which size of the cotangents a rule is not linear that is linear below it."""
-    while factor > 2 and _scaled_failures(check, factor / 2):
+def _above(check: Check, factor: float, fails: Callable[[Check, float], Any]) -> str:
+    """Above which size of the cotangents a rule fails that does not below it."""
+    while factor > 2 and fails(check, factor / 2):
         factor /= 2
     return f"{float(np.abs(check.covectors[0]).max()) * factor / 2:.3g}"
 
@@ -215,15 +220,15 @@ def _attempt_gradient(gradient: Callable, forward: Callable, subject: CheckSubje
 def forward(check: Check) -> list[Failure]:
     """Forward mode, one direction and several at once, agrees with reverse mode."""
     subject = check.subject
-    push = jax.vmap(lambda xs, v: jax.jvp(subject.fun, (xs,), (v,))[1], in_axes=(None, 0))
+    push = lambda xs, v: jax.jvp(subject.fun, (xs,), (v,))[1]  # noqa: E731
     try:
-        pair = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in subject.inputs]
-        jax.eval_shape(push, subject.inputs, pair)  # raises errors before much is made
+        # Raises errors before much is made; inside of `jax.vmap` JAX would keep what it traced.
+        jax.eval_shape(push, subject.inputs, subject.inputs)
         scale = element_scales(subject.inputs)
-        along = [random_direction(subject, check.options.seed, row) * scale for row in (0, 1)]
-        tangents = _trees.stacked([_trees.leaves_of(row, subject.inputs) for row in along])
-        several = quick_jit(push)(subject.inputs, tangents)
-        along = np.stack(along)
+        along = [_scaled_direction(check, row, scale) for row in (0, 1)]
+        tangents = _trees.stacked([_trees.from_rows(row, subject.inputs) for row in along])
+        several = quick_jit(jax.vmap(push, in_axes=(None, 0)))(subject.inputs, tangents)
+        del tangents, scale
     except Exception as error:
         has_none = "custom_vjp" in str(error)
         why = "a custom_vjp function has no forward rule" if has_none else first_line(error)
@@ -239,9 +244,17 @@ def forward(check: Check) -> list[Failure]:
     return failures[:1]
 
 
+def _scaled_direction(check: Check, row: int, scale: np.ndarray) -> np.ndarray:
+    """A random direction by the scale of each element, in the type of these."""
+    along = random_direction(check.subject, check.options.seed, row, scale.dtype)
+    along *= scale
+    return along
+
+
 def _agrees(check: Check, along, tangent) -> list[Failure]:
-    pushed, pulled = check.covectors @ tangent, check.gradient @ along
-    terms = np.hypot(length_along(check.gradient, along), length_along(check.covectors, tangent))
+    pushed, terms = sum_along(check.covectors, tangent)
+    pulled, lengths = sum_along(check.gradient, along)
+    terms = np.hypot(lengths, terms)
     slack = LOOSER * check.tolerance.along.max() * (terms + np.abs(pulled))
     off = np.abs(pushed - pulled)
     noise = check.noise(check.subject.inputs) if np.any(off > slack) else None

@@ -11,11 +11,18 @@ import clipgrad._trees as _trees
 from clipgrad._check.behavior import check_behavior
 from clipgrad._check.check import Check, Log, prepare
 from clipgrad._check.gradients import differentiated
+from clipgrad._check.kept import kept_lightly
 from clipgrad._check.options import Options, require_mapping, with_hints
-from clipgrad._check.report import Failure, GradCheckError, GradCheckReport, verified_share
+from clipgrad._check.report import (
+    Failure,
+    GradCheckError,
+    GradCheckReport,
+    causes_first,
+    verified_share,
+)
 from clipgrad._check.second_order import check_second_order
 from clipgrad._check.subject import make_subject, require_arrays
-from clipgrad._check.values import check_further_points, check_values
+from clipgrad._check.values import check_further_points, check_values, note_independence
 from clipgrad._devices import find_devices, moved
 
 # Of the elements that are not at kinks, if `min_verified` is not given.
@@ -173,7 +180,7 @@ def check_grads(
     for kind, device in list(found.there.items())[:1]:
         others = {other: d for other, d in found.there.items() if other != kind}
         with jax.default_device(device), jax.default_matmul_precision("highest"):
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), kept_lightly():
                 log.devices.append(kind)
                 _check(subject_on, device, log, others)
     report = _logged_report(log, time.perf_counter() - started)
@@ -190,6 +197,7 @@ def _check(subject_on: Callable, device: Any, log: Log, others: Mapping[str, Any
     check_values(check, check.point())
     if "points" not in log.options.skip and log.has_time("points"):
         check_further_points(check)
+    note_independence(check)
     check_behavior(check)
     check_second_order(check)
     log.evaluations += check.differences.evaluations
@@ -221,7 +229,7 @@ def _logged_report(log: Log, seconds: float) -> GradCheckReport:
         log.failures.append(Failure("value", "all inputs", detail))
     same = "not_run evaluations precision verified at_kinks elements".split()
     return GradCheckReport(
-        failures=tuple(log.failures),
+        failures=causes_first(log.failures),
         notes=tuple(dict.fromkeys(log.notes)),
         seconds=seconds,
         devices=tuple(log.devices),

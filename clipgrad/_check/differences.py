@@ -142,12 +142,12 @@ class Differences:
                 progress(len(part.start))
         return Slopes(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
-    def changes(self, xs: Sequence[jax.Array], shifts: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The change of each output from the point to each shift, and from minus the shift."""
-        self.set_base(xs, shifts[0])
-        whole = Moves(np.zeros(1, int), np.full(1, shifts.shape[1]), np.ones(1))
-        moved = np.concatenate([self._run(shift, whole) for shift in shifts])
-        return moved[:, 0] - self.base, self.base - moved[:, 1]
+    def change(self, xs: Sequence[jax.Array], shift: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The change of each output from the point to a shift, and from minus the shift."""
+        self.set_base(xs, shift)
+        whole = Moves(np.zeros(1, int), np.full(1, len(shift)), np.ones(1))
+        ahead, behind = self._run(shift, whole)[0]
+        return ahead - self.base, self.base - behind
 
     def set_base(self, xs, direction) -> None:
         """Evaluate the function at a point, not moved in a direction, if it is another point."""

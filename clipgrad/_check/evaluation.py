@@ -131,7 +131,7 @@ def _probe_evaluation(subject: CheckSubject, differences: Differences, part: flo
         scale = element_scales(subject.inputs)
         along = random_direction(subject, 0, 0, scale.dtype) * scale
         along *= NEARBY
-        differences.changes(subject.inputs, along[None])
+        differences.change(subject.inputs, along)
 
 
 def _same_values(subject: CheckSubject, values: np.ndarray, part: float) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import clipgrad._trees as _trees
 from clipgrad._check.points import generator
 from clipgrad._check.subject import CheckSubject
+from clipgrad._check.tolerances import pieces
 
 # What a further point keeps of the given one, besides signs, what lies in [0, 1] and the order of
 # the elements of each leaf where the function's value depends on it: nothing, the symmetry of its
@@ -67,19 +68,39 @@ def _parts(rng, shape: tuple[int, ...], symmetric: bool) -> np.ndarray:
 def _moved_apart(values: np.ndarray, parts: np.ndarray, reach: float) -> np.ndarray:
     """Elements of equal size nearer to zero by some part of the room there, zeros away from it.
 
-    Complex numbers have no order, and room enough.
+    Complex numbers have no order, and room enough. Only what is moved is looked at one by one.
     """
-    numbers, place = np.unique(values, return_inverse=True)
-    _, alike, counts = np.unique(np.abs(values), return_inverse=True, return_counts=True)
-    size, typical = np.abs(numbers), np.sqrt(np.mean(np.abs(values) ** 2))
-    room = reach * SPREAD * np.where(numbers == 0, typical, size)
-    if not np.iscomplexobj(values):
-        gaps = np.diff(numbers, prepend=-np.inf), np.diff(numbers, append=np.inf)
-        room = np.fmin(room, OF_GAP * np.where(numbers > 0, *gaps))
-    towards = np.where(numbers == 0, 1.0, -numbers / np.where(numbers == 0, 1.0, size))
-    moves = (towards * room)[place].reshape(values.shape) * parts
-    is_equal = (counts > 1)[alike].reshape(values.shape) | (values == 0)
-    return values + np.where(is_equal | np.iscomplexobj(values), moves, 0.0)
+    values, parts, is_complex = values.copy(), parts.ravel(), np.iscomplexobj(values)
+    flat = values.reshape(-1)
+    indices = np.arange(flat.size) if is_complex else _of_equal_size(flat)
+    own, typical = flat[indices], np.sqrt(np.mean(np.abs(flat) ** 2))
+    size = np.abs(own)
+    room = reach * SPREAD * np.where(own == 0, typical, size)
+    if not is_complex and len(own):
+        order = np.sort(flat)
+        below = np.searchsorted(order, own, "left") - 1, own - order[0] > 0
+        above = np.searchsorted(order, own, "right"), order[-1] - own > 0
+        gaps = [
+            np.where(there, np.abs(own - order.take(place, mode="clip")), np.inf)
+            for place, there in (below, above)
+        ]
+        room = np.fmin(room, OF_GAP * np.where(own > 0, *gaps))
+    towards = np.where(own == 0, 1.0, -own / np.where(own == 0, 1.0, size))
+    flat[indices] += towards * room * parts[indices]
+    return values
+
+
+def _of_equal_size(values: np.ndarray) -> np.ndarray:
+    """The places of numbers whose size others have as well, and of zeros."""
+    sizes = np.sort(np.abs(values))
+    repeated = np.unique(np.append(sizes[1:][sizes[1:] == sizes[:-1]], 0.0))
+    del sizes
+    found = [np.zeros(0, int)]
+    for where in pieces(0, values.size):
+        own = np.abs(values[where])
+        place = np.minimum(np.searchsorted(repeated, own), len(repeated) - 1)
+        found.append(np.flatnonzero(repeated[place] == own) + where.start)
+    return np.concatenate(found)
 
 
 def _turned(values: np.ndarray, rng, reach: float) -> np.ndarray:

@@ -2,12 +2,14 @@
 
 A check of a gradient compiles about ten programs and runs each a few times. What a user's function
 does may have changed since it was last checked, so it is traced anew each time; if its program is
-the same as before (`identity.py`), so are the programs compiled from it.
+the same as before (`identity.py`), so are the programs compiled from it. What holds an object of a
+user's, such as a callback with its closure, or a large array, is kept for one check alone.
 """
 
 import collections
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +17,14 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from clipgrad._jaxpr import (
     CUSTOM_RULES,
+    ENTRANCES,
     Hook,
+    ProgramKey,
     called_program,
+    equations,
     evaluate,
     low_jit,
+    map_programs,
     opened,
     program_key,
 )
@@ -38,6 +44,23 @@ def kept_by_key(key: Any, make: Callable[[], Any]) -> Any:
         while len(_kept_by_key) > KEPT:
             _kept_by_key.popitem(last=False)
         return found
+
+
+@contextlib.contextmanager
+def kept_lightly() -> Iterator[None]:
+    """A context at whose end nothing is kept that holds an object of a user's, or a large array."""
+    try:
+        yield
+    finally:
+        with _lock:
+            for key in [key for key in _kept_by_key if not _is_light(key)]:
+                del _kept_by_key[key]
+
+
+def _is_light(key: Any) -> bool:
+    if isinstance(key, tuple):
+        return all(map(_is_light, key))
+    return key.is_light if isinstance(key, ProgramKey) else True
 
 
 def with_constants(program: Any, constants: Any) -> ClosedJaxpr:
@@ -63,11 +86,29 @@ def quick_jit(fun: Callable) -> Callable:
     return call
 
 
-class Primal(Hook):
-    """Has functions with custom rules replaced by what they compute.
+def without_rules(program: Any) -> Any:
+    """The program, whose functions with custom rules have nothing but what they compute.
 
-    So nothing that is kept holds the rules, which a `ProgramKey` does not compare.
+    So nothing that is kept holds the rules, which a `ProgramKey` does not compare, and what these
+    close over. It is to be evaluated by a hook that enters such functions.
     """
+    if not any(equation.primitive.name in CUSTOM_RULES for equation in equations(program)):
+        return program
+    jaxpr = opened(program)[0]
+    new = jaxpr.replace(eqns=[e.replace(params=_without_rules(e)) for e in jaxpr.eqns])
+    return new if jaxpr is program else program.replace(jaxpr=new)
+
+
+def _without_rules(equation: JaxprEqn) -> dict[str, Any]:
+    name = equation.primitive.name
+    if name in CUSTOM_RULES:
+        return {"call_jaxpr": without_rules(called_program(equation))}
+    is_entered = name in ENTRANCES or name == "custom_linear_solve"
+    return equation.params | (map_programs(equation, without_rules) if is_entered else {})
+
+
+class Primal(Hook):
+    """Has functions with custom rules replaced by what they compute."""
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The results of a function with custom rules; None for anything else."""
@@ -86,7 +127,7 @@ def _compiled_program(fun: Callable, structure: Any, leaves: list) -> Callable[[
 
     program = jax.make_jaxpr(flat)(leaves)
     constants = opened(program)[1]
-    jaxpr = opened(program)[0]  # what is kept holds no constants of this call
+    jaxpr = without_rules(opened(program)[0])  # what is kept holds no constants of this call
     run = kept_by_key(("quick_jit", program_key(program)), lambda: _compiled_evaluation(jaxpr))
     return lambda leaves: found[0].unflatten(run(constants, leaves))
 

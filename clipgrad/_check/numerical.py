@@ -8,6 +8,7 @@ import numpy as np
 
 import clipgrad._trees as _trees
 from clipgrad._check.evaluation import choose
+from clipgrad._check.kept import kept_lightly
 from clipgrad._check.options import require_delta, with_hints
 from clipgrad._check.points import make_point
 from clipgrad._check.search import Judge
@@ -81,7 +82,8 @@ def numerical_grad(
     require_arrays(args, {})
     subject = make_subject(fun, args, None, wrt, None, output)
     covector = _covector(subject, cotangent)
-    differences, _ = choose(subject, covector[None], [])
+    with kept_lightly():
+        differences, _ = choose(subject, covector[None], [])
     tolerance = make_tolerance(subject.ranges, ["float64"] * len(subject.inputs))
     nothing = np.zeros((1, int(_trees.offsets(subject.inputs)[-1])))
     point = make_point(subject, subject.inputs, (nothing, None, None), 0, delta)

@@ -39,48 +39,66 @@ def check_ties(
     if len(kinks) < 2:
         return []
     step = float(step_sizes(differences.evaluation.quick)[1])
-    bent, noise = _bent_one_way(differences, point, kinks, step)
-    for output in np.flatnonzero(bent.sum(axis=0) > 1)[:OUTPUTS]:
-        tied = kinks[bent[:, output]]
-        gradient = vjp(np.eye(1, bent.shape[1], output)[0]).astype(np.float64)
-        others = np.unique(np.concatenate(every))
+    differences.set_base(point.xs, point.scale)
+    noise = NOISE * differences.evaluation.eps * float(np.max(np.abs(differences.base)))
+    outputs, bent = _bent_one_way(differences, point, kinks, step, noise)
+    others = np.unique(np.concatenate(every))
+    for output, of_output in zip(outputs, bent.T, strict=True):
+        tied = kinks[of_output]
         if len(others) > len(kinks):  # those that were not moved are tied by their value
             tied = others[np.isin(point.vector[others], point.vector[tied])]
-        signs = points.generator(seed, "ties").choice([-1.0, 1.0], (MOVED, len(tied)))
-        signs[0] = 1.0  # all up, and up and down at random
-        shifts = np.zeros((MOVED, point.scale.size), point.scale.dtype)
-        shifts[:, tied] = step * signs * point.scale[tied].max()
-        ahead, behind = (change[:, output] for change in differences.changes(point.xs, shifts))
-        analytic = shifts @ gradient
-        low, high = np.minimum(ahead, behind), np.maximum(ahead, behind)
-        relative = LOOSER * judge.tolerance.relative[judge.tolerance.leaves_of(tied)[0]]
-        relative = max(relative, BENDS * step)
-        slack = relative * np.abs(shifts) @ np.abs(gradient) + noise
-        off = np.fmax(low - analytic, analytic - high) - slack
-        worst = int(np.argmax(off))
-        if off[worst] > 0:
-            size = float(np.linalg.norm(shifts[worst]))
-            numbers = [f"{slopes[worst] / size:.7g}" for slopes in (behind, ahead, analytic)]
-            detail = (
-                f"{len(tied)} tied elements share the gradient of "
-                f"{subject.output_element(int(output))} wrongly: along them its slopes are "
-                f"{numbers[0]} and {numbers[1]}, analytic {numbers[2]}"
-            )
+        detail = _shared_wrongly(judge, vjp, tied, int(output), seed, step, noise)
+        if detail:
+            detail = f"the gradient of {subject.output_element(int(output))} wrongly: {detail}"
+            detail = f"{len(tied)} tied elements share {detail}"
             start = max(start for start, _ in subject.ranges if start <= tied[0])
             return [Failure("value", subject.element(int(tied[0])), detail, indices=tied - start)]
     return []
 
 
-def _bent_one_way(differences: Differences, point: Point, kinks, step: float) -> tuple:
-    """The kinks of elements in outputs, without outputs whose kinks bend both ways; the noise."""
-    shifts = np.zeros((len(kinks), point.scale.size), point.scale.dtype)
-    shifts[np.arange(len(kinks)), kinks] = step * point.scale[kinks]
-    ahead, behind = differences.changes(point.xs, shifts)
-    noise = NOISE * differences.evaluation.eps * float(np.max(np.abs(differences.base)))
-    bend, size = ahead - behind, np.fmax(np.abs(ahead), np.abs(behind))
-    bent = np.abs(bend) > KINK_GAP * size + noise
-    one_way = ~(np.any(bent & (bend > 0), axis=0) & np.any(bent & (bend < 0), axis=0))
-    return bent & one_way, noise
+def _shared_wrongly(
+    judge: Judge, vjp: VJP, tied, output: int, seed: int, step: float, noise: float
+) -> str:
+    """The slopes of an output where tied elements move together, if its gradient is outside."""
+    differences, point = judge.differences, judge.point
+    gradient = vjp(np.eye(1, len(differences.base), output)[0])[tied].astype(np.float64)
+    leaf = judge.tolerance.leaves_of(tied)[0]
+    relative = max(LOOSER * judge.tolerance.relative[leaf], BENDS * step)
+    signs = points.generator(seed, "ties").choice([-1.0, 1.0], (MOVED, len(tied)))
+    signs[0] = 1.0  # all up, and up and down at random
+    found, shift = [], np.zeros_like(point.scale)
+    for move in step * signs * point.scale[tied].max():
+        shift[tied] = move
+        ahead, behind = (change[output] for change in differences.change(point.xs, shift))
+        analytic, slack = move @ gradient, relative * np.abs(move) @ np.abs(gradient) + noise
+        off = np.fmax(min(ahead, behind) - analytic, analytic - max(ahead, behind)) - slack
+        found.append((off, *(np.array([behind, ahead, analytic]) / np.linalg.norm(move))))
+    off, *slopes = max(found)
+    if not off > 0:
+        return ""
+    behind, ahead, analytic = (f"{slope:.7g}" for slope in slopes)
+    return f"along them its slopes are {behind} and {ahead}, analytic {analytic}"
+
+
+def _bent_one_way(
+    differences: Differences, point: Point, kinks, step: float, noise: float
+) -> tuple:
+    """Some outputs with several kinks, all of which bend the same way, and which kinks these are.
+
+    An output is as large as a model may be, so that of each kink one bit is kept for it.
+    """
+    shift, rows = np.zeros_like(point.scale), []
+    ups, downs = np.zeros((2, len(differences.base)), np.int32)
+    for k in kinks:
+        shift[k] = step * point.scale[k]
+        ahead, behind = differences.change(point.xs, shift)
+        shift[k] = 0.0
+        bend, size = ahead - behind, np.fmax(np.abs(ahead), np.abs(behind))
+        bent = np.abs(bend) > KINK_GAP * size + noise
+        ups, downs = ups + (bent & (bend > 0)), downs + (bent & (bend < 0))
+        rows.append(np.packbits(bent))
+    outputs = np.flatnonzero((ups + downs > 1) & ((ups == 0) | (downs == 0)))[:OUTPUTS]
+    return outputs, np.stack([np.unpackbits(row)[outputs] for row in rows]).astype(bool)
 
 
 def excuse_structure(subject: CheckSubject, judge: Judge, found: list[Finding], seed: int) -> list:

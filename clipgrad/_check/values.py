@@ -4,7 +4,7 @@ import numpy as np
 
 from clipgrad._check.check import Check
 from clipgrad._check.further import EQUALITY, NOTHING, SYMMETRY, symmetric_leaves
-from clipgrad._check.points import Point
+from clipgrad._check.points import Point, dense_numbers
 from clipgrad._check.report import Failure
 from clipgrad._check.search import Finding, doubtful_leaves, search, wrong_leaves
 from clipgrad._check.structure import check_ties, excuse_structure
@@ -26,8 +26,15 @@ def check_values(check: Check, point: Point) -> None:
     log.count(point, found)
     log.fail(failures)
     log.notes += notes
-    if point.finite.all() and not point.gradient.any():
-        log.notes.append("the gradient is zero everywhere: does the output depend on the inputs?")
+
+
+def note_independence(check: Check) -> None:
+    """A note where the gradient is zero at every point, and no slope says otherwise."""
+    gradients, log = check.gradients(), check.log
+    if any(g.any() for g in gradients) or any(f.check == "value" for f in log.failures):
+        return
+    where = "everywhere" if len(gradients) > 1 else "at this point, and no other was checked"
+    log.notes.append(f"the gradient is zero {where}: does the output depend on the inputs?")
 
 
 def check_further_points(check: Check) -> None:
@@ -193,6 +200,7 @@ SAME_RATIO = 0.01
 # Elements of a permutation are this part of the usual distance to the next one apart, or less.
 OF_GAPS = 0.1
 EXACT = 1e-3
+SAME_ROWS = 1e-9  # numbers of float64 that are nearer are equal
 
 
 def ratio_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
@@ -212,19 +220,34 @@ def ratio_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
 
 
 def layout_hint(numeric: np.ndarray, analytic: np.ndarray) -> str:
-    """A remark if a whole leaf's analytic gradient is the numeric one, rearranged."""
-    if numeric.size < 3 or not np.all(np.isfinite(analytic)) or _near(numeric, analytic):
+    """A remark if a whole leaf's analytic gradient is the numeric one, rearranged.
+
+    Equal numbers, or rows, may be in such an order by accident: two numbers are no order, and what
+    has equal rows may as well be shifted as reversed.
+    """
+    if not np.all(np.isfinite(analytic)) or _near(numeric, analytic):
+        return ""
+    if len(_distinct_rows(numeric.reshape(-1, 1))) < 3:
         return ""
     if numeric.ndim == 2 and numeric.shape[0] == numeric.shape[1] and _near(numeric.T, analytic):
         return "; analytic is the transpose of numeric"
     for axis in range(numeric.ndim):
-        if numeric.shape[axis] > 1 and _near(np.flip(numeric, axis), analytic):
+        count, rows = numeric.shape[axis], np.moveaxis(numeric, axis, 0)
+        if not _near(np.flip(numeric, axis), analytic):
+            continue
+        if len(_distinct_rows(rows.reshape(count, -1))) == count:
             return f"; analytic is numeric reversed along axis {axis}"
     both = np.sort(numeric, axis=None), np.sort(analytic, axis=None)
     apart = OF_GAPS * np.median(np.diff(both[0]))  # else any two would be near, if there are many
     if _near(*both) and np.abs(both[0] - both[1]).max() <= apart:
         return "; analytic is a permutation of numeric"
     return ""
+
+
+def _distinct_rows(rows: np.ndarray) -> np.ndarray:
+    """A number for each row that equals no other, but for rounding."""
+    found = np.sort(rows @ dense_numbers(np.random.default_rng(0), rows.shape[1]))
+    return found[np.diff(found, prepend=-np.inf) > SAME_ROWS * np.abs(found).max()]
 
 
 def _near(a: np.ndarray, b: np.ndarray) -> bool:

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.hold import HeldStops
-from clipgrad._check.kept import kept_by_key, with_constants
+from clipgrad._check.kept import kept_by_key, with_constants, without_rules
 from clipgrad._check.loops import HeldLonger, Longer
 
 AXIS = "clipgrad_perturbation"
@@ -62,7 +62,8 @@ class Widened:
         names = {equation.primitive.name for equation in found}
         if foreign := names & _jaxpr.FOREIGN_PROGRAMS:
             raise Unsupported(f"it holds {', '.join(sorted(foreign))}")
-        self._program, _ = _jaxpr.opened(program)  # kept longer than its constants
+        # Kept longer than its constants, and than what its rules close over.
+        self._program = without_rules(_jaxpr.opened(program)[0])
         self.key = key
         self.narrow = _jaxpr.computed_types(program)
         self.stops = bool(names & {"stop_gradient", "random_gamma"})

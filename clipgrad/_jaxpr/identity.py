@@ -22,18 +22,23 @@ from clipgrad._jaxpr.programs import (
 
 # Whose objects say by `==` whether they are the same; any other object is the same as itself alone.
 _COMPARABLE = frozenset({"builtins", "jax", "jaxlib", "ml_dtypes", "numpy"})
+_LIGHT = 2**16  # bytes of an array inside a program that is no burden to keep
 
 
 class ProgramKey:
     """Equal to the keys of programs that compute the same from the same constants and inputs.
 
     It holds all objects that it is compared by, so that no other object has their addresses.
+
+    Attributes:
+      is_light: whether neither the key nor its program holds an object of a user's, such as a
+        callback, whose closure may be of any size, or a large array.
     """
 
-    __slots__ = ("_hash", "_parts")
+    __slots__ = ("_hash", "_parts", "is_light")
 
-    def __init__(self, parts: Hashable):
-        self._parts, self._hash = parts, hash(parts)
+    def __init__(self, parts: Hashable, is_light: bool = False):
+        self._parts, self._hash, self.is_light = parts, hash(parts), is_light
 
     def __hash__(self) -> int:
         return self._hash
@@ -68,8 +73,9 @@ def program_key(program: Any) -> ProgramKey:
     rules. Derivative rules of functions are not compared, so what is kept may not hold them. What
     cannot be compared has a key that equals no other.
     """
+    description = _Description()
     try:
-        return ProgramKey(_Description().whole(program))
+        return ProgramKey(description.whole(program), description.is_light)
     except Exception:
         return ProgramKey(Itself(object()))
 
@@ -93,6 +99,7 @@ class _Description:
     """Describes programs by nested tuples; each program inside is described once."""
 
     def __init__(self) -> None:
+        self.is_light = True
         self._numbers: dict[Hashable, int] = {}  # of descriptions
         self._known: dict[Itself, int] = {}  # of programs
 
@@ -154,6 +161,7 @@ class _Description:
         if isinstance(value, dict):
             return kind, *((self(key), self(part)) for key, part in value.items())
         if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+            self.is_light &= value.size * value.dtype.itemsize <= _LIGHT
             return _array_bits(value)
         if isinstance(value, (float, complex)):
             return kind, struct.pack("dd", value.real, value.imag)
@@ -161,12 +169,18 @@ class _Description:
 
     def _object(self, kind: type, value: Any) -> Hashable:
         if kind.__module__.partition(".")[0] not in _COMPARABLE:
+            self.is_light = False
             return Itself(value)
         if dataclasses.is_dataclass(value):
             names = [field.name for field in dataclasses.fields(value)]
             if set(getattr(value, "__dict__", names)) <= set(names):
                 return kind, *(self(getattr(value, name)) for name in names)
-        return Itself(value) if callable(value) else (kind, value)
+        if not callable(value):
+            return kind, value
+        module = getattr(value, "__module__", None) or ""
+        is_own = module.partition(".")[0] in _COMPARABLE and not getattr(value, "__closure__", None)
+        self.is_light &= is_own
+        return Itself(value)
 
 
 def _array_bits(value: Any) -> Hashable:
