@@ -136,9 +136,14 @@ FOUND_BY = {
         "All clip rules and adaptive thresholds, and how to write one.",
         "ClipRule; own rule; threshold; mask; AutoNorm; AUTO-S; U-Clip; drop tokens",
     ),
+    "costs": (
+        "What clips, statistics, the flight recorder and the gradient check cost, beside optax, "
+        "torch, jax-privacy and jax.test_util.",
+        "cost; costs; overhead; speed; slow; slower",
+    ),
     "benchmarks/RESULTS": (
         "Times of clipgrad beside optax, torch, chex, Opacus and others, losses included.",
-        "benchmarks; performance; speed; cost",
+        "benchmarks; performance",
     ),
 }
 
