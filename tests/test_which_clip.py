@@ -237,8 +237,8 @@ def test_how_many_tasks_each_way_solves_with_every_seed():
     assert list(counts.values()) == [7, 3, 8, 7, 2]
     assert [len(all_reach(way)) for way in ("error clip + norm", "error clip")] == [9, 6]
     assert (
-        "norm clip 7, error clip that finds its threshold with a norm clip 8, alone 3, `AutoNorm` "
-        "7, `u_clip` 2; of the tuned error clips, with a norm clip 9, alone 6"
+        "norm clip 7; an error clip that finds its own threshold, with a norm clip 8, alone 3; a "
+        "tuned error clip, with a norm clip 9, alone 6; `AutoNorm` 7; `u_clip` 2"
     ) in page
     assert "eight of the ten tasks" in page
 
