@@ -142,7 +142,7 @@ def losses(results: dict[str, Any]) -> str:
 
 
 def short(results: dict[str, Any]) -> str:
-    """The few rows that the README shows."""
+    """The few rows that the page begins with."""
     every = {
         (f["subject"], f["row"], f["ours"], f["theirs"], f["work"]): f for f in comparisons(results)
     }

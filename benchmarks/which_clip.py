@@ -2,7 +2,7 @@
 
 Each way is trained at every learning rate and threshold of a grid on the seeds of the sweep. The
 cell with the best mean of the first metric is trained on the seeds of the comparison, which are
-others. "mended" is the task with its cause mended, without a clip. Tasks are those of the demo, and
+others. "fixed" is the task without its cause, and without a clip. Tasks are those of the demo, and
 those of which_clip_*.py; they are small: all of them take half an hour on one core.
 
 Run: python benchmarks/which_clip.py [--task NAME ...] [--out docs]
@@ -263,8 +263,8 @@ STUDIES = {
             ways(
                 (0.3, 1.0, 3.0), error_without_nan, (1e-4, 1e-3, 1e-2, 1.0),
                 zero_nans=Way(lambda threshold: Clips(zero_nans=True)),
-                mended=Way(task=_mended_patches()),
-                mended_plus_norm=Way(norm, (0.1, 0.3, 1.0, 3.0), _mended_patches()),
+                fixed=Way(task=_mended_patches()),
+                fixed_plus_norm=Way(norm, (0.1, 0.3, 1.0, 3.0), _mended_patches()),
             ) | of_others((0.3, 1.0, 3.0)),
         ),
         Study(
@@ -280,7 +280,7 @@ STUDIES = {
             DEEP_MLP, _NESTEROV, (1e-3, 1e-2, 1e-1, 1.0),
             ways(
                 (0.3, 1.0, 3.0), error_by_value, (1e-4, 1e-3, 1e-2, 1e-1),
-                mended=Way(task=_from_identity()),
+                fixed=Way(task=_from_identity()),
             ) | of_others((0.3, 1.0, 3.0)),
         ),
         Study(
@@ -292,8 +292,8 @@ STUDIES = {
             two_heads(4.0), _MOMENTUM, (0.003, 0.01, 0.03, 0.1, 0.3),
             ways(
                 (0.1, 1.0, 10.0, 100.0, 1e3), error_by_row, (1e-6, 1e-5, 1e-4, 1e-3),
-                mended=Way(task=two_heads(1.0)),
-                mended_plus_norm=Way(norm, (0.1, 1.0, 10.0, 100.0), two_heads(1.0)),
+                fixed=Way(task=two_heads(1.0)),
+                fixed_plus_norm=Way(norm, (0.1, 1.0, 10.0, 100.0), two_heads(1.0)),
             ) | of_others((0.1, 1.0, 10.0, 100.0, 1e3)),
         ),
         Study(

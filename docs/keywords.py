@@ -25,7 +25,8 @@ FOUND_BY = {
     "bfloat16": (
         "Find the modules and the leaves of the gradient where bfloat16 or float16 loses "
         "precision in JAX.",
-        "rounding; loss of precision; cancellation; low precision; float32; float64",
+        "bf16; bfloat16; rounding; loss of precision; cancellation; low precision; float32; "
+        "float64",
     ),
     "layout": (
         "Check a sharded JAX training step against the same step on one device: missing averages, "
@@ -35,7 +36,8 @@ FOUND_BY = {
     "my_run_blew_up": (
         "A JAX training run that ended in NaN: keep the step, the batch and the parameters, and"
         " replay them to find the line.",
-        "NaN loss; loss spike; divergence; blew up; flight recorder; halt; resume; post-mortem",
+        "NaN loss; loss spike; divergence; loss climbs; blew up; flight recorder; halt; resume; "
+        "post-mortem; checkpoint; roll back; bucket; GCS; S3",
     ),
     "logging": (
         "Log gradient norms and clip statistics of JAX training to Weights & Biases (wandb), "
@@ -55,8 +57,9 @@ FOUND_BY = {
         "attention logits that grow, and a coordinate check, in JAX.",
         "LoRA; adapters; fine-tuning; frozen parameters; freeze; optax.partition; optax.masked;"
         " MultiSteps; gradient accumulation; microbatch; loss scaling; DynamicScale; float16; "
-        "bfloat16; mixed precision; AMP; attention logits; soft cap; z-loss; "
-        "muP; coordinate check",
+        "mixed precision; AMP; attention logits; soft cap; z-loss; MLA; multi-head latent "
+        "attention; epsilon; delta; privacy accountant; dp_accounting; Poisson sampling; muP; "
+        "coordinate check",
     ),
     "published_clips": (
         "Gradient clipping thresholds that the papers and configurations of GPT-3, Gopher, "
@@ -130,15 +133,21 @@ FOUND_BY = {
     "api/gradient_clip": (
         "Gradient clips for optax: clip_by_global_norm, clip_by_norm, clip_by_value, adaptive "
         "clipping, with schedules and statistics.",
-        "norm; clip_by_global_norm; clip_by_norm; global norm; gradient clipping",
+        "norm; clip_by_global_norm; clip_by_norm; global norm; gradient clipping; clip by norm; "
+        "clip by global norm; clip by value",
     ),
     "rules": (
         "All clip rules and adaptive thresholds, and how to write one.",
         "ClipRule; own rule; threshold; mask; AutoNorm; AUTO-S; U-Clip; drop tokens",
     ),
+    "costs": (
+        "What clips, statistics, the flight recorder and the gradient check cost, beside optax, "
+        "torch, jax-privacy and jax.test_util.",
+        "cost; costs; overhead; speed; slow; slower",
+    ),
     "benchmarks/RESULTS": (
         "Times of clipgrad beside optax, torch, chex, Opacus and others, losses included.",
-        "benchmarks; performance; speed; cost",
+        "benchmarks; performance",
     ),
 }
 

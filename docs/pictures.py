@@ -1,7 +1,8 @@
-"""Pictures of pages, drawn anew: python docs/pictures.py."""
+"""Pictures of pages, drawn anew: python docs/pictures.py, or some of them by their names."""
 
 import pathlib
 import re
+import sys
 from typing import Any
 
 import jax
@@ -40,6 +41,43 @@ def precision() -> Figure:
     return cg.compare(loss, "float32", (weights, x)).plot()
 
 
+def padded(weights: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Six blocks, of which the third divides by the norm of each token, also of padding's."""
+    is_word = jnp.any(tokens != 0, axis=-1, keepdims=True)
+    x = tokens
+    for i, weight in enumerate(weights):
+        with jax.named_scope(f"block_{i}"):
+            with jax.named_scope("attn"):
+                size = jnp.linalg.norm(x, axis=-1, keepdims=True) + 1e-6 if i == 2 else 6
+                x = x + is_word * (jax.nn.softmax(x / size @ x.T) @ x)
+            with jax.named_scope("mlp"):
+                x = x + jnp.tanh(x @ weight)
+    return jnp.mean(x**2)
+
+
+def where_it_breaks() -> Figure:
+    """The cotangent at each module, and the module at which the diagnosis says that it breaks."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    weights = jax.random.normal(keys[0], (6, 32, 32)) / 6
+    tokens = jax.random.normal(keys[1], (16, 32)).at[15].set(0)  # the last one is padding
+    watched = cg.value_and_grad_with_stats(padded, argnums=(0, 1), watch=["*/*"])
+    stats = jax.jit(watched)(weights, tokens)[2]
+    (finding,) = cg.diagnose(padded, (weights, tokens)).findings
+    names, norms = [*stats], jnp.array([at.norm for at in stats.values()])
+    last = names.index(finding.module)
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    panel = figure.subplots()
+    panel.plot(range(len(names)), norms, marker="o")
+    panel.plot(range(last), [norms[last]] * last, "x", color="#D55E00")
+    panel.annotate("NaN", (0, norms[last]), (0, -12), textcoords="offset points", color="#D55E00")
+    panel.axvline(last - 0.5, color="#D55E00", linestyle="--")
+    panel.set_title(f"diagnose: the VJP of {finding.operation} in {finding.module} makes NaN")
+    panel.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
+    panel.set(xlabel="the backward pass goes to the left", ylabel="norm of the cotangent")
+    panel.set_ylim(bottom=0)
+    return figure
+
+
 def coordinates() -> Figure:
     """The coordinate check of the recipes, by the code of the page."""
     text = (DOCS / "recipes.md").read_text()
@@ -64,8 +102,8 @@ def coordinates() -> Figure:
     return figure
 
 
-PICTURES = {"bfloat16": precision, "coordinates": coordinates}
+PICTURES = {"bfloat16": precision, "coordinates": coordinates, "diagnose": where_it_breaks}
 
 if __name__ == "__main__":
-    for name, draw in PICTURES.items():
-        draw().savefig(DOCS / f"{name}.png", dpi=110, metadata={"Software": None})
+    for name in sys.argv[1:] or PICTURES:
+        PICTURES[name]().savefig(DOCS / f"{name}.png", dpi=110, metadata={"Software": None})

@@ -100,5 +100,11 @@ def test_the_page_on_the_command_line_has_every_option(command, capsys):
 
 
 def test_the_pictures_are_there():
-    for picture in ("bfloat16.png", "coordinates.png", "demo.png", "norm_per_step.png"):
+    for picture in (
+        "bfloat16.png",
+        "coordinates.png",
+        "demo.png",
+        "diagnose.png",
+        "norm_per_step.png",
+    ):
         assert (DOCS / picture).read_bytes().startswith(b"\x89PNG")

@@ -146,6 +146,21 @@ def test_the_words_of_the_index_lead_to_one_page_each():
     assert "NaN" in words["nan"] and "wandb" in words["logging"] and set(GUIDES) <= set(words)
 
 
+SOUGHT = {
+    "bf16": "bfloat16",
+    "MLA": "recipes",
+    "epsilon": "recipes",
+    "GCS": "my_run_blew_up",
+    "checkpoint": "my_run_blew_up",
+    "clip by norm": "api/gradient_clip",
+}
+
+
+@pytest.mark.parametrize("word", SOUGHT)
+def test_what_people_search_for_leads_to_the_page_with_the_answer(word):
+    assert word in found_by()[SOUGHT[word]]
+
+
 PAGES_OF_THE_API = ["by_name", "gradient_clip", "rules", "thresholds"]
 
 

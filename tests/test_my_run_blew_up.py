@@ -5,7 +5,9 @@ import re
 import runpy
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import clipgrad as cg
@@ -25,6 +27,21 @@ def test_the_program_ends_with_the_line_the_step_and_the_example(tmp_path, monke
     assert capsys.readouterr().out == shown
     assert re.match("step 57, train.py:20: div at 0, 0 .*\nexample 21 .device data=5.: its", shown)
     assert PROGRAMS[0].splitlines()[19].endswith("mask.sum(axis=1, keepdims=True)")
+
+
+def test_a_climb_of_one_percent_a_step_is_no_spike():
+    assert "does not see a climb of one percent a step" in PAGE
+    tx = cg.skip_spikes(optax.sgd(1.0))
+
+    def step(state, i):
+        noise = jax.random.uniform(
+            jax.random.fold_in(jax.random.key(0), i.astype(int)), minval=0.95, maxval=1.05
+        )
+        updates, state = tx.update(jnp.full(4, 1.01**i * noise), state, jnp.ones(4))
+        return state, jnp.any(updates != 0)
+
+    _, taken = jax.jit(lambda: jax.lax.scan(step, tx.init(jnp.ones(4)), jnp.arange(600.0)))()
+    assert taken.all()
 
 
 @pytest.fixture(scope="module")

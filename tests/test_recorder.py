@@ -455,6 +455,16 @@ def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path):
             cg.FlightRecorder(tmp_path, **kwargs)
 
 
+@pytest.mark.parametrize("address", ["gs://bucket/run", "s3://bucket/run", "file:///captures"])
+def test_the_address_of_a_bucket_is_refused_and_makes_no_folder(address, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"directory: got '{address}', an address.*copy"):
+        cg.FlightRecorder(address)
+    with pytest.raises(ValueError, match=f"path: got '{address}', an address.*copy"):
+        cg.load_capture(address)
+    assert not list(tmp_path.iterdir())
+
+
 def test_without_orbax_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(ImportError, match=r'need orbax.*pip install "clipgrad\[recorder\]"'):

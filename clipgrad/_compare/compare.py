@@ -52,9 +52,9 @@ def compare(
         "output" finding comes before the findings of outputs that are computed from it, and has the
         factor between the versions, if one explains the difference.
       * With the name of a dtype as ``other``, findings are of kind "rounding": the modules at which
-        the error of values grows most (of cotangents, if it grows at no value), and each leaf of
-        whose gradient more than ``rtol`` (0.05) is rounding; ``ok`` says that there is no such
-        leaf. The gradient is traced before it is widened, so custom rules stay.
+        the error of values grows most (of cotangents, if it grows at no value), and each leaf
+        whose gradient is more than ``rtol`` (0.05) rounding error; ``ok`` says that there is no
+        such leaf. The gradient is traced before it is widened, so custom rules stay.
 
     Args:
       fun: the first version, a function that returns a scalar, or ``(scalar, aux)``. With

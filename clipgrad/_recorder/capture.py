@@ -9,7 +9,7 @@ import jax
 
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._recorder.restored import restored
-from clipgrad._recorder.storage import orbax, read, read_manifest
+from clipgrad._recorder.storage import folder, orbax, read, read_manifest
 
 _CAPTURED = ("params", "state", "batch", "extra")
 _NO_PARAMS = (
@@ -134,7 +134,8 @@ def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = No
     Raises:
       FileNotFoundError: there is no capture, or only an incomplete one.
       ValueError: it is of a later version, has dtypes that need ``jax_enable_x64``, or the mesh
-        does not have the axes of the run, or does not divide an array.
+        does not have the axes of the run, or does not divide an array; or ``path`` is the address
+        of a bucket.
       TypeError: ``mesh`` is not a mesh, or ``path`` is ``None``.
       ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
 
@@ -156,14 +157,14 @@ def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = No
             "path: got None, expected the folder of a capture; the path of a HaltedError is None "
             "if its capture could not be written, and its message says why"
         )
-    folder = pathlib.Path(path).absolute()
-    manifest = read_manifest(folder)
+    here = folder("path", path)
+    manifest = read_manifest(here)
     orbax()
-    content = read(folder, manifest["content"], mesh)
+    content = read(here, manifest["content"], mesh)
     meta = manifest["meta"]
     kept = {name: content.get(name) for name in ("state", "key")} | {"step": meta["step"]}
     own = {"_params": content.get("params"), "_batch": content.get("batch")}
-    return Capture(folder, **kept, extra=content.get("extra", {}), meta=meta, **own)
+    return Capture(here, **kept, extra=content.get("extra", {}), meta=meta, **own)
 
 
 def _fields(state: Any) -> str:

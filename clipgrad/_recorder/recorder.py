@@ -17,7 +17,7 @@ from clipgrad._recorder.flag import Flag, FlagPlace, find_flag
 from clipgrad._recorder.halted_error import HaltedError
 from clipgrad._recorder.newest import Newest
 from clipgrad._recorder.record import StepRecord, kept_tree
-from clipgrad._recorder.storage import MANIFEST, orbax, write
+from clipgrad._recorder.storage import MANIFEST, folder, orbax, write
 from clipgrad._recorder.structure import check_structure
 from clipgrad._trees import check_tree, is_array
 
@@ -64,7 +64,7 @@ class FlightRecorder:
       ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
       OSError: the directory can't be made or written to.
       ValueError: ``keep`` or ``max_captures`` is not a positive integer, or the path of the
-        directory has the character ``*``, ``?`` or ``[``.
+        directory has the character ``*``, ``?`` or ``[``, or is the address of a bucket.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax, tempfile
@@ -95,7 +95,7 @@ class FlightRecorder:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: got {value!r}, expected a positive integer")
         orbax()
-        self.directory = pathlib.Path(directory).absolute()
+        self.directory = folder("directory", directory)
         _check_writable(self.directory)
         self.keep, self.max_captures, self.raise_on_halt = keep, max_captures, raise_on_halt
         self.captures: list[pathlib.Path] = []
