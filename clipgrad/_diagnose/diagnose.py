@@ -47,7 +47,7 @@ def diagnose(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    examples: str | int | None = None,
+    examples: str | int | Sequence[str | int] | None = None,
 ) -> GradientDiagnosis:
     r"""Finds the operation that makes a gradient NaN, explode, vanish or underflow.
 
@@ -87,9 +87,11 @@ def diagnose(
       argnums: the positions of the arguments to differentiate, with respect to their floating
         leaves.
       has_aux: whether ``fun`` returns ``(scalar, aux)``.
-      examples: the name or position of the argument that is the batch. Each example is then
-        evaluated alone, as a batch of one, or, if the loss needs whole batches, as a batch of
-        copies. The report lists the examples whose loss or gradient is bad.
+      examples: the name or position of an argument with the axis of the batch, or several. Each
+        example is then evaluated alone, as a batch of one, or, if the loss needs whole batches, as
+        a batch of copies. The report lists the examples whose loss or gradient is bad. Arguments
+        that the loss takes only with as many rows are cut too; notes name them, and those with as
+        many rows that are not cut.
 
     Returns:
       A `GradientDiagnosis`; ``print`` it.
@@ -121,8 +123,8 @@ def diagnose(
             found = dataclasses.replace(found, notes=(*found.notes, args.expected))
         if examples is None:
             return found
-        bad = bad_examples(given, trace, args, kwargs, examples)
-        return dataclasses.replace(found, examples=bad)
+        bad, notes = bad_examples(given, trace, args, kwargs or {}, examples)
+        return dataclasses.replace(found, examples=bad, notes=(*found.notes, *notes))
 
 
 def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
