@@ -71,18 +71,18 @@ def batch_of(
     several = not isinstance(examples, str | int)
     wanted: list[Any] = list(examples) if several else [examples]
     places = [_argument(given.fun, args, kwargs, name) for name in wanted]
-    named = Batch(_size(given, places), tuple(dict.fromkeys(places)))
+    named = Batch(_rows_of(given, places), tuple(dict.fromkeys(places)))
 
     def error_of_twice(batch: Batch) -> Exception | None:
         return _error(trace, *batch.changed(args, kwargs, _twice)) if named.size > 1 else None
 
-    error, others = error_of_twice(named), _others(given, args, kwargs, named)
+    error, others = error_of_twice(named), _as_many_rows(given, args, kwargs, named)
     if error is None:
         return named._replace(notes=_notes((), others, named.size))
     for some in _nested(others):
-        if some and error_of_twice(_with(named, some)) is None:
-            needed = [p for p in some if error_of_twice(_with(named, {*some} - {p}))]
-            return _with(named, needed)._replace(notes=_notes(needed, others, named.size))
+        if some and error_of_twice(_and(named, some)) is None:
+            needed = [p for p in some if error_of_twice(_and(named, {*some} - {p}))]
+            return _and(named, needed)._replace(notes=_notes(needed, others, named.size))
     if several:
         return named
     raise ValueError(_unclear(wanted[0], named.size, error))
@@ -116,7 +116,7 @@ def _argument(fun: Callable, args: tuple, kwargs: Mapping[str, Any], name: Any) 
     )
 
 
-def _size(given: DiagnosisSubject, places: list[str]) -> int:
+def _rows_of(given: DiagnosisSubject, places: list[str]) -> int:
     """The length of the one leading axis of all arrays in some arguments."""
     arrays: dict[str, list[Any]] = {place: [] for place in places}
     for x, name in zip(given.inputs, given.names, strict=True):
@@ -135,7 +135,7 @@ def _place_of(name: str) -> str:
     return "/".join(name.split("/")[:2])
 
 
-def _others(
+def _as_many_rows(
     given: DiagnosisSubject, args: tuple, kwargs: Mapping[str, Any], named: Batch
 ) -> dict[str, bool]:
     """The other arguments with as many rows, and whether the loss is differentiated by them."""
@@ -156,7 +156,7 @@ def _nested(others: Mapping[str, bool]) -> list[list[str]]:
     return [[place for place, is_moved in others.items() if not is_moved], [*others]]
 
 
-def _with(batch: Batch, places: Iterable[str]) -> Batch:
+def _and(batch: Batch, places: Iterable[str]) -> Batch:
     return batch._replace(places=(*batch.places, *places))
 
 

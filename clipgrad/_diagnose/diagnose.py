@@ -1,5 +1,6 @@
 """From a loss and its arguments to the operation that spoils its gradient."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -22,12 +23,14 @@ from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._diagnose.examples import bad_examples
 from clipgrad._diagnose.findings import (
     data_finding,
+    raised_finding,
     unexplained_finding,
     unexplained_loss,
     value_finding,
     vjp_finding,
 )
 from clipgrad._diagnose.origins import CONSTANT, Origins, origins
+from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN, units_and_rows
 from clipgrad._diagnose.subject import DiagnosisSubject, subject
@@ -73,6 +76,9 @@ def diagnose(
         `jax.shard_map` and `jax.pmap`; a "value" finding also inside `jax.lax.while_loop`.
       * Inside `jax.shard_map` and `jax.pmap` a finding names the device, such as "data=5": the
         first device on which the operation fails. A fault on one device hides none on another.
+      * If a callback raises an error, as a check or a solver does, a "raises" finding is the
+        operation that it is in. If this operation gets a NaN or inf, the finding is where that is
+        from, and a note has the error.
       * A function with a custom rule is one operation; if its rule is right, a note names it. A
         kernel of `jax.experimental.pallas` is one operation too.
       * A loss or a gradient that is not finite always has a finding. It is the compiled loss that
@@ -118,13 +124,33 @@ def diagnose(
         trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
         with noting_objects(args):
             given = trace(args, kwargs)
-        found = _diagnosis(given)
+        found = _diagnosis_or_error(given)
         if not found.findings and isinstance(args, CapturedArgs) and args.expected:
             found = dataclasses.replace(found, notes=(*found.notes, args.expected))
         if examples is None:
             return found
         bad, notes = bad_examples(given, trace, args, kwargs or {}, examples)
         return dataclasses.replace(found, examples=bad, notes=(*found.notes, *notes))
+
+
+def _diagnosis_or_error(given: DiagnosisSubject) -> GradientDiagnosis:
+    """The diagnosis of a loss, also if a callback in it raises an error.
+
+    If the operation that raises gets what is not finite, the finding is on where that is from.
+    """
+    try:
+        return _diagnosis(given)
+    except Exception as error:
+        if not is_of_callback(error):
+            raise
+        raised, told = raised_in(given), told_error(error)
+    finding = raised_finding(raised, told, given)
+    if raised and raised.is_finite is False:
+        with contextlib.suppress(Exception):  # such as one that another callback raises
+            found = _diagnosis(without(given, raised))
+            if found.findings:
+                return dataclasses.replace(found, notes=(*found.notes, finding.message))
+    return GradientDiagnosis((finding,), (), ())
 
 
 def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:

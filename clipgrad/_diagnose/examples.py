@@ -1,6 +1,6 @@
 """The examples of a batch whose own loss or gradient is not finite, or far above the others."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from clipgrad._diagnose.batch import Batch, Trace, batch_of
+from clipgrad._diagnose.raised import is_of_callback
 from clipgrad._diagnose.records import GradientExample
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._numerics import global_norm
@@ -69,20 +70,37 @@ def _one_by_one(
         left = iter(parameters)
         return run(*(next(left) if i in chosen else x for i, x in enumerate(everything)))[0]
 
+    def one(index: Any, everything: list[Any]) -> Any:
+        mine = [
+            _copies(x, index, copies) if is_batch else x
+            for x, is_batch in zip(everything, inside, strict=True)
+        ]
+        value, grads = jax.value_and_grad(loss)([mine[i] for i in chosen], mine)
+        return value, global_norm(grads)
+
     @jax.jit
     def each(everything: list[Any]) -> Any:
-        def one(index: Any) -> Any:
-            mine = [
-                _copies(x, index, copies) if is_batch else x
-                for x, is_batch in zip(everything, inside, strict=True)
-            ]
-            value, grads = jax.value_and_grad(loss)([mine[i] for i in chosen], mine)
-            return value, global_norm(grads)
+        return jax.lax.map(lambda index: one(index, everything), jnp.arange(size))
 
-        return jax.lax.map(one, jnp.arange(size))
-
-    losses, norms = jax.device_get(each(inputs))
+    try:
+        losses, norms = jax.device_get(each(inputs))
+    except Exception as error:
+        if not is_of_callback(error):
+            raise
+        losses, norms = _one_call_each(jax.jit(one), size, inputs)
     return losses.astype(np.float64), norms.astype(np.float64)
+
+
+def _one_call_each(one: Callable, size: int, inputs: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """As `_one_by_one`, in a call for each example: NaN where a callback raises."""
+    found = np.full((2, size), np.nan)
+    for i in range(size):
+        try:
+            found[:, i] = jax.device_get(one(i, inputs))
+        except Exception as error:
+            if not is_of_callback(error):
+                raise
+    return found[0], found[1]
 
 
 def _copies(x: Any, index: Any, copies: int) -> Any:

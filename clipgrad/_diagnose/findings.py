@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._diagnose.backward import VjpFault
+from clipgrad._diagnose.raised import Raised
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN
 from clipgrad._diagnose.subject import DiagnosisSubject
@@ -89,6 +90,17 @@ def data_finding(
     reader = f"{fault.place.operation} ({fault.place.location})"
     what = f"{computed}; the VJP of {reader} reads it"
     return dataclasses.replace(found, message=found.message + what)
+
+
+def raised_finding(raised: Raised | None, error: str, given: DiagnosisSubject) -> GradientFinding:
+    """A finding on an operation that raises an error; None for one that was not found."""
+    if raised is None:
+        return function_finding("raises", f"a callback in it raises {error}", given)
+    place, steps = raised.place, raised.steps
+    what = f"{place.operation} raises {raised.text}"
+    if raised.is_finite:
+        what += "; its operands are finite"
+    return _operation_finding("raises", place, steps[-1] if steps else None, what)
 
 
 def unexplained_finding(names: Sequence[str], given: DiagnosisSubject) -> GradientFinding:
