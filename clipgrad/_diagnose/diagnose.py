@@ -23,21 +23,24 @@ from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._diagnose.examples import bad_examples
 from clipgrad._diagnose.findings import (
     data_finding,
+    is_suspect,
+    overflow_of,
     raised_finding,
     unexplained_finding,
     unexplained_loss,
     value_finding,
     vjp_finding,
 )
-from clipgrad._diagnose.origins import CONSTANT, Origins, origins
+from clipgrad._diagnose.origins import CONSTANT, Origins, operands_of, origins
 from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN, units_and_rows
 from clipgrad._diagnose.subject import DiagnosisSubject, subject
+from clipgrad._diagnose.suspects import OVERFLOWING
 from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import may_underflow, underflow_finding, underflow_of_arguments
 from clipgrad._diagnose.units import CLOSED, ProgramBlock
-from clipgrad._diagnose.values import origin_of, origin_of_loss
+from clipgrad._diagnose.values import HiddenValue, hidden_value, origin_of, origin_of_loss
 from clipgrad._errors import first_line
 from clipgrad._names import Place
 from clipgrad._program import GradientProgram, dependence
@@ -209,7 +212,7 @@ def _nonfinite(
         if found and _is_of_growth(found, trends):
             return findings
         if found:
-            findings.append(_of_vjp(found, forward, given))
+            findings.append(_of_vjp(found, forward, gradient, given))
         elif not findings:
             names = [given.names[given.chosen[i]] for i in bad]
             findings.append(unexplained_finding(names, given))
@@ -222,22 +225,41 @@ def _is_of_growth(fault: VjpFault, trends: Sequence[GradientFinding]) -> bool:
     return any((place.file, place.line) in growing for place in places)
 
 
-def _of_vjp(fault: VjpFault, forward: Origins | None, given: DiagnosisSubject) -> GradientFinding:
+def _of_vjp(
+    fault: VjpFault, forward: Origins | None, gradient: GradientProgram, given: DiagnosisSubject
+) -> GradientFinding:
     """The finding on a VJP; if it reads NaN or inf of data, the finding on these."""
+    if fault.source.badness == 1 and (overflow := _overflow_in(fault, gradient, given)):
+        return vjp_finding(fault, given, overflow=overflow)
+    key = fault.place.key, fault.source.steps
     if not fault.bad_operands:
-        return vjp_finding(fault, given)
+        if fault.summed or is_suspect(fault.place, fault.values):
+            return vjp_finding(fault, given)
+        hidden = (forward or origins(given.program, given.inputs)).hidden
+        source = fault.source._replace(place=fault.place)
+        own = HiddenValue(source, fault.values, hidden.get(key)) if key in hidden else None
+        return vjp_finding(fault, given, own)
     forward = forward or origins(given.program, given.inputs)
-    operands = forward.operands.get((fault.place.key, fault.source.steps), [])
+    operands = forward.operands.get(key, [])
     sources = [operands[i].source for i in fault.bad_operands if operands]
     source = next((source for source in sources if source and source.time != CONSTANT), None)
     if source is None:
         return vjp_finding(fault, given)
     read = dependence(given.program)[source.place.key] if source.place else []
     arguments = frozenset().union(*read)
-    if arguments & {*given.chosen}:
-        return vjp_finding(fault, given, source.place)
+    if source.place and arguments & {*given.chosen}:
+        return vjp_finding(fault, given, hidden_value(given.program, given.inputs, source, forward))
     origin = origin_of(given.program, given.inputs, source)
     return data_finding(origin, fault, sorted(arguments), given)
+
+
+def _overflow_in(fault: VjpFault, gradient: GradientProgram, given: DiagnosisSubject) -> str:
+    """What is said of a cotangent that is too large for its dtype; "" if none is."""
+    place = fault.source.place
+    if place is None or place.operation not in OVERFLOWING:
+        return ""
+    values = operands_of(gradient.program, [*given.inputs, *gradient.seeds], fault.source)
+    return overflow_of(place, values) if np.isfinite(values).all() else ""
 
 
 def _block_notes(block: ProgramBlock) -> list[str]:
