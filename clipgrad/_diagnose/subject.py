@@ -12,7 +12,7 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._error_clip import check_call
 from clipgrad._frameworks import Pure, differentiated_inputs, has_modules, is_model, with_models
 from clipgrad._jaxpr import holds_floats
-from clipgrad._trees import check_tree, described, is_array, path_string
+from clipgrad._trees import check_tree, described, donated_leaf, is_array, path_string
 
 
 class DiagnosisSubject(NamedTuple):
@@ -83,6 +83,12 @@ def _with_arrays(args: tuple, positions: list[int]) -> tuple:
         return jnp.asarray(leaf) if isinstance(leaf, float | complex | np.inexact) else leaf
 
     check_tree("args", args)
+    if (path := donated_leaf(args)) is not None:
+        raise ValueError(
+            f"args: got an array that a function has overwritten, at args/{path}, expected arrays "
+            "that were not donated; pass a copy to the step that donates them, or load the "
+            "capture again"
+        )
     return tuple(
         jax.tree.map(as_array, arg, is_leaf=is_model)
         if i in positions and not has_modules(arg)

@@ -177,7 +177,8 @@ class Tracker(Hook):
             recorded = _recorded_vjp if self._is_vjp else _recorded
             self._record = recorded(equation, inputs)
         elif tracked_programs(equation) and is_followed(whole, self._followed):
-            return None
+            if not self._target or self._target.key[-len(place) :] == place:
+                return None
         outputs = bind(equation, inputs)
         return [_ordinary(y) for y in outputs] if place in self._cured else outputs
 
