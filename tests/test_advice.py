@@ -21,10 +21,12 @@ INSIDE = "jnp.arccos(jnp.clip(x, jnp.finfo(x.dtype).eps - 1, 1 - jnp.finfo(x.dty
 ABOVE = "jnp.arccosh(jnp.maximum(x, 1 + jnp.finfo(x.dtype).eps))"
 NO_VARIANCE = "jnp.sqrt(jnp.var(x) + 1e-6)"
 FINITE_MASK = "jnp.where(mask, x, jnp.finfo(x.dtype).min)"
+BOUNDED = "jnp.exp(jnp.minimum(x, jnp.log(jnp.finfo(x.dtype).max) - 1))"
 PROGRAMS = {  # the program, the elements of x, the fix
     "sqrt": ("f(x)", jnp.sqrt, [0.0, 0.5], MASKED),
     "pow": ("f(x)", lambda x: x**0.3, [0.0, 0.5], MASKED),
     "log": ("jnp.where(x > 0, f(x), 0.0)", jnp.log, [0.0, 0.5], MASKED),
+    "exp": ("jnp.where(x < 9, jnp.exp(x), 0.0)", None, [300.0, 0.5], BOUNDED),
     "norm": ("jnp.linalg.norm(x)", None, [0.0, 0.0], SAFE_NORM),
     "std": ("jnp.std(x)", None, [0.5, 0.5], NO_VARIANCE),
     "log of softmax": ("jnp.log(jax.nn.softmax(x))", None, [-200.0, 0.0], "jax.nn.log_softmax"),
@@ -39,6 +41,8 @@ def cured(program, fix):
     """The program with the fix in it."""
     if fix is FINITE_MASK:
         return program.replace("jnp.where(mask, x, -jnp.inf)", fix)
+    if fix is BOUNDED:
+        return program.replace("jnp.exp(x)", fix)
     if fix is INSIDE:
         return program.replace("(x)", fix.removeprefix("jnp.arccos"))
     if "with ok = " in fix:

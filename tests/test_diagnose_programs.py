@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import clipgrad as cg
@@ -323,7 +325,8 @@ def test_a_vjp_that_reads_what_is_not_finite_says_whose_result_it_is():
     (finding,) = cg.diagnose(loss, (jnp.ones(2),)).findings
     assert (finding.kind, finding.operation) == ("vjp", "mul")
     line = line_of(loss, "jnp.log")
-    assert f"reads the result of log (tests/test_diagnose_programs.py:{line})" in finding.message
+    read = f"reads the result of log at -1 (tests/test_diagnose_programs.py:{line})"
+    assert f"{read}, which select_n (" in finding.message
 
 
 @pytest.mark.kinds("loss")
@@ -343,23 +346,40 @@ def test_data_that_are_not_finite_are_the_finding_although_the_loss_is(loss, bad
     assert told in finding.message and "the VJP of dot_general (" in finding.message
 
 
-def kernel_root(x):
+def kernel_root(interpret):
+    """The square root as a kernel with a rule, and the sum of it of positive numbers."""
+
     def kernel(x, out):
         out[...] = jnp.sqrt(x[...])
 
-    return pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+    def root(x):
+        return pl.pallas_call(kernel, jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=interpret)(
+            x
+        )
+
+    rooted = jax.custom_vjp(root)
+    rooted.defvjp(lambda x: (root(x), x), lambda x, g: (g / (2 * root(x)),))
+    return rooted
 
 
-@jax.custom_vjp
-def root_of_a_kernel(x):
-    return kernel_root(x)
+# The interpreter of kernels for TPUs calls the host, and so has effects of its own.
+KERNELS = {"plain": kernel_root(True), "TPU": kernel_root(pltpu.InterpretParams())}
 
 
-root_of_a_kernel.defvjp(lambda x: (kernel_root(x), x), lambda x, g: (g / (2 * kernel_root(x)),))
+def with_a_kernel(x, kernel="plain"):
+    return jnp.sum(KERNELS[kernel](x))
 
 
-def with_a_kernel(x):
-    return jnp.sum(root_of_a_kernel(x))
+def with_a_tpu_kernel(x):
+    return with_a_kernel(x, "TPU")
+
+
+def with_a_tpu_kernel_in_loops(x):
+    def step(total, x):
+        root = jax.lax.cond(x > 9, lambda x: x, lambda x: KERNELS["TPU"](x[None])[0], x)
+        return total + root, None
+
+    return jax.jit(lambda x: jax.lax.scan(step, 0.0, x)[0])(x)
 
 
 def with_a_reference(x):
@@ -378,17 +398,51 @@ def written_and_read(x):
     return jnp.sum(jax.freeze(ref))
 
 
-@pytest.mark.parametrize("loss", [with_a_kernel, with_a_reference, written_and_read])
+@pytest.mark.parametrize("loss", [
+    with_a_kernel, with_a_tpu_kernel, with_a_tpu_kernel_in_loops, with_a_reference, written_and_read
+])  # fmt: skip
 def test_kernels_and_references_inside_of_a_loss_are_diagnosed(loss):
     def found(bad):
         findings = cg.diagnose(loss, (jnp.array([1.0, bad, 2.0]),)).findings
         return [(f.kind, f.operation, f.step) for f in findings]
 
-    step = 1 if loss is with_a_reference else None
-    names = ("root_of_a_kernel", "pallas_call") if loss is with_a_kernel else ("sqrt", "sqrt")
+    step = 1 if loss in (with_a_reference, with_a_tpu_kernel_in_loops) else None
+    names = ("root", "pallas_call") if "kernel" in loss.__name__ else ("sqrt", "sqrt")
     assert found(3.0) == []
     assert found(0.0) == [("vjp", names[0], step)]
     assert found(-1.0)[0] == ("value", names[1], step)
+
+
+def test_versions_with_kernels_for_tpus_are_compared():
+    args = (jnp.array([1.0, 3.0, 2.0]),)
+    assert cg.compare(with_a_kernel, with_a_tpu_kernel_in_loops, args).ok
+    found = cg.compare(with_a_kernel, lambda x: 1.01 * with_a_tpu_kernel(x), args)
+    assert [finding.kind for finding in found.findings] == ["value"]
+
+
+def called_in_a_kernel(x):
+    def kernel(x, out):
+        io_callback(lambda: None, None)
+        out[...] = 2 * x[...]
+
+    return jnp.sum(pl.pallas_call(kernel, jax.typeof(x), interpret=pltpu.InterpretParams())(x))
+
+
+def called_in_a_loop(x):
+    def body(state):
+        io_callback(lambda: None, None)
+        return state[0] + 1, 2 * state[1]
+
+    return x[0] + jax.lax.while_loop(lambda state: state[0] < 2, body, (0, 1.0))[1]
+
+
+@pytest.mark.parametrize("loss", [called_in_a_kernel, called_in_a_loop])
+def test_calls_of_the_host_are_side_effects_wherever_they_are(loss):
+    for run in (cg.diagnose, lambda loss, args: cg.compare(loss, loss, args)):
+        with pytest.raises(
+            ValueError, match=r"^fun: got a function with side effects \(io_callback\)"
+        ):
+            run(loss, (jnp.ones(8),))
 
 
 def masked_by_log(x):

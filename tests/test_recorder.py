@@ -138,6 +138,26 @@ def test_a_healthy_replay_is_said_to_be_not_reproduced(capture):
     assert "not reproduced" not in str(cg.diagnose(lambda w: w**2, (1.0,)))
 
 
+@pytest.mark.parametrize("through", ["state", "params", "batch"])
+def test_a_capture_whose_arrays_a_step_has_donated_says_so(tmp_path, through):
+    found = captured(cg.FlightRecorder(tmp_path), [jnp.asarray(x) for x in batches(3, 1)])
+    args = found.args
+    if through == "state":  # a second training step from the capture
+        STEP(found.restore(STEP.init(PARAMS), "state"), GOOD)
+    else:
+        jax.jit(lambda x: jax.tree.map(jnp.negative, x), donate_argnums=0)(getattr(found, through))
+    name = "batch" if through == "batch" else "params"
+    again = f"{name}: got an array.* that a step has overwritten.*load_capture"
+    for read in (lambda: found.args, lambda: found.restore(getattr(found, name), name)):
+        with pytest.raises(ValueError, match=again):
+            read()
+    for run in (cg.diagnose, lambda loss, args: cg.compare(loss, loss, args)):
+        where = "args/1" if name == "batch" else "args/0/w"
+        with pytest.raises(ValueError, match=f"^args: got an array .* overwritten, at {where}"):
+            run(loss, args)
+    assert cg.diagnose(loss, cg.load_capture(found.path).args).findings
+
+
 def test_a_training_goes_on_from_a_capture(capture):
     count = int(capture.state.opt_state.count)
     state, metrics = STEP(jax.tree.map(jnp.copy, capture.state), GOOD)

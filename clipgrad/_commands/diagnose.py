@@ -53,7 +53,12 @@ def add_diagnose_parser(subparsers: Any) -> None:
         default=[0],
         help="positions of the arguments to differentiate (default: 0)",
     )
-    add("--examples", metavar="ARG", help="list the bad examples in this argument, the batch")
+    add(
+        "--examples",
+        metavar="ARG",
+        nargs="+",
+        help="list the bad examples in these arguments, which have the axis of the batch",
+    )
     add("--has-aux", action="store_true", help="the loss returns (loss, aux)")
     add("--out", metavar="DIR", help="write diagnosis.png and diagnosis.json into this folder")
     parser.set_defaults(run=run_diagnose)
@@ -69,14 +74,14 @@ def _command_diagnosis(options: argparse.Namespace) -> GradientDiagnosis:
     function = load(options.function)
     if options.capture:
         args, kwargs = _captured(options.capture, options.args)
-        if options.args is None and options.examples is None:
-            options.examples = "1"
     else:
         args, kwargs = arguments("diagnose", options.function, function, options.args, 0)
     argnums, has_aux = tuple(options.argnums), options.has_aux
-    batch = options.examples
-    batch = int(batch) if batch is not None and batch.isdigit() else batch
-    return diagnose(function, args, kwargs, argnums=argnums, has_aux=has_aux, examples=batch)
+    named = [int(name) if name.isdigit() else name for name in options.examples or ()]
+    examples: Any = named[0] if len(named) == 1 else named or None
+    if options.capture and options.args is None and not named:
+        examples = (1,)  # the whole batch of the capture
+    return diagnose(function, args, kwargs, argnums=argnums, has_aux=has_aux, examples=examples)
 
 
 def _captured(path: str, make_args: str | None) -> Arguments:

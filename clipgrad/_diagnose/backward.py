@@ -3,9 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
-import clipgrad._jaxpr as _jaxpr
 from clipgrad._diagnose.origins import Device, Origins, Source, operands_of_vjp, origins
 from clipgrad._diagnose.tracker import OperandOfVjp
 from clipgrad._diagnose.values import ValueOrigin
@@ -66,11 +63,9 @@ def first_fault(
         own = gradient.marks.place(place)
         return own is not None and excused(own, steps)
 
-    cotangents = _jaxpr.opened(gradient.program)[0].invars[gradient.count :]
-    seeds = [jnp.ones(v.aval.shape, v.aval.dtype) for v in cotangents]
     found = origins(
         gradient.program,
-        [*inputs, *seeds],
+        [*inputs, *gradient.seeds],
         followed=gradient.cotangents,
         is_excused=is_excused,
     )

@@ -1,5 +1,6 @@
 """From a loss and its arguments to the operation that spoils its gradient."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -22,19 +23,24 @@ from clipgrad._diagnose.diagnosis import GradientDiagnosis
 from clipgrad._diagnose.examples import bad_examples
 from clipgrad._diagnose.findings import (
     data_finding,
+    is_suspect,
+    overflow_of,
+    raised_finding,
     unexplained_finding,
     unexplained_loss,
     value_finding,
     vjp_finding,
 )
-from clipgrad._diagnose.origins import CONSTANT, Origins, origins
+from clipgrad._diagnose.origins import CONSTANT, Origins, operands_of, origins
+from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN, units_and_rows
 from clipgrad._diagnose.subject import DiagnosisSubject, subject
+from clipgrad._diagnose.suspects import OVERFLOWING
 from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import may_underflow, underflow_finding, underflow_of_arguments
 from clipgrad._diagnose.units import CLOSED, ProgramBlock
-from clipgrad._diagnose.values import origin_of, origin_of_loss
+from clipgrad._diagnose.values import HiddenValue, hidden_value, origin_of, origin_of_loss
 from clipgrad._errors import first_line
 from clipgrad._names import Place
 from clipgrad._program import GradientProgram, dependence
@@ -47,7 +53,7 @@ def diagnose(
     *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    examples: str | int | None = None,
+    examples: str | int | Sequence[str | int] | None = None,
 ) -> GradientDiagnosis:
     r"""Finds the operation that makes a gradient NaN, explode, vanish or underflow.
 
@@ -73,6 +79,9 @@ def diagnose(
         `jax.shard_map` and `jax.pmap`; a "value" finding also inside `jax.lax.while_loop`.
       * Inside `jax.shard_map` and `jax.pmap` a finding names the device, such as "data=5": the
         first device on which the operation fails. A fault on one device hides none on another.
+      * If a callback raises an error, as a check or a solver does, a "raises" finding is the
+        operation that it is in. If this operation gets a NaN or inf, the finding is where that is
+        from, and a note has the error.
       * A function with a custom rule is one operation; if its rule is right, a note names it. A
         kernel of `jax.experimental.pallas` is one operation too.
       * A loss or a gradient that is not finite always has a finding. It is the compiled loss that
@@ -87,9 +96,11 @@ def diagnose(
       argnums: the positions of the arguments to differentiate, with respect to their floating
         leaves.
       has_aux: whether ``fun`` returns ``(scalar, aux)``.
-      examples: the name or position of the argument that is the batch. Each example is then
-        evaluated alone, as a batch of one, or, if the loss needs whole batches, as a batch of
-        copies. The report lists the examples whose loss or gradient is bad.
+      examples: the name or position of an argument with the axis of the batch, or several. Each
+        example is then evaluated alone, as a batch of one, or, if the loss needs whole batches, as
+        a batch of copies. The report lists the examples whose loss or gradient is bad. Arguments
+        that the loss takes only with as many rows are cut too; notes name them, and those with as
+        many rows that are not cut.
 
     Returns:
       A `GradientDiagnosis`; ``print`` it.
@@ -116,13 +127,33 @@ def diagnose(
         trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
         with noting_objects(args):
             given = trace(args, kwargs)
-        found = _diagnosis(given)
+        found = _diagnosis_or_error(given)
         if not found.findings and isinstance(args, CapturedArgs) and args.expected:
             found = dataclasses.replace(found, notes=(*found.notes, args.expected))
         if examples is None:
             return found
-        bad = bad_examples(given, trace, args, kwargs, examples)
-        return dataclasses.replace(found, examples=bad)
+        bad, notes = bad_examples(given, trace, args, kwargs or {}, examples)
+        return dataclasses.replace(found, examples=bad, notes=(*found.notes, *notes))
+
+
+def _diagnosis_or_error(given: DiagnosisSubject) -> GradientDiagnosis:
+    """The diagnosis of a loss, also if a callback in it raises an error.
+
+    If the operation that raises gets what is not finite, the finding is on where that is from.
+    """
+    try:
+        return _diagnosis(given)
+    except Exception as error:
+        if not is_of_callback(error):
+            raise
+        raised, told = raised_in(given), told_error(error)
+    finding = raised_finding(raised, told, given)
+    if raised and raised.is_finite is False:
+        with contextlib.suppress(Exception):  # such as one that another callback raises
+            found = _diagnosis(without(given, raised))
+            if found.findings:
+                return dataclasses.replace(found, notes=(*found.notes, finding.message))
+    return GradientDiagnosis((finding,), (), ())
 
 
 def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
@@ -181,7 +212,7 @@ def _nonfinite(
         if found and _is_of_growth(found, trends):
             return findings
         if found:
-            findings.append(_of_vjp(found, forward, given))
+            findings.append(_of_vjp(found, forward, gradient, given))
         elif not findings:
             names = [given.names[given.chosen[i]] for i in bad]
             findings.append(unexplained_finding(names, given))
@@ -194,22 +225,41 @@ def _is_of_growth(fault: VjpFault, trends: Sequence[GradientFinding]) -> bool:
     return any((place.file, place.line) in growing for place in places)
 
 
-def _of_vjp(fault: VjpFault, forward: Origins | None, given: DiagnosisSubject) -> GradientFinding:
+def _of_vjp(
+    fault: VjpFault, forward: Origins | None, gradient: GradientProgram, given: DiagnosisSubject
+) -> GradientFinding:
     """The finding on a VJP; if it reads NaN or inf of data, the finding on these."""
+    if fault.source.badness == 1 and (overflow := _overflow_in(fault, gradient, given)):
+        return vjp_finding(fault, given, overflow=overflow)
+    key = fault.place.key, fault.source.steps
     if not fault.bad_operands:
-        return vjp_finding(fault, given)
+        if fault.summed or is_suspect(fault.place, fault.values):
+            return vjp_finding(fault, given)
+        hidden = (forward or origins(given.program, given.inputs)).hidden
+        source = fault.source._replace(place=fault.place)
+        own = HiddenValue(source, fault.values, hidden.get(key)) if key in hidden else None
+        return vjp_finding(fault, given, own)
     forward = forward or origins(given.program, given.inputs)
-    operands = forward.operands.get((fault.place.key, fault.source.steps), [])
+    operands = forward.operands.get(key, [])
     sources = [operands[i].source for i in fault.bad_operands if operands]
     source = next((source for source in sources if source and source.time != CONSTANT), None)
     if source is None:
         return vjp_finding(fault, given)
     read = dependence(given.program)[source.place.key] if source.place else []
     arguments = frozenset().union(*read)
-    if arguments & {*given.chosen}:
-        return vjp_finding(fault, given, source.place)
+    if source.place and arguments & {*given.chosen}:
+        return vjp_finding(fault, given, hidden_value(given.program, given.inputs, source, forward))
     origin = origin_of(given.program, given.inputs, source)
     return data_finding(origin, fault, sorted(arguments), given)
+
+
+def _overflow_in(fault: VjpFault, gradient: GradientProgram, given: DiagnosisSubject) -> str:
+    """What is said of a cotangent that is too large for its dtype; "" if none is."""
+    place = fault.source.place
+    if place is None or place.operation not in OVERFLOWING:
+        return ""
+    values = operands_of(gradient.program, [*given.inputs, *gradient.seeds], fault.source)
+    return overflow_of(place, values) if np.isfinite(values).all() else ""
 
 
 def _block_notes(block: ProgramBlock) -> list[str]:

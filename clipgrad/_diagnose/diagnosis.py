@@ -15,6 +15,7 @@ _NO_FINDING = (
     "no operation is at fault; these examples stand out:",
 )
 _HEADS = {
+    "raises": "an operation raises an error",
     "value": "the value is not finite",
     "vjp": "the backward pass creates NaN or inf",
     "grows": "the gradient grows in the backward pass",

@@ -1,7 +1,6 @@
 """The examples of a batch whose own loss or gradient is not finite, or far above the others."""
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +9,11 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
+from clipgrad._diagnose.batch import Batch, Trace, batch_of
+from clipgrad._diagnose.raised import is_of_callback
 from clipgrad._diagnose.records import GradientExample
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._numerics import global_norm
-from clipgrad._trees import nearest
 
 # As much as a hundred ordinary examples: in a batch of that many, half of the gradient is its own.
 _FAR = 100
@@ -21,71 +21,39 @@ _FAR = 100
 
 def bad_examples(
     given: DiagnosisSubject,
-    trace: Callable[[tuple, Mapping], DiagnosisSubject],
+    trace: Trace,
     args: tuple,
-    kwargs: Mapping[str, Any] | None,
-    batch: str | int,
-) -> tuple[GradientExample, ...]:
-    """The bad examples of the argument `batch`; `trace` makes a subject of other arguments.
+    kwargs: Mapping[str, Any],
+    examples: str | int | Sequence[str | int],
+) -> tuple[tuple[GradientExample, ...], tuple[str, ...]]:
+    """The bad examples of the batch, and notes; `trace` makes a subject of other arguments.
 
     Raises:
-      ValueError: there is no such argument, or it has no one leading axis.
+      ValueError: `examples` does not name a batch.
     """
-    place = _batch_argument(given.fun, args, kwargs or {}, batch)
-    inside = [name == place or name.startswith(f"{place}/") for name in given.names]
-    inputs = [x for x, chosen in zip(given.inputs, inside, strict=True) if chosen]
-    sizes = {np.shape(x)[0] if np.ndim(x) else None for x in inputs}
-    if len(sizes) != 1 or None in sizes:
-        shapes = ", ".join(str(np.shape(x)) for x in inputs) or "no arrays"
-        raise ValueError(f"examples: got {shapes} in {place}, expected one leading axis for all")
-    (size,) = sizes
+    batch = batch_of(given, trace, args, kwargs, examples)
+    inside = [batch.has(*pair) for pair in zip(given.names, given.inputs, strict=True)]
     whole = [_gathered(x) if chosen else x for x, chosen in zip(given.inputs, inside, strict=True)]
-    program = _program_of_one(given, trace, args, kwargs or {}, place)
-    copies = 1 if program is not None else int(np.shape(inputs[0])[0])
+    program = _program_of_one(given, trace, args, kwargs, batch)
+    copies = 1 if program is not None else batch.size
     losses, norms = _one_by_one(program or given.program, given.chosen, inside, whole, copies)
     near = norms[np.isfinite(norms)]
     limit = _FAR * np.median(near) if near.size else np.inf
     bad = ~np.isfinite(losses) | ~(norms <= limit)
-    coordinates = [_coordinates(inputs[0], int(i)) for i in np.flatnonzero(bad)]
-    return tuple(
-        GradientExample(int(i), float(losses[i]), float(norms[i]), where)
-        for i, where in zip(np.flatnonzero(bad), coordinates, strict=True)
+    first = next(x for x, chosen in zip(given.inputs, inside, strict=True) if chosen)
+    found = tuple(
+        GradientExample(int(i), float(losses[i]), float(norms[i]), _coordinates(first, int(i)))
+        for i in np.flatnonzero(bad)
     )
-
-
-def _batch_argument(fun: Callable, args: tuple, kwargs: Mapping[str, Any], batch: str | int) -> str:
-    """The argument as the names of a subject begin."""
-    if isinstance(batch, int) and -len(args) <= batch < len(args):
-        return f"args/{batch % len(args)}"
-    if batch in kwargs:
-        return f"kwargs/{batch}"
-    try:
-        names = list(inspect.signature(fun).parameters)[: len(args)]
-    except (TypeError, ValueError):
-        names = []
-    if batch in names:
-        return f"args/{names.index(str(batch))}"
-    there = nearest(str(batch), [*names, *kwargs], 3)
-    raise ValueError(
-        f"examples: got {batch!r}, expected the name or the position of an argument; {there}"
-    )
+    return found, batch.notes
 
 
 def _program_of_one(
-    given: DiagnosisSubject, trace: Callable, args: tuple, kwargs: Mapping[str, Any], place: str
+    given: DiagnosisSubject, trace: Trace, args: tuple, kwargs: Mapping[str, Any], batch: Batch
 ) -> Any:
     """The program of a batch of one; None for a loss that needs whole batches."""
-
-    def first(tree: Any) -> Any:
-        return jax.tree.map(lambda x: _gathered(x)[:1] if np.ndim(x) else x, tree)
-
-    kind, _, name = place.partition("/")
-    if kind == "args":
-        args = tuple(first(x) if i == int(name) else x for i, x in enumerate(args))
-    else:
-        kwargs = {key: first(x) if key == name else x for key, x in kwargs.items()}
     try:
-        found = trace(args, kwargs)
+        found = trace(*batch.changed(args, kwargs, lambda x: _gathered(x)[:1]))
     except Exception:  # whatever a loss does with a batch of one
         return None
     return found.program if found.names == given.names else None
@@ -102,20 +70,37 @@ def _one_by_one(
         left = iter(parameters)
         return run(*(next(left) if i in chosen else x for i, x in enumerate(everything)))[0]
 
+    def one(index: Any, everything: list[Any]) -> Any:
+        mine = [
+            _copies(x, index, copies) if is_batch else x
+            for x, is_batch in zip(everything, inside, strict=True)
+        ]
+        value, grads = jax.value_and_grad(loss)([mine[i] for i in chosen], mine)
+        return value, global_norm(grads)
+
     @jax.jit
     def each(everything: list[Any]) -> Any:
-        def one(index: Any) -> Any:
-            mine = [
-                _copies(x, index, copies) if is_batch else x
-                for x, is_batch in zip(everything, inside, strict=True)
-            ]
-            value, grads = jax.value_and_grad(loss)([mine[i] for i in chosen], mine)
-            return value, global_norm(grads)
+        return jax.lax.map(lambda index: one(index, everything), jnp.arange(size))
 
-        return jax.lax.map(one, jnp.arange(size))
-
-    losses, norms = jax.device_get(each(inputs))
+    try:
+        losses, norms = jax.device_get(each(inputs))
+    except Exception as error:
+        if not is_of_callback(error):
+            raise
+        losses, norms = _one_call_each(jax.jit(one), size, inputs)
     return losses.astype(np.float64), norms.astype(np.float64)
+
+
+def _one_call_each(one: Callable, size: int, inputs: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """As `_one_by_one`, in a call for each example: NaN where a callback raises."""
+    found = np.full((2, size), np.nan)
+    for i in range(size):
+        try:
+            found[:, i] = jax.device_get(one(i, inputs))
+        except Exception as error:
+            if not is_of_callback(error):
+                raise
+    return found[0], found[1]
 
 
 def _copies(x: Any, index: Any, copies: int) -> Any:

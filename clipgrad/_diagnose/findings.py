@@ -1,17 +1,20 @@
 """Findings in words."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._diagnose.backward import VjpFault
+from clipgrad._diagnose.raised import Raised
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._diagnose.suspects import computed, suspect
-from clipgrad._diagnose.values import ValueOrigin
+from clipgrad._diagnose.suspects import MASKED_INPUT, MASKING, computed, next_step, suspect
+from clipgrad._diagnose.values import HiddenValue, ValueOrigin
 from clipgrad._docs import docs_page
 from clipgrad._jaxpr import dtype_of, holds_floats
 from clipgrad._names import Location, Place
@@ -39,37 +42,103 @@ def value_finding(origin: ValueOrigin, given: DiagnosisSubject) -> GradientFindi
 
 
 def vjp_finding(
-    fault: VjpFault, given: DiagnosisSubject, read: Place | None = None
+    fault: VjpFault,
+    given: DiagnosisSubject,
+    hidden: HiddenValue | None = None,
+    overflow: str = "",
 ) -> GradientFinding:
     """A finding on an operation whose VJP is at fault, or on a value whose cotangents are.
 
     Args:
       fault: the operation or the value.
       given: the loss.
-      read: the operation whose result, NaN or inf, the VJP reads.
+      hidden: a value that is not finite and that the VJP reads, of this or of another operation.
+      overflow: what is too large for its dtype, from `overflow_of`.
     """
     if fault.summed:
-        return _sum_finding(fault, given)
+        return _sum_finding(fault, given, overflow)
     place = fault.place
     rule = place.equation.primitive.name in ("custom_vjp_call", "custom_jvp_call")
     of = f"the {'rule' if rule else 'VJP'} of {_operation_at(place, fault.values)}"
     what = f"{of} turns finite cotangents into NaN or inf"
-    if read:
-        what += f", since it reads the result of {read.operation} ({read.location})"
-    return _operation_finding("vjp", place, fault.step, what, fault.values, fault.source.device)
+    advice = overflow
+    if hidden and hidden.source.place:
+        what += _of_hidden(hidden, hidden.source.place, place)
+        advice = _hidden_advice(hidden, hidden.source.place, given)
+    where = fault.step, what, fault.values, fault.source.device
+    return _operation_finding("vjp", place, *where, advice=advice)
 
 
-def _sum_finding(fault: VjpFault, given: DiagnosisSubject) -> GradientFinding:
+def _of_hidden(hidden: HiddenValue, read: Place, place: Place) -> str:
+    """Such as ", since it reads the result of exp at 199 (model.py:7), which ... hides"."""
+    is_own = read.key == place.key
+    what = ", since its value is not finite"
+    if not is_own:
+        package = read.location.package
+        function = f" in {package.partition(' ')[0]}" if package and package[0] != "_" else ""
+        what = f", since it reads the result of {_operation_at(read, hidden.values)}{function}"
+        what += f" ({read.location})"
+    if hidden.hidden_by:
+        hider = f"{hidden.hidden_by.operation} ({hidden.hidden_by.location})"
+        what += f"{', and' if is_own else ', which'} {hider} hides it from the loss"
+        what = what.replace("hides it", "hides") if not is_own else what
+    return what
+
+
+def _hidden_advice(hidden: HiddenValue, read: Place, given: DiagnosisSubject) -> str:
+    advice = _operation_advice(("hidden", "value"), read, read.location, hidden.values)
+    return (advice or f"; {MASKED_INPUT} ({docs_page('nan')})") + _masked_axis(read, given)
+
+
+def _masked_axis(place: Place, given: DiagnosisSubject) -> str:
+    """The axis of a softmax, which has subtracted the largest element along it."""
+    package = place.location.package or ""
+    if package.partition(" ")[0] not in MASKING:
+        return ""
+    before = itertools.takewhile(
+        lambda e: e is not place.equation, place.program_in(given.program).eqns
+    )
+    found = [e for e in before if e.primitive.name == "reduce_max"]
+    if not found:
+        return ""
+    axes = ", ".join(map(str, found[-1].params["axes"]))
+    return f"; the softmax is over axis {axes} of {_type(found[-1].invars[0])}"
+
+
+def is_suspect(place: Place, values: Sequence[float]) -> bool:
+    """Whether the VJP of an operation is known to fail at these values."""
+    package = place.location.package
+    function = package.partition(" ")[0] if package else None
+    dtype = next((str(dtype_of(v)) for v in place.equation.outvars if holds_floats(v)), "")
+    return suspect("vjp", place.operation, function, dtype, values) is not None
+
+
+def _sum_finding(fault: VjpFault, given: DiagnosisSubject, overflow: str) -> GradientFinding:
     """A finding on a value whose cotangents overflow when they are summed."""
     assert fault.summed is not None
     value, place = fault.summed, fault.place
     finite = f"the cotangents of its {value.uses} uses are finite, but their sum is not"
     if value.argument is not None:
         name = given.names[value.argument]
-        return function_finding("vjp", f"{name} is used more than once; {finite}", given)
+        what = f"{name} is used more than once; {finite}{overflow}"
+        return function_finding("vjp", what, given)
     what = "the carry of the scan" if place.operation == SCAN else f"the value of {place.operation}"
     what += f" is used more than once; {finite}"
-    return _operation_finding("vjp", place, fault.step, what, (), fault.source.device)
+    where = fault.step, what, (), fault.source.device
+    return _operation_finding("vjp", place, *where, advice=overflow)
+
+
+def overflow_of(cotangent: Place, values: Sequence[float]) -> str:
+    """The advice for an operation of the backward pass that makes inf of finite operands."""
+    dtype = next(dtype_of(v) for v in cotangent.equation.outvars if holds_floats(v))
+    limit = float(jnp.finfo(dtype).max)
+    name = "a cotangent"
+    if cotangent.operation == "convert_element_type":
+        name = f"the cotangent {values[0]:.4g}"
+    instead = "bound it with cg.error_clip or cg.error_clip_by_name"
+    if dtype == jnp.float16:
+        instead = "multiply the loss by a smaller scale, or compute in bfloat16 or float32"
+    return f"; {name} exceeds {limit:.5g}, the largest {dtype}; {instead}"
 
 
 def data_finding(
@@ -89,6 +158,17 @@ def data_finding(
     reader = f"{fault.place.operation} ({fault.place.location})"
     what = f"{computed}; the VJP of {reader} reads it"
     return dataclasses.replace(found, message=found.message + what)
+
+
+def raised_finding(raised: Raised | None, error: str, given: DiagnosisSubject) -> GradientFinding:
+    """A finding on an operation that raises an error; None for one that was not found."""
+    if raised is None:
+        return function_finding("raises", f"a callback in it raises {error}", given)
+    place, steps = raised.place, raised.steps
+    what = f"{place.operation} raises {raised.text}"
+    if raised.is_finite:
+        what += "; its operands are finite"
+    return _operation_finding("raises", place, steps[-1] if steps else None, what)
 
 
 def unexplained_finding(names: Sequence[str], given: DiagnosisSubject) -> GradientFinding:
@@ -129,10 +209,12 @@ def _operation_finding(
     what: str,
     values: Sequence[float] = (),
     device: str | None = None,
+    advice: str = "",
 ) -> GradientFinding:
     where = place.location
     around = _around(place, step, where) + (f", on device {device}" if device else "")
-    message = f"{where}: {what}{around}{_operation_advice(kind, place, where, values)}"
+    advice = advice or _operation_advice((kind,), place, where, values)
+    message = f"{where}: {what}{around}{advice}"
     return GradientFinding(
         kind,
         where.file,
@@ -154,18 +236,32 @@ def _around(place: Place, step: int | None, where: Location) -> str:
     return "".join(parts)
 
 
-def _operation_advice(kind: str, place: Place, where: Location, values: Sequence[float]) -> str:
+def _operation_advice(
+    kinds: Sequence[str], place: Place, where: Location, values: Sequence[float]
+) -> str:
+    """The advice for an operation, of the first of some kinds that has one; "" if there is none."""
     function = where.package.partition(" ")[0] if where.package else None
     dtype = next((str(dtype_of(v)) for v in place.equation.outvars if holds_floats(v)), "")
-    row = suspect(kind, place.operation, function, dtype, values)
-    if row:
+    rows = (suspect(kind, place.operation, function, dtype, values) for kind in kinds)
+    if row := next(filter(None, rows), None):
         return f"; {row.advice(place.operation)}"
-    known = computed(place.operation, values) if kind == "vjp" else None
-    return f"; the backward pass computes {known}" if known else ""
+    known = computed(place.operation, values) if "vjp" in kinds else None
+    steps = (next_step(kind, place.operation, values) for kind in kinds)
+    step = next(filter(None, steps), f"the backward pass computes {known}" if known else "")
+    return f"; {step}" if step else ""
+
+
+def _type(x: Any) -> str:
+    return f"{x.aval.dtype}{list(x.aval.shape)}"
 
 
 def _operation_at(place: Place, values: Sequence[float]) -> str:
-    """Such as "sqrt at 0"."""
+    """Such as "sqrt at 0", or "gather of index 14 on axis 0 of float32[10,4]"."""
+    if (
+        place.operation == "gather" and len(values) == 2
+    ):  # the index and its axis, see `operands_of`
+        array = _type(place.equation.invars[0])
+        return f"gather of index {values[0]:.0f} on axis {values[1]:.0f} of {array}"
     shown = [v for v in place.equation.invars if holds_floats(v)][: len(values)]
     numbers = [f"{np.float64(value):.4g}" for value, _ in zip(values, shown, strict=False)]
     return f"{place.operation} at {', '.join(numbers)}" if numbers else place.operation

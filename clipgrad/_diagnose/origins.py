@@ -81,6 +81,9 @@ class Origins(NamedTuple):
     # Of each operation that reads what is not finite, or computed from an inf, by the key of its
     # `Place` and the steps around: its operands on the first device on which it does.
     operands: dict[tuple, list[Taint]]
+    # Of each operation whose value is worse than its operands, by the same key: the first operation
+    # that makes a finite value of that, or None.
+    hidden: dict[tuple, Place | None]
 
 
 _FINITE = Taint()
@@ -113,17 +116,21 @@ def origins(
         taints = [{(): _tainted(next(own), b) if holds_floats(x) else _FINITE} for x, b in pairs]
     replay = _Replay(followed, is_excused)
     results = replay.evaluate(program, {(): flags}, taints, None, (), ())
-    return Origins([result[()] for result in results], replay.operands)
+    return Origins([result[()] for result in results], replay.operands, replay.hidden)
 
 
 def operands_of(program: Any, inputs: Sequence[Any], source: Source) -> tuple[float, ...]:
-    """The operands of an operation where its result is not finite."""
+    """The operands of an operation where its result is not finite.
+
+    Of a gather these are the index that is out of range, and its axis.
+    """
     place = source.place
     assert place is not None
     run = jit_for_one_call(program)(lambda inputs: track(program, inputs, target=place).values)
     values = _at(on_host(run(list(inputs))), place, source.steps, min(source.devices))
     pairs = zip(place.equation.invars, values, strict=True)
-    return tuple(float(value) for v, value in pairs if holds_floats(v))
+    is_gather = place.equation.primitive.name == "gather"
+    return tuple(float(value) for v, value in pairs if is_gather or holds_floats(v))
 
 
 def operands_of_vjp(
@@ -164,6 +171,7 @@ class _Replay:
         self._devices_of: dict[tuple, set[Device]] = {}  # the devices, by operation and steps
         self._constants: dict[int, Taint] = {}
         self.operands: dict[tuple, list[Taint]] = {}
+        self.hidden: dict[tuple, Place | None] = {}
         # A loop may begin to be bad at another iteration on each device: what came last.
         self._latest: dict[tuple, list[Taint]] = {}
 
@@ -275,10 +283,20 @@ class _Replay:
             if level > worst:
                 devices = self._devices_of.setdefault((place.key, steps), set())
                 devices.add(device)
+                self.hidden.setdefault((place.key, steps), None)
                 when = (*CONSTANT, *time) if self._is_excused(place, steps) else time
                 origin = Source(when, None, place, steps, origin, devices, level)
             outputs.append(_tainted(level, origin, earlier))
+        if worst and not any(bad):
+            self._hide(place, operands)
         return outputs
+
+    def _hide(self, place: Place, operands: list[Taint]) -> None:
+        """Keep that an operation makes a finite value of operands that are not finite."""
+        for source in (x.source for x in operands if x.badness):
+            key = source and source.place and (source.place.key, source.steps)
+            if key in self.hidden and self.hidden[key] is None:
+                self.hidden[key] = place
 
     def _enter(
         self, where: tuple, operands: list[Taints], found: dict, bad: dict[Device, Iterator]

@@ -11,7 +11,7 @@ class GradientFinding:
     """Something wrong with a gradient.
 
     Attributes:
-      kind: "value", "vjp", "grows", "shrinks" or "underflow".
+      kind: "value", "vjp", "raises", "grows", "shrinks" or "underflow".
       file: the file of the user's line.
       line: its number.
       operation: JAX's name of the operation, or the name of the function with a rule of its own.

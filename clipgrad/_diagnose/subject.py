@@ -11,8 +11,8 @@ import numpy as np
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._error_clip import check_call
 from clipgrad._frameworks import Pure, differentiated_inputs, has_modules, is_model, with_models
-from clipgrad._jaxpr import PRINTS, holds_floats
-from clipgrad._trees import check_tree, described, is_array, path_string
+from clipgrad._jaxpr import holds_floats
+from clipgrad._trees import check_tree, described, donated_leaf, is_array, path_string
 
 
 class DiagnosisSubject(NamedTuple):
@@ -83,6 +83,12 @@ def _with_arrays(args: tuple, positions: list[int]) -> tuple:
         return jnp.asarray(leaf) if isinstance(leaf, float | complex | np.inexact) else leaf
 
     check_tree("args", args)
+    if (path := donated_leaf(args)) is not None:
+        raise ValueError(
+            f"args: got an array that a function has overwritten, at args/{path}, expected arrays "
+            "that were not donated; pass a copy to the step that donates them, or load the "
+            "capture again"
+        )
     return tuple(
         jax.tree.map(as_array, arg, is_leaf=is_model)
         if i in positions and not has_modules(arg)
@@ -160,17 +166,9 @@ def _checked_loss(result: Any, has_aux: bool) -> jax.Array:
 
 def _check_effects(program: Any) -> None:
     """Refuse what changes something outside; a reference that the loss creates is its own."""
-    jaxpr = _jaxpr.opened(program)[0]
-    from_outside = any(map(_jaxpr.is_reference, [*jaxpr.invars, *jaxpr.constvars]))
-    names = {
-        equation.primitive.name
-        for equation in _jaxpr.equations(program)
-        if _jaxpr.has_side_effects(equation, references=from_outside)
-        and not _jaxpr.entered_programs(equation)[0]
-    }
-    names = {name for name in names if name not in PRINTS | {"while"}}
+    names = _jaxpr.side_effects(program)
     if names:
         raise ValueError(
-            f"fun: got a function with side effects ({', '.join(sorted(names))}), expected one "
+            f"fun: got a function with side effects ({', '.join(names)}), expected one "
             "without; pass each changed value as an argument, and return it"
         )

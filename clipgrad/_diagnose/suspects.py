@@ -38,7 +38,7 @@ class Suspect(NamedTuple):
       instead: what to write instead, for people; code comes first.
       why: the reason in a finding, with ``{}`` for the operation.
       fix: the fix in a finding.
-      kind: "vjp", or "value" if the value goes wrong too.
+      kind: "vjp", "value" if the value goes wrong too, or "hidden" if that is hidden from the loss.
       dtype: the dtype of the operation, if it matters.
     """
 
@@ -63,15 +63,37 @@ class Suspect(NamedTuple):
 # Functions that a mask of -inf is for.
 MASKING = ("softmax", "log_softmax", "logsumexp", "softmax_cross_entropy")
 # What makes inf of finite numbers by its size alone.
-_OVERFLOWING = ("mul", "add", "sub", "square", "integer_pow", "exp", "exp2", "expm1", "cumsum")
-_OVERFLOWING += ("reduce_sum", "dot_general", "conv_general_dilated", "convert_element_type")
+OVERFLOWING = ("mul", "add", "sub", "square", "integer_pow", "exp", "exp2", "expm1", "cumsum")
+OVERFLOWING += (
+    "add_any",
+    "reduce_sum",
+    "dot_general",
+    "conv_general_dilated",
+    "convert_element_type",
+)
 # What the backward pass computes where no row of the table fits.
 COMPUTED = (
     (("div",), lambda values: 0 < abs(values[-1]) < 1e-15, "1 / x ** 2, which overflows"),
     (("div",), lambda values: values[-1] == 0, "1 / 0"),
     (("atan2",), lambda values: not np.any(values), "0 / 0"),
-    (("exp", "expm1", "exp2"), lambda values: values[0] > 0, "0 · inf, since its value overflows"),
 )
+_BOUNDED = "jnp.exp(jnp.minimum(x, jnp.log(jnp.finfo(x.dtype).max) - 1))"
+_SOLVES = ("custom_linear_solve", "triangular_solve", "lu", "cholesky", "linear_solve", "solve")
+MASKED_INPUT = (
+    "mask its input, not only its result: with ok where it is finite, "
+    "jnp.where(ok, f(jnp.where(ok, x, 1.0)), 0.0)"
+)
+# The next step where no row of the table fits: kinds, operations, values, and the step.
+NEXT_STEPS = (
+    (("value",), ("gather",), None,
+     "jnp.take and others read NaN there: correct the indices, or make the array larger; "
+     'mode="clip" hides such an index'),
+    (("value",), ("exp", "exp2", "expm1", "sinh", "cosh"), _values_overflow,
+     f"bound its argument, as in {_BOUNDED}"),
+    (("value", "raises"), _SOLVES, None,
+     "the matrix may be singular: add a small multiple of the identity to it, or solve the "
+     "least-squares problem, as jnp.linalg.lstsq does"),
+)  # fmt: skip
 # fmt: off
 SUSPECTS = (
     Suspect("jnp.sqrt(x)", "0", "1 / 0", _at_zero, ("sqrt", "cbrt")),
@@ -106,8 +128,14 @@ SUSPECTS = (
             instead="`jnp.arccosh(jnp.maximum(x, 1 + jnp.finfo(x.dtype).eps))`",
             why="{} has no finite derivative here",
             fix="keep its input inside: jnp.arccosh(jnp.maximum(x, 1 + jnp.finfo(x.dtype).eps))"),
+    Suspect("jnp.where(x < 80, jnp.exp(x), 0.0)", "200", "0 · inf, from the branch not taken",
+            lambda values: values[0] > 0, ("exp", "exp2", "expm1"), kind="hidden",
+            instead=f"`jnp.where(x < 80, {_BOUNDED}, 0.0)`",
+            why="jnp.where, jnp.minimum and jnp.clip hide the value of {}, not its derivative",
+            fix=f"bound its argument, as in {_BOUNDED}, or mask it too: "
+            "jnp.where(ok, jnp.exp(jnp.where(ok, x, 0.0)), 0.0)"),
     Suspect("x.astype(jnp.float16) ** 4", "300", "more than 65504, the largest float16",
-            _values_overflow, _OVERFLOWING, kind="value", dtype="float16",
+            _values_overflow, OVERFLOWING, kind="value", dtype="float16",
             instead="`x.astype(jnp.bfloat16) ** 4`",
             why="the largest float16 is 65504",
             fix="compute in bfloat16 or float32; scaling the loss does not help a value"),
@@ -130,6 +158,17 @@ def suspect(
         and row.applies(values)
     ]
     return max(fits, key=lambda row: bool(row.functions), default=None)
+
+
+def next_step(kind: str, operation: str, values: OperandValues) -> str | None:
+    """The advice for an operation that has no row, if there is any."""
+    fits = (
+        step
+        for kinds, names, applies, step in NEXT_STEPS
+        if kind in kinds and operation in names
+        if applies is None or (len(values) and applies(values))
+    )
+    return next(fits, None)
 
 
 def computed(operation: str, values: OperandValues) -> str | None:

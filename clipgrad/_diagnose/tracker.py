@@ -177,7 +177,8 @@ class Tracker(Hook):
             recorded = _recorded_vjp if self._is_vjp else _recorded
             self._record = recorded(equation, inputs)
         elif tracked_programs(equation) and is_followed(whole, self._followed):
-            return None
+            if not self._target or self._target.key[-len(place) :] == place:
+                return None
         outputs = bind(equation, inputs)
         return [_ordinary(y) for y in outputs] if place in self._cured else outputs
 
@@ -245,8 +246,21 @@ def _recorded(equation: JaxprEqn, inputs: list) -> tuple[Any, Any]:
     outputs = [y for y in bind(equation, inputs) if holds_floats(y)]
     y = max(outputs, key=lambda y: y.size)
     bad = jnp.where(jnp.isnan(y).any(), jnp.isnan(y), jnp.isinf(y))
-    read = [at_first(bad, x) if holds_floats(x) else jnp.zeros(()) for x in inputs]
+    if equation.primitive.name == "gather":
+        read = _out_of_range(equation, *inputs)
+    else:
+        read = [at_first(bad, x) if holds_floats(x) else jnp.zeros(()) for x in inputs]
     return bad.any().astype(jnp.int32), jnp.asarray(read, jnp.result_type(float))
+
+
+def _out_of_range(equation: JaxprEqn, array: Any, indices: Any) -> list:
+    """The first index of a gather that is out of range, and its axis."""
+    params, indices = equation.params, jnp.asarray(indices, jnp.int32)
+    axes = params["dimension_numbers"].start_index_map
+    last = [array.shape[axis] - params["slice_sizes"][axis] for axis in axes]
+    axes, last = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), indices.shape) for x in (axes, last))
+    bad = (indices < 0) | (indices > last)
+    return [at_first(bad, indices), at_first(bad, axes)]
 
 
 class OperandOfVjp(NamedTuple):

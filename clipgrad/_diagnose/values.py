@@ -25,6 +25,29 @@ class ValueOrigin(NamedTuple):
         return self.source.root and self.source.root.argument
 
 
+class HiddenValue(NamedTuple):
+    """A value that is not finite, but that the loss does not depend on: a VJP does.
+
+    Attributes:
+      source: the operation.
+      values: what goes in where it goes wrong.
+      hidden_by: the operation that makes a finite value of it.
+    """
+
+    source: Source
+    values: tuple[float, ...]
+    hidden_by: Place | None
+
+
+def hidden_value(
+    program: Any, inputs: Sequence[Any], source: Source, forward: Origins
+) -> HiddenValue:
+    """The value of an operation, and what becomes of it."""
+    assert source.place is not None
+    hider = forward.hidden.get((source.place.key, source.steps))
+    return HiddenValue(source, operands_of(program, inputs, source), hider)
+
+
 def origin_of_loss(program: Any, inputs: Sequence[Any], found: Origins) -> ValueOrigin | None:
     """The origin of the NaN or inf in the first result of a program; None if it is finite.
 

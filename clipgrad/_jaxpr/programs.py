@@ -6,6 +6,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, jaxprs_in_params
 
+from clipgrad._jaxpr.elements import is_reference
+
 CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_call"})
 CALLS = frozenset({"closed_call", "core_call"})
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
@@ -15,6 +17,9 @@ PRINTS = frozenset({"debug_callback", "debug_print"})
 _HARMLESS = frozenset({"NamedAxisEffect"})
 _OF_REFERENCES = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
 _OF_REFERENCES |= {"InternalMutableArrayEffect"}
+# And of a kernel of Pallas on the memory, the semaphores and the units of its device.
+_HARMLESS |= {"SemaphoreEffect", "CommsEffect", "DelayEffect", "PRNGEffect", "TraceEffect"}
+_HARMLESS |= {"MXUEffect", "MemoryEffect", "BarrierEffect"}
 _DIFFERENTIATED = frozenset({"scan", "cond", "shard_map"}) | CALLS | REMAT | JIT
 
 
@@ -105,13 +110,23 @@ def chooses_by_platform(equation: JaxprEqn) -> bool:
     return equation.params.get("branches_platforms") is not None
 
 
-def has_side_effects(equation: JaxprEqn, references: bool = True) -> bool:
-    """Whether an operation changes something; a collective does not.
+def side_effects(program: Any) -> list[str]:
+    """Return the names of the operations that change something outside of a program.
 
-    Reads and writes of a reference count only with ``references``.
+    An operation that holds programs is judged by the operations in them: a kernel that is
+    interpreted, say, has the effects of its interpreter besides. Prints and collectives change
+    nothing, nor do reads and writes of references that the program creates itself.
     """
-    harmless = _HARMLESS if references else _HARMLESS | _OF_REFERENCES
-    return any(type(effect).__name__ not in harmless for effect in equation.effects)
+    jaxpr = opened(program)[0]
+    from_outside = any(map(is_reference, [*jaxpr.invars, *jaxpr.constvars]))
+    harmless = _HARMLESS if from_outside else _HARMLESS | _OF_REFERENCES
+    found = {
+        equation.primitive.name
+        for equation in equations(program)
+        if not held_programs(equation) and equation.primitive.name not in PRINTS
+        if any(type(effect).__name__ not in harmless for effect in equation.effects)
+    }
+    return sorted(found)
 
 
 def manual_axes(equation: JaxprEqn) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from clipgrad._jaxpr import Hook, evaluate, holds_floats, opened, tracked_programs
 from clipgrad._names import Place, placed_equations
@@ -65,6 +66,12 @@ class GradientProgram:
         seeds = [v.aval for v in results if holds_floats(v)]
         program = jax.make_jaxpr(run)(inputs, seeds)
         return cls(forward, tuple(chosen), program, len(inputs), marks)
+
+    @property
+    def seeds(self) -> list[jax.Array]:
+        """Cotangents of ones for the results."""
+        cotangents = opened(self.program)[0].invars[self.count :]
+        return [jnp.ones(v.aval.shape, v.aval.dtype) for v in cotangents]
 
     @functools.cached_property
     def sources(self) -> dict[tuple[int, ...], list[Sources]]:

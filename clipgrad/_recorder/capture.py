@@ -10,6 +10,7 @@ import jax
 from clipgrad._diagnose import CapturedArgs
 from clipgrad._recorder.restored import restored
 from clipgrad._recorder.storage import folder, orbax, read, read_manifest
+from clipgrad._trees import donated_leaf
 
 _CAPTURED = ("params", "state", "batch", "extra")
 _NO_PARAMS = (
@@ -52,19 +53,19 @@ class Capture:
     def params(self) -> Any:
         """The parameters given to ``record(params=...)``, or else those in the state."""
         if self._params is not None:
-            return self._params
+            return self._alive("params", self._params)
         state = self.state
         params = state.get("params") if isinstance(state, dict) else getattr(state, "params", None)
         if params is None:
             raise ValueError(_NO_PARAMS + _fields(state))
-        return params
+        return self._alive("params", params)
 
     @property
     def batch(self) -> Any:
         """The batch of the bad step; a list of them, if ``meta`` has ``microbatches``."""
         if "no_batch" in self.meta:
             raise ValueError(f"batch: got none: {self.meta['no_batch']}")
-        return self._batch
+        return self._alive("batch", self._batch)
 
     @property
     def args(self) -> tuple[Any, Any]:
@@ -95,11 +96,24 @@ class Capture:
           name: "params", "state", "batch" or "extra".
 
         Raises:
-          ValueError: paths, shapes or dtypes differ, or there is no part of this name.
+          ValueError: paths, shapes or dtypes differ, there is no part of this name, or a step has
+            overwritten the arrays.
         """
         if name not in _CAPTURED:
             raise ValueError(f"name: got {name!r}, expected {', '.join(map(repr, _CAPTURED))}")
-        return restored(like, getattr(self, name), name)
+        return restored(like, self._alive(name, getattr(self, name)), name)
+
+    def _alive(self, name: str, tree: Any) -> Any:
+        """A part of the capture, unless a step has overwritten its arrays."""
+        path = donated_leaf(tree)
+        if path is None:
+            return tree
+        at, again = f" at {path!r}" if path else "", f"load_capture({str(self.path)!r})"
+        raise ValueError(
+            f"{name}: got an array{at} that a step has overwritten, since it donates its "
+            f"arguments; expected a capture as it was loaded; write {again} again, and pass "
+            "jax.tree.map(jnp.copy, ...) of its arrays to such a step"
+        )
 
     def plot(self) -> Any:
         """Draws the statistics of the steps up to the bad one.

@@ -19,6 +19,7 @@ from clipgrad._trees.trees import clippable_leaves as clippable_leaves
 from clipgrad._trees.trees import clippable_paths as clippable_paths
 from clipgrad._trees.trees import combine as combine
 from clipgrad._trees.trees import described as described
+from clipgrad._trees.trees import donated_leaf as donated_leaf
 from clipgrad._trees.trees import instances as instances
 from clipgrad._trees.trees import is_array as is_array
 from clipgrad._trees.trees import is_clippable as is_clippable

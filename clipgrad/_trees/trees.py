@@ -224,6 +224,15 @@ def path_string(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def donated_leaf(tree: Any) -> str | None:
+    """The path of the first array whose buffer a function has overwritten, if there is one."""
+    for path, leaf in with_paths(tree):
+        is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        if is_concrete and leaf.is_deleted():
+            return path
+    return None
+
+
 def with_paths(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of ``tree``, ``None`` included, with their paths."""
     entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_none)
