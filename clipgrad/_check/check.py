@@ -21,6 +21,7 @@ from clipgrad._check.gradients import (
     Gradient,
     PlainAD,
     differentiated,
+    drawn,
     has_rules,
     in_own_types,
     traced_vjp,
@@ -28,6 +29,7 @@ from clipgrad._check.gradients import (
 from clipgrad._check.kept import quick_jit
 from clipgrad._check.loops import Longer, found_by_loops, has_loops
 from clipgrad._check.options import Options
+from clipgrad._check.outputs import jumped, masked, unseen_notes
 from clipgrad._check.points import (
     NEARBY,
     Point,
@@ -44,6 +46,7 @@ from clipgrad._check.verdicts import (
     KINK,
     OK,
     ROUNDING,
+    SINGULAR,
     UNSEEN,
     VANISHED,
     are_verified,
@@ -62,7 +65,7 @@ REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
 
 @dataclasses.dataclass
 class Log:
-    """The findings so far."""
+    """The findings so far; `hidden` elements reach nothing but outputs that are left out."""
 
     options: Options
     failures: list[Failure] = dataclasses.field(default_factory=list)
@@ -73,6 +76,7 @@ class Log:
     at_kinks: int = 0
     elements: int = 0
     vanished: Any = False
+    hidden: Any = False
     started: float = dataclasses.field(default_factory=time.monotonic)
     precision: str = "no precision"
     devices: list[str] = dataclasses.field(default_factory=list)
@@ -96,7 +100,8 @@ class Log:
         """Count the elements that were verified, and those at kinks, which no slope verifies."""
         kinds = _kinds_at(point, found)
         self.elements, self.at_kinks = point.scale.size, int(np.sum(kinds == KINK))
-        self.verified, self.vanished = int(np.sum(are_verified(kinds))), kinds == VANISHED
+        self.verified = int(np.sum(are_verified(kinds) & ~np.asarray(self.hidden)))
+        self.vanished = kinds == VANISHED
 
     def count_elsewhere(self, point: Point, found: Sequence[Finding]) -> None:
         """Count the elements that are verified here, and vanish at the point that was passed."""
@@ -127,6 +132,8 @@ class Check:
       plain: plain AD in float64; None if it cannot be had.
       rule: the VJP as it is written, in float64; None if it cannot be had.
       stops: whether the function holds a `stop_gradient`.
+      jump: how far outputs that are left out, since the function jumps there, reach each element;
+        None if there are none.
     """
 
     subject: CheckSubject
@@ -139,6 +146,7 @@ class Check:
     plain: Gradient | None
     rule: Gradient | None
     stops: bool = False
+    jump: np.ndarray | None = None
 
     @property
     def options(self) -> Options:
@@ -231,6 +239,12 @@ class Check:
             self.log.notes += [] if note in self.log.notes else [note]
             return None
 
+    def pulled(self, covectors: np.ndarray) -> np.ndarray:
+        """The gradients for other cotangents at the given point, by plain AD if it can be had."""
+        with contextlib.suppress(Exception):
+            return self.plain(self.subject.inputs, covectors)  # pyright: ignore[reportOptionalCall]
+        return self.vjp.rows(covectors)
+
     def judge_of_formula(self, point: Point) -> Judge:
         """Judges the rule as it is written, evaluated in float64."""
         converge = functools.cache(lambda: self._unconverged(point))
@@ -267,6 +281,8 @@ class Check:
 
     def _judge(self, point, gradient, reference, tolerance, excuses, unconverged=None) -> Judge:
         own = self.differences, point, gradient, reference, tolerance
+        if self.jump is not None and point.xs is self.subject.inputs:
+            excuses = [*excuses, Excuse(np.inf, np.inf, SINGULAR, lambda: self._by_jump)]
         return Judge(*own, self.options.delta, excuses, unconverged, self.log.is_late)
 
     def _apart(self, point: Point) -> np.ndarray:
@@ -308,6 +324,18 @@ class Check:
             with contextlib.suppress(Exception):
                 moved += gradient.moved_by_constants(point.xs, self.covectors[:rows])
         return tolerances.CONSTANTS * moved.max(axis=0)
+
+    @functools.cached_property
+    def _by_jump(self) -> np.ndarray:
+        """How far each element may be off where the function jumps, in other outputs as well.
+
+        There, plain AD in the function's own types is another than in float64.
+        """
+        off: Any = 0.0
+        with contextlib.suppress(Exception):
+            at: Any = self.subject.inputs, self.covectors
+            off = np.abs(in_own_types(self.plain, *at) - self.plain(*at)).max(axis=0)  # pyright: ignore[reportArgumentType, reportOptionalCall]
+        return np.fmax(self.jump, tolerances.LOSES * off)
 
     def noise(self, xs) -> np.ndarray | None:
         """The noise of each element from rounding, as it moves plain AD there; None if unknown."""
@@ -404,20 +432,38 @@ class Check:
 
 def prepare(subject: CheckSubject, log: Log) -> Check | None:
     """Check what must hold before numbers mean anything; None if it does not."""
-    covectors = cotangents(subject, log.options.seed)
-    vjp = _differentiated(subject, covectors, log)
+    vjp = _differentiated(subject, log)
     if vjp is None:
         return None
-    gradient = vjp.rows(covectors)  # before the function is traced, which may change its state
+    # Before the function is traced, which may change its state.
+    covectors, gradient = drawn(subject, vjp, log.options.seed)
     log.fail(contract.finite_gradient(subject, gradient))
     evaluated = _chosen_evaluation(subject, covectors, log)
     if evaluated is None:
         return None
     log.precision = evaluated[0].evaluation.label
-    check = measured(subject, log, covectors, vjp, gradient, evaluated)
+    check = _visible(measured(subject, log, covectors, vjp, gradient, evaluated))
     if check.stops and check.plain is not None and _stops_matter(check):
         log.notes.append(STOPS)
     return check
+
+
+def _visible(check: Check) -> Check:
+    """The check without the outputs whose slopes cannot be seen; a note names them."""
+    subject, differences, log = check.subject, check.differences, check.log
+    constant, lost = masked(subject, differences, check.pulled)
+    jumps = jumped(subject, differences.base, check.tolerance.names)
+    differences.constant, left_out = constant, lost | jumps
+    if not left_out.any():
+        return check
+    hidden = np.where(left_out, check.covectors, 0.0)
+    differences.covectors = check.covectors - hidden
+    gradient = check.vjp.rows(differences.covectors)
+    reach = np.abs([*check.vjp.rows(hidden), *check.pulled(hidden)]).max(axis=0)
+    log.hidden = (reach > 0) & ~gradient.any(axis=0)
+    log.notes += unseen_notes(subject, differences.base, lost, jumps)
+    own: dict[str, Any] = {"covectors": differences.covectors, "gradient": gradient}
+    return dataclasses.replace(check, **own, jump=reach if jumps.any() else None)
 
 
 def measured(
@@ -465,8 +511,8 @@ def exact_gradients(
     return plain, rule, backward
 
 
-def _differentiated(subject: CheckSubject, covectors, log: Log) -> VJP | None:
-    again = subject.fun(subject.inputs)
+def _differentiated(subject: CheckSubject, log: Log) -> VJP | None:
+    again, covectors = subject.fun(subject.inputs), cotangents(subject, log.options.seed)
     log.evaluations += 3
     if not _same_bits(subject.outputs, again):
         detail = "two calls of the function give different values (randomness or side effects?)"

@@ -107,6 +107,8 @@ class Differences:
     Attributes:
       evaluations: how often the function was evaluated.
       base: the outputs at the point last measured, as a real vector.
+      constant: the outputs that depend on nothing: as long as they stay what they are, they have
+        no noise.
     """
 
     def __init__(self, evaluation: Evaluation, covectors: np.ndarray):
@@ -114,6 +116,7 @@ class Differences:
         self.covectors = covectors
         self.evaluations = 0
         self.base = np.zeros(0)
+        self.constant = np.zeros(covectors.shape[1], bool)
         self._point: Any = None
         self._leaves: list[jax.Array] = []
         size = 8 * max(evaluation.together, 2) * max(covectors.shape[1], 1)
@@ -170,7 +173,10 @@ class Differences:
         first, second = (ahead - self.base) / step, (self.base - behind) / step
         covectors = self.covectors[: len(gradient)]
         magnitude = np.abs(covectors).T
-        size = (np.abs(ahead) + np.abs(behind)) @ magnitude / np.sqrt(max(ahead.shape[1], 1))
+        values = np.abs(ahead) + np.abs(behind)
+        if self.constant.any():
+            values[self.constant & (ahead == self.base) & (behind == self.base)] = 0.0
+        size = values @ magnitude / np.sqrt(max(ahead.shape[1], 1))
         analytic, norm = self._along(direction, gradient, moves, order)
         return Slopes(
             central=(ahead - behind) / (2 * step) @ covectors.T,

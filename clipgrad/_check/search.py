@@ -494,5 +494,6 @@ def _excused(finding: Finding, judge: Judge) -> Finding:
             sure = off <= excuse.verified * size
             sure |= judge.is_zero(finding.indices) if excuse.of_zero else False
             kinds = np.where(sure, excuse.kind, LOST)
-            finding = finding.with_kind(kinds, wrong & (off <= allowed[finding.indices]))
+            explained = off <= allowed[finding.indices] + verdict.error
+            finding = finding.with_kind(kinds, wrong & explained)
     return finding
