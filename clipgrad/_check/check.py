@@ -59,6 +59,10 @@ NOT_CONVERGED = (
     "loops of a fixed number of iterations still converge in float64: the formula is judged to "
     "what as many again change"
 )
+CARRIED = (
+    "numbers are carried as integers, which hides them from AD: slopes alone judge, by steps that "
+    "are not below the roundings of {}"
+)
 # Parts of a full move to a further point, tried until the function is finite there.
 REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
 
@@ -493,6 +497,9 @@ def exact_gradients(
     """
     rule = backward = None
     is_plain, program = plain is None and not has_rules(subject), subject.program
+    if wide is not None and wide.grain:
+        log.notes.append(CARRIED.format(wide.grain))
+        return None, None, None
     if plain is None and wide is not None:
         function = PlainAD(wide, len(subject.inputs))
         plain = Gradient(function, _jaxpr.opened(program)[1], subject.outputs)

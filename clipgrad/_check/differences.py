@@ -40,7 +40,8 @@ class Evaluation(NamedTuple):
     `call(constants, leaves)` gives the outputs; `dtype` is the type of the vectors. With `held`,
     `call` runs under `jax.vmap` with the base point in row 0. `key` is equal for equal calls, and
     None if it is not known which are. `quick` has two binary exponents of steps, `ladder` those of
-    the closest look, and `label` is for the report.
+    the closest look, and `label` is for the report. `grain` is the type that values are rounded to
+    inside, whatever their own.
     """
 
     call: Callable[[Sequence, list], list]
@@ -53,11 +54,13 @@ class Evaluation(NamedTuple):
     key: Any = None
     held: bool = False
     compiled: bool = True
+    grain: str | None = None
 
     @property
     def eps(self) -> float:
         """The rounding unit of the evaluation."""
-        return max(float(jnp.finfo(leaf.dtype).eps) for leaf in self.like)
+        inside = [self.grain] if self.grain else []
+        return max(float(jnp.finfo(t).eps) for t in [*inside, *(leaf.dtype for leaf in self.like)])
 
     @property
     def together(self) -> int:

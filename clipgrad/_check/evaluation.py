@@ -90,14 +90,21 @@ def _in_float64(
         constants=_jaxpr.opened(subject.program)[1],
         key=(widened.key, held, longer),
         held=held,
+        grain=widened.grain,
     )
     return evaluation, widened
 
 
 def _wide_evaluation(call, subject: CheckSubject, label: str, **options) -> Evaluation:
     like = [jax.ShapeDtypeStruct(x.shape, _trees.wide_dtype(x.dtype)) for x in subject.inputs]
-    steps = WIDE_QUICK, WIDE_LADDER
+    steps = _steps(options.get("grain") or "float64")
     return Evaluation(call, like, np.float64, label, *steps, **options)
+
+
+def _steps(name: str) -> tuple:
+    """The steps of the quick look and of the close one, not below the roundings of a type."""
+    known = {"float64": (WIDE_QUICK, WIDE_LADDER), "float32": (SINGLE_QUICK, SINGLE_LADDER)}
+    return known.get(name, (HALF_QUICK, HALF_LADDER))
 
 
 def _cast(subject: CheckSubject) -> Evaluation:
@@ -116,12 +123,10 @@ def _cast(subject: CheckSubject) -> Evaluation:
 def _native(subject: CheckSubject) -> Evaluation:
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in subject.inputs]
     name = narrowest([*subject.dtypes, *(_trees.real_dtype(y).name for y in subject.outputs)])
-    steps = {"float64": (WIDE_QUICK, WIDE_LADDER), "float32": (SINGLE_QUICK, SINGLE_LADDER)}
-    quick, ladder = steps.get(name, (HALF_QUICK, HALF_LADDER))
     dtype = np.float64 if name == "float64" else np.float32
     compiled = subject.program is not None
     call = lambda constants, xs: subject.fun(xs)  # noqa: E731
-    return Evaluation(call, like, dtype, name, quick, ladder, compiled=compiled)
+    return Evaluation(call, like, dtype, name, *_steps(name), compiled=compiled)
 
 
 def _probe_evaluation(
