@@ -31,16 +31,15 @@ def _through(jaxpr: Any, flags: list, is_ruled: bool, found: set[str]) -> list[f
         name, inputs = equation.primitive.name, equation.invars
         carried = [_NONE if isinstance(v, Literal) else known.get(v, _NONE) for v in inputs]
         every = _NONE.union(*carried)
-        results = [every] * len(equation.outvars)
         is_cast = is_ruled and name in CASTS and _is_integer(equation.outvars[0])
         own = {_name(v) for v in inputs if holds_floats(v)} if name in OWN_TYPES else set()
         own |= {"float32"} if is_cast and holds_floats(inputs[0]) and not own else set()
         results = [every | own] * len(equation.outvars)
-        for inner in jaxprs_in_params(equation.params):
+        for inner in map(lambda p: opened(p)[0], jaxprs_in_params(equation.params)):
             given = carried if len(inner.invars) == len(carried) else [every] * len(inner.invars)
-            inside = _through(opened(inner)[0], given, is_ruled or name in CUSTOM_RULES, found)
-            results = inside if len(inside) == len(results) else [_NONE.union(*inside, every)]
-            results = results * (len(equation.outvars) // max(len(results), 1))
+            inside = _through(inner, given, is_ruled or name in CUSTOM_RULES, found)
+            whole = [_NONE.union(*inside, every)] * len(results)
+            results = inside if len(inside) == len(results) else whole
         for variable, types in zip(equation.outvars, results, strict=True):
             if holds_floats(variable) and name in (*CASTS, *OWN_TYPES):
                 found |= types

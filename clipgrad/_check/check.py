@@ -150,7 +150,7 @@ class Check:
     plain: Gradient | None
     rule: Gradient | None
     stops: bool = False
-    jump: np.ndarray | None = None
+    jump: Any = None
 
     @property
     def options(self) -> Options:
@@ -245,8 +245,9 @@ class Check:
 
     def pulled(self, covectors: np.ndarray) -> np.ndarray:
         """The gradients for other cotangents at the given point, by plain AD if it can be had."""
+        plain: Any = self.plain
         with contextlib.suppress(Exception):
-            return self.plain(self.subject.inputs, covectors)  # pyright: ignore[reportOptionalCall]
+            return plain(self.subject.inputs, covectors)
         return self.vjp.rows(covectors)
 
     def judge_of_formula(self, point: Point) -> Judge:
@@ -335,10 +336,10 @@ class Check:
 
         There, plain AD in the function's own types is another than in float64.
         """
-        off: Any = 0.0
+        plain: Any = self.plain
+        off, at = 0.0, (self.subject.inputs, self.covectors)
         with contextlib.suppress(Exception):
-            at: Any = self.subject.inputs, self.covectors
-            off = np.abs(in_own_types(self.plain, *at) - self.plain(*at)).max(axis=0)  # pyright: ignore[reportArgumentType, reportOptionalCall]
+            off = np.abs(in_own_types(plain, *at) - plain(*at)).max(axis=0)
         return np.fmax(self.jump, tolerances.LOSES * off)
 
     def noise(self, xs) -> np.ndarray | None:

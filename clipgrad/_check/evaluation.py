@@ -143,15 +143,16 @@ def _probe_evaluation(
         differences.changes(subject.inputs, along[None])
 
 
-def _same_values(
-    subject: CheckSubject, values: np.ndarray, part: float, inner: set[str]
-) -> None:
+def _same_values(subject: CheckSubject, values: np.ndarray, part: float, inner: set[str]) -> None:
     """Raises an error unless the values are the function's own but for rounding and for jumps.
 
     A value that is itself a rounding error, as the determinant of a singular matrix, is compared
     with how far larger moves of the inputs move it.
     """
-    own, near = _trees.to_numpy(subject.outputs), ~jumped(subject, values, [*subject.dtypes, *inner])
+    own, near = (
+        _trees.to_numpy(subject.outputs),
+        ~jumped(subject, values, [*subject.dtypes, *inner]),
+    )
     off, size = np.sqrt(np.mean((own - values)[near] ** 2)), np.sqrt(np.mean(own[near] ** 2))
     if not np.isfinite(own).all() or off <= part * size + jnp.finfo(np.float32).tiny:
         return
