@@ -332,7 +332,7 @@ class Check:
 
     @functools.cached_property
     def _by_jump(self) -> np.ndarray:
-        """How far each element may be off where the function jumps, in other outputs as well.
+        """The error of each element that a jump explains, in outputs that hardly jump as well.
 
         There, plain AD in the function's own types is another than in float64.
         """

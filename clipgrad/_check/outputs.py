@@ -14,7 +14,7 @@ from clipgrad._check.tolerances import NOISE, NOISY, RELATIVE, narrowest
 SAME_SHARE = 0.75
 # An output that nothing moves, and that is so many times as large as what moves, is a mask.
 MASK = 2.0**10
-FEW = 0.01  # of the outputs, which may be as small as they are by chance
+BY_CHANCE = 0.01  # of the outputs, which may be as small as they are by chance
 
 
 def jumped(subject: CheckSubject, values: np.ndarray, dtypes: Sequence[str]) -> np.ndarray:
@@ -40,7 +40,7 @@ def masked(
     shows; in the others the changes of the function are lost.
     """
     size, none = np.abs(differences.base), np.zeros(differences.base.shape, bool)
-    if not (size > 0).any() or size.max() <= MASK * np.quantile(size[size > 0], FEW):
+    if not (size > 0).any() or size.max() <= MASK * np.quantile(size[size > 0], BY_CHANCE):
         return none, none
     along = random_direction(subject, 0, SINGLE) * element_scales(subject.inputs) * NEARBY
     change = np.abs(np.concatenate(differences.changes(subject.inputs, along[None]))).max(axis=0)
@@ -52,7 +52,7 @@ def masked(
 
 
 def unseen_notes(subject: CheckSubject, values, lost: np.ndarray, jumps: np.ndarray) -> list[str]:
-    """What is left out, and why: one note for each reason."""
+    """The notes on outputs that are left out, one for each reason."""
     own, notes = _trees.to_numpy(subject.outputs), []
     for where, why in ((jumps, "the function jumps here"), (lost, "lost beside so large a number")):
         if where.any():
