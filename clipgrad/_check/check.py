@@ -21,6 +21,7 @@ from clipgrad._check.gradients import (
     Gradient,
     PlainAD,
     differentiated,
+    drawn,
     has_rules,
     in_own_types,
     traced_vjp,
@@ -28,6 +29,7 @@ from clipgrad._check.gradients import (
 from clipgrad._check.kept import quick_jit
 from clipgrad._check.loops import Longer, found_by_loops, has_loops
 from clipgrad._check.options import Options
+from clipgrad._check.outputs import jumped, masked, unseen_notes
 from clipgrad._check.points import (
     NEARBY,
     Point,
@@ -44,6 +46,7 @@ from clipgrad._check.verdicts import (
     KINK,
     OK,
     ROUNDING,
+    SINGULAR,
     UNSEEN,
     VANISHED,
     are_verified,
@@ -56,13 +59,17 @@ NOT_CONVERGED = (
     "loops of a fixed number of iterations still converge in float64: the formula is judged to "
     "what as many again change"
 )
+CARRIED = (
+    "numbers are carried as integers, which hides them from AD: slopes alone judge, by steps that "
+    "are not below the roundings of {}"
+)
 # Parts of a full move to a further point, tried until the function is finite there.
 REACHES = (1.0, 2.0**-3, 2.0**-6, 2.0**-10)
 
 
 @dataclasses.dataclass
 class Log:
-    """The findings so far."""
+    """The findings so far; `hidden` elements reach nothing but outputs that are left out."""
 
     options: Options
     failures: list[Failure] = dataclasses.field(default_factory=list)
@@ -73,6 +80,7 @@ class Log:
     at_kinks: int = 0
     elements: int = 0
     vanished: Any = False
+    hidden: Any = False
     started: float = dataclasses.field(default_factory=time.monotonic)
     precision: str = "no precision"
     devices: list[str] = dataclasses.field(default_factory=list)
@@ -96,7 +104,8 @@ class Log:
         """Count the elements that were verified, and those at kinks, which no slope verifies."""
         kinds = _kinds_at(point, found)
         self.elements, self.at_kinks = point.scale.size, int(np.sum(kinds == KINK))
-        self.verified, self.vanished = int(np.sum(are_verified(kinds))), kinds == VANISHED
+        self.verified = int(np.sum(are_verified(kinds) & ~np.asarray(self.hidden)))
+        self.vanished = kinds == VANISHED
 
     def count_elsewhere(self, point: Point, found: Sequence[Finding]) -> None:
         """Count the elements that are verified here, and vanish at the point that was passed."""
@@ -127,6 +136,8 @@ class Check:
       plain: plain AD in float64; None if it cannot be had.
       rule: the VJP as it is written, in float64; None if it cannot be had.
       stops: whether the function holds a `stop_gradient`.
+      jump: how far outputs that are left out, since the function jumps there, reach each element;
+        None if there are none.
     """
 
     subject: CheckSubject
@@ -139,6 +150,7 @@ class Check:
     plain: Gradient | None
     rule: Gradient | None
     stops: bool = False
+    jump: Any = None
 
     @property
     def options(self) -> Options:
@@ -235,6 +247,13 @@ class Check:
             self.log.notes += [] if note in self.log.notes else [note]
             return None
 
+    def pulled(self, covectors: np.ndarray) -> np.ndarray:
+        """The gradients for other cotangents at the given point, by plain AD if it can be had."""
+        plain: Any = self.plain
+        with contextlib.suppress(Exception):
+            return plain(self.subject.inputs, covectors)
+        return self.vjp.rows(covectors)
+
     def judge_of_formula(self, point: Point) -> Judge:
         """Judges the rule as it is written, evaluated in float64."""
         converge = functools.cache(lambda: self._unconverged(point))
@@ -271,6 +290,8 @@ class Check:
 
     def _judge(self, point, gradient, reference, tolerance, excuses, unconverged=None) -> Judge:
         own = self.differences, point, gradient, reference, tolerance
+        if self.jump is not None and point.xs is self.subject.inputs:
+            excuses = [*excuses, Excuse(np.inf, np.inf, SINGULAR, lambda: self._by_jump)]
         return Judge(*own, self.options.delta, excuses, unconverged, self.log.is_late)
 
     def _apart(self, point: Point) -> np.ndarray:
@@ -312,6 +333,18 @@ class Check:
             with contextlib.suppress(Exception):
                 moved += gradient.moved_by_constants(point.xs, self.covectors[:rows])
         return tolerances.CONSTANTS * moved.max(axis=0)
+
+    @functools.cached_property
+    def _by_jump(self) -> np.ndarray:
+        """The error of each element that a jump explains, in outputs that hardly jump as well.
+
+        There, plain AD in the function's own types is another than in float64.
+        """
+        plain: Any = self.plain
+        off, at = 0.0, (self.subject.inputs, self.covectors)
+        with contextlib.suppress(Exception):
+            off = np.abs(in_own_types(plain, *at) - plain(*at)).max(axis=0)
+        return np.fmax(self.jump, tolerances.LOSES * off)
 
     def noise(self, xs) -> np.ndarray | None:
         """The noise of each element from rounding, as it moves plain AD there; None if unknown."""
@@ -408,20 +441,38 @@ class Check:
 
 def prepare(subject: CheckSubject, log: Log) -> Check | None:
     """Check what must hold before numbers mean anything; None if it does not."""
-    covectors = cotangents(subject, log.options.seed)
-    vjp = _differentiated(subject, covectors, log)
+    vjp = _differentiated(subject, log)
     if vjp is None:
         return None
-    gradient = vjp.rows(covectors)  # before the function is traced, which may change its state
+    # Before the function is traced, which may change its state.
+    covectors, gradient = drawn(subject, vjp, log.options.seed)
     log.fail(contract.finite_gradient(subject, gradient))
     evaluated = _chosen_evaluation(subject, covectors, log)
     if evaluated is None:
         return None
     log.precision = evaluated[0].evaluation.label
-    check = measured(subject, log, covectors, vjp, gradient, evaluated)
+    check = _visible(measured(subject, log, covectors, vjp, gradient, evaluated))
     if check.stops and check.plain is not None and _stops_matter(check):
         log.notes.append(STOPS)
     return check
+
+
+def _visible(check: Check) -> Check:
+    """The check without the outputs whose slopes cannot be seen; a note names them."""
+    subject, differences, log = check.subject, check.differences, check.log
+    constant, lost = masked(subject, differences, check.pulled)
+    jumps = jumped(subject, differences.base, check.tolerance.names)
+    differences.constant, left_out = constant, lost | jumps
+    if not left_out.any():
+        return check
+    hidden = np.where(left_out, check.covectors, 0.0)
+    differences.covectors = check.covectors - hidden
+    gradient = check.vjp.rows(differences.covectors)
+    reach = np.abs([*check.vjp.rows(hidden), *check.pulled(hidden)]).max(axis=0)
+    log.hidden = (reach > 0) & ~gradient.any(axis=0)
+    log.notes += unseen_notes(subject, differences.base, lost, jumps)
+    own: dict[str, Any] = {"covectors": differences.covectors, "gradient": gradient}
+    return dataclasses.replace(check, **own, jump=reach if jumps.any() else None)
 
 
 def measured(
@@ -451,6 +502,9 @@ def exact_gradients(
     """
     rule = backward = None
     is_plain, program = plain is None and not has_rules(subject), subject.program
+    if wide is not None and wide.grain:
+        log.notes.append(CARRIED.format(wide.grain))
+        return None, None, None
     if plain is None and wide is not None:
         function = PlainAD(wide, len(subject.inputs))
         plain = Gradient(function, _jaxpr.opened(program)[1], subject.outputs)
@@ -469,8 +523,8 @@ def exact_gradients(
     return plain, rule, backward
 
 
-def _differentiated(subject: CheckSubject, covectors, log: Log) -> VJP | None:
-    again = subject.fun(subject.inputs)
+def _differentiated(subject: CheckSubject, log: Log) -> VJP | None:
+    again, covectors = subject.fun(subject.inputs), cotangents(subject, log.options.seed)
     log.evaluations += 3
     if not _same_bits(subject.outputs, again):
         detail = "two calls of the function give different values (randomness or side effects?)"

@@ -77,7 +77,8 @@ def check_grads(
         effect, there or nearby.
       * An element that vanishes beside other leaves is verified at further points alone.
       * At a kink a gradient between the one-sided slopes passes with a note, and the element is
-        held while the others are moved. At a jump nothing is verified.
+        held while the others are moved. At a jump nothing is verified; outputs whose values in
+        float64 differ by more than rounding are left out, and a note names them.
       * Values under `jax.lax.stop_gradient` are held fixed, as JAX differentiates them; a note
         says so where it matters.
       * The same seed gives the same report.

@@ -40,7 +40,8 @@ class Evaluation(NamedTuple):
     `call(constants, leaves)` gives the outputs; `dtype` is the type of the vectors. With `held`,
     `call` runs under `jax.vmap` with the base point in row 0. `key` is equal for equal calls, and
     None if it is not known which are. `quick` has two binary exponents of steps, `ladder` those of
-    the closest look, and `label` is for the report.
+    the closest look, and `label` is for the report. `grain` is the type that values are rounded to
+    inside, whatever their own.
     """
 
     call: Callable[[Sequence, list], list]
@@ -53,11 +54,13 @@ class Evaluation(NamedTuple):
     key: Any = None
     held: bool = False
     compiled: bool = True
+    grain: str | None = None
 
     @property
     def eps(self) -> float:
         """The rounding unit of the evaluation."""
-        return max(float(jnp.finfo(leaf.dtype).eps) for leaf in self.like)
+        inside = [self.grain] if self.grain else []
+        return max(float(jnp.finfo(t).eps) for t in [*inside, *(leaf.dtype for leaf in self.like)])
 
     @property
     def together(self) -> int:
@@ -107,6 +110,8 @@ class Differences:
     Attributes:
       evaluations: how often the function was evaluated.
       base: the outputs at the point last measured, as a real vector.
+      constant: the outputs that depend on nothing: as long as they stay what they are, they have
+        no noise.
     """
 
     def __init__(self, evaluation: Evaluation, covectors: np.ndarray):
@@ -114,6 +119,7 @@ class Differences:
         self.covectors = covectors
         self.evaluations = 0
         self.base = np.zeros(0)
+        self.constant = np.zeros(covectors.shape[1], bool)
         self._point: Any = None
         self._leaves: list[jax.Array] = []
         size = 8 * max(evaluation.together, 2) * max(covectors.shape[1], 1)
@@ -170,7 +176,10 @@ class Differences:
         first, second = (ahead - self.base) / step, (self.base - behind) / step
         covectors = self.covectors[: len(gradient)]
         magnitude = np.abs(covectors).T
-        size = (np.abs(ahead) + np.abs(behind)) @ magnitude / np.sqrt(max(ahead.shape[1], 1))
+        values = np.abs(ahead) + np.abs(behind)
+        if self.constant.any():
+            values[self.constant & (ahead == self.base) & (behind == self.base)] = 0.0
+        size = values @ magnitude / np.sqrt(max(ahead.shape[1], 1))
         analytic, norm = self._along(direction, gradient, moves, order)
         return Slopes(
             central=(ahead - behind) / (2 * step) @ covectors.T,

@@ -10,6 +10,7 @@ import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check.differences import Differences, Evaluation, in_float64
 from clipgrad._check.loops import has_loops, stops_by_numbers
+from clipgrad._check.outputs import jumped
 from clipgrad._check.points import NEARBY, element_scales, moved_apart, random_direction
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import SAME_VALUES, SOLVED, narrowest
@@ -54,7 +55,8 @@ def choose(
         try:
             evaluation, widened = make(subject)
             differences = Differences(evaluation, covectors)
-            _probe_evaluation(subject, differences, SAME_VALUES if label else SOLVED)
+            part, inner = SAME_VALUES if label else SOLVED, widened.narrow if widened else set()
+            _probe_evaluation(subject, differences, part, inner)
             return differences, widened
         except Exception as error:
             if not label:
@@ -88,14 +90,21 @@ def _in_float64(
         constants=_jaxpr.opened(subject.program)[1],
         key=(widened.key, held, longer),
         held=held,
+        grain=widened.grain,
     )
     return evaluation, widened
 
 
 def _wide_evaluation(call, subject: CheckSubject, label: str, **options) -> Evaluation:
     like = [jax.ShapeDtypeStruct(x.shape, _trees.wide_dtype(x.dtype)) for x in subject.inputs]
-    steps = WIDE_QUICK, WIDE_LADDER
+    steps = _steps(options.get("grain") or "float64")
     return Evaluation(call, like, np.float64, label, *steps, **options)
+
+
+def _steps(name: str) -> tuple:
+    """The steps of the quick look and of the close one, not below the roundings of a type."""
+    known = {"float64": (WIDE_QUICK, WIDE_LADDER), "float32": (SINGLE_QUICK, SINGLE_LADDER)}
+    return known.get(name, (HALF_QUICK, HALF_LADDER))
 
 
 def _cast(subject: CheckSubject) -> Evaluation:
@@ -114,19 +123,19 @@ def _cast(subject: CheckSubject) -> Evaluation:
 def _native(subject: CheckSubject) -> Evaluation:
     like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in subject.inputs]
     name = narrowest([*subject.dtypes, *(_trees.real_dtype(y).name for y in subject.outputs)])
-    steps = {"float64": (WIDE_QUICK, WIDE_LADDER), "float32": (SINGLE_QUICK, SINGLE_LADDER)}
-    quick, ladder = steps.get(name, (HALF_QUICK, HALF_LADDER))
     dtype = np.float64 if name == "float64" else np.float32
     compiled = subject.program is not None
     call = lambda constants, xs: subject.fun(xs)  # noqa: E731
-    return Evaluation(call, like, dtype, name, quick, ladder, compiled=compiled)
+    return Evaluation(call, like, dtype, name, *_steps(name), compiled=compiled)
 
 
-def _probe_evaluation(subject: CheckSubject, differences: Differences, part: float) -> None:
+def _probe_evaluation(
+    subject: CheckSubject, differences: Differences, part: float, inner: set[str]
+) -> None:
     """Run it: same values as the function's own, and nearby no callback that refuses the point."""
     size = int(_trees.offsets(subject.inputs)[-1])
     differences.set_base(subject.inputs, _trees.zeros_in_place(size, np.float32))
-    _same_values(subject, differences.base, part)
+    _same_values(subject, differences.base, part, inner)
     if differences.evaluation.key is None:
         scale = element_scales(subject.inputs)
         along = random_direction(subject, 0, 0, scale.dtype) * scale
@@ -134,14 +143,17 @@ def _probe_evaluation(subject: CheckSubject, differences: Differences, part: flo
         differences.change(subject.inputs, along)
 
 
-def _same_values(subject: CheckSubject, values: np.ndarray, part: float) -> None:
-    """Raises an error unless the values are the function's own but for rounding.
+def _same_values(subject: CheckSubject, values: np.ndarray, part: float, inner: set[str]) -> None:
+    """Raises an error unless the values are the function's own but for rounding and for jumps.
 
     A value that is itself a rounding error, as the determinant of a singular matrix, is compared
     with how far larger moves of the inputs move it.
     """
-    own = _trees.to_numpy(subject.outputs)
-    off, size = np.sqrt(np.mean((own - values) ** 2)), np.sqrt(np.mean(own**2))
+    own, near = (
+        _trees.to_numpy(subject.outputs),
+        ~jumped(subject, values, [*subject.dtypes, *inner]),
+    )
+    off, size = np.sqrt(np.mean((own - values)[near] ** 2)), np.sqrt(np.mean(own[near] ** 2))
     if not np.isfinite(own).all() or off <= part * size + jnp.finfo(np.float32).tiny:
         return
     if not off <= part * max(size, _change(subject, NEARBY)):

@@ -10,12 +10,15 @@ import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check.differences import in_float64
 from clipgrad._check.kept import kept_by_key
+from clipgrad._check.points import cotangents
 from clipgrad._check.subject import CheckSubject
+from clipgrad._check.tolerances import PRECISE
 from clipgrad._check.widening import Jitter, Moved, MovedConstants, Widened
 
 # Elements of a point that is widened before a program runs: one program serves it in any type. For
 # more, each leaf is widened where it is needed.
 WIDENED_FIRST = 2**16
+DRAWS = 4  # of cotangents, until no leaf's effects cancel in one of them
 
 
 class VJP(NamedTuple):
@@ -38,6 +41,24 @@ class VJP(NamedTuple):
 def differentiated(subject: CheckSubject, xs: Sequence[jax.Array]) -> VJP:
     """`jax.vjp` at a point, outside of `jax.jit` as in a user's program."""
     return VJP(*jax.vjp(subject.fun, list(xs)), subject.outputs)
+
+
+def drawn(subject: CheckSubject, vjp: VJP, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The cotangents of a check and the gradients for them: each sees every leaf that has effects.
+
+    The effects of a number that is there in two outputs cancel in a cotangent that sums to zero.
+    """
+    largest: Any = 0.0
+    for k in range(DRAWS):
+        covectors = cotangents(subject, seed + k)
+        gradient = vjp.rows(covectors)
+        sizes = np.stack([np.abs(gradient[:, a:b]).max(axis=1) for a, b in subject.ranges])
+        largest = np.fmax(largest, sizes.max(axis=1, keepdims=True))
+        if np.all(~(sizes <= PRECISE * largest) | (largest == 0) & (k > 0)):
+            return covectors, gradient
+        gradient = None  # its memory
+    covectors = cotangents(subject, seed)
+    return covectors, vjp.rows(covectors)
 
 
 def has_rules(subject: CheckSubject) -> bool:

@@ -12,7 +12,17 @@ from clipgrad._check.differences import Differences, Moves, Slopes, step_sizes
 from clipgrad._check.points import BALANCED, DENSE, FEW_ROUNDINGS, NEARBY, SINGLE, Point
 from clipgrad._check.subject import Range
 from clipgrad._check.tolerances import PRECISE, Allowed, Excuse, Sizes, Tolerance
-from clipgrad._check.verdicts import BENT, LOST, OK, UNSEEN, UNSURE, VANISHED, WRONG, Verdict
+from clipgrad._check.verdicts import (
+    BENT,
+    LOST,
+    OK,
+    SINGULAR,
+    UNSEEN,
+    UNSURE,
+    VANISHED,
+    WRONG,
+    Verdict,
+)
 
 GROUPS = 3  # of leaves that an independent look at plain AD moves together
 BLOCKS, PARTS = 64, 16  # that a group is split into, first and then
@@ -494,5 +504,7 @@ def _excused(finding: Finding, judge: Judge) -> Finding:
             sure = off <= excuse.verified * size
             sure |= judge.is_zero(finding.indices) if excuse.of_zero else False
             kinds = np.where(sure, excuse.kind, LOST)
-            finding = finding.with_kind(kinds, wrong & (off <= allowed[finding.indices]))
+            own = allowed[finding.indices]
+            own = own + verdict.error if excuse.kind == SINGULAR else own
+            finding = finding.with_kind(kinds, wrong & (off <= own))
     return finding

@@ -3,8 +3,7 @@
 import clipgrad._trees as _trees
 from clipgrad._check.check import Check, measured
 from clipgrad._check.evaluation import choose
-from clipgrad._check.gradients import Gradient, PlainAD, differentiated
-from clipgrad._check.points import cotangents
+from clipgrad._check.gradients import Gradient, PlainAD, differentiated, drawn
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject, traced
 from clipgrad._check.values import failures_and_notes, found_at
@@ -43,12 +42,12 @@ def _of_the_vjp(check: Check) -> Check:
     not held: a held one would hide exactly the derivative that a rule forgets.
     """
     subject = _vjp(check)
-    covectors = cotangents(subject, check.options.seed)
     vjp = differentiated(subject, subject.inputs)
+    covectors, gradient = drawn(subject, vjp, check.options.seed)
     plain, count = check.plain, len(subject.inputs)
     if plain is not None:
         plain = Gradient(PlainAD(plain.function, count), plain.constants, subject.outputs)
-    gradient, notes = vjp.rows(covectors), []
+    notes: list[str] = []
     evaluated = choose(subject, covectors, notes, hold=False)
     check.log.notes += [f"{NAME}: {note}" for note in notes]
     return measured(subject, check.log, covectors, vjp, gradient, evaluated, plain)

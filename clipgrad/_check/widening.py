@@ -11,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 import clipgrad._jaxpr as _jaxpr
+from clipgrad._check.carriers import grain
 from clipgrad._check.hold import HeldStops
 from clipgrad._check.kept import kept_by_key, with_constants, without_rules
 from clipgrad._check.loops import HeldLonger, Longer
@@ -47,6 +48,7 @@ class Widened:
       narrow: the names of the floating types that the program computes in.
       stops: whether it holds a `stop_gradient`.
       looks_at_bits: whether it looks at the bits of its numbers, which widening changes.
+      grain: the narrowest type in whose bits it carries numbers, whatever types are widened.
       is_entered: whether a hook sees all operations as the program runs; those in the programs of a
         linear solve or a reduction it sees as they are traced again, closing over nothing.
 
@@ -69,6 +71,7 @@ class Widened:
         self.stops = bool(names & {"stop_gradient", "random_gamma"})
         bits = [e for e in found if e.primitive.name in _jaxpr.OWN_TYPES]
         self.looks_at_bits = any(_jaxpr.holds_floats(v) for e in bits for v in e.invars)
+        self.grain = grain(self._program)
         hook = _jaxpr.Widen(jnp.float64)
         whole = (e for e in found if not _jaxpr.is_entered(e, hook))
         self.is_entered = not any(map(_jaxpr.held_programs, whole))

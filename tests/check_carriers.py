@@ -1,0 +1,241 @@
+"""Functions that look at the bits of their numbers, or carry these as integers.
+
+A maker takes a dtype and returns (wrong, right, args): a rule that is zero, or right for a part
+alone, and its right twin. `RIGHT` holds right functions alone: (function, args).
+"""
+
+# ruff: noqa: E731
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from tests.check_history_right import into
+from tests.check_zoo import custom, normal, twins
+
+CARRIERS: dict[str, Callable[[Any], tuple]] = {}
+RIGHT: dict[str, Callable[[Any], tuple]] = {}
+INTEGERS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+LN2 = 0.6931471805599453
+
+zero = lambda r, g: tuple(map(jnp.zeros_like, r))
+same = lambda r, g: (g,)
+
+
+def bits(x):
+    return lax.bitcast_convert_type(x, INTEGERS[x.dtype.itemsize])
+
+
+def numbers(b, dtype):
+    return lax.bitcast_convert_type(b, dtype)
+
+
+def mask(x, count):
+    """The integer whose lowest bits are set, of the type of x's bits."""
+    kind = INTEGERS[x.dtype.itemsize]
+    return jnp.asarray((1 << count) - 1, kind)
+
+
+def positive(seed, *shape, dtype):
+    return jnp.abs(normal(seed, *shape, dtype=dtype)) + jnp.asarray(0.5, dtype)
+
+
+@into(CARRIERS)
+def there_and_back(dtype):
+    primal = lambda x: numbers(bits(x), dtype) * 3
+    return *twins(primal, zero, lambda r, g: (3 * g,)), (normal(0, 5, dtype=dtype),)
+
+
+@into(CARRIERS)
+def two_halves_in_one_word(dtype):
+    def primal(a, b):
+        high, low = (bits(x.astype(jnp.bfloat16)).astype(jnp.uint32) for x in (a, b))
+        word = (high << 16) | low
+        high, low = (word >> 16).astype(jnp.uint16), word.astype(jnp.uint16)
+        return tuple(numbers(half, jnp.bfloat16).astype(dtype) for half in (high, low))
+
+    args = normal(1, 4, dtype=dtype), normal(2, 4, dtype=dtype)
+    return *twins(primal, lambda r, g: (g[0], 0 * g[1]), lambda r, g: g), args
+
+
+@into(CARRIERS)
+def exponential_of_schraudolph(dtype):
+    def primal(x):
+        word = (x.astype(jnp.float32) * (2**23 / LN2) + 127.0 * 2**23).astype(jnp.int32)
+        return numbers(word, jnp.float32).astype(dtype)
+
+    right = lambda r, g: (g * jnp.exp2(jnp.floor(r[0] / LN2)) / jnp.asarray(LN2, dtype),)
+    return *twins(primal, zero, right), (jnp.asarray([-1.1, 0.3, 0.5, 1.7], dtype),)
+
+
+@into(CARRIERS)
+def exponential_by_powers_of_two(dtype):
+    def primal(x):
+        whole = jnp.round(x / LN2)
+        power = numbers((whole.astype(jnp.int32) + 127) << 23, jnp.float32).astype(dtype)
+        return power * jnp.exp(x - whole * LN2)
+
+    args = (normal(3, 5, dtype=dtype),)
+    return *twins(primal, zero, lambda r, g: (g * jnp.exp(r[0]),)), args
+
+
+@into(CARRIERS)
+def size_without_the_sign(dtype):
+    primal = lambda x: numbers(bits(x) & mask(x, 8 * x.dtype.itemsize - 1), dtype)
+    return *twins(primal, zero, lambda r, g: (jnp.sign(r[0]) * g,)), (normal(4, 6, dtype=dtype),)
+
+
+@into(CARRIERS)
+def sign_of_another(dtype):
+    def primal(a, b):
+        least = mask(a, 8 * a.dtype.itemsize - 1)
+        return numbers((bits(a) & least) | (bits(b) & ~least), dtype)
+
+    right = lambda r, g: (g * jnp.sign(r[0]) * jnp.sign(r[1]), 0 * g)
+    args = normal(5, 6, dtype=dtype), normal(6, 6, dtype=dtype)
+    return *twins(primal, zero, right), args
+
+
+@into(CARRIERS)
+def signs_turned_by_a_mask(dtype):
+    turned = np.asarray([True, False, True, False, True])
+
+    def primal(x):
+        top = ~mask(x, 8 * x.dtype.itemsize - 1)
+        return numbers(bits(x) ^ jnp.where(turned, top, 0).astype(top.dtype), dtype)
+
+    wrong = lambda r, g: (jnp.where(turned, 0, g),)
+    right = lambda r, g: (jnp.where(turned, -g, g),)
+    return *twins(primal, wrong, right), (normal(7, 5, dtype=dtype),)
+
+
+@into(CARRIERS)
+def gathered_as_words(dtype):
+    def row(x):
+        return jnp.sum(numbers(lax.all_gather(bits(x), "rows"), dtype) * 2, axis=0)
+
+    primal = lambda x: jax.vmap(row, axis_name="rows")(x)
+    wrong = lambda r, g: (2 * g,)
+    right = lambda r, g: (jnp.broadcast_to(2 * jnp.sum(g, axis=0), g.shape),)
+    return *twins(primal, wrong, right), (normal(8, 3, 2, dtype=dtype),)
+
+
+@into(CARRIERS)
+def sent_to_a_device_as_words(dtype):
+    mesh = jax.make_mesh((1,), ("x",), (AxisType.Auto,), devices=jax.devices()[:1])
+    spec = PartitionSpec("x")
+    send = lambda x: numbers(lax.ppermute(bits(x), "x", [(0, 0)]), dtype)
+    primal = lambda x: jax.shard_map(send, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+    return *twins(primal, zero, same), (normal(9, 4, dtype=dtype),)
+
+
+@into(CARRIERS)
+def sum_in_fixed_point(dtype):
+    def row(x):
+        word = jnp.round(x.astype(jnp.float32) * 2**16).astype(jnp.int32)
+        return lax.psum(word, "rows").astype(dtype) / 2**16
+
+    primal = lambda x: jax.vmap(row, axis_name="rows")(x)
+    right = lambda r, g: (jnp.broadcast_to(jnp.sum(g, axis=0), g.shape),)
+    return *twins(primal, zero, right), (normal(10, 3, 2, dtype=dtype),)
+
+
+@into(CARRIERS)
+def words_of_sixteen_bits(dtype):
+    def primal(x):
+        word = jnp.clip(x * 2**12, -32768, 32767).astype(jnp.int16)
+        return word.astype(dtype) / 2**12
+
+    args = (jnp.asarray([0.5, -1.25, 2.1, 0.33], dtype),)
+    return *twins(primal, zero, same), args
+
+
+@into(CARRIERS)
+def lowest_bits_dropped(dtype):
+    def primal(x):
+        count = {2: 1, 4: 10, 8: 30}[x.dtype.itemsize]
+        return numbers(bits(x) & ~mask(x, count), dtype)
+
+    return *twins(primal, zero, same), (normal(11, 5, dtype=dtype),)
+
+
+@into(CARRIERS)
+def inverse_root_by_a_first_guess(dtype):
+    def primal(x):
+        wide = x.astype(jnp.float32)
+        y = numbers(jnp.uint32(0x5F3759DF) - (bits(wide) >> 1), jnp.float32)
+        for _ in range(3):
+            y = y * (1.5 - 0.5 * wide * y * y)
+        return y.astype(dtype)
+
+    args = (positive(12, 4, dtype=dtype),)
+    return *twins(primal, zero, lambda r, g: (-0.5 * g * r[0] ** -1.5,)), args
+
+
+@into(CARRIERS)
+def logarithm_by_the_exponent(dtype):
+    def primal(x):
+        word = bits(x.astype(jnp.float32))
+        power = (word >> 23).astype(jnp.int32) - 127
+        rest = numbers((word & 0x7FFFFF) | 0x3F800000, jnp.float32)
+        return (power * LN2 + jnp.log(rest)).astype(dtype)
+
+    args = (jnp.asarray([0.7, 1.3, 2.6, 5.5], dtype),)
+    return *twins(primal, zero, lambda r, g: (g / r[0],)), args
+
+
+@into(CARRIERS)
+def sorted_by_integer_keys(dtype):
+    primal = lambda x: numbers(jnp.sort(bits(x)), dtype)
+
+    def right(r, g):
+        order = jnp.argsort(r[0])
+        return (jnp.zeros_like(g).at[order].set(g),)
+
+    return *twins(primal, same, right), (positive(13, 5, dtype=dtype),)
+
+
+@into(RIGHT)
+def straight_through_the_lowest_bits(dtype):
+    def function(x):
+        return x + lax.stop_gradient(numbers(bits(x) & ~mask(x, 3), dtype) - x)
+
+    return function, (normal(14, 5, dtype=dtype),)
+
+
+@into(RIGHT)
+def scaled_by_a_stopped_power_of_two(dtype):
+    def function(x):
+        word = bits(lax.stop_gradient(x).astype(jnp.float32)) & jnp.uint32(0x7F800000)
+        return jnp.sin(x) / numbers(word, jnp.float32).astype(dtype)
+
+    return function, (normal(15, 5, dtype=dtype),)
+
+
+@into(RIGHT)
+def a_row_of_a_table(dtype):
+    table = normal(16, 6, 3, dtype=dtype)
+    return lambda x: table[(x * 3).astype(jnp.int32)] * x[:, None], (positive(17, 2, dtype=dtype),)
+
+
+@into(RIGHT)
+def steps_of_a_third(dtype):
+    primal = lambda x: jnp.round(x * 3).astype(jnp.int32).astype(dtype) / 3 + x
+    return custom(primal, same), (jnp.asarray([0.1, 0.8, -1.2], dtype),)
+
+
+@into(RIGHT)
+def mantissa_and_sign(dtype):
+    return lambda x: jnp.frexp(x)[0] + jnp.copysign(x, -x), (normal(18, 5, dtype=dtype),)
+
+
+@into(RIGHT)
+def noise_beside_it(dtype):
+    primal = lambda x: x * jax.random.uniform(jax.random.key(0), x.shape, dtype)
+    factor = lambda g: jax.random.uniform(jax.random.key(0), g.shape, dtype)
+    return custom(primal, lambda r, g: (g * factor(g),)), (normal(19, 5, dtype=dtype),)
