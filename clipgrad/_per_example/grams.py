@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compat import by_platform, to_varying, varying_axes
-from clipgrad._numerics import if_else
+from clipgrad._numerics import accumulator, if_else
 from clipgrad._per_example.blocks import Part, ProductBlock, blocks, placed, value
 from clipgrad._per_example.squares import (
     NO_EXPONENT,
@@ -55,6 +55,8 @@ def squares(products: Products) -> Squares:
 def uses_gram(products: Products) -> bool:
     """Whether Gram matrices are smaller than the gradient, two of them for each product."""
     found = blocks(products)
+    if any(block.masks for block in found):
+        return False
     try:
         cost = sum(2 * _entries(*pair) for pair in _pairs(found))
     except Unfollowed:
@@ -80,7 +82,11 @@ def _blocks_in_range(found: list[ProductBlock]) -> tuple[list[ProductBlock], jax
     The weight is at most 1.
     """
     rows = [[_row_scales(part) for part in block.parts] for block in found]
-    totals = [functools.reduce(jnp.add, [e for _, e in each if e is not None]) for each in rows]
+    found, exponents = zip(*map(_masks_in_range, found), strict=True)
+    totals = [
+        functools.reduce(jnp.add, [*of_masks, *(e for _, e in each if e is not None)])
+        for each, of_masks in zip(rows, exponents, strict=True)
+    ]
     largest = functools.reduce(jnp.maximum, map(_largest_exponent, totals))
     largest = if_else(largest <= NO_EXPONENT // 2, 0, largest)
     scaled = []
@@ -103,6 +109,18 @@ def _row_scales(part: Part) -> tuple[jax.Array | None, jax.Array | None]:
     if part.hot is not None:
         return None, None
     return unit_scale(largest_size(part.values, range(1, part.values.ndim)))
+
+
+def _masks_in_range(block: ProductBlock) -> tuple[ProductBlock, list[jax.Array]]:
+    """The block with what multiplies it about 1, and the exponents of that."""
+    masks, exponents = [], []
+    for mask in block.masks:
+        if mask.values.dtype != bool:
+            wide = mask.values.astype(accumulator(mask.values))
+            scale, exponent = unit_scale(largest_size(wide))
+            mask, exponents = mask._replace(values=wide * scale), [*exponents, exponent]
+        masks.append(mask)
+    return block._replace(masks=tuple(masks)), exponents
 
 
 def _largest_exponent(exponents: jax.Array) -> jax.Array:
