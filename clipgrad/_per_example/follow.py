@@ -192,6 +192,8 @@ class Follow(Hook):
                 return outputs
             if rule is None or reason != f"computed by {name}":
                 self.course.stop(place, want_leaves(wants), reason)
+            else:
+                self.course.hint(want_leaves(wants), reason)
         return bind(equation, [gradient_array(x) for x in inputs])
 
     def _of_sums(self, equation: JaxprEqn, inputs: list, want: Any) -> list[Summed]:
@@ -201,7 +203,10 @@ class Follow(Hook):
             return inputs
         if name in _ADDING and reduction is not None:
             inputs = [reduction(x, want) for x in inputs]
-        wide = jnp.result_type(*(x.array for x in inputs if isinstance(x, Summed)))
+        sums = [x.array for x in inputs if isinstance(x, Summed)]
+        wide = max((x.dtype for x in sums), key=lambda dtype: dtype.itemsize)
+        if name == "select_n":  # where a weight is NaN, what a mask leaves out is NaN as well
+            inputs = [inputs[0], *(x if isinstance(x, Summed) else 0 * sums[0] for x in inputs[1:])]
         changed = {"preferred_element_type": wide} if name == "dot_general" else {}
         return [Summed(x) for x in bind(equation, [_as_wide(x, wide) for x in inputs], **changed)]
 

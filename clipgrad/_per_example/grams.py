@@ -22,7 +22,14 @@ import jax.numpy as jnp
 
 from clipgrad._compat import by_platform, to_varying, varying_axes
 from clipgrad._numerics import accumulator, if_else
-from clipgrad._per_example.blocks import Part, ProductBlock, blocks, placed, value
+from clipgrad._per_example.blocks import (
+    GradientWindow,
+    Part,
+    ProductBlock,
+    blocks,
+    placed,
+    value,
+)
 from clipgrad._per_example.squares import (
     NO_EXPONENT,
     Squares,
@@ -45,11 +52,63 @@ def squares(products: Products) -> Squares:
     if uses_gram(products):
         total = functools.reduce(jnp.add, [_inner_product(*pair) for pair in _pairs(scaled)])
     else:
-        parts = [placed(block, value(_times_powers(block), "highest")) for block in scaled]
-        total = jnp.sum(jnp.square(functools.reduce(jnp.add, parts)))
+        total = _sum_of_squares([_times_powers(block) for block in scaled], products.shape)
     # Nobody knows how many elements are NaN or inf: all count if the norm is.
     size = jnp.array(float(math.prod(products.shape)), total.dtype)
     return Squares(total, exponent, if_else(jnp.isfinite(total), 0, size))
+
+
+def _sum_of_squares(found: Sequence[ProductBlock], shape: Sequence[int]) -> jax.Array:
+    """The sum of the squares of a gradient, which is made; with a mask in parts.
+
+    Without a mask it would be made only where it is hardly larger than its factors.
+    """
+
+    def whole(found: Sequence[ProductBlock]) -> jax.Array:
+        parts = [placed(block, value(block, "highest")) for block in found]
+        return jnp.sum(jnp.square(functools.reduce(jnp.add, parts)))
+
+    axis, count = _cut_axis(found, shape)
+    if count == 1:
+        return whole(found)
+    size = shape[axis] // count
+    cut = functools.partial(_between, axis=axis, size=size)
+    of_part = jax.lax.map(
+        lambda i: whole([cut(block, i * size) for block in found]), jnp.arange(count)
+    )
+    return jnp.sum(of_part)
+
+
+def _cut_axis(found: Sequence[ProductBlock], shape: Sequence[int]) -> tuple[int, int]:
+    """An axis that all blocks have whole, and in how many parts none is larger than the factors."""
+    whole = [
+        i
+        for i, n in enumerate(shape)
+        if all(block.windows[i] == GradientWindow(0, (n,), n) for block in found)
+        and not any(part.hot == (i, 0) for block in found for part in block.parts)
+    ]
+    if not whole or not any(block.masks for block in found):
+        return 0, 1
+    axis = max(whole, key=shape.__getitem__)
+    factors = sum(part.values.size for block in found for part in block.parts)
+    least = min(-(-math.prod(shape) // factors), shape[axis])
+    return axis, next(n for n in range(least, shape[axis] + 1) if shape[axis] % n == 0)
+
+
+def _between(block: ProductBlock, start: jax.Array, axis: int, size: int) -> ProductBlock:
+    """So many indices of an axis of a block, from one on."""
+
+    def cut(part: Part, rows: int) -> Part:
+        if (axis, 0) not in part.names:
+            return part
+        return part._replace(
+            values=_piece(part.values, start, size, rows + part.names.index((axis, 0)))
+        )
+
+    windows = list(block.windows)
+    windows[axis] = GradientWindow(0, (size,), size)
+    parts, masks = [cut(p, 1) for p in block.parts], [cut(p, 0) for p in block.masks]
+    return block._replace(parts=tuple(parts), masks=tuple(masks), windows=tuple(windows))
 
 
 def uses_gram(products: Products) -> bool:

@@ -10,6 +10,7 @@ from jax.extend.core import Literal
 
 from clipgrad._jaxpr import CALLS, JIT, bind, called_program, evaluate
 from clipgrad._numerics import accumulator, with_real_dtype
+from clipgrad._per_example.course import want_leaves
 from clipgrad._per_example.follow import follows, gradient_array, is_plain_array, no_products, tie
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.terms import GradientAxis, Products, Term, Unfollowed, reshaped
@@ -26,6 +27,7 @@ from clipgrad._per_example.wanted import (
     want_split,
     want_sum,
     want_unchanged,
+    want_unstacked,
 )
 
 
@@ -159,6 +161,8 @@ def _follow_add(hook, equation, inputs, wants):
     first, second = inputs
     if equation.primitive.name == "sub" and isinstance(second, Products):
         second = second.map(lambda term: term.times(-1), equation.outvars[0].aval)
+    if is_plain_array(first) != is_plain_array(second):
+        hook.course.hint(want_leaves(wants), "a sum with what is no product")
     return [total(equation.outvars[0].aval, first, second)]
 
 
@@ -246,7 +250,7 @@ def _follow_split(hook, equation, inputs, wants):
     return parts
 
 
-@follows("unstack", wants=want_split)
+@follows("unstack", wants=want_unstacked)
 def _follow_unstack(hook, equation, inputs, wants):
     value, axis = inputs[0], equation.params["axis"]
     if not isinstance(value, Products):

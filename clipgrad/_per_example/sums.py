@@ -104,9 +104,12 @@ def _weighted(term: Term, weights: Each, ok: Each) -> Term:
     smallest = min(term.arrays, key=lambda i: term.factors[i].values.size)
 
     def change(i: int, factor: Factor) -> Factor:
+        values = factor.values
         if factor.is_shared:
-            return factor
-        values, axis = factor.values, factor.labels.index(examples)
+            # As numbers: where a weight is NaN, what a mask leaves out is NaN as well.
+            numbers = values.astype("float32") if values.dtype == bool else values
+            return dataclasses.replace(factor, values=numbers)
+        axis = factor.labels.index(examples)
         if factor.hot is None:
             values = _where_ok(ok, values, axis)
         if i == smallest:

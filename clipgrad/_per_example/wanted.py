@@ -200,15 +200,22 @@ def want_contracted(equation: Any, wants: Wants, variables: Variables) -> Wants:
 
 
 def want_split(equation: Any, wants: Wants, variables: Variables) -> Wants:
-    """A whole of which every part is wanted that is used."""
-    present = [want for want in wants if want is not None]
+    """A whole of which every part is wanted."""
+    return [None if None in wants else _want_of_parts(wants)]
+
+
+def want_unstacked(equation: Any, wants: Wants, variables: Variables) -> Wants:
+    """A stack of which every layer is wanted that is used: others are not trained."""
     pairs = zip(equation.outvars, wants, strict=True)
-    if any(want is None and variable in variables.used for variable, want in pairs):
-        return [None]
-    leaves = frozenset[int]().union(*(want.leaves for want in present))
-    is_summable = all(want.is_summable for want in present)
-    # Whatever the parts are for, the whole is left as it is.
-    return [WantedGradient(leaves, False, is_summable, max(want.steps for want in present))]
+    spoiled = any(want is None and variable in variables.used for variable, want in pairs)
+    return [None if spoiled else _want_of_parts([want for want in wants if want is not None])]
+
+
+def _want_of_parts(wants: Sequence[Any]) -> WantedGradient:
+    """The want of a whole, which is left as it is, whatever its parts are for."""
+    leaves = frozenset[int]().union(*(want.leaves for want in wants))
+    steps = max(want.steps for want in wants)
+    return WantedGradient(leaves, False, all(want.is_summable for want in wants), steps)
 
 
 def is_matrix(array: Any) -> bool:
