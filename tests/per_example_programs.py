@@ -515,15 +515,16 @@ def elementwise_function_of_a_weight(p, x):
 
 @program((3, 12), "v w", v=(12, 16), w=(16, 20))
 def masks_of_the_example(p, x):
-    h = jnp.tanh(x @ (p["v"] * (x[0][:, None] * jnp.arange(16.0).astype(x.dtype))))
-    return total(h @ jnp.where(h[0][:, None] > jnp.linspace(-1, 1, 20)[None], p["w"], 0.0))
+    own = x[0, :, None] * x[1, :, None] * jnp.arange(16, dtype=x.dtype) / 16
+    mask = jnp.arange(16)[:, None] * 20 + jnp.arange(20)[None] > 160 + 100 * x[0, :1]
+    return total(jnp.sin(x @ (p["v"] * own)) @ jnp.where(mask, p["w"], 0.0))
 
 
 @program((2, 12), "w", w=(12, 16))
 def masked_weight_of_a_recurrence(p, x):
     mask = np.random.default_rng(0).normal(size=(16, 16)) > 0
     w = jnp.concatenate([p["w"], p["w"][:4]])
-    step = lambda h, x: (jnp.tanh(x.sum() + h @ jnp.where(mask, w, 0.0)), None)  # noqa: E731
+    step = lambda h, x: (jnp.sin(x[0] + h @ jnp.where(mask, w, 0.0)), None)  # noqa: E731
     return total(jax.lax.scan(step, jnp.ones(16, x.dtype), x)[0])
 
 

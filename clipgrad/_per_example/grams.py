@@ -141,15 +141,15 @@ def _blocks_in_range(found: list[ProductBlock]) -> tuple[list[ProductBlock], jax
     The weight is at most 1.
     """
     rows = [[_row_scales(part) for part in block.parts] for block in found]
-    found, exponents = zip(*map(_masks_in_range, found), strict=True)
+    masked = [_masks_in_range(block) for block in found]
     totals = [
         functools.reduce(jnp.add, [*of_masks, *(e for _, e in each if e is not None)])
-        for each, of_masks in zip(rows, exponents, strict=True)
+        for each, (_, of_masks) in zip(rows, masked, strict=True)
     ]
     largest = functools.reduce(jnp.maximum, map(_largest_exponent, totals))
     largest = if_else(largest <= NO_EXPONENT // 2, 0, largest)
     scaled = []
-    for block, each, total in zip(found, rows, totals, strict=True):
+    for (block, _), each, total in zip(masked, rows, totals, strict=True):
         # Of the gates of an LSTM, two kernels then share the Gram matrix of the larger factor.
         dense = [i for i, part in enumerate(block.parts) if part.hot is None]
         smallest = min(reversed(dense), key=lambda i: block.parts[i].values.size)

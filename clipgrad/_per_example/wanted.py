@@ -24,7 +24,7 @@ Wants = Sequence[WantedGradient | None]
 
 
 class Variables(NamedTuple):
-    """What is known of the variables of a program."""
+    """Facts about the variables of a program."""
 
     made: Mapping[Var, JaxprEqn]  # the equation that makes each
     varying: frozenset[Var]  # those that differ between examples, in programs inside as well
