@@ -395,7 +395,7 @@ def stacked_in_the_loss(body, p, x, ids):
     stack = jax.tree.map(
         lambda *w: jnp.stack(w), *({n: p[n[:-1] + i] for n in first} for i in "01")
     )
-    return jax.lax.scan(lambda x, w: (body(p | w, x, ids), None), x, stack)[0]
+    return jax.lax.scan(lambda x, w: (body(p | w, x, ids), None), x, stack, length=2)[0]
 
 
 @place
