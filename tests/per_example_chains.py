@@ -65,6 +65,8 @@ def shapes_of(chain):
         else:
             inner = shapes_of(what)
             stack = name == "layers"
+            if name == "stacked in the loss":
+                inner |= {n[:-1] + "1": s for n, s in inner.items() if n.endswith("/0")}
             found |= {
                 f"stack/{n}" if stack and n.endswith("/0") else n: (2, *s)
                 if stack and n.endswith("/0")
@@ -185,6 +187,56 @@ def slices_that_overlap(w, x, ids):
 @operation((2, D, D))
 def chosen_layer(w, x, ids):
     return x @ jax.lax.dynamic_index_in_dim(w, jnp.int32(ids[0] > 2), keepdims=False)
+
+
+# linear functions of a weight
+
+MASK = np.random.default_rng(0).normal(size=(D, D))
+
+
+@operation((D, D), (D, 2), (2, D))
+def merged_low_rank(w, a, b, x, ids):
+    return x @ (w + 2 * a @ b)
+
+
+@operation((D, D), (D, 2), (2, D))
+def merged_low_rank_over_a_fixed_weight(w, a, b, x, ids):
+    return x @ (jax.lax.stop_gradient(w) + 2 * a @ b)
+
+
+@operation((D, D))
+def weight_and_its_transpose(w, x, ids):
+    return x @ (w @ w.T) / D
+
+
+@operation((D, D))
+def flipped(w, x, ids):
+    return x @ jnp.flip(w, 0) + x @ jnp.flip(w)
+
+
+@operation((D, D))
+def summed_up(w, x, ids):
+    return x @ jnp.cumsum(w, 0) / D + x @ jax.lax.cumsum(w, 1, reverse=True) / D
+
+
+@operation((D, D))
+def masked(w, x, ids):
+    return x @ (w * jnp.asarray(MASK, w.dtype))
+
+
+@operation((D, D))
+def lower_triangle(w, x, ids):
+    return x @ jnp.tril(w)
+
+
+@operation((2 * D, D))
+def every_second_row(w, x, ids):
+    return x @ w[1::2] + x @ jnp.where(MASK > 0, w[:D], 0.0)
+
+
+@operation((D, D))
+def masked_by_the_example(w, x, ids):
+    return x @ jnp.where(x[:1].T * x[1:2] > 0, w, 0.0)
 
 
 @operation((D, D))
@@ -337,6 +389,16 @@ def layers(body, p, x, ids):
 
 
 @place
+def stacked_in_the_loss(body, p, x, ids):
+    """Scanned layers that the loss stacks itself."""
+    first = {n for n in p if n.endswith("/0") and n[:-1] + "1" in p}
+    stack = jax.tree.map(
+        lambda *w: jnp.stack(w), *({n: p[n[:-1] + i] for n in first} for i in "01")
+    )
+    return jax.lax.scan(lambda x, w: (body(p | w, x, ids), None), x, stack, length=2)[0]
+
+
+@place
 def vmap(body, p, x, ids):
     return jnp.mean(jax.vmap(lambda x: body(p, x, ids))(jnp.stack([x, jnp.sin(x)])), axis=0)
 
@@ -398,5 +460,10 @@ CHAINS = {
         ("custom rule", [("strided convolution", 0), ("einsum", 0)]),
         ("remat that saves products", [("convolution of images", 0), ("experts", 1)]),
         ("error clip by norm", [("heads", 1), ("slices that overlap", 0)]),
+    ],
+    "linear": [
+        ("stacked in the loss", [("remat", [("merged low rank", 0), ("masked", 0)]), ("bias", 0)]),
+        ("loop", [("merged low rank over a fixed weight", 0), ("flipped", 1)]),
+        ("layers", [("lower triangle", 0), ("summed up", 1), ("every second row", 0)]),
     ],
 }

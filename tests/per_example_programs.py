@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PROGRAMS = {}
 EXAMPLES = 3
@@ -444,12 +445,87 @@ def first_state_that_is_halved(p, x):
     return total(x * jax.lax.scan(lambda h, _: (h / 2, None), p["first"], length=3)[0])
 
 
+# linear functions of a weight that all examples share
+
+
+@program((3, 12), "b c", b=(16,), c=(16,), v=(16, 16), w=(16, 16), first=(12, 16))
+def layers_stacked_in_the_loss(p, x):
+    layers = [{"w": p["v"], "b": p["b"]}, {"w": p["w"], "b": p["c"]}]
+    stack = jax.tree.map(lambda *w: jnp.stack(w), *layers)
+    step = lambda h, p: (jnp.tanh(h @ p["w"] + p["b"][None]), None)  # noqa: E731
+    return total(jax.lax.scan(step, x @ p["first"], stack)[0])
+
+
+@program((2, 16), v=(16, 16), w=(16, 16))
+def layers_stacked_in_the_loss_of_which_one_is_not_trained(p, x):
+    stack = jnp.stack([p["v"], jnp.full((16, 16), 0.1, x.dtype), p["w"]])
+    return total(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)[0])
+
+
+@program((3, 16), "a b", w=(16, 20), a=(16, 2), b=(2, 20))
+def merged_low_rank(p, x):
+    return total(x @ (p["w"] + 2 * p["a"] @ p["b"]))
+
+
+@program((12, 8), "a b", a=(8, 2), b=(2, 9))
+def merged_low_rank_over_a_fixed_weight_and_a_long_sequence(p, x):
+    w = jnp.full((8, 9), 0.1, x.dtype)
+    return total(x @ (w + 2 * p["a"] @ p["b"]))
+
+
+@program((2, 12), v=(12, 16), w=(16, 20))
+def weights_reversed_and_summed_up(p, x):
+    h = jnp.tanh(x @ jnp.flip(p["v"], 0))
+    return total(h @ jnp.cumsum(jnp.cumsum(p["w"], 0), 1) / 10)
+
+
+@program((2, 12), v=(24, 16), w=(16, 20))
+def every_second_row_and_every_third_column(p, x):
+    return total(jnp.tanh(x @ p["v"][::2]) @ p["w"][:, 1::3])
+
+
+@program((3, 12), u=(12, 16), v=(16, 16), w=(16, 9))
+def masks_of_weights(p, x):
+    mask = np.random.default_rng(0).normal(size=(16, 9))
+    h = jnp.tanh(jnp.tanh(x @ jnp.triu(p["u"])) @ jnp.where(mask[:, :1] > mask[:, 1], p["v"], 0.0))
+    return total(h @ (p["w"] * jnp.asarray(mask, x.dtype)))
+
+
+@program((3, 12), v=(2, 12, 12), w=(12, 12))
+def masks_in_scanned_and_rematerialized_layers(p, x):
+    mask = np.random.default_rng(0).normal(size=(12, 12)) > 0
+    layer = jax.checkpoint(lambda h, w: (jnp.tanh(h @ jnp.where(mask, w, 0.0)), None))
+    return total(layer(jax.lax.scan(layer, x, p["v"])[0], p["w"])[0] @ p["w"])
+
+
+@program(20, e=(20, 12))
+def masked_embedding_tied_to_the_head(p, ids):
+    mask = np.random.default_rng(0).normal(size=(20, 12)) > 0
+    e = jnp.where(mask, p["e"], 0.0)
+    return total(e[ids] @ e.T)
+
+
+@program((3, 12), w=(12, 16), v=(16, 9))
+def elementwise_function_of_a_weight(p, x):
+    return total(jnp.tanh(x @ jnp.tanh(p["w"])) @ p["v"])
+
+
 # what is direct
 
 
-@program((3, 12), "w", w=(12, 16), v=(16, 9))
-def elementwise_function_of_a_weight(p, x):
-    return total(jnp.tanh(x @ jnp.tanh(p["w"])) @ p["v"])
+@program((3, 12), "v w", v=(12, 16), w=(16, 20))
+def masks_of_the_example(p, x):
+    own = x[0, :, None] * x[1, :, None] * jnp.arange(16, dtype=x.dtype) / 16
+    mask = jnp.arange(16)[:, None] * 20 + jnp.arange(20)[None] > 160 + 100 * x[0, :1]
+    return total(jnp.sin(x @ (p["v"] * own)) @ jnp.where(mask, p["w"], 0.0))
+
+
+@program((2, 12), "w", w=(12, 16))
+def masked_weight_of_a_recurrence(p, x):
+    mask = np.random.default_rng(0).normal(size=(16, 16)) > 0
+    w = jnp.concatenate([p["w"], p["w"][:4]])
+    step = lambda h, x: (jnp.sin(x[0] + h @ jnp.where(mask, w, 0.0)), None)  # noqa: E731
+    return total(jax.lax.scan(step, jnp.ones(16, x.dtype), x)[0])
 
 
 @program((3, 12), "w g", w=(12, 16), g=(16,), v=(16, 9))

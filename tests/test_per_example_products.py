@@ -350,6 +350,53 @@ def test_no_gradient_of_each_example_is_made(method):
         assert compiled.memory_analysis().temp_size_in_bytes < most + 2**18
 
 
+def linear_in_each_weight(p, x):
+    """The example times a linear function of each weight, which all examples share."""
+    mask = np.random.default_rng(0).normal(size=(96, 96))
+    stack = jax.tree.map(lambda *w: jnp.stack(w), p["first"], p["second"])
+    x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0]
+    changed = [
+        p["lora"] + 2 * p["a"] @ p["b"],
+        jnp.flip(p["reversed"], 0),
+        jnp.cumsum(p["cumulative"], 0) / 9,
+        p["masked"] * jnp.asarray(mask, x.dtype),
+        jnp.where(mask > 0, p["selected"], 0.0),
+        jnp.tril(p["triangle"]),
+        p["strided"][::2],
+        p["squared"] @ p["squared"].T,
+        jnp.tanh(p["bounded"]),
+    ]
+    for w in changed:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x)
+
+
+def weights_of_linear():
+    names = ["first", "second", "lora", "reversed", "cumulative", "masked", "selected"]
+    shapes = dict.fromkeys([*names, "triangle", "squared", "bounded"], (96, 96))
+    shapes |= {"strided": (192, 96), "a": (96, 2), "b": (2, 96)}
+    rng = np.random.default_rng(0)
+    return {k: jnp.asarray(rng.normal(size=s) / 9, jnp.float32) for k, s in shapes.items()}
+
+
+@pytest.mark.parametrize("method", FOLLOWED)
+def test_of_a_linear_function_of_a_weight_no_gradient_of_each_example_is_made(method):
+    params, batch = weights_of_linear(), jnp.ones((64, 2, 96))
+    rule = cg.ClipByGlobalNorm(1.0)
+    per_example = cg.clip_per_example(linear_in_each_weight, rule, method=method)
+    compiled = jax.jit(lambda p, b: per_example(p, b)[1]).lower(params, batch).compile(RELEASED)
+    largest = max(np.prod(s) for s in arrays_in(compiled.as_text()))
+    assert largest < 64 * 96 * 96 / 8
+    # Of all examples they would have 24 MB; the parameters have 0.4 MB.
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 * 96 * 96 * 4
+    plan = {leaf.path: (leaf.norm, leaf.reason) for leaf in per_example.plan(params, batch).leaves}
+    masked = {"masked", "selected", "triangle", "bounded"}
+    small = "direct", "no larger for one example than its factors"
+    assert plan == {
+        k: small if k in "ab" else ("product" if k in masked else "Gram", "") for k in params
+    }
+
+
 def test_one_pass_makes_gram_matrices_of_one_scanned_layer_at_a_time():
     def loss(p, x):
         return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p)[0])

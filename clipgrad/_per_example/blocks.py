@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 
 from clipgrad._compat import by_platform
 from clipgrad._numerics import accumulator
-from clipgrad._per_example.terms import Factor, Products, Term, product
+from clipgrad._per_example.terms import Factor, Products, Term, Unfollowed, product
 
 # Of an axis of a factor: the axis of the gradient, and the place in that.
 FactorAxis = tuple[int, int]
@@ -43,6 +44,7 @@ class ProductBlock(NamedTuple):
 
     parts: tuple[Part, ...]
     windows: tuple[GradientWindow, ...]
+    masks: tuple[Part, ...] = ()  # what the sum is multiplied with, without rows
 
     @property
     def rows(self) -> int:
@@ -67,13 +69,15 @@ def blocks(products: Products) -> list[ProductBlock]:
     for term in products.terms:
         block = _normal_form(term, dtype)
         shapes = tuple((p.names, p.hot, p.length, p.values.dtype.name) for p in block.parts)
-        groups.setdefault((shapes, block.windows), []).append(block)
+        masks = tuple((mask.names, id(mask.values)) for mask in block.masks)
+        groups.setdefault((shapes, masks, block.windows), []).append(block)
     return [_joined_blocks(group) for group in groups.values()]
 
 
 def sum_dtype(products: Products) -> str:
     """The dtype in which products are summed: float64 if anything in them is."""
-    arrays = [f.values for term in products.terms for f in term.factors if f.hot is None]
+    factors = [f for term in products.terms for f in term.factors if f.hot is None]
+    arrays = [f.values for f in factors if f.values.dtype != bool]
     return max([accumulator(x) for x in (products, *arrays)])
 
 
@@ -84,15 +88,26 @@ def _normal_form(term: Term, dtype: str) -> ProductBlock:
     }
     sizes = term.sizes
     summed = {label: sizes[label] for label in term.summed}
-    owned = [label for factor in term.factors for label in factor.labels]
+    masks = [_mask(factor, places) for factor in term.factors if factor.is_shared]
+    own = [factor for factor in term.factors if not factor.is_shared]
+    owned = [label for factor in own for label in factor.labels]
     shared = {label for label in places if owned.count(label) > 1}
-    parts = [_part(factor, places, summed, shared, dtype) for factor in term.factors]
+    parts = [_part(factor, places, summed, shared, dtype) for factor in own]
     windows = [
         GradientWindow(axis.start, tuple(sizes[label] for label in axis.labels), axis.size)
         for axis in term.axes
     ]
     ordered = sorted(_folded(parts), key=lambda part: (part.owned, part.hot is not None))
-    return ProductBlock(tuple(ordered), tuple(windows))
+    return ProductBlock(tuple(ordered), tuple(windows), tuple(masks))
+
+
+def _mask(factor: Factor, places: dict) -> Part:
+    """A factor that all examples share, with its axes in order."""
+    if not set(factor.labels) <= set(places):
+        raise Unfollowed("a sum over an axis of what all examples share")
+    own = sorted(factor.labels, key=places.__getitem__)
+    values = _moved(factor.values, [factor.labels.index(label) for label in own])
+    return Part(values, tuple(places[label] for label in own), None, 0)
 
 
 def _indexed_alike(term: Term) -> Term:
@@ -188,7 +203,25 @@ def value(block: ProductBlock) -> jax.Array:
         total = _scattered(hot, total)
         order = [name for part in hot for name in part.owned] + names
         total = jnp.transpose(total, [order.index(name) for name in sorted(order)])
+        names = sorted(order)
+    for mask in block.masks:
+        total, names = _masked(block, total, names, mask)
     return total.reshape([math.prod(window.sizes) for window in block.windows])
+
+
+def _masked(
+    block: ProductBlock, total: jax.Array, names: list[FactorAxis], mask: Part
+) -> tuple[jax.Array, list[FactorAxis]]:
+    """The total, of these names, times what all examples share; booleans: where they are true."""
+    every = sorted({*names, *mask.names})
+
+    def beside(x: jax.Array, own: Sequence[FactorAxis]) -> jax.Array:
+        return x.reshape([block.size(name) if name in own else 1 for name in every])
+
+    total, values = beside(total, names), beside(mask.values, mask.names)
+    if values.dtype == bool:
+        return jnp.where(values, total, 0), every
+    return total * values.astype(total.dtype), every
 
 
 def _product(parts: list[Part], out: list[FactorAxis]) -> jax.Array:

@@ -54,10 +54,12 @@ def clip_per_example(
 
     The second formula is one product over all examples. clipgrad follows the program of the
     gradient back from each leaf to its products: through scans, `jax.jit` and `jax.checkpoint`, for
-    dense layers, convolutions and embeddings, and for weights that are used in several places. If
-    it can't follow a leaf (`jax.lax.cond`, a function of a weight such as ``tanh``), or anything
-    goes wrong with it, it computes the gradient of each example for this leaf alone, and ``plan``
-    shows the reason.
+    dense layers, convolutions and embeddings, and for weights that are used in several places. A
+    function of a weight that is the same for all examples, such as a mask or a merged LoRA, is
+    followed if its derivative is a product with a matrix, or with one number for each element. If
+    it can't follow a leaf (`jax.lax.cond`, a mask of each example's own), or anything goes wrong
+    with it, it computes the gradient of each example for this leaf alone, and ``plan`` shows the
+    reason.
 
     Guarantees:
       * With the rule ``None`` and ``"mean"`` it is `jax.value_and_grad` of the mean loss.

@@ -67,7 +67,7 @@ def _convolution(hook, equation, inputs, wants):
     merged = [(row,), (group, column), *((k,) for k in first)]
     for place, labels in zip(numbers.out_spec, merged, strict=True):
         axes[place] = GradientAxis(labels, 0, aval.shape[place])
-    term = Term((left, right), tuple(axes), params["precision"])
+    term = Term((left, right), tuple(axes))
     return one_product(hook, term if count > 1 else _ungrouped(term, group), aval, wants[0])
 
 
@@ -101,7 +101,7 @@ def _ungrouped(term: Term, group: int) -> Term:
         labels = tuple(k for k in factor.labels if k != group)
         factors.append(Factor(jnp.squeeze(factor.values, i), labels))
     axes = [axis._replace(labels=tuple(k for k in axis.labels if k != group)) for axis in term.axes]
-    return Term(tuple(factors), tuple(axes), term.precision)
+    return Term(tuple(factors), tuple(axes))
 
 
 def _arrays(hook: Any, value: Products, want: Any) -> Products | jax.Array:

@@ -42,6 +42,7 @@ class Course:
 
     direct: Mapping[int, str]  # the leaves that are not followed at all, and why
     notes: Notes = dataclasses.field(default_factory=Notes)
+    hints: dict[int, str] = dataclasses.field(default_factory=dict)  # where there are no notes
     stops: set[EquationPath] = dataclasses.field(default_factory=set)
     # The carries of scans that are arrays.
     dense: dict[EquationPath, set[int]] = dataclasses.field(default_factory=dict)
@@ -66,13 +67,19 @@ class Course:
         self.stops.add(place)
         self.notes.add(leaves, reason)
 
+    def hint(self, leaves: Iterable[int], reason: str) -> None:
+        """Notes what may be why, where a rule had no products to change."""
+        for leaf in leaves:
+            self.hints.setdefault(leaf, reason)
+
     def carries(self, place: EquationPath) -> set[int]:
         """The carries of a scan that are arrays, though gradients are added to them."""
         return self.dense.setdefault(place, set())
 
     def reason(self, leaf: int) -> str:
         """Why a leaf, or a part of it, is direct."""
-        return self.direct.get(leaf) or "; ".join(self.notes.get(leaf, []))
+        noted = self.direct.get(leaf) or "; ".join(self.notes.get(leaf, []))
+        return noted or self.hints.get(leaf, "")
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._jaxpr import CALLS, JIT, REMAT, Hook, bind, called_program
 from clipgrad._per_example.blocks import dense_gradient
@@ -144,6 +144,7 @@ class Follow(Hook):
     wanted: Mapping[Any, WantedGradient]
     reduction: Reduction | None
     course: Course
+    varying: frozenset[Var]  # what differs between examples
     around: EquationPath = ()
     # For what is broadcast or cast, the array before it and the axes that it has.
     sources: dict[Any, tuple[Any, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
@@ -151,7 +152,7 @@ class Follow(Hook):
     @classmethod
     def of(cls, equation: JaxprEqn, wants: Wants, like: "Follow") -> "Follow":
         """A hook for the program of an equation, whose outputs make these gradients."""
-        found, reduction = wanted(called_program(equation), wants), like.reduction
+        found, reduction = wanted(called_program(equation), wants, like.varying), like.reduction
         if reduction is not None and equation.primitive.name == "scan":
             reduction = reduction.inside_scan()
         return dataclasses.replace(
@@ -177,7 +178,7 @@ class Follow(Hook):
         """The outputs by the rule of the primitive, or as arrays where it has none or fails."""
         place, name = self.place(equation), equation.primitive.name
         if any(isinstance(x, Summed) for x in inputs) and name not in _OF_ANYTHING:
-            return [self._of_sums(equation, inputs, wants[0])]
+            return self._of_sums(equation, inputs, wants[0])
         # Squares pass where products of one example would become an array.
         if place not in self.course.stops or any(isinstance(x, Squares) for x in inputs):
             rule, reason = _RULES.get(name), f"computed by {name}"
@@ -189,21 +190,25 @@ class Follow(Hook):
                 outputs, reason = None, why(error)
             if outputs is not None:
                 return outputs
-            self.course.stop(place, want_leaves(wants), reason)
+            if rule is None or reason != f"computed by {name}":
+                self.course.stop(place, want_leaves(wants), reason)
+            else:
+                self.course.hint(want_leaves(wants), reason)
         return bind(equation, [gradient_array(x) for x in inputs])
 
-    def _of_sums(self, equation: JaxprEqn, inputs: list, want: Any) -> Summed:
+    def _of_sums(self, equation: JaxprEqn, inputs: list, want: Any) -> list[Summed]:
         """An equation applied to sums over the examples, which stay in float32 or wider."""
         name, reduction = equation.primitive.name, self.reduction
         if name in ("convert_element_type", "reduce_precision"):
-            return inputs[0]
+            return inputs
         if name in _ADDING and reduction is not None:
             inputs = [reduction(x, want) for x in inputs]
-        arrays = [x.array if isinstance(x, Summed) else x for x in inputs]
-        if name == "pad":
-            arrays[1] = arrays[1].astype(arrays[0].dtype)
-        (result,) = bind(equation, arrays)
-        return Summed(result)
+        sums = [x.array for x in inputs if isinstance(x, Summed)]
+        wide = max((x.dtype for x in sums), key=lambda dtype: dtype.itemsize)
+        if name == "select_n":  # where a weight is NaN, what a mask leaves out is NaN as well
+            inputs = [inputs[0], *(x if isinstance(x, Summed) else 0 * sums[0] for x in inputs[1:])]
+        changed = {"preferred_element_type": wide} if name == "dot_general" else {}
+        return [Summed(x) for x in bind(equation, [_as_wide(x, wide) for x in inputs], **changed)]
 
     def place(self, equation: JaxprEqn) -> EquationPath:
         """The path of an equation."""
@@ -243,6 +248,12 @@ def contracted(
     if hook.reduction is None or want is None:
         return None
     return hook.reduction.contracted(contract, factors, want)
+
+
+def _as_wide(x: Any, wide: Any) -> Any:
+    """An array beside sums over the examples, in their dtype if it is of real numbers."""
+    x = x.array if isinstance(x, Summed) else x
+    return x.astype(wide) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def gradient_array(value: Any) -> Any:

@@ -22,7 +22,14 @@ import jax.numpy as jnp
 
 from clipgrad._compat import by_platform, to_varying, varying_axes
 from clipgrad._numerics import accumulator, if_else
-from clipgrad._per_example.blocks import Part, ProductBlock, blocks, placed, value
+from clipgrad._per_example.blocks import (
+    GradientWindow,
+    Part,
+    ProductBlock,
+    blocks,
+    placed,
+    value,
+)
 from clipgrad._per_example.squares import (
     NO_EXPONENT,
     Squares,
@@ -45,16 +52,70 @@ def squares(products: Products) -> Squares:
     if uses_gram(products):
         total = functools.reduce(jnp.add, [_inner_product(*pair) for pair in _pairs(scaled)])
     else:
-        parts = [placed(block, value(_times_powers(block))) for block in scaled]
-        total = jnp.sum(jnp.square(functools.reduce(jnp.add, parts)))
+        total = _sum_of_squares([_times_powers(block) for block in scaled], products.shape)
     # Nobody knows how many elements are NaN or inf: all count if the norm is.
     size = jnp.array(float(math.prod(products.shape)), total.dtype)
     return Squares(total, exponent, if_else(jnp.isfinite(total), 0, size))
 
 
+def _sum_of_squares(found: Sequence[ProductBlock], shape: Sequence[int]) -> jax.Array:
+    """The sum of the squares of a gradient, which is made; with a mask in parts.
+
+    Without a mask it would be made only where it is hardly larger than its factors.
+    """
+
+    def whole(found: Sequence[ProductBlock]) -> jax.Array:
+        parts = [placed(block, value(block)) for block in found]
+        return jnp.sum(jnp.square(functools.reduce(jnp.add, parts)))
+
+    axis, count = _cut_axis(found, shape)
+    if count == 1:
+        return whole(found)
+    size = shape[axis] // count
+    cut = functools.partial(_between, axis=axis, size=size)
+    of_part = jax.lax.map(
+        lambda i: whole([cut(block, i * size) for block in found]), jnp.arange(count)
+    )
+    return jnp.sum(of_part)
+
+
+def _cut_axis(found: Sequence[ProductBlock], shape: Sequence[int]) -> tuple[int, int]:
+    """An axis that all blocks have whole, and in how many parts none is larger than the factors."""
+    whole = [
+        i
+        for i, n in enumerate(shape)
+        if all(block.windows[i] == GradientWindow(0, (n,), n) for block in found)
+        and not any(part.hot == (i, 0) for block in found for part in block.parts)
+    ]
+    if not whole or not any(block.masks for block in found):
+        return 0, 1
+    axis = max(whole, key=shape.__getitem__)
+    factors = sum(part.values.size for block in found for part in block.parts)
+    least = min(-(-math.prod(shape) // factors), shape[axis])
+    return axis, next(n for n in range(least, shape[axis] + 1) if shape[axis] % n == 0)
+
+
+def _between(block: ProductBlock, start: jax.Array, axis: int, size: int) -> ProductBlock:
+    """So many indices of an axis of a block, from one on."""
+
+    def cut(part: Part, rows: int) -> Part:
+        if (axis, 0) not in part.names:
+            return part
+        return part._replace(
+            values=_piece(part.values, start, size, rows + part.names.index((axis, 0)))
+        )
+
+    windows = list(block.windows)
+    windows[axis] = GradientWindow(0, (size,), size)
+    parts, masks = [cut(p, 1) for p in block.parts], [cut(p, 0) for p in block.masks]
+    return block._replace(parts=tuple(parts), masks=tuple(masks), windows=tuple(windows))
+
+
 def uses_gram(products: Products) -> bool:
     """Whether Gram matrices are smaller than the gradient, two of them for each product."""
     found = blocks(products)
+    if any(block.masks for block in found):
+        return False
     try:
         cost = sum(2 * _entries(*pair) for pair in _pairs(found))
     except Unfollowed:
@@ -80,11 +141,15 @@ def _blocks_in_range(found: list[ProductBlock]) -> tuple[list[ProductBlock], jax
     The weight is at most 1.
     """
     rows = [[_row_scales(part) for part in block.parts] for block in found]
-    totals = [functools.reduce(jnp.add, [e for _, e in each if e is not None]) for each in rows]
+    masked = [_masks_in_range(block) for block in found]
+    totals = [
+        functools.reduce(jnp.add, [*of_masks, *(e for _, e in each if e is not None)])
+        for each, (_, of_masks) in zip(rows, masked, strict=True)
+    ]
     largest = functools.reduce(jnp.maximum, map(_largest_exponent, totals))
     largest = if_else(largest <= NO_EXPONENT // 2, 0, largest)
     scaled = []
-    for block, each, total in zip(found, rows, totals, strict=True):
+    for (block, _), each, total in zip(masked, rows, totals, strict=True):
         # Of the gates of an LSTM, two kernels then share the Gram matrix of the larger factor.
         dense = [i for i, part in enumerate(block.parts) if part.hot is None]
         smallest = min(reversed(dense), key=lambda i: block.parts[i].values.size)
@@ -104,6 +169,18 @@ def _row_scales(part: Part) -> tuple[jax.Array | None, jax.Array | None]:
         return None, None
     largest = largest_size(part.values, range(1, part.values.ndim))
     return unit_scale(largest.astype(accumulator(largest)))
+
+
+def _masks_in_range(block: ProductBlock) -> tuple[ProductBlock, list[jax.Array]]:
+    """The block with what multiplies it about 1, and the exponents of that."""
+    masks, exponents = [], []
+    for mask in block.masks:
+        if mask.values.dtype != bool:
+            wide = mask.values.astype(accumulator(mask.values))
+            scale, exponent = unit_scale(largest_size(wide))
+            mask, exponents = mask._replace(values=wide * scale), [*exponents, exponent]
+        masks.append(mask)
+    return block._replace(masks=tuple(masks)), exponents
 
 
 def _largest_exponent(exponents: jax.Array) -> jax.Array:

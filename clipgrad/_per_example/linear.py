@@ -4,10 +4,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from clipgrad._jaxpr import CALLS, JIT, bind, called_program, evaluate
 from clipgrad._numerics import accumulator, with_real_dtype
+from clipgrad._per_example.course import want_leaves
 from clipgrad._per_example.follow import follows, gradient_array, is_plain_array, no_products, tie
 from clipgrad._per_example.squares import Squares
 from clipgrad._per_example.terms import GradientAxis, Products, Term, Unfollowed, reshaped
@@ -19,10 +22,12 @@ from clipgrad._per_example.wanted import (
     want_padded,
     want_product,
     want_reduced,
+    want_selected,
     want_slice,
     want_split,
     want_sum,
     want_unchanged,
+    want_unstacked,
 )
 
 
@@ -67,20 +72,51 @@ def _follow_negative(equation, inputs, term):
     return term.times(-1)
 
 
+@follows("rev", wants=want_unchanged)
+@_on_first
+def _follow_reversed(equation, inputs, term):
+    for i in equation.params["dimensions"]:
+        term = term.rearranged(i, lambda x: jnp.flip(x, 0))
+    return term
+
+
+@follows("cumsum", wants=want_sum)
+@_on_first
+def _follow_cumulative(equation, inputs, term):
+    axis, reverse = equation.params["axis"], equation.params["reverse"]
+    return term.rearranged(axis, lambda x: jax.lax.cumsum(x, 0, reverse), several=False)
+
+
 @follows("pad", wants=want_padded)
 @_on_first
 def _follow_pad(equation, inputs, term):
-    edges = equation.params["padding_config"]
+    edges = [tuple(map(int, edge)) for edge in equation.params["padding_config"]]
+    for i, edge in enumerate(edges):
+        if min(edge[:2]) < 0 or edge[2]:
+            term = term.rearranged(i, lambda x, e=edge: _padded(x, e))
+            edges[i] = 0, 0, 0
     pairs = zip(term.axes, edges, equation.outvars[0].aval.shape, strict=True)
-    return term.with_axes(
-        [GradientAxis(a.labels, a.start + int(low), n) for a, (low, _, _), n in pairs]
-    )
+    return term.with_axes([GradientAxis(a.labels, a.start + low, n) for a, (low, _, _), n in pairs])
+
+
+def _padded(x: Any, edge: tuple[int, int, int]) -> Any:
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), [edge, *[(0, 0, 0)] * (x.ndim - 1)])
 
 
 @follows("slice", wants=want_slice)
 @_on_first
 def _follow_slice(equation, inputs, term):
-    return _sliced(term, equation.params["start_indices"], equation.params["limit_indices"])
+    starts, stops = equation.params["start_indices"], equation.params["limit_indices"]
+    steps = equation.params["strides"] or [1] * len(starts)
+    for i, (start, stop, step) in enumerate(zip(starts, stops, steps, strict=True)):
+        if step != 1:
+            term = term.rearranged(i, lambda x, s=slice(start, stop, step): x[s])
+            starts, stops = _replaced(starts, i, 0), _replaced(stops, i, term.axes[i].size)
+    return _sliced(term, starts, stops)
+
+
+def _replaced(numbers: Sequence[int], place: int, new: int) -> list[int]:
+    return [new if i == place else n for i, n in enumerate(numbers)]
 
 
 def _sliced(term: Term, starts: Sequence[int], stops: Sequence[int]) -> Term | None:
@@ -125,6 +161,8 @@ def _follow_add(hook, equation, inputs, wants):
     first, second = inputs
     if equation.primitive.name == "sub" and isinstance(second, Products):
         second = second.map(lambda term: term.times(-1), equation.outvars[0].aval)
+    if is_plain_array(first) != is_plain_array(second):
+        hook.course.hint(want_leaves(wants), "a sum with what is no product")
     return [total(equation.outvars[0].aval, first, second)]
 
 
@@ -170,12 +208,29 @@ def _follow_product(hook, equation, inputs, wants):
     if jnp.ndim(array) == 0:
         number = _reciprocal(array) if equation.primitive.name == "div" else array
         return [products.map(lambda term: term.times(number), aval)]
-    small, dimensions = hook.source(equation.invars[place], array, aval.shape)
+    atom = equation.invars[place]
+    small, dimensions = hook.source(atom, array, aval.shape)
     if equation.primitive.name == "div":
         small = _reciprocal(small)
     if not jnp.ndim(small):
         return [products.map(lambda term: term.times(small), aval)]
-    return [products.map(lambda term: term.along(small, dimensions), aval)]
+    shared = atom not in hook.varying
+    return [products.map(lambda term: term.along(small, dimensions, shared), aval)]
+
+
+@follows("select_n", wants=want_selected)
+def _follow_selected(hook, equation, inputs, wants):
+    which, *cases = inputs
+    place = next((i for i, case in enumerate(cases) if isinstance(case, Products)), None)
+    if place is None:
+        return None
+    atom, aval = equation.invars[0], equation.outvars[0].aval
+    small, dimensions = hook.source(atom, which, aval.shape)
+    chosen = small == jnp.asarray(place, small.dtype)
+    shared = isinstance(atom, Literal) or atom not in hook.varying
+    if not jnp.ndim(chosen):
+        return [cases[place].map(lambda term: term.times(chosen), aval)]
+    return [cases[place].map(lambda term: term.along(chosen, dimensions, shared), aval)]
 
 
 def _reciprocal(x: Any) -> Any:
@@ -190,12 +245,30 @@ def _follow_split(hook, equation, inputs, wants):
         return None
     parts, start = [], 0
     for size, variable in zip(equation.params["sizes"], equation.outvars, strict=True):
-        starts = [start if i == axis else 0 for i in range(len(value.shape))]
-        stops = [start + size if i == axis else n for i, n in enumerate(value.shape)]
-        cut = functools.partial(_sliced, starts=starts, stops=stops)
-        parts.append(value.map(cut, variable.aval))
+        parts.append(_part(value, axis, start, start + size, variable.aval))
         start += size
     return parts
+
+
+@follows("unstack", wants=want_unstacked)
+def _follow_unstack(hook, equation, inputs, wants):
+    value, axis = inputs[0], equation.params["axis"]
+    if not isinstance(value, Products):
+        return None
+    return [_part(value, axis, i, i + 1, v.aval) for i, v in enumerate(equation.outvars)]
+
+
+def _part(value: Products, axis: int, start: int, stop: int, aval: Any) -> Products:
+    """The gradient between two indices of an axis; without the axis if ``aval`` lacks it."""
+    starts = _replaced([0] * len(value.shape), axis, start)
+    stops = _replaced(value.shape, axis, stop)
+    shape = _replaced(value.shape, axis, stop - start)
+
+    def cut(term: Term) -> Term | None:
+        part = _sliced(term, starts, stops)
+        return part and reshaped(part, shape, aval.shape)
+
+    return value.map(cut, aval)
 
 
 @follows("optimization_barrier", wants=want_unchanged)

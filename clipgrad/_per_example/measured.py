@@ -10,7 +10,7 @@ import numpy as np
 from clipgrad._per_example.course import following
 from clipgrad._per_example.grams import squares
 from clipgrad._per_example.squares import Squares
-from clipgrad._per_example.terms import Products
+from clipgrad._per_example.terms import Products, apart, joined
 from clipgrad._per_example.wanted import is_matrix
 
 # The most elements of an array that waits for others of its shape, to be measured with them. With
@@ -81,5 +81,6 @@ def each_squares(value: Any, size: int, zero: bool = False) -> Squares:
     if isinstance(value, Products) and value.squares is not None:
         return value.squares
     if isinstance(value, Products):
-        return jax.vmap(squares, axis_size=size)(value)
+        own, shared = apart(value)
+        return jax.vmap(lambda own: squares(joined(own, shared)), axis_size=size)(own)
     return jax.vmap(lambda x: Squares.of(x, zero=zero))(value)

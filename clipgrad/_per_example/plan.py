@@ -13,7 +13,7 @@ from clipgrad._per_example.course import Course
 from clipgrad._per_example.explicit import without_shardings
 from clipgrad._per_example.grams import uses_gram
 from clipgrad._per_example.subject import PerExampleSubject
-from clipgrad._per_example.terms import Products
+from clipgrad._per_example.terms import Products, apart
 from clipgrad._per_example.traced import followed
 from clipgrad._trees import is_none, with_paths
 
@@ -127,7 +127,7 @@ def method_for(
     if subject.method != "auto":
         return subject.method, "as asked"
     whole = _bytes(jax.eval_shape(lambda params: params, params))
-    room, kept = max(2 * whole, _ROOM), size * _bytes(shapes)
+    room, kept = max(2 * whole, _ROOM), _kept(shapes, size)
     if kept > room:
         return "two passes", f"the factors do not fit into {room / 2**20:,.0f} MiB"
     if kept > size * whole:
@@ -145,8 +145,14 @@ def _bytes(tree: Any) -> int:
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
+def _kept(tree: Any, size: int) -> int:
+    """The bytes of the arrays of so many examples, and of what these share."""
+    own, shared = apart(tree)
+    return size * _bytes(own) + _bytes(shared)
+
+
 def _leaf(path: str, shape: tuple[int, ...], value: Any, size: int, reason: str) -> LeafPlan:
-    count, kept = math.prod(shape), size * _bytes(value)
+    count, kept = math.prod(shape), _kept(value, size)
     if not isinstance(value, Products):
         reason = reason or "a sum or an element-wise product, no larger than its inputs"
         return LeafPlan(path, shape, "direct", 0, 0, 4 * size * count, kept, reason)

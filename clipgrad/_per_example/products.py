@@ -1,5 +1,6 @@
 """The products that gradients are made of: `dot_general`, and rows added up by their index."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,17 +8,19 @@ import jax
 import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
-from clipgrad._per_example.follow import follows, is_plain_array
+from clipgrad._per_example.follow import follows, gradient_array, is_plain_array
 from clipgrad._per_example.terms import Factor, GradientAxis, Products, Term, Unfollowed
-from clipgrad._per_example.wanted import want_scattered, want_updated
+from clipgrad._per_example.wanted import want_contracted, want_scattered, want_updated
 
 SMALL = "no larger for one example than its factors"
 
 
-@follows("dot_general", wants=None)
+@follows("dot_general", wants=want_contracted)
 def _follow_dot_general(hook, equation, inputs, wants):
     (contracted, shared) = equation.params["dimension_numbers"]
     aval = equation.outvars[0].aval
+    if any(isinstance(x, Products) for x in inputs):
+        return _times_matrix(hook, equation, inputs, wants[0])
     if not all(is_plain_array(x) and jnp.issubdtype(x.dtype, jnp.floating) for x in inputs):
         raise Unfollowed("a product of numbers that are not real")
     labels: list[dict[int, int]] = [{}, {}]
@@ -39,8 +42,44 @@ def _follow_dot_general(hook, equation, inputs, wants):
         used = (*contracted[side], *shared[side])
         out += [labels[side][axis] for axis in range(inputs[side].ndim) if axis not in used]
     axes = [GradientAxis((label,), 0, n) for label, n in zip(out, aval.shape, strict=True)]
-    term = Term(tuple(factors), tuple(axes), equation.params["precision"])
+    term = Term(tuple(factors), tuple(axes))
     return one_product(hook, term, aval, wants[0])
+
+
+def _times_matrix(hook: Any, equation: Any, inputs: list, want: Any) -> list:
+    """A gradient times a matrix that all examples share: one more factor, which others take in."""
+    (contracted, shared) = equation.params["dimension_numbers"]
+    side = 0 if isinstance(inputs[0], Products) else 1
+    products, matrix, aval = inputs[side], inputs[1 - side], equation.outvars[0].aval
+    pairs = [*zip(*shared, strict=True), *zip(*contracted, strict=True)]
+    places = {pair[1 - side]: pair[side] for pair in pairs}  # of the matrix in the gradient
+    free = [i for i in range(matrix.ndim) if i not in places]
+    order = [*places, *free]
+    batched = [pair[side] for pair in zip(*shared, strict=True)]
+    kept = [i for i in range(len(products.shape)) if i not in places.values()]
+
+    def times(term: Term) -> Term:
+        fresh = term.fresh(len(free))
+        new = [GradientAxis((k,), 0, matrix.shape[i]) for k, i in zip(fresh, free, strict=True)]
+        moved = jnp.transpose(matrix, order)
+        beside = [term.axes[places[i]] for i in places]
+        for d, axis in enumerate(beside):
+            stop = axis.start + term.extent(axis)
+            moved = jax.lax.slice_in_dim(moved, axis.start, stop, axis=d)
+        labels = [*(k for axis in beside for k in axis.labels), *fresh]
+        sizes = term.sizes | {k: axis.size for k, axis in zip(fresh, new, strict=True)}
+        factor = Factor(moved.reshape([sizes[k] for k in labels]), tuple(labels), is_shared=True)
+        own, others = [term.axes[i] for i in kept], [*new]
+        axes = [term.axes[i] for i in batched] + (own + others if side == 0 else others + own)
+        factors = (*term.factors, factor)
+        return dataclasses.replace(term, factors=factors, axes=tuple(axes)).tidied()
+
+    made = products.map(times, aval)
+    factors = sum(f.values.size for term in made.terms for f in term.factors if not f.is_shared)
+    if not is_small(hook, aval, factors, want):
+        return [made]
+    hook.course.notes.add(want.leaves, SMALL)
+    return [gradient_array(made)]
 
 
 def one_product(hook: Any, term: Term, aval: Any, want: Any) -> list[Products]:
@@ -57,7 +96,8 @@ def one_product(hook: Any, term: Term, aval: Any, want: Any) -> list[Products]:
 def is_small(hook: Any, aval: Any, factors: int, want: Any) -> bool:
     """Whether a gradient is no larger than its factors, and no sum of several."""
     summed = hook.reduction is not None and hook.reduction.adds(want)
-    return want.steps == 1 and math.prod(aval.shape) <= factors and not summed
+    kept = summed or want.is_contracted or want.steps > 1
+    return math.prod(aval.shape) <= factors and not kept
 
 
 @follows("scatter-add", "scatter_add", wants=want_scattered)
@@ -142,7 +182,7 @@ def _masked(term: Term, mask: jax.Array, rows: list[int]) -> Term:
     mask = jax.lax.broadcast_in_dim(mask, factor.values.shape, places)
     values = jnp.where(mask, factor.values, jnp.zeros_like(factor.values))
     new = Factor(values, factor.labels)
-    return Term((*term.factors[:i], new, *term.factors[i + 1 :]), term.axes, term.precision)
+    return Term((*term.factors[:i], new, *term.factors[i + 1 :]), term.axes)
 
 
 def _with_indices(
@@ -156,7 +196,7 @@ def _with_indices(
         factors.append(Factor(index, labels, label, shape[axis]))
         axes[axis] = GradientAxis((label,), 0, shape[axis])
     ordered = [axes[i] if i in axes else next(others) for i in range(len(shape))]
-    return Term(tuple(factors), tuple(ordered), term.precision)
+    return Term(tuple(factors), tuple(ordered))
 
 
 @follows("dynamic_update_slice", wants=want_updated)
@@ -176,6 +216,6 @@ def _follow_update(hook, equation, inputs, wants):
             index = jnp.clip(starts[i], 0, shape[i] - 1)
             factors.append(Factor(index, (), label, shape[i]))
             axes[i] = GradientAxis((label,), 0, shape[i])
-        return Term(tuple(factors), tuple(axes), term.precision).tidied()
+        return Term(tuple(factors), tuple(axes)).tidied()
 
     return [updates.map(place, equation.outvars[0].aval)]

@@ -29,7 +29,7 @@ def _follow_scan(hook: Follow, equation: JaxprEqn, inputs: list, wants: Wants) -
     first = inputs[constants : constants + carried]
     summed = _summed(hook, equation, wants)
     dense = hook.course.carries(hook.place(equation))
-    lazy = {i: next(_NUMBERS) for i in _lazy(equation, wants) - summed - dense}
+    lazy = {i: next(_NUMBERS) for i in _lazy(hook, equation, wants) - summed - dense}
     first = [_array(x) if i in dense else x for i, x in enumerate(first)]
     inputs = [*inputs[:constants], *first, *inputs[constants + carried :]]
     while True:
@@ -102,11 +102,11 @@ def _array(value: Any) -> Any:
     return value if isinstance(value, Summed) else gradient_array(value)
 
 
-def _lazy(equation: JaxprEqn, wants: Wants) -> set[int]:
+def _lazy(hook: Follow, equation: JaxprEqn, wants: Wants) -> set[int]:
     """The carries of matrices that the body may only add to."""
     carried = scan_counts(equation)[1]
     found = [i for i in range(carried) if is_matrix(equation.outvars[i].aval)]
-    return added_carries(equation, wants, found, lambda want: True)
+    return added_carries(equation, wants, found, lambda want: True, hook.varying)
 
 
 def _summed(hook: Follow, equation: JaxprEqn, wants: Wants) -> set[int]:
@@ -114,7 +114,8 @@ def _summed(hook: Follow, equation: JaxprEqn, wants: Wants) -> set[int]:
     reduction = hook.reduction
     if reduction is None:
         return set()
-    return added_carries(equation, wants, range(scan_counts(equation)[1]), reduction.adds)
+    found = range(scan_counts(equation)[1])
+    return added_carries(equation, wants, found, reduction.adds, hook.varying)
 
 
 def _want_inside(want: WantedGradient | None, length: int) -> WantedGradient | None:
@@ -129,6 +130,8 @@ def _added(value: Any, number: int) -> Products:
     """The sum of products that a step adds to its carry."""
     if not isinstance(value, Products) or value.carried != (number,):
         raise NotAccumulated(number)
+    if any(factor.is_shared for term in value.terms for factor in term.factors):
+        raise NotAccumulated(number)  # what differs between steps can't be behind their sum
     return Products(value.terms, value.shape, value.dtype)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator, times, with_real_dtype
 from clipgrad._per_example.blocks import dense_gradient
-from clipgrad._per_example.terms import Factor, Products, Term
+from clipgrad._per_example.terms import Factor, Products, Term, apart, joined
 
 Each = jax.Array | None  # a number or flag of each example; None: 1, or true
 # Takes two factors with the examples in front, and sums their products over these as well.
@@ -22,25 +22,30 @@ class Summed(NamedTuple):
     array: jax.Array
 
 
-@jax.custom_batching.custom_vmap
 def summed_over_examples(value: Any, weight: Each, ok: Each, like: jax.Array) -> jax.Array:
     """Inside of one `jax.vmap` over the examples: the `weighted_sum` over all of them.
 
     ``like`` is any array that examples have, so that there is one. Without ``ok`` nothing is left
     out; with it, NaN and inf in arrays count as 0.
     """
+    return _summed(*apart(value), weight, ok, like)
+
+
+@jax.custom_batching.custom_vmap
+def _summed(own: Any, shared: list, weight: Each, ok: Each, like: jax.Array) -> jax.Array:
     del like
-    value, weight, ok = jax.tree.map(lambda x: x[None], (value, weight, ok))
-    return weighted_sum(value, weight, ok, ok is not None)
+    own, weight, ok = jax.tree.map(lambda x: x[None], (own, weight, ok))
+    return weighted_sum(joined(own, shared), weight, ok, ok is not None)
 
 
-@summed_over_examples.def_vmap
+@_summed.def_vmap
 def _mapped(
-    size: int, mapped: Any, value: Any, weight: Each, ok: Each, like: jax.Array
+    size: int, mapped: Any, own: Any, shared: list, weight: Each, ok: Each, like: jax.Array
 ) -> tuple[jax.Array, bool]:
     del like
-    value, weight, ok = with_examples(size, mapped[:3], (value, weight, ok))
-    return weighted_sum(value, weight, ok, ok is not None), False
+    flags = mapped[0], *mapped[2:4]
+    own, weight, ok = with_examples(size, flags, (own, weight, ok))
+    return weighted_sum(joined(own, shared), weight, ok, ok is not None), False
 
 
 def with_examples(size: int, mapped: Any, values: Any) -> Any:
@@ -96,11 +101,15 @@ def _weighted(term: Term, weights: Each, ok: Each) -> Term:
     """A term that sums over examples, whose smallest factor has the weights."""
     (examples,) = term.fresh()
     term = term.stacked(None).map(_steps_in_front)
-    arrays = [i for i, factor in enumerate(term.factors) if factor.hot is None]
-    smallest = min(arrays, key=lambda i: term.factors[i].values.size)
+    smallest = min(term.arrays, key=lambda i: term.factors[i].values.size)
 
     def change(i: int, factor: Factor) -> Factor:
-        values, axis = factor.values, factor.labels.index(examples)
+        values = factor.values
+        if factor.is_shared:
+            # As numbers: where a weight is NaN, what a mask leaves out is NaN as well.
+            numbers = values.astype("float32") if values.dtype == bool else values
+            return dataclasses.replace(factor, values=numbers)
+        axis = factor.labels.index(examples)
         if factor.hot is None:
             values = _where_ok(ok, values, axis)
         if i == smallest:
@@ -117,7 +126,7 @@ def _steps_in_front(factor: Factor) -> Factor:
     So it lies in memory: with the examples in front XLA's CPU compiler would copy it.
     """
     examples, *others = factor.labels
-    if factor.hot is not None or not others or others[0] != factor.steps:
+    if factor.is_shared or factor.hot is not None or not others or others[0] != factor.steps:
         return factor
     labels = (others[0], examples, *others[1:])
     return dataclasses.replace(factor, values=jnp.swapaxes(factor.values, 0, 1), labels=labels)

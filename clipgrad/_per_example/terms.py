@@ -39,6 +39,8 @@ class Factor:
     length: int = dataclasses.field(default=0, metadata={"static": True})  # of the hot axis
     # The label of the steps of the last scan that has stacked it.
     steps: int | None = dataclasses.field(default=None, metadata={"static": True})
+    # Whether it is the same for all examples, as what masks a weight, and has no axis for them.
+    is_shared: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -73,10 +75,63 @@ class Factor:
         values = jax.lax.slice_in_dim(self.values, start, stop, axis=axis)
         return dataclasses.replace(self, values=values)
 
+    def merged(self, labels: Sequence[int], new: int) -> "Factor":
+        """The factor with labels in this order as one."""
+        if self.hot in labels:
+            raise Unfollowed("a change along an indexed axis")
+        if not set(labels) <= set(self.labels):
+            raise Unfollowed("a change along an axis of different factors")
+        rest = [k for k in self.labels if k not in labels]
+        order = [self.labels.index(k) for k in (*labels, *rest)]
+        values = jnp.transpose(self.values, order)
+        values = values.reshape(-1, *values.shape[len(labels) :])
+        return dataclasses.replace(self, values=values, labels=(new, *rest))
+
+    def scaled(self, array: jax.Array, labels: Sequence[int]) -> "Factor":
+        """The factor times an array of some of its labels; of booleans: where they are true."""
+        if array.dtype == bool:
+            order = [k for k in self.labels if k in labels]
+            array = jnp.transpose(array, [list(labels).index(k) for k in order])
+            array = array.reshape([n if k in labels else 1 for k, n in self.sizes.items()])
+            return dataclasses.replace(self, values=jnp.where(array, self.values, 0))
+        # A factor may be larger than the gradient, and than what half precision holds.
+        values = with_real_dtype(self.values, accumulator(self.values))
+        array = jnp.asarray(array, values.dtype)
+        arrays, named = [values, array], [self.labels, labels]
+        values = einsum(arrays, named, self.labels) if labels else values * array
+        return dataclasses.replace(self, values=values)
+
     def stacked(self, label: int, by_scan: bool) -> "Factor":
-        """The factor of values that have one more axis, in front."""
+        """The factor of values that have one more axis, in front: all by a scan, or examples."""
+        if self.is_shared and not by_scan:
+            return self
         steps = label if by_scan else self.steps
         return dataclasses.replace(self, labels=(label, *self.labels), steps=steps)
+
+
+def is_shared(value: Any) -> bool:
+    """Whether this is a factor that all examples share."""
+    return isinstance(value, Factor) and value.is_shared
+
+
+def apart(tree: Any) -> tuple[Any, list[jax.Array]]:
+    """The tree without the arrays that all examples share, and these."""
+    found = [x.values for x in jax.tree.leaves(tree, is_leaf=is_shared) if is_shared(x)]
+    return _with_shared(tree, [None] * len(found)), found
+
+
+def joined(own: Any, shared: Sequence[jax.Array]) -> Any:
+    """The tree of which these were set `apart`."""
+    return _with_shared(own, shared)
+
+
+def _with_shared(tree: Any, values: Sequence[Any]) -> Any:
+    rest = iter(values)
+
+    def change(x: Any) -> Any:
+        return dataclasses.replace(x, values=next(rest)) if is_shared(x) else x
+
+    return jax.tree.map(change, tree, is_leaf=is_shared)
 
 
 class GradientAxis(NamedTuple):
@@ -94,7 +149,6 @@ class Term:
 
     factors: tuple[Factor, ...]
     axes: tuple[GradientAxis, ...] = dataclasses.field(metadata={"static": True})
-    precision: Any = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def sizes(self) -> dict[int, int]:
@@ -149,38 +203,84 @@ class Term:
             term if size is None else term.with_axes([GradientAxis((label,), 0, size), *self.axes])
         )
 
+    @property
+    def arrays(self) -> list[int]:
+        """The places of the factors that are arrays of an example's own."""
+        return [i for i, f in enumerate(self.factors) if f.hot is None and not f.is_shared]
+
+    def replaced(self, place: int, new: Factor) -> "Term":
+        """The term with another factor at this place."""
+        factors = (*self.factors[:place], new, *self.factors[place + 1 :])
+        return dataclasses.replace(self, factors=factors)
+
     def times(self, number: jax.Array | int) -> "Term":
         """The term times a number."""
-        i = next(i for i, factor in enumerate(self.factors) if factor.hot is None)
-        factor = self.factors[i]
-        values = with_real_dtype(factor.values, accumulator(factor.values))
-        number = jnp.asarray(number, values.dtype)
-        scaled = dataclasses.replace(factor, values=values * number)
-        return dataclasses.replace(
-            self, factors=(*self.factors[:i], scaled, *self.factors[i + 1 :])
-        )
+        place = self.arrays[0]
+        return self.replaced(place, self.factors[place].scaled(jnp.asarray(number), ()))
 
-    def along(self, array: jax.Array, dimensions: Sequence[int]) -> "Term":
-        """The term times an array that has only these axes of the gradient."""
+    def along(self, array: jax.Array, dimensions: Sequence[int], shared: bool) -> "Term":
+        """The term times an array that has only these axes of the gradient.
+
+        One that is ``shared`` by all examples is a factor of its own if no other has these axes.
+        """
+        own = self.part_along(array, dimensions)
+        owners = [i for i in self.arrays if set(own.labels) <= set(self.factors[i].labels)]
+        if owners:
+            place = owners[0]
+            return self.replaced(place, self.factors[place].scaled(own.values, own.labels))
+        if not shared:
+            raise Unfollowed("a product with an array of each example's own, as large as it")
+        return dataclasses.replace(self, factors=(*self.factors, own))
+
+    def part_along(self, array: jax.Array, dimensions: Sequence[int]) -> Factor:
+        """An array of axes of the gradient, where this is not zero, as a factor."""
         axes = [self.axes[d] for d in dimensions]
-        needed = {label for axis in axes for label in axis.labels}
-        owners = [
-            i for i, f in enumerate(self.factors) if f.hot is None and needed <= set(f.labels)
-        ]
-        if not owners:
-            raise Unfollowed("a product with an array along axes of different factors")
-        i, factor = owners[0], self.factors[owners[0]]
         for d, axis in enumerate(axes):
             stop = axis.start + self.extent(axis)
             array = jax.lax.slice_in_dim(array, axis.start, stop, axis=d)
-        labels = [label for axis in axes for label in axis.labels]
+        labels = tuple(label for axis in axes for label in axis.labels)
         array = array.reshape([self.sizes[label] for label in labels])
-        # A factor may be larger than the gradient, and than what half precision holds.
-        values = with_real_dtype(factor.values, accumulator(factor.values))
-        array = jnp.asarray(array, values.dtype)
-        values = einsum([values, array], [factor.labels, labels], factor.labels)
-        new = dataclasses.replace(factor, values=values)
-        return dataclasses.replace(self, factors=(*self.factors[:i], new, *self.factors[i + 1 :]))
+        return Factor(array, labels, is_shared=True)
+
+    def rearranged(
+        self, place: int, change: Callable[[jax.Array], jax.Array], several: bool = True
+    ) -> "Term":
+        """The term with an axis changed by a linear function of the first axis of an array.
+
+        ``several``: factors may share the axis, as its elements only move.
+        """
+        axis, term = self.axes[place], self
+        if not axis.labels:
+            term = self.with_label(place)
+            axis = term.axes[place]
+        owners = [i for i, f in enumerate(term.factors) if set(axis.labels) & set(f.owned)]
+        if len(owners) > 1 and not several:
+            raise Unfollowed("a sum along an axis that factors share")
+        (label,), size = term.fresh(), 0
+        for i in owners:
+            factor = term.factors[i].merged(axis.labels, label)
+            values = jnp.moveaxis(factor.values, factor.labels.index(label), 0)
+            before, extent = axis.start, values.shape[0]
+            edge = before, axis.size - before - extent, 0
+            if edge != (0, 0, 0):
+                edges = [edge, *[(0, 0, 0)] * (values.ndim - 1)]
+                values = jax.lax.pad(values, jnp.zeros((), values.dtype), edges)
+            values = change(values)
+            size = values.shape[0]
+            labels = (label, *(k for k in factor.labels if k != label))
+            term = term.replaced(i, dataclasses.replace(factor, values=values, labels=labels))
+        axes = list(term.axes)
+        axes[place] = GradientAxis((label,), 0, size)
+        return term.with_axes(axes)
+
+    def with_label(self, place: int) -> "Term":
+        """The term with a label of size 1 for an axis that has none."""
+        (label,), first = self.fresh(), self.arrays[0]
+        factor, axes = self.factors[first], list(self.axes)
+        values, labels = factor.values[..., None], (*factor.labels, label)
+        axes[place] = axes[place]._replace(labels=(label,))
+        new = dataclasses.replace(factor, values=values, labels=labels)
+        return self.replaced(first, new).with_axes(axes)
 
     def without(self, dimensions: Sequence[int]) -> "Term":
         """The term summed over some axes of the gradient."""
@@ -188,22 +288,31 @@ class Term:
         return self.with_axes(kept).tidied()
 
     def tidied(self) -> "Term":
-        """The term with what a single factor sums over summed in it."""
-        term, counts = self, [label for f in self.factors for label in f.owned]
+        """The term with what a single factor sums over, or a shared one beside it, summed in it."""
+        term = self
         for label in self.summed:
-            if counts.count(label) == 1:
-                term = term.map(lambda f, k=label: _summed_in(f, k))
+            owners = [f for f in term.factors if label in f.owned]
+            if len(owners) == 1 or any(f.is_shared for f in owners):
+                rest = [f for f in term.factors if label not in f.owned]
+                new = _summed_in(owners, label)
+                term = dataclasses.replace(term, factors=(new, *rest))
         return term
 
 
-def _summed_in(factor: Factor, label: int) -> Factor:
-    if label not in factor.owned:
-        return factor
-    if factor.hot is not None:
+def _summed_in(factors: Sequence[Factor], label: int) -> Factor:
+    """The product of factors summed over a label; no larger than these together."""
+    if any(factor.hot is not None for factor in factors):
         raise Unfollowed("a sum over indices or an indexed axis")
-    axis = factor.labels.index(label)
-    labels = tuple(k for k in factor.labels if k != label)
-    return Factor(jnp.sum(factor.values, axis), labels)
+    sizes = {k: n for factor in factors for k, n in factor.sizes.items() if k != label}
+    if len(factors) == 1:
+        (factor,) = factors
+        values = jnp.sum(factor.values, factor.labels.index(label))
+        return dataclasses.replace(factor, values=values, labels=tuple(sizes))
+    if math.prod(sizes.values()) > sum(factor.values.size for factor in factors):
+        raise Unfollowed("a sum over what several factors have, larger than these")
+    arrays, labels = zip(*((factor.values, factor.labels) for factor in factors), strict=True)
+    values = product(arrays, labels, tuple(sizes))
+    return Factor(values, tuple(sizes), is_shared=all(factor.is_shared for factor in factors))
 
 
 def einsum(

@@ -1,13 +1,13 @@
 """The gradient of one example as a program, evaluated for all examples at once."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Var
 
 from clipgrad._jaxpr import Traced, evaluate, opened, trace
 from clipgrad._per_example import convolutions, linear, products, scans  # noqa: F401  how they are followed
@@ -16,8 +16,9 @@ from clipgrad._per_example.delay import Delay
 from clipgrad._per_example.follow import Follow, Reduction
 from clipgrad._per_example.measured import waiting_leaves
 from clipgrad._per_example.subject import PerExampleSubject
-from clipgrad._per_example.terms import Products
+from clipgrad._per_example.terms import Products, apart, joined
 from clipgrad._per_example.wanted import WantedGradient, wanted
+from clipgrad._program import dependent_variables
 from clipgrad._trees import is_array
 
 
@@ -34,6 +35,7 @@ class ExampleGradient:
 
     traced: Traced
     count: int  # of the leaves of the gradient
+    varying: frozenset[Var]  # the variables that differ between examples
     course: Course = dataclasses.field(default_factory=lambda: Course({}))
 
     @classmethod
@@ -47,7 +49,10 @@ class ExampleGradient:
             return jax.tree.leaves(grads), value
 
         example = jax.tree.map(lambda x: jnp.asarray(x)[0], batch)
-        return cls(trace(run, (params, example), {}), len(jax.tree.leaves(params)))
+        traced = trace(run, (params, example), {})
+        inputs = range(_array_count(params), _array_count((params, example)))
+        varying = dependent_variables(traced.program, inputs)
+        return cls(traced, len(jax.tree.leaves(params)), varying)
 
     @property
     def wants(self) -> list[WantedGradient | None]:
@@ -89,7 +94,9 @@ class ExampleGradient:
         It is evaluated when the ``flag`` of `delay_flag` is known.
         """
         program = self.traced.program
-        hook: Any = Follow(wanted(program, self.wants), reduction, self.course)
+        varying = self.varying
+        found = wanted(program, self.wants, varying)
+        hook: Any = Follow(found, reduction, self.course, varying)
         if flag is not None:
             hook = Delay.of(program, _array_count(params), hook, flag)
         inputs = [leaf for leaf in jax.tree.leaves((params, example)) if is_array(leaf)]
@@ -100,8 +107,14 @@ class ExampleGradient:
 
     def each(self, params: Any, batch: Any, reduction: Reduction) -> Examples:
         """The gradients of the examples, as products or as their ``reduction``."""
-        of_one = functools.partial(self, reduction=reduction)
-        return Examples(*jax.vmap(of_one, in_axes=(None, 0))(params, batch))
+
+        def of_one(params: Any, example: Any) -> Any:
+            gradients, value = self(params, example, reduction)
+            return *apart(gradients), value
+
+        mapped = jax.vmap(of_one, in_axes=(None, 0), out_axes=(0, None, 0))
+        own, shared, value = mapped(params, batch)
+        return Examples(joined(own, shared), value)
 
 
 def followed(

@@ -39,8 +39,7 @@ class ExampleSum(Reduction):
         """The sum, where what follows is the same for all examples."""
         if not self.adds(want) or isinstance(value, Summed):
             return value
-        (leaf,) = want.leaves
-        return self.of_leaf(value, leaf)
+        return self.of_leaf(value, min(want.leaves))
 
     def at_the_end(self, value: Any, leaf: int) -> jax.Array:
         """The sum of the gradient of a leaf."""
@@ -63,14 +62,14 @@ class ExampleSum(Reduction):
         """The sum as one product over examples, where what follows is the same for all of them."""
         if not self.adds(want):
             return None
-        (leaf,) = want.leaves
-        weight = self.weights.of(leaf)
+        weight = self.weights.of(min(want.leaves))
         ok = None if weight is None else self.ok
         return Summed(contracted_over_examples(contract, factors, weight, ok, self.like))
 
     def adds(self, want: WantedGradient) -> bool:
         """Whether values are added up over examples here."""
-        return want.is_summable and not want.leaves & self.zero
+        alike = len({self.weights.places[leaf] for leaf in want.leaves}) == 1
+        return alike and want.is_summable and not want.leaves & self.zero
 
 
 def two_passes_sums(

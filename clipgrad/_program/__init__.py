@@ -2,6 +2,7 @@
 
 from clipgrad._program.dependence import active_variables as active_variables
 from clipgrad._program.dependence import dependence as dependence
+from clipgrad._program.dependence import dependent_variables as dependent_variables
 from clipgrad._program.factors import has_fixed_factors as has_fixed_factors
 from clipgrad._program.gradient import GradientProgram as GradientProgram
 from clipgrad._program.gradient import Operation as Operation

@@ -35,6 +35,17 @@ def dependence(
     return walk.operands
 
 
+def dependent_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
+    """Return the variables that depend on these inputs.
+
+    Those of programs inside are among them. One of a program with several calls is among them if it
+    depends on the inputs in one of the calls.
+    """
+    walk = _Walk(tracked_programs, lambda equation, variable: True)
+    walk.start(program, inputs)
+    return frozenset(walk.variables)
+
+
 def active_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
     """Return the variables that depend on these inputs so that they can be differentiated by them.
 
