@@ -133,6 +133,7 @@ def test_a_factor_is_found(factor):
         ([0.0], [1.0]),
         ([np.nan], [1.0]),
         ([1j], [1.0]),
+        ([1e300, 2e300], [1e-300, 2e-300]),  # no number is as large
     ],
 )
 def test_no_factor_explains_this(a, b):
@@ -142,16 +143,15 @@ def test_no_factor_explains_this(a, b):
 @pytest.mark.parametrize(
     "factor, known, words",
     [
-        (8.0, DEVICES, "the 8 devices: fun sums where other averages"),
-        (0.125, DEVICES, "the 8 devices: other sums where fun averages"),
-        (math.sqrt(8), DEVICES, "the square root of the 8 devices: in fun norms of parts are"),
-        (1 / 2.75, DEVICES, "the square root of the 8 devices: in other norms of parts are"),
-        (64.0, DEVICES, "the square of the 8 devices: fun sums twice"),
-        (4.0, Counts((8,), (4,)), "the 4 microbatches"),
-        (2.0, Counts((8,), (4,)), "the square root of 4 microbatches"),
-        (32.0, Counts((8,), (4,)), "8 devices times 4 microbatches"),
+        (8.0, DEVICES, "a sum over the 8 devices in fun gives where other takes the mean"),
+        (0.125, DEVICES, "a sum over the 8 devices in other gives where fun takes the mean"),
+        (math.sqrt(8), DEVICES, "adding the norms of the parts on the 8 devices in fun"),
+        (1 / 2.75, DEVICES, "adding the norms of the parts on the 8 devices in other"),
+        (64.0, DEVICES, "two sums over the 8 devices in fun"),
+        (4.0, Counts((8,), (4,)), "a sum over the 4 microbatches"),
+        (2.0, Counts((8,), (4,)), "adding the norms of the 4 microbatches"),
+        (32.0, Counts((8,), (4,)), "a sum over the 8 devices and the 4 microbatches"),
         (4.0, Counts((2, 4, 8), (4,)), "the 4 devices"),
-        (5.0, DEVICES, "fun sums 5 parts where other averages them"),
         (-1.0, DEVICES, "the sign is the opposite"),
         (1.0, DEVICES, None),
         (0.0, DEVICES, None),
@@ -165,12 +165,25 @@ def test_the_meaning_of_a_ratio(factor, known, words):
     assert found is None if words is None else words in found
 
 
+@pytest.mark.parametrize("n", range(2, 17))
+def test_a_factor_has_a_meaning_only_where_something_has_that_number(n):
+    """Nothing that the programs have explains it: then only the factor is known."""
+    other = n + 17  # neither n, nor its root or square
+    assert meaning(n, Counts((), ())) is meaning(1 / n, Counts((), ())) is None
+    assert meaning(n, Counts((other,), (other + 1,))) is None
+    for known, what in ((Counts((n,), ()), f"{n} devices"), (Counts((), (n,)), f"{n} microbatch")):
+        for factor, large in ((n, "fun"), (1 / n, "other")):
+            found = meaning(factor, known)
+            assert found is not None and found.startswith("this would be what a sum over the")
+            assert f"{what}" in found and f" in {large} gives" in found
+
+
 def test_the_norms_of_parts_add_up_to_nearly_the_square_root():
     """The inequality behind the meaning: equality for equal parts, less for others."""
     parts = np.random.default_rng(1).normal(size=(8, 100))
     factor = np.sum(np.linalg.norm(parts, axis=1)) / np.linalg.norm(parts)
     assert 0.9 * math.sqrt(8) < factor <= math.sqrt(8)
-    assert "norms of parts are added" in meaning(factor, DEVICES)
+    assert "adding the norms of the parts" in meaning(factor, DEVICES)
 
 
 # ---- moved arguments ----

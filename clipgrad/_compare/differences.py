@@ -85,6 +85,7 @@ def judge(
       eps: one rounding of the dtype.
       rtol: the tolerance in place of all this, or None.
     """
+    own, other, *moved = _with_room(own, other, *moved)
     own, other = np.ravel(own), np.ravel(other)
     odd = ~np.isfinite(own) | ~np.isfinite(other)
     if not np.array_equal(own[odd], other[odd], equal_nan=True):
@@ -121,6 +122,13 @@ def movement(own: np.ndarray, moved: Sequence[np.ndarray]) -> float:
     finite = np.isfinite(own)
     distances = [_norm(np.ravel(m)[finite] - own[finite]) for m in moved]
     return relative(_root_mean_square(distances), _norm(own[finite]))
+
+
+def _with_room(*arrays: np.ndarray) -> list[np.ndarray]:
+    """The arrays, or all times a power of two if differences of the largest would overflow."""
+    parts = [np.abs(part) for x in arrays for part in (x.real, x.imag)]
+    largest = max(float(np.max(p, initial=0, where=np.isfinite(p))) for p in parts)
+    return [x * 2.0**-4 for x in arrays] if largest > np.finfo(np.float64).max / 16 else [*arrays]
 
 
 def _is_stable(own: np.ndarray, moved: Sequence[np.ndarray]) -> bool:

@@ -8,7 +8,7 @@ class ComparisonFinding:
     """A place at which two versions differ.
 
     Attributes:
-      kind: "value", "vjp", "grads", "output" or "rounding".
+      kind: "value", "vjp", "grads", "output", "rounding", or "not judged": nothing could be.
       message: what differs, and by how much.
       module: the module path, "" outside of modules, None if there is none.
       step: the index in the innermost scan, or None.
@@ -29,6 +29,11 @@ class ComparisonFinding:
     factor: float | None = None
     path: str | None = None
     ratio: float | None = None
+
+
+def unjudged(message: str) -> ComparisonFinding:
+    """The finding that nothing could be judged, which is no agreement."""
+    return ComparisonFinding("not judged", message)
 
 
 @dataclasses.dataclass(frozen=True)

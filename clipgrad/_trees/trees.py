@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def is_clippable(leaf: Any) -> bool:
@@ -27,6 +28,17 @@ def is_clippable(leaf: Any) -> bool:
 def is_none(leaf: Any) -> bool:
     """``is_leaf`` for trees in which ``None`` counts as a leaf."""
     return leaf is None
+
+
+def check_concrete(name: str, values: Any) -> None:
+    """Raises `TypeError` inside of a transformation of JAX, where values are not known."""
+    traced = [x for x in (*jax.tree.leaves(values), jnp.zeros(())) if isinstance(x, Tracer)]
+    if traced:
+        raise TypeError(
+            f"{name}: got a traced array, {described(traced[0])}, expected arrays with values; "
+            "call this outside of jax.jit, jax.grad, jax.vmap and jax.lax.scan, since it runs the "
+            "function itself"
+        )
 
 
 def is_array(leaf: Any) -> bool:

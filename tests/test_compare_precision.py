@@ -1,0 +1,185 @@
+"""What is judged of a gradient in low precision, leaf by leaf, and that nothing judged is not ok."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from clipgrad._compare.precision import lost_precision
+from tests.test_compare_rounding import arguments, cancelling, numbers
+
+UNIT = np.random.default_rng(0).normal(size=12)
+UNIT /= np.linalg.norm(UNIT)
+ERROR = np.roll(UNIT, 1) - UNIT * (np.roll(UNIT, 1) @ UNIT)
+ERROR /= np.linalg.norm(ERROR)
+BESIDE = {
+    "nothing": None,
+    "ordinary": np.ones(3),
+    "large": np.full(3, 1e30),
+    "infinite": np.array([np.inf, 1.0, np.inf]),
+    "nan": np.full(3, np.nan),
+}
+
+
+def verdict(error, *, size=1.0, beside=None, most=0.05, dtype="float32"):
+    """The findings of the leaf "w", whose error is so many times its gradient."""
+    paths, grads, exact = ["w"], [size * (UNIT + error * ERROR)], [size * UNIT]
+    if beside is not None:
+        paths, grads, exact = [*paths, "z"], [*grads, beside], [*exact, beside]
+    found, notes = lost_precision(paths, grads, exact, dtype, most)
+    return [f for f in found if f.path == "w"], [n for n in notes if n.startswith("w")], found
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_leaf_is_judged_by_its_own_size(beside):
+    """Neither a large nor an infinite gradient beside it excuses its rounding."""
+    for size, dtype in itertools.product((1e-30, 1.0, 1e30), ("float32", "float64")):
+        options = {"size": size, "beside": BESIDE[beside], "dtype": dtype}
+        for error in (0.06, 0.43, 1.0, 30.0, 300.0):
+            (finding,), notes, _ = verdict(error, **options)
+            assert np.isclose(finding.ratio, error) and "is rounding" in finding.message
+            assert not notes
+        for error in (0.0, 1e-3, 0.04):
+            assert verdict(error, **options) == ([], [], []), (error, options)
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-4, 0.03, 0.43, 5.0, 100.0])
+def test_rtol_is_what_decides_at_every_error(error):
+    for most in (1e-6, 1e-3, 0.1, 1.0, 1e9):
+        assert bool(verdict(error, most=most, beside=np.full(3, 1e9))[0]) is (error > most)
+
+
+def test_a_sum_that_is_zero_is_a_note_by_its_error_beside_the_wider_type():
+    """Its gradient in the wider type is rounding of that type, as many times smaller."""
+    for narrow, dtype in (("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")):
+        ratio = float(jnp.finfo(narrow).eps / jnp.finfo(dtype).eps)
+        for error in (ratio / 8, ratio, 8 * ratio):
+            found, notes, every = verdict(error, dtype=dtype)
+            assert not found and notes == ["w: zero but for rounding"]
+            assert [f.kind for f in every] == ["not judged"]  # there is no other leaf
+            assert not verdict(error, dtype=dtype, beside=np.ones(3))[2]
+
+
+@pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
+def test_an_overflow_is_counted_and_is_no_share(odd):
+    exact = np.arange(1.0, 9.0)
+    for count in (1, 7, 8):
+        near = np.where(np.arange(8) < count, odd, exact)
+        for grads, text in (((near, exact), "and finite in"), ((exact, near), "in float32 only")):
+            (finding,), notes = lost_precision(["w"], [grads[0]], [grads[1]], "float32", 0.05)
+            assert f"{count} of 8 numbers are NaN or inf" in finding.message and not notes
+            assert text in finding.message and finding.ratio == np.inf
+        found, notes = lost_precision(["w"], [near], [near], "float32", 0.05)
+        assert [f.kind for f in found] == ["not judged"] * (count == 8)
+        assert notes == [f"w: {count} of 8 numbers of its gradient are NaN or inf in both types, "
+                         "so not judged"]  # fmt: skip
+
+
+@pytest.mark.parametrize("beside", [1.0, 1e4, np.inf])
+def test_a_leaf_that_is_mostly_rounding_is_found_beside_any_other(beside):
+    def loss(params, x):
+        return cancelling(params, x) + jnp.sum(jnp.sqrt(params["z"]))
+
+    params, x = arguments(100.0)
+    at = 0.0 if np.isinf(beside) else 1 / (2 * beside) ** 2
+    found = cg.compare(loss, "float32", (params | {"z": jnp.full(2, at, "bfloat16")}, x))
+    lost = {f.path: f.ratio for f in found.findings if f.path}
+    assert not found.ok and "scale" in lost and lost["scale"] > 0.4, str(found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_gradient_that_is_zero_is_a_note_in_float32_too(dtype):
+    def loss(params, x):
+        key = x @ params["key"] + params["bias"]  # the same for each key: softmax ignores it
+        scores = jax.nn.softmax(x @ key.T / 16, axis=-1)
+        return jnp.mean((scores @ x @ params["key"]) ** 2)
+
+    params = {"key": numbers(6, 6, seed=4, dtype=dtype), "bias": numbers(1, 6, seed=5, dtype=dtype)}
+    found = cg.compare(loss, "float32", (params, numbers(5, 6, seed=6, dtype=dtype)))
+    assert found.ok and "bias: zero but for rounding" in found.notes, str(found)
+
+
+def test_an_overflow_names_the_first_module_and_the_leaves():
+    def loss(w, x):
+        with jax.named_scope("fine"):
+            h = x @ w
+        with jax.named_scope("powers"):
+            h = h**4
+        return jnp.mean(h)
+
+    args = 30 * numbers(6, 3, seed=1, dtype="float16"), numbers(8, 6, seed=3, dtype="float16")
+    found = cg.compare(loss, "float32", args)
+    assert not found.ok and "nan%" not in str(found)
+    assert (found.findings[0].module, found.findings[0].kind) == ("powers", "rounding")
+    assert "of 18 numbers are NaN or inf, and finite in float32" in found.findings[-1].message
+    assert any(note.startswith("the loss is inf") for note in found.notes)
+
+
+def test_a_type_that_is_as_narrow_is_said():
+    args = numbers(3, seed=1), numbers(3, seed=2)
+    found = cg.compare(lambda w, x: jnp.sum(w * x), "float32", args)
+    assert found.ok and "nothing in fun is narrower than float32" in found.notes[0]
+    assert not cg.compare(lambda w, x: jnp.sum(w * x), "float64", args).notes
+
+
+# ---- two functions ----
+
+
+def undecided(w, shift=0.0):
+    """One rounding of the weights changes the sign of this loss."""
+    return jnp.sin(jnp.sum(w * 3e3 / jnp.finfo(w.dtype).eps) + shift)
+
+
+def decided(w, scale):
+    return jnp.sum(jnp.tanh(w)) * scale
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_no_gradient_that_is_judged_is_not_ok(dtype):
+    scale = 1e-3 if dtype == "float16" else 1.0
+    w = scale * numbers(7, seed=3, dtype=dtype)
+    found = cg.compare(undecided, lambda w: undecided(w, 0.1), (w,))
+    (finding,) = found.findings
+    assert not found.ok and finding.kind == "not judged", str(found)
+    wider = "float64" if dtype == "float32" else "float32"
+    assert f'compare(fun, "{wider}", args)' in finding.message and "or give rtol=" in str(found)
+    assert str(found).startswith("not judged: neither agreement nor a difference was found\n")
+    assert cg.compare(undecided, lambda w: undecided(w, 0.1), (w,), rtol=1e9).ok
+    found = cg.compare(
+        lambda w: undecided(w[1:]) + decided(w[0], 1.0),
+        lambda w: undecided(w[1:]) + decided(w[0], 1.0),
+        (w,),
+    )
+    assert found.ok  # bit for bit the same
+
+
+def test_one_leaf_that_is_judged_is_enough_and_the_other_is_a_note():
+    def loss(params, shift):
+        return 1e-3 * undecided(params["w"], shift) + decided(params["b"], 1.0)
+
+    params = {"w": numbers(7, seed=3), "b": numbers(3, seed=4)}
+    pair = [lambda p, s=s: loss(p, s) for s in (0.0, 1e-3)]
+    found = cg.compare(*pair, (params,))
+    assert found.ok and "w: rounding decides here, so its gradient is not judged" in found.notes
+
+
+def test_gradients_of_which_none_is_in_both_are_not_ok():
+    w = numbers(3, seed=1)
+    found = cg.compare(
+        lambda p: decided(p["a"], 1.0), lambda p: decided(p["b"], 1.0), ({"a": w},),
+        other_args=({"b": w},),
+    )  # fmt: skip
+    assert not found.ok and found.findings[0].kind == "not judged"
+    assert found.unmatched == ("gradient a, only in fun", "gradient b, only in other")
+
+
+@pytest.mark.parametrize("outputs", [lambda x: {"y": x}, lambda x: {"y": x, "n": jnp.asarray(3)}])
+def test_a_step_of_which_no_floating_output_is_judged_is_not_ok(outputs):
+    w = numbers(7, seed=3)
+    found = cg.compare(
+        lambda w: outputs(undecided(w)), lambda w: outputs(undecided(w, 0.1)), (w,), argnums=None
+    )
+    assert not found.ok and [f.kind for f in found.findings] == ["not judged"], str(found)
