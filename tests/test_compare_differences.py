@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis.extra import numpy as hnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import clipgrad as cg
 from clipgrad._compare.arguments import copied, moved_by_rounding, signs
 from clipgrad._compare.differences import judge, judge_exactly, movement
 from clipgrad._compare.order import ages
 from clipgrad._compare.ratios import Counts, meaning, ratio
+from clipgrad._compare.sketches import moved_value
 from tests.compare_trainers import AXIS, mesh
 
 EPS = float(np.finfo(np.float32).eps)
@@ -200,6 +203,41 @@ def test_numbers_move_by_one_rounding(dtype):
     assert np.all(np.asarray(near) != np.asarray(x)) and step.max() < 2.01 * eps
     up = np.asarray(near).real.astype(float) > np.asarray(x).real.astype(float)
     assert 30 < np.sum(up) < 70
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+@pytest.mark.filterwarnings("error")
+def test_the_largest_numbers_move_and_stay_finite(dtype):
+    with jax.enable_x64(True):
+        top = float(jnp.finfo(dtype).max)
+        x = jnp.array([top, -top, 0.9 * top, 0.1 * top, 1.0, 0.0], dtype)
+        weak = jnp.asarray(float(jnp.finfo(jnp.float64).max))
+        for run in range(1, 5):
+            near, scalar = moved_by_rounding([x, weak], run)
+            tagged = moved_value(x, jnp.uint32(run), jnp.float32(1))
+            for moved in (np.asarray(near), np.asarray(tagged)):
+                assert np.all(np.isfinite(moved)) and np.all((moved != np.asarray(x))[:-1])
+            assert np.isfinite(scalar) and scalar != weak
+
+
+@pytest.mark.parametrize("scale", [2.0**-1000, 1.0, 2.0**1023])
+@pytest.mark.filterwarnings("error")
+def test_differences_of_the_largest_numbers_are_judged(scale):
+    a, b = (np.array(x) * scale for x in ([1.0, -1.5], [1.0, 1.5]))
+    found = judge(a, b, [a, a], EPS, None)
+    assert found.differs and math.isclose(found.difference, 2.0)
+    assert not judge(a, a * (1 - EPS), [a], EPS, None).differs
+
+
+@pytest.mark.filterwarnings("error")
+def test_versions_at_the_largest_number_are_judged_without_a_warning():
+    def loss(by):
+        return lambda w: jnp.sum(jnp.clip(w, -1, 1)) + jnp.sum(checkpoint_name(w, "w") * 1e-37) * by
+
+    w = jnp.array([jnp.finfo("float32").max, 0.5, -2.0])
+    assert cg.compare(loss(1.0), loss(1.0), (w,)).ok
+    assert cg.compare(loss(1.0), loss(1.1), (w,)).findings[0].kind == "value"
+    assert cg.compare(lambda w: -w, lambda w: w * -1, (w,), argnums=None).ok
 
 
 def test_signs_differ_from_run_to_run_and_not_between_numpy_and_jax():
