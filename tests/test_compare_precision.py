@@ -1,4 +1,4 @@
-"""What is judged of a gradient in low precision, leaf by leaf, and that nothing judged is not ok."""
+"""The judgment of each leaf in low precision; and that a comparison without any is not ok."""
 
 import itertools
 

@@ -110,12 +110,12 @@ def _comparison(
         notes.append("no named value was matched; name values by names=, or tag them")
     if not findings:
         notes += _inner_differences(places)
-        findings += _nothing_judged(first, leaves)
+        findings += _no_gradient_judged(first, leaves)
     rows = tuple(place.row for place in places)
     return GradientComparison(not findings, tuple(findings), rows, tuple(unmatched), tuple(notes))
 
 
-def _nothing_judged(own: Version, leaves: Sequence[ComparedLeaf]) -> list[ComparisonFinding]:
+def _no_gradient_judged(own: Version, leaves: Sequence[ComparedLeaf]) -> list[ComparisonFinding]:
     """The finding that no leaf of the gradient could be judged, with what to do."""
     if any(leaf.judgment.is_judged for leaf in leaves):
         return []

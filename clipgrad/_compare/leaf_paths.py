@@ -11,13 +11,13 @@ def same_leaves(own: Sequence[str], other: Sequence[str]) -> dict[int, int]:
     such as ``{"params": ...}``. Ends alone say nothing: ``scale`` is not ``z/scale``.
     """
     inner, prefix = _wrapping(own, other)
-    wrapped = [_joined(prefix, path) for path in own] if inner == 0 else list(own)
-    there = {_joined(prefix, p) if inner == 1 else p: j for j, p in enumerate(other)}
+    wrapped = [_below(prefix, path) for path in own] if inner == 0 else list(own)
+    there = {_below(prefix, p) if inner == 1 else p: j for j, p in enumerate(other)}
     return {i: there[path] for i, path in enumerate(wrapped) if path in there}
 
 
 def _wrapping(own: Sequence[str], other: Sequence[str]) -> tuple[int, str]:
-    """Which of the trees is inside of the other, and at which path there; "" if neither is."""
+    """The tree that is inside of the other, 0 or 1, and its path there; "" if neither is."""
     counts: collections.Counter[tuple[int, str]] = collections.Counter()
     for inner, inside, around in ((0, set(own), other), (1, set(other), own)):
         for path in around:
@@ -32,5 +32,5 @@ def _wrapping(own: Sequence[str], other: Sequence[str]) -> tuple[int, str]:
     return ordered[0][0] if is_wrapped else (0, "")
 
 
-def _joined(prefix: str, path: str) -> str:
+def _below(prefix: str, path: str) -> str:
     return "/".join(part for part in (prefix, path) if part)

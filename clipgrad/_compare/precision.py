@@ -18,7 +18,7 @@ NOTHING_LEFT = {"float32": 2.0**9, "float64": 2.0**22}
 
 
 class LeafPrecision(NamedTuple):
-    """What is known of the precision of a leaf.
+    """The verdict on the precision of a leaf.
 
     Attributes:
       is_judged: whether there is a gradient to judge.
@@ -69,7 +69,7 @@ def _precision(
     name = path or "the argument"
     odd, odd_there = ~np.isfinite(near), ~np.isfinite(wide)
     if np.any(odd != odd_there):
-        return LeafPrecision(True, _overflow(path, odd & ~odd_there, odd_there & ~odd, dtype))
+        return LeafPrecision(True, _overflowed(path, odd & ~odd_there, odd_there & ~odd, dtype))
     left, note = ~odd, ""
     if np.any(odd):
         note = f"{name}: {_count(odd)} of its gradient are NaN or inf in both types, so not judged"
@@ -83,7 +83,7 @@ def _precision(
     return LeafPrecision(True, ComparisonFinding("rounding", text, path=path, ratio=error), note)
 
 
-def _overflow(path: str, here: np.ndarray, there: np.ndarray, dtype: str) -> ComparisonFinding:
+def _overflowed(path: str, here: np.ndarray, there: np.ndarray, dtype: str) -> ComparisonFinding:
     """The finding of a gradient that is not finite in one of the types only."""
     text = f"the gradient of {path or 'the argument'} overflows: "
     if np.any(here):

@@ -79,7 +79,7 @@ def ratio(own: np.ndarray, other: np.ndarray, tolerance: float) -> float | None:
 
 
 def meaning(ratio: float, known: Counts) -> str | None:
-    """What would give a factor between two versions of a step, by the numbers of parts, or None."""
+    """The mistakes that would give a factor between two versions of a step, or None."""
     if ratio < 0:
         return "the sign is the opposite" if abs(ratio + 1) < CLOSE else None
     if ratio == 0 or abs(ratio - 1) < CLOSE:

@@ -16,8 +16,8 @@ class ComparisonFinding:
       line: its number, or None.
       factor: how much the difference grows there; None where it was 0 before.
       path: the path of the output or of the leaf of the gradient, or None.
-      ratio: the factor by which the first version is the second, if one factor explains the
-        difference, or None; of "rounding" the share of the leaf's gradient that is rounding.
+      ratio: the first version divided by the second, if one factor explains the difference, or
+        None; of "rounding" the error of the leaf's gradient divided by its size, inf if it overflows.
     """
 
     kind: str

@@ -147,7 +147,7 @@ def _compared_outputs(
         ComparisonRow(path, None, found.difference, None, found.tolerance, kind="output")
         for path, found in judged.items()
     ]
-    findings += [] if findings else _nothing_judged(own, judged)
+    findings += [] if findings else _no_output_judged(own, judged)
     unmatched = [f"output {p}, only in fun" for p in own if p not in theirs]
     unmatched += [f"output {p}, only in other" for p in theirs if p not in own]
     notes += [
@@ -160,7 +160,7 @@ def _compared_outputs(
     )
 
 
-def _nothing_judged(
+def _no_output_judged(
     own: Mapping[str, Output], judged: Mapping[str, Judgment]
 ) -> list[ComparisonFinding]:
     """The finding that no output could be judged; where some are floating, none of these."""
