@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compare.differences import rounding
+from clipgrad._compare.differences import magnitudes, rounding
 from clipgrad._trees import is_array, is_float_array, widened_leaf
 
 
@@ -53,9 +53,7 @@ def nudged(x: np.ndarray, positions: np.ndarray, run: int) -> np.ndarray:
 
 def _inward(x: np.ndarray, positions: np.ndarray, run: int) -> np.ndarray:
     """The sign of each movement; -1 for a number near the largest one, which would become inf."""
-    flat = np.ravel(widened_leaf(x))
-    largest = np.maximum(np.abs(flat.real), np.abs(flat.imag))
-    is_large = largest > float(jnp.finfo(x.dtype).max) / 2
+    is_large = magnitudes(np.ravel(widened_leaf(x))) > float(jnp.finfo(x.dtype).max) / 2
     return np.where(is_large, -1.0, signs(positions, run).astype(np.float64))
 
 

@@ -126,9 +126,14 @@ def movement(own: np.ndarray, moved: Sequence[np.ndarray]) -> float:
 
 def _with_room(*arrays: np.ndarray) -> list[np.ndarray]:
     """The arrays, or all times a power of two if differences of the largest would overflow."""
-    parts = [np.abs(part) for x in arrays for part in (x.real, x.imag)]
-    largest = max(float(np.max(p, initial=0, where=np.isfinite(p))) for p in parts)
-    return [x * 2.0**-4 for x in arrays] if largest > np.finfo(np.float64).max / 16 else [*arrays]
+    sizes = [magnitudes(x[np.isfinite(x)]) for x in arrays]
+    is_large = any(np.any(size > np.finfo(np.float64).max / 16) for size in sizes)
+    return [x * 2.0**-4 for x in arrays] if is_large else [*arrays]
+
+
+def magnitudes(x: np.ndarray) -> np.ndarray:
+    """The larger of real and imaginary part of each number, which does not overflow as `abs`."""
+    return np.maximum(np.abs(np.real(x)), np.abs(np.imag(x)))
 
 
 def _is_stable(own: np.ndarray, moved: Sequence[np.ndarray]) -> bool:

@@ -17,7 +17,8 @@ class ComparisonFinding:
       factor: how much the difference grows there; None where it was 0 before.
       path: the path of the output or of the leaf of the gradient, or None.
       ratio: the first version divided by the second, if one factor explains the difference, or
-        None; of "rounding" the error of the leaf's gradient divided by its size, inf if it overflows.
+        None; of "rounding" the error of the leaf's gradient divided by its size, inf for an
+        overflow.
     """
 
     kind: str
