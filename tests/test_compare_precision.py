@@ -11,6 +11,7 @@ import clipgrad as cg
 from clipgrad._compare.precision import lost_precision
 from tests.test_compare_rounding import arguments, cancelling, numbers
 
+TYPES = [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")]
 UNIT = np.random.default_rng(0).normal(size=12)
 UNIT /= np.linalg.norm(UNIT)
 ERROR = np.roll(UNIT, 1) - UNIT * (np.roll(UNIT, 1) @ UNIT)
@@ -24,20 +25,24 @@ BESIDE = {
 }
 
 
-def verdict(error, *, size=1.0, beside=None, most=0.05, dtype="float32"):
+def coarser(narrow, dtype):
+    return float(jnp.finfo(narrow).eps / jnp.finfo(dtype).eps)
+
+
+def verdict(error, *, size=1.0, beside=None, most=0.05, types=("bfloat16", "float32")):
     """The findings of the leaf "w", whose error is so many times its gradient."""
     paths, grads, exact = ["w"], [size * (UNIT + error * ERROR)], [size * UNIT]
     if beside is not None:
         paths, grads, exact = [*paths, "z"], [*grads, beside], [*exact, beside]
-    found, notes = lost_precision(paths, grads, exact, dtype, most)
+    found, notes = lost_precision(paths, grads, [], exact, types[1], coarser(*types), most)
     return [f for f in found if f.path == "w"], [n for n in notes if n.startswith("w")], found
 
 
 @pytest.mark.parametrize("beside", BESIDE)
 def test_a_leaf_is_judged_by_its_own_size(beside):
     """Neither a large nor an infinite gradient beside it excuses its rounding."""
-    for size, dtype in itertools.product((1e-30, 1.0, 1e30), ("float32", "float64")):
-        options = {"size": size, "beside": BESIDE[beside], "dtype": dtype}
+    for size, types in itertools.product((1e-30, 1.0, 1e30), TYPES):
+        options = {"size": size, "beside": BESIDE[beside], "types": types}
         for error in (0.06, 0.43, 1.0, 30.0, 300.0):
             (finding,), notes, _ = verdict(error, **options)
             assert np.isclose(finding.ratio, error) and "is rounding" in finding.message
@@ -54,13 +59,24 @@ def test_rtol_is_what_decides_at_every_error(error):
 
 def test_a_sum_that_is_zero_is_a_note_by_its_error_beside_the_wider_type():
     """Its gradient in the wider type is rounding of that type, as many times smaller."""
-    for narrow, dtype in (("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")):
-        ratio = float(jnp.finfo(narrow).eps / jnp.finfo(dtype).eps)
-        for error in (ratio / 8, ratio, 8 * ratio):
-            found, notes, every = verdict(error, dtype=dtype)
+    for types in TYPES:
+        for error in coarser(*types) * np.array([0.25, 1.0, 8.0]):
+            found, notes, every = verdict(error, types=types)
             assert not found and notes == ["w: zero but for rounding"]
             assert [f.kind for f in every] == ["not judged"]  # there is no other leaf
-            assert not verdict(error, dtype=dtype, beside=np.ones(3))[2]
+            assert not verdict(error, types=types, beside=np.ones(3))[2]
+
+
+def test_a_gradient_that_is_exactly_zero_is_a_note_only_if_rounding_moves_it_by_that_much():
+    """By chance a sum of terms is zero: all of a gradient is lost, or nothing but rounding is."""
+    for types in TYPES:
+        for size, finds in ((1.0, True), (1 / coarser(*types), False)):
+            arguments = [np.zeros(3)], [[np.full(3, 0.7)]], [np.full(3, size)]
+            found, notes = lost_precision(
+                ["w"], *arguments, types[1], coarser(*types), 0.05
+            )  # the moved run is rounding of terms of size 1 / eps
+            assert [f.path for f in found if f.path] == ["w"] * finds
+            assert notes == ["w: zero but for rounding"] * (not finds)
 
 
 @pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
@@ -69,10 +85,12 @@ def test_an_overflow_is_counted_and_is_no_share(odd):
     for count in (1, 7, 8):
         near = np.where(np.arange(8) < count, odd, exact)
         for grads, text in (((near, exact), "and finite in"), ((exact, near), "in float32 only")):
-            (finding,), notes = lost_precision(["w"], [grads[0]], [grads[1]], "float32", 0.05)
+            (finding,), notes = lost_precision(
+                ["w"], [grads[0]], [], [grads[1]], "float32", 1, 0.05
+            )
             assert f"{count} of 8 numbers are NaN or inf" in finding.message and not notes
             assert text in finding.message and finding.ratio == np.inf
-        found, notes = lost_precision(["w"], [near], [near], "float32", 0.05)
+        found, notes = lost_precision(["w"], [near], [], [near], "float32", 1, 0.05)
         assert [f.kind for f in found] == ["not judged"] * (count == 8)
         assert notes == [f"w: {count} of 8 numbers of its gradient are NaN or inf in both types, "
                          "so not judged"]  # fmt: skip
@@ -90,16 +108,52 @@ def test_a_leaf_that_is_mostly_rounding_is_found_beside_any_other(beside):
     assert not found.ok and "scale" in lost and lost["scale"] > 0.4, str(found)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_gradient_that_is_zero_is_a_note_in_float32_too(dtype):
-    def loss(params, x):
-        key = x @ params["key"] + params["bias"]  # the same for each key: softmax ignores it
-        scores = jax.nn.softmax(x @ key.T / 16, axis=-1)
-        return jnp.mean((scores @ x @ params["key"]) ** 2)
+def with_zeros(params, x):
+    """Softmax ignores a bias of the keys, and one of all logits; a norm one before it."""
+    keys = x @ params["w"] + params["keys"]
+    h = x + jax.nn.softmax(x @ keys.T / 4, axis=-1) @ x + params["norm"]
+    h = h - jnp.mean(h, axis=0, keepdims=True)
+    h = jnp.tanh(h / jnp.sqrt(jnp.var(h, axis=0, keepdims=True) + 1e-5))
+    return jnp.mean(jax.nn.log_softmax(h @ params["w"] + params["logits"])[:, :2])
 
-    params = {"key": numbers(6, 6, seed=4, dtype=dtype), "bias": numbers(1, 6, seed=5, dtype=dtype)}
-    found = cg.compare(loss, "float32", (params, numbers(5, 6, seed=6, dtype=dtype)))
-    assert found.ok and "bias: zero but for rounding" in found.notes, str(found)
+
+@pytest.mark.parametrize(
+    "dtype, cast, other",
+    [
+        ("bfloat16", None, "float32"),
+        ("float16", None, "float32"),
+        ("float32", "bfloat16", "float32"),
+        pytest.param("float32", None, "float64", marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", None, "float64", marks=pytest.mark.exhaustive),
+        pytest.param("float32", "bfloat16", "float64", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_gradient_that_is_zero_is_a_note_in_every_pair_of_types(dtype, cast, other):
+    def loss(params, x):
+        params, x = jax.tree.map(lambda a: a.astype(cast or dtype), (params, x))
+        return with_zeros(params, x)
+
+    params = {"w": numbers(6, 6, seed=4, dtype=dtype) / 3}
+    params |= {"keys": numbers(1, 6, seed=5, dtype=dtype)}
+    params |= {"norm": numbers(1, 6, seed=7, dtype=dtype), "logits": jnp.ones((1, 1), dtype)}
+    found = cg.compare(loss, other, (params, numbers(12, 6, seed=6, dtype=dtype)))
+    zeros = {f"{name}: zero but for rounding" for name in ("keys", "logits", "norm")}
+    assert found.ok and set(found.notes) == zeros, str(found)
+
+
+def test_a_backward_pass_that_is_narrower_than_the_loss_is_seen():
+    @jax.custom_vjp
+    def total(w):
+        return jnp.sum(w)
+
+    def backward(w, g):
+        return (
+            ((w * 1e3 + 1).astype("bfloat16") - 1e3 * w.astype("bfloat16")).astype(w.dtype) * g,
+        )
+
+    total.defvjp(lambda w: (jnp.sum(w), w), backward)
+    found = cg.compare(total, "float32", (jnp.abs(numbers(5, seed=1)) + 1,))
+    assert not found.ok and found.findings[0].ratio > 0.3 and not found.notes, str(found)
 
 
 def test_an_overflow_names_the_first_module_and_the_leaves():

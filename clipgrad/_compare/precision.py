@@ -11,10 +11,10 @@ from clipgrad._compare.differences import movement
 from clipgrad._compare.records import ComparisonFinding, unjudged
 from clipgrad._jaxpr import computed_types
 
-# From this many times the gradient on, the rounding of a leaf says that its gradient in the wider
-# type is rounding, too. Of a sum that is zero it is 2**13 for float16 beside float32, 2**16 for
-# bfloat16, and 2**29 for float32 beside float64.
-NOTHING_LEFT = {"float32": 2.0**9, "float64": 2.0**22}
+# A sum that is zero is nothing but rounding in the wider type as well. The error of such a leaf is
+# 0.3 to 2 times the ratio of the types' roundings (a bias before a norm, of keys, of all logits).
+# By chance it may be exactly zero; then runs that rounding moved show how large it could be.
+NOTHING_LEFT = 1 / 16
 
 
 class LeafPrecision(NamedTuple):
@@ -34,8 +34,10 @@ class LeafPrecision(NamedTuple):
 def lost_precision(
     paths: Sequence[str],
     grads: Sequence[np.ndarray],
+    moved: Sequence[Sequence[np.ndarray]],
     exact: Sequence[np.ndarray],
     dtype: str,
+    ratio: float,
     most: float,
 ) -> tuple[list[ComparisonFinding], list[str]]:
     """The leaves of whose gradient more than a share is rounding, and notes of others.
@@ -46,12 +48,14 @@ def lost_precision(
     Args:
       paths: the path of each leaf.
       grads: the gradient as the function computes it.
+      moved: the gradients in runs of the function that one rounding moved.
       exact: the gradient in the wider type.
       dtype: the name of this type.
+      ratio: how many times coarser the rounding of the function is; see `rounding_ratio`.
       most: the share of a leaf's gradient that may be rounding.
     """
-    leaves = zip(paths, grads, exact, strict=True)
-    found = [_precision(path, near, wide, dtype, most) for path, near, wide in leaves]
+    leaves = zip(paths, zip(grads, *moved, strict=True), exact, strict=True)
+    found = [_precision(path, runs, wide, dtype, ratio, most) for path, runs, wide in leaves]
     findings = [leaf.finding for leaf in found if leaf.finding]
     if not any(leaf.is_judged for leaf in found):
         findings.append(
@@ -64,9 +68,9 @@ def lost_precision(
 
 
 def _precision(
-    path: str, near: np.ndarray, wide: np.ndarray, dtype: str, most: float
+    path: str, runs: Sequence[np.ndarray], wide: np.ndarray, dtype: str, ratio: float, most: float
 ) -> LeafPrecision:
-    name = path or "the argument"
+    name, near = path or "the argument", runs[0]
     odd, odd_there = ~np.isfinite(near), ~np.isfinite(wide)
     if np.any(odd != odd_there):
         return LeafPrecision(True, _overflowed(path, odd & ~odd_there, odd_there & ~odd, dtype))
@@ -76,9 +80,14 @@ def _precision(
     error = movement(wide[left], [near[left]])
     if error <= most:
         return LeafPrecision(bool(np.any(left)) or not near.size, None, note)
-    if error >= NOTHING_LEFT[dtype]:
+    moves = [np.where(np.isfinite(run), wide + run - near, wide)[left] for run in runs[1:]]
+    if max([error, *(movement(wide[left], [x]) for x in moves)]) >= NOTHING_LEFT * ratio:
         return LeafPrecision(False, None, f"{name}: zero but for rounding")
-    share = f"{100 * error:.2g}% of" if error <= 1 else f"{error:.2g} times the size of"
+    share = (
+        f"{100 * error:.{1 if error < 0.1 else 0}f}% of"
+        if error <= 1
+        else f"{error:.2g} times the size of"
+    )
     text = f"{share} the gradient of {name} is rounding"
     return LeafPrecision(True, ComparisonFinding("rounding", text, path=path, ratio=error), note)
 
@@ -98,13 +107,22 @@ def _count(odd: np.ndarray) -> str:
     return f"{np.sum(odd)} of {odd.size} numbers"
 
 
-def precision_notes(program: Any, loss: Any, wide_loss: Any, dtype: str) -> list[str]:
+def rounding_ratio(program: Any, dtype: str) -> float:
+    """The rounding of a program relative to that of a dtype; 1 if nothing in it is narrower.
+
+    Of several narrower types it is the finest, whose rounding may be all that a leaf has.
+    """
+    eps = float(jnp.finfo(dtype).eps)
+    found = [float(jnp.finfo(name).eps) for name in computed_types(program)]
+    return min((each for each in found if each > eps), default=eps) / eps
+
+
+def precision_notes(ratio: float, loss: Any, wide_loss: Any, dtype: str) -> list[str]:
     """Notes of a loss that overflows, and of a program that has nothing narrower than a dtype."""
     found = []
     if np.isfinite(wide_loss) and not np.isfinite(loss):
         found.append(f"the loss is {loss}, and {wide_loss:.3g} in {dtype}: it overflows")
-    eps = jnp.finfo(dtype).eps
-    if all(jnp.finfo(name).eps <= eps for name in computed_types(program)):
+    if ratio == 1:
         wider = "" if dtype == "float64" else '; compare it with "float64"'
         found.append(f"nothing in fun is narrower than {dtype}, so no precision is lost{wider}")
     return found

@@ -13,7 +13,7 @@ from clipgrad._compare.differences import Judgment, rounding
 from clipgrad._compare.findings import located
 from clipgrad._compare.matching import match
 from clipgrad._compare.places import ComparedPlace, compared_places
-from clipgrad._compare.precision import lost_precision, precision_notes
+from clipgrad._compare.precision import lost_precision, precision_notes, rounding_ratio
 from clipgrad._compare.records import ComparisonFinding
 from clipgrad._compare.versions import VersionProgram, dtype_and_shape, version
 
@@ -39,13 +39,17 @@ def compare_dtypes(
     own = version(fun, args, kwargs, argnums, has_aux)
     pairs = match(own, own, None).pairs
     names = frozenset((value.name, value.kind) for value in own.values)
-    narrow = VersionProgram(own, names)(0)
+    program = VersionProgram(own, names)
+    narrow = program(0)
+    # Of the whole gradient: a custom rule may be narrower than the loss.
+    ratio = rounding_ratio(jax.make_jaxpr(program.step)(*program.arguments(0)), dtype)
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
         wide = VersionProgram(own, names, jnp.dtype(dtype))(0)
     places, _ = compared_places(pairs, narrow, wide, [], None)
     most = MOST_ROUNDING if rtol is None else rtol
-    lost, notes = lost_precision(own.paths, narrow.grads, wide.grads, dtype, most)
-    notes += precision_notes(own.subject.program, narrow.loss, wide.loss, dtype)
+    moved = [program(run).grads for run in (1, 2)]
+    lost, notes = lost_precision(own.paths, narrow.grads, moved, wide.grads, dtype, ratio, most)
+    notes += precision_notes(ratio, narrow.loss, wide.loss, dtype)
     modules = _growing(places, "value") or _growing(places, "cotangent")
     found = (*modules, *lost)
     rows = tuple(place.row for place in places)
