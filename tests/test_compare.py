@@ -9,6 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from clipgrad._compare.leaf_paths import same_leaves
 from tests.compare_models import (
     GRADS_FAULTS,
     LAYERS,
@@ -326,6 +327,100 @@ def test_branches_that_are_not_taken_are_equal():
     assert cg.compare(plain, changed, ARGS).ok
     found = cg.compare(plain, changed, (ARGS[0], ARGS[1] + 2))
     assert found.findings[0].module == "second"
+
+
+@pytest.mark.parametrize(
+    "own, other, pairs",
+    [
+        (["scale", "z/scale"], ["z/scale"], {1: 0}),  # an end of a path is not the path
+        (["z/scale"], ["scale", "z/scale"], {0: 1}),
+        (["scale", "w"], ["z/scale", "w"], {1: 1}),
+        (["a/k", "b/k"], ["params/a/k", "params/b/k", "stats/m"], {0: 0, 1: 1}),
+        (["params/a/k", "params/b/k"], ["b/k", "a/k"], {0: 1, 1: 0}),
+        (["k", "b"], ["params/k"], {0: 0}),
+        (["scale", "b"], ["z/scale", "z/c", "d"], {}),
+        (["w"], ["a/w", "b/w"], {}),  # either
+        ([""], ["w"], {0: 0}),
+        ([""], ["w", "b"], {}),
+        ([""], [""], {0: 0}),
+        (["a"], ["b"], {}),
+    ],
+)
+def test_leaves_are_the_same_by_their_whole_path(own, other, pairs):
+    """But for a prefix, which is that of the whole tree; in both orders."""
+    assert same_leaves(own, other) == pairs
+    assert same_leaves(other, own) == {j: i for i, j in pairs.items()}
+
+
+@pytest.mark.parametrize("lacks", ["scale", "z/scale", "a/scale"])
+@pytest.mark.parametrize("prefix", ["", "params/", "model/params/"])
+def test_a_leaf_that_one_version_lacks_is_no_other_leaf(lacks, prefix):
+    own = ["a/scale", "scale", "w", "z/scale", "z/w"]
+    other = [prefix + path for path in own if path != lacks]
+    pairs = {own.index(path.removeprefix(prefix)): j for j, path in enumerate(other)}
+    assert same_leaves(own, other) == pairs
+
+
+def test_a_leaf_of_one_version_is_listed_and_not_compared():
+    def loss(params, x):
+        return small(scale=params["z"]["scale"])(params["w"], x)
+
+    params = {"w": ARGS[0], "z": {"scale": jnp.ones((1, 2))}}
+    scaled = lambda p, x: loss(p, x) * p["scale"][0]  # noqa: E731
+    more = params | {"scale": jnp.ones(2)}
+    found = cg.compare(scaled, loss, (more, ARGS[1]), other_args=(params, ARGS[1]))
+    assert found.ok and found.unmatched == ("gradient scale, only in fun",), str(found)
+    other = {"w": ARGS[0].T, "z": {"scale": jnp.ones((1, 2))}}
+    turned = lambda p, x: loss(p | {"w": p["w"].T}, x)  # noqa: E731
+    found = cg.compare(loss, turned, (params, ARGS[1]), other_args=(other, ARGS[1]))
+    assert found.unmatched == ("gradient w, of another shape: [3, 2] in fun, [2, 3] in other",)
+
+
+def doubled(h):
+    """The identity with a cotangent that is twice as large."""
+
+    @jax.custom_vjp
+    def passed(h):
+        return h
+
+    passed.defvjp(lambda h: (h, None), lambda _, g: (2 * g,))
+    return passed(h)
+
+
+@pytest.mark.parametrize("faulty", ["first", "second", "third"])
+def test_the_message_of_a_vjp_names_the_module_that_is_wrong(faulty):
+    def loss(w, x, wrong):
+        for name in ("first", "second", "third"):
+            with jax.named_scope(name):
+                x = jnp.tanh((doubled(x) if name == wrong else x) @ w)
+        return jnp.mean(x)
+
+    args = jnp.eye(3) + 0.1, ARGS[1]
+    plain = functools.partial(loss, wrong=None)
+    (finding,) = cg.compare(plain, functools.partial(loss, wrong=faulty), args, argnums=1).findings
+    if faulty == "first":  # the input has no name: the leaf itself differs
+        assert (finding.kind, finding.module) == ("grads", "first")
+        return
+    assert (finding.kind, finding.module) == ("vjp", faulty)
+    before = {"second": "first", "third": "second"}[faulty]
+    assert f"the cotangent that {faulty} passes back to {before} differs by" in finding.message
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap])
+@pytest.mark.parametrize("options", [{}, {"argnums": None}, {"other": "float32"}])
+def test_a_call_inside_of_a_transformation_is_told(transform, options):
+    def mean(w):
+        return jnp.mean(w**2)
+
+    def inside(args, w, fun=mean):
+        found = cg.compare(fun, **({"other": fun} | options), args=args(w))
+        return w if found.ok else -w
+
+    calls = {"args": lambda w: inside(lambda w: (w,), w)}
+    calls["args|fun"] = lambda w: inside(lambda w: (jnp.ones(3),), w, lambda v: mean(v * w))
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"^({name}): got a traced array, float32.* outside of"):
+            transform(call)(jnp.ones((2, 3)) if transform is jax.vmap else jnp.ones(3))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,12 @@ def step(w, x):
 def wrong_step(w, x):
     return w - 0.8 * jax.grad(loss)(w, x), 8 * jnp.sum(x**2)
 
+def undecided(w, x, wave=jnp.sin):
+    return jnp.sum(wave(w * 3e8))
+
+def undecided_too(w, x):
+    return undecided(w, x, jnp.cos)
+
 """
 
 
@@ -86,9 +92,15 @@ def test_a_picture_and_data_are_written(models, tmp_path):
     assert data["findings"][0]["line"] == 7
 
 
+def test_nothing_judged_exits_with_1(models, capsys):
+    assert run(models, "undecided", "undecided_too") == 1
+    assert capsys.readouterr().out.startswith("not judged: neither agreement nor a difference")
+
+
 @pytest.mark.parametrize(
     "options, match",
     [
+        (["loss", "loss", "--out", "gs://bucket/run"], "--out: got 'gs://bucket/run', an address"),
         (["loss", "absent"], "has no 'absent'"),
         (["loss", "float16"], "other: got 'float16', expected module:function, or one of float32"),
         (["loss", "loss", "--name", "hidden"], "--name: got 'hidden', expected FUN=OTHER"),

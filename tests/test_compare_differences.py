@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis.extra import numpy as hnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import clipgrad as cg
 from clipgrad._compare.arguments import copied, moved_by_rounding, signs
 from clipgrad._compare.differences import judge, judge_exactly, movement
 from clipgrad._compare.order import ages
 from clipgrad._compare.ratios import Counts, meaning, ratio
+from clipgrad._compare.sketches import moved_value
 from tests.compare_trainers import AXIS, mesh
 
 EPS = float(np.finfo(np.float32).eps)
@@ -133,6 +136,7 @@ def test_a_factor_is_found(factor):
         ([0.0], [1.0]),
         ([np.nan], [1.0]),
         ([1j], [1.0]),
+        ([1e300, 2e300], [1e-300, 2e-300]),  # no number is as large
     ],
 )
 def test_no_factor_explains_this(a, b):
@@ -142,16 +146,15 @@ def test_no_factor_explains_this(a, b):
 @pytest.mark.parametrize(
     "factor, known, words",
     [
-        (8.0, DEVICES, "the 8 devices: fun sums where other averages"),
-        (0.125, DEVICES, "the 8 devices: other sums where fun averages"),
-        (math.sqrt(8), DEVICES, "the square root of the 8 devices: in fun norms of parts are"),
-        (1 / 2.75, DEVICES, "the square root of the 8 devices: in other norms of parts are"),
-        (64.0, DEVICES, "the square of the 8 devices: fun sums twice"),
-        (4.0, Counts((8,), (4,)), "the 4 microbatches"),
-        (2.0, Counts((8,), (4,)), "the square root of 4 microbatches"),
-        (32.0, Counts((8,), (4,)), "8 devices times 4 microbatches"),
+        (8.0, DEVICES, "a sum over the 8 devices in fun gives where other takes the mean"),
+        (0.125, DEVICES, "a sum over the 8 devices in other gives where fun takes the mean"),
+        (math.sqrt(8), DEVICES, "adding the norms of the parts on the 8 devices in fun"),
+        (1 / 2.75, DEVICES, "adding the norms of the parts on the 8 devices in other"),
+        (64.0, DEVICES, "two sums over the 8 devices in fun"),
+        (4.0, Counts((8,), (4,)), "a sum over the 4 microbatches"),
+        (2.0, Counts((8,), (4,)), "adding the norms of the 4 microbatches"),
+        (32.0, Counts((8,), (4,)), "a sum over the 8 devices and the 4 microbatches"),
         (4.0, Counts((2, 4, 8), (4,)), "the 4 devices"),
-        (5.0, DEVICES, "fun sums 5 parts where other averages them"),
         (-1.0, DEVICES, "the sign is the opposite"),
         (1.0, DEVICES, None),
         (0.0, DEVICES, None),
@@ -165,12 +168,25 @@ def test_the_meaning_of_a_ratio(factor, known, words):
     assert found is None if words is None else words in found
 
 
+@pytest.mark.parametrize("n", range(2, 17))
+def test_a_factor_has_a_meaning_only_where_something_has_that_number(n):
+    """Nothing that the programs have explains it: then only the factor is known."""
+    other = n + 17  # neither n, nor its root or square
+    assert meaning(n, Counts((), ())) is meaning(1 / n, Counts((), ())) is None
+    assert meaning(n, Counts((other,), (other + 1,))) is None
+    for known, what in ((Counts((n,), ()), f"{n} devices"), (Counts((), (n,)), f"{n} microbatch")):
+        for factor, large in ((n, "fun"), (1 / n, "other")):
+            found = meaning(factor, known)
+            assert found is not None and found.startswith("this would be what a sum over the")
+            assert f"{what}" in found and f" in {large} gives" in found
+
+
 def test_the_norms_of_parts_add_up_to_nearly_the_square_root():
     """The inequality behind the meaning: equality for equal parts, less for others."""
     parts = np.random.default_rng(1).normal(size=(8, 100))
     factor = np.sum(np.linalg.norm(parts, axis=1)) / np.linalg.norm(parts)
     assert 0.9 * math.sqrt(8) < factor <= math.sqrt(8)
-    assert "norms of parts are added" in meaning(factor, DEVICES)
+    assert "adding the norms of the parts" in meaning(factor, DEVICES)
 
 
 # ---- moved arguments ----
@@ -187,6 +203,41 @@ def test_numbers_move_by_one_rounding(dtype):
     assert np.all(np.asarray(near) != np.asarray(x)) and step.max() < 2.01 * eps
     up = np.asarray(near).real.astype(float) > np.asarray(x).real.astype(float)
     assert 30 < np.sum(up) < 70
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "complex64"])
+@pytest.mark.filterwarnings("error")
+def test_the_largest_numbers_move_and_stay_finite(dtype):
+    with jax.enable_x64(True):
+        top = float(jnp.finfo(dtype).max)
+        x = jnp.array([top, -top, 0.9 * top, 0.1 * top, 1.0, 0.0], dtype)
+        weak = jnp.asarray(float(jnp.finfo(jnp.float64).max))
+        for run in range(1, 5):
+            near, scalar = moved_by_rounding([x, weak], run)
+            tagged = moved_value(x, jnp.uint32(run), jnp.float32(1))
+            for moved in (np.asarray(near), np.asarray(tagged)):
+                assert np.all(np.isfinite(moved)) and np.all((moved != np.asarray(x))[:-1])
+            assert np.isfinite(scalar) and scalar != weak
+
+
+@pytest.mark.parametrize("scale", [2.0**-1000, 1.0, 2.0**1023])
+@pytest.mark.filterwarnings("error")
+def test_differences_of_the_largest_numbers_are_judged(scale):
+    a, b = (np.array(x) * scale for x in ([1.0, -1.5], [1.0, 1.5]))
+    found = judge(a, b, [a, a], EPS, None)
+    assert found.differs and math.isclose(found.difference, 2.0)
+    assert not judge(a, a * (1 - EPS), [a], EPS, None).differs
+
+
+@pytest.mark.filterwarnings("error")
+def test_versions_at_the_largest_number_are_judged_without_a_warning():
+    def loss(by):
+        return lambda w: jnp.sum(jnp.clip(w, -1, 1)) + jnp.sum(checkpoint_name(w, "w") * 1e-37) * by
+
+    w = jnp.array([jnp.finfo("float32").max, 0.5, -2.0])
+    assert cg.compare(loss(1.0), loss(1.0), (w,)).ok
+    assert cg.compare(loss(1.0), loss(1.1), (w,)).findings[0].kind == "value"
+    assert cg.compare(lambda w: -w, lambda w: w * -1, (w,), argnums=None).ok
 
 
 def test_signs_differ_from_run_to_run_and_not_between_numpy_and_jax():

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -475,14 +476,49 @@ def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path):
             cg.FlightRecorder(tmp_path, **kwargs)
 
 
-@pytest.mark.parametrize("address", ["gs://bucket/run", "s3://bucket/run", "file:///captures"])
-def test_the_address_of_a_bucket_is_refused_and_makes_no_folder(address, tmp_path, monkeypatch):
+ADDRESSES = {
+    "gs://bucket/run": "as by gcsfuse for gs://",
+    "s3://bucket/run": "expected the path of a folder",
+    "GS://bucket": "an address",
+    "hdfs://host:9000/run": "an address",
+    "file:///tmp/run": "write the path alone, '/tmp/run'",
+}
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_an_address_is_refused_at_once_and_no_folder_is_made(tmp_path, monkeypatch, address):
+    """As text, and as the path that `pathlib` makes of it."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=f"directory: got '{address}', an address.*copy"):
-        cg.FlightRecorder(address)
-    with pytest.raises(ValueError, match=f"path: got '{address}', an address.*copy"):
-        cg.load_capture(address)
+    for given in (address, pathlib.Path(address), FakePath(address)):
+        for name, call in (("directory", cg.FlightRecorder), ("path", cg.load_capture)):
+            with pytest.raises(ValueError, match=f"^{name}: got .*{ADDRESSES[address]}"):
+                call(given)
     assert not list(tmp_path.iterdir())
+
+
+class FakePath:
+    """A path of a store, as of etils or of the client of a bucket."""
+
+    def __init__(self, address):
+        self.address = address
+
+    def __fspath__(self):
+        return self.address
+
+
+@pytest.mark.parametrize("name", ["gs", "a:b", "run:1/x", "gs:", "./gs:/x", "c:/x", "x/gs://y"])
+def test_a_folder_whose_name_has_a_colon_is_no_address(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for given in (name, pathlib.Path("./", name), str(tmp_path / name)):
+        if given != pathlib.Path("gs:/x"):  # `pathlib` removes the dot
+            assert cg.FlightRecorder(given).directory == pathlib.Path(given).absolute()
+
+
+@pytest.mark.parametrize("path", [None, 3, b"run", ["run"]])
+def test_what_is_no_path_is_told(path):
+    for name, call in (("directory", cg.FlightRecorder), ("path", cg.load_capture)):
+        with pytest.raises(TypeError, match=f"{name}: got {re.escape(repr(path))}, expected the"):
+            call(path)
 
 
 def test_without_orbax_the_error_says_what_to_install(tmp_path, monkeypatch):

@@ -267,7 +267,7 @@ def test_multi_steps_over_devices_clips_once_after_averaging():
 def test_gradients_that_are_not_added_up_yet_are_refused(users_promotion):
     """Those of weights that are the same on all devices, as for an accumulation."""
     mesh = mesh_of(AxisType.Explicit)
-    calls = {case.name: lambda g, rule=case.make(0.3): rule(g, g) for case in CASES}
+    calls = {name: lambda g, rule=rule: rule(g, g) for name, rule in RULES.items()}
     calls |= {"global_norm": cg.global_norm, "clip_grads": lambda g: cg.clip_grads(g, None)}
 
     def gradient(use, w, x):

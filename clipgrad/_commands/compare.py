@@ -22,7 +22,7 @@ examples:
 
 exit code:
   0  the versions agree; with a dtype, no leaf of the gradient has lost its precision
-  1  they differ
+  1  they differ, or nothing could be judged
   2  the comparison could not run; one line says why
 """
 

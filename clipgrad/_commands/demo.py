@@ -4,11 +4,11 @@ import argparse
 import dataclasses
 import importlib.util
 import time
-from pathlib import Path
 from typing import Any
 
 from clipgrad._commands.function import PASSED, UsageError, complain
 from clipgrad._demo import DEFAULT, TASKS, Result, Run, Task, foot, head, row, train, write_demo
+from clipgrad._folders import mounted_folder
 
 _EXTRAS = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "tqdm": "tqdm"}
 
@@ -47,8 +47,7 @@ def add_demo_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
-        default=Path("clipgrad-demo"),
+        default="clipgrad-demo",
         metavar="DIR",
         help="folder for demo.png and demo.json (default: clipgrad-demo)",
     )
@@ -60,11 +59,15 @@ def run_demo(arguments: argparse.Namespace) -> int:
     if missing := _missing_extras():
         instead = 'install it with: pip install "clipgrad[demo]"'
         return complain("demo", UsageError(f"needs {missing}; {instead}"))
+    try:
+        folder = mounted_folder("--out", arguments.out)
+    except ValueError as error:
+        return complain("demo", error)
     start = time.perf_counter()
     try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         results = _train_all(arguments)
-        paths = write_demo(arguments.out, results, start)
+        paths = write_demo(folder, results, start)
     except OSError as error:
         why = error.strerror or error
         return complain("demo", UsageError(f"can't write to {arguments.out}: {why}"))

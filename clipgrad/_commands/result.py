@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from clipgrad._commands.function import FAILED, PASSED, complain
+from clipgrad._folders import mounted_folder
 
 
 def show_result(
@@ -23,13 +24,14 @@ def show_result(
       out: the folder.
     """
     try:
+        folder = mounted_folder("--out", out) if out else None
         found = find()
         print(found)
     except Exception as error:
         return complain(command, error)
     try:
-        if out:
-            _write_result(name, as_json(found), found, pathlib.Path(out))
+        if folder:
+            _write_result(name, as_json(found), found, folder)
     except Exception as error:
         unwritten = complain(command, error)
         return unwritten if found.ok else FAILED

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compare.differences import rounding
+from clipgrad._compare.differences import magnitudes, rounding
 from clipgrad._trees import is_array, is_float_array, widened_leaf
 
 
@@ -18,7 +18,8 @@ def copied(tree: Any) -> Any:
 def moved_by_rounding(tree: Any, run: int) -> Any:
     """The tree with each floating number multiplied by 1 plus or minus one rounding of its dtype.
 
-    The signs follow from the index of the element and the number of the run. Zeros stay.
+    The signs follow from the index of the element and the number of the run; numbers near the
+    largest of their dtype move toward zero. Zeros stay.
     """
     return jax.tree.map(lambda x: _moved_array(x, run) if is_float_array(x) else x, copied(tree))
 
@@ -27,7 +28,7 @@ def _moved_array(x: Any, run: int) -> Any:
     if isinstance(x, np.ndarray):
         return nudged(x, np.arange(x.size), run)
     if x.weak_type:  # an array from NumPy would have a type of its own
-        return x * (1 + rounding(x.dtype) * float(signs(np.arange(1), run)[0]))
+        return x * (1 + rounding(x.dtype) * float(_inward(np.asarray(x), np.arange(1), run)[0]))
     parts = {_key(shard.index, x.shape): np.asarray(shard.data) for shard in x.addressable_shards}
     positions = np.arange(x.size).reshape(x.shape)
 
@@ -45,9 +46,15 @@ def _key(index: Any, shape: tuple[int, ...]) -> tuple:
 
 def nudged(x: np.ndarray, positions: np.ndarray, run: int) -> np.ndarray:
     """An array in NumPy, moved by one rounding of its dtype."""
-    own = signs(positions.ravel(), run).astype(np.float64).reshape(x.shape)
+    own = _inward(x, positions.ravel(), run).reshape(x.shape)
     factors = 1 + rounding(x.dtype) * own  # in float32 it would be 1 for float64
     return (widened_leaf(x) * factors).astype(x.dtype)
+
+
+def _inward(x: np.ndarray, positions: np.ndarray, run: int) -> np.ndarray:
+    """The sign of each movement; -1 for a number near the largest one, which would become inf."""
+    is_large = magnitudes(np.ravel(widened_leaf(x))) > float(jnp.finfo(x.dtype).max) / 2
+    return np.where(is_large, -1.0, signs(positions, run).astype(np.float64))
 
 
 def signs(positions: Any, run: Any) -> Any:

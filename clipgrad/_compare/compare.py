@@ -46,7 +46,8 @@ def compare(
       * If outputs and gradients agree, there are no findings: what differs inside is a note.
       * NaN and inf are equal where both versions have the same. A mask of -1e9 hides nothing.
       * Places that one rounding moves by more than 10 % are not judged, and are notes. What could
-        not be matched is in ``unmatched``.
+        not be matched is in ``unmatched``. If no gradient (or output of a step) could be judged,
+        that is a finding of kind "not judged", and ``ok`` is false.
       * With ``argnums=None`` the functions are run as they are, on copies of the arguments, so they
         may donate them. The outputs are compared by path, integers, booleans and keys exactly; an
         "output" finding comes before the findings of outputs that are computed from it, and has the
@@ -54,7 +55,8 @@ def compare(
       * With the name of a dtype as ``other``, findings are of kind "rounding": the modules at which
         the error of values grows most (of cotangents, if it grows at no value), and each leaf
         whose gradient is more than ``rtol`` (0.05) rounding error; ``ok`` says that there is no
-        such leaf. The gradient is traced before it is widened, so custom rules stay.
+        such leaf. Each leaf is judged by its own size; an overflow is a finding. The gradient is
+        traced before it is widened, so custom rules stay.
 
     Args:
       fun: the first version, a function that returns a scalar, or ``(scalar, aux)``. With
@@ -75,7 +77,8 @@ def compare(
       A `GradientComparison`; ``print`` it.
 
     Raises:
-      TypeError: an argument is not of the type above.
+      TypeError: an argument is not of the type above, or is traced: it is called inside of
+        `jax.jit`.
       ValueError: a loss is not a floating scalar, ``argnums`` is out of range, a name of
         ``names`` is of no value in its version, or two steps have no output in common.
 

@@ -14,6 +14,7 @@ _COMPARISON_HEADS = {
     "grads": "values and cotangents agree, and a gradient differs",
     "output": "an output differs",
     "rounding": "precision is lost here",
+    "not judged": "neither agreement nor a difference was found",
 }
 
 
@@ -23,7 +24,7 @@ class GradientComparison:
 
     Attributes:
       ok: whether the outputs and the gradients agree; with a dtype's name, whether no leaf of the
-        gradient has lost its precision.
+        gradient has lost its precision. False if nothing could be judged.
       findings: the places where the versions differ, in the order of computation.
       rows: every place that both versions have, with the relative differences there.
       unmatched: the places that only one of the versions has.
@@ -41,7 +42,7 @@ class GradientComparison:
             [] if self.findings else [f"no difference beyond rounding, at {len(self.rows)} places"]
         )
         parts += [_written(finding) for finding in self.findings]
-        parts += _row_table(self.rows) if self.findings else []
+        parts += _row_table(self.rows) if self.findings and self.rows else []
         parts += [folded(f"not matched: {place}") for place in self.unmatched]
         return "\n".join(parts + [folded(f"note: {note}") for note in self.notes])
 
@@ -61,10 +62,9 @@ class GradientComparison:
 
 def _written(finding: ComparisonFinding) -> str:
     where = finding.path if finding.module is None else finding.module
+    at = "" if where is None else f": {where or 'outside of modules'}"
     step = "" if finding.step is None else f", step {finding.step}"
-    head = (
-        f"{finding.kind}: {_COMPARISON_HEADS[finding.kind]}: {where or 'outside of modules'}{step}"
-    )
+    head = f"{finding.kind}: {_COMPARISON_HEADS[finding.kind]}{at}{step}"
     return f"{folded(head)}\n{folded(finding.message, '  ')}"
 
 

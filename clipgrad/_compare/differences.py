@@ -85,6 +85,7 @@ def judge(
       eps: one rounding of the dtype.
       rtol: the tolerance in place of all this, or None.
     """
+    own, other, *moved = _with_room(own, other, *moved)
     own, other = np.ravel(own), np.ravel(other)
     odd = ~np.isfinite(own) | ~np.isfinite(other)
     if not np.array_equal(own[odd], other[odd], equal_nan=True):
@@ -121,6 +122,18 @@ def movement(own: np.ndarray, moved: Sequence[np.ndarray]) -> float:
     finite = np.isfinite(own)
     distances = [_norm(np.ravel(m)[finite] - own[finite]) for m in moved]
     return relative(_root_mean_square(distances), _norm(own[finite]))
+
+
+def _with_room(*arrays: np.ndarray) -> list[np.ndarray]:
+    """The arrays, or all times a power of two if differences of the largest would overflow."""
+    sizes = [magnitudes(x[np.isfinite(x)]) for x in arrays]
+    is_large = any(np.any(size > np.finfo(np.float64).max / 16) for size in sizes)
+    return [x * 2.0**-4 for x in arrays] if is_large else [*arrays]
+
+
+def magnitudes(x: np.ndarray) -> np.ndarray:
+    """The larger of real and imaginary part of each number, which does not overflow as `abs`."""
+    return np.maximum(np.abs(np.real(x)), np.abs(np.imag(x)))
 
 
 def _is_stable(own: np.ndarray, moved: Sequence[np.ndarray]) -> bool:

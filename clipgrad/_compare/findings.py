@@ -104,7 +104,9 @@ def _vjp_finding(
     found = _together(part for part, _ in users).outside(shared)
     module, step = (outer.name, last.step) if outer else (found.module, users[0][1])
     assert last.cotangent is not None
-    text = f"the cotangent of {last.name} {_difference(last.cotangent)}; all values agree"
+    by = module or "what follows"
+    text = f"the cotangent that {by} passes back to {last.name} {_difference(last.cotangent)}"
+    text += "; all values agree"
     factor = _factor(last.cotangent, [place.cotangent for place in later])
     place = _first_place(found, value.place.parent) or value.place
     return located("vjp", module, step, text, place, factor)

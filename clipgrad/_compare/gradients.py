@@ -1,6 +1,6 @@
 """Two versions of a loss: their named values, their cotangents, and their gradients."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,9 +8,12 @@ import numpy as np
 from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.differences import Judgment, judge, rounding
 from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf, find
+from clipgrad._compare.leaf_paths import same_leaves
 from clipgrad._compare.matching import match
 from clipgrad._compare.places import ComparedPlace, compared_places, undecided
+from clipgrad._compare.records import ComparisonFinding, unjudged
 from clipgrad._compare.versions import SketchedNames, Version, VersionProgram, VersionRun, version
+from clipgrad._jaxpr import computed_types
 
 MOVED_RUNS = (
     4  # with moved arguments and values; the norm of their movements is right to about 1 / 4
@@ -66,27 +69,25 @@ def _leaves(
     rtol: float | None,
 ) -> tuple[list[ComparedLeaf], list[str]]:
     """The leaves of both gradients, and those that only one of them has."""
-    there = {path: i for i, path in enumerate(second.paths)}
+    same = same_leaves(first.paths, second.paths)
     found, alone = [], []
     for i, path in enumerate(first.paths):
-        j = there.pop(_same_path(path, there), None)
-        if j is None or own.grads[i].shape != theirs.grads[j].shape:
-            alone.append(f"gradient {path or ONE_ARGUMENT}, only in fun, or of another shape")
+        name = path or ONE_ARGUMENT
+        if i not in same:
+            alone.append(f"gradient {name}, only in fun")
+            continue
+        j, grad, its = same[i], own.grads[i], theirs.grads[same[i]]
+        if grad.shape != its.shape:
+            shapes = f"{list(grad.shape)} in fun, {list(its.shape)} in other"
+            alone.append(f"gradient {name}, of another shape: {shapes}")
             continue
         inputs = [v.subject.inputs[v.subject.chosen[k]] for v, k in ((first, i), (second, j))]
-        dtypes = [x.dtype for x in inputs]
-        moved = [m.grads[i] for m in moves]
-        judgment = _judged_array(own.grads[i], theirs.grads[j], moved, dtypes, rtol)
+        judgment = _judged_array(
+            grad, its, [m.grads[i] for m in moves], [x.dtype for x in inputs], rtol
+        )
         found.append(ComparedLeaf(path, first.subject.chosen[i], judgment))
-    return found, [*alone, *(f"gradient {path or ONE_ARGUMENT}, only in other" for path in there)]
-
-
-def _same_path(path: str, there: Iterable[str]) -> str:
-    """The path, or the only other one of which it is the end, or which is its end."""
-    if path in there:
-        return path
-    ends = [p for p in there if f"/{p}".endswith(f"/{path}") or f"/{path}".endswith(f"/{p}")]
-    return ends[0] if len(ends) == 1 else path
+    only = [path for j, path in enumerate(second.paths) if j not in same.values()]
+    return found, [*alone, *(f"gradient {path or ONE_ARGUMENT}, only in other" for path in only)]
 
 
 def _comparison(
@@ -99,6 +100,7 @@ def _comparison(
 ) -> GradientComparison:
     findings = find(first, second, places, loss, leaves)
     notes = undecided(places)
+    notes += [] if loss.is_judged else ["the loss: rounding decides here, so it is not judged"]
     notes += [
         f"{leaf.path or ONE_ARGUMENT}: rounding decides here, so its gradient is not judged"
         for leaf in leaves
@@ -108,8 +110,35 @@ def _comparison(
         notes.append("no named value was matched; name values by names=, or tag them")
     if not findings:
         notes += _inner_differences(places)
+        findings += _no_gradient_judged(first, leaves)
     rows = tuple(place.row for place in places)
     return GradientComparison(not findings, tuple(findings), rows, tuple(unmatched), tuple(notes))
+
+
+def _no_gradient_judged(own: Version, leaves: Sequence[ComparedLeaf]) -> list[ComparisonFinding]:
+    """The finding that no leaf of the gradient could be judged, with what to do."""
+    if any(leaf.judgment.is_judged for leaf in leaves):
+        return []
+    if not leaves:
+        return [
+            unjudged(
+                "no leaf of the gradients has the same path and shape in both, so no gradient was "
+                "compared; give both versions trees of parameters with the same paths"
+            )
+        ]
+    apart = max(leaves, key=lambda leaf: leaf.judgment.difference)
+    text = f"rounding decides each of {len(leaves)} gradients, so none is judged; the versions are "
+    text += f"{apart.judgment.difference:.2g} apart at {apart.path or ONE_ARGUMENT}; "
+    if wider := _wider(own):
+        text += f"compare them in {wider}, with wider arguments and types; compare(fun, "
+        text += f'"{wider}", args), of each version, says where precision is lost; '
+    return [unjudged(text + "or give rtol=, a tolerance of your own")]
+
+
+def _wider(own: Version) -> str | None:
+    """The dtype, by its name, that is wider than the coarsest one of a program."""
+    types = computed_types(own.subject.program) - {"float64"}
+    return ("float64" if types <= {"float32"} else "float32") if types else None
 
 
 def _inner_differences(places: Sequence[ComparedPlace]) -> list[str]:

@@ -13,7 +13,6 @@ from clipgrad._jaxpr import equations
 CLOSE = 1e-3  # a factor explains a difference if it leaves less; a mean of parts is not as exact
 NEARLY = 0.9  # norms of parts add up to at most the square root, and to less if they are unequal
 EXPLAINED = 0.1  # of the difference; a leaf that moved a little is near to 1.00 times any other
-MOST_PARTS = 64  # a whole number up to this is a number of parts, also if nothing else says so
 
 
 class Counts(NamedTuple):
@@ -70,14 +69,17 @@ def ratio(own: np.ndarray, other: np.ndarray, tolerance: float) -> float | None:
     found = complex(np.vdot(b, a) / np.vdot(b, b))
     left = np.linalg.norm(a - found * b)
     most = max(CLOSE, tolerance) * np.linalg.norm(a)
-    difference = np.linalg.norm(a - b * (scales[1] / scales[0]))
-    if left > min(most, EXPLAINED * difference) or abs(found.imag) > CLOSE * abs(found):
+    parts = [scale / max(scales) for scale in scales]
+    difference = np.linalg.norm(a * parts[0] - b * parts[1])
+    explained = left * parts[0] <= EXPLAINED * difference
+    if left > most or not explained or abs(found.imag) > CLOSE * abs(found):
         return None
-    return found.real * scales[0] / scales[1]
+    factor = found.real * (scales[0] / scales[1])
+    return factor if math.isfinite(factor) else None
 
 
 def meaning(ratio: float, known: Counts) -> str | None:
-    """The meaning of a factor between two versions of a step, or None."""
+    """The mistakes that would give a factor between two versions of a step, or None."""
     if ratio < 0:
         return "the sign is the opposite" if abs(ratio + 1) < CLOSE else None
     if ratio == 0 or abs(ratio - 1) < CLOSE:
@@ -85,9 +87,7 @@ def meaning(ratio: float, known: Counts) -> str | None:
     large, small = ("fun", "other") if ratio > 1 else ("other", "fun")
     factor = max(ratio, 1 / ratio)
     found = [text for fits, text in _explanations(known, large, small) if fits(factor)]
-    if not found and _is_near(factor, round(factor)) and factor < MOST_PARTS:
-        found = [f"{large} sums {factor:.0f} parts where {small} averages them"]
-    return " or ".join(dict.fromkeys(found)) or None
+    return f"this would be what {' or '.join(dict.fromkeys(found))}" if found else None
 
 
 def _explanations(
@@ -96,31 +96,33 @@ def _explanations(
     for n in known.devices:
         yield (
             lambda f, n=n: _is_near(f, n),
-            f"the {n} devices: {large} sums where {small} averages",
+            f"a sum over the {n} devices in {large} gives where {small} takes the mean",
         )
         yield (
             lambda f, n=n: NEARLY * math.sqrt(n) < f < math.sqrt(n) * (1 + CLOSE),
-            f"the square root of the {n} devices: in {large} norms of parts are added, not their "
-            f"squares, or squares of replicated leaves are counted {n} times",
+            f"adding the norms of the parts on the {n} devices in {large} gives, not their "
+            f"squares, or counting squares of replicated leaves {n} times",
         )
         yield (
             lambda f, n=n: _is_near(f, n * n),
-            f"the square of the {n} devices: {large} sums twice where {small} averages twice",
+            f"two sums over the {n} devices in {large} give where {small} takes means",
         )
     for k in known.steps:
         yield (
             lambda f, k=k: _is_near(f, k),
-            f"the {k} microbatches (or steps of a scan): {large} sums where {small} averages",
+            f"a sum over the {k} microbatches (or steps of a scan) in {large} gives where {small} "
+            "takes the mean",
         )
         yield (
             lambda f, k=k: _is_near(f, math.sqrt(k)),
-            f"the square root of {k} microbatches (or steps of a scan): in {large} norms of parts "
-            "are added, not their squares",
+            f"adding the norms of the {k} microbatches (or steps of a scan) in {large} gives, not "
+            "their squares",
         )
     for n, k in ((n, k) for n in known.devices for k in known.steps):
         yield (
             lambda f, n=n, k=k: _is_near(f, n * k),
-            f"{n} devices times {k} microbatches: {large} sums where {small} averages",
+            f"a sum over the {n} devices and the {k} microbatches in {large} gives where {small} "
+            "takes the mean",
         )
 
 

@@ -8,7 +8,7 @@ class ComparisonFinding:
     """A place at which two versions differ.
 
     Attributes:
-      kind: "value", "vjp", "grads", "output" or "rounding".
+      kind: "value", "vjp", "grads", "output", "rounding", or "not judged": nothing could be.
       message: what differs, and by how much.
       module: the module path, "" outside of modules, None if there is none.
       step: the index in the innermost scan, or None.
@@ -16,8 +16,9 @@ class ComparisonFinding:
       line: its number, or None.
       factor: how much the difference grows there; None where it was 0 before.
       path: the path of the output or of the leaf of the gradient, or None.
-      ratio: the first version divided by the second, if one factor explains the
-        difference, or None; of "rounding" the share of the leaf's gradient that is rounding.
+      ratio: the first version divided by the second, if one factor explains the difference, or
+        None; of "rounding" the error of the leaf's gradient divided by its size, inf for an
+        overflow.
     """
 
     kind: str
@@ -29,6 +30,11 @@ class ComparisonFinding:
     factor: float | None = None
     path: str | None = None
     ratio: float | None = None
+
+
+def unjudged(message: str) -> ComparisonFinding:
+    """The finding that nothing could be judged, which is no agreement."""
+    return ComparisonFinding("not judged", message)
 
 
 @dataclasses.dataclass(frozen=True)

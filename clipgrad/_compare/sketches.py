@@ -131,7 +131,9 @@ def moved_value(x: jax.Array, run: Any, roundings: Any) -> jax.Array:
     real = jnp.finfo(x.dtype).dtype
     positions = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
     step = jnp.asarray(roundings, real) * rounding(x.dtype)
-    return x * (1 + step * signs(positions, run).astype(real)).astype(x.dtype)
+    is_large = jnp.abs(x) > float(jnp.finfo(x.dtype).max) / 2  # and would become inf
+    way = jnp.where(is_large, -1, signs(positions, run).astype(real))
+    return x * (1 + step * way).astype(x.dtype)
 
 
 @value_hook(data=("run", "roundings"), choices=("names", "carried"))

@@ -19,10 +19,10 @@ from clipgrad._compare.differences import (
 )
 from clipgrad._compare.order import ages
 from clipgrad._compare.ratios import Counts, meaning, part_counts, ratio, repeats
-from clipgrad._compare.records import ComparisonFinding, ComparisonRow
+from clipgrad._compare.records import ComparisonFinding, ComparisonRow, unjudged
 from clipgrad._errors import first_line
 from clipgrad._frameworks import with_models
-from clipgrad._trees import is_array, nearest, with_paths
+from clipgrad._trees import check_concrete, is_array, nearest, with_paths
 
 STEP_RUNS = 4  # with moved arguments: of fewer, all may move a scalar less than rounding does
 
@@ -74,11 +74,13 @@ def _outputs_of(
 ) -> dict[str, Output]:
     """The outputs by path; of models among the arguments what changes in them, too."""
     found: list[Any] = []
+    check_concrete("args", (args, kwargs))
 
     def run(function: Callable[..., Any], args: tuple, kwargs: dict) -> None:
         found.append(function(*copied(args), **copied(kwargs)))
 
     with_models(run, fun, args, dict(kwargs))
+    check_concrete("fun", found[0])
     entries = [
         (path or WHOLE_OUTPUT, leaf) for path, leaf in with_paths(found[0]) if leaf is not None
     ]
@@ -133,16 +135,19 @@ def _compared_outputs(
             f"other: got outputs {list(theirs)[:5]}, expected the outputs of fun; "
             f"{nearest('', own)}; return trees with the same paths"
         )
-    findings, rows = [], []
+    findings, judged = [], {}
     for path in both:
         found = _output_judgment(own[path], theirs[path], [run[path] for run in again], rtol)
-        rows.append(
-            ComparisonRow(path, None, found.difference, None, found.tolerance, kind="output")
-        )
+        judged[path] = found
         if not found.is_judged:
             notes.append(f"{path}: rounding decides here, so it is not judged")
         elif found.differs:
             findings.append(_output_finding(path, own[path], theirs[path], found, known))
+    rows = [
+        ComparisonRow(path, None, found.difference, None, found.tolerance, kind="output")
+        for path, found in judged.items()
+    ]
+    findings += [] if findings else _no_output_judged(own, judged)
     unmatched = [f"output {p}, only in fun" for p in own if p not in theirs]
     unmatched += [f"output {p}, only in other" for p in theirs if p not in own]
     notes += [
@@ -153,6 +158,20 @@ def _compared_outputs(
     return GradientComparison(
         not findings, tuple(findings), tuple(rows), tuple(unmatched), tuple(notes)
     )
+
+
+def _no_output_judged(
+    own: Mapping[str, Output], judged: Mapping[str, Judgment]
+) -> list[ComparisonFinding]:
+    """The finding that no output could be judged; where some are floating, none of these."""
+    floating = [found for path, found in judged.items() if isinstance(own[path].value, np.ndarray)]
+    outputs = floating or list(judged.values())
+    if any(found.is_judged for found in outputs):
+        return []
+    kind = "floating outputs" if floating else "outputs"
+    text = f"rounding decides each of {len(outputs)} {kind}, so none is judged; compare "
+    text += "with wider arguments and types, or give rtol=, a tolerance of your own"
+    return [unjudged(text)]
 
 
 def _output_judgment(
@@ -185,7 +204,7 @@ def _output_finding(
     if factor is not None:
         means = meaning(factor, known)
         shown = f"{factor:.2f}" if abs(factor) >= 1 else f"{factor:.3g}"
-        text += f"; fun is {shown} times other" + (f", {means}" if means else "")
+        text += f"; fun is {shown} times other" + (f": {means}" if means else "")
     return ComparisonFinding("output", text, path=path, ratio=factor)
 
 

@@ -12,7 +12,14 @@ import clipgrad._jaxpr as _jaxpr
 from clipgrad._error_clip import check_call
 from clipgrad._frameworks import Pure, differentiated_inputs, has_modules, is_model, with_models
 from clipgrad._jaxpr import holds_floats
-from clipgrad._trees import check_tree, described, donated_leaf, is_array, path_string
+from clipgrad._trees import (
+    check_concrete,
+    check_tree,
+    described,
+    donated_leaf,
+    is_array,
+    path_string,
+)
 
 
 class DiagnosisSubject(NamedTuple):
@@ -43,6 +50,7 @@ def subject(
       ValueError: the loss or what it is differentiated by is not what `jax.grad` accepts.
     """
     check_call(fun, args, kwargs)
+    check_concrete("args", (args, kwargs))
     positions = _positions(argnums, len(args))
     args = _with_arrays(args, positions)
     leaves = [leaf for i in positions for leaf in jax.tree.leaves(args[i])]
@@ -113,6 +121,7 @@ def _trace(
         return _checked_loss(result, has_aux)
 
     program = _jaxpr.trace(loss, args, kwargs).program
+    check_concrete("fun", _jaxpr.opened(program)[1])
     _check_effects(program)
     apart = args[0] if is_apart else (args, kwargs)
     entries, _ = jax.tree_util.tree_flatten_with_path(apart)

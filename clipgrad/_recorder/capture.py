@@ -8,8 +8,9 @@ from typing import Any
 import jax
 
 from clipgrad._diagnose import CapturedArgs
+from clipgrad._folders import mounted_folder
 from clipgrad._recorder.restored import restored
-from clipgrad._recorder.storage import folder, orbax, read, read_manifest
+from clipgrad._recorder.storage import orbax, read, read_manifest
 from clipgrad._trees import donated_leaf
 
 _CAPTURED = ("params", "state", "batch", "extra")
@@ -27,7 +28,7 @@ class Capture:
     capture; `restore` puts them into your model.
 
     Attributes:
-      path: the folder of the capture.
+      path: the folder of the capture, in a file system that this machine has mounted.
       state: the recorded state, with the parameters from before the bad step. ``None`` if you no
         longer had it when you called `FlightRecorder.close`.
       key: the PRNG key of the step, or None.
@@ -148,9 +149,9 @@ def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = No
     Raises:
       FileNotFoundError: there is no capture, or only an incomplete one.
       ValueError: it is of a later version, has dtypes that need ``jax_enable_x64``, or the mesh
-        does not have the axes of the run, or does not divide an array; or ``path`` is the address
-        of a bucket.
-      TypeError: ``mesh`` is not a mesh, or ``path`` is ``None``.
+        does not have the axes of the run, or does not divide an array; or ``path`` is an address
+        (``gs://``).
+      TypeError: ``mesh`` is not a mesh, or ``path`` is not a path.
       ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
 
     Example:
@@ -171,14 +172,14 @@ def load_capture(path: str | os.PathLike, *, mesh: jax.sharding.Mesh | None = No
             "path: got None, expected the folder of a capture; the path of a HaltedError is None "
             "if its capture could not be written, and its message says why"
         )
-    here = folder("path", path)
-    manifest = read_manifest(here)
+    folder = mounted_folder("path", path).absolute()
+    manifest = read_manifest(folder)
     orbax()
-    content = read(here, manifest["content"], mesh)
+    content = read(folder, manifest["content"], mesh)
     meta = manifest["meta"]
     kept = {name: content.get(name) for name in ("state", "key")} | {"step": meta["step"]}
     own = {"_params": content.get("params"), "_batch": content.get("batch")}
-    return Capture(here, **kept, extra=content.get("extra", {}), meta=meta, **own)
+    return Capture(folder, **kept, extra=content.get("extra", {}), meta=meta, **own)
 
 
 def _fields(state: Any) -> str:

@@ -12,12 +12,13 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from clipgrad._folders import mounted_folder
 from clipgrad._recorder.circumstances import circumstances
 from clipgrad._recorder.flag import Flag, FlagPlace, find_flag
 from clipgrad._recorder.halted_error import HaltedError
 from clipgrad._recorder.newest import Newest
 from clipgrad._recorder.record import StepRecord, kept_tree
-from clipgrad._recorder.storage import MANIFEST, folder, orbax, write
+from clipgrad._recorder.storage import MANIFEST, orbax, write
 from clipgrad._recorder.structure import check_structure
 from clipgrad._trees import check_tree, is_array
 
@@ -51,7 +52,8 @@ class FlightRecorder:
 
     Args:
       directory: the folder for captures; each gets a folder of its own in it, such as ``step_57``.
-        Captures hold parameters and data.
+        Captures hold parameters and data. A bucket must be mounted: an address such as
+        ``gs://bucket/run`` is refused.
       keep: the number of batches to keep of steps that are known to be good; also the number of
         steps that several processes may run ahead. If ``optax.MultiSteps`` *wraps* `skip_spikes`,
         keep as many as it accumulates, because the capture has all of their batches.
@@ -63,8 +65,9 @@ class FlightRecorder:
     Raises:
       ImportError: orbax-checkpoint is not installed; it is the extra ``recorder``.
       OSError: the directory can't be made or written to.
+      TypeError: the directory is not a path.
       ValueError: ``keep`` or ``max_captures`` is not a positive integer, or the path of the
-        directory has the character ``*``, ``?`` or ``[``, or is the address of a bucket.
+        directory is an address (``gs://``), or has the character ``*``, ``?`` or ``[``.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp, optax, tempfile
@@ -95,7 +98,7 @@ class FlightRecorder:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: got {value!r}, expected a positive integer")
         orbax()
-        self.directory = folder("directory", directory)
+        self.directory = mounted_folder("directory", directory).absolute()
         _check_writable(self.directory)
         self.keep, self.max_captures, self.raise_on_halt = keep, max_captures, raise_on_halt
         self.captures: list[pathlib.Path] = []

@@ -46,20 +46,6 @@ def orbax() -> Any:
     return orbax.checkpoint
 
 
-def folder(name: str, path: str | os.PathLike) -> pathlib.Path:
-    """The absolute path of a folder on a file system.
-
-    Raises:
-      ValueError: it is an address, such as that of a bucket.
-    """
-    if "://" in str(path):
-        raise ValueError(
-            f"{name}: got {str(path)!r}, an address, expected a folder of a file system; write to "
-            "a disk and copy the capture's folder to the bucket, and back before load_capture"
-        )
-    return pathlib.Path(path).absolute()
-
-
 class Written(NamedTuple):
     """The arrays of a capture, by their names in the manifest."""
 

@@ -13,6 +13,7 @@ from clipgrad._trees.selectors import matches as matches
 from clipgrad._trees.selectors import nearest as nearest
 from clipgrad._trees.selectors import selects as selects
 from clipgrad._trees.selectors import unboxed as unboxed
+from clipgrad._trees.trees import check_concrete as check_concrete
 from clipgrad._trees.trees import check_leaves as check_leaves
 from clipgrad._trees.trees import check_tree as check_tree
 from clipgrad._trees.trees import clippable_leaves as clippable_leaves

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from clipgrad._compat import unreduced_axes
 
@@ -25,8 +26,8 @@ def is_clippable(leaf: Any) -> bool:
         )
     if axes := unreduced_axes(leaf):
         raise ValueError(
-            f"grads: got a leaf of type {jax.typeof(leaf)}, which is not yet added up over the mesh "
-            f"axes {axes}; expected the sum, since a clip of parts is no clip of their sum: write "
+            f"grads: got a leaf of type {jax.typeof(leaf)}, which is not yet added up over the "
+            f"mesh axes {axes}; expected the sum, since a clip of parts is no clip of their sum: write "
             "grads = jax.reshard(grads, jax.P()), or with the layout of the parameters, before"
         )
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
@@ -35,6 +36,17 @@ def is_clippable(leaf: Any) -> bool:
 def is_none(leaf: Any) -> bool:
     """``is_leaf`` for trees in which ``None`` counts as a leaf."""
     return leaf is None
+
+
+def check_concrete(name: str, values: Any) -> None:
+    """Raises `TypeError` inside of a transformation of JAX, where values are not known."""
+    traced = [x for x in (*jax.tree.leaves(values), jnp.zeros(())) if isinstance(x, Tracer)]
+    if traced:
+        raise TypeError(
+            f"{name}: got a traced array, {described(traced[0])}, expected arrays with values; "
+            "call this outside of jax.jit, jax.grad, jax.vmap and jax.lax.scan, since it runs the "
+            "function itself"
+        )
 
 
 def is_array(leaf: Any) -> bool:

@@ -1,0 +1,128 @@
+"""The precision of each leaf of a gradient: the leaf beside the same leaf in a wider type."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._compare.differences import movement
+from clipgrad._compare.records import ComparisonFinding, unjudged
+from clipgrad._jaxpr import computed_types
+
+# A sum that is zero is nothing but rounding in the wider type as well. The error of such a leaf is
+# 0.3 to 2 times the ratio of the types' roundings (a bias before a norm, of keys, of all logits).
+# By chance it may be exactly zero; then runs that rounding moved show how large it could be.
+NOTHING_LEFT = 1 / 16
+
+
+class LeafPrecision(NamedTuple):
+    """The verdict on the precision of a leaf.
+
+    Attributes:
+      is_judged: whether there is a gradient to judge.
+      finding: the loss of precision, or None.
+      note: what else there is to say, or "".
+    """
+
+    is_judged: bool
+    finding: ComparisonFinding | None = None
+    note: str = ""
+
+
+def lost_precision(
+    paths: Sequence[str],
+    grads: Sequence[np.ndarray],
+    moved: Sequence[Sequence[np.ndarray]],
+    exact: Sequence[np.ndarray],
+    dtype: str,
+    ratio: float,
+    most: float,
+) -> tuple[list[ComparisonFinding], list[str]]:
+    """The leaves of whose gradient more than a share is rounding, and notes of others.
+
+    Each leaf is judged by its own size: a gradient beside it that is large or infinite excuses
+    nothing. That no leaf can be judged is a finding.
+
+    Args:
+      paths: the path of each leaf.
+      grads: the gradient as the function computes it.
+      moved: the gradients in runs of the function that one rounding moved.
+      exact: the gradient in the wider type.
+      dtype: the name of this type.
+      ratio: how many times coarser the rounding of the function is; see `rounding_ratio`.
+      most: the share of a leaf's gradient that may be rounding.
+    """
+    leaves = zip(paths, zip(grads, *moved, strict=True), exact, strict=True)
+    found = [_precision(path, runs, wide, dtype, ratio, most) for path, runs, wide in leaves]
+    findings = [leaf.finding for leaf in found if leaf.finding]
+    if not any(leaf.is_judged for leaf in found):
+        findings.append(
+            unjudged(
+                "no gradient is judged: each is zero but for rounding, or NaN or inf in both "
+                "types; diagnose(fun, args) says which operation makes it so"
+            )
+        )
+    return findings, [leaf.note for leaf in found if leaf.note]
+
+
+def _precision(
+    path: str, runs: Sequence[np.ndarray], wide: np.ndarray, dtype: str, ratio: float, most: float
+) -> LeafPrecision:
+    name, near = path or "the argument", runs[0]
+    odd, odd_there = ~np.isfinite(near), ~np.isfinite(wide)
+    if np.any(odd != odd_there):
+        return LeafPrecision(True, _overflowed(path, odd & ~odd_there, odd_there & ~odd, dtype))
+    left, note = ~odd, ""
+    if np.any(odd):
+        note = f"{name}: {_count(odd)} of its gradient are NaN or inf in both types, so not judged"
+    error = movement(wide[left], [near[left]])
+    if error <= most:
+        return LeafPrecision(bool(np.any(left)) or not near.size, None, note)
+    moves = [np.where(np.isfinite(run), wide + run - near, wide)[left] for run in runs[1:]]
+    if max([error, *(movement(wide[left], [x]) for x in moves)]) >= NOTHING_LEFT * ratio:
+        return LeafPrecision(False, None, f"{name}: zero but for rounding")
+    share = (
+        f"{100 * error:.{1 if error < 0.1 else 0}f}% of"
+        if error <= 1
+        else f"{error:.2g} times the size of"
+    )
+    text = f"{share} the gradient of {name} is rounding"
+    return LeafPrecision(True, ComparisonFinding("rounding", text, path=path, ratio=error), note)
+
+
+def _overflowed(path: str, here: np.ndarray, there: np.ndarray, dtype: str) -> ComparisonFinding:
+    """The finding of a gradient that is not finite in one of the types only."""
+    text = f"the gradient of {path or 'the argument'} overflows: "
+    if np.any(here):
+        text += f"{_count(here)} are NaN or inf, and finite in {dtype}; scale the loss down, or "
+        text += "compute what overflows in a type with a wider range"
+    else:
+        text += f"{_count(there)} are NaN or inf in {dtype} only"
+    return ComparisonFinding("rounding", text, path=path, ratio=math.inf)
+
+
+def _count(odd: np.ndarray) -> str:
+    return f"{np.sum(odd)} of {odd.size} numbers"
+
+
+def rounding_ratio(program: Any, dtype: str) -> float:
+    """The rounding of a program relative to that of a dtype; 1 if nothing in it is narrower.
+
+    Of several narrower types it is the finest, whose rounding may be all that a leaf has.
+    """
+    eps = float(jnp.finfo(dtype).eps)
+    found = [float(jnp.finfo(name).eps) for name in computed_types(program)]
+    return min((each for each in found if each > eps), default=eps) / eps
+
+
+def precision_notes(ratio: float, loss: Any, wide_loss: Any, dtype: str) -> list[str]:
+    """Notes of a loss that overflows, and of a program that has nothing narrower than a dtype."""
+    found = []
+    if np.isfinite(wide_loss) and not np.isfinite(loss):
+        found.append(f"the loss is {loss}, and {wide_loss:.3g} in {dtype}: it overflows")
+    if ratio == 1:
+        wider = "" if dtype == "float64" else '; compare it with "float64"'
+        found.append(f"nothing in fun is narrower than {dtype}, so no precision is lost{wider}")
+    return found

@@ -1,0 +1,235 @@
+"""The judgment of each leaf in low precision; and that a comparison without any is not ok."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from clipgrad._compare.precision import lost_precision
+from tests.test_compare_rounding import arguments, cancelling, numbers
+
+TYPES = [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float64")]
+UNIT = np.random.default_rng(0).normal(size=12)
+UNIT /= np.linalg.norm(UNIT)
+ERROR = np.roll(UNIT, 1) - UNIT * (np.roll(UNIT, 1) @ UNIT)
+ERROR /= np.linalg.norm(ERROR)
+BESIDE = {
+    "nothing": None,
+    "ordinary": np.ones(3),
+    "large": np.full(3, 1e30),
+    "infinite": np.array([np.inf, 1.0, np.inf]),
+    "nan": np.full(3, np.nan),
+}
+
+
+def coarser(narrow, dtype):
+    return float(jnp.finfo(narrow).eps / jnp.finfo(dtype).eps)
+
+
+def verdict(error, *, size=1.0, beside=None, most=0.05, types=("bfloat16", "float32")):
+    """The findings of the leaf "w", whose error is so many times its gradient."""
+    paths, grads, exact = ["w"], [size * (UNIT + error * ERROR)], [size * UNIT]
+    if beside is not None:
+        paths, grads, exact = [*paths, "z"], [*grads, beside], [*exact, beside]
+    found, notes = lost_precision(paths, grads, [], exact, types[1], coarser(*types), most)
+    return [f for f in found if f.path == "w"], [n for n in notes if n.startswith("w")], found
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_a_leaf_is_judged_by_its_own_size(beside):
+    """Neither a large nor an infinite gradient beside it excuses its rounding."""
+    for size, types in itertools.product((1e-30, 1.0, 1e30), TYPES):
+        options = {"size": size, "beside": BESIDE[beside], "types": types}
+        for error in (0.06, 0.43, 1.0, 30.0, 300.0):
+            (finding,), notes, _ = verdict(error, **options)
+            assert np.isclose(finding.ratio, error) and "is rounding" in finding.message
+            assert not notes
+        for error in (0.0, 1e-3, 0.04):
+            assert verdict(error, **options) == ([], [], []), (error, options)
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-4, 0.03, 0.43, 5.0, 100.0])
+def test_rtol_is_what_decides_at_every_error(error):
+    for most in (1e-6, 1e-3, 0.1, 1.0, 1e9):
+        assert bool(verdict(error, most=most, beside=np.full(3, 1e9))[0]) is (error > most)
+
+
+def test_a_sum_that_is_zero_is_a_note_by_its_error_beside_the_wider_type():
+    """Its gradient in the wider type is rounding of that type, as many times smaller."""
+    for types in TYPES:
+        for error in coarser(*types) * np.array([0.25, 1.0, 8.0]):
+            found, notes, every = verdict(error, types=types)
+            assert not found and notes == ["w: zero but for rounding"]
+            assert [f.kind for f in every] == ["not judged"]  # there is no other leaf
+            assert not verdict(error, types=types, beside=np.ones(3))[2]
+
+
+def test_a_gradient_that_is_exactly_zero_is_a_note_only_if_rounding_moves_it_by_that_much():
+    """By chance a sum of terms is zero: all of a gradient is lost, or nothing but rounding is."""
+    for types in TYPES:
+        for size, finds in ((1.0, True), (1 / coarser(*types), False)):
+            arguments = [np.zeros(3)], [[np.full(3, 0.7)]], [np.full(3, size)]
+            found, notes = lost_precision(
+                ["w"], *arguments, types[1], coarser(*types), 0.05
+            )  # the moved run is rounding of terms of size 1 / eps
+            assert [f.path for f in found if f.path] == ["w"] * finds
+            assert notes == ["w: zero but for rounding"] * (not finds)
+
+
+@pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
+def test_an_overflow_is_counted_and_is_no_share(odd):
+    exact = np.arange(1.0, 9.0)
+    for count in (1, 7, 8):
+        near = np.where(np.arange(8) < count, odd, exact)
+        for grads, text in (((near, exact), "and finite in"), ((exact, near), "in float32 only")):
+            (finding,), notes = lost_precision(
+                ["w"], [grads[0]], [], [grads[1]], "float32", 1, 0.05
+            )
+            assert f"{count} of 8 numbers are NaN or inf" in finding.message and not notes
+            assert text in finding.message and finding.ratio == np.inf
+        found, notes = lost_precision(["w"], [near], [], [near], "float32", 1, 0.05)
+        assert [f.kind for f in found] == ["not judged"] * (count == 8)
+        assert notes == [f"w: {count} of 8 numbers of its gradient are NaN or inf in both types, "
+                         "so not judged"]  # fmt: skip
+
+
+@pytest.mark.parametrize("beside", [1.0, 1e4, np.inf])
+def test_a_leaf_that_is_mostly_rounding_is_found_beside_any_other(beside):
+    def loss(params, x):
+        return cancelling(params, x) + jnp.sum(jnp.sqrt(params["z"]))
+
+    params, x = arguments(100.0)
+    at = 0.0 if np.isinf(beside) else 1 / (2 * beside) ** 2
+    found = cg.compare(loss, "float32", (params | {"z": jnp.full(2, at, "bfloat16")}, x))
+    lost = {f.path: f.ratio for f in found.findings if f.path}
+    assert not found.ok and "scale" in lost and lost["scale"] > 0.4, str(found)
+
+
+def with_zeros(params, x):
+    """Softmax ignores a bias of the keys, and one of all logits; a norm one before it."""
+    keys = x @ params["w"] + params["keys"]
+    h = x + jax.nn.softmax(x @ keys.T / 4, axis=-1) @ x + params["norm"]
+    h = h - jnp.mean(h, axis=0, keepdims=True)
+    h = jnp.tanh(h / jnp.sqrt(jnp.var(h, axis=0, keepdims=True) + 1e-5))
+    return jnp.mean(jax.nn.log_softmax(h @ params["w"] + params["logits"])[:, :2])
+
+
+@pytest.mark.parametrize(
+    "dtype, cast, other",
+    [
+        ("bfloat16", None, "float32"),
+        ("float16", None, "float32"),
+        ("float32", "bfloat16", "float32"),
+        pytest.param("float32", None, "float64", marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", None, "float64", marks=pytest.mark.exhaustive),
+        pytest.param("float32", "bfloat16", "float64", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_gradient_that_is_zero_is_a_note_in_every_pair_of_types(dtype, cast, other):
+    def loss(params, x):
+        params, x = jax.tree.map(lambda a: a.astype(cast or dtype), (params, x))
+        return with_zeros(params, x)
+
+    params = {"w": numbers(6, 6, seed=4, dtype=dtype) / 3}
+    params |= {"keys": numbers(1, 6, seed=5, dtype=dtype)}
+    params |= {"norm": numbers(1, 6, seed=7, dtype=dtype), "logits": jnp.ones((1, 1), dtype)}
+    found = cg.compare(loss, other, (params, numbers(12, 6, seed=6, dtype=dtype)))
+    zeros = {f"{name}: zero but for rounding" for name in ("keys", "logits", "norm")}
+    assert found.ok and set(found.notes) == zeros, str(found)
+
+
+def test_a_backward_pass_that_is_narrower_than_the_loss_is_seen():
+    @jax.custom_vjp
+    def total(w):
+        return jnp.sum(w)
+
+    def backward(w, g):
+        return (
+            ((w * 1e3 + 1).astype("bfloat16") - 1e3 * w.astype("bfloat16")).astype(w.dtype) * g,
+        )
+
+    total.defvjp(lambda w: (jnp.sum(w), w), backward)
+    found = cg.compare(total, "float32", (jnp.abs(numbers(5, seed=1)) + 1,))
+    assert not found.ok and found.findings[0].ratio > 0.3 and not found.notes, str(found)
+
+
+def test_an_overflow_names_the_first_module_and_the_leaves():
+    def loss(w, x):
+        with jax.named_scope("fine"):
+            h = x @ w
+        with jax.named_scope("powers"):
+            h = h**4
+        return jnp.mean(h)
+
+    args = 30 * numbers(6, 3, seed=1, dtype="float16"), numbers(8, 6, seed=3, dtype="float16")
+    found = cg.compare(loss, "float32", args)
+    assert not found.ok and "nan%" not in str(found)
+    assert (found.findings[0].module, found.findings[0].kind) == ("powers", "rounding")
+    assert "of 18 numbers are NaN or inf, and finite in float32" in found.findings[-1].message
+    assert any(note.startswith("the loss is inf") for note in found.notes)
+
+
+def test_a_type_that_is_as_narrow_is_said():
+    args = numbers(3, seed=1), numbers(3, seed=2)
+    found = cg.compare(lambda w, x: jnp.sum(w * x), "float32", args)
+    assert found.ok and "nothing in fun is narrower than float32" in found.notes[0]
+    assert not cg.compare(lambda w, x: jnp.sum(w * x), "float64", args).notes
+
+
+# ---- two functions ----
+
+
+def undecided(w, wave=jnp.sin):
+    """One rounding of a weight turns its wave by several radians."""
+    return jnp.sum(wave(w * (30 / float(jnp.finfo(w.dtype).eps))))
+
+
+def undecided_too(w):
+    return undecided(w, jnp.cos)
+
+
+def decided(w, scale):
+    return jnp.sum(jnp.tanh(w)) * scale
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_no_gradient_that_is_judged_is_not_ok(dtype):
+    w = (0.2 if dtype == "float16" else 1) * jnp.abs(numbers(7, seed=3, dtype=dtype))
+    found = cg.compare(undecided, undecided_too, (w,))
+    (finding,) = found.findings
+    assert not found.ok and finding.kind == "not judged", str(found)
+    wider = "float64" if dtype == "float32" else "float32"
+    assert f'compare(fun, "{wider}", args)' in finding.message and "or give rtol=" in str(found)
+    assert str(found).startswith("not judged: neither agreement nor a difference was found\n")
+    assert cg.compare(undecided, undecided_too, (w,), rtol=1e9).ok
+    assert cg.compare(undecided, undecided, (w,)).ok  # bit for bit the same
+
+
+def test_one_leaf_that_is_judged_is_enough_and_the_other_is_a_note():
+    def loss(wave):
+        return lambda p: undecided(p["w"], wave) + decided(p["b"], 1.0)
+
+    params = {"w": numbers(7, seed=3), "b": numbers(3, seed=4)}
+    found = cg.compare(loss(jnp.sin), loss(jnp.cos), (params,))
+    assert found.ok and "w: rounding decides here, so its gradient is not judged" in found.notes
+
+
+def test_gradients_of_which_none_is_in_both_are_not_ok():
+    w = numbers(3, seed=1)
+    found = cg.compare(
+        lambda p: decided(p["a"], 1.0), lambda p: decided(p["b"], 1.0), ({"a": w},),
+        other_args=({"b": w},),
+    )  # fmt: skip
+    assert not found.ok and found.findings[0].kind == "not judged"
+    assert found.unmatched == ("gradient a, only in fun", "gradient b, only in other")
+
+
+@pytest.mark.parametrize("outputs", [lambda x: {"y": x}, lambda x: {"y": x, "n": jnp.asarray(3)}])
+def test_a_step_of_which_no_floating_output_is_judged_is_not_ok(outputs):
+    w = numbers(7, seed=3)
+    pair = (lambda w: outputs(undecided(w)), lambda w: outputs(undecided_too(w)))
+    found = cg.compare(*pair, (w,), argnums=None)
+    assert not found.ok and [f.kind for f in found.findings] == ["not judged"], str(found)
