@@ -27,7 +27,7 @@ def is_clippable(leaf: Any) -> bool:
     if axes := unreduced_axes(leaf):
         raise ValueError(
             f"grads: got a leaf of type {jax.typeof(leaf)}, which is not yet added up over the "
-            f"mesh axes {axes}; expected the sum, since a clip of parts is no clip of their sum: write "
+            f"mesh axes {axes}; expected the sum, since a clip of parts is none of the sum: write "
             "grads = jax.reshard(grads, jax.P()), or with the layout of the parameters, before"
         )
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
