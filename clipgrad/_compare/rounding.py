@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clipgrad._compare.comparison import GradientComparison
-from clipgrad._compare.differences import Judgment, movement, rounding
+from clipgrad._compare.differences import Judgment, floor_of, relative_floor, rounding
 from clipgrad._compare.findings import ONE_ARGUMENT, located
 from clipgrad._compare.matching import match
 from clipgrad._compare.places import ComparedPlace, compared_places
@@ -39,10 +39,10 @@ def compare_dtypes(
     own = version(fun, args, kwargs, argnums, has_aux)
     pairs = match(own, own, None).pairs
     names = frozenset((value.name, value.kind) for value in own.values)
-    narrow = VersionProgram(own, names)(0)
+    narrow = VersionProgram(own, names)()
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
-        wide = VersionProgram(own, names, jnp.dtype(dtype))(0)
-    places, _ = compared_places(pairs, narrow, wide, [], None)
+        wide = VersionProgram(own, names, jnp.dtype(dtype))()
+    places, _ = compared_places(pairs, narrow, wide, floor_of(narrow, ()), None)
     lost, notes = _lost_leaves(own, narrow, wide, MOST_ROUNDING if rtol is None else rtol)
     modules = _growing(places, "value") or _growing(places, "cotangent")
     found = (*modules, *lost)
@@ -61,7 +61,7 @@ def _lost_leaves(
     found, notes = [], []
     pairs = zip(own.paths, narrow.grads, wide.grads, strict=True)
     for path, near, exact in pairs:
-        error = movement(exact, [near])
+        error = relative_floor(exact, floor_of(exact, [near]))
         if error <= most:
             continue
         size = np.linalg.norm(near - exact) / math.sqrt(max(1, exact.size))
