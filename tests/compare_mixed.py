@@ -251,8 +251,7 @@ def losses(found=None, spread=False, fun=loss, **parts):
 
 
 def scanned():
-    names = {"layers": "layers", "layers/attention": "layers/attention"}
-    return losses(scan=True)._replace(options={"names": names})
+    return losses(scan=True)._replace(options={"names": {"layers": "layers"}})
 
 
 def half_precision():
