@@ -381,8 +381,8 @@ def wrong_step(paths, gradient=None, optimizer=OPTIMIZER):
 
 
 FAULTS = {
-    "a branch of one layer, 1 %": wrong("layers/attention", at=1, branch=times(1.01)),
-    "the MLP of one layer, 2 %": wrong("layers/mlp", at=2, down=times(1.02)),
+    "a branch of one layer, 5 %": wrong("layers/attention", at=1, branch=times(1.05)),
+    "the MLP of one layer, 5 %": wrong("layers/mlp", at=2, down=times(1.05)),
     "attention's scale, 10 %": wrong(
         "layers/attention", attention=functools.partial(attention, scale=1.1)
     ),

@@ -54,7 +54,7 @@ def test_a_program_of_exact_operations_does_not_move():
         half = x.astype(jnp.bfloat16)
         ordered = jnp.sort(jnp.concatenate([x.T, x.T])[::-1], axis=0)
         return {
-            "powers": (x * 0.5 - 0 * x[:1], x / 4, x * jnp.where(counts > 0, 2.0, 0.25)),
+            "powers": (x * 0.5, x / 4, x * jnp.where(counts > 0, 2.0, 0.25)),
             "copies": (ordered, x[3:, ::2], jnp.where(x > 0.125, x, -x), x.reshape(-1)),
             "counts": (counts @ jnp.round(3 * W), jnp.sum(counts), jnp.cumsum(counts), counts**2),
             "casts": half.astype(jnp.float32).astype(jnp.bfloat16) == half,
@@ -78,7 +78,7 @@ def test_each_number_moves_by_one_rounding_of_its_own_type(dtype):
     kept = np.abs(own) > 20 * float(jnp.finfo(dtype).tiny)  # subnormal numbers move by more
     steps = [((y - own)[kept] / own[kept]).real for y in found]
     for step in steps:
-        assert np.all(step != 0) or dtype == "float8_e4m3fn"  # which has small whole numbers
+        assert np.mean(step == 0) < (0.5 if "float8" in dtype else 0.05)  # small whole numbers
         assert np.max(np.abs(step)) < 2.01 * eps(dtype)
         assert 0.4 < np.mean(step[step != 0] > 0) < 0.6
     assert 0.4 < np.mean(np.sign(steps[0]) == np.sign(steps[1])) < 0.6
@@ -127,8 +127,7 @@ def block(w, x, dtype=jnp.float32):
 
 
 def test_bfloat16_moves_by_its_own_rounding_and_its_products_in_float32_by_theirs():
-    def results(w, x):
-        half = w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+    def results(w, x, *half):
         return (
             jax.grad(block)(w, x),
             jax.grad(block)(w, x, jnp.bfloat16),
@@ -137,7 +136,9 @@ def test_bfloat16_moves_by_its_own_rounding_and_its_products_in_float32_by_their
             x.astype(jnp.bfloat16),
         )
 
-    single, mixed, narrow, wide, cast = movements(results, W, X)
+    single, mixed, narrow, wide, cast = movements(
+        results, W, X, W.astype(jnp.bfloat16), X.astype(jnp.bfloat16)
+    )
     assert 0.5 * eps("float32") < single < 30 * eps("float32")
     assert 0.3 * eps("bfloat16") < mixed < 30 * eps("bfloat16")
     assert 0.5 * eps("bfloat16") < narrow < 4 * eps("bfloat16")

@@ -84,7 +84,7 @@ def _added(total: np.ndarray, own: np.ndarray, moved: np.ndarray) -> np.ndarray:
     with np.errstate(invalid="ignore", over="ignore"):
         wide = np.result_type(own, np.float64)
         distance = np.abs(np.subtract(moved, own, dtype=wide))
-        return np.hypot(total, np.where(same, 0, np.nan_to_num(distance, nan=np.inf)))
+        return np.hypot(total, np.where(same, 0, np.where(np.isnan(distance), np.inf, distance)))
 
 
 def judge(
