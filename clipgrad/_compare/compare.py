@@ -32,9 +32,9 @@ def compare(
     signs leave the program: the norm of the difference of two such sketches is the norm of the
     difference of the values, to about 10 %. So a comparison has the memory of a gradient.
 
-    A place differs if its relative difference is above four roundings of its dtype, and above four
-    times what rounding does there: ``fun`` runs four more times with its arguments and named values
-    moved by one rounding each.
+    A place differs if its relative difference is above four roundings of its dtype, and above what
+    rounding does there: the program of ``fun`` runs eight more times with each result, each term of
+    a sum and each constant moved by one rounding of its own type, in bfloat16 by bfloat16's.
 
     Guarantees:
       * Places are in the order of computation, steps of scans included.
@@ -45,9 +45,10 @@ def compare(
       * If all cotangents agree too, each leaf whose gradient differs is a "grads" finding.
       * If outputs and gradients agree, there are no findings: what differs inside is a note.
       * NaN and inf are equal where both versions have the same. A mask of -1e9 hides nothing.
-      * Places that one rounding moves by more than 10 % are not judged, and are notes. What could
-        not be matched is in ``unmatched``. If no gradient (or output of a step) could be judged,
-        that is a finding of kind "not judged", and ``ok`` is false.
+      * Places that rounding moves by more than 10 % are judged by differences of four times that
+        alone, and are notes else. What could not be matched is in ``unmatched``. If no gradient
+        (or output of a step) could be judged, that is a finding of kind "not judged", and ``ok``
+        is false.
       * With ``argnums=None`` the functions are run as they are, on copies of the arguments, so they
         may donate them. The outputs are compared by path, integers, booleans and keys exactly; an
         "output" finding comes before the findings of outputs that are computed from it, and has the

@@ -1,7 +1,7 @@
 """Real differences: beyond a dtype's rounding, and beyond the changes that rounding makes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +11,11 @@ import numpy as np
 from clipgrad._jaxpr import holds_floats, on_host
 from clipgrad._trees import widened_leaf
 
+RUNS = 8  # with other roundings: their root mean square is right to about 1 / 4
 EQUAL_ROUNDINGS = 4  # of the dtype; two orders of one sum differ by fewer
-FLOORS = 4  # times the measured floor; with 8 a halved scale of attention in bfloat16 is missed
-UNJUDGED = 0.1  # a place that one rounding of the arguments moves by more is decided by rounding
+FLOORS = 1  # times the measured floor; right pairs differ by less than half of it
+UNJUDGED = 0.1  # what rounding moves by more is judged only by
+CLEAR = 4  # times the floor
 
 
 class Judgment(NamedTuple):
@@ -68,47 +70,65 @@ def rounding(*dtypes: Any) -> float:
     return max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
 
 
+def floor_of(own: Any, runs: Iterable[Any]) -> Any:
+    """How far rounding moves a tree of numbers: of each the root mean square over some runs."""
+    total, count = jax.tree.map(lambda x: np.zeros(np.shape(x)), own), 0
+    for run in runs:
+        total, count = jax.tree.map(_added, total, own, run), count + 1
+    return jax.tree.map(lambda x: x / math.sqrt(max(1, count)), total)
+
+
+def _added(total: np.ndarray, own: np.ndarray, moved: np.ndarray) -> np.ndarray:
+    own, moved = np.asarray(own), np.asarray(moved)
+    same = (own == moved) | (np.isnan(own) & np.isnan(moved))
+    with np.errstate(invalid="ignore", over="ignore"):
+        wide = np.result_type(own, np.float64)
+        distance = np.abs(np.subtract(moved, own, dtype=wide))
+        return np.hypot(total, np.where(same, 0, np.where(np.isnan(distance), np.inf, distance)))
+
+
 def judge(
-    own: np.ndarray, other: np.ndarray, moved: Sequence[np.ndarray], eps: float, rtol: float | None
+    own: np.ndarray, other: np.ndarray, floor: np.ndarray | None, eps: float, rtol: float | None
 ) -> Judgment:
     r"""Compare two versions of a value, shape (...), in float64 or complex128.
 
     With :math:`S` the elements that are not equal, the versions differ if
-    :math:`\lVert a - b\rVert_S > 4 \max(\epsilon \lVert b\rVert_S, f_S)`, where :math:`f_S` is the
-    root mean square over the runs ``moved`` of :math:`\lVert a' - a\rVert_S`: the elements are
-    judged by what rounding did to these elements, so that a mask of -1e9 beside them hides nothing.
+    :math:`\lVert a - b\rVert_S > \max(4 \epsilon \lVert b\rVert_S, \lVert f\rVert_S)`: the elements
+    are judged by what rounding does to these elements, so that a mask of -1e9 beside them hides
+    nothing. Of what rounding moves by more than 10 % only a difference of four times the floor is
+    judged.
 
     Args:
       own: the value in the first version.
       other: the value in the second version.
-      moved: the value in runs of the first version with arguments moved by one rounding.
+      floor: how far rounding moves each element of the first version; see `floor_of`;
+        None for not at all.
       eps: one rounding of the dtype.
       rtol: the tolerance in place of all this, or None.
     """
-    own, other, *moved = _with_room(own, other, *moved)
-    own, other = np.ravel(own), np.ravel(other)
+    floor = np.zeros(np.shape(own)) if floor is None else floor
+    own, other, floor = _with_room(*map(np.ravel, (own, other, floor)))
+    is_stable = relative_floor(own, floor) <= UNJUDGED
     odd = ~np.isfinite(own) | ~np.isfinite(other)
     if not np.array_equal(own[odd], other[odd], equal_nan=True):
-        return Judgment(
-            math.inf, rtol or EQUAL_ROUNDINGS * eps, rtol is not None or _is_stable(own, moved)
-        )
+        return Judgment(math.inf, rtol or EQUAL_ROUNDINGS * eps, rtol is not None or is_stable)
     unequal = ~odd & (own != other)
     own_part, other_part = own[unequal], other[unequal]
     distance, size = _norm(own_part - other_part), _norm(other_part) or _norm(own_part)
     found = relative(distance, size)
     if rtol is not None:
         return Judgment(found, rtol)
-    floor = _root_mean_square([_norm(np.ravel(m)[unequal] - own_part) for m in moved])
-    if not math.isfinite(floor):
+    moved = _norm(floor[unequal])
+    if not math.isfinite(moved):
         return Judgment(found, math.inf, found == 0)
-    tolerance = max(EQUAL_ROUNDINGS * eps, relative(FLOORS * floor, size))
-    return Judgment(found, tolerance, found <= EQUAL_ROUNDINGS * eps or _is_stable(own, moved))
+    tolerance = max(EQUAL_ROUNDINGS * eps, relative(FLOORS * moved, size))
+    is_judged = is_stable or found <= EQUAL_ROUNDINGS * eps or distance > CLEAR * moved
+    return Judgment(found, tolerance, is_judged)
 
 
-def judge_exactly(own: np.ndarray, other: np.ndarray, moved: Sequence[np.ndarray]) -> Judgment:
+def judge_exactly(own: np.ndarray, other: np.ndarray, floor: np.ndarray | None) -> Judgment:
     """Compare integers: their difference is the share of those that are not equal."""
-    stays = all(np.array_equal(own, m) for m in moved)
-    return Judgment(float(np.mean(own != other)) if own.size else 0.0, 0.0, stays)
+    return Judgment(float(np.mean(own != other)) if own.size else 0.0, 0.0, not np.any(floor))
 
 
 def relative(distance: float, size: float) -> float:
@@ -116,28 +136,17 @@ def relative(distance: float, size: float) -> float:
     return 0.0 if distance == 0 else math.inf if size == 0 else float(distance / size)
 
 
-def movement(own: np.ndarray, moved: Sequence[np.ndarray]) -> float:
-    """The distance of runs with moved arguments from a value, relative to it."""
-    own = np.ravel(own)
+def relative_floor(own: np.ndarray, floor: np.ndarray) -> float:
+    """How far rounding moves the finite numbers of a value, relative to them."""
     finite = np.isfinite(own)
-    distances = [_norm(np.ravel(m)[finite] - own[finite]) for m in moved]
-    return relative(_root_mean_square(distances), _norm(own[finite]))
+    return relative(_norm(floor[finite]), _norm(own[finite]))
 
 
 def _with_room(*arrays: np.ndarray) -> list[np.ndarray]:
     """The arrays, or all times a power of two if differences of the largest would overflow."""
-    sizes = [magnitudes(x[np.isfinite(x)]) for x in arrays]
-    is_large = any(np.any(size > np.finfo(np.float64).max / 16) for size in sizes)
-    return [x * 2.0**-4 for x in arrays] if is_large else [*arrays]
-
-
-def magnitudes(x: np.ndarray) -> np.ndarray:
-    """The larger of real and imaginary part of each number, which does not overflow as `abs`."""
-    return np.maximum(np.abs(np.real(x)), np.abs(np.imag(x)))
-
-
-def _is_stable(own: np.ndarray, moved: Sequence[np.ndarray]) -> bool:
-    return movement(own, moved) <= UNJUDGED
+    parts = [np.abs([np.real(x), np.imag(x)]) for x in arrays]  # the size of a number may overflow
+    largest = max(np.max(x, where=np.isfinite(x), initial=0) for x in parts)
+    return [x * 2.0**-4 for x in arrays] if largest > np.finfo(np.float64).max / 16 else [*arrays]
 
 
 def _norm(x: np.ndarray) -> float:
@@ -146,7 +155,3 @@ def _norm(x: np.ndarray) -> float:
     if largest == 0 or not math.isfinite(largest):
         return largest
     return largest * float(np.linalg.norm(x / largest))
-
-
-def _root_mean_square(values: Sequence[float]) -> float:
-    return _norm(np.asarray(values, np.float64)) / math.sqrt(max(1, len(values)))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from clipgrad._compare.comparison import GradientComparison
-from clipgrad._compare.differences import Judgment, judge, rounding
+from clipgrad._compare.differences import Judgment, floor_of, judge, rounding
 from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf, find
 from clipgrad._compare.leaf_paths import same_leaves
 from clipgrad._compare.matching import match
@@ -14,10 +14,6 @@ from clipgrad._compare.places import ComparedPlace, compared_places, undecided
 from clipgrad._compare.records import ComparisonFinding, unjudged
 from clipgrad._compare.versions import SketchedNames, Version, VersionProgram, VersionRun, version
 from clipgrad._jaxpr import computed_types
-
-MOVED_RUNS = (
-    4  # with moved arguments and values; the norm of their movements is right to about 1 / 4
-)
 
 
 def compare_gradients(
@@ -36,13 +32,12 @@ def compare_gradients(
     second = version(other, other_args, kwargs, argnums, has_aux)
     matching = match(first, second, names)
     own_run = VersionProgram(first, _wanted(pair.own.value for pair in matching.pairs))
-    own, moves = own_run(0), [own_run(i) for i in range(1, 1 + MOVED_RUNS * (rtol is None))]
-    theirs = VersionProgram(second, _wanted(pair.other.value for pair in matching.pairs))(0)
-    places, partial = compared_places(matching.pairs, own, theirs, moves, rtol)
-    loss = _judged_array(
-        own.loss, theirs.loss, [m.loss for m in moves], _loss_types(first, second), rtol
-    )
-    leaves, alone = _leaves(first, second, own, theirs, moves, rtol)
+    own = own_run()
+    floor = own_run.floor(own) if rtol is None else floor_of(own, ())
+    theirs = VersionProgram(second, _wanted(pair.other.value for pair in matching.pairs))()
+    places, partial = compared_places(matching.pairs, own, theirs, floor, rtol)
+    loss = _judged_array(own.loss, theirs.loss, floor.loss, _loss_types(first, second), rtol)
+    leaves, alone = _leaves(first, second, own, theirs, floor, rtol)
     return _comparison(first, second, places, loss, leaves, [*matching.unmatched, *partial, *alone])
 
 
@@ -55,9 +50,9 @@ def _loss_types(*versions: Version) -> list[Any]:
 
 
 def _judged_array(
-    own: Any, other: Any, moved: Sequence[Any], dtypes: Sequence[Any], rtol: float | None
+    own: Any, other: Any, floor: Any, dtypes: Sequence[Any], rtol: float | None
 ) -> Judgment:
-    return judge(np.asarray(own), np.asarray(other), moved, rounding(*dtypes), rtol)
+    return judge(np.asarray(own), np.asarray(other), floor, rounding(*dtypes), rtol)
 
 
 def _leaves(
@@ -65,7 +60,7 @@ def _leaves(
     second: Version,
     own: VersionRun,
     theirs: VersionRun,
-    moves: Sequence[VersionRun],
+    floor: VersionRun,
     rtol: float | None,
 ) -> tuple[list[ComparedLeaf], list[str]]:
     """The leaves of both gradients, and those that only one of them has."""
@@ -82,9 +77,8 @@ def _leaves(
             alone.append(f"gradient {name}, of another shape: {shapes}")
             continue
         inputs = [v.subject.inputs[v.subject.chosen[k]] for v, k in ((first, i), (second, j))]
-        judgment = _judged_array(
-            grad, its, [m.grads[i] for m in moves], [x.dtype for x in inputs], rtol
-        )
+        dtypes = [x.dtype for x in inputs]
+        judgment = _judged_array(grad, its, floor.grads[i], dtypes, rtol)
         found.append(ComparedLeaf(path, first.subject.chosen[i], judgment))
     only = [path for j, path in enumerate(second.paths) if j not in same.values()]
     return found, [*alone, *(f"gradient {path or ONE_ARGUMENT}, only in other" for path in only)]

@@ -49,7 +49,7 @@ def compared_places(
     pairs: Sequence[Pair],
     own: VersionRun,
     other: VersionRun,
-    moves: Sequence[VersionRun],
+    floor: VersionRun,
     rtol: float | None,
 ) -> tuple[list[ComparedPlace], list[str]]:
     """Judge each pair, in the order of computation; and what is of one device alone."""
@@ -63,12 +63,13 @@ def compared_places(
                 None
             )
             continue
-        judged = _place_judgment(pair, own.values, other.values, [m.values for m in moves], rtol)
+        judged = _place_judgment(pair, own.values, other.values, floor.values, rtol)
         cotangent = None
         shared = keys[0] in own.cotangents and keys[1] in other.cotangents
         if shared and _same_devices(own.cotangents, other.cotangents, pair):
-            moved = [m.cotangents for m in moves]
-            cotangent = _place_judgment(pair, own.cotangents, other.cotangents, moved, rtol)
+            cotangent = _place_judgment(
+                pair, own.cotangents, other.cotangents, floor.cotangents, rtol
+            )
         found.append(ComparedPlace(pair, judged, cotangent))
     return found, list(partial)
 
@@ -89,9 +90,9 @@ def _is_partial(own: dict, other: dict, pair: Pair) -> bool:
 
 
 def _place_judgment(
-    pair: Pair, own: dict, other: dict, moved: Sequence[dict], rtol: float | None
+    pair: Pair, own: dict, other: dict, floor: dict, rtol: float | None
 ) -> Judgment:
-    sketches = [_on_devices(x, pair.own) for x in (own, *moved)]
+    sketches = [_on_devices(x, pair.own) for x in (own, floor)]
     theirs = _on_devices(other, pair.other)
     if len(theirs) != len(sketches[0]):  # the same value on some devices
         kept = np.any(sketches[0] if len(sketches[0]) > 1 else theirs, axis=1)
@@ -101,7 +102,7 @@ def _place_judgment(
         sketches = [np.broadcast_to(x, shape) for x in sketches]
         theirs = np.broadcast_to(theirs, shape)
     eps = rounding(*(dtype_and_shape(side.value)[0] for side in pair))
-    return judge_sketches(sketches[0], theirs, sketches[1:], eps, rtol)
+    return judge_sketches(sketches[0], theirs, sketches[1], eps, rtol)
 
 
 def _on_devices(notes: dict, instance: Instance) -> np.ndarray:

@@ -1,19 +1,19 @@
 """The precision of each leaf of a gradient: the leaf beside the same leaf in a wider type."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compare.differences import movement
+from clipgrad._compare.differences import relative_floor
 from clipgrad._compare.records import ComparisonFinding, unjudged
 from clipgrad._jaxpr import computed_types
 
 # A sum that is zero is nothing but rounding in the wider type as well. The error of such a leaf is
 # 0.3 to 2 times the ratio of the types' roundings (a bias before a norm, of keys, of all logits).
-# By chance it may be exactly zero; then runs that rounding moved show how large it could be.
+# By chance it may be exactly zero; then the rounding of the program shows how large it could be.
 NOTHING_LEFT = 1 / 16
 
 
@@ -34,7 +34,7 @@ class LeafPrecision(NamedTuple):
 def lost_precision(
     paths: Sequence[str],
     grads: Sequence[np.ndarray],
-    moved: Sequence[Sequence[np.ndarray]],
+    floors: Callable[[], Sequence[np.ndarray]],
     exact: Sequence[np.ndarray],
     dtype: str,
     ratio: float,
@@ -48,14 +48,16 @@ def lost_precision(
     Args:
       paths: the path of each leaf.
       grads: the gradient as the function computes it.
-      moved: the gradients in runs of the function that one rounding moved.
+      floors: gives how far the rounding of the program moves each gradient.
       exact: the gradient in the wider type.
       dtype: the name of this type.
       ratio: how many times coarser the rounding of the function is; see `rounding_ratio`.
       most: the share of a leaf's gradient that may be rounding.
     """
-    leaves = zip(paths, zip(grads, *moved, strict=True), exact, strict=True)
-    found = [_precision(path, runs, wide, dtype, ratio, most) for path, runs, wide in leaves]
+    found = [
+        _precision(path, near, wide, lambda i=i: floors()[i], dtype, ratio, most)
+        for i, (path, near, wide) in enumerate(zip(paths, grads, exact, strict=True))
+    ]
     findings = [leaf.finding for leaf in found if leaf.finding]
     if not any(leaf.is_judged for leaf in found):
         findings.append(
@@ -68,20 +70,26 @@ def lost_precision(
 
 
 def _precision(
-    path: str, runs: Sequence[np.ndarray], wide: np.ndarray, dtype: str, ratio: float, most: float
+    path: str,
+    near: np.ndarray,
+    wide: np.ndarray,
+    floor: Callable[[], np.ndarray],
+    dtype: str,
+    ratio: float,
+    most: float,
 ) -> LeafPrecision:
-    name, near = path or "the argument", runs[0]
+    name = path or "the argument"
     odd, odd_there = ~np.isfinite(near), ~np.isfinite(wide)
     if np.any(odd != odd_there):
         return LeafPrecision(True, _overflowed(path, odd & ~odd_there, odd_there & ~odd, dtype))
     left, note = ~odd, ""
     if np.any(odd):
         note = f"{name}: {_count(odd)} of its gradient are NaN or inf in both types, so not judged"
-    error = movement(wide[left], [near[left]])
+    error = relative_floor(wide[left], np.abs(near - wide)[left])
     if error <= most:
         return LeafPrecision(bool(np.any(left)) or not near.size, None, note)
-    moves = [np.where(np.isfinite(run), wide + run - near, wide)[left] for run in runs[1:]]
-    if max([error, *(movement(wide[left], [x]) for x in moves)]) >= NOTHING_LEFT * ratio:
+    most_left = NOTHING_LEFT * ratio
+    if error >= most_left or _moved(floor(), wide, left) >= most_left:
         return LeafPrecision(False, None, f"{name}: zero but for rounding")
     share = (
         f"{100 * error:.{1 if error < 0.1 else 0}f}% of"
@@ -90,6 +98,11 @@ def _precision(
     )
     text = f"{share} the gradient of {name} is rounding"
     return LeafPrecision(True, ComparisonFinding("rounding", text, path=path, ratio=error), note)
+
+
+def _moved(floor: np.ndarray, wide: np.ndarray, left: np.ndarray) -> float:
+    """How far rounding moves a gradient and keeps it finite."""
+    return relative_floor(wide[left], np.where(np.isfinite(floor), floor, 0)[left])
 
 
 def _overflowed(path: str, here: np.ndarray, there: np.ndarray, dtype: str) -> ComparisonFinding:

@@ -1,6 +1,7 @@
 """The loss of low precision: a loss beside its own gradient, evaluated in a wider type."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._compare.comparison import GradientComparison
-from clipgrad._compare.differences import Judgment, rounding
+from clipgrad._compare.differences import Judgment, floor_of, rounding
 from clipgrad._compare.findings import located
 from clipgrad._compare.matching import match
 from clipgrad._compare.places import ComparedPlace, compared_places
@@ -40,15 +41,15 @@ def compare_dtypes(
     pairs = match(own, own, None).pairs
     names = frozenset((value.name, value.kind) for value in own.values)
     program = VersionProgram(own, names)
-    narrow = program(0)
+    narrow = program()
     # Of the whole gradient: a custom rule may be narrower than the loss.
-    ratio = rounding_ratio(jax.make_jaxpr(program.step)(*program.arguments(0)), dtype)
+    ratio = rounding_ratio(jax.make_jaxpr(program.step)(*program.arguments()), dtype)
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
-        wide = VersionProgram(own, names, jnp.dtype(dtype))(0)
-    places, _ = compared_places(pairs, narrow, wide, [], None)
+        wide = VersionProgram(own, names, jnp.dtype(dtype))()
+    places, _ = compared_places(pairs, narrow, wide, floor_of(narrow, ()), None)
     most = MOST_ROUNDING if rtol is None else rtol
-    moved = [program(run).grads for run in (1, 2)]
-    lost, notes = lost_precision(own.paths, narrow.grads, moved, wide.grads, dtype, ratio, most)
+    floors = functools.cache(lambda: program.floor(narrow).grads)
+    lost, notes = lost_precision(own.paths, narrow.grads, floors, wide.grads, dtype, ratio, most)
     notes += precision_notes(ratio, narrow.loss, wide.loss, dtype)
     modules = _growing(places, "value") or _growing(places, "cotangent")
     found = (*modules, *lost)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from clipgrad._compare.arguments import hashed, sign_of, signs
-from clipgrad._compare.differences import Judgment, judge, rounding
+from clipgrad._compare.arguments import hashed, sign_of
+from clipgrad._compare.differences import Judgment, judge
 from clipgrad._compat import on_every_device, to_varying, varying_axes
 from clipgrad._jaxpr import (
     ProgramValues,
@@ -74,83 +74,51 @@ def _buckets(x: jax.Array) -> jax.Array:
 
 
 def judge_sketches(
-    own: np.ndarray, other: np.ndarray, moved: list[np.ndarray], eps: float, rtol: float | None
+    own: np.ndarray, other: np.ndarray, floor: np.ndarray, eps: float, rtol: float | None
 ) -> Judgment:
     """Compare the sketches of two versions of a value, shape (..., 513), as `judge` does."""
 
-    def part(x: np.ndarray, start: int, end: int) -> np.ndarray:
-        return np.asarray(x, np.float64)[..., start:end]
+    def parts(start: int, end: int) -> list[np.ndarray]:
+        return [np.asarray(x, np.float64)[..., start:end] for x in (own, other, floor)]
 
-    if not np.array_equal(part(own, -1, LENGTH), part(other, -1, LENGTH)):
-        stays = all(np.array_equal(part(own, -1, LENGTH), part(m, -1, LENGTH)) for m in moved)
-        return Judgment(float("inf"), 0.0, stays)
+    own_code, code, changes = parts(-1, LENGTH)
+    if not np.array_equal(own_code, code):
+        return Judgment(float("inf"), 0.0, not np.any(changes))
     halves = ((0, NUMBERS), (NUMBERS, 2 * NUMBERS))
-    found = [
-        judge(part(own, *h), part(other, *h), [part(m, *h) for m in moved], eps, rtol)
-        for h in halves
-    ]
+    found = [judge(*parts(*half), eps, rtol) for half in halves]
     return max(found, key=lambda j: (j.differs, not j.is_judged, j.difference))
 
 
 @jax.custom_vjp
-def tapped(x: jax.Array, tap: jax.Array, run: Any, roundings: Any) -> jax.Array:
-    """A value, moved; the sketch of its cotangent becomes the cotangent of the tap.
-
-    Its own derivative would keep the factors, an array of the size of the value.
-    """
+def tapped(x: jax.Array, tap: jax.Array) -> jax.Array:
+    """A value; the sketch of its cotangent becomes the cotangent of the tap."""
     del tap
-    return moved_but_counts(x, run, roundings)
+    return x
 
 
-def _tapped_forward(x: jax.Array, tap: jax.Array, run: Any, roundings: Any) -> tuple:
-    return moved_but_counts(x, run, roundings), (tap, run, roundings)
+def _tapped_forward(x: jax.Array, tap: jax.Array) -> tuple:
+    return x, tap
 
 
-def _tapped_backward(kept: tuple, cotangent: jax.Array) -> tuple:
-    tap, run, roundings = kept
+def _tapped_backward(tap: jax.Array, cotangent: jax.Array) -> tuple:
     found = to_varying(sketch(cotangent).astype(tap.dtype), varying_axes(tap))
-    return moved_value(cotangent, run, roundings), found, None, None
+    return cotangent, found
 
 
 tapped.defvjp(_tapped_forward, _tapped_backward)
 
 
-def moved_but_counts(x: jax.Array, run: Any, roundings: Any) -> jax.Array:
-    """A named value, moved but for small whole numbers.
-
-    Operations on those do not round: a position in a queue that is moved below its number would be
-    the position of the place before.
-    """
-    most = 2.0 ** (jnp.finfo(x.dtype).nmant - 4)  # below it few numbers are whole by chance
-    is_count = (x == jnp.round(x)) & (jnp.abs(x) < most)
-    return jnp.where(is_count, x, moved_value(x, run, roundings))
-
-
-def moved_value(x: jax.Array, run: Any, roundings: Any) -> jax.Array:
-    """A value with each number moved by so many roundings of its dtype, up or down."""
-    real = jnp.finfo(x.dtype).dtype
-    positions = jnp.arange(x.size, dtype=jnp.uint32).reshape(x.shape)
-    step = jnp.asarray(roundings, real) * rounding(x.dtype)
-    is_large = jnp.abs(x) > float(jnp.finfo(x.dtype).max) / 2  # and would become inf
-    way = jnp.where(is_large, -1, signs(positions, run).astype(real))
-    return x * (1 + step * way).astype(x.dtype)
-
-
-@value_hook(data=("run", "roundings"), choices=("names", "carried"))
+@value_hook(data=(), choices=("names", "carried"))
 class Sketches(ValueHook):
     """Notes the sketch of each value of some names, and of its cotangent where it has a tap.
 
     What a scan carries from step to step has the name of the scan; see `carried_values`.
 
     Attributes:
-      run: the number of the run, from which signs follow.
-      roundings: by how many roundings of its dtype each value is moved.
       names: pairs of a name and its kind.
       carried: how many results of the program a scan carries.
     """
 
-    run: Any = 0
-    roundings: Any = 0.0
     names: frozenset[tuple[str, str]] = frozenset()
     carried: int = 0
 
@@ -172,11 +140,9 @@ class Sketches(ValueHook):
         return self._sketched[at]
 
     def replaced(self, seen: Seen, x: jax.Array, tap: Any) -> jax.Array:
-        """The value, moved."""
+        """The value, with its tap."""
         del seen
-        if tap is None:
-            return moved_but_counts(x, self.run, self.roundings)
-        return tapped(x, tap, self.run, self.roundings)
+        return x if tap is None else tapped(x, tap)
 
     def values(self, jaxpr: Any) -> ProgramValues:
         """The values of the program; a scan's are replaced when its step is over, too."""

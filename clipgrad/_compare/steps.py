@@ -1,17 +1,21 @@
 """Two versions of a whole training step: their outputs, by path."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import clipgrad._jaxpr as _jaxpr
-from clipgrad._compare.arguments import copied, moved_by_rounding
+from clipgrad._compare.arguments import copied
 from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.differences import (
+    RUNS,
     Exact,
     Judgment,
+    floor_of,
     host_values,
     judge,
     judge_exactly,
@@ -22,9 +26,8 @@ from clipgrad._compare.ratios import Counts, meaning, part_counts, ratio, repeat
 from clipgrad._compare.records import ComparisonFinding, ComparisonRow, unjudged
 from clipgrad._errors import first_line
 from clipgrad._frameworks import with_models
+from clipgrad._program import moved, rounded
 from clipgrad._trees import check_concrete, is_array, nearest, with_paths
-
-STEP_RUNS = 4  # with moved arguments: of fewer, all may move a scalar less than rounding does
 
 WHOLE_OUTPUT = "the output"  # the path of an output that is one array
 
@@ -37,6 +40,14 @@ class Output(NamedTuple):
     dtype: Any
 
 
+class StepProgram(NamedTuple):
+    """A step as one program: its inputs, and the path of each of its outputs."""
+
+    program: Any
+    inputs: list[Any]
+    paths: list[str]
+
+
 def compare_steps(
     fun: Callable[..., Any],
     other: Callable[..., Any],
@@ -46,27 +57,24 @@ def compare_steps(
     rtol: float | None,
 ) -> GradientComparison:
     """Run two versions of a step, and compare their outputs by path."""
-    programs, notes = [], []
     own, theirs = _outputs_of(fun, args, kwargs), _outputs_of(other, other_args, kwargs)
-    runs = 0 if rtol is not None else STEP_RUNS
-    again = [
-        _outputs_of(fun, moved_by_rounding(args, run), moved_by_rounding(kwargs, run))
-        for run in range(1, runs + 1)
-    ]
-    order: dict[str, int] = {}
+    steps, notes = [], []
     for name, function, given in (("fun", fun, args), ("other", other, other_args)):
         try:
-            program, paths = _program(function, given, kwargs)
+            steps.append(_program(function, given, kwargs))
         except Exception as error:  # a step may be a loop of Python that reads numbers
+            steps.append(None)
             notes.append(f"{name} can't be traced as one program ({first_line(error)})")
-            continue
-        programs.append(program)
-        order = order or dict(zip(paths, ages(program), strict=True))
-    if not order:
+    traced = [step for step in steps if step is not None]
+    if not traced:
         notes.append("so outputs are in the order of their paths, not of their computation")
-    known = part_counts((args, other_args), programs)
+    order = dict(zip(traced[0].paths, ages(traced[0].program), strict=True)) if traced else {}
+    floor: dict[str, Any] = {}
+    if rtol is None:
+        floor = _floor(steps[0], own) if steps[0] else _floor_of_arguments(fun, args, kwargs, own)
+    known = part_counts((args, other_args), [step.program for step in traced])
     notes += _repeats(args, own, known)
-    return _compared_outputs(own, theirs, again, order, known, rtol, notes)
+    return _compared_outputs(own, theirs, floor, order, known, rtol, notes)
 
 
 def _outputs_of(
@@ -95,11 +103,9 @@ def _dtype_of_output(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
 
 
-def _program(
-    fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]
-) -> tuple[Any, list[str]]:
-    """The program of a step, and the path of each of its outputs."""
-    found: list[Any] = []
+def _program(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> StepProgram:
+    """The program of a step."""
+    found: list[StepProgram] = []
 
     def run(function: Callable[..., Any], args: tuple, kwargs: dict) -> None:
         paths: list[str] = []
@@ -114,16 +120,42 @@ def _program(
             paths[:] = [path for path, _ in kept]
             return [leaf for _, leaf in kept]
 
-        found.extend((_jaxpr.trace(outputs, args, kwargs).program, paths))
+        inputs = [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf)]
+        found.append(StepProgram(_jaxpr.trace(outputs, args, kwargs).program, inputs, paths))
 
     with_models(run, fun, args, dict(kwargs))
-    return found[0], found[1]
+    return found[0]
+
+
+def _floor(step: StepProgram, outputs: Mapping[str, Output]) -> dict[str, Any]:
+    """How far the rounding of a step moves its outputs, by path."""
+    own = [outputs[path].value for path in step.paths]
+    run = _jaxpr.jit_for_one_call(step.program)(lambda *given: rounded(step.program, *given))
+    runs = (host_values(run(step.inputs, jnp.uint32(i))) for i in range(1, 1 + RUNS))
+    return dict(zip(step.paths, floor_of(own, runs), strict=True))
+
+
+def _floor_of_arguments(
+    fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], outputs: Mapping[str, Output]
+) -> dict[str, Any]:
+    """The same of a step that is no program: how far the roundings of its arguments move them."""
+
+    def numbers(found: Mapping[str, Output]) -> dict[str, Any]:
+        kinds = np.ndarray | Exact
+        return {path: x.value for path, x in found.items() if isinstance(x.value, kinds)}
+
+    own = numbers(outputs)
+    runs = (
+        numbers(_outputs_of(fun, *jax.tree.map(functools.partial(moved, seed=i), (args, kwargs))))
+        for i in range(1, 1 + RUNS)
+    )
+    return floor_of(own, runs)
 
 
 def _compared_outputs(
     own: dict[str, Output],
     theirs: dict[str, Output],
-    again: Sequence[dict[str, Output]],
+    floor: Mapping[str, Any],
     order: Mapping[str, int],
     known: Counts,
     rtol: float | None,
@@ -137,7 +169,7 @@ def _compared_outputs(
         )
     findings, judged = [], {}
     for path in both:
-        found = _output_judgment(own[path], theirs[path], [run[path] for run in again], rtol)
+        found = _output_judgment(own[path], theirs[path], floor.get(path), rtol)
         judged[path] = found
         if not found.is_judged:
             notes.append(f"{path}: rounding decides here, so it is not judged")
@@ -174,16 +206,14 @@ def _no_output_judged(
     return [unjudged(text)]
 
 
-def _output_judgment(
-    own: Output, other: Output, again: Sequence[Output], rtol: float | None
-) -> Judgment:
+def _output_judgment(own: Output, other: Output, floor: Any, rtol: float | None) -> Judgment:
     if own.shape != other.shape:
         return Judgment(float("inf"), 0.0)
-    values, moves = (own.value, other.value), [x.value for x in again]
+    values = own.value, other.value
     if all(isinstance(x, np.ndarray) for x in values):
-        return judge(*values, moves, rounding(own.dtype, other.dtype), rtol)
+        return judge(*values, floor, rounding(own.dtype, other.dtype), rtol)
     if all(isinstance(x, Exact) for x in values):
-        return judge_exactly(values[0].values, values[1].values, [x.values for x in moves])
+        return judge_exactly(values[0].values, values[1].values, floor and floor.values)
     return Judgment(0.0 if values[0] == values[1] else 1.0, 0.0)
 
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compare.arguments import copied, moved_by_rounding
-from clipgrad._compare.differences import host_values
+from clipgrad._compare.arguments import copied
+from clipgrad._compare.differences import RUNS, floor_of, host_values
 from clipgrad._compare.sketches import LENGTH, Sketches, carried_values, sketch_dtype
 from clipgrad._diagnose import DiagnosisSubject, subject
-from clipgrad._jaxpr import Widen, device_count, evaluate, on_host, trace
-from clipgrad._program import active_variables
+from clipgrad._jaxpr import Widen, device_count, evaluate, jit_for_one_call, on_host, trace
+from clipgrad._program import active_variables, rounded
 from clipgrad._values import NamedValue, named_values
 
 SketchedNames = frozenset[tuple[str, str]]
@@ -96,34 +96,43 @@ class VersionProgram:
         self._taps = _taps(own, names)
         self.step = jax.jit(self._both) if wide is None else _widened(self._both, wide)
 
-    def __call__(self, run: int) -> VersionRun:
-        """Run it: 0 as it is, other numbers with all that is floating moved."""
-        (value, notes), (grads, cotangents) = self.step(*self.arguments(run))
-        return VersionRun(
-            host_values([value])[0], host_values(grads), on_host(notes), on_host(cotangents)
-        )
+    def __call__(self) -> VersionRun:
+        """Run it."""
+        return _on_host(self.step(*self.arguments()))
 
-    def arguments(self, run: int) -> tuple:
-        """The arguments of ``step`` in a run."""
-        inputs = self._given.inputs
-        inputs = moved_by_rounding(inputs, run) if run else copied(inputs)
+    def floor(self, own: VersionRun) -> VersionRun:
+        """How far its rounding moves the results of a run."""
+        inputs, taps = self.arguments()
+        traced = self.step.trace(inputs, taps)
+        leaves, structure = jax.tree.leaves((inputs, taps)), jax.tree.structure(traced.out_info)
+        run = jit_for_one_call(traced.jaxpr)(lambda *given: rounded(traced.jaxpr, *given))
+        runs = (run(leaves, jnp.uint32(i)) for i in range(1, 1 + RUNS))
+        return floor_of(own, (_on_host(structure.unflatten(results)) for results in runs))
+
+    def arguments(self) -> tuple:
+        """The arguments of ``step``."""
         taps = {key: jnp.zeros(shape, dtype) for key, (shape, dtype) in self._taps.items()}
-        return inputs, taps, jnp.uint32(run), jnp.float32(1.0 if run else 0.0)
+        return copied(self._given.inputs), taps
 
-    def _both(self, inputs: list, taps: dict, run: Any, roundings: Any) -> Any:
+    def _both(self, inputs: list, taps: dict) -> Any:
         moving = [inputs[i] for i in self._given.chosen]
         run_both = jax.value_and_grad(self._loss, argnums=(0, 1), has_aux=True)
-        return run_both(moving, taps, inputs, run, roundings)
+        return run_both(moving, taps, inputs)
 
-    def _loss(
-        self, moving: list, taps: dict, inputs: list, run: Any, roundings: Any
-    ) -> tuple[jax.Array, dict]:
+    def _loss(self, moving: list, taps: dict, inputs: list) -> tuple[jax.Array, dict]:
         every = list(inputs)
         for i, x in zip(self._given.chosen, moving, strict=True):
             every[i] = x
-        hook = Sketches(taps=taps, run=run, roundings=roundings, names=self._names)
+        hook = Sketches(taps=taps, names=self._names)
         (value,) = evaluate(self._given.program, every, hook)
         return value, hook.noted()
+
+
+def _on_host(results: Any) -> VersionRun:
+    (value, notes), (grads, cotangents) = results
+    return VersionRun(
+        host_values([value])[0], host_values(grads), on_host(notes), on_host(cotangents)
+    )
 
 
 def _widened(both: Callable[..., Any], dtype: Any) -> Callable[..., Any]:

@@ -49,6 +49,7 @@ from clipgrad._jaxpr.trace import Traced as Traced
 from clipgrad._jaxpr.trace import trace as trace
 from clipgrad._jaxpr.widen import FOREIGN_PROGRAMS as FOREIGN_PROGRAMS
 from clipgrad._jaxpr.widen import OWN_TYPES as OWN_TYPES
+from clipgrad._jaxpr.widen import PRODUCTS as PRODUCTS
 from clipgrad._jaxpr.widen import NoRules as NoRules
 from clipgrad._jaxpr.widen import Widen as Widen
 from clipgrad._jaxpr.widen import computed_types as computed_types

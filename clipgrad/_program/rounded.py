@@ -1,0 +1,280 @@
+"""The rounding of a program: how far its results move if each number is rounded to a neighbor.
+
+The one answer to the question whether a difference could be rounding.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import JaxprEqn
+
+from clipgrad._compat import varying_axes
+from clipgrad._jaxpr import (
+    FOREIGN_PROGRAMS,
+    PRINTS,
+    PRODUCTS,
+    Hook,
+    bind,
+    dtype_of,
+    evaluate,
+    held_programs,
+    holds_floats,
+    is_entered,
+    manual_axes,
+)
+
+NEIGHBOR = 0.51  # x + x * (0.51 eps) rounds to a neighbor of x, whatever its leading digits
+EXACT = frozenset(
+    "abs all_gather all_gather_invariant all_to_all approx_top_k bitcast_convert_type "
+    "broadcast_in_dim ceil clamp complex concatenate conj copy copy_p cummax cummin device_put "
+    "dynamic_slice dynamic_update_slice empty empty2 expand_dims floor gather get imag iota "
+    "layout_constraint max mesh_cast min name neg nextafter optimization_barrier pad pbroadcast "
+    "pcast pmax pmin ppermute pvary real reduce_max reduce_min reduce_window_max reduce_window_min "
+    "reshape reshard rev rng_uniform round scatter scatter-max scatter-min scatter_max scatter_min "
+    "select_and_gather_add select_n sharding_constraint sign slice sort split squeeze "
+    "stop_gradient swap top_k transpose".split()
+)
+SUMS = frozenset(
+    "conv_general_dilated cumlogsumexp cumprod cumsum dot_general fft psum psum2 psum_invariant "
+    "ragged_dot_general reduce_prod reduce_scatter reduce_sum reduce_window_sum scatter-add "
+    "scatter-mul scatter-sub scatter_add scatter_mul scatter_sub select_and_scatter_add".split()
+)
+# Backward stable: off by what a rounding of their operands moves.
+SOLVERS = FOREIGN_PROGRAMS | frozenset(
+    "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd "
+    "symmetric_product triangular_solve tridiagonal tridiagonal_solve".split()
+)
+# The rounding of float32 operands on CUDA and on a TPU, by the precision of their product.
+PASSES = {
+    "DEFAULT": (2.0**-10, 2.0**-7),
+    "HIGH": (2.0**-10, 2.0**-15),
+    "TF32_TF32_F32": (2.0**-10, 2.0**-10),
+    "BF16_BF16_F32_X3": (2.0**-15, 2.0**-15),
+    "BF16_BF16_F32": (2.0**-7, 2.0**-7),
+    "BF16_BF16_BF16": (2.0**-7, 2.0**-7),
+}
+
+
+def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
+    r"""Evaluate a program with all that it rounds moved by one rounding.
+
+    Each floating result, each term of a sum and of a product's contraction, and each constant
+    becomes a neighbor, :math:`x (1 \pm \epsilon)` with the :math:`\epsilon` of its own type, and
+    for the operands of products in float32 that of the passes in which the backend computes them
+    (TF32 on CUDA, one pass in bfloat16 on a TPU, unless a precision is stated). The sign is a hash
+    of the index of the element, the operation, the step of the scan, the device of the `shard_map`
+    where values vary, and the seed. So a sum of n terms moves by about :math:`\sqrt n` roundings.
+
+    What is exact moves nothing: copies, comparisons, small whole numbers, a product with a power of
+    two, a cast that changes no number, an integer, a constant of few binary digits. An argument is
+    what it is. Solvers, kernels and callbacks are seen from outside: their operands and results
+    move. Each iteration of a `while` moves alike, so that a loop that waits until nothing changes
+    ends. Not modeled: a reduction that a backend computes in another type than the program says.
+
+    Args:
+      program: the jaxpr; custom rules in it are entered by what they compute.
+      inputs: its inputs.
+      seed: an array of uint32: one compiled program serves all seeds.
+    """
+    hook = _Rounding(jnp.asarray(seed, jnp.uint32), _platform(), itertools.count(1))
+    with _one_promotion():
+        return evaluate(program, inputs, hook)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class _Rounding(Hook):
+    """Moves results and terms; `numbers` counts the operations, `axes` vary without a record."""
+
+    salt: Any
+    platform: Any
+    numbers: Iterable[int] = dataclasses.field(metadata={"static": True})
+    axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    flatten = True
+
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """The results, moved; None for what is exact, and for a program that is entered."""
+        name = equation.primitive.name
+        if name in PRINTS:
+            return []
+        if (
+            name in EXACT
+            or is_entered(equation, self)
+            or not any(map(holds_floats, equation.outvars))
+        ):
+            return None
+        if name == "convert_element_type":
+            return self._cast(equation, inputs)
+        if name in SUMS | SOLVERS or held_programs(equation):
+            return self._sum(equation, inputs)
+        if name in ("mul", "div"):
+            return self._scaled(equation, inputs)
+        bits = equation.params["mantissa_bits"] if name == "reduce_precision" else None
+        return self._all(bind(equation, inputs), bits and 2.0**-bits)
+
+    def constant(self, value: Any, aval: Any) -> Any:
+        """A number of many binary digits is the nearest of its type to what was meant."""
+        if not holds_floats(aval) or isinstance(value, Tracer) or np.ndim(value):
+            return value
+        number = np.asarray(value).astype(complex)
+        digits = 2.0 ** (jnp.finfo(aval.dtype).nmant // 2 + 1)
+        parts = digits * np.frexp([number.real, number.imag])[0]
+        is_short = np.all((parts == np.round(parts)) | ~np.isfinite(parts))
+        return value if is_short else self._moved(jnp.asarray(value, aval.dtype))
+
+    def steps(self, equation: JaxprEqn) -> Any:
+        """The number of each step."""
+        return lax.iota(jnp.uint32, equation.params["length"])
+
+    def inside(self, equation: JaxprEqn, step: Any) -> Self:
+        """The hook with other signs at each step, and on each device if it knows them apart."""
+        if equation.primitive.name == "scan":
+            return dataclasses.replace(self, salt=_mixed(_mixed(self.salt) + step))
+        if equation.primitive.name == "shard_map" and not equation.params["check_vma"]:
+            return dataclasses.replace(self, axes=(*self.axes, *manual_axes(equation)))
+        return self
+
+    def _moved(self, x: Any, eps: Any = None) -> Any:
+        if not holds_floats(x) or not x.size:
+            return x
+        salt = self.salt + jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32)
+        for number, axis in enumerate(sorted({*self.axes, *varying_axes(x)})):
+            device = lax.axis_index(axis).astype(jnp.uint32)
+            salt = _mixed(salt + device * jnp.uint32(2 * number + 0x85EBCA6B))
+        return _moved(x, salt, float(jnp.finfo(x.dtype).eps) if eps is None else eps)
+
+    def _all(self, values: Sequence, eps: Any = None) -> list:
+        return [self._moved(x, eps) for x in values]
+
+    def _cast(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """A cast to fewer digits, where it changes a number."""
+        (x,) = inputs
+        own, new = jnp.asarray(x).dtype, dtype_of(equation.outvars[0])
+        if not holds_floats(jnp.asarray(x)) or jnp.finfo(new).nmant >= jnp.finfo(own).nmant:
+            return None
+        (y,) = bind(equation, inputs)
+        if jnp.iscomplexobj(x):
+            return [self._moved(y)]
+        stays = _has_digits(x, jnp.finfo(new).nmant)
+        return [jnp.where(stays, y, self._moved(y))]
+
+    def _scaled(self, equation: JaxprEqn, inputs: list) -> list:
+        """A product or a quotient, where it is not with a power of two."""
+        (y,) = bind(equation, inputs)
+        factors = [x for x in inputs if not jnp.iscomplexobj(x)]
+        factors = factors[-1:] if equation.primitive.name == "div" else factors
+        if any(
+            not isinstance(x, Tracer) and np.all(np.abs(np.frexp(x)[0]) == 0.5) for x in factors
+        ):
+            return [y]
+        found = self._moved(y)
+        for x in (x for x in factors if isinstance(x, Tracer)):
+            found = jnp.where(_has_digits(x, 0), y, found)
+        return [found]
+
+    def _sum(self, equation: JaxprEqn, inputs: list) -> list:
+        """A sum of terms that are rounded to the type of the result, or of a pass of a product."""
+        kinds = {dtype_of(v) for v in equation.outvars if holds_floats(v)}
+        widest = max(kinds, key=lambda dtype: jnp.finfo(dtype).nmant)
+        is_product, changed = equation.primitive.name in PRODUCTS, {}
+        terms = list(inputs)
+        for i, x in enumerate(inputs):
+            if not holds_floats(x):
+                continue
+            dtype = x.dtype if x.dtype in kinds else widest
+            if jnp.finfo(dtype).nmant > jnp.finfo(x.dtype).nmant and is_product:
+                x, changed = x.astype(dtype), {"precision": lax.Precision.HIGHEST}
+            eps = max(float(jnp.finfo(t).eps) for t in (dtype, x.dtype))
+            terms[i] = self._moved(x, self._pass(equation, x, eps))
+        return self._all(bind(equation, terms, **changed), self._partial_sums(equation))
+
+    def _partial_sums(self, equation: JaxprEqn) -> Any:
+        """The rounding of a sum in half precision, which a CPU rounds at each of n terms.
+
+        Partial sums are as large as the sum on average: sqrt(n) / 5 roundings, of which a right
+        pair may differ by less than half.
+        """
+        out = equation.outvars[0].aval
+        if equation.primitive.name != "reduce_sum" or jnp.finfo(out.dtype).bits > 16:
+            return None
+        count = equation.invars[0].aval.size / max(1, out.size)
+        times = jnp.where(self.platform == 0, max(1.0, count**0.5 / 2), 1.0)
+        return float(jnp.finfo(out.dtype).eps) * times.astype(jnp.float32)
+
+    def _pass(self, equation: JaxprEqn, x: Any, eps: float) -> Any:
+        """The rounding of an operand: that of its product, if it is coarser."""
+        single = jnp.finfo(x.dtype).bits == 32 and equation.primitive.name in PRODUCTS
+        precision = equation.params.get("precision") or lax.Precision.DEFAULT
+        first = precision[0] if isinstance(precision, tuple) else precision
+        known = PASSES.get(getattr(first, "name", "")) if single else None
+        coarse = known and jnp.asarray([0.0, *known], jnp.float32)[self.platform]
+        return eps if coarse is None else jnp.maximum(coarse, eps)
+
+
+def _platform() -> Any:
+    """0; 1 where the program runs on CUDA, 2 on a TPU."""
+    forms = {"cuda": lambda: jnp.int32(1), "tpu": lambda: jnp.int32(2)}
+    return lax.platform_dependent(default=lambda: jnp.int32(0), **forms)
+
+
+def _has_digits(x: Any, count: int) -> Any:
+    """Whether numbers have at most so many binary digits behind the first."""
+    return lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, count) == x
+
+
+@jax.jit  # traced once for each type
+def _moved(x: Any, salt: Any, eps: Any) -> Any:
+    """Each number but small whole ones, moved by ``eps`` of itself, up or down."""
+    wide = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
+    real = jnp.finfo(wide.dtype).dtype
+    up = _hashes(x.shape, salt) >> jnp.uint32(31) == 1
+    sign = jnp.where(up, jnp.ones((), real), -jnp.ones((), real))
+    step = NEIGHBOR * jnp.asarray(eps, real)
+    if jnp.iscomplexobj(x):
+        y = x + x * (step * sign)
+        return jnp.where(jnp.isfinite(y), y, x)
+    least = NEIGHBOR * float(jnp.finfo(x.dtype).smallest_subnormal)
+    size = jnp.where(x == 0, 0, jnp.maximum(jnp.abs(wide) * step, least))
+    y = (wide + size * sign).astype(x.dtype)
+    most = 1 / (16 * jnp.asarray(eps, jnp.float32))  # below it few numbers are whole by chance
+    is_count = (x == jnp.round(x)) & (jnp.abs(wide) < most.astype(wide.dtype))
+    return jnp.where(is_count | ~jnp.isfinite(y), x, y)
+
+
+def _hashes(shape: tuple[int, ...], salt: Any) -> Any:
+    """A number for each index, by its position in the flat array."""
+    position, stride = jnp.zeros(shape, jnp.uint32), 1
+    for axis in reversed(range(len(shape))):
+        along = lax.broadcasted_iota(jnp.uint32, shape, axis)
+        position = position + along * jnp.uint32(stride % 2**32)
+        stride *= shape[axis]
+    return _mixed(_mixed(salt) ^ (position * jnp.uint32(2654435761)))
+
+
+def _mixed(bits: Any) -> Any:
+    for right, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
+        bits = (bits ^ (bits >> jnp.uint32(right))) * jnp.uint32(factor)
+    return bits
+
+
+def moved(x: Any, seed: Any) -> Any:
+    """Numbers, each moved by one rounding of its type, but for small whole numbers."""
+    if not holds_floats(x) or not x.size:
+        return x
+    with _one_promotion():
+        return _moved(x, jnp.asarray(seed, jnp.uint32), float(jnp.finfo(x.dtype).eps))
+
+
+@contextlib.contextmanager
+def _one_promotion() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
