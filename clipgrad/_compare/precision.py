@@ -101,7 +101,7 @@ def _precision(
 
 
 def _moved(floor: np.ndarray, wide: np.ndarray, left: np.ndarray) -> float:
-    """How far rounding moves a gradient and keeps it finite."""
+    """The relative movement of a gradient by rounding, where it stays finite."""
     return relative_floor(wide[left], np.where(np.isfinite(floor), floor, 0)[left])
 
 
