@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 def is_clippable(leaf: Any) -> bool:
@@ -219,7 +220,7 @@ def path_string(path: Any) -> str:
 def donated_leaf(tree: Any) -> str | None:
     """The path of the first array whose buffer a function has overwritten, if there is one."""
     for path, leaf in with_paths(tree):
-        is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
         if is_concrete and leaf.is_deleted():
             return path
     return None
