@@ -254,7 +254,7 @@ def _of_vjp(
 
 
 def _overflow_in(fault: VjpFault, gradient: GradientProgram, given: DiagnosisSubject) -> str:
-    """What is said of a cotangent that is too large for its dtype; "" if none is."""
+    """The advice on a cotangent that is too large for its dtype; "" if none is."""
     place = fault.source.place
     if place is None or place.operation not in OVERFLOWING:
         return ""

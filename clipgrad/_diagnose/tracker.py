@@ -247,13 +247,13 @@ def _recorded(equation: JaxprEqn, inputs: list) -> tuple[Any, Any]:
     y = max(outputs, key=lambda y: y.size)
     bad = jnp.where(jnp.isnan(y).any(), jnp.isnan(y), jnp.isinf(y))
     if equation.primitive.name == "gather":
-        read = _out_of_range(equation, *inputs)
+        read = _first_out_of_range(equation, *inputs)
     else:
         read = [at_first(bad, x) if holds_floats(x) else jnp.zeros(()) for x in inputs]
     return bad.any().astype(jnp.int32), jnp.asarray(read, jnp.result_type(float))
 
 
-def _out_of_range(equation: JaxprEqn, array: Any, indices: Any) -> list:
+def _first_out_of_range(equation: JaxprEqn, array: Any, indices: Any) -> list:
     """The first index of a gather that is out of range, and its axis."""
     params, indices = equation.params, jnp.asarray(indices, jnp.int32)
     axes = params["dimension_numbers"].start_index_map

@@ -239,7 +239,7 @@ def path_string(path: Any) -> str:
 def donated_leaf(tree: Any) -> str | None:
     """The path of the first array whose buffer a function has overwritten, if there is one."""
     for path, leaf in with_paths(tree):
-        is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
         if is_concrete and leaf.is_deleted():
             return path
     return None
