@@ -105,7 +105,9 @@ class _Description:
 
     def whole(self, program: Any) -> Hashable:
         """The description of a program and of all programs inside it."""
-        outer = self._program(opened(program)[0], ())
+        jaxpr, constants = opened(program)
+        self.is_light &= all(map(_is_small, constants))  # newer JAX holds them in programs inside
+        outer = self._program(jaxpr, ())
         return outer, tuple(self._numbers)
 
     def one(self, equation: JaxprEqn, params: dict) -> Hashable:
@@ -161,7 +163,7 @@ class _Description:
         if isinstance(value, dict):
             return kind, *((self(key), self(part)) for key, part in value.items())
         if isinstance(value, (np.ndarray, np.generic, jax.Array)):
-            self.is_light &= value.size * value.dtype.itemsize <= _LIGHT
+            self.is_light &= _is_small(value)
             return _array_bits(value)
         if isinstance(value, (float, complex)):
             return kind, struct.pack("dd", value.real, value.imag)
@@ -181,6 +183,10 @@ class _Description:
         is_own = module.partition(".")[0] in _COMPARABLE and not getattr(value, "__closure__", None)
         self.is_light &= is_own
         return Itself(value)
+
+
+def _is_small(value: Any) -> bool:
+    return np.size(value) * getattr(value, "dtype", np.dtype(float)).itemsize <= _LIGHT
 
 
 def _array_bits(value: Any) -> Hashable:
