@@ -71,7 +71,7 @@ def rounding(*dtypes: Any) -> float:
 
 
 def floor_of(own: Any, runs: Iterable[Any]) -> Any:
-    """The movement of a tree of numbers by rounding: of each the root mean square over some runs."""
+    """The movement of numbers in a tree by rounding: the root mean square over runs of each."""
     total, count = jax.tree.map(lambda x: np.zeros(np.shape(x)), own), 0
     for run in runs:
         total, count = jax.tree.map(_with_run, total, own, run), count + 1
