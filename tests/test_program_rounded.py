@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from clipgrad._jaxpr import low_jit
-from clipgrad._program import moved, rounded
+from clipgrad._program import moved_by_rounding, rounded
 from tests.compare_trainers import AXIS, mesh
 
 RUNS = 8
@@ -74,7 +74,10 @@ def test_each_number_moves_by_one_rounding_of_its_own_type(dtype):
     with jax.enable_x64(dtype == "float64"):
         x = numbers(400, seed=3, dtype=jnp.float32).astype(dtype)
         wide = np.complex128 if dtype == "complex64" else np.float64
-        own, *found = (np.asarray(y).astype(wide) for y in (x, moved(x, 1), moved(x, 2)))
+        own, *found = (
+            np.asarray(y).astype(wide)
+            for y in (x, moved_by_rounding(x, 1), moved_by_rounding(x, 2))
+        )
     kept = np.abs(own) > 20 * float(jnp.finfo(dtype).tiny)  # subnormal numbers move by more
     steps = [((y - own)[kept] / own[kept]).real for y in found]
     for step in steps:
@@ -91,11 +94,11 @@ def test_what_is_no_number_or_small_and_whole_stays():
         jnp.array([jnp.inf, jnp.nan, 0.0]),
         jnp.arange(3),
     ):
-        np.testing.assert_array_equal(moved(x, 1), x)
+        np.testing.assert_array_equal(moved_by_rounding(x, 1), x)
     largest = jnp.finfo(jnp.float32).max
-    assert np.isfinite(moved(jnp.full(50, largest), 1)).all()
+    assert np.isfinite(moved_by_rounding(jnp.full(50, largest), 1)).all()
     small = jnp.full(50, 1e-7, jnp.float16)  # below the normal numbers, where a rounding is larger
-    assert np.all(np.asarray(moved(small, 1)) != np.asarray(small))
+    assert np.all(np.asarray(moved_by_rounding(small, 1)) != np.asarray(small))
 
 
 def test_two_seeds_and_two_operations_are_independent():

@@ -71,14 +71,14 @@ def rounding(*dtypes: Any) -> float:
 
 
 def floor_of(own: Any, runs: Iterable[Any]) -> Any:
-    """The movement of each number of a tree by rounding: its root mean square over some runs."""
+    """The movement of numbers in a tree by rounding: the root mean square over runs of each."""
     total, count = jax.tree.map(lambda x: np.zeros(np.shape(x)), own), 0
     for run in runs:
-        total, count = jax.tree.map(_added, total, own, run), count + 1
+        total, count = jax.tree.map(_with_run, total, own, run), count + 1
     return jax.tree.map(lambda x: x / math.sqrt(max(1, count)), total)
 
 
-def _added(total: np.ndarray, own: np.ndarray, moved: np.ndarray) -> np.ndarray:
+def _with_run(total: np.ndarray, own: np.ndarray, moved: np.ndarray) -> np.ndarray:
     own, moved = np.asarray(own), np.asarray(moved)
     same = (own == moved) | (np.isnan(own) & np.isnan(moved))
     with np.errstate(invalid="ignore", over="ignore"):

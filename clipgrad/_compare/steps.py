@@ -26,7 +26,7 @@ from clipgrad._compare.ratios import Counts, meaning, part_counts, ratio, repeat
 from clipgrad._compare.records import ComparisonFinding, ComparisonRow, unjudged
 from clipgrad._errors import first_line
 from clipgrad._frameworks import with_models
-from clipgrad._program import moved, rounded
+from clipgrad._program import moved_by_rounding, rounded
 from clipgrad._trees import check_concrete, is_array, nearest, with_paths
 
 WHOLE_OUTPUT = "the output"  # the path of an output that is one array
@@ -128,7 +128,7 @@ def _program(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) ->
 
 
 def _floor(step: StepProgram, outputs: Mapping[str, Output]) -> dict[str, Any]:
-    """How far the rounding of a step moves its outputs, by path."""
+    """The movement of the outputs of a step by its rounding, by path."""
     own = [outputs[path].value for path in step.paths]
     run = _jaxpr.jit_for_one_call(step.program)(lambda *given: rounded(step.program, *given))
     runs = (host_values(run(step.inputs, jnp.uint32(i))) for i in range(1, 1 + RUNS))
@@ -138,7 +138,7 @@ def _floor(step: StepProgram, outputs: Mapping[str, Output]) -> dict[str, Any]:
 def _floor_of_arguments(
     fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], outputs: Mapping[str, Output]
 ) -> dict[str, Any]:
-    """The same of a step that is no program: how far the roundings of its arguments move them."""
+    """The movement of the outputs by roundings of the arguments, for a step that is no program."""
 
     def numbers(found: Mapping[str, Output]) -> dict[str, Any]:
         kinds = np.ndarray | Exact
@@ -146,7 +146,11 @@ def _floor_of_arguments(
 
     own = numbers(outputs)
     runs = (
-        numbers(_outputs_of(fun, *jax.tree.map(functools.partial(moved, seed=i), (args, kwargs))))
+        numbers(
+            _outputs_of(
+                fun, *jax.tree.map(functools.partial(moved_by_rounding, seed=i), (args, kwargs))
+            )
+        )
         for i in range(1, 1 + RUNS)
     )
     return floor_of(own, runs)

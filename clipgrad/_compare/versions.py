@@ -101,7 +101,7 @@ class VersionProgram:
         return _on_host(self.step(*self.arguments()))
 
     def floor(self, own: VersionRun) -> VersionRun:
-        """How far its rounding moves the results of a run."""
+        """The movement of the results of a run by the rounding of its program."""
         inputs, taps = self.arguments()
         traced = self.step.trace(inputs, taps)
         leaves, structure = jax.tree.leaves((inputs, taps)), jax.tree.structure(traced.out_info)

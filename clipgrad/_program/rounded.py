@@ -32,7 +32,7 @@ from clipgrad._jaxpr import (
 )
 
 NEIGHBOR = 0.51  # x + x * (0.51 eps) rounds to a neighbor of x, whatever its leading digits
-EXACT = frozenset(
+UNROUNDED = frozenset(
     "abs all_gather all_gather_invariant all_to_all approx_top_k bitcast_convert_type "
     "broadcast_in_dim ceil clamp complex concatenate conj copy copy_p cummax cummin device_put "
     "dynamic_slice dynamic_update_slice empty empty2 expand_dims floor gather get imag iota "
@@ -107,7 +107,7 @@ class _Rounding(Hook):
         if name in PRINTS:
             return []
         if (
-            name in EXACT
+            name in UNROUNDED
             or is_entered(equation, self)
             or not any(map(holds_floats, equation.outvars))
         ):
@@ -129,7 +129,7 @@ class _Rounding(Hook):
         digits = 2.0 ** (jnp.finfo(aval.dtype).nmant // 2 + 1)
         parts = digits * np.frexp([number.real, number.imag])[0]
         is_short = np.all((parts == np.round(parts)) | ~np.isfinite(parts))
-        return value if is_short else self._moved(jnp.asarray(value, aval.dtype))
+        return value if is_short else self._to_neighbors(jnp.asarray(value, aval.dtype))
 
     def steps(self, equation: JaxprEqn) -> Any:
         """The number of each step."""
@@ -143,17 +143,17 @@ class _Rounding(Hook):
             return dataclasses.replace(self, axes=(*self.axes, *manual_axes(equation)))
         return self
 
-    def _moved(self, x: Any, eps: Any = None) -> Any:
+    def _to_neighbors(self, x: Any, eps: Any = None) -> Any:
         if not holds_floats(x) or not x.size:
             return x
         salt = self.salt + jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32)
         for number, axis in enumerate(sorted({*self.axes, *varying_axes(x)})):
             device = lax.axis_index(axis).astype(jnp.uint32)
             salt = _mixed(salt + device * jnp.uint32(2 * number + 0x85EBCA6B))
-        return _moved(x, salt, float(jnp.finfo(x.dtype).eps) if eps is None else eps)
+        return _to_neighbors(x, salt, float(jnp.finfo(x.dtype).eps) if eps is None else eps)
 
     def _all(self, values: Sequence, eps: Any = None) -> list:
-        return [self._moved(x, eps) for x in values]
+        return [self._to_neighbors(x, eps) for x in values]
 
     def _cast(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """A cast to fewer digits, where it changes a number."""
@@ -163,9 +163,9 @@ class _Rounding(Hook):
             return None
         (y,) = bind(equation, inputs)
         if jnp.iscomplexobj(x):
-            return [self._moved(y)]
+            return [self._to_neighbors(y)]
         stays = _has_digits(x, jnp.finfo(new).nmant)
-        return [jnp.where(stays, y, self._moved(y))]
+        return [jnp.where(stays, y, self._to_neighbors(y))]
 
     def _scaled(self, equation: JaxprEqn, inputs: list) -> list:
         """A product or a quotient, where it is not with a power of two."""
@@ -176,7 +176,7 @@ class _Rounding(Hook):
             not isinstance(x, Tracer) and np.all(np.abs(np.frexp(x)[0]) == 0.5) for x in factors
         ):
             return [y]
-        found = self._moved(y)
+        found = self._to_neighbors(y)
         for x in (x for x in factors if isinstance(x, Tracer)):
             found = jnp.where(_has_digits(x, 0), y, found)
         return [found]
@@ -194,7 +194,7 @@ class _Rounding(Hook):
             if jnp.finfo(dtype).nmant > jnp.finfo(x.dtype).nmant and is_product:
                 x, changed = x.astype(dtype), {"precision": lax.Precision.HIGHEST}
             eps = max(float(jnp.finfo(t).eps) for t in (dtype, x.dtype))
-            terms[i] = self._moved(x, self._pass(equation, x, eps))
+            terms[i] = self._to_neighbors(x, self._pass(equation, x, eps))
         return self._all(bind(equation, terms, **changed), self._partial_sums(equation))
 
     def _partial_sums(self, equation: JaxprEqn) -> Any:
@@ -232,7 +232,7 @@ def _has_digits(x: Any, count: int) -> Any:
 
 
 @jax.jit  # traced once for each type
-def _moved(x: Any, salt: Any, eps: Any) -> Any:
+def _to_neighbors(x: Any, salt: Any, eps: Any) -> Any:
     """Each number but small whole ones, moved by ``eps`` of itself, up or down."""
     wide = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
     real = jnp.finfo(wide.dtype).dtype
@@ -266,12 +266,12 @@ def _mixed(bits: Any) -> Any:
     return bits
 
 
-def moved(x: Any, seed: Any) -> Any:
+def moved_by_rounding(x: Any, seed: Any) -> Any:
     """Numbers, each moved by one rounding of its type, but for small whole numbers."""
     if not holds_floats(x) or not x.size:
         return x
     with _one_promotion():
-        return _moved(x, jnp.asarray(seed, jnp.uint32), float(jnp.finfo(x.dtype).eps))
+        return _to_neighbors(x, jnp.asarray(seed, jnp.uint32), float(jnp.finfo(x.dtype).eps))
 
 
 @contextlib.contextmanager
