@@ -205,11 +205,11 @@ def value(block: ProductBlock) -> jax.Array:
         total = jnp.transpose(total, [order.index(name) for name in sorted(order)])
         names = sorted(order)
     for mask in block.masks:
-        total, names = _masked(block, total, names, mask)
+        total, names = _times_mask(block, total, names, mask)
     return total.reshape([math.prod(window.sizes) for window in block.windows])
 
 
-def _masked(
+def _times_mask(
     block: ProductBlock, total: jax.Array, names: list[FactorAxis], mask: Part
 ) -> tuple[jax.Array, list[FactorAxis]]:
     """The total, of these names, times what all examples share; booleans: where they are true."""

@@ -72,7 +72,7 @@ def _sum_of_squares(found: Sequence[ProductBlock], shape: Sequence[int]) -> jax.
     if count == 1:
         return whole(found)
     size = shape[axis] // count
-    cut = functools.partial(_between, axis=axis, size=size)
+    cut = functools.partial(_block_from, axis=axis, size=size)
     of_part = jax.lax.map(
         lambda i: whole([cut(block, i * size) for block in found]), jnp.arange(count)
     )
@@ -95,7 +95,7 @@ def _cut_axis(found: Sequence[ProductBlock], shape: Sequence[int]) -> tuple[int,
     return axis, next(n for n in range(least, shape[axis] + 1) if shape[axis] % n == 0)
 
 
-def _between(block: ProductBlock, start: jax.Array, axis: int, size: int) -> ProductBlock:
+def _block_from(block: ProductBlock, start: jax.Array, axis: int, size: int) -> ProductBlock:
     """So many indices of an axis of a block, from one on."""
 
     def cut(part: Part, rows: int) -> Part:

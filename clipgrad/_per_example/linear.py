@@ -245,7 +245,7 @@ def _follow_split(hook, equation, inputs, wants):
         return None
     parts, start = [], 0
     for size, variable in zip(equation.params["sizes"], equation.outvars, strict=True):
-        parts.append(_part(value, axis, start, start + size, variable.aval))
+        parts.append(_between(value, axis, start, start + size, variable.aval))
         start += size
     return parts
 
@@ -255,10 +255,10 @@ def _follow_unstack(hook, equation, inputs, wants):
     value, axis = inputs[0], equation.params["axis"]
     if not isinstance(value, Products):
         return None
-    return [_part(value, axis, i, i + 1, v.aval) for i, v in enumerate(equation.outvars)]
+    return [_between(value, axis, i, i + 1, v.aval) for i, v in enumerate(equation.outvars)]
 
 
-def _part(value: Products, axis: int, start: int, stop: int, aval: Any) -> Products:
+def _between(value: Products, axis: int, start: int, stop: int, aval: Any) -> Products:
     """The gradient between two indices of an axis; without the axis if ``aval`` lacks it."""
     starts = _replaced([0] * len(value.shape), axis, start)
     stops = _replaced(value.shape, axis, stop)

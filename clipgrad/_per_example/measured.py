@@ -10,7 +10,7 @@ import numpy as np
 from clipgrad._per_example.course import following
 from clipgrad._per_example.grams import squares
 from clipgrad._per_example.squares import Squares
-from clipgrad._per_example.terms import Products, apart, joined
+from clipgrad._per_example.terms import Products, apart, rejoined
 from clipgrad._per_example.wanted import is_matrix
 
 # The most elements of an array that waits for others of its shape, to be measured with them. With
@@ -82,5 +82,5 @@ def each_squares(value: Any, size: int, zero: bool = False) -> Squares:
         return value.squares
     if isinstance(value, Products):
         own, shared = apart(value)
-        return jax.vmap(lambda own: squares(joined(own, shared)), axis_size=size)(own)
+        return jax.vmap(lambda own: squares(rejoined(own, shared)), axis_size=size)(own)
     return jax.vmap(lambda x: Squares.of(x, zero=zero))(value)

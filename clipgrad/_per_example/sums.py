@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator, times, with_real_dtype
 from clipgrad._per_example.blocks import dense_gradient
-from clipgrad._per_example.terms import Factor, Products, Term, apart, joined
+from clipgrad._per_example.terms import Factor, Products, Term, apart, rejoined
 
 Each = jax.Array | None  # a number or flag of each example; None: 1, or true
 # Takes two factors with the examples in front, and sums their products over these as well.
@@ -28,24 +28,24 @@ def summed_over_examples(value: Any, weight: Each, ok: Each, like: jax.Array) ->
     ``like`` is any array that examples have, so that there is one. Without ``ok`` nothing is left
     out; with it, NaN and inf in arrays count as 0.
     """
-    return _summed(*apart(value), weight, ok, like)
+    return _sum_apart(*apart(value), weight, ok, like)
 
 
 @jax.custom_batching.custom_vmap
-def _summed(own: Any, shared: list, weight: Each, ok: Each, like: jax.Array) -> jax.Array:
+def _sum_apart(own: Any, shared: list, weight: Each, ok: Each, like: jax.Array) -> jax.Array:
     del like
     own, weight, ok = jax.tree.map(lambda x: x[None], (own, weight, ok))
-    return weighted_sum(joined(own, shared), weight, ok, ok is not None)
+    return weighted_sum(rejoined(own, shared), weight, ok, ok is not None)
 
 
-@_summed.def_vmap
+@_sum_apart.def_vmap
 def _mapped(
     size: int, mapped: Any, own: Any, shared: list, weight: Each, ok: Each, like: jax.Array
 ) -> tuple[jax.Array, bool]:
     del like
     flags = mapped[0], *mapped[2:4]
     own, weight, ok = with_examples(size, flags, (own, weight, ok))
-    return weighted_sum(joined(own, shared), weight, ok, ok is not None), False
+    return weighted_sum(rejoined(own, shared), weight, ok, ok is not None), False
 
 
 def with_examples(size: int, mapped: Any, values: Any) -> Any:

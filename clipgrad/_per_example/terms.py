@@ -120,7 +120,7 @@ def apart(tree: Any) -> tuple[Any, list[jax.Array]]:
     return _with_shared(tree, [None] * len(found)), found
 
 
-def joined(own: Any, shared: Sequence[jax.Array]) -> Any:
+def rejoined(own: Any, shared: Sequence[jax.Array]) -> Any:
     """The tree of which these were set `apart`."""
     return _with_shared(own, shared)
 

@@ -16,7 +16,7 @@ from clipgrad._per_example.delay import Delay
 from clipgrad._per_example.follow import Follow, Reduction
 from clipgrad._per_example.measured import waiting_leaves
 from clipgrad._per_example.subject import PerExampleSubject
-from clipgrad._per_example.terms import Products, apart, joined
+from clipgrad._per_example.terms import Products, apart, rejoined
 from clipgrad._per_example.wanted import WantedGradient, wanted
 from clipgrad._program import dependent_variables
 from clipgrad._trees import is_array
@@ -114,7 +114,7 @@ class ExampleGradient:
 
         mapped = jax.vmap(of_one, in_axes=(None, 0), out_axes=(0, None, 0))
         own, shared, value = mapped(params, batch)
-        return Examples(joined(own, shared), value)
+        return Examples(rejoined(own, shared), value)
 
 
 def followed(

@@ -157,9 +157,9 @@ def want_product(equation: Any, wants: Wants, variables: Variables) -> Wants:
     """A product with what is smaller, one number along some axes, or the same for all examples."""
     first, second = equation.invars
     if _may_multiply(second, first, equation, variables):
-        return [_times(wants[0], second, variables), None]
+        return [_multiplied_by(wants[0], second, variables), None]
     if equation.primitive.name == "mul" and _may_multiply(first, second, equation, variables):
-        return [None, _times(wants[0], first, variables)]
+        return [None, _multiplied_by(wants[0], first, variables)]
     return [None, None]
 
 
@@ -170,7 +170,7 @@ def want_selected(equation: Any, wants: Wants, variables: Variables) -> Wants:
     places = [i for i, zero in enumerate(zeros) if not zero]
     nothing: list[WantedGradient | None] = [None] * len(equation.invars)
     if len(places) == 1 and _may_multiply(which, cases[places[0]], equation, variables):
-        nothing[1 + places[0]] = _times(wants[0], which, variables)
+        nothing[1 + places[0]] = _multiplied_by(wants[0], which, variables)
     return nothing
 
 
@@ -181,7 +181,9 @@ def _may_multiply(array: Any, gradient: Any, equation: Any, variables: Variables
     return variables.is_shared(array) and not variables.is_shared(gradient)
 
 
-def _times(want: WantedGradient | None, array: Any, variables: Variables) -> WantedGradient | None:
+def _multiplied_by(
+    want: WantedGradient | None, array: Any, variables: Variables
+) -> WantedGradient | None:
     return joint(want) if variables.is_shared(array) else own(want)
 
 
