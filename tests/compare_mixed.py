@@ -395,10 +395,10 @@ FAULTS = {
     "a smoothed loss, 1 %": wrong("head", loss=smoothed),
     "a VJP of one layer, 10 %": wrong("layers/attention", "vjp", at=1, branch=backward(1.1)),
     "a VJP of one layer, the sign": wrong("layers/mlp", "vjp", at=0, down=backward(-1)),
-    "a leaf's gradient, 1 %": wrong_step(
-        moments("layers/up"), changed("layers/up", 1.01)
+    "a leaf's gradient, 10 %": wrong_step(
+        moments("layers/up"), changed("layers/up", 1.1)
     ),
-    "the embedding's gradient, 1 %": wrong_step(moments("embed"), changed("embed", 1.01)),
+    "the embedding's gradient, 10 %": wrong_step(moments("embed"), changed("embed", 1.1)),
     "a microbatch too few": wrong_step(
         ("loss",), accumulated(lambda t: jax.tree.map(lambda x: jnp.sum(x[:3], axis=0) / 3, t))
     ),
