@@ -53,7 +53,7 @@ def compare_dtypes(
 def _lost_leaves(
     own: Version, narrow: VersionRun, wide: VersionRun, most: float
 ) -> tuple[list[ComparisonFinding], list[str]]:
-    """The leaves whose gradient is more than a share rounding error, and notes of those near zero."""
+    """The leaves whose gradient is more than a share rounding error; notes of those near zero."""
     inputs = [own.subject.inputs[i] for i in own.subject.chosen]
     eps = rounding(*(x.dtype for x in inputs))
     whole = math.sqrt(sum(np.sum(np.abs(g) ** 2) for g in wide.grads))
