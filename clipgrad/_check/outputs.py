@@ -43,7 +43,7 @@ def masked(
     if not (size > 0).any() or size.max() <= MASK * np.quantile(size[size > 0], BY_CHANCE):
         return none, none
     along = random_direction(subject, 0, SINGLE) * element_scales(subject.inputs) * NEARBY
-    change = np.abs(np.concatenate(differences.changes(subject.inputs, along[None]))).max(axis=0)
+    change = np.abs(differences.change(subject.inputs, along)).max(axis=0)
     still = (change == 0) & (size > MASK * size.max(initial=0.0, where=change > 0))
     lost = NOISE * differences.evaluation.eps * size > NOISY * change.max()
     if still.any() and not pulled(differences.covectors[:1] * still).any():

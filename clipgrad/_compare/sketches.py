@@ -85,7 +85,10 @@ def judge_sketches(
     if not np.array_equal(own_code, code):
         return Judgment(float("inf"), 0.0, not np.any(changes))
     halves = ((0, NUMBERS), (NUMBERS, 2 * NUMBERS))
-    found = [judge(*parts(*half), eps, rtol) for half in halves]
+    found = []
+    for half in halves:
+        first, second, moved = parts(*half)
+        found.append(judge(first, second, moved, eps, rtol))
     return max(found, key=lambda j: (j.differs, not j.is_judged, j.difference))
 
 

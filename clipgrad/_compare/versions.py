@@ -94,7 +94,7 @@ class VersionProgram:
     def __init__(self, own: Version, names: SketchedNames, wide: Any = None) -> None:
         self._given, self._names = own.subject, names
         self._taps = _taps(own, names)
-        self.step = jax.jit(self._both) if wide is None else _widened(self._both, wide)
+        self.step: Any = jax.jit(self._both) if wide is None else _widened(self._both, wide)
 
     def __call__(self) -> VersionRun:
         """Run it."""

@@ -96,7 +96,7 @@ class _Rounding(Hook):
 
     salt: Any
     platform: Any
-    numbers: Iterable[int] = dataclasses.field(metadata={"static": True})
+    numbers: Iterator[int] = dataclasses.field(metadata={"static": True})
     axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     flatten = True
@@ -125,7 +125,7 @@ class _Rounding(Hook):
         """A number of many binary digits is the nearest of its type to what was meant."""
         if not holds_floats(aval) or isinstance(value, Tracer) or np.ndim(value):
             return value
-        number = np.asarray(value).astype(complex)
+        number = complex(value)
         digits = 2.0 ** (jnp.finfo(aval.dtype).nmant // 2 + 1)
         parts = digits * np.frexp([number.real, number.imag])[0]
         is_short = np.all((parts == np.round(parts)) | ~np.isfinite(parts))
@@ -195,18 +195,18 @@ class _Rounding(Hook):
                 x, changed = x.astype(dtype), {"precision": lax.Precision.HIGHEST}
             eps = max(float(jnp.finfo(t).eps) for t in (dtype, x.dtype))
             terms[i] = self._to_neighbors(x, self._pass(equation, x, eps))
-        return self._all(bind(equation, terms, **changed), self._partial_sums(equation))
+        return self._all(bind(equation, terms, **changed), self._partial_sums(equation, inputs))
 
-    def _partial_sums(self, equation: JaxprEqn) -> Any:
+    def _partial_sums(self, equation: JaxprEqn, inputs: list) -> Any:
         """The rounding of a sum in half precision, which a CPU rounds at each of n terms.
 
         Partial sums are as large as the sum on average: sqrt(n) / 5 roundings, of which a right
         pair may differ by less than half.
         """
-        out = equation.outvars[0].aval
+        out: Any = equation.outvars[0].aval
         if equation.primitive.name != "reduce_sum" or jnp.finfo(out.dtype).bits > 16:
             return None
-        count = equation.invars[0].aval.size / max(1, out.size)
+        count = np.size(inputs[0]) / max(1, out.size)
         times = jnp.where(self.platform == 0, max(1.0, count**0.5 / 2), 1.0)
         return float(jnp.finfo(out.dtype).eps) * times.astype(jnp.float32)
 
