@@ -150,7 +150,7 @@ def test_rows_that_repeat_over_the_devices_are_a_note():
     step = jax.shard_map(mean, mesh=mesh(), in_specs=P(AXIS), out_specs=P(), check_vma=False)
     same = jnp.tile(numbers(2, 3, seed=5), (8, 1))
     found = cg.compare(mean, step, (same,), argnums=None)
-    assert found.ok and "args/0: the rows repeat over the 8 devices" in found.notes[0]
+    assert found.ok and "args[0]: the rows repeat over the 8 devices" in found.notes[0]
     found = cg.compare(mean, step, (numbers(16, 3, seed=6),), argnums=None)
     assert not found.ok and not found.notes
 

@@ -69,9 +69,9 @@ def test_a_loss_that_needs_whole_batches_gets_copies_of_one_example():
     ((W, batch()), "bach", "examples: got 'bach', expected the name or the position .*batch"),
     ((W, batch()), 2, "examples: got 2, expected the name"),
     ((W, {"x": np.ones((8, 2), np.float32), "scale": jnp.float32(1.0)}), 1,
-     r"examples: got \(\), \(8, 2\) in args/1, expected one leading axis for all"),
+     r"examples: got \(\), \(8, 2\) in args\[1\], expected one leading axis for all"),
   ((W, batch(), np.ones(7)), (1, 2),
-   r"examples: got \(8,\), \(8, 2\) in args/1 and \(7,\) in args/2, expected one leading axis"),
+   r"examples: got \(8,\), \(8, 2\) in args\[1\] and \(7,\) in args\[2\], expected one leading"),
   ((W, batch()), (), "examples: got no argument, expected"),
 ])  # fmt: skip
 def test_what_is_no_batch_is_refused(args, which, match):
@@ -119,7 +119,7 @@ def test_labels_by_keyword_and_keys_are_cut_with_the_batch():
     named = {"y": y, "keys": jax.random.split(jax.random.key(0), 8)}
     found = cg.diagnose(noisy, (W, x), named, examples="x")
     assert [example.index for example in found.examples] == [3]
-    assert [note.split()[1] for note in found.notes] == ["kwargs/y", "kwargs/keys"]
+    assert [note.split()[1] for note in found.notes] == ["kwargs['y']", "kwargs['keys']"]
 
 
 def test_an_argument_with_as_many_rows_that_is_no_part_of_the_examples_stays_whole():
@@ -127,8 +127,8 @@ def test_an_argument_with_as_many_rows_that_is_no_part_of_the_examples_stays_who
     given = {"x": x, "ids": np.array([0, 3, 1, 2])}
     found = cg.diagnose(weighted, (W, given, y, np.ones(4, np.float32)), examples="batch")
     assert [example.index for example in found.examples] == [2]
-    assert found.notes[0] == "examples: args/2 has the axis of the batch too"
-    assert found.notes[1].startswith("examples: args/3 has 4 rows too, but was left whole")
+    assert found.notes[0] == "examples: args[2] has the axis of the batch too"
+    assert found.notes[1].startswith("examples: args[3] has 4 rows too, but was left whole")
 
 
 def test_it_is_said_where_the_arguments_of_an_example_are_not_clear():

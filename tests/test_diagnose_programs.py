@@ -314,7 +314,7 @@ def missing_targets(w, x):
 def test_missing_targets_that_are_masked_too_late_are_the_finding():
     (finding,) = cg.diagnose(missing_targets, (jnp.ones(3), jnp.array([1.0, jnp.nan]))).findings
     assert (finding.kind, finding.operation) == ("value", "argument")
-    assert "1 of 2 elements of args/1" in finding.message
+    assert "1 of 2 elements of args[1]" in finding.message
 
 
 def test_a_vjp_that_reads_what_is_not_finite_says_whose_result_it_is():
@@ -342,7 +342,7 @@ def test_data_that_are_not_finite_are_the_finding_although_the_loss_is(loss, bad
     is_log = loss is logs_of_pixels and bad == -1
     assert (finding.kind, finding.operation) == ("value", "log" if is_log else "argument")
     assert finding.line == line_of(loss, "jnp.log" if is_log else "def")
-    told = "it is computed from args/1" if is_log else "1 of 32 elements of args/1"
+    told = "it is computed from args[1]" if is_log else "1 of 32 elements of args[1]"
     assert told in finding.message and "the VJP of dot_general (" in finding.message
 
 

@@ -227,9 +227,9 @@ def test_a_diagnosis_looks_at_the_trained_variables(kind):
     assert cg.diagnose(loss, (model, X)).ok
     given = subject(loss, (model, X), None, 0, False)
     own = nnx.to_flat_state(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.PathContains("ids")))))
-    names = {f"args/0/{'/'.join(map(str, path))}" for path, _ in own}
-    found = {given.names[i].removesuffix("/value") for i in given.chosen}
-    assert {name.replace("states/0/", "") for name in found} == names
+    names = {"args[0]" + "".join(f"[{key!r}]" for key in path) for path, _ in own}
+    found = {given.names[i].removesuffix(".value") for i in given.chosen}
+    assert {name.replace(".states[0]", "") for name in found} == names
     assert_close(state_of(model), before, rtol=0)
 
 

@@ -27,7 +27,7 @@ from clipgrad._compare.records import ComparisonFinding, ComparisonRow, unjudged
 from clipgrad._errors import first_line
 from clipgrad._frameworks import with_models
 from clipgrad._program import moved_by_rounding, rounded
-from clipgrad._trees import check_concrete, is_array, nearest, with_paths
+from clipgrad._trees import argument_name, check_concrete, is_array, nearest, with_paths
 
 WHOLE_OUTPUT = "the output"  # the path of an output that is one array
 
@@ -252,8 +252,8 @@ def _repeats(args: tuple, outputs: Mapping[str, Output], known: Counts) -> list[
         host = [x.values if isinstance(x, Exact) else x for x in host_values(leaves)]
         if repeats(host, parts):
             found.append(
-                f"args/{i}: the rows repeat over the {parts} devices, which hides averages that "
-                "are missing; compare with rows that differ"
+                f"{argument_name(i)}: the rows repeat over the {parts} devices, which hides "
+                "averages that are missing; compare with rows that differ"
             )
     return found
 

@@ -11,7 +11,7 @@ import numpy as np
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._errors import first_line
 from clipgrad._frameworks import has_modules
-from clipgrad._trees import nearest
+from clipgrad._trees import argument_name, nearest
 
 Trace = Callable[[tuple, Mapping[str, Any]], DiagnosisSubject]
 
@@ -43,8 +43,8 @@ class Batch(NamedTuple):
                 return tree
             return jax.tree.map(lambda x: change(x) if has_rows(x, self.size) else x, tree)
 
-        changed = tuple(own(f"args/{i}", x) for i, x in enumerate(args))
-        return changed, {key: own(f"kwargs/{key}", x) for key, x in kwargs.items()}
+        changed = tuple(own(argument_name(i), x) for i, x in enumerate(args))
+        return changed, {key: own(argument_name(key), x) for key, x in kwargs.items()}
 
 
 def has_rows(x: Any, size: int) -> bool:
@@ -101,15 +101,15 @@ def _unclear(name: str | int, size: int, error: Exception) -> str:
 def _argument(fun: Callable, args: tuple, kwargs: Mapping[str, Any], name: Any) -> str:
     """The argument of this name or position, as the names of a subject begin."""
     if isinstance(name, int) and -len(args) <= name < len(args):
-        return f"args/{name % len(args)}"
+        return argument_name(name % len(args))
     if name in kwargs:
-        return f"kwargs/{name}"
+        return argument_name(name)
     try:
         names = list(inspect.signature(fun).parameters)[: len(args)]
     except (TypeError, ValueError):
         names = []
     if name in names:
-        return f"args/{names.index(name)}"
+        return argument_name(names.index(name))
     there = nearest(str(name), [*names, *kwargs], 3)
     raise ValueError(
         f"examples: got {name!r}, expected the name or the position of an argument; {there}"
@@ -132,15 +132,15 @@ def _rows_of(given: DiagnosisSubject, places: list[str]) -> int:
 
 def _place_of(name: str) -> str:
     """The argument that an array is in."""
-    return "/".join(name.split("/")[:2])
+    return name[: name.index("]") + 1]
 
 
 def _as_many_rows(
     given: DiagnosisSubject, args: tuple, kwargs: Mapping[str, Any], named: Batch
 ) -> dict[str, bool]:
     """The other arguments with as many rows, and whether the loss is differentiated by them."""
-    trees = {f"args/{i}": x for i, x in enumerate(args)}
-    trees |= {f"kwargs/{key}": x for key, x in kwargs.items()}
+    trees = {argument_name(i): x for i, x in enumerate(args)}
+    trees |= {argument_name(key): x for key, x in kwargs.items()}
     moved = {_place_of(given.names[i]) for i in given.chosen}
     return {
         place: place in moved

@@ -13,12 +13,12 @@ from clipgrad._error_clip import check_call
 from clipgrad._frameworks import Pure, differentiated_inputs, has_modules, is_model, with_models
 from clipgrad._jaxpr import holds_floats
 from clipgrad._trees import (
+    argument_name,
     check_concrete,
     check_tree,
     described,
     donated_leaf,
     is_array,
-    path_string,
 )
 
 
@@ -93,7 +93,7 @@ def _with_arrays(args: tuple, positions: list[int]) -> tuple:
     check_tree("args", args)
     if (path := donated_leaf(args)) is not None:
         raise ValueError(
-            f"args: got an array that a function has overwritten, at args/{path}, expected arrays "
+            f"args: got an array that a function has overwritten, at args{path}, expected arrays "
             "that were not donated; pass a copy to the step that donates them, or load the "
             "capture again"
         )
@@ -139,7 +139,7 @@ def _nothing_floating(args: tuple, positions: list[int]) -> str:
     """The error of a loss without anything to differentiate by; it says what there is instead."""
     leaves = [leaf for i in positions for leaf in jax.tree.leaves(args[i])]
     there = {described(leaf) for leaf in leaves}
-    where = ", ".join(f"args/{i}" for i in positions)
+    where = ", ".join(map(argument_name, positions))
     return (
         f"args: got {', '.join(sorted(there)) or 'no arrays'} in {where}, expected floating "
         "arrays to differentiate; write 1.0 for 1, or x.astype(float), or choose other argnums"
@@ -147,8 +147,8 @@ def _nothing_floating(args: tuple, positions: list[int]) -> str:
 
 
 def _argument_name(path: tuple) -> str:
-    """Such as "args/0/w" or "kwargs/x"."""
-    return f"{('args', 'kwargs')[path[0].idx]}/{path_string(path[1:])}"
+    """Such as "args[0]['w']" or "kwargs['x']", as one writes it in Python."""
+    return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
 
 
 def _checked_loss(result: Any, has_aux: bool) -> jax.Array:

@@ -6,7 +6,7 @@ The one answer to the question whether a difference could be rounding.
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 import jax

@@ -109,7 +109,7 @@ class Capture:
         path = donated_leaf(tree)
         if path is None:
             return tree
-        at, again = f" at {path!r}" if path else "", f"load_capture({str(self.path)!r})"
+        at, again = f" at {name}{path}" if path else "", f"load_capture({str(self.path)!r})"
         raise ValueError(
             f"{name}: got an array{at} that a step has overwritten, since it donates its "
             f"arguments; expected a capture as it was loaded; write {again} again, and pass "

@@ -5,6 +5,7 @@ from clipgrad._trees.overwritten import overwrite as overwrite
 from clipgrad._trees.overwritten import split_overwritten as split_overwritten
 from clipgrad._trees.overwritten import zeros_for as zeros_for
 from clipgrad._trees.selection import Selector as Selector
+from clipgrad._trees.selection import argument_name as argument_name
 from clipgrad._trees.selection import leaf_names as leaf_names
 from clipgrad._trees.selection import parameter_names as parameter_names
 from clipgrad._trees.selection import select as select

@@ -20,6 +20,11 @@ def leaf_names(tree: Any, root: str) -> list[str]:
     return [root + jax.tree_util.keystr(path) for path, _ in paths]
 
 
+def argument_name(which: int | str) -> str:
+    """An argument as `leaf_names` begin: `args[0]`, `kwargs['x']`."""
+    return f"args[{which}]" if isinstance(which, int) else f"kwargs[{which!r}]"
+
+
 def parameter_names(fun: Callable, count: int) -> list[str]:
     """The names of the first `count` positional parameters, as far as they have names."""
     try:

@@ -237,11 +237,11 @@ def path_string(path: Any) -> str:
 
 
 def donated_leaf(tree: Any) -> str | None:
-    """The path of the first array whose buffer a function has overwritten, if there is one."""
-    for path, leaf in with_paths(tree):
+    """The place of the first array that a function has overwritten, as ``[0]['w']``, or None."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         is_concrete = isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
         if is_concrete and leaf.is_deleted():
-            return path
+            return jax.tree_util.keystr(path)
     return None
 
 
