@@ -34,7 +34,8 @@ def verdict(error, *, size=1.0, beside=None, most=0.05, types=("bfloat16", "floa
     paths, grads, exact = ["w"], [size * (UNIT + error * ERROR)], [size * UNIT]
     if beside is not None:
         paths, grads, exact = [*paths, "z"], [*grads, beside], [*exact, beside]
-    found, notes = lost_precision(paths, grads, [], exact, types[1], coarser(*types), most)
+    still = lambda: [np.zeros(x.shape) for x in grads]  # noqa: E731
+    found, notes = lost_precision(paths, grads, still, exact, types[1], coarser(*types), most)
     return [f for f in found if f.path == "w"], [n for n in notes if n.startswith("w")], found
 
 
@@ -71,10 +72,10 @@ def test_a_gradient_that_is_exactly_zero_is_a_note_only_if_rounding_moves_it_by_
     """By chance a sum of terms is zero: all of a gradient is lost, or nothing but rounding is."""
     for types in TYPES:
         for size, finds in ((1.0, True), (1 / coarser(*types), False)):
-            arguments = [np.zeros(3)], [[np.full(3, 0.7)]], [np.full(3, size)]
+            arguments = [np.zeros(3)], lambda: [np.full(3, 0.7)], [np.full(3, size)]
             found, notes = lost_precision(
                 ["w"], *arguments, types[1], coarser(*types), 0.05
-            )  # the moved run is rounding of terms of size 1 / eps
+            )  # the rounding of terms of size 1 / eps
             assert [f.path for f in found if f.path] == ["w"] * finds
             assert notes == ["w: zero but for rounding"] * (not finds)
 
@@ -86,11 +87,11 @@ def test_an_overflow_is_counted_and_is_no_share(odd):
         near = np.where(np.arange(8) < count, odd, exact)
         for grads, text in (((near, exact), "and finite in"), ((exact, near), "in float32 only")):
             (finding,), notes = lost_precision(
-                ["w"], [grads[0]], [], [grads[1]], "float32", 1, 0.05
+                ["w"], [grads[0]], lambda: [ERROR], [grads[1]], "float32", 1, 0.05
             )
             assert f"{count} of 8 numbers are NaN or inf" in finding.message and not notes
             assert text in finding.message and finding.ratio == np.inf
-        found, notes = lost_precision(["w"], [near], [], [near], "float32", 1, 0.05)
+        found, notes = lost_precision(["w"], [near], list, [near], "float32", 1, 0.05)
         assert [f.kind for f in found] == ["not judged"] * (count == 8)
         assert notes == [f"w: {count} of 8 numbers of its gradient are NaN or inf in both types, "
                          "so not judged"]  # fmt: skip

@@ -85,11 +85,11 @@ def _precision(
     left, note = ~odd, ""
     if np.any(odd):
         note = f"{name}: {_count(odd)} of its gradient are NaN or inf in both types, so not judged"
-    error = relative_floor(wide[left], np.abs(near - wide)[left])
+    error = relative_floor(wide[left], np.abs(near[left] - wide[left]))
     if error <= most:
         return LeafPrecision(bool(np.any(left)) or not near.size, None, note)
     most_left = NOTHING_LEFT * ratio
-    if error >= most_left or _moved(floor(), wide, left) >= most_left:
+    if error >= most_left or _movement(floor(), wide, left) >= most_left:
         return LeafPrecision(False, None, f"{name}: zero but for rounding")
     share = (
         f"{100 * error:.{1 if error < 0.1 else 0}f}% of"
@@ -100,7 +100,7 @@ def _precision(
     return LeafPrecision(True, ComparisonFinding("rounding", text, path=path, ratio=error), note)
 
 
-def _moved(floor: np.ndarray, wide: np.ndarray, left: np.ndarray) -> float:
+def _movement(floor: np.ndarray, wide: np.ndarray, left: np.ndarray) -> float:
     """The relative movement of a gradient by rounding, where it stays finite."""
     return relative_floor(wide[left], np.where(np.isfinite(floor), floor, 0)[left])
 

@@ -71,9 +71,9 @@ def _paths(given: DiagnosisSubject, argnums: int | Sequence[int]) -> list[str]:
     order = [] if is_one else [i % len(given.names) for i in argnums]
     found = []
     for i in given.chosen:
-        _, number, *rest = given.names[i].split("/", 2)
-        first = [] if is_one else [str(order.index(int(number)))]
-        found.append("/".join([*first, *map(_of_model, rest)]).rstrip("/"))
+        number, path = given.paths[i]
+        first = [] if is_one else [str(order.index(number))]
+        found.append("/".join([*first, _of_model(path)]).rstrip("/"))
     return found
 
 

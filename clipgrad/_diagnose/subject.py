@@ -19,6 +19,7 @@ from clipgrad._trees import (
     described,
     donated_leaf,
     is_array,
+    path_string,
 )
 
 
@@ -29,7 +30,8 @@ class DiagnosisSubject(NamedTuple):
       fun: the function.
       program: its jaxpr; the first result is the loss.
       inputs: the arrays among the arguments.
-      names: for each of them the argument and the path in it.
+      names: for each of them its name, as ``args[0]['w']``.
+      paths: for each of them the position of its argument, or its name, and the path in that.
       chosen: the positions of those that the loss is differentiated by.
     """
 
@@ -37,6 +39,7 @@ class DiagnosisSubject(NamedTuple):
     program: Any
     inputs: list[Any]
     names: list[str]
+    paths: list[tuple[int | str, str]]
     chosen: list[int]
 
 
@@ -50,9 +53,9 @@ def subject(
       ValueError: the loss or what it is differentiated by is not what `jax.grad` accepts.
     """
     check_call(fun, args, kwargs)
-    check_concrete("args", (args, kwargs))
     positions = _positions(argnums, len(args))
     args = _with_arrays(args, positions)
+    check_concrete("args", (args, kwargs))
     leaves = [leaf for i in positions for leaf in jax.tree.leaves(args[i])]
     if leaves and all(isinstance(leaf, int) for leaf in leaves):
         raise ValueError(_nothing_floating(args, positions))
@@ -132,7 +135,8 @@ def _trace(
     if not chosen:
         raise ValueError(_nothing_floating(args, positions))
     names = [_argument_name(path) for path, _ in arrays]
-    return DiagnosisSubject(fun, program, [leaf for _, leaf in arrays], names, chosen)
+    paths = [(_key(path[1]), path_string(path[2:])) for path, _ in arrays]
+    return DiagnosisSubject(fun, program, [leaf for _, leaf in arrays], names, paths, chosen)
 
 
 def _nothing_floating(args: tuple, positions: list[int]) -> str:
@@ -149,6 +153,10 @@ def _nothing_floating(args: tuple, positions: list[int]) -> str:
 def _argument_name(path: tuple) -> str:
     """Such as "args[0]['w']" or "kwargs['x']", as one writes it in Python."""
     return ("args", "kwargs")[path[0].idx] + jax.tree_util.keystr(path[1:])
+
+
+def _key(entry: Any) -> int | str:
+    return entry.idx if hasattr(entry, "idx") else entry.key
 
 
 def _checked_loss(result: Any, has_aux: bool) -> jax.Array:
