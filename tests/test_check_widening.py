@@ -1,5 +1,7 @@
 """Programs widened: every type inside every program, custom rules stripped; which are plain."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,5 +128,23 @@ def test_rules_run_eagerly_outside_of_jit():
 
 def test_the_installed_compiler_knows_the_options_for_little_optimisation():
     assert "xla_backend_optimization_level" in low_optimization()
+
+
+@pytest.mark.exhaustive
+def test_a_program_for_brief_use_widens_one_leaf_at_a_time():
+    """So that a check of a deep model needs no copies of all its parameters in float64."""
+    size, count = 128, 6
+
+    def model(leaves, x):
+        rows = [jnp.stack([leaf.astype(float) * k for k in (1, 2, 3)]) for leaf in leaves]
+        return jax.vmap(lambda rows: functools.reduce(lambda x, w: jnp.tanh(x @ w), rows, x))(rows)
+
+    leaf = jax.ShapeDtypeStruct((size, size), np.float32)
+    with jax.enable_x64(True):
+        x = jax.ShapeDtypeStruct((4, size), np.float64)
+        program = jax.jit(model, compiler_options=low_optimization()).lower([leaf] * count, x)
+        temporary = program.compile().memory_analysis().temp_size_in_bytes
+    one = 3 * size**2 * np.dtype(float).itemsize
+    assert temporary < 2 * one  # all at once are six
     assert not programs._known({"xla_no_such_option": 1})
     np.testing.assert_allclose(quick_jit(jnp.sin)(X), jnp.sin(X), rtol=1e-6)
