@@ -256,3 +256,28 @@ def test_a_rule_whose_residuals_are_donated_is_checked(slope):
     report = cg.check_grads(donating, (np.linspace(0, 1, 4, dtype="f"),), raise_on_failure=False)
     assert report.ok == (slope == 1.0), str(report)
     assert {failure.check for failure in report.failures} <= {"value"}
+
+
+def test_a_product_that_xla_lacks_on_this_device_is_not_run():
+    """Of bfloat16 arrays, one of them mapped: JAX 0.10.2 raises "UNIMPLEMENTED" on a CPU."""
+
+    def product(a, b):
+        return jnp.dot(a.astype("bfloat16"), b.astype("bfloat16"), preferred_element_type="float32")
+
+    @jax.custom_vjp
+    def head(h, w):
+        return jnp.sum(jnp.sin(product(h, w)))
+
+    def backward(saved, cotangent):
+        h, w = saved
+        d = cotangent * jnp.cos(product(h, w))
+        return product(d, w.T), product(h.T, d)
+
+    head.defvjp(lambda h, w: (head(h, w), (h, w)), backward)
+    args = jnp.linspace(-1.0, 1.0, 48).reshape(6, 8), jnp.linspace(-1.0, 0.5, 40).reshape(8, 5)
+    report = cg.check_grads(head, args, raise_on_failure=False)
+    assert report.ok, report
+    try:
+        jax.jit(jax.vmap(lambda c: jax.vjp(head, *args)[1](c)))(jnp.ones(2))
+    except jax.errors.JaxRuntimeError:
+        assert "UNIMPLEMENTED" in report.not_run["vmap"]

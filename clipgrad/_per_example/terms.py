@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.lax import platform_dependent
 
-from clipgrad._compat import by_platform
 from clipgrad._numerics import accumulator, with_real_dtype
 
 # A gradient that is doubled again and again would be 2, 4, 8, ... products; an unrolled recurrence
@@ -344,8 +344,9 @@ def product(
     The default precision of a backend is not enough for a norm, or for a sum that must not exceed
     one: of float32 a GPU makes TF32, a TPU one bfloat16. A bfloat16 array is multiplied as it is
     where matrix units are fast at that: its products with another are exact in float32, and so are
-    those with the `_halves` of a float32 array. A CPU has no such units. float16 becomes float32:
-    its range is too small for the halves, and a TPU does not multiply it exactly.
+    those with the `_halves` of a float32 array. A CPU has no such units, and XLA lacks some of
+    these products there. float16 becomes float32: its range is too small for the halves, and a TPU
+    does not multiply it exactly.
     """
     dtype = max(map(accumulator, arrays))
 
@@ -360,7 +361,7 @@ def product(
     is_half = [x.dtype == jnp.bfloat16 for x in arrays]
     if len(arrays) != 2 or not any(is_half) or dtype != "float32":
         return wide(*arrays)
-    return by_platform(*arrays, cpu=wide, gpu=by_halves, default=by_halves)
+    return platform_dependent(*arrays, cpu=wide, default=by_halves)
 
 
 def _halves(x: jax.Array) -> list[jax.Array]:
