@@ -210,7 +210,30 @@ def of_experts_in_microbatches():
     return RightStep(compare_trainers.plain_step, compare_trainers.sharded_step(local=local), args)
 
 
+def synchronized_variance():
+    """A variance as a difference of means, in which digits cancel; a skew on the batch's mean."""
+
+    def step(params, x, mean_of):
+        h = x @ params["w"]
+        mean, square = mean_of((h.mean(0), (h**2).mean(0)))
+        variance = square - mean**2
+        out = jnp.tanh((h - mean) / jnp.sqrt(variance + 1e-5))
+        return mean_of({"mean": mean, "variance": variance, "loss": jnp.mean(out**3)})
+
+    sharded = jax.shard_map(
+        lambda params, x: step(params, x, lambda tree: lax.pmean(tree, AXIS)),
+        mesh=mesh(),
+        in_specs=(P(), P(AXIS)),
+        out_specs=P(),
+        check_vma=False,
+    )
+    skew = jnp.linspace(0, 2, 32)[:, None]
+    args = {"w": numbers(5, 6, seed=50)}, numbers(32, 5, seed=52) + skew
+    return RightStep(lambda p, x: step(p, x, lambda tree: tree), jax.jit(sharded), args)
+
+
 STEPS = {
+    "synchronized variance": synchronized_variance,
     "shard_map": in_shard_map,
     "shard_map with pmean": with_pmean,
     "experts": functools.partial(of_experts, weighted=False),

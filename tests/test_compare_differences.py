@@ -32,7 +32,7 @@ def reference(a, b, moves):
     distance = math.hypot(*(a[i] - b[i] for i in unequal))
     floors = [math.hypot(*(m[i] - a[i] for i in unequal)) for m in moves]
     floor = math.hypot(*floors) / math.sqrt(len(moves))
-    return distance, max(4 * EPS * size, floor)
+    return distance, max(4 * EPS * size, floor, min(4 * floor, 2**-13 * size))
 
 
 @hypothesis.given(st.data())
@@ -73,6 +73,10 @@ def test_the_judgment_does_not_depend_on_the_scale(x, scale):
         ([1.0], [1.0009], [[1.001]], False),  # the floor
         ([1.0], [1.0011], [[1.001]], True),
         ([1.0], [1.0011], [[1.001], [1.0013]], False),  # the root mean square of the runs
+        ([1.0], [1.0000035], [[1.000001]], False),  # less than 4 floors of float32
+        ([1.0], [1.0000045], [[1.000001]], True),
+        ([1.0], [1.00013], [[1.0001]], True),  # of half precision more than one
+        ([1.0], [1.00012], [[1.0001]], False),
         ([-1e9, 1.0], [-1e9, 1.005], [[-1e9 - 100, 1.001]], True),  # judged by its own floor
         ([0.0], [0.0], [[0.0]], False),
         ([1e-9], [0.0], [[0.0]], False),  # nothing but rounding

@@ -180,6 +180,17 @@ BATCH_LOSSES = {
 }
 
 
+@pytest.mark.parametrize(
+    "loss_of", [lambda w, x: w * x, lambda w, x: jnp.sum(w * x, keepdims=True)]
+)
+def test_a_loss_of_several_numbers_in_a_training_step_says_what_is_expected(loss_of):
+    step = cg.train_step(loss_of, optax.sgd(0.1))
+    with pytest.raises(
+        ValueError, match=r"loss_fn: got float32\[\d\] .* scalar; write its mean or"
+    ):
+        step(step.init(W), X)
+
+
 @pytest.mark.parametrize("name", BATCH_LOSSES)
 def test_a_loss_of_a_batch_says_how_to_write_that_of_one_example(name):
     w, batch = jnp.ones((3, 1)), (jnp.ones((4, 3)), jnp.ones(4))

@@ -14,6 +14,9 @@ from clipgrad._trees import widened_leaf
 RUNS = 8  # with other roundings: their root mean square is right to about 1 / 4
 EQUAL_ROUNDINGS = 4  # of the dtype; two orders of one sum differ by fewer
 FLOORS = 1  # times the measured floor; right pairs in mixed precision differ by up to 0.91 of it
+# A sum in float32 on a CPU may lose more than its terms do: right pairs differ by up to 1.8 floors.
+# Floors of a program that computes in half precision are above this one.
+SINGLE_FLOORS, SINGLE = 4, 2.0**-13
 UNJUDGED = 0.1  # what rounding moves by more is judged only by
 CLEAR = 4  # times the floor
 
@@ -93,8 +96,8 @@ def judge(
     r"""Compare two versions of a value, shape (...), in float64 or complex128.
 
     With :math:`S` the elements that are not equal, the versions differ if
-    :math:`\lVert a - b\rVert_S > \max(4 \epsilon \lVert b\rVert_S, \lVert f\rVert_S)`: the elements
-    are judged by what rounding does to these elements, so that a mask of -1e9 beside them hides
+    :math:`\lVert a - b\rVert_S > \max(4 \epsilon \lVert b\rVert_S, \lVert f\rVert_S, \min(4
+    \lVert f\rVert_S, 2^{-13} \lVert b\rVert_S))`: the elements are judged by what rounding does to these elements, so that a mask of -1e9 beside them hides
     nothing. Of what rounding moves by more than 10 % only a difference of four times the floor is
     judged.
 
@@ -121,7 +124,8 @@ def judge(
     moved = _norm(floor[unequal])
     if not math.isfinite(moved):
         return Judgment(found, math.inf, found == 0)
-    tolerance = max(EQUAL_ROUNDINGS * eps, relative(FLOORS * moved, size))
+    least = min(relative(SINGLE_FLOORS * moved, size), SINGLE)
+    tolerance = max(EQUAL_ROUNDINGS * eps, relative(FLOORS * moved, size), least)
     is_judged = is_stable or found <= EQUAL_ROUNDINGS * eps or distance > CLEAR * moved
     return Judgment(found, tolerance, is_judged)
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from clipgrad._rules import is_rule
-from clipgrad._trees import combine, described, is_array, loss_and_aux, partition
+from clipgrad._trees import check_scalar, combine, is_array, loss_and_aux, partition
+
+_OF_ONE = ", as in\n  lambda params, x: jnp.mean(loss_fn(params, x[None]))"
 
 
 def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, Any], Any]:
@@ -29,7 +30,8 @@ def scalar_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[[Any, An
         except (IndexError, TypeError, ValueError) as error:
             _check_is_of_one(loss_fn, params, example, error)
             raise
-        _check_loss(loss_and_aux("loss_fn", result, has_aux)[0])
+        value = loss_and_aux("loss_fn", result, has_aux)[0]
+        check_scalar("loss_fn", value, " for one example", _OF_ONE)
         return result
 
     return loss
@@ -49,12 +51,3 @@ def _check_is_of_one(loss_fn: Any, params: Any, example: Any, error: Exception) 
         "expected the loss of one example, without an axis for the batch; write "
         "lambda params, example: loss_fn(params, jax.tree.map(lambda x: x[None], example))"
     ) from error
-
-
-def _check_loss(value: Any) -> None:
-    numeric = is_array(value) or isinstance(value, (int, float, complex, np.generic))
-    if not numeric or jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-        raise ValueError(
-            f"loss_fn: got {described(value)} from it for one example, expected a floating scalar; "
-            "write its mean or sum, as in\n  lambda params, x: jnp.mean(loss_fn(params, x[None]))"
-        )

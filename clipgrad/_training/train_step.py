@@ -34,6 +34,7 @@ from clipgrad._training.accumulate import Gradients, accumulated
 from clipgrad._training.values import MeasuredLoss
 from clipgrad._trees import (
     check_leaves,
+    check_scalar,
     check_tree,
     combine,
     instances,
@@ -308,6 +309,7 @@ def _gradients(loss_fn: Callable[..., Any], has_aux: bool, rules: Rules | None) 
         def loss(trained: Any, state: Any, batch: Any) -> Any:
             result, changes = params.call(loss_fn, trained, state, batch)
             value, aux = loss_and_aux("loss_fn", result, has_aux)
+            check_scalar("loss_fn", value)
             return value, (aux, changes)
 
         plain = functools.partial(jax.value_and_grad, has_aux=True)

@@ -1,5 +1,6 @@
 """Leaves of pytrees: paths, patterns, and which of them a clip acts on."""
 
+from clipgrad._trees.losses import check_scalar as check_scalar
 from clipgrad._trees.losses import loss_and_aux as loss_and_aux
 from clipgrad._trees.overwritten import overwrite as overwrite
 from clipgrad._trees.overwritten import split_overwritten as split_overwritten

@@ -2,7 +2,10 @@
 
 from typing import Any
 
-from clipgrad._trees.trees import described
+import jax.numpy as jnp
+import numpy as np
+
+from clipgrad._trees.trees import described, is_array
 
 
 def loss_and_aux(name: str, result: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -18,3 +21,13 @@ def loss_and_aux(name: str, result: Any, has_aux: bool) -> tuple[Any, Any]:
             f"{name}: got a tuple from it, expected a scalar; write has_aux=True for (loss, aux)"
         )
     return value, aux
+
+
+def check_scalar(name: str, value: Any, where: str = "", instead: str = "") -> None:
+    """Raises `ValueError` for a loss that is not one floating number; ``instead`` says more."""
+    numeric = is_array(value) or isinstance(value, (int, float, complex, np.generic))
+    if not numeric or jnp.shape(value) or not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        raise ValueError(
+            f"{name}: got {described(value)} from it{where}, expected a floating scalar; "
+            f"write its mean or sum{instead}"
+        )
