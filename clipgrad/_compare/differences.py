@@ -98,8 +98,8 @@ def judge(
     With :math:`S` the elements that are not equal, the versions differ if
     :math:`\lVert a - b\rVert_S > \max(4 \epsilon \lVert b\rVert_S, \lVert f\rVert_S, \min(4
     \lVert f\rVert_S, 2^{-13} \lVert b\rVert_S))`: the elements are judged by what rounding does
-    to these elements, so that a mask of -1e9 beside them hides nothing. Of what rounding moves by more than 10 % only a difference of four times the floor is
-    judged.
+    to these elements, so that a mask of -1e9 beside them hides nothing. Of what rounding moves by
+    more than 10 % only a difference of four times the floor is judged.
 
     Args:
       own: the value in the first version.
