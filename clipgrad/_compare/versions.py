@@ -72,7 +72,7 @@ def _paths(given: DiagnosisSubject, argnums: int | Sequence[int]) -> list[str]:
     found = []
     for i in given.chosen:
         number, path = given.paths[i]
-        first = [] if is_one else [str(order.index(number))]
+        first = [] if is_one else [str(order.index(int(number)))]
         found.append("/".join([*first, _of_model(path)]).rstrip("/"))
     return found
 
