@@ -56,7 +56,8 @@ clipgrad.chek_grads
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     last = result.stderr.splitlines()[-1]
-    expected = "module 'clipgrad' has no attribute 'chek_grads'. Did you mean: 'check_grads'?"
+    hint = "write clipgrad.check_grads. Did you mean: 'check_grads'?"
+    expected = f"module 'clipgrad' has no attribute 'chek_grads'; {hint}"
     assert last == f"AttributeError: {expected}", result.stderr
 
 
