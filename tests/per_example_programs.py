@@ -516,7 +516,7 @@ def elementwise_function_of_a_weight(p, x):
 @program((3, 12), "v w", v=(12, 16), w=(16, 20))
 def masks_of_the_example(p, x):
     own = x[0, :, None] * x[1, :, None] * jnp.arange(16, dtype=x.dtype)[None] / 16
-    mask = jnp.arange(16)[:, None] * 20 + jnp.arange(20)[None] > 160 + 100 * x[0, 0]
+    mask = jnp.arange(320, dtype=x.dtype).reshape(16, 20) > 160 + 100 * x[0, 0]
     return total(jnp.sin(x @ (p["v"] * own)) @ jnp.where(mask, p["w"], 0.0))
 
 
