@@ -16,7 +16,7 @@ EQUAL_ROUNDINGS = 4  # of the dtype; two orders of one sum differ by fewer
 FLOORS = 1  # times the measured floor; right pairs in mixed precision differ by up to 0.91 of it
 # A sum in float32 on a CPU may lose more than its terms do: right pairs differ by up to 1.8 floors.
 # Floors of a program that computes in half precision are above this one.
-SINGLE_FLOORS, SINGLE = 4, 2.0**-13
+FLOORS_IN_FLOAT32, MOST_IN_FLOAT32 = 4, 2.0**-13
 UNJUDGED = 0.1  # what rounding moves by more is judged only by
 CLEAR = 4  # times the floor
 
@@ -124,7 +124,7 @@ def judge(
     moved = _norm(floor[unequal])
     if not math.isfinite(moved):
         return Judgment(found, math.inf, found == 0)
-    least = min(relative(SINGLE_FLOORS * moved, size), SINGLE)
+    least = min(relative(FLOORS_IN_FLOAT32 * moved, size), MOST_IN_FLOAT32)
     tolerance = max(EQUAL_ROUNDINGS * eps, relative(FLOORS * moved, size), least)
     is_judged = is_stable or found <= EQUAL_ROUNDINGS * eps or distance > CLEAR * moved
     return Judgment(found, tolerance, is_judged)
