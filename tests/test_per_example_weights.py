@@ -126,7 +126,9 @@ def check(seed, monkeypatch):
             assert_answer(found[str(way)], truth, f"{name} {way} {names}")
             assert not [leaf for leaf in plans[way].leaves if "failed" in leaf.reason]
             if way.method == "auto":
-                fits = not way.is_small and plans[way].bytes <= plans[way].direct_bytes
+                kept, of_all = plans[way].bytes, plans[way].direct_bytes
+                room = max(2 * of_all // len(jax.tree.leaves(batch)[0]), SMALL[plan, "_ROOM"])
+                fits = kept <= of_all and not (way.is_small and kept > room)
                 assert plans[way].method == ("one pass" if fits else "two passes")
         for path, norm in norms_of(each[name]).items():
             assert_norm(by_leaf[path], norm, path)

@@ -11,6 +11,8 @@ from clipgrad._jaxpr import CUSTOM_RULES, OWN_TYPES, dtype_of, holds_floats, ope
 
 _FREE: frozenset[str] = frozenset()
 CASTS = ("convert_element_type", "bitcast_convert_type")
+# A maximum by bits keeps NaN; a `custom_jvp` of it has the slopes of a maximum of floats.
+CHOICES = frozenset(("bitcast_convert_type", "max", "reduce_max", "pmax"))
 
 
 def grain(program: Any) -> str | None:
@@ -35,7 +37,9 @@ def _through(jaxpr: Any, flags: list, is_ruled: bool, found: set[str]) -> list[f
         own = {_name(v) for v in inputs if holds_floats(v)} if name in OWN_TYPES else set()
         own |= {"float32"} if is_cast and holds_floats(inputs[0]) and not own else set()
         results = [every | own] * len(equation.outvars)
-        for inner in map(lambda p: opened(p)[0], jaxprs_in_params(equation.params)):
+        held = [opened(p)[0] for p in jaxprs_in_params(equation.params)]
+        only_chooses = name == "custom_jvp_call" and _integer_operations(held) <= CHOICES
+        for inner in [] if only_chooses else held:
             given = carried if len(inner.invars) == len(carried) else [every] * len(inner.invars)
             inside = _through(inner, given, is_ruled or name in CUSTOM_RULES, found)
             whole = [_FREE.union(*inside, every)] * len(results)
@@ -45,6 +49,17 @@ def _through(jaxpr: Any, flags: list, is_ruled: bool, found: set[str]) -> list[f
                 found |= types
             known[variable] = types if _is_integer(variable) else _FREE
     return [_FREE if isinstance(v, Literal) else known.get(v, _FREE) for v in jaxpr.outvars]
+
+
+def _integer_operations(programs: list) -> frozenset[str]:
+    """The operations, also of programs inside, that make integers."""
+    found: set[str] = set()
+    for equation in (equation for program in programs for equation in program.eqns):
+        held = [opened(p)[0] for p in jaxprs_in_params(equation.params)]
+        found |= _integer_operations(held)
+        if not held and any(map(_is_integer, equation.outvars)):
+            found.add(equation.primitive.name)
+    return frozenset(found)
 
 
 def _is_integer(variable: Any) -> bool:
