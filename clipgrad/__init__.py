@@ -4,8 +4,11 @@ import importlib
 import importlib.metadata
 import sys
 import typing
+import warnings
 
-from clipgrad._error_clip import ErrorClipHistory as ErrorClipHistory
+from clipgrad import _lazily
+from clipgrad import published as published
+from clipgrad import types as types
 from clipgrad._error_clip import adaptive_error_clip as adaptive_error_clip
 from clipgrad._error_clip import clip_cotangent as clip_cotangent
 from clipgrad._error_clip import error_clip as error_clip
@@ -13,13 +16,7 @@ from clipgrad._error_clip import error_clip_by_name as error_clip_by_name
 from clipgrad._error_clip import error_clip_everywhere as error_clip_everywhere
 from clipgrad._error_clip import list_names as list_names
 from clipgrad._error_clip import value_and_grad_with_stats as value_and_grad_with_stats
-from clipgrad._gradient_clip import SUGGESTED_THRESHOLDS as SUGGESTED_THRESHOLDS
-from clipgrad._gradient_clip import GradientClipState as GradientClipState
-from clipgrad._gradient_clip import SkipSpikesState as SkipSpikesState
-from clipgrad._gradient_clip import SuggestedThreshold as SuggestedThreshold
-from clipgrad._gradient_clip import UClipState as UClipState
 from clipgrad._gradient_clip import adaptive_grad_clip as adaptive_grad_clip
-from clipgrad._gradient_clip import apply_gradient_clipping as apply_gradient_clipping
 from clipgrad._gradient_clip import clip_by_block_rms as clip_by_block_rms
 from clipgrad._gradient_clip import clip_by_global_norm as clip_by_global_norm
 from clipgrad._gradient_clip import clip_by_norm as clip_by_norm
@@ -29,7 +26,6 @@ from clipgrad._gradient_clip import gradient_clip as gradient_clip
 from clipgrad._gradient_clip import qk_clip as qk_clip
 from clipgrad._gradient_clip import resume as resume
 from clipgrad._gradient_clip import skip_spikes as skip_spikes
-from clipgrad._gradient_clip import suggest_threshold as suggest_threshold
 from clipgrad._gradient_clip import u_clip as u_clip
 from clipgrad._numerics import global_norm as global_norm
 from clipgrad._per_example import clip_per_example as clip_per_example
@@ -43,29 +39,21 @@ from clipgrad._rules import ClipByValue as ClipByValue
 from clipgrad._rules import ClipRule as ClipRule
 from clipgrad._rules import DropTokens as DropTokens
 from clipgrad._rules import ErrorClipByValue as ErrorClipByValue
-from clipgrad._stats import ClipStats as ClipStats
 from clipgrad._thresholds import AdaptiveThreshold as AdaptiveThreshold
 from clipgrad._thresholds import EMAThreshold as EMAThreshold
 from clipgrad._thresholds import HistoryThreshold as HistoryThreshold
 from clipgrad._thresholds import PercentileThreshold as PercentileThreshold
 from clipgrad._thresholds import ZScoreThreshold as ZScoreThreshold
-from clipgrad._training import TrainState as TrainState
-from clipgrad._training import TrainStep as TrainStep
 from clipgrad._training import scalars as scalars
 from clipgrad._training import train_step as train_step
-from clipgrad._values import ValueStats as ValueStats
 from clipgrad._values import with_value_stats as with_value_stats
 
 if typing.TYPE_CHECKING:
     from clipgrad._check import GradCheckError as GradCheckError
-    from clipgrad._check import GradCheckReport as GradCheckReport
     from clipgrad._check import check_grads as check_grads
     from clipgrad._check import numerical_grad as numerical_grad
-    from clipgrad._compare import GradientComparison as GradientComparison
     from clipgrad._compare import compare as compare
-    from clipgrad._diagnose import GradientDiagnosis as GradientDiagnosis
     from clipgrad._diagnose import diagnose as diagnose
-    from clipgrad._recorder import Capture as Capture
     from clipgrad._recorder import FlightRecorder as FlightRecorder
     from clipgrad._recorder import HaltedError as HaltedError
     from clipgrad._recorder import load_capture as load_capture
@@ -75,34 +63,29 @@ __version__ = importlib.metadata.version("clipgrad")
 # The checker and the diagnosis are a third of the time of the import; who trains needs neither.
 _LATER = {
     "GradCheckError": "_check",
-    "GradCheckReport": "_check",
     "check_grads": "_check",
     "numerical_grad": "_check",
-    "GradientComparison": "_compare",
     "compare": "_compare",
-    "GradientDiagnosis": "_diagnose",
     "diagnose": "_diagnose",
-    "Capture": "_recorder",
     "FlightRecorder": "_recorder",
     "HaltedError": "_recorder",
     "load_capture": "_recorder",
 }
+_later, __dir__ = _lazily.attributes(__name__, _LATER)
 if not typing.TYPE_CHECKING:
     _public = {name for name in {*globals(), *_LATER} if not name.startswith("_")}
-    __all__ = sorted(_public - {"importlib", "sys", "typing"})
+    __all__ = sorted(_public - {"importlib", "published", "sys", "types", "typing", "warnings"})
 
 
 def __getattr__(name: str) -> typing.Any:
-    if name not in _LATER:
-        here, hint = sys.modules[__name__], ""
-        if not name.startswith("_"):
-            hint = importlib.import_module("clipgrad._elsewhere").hint(name, here.__all__)
-        message = f"module 'clipgrad' has no attribute {name!r}{hint}"
-        raise AttributeError(message, name=name, obj=here)
-    value = getattr(importlib.import_module(f"clipgrad.{_LATER[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    if name in _LATER or name.startswith("_"):
+        return _later(name)
+    modules = {own: m for m in (sys.modules[__name__], types, published) for own in m.__all__}
+    if name in modules:
+        place = f"{modules[name].__name__}.{name}"
+        warnings.warn(f"clipgrad.{name} is now {place}", DeprecationWarning, stacklevel=2)
+        return getattr(modules[name], name)
+    places = {own: m.__name__ for own, m in modules.items()}
+    hint = importlib.import_module("clipgrad._elsewhere").hint(name, places)
+    message = f"module 'clipgrad' has no attribute {name!r}{hint}"
+    raise AttributeError(message, name=name, obj=sys.modules[__name__])

@@ -2,7 +2,7 @@
 
 import difflib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 Spelled = TypeVar("Spelled", bound=Callable[..., Any])
@@ -34,8 +34,13 @@ NAMES = {
 }
 
 
-def hint(name: str, public: Iterable[str]) -> str:
-    """A hint for a name that is not here: its name here, or the public name most like it."""
+def hint(name: str, public: Mapping[str, str]) -> str:
+    """A hint for a name that is not here: its name here, or the public name most like it.
+
+    Args:
+      name: the name that somebody wrote.
+      public: the module of each public name.
+    """
     if ours := NAMES.get(name):
         return f"; write clipgrad.{ours}"
     known = [*public, *NAMES]
@@ -45,7 +50,8 @@ def hint(name: str, public: Iterable[str]) -> str:
     likeness = difflib.SequenceMatcher(None, name)  # such as ClipByNorm and clip_by_norm
     same = [own for own in known if _letters(own) == found[0]]
     near = max(same, key=lambda own: likeness.set_seq2(own) or likeness.ratio())
-    return f"; write clipgrad.{NAMES.get(near, near)}"
+    place = f"{public[near]}.{near}" if near in public else f"clipgrad.{NAMES[near]}"
+    return f"; write {place}"
 
 
 def _letters(name: str) -> str:

@@ -59,7 +59,7 @@ class ClipStats(NamedTuple):
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
-      >>> stats = cg.ClipStats.of(jnp.array([3.0, 4.0]), jnp.array([3.0, 1.0]))
+      >>> stats = cg.types.ClipStats.of(jnp.array([3.0, 4.0]), jnp.array([3.0, 1.0]))
       >>> print(stats.norm, stats.clipped, stats.fraction)
       5.0 True 0.5
     """

@@ -14,9 +14,18 @@ from sphinx.transforms import SphinxTransform
 
 import clipgrad
 
-PUBLIC = set(clipgrad.__all__)  # `vars` lacks what is loaded when it is used
+# The place of each public name; `vars` lacks those that are loaded when they are used.
+PUBLIC = {
+    name: f"{module.__name__}.{name}"
+    for module in (clipgrad, clipgrad.types, clipgrad.published)
+    for name in module.__all__
+}
 # A call without prefix may be another library's function of the same name, unless it is a class.
-_NAME = re.compile(r"(?:cg\.|clipgrad\.)(\w+)(?:\(.*\))?$|(\w+)$|([A-Z]\w+)\(.*\)$", re.DOTALL)
+_NAME = re.compile(
+    r"(?:cg\.|clipgrad\.)(?:types\.|published\.)?(\w+)(?:\(.*\))?$|(\w+)$|([A-Z]\w+)\(.*\)$",
+    re.DOTALL,
+)
+_QUOTED = re.compile(r"(?<!`)`(\w+)((?:\.\w+)*)(?:\(\))?`(?!`)")
 _DISPLAY = re.compile(r"\$\$(.+?)\$\$", re.DOTALL)
 _INLINE = re.compile(r"\$([^$]+?)\$")
 
@@ -41,17 +50,23 @@ def _linked(literal: nodes.literal) -> bool:
 
 def _link(literal: nodes.literal, name: str, page: str) -> addnodes.pending_xref:
     link = addnodes.pending_xref(
-        "", refdomain="py", reftype="obj", reftarget=f"clipgrad.{name}", refdoc=page
+        "", refdomain="py", reftype="obj", reftarget=PUBLIC[name], refdoc=page
     )
     link += literal.deepcopy()
     return link
 
 
 def mark_formulas(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list) -> None:
-    """Turns ``$x$`` and ``$$x$$`` in a docstring into Sphinx's math."""
+    """Turns formulas and names in a docstring into Sphinx's math and links."""
     text = _DISPLAY.sub(lambda match: f".. math:: {_one_line(match)}\n", "\n".join(lines))
     text = _INLINE.sub(lambda match: f":math:`{_one_line(match)}`", text)
-    lines[:] = text.split("\n")
+    lines[:] = _QUOTED.sub(_placed, text).split("\n")
+
+
+def _placed(match: re.Match) -> str:
+    """A public name in backticks, or an attribute of one, as a link to its place."""
+    text, name, rest = match.group(0, 1, 2)
+    return f"`{text[1:-1]} <{PUBLIC[name]}{rest}>`" if name in PUBLIC else text
 
 
 def _one_line(match: re.Match) -> str:

@@ -7,7 +7,7 @@ from sphinx.application import Sphinx
 
 import clipgrad
 
-_NAME = "clipgrad.SUGGESTED_THRESHOLDS"
+_NAME = "clipgrad.published.SUGGESTED_THRESHOLDS"
 _LINKED = re.compile(r"(.+), (https://\S+)")
 
 
@@ -19,7 +19,10 @@ def cell(content: Any) -> str:
 def table() -> list[str]:
     """The lines of the table, as reStructuredText."""
     lines = [".. list-table::", "   :header-rows: 1", ""]
-    for row in (clipgrad.SuggestedThreshold._fields, *clipgrad.SUGGESTED_THRESHOLDS):
+    for row in (
+        clipgrad.published.SuggestedThreshold._fields,
+        *clipgrad.published.SUGGESTED_THRESHOLDS,
+    ):
         marks = ["   * - ", *["     - "] * (len(row) - 1)]
         lines += [f"{mark}{cell(field)}" for mark, field in zip(marks, row, strict=True)]
     return lines

@@ -705,7 +705,8 @@ def test_what_is_out_of_range_is_refused(make, error, match):
     (lambda t, x: cg.error_clip(cg.ClipByBlockRMS(t))(jnp.sin), "threshold: got Percentile"),
     (lambda t, x: cg.AdaptiveClip(eps=t), "eps: got .*only the first threshold of a clip by"),
     (lambda t, x: cg.ClipByValue(1.0, t), "min: got .*only the first threshold of a clip by"),
-    (lambda t, x: cg.apply_gradient_clipping(x, clipping_type="norm", clipping_threshold=t),
+    (lambda t, x: cg.published.apply_gradient_clipping(
+        x, clipping_type="norm", clipping_threshold=t),
      "clipping_threshold: got .*, expected a number or an array"),
     (lambda t, x: cg.gradient_clip(t), "rule: got PercentileThreshold.*expected a ClipRule"),
     (lambda t, x: cg.clip_by_norm(type(t)), "max_norm: got .*expected a number"),

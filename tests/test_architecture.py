@@ -17,10 +17,11 @@ TESTS = sorted(pathlib.Path(__file__).parent.glob("test_*.py"))
 
 # Each room (a folder, or a file beside them) may import the ones before it.
 ROOMS = [
-    "_compat", "_docs", "_elsewhere", "_errors", "_folders", "_chart", "_devices", "_trees",
-    "_jaxpr", "_names", "_program", "_frameworks", "_numerics", "_thresholds", "_rules", "_stats",
-    "_error_clip", "_gradient_clip", "_values", "_training", "_per_example", "_check", "_diagnose",
-    "_recorder", "_compare", "__init__", "_demo", "_commands", "__main__",
+    "_compat", "_docs", "_lazily", "_elsewhere", "_errors", "_folders", "_chart", "_devices",
+    "_trees", "_jaxpr", "_names", "_program", "_frameworks", "_numerics", "_thresholds", "_rules",
+    "_stats", "_error_clip", "_gradient_clip", "_values", "_training", "_per_example", "_check",
+    "_diagnose", "_recorder", "_compare", "published", "types", "__init__", "_demo", "_commands",
+    "__main__",
 ]  # fmt: skip
 FOLDERS = sorted(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists())
 

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 
 import clipgrad as cg
-from tests.helpers import NAMES
+from tests.helpers import NAMES, public
 
 pytestmark = pytest.mark.exhaustive
 
@@ -21,7 +21,7 @@ def links(text):
 
 
 def references(name):
-    _, _, section = (getattr(cg, name).__doc__ or "").partition("References:")
+    _, _, section = (public(name).__doc__ or "").partition("References:")
     return section
 
 
@@ -44,7 +44,7 @@ def test_a_source_of_a_docstring_is_in_the_bibliography(name):
 
 
 def test_the_source_of_every_preset_is_in_the_bibliography():
-    sources = " ".join(threshold.source for threshold in cg.SUGGESTED_THRESHOLDS)
+    sources = " ".join(threshold.source for threshold in cg.published.SUGGESTED_THRESHOLDS)
     assert links(sources) <= links(PAGE)
 
 

@@ -167,7 +167,7 @@ def test_a_call_of_another_checker_says_what_to_write_and_that_runs(row):
 
 def test_the_published_thresholds_are_those_of_the_library():
     table = rows("composer", "kind | threshold | for | in")
-    for (kind, value, _, link), entry in zip(table, cg.SUGGESTED_THRESHOLDS, strict=True):
+    for (kind, value, _, link), entry in zip(table, cg.published.SUGGESTED_THRESHOLDS, strict=True):
         author, year = re.match(r"\[(\w+)\b.*?(\d{4})\]\(https://", link).groups()
         assert (kind, float(value)) == (entry.kind, entry.value)
         assert entry.source.startswith(author) and year in entry.source

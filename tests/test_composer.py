@@ -26,7 +26,7 @@ every_layout = pytest.mark.parametrize("axis, axes", LAYOUTS.values(), ids=LAYOU
 
 
 def clip(grads, params=None, kind="adaptive", threshold=0.5, axis=None):
-    return cg.apply_gradient_clipping(
+    return cg.published.apply_gradient_clipping(
         grads, params, clipping_type=kind, clipping_threshold=threshold, axis=axis
     )
 
@@ -168,7 +168,7 @@ def test_a_wrong_threshold_is_refused(kind):
 def test_a_threshold_that_changes_with_the_steps_is_refused(kind, threshold):
     match = "clipping_threshold: got .*expected a number.*such as schedule.step.*gradient_clip"
     with pytest.raises(TypeError, match=match):
-        cg.apply_gradient_clipping(
+        cg.published.apply_gradient_clipping(
             jnp.ones(2), jnp.ones(2), clipping_type=kind, clipping_threshold=threshold
         )
 

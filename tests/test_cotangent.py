@@ -170,13 +170,13 @@ def loss(x, rule=None, probe=None):
 
 def test_the_gradient_of_a_probe_is_what_the_clip_did():
     rule = cg.ErrorClipByValue(max=5.0)
-    gradient, stats = jax.grad(loss, argnums=(0, 2))(1.0, rule, cg.ClipStats.zero())
+    gradient, stats = jax.grad(loss, argnums=(0, 2))(1.0, rule, cg.types.ClipStats.zero())
     assert gradient == 10
     assert (stats.norm, stats.clipped_norm, stats.changed, stats.size) == (10, 5, 1, 1)
 
 
 def test_a_probe_without_a_rule_only_watches():
-    gradient, stats = jax.grad(loss, argnums=(0, 2))(1.0, None, cg.ClipStats.zero())
+    gradient, stats = jax.grad(loss, argnums=(0, 2))(1.0, None, cg.types.ClipStats.zero())
     assert (gradient, stats.norm, stats.clipped) == (20, 10, False)
 
 
@@ -198,11 +198,11 @@ def test_probes_of_a_scan_hold_one_entry_for_each_step(transform, key):
         return rnn(h, xs, probes, rule)
 
     h = jnp.zeros(3)
-    stats = jax.grad(transform(run), argnums=1)(h, cg.ClipStats.zero((6,)))
+    stats = jax.grad(transform(run), argnums=1)(h, cg.types.ClipStats.zero((6,)))
     assert stats.norm.shape == (6,)
 
     def tail(h, start):
-        return rnn(h, xs[start:], cg.ClipStats.zero((6 - start,)), rule)
+        return rnn(h, xs[start:], cg.types.ClipStats.zero((6 - start,)), rule)
 
     for start in range(6):
         state = h
@@ -221,7 +221,7 @@ def test_probes_that_are_shared_add_up_over_uses_lanes_and_devices(key):
     def total(probe):
         return jnp.sum(jax.vmap(lambda x: jnp.sum(cg.clip_cotangent(x, rule, probe=probe) ** 2))(x))
 
-    lanes = jax.grad(total)(cg.ClipStats.zero())
+    lanes = jax.grad(total)(cg.types.ClipStats.zero())
     assert lanes.size == 24
     np.testing.assert_allclose(lanes.norm, 2 * jnp.linalg.norm(x), rtol=1e-6)
     np.testing.assert_allclose(lanes.clipped_norm, 0.1 * 8**0.5, rtol=1e-6)
@@ -233,7 +233,7 @@ def test_probes_that_are_shared_add_up_over_uses_lanes_and_devices(key):
         return jax.lax.psum(jnp.sum(y**2), "x")
 
     sharded = jax.shard_map(mapped, mesh=mesh, in_specs=(P("x"), P()), out_specs=P())
-    devices = jax.jit(jax.grad(sharded, argnums=1))(x, cg.ClipStats.zero())
+    devices = jax.jit(jax.grad(sharded, argnums=1))(x, cg.types.ClipStats.zero())
     for a, b in zip(devices, lanes, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
@@ -241,7 +241,7 @@ def test_probes_that_are_shared_add_up_over_uses_lanes_and_devices(key):
 @pytest.mark.exhaustive
 def test_a_probe_may_be_float64():
     with jax.enable_x64(True):
-        zero = cg.ClipStats.zero(dtype=jnp.float64)
+        zero = cg.types.ClipStats.zero(dtype=jnp.float64)
         stats = jax.grad(loss, argnums=2)(jnp.float64(1e200), None, zero)
         assert stats.norm == 10 and stats.norm.dtype == jnp.float64
 
@@ -249,8 +249,11 @@ def test_a_probe_may_be_float64():
 @pytest.mark.parametrize(
     "bad, match",
     [
-        (0.0, r"probe: got float, expected clipgrad.ClipStats.zero\(\)"),
-        (cg.ClipStats.zero((3,)), r"probe: got leading axes \(3,\), expected a probe without"),
+        (0.0, r"probe: got float, expected clipgrad.types.ClipStats.zero\(\)"),
+        (
+            cg.types.ClipStats.zero((3,)),
+            r"probe: got leading axes \(3,\), expected a probe without",
+        ),
     ],
 )
 def test_what_is_no_probe_is_refused(bad, match):

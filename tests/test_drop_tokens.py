@@ -287,7 +287,7 @@ def test_vmap_counts_the_tokens_of_every_lane():
     def total(probe, x):
         return jnp.sum(jax.vmap(functools.partial(loss, probe))(x))
 
-    stats = jax.jit(jax.grad(total))(cg.ClipStats.zero(), jnp.stack([X, X, X]))
+    stats = jax.jit(jax.grad(total))(cg.types.ClipStats.zero(), jnp.stack([X, X, X]))
     assert (stats.changed, stats.size, stats.nonfinite) == (3, 24, 0)
 
 

@@ -201,7 +201,7 @@ def test_smaller_edges():
     with pytest.raises(ValueError, match=r"threshold: got an array of shape \(1,\), expected one"):
         cg.ClipByGlobalNorm(jnp.array([1.0]))(jnp.ones(2))
     with pytest.raises(ValueError, match="dtype: got bfloat16, expected float32 or float64"):
-        cg.ClipStats.zero(dtype=jnp.bfloat16)
+        cg.types.ClipStats.zero(dtype=jnp.bfloat16)
     with pytest.raises(TypeError, match="name it in static_args"):
         jax.jit(lambda axis: cg.ClipByNorm(1.0, axis=axis)(jnp.ones(2)))(0)
 
@@ -272,7 +272,7 @@ def test_an_error_clip_warns_nobody_of_numpy_numbers(rule):
         return sum_of(cg.clip_cotangent(params, rule, probe=probe))
 
     def grads_and_norm():
-        _, stats = jax.grad(loss, argnums=(0, 1))(NUMPY, cg.ClipStats.zero())
+        _, stats = jax.grad(loss, argnums=(0, 1))(NUMPY, cg.types.ClipStats.zero())
         return jax.grad(loss)(NUMPY), stats.norm
 
     grads, norm = jax.eval_shape(grads_and_norm)
@@ -305,11 +305,11 @@ def test_a_training_step_warns_nobody_of_numpy_numbers(options):
 @pytest.mark.kinds()
 @pytest.mark.parametrize("run", [
     lambda: cg.global_norm(NUMPY),
-    lambda: cg.ClipStats.of(NUMPY, NUMPY),
+    lambda: cg.types.ClipStats.of(NUMPY, NUMPY),
     lambda: cg.clip_by_global_norm(1.0).update(
         NUMPY, optax.EmptyState(), grad_norm=np.float64(3.0)),
     lambda: cg.clip_grads(NUMPY, cg.ClipByGlobalNorm(1.0), norm=np.float64(3.0)),
-    *(lambda kind=kind: cg.apply_gradient_clipping(
+    *(lambda kind=kind: cg.published.apply_gradient_clipping(
         NUMPY, NUMPY, clipping_type=kind, clipping_threshold=np.float64(0.1))
       for kind in ("norm", "value", "adaptive")),
     *(lambda options=options: (lambda tx: tx.update(NUMPY, tx.init(NUMPY), NUMPY))(
@@ -350,8 +350,8 @@ def step_of(tx):
     lambda: cg.clip_by_norm(1.0, stats=True).init(SCALES),
     lambda: cg.skip_spikes(optax.sgd(0.1)).init(SCALES),
     lambda: cg.global_norm(SCALES),
-    lambda: cg.ClipStats.of(SCALES, SCALES),
-    *(lambda kind=kind: cg.apply_gradient_clipping(
+    lambda: cg.types.ClipStats.of(SCALES, SCALES),
+    *(lambda kind=kind: cg.published.apply_gradient_clipping(
         SCALES, SCALES, clipping_type=kind, clipping_threshold=0.1)
       for kind in ("norm", "value", "adaptive")),
     lambda: cg.clip_per_example(scaled, cg.ClipByNorm(1.0))(SCALES, jnp.ones(2)),
@@ -406,4 +406,6 @@ def test_a_limit_of_units_of_another_shape_is_refused(wrong):
             with pytest.raises(ValueError, match=match):
                 clip(rule, x, x)
     with pytest.raises(ValueError, match=match):
-        cg.apply_gradient_clipping(x, x, clipping_type="adaptive", clipping_threshold=wrong)
+        cg.published.apply_gradient_clipping(
+            x, x, clipping_type="adaptive", clipping_threshold=wrong
+        )

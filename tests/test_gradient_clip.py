@@ -82,7 +82,7 @@ def test_the_state_keeps_its_structure_in_a_scan(name, threshold, stats, key):
     grads = jax.tree.map(lambda x: jnp.stack([x] * 3), tree_of(key, jnp.bfloat16, 9.0))
     state, updates = jax.lax.scan(body, tx.init(params), grads)
     chex.assert_trees_all_equal_shapes_and_dtypes(updates, grads)
-    if isinstance(state, cg.GradientClipState):
+    if isinstance(state, cg.types.GradientClipState):
         assert state.count == 3
         assert (state.stats is None) == (not stats)
 

@@ -151,7 +151,7 @@ def test_each_leaf_has_the_statistics_of_its_own_clip(case, key):
     chex.assert_trees_all_equal_shapes_and_dtypes(state, first)
     assert list(state.leaf_stats) == ["bias", "conv", "dense", "empty"]
     for path, stats in state.leaf_stats.items():
-        expected = cg.ClipStats.of(grads[path], updates[path])
+        expected = cg.types.ClipStats.of(grads[path], updates[path])
         np.testing.assert_allclose(stats.norm, expected.norm, rtol=1e-6)
         np.testing.assert_allclose(stats.clipped_norm, expected.clipped_norm, rtol=1e-6)
         assert (stats.clipped, stats.nonfinite, stats.size) == (

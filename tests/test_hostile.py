@@ -65,13 +65,13 @@ GRADIENTS: dict[str, Callable[[Any], Any]] = {
     "an adaptive threshold": lambda tree: updated(cg.clip_by_norm(cg.EMAThreshold()), tree),
     "statistics by leaf": lambda tree: updated(cg.clip_by_value(1.0, stats="per_leaf"), tree),
     "skip_spikes": lambda tree: updated(cg.skip_spikes(optax.identity()), tree),
-    "apply_gradient_clipping": lambda tree: cg.apply_gradient_clipping(
+    "apply_gradient_clipping": lambda tree: cg.published.apply_gradient_clipping(
         tree, tree, clipping_type="adaptive", clipping_threshold=0.1
     ),
 }
 MEASURES = {
     "global_norm": cg.global_norm,
-    "ClipStats.of": lambda tree: cg.ClipStats.of(tree, tree),
+    "ClipStats.of": lambda tree: cg.types.ClipStats.of(tree, tree),
 }
 PARAMETERS = {"TrainStep.init": cg.train_step(loss, optax.sgd(0.1)).init}
 ANYTHING = {
@@ -414,7 +414,7 @@ def test_scalars_passes_over_what_is_no_number():
 )
 def test_norms_that_are_no_numbers_are_refused(norms):
     with pytest.raises(TypeError, match="norms: got .*expected an array or a list of numbers"):
-        cg.suggest_threshold(norms)
+        cg.published.suggest_threshold(norms)
 
 
 @pytest.mark.exhaustive

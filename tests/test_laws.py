@@ -247,7 +247,7 @@ def test_a_threshold_that_is_no_number_is_refused(case, bad):
         ("max_norm", cg.clip_by_global_norm),
         ("threshold", cg.clip_by_block_rms),
         ("clipping", cg.adaptive_grad_clip),
-        ("clipping_threshold", lambda c: cg.apply_gradient_clipping(
+        ("clipping_threshold", lambda c: cg.published.apply_gradient_clipping(
             jnp.ones(2), clipping_type="norm", clipping_threshold=c)),
     ],
     ids=range(9),

@@ -246,7 +246,7 @@ def test_statistics_are_those_of_a_probe_written_by_hand(program):
         return loss_of(program, leave)(X)
 
     for name, found in stats.items():
-        dummy = jax.grad(with_dummy)(cg.ClipStats.zero(), name)
+        dummy = jax.grad(with_dummy)(cg.types.ClipStats.zero(), name)
         total = jax.tree.map(lambda s, d: s.reshape(-1, *d.shape).sum(0), found, dummy)
         np.testing.assert_allclose(total.norm, dummy.norm, rtol=1e-6)
         assert float(total.size) == float(dummy.size)

@@ -85,12 +85,12 @@ def error(params: Any, batch: Any) -> Any:
     return jnp.sum((h + params["b"]) ** 2)
 
 
-def training() -> cg.TrainStep:
+def training() -> cg.types.TrainStep:
     tx = optax.chain(cg.clip_by_global_norm(1.0, stats=True), optax.adam(1e-2))
     return cg.train_step(error, tx, error_clip={"h": cg.ClipByNorm(0.5)}, donate=False)
 
 
-def used_training() -> cg.TrainStep:
+def used_training() -> cg.types.TrainStep:
     """The same after its function was compiled."""
     step = training()
     run_steps(step)
@@ -174,7 +174,7 @@ CASES = [
     Case("TrainStep after a call", used_training, run_steps, plain=False),
     Case("TrainState at first", lambda: training().init(PARAMS), itself),
     Case("TrainState and metrics", lambda: run_steps(training()), itself),
-    Case("ClipStats", lambda: cg.ClipStats.of(PARAMS, PARAMS), itself),
+    Case("ClipStats", lambda: cg.types.ClipStats.of(PARAMS, PARAMS), itself),
     *(Case(name, make, follow) for name, make in THRESHOLDS.items()),
     *(
         Case(f"state of {name}", lambda make=make: follow(make())[1], itself)
@@ -187,7 +187,7 @@ CASES = [
     Case("state of skip_spikes of a clip", lambda: optimize(spikes_and_a_clip())[1], itself),
     Case("clip_per_example", lambda: cg.clip_per_example(linear, cg.ClipByNorm(1.0)),
          clip_examples, plain=False),
-    Case("SUGGESTED_THRESHOLDS", lambda: cg.SUGGESTED_THRESHOLDS,
+    Case("SUGGESTED_THRESHOLDS", lambda: cg.published.SUGGESTED_THRESHOLDS,
          lambda entries: [np.float64(entry.value) for entry in entries]),
 ]  # fmt: skip
 WAYS = {
@@ -248,15 +248,15 @@ STATES = {
     **{name: (lambda make=make: follow(make())) for name, make in THRESHOLDS.items()},
     "skip_spikes": lambda: optimize(spikes(window=4))[1],
     "skip_spikes without outliers": lambda: optimize(spikes(sigma=None))[1],
-    "ClipStats": lambda: cg.ClipStats.of(PARAMS, PARAMS),
+    "ClipStats": lambda: cg.types.ClipStats.of(PARAMS, PARAMS),
     "clip_grads": lambda: cg.clip_grads(PARAMS, cg.ClipByNorm(0.5)),
     "a probe": lambda: jax.grad(
         lambda probe: jnp.sum(cg.clip_cotangent(PARAMS["w"], cg.ClipByNorm(0.5), probe=probe))
-    )(cg.ClipStats.zero()),
+    )(cg.types.ClipStats.zero()),
     **{
         name: (lambda make=make: optimize(make())[1])
         for name, make in CLIPS.items()
-        if isinstance(make().init(PARAMS), cg.GradientClipState)
+        if isinstance(make().init(PARAMS), cg.types.GradientClipState)
     },
     "TrainState and metrics": lambda: run_steps(training()),
 }
@@ -277,7 +277,9 @@ def test_an_exported_training_goes_on_from_the_state_that_it_returned():
         expected = step(state, batch)
         state, metrics = loaded.call(state, batch)
         assert_same((state, metrics), expected)
-        assert isinstance(state, cg.TrainState) and isinstance(metrics["clips"][0], cg.ClipStats)
+        assert isinstance(state, cg.types.TrainState) and isinstance(
+            metrics["clips"][0], cg.types.ClipStats
+        )
 
 
 def test_an_exported_update_goes_on_from_the_state_that_it_returned():
@@ -290,4 +292,4 @@ def test_an_exported_update_goes_on_from_the_state_that_it_returned():
         expected = update(grads, state, PARAMS)
         updates, state = loaded.call(grads, state, PARAMS)
         assert_same((updates, state), expected)
-        assert isinstance(state, cg.SkipSpikesState) and state.skipped == skipped
+        assert isinstance(state, cg.types.SkipSpikesState) and state.skipped == skipped

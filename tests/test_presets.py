@@ -10,7 +10,7 @@ import clipgrad as cg
 
 
 def test_every_entry_says_where_it_is_from():
-    for entry in cg.SUGGESTED_THRESHOLDS:
+    for entry in cg.published.SUGGESTED_THRESHOLDS:
         assert entry.kind in ("norm", "value", "adaptive")
         assert entry.setting
         assert re.search(r", \d{4}, https://\S+$", entry.source)
@@ -21,12 +21,12 @@ def test_the_percentile_of_the_finite_norms(percentile):
     norms = np.random.default_rng(0).lognormal(size=(7, 30))
     expected = np.percentile(norms, percentile)
     spoilt = np.concatenate([norms.ravel(), [np.nan, np.inf]])
-    assert cg.suggest_threshold(norms, percentile) == pytest.approx(expected)
-    assert cg.suggest_threshold(spoilt, percentile) == pytest.approx(expected)
+    assert cg.published.suggest_threshold(norms, percentile) == pytest.approx(expected)
+    assert cg.published.suggest_threshold(spoilt, percentile) == pytest.approx(expected)
 
 
 def test_the_default_is_the_ninetieth():
-    assert cg.suggest_threshold(jnp.arange(101.0)) == pytest.approx(90)
+    assert cg.published.suggest_threshold(jnp.arange(101.0)) == pytest.approx(90)
 
 
 @pytest.mark.parametrize(
@@ -41,4 +41,4 @@ def test_the_default_is_the_ninetieth():
 )
 def test_bad_input_is_refused(norms, percentile, match):
     with pytest.raises(ValueError, match=match):
-        cg.suggest_threshold(norms, percentile)
+        cg.published.suggest_threshold(norms, percentile)

@@ -155,7 +155,7 @@ def by_hand(block):
     def loss(x, probes):
         return jnp.sum(jnp.cos(run(block, x, probes, tag)))
 
-    probes = {number: cg.ClipStats.zero(nest) for number, _, nest in sites}
+    probes = {number: cg.types.ClipStats.zero(nest) for number, _, nest in sites}
     value, (grads, each) = jax.value_and_grad(loss, argnums=(0, 1))(X, probes)
     return value, grads, {name: _total(name, sites, each) for name in {s[1] for s in sites}}
 

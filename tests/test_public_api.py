@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import clipgrad as cg
-from tests.helpers import NAMES
+from tests.helpers import HOMES, NAMES, public
 
 ROOT = pathlib.Path(__file__).parents[1]
 # These need matplotlib or orbax, which README's command does not install.
@@ -24,22 +24,34 @@ MODULES = [
     for module in pkgutil.walk_packages(cg.__path__, "clipgrad.")
     if not module.name.endswith("__main__")
 ]
-FUNCTIONS = [name for name in NAMES if inspect.isfunction(getattr(cg, name))]
-CLASSES = [name for name in NAMES if inspect.isclass(getattr(cg, name))]
+FUNCTIONS = [name for name in NAMES if inspect.isfunction(public(name))]
+CLASSES = [name for name in NAMES if inspect.isclass(public(name))]
 
 
 EXPORT = re.compile(r"( *)from clipgrad\.([\w.]+) import (\w+) as \3$", re.MULTILINE)
 
 
-def test_exports_are_sorted_and_explicit():
-    text = (ROOT / "clipgrad" / "__init__.py").read_text()
-    exports = EXPORT.findall(text)
-    assert len(exports) == text.count("from clipgrad")
-    assert sorted(name for _, _, name in exports) == NAMES
-    modules = [(bool(indent), module) for indent, module, _ in exports]
-    assert modules == sorted(modules)
+@pytest.mark.parametrize(
+    ("module", "later"),
+    [(cg, cg._LATER), (cg.types, cg.types._HOMES), (cg.published, {})],
+    ids=["clipgrad", "types", "published"],
+)
+def test_exports_are_sorted_and_explicit(module, later):
+    exports = EXPORT.findall(pathlib.Path(module.__file__).read_text())
+    assert sorted(name for _, _, name in exports) == module.__all__
+    rooms = [(bool(indent), room) for indent, room, _ in exports]
+    assert rooms == sorted(rooms)
     # What only type checkers import is loaded when it is used.
-    assert {name: module for indent, module, name in exports if indent} == cg._LATER
+    assert {name: room for indent, room, name in exports if indent} == later
+
+
+@pytest.mark.parametrize("name", [*cg.types.__all__, *cg.published.__all__])
+def test_a_name_that_has_moved_says_where_it_is(name):
+    place = f"{HOMES[name].__name__}.{name}"
+    with pytest.warns(DeprecationWarning, match=f"^clipgrad.{name} is now {place}$"):
+        assert getattr(cg, name) is public(name)
+    with pytest.raises(AttributeError, match=f"; write {place}$"):
+        getattr(cg, name[:3] + name[2:])
 
 
 @pytest.mark.exhaustive
@@ -76,8 +88,9 @@ for name in sorted(name for name in sys.modules if name.split(".")[0] == "clipgr
     assert bool(jnp.isfinite(clipped).all()), name
 state, metrics = step(state, jnp.array([3.0, 4.0]))
 assert cg.scalars(metrics)["clip/norm"] == 5 and cg.scalars(state)["clip/norm"] == 5
-assert isinstance(metrics["clips"][0], cg.ClipStats) and isinstance(state, cg.TrainState)
-exported = jax.export.export(jax.jit(lambda: cg.ClipStats.zero()))().serialize()
+assert isinstance(metrics["clips"][0], cg.types.ClipStats)
+assert isinstance(state, cg.types.TrainState)
+exported = jax.export.export(jax.jit(lambda: cg.types.ClipStats.zero()))().serialize()
 """
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -91,17 +104,17 @@ def test_the_index_of_the_reference_names_everything_public(name):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_are_documented_with_arguments_results_and_an_example(name):
-    doc = inspect.getdoc(getattr(cg, name))
+    doc = inspect.getdoc(public(name))
     assert doc.split("\n")[0].endswith(".")
     for section in ("Args:", "Returns:", "Raises:", "Example:", ">>> "):
         assert section in doc, section
-    for parameter in inspect.signature(getattr(cg, name)).parameters:
+    for parameter in inspect.signature(public(name)).parameters:
         assert re.search(rf"^\s+{parameter}: ", doc, re.MULTILINE), parameter
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_are_documented(name):
-    doc = inspect.getdoc(getattr(cg, name))
+    doc = inspect.getdoc(public(name))
     assert doc and ("Args:" in doc or "Attributes:" in doc or name == "TrainState")
 
 

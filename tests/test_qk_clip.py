@@ -414,7 +414,7 @@ def test_logits_and_kernels_that_do_not_fit_are_refused(pair, max_logits, match)
 
 
 def test_logits_that_are_no_numbers_are_refused():
-    tx, stats = cg.qk_clip([PAIR]), cg.ValueStats.of(jnp.ones((4, 3)), axis=0)
+    tx, stats = cg.qk_clip([PAIR]), cg.types.ValueStats.of(jnp.ones((4, 3)), axis=0)
     for given in (stats, {"a": 1}):
         with pytest.raises(TypeError, match=r"for 'logits', .* such as stats\[name\].highest"):
             tx.update(PARAMS, tx.init(PARAMS), PARAMS, max_logits={"logits": given})

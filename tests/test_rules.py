@@ -206,7 +206,7 @@ def watched(rule, grads):
     def loss(x, probe):
         return jnp.sum(cg.clip_cotangent(x, rule, probe=probe) * grads)
 
-    return jax.grad(loss, argnums=(0, 1))(grads, cg.ClipStats.zero())[0]
+    return jax.grad(loss, argnums=(0, 1))(grads, cg.types.ClipStats.zero())[0]
 
 
 OWN = {"subclass of the protocol": OfTheProtocol, "subclass of a rule": OfARule,

@@ -82,7 +82,7 @@ def test_the_state_of_an_optimizer_gives_its_clips_and_nothing_else():
     assert "skip_spikes/skipped_count" in found
     assert all(name.startswith(("clip/", "skip_spikes/")) for name in found)
     assert float(found["clip/norm"]) == 5.0
-    assert set(cg.scalars(cg.TrainState(PARAMS, state))) == set(found)
+    assert set(cg.scalars(cg.types.TrainState(PARAMS, state))) == set(found)
 
 
 def test_several_clips_are_numbered():
@@ -174,7 +174,7 @@ def test_gradients_by_module_are_the_norms_of_all_parameters_in_each():
 def test_a_clip_of_each_leaf_is_measured_by_module_and_nothing_is_counted_twice():
     clip = cg.clip_by_norm(1.0, stats="per_leaf")
     _, state = clip.update(GRADS, clip.init(GRADS))
-    found = cg.scalars(cg.TrainState(GRADS, (state, optax.EmptyState())), by="module")
+    found = cg.scalars(cg.types.TrainState(GRADS, (state, optax.EmptyState())), by="module")
     for field in FIELDS:
         assert f"clip/grad/blocks/0/{field}" in found
     assert float(found["clip/grad/blocks/0/up/norm"]) == 2.0

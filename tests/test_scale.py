@@ -47,7 +47,7 @@ def spikes(**options):
 
 
 def composer(clipping_type, axis=None):
-    return lambda tree: cg.apply_gradient_clipping(
+    return lambda tree: cg.published.apply_gradient_clipping(
         tree, tree, clipping_type=clipping_type, clipping_threshold=0.1, axis=axis
     )
 
@@ -84,7 +84,7 @@ def in_the_backward_pass(rule):
     def loss(tree, probe):
         return total(cg.clip_cotangent(tree, rule, probe=probe))
 
-    return lambda tree: jax.grad(loss, argnums=(0, 1))(tree, cg.ClipStats.zero())
+    return lambda tree: jax.grad(loss, argnums=(0, 1))(tree, cg.types.ClipStats.zero())
 
 
 def tagged(tree, x):
@@ -94,7 +94,7 @@ def tagged(tree, x):
 def train(tx, **options):
     def run(tree):
         step = cg.train_step(tagged, tx, **options)
-        state, metrics = step.update(cg.TrainState(tree, tx.init(tree)), jnp.ones(()))
+        state, metrics = step.update(cg.types.TrainState(tree, tx.init(tree)), jnp.ones(()))
         return state.params, metrics
 
     return run
@@ -171,7 +171,7 @@ FUNCTIONS = {
 MEASURES = {
     "global_norm": cg.global_norm,
     "global_norm(ord=3)": lambda tree: cg.global_norm(tree, ord=3),
-    "ClipStats.of": lambda tree: cg.ClipStats.of(tree, tree),
+    "ClipStats.of": lambda tree: cg.types.ClipStats.of(tree, tree),
     **{
         f"{name}, statistics": lambda tree, r=rule: cg.clip_grads(tree, r, tree)[1]
         for name, rule in RULES.items()

@@ -161,7 +161,7 @@ NOTHING = {
     ),
     "axis of Composer's": (
         "axis",
-        lambda: cg.apply_gradient_clipping(
+        lambda: cg.published.apply_gradient_clipping(
             TREE, TREE, clipping_type="adaptive", clipping_threshold=1.0, axis={WRONG: 1}
         ),
     ),
@@ -181,7 +181,7 @@ NOTHING = {
         "value_and_grad_with_stats",
         lambda: jax.eval_shape(
             lambda: cg.train_step(loss, optax.sgd(1.0), error_clip={WRONG: None}).update(
-                cg.TrainState(TREE, optax.sgd(1.0).init(TREE)), 1.0
+                cg.types.TrainState(TREE, optax.sgd(1.0).init(TREE)), 1.0
             )
         ),
     ),

@@ -70,7 +70,7 @@ def batches(steps: int) -> list[Batch]:
 class Training(NamedTuple):
     """A step, its first parameters, and one entry for each time that its loss was traced."""
 
-    step: cg.TrainStep
+    step: cg.types.TrainStep
     params: Any
     traces: list[int]
 
@@ -88,9 +88,9 @@ class Training(NamedTuple):
 def and_finite(before: jax.Array, state: Any, metrics: Any) -> jax.Array:
     """Whether all of a state is finite, but for statistics, which report of a NaN what it was."""
     bad = metrics["nonfinite"] > 0
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, cg.ClipStats))
-    kept = [x for x in leaves if not isinstance(x, cg.ClipStats)]
-    stats = jax.tree.leaves([x for x in leaves if isinstance(x, cg.ClipStats)])
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, cg.types.ClipStats))
+    kept = [x for x in leaves if not isinstance(x, cg.types.ClipStats)]
+    stats = jax.tree.leaves([x for x in leaves if isinstance(x, cg.types.ClipStats)])
     finite = [jnp.isfinite(x).all() for x in kept]
     return before & jnp.stack(finite).all() & (bad | jnp.isfinite(jnp.hstack(stats)).all())
 
@@ -162,7 +162,7 @@ def exported(shared: Training, folder: pathlib.Path) -> Ends:
     some, state = batches(300), shared.step.init(shared.params)
     program = jax.export.export(shared.step.update)(state, some[0])
     loaded = jax.jit(jax.export.deserialize(program.serialize()).call)
-    there = shared._replace(step=cg.TrainStep(loaded, shared.step.optimizer))
+    there = shared._replace(step=cg.types.TrainStep(loaded, shared.step.optimizer))
     return there.run(there.step.init(shared.params), some), shared.run(state, some)
 
 

@@ -24,7 +24,7 @@ def norm(tree):
 @hypothesis.given(tree=trees())
 def test_norms_are_those_before_and_after(tree):
     clipped = cg.ClipByValue(0.5)(tree)
-    stats = cg.ClipStats.of(tree, clipped)
+    stats = cg.types.ClipStats.of(tree, clipped)
     np.testing.assert_allclose(stats.norm, norm(tree), rtol=1e-6)
     np.testing.assert_allclose(stats.clipped_norm, norm(clipped), rtol=1e-6)
     scale = norm(clipped) / norm(tree) if norm(tree) else 1
@@ -40,7 +40,7 @@ def test_norms_are_those_before_and_after(tree):
 @pytest.mark.parametrize("exponent", range(-37, 39, 5))
 def test_a_norm_is_right_in_the_whole_range_of_float32(exponent):
     x = jnp.array([3.0, 4.0]) * 10.0 ** (exponent - 1)
-    for stats in (cg.ClipStats.of(x, x), cg.clip_grads(x, cg.ClipByGlobalNorm(1e38))[1]):
+    for stats in (cg.types.ClipStats.of(x, x), cg.clip_grads(x, cg.ClipByGlobalNorm(1e38))[1]):
         np.testing.assert_allclose(stats.norm, norm(x), rtol=1e-6)
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(stats))
 
@@ -50,7 +50,7 @@ def test_a_norm_is_right_in_the_whole_range_of_float32(exponent):
 @hypothesis.given(tree=trees(), other=trees())
 def test_statistics_add_up(tree, other):
     rule = cg.ClipByValue(0.1)
-    stats = [cg.ClipStats.of(t, rule(t)) for t in (tree, other, [tree, other])]
+    stats = [cg.types.ClipStats.of(t, rule(t)) for t in (tree, other, [tree, other])]
     total = jax.tree.map(jnp.add, *stats[:2])
     for a, b in zip(total, stats[2], strict=True):
         # The third sum, of elements scaled up, is read where the total is small.
@@ -68,7 +68,7 @@ SIZES = [0.0, 2e-38, 1e-30, 3e-10, 1e-9, 1.0, 1e14, 1e15, 2e15, 1e30, 1e38]
 @pytest.mark.parametrize("second", SIZES)
 def test_sums_of_any_two_ranges_add_up(first, second):
     parts = [jnp.full(3, size, jnp.float32) for size in (first, second)]
-    together = [cg.ClipStats.of(x, x) for x in parts]
+    together = [cg.types.ClipStats.of(x, x) for x in parts]
     total = jax.tree.map(jnp.add, *together).norm
     np.testing.assert_allclose(total, norm(parts), rtol=1e-6)
 
@@ -102,9 +102,9 @@ def test_on_a_cpu_only_one_pass_is_made_over_ordinary_numbers():
 
 def test_nan_and_inf_are_counted_and_show_in_the_norm():
     x = jnp.array([jnp.nan, jnp.inf, 1.0])
-    stats = cg.ClipStats.of(x, x)
+    stats = cg.types.ClipStats.of(x, x)
     assert stats.nonfinite == 2 and jnp.isnan(stats.norm) and not stats.clipped
-    infinite = cg.ClipStats.of(x[1:], x[1:])
+    infinite = cg.types.ClipStats.of(x[1:], x[1:])
     assert infinite.norm == jnp.inf and infinite.nonfinite == 1
 
 
@@ -112,9 +112,11 @@ def test_nan_and_inf_are_counted_and_show_in_the_norm():
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_norms_can_be_differentiated(scale):
     x = jnp.array([3.0, 4.0]) * scale
-    gradient = jax.grad(lambda x: cg.ClipStats.of(x, x).norm)(x)
+    gradient = jax.grad(lambda x: cg.types.ClipStats.of(x, x).norm)(x)
     np.testing.assert_allclose(gradient, [0.6, 0.8], rtol=1e-6)
-    at_zero = jax.grad(lambda x: cg.ClipStats.of(x, x).norm + cg.ClipStats.of(x, x).scale)(0 * x)
+    at_zero = jax.grad(
+        lambda x: cg.types.ClipStats.of(x, x).norm + cg.types.ClipStats.of(x, x).scale
+    )(0 * x)
     np.testing.assert_array_equal(at_zero, np.zeros(2))
 
 
@@ -122,7 +124,7 @@ def test_float64_has_its_own_range():
     with jax.enable_x64(True):
         for scale in (1e-300, 1e-200, 1.0, 1e200, 1e300):
             x = jnp.array([3.0, 4.0]) * scale
-            stats = cg.ClipStats.of(x, x)
+            stats = cg.types.ClipStats.of(x, x)
             assert stats.norm.dtype == jnp.float64
             np.testing.assert_allclose(stats.norm, 5 * scale, rtol=1e-14)
 
@@ -146,9 +148,9 @@ def test_the_closed_form_equals_the_sums(case, scale, key):
         del grads["zero"]
     tx = cg.gradient_clip(case.make(0.5), stats="per_leaf")
     clipped, state = tx.update(grads, tx.init(grads), grads)
-    assert_equal_statistics(state.stats, cg.ClipStats.of(grads, clipped))
+    assert_equal_statistics(state.stats, cg.types.ClipStats.of(grads, clipped))
     for name, closed in state.leaf_stats.items():
-        assert_equal_statistics(closed, cg.ClipStats.of(grads[name], clipped[name]))
+        assert_equal_statistics(closed, cg.types.ClipStats.of(grads[name], clipped[name]))
 
 
 @pytest.mark.kinds()
@@ -194,14 +196,14 @@ def test_elements_that_are_zero_count_as_changed_where_their_group_is_scaled(rul
 def test_trees_that_are_not_before_and_after_the_same_clip_are_refused(after, match):
     before = {"a": np.ones(2)}
     with pytest.raises(ValueError, match=match):
-        cg.ClipStats.of(before, after)
-    assert cg.ClipStats.of(before | {"n": 3}, {"a": np.zeros(2), "n": None}).changed == 2
+        cg.types.ClipStats.of(before, after)
+    assert cg.types.ClipStats.of(before | {"n": 3}, {"a": np.zeros(2), "n": None}).changed == 2
 
 
 def test_zero_is_neutral_and_has_the_structure_of_all_others():
-    stats = cg.ClipStats.of(jnp.array([3.0]), jnp.array([1.0]))
-    assert_same(jax.tree.map(jnp.add, stats, cg.ClipStats.zero()), stats)
-    zero = cg.ClipStats.zero((5,))
+    stats = cg.types.ClipStats.of(jnp.array([3.0]), jnp.array([1.0]))
+    assert_same(jax.tree.map(jnp.add, stats, cg.types.ClipStats.zero()), stats)
+    zero = cg.types.ClipStats.zero((5,))
     assert zero.norm.shape == zero.clipped.shape == (5,) and zero.before.shape == (5, 3)
     assert (zero.norm == 0).all() and (zero.scale == 1).all() and (zero.fraction == 0).all()
 

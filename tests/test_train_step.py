@@ -80,7 +80,7 @@ def test_the_metrics_say_what_was_clipped(key):
     np.testing.assert_allclose(metrics["clipped_norm"], 1, rtol=1e-6)
     np.testing.assert_allclose(metrics["clip_scale"], 1 / metrics["grad_norm"], rtol=1e-6)
     (clip,) = metrics["clips"]
-    assert isinstance(clip, cg.ClipStats) and clip.norm == metrics["grad_norm"]
+    assert isinstance(clip, cg.types.ClipStats) and clip.norm == metrics["grad_norm"]
 
 
 def test_a_gradient_that_is_not_finite_is_counted(key):
@@ -107,7 +107,7 @@ def test_the_state_is_that_of_optax_and_metrics_say_what_was_clipped_all_the_sam
     old = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)).init(params)
     step = cg.train_step(loss_fn, optax.chain(cg.clip_by_global_norm(1.0), optax.sgd(0.1)))
     assert jax.tree.structure(step.init(params).opt_state) == jax.tree.structure(old)
-    state, metrics = step(cg.TrainState(params, old), batch)
+    state, metrics = step(cg.types.TrainState(params, old), batch)
     assert jax.tree.structure(state.opt_state) == jax.tree.structure(old)
     np.testing.assert_allclose(metrics["clipped_norm"], 1, rtol=1e-6)
 
@@ -491,7 +491,7 @@ def test_integers_and_booleans_among_the_parameters_stay_as_they_are(key):
         assert_close({k: state.params[k] for k in params}, expected.params, rtol=1e-5)
         np.testing.assert_allclose(metrics["grad_norm"], plain_metrics["grad_norm"], rtol=1e-5)
         assert step(state, batch)[0].params["table"].dtype == jnp.int32
-    whole = cg.TrainState(params | buffers, tx.init(params | buffers))
+    whole = cg.types.TrainState(params | buffers, tx.init(params | buffers))
     with pytest.raises(ValueError, match="state: got an optimizer state of another structure"):
         step(whole, batch)
 

@@ -74,10 +74,10 @@ def test_the_statistics_of_an_array_are_those_of_numpy(name, axis):
     value = ARRAYS[name]
     if axis is not None and value.ndim == 0:
         with pytest.raises(ValueError, match=r"axis: got .*, expected an axis of an array of sha"):
-            cg.ValueStats.of(jnp.asarray(value, jnp.float32), axis)
+            cg.types.ValueStats.of(jnp.asarray(value, jnp.float32), axis)
         return
     x = jnp.asarray(value, jnp.complex64 if value.dtype.kind == "c" else jnp.float32)
-    stats = cg.ValueStats.of(x, axis)
+    stats = cg.types.ValueStats.of(x, axis)
     assert stats.max.shape == (() if axis is None else (x.shape[axis],))
     if name != "inf" and name != "NaN":
         assert_stats(stats, [value], axis)
@@ -91,7 +91,7 @@ def test_the_statistics_of_an_array_are_those_of_numpy(name, axis):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_narrow_types_are_summed_in_float32(dtype):
     x = jnp.full((300, 4), 300.0, dtype)
-    stats = cg.ValueStats.of(x)
+    stats = cg.types.ValueStats.of(x)
     assert stats.norm.dtype == jnp.float32
     assert_stats(stats, [np.asarray(x, np.float64)])
 
@@ -99,7 +99,7 @@ def test_narrow_types_are_summed_in_float32(dtype):
 def test_float64_stays():
     with jax.enable_x64():
         x = jnp.array([3e-170, 4e-170])
-        stats = cg.ValueStats.of(x)
+        stats = cg.types.ValueStats.of(x)
         assert stats.norm.dtype == jnp.float64
         np.testing.assert_allclose(stats.norm, 5e-170, rtol=1e-14)
 
@@ -107,7 +107,7 @@ def test_float64_stays():
 @pytest.mark.parametrize("value", [3, [1.0], jnp.arange(3), None], ids=str)
 def test_what_is_no_array_of_floating_numbers_is_refused(value):
     with pytest.raises(TypeError, match="x: got .*, expected an array of floating or complex num"):
-        cg.ValueStats.of(value)
+        cg.types.ValueStats.of(value)
 
 
 NUMBERS = {"float": -2.5, "complex": 3 + 4j, "NumPy": np.float32(2), "array": np.full(3, -2.0)}
@@ -138,7 +138,9 @@ def test_a_number_of_python_with_a_name_is_measured_eagerly_as_when_compiled(nam
 
 
 def test_statistics_of_parts_join_to_those_of_the_whole():
-    parts = [cg.ValueStats.of(jnp.asarray(v, jnp.float32)) for v in (ARRAYS["large"], [[1.0]])]
+    parts = [
+        cg.types.ValueStats.of(jnp.asarray(v, jnp.float32)) for v in (ARRAYS["large"], [[1.0]])
+    ]
     assert_stats(parts[0].joined(parts[1]), [ARRAYS["large"], [[1.0]]])
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
     assert_same(stacked.over(0), parts[0].joined(parts[1]))
@@ -493,7 +495,7 @@ def test_a_jit_inside_keeps_donation_and_shardings_with_its_statistics():
     jaxpr = jax.make_jaxpr(cg.with_value_stats(lambda x: compiled(x)))(X).jaxpr
     (equation,) = (e for e in jaxpr.eqns if e.params.get("name") == "inner")
     assert equation.params["donated_invars"] == (True,)
-    stats = cg.ValueStats._fields
+    stats = cg.types.ValueStats._fields
     assert equation.params["out_shardings"][0] == spread and len(equation.outvars) == 1 + len(stats)
     out, stats = jax.jit(cg.with_value_stats(lambda x: compiled(x)))(X)
     assert out.sharding.is_equivalent_to(spread, 2)

@@ -39,7 +39,7 @@ def test_value_gradient_and_sums_are_those_of_clips_written_by_hand(model):
 
     value, grads, stats = jax.jit(cg.value_and_grad_with_stats(loss_of(model), rules=RULES))(X)
     expected, (gradient, total) = jax.jit(jax.value_and_grad(hand, argnums=(0, 1)))(
-        X, cg.ClipStats.zero()
+        X, cg.types.ClipStats.zero()
     )
     assert_close((value, grads), (expected, gradient), rtol=1e-5, atol=1e-6)
     axes = tuple(range(stats["h"].size.ndim))

@@ -59,7 +59,8 @@ def clip_cotangent(x: Any, rule: CotangentRule | None, *, probe: ClipStats | Non
       ...     return 10 * h
       >>> print(jax.grad(loss)(1.0), jax.grad(loss)(1.0, cg.ErrorClipByValue(max=5.0)))
       20.0 10.0
-      >>> stats = jax.grad(loss, argnums=2)(1.0, cg.ErrorClipByValue(max=5.0), cg.ClipStats.zero())
+      >>> probe = cg.types.ClipStats.zero()
+      >>> stats = jax.grad(loss, argnums=2)(1.0, cg.ErrorClipByValue(max=5.0), probe)
       >>> print(stats.norm, stats.clipped_norm)
       10.0 5.0
 
@@ -174,8 +175,8 @@ def _check_probe(probe: Any) -> None:
         return
     if not isinstance(probe, ClipStats):
         raise TypeError(
-            f"probe: got {type(probe).__name__}, expected clipgrad.ClipStats.zero() as an argument "
-            "of the differentiated function"
+            f"probe: got {type(probe).__name__}, expected clipgrad.types.ClipStats.zero() as an "
+            "argument of the differentiated function"
         )
     if jnp.shape(probe.before) != (3,):
         raise TypeError(

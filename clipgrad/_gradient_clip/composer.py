@@ -65,12 +65,12 @@ def apply_gradient_clipping(
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
       >>> grads, params = jnp.array([7.0, 24.0]), jnp.array([3.0, 4.0])
-      >>> cg.apply_gradient_clipping(
+      >>> cg.published.apply_gradient_clipping(
       ...     grads, params, clipping_type="adaptive", clipping_threshold=0.5)
       Array([0.7, 2.4], dtype=float32)
       >>> composers = lambda path, w: tuple(range(1, w.ndim)) if w.ndim > 1 else None
       >>> grads, params = jnp.array([[7.0, 24.0], [5.0, 12.0]]), jnp.array([[3.0, 4], [9, 40]])
-      >>> cg.apply_gradient_clipping(    # a row is a unit
+      >>> cg.published.apply_gradient_clipping(    # a row is a unit
       ...     grads, params, clipping_type="adaptive", clipping_threshold=0.5, axis=composers)
       Array([[ 0.7,  2.4],
              [ 5. , 12. ]], dtype=float32)

@@ -76,7 +76,7 @@ def suggest_threshold(norms: Any, percentile: float = 90.0) -> float:
 
     Example:
       >>> import clipgrad as cg
-      >>> cg.suggest_threshold([1.0, 2.0, 3.0, float("nan"), 1e9], percentile=50)
+      >>> cg.published.suggest_threshold([1.0, 2.0, 3.0, float("nan"), 1e9], percentile=50)
       2.5
 
     References:

@@ -56,10 +56,10 @@ class ValueStats(NamedTuple):
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
-      >>> stats = cg.ValueStats.of(jnp.array([3.0, -4.0, 0.0, 0.0]))
+      >>> stats = cg.types.ValueStats.of(jnp.array([3.0, -4.0, 0.0, 0.0]))
       >>> print(stats.norm, stats.rms, stats.max, stats.highest, stats.zeros)
       5.0 2.5 4.0 3.0 0.5
-      >>> print(cg.ValueStats.of(jnp.array([[3.0, -4.0], [0.0, 1.0]]), axis=0).max)
+      >>> print(cg.types.ValueStats.of(jnp.array([[3.0, -4.0], [0.0, 1.0]]), axis=0).max)
       [4. 1.]
     """
 
