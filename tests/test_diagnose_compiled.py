@@ -1,6 +1,8 @@
-"""The programs that a diagnosis compiles: small, few, and none a second time."""
+"""The programs that a diagnosis and a comparison compile: small, few, none a second time."""
 
 import collections
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -90,3 +92,98 @@ def test_what_is_not_finite_is_counted_in_one_more_program(programs, is_sharded)
     counts = [float(row.nonfinite) for row in result.rows]
     # Of 5 columns where the root is, of all elements that a product has reached, of none behind.
     assert {*counts} == {0, 5 * WIDTH, WIDTH**2} and counts[-1] == 0
+
+
+def scanned(w, x):
+    step = lambda h, _: (jnp.tanh(h @ w), None)  # noqa: E731
+    return jnp.sum(jnp.sqrt(jax.lax.scan(step, x, length=3)[0] ** 2))
+
+
+def halved(w, x):
+    return jnp.sum((x.astype(jnp.float16) @ w.astype(jnp.float16)) * jnp.float16(1e-7)).astype(
+        jnp.float32
+    )
+
+
+@jax.custom_vjp
+def ruled(x):
+    return jnp.sin(x)
+
+
+ruled.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+
+SMALL = X[:4, :4]
+ASKED = {
+    "healthy": lambda: cg.diagnose(lambda w, x: jnp.sum(ruled(x @ w)), (SMALL, SMALL)),
+    "large": lambda: cg.diagnose(*layers(1)),
+    "a VJP": lambda: cg.diagnose(*layers(2, bad=1)),
+    "a value": lambda: cg.diagnose(lambda w, x: jnp.sum(jnp.log(x @ w)), (SMALL, SMALL)),
+    "in a scan": lambda: cg.diagnose(scanned, (SMALL, 0 * SMALL)),
+    "underflow": lambda: cg.diagnose(halved, (SMALL, SMALL)),
+    "examples": lambda: cg.diagnose(lambda w, x: jnp.sum(x @ w), (SMALL, SMALL), examples=1),
+    "versions": lambda: cg.compare(
+        scanned, lambda w, x: scanned(w, x * np.float32(1.1)), (SMALL, SMALL)
+    ),
+    "precision": lambda: cg.compare(halved, "float32", (SMALL, SMALL)),
+    "steps": lambda: cg.compare(
+        lambda w, x: w - x, lambda w, x: w - x * 2, (SMALL, SMALL), argnums=None
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_the_same_question_compiles_nothing_a_second_time(name, compiled):
+    first = ASKED[name]()
+    assert compiled["compiled"] > 0
+    compiled.clear()
+    assert str(ASKED[name]()) == str(first) and compiled["compiled"] == 0
+
+
+def test_what_a_loss_closes_over_is_read_anew():
+    """Also where it is a number in a kept program, a constant beside it, or a function."""
+    own = {"number": 1.0, "array": np.ones(4, np.float32), "function": jnp.sin}
+
+    def loss(w):
+        return jnp.sum(own["function"](w * own["array"] * jnp.float32(own["number"])) ** 2)
+
+    def found():
+        result = cg.diagnose(loss, (SMALL[0],))
+        kept = cg.compare(loss, lambda w: jnp.sum(jnp.sin(w) ** 2), (SMALL[0],))
+        return [f.operation for f in result.findings], kept.ok
+
+    assert found() == ([], True)
+    own["array"] = np.float32([1, np.inf, 1, 1])
+    assert found() == (["sin"], False)
+    own["array"] = np.float32([1, 2, 1, 1])
+    assert found() == ([], False)
+    own |= {"array": np.ones(4, np.float32), "number": float("nan")}
+    assert found() == (["mul"], False)
+    own |= {"number": 1.0, "function": jnp.sqrt}
+    assert found()[0] == ["sqrt"]
+    own["function"] = jnp.sin
+    assert found() == ([], True)
+
+
+class Held:
+    """What a callback closes over."""
+
+
+def holding(size):
+    """A loss with a callback and an array, and weak references to what it closes over."""
+    held, array = Held(), np.full(size, 2.0, np.float32)
+
+    def loss(w):
+        told = jax.pure_callback(lambda x: (held, x)[1], jax.typeof(w), jax.lax.stop_gradient(w))
+        return jnp.sum(w * told) + jnp.sum(w[0] * array)
+
+    return loss, [weakref.ref(held), weakref.ref(array)]
+
+
+@pytest.mark.parametrize("ask", [cg.diagnose, lambda loss, args: cg.compare(loss, loss, args)])
+@pytest.mark.parametrize("size", [8, 2**15])
+def test_nothing_of_a_users_is_kept_alive(ask, size):
+    loss, held = holding(size)
+    assert ask(loss, (SMALL[0] + 2,)).ok
+    del loss
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
