@@ -151,5 +151,5 @@ def test_a_large_cotangent_is_summed_up_as_a_small_one_on_the_host(kind, shape):
 @pytest.mark.parametrize("shape", [(64, 256, 256), (2**22,)])
 def test_to_sum_up_a_large_cotangent_takes_no_copy_of_it(shape):
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
-    memory = cotangents._sums.lower(x, False).compile().memory_analysis()
+    memory = cotangents._cotangent_sums.lower(x, False).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * x.size / 8

@@ -94,7 +94,7 @@ def measure(
     """
     base = _jaxpr.Widen(jnp.float32) if wide else None
     inputs = [base.constant(x, None) for x in inputs] if base else inputs
-    run = functools.partial(_run, program, inputs, chosen, base=base, is_scaled=is_scaled)
+    run = functools.partial(_measured, program, inputs, chosen, base=base, is_scaled=is_scaled)
     loss, grads, found = run(sites)
     uncounted = [own for own in sites if np.isnan(found[own.site].nonfinite).any()]
     if uncounted or any(np.isnan(grad.nonfinite) for grad in grads):
@@ -103,7 +103,7 @@ def measure(
     return loss, grads, found
 
 
-def _run(
+def _measured(
     program: Any,
     inputs: Sequence[Any],
     chosen: Sequence[int],
@@ -160,7 +160,7 @@ class Sent(NamedTuple):
 
     reached: Any  # 1, so that it is 0 where there is no cotangent
     whole: Any
-    sums: Any  # of `_sums`
+    sums: Any  # of `_cotangent_sums`
 
 
 def _probe_of(site: CotangentSite, is_counted: bool) -> Sent:
@@ -181,11 +181,11 @@ def _sent(cotangent: Any, is_whole: bool, is_counted: bool) -> Sent:
     reached = jnp.ones((), jnp.finfo(dtype).dtype)
     if is_whole:
         return Sent(reached, on_every_device(cotangent).astype(dtype), None)
-    return Sent(reached, None, _sums(cotangent, is_counted))
+    return Sent(reached, None, _cotangent_sums(cotangent, is_counted))
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _sums(cotangent: Any, is_counted: bool) -> jax.Array:
+def _cotangent_sums(cotangent: Any, is_counted: bool) -> jax.Array:
     """The share of zeros, the largest magnitude, and the sum of squares in units of that.
 
     Of a cotangent that is not empty. The sum is NaN where an element is not finite; with
