@@ -21,7 +21,6 @@ from clipgrad._diagnose import (
 )
 from clipgrad._jaxpr import (
     Widen,
-    device_count,
     evaluate,
     jit_for_one_call,
     kept_run,
@@ -175,7 +174,8 @@ def _taps(own: Version, names: SketchedNames) -> dict[Any, jax.Array]:
     active = active_variables(own.subject.program, own.subject.chosen)
     return {
         value.position: jnp.zeros(
-            leading_shape(value) + (LENGTH,), sketch_dtype(dtype_and_shape(value)[0])
+            (*(length for _, length in leading_axes(value)), LENGTH),
+            sketch_dtype(dtype_and_shape(value)[0]),
         )
         for value in own.values
         if (value.name, value.kind) in names and not value.in_while and value.variable in active
@@ -188,17 +188,6 @@ def dtype_and_shape(value: NamedValue) -> tuple[Any, tuple[int, ...]]:
     return aval.dtype, tuple(aval.shape)
 
 
-def leading_shape(value: NamedValue) -> tuple[int, ...]:
-    """The axes before a sketch: one for each scan and each `shard_map` around, outermost first."""
-    return tuple(size for size, _ in leading_axes(value))
-
-
-def leading_axes(value: NamedValue) -> list[tuple[int, bool]]:
-    """The lengths of these axes, and whether each is over the steps of a scan."""
-    axes = []
-    for equation in reversed(value.place.chain[1:]):
-        if equation.primitive.name == "scan":
-            axes.append((equation.params["length"], True))
-        elif equation.primitive.name == "shard_map":
-            axes.append((device_count(equation), False))
-    return axes
+def leading_axes(value: NamedValue) -> tuple[tuple[str, int], ...]:
+    """The axes before a sketch: each scan and `shard_map` around, outermost first, with lengths."""
+    return value.place.parent.axes if value.place.parent else ()

@@ -38,8 +38,8 @@ def bad_examples(
     program = _program_of_one(given, trace, args, kwargs, batch)
     copies = 1 if program is not None else batch.size
     losses, norms = _one_by_one(program or given.program, given.chosen, inside, whole, copies)
-    near = norms[np.isfinite(norms)]
-    limit = _FAR * np.median(near) if near.size else np.inf
+    finite = norms[np.isfinite(norms)]
+    limit = _FAR * np.median(finite) if finite.size else np.inf
     bad = ~np.isfinite(losses) | ~(norms <= limit)
     first = next(x for x, chosen in zip(given.inputs, inside, strict=True) if chosen)
     found = tuple(
