@@ -1,5 +1,6 @@
 """Strict numerics for every test, eight CPU devices, and a fresh PRNG key."""
 
+import collections
 import gc
 import importlib.metadata
 import os
@@ -83,3 +84,17 @@ def users_promotion():
     """The promotion of dtypes and ranks that users have, for programs written for them."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture
+def compiled():
+    """A counter of the programs compiled."""
+    counts = collections.Counter()
+
+    def listen(event, duration, **details):
+        del duration, details
+        counts["compiled"] += event.endswith("backend_compile_duration")
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield counts
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.extend.core import Literal
 
 import clipgrad as cg
-from clipgrad._check.kept import quick_jit
 from clipgrad._check.subject import make_subject
+from clipgrad._jaxpr import quick_jit
 from clipgrad._jaxpr.identity import Itself, program_key
 from clipgrad._jaxpr.programs import CUSTOM_RULES, called_program, opened
 from tests import check_cases, check_edges, check_functions, check_history, check_zoo

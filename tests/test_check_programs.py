@@ -11,11 +11,11 @@ import pytest
 from jax import lax
 
 import clipgrad as cg
-from clipgrad._check import kept as programs
 from clipgrad._check.gradients import Gradient, PlainAD
-from clipgrad._check.kept import kept_by_key, quick_jit
 from clipgrad._check.subject import make_subject
 from clipgrad._check.widening import Jitter, widened_program
+from clipgrad._jaxpr import kept as programs
+from clipgrad._jaxpr import kept_by_key, quick_jit
 from tests.check_zoo import custom
 
 X = jnp.asarray([0.3, -0.7, 1.1])
@@ -26,20 +26,6 @@ FIRST, OTHER = np.float32([1, 2, 3]), np.float32([1, 2, 3.5])
 
 def report(function, *args, **options):
     return cg.check_grads(function, args, raise_on_failure=False, **options)
-
-
-@pytest.fixture
-def compiled():
-    """A counter of the programs compiled."""
-    counts = collections.Counter()
-
-    def listen(event, duration, **details):
-        del duration, details
-        counts["compiled"] += event.endswith("backend_compile_duration")
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield counts
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def cosine(k=1.0):

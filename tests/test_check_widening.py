@@ -10,10 +10,10 @@ from jax import lax
 
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.gradients import differentiated, has_rules
-from clipgrad._check.kept import quick_jit
 from clipgrad._check.subject import make_subject
 from clipgrad._check.widening import AXIS, Unsupported, Widened
 from clipgrad._jaxpr import compiled as programs
+from clipgrad._jaxpr import quick_jit
 from clipgrad._jaxpr.compiled import low_optimization
 from tests.check_zoo import custom
 

@@ -138,3 +138,10 @@ def test_a_check_of_equinox_leads_to_what_it_checks():
     positive = lambda x: eqx.error_if(x, x < 0, "negative")  # noqa: E731
     (finding,) = cg.diagnose(positive, (-1.0,)).findings
     assert finding.kind == "raises" and "EquinoxRuntimeError: negative" in finding.message
+
+
+@pytest.mark.parametrize("other", [in_jit, "float32"])
+def test_a_comparison_names_the_operation_that_raises(other):
+    with pytest.raises(ValueError, match=r"test_diagnose_raised.py:\d+: pure_callback raises Solv"):
+        cg.compare(plain, other, (SINGULAR,))
+    assert cg.compare(plain, other, (FINE,)).ok

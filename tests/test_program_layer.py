@@ -136,12 +136,20 @@ NUMBERS = {
 def test_a_large_cotangent_is_summed_up_as_a_small_one_on_the_host(kind, shape):
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     x = NUMBERS[kind](x * (np.abs(x) > 0.1))
-    own, whole = (jax.jit(cotangents._sent, static_argnums=1)(x, flag) for flag in (False, True))
-    for found, expected in zip(cotangents._received(own), cotangents._received(whole), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    sent = jax.jit(cotangents._sent, static_argnums=(1, 2))
+    own, counted, whole = (
+        cotangents._received(sent(x, *flags))
+        for flags in ((False, False), (False, True), (True, False))
+    )
+    is_finite = np.isfinite(x).all()
+    np.testing.assert_array_equal(own.nonfinite, 0 if is_finite else np.nan)
+    for received in [own, counted] if is_finite else [counted]:
+        for found, expected in zip(received, whole, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_to_sum_up_a_large_cotangent_takes_no_copy_of_it():
-    x = jax.ShapeDtypeStruct((64, 256, 256), jnp.float32)
-    memory = jax.jit(cotangents._reduced).lower(x).compile().memory_analysis()
+@pytest.mark.parametrize("shape", [(64, 256, 256), (2**22,)])
+def test_to_sum_up_a_large_cotangent_takes_no_copy_of_it(shape):
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    memory = cotangents._cotangent_sums.lower(x, False).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * x.size / 8

@@ -13,7 +13,6 @@ from clipgrad._check.check import Check
 from clipgrad._check.differences import are_on_cpu
 from clipgrad._check.further import EQUALITY
 from clipgrad._check.gradients import differentiated, has_rules
-from clipgrad._check.kept import quick_jit
 from clipgrad._check.points import element_scales, masked_rows, random_direction
 from clipgrad._check.report import Failure
 from clipgrad._check.subject import CheckSubject
@@ -204,7 +203,7 @@ def vmap(check: Check) -> list[Failure]:
     failures = claim(rows, 0, check.gradient[0]) + claim(rows, 1, elsewhere[1], xs)
     del both, rows  # each is as large as two models
     try:
-        shared = quick_jit(jax.vmap(subject.pull_back, (None, 0)))(subject.inputs, pairs)
+        shared = _jaxpr.quick_jit(jax.vmap(subject.pull_back, (None, 0)))(subject.inputs, pairs)
     except Exception:
         return failures[:1]
     return (failures + claim(shared, 1, check.gradient[1]))[:1]
@@ -213,7 +212,7 @@ def vmap(check: Check) -> list[Failure]:
 def _attempt_gradient(gradient: Callable, forward: Callable, subject: CheckSubject, inputs) -> Any:
     """Compile and run; if that fails, the gradient is to blame unless the function fails too."""
     try:
-        return quick_jit(gradient)(*inputs)
+        return _jaxpr.quick_jit(gradient)(*inputs)
     except Exception as error:
         message = first_line(error)
         if _is_lacking(error):
@@ -237,7 +236,7 @@ def forward(check: Check) -> list[Failure]:
         scale = element_scales(subject.inputs)
         along = [_scaled_direction(check, row, scale) for row in (0, 1)]
         tangents = _trees.stacked([_trees.from_rows(row, subject.inputs) for row in along])
-        several = quick_jit(jax.vmap(push, in_axes=(None, 0)))(subject.inputs, tangents)
+        several = _jaxpr.quick_jit(jax.vmap(push, in_axes=(None, 0)))(subject.inputs, tangents)
         del tangents, scale
     except Exception as error:
         has_none = "custom_vjp" in str(error)

@@ -26,7 +26,6 @@ from clipgrad._check.gradients import (
     in_own_types,
     traced_vjp,
 )
-from clipgrad._check.kept import quick_jit
 from clipgrad._check.loops import Longer, found_by_loops, has_loops
 from clipgrad._check.options import Options
 from clipgrad._check.outputs import jumped, masked, unseen_notes
@@ -579,7 +578,9 @@ def _chosen_evaluation(subject: CheckSubject, covectors, log: Log):
         log.notes = [f"not verified: {error.__doc__}"]
         return None
     except ValueError:
-        compiled = contract.primal(subject, quick_jit(subject.fun)(subject.inputs), "compiled")
+        compiled = contract.primal(
+            subject, _jaxpr.quick_jit(subject.fun)(subject.inputs), "compiled"
+        )
         log.fail([failure._replace(check="jit") for failure in compiled])
         if not log.failures:
             raise

@@ -11,7 +11,6 @@ import clipgrad._trees as _trees
 from clipgrad._check.behavior import check_behavior
 from clipgrad._check.check import Check, Log, prepare
 from clipgrad._check.gradients import differentiated
-from clipgrad._check.kept import kept_lightly
 from clipgrad._check.options import Options, require_mapping, with_hints
 from clipgrad._check.report import (
     Failure,
@@ -24,6 +23,7 @@ from clipgrad._check.second_order import check_second_order
 from clipgrad._check.subject import make_subject, require_arrays
 from clipgrad._check.values import check_further_points, check_values, note_independence
 from clipgrad._devices import find_devices, moved
+from clipgrad._jaxpr import kept_lightly
 
 # Of the elements that are not at kinks, if `min_verified` is not given.
 LEAST_VERIFIED = 0.5

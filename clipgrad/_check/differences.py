@@ -18,7 +18,6 @@ from jax import lax
 
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
-from clipgrad._check.kept import kept_by_key, quick_jit
 from clipgrad._check.tolerances import NOISE, sum_along
 from clipgrad._check.widening import AXIS
 
@@ -273,9 +272,9 @@ def _looped(evaluation: Evaluation, batch: int, outputs: int) -> Callable:
     if not evaluation.compiled:
         return loop
     if evaluation.key is None:
-        return quick_jit(loop)
+        return _jaxpr.quick_jit(loop)
     key = ("differences", evaluation.key, batch, outputs)
-    return kept_by_key(key, lambda: _jaxpr.low_jit(loop))
+    return _jaxpr.kept_by_key(key, lambda: _jaxpr.low_jit(loop))
 
 
 def _moved_outputs(evaluation: Evaluation, constants, leaves, points: Callable):

@@ -9,7 +9,6 @@ import numpy as np
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check.differences import in_float64
-from clipgrad._check.kept import kept_by_key
 from clipgrad._check.points import cotangents
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import PRECISE
@@ -121,7 +120,7 @@ class Gradient:
             wide = [x.astype(_trees.wide_dtype(x.dtype)) for x in leaves]
             return function.call(constants, wide, hook and hook(*(fixed or numbers)))
 
-        run = kept_by_key((hook, *fixed, function.key), lambda: _jaxpr.low_jit(call))
+        run = _jaxpr.kept_by_key((hook, *fixed, function.key), lambda: _jaxpr.low_jit(call))
         with in_float64():
             size = sum(x.size for x in xs)
             widened = _trees.widened_leaf if size <= WIDENED_FIRST else np.asarray

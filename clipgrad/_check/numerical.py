@@ -8,12 +8,12 @@ import numpy as np
 
 import clipgrad._trees as _trees
 from clipgrad._check.evaluation import choose
-from clipgrad._check.kept import kept_lightly
 from clipgrad._check.options import require_delta, with_hints
 from clipgrad._check.points import make_point
 from clipgrad._check.search import Judge
 from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
 from clipgrad._check.tolerances import make_tolerance
+from clipgrad._jaxpr import kept_lightly
 
 
 @with_hints

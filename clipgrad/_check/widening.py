@@ -13,7 +13,6 @@ from jax.core import Tracer
 import clipgrad._jaxpr as _jaxpr
 from clipgrad._check.carriers import grain
 from clipgrad._check.hold import HeldStops
-from clipgrad._check.kept import kept_by_key, with_constants, without_rules
 from clipgrad._check.loops import HeldLonger, Longer
 
 AXIS = "clipgrad_perturbation"
@@ -65,7 +64,7 @@ class Widened:
         if foreign := names & _jaxpr.FOREIGN_PROGRAMS:
             raise Unsupported(f"it holds {', '.join(sorted(foreign))}")
         # Kept longer than its constants, and than what its rules close over.
-        self._program = without_rules(_jaxpr.opened(program)[0])
+        self._program = _jaxpr.without_rules(_jaxpr.opened(program)[0])
         self.key = key
         self.narrow = _jaxpr.computed_types(program)
         self.stops = bool(names & {"stop_gradient", "random_gamma"})
@@ -78,7 +77,7 @@ class Widened:
 
     def call(self, constants: Sequence, xs: list, hook: _jaxpr.Hook | None = None) -> list:
         """The outputs in float64, custom rules stripped: to be differentiated, it is plain AD."""
-        program = with_constants(self._program, constants)
+        program = _jaxpr.with_constants(self._program, constants)
         with one_promotion():
             return _jaxpr.evaluate(program, xs, hook or _jaxpr.Widen(jnp.float64))
 
@@ -107,7 +106,7 @@ def widened_program(program: Any) -> Widened:
     if program is None:
         return Widened(program)
     key = _jaxpr.program_key(program)
-    return kept_by_key(("widened", key), lambda: Widened(program, key))
+    return _jaxpr.kept_by_key(("widened", key), lambda: Widened(program, key))
 
 
 class Moved(_jaxpr.Widen):

@@ -11,6 +11,7 @@ from clipgrad._compare.gradients import compare_gradients
 from clipgrad._compare.rounding import WIDER_DTYPES, compare_dtypes
 from clipgrad._compare.steps import compare_steps
 from clipgrad._error_clip import check_call
+from clipgrad._jaxpr import kept_lightly
 
 
 def compare(
@@ -115,6 +116,7 @@ def compare(
 def _settings_of_runs() -> Iterator[Any]:
     """JAX's own ways of finding NaN and of forbidding transfers: off."""
     yield from (jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"))
+    yield kept_lightly()
 
 
 def _check_comparison(other: Any, other_args: Any, argnums: Any, names: Any, rtol: Any) -> None:

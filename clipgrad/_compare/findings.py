@@ -1,5 +1,6 @@
 """The first difference: a value, a cotangent, or the gradient of a leaf."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
@@ -122,7 +123,7 @@ def _leaf_finding(
     text += "; values and cotangents agree"
     found = found.outside(shared)
     finding = located("grads", found.module, None, text, _first_place(found, None), None)
-    return finding.__class__(**{**vars(finding), "path": leaf.path})
+    return dataclasses.replace(finding, path=leaf.path)
 
 
 def _other_view(place: ComparedPlace, others: Sequence[ComparedPlace]) -> ComparedPlace | None:

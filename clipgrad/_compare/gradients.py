@@ -120,9 +120,9 @@ def _no_gradient_judged(own: Version, leaves: Sequence[ComparedLeaf]) -> list[Co
                 "compared; give both versions trees of parameters with the same paths"
             )
         ]
-    apart = max(leaves, key=lambda leaf: leaf.judgment.difference)
+    farthest = max(leaves, key=lambda leaf: leaf.judgment.difference)
     text = f"rounding decides each of {len(leaves)} gradients, so none is judged; the versions are "
-    text += f"{apart.judgment.difference:.2g} apart at {apart.path or ONE_ARGUMENT}; "
+    text += f"{farthest.judgment.difference:.2g} apart at {farthest.path or ONE_ARGUMENT}; "
     if wider := _wider(own):
         text += f"compare them in {wider}, with wider arguments and types; compare(fun, "
         text += f'"{wider}", args), of each version, says where precision is lost; '

@@ -84,9 +84,9 @@ def _groups(version: Version, renamed: "_Renamed") -> dict[Group, list[Instance]
 
 def _instances(value: NamedValue) -> Iterator[Instance]:
     axes = leading_axes(value)
-    for steps in itertools.product(*(range(size) for size, is_scan in axes if is_scan)):
+    for steps in itertools.product(*(range(length) for name, length in axes if name == "scan")):
         left = iter(steps)
-        at = tuple(next(left) if is_scan else slice(None) for _, is_scan in axes)
+        at = tuple(next(left) if name == "scan" else slice(None) for name, _ in axes)
         yield Instance(value, steps, at)
 
 

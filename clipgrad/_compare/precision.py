@@ -55,8 +55,8 @@ def lost_precision(
       most: the share of a leaf's gradient that may be rounding.
     """
     found = [
-        _precision(path, near, wide, lambda i=i: floors()[i], dtype, ratio, most)
-        for i, (path, near, wide) in enumerate(zip(paths, grads, exact, strict=True))
+        _precision(path, own, wide, lambda i=i: floors()[i], dtype, ratio, most)
+        for i, (path, own, wide) in enumerate(zip(paths, grads, exact, strict=True))
     ]
     findings = [leaf.finding for leaf in found if leaf.finding]
     if not any(leaf.is_judged for leaf in found):
@@ -71,7 +71,7 @@ def lost_precision(
 
 def _precision(
     path: str,
-    near: np.ndarray,
+    own: np.ndarray,
     wide: np.ndarray,
     floor: Callable[[], np.ndarray],
     dtype: str,
@@ -79,15 +79,15 @@ def _precision(
     most: float,
 ) -> LeafPrecision:
     name = path or "the argument"
-    odd, odd_there = ~np.isfinite(near), ~np.isfinite(wide)
+    odd, odd_there = ~np.isfinite(own), ~np.isfinite(wide)
     if np.any(odd != odd_there):
         return LeafPrecision(True, _overflowed(path, odd & ~odd_there, odd_there & ~odd, dtype))
     left, note = ~odd, ""
     if np.any(odd):
         note = f"{name}: {_count(odd)} of its gradient are NaN or inf in both types, so not judged"
-    error = relative_floor(wide[left], np.abs(near[left] - wide[left]))
+    error = relative_floor(wide[left], np.abs(own[left] - wide[left]))
     if error <= most:
-        return LeafPrecision(bool(np.any(left)) or not near.size, None, note)
+        return LeafPrecision(bool(np.any(left)) or not own.size, None, note)
     most_left = NOTHING_LEFT * ratio
     if error >= most_left or _movement(floor(), wide, left) >= most_left:
         return LeafPrecision(False, None, f"{name}: zero but for rounding")

@@ -43,7 +43,7 @@ def compare_dtypes(
     program = VersionProgram(own, names)
     narrow = program()
     # Of the whole gradient: a custom rule may be narrower than the loss.
-    ratio = rounding_ratio(jax.make_jaxpr(program.step)(*program.arguments()), dtype)
+    ratio = rounding_ratio(program.traced.program, dtype)
     with jax.enable_x64(True) if dtype == "float64" else contextlib.nullcontext():
         wide = VersionProgram(own, names, jnp.dtype(dtype))()
     places, _ = compared_places(pairs, narrow, wide, floor_of(narrow, ()), None)

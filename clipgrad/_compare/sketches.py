@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from clipgrad._compare.arguments import hashed, sign_of
 from clipgrad._compare.differences import Judgment, judge
 from clipgrad._compat import on_every_device, to_varying, varying_axes
 from clipgrad._jaxpr import (
@@ -22,6 +21,7 @@ from clipgrad._jaxpr import (
     value_programs,
 )
 from clipgrad._names import ModuleValues, Place, path, placed_equations
+from clipgrad._program import mixed
 from clipgrad._values import NamedValue, Seen, ValueHook, value_hook
 
 NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %
@@ -48,14 +48,20 @@ def sketch(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-1)
     flat = on_every_device(x).ravel().astype(sketch_dtype(x.dtype))
-    hashes = hashed(jnp.arange(flat.size, dtype=jnp.uint32), 0)
+    hashes = _hashes(flat.size)
     finite, large = jnp.isfinite(flat), jnp.abs(flat) >= MASKED
-    signed = flat * sign_of(hashes).astype(flat.dtype)
+    bits = (hashes >> jnp.uint32(13)) & jnp.uint32(1)
+    signed = flat * (1 - 2 * bits.astype(flat.dtype))
     parts = [jnp.where(finite & ~large, signed, 0), jnp.where(finite & large, signed * SCALE, 0)]
     sums = _buckets(jnp.stack(parts)).ravel()
     kinds = jnp.where(jnp.isnan(flat), 1, jnp.where(finite, 0, jnp.where(flat > 0, 2, 3)))
     code = jnp.sum(kinds.astype(jnp.uint32) * hashes, dtype=jnp.uint32) & jnp.uint32(0xFFFFFF)
     return jnp.concatenate([sums, code.astype(flat.dtype)[None]])
+
+
+def _hashes(count: int, first: int = 0) -> jax.Array:
+    positions = jnp.arange(count, dtype=jnp.uint32)
+    return mixed(positions * jnp.uint32(2654435761) + jnp.uint32(first))
 
 
 def _buckets(x: jax.Array) -> jax.Array:
@@ -67,7 +73,7 @@ def _buckets(x: jax.Array) -> jax.Array:
     count = -(-x.shape[1] // NUMBERS)
     padded = jnp.pad(x, ((0, 0), (0, count * NUMBERS - x.shape[1])))
     rows = padded.reshape(len(x), count, NUMBERS)
-    shifts = hashed(jnp.arange(count, dtype=jnp.uint32), 2)[:, None]
+    shifts = _hashes(count, 0x3C6EF372)[:, None]
     columns = jnp.arange(NUMBERS, dtype=jnp.uint32)[None, :] + shifts & jnp.uint32(NUMBERS - 1)
     turned = jnp.take_along_axis(rows, columns.astype(jnp.int32)[None], axis=2)
     return jnp.sum(turned, axis=1)

@@ -11,8 +11,23 @@ import numpy as np
 from clipgrad._compare.arguments import copied
 from clipgrad._compare.differences import RUNS, floor_of, host_values
 from clipgrad._compare.sketches import LENGTH, Sketches, carried_values, sketch_dtype
-from clipgrad._diagnose import DiagnosisSubject, subject
-from clipgrad._jaxpr import Widen, device_count, evaluate, jit_for_one_call, on_host, trace
+from clipgrad._diagnose import (
+    DiagnosisSubject,
+    is_of_callback,
+    raised_finding,
+    raised_in,
+    subject,
+    told_error,
+)
+from clipgrad._jaxpr import (
+    Widen,
+    evaluate,
+    jit_for_one_call,
+    kept_run,
+    on_host,
+    quick_jit,
+    trace,
+)
 from clipgrad._program import active_variables, rounded
 from clipgrad._values import NamedValue, named_values
 
@@ -94,25 +109,41 @@ class VersionProgram:
     def __init__(self, own: Version, names: SketchedNames, wide: Any = None) -> None:
         self._given, self._names = own.subject, names
         self._taps = _taps(own, names)
-        self.step: Any = jax.jit(self._both) if wide is None else _widened(self._both, wide)
+        self.traced = trace(self._both, (own.subject.inputs, self._taps), {})
+        program = self.traced.program
+        self._run = kept_run(program, jax.jit) if wide is None else _widened(program, wide)
 
     def __call__(self) -> VersionRun:
-        """Run it."""
-        return _on_host(self.step(*self.arguments()))
+        """Run it.
+
+        Raises:
+          ValueError: a callback in it raises an error; the message names the operation.
+        """
+        try:
+            return self._on_host(self._run(self._leaves()))
+        except Exception as error:
+            if not is_of_callback(error):
+                raise
+            raised = raised_finding(raised_in(self._given), told_error(error), self._given)
+            raise ValueError(
+                f"{raised.message}; clipgrad.diagnose follows its operands back"
+            ) from error
 
     def floor(self, own: VersionRun) -> VersionRun:
         """The movement of the results of a run by the rounding of its program."""
-        inputs, taps = self.arguments()
-        traced = self.step.trace(inputs, taps)
-        leaves, structure = jax.tree.leaves((inputs, taps)), jax.tree.structure(traced.out_info)
-        run = jit_for_one_call(traced.jaxpr)(lambda *given: rounded(traced.jaxpr, *given))
+        program, leaves = self.traced.program, self._leaves()
+        run = jit_for_one_call(program)(lambda *given: rounded(program, *given))
         runs = (run(leaves, jnp.uint32(i)) for i in range(1, 1 + RUNS))
-        return floor_of(own, (_on_host(structure.unflatten(results)) for results in runs))
+        return floor_of(own, map(self._on_host, runs))
 
-    def arguments(self) -> tuple:
-        """The arguments of ``step``."""
-        taps = {key: jnp.zeros(shape, dtype) for key, (shape, dtype) in self._taps.items()}
-        return copied(self._given.inputs), taps
+    def _leaves(self) -> list:
+        return jax.tree.leaves((copied(self._given.inputs), self._taps))
+
+    def _on_host(self, outputs: Sequence) -> VersionRun:
+        (value, notes), (grads, cotangents) = self.traced.result(outputs)
+        return VersionRun(
+            host_values([value])[0], host_values(grads), on_host(notes), on_host(cotangents)
+        )
 
     def _both(self, inputs: list, taps: dict) -> Any:
         moving = [inputs[i] for i in self._given.chosen]
@@ -128,33 +159,24 @@ class VersionProgram:
         return value, hook.noted()
 
 
-def _on_host(results: Any) -> VersionRun:
-    (value, notes), (grads, cotangents) = results
-    return VersionRun(
-        host_values([value])[0], host_values(grads), on_host(notes), on_host(cotangents)
-    )
-
-
-def _widened(both: Callable[..., Any], dtype: Any) -> Callable[..., Any]:
-    """The function in a wider type: after its derivatives are taken, so that rules stay."""
+def _widened(program: Any, dtype: Any) -> Callable[[list], list]:
+    """A gradient in a wider type: after its derivatives are taken, so that rules stay."""
     hook = Widen(dtype)
 
-    def widen(tree: Any) -> Any:
-        return jax.tree.map(lambda x: hook.constant(x, None), tree)
+    def run(leaves: list) -> list:
+        return evaluate(program, [hook.constant(x, None) for x in leaves], hook)
 
-    def run(*args: Any) -> Any:
-        traced = trace(both, args, {})
-        program = jax.jit(lambda leaves: evaluate(traced.program, leaves, hook))
-        return traced.result(program(widen(jax.tree.leaves(args))))
-
-    return run
+    return quick_jit(run, jax.jit)
 
 
-def _taps(own: Version, names: SketchedNames) -> dict[Any, tuple]:
-    """Shape and dtype of a tap for each value that has a cotangent to be reached."""
+def _taps(own: Version, names: SketchedNames) -> dict[Any, jax.Array]:
+    """A tap for each value that has a cotangent to be reached."""
     active = active_variables(own.subject.program, own.subject.chosen)
     return {
-        value.position: (leading_shape(value) + (LENGTH,), sketch_dtype(dtype_and_shape(value)[0]))
+        value.position: jnp.zeros(
+            (*(length for _, length in leading_axes(value)), LENGTH),
+            sketch_dtype(dtype_and_shape(value)[0]),
+        )
         for value in own.values
         if (value.name, value.kind) in names and not value.in_while and value.variable in active
     }
@@ -166,17 +188,6 @@ def dtype_and_shape(value: NamedValue) -> tuple[Any, tuple[int, ...]]:
     return aval.dtype, tuple(aval.shape)
 
 
-def leading_shape(value: NamedValue) -> tuple[int, ...]:
-    """The axes before a sketch: one for each scan and each `shard_map` around, outermost first."""
-    return tuple(size for size, _ in leading_axes(value))
-
-
-def leading_axes(value: NamedValue) -> list[tuple[int, bool]]:
-    """The lengths of these axes, and whether each is over the steps of a scan."""
-    axes = []
-    for equation in reversed(value.place.chain[1:]):
-        if equation.primitive.name == "scan":
-            axes.append((equation.params["length"], True))
-        elif equation.primitive.name == "shard_map":
-            axes.append((device_count(equation), False))
-    return axes
+def leading_axes(value: NamedValue) -> tuple[tuple[str, int], ...]:
+    """The axes before a sketch: each scan and `shard_map` around, outermost first, with lengths."""
+    return value.place.parent.axes if value.place.parent else ()

@@ -112,12 +112,12 @@ def is_value_at_fault(
             x.badness or (x.earlier and x.earlier.place == origin.source.place) for x in operands
         ):
             steps_of.setdefault(key, set()).add(steps)
-    around = [id(e) for e in origin.source.place.chain] if origin.source.place else []
+    chain = [id(e) for e in origin.source.place.chain] if origin.source.place else []
 
     def excused(place: Place, steps: tuple[int, ...]) -> bool:
         own = [id(e) for e in place.chain]
         known = steps_of.get(place.key, set())
         is_same = any(len(one) != len(steps) or one == steps for one in known)
-        return is_same or around[-len(own) :] == own
+        return is_same or chain[-len(own) :] == own
 
     return excused

@@ -1,5 +1,9 @@
-"""The cotangents of the variables of a program, measured in one compiled run."""
+"""The cotangents of the variables of a program, measured in one compiled run.
 
+Where one is not finite, a second run counts its elements that are not.
+"""
+
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -8,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Var
 
 import clipgrad._jaxpr as _jaxpr
@@ -37,7 +40,7 @@ class Summary(NamedTuple):
     """Numbers of a cotangent; with leading axes for the scans and `shard_map`s around it."""
 
     reached: Any  # 1 if there is a cotangent at all
-    nonfinite: Any  # how many elements are NaN or inf
+    nonfinite: Any  # how many elements are NaN or inf; NaN if they are not counted
     zeros: Any  # the share of zeros
     largest: Any  # the largest magnitude that is finite
     norm: Any  # of the finite elements
@@ -89,28 +92,49 @@ def measure(
     Returns:
       The loss, summaries of the gradients of the chosen inputs, and of the sites.
     """
+    base = _jaxpr.Widen(jnp.float32) if wide else None
+    inputs = [base.constant(x, None) for x in inputs] if base else inputs
+    run = functools.partial(_measured, program, inputs, chosen, base=base, is_scaled=is_scaled)
+    loss, grads, found = run(sites)
+    uncounted = [own for own in sites if np.isnan(found[own.site].nonfinite).any()]
+    if uncounted or any(np.isnan(grad.nonfinite) for grad in grads):
+        _, grads, counted = run(uncounted, is_counted=True)
+        found |= counted
+    return loss, grads, found
+
+
+def _measured(
+    program: Any,
+    inputs: Sequence[Any],
+    chosen: Sequence[int],
+    sites: list[CotangentSite],
+    *,
+    base: _jaxpr.Hook | None,
+    is_scaled: bool,
+    is_counted: bool = False,
+) -> tuple[float, list[Summary], Measured]:
+    """Run the backward pass once."""
     # A probe of a variable that does not depend on the inputs would give it a cotangent, and
     # differentiate what is behind it: a loop of unknown length, say, which has no derivative.
     active = active_variables(program, chosen)
     # In the order of the program, which is the same in all processes, as addresses are not.
-    probes = OrderedDict((own.site, _probe_of(own)) for own in sites)
+    probes = OrderedDict((own.site, _probe_of(own, is_counted)) for own in sites)
     silent = {s.site: _received(probes.pop(s.site)) for s in sites if s.variable not in active}
-    base = _jaxpr.Widen(jnp.float32) if wide else None
+    as_in_probe = functools.partial(_as_in_probe, is_counted)
 
     def loss(given: list, others: list, values: list) -> Any:
         left = iter(given)
         all_inputs = [next(left) if i in chosen else x for i, x in enumerate(others)]
-        own = OrderedDict(zip(probes, values, strict=True))
-        hook = Probe(own, _as_in_probe, base)
+        hook = Probe(OrderedDict(zip(probes, values, strict=True)), as_in_probe, base)
         value = _jaxpr.evaluate(program, [hook.constant(x, None) for x in all_inputs], hook)[0]
         return value * jnp.asarray(LOSS_SCALE, value.dtype) if is_scaled else value
 
     @_jaxpr.jit_for_one_call(program)
     def run(*args: list) -> Any:
         value, (grads, measured) = jax.value_and_grad(loss, argnums=(0, 2))(*args)
-        return value, [_sent(grad, grad.size <= _SENT_WHOLE) for grad in grads], measured
+        sent = [_sent(grad, grad.size <= _SENT_WHOLE, is_counted) for grad in grads]
+        return value, sent, measured
 
-    inputs = [base.constant(x, None) for x in inputs] if base else inputs
     others = [None if i in chosen else x for i, x in enumerate(inputs)]
     given = [inputs[i] for i in chosen]
     value, grads, measured = on_host(run(given, others, list(probes.values())))
@@ -136,69 +160,53 @@ class Sent(NamedTuple):
 
     reached: Any  # 1, so that it is 0 where there is no cotangent
     whole: Any
-    sums: Any  # the other fields of a `Summary` in one array
+    sums: Any  # of `_cotangent_sums`
 
 
-def _probe_of(site: CotangentSite) -> Sent:
+def _probe_of(site: CotangentSite, is_counted: bool) -> Sent:
     shape, lengths = getattr(site.variable.aval, "shape", ()), site.block.shape
     dtype = at_least_float32(dtype_of(site.variable))
     real = np.finfo(dtype).dtype
     if math.prod(shape) * math.prod(lengths) <= _SENT_WHOLE:
         return Sent(np.zeros(lengths, real), np.zeros((*lengths, *shape), dtype), None)
-    count = len(Summary._fields) - 1
-    return Sent(np.zeros(lengths, real), None, np.zeros((*lengths, count), real))
+    return Sent(np.zeros(lengths, real), None, np.zeros((*lengths, 3 + is_counted), real))
 
 
-def _as_in_probe(cotangent: Any, probe: Sent) -> Sent:
-    return _sent(cotangent, probe.whole is not None)
+def _as_in_probe(is_counted: bool, cotangent: Any, probe: Sent) -> Sent:
+    return _sent(cotangent, probe.whole is not None, is_counted)
 
 
-def _sent(cotangent: Any, is_whole: bool) -> Sent:
+def _sent(cotangent: Any, is_whole: bool, is_counted: bool) -> Sent:
     dtype = at_least_float32(cotangent.dtype)
     reached = jnp.ones((), jnp.finfo(dtype).dtype)
     if is_whole:
         return Sent(reached, on_every_device(cotangent).astype(dtype), None)
-    return Sent(reached, None, _reduced(cotangent))
+    return Sent(reached, None, _cotangent_sums(cotangent, is_counted))
 
 
-def _reduced(cotangent: Any) -> jax.Array:
-    """The other fields of a `Summary` in one array; of a cotangent that is not empty.
+@functools.partial(jax.jit, static_argnums=1)
+def _cotangent_sums(cotangent: Any, is_counted: bool) -> jax.Array:
+    """The share of zeros, the largest magnitude, and the sum of squares in units of that.
+
+    Of a cotangent that is not empty. The sum is NaN where an element is not finite; with
+    `is_counted` the numbers are of the finite elements, and the number of all others comes last.
 
     XLA's CPU loops store what is compared or selected, or an absolute value that is used twice: a
-    copy of the gradient for each. So comparisons are left to cotangents that are not finite.
+    copy of the gradient for each. So that is left to cotangents that are not finite. Cotangents of
+    one shape share what is traced.
     """
     x = real_or_absolute(cotangent)
     x = x.astype(at_least_float32(x.dtype))
+    counted = []
+    if is_counted:
+        is_finite, is_zero = jnp.isfinite(x), x == 0
+        counted = [jnp.sum(~is_finite).astype(x.dtype)]
+        x, zeros = jnp.where(is_finite, x, 0), _mean(is_zero.astype(x.dtype))
+    else:
+        zeros = 1 - _mean(jnp.abs(jnp.sign(x)))
     largest = jnp.max(jnp.abs(x))
     unit = x / jnp.where(largest == 0, 1, largest)
-    squares = jnp.sum(unit * unit)  # NaN where an element is, which a maximum over devices drops
-    norm = largest * jnp.sqrt(squares)
-    zeros = 1 - _mean(jnp.abs(jnp.sign(x)))
-    finite = jnp.stack([jnp.zeros_like(norm), zeros, largest, norm])
-    return lax.cond(jnp.isfinite(squares), lambda: finite, lambda: _reduced_by_rows(x))
-
-
-def _reduced_by_rows(x: jax.Array) -> jax.Array:
-    """The array of `_reduced` for real numbers that are not all finite.
-
-    One row after the other, so that temporaries are as large as a row.
-    """
-    rows = on_every_device(x)
-    rows = rows if rows.ndim > 1 else rows[None]
-
-    def finite(row: jax.Array) -> jax.Array:
-        return jnp.where(jnp.isfinite(row), row, 0)
-
-    def numbers(row: jax.Array) -> tuple[jax.Array, ...]:
-        bad, zeros = (~jnp.isfinite(row)).astype(row.dtype), (row == 0).astype(row.dtype)
-        return jnp.sum(bad), _mean(zeros), jnp.max(jnp.abs(finite(row)))
-
-    bad, zeros, tops = lax.map(numbers, rows)
-    largest = jnp.max(tops)
-    unit = jnp.where(largest == 0, 1, largest)
-    squares = lax.map(lambda row: jnp.sum(jnp.square(finite(row) / unit)), rows)
-    norm = largest * jnp.sqrt(jnp.sum(squares))
-    return jnp.stack([jnp.sum(bad), _mean(zeros), largest, norm])
+    return jnp.stack([zeros, largest, jnp.sum(unit * unit), *counted])
 
 
 def _mean(x: jax.Array) -> jax.Array:
@@ -210,7 +218,9 @@ def _mean(x: jax.Array) -> jax.Array:
 def _received(sent: Sent) -> Summary:
     """The summary of what has left the program, on the host."""
     if sent.whole is None:
-        return Summary(sent.reached, *np.moveaxis(sent.sums, -1, 0))
+        zeros, largest, squares, *counted = np.moveaxis(np.asarray(sent.sums, np.float64), -1, 0)
+        bad = counted[0] if counted else np.where(np.isfinite(squares), 0, np.nan)
+        return Summary(sent.reached, bad, zeros, largest, largest * np.sqrt(squares))
     size = np.abs(sent.whole).reshape(*np.shape(sent.reached), -1).astype(np.float64)
     bad = ~np.isfinite(size)
     finite = np.where(bad, 0, size)

@@ -42,6 +42,7 @@ from clipgrad._diagnose.underflow import may_underflow, underflow_finding, under
 from clipgrad._diagnose.units import CLOSED, ProgramBlock
 from clipgrad._diagnose.values import HiddenValue, hidden_value, origin_of, origin_of_loss
 from clipgrad._errors import first_line
+from clipgrad._jaxpr import kept_lightly
 from clipgrad._names import Place
 from clipgrad._program import GradientProgram, dependence
 
@@ -123,6 +124,7 @@ def diagnose(
         jax.debug_infs(False),
         jax.transfer_guard("allow"),
         jax.disable_jit(False),
+        kept_lightly(),
     ):
         trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
         with noting_objects(args):

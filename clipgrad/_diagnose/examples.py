@@ -13,6 +13,7 @@ from clipgrad._diagnose.batch import Batch, Trace, batch_of
 from clipgrad._diagnose.raised import is_of_callback
 from clipgrad._diagnose.records import GradientExample
 from clipgrad._diagnose.subject import DiagnosisSubject
+from clipgrad._jaxpr import quick_jit
 from clipgrad._numerics import global_norm
 
 # As much as a hundred ordinary examples: in a batch of that many, half of the gradient is its own.
@@ -37,8 +38,8 @@ def bad_examples(
     program = _program_of_one(given, trace, args, kwargs, batch)
     copies = 1 if program is not None else batch.size
     losses, norms = _one_by_one(program or given.program, given.chosen, inside, whole, copies)
-    near = norms[np.isfinite(norms)]
-    limit = _FAR * np.median(near) if near.size else np.inf
+    finite = norms[np.isfinite(norms)]
+    limit = _FAR * np.median(finite) if finite.size else np.inf
     bad = ~np.isfinite(losses) | ~(norms <= limit)
     first = next(x for x, chosen in zip(given.inputs, inside, strict=True) if chosen)
     found = tuple(
@@ -78,16 +79,15 @@ def _one_by_one(
         value, grads = jax.value_and_grad(loss)([mine[i] for i in chosen], mine)
         return value, global_norm(grads)
 
-    @jax.jit
     def each(everything: list[Any]) -> Any:
         return jax.lax.map(lambda index: one(index, everything), jnp.arange(size))
 
     try:
-        losses, norms = jax.device_get(each(inputs))
+        losses, norms = jax.device_get(quick_jit(each, jax.jit)(inputs))
     except Exception as error:
         if not is_of_callback(error):
             raise
-        losses, norms = _one_call_each(jax.jit(one), size, inputs)
+        losses, norms = _one_call_each(quick_jit(one, jax.jit), size, inputs)
     return losses.astype(np.float64), norms.astype(np.float64)
 
 

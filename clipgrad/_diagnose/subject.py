@@ -15,10 +15,12 @@ from clipgrad._jaxpr import holds_floats
 from clipgrad._trees import (
     argument_name,
     check_concrete,
+    check_scalar,
     check_tree,
     described,
     donated_leaf,
     is_array,
+    loss_and_aux,
     path_string,
 )
 
@@ -116,20 +118,19 @@ def _trace(
     positions: list[int],
     has_aux: bool,
 ) -> DiagnosisSubject:
-    is_apart = isinstance(function, Pure)  # an NNX model among the arguments was taken apart
+    is_split = isinstance(function, Pure)  # an NNX model among the arguments is graph and states
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        result = result[1] if is_apart else result
-        return _checked_loss(result, has_aux)
+        return _checked_loss(result[1] if is_split else result, has_aux)
 
     program = _jaxpr.trace(loss, args, kwargs).program
     check_concrete("fun", _jaxpr.opened(program)[1])
     _check_effects(program)
-    apart = args[0] if is_apart else (args, kwargs)
-    entries, _ = jax.tree_util.tree_flatten_with_path(apart)
+    given = args[0] if is_split else (args, kwargs)
+    entries, _ = jax.tree_util.tree_flatten_with_path(given)
     arrays = [(path, leaf) for path, leaf in entries if is_array(leaf)]
-    moved = differentiated_inputs(apart, dict.fromkeys(positions))
+    moved = differentiated_inputs(given, dict.fromkeys(positions))
     pairs = zip(arrays, moved, strict=True)
     chosen = [i for i, ((_, x), is_moved) in enumerate(pairs) if is_moved and holds_floats(x)]
     if not chosen:
@@ -160,25 +161,14 @@ def _key(entry: Any) -> int | str:
 
 
 def _checked_loss(result: Any, has_aux: bool) -> jax.Array:
-    if has_aux:
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise ValueError(
-                f"fun: got {described(result)} from it, expected (loss, aux) for has_aux=True; "
-                "leave has_aux out if it returns only the loss"
-            )
-        result = result[0]
-    if not isinstance(result, jax.Array):
-        hint = "; write has_aux=True for (loss, aux)" if isinstance(result, tuple) else ""
+    value, _ = loss_and_aux("fun", result, has_aux)
+    check_scalar("fun", value)
+    if not isinstance(value, jax.Array):
         raise ValueError(
-            f"fun: got {type(result).__name__} from it, expected a scalar loss computed from the "
-            f"arguments{hint}"
+            f"fun: got {described(value)} from it, expected a scalar loss computed from the "
+            "arguments"
         )
-    if result.shape or not jnp.issubdtype(result.dtype, jnp.floating):
-        raise ValueError(
-            f"fun: got {described(result)} from it, expected a floating scalar; "
-            "write its mean or sum"
-        )
-    return result
+    return value
 
 
 def _check_effects(program: Any) -> None:

@@ -13,7 +13,6 @@ from clipgrad._diagnose.probe import RESULT, STATE, Site
 from clipgrad._jaxpr import (
     JIT,
     chooses_by_platform,
-    device_count,
     differentiated_programs,
     holds_floats,
     opened,
@@ -97,13 +96,7 @@ class ProgramBlock:
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """The scans and the `shard_map`s around its equations, with their lengths."""
-        if self.parent is None or self.outside is None:
-            return ()
-        equation = self.parent.equation
-        name = equation.primitive.name
-        lengths = {"scan": lambda: equation.params["length"]}
-        lengths["shard_map"] = lambda: device_count(equation)
-        return self.outside.axes + (((name, lengths[name]()),) if name in lengths else ())
+        return self.parent.axes if self.parent else ()
 
     @property
     def shape(self) -> tuple[int, ...]:

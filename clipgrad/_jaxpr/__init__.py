@@ -7,7 +7,6 @@ parameters differ between versions of JAX.
 from clipgrad._jaxpr import entrances as entrances  # registers how programs are entered
 from clipgrad._jaxpr.closures import closing_functions as closing_functions
 from clipgrad._jaxpr.closures import with_explicit_closures as with_explicit_closures
-from clipgrad._jaxpr.compiled import jit_for_one_call as jit_for_one_call
 from clipgrad._jaxpr.compiled import low_jit as low_jit
 from clipgrad._jaxpr.elements import at_first as at_first
 from clipgrad._jaxpr.elements import dtype_of as dtype_of
@@ -24,6 +23,13 @@ from clipgrad._jaxpr.evaluate import retrace as retrace
 from clipgrad._jaxpr.identity import ProgramKey as ProgramKey
 from clipgrad._jaxpr.identity import equation_key as equation_key
 from clipgrad._jaxpr.identity import program_key as program_key
+from clipgrad._jaxpr.kept import jit_for_one_call as jit_for_one_call
+from clipgrad._jaxpr.kept import kept_by_key as kept_by_key
+from clipgrad._jaxpr.kept import kept_lightly as kept_lightly
+from clipgrad._jaxpr.kept import kept_run as kept_run
+from clipgrad._jaxpr.kept import quick_jit as quick_jit
+from clipgrad._jaxpr.kept import with_constants as with_constants
+from clipgrad._jaxpr.kept import without_rules as without_rules
 from clipgrad._jaxpr.programs import CALLS as CALLS
 from clipgrad._jaxpr.programs import CUSTOM_RULES as CUSTOM_RULES
 from clipgrad._jaxpr.programs import JIT as JIT

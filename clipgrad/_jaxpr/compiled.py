@@ -26,14 +26,6 @@ def low_jit(fun: Callable) -> Callable:
     return jax.jit(fun, compiler_options=low_optimization())
 
 
-def jit_for_one_call(program: Any) -> Callable[[Callable], Callable]:
-    """`jax.jit` for something like a program, to be called once.
-
-    With little optimization if that takes longer than a run without it.
-    """
-    return low_jit if element_count(program) <= BRIEF else jax.jit
-
-
 def element_count(program: Any) -> int:
     """The number of elements that a program computes, in each loop of known length at all steps."""
     count = 0

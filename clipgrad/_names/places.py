@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from clipgrad._jaxpr import CUSTOM_RULES, JIT, held_programs, manual_axes, opened
+from clipgrad._jaxpr import CUSTOM_RULES, JIT, device_count, held_programs, manual_axes, opened
 from clipgrad._names.scopes import ScopePath, path
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
@@ -85,6 +85,16 @@ class Place(NamedTuple):
         """The scans around the equation, outermost first."""
         around = reversed(self.chain[1:])
         return [equation for equation in around if equation.primitive.name == "scan"]
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The scans and the `shard_map`s that a program in the equation is in, with lengths.
+
+        Outermost first, the equation itself among them.
+        """
+        lengths = {"scan": lambda e: e.params["length"], "shard_map": device_count}
+        found = [(e.primitive.name, e) for e in reversed(self.chain)]
+        return tuple((name, lengths[name](e)) for name, e in found if name in lengths)
 
     @property
     def nest(self) -> tuple[int, ...]:

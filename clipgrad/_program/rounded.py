@@ -138,7 +138,7 @@ class _Rounding(Hook):
     def inside(self, equation: JaxprEqn, step: Any) -> Self:
         """The hook with other signs at each step, and on each device if it knows them apart."""
         if equation.primitive.name == "scan":
-            return dataclasses.replace(self, salt=_mixed(_mixed(self.salt) + step))
+            return dataclasses.replace(self, salt=mixed(mixed(self.salt) + step))
         if equation.primitive.name == "shard_map" and not equation.params["check_vma"]:
             return dataclasses.replace(self, axes=(*self.axes, *manual_axes(equation)))
         return self
@@ -149,7 +149,7 @@ class _Rounding(Hook):
         salt = self.salt + jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32)
         for number, axis in enumerate(sorted({*self.axes, *varying_axes(x)})):
             device = lax.axis_index(axis).astype(jnp.uint32)
-            salt = _mixed(salt + device * jnp.uint32(2 * number + 0x85EBCA6B))
+            salt = mixed(salt + device * jnp.uint32(2 * number + 0x85EBCA6B))
         return _to_neighbors(x, salt, float(jnp.finfo(x.dtype).eps) if eps is None else eps)
 
     def _all(self, values: Sequence, eps: Any = None) -> list:
@@ -257,10 +257,11 @@ def _hashes(shape: tuple[int, ...], salt: Any) -> Any:
         along = lax.broadcasted_iota(jnp.uint32, shape, axis)
         position = position + along * jnp.uint32(stride % 2**32)
         stride *= shape[axis]
-    return _mixed(_mixed(salt) ^ (position * jnp.uint32(2654435761)))
+    return mixed(mixed(salt) ^ (position * jnp.uint32(2654435761)))
 
 
-def _mixed(bits: Any) -> Any:
+def mixed(bits: Any) -> Any:
+    """A hash of each number of 32 bits."""
     for right, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
         bits = (bits ^ (bits >> jnp.uint32(right))) * jnp.uint32(factor)
     return bits

@@ -1,35 +1,34 @@
-"""Compiled programs that are kept, for checks of the same program.
+"""Compiled programs that are kept, for another call of the same function.
 
-A check of a gradient compiles about ten programs and runs each a few times. What a user's function
-does may have changed since it was last checked, so it is traced anew each time; if its program is
-the same as before (`identity.py`), so are the programs compiled from it. What holds an object of a
-user's, such as a callback with its closure, or a large array, is kept for one check alone.
+A check of a gradient compiles about ten programs and runs each a few times; a diagnosis compiles
+up to eight. What a user's function does may have changed since it was last looked at, so it is
+traced anew each time; if its program is the same as before (`identity.py`), so are the programs
+compiled from it. What holds an object of a user's, such as a callback with its closure, or a large
+array, is kept for one call alone.
 """
 
 import collections
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxprs_in_params
 
-from clipgrad._jaxpr import (
+from clipgrad._jaxpr.compiled import BRIEF, element_count, low_jit
+from clipgrad._jaxpr.evaluate import ENTRANCES, Hook, bind, evaluate
+from clipgrad._jaxpr.identity import ProgramKey, program_key
+from clipgrad._jaxpr.programs import (
     CUSTOM_RULES,
-    ENTRANCES,
-    Hook,
-    ProgramKey,
     called_program,
     equations,
-    evaluate,
-    low_jit,
     map_programs,
     opened,
-    program_key,
 )
 
-KEPT = 200  # programs; about ten for each function checked
+KEPT = 200  # programs; about ten for each function
 
 _kept_by_key: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 _lock = threading.RLock()
@@ -68,11 +67,11 @@ def with_constants(program: Any, constants: Any) -> ClosedJaxpr:
     return ClosedJaxpr(opened(program)[0], list(constants))
 
 
-def quick_jit(fun: Callable) -> Callable:
-    """`jax.jit` with as little optimization as the installed compiler offers.
+def quick_jit(fun: Callable, jit: Callable[[Callable], Callable] = low_jit) -> Callable:
+    """`jax.jit` of a function, whose compiled programs are kept.
 
-    Traced when it is first called with arguments of some shapes, and compiled if there is no such
-    program yet.
+    Traced when it is first called with arguments of some shapes, and compiled by `jit` if there is
+    no such program yet.
     """
     known: dict[Any, Callable] = {}
 
@@ -80,10 +79,30 @@ def quick_jit(fun: Callable) -> Callable:
         leaves, structure = jax.tree.flatten(args)
         shapes = (structure, *(jax.typeof(leaf) for leaf in leaves))
         if shapes not in known:
-            known[shapes] = _compiled_program(fun, structure, leaves)
+            known[shapes] = _compiled_program(fun, structure, leaves, jit)
         return known[shapes](leaves)
 
     return call
+
+
+def jit_for_one_call(program: Any) -> Callable[[Callable], Callable]:
+    """`quick_jit` for something like a program, to be called once.
+
+    With little optimization if that takes longer than a run without it.
+    """
+    is_brief = element_count(program) <= BRIEF
+    return functools.partial(quick_jit, jit=low_jit if is_brief else jax.jit)
+
+
+def kept_run(program: Any, jit: Callable[[Callable], Callable]) -> Callable[[Sequence], list]:
+    """A program compiled, from its inputs to its outputs; what is kept holds no constants of it."""
+    jaxpr, constants = without_rules(opened(program)[0]), opened(program)[1]
+
+    def run(constants, leaves):
+        return evaluate(with_constants(jaxpr, constants), leaves, Primal())
+
+    compiled = kept_by_key((jit, program_key(program)), lambda: jit(run))
+    return functools.partial(compiled, constants)
 
 
 def without_rules(program: Any) -> Any:
@@ -108,16 +127,20 @@ def _without_rules(equation: JaxprEqn) -> dict[str, Any]:
 
 
 class Primal(Hook):
-    """Has functions with custom rules replaced by what they compute."""
+    """Has functions with custom rules replaced by what they compute; all else stays as it is."""
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
-        """The results of a function with custom rules; None for anything else."""
-        if equation.primitive.name not in CUSTOM_RULES:
-            return None
-        return evaluate(called_program(equation), inputs, self)
+        """The results; None where there are such functions inside."""
+        if equation.primitive.name in CUSTOM_RULES:
+            return evaluate(called_program(equation), inputs, self)
+        inside = (e for held in jaxprs_in_params(equation.params) for e in equations(held))
+        has_rules = any(e.primitive.name in CUSTOM_RULES for e in inside)
+        return None if has_rules else bind(equation, inputs)
 
 
-def _compiled_program(fun: Callable, structure: Any, leaves: list) -> Callable[[list], Any]:
+def _compiled_program(
+    fun: Callable, structure: Any, leaves: list, jit: Callable[[Callable], Callable]
+) -> Callable[[list], Any]:
     found = []
 
     def flat(leaves):
@@ -125,15 +148,5 @@ def _compiled_program(fun: Callable, structure: Any, leaves: list) -> Callable[[
         found[:] = [out_structure]
         return out
 
-    program = jax.make_jaxpr(flat)(leaves)
-    constants = opened(program)[1]
-    jaxpr = without_rules(opened(program)[0])  # what is kept holds no constants of this call
-    run = kept_by_key(("quick_jit", program_key(program)), lambda: _compiled_evaluation(jaxpr))
-    return lambda leaves: found[0].unflatten(run(constants, leaves))
-
-
-def _compiled_evaluation(program: Any) -> Callable:
-    def run(constants, leaves):
-        return evaluate(with_constants(program, constants), leaves, Primal())
-
-    return low_jit(run)
+    run = kept_run(jax.make_jaxpr(flat)(leaves), jit)
+    return lambda leaves: found[0].unflatten(run(leaves))
