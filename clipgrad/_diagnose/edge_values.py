@@ -1,0 +1,44 @@
+"""What was measured of the edges of a program, by the equation."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+OPERAND, RESULT = "operand", "result"
+
+
+class EdgeValues(NamedTuple):
+    """The cotangents of operands and results of a program, and the ranges of values.
+
+    All have leading axes for the scans and the `shard_map`s around the program.
+    """
+
+    probes: Any
+    notes: Any
+
+    def cotangent(self, number: int, kind: str, position: int) -> np.ndarray | None:
+        """The largest magnitude of a cotangent; None if it is not measured."""
+        return self.probes["own"].get(f"{number} {kind} {position}")
+
+    def result_range(self, number: int, position: int) -> tuple[float, float]:
+        """The smallest and the largest element of a result, at all steps."""
+        return _joined(self.notes["results"][str(number)][position])
+
+    def input_range(self, position: int) -> tuple[float, float]:
+        """The smallest and the largest element of an input, at all steps."""
+        return _joined(self.notes["inputs"][position])
+
+    @property
+    def ran(self) -> bool:
+        """Whether the program was run at all; a branch may not be."""
+        return bool(np.any(np.isfinite(self.notes["ran"][0])))
+
+    def inside(self, number: int) -> list["EdgeValues"]:
+        """What was measured in the programs inside of an equation."""
+        probes = self.probes["inside"].get(str(number), [])
+        notes = self.notes["inside"].get(str(number), [])
+        return [EdgeValues(*own) for own in zip(probes, notes, strict=True)]
+
+
+def _joined(ranges: np.ndarray) -> tuple[float, float]:
+    return float(np.min(ranges[..., 0])), float(np.max(ranges[..., 1]))

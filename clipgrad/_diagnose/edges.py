@@ -1,0 +1,210 @@
+"""The cotangents of all operands and results of a program, and the ranges of all its values."""
+
+import functools
+from collections.abc import Sequence, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import DropVar, JaxprEqn, Literal, Var
+
+from clipgrad._compat import to_varying, varying_axes
+from clipgrad._diagnose.edge_values import OPERAND, RESULT, EdgeValues
+from clipgrad._jaxpr import (
+    PRINTS,
+    Hook,
+    bind,
+    device_count,
+    differentiated_programs,
+    dtype_of,
+    evaluate,
+    holds_floats,
+    is_reference,
+    jit_for_one_call,
+    manual_axes,
+    on_host,
+    opened,
+)
+
+NEVER = np.array([np.inf, -np.inf], np.float32)  # the range of what was not computed
+_REAL = np.dtype(np.float32)
+
+
+def inner_programs(equation: JaxprEqn) -> list:
+    """The programs inside of an equation whose edges are measured."""
+    is_whole = equation.params.get("branches_platforms") is not None
+    return [] if is_whole else differentiated_programs(equation)
+
+
+def edge_values(
+    program: Any, inputs: Sequence[Any], chosen: Sequence[int], active: Set[Var]
+) -> tuple[EdgeValues, list[np.ndarray]]:
+    """Measure a program, and the mask of nonzero elements of each gradient that is small."""
+    probes = _probes(program, active, ())
+
+    @jit_for_one_call(program)
+    def run(inputs: list, probes: Any) -> Any:
+        def loss(given: list, probes: Any) -> Any:
+            changed = dict(zip(chosen, given, strict=True))
+            hook = Edges(opened(program)[0], probes)
+            every = [jnp.asarray(changed.get(i, x)) for i, x in enumerate(inputs)]
+            value = evaluate(program, every, hook)[0]
+            return value, hook.noted()
+
+        given = [inputs[i] for i in chosen]
+        _, pull_back, notes = jax.vjp(loss, given, probes, has_aux=True)
+        grads, found = pull_back(jnp.ones((), notes_dtype(program)))
+        return notes, found, [g != 0 for g in grads]
+
+    notes, found, nonzero = on_host(run(list(inputs), probes))
+    return EdgeValues(found, notes), nonzero
+
+
+def notes_dtype(program: Any) -> Any:
+    """The dtype of the loss."""
+    return dtype_of(opened(program)[0].outvars[0])
+
+
+def _probes(program: Any, active: Set[Var], lengths: tuple[int, ...]) -> dict[str, Any]:
+    """Zeros for each active operand and result, by the number of its equation."""
+    own: dict[str, Any] = {}
+    inside: dict[str, Any] = {}
+    for i, equation in enumerate(opened(program)[0].eqns):
+        for kind, variables in ((OPERAND, equation.invars), (RESULT, equation.outvars)):
+            for position, v in enumerate(variables):
+                if type(v) not in (Literal, DropVar) and v in active and holds_floats(v):
+                    own[f"{i} {kind} {position}"] = np.zeros(lengths, _REAL)
+        if programs := inner_programs(equation):
+            deeper = (*lengths, *_length(equation))
+            inside[str(i)] = [_probes(inner, active, deeper) for inner in programs]
+    return {"own": own, "inside": inside}
+
+
+def _length(equation: JaxprEqn) -> tuple[int, ...]:
+    name = equation.primitive.name
+    if name == "scan":
+        return (equation.params["length"],)
+    return (device_count(equation),) if name == "shard_map" else ()
+
+
+class Edges(Hook):
+    """Measures one evaluation of a program.
+
+    The gradient of a probe is the largest magnitude of the cotangent at its edge; the notes are the
+    ranges of inputs and results.
+    """
+
+    has_notes = True
+
+    def __init__(self, jaxpr: Any, probes: Any, axes: frozenset[str] = frozenset()):
+        self._jaxpr, self._probes, self._axes = jaxpr, probes, axes
+        self._numbers = {id(e): str(i) for i, e in enumerate(jaxpr.eqns)}
+        self._held: list[Any] = []  # the programs inside of an equation, and their probes
+        self._inputs: list[Any] = []
+        self._results: dict[str, Any] = {}
+        self._inside: dict[str, Any] = {}
+
+    def starts(self, inputs: Sequence) -> None:
+        """Note the ranges of the inputs."""
+        self._inputs = [self._range(x) for x in inputs]
+
+    def constant(self, value: Any, aval: Any) -> Any:
+        """The value as an array."""
+        return value if hasattr(value, "dtype") else jnp.asarray(value, aval.dtype)
+
+    def operands(self, equation: JaxprEqn, inputs: list) -> list:
+        """The operands of an equation, each through its probe."""
+        return self._through(OPERAND, equation, inputs)
+
+    def results(self, equation: JaxprEqn, outputs: Sequence) -> Sequence:
+        """The results of an equation, each through its probe, and their ranges."""
+        number = self._numbers[id(equation)]
+        self._results[number] = [self._range(y) for y in outputs]
+        return self._through(RESULT, equation, outputs)
+
+    def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
+        """The results of an equation that is not gone into."""
+        if equation.primitive.name in PRINTS:
+            return []
+        return None if inner_programs(equation) else bind(equation, inputs)
+
+    def steps(self, equation: JaxprEqn) -> Any:
+        """The probes inside of an equation."""
+        return self._probes["inside"][self._numbers[id(equation)]]
+
+    shards = steps
+
+    def inside(self, equation: JaxprEqn, step: Any) -> Hook:
+        """The hook of a program inside, at this step."""
+        probes = step if step != () else self.steps(equation)
+        programs = [opened(p)[0] for p in inner_programs(equation)]
+        axes = self._axes
+        if equation.primitive.name == "shard_map" and equation.params["check_vma"]:
+            axes |= {*manual_axes(equation)}
+        inner = Edges(programs[0], probes[0], axes)
+        inner._held = list(zip(programs, probes, strict=True))
+        return inner
+
+    def branch(self, number: int) -> Hook:
+        """The hook of a branch."""
+        return Edges(*self._held[number], self._axes)
+
+    def shard(self, own: Any) -> Hook:
+        """The hook of a device."""
+        return Edges(self._jaxpr, own[0], self._axes)
+
+    def noted(self) -> Any:
+        """The ranges of this evaluation."""
+        found = {"ran": [jnp.zeros(2)], "inputs": self._inputs, "results": self._results}
+        return jax.tree.map(self._marked, found) | {"inside": self._inside}
+
+    def note(self, equation: JaxprEqn, inputs: list, notes: list) -> None:
+        """Keep the ranges inside of an equation."""
+        self._inside[self._numbers[id(equation)]] = notes
+
+    def empty(self, shapes: Any) -> Any:
+        """The ranges of what is not computed."""
+        return jax.tree.map(lambda x: self._marked(jnp.broadcast_to(NEVER, x.shape)), shapes)
+
+    def _range(self, x: Any) -> Any:
+        dtype = dtype_of(x)
+        if is_reference(x) or dtype is None or not _is_number(dtype):
+            return jnp.asarray(NEVER)
+        x = lax.stop_gradient(jnp.abs(x) if jnp.iscomplexobj(x) else x).astype(_REAL)
+        low, high = (f(x, initial=n) for f, n in ((jnp.min, np.inf), (jnp.max, -np.inf)))
+        return self._marked(jnp.stack([low, high]))
+
+    def _through(self, kind: str, equation: JaxprEqn, values: Sequence) -> list:
+        number = self._numbers[id(equation)]
+        own = [self._probes["own"].get(f"{number} {kind} {i}") for i in range(len(values))]
+        pairs = zip(values, own, strict=True)
+        return [x if probe is None else _measured(x, probe) for x, probe in pairs]
+
+    def _marked(self, x: Any) -> Any:
+        """Marked as different on each device of the `shard_map`s around."""
+        return to_varying(x, self._axes) if self._axes else x
+
+
+def _is_number(dtype: Any) -> bool:
+    return dtype == bool or jnp.issubdtype(dtype, jnp.number)
+
+
+@jax.custom_vjp
+def _measured(x: Any, probe: Any) -> Any:
+    return x
+
+
+def _measured_forward(x: Any, probe: Any) -> Any:
+    return x, probe
+
+
+def _measured_backward(probe: Any, cotangent: Any) -> Any:
+    size = jnp.max(jnp.abs(cotangent), initial=0).astype(_REAL)
+    # What is too small for float32 is not zero.
+    size = jnp.where(jnp.any(cotangent != 0) & (size == 0), jnp.finfo(_REAL).tiny, size)
+    return cotangent, to_varying(size, varying_axes(probe))
+
+
+_measured.defvjp(_measured_forward, _measured_backward)
