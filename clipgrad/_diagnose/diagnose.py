@@ -41,6 +41,7 @@ from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import may_underflow, underflow_finding, underflow_of_arguments
 from clipgrad._diagnose.units import CLOSED, ProgramBlock
 from clipgrad._diagnose.values import HiddenValue, hidden_value, origin_of, origin_of_loss
+from clipgrad._diagnose.zeros import zero_findings
 from clipgrad._errors import first_line
 from clipgrad._names import Place
 from clipgrad._program import GradientProgram, dependence
@@ -186,7 +187,16 @@ def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
         except (TypeError, ValueError, NotImplementedError) as error:
             # An operation may be there for half precision alone.
             notes += [f"diagnose did not look for underflow: {first_line(error)}"]
+    zero = [i for i, grad in zip(given.chosen, grads, strict=True) if not _is_alive(grad)]
+    if zero and not findings:
+        zeros, more = zero_findings(given, zero, loss)
+        findings, notes = [*findings, *zeros], [*notes, *more]
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
+
+
+def _is_alive(gradient: Summary) -> bool:
+    """Whether an element of a gradient is not zero."""
+    return bool(np.any(gradient.nonfinite)) or float(np.max(gradient.largest, initial=0)) > 0
 
 
 def _nonfinite(

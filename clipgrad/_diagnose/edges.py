@@ -1,6 +1,5 @@
 """The cotangents of all operands and results of a program, and the ranges of all its values."""
 
-import functools
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -27,6 +26,7 @@ from clipgrad._jaxpr import (
     on_host,
     opened,
 )
+from clipgrad._program import active_variables
 
 NEVER = np.array([np.inf, -np.inf], np.float32)  # the range of what was not computed
 _REAL = np.dtype(np.float32)
@@ -39,9 +39,10 @@ def inner_programs(equation: JaxprEqn) -> list:
 
 
 def edge_values(
-    program: Any, inputs: Sequence[Any], chosen: Sequence[int], active: Set[Var]
-) -> tuple[EdgeValues, list[np.ndarray]]:
-    """Measure a program, and the mask of nonzero elements of each gradient that is small."""
+    program: Any, inputs: Sequence[Any], chosen: Sequence[int]
+) -> EdgeValues:
+    """Measure a program at its inputs; the chosen ones are differentiated."""
+    active = active_variables(program, chosen)
     probes = _probes(program, active, ())
 
     @jit_for_one_call(program)
@@ -55,16 +56,10 @@ def edge_values(
 
         given = [inputs[i] for i in chosen]
         _, pull_back, notes = jax.vjp(loss, given, probes, has_aux=True)
-        grads, found = pull_back(jnp.ones((), notes_dtype(program)))
-        return notes, found, [g != 0 for g in grads]
+        grads, found = pull_back(jnp.ones((), dtype_of(opened(program)[0].outvars[0])))
+        return found, notes, [jnp.any(grad != 0) for grad in grads]
 
-    notes, found, nonzero = on_host(run(list(inputs), probes))
-    return EdgeValues(found, notes), nonzero
-
-
-def notes_dtype(program: Any) -> Any:
-    """The dtype of the loss."""
-    return dtype_of(opened(program)[0].outvars[0])
+    return EdgeValues(*on_host(run(list(inputs), probes)))
 
 
 def _probes(program: Any, active: Set[Var], lengths: tuple[int, ...]) -> dict[str, Any]:

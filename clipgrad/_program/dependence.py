@@ -35,6 +35,12 @@ def dependence(
     return walk.operands
 
 
+def sources_of_results(program: Any) -> list[Sources]:
+    """The inputs that each result of a program depends on."""
+    walk = _Walk(tracked_programs, lambda equation, variable: True)
+    return walk.start(program, None)
+
+
 def dependent_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
     """Return the variables that depend on these inputs.
 
@@ -52,13 +58,21 @@ def active_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
     Those of programs inside are among them. Only such a variable has a cotangent. One of a program
     with several calls is among them if it depends on the inputs in one of the calls.
     """
+    return frozenset(_active_walk(program, inputs).variables)
 
+
+def active_dependence(program: Any, inputs: Iterable[int]) -> dict[tuple[int, ...], list[Sources]]:
+    """The inputs that each operand can be differentiated by, by the key as in `dependence`."""
+    return _active_walk(program, inputs).operands
+
+
+def _active_walk(program: Any, inputs: Iterable[int]) -> "_Walk":
     def is_differentiated(equation: JaxprEqn, variable: Var) -> bool:
         return equation.primitive.name != "stop_gradient" and holds_floats(variable)
 
     walk = _Walk(differentiated_programs, is_differentiated)
     walk.start(program, [i for i in inputs if holds_floats(opened(program)[0].invars[i])])
-    return frozenset(walk.variables)
+    return walk
 
 
 class _Walk:
@@ -78,11 +92,12 @@ class _Walk:
         self.operands: dict[tuple[int, ...], list[Sources]] = {}
         self.variables: set[Var] = set()  # those that depend on something
 
-    def start(self, program: Any, inputs: Iterable[int] | None) -> None:
+    def start(self, program: Any, inputs: Iterable[int] | None) -> list[Sources]:
+        """Walk through a program; returns what each result depends on."""
         jaxpr = opened(program)[0]
         chosen = set(range(len(jaxpr.invars)) if inputs is None else inputs)
         sources = [frozenset({i} & chosen) for i in range(len(jaxpr.invars))]
-        self._through(jaxpr, sources, None)
+        return self._through(jaxpr, sources, None)
 
     def _through(
         self, jaxpr: Any, inputs: Sequence[Sources], parent: Place | None
