@@ -675,7 +675,7 @@ def equinox_rounds(p, x):
     return jnp.sum(p(x))
 
 
-@cut("comparison", GATE, "['gate']['kernel'].value")
+@cut("comparison", GATE, "['gate']['kernel']")
 def nnx_gate(p, x):
     return jnp.sum(nnx.merge(GRAPH, p)(x))
 

@@ -24,7 +24,7 @@ _SATURATE = {"logistic", "tanh", "erf", "erfc", "exp", "exp2", "expm1", "erf_inv
 _SATURATE |= {"sigmoid", "softmax", "softplus", "elu", "selu", "gelu", "silu", "swish", "logaddexp"}
 _SATURATE |= {"log_sigmoid", "soft_sign", "celu", "logsumexp", "sinh", "cosh", "log1p", "atan"}
 _PARTS = {"gather", "dynamic_slice", "slice", "concatenate", "pad", "reduce_max", "reduce_min"}
-_PARTS |= {"split", "select_and_gather_add", "reduce_window_max", "cummax", "cummin", "argsort"}
+_PARTS |= {"stack", "unstack", "split", "select_and_gather_add", "reduce_window_max", "cummax", "cummin", "argsort"}
 _WRITES = {"scatter", "scatter_add", "scatter-add", "dynamic_update_slice", "scatter_mul"}
 # The cotangents of these are added up, along an axis or over devices.
 _SPREAD = {"broadcast_in_dim", "pvary", "pcast", "psum", "psum_invariant", "all_gather"}
@@ -52,8 +52,17 @@ class Cause(NamedTuple):
 SILENT = "silent"
 
 
+# Of a loss that is 0 these are what one wants, such as a hinge loss without a violation.
+EXCUSED = {"dead", "clipped", "where", "zero factor", "saturated", "cancels", "not read", "branch"}
+
+
 def cause_of(cut: ZeroCut, given: DiagnosisSubject, zero: Sequence[int]) -> Cause:
     """The cause of a cut; ``zero`` are the inputs whose gradients are zero."""
+    cause = _cause(cut, given, zero)
+    return cause._replace(rank=cause.rank + 4) if cut.is_alive else cause
+
+
+def _cause(cut: ZeroCut, given: DiagnosisSubject, zero: Sequence[int]) -> Cause:
     name, label = cut.place.equation.primitive.name, label_of(cut.place)
     if cut.kind == BRANCH:
         text = "it is read only in a branch of the cond that is not taken"
@@ -67,6 +76,8 @@ def cause_of(cut: ZeroCut, given: DiagnosisSubject, zero: Sequence[int]) -> Caus
         return Cause("custom rule", text, f"check it with cg.check_vjp: {_HELP_RULES}")
     if label in _FLAT or name in _FLAT:
         return _of_flat(label if label in _FLAT else name)
+    if name == "while":
+        return _of_integers(cut, name, "in the condition of a loop")
     if not any(holds_floats(v) for v in cut.place.equation.outvars) or label in _INDICES:
         return _of_integers(cut, name, label)
     return _of_numbers(cut, name, label, given, zero)
@@ -99,7 +110,8 @@ def _of_stop(cut: ZeroCut, label: str) -> Cause:
 
 def _of_flat(label: str) -> Cause:
     text = f"{label} is flat everywhere, so its derivative is 0"
-    return Cause("flat", text, f"x + jax.lax.stop_gradient({label}(x) - x) lets the gradient through")
+    step = f"x + jax.lax.stop_gradient({label}(x) - x) lets the gradient through"
+    return Cause("flat", text, step, -0.2)
 
 
 def _of_integers(cut: ZeroCut, name: str, label: str) -> Cause:
@@ -116,33 +128,36 @@ def _of_integers(cut: ZeroCut, name: str, label: str) -> Cause:
 
 
 def _of_sum(cut: ZeroCut, label: str, given: DiagnosisSubject) -> Cause:
-    axes = [_reduced(e) for e in cut.uses]
-    is_one = any(size == 1 for size in axes if size is not None)
+    is_one = 1 in _lengths(cut)
     if "softmax" in label or "logsumexp" in label:
         if is_one:
             return _of_one(cut, label, given)
         text = f"the cotangents of {label} cancel: it is saturated"
-        return Cause("saturated", text, "make the logits smaller", 0.1)
+        return Cause("saturated", text, "make the logits smaller", -0.1)
     text = "its uses have cotangents that are not zero, but their sum is"
     if is_one:
         text += ": a sum or mean over an axis of length 1 is taken from itself or divides itself"
-    return Cause("cancels", text, "the loss does not depend on it here", 0.1)
+    return Cause("cancels", text, "the loss does not depend on it here", -0.1)
 
 
-def _reduced(equation: object) -> int | None:
-    """How many elements each element of a sum is of; None for other operations."""
-    params = getattr(equation, "params", {})
-    name = equation.primitive.name  # type: ignore[attr-defined]
-    if name not in ("reduce_sum", "reduce_max"):
-        return None
-    shape = equation.invars[0].aval.shape  # type: ignore[attr-defined]
-    return math.prod(shape[axis] for axis in params["axes"])
+def _lengths(cut: ZeroCut) -> set[int]:
+    """How many elements the sums that read a value take together, also a few operations later."""
+    read, found = {cut.variable}, set()
+    for equation in cut.block.jaxpr.eqns:
+        if not any(type(v) is not Literal and v in read for v in equation.invars):
+            continue
+        if equation.primitive.name in ("reduce_sum", "reduce_max"):
+            shape = equation.invars[0].aval.shape
+            found.add(math.prod(shape[axis] for axis in equation.params["axes"]))
+        elif all(v.aval.shape == cut.variable.aval.shape for v in equation.outvars):
+            read.update(equation.outvars)
+    return found
 
 
 def _of_one(cut: ZeroCut, label: str, given: DiagnosisSubject) -> Cause:
     text = f"{label} over an axis of length 1 is constant"
     step = "if a choice is meant, weigh by the softmax over all, before one is chosen"
-    return Cause("one element", text, step, 0, _is_attention(cut, given))
+    return Cause("one element", text, step, -0.1, _is_attention(cut, given))
 
 
 def _is_attention(cut: ZeroCut, given: DiagnosisSubject) -> bool:

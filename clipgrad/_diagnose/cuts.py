@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._diagnose.blocks import MeasuredBlock
 from clipgrad._diagnose.edge_values import OPERAND, RESULT
-from clipgrad._jaxpr import holds_floats, scan_counts
+from clipgrad._jaxpr import holds_floats, opened, scan_counts
 from clipgrad._names import Place
 from clipgrad._program import active_dependence
 
@@ -30,6 +30,7 @@ class ZeroCut(NamedTuple):
       largest: of the cotangents of the results; infinite if the result has none.
       sources: the inputs that the operand is differentiated by.
       order: the place in the program.
+      is_alive: whether the operand has a cotangent from another use, at all these steps.
       uses: of a sum, all operations that read the value.
     """
 
@@ -41,6 +42,7 @@ class ZeroCut(NamedTuple):
     largest: float
     sources: Sources
     order: tuple[int, ...]
+    is_alive: bool = False
     uses: tuple[JaxprEqn, ...] = ()
 
     @property
@@ -126,6 +128,9 @@ class _Search:
     ) -> Iterator[ZeroCut]:
         """The cuts in a block; ``totals`` are the cotangents of its inputs."""
         uses: dict[Var, list[tuple[int, JaxprEqn, int, np.ndarray]]] = {}
+        known = dict(zip(block.jaxpr.invars, totals, strict=True))
+        for v, (i, _, k) in block.producers.items():
+            known[v] = block.values.cotangent(i, RESULT, k)
         for i, equation in enumerate(block.jaxpr.eqns):
             for k, v in enumerate(equation.invars):
                 found = block.values.cotangent(i, OPERAND, k)
@@ -133,14 +138,15 @@ class _Search:
                     continue
                 uses.setdefault(v, []).append((i, equation, k, found))
                 if (cut := self._cut(block, i, equation, k, around)) is not None:
-                    yield cut
+                    total = known.get(v)
+                    is_alive = total is not None and bool(np.all((total != 0) | ~cut.where))
+                    yield cut._replace(is_alive=is_alive)
             for n, inner in enumerate(block.children.get(i, ())):
                 if inner.values.ran:
                     own = self._totals(block, i, equation)
                     yield from self.cuts(inner, own, (*around, i, n))
-        known = dict(zip(block.jaxpr.invars, totals, strict=True))
         for v, own in uses.items():
-            if (cut := self._sum(block, v, own, known, around)) is not None:
+            if (cut := self._sum(block, own, known.get(v), around)) is not None:
                 yield cut
 
     def _cut(
@@ -148,7 +154,7 @@ class _Search:
     ) -> ZeroCut | None:
         place, kind = block.place(equation), EDGE
         if i in block.children:
-            is_branch = equation.primitive.name == "cond" and k
+            is_branch = equation.primitive.name == "cond" and k > 0
             if not is_branch or _is_read(block.children[i], k - 1):
                 return None
             kind = BRANCH
@@ -180,13 +186,8 @@ class _Search:
         return found
 
     def _sum(
-        self, block: MeasuredBlock, v: Var, uses: list, known: dict, around: tuple[int, ...]
+        self, block: MeasuredBlock, uses: list, total: Any, around: tuple[int, ...]
     ) -> ZeroCut | None:
-        if v in block.producers:
-            number, _, position = block.producers[v]
-            total = block.values.cotangent(number, RESULT, position)
-        else:
-            total = known.get(v)
         if total is None:
             return None
         masks = [np.asarray((found != 0) & (total == 0)) for *_, found in uses]
@@ -199,7 +200,7 @@ class _Search:
         sources = self._active[block.place(equation).key][k]
         readers = tuple(e for _, e, _, _ in live)
         place = block.place(equation)
-        return ZeroCut(SUM, block, place, k, where, size, sources, (*around, i), readers)
+        return ZeroCut(SUM, block, place, k, where, size, sources, (*around, i), uses=readers)
 
 
 def _is_read(branches: list[MeasuredBlock], position: int) -> bool:
@@ -212,3 +213,16 @@ def _reads(block: MeasuredBlock, variable: Var) -> bool:
         v is variable for e in block.jaxpr.eqns for v in e.invars
     )
 
+
+
+def inside_of_loop(cut: ZeroCut) -> Place:
+    """The operation in the condition of a loop that reads the operand and has no derivative."""
+    equation = cut.place.equation
+    program = equation.params["cond_jaxpr"]
+    read = {opened(program)[0].invars[cut.operand]} if cut.operand < equation.params["cond_nconsts"] else set()
+    for inner in opened(program)[0].eqns:
+        if any(type(v) is not Literal and v in read for v in inner.invars):
+            if not any(map(holds_floats, inner.outvars)):
+                return Place(inner, cut.place)
+            read.update(inner.outvars)
+    return cut.place

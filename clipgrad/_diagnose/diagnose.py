@@ -188,9 +188,11 @@ def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
             # An operation may be there for half precision alone.
             notes += [f"diagnose did not look for underflow: {first_line(error)}"]
     zero = [i for i, grad in zip(given.chosen, grads, strict=True) if not _is_alive(grad)]
-    if zero and not findings:
+    if zero and not {finding.kind for finding in findings} & {"value", "vjp"}:
         zeros, more = zero_findings(given, zero, loss)
-        findings, notes = [*findings, *zeros], [*notes, *more]
+        small = any(finding.kind in ("underflow", "shrinks") for finding in findings)
+        findings += [own for own in zeros if not (small and own.cause == "underflow")]
+        notes += more
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
 
 

@@ -1,16 +1,18 @@
 """Why the gradient of a leaf is exactly zero."""
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from clipgrad._diagnose.blocks import MeasuredBlock
-from clipgrad._diagnose.causes import SILENT, Cause, cause_of
-from clipgrad._diagnose.cuts import ZeroCut, zero_cuts
+from clipgrad._diagnose.causes import EXCUSED, SILENT, Cause, cause_of
+from clipgrad._diagnose.cuts import ZeroCut, inside_of_loop, zero_cuts
 from clipgrad._diagnose.edges import edge_values
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._docs import docs_page
 from clipgrad._errors import first_line
+from clipgrad._names import Place
 from clipgrad._program import sources_of_results
 
 _SHOWN = 4  # names of leaves in a message
@@ -21,9 +23,15 @@ class _Explained(NamedTuple):
     cause: Cause
 
     @property
+    def at(self) -> Place:
+        """The operation: of a loop the one inside of it."""
+        is_loop = self.cut.place.equation.primitive.name == "while"
+        return inside_of_loop(self.cut) if is_loop else self.cut.place
+
+    @property
     def place(self) -> tuple:
         """The line, and the cause."""
-        where = self.cut.place.location
+        where = self.at.location
         return where.file, where.line, self.cause.name
 
     @property
@@ -54,6 +62,7 @@ def zero_findings(
     block = MeasuredBlock(given.program, values)
     cuts = zero_cuts(given.program, block, given.chosen)
     every = [_Explained(cut, cause_of(cut, given, zero)) for cut in cuts]
+    names = [_written(name) for name in given.names]
     groups: dict[tuple, tuple[list[int], list[_Explained]]] = {}
     for i in zero:
         own = sorted((e for e in every if i in e.cut.sources), key=lambda e: e.preference)
@@ -63,21 +72,26 @@ def zero_findings(
     findings = []
     is_all = len(zero) == len(given.chosen) and loss == 0
     for leaves, best in groups.values():
-        names = [given.names[i] for i in leaves]
+        own_names = [names[i] for i in leaves]
         if not best:
-            notes.append(f"{_subject(names)} is 0; diagnose did not find where it is cut")
-        elif best[0].cause.is_note or is_all:
+            notes.append(f"{_subject(own_names)} is 0; diagnose did not find where it is cut")
+        elif best[0].cause.is_note or (is_all and best[0].cause.name in EXCUSED):
             if best[0].cause.name != SILENT:
-                notes.append(_message(names, best) + ("; the loss itself is 0" if is_all else ""))
+                notes.append(_message(own_names, best) + ("; the loss itself is 0" if is_all else ""))
         else:
-            findings.append(_finding(names, best))
+            findings.append(_finding(own_names, best))
     return findings, notes
 
 
 def _unread(given: DiagnosisSubject, leaves: Sequence[int]) -> list[str]:
     if not leaves:
         return []
-    return [f"the loss does not depend on {_joined([given.names[i] for i in leaves])}"]
+    return [f"the loss does not depend on {_joined([_written(given.names[i]) for i in leaves])}"]
+
+
+def _written(name: str) -> str:
+    """The name without what NNX has between a state and its array."""
+    return re.sub(r"\.states\[\d+\]|\.value$", "", name)
 
 
 def _joined(names: Sequence[str]) -> str:
@@ -91,7 +105,7 @@ def _subject(names: Sequence[str]) -> str:
 
 def _message(names: Sequence[str], best: Sequence[_Explained]) -> str:
     cut, cause = best[0]
-    where = cut.place.location
+    where = best[0].at.location
     text = f"{where}: {_subject(names)} is 0: {cause.text}"
     text += f", in {where.package}" if where.package and where.file else ""
     text += f", in module {cut.place.module}" if cut.place.module else ""
@@ -101,7 +115,7 @@ def _message(names: Sequence[str], best: Sequence[_Explained]) -> str:
     others = list(dict.fromkeys(e.place for e in best[1:] if e.place != own))
     also = [next(e for e in best if e.place == place) for place in others[:_SHOWN]]
     if also:
-        text += "; also cut at " + ", ".join(f"{e.cut.place.location} ({e.cause.name})" for e in also)
+        text += "; also cut at " + ", ".join(f"{e.at.location} ({e.cause.name})" for e in also)
     return text + (f"; {cause.step}" if cause.step else "")
 
 
@@ -111,7 +125,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 def _finding(names: Sequence[str], best: Sequence[_Explained]) -> GradientFinding:
     cut, cause = best[0]
-    where = cut.place.location
+    where = best[0].at.location
     step = cut.steps[-1] if cut.steps else None
     message = f"{_message(names, best)} ({docs_page('zero')})"
     place = cut.place

@@ -36,8 +36,8 @@ def dependence(
 
 
 def sources_of_results(program: Any) -> list[Sources]:
-    """The inputs that each result of a program depends on."""
-    walk = _Walk(tracked_programs, lambda equation, variable: True)
+    """The inputs that each result of a program depends on, also by the choice of a branch."""
+    walk = _Walk(tracked_programs, lambda equation, variable: True, with_control=True)
     return walk.start(program, None)
 
 
@@ -81,14 +81,16 @@ class _Walk:
     Args:
       programs: the programs inside of an equation that the walk enters.
       passes: whether what an equation depends on passes to a result.
+      with_control: whether results depend on what chooses a branch or ends a loop.
     """
 
     def __init__(
         self,
         programs: Callable[[JaxprEqn], list[Any]],
         passes: Callable[[JaxprEqn, Var], bool],
+        with_control: bool = False,
     ):
-        self._programs, self._passes = programs, passes
+        self._programs, self._passes, self._with_control = programs, passes, with_control
         self.operands: dict[tuple[int, ...], list[Sources]] = {}
         self.variables: set[Var] = set()  # those that depend on something
 
@@ -119,6 +121,13 @@ class _Walk:
         return [_NONE if type(v) is Literal else known.get(v, _NONE) for v in jaxpr.outvars]
 
     def _results(self, place: Place, operands: list[Sources]) -> list[Sources]:
+        found, name = self._by_data(place, operands), place.equation.primitive.name
+        if not self._with_control or name not in ("cond", "while"):
+            return found
+        control = operands[0] if name == "cond" else _NONE.union(*operands)
+        return [own | control for own in found]
+
+    def _by_data(self, place: Place, operands: list[Sources]) -> list[Sources]:
         equation, name = place.equation, place.equation.primitive.name
         programs = [opened(program)[0] for program in self._programs(equation)]
         if not programs:
