@@ -1,5 +1,6 @@
 """Where the gradient of a leaf that is exactly zero was cut."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -8,19 +9,24 @@ from tests import zero_cuts
 from tests.zero_cuts import CUTS, HEALTHY, NOTED, X
 
 
+def diagnosed(programs):
+    """One diagnosis of the sum of some programs, which are written as users write them."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        loss, params = zero_cuts.merged(programs)
+        return cg.diagnose(loss, (params, jnp.asarray(X)))
+
+
 @pytest.fixture(scope="module")
 def table():
     """One diagnosis of all cuts together."""
-    loss, params = zero_cuts.merged([(cut.function, cut.params) for cut in CUTS])
-    return cg.diagnose(loss, (params, jnp.asarray(X)))
+    return diagnosed([(cut.function, cut.params) for cut in CUTS])
 
 
 def told(cut, found):
     """What a diagnosis has on the leaf of a cut: lines and causes of findings, lines of notes."""
     leaf = f"args[0]['{cut.name}']{cut.leaf}"
     findings = [(f.line, f.cause) for f in found.findings if leaf in f.leaf.split(", ")]
-    notes = [note for note in found.notes if f"the gradient of {leaf}" in note
-             or f"does not depend on {leaf}" in note]  # fmt: skip
+    notes = [note for note in found.notes if leaf in note]
     return findings, notes
 
 
@@ -35,6 +41,5 @@ def test_a_cut_is_found_at_its_line_with_its_cause(cut, table):
 
 
 def test_healthy_programs_have_no_finding():
-    loss, params = zero_cuts.merged(HEALTHY)
-    found = cg.diagnose(loss, (params, jnp.asarray(X)))
+    found = diagnosed(HEALTHY)
     assert found.ok, found

@@ -709,7 +709,7 @@ def zero_head(p, x):
     return jnp.tanh(p["w"] @ x) @ p["v"] + x[0]  # cut
 
 
-@cut("trains later", {"w": W, "v": np.float32(0)})
+@cut("trains later", {"w": W, "v": np.zeros((), np.float32)})
 def rezero(p, x):
     return jnp.sum(x + p["v"] * jnp.tanh(p["w"] * x))  # cut
 
@@ -848,7 +848,7 @@ def gumbel(p, x):
     return (hard + soft - lax.stop_gradient(soft)) @ x
 
 
-@healthy({"w": W, "v": np.float32(0.5)})
+@healthy({"w": W, "v": np.full((), 0.5, np.float32)})
 def rezero_that_trains(p, x):
     return jnp.sum(x + p["v"] * jnp.tanh(p["w"] * x))
 
@@ -946,7 +946,7 @@ def dropout(p, x):
 
 @healthy({"w": W, "v": W})
 def penalty(p, x):
-    return jnp.sum(p["v"] * p["w"] * x) + 0.1 * optax.global_norm(p) ** 2
+    return jnp.sum(p["v"] * p["w"] * x) + 0.1 * optax.tree.norm(p) ** 2
 
 
 @healthy()

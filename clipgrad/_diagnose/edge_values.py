@@ -41,5 +41,8 @@ class EdgeValues(NamedTuple):
         return [EdgeValues(*own) for own in zip(probes, notes, strict=True)]
 
 
-def _joined(ranges: np.ndarray) -> tuple[float, float]:
-    return float(np.min(ranges[..., 0])), float(np.max(ranges[..., 1]))
+def _joined(noted: Any) -> tuple[float, float]:
+    if isinstance(noted, dict):  # the value itself
+        whole = np.asarray(noted["whole"], np.float64)
+        return float(np.min(whole, initial=np.inf)), float(np.max(whole, initial=-np.inf))
+    return float(np.min(noted[..., 0])), float(np.max(noted[..., 1]))

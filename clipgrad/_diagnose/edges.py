@@ -1,5 +1,6 @@
 """The cotangents of all operands and results of a program, and the ranges of all its values."""
 
+import math
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -30,6 +31,9 @@ from clipgrad._program import active_variables
 
 NEVER = np.array([np.inf, -np.inf], np.float32)  # the range of what was not computed
 _REAL = np.dtype(np.float32)
+# A value of so few elements, at all steps and on all devices, leaves the program as it is: to
+# compile its reductions takes longer.
+_SENT_WHOLE = 2**12
 
 
 def inner_programs(equation: JaxprEqn) -> list:
@@ -59,7 +63,8 @@ def edge_values(
         grads, found = pull_back(jnp.ones((), dtype_of(opened(program)[0].outvars[0])))
         return found, notes, [jnp.any(grad != 0) for grad in grads]
 
-    return EdgeValues(*on_host(run(list(inputs), probes)))
+    found, notes, grads = on_host(run(list(inputs), probes))
+    return EdgeValues(_reduced(program, found, 0), notes, grads)
 
 
 def _probes(program: Any, active: Set[Var], lengths: tuple[int, ...]) -> dict[str, Any]:
@@ -70,11 +75,31 @@ def _probes(program: Any, active: Set[Var], lengths: tuple[int, ...]) -> dict[st
         for kind, variables in ((OPERAND, equation.invars), (RESULT, equation.outvars)):
             for position, v in enumerate(variables):
                 if type(v) not in (Literal, DropVar) and v in active and holds_floats(v):
-                    own[f"{i} {kind} {position}"] = np.zeros(lengths, _REAL)
+                    shape = (*lengths, *_sent_shape(v.aval.shape, math.prod(lengths)))
+                    own[f"{i} {kind} {position}"] = np.zeros(shape, _REAL)
         if programs := inner_programs(equation):
             deeper = (*lengths, *_length(equation))
             inside[str(i)] = [_probes(inner, active, deeper) for inner in programs]
     return {"own": own, "inside": inside}
+
+
+def _sent_shape(shape: tuple[int, ...], copies: float) -> tuple[int, ...]:
+    """The shape of what leaves the program for a value: the whole, or a number."""
+    return shape if math.prod(shape) * copies <= _SENT_WHOLE else ()
+
+
+def _reduced(program: Any, found: Any, axes: int) -> dict[str, Any]:
+    """The largest magnitudes of what has left the program, behind the axes of its loops."""
+
+    def largest(x: np.ndarray) -> np.ndarray:
+        return np.max(np.abs(x).reshape(*x.shape[:axes], -1), axis=-1, initial=0)
+
+    inside = {}
+    for i, programs in found["inside"].items():
+        equation = opened(program)[0].eqns[int(i)]
+        pairs = zip(inner_programs(equation), programs, strict=True)
+        inside[i] = [_reduced(p, own, axes + len(_length(equation))) for p, own in pairs]
+    return {"own": {name: largest(x) for name, x in found["own"].items()}, "inside": inside}
 
 
 def _length(equation: JaxprEqn) -> tuple[int, ...]:
@@ -93,8 +118,11 @@ class Edges(Hook):
 
     has_notes = True
 
-    def __init__(self, jaxpr: Any, probes: Any, axes: frozenset[str] = frozenset()):
+    def __init__(
+        self, jaxpr: Any, probes: Any, axes: frozenset[str] = frozenset(), copies: float = 1
+    ):
         self._jaxpr, self._probes, self._axes = jaxpr, probes, axes
+        self._copies = copies  # how many steps and devices are around; infinite in a branch
         self._numbers = {id(e): str(i) for i, e in enumerate(jaxpr.eqns)}
         self._held: list[Any] = []  # the programs inside of an equation, and their probes
         self._inputs: list[Any] = []
@@ -138,17 +166,19 @@ class Edges(Hook):
         axes = self._axes
         if equation.primitive.name == "shard_map" and equation.params["check_vma"]:
             axes |= {*manual_axes(equation)}
-        inner = Edges(programs[0], probes[0], axes)
+        copies = self._copies * math.prod(_length(equation))
+        copies = math.inf if equation.primitive.name == "cond" else copies
+        inner = Edges(programs[0], probes[0], axes, copies)
         inner._held = list(zip(programs, probes, strict=True))
         return inner
 
     def branch(self, number: int) -> Hook:
         """The hook of a branch."""
-        return Edges(*self._held[number], self._axes)
+        return Edges(*self._held[number], self._axes, self._copies)
 
     def shard(self, own: Any) -> Hook:
         """The hook of a device."""
-        return Edges(self._jaxpr, own[0], self._axes)
+        return Edges(self._jaxpr, own[0], self._axes, self._copies)
 
     def noted(self) -> Any:
         """The ranges of this evaluation."""
@@ -167,7 +197,10 @@ class Edges(Hook):
         dtype = dtype_of(x)
         if is_reference(x) or dtype is None or not _is_number(dtype):
             return jnp.asarray(NEVER)
-        x = lax.stop_gradient(jnp.abs(x) if jnp.iscomplexobj(x) else x).astype(_REAL)
+        x = lax.stop_gradient(jnp.abs(x) if jnp.iscomplexobj(x) else x)
+        if x.size * self._copies <= _SENT_WHOLE:
+            return {"whole": self._marked(x)}
+        x = x.astype(_REAL)
         low, high = (f(x, initial=n) for f, n in ((jnp.min, np.inf), (jnp.max, -np.inf)))
         return self._marked(jnp.stack([low, high]))
 
@@ -196,10 +229,13 @@ def _measured_forward(x: Any, probe: Any) -> Any:
 
 
 def _measured_backward(probe: Any, cotangent: Any) -> Any:
-    size = jnp.max(jnp.abs(cotangent), initial=0).astype(_REAL)
-    # What is too small for float32 is not zero.
-    size = jnp.where(jnp.any(cotangent != 0) & (size == 0), jnp.finfo(_REAL).tiny, size)
-    return cotangent, to_varying(size, varying_axes(probe))
+    size = jnp.abs(cotangent) if jnp.iscomplexobj(cotangent) else cotangent
+    if size.shape != probe.shape:
+        size = jnp.max(jnp.abs(size), initial=0)
+    found = size.astype(_REAL)
+    if size.dtype.itemsize > _REAL.itemsize:  # what is too small for float32 is not zero
+        found = jnp.where((size != 0) & (found == 0), jnp.finfo(_REAL).tiny, found)
+    return cotangent, to_varying(found, varying_axes(probe))
 
 
 _measured.defvjp(_measured_forward, _measured_backward)
