@@ -12,8 +12,7 @@ from clipgrad._diagnose.edges import inner_programs
 from clipgrad._jaxpr import opened, scan_counts
 from clipgrad._names import Place
 
-Range = tuple[float, float]
-ZERO: Range = (0.0, 0.0)
+ZERO = (0.0, 0.0)
 
 
 class MeasuredBlock:
@@ -63,7 +62,7 @@ class MeasuredBlock:
             if inner.values.ran:
                 yield from inner.blocks()
 
-    def range(self, atom: Any) -> Range:
+    def range(self, atom: Any) -> tuple[float, float]:
         """The smallest and the largest element of a value."""
         if type(atom) is Literal:
             return float(np.min(np.real(atom.val))), float(np.max(np.real(atom.val)))

@@ -10,8 +10,8 @@ from jax.extend.core import Literal
 from clipgrad._diagnose.blocks import ZERO
 from clipgrad._diagnose.cuts import BRANCH, SUM, ZeroCut
 from clipgrad._diagnose.subject import DiagnosisSubject
-from clipgrad._diagnose.zero_sources import PRODUCTS, zero_source
-from clipgrad._jaxpr import CUSTOM_RULES, called_program, dtype_of, equations, holds_floats
+from clipgrad._diagnose.zero_sources import ABSORBING, zero_source
+from clipgrad._jaxpr import CUSTOM_RULES, called_program, dtype_of, holds_floats
 from clipgrad._names import Place, is_users
 
 _FLAT = {"round", "floor", "ceil", "sign", "nextafter", "floor_divide", "rint", "trunc", "fix"}
@@ -23,11 +23,31 @@ _CLIPS = {"clip", "clamp", "minimum", "min", "hard_tanh", "hard_sigmoid", "hard_
 _SATURATE = {"logistic", "tanh", "erf", "erfc", "exp", "exp2", "expm1", "erf_inv", "log_softmax"}
 _SATURATE |= {"sigmoid", "softmax", "softplus", "elu", "selu", "gelu", "silu", "swish", "logaddexp"}
 _SATURATE |= {"log_sigmoid", "soft_sign", "celu", "logsumexp", "sinh", "cosh", "log1p", "atan"}
-_PARTS = {"gather", "dynamic_slice", "slice", "concatenate", "pad", "reduce_max", "reduce_min"}
-_PARTS |= {"stack", "unstack", "split", "select_and_gather_add", "reduce_window_max", "cummax", "cummin", "argsort"}
+_READERS = {"gather", "dynamic_slice", "slice", "concatenate", "pad", "reduce_max", "reduce_min"}
+_READERS |= {
+    "stack",
+    "unstack",
+    "split",
+    "select_and_gather_add",
+    "reduce_window_max",
+    "cummax",
+    "cummin",
+    "argsort",
+}
 _WRITES = {"scatter", "scatter_add", "scatter-add", "dynamic_update_slice", "scatter_mul"}
 # The cotangents of these are added up, along an axis or over devices.
-_SPREAD = {"broadcast_in_dim", "pvary", "pcast", "psum", "psum_invariant", "all_gather"}
+_SPREAD = {
+    "add",
+    "sub",
+    "add_any",
+    "neg",
+    "broadcast_in_dim",
+    "pvary",
+    "pcast",
+    "psum",
+    "psum_invariant",
+    "all_gather",
+}
 _STOPS = {"stop_gradient", "map", "tree_map", "stop"}
 
 
@@ -50,6 +70,7 @@ class Cause(NamedTuple):
 
 
 SILENT = "silent"
+_MASK = -1e30  # a logit below it is masked
 
 
 # Of a loss that is 0 these are what one wants, such as a hinge loss without a violation.
@@ -63,17 +84,19 @@ def cause_of(cut: ZeroCut, given: DiagnosisSubject, zero: Sequence[int]) -> Caus
 
 
 def _cause(cut: ZeroCut, given: DiagnosisSubject, zero: Sequence[int]) -> Cause:
-    name, label = cut.place.equation.primitive.name, label_of(cut.place)
+    name, label = cut.place.equation.primitive.name, cut.place.function
     if cut.kind == BRANCH:
         text = "it is read only in a branch of the cond that is not taken"
-        return Cause("branch", text, "check the predicate; a branch that is not taken trains nothing")
+        return Cause(
+            "branch", text, "check the predicate; a branch that is not taken trains nothing"
+        )
     if cut.kind == SUM:
         return _of_sum(cut, label, given)
     if name == "stop_gradient":
         return _of_stop(cut, label)
     if name in CUSTOM_RULES and is_users(_file(cut.place)):
         text = f"the rule of {cut.place.operation} returns zeros for operand {cut.operand}"
-        return Cause("custom rule", text, f"check it with cg.check_vjp: {_HELP_RULES}")
+        return Cause("custom rule", text, f"check it with cg.check_vjp: {_RULES_PAGE}")
     if label in _FLAT or name in _FLAT:
         return _of_flat(label if label in _FLAT else name)
     if name == "while":
@@ -83,15 +106,7 @@ def _cause(cut: ZeroCut, given: DiagnosisSubject, zero: Sequence[int]) -> Cause:
     return _of_numbers(cut, name, label, given, zero)
 
 
-_HELP_RULES = "clipgrad help custom_rules"
-
-
-def label_of(place: Place) -> str:
-    """The function of a library that an operation is in, or its own name."""
-    package = place.location.package
-    function = package.partition(" ")[0] if package else ""
-    name = function.lstrip("_")
-    return name if name and name not in ("wrapper", "call", "deferring_binary_op") else place.operation
+_RULES_PAGE = "clipgrad help custom_rules"
 
 
 def _file(place: Place) -> str:
@@ -100,8 +115,7 @@ def _file(place: Place) -> str:
 
 
 def _of_stop(cut: ZeroCut, label: str) -> Cause:
-    package = cut.place.location.package or ""
-    if label in _STOPS or not package.startswith(label):
+    if label in _STOPS:
         text = "stop_gradient detaches it"
         step = "if that is meant, leave it out of argnums"
         return Cause("stop_gradient", text, step, 0.2, True)
@@ -132,6 +146,8 @@ def _of_sum(cut: ZeroCut, label: str, given: DiagnosisSubject) -> Cause:
     if "softmax" in label or "logsumexp" in label:
         if is_one:
             return _of_one(cut, label, given)
+        if _is_masked(cut):
+            return _of_mask(label)
         text = f"the cotangents of {label} cancel: it is saturated"
         return Cause("saturated", text, "make the logits smaller", -0.1)
     text = "its uses have cotangents that are not zero, but their sum is"
@@ -140,8 +156,22 @@ def _of_sum(cut: ZeroCut, label: str, given: DiagnosisSubject) -> Cause:
     return Cause("cancels", text, "the loss does not depend on it here", -0.1)
 
 
+def _is_masked(cut: ZeroCut) -> bool:
+    """Whether logits are so small that they are a mask."""
+    found, atom = [cut.block.range(cut.variable)], cut.variable
+    if atom in cut.block.producers:
+        equation = cut.block.producers[atom][1]
+        found += [cut.block.range(v) for v in equation.invars if holds_floats(v)]
+    return min(low for low, _ in found) < _MASK
+
+
+def _of_mask(label: str) -> Cause:
+    text = f"{label} is constant where its mask leaves one element"
+    return Cause("one element", text, "check the mask, and its axis", -0.1, True)
+
+
 def _lengths(cut: ZeroCut) -> set[int]:
-    """How many elements the sums that read a value take together, also a few operations later."""
+    """The numbers of elements that sums of a value take together, also some operations later."""
     read, found = {cut.variable}, set()
     for equation in cut.block.jaxpr.eqns:
         if not any(type(v) is not Literal and v in read for v in equation.invars):
@@ -164,7 +194,11 @@ def _is_attention(cut: ZeroCut, given: DiagnosisSubject) -> bool:
     """Whether the value is a product of two things that are trained, as logits of attention are."""
     block, atom = cut.block, cut.variable
     for _ in range(12):
-        while type(atom) is not Literal and block.outer and (around := block.outside(atom)) is not None:
+        while (
+            type(atom) is not Literal
+            and block.outer
+            and (around := block.outside(atom)) is not None
+        ):
             block, atom = block.outer, around
         if type(atom) is Literal or atom not in block.producers:
             return False
@@ -185,26 +219,27 @@ def _of_numbers(
     cut: ZeroCut, name: str, label: str, given: DiagnosisSubject, zero: Sequence[int]
 ) -> Cause:
     low, high = cut.block.range(cut.variable)
-    every = f"all {_count(cut)} elements of its input"
+    every = f"all {_elements_of(cut)} elements of its input"
     numbers = f"{low:.3g} to {high:.3g}"
-    if name in PRODUCTS or name == "div":
+    if name in ABSORBING or name == "div":
         return _of_product(cut, label, given, zero)
     if name in _SPREAD:
         return Cause(SILENT, "the cotangents along an axis add up to 0", "", 0.5, True)
     if name == "convert_element_type":
         return _of_underflow(cut, f"the cast to {dtype_of(cut.place.equation.outvars[0])}")
-    if label in _RELUS or name in ("max", "relu"):
+    is_clip = label in _CLIPS
+    if not is_clip and (label in _RELUS or name in ("max", "relu")):
         return _of_relu(cut, label, every, numbers)
-    if label in _CLIPS or name in ("min", "clamp"):
+    if is_clip or name in ("min", "clamp"):
         text = f"{label} clips {every}, {numbers}"
         return Cause("clipped", text, "widen its bounds, or scale its input")
     if name == "select_n":
         text = f"the {label if 'where' in label else 'where'} takes the other side at every element"
         return Cause("where", text, "check its mask: the condition, its axis, and what it is for",
                      0 if "where" in label or label == "select_n" else 1)  # fmt: skip
-    if name in _PARTS:
-        return Cause("not read", f"{label} reads no element of it that has a cotangent",
-                     "check the indices, and what else is read there")  # fmt: skip
+    if name in _READERS:
+        text = f"{label} reads no element of it that has a cotangent"
+        return Cause("not read", text, "check the indices, and what else is read there", 0.5)
     if name in _WRITES:
         is_target = cut.operand == 0
         text = f"{label} writes over all of it" if is_target else f"{label} writes none of it"
@@ -212,13 +247,15 @@ def _of_numbers(
     if (low, high) == ZERO:
         text = f"its input is 0 throughout, where {label} is flat"
         return Cause("stationary", text, "start from other values", 1.5, True)
+    if "softmax" in label and _is_masked(cut):
+        return _of_mask(label)
     if label in _SATURATE or name in _SATURATE:
         text = f"{label} is saturated at {every}, {numbers}"
         return Cause("saturated", text, "scale its input, or compute with its logarithm")
     return Cause("flat", f"the derivative of {label} is 0 at {every}, {numbers}")
 
 
-def _count(cut: ZeroCut) -> str:
+def _elements_of(cut: ZeroCut) -> str:
     return f"{math.prod(getattr(cut.variable.aval, 'shape', ())):,}"
 
 
@@ -247,15 +284,16 @@ def _of_product(cut: ZeroCut, label: str, given: DiagnosisSubject, zero: Sequenc
     factor = size if equation.primitive.name == "div" else max(abs(low), abs(high))
     if np.isfinite(cut.largest) and cut.largest * factor < smallest:
         return _of_underflow(cut._replace(largest=cut.largest * factor), str(dtype))
-    if equation.primitive.name == "mul":
+    is_sum = cut.variable.aval.shape != equation.outvars[0].aval.shape
+    if equation.primitive.name == "mul" and not is_sum:
         text = f"its other factor, {low:.3g} to {high:.3g}, is 0 wherever there is a cotangent"
         return Cause("zero factor", text, "check the masks: they have no element in common")
-    return Cause("cancels", f"the products of {label} with the cotangents add up to 0", "", 0.6, True)
+    return Cause(
+        "cancels", f"the products of {label} with the cotangents add up to 0", "", 0.6, True
+    )
 
 
-def _of_zeros(
-    cut: ZeroCut, other: object, given: DiagnosisSubject, zero: Sequence[int]
-) -> Cause:
+def _of_zeros(cut: ZeroCut, other: object, given: DiagnosisSubject, zero: Sequence[int]) -> Cause:
     source = zero_source(cut.block, other)
     if source.argument is not None:
         name = given.names[source.argument]
@@ -263,15 +301,17 @@ def _of_zeros(
         if source.argument not in given.chosen:
             return Cause("zero factor", text, f"check {name}")
         if source.argument not in zero:
-            return Cause("trains later", f"{text} and has a gradient: its first update ends that", "",
-                         0, True)  # fmt: skip
+            text += " and has a gradient: its first update ends that"
+            return Cause("trains later", text, is_note=True)
         text += ", and whose gradient is 0 too: neither ever trains"
         return Cause("zero factors", text, "start one of the two from other values")
     if source.place is not None:
-        at = f"{label_of(source.place)} ({source.place.location})"
+        at = f"{source.place.function} ({source.place.location})"
         text = f"it is multiplied by values that are 0 throughout since {at}"
         return Cause("zero factor", text, "check what makes these zeros")
     if cut.place.equation.primitive.name == "mul":
-        return Cause("zero factor", "it is multiplied by a constant that is 0", "check the constant")
+        return Cause(
+            "zero factor", "it is multiplied by a constant that is 0", "check the constant"
+        )
     text = "it is multiplied by constant zeros, as an initial state is"
     return Cause("constant zeros", text, "", 0.3, True)

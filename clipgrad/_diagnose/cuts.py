@@ -8,13 +8,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._diagnose.blocks import MeasuredBlock
-from clipgrad._diagnose.edge_values import OPERAND, RESULT
+from clipgrad._diagnose.edge_values import OPERAND
+from clipgrad._diagnose.probe import RESULT
 from clipgrad._jaxpr import holds_floats, opened, scan_counts
 from clipgrad._names import Place
 from clipgrad._program import active_dependence
 
 EDGE, SUM, BRANCH = "edge", "sum", "branch"
-Sources = frozenset[int]
 
 
 class ZeroCut(NamedTuple):
@@ -40,7 +40,7 @@ class ZeroCut(NamedTuple):
     operand: int
     where: np.ndarray
     largest: float
-    sources: Sources
+    sources: frozenset[int]
     order: tuple[int, ...]
     is_alive: bool = False
     uses: tuple[JaxprEqn, ...] = ()
@@ -214,12 +214,15 @@ def _reads(block: MeasuredBlock, variable: Var) -> bool:
     )
 
 
-
 def inside_of_loop(cut: ZeroCut) -> Place:
     """The operation in the condition of a loop that reads the operand and has no derivative."""
     equation = cut.place.equation
     program = equation.params["cond_jaxpr"]
-    read = {opened(program)[0].invars[cut.operand]} if cut.operand < equation.params["cond_nconsts"] else set()
+    read = (
+        {opened(program)[0].invars[cut.operand]}
+        if cut.operand < equation.params["cond_nconsts"]
+        else set()
+    )
     for inner in opened(program)[0].eqns:
         if any(type(v) is not Literal and v in read for v in inner.invars):
             if not any(map(holds_floats, inner.outvars)):

@@ -1,10 +1,10 @@
-"""What was measured of the edges of a program, by the equation."""
+"""The measured cotangents and ranges of a program, by the equation."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
-OPERAND, RESULT = "operand", "result"
+OPERAND = "operand"
 
 
 class EdgeValues(NamedTuple):
@@ -23,11 +23,11 @@ class EdgeValues(NamedTuple):
 
     def result_range(self, number: int, position: int) -> tuple[float, float]:
         """The smallest and the largest element of a result, at all steps."""
-        return _joined(self.notes["results"][str(number)][position])
+        return _over_steps(self.notes["results"][str(number)][position])
 
     def input_range(self, position: int) -> tuple[float, float]:
         """The smallest and the largest element of an input, at all steps."""
-        return _joined(self.notes["inputs"][position])
+        return _over_steps(self.notes["inputs"][position])
 
     @property
     def ran(self) -> bool:
@@ -35,13 +35,13 @@ class EdgeValues(NamedTuple):
         return bool(np.any(np.isfinite(self.notes["ran"][0])))
 
     def inside(self, number: int) -> list["EdgeValues"]:
-        """What was measured in the programs inside of an equation."""
+        """The measured values of the programs inside of an equation."""
         probes = self.probes["inside"].get(str(number), [])
         notes = self.notes["inside"].get(str(number), [])
         return [EdgeValues(*own) for own in zip(probes, notes, strict=True)]
 
 
-def _joined(noted: Any) -> tuple[float, float]:
+def _over_steps(noted: Any) -> tuple[float, float]:
     if isinstance(noted, dict):  # the value itself
         whole = np.asarray(noted["whole"], np.float64)
         return float(np.min(whole, initial=np.inf)), float(np.max(whole, initial=-np.inf))

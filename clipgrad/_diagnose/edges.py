@@ -11,7 +11,8 @@ from jax import lax
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from clipgrad._compat import to_varying, varying_axes
-from clipgrad._diagnose.edge_values import OPERAND, RESULT, EdgeValues
+from clipgrad._diagnose.edge_values import OPERAND, EdgeValues
+from clipgrad._diagnose.probe import RESULT
 from clipgrad._jaxpr import (
     PRINTS,
     Hook,
@@ -33,7 +34,7 @@ NEVER = np.array([np.inf, -np.inf], np.float32)  # the range of what was not com
 _REAL = np.dtype(np.float32)
 # A value of so few elements, at all steps and on all devices, leaves the program as it is: to
 # compile its reductions takes longer.
-_SENT_WHOLE = 2**12
+_WHOLE_VALUES = 2**12
 
 
 def inner_programs(equation: JaxprEqn) -> list:
@@ -42,12 +43,10 @@ def inner_programs(equation: JaxprEqn) -> list:
     return [] if is_whole else differentiated_programs(equation)
 
 
-def edge_values(
-    program: Any, inputs: Sequence[Any], chosen: Sequence[int]
-) -> EdgeValues:
+def edge_values(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) -> EdgeValues:
     """Measure a program at its inputs; the chosen ones are differentiated."""
     active = active_variables(program, chosen)
-    probes = _probes(program, active, ())
+    probes = _zero_probes(program, active, ())
 
     @jit_for_one_call(program)
     def run(inputs: list, probes: Any) -> Any:
@@ -64,10 +63,10 @@ def edge_values(
         return found, notes, [jnp.any(grad != 0) for grad in grads]
 
     found, notes, grads = on_host(run(list(inputs), probes))
-    return EdgeValues(_reduced(program, found, 0), notes, grads)
+    return EdgeValues(_largest_by_step(program, found, 0), notes, grads)
 
 
-def _probes(program: Any, active: Set[Var], lengths: tuple[int, ...]) -> dict[str, Any]:
+def _zero_probes(program: Any, active: Set[Var], lengths: tuple[int, ...]) -> dict[str, Any]:
     """Zeros for each active operand and result, by the number of its equation."""
     own: dict[str, Any] = {}
     inside: dict[str, Any] = {}
@@ -75,20 +74,20 @@ def _probes(program: Any, active: Set[Var], lengths: tuple[int, ...]) -> dict[st
         for kind, variables in ((OPERAND, equation.invars), (RESULT, equation.outvars)):
             for position, v in enumerate(variables):
                 if type(v) not in (Literal, DropVar) and v in active and holds_floats(v):
-                    shape = (*lengths, *_sent_shape(v.aval.shape, math.prod(lengths)))
+                    shape = (*lengths, *_probe_shape(v.aval.shape, math.prod(lengths)))
                     own[f"{i} {kind} {position}"] = np.zeros(shape, _REAL)
         if programs := inner_programs(equation):
-            deeper = (*lengths, *_length(equation))
-            inside[str(i)] = [_probes(inner, active, deeper) for inner in programs]
+            deeper = (*lengths, *_loop_axes(equation))
+            inside[str(i)] = [_zero_probes(inner, active, deeper) for inner in programs]
     return {"own": own, "inside": inside}
 
 
-def _sent_shape(shape: tuple[int, ...], copies: float) -> tuple[int, ...]:
+def _probe_shape(shape: tuple[int, ...], copies: float) -> tuple[int, ...]:
     """The shape of what leaves the program for a value: the whole, or a number."""
-    return shape if math.prod(shape) * copies <= _SENT_WHOLE else ()
+    return shape if math.prod(shape) * copies <= _WHOLE_VALUES else ()
 
 
-def _reduced(program: Any, found: Any, axes: int) -> dict[str, Any]:
+def _largest_by_step(program: Any, found: Any, axes: int) -> dict[str, Any]:
     """The largest magnitudes of what has left the program, behind the axes of its loops."""
 
     def largest(x: np.ndarray) -> np.ndarray:
@@ -98,11 +97,11 @@ def _reduced(program: Any, found: Any, axes: int) -> dict[str, Any]:
     for i, programs in found["inside"].items():
         equation = opened(program)[0].eqns[int(i)]
         pairs = zip(inner_programs(equation), programs, strict=True)
-        inside[i] = [_reduced(p, own, axes + len(_length(equation))) for p, own in pairs]
+        inside[i] = [_largest_by_step(p, own, axes + len(_loop_axes(equation))) for p, own in pairs]
     return {"own": {name: largest(x) for name, x in found["own"].items()}, "inside": inside}
 
 
-def _length(equation: JaxprEqn) -> tuple[int, ...]:
+def _loop_axes(equation: JaxprEqn) -> tuple[int, ...]:
     name = equation.primitive.name
     if name == "scan":
         return (equation.params["length"],)
@@ -159,24 +158,25 @@ class Edges(Hook):
 
     shards = steps
 
-    def inside(self, equation: JaxprEqn, step: Any) -> Hook:
+    def inside(self, equation: JaxprEqn, step: Any) -> "Edges":
         """The hook of a program inside, at this step."""
         probes = step if step != () else self.steps(equation)
         programs = [opened(p)[0] for p in inner_programs(equation)]
         axes = self._axes
         if equation.primitive.name == "shard_map" and equation.params["check_vma"]:
             axes |= {*manual_axes(equation)}
-        copies = self._copies * math.prod(_length(equation))
+        copies = self._copies * math.prod(_loop_axes(equation))
         copies = math.inf if equation.primitive.name == "cond" else copies
         inner = Edges(programs[0], probes[0], axes, copies)
         inner._held = list(zip(programs, probes, strict=True))
         return inner
 
-    def branch(self, number: int) -> Hook:
+    def branch(self, number: int) -> "Edges":
         """The hook of a branch."""
-        return Edges(*self._held[number], self._axes, self._copies)
+        jaxpr, probes = self._held[number]
+        return Edges(jaxpr, probes, self._axes, self._copies)
 
-    def shard(self, own: Any) -> Hook:
+    def shard(self, own: Any) -> "Edges":
         """The hook of a device."""
         return Edges(self._jaxpr, own[0], self._axes, self._copies)
 
@@ -198,7 +198,7 @@ class Edges(Hook):
         if is_reference(x) or dtype is None or not _is_number(dtype):
             return jnp.asarray(NEVER)
         x = lax.stop_gradient(jnp.abs(x) if jnp.iscomplexobj(x) else x)
-        if x.size * self._copies <= _SENT_WHOLE:
+        if x.size * self._copies <= _WHOLE_VALUES:
             return {"whole": self._marked(x)}
         x = x.astype(_REAL)
         low, high = (f(x, initial=n) for f, n in ((jnp.min, np.inf), (jnp.max, -np.inf)))
@@ -216,7 +216,7 @@ class Edges(Hook):
 
 
 def _is_number(dtype: Any) -> bool:
-    return dtype == bool or jnp.issubdtype(dtype, jnp.number)
+    return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
 
 
 @jax.custom_vjp

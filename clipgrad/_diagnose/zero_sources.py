@@ -1,4 +1,4 @@
-"""Where a value that is zero throughout has its zeros from."""
+"""The sources of values that are zero throughout."""
 
 from typing import Any, NamedTuple
 
@@ -9,18 +9,19 @@ from clipgrad._jaxpr import holds_floats, scan_counts
 from clipgrad._names import Place
 
 # If one operand of these is zero, so is the result.
-PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"})
+ABSORBING = frozenset({"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 class ZeroSource(NamedTuple):
-    """What is zero first: an input, the result of an operation, or, if both are None, a constant."""
+    """An input or the result of an operation that is zero; a constant if both are None."""
 
     argument: int | None = None
     place: Place | None = None
+    is_state: bool = False  # whether a scan begins with it
 
 
 def zero_source(block: MeasuredBlock, atom: Any) -> ZeroSource:
-    """Where the zeros of a value are from."""
+    """The first value that is zero, from which a value has its zeros."""
     if type(atom) is Literal or atom in block.jaxpr.constvars:
         return ZeroSource()
     if atom in block.positions:
@@ -33,7 +34,7 @@ def zero_source(block: MeasuredBlock, atom: Any) -> ZeroSource:
     zeros = [v for v in numbers if block.range(v) == ZERO]
     if not equation.invars:
         return ZeroSource()
-    if zeros and (equation.primitive.name in PRODUCTS or len(zeros) == len(numbers)):
+    if zeros and (equation.primitive.name in ABSORBING or len(zeros) == len(numbers)):
         return zero_source(block, zeros[0])
     if equation.primitive.name == "div" and zeros and zeros[0] is equation.invars[0]:
         return zero_source(block, zeros[0])
@@ -54,4 +55,5 @@ def _of_input(block: MeasuredBlock, atom: Any) -> ZeroSource:
     if block.is_carry(position) and block.outer.range(around) != ZERO:
         constants, _ = scan_counts(block.parent.equation)
         return zero_source(block, block.jaxpr.outvars[position - constants])
-    return zero_source(block.outer, around)
+    found = zero_source(block.outer, around)
+    return found._replace(is_state=found.is_state or block.is_carry(position))

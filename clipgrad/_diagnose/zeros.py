@@ -1,4 +1,4 @@
-"""Why the gradient of a leaf is exactly zero."""
+"""The findings on gradients that are exactly zero."""
 
 import re
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ def zero_findings(
     block = MeasuredBlock(given.program, values)
     cuts = zero_cuts(given.program, block, given.chosen)
     every = [_Explained(cut, cause_of(cut, given, zero)) for cut in cuts]
-    names = [_written(name) for name in given.names]
+    names = [_path_of(name) for name in given.names]
     groups: dict[tuple, tuple[list[int], list[_Explained]]] = {}
     for i in zero:
         own = sorted((e for e in every if i in e.cut.sources), key=lambda e: e.preference)
@@ -77,40 +77,42 @@ def zero_findings(
             notes.append(f"{_subject(own_names)} is 0; diagnose did not find where it is cut")
         elif best[0].cause.is_note or (is_all and best[0].cause.name in EXCUSED):
             if best[0].cause.name != SILENT:
-                notes.append(_message(own_names, best) + ("; the loss itself is 0" if is_all else ""))
+                notes.append(
+                    _text_of(own_names, best) + ("; the loss itself is 0" if is_all else "")
+                )
         else:
-            findings.append(_finding(own_names, best))
+            findings.append(_zero_finding(own_names, best))
     return findings, notes
 
 
 def _unread(given: DiagnosisSubject, leaves: Sequence[int]) -> list[str]:
     if not leaves:
         return []
-    return [f"the loss does not depend on {_joined([_written(given.names[i]) for i in leaves])}"]
+    return [f"the loss does not depend on {_list_of([_path_of(given.names[i]) for i in leaves])}"]
 
 
-def _written(name: str) -> str:
+def _path_of(name: str) -> str:
     """The name without what NNX has between a state and its array."""
     return re.sub(r"\.states\[\d+\]|\.value$", "", name)
 
 
-def _joined(names: Sequence[str]) -> str:
+def _list_of(names: Sequence[str]) -> str:
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _subject(names: Sequence[str]) -> str:
-    return f"the gradient of {_joined(names)}"
+    return f"the gradient of {_list_of(names)}"
 
 
-def _message(names: Sequence[str], best: Sequence[_Explained]) -> str:
+def _text_of(names: Sequence[str], best: Sequence[_Explained]) -> str:
     cut, cause = best[0]
     where = best[0].at.location
     text = f"{where}: {_subject(names)} is 0: {cause.text}"
     text += f", in {where.package}" if where.package and where.file else ""
     text += f", in module {cut.place.module}" if cut.place.module else ""
     if cut.steps:
-        text += f", at step {_steps(cut.steps)} of {cut.place.nest[-1]}"
+        text += f", at step {_span(cut.steps)} of {cut.place.nest[-1]}"
     own = best[0].place
     others = list(dict.fromkeys(e.place for e in best[1:] if e.place != own))
     also = [next(e for e in best if e.place == place) for place in others[:_SHOWN]]
@@ -119,15 +121,15 @@ def _message(names: Sequence[str], best: Sequence[_Explained]) -> str:
     return text + (f"; {cause.step}" if cause.step else "")
 
 
-def _steps(steps: Sequence[int]) -> str:
+def _span(steps: Sequence[int]) -> str:
     return str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
 
 
-def _finding(names: Sequence[str], best: Sequence[_Explained]) -> GradientFinding:
+def _zero_finding(names: Sequence[str], best: Sequence[_Explained]) -> GradientFinding:
     cut, cause = best[0]
     where = best[0].at.location
     step = cut.steps[-1] if cut.steps else None
-    message = f"{_message(names, best)} ({docs_page('zero')})"
+    message = f"{_text_of(names, best)} ({docs_page('zero')})"
     place = cut.place
     return GradientFinding(
         "zero",
