@@ -309,7 +309,7 @@ def _of_zeros(cut: ZeroCut, other: object, given: DiagnosisSubject, zero: Sequen
         at = f"{source.place.function} ({source.place.location})"
         text = f"it is multiplied by values that are 0 throughout since {at}"
         return Cause("zero factor", text, "check what makes these zeros")
-    if cut.place.equation.primitive.name == "mul":
+    if cut.place.equation.primitive.name == "mul" and not source.is_state:
         return Cause(
             "zero factor", "it is multiplied by a constant that is 0", "check the constant"
         )

@@ -132,7 +132,8 @@ class Place(NamedTuple):
             if is_users(frame.file_name):
                 break
             name = frame.function_name.rpartition(".")[2].lstrip("_")
-            if any(part in frame.file_name for part in _FUNCTIONS) and name not in _WRAPPERS:
+            is_one = any(part in frame.file_name for part in _FUNCTIONS) and name not in _WRAPPERS
+            if is_one and "control_flow" not in frame.file_name:
                 found = name
         return found
 
