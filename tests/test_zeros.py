@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import clipgrad as cg
@@ -43,3 +44,47 @@ def test_a_cut_is_found_at_its_line_with_its_cause(cut, table):
 def test_healthy_programs_have_no_finding():
     found = diagnosed(HEALTHY)
     assert found.ok, found
+
+
+def marked_line(function):
+    return zero_cuts.Cut(function, None, "", "").line
+
+
+@pytest.mark.usefixtures("users_promotion")
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [(zero_cuts.penalized_router, "index"), (zero_cuts.penalized_in_scan, "dead")],
+)
+def test_a_leaf_that_only_a_penalty_trains_is_found_where_the_data_is_cut(function, cause):
+    args = {"w": jnp.asarray(zero_cuts.W), "v": jnp.asarray(zero_cuts.W)}, jnp.asarray(X)
+    (finding,) = cg.diagnose(function, args, data="x").findings
+    assert (finding.leaf, finding.line) == ("args[0]['w']", marked_line(function))
+    assert finding.cause == cause and " trains args[0]['w']: the rest of it is 0" in finding.message
+    assert cg.diagnose(function, args).ok
+
+
+@pytest.mark.usefixtures("users_promotion")
+@pytest.mark.parametrize(
+    "function",
+    [zero_cuts.penalized_and_trained, zero_cuts.partly_rounded],
+    ids=lambda f: f.__name__,
+)
+def test_a_leaf_that_the_data_trains_too_is_silent(function):
+    args = {"w": jnp.asarray(zero_cuts.W), "v": jnp.asarray(zero_cuts.W)}, jnp.asarray(X)
+    assert cg.diagnose(function, args, data=1).ok
+
+
+def test_data_that_is_no_argument_is_refused():
+    with pytest.raises(ValueError, match="data: got 'y', expected the positions or names of arg"):
+        cg.diagnose(lambda w, x: w @ x, (jnp.ones(2), jnp.ones(2)), data="y")
+
+
+@pytest.mark.parametrize("dead", [(2,), (0, 3)])
+def test_layers_of_a_scan_without_a_gradient_are_named(dead):
+    weights = np.stack([np.eye(4, dtype=np.float32)] * 5)
+    weights[list(dead)] *= -1
+    positive = jnp.abs(jnp.asarray(X))
+    (finding,) = cg.diagnose(zero_cuts.dead_layer_of_a_scan, ({"w": weights}, positive)).findings
+    assert (finding.leaf, finding.cause) == ("args[0]['w']", "dead")
+    assert finding.line == marked_line(zero_cuts.dead_layer_of_a_scan)
+    assert f"in layer {', '.join(map(str, dead))} of 5" in finding.message

@@ -999,3 +999,33 @@ def merged(table):
         return sum(function(params[name], x) for name, function in functions.items())
 
     return loss, params
+
+
+# -- Cuts of a part: a penalty is left, or some of the layers of a scan are cut.
+
+
+def penalized_router(p, x):
+    chosen = jnp.argmax(p["w"] * x)  # cut
+    return jnp.sum(p["v"] * jax.nn.one_hot(chosen, 4) * x) + 0.1 * jnp.sum(p["w"] ** 2)
+
+
+def penalized_in_scan(p, x):
+    def step(h, now):
+        return h + jax.nn.relu(p["w"] * now - 30.0), None  # cut
+
+    return jnp.sum(lax.scan(step, p["v"] * x, x)[0]) + 0.1 * jnp.sum(p["w"] ** 2)
+
+
+def penalized_and_trained(p, x):
+    return jnp.sum(jnp.tanh(p["w"] * x) * p["v"]) + 0.1 * jnp.sum(p["w"] ** 2 + p["v"] ** 2)
+
+
+def partly_rounded(p, x):
+    return jnp.sum((p["w"] + jnp.round(p["v"])) * x) + jnp.sum(p["v"] * x) ** 2
+
+
+def dead_layer_of_a_scan(p, x):
+    def layer(h, w):
+        return h + jax.nn.relu(w @ x), None  # cut
+
+    return jnp.sum(lax.scan(layer, x, p["w"])[0])

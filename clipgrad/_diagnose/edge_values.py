@@ -15,7 +15,7 @@ class EdgeValues(NamedTuple):
 
     probes: Any
     notes: Any
-    gradients: Any = ()  # of the outermost program: whether a gradient is not zero, by the input
+    gradients: Any = ()  # of the outermost program: whether each row of a gradient is not zero
 
     def cotangent(self, number: int, kind: str, position: int) -> np.ndarray | None:
         """The largest magnitude of a cotangent; None if it is not measured."""

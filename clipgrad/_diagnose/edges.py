@@ -60,7 +60,7 @@ def edge_values(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) -> E
         given = [inputs[i] for i in chosen]
         _, pull_back, notes = jax.vjp(loss, given, probes, has_aux=True)
         grads, found = pull_back(jnp.ones((), dtype_of(opened(program)[0].outvars[0])))
-        return found, notes, [jnp.any(grad != 0) for grad in grads]
+        return found, notes, [jnp.any(grad != 0, axis=tuple(range(1, grad.ndim))) for grad in grads]
 
     found, notes, grads = on_host(run(list(inputs), probes))
     return EdgeValues(_largest_by_step(program, found, 0), notes, grads)
