@@ -1,5 +1,7 @@
 """Where the gradient of a leaf that is exactly zero was cut."""
 
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,12 @@ def test_a_cut_is_found_at_its_line_with_its_cause(cut, table):
         return
     assert not findings
     assert any(cut.line is None or f"zero_cuts.py:{cut.line}:" in note for note in notes)
+
+
+def test_the_page_has_a_row_for_each_cause():
+    page = (pathlib.Path(cg.__file__).parents[1] / "docs" / "zero.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+    assert {cause.strip() for row in rows for cause in row.split(",")} >= {c.cause for c in CUTS}
 
 
 def test_healthy_programs_have_no_finding():
