@@ -32,6 +32,7 @@ from clipgrad._diagnose.findings import (
     vjp_finding,
 )
 from clipgrad._diagnose.origins import CONSTANT, Origins, operands_of, origins
+from clipgrad._diagnose.partial_cuts import data_inputs, stacked
 from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN, units_and_rows
@@ -41,6 +42,7 @@ from clipgrad._diagnose.trends import trend_findings
 from clipgrad._diagnose.underflow import may_underflow, underflow_finding, underflow_of_arguments
 from clipgrad._diagnose.units import CLOSED, ProgramBlock
 from clipgrad._diagnose.values import HiddenValue, hidden_value, origin_of, origin_of_loss
+from clipgrad._diagnose.zeros import zero_findings
 from clipgrad._errors import first_line
 from clipgrad._jaxpr import kept_lightly
 from clipgrad._names import Place
@@ -55,8 +57,9 @@ def diagnose(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     examples: str | int | Sequence[str | int] | None = None,
+    data: str | int | Sequence[str | int] | None = None,
 ) -> GradientDiagnosis:
-    r"""Finds the operation that makes a gradient NaN, explode, vanish or underflow.
+    r"""Finds the operation that makes a gradient NaN, explode, vanish, underflow or exactly zero.
 
     The loss is traced once; you do not tag or edit it. One compiled backward pass measures its
     cotangents by module and by step of each scan. If a gradient is not finite, a second pass
@@ -75,6 +78,10 @@ def diagnose(
         over four orders of magnitude in all: growth by at least 1.05 a step, decay by at most 0.6,
         or a slower decay over thirty orders or until it rounds to zero. Decay by a fixed factor, in
         iterations to a fixed point and in gates is not a finding while parameters keep a gradient.
+      * If the gradient of a leaf is exactly zero, a "zero" finding is the operation at which it is
+        cut, with the reason: its result has a gradient, and its operand has none. What may be meant
+        is a note, such as `stop_gradient`, a leaf that the loss does not read, or a factor of zero
+        that has a gradient itself.
       * Each finding names the line in your file, the module, and the step of the innermost scan, in
         eager code and inside `jax.jit`, `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`,
         `jax.shard_map` and `jax.pmap`; a "value" finding also inside `jax.lax.while_loop`.
@@ -102,6 +109,9 @@ def diagnose(
         a batch of copies. The report lists the examples whose loss or gradient is bad. Arguments
         that the loss takes only with as many rows are cut too; notes name them, and those with as
         many rows that are not cut.
+      data: the name or position of an argument that is data, or several. A leaf that has a
+        gradient, but by no operation that reads the data, is then a "zero" finding too: only a
+        penalty trains it.
 
     Returns:
       A `GradientDiagnosis`; ``print`` it.
@@ -110,7 +120,7 @@ def diagnose(
       TypeError: ``fun`` is not a function, ``args`` not a tuple or ``kwargs`` not a mapping.
       ValueError: the loss is not a floating scalar, ``argnums`` is out of range, there is nothing
         to differentiate, ``fun`` has side effects (writing to a `jax.new_ref` of its own is none),
-        or ``examples`` does not name a batch.
+        ``examples`` does not name a batch, or ``data`` names no argument.
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
@@ -129,7 +139,8 @@ def diagnose(
         trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
         with noting_objects(args):
             given = trace(args, kwargs)
-        found = _diagnosis_or_error(given)
+        inputs = None if data is None else data_inputs(given, data)
+        found = _diagnosis_or_error(given, inputs)
         if not found.findings and isinstance(args, CapturedArgs) and args.expected:
             found = dataclasses.replace(found, notes=(*found.notes, args.expected))
         if examples is None:
@@ -138,13 +149,13 @@ def diagnose(
         return dataclasses.replace(found, examples=bad, notes=(*found.notes, *notes))
 
 
-def _diagnosis_or_error(given: DiagnosisSubject) -> GradientDiagnosis:
+def _diagnosis_or_error(given: DiagnosisSubject, data: frozenset[int] | None) -> GradientDiagnosis:
     """The diagnosis of a loss, also if a callback in it raises an error.
 
     If the operation that raises gets what is not finite, the finding is on where that is from.
     """
     try:
-        return _diagnosis(given)
+        return _diagnosis(given, data)
     except Exception as error:
         if not is_of_callback(error):
             raise
@@ -158,7 +169,7 @@ def _diagnosis_or_error(given: DiagnosisSubject) -> GradientDiagnosis:
     return GradientDiagnosis((finding,), (), ())
 
 
-def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
+def _diagnosis(given: DiagnosisSubject, data: frozenset[int] | None = None) -> GradientDiagnosis:
     block = ProgramBlock([given.program])
     sites, parts = module_sites(block), parts_of_arguments(block, given.chosen)
     run = functools.partial(measure, given.program, given.inputs, given.chosen)
@@ -188,7 +199,26 @@ def _diagnosis(given: DiagnosisSubject) -> GradientDiagnosis:
         except (TypeError, ValueError, NotImplementedError) as error:
             # An operation may be there for half precision alone.
             notes += [f"diagnose did not look for underflow: {first_line(error)}"]
+    if not {finding.kind for finding in findings} & {"value", "vjp"}:
+        zeros, more = _zeros(given, grads, loss, data)
+        small = any(finding.kind in ("underflow", "shrinks") for finding in findings)
+        findings += [own for own in zeros if not (small and own.cause == "underflow")]
+        notes += more
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
+
+
+def _zeros(
+    given: DiagnosisSubject, grads: list[Summary], loss: float, data: frozenset[int] | None
+) -> tuple[list[GradientFinding], list[str]]:
+    """The findings and notes on gradients that are zero: of a leaf, a layer, or all but a penalty.
+
+    A second program runs only if there is a zero that needs it.
+    """
+    of = dict(zip(given.chosen, grads, strict=True))
+    zero = [i for i, grad in of.items() if not np.any(grad.nonfinite) and np.all(grad.zeros == 1)]
+    layers = stacked(given) if any(np.any(grad.zeros) for grad in grads) else {}
+    partly = any(np.max(of[i].zeros) * n > 1 - 1e-3 for i, n in layers.items())
+    return zero_findings(given, zero, loss, data) if zero or partly or data else ([], [])
 
 
 def _nonfinite(

@@ -21,6 +21,7 @@ _HEADS = {
     "grows": "the gradient grows in the backward pass",
     "shrinks": "the gradient shrinks in the backward pass",
     "underflow": "the gradient underflows",
+    "zero": "the gradient is exactly zero",
 }
 
 

@@ -11,7 +11,7 @@ class GradientFinding:
     """Something wrong with a gradient.
 
     Attributes:
-      kind: "value", "vjp", "raises", "grows", "shrinks" or "underflow".
+      kind: "value", "vjp", "raises", "grows", "shrinks", "underflow" or "zero".
       file: the file of the user's line.
       line: its number.
       operation: JAX's name of the operation, or the name of the function with a rule of its own.
@@ -21,6 +21,9 @@ class GradientFinding:
       factor: the growth or decay per step or module going backward, or None.
       device: the coordinates of the device in a `jax.shard_map` or `jax.pmap`, such as "data=5",
         the first of several; None outside, and if it is every device.
+      leaf: of a "zero" finding the argument whose gradient is zero, such as "args[0]['w']"; of
+        several that are cut at one place all, joined by ", "; "" for other findings.
+      cause: of a "zero" finding what cuts it, as in the table of `docs/zero.md`; "" for others.
     """
 
     kind: str
@@ -32,6 +35,8 @@ class GradientFinding:
     message: str
     factor: float | None = None
     device: str | None = None
+    leaf: str = ""
+    cause: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

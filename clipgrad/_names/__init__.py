@@ -15,6 +15,7 @@ from clipgrad._names.names import Names as Names
 from clipgrad._names.names import names_of as names_of
 from clipgrad._names.places import Location as Location
 from clipgrad._names.places import Place as Place
+from clipgrad._names.places import is_users as is_users
 from clipgrad._names.places import placed_equations as placed_equations
 from clipgrad._names.scopes import ScopePath as ScopePath
 from clipgrad._names.scopes import marks as marks

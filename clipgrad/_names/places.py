@@ -26,6 +26,13 @@ _MACHINERY = {"api.py", "core.py", "custom_derivatives.py", "pjit.py", "tracebac
 _MACHINERY |= {"api_util.py", "linear_util.py", "partial_eval.py", "source_info_util.py"}
 _MACHINERY |= {"ufunc_api.py", "array_methods.py", "ad_checkpoint.py"}
 _NAMED = CUSTOM_RULES | JIT
+# The folders of functions that people call, and frames in these that are no such functions.
+_FUNCTIONS = tuple(
+    os.path.join(*parts, "")
+    for parts in [("", "jax", "_src", own) for own in ("numpy", "nn", "lax", "scipy", "ops")]
+    + [("", "optax")]
+)
+_WRAPPERS = frozenset({"wrapper", "call", "deferring_binary_op", "binary_op", "fn", "op"})
 
 
 class Location(NamedTuple):
@@ -124,6 +131,21 @@ class Place(NamedTuple):
                 places, left = without, left[:at] + left[at + 1 :]
         first = min(places, default=())
         return ", ".join(f"{_axis(a)}={i}" for a, i in zip(left, first, strict=True)) or None
+
+    @property
+    def function(self) -> str:
+        """The function of JAX or optax that was called, or else the name of the operation."""
+        if self.equation.primitive.name in CUSTOM_RULES:
+            return self.operation
+        found = self.operation
+        for frame in (frame for equation in self.chain for frame in _frames(equation)):
+            if is_users(frame.file_name):
+                break
+            name = frame.function_name.rpartition(".")[2].lstrip("_")
+            is_one = any(part in frame.file_name for part in _FUNCTIONS) and name not in _WRAPPERS
+            if is_one and "control_flow" not in frame.file_name:
+                found = name
+        return found
 
     @property
     def location(self) -> Location:

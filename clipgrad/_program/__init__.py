@@ -1,8 +1,10 @@
 """The gradient of a function as one program, forward and backward."""
 
+from clipgrad._program.dependence import active_dependence as active_dependence
 from clipgrad._program.dependence import active_variables as active_variables
 from clipgrad._program.dependence import dependence as dependence
 from clipgrad._program.dependence import dependent_variables as dependent_variables
+from clipgrad._program.dependence import sources_of_results as sources_of_results
 from clipgrad._program.factors import has_fixed_factors as has_fixed_factors
 from clipgrad._program.gradient import GradientProgram as GradientProgram
 from clipgrad._program.gradient import Operation as Operation

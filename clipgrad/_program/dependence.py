@@ -35,6 +35,12 @@ def dependence(
     return walk.operands
 
 
+def sources_of_results(program: Any) -> list[Sources]:
+    """The inputs that each result of a program depends on, also by the choice of a branch."""
+    walk = _Walk(tracked_programs, lambda equation, variable: True, with_control=True)
+    return walk.start(program, None)
+
+
 def dependent_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
     """Return the variables that depend on these inputs.
 
@@ -52,13 +58,21 @@ def active_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
     Those of programs inside are among them. Only such a variable has a cotangent. One of a program
     with several calls is among them if it depends on the inputs in one of the calls.
     """
+    return frozenset(_active_walk(program, inputs).variables)
 
+
+def active_dependence(program: Any, inputs: Iterable[int]) -> dict[tuple[int, ...], list[Sources]]:
+    """The inputs that each operand can be differentiated by, by the key as in `dependence`."""
+    return _active_walk(program, inputs).operands
+
+
+def _active_walk(program: Any, inputs: Iterable[int]) -> "_Walk":
     def is_differentiated(equation: JaxprEqn, variable: Var) -> bool:
         return equation.primitive.name != "stop_gradient" and holds_floats(variable)
 
     walk = _Walk(differentiated_programs, is_differentiated)
     walk.start(program, [i for i in inputs if holds_floats(opened(program)[0].invars[i])])
-    return frozenset(walk.variables)
+    return walk
 
 
 class _Walk:
@@ -67,22 +81,25 @@ class _Walk:
     Args:
       programs: the programs inside of an equation that the walk enters.
       passes: whether what an equation depends on passes to a result.
+      with_control: whether results depend on what chooses a branch or ends a loop.
     """
 
     def __init__(
         self,
         programs: Callable[[JaxprEqn], list[Any]],
         passes: Callable[[JaxprEqn, Var], bool],
+        with_control: bool = False,
     ):
-        self._programs, self._passes = programs, passes
+        self._programs, self._passes, self._with_control = programs, passes, with_control
         self.operands: dict[tuple[int, ...], list[Sources]] = {}
         self.variables: set[Var] = set()  # those that depend on something
 
-    def start(self, program: Any, inputs: Iterable[int] | None) -> None:
+    def start(self, program: Any, inputs: Iterable[int] | None) -> list[Sources]:
+        """Walk through a program; returns what each result depends on."""
         jaxpr = opened(program)[0]
         chosen = set(range(len(jaxpr.invars)) if inputs is None else inputs)
         sources = [frozenset({i} & chosen) for i in range(len(jaxpr.invars))]
-        self._through(jaxpr, sources, None)
+        return self._through(jaxpr, sources, None)
 
     def _through(
         self, jaxpr: Any, inputs: Sequence[Sources], parent: Place | None
@@ -104,6 +121,13 @@ class _Walk:
         return [_NONE if type(v) is Literal else known.get(v, _NONE) for v in jaxpr.outvars]
 
     def _results(self, place: Place, operands: list[Sources]) -> list[Sources]:
+        found, name = self._by_data(place, operands), place.equation.primitive.name
+        if not self._with_control or name not in ("cond", "while"):
+            return found
+        control = operands[0] if name == "cond" else _NONE.union(*operands)
+        return [own | control for own in found]
+
+    def _by_data(self, place: Place, operands: list[Sources]) -> list[Sources]:
         equation, name = place.equation, place.equation.primitive.name
         programs = [opened(program)[0] for program in self._programs(equation)]
         if not programs:

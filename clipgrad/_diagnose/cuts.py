@@ -1,0 +1,231 @@
+"""The edges of a program at which cotangents end."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from clipgrad._diagnose.blocks import MeasuredBlock
+from clipgrad._diagnose.edge_values import OPERAND
+from clipgrad._diagnose.probe import RESULT
+from clipgrad._jaxpr import holds_floats, opened, scan_counts
+from clipgrad._names import Place
+from clipgrad._program import active_dependence
+
+EDGE, SUM, BRANCH = "edge", "sum", "branch"
+
+
+class ZeroCut(NamedTuple):
+    """An operand whose cotangent is zero, of an operation with a result that is alive.
+
+    Attributes:
+      kind: "edge"; "sum" if the cotangents of several uses cancel; "branch" if the operand is read
+        only in branches that are not taken.
+      block: the program that the operation is in.
+      place: the operation.
+      operand: which of its operands.
+      where: at which steps of the scans, and on which devices around.
+      largest: of the cotangents of the results; infinite if the result has none.
+      sources: the inputs that the operand is differentiated by.
+      order: the place in the program.
+      is_alive: whether the operand has a cotangent from another use, at all these steps.
+      uses: of a sum, all operations that read the value.
+    """
+
+    kind: str
+    block: MeasuredBlock
+    place: Place
+    operand: int
+    where: np.ndarray
+    largest: float
+    sources: frozenset[int]
+    order: tuple[int, ...]
+    is_alive: bool = False
+    uses: tuple[JaxprEqn, ...] = ()
+
+    @property
+    def variable(self) -> Any:
+        """The operand."""
+        return self.place.equation.invars[self.operand]
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps of the innermost scan; () if it is all of them."""
+        around = [e.primitive.name for e in reversed(self.place.chain[1:])]
+        axes = [name for name in around if name in ("scan", "shard_map")]
+        if not axes or axes[-1] != "scan" or self.where.ndim != len(axes):
+            return ()
+        mask = self.where.reshape(-1, self.where.shape[-1]).any(0)
+        return () if mask.all() else tuple(map(int, np.flatnonzero(mask)))
+
+
+def zero_cuts(program: Any, block: MeasuredBlock, chosen: Sequence[int]) -> list[ZeroCut]:
+    """All cuts of a program, in program order."""
+    search = _Search(program, chosen)
+    search.mark_alive(block, [True])
+    found = dict(zip(chosen, block.values.gradients, strict=True))
+    totals = [np.any(found[i]) if i in found else None for i in range(len(block.jaxpr.invars))]
+    return sorted(search.cuts(block, totals, ()), key=lambda cut: cut.order)
+
+
+class _Search:
+    """One search for the cuts of a program."""
+
+    def __init__(self, program: Any, chosen: Sequence[int]):
+        self._active = active_dependence(program, chosen)
+        self._alive: dict[tuple[int, ...], list[bool]] = {}  # results, by the key of the place
+
+    def mark_alive(self, block: MeasuredBlock, outputs: Sequence[bool]) -> list[bool]:
+        """Mark the results that something alive reads; returns which inputs are."""
+        alive: dict[Var, bool] = {}
+
+        def read(atoms: Sequence, flags: Sequence[bool]) -> None:
+            for atom, flag in zip(atoms, flags, strict=True):
+                if flag and type(atom) is not Literal:
+                    alive[atom] = True
+
+        read(block.jaxpr.outvars, outputs)
+        for i, equation in reversed(list(enumerate(block.jaxpr.eqns))):
+            results = [self._is_alive(block, i, k, v, alive)
+                       for k, v in enumerate(equation.outvars)]  # fmt: skip
+            key = block.place(equation).key
+            known = self._alive.get(key, [False] * len(results))
+            self._alive[key] = [a or b for a, b in zip(known, results, strict=True)]
+            read(equation.invars, self._operands(block, i, equation, results))
+        return [alive.get(v, False) for v in block.jaxpr.invars]
+
+    def _is_alive(self, block: Any, number: int, k: int, variable: Any, alive: dict) -> bool:
+        found = block.values.cotangent(number, RESULT, k)
+        return alive.get(variable, False) if found is None else bool(np.any(found != 0))
+
+    def _operands(
+        self, block: MeasuredBlock, number: int, equation: JaxprEqn, results: list[bool]
+    ) -> Sequence[bool]:
+        inner = [b for b in block.children.get(number, ()) if b.values.ran]
+        everything = [any(results)] * len(equation.invars)
+        if number not in block.children:
+            return everything
+        if equation.primitive.name == "scan":
+            return self._scan(inner[0], equation, results) if inner else everything
+        each = [self.mark_alive(own, results) for own in inner]
+        joined = [any(flags) for flags in zip(*each, strict=True)]
+        return [any(results), *joined] if equation.primitive.name == "cond" else joined
+
+    def _scan(self, body: MeasuredBlock, equation: JaxprEqn, results: list[bool]) -> list[bool]:
+        constants, carried = scan_counts(equation)
+        while True:
+            inputs = self.mark_alive(body, results)
+            state = inputs[constants : constants + carried]
+            new = [a or b for a, b in zip(results, state, strict=False)]
+            if new == results[:carried]:
+                return inputs
+            results = [*new, *results[carried:]]
+
+    def cuts(
+        self, block: MeasuredBlock, totals: Sequence[Any], around: tuple[int, ...]
+    ) -> Iterator[ZeroCut]:
+        """The cuts in a block; ``totals`` are the cotangents of its inputs."""
+        uses: dict[Var, list[tuple[int, JaxprEqn, int, np.ndarray]]] = {}
+        known = dict(zip(block.jaxpr.invars, totals, strict=True))
+        for v, (i, _, k) in block.producers.items():
+            known[v] = block.values.cotangent(i, RESULT, k)
+        for i, equation in enumerate(block.jaxpr.eqns):
+            for k, v in enumerate(equation.invars):
+                found = block.values.cotangent(i, OPERAND, k)
+                if found is None:
+                    continue
+                uses.setdefault(v, []).append((i, equation, k, found))
+                if (cut := self._cut(block, i, equation, k, around)) is not None:
+                    total = known.get(v)
+                    is_alive = total is not None and bool(np.all((total != 0) | ~cut.where))
+                    yield cut._replace(is_alive=is_alive)
+            for n, inner in enumerate(block.children.get(i, ())):
+                if inner.values.ran:
+                    own = self._totals(block, i, equation)
+                    yield from self.cuts(inner, own, (*around, i, n))
+        for v, own in uses.items():
+            if (cut := self._sum(block, own, known.get(v), around)) is not None:
+                yield cut
+
+    def _cut(
+        self, block: MeasuredBlock, i: int, equation: JaxprEqn, k: int, around: tuple[int, ...]
+    ) -> ZeroCut | None:
+        place, kind = block.place(equation), EDGE
+        if i in block.children:
+            is_branch = equation.primitive.name == "cond" and k > 0
+            if not is_branch or _is_read(block.children[i], k - 1):
+                return None
+            kind = BRANCH
+        own = block.values.cotangent(i, OPERAND, k)
+        sizes = [self._size(block, i, n, place) for n in range(len(equation.outvars))]
+        largest = functools.reduce(np.maximum, sizes)
+        where = np.asarray((own == 0) & ~(largest == 0))
+        if not where.any():
+            return None
+        sources = self._active[place.key][k]
+        size = float(np.max(np.broadcast_to(largest, where.shape)[where]))
+        return ZeroCut(kind, block, place, k, where, size, sources, (*around, i))
+
+    def _size(self, block: MeasuredBlock, i: int, n: int, place: Place) -> np.ndarray:
+        found = block.values.cotangent(i, RESULT, n)
+        if found is not None:
+            return np.where(np.isnan(found), np.inf, found)
+        return np.asarray(np.inf if self._alive.get(place.key, [False] * (n + 1))[n] else 0.0)
+
+    def _totals(self, block: MeasuredBlock, i: int, equation: JaxprEqn) -> list[Any]:
+        first = 1 if equation.primitive.name == "cond" else 0
+        inner = block.children[i][0]
+        found = []
+        for k in range(len(inner.jaxpr.invars)):
+            own = block.values.cotangent(i, OPERAND, k + first)
+            is_longer = equation.primitive.name in ("scan", "shard_map")
+            own = own[..., None] if own is not None and is_longer else own
+            found.append(None if inner.is_carry(k) else own)
+        return found
+
+    def _sum(
+        self, block: MeasuredBlock, uses: list, total: Any, around: tuple[int, ...]
+    ) -> ZeroCut | None:
+        if total is None:
+            return None
+        masks = [np.asarray((found != 0) & (total == 0)) for *_, found in uses]
+        live = [use for use, mask in zip(uses, masks, strict=True) if mask.any()]
+        if not live:
+            return None
+        i, equation, k, _ = live[0]
+        where = functools.reduce(np.logical_or, masks)
+        size = max(float(np.max(found)) for *_, found in live)
+        sources = self._active[block.place(equation).key][k]
+        readers = tuple(e for _, e, _, _ in live)
+        place = block.place(equation)
+        return ZeroCut(SUM, block, place, k, where, size, sources, (*around, i), uses=readers)
+
+
+def _is_read(branches: list[MeasuredBlock], position: int) -> bool:
+    """Whether a branch that ran reads an input."""
+    return any(_reads(b, b.jaxpr.invars[position]) for b in branches if b.values.ran)
+
+
+def _reads(block: MeasuredBlock, variable: Var) -> bool:
+    return any(v is variable for v in block.jaxpr.outvars) or any(
+        v is variable for e in block.jaxpr.eqns for v in e.invars
+    )
+
+
+def inside_of_loop(cut: ZeroCut) -> Place:
+    """The operation in the condition of a loop that reads the operand and has no derivative."""
+    equation = cut.place.equation
+    program = equation.params["cond_jaxpr"]
+    read = (
+        {opened(program)[0].invars[cut.operand]}
+        if cut.operand < equation.params["cond_nconsts"]
+        else set()
+    )
+    for inner in opened(program)[0].eqns:
+        if any(type(v) is not Literal and v in read for v in inner.invars):
+            if not any(map(holds_floats, inner.outvars)):
+                return Place(inner, cut.place)
+            read.update(inner.outvars)
+    return cut.place

@@ -1,0 +1,200 @@
+"""The findings on gradients that are exactly zero."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from clipgrad._diagnose.blocks import MeasuredBlock
+from clipgrad._diagnose.causes import EXCUSED, SILENT, Cause, cause_of
+from clipgrad._diagnose.cuts import ZeroCut, inside_of_loop, zero_cuts
+from clipgrad._diagnose.edges import edge_values
+from clipgrad._diagnose.partial_cuts import cuts_of_layer, remainder, stacked
+from clipgrad._diagnose.records import GradientFinding
+from clipgrad._diagnose.subject import DiagnosisSubject
+from clipgrad._docs import docs_page
+from clipgrad._errors import first_line
+from clipgrad._names import Place
+from clipgrad._program import sources_of_results
+
+_SHOWN = 4  # names of leaves in a message
+_LIKELY = 4  # the rank of what lies behind a value that has a gradient from elsewhere
+
+
+class _Explained(NamedTuple):
+    cut: ZeroCut
+    cause: Cause
+
+    @property
+    def at(self) -> Place:
+        """The operation: of a loop the one inside of it."""
+        is_loop = self.cut.place.equation.primitive.name == "while"
+        return inside_of_loop(self.cut) if is_loop else self.cut.place
+
+    @property
+    def place(self) -> tuple:
+        """The line, and the cause."""
+        where = self.at.location
+        return where.file, where.line, self.cause.name
+
+    @property
+    def preference(self) -> tuple:
+        """Smaller for what one looks for."""
+        return self.cause.rank, self.cause.is_note, -float(self.cut.where.mean())
+
+
+def zero_findings(
+    given: DiagnosisSubject,
+    zero: Sequence[int],
+    loss: float,
+    data: frozenset[int] | None = None,
+) -> tuple[list[GradientFinding], list[str]]:
+    """The findings and the notes on gradients that are zero, or cut in part.
+
+    Args:
+      given: the loss.
+      zero: the positions of the inputs whose gradients are zero.
+      loss: its value.
+      data: the inputs that are data, to find what only a penalty trains; None: do not look.
+    """
+    reached = sources_of_results(given.program)[0]
+    notes = _unread(given, [i for i in zero if i not in reached])
+    layers = {} if zero else stacked(given)
+    zero = [i for i in zero if i in reached]
+    if not (zero or layers or data):
+        return [], notes
+    try:
+        values = edge_values(given.program, given.inputs, given.chosen)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        return [], [*notes, f"diagnose did not look for zero gradients: {first_line(error)}"]
+    block = MeasuredBlock(given.program, values)
+    search = _Explanations(given, block, zero)
+    is_all = len(zero) == len(given.chosen) and loss == 0
+    findings, more = search.of_zeros(is_all)
+    rest = [*search.of_layers(), *search.of_remainders(data or frozenset())]
+    return [*findings, *rest], [*notes, *more]
+
+
+class _Explanations:
+    """The cuts of a program, explained."""
+
+    def __init__(self, given: DiagnosisSubject, block: MeasuredBlock, zero: Sequence[int]):
+        self._given, self._block, self._zero = given, block, zero
+        self._names = [_path_of(name) for name in given.names]
+        self._cuts = zero_cuts(given.program, block, given.chosen)
+
+    def of_zeros(self, is_all: bool) -> tuple[list[GradientFinding], list[str]]:
+        """The findings and notes on leaves without a gradient; all of them, at a loss of 0?"""
+        every = self._explained(self._cuts)
+        groups: dict[tuple, tuple[list[str], list[_Explained]]] = {}
+        for i in self._zero:
+            best = _best([e for e in every if i in e.cut.sources])
+            key = best[0].place if best else ()
+            groups.setdefault(key, ([], best))[0].append(self._names[i])
+        findings, notes = [], []
+        for names, best in groups.values():
+            if not best:
+                notes.append(f"{_subject(names)} is 0; diagnose did not find where it is cut")
+            elif best[0].cause.is_note or (is_all and best[0].cause.name in EXCUSED):
+                if best[0].cause.name != SILENT:
+                    then = "; the loss itself is 0" if is_all else ""
+                    notes.append(_text_of(_subject(names), best) + then)
+            else:
+                findings.append(_zero_finding(names, _subject(names), best))
+        return findings, notes
+
+    def of_layers(self) -> Iterator[GradientFinding]:
+        """The findings on layers without a gradient, of leaves that a scan takes by the layer."""
+        gradients = dict(zip(self._given.chosen, self._block.values.gradients, strict=True))
+        for i, count in stacked(self._given).items():
+            layers = np.flatnonzero(~np.asarray(gradients[i]))
+            if i in self._zero or not len(layers):
+                continue
+            cuts = [c for t in layers for c in cuts_of_layer(self._cuts, i, int(t))]
+            best = _best(self._explained(cuts))
+            if best and not best[0].cause.is_note:
+                which = ", ".join(map(str, layers[:_SHOWN])) + (", ..." * (len(layers) > _SHOWN))
+                subject = f"{_subject([self._names[i]])} in layer {which} of {count}"
+                yield _zero_finding([self._names[i]], subject, best)
+
+    def of_remainders(self, data: frozenset[int]) -> Iterator[GradientFinding]:
+        """The findings on leaves whose gradient does not depend on the data."""
+        for i in self._given.chosen:
+            if i in self._zero or not data:
+                continue
+            left = remainder(self._given, self._block, self._cuts, i, data)
+            best = _best(self._explained(left.cuts)) if left else []
+            if left and best and best[0].cause.rank < _LIKELY:
+                subject = f"only {left.place.location} trains {self._names[i]}: the rest of it"
+                yield _zero_finding([self._names[i]], subject, best)
+
+    def _explained(self, cuts: Sequence[ZeroCut]) -> list[_Explained]:
+        return [_Explained(cut, cause_of(cut, self._given, self._zero)) for cut in cuts]
+
+
+def _best(found: Sequence[_Explained]) -> list[_Explained]:
+    """Those of the first rank, the best first."""
+    own = sorted(found, key=lambda e: e.preference)
+    return [e for e in own if e.cause.rank == own[0].cause.rank]
+
+
+def _unread(given: DiagnosisSubject, leaves: Sequence[int]) -> list[str]:
+    if not leaves:
+        return []
+    return [f"the loss does not depend on {_list_of([_path_of(given.names[i]) for i in leaves])}"]
+
+
+def _path_of(name: str) -> str:
+    """The name without what NNX has between a state and its array."""
+    return re.sub(r"\.states\[\d+\]|\.value$", "", name)
+
+
+def _list_of(names: Sequence[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _subject(names: Sequence[str]) -> str:
+    return f"the gradient of {_list_of(names)}"
+
+
+def _text_of(subject: str, best: Sequence[_Explained]) -> str:
+    cut, cause = best[0]
+    where = best[0].at.location
+    text = f"{where}: {subject} is 0: {cause.text}"
+    text += f", in {where.package}" if where.package and where.file else ""
+    text += f", in module {cut.place.module}" if cut.place.module else ""
+    if cut.steps:
+        text += f", at step {_span(cut.steps)} of {cut.place.nest[-1]}"
+    own = best[0].place
+    others = list(dict.fromkeys(e.place for e in best[1:] if e.place != own))
+    also = [next(e for e in best if e.place == place) for place in others[:_SHOWN]]
+    if also:
+        text += "; also cut at " + ", ".join(f"{e.at.location} ({e.cause.name})" for e in also)
+    return text + (f"; {cause.step}" if cause.step else "")
+
+
+def _span(steps: Sequence[int]) -> str:
+    return str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+
+
+def _zero_finding(
+    names: Sequence[str], subject: str, best: Sequence[_Explained]
+) -> GradientFinding:
+    cut, cause = best[0]
+    where = best[0].at.location
+    step = cut.steps[-1] if cut.steps else None
+    message = f"{_text_of(subject, best)} ({docs_page('zero')})"
+    place = cut.place
+    return GradientFinding(
+        "zero",
+        where.file,
+        where.line,
+        place.operation,
+        place.module,
+        step,
+        message,
+        leaf=", ".join(names),
+        cause=cause.name,
+    )

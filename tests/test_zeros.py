@@ -1,0 +1,98 @@
+"""Where the gradient of a leaf that is exactly zero was cut."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from tests import zero_cuts
+from tests.zero_cuts import CUTS, HEALTHY, NOTED, X
+
+
+def diagnosed(programs):
+    """One diagnosis of the sum of some programs, which are written as users write them."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        loss, params = zero_cuts.merged(programs)
+        return cg.diagnose(loss, (params, jnp.asarray(X)))
+
+
+@pytest.fixture(scope="module")
+def table():
+    """One diagnosis of all cuts together."""
+    return diagnosed([(cut.function, cut.params) for cut in CUTS])
+
+
+def told(cut, found):
+    """What a diagnosis has on the leaf of a cut: lines and causes of findings, lines of notes."""
+    leaf = f"args[0]['{cut.name}']{cut.leaf}"
+    findings = [(f.line, f.cause) for f in found.findings if leaf in f.leaf.split(", ")]
+    notes = [note for note in found.notes if leaf in note]
+    return findings, notes
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.name)
+def test_a_cut_is_found_at_its_line_with_its_cause(cut, table):
+    findings, notes = told(cut, table)
+    if cut.cause not in NOTED:
+        assert findings == [(cut.line, cut.cause)]
+        return
+    assert not findings
+    assert any(cut.line is None or f"zero_cuts.py:{cut.line}:" in note for note in notes)
+
+
+def test_the_page_has_a_row_for_each_cause():
+    page = (pathlib.Path(cg.__file__).parents[1] / "docs" / "zero.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
+    assert {cause.strip() for row in rows for cause in row.split(",")} >= {c.cause for c in CUTS}
+
+
+def test_healthy_programs_have_no_finding():
+    found = diagnosed(HEALTHY)
+    assert found.ok, found
+
+
+def marked_line(function):
+    return zero_cuts.Cut(function, None, "", "").line
+
+
+@pytest.mark.usefixtures("users_promotion")
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [(zero_cuts.penalized_router, "index"), (zero_cuts.penalized_in_scan, "dead")],
+)
+def test_a_leaf_that_only_a_penalty_trains_is_found_where_the_data_is_cut(function, cause):
+    args = {"w": jnp.asarray(zero_cuts.W), "v": jnp.asarray(zero_cuts.W)}, jnp.asarray(X)
+    (finding,) = cg.diagnose(function, args, data="x").findings
+    assert (finding.leaf, finding.line) == ("args[0]['w']", marked_line(function))
+    assert finding.cause == cause and " trains args[0]['w']: the rest of it is 0" in finding.message
+    assert cg.diagnose(function, args).ok
+
+
+@pytest.mark.usefixtures("users_promotion")
+@pytest.mark.parametrize(
+    "function",
+    [zero_cuts.penalized_and_trained, zero_cuts.partly_rounded],
+    ids=lambda f: f.__name__,
+)
+def test_a_leaf_that_the_data_trains_too_is_silent(function):
+    args = {"w": jnp.asarray(zero_cuts.W), "v": jnp.asarray(zero_cuts.W)}, jnp.asarray(X)
+    assert cg.diagnose(function, args, data=1).ok
+
+
+def test_data_that_is_no_argument_is_refused():
+    with pytest.raises(ValueError, match="data: got 'y', expected the positions or names of arg"):
+        cg.diagnose(lambda w, x: w @ x, (jnp.ones(2), jnp.ones(2)), data="y")
+
+
+@pytest.mark.parametrize("dead", [(2,), (0, 3)])
+def test_layers_of_a_scan_without_a_gradient_are_named(dead):
+    weights = np.stack([np.eye(4, dtype=np.float32)] * 5)
+    weights[list(dead)] *= -1
+    positive = jnp.abs(jnp.asarray(X))
+    (finding,) = cg.diagnose(zero_cuts.dead_layer_of_a_scan, ({"w": weights}, positive)).findings
+    assert (finding.leaf, finding.cause) == ("args[0]['w']", "dead")
+    assert finding.line == marked_line(zero_cuts.dead_layer_of_a_scan)
+    assert f"in layer {', '.join(map(str, dead))} of 5" in finding.message
