@@ -1,5 +1,7 @@
 """The arguments of a run: copies, since a function may donate them; and hashes of positions."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -33,3 +35,10 @@ def hashed(positions: Any, run: Any) -> Any:
     for right, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
         h = (h ^ (h >> library.uint32(right))) * library.uint32(factor)
     return h
+
+
+@contextlib.contextmanager
+def settings_of_runs() -> Iterator[None]:
+    """JAX's own ways of finding NaN and of forbidding transfers: off."""
+    with jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"):
+        yield
