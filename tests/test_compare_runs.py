@@ -11,7 +11,7 @@ from jax import lax
 
 import clipgrad as cg
 from clipgrad._commands.cli import main
-from clipgrad._compare.program_record import as_data, from_data, program_record
+from clipgrad._compare.program_record import program_data, program_from_data, program_record
 from clipgrad._compare.run_file import read_run, write_run
 from clipgrad._compare.save_run import saved
 from clipgrad._compare.signatures import host_sketch, judge_signatures, signature
@@ -238,7 +238,7 @@ def test_what_is_no_run_is_said_in_a_sentence(right, tmp_path):
 
 def test_a_newer_file_is_said_to_be_newer(right, tmp_path, monkeypatch):
     path = tmp_path / "new.npz"
-    monkeypatch.setattr("clipgrad._compare.run_file.FORMAT", 2)
+    monkeypatch.setattr("clipgrad._compare.run_file.RUN_FORMAT", 2)
     other_header(right, path, kind="something new") if False else write_run(
         path, {"kind": "new"}, {}
     )
@@ -368,9 +368,9 @@ def test_signatures_tell_arrays_apart_but_not_their_roundings():
 def test_a_program_is_read_as_it_was_written():
     traced = jax.make_jaxpr(jax.grad(loss))(*ARGS)
     program = program_record(traced)
-    data = json.loads(json.dumps(as_data(program)))
-    again = from_data(data)
-    assert again.is_from_file and json.loads(json.dumps(as_data(again))) == data
+    data = json.loads(json.dumps(program_data(program)))
+    again = program_from_data(data)
+    assert again.is_from_file and json.loads(json.dumps(program_data(again))) == data
     assert shared_modules(program, again) == shared_modules(program, program) != set()
     other = program_record(jax.make_jaxpr(jax.grad(changed(scale=2.0)))(*ARGS))
     assert ("transpose", "read") not in shared_modules(again, other)

@@ -73,6 +73,11 @@ def run_compare(options: argparse.Namespace) -> int:
 
 def _command_comparison(options: argparse.Namespace) -> GradientComparison:
     texts = options.function, options.other
+    if not (_is_run(options.other) or ":" in options.other or options.other in WIDER_DTYPES):
+        raise UsageError(
+            f"other: got {options.other!r}, expected module:function, or one of "
+            f"{', '.join(WIDER_DTYPES)}, or a file of save_run"
+        )
     versions = [text if _is_run(text) or text in WIDER_DTYPES else load(text) for text in texts]
     functions = [text for text, version in zip(texts, versions, strict=True) if callable(version)]
     args, kwargs = _command_arguments(options, functions)

@@ -114,7 +114,7 @@ def _compare(
     if not _is_path(fun) and isinstance(other, str) and not _is_path(other):
         check_call(fun, args, kwargs)
         return compare_dtypes(fun, other, args, named, argnums, has_aux, rtol)
-    given = _given(fun, other, args, kwargs, other_args)
+    given = _arguments_of(fun, other, args, kwargs, other_args)
     versions: tuple[Any, Any] = fun, other
     first, second = (
         saved(run)
@@ -133,7 +133,7 @@ def _compare(
     return compare_gradients(first, second, names, rtol)
 
 
-def _given(fun: Any, other: Any, args: Any, kwargs: Any, other_args: Any) -> list[Any]:
+def _arguments_of(fun: Any, other: Any, args: Any, kwargs: Any, other_args: Any) -> list[Any]:
     """The arguments of each version; None for a run from a file."""
     from_files = [_is_path(run) for run in (fun, other)]
     if any(from_files) and other_args is not None:
@@ -160,7 +160,7 @@ def _is_path(run: Any) -> bool:
 def _check_comparison(
     fun: Any, other: Any, other_args: Any, argnums: Any, names: Any, rtol: Any
 ) -> None:
-    if isinstance(other, str) and not _is_path(other):
+    if isinstance(other, str) and (not _is_path(other) or _is_a_word(other)):
         _check_dtype(fun, other, other_args, argnums, names)
     elif not callable(other) and not _is_path(other):
         raise TypeError(
@@ -186,7 +186,18 @@ def _check_comparison(
         )
 
 
+def _is_a_word(text: str) -> bool:
+    """Whether text looks like a name rather than the path of a file."""
+    has_parts = os.path.splitext(text)[1] or os.path.basename(text) != text
+    return not has_parts and not os.path.isfile(text)
+
+
 def _check_dtype(fun: Any, other: str, other_args: Any, argnums: Any, names: Any) -> None:
+    if other not in WIDER_DTYPES:
+        raise ValueError(
+            f"other: got {other!r}, expected the name of a wider dtype, one of "
+            f"{', '.join(WIDER_DTYPES)}, a function, or the path of a run"
+        )
     if _is_path(fun):
         raise ValueError(
             f"other: got {other!r} beside a run from a file, expected a function or another run; "

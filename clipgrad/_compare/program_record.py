@@ -61,7 +61,7 @@ class OperationRecord:
     @property
     def location(self) -> Location:
         """The innermost line of the user's own files within its program."""
-        return self.saved[0] if self.saved else Place(_known(self.equation)).location
+        return self.saved[0] if self.saved else Place(_of_jax(self.equation)).location
 
     @property
     def digest(self) -> str | None:
@@ -71,7 +71,7 @@ class OperationRecord:
         """
         if self.saved:
             return self.saved[1]
-        text = equation_text(_known(self.equation))
+        text = equation_text(_of_jax(self.equation))
         return None if text is None else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -95,7 +95,7 @@ class ProgramRecord:
         return {v: operation for operation in self.operations for v in operation.results}
 
 
-def _known(equation: JaxprEqn | None) -> JaxprEqn:
+def _of_jax(equation: JaxprEqn | None) -> JaxprEqn:
     assert equation is not None  # what is not from a file has one
     return equation
 
@@ -149,7 +149,7 @@ def _loop(equation: JaxprEqn) -> Loop:
     return Loop(*scan_counts(equation), params["length"], params["reverse"])
 
 
-def as_data(program: ProgramRecord) -> list[dict[str, Any]]:
+def program_data(program: ProgramRecord) -> list[dict[str, Any]]:
     """Plain data of a program and of those inside: each is behind the programs inside of it."""
     numbers: dict[ProgramRecord, int] = {}
     return list(_described(program, numbers))
@@ -184,8 +184,8 @@ def _operation_data(operation: OperationRecord, numbers: dict) -> list[Any]:
     ]
 
 
-def from_data(data: list[dict[str, Any]]) -> ProgramRecord:
-    """The program of plain data, see `as_data`."""
+def program_from_data(data: list[dict[str, Any]]) -> ProgramRecord:
+    """The program of plain data, see `program_data`."""
     found: list[ProgramRecord] = []
     for each in data:
         operations = tuple(_operation_of(row, found) for row in each["operations"])

@@ -77,13 +77,13 @@ def _other_arguments(own: RunFacts, other: RunFacts) -> list[ComparisonFinding]:
     differing = [(name, found.difference) for name, found in judged if found.differs]
     if not differing:
         return []
-    shown = ", ".join(_difference(*each) for each in differing[:_MOST_NAMES])
+    shown = ", ".join(_shown_difference(*each) for each in differing[:_MOST_NAMES])
     more = f" and {len(differing) - _MOST_NAMES} more" if len(differing) > _MOST_NAMES else ""
     text = f"{len(differing)} of {len(pairs)} arguments differ: {shown}{more}"
     return [ComparisonFinding("argument", text, path=differing[0][0])]
 
 
-def _difference(name: str, difference: float) -> str:
+def _shown_difference(name: str, difference: float) -> str:
     return f"{name} ({difference:.2g})"
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-FORMAT = 1
+RUN_FORMAT = 1
 _HEADER = "header"
 
 
@@ -29,7 +29,7 @@ class RunFile(NamedTuple):
 def write_run(path: str | os.PathLike, header: Mapping[str, Any], arrays: Mapping) -> None:
     """Write a run; a file of this name stays as it is until the new one is whole."""
     path = os.path.abspath(path)
-    text = json.dumps({"format": FORMAT, **header}, allow_nan=True)
+    text = json.dumps({"format": RUN_FORMAT, **header}, allow_nan=True)
     encoded = np.frombuffer(text.encode(), np.uint8)
     number, part = tempfile.mkstemp(suffix=".part", dir=os.path.dirname(path))
     try:
@@ -57,7 +57,7 @@ def read_run(path: str | os.PathLike) -> RunFile:
       ValueError: there is no such file, or it holds no run that can be read.
     """
     if not os.path.isfile(path):
-        what = "a folder" if os.path.isdir(path) else f"no such file{_no_dtype(path)}"
+        what = "a folder" if os.path.isdir(path) else "no such file"
         raise ValueError(_sentence(path, what))
     try:
         with zipfile.ZipFile(path) as parts:
@@ -71,18 +71,14 @@ def read_run(path: str | os.PathLike) -> RunFile:
         with np.load(path, allow_pickle=False) as found:
             header = json.loads(found[_HEADER].tobytes())
             version = header["format"]
-            if version == FORMAT:
+            if version == RUN_FORMAT:
                 return RunFile(header, {name: found[name] for name in names - {_HEADER}})
     except (zipfile.BadZipFile, zlib.error, OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(path, error) from error
     raise ValueError(
-        f"run: got {os.fspath(path)!r}, of format {version!r}, expected format {FORMAT}, which "
+        f"run: got {os.fspath(path)!r}, of format {version!r}, expected format {RUN_FORMAT}, which "
         "this version of clipgrad reads; read it with the version that wrote it, or a newer one"
     )
-
-
-def _no_dtype(path: str | os.PathLike) -> str:
-    return "" if os.path.splitext(path)[1] else ", and no name of a dtype (float32, float64)"
 
 
 def damaged(path: str | os.PathLike, error: Exception) -> ValueError:

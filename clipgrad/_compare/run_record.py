@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from clipgrad._compare.program_record import as_data, from_data, point_at
+from clipgrad._compare.program_record import point_at, program_data, program_from_data
 from clipgrad._compare.run_facts import RunFacts
 from clipgrad._compare.run_file import RunFile
 from clipgrad._compare.sides import LiveSide, SavedSide
@@ -26,7 +26,7 @@ def gradient_file(side: LiveSide) -> RunFile:
     facts, arrays = facts_file(side.facts)
     header = {
         "kind": GRADIENT,
-        "program": as_data(version.program),
+        "program": program_data(version.program),
         "values": [_value_data(value) for value in version.values],
         "leaves": [[x.path, x.position, str(x.dtype), x.shape] for x in version.leaves],
         "loss dtype": str(version.loss_dtype),
@@ -34,7 +34,7 @@ def gradient_file(side: LiveSide) -> RunFile:
         **facts,
     }
     for name, numbers in (("", run), ("floor ", floor)):
-        arrays |= _numbers(version, numbers, name)
+        arrays |= _numbers_of_run(version, numbers, name)
     return RunFile(header, arrays)
 
 
@@ -46,7 +46,7 @@ def _value_data(value: VersionValue) -> dict[str, Any]:
     return own | {"steps": steps, "file": location.file, "line": location.line}
 
 
-def _numbers(version: Version, run: VersionRun, name: str) -> dict[str, np.ndarray]:
+def _numbers_of_run(version: Version, run: VersionRun, name: str) -> dict[str, np.ndarray]:
     found = {f"{name}loss": np.asarray(run.loss)}
     for i, value in enumerate(version.values):
         for kind, own in (("value", run.values), ("cotangent", run.cotangents)):
@@ -59,7 +59,7 @@ def _numbers(version: Version, run: VersionRun, name: str) -> dict[str, np.ndarr
 def saved_gradient(file: RunFile) -> SavedSide:
     """The run that a file describes."""
     header = file.header
-    program = from_data(header["program"])
+    program = program_from_data(header["program"])
     values = [
         VersionValue(
             tuple(row["position"]),
@@ -79,11 +79,11 @@ def saved_gradient(file: RunFile) -> SavedSide:
     ]
     types = jnp.dtype(header["loss dtype"]), frozenset(header["types"])
     version = Version(program, values, leaves, *types)
-    run, floor = (_run(version, file.arrays, name) for name in ("", "floor "))
+    run, floor = (_saved_numbers(version, file.arrays, name) for name in ("", "floor "))
     return SavedSide(version, run, floor, saved_facts(file))
 
 
-def _run(version: Version, arrays: Mapping[str, np.ndarray], name: str) -> VersionRun:
+def _saved_numbers(version: Version, arrays: Mapping[str, np.ndarray], name: str) -> VersionRun:
     values, cotangents = {}, {}
     for i, value in enumerate(version.values):
         values[value.position] = _sketches(value, arrays[f"{name}value {i}"])

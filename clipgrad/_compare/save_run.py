@@ -74,10 +74,10 @@ def save_run(
     with settings_of_runs():
         side = live("fun", fun, args, dict(kwargs or {}), argnums, has_aux, signed=True)
         file = step_file(side) if isinstance(side, StepRun) else gradient_file(side)
-    _write(path, file)
+    _write_once(path, file)
 
 
-def _write(path: str | os.PathLike, file: RunFile) -> None:
+def _write_once(path: str | os.PathLike, file: RunFile) -> None:
     try:
         if jax.process_index() == 0:
             write_run(path, file.header, file.arrays)

@@ -28,7 +28,7 @@ def step_file(run: StepRun) -> RunFile:
             if path in floor:
                 arrays[f"floor {i}"] = floor[path]
         elif isinstance(output.value, Digest):
-            row |= {"digest": output.value.text, "moves": bool(np.any(_flags(floor, path)))}
+            row |= {"digest": output.value.text, "moves": bool(np.any(_moving(floor, path)))}
         else:
             row["text"] = output.value
         rows.append(row)
@@ -36,7 +36,7 @@ def step_file(run: StepRun) -> RunFile:
     return RunFile({"kind": STEP, "outputs": rows, **notes, **header}, arrays)
 
 
-def _flags(floor: Mapping[str, Any], path: str) -> Any:
+def _moving(floor: Mapping[str, Any], path: str) -> Any:
     return floor[path].values if path in floor else False
 
 

@@ -149,7 +149,7 @@ def version(
     ]  # what a scan returns is what its last step carries on
     program = program_record(found.program)
     active = active_variables(found.program, found.chosen)
-    values = [_recorded(value, program, active) for value in (*named, *carried)]
+    values = [_version_value(value, program, active) for value in (*named, *carried)]
     inputs = [found.inputs[i] for i in found.chosen]
     leaves = [
         VersionLeaf(path, i, x.dtype, x.shape)
@@ -165,7 +165,9 @@ def version(
     )
 
 
-def _recorded(value: NamedValue, program: ProgramRecord, active: Container[Any]) -> VersionValue:
+def _version_value(
+    value: NamedValue, program: ProgramRecord, active: Container[Any]
+) -> VersionValue:
     aval: Any = value.variable.aval
     tapped = not value.in_while and value.variable in active
     own = value.position, value.name, value.kind, aval.dtype, tuple(aval.shape), value.scopes
