@@ -83,11 +83,11 @@ def main(port, number, index, folder):
             starts = [part.start or 0 for part in shard.index]
             saved[f"{name}@{i}@start"] = np.array(starts, np.int64)
     np.savez(f"{folder}/{index}.npz", **saved)
-    compare(mesh)
+    compare(mesh, folder)
     halt(mesh, folder)
 
 
-def compare(mesh):
+def compare(mesh, folder):
     """A step of one process beside right and wrong ones of all: each process finds the fault."""
 
     def step(average, params, batch):
@@ -117,6 +117,8 @@ def compare(mesh):
     ratios = {finding.path: finding.ratio for finding in found.findings}
     assert set(ratios) == {"0/w", "1/grad_norm"}, found
     assert abs(ratios["1/grad_norm"] * jax.device_count() - 1) < 1e-4, found
+    cg.save_run(loss, spread, f"{folder}/run")  # all processes together
+    assert cg.compare(f"{folder}/run", loss, alone).ok
 
 
 def halt(mesh, folder):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from clipgrad._compare.program_record import program_record
 from clipgrad._compare.wiring import shared_modules
 from clipgrad._jaxpr import trace
 from tests.compare_models import with_vjp
@@ -20,7 +21,7 @@ def program(inside, extra=False):
         with jax.named_scope("after"):
             return jnp.sum(y * x) + (jnp.sum(x) if extra else 0)
 
-    return trace(run, (A, B), {}).program
+    return program_record(trace(run, (A, B), {}).program)
 
 
 def shared(other, extra=False):

@@ -8,11 +8,12 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import clipgrad as cg
-from tests.process_worker import everything
+from tests.process_worker import everything, loss, numbers
 
 pytestmark = pytest.mark.exhaustive
 
@@ -80,6 +81,7 @@ def test_processes_give_the_result_of_one(number, one_process, tmp_path):
                 covered[leaf][where] = True
     assert all(mask.all() for mask in covered.values())
     assert_captured(number, tmp_path)
+    assert_saved(number, tmp_path / "run")
 
 
 def assert_captured(number, folder):
@@ -91,6 +93,16 @@ def assert_captured(number, folder):
     capture = cg.load_capture(folder / "captures" / "step_2")
     np.testing.assert_array_equal(capture.batch[:, 0], [3] * 15 + [0])
     assert (np.asarray(capture.params["w"]) < 1).all() and capture.meta["processes"] == number
+
+
+def assert_saved(number, path):
+    """One process can compare with the file that all wrote together."""
+    args = {"w": jnp.asarray(numbers((4, 3), 9) / 30)}, jnp.asarray(numbers((16, 4), 10) / 30)
+    found = cg.compare(path, loss, args)
+    assert found.ok and not found.findings, str(found)
+    assert any(f"processes {number} in fun, 1 in other" in note for note in found.notes)
+    found = cg.compare(path, lambda *args: 1.1 * loss(*args), args)
+    assert [f.kind for f in found.findings] == ["value"]
 
 
 def test_a_process_that_fails_ends_the_others(tmp_path, monkeypatch):

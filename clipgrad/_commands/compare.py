@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import os
 from typing import Any
 
 from clipgrad._commands.function import (
@@ -18,6 +19,7 @@ COMPARE_EPILOG = """\
 examples:
   clipgrad compare models:loss kernels:loss --args models:example_args
   clipgrad compare models:loss float32 --args models:example_args --out comparison
+  clipgrad compare before.npz models:loss --args models:example_args
   clipgrad compare models:step models:sharded_step --args models:state_and_batch --steps
 
 exit code:
@@ -41,7 +43,7 @@ def add_compare_parser(subparsers: Any) -> None:
     add(
         "other",
         metavar="module:other",
-        help=f"the other version, or a dtype: {' or '.join(WIDER_DTYPES)}",
+        help=f"the other version, a file of save_run, or a dtype: {' or '.join(WIDER_DTYPES)}",
     )
     add(
         "--other-args",
@@ -70,20 +72,19 @@ def run_compare(options: argparse.Namespace) -> int:
 
 
 def _command_comparison(options: argparse.Namespace) -> GradientComparison:
-    function = load(options.function)
-    other = options.other if ":" not in options.other else load(options.other)
-    if isinstance(other, str) and other not in WIDER_DTYPES:
+    texts = options.function, options.other
+    if not (_is_run(options.other) or ":" in options.other or options.other in WIDER_DTYPES):
         raise UsageError(
-            f"other: got {other!r}, expected module:function, or one of {', '.join(WIDER_DTYPES)}"
+            f"other: got {options.other!r}, expected module:function, or one of "
+            f"{', '.join(WIDER_DTYPES)}, or a file of save_run"
         )
-    if options.steps and ":" in (options.args or ""):
-        args, kwargs = made_arguments(options.args), {}  # to call a step may delete its arguments
-    else:
-        args, kwargs = arguments("compare", options.function, function, options.args, 0)
+    versions = [text if _is_run(text) or text in WIDER_DTYPES else load(text) for text in texts]
+    functions = [text for text, version in zip(texts, versions, strict=True) if callable(version)]
+    args, kwargs = _command_arguments(options, functions)
     other_args = made_arguments(options.other_args) if options.other_args else None
     return compare(
-        function,
-        other,
+        versions[0],
+        versions[1],
         args,
         kwargs,
         other_args=other_args,
@@ -92,6 +93,23 @@ def _command_comparison(options: argparse.Namespace) -> GradientComparison:
         names=_renamed_pairs(options.name),
         rtol=options.rtol,
     )
+
+
+def _is_run(text: str) -> bool:
+    """Whether a version is a file: its name ends in .npz, or it is there."""
+    return text.endswith(".npz") or os.path.isfile(text)
+
+
+def _command_arguments(options: argparse.Namespace, functions: list[str]) -> Any:
+    if not functions:
+        if options.args:
+            raise UsageError(
+                f"--args: got {options.args!r} beside two runs from files, expected none"
+            )
+        return None, None
+    if options.steps and ":" in (options.args or ""):
+        return made_arguments(options.args), {}  # to call a step may delete its arguments
+    return arguments("compare", functions[0], load(functions[0]), options.args, 0)
 
 
 def _argnums(given: list[int] | None) -> int | tuple[int, ...]:

@@ -1,23 +1,22 @@
 """From two versions of a loss, or of a training step, to the first place where they differ."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
+from clipgrad._compare.arguments import settings_of_runs
 from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.gradients import compare_gradients
 from clipgrad._compare.rounding import WIDER_DTYPES, compare_dtypes
-from clipgrad._compare.steps import compare_steps
+from clipgrad._compare.save_run import live, saved
+from clipgrad._compare.steps import StepRun, compare_steps
 from clipgrad._error_clip import check_call
-from clipgrad._jaxpr import kept_lightly
 
 
 def compare(
-    fun: Callable[..., Any],
-    other: Callable[..., Any] | str,
-    args: tuple,
+    fun: Callable[..., Any] | str | os.PathLike,
+    other: Callable[..., Any] | str | os.PathLike,
+    args: tuple | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
     other_args: tuple | None = None,
@@ -95,37 +94,78 @@ def compare(
       >>> found.ok, found.findings[0].kind, found.findings[0].module
       (False, 'value', 'hidden')
     """
-    check_call(fun, args, kwargs)
-    _check_comparison(other, other_args, argnums, names, rtol)
-    if has_aux and argnums is None:
+    _check_comparison(fun, other, other_args, argnums, names, rtol)
+    with settings_of_runs():
+        return _compare(fun, other, args, kwargs, other_args, argnums, has_aux, names, rtol)
+
+
+def _compare(
+    fun: Any,
+    other: Any,
+    args: Any,
+    kwargs: Any,
+    other_args: Any,
+    argnums: Any,
+    has_aux: bool,
+    names: Mapping[str, str] | None,
+    rtol: float | None,
+) -> GradientComparison:
+    named = dict(kwargs or {})
+    if not _is_path(fun) and isinstance(other, str) and not _is_path(other):
+        check_call(fun, args, kwargs)
+        return compare_dtypes(fun, other, args, named, argnums, has_aux, rtol)
+    given = _arguments_of(fun, other, args, kwargs, other_args)
+    versions: tuple[Any, Any] = fun, other
+    first, second = (
+        saved(run)
+        if _is_path(run)
+        else live(name, run, own, named, argnums, has_aux, signed=None in given)
+        for name, run, own in zip(("fun", "other"), versions, given, strict=True)
+    )
+    if isinstance(first, StepRun) and isinstance(second, StepRun):
+        return compare_steps(first, second, rtol)
+    if isinstance(first, StepRun) or isinstance(second, StepRun):
+        kinds = "a step in fun, a loss" if isinstance(first, StepRun) else "a loss in fun, a step"
         raise ValueError(
-            "has_aux: got True with argnums=None, expected False; all outputs are compared"
+            f"run: got {kinds} in other, expected two of a kind; write argnums=None for both if "
+            "they are steps, in save_run too"
         )
-    given, named = args if other_args is None else other_args, dict(kwargs or {})
-    with contextlib.ExitStack() as settings:
-        for setting in _settings_of_runs():
-            settings.enter_context(setting)
-        if isinstance(other, str):
-            assert argnums is not None  # checked
-            return compare_dtypes(fun, other, args, named, argnums, has_aux, rtol)
-        if argnums is None:
-            return compare_steps(fun, other, args, named, given, rtol)
-        return compare_gradients(fun, other, args, named, given, argnums, has_aux, names, rtol)
+    return compare_gradients(first, second, names, rtol)
 
 
-def _settings_of_runs() -> Iterator[Any]:
-    """JAX's own ways of finding NaN and of forbidding transfers: off."""
-    yield from (jax.debug_nans(False), jax.debug_infs(False), jax.transfer_guard("allow"))
-    yield kept_lightly()
+def _arguments_of(fun: Any, other: Any, args: Any, kwargs: Any, other_args: Any) -> list[Any]:
+    """The arguments of each version; None for a run from a file."""
+    from_files = [_is_path(run) for run in (fun, other)]
+    if any(from_files) and other_args is not None:
+        raise ValueError(
+            "other_args: got arguments beside a run from a file, expected None; args are those of "
+            "the function"
+        )
+    if all(from_files) and args is not None:
+        raise ValueError(
+            "args: got arguments beside two runs from files, expected none; write compare(path, "
+            "other_path)"
+        )
+    for run in (run for run, is_file in zip((fun, other), from_files, strict=True) if not is_file):
+        check_call(run, args, kwargs)
+    parts = args, args if other_args is None else other_args
+    return [None if is_file else own for is_file, own in zip(from_files, parts, strict=True)]
 
 
-def _check_comparison(other: Any, other_args: Any, argnums: Any, names: Any, rtol: Any) -> None:
-    if isinstance(other, str):
-        _check_dtype(other, other_args, argnums, names)
-    elif not callable(other):
+def _is_path(run: Any) -> bool:
+    """Whether a version is the path of a file: text that is not the name of a dtype."""
+    return isinstance(run, os.PathLike) or (isinstance(run, str) and run not in WIDER_DTYPES)
+
+
+def _check_comparison(
+    fun: Any, other: Any, other_args: Any, argnums: Any, names: Any, rtol: Any
+) -> None:
+    if isinstance(other, str) and (not _is_path(other) or _is_a_word(other)):
+        _check_dtype(fun, other, other_args, argnums, names)
+    elif not callable(other) and not _is_path(other):
         raise TypeError(
-            f"other: got {other!r}, expected a function of the same arguments, or the name of a "
-            f"dtype, one of {', '.join(WIDER_DTYPES)}"
+            f"other: got {other!r}, expected a function of the same arguments, the path of a run, "
+            f"or the name of a dtype, one of {', '.join(WIDER_DTYPES)}"
         )
     if other_args is not None and not isinstance(other_args, tuple):
         raise TypeError(
@@ -146,11 +186,22 @@ def _check_comparison(other: Any, other_args: Any, argnums: Any, names: Any, rto
         )
 
 
-def _check_dtype(other: str, other_args: Any, argnums: Any, names: Any) -> None:
+def _is_a_word(text: str) -> bool:
+    """Whether text looks like a name rather than the path of a file."""
+    has_parts = os.path.splitext(text)[1] or os.path.basename(text) != text
+    return not has_parts and not os.path.isfile(text)
+
+
+def _check_dtype(fun: Any, other: str, other_args: Any, argnums: Any, names: Any) -> None:
     if other not in WIDER_DTYPES:
         raise ValueError(
             f"other: got {other!r}, expected the name of a wider dtype, one of "
-            f"{', '.join(WIDER_DTYPES)}, or a function"
+            f"{', '.join(WIDER_DTYPES)}, a function, or the path of a run"
+        )
+    if _is_path(fun):
+        raise ValueError(
+            f"other: got {other!r} beside a run from a file, expected a function or another run; "
+            "write compare(fun, dtype, args) with the function"
         )
     for name, given in (("other_args", other_args), ("names", names)):
         if given is not None:

@@ -13,6 +13,7 @@ _COMPARISON_HEADS = {
     "vjp": "the values agree, and the cotangents differ from here on",
     "grads": "values and cotangents agree, and a gradient differs",
     "output": "an output differs",
+    "argument": "the runs had other arguments",
     "rounding": "precision is lost here",
     "not judged": "neither agreement nor a difference was found",
 }

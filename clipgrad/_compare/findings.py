@@ -5,19 +5,18 @@ import math
 from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
-from jax.extend.core import JaxprEqn
-
 from clipgrad._compare.differences import Judgment
 from clipgrad._compare.matching import Instance
 from clipgrad._compare.places import ComparedPlace
+from clipgrad._compare.program_record import OperationRecord
 from clipgrad._compare.records import ComparisonFinding
 from clipgrad._compare.slices import Ends, Slice, made_by, used_by, users_of, value_scopes
 from clipgrad._compare.versions import Version
 from clipgrad._compare.wiring import shared_modules
-from clipgrad._jaxpr import opened
-from clipgrad._names import Place, ScopePath
+from clipgrad._names import ScopePath
 
 SharedModules = Set[ScopePath]
+Around = Sequence[OperationRecord]  # an operation and those around, innermost first
 ONE_ARGUMENT = "the argument"  # the path of an argument that is one array
 
 
@@ -44,14 +43,14 @@ def find(
     bad = [leaf for leaf in leaves if leaf.judgment.differs]
     if not loss.differs and not bad:
         return []
-    shared = shared_modules(own.subject.program, other.subject.program)
+    shared = shared_modules(own.program, other.program)
     if values:
         return [_value_finding(values[0], places, shared)]
     if loss.differs:
         return [_loss_finding(own, places, loss, shared)]
     cotangents = [p for p in places if p.cotangent is not None and p.cotangent.differs]
     if cotangents:
-        return [_vjp_finding(own, other, cotangents[-1], places, shared)]
+        return [_vjp_finding(cotangents[-1], places, shared)]
     return [_leaf_finding(own, leaf, places, shared) for leaf in bad]
 
 
@@ -61,7 +60,7 @@ def _value_finding(
     before = places[: places.index(first)]
     value = first.pair.own.value
     found = _together(
-        made_by(side.value.jaxpr, side.value.variable, value_scopes(side.value), ends)
+        made_by(side.value.program, side.value.variable, value_scopes(side.value), ends)
         for side, ends in _sides(first, before)
     ).outside(shared)
     text = f"the value of {first.name or 'what the scan carries'} {_difference(first.value)}"
@@ -74,18 +73,17 @@ def _value_finding(
 def _loss_finding(
     own: Version, places: Sequence[ComparedPlace], loss: Judgment, shared: SharedModules
 ) -> ComparisonFinding:
-    jaxpr = opened(own.subject.program)[0]
-    (result,) = jaxpr.outvars
-    found = made_by(jaxpr, result, (), _agreeing(places)).outside(shared)
+    (result,) = own.program.outputs
+    ends = _agreeing(places)
+    made = made_by(own.program, result, (), ends) if isinstance(result, int) else Slice([], [])
+    found = made.outside(shared)
     text = f"the loss {_difference(loss)}; "
     text += f"all {len(places)} named values agree" if places else "no named value was matched"
     factor = _factor(loss, [place.value for place in places])
-    return located("value", found.module, None, text, _first_place(found, None), factor)
+    return located("value", found.module, None, text, _around_first(found, ()), factor)
 
 
 def _vjp_finding(
-    own: Version,
-    other: Version,
     last: ComparedPlace,
     places: Sequence[ComparedPlace],
     shared: SharedModules,
@@ -97,11 +95,7 @@ def _vjp_finding(
     ]
     value = last.pair.own.value
     outer = _other_view(last, later)
-    programs = own.subject.program, other.subject.program
-    users = [
-        users_of(program, side, ends)
-        for program, (side, ends) in zip(programs, _sides(last, later), strict=False)
-    ]
+    users = [users_of(side, ends) for side, ends in _sides(last, later)]
     found = _together(part for part, _ in users).outside(shared)
     module, step = (outer.name, last.step) if outer else (found.module, users[0][1])
     assert last.cotangent is not None
@@ -109,20 +103,20 @@ def _vjp_finding(
     text = f"the cotangent that {by} passes back to {last.name} {_difference(last.cotangent)}"
     text += "; all values agree"
     factor = _factor(last.cotangent, [place.cotangent for place in later])
-    place = _first_place(found, value.place.parent) or value.place
+    place = _around_first(found, value.place[1:]) or value.place
     return located("vjp", module, step, text, place, factor)
 
 
 def _leaf_finding(
     own: Version, leaf: ComparedLeaf, places: Sequence[ComparedPlace], shared: SharedModules
 ) -> ComparisonFinding:
-    jaxpr = opened(own.subject.program)[0]
     tapped = [place for place in places if place.cotangent is not None]
-    found, _ = used_by(jaxpr, [jaxpr.invars[leaf.position]], (), (), _agreeing(tapped))
+    start = own.program.inputs[leaf.position]
+    found, _ = used_by(own.program, [start], (), (), _agreeing(tapped))
     text = f"the gradient of {leaf.path or ONE_ARGUMENT} {_difference(leaf.judgment)}"
     text += "; values and cotangents agree"
     found = found.outside(shared)
-    finding = located("grads", found.module, None, text, _first_place(found, None), None)
+    finding = located("grads", found.module, None, text, _around_first(found, ()), None)
     return dataclasses.replace(finding, path=leaf.path)
 
 
@@ -133,7 +127,7 @@ def _other_view(place: ComparedPlace, others: Sequence[ComparedPlace]) -> Compar
     same = [
         other
         for other, its in pairs
-        if its.value.variable is own.value.variable and its.steps == own.steps
+        if its.value.variable == own.value.variable and its.steps == own.steps
     ]
     return same[0] if same else None
 
@@ -144,14 +138,15 @@ def _agreeing(places: Sequence[ComparedPlace], side: int = 0) -> Ends:
     return {variable for instance in agree for variable in _variables(instance)}.__contains__
 
 
-def _variables(instance: Instance) -> list[Any]:
+def _variables(instance: Instance) -> list[int]:
     """The variable of a value; of what a scan's last step carries, the result of the scan too."""
     value = instance.value
-    if value.kind == "tag" or value.position[-1] or value.place.parent is None:
+    if value.kind == "tag" or value.position[-1] or not value.holders:
         return [value.variable]
-    scan = value.place.parent.equation
-    last = 0 if scan.params["reverse"] else scan.params["length"] - 1
-    results = [scan.outvars[value.position[-2]]] if instance.steps[-1] == last else []
+    scan = value.holders[-1]
+    assert scan.loop is not None  # which carries the value
+    last = 0 if scan.loop.reverse else scan.loop.length - 1
+    results = [scan.results[value.position[-2]]] if instance.steps[-1] == last else []
     return [value.variable, *results]
 
 
@@ -167,13 +162,13 @@ def _together(parts: Iterable[Slice]) -> Slice:
     found = Slice([], [])
     for part in parts:
         found.scopes.extend(part.scopes)
-        found.equations.extend(part.equations)
+        found.operations.extend(part.operations)
     return found
 
 
-def _first_place(found: Slice, parent: Place | None) -> Place | None:
-    equations: list[JaxprEqn] = found.equations
-    return Place(equations[0], parent) if equations else None
+def _around_first(found: Slice, around: Around) -> Around:
+    """The first operation of a slice, and those around."""
+    return (found.operations[0], *around) if found.operations else ()
 
 
 def _factor(found: Judgment, before: Sequence[Judgment | None]) -> float | None:
@@ -190,10 +185,11 @@ def _difference(found: Judgment) -> str:
 
 
 def located(
-    kind: str, module: str, step: int | None, text: str, place: Place | None, factor: Any
+    kind: str, module: str, step: int | None, text: str, place: Around, factor: Any
 ) -> ComparisonFinding:
-    location = place.location if place is not None else None
+    """A finding at the line of an operation, or else of the one around."""
+    location = next((own for each in place if (own := each.location).file is not None), None)
     file, line = (location.file, location.line) if location else (None, None)
-    if file is not None:
+    if location is not None:
         text = f"{location}: {text}"
     return ComparisonFinding(kind, text, module, step, file, line, factor)

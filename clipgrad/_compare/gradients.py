@@ -3,84 +3,69 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from clipgrad._compare.comparison import GradientComparison
-from clipgrad._compare.differences import Judgment, floor_of, judge, rounding
+from clipgrad._compare.differences import Judgment, judge, rounding
 from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf, find
 from clipgrad._compare.leaf_paths import same_leaves
 from clipgrad._compare.matching import match
 from clipgrad._compare.places import ComparedPlace, compared_places, undecided
 from clipgrad._compare.records import ComparisonFinding, unjudged
-from clipgrad._compare.versions import SketchedNames, Version, VersionProgram, VersionRun, version
-from clipgrad._jaxpr import computed_types
+from clipgrad._compare.run_facts import with_facts
+from clipgrad._compare.sides import SavedSide, Side, without_floor
+from clipgrad._compare.sketches import judge_sketches
+from clipgrad._compare.versions import SketchedNames, Version, VersionRun
 
 
 def compare_gradients(
-    fun: Callable[..., Any],
-    other: Callable[..., Any],
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    other_args: tuple,
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    names: Mapping[str, str] | None,
-    rtol: float | None,
+    first: Side, second: Side, names: Mapping[str, str] | None, rtol: float | None
 ) -> GradientComparison:
-    """Run two versions of a loss and of its gradient, one after the other, and compare them."""
-    first = version(fun, args, kwargs, argnums, has_aux)
-    second = version(other, other_args, kwargs, argnums, has_aux)
-    matching = match(first, second, names)
-    own_run = VersionProgram(first, _wanted(pair.own.value for pair in matching.pairs))
-    own = own_run()
-    floor = own_run.floor(own) if rtol is None else floor_of(own, ())
-    theirs = VersionProgram(second, _wanted(pair.other.value for pair in matching.pairs))()
+    """Compare two versions of a loss and of its gradient; those that run do so one by one."""
+    matching = match(first.version, second.version, names)
+    own = first.run(_wanted(pair.own.value for pair in matching.pairs))
+    floor = first.floor() if rtol is None else without_floor(own)
+    theirs = second.run(_wanted(pair.other.value for pair in matching.pairs))
     places, partial = compared_places(matching.pairs, own, theirs, floor, rtol)
-    loss = _judged_array(own.loss, theirs.loss, floor.loss, _loss_types(first, second), rtol)
-    leaves, alone = _leaves(first, second, own, theirs, floor, rtol)
-    return _comparison(first, second, places, loss, leaves, [*matching.unmatched, *partial, *alone])
+    versions = first.version, second.version
+    dtypes = [version.loss_dtype for version in versions]
+    loss = judge(own.loss, theirs.loss, floor.loss, rounding(*dtypes), rtol)
+    by_sketch = any(isinstance(side, SavedSide) for side in (first, second))
+    judging = judge_sketches if by_sketch else judge
+    leaves, alone = _leaves(versions, own, theirs, floor, judging, rtol)
+    unmatched = [*matching.unmatched, *partial, *alone]
+    found = _comparison(*versions, places, loss, leaves, unmatched)
+    return with_facts(found, first.facts, second.facts)
 
 
 def _wanted(values: Any) -> SketchedNames:
     return frozenset((value.name, value.kind) for value in values)
 
 
-def _loss_types(*versions: Version) -> list[Any]:
-    return [v.subject.program.jaxpr.outvars[0].aval.dtype for v in versions]
-
-
-def _judged_array(
-    own: Any, other: Any, floor: Any, dtypes: Sequence[Any], rtol: float | None
-) -> Judgment:
-    return judge(np.asarray(own), np.asarray(other), floor, rounding(*dtypes), rtol)
-
-
 def _leaves(
-    first: Version,
-    second: Version,
+    versions: tuple[Version, Version],
     own: VersionRun,
     theirs: VersionRun,
     floor: VersionRun,
+    judging: Callable[..., Judgment],
     rtol: float | None,
 ) -> tuple[list[ComparedLeaf], list[str]]:
     """The leaves of both gradients, and those that only one of them has."""
-    same = same_leaves(first.paths, second.paths)
+    paths = [[leaf.path for leaf in version.leaves] for version in versions]
+    same = same_leaves(*paths)
     found, alone = [], []
-    for i, path in enumerate(first.paths):
-        name = path or ONE_ARGUMENT
+    for i, leaf in enumerate(versions[0].leaves):
+        name = leaf.path or ONE_ARGUMENT
         if i not in same:
             alone.append(f"gradient {name}, only in fun")
             continue
-        j, grad, its = same[i], own.grads[i], theirs.grads[same[i]]
-        if grad.shape != its.shape:
-            shapes = f"{list(grad.shape)} in fun, {list(its.shape)} in other"
+        j, its = same[i], versions[1].leaves[same[i]]
+        if leaf.shape != its.shape:
+            shapes = f"{list(leaf.shape)} in fun, {list(its.shape)} in other"
             alone.append(f"gradient {name}, of another shape: {shapes}")
             continue
-        inputs = [v.subject.inputs[v.subject.chosen[k]] for v, k in ((first, i), (second, j))]
-        dtypes = [x.dtype for x in inputs]
-        judgment = _judged_array(grad, its, floor.grads[i], dtypes, rtol)
-        found.append(ComparedLeaf(path, first.subject.chosen[i], judgment))
-    only = [path for j, path in enumerate(second.paths) if j not in same.values()]
+        eps = rounding(leaf.dtype, its.dtype)
+        judgment = judging(own.grads[i], theirs.grads[j], floor.grads[i], eps, rtol)
+        found.append(ComparedLeaf(leaf.path, leaf.position, judgment))
+    only = [path for j, path in enumerate(paths[1]) if j not in same.values()]
     return found, [*alone, *(f"gradient {path or ONE_ARGUMENT}, only in other" for path in only)]
 
 
@@ -131,7 +116,7 @@ def _no_gradient_judged(own: Version, leaves: Sequence[ComparedLeaf]) -> list[Co
 
 def _wider(own: Version) -> str | None:
     """The dtype, by its name, that is wider than the coarsest one of a program."""
-    types = computed_types(own.subject.program) - {"float64"}
+    types = own.types - {"float64"}
     return ("float64" if types <= {"float32"} else "float32") if types else None
 
 

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from clipgrad._compare.versions import Version, dtype_and_shape, leading_axes
+from clipgrad._compare.versions import Version, VersionValue
 from clipgrad._trees import nearest
-from clipgrad._values import NamedValue
 
 Group = tuple[str, str, tuple[int, ...]]
 
@@ -22,7 +21,7 @@ class Instance(NamedTuple):
       at: the indices in the leading axes of its sketches; all of it over devices.
     """
 
-    value: NamedValue
+    value: VersionValue
     steps: tuple[int, ...]
     at: tuple[Any, ...]
 
@@ -77,16 +76,15 @@ def match(own: Version, other: Version, names: Mapping[str, str] | None) -> Matc
 def _groups(version: Version, renamed: "_Renamed") -> dict[Group, list[Instance]]:
     groups: dict[Group, list[Instance]] = collections.defaultdict(list)
     for value in version.values:
-        group = renamed(value.name), value.kind, dtype_and_shape(value)[1]
+        group = renamed(value.name), value.kind, value.shape
         groups[group] += _instances(value)
     return {g: sorted(found, key=lambda i: i.time) for g, found in groups.items()}
 
 
-def _instances(value: NamedValue) -> Iterator[Instance]:
-    axes = leading_axes(value)
-    for steps in itertools.product(*(range(length) for name, length in axes if name == "scan")):
+def _instances(value: VersionValue) -> Iterator[Instance]:
+    for steps in itertools.product(*(range(size) for size, is_scan in value.axes if is_scan)):
         left = iter(steps)
-        at = tuple(next(left) if name == "scan" else slice(None) for name, _ in axes)
+        at = tuple(next(left) if is_scan else slice(None) for _, is_scan in value.axes)
         yield Instance(value, steps, at)
 
 

@@ -9,7 +9,7 @@ from clipgrad._compare.differences import Judgment, rounding
 from clipgrad._compare.matching import Instance, Pair
 from clipgrad._compare.records import ComparisonRow
 from clipgrad._compare.sketches import LENGTH, judge_sketches
-from clipgrad._compare.versions import VersionRun, dtype_and_shape
+from clipgrad._compare.versions import VersionRun
 
 
 class ComparedPlace(NamedTuple):
@@ -101,7 +101,7 @@ def _place_judgment(
         shape = np.broadcast_shapes(sketches[0].shape, theirs.shape)
         sketches = [np.broadcast_to(x, shape) for x in sketches]
         theirs = np.broadcast_to(theirs, shape)
-    eps = rounding(*(dtype_and_shape(side.value)[0] for side in pair))
+    eps = rounding(*(side.value.dtype for side in pair))
     return judge_sketches(sketches[0], theirs, sketches[1], eps, rtol)
 
 

@@ -26,6 +26,10 @@ class Counts(NamedTuple):
     devices: tuple[int, ...]
     steps: tuple[int, ...]
 
+    def beside(self, other: "Counts") -> "Counts":
+        """Those of two programs."""
+        return Counts(*(tuple(sorted({*a, *b})) for a, b in zip(self, other, strict=True)))
+
 
 def part_counts(trees: Any, programs: Iterable[Any]) -> Counts:
     """The devices of arrays and programs, and the lengths of the scans."""

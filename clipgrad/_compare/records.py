@@ -8,14 +8,15 @@ class ComparisonFinding:
     """A place at which two versions differ.
 
     Attributes:
-      kind: "value", "vjp", "grads", "output", "rounding", or "not judged": nothing could be.
+      kind: "value", "vjp", "grads", "output", "rounding", "argument": of runs in files, or "not
+        judged": nothing could be.
       message: what differs, and by how much.
       module: the module path, "" outside of modules, None if there is none.
       step: the index in the innermost scan, or None.
       file: the file of the user's line, or None.
       line: its number, or None.
       factor: how much the difference grows there; None where it was 0 before.
-      path: the path of the output or of the leaf of the gradient, or None.
+      path: the path of the output, of the leaf of the gradient or of the argument, or None.
       ratio: the first version divided by the second, if one factor explains the difference, or
         None; of "rounding" the error of the leaf's gradient divided by its size, inf for an
         overflow.

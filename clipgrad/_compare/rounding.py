@@ -16,7 +16,7 @@ from clipgrad._compare.matching import match
 from clipgrad._compare.places import ComparedPlace, compared_places
 from clipgrad._compare.precision import lost_precision, precision_notes, rounding_ratio
 from clipgrad._compare.records import ComparisonFinding
-from clipgrad._compare.versions import VersionProgram, dtype_and_shape, version
+from clipgrad._compare.versions import VersionProgram, version
 
 MOST_ROUNDING = 0.05  # the share of a leaf's gradient that may be rounding
 LOSING = 2.0  # a module at which the error grows by less is not one that loses precision
@@ -49,7 +49,8 @@ def compare_dtypes(
     places, _ = compared_places(pairs, narrow, wide, floor_of(narrow, ()), None)
     most = MOST_ROUNDING if rtol is None else rtol
     floors = functools.cache(lambda: program.floor(narrow).grads)
-    lost, notes = lost_precision(own.paths, narrow.grads, floors, wide.grads, dtype, ratio, most)
+    paths = [leaf.path for leaf in own.leaves]
+    lost, notes = lost_precision(paths, narrow.grads, floors, wide.grads, dtype, ratio, most)
     notes += precision_notes(ratio, narrow.loss, wide.loss, dtype)
     modules = _growing(places, "value") or _growing(places, "cotangent")
     found = (*modules, *lost)
@@ -70,7 +71,7 @@ def _growing(places: Sequence[ComparedPlace], what: str) -> list[ComparisonFindi
             text = f"the {what} of {place.name} is NaN or inf in one of the types only"
             found.append(located("rounding", place.name, place.step, text, at, math.inf))
             break
-        unit = rounding(dtype_and_shape(place.pair.own.value)[0])
+        unit = rounding(place.pair.own.value.dtype)
         before = max(largest, unit)
         factor = judgment.difference / before
         if factor > LOSING:

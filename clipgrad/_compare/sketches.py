@@ -24,6 +24,7 @@ from clipgrad._names import ModuleValues, Place, path, placed_equations
 from clipgrad._program import mixed
 from clipgrad._values import NamedValue, Seen, ValueHook, value_hook
 
+SHIFTS = 0x3C6EF372  # of the hashes that turn rows, which are others than those of signs
 NUMBERS = 256  # the norm of a difference is right to sqrt(2 / 256), 9 %
 MASKED = 1e6  # what masks are made of has a sketch of its own, in which it hides nothing
 SCALE = 2.0**-64  # sums of the largest float32 would overflow
@@ -48,10 +49,9 @@ def sketch(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-1)
     flat = on_every_device(x).ravel().astype(sketch_dtype(x.dtype))
-    hashes = _hashes(flat.size)
+    hashes = hashes_of(jnp.arange(flat.size, dtype=jnp.uint32))
     finite, large = jnp.isfinite(flat), jnp.abs(flat) >= MASKED
-    bits = (hashes >> jnp.uint32(13)) & jnp.uint32(1)
-    signed = flat * (1 - 2 * bits.astype(flat.dtype))
+    signed = flat * signs_of(hashes).astype(flat.dtype)
     parts = [jnp.where(finite & ~large, signed, 0), jnp.where(finite & large, signed * SCALE, 0)]
     sums = _buckets(jnp.stack(parts)).ravel()
     kinds = jnp.where(jnp.isnan(flat), 1, jnp.where(finite, 0, jnp.where(flat > 0, 2, 3)))
@@ -59,9 +59,15 @@ def sketch(x: jax.Array) -> jax.Array:
     return jnp.concatenate([sums, code.astype(flat.dtype)[None]])
 
 
-def _hashes(count: int, first: int = 0) -> jax.Array:
-    positions = jnp.arange(count, dtype=jnp.uint32)
-    return mixed(positions * jnp.uint32(2654435761) + jnp.uint32(first))
+def hashes_of(positions: Any, first: int = 0) -> Any:
+    """A number of 32 bits for each position, in NumPy or in JAX."""
+    return mixed(positions * np.uint32(2654435761) + np.uint32(first))
+
+
+def signs_of(hashes: Any) -> Any:
+    """A sign by a bit of each hash."""
+    bits = (hashes >> np.uint32(13)) & np.uint32(1)
+    return 1 - 2 * bits.astype(np.int32)
 
 
 def _buckets(x: jax.Array) -> jax.Array:
@@ -73,7 +79,7 @@ def _buckets(x: jax.Array) -> jax.Array:
     count = -(-x.shape[1] // NUMBERS)
     padded = jnp.pad(x, ((0, 0), (0, count * NUMBERS - x.shape[1])))
     rows = padded.reshape(len(x), count, NUMBERS)
-    shifts = _hashes(count, 0x3C6EF372)[:, None]
+    shifts = hashes_of(jnp.arange(count, dtype=jnp.uint32), SHIFTS)[:, None]
     columns = jnp.arange(NUMBERS, dtype=jnp.uint32)[None, :] + shifts & jnp.uint32(NUMBERS - 1)
     turned = jnp.take_along_axis(rows, columns.astype(jnp.int32)[None], axis=2)
     return jnp.sum(turned, axis=1)

@@ -2,16 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Any, NamedTuple
-
-from jax.extend.core import JaxprEqn, Literal, Var
+from typing import NamedTuple
 
 from clipgrad._compare.matching import Instance
-from clipgrad._jaxpr import entered_programs, opened, scan_counts
-from clipgrad._names import ScopePath, path
-from clipgrad._values import NamedValue
+from clipgrad._compare.program_record import OperationRecord, ProgramRecord
+from clipgrad._compare.versions import VersionValue
+from clipgrad._names import ScopePath
 
-Ends = Callable[[Var], bool]  # whether a named value that agrees ends a slice
+Ends = Callable[[int], bool]  # whether a named value that agrees ends a slice
 
 
 class Slice(NamedTuple):
@@ -19,11 +17,11 @@ class Slice(NamedTuple):
 
     Attributes:
       scopes: those around each operation.
-      equations: the operations, in the order in which they were found.
+      operations: themselves, in the order in which they were found.
     """
 
     scopes: list[ScopePath]
-    equations: list[JaxprEqn]
+    operations: list[OperationRecord]
 
     @property
     def module(self) -> str:
@@ -32,132 +30,128 @@ class Slice(NamedTuple):
 
     def outside(self, modules: Set[ScopePath]) -> "Slice":
         """The operations that no such module holds directly; all, if each is in one of them."""
-        pairs = zip(self.scopes, self.equations, strict=True)
+        pairs = zip(self.scopes, self.operations, strict=True)
         kept = [pair for pair in pairs if pair[0] not in modules]
         return Slice(*map(list, zip(*kept, strict=True))) if kept else self
 
 
-def made_by(jaxpr: Any, variable: Var, scopes: ScopePath, ends: Ends) -> Slice:
+def made_by(program: ProgramRecord, variable: int, scopes: ScopePath, ends: Ends) -> Slice:
     """The operations of a program that compute a variable from named values.
 
     Those that compute something of inputs alone, such as a cast of a weight, are left out, if there
     are others.
     """
-    makers = {v: e for e in jaxpr.eqns for v in e.outvars}
-    behind = _behind(jaxpr, ends)
+    behind = _behind(program, ends)
     found, every = Slice([], []), Slice([], [])
-    todo, seen = [variable], set()
+    todo, seen = [variable], set[OperationRecord]()
     while todo:
-        equation = makers.get(todo.pop())
-        if equation is None or id(equation) in seen:
+        operation = program.makers.get(todo.pop())
+        if operation is None or operation in seen:
             continue
-        seen.add(id(equation))
-        for part in (every, found) if id(equation) in behind else (every,):
-            part.scopes.append((*scopes, *path(equation)))
-            part.equations.append(equation)
-        todo += [v for v in equation.invars if type(v) is not Literal and not ends(v)]
-    return found if found.equations else every
+        seen.add(operation)
+        for part in (every, found) if operation in behind else (every,):
+            part.scopes.append((*scopes, *operation.scopes))
+            part.operations.append(operation)
+        todo += [v for v in operation.operands if isinstance(v, int) and not ends(v)]
+    return found if found.operations else every
 
 
-def _behind(jaxpr: Any, ends: Ends) -> set[int]:
-    """The equations that compute something of a named value that agrees, by `id`."""
-    known, found = {v for v in jaxpr.invars if ends(v)}, set()
-    for equation in jaxpr.eqns:
-        if any(type(v) is not Literal and v in known for v in equation.invars):
-            found.add(id(equation))
-            known.update(equation.outvars)
-        known.update(filter(ends, equation.outvars))
+def _behind(program: ProgramRecord, ends: Ends) -> set[OperationRecord]:
+    """The operations that compute something of a named value that agrees."""
+    known, found = {v for v in program.inputs if ends(v)}, set()
+    for operation in program.operations:
+        if not known.isdisjoint(operation.operands):
+            found.add(operation)
+            known.update(operation.results)
+        known.update(filter(ends, operation.results))
     return found
 
 
 def used_by(
-    jaxpr: Any, variables: Iterable[Var], scopes: ScopePath, inside: ScopePath, ends: Ends
-) -> tuple[Slice, set[Var]]:
+    program: ProgramRecord,
+    variables: Iterable[int],
+    scopes: ScopePath,
+    inside: ScopePath,
+    ends: Ends,
+) -> tuple[Slice, set[int]]:
     """The operations that use variables, up to named values; and all variables on the way.
 
     Operations inside of the scopes ``inside`` of the program are left out.
     """
     found, reached = Slice([], []), set(variables)
-    for equation in jaxpr.eqns:
-        hits = [i for i, v in enumerate(equation.invars) if type(v) is not Literal and v in reached]
-        around = path(equation)
+    for operation in program.operations:
+        hits = [i for i, v in enumerate(operation.operands) if v in reached]
+        around = operation.scopes
         if not hits or (inside and around[: len(inside)] == inside):
             continue
-        deeper, outputs = _inside(equation, hits, (*scopes, *around), ends)
+        deeper, outputs = _inside(operation, hits, (*scopes, *around), ends)
         found.scopes.extend(deeper.scopes or [(*scopes, *around)])
-        found.equations.extend(deeper.equations or [equation])
+        found.operations.extend(deeper.operations or [operation])
         reached |= {v for v in outputs if not ends(v)}
     return found, reached
 
 
 def _inside(
-    equation: JaxprEqn, hits: Sequence[int], scopes: ScopePath, ends: Ends
-) -> tuple[Slice, list[Var]]:
-    """The operations inside of an equation that use some inputs, and its results after them."""
-    found, outputs = Slice([], []), list(equation.outvars)
-    programs = [opened(program)[0] for program in entered_programs(equation)[0]]
-    for jaxpr in programs:
-        first = len(equation.invars) - len(jaxpr.invars)  # a cond has its index before the inputs
-        starts = [jaxpr.invars[i - first] for i in hits if i >= first]
-        deeper, reached = used_by(jaxpr, starts, scopes, (), ends)
+    operation: OperationRecord, hits: Sequence[int], scopes: ScopePath, ends: Ends
+) -> tuple[Slice, list[int]]:
+    """The operations inside of one that use some inputs, and its results after them."""
+    found, outputs = Slice([], []), list(operation.results)
+    for program in operation.entered:
+        first = len(operation.operands) - len(program.inputs)  # a cond's index is before the inputs
+        starts = [program.inputs[i - first] for i in hits if i >= first]
+        deeper, reached = used_by(program, starts, scopes, (), ends)
         found.scopes.extend(deeper.scopes)
-        found.equations.extend(deeper.equations)
-        if len(programs) == 1 and len(jaxpr.outvars) == len(outputs):
-            pairs = zip(equation.outvars, jaxpr.outvars, strict=True)
-            outputs = [v for v, inner in pairs if type(inner) is not Literal and inner in reached]
+        found.operations.extend(deeper.operations)
+        if len(operation.entered) == 1 and len(program.outputs) == len(outputs):
+            pairs = zip(operation.results, program.outputs, strict=True)
+            outputs = [v for v, inner in pairs if inner in reached]
     return found, outputs
 
 
-def users_of(program: Any, instance: Instance, ends: Ends) -> tuple[Slice, int | None]:
+def users_of(instance: Instance, ends: Ends) -> tuple[Slice, int | None]:
     """The operations that use a value outside of its module, and their step, or None.
 
     A value that a scan carries is used in its next step, or else, like other results, by what uses
-    the result of the equation around.
+    the result of the operation around.
     """
     value, steps = instance.value, list(instance.steps)
-    jaxpr, variables, place = value.jaxpr, {value.variable}, value.place
+    holders, programs, variables = list(value.holders), list(value.programs), {value.variable}
     scopes, inside = value_scopes(value), value.scopes
     while True:
-        found, reached = used_by(jaxpr, variables, scopes, inside, ends)
-        if found.scopes or place.parent is None:
+        found, reached = used_by(programs[-1], variables, scopes, inside, ends)
+        if found.scopes or not holders:
             return found, steps[-1] if steps else None
-        holder = place.parent.equation
-        if holder.primitive.name == "scan":
-            later = _next_step(holder, jaxpr, reached, steps.pop())
+        holder, program = holders.pop(), programs.pop()
+        if holder.loop:
+            later = _next_step(holder, program, reached, steps.pop())
             if later is not None:
-                found, _ = used_by(jaxpr, later[0], scopes, (), ends)
+                found, _ = used_by(program, later[0], scopes, (), ends)
                 if found.scopes:
                     return found, later[1]
-        variables = _results(holder, jaxpr, reached)
-        scopes, inside = scopes[: len(scopes) - len(path(holder))], ()
-        place = place.parent
-        jaxpr = place.program_in(program)
+        variables = _results(holder, program, reached)
+        scopes, inside = scopes[: len(scopes) - len(holder.scopes)], ()
 
 
 def _next_step(
-    scan: JaxprEqn, jaxpr: Any, reached: set[Var], step: int
-) -> tuple[list[Var], int] | None:
+    scan: OperationRecord, program: ProgramRecord, reached: set[int], step: int
+) -> tuple[list[int], int] | None:
     """The variables that have what a step carried on, and the number of the next step."""
-    constants, carried = scan_counts(scan)
-    results = enumerate(jaxpr.outvars[:carried])
-    starts = [jaxpr.invars[constants + i] for i, v in results if _is_in(v, reached)]
-    later = step + (-1 if scan.params["reverse"] else 1)
-    return (starts, later) if starts and 0 <= later < scan.params["length"] else None
+    assert scan.loop is not None
+    constants, carried, length, reverse = scan.loop
+    results = enumerate(program.outputs[:carried])
+    starts = [program.inputs[constants + i] for i, v in results if v in reached]
+    later = step + (-1 if reverse else 1)
+    return (starts, later) if starts and 0 <= later < length else None
 
 
-def _results(holder: JaxprEqn, jaxpr: Any, reached: set[Var]) -> set[Var]:
-    """The results of an equation that are these variables of the program inside of it."""
-    if len(holder.outvars) != len(jaxpr.outvars):
-        return set(holder.outvars)
-    pairs = zip(holder.outvars, jaxpr.outvars, strict=True)
-    return {v for v, inner in pairs if _is_in(inner, reached)}
+def _results(holder: OperationRecord, program: ProgramRecord, reached: set[int]) -> set[int]:
+    """The results of an operation that are these variables of the program inside of it."""
+    if len(holder.results) != len(program.outputs):
+        return set(holder.results)
+    pairs = zip(holder.results, program.outputs, strict=True)
+    return {v for v, inner in pairs if inner in reached}
 
 
-def _is_in(atom: Any, variables: set[Var]) -> bool:
-    return type(atom) is not Literal and atom in variables
-
-
-def value_scopes(value: NamedValue) -> ScopePath:
+def value_scopes(value: VersionValue) -> ScopePath:
     """The scopes around the program that a value is computed in."""
-    holders = reversed(value.place.chain[1:])
-    return tuple(scope for equation in holders for scope in path(equation))
+    return tuple(scope for operation in value.holders for scope in operation.scopes)

@@ -1,7 +1,7 @@
 """Two versions of a whole training step: their outputs, by path."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,9 @@ from clipgrad._compare.differences import (
 from clipgrad._compare.order import ages
 from clipgrad._compare.ratios import Counts, meaning, part_counts, ratio, repeats
 from clipgrad._compare.records import ComparisonFinding, ComparisonRow, unjudged
+from clipgrad._compare.run_facts import RunFacts, run_facts, with_facts
+from clipgrad._compare.signatures import host_sketch, signature
+from clipgrad._compare.sketches import LENGTH, judge_sketches
 from clipgrad._errors import first_line
 from clipgrad._frameworks import with_models
 from clipgrad._program import moved_by_rounding, rounded
@@ -33,11 +36,25 @@ WHOLE_OUTPUT = "the output"  # the path of an output that is one array
 
 
 class Output(NamedTuple):
-    """An output of a step: its value on the host, and the type that it had."""
+    """An output of a step: its value on the host, and the type that it had.
+
+    Attributes:
+      value: its numbers, `Exact` or any other object; if it is signed their sketch, or a `Digest`.
+      shape: its shape.
+      dtype: its type.
+      signed: whether its numbers are not kept.
+    """
 
     value: Any
     shape: tuple[int, ...]
     dtype: Any
+    signed: bool = False
+
+
+class Digest(NamedTuple):
+    """A hash of what is compared exactly."""
+
+    text: str
 
 
 class StepProgram(NamedTuple):
@@ -48,33 +65,108 @@ class StepProgram(NamedTuple):
     paths: list[str]
 
 
-def compare_steps(
-    fun: Callable[..., Any],
-    other: Callable[..., Any],
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    other_args: tuple,
-    rtol: float | None,
-) -> GradientComparison:
-    """Run two versions of a step, and compare their outputs by path."""
-    own, theirs = _outputs_of(fun, args, kwargs), _outputs_of(other, other_args, kwargs)
-    steps, notes = [], []
-    for name, function, given in (("fun", fun, args), ("other", other, other_args)):
-        try:
-            steps.append(_program(function, given, kwargs))
-        except Exception as error:  # a step may be a loop of Python that reads numbers
-            steps.append(None)
-            notes.append(f"{name} can't be traced as one program ({first_line(error)})")
-    traced = [step for step in steps if step is not None]
-    if not traced:
+class StepRun(NamedTuple):
+    """A run of a step.
+
+    Attributes:
+      outputs: its outputs, by path.
+      floor: gives the movement of the outputs by rounding, by path.
+      ages: when each output is computed, see `ages`; empty if it is no program.
+      counts: the parts of its work.
+      notes: what else there is to know.
+      repeats: gives notes of arguments whose parts on all devices are the same.
+      facts: its arguments and circumstances, if they are compared.
+    """
+
+    outputs: dict[str, Output]
+    floor: Callable[[], dict[str, Any]]
+    ages: dict[str, int]
+    counts: Counts
+    notes: list[str]
+    repeats: Callable[[Counts], list[str]] = lambda counts: []
+    facts: RunFacts | None = None
+
+
+def compare_steps(first: StepRun, second: StepRun, rtol: float | None) -> GradientComparison:
+    """Compare the outputs of two runs of a step by path."""
+    notes = [*first.notes, *second.notes]
+    if not first.ages and not second.ages:
         notes.append("so outputs are in the order of their paths, not of their computation")
-    order = dict(zip(traced[0].paths, ages(traced[0].program), strict=True)) if traced else {}
-    floor: dict[str, Any] = {}
-    if rtol is None:
-        floor = _floor(steps[0], own) if steps[0] else _floor_of_arguments(fun, args, kwargs, own)
-    known = part_counts((args, other_args), [step.program for step in traced])
-    notes += _repeats(args, own, known)
-    return _compared_outputs(own, theirs, floor, order, known, rtol, notes)
+    known = first.counts.beside(second.counts)
+    notes += first.repeats(known)
+    floor = first.floor() if rtol is None else {}
+    order = first.ages or second.ages
+    found = _compared_outputs(first.outputs, second.outputs, floor, order, known, rtol, notes)
+    return with_facts(found, first.facts, second.facts)
+
+
+def run_step(
+    name: str, fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], signed: bool
+) -> StepRun:
+    """Run a step; its outputs are signed beside a run from a file."""
+    outputs, notes = _outputs_of(fun, args, kwargs), []
+    step = None
+    try:
+        step = _program(fun, args, kwargs)
+    except Exception as error:  # a step may be a loop of Python that reads numbers
+        notes.append(f"{name} can't be traced as one program ({first_line(error)})")
+
+    def floor() -> dict[str, Any]:
+        if step is None:
+            return _floor_of_arguments(fun, args, kwargs, outputs, signed)
+        return _floor(step, outputs, signed)
+
+    found = dict(zip(step.paths, ages(step.program), strict=True)) if step else {}
+    counts = part_counts(args, [step.program] if step else [])
+    repeats = functools.partial(_repeats, args, outputs)
+    kept = {path: _signed(x) for path, x in outputs.items()} if signed else outputs
+    facts = run_facts({}, _given_arrays(args, kwargs)) if signed else None
+    return StepRun(kept, floor, found, counts, notes, repeats, facts)
+
+
+def _given_arrays(args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays and numbers among the arguments, by their names."""
+    leaves = [(f"args/{path}", x) for path, x in with_paths(args)]
+    leaves += [(f"kwargs/{path}", x) for path, x in with_paths(kwargs)]
+    return {path: x for path, x in leaves if is_array(x) or isinstance(x, int | float | complex)}
+
+
+def _signed(output: Output) -> Output:
+    """An output without its numbers, but for a single one."""
+    value = _signed_value(output.value)
+    return output if value is output.value else output._replace(value=value, signed=True)
+
+
+def _signed_value(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return host_sketch(value) if value.ndim else value
+    if isinstance(value, Exact):
+        return Digest(signature(value.values).digest)
+    return repr(value)
+
+
+def _signed_floor(floor: Any) -> Any:
+    """Of what is compared exactly, whether any of it moves."""
+    return Exact(np.asarray(float(np.any(floor.values)))) if isinstance(floor, Exact) else floor
+
+
+def _sketched(value: Any) -> Any:
+    """The numbers of which a floor is kept: `Exact` ones all, until it is known which move."""
+    return _signed_value(value) if isinstance(value, np.ndarray) else value
+
+
+def _moved_outputs(own: Any, runs: Iterable[Any], signed: bool) -> Any:
+    """The movement of outputs, in a dictionary or a list."""
+    if not signed:
+        return floor_of(own, runs)
+
+    def is_exact(x: Any) -> bool:
+        return isinstance(x, Exact)
+
+    def view(tree: Any) -> Any:
+        return jax.tree.map(_sketched, tree, is_leaf=is_exact)
+
+    return jax.tree.map(_signed_floor, floor_of(view(own), map(view, runs)), is_leaf=is_exact)
 
 
 def _outputs_of(
@@ -127,16 +219,20 @@ def _program(fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) ->
     return found[0]
 
 
-def _floor(step: StepProgram, outputs: Mapping[str, Output]) -> dict[str, Any]:
+def _floor(step: StepProgram, outputs: Mapping[str, Output], signed: bool) -> dict[str, Any]:
     """The movement of the outputs of a step by its rounding, by path."""
     own = [outputs[path].value for path in step.paths]
     run = _jaxpr.jit_for_one_call(step.program)(lambda *given: rounded(step.program, *given))
     runs = (host_values(run(step.inputs, jnp.uint32(i))) for i in range(1, 1 + RUNS))
-    return dict(zip(step.paths, floor_of(own, runs), strict=True))
+    return dict(zip(step.paths, _moved_outputs(own, runs, signed), strict=True))
 
 
 def _floor_of_arguments(
-    fun: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any], outputs: Mapping[str, Output]
+    fun: Callable[..., Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    outputs: Mapping[str, Output],
+    signed: bool,
 ) -> dict[str, Any]:
     """The movement of the outputs by roundings of the arguments, for a step that is no program."""
 
@@ -153,7 +249,7 @@ def _floor_of_arguments(
         )
         for i in range(1, 1 + RUNS)
     )
-    return floor_of(own, runs)
+    return _moved_outputs(own, runs, signed)
 
 
 def _compared_outputs(
@@ -189,7 +285,7 @@ def _compared_outputs(
     notes += [
         f"{path}: {own[path].dtype} in fun, {theirs[path].dtype} in other"
         for path in both
-        if own[path].dtype != theirs[path].dtype
+        if str(own[path].dtype) != str(theirs[path].dtype)
     ]
     return GradientComparison(
         not findings, tuple(findings), tuple(rows), tuple(unmatched), tuple(notes)
@@ -215,10 +311,14 @@ def _output_judgment(own: Output, other: Output, floor: Any, rtol: float | None)
         return Judgment(float("inf"), 0.0)
     values = own.value, other.value
     if all(isinstance(x, np.ndarray) for x in values):
+        if own.signed:
+            floor = np.zeros(LENGTH) if floor is None else floor
+            return judge_sketches(*values, floor, rounding(own.dtype, other.dtype), rtol)
         return judge(*values, floor, rounding(own.dtype, other.dtype), rtol)
     if all(isinstance(x, Exact) for x in values):
         return judge_exactly(values[0].values, values[1].values, floor and floor.values)
-    return Judgment(0.0 if values[0] == values[1] else 1.0, 0.0)
+    is_judged = not isinstance(own.value, Digest) or floor is None or not np.any(floor.values)
+    return Judgment(0.0 if values[0] == values[1] else 1.0, 0.0, is_judged)
 
 
 def _output_finding(
@@ -230,11 +330,13 @@ def _output_finding(
     factor, text = None, f"{path}: the relative difference is {found.difference:.2g}"
     if isinstance(own.value, np.ndarray) and isinstance(other.value, np.ndarray):
         text += f", of which rounding explains {found.tolerance:.1g}"
-        factor = ratio(own.value, other.value, found.tolerance)
+        mine, its = (x.value[:-1] if x.signed else x.value for x in (own, other))
+        factor = ratio(mine, its, found.tolerance)
         if own.shape == ():
             text += f"; it is {own.value:.6g} in fun, {other.value:.6g} in other"
     else:
-        text = f"{path}: {found.difference:.2g} of its numbers differ, which are compared exactly"
+        share = "some" if own.signed else f"{found.difference:.2g}"
+        text = f"{path}: {share} of its numbers differ, which are compared exactly"
     if factor is not None:
         means = meaning(factor, known)
         shown = f"{factor:.2f}" if abs(factor) >= 1 else f"{factor:.3g}"

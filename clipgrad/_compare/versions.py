@@ -1,7 +1,8 @@
 """One version of a loss: its program, its named values, and what a run of it computes."""
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,12 @@ import numpy as np
 
 from clipgrad._compare.arguments import copied
 from clipgrad._compare.differences import RUNS, floor_of, host_values
+from clipgrad._compare.program_record import (
+    OperationRecord,
+    ProgramRecord,
+    point_at,
+    program_record,
+)
 from clipgrad._compare.sketches import LENGTH, Sketches, carried_values, sketch_dtype
 from clipgrad._diagnose import (
     DiagnosisSubject,
@@ -21,6 +28,7 @@ from clipgrad._diagnose import (
 )
 from clipgrad._jaxpr import (
     Widen,
+    computed_types,
     evaluate,
     jit_for_one_call,
     kept_run,
@@ -28,24 +36,103 @@ from clipgrad._jaxpr import (
     quick_jit,
     trace,
 )
+from clipgrad._names import ScopePath
 from clipgrad._program import active_variables, rounded
 from clipgrad._values import NamedValue, named_values
 
 SketchedNames = frozenset[tuple[str, str]]
 
 
+class VersionValue(NamedTuple):
+    """A value with a name, at its position in the program of a version.
+
+    Attributes:
+      position: see `NamedValue`.
+      name: the tag, or the path of the module.
+      kind: ``"tag"`` or ``"module"``.
+      dtype: its type.
+      shape: its shape at one step and on one device.
+      scopes: the scopes of its program that it leaves; none for a tag.
+      tapped: whether it has a cotangent that can be reached.
+      variable: its number in the program.
+      maker: the operation that computes it.
+      holders: the operations around, outermost first.
+      programs: the program and those inside of the holders, outermost first.
+    """
+
+    position: tuple[int, ...]
+    name: str
+    kind: str
+    dtype: Any
+    shape: tuple[int, ...]
+    scopes: ScopePath
+    tapped: bool
+    variable: int
+    maker: OperationRecord
+    holders: tuple[OperationRecord, ...]
+    programs: tuple[ProgramRecord, ...]
+
+    @property
+    def program(self) -> ProgramRecord:
+        """The program that it is computed in."""
+        return self.programs[-1]
+
+    @property
+    def place(self) -> tuple[OperationRecord, ...]:
+        """The operation that computes it and those around, innermost first."""
+        return (self.maker, *self.holders[::-1])
+
+    @property
+    def axes(self) -> list[tuple[int, bool]]:
+        """The axes before a sketch, outermost first: their lengths, and whether each is of a scan.
+
+        There is one for each scan and each `shard_map` around.
+        """
+        found = []
+        for holder in self.holders:
+            found += [(holder.loop.length, True)] if holder.loop else []
+            found += [(holder.devices, False)] if holder.devices else []
+        return found
+
+    def time(self, steps: tuple[int, ...] = ()) -> tuple[float, ...]:
+        """When it is computed, at these steps of the scans around; a tag is before its module."""
+        *around, number, output, depth = self.position
+        left = iter(steps)
+        moment: list[float] = []
+        for i, holder in enumerate(self.holders):
+            own, program = around[2 * i : 2 * i + 2]
+            step = next(left, 0) if holder.loop else 0
+            moment += [own, -step if holder.loop and holder.loop.reverse else step, program]
+        return (*moment, number, math.inf, output, -math.inf if self.kind == "tag" else -depth)
+
+
+class VersionLeaf(NamedTuple):
+    """An array that a loss is differentiated by: its path in the gradient, and its input."""
+
+    path: str
+    position: int
+    dtype: Any
+    shape: tuple[int, ...]
+
+
 class Version(NamedTuple):
     """A version of a loss, as a program.
 
     Attributes:
-      subject: the loss, traced, and its arguments.
+      program: its operations.
       values: its values with names, in the order of computation.
-      paths: the path in the tree of the gradient of each array that it is differentiated by.
+      leaves: the arrays that it is differentiated by.
+      loss_dtype: the type of the loss.
+      types: the names of the floating types that it computes in.
+      subject: the loss, traced, and its arguments; None if it comes from a file.
     """
 
-    subject: DiagnosisSubject
-    values: list[NamedValue]
-    paths: list[str]
+    program: ProgramRecord
+    values: list[VersionValue]
+    leaves: list[VersionLeaf]
+    loss_dtype: Any
+    types: frozenset[str]
+    subject: DiagnosisSubject | None = None
 
 
 class VersionRun(NamedTuple):
@@ -76,8 +163,31 @@ def version(
         for value in named_values(found.program)
         if (value.position[:-2], value.position[-2], value.name) not in ends
     ]  # what a scan returns is what its last step carries on
-    values = sorted([*named, *carried], key=lambda value: value.time())
-    return Version(found, values, _paths(found, argnums))
+    program = program_record(found.program)
+    active = active_variables(found.program, found.chosen)
+    values = [_version_value(value, program, active) for value in (*named, *carried)]
+    inputs = [found.inputs[i] for i in found.chosen]
+    leaves = [
+        VersionLeaf(path, i, x.dtype, x.shape)
+        for path, i, x in zip(_paths(found, argnums), found.chosen, inputs, strict=True)
+    ]
+    return Version(
+        program,
+        sorted(values, key=lambda value: value.time()),
+        leaves,
+        found.program.jaxpr.outvars[0].aval.dtype,
+        frozenset(computed_types(found.program)),
+        found,
+    )
+
+
+def _version_value(
+    value: NamedValue, program: ProgramRecord, active: Container[Any]
+) -> VersionValue:
+    aval: Any = value.variable.aval
+    tapped = not value.in_while and value.variable in active
+    own = value.position, value.name, value.kind, aval.dtype, tuple(aval.shape), value.scopes
+    return VersionValue(*own, tapped, *point_at(program, value.position))
 
 
 def _paths(given: DiagnosisSubject, argnums: int | Sequence[int]) -> list[str]:
@@ -107,6 +217,7 @@ class VersionProgram:
     """
 
     def __init__(self, own: Version, names: SketchedNames, wide: Any = None) -> None:
+        assert own.subject is not None  # it has not run yet
         self._given, self._names = own.subject, names
         self._taps = _taps(own, names)
         self.traced = trace(self._both, (own.subject.inputs, self._taps), {})
@@ -129,12 +240,14 @@ class VersionProgram:
                 f"{raised.message}; clipgrad.diagnose follows its operands back"
             ) from error
 
-    def floor(self, own: VersionRun) -> VersionRun:
-        """The movement of the results of a run by the rounding of its program."""
+    def floor(
+        self, own: VersionRun, view: Callable[[VersionRun], VersionRun] = lambda run: run
+    ) -> VersionRun:
+        """The movement of the results of a run, as seen in a view, by the program's rounding."""
         program, leaves = self.traced.program, self._leaves()
         run = jit_for_one_call(program)(lambda *given: rounded(program, *given))
         runs = (run(leaves, jnp.uint32(i)) for i in range(1, 1 + RUNS))
-        return floor_of(own, map(self._on_host, runs))
+        return floor_of(view(own), (view(self._on_host(results)) for results in runs))
 
     def _leaves(self) -> list:
         return jax.tree.leaves((copied(self._given.inputs), self._taps))
@@ -171,23 +284,10 @@ def _widened(program: Any, dtype: Any) -> Callable[[list], list]:
 
 def _taps(own: Version, names: SketchedNames) -> dict[Any, jax.Array]:
     """A tap for each value that has a cotangent to be reached."""
-    active = active_variables(own.subject.program, own.subject.chosen)
     return {
         value.position: jnp.zeros(
-            (*(length for _, length in leading_axes(value)), LENGTH),
-            sketch_dtype(dtype_and_shape(value)[0]),
+            (*(size for size, _ in value.axes), LENGTH), sketch_dtype(value.dtype)
         )
         for value in own.values
-        if (value.name, value.kind) in names and not value.in_while and value.variable in active
+        if (value.name, value.kind) in names and value.tapped
     }
-
-
-def dtype_and_shape(value: NamedValue) -> tuple[Any, tuple[int, ...]]:
-    """The type of a value."""
-    aval: Any = value.variable.aval
-    return aval.dtype, tuple(aval.shape)
-
-
-def leading_axes(value: NamedValue) -> tuple[tuple[str, int], ...]:
-    """The axes before a sketch: each scan and `shard_map` around, outermost first, with lengths."""
-    return value.place.parent.axes if value.place.parent else ()

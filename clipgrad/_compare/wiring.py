@@ -2,68 +2,71 @@
 
 import os
 from collections.abc import Hashable, Sequence
-from typing import Any
 
-from jax.extend.core import Literal, Var
-
-from clipgrad._jaxpr import equation_key, opened, value_programs
-from clipgrad._names import ScopePath, path
+from clipgrad._compare.program_record import Operand, OperationRecord, ProgramRecord
+from clipgrad._jaxpr import equation_key
+from clipgrad._names import ScopePath
 
 
-def shared_modules(*programs: Any) -> set[ScopePath]:
+def shared_modules(*programs: ProgramRecord) -> set[ScopePath]:
     """The scopes that directly hold the same operations, of the same operands, in each program.
 
     Such a module computes the same values from values that agree, and the same cotangents from
     cotangents that agree: no difference begins there. An operand of another module has the number
     of its first use among the values that leave that module.
     """
-    first, *others = (_Wiring(program).found for program in programs)
+    from_file = any(program.is_from_file for program in programs)
+    first, *others = (_Wiring(program, from_file).found for program in programs)
     return {scope for scope, own in first.items() if all(own == x.get(scope) for x in others)}
 
 
 class _Wiring:
-    """The operations of each scope in order, each with its operands."""
+    """The operations of each scope in order, each with its operands.
 
-    def __init__(self, program: Any) -> None:
+    Beside a program from a file they are known by their digests.
+    """
+
+    def __init__(self, program: ProgramRecord, by_digest: bool) -> None:
         self.found: dict[ScopePath, list[Hashable]] = {}
-        self._makers: dict[Var, tuple[ScopePath, Hashable]] = {}
-        self._leaving: dict[ScopePath, dict[Var, int]] = {}
-        jaxpr, _ = opened(program)
-        self._define([*jaxpr.constvars, *jaxpr.invars], (), "input")
-        self._walk(jaxpr, ())
+        self._by_digest = by_digest
+        self._makers: dict[int, tuple[ScopePath, Hashable]] = {}
+        self._leaving: dict[ScopePath, dict[int, int]] = {}
+        self._define([*program.constants, *program.inputs], (), "input")
+        self._walk(program, ())
 
-    def _walk(self, jaxpr: Any, around: ScopePath) -> list[Hashable]:
+    def _walk(self, program: ProgramRecord, around: ScopePath) -> list[Hashable]:
         """Add the operations of a program, and return them: those inside are a holder's, too."""
         every = []
-        for equation in jaxpr.eqns:
-            scope = (*around, *path(equation))
+        for own in program.operations:
+            scope = (*around, *own.scopes)
             operations = self.found.setdefault(scope, [])
             number = len(operations)
-            operation = [
-                equation_key(equation),
-                *(self._operand(x, scope) for x in equation.invars),
-            ]
-            for i, program in enumerate(value_programs(equation)):
-                inner, _ = opened(program)
-                self._define([*inner.constvars, *inner.invars], scope, (number, i))
+            operation = [self._key(own), *(self._operand(x, scope) for x in own.operands)]
+            for i, inner in enumerate(own.seen):
+                self._define([*inner.constants, *inner.inputs], scope, (number, i))
                 operation.append((scope, *self._walk(inner, scope)))
-                operation.append(tuple(self._operand(atom, scope) for atom in inner.outvars))
-            self._define(equation.outvars, scope, number)
+                operation.append(tuple(self._operand(x, scope) for x in inner.outputs))
+            self._define(own.results, scope, number)
             operations.append(tuple(operation))
             every.append((scope, operations[-1]))
         return every
 
-    def _define(self, variables: Sequence[Var], scope: ScopePath, by: Hashable) -> None:
+    def _key(self, operation: OperationRecord) -> Hashable:
+        if operation.equation is not None and not self._by_digest:
+            return equation_key(operation.equation)
+        return operation.digest or object()  # which equals no other
+
+    def _define(self, variables: Sequence[int], scope: ScopePath, by: Hashable) -> None:
         for i, variable in enumerate(variables):
             self._makers[variable] = scope, (by, i)
 
-    def _operand(self, atom: Any, scope: ScopePath) -> Hashable:
+    def _operand(self, operand: Operand, scope: ScopePath) -> Hashable:
         """The operand: its maker if that is in the scope, or else the module that it leaves."""
-        if isinstance(atom, Literal):
-            return str(atom.val)
-        maker, own = self._makers[atom]
+        if isinstance(operand, str):
+            return operand
+        maker, own = self._makers[operand]
         if maker == scope:
             return own
         left = maker[: len(os.path.commonprefix([maker, scope])) + 1]
         numbers = self._leaving.setdefault(left, {})
-        return left, numbers.setdefault(atom, len(numbers))
+        return left, numbers.setdefault(operand, len(numbers))

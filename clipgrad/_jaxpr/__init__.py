@@ -22,6 +22,7 @@ from clipgrad._jaxpr.evaluate import is_entered as is_entered
 from clipgrad._jaxpr.evaluate import retrace as retrace
 from clipgrad._jaxpr.identity import ProgramKey as ProgramKey
 from clipgrad._jaxpr.identity import equation_key as equation_key
+from clipgrad._jaxpr.identity import equation_text as equation_text
 from clipgrad._jaxpr.identity import program_key as program_key
 from clipgrad._jaxpr.kept import jit_for_one_call as jit_for_one_call
 from clipgrad._jaxpr.kept import kept_by_key as kept_by_key

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Primitive
 
 from clipgrad._jaxpr.programs import (
     CUSTOM_RULES,
@@ -93,6 +93,40 @@ def equation_key(equation: JaxprEqn) -> ProgramKey:
         return ProgramKey(_Description().one(equation, dict(equation.params) | inside))
     except Exception:
         return ProgramKey(Itself(object()))
+
+
+def equation_text(equation: JaxprEqn) -> str | None:
+    """Text that is equal in all processes for operations with equal keys; None if there is none."""
+    try:
+        return _text(equation_key(equation)._parts)
+    except _NoTextError:
+        return None
+
+
+class _NoTextError(Exception):
+    """An object is the same as itself alone."""
+
+
+def _text(part: Any) -> str:
+    if isinstance(part, tuple):
+        return f"({','.join(map(_text, part))})"
+    if isinstance(part, frozenset):
+        return f"{{{','.join(sorted(map(_text, part)))}}}"
+    part = part._held if isinstance(part, Itself) else part
+    if isinstance(part, Primitive):
+        return part.name
+    if isinstance(part, type) or _is_of_a_package(part):
+        return f"{part.__module__}.{part.__qualname__}"
+    if " at 0x" in (text := repr(part)):
+        raise _NoTextError
+    return text
+
+
+def _is_of_a_package(part: Any) -> bool:
+    """Whether it is a function that a package of JAX has once, and not one that it makes."""
+    module, name = getattr(part, "__module__", None) or "", getattr(part, "__qualname__", "<")
+    is_own = module.partition(".")[0] in _COMPARABLE and not getattr(part, "__closure__", None)
+    return is_own and "<" not in name
 
 
 class _Description:

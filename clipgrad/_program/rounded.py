@@ -263,7 +263,7 @@ def _hashes(shape: tuple[int, ...], salt: Any) -> Any:
 def mixed(bits: Any) -> Any:
     """A hash of each number of 32 bits."""
     for right, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
-        bits = (bits ^ (bits >> jnp.uint32(right))) * jnp.uint32(factor)
+        bits = (bits ^ (bits >> np.uint32(right))) * np.uint32(factor)
     return bits
 
 

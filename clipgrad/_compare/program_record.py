@@ -1,0 +1,241 @@
+"""The record of a program: what a comparison asks of its operations, also of those in a file."""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import JaxprEqn, Literal
+
+from clipgrad._jaxpr import (
+    device_count,
+    entered_programs,
+    equation_text,
+    opened,
+    scan_counts,
+    value_programs,
+)
+from clipgrad._names import Location, Place, ScopePath, path
+
+Operand = int | str  # a variable, by its number; or a constant, as text
+
+
+class Loop(NamedTuple):
+    """The steps of a scan: how many inputs are constants and how many are carried."""
+
+    constants: int
+    carried: int
+    length: int
+    reverse: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OperationRecord:
+    """An operation.
+
+    Attributes:
+      name: its primitive.
+      scopes: those around it in its program.
+      operands: its inputs.
+      results: the numbers of its results.
+      seen: the programs inside whose values can be seen.
+      entered: the programs inside that derivatives go through.
+      loop: the steps of a scan, or None.
+      devices: the number of devices of a `shard_map`, or None.
+      equation: the operation itself; None if it comes from a file.
+      saved: of one from a file its line, and its digest.
+    """
+
+    name: str
+    scopes: ScopePath
+    operands: tuple[Operand, ...]
+    results: tuple[int, ...]
+    seen: tuple["ProgramRecord", ...] = ()
+    entered: tuple["ProgramRecord", ...] = ()
+    loop: Loop | None = None
+    devices: int | None = None
+    equation: JaxprEqn | None = None
+    saved: tuple[Location, str | None] | None = None
+
+    @property
+    def location(self) -> Location:
+        """The innermost line of the user's own files within its program."""
+        return self.saved[0] if self.saved else Place(_of_jax(self.equation)).location
+
+    @property
+    def digest(self) -> str | None:
+        """Equal to that of operations with the same parameters, in any process; None: of no other.
+
+        Operands and the programs inside that are seen are left out.
+        """
+        if self.saved:
+            return self.saved[1]
+        text = equation_text(_of_jax(self.equation))
+        return None if text is None else hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ProgramRecord:
+    """A program: its inputs, its operations in order, and its outputs."""
+
+    constants: tuple[int, ...]
+    inputs: tuple[int, ...]
+    operations: tuple[OperationRecord, ...]
+    outputs: tuple[Operand, ...]
+
+    @property
+    def is_from_file(self) -> bool:
+        """Whether it was read from a file."""
+        return any(operation.saved for operation in self.operations)
+
+    @functools.cached_property
+    def makers(self) -> dict[int, OperationRecord]:
+        """The operation that computes each variable."""
+        return {v: operation for operation in self.operations for v in operation.results}
+
+
+def _of_jax(equation: JaxprEqn | None) -> JaxprEqn:
+    assert equation is not None  # what is not from a file has one
+    return equation
+
+
+def program_record(program: Any) -> ProgramRecord:
+    """The record of a jaxpr and of the programs inside; one of several uses has one record."""
+    return _Recorder()(program)
+
+
+class _Recorder:
+    """Numbers the variables of a program and of those inside."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._known: dict[int, tuple[Any, ProgramRecord]] = {}  # by the address of what is kept
+
+    def __call__(self, program: Any) -> ProgramRecord:
+        jaxpr, _ = opened(program)
+        if id(jaxpr) not in self._known:
+            given = self._variables(jaxpr.constvars), self._variables(jaxpr.invars)
+            operations = tuple(map(self._operation, jaxpr.eqns))
+            found = ProgramRecord(*given, operations, self._operands(jaxpr.outvars))
+            self._known[id(jaxpr)] = jaxpr, found
+        return self._known[id(jaxpr)][1]
+
+    def _operation(self, equation: JaxprEqn) -> OperationRecord:
+        name = equation.primitive.name
+        return OperationRecord(
+            name,
+            path(equation),
+            self._operands(equation.invars),
+            self._variables(equation.outvars),
+            tuple(map(self, value_programs(equation))),
+            tuple(map(self, entered_programs(equation)[0])),
+            _loop(equation) if name == "scan" else None,
+            device_count(equation) if name == "shard_map" else None,
+            equation,
+        )
+
+    def _variables(self, variables: Sequence) -> tuple[int, ...]:
+        return tuple(self._numbers.setdefault(v, len(self._numbers)) for v in variables)
+
+    def _operands(self, atoms: Sequence) -> tuple[Operand, ...]:
+        return tuple(
+            str(x.val) if isinstance(x, Literal) else self._variables([x])[0] for x in atoms
+        )
+
+
+def _loop(equation: JaxprEqn) -> Loop:
+    params = equation.params
+    return Loop(*scan_counts(equation), params["length"], params["reverse"])
+
+
+def program_data(program: ProgramRecord) -> list[dict[str, Any]]:
+    """Plain data of a program and of those inside: each is behind the programs inside of it."""
+    numbers: dict[ProgramRecord, int] = {}
+    return list(_described(program, numbers))
+
+
+def _described(program: ProgramRecord, numbers: dict) -> Iterator[dict[str, Any]]:
+    for operation in program.operations:
+        for inner in (*operation.seen, *operation.entered):
+            if inner not in numbers:
+                yield from _described(inner, numbers)
+    numbers[program] = len(numbers)
+    yield {
+        "constants": program.constants,
+        "inputs": program.inputs,
+        "outputs": program.outputs,
+        "operations": [_operation_data(operation, numbers) for operation in program.operations],
+    }
+
+
+def _operation_data(operation: OperationRecord, numbers: dict) -> list[Any]:
+    return [
+        operation.name,
+        "/".join(operation.scopes),
+        operation.operands,
+        operation.results,
+        [numbers[inner] for inner in operation.seen],
+        [numbers[inner] for inner in operation.entered],
+        operation.loop,
+        operation.devices,
+        operation.location,
+        operation.digest,
+    ]
+
+
+def program_from_data(data: list[dict[str, Any]]) -> ProgramRecord:
+    """The program of plain data, see `program_data`."""
+    found: list[ProgramRecord] = []
+    for each in data:
+        operations = tuple(_operation_of(row, found) for row in each["operations"])
+        given = tuple(each["constants"]), tuple(each["inputs"])
+        found.append(ProgramRecord(*given, operations, tuple(each["outputs"])))
+    return found[-1]
+
+
+def _operation_of(row: list[Any], known: list[ProgramRecord]) -> OperationRecord:
+    name, scopes, operands, results, seen, entered, loop, devices, location, digest = row
+    return OperationRecord(
+        name,
+        tuple(filter(None, scopes.split("/"))),
+        tuple(operands),
+        tuple(results),
+        tuple(known[i] for i in seen),
+        tuple(known[i] for i in entered),
+        Loop(*loop) if loop else None,
+        devices,
+        saved=(Location(*location), digest),
+    )
+
+
+class ProgramPoint(NamedTuple):
+    """A variable of a program, or of one inside of it.
+
+    Attributes:
+      variable: its number.
+      maker: the operation that computes it.
+      holders: the operations around, outermost first.
+      programs: the program and those inside of the holders, outermost first.
+    """
+
+    variable: int
+    maker: OperationRecord
+    holders: tuple[OperationRecord, ...]
+    programs: tuple[ProgramRecord, ...]
+
+
+def point_at(program: ProgramRecord, position: Sequence[int]) -> ProgramPoint:
+    """The variable of a `NamedValue`'s position; behind the last operation: one that is carried."""
+    *around, number, output, _ = position
+    holders, programs = [], [program]
+    for at, inside in zip(around[::2], around[1::2], strict=True):
+        holders.append(programs[-1].operations[at])
+        programs.append(holders[-1].seen[inside])
+    own = programs[-1]
+    if number < len(own.operations):
+        maker = own.operations[number]
+        return ProgramPoint(maker.results[output], maker, tuple(holders), tuple(programs))
+    variable = own.outputs[output]
+    assert isinstance(variable, int)  # a carry that is computed
+    return ProgramPoint(variable, own.makers[variable], tuple(holders), tuple(programs))
