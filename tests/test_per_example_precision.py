@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
-from clipgrad._jaxpr import Hook, bind, evaluate
+from clipgrad._jaxpr import Hook, bind, evaluate, held_programs, opened
 from clipgrad._per_example import terms
 from clipgrad._per_example.terms import product
 
@@ -92,6 +92,72 @@ def test_no_example_adds_more_than_the_limit_whatever_a_backend_rounds(key, bits
     for i in range(2):
         size = norm(jax.tree.map(lambda x, i=i: x[i], found))
         assert LIMIT * (1 - 1e-3) < size <= LIMIT * (1 + 4e-7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_coefficient_meets_products_and_no_cotangent(dtype):
+    """Of an example that is predicted well a cotangent is what is left of 1 - p.
+
+    A coefficient as the cotangent of the loss, one VJP of all losses, would be rounded before that
+    difference: then what is left is another number than the one whose norm was measured.
+    """
+
+    def loss(w, example):
+        x, margin = example
+        logits = (x.astype(dtype) @ w.astype(dtype)).astype("float32") / 4
+        return -jax.nn.log_softmax(logits + margin * jnp.array([1.0, 0.0, 0.0]))[0]
+
+    def by_one_vjp(w, batch):
+        weights = jnp.minimum(1.0, 1e-6 / cg.per_example_norms(loss)(w, batch))
+        return jax.vjp(lambda w: jax.vmap(loss, (None, 0))(w, batch), w)[1](weights)[0]
+
+    keys = jax.random.split(jax.random.key(0))
+    w, margins = jax.random.normal(keys[0], (16, 3)), jnp.repeat(jnp.array([1.0, 4.0, 8.0]), 32)
+    batch = jax.random.normal(keys[1], (len(margins), 16)), margins
+    ways = {"one VJP": by_one_vjp}
+    for method in ("one pass", "two passes"):
+        clip = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1e-6), reduce="sum", method=method)
+        ways[method] = lambda w, batch, clip=clip: clip(w, batch)[1]
+
+    @jax.jit
+    def alone(w, batch):
+        one = jax.tree.map(lambda x: x[:, None], batch)
+        return {way: jax.vmap(run, (None, 0))(w, one) for way, run in ways.items()}
+
+    sizes = {way: np.array([norm(g) for g in found]) for way, found in alone(w, batch).items()}
+    for method in ("one pass", "two passes"):
+        assert np.all(sizes[method] <= 1e-6 * (1 + 4e-7))
+        assert np.all(sizes[method] >= 1e-6 * (1 - 2e-6))
+    assert sizes["one VJP"].max() > 1e-6 * (1 + 1e-5)
+
+
+def forward(params, x, wrapped):
+    def step(x, w):
+        return jnp.tanh(x @ w), None
+
+    for w in params["apart"]:
+        x = wrapped(step)(x, w)[0]
+    return jnp.sum(jax.lax.scan(wrapped(step), x, params["scanned"])[0])
+
+
+def count_of(program, name):
+    """How often a primitive is in a program, and in those inside."""
+    jaxpr = opened(program)[0]
+    inner = sum(count_of(p, name) for e in jaxpr.eqns for p in held_programs(e))
+    return inner + sum(e.primitive.name == name for e in jaxpr.eqns)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "again"), [(lambda f: f, 0), (jax.jit, 0), (jax.checkpoint, 1)], ids=str
+)
+def test_two_passes_have_one_forward_pass(wrapped, again):
+    """A value that is made again in the backward pass, as by remat, is made in both of them."""
+    params = {"apart": jnp.ones((2, 24, 24)), "scanned": jnp.ones((3, 24, 24))}
+    params["apart"] = list(params["apart"])
+    loss = functools.partial(forward, wrapped=wrapped)
+    clip = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), method="two passes")
+    program = jax.make_jaxpr(clip)(params, jnp.ones((4, 6, 24)))
+    assert count_of(program, "tanh") == 3 + 2 * 3 * again
 
 
 @pytest.mark.parametrize("bits", [GPU, TPU])

@@ -23,7 +23,8 @@ SMALL = {
     (grams, "_PIECE"): 2,
     (terms, "MOST_TERMS"): 3,
     (plan, "_ROOM"): 64,
-    (two_passes, "_measured_parts"): lambda size: 2,
+    (two_passes, "_are_halved"): lambda gradient, params, size: size % 2 == 0,
+    (two_passes, "by_platform"): lambda *args, cpu, **others: cpu(*args),  # one device only
 }
 
 

@@ -60,7 +60,7 @@ def on_each_device(params: Any, batch: Any) -> Any:
     Otherwise `jax.grad` inside `jax.shard_map` adds up the gradients of one example from each
     device before they can be clipped.
     """
-    axes = _axes_of(batch)
+    axes = axes_of(batch)
     return jax.tree.map(lambda p: to_varying(p, axes), params) if axes else params
 
 
@@ -69,7 +69,7 @@ def whole_examples(batch: Any, axis_name: AxisName) -> contextlib.AbstractContex
 
     `ValueError` if a norm is over one of these: it would be of an example from each device.
     """
-    axes = _axes_of(batch)
+    axes = axes_of(batch)
     named = {axis_name} if isinstance(axis_name, str) else set(axis_name or ())
     if axes & named:
         raise ValueError(
@@ -80,7 +80,7 @@ def whole_examples(batch: Any, axis_name: AxisName) -> contextlib.AbstractContex
     return whole_along(axes)
 
 
-def _axes_of(batch: Any) -> frozenset[str]:
+def axes_of(batch: Any) -> frozenset[str]:
     """The mapped axes that a batch varies over."""
     return frozenset().union(*map(varying_axes, jax.tree.leaves(batch)))
 

@@ -107,13 +107,14 @@ def clip_per_example(
       method: how the gradients of examples are computed.
 
         * ``"one pass"``: the factors of all layers are kept until the norms are known.
-        * ``"two passes"``: first the norms, then the gradients once more, in about the memory
-          of a plain gradient: scans and `jax.checkpoint` still save memory.
+        * ``"two passes"``: one forward pass, then two backward passes, the first one for the norms,
+          in about the memory of a plain gradient: scans and `jax.checkpoint` still save memory.
         * ``"direct"``: computes the gradient of each example, as ``jax.vmap(jax.grad(loss))`` does.
         * ``"auto"``: one pass, or two if the factors need more than 1 GiB (or twice the bytes of
           the parameters, if that is more), or more than the gradients of all examples, as in a long
-          recurrence. Rules that do not scale by L2 norms (value clips, other orders, units,
-          functions) are direct.
+          recurrence. On a GPU or TPU (`jax.default_backend`) the method of least estimated time
+          that fits into memory, which may be direct. Rules that do not scale by L2 norms (value
+          clips, other orders, units, functions) are direct.
       wrt: which variables of a model of flax NNX are differentiated, a filter such as
         ``nnx.LoRAParam``; ``None``: its ``nnx.Param``.
 

@@ -120,12 +120,14 @@ class PerExampleNorms:
         """The plan for each leaf, from shapes alone, such as `jax.eval_shape` returns."""
         check_params(params, shapes=True)
         apart = self.subject.apart(params, batch)
-        own = dataclasses.replace(self, subject=apart.subject)
-        plan = plan_of(apart.subject, apart.trained, apart.batch, own._norms_of_followed)
+        subject = apart.subject
+        if subject.method == "auto":
+            subject = dataclasses.replace(subject, method="one pass")
+        own = dataclasses.replace(self, subject=subject)
+        plan = plan_of(subject, apart.trained, apart.batch, own._norms_of_followed)
         if plan.method == "direct":
             return plan
-        method = "one pass" if self.subject.method == "auto" else plan.method
-        return plan._replace(method=method, reason="norms are measured where factors arise")
+        return plan._replace(reason="norms are measured where factors arise")
 
     def _of_some(self, params: Any, examples: Any) -> Any:
         subject = self.subject

@@ -1,17 +1,17 @@
 """The plan for the gradient of each leaf, and its cost."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from clipgrad._numerics import accumulator
 from clipgrad._per_example.batches import part_count
-from clipgrad._per_example.blocks import blocks
+from clipgrad._per_example.costs import LeafCost, device_memory, device_rates, seconds_of
 from clipgrad._per_example.course import Course
 from clipgrad._per_example.explicit import without_shardings
-from clipgrad._per_example.grams import uses_gram
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.terms import Products, apart
 from clipgrad._per_example.traced import followed
@@ -21,6 +21,7 @@ from clipgrad._trees import is_none, with_paths
 # most of which a plain gradient keeps as well. So it is chosen while the factors are no larger than
 # the parameters and their gradient, or than this: a part of the memory of what trains a model; and
 # no larger than the gradients of all examples, which the factors of many steps of a recurrence are.
+# On an accelerator the estimated time decides among what fits.
 _ROOM = 2**30
 
 
@@ -38,6 +39,7 @@ class LeafPlan(NamedTuple):
       flops: of the norms and the clipped sum, for the whole batch.
       bytes: the bytes that are kept for it until the norms are known.
       reason: why it, or a part of it, is direct.
+      dtype: of the operations: bfloat16 factors are multiplied as they are where that is fast.
     """
 
     path: str
@@ -48,6 +50,7 @@ class LeafPlan(NamedTuple):
     flops: int
     bytes: int
     reason: str
+    dtype: str
 
 
 class Plan(NamedTuple):
@@ -69,9 +72,9 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         """A table with a line for each leaf."""
-        rows = [("leaf", "shape", "norm", "products", "rows", "MFLOP", "MiB", "why")]
+        rows = [("leaf", "shape", "norm", "products", "rows", "MFLOP", "type", "MiB", "why")]
         for leaf in self.leaves:
-            cost = f"{leaf.flops / 1e6:.3g}", f"{leaf.bytes / 2**20:.3g}"
+            cost = f"{leaf.flops / 1e6:.3g}", leaf.dtype, f"{leaf.bytes / 2**20:.3g}"
             counts = str(leaf.products), str(leaf.rows)
             rows.append((leaf.path, str(leaf.shape), leaf.norm, *counts, *cost, leaf.reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -101,6 +104,8 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any, run: Callable[.
         for i, (path, kind, value) in enumerate(zip(paths, kinds, shapes, strict=True))
     ]
     method, why = method_for(subject, params, shapes, size)
+    if method == "direct":
+        leaves = [_direct_leaf(*pair, size, "") for pair in zip(paths, kinds, strict=True)]
     return Plan(method, why, tuple(leaves), sum(leaf.bytes for leaf in leaves), size * whole)
 
 
@@ -128,6 +133,13 @@ def method_for(
         return subject.method, "as asked"
     whole = _bytes(jax.eval_shape(lambda params: params, params))
     room, kept = max(2 * whole, _ROOM), _kept(shapes, size)
+    if (rates := device_rates()) is not None:
+        own = {"one pass": kept <= room, "two passes": True}
+        memory = device_memory()
+        own["direct"] = size * whole <= (room if memory is None else memory // 4)
+        if subject.nonfinite != "propagate":  # an example is left out where it is followed
+            del own["direct"]
+        return _fastest(seconds_of(shapes, size, rates), own)
     if kept > room:
         return "two passes", f"the factors do not fit into {room / 2**20:,.0f} MiB"
     if kept > size * whole:
@@ -135,9 +147,20 @@ def method_for(
     return "one pass", f"the factors fit into {room / 2**20:,.0f} MiB"
 
 
+def _fastest(seconds: Mapping[str, float], fits: Mapping[str, bool]) -> tuple[str, str]:
+    """The method that takes the least time of those that fit, and the estimates."""
+    method = min((m for m, flag in fits.items() if flag), key=seconds.__getitem__)
+    found = [
+        f"{m} {1e3 * seconds[m]:.3g} ms" + ("" if flag else " (does not fit)")
+        for m, flag in fits.items()
+    ]
+    where = jax.default_backend().upper()
+    return method, f"estimated beside a plain gradient on a {where}: {', '.join(found)}"
+
+
 def _direct_leaf(path: str, kind: Any, size: int, why: str) -> LeafPlan:
-    stored = size * _bytes(kind)
-    return LeafPlan(path, kind.shape, "direct", 0, 0, 4 * size * kind.size, stored, why)
+    stored, flops = size * _bytes(kind), 4 * size * kind.size
+    return LeafPlan(path, kind.shape, "direct", 0, 0, flops, stored, why, accumulator(kind))
 
 
 def _bytes(tree: Any) -> int:
@@ -152,25 +175,11 @@ def _kept(tree: Any, size: int) -> int:
 
 
 def _leaf(path: str, shape: tuple[int, ...], value: Any, size: int, reason: str) -> LeafPlan:
-    count, kept = math.prod(shape), _kept(value, size)
+    kept = _kept(value, size)
     if not isinstance(value, Products):
         reason = reason or "a sum or an element-wise product, no larger than its inputs"
-        return LeafPlan(path, shape, "direct", 0, 0, 4 * size * count, kept, reason)
-    facts: dict[str, Any] = {}
-
-    def look(products: Products) -> None:
-        found = blocks(products)
-        facts["rows"] = sum(block.rows for block in found)
-        facts["gram"] = uses_gram(products)
-        facts["flops"] = sum(_flops(block, facts["gram"], count) for block in found)
-
-    jax.eval_shape(look, value)
-    norm = "Gram" if facts["gram"] else "product"
-    flops = size * facts["flops"]
-    return LeafPlan(path, shape, norm, len(value.terms), facts["rows"], flops, kept, "")
-
-
-def _flops(block: Any, gram: bool, count: int) -> int:
-    """Of the norm and the sum of a block of one example."""
-    own = sum(math.prod(part.values.shape[1:]) for part in block.parts)
-    return 2 * block.rows * ((block.rows * own if gram else count) + count)
+        flops = 4 * size * math.prod(shape)
+        return LeafPlan(path, shape, "direct", 0, 0, flops, kept, reason, accumulator(value))
+    cost, count = LeafCost.of(value), len(value.terms)
+    norm, flops = "Gram" if cost.is_gram else "product", size * (cost.norm + cost.sum)
+    return LeafPlan(path, shape, norm, count, cost.rows, flops, kept, "", cost.dtype)

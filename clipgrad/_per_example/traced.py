@@ -1,20 +1,23 @@
 """The gradient of one example as a program, evaluated for all examples at once."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
+from clipgrad._compat import to_varying
 from clipgrad._jaxpr import Traced, evaluate, opened, trace
 from clipgrad._per_example import convolutions, linear, products, scans  # noqa: F401  how they are followed
+from clipgrad._per_example.batches import axes_of
 from clipgrad._per_example.course import Attempted, Course, attempted, following
-from clipgrad._per_example.delay import Delay
 from clipgrad._per_example.follow import Follow, Reduction
 from clipgrad._per_example.measured import waiting_leaves
+from clipgrad._per_example.split import BackwardPass, ForwardPass, SplitProgram, seeded
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.terms import Products, apart, rejoined
 from clipgrad._per_example.wanted import WantedGradient, wanted
@@ -36,6 +39,7 @@ class ExampleGradient:
     traced: Traced
     count: int  # of the leaves of the gradient
     varying: frozenset[Var]  # the variables that differ between examples
+    late: frozenset[Var]  # those of the backward pass
     course: Course = dataclasses.field(default_factory=lambda: Course({}))
 
     @classmethod
@@ -44,15 +48,20 @@ class ExampleGradient:
     ) -> "ExampleGradient":
         """The program for the first example of a batch."""
 
-        def run(params: Any, example: Any) -> Any:
-            value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, example)
+        def loss(params: Any, example: Any, seed: Any) -> Any:
+            result = loss_fn(params, example)
+            return (seeded(result[0], seed), result[1]) if has_aux else seeded(result, seed)
+
+        def run(params: Any, example: Any, seed: Any) -> Any:
+            value, grads = jax.value_and_grad(loss, has_aux=has_aux)(params, example, seed)
             return jax.tree.leaves(grads), value
 
-        example = jax.tree.map(lambda x: jnp.asarray(x)[0], batch)
-        traced = trace(run, (params, example), {})
-        inputs = range(_array_count(params), _array_count((params, example)))
-        varying = dependent_variables(traced.program, inputs)
-        return cls(traced, len(jax.tree.leaves(params)), varying)
+        example, seed = jax.tree.map(lambda x: jnp.asarray(x)[0], batch), one_of(batch)
+        traced = trace(run, (params, example, seed), {})
+        first, last = _array_count(params), _array_count((params, example))
+        varying = dependent_variables(traced.program, range(first, last + 1))
+        late = dependent_variables(traced.program, [last])
+        return cls(traced, len(jax.tree.leaves(params)), varying, late)
 
     @property
     def wants(self) -> list[WantedGradient | None]:
@@ -82,28 +91,60 @@ class ExampleGradient:
         course.is_settled = True
         return gradient, found
 
-    def __call__(
-        self,
-        params: Any,
-        example: Any,
-        reduction: Reduction | None,
-        flag: jax.Array | None = None,
-    ) -> tuple[list[Any], Any]:
-        """The gradient of one example leaf by leaf, and what the loss function returned.
+    def __call__(self, params: Any, example: Any, reduction: Reduction | None) -> tuple:
+        """The gradient of one example leaf by leaf, and what the loss function returned."""
+        outputs = self._evaluated(params, example, one_of(example), self._follow(reduction))
+        return outputs[: self.count], self._value(outputs)
 
-        It is evaluated when the ``flag`` of `delay_flag` is known.
-        """
-        program = self.traced.program
-        varying = self.varying
-        found = wanted(program, self.wants, varying)
-        hook: Any = Follow(found, reduction, self.course, varying)
-        if flag is not None:
-            hook = Delay.of(program, _array_count(params), hook, flag)
+    def forward(self, params: Any, batch: Any) -> tuple[Any, list[Any]]:
+        """What the loss function returned for each example, and what backward passes need."""
+        split = self._split
+
+        def of_one(params: Any, example: Any) -> Any:
+            hook = ForwardPass(split)
+            outputs = self._evaluated(params, example, one_of(example), hook)
+            return self._value(outputs), hook.kept
+
+        return jax.vmap(of_one, in_axes=(None, 0), out_axes=(0, self.kept_axes))(params, batch)
+
+    def backward(
+        self, params: Any, example: Any, kept: Sequence[Any], seed: Any, reduction: Reduction
+    ) -> list[Any]:
+        """The gradient of one example leaf by leaf, from what its forward pass has kept."""
+        split = self._split
+        own = dict(zip(split.kept, kept, strict=True))
+        hook = BackwardPass(self._follow(reduction), split, own)
+        return self._evaluated(params, example, seed, hook)[: self.count]
+
+    @property
+    def kept_axes(self) -> list[int | None]:
+        """The axes of the examples in what a forward pass keeps."""
+        return [0 if v in self.varying else None for v in self._split.kept]
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes that a forward pass keeps of one example."""
+        own = [v.aval for v in self._split.kept if v in self.varying]
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in own)
+
+    @functools.cached_property
+    def _wanted(self) -> dict[Var, WantedGradient]:
+        return wanted(self.traced.program, self.wants, self.varying)
+
+    @functools.cached_property
+    def _split(self) -> SplitProgram:
+        return SplitProgram.of(self.traced.program, self.count, self.late, self._wanted)
+
+    def _follow(self, reduction: Reduction | None) -> Follow:
+        return Follow(self._wanted, reduction, self.course, self.varying)
+
+    def _evaluated(self, params: Any, example: Any, seed: Any, hook: Any) -> list:
         inputs = [leaf for leaf in jax.tree.leaves((params, example)) if is_array(leaf)]
         with following(range(self.count)):
-            outputs = evaluate(program, inputs, hook)
-        _, value = self.traced.result([jnp.zeros(())] * self.count + outputs[self.count :])
-        return outputs[: self.count], value
+            return evaluate(self.traced.program, [*inputs, seed], hook)
+
+    def _value(self, outputs: list) -> Any:
+        return self.traced.result([jnp.zeros(())] * self.count + outputs[self.count :])[1]
 
     def each(self, params: Any, batch: Any, reduction: Reduction) -> Examples:
         """The gradients of the examples, as products or as their ``reduction``."""
@@ -136,6 +177,11 @@ def followed(
 
 def _all_of(leaf: int) -> WantedGradient:
     return WantedGradient(frozenset([leaf]), True, True, 1)
+
+
+def one_of(tree: Any) -> jax.Array:
+    """1, which varies over the mapped axes that a tree varies over."""
+    return to_varying(jnp.ones((), "float32"), axes_of(tree))
 
 
 def _array_count(tree: Any) -> int:

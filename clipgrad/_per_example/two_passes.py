@@ -7,13 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from clipgrad._compat import by_platform
 from clipgrad._numerics import accumulator
-from clipgrad._per_example.batches import batch_size, each
+from clipgrad._per_example.batches import batch_size
+from clipgrad._per_example.batches import sums as sums_of_parts
 from clipgrad._per_example.course import following
-from clipgrad._per_example.delay import delay_flag, in_branch
 from clipgrad._per_example.follow import Reduction, SquaredNorm, gradient_array
 from clipgrad._per_example.one_pass import scaling_of
 from clipgrad._per_example.scales import Weights
+from clipgrad._per_example.split import seed_after
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.sums import (
     Contract,
@@ -21,8 +23,8 @@ from clipgrad._per_example.sums import (
     contracted_over_examples,
     summed_over_examples,
 )
-from clipgrad._per_example.terms import Products
-from clipgrad._per_example.traced import ExampleGradient
+from clipgrad._per_example.terms import Products, apart, rejoined
+from clipgrad._per_example.traced import ExampleGradient, one_of
 from clipgrad._per_example.wanted import WantedGradient
 
 
@@ -76,39 +78,49 @@ def two_passes_sums(
     subject: PerExampleSubject, gradient: ExampleGradient, params: Any, examples: Any
 ) -> tuple[Any, tuple[Any, Any]]:
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
-    measured = functools.partial(_first_pass, subject, gradient)
-    parts = _measured_parts(batch_size(examples))
-    (weights, ok, stats), value = each(measured, params, examples, parts)
+    of_some = functools.partial(_sums_of_some, subject, gradient)
 
+    def in_halves(params: Any, examples: Any) -> tuple[Any, tuple[Any, Any]]:
+        return sums_of_parts(of_some, params, examples, 2)
+
+    if not _are_halved(gradient, params, batch_size(examples)):
+        return of_some(params, examples)
+    return by_platform(params, examples, cpu=in_halves, gpu=of_some, default=of_some)
+
+
+def _sums_of_some(
+    subject: PerExampleSubject, gradient: ExampleGradient, params: Any, examples: Any
+) -> tuple[Any, tuple[Any, Any]]:
+    """One forward pass and two backward passes, the second one with the numbers of the first."""
+    value, kept = gradient.forward(params, examples)
     zero = subject.zeroed(gradient.course.arrays)
+    squared, one = SquaredNorm(zero, gradient.course.waiting), one_of(examples)
 
-    def of_one(params: Any, example: Any, weights: Any, ok: Any, like: Any) -> list[jax.Array]:
-        total = ExampleSum(weights, ok, like, zero)
-        grads, _ = gradient(params, example, total, delay_flag(weights.numbers))
+    def measured(params: Any, example: Any, kept: Any) -> Any:
+        return apart(gradient.backward(params, example, kept, one, squared))
+
+    def weighted(params: Any, example: Any, kept: Any, weights: Any, ok: Any, seed: Any) -> list:
+        total = ExampleSum(weights, ok, seed, zero)
+        grads = gradient.backward(params, example, kept, seed, total)
         return [total.at_the_end(value, i) for i, value in enumerate(grads)]
 
-    mapped = jax.vmap(of_one, in_axes=(None, 0, 0, 0, 0), out_axes=None)
-    given = params, examples, weights, ok, jnp.zeros(batch_size(examples), bool)
-    sums = in_branch(mapped, given, jnp.any(delay_flag(weights.numbers)))
-    return jax.tree.structure(params).unflatten(sums), (value, stats)
+    axes = None, 0, gradient.kept_axes
+    mapped = jax.vmap(measured, in_axes=axes, out_axes=(0, None))
+    found = rejoined(*mapped(params, examples, kept))
+    weights, ok, stats = scaling_of(subject, params, found, zero, batch_size(examples))
+    seed = jax.vmap(seed_after)(weights.numbers)
+    summed = jax.vmap(weighted, in_axes=(*axes, 0, 0, 0), out_axes=None)
+    total = summed(params, examples, kept, weights, ok, seed)
+    return jax.tree.structure(params).unflatten(total), (value, stats)
 
 
-def _first_pass(
-    subject: PerExampleSubject, gradient: ExampleGradient, params: Any, examples: Any
-) -> tuple[Any, Any]:
-    """The first pass: weights, flags and statistics; and what the loss function returned."""
-    squared = SquaredNorm(subject.zeroed(gradient.course.arrays), gradient.course.waiting)
-    found = gradient.each(params, examples, squared)
-    scaling = scaling_of(subject, params, found.gradients, squared.zero, batch_size(examples))
-    return (scaling.weights, scaling.ok, scaling.stats), found.value
+def _are_halved(gradient: ExampleGradient, params: Any, size: int) -> bool:
+    """Whether a CPU takes half of the examples at a time.
 
-
-def _measured_parts(size: int) -> int:
-    """In how many parts examples are measured.
-
-    What measuring needs beside a plain gradient was at most 1.2 times that again, so half of the
-    examples need about as much as the second pass. With less than 8 examples at a time dense layers
-    and convolutions took longer. All are one part where a part might not have an example of its own
-    for each device.
+    XLA's CPU compiler runs what it can as early as it can, so that the cotangents of all layers are
+    there at once: up to .8 times the temporaries of a plain gradient beside these. Other compilers
+    order a program by its memory. Not if what is kept is no larger than the sum that two halves
+    need beside, or with less than 8 examples, with which dense layers and convolutions took longer.
     """
-    return 2 if size >= 16 and size % (2 * jax.device_count()) == 0 else 1
+    kept, sums = size * gradient.kept_bytes, sum(4 * jnp.size(p) for p in jax.tree.leaves(params))
+    return size >= 16 and size % 2 == 0 and kept > sums
