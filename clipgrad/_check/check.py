@@ -39,6 +39,7 @@ from clipgrad._check.points import (
     moved_apart,
 )
 from clipgrad._check.report import Failure
+from clipgrad._check.rounding import moved_by_rounding
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest
@@ -211,7 +212,7 @@ class Check:
         around = functools.cache(lambda part: self._around(xs, rows, part))
         gradients = gradient, exact, reference
         point = make_point(self.subject, xs, gradients, options.seed, options.delta, around)
-        rounded = functools.cache(lambda: self._moved_by_rounding(xs, rows))
+        rounded = functools.cache(lambda: self._rounding(xs, rows, np.finfo(np.float64).eps))
         return dataclasses.replace(point, rounded=rounded)
 
     def _around(self, xs, rows: int, part: float = NEARBY) -> np.ndarray | None:
@@ -260,16 +261,12 @@ class Check:
         is_found = np.any(self.tolerance.loops)
 
         def allowance():
-            constants = self._moved_by_constants(point)
             if is_found or not converge().any():
-                return constants
+                return point.rounded()
             self.log.notes += [] if NOT_CONVERGED in self.log.notes else [NOT_CONVERGED]
-            return constants + converge()
+            return point.rounded() + converge()
 
-        excuses = (
-            Excuse(tolerances.SLIGHT, tolerances.SLIGHT, OK, functools.cache(allowance)),
-            Excuse(np.inf, tolerances.SLIGHT, OK, point.rounded),
-        )
+        excuses = (Excuse(np.inf, tolerances.SLIGHT, OK, functools.cache(allowance)),)
         own = point.exact, point.reference, self.tolerance.in_float64(), excuses
         judge = self._judge(point, *own, converge() if is_found else None)
         has_own_rule = self.rule is not self.plain and not is_found
@@ -282,10 +279,7 @@ class Check:
         exact = point.exact if known else point.reference
         verified = tolerances.MOST_EXCUSED if known else tolerances.SLIGHT
         lost = functools.partial(self.noise, point.xs)
-        excuses = [
-            Excuse(np.inf, verified, ROUNDING, lost, of_zero=known),
-            Excuse(np.inf, tolerances.SLIGHT, ROUNDING, point.rounded),
-        ]
+        excuses = [Excuse(np.inf, verified, ROUNDING, lost, of_zero=known)]
         return self._judge(point, point.gradient, exact, self.tolerance, excuses)
 
     def _judge(self, point, gradient, reference, tolerance, excuses, unconverged=None) -> Judge:
@@ -304,13 +298,19 @@ class Check:
                 return cotangents @ off
         return np.zeros(len(cotangents))
 
-    def _moved_by_rounding(self, xs, rows: int) -> np.ndarray:
-        """The distance of the rule and plain AD that rounding in float64 excuses."""
-        moved = np.zeros((rows, self.gradient.shape[1]))
+    def _rounding(self, xs, rows: int, eps: float | None = None) -> np.ndarray:
+        """The error of each element that rounding explains, of the rule as written or of plain AD.
+
+        Rounding may move one element little by chance, so that the median of the leaf is added.
+        """
+        moved = np.zeros(self.gradient.shape[1])
         for gradient in filter(None, {self.rule, self.plain}):
             with contextlib.suppress(Exception):
-                moved += gradient.moved_by_rounding(xs, self.covectors[:rows])
-        return tolerances.OWN_ROUNDING * moved.max(axis=0)
+                own = moved_by_rounding(gradient, xs, self.covectors[:rows], eps)
+                moved = np.fmax(moved, own.max(axis=0))
+        for start, stop in self.subject.ranges:
+            moved[start:stop] += np.median(moved[start:stop])
+        return tolerances.OWN_ROUNDING * moved
 
     def _unconverged(self, point: Point) -> np.ndarray:
         """The distance of the rule and plain AD, excused by loops that end before they converge."""
@@ -323,16 +323,6 @@ class Check:
         exact = point.gradient if point.exact is None else point.exact
         change = np.where(np.isfinite(moved), moved, np.inf).max(axis=0)
         return self.tolerance.unconverged(change, exact)
-
-    def _moved_by_constants(self, point: Point) -> np.ndarray:
-        """The distance of the rule and plain AD that the rounding of constants excuses."""
-        rows = len(point.gradient)
-        moved = np.zeros_like(point.gradient)
-        for gradient in filter(None, {self.rule, self.plain}):
-            # Plain AD has no gradient where a rule is there for a `while_loop`.
-            with contextlib.suppress(Exception):
-                moved += gradient.moved_by_constants(point.xs, self.covectors[:rows])
-        return tolerances.CONSTANTS * moved.max(axis=0)
 
     @functools.cached_property
     def _by_jump(self) -> np.ndarray:
@@ -362,44 +352,7 @@ class Check:
     def _noise_at(self, xs) -> np.ndarray | None:
         if self.plain is None:
             return None
-        try:
-            exact = self.plain(xs, self.covectors)
-            error = np.abs(in_own_types(self.plain, xs, self.covectors) - exact)
-        except Exception:
-            return None
-        return np.fmax(self.tolerance.excused(error, exact), self._lost(xs, error, exact))
-
-    def _lost(self, xs, off: np.ndarray, exact: np.ndarray) -> np.ndarray:
-        """The error of each element that one rounding of each operation explains.
-
-        Where nothing is left of an element, plain AD is `off` as well. A rule of its own may lose
-        more than plain AD where its terms cancel beside the effect of another leaf, or around.
-        """
-        eps, is_off = float(self.tolerance.eps.max()), off > np.abs(exact) / 2
-        has_own = self.rule is not None and self.rule is not self.plain
-        if has_own or eps > np.finfo(np.float64).eps and is_off.any():
-            with contextlib.suppress(Exception):
-                moved = self._as_written.moved_by_rounding(xs, self.covectors, eps)
-                is_lost = (moved > np.abs(exact)) & is_off
-                lost = np.where(is_lost, tolerances.LOSES * moved, 0.0).max(axis=0)
-                return np.fmax(lost, self._cancelling(xs, moved, exact) if has_own else 0.0)
-        return np.zeros(self.gradient.shape[1])
-
-    def _cancelling(self, xs, moved: np.ndarray, exact: np.ndarray) -> np.ndarray:
-        around = self._around(xs, len(exact))
-        around, scales = exact if around is None else around, element_scales(xs)
-        value = np.nan_to_num(np.abs(_trees.to_numpy(self.subject.outputs)), posinf=0.0)
-        value = np.max(np.abs(self.covectors) @ value)
-        return self.tolerance.cancelling(moved.max(axis=0), exact, around, scales, value)
-
-    @functools.cached_property
-    def _as_written(self) -> Gradient:
-        """The rule in float64 as a program of single operations, whose results can be moved."""
-        if self.rule is not None and self.rule is not self.plain:
-            return self.rule
-        backward = traced_vjp(self.subject)
-        constants = _jaxpr.opened(backward)[1]
-        return Gradient(widened_program(backward), constants, self.subject.outputs)
+        return self._rounding(xs, len(self.covectors))
 
     def compare(self, check: str, got, expected, what: str, xs=None) -> list:
         """Compare two computations of one gradient; a failure names the worst element."""

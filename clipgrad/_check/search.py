@@ -119,15 +119,8 @@ class Judge:
 
     @functools.cached_property
     def noise(self) -> np.ndarray:
-        """The noise in float64: as far as rounding changes plain AD's gradient, or the rule's."""
-        plain, noise = self.point.reference, np.zeros(self.point.scale.size)
-        for k in range(MOVES if plain is not None else 0):
-            moved = self.point.around(FEW_ROUNDINGS * (1 + k))
-            noise = noise if moved is None else np.fmax(noise, np.abs(moved - plain).max(axis=0))
-        noise = np.fmax(tolerances.OWN_ROUNDING * noise, self.point.rounded())
-        for start, stop in self.ranges:
-            noise[start:stop] += np.median(noise[start:stop])
-        return noise
+        """The size of a gradient in float64 that is nothing but rounding, to slopes at least."""
+        return tolerances.NOTHING * np.fmax(np.zeros(self.point.scale.size), self.point.rounded())
 
     def is_nothing(self, indices: np.ndarray) -> np.ndarray:
         """Whether gradient and reference are zero or noise; a true gradient hardly changes."""

@@ -80,6 +80,9 @@ JUMP = 0.85
 # in the leaf (test_a_rule_may_lose_a_few_times_as_much_to_rounding_as_plain_ad,
 # test_values_lost_to_rounding_are_excused_only_if_plain_ad_loses_them_too).
 OWN_ROUNDING = 10.0
+# A gradient of fewer than so many times that is nothing that a slope could see: outputs are rounded
+# too, and their rounding is divided by a step (smaller: cosine similarity at ones).
+NOTHING = 64.0
 # But never more than this part of the element and its leaf: an embedding's gradient that stops
 # counting at 256 in bfloat16 is 7 times too small, and plain AD's as well
 # (the history's embedding_that_stops_counting_at_256, and

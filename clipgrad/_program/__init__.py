@@ -8,5 +8,6 @@ from clipgrad._program.gradient import GradientProgram as GradientProgram
 from clipgrad._program.gradient import Operation as Operation
 from clipgrad._program.rounded import moved_by_rounding as moved_by_rounding
 from clipgrad._program.rounded import rounded as rounded
+from clipgrad._program.rounded import rounded_in_float64 as rounded_in_float64
 from clipgrad._program.sums import SummedValue as SummedValue
 from clipgrad._program.sums import summed_value as summed_value

@@ -19,9 +19,11 @@ from jax.extend.core import JaxprEqn
 from clipgrad._compat import varying_axes
 from clipgrad._jaxpr import (
     FOREIGN_PROGRAMS,
+    OWN_TYPES,
     PRINTS,
     PRODUCTS,
     Hook,
+    Widen,
     bind,
     dtype_of,
     evaluate,
@@ -52,6 +54,7 @@ SOLVERS = FOREIGN_PROGRAMS | frozenset(
     "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd "
     "symmetric_product triangular_solve tridiagonal tridiagonal_solve".split()
 )
+PLATFORMS = ("cpu", "gpu", "tpu")
 # The rounding of float32 operands on CUDA and on a TPU, by the precision of their product.
 PASSES = {
     "DEFAULT": (2.0**-10, 2.0**-7),
@@ -89,6 +92,29 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
         return evaluate(program, inputs, hook)
 
 
+def rounded_in_float64(
+    program: Any, inputs: Sequence, seed: Any, eps: float | None = None, platform: str = "cpu"
+) -> list:
+    """Evaluate a program in float64 with each number moved by one rounding of its own type.
+
+    As `rounded`, but what is moved does not vanish in the next rounding: the results spread about
+    the exact ones, in proportion to the roundings. To be called where JAX has 64 bits.
+
+    Args:
+      program: the jaxpr; custom rules in it are entered by what they compute.
+      inputs: its inputs.
+      seed: an array of uint32.
+      eps: the rounding of all results and terms, as of the program that computes in float64; only
+        constants keep those of their own types. None for each type's own.
+      platform: where the program itself runs, which may be another than what this runs on.
+    """
+    number = jnp.int32(PLATFORMS.index(platform) if platform in PLATFORMS else 0)
+    salt, wide = jnp.asarray(seed, jnp.uint32), Widen(jnp.float64)
+    hook = _Rounding(salt, number, itertools.count(1), wide=wide, eps=eps)
+    with _one_promotion():
+        return evaluate(program, [wide.constant(x, None) for x in inputs], hook)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class _Rounding(Hook):
@@ -98,20 +124,20 @@ class _Rounding(Hook):
     platform: Any
     numbers: Iterator[int] = dataclasses.field(metadata={"static": True})
     axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    wide: Widen | None = dataclasses.field(default=None, metadata={"static": True})
+    eps: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     flatten = True
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
-        """The results, moved; None for what is exact, and for a program that is entered."""
+        """The results, moved; None for a program that is entered."""
         name = equation.primitive.name
         if name in PRINTS:
             return []
-        if (
-            name in UNROUNDED
-            or is_entered(equation, self)
-            or not any(map(holds_floats, equation.outvars))
-        ):
+        if is_entered(equation, self):
             return None
+        if name in UNROUNDED or not any(map(holds_floats, equation.outvars)):
+            return self._bound(equation, inputs)
         if name == "convert_element_type":
             return self._cast(equation, inputs)
         if name in SUMS | SOLVERS or held_programs(equation):
@@ -119,17 +145,20 @@ class _Rounding(Hook):
         if name in ("mul", "div"):
             return self._scaled(equation, inputs)
         bits = equation.params["mantissa_bits"] if name == "reduce_precision" else None
-        return self._all(bind(equation, inputs), bits and 2.0**-bits)
+        return self._all(equation, self._bound(equation, inputs), bits and 2.0**-bits)
 
     def constant(self, value: Any, aval: Any) -> Any:
         """A number of many binary digits is the nearest of its type to what was meant."""
-        if not holds_floats(aval) or isinstance(value, Tracer) or np.ndim(value):
-            return value
-        number = complex(value)
-        digits = 2.0 ** (jnp.finfo(aval.dtype).nmant // 2 + 1)
-        parts = digits * np.frexp([number.real, number.imag])[0]
+        wide = value if self.wide is None else self.wide.constant(value, aval)
+        if not holds_floats(aval) or np.ndim(value):
+            return wide
+        wide, short = jnp.asarray(wide), jnp.finfo(aval.dtype).nmant // 2
+        moved = self._to_neighbors(wide, aval.dtype, float(jnp.finfo(aval.dtype).eps))
+        if isinstance(wide, Tracer):
+            return jnp.where(_has_digits(wide, short), wide, moved)
+        parts = 2.0 ** (short + 1) * np.frexp([np.real(value), np.imag(value)])[0]
         is_short = np.all((parts == np.round(parts)) | ~np.isfinite(parts))
-        return value if is_short else self._to_neighbors(jnp.asarray(value, aval.dtype))
+        return value if is_short and self.wide is None else wide if is_short else moved
 
     def steps(self, equation: JaxprEqn) -> Any:
         """The number of each step."""
@@ -143,40 +172,55 @@ class _Rounding(Hook):
             return dataclasses.replace(self, axes=(*self.axes, *manual_axes(equation)))
         return self
 
-    def _to_neighbors(self, x: Any, eps: Any = None) -> Any:
+    def _bound(self, equation: JaxprEqn, inputs: list, **changed: Any) -> list:
+        """The results, not moved."""
+        if self.wide is not None:
+            return list(self.wide(equation, inputs) or [])
+        return bind(equation, inputs, **changed)
+
+    def _to_neighbors(self, x: Any, own: Any, eps: Any) -> Any:
+        """A number of type `own`, which `x` may be wider than, moved by one of its roundings."""
         if not holds_floats(x) or not x.size:
             return x
         salt = self.salt + jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32)
         for number, axis in enumerate(sorted({*self.axes, *varying_axes(x)})):
             device = lax.axis_index(axis).astype(jnp.uint32)
             salt = _mixed(salt + device * jnp.uint32(2 * number + 0x85EBCA6B))
-        return _to_neighbors(x, salt, float(jnp.finfo(x.dtype).eps) if eps is None else eps)
+        least = NEIGHBOR * float(jnp.finfo(x.dtype if self.eps else own).smallest_subnormal)
+        return _to_neighbors(x, salt, eps, least)
 
-    def _all(self, values: Sequence, eps: Any = None) -> list:
-        return [self._to_neighbors(x, eps) for x in values]
+    def _all(self, equation: JaxprEqn, values: Sequence, eps: Any = None) -> list:
+        return [
+            self._to_neighbors(x, dtype_of(v), self._unit(v) if eps is None else eps)
+            if holds_floats(v)
+            else x
+            for v, x in zip(equation.outvars, values, strict=True)
+        ]
+
+    def _unit(self, variable: Any) -> float:
+        return self.eps or float(jnp.finfo(dtype_of(variable)).eps)
 
     def _cast(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """A cast to fewer digits, where it changes a number."""
-        (x,) = inputs
-        own, new = jnp.asarray(x).dtype, dtype_of(equation.outvars[0])
-        if not holds_floats(jnp.asarray(x)) or jnp.finfo(new).nmant >= jnp.finfo(own).nmant:
-            return None
-        (y,) = bind(equation, inputs)
+        (x,), (y,) = inputs, self._bound(equation, inputs)
+        before, after = equation.invars[0], equation.outvars[0]
+        if not holds_floats(before) or self._unit(after) <= self._unit(before):
+            return [y]
+        moved = self._to_neighbors(y, dtype_of(after), self._unit(after))
         if jnp.iscomplexobj(x):
-            return [self._to_neighbors(y)]
-        stays = _has_digits(x, jnp.finfo(new).nmant)
-        return [jnp.where(stays, y, self._to_neighbors(y))]
+            return [moved]
+        return [jnp.where(_has_digits(x, jnp.finfo(dtype_of(after)).nmant), y, moved)]
 
     def _scaled(self, equation: JaxprEqn, inputs: list) -> list:
         """A product or a quotient, where it is not with a power of two."""
-        (y,) = bind(equation, inputs)
+        (y,) = self._bound(equation, inputs)
         factors = [x for x in inputs if not jnp.iscomplexobj(x)]
         factors = factors[-1:] if equation.primitive.name == "div" else factors
         if any(
             not isinstance(x, Tracer) and np.all(np.abs(np.frexp(x)[0]) == 0.5) for x in factors
         ):
             return [y]
-        found = self._to_neighbors(y)
+        (found,) = self._all(equation, [y])
         for x in (x for x in factors if isinstance(x, Tracer)):
             found = jnp.where(_has_digits(x, 0), y, found)
         return [found]
@@ -187,15 +231,18 @@ class _Rounding(Hook):
         widest = max(kinds, key=lambda dtype: jnp.finfo(dtype).nmant)
         is_product, changed = equation.primitive.name in PRODUCTS, {}
         terms = list(inputs)
-        for i, x in enumerate(inputs):
-            if not holds_floats(x):
+        for i, (x, v) in enumerate(zip(inputs, equation.invars, strict=True)):
+            if not holds_floats(v):
                 continue
-            dtype = x.dtype if x.dtype in kinds else widest
-            if jnp.finfo(dtype).nmant > jnp.finfo(x.dtype).nmant and is_product:
-                x, changed = x.astype(dtype), {"precision": lax.Precision.HIGHEST}
-            eps = max(float(jnp.finfo(t).eps) for t in (dtype, x.dtype))
-            terms[i] = self._to_neighbors(x, self._pass(equation, x, eps))
-        return self._all(bind(equation, terms, **changed), self._partial_sums(equation, inputs))
+            own = dtype_of(v)
+            dtype = own if own in kinds else widest
+            if jnp.finfo(dtype).nmant > jnp.finfo(own).nmant and is_product:
+                own, changed = dtype, {"precision": lax.Precision.HIGHEST}
+                x = x.astype(dtype) if self.wide is None else x
+            eps = self.eps or max(float(jnp.finfo(t).eps) for t in (dtype, own))
+            terms[i] = self._to_neighbors(x, dtype, self._pass(equation, dtype, eps))
+        eps = self._partial_sums(equation, inputs)
+        return self._all(equation, self._bound(equation, terms, **changed), eps)
 
     def _partial_sums(self, equation: JaxprEqn, inputs: list) -> Any:
         """The rounding of a sum in half precision, which a CPU rounds at each of n terms.
@@ -204,18 +251,19 @@ class _Rounding(Hook):
         pair may differ by less than half.
         """
         out: Any = equation.outvars[0].aval
-        if equation.primitive.name != "reduce_sum" or jnp.finfo(out.dtype).bits > 16:
+        is_half = equation.primitive.name == "reduce_sum" and jnp.finfo(out.dtype).bits <= 16
+        if self.eps or not is_half:
             return None
         count = np.size(inputs[0]) / max(1, out.size)
         times = jnp.where(self.platform == 0, max(1.0, count**0.5 / 2), 1.0)
         return float(jnp.finfo(out.dtype).eps) * times.astype(jnp.float32)
 
-    def _pass(self, equation: JaxprEqn, x: Any, eps: float) -> Any:
+    def _pass(self, equation: JaxprEqn, own: Any, eps: float) -> Any:
         """The rounding of an operand: that of its product, if it is coarser."""
-        single = jnp.finfo(x.dtype).bits == 32 and equation.primitive.name in PRODUCTS
+        single = jnp.finfo(own).bits == 32 and equation.primitive.name in PRODUCTS
         precision = equation.params.get("precision") or lax.Precision.DEFAULT
         first = precision[0] if isinstance(precision, tuple) else precision
-        known = PASSES.get(getattr(first, "name", "")) if single else None
+        known = PASSES.get(getattr(first, "name", "")) if single and not self.eps else None
         coarse = known and jnp.asarray([0.0, *known], jnp.float32)[self.platform]
         return eps if coarse is None else jnp.maximum(coarse, eps)
 
@@ -232,8 +280,8 @@ def _has_digits(x: Any, count: int) -> Any:
 
 
 @jax.jit  # traced once for each type
-def _to_neighbors(x: Any, salt: Any, eps: Any) -> Any:
-    """Each number but small whole ones, moved by ``eps`` of itself, up or down."""
+def _to_neighbors(x: Any, salt: Any, eps: Any, least: Any) -> Any:
+    """Each number but small whole ones, moved by ``eps`` of itself or `least`, up or down."""
     wide = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
     real = jnp.finfo(wide.dtype).dtype
     up = _hashes(x.shape, salt) >> jnp.uint32(31) == 1
@@ -242,8 +290,7 @@ def _to_neighbors(x: Any, salt: Any, eps: Any) -> Any:
     if jnp.iscomplexobj(x):
         y = x + x * (step * sign)
         return jnp.where(jnp.isfinite(y), y, x)
-    least = NEIGHBOR * float(jnp.finfo(x.dtype).smallest_subnormal)
-    size = jnp.where(x == 0, 0, jnp.maximum(jnp.abs(wide) * step, least))
+    size = jnp.where(x == 0, 0, jnp.maximum(jnp.abs(wide) * step, jnp.asarray(least, real)))
     y = (wide + size * sign).astype(x.dtype)
     most = 1 / (16 * jnp.asarray(eps, jnp.float32))  # below it few numbers are whole by chance
     is_count = (x == jnp.round(x)) & (jnp.abs(wide) < most.astype(wide.dtype))
@@ -271,7 +318,9 @@ def moved_by_rounding(x: Any, seed: Any) -> Any:
     if not holds_floats(x) or not x.size:
         return x
     with _one_promotion():
-        return _to_neighbors(x, jnp.asarray(seed, jnp.uint32), float(jnp.finfo(x.dtype).eps))
+        limits, salt = jnp.finfo(x.dtype), jnp.asarray(seed, jnp.uint32)
+        least = NEIGHBOR * float(limits.smallest_subnormal)
+        return _to_neighbors(x, salt, float(limits.eps), least)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,51 @@
+"""How far rounding moves a gradient: runs of its program with other roundings (`rounded`)."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import clipgrad._jaxpr as _jaxpr
+import clipgrad._trees as _trees
+from clipgrad._check.differences import in_float64
+from clipgrad._check.gradients import Gradient
+from clipgrad._check.kept import kept_by_key, with_constants
+from clipgrad._program import rounded_in_float64
+
+RUNS = 8  # their root mean square is right to about 1 / 4
+
+
+def moved_by_rounding(
+    gradient: Gradient, xs: Sequence[jax.Array], covectors: np.ndarray, eps: float | None = None
+) -> np.ndarray:
+    """The root mean square of what roundings move a gradient by, shape (cotangents, inputs).
+
+    Args:
+      gradient: the gradient.
+      xs: the point.
+      covectors: the cotangents, one row each.
+      eps: the rounding of all but constants; None for those of the program's own types.
+    """
+    exact = gradient(xs, covectors)
+    given = [[*xs, *_trees.cotangent_leaves(row, gradient.outputs)] for row in covectors]
+    hook = _jaxpr.NoRules(jnp.float64)
+    program = jax.make_jaxpr(
+        lambda leaves: gradient.function.call(gradient.constants, leaves, hook)
+    )(given[0])
+    jaxpr, constants = _jaxpr.opened(program)
+    platform = next(iter(xs[0].devices())).platform
+
+    def run(constants, leaves, seed):
+        own = with_constants(jaxpr, constants)
+        return rounded_in_float64(own, leaves, seed, eps, platform)
+
+    key = ("rounded", _jaxpr.program_key(program), eps, platform)
+    compiled, moved = kept_by_key(key, lambda: _jaxpr.low_jit(run)), 0.0
+    with in_float64():
+        given = [list(map(np.asarray, leaves)) for leaves in given]
+        for seed in range(1, 1 + RUNS):
+            runs = (compiled(constants, leaves, np.uint32(seed)) for leaves in given)
+            off = _trees.gradient_rows(runs, len(given)) - exact
+            moved = moved + np.where(np.isfinite(off), off, 0.0) ** 2
+    return np.sqrt(moved / RUNS)
