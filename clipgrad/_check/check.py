@@ -23,7 +23,6 @@ from clipgrad._check.gradients import (
     differentiated,
     drawn,
     has_rules,
-    in_own_types,
     traced_vjp,
 )
 from clipgrad._check.kept import quick_jit
@@ -39,7 +38,7 @@ from clipgrad._check.points import (
     moved_apart,
 )
 from clipgrad._check.report import Failure
-from clipgrad._check.rounding import moved_by_rounding
+from clipgrad._check.rounding import CONSTANTS, OWN, moved_by_rounding
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest
@@ -54,6 +53,7 @@ from clipgrad._check.verdicts import (
 )
 from clipgrad._check.widening import Widened, widened_program
 from clipgrad._errors import first_line
+from clipgrad._program import Parts
 
 STOPS = "values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"
 NOT_CONVERGED = (
@@ -209,14 +209,15 @@ class Check:
         reference = None
         if options.mode == "auto" and options.delta is None:
             reference = self._reference(xs, rows, exact)
-        around = functools.cache(lambda part: self._around(xs, rows, part))
+        around = functools.cache(lambda: self._around(xs, rows))
         gradients = gradient, exact, reference
         point = make_point(self.subject, xs, gradients, options.seed, options.delta, around)
-        rounded = functools.cache(lambda: self._rounding(xs, rows, np.finfo(np.float64).eps))
+        both = {self.rule, self.plain}
+        rounded = functools.cache(lambda *parts: self._moved(both, xs, rows, Parts(*parts)))
         return dataclasses.replace(point, rounded=rounded)
 
-    def _around(self, xs, rows: int, part: float = NEARBY) -> np.ndarray | None:
-        apart = moved_apart(self.subject, xs, self.options.seed, part)
+    def _around(self, xs, rows: int) -> np.ndarray | None:
+        apart = moved_apart(self.subject, xs, self.options.seed, NEARBY)
         found = self._exact(self.plain, apart, slice(rows))
         return found if found is not None and np.isfinite(found).all() else None
 
@@ -261,10 +262,11 @@ class Check:
         is_found = np.any(self.tolerance.loops)
 
         def allowance():
+            rounding = tolerances.MOVED * point.rounded(*CONSTANTS)
             if is_found or not converge().any():
-                return point.rounded()
+                return rounding
             self.log.notes += [] if NOT_CONVERGED in self.log.notes else [NOT_CONVERGED]
-            return point.rounded() + converge()
+            return rounding + converge()
 
         excuses = (Excuse(np.inf, tolerances.SLIGHT, OK, functools.cache(allowance)),)
         own = point.exact, point.reference, self.tolerance.in_float64(), excuses
@@ -298,19 +300,19 @@ class Check:
                 return cotangents @ off
         return np.zeros(len(cotangents))
 
-    def _rounding(self, xs, rows: int, eps: float | None = None) -> np.ndarray:
-        """The error of each element that rounding explains, of the rule as written or of plain AD.
+    def _moved(self, gradients, xs, rows: int, parts: Parts) -> np.ndarray:
+        """The distance that rounding moves each element of some gradients.
 
-        Rounding may move one element little by chance, so that the median of the leaf is added.
+        It may move one element little by chance, so that the median of the leaf is added.
         """
         moved = np.zeros(self.gradient.shape[1])
-        for gradient in filter(None, {self.rule, self.plain}):
-            with contextlib.suppress(Exception):
-                own = moved_by_rounding(gradient, xs, self.covectors[:rows], eps)
+        for gradient in filter(None, gradients):
+            with contextlib.suppress(Exception):  # plain AD has no gradient of a `while_loop`
+                own = moved_by_rounding(gradient, xs, self.covectors[:rows], parts)
                 moved = np.fmax(moved, own.max(axis=0))
         for start, stop in self.subject.ranges:
             moved[start:stop] += np.median(moved[start:stop])
-        return tolerances.OWN_ROUNDING * moved
+        return moved
 
     def _unconverged(self, point: Point) -> np.ndarray:
         """The distance of the rule and plain AD, excused by loops that end before they converge."""
@@ -326,40 +328,48 @@ class Check:
 
     @functools.cached_property
     def _by_jump(self) -> np.ndarray:
-        """The error of each element that a jump explains, in outputs that hardly jump as well.
+        """The error of each element that a jump explains, in outputs that hardly jump as well."""
+        return np.fmax(self.jump, self.noise(self.subject.inputs))
 
-        There, plain AD in the function's own types is another than in float64.
-        """
-        plain: Any = self.plain
-        off, at = 0.0, (self.subject.inputs, self.covectors)
-        with contextlib.suppress(Exception):
-            off = np.abs(in_own_types(plain, *at) - plain(*at)).max(axis=0)
-        return np.fmax(self.jump, tolerances.LOSES * off)
-
-    def noise(self, xs) -> np.ndarray | None:
-        """The noise of each element from rounding, as it moves plain AD there; None if unknown."""
+    def noise(self, xs) -> np.ndarray:
+        """The error of each element there that rounding explains."""
         for known, found in self._noise:
             if known is xs:
                 return found
-        found = self._noise_at(xs)
+        found = tolerances.MOVED * self._noise_at(xs)
         self._noise[:] = [*self._noise[-1:], (xs, found)]
         return found
 
     @functools.cached_property
-    def _noise(self) -> list[tuple[Any, Any]]:
-        return []  # the last points and the noise there: eager, it takes as long as all the rest
+    def _noise(self) -> list[tuple[Any, np.ndarray]]:
+        return []  # at the last points
 
-    def _noise_at(self, xs) -> np.ndarray | None:
-        if self.plain is None:
-            return None
-        return self._rounding(xs, len(self.covectors))
+    def _noise_at(self, xs) -> np.ndarray:
+        """The distance that rounding moves plain AD, and the rule where its terms cancel.
+
+        What is left of these is nothing beside the largest effect of any leaf, there or around.
+        """
+        rows = len(self.covectors)
+        plain = self._moved([self.plain], xs, rows, OWN)
+        if self.rule is None or self.rule is self.plain:
+            return plain
+        scales = element_scales(xs)
+        around = self._around(xs, rows)
+        known = [g for g in (self._exact(self.rule, xs, slice(rows)), around) if g is not None]
+        largest = max(self.tolerance.sizes(g, scales).overall.max() for g in known)
+        value = np.nan_to_num(np.abs(_trees.to_numpy(self.subject.outputs)), posinf=0.0)
+        value = np.max(np.abs(self.covectors) @ value)
+        eps = np.repeat(self.tolerance.eps, [stop - start for start, stop in self.subject.ranges])
+        least = tolerances.VANISHING * eps / scales
+        least = least * (largest if largest > tolerances.VANISHING * eps.max() * value else value)
+        return np.fmax(plain, np.fmin(self._moved([self.rule], xs, rows, OWN), least))
 
     def compare(self, check: str, got, expected, what: str, xs=None) -> list:
         """Compare two computations of one gradient; a failure names the worst element."""
         bad = self._differ(got, expected)
         if np.isfinite(tolerances.distance(got[bad], expected[bad])).any():  # no noise excuses NaN
             noise = self.noise(xs or self.subject.inputs)
-            around = None if noise is None else self._around(xs or self.subject.inputs, 1)
+            around = self._around(xs or self.subject.inputs, 1)
             bad = self._differ(got, expected, noise, around)
         if not len(bad):
             return []

@@ -11,13 +11,16 @@ import clipgrad._trees as _trees
 from clipgrad._check.differences import in_float64
 from clipgrad._check.gradients import Gradient
 from clipgrad._check.kept import kept_by_key, with_constants
-from clipgrad._program import rounded_in_float64
+from clipgrad._program import Parts, rounded_in_float64
 
+# The roundings of a gradient as it is computed; of one in float64 with the constants of its own
+# types; and of one in float64.
+OWN, CONSTANTS, WIDE = Parts(1.0, 1.0), Parts(0.0, 1.0), Parts(0.0, 0.0)
 RUNS = 8  # their root mean square is right to about 1 / 4
 
 
 def moved_by_rounding(
-    gradient: Gradient, xs: Sequence[jax.Array], covectors: np.ndarray, eps: float | None = None
+    gradient: Gradient, xs: Sequence[jax.Array], covectors: np.ndarray, parts: Parts
 ) -> np.ndarray:
     """The root mean square of what roundings move a gradient by, shape (cotangents, inputs).
 
@@ -25,7 +28,7 @@ def moved_by_rounding(
       gradient: the gradient.
       xs: the point.
       covectors: the cotangents, one row each.
-      eps: the rounding of all but constants; None for those of the program's own types.
+      parts: how many roundings of their own types results and constants move by.
     """
     exact = gradient(xs, covectors)
     given = [[*xs, *_trees.cotangent_leaves(row, gradient.outputs)] for row in covectors]
@@ -36,16 +39,16 @@ def moved_by_rounding(
     jaxpr, constants = _jaxpr.opened(program)
     platform = next(iter(xs[0].devices())).platform
 
-    def run(constants, leaves, seed):
+    def run(constants, leaves, seed, parts):
         own = with_constants(jaxpr, constants)
-        return rounded_in_float64(own, leaves, seed, eps, platform)
+        return rounded_in_float64(own, leaves, seed, parts, platform)
 
-    key = ("rounded", _jaxpr.program_key(program), eps, platform)
+    key = ("rounded", _jaxpr.program_key(program), platform)
     compiled, moved = kept_by_key(key, lambda: _jaxpr.low_jit(run)), 0.0
     with in_float64():
         given = [list(map(np.asarray, leaves)) for leaves in given]
         for seed in range(1, 1 + RUNS):
-            runs = (compiled(constants, leaves, np.uint32(seed)) for leaves in given)
+            runs = (compiled(constants, leaves, np.uint32(seed), parts) for leaves in given)
             off = _trees.gradient_rows(runs, len(given)) - exact
             moved = moved + np.where(np.isfinite(off), off, 0.0) ** 2
     return np.sqrt(moved / RUNS)

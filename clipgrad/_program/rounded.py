@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ from jax.extend.core import JaxprEqn
 from clipgrad._compat import varying_axes
 from clipgrad._jaxpr import (
     FOREIGN_PROGRAMS,
-    OWN_TYPES,
     PRINTS,
     PRODUCTS,
     Hook,
@@ -49,6 +48,7 @@ SUMS = frozenset(
     "ragged_dot_general reduce_prod reduce_scatter reduce_sum reduce_window_sum scatter-add "
     "scatter-mul scatter-sub scatter_add scatter_mul scatter_sub select_and_scatter_add".split()
 )
+MEANT = 11  # binary digits of a constant that a formula means as it is, in half precision as well
 # Backward stable: off by what a rounding of their operands moves.
 SOLVERS = FOREIGN_PROGRAMS | frozenset(
     "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd "
@@ -92,10 +92,20 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
         return evaluate(program, inputs, hook)
 
 
+class Parts(NamedTuple):
+    """How many roundings of its own type each result and term moves by, and each constant.
+
+    Beside these each moves by one rounding of float64. Both may be traced.
+    """
+
+    results: Any = 1.0
+    constants: Any = 1.0
+
+
 def rounded_in_float64(
-    program: Any, inputs: Sequence, seed: Any, eps: float | None = None, platform: str = "cpu"
+    program: Any, inputs: Sequence, seed: Any, parts: Parts, platform: str = "cpu"
 ) -> list:
-    """Evaluate a program in float64 with each number moved by one rounding of its own type.
+    """Evaluate a program in float64 with all that it rounds moved by such parts of a rounding.
 
     As `rounded`, but what is moved does not vanish in the next rounding: the results spread about
     the exact ones, in proportion to the roundings. To be called where JAX has 64 bits.
@@ -104,13 +114,12 @@ def rounded_in_float64(
       program: the jaxpr; custom rules in it are entered by what they compute.
       inputs: its inputs.
       seed: an array of uint32.
-      eps: the rounding of all results and terms, as of the program that computes in float64; only
-        constants keep those of their own types. None for each type's own.
+      parts: the roundings.
       platform: where the program itself runs, which may be another than what this runs on.
     """
     number = jnp.int32(PLATFORMS.index(platform) if platform in PLATFORMS else 0)
     salt, wide = jnp.asarray(seed, jnp.uint32), Widen(jnp.float64)
-    hook = _Rounding(salt, number, itertools.count(1), wide=wide, eps=eps)
+    hook = _Rounding(salt, number, itertools.count(1), parts, wide=wide)
     with _one_promotion():
         return evaluate(program, [wide.constant(x, None) for x in inputs], hook)
 
@@ -123,9 +132,9 @@ class _Rounding(Hook):
     salt: Any
     platform: Any
     numbers: Iterator[int] = dataclasses.field(metadata={"static": True})
+    parts: Parts = Parts()
     axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     wide: Widen | None = dataclasses.field(default=None, metadata={"static": True})
-    eps: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     flatten = True
 
@@ -153,7 +162,8 @@ class _Rounding(Hook):
         if not holds_floats(aval) or np.ndim(value):
             return wide
         wide, short = jnp.asarray(wide), jnp.finfo(aval.dtype).nmant // 2
-        moved = self._to_neighbors(wide, aval.dtype, float(jnp.finfo(aval.dtype).eps))
+        short = short if self.wide is None else max(short, MEANT)
+        moved = self._to_neighbors(wide, aval.dtype, part=self.parts.constants)
         if isinstance(wide, Tracer):
             return jnp.where(_has_digits(wide, short), wide, moved)
         parts = 2.0 ** (short + 1) * np.frexp([np.real(value), np.imag(value)])[0]
@@ -178,7 +188,7 @@ class _Rounding(Hook):
             return list(self.wide(equation, inputs) or [])
         return bind(equation, inputs, **changed)
 
-    def _to_neighbors(self, x: Any, own: Any, eps: Any) -> Any:
+    def _to_neighbors(self, x: Any, own: Any, eps: Any = None, part: Any = None) -> Any:
         """A number of type `own`, which `x` may be wider than, moved by one of its roundings."""
         if not holds_floats(x) or not x.size:
             return x
@@ -186,30 +196,28 @@ class _Rounding(Hook):
         for number, axis in enumerate(sorted({*self.axes, *varying_axes(x)})):
             device = lax.axis_index(axis).astype(jnp.uint32)
             salt = _mixed(salt + device * jnp.uint32(2 * number + 0x85EBCA6B))
-        least = NEIGHBOR * float(jnp.finfo(x.dtype if self.eps else own).smallest_subnormal)
-        return _to_neighbors(x, salt, eps, least)
+        limits = jnp.finfo(own)
+        eps, least = float(limits.eps) if eps is None else eps, float(limits.smallest_subnormal)
+        if self.wide is not None:
+            part = self.parts.results if part is None else part
+            eps, least = eps * part + float(jnp.finfo(x.dtype).eps), least * part
+        return _to_neighbors(x, salt, eps, NEIGHBOR * least)
 
     def _all(self, equation: JaxprEqn, values: Sequence, eps: Any = None) -> list:
         return [
-            self._to_neighbors(x, dtype_of(v), self._unit(v) if eps is None else eps)
-            if holds_floats(v)
-            else x
+            self._to_neighbors(x, dtype_of(v), eps) if holds_floats(v) else x
             for v, x in zip(equation.outvars, values, strict=True)
         ]
-
-    def _unit(self, variable: Any) -> float:
-        return self.eps or float(jnp.finfo(dtype_of(variable)).eps)
 
     def _cast(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """A cast to fewer digits, where it changes a number."""
         (x,), (y,) = inputs, self._bound(equation, inputs)
-        before, after = equation.invars[0], equation.outvars[0]
-        if not holds_floats(before) or self._unit(after) <= self._unit(before):
+        before, after = equation.invars[0], dtype_of(equation.outvars[0])
+        digits = jnp.finfo(after).nmant
+        if not holds_floats(before) or digits >= jnp.finfo(dtype_of(before)).nmant:
             return [y]
-        moved = self._to_neighbors(y, dtype_of(after), self._unit(after))
-        if jnp.iscomplexobj(x):
-            return [moved]
-        return [jnp.where(_has_digits(x, jnp.finfo(dtype_of(after)).nmant), y, moved)]
+        moved = self._to_neighbors(y, after)
+        return [moved if jnp.iscomplexobj(x) else jnp.where(_has_digits(x, digits), y, moved)]
 
     def _scaled(self, equation: JaxprEqn, inputs: list) -> list:
         """A product or a quotient, where it is not with a power of two."""
@@ -239,7 +247,7 @@ class _Rounding(Hook):
             if jnp.finfo(dtype).nmant > jnp.finfo(own).nmant and is_product:
                 own, changed = dtype, {"precision": lax.Precision.HIGHEST}
                 x = x.astype(dtype) if self.wide is None else x
-            eps = self.eps or max(float(jnp.finfo(t).eps) for t in (dtype, own))
+            eps = max(float(jnp.finfo(t).eps) for t in (dtype, own))
             terms[i] = self._to_neighbors(x, dtype, self._pass(equation, dtype, eps))
         eps = self._partial_sums(equation, inputs)
         return self._all(equation, self._bound(equation, terms, **changed), eps)
@@ -252,7 +260,7 @@ class _Rounding(Hook):
         """
         out: Any = equation.outvars[0].aval
         is_half = equation.primitive.name == "reduce_sum" and jnp.finfo(out.dtype).bits <= 16
-        if self.eps or not is_half:
+        if not is_half:
             return None
         count = np.size(inputs[0]) / max(1, out.size)
         times = jnp.where(self.platform == 0, max(1.0, count**0.5 / 2), 1.0)
@@ -263,7 +271,7 @@ class _Rounding(Hook):
         single = jnp.finfo(own).bits == 32 and equation.primitive.name in PRODUCTS
         precision = equation.params.get("precision") or lax.Precision.DEFAULT
         first = precision[0] if isinstance(precision, tuple) else precision
-        known = PASSES.get(getattr(first, "name", "")) if single and not self.eps else None
+        known = PASSES.get(getattr(first, "name", "")) if single else None
         coarse = known and jnp.asarray([0.0, *known], jnp.float32)[self.platform]
         return eps if coarse is None else jnp.maximum(coarse, eps)
 
