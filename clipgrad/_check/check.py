@@ -262,7 +262,7 @@ class Check:
         is_found = np.any(self.tolerance.loops)
 
         def allowance():
-            rounding = tolerances.MOVED * point.rounded(*CONSTANTS)
+            rounding = self.tolerance.explained(point.rounded(*CONSTANTS))
             if is_found or not converge().any():
                 return rounding
             self.log.notes += [] if NOT_CONVERGED in self.log.notes else [NOT_CONVERGED]
@@ -301,17 +301,12 @@ class Check:
         return np.zeros(len(cotangents))
 
     def _moved(self, gradients, xs, rows: int, parts: Parts) -> np.ndarray:
-        """The distance that rounding moves each element of some gradients.
-
-        It may move one element little by chance, so that the median of the leaf is added.
-        """
+        """The distance that roundings move each element of some gradients."""
         moved = np.zeros(self.gradient.shape[1])
         for gradient in filter(None, gradients):
             with contextlib.suppress(Exception):  # plain AD has no gradient of a `while_loop`
                 own = moved_by_rounding(gradient, xs, self.covectors[:rows], parts)
                 moved = np.fmax(moved, own.max(axis=0))
-        for start, stop in self.subject.ranges:
-            moved[start:stop] += np.median(moved[start:stop])
         return moved
 
     def _unconverged(self, point: Point) -> np.ndarray:
@@ -336,7 +331,7 @@ class Check:
         for known, found in self._noise:
             if known is xs:
                 return found
-        found = tolerances.MOVED * self._noise_at(xs)
+        found = self._noise_at(xs)
         self._noise[:] = [*self._noise[-1:], (xs, found)]
         return found
 
@@ -345,24 +340,18 @@ class Check:
         return []  # at the last points
 
     def _noise_at(self, xs) -> np.ndarray:
-        """The distance that rounding moves plain AD, and the rule where its terms cancel.
-
-        What is left of these is nothing beside the largest effect of any leaf, there or around.
-        """
-        rows = len(self.covectors)
-        plain = self._moved([self.plain], xs, rows, OWN)
-        if self.rule is None or self.rule is self.plain:
+        rows, has_own = len(self.covectors), self.rule is not None and self.rule is not self.plain
+        plain = self.tolerance.explained(self._moved([self.plain], xs, rows, OWN))
+        if not has_own:
             return plain
-        scales = element_scales(xs)
-        around = self._around(xs, rows)
-        known = [g for g in (self._exact(self.rule, xs, slice(rows)), around) if g is not None]
-        largest = max(self.tolerance.sizes(g, scales).overall.max() for g in known)
+        # Where its terms cancel, a rule may lose more than plain AD.
+        own = self.tolerance.explained(self._moved([self.rule], xs, rows, OWN))
+        known = [self._exact(self.rule, xs, slice(rows)), self._around(xs, rows)]
         value = np.nan_to_num(np.abs(_trees.to_numpy(self.subject.outputs)), posinf=0.0)
         value = np.max(np.abs(self.covectors) @ value)
-        eps = np.repeat(self.tolerance.eps, [stop - start for start, stop in self.subject.ranges])
-        least = tolerances.VANISHING * eps / scales
-        least = least * (largest if largest > tolerances.VANISHING * eps.max() * value else value)
-        return np.fmax(plain, np.fmin(self._moved([self.rule], xs, rows, OWN), least))
+        return np.fmax(
+            plain, np.fmin(own, self.tolerance.cancelled(known, element_scales(xs), value))
+        )
 
     def compare(self, check: str, got, expected, what: str, xs=None) -> list:
         """Compare two computations of one gradient; a failure names the worst element."""

@@ -120,7 +120,8 @@ class Judge:
     @functools.cached_property
     def noise(self) -> np.ndarray:
         """The size of a gradient in float64 that is nothing but rounding, to slopes at least."""
-        return tolerances.NOTHING * (np.zeros(self.point.scale.size) + self.point.rounded(*WIDE))
+        moved = np.zeros(self.point.scale.size) + self.point.rounded(*WIDE)
+        return self.tolerance.explained(moved) + tolerances.NOTHING * moved
 
     def is_nothing(self, indices: np.ndarray) -> np.ndarray:
         """Whether gradient and reference are zero or noise; a true gradient hardly changes."""

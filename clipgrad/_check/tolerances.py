@@ -85,9 +85,8 @@ MOVED = 3.0
 # are rounded too, and their rounding is divided by a step (smaller: cosine similarity at ones).
 NOTHING = 512.0
 # But never more than this part of the element and its leaf: an embedding's gradient that stops
-# counting at 256 in bfloat16 is 7 times too small, and plain AD's as well
-# (the history's embedding_that_stops_counting_at_256, and
-# test_rounding_excuses_at_most_a_quarter_of_the_element_and_its_leaf).
+# counting at 256 in bfloat16 is 7 times too small, and plain AD's as well (the history's
+# embedding_that_stops_counting_at_256; test_what_cancels_in_half_precision_is_a_note).
 MOST_EXCUSED = 0.25
 # What is off by more is excused, but not verified, if the formula could not be judged in float64 (a
 # saturated tanh is off by less); nor may rounded constants explain more.
@@ -240,6 +239,26 @@ class Tolerance:
         floor = roundings * (self.eps[leaf] * (typical + others) + smallest)
         floor = floor + self._own[leaf] * typical + self.relative[leaf] * sizes.around[leaf]
         return Allowed(self.relative[leaf], floor, typical, 1.0, self.paddle)
+
+    def explained(self, moved: np.ndarray) -> np.ndarray:
+        """The error of each element that rounding explains, where it moves them so far.
+
+        It may move one element little by chance, so that the median of the leaf is added.
+        """
+        middle = [np.full(b - a, np.median(moved[a:b]) if b > a else 0) for a, b in self.ranges]
+        return MOVED * (moved + np.concatenate(middle))
+
+    def cancelled(self, gradients: Sequence, scale: np.ndarray, value: float) -> np.ndarray:
+        """The size of each element that vanishes beside the largest effect of any leaf.
+
+        The effects are of those gradients that are not None; beside the `value` itself, where they
+        vanish beside it.
+        """
+        known = (self.sizes(g, scale).overall.max() for g in gradients if g is not None)
+        largest = max(known, default=0.0)
+        largest = largest if largest > VANISHING * self.eps.max() * value else value
+        counts = [stop - start for start, stop in self.ranges]
+        return np.repeat(self._by_type(ROUNDINGS) * self.eps, counts) * largest / scale
 
     def ranges_along(self, norms, overall, starts: np.ndarray, exact: bool) -> Allowed:
         """For slopes along a dense direction: `norms` is |v * gradient| over each range."""
