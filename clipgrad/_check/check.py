@@ -38,7 +38,7 @@ from clipgrad._check.points import (
     moved_apart,
 )
 from clipgrad._check.report import Failure
-from clipgrad._check.rounding import CONSTANTS, OWN, moved_by_rounding
+from clipgrad._check.rounding import CONSTANTS, OF_RULE, OWN, moved_by_rounding
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest
@@ -345,7 +345,7 @@ class Check:
         if not has_own:
             return plain
         # Where its terms cancel, a rule may lose more than plain AD.
-        own = self.tolerance.explained(self._moved([self.rule], xs, rows, OWN))
+        own = self.tolerance.explained(self._moved([self.rule], xs, rows, OF_RULE))
         known = [self._exact(self.rule, xs, slice(rows)), self._around(xs, rows)]
         value = np.nan_to_num(np.abs(_trees.to_numpy(self.subject.outputs)), posinf=0.0)
         value = np.max(np.abs(self.covectors) @ value)

@@ -13,9 +13,10 @@ from clipgrad._check.gradients import Gradient
 from clipgrad._check.kept import kept_by_key, with_constants
 from clipgrad._program import Parts, rounded_in_float64
 
-# The roundings of a gradient as it is computed; of one in float64 with the constants of its own
-# types; and of one in float64.
-OWN, CONSTANTS, WIDE = Parts(1.0, 1.0), Parts(0.0, 1.0), Parts(0.0, 0.0)
+# The roundings of plain AD as it is computed, and of a rule, which may not write off what it
+# reduces; of a gradient in float64 with the constants of its own types; and of one in float64.
+OWN, OF_RULE = Parts(1.0, 1.0, 1.0), Parts(1.0, 1.0, 0.0)
+CONSTANTS, WIDE = Parts(0.0, 1.0), Parts(0.0, 0.0)
 RUNS = 8  # their root mean square is right to about 1 / 4
 
 

@@ -95,11 +95,13 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
 class Parts(NamedTuple):
     """How many roundings of its own type each result and term moves by, and each constant.
 
-    Beside these each moves by one rounding of float64. Both may be traced.
+    Beside these each moves by one rounding of float64. `reduced` is 0 where a `reduce_precision` is
+    no rounding but what is computed. All may be traced.
     """
 
     results: Any = 1.0
     constants: Any = 1.0
+    reduced: Any = 1.0
 
 
 def rounded_in_float64(
@@ -153,8 +155,12 @@ class _Rounding(Hook):
             return self._sum(equation, inputs)
         if name in ("mul", "div"):
             return self._scaled(equation, inputs)
-        bits = equation.params["mantissa_bits"] if name == "reduce_precision" else None
-        return self._all(equation, self._bound(equation, inputs), bits and 2.0**-bits)
+        outputs = self._bound(equation, inputs)
+        if name != "reduce_precision":
+            return self._all(equation, outputs)
+        least = float(jnp.finfo(dtype_of(equation.outvars[0])).eps)
+        reduced = self.parts.reduced * 2.0 ** -equation.params["mantissa_bits"]
+        return self._all(equation, outputs, jnp.maximum(reduced, least))
 
     def constant(self, value: Any, aval: Any) -> Any:
         """A number of many binary digits is the nearest of its type to what was meant."""
