@@ -1,10 +1,8 @@
 """A traced function evaluated with every floating type widened to 64 bits."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 import clipgrad._jaxpr as _jaxpr
@@ -12,18 +10,12 @@ from clipgrad._check.carriers import grain
 from clipgrad._check.hold import HeldStops
 from clipgrad._check.kept import kept_by_key, with_constants, without_rules
 from clipgrad._check.loops import HeldLonger, Longer
+from clipgrad._program import one_promotion
 
 AXIS = "clipgrad_perturbation"
 # Further iterations of a loop that stops when it is near enough: each leaves nine tenths of the
 # error or less, so a twentieth is left of them all.
 MORE = 30
-
-
-@contextlib.contextmanager
-def one_promotion() -> Iterator[None]:
-    """A context in which the arithmetic of hooks does not depend on a user's settings of JAX."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 class Unsupported(Exception):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clipgrad._program import mixed
 from clipgrad._trees import is_array
 
 
@@ -23,13 +24,9 @@ def sign_of(hashes: Any) -> Any:
 
 def hashed(positions: Any, run: Any) -> Any:
     """A number of 32 bits for each position, in NumPy or in JAX."""
-    library: Any = np if isinstance(positions, np.ndarray) else jnp
     salt = 0x9E3779B9
     if isinstance(run, int):
-        shift = library.uint32(run * salt % 2**32)
+        shift: Any = np.uint32(run * salt % 2**32)
     else:
-        shift = run.astype(library.uint32) * library.uint32(salt)
-    h = positions.astype(library.uint32) * library.uint32(2654435761) + shift
-    for right, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
-        h = (h ^ (h >> library.uint32(right))) * library.uint32(factor)
-    return h
+        shift = run.astype(np.uint32) * np.uint32(salt)
+    return mixed(positions.astype(np.uint32) * np.uint32(2654435761) + shift)

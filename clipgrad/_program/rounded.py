@@ -88,7 +88,7 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
       seed: an array of uint32: one compiled program serves all seeds.
     """
     hook = _Rounding(jnp.asarray(seed, jnp.uint32), _platform(), itertools.count(1))
-    with _one_promotion():
+    with one_promotion():
         return evaluate(program, inputs, hook)
 
 
@@ -122,7 +122,7 @@ def rounded_in_float64(
     number = jnp.int32(PLATFORMS.index(platform) if platform in PLATFORMS else 0)
     salt, wide = jnp.asarray(seed, jnp.uint32), Widen(jnp.float64)
     hook = _Rounding(salt, number, itertools.count(1), parts, wide=wide)
-    with _one_promotion():
+    with one_promotion():
         return evaluate(program, [wide.constant(x, None) for x in inputs], hook)
 
 
@@ -183,7 +183,7 @@ class _Rounding(Hook):
     def inside(self, equation: JaxprEqn, step: Any) -> Self:
         """The hook with other signs at each step, and on each device if it knows them apart."""
         if equation.primitive.name == "scan":
-            return dataclasses.replace(self, salt=_mixed(_mixed(self.salt) + step))
+            return dataclasses.replace(self, salt=mixed(mixed(self.salt) + step))
         if equation.primitive.name == "shard_map" and not equation.params["check_vma"]:
             return dataclasses.replace(self, axes=(*self.axes, *manual_axes(equation)))
         return self
@@ -201,7 +201,7 @@ class _Rounding(Hook):
         salt = self.salt + jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32)
         for number, axis in enumerate(sorted({*self.axes, *varying_axes(x)})):
             device = lax.axis_index(axis).astype(jnp.uint32)
-            salt = _mixed(salt + device * jnp.uint32(2 * number + 0x85EBCA6B))
+            salt = mixed(salt + device * jnp.uint32(2 * number + 0x85EBCA6B))
         limits = jnp.finfo(own)
         eps, least = float(limits.eps) if eps is None else eps, float(limits.smallest_subnormal)
         if self.wide is not None:
@@ -318,12 +318,13 @@ def _hashes(shape: tuple[int, ...], salt: Any) -> Any:
         along = lax.broadcasted_iota(jnp.uint32, shape, axis)
         position = position + along * jnp.uint32(stride % 2**32)
         stride *= shape[axis]
-    return _mixed(_mixed(salt) ^ (position * jnp.uint32(2654435761)))
+    return mixed(mixed(salt) ^ (position * jnp.uint32(2654435761)))
 
 
-def _mixed(bits: Any) -> Any:
+def mixed(bits: Any) -> Any:
+    """A hash of 32 bits for each number of 32 bits, in NumPy or in JAX."""
     for right, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
-        bits = (bits ^ (bits >> jnp.uint32(right))) * jnp.uint32(factor)
+        bits = (bits ^ (bits >> np.uint32(right))) * np.uint32(factor)
     return bits
 
 
@@ -331,13 +332,14 @@ def moved_by_rounding(x: Any, seed: Any) -> Any:
     """Numbers, each moved by one rounding of its type, but for small whole numbers."""
     if not holds_floats(x) or not x.size:
         return x
-    with _one_promotion():
+    with one_promotion():
         limits, salt = jnp.finfo(x.dtype), jnp.asarray(seed, jnp.uint32)
         least = NEIGHBOR * float(limits.smallest_subnormal)
         return _to_neighbors(x, salt, float(limits.eps), least)
 
 
 @contextlib.contextmanager
-def _one_promotion() -> Iterator[None]:
+def one_promotion() -> Iterator[None]:
+    """A context in which the arithmetic of hooks does not depend on a user's settings of JAX."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
