@@ -268,7 +268,7 @@ class Check:
             self.log.notes += [] if NOT_CONVERGED in self.log.notes else [NOT_CONVERGED]
             return rounding + converge()
 
-        excuses = (Excuse(np.inf, tolerances.SLIGHT, OK, functools.cache(allowance)),)
+        excuses = (Excuse(tolerances.SLIGHT, OK, functools.cache(allowance)),)
         own = point.exact, point.reference, self.tolerance.in_float64(), excuses
         judge = self._judge(point, *own, converge() if is_found else None)
         has_own_rule = self.rule is not self.plain and not is_found
@@ -281,13 +281,13 @@ class Check:
         exact = point.exact if known else point.reference
         verified = tolerances.MOST_EXCUSED if known else tolerances.SLIGHT
         lost = functools.partial(self.noise, point.xs)
-        excuses = [Excuse(np.inf, verified, ROUNDING, lost, of_zero=known)]
+        excuses = [Excuse(verified, ROUNDING, lost, of_zero=known)]
         return self._judge(point, point.gradient, exact, self.tolerance, excuses)
 
     def _judge(self, point, gradient, reference, tolerance, excuses, unconverged=None) -> Judge:
         own = self.differences, point, gradient, reference, tolerance
         if self.jump is not None and point.xs is self.subject.inputs:
-            excuses = [*excuses, Excuse(np.inf, np.inf, SINGULAR, lambda: self._by_jump)]
+            excuses = [*excuses, Excuse(np.inf, SINGULAR, lambda: self._by_jump)]
         return Judge(*own, self.options.delta, excuses, unconverged, self.log.is_late)
 
     def _apart(self, point: Point) -> np.ndarray:
@@ -340,18 +340,17 @@ class Check:
         return []  # at the last points
 
     def _noise_at(self, xs) -> np.ndarray:
-        rows, has_own = len(self.covectors), self.rule is not None and self.rule is not self.plain
+        rows = len(self.covectors)
         plain = self.tolerance.explained(self._moved([self.plain], xs, rows, OWN))
-        if not has_own:
+        if self.rule is None or self.rule is self.plain:
             return plain
         # Where its terms cancel, a rule may lose more than plain AD.
         own = self.tolerance.explained(self._moved([self.rule], xs, rows, OF_RULE))
         known = [self._exact(self.rule, xs, slice(rows)), self._around(xs, rows)]
         value = np.nan_to_num(np.abs(_trees.to_numpy(self.subject.outputs)), posinf=0.0)
         value = np.max(np.abs(self.covectors) @ value)
-        return np.fmax(
-            plain, np.fmin(own, self.tolerance.cancelled(known, element_scales(xs), value))
-        )
+        most = self.tolerance.cancelled(known, element_scales(xs), value)
+        return np.fmax(plain, np.fmin(own, most))
 
     def compare(self, check: str, got, expected, what: str, xs=None) -> list:
         """Compare two computations of one gradient; a failure names the worst element."""

@@ -492,13 +492,11 @@ def _excused(finding: Finding, judge: Judge) -> Finding:
     for excuse in judge.excuses if finding.is_wrong else ():
         wrong = (finding.verdict.kind == WRONG) & ~verdict.kink
         size = np.abs(verdict.numeric) + judge.sizes.typical[:, finding.leaf].max()
-        wrong &= off <= excuse.most * size
-        allowed = excuse.measure() if wrong.any() else None
-        if allowed is not None:
+        if wrong.any():
             sure = off <= excuse.verified * size
             sure |= judge.is_zero(finding.indices) if excuse.of_zero else False
             kinds = np.where(sure, excuse.kind, LOST)
-            own = allowed[finding.indices]
+            own = excuse.measure()[finding.indices]
             own = own + verdict.error if excuse.kind == SINGULAR else own
             finding = finding.with_kind(kinds, wrong & (off <= own))
     return finding

@@ -84,12 +84,11 @@ MOVED = 3.0
 # A gradient of fewer than so many of its own roundings is nothing that a slope could see: outputs
 # are rounded too, and their rounding is divided by a step (smaller: cosine similarity at ones).
 NOTHING = 512.0
-# But never more than this part of the element and its leaf: an embedding's gradient that stops
-# counting at 256 in bfloat16 is 7 times too small, and plain AD's as well (the history's
-# embedding_that_stops_counting_at_256; test_what_cancels_in_half_precision_is_a_note).
+# What is off by more than this part of the element and its leaf is explained, but not verified
+# (larger: test_what_cancels_in_half_precision_is_a_note).
 MOST_EXCUSED = 0.25
-# What is off by more is excused, but not verified, if the formula could not be judged in float64 (a
-# saturated tanh is off by less); nor may rounded constants explain more.
+# Nor is more than this part of a formula, or of a gradient whose formula could not be judged in
+# float64 (a saturated tanh is off by less).
 SLIGHT = 0.01
 
 # --- Two computations of the same gradient, eager and compiled, say: times what one may be off
@@ -149,15 +148,14 @@ class Allowed(NamedTuple):
 class Excuse(NamedTuple):
     """By how much more elements may be off, each as far as was measured for itself.
 
-    What is off by `most` of the element and its leaf, or less, is excused if it is off no more than
-    `measure()` gives for it, None if that cannot be had. It is of this `kind` then, and `verified`
-    if it is off by that part or less, or, with `of_zero`, if the gradient is zero there.
+    What is off no more than `measure()` gives for it is of this `kind`, and `verified` if it is off
+    by that part of the element and its leaf or less, or, with `of_zero`, if the gradient is zero
+    there.
     """
 
-    most: float
     verified: float
     kind: int
-    measure: Callable[[], np.ndarray | None]
+    measure: Callable[[], np.ndarray]
     of_zero: bool = False
 
 
