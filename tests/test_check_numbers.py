@@ -479,3 +479,17 @@ def test_a_saturated_leaf_is_not_verified_and_not_wrong(of_rule):
     report = failed(rule if of_rule else jnp.tanh, jnp.asarray([9, -9.6, 9.24, 12]))
     (failure,) = report.failures
     assert "verified" in failure.detail and "wrong" not in failure.detail
+
+
+def test_what_a_function_rounds_on_purpose_is_rounding_of_its_gradient():
+    """Of plain AD, not of a rule: it may round too, but its formula is what it computes."""
+    rounds = lambda x: jnp.sin(lax.reduce_precision(x, 8, 4))  # noqa: E731
+    assert passed(rounds, X, points=1).verified == X.size
+    pull = lambda r, g: (g * lax.reduce_precision(jnp.cos(r[0]), 8, 4),)  # noqa: E731
+    off = custom(lambda x: jnp.sin(x), pull)
+    failed(off, X, points=1)
+
+
+def test_a_staircase_whose_steps_the_smallest_moves_alone_see_is_not_verified_and_not_wrong():
+    report = failed(lambda x: jnp.round(x / 1e-10) * 1e-10, X, points=1)
+    assert "verified" in str(report.failures[0]) and "wrong" not in str(report.failures[0])

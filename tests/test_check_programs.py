@@ -12,8 +12,9 @@ from jax import lax
 
 import clipgrad as cg
 from clipgrad._check.gradients import Gradient, PlainAD
+from clipgrad._check.rounding import CONSTANTS, OWN, WIDE, moved_by_rounding
 from clipgrad._check.subject import make_subject
-from clipgrad._check.widening import Jitter, widened_program
+from clipgrad._check.widening import widened_program
 from clipgrad._jaxpr import kept as programs
 from clipgrad._jaxpr import kept_by_key, quick_jit
 from tests.check_zoo import custom
@@ -69,17 +70,18 @@ def plain_ad(function, x):
 
 
 @pytest.mark.parametrize("solves", [False, True])
-def test_numbers_moved_by_rounding_either_way_share_a_program(solves, compiled):
-    """But for those inside a linear solve, whose programs close over nothing."""
+def test_all_roundings_share_a_program(solves, compiled):
     solve = lambda x: jnp.linalg.solve(jnp.diag(x + 0.1), x)  # noqa: E731
     gradient, xs, ones = plain_ad(solve if solves else lambda x: 0.1 * jnp.sin(x) ** 3, X5)
     gradient(xs, ones)
     compiled.clear()
-    moved = gradient.moved_by_constants(xs, ones), gradient.moved_by_rounding(xs, ones)
-    assert compiled["compiled"] == (6 if solves else 2)
-    assert 0 < moved[0].max() < 1e-6 and moved[1].max() < 1e-13
-    again = [gradient._moved_by(Jitter, xs, ones, by) for by in (1e-6, 2e-6)]
-    np.testing.assert_allclose(again[1], 2 * again[0], rtol=1e-4)
+    moved = [moved_by_rounding(gradient, xs, ones, parts).max() for parts in (OWN, CONSTANTS, WIDE)]
+    assert compiled["compiled"] == 1
+    own, constants, wide = moved
+    assert 0 < wide < 1e-14 < constants < own < 3e-6
+    twice = OWN._replace(results=2.0, constants=2.0)
+    doubled = moved_by_rounding(gradient, xs, ones, twice)
+    np.testing.assert_allclose(doubled.max(), 2 * own, rtol=1e-4)
 
 
 SUMS = {
@@ -94,7 +96,7 @@ def test_a_sum_of_many_is_not_moved_one_way_by_roundings_whatever_the_promotion(
     exact, found = gradient(xs, ones), []
     for setting in ("allow", "raise"):
         with jax.numpy_rank_promotion(setting):
-            found.append(gradient._moved_by(Jitter, xs, ones, 2.0**-7))
+            found.append(moved_by_rounding(gradient, xs, ones, OWN._replace(results=2.0**16)))
     np.testing.assert_array_equal(*found)
     assert (found[0] > 0).all() and (found[0] < np.abs(exact) / 2).all()
 
@@ -113,7 +115,8 @@ def test_plain_ad_that_cannot_be_had_is_traced_once(monkeypatch):
     gradient, xs, ones = plain_ad(loop, jnp.ones(5))
     tried, pull_back = [], PlainAD.pull_back
     monkeypatch.setattr(PlainAD, "pull_back", lambda *args: tried.append(1) or pull_back(*args))
-    for measured in (gradient, gradient.moved_by_rounding, gradient):
+    again = lambda xs, ones: moved_by_rounding(gradient, xs, ones, OWN)  # noqa: E731
+    for measured in (gradient, again, gradient):
         with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
             measured(xs, ones)
     assert len(tried) == 1

@@ -39,14 +39,12 @@ TOLERANCE = make_tolerance(SUBJECT.ranges, ["float32"] * 2)
 
 
 class Compared(Check):
-    """A check of which it is known how far plain AD is off by rounding."""
+    """A check of which it is known how far roundings move plain AD."""
 
     error = None
 
-    def noise(self, xs):
-        if self.error is None:
-            return None
-        return self.tolerance.excused(np.asarray([self.error]), G[None])
+    def _noise_at(self, _):
+        return self.tolerance.explained(0 * G if self.error is None else np.asarray(self.error))
 
 
 def checked(error=None):
@@ -89,7 +87,7 @@ def test_a_different_one_names_the_worst_element_and_both_values():
 
 def test_what_plain_ad_loses_too_is_excused_leaf_by_leaf():
     off = G + np.asarray([0.1, 0, 0, 0, 0])
-    assert compared("vmap", off, G, "", error=[0, 0, 0.01, 0, 0]) == []
+    assert compared("vmap", off, G, "", error=[0, 0, 0.02, 0, 0]) == []
     assert len(compared("vmap", off, G, "", error=[0, 0, 0.001, 0, 9.0])) == 1
 
 

@@ -266,8 +266,8 @@ def _agrees(check: Check, along, tangent) -> list[Failure]:
     terms = np.hypot(lengths, terms)
     slack = LOOSER * check.tolerance.along.max() * (terms + np.abs(pulled))
     off = np.abs(pushed - pulled)
-    noise = check.noise(check.subject.inputs) if np.any(off > slack) else None
-    slack = slack if noise is None else slack + 2 * noise @ np.abs(along)
+    if np.any(off > slack):
+        slack = slack + 2 * check.noise(check.subject.inputs) @ np.abs(along)
     k = int(np.argmax(off - slack))
     if not np.isfinite(pulled).all() or off[k] <= slack[k]:
         return []

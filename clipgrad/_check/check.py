@@ -23,7 +23,6 @@ from clipgrad._check.gradients import (
     differentiated,
     drawn,
     has_rules,
-    in_own_types,
     traced_vjp,
 )
 from clipgrad._check.loops import Longer, found_by_loops, has_loops
@@ -38,6 +37,7 @@ from clipgrad._check.points import (
     moved_apart,
 )
 from clipgrad._check.report import Failure
+from clipgrad._check.rounding import CONSTANTS, OF_RULE, OWN, moved_by_rounding
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest
@@ -52,6 +52,7 @@ from clipgrad._check.verdicts import (
 )
 from clipgrad._check.widening import Widened, widened_program
 from clipgrad._errors import first_line
+from clipgrad._program import Parts
 
 STOPS = "values under jax.lax.stop_gradient are held fixed, as JAX differentiates them"
 NOT_CONVERGED = (
@@ -207,14 +208,15 @@ class Check:
         reference = None
         if options.mode == "auto" and options.delta is None:
             reference = self._reference(xs, rows, exact)
-        around = functools.cache(lambda part: self._around(xs, rows, part))
+        around = functools.cache(lambda: self._around(xs, rows))
         gradients = gradient, exact, reference
         point = make_point(self.subject, xs, gradients, options.seed, options.delta, around)
-        rounded = functools.cache(lambda: self._moved_by_rounding(xs, rows))
+        both = {self.rule, self.plain}
+        rounded = functools.cache(lambda *parts: self._moved(both, xs, rows, Parts(*parts)))
         return dataclasses.replace(point, rounded=rounded)
 
-    def _around(self, xs, rows: int, part: float = NEARBY) -> np.ndarray | None:
-        apart = moved_apart(self.subject, xs, self.options.seed, part)
+    def _around(self, xs, rows: int) -> np.ndarray | None:
+        apart = moved_apart(self.subject, xs, self.options.seed, NEARBY)
         found = self._exact(self.plain, apart, slice(rows))
         return found if found is not None and np.isfinite(found).all() else None
 
@@ -259,16 +261,13 @@ class Check:
         is_found = np.any(self.tolerance.loops)
 
         def allowance():
-            constants = self._moved_by_constants(point)
+            rounding = self.tolerance.explained(point.rounded(*CONSTANTS))
             if is_found or not converge().any():
-                return constants
+                return rounding
             self.log.notes += [] if NOT_CONVERGED in self.log.notes else [NOT_CONVERGED]
-            return constants + converge()
+            return rounding + converge()
 
-        excuses = (
-            Excuse(tolerances.SLIGHT, tolerances.SLIGHT, OK, functools.cache(allowance)),
-            Excuse(np.inf, tolerances.SLIGHT, OK, point.rounded),
-        )
+        excuses = (Excuse(tolerances.SLIGHT, OK, functools.cache(allowance)),)
         own = point.exact, point.reference, self.tolerance.in_float64(), excuses
         judge = self._judge(point, *own, converge() if is_found else None)
         has_own_rule = self.rule is not self.plain and not is_found
@@ -281,16 +280,13 @@ class Check:
         exact = point.exact if known else point.reference
         verified = tolerances.MOST_EXCUSED if known else tolerances.SLIGHT
         lost = functools.partial(self.noise, point.xs)
-        excuses = [
-            Excuse(np.inf, verified, ROUNDING, lost, of_zero=known),
-            Excuse(np.inf, tolerances.SLIGHT, ROUNDING, point.rounded),
-        ]
+        excuses = [Excuse(verified, ROUNDING, lost, of_zero=known)]
         return self._judge(point, point.gradient, exact, self.tolerance, excuses)
 
     def _judge(self, point, gradient, reference, tolerance, excuses, unconverged=None) -> Judge:
         own = self.differences, point, gradient, reference, tolerance
         if self.jump is not None and point.xs is self.subject.inputs:
-            excuses = [*excuses, Excuse(np.inf, np.inf, SINGULAR, lambda: self._by_jump)]
+            excuses = [*excuses, Excuse(np.inf, SINGULAR, lambda: self._by_jump)]
         return Judge(*own, self.options.delta, excuses, unconverged, self.log.is_late)
 
     def _apart(self, point: Point) -> np.ndarray:
@@ -303,13 +299,14 @@ class Check:
                 return cotangents @ off
         return np.zeros(len(cotangents))
 
-    def _moved_by_rounding(self, xs, rows: int) -> np.ndarray:
-        """The distance of the rule and plain AD that rounding in float64 excuses."""
-        moved = np.zeros((rows, self.gradient.shape[1]))
-        for gradient in filter(None, {self.rule, self.plain}):
-            with contextlib.suppress(Exception):
-                moved += gradient.moved_by_rounding(xs, self.covectors[:rows])
-        return tolerances.OWN_ROUNDING * moved.max(axis=0)
+    def _moved(self, gradients, xs, rows: int, parts: Parts) -> np.ndarray:
+        """The distance that roundings move each element of some gradients."""
+        moved = np.zeros(self.gradient.shape[1])
+        for gradient in filter(None, gradients):
+            with contextlib.suppress(Exception):  # plain AD has no gradient of a `while_loop`
+                own = moved_by_rounding(gradient, xs, self.covectors[:rows], parts)
+                moved = np.fmax(moved, own.max(axis=0))
+        return moved
 
     def _unconverged(self, point: Point) -> np.ndarray:
         """The distance of the rule and plain AD, excused by loops that end before they converge."""
@@ -323,30 +320,13 @@ class Check:
         change = np.where(np.isfinite(moved), moved, np.inf).max(axis=0)
         return self.tolerance.unconverged(change, exact)
 
-    def _moved_by_constants(self, point: Point) -> np.ndarray:
-        """The distance of the rule and plain AD that the rounding of constants excuses."""
-        rows = len(point.gradient)
-        moved = np.zeros_like(point.gradient)
-        for gradient in filter(None, {self.rule, self.plain}):
-            # Plain AD has no gradient where a rule is there for a `while_loop`.
-            with contextlib.suppress(Exception):
-                moved += gradient.moved_by_constants(point.xs, self.covectors[:rows])
-        return tolerances.CONSTANTS * moved.max(axis=0)
-
     @functools.cached_property
     def _by_jump(self) -> np.ndarray:
-        """The error of each element that a jump explains, in outputs that hardly jump as well.
+        """The error of each element that a jump explains, in outputs that hardly jump as well."""
+        return np.fmax(self.jump, self.noise(self.subject.inputs))
 
-        There, plain AD in the function's own types is another than in float64.
-        """
-        plain: Any = self.plain
-        off, at = 0.0, (self.subject.inputs, self.covectors)
-        with contextlib.suppress(Exception):
-            off = np.abs(in_own_types(plain, *at) - plain(*at)).max(axis=0)
-        return np.fmax(self.jump, tolerances.LOSES * off)
-
-    def noise(self, xs) -> np.ndarray | None:
-        """The noise of each element from rounding, as it moves plain AD there; None if unknown."""
+    def noise(self, xs) -> np.ndarray:
+        """The error of each element there that rounding explains."""
         for known, found in self._noise:
             if known is xs:
                 return found
@@ -355,57 +335,28 @@ class Check:
         return found
 
     @functools.cached_property
-    def _noise(self) -> list[tuple[Any, Any]]:
-        return []  # the last points and the noise there: eager, it takes as long as all the rest
+    def _noise(self) -> list[tuple[Any, np.ndarray]]:
+        return []  # at the last points
 
-    def _noise_at(self, xs) -> np.ndarray | None:
-        if self.plain is None:
-            return None
-        try:
-            exact = self.plain(xs, self.covectors)
-            error = np.abs(in_own_types(self.plain, xs, self.covectors) - exact)
-        except Exception:
-            return None
-        return np.fmax(self.tolerance.excused(error, exact), self._lost(xs, error, exact))
-
-    def _lost(self, xs, off: np.ndarray, exact: np.ndarray) -> np.ndarray:
-        """The error of each element that one rounding of each operation explains.
-
-        Where nothing is left of an element, plain AD is `off` as well. A rule of its own may lose
-        more than plain AD where its terms cancel beside the effect of another leaf, or around.
-        """
-        eps, is_off = float(self.tolerance.eps.max()), off > np.abs(exact) / 2
-        has_own = self.rule is not None and self.rule is not self.plain
-        if has_own or eps > np.finfo(np.float64).eps and is_off.any():
-            with contextlib.suppress(Exception):
-                moved = self._as_written.moved_by_rounding(xs, self.covectors, eps)
-                is_lost = (moved > np.abs(exact)) & is_off
-                lost = np.where(is_lost, tolerances.LOSES * moved, 0.0).max(axis=0)
-                return np.fmax(lost, self._cancelling(xs, moved, exact) if has_own else 0.0)
-        return np.zeros(self.gradient.shape[1])
-
-    def _cancelling(self, xs, moved: np.ndarray, exact: np.ndarray) -> np.ndarray:
-        around = self._around(xs, len(exact))
-        around, scales = exact if around is None else around, element_scales(xs)
+    def _noise_at(self, xs) -> np.ndarray:
+        rows = len(self.covectors)
+        plain = self.tolerance.explained(self._moved([self.plain], xs, rows, OWN))
+        if self.rule is None or self.rule is self.plain:
+            return plain
+        # Where its terms cancel, a rule may lose more than plain AD.
+        own = self.tolerance.explained(self._moved([self.rule], xs, rows, OF_RULE))
+        known = [self._exact(self.rule, xs, slice(rows)), self._around(xs, rows)]
         value = np.nan_to_num(np.abs(_trees.to_numpy(self.subject.outputs)), posinf=0.0)
         value = np.max(np.abs(self.covectors) @ value)
-        return self.tolerance.cancelling(moved.max(axis=0), exact, around, scales, value)
-
-    @functools.cached_property
-    def _as_written(self) -> Gradient:
-        """The rule in float64 as a program of single operations, whose results can be moved."""
-        if self.rule is not None and self.rule is not self.plain:
-            return self.rule
-        backward = traced_vjp(self.subject)
-        constants = _jaxpr.opened(backward)[1]
-        return Gradient(widened_program(backward), constants, self.subject.outputs)
+        most = self.tolerance.cancelled(known, element_scales(xs), value)
+        return np.fmax(plain, np.fmin(own, most))
 
     def compare(self, check: str, got, expected, what: str, xs=None) -> list:
         """Compare two computations of one gradient; a failure names the worst element."""
         bad = self._differ(got, expected)
         if np.isfinite(tolerances.distance(got[bad], expected[bad])).any():  # no noise excuses NaN
             noise = self.noise(xs or self.subject.inputs)
-            around = None if noise is None else self._around(xs or self.subject.inputs, 1)
+            around = self._around(xs or self.subject.inputs, 1)
             bad = self._differ(got, expected, noise, around)
         if not len(bad):
             return []

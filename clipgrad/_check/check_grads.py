@@ -69,12 +69,12 @@ def check_grads(
 
     Guarantees:
       * ``notes`` has each element that could not be verified, ``not_run`` each check that could not
-        run; a report in which nothing was verified is not ok. Rounding excuses an element if plain
-        AD in the same precision is off too, up to a quarter of the element and its leaf, unless the
-        terms of the leaf cancel. An element off by more is not verified, nor one off by more than a
-        hundredth of them if the formula could not be judged in float64. Where its terms
-        cancel, a rule may lose what its own operations do, up to 50 roundings of the largest leaf's
-        effect, there or nearby.
+        run; a report in which nothing was verified is not ok. Rounding explains what moving
+        each number of plain AD by one rounding of its type moves an element by, three times; and
+        for a rule whose terms cancel the same of its own operations, up to 50 roundings of the
+        largest leaf's effect, there or nearby. An element off by more than a quarter of itself and
+        its leaf is not verified then, nor one off by more than a hundredth if the formula could
+        not be judged in float64.
       * An element that vanishes beside other leaves is verified at further points alone.
       * At a kink a gradient between the one-sided slopes passes with a note, and the element is
         held while the others are moved. At a jump nothing is verified; outputs whose values in

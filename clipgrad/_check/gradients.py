@@ -12,7 +12,7 @@ from clipgrad._check.differences import in_float64
 from clipgrad._check.points import cotangents
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import PRECISE
-from clipgrad._check.widening import Jitter, Moved, MovedConstants, Widened
+from clipgrad._check.widening import Widened
 
 # Elements of a point that is widened before a program runs: one program serves it in any type. For
 # more, each leaf is widened where it is needed.
@@ -78,7 +78,6 @@ class PlainAD:
     def __init__(self, of: "Widened | PlainAD", count: int):
         self._of, self._count = of, count
         self.key, self.looks_at_bits = ("VJP", of.key), of.looks_at_bits
-        self.is_entered = of.is_entered
 
     def call(self, constants: Sequence, leaves: list, hook: _jaxpr.Hook | None = None) -> list:
         """The gradient under a hook, in float64 if there is none."""
@@ -103,65 +102,32 @@ class Gradient:
         # Of a call without a hook: calls with any hook raise it as well.
         self._error: Exception | None = None
 
-    def __call__(
-        self, xs, covectors: np.ndarray, hook: Callable | None = None, *numbers: Any
-    ) -> np.ndarray:
+    def __call__(self, xs, covectors: np.ndarray, hook: Callable | None = None) -> np.ndarray:
         """The gradients in float64 for each cotangent, shape (cotangents, inputs).
 
-        `hook(*numbers)` makes a hook. Compiled programs are kept by what makes it, and serve all
-        numbers if the hook sees the whole program as it runs.
+        Compiled programs are kept by `hook`, which makes a hook.
         """
         function = self.function
-        fixed = () if function.is_entered else numbers
         if self._error is not None:
             raise self._error
 
-        def call(constants, leaves, numbers):
+        def call(constants, leaves):
             wide = [x.astype(_trees.wide_dtype(x.dtype)) for x in leaves]
-            return function.call(constants, wide, hook and hook(*(fixed or numbers)))
+            return function.call(constants, wide, hook and hook())
 
-        run = _jaxpr.kept_by_key((hook, *fixed, function.key), lambda: _jaxpr.low_jit(call))
+        run = _jaxpr.kept_by_key((hook, function.key), lambda: _jaxpr.low_jit(call))
         with in_float64():
             size = sum(x.size for x in xs)
             widened = _trees.widened_leaf if size <= WIDENED_FIRST else np.asarray
             leaves = [widened(x) for x in xs]
             like = [jax.ShapeDtypeStruct(y.shape, _trees.wide_dtype(y.dtype)) for y in self.outputs]
             cotangents = [_trees.cotangent_leaves(row, like) for row in covectors]
-            found = (run(self.constants, [*leaves, *u], numbers) for u in cotangents)
+            found = (run(self.constants, [*leaves, *u]) for u in cotangents)
             try:
                 return _trees.gradient_rows(found, len(cotangents))
             except Exception as error:
                 self._error = None if hook else error.with_traceback(None)
                 raise
-
-    def moved_by_constants(self, xs, covectors: np.ndarray) -> np.ndarray:
-        """The change of the gradient when every constant moves by one rounding of its type."""
-        return self._moved_by(MovedConstants, xs, covectors)
-
-    def moved_by_rounding(
-        self, xs, covectors: np.ndarray, eps: float = np.finfo(np.float64).eps
-    ) -> np.ndarray:
-        """The change of the gradient when every result of an operation moves by one rounding."""
-        many = Jitter.MANY
-        once, often = (self._moved_by(Jitter, xs, covectors, by * eps) for by in (1, many))
-        # The jump at a tie is as large whatever the roundings that untie it.
-        return np.where(often > many / 4 * once, once, 0.0)
-
-    def _moved_by(self, hook: type[Moved], xs, covectors: np.ndarray, *by: float) -> np.ndarray:
-        exact = self(xs, covectors)
-        moved = [self(xs, covectors, hook, way, *map(float, by)) for way in hook.WAYS]
-        return np.max([np.abs(gradient - exact) for gradient in moved], axis=0)
-
-
-def in_own_types(plain: Gradient, xs, covectors: np.ndarray) -> np.ndarray:
-    """Plain AD's gradients in the types of the program.
-
-    Eagerly, since a compiler may simplify away just what loses precision.
-    """
-    function: Any = plain.function
-    pull = function.pull_back(plain.constants, list(xs), _jaxpr.NoRules(np.float64))
-    found = (pull(_trees.cotangent_leaves(row, plain.outputs))[0] for row in covectors)
-    return _trees.gradient_rows(found, len(covectors))
 
 
 def traced_vjp(subject: CheckSubject) -> Any:

@@ -17,9 +17,7 @@ COTANGENTS = 2
 # Directions in which a point is moved: two balanced dense ones, another dense one, and single
 # elements by their scale.
 BALANCED, DENSE, SINGLE = (0, 1), 2, 3
-# Parts by which all elements are moved, to see the gradient around a point, or how rounding alone
-# changes it: by a few roundings of float64, so that even the phase of sin(1e10 x) stays as it is.
-NEARBY, FEW_ROUNDINGS = 2.0**-4, 2.0**-45
+NEARBY = 2.0**-4  # the part by which all elements are moved, to see the gradient around a point
 EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
 # How far apart the effects of leaves are balanced: more would be lost in rounding.
 LEAST_BALANCE = 2.0**-10
@@ -43,9 +41,9 @@ class Point:
       scale: the scale of each element, a power of two.
       direction: gives the vector of a direction.
       unreferenced: the leaves whose reference is not finite; `gradient` stands in for it there.
-      around: gives plain AD's gradient where each element is moved by such a part of its own, or
-        None if it cannot be had.
-      rounded: gives how far each element may be off since operations round in float64.
+      around: gives plain AD's gradient where each element is moved by `NEARBY` of its own, or None
+        if it cannot be had.
+      rounded: gives how far such roundings move each element of the rule's and of plain AD's.
     """
 
     xs: Sequence[jax.Array]
@@ -56,8 +54,8 @@ class Point:
     scale: np.ndarray
     direction: Callable[[int], np.ndarray]
     unreferenced: Sequence[int] = ()
-    around: Callable[[float], np.ndarray | None] = lambda part: None
-    rounded: Callable[[], Any] = lambda: 0.0
+    around: Callable[[], np.ndarray | None] = lambda: None
+    rounded: Callable[..., Any] = lambda *parts: 0.0
 
     @functools.cached_property
     def vector(self) -> np.ndarray:
@@ -78,7 +76,7 @@ def make_point(
     gradients,
     seed: int,
     delta: float | None = None,
-    around: Callable[[float], np.ndarray | None] = lambda part: None,
+    around: Callable[[], np.ndarray | None] = lambda: None,
 ) -> Point:
     """A point from the gradients there: as computed, the rule's in float64, plain AD's."""
     gradient, exact, reference = gradients

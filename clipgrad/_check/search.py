@@ -9,7 +9,8 @@ import numpy as np
 
 from clipgrad._check import tolerances, verdicts
 from clipgrad._check.differences import Differences, Moves, Slopes, step_sizes
-from clipgrad._check.points import BALANCED, DENSE, FEW_ROUNDINGS, NEARBY, SINGLE, Point
+from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
+from clipgrad._check.rounding import WIDE
 from clipgrad._check.subject import Range
 from clipgrad._check.tolerances import PRECISE, Allowed, Excuse, Sizes, Tolerance
 from clipgrad._check.verdicts import (
@@ -31,7 +32,6 @@ BLOCKS, PARTS = 64, 16  # that a group is split into, first and then
 WORST, KINDS_LOOKED_AT, INSPECTED = 8, 16, 24
 # Of the groups that are wrong, if there are more than FEW, only the worst; of those at kinks, FEW.
 FEW, WORST_GROUPS = 8, 2
-MOVES = 4  # of the point, to see how rounding changes plain AD: one alone may leave it as it is
 AT_ONCE = 2**13  # elements judged between two looks at the clock
 
 
@@ -109,7 +109,7 @@ class Judge:
     def sizes(self) -> Sizes:
         """The size of the gradient, leaf by leaf; the exact one, if there is one."""
         target = self.gradient if self.reference is None else self.reference
-        around = self.point.around(NEARBY) if self.is_near else None
+        around = self.point.around() if self.is_near else None
         return self.tolerance.sizes(target, self.point.scale, self.reference is not None, around)
 
     @functools.cached_property
@@ -119,15 +119,9 @@ class Judge:
 
     @functools.cached_property
     def noise(self) -> np.ndarray:
-        """The noise in float64: as far as rounding changes plain AD's gradient, or the rule's."""
-        plain, noise = self.point.reference, np.zeros(self.point.scale.size)
-        for k in range(MOVES if plain is not None else 0):
-            moved = self.point.around(FEW_ROUNDINGS * (1 + k))
-            noise = noise if moved is None else np.fmax(noise, np.abs(moved - plain).max(axis=0))
-        noise = np.fmax(tolerances.OWN_ROUNDING * noise, self.point.rounded())
-        for start, stop in self.ranges:
-            noise[start:stop] += np.median(noise[start:stop])
-        return noise
+        """The size of a gradient in float64 that is nothing but rounding, to slopes at least."""
+        moved = np.zeros(self.point.scale.size) + self.point.rounded(*WIDE)
+        return self.tolerance.explained(moved) + tolerances.NOTHING * moved
 
     def is_nothing(self, indices: np.ndarray) -> np.ndarray:
         """Whether gradient and reference are zero or noise; a true gradient hardly changes."""
@@ -199,7 +193,7 @@ class Judge:
     def _are_flat(self, indices: np.ndarray) -> np.ndarray:
         """Whether each element has no gradient here nor around, as on a staircase."""
         flat = np.asarray(~self.gradient[:, indices].any(axis=0))
-        around = self.point.around(NEARBY) if flat.any() else None
+        around = self.point.around() if flat.any() else None
         if around is None:
             return np.zeros_like(flat)
         return np.asarray(flat & ~around[:, indices].any(axis=0))
@@ -498,13 +492,11 @@ def _excused(finding: Finding, judge: Judge) -> Finding:
     for excuse in judge.excuses if finding.is_wrong else ():
         wrong = (finding.verdict.kind == WRONG) & ~verdict.kink
         size = np.abs(verdict.numeric) + judge.sizes.typical[:, finding.leaf].max()
-        wrong &= off <= excuse.most * size
-        allowed = excuse.measure() if wrong.any() else None
-        if allowed is not None:
+        if wrong.any():
             sure = off <= excuse.verified * size
             sure |= judge.is_zero(finding.indices) if excuse.of_zero else False
             kinds = np.where(sure, excuse.kind, LOST)
-            own = allowed[finding.indices]
+            own = excuse.measure()[finding.indices]
             own = own + verdict.error if excuse.kind == SINGULAR else own
             finding = finding.with_kind(kinds, wrong & (off <= own))
     return finding

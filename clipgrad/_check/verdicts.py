@@ -140,7 +140,8 @@ def with_grains(slopes: Slopes, steps: np.ndarray) -> Slopes:
     """The slopes with the noise of values that change by grains, as those of large sums do.
 
     Where the smallest steps change nothing and a larger one does, the least change is a grain: each
-    value may be off by as much, and so may those of other rows that change by grains or not at all.
+    value may be off by as much, and so may those of other rows that change by grains or not at all
+    (without it the case a_sum_beside_a_large_number is called wrong).
     """
     steps = steps[None, :, None]
     sizes = np.stack([np.abs(slopes.ahead), np.abs(slopes.behind)]) * steps
@@ -193,7 +194,11 @@ def _is_kink(slopes: Slopes, gap, best, ratio) -> np.ndarray:
 
 
 def _is_rough(slopes: Slopes, numeric, error, size) -> np.ndarray:
-    """Whether the smallest steps have other slopes, and not one, as on a staircase."""
+    """Whether the smallest steps have other slopes, and not one, as on a staircase.
+
+    Without it a staircase of too small steps is wrong
+    (test_a_staircase_whose_steps_the_smallest_moves_alone_see_is_not_verified_and_not_wrong).
+    """
     part, noise = KINK_GAP * size, 10 * slopes.noise
     unlike = np.abs(slopes.central[:, -3:] - numeric[:, None]) - noise[:, -3:]
     sides = np.concatenate([slopes.ahead[:, -2:], slopes.behind[:, -2:]], axis=1)

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from clipgrad._jaxpr import (
     PRINTS,
     PRODUCTS,
     Hook,
+    Widen,
     bind,
     dtype_of,
     evaluate,
@@ -47,11 +48,13 @@ SUMS = frozenset(
     "ragged_dot_general reduce_prod reduce_scatter reduce_sum reduce_window_sum scatter-add "
     "scatter-mul scatter-sub scatter_add scatter_mul scatter_sub select_and_scatter_add".split()
 )
+MEANT = 11  # binary digits of a constant that a formula means as it is, in half precision as well
 # Backward stable: off by what a rounding of their operands moves.
 SOLVERS = FOREIGN_PROGRAMS | frozenset(
     "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd "
     "symmetric_product triangular_solve tridiagonal tridiagonal_solve".split()
 )
+PLATFORMS = ("cpu", "gpu", "tpu")
 # The rounding of float32 operands on CUDA and on a TPU, by the precision of their product.
 PASSES = {
     "DEFAULT": (2.0**-10, 2.0**-7),
@@ -85,8 +88,42 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
       seed: an array of uint32: one compiled program serves all seeds.
     """
     hook = _Rounding(jnp.asarray(seed, jnp.uint32), _platform(), itertools.count(1))
-    with _one_promotion():
+    with one_promotion():
         return evaluate(program, inputs, hook)
+
+
+class Parts(NamedTuple):
+    """How many roundings of its own type each result and term moves by, and each constant.
+
+    Beside these each moves by one rounding of float64. `reduced` is 0 where a `reduce_precision` is
+    no rounding but what is computed. All may be traced.
+    """
+
+    results: Any = 1.0
+    constants: Any = 1.0
+    reduced: Any = 1.0
+
+
+def rounded_in_float64(
+    program: Any, inputs: Sequence, seed: Any, parts: Parts, platform: str = "cpu"
+) -> list:
+    """Evaluate a program in float64 with all that it rounds moved by such parts of a rounding.
+
+    As `rounded`, but what is moved does not vanish in the next rounding: the results spread about
+    the exact ones, in proportion to the roundings. To be called where JAX has 64 bits.
+
+    Args:
+      program: the jaxpr; custom rules in it are entered by what they compute.
+      inputs: its inputs.
+      seed: an array of uint32.
+      parts: the roundings.
+      platform: where the program itself runs, which may be another than what this runs on.
+    """
+    number = jnp.int32(PLATFORMS.index(platform) if platform in PLATFORMS else 0)
+    salt, wide = jnp.asarray(seed, jnp.uint32), Widen(jnp.float64)
+    hook = _Rounding(salt, number, itertools.count(1), parts, wide=wide)
+    with one_promotion():
+        return evaluate(program, [wide.constant(x, None) for x in inputs], hook)
 
 
 @jax.tree_util.register_dataclass
@@ -97,39 +134,47 @@ class _Rounding(Hook):
     salt: Any
     platform: Any
     numbers: Iterator[int] = dataclasses.field(metadata={"static": True})
+    parts: Parts = Parts()
     axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+    wide: Widen | None = dataclasses.field(default=None, metadata={"static": True})
 
     flatten = True
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
-        """The results, moved; None for what is exact, and for a program that is entered."""
+        """The results, moved; None for a program that is entered."""
         name = equation.primitive.name
         if name in PRINTS:
             return []
-        if (
-            name in UNROUNDED
-            or is_entered(equation, self)
-            or not any(map(holds_floats, equation.outvars))
-        ):
+        if is_entered(equation, self):
             return None
+        if name in UNROUNDED or not any(map(holds_floats, equation.outvars)):
+            return self._bound(equation, inputs)
         if name == "convert_element_type":
             return self._cast(equation, inputs)
         if name in SUMS | SOLVERS or held_programs(equation):
             return self._sum(equation, inputs)
         if name in ("mul", "div"):
             return self._scaled(equation, inputs)
-        bits = equation.params["mantissa_bits"] if name == "reduce_precision" else None
-        return self._all(bind(equation, inputs), bits and 2.0**-bits)
+        outputs = self._bound(equation, inputs)
+        if name != "reduce_precision":
+            return self._all(equation, outputs)
+        least = float(jnp.finfo(dtype_of(equation.outvars[0])).eps)
+        reduced = self.parts.reduced * 2.0 ** -equation.params["mantissa_bits"]
+        return self._all(equation, outputs, jnp.maximum(reduced, least))
 
     def constant(self, value: Any, aval: Any) -> Any:
         """A number of many binary digits is the nearest of its type to what was meant."""
-        if not holds_floats(aval) or isinstance(value, Tracer) or np.ndim(value):
-            return value
-        number = complex(value)
-        digits = 2.0 ** (jnp.finfo(aval.dtype).nmant // 2 + 1)
-        parts = digits * np.frexp([number.real, number.imag])[0]
+        wide = value if self.wide is None else self.wide.constant(value, aval)
+        if not holds_floats(aval) or np.ndim(value):
+            return wide
+        wide, short = jnp.asarray(wide), jnp.finfo(aval.dtype).nmant // 2
+        short = short if self.wide is None else max(short, MEANT)
+        moved = self._to_neighbors(wide, aval.dtype, part=self.parts.constants)
+        if isinstance(wide, Tracer):
+            return jnp.where(_has_digits(wide, short), wide, moved)
+        parts = 2.0 ** (short + 1) * np.frexp([np.real(value), np.imag(value)])[0]
         is_short = np.all((parts == np.round(parts)) | ~np.isfinite(parts))
-        return value if is_short else self._to_neighbors(jnp.asarray(value, aval.dtype))
+        return value if is_short and self.wide is None else wide if is_short else moved
 
     def steps(self, equation: JaxprEqn) -> Any:
         """The number of each step."""
@@ -143,40 +188,53 @@ class _Rounding(Hook):
             return dataclasses.replace(self, axes=(*self.axes, *manual_axes(equation)))
         return self
 
-    def _to_neighbors(self, x: Any, eps: Any = None) -> Any:
+    def _bound(self, equation: JaxprEqn, inputs: list, **changed: Any) -> list:
+        """The results, not moved."""
+        if self.wide is not None:
+            return list(self.wide(equation, inputs) or [])
+        return bind(equation, inputs, **changed)
+
+    def _to_neighbors(self, x: Any, own: Any, eps: Any = None, part: Any = None) -> Any:
+        """A number of type `own`, which `x` may be wider than, moved by one of its roundings."""
         if not holds_floats(x) or not x.size:
             return x
         salt = self.salt + jnp.uint32(next(self.numbers) * 0x9E3779B1 % 2**32)
         for number, axis in enumerate(sorted({*self.axes, *varying_axes(x)})):
             device = lax.axis_index(axis).astype(jnp.uint32)
             salt = mixed(salt + device * jnp.uint32(2 * number + 0x85EBCA6B))
-        return _to_neighbors(x, salt, float(jnp.finfo(x.dtype).eps) if eps is None else eps)
+        limits = jnp.finfo(own)
+        eps, least = float(limits.eps) if eps is None else eps, float(limits.smallest_subnormal)
+        if self.wide is not None:
+            part = self.parts.results if part is None else part
+            eps, least = eps * part + float(jnp.finfo(x.dtype).eps), least * part
+        return _to_neighbors(x, salt, eps, NEIGHBOR * least)
 
-    def _all(self, values: Sequence, eps: Any = None) -> list:
-        return [self._to_neighbors(x, eps) for x in values]
+    def _all(self, equation: JaxprEqn, values: Sequence, eps: Any = None) -> list:
+        return [
+            self._to_neighbors(x, dtype_of(v), eps) if holds_floats(v) else x
+            for v, x in zip(equation.outvars, values, strict=True)
+        ]
 
     def _cast(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """A cast to fewer digits, where it changes a number."""
-        (x,) = inputs
-        own, new = jnp.asarray(x).dtype, dtype_of(equation.outvars[0])
-        if not holds_floats(jnp.asarray(x)) or jnp.finfo(new).nmant >= jnp.finfo(own).nmant:
-            return None
-        (y,) = bind(equation, inputs)
-        if jnp.iscomplexobj(x):
-            return [self._to_neighbors(y)]
-        stays = _has_digits(x, jnp.finfo(new).nmant)
-        return [jnp.where(stays, y, self._to_neighbors(y))]
+        (x,), (y,) = inputs, self._bound(equation, inputs)
+        before, after = equation.invars[0], dtype_of(equation.outvars[0])
+        digits = jnp.finfo(after).nmant
+        if not holds_floats(before) or digits >= jnp.finfo(dtype_of(before)).nmant:
+            return [y]
+        moved = self._to_neighbors(y, after)
+        return [moved if jnp.iscomplexobj(x) else jnp.where(_has_digits(x, digits), y, moved)]
 
     def _scaled(self, equation: JaxprEqn, inputs: list) -> list:
         """A product or a quotient, where it is not with a power of two."""
-        (y,) = bind(equation, inputs)
+        (y,) = self._bound(equation, inputs)
         factors = [x for x in inputs if not jnp.iscomplexobj(x)]
         factors = factors[-1:] if equation.primitive.name == "div" else factors
         if any(
             not isinstance(x, Tracer) and np.all(np.abs(np.frexp(x)[0]) == 0.5) for x in factors
         ):
             return [y]
-        found = self._to_neighbors(y)
+        (found,) = self._all(equation, [y])
         for x in (x for x in factors if isinstance(x, Tracer)):
             found = jnp.where(_has_digits(x, 0), y, found)
         return [found]
@@ -187,15 +245,18 @@ class _Rounding(Hook):
         widest = max(kinds, key=lambda dtype: jnp.finfo(dtype).nmant)
         is_product, changed = equation.primitive.name in PRODUCTS, {}
         terms = list(inputs)
-        for i, x in enumerate(inputs):
-            if not holds_floats(x):
+        for i, (x, v) in enumerate(zip(inputs, equation.invars, strict=True)):
+            if not holds_floats(v):
                 continue
-            dtype = x.dtype if x.dtype in kinds else widest
-            if jnp.finfo(dtype).nmant > jnp.finfo(x.dtype).nmant and is_product:
-                x, changed = x.astype(dtype), {"precision": lax.Precision.HIGHEST}
-            eps = max(float(jnp.finfo(t).eps) for t in (dtype, x.dtype))
-            terms[i] = self._to_neighbors(x, self._pass(equation, x, eps))
-        return self._all(bind(equation, terms, **changed), self._partial_sums(equation, inputs))
+            own = dtype_of(v)
+            dtype = own if own in kinds else widest
+            if jnp.finfo(dtype).nmant > jnp.finfo(own).nmant and is_product:
+                own, changed = dtype, {"precision": lax.Precision.HIGHEST}
+                x = x.astype(dtype) if self.wide is None else x
+            eps = max(float(jnp.finfo(t).eps) for t in (dtype, own))
+            terms[i] = self._to_neighbors(x, dtype, self._pass(equation, dtype, eps))
+        eps = self._partial_sums(equation, inputs)
+        return self._all(equation, self._bound(equation, terms, **changed), eps)
 
     def _partial_sums(self, equation: JaxprEqn, inputs: list) -> Any:
         """The rounding of a sum in half precision, which a CPU rounds at each of n terms.
@@ -204,15 +265,16 @@ class _Rounding(Hook):
         pair may differ by less than half.
         """
         out: Any = equation.outvars[0].aval
-        if equation.primitive.name != "reduce_sum" or jnp.finfo(out.dtype).bits > 16:
+        is_half = equation.primitive.name == "reduce_sum" and jnp.finfo(out.dtype).bits <= 16
+        if not is_half:
             return None
         count = np.size(inputs[0]) / max(1, out.size)
         times = jnp.where(self.platform == 0, max(1.0, count**0.5 / 2), 1.0)
         return float(jnp.finfo(out.dtype).eps) * times.astype(jnp.float32)
 
-    def _pass(self, equation: JaxprEqn, x: Any, eps: float) -> Any:
+    def _pass(self, equation: JaxprEqn, own: Any, eps: float) -> Any:
         """The rounding of an operand: that of its product, if it is coarser."""
-        single = jnp.finfo(x.dtype).bits == 32 and equation.primitive.name in PRODUCTS
+        single = jnp.finfo(own).bits == 32 and equation.primitive.name in PRODUCTS
         precision = equation.params.get("precision") or lax.Precision.DEFAULT
         first = precision[0] if isinstance(precision, tuple) else precision
         known = PASSES.get(getattr(first, "name", "")) if single else None
@@ -232,8 +294,8 @@ def _has_digits(x: Any, count: int) -> Any:
 
 
 @jax.jit  # traced once for each type
-def _to_neighbors(x: Any, salt: Any, eps: Any) -> Any:
-    """Each number but small whole ones, moved by ``eps`` of itself, up or down."""
+def _to_neighbors(x: Any, salt: Any, eps: Any, least: Any) -> Any:
+    """Each number but small whole ones, moved by ``eps`` of itself or `least`, up or down."""
     wide = x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
     real = jnp.finfo(wide.dtype).dtype
     up = _hashes(x.shape, salt) >> jnp.uint32(31) == 1
@@ -242,8 +304,7 @@ def _to_neighbors(x: Any, salt: Any, eps: Any) -> Any:
     if jnp.iscomplexobj(x):
         y = x + x * (step * sign)
         return jnp.where(jnp.isfinite(y), y, x)
-    least = NEIGHBOR * float(jnp.finfo(x.dtype).smallest_subnormal)
-    size = jnp.where(x == 0, 0, jnp.maximum(jnp.abs(wide) * step, least))
+    size = jnp.where(x == 0, 0, jnp.maximum(jnp.abs(wide) * step, jnp.asarray(least, real)))
     y = (wide + size * sign).astype(x.dtype)
     most = 1 / (16 * jnp.asarray(eps, jnp.float32))  # below it few numbers are whole by chance
     is_count = (x == jnp.round(x)) & (jnp.abs(wide) < most.astype(wide.dtype))
@@ -261,7 +322,7 @@ def _hashes(shape: tuple[int, ...], salt: Any) -> Any:
 
 
 def mixed(bits: Any) -> Any:
-    """A hash of each number of 32 bits."""
+    """A hash of 32 bits for each number of 32 bits, in NumPy or in JAX."""
     for right, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
         bits = (bits ^ (bits >> np.uint32(right))) * np.uint32(factor)
     return bits
@@ -271,11 +332,14 @@ def moved_by_rounding(x: Any, seed: Any) -> Any:
     """Numbers, each moved by one rounding of its type, but for small whole numbers."""
     if not holds_floats(x) or not x.size:
         return x
-    with _one_promotion():
-        return _to_neighbors(x, jnp.asarray(seed, jnp.uint32), float(jnp.finfo(x.dtype).eps))
+    with one_promotion():
+        limits, salt = jnp.finfo(x.dtype), jnp.asarray(seed, jnp.uint32)
+        least = NEIGHBOR * float(limits.smallest_subnormal)
+        return _to_neighbors(x, salt, float(limits.eps), least)
 
 
 @contextlib.contextmanager
-def _one_promotion() -> Iterator[None]:
+def one_promotion() -> Iterator[None]:
+    """A context in which the arithmetic of hooks does not depend on a user's settings of JAX."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
