@@ -48,7 +48,7 @@ def sketch(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-1)
     flat = on_every_device(x).ravel().astype(sketch_dtype(x.dtype))
-    hashes = _hashes(flat.size)
+    hashes = _position_hashes(flat.size)
     finite, large = jnp.isfinite(flat), jnp.abs(flat) >= MASKED
     bits = (hashes >> jnp.uint32(13)) & jnp.uint32(1)
     signed = flat * (1 - 2 * bits.astype(flat.dtype))
@@ -59,7 +59,7 @@ def sketch(x: jax.Array) -> jax.Array:
     return jnp.concatenate([sums, code.astype(flat.dtype)[None]])
 
 
-def _hashes(count: int, first: int = 0) -> jax.Array:
+def _position_hashes(count: int, first: int = 0) -> jax.Array:
     positions = jnp.arange(count, dtype=jnp.uint32)
     return mixed(positions * jnp.uint32(2654435761) + jnp.uint32(first))
 
@@ -73,7 +73,7 @@ def _buckets(x: jax.Array) -> jax.Array:
     count = -(-x.shape[1] // NUMBERS)
     padded = jnp.pad(x, ((0, 0), (0, count * NUMBERS - x.shape[1])))
     rows = padded.reshape(len(x), count, NUMBERS)
-    shifts = _hashes(count, 0x3C6EF372)[:, None]
+    shifts = _position_hashes(count, 0x3C6EF372)[:, None]
     columns = jnp.arange(NUMBERS, dtype=jnp.uint32)[None, :] + shifts & jnp.uint32(NUMBERS - 1)
     turned = jnp.take_along_axis(rows, columns.astype(jnp.int32)[None], axis=2)
     return jnp.sum(turned, axis=1)
