@@ -91,8 +91,8 @@ def test_what_is_not_finite_is_counted_in_one_more_program(programs, is_sharded)
     assert (finding.kind, finding.operation) == ("vjp", "sqrt")
     healthy, counting = programs[:2]
     assert not {"cond", "while", "scan"} & {*operations(healthy), *operations(counting)}
-    # Of all cotangents of one shape together, and of all gradients.
-    assert operations(counting)["is_finite"] == 2 and not operations(healthy)["is_finite"]
+    # Of all cotangents of one shape together, and in JAX 0.10 of all gradients.
+    assert operations(counting)["is_finite"] in (1, 2) and not operations(healthy)["is_finite"]
     counts = [float(row.nonfinite) for row in result.rows]
     # Of 5 columns where the root is, of all elements that a product has reached, of none behind.
     assert {*counts} == {0, 5 * WIDTH, WIDTH**2} and counts[-1] == 0

@@ -64,8 +64,7 @@ class Probe(Hook):
         self.base, self.parent = base or Hook(), parent
         self.flatten = self.base.flatten
         around = parent and parent.equation
-        is_body = around is not None and around.primitive.name == "scan"
-        states = carried_variables(around) if is_body else []
+        states = carried_variables(around) if around and around.primitive.name == "scan" else []
         self._states = {v: i for i, v in enumerate(states)}
         self._probed_states: dict[Var, Any] = {}
 
