@@ -231,7 +231,7 @@ def test_a_value_without_a_match_has_its_own_name():
 def test_has_aux_leaves_aux_out():
     found = cg.compare(small(aux=1), small(aux=2), ARGS, has_aux=True)
     assert found.ok and len(found.rows) == 1
-    with pytest.raises(ValueError, match="expected a scalar loss"):
+    with pytest.raises(ValueError, match="expected a scalar; write has_aux=True"):
         cg.compare(small(aux=1), small(aux=2), ARGS)
 
 

@@ -64,7 +64,8 @@ class Probe(Hook):
         self.base, self.parent = base or Hook(), parent
         self.flatten = self.base.flatten
         around = parent and parent.equation
-        self._states = _carried(around) if around and around.primitive.name == "scan" else {}
+        states = carried_variables(around) if around and around.primitive.name == "scan" else []
+        self._states = {v: i for i, v in enumerate(states)}
         self._probed_states: dict[Var, Any] = {}
 
     def constant(self, value: Any, aval: Any) -> Any:
@@ -132,11 +133,10 @@ class Probe(Hook):
         return _identity(self.summary, x, probe)
 
 
-def _carried(scan: JaxprEqn) -> dict[Var, int]:
-    """The variables that a scan carries in its body, with their positions."""
+def carried_variables(scan: JaxprEqn) -> list[Var]:
+    """The variables that a scan carries in its body."""
     constants, carried = scan_counts(scan)
-    variables = opened(called_program(scan))[0].invars[constants : constants + carried]
-    return {v: i for i, v in enumerate(variables)}
+    return opened(called_program(scan))[0].invars[constants : constants + carried]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -7,7 +7,6 @@ import numpy as np
 from clipgrad._diagnose.cotangents import Measured, joined
 from clipgrad._diagnose.records import GradientRow
 from clipgrad._diagnose.units import ProgramBlock, Unit
-from clipgrad._names import Place
 
 SCAN = "scan"
 
@@ -20,13 +19,12 @@ def units_and_rows(block: ProgramBlock, measured: Measured) -> Iterator[tuple[Un
         pairs = [(v, joined(measured[site], own)) for v, site in sites.items()]
         pairs = [(v, summary) for v, summary in pairs if np.any(summary.reached)]
         if pairs:
-            operation = SCAN if inner else unit.place.operation
-            yield unit, _row(unit.place, own.nest, operation, pairs, unit.is_layer)
+            yield unit, _row(unit, pairs)
 
 
-def _row(
-    place: Place, scans: tuple[int, ...], operation: str, pairs: list, is_layer: bool
-) -> GradientRow:
+def _row(unit: Unit, pairs: list) -> GradientRow:
+    place, is_carried = unit.place, bool(unit.holder)
+    scans = [*place.scans, *([place.equation] if is_carried else [])]
     largest = max((v.aval for v, _ in pairs), key=lambda aval: aval.size)
     sizes = np.array([v.aval.size for v, _ in pairs], float)
     summaries = [summary for _, summary in pairs]
@@ -35,19 +33,14 @@ def _row(
         module=place.module,
         file=where.file,
         line=where.line,
-        operation=operation,
+        operation=SCAN if is_carried else place.operation,
         shape=tuple(largest.shape),
         dtype=str(largest.dtype),
-        scans=scans,
+        scans=tuple(scan.params["length"] for scan in scans),
         norm=np.linalg.norm(np.asarray([s.norm for s in summaries], np.float64), axis=0),
         largest=np.max([s.largest for s in summaries], axis=0),
         nonfinite=np.sum([s.nonfinite for s in summaries], axis=0),
         zeros=np.tensordot(sizes / max(sizes.sum(), 1), [s.zeros for s in summaries], 1),
-        is_layer=is_layer,
-        reverse=_is_reversed(place, operation),
+        is_layer=unit.is_layer,
+        reverse=bool(scans) and scans[-1].params["reverse"],
     )
-
-
-def _is_reversed(place: Place, operation: str) -> bool:
-    scans = [*place.scans, *([place.equation] if operation == SCAN else [])]
-    return bool(scans) and scans[-1].params.get("reverse", False)

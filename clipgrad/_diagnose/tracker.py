@@ -4,6 +4,7 @@ Only that is computed for each operation: what follows from it is found outside,
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from clipgrad._jaxpr import (
     Hook,
     at_first,
     bind,
-    device_count,
     evaluate,
     holds_floats,
     manual_axes,
@@ -143,11 +143,10 @@ class Tracker(Hook):
         axes: frozenset[str] = frozenset(),
         followed: Followed = every_number,
         is_vjp: bool = False,
-        copies: float = 1,
     ):
         self._cured, self._target, self._parent = cured, target, parent
         self._followed, self._is_vjp = followed, is_vjp
-        self._copies = copies  # how many steps and devices are around
+        self._copies = _times_run(parent)
         self._axes = axes  # of the mesh, in the `shard_map`s around that know what varies
         self._elements: list[Any] = []
         self._results: list[Any] = []
@@ -196,15 +195,8 @@ class Tracker(Hook):
         axes = self._axes
         if equation.primitive.name == "shard_map" and equation.params["check_vma"]:
             axes |= {*manual_axes(equation)}
-        place, copies = Place(equation, self._parent), self._copies
-        if equation.primitive.name == "scan":
-            copies *= equation.params["length"]
-        elif equation.primitive.name == "shard_map":
-            copies *= device_count(equation)
-        elif equation.primitive.name == "while":
-            copies = np.inf  # its notes are compared at each iteration
-        followed, is_vjp = self._followed, self._is_vjp
-        return Tracker(self._cured, self._target, place, axes, followed, is_vjp, copies)
+        place = Place(equation, self._parent)
+        return Tracker(self._cured, self._target, place, axes, self._followed, self._is_vjp)
 
     def _flag(self, x: Any) -> Any:
         is_small = x.size * self._copies <= _FLAGGED_LATER and not self._target
@@ -239,6 +231,14 @@ class Tracker(Hook):
     def _marked(self, x: Any) -> Any:
         """Marked as different on each device of the `shard_map`s around."""
         return to_varying(x, self._axes) if self._axes else x
+
+
+def _times_run(parent: Place | None) -> float:
+    """The steps and devices that a program runs at; inf in a loop, which compares its notes."""
+    if parent is None:
+        return 1
+    is_in_loop = any(equation.primitive.name == "while" for equation in parent.chain)
+    return math.inf if is_in_loop else math.prod(length for _, length in parent.axes)
 
 
 def _recorded(equation: JaxprEqn, inputs: list) -> tuple[Any, Any]:
@@ -309,6 +309,7 @@ def _ordinary(y: Any) -> Any:
     return jnp.where(jnp.isinf(y), number, y)
 
 
+@jax.jit  # traced once for each shape
 def badness(x: Any) -> jax.Array:
     """2 if there is NaN, else 1 if there is inf, else 0."""
     kinds = jnp.where(jnp.isnan(x), jnp.int32(2), jnp.where(jnp.isinf(x), jnp.int32(1), 0))

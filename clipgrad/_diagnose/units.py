@@ -9,14 +9,13 @@ from typing import Any
 
 from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
-from clipgrad._diagnose.probe import RESULT, STATE, Site
+from clipgrad._diagnose.probe import RESULT, STATE, Site, carried_variables
 from clipgrad._jaxpr import (
     JIT,
     chooses_by_platform,
     differentiated_programs,
     holds_floats,
     opened,
-    scan_counts,
 )
 from clipgrad._names import Place
 
@@ -104,11 +103,6 @@ class ProgramBlock:
         return tuple(length for _, length in self.axes)
 
     @property
-    def nest(self) -> tuple[int, ...]:
-        """The lengths of the scans around its equations, outermost first."""
-        return tuple(length for name, length in self.axes if name == "scan")
-
-    @property
     def has_loops(self) -> bool:
         """Whether there is a scan inside."""
         loops = any(e.primitive.name == "scan" for e in self.equations)
@@ -194,8 +188,7 @@ def _inputs(equation: JaxprEqn | None, programs: list[Any]) -> tuple[list[Var], 
     if equation is None:
         return [], {}
     around = equation.invars[1:] if equation.primitive.name == "cond" else equation.invars
-    constants, carried = scan_counts(equation) if equation.primitive.name == "scan" else (0, 0)
-    states = [v for p in programs for v in p.invars[constants : constants + carried]]
+    states = carried_variables(equation) if equation.primitive.name == "scan" else []
     pairs = [pair for p in programs for pair in zip(p.invars, around, strict=True)]
     return states, {inner: v for inner, v in pairs if inner not in set(states)}
 
