@@ -12,7 +12,7 @@ from jax import lax
 
 import clipgrad as cg
 from clipgrad._check.gradients import Gradient, PlainAD
-from clipgrad._check.rounding import CONSTANTS, OWN, WIDE, moved_by_rounding
+from clipgrad._check.rounding import CONSTANTS, IN_FLOAT64, OWN, gradient_movement
 from clipgrad._check.subject import make_subject
 from clipgrad._check.widening import widened_program
 from clipgrad._jaxpr import kept as programs
@@ -75,12 +75,14 @@ def test_all_roundings_share_a_program(solves, compiled):
     gradient, xs, ones = plain_ad(solve if solves else lambda x: 0.1 * jnp.sin(x) ** 3, X5)
     gradient(xs, ones)
     compiled.clear()
-    moved = [moved_by_rounding(gradient, xs, ones, parts).max() for parts in (OWN, CONSTANTS, WIDE)]
+    moved = [
+        gradient_movement(gradient, xs, ones, parts).max() for parts in (OWN, CONSTANTS, IN_FLOAT64)
+    ]
     assert compiled["compiled"] == 1
     own, constants, wide = moved
     assert 0 < wide < 1e-14 < constants < own < 3e-6
     twice = OWN._replace(results=2.0, constants=2.0)
-    doubled = moved_by_rounding(gradient, xs, ones, twice)
+    doubled = gradient_movement(gradient, xs, ones, twice)
     np.testing.assert_allclose(doubled.max(), 2 * own, rtol=1e-4)
 
 
@@ -96,7 +98,7 @@ def test_a_sum_of_many_is_not_moved_one_way_by_roundings_whatever_the_promotion(
     exact, found = gradient(xs, ones), []
     for setting in ("allow", "raise"):
         with jax.numpy_rank_promotion(setting):
-            found.append(moved_by_rounding(gradient, xs, ones, OWN._replace(results=2.0**16)))
+            found.append(gradient_movement(gradient, xs, ones, OWN._replace(results=2.0**16)))
     np.testing.assert_array_equal(*found)
     assert (found[0] > 0).all() and (found[0] < np.abs(exact) / 2).all()
 
@@ -115,7 +117,7 @@ def test_plain_ad_that_cannot_be_had_is_traced_once(monkeypatch):
     gradient, xs, ones = plain_ad(loop, jnp.ones(5))
     tried, pull_back = [], PlainAD.pull_back
     monkeypatch.setattr(PlainAD, "pull_back", lambda *args: tried.append(1) or pull_back(*args))
-    again = lambda xs, ones: moved_by_rounding(gradient, xs, ones, OWN)  # noqa: E731
+    again = lambda xs, ones: gradient_movement(gradient, xs, ones, OWN)  # noqa: E731
     for measured in (gradient, again, gradient):
         with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
             measured(xs, ones)

@@ -290,7 +290,7 @@ def test_rounding_explains_three_times_the_own_and_three_times_the_median_of_the
     """Of the cotangent and the gradient, rule or plain AD, that it moves most."""
     check = check_module.prepare(make_subject(lambda x: jnp.sin(x), (X3,)), log())
     moved = np.asarray([[1e-6, 3e-6, 0.0], [0, 0, 2e-6]])
-    monkeypatch.setattr(check_module, "moved_by_rounding", lambda *_: moved)
+    monkeypatch.setattr(check_module, "gradient_movement", lambda *_: moved)
     np.testing.assert_allclose(check.noise(check.subject.inputs), 3 * (moved.max(axis=0) + 2e-6))
 
 

@@ -37,7 +37,7 @@ from clipgrad._check.points import (
     moved_apart,
 )
 from clipgrad._check.report import Failure
-from clipgrad._check.rounding import CONSTANTS, OF_RULE, OWN, moved_by_rounding
+from clipgrad._check.rounding import CONSTANTS, OF_RULE, OWN, gradient_movement
 from clipgrad._check.search import Finding, Judge
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import Excuse, Tolerance, make_tolerance, narrowest
@@ -304,7 +304,7 @@ class Check:
         moved = np.zeros(self.gradient.shape[1])
         for gradient in filter(None, gradients):
             with contextlib.suppress(Exception):  # plain AD has no gradient of a `while_loop`
-                own = moved_by_rounding(gradient, xs, self.covectors[:rows], parts)
+                own = gradient_movement(gradient, xs, self.covectors[:rows], parts)
                 moved = np.fmax(moved, own.max(axis=0))
         return moved
 

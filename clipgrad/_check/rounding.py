@@ -1,4 +1,4 @@
-"""How far rounding moves a gradient: runs of its program with other roundings (`rounded`)."""
+"""The movement of a gradient by rounding: runs of its program with other roundings (`rounded`)."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,11 @@ from clipgrad._program import Parts, rounded_in_float64
 # The roundings of plain AD as it is computed, and of a rule, which may not write off what it
 # reduces; of a gradient in float64 with the constants of its own types; and of one in float64.
 OWN, OF_RULE = Parts(1.0, 1.0, 1.0), Parts(1.0, 1.0, 0.0)
-CONSTANTS, WIDE = Parts(0.0, 1.0), Parts(0.0, 0.0)
-RUNS = 8  # their root mean square is right to about 1 / 4
+CONSTANTS, IN_FLOAT64 = Parts(0.0, 1.0), Parts(0.0, 0.0)
+RUNS_OF_GRADIENT = 8  # their root mean square is right to about 1 / 4
 
 
-def moved_by_rounding(
+def gradient_movement(
     gradient: Gradient, xs: Sequence[jax.Array], covectors: np.ndarray, parts: Parts
 ) -> np.ndarray:
     """The root mean square of what roundings move a gradient by, shape (cotangents, inputs).
@@ -47,8 +47,8 @@ def moved_by_rounding(
     compiled, moved = _jaxpr.kept_by_key(key, lambda: _jaxpr.low_jit(run)), 0.0
     with in_float64():
         given = [list(map(np.asarray, leaves)) for leaves in given]
-        for seed in range(1, 1 + RUNS):
+        for seed in range(1, 1 + RUNS_OF_GRADIENT):
             runs = (compiled(constants, leaves, np.uint32(seed), parts) for leaves in given)
             off = _trees.gradient_rows(runs, len(given)) - exact
             moved = moved + np.where(np.isfinite(off), off, 0.0) ** 2
-    return np.sqrt(moved / RUNS)
+    return np.sqrt(moved / RUNS_OF_GRADIENT)

@@ -10,7 +10,7 @@ import numpy as np
 from clipgrad._check import tolerances, verdicts
 from clipgrad._check.differences import Differences, Moves, Slopes, step_sizes
 from clipgrad._check.points import BALANCED, DENSE, SINGLE, Point
-from clipgrad._check.rounding import WIDE
+from clipgrad._check.rounding import IN_FLOAT64
 from clipgrad._check.subject import Range
 from clipgrad._check.tolerances import PRECISE, Allowed, Excuse, Sizes, Tolerance
 from clipgrad._check.verdicts import (
@@ -120,8 +120,8 @@ class Judge:
     @functools.cached_property
     def noise(self) -> np.ndarray:
         """The size of a gradient in float64 that is nothing but rounding, to slopes at least."""
-        moved = np.zeros(self.point.scale.size) + self.point.rounded(*WIDE)
-        return self.tolerance.explained(moved) + tolerances.NOTHING * moved
+        moved = np.zeros(self.point.scale.size) + self.point.rounded(*IN_FLOAT64)
+        return self.tolerance.explained(moved) + tolerances.LEAST_SEEN * moved
 
     def is_nothing(self, indices: np.ndarray) -> np.ndarray:
         """Whether gradient and reference are zero or noise; a true gradient hardly changes."""

@@ -80,10 +80,10 @@ JUMP = 0.85
 # by, and its leaf in the median (`_program/rounded.py`). Of 900 right rules in float32, bfloat16
 # and float64 the worst needs 1.33 (smaller or larger:
 # test_a_rule_may_lose_a_few_times_as_much_to_rounding_as_plain_ad).
-MOVED = 3.0
+TIMES_MOVED = 3.0
 # A gradient of fewer than so many of its own roundings is nothing that a slope could see: outputs
 # are rounded too, and their rounding is divided by a step (smaller: cosine similarity at ones).
-NOTHING = 512.0
+LEAST_SEEN = 512.0
 # What is off by more than this part of the element and its leaf is explained, but not verified
 # (larger: test_what_cancels_in_half_precision_is_a_note).
 MOST_EXCUSED = 0.25
@@ -244,7 +244,7 @@ class Tolerance:
         It may move one element little by chance, so that the median of the leaf is added.
         """
         middle = [np.full(b - a, np.median(moved[a:b]) if b > a else 0) for a, b in self.ranges]
-        return MOVED * (moved + np.concatenate(middle))
+        return TIMES_MOVED * (moved + np.concatenate(middle))
 
     def cancelled(self, gradients: Sequence, scale: np.ndarray, value: float) -> np.ndarray:
         """The size of each element that vanishes beside the largest effect of any leaf.

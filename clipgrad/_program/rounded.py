@@ -54,7 +54,7 @@ SOLVERS = FOREIGN_PROGRAMS | frozenset(
     "cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd "
     "symmetric_product triangular_solve tridiagonal tridiagonal_solve".split()
 )
-PLATFORMS = ("cpu", "gpu", "tpu")
+RUNS_ON = ("cpu", "gpu", "tpu")
 # The rounding of float32 operands on CUDA and on a TPU, by the precision of their product.
 PASSES = {
     "DEFAULT": (2.0**-10, 2.0**-7),
@@ -93,7 +93,7 @@ def rounded(program: Any, inputs: Sequence, seed: Any) -> list:
 
 
 class Parts(NamedTuple):
-    """How many roundings of its own type each result and term moves by, and each constant.
+    """The roundings of its own type that each result and term moves by, and each constant.
 
     Beside these each moves by one rounding of float64. `reduced` is 0 where a `reduce_precision` is
     no rounding but what is computed. All may be traced.
@@ -119,7 +119,7 @@ def rounded_in_float64(
       parts: the roundings.
       platform: where the program itself runs, which may be another than what this runs on.
     """
-    number = jnp.int32(PLATFORMS.index(platform) if platform in PLATFORMS else 0)
+    number = jnp.int32(RUNS_ON.index(platform) if platform in RUNS_ON else 0)
     salt, wide = jnp.asarray(seed, jnp.uint32), Widen(jnp.float64)
     hook = _Rounding(salt, number, itertools.count(1), parts, wide=wide)
     with one_promotion():
