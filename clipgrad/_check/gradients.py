@@ -30,7 +30,7 @@ class VJP(NamedTuple):
 
     def __call__(self, covector: np.ndarray) -> np.ndarray:
         """The real gradient for a real cotangent vector."""
-        return _trees.gradient_vector(self.pull(_trees.cotangent_leaves(covector, self.like))[0])
+        return self.rows(covector[None])[0]
 
     def rows(self, covectors: np.ndarray) -> np.ndarray:
         """The gradients for several cotangents, shape (cotangents, inputs)."""
@@ -112,6 +112,13 @@ class Gradient:
         `hook(*numbers)` makes a hook. Compiled programs are kept by what makes it, and serve all
         numbers if the hook sees the whole program as it runs.
         """
+        found = (self.leaves(xs, row, hook, *numbers) for row in covectors)
+        return _trees.gradient_rows(found, len(covectors))
+
+    def leaves(
+        self, xs, covector: np.ndarray, hook: Callable | None = None, *numbers: Any
+    ) -> list[jax.Array]:
+        """The gradient in float64 for one cotangent, leaf by leaf."""
         function = self.function
         fixed = () if function.is_entered else numbers
         if self._error is not None:
@@ -127,10 +134,9 @@ class Gradient:
             widened = _trees.widened_leaf if size <= WIDENED_FIRST else np.asarray
             leaves = [widened(x) for x in xs]
             like = [jax.ShapeDtypeStruct(y.shape, _trees.wide_dtype(y.dtype)) for y in self.outputs]
-            cotangents = [_trees.cotangent_leaves(row, like) for row in covectors]
-            found = (run(self.constants, [*leaves, *u], numbers) for u in cotangents)
+            cotangent = _trees.cotangent_leaves(covector, like)
             try:
-                return _trees.gradient_rows(found, len(cotangents))
+                return jax.block_until_ready(run(self.constants, [*leaves, *cotangent], numbers))
             except Exception as error:
                 self._error = None if hook else error.with_traceback(None)
                 raise
@@ -145,13 +151,18 @@ class Gradient:
         """The change of the gradient when every result of an operation moves by one rounding."""
         many = Jitter.MANY
         once, often = (self._moved_by(Jitter, xs, covectors, by * eps) for by in (1, many))
-        # The jump at a tie is as large whatever the roundings that untie it.
-        return np.where(often > many / 4 * once, once, 0.0)
+        once[~(often > many / 4 * once)] = 0.0  # a jump at a tie is as large whatever unties it
+        return once
 
     def _moved_by(self, hook: type[Moved], xs, covectors: np.ndarray, *by: float) -> np.ndarray:
         exact = self(xs, covectors)
-        moved = [self(xs, covectors, hook, way, *map(float, by)) for way in hook.WAYS]
-        return np.max([np.abs(gradient - exact) for gradient in moved], axis=0)
+        most = np.zeros_like(exact)
+        for way in hook.WAYS:
+            moved = self(xs, covectors, hook, way, *map(float, by))
+            moved -= exact
+            np.maximum(most, np.abs(moved, out=moved), out=most)
+            del moved  # before the next one is there
+        return most
 
 
 def in_own_types(plain: Gradient, xs, covectors: np.ndarray) -> np.ndarray:

@@ -123,7 +123,9 @@ class Judge:
         plain, noise = self.point.reference, np.zeros(self.point.scale.size)
         for k in range(MOVES if plain is not None else 0):
             moved = self.point.around(FEW_ROUNDINGS * (1 + k))
-            noise = noise if moved is None else np.fmax(noise, np.abs(moved - plain).max(axis=0))
+            for where in tolerances.pieces(0, noise.size if moved is not None else 0):
+                off = np.abs(moved[:, where] - plain[:, where]).max(axis=0)
+                noise[where] = np.fmax(noise[where], off)
         noise = np.fmax(tolerances.OWN_ROUNDING * noise, self.point.rounded())
         for start, stop in self.ranges:
             noise[start:stop] += np.median(noise[start:stop])
@@ -136,8 +138,8 @@ class Judge:
 
     def is_zero(self, indices: np.ndarray) -> np.ndarray:
         """Whether the reference is zero or noise."""
-        known = np.asarray(self.reference)[:, indices]
-        return np.all(np.abs(known) <= self.noise[indices], axis=0)
+        reference: Any = self.reference
+        return np.all(np.abs(reference[:, indices]) <= self.noise[indices], axis=0)
 
     def allowed_at(self, indices: Any, beside: bool = True) -> Allowed:
         """The allowed error of some elements, or of a slice of one leaf."""
@@ -289,7 +291,8 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
     found += [excusable.part(excused)] if excused.any() else []
     indices = suspects[~excused]
     if len(indices):
-        parts = np.asarray(judge.reference)[:, indices], judge.gradient[:, indices]
+        reference: Any = judge.reference
+        parts = reference[:, indices], judge.gradient[:, indices]
         off = np.abs(parts[0] - parts[1])
         excess = (off / judge.allowed_at(indices).slack(*parts)).max(axis=0)
         excess[np.argmax(off.max(axis=0))] = np.inf  # the one that is reported
@@ -299,7 +302,7 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
 
 def _off_by_more(judge: Judge, leaf: int, beside: bool = True) -> np.ndarray:
     """The elements of a leaf that are off the reference."""
-    pair, finite = (np.asarray(judge.reference), judge.gradient), judge.point.finite
+    pair, finite = (judge.reference, judge.gradient), judge.point.finite
     least = judge.tolerance.elements(judge.sizes, leaf, np.full(1, np.inf), beside)
     slack = lambda where: judge.allowed_at(where, beside).slack(*(g[:, where] for g in pair))  # noqa: E731
     floor = least.floor if least.paddle is None else -1.0
@@ -458,7 +461,8 @@ def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     A gradient far below the noise of the outputs is among them. One that is zero or noise for both,
     and zero for differences within theirs, is right.
     """
-    parts = np.asarray(judge.reference)[:, indices], judge.gradient[:, indices]
+    reference: Any = judge.reference
+    parts = reference[:, indices], judge.gradient[:, indices]
     off, allowed = np.abs(parts[0] - parts[1]), judge.allowed_at(indices).slack(*parts)
     row = np.argmax(off, axis=0), np.arange(len(indices))
     better, analytic = parts[0][row], parts[1][row]
