@@ -247,9 +247,8 @@ def forward(check: Check) -> list[Failure]:
         tangents = [np.empty((2, *x.shape), x.dtype) for x in subject.inputs]
         for row in (0, 1):
             leaves = _trees.from_rows(_scaled_direction(check, row), subject.inputs)
-            for tangent, leaf in zip(tangents, leaves, strict=True):
-                tangent[row] = leaf
-            del leaves, leaf  # each direction has the size of the model
+            for k in range(len(tangents)):  # each direction has the size of the model
+                tangents[k][row] = leaves.pop(0)
         several = quick_jit(jax.vmap(push, in_axes=(None, 0)))(subject.inputs, tangents)
         del tangents
     except Exception as error:

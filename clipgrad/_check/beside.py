@@ -12,7 +12,7 @@ from clipgrad._check.tolerances import pieces
 # Of fewer elements, gradients are kept as they are.
 MANY = 2**16
 # Below this, a difference loses digits in float32, and above it may overflow.
-LEAST, MOST = 2.0**-100, 2.0**100
+TINIEST, HUGEST = 2.0**-100, 2.0**100
 # How far two gradients that are kept so may be apart for that, as a part of what they add.
 PART = 2.0**-23
 
@@ -46,7 +46,7 @@ class Beside(NDArrayOperatorsMixin):
         return getattr(ufunc, method)(*arrays, **options)
 
     def error(self, row: int, where: Any) -> np.ndarray:
-        """How far elements of a row may be from those of another since both are kept so."""
+        """The distance of elements of a row from those of another that comes from keeping them."""
         return PART * np.abs(self._rest[row, where])
 
 
@@ -80,7 +80,7 @@ def _put_rest(found: np.ndarray, near: np.ndarray, leaves: list) -> bool:
         for where in pieces(start, start + leaf.size):
             rest = leaf[where.start - start : where.stop - start] - near[where]
             size = np.abs(rest)
-            if not np.all((size == 0) | (size > LEAST) & (size < MOST)):
+            if not np.all((size == 0) | (size > TINIEST) & (size < HUGEST)):
                 return False
             found[where] = rest
     return True

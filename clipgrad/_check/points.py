@@ -35,9 +35,9 @@ class Point:
       xs: the input leaves.
       gradient: the gradient as it was computed; 0 where it is not finite.
       finite: which of its elements are finite.
-      exact: the same rule evaluated in float64; None if it cannot be.
+      exact: the same rule evaluated in float64, an array or `Beside`; None if it cannot be.
       reference: plain AD in float64, custom rules stripped; None if it cannot be had.
-      scale: the scale of each element, a power of two.
+      scale: the scale of each element, a power of two, an array or `Scales`.
       direction: gives the vector of a direction.
       unreferenced: the leaves whose reference is not finite; `gradient` stands in for it there.
       around: gives plain AD's gradient where each element is moved by such a part of its own, or
@@ -48,9 +48,9 @@ class Point:
     xs: Sequence[jax.Array]
     gradient: np.ndarray
     finite: np.ndarray
-    exact: np.ndarray | Beside | None
-    reference: np.ndarray | Beside | None
-    scale: Scales | np.ndarray
+    exact: Any
+    reference: Any
+    scale: Any
     direction: Callable[[int], np.ndarray]
     unreferenced: Sequence[int] = ()
     around: Callable[[float], np.ndarray | None] = lambda part: None
@@ -117,7 +117,7 @@ def _ones(like: Any) -> np.ndarray:
     return ones
 
 
-def _mended(reference, gradient, ranges) -> tuple[np.ndarray | None, list[int]]:
+def _mended(reference: Any, gradient, ranges) -> tuple[Any, list[int]]:
     if isinstance(reference, Beside):  # it is finite
         return reference, []
     bad = [not np.isfinite(reference[:, a:b]).all() for a, b in ranges]

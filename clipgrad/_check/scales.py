@@ -51,7 +51,7 @@ def _exponents(leaf: Any) -> np.ndarray:
     flat = np.asarray(leaf).reshape(-1)
     typical, found = _typical(flat), np.empty(flat.size, np.int16)
     for where in pieces(0, flat.size):
-        size = np.maximum(_size(flat[where]), typical) * ROOT
+        size = np.maximum(_magnitude(flat[where]), typical) * ROOT
         found[where] = (size.view(np.int64) >> DIGITS) - BIAS
     found = np.repeat(found, 2) if _trees.is_complex(leaf) else found
     is_short = found.min(initial=0) > LEAST_SHORT and found.max(initial=0) <= np.iinfo(np.int8).max
@@ -59,17 +59,17 @@ def _exponents(leaf: Any) -> np.ndarray:
 
 
 def _typical(flat: np.ndarray) -> float:
-    total = sum(float(np.sum(_size(flat[where]) ** 2)) for where in pieces(0, flat.size))
+    total = sum(float(np.sum(_magnitude(flat[where]) ** 2)) for where in pieces(0, flat.size))
     typical = np.sqrt(total / max(flat.size, 1))
     if not typical > 0:
         return 1.0
-    tiny = (np.count_nonzero(GARBAGE * _size(flat[w]) < typical) for w in pieces(0, flat.size))
+    tiny = (np.count_nonzero(GARBAGE * _magnitude(flat[w]) < typical) for w in pieces(0, flat.size))
     if 2 * sum(tiny) < flat.size:
         return typical
-    sizes = _size(flat)
+    sizes = _magnitude(flat)
     middle = np.median(sizes[sizes > 0])
     return middle if typical > GARBAGE * middle else typical
 
 
-def _size(numbers: np.ndarray) -> np.ndarray:
+def _magnitude(numbers: np.ndarray) -> np.ndarray:
     return np.abs(_trees.widened_leaf(numbers))

@@ -90,8 +90,8 @@ class Judge:
 
     differences: Differences
     point: Point
-    gradient: np.ndarray
-    reference: np.ndarray | None
+    gradient: Any
+    reference: Any
     tolerance: Tolerance
     delta: float | None = None
     excuses: Sequence[Excuse] = ()
@@ -121,9 +121,11 @@ class Judge:
     def noise(self) -> np.ndarray:
         """The noise in float64: as far as rounding changes plain AD's gradient, or the rule's."""
         plain, noise = self.point.reference, np.zeros(self.point.scale.size)
-        for k in range(MOVES if plain is not None else 0):
+        for k in range(0 if plain is None else MOVES):
             moved = self.point.around(FEW_ROUNDINGS * (1 + k))
-            for where in tolerances.pieces(0, noise.size if moved is not None else 0):
+            if moved is None:
+                continue
+            for where in tolerances.pieces(0, noise.size):
                 off = np.abs(moved[:, where] - plain[:, where]).max(axis=0)
                 noise[where] = np.fmax(noise[where], off)
         noise = np.fmax(tolerances.OWN_ROUNDING * noise, self.point.rounded())
@@ -138,8 +140,7 @@ class Judge:
 
     def is_zero(self, indices: np.ndarray) -> np.ndarray:
         """Whether the reference is zero or noise."""
-        reference: Any = self.reference
-        return np.all(np.abs(reference[:, indices]) <= self.noise[indices], axis=0)
+        return np.all(np.abs(self.reference[:, indices]) <= self.noise[indices], axis=0)
 
     def allowed_at(self, indices: Any, beside: bool = True) -> Allowed:
         """The allowed error of some elements, or of a slice of one leaf."""
@@ -291,8 +292,7 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
     found += [excusable.part(excused)] if excused.any() else []
     indices = suspects[~excused]
     if len(indices):
-        reference: Any = judge.reference
-        parts = reference[:, indices], judge.gradient[:, indices]
+        parts = judge.reference[:, indices], judge.gradient[:, indices]
         off = np.abs(parts[0] - parts[1])
         excess = (off / judge.allowed_at(indices).slack(*parts)).max(axis=0)
         excess[np.argmax(off.max(axis=0))] = np.inf  # the one that is reported
@@ -461,8 +461,7 @@ def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     A gradient far below the noise of the outputs is among them. One that is zero or noise for both,
     and zero for differences within theirs, is right.
     """
-    reference: Any = judge.reference
-    parts = reference[:, indices], judge.gradient[:, indices]
+    parts = judge.reference[:, indices], judge.gradient[:, indices]
     off, allowed = np.abs(parts[0] - parts[1]), judge.allowed_at(indices).slack(*parts)
     row = np.argmax(off, axis=0), np.arange(len(indices))
     better, analytic = parts[0][row], parts[1][row]

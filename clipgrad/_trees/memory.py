@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 # Freed pieces of up to 32 MB, which most leaves are, stay with the process, and what is larger does
 # not fit into them: a check would take half as much again.
-LARGE = 2**20  # elements
+TRIMMED = 2**20  # elements
 
 
 @functools.cache
@@ -19,5 +19,5 @@ def _trim() -> Callable[[int], object]:
 
 def give_back(elements: int) -> None:
     """Give freed memory back to the system, after work on arrays of so many elements."""
-    if elements >= LARGE:
+    if elements >= TRIMMED:
         _trim()(0)
