@@ -120,13 +120,12 @@ class Judge:
     @functools.cached_property
     def noise(self) -> np.ndarray:
         """The noise in float64: as far as rounding changes plain AD's gradient, or the rule's."""
-        plain, noise = self.point.reference, np.zeros(self.point.scale.size)
-        for k in range(0 if plain is None else MOVES):
+        noise = np.zeros(self.point.scale.size)
+        for k in range(0 if self.point.reference is None else MOVES):
             moved = self.point.around(FEW_ROUNDINGS * (1 + k))
-            if moved is None:
-                continue
-            for where in tolerances.pieces(0, noise.size):
-                off = np.abs(moved[:, where] - plain[:, where]).max(axis=0)
+            for where in tolerances.pieces(0, 0 if moved is None else noise.size):
+                pair: Any = moved, self.point.reference
+                off = np.abs(pair[0][:, where] - pair[1][:, where]).max(axis=0)
                 noise[where] = np.fmax(noise[where], off)
         noise = np.fmax(tolerances.OWN_ROUNDING * noise, self.point.rounded())
         for start, stop in self.ranges:
