@@ -21,7 +21,7 @@ import jax, jax.numpy as jnp, numpy as np
 import clipgrad as cg
 rng, width, depth = np.random.default_rng(0), {width}, {depth}
 draw = lambda: jnp.asarray(rng.normal(size=(width, width)) / width**0.5, jnp.float32)
-weights = [(draw(), draw()[0]) for _ in range(depth)]
+weights = [(draw(), draw()[:1]) for _ in range(depth)]
 x = jnp.asarray(rng.normal(size=(32, width)), jnp.float32)
 def loss(weights):
     y = x
