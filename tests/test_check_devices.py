@@ -7,6 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import clipgrad as cg
 from clipgrad import _devices as devices
@@ -18,6 +21,10 @@ from clipgrad._check.subject import make_subject
 from clipgrad._check.values import layout_hint, ratio_hint
 
 X = jnp.asarray([0.5, 1.5])
+
+
+def exhaustive(case):
+    return pytest.param(case, marks=pytest.mark.exhaustive)
 
 
 def test_the_default_device_comes_first_and_the_cpu_always():
@@ -63,6 +70,88 @@ def test_a_gradient_that_differs_between_devices_names_both(monkeypatch):
     report = cg.check_grads(sine, (X,), raise_on_failure=False)
     assert report.devices == ("gpu", "cpu") and {f.check for f in report.failures} == {"devices"}
     assert "the gradient on cpu, compared with the one on gpu" in str(report)
+
+
+GROUPS = {"gpu": slice(0, 4), "cpu": slice(4, 8)}  # two kinds, as far as a check can tell
+
+
+@pytest.fixture
+def two_kinds(monkeypatch):
+    groups = {kind: jax.devices("cpu")[where] for kind, where in GROUPS.items()}
+
+    def moved(tree, device):
+        (group,) = (set(g) for g in groups.values() if device in g)
+        put = lambda x: x if x.devices() <= group else jax.device_put(x, device)  # noqa: E731
+        return jax.tree.map(put, tree)
+
+    module = sys.modules["clipgrad._check.check_grads"]
+    found = devices.Devices({kind: group[0] for kind, group in groups.items()}, [])
+    monkeypatch.setattr(module, "find_devices", lambda kinds: found)
+    monkeypatch.setattr(module, "moved", moved)
+    return groups
+
+
+BOUND = {
+    "shard_map": lambda mesh: jax.shard_map(
+        lambda x: jnp.sin(x), mesh=mesh, in_specs=P("i"), out_specs=P("i")
+    ),
+    "constraint": lambda mesh: (
+        lambda x: jnp.sin(lax.with_sharding_constraint(x, NamedSharding(mesh, P("i"))))
+    ),
+    "array": lambda mesh: (lambda array: jax.jit(lambda x: jnp.sin(x) * array))(
+        jax.device_put(X, NamedSharding(mesh, P("i")))
+    ),
+    "put": lambda mesh: lambda x: jnp.sin(jax.device_put(x, mesh.devices[0])),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("name", ["shard_map", "array", *map(exhaustive, ["constraint", "put"])])
+def test_a_function_bound_to_devices_is_checked_on_these_and_the_report_says_so(
+    two_kinds, name, kind
+):
+    mesh = Mesh(np.asarray(two_kinds[kind][:2]), ("i",))
+    x = jax.device_put(X, NamedSharding(mesh, P("i")))
+    found = cg.check_grads(BOUND[name](mesh), (x,))
+    (other,) = GROUPS.keys() - {kind}
+    assert found.ok and found.verified == 2
+    if name == "put":  # it goes where it is bound to
+        assert found.devices == ("gpu", "cpu") and not any("device" in key for key in found.not_run)
+        return
+    assert found.devices == (kind,)
+    assert found.not_run[f"device {other}"].endswith("that the function holds is on other devices")
+
+
+def test_a_function_that_fails_on_every_device_raises_its_own_error(two_kinds):
+    def fails(x):
+        raise ValueError("no such mesh")
+
+    with pytest.raises(ValueError, match="^no such mesh$"):
+        cg.check_grads(fails, (X,))
+    meshes = (Mesh(np.asarray(group[:2]), ("i",)) for group in two_kinds.values())
+    first, second = (BOUND["shard_map"](mesh) for mesh in meshes)
+    with pytest.raises(ValueError, match="incompatible devices"):
+        cg.check_grads(lambda x: first(x) + second(x), (X,))
+
+
+CALLS = {
+    "check": lambda x: cg.check_grads(jnp.sin, (x,)),
+    "closure": lambda x: cg.check_grads(lambda y: x * y, (np.ones(2, np.float32),)),
+    "numerical": lambda x: cg.numerical_grad(jnp.sin, (x,)),
+}
+TRANSFORMED = {
+    "jit": jax.jit,
+    "vmap": jax.vmap,
+    "grad": jax.grad,
+    "scan": lambda call: lambda x: lax.scan(lambda c, y: (c, call(y)), 0, x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+@pytest.mark.parametrize("call", CALLS)
+def test_a_check_inside_of_a_transformation_is_refused_in_a_sentence(call, name):
+    with pytest.raises(TypeError, match=r"^(args|fun): got a traced array, .*outside of jax.jit"):
+        TRANSFORMED[name](CALLS[call])(X)
 
 
 class Bar:

@@ -13,8 +13,9 @@ from clipgrad._check.check import Check
 from clipgrad._check.differences import are_on_cpu
 from clipgrad._check.further import EQUALITY
 from clipgrad._check.gradients import differentiated, has_rules
-from clipgrad._check.points import element_scales, masked_rows, random_direction
+from clipgrad._check.points import masked_rows, random_direction
 from clipgrad._check.report import Failure
+from clipgrad._check.scales import Scales
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import LOOSER, distance, length_along, pieces, sum_along
 from clipgrad._errors import first_line
@@ -101,15 +102,21 @@ def linearity(check: Check) -> list[Failure]:
     large = LARGE_SOLVED if np.any(check.tolerance.own) or np.any(check.tolerance.loops) else large
 
     def claim(got, expected, what) -> list[Failure]:
-        got, expected = (np.where(np.isfinite(gradient), x, 0) for x in (got, expected))
+        if not is_finite:
+            got, expected = (np.where(np.isfinite(gradient), x, 0) for x in (got, expected))
         return check.compare("linearity", got, expected, f"the {what}")
 
-    zero = claim(check.vjp(0 * first), 0 * gradient, "pull-back of a zero cotangent")
+    is_finite, nothing = np.isfinite(gradient).all(), np.broadcast_to(np.float32(0), gradient.shape)
+    zero = claim(check.vjp(0 * first), nothing, "pull-back of a zero cotangent")
     small, above = _scaled_failures(check, 1 / large), _scaled_failures(check, -large)
-    halves = check.vjp(first * mask) + check.vjp(first * (1 - mask))
-    sums = claim(halves, gradient, f"{NOT_LINEAR}s of masked rows of a cotangent and of the others")
-    whole, parts = check.vjp(first + ones), gradient + check.vjp(ones)
-    sums += claim(whole, parts, f"{NOT_LINEAR} of the sum of a cotangent and a constant one")
+    parts = check.vjp(first * mask)
+    parts += check.vjp(first * (1 - mask))
+    sums = claim(parts, gradient, f"{NOT_LINEAR}s of masked rows of a cotangent and of the others")
+    del parts  # before the next ones are there
+    parts = check.vjp(ones)
+    parts += gradient
+    text = f"{NOT_LINEAR} of the sum of a cotangent and a constant one"
+    sums += claim(check.vjp(first + ones), parts, text)
     if above and not (zero or small or sums or _scaled_failures(check, -1.0)):
         if _refuses(check, -large):
             limit = _above(check, large, _is_nan)
@@ -145,7 +152,8 @@ def _has_half_precision(check: Check) -> bool:
 def _scaled_failures(check: Check, factor: float) -> list[Failure]:
     """The multiple of a cotangent has that multiple of its gradient."""
     expected = check.gradient[0]
-    scaled = check.vjp(check.covectors[0] * factor) / factor
+    scaled = check.vjp(check.covectors[0] * factor)
+    scaled /= factor
     scaled = _where_in_range(scaled, expected, factor, _has_half_precision(check))
     text = f"the {NOT_LINEAR} of the cotangent times "
     text += f"{'-' * (factor < 0)}2 ** {np.log2(abs(factor)):g}"
@@ -186,8 +194,10 @@ def vmap(check: Check) -> list[Failure]:
     pairs = _trees.stacked(
         [_trees.cotangent_leaves(row, subject.outputs) for row in check.covectors[:2]]
     )
-    xs, elsewhere = (
-        check.elsewhere(1) or check.elsewhere(1, EQUALITY) or (subject.inputs, check.gradient)
+    xs, (elsewhere,) = (
+        check.elsewhere(1, row=1)
+        or check.elsewhere(1, EQUALITY, row=1)
+        or (subject.inputs, check.vjp.rows(check.covectors[1:2]))
     )
 
     def forward(fun, xs):
@@ -200,13 +210,13 @@ def vmap(check: Check) -> list[Failure]:
 
     both = _trees.stacked([subject.inputs, xs]), pairs
     rows = _attempt_gradient(jax.vmap(subject.pull_back), forward, subject, both)
-    failures = claim(rows, 0, check.gradient[0]) + claim(rows, 1, elsewhere[1], xs)
+    failures = claim(rows, 0, check.gradient[0]) + claim(rows, 1, elsewhere, xs)
     del both, rows  # each is as large as two models
     try:
         shared = _jaxpr.quick_jit(jax.vmap(subject.pull_back, (None, 0)))(subject.inputs, pairs)
     except Exception:
         return failures[:1]
-    return (failures + claim(shared, 1, check.gradient[1]))[:1]
+    return (failures + claim(shared, 1, check.vjp(check.covectors[1])))[:1]
 
 
 def _attempt_gradient(gradient: Callable, forward: Callable, subject: CheckSubject, inputs) -> Any:
@@ -233,11 +243,13 @@ def forward(check: Check) -> list[Failure]:
     try:
         # Raises errors before much is made; inside of `jax.vmap` JAX would keep what it traced.
         jax.eval_shape(push, subject.inputs, subject.inputs)
-        scale = element_scales(subject.inputs)
-        along = [_scaled_direction(check, row, scale) for row in (0, 1)]
-        tangents = _trees.stacked([_trees.from_rows(row, subject.inputs) for row in along])
+        tangents = [np.empty((2, *x.shape), x.dtype) for x in subject.inputs]
+        for row in (0, 1):
+            leaves = _trees.from_rows(_scaled_direction(check, row), subject.inputs)
+            for k in range(len(tangents)):  # each direction has the size of the model
+                tangents[k][row] = leaves.pop(0)
         several = _jaxpr.quick_jit(jax.vmap(push, in_axes=(None, 0)))(subject.inputs, tangents)
-        del tangents, scale
+        del tangents
     except Exception as error:
         has_none = "custom_vjp" in str(error)
         why = "a custom_vjp function has no forward rule" if has_none else first_line(error)
@@ -249,20 +261,19 @@ def forward(check: Check) -> list[Failure]:
     ]
     for row in (0, 1):
         tangent = _trees.to_numpy([np.asarray(leaf)[row] for leaf in several])
-        failures += _agrees(check, along[row], tangent)
+        failures += _agrees(check, _scaled_direction(check, row), tangent)
     return failures[:1]
 
 
-def _scaled_direction(check: Check, row: int, scale: np.ndarray) -> np.ndarray:
+def _scaled_direction(check: Check, row: int) -> np.ndarray:
     """A random direction by the scale of each element, in the type of these."""
-    along = random_direction(check.subject, check.options.seed, row, scale.dtype)
-    along *= scale
-    return along
+    scales = Scales(check.subject.inputs)
+    return scales.times(random_direction(check.subject, check.options.seed, row, scales.dtype))
 
 
 def _agrees(check: Check, along, tangent) -> list[Failure]:
     pushed, terms = sum_along(check.covectors, tangent)
-    pulled, lengths = sum_along(check.gradient, along)
+    pulled, lengths = sum_along(check.vjp.rows(check.covectors), along)
     terms = np.hypot(lengths, terms)
     slack = LOOSER * check.tolerance.along.max() * (terms + np.abs(pulled))
     off = np.abs(pushed - pulled)

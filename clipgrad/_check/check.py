@@ -13,6 +13,7 @@ import numpy as np
 import clipgrad._jaxpr as _jaxpr
 import clipgrad._trees as _trees
 from clipgrad._check import contract, tolerances
+from clipgrad._check.beside import Beside, kept_beside
 from clipgrad._check.differences import Differences, are_on_cpu
 from clipgrad._check.evaluation import Chaotic, choose, settled_values, why_not
 from clipgrad._check.further import EQUALITY, NOTHING, disordered, nearby, sorted_axes
@@ -105,10 +106,13 @@ class Log:
         kinds = _kinds_at(point, found)
         self.elements, self.at_kinks = point.scale.size, int(np.sum(kinds == KINK))
         self.verified = int(np.sum(are_verified(kinds) & ~np.asarray(self.hidden)))
-        self.vanished = kinds == VANISHED
+        vanished = kinds == VANISHED
+        self.vanished = vanished if vanished.any() else False
 
     def count_elsewhere(self, point: Point, found: Sequence[Finding]) -> None:
         """Count the elements that are verified here, and vanish at the point that was passed."""
+        if not np.any(self.vanished):
+            return
         seen = self.vanished & are_verified(_kinds_at(point, found))
         self.verified, self.vanished = self.verified + int(np.sum(seen)), self.vanished & ~seen
 
@@ -121,7 +125,7 @@ def _kinds_at(point: Point, found: Sequence[Finding]) -> np.ndarray:
     return kinds
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Check:
     """A function whose gradient exists and has the right types, and how its slopes are measured.
 
@@ -130,7 +134,7 @@ class Check:
       log: what has been found so far.
       covectors: random dense cotangents as real vectors, one row each.
       vjp: the VJP at the given point.
-      gradient: the gradients there, one row for each cotangent.
+      gradient: the gradients there, one row for each cotangent, and later for the first alone.
       differences: measures slopes.
       tolerance: how far the gradient may be off as it is computed.
       plain: plain AD in float64; None if it cannot be had.
@@ -138,6 +142,7 @@ class Check:
       stops: whether the function holds a `stop_gradient`.
       jump: how far outputs that are left out, since the function jumps there, reach each element;
         None if there are none.
+      are_zero: whether the gradient is zero, at each point that was checked.
     """
 
     subject: CheckSubject
@@ -151,6 +156,7 @@ class Check:
     rule: Gradient | None
     stops: bool = False
     jump: Any = None
+    are_zero: list[bool] = dataclasses.field(default_factory=list)
 
     @property
     def options(self) -> Options:
@@ -158,7 +164,7 @@ class Check:
         return self.log.options
 
     @functools.cached_property
-    def _elsewhere(self) -> dict[tuple[int, int], Any]:
+    def _elsewhere(self) -> dict[tuple[int, int], list | None]:
         return {}
 
     @functools.cached_property
@@ -172,9 +178,16 @@ class Check:
                 found += [axis] if _are_near(outputs, subject.outputs) else []
         return found
 
-    def elsewhere(self, k: int, keeps: int = NOTHING) -> tuple[list, np.ndarray] | None:
-        """The k-th further point and the gradients there; None if the function is not finite."""
-        key = k, keeps
+    def elsewhere(
+        self, k: int, keeps: int = NOTHING, row: int = 0
+    ) -> tuple[list, np.ndarray] | None:
+        """The k-th further point and the gradient there for one of the cotangents.
+
+        None if the function is not finite there. Of a large gradient nothing is kept.
+        """
+        key, found = (k, keeps), None
+        if xs := self._elsewhere.get(key):
+            return xs, differentiated(self.subject, xs).rows(self.covectors[row : row + 1])
         for reach in () if key in self._elsewhere else REACHES:
             xs = nearby(self.subject, self.options.seed + k, reach, keeps)
             if keeps == NOTHING:
@@ -187,13 +200,17 @@ class Check:
                     raise
                 break
             if all(np.isfinite(_trees.widened_leaf(y)).all() for y in vjp.outputs):
-                self._elsewhere[key] = xs, vjp.rows(self.covectors)
+                _trees.give_back(self.gradient.shape[1])  # the point was made in many steps
+                found = xs, vjp.rows(self.covectors[row : row + 1])
+                self.are_zero.append(not found[1].any())
                 break
-        return self._elsewhere.setdefault(key, None)
+        self._elsewhere[key] = found and found[0]
+        return found
 
-    def gradients(self) -> list[np.ndarray]:
-        """The gradients at all points where there are any so far."""
-        return [self.gradient, *(found[1] for found in self._elsewhere.values() if found)]
+    def drop_second(self) -> None:
+        """Keep the gradient for the first cotangent alone; `vjp` gives the other one again."""
+        self.are_zero.append(not self.gradient.any())
+        self.gradient = self.gradient[:1].copy()
 
     def point(self, xs=None, gradient: np.ndarray | None = None) -> Point:
         """A point and the gradients computed there, or the given one.
@@ -204,44 +221,60 @@ class Check:
         gradient = self.gradient if gradient is None else gradient
         options, rows = self.options, len(gradient)
         is_own = options.delta is not None or options.max_relative_error is not None
-        exact = None if is_own else self._exact(self.rule, xs, slice(rows))
+        exact = None if is_own else self._kept(self.rule, xs, gradient)
         reference = None
         if options.mode == "auto" and options.delta is None:
-            reference = self._reference(xs, rows, exact)
+            reference = self._reference(xs, gradient, exact)
         around = functools.cache(lambda: self._around(xs, rows))
         gradients = gradient, exact, reference
         point = make_point(self.subject, xs, gradients, options.seed, options.delta, around)
+        _trees.give_back(gradient.shape[1])
         both = {self.rule, self.plain}
         rounded = functools.cache(lambda *parts: self._moved(both, xs, rows, Parts(*parts)))
         return dataclasses.replace(point, rounded=rounded)
 
-    def _around(self, xs, rows: int) -> np.ndarray | None:
+    def _around(self, xs, rows: int) -> Any:
+        if self.plain is None:
+            return None
         apart = moved_apart(self.subject, xs, self.options.seed, NEARBY)
-        found = self._exact(self.plain, apart, slice(rows))
-        return found if found is not None and np.isfinite(found).all() else None
+        found = self._kept(self.plain, apart, self._as_computed(rows))
+        is_known = isinstance(found, Beside) or found is not None and np.isfinite(found).all()
+        return found if is_known else None
 
-    def _reference(self, xs, rows: int, exact: np.ndarray | None) -> np.ndarray | None:
+    def _as_computed(self, rows: int) -> np.ndarray:
+        is_there = rows <= len(self.gradient)
+        return self.gradient[:rows] if is_there else self.vjp.rows(self.covectors[:rows])
+
+    def _kept(self, of: Gradient | None, xs, gradient: np.ndarray, first: int = 0) -> Any:
+        """Exact gradients from the first cotangent on; None if they cannot be had."""
+        return kept_beside(gradient, lambda k: self._exact(of, xs, first + k))
+
+    def _reference(self, xs, gradient: np.ndarray, exact: Any) -> Any:
         """Plain AD's gradients; where they are the rule's, these, to save their memory."""
         if exact is None or self.rule is self.plain:
-            return exact if exact is not None else self._exact(self.plain, xs, slice(rows))
-        found = exact[:]  # another array than the rule's, with the same numbers
+            return exact if exact is not None else self._kept(self.plain, xs, gradient)
+        found, is_shared = exact[:], True  # another array than the rule's, with the same numbers
         tolerance = make_tolerance(self.subject.ranges, ["float64"] * len(self.subject.inputs))
-        for k in range(rows):
+        for k in range(len(gradient)):
             row = None  # the last one's memory
-            row = self._exact(self.plain, xs, slice(k, k + 1))
+            row = self._kept(self.plain, xs, gradient[k : k + 1], k)
             if row is None:
                 return None
-            if len(self._differ(row[0], exact[k], exact=tolerance)):
-                found = found if found.base is None else found.copy()
-                found[k] = row[0]
+            bad = self._differ(row, exact[k : k + 1], exact=tolerance)
+            if isinstance(exact, Beside):
+                off = np.abs(row[0, bad] - exact[k, bad])
+                bad = bad[~(off <= exact.error(k, bad))]
+            if len(bad):
+                found, is_shared = np.array(found) if is_shared else found, False
+                found[k, bad] = row[0, bad]
         return found
 
-    def _exact(self, gradient: Gradient | None, xs, rows: slice) -> np.ndarray | None:
+    def _exact(self, gradient: Gradient | None, xs, row: int) -> list | None:
         if gradient is None:
             return None
-        self.log.evaluations += not rows.start  # one for all rows
+        self.log.evaluations += not row  # one for all rows
         try:
-            return gradient(xs, self.covectors[rows])
+            return gradient.leaves(xs, self.covectors[row])
         except Exception as error:
             what = "AD reference" if gradient is self.plain else "rule in float64"
             note = f"no {what} ({first_line(error)})"
@@ -302,10 +335,11 @@ class Check:
     def _moved(self, gradients, xs, rows: int, parts: Parts) -> np.ndarray:
         """The distance that roundings move each element of some gradients."""
         moved = np.zeros(self.gradient.shape[1])
-        for gradient in filter(None, gradients):
-            with contextlib.suppress(Exception):  # plain AD has no gradient of a `while_loop`
-                own = gradient_movement(gradient, xs, self.covectors[:rows], parts)
-                moved = np.fmax(moved, own.max(axis=0))
+        for covectors in self.covectors[:rows, None]:  # in the memory of one
+            for gradient in filter(None, gradients):
+                with contextlib.suppress(Exception):  # plain AD has no gradient of a `while_loop`
+                    own = gradient_movement(gradient, xs, covectors, parts)[0]
+                    np.fmax(moved, own, out=moved)
         return moved
 
     def _unconverged(self, point: Point) -> np.ndarray:
@@ -345,7 +379,8 @@ class Check:
             return plain
         # Where its terms cancel, a rule may lose more than plain AD.
         own = self.tolerance.explained(self._moved([self.rule], xs, rows, OF_RULE))
-        known = [self._exact(self.rule, xs, slice(rows)), self._around(xs, rows)]
+        exact = self._kept(self.rule, xs, self._as_computed(rows))
+        known = [exact, self._around(xs, rows)]
         value = np.nan_to_num(np.abs(_trees.to_numpy(self.subject.outputs)), posinf=0.0)
         value = np.max(np.abs(self.covectors) @ value)
         most = self.tolerance.cancelled(known, element_scales(xs), value)
@@ -353,11 +388,11 @@ class Check:
 
     def compare(self, check: str, got, expected, what: str, xs=None) -> list:
         """Compare two computations of one gradient; a failure names the worst element."""
-        bad = self._differ(got, expected)
+        bad = self._differ(got[None], expected[None])
         if np.isfinite(tolerances.distance(got[bad], expected[bad])).any():  # no noise excuses NaN
             noise = self.noise(xs or self.subject.inputs)
             around = self._around(xs or self.subject.inputs, 1)
-            bad = self._differ(got, expected, noise, around)
+            bad = self._differ(got[None], expected[None], noise, around)
         if not len(bad):
             return []
         worst = int(bad[np.argmax(tolerances.distance(got[bad], expected[bad]))])
@@ -373,10 +408,10 @@ class Check:
         For `exact` ones, of that tolerance, none of the noise that one may have is left out.
         """
         tolerance, same = exact or self.tolerance, 1.0 if exact else tolerances.SAME
-        if np.array_equal(got, expected):
+        if not exact and np.array_equal(got, expected):
             return np.zeros(0, int)
-        pair, found = (expected[None], got[None]), []
-        known, other = (x if np.isfinite(x.sum()) else np.where(np.isfinite(x), x, 0) for x in pair)
+        pair, found = (expected, got), []
+        known, other = map(_finite, pair)
         sizes = tolerance.sizes(known, np.ones(1), around=around)
         for leaf, area in enumerate(tolerance.ranges):
             allowed = tolerance.elements(sizes, leaf, np.ones(1), beside=not exact)
@@ -387,6 +422,11 @@ class Check:
             slack = lambda where, a=allowed: a.slack(known[:, where], other[:, where])  # noqa: E731
             found.append(tolerances.off_by_more(pair, area, floor, slack))
         return np.concatenate(found)
+
+
+def _finite(rows: Any) -> Any:
+    is_finite = isinstance(rows, Beside) or np.isfinite(rows.sum())
+    return rows if is_finite else np.where(np.isfinite(rows), rows, 0)
 
 
 def prepare(subject: CheckSubject, log: Log) -> Check | None:

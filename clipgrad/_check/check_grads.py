@@ -20,13 +20,16 @@ from clipgrad._check.report import (
     verified_share,
 )
 from clipgrad._check.second_order import check_second_order
-from clipgrad._check.subject import make_subject, require_arrays
+from clipgrad._check.subject import CheckSubject, make_subject, require_arrays
 from clipgrad._check.values import check_further_points, check_values, note_independence
 from clipgrad._devices import find_devices, moved
 from clipgrad._jaxpr import kept_lightly
 
 # Of the elements that are not at kinks, if `min_verified` is not given.
 LEAST_VERIFIED = 0.5
+# In errors of JAX about arrays on other devices than a mesh, a sharding or another array.
+OTHER_DEVICES = ("incompatible devices", "DeviceAssignmentMismatch", "does not match the sharding")
+BOUND = "a mesh, a sharding or an array that the function holds is on other devices"
 
 
 @with_hints
@@ -130,7 +133,8 @@ def check_grads(
         if it is None. Fewer is a failure.
       time_budget: seconds after which what is left is reported as not verified or not run.
       devices: kinds of device to compute the gradient on, such as ("cpu", "gpu"); None for all
-        devices here. The report lists a missing device as not run.
+        devices here. The report lists as not run a missing device, and one that a mesh, a sharding
+        or an array of the function is not on.
       points: the number of points to check.
       seed: the seed of the cotangents, directions and further points.
       raise_on_failure: False to return the report also if the check fails.
@@ -142,8 +146,9 @@ def check_grads(
 
     Raises:
       GradCheckError: the gradient is wrong, or nothing was verified; it has the report.
-      TypeError: ``args`` is not a tuple, or an argument is unknown; arguments of other checkers,
-        such as ``eps``, ``modes`` and ``fast_mode``, raise it with the argument to write here.
+      TypeError: ``args`` is not a tuple, an argument is unknown, or the call is inside of
+        ``jax.jit`` or another transformation; arguments of other checkers, such as ``eps``,
+        ``modes`` and ``fast_mode``, raise it with the argument to write here.
       ValueError: there is nothing to check, a name is unknown, an input is not finite, or the
         function cannot be evaluated near the point.
 
@@ -178,44 +183,75 @@ def check_grads(
         own_args, own_kwargs = moved((args, dict(kwargs or {})), device)
         return make_subject(fun, own_args, own_kwargs, wrt, no_grad, output)
 
-    for kind, device in list(found.there.items())[:1]:
-        others = {other: d for other, d in found.there.items() if other != kind}
-        with jax.default_device(device), jax.default_matmul_precision("highest"):
-            with np.errstate(all="ignore"), kept_lightly():
-                log.devices.append(kind)
-                _check(subject_on, device, log, others)
+    with jax.default_matmul_precision("highest"), np.errstate(all="ignore"), kept_lightly():
+        _check(subject_on, found.there, log)
     report = _logged_report(log, time.perf_counter() - started)
     if raise_on_failure and not report.ok:
         raise GradCheckError(report)
     return report
 
 
-def _check(subject_on: Callable, device: Any, log: Log, others: Mapping[str, Any]) -> None:
-    """All checks, in order; each writes to the log."""
-    check = prepare(subject_on(device), log)
-    if check is None:
+def _check(subject_on: Callable, there: Mapping[str, Any], log: Log) -> None:
+    """All checks on the first device that can run the function; the others' gradients."""
+    others = dict(there)
+    for kind, device in there.items():
+        del others[kind]
+        try:
+            with jax.default_device(device):
+                subject = subject_on(device)
+                if others:  # else no other can run it
+                    vjp = differentiated(subject, subject.inputs)
+                    vjp.pull(vjp.outputs)
+        except Exception as error:
+            if not others or not _is_bound(error):
+                raise
+            log.not_run[f"device {kind}"] = BOUND
+            continue
+        log.devices.append(kind)
+        with jax.default_device(device):
+            check = _check_there(subject, log)
+        for other, where in others.items():
+            if check and "devices" not in log.options.skip and log.has_time("devices"):
+                _check_device(check, subject_on, other, where)
         return
+
+
+def _is_bound(error: Exception) -> bool:
+    """Whether a function does not run since it is bound to other devices than its arguments'."""
+    return any(word in f"{type(error).__name__} {error}" for word in OTHER_DEVICES)
+
+
+def _check_there(subject: CheckSubject, log: Log) -> Check | None:
+    """All checks on one device, in order; each writes to the log."""
+    check = prepare(subject, log)
+    if check is None:
+        return None
     check_values(check, check.point())
+    check.drop_second()
     if "points" not in log.options.skip and log.has_time("points"):
         check_further_points(check)
     note_independence(check)
     check_behavior(check)
     check_second_order(check)
     log.evaluations += check.differences.evaluations
-    for kind, other in others.items():
-        if "devices" not in log.options.skip and log.has_time("devices"):
-            _check_device(check, subject_on, kind, other)
+    return check
 
 
 def _check_device(check: Check, subject_on: Callable, kind: str, device: Any) -> None:
     """The gradient computed on another device is the one found on the first."""
-    with jax.default_device(device):
-        subject = subject_on(device)
-        gradient = differentiated(subject, subject.inputs).rows(check.covectors)
+    try:
+        with jax.default_device(device):
+            subject = subject_on(device)
+            gradient = differentiated(subject, subject.inputs).rows(check.covectors)
+    except Exception as error:
+        if not _is_bound(error):
+            raise
+        check.log.not_run[f"device {kind}"] = BOUND
+        return
     check.log.devices.append(kind)
     check.log.evaluations += 2
     text = f"the gradient on {kind}, compared with the one on {check.log.devices[0]}"
-    for row, expected in zip(gradient, check.gradient, strict=True):
+    for row, expected in zip(gradient, check.vjp.rows(check.covectors), strict=True):
         check.log.fail(check.compare("devices", row, expected, text))
 
 

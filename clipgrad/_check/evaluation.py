@@ -11,7 +11,8 @@ import clipgrad._trees as _trees
 from clipgrad._check.differences import Differences, Evaluation, in_float64
 from clipgrad._check.loops import has_loops, stops_by_numbers
 from clipgrad._check.outputs import jumped
-from clipgrad._check.points import NEARBY, element_scales, moved_apart, random_direction
+from clipgrad._check.points import NEARBY, moved_apart, random_direction
+from clipgrad._check.scales import Scales
 from clipgrad._check.subject import CheckSubject
 from clipgrad._check.tolerances import SAME_VALUES, SOLVED, narrowest
 from clipgrad._check.widening import Unsupported, Widened, widened_program
@@ -137,8 +138,8 @@ def _probe_evaluation(
     differences.set_base(subject.inputs, _trees.zeros_in_place(size, np.float32))
     _same_values(subject, differences.base, part, inner)
     if differences.evaluation.key is None:
-        scale = element_scales(subject.inputs)
-        along = random_direction(subject, 0, 0, scale.dtype) * scale
+        scales = Scales(subject.inputs)
+        along = scales.times(random_direction(subject, 0, 0, scales.dtype))
         along *= NEARBY
         differences.change(subject.inputs, along)
 

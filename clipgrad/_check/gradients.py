@@ -29,7 +29,7 @@ class VJP(NamedTuple):
 
     def __call__(self, covector: np.ndarray) -> np.ndarray:
         """The real gradient for a real cotangent vector."""
-        return _trees.gradient_vector(self.pull(_trees.cotangent_leaves(covector, self.like))[0])
+        return self.rows(covector[None])[0]
 
     def rows(self, covectors: np.ndarray) -> np.ndarray:
         """The gradients for several cotangents, shape (cotangents, inputs)."""
@@ -107,6 +107,11 @@ class Gradient:
 
         Compiled programs are kept by `hook`, which makes a hook.
         """
+        found = (self.leaves(xs, row, hook) for row in covectors)
+        return _trees.gradient_rows(found, len(covectors))
+
+    def leaves(self, xs, covector: np.ndarray, hook: Callable | None = None) -> list[jax.Array]:
+        """The gradient in float64 for one cotangent, leaf by leaf."""
         function = self.function
         if self._error is not None:
             raise self._error
@@ -121,10 +126,9 @@ class Gradient:
             widened = _trees.widened_leaf if size <= WIDENED_FIRST else np.asarray
             leaves = [widened(x) for x in xs]
             like = [jax.ShapeDtypeStruct(y.shape, _trees.wide_dtype(y.dtype)) for y in self.outputs]
-            cotangents = [_trees.cotangent_leaves(row, like) for row in covectors]
-            found = (run(self.constants, [*leaves, *u]) for u in cotangents)
+            cotangent = _trees.cotangent_leaves(covector, like)
             try:
-                return _trees.gradient_rows(found, len(cotangents))
+                return jax.block_until_ready(run(self.constants, [*leaves, *cotangent]))
             except Exception as error:
                 self._error = None if hook else error.with_traceback(None)
                 raise

@@ -10,8 +10,10 @@ import jax
 import numpy as np
 
 import clipgrad._trees as _trees
+from clipgrad._check.beside import Beside
+from clipgrad._check.scales import Scales
 from clipgrad._check.subject import CheckSubject
-from clipgrad._check.tolerances import length_along
+from clipgrad._check.tolerances import length_along, pieces
 
 COTANGENTS = 2
 # Directions in which a point is moved: two balanced dense ones, another dense one, and single
@@ -21,11 +23,6 @@ NEARBY = 2.0**-4  # the part by which all elements are moved, to see the gradien
 EIGHTHS = np.concatenate([-np.arange(4, 13), np.arange(4, 13)]) / 8
 # How far apart the effects of leaves are balanced: more would be lost in rounding.
 LEAST_BALANCE = 2.0**-10
-# Numbers so much larger than the median of their leaf are no inputs of one function: a step of a
-# part of them would be larger than the others (the case garbage_in_the_padding).
-GARBAGE = 2.0**24
-LEAST_SHORT = 2.0**-100  # above it, float32 is exact with room for steps
-EXPONENT = 0x7FF << 52  # the bits of a float64 that give its power of two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +33,9 @@ class Point:
       xs: the input leaves.
       gradient: the gradient as it was computed; 0 where it is not finite.
       finite: which of its elements are finite.
-      exact: the same rule evaluated in float64; None if it cannot be.
+      exact: the same rule evaluated in float64, an array or `Beside`; None if it cannot be.
       reference: plain AD in float64, custom rules stripped; None if it cannot be had.
-      scale: the scale of each element, a power of two.
+      scale: the scale of each element, a power of two, an array or `Scales`.
       direction: gives the vector of a direction.
       unreferenced: the leaves whose reference is not finite; `gradient` stands in for it there.
       around: gives plain AD's gradient where each element is moved by `NEARBY` of its own, or None
@@ -49,9 +46,9 @@ class Point:
     xs: Sequence[jax.Array]
     gradient: np.ndarray
     finite: np.ndarray
-    exact: np.ndarray | None
-    reference: np.ndarray | None
-    scale: np.ndarray
+    exact: Any
+    reference: Any
+    scale: Any
     direction: Callable[[int], np.ndarray]
     unreferenced: Sequence[int] = ()
     around: Callable[[], np.ndarray | None] = lambda: None
@@ -65,9 +62,16 @@ class Point:
 
 def moved_apart(subject: CheckSubject, xs, seed: int, part: float) -> list[np.ndarray]:
     """The point in float64 with each element moved by about a part of its own, equal ones apart."""
-    direction = random_direction(subject, seed, SINGLE) * element_scales(xs) * part
-    moves = _trees.from_rows(direction, [np.asarray(_trees.widened_leaf(x)) for x in xs])
-    return [_trees.widened_leaf(x) + move for x, move in zip(xs, moves, strict=True)]
+    scales, moved = Scales(xs), []
+    for x, name, (start, stop) in zip(xs, subject.names, subject.ranges, strict=True):
+        move = _dense([x], [f"direction {SINGLE} {name}"], seed)
+        for where in pieces(0, stop - start):
+            move[where] *= scales[where.start + start : where.stop + start]
+        move *= part
+        wide = jax.ShapeDtypeStruct(x.shape, _trees.wide_dtype(x.dtype))
+        (move,) = _trees.from_rows(move, [wide])
+        moved.append(np.add(_trees.widened_leaf(x), move, out=move))
+    return moved
 
 
 def make_point(
@@ -81,28 +85,39 @@ def make_point(
     """A point from the gradients there: as computed, the rule's in float64, plain AD's."""
     gradient, exact, reference = gradients
     finite = np.asarray(np.isfinite(gradient).all(axis=0))
-    gradient = gradient if finite.all() else np.where(finite, gradient, 0.0)
-    if exact is not None and not np.isfinite(exact).all():
+    if finite.all():
+        finite = np.broadcast_to(True, finite.shape)
+    else:
+        gradient = np.where(finite, gradient, 0.0)
+    if not (exact is None or isinstance(exact, Beside) or np.isfinite(exact).all()):
         exact = None
     unreferenced: list[int] = []
     if reference is not None:
         reference, unreferenced = _mended(reference, gradient, subject.ranges)
-    scale = element_scales(xs) if delta is None else np.full(gradient.shape[1], delta)
+    scale = Scales(xs) if delta is None else np.broadcast_to(delta, gradient.shape[1:])
     balance = _balance(gradient if reference is None else reference, scale, subject)
 
     def direction(row: int) -> np.ndarray:
-        if row == SINGLE:
-            return scale
-        along = random_direction(subject, seed, row, scale.dtype)
-        along *= scale
+        along = random_direction(subject, seed, row, scale.dtype) if row != SINGLE else _ones(scale)
+        for where in pieces(0, scale.size):
+            along[where] *= scale[where]
         for (start, stop), factor in zip(subject.ranges, balance, strict=True):
-            along[start:stop] *= factor if row in BALANCED else 1.0
+            if row in BALANCED:
+                along[start:stop] *= factor
         return along
 
     return Point(xs, gradient, finite, exact, reference, scale, direction, unreferenced, around)
 
 
-def _mended(reference, gradient, ranges) -> tuple[np.ndarray | None, list[int]]:
+def _ones(like: Any) -> np.ndarray:
+    ones = _trees.zeros_in_place(like.size, like.dtype)
+    ones += 1
+    return ones
+
+
+def _mended(reference: Any, gradient, ranges) -> tuple[Any, list[int]]:
+    if isinstance(reference, Beside):  # it is finite
+        return reference, []
     bad = [not np.isfinite(reference[:, a:b]).all() for a, b in ranges]
     unreferenced = [leaf for leaf, is_bad in enumerate(bad) if is_bad]
     if len(unreferenced) == len(ranges):
@@ -128,9 +143,10 @@ def generator(seed: int, name: str) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(name.encode())])
 
 
-def dense_numbers(rng: np.random.Generator, size: int) -> np.ndarray:
+def dense_numbers(rng: np.random.Generator, size: int, out: np.ndarray | None = None) -> np.ndarray:
     """Numbers of random sign and magnitude in [0.5, 1.5], in eighths: short in binary."""
-    return EIGHTHS.take(rng.integers(0, len(EIGHTHS), size, np.uint8), mode="clip")
+    eighths = EIGHTHS if out is None else EIGHTHS.astype(out.dtype)
+    return eighths.take(rng.integers(0, len(EIGHTHS), size, np.uint8), out=out, mode="clip")
 
 
 def cotangents(subject: CheckSubject, seed: int) -> np.ndarray:
@@ -150,7 +166,7 @@ def _dense(
     places = _trees.offsets(leaves)
     whole = _trees.zeros_in_place(int(places[-1]), dtype)
     for name, start, stop in zip(names, places[:-1], places[1:], strict=True):
-        whole[start:stop] = dense_numbers(generator(seed, name), stop - start)
+        dense_numbers(generator(seed, name), stop - start, whole[start:stop])
     return whole
 
 
@@ -173,29 +189,5 @@ def random_direction(
 
 
 def element_scales(xs: Sequence[jax.Array]) -> np.ndarray:
-    """The scale of each element, a power of two.
-
-    The scale is about |x|, at least the root mean square of the leaf, and 1 for a leaf of zeros. A
-    leaf with garbage in it, as in the padding of a batch, has its median in place of the mean.
-    """
-    return np.concatenate([_short(_leaf_scales(x)) for x in xs])
-
-
-def _short(numbers: np.ndarray) -> np.ndarray:
-    """The numbers in float32 if it holds them exactly, far enough from its limits."""
-    narrow = numbers.astype(np.float32)
-    fits = np.array_equal(narrow, numbers) and (numbers.size == 0 or numbers.min() > LEAST_SHORT)
-    return narrow if fits else numbers
-
-
-def _leaf_scales(leaf) -> np.ndarray:
-    size = np.abs(_trees.widened_leaf(leaf)).ravel()
-    typical = np.sqrt(np.mean(size**2)) if size.size else 0.0
-    if not typical > 0:
-        typical = 1.0
-    elif 2 * np.count_nonzero(GARBAGE * size < typical) >= size.size:
-        middle = np.median(size[size > 0])
-        typical = middle if typical > GARBAGE * middle else typical
-    size = np.maximum(size, typical) * 1.4142135  # a little less than the root of 2, for (0, 8)
-    size = np.repeat(size, 2) if _trees.is_complex(leaf) else size
-    return (size.view(np.int64) & EXPONENT).view(np.float64)
+    """The scale of each element as an array."""
+    return np.asarray(Scales(xs))

@@ -90,8 +90,8 @@ class Judge:
 
     differences: Differences
     point: Point
-    gradient: np.ndarray
-    reference: np.ndarray | None
+    gradient: Any
+    reference: Any
     tolerance: Tolerance
     delta: float | None = None
     excuses: Sequence[Excuse] = ()
@@ -130,8 +130,7 @@ class Judge:
 
     def is_zero(self, indices: np.ndarray) -> np.ndarray:
         """Whether the reference is zero or noise."""
-        known = np.asarray(self.reference)[:, indices]
-        return np.all(np.abs(known) <= self.noise[indices], axis=0)
+        return np.all(np.abs(self.reference[:, indices]) <= self.noise[indices], axis=0)
 
     def allowed_at(self, indices: Any, beside: bool = True) -> Allowed:
         """The allowed error of some elements, or of a slice of one leaf."""
@@ -283,7 +282,7 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
     found += [excusable.part(excused)] if excused.any() else []
     indices = suspects[~excused]
     if len(indices):
-        parts = np.asarray(judge.reference)[:, indices], judge.gradient[:, indices]
+        parts = judge.reference[:, indices], judge.gradient[:, indices]
         off = np.abs(parts[0] - parts[1])
         excess = (off / judge.allowed_at(indices).slack(*parts)).max(axis=0)
         excess[np.argmax(off.max(axis=0))] = np.inf  # the one that is reported
@@ -293,7 +292,7 @@ def _by_reference(judge: Judge, leaf: int) -> list[Finding]:
 
 def _off_by_more(judge: Judge, leaf: int, beside: bool = True) -> np.ndarray:
     """The elements of a leaf that are off the reference."""
-    pair, finite = (np.asarray(judge.reference), judge.gradient), judge.point.finite
+    pair, finite = (judge.reference, judge.gradient), judge.point.finite
     least = judge.tolerance.elements(judge.sizes, leaf, np.full(1, np.inf), beside)
     slack = lambda where: judge.allowed_at(where, beside).slack(*(g[:, where] for g in pair))  # noqa: E731
     floor = least.floor if least.paddle is None else -1.0
@@ -452,7 +451,7 @@ def _with_reference(verdict: Verdict, judge: Judge, indices) -> Verdict:
     A gradient far below the noise of the outputs is among them. One that is zero or noise for both,
     and zero for differences within theirs, is right.
     """
-    parts = np.asarray(judge.reference)[:, indices], judge.gradient[:, indices]
+    parts = judge.reference[:, indices], judge.gradient[:, indices]
     off, allowed = np.abs(parts[0] - parts[1]), judge.allowed_at(indices).slack(*parts)
     row = np.argmax(off, axis=0), np.arange(len(indices))
     better, analytic = parts[0][row], parts[1][row]

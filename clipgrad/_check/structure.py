@@ -39,7 +39,7 @@ def check_ties(
     if len(kinks) < 2:
         return []
     step = float(step_sizes(differences.evaluation.quick)[1])
-    differences.set_base(point.xs, point.scale)
+    differences.set_base(point.xs, point.direction(SINGLE))
     noise = NOISE * differences.evaluation.eps * float(np.max(np.abs(differences.base)))
     outputs, bent = _bent_one_way(differences, point, kinks, step, noise)
     others = np.unique(np.concatenate(every))
@@ -66,7 +66,7 @@ def _shared_wrongly(
     relative = max(LOOSER * judge.tolerance.relative[leaf], BENDS * step)
     signs = points.generator(seed, "ties").choice([-1.0, 1.0], (MOVED, len(tied)))
     signs[0] = 1.0  # all up, and up and down at random
-    found, shift = [], np.zeros_like(point.scale)
+    found, shift = [], np.zeros(point.scale.size, point.scale.dtype)
     for move in step * signs * point.scale[tied].max():
         shift[tied] = move
         ahead, behind = (change[output] for change in differences.change(point.xs, shift))
@@ -87,7 +87,7 @@ def _bent_one_way(
 
     An output is as large as a model may be, so that of each kink one bit is kept for it.
     """
-    shift, rows = np.zeros_like(point.scale), []
+    shift, rows = np.zeros(point.scale.size, point.scale.dtype), []
     ups, downs = np.zeros((2, len(differences.base)), np.int32)
     for k in kinks:
         shift[k] = step * point.scale[k]
@@ -169,7 +169,7 @@ def _symmetric(subject: CheckSubject, judge: Judge, finding: Finding, seed: int)
     for _ in BALANCED if excused.any() else ():
         (random,) = _trees.from_rows(points.dense_numbers(rng, _trees.real_size(leaf)), [leaf])
         symmetric = (random + np.conj(np.swapaxes(random, -1, -2))) / 2
-        direction = np.zeros_like(judge.point.scale)
+        direction = np.zeros(judge.point.scale.size, judge.point.scale.dtype)
         direction[slice(*area)] = _trees.to_numpy([symmetric]) * judge.point.scale[area[0]]
         point = dataclasses.replace(judge.point, direction=lambda row: direction)  # noqa: B023
         itself = dataclasses.replace(judge, point=point, gradient=plain)

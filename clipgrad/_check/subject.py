@@ -60,8 +60,9 @@ class CheckSubject(NamedTuple):
 
 
 def require_arrays(args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raises an error for trees without an end, and for numbers that JAX cannot take."""
+    """Raises an error for trees without an end, tracers, and numbers that JAX cannot take."""
     _trees.check_tree("args", (args, kwargs))
+    _trees.check_concrete("args", (args, kwargs))
     for name, tree in (("args", args), ("kwargs", kwargs)):
         leaves = jax.tree.map(lambda leaf: leaf if _has_numbers(leaf) else None, tree)
         _trees.check_leaves(name, leaves)
@@ -90,6 +91,7 @@ def make_subject(
     names = _trees.leaf_names(args, "args") + _trees.leaf_names(kwargs, "kwargs")
     _require_finite([leaves[k] for k in chosen], [names[k] for k in chosen])
     call, result = _first_call(call, leaves)
+    _trees.check_concrete("fun", result)
     pick, outputs, output_names = _chosen_outputs(result, output)
     inputs = [leaves[k] for k in chosen]
 

@@ -30,10 +30,10 @@ def check_values(check: Check, point: Point) -> None:
 
 def note_independence(check: Check) -> None:
     """A note where the gradient is zero at every point, and no slope says otherwise."""
-    gradients, log = check.gradients(), check.log
-    if any(g.any() for g in gradients) or any(f.check == "value" for f in log.failures):
+    are_zero, log = check.are_zero, check.log
+    if not all(are_zero) or any(f.check == "value" for f in log.failures):
         return
-    where = "everywhere" if len(gradients) > 1 else "at this point, and no other was checked"
+    where = "everywhere" if len(are_zero) > 1 else "at this point, and no other was checked"
     log.notes.append(f"the gradient is zero {where}: does the output depend on the inputs?")
 
 
@@ -65,7 +65,7 @@ def _check_further_point(check: Check, k: int) -> bool:
         if elsewhere is None:
             why = why or "the function is not finite"
             continue
-        point = check.point(elsewhere[0], elsewhere[1][:1])  # for the first cotangent alone
+        point = check.point(*elsewhere)
         found, failures, notes = _told_at(check, point, where)
         wrong = wrong_leaves(found)
         moved = symmetric if keeps == NOTHING else set()

@@ -2,6 +2,7 @@
 
 from clipgrad._trees.losses import check_scalar as check_scalar
 from clipgrad._trees.losses import loss_and_aux as loss_and_aux
+from clipgrad._trees.memory import give_back as give_back
 from clipgrad._trees.overwritten import overwrite as overwrite
 from clipgrad._trees.overwritten import split_overwritten as split_overwritten
 from clipgrad._trees.overwritten import zeros_for as zeros_for

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from clipgrad._trees.memory import give_back
+
 Array = Any
 
 
@@ -94,14 +96,22 @@ def gradient_vector(cotangents: Sequence[Array]) -> np.ndarray:
 
 
 def gradient_rows(found: Iterable[Sequence[Array]], count: int) -> np.ndarray:
-    """Several real gradients, of float32 if all leaves are, else of float64."""
-    rows = np.zeros((count, 0))
-    for row, cotangents in enumerate(found):
+    """Several real gradients, of float32 if all leaves are, else of float64.
+
+    Each leaf is released when it is copied, so that no gradient need be there twice.
+    """
+    rows, row = np.zeros((count, 0)), 0
+    for leaves in found:
+        leaves, places = list(leaves), offsets(leaves)
         if not row:
-            is_single = all(real_dtype(leaf) == np.float32 for leaf in cotangents)
-            dtype = np.float32 if is_single else np.float64
-            rows = np.empty((count, int(offsets(cotangents)[-1])), dtype)
-        to_numpy([np.conj(x) if is_complex(x) else x for x in cotangents], rows[row])
+            is_single = all(real_dtype(leaf) == np.float32 for leaf in leaves)
+            rows = np.empty((count, int(places[-1])), np.float32 if is_single else np.float64)
+        for start, stop in zip(places[-2::-1], places[:0:-1], strict=True):
+            leaf = leaves.pop()
+            to_numpy([np.conj(leaf) if is_complex(leaf) else leaf], rows[row, start:stop])
+            del leaf
+        row += 1
+        give_back(rows.shape[1])
     return rows
 
 

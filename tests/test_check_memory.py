@@ -1,0 +1,137 @@
+"""A check of a large model takes few arrays of its size."""
+
+import os
+import subprocess
+import sys
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import clipgrad as cg
+from clipgrad._check.beside import MANY, Beside, kept_beside
+from clipgrad._check.points import SINGLE, element_scales, make_point
+from clipgrad._check.subject import make_subject
+from tests.check_zoo import custom
+
+MODEL = """
+import jax, jax.numpy as jnp, numpy as np
+import clipgrad as cg
+rng, width, depth = np.random.default_rng(0), {width}, {depth}
+draw = lambda: jnp.asarray(rng.normal(size=(width, width)) / width**0.5, jnp.float32)
+weights = [(draw(), draw()[:1]) for _ in range(depth)]
+x = jnp.asarray(rng.normal(size=(32, width)), jnp.float32)
+def loss(weights):
+    y = x
+    for weight, bias in weights:
+        y = jnp.tanh(y @ weight + bias)
+    return jnp.mean(y**2)
+"""
+PEAK = "print([line.split()[1] for line in open('/proc/self/status') if 'VmHWM' in line][0])"
+
+
+def peak(program):
+    """The largest memory of a process of its own."""
+    command = [sys.executable, "-c", f"{program}\n{PEAK}"]
+    environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    return 1024 * int(done.stdout.split()[-1])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_check_of_ten_million_parameters_takes_at_most_eight_times_their_memory():
+    model = MODEL.format(width=1000, depth=10)
+    plain = peak(model + "jax.block_until_ready(jax.jit(jax.grad(loss))(weights))")
+    whole = peak(model + "assert cg.check_grads(loss, (weights,)).ok")
+    assert whole - plain <= 8 * 4 * 10 * (1000**2 + 1000)
+
+
+def test_what_is_kept_in_numpy_is_at_most_seven_times_the_parameters():
+    """The gradients as computed and what exact ones add, two each, a direction, and parts."""
+    names: dict = {}
+    exec(MODEL.format(width=384, depth=8), names)
+    weights = names["weights"]
+    tracemalloc.start()
+    try:
+        found = cg.check_grads(names["loss"], (weights,))
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.ok and found.verified == found.elements == 8 * (384**2 + 384)
+
+    assert most <= 7 * 4 * found.elements
+
+
+def rows_beside(gradient, exact):
+    return kept_beside(gradient, lambda k: [jnp.asarray(exact[k])])
+
+
+@pytest.fixture(scope="module")
+def near():
+    gradient = np.random.default_rng(1).normal(size=(2, MANY + 7)).astype(np.float32)
+    with jax.enable_x64(True):
+        exact = gradient + 1e-6 * np.random.default_rng(2).normal(size=gradient.shape)
+        yield gradient, exact, rows_beside(gradient, exact)
+
+
+def test_gradients_beside_those_of_float32_take_half_the_memory_and_lose_nothing(near):
+    gradient, exact, kept = near
+    assert isinstance(kept, Beside) and kept.shape == exact.shape and len(kept) == 2
+    np.testing.assert_allclose(kept, exact, rtol=1e-15, atol=1e-12)
+    off = np.abs(kept[1, 3:50] - exact[1, 3:50])
+    assert (off <= kept.error(1, slice(3, 50))).all()
+    assert isinstance(kept[:, 5:9], Beside) and kept[:, 5:9].shape == (2, 4)
+    picked = kept[:, np.asarray([1, 4])]
+    np.testing.assert_array_equal(picked, np.asarray(kept)[:, [1, 4]])
+    np.testing.assert_array_equal(np.abs(kept - kept[:1]), np.abs(np.asarray(kept) - kept[0]))
+
+
+@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("number", [1e-38, 1e39, np.inf, np.nan])
+def test_gradients_that_float32_does_not_hold_are_kept_as_they_are(near, where, number):
+    gradient, exact, _ = near
+    exact, gradient = exact.copy(), gradient.copy()
+    gradient[where, 11], exact[where, 11] = 0.0, number
+    with jax.enable_x64(True):
+        kept = rows_beside(gradient, exact)
+    assert isinstance(kept, np.ndarray) and kept.dtype == np.float64
+    np.testing.assert_allclose(kept, exact, rtol=1e-15, atol=1e-12)
+    assert kept[where, 11] == number or np.isnan(number)
+
+
+def test_few_gradients_and_those_of_float64_are_kept_as_they_are(near):
+    gradient, exact, _ = near
+    with jax.enable_x64(True):
+        for of, row in ((gradient[:, :9], exact[:, :9]), (exact, exact)):
+            kept = rows_beside(of, row)
+            assert isinstance(kept, np.ndarray)
+            np.testing.assert_array_equal(kept, row)
+        assert kept_beside(gradient, lambda k: None) is None
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex64, np.float16])
+def test_scales_of_many_elements_are_those_of_few(dtype):
+    """They are made piece by piece, and what is kept of each is its exponent."""
+    small = np.random.default_rng(3).normal(size=500) * 2.0 ** np.arange(-10, 10).repeat(25)
+    x = jnp.asarray(small.astype(dtype))
+    many = jnp.tile(x, 300)
+    np.testing.assert_array_equal(element_scales([many]), np.tile(element_scales([x]), 300))
+    subject = make_subject(lambda x: jnp.abs(x), (many,))
+    size = many.size * (2 if dtype == np.complex64 else 1)
+    point = make_point(subject, subject.inputs, (np.ones((1, size)), None, None), 0)
+    np.testing.assert_array_equal(point.direction(SINGLE), element_scales([many]))
+    np.testing.assert_array_equal(point.scale[[3, 70_000]], element_scales([many])[[3, 70_000]])
+    assert point.scale[5:9].dtype == np.float32
+
+
+@pytest.mark.parametrize(("factor", "ok"), [(1.0, True), (1 + 1e-5, False)])
+def test_a_rule_of_many_elements_is_judged_as_one_of_few(factor, ok):
+    rule = custom(lambda x: jnp.sin(x), lambda r, g: (factor * g * jnp.cos(r[0]),))
+    x = jnp.linspace(-1, 1, MANY + 5)
+    wrong = x.size if not ok else 0
+    found = cg.check_grads(lambda x: rule(x).sum(), (x,), raise_on_failure=False, points=1)
+    assert found.ok is ok
+    assert sum(len(f.indices) for f in found.failures if f.check == "value") == wrong
