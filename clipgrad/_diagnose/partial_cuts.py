@@ -1,8 +1,9 @@
 """Gradients that are not zero, but cut in part: slices of stacked layers, and all but a penalty."""
 
+import contextlib
 import inspect
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Literal, Var
@@ -147,12 +148,11 @@ def data_inputs(given: DiagnosisSubject, data: str | int | Sequence[str | int]) 
     Raises:
       ValueError: there is no such argument.
     """
-    wanted = [data] if isinstance(data, str | int) else list(data)
-    keys = {key for key, _ in given.paths}
-    try:
+    wanted: list[Any] = [data] if isinstance(data, str | int) else list(data)
+    keys: set[Any] = {key for key, _ in given.paths}
+    positions: dict[Any, Any] = {}
+    with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
         positions = {name: i for i, name in enumerate(inspect.signature(given.fun).parameters)}
-    except (TypeError, ValueError):
-        positions = {}
     chosen = {name if name in keys else positions.get(name, name) for name in wanted}
     if missing := [name for name in wanted if not {name, positions.get(name)} & keys]:
         raise ValueError(
