@@ -25,7 +25,7 @@ _BY_OTHERS = frozenset({"mul", "dot_general", "conv_general_dilated", "select_n"
 _BY_OTHERS |= {"dynamic_slice", "scatter-add", "dynamic_update_slice"}
 
 
-def stacked(given: DiagnosisSubject) -> dict[int, int]:
+def layers_of_scans(given: DiagnosisSubject) -> dict[int, int]:
     """The numbers of layers of the chosen inputs that a scan takes layer by layer."""
     program = opened(given.program)[0]
     numbers, found = {v: i for i, v in enumerate(program.invars)}, {}
