@@ -284,7 +284,7 @@ def _of_product(cut: ZeroCut, label: str, given: DiagnosisSubject, zero: Sequenc
     factor = size if equation.primitive.name == "div" else max(abs(low), abs(high))
     if np.isfinite(cut.largest) and cut.largest * factor < smallest:
         return _of_underflow(cut._replace(largest=cut.largest * factor), str(dtype))
-    is_sum = cut.variable.aval.shape != equation.outvars[0].aval.shape
+    is_sum = cut.variable.aval.shape != getattr(equation.outvars[0].aval, "shape", ())
     if equation.primitive.name == "mul" and not is_sum:
         text = f"its other factor, {low:.3g} to {high:.3g}, is 0 wherever there is a cotangent"
         return Cause("zero factor", text, "check the masks: they have no element in common")

@@ -32,7 +32,7 @@ from clipgrad._diagnose.findings import (
     vjp_finding,
 )
 from clipgrad._diagnose.origins import CONSTANT, Origins, operands_of, origins
-from clipgrad._diagnose.partial_cuts import data_inputs, stacked
+from clipgrad._diagnose.partial_cuts import data_inputs, layers_of_scans
 from clipgrad._diagnose.raised import is_of_callback, raised_in, told_error, without
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.rows import SCAN, units_and_rows
@@ -200,14 +200,14 @@ def _diagnosis(given: DiagnosisSubject, data: frozenset[int] | None = None) -> G
             # An operation may be there for half precision alone.
             notes += [f"diagnose did not look for underflow: {first_line(error)}"]
     if not {finding.kind for finding in findings} & {"value", "vjp"}:
-        zeros, more = _zeros(given, grads, loss, data)
+        zeros, more = _zeros_of(given, grads, loss, data)
         small = any(finding.kind in ("underflow", "shrinks") for finding in findings)
         findings += [own for own in zeros if not (small and own.cause == "underflow")]
         notes += more
     return GradientDiagnosis(tuple(findings), found, tuple(notes))
 
 
-def _zeros(
+def _zeros_of(
     given: DiagnosisSubject, grads: list[Summary], loss: float, data: frozenset[int] | None
 ) -> tuple[list[GradientFinding], list[str]]:
     """The findings and notes on gradients that are zero: of a leaf, a layer, or all but a penalty.
@@ -216,7 +216,7 @@ def _zeros(
     """
     of = dict(zip(given.chosen, grads, strict=True))
     zero = [i for i, grad in of.items() if not np.any(grad.nonfinite) and np.all(grad.zeros == 1)]
-    layers = stacked(given) if any(np.any(grad.zeros) for grad in grads) else {}
+    layers = layers_of_scans(given) if any(np.any(grad.zeros) for grad in grads) else {}
     partly = any(np.max(of[i].zeros) * n > 1 - 1e-3 for i, n in layers.items())
     return zero_findings(given, zero, loss, data) if zero or partly or data else ([], [])
 

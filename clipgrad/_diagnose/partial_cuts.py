@@ -1,8 +1,9 @@
 """Gradients that are not zero, but cut in part: slices of stacked layers, and all but a penalty."""
 
+import contextlib
 import inspect
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Literal, Var
@@ -24,7 +25,7 @@ _BY_OTHERS = frozenset({"mul", "dot_general", "conv_general_dilated", "select_n"
 _BY_OTHERS |= {"dynamic_slice", "scatter-add", "dynamic_update_slice"}
 
 
-def stacked(given: DiagnosisSubject) -> dict[int, int]:
+def layers_of_scans(given: DiagnosisSubject) -> dict[int, int]:
     """The numbers of layers of the chosen inputs that a scan takes layer by layer."""
     program = opened(given.program)[0]
     numbers, found = {v: i for i, v in enumerate(program.invars)}, {}
@@ -147,12 +148,11 @@ def data_inputs(given: DiagnosisSubject, data: str | int | Sequence[str | int]) 
     Raises:
       ValueError: there is no such argument.
     """
-    wanted = [data] if isinstance(data, str | int) else list(data)
-    keys = {key for key, _ in given.paths}
-    try:
+    wanted: list[Any] = [data] if isinstance(data, str | int) else list(data)
+    keys: set[Any] = {key for key, _ in given.paths}
+    positions: dict[Any, Any] = {}
+    with contextlib.suppress(TypeError, ValueError):  # some functions have no signature
         positions = {name: i for i, name in enumerate(inspect.signature(given.fun).parameters)}
-    except (TypeError, ValueError):
-        positions = {}
     chosen = {name if name in keys else positions.get(name, name) for name in wanted}
     if missing := [name for name in wanted if not {name, positions.get(name)} & keys]:
         raise ValueError(

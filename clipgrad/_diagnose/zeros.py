@@ -10,7 +10,7 @@ from clipgrad._diagnose.blocks import MeasuredBlock
 from clipgrad._diagnose.causes import EXCUSED, SILENT, Cause, cause_of
 from clipgrad._diagnose.cuts import ZeroCut, inside_of_loop, zero_cuts
 from clipgrad._diagnose.edges import edge_values
-from clipgrad._diagnose.partial_cuts import cuts_of_layer, remainder, stacked
+from clipgrad._diagnose.partial_cuts import cuts_of_layer, layers_of_scans, remainder
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
 from clipgrad._docs import docs_page
@@ -60,7 +60,7 @@ def zero_findings(
     """
     reached = sources_of_results(given.program)[0]
     notes = _unread(given, [i for i in zero if i not in reached])
-    layers = {} if zero else stacked(given)
+    layers = {} if zero else layers_of_scans(given)
     zero = [i for i in zero if i in reached]
     if not (zero or layers or data):
         return [], notes
@@ -107,7 +107,7 @@ class _Explanations:
     def of_layers(self) -> Iterator[GradientFinding]:
         """The findings on layers without a gradient, of leaves that a scan takes by the layer."""
         gradients = dict(zip(self._given.chosen, self._block.values.gradients, strict=True))
-        for i, count in stacked(self._given).items():
+        for i, count in layers_of_scans(self._given).items():
             layers = np.flatnonzero(~np.asarray(gradients[i]))
             if i in self._zero or not len(layers):
                 continue
