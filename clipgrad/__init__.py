@@ -63,6 +63,7 @@ if typing.TYPE_CHECKING:
     from clipgrad._check import numerical_grad as numerical_grad
     from clipgrad._compare import GradientComparison as GradientComparison
     from clipgrad._compare import compare as compare
+    from clipgrad._compare import compare_resumed as compare_resumed
     from clipgrad._compare import save_run as save_run
     from clipgrad._diagnose import GradientDiagnosis as GradientDiagnosis
     from clipgrad._diagnose import diagnose as diagnose
@@ -81,6 +82,7 @@ _LATER = {
     "numerical_grad": "_check",
     "GradientComparison": "_compare",
     "compare": "_compare",
+    "compare_resumed": "_compare",
     "save_run": "_compare",
     "GradientDiagnosis": "_diagnose",
     "diagnose": "_diagnose",
