@@ -64,8 +64,8 @@ def compare(
     Args:
       fun: the first version, a function that returns a scalar, or ``(scalar, aux)``. With
         ``argnums=None`` it may return any tree. Or the path of a file of `save_run`.
-      other: the second version, a function of the same arguments, or the path of a file; or ``"float32"`` or
-        ``"float64"``: ``fun`` and its gradient evaluated in this type.
+      other: the second version, a function of the same arguments, or the path of a file; or
+        ``"float32"`` or ``"float64"``: ``fun`` and its gradient evaluated in this type.
       args: the tuple of arguments of the functions; none beside two files.
       kwargs: keyword arguments of both versions.
       other_args: the arguments of ``other``, if they are of other types, trees or layouts.

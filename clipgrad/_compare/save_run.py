@@ -48,6 +48,9 @@ def save_run(
       has_aux: whether the function returns ``(scalar, aux)``; aux is not kept.
       kwargs: keyword arguments.
 
+    Returns:
+      None: the run is in the file.
+
     Raises:
       TypeError: an argument is not of the type above, or is traced.
       ValueError: as of `compare`.
