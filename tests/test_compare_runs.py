@@ -105,7 +105,7 @@ def rows(table):
     yield from CORE
 
 
-@pytest.mark.parametrize("name", rows([*PLANTED, *EQUAL]))
+@pytest.mark.parametrize("name", list(rows([*PLANTED, *EQUAL])))
 def test_pairs_of_losses_are_told_apart_by_their_files(name, tmp_path):
     pair = PLANTED.get(name) or EQUAL[name]
     args = pair.args(Draw("float32"))
