@@ -119,5 +119,5 @@ def saved(path: str | os.PathLike) -> SavedSide | StepRun:
     kinds: dict[Any, Callable[[RunFile], Any]] = {GRADIENT: saved_gradient, STEP: saved_step}
     try:
         return kinds[file.header["kind"]](file)
-    except (AttributeError, AssertionError, LookupError, TypeError, ValueError) as error:
+    except Exception as error:  # of plain data that is not what it should be
         raise damaged(path, error) from error
