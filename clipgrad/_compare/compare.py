@@ -53,6 +53,8 @@ def compare(
         may donate them. The outputs are compared by path, integers, booleans and keys exactly; an
         "output" finding comes before the findings of outputs that are computed from it, and has the
         factor between the versions, if one explains the difference.
+      * The path of a run stands for its function, with the same findings. If the runs had other
+        arguments, a finding of kind "argument" is the first; a file without numbers is an error.
       * With the name of a dtype as ``other``, findings are of kind "rounding": the modules at which
         the error of values grows most (of cotangents, if it grows at no value), and each leaf
         whose gradient is more than ``rtol`` (0.05) rounding error; ``ok`` says that there is no
@@ -61,10 +63,10 @@ def compare(
 
     Args:
       fun: the first version, a function that returns a scalar, or ``(scalar, aux)``. With
-        ``argnums=None`` it may return any tree.
-      other: the second version, a function of the same arguments; or ``"float32"`` or
-        ``"float64"``: ``fun`` and its gradient evaluated in this type.
-      args: the tuple of arguments.
+        ``argnums=None`` it may return any tree. Or the path of a file of `save_run`.
+      other: the second version, a function of the same arguments, or the path of a file; or
+        ``"float32"`` or ``"float64"``: ``fun`` and its gradient evaluated in this type.
+      args: the tuple of arguments of the functions; none beside two files.
       kwargs: keyword arguments of both versions.
       other_args: the arguments of ``other``, if they are of other types, trees or layouts.
       argnums: the positions of the arguments to differentiate, or ``None`` for whole steps.

@@ -4,7 +4,6 @@ import json
 import os
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -62,7 +61,7 @@ def read_run(path: str | os.PathLike) -> RunFile:
     try:
         with zipfile.ZipFile(path) as parts:
             names = {name.removesuffix(".npy") for name in parts.namelist()}
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
+    except Exception as error:  # of a damaged archive zipfile raises any
         why = "an empty file" if not os.path.getsize(path) else f"no whole .npz file ({error})"
         raise ValueError(_sentence(path, why)) from error
     if _HEADER not in names:
@@ -73,7 +72,7 @@ def read_run(path: str | os.PathLike) -> RunFile:
             version = header["format"]
             if version == RUN_FORMAT:
                 return RunFile(header, {name: found[name] for name in names - {_HEADER}})
-    except (zipfile.BadZipFile, zlib.error, OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
         raise damaged(path, error) from error
     raise ValueError(
         f"run: got {os.fspath(path)!r}, of format {version!r}, expected format {RUN_FORMAT}, which "

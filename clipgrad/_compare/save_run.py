@@ -48,6 +48,9 @@ def save_run(
       has_aux: whether the function returns ``(scalar, aux)``; aux is not kept.
       kwargs: keyword arguments.
 
+    Returns:
+      None: the run is in the file.
+
     Raises:
       TypeError: an argument is not of the type above, or is traced.
       ValueError: as of `compare`.
@@ -116,5 +119,5 @@ def saved(path: str | os.PathLike) -> SavedSide | StepRun:
     kinds: dict[Any, Callable[[RunFile], Any]] = {GRADIENT: saved_gradient, STEP: saved_step}
     try:
         return kinds[file.header["kind"]](file)
-    except (AttributeError, AssertionError, LookupError, TypeError, ValueError) as error:
+    except Exception as error:  # of plain data that is not what it should be
         raise damaged(path, error) from error

@@ -155,7 +155,7 @@ def _sketched(value: Any) -> Any:
     return _signed_value(value) if isinstance(value, np.ndarray) else value
 
 
-def _moved_outputs(own: Any, runs: Iterable[Any], signed: bool) -> Any:
+def _output_floor(own: Any, runs: Iterable[Any], signed: bool) -> Any:
     """The movement of outputs, in a dictionary or a list."""
     if not signed:
         return floor_of(own, runs)
@@ -224,7 +224,7 @@ def _floor(step: StepProgram, outputs: Mapping[str, Output], signed: bool) -> di
     own = [outputs[path].value for path in step.paths]
     run = _jaxpr.jit_for_one_call(step.program)(lambda *given: rounded(step.program, *given))
     runs = (host_values(run(step.inputs, jnp.uint32(i))) for i in range(1, 1 + RUNS))
-    return dict(zip(step.paths, _moved_outputs(own, runs, signed), strict=True))
+    return dict(zip(step.paths, _output_floor(own, runs, signed), strict=True))
 
 
 def _floor_of_arguments(
@@ -249,7 +249,7 @@ def _floor_of_arguments(
         )
         for i in range(1, 1 + RUNS)
     )
-    return _moved_outputs(own, runs, signed)
+    return _output_floor(own, runs, signed)
 
 
 def _compared_outputs(
