@@ -97,7 +97,7 @@ class ExampleGradient:
         return outputs[: self.count], self._value(outputs)
 
     def forward(self, params: Any, batch: Any) -> tuple[Any, list[Any]]:
-        """What the loss function returned for each example, and what backward passes need."""
+        """The results of the loss function for each example, and the values kept for it."""
         split = self._split
 
         def of_one(params: Any, example: Any) -> Any:
