@@ -96,7 +96,7 @@ class ForwardPass(Hook):
         return outputs
 
     @property
-    def kept(self) -> list[Any]:
+    def residuals(self) -> list[Any]:
         """The values that a backward pass needs."""
         return [self.found[v] for v in self.split.kept]
 
@@ -107,14 +107,14 @@ class BackwardPass(Hook):
 
     hook: Follow
     split: SplitProgram
-    kept: Mapping[Var, Any]
+    residuals: Mapping[Var, Any]
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The outputs of an equation."""
         variables = equation.outvars
         if variables and variables[0] in self.split.backward:
             return self.hook(equation, inputs)
-        return [self.kept.get(v) for v in variables]
+        return [self.residuals.get(v) for v in variables]
 
     def inside(self, equation: JaxprEqn, step: Any) -> Hook:
         """The hook for the program that an equation calls."""

@@ -103,7 +103,7 @@ class ExampleGradient:
         def of_one(params: Any, example: Any) -> Any:
             hook = ForwardPass(split)
             outputs = self._evaluated(params, example, one_of(example), hook)
-            return self._value(outputs), hook.kept
+            return self._value(outputs), hook.residuals
 
         return jax.vmap(of_one, in_axes=(None, 0), out_axes=(0, self.kept_axes))(params, batch)
 
@@ -124,7 +124,7 @@ class ExampleGradient:
     @property
     def kept_bytes(self) -> int:
         """The bytes that a forward pass keeps of one example."""
-        own = [v.aval for v in self._split.kept if v in self.varying]
+        own: list[Any] = [v.aval for v in self._split.kept if v in self.varying]
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in own)
 
     @functools.cached_property
