@@ -160,6 +160,34 @@ def test_two_passes_have_one_forward_pass(wrapped, again):
     assert count_of(program, "tanh") == 3 + 2 * 3 * again
 
 
+def operations(program, seen):
+    """The equations of a program and of those inside, each program once."""
+    jaxpr = opened(program)[0]
+    if any(jaxpr is other for other in seen):
+        return 0
+    seen.append(jaxpr)
+    inner = [p for e in jaxpr.eqns for p in held_programs(e)]
+    return len(jaxpr.eqns) + sum(operations(p, seen) for p in inner)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("method", ["one pass", "two passes"])
+def test_kernels_of_one_shape_are_measured_by_one_function(method, rows):
+    """One more dense layer is 60 equations at most, its kernel, bias and the plain gradient's."""
+
+    def loss(params, x):
+        for w, b in params:
+            x = jnp.tanh(x @ w + b[None])
+        return jnp.mean(x**2)
+
+    def count(layers):
+        params = [(jnp.ones((48, 48)), jnp.ones(48))] * layers
+        clip = cg.clip_per_example(loss, cg.ClipByGlobalNorm(1.0), method=method)
+        return operations(jax.make_jaxpr(clip)(params, jnp.ones((4, rows, 48))), [])
+
+    assert count(5) - count(2) <= 3 * 60
+
+
 @pytest.mark.parametrize("bits", [GPU, TPU])
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
 def test_products_of_narrow_and_wide_factors_are_as_in_float32(key, scale, bits):

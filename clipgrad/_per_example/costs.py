@@ -1,4 +1,4 @@
-"""What each method adds to a plain gradient on an accelerator, from shapes alone.
+"""The time that each method adds to a plain gradient on an accelerator, from shapes alone.
 
 A number is read or written at the bandwidth, and multiplied at the rate of its type. Norms and
 clipped sums do not run at the default precision of a backend: a bfloat16 factor meets a float32
@@ -66,6 +66,11 @@ def _norm_flops(block: ProductBlock, gram: bool, count: int) -> int:
     return 2 * block.rows * (block.rows * own if gram else count)
 
 
+def tree_bytes(tree: Any) -> int:
+    """The bytes of all arrays of a tree."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
+
+
 def device_rates() -> Rates | None:
     """The rates of the backend that JAX uses by default; None for a CPU."""
     return _RATES.get(jax.default_backend())
@@ -78,10 +83,10 @@ def device_memory() -> int | None:
 
 
 def seconds_of(shapes: Sequence[Any], size: int, rates: Rates) -> dict[str, float]:
-    """What each method adds, for gradients of one example of these shapes."""
+    """The time that each method adds, for gradients of one example of these shapes."""
     products = [value for value in shapes if isinstance(value, Products)]
     costs = [LeafCost.of(value) for value in products]
-    kept, whole = _bytes(apart(products)[0]), sum(4 * math.prod(v.shape) for v in products)
+    kept, whole = tree_bytes(apart(products)[0]), sum(4 * math.prod(v.shape) for v in products)
 
     def seconds(norm: bool, weights: float, default: float) -> float:
         total = 0.0
@@ -98,7 +103,3 @@ def seconds_of(shapes: Sequence[Any], size: int, rates: Rates) -> dict[str, floa
         "two passes": size * (seconds(True, 1, 1) + 2 * kept / rates.bandwidth),
         "direct": size * (seconds(False, 0, 1) + 3 * whole / rates.bandwidth),
     }
-
-
-def _bytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))

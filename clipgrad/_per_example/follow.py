@@ -75,6 +75,10 @@ class Measuring(Reduction):
 
     zero: frozenset[int]
     waiting: frozenset[int]
+    # Traced once for all leaves of one shape and kind in this pass.
+    squares: Callable[[Products], Squares] = dataclasses.field(
+        default_factory=lambda: jax.jit(lambda value: squares(value)), compare=False
+    )
 
     def inside_scan(self) -> "Measuring":
         """A copy for a step of a scan, where nothing waits."""
@@ -91,7 +95,7 @@ class SquaredNorm(Measuring):
             return value
         if isinstance(value, Products):
             # What becomes an array later has NaN and inf as 0 there.
-            return value if want.leaves <= self.zero else squares(value)
+            return value if want.leaves <= self.zero else self.squares(value)
         if want.leaves <= self.waiting:
             return value
         return Squares.of(value, zero=want.leaves <= self.zero)
@@ -106,7 +110,7 @@ class KeptFactors(Measuring):
     does an array there, and it need not be read again in another order.
     """
 
-    clipped: frozenset[int]
+    clipped: frozenset[int] = frozenset()
 
     def __call__(self, value: Any, want: WantedGradient) -> Any:
         """The products, or the array as one, with the squares of what is all of a gradient."""
@@ -116,7 +120,7 @@ class KeptFactors(Measuring):
             real = jnp.issubdtype(value.dtype, jnp.floating)
             waits = want.leaves <= self.waiting or not real
             return value if waits else self.arrays(_array_term(value), want)
-        return value if value.squares is not None else value.with_squares(squares(value))
+        return value if value.squares is not None else value.with_squares(self.squares(value))
 
     def arrays(self, value: Products, want: WantedGradient) -> Products:
         """A gradient whose terms are arrays at places of their own, with their squares."""

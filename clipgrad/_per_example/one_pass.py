@@ -24,7 +24,7 @@ def one_pass_sums(
     """The sum of the clipped gradients; what the loss function returned, and the statistics."""
     clipped = frozenset(i for i, flag in enumerate(subject.flags(params)) if flag)
     course = gradient.course
-    factors = KeptFactors(subject.zeroed(course.arrays), course.waiting, clipped)
+    factors = KeptFactors(subject.zeroed(course.arrays), course.waiting, clipped=clipped)
     found = gradient.each(params, examples, factors)
     scaling = scaling_of(subject, params, found.gradients, factors.zero, batch_size(examples))
     sums = []

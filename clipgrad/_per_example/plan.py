@@ -5,11 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from clipgrad._numerics import accumulator
 from clipgrad._per_example.batches import part_count
-from clipgrad._per_example.costs import LeafCost, device_memory, device_rates, seconds_of
+from clipgrad._per_example.costs import (
+    LeafCost,
+    device_memory,
+    device_rates,
+    seconds_of,
+    tree_bytes,
+)
 from clipgrad._per_example.course import Course
 from clipgrad._per_example.explicit import without_shardings
 from clipgrad._per_example.subject import PerExampleSubject
@@ -92,7 +97,7 @@ def plan_of(subject: PerExampleSubject, params: Any, batch: Any, run: Callable[.
     size //= parts
     paths = [path for path, leaf in with_paths(params) if not is_none(leaf)]
     kinds = jax.tree.leaves(jax.eval_shape(lambda params: params, params))
-    whole = sum(_bytes(kind) for kind in kinds)
+    whole = sum(tree_bytes(kind) for kind in kinds)
     if (why := subject.why_direct(params)) is not None:
         leaves = [_direct_leaf(*pair, size, why) for pair in zip(paths, kinds, strict=True)]
         return Plan("direct", why, tuple(leaves), size * whole, size * whole)
@@ -131,7 +136,7 @@ def method_for(
     """The method for gradients of one example of these shapes, and why."""
     if subject.method != "auto":
         return subject.method, "as asked"
-    whole = _bytes(jax.eval_shape(lambda params: params, params))
+    whole = tree_bytes(jax.eval_shape(lambda params: params, params))
     room, kept = max(2 * whole, _ROOM), _kept(shapes, size)
     if (rates := device_rates()) is not None:
         own = {"one pass": kept <= room, "two passes": True}
@@ -159,19 +164,14 @@ def _fastest(seconds: Mapping[str, float], fits: Mapping[str, bool]) -> tuple[st
 
 
 def _direct_leaf(path: str, kind: Any, size: int, why: str) -> LeafPlan:
-    stored, flops = size * _bytes(kind), 4 * size * kind.size
+    stored, flops = size * tree_bytes(kind), 4 * size * kind.size
     return LeafPlan(path, kind.shape, "direct", 0, 0, flops, stored, why, accumulator(kind))
-
-
-def _bytes(tree: Any) -> int:
-    """Of all arrays of a tree."""
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
 def _kept(tree: Any, size: int) -> int:
     """The bytes of the arrays of so many examples, and of what these share."""
     own, shared = apart(tree)
-    return size * _bytes(own) + _bytes(shared)
+    return size * tree_bytes(own) + tree_bytes(shared)
 
 
 def _leaf(path: str, shape: tuple[int, ...], value: Any, size: int, reason: str) -> LeafPlan:

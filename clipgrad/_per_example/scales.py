@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from clipgrad._numerics import Norm, accumulator
-from clipgrad._per_example.delay import delay_flag, in_branch
 from clipgrad._per_example.squares import Squares
 from clipgrad._rules import AutoNorm, ClipByBlockRMS, ClipByGlobalNorm, ClipByNorm
 from clipgrad._stats import ClipStats, scaled_stats, stats_dtype
@@ -63,10 +62,7 @@ def example_scales(rule: Any, params: Any, leaves: Squares) -> tuple[Weights, Cl
             return _scales_of_all(rule, params, leaves, [jnp.ones((), kind) for kind in alike])
         return _scales_by_leaf(rule, params, leaves, [jnp.ones((), kind) for kind in kinds])
 
-    # Numbers that leave a branch are computed once: XLA would compute them, from the squares on, in
-    # each product that they are multiplied into.
-    mapped, flag = jax.vmap(of_one, in_axes=1), jnp.any(delay_flag([leaves.total]))
-    numbers, stats = in_branch(mapped, (leaves,), flag)
+    numbers, stats = jax.vmap(of_one, in_axes=1)(leaves)
     return Weights(tuple(numbers), tuple(places)), stats
 
 

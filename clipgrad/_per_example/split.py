@@ -6,6 +6,7 @@ when these are known, because it needs them.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from clipgrad._jaxpr import Hook, bind, opened
-from clipgrad._per_example.delay import delay_flag
 from clipgrad._per_example.follow import Follow
 from clipgrad._per_example.layouts import convolved
 
@@ -43,13 +43,16 @@ seeded.defvjp(_seeded_forward, _seeded_backward)
 
 
 def seed_after(numbers: Sequence[jax.Array]) -> jax.Array:
-    """1, known when these numbers are."""
-    return jnp.where(delay_flag(numbers), 0.0, jnp.ones((), "float32"))
+    """1, known when these numbers are: no compiler knows that none is NaN and inf at once."""
+    never = [jnp.isnan(x) & jnp.isinf(x) for x in numbers]
+    return jnp.where(
+        functools.reduce(jnp.logical_or, never, jnp.array(False)), 0.0, jnp.ones((), "float32")
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitProgram:
-    """Which variables a forward pass keeps, and which equations are evaluated after it."""
+    """The variables that a forward pass keeps, and the equations that are evaluated after it."""
 
     kept: tuple[Var, ...]
     late: frozenset[Var]  # what the seed reaches
@@ -93,8 +96,8 @@ class ForwardPass(Hook):
         return outputs
 
     @property
-    def kept(self) -> list[Any]:
-        """What the backward pass needs."""
+    def residuals(self) -> list[Any]:
+        """The values that a backward pass needs."""
         return [self.found[v] for v in self.split.kept]
 
 
@@ -104,14 +107,14 @@ class BackwardPass(Hook):
 
     hook: Follow
     split: SplitProgram
-    kept: Mapping[Var, Any]
+    residuals: Mapping[Var, Any]
 
     def __call__(self, equation: JaxprEqn, inputs: list) -> Sequence | None:
         """The outputs of an equation."""
         variables = equation.outvars
         if variables and variables[0] in self.split.backward:
             return self.hook(equation, inputs)
-        return [self.kept.get(v) for v in variables]
+        return [self.residuals.get(v) for v in variables]
 
     def inside(self, equation: JaxprEqn, step: Any) -> Hook:
         """The hook for the program that an equation calls."""

@@ -97,13 +97,13 @@ class ExampleGradient:
         return outputs[: self.count], self._value(outputs)
 
     def forward(self, params: Any, batch: Any) -> tuple[Any, list[Any]]:
-        """What the loss function returned for each example, and what backward passes need."""
+        """The results of the loss function for each example, and the values kept for it."""
         split = self._split
 
         def of_one(params: Any, example: Any) -> Any:
             hook = ForwardPass(split)
             outputs = self._evaluated(params, example, one_of(example), hook)
-            return self._value(outputs), hook.kept
+            return self._value(outputs), hook.residuals
 
         return jax.vmap(of_one, in_axes=(None, 0), out_axes=(0, self.kept_axes))(params, batch)
 
@@ -124,7 +124,7 @@ class ExampleGradient:
     @property
     def kept_bytes(self) -> int:
         """The bytes that a forward pass keeps of one example."""
-        own = [v.aval for v in self._split.kept if v in self.varying]
+        own: list[Any] = [v.aval for v in self._split.kept if v in self.varying]
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in own)
 
     @functools.cached_property
