@@ -63,10 +63,10 @@ def at_once(
     results: dict[int, Any] = {}
     for places in kinds_of(flat):
         shapes = [np.broadcast_shapes(*(x.shape for x in flat[i])) for i in places]
-        arrays = [_joined_column(x, shapes) for x in zip(*(flat[i] for i in places), strict=True)]
+        arrays = [_column_in_one(x, shapes) for x in zip(*(flat[i] for i in places), strict=True)]
         found = function(*static, *jax.tree.unflatten(jax.tree.structure(rows[places[0]]), arrays))
         outs, structure = jax.tree.flatten(found)
-        parts = zip(*(split(x, shapes) for x in outs), strict=True)
+        parts = zip(*(parted(x, shapes) for x in outs), strict=True)
         results |= zip(places, map(structure.unflatten, parts), strict=True)
     return [results[i] for i in range(len(rows))]
 
@@ -80,14 +80,14 @@ def kinds_of(rows: Sequence[tuple[Any, ...]]) -> list[list[int]]:
     return list(kinds.values())
 
 
-def joined(arrays: Sequence[jax.Array]) -> jax.Array:
+def in_one(arrays: Sequence[jax.Array]) -> jax.Array:
     """The elements of arrays in one."""
     if len(arrays) == 1:
         return arrays[0]
     return jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in arrays], 0)
 
 
-def split(array: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+def parted(array: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
     """Arrays that have been joined."""
     if len(shapes) == 1:
         return [array]
@@ -95,12 +95,12 @@ def split(array: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array
     return [jax.lax.reshape(x, shape) for x, shape in zip(parts, shapes, strict=True)]
 
 
-def _joined_column(column: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> jax.Array:
+def _column_in_one(column: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> jax.Array:
     """One array of all elements; an array without axes that is the same everywhere, itself."""
     if all(x is column[0] for x in column) and not column[0].ndim:
         return column[0]
     pairs = zip(column, shapes, strict=True)
-    return joined([x if x.shape == shape else jnp.broadcast_to(x, shape) for x, shape in pairs])
+    return in_one([x if x.shape == shape else jnp.broadcast_to(x, shape) for x, shape in pairs])
 
 
 def _each_row(

@@ -18,7 +18,7 @@ from clipgrad._compat import (
     to_varying,
     varying_axes,
 )
-from clipgrad._numerics.calls import at_once, joined, split
+from clipgrad._numerics.calls import at_once, in_one, parted
 from clipgrad._numerics.numbers import real_or_absolute
 from clipgrad._numerics.ranges import (
     from_plain,
@@ -61,7 +61,7 @@ def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[A
     A sum in range stays as it is then, too: in the branch XLA would add up in another order.
     """
     kinds = [[0]] if groups.joint else groups.kinds(leaves)
-    ordinary = [joined([plain[i] for i in places]) for places in kinds]
+    ordinary = [in_one([plain[i] for i in places]) for places in kinds]
     flags = [jnp.all(is_in_range(x)) for x in ordinary]
     in_range = functools.reduce(jnp.logical_and, flags)
 
@@ -85,7 +85,7 @@ def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[A
         found = with_scales(jax.lax.cond(in_range, lambda: ordinary, again))
     results: dict[int, Any] = {}
     for places, pair in zip(kinds, found, strict=True):
-        parts = (split(x, [plain[i].shape for i in places]) for x in pair)
+        parts = (parted(x, [plain[i].shape for i in places]) for x in pair)
         results |= zip(places, zip(*parts, strict=True), strict=True)
     return [results[i] for i in range(len(plain))]
 
@@ -100,12 +100,12 @@ def _sums_of_kind(groups: Groups, plain: jax.Array, leaves: Arrays) -> jax.Array
     kept = [1 if i + 1 in groups.axes[0] else n for i, n in enumerate(leaves[0].shape)]
     found, rows = [], plain.reshape(number, *kept)
     for start in range(0, number, many):
-        elements = _stacked(leaves[start : start + many])
+        elements = _side_by_side(leaves[start : start + many])
         found.append(_second_sums(groups, rows[start : start + many], [elements]))
-    return joined(found).reshape(plain.shape)
+    return in_one(found).reshape(plain.shape)
 
 
-def _stacked(arrays: Arrays) -> jax.Array:
+def _side_by_side(arrays: Arrays) -> jax.Array:
     """Arrays of one shape along a new first axis."""
     return jax.lax.concatenate([jax.lax.expand_dims(x, (0,)) for x in arrays], 0)
 
@@ -130,7 +130,7 @@ def joined_leaves(leaves: Arrays) -> list[jax.Array]:
         apart = leaf.size > min(_SMALL, _JOINED - total) or explicit_sharding(leaf)
         kinds.setdefault(i if apart else (leaf.dtype, varying_axes(leaf)), []).append(leaf)
         total += 0 if apart else leaf.size
-    return list(map(joined, kinds.values()))
+    return list(map(in_one, kinds.values()))
 
 
 def _apart_by_leaf(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:

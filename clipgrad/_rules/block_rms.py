@@ -88,8 +88,8 @@ class ClipByBlockRMS(MeasuringRule):
         limits = limits_by_leaf(self, grads, norms)
         distinct = {id(limit): limit for limit in limits}
         bounds = {key: _bounds(limit) for key, limit in distinct.items()}
-        divisors = at_once(_divisor, norms, [bounds[id(limit)] for limit in limits])
-        return scale_each(_divided, grads, divisors)
+        divisors = at_once(_divisor_of_rms, norms, [bounds[id(limit)] for limit in limits])
+        return scale_each(_over_divisor, grads, divisors)
 
     def l2_numbers(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Any, ...]] | None:
         """The rms of each leaf, its limit and the root of the size of the leaf."""
@@ -113,7 +113,7 @@ def _bounds(limit: jax.Array) -> tuple[jax.Array, jax.Array]:
     return if_else(limit > 0, limit, 1), if_else(limit > 0, 1, jnp.inf)
 
 
-def _divisor(norm: Norm, bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
+def _divisor_of_rms(norm: Norm, bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
     """The divisor of a leaf, 1 within the limit: behind a selection XLA rounds otherwise.
 
     Each root is used once, so that XLA computes the divisor in one kernel.
@@ -125,5 +125,5 @@ def _divisor(norm: Norm, bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
     return nan_unless(jnp.isfinite(norm.root), divisor)
 
 
-def _divided(leaf: jax.Array, divisor: jax.Array) -> jax.Array:
+def _over_divisor(leaf: jax.Array, divisor: jax.Array) -> jax.Array:
     return over(with_real_dtype(leaf, divisor.dtype.name), divisor).astype(leaf.dtype)
