@@ -97,7 +97,8 @@ def _sums_of_kind(groups: Groups, plain: jax.Array, leaves: Arrays) -> jax.Array
     """
     size, number = leaves[0].size, len(leaves)
     many = max(_JOINED // max(size, 1), 1) if size <= _SMALL else 1
-    kept = [1 if i + 1 in groups.axes[0] else n for i, n in enumerate(leaves[0].shape)]
+    (axes,) = groups.axes or ((),)
+    kept = [1 if i + 1 in (axes or ()) else n for i, n in enumerate(leaves[0].shape)]
     found, rows = [], plain.reshape(number, *kept)
     for start in range(0, number, many):
         elements = _side_by_side(leaves[start : start + many])
