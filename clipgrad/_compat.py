@@ -60,11 +60,21 @@ def by_platform(
 ) -> Any:
     """One of three functions that give the same: what compilers make of them differs.
 
-    The one for a CPU may have a branch. Where there are several devices that would be a second
-    collective in the program, though not one that is executed, and there ``default`` is used.
+    The one for a CPU may have a branch, and where there are several devices ``default`` is used.
     """
-    forms = {"cuda": gpu, "rocm": gpu} | ({"cpu": cpu} if jax.device_count() == 1 else {})
+    forms = {"cuda": gpu, "rocm": gpu} | ({"cpu": cpu} if on_one_device(args) else {})
     return jax.lax.platform_dependent(*args, **forms, default=default)
+
+
+def on_one_device(tree: Any) -> bool:
+    """Whether the program that these arrays are in is known to run on one device.
+
+    On several a branch that adds up would be a second collective in the program, though not one
+    that is executed.
+    """
+    shardings = [getattr(jax.typeof(x), "sharding", None) for x in jax.tree.leaves(tree)]
+    sizes = [s.mesh.size for s in shardings if s is not None and not s.mesh.empty]
+    return max(sizes, default=jax.device_count()) == 1
 
 
 def exportable(cls: T) -> T:

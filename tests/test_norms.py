@@ -289,3 +289,32 @@ def test_rows_that_are_written_out_are_no_calls_for_the_compiler(written_out, ca
     text = jax.jit(program).lower([jnp.ones(2)] * 9).as_text()
     assert text.count("call @") == calls
     assert text.count("stablehlo.divide") == (3 if calls else 9)
+
+
+# Each with others of its kind, some of another size of numbers.
+UNITS = [(5, 7), (5, 7), (40, 30), (9,), (9,), (2, 2, 3, 8), (200, 300), (200, 300), (5, 7)]
+SCALES = [1, 1e30, 1e-30, 1e36, 1, 1e-30, 1, 1e30, 1e-20]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("by", ["leaf", "column", "row"])
+def test_on_one_device_each_of_many_norms_has_its_own_range(by, dtype):
+    """There the norms of a kind are one array, and a branch adds small leaves up together."""
+    rng = np.random.default_rng(3)
+    leaves = [rng.standard_normal(shape).astype(np.float32) for shape in UNITS]
+    if dtype != "float16":
+        leaves = [x * np.float32(scale) for x, scale in zip(leaves, SCALES, strict=True)]
+        leaves[2][:, ::3] *= np.float32(1e-30)
+        leaves[6][3, 4:6] = np.nan, np.inf
+    leaves = [np.asarray(x.astype(jnp.dtype(dtype))) for x in leaves]
+    axes = [None if by == "leaf" or x.ndim < 2 else (0 if by == "column" else -1,) for x in leaves]
+    axes = [a if a is None else (a[0] % x.ndim,) for a, x in zip(axes, leaves, strict=True)]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("one",))
+    placed = jax.device_put(leaves, jax.NamedSharding(mesh, jax.P()))
+    norms = jax.jit(lambda xs: [norm.value for norm in slice_norms(xs, axes)])
+    assert (" cond[" in str(norms.trace(placed).jaxpr)) == (dtype != "float16")
+    for x, axis, norm in zip(leaves, axes, norms(placed), strict=True):
+        wide = x.astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            expected = np.sqrt(np.sum(wide * wide, axis, keepdims=True)).astype(np.float32)
+        np.testing.assert_allclose(norm, expected, rtol=2e-6)

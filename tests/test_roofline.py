@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.roofline import BANDWIDTH, LAUNCH, LEADING, RATES, Estimate
+from benchmarks.roofline import BANDWIDTH, LAUNCH, LEADING, RARE, RATES, WAIT, Estimate
 
 GIGA = "f32[1024,262144]{1,0}"  # 2 ** 30 bytes
 PARAMETER = f"  %x = {GIGA} parameter(0)\n"
@@ -15,6 +15,14 @@ def program(body, *computations):
 def copy_in(name):
     body = f"  %p.{name} = {GIGA} parameter(0)\n  %c.{name} = {GIGA} copy(%p.{name})"
     return f"%{name} (p: f32[]) -> f32[] {{\n{body}\n}}\n"
+
+
+def branch(rest=""):
+    return program(
+        f"  ROOT %w = {GIGA} conditional(%x, %x), branch_computations={{%none, %one}}{rest}",
+        "%none (p: f32[]) -> f32[] {\n  %p.0 = f32[] parameter(0)\n}\n",
+        copy_in("one"),
+    )
 
 
 COPY = 2 * 2**30 / BANDWIDTH + LAUNCH
@@ -55,14 +63,8 @@ KNOWN = {
         ),
         12 * COPY,
     ),
-    "a branch": (
-        program(
-            f"  ROOT %w = {GIGA} conditional(%x, %x), branch_computations={{%none, %one}}",
-            "%none (p: f32[]) -> f32[] {\n  %p.0 = f32[] parameter(0)\n}\n",
-            copy_in("one"),
-        ),
-        COPY,
-    ),
+    "a branch": (branch(), WAIT + COPY),
+    "a branch that is rare": (branch(f', metadata={{op_name="jit(f)/{RARE}/cond"}}'), WAIT),
     "a sum over the last axis": (fused_sum(1), READ + LAUNCH),
     "a sum over the first axis": (fused_sum(0), LEADING * (READ + 2**20 / BANDWIDTH) + LAUNCH),
     "three stacked sums": (fused_sum(1, 3), 3 * READ + LAUNCH),

@@ -5,7 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
+
+from clipgrad._compat import explicit_sharding, on_one_device, varying_axes
 
 
 def for_each(
@@ -40,6 +44,63 @@ def for_each(
             found = call(function, rows[part[0]][0], [rows[i][1] for i in part])
             results |= zip(part, found, strict=True)
     return [results[i] for i in range(len(rows))]
+
+
+def at_once(
+    function: Callable[..., Any], *columns: Sequence[Any], static: tuple[Any, ...] = ()
+) -> list[Any]:
+    """An elementwise function of each row of small arrays, which have a shape, or no axes.
+
+    Within a program, those of a kind are one array while it is computed, on one device or where
+    each has one element: XLA compiles the formulas of a thousand norms slowly, and a GPU would have
+    a kernel for each.
+    """
+    rows = list(zip(*columns, strict=True))
+    flat = [tuple(jax.tree.leaves(row)) for row in rows]
+    may_join = on_one_device(flat) or all(x.size == 1 for x in jax.tree.leaves(flat))
+    if not may_join or not any(isinstance(x, Tracer) for x in jax.tree.leaves(flat)):
+        return for_each(function, [static] * len(rows), *columns, written_out=True)
+    results: dict[int, Any] = {}
+    for places in kinds_of(flat):
+        shapes = [np.broadcast_shapes(*(x.shape for x in flat[i])) for i in places]
+        arrays = [_column_in_one(x, shapes) for x in zip(*(flat[i] for i in places), strict=True)]
+        found = function(*static, *jax.tree.unflatten(jax.tree.structure(rows[places[0]]), arrays))
+        outs, structure = jax.tree.flatten(found)
+        parts = zip(*(parted(x, shapes) for x in outs), strict=True)
+        results |= zip(places, map(structure.unflatten, parts), strict=True)
+    return [results[i] for i in range(len(rows))]
+
+
+def kinds_of(rows: Sequence[tuple[Any, ...]]) -> list[list[int]]:
+    """The places of rows of arrays of one kind; one whose types are sharded stays apart."""
+    kinds: dict[Any, list[int]] = {}
+    for i, row in enumerate(rows):
+        types = tuple((x.dtype, not x.ndim, varying_axes(x)) for x in row)
+        kinds.setdefault(i if any(map(explicit_sharding, row)) else types, []).append(i)
+    return list(kinds.values())
+
+
+def in_one(arrays: Sequence[jax.Array]) -> jax.Array:
+    """The elements of arrays in one."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in arrays], 0)
+
+
+def parted(array: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """Arrays that have been joined."""
+    if len(shapes) == 1:
+        return [array]
+    parts = jax.lax.split(array, list(map(math.prod, shapes)))
+    return [jax.lax.reshape(x, shape) for x, shape in zip(parts, shapes, strict=True)]
+
+
+def _column_in_one(column: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> jax.Array:
+    """One array of all elements; an array without axes that is the same everywhere, itself."""
+    if all(x is column[0] for x in column) and not column[0].ndim:
+        return column[0]
+    pairs = zip(column, shapes, strict=True)
+    return in_one([x if x.shape == shape else jnp.broadcast_to(x, shape) for x, shape in pairs])
 
 
 def _each_row(

@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import Tracer
 
 from clipgrad._compat import varying_axes
-from clipgrad._numerics.calls import for_each
+from clipgrad._numerics.calls import at_once
 from clipgrad._numerics.numbers import (
     if_else,
     nan_unless,
@@ -242,8 +242,12 @@ def _differentiable_norms(groups: Groups, kind: _Kind, leaves: list[jax.Array]) 
     plain = groups.totals(groups.sums_of(square, leaves, written_out=True), leaves)
     counts = _counts(groups, kind.mean, leaves)
     totals, scales = zip(*sums_in_range(groups, plain, leaves), strict=True)
-    # Written out, or the TPU's compiler makes more kernels.
-    return for_each(_root, [(count,) for count in counts], totals, scales, written_out=True)
+    norms: dict[int, Norm] = {}
+    for count in dict.fromkeys(counts):
+        places = [i for i, n in enumerate(counts) if n == count]
+        sums, of_sums = ([each[i] for i in places] for each in (totals, scales))
+        norms |= zip(places, at_once(_root, sums, of_sums, static=(count,)), strict=True)
+    return [norms[i] for i in range(len(counts))]
 
 
 def _counts(groups: Groups, mean: bool, leaves: Arrays) -> list[float]:

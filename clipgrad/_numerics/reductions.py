@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from clipgrad._compat import tracks_varying, varying_axes
+from clipgrad._compat import explicit_sharding, tracks_varying, varying_axes
 from clipgrad._numerics.calls import for_each
 from clipgrad._numerics.numbers import (
     accumulator,
@@ -83,6 +83,25 @@ class Groups(NamedTuple):
         here = [math.prod(leaf.shape[i] for i in axes) for leaf, axes in pairs]
         devices = [math.prod(map(jax.lax.axis_size, self._axes_of(leaf))) for leaf in leaves]
         return [size * count for size, count in zip(here, devices, strict=True)]
+
+    def kinds(self, leaves: Arrays) -> list[list[int]]:
+        """The places of leaves of one type that are reduced along the same axes."""
+        kinds: dict[Any, list[int]] = {}
+        for i, (leaf, axes) in enumerate(zip(leaves, self._axes_from_end(leaves), strict=True)):
+            kinds.setdefault(i if explicit_sharding(leaf) else (jax.typeof(leaf), axes), []).append(
+                i
+            )
+        return list(kinds.values())
+
+    def stacked(self, leaves: Arrays, place: int) -> "Groups":
+        """The groups of several leaves of the kind of one, along a new first axis."""
+        axes = self._axes_from_end(leaves)[place]
+        return Groups((tuple(i + leaves[place].ndim + 1 for i in axes),), self.names)
+
+    def by_rows(self, leaves: Arrays) -> bool:
+        """Whether each sum is of elements side by side in memory, and of a part of its leaf."""
+        pairs = zip(leaves, self._axes_from_end(leaves), strict=True)
+        return all(-1 in axes and len(axes) < leaf.ndim for leaf, axes in pairs)
 
     def _reduce(
         self, op: Callable[..., jax.Array], parts: Arrays, leaves: Arrays

@@ -11,8 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clipgrad._compat import by_platform, explicit_sharding, to_varying, varying_axes
-from clipgrad._numerics.calls import for_each
+from clipgrad._compat import (
+    by_platform,
+    explicit_sharding,
+    on_one_device,
+    to_varying,
+    varying_axes,
+)
+from clipgrad._numerics.calls import at_once, in_one, parted
 from clipgrad._numerics.numbers import real_or_absolute
 from clipgrad._numerics.ranges import (
     from_plain,
@@ -36,9 +42,17 @@ def sums_in_range(
     """For each group the sum of squares that is in range, and the scale of its elements."""
     if all(leaf.dtype == jnp.float16 for leaf in leaves):  # whose squares float32 holds
         return [(total, jnp.ones_like(total)) for total in plain]
-    forms = (_by_branch, _in_stack, _apart_by_leaf)
+    forms = (_by_branch, _on_gpu, _apart_by_leaf)
     cpu, gpu, default = (functools.partial(form, groups) for form in forms)
     return by_platform(plain, leaves, cpu=cpu, gpu=gpu, default=default)
+
+
+def _on_gpu(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
+    by_rows = groups.by_rows(leaves)
+    if not groups.joint and on_one_device(leaves) and (len(leaves) > 1 or not by_rows):
+        return _by_branch(groups, plain, leaves)
+    form = _apart_by_leaf if by_rows else _in_stack
+    return form(groups, plain, leaves)
 
 
 def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
@@ -46,25 +60,62 @@ def _by_branch(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[A
 
     A sum in range stays as it is then, too: in the branch XLA would add up in another order.
     """
+    kinds = [[0]] if groups.joint else groups.kinds(leaves)
+    ordinary = [in_one([plain[i] for i in places]) for places in kinds]
+    flags = [jnp.all(is_in_range(x)) for x in ordinary]
+    in_range = functools.reduce(jnp.logical_and, flags)
 
     def with_scales(totals: list[jax.Array]) -> list[Any]:
-        return list(zip(totals, for_each(scale_of_plain, [()] * len(plain), plain), strict=True))
+        return [(total, scale_of_plain(x)) for total, x in zip(totals, ordinary, strict=True)]
 
-    in_range, again = _all_in_range(plain), functools.partial(_second_sums, groups, plain, leaves)
-    if not groups.joint:  # a branch with half as many results compiles faster
-        return with_scales(jax.lax.cond(in_range, lambda: plain, again))
-    # The loop of each leaf would compute the scale again, if the branch did not.
-    ordinary = [(total, jnp.ones_like(total)) for total in plain]
-    return jax.lax.cond(in_range, lambda: ordinary, lambda: with_scales(again()))
+    def again() -> list[jax.Array]:
+        if groups.joint:
+            return [_second_sums(groups, plain[0], joined_leaves(leaves))]
+        pairs = zip(kinds, ordinary, strict=True)
+        return [
+            _sums_of_kind(groups.stacked(leaves, places[0]), x, [leaves[i] for i in places])
+            for places, x in pairs
+        ]
+
+    with jax.named_scope("out_of_range"):
+        if groups.joint:  # the loop of each leaf would compute the scale, if the branch did not
+            known = [(x, jnp.ones_like(x)) for x in ordinary]
+            return jax.lax.cond(in_range, lambda: known, lambda: with_scales(again()))
+        # A branch with half as many results compiles faster.
+        found = with_scales(jax.lax.cond(in_range, lambda: ordinary, again))
+    results: dict[int, Any] = {}
+    for places, pair in zip(kinds, found, strict=True):
+        parts = (parted(x, [plain[i].shape for i in places]) for x in pair)
+        results |= zip(places, zip(*parts, strict=True), strict=True)
+    return [results[i] for i in range(len(plain))]
 
 
-def _second_sums(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[jax.Array]:
-    """For each group the plain sum, or the sum of scaled elements where it is out of range."""
-    parts = joined_leaves(leaves) if groups.joint else list(leaves)
-    given = groups.per_leaf(plain, parts)
-    squares = groups.sums_of(scaled_square, parts, given)
-    sums = groups.totals(squares, parts)
-    return for_each(unless_plain, [()] * len(plain), plain, sums)
+def _sums_of_kind(groups: Groups, plain: jax.Array, leaves: Arrays) -> jax.Array:
+    """The second sums of leaves of one kind, of small leaves many at once, as the plain ones are.
+
+    ``groups`` are those of one of the leaves along a new first axis.
+    """
+    size, number = leaves[0].size, len(leaves)
+    many = max(_JOINED // max(size, 1), 1) if size <= _SMALL else 1
+    (axes,) = groups.axes or ((),)
+    kept = [1 if i + 1 in (axes or ()) else n for i, n in enumerate(leaves[0].shape)]
+    found, rows = [], plain.reshape(number, *kept)
+    for start in range(0, number, many):
+        elements = _side_by_side(leaves[start : start + many])
+        found.append(_second_sums(groups, rows[start : start + many], [elements]))
+    return in_one(found).reshape(plain.shape)
+
+
+def _side_by_side(arrays: Arrays) -> jax.Array:
+    """Arrays of one shape along a new first axis."""
+    return jax.lax.concatenate([jax.lax.expand_dims(x, (0,)) for x in arrays], 0)
+
+
+def _second_sums(groups: Groups, plain: jax.Array, parts: Arrays) -> jax.Array:
+    """The plain sums of a group, or the sums of scaled elements where they are out of range."""
+    squares = groups.sums_of(scaled_square, parts, [plain] * len(parts))
+    (total,) = groups.totals(squares, parts)
+    return unless_plain(plain, total)
 
 
 # Leaves of up to 2 ** 14 elements are joined before they are added up again, since XLA compiles one
@@ -80,33 +131,14 @@ def joined_leaves(leaves: Arrays) -> list[jax.Array]:
         apart = leaf.size > min(_SMALL, _JOINED - total) or explicit_sharding(leaf)
         kinds.setdefault(i if apart else (leaf.dtype, varying_axes(leaf)), []).append(leaf)
         total += 0 if apart else leaf.size
-    return [_as_one(kind) for kind in kinds.values()]
-
-
-def _as_one(leaves: Arrays) -> jax.Array:
-    if len(leaves) == 1:
-        return leaves[0]
-    return jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in leaves], 0)
-
-
-def _all_in_range(plain: list[jax.Array]) -> jax.Array:
-    """Whether no plain sum is out of range; in one array, since XLA compiles a long formula slowly.
-
-    Sums whose types are sharded stay apart.
-    """
-    joined = [jax.lax.reshape(x, (x.size,)) for x in plain if not explicit_sharding(x)]
-    totals = [total for total in plain if explicit_sharding(total)]
-    totals += [jax.lax.concatenate(joined, 0)] if joined else []
-    flags = [jnp.all(is_in_range(total)) for total in totals]
-    return functools.reduce(jnp.logical_and, flags)
+    return list(map(in_one, kinds.values()))
 
 
 def _apart_by_leaf(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
     """Three sums, of which one is known, and the choice of the one that is in range."""
     pairs = groups.sums_of(scaled_squares, leaves, written_out=True)
     down, up = (groups.totals(sums, leaves) for sums in zip(*pairs, strict=True))
-    # Written out, as its sums are: of calls the TPU's compiler makes more kernels here.
-    return for_each(in_range, [()] * len(plain), down, plain, up, written_out=True)
+    return at_once(in_range, down, plain, up)
 
 
 def _in_stack(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[Any]:
@@ -115,42 +147,8 @@ def _in_stack(groups: Groups, plain: list[jax.Array], leaves: Arrays) -> list[An
     A reduction of three operands at once would do that, too, but gathers leaves that are sharded.
     """
     del plain
-    rows = groups.sums_of(stacked_squares, leaves)
-    return _in_range_of_rows(groups.totals(rows, leaves))
-
-
-def _in_range_of_rows(totals: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-    """The choice for each leaf, for those with one norm at once: each would be a kernel."""
-    kinds: dict[Any, list[int]] = {}
-    for i, total in enumerate(totals):
-        kind = (total.dtype, varying_axes(total)) if total.size == 3 else i
-        kinds.setdefault(kind, []).append(i)
-    rows = [_side_by_side([totals[i] for i in places]) for places in kinds.values()]
-    chosen: dict[int, tuple[jax.Array, jax.Array]] = {}
-    every = for_each(_in_range_of, [()] * len(rows), rows)
-    for places, both in zip(kinds.values(), every, strict=True):
-        parts = [_columns(x, [totals[i].shape[1:] for i in places]) for x in both]
-        chosen |= zip(places, zip(*parts, strict=True), strict=True)
-    return [chosen[i] for i in range(len(totals))]
-
-
-def _side_by_side(totals: list[jax.Array]) -> jax.Array:
-    """The three sums of several norms as columns of one array; the sums of one leaf as they are."""
-    if len(totals) == 1:
-        return totals[0]
-    return jax.lax.concatenate([jax.lax.reshape(x, (3, 1)) for x in totals], 1)
-
-
-def _columns(found: jax.Array, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
-    """The result of each column, in its shape."""
-    if len(shapes) == 1:
-        return [found]
-    parts = jax.lax.split(found, [1] * len(shapes))
-    return [jax.lax.reshape(x, shape) for x, shape in zip(parts, shapes, strict=True)]
-
-
-def _in_range_of(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return in_range(rows[0], rows[1], rows[2])
+    totals = groups.totals(groups.sums_of(stacked_squares, leaves), leaves)
+    return at_once(in_range, *zip(*totals, strict=True))
 
 
 def sums_and_nonfinite(leaves: list[jax.Array], dtype: str) -> tuple[jax.Array, jax.Array]:

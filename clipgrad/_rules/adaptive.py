@@ -14,6 +14,7 @@ from clipgrad._numerics import (
     AxisName,
     Norm,
     at_least,
+    at_once,
     finite_product,
     if_else,
     slice_norms,
@@ -114,7 +115,7 @@ class AdaptiveClip(MeasuringRule):
     def scale(self, grads: Any, norms: Sequence["UnitNorms"]) -> Any:
         """The tree with the norm of each unit at most ``clipping`` times its weights' norm."""
         limits = limits_by_leaf(self, grads, [units.norm for units in norms])
-        return scale_each(_scale_units, grads, norms, limits)
+        return scale_each(_scale_units, grads, at_once(_without_extremes, norms, limits))
 
     def l2_numbers(self, grads: Any, norms: Sequence["UnitNorms"]) -> list[tuple[Any, ...]] | None:
         """The norms of the units of each leaf, and what makes their limits, if on one device."""
@@ -159,10 +160,9 @@ class UnitNorms(NamedTuple):
         return if_else(self.norm.root == 0, 0, self.norm.value / self.least)
 
 
-def _scale_units(leaf: jax.Array, norms: UnitNorms, clipping: jax.Array) -> jax.Array:
+def _scale_units(leaf: jax.Array, parts: tuple[jax.Array, ...]) -> jax.Array:
     # As in optax, limits are computed in the shape of the leaf: XLA rounds other shapes otherwise.
-    # What is special about a unit is decided before: in that shape XLA's CPU loops may lose NaN.
-    parts = _without_extremes(norms, clipping)
+    # What is special about a unit was decided before: in that shape XLA's CPU loops may lose NaN.
     root, scale, divisor, weights, least, clipping = (broadcast_like(x, leaf) for x in parts)
     limit = clipping * jnp.maximum(weights, least)
     shrunk = times(with_real_dtype(leaf, root.dtype.name), limit / divisor * scale).astype(

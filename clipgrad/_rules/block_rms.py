@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from clipgrad._numerics import (
     AxisName,
     Norm,
+    at_once,
     finite_product,
     if_else,
     nan_unless,
@@ -87,7 +88,8 @@ class ClipByBlockRMS(MeasuringRule):
         limits = limits_by_leaf(self, grads, norms)
         distinct = {id(limit): limit for limit in limits}
         bounds = {key: _bounds(limit) for key, limit in distinct.items()}
-        return scale_each(_scale_by_rms, grads, norms, [bounds[id(limit)] for limit in limits])
+        divisors = at_once(_divisor_of_rms, norms, [bounds[id(limit)] for limit in limits])
+        return scale_each(_over_divisor, grads, divisors)
 
     def l2_numbers(self, grads: Any, norms: Sequence[Norm]) -> list[tuple[Any, ...]] | None:
         """The rms of each leaf, its limit and the root of the size of the leaf."""
@@ -111,8 +113,8 @@ def _bounds(limit: jax.Array) -> tuple[jax.Array, jax.Array]:
     return if_else(limit > 0, limit, 1), if_else(limit > 0, 1, jnp.inf)
 
 
-def _scale_by_rms(leaf: jax.Array, norm: Norm, bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """A divisor of 1 within the limit: behind a selection XLA would round the optimizer otherwise.
+def _divisor_of_rms(norm: Norm, bounds: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """The divisor of a leaf, 1 within the limit: behind a selection XLA rounds otherwise.
 
     Each root is used once, so that XLA computes the divisor in one kernel.
     """
@@ -120,5 +122,8 @@ def _scale_by_rms(leaf: jax.Array, norm: Norm, bounds: tuple[jax.Array, jax.Arra
     ratio = norm.divisor / limit / norm.scale
     most = np.asarray(np.inf, ratio.dtype)  # not JAX's, which jax_debug_infs would refuse
     divisor = jax.lax.clamp(least.astype(ratio.dtype), ratio, most)  # of slope 1 at the limit
-    divisor = nan_unless(jnp.isfinite(norm.root), divisor)
-    return over(with_real_dtype(leaf, norm.root.dtype.name), divisor).astype(leaf.dtype)
+    return nan_unless(jnp.isfinite(norm.root), divisor)
+
+
+def _over_divisor(leaf: jax.Array, divisor: jax.Array) -> jax.Array:
+    return over(with_real_dtype(leaf, divisor.dtype.name), divisor).astype(leaf.dtype)
