@@ -77,8 +77,8 @@ NOISY, NEGLIGIBLE = 0.1, 1e4
 JUMP = 0.85
 
 # --- What rounding explains: so many times what moving each number by one rounding moves an element
-# by, and its leaf in the median (`_program/rounded.py`). Of the rows of tables tried in float32, bfloat16
-# and float64 a right one needs 1.33 at most (smaller or larger:
+# by, and its leaf in the median (`_program/rounded.py`). A right rule needs 1.33 at most in the
+# rows of the tables that were tried (smaller or larger:
 # test_a_rule_may_lose_a_few_times_as_much_to_rounding_as_plain_ad).
 TIMES_MOVED = 3.0
 # A gradient of fewer than so many of its own roundings is nothing that a slope could see: outputs
