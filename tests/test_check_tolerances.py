@@ -287,11 +287,11 @@ def test_elements_of_several_leaves_have_the_tolerances_of_their_own():
 
 
 def test_rounding_explains_three_times_the_own_and_three_times_the_median_of_the_leaf(monkeypatch):
-    """Of the cotangent and the gradient, rule or plain AD, that it moves most."""
+    """Of the gradient, rule or plain AD, that it moves most."""
     check = check_module.prepare(make_subject(lambda x: jnp.sin(x), (X3,)), log())
-    moved = np.asarray([[1e-6, 3e-6, 0.0], [0, 0, 2e-6]])
+    moved = np.asarray([1e-6, 3e-6, 2e-6])
     monkeypatch.setattr(check_module, "gradient_movement", lambda *_: moved)
-    np.testing.assert_allclose(check.noise(check.subject.inputs), 3 * (moved.max(axis=0) + 2e-6))
+    np.testing.assert_allclose(check.noise(check.subject.inputs), 3 * (moved + 2e-6))
 
 
 def test_operations_of_a_rule_explain_what_vanishes_beside_the_largest_effect():

@@ -148,7 +148,9 @@ def count_of(program, name):
 
 
 @pytest.mark.parametrize(
-    ("wrapped", "again"), [(lambda f: f, 0), (jax.jit, 0), (jax.checkpoint, 1)], ids=str
+    ("wrapped", "again"),
+    [(lambda f: f, 0), (jax.jit, 0), (jax.checkpoint, 1)],
+    ids=["plain", "jit", "remat"],
 )
 def test_two_passes_have_one_forward_pass(wrapped, again):
     """A value that is made again in the backward pass, as by remat, is made in both of them."""

@@ -1,5 +1,6 @@
 """Where the gradient of a leaf that is exactly zero was cut."""
 
+import importlib
 import pathlib
 
 import jax
@@ -41,6 +42,15 @@ def test_a_cut_is_found_at_its_line_with_its_cause(cut, table):
         return
     assert not findings
     assert any(cut.line is None or f"zero_cuts.py:{cut.line}:" in note for note in notes)
+
+
+@pytest.mark.exhaustive
+def test_cuts_of_frameworks_are_found_and_their_healthy_programs_are_silent():
+    frameworks = importlib.import_module("tests.zero_cuts_frameworks")
+    found = diagnosed([(cut.function, cut.params) for cut in frameworks.CUTS])
+    for cut in frameworks.CUTS:
+        assert told(cut, found)[0] == [(cut.line, cut.cause)], cut.name
+    assert diagnosed(frameworks.HEALTHY).ok
 
 
 def test_the_page_has_a_row_for_each_cause():

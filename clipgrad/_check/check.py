@@ -335,11 +335,10 @@ class Check:
     def _moved(self, gradients, xs, rows: int, parts: Parts) -> np.ndarray:
         """The distance that roundings move each element of some gradients."""
         moved = np.zeros(self.gradient.shape[1])
-        for covectors in self.covectors[:rows, None]:  # in the memory of one
-            for gradient in filter(None, gradients):
-                with contextlib.suppress(Exception):  # plain AD has no gradient of a `while_loop`
-                    own = gradient_movement(gradient, xs, covectors, parts)[0]
-                    np.fmax(moved, own, out=moved)
+        for gradient in filter(None, gradients):
+            with contextlib.suppress(Exception):  # plain AD has no gradient of a `while_loop`
+                own = gradient_movement(gradient, xs, self.covectors[:rows], parts)
+                np.fmax(moved, own, out=moved)
         return moved
 
     def _unconverged(self, point: Point) -> np.ndarray:

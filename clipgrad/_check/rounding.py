@@ -1,6 +1,7 @@
 """The movement of a gradient by rounding: runs of its program with other roundings (`rounded`)."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,9 @@ RUNS_OF_GRADIENT = 8  # their root mean square is right to about 1 / 4
 def gradient_movement(
     gradient: Gradient, xs: Sequence[jax.Array], covectors: np.ndarray, parts: Parts
 ) -> np.ndarray:
-    """The root mean square of what roundings move a gradient by, shape (cotangents, inputs).
+    """The root mean square of what roundings move each element by, shape (inputs,).
+
+    Of several cotangents it is that of the one that moves an element most.
 
     Args:
       gradient: the gradient.
@@ -30,25 +33,43 @@ def gradient_movement(
       covectors: the cotangents, one row each.
       parts: how many roundings of their own types results and constants move by.
     """
-    exact = gradient(xs, covectors)
-    given = [[*xs, *_trees.cotangent_leaves(row, gradient.outputs)] for row in covectors]
+    most, compiled = np.zeros(sum(map(_trees.real_size, xs))), None
+    for covector in covectors:
+        exact = gradient.leaves(xs, covector)
+        given = [*xs, *_trees.cotangent_leaves(covector, gradient.outputs)]
+        compiled = compiled or _moved_program(gradient, given)
+        squares = np.zeros(most.size)
+        with in_float64():
+            for seed in range(1, 1 + RUNS_OF_GRADIENT):
+                leaves = list(map(np.asarray, given))
+                _add_squares(squares, compiled(leaves, np.uint32(seed), parts), exact)
+                _trees.give_back(most.size)
+        np.fmax(most, squares, out=most)
+    return np.sqrt(np.divide(most, RUNS_OF_GRADIENT, out=most), out=most)
+
+
+def _moved_program(gradient: Gradient, given: Sequence[jax.Array]) -> Callable[..., list]:
+    """The gradient with its roundings moved, of leaves and cotangents, a seed and parts."""
     hook = _jaxpr.NoRules(jnp.float64)
     program = jax.make_jaxpr(
         lambda leaves: gradient.function.call(gradient.constants, leaves, hook)
-    )(given[0])
+    )(given)
     jaxpr, constants = _jaxpr.opened(program)
-    platform = next(iter(xs[0].devices())).platform
+    platform = next(iter(given[0].devices())).platform
 
     def run(constants, leaves, seed, parts):
         own = _jaxpr.with_constants(jaxpr, constants)
         return rounded_in_float64(own, leaves, seed, parts, platform)
 
     key = ("rounded", _jaxpr.program_key(program), platform)
-    compiled, moved = _jaxpr.kept_by_key(key, lambda: _jaxpr.low_jit(run)), 0.0
-    with in_float64():
-        given = [list(map(np.asarray, leaves)) for leaves in given]
-        for seed in range(1, 1 + RUNS_OF_GRADIENT):
-            runs = (compiled(constants, leaves, np.uint32(seed), parts) for leaves in given)
-            off = _trees.gradient_rows(runs, len(given)) - exact
-            moved = moved + np.where(np.isfinite(off), off, 0.0) ** 2
-    return np.sqrt(moved / RUNS_OF_GRADIENT)
+    compiled = _jaxpr.kept_by_key(key, lambda: _jaxpr.low_jit(run))
+    return functools.partial(compiled, constants)
+
+
+def _add_squares(squares: np.ndarray, leaves: list, exact: Sequence) -> None:
+    """Add the squares of what differs, leaf by leaf, and release each leaf of a run."""
+    stop = squares.size
+    for k in range(len(leaves))[::-1]:
+        off = _trees.gradient_vector([leaves.pop()]) - _trees.gradient_vector([exact[k]])
+        squares[stop - off.size : stop] += np.where(np.isfinite(off), off, 0.0) ** 2
+        stop -= off.size
