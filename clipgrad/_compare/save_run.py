@@ -29,7 +29,8 @@ def save_run(
     """Runs a loss and its gradient, or a step, and writes what `compare` needs to a file.
 
     The file stands for one of the two versions in `compare`: of another process, cluster, version
-    of JAX or commit. It is a NumPy archive (``.npz``) with a header in JSON, without pickled objects.
+    of JAX or commit. It is a NumPy archive (``.npz``) with a header in JSON, and without pickled
+    objects.
 
     Guarantees:
       * Numbers of arrays are not in the file, but sketches of them: 513 numbers of each named value

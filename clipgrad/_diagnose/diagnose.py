@@ -80,8 +80,8 @@ def diagnose(
         iterations to a fixed point and in gates is not a finding while parameters keep a gradient.
       * If the gradient of a leaf is exactly zero, a "zero" finding is the operation at which it is
         cut, with the reason: its result has a gradient, and its operand has none. What may be meant
-        is a note, such as `jax.lax.stop_gradient`, a leaf that the loss does not read, or a factor of
-        zero that has a gradient itself.
+        is a note, such as `jax.lax.stop_gradient`, a leaf that the loss does not read, or a factor
+        of zero that has a gradient itself.
       * Each finding names the line in your file, the module, and the step of the innermost scan, in
         eager code and inside `jax.jit`, `jax.lax.scan`, `jax.lax.cond`, `jax.checkpoint`,
         `jax.shard_map` and `jax.pmap`; a "value" finding also inside `jax.lax.while_loop`.

@@ -163,14 +163,17 @@ class _Rounding(Hook):
         return self._all(equation, outputs, jnp.maximum(reduced, least))
 
     def constant(self, value: Any, aval: Any) -> Any:
-        """A number of many binary digits is the nearest of its type to what was meant."""
+        """A number of many binary digits is the nearest of its type to what was meant.
+
+        Of arrays, this is so in float64 alone: formulas have tables, and losses hold data.
+        """
         wide = value if self.wide is None else self.wide.constant(value, aval)
-        if not holds_floats(aval) or np.ndim(value):
+        if not holds_floats(aval) or np.ndim(value) and self.wide is None:
             return wide
         wide, short = jnp.asarray(wide), jnp.finfo(aval.dtype).nmant // 2
         short = short if self.wide is None else max(short, MEANT)
         moved = self._to_neighbors(wide, aval.dtype, part=self.parts.constants)
-        if isinstance(wide, Tracer):
+        if isinstance(wide, Tracer) or wide.ndim:
             return jnp.where(_has_digits(wide, short), wide, moved)
         parts = 2.0 ** (short + 1) * np.frexp([np.real(value), np.imag(value)])[0]
         is_short = np.all((parts == np.round(parts)) | ~np.isfinite(parts))
@@ -290,6 +293,8 @@ def _platform() -> Any:
 
 def _has_digits(x: Any, count: int) -> Any:
     """Whether numbers have at most so many binary digits behind the first."""
+    if jnp.iscomplexobj(x):
+        return _has_digits(jnp.real(x), count) & _has_digits(jnp.imag(x), count)
     return lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, count) == x
 
 

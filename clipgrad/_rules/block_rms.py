@@ -119,9 +119,9 @@ def _divisor_of_rms(norm: Norm, bounds: tuple[jax.Array, jax.Array]) -> jax.Arra
     Each root is used once, so that XLA computes the divisor in one kernel.
     """
     limit, least = bounds
-    ratio = norm.divisor / limit / norm.scale
-    most = np.asarray(np.inf, ratio.dtype)  # not JAX's, which jax_debug_infs would refuse
-    divisor = jax.lax.clamp(least.astype(ratio.dtype), ratio, most)  # of slope 1 at the limit
+    ratio, least = norm.divisor / limit / norm.scale, least.astype(norm.root.dtype)
+    most = jax.lax.stop_gradient(jax.lax.max(least, ratio))  # not inf: jax_debug_infs refuses it
+    divisor = jax.lax.clamp(least, ratio, most)  # of slope 1 at the limit
     return nan_unless(jnp.isfinite(norm.root), divisor)
 
 
