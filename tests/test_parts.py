@@ -231,7 +231,7 @@ def test_followed_gradients_are_as_direct_whatever_axes_the_loss_varies_over():
 
     expected = run("direct")
     for method in ("one pass", "two passes"):
-        assert_close(run(method), expected, rtol=1e-5)
+        assert_close(run(method), expected, rtol=1e-5, atol=1e-6)  # of a sum of numbers near 1
 
 
 def test_each_example_is_whole_on_its_device():
