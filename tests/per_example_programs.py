@@ -534,6 +534,27 @@ def weight_normalization(p, x):
     return total(jnp.tanh(x @ w) @ p["v"])
 
 
+@jax.custom_batching.custom_vmap
+def _both(x, c):
+    return jnp.tanh(x), jnp.cos(c)
+
+
+@_both.def_vmap
+def _both_of_each(size, mapped, x, c):
+    """All results have an axis for the examples, though one is the same for all."""
+    of_each = [v if own else jnp.stack([v] * size) for own, v in zip(mapped, (x, c), strict=True)]
+    return (jnp.tanh(of_each[0]), jnp.cos(of_each[1])), (True, True)
+
+
+@program((3, 12), w=(12, 16), v=(12, 16))
+def what_a_branch_or_a_rule_of_vmap_makes_differ(p, x):
+    ones = jnp.ones(12, x.dtype)
+    chosen = jax.lax.cond(x[0, 0] > 0, lambda c: c, lambda c: -0.5 * c, ones)
+    h, own = _both(x, 0.3 * ones)
+    by_branch = jnp.sin(x[0] @ p["w"]) * (chosen @ p["w"])
+    return total(by_branch) + total(jnp.sin(h[0] @ p["v"]) * (own @ p["v"]))
+
+
 @program((3, 12), "w", w=(12, 16), v=(12, 16))
 def weight_in_a_branch(p, x):
     h = jax.lax.cond(x[0, 0] > 0, lambda x: x @ p["w"], lambda x: jnp.sin(x @ p["w"]), x)

@@ -208,6 +208,32 @@ def test_an_example_over_parts_of_the_parameters_is_whole_or_warns(kind):
         jax.jit(each("d"))(PARAMS, EXAMPLES)
 
 
+def test_followed_gradients_are_as_direct_whatever_axes_the_loss_varies_over():
+    """The loss of one example varies over more mapped axes than it, as many, or fewer."""
+    losses = (
+        of_example,
+        of_example_on_devices,
+        lambda params, x: jax.lax.psum(of_example(params, x), "d"),
+    )
+    # Of all leaves, of which each device has its own norm, and of none that is clipped.
+    rules = (cg.ClipByGlobalNorm(1.0, axis_name=()), None)
+
+    def run(method):
+        def of_device(params, x):
+            clips = [
+                cg.clip_per_example(loss, rule, method=method) for loss in losses for rule in rules
+            ]
+            return jax.tree.map(lambda g: g[None, None], [clip(params, x)[1] for clip in clips])
+
+        places = {"in_specs": (PLACES, P("d")), "out_specs": P("d", "m")}
+        mapped = jax.shard_map(of_device, mesh=make_mesh(d=2, m=2), **places)
+        return jax.jit(mapped)(PARAMS, EXAMPLES)
+
+    expected = run("direct")
+    for method in ("one pass", "two passes"):
+        assert_close(run(method), expected, rtol=1e-5, atol=1e-6)  # of a sum of numbers near 1
+
+
 def test_each_example_is_whole_on_its_device():
     loss = lambda w, x: jnp.sum((w * x) ** 2)  # noqa: E731
     for method in ("direct", "one pass"):

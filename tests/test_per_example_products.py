@@ -71,7 +71,7 @@ def assert_clipped(result, each, limit, rtol=2e-5):
 # One program for each kind of product, and one in a scan.
 CORE = {
     "experts as a batch dimension", "embedding tied to the head", "grouped convolution",
-    "lstm", "vmap inside of the loss",
+    "lstm", "vmap inside of the loss", "what a branch or a rule of vmap makes differ",
 }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ class Part(NamedTuple):
     names: tuple[FactorAxis, ...]
     hot: FactorAxis | None
     length: int
+    is_common: bool = False  # with the gradients of other leaves
     powers: tuple[jax.Array, ...] = ()  # of two, of each row: the row times these is meant
 
     @property
@@ -152,7 +153,8 @@ def _part(
     found = [*first, None, *last]
     values = _moved(values, [found.index(label) for label in (None, *own)])
     hot = None if factor.hot is None else places[factor.hot]
-    return Part(values, tuple(places[label] for label in own), hot, factor.length)
+    names = tuple(places[label] for label in own)
+    return Part(values, names, hot, factor.length, factor.is_common)
 
 
 def _moved(values: jax.Array, order: list[int]) -> jax.Array:
@@ -170,7 +172,7 @@ def _folded(parts: list[Part]) -> list[Part]:
             other = result[i]
             labels = [[(-1, 0), *p.names] for p in (other, part)]
             values = product([other.values, part.values], labels, labels[0])
-            result[i] = other._replace(values=values)
+            result[i] = other._replace(values=values, is_common=False)
     return result
 
 

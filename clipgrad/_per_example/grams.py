@@ -150,9 +150,7 @@ def _blocks_in_range(found: list[ProductBlock]) -> tuple[list[ProductBlock], jax
     largest = if_else(largest <= NO_EXPONENT // 2, 0, largest)
     scaled = []
     for (block, _), each, total in zip(masked, rows, totals, strict=True):
-        # Of the gates of an LSTM, two kernels then share the Gram matrix of the larger factor.
-        dense = [i for i, part in enumerate(block.parts) if part.hot is None]
-        smallest = min(reversed(dense), key=lambda i: block.parts[i].values.size)
+        smallest = _weighted_part(block)
         powers: list[tuple[jax.Array, ...]] = [
             () if scale is None else (scale,) for scale, _ in each
         ]
@@ -161,6 +159,17 @@ def _blocks_in_range(found: list[ProductBlock]) -> tuple[list[ProductBlock], jax
         pairs = zip(block.parts, powers, strict=True)
         scaled.append(block._replace(parts=tuple(p._replace(powers=x) for p, x in pairs)))
     return scaled, largest
+
+
+def _weighted_part(block: ProductBlock) -> int:
+    """The part of a block that gets the weight: what is not of this gradient alone stays as it is.
+
+    Two kernels of a recurrence then share its copy in range, or its Gram matrix. Otherwise it is
+    the smallest one.
+    """
+    dense = [i for i, part in enumerate(block.parts) if part.hot is None]
+    parts = block.parts
+    return min(reversed(dense), key=lambda i: (parts[i].is_common, parts[i].values.size))
 
 
 def _row_scales(part: Part) -> tuple[jax.Array | None, jax.Array | None]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from clipgrad._compat import varying_axes
 from clipgrad._jaxpr import Hook, bind, opened
 from clipgrad._per_example.follow import Follow
 from clipgrad._per_example.layouts import convolved
@@ -22,32 +23,18 @@ from clipgrad._per_example.layouts import convolved
 _AGAIN = frozenset(["broadcast_in_dim", "convert_element_type", "copy"])
 
 
-@jax.custom_vjp
-def seeded(loss: jax.Array, seed: jax.Array) -> jax.Array:
-    """The loss, with the seed in place of its cotangent."""
-    del seed
-    return loss
+def seeds_after(numbers: Sequence[jax.Array], ones: jax.Array) -> jax.Array:
+    """1 for each example, known when these numbers of the examples are.
 
-
-def _seeded_forward(loss: jax.Array, seed: jax.Array) -> tuple[jax.Array, tuple]:
-    return loss, (seed, jnp.zeros((), loss.dtype))
-
-
-def _seeded_backward(saved: tuple, cotangent: jax.Array) -> tuple[jax.Array, None]:
-    del cotangent
-    seed, like = saved
-    return seed.astype(like.dtype), None
-
-
-seeded.defvjp(_seeded_forward, _seeded_backward)
-
-
-def seed_after(numbers: Sequence[jax.Array]) -> jax.Array:
-    """1, known when these numbers are: no compiler knows that none is NaN and inf at once."""
-    never = [jnp.isnan(x) & jnp.isinf(x) for x in numbers]
-    return jnp.where(
-        functools.reduce(jnp.logical_or, never, jnp.array(False)), 0.0, jnp.ones((), "float32")
-    )
+    No compiler knows that none is NaN and inf at once. Numbers of other devices are waited for
+    where the seeds, ``ones``, do not vary over the mapped axes that the numbers vary over: there
+    the loss has a collective over them as well.
+    """
+    flags = [jnp.isnan(x) & jnp.isinf(x) for x in numbers]
+    never = functools.reduce(jnp.logical_or, flags, jnp.array(False))
+    if others := tuple(sorted(varying_axes(never) - varying_axes(ones))):
+        never = jax.lax.psum(never.astype("int32"), others) > 0
+    return jnp.where(never, jnp.zeros_like(ones), ones)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

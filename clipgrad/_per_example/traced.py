@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from clipgrad._compat import to_varying
+from clipgrad._compat import to_varying, varying_axes
 from clipgrad._jaxpr import Traced, evaluate, opened, trace
 from clipgrad._per_example import convolutions, linear, products, scans  # noqa: F401  how they are followed
 from clipgrad._per_example.batches import axes_of
 from clipgrad._per_example.course import Attempted, Course, attempted, following
 from clipgrad._per_example.follow import Follow, Reduction
 from clipgrad._per_example.measured import waiting_leaves
-from clipgrad._per_example.split import BackwardPass, ForwardPass, SplitProgram, seeded
+from clipgrad._per_example.split import BackwardPass, ForwardPass, SplitProgram
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.terms import Products, apart, rejoined
 from clipgrad._per_example.wanted import WantedGradient, wanted
@@ -40,6 +40,7 @@ class ExampleGradient:
     count: int  # of the leaves of the gradient
     varying: frozenset[Var]  # the variables that differ between examples
     late: frozenset[Var]  # those of the backward pass
+    axes: frozenset[str]  # the mapped axes that the loss varies over
     course: Course = dataclasses.field(default_factory=lambda: Course({}))
 
     @classmethod
@@ -47,21 +48,20 @@ class ExampleGradient:
         cls, loss_fn: Callable[..., Any], has_aux: bool, params: Any, batch: Any
     ) -> "ExampleGradient":
         """The program for the first example of a batch."""
-
-        def loss(params: Any, example: Any, seed: Any) -> Any:
-            result = loss_fn(params, example)
-            return (seeded(result[0], seed), result[1]) if has_aux else seeded(result, seed)
-
-        def run(params: Any, example: Any, seed: Any) -> Any:
-            value, grads = jax.value_and_grad(loss, has_aux=has_aux)(params, example, seed)
-            return jax.tree.leaves(grads), value
-
-        example, seed = jax.tree.map(lambda x: jnp.asarray(x)[0], batch), one_of(batch)
-        traced = trace(run, (params, example, seed), {})
+        example = jax.tree.map(lambda x: jnp.asarray(x)[0], batch)
+        args = loss_fn, has_aux, params, example
+        traced, axes = _traced(*args, given := axes_of(batch))
+        if axes != given:  # the loss varies over other axes than the examples do
+            traced, axes = _traced(*args, axes)
         first, last = _array_count(params), _array_count((params, example))
         varying = dependent_variables(traced.program, range(first, last + 1))
         late = dependent_variables(traced.program, [last])
-        return cls(traced, len(jax.tree.leaves(params)), varying, late)
+        return cls(traced, len(jax.tree.leaves(params)), varying, late, axes)
+
+    @property
+    def one(self) -> jax.Array:
+        """The seed of a plain gradient."""
+        return _one_over(self.axes)
 
     @property
     def wants(self) -> list[WantedGradient | None]:
@@ -93,7 +93,7 @@ class ExampleGradient:
 
     def __call__(self, params: Any, example: Any, reduction: Reduction | None) -> tuple:
         """The gradient of one example leaf by leaf, and what the loss function returned."""
-        outputs = self._evaluated(params, example, one_of(example), self._follow(reduction))
+        outputs = self._evaluated(params, example, self.one, self._follow(reduction))
         return outputs[: self.count], self._value(outputs)
 
     def forward(self, params: Any, batch: Any) -> tuple[Any, list[Any]]:
@@ -102,7 +102,7 @@ class ExampleGradient:
 
         def of_one(params: Any, example: Any) -> Any:
             hook = ForwardPass(split)
-            outputs = self._evaluated(params, example, one_of(example), hook)
+            outputs = self._evaluated(params, example, self.one, hook)
             return self._value(outputs), hook.residuals
 
         return jax.vmap(of_one, in_axes=(None, 0), out_axes=(0, self.kept_axes))(params, batch)
@@ -179,9 +179,23 @@ def _all_of(leaf: int) -> WantedGradient:
     return WantedGradient(frozenset([leaf]), True, True, 1)
 
 
-def one_of(tree: Any) -> jax.Array:
-    """1, which varies over the mapped axes that a tree varies over."""
-    return to_varying(jnp.ones((), "float32"), axes_of(tree))
+def _traced(
+    loss_fn: Callable[..., Any], has_aux: bool, params: Any, example: Any, axes: frozenset[str]
+) -> tuple[Traced, frozenset[str]]:
+    """The program of a gradient by a seed that varies over ``axes``; those of the loss."""
+    found: list[frozenset[str]] = []
+
+    def run(params: Any, example: Any, seed: Any) -> Any:
+        value, pull, *aux = jax.vjp(lambda p: loss_fn(p, example), params, has_aux=has_aux)
+        found.append(varying_axes(value))
+        (grads,) = pull(seed.astype(value.dtype) if found[-1] == axes else jnp.ones_like(value))
+        return jax.tree.leaves(grads), (value, *aux) if has_aux else value
+
+    return trace(run, (params, example, _one_over(axes)), {}), found[-1]
+
+
+def _one_over(axes: frozenset[str]) -> jax.Array:
+    return to_varying(jnp.ones((), "float32"), axes)
 
 
 def _array_count(tree: Any) -> int:

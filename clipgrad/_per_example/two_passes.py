@@ -15,7 +15,7 @@ from clipgrad._per_example.course import following
 from clipgrad._per_example.follow import Reduction, SquaredNorm, gradient_array
 from clipgrad._per_example.one_pass import scaling_of
 from clipgrad._per_example.scales import Weights
-from clipgrad._per_example.split import seed_after
+from clipgrad._per_example.split import seeds_after
 from clipgrad._per_example.subject import PerExampleSubject
 from clipgrad._per_example.sums import (
     Contract,
@@ -24,7 +24,7 @@ from clipgrad._per_example.sums import (
     summed_over_examples,
 )
 from clipgrad._per_example.terms import Products, apart, rejoined
-from clipgrad._per_example.traced import ExampleGradient, one_of
+from clipgrad._per_example.traced import ExampleGradient
 from clipgrad._per_example.wanted import WantedGradient
 
 
@@ -94,7 +94,7 @@ def _sums_of_some(
     """One forward pass and two backward passes, the second one with the numbers of the first."""
     value, kept = gradient.forward(params, examples)
     zero = subject.zeroed(gradient.course.arrays)
-    squared, one = SquaredNorm(zero, gradient.course.waiting), one_of(examples)
+    squared, one = SquaredNorm(zero, gradient.course.waiting), gradient.one
 
     def measured(params: Any, example: Any, kept: Any) -> Any:
         return apart(gradient.backward(params, example, kept, one, squared))
@@ -108,7 +108,7 @@ def _sums_of_some(
     mapped = jax.vmap(measured, in_axes=axes, out_axes=(0, None))
     found = rejoined(*mapped(params, examples, kept))
     weights, ok, stats = scaling_of(subject, params, found, zero, batch_size(examples))
-    seed = jax.vmap(seed_after)(weights.numbers)
+    seed = seeds_after(weights.numbers, jnp.broadcast_to(one, (batch_size(examples),)))
     summed = jax.vmap(weighted, in_axes=(*axes, 0, 0, 0), out_axes=None)
     total = summed(params, examples, kept, weights, ok, seed)
     return jax.tree.structure(params).unflatten(total), (value, stats)

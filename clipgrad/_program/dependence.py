@@ -42,12 +42,18 @@ def sources_of_results(program: Any) -> list[Sources]:
 
 
 def dependent_variables(program: Any, inputs: Iterable[int]) -> frozenset[Var]:
-    """Return the variables that depend on these inputs.
+    """Return the variables that depend on these inputs: all that `jax.vmap` over them may map.
 
-    Those of programs inside are among them. One of a program with several calls is among them if it
-    depends on the inputs in one of the calls.
+    Those are also what a branch chooses, and all results of a rule of `custom_vmap`. Variables of
+    programs inside are among them. One of a program with several calls is among them if it depends
+    on the inputs in one of the calls.
     """
-    walk = _Walk(tracked_programs, lambda equation, variable: True)
+
+    def programs(equation: JaxprEqn) -> list[Any]:
+        has_rule = equation.primitive.name == "custom_vmap_call"
+        return [] if has_rule else tracked_programs(equation)
+
+    walk = _Walk(programs, lambda equation, variable: True, with_control=True)
     walk.start(program, inputs)
     return frozenset(walk.variables)
 
