@@ -208,7 +208,7 @@ class Edges(Hook):
         number = self._numbers[id(equation)]
         own = [self._probes["own"].get(f"{number} {kind} {i}") for i in range(len(values))]
         pairs = zip(values, own, strict=True)
-        return [x if probe is None else _measured(x, probe) for x, probe in pairs]
+        return [x if probe is None else _measured_edge(x, probe) for x, probe in pairs]
 
     def _marked(self, x: Any) -> Any:
         """Marked as different on each device of the `shard_map`s around."""
@@ -220,15 +220,15 @@ def _is_number(dtype: Any) -> bool:
 
 
 @jax.custom_vjp
-def _measured(x: Any, probe: Any) -> Any:
+def _measured_edge(x: Any, probe: Any) -> Any:
     return x
 
 
-def _measured_forward(x: Any, probe: Any) -> Any:
+def _measured_edge_forward(x: Any, probe: Any) -> Any:
     return x, probe
 
 
-def _measured_backward(probe: Any, cotangent: Any) -> Any:
+def _measured_edge_backward(probe: Any, cotangent: Any) -> Any:
     size = jnp.abs(cotangent) if jnp.iscomplexobj(cotangent) else cotangent
     if size.shape != probe.shape:
         size = jnp.max(jnp.abs(size), initial=0)
@@ -238,4 +238,4 @@ def _measured_backward(probe: Any, cotangent: Any) -> Any:
     return cotangent, to_varying(found, varying_axes(probe))
 
 
-_measured.defvjp(_measured_forward, _measured_backward)
+_measured_edge.defvjp(_measured_edge_forward, _measured_edge_backward)
