@@ -71,6 +71,18 @@ def bits_of(kind):
     return BITS.get(kind) or int(re.search(r"\d+", kind).group())
 
 
+def with_scopes(text):
+    """The text with the scopes of each operation, which may stand in tables at its top."""
+    names = dict(re.findall(r'^(\d+) "(.*)"$', text.partition("FunctionNames")[2], re.MULTILINE))
+    places = dict(re.findall(r"^(\d+) \{.*function_name_id=(\d+)", text, re.MULTILINE))
+    frames = dict(re.findall(r"^(\d+) \{file_location_id=(\d+)", text, re.MULTILINE))
+    return re.sub(
+        r"stack_frame_id=(\d+)",
+        lambda found: f'scope="{names.get(places.get(frames.get(found[1])))}"',
+        text,
+    )
+
+
 def parsed(text):
     """The computations of a program by name, and the name of the first one."""
     found, entry, current = {}, None, {}
@@ -173,7 +185,7 @@ class Estimate:
     """The seconds of a program, and the kernels that take them, a `Counter` of seconds."""
 
     def __init__(self, text):
-        self.computations, entry = parsed(text)
+        self.computations, entry = parsed(with_scopes(text))
         self.kernels = collections.Counter()
         self.seconds = self._run(entry, 1.0, self.kernels)
 

@@ -65,6 +65,12 @@ KNOWN = {
     ),
     "a branch": (branch(), WAIT + COPY),
     "a branch that is rare": (branch(f', metadata={{op_name="jit(f)/{RARE}/cond"}}'), WAIT),
+    "a branch that is rare by its frame": (
+        f'FunctionNames\n7 "{RARE}"\nFileLocations\n3 {{file_name_id=1 function_name_id=7}}\n'
+        "StackFrames\n5 {file_location_id=3 parent_frame_id=5}\n"
+        + branch(', metadata={op_name="cond" stack_frame_id=5}'),
+        WAIT,
+    ),
     "a sum over the last axis": (fused_sum(1), READ + LAUNCH),
     "a sum over the first axis": (fused_sum(0), LEADING * (READ + 2**20 / BANDWIDTH) + LAUNCH),
     "three stacked sums": (fused_sum(1, 3), 3 * READ + LAUNCH),
