@@ -51,14 +51,12 @@ def at_once(
 ) -> list[Any]:
     """An elementwise function of each row of small arrays, which have a shape, or no axes.
 
-    Within a program, those of a kind are one array while it is computed, on one device or where
-    each has one element: XLA compiles the formulas of a thousand norms slowly, and a GPU would have
-    a kernel for each.
+    Within a program of one device, those of a kind are one array while it is computed: XLA compiles
+    the formulas of a thousand norms slowly, and a GPU would have a kernel for each.
     """
     rows = list(zip(*columns, strict=True))
     flat = [tuple(jax.tree.leaves(row)) for row in rows]
-    may_join = on_one_device(flat) or all(x.size == 1 for x in jax.tree.leaves(flat))
-    if not may_join or not any(isinstance(x, Tracer) for x in jax.tree.leaves(flat)):
+    if not on_one_device(flat) or not any(isinstance(x, Tracer) for x in jax.tree.leaves(flat)):
         return for_each(function, [static] * len(rows), *columns, written_out=True)
     results: dict[int, Any] = {}
     for places in kinds_of(flat):
