@@ -20,8 +20,8 @@ FOUND_BY = {
     "two_versions": (
         "Find the first module where two versions of a JAX loss differ: a kernel and its "
         "reference, a port, before and after a change, a run before and after a restart.",
-        "compare; save_run; resume; restart; port; reference; faster kernel; regression; differ; "
-        "mismatch; parity",
+        "compare; save_run; resumed run; restart; port; reference; faster kernel; regression; "
+        "differ; mismatch; parity",
     ),
     "bfloat16": (
         "Find the modules and the leaves of the gradient where bfloat16 or float16 loses "

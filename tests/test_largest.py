@@ -138,6 +138,7 @@ HARMLESS = {
     ("_numerics/reductions.py", "maxima"): "of integers, whose largest is NaN: one collective",
     ("_jaxpr/elements.py", "at_first"): "on every device",
     ("_diagnose/cotangents.py", "_cotangent_sums"): "a sum beside it says whether there is NaN",
+    ("_diagnose/edges.py", "_range"): "numbers in a message, which nothing is decided by",
     ("_diagnose/tracker.py", "badness"): "of integers",
     ("_gradient_clip/qk_clip.py", "of_heads"): "of finite factors",
     ("_per_example/grams.py", "_largest_exponent"): "of integers",

@@ -81,6 +81,9 @@ JUMP = 0.85
 # rows of the tables that were tried (smaller or larger:
 # test_a_rule_may_lose_a_few_times_as_much_to_rounding_as_plain_ad).
 TIMES_MOVED = 3.0
+# Of more than so many elements one is moved little by chance in all eight runs, and is off by much:
+# the tail of eight runs falls as the eighth power (smaller: an MLP of 10 million parameters).
+FEW_ELEMENTS, TAIL = 1024, 1 / 8
 # A gradient of fewer than so many of its own roundings is nothing that a slope could see: outputs
 # are rounded too, and their rounding is divided by a step (smaller: cosine similarity at ones).
 LEAST_SEEN = 512.0
@@ -244,7 +247,8 @@ class Tolerance:
         It may move one element little by chance, so that the median of the leaf is added.
         """
         middle = [np.full(b - a, np.median(moved[a:b]) if b > a else 0) for a, b in self.ranges]
-        return TIMES_MOVED * (moved + np.concatenate(middle))
+        times = TIMES_MOVED * max(1.0, moved.size / FEW_ELEMENTS) ** TAIL
+        return times * (moved + np.concatenate(middle))
 
     def cancelled(self, gradients: Sequence, scale: np.ndarray, value: float) -> np.ndarray:
         """The size of each element that vanishes beside the largest effect of any leaf.

@@ -28,6 +28,7 @@ from clipgrad._jaxpr import (
     on_host,
     opened,
 )
+from clipgrad._numerics import largest
 from clipgrad._program import active_variables
 
 NEVER = np.array([np.inf, -np.inf], np.float32)  # the range of what was not computed
@@ -231,7 +232,7 @@ def _measured_edge_forward(x: Any, probe: Any) -> Any:
 def _measured_edge_backward(probe: Any, cotangent: Any) -> Any:
     size = jnp.abs(cotangent) if jnp.iscomplexobj(cotangent) else cotangent
     if size.shape != probe.shape:
-        size = jnp.max(jnp.abs(size), initial=0)
+        size = largest(jnp.abs(size))
     found = size.astype(_REAL)
     if size.dtype.itemsize > _REAL.itemsize:  # what is too small for float32 is not zero
         found = jnp.where((size != 0) & (found == 0), jnp.finfo(_REAL).tiny, found)

@@ -175,7 +175,8 @@ class _Rounding(Hook):
         moved = self._to_neighbors(wide, aval.dtype, part=self.parts.constants)
         if isinstance(wide, Tracer) or wide.ndim:
             return jnp.where(_has_digits(wide, short), wide, moved)
-        parts = 2.0 ** (short + 1) * np.frexp([np.real(value), np.imag(value)])[0]
+        number = complex(value)
+        parts = 2.0 ** (short + 1) * np.frexp([number.real, number.imag])[0]
         is_short = np.all((parts == np.round(parts)) | ~np.isfinite(parts))
         return value if is_short and self.wide is None else wide if is_short else moved
 

@@ -120,7 +120,7 @@ def _divisor_of_rms(norm: Norm, bounds: tuple[jax.Array, jax.Array]) -> jax.Arra
     """
     limit, least = bounds
     ratio, least = norm.divisor / limit / norm.scale, least.astype(norm.root.dtype)
-    most = jax.lax.stop_gradient(jax.lax.max(least, ratio))  # not inf: jax_debug_infs refuses it
+    most = jax.lax.stop_gradient(2 * ratio + least)  # not inf, which jax_debug_infs refuses
     divisor = jax.lax.clamp(least, ratio, most)  # of slope 1 at the limit
     return nan_unless(jnp.isfinite(norm.root), divisor)
 
