@@ -84,12 +84,13 @@ if not typing.TYPE_CHECKING:
 def __getattr__(name: str) -> typing.Any:
     if name in _LATER or name.startswith("_"):
         return _later(name)
-    modules = {own: m for m in (sys.modules[__name__], types, published) for own in m.__all__}
-    if name in modules:
-        place = f"{modules[name].__name__}.{name}"
-        warnings.warn(f"clipgrad.{name} is now {place}", DeprecationWarning, stacklevel=2)
-        return getattr(modules[name], name)
-    places = {own: m.__name__ for own, m in modules.items()}
-    hint = importlib.import_module("clipgrad._elsewhere").hint(name, places)
+    for module in (types, published):
+        if name in module.__all__:
+            place = f"{module.__name__}.{name}"
+            warnings.warn(f"clipgrad.{name} is now {place}", DeprecationWarning, stacklevel=2)
+            return getattr(module, name)
+    here = sys.modules[__name__]
+    modules = {own: m.__name__ for m in (here, types, published) for own in m.__all__}
+    hint = importlib.import_module("clipgrad._elsewhere").hint(name, modules)
     message = f"module 'clipgrad' has no attribute {name!r}{hint}"
-    raise AttributeError(message, name=name, obj=sys.modules[__name__])
+    raise AttributeError(message, name=name, obj=here)

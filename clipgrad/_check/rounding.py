@@ -38,10 +38,9 @@ def gradient_movement(
         exact = gradient.leaves(xs, covector)
         given = [*xs, *_trees.cotangent_leaves(covector, gradient.outputs)]
         compiled = compiled or _moved_program(gradient, given)
-        squares = np.zeros(most.size)
+        squares, leaves = np.zeros(most.size), list(map(np.asarray, given))
         with in_float64():
             for seed in range(1, 1 + RUNS_OF_GRADIENT):
-                leaves = list(map(np.asarray, given))
                 _add_squares(squares, compiled(leaves, np.uint32(seed), parts), exact)
                 _trees.give_back(most.size)
         np.fmax(most, squares, out=most)

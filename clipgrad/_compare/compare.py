@@ -4,13 +4,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from clipgrad._compare.arguments import settings_of_runs
 from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.gradients import compare_gradients
 from clipgrad._compare.rounding import WIDER_DTYPES, compare_dtypes
 from clipgrad._compare.save_run import live, saved
 from clipgrad._compare.steps import StepRun, compare_steps
 from clipgrad._error_clip import check_call
+from clipgrad._jaxpr import settings_of_runs
 
 
 def compare(

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from clipgrad._compare.arguments import settings_of_runs
 from clipgrad._compare.run_file import RunFile, damaged, read_run, write_run
 from clipgrad._compare.run_record import GRADIENT, gradient_file, saved_gradient
 from clipgrad._compare.sides import LiveSide, SavedSide
@@ -15,6 +14,7 @@ from clipgrad._compare.step_record import STEP, saved_step, step_file
 from clipgrad._compare.steps import StepRun, run_step
 from clipgrad._compare.versions import version
 from clipgrad._error_clip import check_call
+from clipgrad._jaxpr import settings_of_runs
 
 
 def save_run(

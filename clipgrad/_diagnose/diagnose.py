@@ -44,7 +44,7 @@ from clipgrad._diagnose.units import CLOSED, ProgramBlock
 from clipgrad._diagnose.values import HiddenValue, hidden_value, origin_of, origin_of_loss
 from clipgrad._diagnose.zeros import zero_findings
 from clipgrad._errors import first_line
-from clipgrad._jaxpr import kept_lightly
+from clipgrad._jaxpr import settings_of_runs
 from clipgrad._names import Place
 from clipgrad._program import GradientProgram, dependence
 
@@ -128,14 +128,7 @@ def diagnose(
       >>> found.ok, found.findings[0].kind, found.findings[0].operation
       (False, 'vjp', 'sqrt')
     """
-    # JAX's own ways of finding NaN, of forbidding transfers and of running without `jit` are off.
-    with (
-        jax.debug_nans(False),
-        jax.debug_infs(False),
-        jax.transfer_guard("allow"),
-        jax.disable_jit(False),
-        kept_lightly(),
-    ):
+    with settings_of_runs(), jax.disable_jit(False):
         trace = functools.partial(subject, fun, argnums=argnums, has_aux=has_aux)
         with noting_objects(args):
             given = trace(args, kwargs)

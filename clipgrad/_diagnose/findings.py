@@ -228,11 +228,17 @@ def _operation_finding(
 
 
 def _around(place: Place, step: int | None, where: Location) -> str:
-    parts = [f", in {where.package}"] if where.package and where.file else []
-    parts += [f", in module {place.module}"] if place.module else []
+    text = inside_of(place, where)
     if step is not None:
         own = [place.equation.params["length"]] if place.operation == SCAN else []
-        parts += [f", at step {step} of {[*place.nest, *own][-1]}"]
+        text += f", at step {step} of {[*place.nest, *own][-1]}"
+    return text
+
+
+def inside_of(place: Place, where: Location) -> str:
+    """The function of a package, and the module, that an operation is in, as the end of a text."""
+    parts = [f", in {where.package}"] if where.package and where.file else []
+    parts += [f", in module {place.module}"] if place.module else []
     return "".join(parts)
 
 

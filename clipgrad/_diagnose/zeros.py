@@ -10,6 +10,7 @@ from clipgrad._diagnose.blocks import MeasuredBlock
 from clipgrad._diagnose.causes import EXCUSED, SILENT, Cause, cause_of
 from clipgrad._diagnose.cuts import ZeroCut, inside_of_loop, zero_cuts
 from clipgrad._diagnose.edges import edge_values
+from clipgrad._diagnose.findings import inside_of
 from clipgrad._diagnose.partial_cuts import cuts_of_layer, layers_of_scans, remainder
 from clipgrad._diagnose.records import GradientFinding
 from clipgrad._diagnose.subject import DiagnosisSubject
@@ -162,9 +163,7 @@ def _subject(names: Sequence[str]) -> str:
 def _text_of(subject: str, best: Sequence[_Explained]) -> str:
     cut, cause = best[0]
     where = best[0].at.location
-    text = f"{where}: {subject} is 0: {cause.text}"
-    text += f", in {where.package}" if where.package and where.file else ""
-    text += f", in module {cut.place.module}" if cut.place.module else ""
+    text = f"{where}: {subject} is 0: {cause.text}{inside_of(cut.place, where)}"
     if cut.steps:
         text += f", at step {_span(cut.steps)} of {cut.place.nest[-1]}"
     own = best[0].place

@@ -29,6 +29,7 @@ from clipgrad._jaxpr.kept import kept_by_key as kept_by_key
 from clipgrad._jaxpr.kept import kept_lightly as kept_lightly
 from clipgrad._jaxpr.kept import kept_run as kept_run
 from clipgrad._jaxpr.kept import quick_jit as quick_jit
+from clipgrad._jaxpr.kept import settings_of_runs as settings_of_runs
 from clipgrad._jaxpr.kept import with_constants as with_constants
 from clipgrad._jaxpr.kept import without_rules as without_rules
 from clipgrad._jaxpr.programs import CALLS as CALLS

@@ -56,6 +56,18 @@ def kept_lightly() -> Iterator[None]:
                 del _kept_by_key[key]
 
 
+@contextlib.contextmanager
+def settings_of_runs() -> Iterator[None]:
+    """`kept_lightly`, with JAX's own ways of finding NaN and of forbidding transfers off."""
+    with (
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.transfer_guard("allow"),
+        kept_lightly(),
+    ):
+        yield
+
+
 def _is_light(key: Any) -> bool:
     if isinstance(key, tuple):
         return all(map(_is_light, key))
