@@ -5,7 +5,8 @@
 40 programs have a cut by a mistake: it counts as found if a "zero" finding of the leaf names the
 marked line and an acceptable cause, or a note, where docs/zero.md says that it is one. 30 programs
 are healthy: no "zero" finding. What is expected was written before any of them was diagnosed, see
-`zero_strangers_programs.py`. A run of all programs writes results/zero_strangers.txt.
+`zero_strangers_programs.py`. The first score, as found, is kept in
+results/zero_strangers.txt: a run of all programs writes this file only if it is not there.
 """
 
 import os
@@ -92,7 +93,8 @@ def scored(names):
         if not right and error is None and name in CUTS:
             said += [f"[{finding.leaf}] {finding.message}" for finding in found.findings]
         score[group].append(right)
-        text = re.sub(r"/\S*/(\w+\.py)", r"\1", " | ".join(" ".join(s.split()) for s in said))
+        text = " | ".join(" ".join(s.split()) for s in said)
+        text = re.sub(r"(?<!\w)/\S*/(\w+\.py)", r"\1", text)
         verdict, seconds = "right" if right else "WRONG", time.process_time() - start
         limit = 300 if right else 2000
         row = f"{name:36} {verdict} {seconds:5.1f} s  {expected:44}  {text[:limit] or 'silent'}"
@@ -107,7 +109,7 @@ def main(names):
         row = f"{group:8} {sum(rights)} of {len(rights)} right (mark of all: {MARKS[group]})"
         print(row)
         rows.append(row)
-    if not names:
+    if not names and not RESULT.exists():
         RESULT.write_text("\n".join(rows) + "\n")
 
 
