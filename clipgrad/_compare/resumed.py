@@ -63,9 +63,9 @@ def compare_resumed(
         paths = {finding.path for finding in types}
         rest = [finding for finding in restored.findings if finding.path not in paths]
         return dataclasses.replace(restored, ok=False, findings=(*types, *rest), notes=())
-    steps = [_steps(step, jax.tree.structure(run)) for run in runs]
+    fun, resumed_fun = (_steps(step, jax.tree.structure(run)) for run in runs)
     args, theirs = (tuple(jax.tree.leaves(run)) for run in runs)
-    return compare(*steps, args, other_args=theirs, argnums=None, rtol=rtol)
+    return compare(fun, resumed_fun, args, other_args=theirs, argnums=None, rtol=rtol)
 
 
 def _checked(name: str, run: Any) -> dict[str, Any]:
