@@ -1,5 +1,6 @@
 """One version of a loss: its program, its named values, and what a run of it computes."""
 
+import functools
 import math
 import re
 from collections.abc import Callable, Container, Sequence
@@ -251,10 +252,14 @@ class VersionProgram:
         self, own: VersionRun, view: Callable[[VersionRun], VersionRun] = lambda run: run
     ) -> VersionRun:
         """The movement of the results of a run, as seen in a view, by the program's rounding."""
-        program, leaves = self.traced.program, self._leaves()
-        run = jit_for_one_call(program)(lambda *given: rounded(program, *given))
-        runs = (run(leaves, jnp.uint32(i)) for i in range(1, 1 + RUNS))
+        leaves = self._leaves()
+        runs = (self._rounded(leaves, jnp.uint32(i)) for i in range(1, 1 + RUNS))
         return floor_of(view(own), (view(self._on_host(results)) for results in runs))
+
+    @functools.cached_property
+    def _rounded(self) -> Callable[[list, jax.Array], list]:
+        program = self.traced.program
+        return jit_for_one_call(program)(lambda *given: rounded(program, *given))
 
     def _leaves(self, inputs: list | None = None) -> list:
         given = self._given.inputs if inputs is None else inputs
