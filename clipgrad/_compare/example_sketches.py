@@ -1,4 +1,4 @@
-"""What is noted of a value while the examples of a batch are exchanged."""
+"""The sketches of a value while the examples of a batch are exchanged."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from clipgrad._compare.sketches import LENGTH, MASKED, Sketches, sketch, sketch_dtype
 from clipgrad._values import value_hook
 
-SIZES, LINEAR, SQUARED, REAL = range(4)  # the rows of the notes
+MAGNITUDES, LINEAR, SQUARED, REAL = range(4)  # the rows of the notes
 
 
 @value_hook(data=("real",), choices=("names", "carried"))

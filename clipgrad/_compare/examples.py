@@ -13,7 +13,7 @@ from clipgrad._compare.differences import Judgment, judge, rounding
 from clipgrad._compare.example_sketches import (
     LINEAR,
     REAL,
-    SIZES,
+    MAGNITUDES,
     SQUARED,
     ExampleSketches,
     has_places,
@@ -33,7 +33,7 @@ from clipgrad._trees import loss_and_aux
 View = Callable[[VersionRun], np.ndarray]
 MOST_LEAVES = 5
 NOTHING = Judgment(0.0, 0.0)
-MEANT = {
+POSSIBLE_REASONS = {
     "neighbors": "this is meant of a BatchNorm in training, of negatives in the batch and of the "
     "capacity of experts; else look there for an axis, a mask or a mean that takes in other "
     "examples",
@@ -106,11 +106,13 @@ def compare_examples(
     padded = None if padding is None else padded_places(batch, padding)
     with settings_of_runs():
         weights = jnp.linspace(0.5, 1.5, size)
-        own = version(_total(fun, has_aux, size), (params, (batch, weights)), {}, 0, False)
+        own = version(_weighted_total(fun, has_aux, size), (params, (batch, weights)), {}, 0, False)
         return _comparison(_run_all(own, chosen, padding, padded))
 
 
-def _total(fun: Callable[[Any, Any], Any], has_aux: bool, size: int) -> Callable[[Any, Any], Any]:
+def _weighted_total(
+    fun: Callable[[Any, Any], Any], has_aux: bool, size: int
+) -> Callable[[Any, Any], Any]:
     """The loss as one number; those of all examples with weights that stay with the examples."""
 
     @functools.wraps(fun)
@@ -269,7 +271,7 @@ def _is_used(runs: ExampleRuns, pair: Pair) -> bool:
 
 def _places(runs: ExampleRuns, kind: str, pairs: Sequence[Pair]) -> list[ComparedPlace]:
     """The change of each value with another order or padding, where it is known what is padded."""
-    row, found = SIZES if kind == "place" else REAL, []
+    row, found = MAGNITUDES if kind == "place" else REAL, []
     for pair in pairs:
         value = pair.own.value
         if kind == "padding" and not has_places(value.shape, runs.places):
@@ -320,5 +322,5 @@ def _finding(
     shown = [f"{x.path or ONE_ARGUMENT} ({x.judgment.difference:.2g})" for x in bad[:MOST_LEAVES]]
     more = f" and {len(bad) - MOST_LEAVES} more" if len(bad) > MOST_LEAVES else ""
     text = f"{found[0].message}; so does the gradient of {', '.join(shown)}{more}" if bad else ""
-    message = f"{text or found[0].message}; {MEANT[kind]}"
+    message = f"{text or found[0].message}; {POSSIBLE_REASONS[kind]}"
     return dataclasses.replace(found[0], kind=kind, message=message)

@@ -9,7 +9,7 @@ import numpy as np
 
 from clipgrad._trees import is_array, nearest, with_paths
 
-BATCH = "args[1]"  # the name of the inputs that are in the batch begins so
+IN_BATCH = "args[1]"  # the name of the inputs that are in the batch begins so
 
 
 def batch_size(batch: Any) -> int:
@@ -60,7 +60,7 @@ class Exchange(NamedTuple):
         """The inputs of a subject."""
         pairs = zip(inputs, names, strict=True)
         return cls(
-            inputs, names, [name.startswith(BATCH) and np.ndim(x) > 0 for x, name in pairs], size
+            inputs, names, [name.startswith(IN_BATCH) and np.ndim(x) > 0 for x, name in pairs], size
         )
 
     def with_examples(self, numbers: np.ndarray) -> list[Any]:
@@ -74,7 +74,7 @@ class Exchange(NamedTuple):
         """The inputs with another batch of the same types; the weights stay."""
         left = iter([x for x in jax.tree.leaves(batch) if is_array(x)])
         pairs = zip(self.inputs, self.names, strict=True)
-        return [next(left) if name.startswith(f"{BATCH}[0]") else x for x, name in pairs]
+        return [next(left) if name.startswith(f"{IN_BATCH}[0]") else x for x, name in pairs]
 
     @property
     def is_uniform(self) -> bool:
@@ -99,7 +99,7 @@ def _host(x: Any) -> np.ndarray:
 
 
 def padded_places(batch: Any, other: Any) -> np.ndarray:
-    """Where two batches differ, as (examples, positions) of the first array that does."""
+    """The places where two batches differ, as (examples, positions) of the first array that does."""
     arrays, there = (dict(with_paths(x)) for x in (batch, other))
     types = [{p: (np.shape(x), str(getattr(x, "dtype", ""))) for p, x in t.items()}
              for t in (arrays, there)]  # fmt: skip

@@ -63,7 +63,7 @@ def compare_resumed(
         paths = {finding.path for finding in types}
         rest = [finding for finding in restored.findings if finding.path not in paths]
         return dataclasses.replace(restored, ok=False, findings=(*types, *rest), notes=())
-    fun, resumed_fun = (_steps(step, jax.tree.structure(run)) for run in runs)
+    fun, resumed_fun = (_by_steps(step, jax.tree.structure(run)) for run in runs)
     args, theirs = (tuple(jax.tree.leaves(run)) for run in runs)
     return compare(fun, resumed_fun, args, other_args=theirs, argnums=None, rtol=rtol)
 
@@ -80,7 +80,7 @@ def _checked(name: str, run: Any) -> dict[str, Any]:
     return {"state": run[0], "batches": list(run[1])}
 
 
-def _steps(step: Callable[[Any, Any], Any], structure: Any) -> Callable[..., dict[str, Any]]:
+def _by_steps(step: Callable[[Any, Any], Any], structure: Any) -> Callable[..., dict[str, Any]]:
     """The steps as a function of plain leaves, whose outputs are named by their paths."""
 
     def steps(*leaves: Any) -> dict[str, Any]:
