@@ -305,8 +305,9 @@ def test_small_models(name):
 
 
 def shared(params, x):
+    h = 2 * x  # outside of modules
     with scope("norm"):
-        h = x / jnp.sqrt(1e-6 + jnp.mean(x**2, 0))
+        h = h / jnp.sqrt(1e-6 + jnp.mean(h**2, 0))
     return jnp.mean((h @ params) ** 2)
 
 

@@ -12,13 +12,13 @@ from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.differences import Judgment, judge, rounding
 from clipgrad._compare.example_sketches import (
     LINEAR,
-    REAL,
     MAGNITUDES,
+    REAL,
     SQUARED,
     ExampleSketches,
     has_places,
 )
-from clipgrad._compare.exchange import Exchange, batch_size, chosen_examples, padded_places
+from clipgrad._compare.exchange import Exchange, chosen_examples, example_count, padded_places
 from clipgrad._compare.findings import ONE_ARGUMENT, ComparedLeaf, find
 from clipgrad._compare.matching import Pair, match
 from clipgrad._compare.places import ComparedPlace
@@ -32,7 +32,7 @@ from clipgrad._trees import loss_and_aux
 
 View = Callable[[VersionRun], np.ndarray]
 MOST_LEAVES = 5
-NOTHING = Judgment(0.0, 0.0)
+UNUSED = Judgment(0.0, 0.0)
 POSSIBLE_REASONS = {
     "neighbors": "this is meant of a BatchNorm in training, of negatives in the batch and of the "
     "capacity of experts; else look there for an axis, a mask or a mean that takes in other "
@@ -94,20 +94,20 @@ def compare_examples(
       >>> import clipgrad as cg, jax, jax.numpy as jnp
       >>> def loss(w, x):
       ...     with jax.named_scope("center"):
-      ...         h = x - jnp.mean(x, axis=0)
+      ...         h = x - jnp.mean(x, axis=0, keepdims=True)
       ...     return jnp.mean((h @ w) ** 2)
       >>> found = cg.compare_examples(loss, jnp.ones(3), jnp.arange(12.0).reshape(4, 3) ** 2)
       >>> found.ok, found.findings[0].kind, found.findings[0].module
       (False, 'neighbors', 'center')
     """
     check_function(fun)
-    size = batch_size(batch)
+    size = example_count(batch)
     chosen = chosen_examples(examples, size)
     padded = None if padding is None else padded_places(batch, padding)
     with settings_of_runs():
         weights = jnp.linspace(0.5, 1.5, size)
         own = version(_weighted_total(fun, has_aux, size), (params, (batch, weights)), {}, 0, False)
-        return _comparison(_run_all(own, chosen, padding, padded))
+        return _of_runs(_run_all(own, chosen, padding, padded))
 
 
 def _weighted_total(
@@ -195,16 +195,16 @@ def _run_all(own: Version, chosen: np.ndarray, padding: Any, padded: Any) -> Exa
     return ExampleRuns(own, runs, floor, others, () if padded is None else padded.shape)
 
 
-def _comparison(runs: ExampleRuns) -> GradientComparison:
+def _of_runs(runs: ExampleRuns) -> GradientComparison:
     pairs = match(runs.version, runs.version, None).pairs
     places = [_place_beside_neighbors(runs, pair) for pair in pairs]
-    leaves = _leaves(runs, runs.dependence)
+    leaves = _judged_leaves(runs, runs.dependence)
     if problem := _nothing_to_judge(runs, leaves):
         return GradientComparison(False, (unjudged(problem),), ())
     findings = [_finding(runs, "neighbors", runs.dependence, places, leaves)]
     for kind in runs.others:
         measure = functools.partial(runs.change, kind)
-        own = _places(runs, kind, pairs), _leaves(runs, measure)
+        own = _places(runs, kind, pairs), _judged_leaves(runs, measure)
         findings.append(_finding(runs, kind, measure, *own))
     found = tuple(finding for finding in findings if finding)
     notes = tuple(
@@ -222,7 +222,7 @@ def _leaf_row(leaf: ComparedLeaf) -> ComparisonRow:
     return ComparisonRow(*own, kind="gradient")
 
 
-def _leaves(runs: ExampleRuns, measure: Callable[[View], Judgment]) -> list[ComparedLeaf]:
+def _judged_leaves(runs: ExampleRuns, measure: Callable[[View], Judgment]) -> list[ComparedLeaf]:
     return [
         ComparedLeaf(leaf.path, leaf.position, measure(lambda run, i=i: run.grads[i]))
         for i, leaf in enumerate(runs.version.leaves)
@@ -257,7 +257,7 @@ def _place_beside_neighbors(runs: ExampleRuns, pair: Pair) -> ComparedPlace:
         cotangent = runs.dependence(_cotangent_of(pair))
         is_sum = not found.differs and not runs.varies(_cotangent_of(pair))
     if not _is_used(runs, pair):
-        found = NOTHING
+        found = UNUSED
     elif not found.differs and not is_sum:
         found = runs.dependence(_row_of(pair, SQUARED))
     return ComparedPlace(pair, found, cotangent)
@@ -278,7 +278,7 @@ def _places(runs: ExampleRuns, kind: str, pairs: Sequence[Pair]) -> list[Compare
             if value.holders or {*runs.places[1:]} & {*value.shape[1:]}:
                 continue
         is_used = _is_used(runs, pair)
-        judged = runs.change(kind, _row_of(pair, row)) if is_used else NOTHING
+        judged = runs.change(kind, _row_of(pair, row)) if is_used else UNUSED
         found.append(ComparedPlace(pair, judged, None))
     return found
 
@@ -323,4 +323,6 @@ def _finding(
     more = f" and {len(bad) - MOST_LEAVES} more" if len(bad) > MOST_LEAVES else ""
     text = f"{found[0].message}; so does the gradient of {', '.join(shown)}{more}" if bad else ""
     message = f"{text or found[0].message}; {POSSIBLE_REASONS[kind]}"
-    return dataclasses.replace(found[0], kind=kind, message=message)
+    # Operations before, outside of all modules, keep to one example: the value leaves its module.
+    left = next((place.name for place in places if place.value.differs), "")
+    return dataclasses.replace(found[0], kind=kind, message=message, module=found[0].module or left)

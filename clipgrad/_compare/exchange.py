@@ -12,7 +12,7 @@ from clipgrad._trees import is_array, nearest, with_paths
 IN_BATCH = "args[1]"  # the name of the inputs that are in the batch begins so
 
 
-def batch_size(batch: Any) -> int:
+def example_count(batch: Any) -> int:
     """The number of examples: the one leading axis of all arrays."""
     shapes = {path: np.shape(x) for path, x in with_paths(batch) if is_array(x) and np.ndim(x)}
     sizes = {shape[0] for shape in shapes.values()}
@@ -89,17 +89,17 @@ def _rows(x: Any, numbers: np.ndarray) -> Any:
 
 
 def _all_equal(x: Any) -> bool:
-    host = _host(x)
+    host = _plain_numbers(x)
     return np.array_equal(host, np.broadcast_to(host[:1], host.shape))
 
 
-def _host(x: Any) -> np.ndarray:
+def _plain_numbers(x: Any) -> np.ndarray:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
 def padded_places(batch: Any, other: Any) -> np.ndarray:
-    """The places where two batches differ, as (examples, positions) of the first array that does."""
+    """The places where batches differ, as (examples, positions) of the first array that does."""
     arrays, there = (dict(with_paths(x)) for x in (batch, other))
     types = [{p: (np.shape(x), str(getattr(x, "dtype", ""))) for p, x in t.items()}
              for t in (arrays, there)]  # fmt: skip
@@ -111,6 +111,10 @@ def padded_places(batch: Any, other: Any) -> np.ndarray:
             "write compare(fun, fun, (params, batch), other_args=(params, longer))"
         )
     for path, x in arrays.items():
-        if is_array(x) and np.ndim(x) and np.any(differs := _host(x) != _host(there[path])):
+        if (
+            is_array(x)
+            and np.ndim(x)
+            and np.any(differs := _plain_numbers(x) != _plain_numbers(there[path]))
+        ):
             return differs.any(axis=tuple(range(2, differs.ndim)))
     raise ValueError("padding: got the batch itself, expected other numbers where it is padded")

@@ -52,7 +52,7 @@ def compare_resumed(
       'state/speed'
     """
     check_function(step)
-    runs = _checked("straight", straight), _checked("resumed", resumed)
+    runs = _checked_run("straight", straight), _checked_run("resumed", resumed)
     count, there = len(straight[1]), len(resumed[1])
     if count != there or not count:
         raise ValueError(f"resumed: got {there} batches beside {count}, expected as many, not 0")
@@ -68,7 +68,7 @@ def compare_resumed(
     return compare(fun, resumed_fun, args, other_args=theirs, argnums=None, rtol=rtol)
 
 
-def _checked(name: str, run: Any) -> dict[str, Any]:
+def _checked_run(name: str, run: Any) -> dict[str, Any]:
     if type(run) is not tuple or len(run) != 2 or not isinstance(run[1], list | tuple):
         got = type(run).__name__
         raise TypeError(f"{name}: got {got}, expected (state, batches), with a list of batches")
