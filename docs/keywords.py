@@ -21,7 +21,8 @@ FOUND_BY = {
         "Find the first module where two versions of a JAX loss differ: a kernel and its "
         "reference, a port, before and after a change, a run before and after a restart.",
         "compare; save_run; resumed run; restart; port; reference; faster kernel; regression; "
-        "differ; mismatch; parity",
+        "differ; mismatch; parity; compare_examples; neighbors; batch dependence; mask leak; "
+        "padding",
     ),
     "bfloat16": (
         "Find the modules and the leaves of the gradient where bfloat16 or float16 loses "

@@ -36,6 +36,13 @@ def test_the_programs_run_and_print_what_the_page_shows(page):
     assert_pages_program_prints(DOCS / f"{page}.md")
 
 
+@pytest.mark.parametrize("question", ["Is the resumed run", "Does an example depend"])
+def test_an_answer_is_a_program_of_twelve_lines(question):
+    (section,) = (s for s in text_of("two_versions").split("\n## ") if s.startswith(question))
+    (program,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert sum(bool(line.strip()) for line in program.splitlines()) <= 12
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is not installed")
 def test_the_step_in_keras_trains():

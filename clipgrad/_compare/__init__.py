@@ -2,6 +2,7 @@
 
 from clipgrad._compare.compare import compare as compare
 from clipgrad._compare.comparison import GradientComparison as GradientComparison
+from clipgrad._compare.examples import compare_examples as compare_examples
 from clipgrad._compare.resumed import compare_resumed as compare_resumed
 from clipgrad._compare.rounding import WIDER_DTYPES as WIDER_DTYPES
 from clipgrad._compare.save_run import save_run as save_run

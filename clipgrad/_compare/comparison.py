@@ -15,6 +15,9 @@ _COMPARISON_HEADS = {
     "output": "an output differs",
     "argument": "the runs had other arguments",
     "rounding": "precision is lost here",
+    "neighbors": "an example depends on the others of its batch from here on",
+    "place": "an example depends on its place in the batch from here on",
+    "padding": "what is padded counts from here on",
     "not judged": "neither agreement nor a difference was found",
 }
 

@@ -8,8 +8,8 @@ class ComparisonFinding:
     """A place at which two versions differ.
 
     Attributes:
-      kind: "value", "vjp", "grads", "output", "rounding", "argument": of runs in files, or "not
-        judged": nothing could be.
+      kind: "value", "vjp", "grads", "output", "rounding", "argument": of runs in files,
+        "neighbors", "place", "padding": of examples, or "not judged": nothing could be.
       message: what differs, and by how much.
       module: the module path, "" outside of modules, None if there is none.
       step: the index in the innermost scan, or None.
@@ -50,7 +50,7 @@ class ComparisonRow:
       value_tolerance: what rounding explains of the difference of the values.
       cotangent_tolerance: what rounding explains of the difference of the cotangents, or None.
       steps: the indices in all scans around it, outermost first.
-      kind: "tag", "module" or "output".
+      kind: "tag", "module", "output", or "gradient" of a leaf beside examples.
     """
 
     module: str

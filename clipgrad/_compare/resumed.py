@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from clipgrad._compare.arguments import copied
 from clipgrad._compare.compare import compare
 from clipgrad._compare.comparison import GradientComparison
 from clipgrad._compare.records import ComparisonFinding
@@ -20,23 +21,19 @@ def compare_resumed(
     *,
     rtol: float | None = None,
 ) -> GradientComparison:
-    """Finds the first thing that a resumed run has otherwise than the run that was not stopped.
-
-    Give the state at the moment of saving and the batches that follow, and the state that was
-    restored and the batches that the restored loader gives.
+    """Finds the first thing that a resumed run has otherwise.
 
     Guarantees:
-      * First both states and batches are compared by path: every number exactly, each dtype and
-        each layout. So what the checkpoint lost is named, and not what follows from it.
-      * If they are the same, both runs take a step for each batch, and its outputs are compared in
-        the order of computation: what differs then is not in the state.
-      * The arrays are copied, so the step may donate them.
+      * First states and batches are compared by path: every number exactly, each dtype and layout.
+        So what the checkpoint lost is named, and not what follows from it.
+      * If all is the same, both take a step for each batch, and its outputs are compared in the
+        order of computation: what differs then is not in the state.
+      * Each step gets copies of the arrays, so it may donate them, or change a model in place.
 
     Args:
-      step: a training step, ``step(state, batch)``, which returns ``(state, metrics)`` or the
-        state.
-      straight: the state of the run that goes straight on, and a list of batches.
-      resumed: the state that was restored, and a list of as many batches.
+      step: a training step, ``step(state, batch)``, that returns the state or (state, metrics).
+      straight: the state when it was saved, and a list of the batches that followed.
+      resumed: the state that was restored, and a list of as many batches of the restored loader.
       rtol: a relative tolerance of the outputs, in place of the measured rounding.
 
     Returns:
@@ -48,69 +45,63 @@ def compare_resumed(
 
     Example:
       >>> import clipgrad as cg, jax.numpy as jnp
-      >>> def step(state, batch):
-      ...     speed = 0.9 * state["speed"] + batch
-      ...     return {"w": state["w"] - 0.1 * speed, "speed": speed}
-      >>> state, batches = {"w": jnp.ones(2), "speed": jnp.ones(2)}, [jnp.ones(2)]
-      >>> lost = {**state, "speed": jnp.zeros(2)}
-      >>> cg.compare_resumed(step, (state, batches), (lost, batches)).findings[0].path
+      >>> step = lambda state, x: {"w": state["w"] - state["speed"], "speed": x}
+      >>> x = jnp.ones(2)
+      >>> state, lost = {"w": x, "speed": x}, {"w": x, "speed": 0 * x}
+      >>> cg.compare_resumed(step, (state, [x]), (lost, [x])).findings[0].path
       'state/speed'
     """
     check_function(step)
-    _check_runs(straight, resumed)
-    types = _other_types(straight, resumed)
-    restored = compare(_restart, _restart, straight, other_args=resumed, argnums=None, rtol=0.0)
+    runs = _checked_run("straight", straight), _checked_run("resumed", resumed)
+    count, there = len(straight[1]), len(resumed[1])
+    if count != there or not count:
+        raise ValueError(f"resumed: got {there} batches beside {count}, expected as many, not 0")
+    own, other = (dict(with_paths(run)) for run in runs)
+    restored = compare(dict, dict, (own,), other_args=(other,), argnums=None, rtol=0.0)
+    types = [found for path in own if (found := _other_type(path, own[path], other.get(path)))]
     if types or restored.unmatched or not restored.ok:
-        differing = {finding.path for finding in types}
-        rest = [finding for finding in restored.findings if finding.path not in differing]
+        paths = {finding.path for finding in types}
+        rest = [finding for finding in restored.findings if finding.path not in paths]
         return dataclasses.replace(restored, ok=False, findings=(*types, *rest), notes=())
+    fun, resumed_fun = (_by_steps(step, jax.tree.structure(run)) for run in runs)
+    args, theirs = (tuple(jax.tree.leaves(run)) for run in runs)
+    return compare(fun, resumed_fun, args, other_args=theirs, argnums=None, rtol=rtol)
 
-    def run(state: Any, batches: Sequence[Any]) -> dict[str, Any]:
-        found = {}
-        for i, batch in enumerate(batches):
-            found[f"step {i + 1}"] = out = step(state, batch)
-            state = out[0] if type(out) is tuple else out
+
+def _checked_run(name: str, run: Any) -> dict[str, Any]:
+    if type(run) is not tuple or len(run) != 2 or not isinstance(run[1], list | tuple):
+        got = type(run).__name__
+        raise TypeError(f"{name}: got {got}, expected (state, batches), with a list of batches")
+    if (path := donated_leaf(run)) is not None:
+        raise ValueError(
+            f"{name}: got an array that a step has overwritten, at {name}{path}, expected one that "
+            "was not donated; copy the state before the next step"
+        )
+    return {"state": run[0], "batches": list(run[1])}
+
+
+def _by_steps(step: Callable[[Any, Any], Any], structure: Any) -> Callable[..., dict[str, Any]]:
+    """The steps as a function of plain leaves, whose outputs are named by their paths."""
+
+    def steps(*leaves: Any) -> dict[str, Any]:
+        run, found = structure.unflatten(leaves), {}
+        for i, batch in enumerate(run["batches"]):
+            out = step(*copied((run["state"], batch)))
+            found |= dict(with_paths({f"step {i + 1}": out}))
+            run["state"] = out[0] if type(out) is tuple else out
         return found
 
-    return compare(run, run, straight, other_args=resumed, argnums=None, rtol=rtol)
+    return steps
 
 
-def _restart(state: Any, batches: Sequence[Any]) -> dict[str, Any]:
-    return {"state": state, "batches": list(batches)}
-
-
-def _check_runs(*runs: Any) -> None:
-    for name, run in zip(("straight", "resumed"), runs, strict=True):
-        if type(run) is not tuple or len(run) != 2 or not isinstance(run[1], list | tuple):
-            raise TypeError(
-                f"{name}: got {type(run).__name__}, expected (state, batches), with a list of the "
-                "batches that follow"
-            )
-        if (path := donated_leaf(run)) is not None:
-            raise ValueError(
-                f"{name}: got an array that a step has overwritten, at {name}{path}, expected one "
-                "that was not donated; copy the state before the next step"
-            )
-    counts = [len(run[1]) for run in runs]
-    if counts[0] != counts[1] or not counts[0]:
-        raise ValueError(
-            f"resumed: got {counts[1]} batches beside {counts[0]}, expected as many, at least one"
-        )
-
-
-def _other_types(straight: Any, resumed: Any) -> list[ComparisonFinding]:
-    """The findings of arrays whose dtype or layout is another."""
-    there, found = dict(with_paths(_restart(*resumed))), []
-    for path, own in with_paths(_restart(*straight)):
-        other: Any = there.get(path)
-        text = ""
-        if not (isinstance(own, jax.Array) and hasattr(other, "dtype")):
-            continue
-        if own.dtype != other.dtype:
-            text = f"{own.dtype} in the straight run, {other.dtype} in the resumed one"
-        elif isinstance(other, jax.Array) and own.shape == other.shape:
-            same = own.sharding.is_equivalent_to(other.sharding, own.ndim)
-            text = "" if same else f"its layout was {own.sharding}, and is {other.sharding}"
-        if text:
-            found.append(ComparisonFinding("output", f"{path}: {text}", path=path))
-    return found
+def _other_type(path: str, own: Any, other: Any) -> ComparisonFinding | None:
+    """The finding of an array whose dtype or layout is another."""
+    if not isinstance(own, jax.Array) or not hasattr(other, "dtype"):
+        return None
+    text = f"{path}: {own.dtype} in the straight run, {other.dtype} in the resumed one"
+    if own.dtype == other.dtype:
+        is_whole = not isinstance(other, jax.Array) or own.shape != other.shape
+        if is_whole or own.sharding.is_equivalent_to(other.sharding, own.ndim):
+            return None
+        text = f"{path}: its layout was {own.sharding}, and is {other.sharding}"
+    return ComparisonFinding("output", text, path=path)

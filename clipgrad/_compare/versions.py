@@ -1,5 +1,6 @@
 """One version of a loss: its program, its named values, and what a run of it computes."""
 
+import functools
 import math
 import re
 from collections.abc import Callable, Container, Sequence
@@ -214,24 +215,31 @@ class VersionProgram:
       own: the version.
       names: the names, with kinds, whose values are sketched.
       wide: the dtype in which the value and the gradient are evaluated, or None.
+      sketches: makes the hook that notes the values, of taps and names.
     """
 
-    def __init__(self, own: Version, names: SketchedNames, wide: Any = None) -> None:
+    def __init__(
+        self,
+        own: Version,
+        names: SketchedNames,
+        wide: Any = None,
+        sketches: Callable[..., Sketches] = Sketches,
+    ) -> None:
         assert own.subject is not None  # it has not run yet
         self._given, self._names = own.subject, names
-        self._taps = _taps(own, names)
+        self._taps, self._sketches = _taps(own, names), sketches
         self.traced = trace(self._both, (own.subject.inputs, self._taps), {})
         program = self.traced.program
         self._run = kept_run(program, jax.jit) if wide is None else _widened(program, wide)
 
-    def __call__(self) -> VersionRun:
-        """Run it.
+    def __call__(self, inputs: list | None = None) -> VersionRun:
+        """Run it, with other inputs of the same types if there are any.
 
         Raises:
           ValueError: a callback in it raises an error; the message names the operation.
         """
         try:
-            return self._on_host(self._run(self._leaves()))
+            return self._on_host(self._run(self._leaves(inputs)))
         except Exception as error:
             if not is_of_callback(error):
                 raise
@@ -244,13 +252,18 @@ class VersionProgram:
         self, own: VersionRun, view: Callable[[VersionRun], VersionRun] = lambda run: run
     ) -> VersionRun:
         """The movement of the results of a run, as seen in a view, by the program's rounding."""
-        program, leaves = self.traced.program, self._leaves()
-        run = jit_for_one_call(program)(lambda *given: rounded(program, *given))
-        runs = (run(leaves, jnp.uint32(i)) for i in range(1, 1 + RUNS))
+        leaves = self._leaves()
+        runs = (self._rounded(leaves, jnp.uint32(i)) for i in range(1, 1 + RUNS))
         return floor_of(view(own), (view(self._on_host(results)) for results in runs))
 
-    def _leaves(self) -> list:
-        return jax.tree.leaves((copied(self._given.inputs), self._taps))
+    @functools.cached_property
+    def _rounded(self) -> Callable[[list, jax.Array], list]:
+        program = self.traced.program
+        return jit_for_one_call(program)(lambda *given: rounded(program, *given))
+
+    def _leaves(self, inputs: list | None = None) -> list:
+        given = self._given.inputs if inputs is None else inputs
+        return jax.tree.leaves((copied(given), self._taps))
 
     def _on_host(self, outputs: Sequence) -> VersionRun:
         (value, notes), (grads, cotangents) = self.traced.result(outputs)
@@ -267,7 +280,7 @@ class VersionProgram:
         every = list(inputs)
         for i, x in zip(self._given.chosen, moving, strict=True):
             every[i] = x
-        hook = Sketches(taps=taps, names=self._names)
+        hook = self._sketches(taps=taps, names=self._names)
         (value,) = evaluate(self._given.program, every, hook)
         return value, hook.noted()
 

@@ -169,7 +169,7 @@ class Follow(Hook):
         if not any(wants):
             self._remember(equation, inputs)
             if equation.primitive.name == "conv_general_dilated":
-                return [convolved(equation, *inputs, quick=isinstance(self.reduction, KeptFactors))]
+                return [convolved(equation, *inputs)]
             return bind(equation, inputs)
         if equation.primitive.name in REMAT:
             return None

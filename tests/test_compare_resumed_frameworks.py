@@ -1,0 +1,243 @@
+"""Restarts of orbax, flax and Equinox: what they lose is named, right ones are silent."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+
+import clipgrad as cg
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.usefixtures("users_promotion")]
+
+ADAM = optax.adam(1e-2)
+BATCHES = [np.random.default_rng(i).normal(size=(8, 4)).astype("float32") for i in range(5)]
+
+
+def square(x):
+    return jnp.mean(x**2)
+
+
+# ---- flax, Linen and NNX ----
+
+
+class LinenNet(linen.Module):
+    """A layer with a normalization that keeps statistics."""
+
+    @linen.compact
+    def __call__(self, x):
+        x = linen.BatchNorm(use_running_average=False, name="norm")(linen.Dense(8, name="up")(x))
+        return linen.Dense(1, name="out")(linen.Dropout(0.3, deterministic=False)(x))
+
+
+class Trained(TrainState):
+    """A state with statistics and a key."""
+
+    mean: dict
+    key: jax.Array
+
+
+def linen_state():
+    params, mean = (LinenNet().init(jax.random.key(0), BATCHES[0])[k] for k in KINDS)
+    return Trained.create(apply_fn=apply, params=params, tx=ADAM, mean=mean, key=jax.random.key(1))
+
+
+KINDS = "params", "batch_stats"
+apply = LinenNet().apply
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def linen_step(state, batch):
+    use, key = jax.random.split(state.key)
+
+    def loss(params):
+        given = {"params": params, "batch_stats": state.mean}
+        out, new = state.apply_fn(given, batch, rngs={"dropout": use}, mutable="batch_stats")
+        return square(out), new["batch_stats"]
+
+    (value, mean), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+    return state.apply_gradients(grads=grads).replace(mean=mean, key=key), {"loss": value}
+
+
+class NnxNet(nnx.Module):
+    """The same in NNX, where the counter of dropout is in the model."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0, dropout=1)
+        self.up, self.norm = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.drop, self.out = nnx.Dropout(0.3, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.drop(self.norm(self.up(x))))
+
+
+def nnx_objects():
+    model = NnxNet()
+    return model, nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+
+
+def object_step(state, batch):
+    model, optimizer = state
+    value, grads = nnx.value_and_grad(lambda net: square(net(batch)))(model)
+    optimizer.update(model, grads)
+    return (model, optimizer), {"loss": value}
+
+
+GRAPH, _ = nnx.split(nnx_objects())
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def nnx_step(state, batch):
+    new, metrics = object_step(nnx.merge(GRAPH, state), batch)
+    return nnx.state(new), metrics
+
+
+# ---- Equinox ----
+
+
+class EqxNet(eqx.Module):
+    """A model with a function among its leaves."""
+
+    mlp: eqx.nn.MLP
+    drop: eqx.nn.Dropout
+
+    def __call__(self, x, key):
+        return self.mlp(self.drop(x, key=key))
+
+
+def eqx_state():
+    model = EqxNet(eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(0)), eqx.nn.Dropout(0.2))
+    moments = ADAM.init(eqx.filter(model, eqx.is_inexact_array))
+    return {"model": model, "opt": moments, "key": jax.random.key_data(jax.random.key(1))}
+
+
+@eqx.filter_jit(donate="all-except-first")
+def eqx_update(batch, state):
+    use, key = jax.random.split(jax.random.wrap_key_data(state["key"]))
+    run = eqx.filter_value_and_grad(lambda net: square(jax.vmap(net, (0, None))(batch, use)))
+    value, grads = run(state["model"])
+    updates, opt = ADAM.update(grads, state["opt"])
+    model = eqx.apply_updates(state["model"], updates)
+    return {"model": model, "opt": opt, "key": jax.random.key_data(key)}, {"loss": value}
+
+
+def eqx_step(state, batch):
+    return eqx_update(batch, state)
+
+
+# ---- checkpoints ----
+
+
+def of_orbax(state, path, target=None):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path / "state", state if target is None else target)
+
+
+def of_equinox(state, path):
+    eqx.tree_serialise_leaves(path / "state.eqx", state)
+    return eqx.tree_deserialise_leaves(path / "state.eqx", state)
+
+
+def of_state(state, path):
+    """NNX objects by way of their state."""
+    graph, arrays = nnx.split(state)
+    return nnx.merge(graph, of_orbax(arrays, path))
+
+
+def narrow(state, path):
+    """A target of another type."""
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    half = {**target.params, "up": jax.tree.map(as_half, target.params["up"])}
+    return of_orbax(state, path, target.replace(params=half))
+
+
+def as_half(x):
+    return jax.ShapeDtypeStruct(x.shape, "bfloat16", sharding=x.sharding)
+
+
+TRAINERS = {
+    "TrainState": (linen_state, linen_step, of_orbax),
+    "NNX state": (lambda: nnx.state(nnx_objects()), nnx_step, of_orbax),
+    "NNX objects": (nnx_objects, object_step, of_state),
+    "Equinox": (eqx_state, eqx_step, of_equinox),
+}
+
+
+@functools.cache
+def after_two(name):
+    begin, step, _ = TRAINERS[name]
+    state = begin()
+    for batch in BATCHES[:2]:
+        state, _ = step(state, jnp.asarray(batch))
+    return state
+
+
+def resumed(name, restored, shift=0):
+    step, batches = TRAINERS[name][1], [jnp.asarray(x) for x in BATCHES]
+    own, its = batches[2:4], batches[2 + shift : 4 + shift]
+    return cg.compare_resumed(step, (after_two(name), own), (restored, its), rtol=0.0)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_right_restart_is_silent(name, tmp_path):
+    found = resumed(name, TRAINERS[name][2](after_two(name), tmp_path))
+    assert found.ok and not found.findings and not found.unmatched and not found.notes, str(found)
+    assert {"step 1/1/loss", "step 2/1/loss"} <= {row.module for row in found.rows}
+    assert not [row.module for row in found.rows if "states/0" in row.module]
+
+
+def replaced(tree, part, new):
+    """The tree with other leaves wherever their path has this part."""
+
+    def at(path, leaf):
+        return new if part in jax.tree_util.keystr(path, simple=True, separator="/") else leaf
+
+    news = jax.tree.leaves(jax.tree_util.tree_map_with_path(at, tree))
+    return jax.tree.unflatten(jax.tree.structure(tree), news)
+
+
+# The path of what is lost, and how.
+FAULTS = {
+    "TrainState": {
+        "opt_state/0/count": lambda s: s.replace(opt_state=ADAM.init(s.params)),
+        "mean/norm/mean": lambda s: s.replace(mean=linen_state().mean),
+        "key": lambda s: s.replace(key=jax.random.key(1)),
+        "step": lambda s: s.replace(step=0),
+    },
+    "NNX state": {
+        "0/drop/rngs/count": lambda s: replaced(s, "rngs/count", jnp.uint32(0)),
+        "0/drop/rngs/key": lambda s: replaced(s, "rngs/key", jax.random.key(5)),
+    },
+    "NNX objects": {
+        "0/drop/rngs/count": lambda s: replaced(s, "rngs/count", jnp.uint32(0)),
+        "1/opt_state/0/count": lambda s: (s[0], nnx.Optimizer(s[0], ADAM, wrt=nnx.Param)),
+    },
+    "Equinox": {
+        "key": lambda s: {**s, "key": eqx_state()["key"]},
+        "model/mlp/layers/0/bias": lambda s: {**s, "model": eqx_state()["model"]},
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "path"), [(name, p) for name in FAULTS for p in FAULTS[name]])
+def test_what_a_restart_loses_is_named_by_its_path(name, path):
+    found = resumed(name, FAULTS[name][path](after_two(name)))
+    assert not found.ok
+    first = min(finding.path for finding in found.findings)
+    assert first.removeprefix("state/").removesuffix("/value") == path, str(found)
+
+
+def test_a_type_that_orbax_narrows_and_data_one_off_are_named(tmp_path):
+    state = after_two("TrainState")
+    paths = [finding.path for finding in resumed("TrainState", narrow(state, tmp_path)).findings]
+    assert paths == ["state/params/up/bias", "state/params/up/kernel"]
+    off = resumed("TrainState", state, shift=1)
+    assert [finding.path for finding in off.findings] == ["batches/0", "batches/1"]
