@@ -450,20 +450,6 @@ def test_a_limit_by_value_grows_with_the_number_of_microbatches():
     assert metrics["error_clip"]["h"].clipped.any()
 
 
-def test_error_clips_and_auxiliary_values_go_together():
-    def with_aux(params, batch):
-        return tagged_loss(params, batch), {"n": batch.sum()}
-
-    step = cg.train_step(with_aux, optax.sgd(0.1), error_clip={"h": None}, has_aux=True)
-    _, metrics = step(step.init({"w": jnp.array(1.5)}), jnp.ones((4, 3)))
-    assert metrics["aux"]["n"] == 12.0 and metrics["error_clip"]["h"].norm.shape == (3,)
-
-
-def test_without_error_clips_there_is_no_metric_of_them():
-    step = cg.train_step(tagged_loss, optax.sgd(0.1))
-    assert "error_clip" not in step(step.init({"w": jnp.array(1.5)}), jnp.ones((4, 3)))[1]
-
-
 def test_wrong_error_clips_are_refused():
     with pytest.raises(TypeError, match="rules: got ClipByValue.*expected a mapping from names"):
         cg.train_step(tagged_loss, optax.sgd(0.1), error_clip=cg.ErrorClipByValue(1.0))
