@@ -1,7 +1,7 @@
 """Which tests notice that the library is broken: 60 breaks, one at a time.
 
     python -m benchmarks.mutants --only rules      # one room; --tests: other files than those named
-    python -m benchmarks.mutants --results before  # into results/mutants_before.json
+    python -m benchmarks.mutants --results before  # under this name in mutants.json
     python -m benchmarks.mutants --results after --since before  # where what caught it is gone
 
 Each mutant replaces one text of one file in a copy of the tree, in a temporary folder; the tree
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
-RESULTS = pathlib.Path(__file__).parent / "results"
+RESULTS = pathlib.Path(__file__).with_suffix(".json")
 _COPIED = ("clipgrad", "tests", "benchmarks", "docs", "pyproject.toml", "README.md")
 _SELECTIONS = {"default": "not exhaustive", "ci": "exhaustive and not product"}
 _NOTHING_SELECTED = 5
@@ -266,8 +266,10 @@ def _copy_of_the_tree(folder: pathlib.Path) -> None:
         copy = shutil.copytree if source.is_dir() else shutil.copy
         copy(source, folder / name)
     # Programs that the tests have compiled, and will compile.
-    (folder / ".pytest_cache" / "d").mkdir(parents=True)
-    (folder / ".pytest_cache" / "d" / "jax").symlink_to(ROOT / ".pytest_cache" / "d" / "jax")
+    programs = pathlib.Path(".pytest_cache", "d", "jax")
+    (ROOT / programs).mkdir(parents=True, exist_ok=True)
+    (folder / programs.parent).mkdir(parents=True)
+    (folder / programs).symlink_to(ROOT / programs)
 
 
 def _first_failure(files: Sequence[str], folder: pathlib.Path) -> tuple[str | None, str]:
@@ -304,9 +306,8 @@ def _files(mutant: Mutant) -> list[str]:
     return [f"tests/test_{name}.py" for name in mutant.tests]
 
 
-def _stored(name: str) -> list[dict]:
-    path = RESULTS / f"mutants_{name}.json"
-    return json.loads(path.read_text()) if path.exists() else []
+def _stored() -> dict[str, list[dict]]:
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
 def _is_there(node: str) -> bool:
@@ -324,19 +325,19 @@ def main() -> None:
     parser.add_argument("--since", default=None, metavar="NAME")
     given = parser.parse_args()
     chosen = [m for m in MUTANTS if given.only is None or m.room in given.only]
-    before = _stored(given.results)
+    stored = _stored()
+    before = stored.get(given.results, [])
     if given.since:
-        kept = [row for row in _stored(given.since) if row["caught"] and _is_there(row["caught"])]
+        kept = [row for row in stored[given.since] if row["caught"] and _is_there(row["caught"])]
         before = kept + before
-        chosen = [
-            m for m in chosen if (m.file, m.text) not in {(r["file"], r["text"]) for r in kept}
-        ]
+        known = {(row["file"], row["text"]) for row in kept}
+        chosen = [m for m in chosen if (m.file, m.text) not in known]
     rows = run(chosen, given.tests)
     found = {(row["file"], row["text"]): row for row in before + rows}
-    path = RESULTS / f"mutants_{given.results}.json"
-    path.write_text(json.dumps(list(found.values()), indent=1) + "\n")
+    stored[given.results] = list(found.values())
+    RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
     caught = sum(row["caught"] is not None for row in found.values())
-    print(f"{caught} of {len(found)} mutants caught: {path}")
+    print(f"{caught} of {len(found)} mutants caught: {RESULTS}")
 
 
 if __name__ == "__main__":

@@ -261,6 +261,7 @@ UNITS = [(5, 7), (5, 7), (40, 30), (9,), (9,), (2, 2, 3, 8), (200, 300), (200, 3
 SCALES = [1, 1e30, 1e-30, 1e36, 1, 1e-30, 1, 1e30, 1e-20]
 
 
+@pytest.mark.kinds("dtype", "by")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("by", ["leaf", "column", "row"])
 def test_on_one_device_each_of_many_norms_has_its_own_range(by, dtype):

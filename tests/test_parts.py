@@ -68,6 +68,7 @@ def test_a_clip_of_a_part_of_the_gradient_warns_once(clip):
     assert re.search(WARNING, str(caught[0].message))
 
 
+@pytest.mark.kinds()
 @every_clip
 def test_what_is_meant_is_written_in_one_of_two_ways(clip):
     whole, each = (jax.jit(on_devices(clip(name)))(GRADS) for name in ("d", ()))

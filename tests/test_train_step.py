@@ -146,13 +146,16 @@ def test_accumulated_gradients_are_clipped_once_after_averaging(parts, key):
     np.testing.assert_allclose(accumulated["grad_norm"], metrics["grad_norm"], rtol=1e-5)
 
 
-def test_low_precision_gradients_are_accumulated_in_float32():
-    params = {"w": jnp.ones((), jnp.bfloat16)}
-    step = cg.train_step(lambda p, b: p["w"] * b.mean(), optax.sgd(1.0), accumulate=512)
+def test_low_precision_gradients_are_accumulated_in_float32_and_keep_their_dtype():
+    params, seen = {"w": jnp.ones((), jnp.bfloat16)}, []
+    noted = optax.stateless(lambda grads, params: (seen.append(grads["w"].dtype), grads)[1])
+    tx = optax.chain(noted, optax.sgd(1.0))
+    step = cg.train_step(lambda p, b: p["w"] * b.mean(), tx, accumulate=512)
     batch = jnp.ones(512, jnp.bfloat16)
     state, metrics = step(step.init(params), batch)
     assert metrics["grad_norm"] == 1 and state.params["w"] == 0
-    assert state.params["w"].dtype == jnp.bfloat16
+    assert metrics["loss"].dtype == state.params["w"].dtype == jnp.bfloat16
+    assert set(seen) == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.parametrize("parts", [1, 2])

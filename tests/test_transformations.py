@@ -1,4 +1,8 @@
-"""The error clip under every transformation, against the composition that it stands for."""
+"""The error clip under every transformation, against the composition that it stands for.
+
+That every rule is applied everywhere is in test_rules_everywhere.py: in CI one rule shows what a
+transformation does that knows nothing of rules.
+"""
 
 import dataclasses
 import functools
@@ -149,6 +153,7 @@ def test_a_threshold_that_changes_inside_a_scan():
 
 
 @pytest.mark.kinds()
+@pytest.mark.ci()
 @every_rule
 def test_loops_run_forward_and_fori_loops_backward(rule):
     def clip(h):
@@ -218,6 +223,7 @@ def test_the_clip_survives_rematerialization(rule, policy):
 
 
 @pytest.mark.kinds()
+@pytest.mark.ci()
 @every_rule
 def test_inside_and_outside_of_a_custom_vjp(rule):
     @jax.custom_vjp
@@ -261,6 +267,7 @@ def test_derivatives_of_the_gradient(rule):
 
 
 @pytest.mark.kinds()
+@pytest.mark.ci()
 @every_rule
 def test_jacrev_clips_the_cotangent_of_each_output(rule):
     def f(x):
@@ -315,6 +322,7 @@ def test_shard_map_clips_the_shard_of_each_device(rule, check_vma):
 
 
 @pytest.mark.kinds()
+@pytest.mark.ci()
 @every_rule
 def test_pmap(rule):
     gradient = jax.pmap(jax.grad(functools.partial(clipped_loss, rule=rule)))(X[:, None])
@@ -323,6 +331,7 @@ def test_pmap(rule):
 
 
 @pytest.mark.kinds()
+@pytest.mark.ci()
 @every_rule
 def test_donated_buffers(rule):
     step = jax.jit(lambda x: x - 0.1 * jax.grad(clipped_loss)(x, rule), donate_argnums=0)
@@ -333,6 +342,7 @@ def test_donated_buffers(rule):
 
 
 @pytest.mark.kinds()
+@pytest.mark.ci()
 @every_rule
 def test_an_exported_program_clips(rule):
     gradient = jax.jit(jax.grad(functools.partial(clipped_loss, rule=rule)))
