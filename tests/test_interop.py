@@ -437,6 +437,7 @@ def test_all_that_states_keep_is_saved_and_restored(tmp_path):
             optax.adam(RATE),
         )
     )
+    tx = optax.GradientTransformation(jax.jit(tx.init), jax.jit(tx.update))
     _, saved = trained(tx, steps=2)
     restored = through_orbax(saved, jax.eval_shape(tx.init, PARAMS), tmp_path)
     clip = restored.inner_state[0]
