@@ -12,6 +12,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
+from clipgrad._demo import pendulum as _pendulum
 from clipgrad._demo import task as _task
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
@@ -156,3 +157,18 @@ def test_how_many_tasks_each_way_solves_with_every_seed():
         "tuned error clip, with a norm clip 9, alone 6; `AutoNorm` 7; `u_clip` 2"
     ) in page
     assert "eight of the ten tasks" in page
+
+
+@pytest.mark.parametrize("way", ["error clip", "norm"])
+def test_how_many_runs_of_the_sweep_swing_up_is_said(way):
+    sweep = CONTENT["tasks"]["pendulum"]["ways"][way]["sweep"]
+    costs = [np.inf if cost is None else cost for cell in sweep for cost in cell["cost"]]
+    said = f"{sum(cost < 0.45 for cost in costs)} of the {len(costs)} runs"
+    assert said in " ".join(PAGE.split())
+
+
+def test_a_pendulum_near_to_standing_multiplies_the_gradient_at_each_step():
+    step, pull = _pendulum._PENDULUM_STEP, _pendulum._GRAVITY * _pendulum._PENDULUM_STEP
+    motion = np.array([[1 + step * pull, step], [pull, 1]])
+    factor = np.abs(np.linalg.eigvals(motion)).max()
+    assert f"multiplies the gradient by {factor:.1f} at each step" in " ".join(PAGE.split())
