@@ -565,10 +565,13 @@ def test_what_a_process_leaves_that_is_killed_while_it_writes_is_never_loaded(tm
     assert left.name.startswith(".")
     with pytest.raises(FileNotFoundError, match="expected a capture"):
         cg.load_capture(left)
+    running = re.sub(r"\.\d+\.(\w+\.partial)$", rf".{os.getpid()}.\1", left.name)
+    (tmp_path / running).mkdir()  # what a process that is alive is writing
     found = captured(cg.FlightRecorder(tmp_path), batches(1, 0))
     with pytest.raises(FileNotFoundError, match="expected a capture; there are .*step_0"):
         cg.load_capture(tmp_path)
-    assert found.path.name == "step_0" and [p.name for p in tmp_path.iterdir()] == ["step_0"]
+    assert found.path.name == "step_0"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [running, "step_0"]
 
 
 def killed(folder):

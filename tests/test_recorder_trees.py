@@ -50,7 +50,8 @@ def leaves():
     found["text"] = np.array(["naïve", "", "日本"])
     found["structured"] = np.array([(1, 2.5)], [("a", ">i4"), ("b", "f8")])
     found["fortran"] = np.asfortranarray(np.arange(6.0).reshape(2, 3))
-    found["bfloat16 of numpy"] = np.ones(3, jnp.bfloat16)
+    for dtype in ("bfloat16", "uint4", "float8_e4m3"):
+        found[f"{dtype} of numpy"] = np.ones(3, jnp.dtype(dtype))
     for impl in ("threefry2x32", "rbg"):
         found[impl] = jax.random.split(jax.random.key(3, impl=impl), 2)
     plain = [True, 0, -(2**80), 0.1, -0.0, float("inf"), 1 - 2j, "a\ud800b", "", b"\x00\xff"]
