@@ -419,6 +419,16 @@ def test_norms_of_clips_in_the_state_are_statistics(tmp_path):
     assert 0 < statistics["clip_0/clipped_norm"][0] <= 1 + 1e-6
 
 
+def test_of_several_lanes_the_largest_norm_is_kept(tmp_path):
+    tx = optimizer(cg.clip_by_global_norm(1.0, stats=True))
+    state, recorder = jax.vmap(tx.init)(jnp.ones((2, 1))), cg.FlightRecorder(tmp_path)
+    with pytest.raises(cg.HaltedError) as error, recorder:
+        for grads in ([[2.0], [3.0]], [[np.nan], [1.0]]):
+            _, state = jax.vmap(tx.update)(jnp.array(grads), state)
+            recorder.record(state, grads)
+    assert cg.load_capture(error.value.path).meta["statistics"]["clip/norm"][0] == 3
+
+
 # What the halt costs.
 
 
