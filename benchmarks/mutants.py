@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -303,7 +303,8 @@ def run(mutants: Sequence[Mutant], tests: Sequence[str] = ()) -> list[dict]:
             caught, selection = _first_failure(tests or _files(mutant), folder)
             path.write_text(whole)
             seconds = round(time.monotonic() - start)
-            rows.append({**mutant._asdict(), "caught": caught, "by": selection, "s": seconds})
+            which = {"file": mutant.file, "text": mutant.text}
+            rows.append({**which, "caught": caught, "by": selection, "s": seconds})
             print(f"{seconds:4} s  {mutant.file:28} {caught or 'missed'}", flush=True)
     return rows
 
@@ -314,6 +315,13 @@ def _files(mutant: Mutant) -> list[str]:
 
 def _stored() -> dict[str, list[dict]]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def _store(results: Mapping[str, Sequence[dict]]) -> None:
+    """Writes results, one row a line."""
+    lists = {name: ",\n".join(map(json.dumps, rows)) for name, rows in results.items()}
+    named = [f"{json.dumps(name)}: [\n{rows}\n]" for name, rows in lists.items()]
+    RESULTS.write_text("{" + ",\n".join(named) + "}\n")
 
 
 def _is_there(node: str) -> bool:
@@ -341,7 +349,7 @@ def main() -> None:
     rows = run(chosen, given.tests)
     found = {(row["file"], row["text"]): row for row in before + rows}
     stored[given.results] = list(found.values())
-    RESULTS.write_text(json.dumps(stored, indent=1) + "\n")
+    _store(stored)
     caught = sum(row["caught"] is not None for row in found.values())
     print(f"{caught} of {len(found)} mutants caught: {RESULTS}")
 
