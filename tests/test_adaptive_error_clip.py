@@ -196,16 +196,6 @@ def test_there_is_one_backward_pass_as_with_a_number():
     assert loops[0] == loops[1] == 2
 
 
-@pytest.mark.exhaustive
-def test_the_modules_of_an_equinox_model_are_clipped_by_name():
-    eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(3, 3, 4, 2, key=jax.random.key(0))
-    step = step_of(lambda model, x: jnp.sum(jax.vmap(model)(x) ** 2), "layers/*")
-    with pytest.warns(UserWarning, match="inside jax.vmap"):
-        state, _ = step(step.init(model), batches(1)[0])
-    assert list(state.error_clip) == ["layers/0", "layers/1", "layers/2"]
-
-
 ADAPTIVE = cg.ClipByNorm(cg.PercentileThreshold())
 
 

@@ -1,12 +1,10 @@
-"""Models as they are written, in NNX, Equinox, Linen and Haiku: their modules have names."""
+"""Models of NNX and Equinox as they are written: their modules have names."""
 
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -244,74 +242,8 @@ def equinox_state():
     return Case(state_loss, (model, *args), names, "first", ("first",), state_loss, (tagged, *args))
 
 
-# ---- Linen and Haiku ----------------------------------------------------------------------------
-
-
-class LinenBlock(nn.Module):
-    """A block of Linen."""
-
-    @nn.compact
-    def __call__(self, x):
-        return x + nn.Dense(6, name="down")(nn.gelu(nn.Dense(8, name="up")(x)))
-
-
-class Linen(nn.Module):
-    """Blocks, one after the other."""
-
-    @nn.compact
-    def __call__(self, x):
-        for i in range(2):
-            x = LinenBlock(name=f"block_{i}")(x)
-        return nn.Dense(2, name="head")(x)
-
-
-def linen():
-    model = Linen()
-    params = jax.jit(model.init)(jax.random.key(0), X)
-    clipped = ("Linen/block_0/up", "Linen/block_1/up")
-
-    def loss(params, x):
-        return jnp.mean(jnp.sin(model.apply(params, x)) ** 2)
-
-    def tagged(params, x):
-        def tag(call, args, kwargs, context):
-            path = "/".join(("Linen", *context.module.path))
-            out = call(*args, **kwargs)
-            return checkpoint_name(out, path) if path in clipped else out
-
-        with nn.intercept_methods(tag):
-            return loss(params, x)
-
-    names = {f"Linen/{name}" for name in ("block_0/up", "block_1/down", "block_1", "head")}
-    return Case(loss, (params, X), names, "**/up", clipped, tagged, (params, X))
-
-
-def haiku():
-    def forward(x):
-        h = hk.Linear(8, name="up")(x)
-        if TAGGING:
-            h = checkpoint_name(h, "up")
-        return hk.Linear(2, name="head")(jnp.tanh(h))
-
-    model = hk.without_apply_rng(hk.transform(forward))
-    params = jax.jit(model.init)(jax.random.key(0), X)
-
-    def loss(params, x):
-        return jnp.mean(jnp.sin(model.apply(params, x)) ** 2)
-
-    def tagged(params, x):
-        TAGGING.append(True)
-        try:
-            return loss(params, x)
-        finally:
-            TAGGING.clear()
-
-    return Case(loss, (params, X), {"up", "head"}, "u*", ("up",), tagged, (params, X))
-
-
-TAGGING: list[bool] = []
 CASES = [
-    nnx_transformer, nnx_adapters, equinox_blocks, equinox_stacked, equinox_state, linen, haiku
+    nnx_transformer, nnx_adapters, equinox_blocks, equinox_stacked, equinox_state
 ]  # fmt: skip
 cases = pytest.mark.parametrize("case", CASES, ids=lambda f: f.__name__)
 

@@ -5,13 +5,12 @@ import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import held_out, multiples, report, rows, timing, trees
-from benchmarks.rows import FLOOR, OURS, PEER, SETTING, Absent, DifferentNumbersError, Row, Scale
+from benchmarks import held_out, report, rows
+from benchmarks.rows import FLOOR, OURS, PEER, DifferentNumbersError, Row, Scale
 from benchmarks.subjects import SUBJECTS, per_example
 
 pytestmark = [pytest.mark.usefixtures("users_promotion"), pytest.mark.exhaustive]
@@ -71,70 +70,9 @@ def test_rows_run_and_say_what_was_not_run(subject):
         assert all(ratio["median"] > 0 for ratio in compared["ratio"].values())
 
 
-@pytest.mark.parametrize("scale", [Scale(1), Scale(command.QUICK), TINY], ids=lambda s: str(s.part))
-def test_each_row_has_a_name_of_its_own(scale):
-    for subject in SUBJECTS.values():
-        names = [row.name for row in subject.rows(scale)]
-        assert names and len(set(names)) == len(names)
-
-
 def test_the_rows_of_the_short_table_exist():
     for subject, name, _, _ in report.SHORT:
         assert name in [row.name for row in SUBJECTS[subject].rows(Scale(1))]
-
-
-def test_programs_take_turns():
-    order = []
-
-    def sample(name, seconds):
-        order.append(name)
-        return {"run": seconds}
-
-    clock = iter(np.arange(1.0, 100.0))
-    samples = {"a": lambda: sample("a", next(clock)), "b": lambda: sample("b", 1.0)}
-    times = timing.take_turns(samples, budget=60)
-    turns = len(times["a"]["run"])
-    assert 3 <= turns <= timing.ROUNDS and len(times["b"]["run"]) == turns
-    calls = (len(order) - 2) // (2 * turns)
-    assert order[2 : 2 + 4 * calls] == ["a"] * calls + ["b"] * 2 * calls + ["a"] * calls
-    assert times["a"]["run"] == [2.0 + calls * turn for turn in range(turns)]
-
-
-def test_no_program_always_runs_after_the_same_one():
-    turns = [timing._rotated(list("abcd"), turn) for turn in range(4)]
-    assert ["".join(turn) for turn in turns] == ["abcd", "badc", "cdab", "dcba"]
-    before = {b: {t[t.index(b) - 1] for t in turns if t[0] != b} for b in "abcd"}
-    assert all(len(found) > 1 for found in before.values())
-
-
-def test_what_takes_longer_than_the_budget_is_run_once():
-    samples = {"slow": lambda: {"run": 9.0}, "quick": lambda: {"run": 0.5}}
-    times = timing.take_turns(samples, budget=3.0)
-    assert times["slow"]["run"] == [9.0] and times["quick"]["run"] == [0.5] * 6
-    ratio = timing.ratios(times["quick"]["run"], times["slow"]["run"])
-    assert ratio["n"] == 1 and ratio["median"] == 0.5 / 9
-
-
-def test_ratios_are_taken_round_by_round():
-    ratio = timing.ratios([1.0, 4.0, 9.0], [1.0, 2.0, 3.0])
-    assert (ratio["median"], ratio["low"], ratio["high"], ratio["n"]) == (2, 1.5, 2.5, 3)
-
-
-def test_a_library_that_is_missing_is_named():
-    missing = rows.optional("peer", "no_such_library", lambda library: None)
-    assert missing == Absent("peer", "no_such_library is not installed")
-
-
-def test_a_row_that_takes_minutes_is_left_out_and_named():
-    row = Row("endless", lambda: pytest.fail("run"), facts={"leaves": 9}, long=True)
-    result = command.run_row(row, command.parsed([]))
-    assert result["leaves"] == 9 and not result["sides"]
-    assert "* endless: takes minutes; --long runs it" in report.not_run({"x": {"rows": [result]}})
-
-
-def test_resnet_and_transformer_have_the_published_sizes():
-    assert len(trees.resnet()) == 161 and trees.size_of(trees.resnet()) == 4 * 25_557_032
-    assert trees.size_of(trees.transformer(512)) == 4 * 12 * (12 * 512**2 + 4 * 512)
 
 
 def compared(name, kind, low):
@@ -192,38 +130,6 @@ def test_some_rows_are_run_again_and_the_others_say_where_they_are_from(tmp_path
     assert "another" in lines[0] and "Load average before: 7, so other" in lines[0]
     with pytest.raises(SystemExit):
         command.parsed(["--only", "norm", "--rows", "d"])
-
-
-def test_the_section_is_replaced_where_it_stands(tmp_path):
-    path = tmp_path / "RESULTS.md"
-    path.write_text(f"before\n{report.START}\nold\n{report.END}\nafter\n")
-    report.write_section(path, "new\n")
-    assert path.read_text() == f"before\n{report.START}\nnew\n{report.END}\nafter\n"
-
-
-def test_another_setting_of_ours_is_compared_with_the_floor_alone():
-    x = jnp.ones(2)
-    kinds = {"a": OURS, "b": SETTING, "c": PEER, "d": FLOOR}
-    sides = [rows.jitted(name, kind, lambda x: 2 * x, x) for name, kind in kinds.items()]
-    result = rows.measure(Row("work", lambda: sides, budget=0))
-    pairs = [(pair["ours"], pair["theirs"]) for pair in result["ratios"]]
-    assert pairs == [("a", "c"), ("a", "d"), ("b", "d")]
-
-
-def test_a_side_is_beside_the_plain_gradient_of_its_own_library():
-    def side(name, seconds, **facts):
-        return {"name": name, "seconds": {"run": {"median": seconds}}, "facts": facts}
-
-    sides = [
-        side("clipgrad", 3.0, temporaries=4_000_000),
-        side("no clip", 2.0, temporaries=1_000_000),
-        side("fastDP", 9.0),
-        side("torch, no clip", 3.0),
-    ]
-    table = multiples.table({"rows": [{"name": "MLP", "sides": sides}]})
-    assert "| MLP | clipgrad | 1.50 | 4.0 | 4.00 |" in table
-    assert "|  | fastDP | 3.00 |  |  |" in table
-    assert report.beside_plain({}) == ""
 
 
 @pytest.mark.parametrize("work", per_example.WORK, ids=lambda work: work[0])

@@ -55,24 +55,3 @@ def test_every_row_is_ticked_by_a_link():
     assert ROWS
     for row in ROWS:
         assert re.search(r"\| ✓ \[.+?\]\(\w", row), row
-
-
-def test_a_notebook_is_linked_by_its_section():
-    for row in ROWS:
-        assert ".ipynb)" not in row, row
-
-
-TAUGHT = """
-exploding; formula by value; by norm, in five steps; adaptive formula; filters;
-`apply_gradient_clipping`; `Event.AFTER_TRAIN_BATCH`; suggested thresholds; NF-ResNet;
-three reasons; two advantages; Taylor; Stanford; `get_numerical_gradient` with `delta`;
-why an output and an input are named; loop over the elements; `no_grad_set` is `no_grad`;
-`only_cpu` is `devices`; 2 for two equal negative gradients; eight lines; own clips; `-max`;
-training loop with evaluation; `no_grad`; `detach`; `eval()`; `setup_context`; `mark_dirty`;
-`mark_non_differentiable`
-"""
-
-
-@pytest.mark.parametrize("subject", TAUGHT.replace("\n", " ").strip().split("; "))
-def test_what_the_documents_teach_has_a_row(subject):
-    assert any(subject in row for row in ROWS)

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("users_promotion")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
-def assert_printed(printed, shown):
+def assert_printed(printed, shown, rtol=0.02, atol=1e-20):
     """The same text, and the same numbers but for their last digits."""
     assert NUMBER.sub("#", printed) == NUMBER.sub("#", shown)
     numbers = [np.array(NUMBER.findall(text), float) for text in (printed, shown)]
-    np.testing.assert_allclose(*numbers, rtol=0.02, atol=1e-20)
+    np.testing.assert_allclose(*numbers, rtol=rtol, atol=atol)
 
 
 def assert_pages_program_prints(page):

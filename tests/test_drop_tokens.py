@@ -6,7 +6,6 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -69,12 +68,6 @@ def test_norms_are_those_of_float32_and_dtypes_are_kept(dtype):
     clipped = jax.jit(cg.DropTokens(1))(x)
     assert clipped.dtype == x.dtype
     assert_same(clipped, x.at[0].set(0))
-
-
-def test_float64_is_compared_in_float64():
-    with jax.enable_x64(True):
-        x = jnp.array([[1e200, 0.0], [1e200 * (1 + 1e-15), 0.0]])
-        np.testing.assert_array_equal(of_features(-1)(1, x), x.at[1].set(0))
 
 
 def test_equal_norms_at_the_kth_largest_are_all_dropped():
@@ -184,11 +177,6 @@ def test_the_cotangent_is_clipped_under_every_transformation(wrap):
     assert (np.abs(gradient).sum(1) == 0).sum() == 3
 
 
-def test_derivatives_through_it_are_those_of_the_tokens_that_stay():
-    second = jax.jit(jax.grad(lambda x: jnp.sum(cg.DropTokens(2)(x) ** 2)))(X)
-    assert_close(second, 2 * of_features(-1)(2, X))
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_sharded_tokens_are_ranked_over_all_devices(kind):
@@ -237,47 +225,6 @@ def test_the_blocks_of_a_model_are_clipped_by_name_scanned_or_not():
         assert (stats.changed, stats.size) == (2, 10)
         assert_close(stats.norm, by_scan[2]["block"].norm[i], rtol=1e-5)
     assert not np.allclose(plain[1], jax.grad(unrolled)(w, x))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("scan", [False, True], ids=["layers", "scanned layers"])
-def test_an_unedited_transformer_of_flax_is_clipped_at_its_blocks(scan):
-    nn = pytest.importorskip("flax.linen")
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _=None):
-            x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
-            return x + nn.Dense(4)(nn.gelu(nn.Dense(8)(nn.LayerNorm()(x)))), None
-
-    class Transformer(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            if scan:
-                layers = nn.scan(
-                    Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-                )
-                return layers(name="blocks")(x, None)[0]
-            for i in range(2):
-                x, _ = Block(name=f"block_{i}")(x)
-            return x
-
-    model, x = Transformer(), jax.random.normal(jax.random.key(0), (2, 6, 4))
-    params = model.init(jax.random.key(1), x)
-    step = cg.train_step(
-        lambda params, x: jnp.mean(model.apply(params, x) ** 4),
-        optax.sgd(0.1),
-        error_clip={"Transformer/blocks" if scan else "Transformer/block_*": cg.DropTokens(3)},
-    )
-    state, metrics = step(step.init(params), x)
-    if scan:
-        (stats,) = metrics["error_clip"].values()
-    else:
-        both = metrics["error_clip"]
-        assert list(both) == ["Transformer/block_0", "Transformer/block_1"]
-        stats = jax.tree.map(lambda *parts: jnp.stack(parts), *both.values())
-    np.testing.assert_array_equal(stats.changed, [3, 3])
-    np.testing.assert_array_equal(stats.size, [12, 12])
 
 
 def test_vmap_counts_the_tokens_of_every_lane():

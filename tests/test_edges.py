@@ -103,13 +103,6 @@ def test_export_with_a_symbolic_shape(rule):
     np.testing.assert_allclose(exported.call(jnp.ones((2, 3))), gradient(jnp.ones((2, 3))))
 
 
-@pytest.mark.exhaustive
-def test_an_empty_mapping_of_axes_is_the_default():
-    grads, params = jnp.full((2, 3), 5.0), jnp.ones((2, 3))
-    expected = cg.AdaptiveClip(0.1)(grads, params)
-    assert_same(cg.AdaptiveClip(0.1, axis={})(grads, params), expected)
-
-
 def test_a_signature_that_lies_is_refused_and_not_passed_over():
     def shifted(f):
         @functools.wraps(f)
@@ -129,14 +122,6 @@ def test_generators_are_refused():
 
     with pytest.raises(TypeError, match="expected a function that returns a result"):
         cg.error_clip(outputs=cg.ClipByValue(1.0))(generate)
-
-
-@pytest.mark.exhaustive
-def test_derivatives_of_a_clip_to_zero():
-    for make in (cg.ClipByBlockRMS, cg.ClipByNorm, cg.ClipByGlobalNorm):
-        rule = make(0.0)
-        gradient = jax.grad(lambda g, rule=rule: jnp.sum(rule(g)))(jnp.full(3, 5.0))
-        np.testing.assert_array_equal(gradient, 0)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
@@ -232,10 +217,6 @@ THRESHOLDS = {
 }
 
 
-def sum_of(tree):
-    return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(tree))
-
-
 def model(params, x):
     h = checkpoint_name(x @ params["w"], "h")
     return jnp.mean(h) * params["b"] + jnp.sum(params["v"])
@@ -257,49 +238,7 @@ def test_a_gradient_clip_warns_nobody_of_numpy_numbers(rule, threshold, stats):
     assert len(updates) == 3 and all(leaf.dtype == jnp.float32 for leaf in updates)
 
 
-@pytest.mark.kinds()
-@pytest.mark.parametrize("rule", [make(np.float64(0.5)) for make in RULES.values()], ids=RULES)
-@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error"])
-def test_clip_grads_warns_nobody_of_numpy_numbers(nonfinite, rule):
-    _, stats = cg.clip_grads(NUMPY, rule, NUMPY, nonfinite=nonfinite)
-    assert stats.norm.dtype == jnp.float32 and stats.size == 16
-
-
-@pytest.mark.kinds()
-@pytest.mark.parametrize("rule", [make(np.float64(0.5)) for make in RULES.values()], ids=RULES)
-def test_an_error_clip_warns_nobody_of_numpy_numbers(rule):
-    def loss(params, probe=None):
-        return sum_of(cg.clip_cotangent(params, rule, probe=probe))
-
-    def grads_and_norm():
-        _, stats = jax.grad(loss, argnums=(0, 1))(NUMPY, cg.types.ClipStats.zero())
-        return jax.grad(loss)(NUMPY), stats.norm
-
-    grads, norm = jax.eval_shape(grads_and_norm)
-    assert grads["w"].dtype == norm.dtype == jnp.float32
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("microbatch", [None, 2])
-@pytest.mark.parametrize("rule", [make(np.float64(0.5)) for make in RULES.values()], ids=RULES)
-def test_clip_per_example_warns_nobody_of_numpy_numbers(rule, microbatch):
-    per_example = cg.clip_per_example(model, rule, microbatch=microbatch)
-    _, grads, _ = jax.eval_shape(lambda: per_example(NUMPY, np.ones((4, 3))))
-    assert grads["w"].dtype == jnp.float32
-
-
 X = np.ones((4, 3))
-STEP_OPTIONS = [{}, {"accumulate": 2}, {"error_clip": {"h": cg.ClipByNorm(np.float64(0.1))}}]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.kinds()
-@pytest.mark.parametrize("options", STEP_OPTIONS, ids=range(3))
-def test_a_training_step_warns_nobody_of_numpy_numbers(options):
-    clip = cg.clip_by_global_norm(np.float64(1.0), stats="per_leaf")
-    step = cg.train_step(model, optax.chain(clip, optax.sgd(0.1, 0.9)), **options)
-    _, metrics = jax.eval_shape(lambda: step(step.init(NUMPY), X))
-    assert metrics["grad_norm"].dtype == jnp.float32
 
 
 @pytest.mark.kinds()
@@ -319,7 +258,10 @@ def test_a_training_step_warns_nobody_of_numpy_numbers(options):
     lambda: jax.grad(cg.error_clip_by_name(model, {"h": cg.ClipByNorm(0.1)}))(NUMPY, X),
     lambda: jax.grad(cg.error_clip_everywhere(model, cg.ClipByNorm(0.1)))(NUMPY, X),
     lambda: cg.value_and_grad_with_stats(model)(NUMPY, X),
-], ids=range(13))  # fmt: skip
+    lambda: cg.clip_per_example(model, cg.ClipByNorm(0.1), microbatch=2)(NUMPY, np.ones((4, 3))),
+    lambda: (lambda step: step(step.init(NUMPY), X))(
+        cg.train_step(model, optax.sgd(0.1), accumulate=2, error_clip={"h": cg.ClipByNorm(0.1)})),
+], ids=range(15))  # fmt: skip
 def test_nothing_else_warns_of_numpy_numbers(run):
     for leaf in jax.tree.leaves(jax.eval_shape(run)):
         assert leaf.dtype in (jnp.float32, jnp.int32, bool)

@@ -36,11 +36,6 @@ def test_inputs_are_found_by_position_and_by_name(call):
     assert gradients == (200, 5)
 
 
-def test_each_name_has_its_own_rule():
-    clipped = cg.error_clip({"x": VALUE, "y": cg.ErrorClipByValue(max=7.0)})(multiply)
-    assert jax.grad(clipped, argnums=(0, 1))(1.0, 2.0) == (5, 7)
-
-
 @pytest.mark.exhaustive
 def test_each_input_is_a_variable_of_its_own():
     @cg.error_clip(cg.ClipByGlobalNorm(1.0))
@@ -60,15 +55,6 @@ def test_defaults_and_inputs_without_cotangents_are_passed_over():
 
     assert jax.grad(f)(1.0, 3, "text", lambda x: 100 * x) == 5
     assert jax.jit(jax.grad(f), static_argnums=(1, 2, 3))(1.0, 3, "text", jnp.sin) > 0
-
-
-def test_integer_arrays_and_keys_are_inputs_like_any_other():
-    @cg.error_clip(VALUE)
-    def f(x, index, key):
-        return 100 * x[index] * jax.random.uniform(key)
-
-    gradient = jax.grad(f)(jnp.ones(3), jnp.array(1), jax.random.key(0))
-    assert gradient.max() <= 5 and gradient[1] > 0
 
 
 def test_args_and_kwargs_are_variables_of_their_own():
@@ -99,14 +85,6 @@ def test_outputs_are_clipped_before_the_functions_own_vjp():
         return 2 * x
 
     assert jax.grad(lambda x: 100 * double(x))(1.0) == 1
-
-
-def test_inputs_and_outputs_together():
-    @cg.error_clip(cg.ErrorClipByValue(max=0.1), outputs=cg.ErrorClipByValue(max=0.5))
-    def double(x):
-        return 2 * x
-
-    np.testing.assert_allclose(jax.grad(lambda x: 100 * double(x))(1.0), 0.1)
 
 
 def test_one_rule_for_outputs_sees_the_whole_result():
@@ -243,36 +221,3 @@ def test_a_decorator_without_parentheses_is_caught_at_the_call():
         TypeError, match=r"write @error_clip\(rule\), with a rule in the parentheses"
     ):
         forgotten(1.0)
-
-
-@pytest.mark.exhaustive
-def test_the_newcomers_recurrent_network(key):
-    @cg.error_clip({"h": cg.ErrorClipByValue(max=0.01)})
-    def cell(params, h, x):
-        return jnp.tanh(x @ params["in"] + h @ params["rec"])
-
-    def loss(cell, params, xs):
-        def step(h, x):
-            return cell(params, h, x), None
-
-        return jnp.sum(jax.lax.scan(step, jnp.zeros(4), xs)[0])
-
-    keys = jax.random.split(key, 3)
-    params = {"in": jax.random.normal(keys[0], (3, 4)), "rec": jax.random.normal(keys[1], (4, 4))}
-    xs = jax.random.normal(keys[2], (5, 3))
-    clipped = jax.jit(jax.grad(lambda p: loss(cell, p, xs)))(params)
-    plain = jax.grad(lambda p: loss(cell.__wrapped__, p, xs))(params)
-    assert loss(cell, params, xs) == loss(cell.__wrapped__, params, xs)
-
-    cotangent, total = jnp.ones(4), jax.tree.map(jnp.zeros_like, params)
-    states = [jnp.zeros(4)]
-    for x in xs:
-        states.append(cell(params, states[-1], x))
-    for h, x in list(zip(states[:-1], xs, strict=True))[::-1]:
-        pull_back = jax.vjp(lambda p, h, x=x: cell.__wrapped__(p, h, x), params, h)[1]
-        by_params, by_state = pull_back(cotangent)
-        total = jax.tree.map(jnp.add, total, by_params)
-        cotangent = jnp.clip(by_state, -0.01, 0.01)
-    for name in params:
-        np.testing.assert_allclose(clipped[name], total[name], rtol=1e-4, atol=1e-6)
-        assert not np.allclose(clipped[name], plain[name])

@@ -131,8 +131,10 @@ def plain():
     jax.clear_caches()
 
 
-# Thresholds differ in their arithmetic alone, which only the first flag looks at.
-OTHERS = [call for call in CALLS if call.split(", ")[-1] not in list(THRESHOLDS)[1:]]
+# Thresholds, and rules of one kind, differ in their arithmetic alone, which only the first flag
+# looks at.
+ALIKE = {*list(THRESHOLDS)[1:], "order 1", "largest", "block rms", "auto"}
+OTHERS = [call for call in CALLS if call.split(", ")[-1] not in ALIKE]
 PAIRS = [(flag, call) for flag in FLAGS for call in (CALLS if flag == "debug" else OTHERS)]
 
 

@@ -190,51 +190,6 @@ def test_scanned_and_rematerialized_blocks_have_an_entry_for_each_layer():
         np.testing.assert_allclose(norm, apart[f"layer_{i}/Block/attn"].norm, rtol=1e-5)
 
 
-def test_a_recurrent_module_has_an_entry_for_each_step():
-    params, loss = linen(Recurrent())
-    stats = jax.jit(cg.value_and_grad_with_stats(loss))(params, X)[2]
-    cells = [name for name in stats if name.endswith("LSTMCell_0")]
-    assert cells, list(stats)
-    assert all(stats[name].norm.shape == (5,) for name in cells)
-
-
-def test_a_haiku_lstm_that_is_scanned_is_the_one_that_is_unrolled():
-    def model(unroll):
-        def forward(x):
-            core = hk.LSTM(4)
-            out, _ = unroll(core, x.swapaxes(0, 1), core.initial_state(x.shape[0]))
-            return hk.Linear(3)(out)
-
-        return hk.without_apply_rng(hk.transform(forward))
-
-    def loss_of(unroll):
-        apply = model(unroll).apply
-        return lambda params, x: jnp.mean(jnp.sin(apply(params, x)) ** 2)
-
-    params = jax.jit(model(hk.dynamic_unroll).init)(jax.random.key(0), X)
-    scanned = cg.value_and_grad_with_stats(loss_of(hk.dynamic_unroll))(params, X)[2]
-    (name,) = [n for n in scanned if n.endswith("lstm/linear")]
-    assert scanned[name].norm.shape == (5,)
-    unrolled = cg.value_and_grad_with_stats(loss_of(hk.static_unroll))(params, X)[2]
-    (same,) = [n for n in unrolled if n.endswith("lstm/linear")]
-    total = jnp.sqrt(jnp.sum(scanned[name].norm ** 2))
-    np.testing.assert_allclose(total, unrolled[same].norm, rtol=1e-5)
-
-
-def test_stacked_layers_of_haiku_have_an_entry_for_each():
-    def forward(x):
-        def layer(x):
-            return jax.nn.relu(hk.Linear(8)(x))
-
-        return hk.layer_stack(3)(layer)(x)
-
-    model = hk.without_apply_rng(hk.transform(forward))
-    params = jax.jit(model.init)(jax.random.key(0), X)
-    loss = lambda params, x: jnp.mean(model.apply(params, x) ** 2)  # noqa: E731
-    stats = cg.value_and_grad_with_stats(loss, watch=["**/linear"])(params, X)[2]
-    assert [s.norm.shape for s in stats.values()] == [(3,)]
-
-
 @pytest.mark.parametrize("module", [Transformer, Scanned, Recurrent])
 def test_a_clip_of_every_module_leaves_the_value_and_bounds_the_norms(module):
     params, loss = linen(module())
@@ -266,3 +221,11 @@ def test_nnx_modules_have_the_names_that_their_calls_are_decorated_with():
     loss = lambda model, x: jnp.mean(model(x) ** 2)  # noqa: E731
     assert [name.name for name in cg.list_names(loss, (model, X))] == ["layer/linear", "layer"]
     assert set(cg.value_and_grad_with_stats(loss)(model, X)[2]) == {"layer", "layer/linear"}
+
+
+def test_a_recurrent_module_has_an_entry_for_each_step():
+    params, loss = linen(Recurrent())
+    stats = jax.jit(cg.value_and_grad_with_stats(loss))(params, X)[2]
+    cells = [name for name in stats if name.endswith("LSTMCell_0")]
+    assert cells, list(stats)
+    assert all(stats[name].norm.shape == (5,) for name in cells)

@@ -1,5 +1,7 @@
 """Groups of leaves: what is measured, what is scaled, and what became of each leaf."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -52,11 +54,6 @@ def test_what_is_measured_and_what_is_scaled_are_said_apart(where, measure, fact
         assert_close(updates, expected)
     assert stats.clipped_norm == 1 and state.stats.norm == pytest.approx(float(stats.norm))
     assert float(stats.norm) == pytest.approx(1 / min(factors))
-
-
-def test_leaves_that_are_not_scaled_come_back_as_they_are():
-    clipped, _ = cg.clip_grads(TREE, cg.ClipByGlobalNorm(1.0), where="body", measure=".")
-    assert clipped["head"] is TREE["head"]
 
 
 def test_a_nan_that_is_measured_reaches_what_is_scaled_unless_it_is_zeroed():
@@ -118,26 +115,6 @@ def test_frozen_leaves_are_neither_measured_nor_clipped():
     assert norm(updates) == pytest.approx(1) and updates["head"] == 0
 
 
-@pytest.mark.exhaustive
-def test_overwritten_leaves_of_fp8_layers_are_neither_measured_nor_clipped():
-    """flax hands back new scales and histories in the place of gradients."""
-    from flax import linen as nn
-
-    layer = nn.Dense(4, dot_general_cls=nn.Fp8DirectDotGeneralOp)
-    x = jnp.ones((2, 8))
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        variables = layer.init(jax.random.key(0), x)
-        grads = jax.grad(lambda v: jnp.sum(layer.apply(v, x) ** 2) * 1e3)(variables)
-    overwritten = grads["_overwrite_with_gradient"]
-    assert norm(jax.tree.map(jnp.float32, overwritten)) > 0
-    tx = cg.clip_by_global_norm(1.0, where="^params/")
-    updates, _ = tx.update(grads, tx.init(variables), variables)
-    assert norm(updates["params"]) == pytest.approx(1, rel=1e-5)
-    assert updates["_overwrite_with_gradient"] is not None
-    jax.tree.map(lambda a, b: chex.assert_trees_all_equal(a, b), overwritten,
-                 updates["_overwrite_with_gradient"])  # fmt: skip
-
-
 # Statistics by leaf
 
 
@@ -162,24 +139,22 @@ def test_each_leaf_has_the_statistics_of_its_own_clip(case, key):
     assert total.size == state.stats.size
 
 
-@pytest.mark.kinds("limit", "scale")
-@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
-@pytest.mark.parametrize("limit", [1e-33, 1e33, 0.0])
-def test_norms_of_leaves_are_right_over_the_whole_range(scale, limit):
-    tree = {"large": jnp.array([3.0, 4.0]) * scale, "small": jnp.array([3e-4, 4e-4]) * scale}
-    tx = cg.clip_by_global_norm(limit, stats="per_leaf")
-    updates, state = tx.update(tree, tx.init(tree))
-    for path, stats in state.leaf_stats.items():
-        np.testing.assert_allclose(stats.norm, norm(np.float64(tree[path])), rtol=1e-5)
-        kept = norm(np.float64(updates[path]))
-        np.testing.assert_allclose(stats.clipped_norm, kept, rtol=1e-5, atol=2e-38)
+def test_norms_of_leaves_are_right_over_the_whole_range():
+    @jax.jit
+    def clip(limit, tree):
+        tx = cg.clip_by_global_norm(limit, stats="per_leaf")
+        updates, state = tx.update(tree, tx.init(tree))
+        norms = {path: (s.norm, s.clipped_norm) for path, s in state.leaf_stats.items()}
+        return updates, norms
 
-
-def test_the_share_of_a_leaf_far_below_the_others_is_right():
-    tree = {"large": jnp.array([3.0, 4.0]), "small": jnp.array([3e-20, 4e-20])}
-    tx = cg.clip_by_global_norm(1.0, stats="per_leaf")
-    stats = tx.update(tree, tx.init(tree))[1].leaf_stats["small"]
-    np.testing.assert_allclose([stats.norm, stats.clipped_norm], [5e-20, 1e-20], rtol=1e-5)
+    for limit, scale in itertools.product([1e-33, 1e33, 0.0], [1e-30, 1e-12, 1e12, 1e30]):
+        tree = {"large": np.float32([3, 4]), "small": np.float32([3e-4, 4e-4])}
+        tree = {path: x * np.float32(scale) for path, x in tree.items()}
+        updates, norms = clip(np.float32(limit), tree)
+        for path, (before, after) in norms.items():
+            np.testing.assert_allclose(before, norm(np.float64(tree[path])), rtol=1e-5)
+            kept = norm(np.float64(updates[path]))
+            np.testing.assert_allclose(after, kept, rtol=1e-5, atol=2e-38)
 
 
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
@@ -198,17 +173,6 @@ def test_only_leaves_that_take_part_have_statistics():
     assert list(state.leaf_stats) == ["body/bias", "body/kernel"]
     found = optax.tree.get(optax.chain(tx, optax.sgd(0.1)).init(TREE), "leaf_stats")
     assert list(found) == list(state.leaf_stats)
-
-
-def test_statistics_by_leaf_are_carried_by_a_scan(key):
-    grads = jax.tree.map(lambda g: jnp.stack([g, 9 * g]), TREE)
-    tx = cg.clip_by_global_norm(1.0, stats="per_leaf")
-
-    def step(state, g):
-        state = tx.update(g, state)[1]
-        return state, state.leaf_stats["head"].norm
-
-    np.testing.assert_allclose(jax.lax.scan(step, tx.init(TREE), grads)[1], [24, 216])
 
 
 @pytest.mark.exhaustive

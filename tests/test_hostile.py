@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import sparse
 
 import clipgrad as cg
-from clipgrad._trees.trees import check_leaves, check_tree
-from tests.helpers import assert_close, assert_same, by_error_clip
+from clipgrad._trees.trees import check_tree
+from tests.helpers import assert_close, assert_same
 
 pytestmark = pytest.mark.usefixtures("users_promotion")
 
@@ -118,13 +118,24 @@ def levels(number: int, leaf: Any) -> Any:
 ENDLESS = {"a list": own, "a dictionary": own_dictionary, "levels": lambda: levels(2000, 1.0)}
 
 
+def room(depth=0):
+    """How deep functions can still call one another."""
+    try:
+        return room(depth + 1)
+    except RecursionError:
+        return depth
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_a_tree_that_contains_itself_or_has_keys_of_several_types_is_refused(name):
+    before = room()
     for tree in ENDLESS.values():
         with pytest.raises(ValueError, match="got a tree that contains itself, or has more than"):
             EVERY[name](tree())
-    with pytest.raises(ValueError, match="got a dictionary whose keys can't be sorted, expected"):
-        EVERY[name]({"a": jnp.ones(2), 1: jnp.ones(2)})
+    for mixed in ({"a": jnp.ones(2), 1: jnp.ones(2)}, {"a": {"b": 1.0, 1: 2.0}}):
+        with pytest.raises(ValueError, match="got a dictionary whose keys can't be sorted, expect"):
+            EVERY[name](mixed)
+    assert room() == before  # what is refused leaves all of the stack
 
 
 @pytest.mark.exhaustive
@@ -149,21 +160,6 @@ def test_trees_may_have_three_hundred_levels_and_not_a_thousand(name):
         assert jax.tree.structure(result) == jax.tree.structure(tree)
     with pytest.raises(ValueError, match="or has more than 500 levels, expected fewer"):
         EVERY[name](levels(1000, 1.0))
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_a_refused_tree_leaves_all_of_the_stack(name):
-    def room(depth=0):
-        try:
-            return room(depth + 1)
-        except RecursionError:
-            return depth
-
-    before = room()
-    for tree in (own(), own_dictionary(), {"a": 1.0, 1: 2.0}, {"a": {"b": 1.0, 1: 2.0}}):
-        with pytest.raises(ValueError, match="got a"):
-            EVERY[name](tree)
-    assert room() == before
 
 
 def test_what_a_tree_has_in_many_places_is_not_what_contains_itself():
@@ -293,49 +289,7 @@ def test_arrays_of_numpy_count_by_their_numbers(rule):
         np.testing.assert_array_equal(array, before)
 
 
-def test_a_masked_array_is_refused_by_jax():
-    with pytest.raises(ValueError, match="masked arrays are not supported.*Use arr.filled"):
-        cg.clip_grads(np.ma.masked_array([1.0, 9.0], [0, 1]), RULES["norm"])
-
-
-@pytest.mark.exhaustive
-def test_numbers_of_numpy_and_weak_types_are_numbers():
-    params = {"a": np.float32(3.0), "b": np.array(3.0, np.float32), "c": 3.0, "d": jnp.asarray(3.0)}
-    strong = jax.tree.map(jnp.float32, params)
-    rule = RULES["adaptive"]
-    assert_same(cg.clip_grads(params, rule, params), cg.clip_grads(strong, rule, strong))
-    watched = cg.value_and_grad_with_stats(loss)
-    assert_same(watched(params), watched(strong))
-    scalar = np.float32(3.0)
-    assert_same(watched(scalar), watched(jnp.float32(3.0)))
-    assert cg.diagnose(loss, (scalar,)).ok
-
-
 # Narrow floats
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", [
-    "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz",
-    "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3",
-])  # fmt: skip
-def test_narrow_floats_are_clipped_in_float32_and_rounded_once(dtype):
-    x = jnp.array([-2.0, 0.5, 1.0, 3.0]).astype(dtype)
-
-    @jax.jit
-    def clipped(x):
-        return {n: (cg.clip_grads(x, r, x)[0], by_error_clip(r, x, x)) for n, r in RULES.items()}
-
-    wide = jax.tree.map(lambda y: y.astype(dtype), clipped(x.astype(jnp.float32)))
-    narrow = clipped(x)
-    assert_close({n: narrow[n] for n in OWN}, {n: wide[n] for n in OWN}, rtol=0)
-    assert cg.global_norm(x) == np.sqrt(4 + 0.25 + 1 + 9).astype(np.float32)
-    assert all(y.dtype == dtype for y in jax.tree.leaves(narrow))
-
-
-def test_a_loss_of_narrow_floats_is_diagnosed():
-    found = cg.diagnose(loss, ({"w": jnp.ones(3, jnp.float8_e4m3fn)},))
-    assert found.ok and str(found)
 
 
 # Sparse arrays: pytrees of numbers and of indices
@@ -357,19 +311,6 @@ def test_the_gradient_of_a_sparse_matrix_is_clipped_as_a_dense_one():
     np.testing.assert_allclose(cg.global_norm(grads), jnp.linalg.norm(grads.todense()), rtol=1e-6)
 
 
-@pytest.mark.exhaustive
-def test_a_function_of_a_sparse_matrix_is_clipped_by_name_and_checked():
-    w, x = sparse.BCOO.fromdense(jnp.diag(jnp.array([3.0, 4.0]))), jnp.array([1.0, 2.0])
-
-    def model(x, w):
-        return sparse_loss(w, checkpoint_name(x, "x"))
-
-    clipped = cg.error_clip_by_name(model, {"x": cg.ClipByValue(0.5)})
-    np.testing.assert_array_equal(jax.grad(clipped)(x, w), [0.5, 0.5])
-    assert cg.check_grads(model, (x, w)).ok
-    assert cg.diagnose(model, (x, w)).ok
-
-
 # Buffers that are gone
 
 
@@ -380,25 +321,6 @@ def test_a_state_that_was_used_is_answered_by_what_to_write():
     with pytest.raises(ValueError, match="state: got buffers that another step has overwritten"):
         step(state, 1.0)
     assert np.isfinite(step(after, 1.0)[1]["loss"])
-
-
-def test_an_error_of_the_step_itself_is_not_taken_for_that():
-    step = cg.train_step(lambda p, b: jnp.sum(p * b), optax.sgd(0.1))
-    state, batch = step.init(jnp.ones(3)), jnp.ones(3)
-    batch.delete()
-    with pytest.raises((RuntimeError, ValueError), match="deleted") as error:
-        step(state, batch)
-    assert "another step" not in str(error.value)
-    with pytest.raises(TypeError, match="shapes"):
-        step(step.init(jnp.ones(3)), jnp.ones(2))
-
-
-@pytest.mark.parametrize("name", ["clip_grads, norm", "gradient_clip, value", "global_norm"])
-def test_a_gradient_that_was_donated_is_refused_by_jax(name):
-    x = jnp.ones(3)
-    x.delete()
-    with pytest.raises(RuntimeError, match="Array has been deleted with shape"):
-        EVERY[name]({"a": x})
 
 
 # Values
@@ -417,18 +339,6 @@ def test_norms_that_are_no_numbers_are_refused(norms):
         cg.published.suggest_threshold(norms)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("args", [
-    {"zero": jnp.ones((0, 3)), "w": jnp.float32(0.5)},
-    {"read-only": arrays()["read-only"], "w": arrays()["non-contiguous"]},
-    PASSENGERS | {"w": np.ones(2, np.float32)},
-], ids=["zero size and rank", "NumPy", "no numbers"])  # fmt: skip
-def test_gradients_of_odd_arguments_are_checked(args):
-    assert cg.check_grads(loss, (args,)).ok
-    slopes = cg.numerical_grad(loss, (args,))
-    np.testing.assert_allclose(numbers_of(slopes)[-1], 2 * np.cos(args["w"]), rtol=1e-4)
-
-
 # Many leaves
 
 
@@ -438,9 +348,3 @@ def test_a_tree_may_have_ten_thousand_leaves(number):
     tree = {f"leaf {i}": jax.ShapeDtypeStruct((2,), jnp.float32) for i in range(number)}
     tx = cg.clip_by_global_norm(1.0)
     assert jax.eval_shape(lambda grads: updated(tx, grads), tree) == tree
-
-
-def test_a_strange_leaf_among_ten_thousand_is_named():
-    tree = {f"leaf {i}": 1.0 for i in range(10**4)} | {"x": {"y": Model()}}
-    with pytest.raises(TypeError, match="grads: got a leaf of type Model at 'x/y'"):
-        check_leaves("grads", tree)

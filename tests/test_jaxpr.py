@@ -238,41 +238,10 @@ def test_effects_happen_as_often_as_before():
     assert notes[0] == notes[1] and len(notes[0]) == 7
 
 
-def test_a_loop_of_a_vmap_is_evaluated_with_a_traced_value_in_the_hook():
-    """Each lane ends by itself, and the hook's array enters the loop as a constant."""
-
-    class Scaled(_jaxpr.Hook):
-        def __init__(self, factor):
-            self.factor = factor
-
-        def __call__(self, equation, inputs):
-            if equation.primitive.name == "sin":
-                return [self.factor * out for out in _jaxpr.bind(equation, inputs)]
-            return None
-
-    expected = []
-    for x in np.asarray(X, np.float64):
-        at, y = x, x
-        while at < 2:
-            at, y = at + x, 0.5 * np.sin(y) + x
-        expected.append(y)
-    scaled = jax.jit(lambda factor: again(jax.vmap(halved), Scaled(factor)))
-    np.testing.assert_allclose(scaled(0.5), expected, rtol=1e-5)
-    both = jax.vmap(lambda factor: again(jax.vmap(halved), Scaled(factor)))(jnp.array([0.5, 1.0]))
-    np.testing.assert_allclose(both[0], expected, rtol=1e-5)
-    np.testing.assert_allclose(both[1], jax.vmap(halved)(X), rtol=1e-5)
-
-
 def test_a_symmetric_linear_solve_stays_symmetric():
     for program in (solved, lambda x: again(solved, _jaxpr.Hook(), x)):
         solve = jax.make_jaxpr(program)(X).eqns[0].params["jaxprs"]
         assert solve.vecmat is solve.matvec
-
-
-def test_equations_are_those_of_all_programs():
-    program = jax.make_jaxpr(NESTED["nested"])(X)
-    names = [equation.primitive.name for equation in _jaxpr.equations(program)]
-    assert {"scan", "sin"} <= set(names)
 
 
 class PerStep(_jaxpr.Hook):
@@ -306,14 +275,6 @@ def test_a_hook_is_asked_about_constants():
 
     table = np.arange(4, dtype=np.float32)
     np.testing.assert_allclose(again(lambda x: x + table, Tripled()), X + 3 * table)
-
-
-def test_programs_in_parameters_can_be_replaced():
-    scatter = jax.make_jaxpr(lambda x: x.at[0].add(1.0))(X)
-    equation = next(e for e in _jaxpr.equations(scatter) if e.primitive.name.startswith("scatter"))
-    seen = []
-    _jaxpr.map_programs(equation, lambda program: seen.append(program) or program)
-    assert len(seen) == 1
 
 
 def test_a_program_is_traced_again_for_wider_inputs():
@@ -356,26 +317,6 @@ def test_sites_have_their_names_nests_and_dtypes():
     assert (found["h"].nest, found["h"].dtype, found["h"].within) == ((4, 4), "float32", None)
     assert found["index"].nest == () and not found["index"].is_differentiable
     assert found["h"].is_differentiable and found["h"].used and not found["unused"].used
-
-
-@pytest.mark.parametrize("name", CUSTOM)
-def test_sites_in_custom_rules_say_what_they_are_within(name):
-    def tagged(x):
-        return checkpoint_name(jnp.sin(x), "h")
-
-    rules = {
-        "custom_jvp": jax.custom_jvp(tagged),
-        "custom_vjp": jax.custom_vjp(tagged),
-        "custom_vmap": jax.custom_batching.custom_vmap(tagged),
-    }
-    if name == "custom_jvp":
-        rules[name].defjvp(lambda p, t: (jnp.sin(p[0]), t[0]))
-    elif name == "custom_vjp":
-        stated(rules[name])
-    else:
-        rules[name].def_vmap(lambda size, batched, x: (x, True))
-    (site,) = _names.sites(jax.make_jaxpr(jax.jit(rules[name]))(X))
-    assert site.within == name + "_call"
 
 
 def test_a_traced_function_is_evaluated_for_other_arguments_of_its_types():

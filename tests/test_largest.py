@@ -70,6 +70,7 @@ def expected(x, axis):
     return {"max": np.abs(x).max(over), "highest": np.maximum(x.max(over), 0)}
 
 
+@pytest.mark.kinds("dtype", "layout")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nan_on_any_device_is_in_every_largest_number(layout, dtype):

@@ -86,14 +86,6 @@ def test_leaves_over_the_same_axis_take_one_all_reduce_and_no_gather():
     assert all_reduces(compiled) == 1 and "all-gather" not in compiled.as_text()
 
 
-def test_what_varies_can_be_left_untracked_if_every_leaf_is_spread():
-    specs = {"dense": P("x"), "stack": P(None, "x")}
-    grads = {n: GRADS[n] for n in specs}
-    rule = cg.ClipByGlobalNorm(0.5, axis_name="x")
-    clip = mapped(rule, mesh_of((8,), ("x",)), (specs,), specs, check_vma=False)
-    assert_close(clip(grads), cg.ClipByGlobalNorm(0.5)(grads), rtol=2e-6)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "axis, spec",
@@ -127,23 +119,6 @@ def test_groups_that_lie_on_one_device_need_no_axis(rule, spec):
     assert_close(clip(GRADS["dense"]), rule(GRADS["dense"]), rtol=2e-6)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mapping", [jax.pmap, jax.vmap], ids=["pmap", "vmap"])
-def test_pmap_and_vmap(mapping):
-    grads = {n: GRADS[n] for n in ("dense",)} | {"more": GRADS["stack"].reshape(8, 8)}
-    rule = cg.ClipByGlobalNorm(0.5, axis_name="i")
-    assert_close(mapping(rule, axis_name="i")(grads), cg.ClipByGlobalNorm(0.5)(grads), rtol=2e-6)
-
-
-@pytest.mark.exhaustive
-def test_vmap_inside_of_shard_map_is_per_example():
-    grads = GRADS["stack"]
-    rule = cg.ClipByGlobalNorm(0.5, axis_name="x")
-    clip = mapped(jax.vmap(rule), mesh_of((8,), ("x",)), (P(None, "x"),), P(None, "x"))
-    expected = jax.vmap(cg.ClipByGlobalNorm(0.5))(grads)
-    assert_close(clip(grads), expected, rtol=2e-6)
-
-
 # training
 
 
@@ -164,27 +139,6 @@ def expected_updates():
     params, batch = training()
     tx = optax.chain(cg.clip_by_global_norm(0.1), optax.sgd(1.0))
     return tx.update(jax.grad(loss)(params, batch), tx.init(params), params)[0]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mapping", ["shard_map", "pmap"])
-def test_data_parallel_gradients_are_averaged_and_then_clipped(mapping):
-    """The averaged gradients are the same everywhere, so that no axis name is needed."""
-    params, batch = training()
-    tx = optax.chain(cg.clip_by_global_norm(0.1), optax.sgd(1.0))
-
-    def step(params, batch):
-        local = jax.lax.pcast(params, "i", to="varying") if mapping == "shard_map" else params
-        grads = jax.lax.pmean(jax.grad(loss)(local, batch), "i")
-        return tx.update(grads, tx.init(params), params)[0]
-
-    if mapping == "pmap":
-        parts = jax.tree.map(lambda x: x.reshape(8, 4, -1), batch)
-        updates = jax.pmap(step, axis_name="i", in_axes=(None, 0))(params, parts)
-        updates = jax.tree.map(lambda u: u[7], updates)
-    else:
-        updates = mapped(step, mesh_of((8,), ("i",)), (P(), P("i")), P())(params, batch)
-    assert_close(updates, expected_updates(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.exhaustive

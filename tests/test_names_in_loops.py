@@ -199,6 +199,7 @@ def test_a_name_that_is_elsewhere_too_is_clipped_and_watched_there(program, call
         assert np.any(np.abs(grads - jax.grad(lambda x: jnp.sum(program(x, lambda x: x)))(X)) > 1)
 
 
+@pytest.mark.kinds("program", "run")
 @pytest.mark.parametrize("program", [*NEVER, *SOMEWHERE], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("run", ["value", "jvp", "init"])
 def test_what_is_not_differentiated_in_reverse_runs_or_says_at_once_that_it_cannot(program, run):
@@ -216,6 +217,7 @@ def test_what_is_not_differentiated_in_reverse_runs_or_says_at_once_that_it_cann
         assert_close(runs[run](), loss(X), rtol=1e-6)
 
 
+@pytest.mark.kinds("program", "kind")
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize("program", [*NEVER, *SOMEWHERE], ids=lambda f: f.__name__)
 def test_without_a_choice_names_with_cotangents_are_watched(program, kind):

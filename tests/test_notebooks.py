@@ -7,10 +7,10 @@ import runpy
 
 import jax
 import nbformat
-import numpy as np
 import pytest
 
 from tests.helpers import environment_of_users
+from tests.test_coming_from import assert_printed
 
 pytestmark = pytest.mark.exhaustive
 
@@ -20,8 +20,6 @@ TITLES = [
     "autograd", "error_clip", "gradient_clipping", "checking_gradients", "many_devices",
     "seeing_inside", "per_example",
 ]  # fmt: skip
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
-
 every_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 
 
@@ -54,12 +52,6 @@ def pictures(notebook):
     return sum("image/png" in output.get("data", {}) for output in outputs)
 
 
-def assert_same_text(stored, executed):
-    assert NUMBER.sub("#", executed) == NUMBER.sub("#", stored)
-    numbers = [np.array(NUMBER.findall(text), float) for text in (executed, stored)]
-    np.testing.assert_allclose(*numbers, rtol=0.05, atol=1e-6)
-
-
 def stored_with(notebook):
     """The version of JAX that the first code cell shows."""
     return printed(code_cells(notebook)[0]).strip("'\n")
@@ -73,7 +65,7 @@ def test_it_runs_and_prints_what_is_stored(path):
     assert pictures(executed) == pictures(stored) > 0
     if stored_with(stored) == jax.__version__:
         for before, after in zip(code_cells(stored), code_cells(executed), strict=True):
-            assert_same_text(printed(before), printed(after))
+            assert_printed(printed(after), printed(before), rtol=0.05, atol=1e-6)
 
 
 @every_notebook
@@ -113,8 +105,12 @@ def test_they_are_the_seven_and_numbered():
     assert [path.stem for path in PATHS] == [f"{i}_{name}" for i, name in enumerate(TITLES, 1)]
 
 
-@pytest.mark.parametrize("other", ["norm 1.2", "norm 1.0 or so", "scale 1.0", "norm 1.0 2.0"])
-def test_another_text_is_noticed(other):
-    assert_same_text("norm 1.0", "norm 1.01")
-    with pytest.raises(AssertionError):
-        assert_same_text("norm 1.0", other)
+@every_notebook
+def test_pictures_are_described_and_nothing_of_this_machine_is_stored(path):
+    cells = code_cells(nbformat.read(path, as_version=4))
+    for cell in cells:
+        text = "".join(output.get("text", "") for output in cell.outputs) + printed(cell)
+        assert not re.search(r"0x[0-9a-f]{6}|/home/|/root/|/tmp/", text), text
+    seen = [c for c in cells if any("image/png" in o.get("data", {}) for o in c.outputs)]
+    assert len(seen) >= 3
+    assert all(len(cell.metadata["mystnb"]["image"]["alt"]) > 60 for cell in seen)

@@ -164,6 +164,7 @@ CASES = [
         Case(f"{name} by a {kind}", lambda make=make, c=c: make(c), clip)
         for name, make in RULES.items()
         for kind, c in LIMITS.items()
+        if kind == "number" or name == "ClipByNorm"
     ),
     *(Case(name, make, optimize, plain=False) for name, make in CLIPS.items()),
     *(
@@ -280,16 +281,3 @@ def test_an_exported_training_goes_on_from_the_state_that_it_returned():
         assert isinstance(state, cg.types.TrainState) and isinstance(
             metrics["clips"][0], cg.types.ClipStats
         )
-
-
-def test_an_exported_update_goes_on_from_the_state_that_it_returned():
-    tx = spikes(max_norm=10.0)
-    state = tx.init(PARAMS)
-    update = jax.jit(tx.update)
-    loaded = jax.export.deserialize(jax.export.export(update)(PARAMS, state, PARAMS).serialize())
-    for factor, skipped in ((1.0, False), (9.0, True), (1.0, False)):
-        grads = jax.tree.map(lambda p, factor=factor: factor * p, PARAMS)
-        expected = update(grads, state, PARAMS)
-        updates, state = loaded.call(grads, state, PARAMS)
-        assert_same((updates, state), expected)
-        assert isinstance(state, cg.types.SkipSpikesState) and state.skipped == skipped

@@ -52,6 +52,8 @@ def reference(p, u, gamma, axis, power, heads, size):
     return out
 
 
+@pytest.mark.kinds("name", "balance")
+@pytest.mark.ci("name", "balance")
 @pytest.mark.parametrize("balance", [0.5, 0.2, 1.0])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_update_is_that_of_the_formula(name, balance):
@@ -76,6 +78,7 @@ def test_the_update_is_that_of_the_formula(name, balance):
 PARTS = [("qkv", np.s_[:, 0]), ("qkv", np.s_[:, 1]), ("qkv", np.s_[:, 0:2]), "q", "k"]
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("seed", range(6))
 def test_a_kernel_in_several_pairs_is_scaled_once_by_the_smallest_factor(seed):
     """Random pairs: kernels that are shared, for queries and keys alike, and parts that overlap."""
@@ -139,6 +142,7 @@ WAYS = {
 }
 
 
+@pytest.mark.kinds("dtype", "way")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_clip_that_is_made_inside_of_a_transformation_is_the_same(way, dtype):
@@ -239,6 +243,7 @@ def test_the_largest_logits_of_grouped_queries_are_at_the_limit_after_the_step()
     assert_at_the_limit_after_a_step(*grouped())
 
 
+@pytest.mark.kinds()
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize("optimizer", [optax.adamw, optax.contrib.muon], ids=["adamw", "muon"])
 def test_logits_that_grow_stay_at_the_limit(optimizer):
@@ -323,6 +328,7 @@ def latent(kernel_of_queries):
     return parts, params, at
 
 
+@pytest.mark.kinds("balance", "kernels")
 @pytest.mark.parametrize("balance", [0.5, 0.2])
 @pytest.mark.parametrize("kernels", ["fused", "apart"])
 def test_a_key_that_heads_share_stays_and_quiet_heads_keep_their_logits(kernels, balance):

@@ -21,6 +21,7 @@ def nested(key, dtype=jnp.float32):
 FULL = {"body": {"b": None, "n": None, "w": 0.3}, "head": 0.1}
 
 
+@pytest.mark.kinds("apply", "dtype", "options")
 @everywhere
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", [{}, {"axis": -1}, {"ord": 1}], ids=str)

@@ -240,30 +240,6 @@ def test_a_training_step_over_devices_clips_once_after_averaging(accumulate, pla
         assert place == "sharded" or "all-gather" not in compiled.as_text()
 
 
-@pytest.mark.exhaustive
-def test_multi_steps_over_devices_clips_once_after_averaging():
-    params, batch = training()
-    tx = OPTIMIZERS["global norm"]()
-    expected = jax.tree.map(jnp.subtract, after_one_step("global norm"), params)
-    mesh = mesh_of(AxisType.Auto)
-    steps = optax.MultiSteps(tx, 4)
-
-    @jax.jit
-    def step(state, params, part):
-        updates, state = steps.update(jax.grad(loss)(params, part), state, params)
-        return updates, state
-
-    with jax.numpy_dtype_promotion("standard"):
-        sharded = jax.device_put(params, NamedSharding(mesh, P("x")))
-        state = steps.init(sharded)
-        for i in range(4):
-            part = jax.tree.map(lambda x, i=i: x[8 * i : 8 * i + 8], batch)
-            over = jax.device_put(part, NamedSharding(mesh, P("x")))
-            actual, state = step(state, sharded, over)
-    assert_close(actual, expected, rtol=1e-5, atol=1e-6)
-    assert optax.tree.get(state, "clipped_count") == 1
-
-
 def test_gradients_that_are_not_added_up_yet_are_refused(users_promotion):
     """Those of weights that are the same on all devices, as for an accumulation."""
     mesh = mesh_of(AxisType.Explicit)

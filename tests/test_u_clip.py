@@ -60,6 +60,7 @@ def test_one_bad_step_is_seen_and_forgotten(rule, bad):
     steps = [jnp.array([3.0, 4.0]), jnp.array([bad, 1.0]), jnp.zeros(2), jnp.zeros(2)]
     found, state = run(cg.u_clip(rule), steps)
     assert all(np.isfinite(u).all() for u in found[2:]) and np.isfinite(state.carry).all()
+    assert (found[2] != 0).all()  # what was cut off before is not lost
     assert np.isfinite(found[1]).all() == (bad == np.inf and isinstance(rule, cg.ClipByValue))
 
 

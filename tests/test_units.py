@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import clipgrad as cg
-from tests.helpers import assert_close, stable_id
+from tests.helpers import stable_id
 
 pytestmark = pytest.mark.exhaustive
 
@@ -84,15 +84,6 @@ def test_units_of_every_layout_in_one_tree(axis):
             np.testing.assert_allclose(clipped[path], expected, rtol=2e-6, err_msg=path)
 
 
-def test_it_is_the_same_before_the_optimizer():
-    grads, params = trees()
-    tx = cg.adaptive_grad_clip(0.1, axis=AXES)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
-    for path, (_, axes) in LAYOUTS.items():
-        expected = reference(grads[path], params[path], axes, 0.1)
-        np.testing.assert_allclose(updates[path], expected, rtol=2e-6, err_msg=path)
-
-
 OPTAX_IS_WRONG = [
     ("attention/out/kernel", "a unit of it is one output, of all heads"),
     ("conv1d/kernel", "a unit of it is one output, of all taps"),
@@ -137,12 +128,6 @@ def test_layers_that_a_scan_stacks_are_clipped_like_single_ones():
     assert np.linalg.norm(wrong[0]) > 10 * np.linalg.norm(stacked[0])
 
 
-def test_experts_of_stacked_layers_are_clipped_like_single_ones():
-    grads, params = (jnp.asarray(tree["layers/experts/kernel"]) for tree in trees())
-    stacked = cg.AdaptiveClip(0.1, axis=-2)(grads, params)
-    assert_close(stacked, jax.vmap(jax.vmap(cg.AdaptiveClip(0.1)))(grads, params))
-
-
 def test_a_unit_may_be_a_whole_leaf():
     """The rule of dreamerv3: the update of a whole tensor relative to its norm."""
     grads, params = trees()
@@ -150,42 +135,6 @@ def test_a_unit_may_be_a_whole_leaf():
     for path, grad in grads.items():
         size, weight = (np.linalg.norm(np.float64(x).ravel()) for x in (grad, params[path]))
         expected = grad / max(1.0, size / (0.3 * max(1e-3, weight)))
-        np.testing.assert_allclose(clipped[path], expected, rtol=2e-6)
-
-
-def test_weights_that_were_ported_from_torch_have_their_outputs_first():
-    grads, params = trees()
-    out_first = cg.AdaptiveClip(0.1, axis=lambda path, leaf: tuple(range(1, leaf.ndim)) or None)
-    paths = ["torch/linear/weight", "torch/conv/weight", "dense/bias", "scalar"]
-    g, p = ({path: tree[path] for path in paths} for tree in (grads, params))
-    clipped = out_first(g, p)
-    last = jax.tree.map(lambda x: np.moveaxis(x, 0, -1) if x.ndim else x, (g, p))
-    expected = cg.AdaptiveClip(0.1)(*last)
-    back = {k: np.moveaxis(x, -1, 0) if x.ndim else x for k, x in expected.items()}
-    assert_close(clipped, back)
-
-
-def test_leaves_are_left_out_by_path():
-    grads, params = trees()
-    where = r"^(?!.*(norm/scale|dense/bias|one_output))"
-    rule = cg.AdaptiveClip(0.01, axis=AXES)
-
-    @jax.jit
-    def changed(grads, params):
-        clipped, _ = cg.clip_grads(grads, rule, params, where=where)
-        for path in ("norm/scale", "dense/bias", "one_output/kernel", "layers/dense/bias"):
-            assert clipped[path] is grads[path]
-        return clipped["dense/kernel"] != grads["dense/kernel"]
-
-    assert changed(grads, params).any()
-
-
-def test_the_first_expression_that_matches_holds():
-    grads, params = trees()
-    axis = {"torch/conv": (1, 2, 3), "torch": -1, "weight$": None}
-    clipped = cg.AdaptiveClip(0.1, axis=axis)(grads, params)
-    for path in ("torch/conv/weight", "torch/linear/weight", "dense/kernel"):
-        expected = reference(grads[path], params[path], LAYOUTS[path][1], 0.1)
         np.testing.assert_allclose(clipped[path], expected, rtol=2e-6)
 
 
@@ -212,3 +161,12 @@ def test_axes_that_are_none_are_refused(axis):
     x = {"kernel": jnp.ones((2, 2))}
     with pytest.raises(TypeError, match="axis: got .* expected an int, a tuple of them or None"):
         cg.AdaptiveClip(axis=axis)(x, x)
+
+
+def test_the_first_expression_that_matches_holds():
+    grads, params = trees()
+    axis = {"torch/conv": (1, 2, 3), "torch": -1, "weight$": None}
+    clipped = cg.AdaptiveClip(0.1, axis=axis)(grads, params)
+    for path in ("torch/conv/weight", "torch/linear/weight", "dense/kernel"):
+        expected = reference(grads[path], params[path], LAYOUTS[path][1], 0.1)
+        np.testing.assert_allclose(clipped[path], expected, rtol=2e-6)

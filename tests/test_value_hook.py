@@ -108,6 +108,7 @@ def test_every_value_that_is_listed_is_noted_and_the_result_stays(model):
     assert len({value.time() for value in values}) == len(values)
 
 
+@pytest.mark.kinds()
 @every_program
 def test_notes_are_no_values_with_names(model):
     def noting(x):
@@ -123,6 +124,7 @@ def test_notes_are_no_values_with_names(model):
     assert sites == _names.sites(traced(model).program)
 
 
+@pytest.mark.kinds()
 @every_program
 def test_another_trace_of_the_same_function_has_the_same_positions(model):
     first, second = (
@@ -151,6 +153,7 @@ def test_the_counts_are_those_of_the_values_that_are_computed(name):
     np.testing.assert_allclose(sum(float(jnp.sum(n)) for n, _ in totals), sum(seen), rtol=1e-5)
 
 
+@pytest.mark.kinds()
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "while"])
 def test_taps_bring_the_cotangents_out_and_what_is_replaced_goes_on(name):
     model = PROGRAMS[name]
