@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import clipgrad as cg
+from clipgrad._diagnose.causes import STRUCTURAL
 from tests import zero_cuts
-from tests.zero_cuts import CUTS, HEALTHY, NOTED, X
+from tests.zero_cuts import CUTS, HEALTHY, NOTED, PARTS, WHOLE, X
 
 
 def diagnosed(programs):
@@ -71,7 +72,11 @@ def marked_line(function):
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize(
     ("function", "cause"),
-    [(zero_cuts.penalized_router, "index"), (zero_cuts.penalized_in_scan, "dead")],
+    [
+        (zero_cuts.penalized_router, "index"),
+        (zero_cuts.penalized_in_scan, "dead"),
+        (zero_cuts.penalized_weights_in_eighths, "flat"),
+    ],
 )
 def test_a_leaf_that_only_a_penalty_trains_is_found_where_the_data_is_cut(function, cause):
     args = {"w": jnp.asarray(zero_cuts.W), "v": jnp.asarray(zero_cuts.W)}, jnp.asarray(X)
@@ -84,7 +89,7 @@ def test_a_leaf_that_only_a_penalty_trains_is_found_where_the_data_is_cut(functi
 @pytest.mark.usefixtures("users_promotion")
 @pytest.mark.parametrize(
     "function",
-    [zero_cuts.penalized_and_trained, zero_cuts.partly_rounded],
+    [zero_cuts.penalized_and_trained, zero_cuts.partly_rounded, zero_cuts.rounded_penalty],
     ids=lambda f: f.__name__,
 )
 def test_a_leaf_that_the_data_trains_too_is_silent(function):
@@ -106,3 +111,27 @@ def test_layers_of_a_scan_without_a_gradient_are_named(dead):
     assert (finding.leaf, finding.cause) == ("args[0]['w']", "dead")
     assert finding.line == marked_line(zero_cuts.dead_layer_of_a_scan)
     assert f"in layer {', '.join(map(str, dead))} of 5" in finding.message
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """One diagnosis of all cuts of a part of a leaf."""
+    return diagnosed([(cut.function, cut.params) for cut in PARTS])
+
+
+@pytest.mark.parametrize("cut", PARTS, ids=lambda cut: cut.name)
+def test_a_part_of_a_leaf_is_found_where_it_is_cut_or_noted_if_numbers_cut_it(cut, parts):
+    where = f"zero_cuts.py:{cut.line}: the gradient of "
+    leaf = f"args[0]['{cut.name}']{cut.leaf}"
+    findings = {f.message: f for f in parts.findings if leaf in f.message}
+    told = [text for text in [*findings, *parts.notes] if leaf in text]
+    assert len(told) == 1 and where in told[0]
+    own = findings.get(told[0])
+    assert (own and own.cause) == (cut.cause if cut.cause in STRUCTURAL else None)
+    assert own is None or any(leaf.startswith(name) for name in own.leaf.split(", "))
+
+
+def test_parts_that_are_right_have_no_note_and_no_second_program(monkeypatch):
+    assert diagnosed(WHOLE).notes == diagnosed(WHOLE[:2]).notes == ()
+    monkeypatch.delattr("clipgrad._diagnose.zeros.edge_values")
+    assert diagnosed(WHOLE[2:]).ok

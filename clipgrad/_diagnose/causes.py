@@ -70,6 +70,7 @@ class Cause(NamedTuple):
 
 
 SILENT = "silent"
+STRUCTURAL = {"cast", "bitcast", "comparison", "index", "flat", "custom rule"}  # at any numbers
 _MASK = -1e30  # a logit below it is masked
 
 

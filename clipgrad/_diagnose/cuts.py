@@ -66,7 +66,7 @@ def zero_cuts(program: Any, block: MeasuredBlock, chosen: Sequence[int]) -> list
     search = _Search(program, chosen)
     search.mark_alive(block, [True])
     found = dict(zip(chosen, block.values.gradients, strict=True))
-    totals = [np.any(found[i]) if i in found else None for i in range(len(block.jaxpr.invars))]
+    totals = [np.any(found[i][0]) if i in found else None for i in range(len(block.jaxpr.invars))]
     return sorted(search.cuts(block, totals, ()), key=lambda cut: cut.order)
 
 

@@ -15,7 +15,7 @@ class EdgeValues(NamedTuple):
 
     probes: Any
     notes: Any
-    gradients: Any = ()  # of the outermost program: whether each row of a gradient is not zero
+    gradients: Any = ()  # of the outermost program: which elements of each axis are not all zero
 
     def cotangent(self, number: int, kind: str, position: int) -> np.ndarray | None:
         """The largest magnitude of a cotangent; None if it is not measured."""

@@ -61,10 +61,16 @@ def edge_values(program: Any, inputs: Sequence[Any], chosen: Sequence[int]) -> E
         given = [inputs[i] for i in chosen]
         _, pull_back, notes = jax.vjp(loss, given, probes, has_aux=True)
         grads, found = pull_back(jnp.ones((), dtype_of(opened(program)[0].outvars[0])))
-        return found, notes, [jnp.any(grad != 0, axis=tuple(range(1, grad.ndim))) for grad in grads]
+        return found, notes, [_nonzero_by_axis(grad) for grad in grads]
 
     found, notes, grads = on_host(run(list(inputs), probes))
     return EdgeValues(_largest_by_step(program, found, 0), notes, grads)
+
+
+def _nonzero_by_axis(x: Any) -> list[Any]:
+    """For each axis which of its elements are not zero throughout."""
+    others = [[n for n in range(x.ndim) if n != axis] for axis in range(max(x.ndim, 1))]
+    return [jnp.any(x != 0, axis=tuple(axes)) for axes in others]
 
 
 def _zero_probes(program: Any, active: Set[Var], lengths: tuple[int, ...]) -> dict[str, Any]:
