@@ -6,7 +6,9 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import clipgrad as cg
 from clipgrad._diagnose.causes import STRUCTURAL
@@ -132,6 +134,98 @@ def test_a_part_of_a_leaf_is_found_where_it_is_cut_or_noted_if_numbers_cut_it(cu
 
 
 def test_parts_that_are_right_have_no_note_and_no_second_program(monkeypatch):
-    assert diagnosed(WHOLE).notes == diagnosed(WHOLE[:2]).notes == ()
+    found = diagnosed(WHOLE[:3])
+    assert found.ok and not found.notes
     monkeypatch.delattr("clipgrad._diagnose.zeros.edge_values")
-    assert diagnosed(WHOLE[2:]).ok
+    found = diagnosed(WHOLE[3:])
+    assert found.ok and not found.notes
+
+
+# -- In the run.
+
+TINY = float(np.finfo(np.float32).tiny)
+
+
+@pytest.mark.usefixtures("users_promotion")
+def test_statistics_of_a_name_say_whether_its_cotangent_is_exactly_zero():
+    cotangents = {"none": 0.0, "some": [0.0, 2.0], "tiny": TINY, "bad": [jnp.nan, 0.0], "empty": []}
+
+    def loss(w):
+        own = {name: checkpoint_name(w * jnp.ones(np.shape(c) or 2), name)
+               for name, c in cotangents.items()}  # fmt: skip
+        return sum(jnp.sum(own[name] * jnp.asarray(c)) for name, c in cotangents.items())
+
+    _, _, stats = jax.jit(cg.value_and_grad_with_stats(loss))(1.0)
+    zeros = {name: float(own.zeros) for name, own in stats.items()}
+    assert zeros == dict.fromkeys(cotangents, 0.0) | {"none": 1.0}
+    narrow = cg.types.ClipStats.of(*[jnp.array([2.0**-24, 0], jnp.float16)] * 2)
+    assert narrow.zeros == 0 and cg.scalars({"h": stats["none"]})["h/zeros"] == 1
+
+
+def rounded_gate(params, x):
+    return jnp.sum(jnp.round(params["gate"]) * x) + jnp.sum((params["w"] - x) ** 2)
+
+
+GATED = {"gate": jnp.ones(4), "w": jnp.zeros(4)}
+
+
+def steps(optimizer, **options):
+    step = cg.train_step(rounded_gate, cg.skip_spikes(optimizer, halt=True), **options)
+    return step, step.init(GATED)
+
+
+@pytest.mark.usefixtures("users_promotion")
+def test_metrics_name_the_leaves_that_are_exactly_zero_without_another_pass():
+    by_leaf = cg.clip_by_global_norm(1.0, stats="per_leaf")
+    step, state = steps(optax.chain(by_leaf, optax.sgd(0.1)), donate=False)
+    _, metrics = step(state, jnp.asarray(X))
+    assert {name: float(s.zeros) for name, s in metrics["leaves"].items()} == {"gate": 1, "w": 0}
+
+    def without(*args):
+        after, metrics = step.update(*args)
+        return after, {name: own for name, own in metrics.items() if name != "leaves"}
+
+    both = step.update, jax.jit(without)
+    programs = [f.lower(state, jnp.asarray(X)).compile().as_text() for f in both]
+    kernels = [text.count(" reduce(") + text.count("custom-call") for text in programs]
+    assert kernels[0] == kernels[1] and "callback" not in programs[0]
+    plain, state = steps(optax.sgd(0.1))
+    assert "leaves" not in plain(state, jnp.asarray(X))[1]
+
+
+@pytest.mark.usefixtures("users_promotion")
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(0.1),
+        optax.sgd(0.1, momentum=0.9),
+        optax.chain(cg.clip_by_global_norm(1.0, stats="per_leaf"), optax.sgd(0.1)),
+    ],
+    ids=["adam", "momentum", "per leaf"],
+)
+def test_the_recorder_warns_once_of_leaves_without_a_gradient(optimizer, tmp_path):
+    step, state = steps(optimizer)
+    state, metrics = step(state, jnp.asarray(X))
+    with cg.FlightRecorder(tmp_path) as recorder:
+        call = r"'gate' was exactly zero .* call clipgrad.diagnose\(loss, \(params, batch\)\)"
+        with pytest.warns(UserWarning, match=call):
+            recorder.record(state, X, loss=metrics["loss"])
+        state, metrics = step(state, jnp.asarray(X))
+        recorder.record(state, X)  # a warning would be an error
+
+
+@pytest.mark.usefixtures("users_promotion")
+@pytest.mark.parametrize(
+    "optimizer, batch, loss",
+    [
+        (optax.adam(0.1), X, 0.0),  # the loss is 0
+        (optax.adam(0.1), 0 * X, None),  # all leaves are zero
+        (optax.adam(0.1, mu_dtype=jnp.float16), X, None),  # by rounding, maybe
+        (optax.sgd(0.1), X, None),  # nothing shows it
+    ],
+    ids=["loss of 0", "all zero", "narrow moments", "no moments"],
+)
+def test_the_recorder_does_not_warn_where_zeros_say_nothing(optimizer, batch, loss, tmp_path):
+    step, state = steps(optimizer)
+    state, _ = step(state, jnp.asarray(batch))
+    cg.FlightRecorder(tmp_path).record(state, batch, loss=loss)

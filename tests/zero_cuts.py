@@ -1016,6 +1016,13 @@ def straight_through_part(p, x):
     return together(q, k + lax.stop_gradient(jnp.round(k) - k), v)
 
 
+@whole({"w": FUSED, "b": np.array([-99, -99, 5, 5, 5, 5], np.float32)})
+def dead_units_before_parts(p, x):
+    h = jax.nn.relu(x @ p["w"] + p["b"])
+    q, k, v = jnp.split(h + jnp.flip(h), 3)
+    return together(q, k, v) + jnp.sum(q > 1)
+
+
 @whole({"words": TABLE, "places": TABLE[:8], "out": TABLE[::-1].copy()})
 def language_model(p, x):
     """Absent words, places beyond the end, a causal mask, and words that are padding."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -95,7 +95,8 @@ def _zero_elements(
 
 def _pieces_of(equation: JaxprEqn) -> list[list[tuple[int, np.ndarray]]]:
     """For each result the lengths of the axes that it has a part of, and which part."""
-    shape, params = equation.invars[0].aval.shape, equation.params
+    operand: Any = equation.invars[0].aval
+    shape, params = operand.shape, equation.params
     if equation.primitive.name == "slice":
         strides = params["strides"] or (1,) * len(shape)
         taken = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
@@ -113,7 +114,8 @@ def _axes_of(equations: Iterable[JaxprEqn], length: int) -> set[tuple[int, int]]
     for equation in equations:
         if equation.primitive.name != "reshape":
             continue
-        before, after = equation.invars[0].aval.shape, equation.params["new_sizes"]
+        operand: Any = equation.invars[0].aval
+        before, after = operand.shape, equation.params["new_sizes"]
         for p in (p for p, n in enumerate(before) if n == length):
             outer = math.prod(before[:p])
             ends = [math.prod(after[: j + 1]) for j in range(len(after))]
